@@ -1,0 +1,30 @@
+"""Mixtral-class models as Flax NNX modules, pipelined over a mesh with explicit shardings."""
+
+from nnx_pipeline.config import Config, ModelConfig, PipelineConfig, TrainConfig
+from nnx_pipeline.decoder import Mixtral
+from nnx_pipeline.errors import InputError
+from nnx_pipeline.mesh import MeshConfig, make_mesh
+from nnx_pipeline.modules import MLP, Attention, DecoderLayer, Embed, RMSNorm, RoutedMoE
+from nnx_pipeline.pipeline import run_pipeline
+from nnx_pipeline.presets import preset
+from nnx_pipeline.sharding import Layout
+
+__all__ = [
+    "MLP",
+    "Attention",
+    "Config",
+    "DecoderLayer",
+    "Embed",
+    "InputError",
+    "Layout",
+    "MeshConfig",
+    "Mixtral",
+    "ModelConfig",
+    "PipelineConfig",
+    "RMSNorm",
+    "RoutedMoE",
+    "TrainConfig",
+    "make_mesh",
+    "preset",
+    "run_pipeline",
+]

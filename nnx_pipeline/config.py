@@ -1,0 +1,229 @@
+"""Frozen configs that check themselves when made, and jointly when combined.
+
+The mesh is not part of `Config`: the same config runs on any mesh that it divides over, and
+`Config.check_mesh` says why one does not fit.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Literal
+
+from nnx_pipeline.errors import InputError, divides, one_of
+from nnx_pipeline.mesh import MeshConfig
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def _at_least(config: object, minimum: float, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < minimum:
+            raise InputError(f"{name}={value!r} is out of range; choose {minimum} or more")
+
+
+def _whole(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(f"{name}={value!r} is not a whole number of 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What the model computes. One expert means an ordinary dense MLP without a router.
+
+    `attention_scale` multiplies the attention scores. It is 1.0 by default because, as in MaxText,
+    the factor 1/sqrt(head_dim) is part of the query kernel's initial values.
+    """
+
+    vocab_size: int
+    embed_dim: int
+    mlp_dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_experts: int = 1
+    num_experts_per_token: int = 1
+    dtype: str = "bfloat16"
+    param_dtype: str = "float32"
+    norm_epsilon: float = 1e-5
+    norm_scale_offset: float = 0.0
+    rope_theta: float = 1e6
+    attention_scale: float = 1.0
+    attention: Literal["dot_product"] = "dot_product"
+    experts: Literal["dense"] = "dense"
+    embedding: Literal["auto", "gather", "one_hot"] = "auto"
+
+    def __post_init__(self) -> None:
+        _whole(self, "vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_heads")
+        _whole(self, "num_kv_heads", "head_dim", "num_experts", "num_experts_per_token")
+        divides(
+            self.num_kv_heads,
+            self.num_heads,
+            rule=f"num_heads={self.num_heads} does not split over num_kv_heads={self.num_kv_heads}",
+        )
+        divides(2, self.head_dim, rule=f"head_dim={self.head_dim} has no two rotary halves")
+        if self.num_experts_per_token > self.num_experts:
+            raise InputError(
+                f"num_experts_per_token={self.num_experts_per_token} exceeds "
+                f"num_experts={self.num_experts}; choose {self.num_experts} or fewer"
+            )
+        one_of("dtype", self.dtype, DTYPES)
+        one_of("param_dtype", self.param_dtype, DTYPES)
+        one_of("attention", self.attention, ("dot_product",))
+        one_of("experts", self.experts, ("dense",))
+        one_of("embedding", self.embedding, ("auto", "gather", "one_hot"))
+        _at_least(self, 0.0, "norm_epsilon")
+        if self.rope_theta <= 0 or self.attention_scale <= 0:
+            raise InputError(
+                f"rope_theta={self.rope_theta} and attention_scale={self.attention_scale} "
+                "must both be above 0"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How the layers run over the `stage` axis of the mesh.
+
+    `num_microbatches=None` means as many as the mesh has stages, the fewest that fill the pipeline.
+    A circular schedule with one repeat is the plain pipeline.
+    """
+
+    num_microbatches: int | None = None
+    num_repeats: int = 1
+    schedule: Literal["circular"] = "circular"
+    shift: Literal["ppermute", "slice"] = "ppermute"
+    sharding: Literal["explicit", "auto"] = "explicit"
+    remat: Literal["full", "none"] = "full"
+
+    def __post_init__(self) -> None:
+        _whole(self, "num_repeats")
+        if self.num_microbatches is not None:
+            _whole(self, "num_microbatches")
+        one_of("schedule", self.schedule, ("circular",))
+        one_of("shift", self.shift, ("ppermute", "slice"))
+        one_of("sharding", self.sharding, ("explicit", "auto"))
+        one_of("remat", self.remat, ("full", "none"))
+
+    def microbatches_on(self, stages: int) -> int:
+        """The number of microbatches on a mesh with that many stages."""
+        return self.num_microbatches or stages
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The batch, the loss and AdamW. `loss_chunks` is the number of pieces of the sequence."""
+
+    global_batch: int = 16
+    sequence_length: int = 1024
+    learning_rate: float = 3e-4
+    adam_b1: float = 0.9
+    adam_b2: float = 0.95
+    adam_eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    loss_chunks: int = 8
+    load_balance_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        _whole(self, "global_batch", "sequence_length", "loss_chunks")
+        _at_least(self, 0.0, "learning_rate", "adam_eps", "weight_decay", "load_balance_weight")
+        for name in ("adam_b1", "adam_b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InputError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
+        if self.clip_norm <= 0:
+            raise InputError(f"clip_norm={self.clip_norm} must be above 0; 1.0 is usual")
+        divides(
+            self.loss_chunks,
+            self.sequence_length,
+            rule=f"sequence_length={self.sequence_length} does not split into "
+            f"loss_chunks={self.loss_chunks} pieces",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A model, how it is pipelined and how it is trained."""
+
+    model: ModelConfig
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        if self.pipeline.num_microbatches is not None:
+            self._check_batch(self.pipeline.num_microbatches)
+
+    def _check_batch(self, microbatches: int) -> None:
+        divides(
+            microbatches,
+            self.train.global_batch,
+            rule=f"global_batch={self.train.global_batch} does not split into "
+            f"{microbatches} microbatches",
+        )
+
+    def layers_per_stage(self, stages: int) -> int:
+        """How many consecutive layers a stage applies each time a microbatch visits it."""
+        return self.model.num_layers // (stages * self.pipeline.num_repeats)
+
+    def check_mesh(self, mesh: MeshConfig) -> None:
+        """Raises InputError, with the cure, unless everything here divides over `mesh`."""
+        model, stages, repeats = self.model, mesh.stage, self.pipeline.num_repeats
+        microbatches = self.pipeline.microbatches_on(stages)
+        if mesh.context > 1:
+            raise InputError(
+                f"mesh axis context={mesh.context} is not supported by attention yet; use context=1"
+            )
+        if stages == 1 and repeats > 1:
+            raise InputError(
+                f"pipeline.num_repeats={repeats} needs a pipeline; "
+                "set num_repeats=1 or give the mesh a stage axis of 2 or more"
+            )
+        divides(
+            stages * repeats,
+            model.num_layers,
+            rule=f"model.num_layers={model.num_layers} does not split into "
+            f"{stages} stages × {repeats} repeats",
+        )
+        divides(
+            stages,
+            microbatches,
+            rule=f"pipeline.num_microbatches={microbatches} does not split over stage={stages}",
+        )
+        self._check_batch(microbatches)
+        copies = mesh.data * mesh.fsdp * mesh.expert
+        microbatch = self.train.global_batch // (microbatches if stages > 1 else 1)
+        divides(
+            copies,
+            microbatch,
+            rule=f"a microbatch of {microbatch} sequences does not split over "
+            f"data={mesh.data} × fsdp={mesh.fsdp} × expert={mesh.expert}: with "
+            f"train.global_batch={self.train.global_batch} in {microbatches} microbatches, "
+            "change one of the two so that a microbatch fits",
+        )
+        for name, axes in MODEL_DIVISORS.items():
+            divisor = mesh.product(*axes)
+            size = getattr(model, name)
+            divides(
+                divisor,
+                size,
+                rule=f"model.{name}={size} does not split over mesh axes {'×'.join(axes)}={divisor}",
+            )
+
+
+# Sizes of the model and the mesh axes that their arrays are spread over (see `sharding.Layout`).
+MODEL_DIVISORS = {
+    "vocab_size": ("stage", "tensor"),
+    "embed_dim": ("fsdp", "expert"),
+    "mlp_dim": ("tensor",),
+    "num_heads": ("tensor",),
+    "num_kv_heads": ("tensor",),
+    "num_experts": ("expert",),
+}
+
+SECTIONS = {"model": ModelConfig, "pipeline": PipelineConfig, "train": TrainConfig}
+
+
+def to_dict(config: Config) -> dict[str, dict[str, object]]:
+    """The config as nested dictionaries of plain values, for JSON."""
+    return dataclasses.asdict(config)

@@ -1,0 +1,215 @@
+"""The decoder: embedding, layers through the pipeline or one after the other, norm, head."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from nnx_pipeline.config import Config
+from nnx_pipeline.errors import InputError
+from nnx_pipeline.mesh import ambient_mesh
+from nnx_pipeline.modules import DecoderLayer, Embed, Parts, RMSNorm
+from nnx_pipeline.pipeline import SCHEDULES, run_pipeline
+from nnx_pipeline.sharding import (
+    Layout,
+    constrain,
+    gather_weight,
+    out_sharding,
+    parameter,
+    place,
+)
+
+
+class Mixtral(nnx.Module):
+    """A decoder-only transformer of Mixtral or Llama, pipelined when the mesh has stages.
+
+    Made and called under `jax.set_mesh`, its parameters are born in their shardings; without a mesh
+    it is an ordinary single-device model. The layers are one stacked module, every parameter
+    `[repeats, stages, layers per stage, …]`, where layer = (repeat · stages + stage) · layers per
+    stage + j. The initial values depend on `rngs` and not on the mesh.
+
+    Raises InputError when the config does not divide over the mesh.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        rngs: nnx.Rngs,
+        layout: Layout = Layout(),
+        parts: Parts = Parts(),
+    ) -> None:
+        mesh = ambient_mesh()
+        config.check_mesh(mesh)
+        self.config, self.layout, self.parts = config, layout, parts
+        self.num_stages = mesh.stage
+        model = config.model
+        self.embedding = Embed(model, rngs=rngs, layout=layout)
+        self.layers = self._make_layers(rngs)
+        self.norm = RMSNorm(model, rngs=rngs, layout=layout, parts=parts)
+        self.head = parameter(
+            rngs,
+            nnx.initializers.lecun_normal(),
+            (model.embed_dim, model.vocab_size),
+            model.param_dtype,
+            ("embed", "vocab"),
+            layout,
+        )
+
+    def __call__(
+        self,
+        tokens: Array,
+        *,
+        positions: Array | None = None,
+        segment_ids: Array | None = None,
+    ) -> Array:
+        """Token ids `[batch, seq]` to float32 logits `[batch, seq, vocab]`.
+
+        positions, segment_ids: `[batch, seq]` integers. Without positions a token's position is its
+        place in the sequence; without segment ids a row is one sequence and no mask array is made.
+        """
+        hidden, _ = self.hidden(tokens, positions=positions, segment_ids=segment_ids)
+        hidden = self._as_batch(hidden, tokens.shape[0])
+        kernel = gather_weight(
+            self.head[...].astype(hidden.dtype),
+            self.layout.spec("embed", "vocab"),
+            self.layout.spec(None, "vocab_of_logits"),
+        )
+        spec = self.layout.spec("whole_batch", None, "vocab_of_logits")
+        logits = jnp.einsum("bsd,dv->bsv", hidden, kernel, out_sharding=out_sharding(spec))
+        return logits.astype(jnp.float32)
+
+    def hidden(
+        self,
+        tokens: Array,
+        *,
+        positions: Array | None = None,
+        segment_ids: Array | None = None,
+    ) -> tuple[Array, Array]:
+        """The normed output of the last layer, and the router's load-balance loss.
+
+        The output is `[batch, seq, embed]`, or `[microbatches, microbatch, seq, embed]` with the
+        first axis over `stage` on a mesh with stages: the layout of `arrange`. The loss is averaged
+        over layers and microbatches.
+        """
+        batch, length = tokens.shape
+        self._check_batch(batch)
+        x = self.embedding(self.arrange(tokens), out=self._spec_of_hidden())
+        x = constrain(x, self._spec_of_hidden())
+        side = {"positions": positions, "segment_ids": segment_ids}
+        if self.num_stages == 1:
+            x, balance = self._one_after_the_other(x, side)
+        else:
+            x, balance = self._through_pipeline(x, side)
+        return self.norm(x), balance
+
+    def arrange(self, x: Array) -> Array:
+        """Puts a `[batch, seq]` array of tokens, targets or weights beside the hidden states."""
+        if self.num_stages == 1:
+            return place(x, self.layout.spec("whole_batch", None))
+        x = self._cut(x)
+        return place(x, self.layout.spec("microbatch", "batch", None))
+
+    def _make_layers(self, rngs: nnx.Rngs) -> DecoderLayer:
+        config = self.config
+        stack = (config.pipeline.num_repeats, self.num_stages, config.layers_per_stage(self.num_stages))
+        keys = jax.random.split(rngs.params(), config.model.num_layers).reshape(stack)
+        keys = place(keys, self.layout.spec(None, "stage", None))
+
+        def make(key: Array) -> DecoderLayer:
+            return DecoderLayer(
+                config.model,
+                rngs=nnx.Rngs(params=key),
+                layout=self.layout,
+                parts=self.parts,
+                remat=config.pipeline.remat == "full",
+            )
+
+        stage = "stage" if self.num_stages > 1 else None
+        layers = jax.vmap(jax.vmap(jax.vmap(make), spmd_axis_name=stage))(keys)
+
+        def rename(variable: nnx.Variable) -> nnx.Variable:
+            names = (None, "stage", None, *variable.get_metadata("logical_axes"))
+            return nnx.Param(variable.get_value(), logical_axes=names)
+
+        return jax.tree.map(rename, layers, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+    def _one_after_the_other(self, x: Array, side: dict[str, Array | None]) -> tuple[Array, Array]:
+        layers = jax.tree.map(lambda leaf: leaf[0, 0], self.layers)
+        spec = self.layout.spec("batch", None)
+        side = jax.tree.map(lambda leaf: place(leaf, spec), side)
+        x, balance = self._apply_layers(layers, x, side, groups=self.num_microbatches)
+        return x, balance / self.config.model.num_layers
+
+    def _through_pipeline(self, x: Array, side: dict[str, Array | None]) -> tuple[Array, Array]:
+        pipeline = self.config.pipeline
+        schedule = SCHEDULES[pipeline.schedule](
+            stages=self.num_stages,
+            microbatches=self.num_microbatches,
+            repeats=pipeline.num_repeats,
+        )
+        spec = self.layout.spec(None, "batch", None)
+        side = jax.tree.map(lambda leaf: place(self._cut(leaf), spec), side)
+        x, balance = run_pipeline(
+            self._apply_layers,
+            self.layers,
+            x,
+            side,
+            schedule=schedule,
+            shift_by=pipeline.shift,
+            remat=pipeline.remat == "full",
+            over=self.parts.over_stages,
+        )
+        return x, balance / (self.config.model.num_layers * self.num_microbatches)
+
+    def _apply_layers(
+        self,
+        layers: DecoderLayer,
+        x: Array,
+        side: dict[str, Array | None],
+        groups: int = 1,
+    ) -> tuple[Array, Array]:
+        """The layers of one stage in turn; their stacked parameters are scanned over."""
+
+        def body(x: Array, layer: DecoderLayer) -> tuple[Array, Array]:
+            return layer(x, groups=groups, **side)
+
+        if self.config.pipeline.remat == "full":
+            body = jax.checkpoint(body, prevent_cse=False)
+        x, balance = jax.lax.scan(body, x, layers)
+        return x, jnp.sum(balance)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches per step on this mesh."""
+        return self.config.pipeline.microbatches_on(self.num_stages)
+
+    def _spec_of_hidden(self) -> jax.sharding.PartitionSpec:
+        if self.num_stages == 1:
+            return self.layout.spec("whole_batch", None, None)
+        return self.layout.spec("microbatch", "batch", None, None)
+
+    def _cut(self, x: Array) -> Array:
+        """[batch, seq] to [microbatches, microbatch, seq], whole everywhere: these are integers."""
+        x = place(x, self.layout.spec(None, None))
+        return x.reshape(self.num_microbatches, -1, x.shape[-1])
+
+    def _as_batch(self, x: Array, batch: int) -> Array:
+        """Hidden states in the layout of `arrange` back to `[batch, seq, embed]`."""
+        if self.num_stages > 1:
+            x = place(x, self.layout.spec("microbatch", None, None, None))
+            x = x.reshape(batch, *x.shape[2:])
+        return place(x, self.layout.spec("whole_batch", None, None))
+
+    def _check_batch(self, batch: int) -> None:
+        train = dataclasses.replace(self.config.train, global_batch=batch)
+        config = dataclasses.replace(self.config, train=train)
+        mesh = ambient_mesh()
+        config.check_mesh(mesh)
+        if mesh.stage != self.num_stages:
+            raise InputError(
+                f"the model was made for {self.num_stages} stages and the mesh has "
+                f"stage={mesh.stage}; make and call it under the same mesh"
+            )

@@ -1,0 +1,11 @@
+"""NNX modules: they own parameters, names and shardings, and call `nnx_pipeline.ops`."""
+
+from nnx_pipeline.modules.attention import Attention
+from nnx_pipeline.modules.decoder_layer import DecoderLayer
+from nnx_pipeline.modules.embedding import Embed
+from nnx_pipeline.modules.mlp import MLP
+from nnx_pipeline.modules.moe import RoutedMoE
+from nnx_pipeline.modules.norm import RMSNorm
+from nnx_pipeline.modules.parts import Parts
+
+__all__ = ["MLP", "Attention", "DecoderLayer", "Embed", "Parts", "RMSNorm", "RoutedMoE"]

@@ -1,0 +1,63 @@
+"""One decoder layer of Mixtral, or of Llama when there is one expert."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from nnx_pipeline.config import ModelConfig
+from nnx_pipeline.modules.attention import Attention
+from nnx_pipeline.modules.mlp import MLP
+from nnx_pipeline.modules.moe import RoutedMoE
+from nnx_pipeline.modules.norm import RMSNorm
+from nnx_pipeline.modules.parts import Parts
+from nnx_pipeline.sharding import Layout, constrain
+
+
+class DecoderLayer(nnx.Module):
+    """h = x + attention(norm(x)); y = h + feed_forward(norm(h)).
+
+    remat: keep only the input of the attention core and of each expert for the backward pass.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        rngs: nnx.Rngs,
+        layout: Layout = Layout(),
+        parts: Parts = Parts(),
+        remat: bool = False,
+    ) -> None:
+        self.layout = layout
+        self.attention_norm = RMSNorm(config, rngs=rngs, layout=layout, parts=parts)
+        self.attention = Attention(config, rngs=rngs, layout=layout, remat=remat)
+        self.feed_forward_norm = RMSNorm(config, rngs=rngs, layout=layout, parts=parts)
+        self.feed_forward: MLP | RoutedMoE
+        if config.num_experts > 1:
+            self.feed_forward = RoutedMoE(config, rngs=rngs, layout=layout, remat=remat)
+        else:
+            self.feed_forward = MLP(config, rngs=rngs, layout=layout)
+
+    def __call__(
+        self,
+        x: Array,
+        *,
+        positions: Array | None = None,
+        segment_ids: Array | None = None,
+        groups: int = 1,
+    ) -> tuple[Array, Array]:
+        """x: [batch, seq, embed] to the same, and the router's load-balance loss (0 without one).
+
+        groups: microbatches in this batch; see `load_balance_loss`.
+        """
+        spec = self.layout.spec("batch", None, None)
+        attended = self.attention(
+            self.attention_norm(x), positions=positions, segment_ids=segment_ids
+        )
+        h = constrain(x + attended, spec)
+        normed = self.feed_forward_norm(h)
+        if isinstance(self.feed_forward, RoutedMoE):
+            mixed, balance = self.feed_forward(normed, groups=groups)
+        else:
+            mixed, balance = self.feed_forward(normed), jnp.zeros((), jnp.float32)
+        return constrain(h + mixed, spec), balance

@@ -1,0 +1,39 @@
+"""The dense gated MLP of Llama."""
+
+from flax import nnx
+from jaxtyping import Array
+
+from nnx_pipeline.config import ModelConfig
+from nnx_pipeline.ops.mlp import gated_mlp
+from nnx_pipeline.sharding import Layout, gather_weight, parameter
+
+FAN_IN = nnx.initializers.lecun_normal()
+
+
+class MLP(nnx.Module):
+    """SwiGLU `[batch, seq, embed]` to `[batch, seq, embed]`, no bias."""
+
+    def __init__(
+        self, config: ModelConfig, *, rngs: nnx.Rngs, layout: Layout = Layout()
+    ) -> None:
+        self.layout = layout
+        into, out_of = (config.embed_dim, config.mlp_dim), (config.mlp_dim, config.embed_dim)
+        dtype = config.param_dtype
+        self.gate = parameter(rngs, FAN_IN, into, dtype, ("embed", "mlp"), layout)
+        self.up = parameter(rngs, FAN_IN, into, dtype, ("embed", "mlp"), layout)
+        self.down = parameter(rngs, FAN_IN, out_of, dtype, ("mlp", "embed"), layout)
+
+    def __call__(self, x: Array) -> Array:
+        return gated_mlp(
+            x,
+            self._gathered(self.gate, x, ("embed", "mlp")),
+            self._gathered(self.up, x, ("embed", "mlp")),
+            self._gathered(self.down, x, ("mlp", "embed")),
+            out=self.layout.spec("batch", None, None),
+        )
+
+    def _gathered(self, kernel: nnx.Param, x: Array, names: tuple[str, str]) -> Array:
+        used = (None if name == "embed" else name for name in names)
+        return gather_weight(
+            kernel[...].astype(x.dtype), self.layout.spec(*names), self.layout.spec(*used)
+        )

@@ -1,0 +1,67 @@
+"""The routed mixture of experts of Mixtral."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from nnx_pipeline.config import ModelConfig
+from nnx_pipeline.ops.experts import dense_experts
+from nnx_pipeline.ops.router import combine_weights, load_balance_loss, route
+from nnx_pipeline.sharding import Layout, gather_weight, out_sharding, parameter
+
+EXPERTS = {"dense": dense_experts}
+
+
+class RoutedMoE(nnx.Module):
+    """Each token to its best experts, `[batch, seq, embed]` to the same and the router's loss.
+
+    The router works in the dtype of its input; no token is dropped.
+    remat: compute the experts' hidden units again in the backward pass instead of keeping them.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        rngs: nnx.Rngs,
+        layout: Layout = Layout(),
+        remat: bool = False,
+    ) -> None:
+        self.config, self.layout, self.remat = config, layout, remat
+        experts, embed, mlp = config.num_experts, config.embed_dim, config.mlp_dim
+        dtype = config.param_dtype
+        fan_in = nnx.initializers.lecun_normal(batch_axis=0)
+        into = ("expert", "embed_of_expert", "mlp")
+        self.router = parameter(
+            rngs, nnx.initializers.lecun_normal(), (embed, experts), dtype, ("embed", None), layout
+        )
+        self.gate = parameter(rngs, fan_in, (experts, embed, mlp), dtype, into, layout)
+        self.up = parameter(rngs, fan_in, (experts, embed, mlp), dtype, into, layout)
+        self.down = parameter(
+            rngs,
+            fan_in,
+            (experts, mlp, embed),
+            dtype,
+            ("expert", "mlp", "embed_of_expert"),
+            layout,
+        )
+
+    def __call__(self, x: Array, *, groups: int = 1) -> tuple[Array, Array]:
+        """groups: microbatches in this batch, for the load-balance loss (see `load_balance_loss`)."""
+        config, layout = self.config, self.layout
+        router = gather_weight(
+            self.router[...].astype(x.dtype), layout.spec("embed", None), layout.spec(None, None)
+        )
+        spec = out_sharding(layout.spec("batch", None, None))
+        logits = jnp.einsum("bsd,de->bse", x, router, out_sharding=spec)
+        weights, chosen = route(logits, config.num_experts_per_token)
+        mixed = EXPERTS[config.experts](
+            x,
+            combine_weights(weights, chosen, config.num_experts),
+            self.gate[...],
+            self.up[...],
+            self.down[...],
+            layout=layout,
+            remat=self.remat,
+        )
+        return mixed, load_balance_loss(logits, chosen, groups)

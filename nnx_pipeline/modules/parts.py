@@ -1,0 +1,20 @@
+"""The pieces of a model that an experiment may exchange for another way to do the same."""
+
+from dataclasses import dataclass
+
+from nnx_pipeline.ops.loss import Loss, chunked_cross_entropy
+from nnx_pipeline.ops.norm import ApplyScale, multiply_scale
+from nnx_pipeline.pipeline.loop import OverStages
+from nnx_pipeline.pipeline.stages import over_stages
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Functions that the modules call; the defaults are the ones that measured best.
+
+    Other functions with the same result stay within the lab's experiments and are handed in here.
+    """
+
+    apply_norm_scale: ApplyScale = multiply_scale
+    over_stages: OverStages = over_stages
+    loss: Loss = chunked_cross_entropy

@@ -1,0 +1,53 @@
+"""Grouped-query attention, computed in the dtype of its inputs."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from nnx_pipeline.sharding import out_sharding
+
+# The value that stands for "may not attend": far below any score, and finite in every dtype used.
+MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
+MASKED_HALF = -0.7 * float(jnp.finfo(jnp.float16).max)
+
+
+def allowed(
+    length: int, segment_ids: Int[Array, "batch seq"] | None
+) -> Bool[Array, "#batch seq seq"]:
+    """Which key each query may read: none later than itself, none of another segment.
+
+    Order is that of the array, not of the positions. Padding (segment 0) reads padding. Without
+    segment ids this is a comparison of two iotas, which XLA fuses: no mask array is built.
+    """
+    query = jax.lax.broadcasted_iota(jnp.int32, (1, length, length), 1)
+    key = jax.lax.broadcasted_iota(jnp.int32, (1, length, length), 2)
+    causal = query >= key
+    if segment_ids is None:
+        return causal
+    return causal & (segment_ids[:, :, None] == segment_ids[:, None, :])
+
+
+def dot_product_attention(
+    query: Float[Array, "batch seq heads head_dim"],
+    key: Float[Array, "batch seq kv_heads head_dim"],
+    value: Float[Array, "batch seq kv_heads head_dim"],
+    segment_ids: Int[Array, "batch seq"] | None = None,
+    *,
+    scale: float = 1.0,
+    grouped: jax.sharding.PartitionSpec,
+) -> Float[Array, "batch seq heads head_dim"]:
+    """softmax(scale · query · keyᵀ, masked) · value, with the scores as one array.
+
+    Query head n reads key-value head n // (heads / kv_heads).
+    grouped: sharding of the query as [batch, seq, kv_heads, heads / kv_heads, head_dim].
+    """
+    batch, length, heads, head_dim = query.shape
+    kv_heads = key.shape[2]
+    shape = (batch, length, kv_heads, heads // kv_heads, head_dim)
+    query = jax.lax.reshape(query * scale if scale != 1.0 else query, shape, out_sharding=out_sharding(grouped))
+    scores = jnp.einsum("bqgrd,bkgd->bgrqk", query, key)
+    masked = MASKED_HALF if scores.dtype == jnp.float16 else MASKED
+    scores = jnp.where(allowed(length, segment_ids)[:, None, None], scores, masked)
+    mixed = jnp.einsum("bgrqk,bkgd->bqgrd", jax.nn.softmax(scores, axis=-1), value)
+    whole = jax.sharding.PartitionSpec(grouped[0], grouped[1], grouped[2], None)
+    return jax.lax.reshape(mixed, (batch, length, heads, head_dim), out_sharding=out_sharding(whole))

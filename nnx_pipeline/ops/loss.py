@@ -1,0 +1,277 @@
+"""Cross-entropy over a large vocabulary, without the logits ever existing as a whole."""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from nnx_pipeline.sharding import Layout, P, gather_weight, mesh_sizes, out_sharding
+
+
+class Loss(Protocol):
+    """A loss of hidden states and the head's kernel."""
+
+    def __call__(
+        self,
+        hidden: Float[Array, "*batch seq embed"],
+        kernel: Float[Array, "embed vocab"],
+        targets: Int[Array, "*batch seq"],
+        weights: Float[Array, "*batch seq"],
+        *,
+        chunks: int,
+        layout: Layout,
+    ) -> Float[Array, ""]: ...
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How the devices share the work; hashable, as a static argument must be."""
+
+    chunks: int
+    batch: P  # spec of hidden, targets and weights without their last axes
+    kernel: P
+    embed_axes: tuple[str, ...]  # the kernel's rows are spread over these: gathered once
+    vocab_axes: tuple[str, ...]  # the kernel's columns are spread over these: they stay
+    shared_axes: tuple[str, ...]  # vocab axes that spread the tokens too: tokens are gathered
+    token_axes: tuple[str, ...]  # axes along which tokens differ once they are gathered
+
+    @property
+    def hidden(self) -> P:
+        return P(*self.batch, None)
+
+
+def chunked_cross_entropy(
+    hidden: Float[Array, "*batch seq embed"],
+    kernel: Float[Array, "embed vocab"],
+    targets: Int[Array, "*batch seq"],
+    weights: Float[Array, "*batch seq"],
+    *,
+    chunks: int,
+    layout: Layout,
+) -> Float[Array, ""]:
+    """Σ weights · (log Σ_v exp(logits_v) - logits_target), logits = hidden · kernel, in float32.
+
+    The product is in the dtype of `hidden`; a target outside the vocabulary costs log Σ exp alone.
+
+    The sequence is cut into `chunks`, one after the other. Each device holds its columns of the
+    kernel and sees the tokens of all devices that share the other columns: a chunk of activations
+    travels, not the kernel. With the gradient asked for, the forward pass computes it on the way
+    (the loss is a scalar, its gradient is known up to a factor), so that no logits are computed
+    twice. At 32,000 entries the gradient of the kernel is the largest thing kept.
+
+    Sharding: hidden as it comes, its sequence and embed axes whole; kernel ("embed", "vocab").
+    Gradients come back in the shardings and dtypes of their arguments.
+    """
+    plan = _make_plan(hidden.ndim, chunks, layout)
+    return _loss(plan, hidden, kernel, targets, weights)
+
+
+def full_cross_entropy(
+    hidden: Float[Array, "*batch seq embed"],
+    kernel: Float[Array, "embed vocab"],
+    targets: Int[Array, "*batch seq"],
+    weights: Float[Array, "*batch seq"],
+    *,
+    chunks: int,
+    layout: Layout,
+) -> Float[Array, ""]:
+    """The same in one piece, differentiated by JAX: an arm of an experiment."""
+    del chunks
+    leading = _leading_axes(hidden.ndim)
+    kernel = gather_weight(
+        kernel.astype(hidden.dtype),
+        layout.spec("embed", "vocab"),
+        layout.spec(None, "vocab_of_logits"),
+    )
+    spec = out_sharding(layout.spec(*leading, None, "vocab_of_logits"))
+    logits = jnp.einsum("...d,dv->...v", hidden, kernel, out_sharding=spec).astype(jnp.float32)
+    columns = jax.lax.broadcasted_iota(jnp.int32, (*[1] * (logits.ndim - 1), logits.shape[-1]), logits.ndim - 1)
+    label = jnp.sum(jnp.where(columns == targets[..., None], logits, 0.0), axis=-1)
+    return jnp.sum(weights * (jax.nn.logsumexp(logits, axis=-1) - label))
+
+
+def _leading_axes(rank: int) -> tuple[str, ...]:
+    """Logical axes before the sequence, of hidden states cut into microbatches or not."""
+    return ("microbatch", "batch") if rank == 4 else ("whole_batch",)
+
+
+def _make_plan(rank: int, chunks: int, layout: Layout) -> _Plan:
+    leading = _leading_axes(rank)
+    embed, vocab = layout.axes("embed"), layout.axes("vocab")
+    tokens = {axis for name in leading for axis in layout.axes(name)}
+    return _Plan(
+        chunks=chunks,
+        batch=P(*layout.spec(*leading), None),
+        kernel=layout.spec("embed", "vocab"),
+        embed_axes=embed,
+        vocab_axes=vocab,
+        shared_axes=tuple(axis for axis in vocab if axis in tokens),
+        token_axes=tuple(axis for axis in mesh_sizes() if axis in tokens and axis not in vocab),
+    )
+
+
+def _over_mesh(function: Callable[..., Any], plan: _Plan, *, out_specs: Any) -> Callable[..., Any]:
+    """The function of one device, on all of them; it says itself what it sends."""
+    if not mesh_sizes():
+        return function
+    in_specs = (plan.hidden, plan.kernel, plan.batch, plan.batch)
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss(plan: _Plan, hidden: Array, kernel: Array, targets: Array, weights: Array) -> Array:
+    def local(hidden: Array, kernel: Array, targets: Array, weights: Array) -> Array:
+        kernel = _gather(kernel.astype(hidden.dtype), plan.embed_axes)
+
+        def one_chunk(total: Array, chunk: tuple[Array, Array, Array]) -> tuple[Array, None]:
+            loss, _ = _chunk_loss(plan, kernel, *chunk)
+            return total + loss, None
+
+        total, _ = jax.lax.scan(
+            one_chunk, jnp.zeros((), jnp.float32), _cut(plan, hidden, targets, weights)
+        )
+        return _sum(total, plan.token_axes)
+
+    return _over_mesh(local, plan, out_specs=P())(hidden, kernel, targets, weights)
+
+
+def _loss_forward(
+    plan: _Plan, hidden: Array, kernel: Array, targets: Array, weights: Array
+) -> tuple[Array, tuple[Array, Array]]:
+    kernel_dtype = kernel.dtype
+
+    def local(
+        hidden: Array, kernel: Array, targets: Array, weights: Array
+    ) -> tuple[Array, Array, Array]:
+        kernel = _gather(kernel.astype(hidden.dtype), plan.embed_axes)
+
+        def one_chunk(
+            carry: tuple[Array, Array], chunk: tuple[Array, Array, Array]
+        ) -> tuple[tuple[Array, Array], Array]:
+            total, kernel_gradient = carry
+            loss, (tokens, logits_gradient) = _chunk_loss(plan, kernel, *chunk, gradient=True)
+            kernel_gradient += jnp.einsum(
+                "td,tv->dv", tokens, logits_gradient, preferred_element_type=jnp.float32
+            )
+            back = jnp.einsum("tv,dv->td", logits_gradient, kernel)
+            return (total + loss, kernel_gradient), _scatter_tokens(back, plan)
+
+        start = (jnp.zeros((), jnp.float32), jnp.zeros(kernel.shape, jnp.float32))
+        chunks = _cut(plan, hidden, targets, weights)
+        (total, kernel_gradient), pieces = jax.lax.scan(one_chunk, start, chunks)
+        hidden_gradient = _join(pieces, hidden.shape)
+        return (
+            _sum(total, plan.token_axes),
+            hidden_gradient,
+            _reduce_kernel(kernel_gradient, plan).astype(kernel_dtype),
+        )
+
+    out_specs = (P(), plan.hidden, plan.kernel)
+    run = _over_mesh(local, plan, out_specs=out_specs)
+    total, hidden_gradient, kernel_gradient = run(hidden, kernel, targets, weights)
+    return total, (hidden_gradient, kernel_gradient)
+
+
+def _loss_backward(
+    plan: _Plan, saved: tuple[Array, Array], cotangent: Array
+) -> tuple[Array, Array, None, None]:
+    hidden_gradient, kernel_gradient = (
+        gradient * cotangent.astype(gradient.dtype) for gradient in saved
+    )
+    return hidden_gradient, kernel_gradient, None, None
+
+
+_loss.defvjp(_loss_forward, _loss_backward)
+
+
+def _chunk_loss(
+    plan: _Plan,
+    kernel: Array,
+    hidden: Array,
+    targets: Array,
+    weights: Array,
+    *,
+    gradient: bool = False,
+) -> tuple[Array, tuple[Array, Array] | None]:
+    """One chunk on one device: its loss, and its tokens with the gradient of their logits.
+
+    hidden [tokens, embed], targets and weights [tokens], before the gather over `shared_axes`.
+    """
+    hidden, targets, weights = (_gather_tokens(x, plan) for x in (hidden, targets, weights))
+    logits = (hidden @ kernel).astype(jnp.float32)
+    largest = jnp.max(logits, axis=-1)
+    if plan.vocab_axes:
+        largest = jax.lax.pmax(largest, plan.vocab_axes)
+    exponential = jnp.exp(logits - largest[:, None])
+    total = _sum(jnp.sum(exponential, axis=-1), plan.vocab_axes)
+    hit = _hit(targets, logits, plan)
+    label = _sum(jnp.sum(jnp.where(hit, logits, 0.0), axis=-1), plan.vocab_axes)
+    loss = jnp.sum(weights * (jnp.log(total) + largest - label))
+    if not gradient:
+        return loss, None
+    logits_gradient = weights[:, None] * (exponential / total[:, None] - hit.astype(jnp.float32))
+    return loss, (hidden, logits_gradient.astype(hidden.dtype))
+
+
+def _hit(targets: Array, logits: Array, plan: _Plan) -> Array:
+    """Where a column of this device's logits is the target of its token."""
+    width = logits.shape[-1]
+    offset = width * jax.lax.axis_index(plan.vocab_axes) if plan.vocab_axes else 0
+    columns = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) + offset
+    return columns == targets[..., None]
+
+
+def _cut(
+    plan: _Plan, hidden: Array, targets: Array, weights: Array
+) -> tuple[Array, Array, Array]:
+    """[*batch, seq, …] to [chunks, tokens, …], a chunk being a piece of every sequence."""
+
+    def one(x: Array, trailing: int) -> Array:
+        length = x.shape[x.ndim - 1 - trailing]
+        tail = x.shape[x.ndim - trailing :]
+        x = x.reshape(-1, plan.chunks, length // plan.chunks, *tail)
+        return jnp.swapaxes(x, 0, 1).reshape(plan.chunks, -1, *tail)
+
+    return one(hidden, 1), one(targets, 0), one(weights, 0)
+
+
+def _join(pieces: Array, shape: tuple[int, ...]) -> Array:
+    """The inverse of `_cut` for hidden states."""
+    chunks, _, embed = pieces.shape
+    length = shape[-2]
+    pieces = pieces.reshape(chunks, math.prod(shape[:-2]), length // chunks, embed)
+    return jnp.swapaxes(pieces, 0, 1).reshape(shape)
+
+
+def _gather(kernel: Array, axes: tuple[str, ...]) -> Array:
+    return jax.lax.all_gather(kernel, axes, axis=0, tiled=True) if axes else kernel
+
+
+def _gather_tokens(x: Array, plan: _Plan) -> Array:
+    axes = plan.shared_axes
+    return jax.lax.all_gather(x, axes, axis=0, tiled=True) if axes else x
+
+
+def _scatter_tokens(x: Array, plan: _Plan) -> Array:
+    """The gradient of the gathered tokens: summed over the vocabulary, each device its own."""
+    x = _sum(x, tuple(axis for axis in plan.vocab_axes if axis not in plan.shared_axes))
+    axes = plan.shared_axes
+    return jax.lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True) if axes else x
+
+
+def _reduce_kernel(gradient: Array, plan: _Plan) -> Array:
+    """Sums the kernel's gradient over the tokens of other devices, each keeping its own rows."""
+    scattered = tuple(axis for axis in plan.embed_axes if axis in plan.token_axes)
+    gradient = _sum(gradient, tuple(axis for axis in plan.token_axes if axis not in scattered))
+    if not scattered:
+        return gradient
+    return jax.lax.psum_scatter(gradient, scattered, scatter_dimension=0, tiled=True)
+
+
+def _sum(x: Array, axes: tuple[str, ...]) -> Array:
+    return jax.lax.psum(x, axes) if axes else x

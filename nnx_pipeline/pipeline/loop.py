@@ -1,0 +1,230 @@
+"""The pipeline loop: one scan over ticks for the plain and the circular schedule."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from nnx_pipeline.errors import InputError
+from nnx_pipeline.pipeline.schedule import CircularSchedule
+from nnx_pipeline.pipeline.shift import ShiftName, shift
+from nnx_pipeline.pipeline.stages import ApplyStage, over_stages, select_repeat
+from nnx_pipeline.sharding import P, mesh_sizes, place
+
+OverStages = Callable[[ApplyStage], Callable[..., Any]]
+
+
+class Plan(NamedTuple):
+    """The schedule as arrays that the scan walks through, one row per tick."""
+
+    microbatch: np.ndarray  # [ticks, stages]
+    repeat: np.ndarray  # [ticks, stages]
+    active: np.ndarray  # [ticks, stages], False in a bubble
+    from_stream: np.ndarray  # [ticks], whether stage 0 takes a new microbatch
+    stream_slot: np.ndarray  # [ticks]
+    queue_slot: np.ndarray  # [ticks]
+
+
+class Carry(NamedTuple):
+    """What lives from tick to tick; every leaf begins with the axis of stages."""
+
+    stream: PyTree  # [stages, stream slots, …]: inputs not yet taken, then outputs
+    queue: PyTree  # [stages, queue slots, …]: microbatches between two repeats, or None
+    previous: PyTree  # [stages, …]: what every stage gave at the tick before
+    metrics: PyTree  # [stages]: sums over the ticks that were not a bubble
+
+
+def make_plan(schedule: CircularSchedule) -> Plan:
+    """Writes the schedule out; bubbles read microbatch 0 and repeat 0, and are not active."""
+    rows = list(schedule.rows())
+    tick = np.arange(schedule.ticks, dtype=np.int32)
+
+    def table(read: Callable[[Any], int]) -> np.ndarray:
+        return np.array([[read(work) if work else 0 for work in row] for row in rows], np.int32)
+
+    return Plan(
+        microbatch=table(lambda work: work.microbatch),
+        repeat=table(lambda work: work.repeat),
+        active=table(lambda work: 1).astype(bool),
+        from_stream=tick < schedule.microbatches,
+        stream_slot=tick % schedule.stream_slots,
+        queue_slot=tick % max(schedule.queue_slots, 1),
+    )
+
+
+def run_pipeline(
+    apply_stage: ApplyStage,
+    params: PyTree,
+    microbatches: PyTree,
+    side_inputs: PyTree = None,
+    *,
+    schedule: CircularSchedule,
+    shift_by: ShiftName = "ppermute",
+    remat: bool = True,
+    over: OverStages = over_stages,
+    bubble_fill: float = 0.0,
+) -> tuple[PyTree, PyTree]:
+    """Sends every microbatch through all stages, all stages at work at once.
+
+    The same as this, with the stages spread over the mesh axis `stage`:
+
+        for m in range(microbatches):
+            for r in range(repeats):
+                for s in range(stages):
+                    x[m], metrics = apply_stage(params[r, s], x[m], side_inputs[m])
+                    total += metrics
+
+    apply_stage: (params, x, side) to (x of the same shapes, dtypes and shardings; scalar metrics).
+        It must not care about values in a bubble, where it sees zeros.
+    params: any pytree of `[repeats, stages, …]`, the stages over the mesh axis `stage`.
+    microbatches: any pytree of floating `[microbatches, …]`, the first axis over `stage`: stage s
+        holds microbatches / stages of them.
+    side_inputs: any pytree of `[microbatches, …]`, whole on every stage: what a stage reads beside
+        the activations (positions, segment ids).
+    remat: keep only the input of each stage at each tick for the backward pass.
+    over: how the stage function is spread over the stages; another one is an arm of an experiment.
+    bubble_fill: what the buffers hold before anything arrives; results never depend on it.
+
+    Returns the outputs, laid out and ordered as `microbatches`, and the sum of the metrics over
+    microbatches, repeats and stages. Raises InputError when the shapes do not fit the schedule.
+    """
+    _check(params, microbatches, side_inputs, schedule)
+    mapped = over(apply_stage)
+
+    def visit(params: PyTree, repeat: Array, microbatch: Array, x: PyTree) -> tuple[PyTree, PyTree]:
+        side = jax.tree.map(lambda leaf: _rows(leaf, microbatch), side_inputs)
+        return mapped(select_repeat(params, repeat), x, side)
+
+    visit = jax.checkpoint(visit, prevent_cse=False) if remat else visit
+    first, last = _mark_stage(0, schedule), _mark_stage(schedule.stages - 1, schedule)
+
+    def tick(carry: Carry, now: Plan) -> tuple[Carry, None]:
+        waiting = _slot(carry.stream, now.stream_slot)
+        arrived = jax.tree.map(lambda leaf: shift(leaf, by=1, how=shift_by), carry.previous)
+        queue, returning = carry.queue, arrived
+        if queue is not None:
+            returning = _slot(queue, now.queue_slot)
+            queue = _push(queue, returning, carry.previous, now.queue_slot, last, shift_by)
+        entering = _where(now.from_stream, waiting, returning)
+        x = _where(first, entering, arrived)
+        active = _over_stage(now.active)
+        x = _where(active, x, jax.tree.map(jnp.zeros_like, x))
+        microbatch, repeat = _over_stage(now.microbatch), _over_stage(now.repeat)
+        y, metrics = visit(params, repeat, microbatch, x)
+        metrics = _where(active, metrics, jax.tree.map(jnp.zeros_like, metrics))
+        return Carry(
+            stream=_push(carry.stream, waiting, y, now.stream_slot, last, shift_by),
+            queue=queue,
+            previous=y,
+            metrics=jax.tree.map(jnp.add, carry.metrics, metrics),
+        ), None
+
+    stream = jax.tree.map(lambda leaf: _split(leaf, schedule), microbatches)
+    start = _start(visit, params, stream, schedule, bubble_fill)
+    end, _ = jax.lax.scan(tick, start, Plan(*map(jnp.asarray, make_plan(schedule))))
+    # Output m went into slot (first_output_tick + m) mod slots; turn slots so that it is m mod slots.
+    turn = schedule.first_output_tick % schedule.stream_slots
+    outputs = jax.tree.map(lambda leaf: _merge(jnp.roll(leaf, -turn, axis=1)), end.stream)
+    return outputs, jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), end.metrics)
+
+
+def _check(
+    params: PyTree, microbatches: PyTree, side_inputs: PyTree, schedule: CircularSchedule
+) -> None:
+    want = (schedule.repeats, schedule.stages)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if leaf.shape[:2] != want:
+            raise InputError(
+                f"parameter {jax.tree_util.keystr(path)} has shape {leaf.shape}; its first axes must "
+                f"be (repeats, stages) = {want}, as the schedule says"
+            )
+    for leaf in jax.tree.leaves((microbatches, side_inputs)):
+        if leaf.shape[:1] != (schedule.microbatches,):
+            raise InputError(
+                f"an input has shape {leaf.shape}; its first axis must be the "
+                f"{schedule.microbatches} microbatches of the schedule"
+            )
+    on_mesh = mesh_sizes().get("stage", schedule.stages)
+    if on_mesh not in (1, schedule.stages):
+        raise InputError(
+            f"the schedule has {schedule.stages} stages and the mesh stage={on_mesh}; make them equal"
+        )
+
+
+def _start(
+    visit: Callable[..., Any],
+    params: PyTree,
+    stream: PyTree,
+    schedule: CircularSchedule,
+    bubble_fill: float,
+) -> Carry:
+    previous = jax.tree.map(lambda leaf: jnp.full_like(leaf[:, 0], bubble_fill), stream)
+    queue = None
+    if schedule.queue_slots:
+        queue = jax.tree.map(
+            lambda leaf: jnp.full_like(leaf[:, : schedule.queue_slots], bubble_fill), stream
+        )
+    stage_ids = _over_stage(jnp.zeros(schedule.stages, jnp.int32))
+    shapes = jax.eval_shape(visit, params, stage_ids, stage_ids, previous)[1]
+    metrics = jax.tree.map(lambda leaf: _over_stage(jnp.zeros(leaf.shape, leaf.dtype)), shapes)
+    return Carry(stream, queue, previous, metrics)
+
+
+def _mark_stage(stage: int, schedule: CircularSchedule) -> Array:
+    """bool[stages], True at one stage."""
+    return _over_stage(jnp.asarray(np.arange(schedule.stages) == stage))
+
+
+def _over_stage(x: Array) -> Array:
+    return place(x, P("stage")) if mesh_sizes().get("stage", 1) > 1 else x
+
+
+def _rows(leaf: Array, microbatch: Array) -> Array:
+    """Row `microbatch[s]` of a side input for each stage s: `[microbatches, …]` to `[stages, …]`."""
+
+    def one(index: Array) -> Array:
+        return jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)
+
+    return jax.vmap(one, spmd_axis_name="stage" if mesh_sizes().get("stage", 1) > 1 else None)(
+        microbatch
+    )
+
+
+def _slot(tree: PyTree, index: Array) -> PyTree:
+    return jax.tree.map(
+        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, axis=1, keepdims=False), tree
+    )
+
+
+def _push(
+    tree: PyTree, column: PyTree, new: PyTree, index: Array, last: Array, how: ShiftName
+) -> PyTree:
+    """Moves the slot `column` one stage towards stage 0; the last stage's place takes `new`."""
+
+    def one(leaf: Array, column: Array, new: Array) -> Array:
+        moved = _where(last, new, shift(column, by=-1, how=how))
+        return jax.lax.dynamic_update_index_in_dim(leaf, moved, index, axis=1)
+
+    return jax.tree.map(one, tree, column, new)
+
+
+def _where(condition: Array, one: PyTree, other: PyTree) -> PyTree:
+    """`jnp.where` with a condition on the leading axis (or none) of every leaf."""
+
+    def pick(a: Array, b: Array) -> Array:
+        return jnp.where(condition.reshape(condition.shape + (1,) * (a.ndim - condition.ndim)), a, b)
+
+    return jax.tree.map(pick, one, other)
+
+
+def _split(leaf: Array, schedule: CircularSchedule) -> Array:
+    """[microbatches, …] to [stages, slots, …]."""
+    return leaf.reshape(schedule.stages, schedule.stream_slots, *leaf.shape[1:])
+
+
+def _merge(leaf: Array) -> Array:
+    """[stages, slots, …] to [microbatches, …]."""
+    return leaf.reshape(-1, *leaf.shape[2:])

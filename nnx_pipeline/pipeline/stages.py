@@ -1,0 +1,69 @@
+"""Applying stages: all at once along the mesh, or one after the other as the plain model does."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from nnx_pipeline.sharding import P, mesh_sizes
+
+# (parameters of one stage in one repeat, activations, side inputs) to (activations, metrics)
+ApplyStage = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
+
+
+def over_stages(apply_stage: ApplyStage) -> Callable[..., Any]:
+    """The stage function over a leading axis of stages, which lies on the mesh axis `stage`."""
+    name = "stage" if mesh_sizes().get("stage", 1) > 1 else None
+    return jax.vmap(apply_stage, spmd_axis_name=name)
+
+
+def select_repeat(params: PyTree, repeat: Array) -> PyTree:
+    """Each stage's parameters of its own repeat: `[repeats, stages, …]` to `[stages, …]`.
+
+    repeat: int32[stages]. Every stage slices its own shard; nothing is sent.
+    """
+    leaves = jax.tree.leaves(params)
+    if leaves and leaves[0].shape[0] == 1:
+        return jax.tree.map(lambda leaf: jax.lax.squeeze(leaf, (0,)), params)
+
+    def pick(repeat: Array, *leaves: Array) -> list[Array]:
+        def one(repeat: Array, leaf: Array) -> Array:
+            return jax.lax.dynamic_index_in_dim(leaf, repeat, axis=0, keepdims=False)
+
+        return [jax.vmap(one, in_axes=(0, 1))(repeat, leaf) for leaf in leaves]
+
+    leaves, treedef = jax.tree.flatten(params)
+    if mesh_sizes().get("stage", 1) > 1:
+        stacked = [P(None, "stage")] * len(leaves)
+        pick = jax.shard_map(
+            pick,
+            in_specs=(P("stage"), *stacked),
+            out_specs=[P("stage")] * len(leaves),
+            axis_names={"stage"},
+        )
+    return jax.tree.unflatten(treedef, pick(repeat, *leaves))
+
+
+def run_sequential(
+    apply_stage: ApplyStage, params: PyTree, microbatches: PyTree, side_inputs: PyTree = None
+) -> tuple[PyTree, PyTree]:
+    """What `run_pipeline` promises, in its plainest form: the reference that tests compare with.
+
+    Python loops, no mesh, no overlap; the arguments and the result are those of `run_pipeline`.
+    """
+    repeats, stages = jax.tree.leaves(params)[0].shape[:2]
+    count = jax.tree.leaves(microbatches)[0].shape[0]
+    outputs, totals = [], []
+    for microbatch in range(count):
+        x = jax.tree.map(lambda leaf: leaf[microbatch], microbatches)
+        side = jax.tree.map(lambda leaf: leaf[microbatch], side_inputs)
+        for repeat in range(repeats):
+            for stage in range(stages):
+                chosen = jax.tree.map(lambda leaf: leaf[repeat, stage], params)
+                x, metrics = apply_stage(chosen, x, side)
+                totals.append(metrics)
+        outputs.append(x)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
+    return stacked, jax.tree.map(lambda *leaves: sum(leaves), *totals)

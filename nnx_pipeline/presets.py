@@ -1,0 +1,114 @@
+"""Named configs, and how many parameters they have.
+
+Sizes of Mixtral and Llama 2 are those of their published configurations.
+"""
+
+from dataclasses import dataclass
+
+from nnx_pipeline.config import Config, ModelConfig, PipelineConfig, TrainConfig
+from nnx_pipeline.errors import InputError, nearest
+
+PRESETS: dict[str, Config] = {
+    "tiny": Config(
+        model=ModelConfig(
+            vocab_size=128,
+            embed_dim=64,
+            mlp_dim=128,
+            num_layers=8,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=16,
+            num_experts=4,
+            num_experts_per_token=2,
+            dtype="float32",
+        ),
+        pipeline=PipelineConfig(),
+        train=TrainConfig(
+            global_batch=16, sequence_length=64, learning_rate=1e-2, loss_chunks=4, weight_decay=0.0
+        ),
+    ),
+    "mixtral-small": Config(
+        model=ModelConfig(
+            vocab_size=32_000,
+            embed_dim=512,
+            mlp_dim=1024,
+            num_layers=8,
+            num_heads=8,
+            num_kv_heads=4,
+            head_dim=64,
+            num_experts=8,
+            num_experts_per_token=2,
+        ),
+        train=TrainConfig(global_batch=16, sequence_length=1024),
+    ),
+    "mixtral-8x7b": Config(
+        model=ModelConfig(
+            vocab_size=32_000,
+            embed_dim=4096,
+            mlp_dim=14_336,
+            num_layers=32,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            num_experts=8,
+            num_experts_per_token=2,
+        ),
+        train=TrainConfig(global_batch=64, sequence_length=4096, loss_chunks=32),
+    ),
+    "mixtral-8x22b": Config(
+        model=ModelConfig(
+            vocab_size=32_768,
+            embed_dim=6144,
+            mlp_dim=16_384,
+            num_layers=56,
+            num_heads=48,
+            num_kv_heads=8,
+            head_dim=128,
+            num_experts=8,
+            num_experts_per_token=2,
+        ),
+        train=TrainConfig(global_batch=64, sequence_length=4096, loss_chunks=32),
+    ),
+    "llama2-7b": Config(
+        model=ModelConfig(
+            vocab_size=32_000,
+            embed_dim=4096,
+            mlp_dim=11_008,
+            num_layers=32,
+            num_heads=32,
+            num_kv_heads=32,
+            head_dim=128,
+            rope_theta=1e4,
+        ),
+        train=TrainConfig(global_batch=48, sequence_length=2048, loss_chunks=16),
+    ),
+}
+
+
+def preset(name: str) -> Config:
+    """The config of that name; InputError names the nearest when there is none."""
+    if name not in PRESETS:
+        raise InputError(f"model {name!r} is not a preset; {nearest(name, PRESETS)}")
+    return PRESETS[name]
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Parameters of a model: all of them, and those that one token passes through."""
+
+    total: int
+    active: int
+
+
+def count_parameters(model: ModelConfig) -> ParameterCount:
+    """Counts from the config alone; a test holds it equal to the real parameter tree."""
+    attention = 2 * model.embed_dim * model.head_dim * (model.num_heads + model.num_kv_heads)
+    expert = 3 * model.embed_dim * model.mlp_dim
+    router = model.embed_dim * model.num_experts if model.num_experts > 1 else 0
+    shared = attention + router + 2 * model.embed_dim
+    outside = 2 * model.vocab_size * model.embed_dim + model.embed_dim
+
+    def with_experts(experts: int) -> int:
+        return outside + model.num_layers * (shared + experts * expert)
+
+    return ParameterCount(with_experts(model.num_experts), with_experts(model.num_experts_per_token))

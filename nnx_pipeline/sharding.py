@@ -1,0 +1,145 @@
+"""Where arrays live: logical axis names, the mesh axes they are spread over, and one way to say it
+in explicit and in auto mode.
+
+Everything here reads the ambient mesh (`jax.set_mesh`) and does nothing without one, so a layer is
+written once and runs on one device, on a mesh with explicit axes and on one with auto axes.
+"""
+
+from dataclasses import dataclass, fields
+
+import jax
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from nnx_pipeline.errors import InputError, nearest
+
+MeshAxes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which mesh axes each logical axis is spread over, most significant first.
+
+    The first block names axes of weights, the second axes of activations. `stage` and `batch` are
+    never axes of the same weight; outside the pipeline the batch is spread over `stage` too, as
+    `(microbatch, batch)` while it is cut into microbatches and as `whole_batch` while it is not.
+    """
+
+    stage: MeshAxes = ("stage",)
+    vocab: MeshAxes = ("stage", "tensor")
+    embed: MeshAxes = ("fsdp", "expert")
+    embed_of_expert: MeshAxes = ("fsdp",)
+    heads: MeshAxes = ("tensor",)
+    kv_heads: MeshAxes = ("tensor",)
+    head_dim: MeshAxes = ()
+    mlp: MeshAxes = ("tensor",)
+    expert: MeshAxes = ("expert",)
+    norm: MeshAxes = ()
+
+    batch: MeshAxes = ("data", "fsdp", "expert")
+    batch_beside_experts: MeshAxes = ("data", "fsdp")
+    microbatch: MeshAxes = ("stage",)
+    whole_batch: MeshAxes = ("stage", "data", "fsdp", "expert")
+    vocab_of_logits: MeshAxes = ("tensor",)
+
+    def axes(self, name: str) -> MeshAxes:
+        """The mesh axes of one logical axis that have more than one device on the ambient mesh."""
+        if name not in _LOGICAL_AXES:
+            raise InputError(f"logical axis {name!r} is not known; {nearest(name, _LOGICAL_AXES)}")
+        sizes = mesh_sizes()
+        return tuple(axis for axis in getattr(self, name) if sizes.get(axis, 1) > 1)
+
+    def spec(self, *names: str | None) -> P:
+        """The partition spec of an array with these logical axes; None is an axis kept whole.
+
+        Mesh axes of size 1 are left out, so on one device every spec is trivial.
+        """
+        entries: list[str | MeshAxes | None] = []
+        for name in names:
+            axes = self.axes(name) if name else ()
+            entries.append(axes if len(axes) > 1 else axes[0] if axes else None)
+        return P(*entries)
+
+
+_LOGICAL_AXES = tuple(axis.name for axis in fields(Layout))
+
+
+def mesh_sizes() -> dict[str, int]:
+    """Axis sizes of the ambient mesh; empty without one."""
+    return dict(jax.sharding.get_abstract_mesh().shape)
+
+
+def is_explicit() -> bool:
+    """Whether shardings are part of the types on the ambient mesh."""
+    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+
+
+def is_trivial(spec: P) -> bool:
+    """Whether a spec spreads nothing."""
+    return all(entry is None or entry == () for entry in spec)
+
+
+def out_sharding(spec: P) -> P | None:
+    """The value for an `out_sharding=` argument: the spec in explicit mode, else nothing."""
+    return spec if is_explicit() else None
+
+
+def place(x: Array, spec: P) -> Array:
+    """Moves `x` to `spec`: a reshard in explicit mode, a constraint in auto mode."""
+    if is_explicit():
+        return jax.sharding.reshard(x, spec)
+    if mesh_sizes():
+        return jax.lax.with_sharding_constraint(x, spec)
+    return x
+
+
+def constrain(x: Array, spec: P) -> Array:
+    """Holds an activation to `spec`; a spec that spreads nothing is skipped.
+
+    A constraint without content still leaves a custom call in the program, which XLA may carry
+    through a scan (seeds S2.4a).
+    """
+    return x if is_trivial(spec) else place(x, spec)
+
+
+def gather_weight(kernel: Array, stored: P, used: P) -> Array:
+    """A stored weight as a matrix product wants it: gathered over the axes that `used` leaves out.
+
+    The gradient goes back the other way, a reduce-scatter to `stored`. In auto mode the second
+    constraint says so; without it XLA returns the gradient gathered.
+    """
+    if stored == used or not mesh_sizes():
+        return kernel
+    return place(kernel if is_explicit() else place(kernel, stored), used)
+
+
+def parameter(
+    rngs: nnx.Rngs,
+    initializer: nnx.initializers.Initializer,
+    shape: tuple[int, ...],
+    dtype: jax.typing.DTypeLike,
+    logical_axes: tuple[str | None, ...],
+    layout: Layout,
+) -> nnx.Param:
+    """A parameter that is born in its sharding and remembers its logical axes."""
+    spec = layout.spec(*logical_axes)
+    value = initializer(rngs.params(), shape, dtype, out_sharding=out_sharding(spec))
+    if not is_explicit() and mesh_sizes():
+        value = place(value, spec)
+    return nnx.Param(value, logical_axes=logical_axes)
+
+
+def variable_shardings(tree: nnx.Module, layout: Layout, mesh: jax.sharding.Mesh) -> nnx.Module:
+    """The tree with a NamedSharding for every parameter, from its logical axes.
+
+    To be called under the mesh. The result serves as `out_shardings` of a jitted initialisation and
+    as placement for gradients, in both modes.
+    """
+
+    def sharding(variable: nnx.Variable) -> nnx.Variable:
+        spec = layout.spec(*variable.get_metadata("logical_axes"))
+        return variable.replace(NamedSharding(mesh, spec))
+
+    return jax.tree.map(sharding, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
