@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,10 +35,11 @@ class _Plan:
     chunks: int
     batch: P  # spec of hidden, targets and weights without their last axes
     kernel: P
-    embed_axes: tuple[str, ...]  # the kernel's rows are spread over these: gathered once
-    vocab_axes: tuple[str, ...]  # the kernel's columns are spread over these: they stay
-    shared_axes: tuple[str, ...]  # vocab axes that spread the tokens too: tokens are gathered
-    token_axes: tuple[str, ...]  # axes along which tokens differ once they are gathered
+    gathered: tuple[str, ...]  # axes that spread the kernel's rows: it is gathered over them
+    turned: tuple[str, ...]  # the same, but its columns are spread over them instead
+    vocab: tuple[str, ...]  # axes that spread the kernel's columns while the loss is computed
+    shared: tuple[str, ...]  # those of them that spread the tokens too: tokens are gathered
+    tokens: tuple[str, ...]  # axes along which tokens still differ after that
 
     @property
     def hidden(self) -> P:
@@ -58,16 +59,17 @@ def chunked_cross_entropy(
 
     The product is in the dtype of `hidden`; a target outside the vocabulary costs log Σ exp alone.
 
-    The sequence is cut into `chunks`, one after the other. Each device holds its columns of the
-    kernel and sees the tokens of all devices that share the other columns: a chunk of activations
-    travels, not the kernel. With the gradient asked for, the forward pass computes it on the way
+    The sequence is cut into `chunks`, one after the other. Each device has its columns of the kernel
+    and sees the tokens of all devices that share the other columns: a chunk of activations travels,
+    not the kernel. Where the rows are stored apart (fsdp), the kernel is gathered, or turned to
+    columns stored apart when fewer bytes move that way (`_tokens_travel`). With the gradient asked for, the forward pass computes it on the way
     (the loss is a scalar, its gradient is known up to a factor), so that no logits are computed
     twice. At 32,000 entries the gradient of the kernel is the largest thing kept.
 
     Sharding: hidden as it comes, its sequence and embed axes whole; kernel ("embed", "vocab").
     Gradients come back in the shardings and dtypes of their arguments.
     """
-    plan = _make_plan(hidden.ndim, chunks, layout)
+    plan = _make_plan(hidden.shape, kernel.shape[1], chunks, layout)
     return _loss(plan, hidden, kernel, targets, weights)
 
 
@@ -100,19 +102,51 @@ def _leading_axes(rank: int) -> tuple[str, ...]:
     return ("microbatch", "batch") if rank == 4 else ("whole_batch",)
 
 
-def _make_plan(rank: int, chunks: int, layout: Layout) -> _Plan:
-    leading = _leading_axes(rank)
-    embed, vocab = layout.axes("embed"), layout.axes("vocab")
-    tokens = {axis for name in leading for axis in layout.axes(name)}
+def _make_plan(
+    hidden_shape: tuple[int, ...], columns: int, chunks: int, layout: Layout
+) -> _Plan:
+    leading = _leading_axes(len(hidden_shape))
+    sizes = mesh_sizes()
+    spread = {axis for name in leading for axis in layout.axes(name)}
+    stored = layout.axes("vocab")
+    rows = layout.axes("embed")
+    turned = rows if _tokens_travel(hidden_shape, columns, stored, rows, spread) else ()
+    vocab = (*stored, *turned)
     return _Plan(
         chunks=chunks,
         batch=P(*layout.spec(*leading), None),
         kernel=layout.spec("embed", "vocab"),
-        embed_axes=embed,
-        vocab_axes=vocab,
-        shared_axes=tuple(axis for axis in vocab if axis in tokens),
-        token_axes=tuple(axis for axis in mesh_sizes() if axis in tokens and axis not in vocab),
+        gathered=tuple(axis for axis in rows if axis not in turned),
+        turned=turned,
+        vocab=vocab,
+        shared=tuple(axis for axis in vocab if axis in spread),
+        tokens=tuple(axis for axis in sizes if axis in spread and axis not in vocab),
     )
+
+
+def _tokens_travel(
+    hidden_shape: tuple[int, ...],
+    columns: int,
+    stored: tuple[str, ...],
+    rows: tuple[str, ...],
+    spread: set[str],
+) -> bool:
+    """Whether sending tokens along `rows` moves fewer bytes than sending the kernel.
+
+    Per row of the kernel, in units of the activation's size: every token of the devices that then
+    share the columns arrives and its gradient leaves (1 + 1), or every column of this device's
+    part arrives and its float32 gradient leaves (1 + 2). Columns must split evenly.
+    """
+    sizes = mesh_sizes()
+
+    def count(axes: Iterable[str]) -> int:
+        return math.prod(sizes[axis] for axis in axes)
+
+    if not rows or columns % count((*stored, *rows)):
+        return False
+    apart = count(axis for axis in spread if axis not in (*stored, *rows))
+    tokens = math.prod(hidden_shape[:-1]) // apart
+    return 2 * tokens < 3 * columns // count(stored)
 
 
 def _over_mesh(function: Callable[..., Any], plan: _Plan, *, out_specs: Any) -> Callable[..., Any]:
@@ -126,7 +160,7 @@ def _over_mesh(function: Callable[..., Any], plan: _Plan, *, out_specs: Any) -> 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss(plan: _Plan, hidden: Array, kernel: Array, targets: Array, weights: Array) -> Array:
     def local(hidden: Array, kernel: Array, targets: Array, weights: Array) -> Array:
-        kernel = _gather(kernel.astype(hidden.dtype), plan.embed_axes)
+        kernel = _spread_columns(kernel.astype(hidden.dtype), plan)
 
         def one_chunk(total: Array, chunk: tuple[Array, Array, Array]) -> tuple[Array, None]:
             loss, _ = _chunk_loss(plan, kernel, *chunk)
@@ -135,7 +169,7 @@ def _loss(plan: _Plan, hidden: Array, kernel: Array, targets: Array, weights: Ar
         total, _ = jax.lax.scan(
             one_chunk, jnp.zeros((), jnp.float32), _cut(plan, hidden, targets, weights)
         )
-        return _sum(total, plan.token_axes)
+        return _sum(total, plan.tokens)
 
     return _over_mesh(local, plan, out_specs=P())(hidden, kernel, targets, weights)
 
@@ -148,7 +182,7 @@ def _loss_forward(
     def local(
         hidden: Array, kernel: Array, targets: Array, weights: Array
     ) -> tuple[Array, Array, Array]:
-        kernel = _gather(kernel.astype(hidden.dtype), plan.embed_axes)
+        kernel = _spread_columns(kernel.astype(hidden.dtype), plan)
 
         def one_chunk(
             carry: tuple[Array, Array], chunk: tuple[Array, Array, Array]
@@ -166,7 +200,7 @@ def _loss_forward(
         (total, kernel_gradient), pieces = jax.lax.scan(one_chunk, start, chunks)
         hidden_gradient = _join(pieces, hidden.shape)
         return (
-            _sum(total, plan.token_axes),
+            _sum(total, plan.tokens),
             hidden_gradient,
             _reduce_kernel(kernel_gradient, plan).astype(kernel_dtype),
         )
@@ -205,12 +239,12 @@ def _chunk_loss(
     hidden, targets, weights = (_gather_tokens(x, plan) for x in (hidden, targets, weights))
     logits = (hidden @ kernel).astype(jnp.float32)
     largest = jnp.max(logits, axis=-1)
-    if plan.vocab_axes:
-        largest = jax.lax.pmax(largest, plan.vocab_axes)
+    if plan.vocab:
+        largest = jax.lax.pmax(largest, plan.vocab)
     exponential = jnp.exp(logits - largest[:, None])
-    total = _sum(jnp.sum(exponential, axis=-1), plan.vocab_axes)
+    total = _sum(jnp.sum(exponential, axis=-1), plan.vocab)
     hit = _hit(targets, logits, plan)
-    label = _sum(jnp.sum(jnp.where(hit, logits, 0.0), axis=-1), plan.vocab_axes)
+    label = _sum(jnp.sum(jnp.where(hit, logits, 0.0), axis=-1), plan.vocab)
     loss = jnp.sum(weights * (jnp.log(total) + largest - label))
     if not gradient:
         return loss, None
@@ -221,7 +255,7 @@ def _chunk_loss(
 def _hit(targets: Array, logits: Array, plan: _Plan) -> Array:
     """Where a column of this device's logits is the target of its token."""
     width = logits.shape[-1]
-    offset = width * jax.lax.axis_index(plan.vocab_axes) if plan.vocab_axes else 0
+    offset = width * jax.lax.axis_index(plan.vocab) if plan.vocab else 0
     columns = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) + offset
     return columns == targets[..., None]
 
@@ -248,29 +282,38 @@ def _join(pieces: Array, shape: tuple[int, ...]) -> Array:
     return jnp.swapaxes(pieces, 0, 1).reshape(shape)
 
 
-def _gather(kernel: Array, axes: tuple[str, ...]) -> Array:
-    return jax.lax.all_gather(kernel, axes, axis=0, tiled=True) if axes else kernel
+def _spread_columns(kernel: Array, plan: _Plan) -> Array:
+    """The stored part of the kernel to whole rows and this device's columns."""
+    if plan.turned:
+        kernel = jax.lax.all_to_all(kernel, plan.turned, split_axis=1, concat_axis=0, tiled=True)
+    if plan.gathered:
+        kernel = jax.lax.all_gather(kernel, plan.gathered, axis=0, tiled=True)
+    return kernel
 
 
 def _gather_tokens(x: Array, plan: _Plan) -> Array:
-    axes = plan.shared_axes
+    axes = plan.shared
     return jax.lax.all_gather(x, axes, axis=0, tiled=True) if axes else x
 
 
 def _scatter_tokens(x: Array, plan: _Plan) -> Array:
     """The gradient of the gathered tokens: summed over the vocabulary, each device its own."""
-    x = _sum(x, tuple(axis for axis in plan.vocab_axes if axis not in plan.shared_axes))
-    axes = plan.shared_axes
+    x = _sum(x, tuple(axis for axis in plan.vocab if axis not in plan.shared))
+    axes = plan.shared
     return jax.lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True) if axes else x
 
 
 def _reduce_kernel(gradient: Array, plan: _Plan) -> Array:
-    """Sums the kernel's gradient over the tokens of other devices, each keeping its own rows."""
-    scattered = tuple(axis for axis in plan.embed_axes if axis in plan.token_axes)
-    gradient = _sum(gradient, tuple(axis for axis in plan.token_axes if axis not in scattered))
-    if not scattered:
-        return gradient
-    return jax.lax.psum_scatter(gradient, scattered, scatter_dimension=0, tiled=True)
+    """Sums the kernel's gradient over the tokens of other devices; the inverse of the spreading."""
+    scattered = tuple(axis for axis in plan.gathered if axis in plan.tokens)
+    gradient = _sum(gradient, tuple(axis for axis in plan.tokens if axis not in scattered))
+    if scattered:
+        gradient = jax.lax.psum_scatter(gradient, scattered, scatter_dimension=0, tiled=True)
+    if plan.turned:
+        gradient = jax.lax.all_to_all(
+            gradient, plan.turned, split_axis=0, concat_axis=1, tiled=True
+        )
+    return gradient
 
 
 def _sum(x: Array, axes: tuple[str, ...]) -> Array:

@@ -1,0 +1,25 @@
+"""Training: data, the step, the loop."""
+
+from nnx_pipeline.train.optimizer import make_optimizer
+from nnx_pipeline.train.step import (
+    Batch,
+    Metrics,
+    TrainState,
+    abstract_batch,
+    abstract_state,
+    jit_train_step,
+    loss_of,
+    make_state,
+)
+
+__all__ = [
+    "Batch",
+    "Metrics",
+    "TrainState",
+    "abstract_batch",
+    "abstract_state",
+    "jit_train_step",
+    "loss_of",
+    "make_optimizer",
+    "make_state",
+]

@@ -1,0 +1,159 @@
+"""One training step, and what goes into it and comes out, real or abstract."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array
+
+from nnx_pipeline.config import Config
+from nnx_pipeline.decoder import Mixtral
+from nnx_pipeline.modules import Parts
+from nnx_pipeline.sharding import Layout, P
+from nnx_pipeline.train.optimizer import make_optimizer
+
+
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One global batch, every array `[batch, seq]`.
+
+    tokens, targets: token ids. weights: float32, 0 where a target does not count. positions,
+    segment_ids: where several documents share a row; absent for one document per row.
+    """
+
+    tokens: Array
+    targets: Array
+    weights: Array
+    positions: Array | None = None
+    segment_ids: Array | None = None
+
+
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """Everything a step changes. All of it is donated to the step."""
+
+    step: Array
+    model: Mixtral
+    optimizer: optax.OptState
+
+
+class Metrics(NamedTuple):
+    """What a step reports, as float32 scalars."""
+
+    loss: Array
+    load_balance: Array
+    gradient_norm: Array
+
+
+def loss_of(model: Mixtral, batch: Batch) -> tuple[Array, tuple[Array, Array]]:
+    """The loss to minimise, and its two parts: cross-entropy and load balance.
+
+    Cross-entropy is Σ weights · entropy / (Σ weights + 1e-8), as in MaxText; the router's loss is
+    added times `train.load_balance_weight`.
+    """
+    train = model.config.train
+    hidden, balance = model.hidden(
+        batch.tokens, positions=batch.positions, segment_ids=batch.segment_ids
+    )
+    weights = batch.weights / (jnp.sum(batch.weights) + 1e-8)
+    entropy = model.parts.loss(
+        hidden,
+        model.head[...],
+        model.arrange(batch.targets),
+        model.arrange(weights),
+        chunks=train.loss_chunks,
+        layout=model.layout,
+    )
+    weight = train.load_balance_weight
+    return entropy + weight * balance if weight else entropy, (entropy, balance)
+
+
+def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    """Forward, backward and AdamW; to be jitted by `jit_train_step`."""
+    model = state.model
+    (_, (entropy, balance)), gradients = jax.value_and_grad(loss_of, has_aux=True)(model, batch)
+    optimizer = make_optimizer(model.config.train)
+    updates, optimizer_state = optimizer.update(gradients, state.optimizer, model)
+    metrics = Metrics(entropy, balance, optax.global_norm(gradients))
+    new = TrainState(
+        step=state.step + 1, model=optax.apply_updates(model, updates), optimizer=optimizer_state
+    )
+    return new, metrics
+
+
+def make_state(
+    config: Config,
+    mesh: Mesh,
+    *,
+    seed: int = 0,
+    layout: Layout = Layout(),
+    parts: Parts = Parts(),
+) -> TrainState:
+    """A fresh state, every array made in its place on the mesh; call it under `jax.set_mesh`."""
+    make = functools.partial(_make_state, config, seed, layout, parts)
+    return jax.jit(make, out_shardings=_shardings(jax.eval_shape(make), layout, mesh))()
+
+
+def abstract_state(
+    config: Config, mesh: Mesh, *, layout: Layout = Layout(), parts: Parts = Parts()
+) -> TrainState:
+    """The shapes, dtypes and shardings of a state, without a byte of it."""
+    shapes = jax.eval_shape(functools.partial(_make_state, config, 0, layout, parts))
+    return _with_shardings(shapes, _shardings(shapes, layout, mesh))
+
+
+def abstract_batch(config: Config, mesh: Mesh, *, layout: Layout = Layout()) -> Batch:
+    """The shapes, dtypes and shardings of a batch without positions and segments."""
+    shape = (config.train.global_batch, config.train.sequence_length)
+    sharding = batch_sharding(mesh, layout)
+    ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+    weights = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+    return Batch(tokens=ids, targets=ids, weights=weights)  # type: ignore[arg-type]
+
+
+def batch_sharding(mesh: Mesh, layout: Layout) -> NamedSharding:
+    """Where a `[batch, seq]` array enters: the batch over every axis that can split it."""
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return NamedSharding(mesh, layout.spec("whole_batch", None))
+
+
+def jit_train_step(state: TrainState, mesh: Mesh) -> Any:
+    """`train_step` jitted for states like this one (real or abstract): donated, in place.
+
+    The new state has the shardings of the old one in both modes.
+    """
+    shardings = _shardings(state, state.model.layout, mesh)
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
+
+
+def _make_state(config: Config, seed: int, layout: Layout, parts: Parts) -> TrainState:
+    model = Mixtral(config, rngs=nnx.Rngs(seed), layout=layout, parts=parts)
+    optimizer = make_optimizer(config.train).init(model)
+    return TrainState(step=jnp.zeros((), jnp.int32), model=model, optimizer=optimizer)
+
+
+def _shardings(tree: Any, layout: Layout, mesh: Mesh) -> Any:
+    """A NamedSharding for every leaf: by the logical axes of its variable, or whole."""
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, nnx.Variable):
+            spec = layout.spec(*leaf.get_metadata("logical_axes"))
+            return leaf.replace(NamedSharding(mesh, spec))
+        return NamedSharding(mesh, P())
+
+    return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+
+def _with_shardings(shapes: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )
