@@ -207,7 +207,7 @@ class Config:
             divides(
                 divisor,
                 size,
-                rule=f"model.{name}={size} does not split over mesh axes {'×'.join(axes)}={divisor}",
+                rule=f"model.{name}={size} does not split over {'×'.join(axes)}={divisor} of the mesh",
             )
 
 

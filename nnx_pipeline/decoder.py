@@ -94,8 +94,7 @@ class Mixtral(nnx.Module):
         first axis over `stage` on a mesh with stages: the layout of `arrange`. The loss is averaged
         over layers and microbatches.
         """
-        batch, length = tokens.shape
-        self._check_batch(batch)
+        self._check_batch(tokens.shape[0])
         x = self.embedding(self.arrange(tokens), out=self._spec_of_hidden())
         x = constrain(x, self._spec_of_hidden())
         side = {"positions": positions, "segment_ids": segment_ids}
@@ -114,7 +113,11 @@ class Mixtral(nnx.Module):
 
     def _make_layers(self, rngs: nnx.Rngs) -> DecoderLayer:
         config = self.config
-        stack = (config.pipeline.num_repeats, self.num_stages, config.layers_per_stage(self.num_stages))
+        stack = (
+            config.pipeline.num_repeats,
+            self.num_stages,
+            config.layers_per_stage(self.num_stages),
+        )
         keys = jax.random.split(rngs.params(), config.model.num_layers).reshape(stack)
         keys = place(keys, self.layout.spec(None, "stage", None))
 

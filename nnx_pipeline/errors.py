@@ -30,7 +30,7 @@ def one_of(field: str, value: object, choices: Iterable[str]) -> None:
 
 
 def divides(divisor: int, value: int, *, rule: str) -> None:
-    """Raises InputError with `rule` and the nearest fitting values unless `divisor` divides `value`."""
+    """Raises InputError with `rule` and the nearest fitting values unless it divides."""
     if value % divisor:
         below, above = value // divisor * divisor, -(-value // divisor) * divisor
         fitting = f"{below} or {above}" if below else f"{above}"

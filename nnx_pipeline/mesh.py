@@ -85,7 +85,9 @@ def make_mesh(
     that the chatty axes get the short links. Raises InputError when the numbers do not agree.
     """
     devices = list(jax.devices() if devices is None else devices)
-    if len(devices) < config.num_devices or (len(devices) > config.num_devices and not _spare(devices)):
+    if len(devices) < config.num_devices or (
+        len(devices) > config.num_devices and not _spare(devices)
+    ):
         raise InputError(
             f"mesh {config} needs {config.num_devices} devices and there are {len(devices)}; "
             "make the product of its axes equal to the number of devices"

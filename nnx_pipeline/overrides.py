@@ -64,7 +64,7 @@ def apply_overrides(config: Config, overrides: Mapping[str, str]) -> Config:
         section, name = key.split(".")
         sections.setdefault(section, {})[name] = _convert(key, text, keys[key])
     replaced = {
-        section: dataclasses.replace(getattr(config, section), **fields)  # type: ignore[arg-type]
+        section: dataclasses.replace(getattr(config, section), **fields)
         for section, fields in sections.items()
     }
-    return dataclasses.replace(config, **replaced)  # type: ignore[arg-type]
+    return dataclasses.replace(config, **replaced)

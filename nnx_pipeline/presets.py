@@ -111,4 +111,6 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
     def with_experts(experts: int) -> int:
         return outside + model.num_layers * (shared + experts * expert)
 
-    return ParameterCount(with_experts(model.num_experts), with_experts(model.num_experts_per_token))
+    return ParameterCount(
+        with_experts(model.num_experts), with_experts(model.num_experts_per_token)
+    )

@@ -104,6 +104,22 @@ def constrain(x: Array, spec: P) -> Array:
     return x if is_trivial(spec) else place(x, spec)
 
 
+def spec_of(x: Array, *, stage_axis: int) -> P:
+    """The spec of `x` for a `shard_map` over `stage`, which lies on the axis `stage_axis`.
+
+    In explicit mode it is the whole spec in the type: a `shard_map` that is told of `stage` alone
+    keeps the other axes gathered inside (JAX 0.10 and 0.12). In auto mode XLA knows the others.
+    """
+    if is_explicit():
+        return jax.typeof(x).sharding.spec
+    return P(*[None] * stage_axis, "stage")
+
+
+def manual_axes() -> set[str]:
+    """The mesh axes that a `shard_map` over stages takes over: all in explicit mode."""
+    return set(mesh_sizes()) if is_explicit() else {"stage"}
+
+
 def gather_weight(kernel: Array, stored: P, used: P) -> Array:
     """A stored weight as a matrix product wants it: gathered over the axes that `used` leaves out.
 

@@ -57,7 +57,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Array, *, positions: Array | None = None, segment_ids: Array | None = None
     ) -> Array:
-        """positions, segment_ids: [batch, seq] integers; counted from 0 and one segment if absent."""
+        """positions, segment_ids: [batch, seq] integers; absent: counted from 0, one segment."""
         config, layout = self.config, self.layout
         if positions is None:
             positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]

@@ -15,9 +15,7 @@ class Embed(nnx.Module):
     unless its one-hot array would be above 2 GB.
     """
 
-    def __init__(
-        self, config: ModelConfig, *, rngs: nnx.Rngs, layout: Layout = Layout()
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, layout: Layout = Layout()) -> None:
         self.method = config.embedding
         self.dtype = config.dtype
         self.embedding = parameter(

@@ -13,9 +13,7 @@ FAN_IN = nnx.initializers.lecun_normal()
 class MLP(nnx.Module):
     """SwiGLU `[batch, seq, embed]` to `[batch, seq, embed]`, no bias."""
 
-    def __init__(
-        self, config: ModelConfig, *, rngs: nnx.Rngs, layout: Layout = Layout()
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, layout: Layout = Layout()) -> None:
         self.layout = layout
         into, out_of = (config.embed_dim, config.mlp_dim), (config.mlp_dim, config.embed_dim)
         dtype = config.param_dtype

@@ -47,7 +47,7 @@ class RoutedMoE(nnx.Module):
         )
 
     def __call__(self, x: Array, *, groups: int = 1) -> tuple[Array, Array]:
-        """groups: microbatches in this batch, for the load-balance loss (see `load_balance_loss`)."""
+        """groups: microbatches in this batch; see `load_balance_loss`."""
         config, layout = self.config, self.layout
         router = gather_weight(
             self.router[...].astype(x.dtype), layout.spec("embed", None), layout.spec(None, None)

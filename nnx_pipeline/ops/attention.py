@@ -44,10 +44,14 @@ def dot_product_attention(
     batch, length, heads, head_dim = query.shape
     kv_heads = key.shape[2]
     shape = (batch, length, kv_heads, heads // kv_heads, head_dim)
-    query = jax.lax.reshape(query * scale if scale != 1.0 else query, shape, out_sharding=out_sharding(grouped))
+    query = jax.lax.reshape(
+        query * scale if scale != 1.0 else query, shape, out_sharding=out_sharding(grouped)
+    )
     scores = jnp.einsum("bqgrd,bkgd->bgrqk", query, key)
     masked = MASKED_HALF if scores.dtype == jnp.float16 else MASKED
     scores = jnp.where(allowed(length, segment_ids)[:, None, None], scores, masked)
     mixed = jnp.einsum("bgrqk,bkgd->bqgrd", jax.nn.softmax(scores, axis=-1), value)
     whole = jax.sharding.PartitionSpec(grouped[0], grouped[1], grouped[2], None)
-    return jax.lax.reshape(mixed, (batch, length, heads, head_dim), out_sharding=out_sharding(whole))
+    return jax.lax.reshape(
+        mixed, (batch, length, heads, head_dim), out_sharding=out_sharding(whole)
+    )

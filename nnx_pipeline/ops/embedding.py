@@ -33,6 +33,6 @@ def embed_one_hot(
     dtype: jax.typing.DTypeLike,
     out: jax.sharding.PartitionSpec,
 ) -> Float[Array, "*batch seq embed"]:
-    """The same rows by a matrix product, which a systolic array does faster for a small vocabulary."""
+    """The same rows by a matrix product, faster on a systolic array for a small vocabulary."""
     rows = jax.nn.one_hot(tokens, table.shape[0], dtype=dtype)
     return jnp.einsum("...v,vd->...d", rows, table.astype(dtype), out_sharding=out_sharding(out))

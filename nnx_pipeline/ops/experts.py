@@ -40,11 +40,15 @@ def dense_experts(
 
     def one_expert(total: Array, operands: tuple[Array, ...]) -> tuple[Array, None]:
         gate, up, down, weight = operands
-        opened = jnp.einsum("bsd,odtf->otbsf", x, into.gathered(gate, x.dtype), **_to(partial))
-        raised = jnp.einsum("bsd,odtf->otbsf", x, into.gathered(up, x.dtype), **_to(partial))
+        opened = jnp.einsum(
+            "bsd,odtf->otbsf", x, into.gathered(gate, x.dtype), out_sharding=out_sharding(partial)
+        )
+        raised = jnp.einsum(
+            "bsd,odtf->otbsf", x, into.gathered(up, x.dtype), out_sharding=out_sharding(partial)
+        )
         hidden = jax.nn.silu(opened) * raised * weight[:, None, :, :, None]
         down = out_of.gathered(down, x.dtype)
-        product = jnp.einsum("otbsf,otfd->otbsd", hidden, down, **_to(partial))
+        product = jnp.einsum("otbsf,otfd->otbsd", hidden, down, out_sharding=out_sharding(partial))
         return total + product.astype(jnp.float32), None
 
     operands = (
@@ -73,7 +77,7 @@ class _Kernel:
         shape[0:1] = [owners, shape[0] // owners]
         entries = list(self.stored)
         spec = P(entries[0], None, *entries[1:])
-        kernel = jax.lax.reshape(kernel, tuple(shape), **_to(spec))
+        kernel = jax.lax.reshape(kernel, tuple(shape), out_sharding=out_sharding(spec))
         return jnp.swapaxes(kernel, 0, 1)
 
     def gathered(self, kernel: Array, dtype: jax.typing.DTypeLike) -> Array:
@@ -83,14 +87,12 @@ class _Kernel:
 def _split_weights(combine: Array, owners: int, layout: Layout) -> Array:
     """[batch, seq, experts] to [experts / owners, owners, batch, seq], each owner with its own."""
     batch, length, experts = combine.shape
-    combine = jnp.moveaxis(combine.reshape(batch, length, owners, experts // owners), (2, 3), (1, 0))
+    combine = jnp.moveaxis(
+        combine.reshape(batch, length, owners, experts // owners), (2, 3), (1, 0)
+    )
     return place(combine, layout.spec(None, "expert", "batch_beside_experts", None))
 
 
 def _size(layout: Layout, name: str) -> int:
     sizes = mesh_sizes()
     return math.prod(sizes[axis] for axis in layout.axes(name))
-
-
-def _to(spec: P) -> dict[str, P | None]:
-    return {"out_sharding": out_sharding(spec)}

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nnx_pipeline.sharding import Layout, P, gather_weight, mesh_sizes, out_sharding
+from nnx_pipeline.sharding import Layout, P, mesh_sizes
 
 
 class Loss(Protocol):
@@ -73,39 +73,13 @@ def chunked_cross_entropy(
     return _loss(plan, hidden, kernel, targets, weights)
 
 
-def full_cross_entropy(
-    hidden: Float[Array, "*batch seq embed"],
-    kernel: Float[Array, "embed vocab"],
-    targets: Int[Array, "*batch seq"],
-    weights: Float[Array, "*batch seq"],
-    *,
-    chunks: int,
-    layout: Layout,
-) -> Float[Array, ""]:
-    """The same in one piece, differentiated by JAX: an arm of an experiment."""
-    del chunks
-    leading = _leading_axes(hidden.ndim)
-    kernel = gather_weight(
-        kernel.astype(hidden.dtype),
-        layout.spec("embed", "vocab"),
-        layout.spec(None, "vocab_of_logits"),
-    )
-    spec = out_sharding(layout.spec(*leading, None, "vocab_of_logits"))
-    logits = jnp.einsum("...d,dv->...v", hidden, kernel, out_sharding=spec).astype(jnp.float32)
-    columns = jax.lax.broadcasted_iota(jnp.int32, (*[1] * (logits.ndim - 1), logits.shape[-1]), logits.ndim - 1)
-    label = jnp.sum(jnp.where(columns == targets[..., None], logits, 0.0), axis=-1)
-    return jnp.sum(weights * (jax.nn.logsumexp(logits, axis=-1) - label))
-
-
-def _leading_axes(rank: int) -> tuple[str, ...]:
+def leading_axes(rank: int) -> tuple[str, ...]:
     """Logical axes before the sequence, of hidden states cut into microbatches or not."""
     return ("microbatch", "batch") if rank == 4 else ("whole_batch",)
 
 
-def _make_plan(
-    hidden_shape: tuple[int, ...], columns: int, chunks: int, layout: Layout
-) -> _Plan:
-    leading = _leading_axes(len(hidden_shape))
+def _make_plan(hidden_shape: tuple[int, ...], columns: int, chunks: int, layout: Layout) -> _Plan:
+    leading = leading_axes(len(hidden_shape))
     sizes = mesh_sizes()
     spread = {axis for name in leading for axis in layout.axes(name)}
     stored = layout.axes("vocab")
@@ -188,7 +162,8 @@ def _loss_forward(
             carry: tuple[Array, Array], chunk: tuple[Array, Array, Array]
         ) -> tuple[tuple[Array, Array], Array]:
             total, kernel_gradient = carry
-            loss, (tokens, logits_gradient) = _chunk_loss(plan, kernel, *chunk, gradient=True)
+            loss, gradient = _chunk_loss(plan, kernel, *chunk)
+            tokens, logits_gradient = gradient()
             kernel_gradient += jnp.einsum(
                 "td,tv->dv", tokens, logits_gradient, preferred_element_type=jnp.float32
             )
@@ -224,17 +199,11 @@ _loss.defvjp(_loss_forward, _loss_backward)
 
 
 def _chunk_loss(
-    plan: _Plan,
-    kernel: Array,
-    hidden: Array,
-    targets: Array,
-    weights: Array,
-    *,
-    gradient: bool = False,
-) -> tuple[Array, tuple[Array, Array] | None]:
-    """One chunk on one device: its loss, and its tokens with the gradient of their logits.
+    plan: _Plan, kernel: Array, hidden: Array, targets: Array, weights: Array
+) -> tuple[Array, Callable[[], tuple[Array, Array]]]:
+    """One chunk on one device: its loss, and how to get its tokens and their logits' gradient.
 
-    hidden [tokens, embed], targets and weights [tokens], before the gather over `shared_axes`.
+    hidden [tokens, embed], targets and weights [tokens], before the gather over `plan.shared`.
     """
     hidden, targets, weights = (_gather_tokens(x, plan) for x in (hidden, targets, weights))
     logits = (hidden @ kernel).astype(jnp.float32)
@@ -246,10 +215,12 @@ def _chunk_loss(
     hit = _hit(targets, logits, plan)
     label = _sum(jnp.sum(jnp.where(hit, logits, 0.0), axis=-1), plan.vocab)
     loss = jnp.sum(weights * (jnp.log(total) + largest - label))
-    if not gradient:
-        return loss, None
-    logits_gradient = weights[:, None] * (exponential / total[:, None] - hit.astype(jnp.float32))
-    return loss, (hidden, logits_gradient.astype(hidden.dtype))
+
+    def gradient() -> tuple[Array, Array]:
+        of_logits = weights[:, None] * (exponential / total[:, None] - hit.astype(jnp.float32))
+        return hidden, of_logits.astype(hidden.dtype)
+
+    return loss, gradient
 
 
 def _hit(targets: Array, logits: Array, plan: _Plan) -> Array:
@@ -260,9 +231,7 @@ def _hit(targets: Array, logits: Array, plan: _Plan) -> Array:
     return columns == targets[..., None]
 
 
-def _cut(
-    plan: _Plan, hidden: Array, targets: Array, weights: Array
-) -> tuple[Array, Array, Array]:
+def _cut(plan: _Plan, hidden: Array, targets: Array, weights: Array) -> tuple[Array, Array, Array]:
     """[*batch, seq, …] to [chunks, tokens, …], a chunk being a piece of every sequence."""
 
     def one(x: Array, trailing: int) -> Array:

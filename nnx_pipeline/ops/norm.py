@@ -14,11 +14,6 @@ def multiply_scale(x: Float[Array, "*batch embed"], scale: Float[Array, "embed"]
     return x * scale
 
 
-def einsum_scale(x: Float[Array, "*batch embed"], scale: Float[Array, "embed"]) -> Array:
-    """Scales the last axis by an einsum, as MaxText does: an arm of an experiment (seeds S2.5)."""
-    return jnp.einsum("...k,k->...k", x, scale)
-
-
 def rms_norm(
     x: Float[Array, "*batch embed"],
     scale: Float[Array, "embed"],

@@ -10,7 +10,7 @@ from nnx_pipeline.sharding import P, place
 def route(
     logits: Float[Array, "*batch experts"], num_experts_per_token: int
 ) -> tuple[Float[Array, "*batch chosen"], Int[Array, "*batch chosen"]]:
-    """The k largest logits per token: softmax over those k (in float32, cast back), and their experts."""
+    """Per token the softmax of its k largest logits (in float32, cast back), and whose they are."""
     top, experts = jax.lax.top_k(logits, num_experts_per_token)
     weights = jax.nn.softmax(top.astype(jnp.float32), axis=-1)
     return weights.astype(logits.dtype), experts
@@ -32,10 +32,10 @@ def load_balance_loss(
     """experts · Σ_e (choices of e per token) · (mean probability of e), averaged over groups.
 
     The auxiliary loss of Switch Transformer (Fedus et al., 2021, equation 4) for k choices: k when
-    the experts are used evenly, more when not. A group is `batch / groups` consecutive sequences, so
-    that the sequential model computes per microbatch what the pipelined one does.
+    the experts are used evenly, more when not. A group is `batch / groups` consecutive sequences,
+    so that the sequential model computes per microbatch what the pipelined one does.
     """
-    batch, length, num_experts = logits.shape
+    batch, _, num_experts = logits.shape
     probability = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
     chosen = jnp.sum(jax.nn.one_hot(experts, num_experts, dtype=jnp.float32), axis=-2)
 

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.errors import InputError
-from nnx_pipeline.pipeline.schedule import CircularSchedule
+from nnx_pipeline.pipeline.schedule import CircularSchedule, Work
 from nnx_pipeline.pipeline.shift import ShiftName, shift
 from nnx_pipeline.pipeline.stages import ApplyStage, over_stages, select_repeat
 from nnx_pipeline.sharding import P, mesh_sizes, place
@@ -20,12 +20,12 @@ OverStages = Callable[[ApplyStage], Callable[..., Any]]
 class Plan(NamedTuple):
     """The schedule as arrays that the scan walks through, one row per tick."""
 
-    microbatch: np.ndarray  # [ticks, stages]
-    repeat: np.ndarray  # [ticks, stages]
-    active: np.ndarray  # [ticks, stages], False in a bubble
-    from_stream: np.ndarray  # [ticks], whether stage 0 takes a new microbatch
-    stream_slot: np.ndarray  # [ticks]
-    queue_slot: np.ndarray  # [ticks]
+    microbatch: Array  # int32 [ticks, stages]
+    repeat: Array  # int32 [ticks, stages]
+    active: Array  # bool [ticks, stages], False in a bubble
+    from_stream: Array  # bool [ticks], whether stage 0 takes a new microbatch
+    stream_slot: Array  # int32 [ticks]
+    queue_slot: Array  # int32 [ticks]
 
 
 class Carry(NamedTuple):
@@ -42,16 +42,16 @@ def make_plan(schedule: CircularSchedule) -> Plan:
     rows = list(schedule.rows())
     tick = np.arange(schedule.ticks, dtype=np.int32)
 
-    def table(read: Callable[[Any], int]) -> np.ndarray:
+    def table(read: Callable[[Work], int]) -> np.ndarray:
         return np.array([[read(work) if work else 0 for work in row] for row in rows], np.int32)
 
     return Plan(
-        microbatch=table(lambda work: work.microbatch),
-        repeat=table(lambda work: work.repeat),
-        active=table(lambda work: 1).astype(bool),
-        from_stream=tick < schedule.microbatches,
-        stream_slot=tick % schedule.stream_slots,
-        queue_slot=tick % max(schedule.queue_slots, 1),
+        microbatch=jnp.asarray(table(lambda work: work.microbatch)),
+        repeat=jnp.asarray(table(lambda work: work.repeat)),
+        active=jnp.asarray(table(lambda work: 1).astype(bool)),
+        from_stream=jnp.asarray(tick < schedule.microbatches),
+        stream_slot=jnp.asarray(tick % schedule.stream_slots),
+        queue_slot=jnp.asarray(tick % max(schedule.queue_slots, 1)),
     )
 
 
@@ -124,7 +124,7 @@ def run_pipeline(
 
     stream = jax.tree.map(lambda leaf: _split(leaf, schedule), microbatches)
     start = _start(visit, params, stream, schedule, bubble_fill)
-    end, _ = jax.lax.scan(tick, start, Plan(*map(jnp.asarray, make_plan(schedule))))
+    end, _ = jax.lax.scan(tick, start, make_plan(schedule))
     # Output m went into slot (first_output_tick + m) mod slots; turn slots so that it is m mod slots.
     turn = schedule.first_output_tick % schedule.stream_slots
     outputs = jax.tree.map(lambda leaf: _merge(jnp.roll(leaf, -turn, axis=1)), end.stream)
@@ -215,7 +215,9 @@ def _where(condition: Array, one: PyTree, other: PyTree) -> PyTree:
     """`jnp.where` with a condition on the leading axis (or none) of every leaf."""
 
     def pick(a: Array, b: Array) -> Array:
-        return jnp.where(condition.reshape(condition.shape + (1,) * (a.ndim - condition.ndim)), a, b)
+        return jnp.where(
+            condition.reshape(condition.shape + (1,) * (a.ndim - condition.ndim)), a, b
+        )
 
     return jax.tree.map(pick, one, other)
 

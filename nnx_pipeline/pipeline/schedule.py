@@ -67,8 +67,8 @@ class CircularSchedule:
             yield [self.work(tick, stage) for stage in range(self.stages)]
 
     # A microbatch is stored by one stage while it waits: [stages, slots], microbatch m of the input
-    # at [m // slots, m mod slots]. Each tick one slot of all stages moves one stage towards stage 0,
-    # which takes what it finds there, and the last stage puts something into the place that is free.
+    # at [m // slots, m mod slots]. Each tick one slot of all stages moves one stage to stage 0,
+    # which takes what it finds there, and the last stage puts something into the free place.
     # What is put in comes out stages · slots ticks later.
 
     @property

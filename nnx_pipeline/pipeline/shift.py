@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from nnx_pipeline.sharding import P, is_explicit, mesh_sizes
+from nnx_pipeline.sharding import is_explicit, manual_axes, mesh_sizes, spec_of
 
 ShiftName = Literal["ppermute", "slice"]
 
@@ -19,7 +19,7 @@ def shift(x: Array, *, by: Literal[1, -1], how: ShiftName = "ppermute") -> Array
     """Stage s receives the array of stage s - by; the ends are joined to a ring.
 
     ppermute: one collective-permute in a `shard_map` over `stage`.
-    slice: a concatenation of two slices, from which the compiler makes the same transfer (seeds S1.1).
+    slice: a concatenation of two slices, from which the compiler makes the transfer (seeds S1.1).
     """
     if how == "ppermute" and mesh_sizes().get("stage", 1) > 1:
         return _by_ppermute(x, by)
@@ -33,8 +33,8 @@ def _by_ppermute(x: Array, by: int) -> Array:
     def send(local: Array) -> Array:
         return jax.lax.ppermute(local, "stage", ring)
 
-    spec = P("stage")
-    return jax.shard_map(send, in_specs=spec, out_specs=spec, axis_names={"stage"})(x)
+    spec = spec_of(x, stage_axis=0)
+    return jax.shard_map(send, in_specs=spec, out_specs=spec, axis_names=manual_axes())(x)
 
 
 def _by_slice(x: Array, by: int) -> Array:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.sharding import P, mesh_sizes
+from nnx_pipeline.sharding import P, manual_axes, mesh_sizes, spec_of
 
 # (parameters of one stage in one repeat, activations, side inputs) to (activations, metrics)
 ApplyStage = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -36,12 +36,12 @@ def select_repeat(params: PyTree, repeat: Array) -> PyTree:
 
     leaves, treedef = jax.tree.flatten(params)
     if mesh_sizes().get("stage", 1) > 1:
-        stacked = [P(None, "stage")] * len(leaves)
+        stacked = [spec_of(leaf, stage_axis=1) for leaf in leaves]
         pick = jax.shard_map(
             pick,
             in_specs=(P("stage"), *stacked),
-            out_specs=[P("stage")] * len(leaves),
-            axis_names={"stage"},
+            out_specs=[P(*spec[1:]) for spec in stacked],
+            axis_names=manual_axes(),
         )
     return jax.tree.unflatten(treedef, pick(repeat, *leaves))
 
@@ -57,13 +57,15 @@ def run_sequential(
     count = jax.tree.leaves(microbatches)[0].shape[0]
     outputs, totals = [], []
     for microbatch in range(count):
-        x = jax.tree.map(lambda leaf: leaf[microbatch], microbatches)
-        side = jax.tree.map(lambda leaf: leaf[microbatch], side_inputs)
+        x, side = _at(microbatches, microbatch), _at(side_inputs, microbatch)
         for repeat in range(repeats):
             for stage in range(stages):
-                chosen = jax.tree.map(lambda leaf: leaf[repeat, stage], params)
-                x, metrics = apply_stage(chosen, x, side)
+                x, metrics = apply_stage(_at(params, (repeat, stage)), x, side)
                 totals.append(metrics)
         outputs.append(x)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
     return stacked, jax.tree.map(lambda *leaves: sum(leaves), *totals)
+
+
+def _at(tree: PyTree, index: int | tuple[int, int]) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf[index], tree)

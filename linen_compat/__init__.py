@@ -1,0 +1,1 @@
+"""Linen-style classes and checkpoints beside `nnx_pipeline`."""

@@ -1,0 +1,309 @@
+"""The command `nnx-pipeline`."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+# Without this the compilers warn about hardware that is not there; their errors still come through.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from nnx_pipeline.cli_support import Failed, compiler_errors, main_of, progress
+from nnx_pipeline.config import Config, to_dict
+from nnx_pipeline.errors import InputError, one_of
+from nnx_pipeline.lab import report
+from nnx_pipeline.lab.compare import run_experiments
+from nnx_pipeline.lab.compile import measure_step
+from nnx_pipeline.lab.experiments import EXPERIMENTS, experiment
+from nnx_pipeline.lab.platform import Platform
+from nnx_pipeline.mesh import MeshConfig, make_mesh
+from nnx_pipeline.overrides import apply_overrides, parse_overrides
+from nnx_pipeline.pipeline import SCHEDULES
+from nnx_pipeline.pipeline.draw import summary, timetable
+from nnx_pipeline.presets import PRESETS, count_parameters, preset
+from nnx_pipeline.train.loop import train as run_training
+
+Command = Callable[..., Any]
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="nnx-pipeline")
+def cli() -> None:
+    """Mixtral-class models in Flax NNX, pipelined; what they cost, without the accelerator."""
+
+
+def _json_option(command: Command) -> Command:
+    text = "Write the result as JSON; - is standard output."
+    return click.option("--json", "json_path", metavar="PATH", help=text)(command)
+
+
+def _config_options(model: str | None) -> Callable[[Command], Command]:
+    def add(command: Command) -> Command:
+        command = click.option(
+            "--set",
+            "assignments",
+            multiple=True,
+            metavar="KEY=VALUE",
+            help="Override a config field, such as model.num_layers=8; may come often.",
+        )(command)
+        return click.option(
+            "--model",
+            required=model is None,
+            default=model,
+            show_default=model is not None,
+            metavar="PRESET",
+            help="A preset; `nnx-pipeline models` lists them.",
+        )(command)
+
+    return add
+
+
+def _mesh_option(default: str) -> Callable[[Command], Command]:
+    return click.option(
+        "--mesh",
+        default=default,
+        show_default=default or "one device",
+        metavar="AXES",
+        help="Sizes of data, stage, fsdp, tensor, expert; those left out are 1.",
+    )
+
+
+def _platform_option(command: Command) -> Command:
+    return click.option(
+        "--platform",
+        default="cpu",
+        show_default=True,
+        metavar="PLATFORM",
+        help="cpu, local, tpu:v5p:2x2x2, cuda:h100:8 …",
+    )(command)
+
+
+def _configured(model: str, assignments: tuple[str, ...]) -> Config:
+    return apply_overrides(preset(model), parse_overrides(assignments))
+
+
+@cli.command(epilog="Example: nnx-pipeline models --json -")
+@_json_option
+def models(json_path: str | None) -> None:
+    """List the presets with their parameter counts."""
+    report.check_writable(json_path, "--json")
+    table = Table()
+    table.add_column("model", no_wrap=True)
+    columns = ("parameters", "active", "layers", "embed", "mlp", "heads", "kv", "experts", "vocab")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    rows = []
+    for name, config in PRESETS.items():
+        model, count = config.model, count_parameters(config.model)
+        experts = (
+            f"{model.num_experts_per_token} of {model.num_experts}"
+            if model.num_experts > 1
+            else "dense"
+        )
+        sizes = (model.num_layers, model.embed_dim, model.mlp_dim, model.num_heads)
+        table.add_row(
+            name,
+            _count(count.total),
+            _count(count.active),
+            *map(str, (*sizes, model.num_kv_heads)),
+            experts,
+            str(model.vocab_size),
+        )
+        rows.append(
+            {
+                "name": name,
+                "parameters": count.total,
+                "active_parameters": count.active,
+                "config": to_dict(config),
+            }
+        )
+    report.show(table, json_path=json_path)
+    report.emit_json(json_path, {"schema": 1, "models": rows})
+
+
+@cli.command(
+    "compile",
+    epilog="Example: nnx-pipeline compile --model mixtral-small --mesh stage=4,fsdp=2 "
+    "--platform tpu:v5p:2x2x2 --set pipeline.num_microbatches=8",
+)
+@_config_options(None)
+@_mesh_option("")
+@_platform_option
+@click.option("--hlo", "hlo_path", metavar="PATH", help="Write the optimized program as text.")
+@_json_option
+def compile_command(
+    model: str,
+    assignments: tuple[str, ...],
+    mesh: str,
+    platform: str,
+    hlo_path: str | None,
+    json_path: str | None,
+) -> None:
+    """Compile one training step and report its memory, products and collectives."""
+    config, mesh_config = _configured(model, assignments), MeshConfig.parse(mesh)
+    report.check_writable(json_path, "--json")
+    report.check_writable(hlo_path, "--hlo")
+    with progress() as say, compiler_errors():
+        result = measure_step(config, mesh_config, Platform.parse(platform), progress=say)
+    title = f"one training step of {model} on {mesh_config}"
+    report.show(report.measurement_view(title, result), json_path=json_path)
+    report.emit_json(json_path, result.to_json())
+    if hlo_path:
+        report.write_text(hlo_path, result.hlo)
+
+
+@cli.command(epilog="Example: nnx-pipeline ab stage-vmap --platform tpu:v5p:2x2x2")
+@click.argument("names", nargs=-1, metavar="[EXPERIMENT …]")
+@click.option("--list", "list_only", is_flag=True, help="Name, claim and difference of each.")
+@_config_options("tiny")
+@_mesh_option("stage=4,fsdp=2")
+@_platform_option
+@_json_option
+def ab(
+    names: tuple[str, ...],
+    list_only: bool,
+    model: str,
+    assignments: tuple[str, ...],
+    mesh: str,
+    platform: str,
+    json_path: str | None,
+) -> None:
+    """Compile two arms that differ in one thing and compare their memory.
+
+    Without names all experiments run. Exit 1 when an arm did not compile or the arms do not
+    compute the same.
+    """
+    report.check_writable(json_path, "--json")
+    if list_only:
+        _list_experiments(json_path)
+        return
+    chosen = [experiment(name) for name in names] or list(EXPERIMENTS.values())
+    config, mesh_config = _configured(model, assignments), MeshConfig.parse(mesh)
+    with progress() as say, compiler_errors():
+        outcomes = run_experiments(
+            chosen, config, mesh_config, Platform.parse(platform), progress=say
+        )
+    title = f"{model} on {mesh_config}, {platform}: memory of one training step per device"
+    report.show(report.outcomes_view(title, outcomes), json_path=json_path)
+    entries = [outcome.to_json() for outcome in outcomes]
+    report.emit_json(json_path, {"schema": 1, "platform": platform, "experiments": entries})
+    failed = [outcome.experiment.name for outcome in outcomes if outcome.failed]
+    if failed:
+        raise Failed(f"failed: {', '.join(failed)}; the notes say why")
+
+
+def _list_experiments(json_path: str | None) -> None:
+    table = Table()
+    for column in ("experiment", "claim", "difference"):
+        table.add_column(column)
+    for item in EXPERIMENTS.values():
+        table.add_row(item.name, item.claim, item.difference)
+    report.show(table, json_path=json_path)
+    rows = [
+        {"name": item.name, "claim": item.claim, "difference": item.difference}
+        for item in EXPERIMENTS.values()
+    ]
+    report.emit_json(json_path, {"schema": 1, "experiments": rows})
+
+
+@cli.command(epilog="Example: nnx-pipeline train --model tiny --mesh stage=4,fsdp=2 --steps 50")
+@_config_options(None)
+@_mesh_option("")
+@click.option("--steps", type=click.IntRange(min=1), required=True, help="Training steps.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@_platform_option
+@_json_option
+def train(
+    model: str,
+    assignments: tuple[str, ...],
+    mesh: str,
+    steps: int,
+    seed: int,
+    platform: str,
+    json_path: str | None,
+) -> None:
+    """Train a fresh model on generated sequences that follow a rule it can learn."""
+    config, mesh_config = _configured(model, assignments), MeshConfig.parse(mesh)
+    report.check_writable(json_path, "--json")
+    target = Platform.parse(platform)
+    if not target.is_real:
+        raise InputError(f"--platform {platform} has no devices to train on; use cpu or local")
+    config.check_mesh(mesh_config)
+    devices = target.devices(mesh_config.num_devices)
+    with compiler_errors():
+        grid = make_mesh(mesh_config, devices, sharding=config.pipeline.sharding)
+        losses = _train_with_bar(run_training(config, grid, steps=steps, seed=seed), steps)
+    if losses[-1] != losses[-1]:
+        raise Failed(f"the loss is not a number after {steps} steps; lower train.learning_rate")
+    result = {
+        "schema": 1,
+        "mesh": mesh_config.sizes(),
+        "config": to_dict(config),
+        "steps": steps,
+        "losses": losses,
+    }
+    line = f"{model} on {mesh_config}: loss {losses[0]:.4f} at step 1, {losses[-1]:.4f} at step {steps}"
+    report.show(line, json_path=json_path)
+    report.emit_json(json_path, result)
+
+
+def _train_with_bar(metrics: Any, steps: int) -> list[float]:
+    losses = []
+    columns = (
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("training", total=steps, loss="–")
+        for metric in metrics:
+            losses.append(float(metric.loss))
+            bar.update(task, advance=1, loss=f"{losses[-1]:.4f}")
+    return losses
+
+
+@cli.command(epilog="Example: nnx-pipeline schedule --stages 4 --microbatches 8 --repeats 2")
+@click.option("--stages", type=click.IntRange(min=1), required=True)
+@click.option("--microbatches", type=click.IntRange(min=1), required=True)
+@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--schedule", "name", default="circular", show_default=True, metavar="NAME")
+@_json_option
+def schedule(
+    stages: int, microbatches: int, repeats: int, name: str, json_path: str | None
+) -> None:
+    """Draw who does what at each tick, and the bubble."""
+    report.check_writable(json_path, "--json")
+    one_of("--schedule", name, SCHEDULES)
+    plan = SCHEDULES[name](stages=stages, microbatches=microbatches, repeats=repeats)
+    report.show(summary(plan), json_path=json_path)
+    report.show(timetable(plan), json_path=json_path)
+    result = {
+        "schema": 1,
+        "schedule": name,
+        "stages": stages,
+        "microbatches": microbatches,
+        "repeats": repeats,
+        "ticks": plan.ticks,
+        "bubble_ticks": plan.bubble_ticks,
+        "bubble_share": plan.bubble_share,
+        "timetable": [
+            [[work.microbatch, work.repeat] if work else None for work in row]
+            for row in plan.rows()
+        ],
+    }
+    report.emit_json(json_path, result)
+
+
+def _count(parameters: int) -> str:
+    if parameters >= 1e9:
+        return f"{parameters / 1e9:.2f} B"
+    return f"{parameters / 1e6:.2f} M"
+
+
+main = main_of(cli, "nnx-pipeline")

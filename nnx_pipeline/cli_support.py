@@ -1,0 +1,71 @@
+"""What both command lines share: errors as one line, progress, exit codes."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+
+import click
+from rich.console import Console
+
+from nnx_pipeline.errors import InputError
+
+FAILED, BAD_INPUT = 1, 2
+
+
+class Failed(Exception):
+    """The thing asked for did not work out; the message says what, the exit code is 1."""
+
+
+def main_of(group: click.Group, name: str) -> Callable[[], None]:
+    """An entry point that ends every error in one clear line on standard error.
+
+    Exit codes: 0 success, 1 the thing asked for failed, 2 bad input.
+    """
+
+    def main() -> None:
+        try:
+            code = group.main(prog_name=name, standalone_mode=False)
+        except click.UsageError as error:
+            command = error.ctx.command_path if error.ctx else name
+            _end(f"{command}: {error.format_message()} See {command} --help.", BAD_INPUT)
+        except InputError as error:
+            _end(f"{name}: {error}", BAD_INPUT)
+        except Failed as error:
+            _end(f"{name}: {error}", FAILED)
+        except (click.Abort, KeyboardInterrupt):
+            _end(f"{name}: interrupted", 130)
+        except OSError as error:
+            _end(f"{name}: {error}", FAILED)
+        sys.exit(code if isinstance(code, int) else 0)
+
+    return main
+
+
+def _end(message: str, code: int) -> None:
+    print(" ".join(message.split()), file=sys.stderr)
+    sys.exit(code)
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """A function that says on standard error what is going on: a live line, or plain lines in a log."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status("starting") as status:
+            yield lambda text: status.update(text)
+    else:
+        yield lambda text: print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def compiler_errors() -> Iterator[None]:
+    """Turns what a compiler raises into a failure with its first line."""
+    try:
+        yield
+    except (InputError, Failed, click.ClickException, KeyboardInterrupt, OSError):
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        raise Failed(
+            f"it did not compile or run: {type(error).__name__}: {lines[0][:300]}"
+        ) from error

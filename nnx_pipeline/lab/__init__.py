@@ -1,0 +1,1 @@
+"""What a change costs: compile for an accelerator that is not there, and compare."""

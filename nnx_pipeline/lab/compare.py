@@ -1,0 +1,212 @@
+"""Run an experiment: compile both arms, check that they compute the same, give the verdict."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from nnx_pipeline.config import Config
+from nnx_pipeline.errors import InputError
+from nnx_pipeline.lab.compile import Measurement, Progress, measure_step
+from nnx_pipeline.lab.experiments import Experiment
+from nnx_pipeline.lab.platform import Platform
+from nnx_pipeline.mesh import MeshConfig, make_mesh
+from nnx_pipeline.modules import Parts
+from nnx_pipeline.presets import preset
+from nnx_pipeline.train import loss_of, make_state
+from nnx_pipeline.train.data import learnable_batches
+
+NOT_APPLICABLE = "not applicable"
+NO_EFFECT = 0.01  # a relative difference of temp bytes below this is no effect
+NUMERICS_MESH = MeshConfig(stage=4, fsdp=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """Loss and gradients of the arms at `tiny` on CPU devices.
+
+    max_abs_diff: the largest difference of any value. within_tolerance: whether it is at most the
+    experiment's tolerance times the largest gradient or loss.
+    """
+
+    max_abs_diff: float
+    bitwise_equal: bool
+    within_tolerance: bool
+    mesh: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """An experiment on one platform. An arm that did not compile is None, its error in `note`.
+
+    failed: an arm or the comparison of numbers is missing, or the arms compute different things.
+    """
+
+    experiment: Experiment
+    verdict: str
+    note: str
+    failed: bool = False
+    a: Measurement | None = None
+    b: Measurement | None = None
+    numerics: Numerics | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """One entry of `ab --json`."""
+        arms = ((self.experiment.a, self.a), (self.experiment.b, self.b))
+        delta, ratio = _difference(self.a, self.b)
+        return {
+            "name": self.experiment.name,
+            "claim": self.experiment.claim,
+            "difference": self.experiment.difference,
+            "arms": {
+                key: {"label": arm.label, **result.to_json()} if result else {"label": arm.label}
+                for key, (arm, result) in zip("ab", arms, strict=True)
+            },
+            "delta_temp_bytes": delta,
+            "ratio_temp": ratio,
+            "numerics": dataclasses.asdict(self.numerics) if self.numerics else None,
+            "verdict": self.verdict,
+            "note": self.note,
+        }
+
+
+def run_experiments(
+    experiments: Sequence[Experiment],
+    config: Config,
+    mesh: MeshConfig,
+    platform: Platform,
+    *,
+    progress: Progress = lambda text: None,
+) -> list[Outcome]:
+    """Compiles the arms for `platform` and compares their numbers on the CPU.
+
+    Arms that are the same program are compiled once. Input errors of the shared config are raised;
+    what goes wrong inside one arm stands in the outcome beside the other arm.
+    """
+    config.check_mesh(mesh)
+    results: dict[tuple[Config, Parts], Measurement | str] = {}
+    outcomes = []
+    for experiment in experiments:
+        if experiment.needs_stages and mesh.stage == 1:
+            note = "needs a pipeline: give the mesh a stage axis of 2 or more"
+            outcomes.append(Outcome(experiment=experiment, verdict=NOT_APPLICABLE, note=note))
+            continue
+        for arm in (experiment.a, experiment.b):
+            key = (arm.configure(config), arm.parts)
+            if key not in results:
+                named = _named(progress, f"{experiment.name}, {arm.label}")
+                results[key] = _measure(*key, mesh, platform, named)
+        outcomes.append(_outcome(experiment, config, results, platform, progress))
+    return outcomes
+
+
+def _named(progress: Progress, name: str) -> Progress:
+    return lambda text: progress(f"{name}: {text}")
+
+
+def _measure(
+    config: Config, parts: Parts, mesh: MeshConfig, platform: Platform, progress: Progress
+) -> Measurement | str:
+    """The measurement, or the first line of what the compiler said against it."""
+    spare = NUMERICS_MESH.num_devices
+    try:
+        return measure_step(
+            config, mesh, platform, parts=parts, virtual_cpus=spare, progress=progress
+        )
+    except InputError:
+        raise
+    except Exception as error:  # an arm may break any compiler in any way: the report says how
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return lines[0][:200]
+
+
+def _outcome(
+    experiment: Experiment,
+    config: Config,
+    results: dict[tuple[Config, Parts], Measurement | str],
+    platform: Platform,
+    progress: Progress,
+) -> Outcome:
+    measured: list[Measurement | None] = []
+    notes, failed = [], False
+    for arm in (experiment.a, experiment.b):
+        result = results[arm.configure(config), arm.parts]
+        if isinstance(result, str):
+            failed = True
+            notes.append(f"{arm.label} did not compile: {result}")
+        measured.append(None if isinstance(result, str) else result)
+    numerics = None
+    if platform.kind == "local":
+        notes.append("numbers were not compared: that needs virtual CPU devices")
+    else:
+        progress(f"{experiment.name}: comparing losses and gradients at tiny on the CPU")
+        try:
+            numerics = compare_numerics(experiment)
+        except Exception as error:  # an arm that does not compile need not run either
+            failed = True
+            notes.append(f"numbers were not compared: {str(error).strip().splitlines()[0][:200]}")
+    if numerics and not numerics.within_tolerance:
+        failed = True
+        notes.append(f"the arms differ by {numerics.max_abs_diff:.3g}")
+    a, b = measured
+    return Outcome(
+        experiment=experiment,
+        a=a,
+        b=b,
+        numerics=numerics,
+        verdict=_verdict(a, b),
+        note="; ".join(notes),
+        failed=failed,
+    )
+
+
+def compare_numerics(experiment: Experiment) -> Numerics:
+    """Loss and gradients of both arms, from the same weights and batch, in float32."""
+    arms = (experiment.a, experiment.b)
+    values = [_loss_and_gradients(arm.configure(_tiny()), arm.parts) for arm in arms]
+    pairs = list(zip(*values, strict=True))
+    largest = max(float(np.max(np.abs(a))) for a, _ in pairs)
+    difference = max(float(np.max(np.abs(a - b))) for a, b in pairs)
+    return Numerics(
+        max_abs_diff=difference,
+        bitwise_equal=all(a.tobytes() == b.tobytes() for a, b in pairs),
+        within_tolerance=difference <= experiment.tolerance * largest,
+        mesh=str(NUMERICS_MESH),
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _loss_and_gradients(config: Config, parts: Parts) -> list[np.ndarray]:
+    mesh = make_mesh(NUMERICS_MESH, jax.devices("cpu"), sharding=config.pipeline.sharding)
+    with jax.set_mesh(mesh):
+        model = make_state(config, mesh, parts=parts).model
+        batch = next(learnable_batches(config, mesh))
+        (loss, _), gradients = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(model, batch)
+    return [np.asarray(leaf) for leaf in (loss, *jax.tree.leaves(gradients))]
+
+
+def _tiny() -> Config:
+    tiny = preset("tiny")
+    pipeline = dataclasses.replace(tiny.pipeline, num_microbatches=8, num_repeats=2)
+    return dataclasses.replace(tiny, pipeline=pipeline)
+
+
+def _difference(a: Measurement | None, b: Measurement | None) -> tuple[int | None, float | None]:
+    if a is None or b is None:
+        return None, None
+    before, after = a.memory.temp_bytes, b.memory.temp_bytes
+    return after - before, after / before if before else None
+
+
+def _verdict(a: Measurement | None, b: Measurement | None) -> str:
+    """Whether arm b holds fewer temp bytes, as every claim here says."""
+    _, ratio = _difference(a, b)
+    if ratio is None:
+        return NOT_APPLICABLE
+    if abs(ratio - 1) < NO_EFFECT:
+        return "no effect"
+    return "holds" if ratio < 1 else "opposite"

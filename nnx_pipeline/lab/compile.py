@@ -1,0 +1,159 @@
+"""Compile one training step and read off what it costs."""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from nnx_pipeline.config import Config, to_dict
+from nnx_pipeline.lab.heap import compile_with_dump, heap_bytes
+from nnx_pipeline.lab.hlo import parse
+from nnx_pipeline.lab.hlo_cost import collective_counts, matmul_flops
+from nnx_pipeline.lab.platform import Platform
+from nnx_pipeline.mesh import MeshConfig, make_mesh
+from nnx_pipeline.modules import Parts
+from nnx_pipeline.train import abstract_batch, abstract_state, jit_train_step
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes per device, as the compiler reports them; None where it does not.
+
+    temp_bytes is `temp_size_in_bytes`, heap_bytes the device-memory heap of the buffer assignment.
+    On a TPU they are not the same: temp counts other memory spaces too.
+    """
+
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    heap_bytes: int | None
+    peak_bytes: int | None
+    generated_code_bytes: int | None
+    host_temp_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One compiled step, field by field what `compile --json` writes; `hlo` is its program."""
+
+    platform: str
+    mesh: dict[str, int]
+    config: dict[str, Any]
+    memory: Memory
+    flops: int | None
+    xla_flops: float | None
+    bytes_accessed: float | None
+    collectives: dict[str, dict[str, int | None]]
+    seconds: dict[str, float]
+    versions: dict[str, str | None]
+    hlo: str = dataclasses.field(repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON of the contract."""
+        fields = dataclasses.asdict(self)
+        del fields["hlo"]
+        return {"schema": 1, **fields}
+
+
+def measure_step(
+    config: Config,
+    mesh_config: MeshConfig,
+    platform: Platform,
+    *,
+    parts: Parts = Parts(),
+    virtual_cpus: int = 1,
+    progress: Progress = lambda text: None,
+) -> Measurement:
+    """Traces, lowers and compiles one training step, without a byte of parameters.
+
+    virtual_cpus: CPU devices that other work of this process needs beside it.
+    Raises InputError when config, mesh and platform do not fit together.
+    """
+    config.check_mesh(mesh_config)
+    devices = platform.devices(
+        max(virtual_cpus, mesh_config.num_devices if platform.kind == "cpu" else 1)
+    )
+    mesh = make_mesh(mesh_config, devices, sharding=config.pipeline.sharding)
+    clock = _Clock(progress)
+    with jax.set_mesh(mesh):
+        with clock("abstract_init", "building the model abstractly"):
+            state = abstract_state(config, mesh, parts=parts)
+            batch = abstract_batch(config, mesh)
+        with clock("trace", "tracing the training step"):
+            traced = jit_train_step(state, mesh).trace(state, batch)
+        with clock("lower", "lowering it"):
+            lowered = traced.lower()
+        with clock("compile", f"compiling for {platform}"):
+            compiled, buffers = compile_with_dump(lowered)
+    progress("reading the compiled program")
+    hlo = compiled.as_text() or ""
+    module = parse(hlo)
+    costs = _cost_analysis(compiled)
+    return Measurement(
+        platform=str(platform),
+        mesh=mesh_config.sizes(),
+        config=to_dict(config),
+        memory=_memory(compiled, platform, heap_bytes(buffers)),
+        flops=matmul_flops(module),
+        xla_flops=costs.get("flops"),
+        bytes_accessed=costs.get("bytes accessed"),
+        collectives=collective_counts(module),
+        seconds=clock.seconds,
+        versions=_versions(platform),
+        hlo=hlo,
+    )
+
+
+def _memory(compiled: Any, platform: Platform, heap: int | None) -> Memory:
+    analysis = compiled.memory_analysis()
+    code = analysis.generated_code_size_in_bytes
+    return Memory(
+        argument_bytes=analysis.argument_size_in_bytes,
+        output_bytes=analysis.output_size_in_bytes,
+        alias_bytes=analysis.alias_size_in_bytes,
+        temp_bytes=analysis.temp_size_in_bytes,
+        heap_bytes=heap,
+        peak_bytes=analysis.peak_memory_in_bytes or None,
+        # The deviceless NVIDIA compiler leaves this field empty rather than measuring it.
+        generated_code_bytes=code if code or platform.kind != "cuda" else None,
+        host_temp_bytes=analysis.host_temp_size_in_bytes,
+    )
+
+
+def _cost_analysis(compiled: Any) -> dict[str, float]:
+    """XLA's own analysis; the deviceless NVIDIA compiler has none."""
+    costs = compiled.cost_analysis()
+    if isinstance(costs, list):
+        costs = costs[0] if costs else None
+    return {key: value for key, value in (costs or {}).items() if value >= 0}
+
+
+def _versions(platform: Platform) -> dict[str, str | None]:
+    versions: dict[str, str | None] = {"libtpu": None, **platform.versions()}
+    return {**versions, "python": ".".join(map(str, sys.version_info[:3]))}
+
+
+class _Clock:
+    """Times named phases and says what is going on."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.seconds: dict[str, float] = {}
+
+    def __call__(self, name: str, doing: str) -> "_Clock":
+        self.progress(doing)
+        self.name = name
+        return self
+
+    def __enter__(self) -> None:
+        self.started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds[self.name] = round(time.perf_counter() - self.started, 3)

@@ -1,0 +1,370 @@
+"""Reads the optimized HLO text that a compiler gives back (`compiled.as_text()`).
+
+One module is computations, one computation is instructions in the order in which they run. Only
+what the figures in `hlo_cost` and a memory report need is taken apart; every other attribute is
+kept as the text it was printed with. The TPU, NVIDIA and CPU compilers print the same language:
+layouts `{1,0:T(8,128)(2,1)S(1)}`, tuples, comments `/*index=5*/` and quoted strings that contain
+brackets are what a reader has to step over with care.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|[()\[\]{},]')
+_COMMENT = re.compile(r"/\*.*?\*/")
+_ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
+_COMPUTATION = re.compile(r"(ENTRY\s+)?%?([\w.$-]+)\s+(?:\(.*)?\{$")
+_INSTRUCTION = re.compile(r"\s+(ROOT\s+)?%?([^\s=]+) = (.*)$")
+_OPCODE = re.compile(r"\s*([\w-]+)\(")
+_FIELD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|[^\s}]+)')
+_TABLE_ROW = re.compile(r'(\d+) (".*"|\{.*\})$')
+_CALLED = ("calls", "to_apply", "condition", "body", "true_computation", "false_computation")
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One array: element type as HLO spells it, and its dimensions (upper bounds if dynamic)."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """How many numbers the array holds."""
+        return math.prod(self.dims)
+
+    @property
+    def bits(self) -> int:
+        """Bits of one element; 0 for tokens and opaque values, which hold none."""
+        if self.dtype == "pred":
+            return 8
+        digits = re.match(r"[a-z]+(\d+)", self.dtype)  # bf16, s4, c64, f8e4m3fn
+        return int(digits.group(1)) if digits else 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the array without the padding that a tiled layout adds."""
+        return (self.elements * self.bits + 7) // 8
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation.
+
+    `shapes` are the arrays of the result, tuples flattened in order. `operands` are names in the
+    same computation. `literal` is what stands between the parentheses of a constant or parameter.
+    `source_file` and `source_line` are the innermost Python frame, None if the text has none.
+    """
+
+    name: str
+    opcode: str
+    shapes: tuple[Shape, ...]
+    operands: tuple[str, ...]
+    literal: str
+    attributes: Mapping[str, str]
+    op_name: str | None = None
+    source_file: str | None = None
+    source_line: int | None = None
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of the result per device, all tuple elements together."""
+        return sum(shape.bytes for shape in self.shapes)
+
+    @property
+    def window(self) -> Mapping[str, str]:
+        """The fields of `window={size=3x3 stride=2x2}` by name; empty without a window."""
+        return dict(_FIELD.findall(self.attributes.get("window", "")))
+
+    def integers(self, attribute: str) -> tuple[int, ...]:
+        """An attribute like `lhs_contracting_dims={1,2}` as numbers; empty if it is not there."""
+        return tuple(
+            int(digits) for digits in re.findall(r"\d+", self.attributes.get(attribute, ""))
+        )
+
+    def called(self, attribute: str | None = None) -> tuple[str, ...]:
+        """Names of the computations it refers to, in all attributes or in the one named."""
+        names = (attribute,) if attribute else (*_CALLED, "branch_computations")
+        texts = [self.attributes[name] for name in names if name in self.attributes]
+        return tuple(part for text in texts for part in re.findall(r"[\w.$-]+", text))
+
+
+@dataclass(frozen=True)
+class Computation:
+    """A function of the module: instructions by name, in the order in which they run."""
+
+    name: str
+    instructions: Mapping[str, Instruction]
+    root: str
+
+    def operand_shapes(self, instruction: Instruction) -> list[tuple[Shape, ...]]:
+        """The arrays of each operand, from the computation's own symbol table."""
+        return [self.instructions[name].shapes for name in instruction.operands]
+
+    @cached_property
+    def users(self) -> Mapping[str, list[Instruction]]:
+        """For each instruction, those that read it."""
+        readers: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
+        for instruction in self.instructions.values():
+            for operand in dict.fromkeys(instruction.operands):
+                readers[operand].append(instruction)
+        return readers
+
+
+@dataclass(frozen=True)
+class Module:
+    """A compiled program: its computations by name, and the name of the one it starts with."""
+
+    name: str
+    computations: Mapping[str, Computation]
+    entry: str
+
+
+def parse(text: str) -> Module:
+    """The module that a compiler printed.
+
+    Raises ValueError for text that has no ENTRY computation, which is then not an HLO module.
+    """
+    frames = _Frames(text)
+    computations: dict[str, Computation] = {}
+    entry = ""
+    for is_entry, name, lines in _computation_lines(text):
+        computations[name] = _computation(name, lines, frames)
+        entry = name if is_entry else entry
+    if not entry:
+        start = text[:60].replace("\n", " ")
+        raise ValueError(
+            f"no ENTRY computation in text that begins with {start!r}; pass compiled.as_text()"
+        )
+    header = re.match(r"HloModule\s+([^\s,]+)", text)
+    return Module(header.group(1) if header else "", computations, entry)
+
+
+def split_at_commas(text: str) -> list[str]:
+    """Parts between the commas that stand in no bracket, quotation or comment, stripped."""
+    parts, depth, start = [], 0, 0
+    for token in _TOKEN.finditer(text):
+        mark = token.group()
+        if mark in "([{":
+            depth += 1
+        elif mark in ")]}":
+            depth -= 1
+        elif mark == "," and depth == 0:
+            parts.append(text[start : token.start()].strip())
+            start = token.end()
+    parts.append(text[start:].strip())
+    return [part for part in parts if part]
+
+
+def _closing(text: str, start: int) -> int:
+    """Position just behind the bracket that closes the one at `start`."""
+    depth = 0
+    for token in _TOKEN.finditer(text, start):
+        depth += (token.group() in "([{") - (token.group() in ")]}")
+        if depth == 0:
+            return token.end()
+    raise ValueError(f"unbalanced brackets in HLO text: {text[start : start + 120]!r}")
+
+
+def _computation_lines(text: str) -> Iterator[tuple[bool, str, list[str]]]:
+    """Whether it is the entry, its name and its lines, for each computation of the module."""
+    lines: list[str] = []
+    header: re.Match[str] | None = None
+    for line in text.splitlines():
+        if header is None:
+            header = None if line.startswith("HloModule") else _COMPUTATION.match(line)
+        elif line.startswith("}"):
+            yield bool(header.group(1)), header.group(2), lines
+            header, lines = None, []
+        else:
+            lines.append(line)
+
+
+def _computation(name: str, lines: list[str], frames: _Frames) -> Computation:
+    instructions: dict[str, Instruction] = {}
+    root = ""
+    for line in lines:
+        found = _INSTRUCTION.match(line)
+        if found:
+            instruction = _instruction(found.group(2), found.group(3), frames)
+            instructions[instruction.name] = instruction
+            root = instruction.name if found.group(1) else root
+    # The last one is the result where no line is marked ROOT.
+    return Computation(name, instructions, root or next(reversed(instructions), ""))
+
+
+def _instruction(name: str, text: str, frames: _Frames) -> Instruction:
+    """`text` is what follows the equals sign: result type, opcode(operands), attributes."""
+    end_of_type = _closing(text, 0) if text.startswith("(") else text.index(" ")
+    opcode = _OPCODE.match(text, end_of_type)
+    if opcode is None:
+        raise ValueError(f"no opcode in the HLO instruction {name!r}: {text[:120]!r}")
+    end_of_operands = _closing(text, opcode.end() - 1)
+    inside = text[opcode.end() : end_of_operands - 1]
+    takes_literal = opcode.group(1) in ("constant", "parameter", "iota")
+    pairs = (part.partition("=") for part in split_at_commas(text[end_of_operands:]))
+    attributes = {key: value for key, equals, value in pairs if equals}
+    return Instruction(
+        name,
+        opcode.group(1),
+        _shapes(text[:end_of_type]),
+        () if takes_literal else tuple(map(_operand_name, split_at_commas(inside))),
+        inside.strip() if takes_literal else "",
+        attributes,
+        *frames.describe(attributes.get("metadata", "")),
+    )
+
+
+def _shapes(text: str) -> tuple[Shape, ...]:
+    """The arrays of a type, tuples flattened: `(f32[2]{0}, /*index=1*/s32[])`."""
+    return tuple(
+        Shape(dtype, tuple(int(size.strip().lstrip("<=")) for size in dims.split(",") if size))
+        for dtype, dims in _ARRAY.findall(_COMMENT.sub("", text))
+    )
+
+
+def _operand_name(text: str) -> str:
+    """`%x`, `x` or `f32[2]{0} %x` gives `x`."""
+    return _COMMENT.sub("", text).split()[-1].lstrip("%")
+
+
+class _Frames:
+    """The tables of Python frames at the head of the text, which metadata refers to by number."""
+
+    def __init__(self, text: str) -> None:
+        self._tables: dict[str, dict[str, str]] = {name: {} for name in _TABLES}
+        rows: dict[str, str] = {}
+        for line in text.splitlines():
+            if line in self._tables:
+                rows = self._tables[line]
+            elif row := _TABLE_ROW.match(line):
+                rows[row.group(1)] = row.group(2)
+            elif line and not line.startswith("HloModule"):
+                break
+
+    def describe(self, metadata: str) -> tuple[str | None, str | None, int | None]:
+        """op_name, source file and line of `{op_name="..." stack_frame_id=6}`."""
+        fields = dict(_FIELD.findall(metadata))
+        file = _unquoted(fields.get("source_file"))
+        line = fields.get("source_line")
+        if "stack_frame_id" in fields:
+            frame = dict(_FIELD.findall(self._row("StackFrames", fields["stack_frame_id"])))
+            place = dict(_FIELD.findall(self._row("FileLocations", frame.get("file_location_id"))))
+            file = _unquoted(self._row("FileNames", place.get("file_name_id"))) or file
+            line = place.get("line", line)
+        return _unquoted(fields.get("op_name")), file, int(line) if line else None
+
+    def _row(self, table: str, number: str | None) -> str:
+        return self._tables[table].get(number or "", "")
+
+
+def _unquoted(text: str | None) -> str | None:
+    """The string between double quotes, escapes resolved; None for no text."""
+    return re.sub(r"\\(.)", r"\1", text[1:-1]) if text else None
+
+
+# ---- integers that the text determines: what loops count with ----------------------------------
+
+# Reads an integer that a computation was given: (parameter number, tuple element) -> value, None
+# where it is not known. The element is None for a parameter that is no tuple.
+Reader = Callable[[int, int | None], int | None]
+
+_ARITHMETIC: dict[str, Callable[[int, int], int]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "minimum": min,
+    "maximum": max,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+}
+_COMPARE: dict[str, Callable[[int, int], bool]] = {
+    direction: getattr(operator, direction.lower())
+    for direction in ("LT", "LE", "GT", "GE", "EQ", "NE")
+}
+# Instructions whose result is their operand as far as its value goes.
+PASSES_ON = ("copy", "bitcast", "reshape", "copy-start", "copy-done", "opt-barrier")
+
+
+def integer(
+    module: Module, computation: Computation, name: str, element: int | None, read: Reader
+) -> int | None:
+    """Value of one integer instruction (or one element of a tuple); None unless it is known."""
+    instruction = computation.instructions[name]
+    opcode = instruction.opcode
+
+    def value(operand: str, element: int | None = None) -> int | None:
+        return integer(module, computation, operand, element, read)
+
+    if opcode == "parameter":
+        return read(int(instruction.literal), element)
+    if opcode == "get-tuple-element":
+        nested = element is not None  # tuples in tuples are not followed
+        return None if nested else value(instruction.operands[0], instruction.integers("index")[0])
+    if opcode == "tuple":
+        return None if element is None else value(instruction.operands[element])
+    if opcode in PASSES_ON:
+        return value(instruction.operands[0], element)
+    if opcode in ("fusion", "call"):
+        callee = module.computations[instruction.called()[0]]
+        inner = arguments(module, computation, instruction, read)
+        return integer(module, callee, callee.root, element, inner)
+    if instruction.shapes[0].elements != 1 or instruction.shapes[0].dtype[0] not in "psu":
+        return None  # only pred, signed and unsigned scalars steer a loop
+    if opcode == "constant":
+        return _literal(instruction.literal)
+    return _calculated(instruction, [value(operand) for operand in instruction.operands])
+
+
+def _calculated(instruction: Instruction, operands: list[int | None]) -> int | None:
+    """Result of integer arithmetic, in the width of the result; None if it is something else."""
+    values = [operand for operand in operands if operand is not None]
+    opcode = instruction.opcode
+    result: int | None = None
+    if len(values) < len(operands):
+        return None
+    if opcode in _ARITHMETIC:
+        result = _ARITHMETIC[opcode](*values)
+    elif opcode == "compare":
+        return int(_COMPARE[instruction.attributes["direction"]](*values))
+    elif opcode == "select":
+        result = values[1] if values[0] else values[2]
+    elif opcode == "convert":
+        result = values[0]
+    elif opcode == "negate":
+        result = -values[0]
+    elif opcode == "not" and instruction.shapes[0].dtype == "pred":
+        result = 1 - values[0]
+    return None if result is None else _wrapped(result, instruction.shapes[0])
+
+
+def _wrapped(value: int, shape: Shape) -> int:
+    """The value as an integer of that type holds it."""
+    if shape.dtype == "pred":
+        return int(value != 0)
+    value %= 1 << shape.bits
+    return value - (1 << shape.bits) if shape.dtype[0] == "s" and value >> shape.bits - 1 else value
+
+
+def _literal(text: str) -> int | None:
+    text = text.strip("{} ")
+    return {"true": 1, "false": 0}.get(text, int(text) if re.fullmatch(r"-?\d+", text) else None)
+
+
+def arguments(
+    module: Module, computation: Computation, instruction: Instruction, read: Reader, first: int = 0
+) -> Reader:
+    """Reads what an instruction, from operand `first` on, hands to the computation that it runs."""
+
+    def reader(number: int, element: int | None) -> int | None:
+        return integer(module, computation, instruction.operands[first + number], element, read)
+
+    return reader

@@ -1,0 +1,183 @@
+"""Devices to compile for: real ones, virtual CPU devices, or none but their compiler.
+
+Facts about the deviceless route (JAX 0.10 to 0.12): a topology of `libtpu` or of the CUDA plugin
+gives device objects to build a mesh from; lowering and compiling work, running does not.
+"""
+
+import importlib.metadata
+import importlib.resources
+import importlib.util
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from nnx_pipeline.errors import InputError, nearest
+
+KINDS = ("cpu", "tpu", "cuda", "local")
+CUDA_TARGETS = ("h100", "h200")
+
+# Without the first, libtpu asks a metadata server that is not there; the next two name a host and a
+# slice so that it does not warn; the last lets several processes compile at the same time.
+_TPU_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5p-16",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+@dataclass(frozen=True)
+class Platform:
+    """A compiler and the devices it compiles for.
+
+    kind: `cpu`, `tpu`, `cuda` or `local`. target: the TPU generation or the GPU. topology: what the
+    target consists of, as its compiler wants it.
+    """
+
+    kind: str
+    target: str = ""
+    topology: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> "Platform":
+        """Reads `cpu`, `local`, `tpu:v5p:2x2x2`, `cuda:h100:8`."""
+        kind, *rest = text.split(":")
+        if kind not in KINDS:
+            raise InputError(f"platform {text!r} is not known; {nearest(kind, KINDS)}")
+        if kind in ("cpu", "local"):
+            if rest:
+                raise InputError(f"platform {text!r} takes no target; write {kind}")
+            return cls(kind)
+        example = "tpu:v5p:2x2x2" if kind == "tpu" else "cuda:h100:8"
+        if len(rest) != 2 or not all(rest):
+            raise InputError(f"platform {text!r} is not complete; write for example {example}")
+        target, topology = rest
+        if kind == "cuda":
+            if target not in CUDA_TARGETS:
+                raise InputError(
+                    f"platform {text!r} has no such GPU; {nearest(target, CUDA_TARGETS)}"
+                )
+            if not re.fullmatch(r"[1-9][0-9]*", topology):
+                raise InputError(f"platform {text!r} needs a number of GPUs; write {example}")
+        elif not re.fullmatch(r"[1-9][0-9]*(x[1-9][0-9]*)*", topology):
+            raise InputError(f"platform {text!r} has no topology like 2x2x2; write {example}")
+        return cls(kind, target, topology)
+
+    def __str__(self) -> str:
+        return ":".join(filter(None, (self.kind, self.target, self.topology)))
+
+    @property
+    def is_real(self) -> bool:
+        """Whether programs can run on it."""
+        return self.kind in ("cpu", "local")
+
+    def devices(self, needed: int) -> Sequence[Any]:
+        """The devices; for `cpu`, and beside a deviceless compiler, `needed` virtual ones or more.
+
+        Sets process-wide JAX options, so it must come before anything runs on a device. Raises
+        InputError when the compiler is missing, of the wrong version, or has no such topology.
+        """
+        if self.kind == "local":
+            return jax.devices()
+        _use_virtual_cpus(needed)
+        if self.kind == "cpu":
+            return jax.devices("cpu")
+        return _tpu_devices(self) if self.kind == "tpu" else _cuda_devices(self)
+
+    def versions(self) -> dict[str, str]:
+        """The packages that decide what the compiler does; those of other platforms are left out."""
+        names = ["jax", "jaxlib", "flax"]
+        names += {"tpu": ["libtpu"], "cuda": ["jax-cuda13-pjrt", "nvidia-cuda-nvcc"]}.get(
+            self.kind, []
+        )
+        return {name: _version(name) for name in names}
+
+
+def _use_virtual_cpus(needed: int) -> None:
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        if needed > 1:
+            jax.config.update("jax_num_cpu_devices", needed)
+    except RuntimeError:
+        pass  # JAX has started: the number of devices is what it is, and is checked now.
+    have = len(jax.devices("cpu"))
+    if have < needed:
+        raise InputError(
+            f"the mesh needs {needed} virtual CPU devices and this process started with {have}; "
+            f"set jax_num_cpu_devices={needed} before JAX runs anything"
+        )
+
+
+def _tpu_devices(platform: Platform) -> Sequence[Any]:
+    wanted = _required("tpu", "libtpu")
+    have = _version("libtpu")
+    cure = f"pip install 'libtpu{wanted}'"
+    if not have:
+        raise InputError(f"platform {platform} needs libtpu, which is not installed; {cure}")
+    if not _matches(have, wanted):
+        raise InputError(
+            f"platform {platform} needs libtpu{wanted} for jax {jax.__version__} and found {have}, "
+            f"whose programs this JAX cannot read back; {cure}"
+        )
+    for name, value in _TPU_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    return _topology(platform, topology_name=f"{platform.target}:{platform.topology}")
+
+
+def _cuda_devices(platform: Platform) -> Sequence[Any]:
+    wanted = jax.__version__
+    have = _version("jax-cuda13-plugin")
+    cure = f"pip install 'jax-cuda13-plugin=={wanted}' nvidia-cuda-nvcc nvidia-nvvm"
+    if not have:
+        raise InputError(f"platform {platform} needs the CUDA plugin, not installed; {cure}")
+    if have != wanted:
+        raise InputError(
+            f"platform {platform} needs jax-cuda13-plugin {wanted}, the version of jax, and found "
+            f"{have}; {cure}"
+        )
+    if not _version("nvidia-cuda-nvcc"):
+        raise InputError(f"platform {platform} needs ptxas and libdevice; {cure}")
+    targets = importlib.resources.files("nnx_pipeline") / "targets"
+    text = (targets / f"{platform.target}.txtpb").read_text()
+    return _topology(platform, target_config=text, topology=f"1x1x{platform.topology}")
+
+
+def _topology(platform: Platform, **options: str) -> Sequence[Any]:
+    from jax.experimental import topologies
+
+    try:
+        return topologies.get_topology_desc(platform=platform.kind, **options).devices
+    except (
+        Exception
+    ) as error:  # the compilers raise many kinds; their first line says what is wrong
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"platform {platform}: the compiler does not offer this topology ({reason[:160]}); "
+            "try one such as tpu:v5p:2x2x2 or cuda:h100:8"
+        ) from error
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _required(extra: str, package: str) -> str:
+    """The version that the installed JAX pins for one of its extras, such as `==0.0.42.*`."""
+    for requirement in importlib.metadata.requires("jax") or []:
+        name, _, marker = requirement.partition(";")
+        if name.strip().startswith(package) and f'"{extra}"' in marker:
+            return name.strip()[len(package) :].strip()
+    return ""
+
+
+def _matches(version: str, wanted: str) -> bool:
+    from packaging.specifiers import SpecifierSet
+
+    return not wanted or version in SpecifierSet(wanted)

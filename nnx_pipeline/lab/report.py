@@ -1,0 +1,166 @@
+"""Tables for the terminal, and writing results without leaving half a file."""
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from nnx_pipeline.errors import InputError
+from nnx_pipeline.lab.compare import Outcome
+from nnx_pipeline.lab.compile import Measurement
+
+CPU_WARNING = (
+    "CPU figures mislead: remat can raise them, and the peak leaves out what a loop works in. "
+    "Compare on a TPU or NVIDIA platform."
+)
+MEMORY_ROWS = (
+    ("arguments", "argument_bytes"),
+    ("temp", "temp_bytes"),
+    ("heap", "heap_bytes"),
+    ("peak", "peak_bytes"),
+    ("outputs", "output_bytes"),
+    ("of these in place", "alias_bytes"),
+    ("program code", "generated_code_bytes"),
+    ("host temp", "host_temp_bytes"),
+)
+
+
+def megabytes(value: float | None) -> str:
+    """Bytes as MB (10⁶) with one decimal, a dash where there is no figure."""
+    return "–" if value is None else f"{value / 1e6:,.1f}"
+
+
+def compiler(measurement: Measurement) -> str:
+    """Names the compiler and the packages it came from."""
+    versions = ", ".join(f"{name} {value}" for name, value in measurement.versions.items() if value)
+    return f"{measurement.platform} ({versions})"
+
+
+def measurement_view(title: str, measurement: Measurement) -> RenderableType:
+    """What one training step costs."""
+    memory = Table(title="memory per device", title_justify="left")
+    memory.add_column("", no_wrap=True)
+    memory.add_column("MB", justify="right", no_wrap=True)
+    for label, field in MEMORY_ROWS:
+        memory.add_row(label, megabytes(getattr(measurement.memory, field)))
+    traffic = Table(title="collectives per device and step", title_justify="left")
+    traffic.add_column("", no_wrap=True)
+    for column in ("in program", "executed", "result MB"):
+        traffic.add_column(column, justify="right", no_wrap=True)
+    for name, count in (measurement.collectives or {}).items():
+        traffic.add_row(name, str(count["ops"]), str(count["executed"]), megabytes(count["bytes"]))
+    lines: list[RenderableType] = [
+        Text(title, style="bold"),
+        Text(f"compiler: {compiler(measurement)}"),
+        memory,
+        traffic if measurement.collectives is not None else Text("collectives: –"),
+        Text(f"matrix products: {_teraflops(measurement.flops)} per device and step"),
+        Text("seconds: " + ", ".join(f"{k} {v:.2f}" for k, v in measurement.seconds.items())),
+    ]
+    if measurement.platform == "cpu":
+        lines.append(Text(CPU_WARNING, style="yellow"))
+    return Group(*lines)
+
+
+def outcomes_view(title: str, outcomes: Sequence[Outcome]) -> RenderableType:
+    """The A/B table: one experiment after the other, arm under arm."""
+    table = Table(title=title, title_justify="left", show_lines=False)
+    table.add_column("experiment", no_wrap=True)
+    table.add_column("arm", no_wrap=True)
+    for column in ("temp MB", "heap MB", "peak MB", "b/a temp"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    table.add_column("same numbers", no_wrap=True)
+    for outcome in outcomes:
+        row = outcome.to_json()
+        ratio = row["ratio_temp"]
+        arms = ((outcome.experiment.a, outcome.a), (outcome.experiment.b, outcome.b))
+        for index, (arm, result) in enumerate(arms):
+            memory = result.memory if result else None
+            table.add_row(
+                f"{outcome.experiment.name} ({outcome.experiment.claim})" if index == 0 else "",
+                f"{'ab'[index]}: {arm.label}",
+                megabytes(memory.temp_bytes if memory else None),
+                megabytes(memory.heap_bytes if memory else None),
+                megabytes(memory.peak_bytes if memory else None),
+                ("–" if ratio is None else f"{ratio:.3f}") if index else "",
+                outcome.verdict if index else "",
+                _same(outcome) if index else "",
+                end_section=index == 1,
+            )
+    notes = [Text(f"{o.experiment.name}: {o.note}", style="yellow") for o in outcomes if o.note]
+    measured = next((m for o in outcomes for m in (o.a, o.b) if m), None)
+    if measured:
+        notes.append(Text(f"compiler: {compiler(measured)}"))
+        if measured.platform == "cpu":
+            notes.append(Text(CPU_WARNING, style="yellow"))
+    return Group(table, *notes)
+
+
+def _same(outcome: Outcome) -> str:
+    numerics = outcome.numerics
+    if numerics is None:
+        return "–"
+    if numerics.bitwise_equal:
+        return "to the bit"
+    return f"{'' if numerics.within_tolerance else 'NO: '}to {numerics.max_abs_diff:.1e}"
+
+
+def _teraflops(flops: int | None) -> str:
+    return "–" if flops is None else f"{flops / 1e12:,.3f} TFLOP"
+
+
+def check_writable(path: str | None, option: str) -> None:
+    """Raises InputError before any work is done if `path` cannot be written."""
+    if path is None or path == "-":
+        return
+    folder = Path(path).absolute().parent
+    if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise InputError(f"{option} {path}: not a file in a folder that can be written; choose one")
+
+
+def write_text(path: str, text: str) -> None:
+    """Writes the whole file or nothing."""
+    target = Path(path).absolute()
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def emit_json(path: str | None, value: Any) -> None:
+    """Writes JSON to a file, or to standard output for `-`."""
+    if path is None:
+        return
+    text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    if path == "-":
+        print(text, end="")
+    else:
+        write_text(path, text)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN; a figure that is not a number is null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def show(view: RenderableType, *, json_path: str | None) -> None:
+    """Prints to standard output, unless JSON goes there."""
+    if json_path != "-":
+        Console(width=None if Console().is_terminal else 120).print(view)

@@ -1,0 +1,48 @@
+"""Other ways to do the same, kept only as arms of experiments: nothing but the lab calls them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from nnx_pipeline.ops.loss import leading_axes
+from nnx_pipeline.pipeline.stages import ApplyStage
+from nnx_pipeline.sharding import Layout, gather_weight, mesh_sizes, out_sharding
+
+
+def einsum_scale(x: Array, scale: Array) -> Array:
+    """RMSNorm's scale by an einsum, as MaxText has it (seeds S2.5)."""
+    return jnp.einsum("...k,k->...k", x, scale)
+
+
+def over_stages_by_nnx_vmap(apply_stage: ApplyStage) -> Any:
+    """The stage function under `nnx.vmap`, which splits and merges the module around each call."""
+    name = "stage" if mesh_sizes().get("stage", 1) > 1 else None
+    return nnx.vmap(apply_stage, spmd_axis_name=name)
+
+
+def full_cross_entropy(
+    hidden: Array,
+    kernel: Array,
+    targets: Array,
+    weights: Array,
+    *,
+    chunks: int,
+    layout: Layout,
+) -> Array:
+    """`chunked_cross_entropy` in one piece: all logits as one array, differentiated by JAX."""
+    del chunks
+    leading = leading_axes(hidden.ndim)
+    kernel = gather_weight(
+        kernel.astype(hidden.dtype),
+        layout.spec("embed", "vocab"),
+        layout.spec(None, "vocab_of_logits"),
+    )
+    spec = out_sharding(layout.spec(*leading, None, "vocab_of_logits"))
+    logits = jnp.einsum("...d,dv->...v", hidden, kernel, out_sharding=spec).astype(jnp.float32)
+    shape = (*[1] * (logits.ndim - 1), logits.shape[-1])
+    columns = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+    label = jnp.sum(jnp.where(columns == targets[..., None], logits, 0.0), axis=-1)
+    return jnp.sum(weights * (jax.nn.logsumexp(logits, axis=-1) - label))
