@@ -246,7 +246,8 @@ def train(
         "steps": steps,
         "losses": losses,
     }
-    line = f"{model} on {mesh_config}: loss {losses[0]:.4f} at step 1, {losses[-1]:.4f} at step {steps}"
+    first, last = losses[0], losses[-1]
+    line = f"{model} on {mesh_config}: loss {first:.4f} at step 1, {last:.4f} at step {steps}"
     report.show(line, json_path=json_path)
     report.emit_json(json_path, result)
 

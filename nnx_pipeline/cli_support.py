@@ -48,7 +48,7 @@ def _end(message: str, code: int) -> None:
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """A function that says on standard error what is going on: a live line, or plain lines in a log."""
+    """Gives a function that says on standard error what is going on: live, or line by line."""
     console = Console(stderr=True)
     if console.is_terminal:
         with console.status("starting") as status:

@@ -202,12 +202,12 @@ class Config:
             "change one of the two so that a microbatch fits",
         )
         for name, axes in MODEL_DIVISORS.items():
-            divisor = mesh.product(*axes)
-            size = getattr(model, name)
+            divisor, size = mesh.product(*axes), getattr(model, name)
+            spread = "×".join(axes)
             divides(
                 divisor,
                 size,
-                rule=f"model.{name}={size} does not split over {'×'.join(axes)}={divisor} of the mesh",
+                rule=f"model.{name}={size} does not split over {spread}={divisor} of the mesh",
             )
 
 

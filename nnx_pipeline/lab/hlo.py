@@ -10,9 +10,8 @@ brackets are what a reader has to step over with care.
 from __future__ import annotations
 
 import math
-import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -268,103 +267,3 @@ class _Frames:
 def _unquoted(text: str | None) -> str | None:
     """The string between double quotes, escapes resolved; None for no text."""
     return re.sub(r"\\(.)", r"\1", text[1:-1]) if text else None
-
-
-# ---- integers that the text determines: what loops count with ----------------------------------
-
-# Reads an integer that a computation was given: (parameter number, tuple element) -> value, None
-# where it is not known. The element is None for a parameter that is no tuple.
-Reader = Callable[[int, int | None], int | None]
-
-_ARITHMETIC: dict[str, Callable[[int, int], int]] = {
-    "add": operator.add,
-    "subtract": operator.sub,
-    "multiply": operator.mul,
-    "minimum": min,
-    "maximum": max,
-    "and": operator.and_,
-    "or": operator.or_,
-    "xor": operator.xor,
-}
-_COMPARE: dict[str, Callable[[int, int], bool]] = {
-    direction: getattr(operator, direction.lower())
-    for direction in ("LT", "LE", "GT", "GE", "EQ", "NE")
-}
-# Instructions whose result is their operand as far as its value goes.
-PASSES_ON = ("copy", "bitcast", "reshape", "copy-start", "copy-done", "opt-barrier")
-
-
-def integer(
-    module: Module, computation: Computation, name: str, element: int | None, read: Reader
-) -> int | None:
-    """Value of one integer instruction (or one element of a tuple); None unless it is known."""
-    instruction = computation.instructions[name]
-    opcode = instruction.opcode
-
-    def value(operand: str, element: int | None = None) -> int | None:
-        return integer(module, computation, operand, element, read)
-
-    if opcode == "parameter":
-        return read(int(instruction.literal), element)
-    if opcode == "get-tuple-element":
-        nested = element is not None  # tuples in tuples are not followed
-        return None if nested else value(instruction.operands[0], instruction.integers("index")[0])
-    if opcode == "tuple":
-        return None if element is None else value(instruction.operands[element])
-    if opcode in PASSES_ON:
-        return value(instruction.operands[0], element)
-    if opcode in ("fusion", "call"):
-        callee = module.computations[instruction.called()[0]]
-        inner = arguments(module, computation, instruction, read)
-        return integer(module, callee, callee.root, element, inner)
-    if instruction.shapes[0].elements != 1 or instruction.shapes[0].dtype[0] not in "psu":
-        return None  # only pred, signed and unsigned scalars steer a loop
-    if opcode == "constant":
-        return _literal(instruction.literal)
-    return _calculated(instruction, [value(operand) for operand in instruction.operands])
-
-
-def _calculated(instruction: Instruction, operands: list[int | None]) -> int | None:
-    """Result of integer arithmetic, in the width of the result; None if it is something else."""
-    values = [operand for operand in operands if operand is not None]
-    opcode = instruction.opcode
-    result: int | None = None
-    if len(values) < len(operands):
-        return None
-    if opcode in _ARITHMETIC:
-        result = _ARITHMETIC[opcode](*values)
-    elif opcode == "compare":
-        return int(_COMPARE[instruction.attributes["direction"]](*values))
-    elif opcode == "select":
-        result = values[1] if values[0] else values[2]
-    elif opcode == "convert":
-        result = values[0]
-    elif opcode == "negate":
-        result = -values[0]
-    elif opcode == "not" and instruction.shapes[0].dtype == "pred":
-        result = 1 - values[0]
-    return None if result is None else _wrapped(result, instruction.shapes[0])
-
-
-def _wrapped(value: int, shape: Shape) -> int:
-    """The value as an integer of that type holds it."""
-    if shape.dtype == "pred":
-        return int(value != 0)
-    value %= 1 << shape.bits
-    return value - (1 << shape.bits) if shape.dtype[0] == "s" and value >> shape.bits - 1 else value
-
-
-def _literal(text: str) -> int | None:
-    text = text.strip("{} ")
-    return {"true": 1, "false": 0}.get(text, int(text) if re.fullmatch(r"-?\d+", text) else None)
-
-
-def arguments(
-    module: Module, computation: Computation, instruction: Instruction, read: Reader, first: int = 0
-) -> Reader:
-    """Reads what an instruction, from operand `first` on, hands to the computation that it runs."""
-
-    def reader(number: int, element: int | None) -> int | None:
-        return integer(module, computation, instruction.operands[first + number], element, read)
-
-    return reader

@@ -89,7 +89,7 @@ class Platform:
         return _tpu_devices(self) if self.kind == "tpu" else _cuda_devices(self)
 
     def versions(self) -> dict[str, str]:
-        """The packages that decide what the compiler does; those of other platforms are left out."""
+        """The packages that decide what the compiler does; others are left out."""
         names = ["jax", "jaxlib", "flax"]
         names += {"tpu": ["libtpu"], "cuda": ["jax-cuda13-pjrt", "nvidia-cuda-nvcc"]}.get(
             self.kind, []

@@ -59,12 +59,14 @@ def chunked_cross_entropy(
 
     The product is in the dtype of `hidden`; a target outside the vocabulary costs log Σ exp alone.
 
-    The sequence is cut into `chunks`, one after the other. Each device has its columns of the kernel
-    and sees the tokens of all devices that share the other columns: a chunk of activations travels,
-    not the kernel. Where the rows are stored apart (fsdp), the kernel is gathered, or turned to
-    columns stored apart when fewer bytes move that way (`_tokens_travel`). With the gradient asked for, the forward pass computes it on the way
-    (the loss is a scalar, its gradient is known up to a factor), so that no logits are computed
-    twice. At 32,000 entries the gradient of the kernel is the largest thing kept.
+    The sequence is cut into `chunks`, one after the other. Each device has its columns of the
+    kernel and sees the tokens of all devices that share the other columns: a chunk of activations
+    travels, not the kernel. Where the rows are stored apart (fsdp), the kernel is gathered, or
+    turned to columns stored apart when fewer bytes move that way (`_tokens_travel`).
+
+    Where the gradient is asked for, the forward pass computes it on the way (the loss is a scalar,
+    its gradient is known up to a factor), so that no logits are computed twice. The gradient of
+    this device's columns, in float32, is the largest thing kept.
 
     Sharding: hidden as it comes, its sequence and embed axes whole; kernel ("embed", "vocab").
     Gradients come back in the shardings and dtypes of their arguments.

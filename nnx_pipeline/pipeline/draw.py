@@ -26,9 +26,9 @@ def timetable(schedule: CircularSchedule, *, most: int = 64) -> Table:
 def summary(schedule: CircularSchedule) -> str:
     """Ticks and bubble in one line."""
     return (
-        f"{schedule.stages} stages, {schedule.microbatches} microbatches, {schedule.repeats} repeats: "
-        f"{schedule.ticks} ticks, {schedule.bubble_ticks} of them idle on each stage "
-        f"(bubble {schedule.bubble_share:.1%})"
+        f"{schedule.stages} stages, {schedule.microbatches} microbatches, "
+        f"{schedule.repeats} repeats: {schedule.ticks} ticks, {schedule.bubble_ticks} of them "
+        f"idle on each stage (bubble {schedule.bubble_share:.1%})"
     )
 
 

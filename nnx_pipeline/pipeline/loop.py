@@ -125,7 +125,7 @@ def run_pipeline(
     stream = jax.tree.map(lambda leaf: _split(leaf, schedule), microbatches)
     start = _start(visit, params, stream, schedule, bubble_fill)
     end, _ = jax.lax.scan(tick, start, make_plan(schedule))
-    # Output m went into slot (first_output_tick + m) mod slots; turn slots so that it is m mod slots.
+    # Output m went into slot (first_output_tick + m) mod slots; its place is m mod slots.
     turn = schedule.first_output_tick % schedule.stream_slots
     outputs = jax.tree.map(lambda leaf: _merge(jnp.roll(leaf, -turn, axis=1)), end.stream)
     return outputs, jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), end.metrics)
@@ -138,8 +138,8 @@ def _check(
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if leaf.shape[:2] != want:
             raise InputError(
-                f"parameter {jax.tree_util.keystr(path)} has shape {leaf.shape}; its first axes must "
-                f"be (repeats, stages) = {want}, as the schedule says"
+                f"parameter {jax.tree_util.keystr(path)} has shape {leaf.shape}; its first axes "
+                f"must be (repeats, stages) = {want}, as the schedule says"
             )
     for leaf in jax.tree.leaves((microbatches, side_inputs)):
         if leaf.shape[:1] != (schedule.microbatches,):
@@ -150,7 +150,8 @@ def _check(
     on_mesh = mesh_sizes().get("stage", schedule.stages)
     if on_mesh not in (1, schedule.stages):
         raise InputError(
-            f"the schedule has {schedule.stages} stages and the mesh stage={on_mesh}; make them equal"
+            f"the schedule has {schedule.stages} stages and the mesh stage={on_mesh}; "
+            "make them equal"
         )
 
 
@@ -183,7 +184,7 @@ def _over_stage(x: Array) -> Array:
 
 
 def _rows(leaf: Array, microbatch: Array) -> Array:
-    """Row `microbatch[s]` of a side input for each stage s: `[microbatches, …]` to `[stages, …]`."""
+    """Row `microbatch[s]` for each stage s: `[microbatches, …]` to `[stages, …]`."""
 
     def one(index: Array) -> Array:
         return jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)
