@@ -50,13 +50,12 @@ def _config_options(model: str | None) -> Callable[[Command], Command]:
             metavar="KEY=VALUE",
             help="Override a config field, such as model.num_layers=8; may come often.",
         )(command)
+        needed: dict[str, Any] = {"default": model, "show_default": True}
         return click.option(
             "--model",
-            required=model is None,
-            default=model,
-            show_default=model is not None,
             metavar="PRESET",
             help="A preset; `nnx-pipeline models` lists them.",
+            **(needed if model else {"required": True}),
         )(command)
 
     return add

@@ -59,7 +59,7 @@ EXPERIMENTS = {
         ),
         Experiment(
             name="stage-vmap",
-            claim="MaxText source",
+            claim="MaxText",
             difference="the stages run under nnx.vmap, or under jax.vmap",
             a=Arm(label="nnx.vmap", parts=Parts(over_stages=variants.over_stages_by_nnx_vmap)),
             b=Arm(label="jax.vmap"),

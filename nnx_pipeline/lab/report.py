@@ -163,4 +163,4 @@ def _finite(value: Any) -> Any:
 def show(view: RenderableType, *, json_path: str | None) -> None:
     """Prints to standard output, unless JSON goes there."""
     if json_path != "-":
-        Console(width=None if Console().is_terminal else 120).print(view)
+        Console(width=None if Console().is_terminal else 140).print(view)

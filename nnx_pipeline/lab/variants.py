@@ -20,7 +20,11 @@ def einsum_scale(x: Array, scale: Array) -> Array:
 def over_stages_by_nnx_vmap(apply_stage: ApplyStage) -> Any:
     """The stage function under `nnx.vmap`, which splits and merges the module around each call."""
     name = "stage" if mesh_sizes().get("stage", 1) > 1 else None
-    return nnx.vmap(apply_stage, spmd_axis_name=name)
+
+    def apply(params: Any, x: Any, side: Any) -> Any:  # nnx.vmap refuses bound methods
+        return apply_stage(params, x, side)
+
+    return nnx.vmap(apply, spmd_axis_name=name)
 
 
 def full_cross_entropy(

@@ -1,0 +1,70 @@
+"""Everything README.md shows is run: code blocks, commands, and the figures' form."""
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
+PYTHON = [text for language, text in BLOCKS if language == "python"]
+SHELL = [line for language, text in BLOCKS if language == "sh" for line in text.splitlines()]
+SETUP = [line for line in SHELL if line.startswith("python3 -m venv")]
+COMMANDS = [line for line in SHELL if line not in SETUP]
+
+
+@pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))
+def test_python_blocks_run(code, tmp_path):
+    script = tmp_path / "example.py"
+    script.write_text(code)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_run(command, tmp_path):
+    program, *arguments = shlex.split(command)
+    assert program == "nnx-pipeline"
+    if "cuda" in command:
+        pytest.importorskip("jax_plugins.xla_cuda13", reason="the CUDA compiler is not installed")
+    script = "from nnx_pipeline.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_setup_commands_name_what_exists():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    job, tests = SETUP
+    for line in SETUP:
+        named = re.search(r"\.\[([\w,]+)\]", line)
+        assert named is not None
+        assert set(named[1].split(",")) <= set(extras)
+    assert job.endswith(COMMANDS_OF_THE_JOB)
+    ci = (ROOT / ".ci" / "run").read_text().replace('"', "")
+    assert f"/{tests.split('/')[-1]}\n" in ci
+
+
+COMMANDS_OF_THE_JOB = ".venv/bin/nnx-pipeline ab --platform tpu:v5p:2x2x2"
+
+
+@pytest.mark.slow
+def test_the_job_of_the_first_command_runs(tmp_path):
+    script = "from nnx_pipeline.cli import main; main()"
+    arguments = shlex.split(COMMANDS_OF_THE_JOB)[1:]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "verdict" in done.stdout
+    assert "libtpu" in done.stdout
