@@ -10,6 +10,7 @@ from typing import Literal
 
 from nnx_pipeline.errors import InputError, divides, one_of
 from nnx_pipeline.mesh import MeshConfig
+from nnx_pipeline.remat import POLICIES
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -87,7 +88,10 @@ class PipelineConfig:
     """How the layers run over the `stage` axis of the mesh.
 
     `num_microbatches=None` means as many as the mesh has stages, the fewest that fill the pipeline.
-    A circular schedule with one repeat is the plain pipeline.
+    A circular schedule with one repeat is the plain pipeline. `remat` names what the backward pass
+    keeps beside the input of a stage at each tick (see `remat.POLICIES`); with
+    `save_decoder_layer_input` that is the input of each layer too, where a stage has several, and
+    without it those are computed again, together with all layers before.
     """
 
     num_microbatches: int | None = None
@@ -95,7 +99,10 @@ class PipelineConfig:
     schedule: Literal["circular"] = "circular"
     shift: Literal["ppermute", "slice"] = "ppermute"
     sharding: Literal["explicit", "auto"] = "explicit"
-    remat: Literal["full", "none"] = "full"
+    remat: Literal[
+        "full", "save_out_proj", "save_qkv_proj", "save_dot_except_mlp", "minimal", "none"
+    ] = "full"
+    save_decoder_layer_input: bool = True
 
     def __post_init__(self) -> None:
         _whole(self, "num_repeats")
@@ -104,7 +111,7 @@ class PipelineConfig:
         one_of("schedule", self.schedule, ("circular",))
         one_of("shift", self.shift, ("ppermute", "slice"))
         one_of("sharding", self.sharding, ("explicit", "auto"))
-        one_of("remat", self.remat, ("full", "none"))
+        one_of("remat", self.remat, POLICIES)
 
     def microbatches_on(self, stages: int) -> int:
         """The number of microbatches on a mesh with that many stages."""

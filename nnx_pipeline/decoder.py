@@ -12,6 +12,7 @@ from nnx_pipeline.errors import InputError
 from nnx_pipeline.mesh import ambient_mesh
 from nnx_pipeline.modules import DecoderLayer, Embed, Parts, RMSNorm
 from nnx_pipeline.pipeline import SCHEDULES, run_pipeline
+from nnx_pipeline.remat import LAYER_INPUT, POLICIES, named
 from nnx_pipeline.sharding import (
     Layout,
     constrain,
@@ -127,7 +128,7 @@ class Mixtral(nnx.Module):
                 rngs=nnx.Rngs(params=key),
                 layout=self.layout,
                 parts=self.parts,
-                remat=config.pipeline.remat == "full",
+                remat=POLICIES[config.pipeline.remat],
             )
 
         stage = "stage" if self.num_stages > 1 else None
@@ -162,7 +163,8 @@ class Mixtral(nnx.Module):
             side,
             schedule=schedule,
             shift_by=pipeline.shift,
-            remat=pipeline.remat == "full",
+            remat=POLICIES[pipeline.remat],
+            saved_in_stage=(LAYER_INPUT,) if self._saves_layer_inputs() else (),
             over=self.parts.over_stages,
         )
         return x, balance / (self.config.model.num_layers * self.num_microbatches)
@@ -176,13 +178,21 @@ class Mixtral(nnx.Module):
     ) -> tuple[Array, Array]:
         """The layers of one stage in turn; their stacked parameters are scanned over."""
 
-        def body(x: Array, layer: DecoderLayer) -> tuple[Array, Array]:
+        def apply(x: Array, layer: DecoderLayer) -> tuple[Array, Array]:
             return layer(x, groups=groups, **side)
 
-        if self.config.pipeline.remat == "full":
-            body = jax.checkpoint(body, prevent_cse=False)
+        apply = POLICIES[self.config.pipeline.remat].checkpoint(apply, in_scan=True)
+
+        def body(x: Array, layer: DecoderLayer) -> tuple[Array, Array]:
+            return apply(named(x, LAYER_INPUT), layer)
+
         x, balance = jax.lax.scan(body, x, layers)
         return x, jnp.sum(balance)
+
+    def _saves_layer_inputs(self) -> bool:
+        """One layer's input is the stage's input, which is kept anyway."""
+        several = self.config.layers_per_stage(self.num_stages) > 1
+        return several and self.config.pipeline.save_decoder_layer_input
 
     @property
     def num_microbatches(self) -> int:

@@ -1,6 +1,5 @@
 """Grouped-query self-attention with rotary positions."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
@@ -8,6 +7,7 @@ from jaxtyping import Array
 from nnx_pipeline.config import ModelConfig
 from nnx_pipeline.ops.attention import dot_product_attention
 from nnx_pipeline.ops.rotary import rotate
+from nnx_pipeline.remat import KEEP_ALL, OUT, QUERY_KEY_VALUE, Remat, named
 from nnx_pipeline.sharding import Layout, gather_weight, out_sharding, parameter
 
 KERNELS = {"dot_product": dot_product_attention}
@@ -18,7 +18,6 @@ class Attention(nnx.Module):
 
     The query kernel starts smaller by sqrt(head_dim) · attention_scale, so that the scores of a new
     model have the same spread whatever `attention_scale` says.
-    remat: compute the scores again in the backward pass instead of keeping them.
     """
 
     def __init__(
@@ -27,7 +26,7 @@ class Attention(nnx.Module):
         *,
         rngs: nnx.Rngs,
         layout: Layout = Layout(),
-        remat: bool = False,
+        remat: Remat = KEEP_ALL,
     ) -> None:
         self.config, self.layout, self.remat = config, layout, remat
         embed, head_dim, heads, groups = (
@@ -64,6 +63,7 @@ class Attention(nnx.Module):
         query = rotate(self._project(x, self.query, "heads"), positions, theta=config.rope_theta)
         key = rotate(self._project(x, self.key, "kv_heads"), positions, theta=config.rope_theta)
         value = self._project(x, self.value, "kv_heads")
+        query, key, value = map(named, (query, key, value), QUERY_KEY_VALUE)
 
         def mix(query: Array, key: Array, value: Array, segment_ids: Array | None) -> Array:
             return KERNELS[config.attention](
@@ -75,14 +75,15 @@ class Attention(nnx.Module):
                 grouped=layout.spec("batch", None, "kv_heads", None, None),
             )
 
-        mixed = (jax.checkpoint(mix) if self.remat else mix)(query, key, value, segment_ids)
+        mixed = self.remat.checkpoint(mix)(query, key, value, segment_ids)
         kernel = gather_weight(
             self.out[...].astype(x.dtype),
             layout.spec("heads", None, "embed"),
             layout.spec("heads", None, None),
         )
         out = layout.spec("batch", None, None)
-        return jnp.einsum("bshk,hkd->bsd", mixed, kernel, out_sharding=out_sharding(out))
+        result = jnp.einsum("bshk,hkd->bsd", mixed, kernel, out_sharding=out_sharding(out))
+        return named(result, OUT)
 
     def _project(self, x: Array, kernel: nnx.Param, heads: str) -> Array:
         layout = self.layout

@@ -10,14 +10,12 @@ from nnx_pipeline.modules.mlp import MLP
 from nnx_pipeline.modules.moe import RoutedMoE
 from nnx_pipeline.modules.norm import RMSNorm
 from nnx_pipeline.modules.parts import Parts
+from nnx_pipeline.remat import KEEP_ALL, Remat
 from nnx_pipeline.sharding import Layout, constrain
 
 
 class DecoderLayer(nnx.Module):
-    """h = x + attention(norm(x)); y = h + feed_forward(norm(h)).
-
-    remat: keep only the input of the attention core and of each expert for the backward pass.
-    """
+    """h = x + attention(norm(x)); y = h + feed_forward(norm(h))."""
 
     def __init__(
         self,
@@ -26,7 +24,7 @@ class DecoderLayer(nnx.Module):
         rngs: nnx.Rngs,
         layout: Layout = Layout(),
         parts: Parts = Parts(),
-        remat: bool = False,
+        remat: Remat = KEEP_ALL,
     ) -> None:
         self.layout = layout
         self.attention_norm = RMSNorm(config, rngs=rngs, layout=layout, parts=parts)

@@ -7,6 +7,7 @@ from jaxtyping import Array
 from nnx_pipeline.config import ModelConfig
 from nnx_pipeline.ops.experts import dense_experts
 from nnx_pipeline.ops.router import combine_weights, load_balance_loss, route
+from nnx_pipeline.remat import KEEP_ALL, Remat
 from nnx_pipeline.sharding import Layout, gather_weight, out_sharding, parameter
 
 EXPERTS = {"dense": dense_experts}
@@ -16,7 +17,6 @@ class RoutedMoE(nnx.Module):
     """Each token to its best experts, `[batch, seq, embed]` to the same and the router's loss.
 
     The router works in the dtype of its input; no token is dropped.
-    remat: compute the experts' hidden units again in the backward pass instead of keeping them.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class RoutedMoE(nnx.Module):
         *,
         rngs: nnx.Rngs,
         layout: Layout = Layout(),
-        remat: bool = False,
+        remat: Remat = KEEP_ALL,
     ) -> None:
         self.config, self.layout, self.remat = config, layout, remat
         experts, embed, mlp = config.num_experts, config.embed_dim, config.mlp_dim

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from nnx_pipeline.remat import HIDDEN, Remat, named
 from nnx_pipeline.sharding import Layout, P, gather_weight, mesh_sizes, out_sharding, place
 
 
@@ -17,7 +18,7 @@ def dense_experts(
     down: Float[Array, "experts mlp embed"],
     *,
     layout: Layout,
-    remat: bool,
+    remat: Remat,
 ) -> Float[Array, "batch seq embed"]:
     """Σ_e (combine_e · silu(x · gate_e) · (x · up_e)) · down_e, summed in float32, cast to x.dtype.
 
@@ -29,7 +30,7 @@ def dense_experts(
     Each mesh coordinate along `expert` and `tensor` sums what it owns on two leading axes of its
     own (o, t below), so that one reduction follows the scan instead of one per expert.
 
-    remat: compute the hidden units again in the backward pass instead of keeping them.
+    remat: what to keep of each expert for the backward pass; its hidden units have names.
     """
     owners, parts = _size(layout, "expert"), _size(layout, "mlp")
     beside = layout.spec("batch_beside_experts", None, None)
@@ -46,6 +47,7 @@ def dense_experts(
         raised = jnp.einsum(
             "bsd,odtf->otbsf", x, into.gathered(up, x.dtype), out_sharding=out_sharding(partial)
         )
+        opened, raised = map(named, (opened, raised), HIDDEN)
         hidden = jax.nn.silu(opened) * raised * weight[:, None, :, :, None]
         down = out_of.gathered(down, x.dtype)
         product = jnp.einsum("otbsf,otfd->otbsd", hidden, down, out_sharding=out_sharding(partial))
@@ -58,8 +60,7 @@ def dense_experts(
         _split_weights(combine, owners, layout),
     )
     start = place(jnp.zeros((owners, parts, *x.shape), jnp.float32), partial)
-    body = jax.checkpoint(one_expert) if remat else one_expert
-    total, _ = jax.lax.scan(body, start, operands)
+    total, _ = jax.lax.scan(remat.checkpoint(one_expert), start, operands)
     return place(jnp.sum(total, axis=(0, 1)).astype(x.dtype), layout.spec("batch", None, None))
 
 

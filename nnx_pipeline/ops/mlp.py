@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from nnx_pipeline.remat import HIDDEN, named
 from nnx_pipeline.sharding import P, out_sharding
 
 
@@ -16,5 +17,6 @@ def gated_mlp(
     out: P,
 ) -> Float[Array, "*batch embed"]:
     """(silu(x · gate) · (x · up)) · down; kernels in the dtype of `x`, gathered over fsdp."""
-    hidden = jax.nn.silu(x @ gate) * (x @ up)
+    opened, raised = map(named, (x @ gate, x @ up), HIDDEN)
+    hidden = jax.nn.silu(opened) * raised
     return jnp.einsum("...f,fd->...d", hidden, down, out_sharding=out_sharding(out))

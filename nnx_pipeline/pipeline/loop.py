@@ -12,6 +12,7 @@ from nnx_pipeline.errors import InputError
 from nnx_pipeline.pipeline.schedule import CircularSchedule, Work
 from nnx_pipeline.pipeline.shift import ShiftName, shift
 from nnx_pipeline.pipeline.stages import ApplyStage, over_stages, select_repeat
+from nnx_pipeline.remat import FULL, ITERATION_INPUT, Remat, named
 from nnx_pipeline.sharding import P, mesh_sizes, place
 
 OverStages = Callable[[ApplyStage], Callable[..., Any]]
@@ -63,7 +64,8 @@ def run_pipeline(
     *,
     schedule: CircularSchedule,
     shift_by: ShiftName = "ppermute",
-    remat: bool = True,
+    remat: Remat = FULL,
+    saved_in_stage: tuple[str, ...] = (),
     over: OverStages = over_stages,
     bubble_fill: float = 0.0,
 ) -> tuple[PyTree, PyTree]:
@@ -84,7 +86,8 @@ def run_pipeline(
         holds microbatches / stages of them.
     side_inputs: any pytree of `[microbatches, …]`, whole on every stage: what a stage reads beside
         the activations (positions, segment ids).
-    remat: keep only the input of each stage at each tick for the backward pass.
+    remat: what to keep for the backward pass beside the input of each stage at each tick.
+    saved_in_stage: names that only this checkpoint keeps, such as the inputs of a stage's layers.
     over: how the stage function is spread over the stages; another one is an arm of an experiment.
     bubble_fill: what the buffers hold before anything arrives; results never depend on it.
 
@@ -98,7 +101,7 @@ def run_pipeline(
         side = jax.tree.map(lambda leaf: _rows(leaf, microbatch), side_inputs)
         return mapped(select_repeat(params, repeat), x, side)
 
-    visit = jax.checkpoint(visit, prevent_cse=False) if remat else visit
+    visit = remat.checkpoint(visit, also=saved_in_stage, in_scan=True)
     first, last = _mark_stage(0, schedule), _mark_stage(schedule.stages - 1, schedule)
 
     def tick(carry: Carry, now: Plan) -> tuple[Carry, None]:
@@ -113,6 +116,7 @@ def run_pipeline(
         active = _over_stage(now.active)
         x = _where(active, x, jax.tree.map(jnp.zeros_like, x))
         microbatch, repeat = _over_stage(now.microbatch), _over_stage(now.repeat)
+        x = jax.tree.map(lambda leaf: named(leaf, ITERATION_INPUT), x)
         y, metrics = visit(params, repeat, microbatch, x)
         metrics = _where(active, metrics, jax.tree.map(jnp.zeros_like, metrics))
         return Carry(
