@@ -33,6 +33,9 @@ def _whole(config: object, *names: str) -> None:
 class ModelConfig:
     """What the model computes. One expert means an ordinary dense MLP without a router.
 
+    `embedding` looks tokens up by a gather, by a one-hot product, or (auto) by the product unless
+    its one-hot array would be above 2 GB. The product costs as much as the head.
+
     `attention_scale` multiplies the attention scores. It is 1.0 by default because, as in MaxText,
     the factor 1/sqrt(head_dim) is part of the query kernel's initial values.
     """
@@ -54,7 +57,7 @@ class ModelConfig:
     attention_scale: float = 1.0
     attention: Literal["dot_product"] = "dot_product"
     experts: Literal["dense"] = "dense"
-    embedding: Literal["auto", "gather", "one_hot"] = "auto"
+    embedding: Literal["auto", "gather", "one_hot"] = "gather"
 
     def __post_init__(self) -> None:
         _whole(self, "vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_heads")

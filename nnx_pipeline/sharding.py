@@ -81,6 +81,14 @@ def is_trivial(spec: P) -> bool:
     return all(entry is None or entry == () for entry in spec)
 
 
+def spec_axes(spec: P) -> set[str]:
+    """The mesh axes that a spec uses."""
+    axes: set[str] = set()
+    for entry in spec:
+        axes.update((entry,) if isinstance(entry, str) else entry or ())
+    return axes
+
+
 def out_sharding(spec: P) -> P | None:
     """The value for an `out_sharding=` argument: the spec in explicit mode, else nothing."""
     return spec if is_explicit() else None

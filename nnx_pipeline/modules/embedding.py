@@ -16,7 +16,7 @@ class Embed(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, layout: Layout = Layout()) -> None:
-        self.method = config.embedding
+        self.method, self.layout = config.embedding, layout
         self.dtype = config.dtype
         self.embedding = parameter(
             rngs,
@@ -34,7 +34,8 @@ class Embed(nnx.Module):
         size = one_hot_bytes(num_tokens, self.embedding.shape[0], self.dtype)
         return size <= ONE_HOT_LIMIT
 
-    def __call__(self, tokens: Array, *, out: P = P()) -> Array:
+    def __call__(self, tokens: Array, *, out: P | None = None) -> Array:
         """out: sharding of the result; the default leaves it whole on every device."""
+        out = P(*[None] * (tokens.ndim + 1)) if out is None else out
         embed = embed_one_hot if self.uses_one_hot(tokens.size) else embed_gather
-        return embed(self.embedding[...], tokens, dtype=self.dtype, out=out)
+        return embed(self.embedding[...], tokens, dtype=self.dtype, out=out, layout=self.layout)

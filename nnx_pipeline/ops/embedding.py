@@ -1,10 +1,12 @@
 """Token embedding: a gather, or a product with one-hot rows."""
 
+from collections.abc import Iterable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nnx_pipeline.sharding import out_sharding
+from nnx_pipeline.sharding import Layout, P, mesh_sizes, out_sharding, spec_axes
 
 ONE_HOT_LIMIT = 2 * 1024**3  # bytes; above it `auto` gathers (seeds S2.7)
 
@@ -19,11 +21,20 @@ def embed_gather(
     tokens: Int[Array, "*batch seq"],
     *,
     dtype: jax.typing.DTypeLike,
-    out: jax.sharding.PartitionSpec,
+    out: P,
+    layout: Layout,
 ) -> Float[Array, "*batch seq embed"]:
-    """Reads the rows of `tokens`; ids outside the table read NaN rather than a wrong row."""
-    rows = table.at[tokens].get(mode="fill", fill_value=jnp.nan, out_sharding=out_sharding(out))
-    return rows.astype(dtype)
+    """Reads the rows of `tokens`; ids outside the table read NaN rather than a wrong row.
+
+    The table stays where it is ("vocab", "embed"). Each device looks up the tokens of all devices
+    that share its part and gives zeros for rows that it does not hold; what goes back is summed over
+    the vocabulary's axes and put together from the parts of the rows. So neither the table nor its
+    gradient is ever gathered.
+
+    out: sharding of the result, its last axis whole. The tokens have the same, without that axis.
+    """
+    rows = _look_up(table, tokens, dtype, out, layout)
+    return out_of_range_as_nan(rows, tokens, table.shape[0])
 
 
 def embed_one_hot(
@@ -31,8 +42,55 @@ def embed_one_hot(
     tokens: Int[Array, "*batch seq"],
     *,
     dtype: jax.typing.DTypeLike,
-    out: jax.sharding.PartitionSpec,
+    out: P,
+    layout: Layout,
 ) -> Float[Array, "*batch seq embed"]:
     """The same rows by a matrix product, faster on a systolic array for a small vocabulary."""
+    del layout
     rows = jax.nn.one_hot(tokens, table.shape[0], dtype=dtype)
-    return jnp.einsum("...v,vd->...d", rows, table.astype(dtype), out_sharding=out_sharding(out))
+    rows = jnp.einsum("...v,vd->...d", rows, table.astype(dtype), out_sharding=out_sharding(out))
+    return out_of_range_as_nan(rows, tokens, table.shape[0])
+
+
+def out_of_range_as_nan(rows: Array, tokens: Array, vocab_size: int) -> Array:
+    """NaN in the rows of ids that are no row of the table, so that the loss shows them."""
+    known = (tokens >= 0) & (tokens < vocab_size)
+    return jnp.where(known[..., None], rows, jnp.asarray(jnp.nan, rows.dtype))
+
+
+def _look_up(
+    table: Array, tokens: Array, dtype: jax.typing.DTypeLike, out: P, layout: Layout
+) -> Array:
+    vocab, embed = layout.axes("vocab"), layout.axes("embed")
+    spread = spec_axes(out)
+    summed_apart = _only(vocab, spread)
+    summed = tuple(axis for axis in vocab if axis not in spread)
+    turned = _only(embed, spread)
+    whole = tuple(axis for axis in embed if axis not in spread)
+
+    def local(table: Array, tokens: Array) -> Array:
+        own = tokens.reshape(-1)
+        shared = (*summed_apart, *turned)
+        asked = jax.lax.all_gather(own, shared, tiled=True) if shared else own
+        place = asked - (table.shape[0] * jax.lax.axis_index(vocab) if vocab else 0)
+        here = (place >= 0) & (place < table.shape[0])
+        rows = table.at[jnp.where(here, place, 0)].get(mode="promise_in_bounds").astype(dtype)
+        rows = jnp.where(here[:, None], rows, jnp.zeros((), rows.dtype))
+        if summed_apart:
+            rows = jax.lax.psum_scatter(rows, summed_apart, scatter_dimension=0, tiled=True)
+        if summed:
+            rows = jax.lax.psum(rows, summed)
+        if turned:
+            rows = jax.lax.all_to_all(rows, turned, split_axis=0, concat_axis=1, tiled=True)
+        if whole:
+            rows = jax.lax.all_gather(rows, whole, axis=1, tiled=True)
+        return rows.reshape(*tokens.shape, -1)
+
+    if not mesh_sizes():
+        return local(table, tokens)
+    in_specs = (layout.spec("vocab", "embed"), P(*out[: tokens.ndim]))
+    return jax.shard_map(local, in_specs=in_specs, out_specs=out)(table, tokens)
+
+
+def _only(axes: Iterable[str], among: Iterable[str]) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if axis in among)

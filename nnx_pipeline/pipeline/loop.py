@@ -1,5 +1,6 @@
 """The pipeline loop: one scan over ticks for the plain and the circular schedule."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -217,14 +218,19 @@ def _push(
 
 
 def _where(condition: Array, one: PyTree, other: PyTree) -> PyTree:
-    """`jnp.where` with a condition on the leading axis (or none) of every leaf."""
+    """`jnp.where` with a condition on the leading axis (or none) of every leaf.
 
-    def pick(a: Array, b: Array) -> Array:
+    The checkpoint keeps the condition for the backward pass as it is; `jnp.where` alone would keep
+    it spread out to the shape of the activations, once per tick.
+    """
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def pick(condition: Array, a: Array, b: Array) -> Array:
         return jnp.where(
             condition.reshape(condition.shape + (1,) * (a.ndim - condition.ndim)), a, b
         )
 
-    return jax.tree.map(pick, one, other)
+    return jax.tree.map(functools.partial(pick, condition), one, other)
 
 
 def _split(leaf: Array, schedule: CircularSchedule) -> Array:
