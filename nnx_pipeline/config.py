@@ -90,7 +90,8 @@ class ModelConfig:
 class PipelineConfig:
     """How the layers run over the `stage` axis of the mesh.
 
-    `num_microbatches=None` means as many as the mesh has stages, the fewest that fill the pipeline.
+    `num_microbatches=None` means as many as fill the pipeline: forwarding_delay · stages. With a
+    `forwarding_delay` of 2 activations travel beside the work of a tick, and the bubble doubles.
     A circular schedule with one repeat is the plain pipeline. `remat` names what the backward pass
     keeps beside the input of a stage at each tick (see `remat.POLICIES`); with
     `save_decoder_layer_input` that is the input of each layer too, where a stage has several, and
@@ -100,7 +101,8 @@ class PipelineConfig:
     num_microbatches: int | None = None
     num_repeats: int = 1
     schedule: Literal["circular"] = "circular"
-    shift: Literal["ppermute", "slice"] = "ppermute"
+    forwarding_delay: Literal[1, 2] = 1
+    shift: Literal["ppermute", "slice", "pad"] = "ppermute"
     sharding: Literal["explicit", "auto"] = "explicit"
     remat: Literal[
         "full", "save_out_proj", "save_qkv_proj", "save_dot_except_mlp", "minimal", "none"
@@ -112,13 +114,14 @@ class PipelineConfig:
         if self.num_microbatches is not None:
             _whole(self, "num_microbatches")
         one_of("schedule", self.schedule, ("circular",))
-        one_of("shift", self.shift, ("ppermute", "slice"))
+        one_of("shift", self.shift, ("ppermute", "slice", "pad"))
+        one_of("forwarding_delay", self.forwarding_delay, (1, 2))
         one_of("sharding", self.sharding, ("explicit", "auto"))
         one_of("remat", self.remat, POLICIES)
 
     def microbatches_on(self, stages: int) -> int:
         """The number of microbatches on a mesh with that many stages."""
-        return self.num_microbatches or stages
+        return self.num_microbatches or stages * (self.forwarding_delay if stages > 1 else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +203,13 @@ class Config:
             microbatches,
             rule=f"pipeline.num_microbatches={microbatches} does not split over stage={stages}",
         )
+        fewest = self.pipeline.forwarding_delay * stages
+        if stages > 1 and microbatches < fewest:
+            raise InputError(
+                f"pipeline.num_microbatches={microbatches} is too few for stage={stages} with "
+                f"pipeline.forwarding_delay={self.pipeline.forwarding_delay}; choose {fewest} or "
+                "more"
+            )
         self._check_batch(microbatches)
         copies = mesh.data * mesh.fsdp * mesh.expert
         microbatch = self.train.global_batch // (microbatches if stages > 1 else 1)

@@ -153,6 +153,7 @@ class Mixtral(nnx.Module):
             stages=self.num_stages,
             microbatches=self.num_microbatches,
             repeats=pipeline.num_repeats,
+            delay=pipeline.forwarding_delay,
         )
         spec = self.layout.spec(None, "batch", None)
         side = jax.tree.map(lambda leaf: place(self._cut(leaf), spec), side)

@@ -22,11 +22,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"choose one of: {', '.join(known)}"
 
 
-def one_of(field: str, value: object, choices: Iterable[str]) -> None:
+def one_of(field: str, value: object, choices: Iterable[object]) -> None:
     """Raises InputError unless `value` is among `choices`."""
     choices = tuple(choices)
     if value not in choices:
-        raise InputError(f"{field}={value!r} is not known; {nearest(str(value), choices)}")
+        raise InputError(
+            f"{field}={value!r} is not known; {nearest(str(value), map(str, choices))}"
+        )
 
 
 def divides(divisor: int, value: int, *, rule: str) -> None:

@@ -40,7 +40,8 @@ def _convert(key: str, text: str, hint: Any) -> object:
             return None
         hint = next(part for part in typing.get_args(hint) if part is not type(None))
     if origin is typing.Literal:
-        return text
+        known = {str(choice): choice for choice in typing.get_args(hint)}
+        return known.get(text, text)
     if hint is str:
         return text
     if hint is bool:

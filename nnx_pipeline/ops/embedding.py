@@ -27,9 +27,9 @@ def embed_gather(
     """Reads the rows of `tokens`; ids outside the table read NaN rather than a wrong row.
 
     The table stays where it is ("vocab", "embed"). Each device looks up the tokens of all devices
-    that share its part and gives zeros for rows that it does not hold; what goes back is summed over
-    the vocabulary's axes and put together from the parts of the rows. So neither the table nor its
-    gradient is ever gathered.
+    that share its part and gives zeros for rows that it does not hold; what goes back is summed
+    over the vocabulary's axes and put together from the parts of the rows. So neither the table
+    nor its gradient is ever gathered.
 
     out: sharding of the result, its last axis whole. The tokens have the same, without that axis.
     """

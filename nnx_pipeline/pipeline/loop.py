@@ -35,7 +35,8 @@ class Carry(NamedTuple):
 
     stream: PyTree  # [stages, stream slots, …]: inputs not yet taken, then outputs
     queue: PyTree  # [stages, queue slots, …]: microbatches between two repeats, or None
-    previous: PyTree  # [stages, …]: what every stage gave at the tick before
+    given: tuple[PyTree, ...]  # [stages, …]: what every stage gave, one tick ago, two ticks ago …
+    arrived: PyTree  # [stages, …]: what was sent a tick ago, with a delay of 2; else None
     metrics: PyTree  # [stages]: sums over the ticks that were not a bubble
 
 
@@ -95,7 +96,7 @@ def run_pipeline(
     Returns the outputs, laid out and ordered as `microbatches`, and the sum of the metrics over
     microbatches, repeats and stages. Raises InputError when the shapes do not fit the schedule.
     """
-    _check(params, microbatches, side_inputs, schedule)
+    _check(params, microbatches, side_inputs, schedule, shift_by)
     mapped = over(apply_stage)
 
     def visit(params: PyTree, repeat: Array, microbatch: Array, x: PyTree) -> tuple[PyTree, PyTree]:
@@ -107,11 +108,12 @@ def run_pipeline(
 
     def tick(carry: Carry, now: Plan) -> tuple[Carry, None]:
         waiting = _slot(carry.stream, now.stream_slot)
-        arrived = jax.tree.map(lambda leaf: shift(leaf, by=1, how=shift_by), carry.previous)
+        sent = jax.tree.map(lambda leaf: shift(leaf, by=1, how=shift_by), carry.given[0])
+        arrived = sent if schedule.delay == 1 else carry.arrived
         queue, returning = carry.queue, arrived
         if queue is not None:
             returning = _slot(queue, now.queue_slot)
-            queue = _push(queue, returning, carry.previous, now.queue_slot, last, shift_by)
+            queue = _push(queue, returning, carry.given[-1], now.queue_slot, last, shift_by)
         entering = _where(now.from_stream, waiting, returning)
         x = _where(first, entering, arrived)
         active = _over_stage(now.active)
@@ -123,7 +125,8 @@ def run_pipeline(
         return Carry(
             stream=_push(carry.stream, waiting, y, now.stream_slot, last, shift_by),
             queue=queue,
-            previous=y,
+            given=(y, *carry.given[:-1]),
+            arrived=None if schedule.delay == 1 else sent,
             metrics=jax.tree.map(jnp.add, carry.metrics, metrics),
         ), None
 
@@ -137,7 +140,11 @@ def run_pipeline(
 
 
 def _check(
-    params: PyTree, microbatches: PyTree, side_inputs: PyTree, schedule: CircularSchedule
+    params: PyTree,
+    microbatches: PyTree,
+    side_inputs: PyTree,
+    schedule: CircularSchedule,
+    shift_by: ShiftName,
 ) -> None:
     want = (schedule.repeats, schedule.stages)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -152,6 +159,11 @@ def _check(
                 f"an input has shape {leaf.shape}; its first axis must be the "
                 f"{schedule.microbatches} microbatches of the schedule"
             )
+    if shift_by == "pad" and schedule.is_ring:
+        raise InputError(
+            f"shift='pad' loses what leaves the last stage, and with {schedule.microbatches} "
+            f"microbatches the first stage takes it at once; choose more microbatches or 'slice'"
+        )
     on_mesh = mesh_sizes().get("stage", schedule.stages)
     if on_mesh not in (1, schedule.stages):
         raise InputError(
@@ -176,7 +188,13 @@ def _start(
     stage_ids = _over_stage(jnp.zeros(schedule.stages, jnp.int32))
     shapes = jax.eval_shape(visit, params, stage_ids, stage_ids, previous)[1]
     metrics = jax.tree.map(lambda leaf: _over_stage(jnp.zeros(leaf.shape, leaf.dtype)), shapes)
-    return Carry(stream, queue, previous, metrics)
+    return Carry(
+        stream=stream,
+        queue=queue,
+        given=(previous,) * schedule.delay,
+        arrived=None if schedule.delay == 1 else previous,
+        metrics=metrics,
+    )
 
 
 def _mark_stage(stage: int, schedule: CircularSchedule) -> Array:

@@ -18,36 +18,46 @@ class Work:
 class CircularSchedule:
     """Every microbatch passes all stages, `repeats` times; one repeat is the plain pipeline.
 
-    At tick t stage s is at its own time t - s. At time k it works on microbatch k mod M in repeat
-    k // M, so that all M microbatches of a repeat follow each other without a gap and the pipeline
-    fills and drains once: M · R + S - 1 ticks, of which S - 1 are a bubble on every stage.
+    What a stage gives at a tick reaches the next one `delay` ticks later, so at tick t stage s is
+    at its own time t - delay · s. At time k it works on microbatch k mod M in repeat k // M: all M
+    microbatches of a repeat follow each other without a gap, and the pipeline fills and drains
+    once. That takes M · R + delay · (S - 1) ticks, of which the latter are a bubble on every stage.
+    With a delay of 2 the transfer of one tick runs beside the work of the next.
 
-    Raises InputError unless the microbatches are a multiple of the stages.
+    Raises InputError unless the microbatches are a multiple of the stages, and delay · S or more.
     """
 
     stages: int
     microbatches: int
     repeats: int = 1
+    delay: int = 1
 
     def __post_init__(self) -> None:
         for name in ("stages", "microbatches", "repeats"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be 1 or more")
+        if self.delay not in (1, 2):
+            raise InputError(f"forwarding delay={self.delay} must be 1 or 2")
         divides(
             self.stages,
             self.microbatches,
             rule=f"{self.microbatches} microbatches do not split over {self.stages} stages",
         )
+        if self.microbatches < self.delay * self.stages:
+            raise InputError(
+                f"{self.microbatches} microbatches are too few for {self.stages} stages with a "
+                f"forwarding delay of {self.delay}; choose {self.delay * self.stages} or more"
+            )
 
     @property
     def ticks(self) -> int:
         """Length of the loop."""
-        return self.microbatches * self.repeats + self.stages - 1
+        return self.microbatches * self.repeats + self.bubble_ticks
 
     @property
     def bubble_ticks(self) -> int:
         """Ticks that each stage is idle."""
-        return self.ticks - self.microbatches * self.repeats
+        return self.delay * (self.stages - 1)
 
     @property
     def bubble_share(self) -> float:
@@ -56,7 +66,7 @@ class CircularSchedule:
 
     def work(self, tick: int, stage: int) -> Work | None:
         """What `stage` does at `tick`; None in a bubble."""
-        time = tick - stage
+        time = tick - self.delay * stage
         if not 0 <= time < self.microbatches * self.repeats:
             return None
         return Work(time % self.microbatches, time // self.microbatches)
@@ -78,17 +88,22 @@ class CircularSchedule:
 
     @property
     def queue_slots(self) -> int:
-        """Slots per stage for microbatches between two repeats: M / S - 1, or 0 for one repeat.
+        """Slots per stage for microbatches between two repeats: M / S - delay; 0 for one repeat.
 
-        A microbatch leaves the last stage S ticks after it entered the first and enters again M
-        ticks after: it waits M - S ticks, S · (M / S - 1). With M = S it goes straight round.
+        A microbatch reaches stage 0 again delay · S ticks after it entered there, and enters M
+        ticks after: it waits S · (M / S - delay) ticks. With M = delay · S it goes straight round.
         """
-        return self.stream_slots - 1 if self.repeats > 1 else 0
+        return self.stream_slots - self.delay if self.repeats > 1 else 0
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether what leaves the last stage is at once taken by the first."""
+        return self.repeats > 1 and self.queue_slots == 0
 
     @property
     def first_output_tick(self) -> int:
         """The tick at whose end the last stage has finished microbatch 0."""
-        return self.microbatches * (self.repeats - 1) + self.stages - 1
+        return self.microbatches * (self.repeats - 1) + self.bubble_ticks
 
 
 SCHEDULES = {"circular": CircularSchedule}

@@ -1,9 +1,10 @@
 """Sending each stage's array to its neighbour.
 
-Both functions take `[stages, …]` with the first axis spread over the mesh axis `stage` (or not
+All ways take `[stages, …]` with the first axis spread over the mesh axis `stage` (or not
 spread, on a mesh without it) and give the same values; they differ in how the compiler sees it.
 """
 
+import functools
 from typing import Literal
 
 import jax
@@ -12,18 +13,22 @@ from jaxtyping import Array
 
 from nnx_pipeline.sharding import is_explicit, manual_axes, mesh_sizes, spec_of
 
-ShiftName = Literal["ppermute", "slice"]
+ShiftName = Literal["ppermute", "slice", "pad"]
 
 
 def shift(x: Array, *, by: Literal[1, -1], how: ShiftName = "ppermute") -> Array:
-    """Stage s receives the array of stage s - by; the ends are joined to a ring.
+    """Stage s receives the array of stage s - by; the ends are joined to a ring (not by `pad`).
 
     ppermute: one collective-permute in a `shard_map` over `stage`.
     slice: a concatenation of two slices, from which the compiler makes the transfer (seeds S1.1).
+    pad: a slice of the array with one row of zeros before or after it; the end gets the zeros.
     """
     if how == "ppermute" and mesh_sizes().get("stage", 1) > 1:
         return _by_ppermute(x, by)
-    return _by_slice(x, by)
+    move = functools.partial(_padded if how == "pad" else _rolled, by=by)
+    if is_explicit():
+        return jax.sharding.auto_axes(move, out_sharding=jax.typeof(x).sharding.spec)(x)
+    return move(x)
 
 
 def _by_ppermute(x: Array, by: int) -> Array:
@@ -37,13 +42,14 @@ def _by_ppermute(x: Array, by: int) -> Array:
     return jax.shard_map(send, in_specs=spec, out_specs=spec, axis_names=manual_axes())(x)
 
 
-def _by_slice(x: Array, by: int) -> Array:
-    def roll(x: Array) -> Array:
-        stages = x.shape[0]
-        head = jax.lax.slice_in_dim(x, 0, stages - by if by > 0 else -by)
-        tail = jax.lax.slice_in_dim(x, stages - by if by > 0 else -by, stages)
-        return jnp.concatenate([tail, head])
+def _rolled(x: Array, by: int) -> Array:
+    cut = x.shape[0] - by if by > 0 else -by
+    return jnp.concatenate(
+        [jax.lax.slice_in_dim(x, cut, x.shape[0]), jax.lax.slice_in_dim(x, 0, cut)]
+    )
 
-    if is_explicit():
-        return jax.sharding.auto_axes(roll, out_sharding=jax.typeof(x).sharding.spec)(x)
-    return roll(x)
+
+def _padded(x: Array, by: int) -> Array:
+    edges = ((max(by, 0), max(-by, 0)), *[(0, 0)] * (x.ndim - 1))
+    start = max(-by, 0)
+    return jax.lax.slice_in_dim(jnp.pad(x, edges), start, start + x.shape[0])
