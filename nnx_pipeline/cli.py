@@ -272,15 +272,16 @@ def _train_with_bar(metrics: Any, steps: int) -> list[float]:
 @click.option("--stages", type=click.IntRange(min=1), required=True)
 @click.option("--microbatches", type=click.IntRange(min=1), required=True)
 @click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--delay", type=click.IntRange(1, 2), default=1, show_default=True)
 @click.option("--schedule", "name", default="circular", show_default=True, metavar="NAME")
 @_json_option
 def schedule(
-    stages: int, microbatches: int, repeats: int, name: str, json_path: str | None
+    stages: int, microbatches: int, repeats: int, delay: int, name: str, json_path: str | None
 ) -> None:
     """Draw who does what at each tick, and the bubble."""
     report.check_writable(json_path, "--json")
     one_of("--schedule", name, SCHEDULES)
-    plan = SCHEDULES[name](stages=stages, microbatches=microbatches, repeats=repeats)
+    plan = SCHEDULES[name](stages, microbatches, repeats, delay)
     report.show(summary(plan), json_path=json_path)
     report.show(timetable(plan), json_path=json_path)
     result = {
@@ -289,6 +290,7 @@ def schedule(
         "stages": stages,
         "microbatches": microbatches,
         "repeats": repeats,
+        "delay": delay,
         "ticks": plan.ticks,
         "bubble_ticks": plan.bubble_ticks,
         "bubble_share": plan.bubble_share,
