@@ -5,6 +5,7 @@ The mesh is not part of `Config`: the same config runs on any mesh that it divid
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,11 +16,24 @@ from nnx_pipeline.remat import POLICIES
 DTYPES = ("bfloat16", "float16", "float32")
 
 
+def _number(config: object, name: str) -> float:
+    value = getattr(config, name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InputError(f"{name}={value!r} is not a finite number")
+    return value
+
+
 def _at_least(config: object, minimum: float, *names: str) -> None:
     for name in names:
-        value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < minimum:
+        if _number(config, name) < minimum:
+            value = getattr(config, name)
             raise InputError(f"{name}={value!r} is out of range; choose {minimum} or more")
+
+
+def _above_zero(config: object, *names: str) -> None:
+    for name in names:
+        if _number(config, name) <= 0:
+            raise InputError(f"{name}={getattr(config, name)!r} must be above 0")
 
 
 def _whole(config: object, *names: str) -> None:
@@ -79,11 +93,8 @@ class ModelConfig:
         one_of("experts", self.experts, ("dense",))
         one_of("embedding", self.embedding, ("auto", "gather", "one_hot"))
         _at_least(self, 0.0, "norm_epsilon")
-        if self.rope_theta <= 0 or self.attention_scale <= 0:
-            raise InputError(
-                f"rope_theta={self.rope_theta} and attention_scale={self.attention_scale} "
-                "must both be above 0"
-            )
+        _number(self, "norm_scale_offset")
+        _above_zero(self, "rope_theta", "attention_scale")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,10 +154,9 @@ class TrainConfig:
         _whole(self, "global_batch", "sequence_length", "loss_chunks")
         _at_least(self, 0.0, "learning_rate", "adam_eps", "weight_decay", "load_balance_weight")
         for name in ("adam_b1", "adam_b2"):
-            if not 0 <= getattr(self, name) < 1:
+            if not 0 <= _number(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
-        if self.clip_norm <= 0:
-            raise InputError(f"clip_norm={self.clip_norm} must be above 0; 1.0 is usual")
+        _above_zero(self, "clip_norm")
         divides(
             self.loss_chunks,
             self.sequence_length,

@@ -10,13 +10,25 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.errors import InputError
+from nnx_pipeline.pipeline.buffers import (
+    mark_stage,
+    merge,
+    over_stage,
+    push,
+    rows,
+    slot,
+    split,
+    where,
+)
 from nnx_pipeline.pipeline.schedule import CircularSchedule, Work
 from nnx_pipeline.pipeline.shift import ShiftName, shift
 from nnx_pipeline.pipeline.stages import ApplyStage, over_stages, select_repeat
 from nnx_pipeline.remat import FULL, ITERATION_INPUT, Remat, named
-from nnx_pipeline.sharding import P, mesh_sizes, place
+from nnx_pipeline.sharding import mesh_sizes
 
 OverStages = Callable[[ApplyStage], Callable[..., Any]]
+# (repeat and microbatch of each stage, activations of each stage) to (activations, metrics)
+Visit = Callable[[Array, Array, PyTree], tuple[PyTree, PyTree]]
 
 
 class Plan(NamedTuple):
@@ -42,11 +54,11 @@ class Carry(NamedTuple):
 
 def make_plan(schedule: CircularSchedule) -> Plan:
     """Writes the schedule out; bubbles read microbatch 0 and repeat 0, and are not active."""
-    rows = list(schedule.rows())
+    ticks = list(schedule.rows())
     tick = np.arange(schedule.ticks, dtype=np.int32)
 
     def table(read: Callable[[Work], int]) -> np.ndarray:
-        return np.array([[read(work) if work else 0 for work in row] for row in rows], np.int32)
+        return np.array([[read(work) if work else 0 for work in row] for row in ticks], np.int32)
 
     return Plan(
         microbatch=jnp.asarray(table(lambda work: work.microbatch)),
@@ -82,7 +94,7 @@ def run_pipeline(
                     total += metrics
 
     apply_stage: (params, x, side) to (x of the same shapes, dtypes and shardings; scalar metrics).
-        It must not care about values in a bubble, where it sees zeros.
+        In a bubble it is applied to some microbatch again and the result is dropped.
     params: any pytree of `[repeats, stages, …]`, the stages over the mesh axis `stage`.
     microbatches: any pytree of floating `[microbatches, …]`, the first axis over `stage`: stage s
         holds microbatches / stages of them.
@@ -100,43 +112,48 @@ def run_pipeline(
     mapped = over(apply_stage)
 
     def visit(params: PyTree, repeat: Array, microbatch: Array, x: PyTree) -> tuple[PyTree, PyTree]:
-        side = jax.tree.map(lambda leaf: _rows(leaf, microbatch), side_inputs)
+        side = jax.tree.map(lambda leaf: rows(leaf, microbatch), side_inputs)
         return mapped(select_repeat(params, repeat), x, side)
 
     visit = remat.checkpoint(visit, also=saved_in_stage, in_scan=True)
-    first, last = _mark_stage(0, schedule), _mark_stage(schedule.stages - 1, schedule)
-
-    def tick(carry: Carry, now: Plan) -> tuple[Carry, None]:
-        waiting = _slot(carry.stream, now.stream_slot)
-        sent = jax.tree.map(lambda leaf: shift(leaf, by=1, how=shift_by), carry.given[0])
-        arrived = sent if schedule.delay == 1 else carry.arrived
-        queue, returning = carry.queue, arrived
-        if queue is not None:
-            returning = _slot(queue, now.queue_slot)
-            queue = _push(queue, returning, carry.given[-1], now.queue_slot, last, shift_by)
-        entering = _where(now.from_stream, waiting, returning)
-        x = _where(first, entering, arrived)
-        active = _over_stage(now.active)
-        x = _where(active, x, jax.tree.map(jnp.zeros_like, x))
-        microbatch, repeat = _over_stage(now.microbatch), _over_stage(now.repeat)
-        x = jax.tree.map(lambda leaf: named(leaf, ITERATION_INPUT), x)
-        y, metrics = visit(params, repeat, microbatch, x)
-        metrics = _where(active, metrics, jax.tree.map(jnp.zeros_like, metrics))
-        return Carry(
-            stream=_push(carry.stream, waiting, y, now.stream_slot, last, shift_by),
-            queue=queue,
-            given=(y, *carry.given[:-1]),
-            arrived=None if schedule.delay == 1 else sent,
-            metrics=jax.tree.map(jnp.add, carry.metrics, metrics),
-        ), None
-
-    stream = jax.tree.map(lambda leaf: _split(leaf, schedule), microbatches)
-    start = _start(visit, params, stream, schedule, bubble_fill)
+    tick = functools.partial(_tick, functools.partial(visit, params), schedule, shift_by)
+    stream = jax.tree.map(lambda leaf: split(leaf, schedule), microbatches)
+    start = _start(functools.partial(visit, params), stream, schedule, bubble_fill)
     end, _ = jax.lax.scan(tick, start, make_plan(schedule))
     # Output m went into slot (first_output_tick + m) mod slots; its place is m mod slots.
     turn = schedule.first_output_tick % schedule.stream_slots
-    outputs = jax.tree.map(lambda leaf: _merge(jnp.roll(leaf, -turn, axis=1)), end.stream)
+    outputs = jax.tree.map(lambda leaf: merge(jnp.roll(leaf, -turn, axis=1)), end.stream)
     return outputs, jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), end.metrics)
+
+
+def _tick(
+    visit: Visit, schedule: CircularSchedule, shift_by: ShiftName, carry: Carry, now: Plan
+) -> tuple[Carry, None]:
+    """One tick of all stages: take what has come, work on it, hand it on."""
+    first, last = mark_stage(0, schedule), mark_stage(schedule.stages - 1, schedule)
+    waiting = slot(carry.stream, now.stream_slot)
+    sent = jax.tree.map(lambda leaf: shift(leaf, by=1, how=shift_by), carry.given[0])
+    arrived = sent if schedule.delay == 1 else carry.arrived
+    queue, returning = carry.queue, arrived
+    if queue is not None:
+        returning = slot(queue, now.queue_slot)
+        queue = push(queue, returning, carry.given[-1], now.queue_slot, last, shift_by)
+    entering = where(now.from_stream, waiting, returning)
+    active = over_stage(now.active)
+    x = where(first, entering, arrived)
+    # In a bubble a stage works on the microbatch that it stores just now: what comes out is dropped,
+    # and no stage function meets values (zeros, NaN) that its derivative may not be fit for.
+    x = where(active, x, waiting)
+    x = jax.tree.map(lambda leaf: named(leaf, ITERATION_INPUT), x)
+    y, metrics = visit(over_stage(now.repeat), over_stage(now.microbatch), x)
+    metrics = where(active, metrics, jax.tree.map(jnp.zeros_like, metrics))
+    return Carry(
+        stream=push(carry.stream, waiting, y, now.stream_slot, last, shift_by),
+        queue=queue,
+        given=(y, *carry.given[:-1]),
+        arrived=None if schedule.delay == 1 else sent,
+        metrics=jax.tree.map(jnp.add, carry.metrics, metrics),
+    ), None
 
 
 def _check(
@@ -173,8 +190,7 @@ def _check(
 
 
 def _start(
-    visit: Callable[..., Any],
-    params: PyTree,
+    visit: Visit,
     stream: PyTree,
     schedule: CircularSchedule,
     bubble_fill: float,
@@ -185,9 +201,9 @@ def _start(
         queue = jax.tree.map(
             lambda leaf: jnp.full_like(leaf[:, : schedule.queue_slots], bubble_fill), stream
         )
-    stage_ids = _over_stage(jnp.zeros(schedule.stages, jnp.int32))
-    shapes = jax.eval_shape(visit, params, stage_ids, stage_ids, previous)[1]
-    metrics = jax.tree.map(lambda leaf: _over_stage(jnp.zeros(leaf.shape, leaf.dtype)), shapes)
+    stage_ids = over_stage(jnp.zeros(schedule.stages, jnp.int32))
+    shapes = jax.eval_shape(visit, stage_ids, stage_ids, previous)[1]
+    metrics = jax.tree.map(lambda leaf: over_stage(jnp.zeros(leaf.shape, leaf.dtype)), shapes)
     return Carry(
         stream=stream,
         queue=queue,
@@ -195,67 +211,3 @@ def _start(
         arrived=None if schedule.delay == 1 else previous,
         metrics=metrics,
     )
-
-
-def _mark_stage(stage: int, schedule: CircularSchedule) -> Array:
-    """bool[stages], True at one stage."""
-    return _over_stage(jnp.asarray(np.arange(schedule.stages) == stage))
-
-
-def _over_stage(x: Array) -> Array:
-    return place(x, P("stage")) if mesh_sizes().get("stage", 1) > 1 else x
-
-
-def _rows(leaf: Array, microbatch: Array) -> Array:
-    """Row `microbatch[s]` for each stage s: `[microbatches, …]` to `[stages, …]`."""
-
-    def one(index: Array) -> Array:
-        return jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)
-
-    return jax.vmap(one, spmd_axis_name="stage" if mesh_sizes().get("stage", 1) > 1 else None)(
-        microbatch
-    )
-
-
-def _slot(tree: PyTree, index: Array) -> PyTree:
-    return jax.tree.map(
-        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, axis=1, keepdims=False), tree
-    )
-
-
-def _push(
-    tree: PyTree, column: PyTree, new: PyTree, index: Array, last: Array, how: ShiftName
-) -> PyTree:
-    """Moves the slot `column` one stage towards stage 0; the last stage's place takes `new`."""
-
-    def one(leaf: Array, column: Array, new: Array) -> Array:
-        moved = _where(last, new, shift(column, by=-1, how=how))
-        return jax.lax.dynamic_update_index_in_dim(leaf, moved, index, axis=1)
-
-    return jax.tree.map(one, tree, column, new)
-
-
-def _where(condition: Array, one: PyTree, other: PyTree) -> PyTree:
-    """`jnp.where` with a condition on the leading axis (or none) of every leaf.
-
-    The checkpoint keeps the condition for the backward pass as it is; `jnp.where` alone would keep
-    it spread out to the shape of the activations, once per tick.
-    """
-
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def pick(condition: Array, a: Array, b: Array) -> Array:
-        return jnp.where(
-            condition.reshape(condition.shape + (1,) * (a.ndim - condition.ndim)), a, b
-        )
-
-    return jax.tree.map(functools.partial(pick, condition), one, other)
-
-
-def _split(leaf: Array, schedule: CircularSchedule) -> Array:
-    """[microbatches, …] to [stages, slots, …]."""
-    return leaf.reshape(schedule.stages, schedule.stream_slots, *leaf.shape[1:])
-
-
-def _merge(leaf: Array) -> Array:
-    """[stages, slots, …] to [microbatches, …]."""
-    return leaf.reshape(-1, *leaf.shape[2:])
