@@ -18,7 +18,7 @@ from nnx_pipeline.errors import InputError, one_of
 from nnx_pipeline.lab import report
 from nnx_pipeline.lab.compare import run_experiments
 from nnx_pipeline.lab.compile import measure_step
-from nnx_pipeline.lab.experiments import EXPERIMENTS, experiment
+from nnx_pipeline.lab.experiments import EXPERIMENTS, choose
 from nnx_pipeline.lab.platform import Platform
 from nnx_pipeline.mesh import MeshConfig, make_mesh
 from nnx_pipeline.overrides import apply_overrides, parse_overrides
@@ -173,14 +173,14 @@ def ab(
 ) -> None:
     """Compile two arms that differ in one thing and compare their memory.
 
-    Without names all experiments run. Exit 1 when an arm did not compile or the arms do not
-    compute the same.
+    Without names a short set runs, with `all` every experiment. Exit 1 when an arm did not compile
+    or the arms do not compute the same.
     """
     report.check_writable(json_path, "--json")
     if list_only:
         _list_experiments(json_path)
         return
-    chosen = [experiment(name) for name in names] or list(EXPERIMENTS.values())
+    chosen = choose(names)
     config, mesh_config = _configured(model, assignments), MeshConfig.parse(mesh)
     with progress() as say, compiler_errors():
         outcomes = run_experiments(

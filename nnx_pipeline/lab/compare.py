@@ -145,7 +145,7 @@ def _outcome(
     else:
         progress(f"{experiment.name}: comparing losses and gradients at tiny on the CPU")
         try:
-            numerics = compare_numerics(experiment)
+            numerics = compare_numerics(experiment, config)
         except Exception as error:  # an arm that does not compile need not run either
             failed = True
             notes.append(f"numbers were not compared: {str(error).strip().splitlines()[0][:200]}")
@@ -164,10 +164,14 @@ def _outcome(
     )
 
 
-def compare_numerics(experiment: Experiment) -> Numerics:
-    """Loss and gradients of both arms, from the same weights and batch, in float32."""
+def compare_numerics(experiment: Experiment, config: Config) -> Numerics:
+    """Loss and gradients of both arms, from the same weights and batch, in float32.
+
+    They run at `tiny` with the pipeline of `config`, where that fits the eight devices.
+    """
+    tiny = _tiny_like(config)
     arms = (experiment.a, experiment.b)
-    values = [_loss_and_gradients(arm.configure(_tiny()), arm.parts) for arm in arms]
+    values = [_loss_and_gradients(arm.configure(tiny), arm.parts) for arm in arms]
     pairs = list(zip(*values, strict=True))
     largest = max(float(np.max(np.abs(a))) for a, _ in pairs)
     difference = max(float(np.max(np.abs(a - b))) for a, b in pairs)
@@ -189,10 +193,15 @@ def _loss_and_gradients(config: Config, parts: Parts) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in (loss, *jax.tree.leaves(gradients))]
 
 
-def _tiny() -> Config:
+def _tiny_like(config: Config) -> Config:
     tiny = preset("tiny")
-    pipeline = dataclasses.replace(tiny.pipeline, num_microbatches=8, num_repeats=2)
-    return dataclasses.replace(tiny, pipeline=pipeline)
+    try:
+        like = dataclasses.replace(tiny, pipeline=config.pipeline)
+        like.check_mesh(NUMERICS_MESH)
+    except InputError:
+        pipeline = dataclasses.replace(config.pipeline, num_microbatches=8, num_repeats=2)
+        return dataclasses.replace(tiny, pipeline=pipeline)
+    return like
 
 
 def _difference(a: Measurement | None, b: Measurement | None) -> tuple[int | None, float | None]:

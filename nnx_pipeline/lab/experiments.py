@@ -1,8 +1,9 @@
 """Experiments: two arms and one difference, with the claim they put to the test."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from nnx_pipeline.config import Config
 from nnx_pipeline.errors import InputError, nearest
@@ -33,17 +34,20 @@ class Experiment:
     a: Arm
     b: Arm
     needs_stages: bool = False
+    by_default: bool = True
     tolerance: float = 1e-5
 
 
-def _shift(how: str) -> Callable[[Config], Config]:
-    def configure(config: Config) -> Config:
-        return dataclasses.replace(
-            config,
-            pipeline=dataclasses.replace(config.pipeline, shift=how),  # type: ignore[arg-type]
-        )
+def _pipeline(**fields: Any) -> Callable[[Config], Config]:
+    return lambda config: dataclasses.replace(
+        config, pipeline=dataclasses.replace(config.pipeline, **fields)
+    )
 
-    return configure
+
+def _model(**fields: Any) -> Callable[[Config], Config]:
+    return lambda config: dataclasses.replace(
+        config, model=dataclasses.replace(config.model, **fields)
+    )
 
 
 EXPERIMENTS = {
@@ -53,9 +57,43 @@ EXPERIMENTS = {
             name="stage-shift",
             claim="S1.1",
             difference="activations reach the next stage by ppermute in a shard_map, or by slices",
-            a=Arm(label="ppermute", configure=_shift("ppermute")),
-            b=Arm(label="slice", configure=_shift("slice")),
+            a=Arm(label="ppermute", configure=_pipeline(shift="ppermute")),
+            b=Arm(label="slice", configure=_pipeline(shift="slice")),
             needs_stages=True,
+        ),
+        Experiment(
+            name="stage-shift-pad",
+            claim="S1.1",
+            difference="activations reach the next stage by ppermute, or by padding and a slice",
+            a=Arm(label="ppermute", configure=_pipeline(shift="ppermute")),
+            b=Arm(label="pad", configure=_pipeline(shift="pad")),
+            needs_stages=True,
+            by_default=False,
+        ),
+        Experiment(
+            name="layer-input",
+            claim="S1.3",
+            difference="the input of each layer of a stage is kept for the backward pass, or not",
+            a=Arm(label="kept", configure=_pipeline(save_decoder_layer_input=True)),
+            b=Arm(label="recomputed", configure=_pipeline(save_decoder_layer_input=False)),
+            needs_stages=True,
+            by_default=False,
+        ),
+        Experiment(
+            name="embedding",
+            claim="S2.7",
+            difference="tokens are looked up by a one-hot product, or by a gather",
+            a=Arm(label="one-hot", configure=_model(embedding="one_hot")),
+            b=Arm(label="gather", configure=_model(embedding="gather")),
+            by_default=False,
+        ),
+        Experiment(
+            name="sharding-mode",
+            claim="S4.1",
+            difference="shardings are found by the compiler from constraints, or are in the types",
+            a=Arm(label="auto", configure=_pipeline(sharding="auto")),
+            b=Arm(label="explicit", configure=_pipeline(sharding="explicit")),
+            by_default=False,
         ),
         Experiment(
             name="stage-vmap",
@@ -83,8 +121,19 @@ EXPERIMENTS = {
 }
 
 
-def experiment(name: str) -> Experiment:
-    """The experiment of that name; InputError names the nearest when there is none."""
-    if name not in EXPERIMENTS:
-        raise InputError(f"experiment {name!r} is not known; {nearest(name, EXPERIMENTS)}")
-    return EXPERIMENTS[name]
+def choose(names: Iterable[str]) -> list[Experiment]:
+    """The experiments of those names; `all` is all, no name a short set.
+
+    InputError names the nearest when there is none of a name.
+    """
+    names = list(names)
+    for name in names:
+        if name not in EXPERIMENTS and name != "all":
+            raise InputError(
+                f"experiment {name!r} is not known; {nearest(name, [*EXPERIMENTS, 'all'])}"
+            )
+    if "all" in names:
+        return list(EXPERIMENTS.values())
+    if names:
+        return [EXPERIMENTS[name] for name in names]
+    return [experiment for experiment in EXPERIMENTS.values() if experiment.by_default]

@@ -141,8 +141,8 @@ def _tick(
     entering = where(now.from_stream, waiting, returning)
     active = over_stage(now.active)
     x = where(first, entering, arrived)
-    # In a bubble a stage works on the microbatch that it stores just now: what comes out is dropped,
-    # and no stage function meets values (zeros, NaN) that its derivative may not be fit for.
+    # In a bubble a stage works on the microbatch that it stores just now: what comes out is
+    # dropped, and no stage function meets values that its derivative may not be fit for.
     x = where(active, x, waiting)
     x = jax.tree.map(lambda leaf: named(leaf, ITERATION_INPUT), x)
     y, metrics = visit(over_stage(now.repeat), over_stage(now.microbatch), x)
