@@ -1,0 +1,27 @@
+"""Settings that must hold before JAX starts, the same for every test.
+
+The suite runs on eight virtual CPU devices, which really run the collectives. Python values and
+arrays of different dtypes never mix silently (strict promotion), and the shapes in the signatures
+of `nnx_pipeline.ops` are checked at every call.
+"""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+# libtpu: no metadata server, no warnings about a host that is not there, several users at once.
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"
+os.environ["TPU_ACCELERATOR_TYPE"] = "v5p-16"
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+# The tests compile much and compute little. This setting is about machine code alone: the
+# optimized HLO, its buffers and its collectives stay as they are.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+
+import jax
+import jaxtyping
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.devices()  # the number of devices is final from here on
+
+jaxtyping.install_import_hook("nnx_pipeline.ops", "beartype.beartype")

@@ -1,0 +1,169 @@
+"""What several test files share: small configs, meshes, and comparing trees of arrays."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from nnx_pipeline import Config, MeshConfig, Mixtral, ModelConfig, make_mesh
+from nnx_pipeline import PipelineConfig as Pipelined
+from nnx_pipeline import TrainConfig as Training
+from nnx_pipeline.train import Batch
+
+
+def mesh_of(text: str, sharding: str = "explicit") -> Mesh:
+    """The mesh of a text such as `stage=4,fsdp=2` over virtual CPU devices."""
+    return make_mesh(MeshConfig.parse(text), jax.devices("cpu"), sharding=sharding)
+
+
+def small_config(
+    *, model: dict | None = None, pipeline: dict | None = None, train: dict | None = None
+) -> Config:
+    """A Mixtral so small that compiling it is all it costs, with some fields replaced."""
+    sizes = {
+        "vocab_size": 32,
+        "embed_dim": 16,
+        "mlp_dim": 16,
+        "num_layers": 4,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 4,
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "dtype": "float32",
+    }
+    steps = {"global_batch": 8, "sequence_length": 8, "loss_chunks": 2}
+    return Config(
+        model=ModelConfig(**{**sizes, **(model or {})}),
+        pipeline=Pipelined(**(pipeline or {})),
+        train=Training(**{**steps, **(train or {})}),
+    )
+
+
+def replace(config: Config, section: str, **changes: Any) -> Config:
+    """The config with some fields of one section replaced."""
+    new = dataclasses.replace(getattr(config, section), **changes)
+    return dataclasses.replace(config, **{section: new})
+
+
+def packed_batch(config: Config, *, seed: int = 0) -> Batch:
+    """Numpy arrays: two documents and some padding per row, cut at a different place in each."""
+    generator = np.random.default_rng(seed)
+    shape = (config.train.global_batch, config.train.sequence_length)
+    ids = generator.integers(config.model.vocab_size, size=(2, *shape), dtype=np.int32)
+    segments, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    for row in range(shape[0]):
+        first, second = sorted(generator.choice(np.arange(1, shape[1]), size=2, replace=False))
+        segments[row, :first], segments[row, first:second] = 1, 2
+        positions[row, :first] = np.arange(first)
+        positions[row, first:second] = np.arange(second - first)
+    return Batch(
+        tokens=ids[0],
+        targets=ids[1],
+        weights=(segments > 0).astype(np.float32),
+        positions=positions,
+        segment_ids=segments,
+    )
+
+
+def new_model(config: Config, *, seed: int = 0) -> Mixtral:
+    """A model on one device, without a mesh."""
+    return jax.jit(lambda: Mixtral(config, rngs=nnx.Rngs(seed)))()
+
+
+def model_on_mesh(source: Mixtral, config: Config, mesh: Mesh) -> Mixtral:
+    """The weights of a model without stages, in the shape and place they have on a mesh.
+
+    The layers of the source are `[1, 1, layers, …]`, those of the result `[repeats, stages, layers
+    per stage, …]`: the same in row-major order, as the model promises.
+    """
+    with jax.set_mesh(mesh):
+        abstract = jax.eval_shape(lambda: Mixtral(config, rngs=nnx.Rngs(0)))
+
+        variables, treedef = jax.tree.flatten(abstract, is_leaf=is_variable)
+
+        def put(variable: nnx.Variable, value: jax.Array) -> nnx.Variable:
+            spec = abstract.layout.spec(*variable.get_metadata("logical_axes"))
+            array = np.asarray(value).reshape(variable.get_value().shape)
+            return variable.replace(jax.device_put(array, NamedSharding(mesh, spec)))
+
+        placed = [put(*pair) for pair in zip(variables, jax.tree.leaves(source), strict=True)]
+        return jax.tree.unflatten(treedef, placed)
+
+
+def is_variable(leaf: Any) -> bool:
+    """Whether a tree traversal should stop here: at a variable rather than at its array."""
+    return isinstance(leaf, nnx.Variable)
+
+
+def arrays_by_path(tree: Any) -> dict[str, Any]:
+    """The arrays of a tree under readable paths."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def assert_close(actual: Any, expected: Any, tolerance: float) -> None:
+    """Every array of one tree within `tolerance` times the largest value of its counterpart.
+
+    The shapes may differ by leading axes that were split, not in size.
+    """
+    actual, expected = arrays_by_path(actual), arrays_by_path(expected)
+    assert list(actual) == list(expected)
+    for path, reference in expected.items():
+        a = np.asarray(actual[path]).astype(np.float64)
+        b = np.asarray(reference).astype(np.float64).reshape(a.shape)
+        assert np.all(np.isfinite(b)), f"the reference of {path} is not finite"
+        assert np.all(np.isfinite(a)), f"{path} is not finite"
+        largest, difference = np.max(np.abs(b), initial=0), np.max(np.abs(a - b), initial=0)
+        assert difference <= tolerance * max(largest, 1e-12), (
+            f"{path}: off by {difference:.3g} where the largest value is {largest:.3g}"
+        )
+
+
+def assert_same_placement(tree: Any, like: Any) -> None:
+    """Every array of one tree laid out over the devices as its counterpart is."""
+    tree, like = arrays_by_path(tree), arrays_by_path(like)
+    assert list(tree) == list(like)
+    wrong = [
+        f"{path}: {leaf.sharding.spec} instead of {like[path].sharding.spec}"
+        for path, leaf in tree.items()
+        if not leaf.sharding.is_equivalent_to(like[path].sharding, leaf.ndim)
+    ]
+    assert not wrong, "; ".join(wrong)
+
+
+def optax_promotion() -> Any:
+    """A context for what runs the optimizer: optax mixes integers and floats on purpose."""
+    return jax.numpy_dtype_promotion("standard")
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Every equation of a jaxpr and of all jaxprs inside it."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                    yield from equations(inner)
+
+
+def largest_array(jaxpr: Any) -> int:
+    """The number of elements of the largest array that any equation makes."""
+    return max(
+        math.prod(variable.aval.shape)
+        for equation in equations(jaxpr)
+        for variable in equation.outvars
+        if hasattr(variable.aval, "shape")
+    )
+
+
+def float_rows(*shape: int, seed: int = 0) -> jax.Array:
+    """Normal float32 values."""
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)

@@ -1,0 +1,536 @@
+"""Configs, meshes, presets, overrides and platforms: what is refused, with which cure."""
+
+import ast
+import dataclasses
+import importlib.metadata
+import math
+import re
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from flax import nnx
+from helpers import mesh_of, replace, small_config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import nnx_pipeline
+from nnx_pipeline import (
+    Config,
+    InputError,
+    MeshConfig,
+    Mixtral,
+    ModelConfig,
+    PipelineConfig,
+    TrainConfig,
+    make_mesh,
+    preset,
+)
+from nnx_pipeline.config import SECTIONS, to_dict
+from nnx_pipeline.errors import nearest
+from nnx_pipeline.lab.experiments import choose
+from nnx_pipeline.lab.platform import Platform
+from nnx_pipeline.mesh import ambient_mesh
+from nnx_pipeline.overrides import apply_overrides, known_keys, parse_overrides
+from nnx_pipeline.presets import PRESETS, count_parameters
+from nnx_pipeline.sharding import Layout
+
+PACKAGE = Path(nnx_pipeline.__file__).parent
+SMALL = small_config()
+
+
+def model(**changes: Any) -> Callable[[], Any]:
+    return lambda: replace(SMALL, "model", **changes)
+
+
+def pipeline(**changes: Any) -> Callable[[], Any]:
+    return lambda: replace(SMALL, "pipeline", **changes)
+
+
+def training(**changes: Any) -> Callable[[], Any]:
+    return lambda: replace(SMALL, "train", **changes)
+
+
+def on_mesh(text: str, config: Config = SMALL) -> Callable[[], Any]:
+    return lambda: config.check_mesh(MeshConfig.parse(text))
+
+
+def setting(*assignments: str) -> Callable[[], Any]:
+    return lambda: apply_overrides(SMALL, parse_overrides(assignments))
+
+
+def bad(make: Callable[[], Any], *expected: str) -> Any:
+    return pytest.param(make, expected, id=" | ".join(expected))
+
+
+REFUSED = [
+    # model
+    bad(model(vocab_size=0), "vocab_size=0 is not a whole number of 1 or more"),
+    bad(model(embed_dim=16.0), "embed_dim=16.0 is not a whole number"),
+    bad(model(num_layers=True), "num_layers=True is not a whole number"),
+    bad(model(mlp_dim="8"), "mlp_dim='8' is not a whole number"),
+    bad(model(num_kv_heads=3), "num_heads=4 does not split over num_kv_heads=3", "such as 3 or 6"),
+    bad(model(head_dim=3), "head_dim=3 has no two rotary halves", "such as 2 or 4"),
+    bad(model(num_experts_per_token=5), "exceeds num_experts=4; choose 4 or fewer"),
+    bad(model(dtype="bfloat"), "dtype='bfloat' is not known; did you mean 'bfloat16'?"),
+    bad(model(param_dtype="int8"), "param_dtype='int8' is not known; choose one of: bfloat16"),
+    bad(model(attention="flash"), "attention='flash' is not known; choose one of: dot_product"),
+    bad(model(experts="desne"), "experts='desne' is not known; did you mean 'dense'?"),
+    bad(model(embedding="onehot"), "embedding='onehot' is not known; did you mean 'one_hot'?"),
+    bad(model(norm_epsilon=-1.0), "norm_epsilon=-1.0 is out of range; choose 0"),
+    bad(model(rope_theta=0.0), "rope_theta=0.0 must be above 0"),
+    bad(model(attention_scale=-0.5), "attention_scale=-0.5 must be above 0"),
+    bad(model(norm_epsilon=math.nan), "norm_epsilon=nan is not a finite number"),
+    bad(model(rope_theta=math.nan), "rope_theta=nan is not a finite number"),
+    bad(model(attention_scale=math.inf), "attention_scale=inf is not a finite number"),
+    bad(model(rope_theta="big"), "rope_theta='big' is not a finite number"),
+    bad(model(norm_scale_offset=math.nan), "norm_scale_offset=nan is not a finite number"),
+    bad(model(norm_scale_offset="one"), "norm_scale_offset='one' is not a finite number"),
+    # pipeline
+    bad(pipeline(num_repeats=0), "num_repeats=0 is not a whole number of 1 or more"),
+    bad(pipeline(num_microbatches=0), "num_microbatches=0 is not a whole number"),
+    bad(pipeline(schedule="1f1b"), "schedule='1f1b' is not known; choose one of: circular"),
+    bad(pipeline(shift="permute"), "shift='permute' is not known; did you mean 'ppermute'?"),
+    bad(pipeline(sharding="manual"), "sharding='manual' is not known", "auto"),
+    bad(pipeline(remat="some"), "remat='some' is not known; choose one of: full, save_out_proj"),
+    bad(pipeline(forwarding_delay=3), "forwarding_delay=3 is not known; choose one of: 1, 2"),
+    bad(pipeline(save_decoder_layer_input="no"), "save_decoder_layer_input='no'"),
+    # train
+    bad(training(global_batch=0), "global_batch=0 is not a whole number"),
+    bad(training(loss_chunks=3), "sequence_length=8 does not split into loss_chunks=3 pieces"),
+    bad(training(learning_rate=-1e-3), "learning_rate=-0.001 is out of range; choose 0"),
+    bad(training(learning_rate=math.nan), "learning_rate=nan is not a finite number"),
+    bad(training(learning_rate=math.inf), "learning_rate=inf is not a finite number"),
+    bad(training(adam_eps=-1.0), "adam_eps=-1.0 is out of range"),
+    bad(training(adam_b1=1.0), "adam_b1=1.0 must be at least 0 and below 1"),
+    bad(training(adam_b2=-0.1), "adam_b2=-0.1 must be at least 0 and below 1"),
+    bad(training(adam_b2=math.nan), "adam_b2=nan is not a finite number"),
+    bad(training(adam_b1="x"), "adam_b1='x' is not a finite number"),
+    bad(training(weight_decay="0.1"), "weight_decay='0.1' is not a finite number"),
+    bad(training(load_balance_weight=-1.0), "load_balance_weight=-1.0 is out of range"),
+    bad(training(clip_norm=0.0), "clip_norm=0.0 must be above 0"),
+    bad(training(clip_norm=math.nan), "clip_norm=nan is not a finite number"),
+    # together
+    bad(
+        pipeline(num_microbatches=5),
+        "global_batch=8 does not split into 5 microbatches; choose a multiple of 5, such as 5 or 10",
+    ),
+    bad(on_mesh("context=2"), "context=2 is not supported by attention yet; use context=1"),
+    bad(
+        on_mesh("", pipeline(num_repeats=2)()),
+        "pipeline.num_repeats=2 needs a pipeline",
+        "set num_repeats=1 or give the mesh a stage axis",
+    ),
+    bad(on_mesh("stage=3"), "model.num_layers=4 does not split into 3 stages × 1 repeats"),
+    bad(
+        on_mesh("stage=2", pipeline(num_repeats=3)()),
+        "num_layers=4 does not split into 2 stages × 3 repeats; choose a multiple of 6, such as 6",
+    ),
+    bad(
+        on_mesh("stage=4", pipeline(num_microbatches=2)()),
+        "pipeline.num_microbatches=2 does not split over stage=4; choose a multiple of 4",
+    ),
+    bad(
+        on_mesh("stage=4", pipeline(num_microbatches=4, forwarding_delay=2)()),
+        "pipeline.num_microbatches=4 is too few for stage=4 with pipeline.forwarding_delay=2",
+        "choose 8 or more",
+    ),
+    bad(
+        on_mesh("stage=4", training(global_batch=6)()),
+        "global_batch=6 does not split into 4 microbatches; choose a multiple of 4",
+    ),
+    bad(
+        on_mesh("stage=4,fsdp=4"),
+        "a microbatch of 2 sequences does not split over data=1 × fsdp=4 × expert=1",
+        "train.global_batch=8 in 4 microbatches",
+    ),
+    bad(on_mesh("fsdp=16"), "does not split over data=1 × fsdp=16", "global_batch=8"),
+    bad(on_mesh("tensor=64"), "model.vocab_size=32 does not split over stage×tensor=64"),
+    bad(
+        on_mesh("fsdp=2", model(embed_dim=15)()),
+        "model.embed_dim=15 does not split over fsdp×expert=2",
+    ),
+    bad(on_mesh("tensor=2", model(mlp_dim=5)()), "model.mlp_dim=5 does not split over tensor=2"),
+    bad(on_mesh("tensor=4"), "model.num_kv_heads=2 does not split over tensor=4"),
+    bad(
+        on_mesh("tensor=4", model(num_heads=6, num_kv_heads=6)()),
+        "model.num_heads=6 does not split over tensor=4",
+    ),
+    bad(
+        on_mesh("expert=8", model(num_experts=4)()),
+        "model.num_experts=4 does not split over expert=8",
+    ),
+    # mesh
+    bad(lambda: MeshConfig(stage=0), "mesh axis stage=0 is not a whole number of 1 or more"),
+    bad(lambda: MeshConfig(data=True), "mesh axis data=True is not a whole number"),
+    bad(lambda: MeshConfig(fsdp=2.0), "mesh axis fsdp=2.0 is not a whole number"),
+    bad(lambda: MeshConfig.parse("stages=4"), "no axis 'stages'; did you mean 'stage'?"),
+    bad(lambda: MeshConfig.parse("pp=4"), "no axis 'pp'; choose one of: data, stage, fsdp"),
+    bad(lambda: MeshConfig.parse("stage=2,stage=2"), "names stage twice; name each axis once"),
+    bad(lambda: MeshConfig.parse("stage"), "write stage=N with a whole number of 1 or more"),
+    bad(lambda: MeshConfig.parse("stage=-1"), "write stage=N"),
+    bad(lambda: MeshConfig.parse("stage=0"), "stage=0 is not a whole number of 1 or more"),
+    bad(lambda: MeshConfig.parse("stage=²"), "write stage=N"),
+    bad(lambda: mesh_of("stage=16"), "stage=16 needs 16 devices and there are 8; make the product"),
+    # overrides
+    bad(setting("model.num_layers"), "'model.num_layers' is not of the form key=value"),
+    bad(setting("=4"), "is not of the form key=value"),
+    bad(setting("model.num_layers="), "is not of the form key=value"),
+    bad(setting("num_layers=8"), "no such config field; did you mean 'model.num_layers'?"),
+    bad(setting("model.num_layer=8"), "no such config field; did you mean 'model.num_layers'?"),
+    bad(setting("mesh.stage=8"), "--set mesh.stage=8: no such config field"),
+    bad(setting("model.num_layers=eight"), "--set model.num_layers=eight needs a whole number"),
+    bad(setting("model.num_layers=8.0"), "needs a whole number"),
+    bad(setting("train.learning_rate=fast"), "--set train.learning_rate=fast needs a number"),
+    bad(setting("train.learning_rate=nan"), "learning_rate=nan is not a finite number"),
+    bad(setting("pipeline.num_microbatches=x"), "needs a whole number"),
+    bad(setting("pipeline.forwarding_delay=x"), "forwarding_delay='x' is not known"),
+    bad(setting("pipeline.save_decoder_layer_input=yes"), "needs true or false"),
+    bad(setting("pipeline.shift=sliced"), "did you mean 'slice'?"),
+    bad(setting("model.grad_dtype=float32"), "no such config field"),
+    bad(
+        setting("train.global_batch=12", "pipeline.num_microbatches=8"),
+        "global_batch=12 does not split into 8 microbatches; choose a multiple of 8",
+    ),
+    # presets, experiments, layouts
+    bad(lambda: preset("mixtral-smal"), "not a preset; did you mean 'mixtral-small'?"),
+    bad(lambda: preset("gpt"), "model 'gpt' is not a preset; choose one of: tiny, mixtral-small"),
+    bad(lambda: choose(["norm-scal"]), "is not known; did you mean 'norm-scale'?"),
+    bad(lambda: Layout().spec("vocabulary"), "logical axis 'vocabulary' is not known"),
+    # platforms
+    bad(lambda: Platform.parse("gpu:h100:8"), "platform 'gpu:h100:8' is not known", "cuda"),
+    bad(lambda: Platform.parse(""), "platform '' is not known; choose one of: cpu, tpu, cuda, local"),
+    bad(lambda: Platform.parse("cpu:8"), "takes no target; write cpu"),
+    bad(lambda: Platform.parse("tpu"), "not complete; write for example tpu:v5p:2x2x2"),
+    bad(lambda: Platform.parse("tpu:v5p:2x"), "no topology like 2x2x2"),
+    bad(lambda: Platform.parse("tpu:v5p:2x2:x2"), "not complete"),
+    bad(lambda: Platform.parse("cuda:h100"), "not complete; write for example cuda:h100:8"),
+    bad(lambda: Platform.parse("cuda:a100:8"), "has no such GPU; did you mean 'h100'?"),
+    bad(lambda: Platform.parse("cuda:h100:0"), "needs a number of GPUs; write cuda:h100:8"),
+]
+
+
+@pytest.mark.parametrize(("make", "expected"), REFUSED)
+def test_what_is_refused_and_the_cure(make: Callable[[], Any], expected: tuple[str, ...]) -> None:
+    with pytest.raises(InputError) as error:
+        make()
+    for part in expected:
+        assert part in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+NUMBERS = st.one_of(
+    st.integers(-2, 9), st.floats(-2, 9), st.sampled_from([math.nan, math.inf, -math.inf, 1e30])
+)
+ANYTHING = st.one_of(NUMBERS, st.booleans(), st.none(), st.sampled_from(["", "8", "full", "auto"]))
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.sampled_from([*SECTIONS.values(), MeshConfig]), st.data())
+def test_a_config_is_made_or_refused(section: type, data: st.DataObject) -> None:
+    """One field at a time takes any value at all: never another exception than InputError."""
+    start = MeshConfig() if section is MeshConfig else getattr(SMALL, names_of_sections()[section])
+    name = data.draw(st.sampled_from([field.name for field in dataclasses.fields(section)]))
+    value = data.draw(ANYTHING)
+    try:
+        made = dataclasses.replace(start, **{name: value})
+    except InputError as error:
+        assert name in str(error)
+    else:
+        hint = typing.get_type_hints(section)[name]
+        if hint in (int, float):
+            assert math.isfinite(getattr(made, name))
+        if hint is bool:
+            assert isinstance(getattr(made, name), bool)
+
+
+def names_of_sections() -> dict[type, str]:
+    return {section: name for name, section in SECTIONS.items()}
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    mesh=st.builds(MeshConfig, **{axis: st.sampled_from([1, 2, 3, 4]) for axis in ("data", "stage", "fsdp", "tensor", "expert", "context")}),
+    microbatches=st.one_of(st.none(), st.integers(1, 8)),
+    repeats=st.integers(1, 3),
+    batch=st.integers(1, 16),
+)
+def test_a_config_fits_a_mesh_or_is_refused(
+    mesh: MeshConfig, microbatches: int | None, repeats: int, batch: int
+) -> None:
+    """What passes the check divides evenly in every way that the model needs."""
+    try:
+        config = Config(
+            model=SMALL.model,
+            pipeline=PipelineConfig(num_microbatches=microbatches, num_repeats=repeats),
+            train=TrainConfig(global_batch=batch, sequence_length=8),
+        )
+        config.check_mesh(mesh)
+    except InputError:
+        return
+    count = config.pipeline.microbatches_on(mesh.stage)
+    assert config.layers_per_stage(mesh.stage) * mesh.stage * repeats == SMALL.model.num_layers
+    assert count % mesh.stage == 0
+    assert batch % count == 0
+    assert batch % (mesh.stage * mesh.data * mesh.fsdp * mesh.expert) == 0
+    assert mesh.context == 1
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.text(alphabet="stagefdp=,0123456789- ", max_size=20))
+def test_a_mesh_text_is_read_or_refused(text: str) -> None:
+    try:
+        mesh = MeshConfig.parse(text)
+    except InputError:
+        return
+    assert all(size >= 1 for size in mesh.sizes().values())
+    if mesh.num_devices > 1:
+        assert MeshConfig.parse(str(mesh)) == mesh
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SMALL.model.num_layers = 3
+
+
+def test_reading_a_mesh() -> None:
+    assert MeshConfig.parse("stage=4, fsdp=2") == MeshConfig(stage=4, fsdp=2)
+    assert MeshConfig.parse("") == MeshConfig()
+    assert str(MeshConfig()) == "one device"
+    assert str(MeshConfig(stage=4, fsdp=2)) == "stage=4,fsdp=2"
+    assert MeshConfig(stage=4, fsdp=2).num_devices == 8
+    mesh = mesh_of("stage=2,fsdp=2")  # virtual devices may be left over
+    assert dict(mesh.shape) == MeshConfig(stage=2, fsdp=2).sizes()
+    with jax.set_mesh(mesh):
+        assert ambient_mesh() == MeshConfig(stage=2, fsdp=2)
+
+
+def test_devices_that_cost_money_are_not_left_out() -> None:
+    class Chip:
+        platform = "tpu"
+
+    with pytest.raises(InputError, match="needs 4 devices and there are 8"):
+        make_mesh(MeshConfig(stage=4), [Chip()] * 8)
+
+
+def test_a_mesh_with_foreign_axes() -> None:
+    mesh = jax.make_mesh((8,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh), pytest.raises(InputError, match="mesh axis 'batch' is not known"):
+        Mixtral(SMALL, rngs=nnx.Rngs(0))
+
+
+def test_nearest_names_one_or_all() -> None:
+    assert nearest("tiy", ["tiny", "large"]) == "did you mean 'tiny'?"
+    assert nearest("x", ["tiny", "large"]) == "choose one of: tiny, large"
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("model.vocab_size", "64", 64),
+        ("model.embed_dim", "32", 32),
+        ("model.mlp_dim", "24", 24),
+        ("model.num_layers", "6", 6),
+        ("model.num_heads", "8", 8),
+        ("model.num_kv_heads", "4", 4),
+        ("model.head_dim", "6", 6),
+        ("model.num_experts", "2", 2),
+        ("model.num_experts_per_token", "1", 1),
+        ("model.dtype", "bfloat16", "bfloat16"),
+        ("model.param_dtype", "bfloat16", "bfloat16"),
+        ("model.norm_epsilon", "1e-6", 1e-6),
+        ("model.norm_scale_offset", "1", 1.0),
+        ("model.rope_theta", "10000", 1e4),
+        ("model.attention_scale", "0.5", 0.5),
+        ("model.attention", "dot_product", "dot_product"),
+        ("model.experts", "dense", "dense"),
+        ("model.embedding", "auto", "auto"),
+        ("pipeline.num_microbatches", "4", 4),
+        ("pipeline.num_microbatches", "None", None),
+        ("pipeline.num_repeats", "2", 2),
+        ("pipeline.schedule", "circular", "circular"),
+        ("pipeline.shift", "slice", "slice"),
+        ("pipeline.sharding", "auto", "auto"),
+        ("pipeline.remat", "none", "none"),
+        ("pipeline.forwarding_delay", "2", 2),
+        ("pipeline.save_decoder_layer_input", "false", False),
+        ("train.global_batch", "4", 4),
+        ("train.sequence_length", "16", 16),
+        ("train.learning_rate", "1e-3", 1e-3),
+        ("train.adam_b1", "0.8", 0.8),
+        ("train.adam_b2", "0.9", 0.9),
+        ("train.adam_eps", "1e-6", 1e-6),
+        ("train.weight_decay", "0", 0.0),
+        ("train.clip_norm", "2", 2.0),
+        ("train.loss_chunks", "4", 4),
+        ("train.load_balance_weight", "0.01", 0.01),
+        ("model.num_layers", " 6 ", 6),
+    ],
+)
+def test_every_field_can_be_set(key: str, text: str, value: object) -> None:
+    SET.add(key)
+    section, name = key.split(".")
+    changed = apply_overrides(SMALL, parse_overrides([f"{key}={text}"]))
+    got = getattr(getattr(changed, section), name)
+    assert got == value
+    assert type(got) is type(value)
+    other = {(s, f): v for s, fields in to_dict(changed).items() for f, v in fields.items()}
+    start = {(s, f): v for s, fields in to_dict(SMALL).items() for f, v in fields.items()}
+    assert {place for place in start if start[place] != other[place]} <= {(section, name)}
+
+
+SET: set[str] = set()
+
+
+def test_no_field_was_left_out_above() -> None:
+    if not SET:
+        pytest.skip("needs the test above in the same run")
+    assert set(known_keys()) == SET
+
+
+def test_the_last_assignment_wins() -> None:
+    changed = apply_overrides(SMALL, parse_overrides(["model.mlp_dim=8", "model.mlp_dim=24"]))
+    assert changed.model.mlp_dim == 24
+
+
+def test_fields_that_fit_only_together_can_be_set_together() -> None:
+    assignments = ["train.sequence_length=9", "train.loss_chunks=3", "train.global_batch=6"]
+    changed = apply_overrides(SMALL, parse_overrides([*assignments, "pipeline.num_microbatches=3"]))
+    assert (changed.train.sequence_length, changed.pipeline.num_microbatches) == (9, 3)
+
+
+def fields_read() -> set[str]:
+    """Names read as attributes of something called a config, anywhere but where it checks itself."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if path.name == "config.py":
+            checks = [
+                node
+                for node in ast.walk(tree)
+                if isinstance(node, ast.FunctionDef)
+                and ("check" in node.name or node.name == "__post_init__")
+            ]
+            skipped = {inner for node in checks for inner in ast.walk(node)}
+        else:
+            skipped = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node not in skipped:
+                owner = re.split(r"[.(]", ast.unparse(node.value))[-1]
+                if owner in ("config", "model", "pipeline", "train", "self"):
+                    found.add(node.attr)
+    return found
+
+
+@pytest.mark.parametrize("key", sorted(known_keys()))
+def test_every_field_is_read(key: str) -> None:
+    """A field that nothing reads would be accepted and ignored."""
+    assert key.split(".")[1] in fields_read()
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [
+        ("mixtral-8x7b", 46.70e9, 12.88e9),
+        ("mixtral-8x22b", 140.6e9, 39.2e9),
+        ("llama2-7b", 6.738e9, 6.738e9),
+    ],
+)
+def test_published_parameter_counts(name: str, total: float, active: float) -> None:
+    count = count_parameters(PRESETS[name].model)
+    assert count.total == pytest.approx(total, rel=2e-3)
+    assert count.active == pytest.approx(active, rel=2e-3)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_counted_parameters_are_those_of_the_model(name: str) -> None:
+    config = preset(name)
+    abstract = jax.eval_shape(lambda: Mixtral(config, rngs=nnx.Rngs(0)))
+    leaves = jax.tree.leaves(abstract)
+    count = count_parameters(config.model)
+    assert sum(math.prod(leaf.shape) for leaf in leaves) == count.total
+    assert {str(leaf.dtype) for leaf in leaves} == {config.model.param_dtype}
+    if config.model.num_experts == 1:
+        assert count.active == count.total
+    else:
+        experts = [
+            math.prod(leaf.shape)
+            for leaf in leaves
+            if config.model.num_experts in leaf.shape and config.model.mlp_dim in leaf.shape
+        ]
+        share = config.model.num_experts_per_token / config.model.num_experts
+        assert count.active == count.total - sum(experts) + share * sum(experts)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("tiny", "stage=4,fsdp=2"),
+        ("mixtral-small", "stage=4,fsdp=2"),
+        ("mixtral-8x7b", "stage=4,fsdp=16"),
+        ("mixtral-8x22b", "stage=4,fsdp=16"),
+        ("llama2-7b", "fsdp=4"),
+    ],
+)
+def test_presets_fit_their_meshes(name: str, mesh: str) -> None:
+    preset(name).check_mesh(MeshConfig.parse(mesh))
+
+
+@pytest.mark.parametrize("text", ["cpu", "local", "tpu:v5p:2x2x2", "tpu:v6e:4x4", "cuda:h200:16"])
+def test_reading_a_platform(text: str) -> None:
+    assert str(Platform.parse(text)) == text
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, package: str, version: str | None) -> None:
+    """Makes a package look as if another version, or none, were installed."""
+    real = importlib.metadata.version
+
+    def fake(name: str) -> str:
+        if name != package:
+            return real(name)
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", fake)
+
+
+@pytest.mark.parametrize(
+    ("platform", "package", "version", "expected"),
+    [
+        ("tpu:v5p:2x2x2", "libtpu", None, ("needs libtpu, which is not installed", "pip install")),
+        ("tpu:v5p:2x2x2", "libtpu", "9.9.9", ("found 9.9.9", "cannot read back", "pip install")),
+        ("cuda:h100:8", "jax-cuda13-plugin", None, ("needs the CUDA plugin", "pip install")),
+        ("cuda:h100:8", "jax-cuda13-plugin", "0.0.1", ("found 0.0.1", "pip install")),
+    ],
+)
+def test_a_compiler_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch,
+    platform: str,
+    package: str,
+    version: str | None,
+    expected: tuple[str, ...],
+) -> None:
+    hide(monkeypatch, package, version)
+    with pytest.raises(InputError) as error:
+        Platform.parse(platform).devices(8)
+    for part in (platform, *expected):
+        assert part in str(error.value)
+    assert re.search(r"pip install '\S+", str(error.value))
+
+
+def test_more_virtual_devices_than_the_process_has() -> None:
+    with pytest.raises(InputError, match="needs 16 virtual CPU devices and this process"):
+        Platform.parse("cpu").devices(16)
+
+
+def test_values_of_the_public_names() -> None:
+    """The names that the contract promises and that exist so far."""
+    for name in ("Config", "ModelConfig", "PipelineConfig", "TrainConfig", "Mixtral"):
+        assert name in nnx_pipeline.__all__
+    for name in nnx_pipeline.__all__:
+        assert hasattr(nnx_pipeline, name)
+    assert isinstance(preset("tiny").model, ModelConfig)

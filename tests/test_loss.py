@@ -1,0 +1,173 @@
+"""The chunked cross-entropy against optax on whole logits, wherever its arrays lie."""
+
+import contextlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close, assert_same_placement, largest_array, mesh_of
+from jax.sharding import NamedSharding
+
+from nnx_pipeline.lab.variants import full_cross_entropy
+from nnx_pipeline.ops.loss import _make_plan, chunked_cross_entropy, leading_axes
+from nnx_pipeline.sharding import Layout
+
+LAYOUT = Layout()
+EMBED = 8
+
+
+class Case(NamedTuple):
+    """A mesh and the sizes that decide what travels on it."""
+
+    mesh: str
+    shape: tuple[int, ...]  # of the tokens, sequence last
+    vocab: int
+    turned: tuple[str, ...]  # axes along which tokens travel in the place of the kernel's rows
+    gathered: tuple[str, ...]  # axes over which the kernel is gathered
+    chunks: int = 2
+    mode: str = "explicit"
+
+
+TABLE = [
+    Case("", (4, 6), 24, (), ()),
+    Case("fsdp=8", (8, 2), 64, ("fsdp",), ()),
+    Case("fsdp=8", (8, 2), 64, ("fsdp",), (), mode="auto"),
+    Case("fsdp=8", (16, 16), 64, (), ("fsdp",), chunks=4),
+    Case("fsdp=8", (16, 16), 64, (), ("fsdp",), mode="auto"),
+    Case("fsdp=8", (8, 2), 60, (), ("fsdp",)),  # 60 columns do not split over 8 devices
+    Case("stage=4,fsdp=2", (4, 2, 2), 64, ("fsdp",), ()),
+    Case("stage=4,fsdp=2", (8, 2, 8), 16, (), ("fsdp",), chunks=8),
+    Case("stage=4,fsdp=2", (4, 2, 2), 64, ("fsdp",), (), mode="auto"),
+    Case("stage=2,tensor=2,fsdp=2", (2, 4, 2), 64, ("fsdp",), (), chunks=1),
+    Case("stage=2,tensor=2,fsdp=2", (4, 8, 8), 16, (), ("fsdp",)),
+    Case("data=2,fsdp=2,expert=2", (8, 2), 64, ("fsdp", "expert"), ()),
+    Case("data=2,fsdp=2,expert=2", (16, 8), 16, (), ("fsdp", "expert")),
+    Case("data=2,stage=2,expert=2", (4, 4, 2), 64, ("expert",), (), mode="auto"),
+    Case("data=8", (8, 4), 16, (), ()),
+    Case("tensor=8", (2, 4), 64, (), ()),
+]
+
+
+def arrays(case: Case, dtype: str = "float32") -> tuple[np.ndarray, ...]:
+    """hidden, kernel, targets, weights; a third of the weights is zero."""
+    generator = np.random.default_rng(1)
+    hidden = generator.normal(size=(*case.shape, EMBED)).astype(dtype)
+    kernel = generator.normal(size=(EMBED, case.vocab)).astype(np.float32)
+    targets = generator.integers(case.vocab, size=case.shape, dtype=np.int32)
+    weights = generator.random(case.shape).astype(np.float32)
+    weights[generator.random(case.shape) < 0.3] = 0.0
+    return hidden, kernel, targets, weights
+
+
+def by_optax(hidden: Any, kernel: Any, targets: Any, weights: Any) -> jax.Array:
+    logits = (hidden @ kernel.astype(hidden.dtype)).astype(jnp.float32)
+    return jnp.sum(weights * optax.softmax_cross_entropy_with_integer_labels(logits, targets))
+
+
+def placed(case: Case, mesh: jax.sharding.Mesh) -> list[jax.Array]:
+    leading = leading_axes(len(case.shape) + 1)
+    specs = (
+        LAYOUT.spec(*leading, None, None),
+        LAYOUT.spec("embed", "vocab"),
+        LAYOUT.spec(*leading, None),
+        LAYOUT.spec(*leading, None),
+    )
+    pairs = zip(arrays(case), specs, strict=True)
+    return [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in pairs]
+
+
+@pytest.mark.parametrize("case", TABLE, ids=str)
+def test_equals_optax(case: Case) -> None:
+    """Value, gradients, where they lie, and which of tokens and kernel travels."""
+    want = jax.value_and_grad(by_optax, (0, 1))(*map(jnp.asarray, arrays(case)))
+    mesh = mesh_of(case.mesh, case.mode)
+    with jax.set_mesh(mesh):
+        plan = _make_plan((*case.shape, EMBED), case.vocab, case.chunks, LAYOUT)
+        assert (plan.turned, plan.gathered) == (case.turned, case.gathered)
+
+        def run(hidden: Any, kernel: Any, targets: Any, weights: Any) -> jax.Array:
+            return chunked_cross_entropy(
+                hidden, kernel, targets, weights, chunks=case.chunks, layout=LAYOUT
+            )
+
+        arguments = placed(case, mesh)
+        value, gradients = jax.jit(jax.value_and_grad(run, (0, 1)))(*arguments)
+        plain = jax.jit(run)(*arguments)
+    assert_close(value, want[0], 1e-5)
+    assert_close(plain, want[0], 1e-5)
+    assert_close(gradients, want[1], 1e-5)
+    assert_same_placement(gradients, tuple(arguments[:2]))
+
+
+def test_without_a_mesh() -> None:
+    case = Case("", (3, 6), 11, (), ())
+    arguments = tuple(map(jnp.asarray, arrays(case)))
+
+    def run(*arguments: Any) -> jax.Array:
+        return 3.0 * chunked_cross_entropy(*arguments, chunks=3, layout=LAYOUT) + 1.0
+
+    got = jax.value_and_grad(run, (0, 1))(*arguments)
+    want = jax.value_and_grad(lambda *args: 3.0 * by_optax(*args) + 1.0, (0, 1))(*arguments)
+    assert_close(got, want, 1e-5)
+
+
+@pytest.mark.parametrize("loss", [chunked_cross_entropy, full_cross_entropy])
+def test_bfloat16(loss: Any) -> None:
+    """The product in bfloat16, everything after it in float32, gradients in the arrays' dtypes."""
+    case = Case("", (4, 6), 24, (), ())
+    hidden, *others = map(jnp.asarray, arrays(case))
+    arguments = (hidden.astype(jnp.bfloat16), *others)
+
+    def run(*arguments: Any) -> jax.Array:
+        return loss(*arguments, chunks=2, layout=LAYOUT)
+
+    value, gradients = jax.value_and_grad(run, (0, 1))(*arguments)
+    want, want_gradients = jax.value_and_grad(by_optax, (0, 1))(*arguments)
+    assert value.dtype == jnp.float32
+    assert [g.dtype for g in gradients] == [jnp.bfloat16, jnp.float32]
+    assert_close(value, want, 1e-3)
+    assert_close(gradients, want_gradients, 2e-2)
+
+
+def test_large_logits_do_not_overflow() -> None:
+    hidden = jnp.full((1, 2, EMBED), 1e3)
+    kernel = jnp.stack([jnp.full(EMBED, 1.0), jnp.full(EMBED, -1.0)], axis=1)
+    targets, weights = jnp.array([[0, 1]]), jnp.ones((1, 2))
+    value, gradient = jax.value_and_grad(chunked_cross_entropy)(
+        hidden, kernel, targets, weights, chunks=1, layout=LAYOUT
+    )
+    assert float(value) == pytest.approx(2 * EMBED * 1e3)
+    assert np.all(np.isfinite(gradient))
+
+
+def test_a_target_outside_the_vocabulary() -> None:
+    """Such a target costs log Σ exp alone, as if its logit were zero."""
+    case = Case("", (1, 2), 5, (), ())
+    hidden, kernel, targets, _ = map(jnp.asarray, arrays(case))
+    targets = targets.at[0, 0].set(-1).at[0, 1].set(5)
+    value = chunked_cross_entropy(
+        hidden, kernel, targets, jnp.ones((1, 2)), chunks=1, layout=LAYOUT
+    )
+    assert_close(value, jnp.sum(jax.nn.logsumexp(hidden @ kernel, axis=-1)), 1e-6)
+
+
+@pytest.mark.parametrize("mesh", [None, "fsdp=8"])
+def test_the_logits_never_exist_as_a_whole(mesh: str | None) -> None:
+    """No equation makes an array as large as the logits (of one device), forward or backward."""
+    shape, vocab, parts = (8, 32), 960 if mesh else 96, 8 if mesh else 1
+    case = Case(mesh or "", shape, vocab, (), ())
+    logits = shape[0] * shape[1] * vocab // parts
+
+    def largest(loss: Any, chunks: int) -> int:
+        def run(hidden: Any, kernel: Any, targets: Any, weights: Any) -> jax.Array:
+            return loss(hidden, kernel, targets, weights, chunks=chunks, layout=LAYOUT)
+
+        return largest_array(jax.make_jaxpr(jax.value_and_grad(run, (0, 1)))(*arrays(case)))
+
+    with jax.set_mesh(mesh_of(mesh, "auto")) if mesh else contextlib.nullcontext():
+        assert largest(full_cross_entropy, 1) >= logits  # the search finds what is there
+        assert largest(chunked_cross_entropy, 1) >= logits
+        assert largest(chunked_cross_entropy, 8) < logits // 2

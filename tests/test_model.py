@@ -1,0 +1,515 @@
+"""Mixtral on meshes against Mixtral on one device, and that one against plain numpy."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import (
+    arrays_by_path,
+    assert_close,
+    assert_same_placement,
+    equations,
+    mesh_of,
+    model_on_mesh,
+    new_model,
+    optax_promotion,
+    packed_batch,
+    replace,
+    small_config,
+)
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from nnx_pipeline import Config, InputError, Mixtral
+from nnx_pipeline.train import Batch, abstract_state, jit_train_step, loss_of, make_state
+from nnx_pipeline.train.step import batch_sharding
+
+SPARSE = small_config(
+    train={"load_balance_weight": 0.1, "global_batch": 16}, pipeline={"num_microbatches": 4}
+)
+DENSE = small_config(
+    train={"global_batch": 16},
+    model={"num_experts": 1, "num_experts_per_token": 1, "num_kv_heads": 4},
+    pipeline={"num_microbatches": 4},
+)
+
+
+class Case(NamedTuple):
+    """Where and how a model runs that must equal the one on one device."""
+
+    mesh: str
+    repeats: int = 1
+    mode: str = "explicit"
+    shift: str = "ppermute"
+    dense: bool = False
+    packed: bool = True
+    remat: str = "full"
+    delay: int = 1
+
+    @property
+    def config(self) -> Config:
+        return replace(
+            DENSE if self.dense else SPARSE,
+            "pipeline",
+            num_repeats=self.repeats,
+            sharding=self.mode,
+            shift=self.shift,
+            remat=self.remat,
+            forwarding_delay=self.delay,
+        )
+
+
+PIPELINED = [
+    Case("stage=4,fsdp=2"),
+    Case("stage=4,fsdp=2", mode="auto"),
+    Case("stage=2,fsdp=2,tensor=2", repeats=2, shift="slice"),
+    Case("stage=2,fsdp=2,tensor=2", repeats=2, shift="slice", mode="auto"),
+    Case("data=2,stage=2,expert=2"),
+    Case("data=2,stage=2,expert=2", mode="auto", packed=False),
+    Case("stage=2,fsdp=2", repeats=2, packed=False, remat="none"),
+    Case("stage=2,fsdp=2", remat="minimal", delay=2, shift="pad"),
+]
+UNPIPELINED = [
+    Case("fsdp=4"),
+    Case("fsdp=2,tensor=2,expert=2", mode="auto"),
+    Case("fsdp=2,tensor=2,expert=2", remat="none"),
+]
+DENSELY = [
+    Case("stage=4,fsdp=2", dense=True),
+    Case("stage=2,fsdp=2,tensor=2", repeats=2, mode="auto", dense=True),
+    Case("fsdp=2,tensor=2", dense=True),
+]
+
+
+class Results(NamedTuple):
+    """What a model computes of a batch, and its weights to compare placements with."""
+
+    loss: Any
+    parts: Any
+    gradients: Any
+    logits: Any
+    model: Any
+
+
+@jax.jit
+def evaluate(model: Mixtral, batch: Batch) -> tuple[Any, ...]:
+    (loss, parts), gradients = jax.value_and_grad(loss_of, has_aux=True)(model, batch)
+    logits = model(batch.tokens, positions=batch.positions, segment_ids=batch.segment_ids)
+    return loss, parts, gradients, logits
+
+
+def batch_of(case: Case) -> Batch:
+    batch = packed_batch(case.config)
+    if case.packed:
+        return batch
+    return Batch(tokens=batch.tokens, targets=batch.targets, weights=batch.weights)
+
+
+@functools.cache
+def source(dense: bool) -> Mixtral:
+    """The weights of every model here, on one device; scales away from one, as after training."""
+    model = new_model(DENSE if dense else SPARSE)
+
+    def shake(path: Any, leaf: jax.Array) -> jax.Array:
+        if "scale" not in jax.tree_util.keystr(path):
+            return leaf
+        return leaf + 0.1 * jax.random.normal(jax.random.key(leaf.ndim), leaf.shape)
+
+    return jax.tree_util.tree_map_with_path(shake, model)
+
+
+@functools.cache
+def alone(dense: bool, packed: bool) -> Results:
+    model = source(dense)
+    batch = jax.tree.map(jnp.asarray, batch_of(Case("", dense=dense, packed=packed)))
+    return Results(*evaluate(model, batch), model)
+
+
+@functools.cache
+def on_mesh(case: Case) -> Results:
+    mesh = mesh_of(case.mesh, case.mode)
+    model = model_on_mesh(source(case.dense), case.config, mesh)
+    with jax.set_mesh(mesh):
+        batch = jax.device_put(batch_of(case), batch_sharding(mesh, model.layout))
+        return Results(*evaluate(model, batch), model)
+
+
+@pytest.mark.parametrize("case", [*PIPELINED, *UNPIPELINED, *DENSELY], ids=str)
+def test_equals_one_device(case: Case) -> None:
+    """Loss, its parts, gradients and logits; gradients lie where their parameters lie."""
+    got, want = on_mesh(case), alone(case.dense, case.packed)
+    assert_close((got.loss, got.parts, got.logits), (want.loss, want.parts, want.logits), 1e-5)
+    assert_close(got.gradients, want.gradients, 1e-4)
+    assert_same_placement(got.gradients, got.model)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in PIPELINED if case._replace(mode="auto") in PIPELINED], ids=str
+)
+def test_explicit_and_auto_give_the_same_numbers(case: Case) -> None:
+    if case.mode == "auto":
+        case = case._replace(mode="explicit")
+    explicit, auto = on_mesh(case), on_mesh(case._replace(mode="auto"))
+    assert_close(explicit.loss, auto.loss, 1e-6)
+    assert_close(explicit.logits, auto.logits, 1e-5)
+    assert_close(explicit.gradients, auto.gradients, 1e-5)
+
+
+def test_load_balance_counts_in_the_loss() -> None:
+    entropy, balance = alone(dense=False, packed=True).parts
+    assert float(alone(dense=False, packed=True).loss) == pytest.approx(
+        float(entropy) + 0.1 * float(balance), rel=1e-6
+    )
+    assert float(balance) > SPARSE.model.num_experts_per_token
+
+
+@pytest.mark.parametrize("remat", ["none", "save_qkv_proj"])
+def test_remat_changes_nothing(remat: str) -> None:
+    config = replace(SPARSE, "pipeline", remat=remat)
+    plain = jax.eval_shape(lambda: Mixtral(config, rngs=nnx.Rngs(0)))
+    plain = jax.tree.unflatten(jax.tree.structure(plain), jax.tree.leaves(source(dense=False)))
+    loss, _, gradients, _ = evaluate(plain, jax.tree.map(jnp.asarray, batch_of(Case(""))))
+    want = alone(dense=False, packed=True)
+    assert_close(loss, want.loss, 1e-6)
+    assert_close(gradients, want.gradients, 1e-5)
+
+
+def matrix_products(config: Config) -> int:
+    """Products in the program of a gradient, recomputed ones included."""
+    model = jax.eval_shape(lambda: Mixtral(config, rngs=nnx.Rngs(0)))
+    batch = jax.tree.map(jnp.asarray, batch_of(Case("")))
+    gradient = jax.grad(lambda model: loss_of(model, batch)[0])
+    jaxpr = jax.make_jaxpr(gradient)(model)
+    return sum(equation.primitive.name == "dot_general" for equation in equations(jaxpr))
+
+
+def test_remat_policies_recompute_less_and_less() -> None:
+    """Every policy that keeps more computes fewer products again."""
+    names = ("full", "save_out_proj", "save_dot_except_mlp", "minimal", "none")
+    counts = [matrix_products(replace(SPARSE, "pipeline", remat=name)) for name in names]
+    assert counts == sorted(counts, reverse=True)
+    assert len(set(counts)) == len(counts)
+
+
+def test_layer_inputs_are_kept_or_not() -> None:
+    """Of a stage with several layers, the input of each is one more array per tick, if asked."""
+    mesh = mesh_of("stage=2")
+
+    def kept(save: bool) -> int:
+        config = replace(SPARSE, "pipeline", save_decoder_layer_input=save)
+        with jax.set_mesh(mesh):
+            model = abstract_state(config, mesh).model
+            batch = jax.tree.map(jnp.asarray, batch_of(Case("")))
+            jaxpr = jax.make_jaxpr(jax.grad(lambda model: loss_of(model, batch)[0]))(model)
+        ticks, layers = 5, 2
+        return sum(
+            variable.aval.shape == (ticks, layers, 2, 4, 8, 16)
+            or variable.aval.shape == (ticks, 2, layers, 4, 8, 16)
+            for equation in equations(jaxpr)
+            if equation.primitive.name == "scan"
+            for variable in equation.outvars
+        )
+
+    assert kept(True) == 1
+    assert kept(False) == 0
+
+
+# ---- shardings ---------------------------------------------------------------------------------
+
+
+@functools.cache
+def stepped(mesh_text: str, mode: str) -> tuple[Any, Any, Any]:
+    """A fresh state's arrays as numpy, its abstract twin, and the state after one step."""
+    config = replace(SPARSE, "pipeline", sharding=mode)
+    mesh = mesh_of(mesh_text, mode)
+    with jax.set_mesh(mesh):
+        state = make_state(config, mesh)
+        before = jax.tree.map(np.asarray, state.model)
+        twin = abstract_state(config, mesh)
+        assert_same_placement(state, twin)
+        batch = jax.device_put(batch_of(Case("")), batch_sharding(mesh, state.model.layout))
+        with optax_promotion():
+            after, _ = jit_train_step(state, mesh)(state, batch)
+    return before, twin, after
+
+
+MESHES = [("stage=4,fsdp=2", "explicit"), ("stage=2,tensor=2,expert=2", "auto")]
+
+each_mesh = pytest.mark.parametrize(("mesh", "mode"), MESHES)
+
+
+@each_mesh
+def test_a_step_keeps_every_array_in_its_place(mesh: str, mode: str) -> None:
+    """Parameters and both moments of the optimizer."""
+    _, twin, after = stepped(mesh, mode)
+    assert_same_placement(after, twin)
+    weights = arrays_by_path(after.model)
+    moments = arrays_by_path(after.optimizer)
+    for path, leaf in weights.items():
+        of_leaf = [moments[name] for name in moments if f"/{name}".endswith(f"u/{path}")]
+        assert len(of_leaf) == 2, path
+        for moment in of_leaf:
+            assert moment.sharding.is_equivalent_to(leaf.sharding, leaf.ndim), path
+
+
+def test_where_the_weights_lie() -> None:
+    """Embedding and head are spread over the stages too; every layer lies on its stage."""
+    _, _, after = stepped(*MESHES[0])
+    attention, experts = after.model.layers.attention, after.model.layers.feed_forward
+    want = {
+        "embedding": (after.model.embedding.embedding, P("stage", "fsdp")),
+        "head": (after.model.head, P("fsdp", "stage")),
+        "query": (attention.query, P(None, "stage", None, "fsdp", None, None)),
+        "out": (attention.out, P(None, "stage", None, None, None, "fsdp")),
+        "gate": (experts.gate, P(None, "stage", None, None, "fsdp", None)),
+        "down": (experts.down, P(None, "stage", None, None, None, "fsdp")),
+        "router": (experts.router, P(None, "stage", None, "fsdp", None)),
+        "norm": (after.model.layers.attention_norm.scale, P(None, "stage", None, None)),
+        "last norm": (after.model.norm.scale, P(None)),
+    }
+    mesh = mesh_of(MESHES[0][0])
+    for name, (variable, spec) in want.items():
+        array = variable.get_value()
+        assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), array.ndim), (
+            f"{name}: {array.sharding.spec}"
+        )
+
+
+@each_mesh
+def test_initial_values_do_not_depend_on_the_mesh(mesh: str, mode: str) -> None:
+    before, _, _ = stepped(mesh, mode)
+    assert_close(before, new_model(SPARSE), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "experts", "repeats", "spec"),
+    [
+        ("stage=4,fsdp=2", 4, 1, P("stage", "fsdp", None, None)),
+        ("stage=2,fsdp=2,tensor=2", 4, 2, P("stage", "fsdp", None, None)),
+        ("stage=2,fsdp=2,tensor=2", 1, 2, P("stage", "fsdp", None, None)),
+        ("data=2,stage=2,expert=2", 4, 1, P("stage", ("data", "expert"), None, None)),
+        ("fsdp=4,tensor=2", 1, 1, P("fsdp", None, None)),
+        ("data=2,expert=2", 4, 1, P(("data", "expert"), None, None)),
+    ],
+)
+def test_the_types_show_each_layers_output(mesh: str, experts: int, repeats: int, spec: P) -> None:
+    """In explicit mode the scan over a stage's layers carries activations of the intended spec."""
+    config = replace(SPARSE, "model", num_experts=experts, num_experts_per_token=min(experts, 2))
+    config = replace(config, "pipeline", num_repeats=repeats)
+    grid = mesh_of(mesh)
+    with jax.set_mesh(grid):
+        model = abstract_state(config, grid).model
+        tokens = jax.ShapeDtypeStruct(
+            (16, 8), jnp.int32, sharding=batch_sharding(grid, model.layout)
+        )
+        jaxpr = jax.make_jaxpr(lambda model, tokens: model.hidden(tokens)[0])(model, tokens)
+    stages = grid.shape["stage"]
+    shape = (stages, 4, 8, 16) if stages > 1 else (16, 8, 16)
+    carried = [
+        variable.aval.sharding.spec
+        for equation in equations(jaxpr)
+        if equation.primitive.name == "scan"
+        for variable in equation.outvars[: equation.params["num_carry"]]
+        if variable.aval.shape == shape
+    ]
+    # Without stages the one scan is over layers; with them the outer one is over ticks.
+    assert len(carried) >= (2 if stages > 1 else 1)
+    assert {without_tail(found) for found in carried} == {without_tail(spec)}
+    last = jaxpr.jaxpr.outvars[0].aval
+    whole = ("stage", *spec[1:]) if stages > 1 else spec
+    assert without_tail(last.sharding.spec) == without_tail(P(*whole))
+
+
+def without_tail(spec: P) -> tuple[Any, ...]:
+    """A spec without what says nothing at its end."""
+    entries = [entry or None for entry in spec]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return tuple(entries)
+
+
+# ---- the formula -------------------------------------------------------------------------------
+
+
+def by_numpy(model: Mixtral, tokens: Any, positions: Any, segments: Any) -> np.ndarray:
+    """Logits in float64, written from the rules and not from the package."""
+    config = model.config.model
+
+    def weight(variable: nnx.Variable) -> np.ndarray:
+        return np.asarray(variable.get_value(), np.float64)
+
+    def norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + config.norm_epsilon) * scale
+
+    def softmax(x: np.ndarray) -> np.ndarray:
+        x = np.exp(x - x.max(axis=-1, keepdims=True))
+        return x / x.sum(axis=-1, keepdims=True)
+
+    def silu(x: np.ndarray) -> np.ndarray:
+        return x / (1 + np.exp(-x))
+
+    def rope(x: np.ndarray) -> np.ndarray:  # [batch, seq, heads, head_dim]
+        half = config.head_dim // 2
+        angle = positions[:, :, None] / config.rope_theta ** (np.arange(half) / half)
+        turn = np.exp(1j * angle)[:, :, None, :]
+        z = (x[..., :half] + 1j * x[..., half:]) * turn
+        return np.concatenate([z.real, z.imag], axis=-1)
+
+    def attention(x: np.ndarray, layer: int) -> np.ndarray:
+        part = model.layers.attention
+        q, k, v = (
+            np.einsum("bsd,dhk->bshk", x, weight(kernel)[0, 0, layer])
+            for kernel in (part.query, part.key, part.value)
+        )
+        group = config.num_heads // config.num_kv_heads
+        k, v = np.repeat(rope(k), group, axis=2), np.repeat(v, group, axis=2)
+        scores = config.attention_scale * np.einsum("bqhk,bphk->bhqp", rope(q), k)
+        length = x.shape[1]
+        may = np.tril(np.ones((length, length), bool)) & (
+            segments[:, :, None] == segments[:, None, :]
+        )
+        mixed = np.einsum("bhqp,bphk->bqhk", softmax(np.where(may[:, None], scores, -1e30)), v)
+        return np.einsum("bshk,hkd->bsd", mixed, weight(part.out)[0, 0, layer])
+
+    def feed_forward(x: np.ndarray, layer: int) -> np.ndarray:
+        part = model.layers.feed_forward
+        gate, up, down = (weight(kernel)[0, 0, layer] for kernel in (part.gate, part.up, part.down))
+        if config.num_experts == 1:
+            return (silu(x @ gate) * (x @ up)) @ down
+        logits = x @ weight(part.router)[0, 0, layer]
+        out = np.zeros_like(x)
+        for index in np.ndindex(x.shape[:2]):
+            best = np.argsort(-logits[index])[: config.num_experts_per_token]
+            for share, e in zip(softmax(logits[index][best]), best, strict=True):
+                token = x[index]
+                out[index] += share * ((silu(token @ gate[e]) * (token @ up[e])) @ down[e])
+        return out
+
+    x = weight(model.embedding.embedding)[tokens]
+    for layer in range(config.num_layers):
+        h = x + attention(norm(x, weight(model.layers.attention_norm.scale)[0, 0, layer]), layer)
+        scale = weight(model.layers.feed_forward_norm.scale)[0, 0, layer]
+        x = h + feed_forward(norm(h, scale), layer)
+    return norm(x, weight(model.norm.scale)) @ weight(model.head)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_logits_equal_plain_numpy(dense: bool) -> None:
+    batch = batch_of(Case("", dense=dense))
+    want = by_numpy(source(dense), batch.tokens, batch.positions, batch.segment_ids)
+    assert_close(alone(dense, packed=True).logits, want, 1e-5)
+
+
+def test_other_numbers_in_the_formula() -> None:
+    """Attention scale, rotary base and epsilon reach the formula."""
+    config = small_config(
+        model={"attention_scale": 0.5, "rope_theta": 50.0, "norm_epsilon": 0.1, "num_layers": 2}
+    )
+    model, batch = new_model(config), packed_batch(config)
+    logits = jax.jit(lambda model, batch: model(batch.tokens))(model, batch)
+    positions = np.broadcast_to(np.arange(8), batch.tokens.shape)
+    assert_close(logits, by_numpy(model, batch.tokens, positions, np.ones((8, 8))), 1e-5)
+
+
+def test_cross_entropy_and_weights() -> None:
+    """Σ weights · entropy / (Σ weights + 1e-8), from the logits."""
+    results, batch = alone(dense=False, packed=True), batch_of(Case(""))
+    logits = np.asarray(results.logits, np.float64)
+    largest = logits.max(axis=-1, keepdims=True)
+    entropy = (largest + np.log(np.exp(logits - largest).sum(-1, keepdims=True)))[..., 0]
+    entropy -= np.take_along_axis(logits, batch.targets[..., None], axis=-1)[..., 0]
+    want = np.sum(entropy * batch.weights) / (np.sum(batch.weights) + 1e-8)
+    assert float(results.parts[0]) == pytest.approx(want, rel=1e-5)
+
+
+def test_a_batch_without_any_target_costs_nothing() -> None:
+    batch = batch_of(Case(""))
+    batch = Batch(tokens=batch.tokens, targets=batch.targets, weights=0 * batch.weights)
+    model = source(dense=True)
+    loss, gradients = jax.jit(jax.value_and_grad(lambda m, b: loss_of(m, b)[0]))(model, batch)
+    assert float(loss) == 0.0
+    assert all(np.all(np.asarray(leaf) == 0) for leaf in jax.tree.leaves(gradients))
+
+
+def test_documents_of_a_row_do_not_see_each_other() -> None:
+    """Packed in one row, two documents get the logits that each gets alone."""
+    tokens = np.random.default_rng(3).integers(32, size=(8, 8), dtype=np.int32)
+    segments = np.repeat([[1, 1, 1, 2, 2, 2, 2, 2]], 8, axis=0).astype(np.int32)
+    positions = np.repeat([[0, 1, 2, 0, 1, 2, 3, 4]], 8, axis=0).astype(np.int32)
+    apply = jax.jit(lambda model, tokens, **side: model(tokens, **side))
+    model = source(dense=False)
+    packed = apply(model, tokens, positions=positions, segment_ids=segments)
+    second = np.concatenate([tokens[:, 3:], tokens[:, :3]], axis=1)
+    assert_close(packed[:, :3], apply(model, tokens)[:, :3], 1e-5)
+    assert_close(packed[:, 3:], apply(model, second)[:, :5], 1e-5)
+
+
+def test_scale_offset_shifts_the_stored_scales() -> None:
+    """A model whose scales are stored around zero computes what one around one does."""
+    model = source(dense=False)
+    shifted = new_model(replace(SPARSE, "model", norm_scale_offset=1.0))
+
+    def shift(path: Any, leaf: jax.Array) -> jax.Array:
+        return leaf - 1.0 if "scale" in jax.tree_util.keystr(path) else leaf
+
+    leaves = jax.tree.leaves(jax.tree_util.tree_map_with_path(shift, model))
+    shifted = jax.tree.unflatten(jax.tree.structure(shifted), leaves)
+    batch = batch_of(Case(""))
+    logits = jax.jit(
+        lambda m, b: m(b.tokens, positions=b.positions, segment_ids=b.segment_ids)
+    )(shifted, batch)
+    assert_close(logits, alone(dense=False, packed=True).logits, 1e-5)
+
+
+# ---- dtypes and input errors -------------------------------------------------------------------
+
+
+def test_bfloat16_activations() -> None:
+    """No dtype mixes silently; hidden states are bfloat16, gradients keep the weights' float32."""
+    case = Case("stage=2,fsdp=2", repeats=2)
+    config = replace(case.config, "model", dtype="bfloat16")
+    mesh = mesh_of(case.mesh)
+    model = model_on_mesh(source(dense=False), config, mesh)
+    with jax.set_mesh(mesh):
+        batch = jax.device_put(batch_of(case), batch_sharding(mesh, model.layout))
+        loss, _, gradients, logits = evaluate(model, batch)
+        hidden = jax.eval_shape(lambda model: model.hidden(batch.tokens)[0], model)
+    assert hidden.dtype == jnp.bfloat16
+    assert logits.dtype == loss.dtype == jnp.float32
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradients))
+    assert float(loss) == pytest.approx(float(alone(dense=False, packed=True).loss), rel=2e-2)
+
+
+def test_everything_in_half_precision() -> None:
+    config = small_config(model={"dtype": "float16", "param_dtype": "float16", "num_layers": 1})
+    loss, _, gradients, _ = evaluate(new_model(config), packed_batch(config))
+    assert np.isfinite(loss)
+    for leaf in jax.tree.leaves(gradients):
+        assert leaf.dtype == jnp.float16
+        assert np.all(np.isfinite(leaf))
+
+
+def test_a_model_of_another_mesh_is_refused() -> None:
+    with jax.set_mesh(mesh_of("stage=4")):
+        model = jax.eval_shape(lambda: Mixtral(SPARSE, rngs=nnx.Rngs(0)))
+    tokens = jnp.zeros((8, 8), jnp.int32)
+    with jax.set_mesh(mesh_of("stage=2")), pytest.raises(InputError, match="same mesh"):
+        jax.eval_shape(lambda model: model(tokens), model)
+
+
+def test_a_batch_that_does_not_split_is_refused() -> None:
+    with jax.set_mesh(mesh_of("stage=4")):
+        model = jax.eval_shape(lambda: Mixtral(SPARSE, rngs=nnx.Rngs(0)))
+        with pytest.raises(InputError, match="global_batch=6 does not split into 4 microbatches"):
+            jax.eval_shape(lambda model: model(jnp.zeros((6, 8), jnp.int32)), model)
+
+
+def test_another_sequence_length_than_configured() -> None:
+    """The config's sequence length is that of training; a call may have any."""
+    tokens = jnp.zeros((8, 5), jnp.int32)
+    assert jax.eval_shape(lambda m: m(tokens), source(dense=False)).shape == (8, 5, 32)

@@ -1,0 +1,235 @@
+"""The functions of `nnx_pipeline.ops`, and the two modules that are little more than one of them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import assert_close, assert_same_placement, float_rows, mesh_of, replace, small_config
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from nnx_pipeline import Embed, ModelConfig, RMSNorm
+from nnx_pipeline.lab.variants import einsum_scale
+from nnx_pipeline.ops.attention import allowed, dot_product_attention
+from nnx_pipeline.ops.norm import rms_norm
+from nnx_pipeline.ops.rotary import rotate
+from nnx_pipeline.ops.router import combine_weights, load_balance_loss, route
+
+WHOLE = P(None, None, None, None, None)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm(offset: float) -> None:
+    x, scale = float_rows(3, 5, 8), float_rows(8, seed=1)
+    wide = np.asarray(x, np.float64)
+    want = wide / np.sqrt(np.mean(wide**2, -1, keepdims=True) + 1e-5) * (np.asarray(scale) + offset)
+    for apply_scale in ({}, {"apply_scale": einsum_scale}):
+        got = rms_norm(x, scale, epsilon=1e-5, scale_offset=offset, **apply_scale)
+        assert_close(got, want, 1e-6)
+
+
+def test_rms_norm_in_bfloat16_squares_in_float32() -> None:
+    x = jnp.full((1, 4), 300.0, jnp.bfloat16) + jnp.arange(4, dtype=jnp.bfloat16)
+    got = rms_norm(x, jnp.ones(4), epsilon=1e-5)
+    wide = np.asarray(x, np.float32)
+    want = (wide / np.sqrt(np.mean(wide**2) + 1e-5)).astype(jnp.bfloat16)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(got), want)
+
+
+def test_scale_offset_of_a_new_norm() -> None:
+    """A new norm scales by one, whatever offset its stored scale is around."""
+    config, x = small_config(), float_rows(2, 16)
+    for offset in (0.0, 1.0):
+        norm = RMSNorm(
+            replace(config, "model", norm_scale_offset=offset).model, rngs=nnx.Rngs(0)
+        )
+        assert_close(norm.scale[...], jnp.full(16, 1.0 - offset), 0.0)
+        assert_close(norm(x), rms_norm(x, jnp.ones(16), epsilon=1e-5), 1e-6)
+
+
+def test_rotary_turns_half_split_pairs() -> None:
+    x, theta = float_rows(2, 3, 2, 6), 100.0
+    positions = jnp.array([[0, 1, 2], [7, 5, 0]], jnp.int32)
+    want = np.array(x, np.float64)
+    for i in range(3):
+        angle = np.asarray(positions, np.float64)[:, :, None] / theta ** (2 * i / 6)
+        a, b = np.array(x[..., i], np.float64), np.array(x[..., i + 3], np.float64)
+        want[..., i] = a * np.cos(angle) - b * np.sin(angle)
+        want[..., i + 3] = b * np.cos(angle) + a * np.sin(angle)
+    assert_close(rotate(x, positions, theta=theta), want, 1e-6)
+
+
+def test_allowed_reads_backwards_and_within_the_segment() -> None:
+    segments = jnp.array([[1, 1, 2, 0, 0]], jnp.int32)
+    want = np.array(
+        [
+            [1, 0, 0, 0, 0],
+            [1, 1, 0, 0, 0],
+            [0, 0, 1, 0, 0],
+            [0, 0, 0, 1, 0],
+            [0, 0, 0, 1, 1],  # padding reads padding
+        ],
+        bool,
+    )
+    np.testing.assert_array_equal(allowed(5, segments)[0], want)
+    np.testing.assert_array_equal(allowed(5, None)[0], np.tril(np.ones((5, 5), bool)))
+
+
+def test_attention_reads_the_kv_head_of_its_group() -> None:
+    query, key = float_rows(1, 4, 6, 5), float_rows(1, 4, 2, 5, seed=1)
+    value = float_rows(1, 4, 2, 5, seed=2)
+    got = dot_product_attention(query, key, value, scale=0.3, grouped=WHOLE)
+    want = np.zeros(got.shape)
+    for head in range(6):
+        q, k, v = (
+            np.asarray(x, np.float64)[0]
+            for x in (query[:, :, head], key[:, :, head // 3], value[:, :, head // 3])
+        )
+        scores = np.where(np.tril(np.ones((4, 4))) > 0, 0.3 * q @ k.T, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        want[0, :, head] = weights / weights.sum(-1, keepdims=True) @ v
+    assert_close(got, want, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_attention_in_half_precision_masks_finitely(dtype: str) -> None:
+    query, key, value = (float_rows(1, 3, 2, 4, seed=s).astype(dtype) for s in range(3))
+    got = dot_product_attention(query, key, value, jnp.array([[1, 2, 0]]), grouped=WHOLE)
+    assert got.dtype == jnp.dtype(dtype)
+    assert_close(got, value, 1e-6)  # every place reads only itself
+
+
+def test_the_router_takes_the_softmax_of_the_best() -> None:
+    logits = jnp.array([[1.0, 4.0, 2.0, 3.0], [0.0, 0.0, -1.0, 5.0]])
+    weights, experts = route(logits, 2)
+    np.testing.assert_array_equal(experts, [[1, 3], [3, 0]])
+    share = np.exp([4.0, 3.0]) / np.exp([4.0, 3.0]).sum()
+    assert_close(weights[0], share, 1e-6)
+    combined = combine_weights(weights, experts, 4)
+    assert_close(combined[0], np.array([0, share[0], 0, share[1]]), 1e-6)
+    assert_close(jnp.sum(combined, axis=-1), jnp.ones(2), 1e-6)
+
+
+def test_load_balance_by_hand() -> None:
+    """experts · Σ_e (choices of e per token) · (mean probability of e)."""
+    logits = float_rows(4, 6, 3)
+    chosen = jax.lax.top_k(logits, 2)[1]
+    probability = np.asarray(jax.nn.softmax(logits, axis=-1), np.float64)
+    counts = np.eye(3)[np.asarray(chosen)].sum(axis=2)
+
+    def by_hand(rows: slice) -> float:
+        share, mean = counts[rows].mean(axis=(0, 1)), probability[rows].mean(axis=(0, 1))
+        return 3 * float(np.sum(share * mean))
+
+    whole = load_balance_loss(logits, chosen, 1)
+    halves = load_balance_loss(logits, chosen, 2)
+    assert float(whole) == pytest.approx(by_hand(slice(0, 4)), rel=1e-5)
+    assert float(halves) == pytest.approx(
+        (by_hand(slice(0, 2)) + by_hand(slice(2, 4))) / 2, rel=1e-5
+    )
+    assert float(whole) != pytest.approx(float(halves), rel=1e-5)
+
+
+def test_load_balance_is_lowest_when_even() -> None:
+    """k with even use of the experts, and more when all tokens go to the same ones."""
+    even = jnp.array([[0, 1], [2, 3]])[None]
+    assert float(load_balance_loss(jnp.zeros((1, 2, 4)), even, 1)) == pytest.approx(2.0)
+    steep = jnp.broadcast_to(jnp.array([9.0, 9.0, 0.0, 0.0]), (1, 2, 4))
+    same = jnp.array([[0, 1], [0, 1]])[None]
+    assert float(load_balance_loss(steep, same, 1)) == pytest.approx(4.0, rel=1e-3)
+
+
+def embed(method: str, **changes: object) -> Embed:
+    config = replace(small_config(), "model", embedding=method, **changes).model
+    return Embed(config, rngs=nnx.Rngs(0))
+
+
+def test_gather_and_one_hot_read_the_same_rows() -> None:
+    tokens = jnp.array([[0, 31, 5], [7, 7, 1]], jnp.int32)
+    gather, one_hot = embed("gather"), embed("one_hot")
+    want = np.asarray(gather.embedding[...])[np.asarray(tokens)]
+    np.testing.assert_array_equal(gather(tokens), want)
+    np.testing.assert_array_equal(one_hot(tokens), want)
+    assert embed("gather", dtype="bfloat16")(tokens).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("mode", ["explicit", "auto"])
+@pytest.mark.parametrize("method", ["gather", "one_hot"])
+def test_embedding_on_a_mesh(method: str, mode: str) -> None:
+    """Values and gradients with the table spread over all devices."""
+    tokens = np.random.default_rng(0).integers(32, size=(8, 4), dtype=np.int32)
+    rows = P(("stage", "fsdp"), None)
+    plain = embed(method)
+
+    def gradient(out: P) -> Any:
+        return jax.jit(jax.grad(lambda table, ids: jnp.sum(jnp.sin(table(ids, out=out)))))
+
+    want = gradient(P())(plain, jnp.asarray(tokens))
+    mesh = mesh_of("stage=2,fsdp=2,tensor=2", mode)
+    with jax.set_mesh(mesh):
+        table = jax.device_put(plain, NamedSharding(mesh, P(("stage", "tensor"), "fsdp")))
+        got = gradient(P(*rows, None))(table, jax.device_put(tokens, NamedSharding(mesh, rows)))
+    assert_close(got, want, 1e-5)
+    assert_same_placement(got, table)
+
+
+def abstract_embed(vocab: int, method: str = "auto", dtype: str = "bfloat16") -> Embed:
+    config = ModelConfig(
+        vocab_size=vocab,
+        embed_dim=4096,
+        mlp_dim=8,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        dtype=dtype,
+        embedding=method,
+    )
+    return jax.eval_shape(lambda: Embed(config, rngs=nnx.Rngs(0)))
+
+
+@pytest.mark.parametrize(
+    ("vocab", "tokens", "dtype", "one_hot"),
+    [
+        (102_400, 8 * 4096, "bfloat16", False),  # 6.7 GB
+        (32_000, 8 * 4096, "bfloat16", True),  # 2.10e9 bytes, below 2 · 1024³
+        (32_768, 8 * 4096, "bfloat16", True),  # exactly 2 · 1024³
+        (32_769, 8 * 4096, "bfloat16", False),
+        (32_000, 8 * 4096, "float32", False),
+        (128, 16 * 64, "float32", True),
+    ],
+)
+def test_auto_takes_one_hot_up_to_two_gigabytes(
+    vocab: int, tokens: int, dtype: str, one_hot: bool
+) -> None:
+    assert abstract_embed(vocab, dtype=dtype).uses_one_hot(tokens) is one_hot
+
+
+def test_a_named_method_is_taken_whatever_the_size() -> None:
+    assert abstract_embed(102_400, "one_hot").uses_one_hot(8 * 4096)
+    assert not abstract_embed(32, "gather").uses_one_hot(1)
+
+
+def test_auto_does_as_it_says() -> None:
+    """The lookup of a large vocabulary holds no array as large as its one-hot rows."""
+    tokens = jax.ShapeDtypeStruct((8, 4096), jnp.int32)
+
+    def makes_product(vocab: int) -> bool:
+        jaxpr = jax.make_jaxpr(lambda table, ids: table(ids))(abstract_embed(vocab), tokens)
+        return "dot_general" in str(jaxpr)
+
+    assert makes_product(32_000)
+    assert not makes_product(102_400)
+
+
+@pytest.mark.parametrize("method", ["gather", "one_hot"])
+@pytest.mark.parametrize("token", [32, 1000, -1])
+def test_tokens_outside_the_table_read_nan(method: str, token: int) -> None:
+    """A wrong id is seen at once, and the same whichever way `auto` takes."""
+    rows = embed(method)(jnp.array([[3, token]], jnp.int32))
+    assert np.all(np.isfinite(rows[0, 0]))
+    assert np.all(np.isnan(rows[0, 1]))

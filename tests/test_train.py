@@ -1,0 +1,170 @@
+"""Training: the data, one step by hand, fifty steps on different meshes."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import (
+    arrays_by_path,
+    assert_close,
+    mesh_of,
+    new_model,
+    optax_promotion,
+    packed_batch,
+    replace,
+    small_config,
+)
+
+from nnx_pipeline import Config, preset
+from nnx_pipeline.train import (
+    TrainState,
+    abstract_batch,
+    abstract_state,
+    jit_train_step,
+    loss_of,
+    make_optimizer,
+    make_state,
+)
+from nnx_pipeline.train.data import learnable_batches
+from nnx_pipeline.train.loop import train
+from nnx_pipeline.train.step import train_step
+
+
+def by_hand(config: Config, steps: int) -> tuple[dict[str, np.ndarray], list[float]]:
+    """AdamW with clipping in float64; gradients from JAX, everything else from the formulas."""
+    settings = config.train
+    model, batch = new_model(config), jax.tree.map(jnp.asarray, packed_batch(config))
+    gradient = jax.jit(jax.grad(lambda model, batch: loss_of(model, batch)[0]))
+    weights = {k: np.asarray(v, np.float64) for k, v in arrays_by_path(model).items()}
+    first = {path: np.zeros_like(value) for path, value in weights.items()}
+    second, norms = {**first}, []
+    for count in range(1, steps + 1):
+        leaves = [value.astype(np.float32) for value in weights.values()]
+        gradients = gradient(jax.tree.unflatten(jax.tree.structure(model), leaves), batch)
+        gradients = {k: np.asarray(v, np.float64) for k, v in arrays_by_path(gradients).items()}
+        norms.append(math.sqrt(sum(np.sum(g**2) for g in gradients.values())))
+        for path, g in gradients.items():
+            g = g * min(1.0, settings.clip_norm / norms[-1])
+            first[path] = settings.adam_b1 * first[path] + (1 - settings.adam_b1) * g
+            second[path] = settings.adam_b2 * second[path] + (1 - settings.adam_b2) * g**2
+            mean = first[path] / (1 - settings.adam_b1**count)
+            spread = np.sqrt(second[path] / (1 - settings.adam_b2**count))
+            update = mean / (spread + settings.adam_eps) + settings.weight_decay * weights[path]
+            weights[path] = weights[path] - settings.learning_rate * update
+    return weights, norms
+
+
+@pytest.mark.parametrize("clip_norm", [0.05, 1e3])
+def test_a_step_is_adamw_with_clipping(clip_norm: float) -> None:
+    """Two steps, so that the moments and their correction count."""
+    # The large epsilon keeps gradients near zero from deciding the sign of a whole update.
+    config = small_config(
+        model={"num_layers": 1},
+        train={
+            "learning_rate": 0.05,
+            "adam_b1": 0.8,
+            "adam_b2": 0.9,
+            "adam_eps": 1e-3,
+            "weight_decay": 0.3,
+            "clip_norm": clip_norm,
+        },
+    )
+    model, batch = new_model(config), jax.tree.map(jnp.asarray, packed_batch(config))
+    optimizer = make_optimizer(config.train).init(model)
+    state = TrainState(step=jnp.zeros((), jnp.int32), model=model, optimizer=optimizer)
+    step, norms = jax.jit(train_step), []
+    with optax_promotion():
+        for _ in range(2):
+            state, metrics = step(state, batch)
+            norms.append(float(metrics.gradient_norm))
+    weights, want_norms = by_hand(config, 2)
+    assert norms == pytest.approx(want_norms, rel=1e-4)
+    assert (norms[0] > clip_norm) == (clip_norm < 1)
+    assert_close(state.model, dict(weights), 1e-4)
+    assert int(state.step) == 2
+
+
+def test_the_state_is_donated() -> None:
+    """The old state is gone after the step, and the program writes the new one in its place."""
+    config = small_config(pipeline={"num_microbatches": 2})
+    mesh = mesh_of("stage=2,fsdp=2")
+    with jax.set_mesh(mesh), optax_promotion():
+        state = make_state(config, mesh)
+        batch = next(learnable_batches(config, mesh))
+        compiled = jit_train_step(state, mesh).lower(state, batch).compile()
+        new, metrics = compiled(state, batch)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((new, batch)))
+    per_device = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(new)
+    )
+    assert compiled.memory_analysis().alias_size_in_bytes >= per_device
+    assert all(metric.dtype == jnp.float32 for metric in metrics)
+
+
+def test_abstract_arguments_are_the_real_ones() -> None:
+    """What `compile` lowers with has the shapes, dtypes and shardings of what `train` runs with."""
+    config = small_config(pipeline={"num_microbatches": 4})
+    for mode in ("explicit", "auto"):
+        mesh = mesh_of("stage=4,fsdp=2", mode)
+        with jax.set_mesh(mesh):
+            batch, abstract = next(learnable_batches(config, mesh)), abstract_batch(config, mesh)
+            state = abstract_state(config, mesh)
+        for real, want in zip(jax.tree.leaves(batch), jax.tree.leaves(abstract), strict=True):
+            assert (real.shape, real.dtype) == (want.shape, want.dtype)
+            assert real.sharding.is_equivalent_to(want.sharding, real.ndim)
+        assert all(leaf.sharding.mesh.size == 8 for leaf in jax.tree.leaves(state))
+
+
+def test_batches_follow_a_rule_and_are_the_same_on_every_mesh() -> None:
+    config = small_config(train={"sequence_length": 128})
+    one, spread = mesh_of(""), mesh_of("stage=2,fsdp=2")
+    batch = next(learnable_batches(config, one, seed=3))
+    other = next(learnable_batches(config, spread, seed=3))
+    assert_close(other, batch, 0.0)
+    tokens, targets = np.asarray(batch.tokens), np.asarray(batch.targets)
+    np.testing.assert_array_equal(tokens[:, 1:], targets[:, :-1])
+    follower = {
+        token: np.bincount(targets[tokens == token], minlength=32).argmax()
+        for token in range(32)
+    }
+    assert len(set(follower.values())) == 32  # a permutation
+    followed = np.mean([follower[t] == n for t, n in zip(tokens.flat, targets.flat, strict=True)])
+    assert 0.8 < followed < 0.97
+    assert not np.array_equal(tokens, next(learnable_batches(config, one, seed=4)).tokens)
+
+
+@functools.cache
+def losses(mesh: str, steps: int) -> list[float]:
+    with optax_promotion():
+        return [float(m.loss) for m in train(preset("tiny"), mesh_of(mesh), steps=steps)]
+
+
+@pytest.mark.slow
+def test_tiny_learns_in_fifty_steps() -> None:
+    """It begins at or above log(vocabulary) and comes near what the rule leaves to guess."""
+    found = losses("stage=4,fsdp=2", 50)
+    assert len(found) == 50
+    assert found[0] > math.log(preset("tiny").model.vocab_size)
+    assert max(found[-5:]) < 0.25 * found[0]
+
+
+@pytest.mark.slow
+def test_the_pipeline_does_not_change_the_losses() -> None:
+    piped, plain = losses("stage=4,fsdp=2", 50), losses("", 50)
+    assert piped == pytest.approx(plain, abs=1e-4)
+
+
+def test_the_mesh_does_not_change_the_losses() -> None:
+    """The first steps, with the model cut in other ways."""
+    config = replace(small_config(pipeline={"num_microbatches": 2}), "train", learning_rate=1e-2)
+    found = []
+    for mesh in ("", "stage=2,tensor=2", "fsdp=4"):
+        with optax_promotion():
+            found.append([float(m.loss) for m in train(config, mesh_of(mesh), steps=4)])
+    assert found[1] == pytest.approx(found[0], abs=1e-5)
+    assert found[2] == pytest.approx(found[0], abs=1e-5)
