@@ -459,9 +459,9 @@ def test_scale_offset_shifts_the_stored_scales() -> None:
     leaves = jax.tree.leaves(jax.tree_util.tree_map_with_path(shift, model))
     shifted = jax.tree.unflatten(jax.tree.structure(shifted), leaves)
     batch = batch_of(Case(""))
-    logits = jax.jit(
-        lambda m, b: m(b.tokens, positions=b.positions, segment_ids=b.segment_ids)
-    )(shifted, batch)
+    logits = jax.jit(lambda m, b: m(b.tokens, positions=b.positions, segment_ids=b.segment_ids))(
+        shifted, batch
+    )
     assert_close(logits, alone(dense=False, packed=True).logits, 1e-5)
 
 

@@ -1,4 +1,4 @@
-"""The functions of `nnx_pipeline.ops`, and the two modules that are little more than one of them."""
+"""The functions of `nnx_pipeline.ops`, and two modules that are little more than one of them."""
 
 from typing import Any
 
@@ -44,9 +44,7 @@ def test_scale_offset_of_a_new_norm() -> None:
     """A new norm scales by one, whatever offset its stored scale is around."""
     config, x = small_config(), float_rows(2, 16)
     for offset in (0.0, 1.0):
-        norm = RMSNorm(
-            replace(config, "model", norm_scale_offset=offset).model, rngs=nnx.Rngs(0)
-        )
+        norm = RMSNorm(replace(config, "model", norm_scale_offset=offset).model, rngs=nnx.Rngs(0))
         assert_close(norm.scale[...], jnp.full(16, 1.0 - offset), 0.0)
         assert_close(norm(x), rms_norm(x, jnp.ones(16), epsilon=1e-5), 1e-6)
 

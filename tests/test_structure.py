@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FILES = sorted((ROOT / "nnx_pipeline").rglob("*.py")) + sorted((ROOT / "linen_compat").rglob("*.py"))
+FILES = sorted((ROOT / "nnx_pipeline").rglob("*.py")) + sorted(
+    (ROOT / "linen_compat").rglob("*.py")
+)
 LONGEST_FILE, LONGEST_FUNCTION = 350, 70
 
 # From the ground up: a module may import from its own line and from those above it.

@@ -129,8 +129,7 @@ def test_batches_follow_a_rule_and_are_the_same_on_every_mesh() -> None:
     tokens, targets = np.asarray(batch.tokens), np.asarray(batch.targets)
     np.testing.assert_array_equal(tokens[:, 1:], targets[:, :-1])
     follower = {
-        token: np.bincount(targets[tokens == token], minlength=32).argmax()
-        for token in range(32)
+        token: np.bincount(targets[tokens == token], minlength=32).argmax() for token in range(32)
     }
     assert len(set(follower.values())) == 32  # a permutation
     followed = np.mean([follower[t] == n for t, n in zip(tokens.flat, targets.flat, strict=True)])

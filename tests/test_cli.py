@@ -1,0 +1,476 @@
+"""The command line: exit codes, one line for every error, and the JSON that scripts rely on."""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from helpers import optax_promotion
+
+from nnx_pipeline import cli
+from nnx_pipeline.config import SECTIONS
+from nnx_pipeline.lab import experiments
+from nnx_pipeline.modules import Parts
+from nnx_pipeline.presets import PRESETS
+
+COMMANDS = ("models", "compile", "ab", "train", "schedule")
+SMALLEST = ("--model", "tiny", "--set", "model.num_layers=2", "--set", "train.sequence_length=16")
+MEMORY = {
+    "argument_bytes",
+    "output_bytes",
+    "alias_bytes",
+    "temp_bytes",
+    "heap_bytes",
+    "peak_bytes",
+    "generated_code_bytes",
+    "host_temp_bytes",
+}
+COLLECTIVES = {"all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"}
+VERSIONS = {"jax", "jaxlib", "flax", "libtpu", "python"}
+
+
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Ended]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command within this process."""
+
+    def run(*arguments: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["nnx-pipeline", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit, optax_promotion():
+            cli.main()
+        return Ended(exit.value.code or 0, *capsys.readouterr())
+
+    return run
+
+
+def in_a_process(*arguments: str) -> Ended:
+    """Runs a command as a user does; JAX begins afresh, with as many devices as it is told."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("JAX_", "XLA_", "TPU_"))
+    }
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    command = [sys.executable, "-c", "from nnx_pipeline.cli import main; main()", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+# ---- what is printed ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_an_example(run: Run, command: str) -> None:
+    ended = run(command, "--help")
+    assert ended.code == 0
+    assert f"Example: nnx-pipeline {command}" in ended.out
+    assert ended.err == ""
+
+
+def test_help_names_every_command(run: Run) -> None:
+    ended = run("--help")
+    assert ended.code == 0
+    assert all(command in ended.out for command in COMMANDS)
+
+
+def test_without_a_command_the_help_can_be_read(run: Run) -> None:
+    """Not squeezed into one line."""
+    ended = run()
+    lines = (ended.out + ended.err).splitlines()
+    assert any(line.strip().startswith("compile") for line in lines)
+
+
+def test_models(run: Run, tmp_path: Path) -> None:
+    shown = run("models")
+    assert shown.code == 0
+    assert "46.70 B" in shown.out
+    assert "12.88 B" in shown.out
+    assert "6.74 B" in shown.out
+    ended = run("models", "--json", "-")
+    assert ended.json["schema"] == 1
+    rows = {row["name"]: row for row in ended.json["models"]}
+    assert set(rows) == set(PRESETS)
+    assert rows["mixtral-8x7b"]["parameters"] > rows["mixtral-8x7b"]["active_parameters"]
+    path = tmp_path / "models.json"
+    assert run("models", "--json", str(path)).code == 0
+    assert json.loads(path.read_text()) == ended.json
+    assert list(tmp_path.iterdir()) == [path]  # nothing half-written is left
+
+
+def test_schedule(run: Run) -> None:
+    arguments = ("schedule", "--stages", "2", "--microbatches", "4", "--repeats", "2")
+    shown = run(*arguments)
+    assert shown.code == 0
+    assert "9 ticks, 1 of them idle" in shown.out
+    assert "0a" in shown.out
+    result = run(*arguments, "--json", "-").json
+    assert result["schema"] == 1
+    assert (result["ticks"], result["bubble_ticks"]) == (9, 1)
+    assert result["timetable"][0] == [[0, 0], None]
+    assert result["timetable"][-1] == [None, [3, 1]]
+
+
+def test_list_of_experiments(run: Run) -> None:
+    ended = run("ab", "--list", "--json", "-")
+    listed = {row["name"] for row in ended.json["experiments"]}
+    assert listed == set(experiments.EXPERIMENTS)
+    assert {"stage-shift", "stage-vmap", "norm-scale", "loss-chunks"} <= listed
+    assert "norm-scale" in run("ab", "--list").out
+
+
+# ---- compile -----------------------------------------------------------------------------------
+
+
+def check_measurement(result: dict[str, Any], platform: str) -> None:
+    """The fields of the contract, no more and no less, and figures that make sense."""
+    assert set(result) >= {
+        "schema",
+        "platform",
+        "mesh",
+        "config",
+        "memory",
+        "flops",
+        "xla_flops",
+        "bytes_accessed",
+        "collectives",
+        "seconds",
+        "versions",
+    }
+    assert result["schema"] == 1
+    assert result["platform"] == platform
+    assert set(result["config"]) == set(SECTIONS)
+    assert set(result["memory"]) == MEMORY
+    assert set(result["collectives"]) == COLLECTIVES
+    assert all(set(c) == {"ops", "executed", "bytes"} for c in result["collectives"].values())
+    assert set(result["seconds"]) == {"abstract_init", "trace", "lower", "compile"}
+    assert set(result["versions"]) >= VERSIONS
+    assert result["versions"]["jax"] == importlib.metadata.version("jax")
+    memory = result["memory"]
+    assert 0 < memory["alias_bytes"] <= memory["argument_bytes"]
+    assert memory["temp_bytes"] > 0
+    assert memory["heap_bytes"] > 0
+    assert result["flops"] > 0
+    permuted = result["collectives"]["collective-permute"]
+    assert permuted["executed"] >= permuted["ops"] > 0
+    assert permuted["bytes"] > 0
+
+
+def test_compile_for_cpu(run: Run, tmp_path: Path) -> None:
+    arguments = ("compile", *SMALLEST, "--mesh", "stage=2,fsdp=2")
+    program, path = tmp_path / "step.hlo", tmp_path / "step.json"
+    shown = run(*arguments, "--hlo", str(program), "--json", str(path))
+    assert shown.code == 0
+    assert "memory per device" in shown.out
+    assert "CPU figures mislead" in shown.out
+    assert "compiling" in shown.err  # progress
+    assert program.read_text().startswith("HloModule")
+    result = json.loads(path.read_text())
+    check_measurement(result, "cpu")
+    assert result["config"]["model"]["num_layers"] == 2
+    assert (result["mesh"]["stage"], result["mesh"]["fsdp"]) == (2, 2)
+
+
+def missing(*modules: str) -> bool:
+    return any(importlib.util.find_spec(name) is None for name in modules)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing("libtpu"), reason="libtpu is not installed")
+def test_compile_for_tpu() -> None:
+    """In its own process, as libtpu is loaded once per process and for good."""
+    ended = in_a_process(
+        *("compile", *SMALLEST, "--mesh", "stage=2,fsdp=4", "--platform", "tpu:v5p:2x2x2"),
+        *("--json", "-"),
+    )
+    assert ended.code == 0, ended.err
+    check_measurement(ended.json, "tpu:v5p:2x2x2")
+    assert ended.json["versions"]["libtpu"] == importlib.metadata.version("libtpu")
+    assert ended.json["memory"]["generated_code_bytes"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing("jax_cuda13_plugin"), reason="jax-cuda13-plugin is not installed")
+def test_compile_for_nvidia() -> None:
+    ended = in_a_process(
+        *("compile", *SMALLEST, "--mesh", "stage=2,fsdp=4", "--platform", "cuda:h100:8"),
+        *("--json", "-"),
+    )
+    assert ended.code == 0, ended.err
+    check_measurement(ended.json, "cuda:h100:8")
+    # Figures that this compiler does not give are null, never 0.
+    assert ended.json["memory"]["generated_code_bytes"] is None
+    assert ended.json["xla_flops"] is None
+
+
+# ---- ab ----------------------------------------------------------------------------------------
+
+
+def test_ab_compares_two_arms(run: Run) -> None:
+    mesh = ("--mesh", "stage=2,fsdp=2")
+    ended = run("ab", "norm-scale", *SMALLEST, *mesh, "--json", "-")
+    assert ended.code == 0, ended.err
+    assert (ended.json["schema"], ended.json["platform"]) == (1, "cpu")
+    (entry,) = ended.json["experiments"]
+    assert set(entry) >= {
+        "name",
+        "claim",
+        "difference",
+        "arms",
+        "delta_temp_bytes",
+        "ratio_temp",
+        "numerics",
+        "verdict",
+        "note",
+    }
+    assert entry["name"] == "norm-scale"
+    assert entry["verdict"] in ("holds", "no effect", "opposite", "not applicable")
+    for label, key in (("einsum", "a"), ("multiply", "b")):
+        arm = dict(entry["arms"][key])
+        assert arm.pop("label") == label
+        check_measurement(arm, "cpu")
+    a, b = (entry["arms"][key]["memory"]["temp_bytes"] for key in "ab")
+    assert entry["delta_temp_bytes"] == b - a
+    assert entry["ratio_temp"] == pytest.approx(b / a)
+    assert set(entry["numerics"]) >= {"max_abs_diff", "bitwise_equal"}
+    assert entry["numerics"]["max_abs_diff"] < 1e-4
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, label: str, scale: Callable[..., Any]) -> None:
+    """Adds an experiment whose second arm scales the norm in a way of its own."""
+    experiment = experiments.Experiment(
+        name="broken",
+        claim="test",
+        difference="one arm is broken",
+        a=experiments.Arm(label="whole"),
+        b=experiments.Arm(label=label, parts=Parts(apply_norm_scale=scale)),
+    )
+    monkeypatch.setitem(experiments.EXPERIMENTS, "broken", experiment)
+
+
+def test_an_arm_that_does_not_compile_leaves_the_other(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(x: Any, scale: Any) -> Any:
+        raise ValueError("this arm never compiles\nand says so at length")
+
+    broken(monkeypatch, "never", fail)
+    ended = run("ab", "broken", *SMALLEST, "--mesh", "stage=2,fsdp=2", "--json", "-")
+    assert ended.code == 1
+    (entry,) = ended.json["experiments"]
+    whole = dict(entry["arms"]["a"])
+    assert whole.pop("label") == "whole"
+    check_measurement(whole, "cpu")
+    assert entry["arms"]["b"] == {"label": "never"}
+    assert "this arm never compiles" in entry["note"]
+    assert entry["ratio_temp"] is None
+    assert ended.err.splitlines()[-1] == "nnx-pipeline: failed: broken; the notes say why"
+    assert "Traceback" not in ended.err
+
+
+def test_arms_that_compute_different_things_fail(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch, "larger", lambda x, scale: 1.001 * x * scale)
+    ended = run("ab", "broken", *SMALLEST, "--mesh", "stage=2,fsdp=2", "--json", "-")
+    assert ended.code == 1
+    (entry,) = ended.json["experiments"]
+    assert entry["numerics"]["within_tolerance"] is False
+    assert "differ" in entry["note"]
+
+
+def test_an_experiment_that_needs_stages(run: Run) -> None:
+    ended = run("ab", "stage-vmap", *SMALLEST, "--mesh", "fsdp=2", "--json", "-")
+    assert ended.code == 0
+    (entry,) = ended.json["experiments"]
+    assert entry["verdict"] == "not applicable"
+    assert "stage" in entry["note"]
+
+
+# ---- train -------------------------------------------------------------------------------------
+
+
+def test_train(run: Run) -> None:
+    ended = run("train", *SMALLEST, "--mesh", "stage=2,fsdp=2", "--steps", "3", "--json", "-")
+    assert ended.code == 0, ended.err
+    assert len(ended.json["losses"]) == ended.json["steps"] == 3
+    assert all(loss > 0 for loss in ended.json["losses"])
+    assert "training" in ended.err
+
+
+def test_a_loss_that_is_not_a_number_fails(run: Run) -> None:
+    rate = ("--set", "train.learning_rate=1e30", "--set", "train.clip_norm=1e30")
+    ended = run("train", *SMALLEST, *rate, "--steps", "3", "--json", "-")
+    assert ended.code == 1
+    assert "lower train.learning_rate" in ended.err.splitlines()[-1]
+    assert "Traceback" not in ended.err
+
+
+@pytest.mark.slow
+def test_a_fresh_process_makes_its_own_devices() -> None:
+    """Nothing but the result on standard output, progress on standard error."""
+    ended = in_a_process(
+        *("train", *SMALLEST, "--mesh", "stage=2,data=2", "--steps", "1", "--json", "-")
+    )
+    assert ended.code == 0, ended.err
+    assert len(ended.json["losses"]) == 1
+    assert "Traceback" not in ended.err
+
+
+# ---- bad input ---------------------------------------------------------------------------------
+
+COMPILE = ("compile", "--model", "tiny")
+
+BAD = [
+    (("compil",), "Did you mean 'compile'"),
+    (("compile",), "Missing option '--model'"),
+    ((*COMPILE, "--meshes", "stage=4"), "No such option"),
+    (("compile", "--model", "mixtral-smal"), "did you mean 'mixtral-small'?"),
+    ((*COMPILE, "--set", "model.num_layer=8"), "did you mean 'model.num_layers'?"),
+    ((*COMPILE, "--set", "model.grad_dtype=float32"), "no such config field"),
+    ((*COMPILE, "--set", "model.num_layers"), "not of the form key=value"),
+    ((*COMPILE, "--set", "model.num_layers=many"), "needs a whole number"),
+    ((*COMPILE, "--set", "model.attention=flash"), "choose one of: dot_product"),
+    ((*COMPILE, "--set", "train.global_batch=12", "--mesh", "stage=8"), "choose a multiple of 8"),
+    ((*COMPILE, "--mesh", "stages=4"), "did you mean 'stage'?"),
+    ((*COMPILE, "--mesh", "stage=3"), "choose a multiple of 3"),
+    ((*COMPILE, "--mesh", "context=2"), "use context=1"),
+    ((*COMPILE, "--mesh", "stage=four"), "write stage=N"),
+    ((*COMPILE, "--mesh", "stage=4,fsdp=2", "--platform", "cuda:h100:4"), "there are 4"),
+    ((*COMPILE, "--platform", "tpu"), "write for example tpu:v5p:2x2x2"),
+    ((*COMPILE, "--platform", "tpu:v5q:2x2x2"), "tpu:v5p:2x2x2"),
+    ((*COMPILE, "--platform", "cuda:a100:8"), "did you mean 'h100'?"),
+    ((*COMPILE, "--platform", "gpus"), "'gpus' is not known"),
+    ((*COMPILE, "--json", "/no/such/folder/x.json"), "--json /no/such/folder/x.json"),
+    ((*COMPILE, "--hlo", "/no/such/folder/x.hlo"), "--hlo /no/such/folder/x.hlo"),
+    ((*COMPILE, "--json", "/"), "--json /"),
+    (
+        (
+            *COMPILE,
+            *("--mesh", "stage=2", "--set", "pipeline.num_repeats=2"),
+            *("--set", "pipeline.shift=pad"),
+        ),
+        "choose more microbatches or 'slice'",
+    ),
+    (("ab", "norm-scal"), "did you mean 'norm-scale'?"),
+    (("ab", "norm-scale", "--mesh", "stage=3"), "choose a multiple of 3"),
+    (("train", "--model", "tiny"), "Missing option '--steps'"),
+    (("train", "--model", "tiny", "--steps", "0"), "0 is not in the range"),
+    (
+        ("train", "--model", "tiny", "--steps", "1", "--platform", "tpu:v5p:2x2x2"),
+        "use cpu or local",
+    ),
+    (("train", "--model", "tiny", "--steps", "1", "--mesh", "fsdp=3"), "choose a multiple of 3"),
+    (("schedule", "--stages", "4", "--microbatches", "6"), "choose a multiple of 4"),
+    (("schedule", "--stages", "0", "--microbatches", "6"), "0 is not in the range"),
+    (
+        ("schedule", "--stages", "2", "--microbatches", "2", "--schedule", "1f1b"),
+        "choose one of: circular",
+    ),
+    (("models", "--json", "/no/such/folder/x.json"), "--json /no/such/folder/x.json"),
+]
+
+
+def check_one_line(ended: Ended, *expected: str) -> None:
+    assert ended.code == 2
+    assert ended.out == ""
+    assert len(ended.err.splitlines()) == 1, ended.err
+    assert ended.err.startswith("nnx-pipeline")
+    assert "Traceback" not in ended.err
+    for part in expected:
+        assert part in ended.err
+
+
+@pytest.mark.parametrize(("arguments", "cure"), BAD, ids=lambda value: str(value)[:60])
+def test_bad_input_ends_in_one_line(run: Run, arguments: tuple[str, ...], cure: str) -> None:
+    if "tpu:v5q:2x2x2" in arguments and missing("libtpu"):
+        pytest.skip("libtpu is not installed")
+    if "cuda:h100:4" in arguments and missing("jax_cuda13_plugin"):
+        pytest.skip("jax-cuda13-plugin is not installed")
+    check_one_line(run(*arguments), cure)
+
+
+def test_a_folder_that_may_not_be_written(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Said before any work is done."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    check_one_line(run(*COMPILE, "--json", str(tmp_path / "x.json")), "can be written")
+
+
+@pytest.mark.parametrize(
+    ("platform", "package", "version", "expected"),
+    [
+        ("tpu:v5p:2x2x2", "libtpu", None, "libtpu, which is not installed; pip install 'libtpu"),
+        ("tpu:v5p:2x2x2", "libtpu", "0.0.1", "found 0.0.1"),
+        ("cuda:h100:8", "jax-cuda13-plugin", None, "pip install 'jax-cuda13-plugin"),
+    ],
+)
+def test_a_compiler_that_is_missing_or_wrong(
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    platform: str,
+    package: str,
+    version: str | None,
+    expected: str,
+) -> None:
+    real = importlib.metadata.version
+
+    def fake(name: str) -> str:
+        if name != package:
+            return real(name)
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", fake)
+    ended = run(*COMPILE, "--mesh", "stage=4,fsdp=2", "--platform", platform)
+    check_one_line(ended, expected, "pip install")
+
+
+def test_bad_input_in_a_fresh_process() -> None:
+    check_one_line(in_a_process(*COMPILE, "--mesh", "stage=5"), "choose a multiple of 5")
+
+
+def test_an_error_inside_the_compiler_is_a_failure(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit 1, with the first line of what went wrong."""
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("out of registers\nand a long story")
+
+    monkeypatch.setattr(cli, "measure_step", fail)
+    ended = run(*COMPILE)
+    assert ended.code == 1
+    assert ended.err.splitlines() == [
+        "nnx-pipeline: it did not compile or run: RuntimeError: out of registers"
+    ]
+
+
+def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "measure_step", interrupt)
+    ended = run(*COMPILE)
+    assert ended.code == 130
+    assert ended.err.strip() == "nnx-pipeline: interrupted"
