@@ -108,7 +108,7 @@ def _key(entry: Any) -> str:
 
 
 def _parameter_name(name: str) -> str | None:
-    """The path below `params/params`; a parameters-only checkpoint may lack it and end in `value`."""
+    """The path below `params/params`; parameters alone may lack it and end in `value`."""
     for prefix in ("params/params/", "params/"):
         if name.startswith(prefix):
             return name.removeprefix(prefix)
