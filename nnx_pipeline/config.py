@@ -129,6 +129,7 @@ class PipelineConfig:
         one_of("forwarding_delay", self.forwarding_delay, (1, 2))
         one_of("sharding", self.sharding, ("explicit", "auto"))
         one_of("remat", self.remat, POLICIES)
+        one_of("save_decoder_layer_input", self.save_decoder_layer_input, (True, False))
 
     def microbatches_on(self, stages: int) -> int:
         """The number of microbatches on a mesh with that many stages."""

@@ -25,7 +25,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def one_of(field: str, value: object, choices: Iterable[object]) -> None:
     """Raises InputError unless `value` is among `choices`."""
     choices = tuple(choices)
-    if value not in choices:
+    if not any(value == choice and type(value) is type(choice) for choice in choices):
         raise InputError(
             f"{field}={value!r} is not known; {nearest(str(value), map(str, choices))}"
         )

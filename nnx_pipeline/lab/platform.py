@@ -47,7 +47,8 @@ class Platform:
         """Reads `cpu`, `local`, `tpu:v5p:2x2x2`, `cuda:h100:8`."""
         kind, *rest = text.split(":")
         if kind not in KINDS:
-            raise InputError(f"platform {text!r} is not known; {nearest(kind, KINDS)}")
+            cure = "did you mean 'cuda'?" if kind in ("gpu", "nvidia") else nearest(kind, KINDS)
+            raise InputError(f"platform {text!r} is not known; {cure}")
         if kind in ("cpu", "local"):
             if rest:
                 raise InputError(f"platform {text!r} takes no target; write {kind}")

@@ -12,7 +12,7 @@ from jaxtyping import Array, PyTree
 
 from nnx_pipeline.pipeline.schedule import CircularSchedule
 from nnx_pipeline.pipeline.shift import ShiftName, shift
-from nnx_pipeline.sharding import P, mesh_sizes, place
+from nnx_pipeline.sharding import P, is_explicit, mesh_sizes, place
 
 
 def mark_stage(stage: int, schedule: CircularSchedule) -> Array:
@@ -26,13 +26,8 @@ def over_stage(x: Array) -> Array:
 
 def rows(leaf: Array, microbatch: Array) -> Array:
     """Row `microbatch[s]` for each stage s: `[microbatches, …]` to `[stages, …]`."""
-
-    def one(index: Array) -> Array:
-        return jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)
-
-    return jax.vmap(one, spmd_axis_name="stage" if mesh_sizes().get("stage", 1) > 1 else None)(
-        microbatch
-    )
+    spec = P("stage", *jax.typeof(leaf).sharding.spec[1:]) if is_explicit() else None
+    return leaf.at[microbatch].get(mode="promise_in_bounds", out_sharding=spec)
 
 
 def slot(tree: PyTree, index: Array) -> PyTree:
