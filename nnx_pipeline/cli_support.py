@@ -25,6 +25,9 @@ def main_of(group: click.Group, name: str) -> Callable[[], None]:
     def main() -> None:
         try:
             code = group.main(prog_name=name, standalone_mode=False)
+        except click.exceptions.NoArgsIsHelpError as error:
+            print(error.format_message(), file=sys.stderr)
+            sys.exit(BAD_INPUT)
         except click.UsageError as error:
             command = error.ctx.command_path if error.ctx else name
             _end(f"{command}: {error.format_message()} See {command} --help.", BAD_INPUT)

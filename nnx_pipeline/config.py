@@ -221,6 +221,12 @@ class Config:
                 f"pipeline.forwarding_delay={self.pipeline.forwarding_delay}; choose {fewest} or "
                 "more"
             )
+        if self.pipeline.shift == "pad" and repeats > 1 and microbatches == fewest:
+            raise InputError(
+                f"pipeline.shift=pad loses what leaves the last stage, and with "
+                f"pipeline.num_microbatches={microbatches} the first stage takes it at once; "
+                "choose more microbatches or 'slice'"
+            )
         self._check_batch(microbatches)
         copies = mesh.data * mesh.fsdp * mesh.expert
         microbatch = self.train.global_batch // (microbatches if stages > 1 else 1)

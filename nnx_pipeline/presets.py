@@ -24,7 +24,7 @@ PRESETS: dict[str, Config] = {
         ),
         pipeline=PipelineConfig(),
         train=TrainConfig(
-            global_batch=16, sequence_length=64, learning_rate=1e-2, loss_chunks=4, weight_decay=0.0
+            global_batch=16, sequence_length=64, learning_rate=3e-3, loss_chunks=4, weight_decay=0.0
         ),
     ),
     "mixtral-small": Config(

@@ -146,6 +146,7 @@ def _tick(
     x = where(active, x, waiting)
     x = jax.tree.map(lambda leaf: named(leaf, ITERATION_INPUT), x)
     y, metrics = visit(over_stage(now.repeat), over_stage(now.microbatch), x)
+    metrics = jax.tree.map(over_stage, metrics)
     metrics = where(active, metrics, jax.tree.map(jnp.zeros_like, metrics))
     return Carry(
         stream=push(carry.stream, waiting, y, now.stream_slot, last, shift_by),
