@@ -226,6 +226,7 @@ def test_compile_for_nvidia() -> None:
 # ---- ab ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ab_compares_two_arms(run: Run) -> None:
     mesh = ("--mesh", "stage=2,fsdp=2")
     ended = run("ab", "norm-scale", *SMALLEST, *mesh, "--json", "-")
@@ -288,6 +289,7 @@ def test_an_arm_that_does_not_compile_leaves_the_other(
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.slow
 def test_arms_that_compute_different_things_fail(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch, "larger", lambda x, scale: 1.001 * x * scale)
     ended = run("ab", "broken", *SMALLEST, "--mesh", "stage=2,fsdp=2", "--json", "-")

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
@@ -19,6 +20,12 @@ from nnx_pipeline.ops.rotary import rotate
 from nnx_pipeline.ops.router import combine_weights, load_balance_loss, route
 
 WHOLE = P(None, None, None, None, None)
+
+
+def test_shapes_in_the_signatures_are_checked() -> None:
+    """The import hook of conftest.py is at work, inside a trace too."""
+    with pytest.raises(jaxtyping.TypeCheckError, match="scale"):
+        jax.jit(lambda x, scale: rms_norm(x, scale, epsilon=0.1))(jnp.ones((2, 3)), jnp.ones(4))
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])

@@ -159,11 +159,10 @@ def test_the_pipeline_does_not_change_the_losses() -> None:
 
 
 def test_the_mesh_does_not_change_the_losses() -> None:
-    """The first steps, with the model cut in other ways."""
+    """The first steps, where the slow test above takes fifty."""
     config = replace(small_config(pipeline={"num_microbatches": 2}), "train", learning_rate=1e-2)
     found = []
-    for mesh in ("", "stage=2,tensor=2", "fsdp=4"):
+    for mesh in ("", "stage=2,tensor=2"):
         with optax_promotion():
             found.append([float(m.loss) for m in train(config, mesh_of(mesh), steps=4)])
     assert found[1] == pytest.approx(found[0], abs=1e-5)
-    assert found[2] == pytest.approx(found[0], abs=1e-5)

@@ -81,7 +81,7 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     (_, (entropy, balance)), gradients = jax.value_and_grad(loss_of, has_aux=True)(model, batch)
     optimizer = make_optimizer(model.config.train)
     updates, optimizer_state = optimizer.update(gradients, state.optimizer, model)
-    metrics = Metrics(entropy, balance, optax.global_norm(gradients))
+    metrics = Metrics(entropy, balance, optax.tree.norm(gradients))
     new = TrainState(
         step=state.step + 1, model=optax.apply_updates(model, updates), optimizer=optimizer_state
     )
