@@ -100,7 +100,7 @@ def measure_step(
         platform=str(platform),
         mesh=mesh_config.sizes(),
         config=to_dict(config),
-        memory=_memory(compiled, platform, heap_bytes(buffers)),
+        memory=_memory(compiled, heap_bytes(buffers)),
         flops=matmul_flops(module),
         xla_flops=costs.get("flops"),
         bytes_accessed=costs.get("bytes accessed"),
@@ -111,9 +111,8 @@ def measure_step(
     )
 
 
-def _memory(compiled: Any, platform: Platform, heap: int | None) -> Memory:
+def _memory(compiled: Any, heap: int | None) -> Memory:
     analysis = compiled.memory_analysis()
-    code = analysis.generated_code_size_in_bytes
     return Memory(
         argument_bytes=analysis.argument_size_in_bytes,
         output_bytes=analysis.output_size_in_bytes,
@@ -121,8 +120,8 @@ def _memory(compiled: Any, platform: Platform, heap: int | None) -> Memory:
         temp_bytes=analysis.temp_size_in_bytes,
         heap_bytes=heap,
         peak_bytes=analysis.peak_memory_in_bytes or None,
-        # The deviceless NVIDIA compiler leaves this field empty rather than measuring it.
-        generated_code_bytes=code if code or platform.kind != "cuda" else None,
+        # No program has no code: the NVIDIA and CPU compilers leave this field empty.
+        generated_code_bytes=analysis.generated_code_size_in_bytes or None,
         host_temp_bytes=analysis.host_temp_size_in_bytes,
     )
 
