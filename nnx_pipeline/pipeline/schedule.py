@@ -33,16 +33,9 @@ class CircularSchedule:
     delay: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("stages", "microbatches", "repeats"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)} must be 1 or more")
+        _check_counts(self, "stages", "microbatches", "repeats")
         if self.delay not in (1, 2):
             raise InputError(f"forwarding delay={self.delay} must be 1 or 2")
-        divides(
-            self.stages,
-            self.microbatches,
-            rule=f"{self.microbatches} microbatches do not split over {self.stages} stages",
-        )
         if self.microbatches < self.delay * self.stages:
             raise InputError(
                 f"{self.microbatches} microbatches are too few for {self.stages} stages with a "
@@ -104,6 +97,78 @@ class CircularSchedule:
     def first_output_tick(self) -> int:
         """The tick at whose end the last stage has finished microbatch 0."""
         return self.microbatches * (self.repeats - 1) + self.bubble_ticks
+
+
+@dataclass(frozen=True)
+class OneForwardOneBackward:
+    """Every stage forwards one microbatch and takes another one back at each tick.
+
+    Stage s forwards microbatch t - s and takes back microbatch t - 2 · (S - 1) + s: the last stage
+    takes a microbatch back in the tick in which it forwarded it, and what it gives travels one
+    stage per tick. A stage keeps what it needs of a microbatch between the two, 2 · (S - 1 - s) + 1
+    ticks: never more than 2 · S - 1 microbatches, however many there are.
+
+    That takes M + 2 · (S - 1) ticks. In the first S - 1 nothing is taken back yet and in the last
+    S - 1 nothing is forwarded any more, so that each stage does the work of M + S - 1 forward and
+    M + S - 1 backward passes in time, as with the plain pipeline, (S - 1) of each a bubble.
+
+    Raises InputError unless the microbatches are a multiple of the stages.
+    """
+
+    stages: int
+    microbatches: int
+
+    def __post_init__(self) -> None:
+        _check_counts(self, "stages", "microbatches")
+
+    @property
+    def ticks(self) -> int:
+        """Length of the loop: its three phases together."""
+        return self.microbatches + 2 * (self.stages - 1)
+
+    @property
+    def bubble_ticks(self) -> int:
+        """Forward passes, and as many backward passes, that each stage sits out or does in vain."""
+        return self.stages - 1
+
+    @property
+    def bubble_share(self) -> float:
+        """The idle part of the time, between 0 and 1, whatever a backward pass costs."""
+        return self.bubble_ticks / (self.microbatches + self.bubble_ticks)
+
+    @property
+    def ring_slots(self) -> int:
+        """Microbatches of which a stage keeps something at the same time, at most."""
+        return min(2 * self.stages - 1, self.microbatches)
+
+    @property
+    def phases(self) -> tuple[range, range, range]:
+        """Ticks that only forward, that do both, and that only take back."""
+        first, last = self.stages - 1, self.microbatches + self.stages - 1
+        return range(first), range(first, last), range(last, self.ticks)
+
+    def forward(self, tick: int, stage: int) -> Work | None:
+        """What `stage` forwards at `tick`; None in a bubble."""
+        return self._work(tick - stage)
+
+    def backward(self, tick: int, stage: int) -> Work | None:
+        """What `stage` takes back at `tick`; None in a bubble."""
+        return self._work(tick - 2 * (self.stages - 1) + stage)
+
+    def _work(self, microbatch: int) -> Work | None:
+        return Work(microbatch, 0) if 0 <= microbatch < self.microbatches else None
+
+
+def _check_counts(schedule: object, *names: str) -> None:
+    for name in names:
+        if getattr(schedule, name) < 1:
+            raise InputError(f"{name}={getattr(schedule, name)} must be 1 or more")
+    stages, microbatches = (getattr(schedule, name) for name in ("stages", "microbatches"))
+    divides(
+        stages,
+        microbatches,
+        rule=f"{microbatches} microbatches do not split over {stages} stages",
+    )
 
 
 SCHEDULES = {"circular": CircularSchedule}
