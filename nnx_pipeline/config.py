@@ -119,6 +119,7 @@ class PipelineConfig:
         "full", "save_out_proj", "save_qkv_proj", "save_dot_except_mlp", "minimal", "none"
     ] = "full"
     save_decoder_layer_input: bool = True
+    backward: Literal["autodiff", "accumulate"] = "autodiff"
 
     def __post_init__(self) -> None:
         _whole(self, "num_repeats")
@@ -129,6 +130,7 @@ class PipelineConfig:
         one_of("forwarding_delay", self.forwarding_delay, (1, 2))
         one_of("sharding", self.sharding, ("explicit", "auto"))
         one_of("remat", self.remat, POLICIES)
+        one_of("backward", self.backward, ("autodiff", "accumulate"))
         one_of("save_decoder_layer_input", self.save_decoder_layer_input, (True, False))
 
     def microbatches_on(self, stages: int) -> int:

@@ -166,6 +166,7 @@ class Mixtral(nnx.Module):
             shift_by=pipeline.shift,
             remat=POLICIES[pipeline.remat],
             saved_in_stage=(LAYER_INPUT,) if self._saves_layer_inputs() else (),
+            backward=pipeline.backward,
             over=self.parts.over_stages,
         )
         return x, balance / (self.config.model.num_layers * self.num_microbatches)

@@ -157,8 +157,12 @@ def arguments_on(mesh: Any, case: Case) -> tuple[Any, Any, Any]:
     )
 
 
+both_backwards = pytest.mark.parametrize("backward", ["autodiff", "accumulate"])
+
+
+@both_backwards
 @pytest.mark.parametrize("case", TABLE, ids=lambda case: "-".join(map(str, case)))
-def test_equals_the_sequential_loops(case: Case) -> None:
+def test_equals_the_sequential_loops(case: Case, backward: str) -> None:
     """Values, metrics, and the gradients of parameters and inputs, with NaN in the buffers."""
     mesh = mesh_of(case.mesh, case.mode)
     run = functools.partial(
@@ -168,6 +172,7 @@ def test_equals_the_sequential_loops(case: Case) -> None:
         shift_by=case.shift,
         remat=POLICIES[case.remat],
         bubble_fill=case.fill,
+        backward=backward,
     )
     with jax.set_mesh(mesh):
         arguments = arguments_on(mesh, case)
@@ -232,25 +237,54 @@ def test_every_microbatch_takes_its_way(
     assert np.isfinite(seen)
 
 
-def test_a_pytree_of_activations_and_of_metrics() -> None:
-    """Activations of different ranks travel together."""
+@both_backwards
+def test_a_pytree_of_activations_and_of_metrics(backward: str) -> None:
+    """Activations of different ranks travel together; side inputs have gradients too."""
     schedule = CircularSchedule(2, 4, 2)
     params = (float_rows(2, 2, 3), {"scale": float_rows(2, 2, seed=1)})
     start = {"wide": float_rows(4, 5, 3, seed=2), "narrow": (float_rows(4, seed=3),)}
 
-    def apply(params: Any, x: Any, side: None) -> Any:
-        assert side is None
+    def apply(params: Any, x: Any, side: Any) -> Any:
         shift, scale = params[0], params[1]["scale"]
-        narrow = x["narrow"][0] + scale
-        wide = jnp.sin(x["wide"] * scale + shift + narrow)
+        narrow = x["narrow"][0] + scale * side["factor"]
+        wide = jnp.sin(x["wide"] * scale + shift + narrow + side["index"].astype(jnp.float32))
         return {"wide": wide, "narrow": (narrow,)}, (jnp.sum(wide), {"last": narrow})
 
-    got = jax.jit(on_one_device(apply, schedule, bubble_fill=math.nan))(params, start)
-    assert_close(got, by_loops(apply, params, start, None), 1e-5)
+    side = {"factor": float_rows(4, seed=4), "index": jnp.arange(4, dtype=jnp.int32)}
+    pipelined = on_one_device(apply, schedule, bubble_fill=math.nan, backward=backward)
+
+    def evaluate(run: Any) -> Any:
+        def loss(params: Any, start: Any, factor: jax.Array) -> Any:
+            results = run(params, start, {**side, "factor": factor})
+            return sum(jnp.sum(jnp.cos(leaf)) for leaf in jax.tree.leaves(results)), results
+
+        return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(params, start, side["factor"])
+
+    got, want = evaluate(pipelined), evaluate(functools.partial(by_loops, apply))
+    assert_close(got[1], want[1], 1e-5)
+    assert_close(got[0], want[0], 1e-4)
 
 
+def test_weights_that_are_integers_have_no_gradient() -> None:
+    """A stage may find its number, or a table, among its parameters."""
+    schedule = CircularSchedule(2, 4, 2)
+    params = {"number": jnp.arange(4, dtype=jnp.int32).reshape(2, 2), "scale": float_rows(2, 2)}
+
+    def apply(params: Any, x: Any, side: None) -> Any:
+        return jnp.sin(x * params["scale"] + params["number"].astype(x.dtype)), None
+
+    def gradients(run: Any) -> Any:
+        loss = lambda params, x: jnp.sum(run(params, x, None)[0] ** 2)  # noqa: E731
+        of_params, of_x = jax.grad(loss, (0, 1), allow_int=True)(params, float_rows(4))
+        return of_params["scale"], of_x
+
+    run = on_one_device(apply, schedule, backward="accumulate")
+    assert_close(gradients(run), gradients(functools.partial(by_loops, apply)), 1e-4)
+
+
+@both_backwards
 @pytest.mark.parametrize("mesh", ["", "stage=4"])
-def test_metrics_that_are_constant_or_none(mesh: str) -> None:
+def test_metrics_that_are_constant_or_none(mesh: str, backward: str) -> None:
     """A stage may report a number that does not depend on its inputs, or nothing."""
     schedule = CircularSchedule(4, 4)
 
@@ -261,13 +295,17 @@ def test_metrics_that_are_constant_or_none(mesh: str) -> None:
     with jax.set_mesh(grid):
         x = jax.device_put(jnp.zeros(4), NamedSharding(grid, P("stage")))
         params = jax.device_put(jnp.ones((1, 4)), NamedSharding(grid, P(None, "stage")))
-        outputs, metrics = jax.jit(on_one_device(apply, schedule))(params, x)
+        run = jax.jit(on_one_device(apply, schedule, backward=backward))
+        outputs, metrics = run(params, x)
+        gradient = jax.grad(lambda params, x: jnp.sum(run(params, x)[0]))(params, x)
+    np.testing.assert_array_equal(gradient, np.full((1, 4), 4.0))
     np.testing.assert_array_equal(outputs, np.full(4, 4.0))
     assert float(metrics["constant"]) == 2.0 * 4 * 4
 
 
+@both_backwards
 @pytest.mark.parametrize("remat", ["full", "none"])
-def test_a_stage_without_a_derivative_at_zero(remat: str) -> None:
+def test_a_stage_without_a_derivative_at_zero(remat: str, backward: str) -> None:
     """x / |x| is not a number at zero, nor is its gradient: bubbles must not let it out."""
     schedule = CircularSchedule(3, 6, 2)
     params, start = float_rows(2, 3, 4, 4), float_rows(6, 4, seed=1)
@@ -276,7 +314,9 @@ def test_a_stage_without_a_derivative_at_zero(remat: str) -> None:
         y = (x / jnp.sqrt(jnp.sum(x**2))) @ params
         return y, {"sum": jnp.sum(y)}
 
-    run = on_one_device(apply, schedule, remat=POLICIES[remat], bubble_fill=math.nan)
+    run = on_one_device(
+        apply, schedule, remat=POLICIES[remat], bubble_fill=math.nan, backward=backward
+    )
     (outputs, metrics), gradients = jax.jit(with_gradients(run))(params, start, None)
     (want, want_metrics), want_gradients = with_gradients(functools.partial(by_loops, apply))(
         params, start, None
@@ -285,7 +325,8 @@ def test_a_stage_without_a_derivative_at_zero(remat: str) -> None:
     assert_close(gradients, want_gradients, 1e-4)
 
 
-def test_remat_keeps_one_activation_per_tick() -> None:
+@both_backwards
+def test_remat_keeps_one_activation_per_tick(backward: str) -> None:
     """With remat the scan hands each tick's input to the backward pass and no inner array."""
     schedule = CircularSchedule(2, 4)
     params, start = float_rows(1, 2, 7, 11), float_rows(4, 7, seed=1)
@@ -295,7 +336,7 @@ def test_remat_keeps_one_activation_per_tick() -> None:
         return jnp.sin(hidden) @ params.T, None
 
     def kept(remat: str) -> set[tuple[int, ...]]:
-        run = on_one_device(apply, schedule, remat=POLICIES[remat])
+        run = on_one_device(apply, schedule, remat=POLICIES[remat], backward=backward)
         loss = jax.grad(lambda p, x: jnp.sum(run(p, x)[0]), (0, 1))
         jaxpr = jax.make_jaxpr(loss)(params, start)
         scans = [e for e in equations(jaxpr) if e.primitive.name == "scan"]

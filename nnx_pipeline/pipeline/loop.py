@@ -2,72 +2,34 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from nnx_pipeline.errors import InputError
-from nnx_pipeline.pipeline.buffers import (
-    mark_stage,
-    merge,
-    over_stage,
-    push,
-    rows,
-    slot,
-    split,
-    where,
+from nnx_pipeline.pipeline.accumulate import AccumulatingLoop
+from nnx_pipeline.pipeline.buffers import merge, split
+from nnx_pipeline.pipeline.schedule import CircularSchedule
+from nnx_pipeline.pipeline.shift import ShiftName
+from nnx_pipeline.pipeline.stages import ApplyStage, over_stages
+from nnx_pipeline.pipeline.ticks import (
+    Carry,
+    Plan,
+    hand_on,
+    make_plan,
+    name_input,
+    needed_at,
+    receive,
+    shape_of_metrics,
+    start,
 )
-from nnx_pipeline.pipeline.schedule import CircularSchedule, Work
-from nnx_pipeline.pipeline.shift import ShiftName, shift
-from nnx_pipeline.pipeline.stages import ApplyStage, over_stages, select_repeat
-from nnx_pipeline.remat import FULL, ITERATION_INPUT, Remat, named
+from nnx_pipeline.remat import FULL, Remat
 from nnx_pipeline.sharding import mesh_sizes
 
 OverStages = Callable[[ApplyStage], Callable[..., Any]]
-# (repeat and microbatch of each stage, activations of each stage) to (activations, metrics)
-Visit = Callable[[Array, Array, PyTree], tuple[PyTree, PyTree]]
-
-
-class Plan(NamedTuple):
-    """The schedule as arrays that the scan walks through, one row per tick."""
-
-    microbatch: Array  # int32 [ticks, stages]
-    repeat: Array  # int32 [ticks, stages]
-    active: Array  # bool [ticks, stages], False in a bubble
-    from_stream: Array  # bool [ticks], whether stage 0 takes a new microbatch
-    stream_slot: Array  # int32 [ticks]
-    queue_slot: Array  # int32 [ticks]
-
-
-class Carry(NamedTuple):
-    """What lives from tick to tick; every leaf begins with the axis of stages."""
-
-    stream: PyTree  # [stages, stream slots, …]: inputs not yet taken, then outputs
-    queue: PyTree  # [stages, queue slots, …]: microbatches between two repeats, or None
-    given: tuple[PyTree, ...]  # [stages, …]: what every stage gave, one tick ago, two ticks ago …
-    arrived: PyTree  # [stages, …]: what was sent a tick ago, with a delay of 2; else None
-    metrics: PyTree  # [stages]: sums over the ticks that were not a bubble
-
-
-def make_plan(schedule: CircularSchedule) -> Plan:
-    """Writes the schedule out; bubbles read microbatch 0 and repeat 0, and are not active."""
-    ticks = list(schedule.rows())
-    tick = np.arange(schedule.ticks, dtype=np.int32)
-
-    def table(read: Callable[[Work], int]) -> np.ndarray:
-        return np.array([[read(work) if work else 0 for work in row] for row in ticks], np.int32)
-
-    return Plan(
-        microbatch=jnp.asarray(table(lambda work: work.microbatch)),
-        repeat=jnp.asarray(table(lambda work: work.repeat)),
-        active=jnp.asarray(table(lambda work: 1).astype(bool)),
-        from_stream=jnp.asarray(tick < schedule.microbatches),
-        stream_slot=jnp.asarray(tick % schedule.stream_slots),
-        queue_slot=jnp.asarray(tick % max(schedule.queue_slots, 1)),
-    )
+BackwardName = Literal["autodiff", "accumulate"]
 
 
 def run_pipeline(
@@ -80,6 +42,8 @@ def run_pipeline(
     shift_by: ShiftName = "ppermute",
     remat: Remat = FULL,
     saved_in_stage: tuple[str, ...] = (),
+    backward: BackwardName = "autodiff",
+    grad_dtype: jax.typing.DTypeLike | None = None,
     over: OverStages = over_stages,
     bubble_fill: float = 0.0,
 ) -> tuple[PyTree, PyTree]:
@@ -102,6 +66,10 @@ def run_pipeline(
         the activations (positions, segment ids).
     remat: what to keep for the backward pass beside the input of each stage at each tick.
     saved_in_stage: names that only this checkpoint keeps, such as the inputs of a stage's layers.
+    backward: the derivative of the ticks by JAX's own transposition of the scan, or written by hand
+        (`accumulate`): visit by visit, with one gradient buffer per parameter that is added to in
+        place. Both keep the same for the backward pass. grad_dtype: dtype in which `accumulate`
+        adds up, None for that of the parameters; gradients come back in the parameters' dtype.
     over: how the stage function is spread over the stages; another one is an arm of an experiment.
     bubble_fill: what the buffers hold before anything arrives; results never depend on it.
 
@@ -110,51 +78,45 @@ def run_pipeline(
     """
     _check(params, microbatches, side_inputs, schedule, shift_by)
     mapped = over(apply_stage)
+    checkpoint = functools.partial(remat.checkpoint, also=saved_in_stage, in_scan=True)
 
-    def visit(params: PyTree, repeat: Array, microbatch: Array, x: PyTree) -> tuple[PyTree, PyTree]:
-        side = jax.tree.map(lambda leaf: rows(leaf, microbatch), side_inputs)
-        return mapped(select_repeat(params, repeat), x, side)
+    def visit(needed: tuple[PyTree, PyTree], x: PyTree) -> tuple[PyTree, PyTree]:
+        return mapped(needed[0], x, needed[1])
 
-    visit = remat.checkpoint(visit, also=saved_in_stage, in_scan=True)
-    tick = functools.partial(_tick, functools.partial(visit, params), schedule, shift_by)
     stream = jax.tree.map(lambda leaf: split(leaf, schedule), microbatches)
-    start = _start(functools.partial(visit, params), stream, schedule, bubble_fill)
-    end, _ = jax.lax.scan(tick, start, make_plan(schedule))
+    if backward == "accumulate":
+        loop = AccumulatingLoop(checkpoint(visit), schedule, shift_by, bubble_fill, grad_dtype)
+        stream, metrics = loop(params, stream, side_inputs)
+    else:
+
+        def select_and_visit(params: PyTree, now: Plan, x: PyTree) -> tuple[PyTree, PyTree]:
+            return visit(needed_at(params, side_inputs, now), x)
+
+        at_tick = functools.partial(checkpoint(select_and_visit), params)
+        stream, metrics = _scan_ticks(at_tick, stream, schedule, shift_by, bubble_fill)
     # Output m went into slot (first_output_tick + m) mod slots; its place is m mod slots.
     turn = schedule.first_output_tick % schedule.stream_slots
-    outputs = jax.tree.map(lambda leaf: merge(jnp.roll(leaf, -turn, axis=1)), end.stream)
-    return outputs, jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), end.metrics)
+    outputs = jax.tree.map(lambda leaf: merge(jnp.roll(leaf, -turn, axis=1)), stream)
+    return outputs, jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), metrics)
 
 
-def _tick(
-    visit: Visit, schedule: CircularSchedule, shift_by: ShiftName, carry: Carry, now: Plan
-) -> tuple[Carry, None]:
-    """One tick of all stages: take what has come, work on it, hand it on."""
-    first, last = mark_stage(0, schedule), mark_stage(schedule.stages - 1, schedule)
-    waiting = slot(carry.stream, now.stream_slot)
-    sent = jax.tree.map(lambda leaf: shift(leaf, by=1, how=shift_by), carry.given[0])
-    arrived = sent if schedule.delay == 1 else carry.arrived
-    queue, returning = carry.queue, arrived
-    if queue is not None:
-        returning = slot(queue, now.queue_slot)
-        queue = push(queue, returning, carry.given[-1], now.queue_slot, last, shift_by)
-    entering = where(now.from_stream, waiting, returning)
-    active = over_stage(now.active)
-    x = where(first, entering, arrived)
-    # In a bubble a stage works on the microbatch that it stores just now: what comes out is
-    # dropped, and no stage function meets values that its derivative may not be fit for.
-    x = where(active, x, waiting)
-    x = jax.tree.map(lambda leaf: named(leaf, ITERATION_INPUT), x)
-    y, metrics = visit(over_stage(now.repeat), over_stage(now.microbatch), x)
-    metrics = jax.tree.map(over_stage, metrics)
-    metrics = where(active, metrics, jax.tree.map(jnp.zeros_like, metrics))
-    return Carry(
-        stream=push(carry.stream, waiting, y, now.stream_slot, last, shift_by),
-        queue=queue,
-        given=(y, *carry.given[:-1]),
-        arrived=None if schedule.delay == 1 else sent,
-        metrics=jax.tree.map(jnp.add, carry.metrics, metrics),
-    ), None
+def _scan_ticks(
+    visit: Callable[[Plan, PyTree], tuple[PyTree, PyTree]],
+    stream: PyTree,
+    schedule: CircularSchedule,
+    shift_by: ShiftName,
+    bubble_fill: float,
+) -> tuple[PyTree, PyTree]:
+    """The stream after the last tick and the metrics of every stage, differentiated by JAX."""
+
+    def tick(carry: Carry, now: Plan) -> tuple[Carry, None]:
+        rest, x = receive(schedule, shift_by, now, carry)
+        return hand_on(schedule, shift_by, now, rest, visit(now, name_input(x))), None
+
+    plan = make_plan(schedule)
+    begin = start(stream, shape_of_metrics(visit, plan, stream), schedule, bubble_fill)
+    end, _ = jax.lax.scan(tick, begin, plan)
+    return end.stream, end.metrics
 
 
 def _check(
@@ -188,27 +150,3 @@ def _check(
             f"the schedule has {schedule.stages} stages and the mesh stage={on_mesh}; "
             "make them equal"
         )
-
-
-def _start(
-    visit: Visit,
-    stream: PyTree,
-    schedule: CircularSchedule,
-    bubble_fill: float,
-) -> Carry:
-    previous = jax.tree.map(lambda leaf: jnp.full_like(leaf[:, 0], bubble_fill), stream)
-    queue = None
-    if schedule.queue_slots:
-        queue = jax.tree.map(
-            lambda leaf: jnp.full_like(leaf[:, : schedule.queue_slots], bubble_fill), stream
-        )
-    stage_ids = over_stage(jnp.zeros(schedule.stages, jnp.int32))
-    shapes = jax.eval_shape(visit, stage_ids, stage_ids, previous)[1]
-    metrics = jax.tree.map(lambda leaf: over_stage(jnp.zeros(leaf.shape, leaf.dtype)), shapes)
-    return Carry(
-        stream=stream,
-        queue=queue,
-        given=(previous,) * schedule.delay,
-        arrived=None if schedule.delay == 1 else previous,
-        metrics=metrics,
-    )

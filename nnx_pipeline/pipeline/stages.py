@@ -28,22 +28,46 @@ def select_repeat(params: PyTree, repeat: Array) -> PyTree:
     if leaves and leaves[0].shape[0] == 1:
         return jax.tree.map(lambda leaf: jax.lax.squeeze(leaf, (0,)), params)
 
-    def pick(repeat: Array, *leaves: Array) -> list[Array]:
-        def one(repeat: Array, leaf: Array) -> Array:
-            return jax.lax.dynamic_index_in_dim(leaf, repeat, axis=0, keepdims=False)
+    def pick(repeat: Array, leaf: Array) -> Array:
+        return jax.lax.dynamic_index_in_dim(leaf, repeat, axis=0, keepdims=False)
 
-        return [jax.vmap(one, in_axes=(0, 1))(repeat, leaf) for leaf in leaves]
+    return _each_stage(pick, repeat, (params,), stage_axes=(1,), out_axis=0)
 
-    leaves, treedef = jax.tree.flatten(params)
+
+def at_repeat(params: PyTree, repeat: Array, new: PyTree) -> PyTree:
+    """`[repeats, stages, …]` with `[stages, …]` put into each stage's entry of its own repeat."""
+
+    def put(repeat: Array, leaf: Array, new: Array) -> Array:
+        return jax.lax.dynamic_update_index_in_dim(leaf, new, repeat, axis=0)
+
+    return _each_stage(put, repeat, (params, new), stage_axes=(1, 0), out_axis=1)
+
+
+def _each_stage(
+    function: Callable[..., Array],
+    index: Array,
+    trees: tuple[PyTree, ...],
+    *,
+    stage_axes: tuple[int, ...],
+    out_axis: int,
+) -> PyTree:
+    """`function(index, *leaves)` on each stage's own shard of the leaves, which none leaves."""
+    mapped = jax.vmap(function, in_axes=(0, *stage_axes), out_axes=out_axis)
+
+    def local(index: Array, *columns: list[Array]) -> list[Array]:
+        return [mapped(index, *leaves) for leaves in zip(*columns, strict=True)]
+
+    columns = [jax.tree.leaves(tree) for tree in trees]
     if mesh_sizes().get("stage", 1) > 1:
-        stacked = [spec_of(leaf, stage_axis=1) for leaf in leaves]
-        pick = jax.shard_map(
-            pick,
-            in_specs=(P("stage"), *stacked),
-            out_specs=[P(*spec[1:]) for spec in stacked],
-            axis_names=manual_axes(),
+        specs = [
+            [spec_of(leaf, stage_axis=axis) for leaf in leaves]
+            for leaves, axis in zip(columns, stage_axes, strict=True)
+        ]
+        out = [P(*spec[stage_axes[0] - out_axis :]) for spec in specs[0]]
+        local = jax.shard_map(
+            local, in_specs=(P("stage"), *specs), out_specs=out, axis_names=manual_axes()
         )
-    return jax.tree.unflatten(treedef, pick(repeat, *leaves))
+    return jax.tree.unflatten(jax.tree.structure(trees[0]), local(index, *columns))
 
 
 def run_sequential(
