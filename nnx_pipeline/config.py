@@ -103,7 +103,12 @@ class PipelineConfig:
 
     `num_microbatches=None` means as many as fill the pipeline: forwarding_delay · stages. With a
     `forwarding_delay` of 2 activations travel beside the work of a tick, and the bubble doubles.
-    A circular schedule with one repeat is the plain pipeline. `remat` names what the backward pass
+    A circular schedule with one repeat is the plain pipeline. In `1f1b` each stage forwards one
+    microbatch and takes another one back at each tick, so that memory does not grow with their
+    number; on a mesh without stages that is the accumulation of gradients over microbatches.
+
+    `backward` is how the circular schedule is differentiated: by JAX, or visit by visit with one
+    gradient buffer per parameter (`accumulate`). `remat` names what the backward pass
     keeps beside the input of a stage at each tick (see `remat.POLICIES`); with
     `save_decoder_layer_input` that is the input of each layer too, where a stage has several, and
     without it those are computed again, together with all layers before.
@@ -111,7 +116,7 @@ class PipelineConfig:
 
     num_microbatches: int | None = None
     num_repeats: int = 1
-    schedule: Literal["circular"] = "circular"
+    schedule: Literal["circular", "1f1b"] = "circular"
     forwarding_delay: Literal[1, 2] = 1
     shift: Literal["ppermute", "slice", "pad"] = "ppermute"
     sharding: Literal["explicit", "auto"] = "explicit"
@@ -125,13 +130,23 @@ class PipelineConfig:
         _whole(self, "num_repeats")
         if self.num_microbatches is not None:
             _whole(self, "num_microbatches")
-        one_of("schedule", self.schedule, ("circular",))
+        one_of("schedule", self.schedule, ("circular", "1f1b"))
         one_of("shift", self.shift, ("ppermute", "slice", "pad"))
         one_of("forwarding_delay", self.forwarding_delay, (1, 2))
         one_of("sharding", self.sharding, ("explicit", "auto"))
         one_of("remat", self.remat, POLICIES)
         one_of("backward", self.backward, ("autodiff", "accumulate"))
         one_of("save_decoder_layer_input", self.save_decoder_layer_input, (True, False))
+        if self.schedule == "1f1b":
+            self._check_one_f_one_b()
+
+    def _check_one_f_one_b(self) -> None:
+        for name, only in (("num_repeats", 1), ("forwarding_delay", 1), ("backward", "autodiff")):
+            if getattr(self, name) != only:
+                raise InputError(
+                    f"pipeline.{name}={getattr(self, name)} is for the circular schedule; "
+                    f"with pipeline.schedule=1f1b leave it at {only}"
+                )
 
     def microbatches_on(self, stages: int) -> int:
         """The number of microbatches on a mesh with that many stages."""
@@ -231,7 +246,8 @@ class Config:
             )
         self._check_batch(microbatches)
         copies = mesh.data * mesh.fsdp * mesh.expert
-        microbatch = self.train.global_batch // (microbatches if stages > 1 else 1)
+        cut = stages > 1 or self.pipeline.schedule == "1f1b"
+        microbatch = self.train.global_batch // (microbatches if cut else 1)
         divides(
             copies,
             microbatch,

@@ -11,7 +11,14 @@ from nnx_pipeline.config import Config
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.mesh import ambient_mesh
 from nnx_pipeline.modules import DecoderLayer, Embed, Parts, RMSNorm
-from nnx_pipeline.pipeline import SCHEDULES, run_pipeline
+from nnx_pipeline.pipeline import (
+    CircularSchedule,
+    Inputs,
+    OneForwardOneBackward,
+    Weights,
+    run_one_f_one_b,
+    run_pipeline,
+)
 from nnx_pipeline.remat import LAYER_INPUT, POLICIES, named
 from nnx_pipeline.sharding import (
     Layout,
@@ -92,25 +99,47 @@ class Mixtral(nnx.Module):
         """The normed output of the last layer, and the router's load-balance loss.
 
         The output is `[batch, seq, embed]`, or `[microbatches, microbatch, seq, embed]` with the
-        first axis over `stage` on a mesh with stages: the layout of `arrange`. The loss is averaged
-        over layers and microbatches.
+        first axis over `stage` on a mesh with stages. The loss is averaged over layers and
+        microbatches.
         """
         self._check_batch(tokens.shape[0])
-        x = self.embedding(self.arrange(tokens), out=self._spec_of_hidden())
-        x = constrain(x, self._spec_of_hidden())
-        side = {"positions": positions, "segment_ids": segment_ids}
+        return self._hidden(tokens, {"positions": positions, "segment_ids": segment_ids})
+
+    def _hidden(self, tokens: Array, side: dict[str, Array | None]) -> tuple[Array, Array]:
+        spec = self.layout.spec(*self._batch_axes, None, None)
+        x = constrain(self.embedding(self._arrange(tokens), out=spec), spec)
         if self.num_stages == 1:
             x, balance = self._one_after_the_other(x, side)
         else:
             x, balance = self._through_pipeline(x, side)
         return self.norm(x), balance
 
-    def arrange(self, x: Array) -> Array:
-        """Puts a `[batch, seq]` array of tokens, targets or weights beside the hidden states."""
-        if self.num_stages == 1:
-            return place(x, self.layout.spec("whole_batch", None))
-        x = self._cut(x)
-        return place(x, self.layout.spec("microbatch", "batch", None))
+    def loss(
+        self,
+        tokens: Array,
+        targets: Array,
+        weights: Array,
+        *,
+        positions: Array | None = None,
+        segment_ids: Array | None = None,
+    ) -> tuple[Array, tuple[Array, Array]]:
+        """The loss to minimise, and its two parts: cross-entropy and load balance.
+
+        All arguments are `[batch, seq]`. Cross-entropy is Σ weights · entropy of the targets; the
+        router's load-balance loss counts `train.load_balance_weight` times. With
+        `pipeline.schedule="1f1b"` the gradient is that of the parameters only, and computed while
+        the microbatches pass.
+        """
+        self._check_batch(tokens.shape[0])
+        arrays = (tokens, targets, weights)
+        side = {"positions": positions, "segment_ids": segment_ids}
+        if self.config.pipeline.schedule == "1f1b":
+            return self._loss_by_one_f_one_b(*arrays, side)
+        hidden, balance = self._hidden(tokens, side)
+        targets, weights = map(self._arrange, (targets, weights))
+        entropy = self._entropy(self.head, hidden, targets, weights, self._batch_axes)
+        share = self.config.train.load_balance_weight
+        return entropy + share * balance if share else entropy, (entropy, balance)
 
     def _make_layers(self, rngs: nnx.Rngs) -> DecoderLayer:
         config = self.config
@@ -149,19 +178,17 @@ class Mixtral(nnx.Module):
 
     def _through_pipeline(self, x: Array, side: dict[str, Array | None]) -> tuple[Array, Array]:
         pipeline = self.config.pipeline
-        schedule = SCHEDULES[pipeline.schedule](
+        schedule = CircularSchedule(
             stages=self.num_stages,
             microbatches=self.num_microbatches,
             repeats=pipeline.num_repeats,
             delay=pipeline.forwarding_delay,
         )
-        spec = self.layout.spec(None, "batch", None)
-        side = jax.tree.map(lambda leaf: place(self._cut(leaf), spec), side)
         x, balance = run_pipeline(
             self._apply_layers,
             self.layers,
             x,
-            side,
+            jax.tree.map(self._on_every_stage, side),
             schedule=schedule,
             shift_by=pipeline.shift,
             remat=POLICIES[pipeline.remat],
@@ -170,6 +197,56 @@ class Mixtral(nnx.Module):
             over=self.parts.over_stages,
         )
         return x, balance / (self.config.model.num_layers * self.num_microbatches)
+
+    def _loss_by_one_f_one_b(
+        self, tokens: Array, targets: Array, weights: Array, side: dict[str, Array | None]
+    ) -> tuple[Array, tuple[Array, Array]]:
+        pipeline, visits = (
+            self.config.pipeline,
+            self.config.model.num_layers * self.num_microbatches,
+        )
+        spec = self.layout.spec("batch", None, None)
+
+        def enter(embedding: Embed, tokens: Array) -> Array:
+            return constrain(embedding(tokens, out=spec), spec)
+
+        def leave(last: tuple[RMSNorm, nnx.Param], x: Array, inputs: tuple[Array, Array]) -> Array:
+            norm, head = last
+            return self._entropy(head, norm(x), *inputs, ("batch",))
+
+        arrays = (tokens, side, (targets, weights))
+        loss, (entropy, balance) = run_one_f_one_b(
+            enter,
+            self._apply_layers,
+            leave,
+            Weights(enter=self.embedding, stages=self.layers, leave=(self.norm, self.head)),
+            Inputs(*jax.tree.map(self._on_every_stage, arrays)),
+            schedule=OneForwardOneBackward(self.num_stages, self.num_microbatches),
+            metric_weights=self.config.train.load_balance_weight / visits,
+            shift_by=pipeline.shift,
+            remat=POLICIES[pipeline.remat],
+            saved_in_stage=(LAYER_INPUT,) if self._saves_layer_inputs() else (),
+            over=self.parts.over_stages,
+        )
+        return loss, (entropy, balance / visits)
+
+    def _entropy(
+        self,
+        head: nnx.Param,
+        hidden: Array,
+        targets: Array,
+        weights: Array,
+        batch_axes: tuple[str, ...],
+    ) -> Array:
+        return self.parts.loss(
+            hidden,
+            head[...],
+            targets,
+            weights,
+            batch_axes=batch_axes,
+            chunks=self.config.train.loss_chunks,
+            layout=self.layout,
+        )
 
     def _apply_layers(
         self,
@@ -201,15 +278,24 @@ class Mixtral(nnx.Module):
         """Microbatches per step on this mesh."""
         return self.config.pipeline.microbatches_on(self.num_stages)
 
-    def _spec_of_hidden(self) -> jax.sharding.PartitionSpec:
-        if self.num_stages == 1:
-            return self.layout.spec("whole_batch", None, None)
-        return self.layout.spec("microbatch", "batch", None, None)
+    @property
+    def _batch_axes(self) -> tuple[str, ...]:
+        """Logical axes of hidden states before their sequence."""
+        return ("whole_batch",) if self.num_stages == 1 else ("microbatch", "batch")
+
+    def _arrange(self, x: Array) -> Array:
+        """Puts a `[batch, seq]` array of tokens, targets or weights beside the hidden states."""
+        x = x if self.num_stages == 1 else self._cut(x)
+        return place(x, self.layout.spec(*self._batch_axes, None))
 
     def _cut(self, x: Array) -> Array:
         """[batch, seq] to [microbatches, microbatch, seq], whole everywhere: these are integers."""
         x = place(x, self.layout.spec(None, None))
         return x.reshape(self.num_microbatches, -1, x.shape[-1])
+
+    def _on_every_stage(self, x: Array) -> Array:
+        """[batch, seq] to [microbatches, microbatch, seq], whole on every stage."""
+        return place(self._cut(x), self.layout.spec(None, "batch", None))
 
     def _as_batch(self, x: Array, batch: int) -> Array:
         """Hidden states in the layout of `arrange` back to `[batch, seq, embed]`."""

@@ -12,10 +12,11 @@ from helpers import assert_close, assert_same_placement, largest_array, mesh_of
 from jax.sharding import NamedSharding
 
 from nnx_pipeline.lab.variants import full_cross_entropy
-from nnx_pipeline.ops.loss import _make_plan, chunked_cross_entropy, leading_axes
+from nnx_pipeline.ops.loss import _make_plan, chunked_cross_entropy
 from nnx_pipeline.sharding import Layout
 
 LAYOUT = Layout()
+WHOLE = ("whole_batch",)
 EMBED = 8
 
 
@@ -29,6 +30,13 @@ class Case(NamedTuple):
     gathered: tuple[str, ...]  # axes over which the kernel is gathered
     chunks: int = 2
     mode: str = "explicit"
+    whole_on_stages: bool = False  # every stage has all tokens
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        if self.whole_on_stages:
+            return ("batch",)
+        return ("microbatch", "batch") if len(self.shape) == 3 else ("whole_batch",)
 
 
 TABLE = [
@@ -47,6 +55,9 @@ TABLE = [
     Case("data=2,fsdp=2,expert=2", (16, 8), 16, (), ("fsdp", "expert")),
     Case("data=2,stage=2,expert=2", (4, 4, 2), 64, ("expert",), (), mode="auto"),
     Case("data=8", (8, 4), 16, (), ()),
+    Case("stage=4,fsdp=2", (4, 2), 64, ("fsdp",), (), whole_on_stages=True),
+    Case("stage=4,fsdp=2", (8, 8), 16, (), ("fsdp",), mode="auto", whole_on_stages=True),
+    Case("data=2,stage=2,tensor=2", (4, 2), 16, (), (), whole_on_stages=True),
     Case("tensor=8", (2, 4), 64, (), ()),
 ]
 
@@ -68,12 +79,11 @@ def by_optax(hidden: Any, kernel: Any, targets: Any, weights: Any) -> jax.Array:
 
 
 def placed(case: Case, mesh: jax.sharding.Mesh) -> list[jax.Array]:
-    leading = leading_axes(len(case.shape) + 1)
     specs = (
-        LAYOUT.spec(*leading, None, None),
+        LAYOUT.spec(*case.batch_axes, None, None),
         LAYOUT.spec("embed", "vocab"),
-        LAYOUT.spec(*leading, None),
-        LAYOUT.spec(*leading, None),
+        LAYOUT.spec(*case.batch_axes, None),
+        LAYOUT.spec(*case.batch_axes, None),
     )
     pairs = zip(arrays(case), specs, strict=True)
     return [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in pairs]
@@ -85,12 +95,18 @@ def test_equals_optax(case: Case) -> None:
     want = jax.value_and_grad(by_optax, (0, 1))(*map(jnp.asarray, arrays(case)))
     mesh = mesh_of(case.mesh, case.mode)
     with jax.set_mesh(mesh):
-        plan = _make_plan((*case.shape, EMBED), case.vocab, case.chunks, LAYOUT)
+        plan = _make_plan((*case.shape, EMBED), case.vocab, case.batch_axes, case.chunks, LAYOUT)
         assert (plan.turned, plan.gathered) == (case.turned, case.gathered)
 
         def run(hidden: Any, kernel: Any, targets: Any, weights: Any) -> jax.Array:
             return chunked_cross_entropy(
-                hidden, kernel, targets, weights, chunks=case.chunks, layout=LAYOUT
+                hidden,
+                kernel,
+                targets,
+                weights,
+                batch_axes=case.batch_axes,
+                chunks=case.chunks,
+                layout=LAYOUT,
             )
 
         arguments = placed(case, mesh)
@@ -107,7 +123,9 @@ def test_without_a_mesh() -> None:
     arguments = tuple(map(jnp.asarray, arrays(case)))
 
     def run(*arguments: Any) -> jax.Array:
-        return 3.0 * chunked_cross_entropy(*arguments, chunks=3, layout=LAYOUT) + 1.0
+        return (
+            3.0 * chunked_cross_entropy(*arguments, batch_axes=WHOLE, chunks=3, layout=LAYOUT) + 1.0
+        )
 
     got = jax.value_and_grad(run, (0, 1))(*arguments)
     want = jax.value_and_grad(lambda *args: 3.0 * by_optax(*args) + 1.0, (0, 1))(*arguments)
@@ -122,7 +140,7 @@ def test_bfloat16(loss: Any) -> None:
     arguments = (hidden.astype(jnp.bfloat16), *others)
 
     def run(*arguments: Any) -> jax.Array:
-        return loss(*arguments, chunks=2, layout=LAYOUT)
+        return loss(*arguments, batch_axes=WHOLE, chunks=2, layout=LAYOUT)
 
     value, gradients = jax.value_and_grad(run, (0, 1))(*arguments)
     want, want_gradients = jax.value_and_grad(by_optax, (0, 1))(*arguments)
@@ -137,7 +155,7 @@ def test_large_logits_do_not_overflow() -> None:
     kernel = jnp.stack([jnp.full(EMBED, 1.0), jnp.full(EMBED, -1.0)], axis=1)
     targets, weights = jnp.array([[0, 1]]), jnp.ones((1, 2))
     value, gradient = jax.value_and_grad(chunked_cross_entropy)(
-        hidden, kernel, targets, weights, chunks=1, layout=LAYOUT
+        hidden, kernel, targets, weights, batch_axes=WHOLE, chunks=1, layout=LAYOUT
     )
     assert float(value) == pytest.approx(2 * EMBED * 1e3)
     assert np.all(np.isfinite(gradient))
@@ -149,7 +167,7 @@ def test_a_target_outside_the_vocabulary() -> None:
     hidden, kernel, targets, _ = map(jnp.asarray, arrays(case))
     targets = targets.at[0, 0].set(-1).at[0, 1].set(5)
     value = chunked_cross_entropy(
-        hidden, kernel, targets, jnp.ones((1, 2)), chunks=1, layout=LAYOUT
+        hidden, kernel, targets, jnp.ones((1, 2)), batch_axes=WHOLE, chunks=1, layout=LAYOUT
     )
     assert_close(value, jnp.sum(jax.nn.logsumexp(hidden @ kernel, axis=-1)), 1e-6)
 
@@ -163,7 +181,9 @@ def test_the_logits_never_exist_as_a_whole(mesh: str | None) -> None:
 
     def largest(loss: Any, chunks: int) -> int:
         def run(hidden: Any, kernel: Any, targets: Any, weights: Any) -> jax.Array:
-            return loss(hidden, kernel, targets, weights, chunks=chunks, layout=LAYOUT)
+            return loss(
+                hidden, kernel, targets, weights, batch_axes=WHOLE, chunks=chunks, layout=LAYOUT
+            )
 
         return largest_array(jax.make_jaxpr(jax.value_and_grad(run, (0, 1)))(*arrays(case)))
 

@@ -49,6 +49,8 @@ class Case(NamedTuple):
     packed: bool = True
     remat: str = "full"
     delay: int = 1
+    schedule: str = "circular"
+    backward: str = "autodiff"
 
     @property
     def config(self) -> Config:
@@ -60,6 +62,8 @@ class Case(NamedTuple):
             shift=self.shift,
             remat=self.remat,
             forwarding_delay=self.delay,
+            schedule=self.schedule,
+            backward=self.backward,
         )
 
 
@@ -72,16 +76,27 @@ PIPELINED = [
     Case("data=2,stage=2,expert=2", mode="auto", packed=False),
     Case("stage=2,fsdp=2", repeats=2, packed=False, remat="none"),
     Case("stage=2,fsdp=2", remat="minimal", delay=2, shift="pad"),
+    Case("stage=2,fsdp=2", repeats=2, backward="accumulate"),
+    Case("data=2,stage=2,expert=2", repeats=2, mode="auto", backward="accumulate"),
+    Case("stage=2,tensor=2,expert=2", remat="save_qkv_proj", backward="accumulate", packed=False),
+    Case("stage=4,fsdp=2", schedule="1f1b"),
+    Case("stage=4,fsdp=2", schedule="1f1b", mode="auto", shift="slice"),
+    Case("stage=2,fsdp=2,tensor=2", schedule="1f1b", remat="minimal", shift="pad"),
+    Case("data=2,stage=2,expert=2", schedule="1f1b", packed=False),
+    Case("data=2,stage=2,expert=2", schedule="1f1b", mode="auto", remat="none"),
 ]
 UNPIPELINED = [
     Case("fsdp=4"),
     Case("fsdp=2,tensor=2,expert=2", mode="auto"),
     Case("fsdp=2,tensor=2,expert=2", remat="none"),
+    Case("fsdp=2,tensor=2", schedule="1f1b"),
+    Case("data=2,expert=2", schedule="1f1b", mode="auto", remat="none"),
 ]
 DENSELY = [
     Case("stage=4,fsdp=2", dense=True),
     Case("stage=2,fsdp=2,tensor=2", repeats=2, mode="auto", dense=True),
     Case("fsdp=2,tensor=2", dense=True),
+    Case("stage=2,fsdp=2,tensor=2", schedule="1f1b", dense=True),
 ]
 
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from nnx_pipeline.ops.loss import leading_axes
 from nnx_pipeline.pipeline.stages import ApplyStage
 from nnx_pipeline.sharding import Layout, gather_weight, mesh_sizes, out_sharding
 
@@ -33,18 +32,18 @@ def full_cross_entropy(
     targets: Array,
     weights: Array,
     *,
+    batch_axes: tuple[str, ...],
     chunks: int,
     layout: Layout,
 ) -> Array:
     """`chunked_cross_entropy` in one piece: all logits as one array, differentiated by JAX."""
     del chunks
-    leading = leading_axes(hidden.ndim)
     kernel = gather_weight(
         kernel.astype(hidden.dtype),
         layout.spec("embed", "vocab"),
         layout.spec(None, "vocab_of_logits"),
     )
-    spec = out_sharding(layout.spec(*leading, None, "vocab_of_logits"))
+    spec = out_sharding(layout.spec(*batch_axes, None, "vocab_of_logits"))
     logits = jnp.einsum("...d,dv->...v", hidden, kernel, out_sharding=spec).astype(jnp.float32)
     shape = (*[1] * (logits.ndim - 1), logits.shape[-1])
     columns = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from nnx_pipeline.ops.loss import Loss, chunked_cross_entropy
 from nnx_pipeline.ops.norm import ApplyScale, multiply_scale
-from nnx_pipeline.pipeline.loop import OverStages
-from nnx_pipeline.pipeline.stages import over_stages
+from nnx_pipeline.pipeline.stages import OverStages, over_stages
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ class Loss(Protocol):
         targets: Int[Array, "*batch seq"],
         weights: Float[Array, "*batch seq"],
         *,
+        batch_axes: tuple[str, ...],
         chunks: int,
         layout: Layout,
     ) -> Float[Array, ""]: ...
@@ -52,6 +53,7 @@ def chunked_cross_entropy(
     targets: Int[Array, "*batch seq"],
     weights: Float[Array, "*batch seq"],
     *,
+    batch_axes: tuple[str, ...],
     chunks: int,
     layout: Layout,
 ) -> Float[Array, ""]:
@@ -68,29 +70,30 @@ def chunked_cross_entropy(
     its gradient is known up to a factor), so that no logits are computed twice. The gradient of
     this device's columns, in float32, is the largest thing kept.
 
-    Sharding: hidden as it comes, its sequence and embed axes whole; kernel ("embed", "vocab").
+    batch_axes: logical axes of `hidden` before its sequence. Sharding: hidden, targets and weights
+    by them, sequence and embed axes whole; kernel ("embed", "vocab").
     Gradients come back in the shardings and dtypes of their arguments.
     """
-    plan = _make_plan(hidden.shape, kernel.shape[1], chunks, layout)
+    plan = _make_plan(hidden.shape, kernel.shape[1], batch_axes, chunks, layout)
     return _loss(plan, hidden, kernel, targets, weights)
 
 
-def leading_axes(rank: int) -> tuple[str, ...]:
-    """Logical axes before the sequence, of hidden states cut into microbatches or not."""
-    return ("microbatch", "batch") if rank == 4 else ("whole_batch",)
-
-
-def _make_plan(hidden_shape: tuple[int, ...], columns: int, chunks: int, layout: Layout) -> _Plan:
-    leading = leading_axes(len(hidden_shape))
+def _make_plan(
+    hidden_shape: tuple[int, ...],
+    columns: int,
+    batch_axes: tuple[str, ...],
+    chunks: int,
+    layout: Layout,
+) -> _Plan:
     sizes = mesh_sizes()
-    spread = {axis for name in leading for axis in layout.axes(name)}
+    spread = {axis for name in batch_axes for axis in layout.axes(name)}
     stored = layout.axes("vocab")
     rows = layout.axes("embed")
     turned = rows if _tokens_travel(hidden_shape, columns, stored, rows, spread) else ()
     vocab = (*stored, *turned)
     return _Plan(
         chunks=chunks,
-        batch=P(*layout.spec(*leading), None),
+        batch=P(*layout.spec(*batch_axes), None),
         kernel=layout.spec("embed", "vocab"),
         gathered=tuple(axis for axis in rows if axis not in turned),
         turned=turned,

@@ -1,7 +1,19 @@
-"""The pipeline: a schedule as plain arithmetic, and the loop that follows it."""
+"""The pipeline: schedules as plain arithmetic, and the loops that follow them."""
 
 from nnx_pipeline.pipeline.loop import run_pipeline
-from nnx_pipeline.pipeline.schedule import SCHEDULES, CircularSchedule
+from nnx_pipeline.pipeline.one_f_one_b import run_one_f_one_b
+from nnx_pipeline.pipeline.one_f_one_b_loop import Inputs, Weights
+from nnx_pipeline.pipeline.schedule import SCHEDULES, CircularSchedule, OneForwardOneBackward
 from nnx_pipeline.pipeline.stages import over_stages, run_sequential
 
-__all__ = ["SCHEDULES", "CircularSchedule", "over_stages", "run_pipeline", "run_sequential"]
+__all__ = [
+    "SCHEDULES",
+    "CircularSchedule",
+    "Inputs",
+    "OneForwardOneBackward",
+    "Weights",
+    "over_stages",
+    "run_one_f_one_b",
+    "run_pipeline",
+    "run_sequential",
+]

@@ -15,18 +15,28 @@ from nnx_pipeline.pipeline.shift import ShiftName, shift
 from nnx_pipeline.sharding import P, is_explicit, mesh_sizes, place
 
 
-def mark_stage(stage: int, schedule: CircularSchedule) -> Array:
+def mark_stage(stage: int, stages: int) -> Array:
     """bool[stages], True at one stage."""
-    return over_stage(jnp.asarray(np.arange(schedule.stages) == stage))
+    return over_stage(jnp.asarray(np.arange(stages) == stage))
+
+
+def stage_axis() -> str | None:
+    """The mesh axis of the stages, None on a mesh without one."""
+    return "stage" if mesh_sizes().get("stage", 1) > 1 else None
 
 
 def over_stage(x: Array) -> Array:
-    return place(x, P("stage")) if mesh_sizes().get("stage", 1) > 1 else x
+    """Puts the first axis over `stage` and leaves the others where they are."""
+    if stage_axis() is None:
+        return x
+    if is_explicit():
+        return place(x, P("stage", *jax.typeof(x).sharding.spec[1:]))
+    return place(x, P("stage", *[P.UNCONSTRAINED] * (x.ndim - 1)))
 
 
 def rows(leaf: Array, microbatch: Array) -> Array:
     """Row `microbatch[s]` for each stage s: `[microbatches, …]` to `[stages, …]`."""
-    spec = P("stage", *jax.typeof(leaf).sharding.spec[1:]) if is_explicit() else None
+    spec = P(stage_axis(), *jax.typeof(leaf).sharding.spec[1:]) if is_explicit() else None
     return leaf.at[microbatch].get(mode="promise_in_bounds", out_sharding=spec)
 
 
@@ -34,6 +44,35 @@ def slot(tree: PyTree, index: Array) -> PyTree:
     return jax.tree.map(
         lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, axis=1, keepdims=False), tree
     )
+
+
+def to_stages(tree: PyTree, stages: int) -> PyTree:
+    """What every device along `stage` has, as `[stages, …]`: nothing is sent."""
+
+    def one(leaf: Array) -> Array:
+        spec = P(stage_axis(), *jax.typeof(leaf).sharding.spec) if is_explicit() else None
+        shape, axes = (stages, *leaf.shape), tuple(range(1, leaf.ndim + 1))
+        return over_stage(jax.lax.broadcast_in_dim(leaf, shape, axes, out_sharding=spec))
+
+    return jax.tree.map(one, tree)
+
+
+def from_stage(tree: PyTree, stage: int, stages: int) -> PyTree:
+    """What one stage has of `[stages, …]`, sent to all."""
+    tree = where(mark_stage(stage, stages), tree, jax.tree.map(jnp.zeros_like, tree))
+    return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), tree)
+
+
+def empty_ring(like: jax.ShapeDtypeStruct, slots: int | None, fill: float) -> Array:
+    """`[stages, slots, …]`, or without slots, for arrays of `[stages, …]`; integers are zero."""
+    between = () if slots is None else (slots,)
+    shape = (like.shape[0], *between, *like.shape[1:])
+    value = fill if jnp.issubdtype(like.dtype, jnp.inexact) else 0
+    full = jnp.full(shape, value, like.dtype)
+    if is_explicit() and like.sharding is not None:
+        rest = P(*like.sharding.spec)[1:]
+        full = place(full, P(None, *[None] * len(between), *rest))
+    return over_stage(full)
 
 
 def push(
@@ -62,6 +101,13 @@ def where(condition: Array, one: PyTree, other: PyTree) -> PyTree:
         )
 
     return jax.tree.map(functools.partial(pick, condition), one, other)
+
+
+def add_where(condition: Array, totals: PyTree, new: PyTree) -> PyTree:
+    """Adds the metrics of the stages that are not in a bubble; each is `[stages]`."""
+    new = jax.tree.map(over_stage, new)
+    new = where(condition, new, jax.tree.map(jnp.zeros_like, new))
+    return jax.tree.map(jnp.add, totals, new)
 
 
 def split(leaf: Array, schedule: CircularSchedule) -> Array:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from nnx_pipeline.pipeline.accumulate import AccumulatingLoop
 from nnx_pipeline.pipeline.buffers import merge, split
 from nnx_pipeline.pipeline.schedule import CircularSchedule
 from nnx_pipeline.pipeline.shift import ShiftName
-from nnx_pipeline.pipeline.stages import ApplyStage, over_stages
+from nnx_pipeline.pipeline.stages import ApplyStage, OverStages, check_shapes, over_stages
 from nnx_pipeline.pipeline.ticks import (
     Carry,
     Plan,
@@ -26,9 +26,7 @@ from nnx_pipeline.pipeline.ticks import (
     start,
 )
 from nnx_pipeline.remat import FULL, Remat
-from nnx_pipeline.sharding import mesh_sizes
 
-OverStages = Callable[[ApplyStage], Callable[..., Any]]
 BackwardName = Literal["autodiff", "accumulate"]
 
 
@@ -76,7 +74,9 @@ def run_pipeline(
     Returns the outputs, laid out and ordered as `microbatches`, and the sum of the metrics over
     microbatches, repeats and stages. Raises InputError when the shapes do not fit the schedule.
     """
-    _check(params, microbatches, side_inputs, schedule, shift_by)
+    inputs = (microbatches, side_inputs)
+    check_shapes(params, inputs, schedule.stages, schedule.repeats, schedule.microbatches)
+    _check_ring(schedule, shift_by)
     mapped = over(apply_stage)
     checkpoint = functools.partial(remat.checkpoint, also=saved_in_stage, in_scan=True)
 
@@ -119,34 +119,9 @@ def _scan_ticks(
     return end.stream, end.metrics
 
 
-def _check(
-    params: PyTree,
-    microbatches: PyTree,
-    side_inputs: PyTree,
-    schedule: CircularSchedule,
-    shift_by: ShiftName,
-) -> None:
-    want = (schedule.repeats, schedule.stages)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if leaf.shape[:2] != want:
-            raise InputError(
-                f"parameter {jax.tree_util.keystr(path)} has shape {leaf.shape}; its first axes "
-                f"must be (repeats, stages) = {want}, as the schedule says"
-            )
-    for leaf in jax.tree.leaves((microbatches, side_inputs)):
-        if leaf.shape[:1] != (schedule.microbatches,):
-            raise InputError(
-                f"an input has shape {leaf.shape}; its first axis must be the "
-                f"{schedule.microbatches} microbatches of the schedule"
-            )
+def _check_ring(schedule: CircularSchedule, shift_by: ShiftName) -> None:
     if shift_by == "pad" and schedule.is_ring:
         raise InputError(
             f"shift='pad' loses what leaves the last stage, and with {schedule.microbatches} "
             f"microbatches the first stage takes it at once; choose more microbatches or 'slice'"
-        )
-    on_mesh = mesh_sizes().get("stage", schedule.stages)
-    if on_mesh not in (1, schedule.stages):
-        raise InputError(
-            f"the schedule has {schedule.stages} stages and the mesh stage={on_mesh}; "
-            "make them equal"
         )

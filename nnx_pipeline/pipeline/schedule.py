@@ -139,7 +139,7 @@ class OneForwardOneBackward:
     @property
     def ring_slots(self) -> int:
         """Microbatches of which a stage keeps something at the same time, at most."""
-        return min(2 * self.stages - 1, self.microbatches)
+        return 2 * self.stages - 1
 
     @property
     def phases(self) -> tuple[range, range, range]:

@@ -65,9 +65,9 @@ def zero_gradients(tree: PyTree, dtype: jax.typing.DTypeLike | None = None) -> P
     return jax.tree.map(one, tree)
 
 
-def add_at_repeat(totals: PyTree, gradients: PyTree, repeat: Array) -> PyTree:
+def add_at_repeat(totals: PyTree, gradients: PyTree, repeat: Array | None) -> PyTree:
     """Adds each stage's `[stages, …]` to its own repeat of `[repeats, stages, …]`, in place."""
-    if jax.tree.leaves(totals)[0].shape[0] == 1:
+    if repeat is None or jax.tree.leaves(totals)[0].shape[0] == 1:
         return add(totals, jax.tree.map(lambda leaf: leaf[None], gradients))
     return at_repeat(totals, repeat, add(select_repeat(totals, repeat), gradients))
 

@@ -7,10 +7,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+from nnx_pipeline.errors import InputError
 from nnx_pipeline.sharding import P, manual_axes, mesh_sizes, spec_of
 
 # (parameters of one stage in one repeat, activations, side inputs) to (activations, metrics)
 ApplyStage = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
+# a function of one stage to the same over a leading axis of stages
+OverStages = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def over_stages(apply_stage: ApplyStage) -> Callable[..., Any]:
@@ -27,11 +30,7 @@ def select_repeat(params: PyTree, repeat: Array) -> PyTree:
     leaves = jax.tree.leaves(params)
     if leaves and leaves[0].shape[0] == 1:
         return jax.tree.map(lambda leaf: jax.lax.squeeze(leaf, (0,)), params)
-
-    def pick(repeat: Array, leaf: Array) -> Array:
-        return jax.lax.dynamic_index_in_dim(leaf, repeat, axis=0, keepdims=False)
-
-    return _each_stage(pick, repeat, (params,), stage_axes=(1,), out_axis=0)
+    return _each_stage(_read, repeat, (params,), stage_axes=(1,), out_axis=0)
 
 
 def at_repeat(params: PyTree, repeat: Array, new: PyTree) -> PyTree:
@@ -41,6 +40,15 @@ def at_repeat(params: PyTree, repeat: Array, new: PyTree) -> PyTree:
         return jax.lax.dynamic_update_index_in_dim(leaf, new, repeat, axis=0)
 
     return _each_stage(put, repeat, (params, new), stage_axes=(1, 0), out_axis=1)
+
+
+def select_slot(tree: PyTree, slot: Array) -> PyTree:
+    """What each stage has in its own slot: `[stages, slots, …]` to `[stages, …]`."""
+    return _each_stage(_read, slot, (tree,), stage_axes=(0,), out_axis=0)
+
+
+def _read(index: Array, leaf: Array) -> Array:
+    return jax.lax.dynamic_index_in_dim(leaf, index, axis=0, keepdims=False)
 
 
 def _each_stage(
@@ -63,11 +71,39 @@ def _each_stage(
             [spec_of(leaf, stage_axis=axis) for leaf in leaves]
             for leaves, axis in zip(columns, stage_axes, strict=True)
         ]
-        out = [P(*spec[stage_axes[0] - out_axis :]) for spec in specs[0]]
+        out = [_without(spec, 1 - stage_axes[0]) if len(trees) == 1 else spec for spec in specs[0]]
         local = jax.shard_map(
             local, in_specs=(P("stage"), *specs), out_specs=out, axis_names=manual_axes()
         )
     return jax.tree.unflatten(jax.tree.structure(trees[0]), local(index, *columns))
+
+
+def _without(spec: P, axis: int) -> P:
+    return P(*spec[:axis], *spec[axis + 1 :])
+
+
+def check_shapes(
+    params: PyTree, inputs: PyTree, stages: int, repeats: int, microbatches: int
+) -> None:
+    """Raises InputError unless arrays and mesh have the sizes of the schedule."""
+    want = (repeats, stages)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if leaf.shape[:2] != want:
+            raise InputError(
+                f"parameter {jax.tree_util.keystr(path)} has shape {leaf.shape}; its first axes "
+                f"must be (repeats, stages) = {want}, as the schedule says"
+            )
+    for leaf in jax.tree.leaves(inputs):
+        if leaf.shape[:1] != (microbatches,):
+            raise InputError(
+                f"an input has shape {leaf.shape}; its first axis must be the "
+                f"{microbatches} microbatches of the schedule"
+            )
+    on_mesh = mesh_sizes().get("stage", stages)
+    if on_mesh not in (1, stages):
+        raise InputError(
+            f"the schedule has {stages} stages and the mesh stage={on_mesh}; make them equal"
+        )
 
 
 def run_sequential(

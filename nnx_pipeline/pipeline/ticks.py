@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.pipeline.buffers import mark_stage, over_stage, push, rows, slot, where
+from nnx_pipeline.pipeline.buffers import add_where, mark_stage, over_stage, push, rows, slot, where
 from nnx_pipeline.pipeline.schedule import CircularSchedule, Work
 from nnx_pipeline.pipeline.shift import ShiftName, shift
 from nnx_pipeline.pipeline.stages import select_repeat
@@ -111,7 +111,7 @@ def receive(
     schedule: CircularSchedule, shift_by: ShiftName, now: Plan, carry: Carry
 ) -> tuple[Rest, PyTree]:
     """The input of every stage at this tick; linear in the carry."""
-    first, last = mark_stage(0, schedule), mark_stage(schedule.stages - 1, schedule)
+    first, last = mark_stage(0, schedule.stages), mark_stage(schedule.stages - 1, schedule.stages)
     waiting = slot(carry.stream, now.stream_slot)
     sent = jax.tree.map(lambda leaf: shift(leaf, by=1, how=shift_by), carry.given[0])
     arrived = sent if schedule.delay == 1 else carry.arrived
@@ -149,13 +149,11 @@ def hand_on(
 ) -> Carry:
     """The carry of the next tick, from what the stages gave; linear in `rest` and `given`."""
     y, metrics = given
-    last = mark_stage(schedule.stages - 1, schedule)
-    metrics = jax.tree.map(over_stage, metrics)
-    metrics = where(over_stage(now.active), metrics, jax.tree.map(jnp.zeros_like, metrics))
+    last = mark_stage(schedule.stages - 1, schedule.stages)
     return Carry(
         stream=push(rest.stream, rest.leaving, y, now.stream_slot, last, shift_by),
         queue=rest.queue,
         given=(y, *rest.given),
         arrived=rest.sent,
-        metrics=jax.tree.map(jnp.add, rest.metrics, metrics),
+        metrics=add_where(over_stage(now.active), rest.metrics, metrics),
     )

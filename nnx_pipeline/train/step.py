@@ -55,24 +55,15 @@ class Metrics(NamedTuple):
 def loss_of(model: Mixtral, batch: Batch) -> tuple[Array, tuple[Array, Array]]:
     """The loss to minimise, and its two parts: cross-entropy and load balance.
 
-    Cross-entropy is Σ weights · entropy / (Σ weights + 1e-8), as in MaxText; the router's loss is
-    added times `train.load_balance_weight`.
+    Cross-entropy is Σ weights · entropy / (Σ weights + 1e-8), as in MaxText.
     """
-    train = model.config.train
-    hidden, balance = model.hidden(
-        batch.tokens, positions=batch.positions, segment_ids=batch.segment_ids
+    return model.loss(
+        batch.tokens,
+        batch.targets,
+        batch.weights / (jnp.sum(batch.weights) + 1e-8),
+        positions=batch.positions,
+        segment_ids=batch.segment_ids,
     )
-    weights = batch.weights / (jnp.sum(batch.weights) + 1e-8)
-    entropy = model.parts.loss(
-        hidden,
-        model.head[...],
-        model.arrange(batch.targets),
-        model.arrange(weights),
-        chunks=train.loss_chunks,
-        layout=model.layout,
-    )
-    weight = train.load_balance_weight
-    return entropy + weight * balance if weight else entropy, (entropy, balance)
 
 
 def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:

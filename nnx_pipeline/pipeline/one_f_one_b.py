@@ -1,0 +1,120 @@
+"""The 1F1B loop: forward, loss and backward in the same ticks, so that little is kept between."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from nnx_pipeline.errors import InputError
+from nnx_pipeline.pipeline.one_f_one_b_loop import Enter, Inputs, Leave, Loop, Weights
+from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
+from nnx_pipeline.pipeline.shift import ShiftName
+from nnx_pipeline.pipeline.stage_vjp import as_cotangents, is_float
+from nnx_pipeline.pipeline.stages import ApplyStage, OverStages, check_shapes, over_stages
+from nnx_pipeline.remat import FULL, Remat
+
+
+def run_one_f_one_b(
+    enter: Enter,
+    apply_stage: ApplyStage,
+    leave: Leave,
+    weights: Weights,
+    inputs: Inputs,
+    *,
+    schedule: OneForwardOneBackward,
+    metric_weights: PyTree = None,
+    shift_by: ShiftName = "ppermute",
+    remat: Remat = FULL,
+    saved_in_stage: tuple[str, ...] = (),
+    grad_dtype: jax.typing.DTypeLike | None = None,
+    over: OverStages = over_stages,
+    bubble_fill: float = 0.0,
+) -> tuple[Array, tuple[Array, PyTree]]:
+    """The loss of a pipelined model, whose derivative is computed on the way.
+
+    The same as this, with the stages spread over the mesh axis `stage`:
+
+        for m in range(microbatches):
+            x = enter(weights.enter, inputs.enter[m])
+            for s in range(stages):
+                x, metrics = apply_stage(weights.stages[0, s], x, inputs.side[m])
+                totals += metrics
+            loss += leave(weights.leave, x, inputs.leave[m])
+        return loss + sum(metric_weights * totals), (loss, totals)
+
+    Where the derivative is asked for, each stage forwards a microbatch and takes another one back
+    at each tick, and the last stage's loss turns a microbatch round in the tick that brings it: a
+    stage keeps what a visit saves for at most 2 · stages - 1 microbatches, however many there are,
+    and one gradient buffer per parameter. `enter` and `leave` run on all devices.
+
+    Ticks: microbatches + 2 · (stages - 1), of which the first stages - 1 have no backward part and
+    the last no forward part. So forward and backward passes are as many as in the plain pipeline,
+    and with remat every stage is computed once more, as there.
+
+    enter: (its weights, inputs of a microbatch) to activations, not spread over `stage`.
+    apply_stage: as for `run_pipeline`. leave: (its weights, activations of the last stage, inputs
+    of a microbatch) to a float32 scalar. metric_weights: what each metric of the stages counts in
+    the loss, floats in a pytree like the metrics'; None if nothing.
+    grad_dtype: dtype in which gradients add up, None for that of the weights; they come back in the
+    weights' dtype. over: how a function of one stage is spread over the stages.
+    bubble_fill: what the buffers hold before anything arrives; results never depend on it.
+
+    Returns the loss, and its two parts without a gradient. Raises InputError for shapes that do not
+    fit the schedule, and when a gradient of `inputs` is asked for.
+    """
+    check_shapes(weights.stages, inputs, schedule.stages, 1, schedule.microbatches)
+    loop = Loop(
+        enter=enter,
+        apply_stage=remat.checkpoint(apply_stage, also=saved_in_stage, in_scan=True),
+        leave=leave,
+        schedule=schedule,
+        metric_weights=metric_weights,
+        shift_by=shift_by,
+        grad_dtype=grad_dtype,
+        over=over,
+        bubble_fill=bubble_fill,
+    )
+    loss, parts = _run(loop, weights, inputs)
+    return loss, jax.lax.stop_gradient(parts)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(loop: Loop, weights: Weights, inputs: Inputs) -> tuple[Array, tuple[Array, PyTree]]:
+    return loop.total(loop.run(weights, inputs, differentiate=False))
+
+
+def _run_forward(
+    loop: Loop, weights: Weights, inputs: Inputs
+) -> tuple[tuple[Array, tuple[Array, PyTree]], Any]:
+    if any(leaf.perturbed for leaf in jax.tree.leaves(inputs, is_leaf=_is_primal)):
+        raise InputError(
+            "the 1F1B schedule was asked for the gradient of an input of its microbatches; it "
+            "gives those of the weights alone: use jax.lax.stop_gradient on the inputs, or the "
+            "circular schedule"
+        )
+    weights, inputs = jax.tree.map(lambda leaf: leaf.value, (weights, inputs), is_leaf=_is_primal)
+    state = loop.run(weights, inputs, differentiate=True)
+    return loop.total(state), (weights, inputs, state.gradients)
+
+
+def _run_backward(loop: Loop, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Weights, Inputs]:
+    weights, inputs, gradients = saved
+    of_loss, _ = cotangents
+    if isinstance(of_loss, jax.custom_derivatives.SymbolicZero):
+        of_loss = jnp.zeros(of_loss.shape, of_loss.dtype)
+    scaled = jax.tree.map(lambda leaf: leaf * of_loss.astype(leaf.dtype), gradients)
+    return as_cotangents(scaled, weights), jax.tree.map(_no_cotangent, inputs)
+
+
+_run.defvjp(_run_forward, _run_backward, symbolic_zeros=True)
+
+
+def _is_primal(leaf: Any) -> bool:
+    return isinstance(leaf, jax.custom_derivatives.CustomVJPPrimal)
+
+
+def _no_cotangent(leaf: Array) -> Array | np.ndarray:
+    return jnp.zeros_like(leaf) if is_float(leaf) else np.zeros(leaf.shape, jax.dtypes.float0)

@@ -1,0 +1,300 @@
+"""The ticks of 1F1B: every stage forwards one microbatch and takes another one back."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from nnx_pipeline.pipeline.buffers import (
+    add_where,
+    empty_ring,
+    from_stage,
+    mark_stage,
+    over_stage,
+    rows,
+    to_stages,
+    where,
+)
+from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
+from nnx_pipeline.pipeline.shift import ShiftName, shift
+from nnx_pipeline.pipeline.stage_vjp import (
+    add,
+    add_at_repeat,
+    backward_from,
+    forward_keeping,
+    zero_gradients,
+)
+from nnx_pipeline.pipeline.stages import ApplyStage, OverStages, select_slot
+
+Enter = Callable[[PyTree, PyTree], PyTree]
+Leave = Callable[[PyTree, PyTree, PyTree], Array]
+
+
+class Weights(NamedTuple):
+    """What has a gradient."""
+
+    enter: PyTree  # of the first function, such as the embedding
+    stages: PyTree  # [1, stages, …]
+    leave: PyTree  # of the last function, such as final norm and head
+
+
+class Inputs(NamedTuple):
+    """What a microbatch brings along, `[microbatches, …]`, whole on every stage; no gradients."""
+
+    enter: PyTree
+    side: PyTree
+    leave: PyTree
+
+
+class Plan(NamedTuple):
+    """The schedule as arrays, one row per tick; what is not active reads something that exists."""
+
+    forward: Array  # int32 [ticks, stages]: microbatch
+    forwards: Array  # bool [ticks, stages], False in a bubble
+    backward: Array  # int32 [ticks, stages]
+    takes_back: Array  # bool [ticks, stages]
+    write: Array  # int32 [ticks]: slot of the ring
+    read: Array  # int32 [ticks, stages]
+    entering: Array  # int32 [ticks]: microbatch that the first stage takes
+    leaving: Array  # int32 [ticks]: microbatch that the last stage gives
+    returning: Array  # int32 [ticks]: microbatch whose cotangent leaves the first stage
+
+
+class State(NamedTuple):
+    """What lives from tick to tick. Activations begin with the axis of stages."""
+
+    given: PyTree  # what every stage gave, one tick ago
+    returned: PyTree  # the cotangent that every stage gave, one tick ago
+    ring: list[Array]  # [stages, slots, …]: what the visits kept
+    gradients: Weights | None
+    loss: Array
+    metrics: PyTree  # [stages]
+
+
+class _Phase(NamedTuple):
+    """What is done in each tick of a range of ticks."""
+
+    ticks: range
+    forward: bool
+    leave: bool
+    backward: bool
+
+
+def make_plan(schedule: OneForwardOneBackward) -> Plan:
+    """Writes the schedule out.
+
+    A slot of the ring is the tick in which it was written, modulo their number. A stage that has
+    nothing to take back reads the slot written last, where it finds something valid.
+    """
+    stages, slots = schedule.stages, schedule.ring_slots
+    tick, stage = np.arange(schedule.ticks)[:, None], np.arange(stages)[None]
+    forward, backward = tick - stage, tick - 2 * (stages - 1) + stage
+    last_write = np.minimum(tick, schedule.microbatches + stages - 2)
+
+    def exists(microbatch: np.ndarray) -> np.ndarray:
+        return (microbatch >= 0) & (microbatch < schedule.microbatches)
+
+    def indices(microbatch: np.ndarray) -> Array:
+        return jnp.asarray(np.clip(microbatch, 0, schedule.microbatches - 1), jnp.int32)
+
+    read = np.where(exists(backward), backward + stage, last_write) % slots
+    return Plan(
+        forward=indices(forward),
+        forwards=jnp.asarray(exists(forward)),
+        backward=indices(backward),
+        takes_back=jnp.asarray(exists(backward)),
+        write=jnp.asarray(tick[:, 0] % slots, jnp.int32),
+        read=jnp.asarray(read, jnp.int32),
+        entering=indices(forward[:, 0]),
+        leaving=indices(forward[:, -1]),
+        returning=indices(backward[:, 0]),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """All ticks; the fields are the arguments of `run_one_f_one_b` that are not arrays."""
+
+    enter: Enter
+    apply_stage: ApplyStage
+    leave: Leave
+    schedule: OneForwardOneBackward
+    metric_weights: PyTree
+    shift_by: ShiftName
+    grad_dtype: jax.typing.DTypeLike | None
+    over: OverStages
+    bubble_fill: float
+
+    def run(self, weights: Weights, inputs: Inputs, *, differentiate: bool) -> State:
+        """The state after the last tick, without gradients unless they are asked for."""
+        filling, steady, draining = self.schedule.phases
+        phases = [
+            _Phase(filling, forward=True, leave=False, backward=False),
+            _Phase(steady, forward=True, leave=True, backward=differentiate),
+            _Phase(draining, forward=False, leave=False, backward=True),
+        ]
+        plan = make_plan(self.schedule)
+        state, kept = self._start(weights, inputs, plan, differentiate)
+        for phase in phases if differentiate else phases[:2]:
+            if phase.ticks:
+                now = jax.tree.map(lambda leaf, at=phase.ticks: leaf[at.start : at.stop], plan)
+                tick = functools.partial(self._tick, weights, inputs, phase, kept)
+                state, _ = jax.lax.scan(tick, state, now)
+        return state
+
+    def total(self, state: State) -> tuple[Array, tuple[Array, PyTree]]:
+        """The loss to minimise; what left the last stage and the metrics of all stages, summed."""
+        metrics = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), state.metrics)
+        loss = state.loss
+        if self.metric_weights is not None:
+            counted = jax.tree.map(lambda w, metric: w * metric, self.metric_weights, metrics)
+            loss = jax.tree.reduce(jnp.add, counted, loss)
+        return loss, (state.loss, metrics)
+
+    def _start(
+        self, weights: Weights, inputs: Inputs, plan: Plan, differentiate: bool
+    ) -> tuple[State, Any]:
+        """The state before the first tick, and the tree of what a visit keeps."""
+
+        def first_visit(weights: Weights, inputs: Inputs, plan: Plan) -> Any:
+            now = jax.tree.map(lambda leaf: leaf[0], plan)
+            x = self._entering(weights, inputs, now)
+            return x, self._visit(weights, inputs, now, x, keep=differentiate)
+
+        x, ((_, metrics), kept) = jax.eval_shape(first_visit, weights, inputs, plan)
+        kept, tree = jax.tree.flatten(kept)
+        gradients = zero_gradients(weights, self.grad_dtype) if differentiate else None
+        nothing = jax.tree.map(lambda leaf: empty_ring(leaf, None, self.bubble_fill), x)
+        return State(
+            given=nothing,
+            returned=nothing if differentiate else None,
+            ring=[empty_ring(leaf, self.schedule.ring_slots, self.bubble_fill) for leaf in kept],
+            gradients=gradients,
+            loss=jnp.zeros((), jnp.float32),
+            metrics=jax.tree.map(lambda leaf: empty_ring(leaf, None, 0.0), metrics),
+        ), tree
+
+    def _tick(
+        self, weights: Weights, inputs: Inputs, phase: _Phase, kept: Any, state: State, now: Plan
+    ) -> tuple[State, None]:
+        of_output = None
+        if phase.forward:
+            state = self._forward(weights, inputs, now, state)
+        if phase.leave:
+            state, of_output = self._leave(weights, inputs, now, state)
+        if phase.backward:
+            state = self._backward(weights, inputs, now, kept, state, of_output)
+        return state, None
+
+    def _forward(self, weights: Weights, inputs: Inputs, now: Plan, state: State) -> State:
+        """Every stage takes a microbatch one step on."""
+        entering = self._entering(weights, inputs, now)
+        arrived = jax.tree.map(lambda leaf: shift(leaf, by=1, how=self.shift_by), state.given)
+        # A stage in a bubble works on what enters: values that its derivative is fit for.
+        forwards = over_stage(now.forwards)
+        x = where(mark_stage(0, self.schedule.stages) | ~forwards, entering, arrived)
+        keep = state.gradients is not None
+        (y, metrics), kept = self._visit(weights, inputs, now, x, keep=keep)
+
+        def write(ring: Array, leaf: Array) -> Array:
+            return jax.lax.dynamic_update_index_in_dim(ring, over_stage(leaf), now.write, axis=1)
+
+        return state._replace(
+            given=y,
+            ring=jax.tree.map(write, state.ring, jax.tree.leaves(kept)),
+            metrics=add_where(forwards, state.metrics, metrics),
+        )
+
+    def _leave(
+        self, weights: Weights, inputs: Inputs, now: Plan, state: State
+    ) -> tuple[State, PyTree]:
+        """The loss of the microbatch that the last stage gave, and the cotangent it goes back with.
+
+        All devices work on it.
+        """
+        output = from_stage(state.given, self.schedule.stages - 1, self.schedule.stages)
+
+        def loss_of(weights: PyTree, output: PyTree) -> Array:
+            return self.leave(weights, output, _row(inputs.leave, now.leaving))
+
+        if state.gradients is None:
+            return state._replace(loss=state.loss + loss_of(weights.leave, output)), None
+        loss, back = jax.vjp(loss_of, weights.leave, output)
+        of_weights, of_output = back(jnp.ones_like(loss))
+        gradients = state.gradients._replace(leave=add(state.gradients.leave, of_weights))
+        return state._replace(loss=state.loss + loss, gradients=gradients), of_output
+
+    def _backward(
+        self,
+        weights: Weights,
+        inputs: Inputs,
+        now: Plan,
+        kept: Any,
+        state: State,
+        of_output: PyTree,
+    ) -> State:
+        """Every stage takes a microbatch one step back and adds up the gradient of its weights."""
+        if state.gradients is None:
+            return state
+        stages = self.schedule.stages
+        arrived = jax.tree.map(lambda leaf: shift(leaf, by=-1, how=self.shift_by), state.returned)
+        if of_output is not None:
+            arrived = where(mark_stage(stages - 1, stages), to_stages(of_output, stages), arrived)
+        takes_back = over_stage(now.takes_back)
+        arrived = where(takes_back, arrived, jax.tree.map(jnp.zeros_like, arrived))
+        metrics = jax.tree.map(
+            lambda metric, weight: where(takes_back, jnp.full_like(metric, weight), 0 * metric),
+            state.metrics,
+            self._metric_weights(state.metrics),
+        )
+        stored = jax.tree.unflatten(kept, select_slot(state.ring, over_stage(now.read)))
+        needed = _needed(weights, inputs, now.backward)
+        back = self.over(backward_from)
+        (of_stages, _), of_x = back(stored, needed, (arrived, metrics))
+        entered = from_stage(of_x, 0, stages)
+        row = _row(inputs.enter, now.returning)
+        _, enter_back = jax.vjp(lambda weights: self.enter(weights, row), weights.enter)
+        (of_enter,) = enter_back(entered)
+        gradients = state.gradients._replace(
+            stages=add_at_repeat(state.gradients.stages, of_stages, None),
+            enter=add(state.gradients.enter, of_enter),
+        )
+        return state._replace(returned=of_x, gradients=gradients)
+
+    def _entering(self, weights: Weights, inputs: Inputs, now: Plan) -> PyTree:
+        """The microbatch that enters, on every stage."""
+        x = self.enter(weights.enter, _row(inputs.enter, now.entering))
+        return to_stages(x, self.schedule.stages)
+
+    def _visit(self, weights: Weights, inputs: Inputs, now: Plan, x: PyTree, *, keep: bool) -> Any:
+        """What the stages give, and what their derivatives need."""
+
+        def apply(needed: tuple[PyTree, PyTree], x: PyTree) -> tuple[PyTree, PyTree]:
+            return self.apply_stage(needed[0], x, needed[1])
+
+        def visit(needed: tuple[PyTree, PyTree], x: PyTree, _: None) -> Any:
+            return forward_keeping(apply, needed, x) if keep else (apply(needed, x), None)
+
+        return self.over(visit)(_needed(weights, inputs, now.forward), x, None)
+
+    def _metric_weights(self, metrics: PyTree) -> PyTree:
+        if self.metric_weights is None:
+            return jax.tree.map(lambda _: 0.0, metrics)
+        return self.metric_weights
+
+
+def _needed(weights: Weights, inputs: Inputs, microbatch: Array) -> tuple[PyTree, PyTree]:
+    """What a visit reads beside the activations, `[stages, …]`."""
+    side = jax.tree.map(lambda leaf: rows(leaf, over_stage(microbatch)), inputs.side)
+    return jax.tree.map(lambda leaf: jax.lax.squeeze(leaf, (0,)), weights.stages), side
+
+
+def _row(tree: PyTree, microbatch: Array) -> PyTree:
+    return jax.tree.map(
+        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, microbatch, keepdims=False), tree
+    )

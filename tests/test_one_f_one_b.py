@@ -1,0 +1,167 @@
+"""1F1B against plain Python loops over microbatches and stages."""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, assert_same_placement, mesh_of
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from nnx_pipeline import MeshConfig
+from nnx_pipeline.pipeline import Inputs, OneForwardOneBackward, Weights, run_one_f_one_b
+from nnx_pipeline.remat import POLICIES
+from nnx_pipeline.sharding import gather_weight, mesh_sizes, out_sharding
+
+WIDTH, VOCABULARY, BATCH = 4, 6, 8
+BALANCE = 1e-2
+
+
+class Case(NamedTuple):
+    """Where it runs and how."""
+
+    mesh: str
+    microbatches: int
+    layers: int = 1  # per stage
+    shift: str = "ppermute"
+    mode: str = "explicit"
+    remat: str = "full"
+    fill: float = math.nan
+
+    @property
+    def stages(self) -> int:
+        return MeshConfig.parse(self.mesh).stage
+
+    @property
+    def schedule(self) -> OneForwardOneBackward:
+        return OneForwardOneBackward(self.stages, self.microbatches)
+
+
+TABLE = [
+    Case("stage=4,fsdp=2", 4),
+    Case("stage=4,fsdp=2", 8, layers=2),
+    Case("stage=4,fsdp=2", 12, shift="slice", mode="auto"),
+    Case("stage=4,fsdp=2", 8, shift="pad", remat="none"),
+    Case("stage=4,fsdp=2", 8, mode="auto", remat="none", layers=2),
+    Case("stage=2,fsdp=2,data=2", 6, shift="slice"),
+    Case("stage=2,data=2", 10, mode="auto", shift="pad"),
+    Case("stage=8", 8, layers=2),
+    Case("stage=8", 24, mode="auto"),
+    Case("fsdp=4", 3, layers=3),  # no stages: the gradient adds up over microbatches
+    Case("", 4),
+]
+
+
+def batch_axes() -> tuple[str, ...] | None:
+    return tuple(axis for axis in ("data", "fsdp") if mesh_sizes().get(axis, 1) > 1) or None
+
+
+def enter(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    spec = P(batch_axes(), None)
+    return table.at[tokens].get(out_sharding=out_sharding(spec))
+
+
+def apply_stage(params: Any, x: jax.Array, side: jax.Array) -> Any:
+    fsdp = "fsdp" if mesh_sizes().get("fsdp", 1) > 1 else None
+    kernel = gather_weight(params["kernel"], P(None, fsdp, None), P(None, None, None))
+    for index in range(kernel.shape[0]):
+        turned = jnp.tanh(x @ kernel[index] + params["bias"][index])
+        x = x + turned * jnp.cos(side.astype(x.dtype))[:, None]
+    return x, {"visits": jnp.ones(()), "square": jnp.sum(x**2)}
+
+
+def leave(params: Any, x: jax.Array, inputs: Any) -> jax.Array:
+    targets, weights = inputs
+    normed = params["scale"] * x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True))
+    logits = normed @ params["head"]
+    hit = jax.nn.one_hot(targets, VOCABULARY, dtype=logits.dtype)
+    return jnp.sum(weights * (jax.nn.logsumexp(logits, axis=-1) - jnp.sum(hit * logits, axis=-1)))
+
+
+def arguments(case: Case) -> tuple[Weights, Inputs]:
+    """Numpy arrays."""
+    generator = np.random.default_rng(0)
+
+    def normal(*shape: int) -> np.ndarray:
+        return generator.normal(size=shape).astype(np.float32)
+
+    def whole(most: int) -> np.ndarray:
+        return generator.integers(most, size=(case.microbatches, BATCH), dtype=np.int32)
+
+    lead = (1, case.stages, case.layers)
+    weights = Weights(
+        enter=normal(VOCABULARY, WIDTH),
+        stages={"kernel": 0.5 * normal(*lead, WIDTH, WIDTH), "bias": 0.1 * normal(*lead, WIDTH)},
+        leave={"scale": normal(WIDTH), "head": normal(WIDTH, VOCABULARY)},
+    )
+    share = generator.random((case.microbatches, BATCH)).astype(np.float32)
+    targets = (whole(VOCABULARY), share)
+    return weights, Inputs(enter=whole(VOCABULARY), side=whole(3), leave=targets)
+
+
+def on_mesh(case: Case, mesh: Any) -> tuple[Weights, Inputs]:
+    names = {name for name, size in mesh.shape.items() if size > 1}
+    stage, fsdp = (name if name in names else None for name in ("stage", "fsdp"))
+    rows = P(None, tuple(name for name in ("data", "fsdp") if name in names) or None)
+    specs = (
+        Weights(
+            enter=P(),
+            stages={"kernel": P(None, stage, None, fsdp, None), "bias": P(None, stage, None, None)},
+            leave={"scale": P(), "head": P()},
+        ),
+        Inputs(enter=rows, side=rows, leave=(rows, rows)),
+    )
+    return jax.tree.map(
+        lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), arguments(case), specs
+    )
+
+
+def by_loops(weights: Weights, inputs: Inputs) -> Any:
+    """The reference: two loops."""
+    loss, totals = jnp.zeros(()), {"visits": 0.0, "square": 0.0}
+    for m in range(inputs.side.shape[0]):
+        x = enter(weights.enter, inputs.enter[m])
+        for s in range(weights.stages["bias"].shape[1]):
+            of_stage = jax.tree.map(lambda leaf, s=s: leaf[0, s], weights.stages)
+            x, metrics = apply_stage(of_stage, x, inputs.side[m])
+            totals = jax.tree.map(jnp.add, totals, metrics)
+        loss += leave(weights.leave, x, jax.tree.map(lambda leaf, m=m: leaf[m], inputs.leave))
+    return loss + BALANCE * totals["square"], (loss, totals)
+
+
+def pipelined(case: Case, **options: Any) -> Any:
+    return functools.partial(
+        run_one_f_one_b,
+        enter,
+        apply_stage,
+        leave,
+        schedule=case.schedule,
+        metric_weights={"visits": 0.0, "square": BALANCE},
+        shift_by=case.shift,
+        remat=POLICIES[case.remat],
+        bubble_fill=case.fill,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("case", TABLE, ids=lambda case: "-".join(map(str, case)))
+def test_equals_the_sequential_loops(case: Case) -> None:
+    """Loss, its parts and all gradients, with NaN in the buffers; and the loss alone."""
+    want, want_gradients = jax.value_and_grad(by_loops, has_aux=True)(
+        *jax.tree.map(jnp.asarray, arguments(case))
+    )
+    mesh = mesh_of(case.mesh, case.mode)
+    run = pipelined(case)
+    with jax.set_mesh(mesh):
+        weights, inputs = on_mesh(case, mesh)
+        got, gradients = jax.jit(jax.value_and_grad(run, has_aux=True))(weights, inputs)
+        alone = jax.jit(run)(weights, inputs)
+    assert_close(got, want, 1e-5)
+    assert_close(alone, want, 1e-5)
+    assert_close(gradients, want_gradients, 1e-4)
+    if case.mode == "explicit":
+        assert_same_placement(gradients, weights)
