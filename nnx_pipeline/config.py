@@ -107,8 +107,11 @@ class PipelineConfig:
     microbatch and takes another one back at each tick, so that memory does not grow with their
     number; on a mesh without stages that is the accumulation of gradients over microbatches.
 
-    `backward` is how the circular schedule is differentiated: by JAX, or visit by visit with one
-    gradient buffer per parameter (`accumulate`). `remat` names what the backward pass
+    `fsdp_gather` is when a stage gathers weights that are stored apart along fsdp: at each use, or
+    once per step, which holds them all gathered and their gradients whole. `backward` is how the
+    circular schedule is differentiated: by JAX, or visit by visit with one gradient buffer per
+    parameter (`accumulate`); None means the former unless weights are gathered before use.
+    `remat` names what the backward pass
     keeps beside the input of a stage at each tick (see `remat.POLICIES`); with
     `save_decoder_layer_input` that is the input of each layer too, where a stage has several, and
     without it those are computed again, together with all layers before.
@@ -124,7 +127,8 @@ class PipelineConfig:
         "full", "save_out_proj", "save_qkv_proj", "save_dot_except_mlp", "minimal", "none"
     ] = "full"
     save_decoder_layer_input: bool = True
-    backward: Literal["autodiff", "accumulate"] = "autodiff"
+    fsdp_gather: Literal["use", "step"] = "use"
+    backward: Literal["autodiff", "accumulate"] | None = None
 
     def __post_init__(self) -> None:
         _whole(self, "num_repeats")
@@ -135,18 +139,31 @@ class PipelineConfig:
         one_of("forwarding_delay", self.forwarding_delay, (1, 2))
         one_of("sharding", self.sharding, ("explicit", "auto"))
         one_of("remat", self.remat, POLICIES)
-        one_of("backward", self.backward, ("autodiff", "accumulate"))
+        one_of("fsdp_gather", self.fsdp_gather, ("use", "step"))
+        one_of("backward", self.backward, (None, "autodiff", "accumulate"))
+        if self.fsdp_gather != "use" and self.backward == "autodiff":
+            raise InputError(
+                f"pipeline.fsdp_gather={self.fsdp_gather} adds gradients up over ticks, which "
+                "pipeline.backward=autodiff does not; leave backward out or set it to accumulate"
+            )
         one_of("save_decoder_layer_input", self.save_decoder_layer_input, (True, False))
         if self.schedule == "1f1b":
             self._check_one_f_one_b()
 
     def _check_one_f_one_b(self) -> None:
-        for name, only in (("num_repeats", 1), ("forwarding_delay", 1), ("backward", "autodiff")):
+        for name, only in (("num_repeats", 1), ("forwarding_delay", 1), ("backward", None)):
             if getattr(self, name) != only:
                 raise InputError(
                     f"pipeline.{name}={getattr(self, name)} is for the circular schedule; "
                     f"with pipeline.schedule=1f1b leave it at {only}"
                 )
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients are added up by the loop itself rather than by JAX."""
+        if self.backward is not None:
+            return self.backward == "accumulate"
+        return self.schedule == "1f1b" or self.fsdp_gather != "use"
 
     def microbatches_on(self, stages: int) -> int:
         """The number of microbatches on a mesh with that many stages."""
@@ -214,6 +231,12 @@ class Config:
         if mesh.context > 1:
             raise InputError(
                 f"mesh axis context={mesh.context} is not supported by attention yet; use context=1"
+            )
+        if stages == 1 and self.pipeline.schedule != "1f1b" and self.pipeline.fsdp_gather != "use":
+            raise InputError(
+                f"pipeline.fsdp_gather={self.pipeline.fsdp_gather} holds weights over the ticks of "
+                "a pipeline; set it to use, give the mesh a stage axis of 2 or more, or set "
+                "pipeline.schedule=1f1b"
             )
         if stages == 1 and repeats > 1:
             raise InputError(

@@ -10,16 +10,19 @@ from jaxtyping import Array
 from nnx_pipeline.config import Config
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.mesh import ambient_mesh
-from nnx_pipeline.modules import DecoderLayer, Embed, Parts, RMSNorm
+from nnx_pipeline.modules import DecoderLayer, Embed, Parts, RMSNorm, with_layout
+from nnx_pipeline.ops.router import Usage, load_balance_loss
 from nnx_pipeline.pipeline import (
+    AS_STORED,
     CircularSchedule,
     Inputs,
+    Lending,
     OneForwardOneBackward,
     Weights,
     run_one_f_one_b,
     run_pipeline,
 )
-from nnx_pipeline.remat import LAYER_INPUT, POLICIES, named
+from nnx_pipeline.remat import EXPERT_USAGE, LAYER_INPUT, POLICIES, named
 from nnx_pipeline.sharding import (
     Layout,
     constrain,
@@ -51,8 +54,9 @@ class Mixtral(nnx.Module):
     ) -> None:
         mesh = ambient_mesh()
         config.check_mesh(mesh)
-        self.config, self.layout, self.parts = config, layout, parts
+        self.config, self.parts = config, parts
         self.num_stages = mesh.stage
+        self.layout = layout = layout.in_copies(self._copies(layout))
         model = config.model
         self.embedding = Embed(model, rngs=rngs, layout=layout)
         self.layers = self._make_layers(rngs)
@@ -108,7 +112,7 @@ class Mixtral(nnx.Module):
     def _hidden(self, tokens: Array, side: dict[str, Array | None]) -> tuple[Array, Array]:
         spec = self.layout.spec(*self._batch_axes, None, None)
         x = constrain(self.embedding(self._arrange(tokens), out=spec), spec)
-        if self.num_stages == 1:
+        if not self._in_microbatches:
             x, balance = self._one_after_the_other(x, side)
         else:
             x, balance = self._through_pipeline(x, side)
@@ -173,8 +177,8 @@ class Mixtral(nnx.Module):
         layers = jax.tree.map(lambda leaf: leaf[0, 0], self.layers)
         spec = self.layout.spec("batch", None)
         side = jax.tree.map(lambda leaf: place(leaf, spec), side)
-        x, balance = self._apply_layers(layers, x, side, groups=self.num_microbatches)
-        return x, balance / self.config.model.num_layers
+        x, usage = self._run_layers(layers, x, side, groups=self.num_microbatches)
+        return x, _balance(usage) / self.config.model.num_layers
 
     def _through_pipeline(self, x: Array, side: dict[str, Array | None]) -> tuple[Array, Array]:
         pipeline = self.config.pipeline
@@ -185,15 +189,16 @@ class Mixtral(nnx.Module):
             delay=pipeline.forwarding_delay,
         )
         x, balance = run_pipeline(
-            self._apply_layers,
+            self._apply_stage,
             self.layers,
             x,
             jax.tree.map(self._on_every_stage, side),
             schedule=schedule,
             shift_by=pipeline.shift,
             remat=POLICIES[pipeline.remat],
-            saved_in_stage=(LAYER_INPUT,) if self._saves_layer_inputs() else (),
-            backward=pipeline.backward,
+            saved_in_stage=self._saved_in_stage,
+            backward="accumulate" if pipeline.accumulates else "autodiff",
+            lending=self._lending(),
             over=self.parts.over_stages,
         )
         return x, balance / (self.config.model.num_layers * self.num_microbatches)
@@ -205,19 +210,20 @@ class Mixtral(nnx.Module):
             self.config.pipeline,
             self.config.model.num_layers * self.num_microbatches,
         )
-        spec = self.layout.spec("batch", None, None)
+        batch_axes = self._batch_axes[1:]
+        spec = self.layout.spec(*batch_axes, None, None)
 
         def enter(embedding: Embed, tokens: Array) -> Array:
             return constrain(embedding(tokens, out=spec), spec)
 
         def leave(last: tuple[RMSNorm, nnx.Param], x: Array, inputs: tuple[Array, Array]) -> Array:
             norm, head = last
-            return self._entropy(head, norm(x), *inputs, ("batch",))
+            return self._entropy(head, norm(x), *inputs, batch_axes)
 
         arrays = (tokens, side, (targets, weights))
         loss, (entropy, balance) = run_one_f_one_b(
             enter,
-            self._apply_layers,
+            self._apply_stage,
             leave,
             Weights(enter=self.embedding, stages=self.layers, leave=(self.norm, self.head)),
             Inputs(*jax.tree.map(self._on_every_stage, arrays)),
@@ -225,7 +231,8 @@ class Mixtral(nnx.Module):
             metric_weights=self.config.train.load_balance_weight / visits,
             shift_by=pipeline.shift,
             remat=POLICIES[pipeline.remat],
-            saved_in_stage=(LAYER_INPUT,) if self._saves_layer_inputs() else (),
+            saved_in_stage=self._saved_in_stage,
+            lending=self._lending(),
             over=self.parts.over_stages,
         )
         return loss, (entropy, balance / visits)
@@ -248,30 +255,68 @@ class Mixtral(nnx.Module):
             layout=self.layout,
         )
 
-    def _apply_layers(
+    def _apply_stage(
+        self, layers: DecoderLayer, x: Array, side: dict[str, Array | None]
+    ) -> tuple[Array, Array]:
+        """The layers of one stage on one microbatch, in copies where the weights are."""
+        layers = with_layout(layers, self.layout.gathered(self._gathered_axes))
+        if not self.layout.axes("copy"):
+            x, usage = self._run_layers(layers, x, side)
+            return x, _balance(usage)
+        in_copies = jax.vmap(self._run_layers, spmd_axis_name=self.layout.axes("copy"))
+        x, usage = in_copies(layers, x, side)
+        return x, _balance(jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), usage))
+
+    def _run_layers(
         self,
         layers: DecoderLayer,
         x: Array,
         side: dict[str, Array | None],
         groups: int = 1,
-    ) -> tuple[Array, Array]:
+    ) -> tuple[Array, Usage | None]:
         """The layers of one stage in turn; their stacked parameters are scanned over."""
 
-        def apply(x: Array, layer: DecoderLayer) -> tuple[Array, Array]:
+        def apply(x: Array, layer: DecoderLayer) -> tuple[Array, Usage | None]:
             return layer(x, groups=groups, **side)
 
         apply = POLICIES[self.config.pipeline.remat].checkpoint(apply, in_scan=True)
 
-        def body(x: Array, layer: DecoderLayer) -> tuple[Array, Array]:
-            return apply(named(x, LAYER_INPUT), layer)
+        def body(x: Array, layer: DecoderLayer) -> tuple[Array, Usage | None]:
+            x, usage = apply(named(x, LAYER_INPUT), layer)
+            return x, jax.tree.map(lambda leaf: named(leaf, EXPERT_USAGE), usage)
 
-        x, balance = jax.lax.scan(body, x, layers)
-        return x, jnp.sum(balance)
+        return jax.lax.scan(body, x, layers)
 
-    def _saves_layer_inputs(self) -> bool:
+    def _copies(self, layout: Layout) -> tuple[str, ...]:
+        """Mesh axes along which layers run in copies, so that gradients add up where they arise."""
+        pipeline = self.config.pipeline
+        if not (pipeline.accumulates and self._in_microbatches):
+            return ()
+        own = ("data", *self._gathered_axes)
+        return tuple(axis for axis in layout.axes("batch") if axis in own)
+
+    @property
+    def _gathered_axes(self) -> tuple[str, ...]:
+        """Mesh axes over which weights are gathered before the ticks that use them."""
+        return () if self.config.pipeline.fsdp_gather == "use" else ("fsdp",)
+
+    def _lending(self) -> Lending:
+        if not self.layout.axes("copy"):
+            return AS_STORED
+        variables = jax.tree.leaves(self.layers, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        return Lending(
+            specs=tuple(self.layout.spec(*v.get_metadata("logical_axes")) for v in variables),
+            copies=self.layout.axes("copy"),
+            gathered=self._gathered_axes,
+            dtype=self.config.model.dtype if self._gathered_axes else None,
+        )
+
+    @property
+    def _saved_in_stage(self) -> tuple[str, ...]:
         """One layer's input is the stage's input, which is kept anyway."""
         several = self.config.layers_per_stage(self.num_stages) > 1
-        return several and self.config.pipeline.save_decoder_layer_input
+        inputs = several and self.config.pipeline.save_decoder_layer_input
+        return (EXPERT_USAGE, LAYER_INPUT) if inputs else (EXPERT_USAGE,)
 
     @property
     def num_microbatches(self) -> int:
@@ -279,29 +324,39 @@ class Mixtral(nnx.Module):
         return self.config.pipeline.microbatches_on(self.num_stages)
 
     @property
+    def _in_microbatches(self) -> bool:
+        """Whether the batch goes through the layers microbatch by microbatch."""
+        return self.num_stages > 1 or self.config.pipeline.schedule == "1f1b"
+
+    @property
     def _batch_axes(self) -> tuple[str, ...]:
         """Logical axes of hidden states before their sequence."""
-        return ("whole_batch",) if self.num_stages == 1 else ("microbatch", "batch")
+        copy = ("copy",) if self.layout.axes("copy") else ()
+        return ("microbatch", *copy, "batch") if self._in_microbatches else ("whole_batch",)
 
     def _arrange(self, x: Array) -> Array:
         """Puts a `[batch, seq]` array of tokens, targets or weights beside the hidden states."""
-        x = x if self.num_stages == 1 else self._cut(x)
+        x = self._cut(x) if self._in_microbatches else x
         return place(x, self.layout.spec(*self._batch_axes, None))
 
     def _cut(self, x: Array) -> Array:
-        """[batch, seq] to [microbatches, microbatch, seq], whole everywhere: these are integers."""
+        """[batch, seq] to [microbatches, microbatch, seq], whole everywhere: these are small.
+
+        With copies, to [microbatches, copies, sequences of a copy, seq].
+        """
         x = place(x, self.layout.spec(None, None))
-        return x.reshape(self.num_microbatches, -1, x.shape[-1])
+        copies = (self.layout.size("copy"),) if self.layout.axes("copy") else ()
+        return x.reshape(self.num_microbatches, *copies, -1, x.shape[-1])
 
     def _on_every_stage(self, x: Array) -> Array:
         """[batch, seq] to [microbatches, microbatch, seq], whole on every stage."""
-        return place(self._cut(x), self.layout.spec(None, "batch", None))
+        return place(self._cut(x), self.layout.spec(None, *self._batch_axes[1:], None))
 
     def _as_batch(self, x: Array, batch: int) -> Array:
         """Hidden states in the layout of `arrange` back to `[batch, seq, embed]`."""
-        if self.num_stages > 1:
-            x = place(x, self.layout.spec("microbatch", None, None, None))
-            x = x.reshape(batch, *x.shape[2:])
+        if self._in_microbatches:
+            x = place(x, self.layout.spec("microbatch", *[None] * (x.ndim - 1)))
+            x = x.reshape(batch, *x.shape[-2:])
         return place(x, self.layout.spec("whole_batch", None, None))
 
     def _check_batch(self, batch: int) -> None:
@@ -314,3 +369,8 @@ class Mixtral(nnx.Module):
                 f"the model was made for {self.num_stages} stages and the mesh has "
                 f"stage={mesh.stage}; make and call it under the same mesh"
             )
+
+
+def _balance(usage: Usage | None) -> Array:
+    """The load-balance loss of several layers, summed; 0 for layers without a router."""
+    return jnp.zeros((), jnp.float32) if usage is None else jnp.sum(load_balance_loss(usage))

@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 ITERATION_INPUT = "iteration_input"  # what a stage receives at a tick; always kept
 LAYER_INPUT = "decoder_layer_input"
+EXPERT_USAGE = "expert_usage"  # a few numbers per layer; always kept
 QUERY_KEY_VALUE = ("query_proj", "key_proj", "value_proj")
 OUT = "out_proj"
 HIDDEN = ("mlp_gate", "mlp_up")

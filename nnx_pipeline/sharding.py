@@ -5,6 +5,8 @@ Everything here reads the ambient mesh (`jax.set_mesh`) and does nothing without
 written once and runs on one device, on a mesh with explicit axes and on one with auto axes.
 """
 
+import dataclasses
+import math
 from dataclasses import dataclass, fields
 
 import jax
@@ -25,6 +27,9 @@ class Layout:
     The first block names axes of weights, the second axes of activations. `stage` and `batch` are
     never axes of the same weight; outside the pipeline the batch is spread over `stage` too, as
     `(microbatch, batch)` while it is cut into microbatches and as `whole_batch` while it is not.
+
+    copy: mesh axes along which the layers run in copies, each with weights of its own (see
+    `pipeline.lend`); arrays of a microbatch then begin with `(copy, batch)`.
     """
 
     stage: MeshAxes = ("stage",)
@@ -43,6 +48,26 @@ class Layout:
     microbatch: MeshAxes = ("stage",)
     whole_batch: MeshAxes = ("stage", "data", "fsdp", "expert")
     vocab_of_logits: MeshAxes = ("tensor",)
+    copy: MeshAxes = ()
+
+    def in_copies(self, copy: MeshAxes) -> "Layout":
+        """The layout of activations that have an axis of copies over these mesh axes."""
+
+        def rest(axes: MeshAxes) -> MeshAxes:
+            return tuple(axis for axis in axes if axis not in copy)
+
+        return dataclasses.replace(
+            self,
+            copy=copy,
+            batch=rest(self.batch),
+            batch_beside_experts=rest(self.batch_beside_experts),
+        )
+
+    def gathered(self, over: MeshAxes) -> "Layout":
+        """The layout of layers whose weights have been gathered: no axis is spread over these."""
+        weights = {name: getattr(self, name) for name in ("embed", "embed_of_expert")}
+        whole = {name: () for name, axes in weights.items() if set(axes) & set(over)}
+        return dataclasses.replace(self, **whole)
 
     def axes(self, name: str) -> MeshAxes:
         """The mesh axes of one logical axis that have more than one device on the ambient mesh."""
@@ -50,6 +75,10 @@ class Layout:
             raise InputError(f"logical axis {name!r} is not known; {nearest(name, _LOGICAL_AXES)}")
         sizes = mesh_sizes()
         return tuple(axis for axis in getattr(self, name) if sizes.get(axis, 1) > 1)
+
+    def size(self, name: str) -> int:
+        """How many parts a logical axis has on the ambient mesh."""
+        return math.prod(mesh_sizes()[axis] for axis in self.axes(name))
 
     def spec(self, *names: str | None) -> P:
         """The partition spec of an array with these logical axes; None is an axis kept whole.

@@ -50,7 +50,8 @@ class Case(NamedTuple):
     remat: str = "full"
     delay: int = 1
     schedule: str = "circular"
-    backward: str = "autodiff"
+    backward: str | None = None
+    gather: str = "use"
 
     @property
     def config(self) -> Config:
@@ -64,6 +65,7 @@ class Case(NamedTuple):
             forwarding_delay=self.delay,
             schedule=self.schedule,
             backward=self.backward,
+            fsdp_gather=self.gather,
         )
 
 
@@ -79,6 +81,12 @@ PIPELINED = [
     Case("stage=2,fsdp=2", repeats=2, backward="accumulate"),
     Case("data=2,stage=2,expert=2", repeats=2, mode="auto", backward="accumulate"),
     Case("stage=2,tensor=2,expert=2", remat="save_qkv_proj", backward="accumulate", packed=False),
+    Case("stage=4,fsdp=2", gather="step"),
+    Case("stage=2,fsdp=2,tensor=2", gather="step", repeats=2, mode="auto", shift="slice"),
+    Case("data=2,stage=2,fsdp=2", gather="step", repeats=2, remat="minimal"),
+    Case("stage=2,fsdp=2,expert=2", gather="step", repeats=2, delay=2, packed=False),
+    Case("data=2,stage=2,fsdp=2", gather="step", schedule="1f1b", mode="auto"),
+    Case("stage=2,fsdp=2,expert=2", gather="step", schedule="1f1b"),
     Case("stage=4,fsdp=2", schedule="1f1b"),
     Case("stage=4,fsdp=2", schedule="1f1b", mode="auto", shift="slice"),
     Case("stage=2,fsdp=2,tensor=2", schedule="1f1b", remat="minimal", shift="pad"),
@@ -90,6 +98,7 @@ UNPIPELINED = [
     Case("fsdp=2,tensor=2,expert=2", mode="auto"),
     Case("fsdp=2,tensor=2,expert=2", remat="none"),
     Case("fsdp=2,tensor=2", schedule="1f1b"),
+    Case("data=2,fsdp=2", schedule="1f1b", gather="step"),
     Case("data=2,expert=2", schedule="1f1b", mode="auto", remat="none"),
 ]
 DENSELY = [

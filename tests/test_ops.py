@@ -17,7 +17,7 @@ from nnx_pipeline.lab.variants import einsum_scale
 from nnx_pipeline.ops.attention import allowed, dot_product_attention
 from nnx_pipeline.ops.norm import rms_norm
 from nnx_pipeline.ops.rotary import rotate
-from nnx_pipeline.ops.router import combine_weights, load_balance_loss, route
+from nnx_pipeline.ops.router import combine_weights, expert_usage, load_balance_loss, route
 
 WHOLE = P(None, None, None, None, None)
 
@@ -130,8 +130,8 @@ def test_load_balance_by_hand() -> None:
         share, mean = counts[rows].mean(axis=(0, 1)), probability[rows].mean(axis=(0, 1))
         return 3 * float(np.sum(share * mean))
 
-    whole = load_balance_loss(logits, chosen, 1)
-    halves = load_balance_loss(logits, chosen, 2)
+    whole = load_balance_loss(expert_usage(logits, chosen, 1))
+    halves = load_balance_loss(expert_usage(logits, chosen, 2))
     assert float(whole) == pytest.approx(by_hand(slice(0, 4)), rel=1e-5)
     assert float(halves) == pytest.approx(
         (by_hand(slice(0, 2)) + by_hand(slice(2, 4))) / 2, rel=1e-5
@@ -142,10 +142,12 @@ def test_load_balance_by_hand() -> None:
 def test_load_balance_is_lowest_when_even() -> None:
     """k with even use of the experts, and more when all tokens go to the same ones."""
     even = jnp.array([[0, 1], [2, 3]])[None]
-    assert float(load_balance_loss(jnp.zeros((1, 2, 4)), even, 1)) == pytest.approx(2.0)
+    assert float(load_balance_loss(expert_usage(jnp.zeros((1, 2, 4)), even, 1))) == pytest.approx(
+        2.0
+    )
     steep = jnp.broadcast_to(jnp.array([9.0, 9.0, 0.0, 0.0]), (1, 2, 4))
     same = jnp.array([[0, 1], [0, 1]])[None]
-    assert float(load_balance_loss(steep, same, 1)) == pytest.approx(4.0, rel=1e-3)
+    assert float(load_balance_loss(expert_usage(steep, same, 1))) == pytest.approx(4.0, rel=1e-3)
 
 
 def embed(method: str, **changes: object) -> Embed:

@@ -7,5 +7,15 @@ from nnx_pipeline.modules.mlp import MLP
 from nnx_pipeline.modules.moe import RoutedMoE
 from nnx_pipeline.modules.norm import RMSNorm
 from nnx_pipeline.modules.parts import Parts
+from nnx_pipeline.modules.relay import with_layout
 
-__all__ = ["MLP", "Attention", "DecoderLayer", "Embed", "Parts", "RMSNorm", "RoutedMoE"]
+__all__ = [
+    "MLP",
+    "Attention",
+    "DecoderLayer",
+    "Embed",
+    "Parts",
+    "RMSNorm",
+    "RoutedMoE",
+    "with_layout",
+]

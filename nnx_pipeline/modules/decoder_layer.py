@@ -1,6 +1,5 @@
 """One decoder layer of Mixtral, or of Llama when there is one expert."""
 
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
@@ -10,6 +9,7 @@ from nnx_pipeline.modules.mlp import MLP
 from nnx_pipeline.modules.moe import RoutedMoE
 from nnx_pipeline.modules.norm import RMSNorm
 from nnx_pipeline.modules.parts import Parts
+from nnx_pipeline.ops.router import Usage
 from nnx_pipeline.remat import KEEP_ALL, Remat
 from nnx_pipeline.sharding import Layout, constrain
 
@@ -43,10 +43,10 @@ class DecoderLayer(nnx.Module):
         positions: Array | None = None,
         segment_ids: Array | None = None,
         groups: int = 1,
-    ) -> tuple[Array, Array]:
-        """x: [batch, seq, embed] to the same, and the router's load-balance loss (0 without one).
+    ) -> tuple[Array, Usage | None]:
+        """x: [batch, seq, embed] to the same, and how the router used its experts, if there is one.
 
-        groups: microbatches in this batch; see `load_balance_loss`.
+        groups: microbatches in this batch; see `ops.router.expert_usage`.
         """
         spec = self.layout.spec("batch", None, None)
         attended = self.attention(
@@ -55,7 +55,7 @@ class DecoderLayer(nnx.Module):
         h = constrain(x + attended, spec)
         normed = self.feed_forward_norm(h)
         if isinstance(self.feed_forward, RoutedMoE):
-            mixed, balance = self.feed_forward(normed, groups=groups)
+            mixed, usage = self.feed_forward(normed, groups=groups)
         else:
-            mixed, balance = self.feed_forward(normed), jnp.zeros((), jnp.float32)
-        return constrain(h + mixed, spec), balance
+            mixed, usage = self.feed_forward(normed), None
+        return constrain(h + mixed, spec), usage

@@ -6,7 +6,7 @@ from jaxtyping import Array
 
 from nnx_pipeline.config import ModelConfig
 from nnx_pipeline.ops.experts import dense_experts
-from nnx_pipeline.ops.router import combine_weights, load_balance_loss, route
+from nnx_pipeline.ops.router import Usage, combine_weights, expert_usage, route
 from nnx_pipeline.remat import KEEP_ALL, Remat
 from nnx_pipeline.sharding import Layout, gather_weight, out_sharding, parameter
 
@@ -14,7 +14,7 @@ EXPERTS = {"dense": dense_experts}
 
 
 class RoutedMoE(nnx.Module):
-    """Each token to its best experts, `[batch, seq, embed]` to the same and the router's loss.
+    """Each token to its best experts, `[batch, seq, embed]` to the same, and how they were used.
 
     The router works in the dtype of its input; no token is dropped.
     """
@@ -46,8 +46,8 @@ class RoutedMoE(nnx.Module):
             layout,
         )
 
-    def __call__(self, x: Array, *, groups: int = 1) -> tuple[Array, Array]:
-        """groups: microbatches in this batch; see `load_balance_loss`."""
+    def __call__(self, x: Array, *, groups: int = 1) -> tuple[Array, Usage]:
+        """groups: microbatches in this batch; see `ops.router.expert_usage`."""
         config, layout = self.config, self.layout
         router = gather_weight(
             self.router[...].astype(x.dtype), layout.spec("embed", None), layout.spec(None, None)
@@ -64,4 +64,4 @@ class RoutedMoE(nnx.Module):
             layout=layout,
             remat=self.remat,
         )
-        return mixed, load_balance_loss(logits, chosen, groups)
+        return mixed, expert_usage(logits, chosen, groups)

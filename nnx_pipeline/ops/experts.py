@@ -1,13 +1,11 @@
 """All experts on all tokens, one expert after the other."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from nnx_pipeline.remat import HIDDEN, Remat, named
-from nnx_pipeline.sharding import Layout, P, gather_weight, mesh_sizes, out_sharding, place
+from nnx_pipeline.sharding import Layout, P, gather_weight, out_sharding, place
 
 
 def dense_experts(
@@ -32,7 +30,7 @@ def dense_experts(
 
     remat: what to keep of each expert for the backward pass; its hidden units have names.
     """
-    owners, parts = _size(layout, "expert"), _size(layout, "mlp")
+    owners, parts = layout.size("expert"), layout.size("mlp")
     beside = layout.spec("batch_beside_experts", None, None)
     x, combine = place(x, beside), place(combine, beside)
     partial = layout.spec("expert", "mlp", "batch_beside_experts", None, None)
@@ -92,8 +90,3 @@ def _split_weights(combine: Array, owners: int, layout: Layout) -> Array:
         combine.reshape(batch, length, owners, experts // owners), (2, 3), (1, 0)
     )
     return place(combine, layout.spec(None, "expert", "batch_beside_experts", None))
-
-
-def _size(layout: Layout, name: str) -> int:
-    sizes = mesh_sizes()
-    return math.prod(sizes[axis] for axis in layout.axes(name))

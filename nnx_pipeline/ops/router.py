@@ -1,5 +1,7 @@
 """Which experts a token goes to, with which weights, and how evenly the experts are used."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -24,16 +26,23 @@ def combine_weights(
     return jnp.sum(weights[..., None] * chosen, axis=-2)
 
 
-def load_balance_loss(
+class Usage(NamedTuple):
+    """How a router used its experts; means over the tokens of a group of sequences."""
+
+    chosen: Float[Array, "*layers groups experts"]  # choices of the expert per token
+    probability: Float[Array, "*layers groups experts"]
+
+
+def expert_usage(
     logits: Float[Array, "batch seq experts"],
     experts: Int[Array, "batch seq chosen"],
     groups: int,
-) -> Float[Array, ""]:
-    """experts · Σ_e (choices of e per token) · (mean probability of e), averaged over groups.
+) -> Usage:
+    """What the load-balance loss is made of, in float32.
 
-    The auxiliary loss of Switch Transformer (Fedus et al., 2021, equation 4) for k choices: k when
-    the experts are used evenly, more when not. A group is `batch / groups` consecutive sequences,
-    so that the sequential model computes per microbatch what the pipelined one does.
+    A group is `batch / groups` consecutive sequences: a microbatch, so that the sequential model
+    computes per microbatch what the pipelined one does. Where the sequences of a microbatch are in
+    several places, the mean of their usages is its usage.
     """
     batch, _, num_experts = logits.shape
     probability = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
@@ -43,8 +52,17 @@ def load_balance_loss(
         per_sequence = replicate(jnp.mean(x, axis=1))
         return jnp.mean(per_sequence.reshape(groups, batch // groups, num_experts), axis=1)
 
-    balance = jnp.sum(per_group(chosen) * per_group(probability), axis=-1)
-    return num_experts * jnp.mean(balance)
+    return Usage(per_group(chosen), per_group(probability))
+
+
+def load_balance_loss(usage: Usage) -> Float[Array, "*layers"]:
+    """experts · Σ_e (choices of e per token) · (mean probability of e), averaged over groups.
+
+    The auxiliary loss of Switch Transformer (Fedus et al., 2021, equation 4) for k choices: k when
+    the experts are used evenly, more when not.
+    """
+    num_experts = usage.chosen.shape[-1]
+    return num_experts * jnp.mean(jnp.sum(usage.chosen * usage.probability, axis=-1), axis=-1)
 
 
 def replicate(x: Array) -> Array:

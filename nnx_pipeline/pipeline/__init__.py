@@ -1,5 +1,6 @@
 """The pipeline: schedules as plain arithmetic, and the loops that follow them."""
 
+from nnx_pipeline.pipeline.lend import AS_STORED, Lending
 from nnx_pipeline.pipeline.loop import run_pipeline
 from nnx_pipeline.pipeline.one_f_one_b import run_one_f_one_b
 from nnx_pipeline.pipeline.one_f_one_b_loop import Inputs, Weights
@@ -7,9 +8,11 @@ from nnx_pipeline.pipeline.schedule import SCHEDULES, CircularSchedule, OneForwa
 from nnx_pipeline.pipeline.stages import over_stages, run_sequential
 
 __all__ = [
+    "AS_STORED",
     "SCHEDULES",
     "CircularSchedule",
     "Inputs",
+    "Lending",
     "OneForwardOneBackward",
     "Weights",
     "over_stages",

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from nnx_pipeline.pipeline.buffers import over_stage
+from nnx_pipeline.pipeline.lend import Lending
 from nnx_pipeline.pipeline.schedule import CircularSchedule
 from nnx_pipeline.pipeline.shift import ShiftName
 from nnx_pipeline.pipeline.stage_vjp import (
@@ -49,6 +50,7 @@ class AccumulatingLoop:
 
     visit: ((parameters, side inputs), x) of all stages to (activations, metrics), with its own
         `jax.checkpoint`. grad_dtype: dtype of the accumulators, None for that of the parameters.
+    lending: how the weights are held while the ticks go by.
     """
 
     visit: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -56,6 +58,7 @@ class AccumulatingLoop:
     shift_by: ShiftName
     bubble_fill: float
     grad_dtype: jax.typing.DTypeLike | None
+    lending: Lending
 
     def __call__(self, params: PyTree, stream: PyTree, side: PyTree) -> tuple[PyTree, PyTree]:
         """The stream after the last tick and the metrics of every stage.
@@ -68,22 +71,23 @@ class AccumulatingLoop:
         return _run(self, params, stream, side)
 
     def forward(
-        self, params: PyTree, stream: PyTree, side: PyTree, *, keep: bool
+        self, lent: PyTree, stream: PyTree, side: PyTree, *, keep: bool
     ) -> tuple[Carry, PyTree]:
         """The carry after the last tick, and what was kept, a leading axis of ticks on it."""
 
         def tick(carry: Carry, now: Plan) -> tuple[Carry, PyTree]:
             rest, x = receive(self.schedule, self.shift_by, now, carry)
-            needed = needed_at(params, side, now)
+            needed = needed_at(lent, side, now)
             given, kept = forward_keeping(self.visit, needed, name_input(x))
             return hand_on(self.schedule, self.shift_by, now, rest, given), kept if keep else None
 
         plan = make_plan(self.schedule)
-        return jax.lax.scan(tick, self._start(params, stream, side, plan), plan)
+        return jax.lax.scan(tick, self._start(lent, stream, side, plan), plan)
 
     def backward(
         self,
         params: PyTree,
+        lent: PyTree,
         side: PyTree,
         kept: PyTree,
         of_stream: PyTree,
@@ -91,13 +95,13 @@ class AccumulatingLoop:
     ) -> tuple[PyTree, PyTree, PyTree]:
         """Cotangents of parameters, stream and side inputs from those of the results."""
         plan = make_plan(self.schedule)
-        begin = jax.eval_shape(self._start, params, of_stream, side, plan)
+        begin = jax.eval_shape(self._start, lent, of_stream, side, plan)
         take = functools.partial(receive, self.schedule, self.shift_by)
         give = functools.partial(hand_on, self.schedule, self.shift_by)
 
         def tick(totals: _Totals, at: tuple[Plan, PyTree]) -> tuple[_Totals, None]:
             now, kept = at
-            needed = needed_at(params, side, now)
+            needed = needed_at(lent, side, now)
             rest, x = jax.eval_shape(functools.partial(take, now), begin)
             given = jax.eval_shape(self.visit, needed, x)
             hand_back = jax.linear_transpose(functools.partial(give, now), rest, given)
@@ -114,15 +118,15 @@ class AccumulatingLoop:
         nothing = jax.tree.map(jnp.zeros_like, start(of_stream, of_metrics, self.schedule, 0.0))
         totals = _Totals(
             carry=nothing._replace(stream=of_stream, metrics=of_metrics),
-            params=zero_gradients(params, self.grad_dtype),
-            side=zero_gradients(side),
+            params=zero_gradients(lent, params, self.grad_dtype),
+            side=zero_gradients(side, side),
         )
         totals, _ = jax.lax.scan(tick, totals, (plan, kept), reverse=True)
-        return totals.params, totals.carry.stream, totals.side
+        return self.lending.give_back(totals.params), totals.carry.stream, totals.side
 
-    def _start(self, params: PyTree, stream: PyTree, side: PyTree, plan: Plan) -> Carry:
+    def _start(self, lent: PyTree, stream: PyTree, side: PyTree, plan: Plan) -> Carry:
         def visit(now: Plan, x: PyTree) -> tuple[PyTree, PyTree]:
-            return self.visit(needed_at(params, side, now), x)
+            return self.visit(needed_at(lent, side, now), x)
 
         metrics = shape_of_metrics(visit, plan, stream)
         return start(stream, metrics, self.schedule, self.bubble_fill)
@@ -132,22 +136,23 @@ class AccumulatingLoop:
 def _run(
     loop: AccumulatingLoop, params: PyTree, stream: PyTree, side: PyTree
 ) -> tuple[PyTree, PyTree]:
-    end, _ = loop.forward(params, stream, side, keep=False)
+    end, _ = loop.forward(loop.lending.lend(params), stream, side, keep=False)
     return end.stream, end.metrics
 
 
 def _run_forward(
     loop: AccumulatingLoop, params: PyTree, stream: PyTree, side: PyTree
 ) -> tuple[tuple[PyTree, PyTree], Any]:
-    end, kept = loop.forward(params, stream, side, keep=True)
-    return (end.stream, end.metrics), (params, side, kept)
+    lent = loop.lending.lend(params)
+    end, kept = loop.forward(lent, stream, side, keep=True)
+    return (end.stream, end.metrics), (params, lent, side, kept)
 
 
 def _run_backward(
     loop: AccumulatingLoop, saved: Any, cotangents: tuple[PyTree, PyTree]
 ) -> tuple[PyTree, PyTree, PyTree]:
-    params, side, kept = saved
-    of_params, of_stream, of_side = loop.backward(params, side, kept, *cotangents)
+    params, lent, side, kept = saved
+    of_params, of_stream, of_side = loop.backward(params, lent, side, kept, *cotangents)
     return as_cotangents(of_params, params), of_stream, as_cotangents(of_side, side)
 
 

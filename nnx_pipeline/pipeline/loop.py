@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.pipeline.accumulate import AccumulatingLoop
 from nnx_pipeline.pipeline.buffers import merge, split
+from nnx_pipeline.pipeline.lend import AS_STORED, Lending
 from nnx_pipeline.pipeline.schedule import CircularSchedule
 from nnx_pipeline.pipeline.shift import ShiftName
 from nnx_pipeline.pipeline.stages import ApplyStage, OverStages, check_shapes, over_stages
@@ -42,6 +43,7 @@ def run_pipeline(
     saved_in_stage: tuple[str, ...] = (),
     backward: BackwardName = "autodiff",
     grad_dtype: jax.typing.DTypeLike | None = None,
+    lending: Lending = AS_STORED,
     over: OverStages = over_stages,
     bubble_fill: float = 0.0,
 ) -> tuple[PyTree, PyTree]:
@@ -68,6 +70,8 @@ def run_pipeline(
         (`accumulate`): visit by visit, with one gradient buffer per parameter that is added to in
         place. Both keep the same for the backward pass. grad_dtype: dtype in which `accumulate`
         adds up, None for that of the parameters; gradients come back in the parameters' dtype.
+    lending: how `accumulate` holds the weights; where it gathers them once for all ticks, the stage
+        function and the microbatches have an axis of copies after the stages (see `Lending`).
     over: how the stage function is spread over the stages; another one is an arm of an experiment.
     bubble_fill: what the buffers hold before anything arrives; results never depend on it.
 
@@ -85,7 +89,9 @@ def run_pipeline(
 
     stream = jax.tree.map(lambda leaf: split(leaf, schedule), microbatches)
     if backward == "accumulate":
-        loop = AccumulatingLoop(checkpoint(visit), schedule, shift_by, bubble_fill, grad_dtype)
+        loop = AccumulatingLoop(
+            checkpoint(visit), schedule, shift_by, bubble_fill, grad_dtype, lending
+        )
         stream, metrics = loop(params, stream, side_inputs)
     else:
 

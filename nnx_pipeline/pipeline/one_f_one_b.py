@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.errors import InputError
+from nnx_pipeline.pipeline.lend import AS_STORED, Lending
 from nnx_pipeline.pipeline.one_f_one_b_loop import Enter, Inputs, Leave, Loop, Weights
 from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
 from nnx_pipeline.pipeline.shift import ShiftName
@@ -30,6 +31,7 @@ def run_one_f_one_b(
     remat: Remat = FULL,
     saved_in_stage: tuple[str, ...] = (),
     grad_dtype: jax.typing.DTypeLike | None = None,
+    lending: Lending = AS_STORED,
     over: OverStages = over_stages,
     bubble_fill: float = 0.0,
 ) -> tuple[Array, tuple[Array, PyTree]]:
@@ -59,7 +61,8 @@ def run_one_f_one_b(
     of a microbatch) to a float32 scalar. metric_weights: what each metric of the stages counts in
     the loss, floats in a pytree like the metrics'; None if nothing.
     grad_dtype: dtype in which gradients add up, None for that of the weights; they come back in the
-    weights' dtype. over: how a function of one stage is spread over the stages.
+    weights' dtype. lending: how the stages' weights are held while the ticks go by, as for
+    `run_pipeline`. over: how a function of one stage is spread over the stages.
     bubble_fill: what the buffers hold before anything arrives; results never depend on it.
 
     Returns the loss, and its two parts without a gradient. Raises InputError for shapes that do not
@@ -74,6 +77,7 @@ def run_one_f_one_b(
         metric_weights=metric_weights,
         shift_by=shift_by,
         grad_dtype=grad_dtype,
+        lending=lending,
         over=over,
         bubble_fill=bubble_fill,
     )

@@ -20,6 +20,7 @@ from nnx_pipeline.pipeline.buffers import (
     to_stages,
     where,
 )
+from nnx_pipeline.pipeline.lend import Lending
 from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
 from nnx_pipeline.pipeline.shift import ShiftName, shift
 from nnx_pipeline.pipeline.stage_vjp import (
@@ -127,6 +128,7 @@ class Loop:
     metric_weights: PyTree
     shift_by: ShiftName
     grad_dtype: jax.typing.DTypeLike | None
+    lending: Lending
     over: OverStages
     bubble_fill: float
 
@@ -139,13 +141,20 @@ class Loop:
             _Phase(draining, forward=False, leave=False, backward=True),
         ]
         plan = make_plan(self.schedule)
-        state, kept = self._start(weights, inputs, plan, differentiate)
+        stored, weights = weights, weights._replace(stages=self.lending.lend(weights.stages))
+        state, kept = self._start(weights, inputs, plan, keep=differentiate)
+        if differentiate:
+            gradients = zero_gradients(weights, stored, self.grad_dtype)
+            state = state._replace(gradients=gradients, returned=state.given)
         for phase in phases if differentiate else phases[:2]:
             if phase.ticks:
                 now = jax.tree.map(lambda leaf, at=phase.ticks: leaf[at.start : at.stop], plan)
                 tick = functools.partial(self._tick, weights, inputs, phase, kept)
                 state, _ = jax.lax.scan(tick, state, now)
-        return state
+        if state.gradients is None:
+            return state
+        back = self.lending.give_back(state.gradients.stages)
+        return state._replace(gradients=state.gradients._replace(stages=back))
 
     def total(self, state: State) -> tuple[Array, tuple[Array, PyTree]]:
         """The loss to minimise; what left the last stage and the metrics of all stages, summed."""
@@ -157,24 +166,23 @@ class Loop:
         return loss, (state.loss, metrics)
 
     def _start(
-        self, weights: Weights, inputs: Inputs, plan: Plan, differentiate: bool
+        self, weights: Weights, inputs: Inputs, plan: Plan, *, keep: bool
     ) -> tuple[State, Any]:
         """The state before the first tick, and the tree of what a visit keeps."""
 
         def first_visit(weights: Weights, inputs: Inputs, plan: Plan) -> Any:
             now = jax.tree.map(lambda leaf: leaf[0], plan)
             x = self._entering(weights, inputs, now)
-            return x, self._visit(weights, inputs, now, x, keep=differentiate)
+            return x, self._visit(weights, inputs, now, x, keep=keep)
 
         x, ((_, metrics), kept) = jax.eval_shape(first_visit, weights, inputs, plan)
         kept, tree = jax.tree.flatten(kept)
-        gradients = zero_gradients(weights, self.grad_dtype) if differentiate else None
         nothing = jax.tree.map(lambda leaf: empty_ring(leaf, None, self.bubble_fill), x)
         return State(
             given=nothing,
-            returned=nothing if differentiate else None,
+            returned=None,
             ring=[empty_ring(leaf, self.schedule.ring_slots, self.bubble_fill) for leaf in kept],
-            gradients=gradients,
+            gradients=None,
             loss=jnp.zeros((), jnp.float32),
             metrics=jax.tree.map(lambda leaf: empty_ring(leaf, None, 0.0), metrics),
         ), tree

@@ -56,13 +56,16 @@ def is_float(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def zero_gradients(tree: PyTree, dtype: jax.typing.DTypeLike | None = None) -> PyTree:
-    """Accumulators laid out as the arrays of `tree`, in `dtype` or their own; None for integers."""
+def zero_gradients(tree: PyTree, like: PyTree, dtype: jax.typing.DTypeLike | None = None) -> PyTree:
+    """Accumulators laid out as the arrays of `tree`; None for integers.
 
-    def one(leaf: Array) -> Array | None:
-        return jnp.zeros_like(leaf, dtype=dtype or leaf.dtype) if is_float(leaf) else None
+    They are in `dtype`, or without it in those of the arrays of `like`.
+    """
 
-    return jax.tree.map(one, tree)
+    def one(leaf: Array, like: Array) -> Array | None:
+        return jnp.zeros_like(leaf, dtype=dtype or like.dtype) if is_float(leaf) else None
+
+    return jax.tree.map(one, tree, like)
 
 
 def add_at_repeat(totals: PyTree, gradients: PyTree, repeat: Array | None) -> PyTree:
