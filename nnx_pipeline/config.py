@@ -104,9 +104,10 @@ class PipelineConfig:
     `num_microbatches=None` means as many as fill the pipeline: forwarding_delay · stages. With a
     `forwarding_delay` of 2 activations travel beside the work of a tick, and the bubble doubles.
     A circular schedule with one repeat is the plain pipeline. `remat` names what the backward pass
-    keeps beside the input of a stage at each tick (see `remat.POLICIES`); with
-    `save_decoder_layer_input` that is the input of each layer too, where a stage has several, and
-    without it those are computed again, together with all layers before.
+    keeps beside the input of a stage at each tick, and whether in device or in host memory (see
+    `remat.POLICIES`, which says what compilers make of the latter); with `save_decoder_layer_input`
+    that is the input of each layer too, where a stage has several, and without it those are
+    computed again, together with all layers before.
     """
 
     num_microbatches: int | None = None
@@ -116,7 +117,14 @@ class PipelineConfig:
     shift: Literal["ppermute", "slice", "pad"] = "ppermute"
     sharding: Literal["explicit", "auto"] = "explicit"
     remat: Literal[
-        "full", "save_out_proj", "save_qkv_proj", "save_dot_except_mlp", "minimal", "none"
+        "full",
+        "save_out_proj",
+        "save_qkv_proj",
+        "save_dot_except_mlp",
+        "minimal",
+        "qkv_proj_offloaded",
+        "minimal_offloaded",
+        "none",
     ] = "full"
     save_decoder_layer_input: bool = True
 
