@@ -111,10 +111,11 @@ class PipelineConfig:
     once per step, which holds them all gathered and their gradients whole. `backward` is how the
     circular schedule is differentiated: by JAX, or visit by visit with one gradient buffer per
     parameter (`accumulate`); None means the former unless weights are gathered before use.
-    `remat` names what the backward pass
-    keeps beside the input of a stage at each tick (see `remat.POLICIES`); with
-    `save_decoder_layer_input` that is the input of each layer too, where a stage has several, and
-    without it those are computed again, together with all layers before.
+
+    `remat` names what the backward pass keeps beside the input of a stage at each tick, and whether
+    in device or in host memory (see `remat.POLICIES`, which says what compilers make of the
+    latter); with `save_decoder_layer_input` that is the input of each layer too, where a stage has
+    several, and without it those are computed again, together with all layers before.
     """
 
     num_microbatches: int | None = None
@@ -124,7 +125,14 @@ class PipelineConfig:
     shift: Literal["ppermute", "slice", "pad"] = "ppermute"
     sharding: Literal["explicit", "auto"] = "explicit"
     remat: Literal[
-        "full", "save_out_proj", "save_qkv_proj", "save_dot_except_mlp", "minimal", "none"
+        "full",
+        "save_out_proj",
+        "save_qkv_proj",
+        "save_dot_except_mlp",
+        "minimal",
+        "qkv_proj_offloaded",
+        "minimal_offloaded",
+        "none",
     ] = "full"
     save_decoder_layer_input: bool = True
     fsdp_gather: Literal["use", "step"] = "use"

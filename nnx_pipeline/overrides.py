@@ -35,10 +35,11 @@ def known_keys() -> dict[str, Any]:
 
 def _convert(key: str, text: str, hint: Any) -> object:
     origin = typing.get_origin(hint)
-    if origin is types.UnionType:
+    if origin in (types.UnionType, typing.Union):
         if text.lower() == "none":
             return None
         hint = next(part for part in typing.get_args(hint) if part is not type(None))
+        origin = typing.get_origin(hint)
     if origin is typing.Literal:
         known = {str(choice): choice for choice in typing.get_args(hint)}
         return known.get(text, text)

@@ -371,6 +371,7 @@ def test_nearest_names_one_or_all() -> None:
         ("pipeline.num_repeats", "2", 2),
         ("pipeline.schedule", "1f1b", "1f1b"),
         ("pipeline.backward", "accumulate", "accumulate"),
+        ("pipeline.fsdp_gather", "step", "step"),
         ("pipeline.shift", "slice", "slice"),
         ("pipeline.sharding", "auto", "auto"),
         ("pipeline.remat", "none", "none"),

@@ -1,0 +1,325 @@
+"""What each remat policy keeps from tick to backward tick, read off the traced program."""
+
+import dataclasses
+import math
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from helpers import (
+    assert_close,
+    equations,
+    mesh_of,
+    model_on_mesh,
+    new_model,
+    packed_batch,
+    replace,
+    small_config,
+)
+
+from nnx_pipeline import Config, InputError, Mixtral
+from nnx_pipeline.remat import (
+    EXPERT_USAGE,
+    HIDDEN,
+    ITERATION_INPUT,
+    LAYER_INPUT,
+    OUT,
+    POLICIES,
+    QUERY_KEY_VALUE,
+    Remat,
+)
+from nnx_pipeline.train import Batch, abstract_batch
+
+STAGES, MICROBATCHES = 4, 8
+NAMES = (ITERATION_INPUT, LAYER_INPUT, *QUERY_KEY_VALUE, OUT, *HIDDEN)
+ON_HOST, ON_DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+NAMING = [name for name in POLICIES if name != "none"]
+
+# Shape, dtype and memory of the arrays that a tick keeps, each with how often it does.
+Kept = Counter[tuple[tuple[int, ...], str, jax.memory.Space]]
+
+each_mode = pytest.mark.parametrize("mode", ["explicit", "auto"])
+
+
+def config_of(policy: str, mode: str, *, layers: int, repeats: int = 1, **pipeline: Any) -> Config:
+    """Four stages of `layers` each; sizes that differ, so that a shape says what an array is."""
+    return small_config(
+        model={
+            "num_layers": STAGES * repeats * layers,
+            "embed_dim": 24,
+            "mlp_dim": 20,
+            "num_experts": 3,
+            "dtype": "bfloat16",
+        },
+        pipeline={
+            "num_microbatches": MICROBATCHES,
+            "num_repeats": repeats,
+            "remat": policy,
+            "sharding": mode,
+            **pipeline,
+        },
+        train={"global_batch": 2 * MICROBATCHES, "sequence_length": 10},
+    )
+
+
+def loss_of(model: Mixtral, batch: Batch) -> jax.Array:
+    """A scalar that depends on every hidden state, each with its own weight."""
+    hidden, balance = model.hidden(
+        batch.tokens, positions=batch.positions, segment_ids=batch.segment_ids
+    )
+    hidden = hidden.astype(jnp.float32)
+    return jnp.sum(hidden**2 * jnp.linspace(-1.0, 1.0, hidden.shape[-1])) + balance
+
+
+def gradient_program(config: Config, mesh: str = "stage=4,fsdp=2") -> Any:
+    """The jaxpr of the model's gradient; nothing is computed."""
+    grid = mesh_of(mesh, config.pipeline.sharding)
+    with jax.set_mesh(grid):
+        model = jax.eval_shape(lambda: Mixtral(config, rngs=nnx.Rngs(0)))
+        return jax.make_jaxpr(jax.grad(loss_of))(model, abstract_batch(config, grid))
+
+
+def forward_loop(program: Any, turns: int) -> Any:
+    """The scan over ticks (or, without a pipeline, over layers) of the forward pass."""
+    (loop,) = (
+        equation
+        for equation in equations(program)
+        if equation.primitive.name == "scan"
+        and equation.params["length"] == turns
+        and not equation.params["reverse"]
+        and any(e.primitive.name == "scan" for e in equations(equation.params["jaxpr"]))
+    )
+    return loop
+
+
+def kept_by(loop: Any) -> Kept:
+    """What a loop stacks for the backward pass, but for the rows of indices and masks.
+
+    Those are integers and booleans, at most one number per stage. What a loop carries comes out of
+    it as it comes out of its body; what it stacks has one axis more.
+    """
+    turns, inside = loop.params["length"], loop.params["jaxpr"].jaxpr.outvars
+    stacked = [
+        outer.aval
+        for outer, inner in zip(loop.outvars, inside, strict=True)
+        if outer.aval.ndim > inner.aval.ndim
+    ]
+    assert all(array.shape[0] == turns for array in stacked)
+    return Counter(
+        (array.shape[1:], str(array.dtype), array.memory_space)
+        for array in stacked
+        if jnp.issubdtype(array.dtype, jnp.floating) or math.prod(array.shape[1:]) > STAGES
+    )
+
+
+def size(kept: Kept) -> int:
+    """Bytes per tick."""
+    return sum(
+        count * math.prod(shape) * jnp.dtype(dtype).itemsize
+        for (shape, dtype, _), count in kept.items()
+    )
+
+
+def shapes_of(
+    config: Config, lead: tuple[int, ...] = (STAGES,), sequences: int = 2
+) -> dict[str, tuple[int, ...]]:
+    """The array of each name for one microbatch of all stages, from the config alone.
+
+    lead: the axis of stages, if any. Hidden units have an axis of experts, and two that are 1 here:
+    the owners of experts and the parts of the hidden axis.
+    """
+    model, batch = config.model, (sequences, config.train.sequence_length)
+    into, grouped = (*lead, *batch, model.embed_dim), (model.num_kv_heads, model.head_dim)
+    hidden = (model.num_experts, *lead, 1, 1, *batch, model.mlp_dim)
+    heads = [(model.num_heads, model.head_dim), grouped, grouped]
+    return {
+        ITERATION_INPUT: into,
+        LAYER_INPUT: into,
+        **{name: (*lead, *batch, *last) for name, last in zip(QUERY_KEY_VALUE, heads, strict=True)},
+        OUT: into,
+        **dict.fromkeys(HIDDEN, hidden),
+        EXPERT_USAGE: (*lead, 1, model.num_experts),
+    }
+
+
+def expected(config: Config, on_device: tuple[str, ...], on_host: tuple[str, ...]) -> Kept:
+    """What a tick is to keep: the input of the stage or of its layers, and the named values."""
+    layers = config.layers_per_stage(STAGES)
+    shapes, dtype = shapes_of(config), config.model.dtype
+    if layers > 1 and config.pipeline.save_decoder_layer_input:
+        on_device = (LAYER_INPUT, *on_device)  # the first of them is the input of the stage
+        kept: Kept = Counter()
+    else:
+        kept = Counter([(shapes[ITERATION_INPUT], dtype, ON_DEVICE)])
+    kept.update(((layers, *shapes[name]), dtype, ON_DEVICE) for name in on_device)
+    kept.update(((layers, *shapes[name]), dtype, ON_HOST) for name in on_host)
+    kept.update([((layers, *shapes[EXPERT_USAGE]), "float32", ON_DEVICE)])  # of the choices
+    return kept
+
+
+# Written out here, so that a change in POLICIES is seen: (names on the device, names on the host).
+PROMISED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "full": ((), ()),
+    "save_out_proj": (("out_proj",), ()),
+    "save_qkv_proj": (("query_proj", "key_proj", "value_proj"), ()),
+    "save_dot_except_mlp": (("query_proj", "key_proj", "value_proj", "out_proj"), ()),
+    "minimal": (("query_proj", "key_proj", "value_proj", "out_proj", "mlp_gate", "mlp_up"), ()),
+    "qkv_proj_offloaded": ((), ("query_proj", "key_proj", "value_proj")),
+    "minimal_offloaded": (
+        ("mlp_gate", "mlp_up"),
+        ("query_proj", "key_proj", "value_proj", "out_proj"),
+    ),
+}
+
+
+@each_mode
+@pytest.mark.parametrize("policy", NAMING)
+@pytest.mark.parametrize(
+    ("layers", "repeats", "layer_inputs"),
+    [(1, 2, True), (2, 1, True), (2, 1, False)],
+)
+def test_a_tick_keeps_what_the_policy_names_and_nothing_else(
+    policy: str, mode: str, layers: int, repeats: int, layer_inputs: bool
+) -> None:
+    config = config_of(
+        policy, mode, layers=layers, repeats=repeats, save_decoder_layer_input=layer_inputs
+    )
+    ticks = MICROBATCHES * repeats + STAGES - 1
+    kept = kept_by(forward_loop(gradient_program(config), ticks))
+    assert kept == expected(config, *PROMISED[policy])
+
+
+def test_every_policy_is_spelled_out() -> None:
+    assert [*PROMISED, "none"] == [*POLICIES]
+
+
+@each_mode
+def test_none_keeps_what_every_other_policy_computes_again(mode: str) -> None:
+    """The probabilities of attention are there, and more than under `minimal` in all."""
+
+    def kept(policy: str) -> Kept:
+        config = config_of(policy, mode, layers=2)
+        return kept_by(forward_loop(gradient_program(config), MICROBATCHES + STAGES - 1))
+
+    length, kv_heads, per_group = 10, 2, 2
+    probabilities = (2, STAGES, 2, kv_heads, per_group, length, length)
+    everything, minimal = kept("none"), kept("minimal")
+    assert any(shape == probabilities for shape, _, _ in everything)
+    assert not any(shape == probabilities for shape, _, _ in minimal)
+    assert size(everything) > 2 * size(minimal)
+
+
+@each_mode
+def test_names_survive_the_stages(mode: str) -> None:
+    """Under vmap over stages every name still marks its array, with the stages in front.
+
+    Elsewhere a policy was seen to save nothing because its names were gone by then.
+    """
+    config = config_of("full", mode, layers=2)
+    shapes = shapes_of(config)
+    shapes |= {name: shapes[name][1:] for name in HIDDEN}  # within the loop over experts
+    grid = mesh_of("stage=4,fsdp=2", mode)
+    with jax.set_mesh(grid):
+        model = jax.eval_shape(lambda: Mixtral(config, rngs=nnx.Rngs(0)))
+        program = jax.make_jaxpr(loss_of)(model, abstract_batch(config, grid))
+    seen = [
+        (equation.params["name"], equation.outvars[0].aval.shape)
+        for equation in equations(program)
+        if equation.primitive.name == "name"
+    ]
+    names = (*NAMES, EXPERT_USAGE, EXPERT_USAGE)  # choices and probabilities
+    assert sorted(seen) == sorted((name, shapes[name]) for name in names)
+
+
+@pytest.mark.parametrize("policy", NAMING)
+def test_without_a_pipeline_a_layer_keeps_the_same(policy: str) -> None:
+    """The loop over layers keeps a layer's input and what the policy names."""
+    config = config_of(policy, "explicit", layers=1)
+    kept = kept_by(forward_loop(gradient_program(config, "fsdp=2"), config.model.num_layers))
+    shapes = shapes_of(config, (), sequences=config.train.global_batch)
+    on_device, on_host = PROMISED[policy]
+    want = [(shapes[name], "bfloat16", ON_DEVICE) for name in (LAYER_INPUT, *on_device)]
+    usage = (MICROBATCHES, config.model.num_experts)  # the loop's result beside x
+    want += [(usage, "float32", ON_DEVICE)] * 2
+    assert kept == Counter(want + [(shapes[name], "bfloat16", ON_HOST) for name in on_host])
+
+
+@pytest.mark.parametrize("policy", [name for name, (_, host) in PROMISED.items() if host])
+def test_what_is_offloaded_goes_to_the_host_once(policy: str) -> None:
+    """One transfer per name: the backward pass fetches, it does not send again."""
+    program = gradient_program(config_of(policy, "explicit", layers=2))
+    sent = [
+        equation.outvars[0].aval.memory_space
+        for equation in equations(program)
+        if equation.primitive.name == "device_put"
+    ]
+    assert sent.count(ON_HOST) == len(PROMISED[policy][1])
+    assert sent.count(ON_DEVICE) >= len(PROMISED[policy][1])
+
+
+CASES = [(policy, "explicit") for policy in POLICIES if policy != "full"]
+CASES += [(policy, "auto") for policy in ("minimal", "qkv_proj_offloaded", "minimal_offloaded")]
+
+
+@pytest.fixture(scope="module")
+def results() -> Any:
+    """A function from policy and mode to loss and gradients, which keeps those of `full`."""
+    known: dict[tuple[str, str], Any] = {}
+    base = small_config(model={"num_experts": 2}, pipeline={"num_microbatches": 4})
+    source, batch = new_model(base), packed_batch(base)
+
+    def compute(policy: str, mode: str) -> Any:
+        if (policy, mode) not in known:
+            config = replace(base, "pipeline", remat=policy, sharding=mode)
+            mesh = mesh_of("stage=2,fsdp=2", mode)
+            model = model_on_mesh(source, config, mesh)
+            with jax.set_mesh(mesh):
+                result = jax.jit(jax.value_and_grad(loss_of))(model, batch)
+            known[policy, mode] = jax.tree.map(jax.device_get, result)
+        return known[policy, mode]
+
+    return compute
+
+
+@pytest.mark.parametrize(("policy", "mode"), CASES)
+def test_no_policy_changes_a_value(results: Any, policy: str, mode: str) -> None:
+    """Loss and gradients are those of `full`. The CPU compiler runs offloaded programs, too."""
+    (loss, gradients), (want, want_gradients) = results(policy, mode), results("full", mode)
+    assert_close(loss, want, 1e-5)
+    assert_close(gradients, want_gradients, 1e-4)
+
+
+def test_also_saved_gives_way_to_offloaded() -> None:
+    """A name that a checkpoint saves besides goes to the host where the policy says so."""
+
+    def function(x: jax.Array) -> jax.Array:
+        return jnp.sin(jax.ad_checkpoint.checkpoint_name(jnp.sin(x), LAYER_INPUT))
+
+    def spaces(remat: Remat) -> set[Any]:
+        kept = remat.checkpoint(function, also=(LAYER_INPUT,))
+        program = jax.make_jaxpr(jax.grad(kept))(jnp.ones(()))
+        put = [e for e in equations(program) if e.primitive.name == "device_put"]
+        return {equation.outvars[0].aval.memory_space for equation in put}
+
+    assert ON_HOST not in spaces(Remat())
+    assert ON_HOST in spaces(Remat(offloaded=(LAYER_INPUT,)))
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        (None, r"saved=None keeps everything .*offloaded=\('out_proj',\).*; name what to save"),
+        (("out_proj", "mlp_up"), r"both name \['out_proj'\]; keep each name in one of them"),
+    ],
+)
+def test_a_policy_that_contradicts_itself(saved: tuple[str, ...] | None, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Remat(saved, offloaded=("out_proj",))
+
+
+def test_policies_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        POLICIES["full"].saved = None  # type: ignore[misc]
