@@ -11,7 +11,7 @@ from nnx_pipeline.errors import InputError
 
 ITERATION_INPUT = "iteration_input"  # what a stage receives at a tick; always kept
 LAYER_INPUT = "decoder_layer_input"
-EXPERT_USAGE = "expert_usage"  # a few numbers per layer; always kept
+LAYER_METRICS = "layer_metrics"  # a few numbers per layer; always kept
 QUERY_KEY_VALUE = ("query_proj", "key_proj", "value_proj")
 OUT = "out_proj"
 HIDDEN = ("mlp_gate", "mlp_up")

@@ -8,6 +8,7 @@ written once and runs on one device, on a mesh with explicit axes and on one wit
 import dataclasses
 import math
 from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import jax
 from flax import nnx
@@ -18,6 +19,7 @@ from jaxtyping import Array
 from nnx_pipeline.errors import InputError, nearest
 
 MeshAxes = tuple[str, ...]
+Module = TypeVar("Module", bound=nnx.Module)
 
 
 @dataclass(frozen=True)
@@ -196,3 +198,12 @@ def variable_shardings(tree: nnx.Module, layout: Layout, mesh: jax.sharding.Mesh
         return variable.replace(NamedSharding(mesh, spec))
 
     return jax.tree.map(sharding, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+
+def with_layout(module: Module, layout: Layout) -> Module:
+    """A copy whose modules all go by `layout`; the variables keep their values and metadata."""
+    copy = jax.tree.map(lambda leaf: leaf, module)
+    for _, inner in nnx.iter_modules(copy):
+        if hasattr(inner, "layout"):
+            inner.layout = layout
+    return copy

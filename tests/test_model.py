@@ -283,7 +283,8 @@ def test_a_step_keeps_every_array_in_its_place(mesh: str, mode: str) -> None:
 def test_where_the_weights_lie() -> None:
     """Embedding and head are spread over the stages too; every layer lies on its stage."""
     _, _, after = stepped(*MESHES[0])
-    attention, experts = after.model.layers.attention, after.model.layers.feed_forward
+    layers = after.model.pipeline.layers
+    attention, experts = layers.attention, layers.feed_forward
     want = {
         "embedding": (after.model.embedding.embedding, P("stage", "fsdp")),
         "head": (after.model.head, P("fsdp", "stage")),
@@ -292,7 +293,7 @@ def test_where_the_weights_lie() -> None:
         "gate": (experts.gate, P(None, "stage", None, None, "fsdp", None)),
         "down": (experts.down, P(None, "stage", None, None, None, "fsdp")),
         "router": (experts.router, P(None, "stage", None, "fsdp", None)),
-        "norm": (after.model.layers.attention_norm.scale, P(None, "stage", None, None)),
+        "norm": (layers.attention_norm.scale, P(None, "stage", None, None)),
         "last norm": (after.model.norm.scale, P(None)),
     }
     mesh = mesh_of(MESHES[0][0])
@@ -384,7 +385,7 @@ def by_numpy(model: Mixtral, tokens: Any, positions: Any, segments: Any) -> np.n
         return np.concatenate([z.real, z.imag], axis=-1)
 
     def attention(x: np.ndarray, layer: int) -> np.ndarray:
-        part = model.layers.attention
+        part = model.pipeline.layers.attention
         q, k, v = (
             np.einsum("bsd,dhk->bshk", x, weight(kernel)[0, 0, layer])
             for kernel in (part.query, part.key, part.value)
@@ -400,7 +401,7 @@ def by_numpy(model: Mixtral, tokens: Any, positions: Any, segments: Any) -> np.n
         return np.einsum("bshk,hkd->bsd", mixed, weight(part.out)[0, 0, layer])
 
     def feed_forward(x: np.ndarray, layer: int) -> np.ndarray:
-        part = model.layers.feed_forward
+        part = model.pipeline.layers.feed_forward
         gate, up, down = (weight(kernel)[0, 0, layer] for kernel in (part.gate, part.up, part.down))
         if config.num_experts == 1:
             return (silu(x @ gate) * (x @ up)) @ down
@@ -415,8 +416,10 @@ def by_numpy(model: Mixtral, tokens: Any, positions: Any, segments: Any) -> np.n
 
     x = weight(model.embedding.embedding)[tokens]
     for layer in range(config.num_layers):
-        h = x + attention(norm(x, weight(model.layers.attention_norm.scale)[0, 0, layer]), layer)
-        scale = weight(model.layers.feed_forward_norm.scale)[0, 0, layer]
+        h = x + attention(
+            norm(x, weight(model.pipeline.layers.attention_norm.scale)[0, 0, layer]), layer
+        )
+        scale = weight(model.pipeline.layers.feed_forward_norm.scale)[0, 0, layer]
         x = h + feed_forward(norm(h, scale), layer)
     return norm(x, weight(model.norm.scale)) @ weight(model.head)
 

@@ -376,3 +376,17 @@ def test_a_mesh_with_other_stages_than_the_schedule() -> None:
     run = on_one_device(lambda params, x, side: (x, None), CircularSchedule(2, 4))
     with jax.set_mesh(mesh_of("stage=4")), pytest.raises(InputError, match="make them equal"):
         run(jnp.zeros((1, 2)), jnp.zeros((4, 1)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backward": "hand"}, "backward='hand' is not known; choose one of: autodiff, accumulate"),
+        ({"shift_by": "roll"}, "shift_by='roll' is not known"),
+        ({"grad_dtype": "bfloat16"}, "grad_dtype=bfloat16 .* set backward='accumulate'"),
+    ],
+)
+def test_options_that_would_be_ignored(options: dict[str, Any], message: str) -> None:
+    run = on_one_device(lambda params, x, side: (x, None), CircularSchedule(2, 4), **options)
+    with pytest.raises(InputError, match=message):
+        run(jnp.zeros((1, 2)), jnp.zeros((4, 1)))

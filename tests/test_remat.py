@@ -22,10 +22,10 @@ from helpers import (
 
 from nnx_pipeline import Config, InputError, Mixtral
 from nnx_pipeline.remat import (
-    EXPERT_USAGE,
     HIDDEN,
     ITERATION_INPUT,
     LAYER_INPUT,
+    LAYER_METRICS,
     OUT,
     POLICIES,
     QUERY_KEY_VALUE,
@@ -141,7 +141,7 @@ def shapes_of(
         **{name: (*lead, *batch, *last) for name, last in zip(QUERY_KEY_VALUE, heads, strict=True)},
         OUT: into,
         **dict.fromkeys(HIDDEN, hidden),
-        EXPERT_USAGE: (*lead, 1, model.num_experts),
+        LAYER_METRICS: (*lead, 1, model.num_experts),
     }
 
 
@@ -156,7 +156,7 @@ def expected(config: Config, on_device: tuple[str, ...], on_host: tuple[str, ...
         kept = Counter([(shapes[ITERATION_INPUT], dtype, ON_DEVICE)])
     kept.update(((layers, *shapes[name]), dtype, ON_DEVICE) for name in on_device)
     kept.update(((layers, *shapes[name]), dtype, ON_HOST) for name in on_host)
-    kept.update([((layers, *shapes[EXPERT_USAGE]), "float32", ON_DEVICE)])  # of the choices
+    kept.update([((layers, *shapes[LAYER_METRICS]), "float32", ON_DEVICE)])  # of the choices
     return kept
 
 
@@ -230,7 +230,7 @@ def test_names_survive_the_stages(mode: str) -> None:
         for equation in equations(program)
         if equation.primitive.name == "name"
     ]
-    names = (*NAMES, EXPERT_USAGE, EXPERT_USAGE)  # choices and probabilities
+    names = (*NAMES, LAYER_METRICS, LAYER_METRICS)  # choices and probabilities
     assert sorted(seen) == sorted((name, shapes[name]) for name in names)
 
 

@@ -7,7 +7,6 @@ from nnx_pipeline.modules.mlp import MLP
 from nnx_pipeline.modules.moe import RoutedMoE
 from nnx_pipeline.modules.norm import RMSNorm
 from nnx_pipeline.modules.parts import Parts
-from nnx_pipeline.modules.relay import with_layout
 
 __all__ = [
     "MLP",
@@ -17,5 +16,4 @@ __all__ = [
     "Parts",
     "RMSNorm",
     "RoutedMoE",
-    "with_layout",
 ]

@@ -2,6 +2,7 @@
 
 from nnx_pipeline.pipeline.lend import AS_STORED, Lending
 from nnx_pipeline.pipeline.loop import run_pipeline
+from nnx_pipeline.pipeline.module import CircularPipeline, Pipeline, create_pipeline
 from nnx_pipeline.pipeline.one_f_one_b import run_one_f_one_b
 from nnx_pipeline.pipeline.one_f_one_b_loop import Inputs, Weights
 from nnx_pipeline.pipeline.schedule import SCHEDULES, CircularSchedule, OneForwardOneBackward
@@ -10,11 +11,14 @@ from nnx_pipeline.pipeline.stages import over_stages, run_sequential
 __all__ = [
     "AS_STORED",
     "SCHEDULES",
+    "CircularPipeline",
     "CircularSchedule",
     "Inputs",
     "Lending",
     "OneForwardOneBackward",
+    "Pipeline",
     "Weights",
+    "create_pipeline",
     "over_stages",
     "run_one_f_one_b",
     "run_pipeline",

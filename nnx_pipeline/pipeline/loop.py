@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from nnx_pipeline.errors import InputError
+from nnx_pipeline.errors import InputError, one_of
 from nnx_pipeline.pipeline.accumulate import AccumulatingLoop
 from nnx_pipeline.pipeline.buffers import merge, split
 from nnx_pipeline.pipeline.lend import AS_STORED, Lending
 from nnx_pipeline.pipeline.schedule import CircularSchedule
-from nnx_pipeline.pipeline.shift import ShiftName
+from nnx_pipeline.pipeline.shift import SHIFTS, ShiftName
 from nnx_pipeline.pipeline.stages import ApplyStage, OverStages, check_shapes, over_stages
 from nnx_pipeline.pipeline.ticks import (
     Carry,
@@ -80,7 +80,7 @@ def run_pipeline(
     """
     inputs = (microbatches, side_inputs)
     check_shapes(params, inputs, schedule.stages, schedule.repeats, schedule.microbatches)
-    _check_ring(schedule, shift_by)
+    _check_options(schedule, shift_by, backward, grad_dtype, lending)
     mapped = over(apply_stage)
     checkpoint = functools.partial(remat.checkpoint, also=saved_in_stage, in_scan=True)
 
@@ -94,38 +94,58 @@ def run_pipeline(
         )
         stream, metrics = loop(params, stream, side_inputs)
     else:
-
-        def select_and_visit(params: PyTree, now: Plan, x: PyTree) -> tuple[PyTree, PyTree]:
-            return visit(needed_at(params, side_inputs, now), x)
-
-        at_tick = functools.partial(checkpoint(select_and_visit), params)
-        stream, metrics = _scan_ticks(at_tick, stream, schedule, shift_by, bubble_fill)
+        arrays = (params, stream, side_inputs)
+        stream, metrics = _by_autodiff(visit, checkpoint, *arrays, schedule, shift_by, bubble_fill)
     # Output m went into slot (first_output_tick + m) mod slots; its place is m mod slots.
     turn = schedule.first_output_tick % schedule.stream_slots
     outputs = jax.tree.map(lambda leaf: merge(jnp.roll(leaf, -turn, axis=1)), stream)
     return outputs, jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), metrics)
 
 
-def _scan_ticks(
-    visit: Callable[[Plan, PyTree], tuple[PyTree, PyTree]],
+def _by_autodiff(
+    visit: Callable[[tuple[PyTree, PyTree], PyTree], tuple[PyTree, PyTree]],
+    checkpoint: Callable[[Callable[..., Any]], Callable[..., Any]],
+    params: PyTree,
     stream: PyTree,
+    side: PyTree,
     schedule: CircularSchedule,
     shift_by: ShiftName,
     bubble_fill: float,
 ) -> tuple[PyTree, PyTree]:
-    """The stream after the last tick and the metrics of every stage, differentiated by JAX."""
+    """The stream after the last tick and the metrics of every stage, differentiated by JAX.
+
+    What a visit needs is selected inside its checkpoint, or every tick would keep the weights.
+    """
+
+    @checkpoint
+    def select_and_visit(params: PyTree, now: Plan, x: PyTree) -> tuple[PyTree, PyTree]:
+        return visit(needed_at(params, side, now), x)
 
     def tick(carry: Carry, now: Plan) -> tuple[Carry, None]:
         rest, x = receive(schedule, shift_by, now, carry)
-        return hand_on(schedule, shift_by, now, rest, visit(now, name_input(x))), None
+        given = select_and_visit(params, now, name_input(x))
+        return hand_on(schedule, shift_by, now, rest, given), None
 
     plan = make_plan(schedule)
-    begin = start(stream, shape_of_metrics(visit, plan, stream), schedule, bubble_fill)
-    end, _ = jax.lax.scan(tick, begin, plan)
+    metrics = shape_of_metrics(functools.partial(select_and_visit, params), plan, stream)
+    end, _ = jax.lax.scan(tick, start(stream, metrics, schedule, bubble_fill), plan)
     return end.stream, end.metrics
 
 
-def _check_ring(schedule: CircularSchedule, shift_by: ShiftName) -> None:
+def _check_options(
+    schedule: CircularSchedule,
+    shift_by: str,
+    backward: str,
+    grad_dtype: jax.typing.DTypeLike | None,
+    lending: Lending,
+) -> None:
+    one_of("shift_by", shift_by, SHIFTS)
+    one_of("backward", backward, ("autodiff", "accumulate"))
+    if backward == "autodiff" and (grad_dtype is not None or lending != AS_STORED):
+        raise InputError(
+            f"grad_dtype={grad_dtype} and lending={lending} say how the loop adds gradients up, "
+            "which it leaves to JAX with backward='autodiff'; set backward='accumulate'"
+        )
     if shift_by == "pad" and schedule.is_ring:
         raise InputError(
             f"shift='pad' loses what leaves the last stage, and with {schedule.microbatches} "

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.errors import InputError
+from nnx_pipeline.errors import InputError, one_of
 from nnx_pipeline.pipeline.lend import AS_STORED, Lending
 from nnx_pipeline.pipeline.one_f_one_b_loop import Enter, Inputs, Leave, Loop, Weights
 from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
-from nnx_pipeline.pipeline.shift import ShiftName
+from nnx_pipeline.pipeline.shift import SHIFTS, ShiftName
 from nnx_pipeline.pipeline.stage_vjp import as_cotangents, is_float
 from nnx_pipeline.pipeline.stages import ApplyStage, OverStages, check_shapes, over_stages
 from nnx_pipeline.remat import FULL, Remat
@@ -68,6 +68,7 @@ def run_one_f_one_b(
     Returns the loss, and its two parts without a gradient. Raises InputError for shapes that do not
     fit the schedule, and when a gradient of `inputs` is asked for.
     """
+    one_of("shift_by", shift_by, SHIFTS)
     check_shapes(weights.stages, inputs, schedule.stages, 1, schedule.microbatches)
     loop = Loop(
         enter=enter,

@@ -14,6 +14,7 @@ from jaxtyping import Array
 from nnx_pipeline.sharding import is_explicit, manual_axes, mesh_sizes, spec_of
 
 ShiftName = Literal["ppermute", "slice", "pad"]
+SHIFTS = ("ppermute", "slice", "pad")
 
 
 def shift(x: Array, *, by: Literal[1, -1], how: ShiftName = "ppermute") -> Array:

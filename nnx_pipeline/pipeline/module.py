@@ -1,0 +1,320 @@
+"""The pipeline as an NNX module: it owns the stacked layers and sends batches through them."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, PyTree
+
+from nnx_pipeline.config import Config, PipelineConfig
+from nnx_pipeline.errors import InputError, divides
+from nnx_pipeline.mesh import ambient_mesh
+from nnx_pipeline.pipeline.lend import AS_STORED, Lending
+from nnx_pipeline.pipeline.loop import run_pipeline
+from nnx_pipeline.pipeline.one_f_one_b import run_one_f_one_b
+from nnx_pipeline.pipeline.one_f_one_b_loop import Enter, Inputs, Leave, Weights
+from nnx_pipeline.pipeline.schedule import CircularSchedule, OneForwardOneBackward
+from nnx_pipeline.pipeline.stages import OverStages, over_stages
+from nnx_pipeline.remat import LAYER_INPUT, LAYER_METRICS, POLICIES, named
+from nnx_pipeline.sharding import Layout, place, with_layout
+
+MakeLayer = Callable[[nnx.Rngs], nnx.Module]
+Summarize = Callable[[PyTree], PyTree]
+
+
+def sum_over_layers(metrics: PyTree) -> PyTree:
+    """Adds up the metrics of the layers of a stage."""
+    return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), metrics)
+
+
+class CircularPipeline(nnx.Module):
+    """Layers of one kind, stacked, each microbatch going round the stages `num_repeats` times.
+
+    Every parameter of `self.layers` is `[repeats, stages, layers per stage, …]`, with layer =
+    (repeat · stages + stage) · layers per stage + j. Made and called under the same `jax.set_mesh`;
+    on a mesh without stages the layers run one after the other on the whole batch (with
+    `schedule="1f1b"` microbatch by microbatch). Initial values depend on `rngs`, not on the mesh.
+
+    layers: makes one layer: an NNX module that is called as `layer(x, **side)` on `[batch, …]` and
+        returns `(x, metrics)` of the same shape, dtype and sharding, the metrics any pytree or
+        None. Its parameters may bear logical axes (`sharding.parameter`); without them they are
+        whole on every device of a stage. An attribute `layout` is replaced where weights are
+        gathered ahead of their use.
+    dtype: that of the activations, to which weights are cast before they are gathered ahead.
+    summarize: metrics of a stage's layers, stacked, to those of the stage. Where layers run in
+        copies (`Layout.copy`), it gets the mean of theirs.
+    over: how a function of one stage is spread over the stages; another one is an arm of an
+        experiment.
+
+    Raises InputError when layers do not divide, or hold state that is not a parameter.
+    """
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        layers: MakeLayer,
+        *,
+        num_layers: int,
+        rngs: nnx.Rngs,
+        layout: Layout = Layout(),
+        dtype: str | None = None,
+        summarize: Summarize = sum_over_layers,
+        over: OverStages = over_stages,
+    ) -> None:
+        self.config, self.num_layers, self.dtype = config, num_layers, dtype
+        self.summarize, self.over = summarize, over
+        self.num_stages = ambient_mesh().stage
+        self.layout = layout.in_copies(self._copies(layout))
+        visits = self.num_stages * config.num_repeats
+        divides(
+            visits,
+            num_layers,
+            rule=f"{num_layers} layers do not split into {self.num_stages} stages × "
+            f"{config.num_repeats} repeats",
+        )
+        self.layers_per_stage = num_layers // visits
+        self.layers = self._make_layers(layers, rngs)
+
+    def __call__(self, x: Array, **side: Array | None) -> tuple[Array, PyTree]:
+        """`[batch, …]` through all layers, and the metrics summed over stages and microbatches.
+
+        side: what a layer reads beside x, `[batch, …]` each; None is handed on as it is.
+        """
+        batch = x.shape[0]
+        y, metrics = self.run(self.arrange(x), side)
+        return self.as_batch(y, batch), metrics
+
+    def run(
+        self, x: Array, side: dict[str, Array | None], **whole_batch: Any
+    ) -> tuple[Array, PyTree]:
+        """As `__call__`, for x laid out by `arrange`, and so is the result.
+
+        whole_batch: further arguments of a layer where it sees the whole batch at once.
+        """
+        if not self.in_microbatches:
+            layers = jax.tree.map(lambda leaf: leaf[0, 0], self.layers)
+            side = jax.tree.map(self._beside_batch, side)
+            x, metrics = self._run_layers(layers, x, side, **whole_batch)
+            return x, self.summarize(metrics)
+        config = self.config
+        return run_pipeline(
+            self._apply_stage,
+            self.layers,
+            x,
+            jax.tree.map(self.on_every_stage, side),
+            schedule=CircularSchedule(
+                stages=self.num_stages,
+                microbatches=self.num_microbatches,
+                repeats=config.num_repeats,
+                delay=config.forwarding_delay,
+            ),
+            backward="accumulate" if config.accumulates else "autodiff",
+            **self._options,
+        )
+
+    def loss(
+        self,
+        enter: Enter,
+        leave: Leave,
+        weights: tuple[PyTree, PyTree],
+        inputs: tuple[PyTree, PyTree],
+        side: dict[str, Array | None],
+        *,
+        metric_weights: PyTree = None,
+    ) -> tuple[Array, tuple[Array, PyTree]]:
+        """The loss of the whole model by 1F1B, and its two parts; see `run_one_f_one_b`.
+
+        weights: of `enter` and of `leave`. inputs: what they read, `[batch, …]`. Both work on one
+        microbatch, its activations laid out by `batch_axes` without the first.
+        """
+        arrays = (inputs[0], side, inputs[1])
+        return run_one_f_one_b(
+            enter,
+            self._apply_stage,
+            leave,
+            Weights(enter=weights[0], stages=self.layers, leave=weights[1]),
+            Inputs(*jax.tree.map(self.on_every_stage, arrays)),
+            schedule=OneForwardOneBackward(self.num_stages, self.num_microbatches),
+            metric_weights=metric_weights,
+            **self._options,
+        )
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches per step on this mesh."""
+        return self.config.microbatches_on(self.num_stages)
+
+    @property
+    def in_microbatches(self) -> bool:
+        """Whether the batch goes through the layers microbatch by microbatch."""
+        return self.num_stages > 1 or self.config.schedule == "1f1b"
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Logical axes in the place of the batch: of what `run` takes and gives."""
+        copy = ("copy",) if self.layout.axes("copy") else ()
+        return ("microbatch", *copy, "batch") if self.in_microbatches else ("whole_batch",)
+
+    def arrange(self, x: Array) -> Array:
+        """`[batch, …]` to what `run` takes: cut into microbatches that lie over the stages."""
+        rest = [None] * (x.ndim - 1)
+        x = self._cut(x) if self.in_microbatches else x
+        return place(x, self.layout.spec(*self.batch_axes, *rest))
+
+    def on_every_stage(self, x: Array) -> Array:
+        """`[batch, …]` to `[microbatches, microbatch, …]`, all of it on every stage."""
+        rest = [None] * (x.ndim - 1)
+        return place(self._cut(x), self.layout.spec(None, *self.batch_axes[1:], *rest))
+
+    def as_batch(self, x: Array, batch: int) -> Array:
+        """The inverse of `arrange`, the batch over every axis that can split it."""
+        if self.in_microbatches:
+            x = place(x, self.layout.spec("microbatch", *[None] * (x.ndim - 1)))
+            x = x.reshape(batch, *x.shape[len(self.batch_axes) :])
+        return place(x, self.layout.spec("whole_batch", *[None] * (x.ndim - 1)))
+
+    def _cut(self, x: Array) -> Array:
+        """With copies, `[microbatches, copies, sequences of a copy, …]`."""
+        x = place(x, self.layout.spec(*[None] * x.ndim))
+        copies = (self.layout.size("copy"),) if self.layout.axes("copy") else ()
+        return x.reshape(self.num_microbatches, *copies, -1, *x.shape[1:])
+
+    def _beside_batch(self, x: Array) -> Array:
+        return place(x, self.layout.spec("batch", *[None] * (x.ndim - 1)))
+
+    def _make_layers(self, make_layer: MakeLayer, rngs: nnx.Rngs) -> Any:
+        stack = (self.config.num_repeats, self.num_stages, self.layers_per_stage)
+        keys = jax.random.split(rngs.params(), self.num_layers).reshape(stack)
+        keys = place(keys, self.layout.spec(None, "stage", None))
+
+        def make(key: Array) -> nnx.Module:
+            return make_layer(nnx.Rngs(params=key))
+
+        stage = "stage" if self.num_stages > 1 else None
+        layers = jax.vmap(jax.vmap(jax.vmap(make), spmd_axis_name=stage))(keys)
+        return jax.tree.map(_stacked, layers, is_leaf=_is_variable)
+
+    def _apply_stage(
+        self, layers: Any, x: Array, side: dict[str, Array | None]
+    ) -> tuple[Array, PyTree]:
+        """The layers of one stage on one microbatch, in copies where the weights are."""
+        layers = with_layout(layers, self.layout.gathered(self._gathered_axes))
+        copies = self.layout.axes("copy")
+        if not copies:
+            x, metrics = self._run_layers(layers, x, side)
+            return x, self.summarize(metrics)
+        x, metrics = jax.vmap(self._run_layers, spmd_axis_name=copies)(layers, x, side)
+        return x, self.summarize(jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), metrics))
+
+    def _run_layers(
+        self, layers: Any, x: Array, side: dict[str, Array | None], **options: Any
+    ) -> tuple[Array, PyTree]:
+        """The layers of one stage in turn; their stacked parameters are scanned over."""
+
+        def apply(x: Array, layer: Any) -> tuple[Array, PyTree]:
+            return layer(x, **side, **options)
+
+        apply = POLICIES[self.config.remat].checkpoint(apply, in_scan=True)
+
+        def body(x: Array, layer: Any) -> tuple[Array, PyTree]:
+            x, metrics = apply(named(x, LAYER_INPUT), layer)
+            return x, jax.tree.map(lambda leaf: named(leaf, LAYER_METRICS), metrics)
+
+        return jax.lax.scan(body, x, layers)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """What both loops are told."""
+        # One layer's input is the stage's input, which is kept anyway.
+        inputs = self.layers_per_stage > 1 and self.config.save_decoder_layer_input
+        return {
+            "shift_by": self.config.shift,
+            "remat": POLICIES[self.config.remat],
+            "saved_in_stage": (LAYER_METRICS, LAYER_INPUT) if inputs else (LAYER_METRICS,),
+            "lending": self._lending(),
+            "over": self.over,
+        }
+
+    def _copies(self, layout: Layout) -> tuple[str, ...]:
+        """Mesh axes along which layers run in copies, so that gradients add up where they arise."""
+        if not (self.config.accumulates and self.in_microbatches):
+            return ()
+        own = ("data", *self._gathered_axes)
+        return tuple(axis for axis in layout.axes("batch") if axis in own)
+
+    @property
+    def _gathered_axes(self) -> tuple[str, ...]:
+        """Mesh axes over which weights are gathered before the ticks that use them."""
+        return () if self.config.fsdp_gather == "use" else ("fsdp",)
+
+    def _lending(self) -> Lending:
+        copies = self.layout.axes("copy")
+        if not copies:
+            return AS_STORED
+        variables = jax.tree.leaves(self.layers, is_leaf=_is_variable)
+        return Lending(
+            specs=tuple(self.layout.spec(*v.get_metadata("logical_axes")) for v in variables),
+            copies=copies,
+            gathered=self._gathered_axes,
+            dtype=self.dtype if self._gathered_axes else None,
+        )
+
+
+class Pipeline(CircularPipeline):
+    """The plain pipeline: a circular one in which each microbatch passes every stage once."""
+
+    def __init__(self, config: PipelineConfig, layers: MakeLayer, **options: Any) -> None:
+        if config.num_repeats != 1:
+            raise InputError(
+                f"pipeline.num_repeats={config.num_repeats} is for a CircularPipeline; "
+                "set it to 1 or use CircularPipeline (create_pipeline chooses)"
+            )
+        super().__init__(config, layers, **options)
+
+
+def create_pipeline(
+    config: Config,
+    layers: MakeLayer,
+    mesh: jax.sharding.Mesh | None = None,
+    *,
+    rngs: nnx.Rngs,
+    **options: Any,
+) -> CircularPipeline:
+    """The pipeline that a config asks for: `Pipeline`, or with repeats `CircularPipeline`.
+
+    mesh: where its parameters are born; None for the mesh of `jax.set_mesh`. Call the pipeline
+    under the same mesh. options: further arguments of `CircularPipeline`.
+    """
+    kind = Pipeline if config.pipeline.num_repeats == 1 else CircularPipeline
+    make = functools.partial(
+        kind,
+        config.pipeline,
+        layers,
+        num_layers=config.model.num_layers,
+        dtype=config.model.dtype,
+        rngs=rngs,
+        **options,
+    )
+    if mesh is None:
+        return make()
+    with jax.set_mesh(mesh):
+        return make()
+
+
+def _is_variable(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable)
+
+
+def _stacked(variable: nnx.Variable) -> nnx.Variable:
+    """The parameter with the axes of the stack before its own."""
+    if not isinstance(variable, nnx.Param):
+        raise InputError(
+            f"a layer holds a variable of type {type(variable).__name__}; in a pipeline a layer "
+            "may hold parameters (nnx.Param) only: its state would be lost between microbatches"
+        )
+    value = variable.get_value()
+    own = variable.get_metadata().get("logical_axes", (None,) * (value.ndim - 3))
+    return nnx.Param(value, logical_axes=(None, "stage", None, *own))
