@@ -107,8 +107,10 @@ class PipelineConfig:
     microbatch and takes another one back at each tick, so that memory does not grow with their
     number; on a mesh without stages that is the accumulation of gradients over microbatches.
 
-    `fsdp_gather` is when a stage gathers weights that are stored apart along fsdp: at each use, or
-    once per step, which holds them all gathered and their gradients whole. `backward` is how the
+    `fsdp_gather` is when a stage gathers weights that are stored apart along fsdp: at each use;
+    once per step, which holds them all gathered and their gradients whole; or repeat by repeat, the
+    next one while the present one is in use (`prefetch`), which holds two repeats of both (with one
+    repeat it is the same as once per step). `backward` is how the
     circular schedule is differentiated: by JAX, or visit by visit with one gradient buffer per
     parameter (`accumulate`); None means the former unless weights are gathered before use.
 
@@ -135,7 +137,7 @@ class PipelineConfig:
         "none",
     ] = "full"
     save_decoder_layer_input: bool = True
-    fsdp_gather: Literal["use", "step"] = "use"
+    fsdp_gather: Literal["use", "step", "prefetch"] = "use"
     backward: Literal["autodiff", "accumulate"] | None = None
 
     def __post_init__(self) -> None:
@@ -147,7 +149,7 @@ class PipelineConfig:
         one_of("forwarding_delay", self.forwarding_delay, (1, 2))
         one_of("sharding", self.sharding, ("explicit", "auto"))
         one_of("remat", self.remat, POLICIES)
-        one_of("fsdp_gather", self.fsdp_gather, ("use", "step"))
+        one_of("fsdp_gather", self.fsdp_gather, ("use", "step", "prefetch"))
         one_of("backward", self.backward, (None, "autodiff", "accumulate"))
         if self.fsdp_gather != "use" and self.backward == "autodiff":
             raise InputError(

@@ -16,37 +16,37 @@ from nnx_pipeline.pipeline.shift import ShiftName
 from nnx_pipeline.pipeline.stage_vjp import (
     add,
     add_at_repeat,
-    as_cotangents,
     backward_from,
     forward_keeping,
     is_float,
     zero_gradients,
 )
+from nnx_pipeline.pipeline.stages import select_repeat
 from nnx_pipeline.pipeline.ticks import (
     Carry,
     Plan,
     hand_on,
     make_plan,
     name_input,
-    needed_at,
     receive,
     shape_of_metrics,
     side_rows,
     start,
 )
 
+Select = Callable[[Plan], PyTree]  # the weights of each stage at a tick, [stages, …]
 
-class _Totals(NamedTuple):
-    """Cotangents on their way back through the ticks."""
+
+class Cotangents(NamedTuple):
+    """What travels back through the ticks, beside the gradients of the weights."""
 
     carry: Carry
-    params: PyTree  # [repeats, stages, …], None for integers
-    side: PyTree
+    side: PyTree  # None for integers
 
 
 @dataclass(frozen=True)
-class AccumulatingLoop:
-    """All ticks, forward and backward.
+class Ticks:
+    """A tick forward, and the same tick backward from what was kept.
 
     visit: ((parameters, side inputs), x) of all stages to (activations, metrics), with its own
         `jax.checkpoint`. grad_dtype: dtype of the accumulators, None for that of the parameters.
@@ -60,103 +60,85 @@ class AccumulatingLoop:
     grad_dtype: jax.typing.DTypeLike | None
     lending: Lending
 
-    def __call__(self, params: PyTree, stream: PyTree, side: PyTree) -> tuple[PyTree, PyTree]:
-        """The stream after the last tick and the metrics of every stage.
+    def start(self, select: Select, stream: PyTree, side: PyTree) -> Carry:
+        """The carry before the first tick."""
 
-        The derivative keeps what the checkpoint of a visit keeps, one entry per tick: the input of
-        each stage and the names it saves. It walks the ticks backward, differentiates one visit at
-        a time, and adds the gradient of a stage's weights to its repeat in place: there is one
-        gradient buffer per parameter, and nothing the size of all parameters beside it.
-        """
-        return _run(self, params, stream, side)
-
-    def forward(
-        self, lent: PyTree, stream: PyTree, side: PyTree, *, keep: bool
-    ) -> tuple[Carry, PyTree]:
-        """The carry after the last tick, and what was kept, a leading axis of ticks on it."""
-
-        def tick(carry: Carry, now: Plan) -> tuple[Carry, PyTree]:
-            rest, x = receive(self.schedule, self.shift_by, now, carry)
-            needed = needed_at(lent, side, now)
-            given, kept = forward_keeping(self.visit, needed, name_input(x))
-            return hand_on(self.schedule, self.shift_by, now, rest, given), kept if keep else None
-
-        plan = make_plan(self.schedule)
-        return jax.lax.scan(tick, self._start(lent, stream, side, plan), plan)
-
-    def backward(
-        self,
-        params: PyTree,
-        lent: PyTree,
-        side: PyTree,
-        kept: PyTree,
-        of_stream: PyTree,
-        of_metrics: PyTree,
-    ) -> tuple[PyTree, PyTree, PyTree]:
-        """Cotangents of parameters, stream and side inputs from those of the results."""
-        plan = make_plan(self.schedule)
-        begin = jax.eval_shape(self._start, lent, of_stream, side, plan)
-        take = functools.partial(receive, self.schedule, self.shift_by)
-        give = functools.partial(hand_on, self.schedule, self.shift_by)
-
-        def tick(totals: _Totals, at: tuple[Plan, PyTree]) -> tuple[_Totals, None]:
-            now, kept = at
-            needed = needed_at(lent, side, now)
-            rest, x = jax.eval_shape(functools.partial(take, now), begin)
-            given = jax.eval_shape(self.visit, needed, x)
-            hand_back = jax.linear_transpose(functools.partial(give, now), rest, given)
-            of_rest, of_given = hand_back(totals.carry)
-            (of_stage, of_rows), of_x = backward_from(kept, needed, of_given)
-            return_to = jax.linear_transpose(functools.partial(take, now), begin)
-            (carry,) = return_to((of_rest, of_x))
-            return _Totals(
-                carry=carry,
-                params=add_at_repeat(totals.params, of_stage, over_stage(now.repeat)),
-                side=add(totals.side, _back_to_microbatches(side, of_rows, now)),
-            ), None
-
-        nothing = jax.tree.map(jnp.zeros_like, start(of_stream, of_metrics, self.schedule, 0.0))
-        totals = _Totals(
-            carry=nothing._replace(stream=of_stream, metrics=of_metrics),
-            params=zero_gradients(lent, params, self.grad_dtype),
-            side=zero_gradients(side, side),
-        )
-        totals, _ = jax.lax.scan(tick, totals, (plan, kept), reverse=True)
-        return self.lending.give_back(totals.params), totals.carry.stream, totals.side
-
-    def _start(self, lent: PyTree, stream: PyTree, side: PyTree, plan: Plan) -> Carry:
         def visit(now: Plan, x: PyTree) -> tuple[PyTree, PyTree]:
-            return self.visit(needed_at(lent, side, now), x)
+            return self.visit((select(now), side_rows(side, now)), x)
 
-        metrics = shape_of_metrics(visit, plan, stream)
+        metrics = shape_of_metrics(visit, make_plan(self.schedule), stream)
         return start(stream, metrics, self.schedule, self.bubble_fill)
 
+    def forward(
+        self, select: Select, side: PyTree, keep: bool, carry: Carry, now: Plan
+    ) -> tuple[Carry, PyTree]:
+        """The next carry, and what the derivative of the tick needs besides."""
+        rest, x = receive(self.schedule, self.shift_by, now, carry)
+        needed = (select(now), side_rows(side, now))
+        given, kept = forward_keeping(self.visit, needed, name_input(x))
+        return hand_on(self.schedule, self.shift_by, now, rest, given), kept if keep else None
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(
-    loop: AccumulatingLoop, params: PyTree, stream: PyTree, side: PyTree
-) -> tuple[PyTree, PyTree]:
-    end, _ = loop.forward(loop.lending.lend(params), stream, side, keep=False)
-    return end.stream, end.metrics
+    def nothing(self, of_stream: PyTree, of_metrics: PyTree, side: PyTree) -> Cotangents:
+        """The cotangents after the last tick."""
+        empty = start(of_stream, of_metrics, self.schedule, 0.0)
+        carry = jax.tree.map(jnp.zeros_like, empty)
+        carry = carry._replace(stream=of_stream, metrics=of_metrics)
+        return Cotangents(carry, zero_gradients(side, side))
+
+    def backward(
+        self, select: Select, side: PyTree, after: Cotangents, now: Plan, kept: PyTree
+    ) -> tuple[Cotangents, PyTree]:
+        """The cotangents before a tick, and the gradient of the weights that it used.
+
+        Everything in a tick but the visit is linear, so that its transpose needs shapes alone.
+        """
+        carry = jax.eval_shape(lambda carry: carry, after.carry)
+        take = functools.partial(receive, self.schedule, self.shift_by, now)
+        give = functools.partial(hand_on, self.schedule, self.shift_by, now)
+        needed = (select(now), side_rows(side, now))
+        rest, x = jax.eval_shape(take, carry)
+        given = jax.eval_shape(self.visit, needed, x)
+        of_rest, of_given = jax.linear_transpose(give, rest, given)(after.carry)
+        (of_stage, of_rows), of_x = backward_from(kept, needed, of_given)
+        (before,) = jax.linear_transpose(take, carry)((of_rest, of_x))
+        of_side = add(after.side, _back_to_microbatches(side, of_rows, now))
+        return Cotangents(before, of_side), of_stage
 
 
-def _run_forward(
-    loop: AccumulatingLoop, params: PyTree, stream: PyTree, side: PyTree
-) -> tuple[tuple[PyTree, PyTree], Any]:
-    lent = loop.lending.lend(params)
-    end, kept = loop.forward(lent, stream, side, keep=True)
-    return (end.stream, end.metrics), (params, lent, side, kept)
+def forward_through(
+    ticks: Ticks, params: PyTree, stream: PyTree, side: PyTree, *, keep: bool
+) -> tuple[Carry, Any]:
+    """All ticks with all weights at hand: the carry after the last one, and what to save."""
+    lent = ticks.lending.lend(params)
+    select = functools.partial(_select, lent)
+    tick = functools.partial(ticks.forward, select, side, keep)
+    begin = ticks.start(select, stream, side)
+    end, kept = jax.lax.scan(tick, begin, make_plan(ticks.schedule))
+    return end, (lent, kept)
 
 
-def _run_backward(
-    loop: AccumulatingLoop, saved: Any, cotangents: tuple[PyTree, PyTree]
-) -> tuple[PyTree, PyTree, PyTree]:
-    params, lent, side, kept = saved
-    of_params, of_stream, of_side = loop.backward(params, lent, side, kept, *cotangents)
-    return as_cotangents(of_params, params), of_stream, as_cotangents(of_side, side)
+def backward_through(
+    ticks: Ticks, params: PyTree, side: PyTree, saved: Any, last: Cotangents
+) -> tuple[PyTree, Cotangents]:
+    """All ticks backward: the gradient of the parameters, and the cotangents before the first."""
+    lent, kept = saved
+    select = functools.partial(_select, lent)
+
+    def tick(
+        totals: tuple[PyTree, Cotangents], at: tuple[Plan, PyTree]
+    ) -> tuple[tuple[PyTree, Cotangents], None]:
+        of_params, after = totals
+        before, of_stage = ticks.backward(select, side, after, *at)
+        return (add_at_repeat(of_params, of_stage, over_stage(at[0].repeat)), before), None
+
+    start = (zero_gradients(lent, params, ticks.grad_dtype), last)
+    plan = make_plan(ticks.schedule)
+    (of_params, first), _ = jax.lax.scan(tick, start, (plan, kept), reverse=True)
+    return ticks.lending.give_back(of_params), first
 
 
-_run.defvjp(_run_forward, _run_backward)
+def _select(lent: PyTree, now: Plan) -> PyTree:
+    return select_repeat(lent, over_stage(now.repeat))
 
 
 def _back_to_microbatches(side: PyTree, of_rows: PyTree, now: Plan) -> PyTree:

@@ -29,12 +29,15 @@ class Lending:
         sequences. gathered: those of them that weights are stored apart on; an axis of an array
         that is spread over one of them is gathered whole.
     dtype: of the copies, None for that of the parameters; a cast before the gather.
+    ahead: repeat by repeat, the next one while the present one is in use, in the place of all at
+        once.
     """
 
     specs: tuple[P, ...] = ()
     copies: tuple[str, ...] = ()
     gathered: tuple[str, ...] = ()
     dtype: jax.typing.DTypeLike | None = None
+    ahead: bool = False
 
     def lend(self, params: PyTree) -> PyTree:
         """`[repeats, stages, …]` as stored to `[repeats, stages, copies, …]`.

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from nnx_pipeline.errors import InputError, one_of
-from nnx_pipeline.pipeline.accumulate import AccumulatingLoop
+from nnx_pipeline.pipeline import accumulate, prefetch
+from nnx_pipeline.pipeline.accumulate import Ticks
 from nnx_pipeline.pipeline.buffers import merge, split
 from nnx_pipeline.pipeline.lend import AS_STORED, Lending
 from nnx_pipeline.pipeline.schedule import CircularSchedule
 from nnx_pipeline.pipeline.shift import SHIFTS, ShiftName
+from nnx_pipeline.pipeline.stage_vjp import as_cotangents
 from nnx_pipeline.pipeline.stages import ApplyStage, OverStages, check_shapes, over_stages
 from nnx_pipeline.pipeline.ticks import (
     Carry,
@@ -89,10 +91,8 @@ def run_pipeline(
 
     stream = jax.tree.map(lambda leaf: split(leaf, schedule), microbatches)
     if backward == "accumulate":
-        loop = AccumulatingLoop(
-            checkpoint(visit), schedule, shift_by, bubble_fill, grad_dtype, lending
-        )
-        stream, metrics = loop(params, stream, side_inputs)
+        ticks = Ticks(checkpoint(visit), schedule, shift_by, bubble_fill, grad_dtype, lending)
+        stream, metrics = _accumulating(ticks, params, stream, side_inputs)
     else:
         arrays = (params, stream, side_inputs)
         stream, metrics = _by_autodiff(visit, checkpoint, *arrays, schedule, shift_by, bubble_fill)
@@ -130,6 +130,45 @@ def _by_autodiff(
     metrics = shape_of_metrics(functools.partial(select_and_visit, params), plan, stream)
     end, _ = jax.lax.scan(tick, start(stream, metrics, schedule, bubble_fill), plan)
     return end.stream, end.metrics
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _accumulating(
+    ticks: Ticks, params: PyTree, stream: PyTree, side: PyTree
+) -> tuple[PyTree, PyTree]:
+    """The same as `_by_autodiff`, differentiated tick by tick.
+
+    What the derivative keeps is what the checkpoint of a visit keeps, one entry per tick: the input
+    of each stage and the names that are saved. It walks the ticks backward, differentiates one
+    visit at a time, and adds the gradient of a stage's weights to its repeat in place: there is one
+    gradient buffer per parameter, and nothing the size of all parameters beside it.
+    """
+    end, _ = _through(ticks).forward_through(ticks, params, stream, side, keep=False)
+    return end.stream, end.metrics
+
+
+def _accumulating_forward(
+    ticks: Ticks, params: PyTree, stream: PyTree, side: PyTree
+) -> tuple[tuple[PyTree, PyTree], Any]:
+    end, saved = _through(ticks).forward_through(ticks, params, stream, side, keep=True)
+    return (end.stream, end.metrics), (params, side, saved)
+
+
+def _accumulating_backward(
+    ticks: Ticks, saved: Any, cotangents: tuple[PyTree, PyTree]
+) -> tuple[PyTree, PyTree, PyTree]:
+    params, side, saved = saved
+    last = ticks.nothing(*cotangents, side)
+    of_params, first = _through(ticks).backward_through(ticks, params, side, saved, last)
+    return as_cotangents(of_params, params), first.carry.stream, as_cotangents(first.side, side)
+
+
+_accumulating.defvjp(_accumulating_forward, _accumulating_backward)
+
+
+def _through(ticks: Ticks) -> Any:
+    """The module that walks the ticks with all weights at hand, or with a window of two repeats."""
+    return prefetch if ticks.lending.ahead and ticks.schedule.repeats > 1 else accumulate
 
 
 def _check_options(

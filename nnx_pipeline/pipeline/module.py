@@ -12,7 +12,7 @@ from jaxtyping import Array, PyTree
 from nnx_pipeline.config import Config, PipelineConfig
 from nnx_pipeline.errors import InputError, divides
 from nnx_pipeline.mesh import ambient_mesh
-from nnx_pipeline.pipeline.lend import AS_STORED, Lending
+from nnx_pipeline.pipeline.lend import Lending
 from nnx_pipeline.pipeline.loop import run_pipeline
 from nnx_pipeline.pipeline.one_f_one_b import run_one_f_one_b
 from nnx_pipeline.pipeline.one_f_one_b_loop import Enter, Inputs, Leave, Weights
@@ -252,14 +252,16 @@ class CircularPipeline(nnx.Module):
 
     def _lending(self) -> Lending:
         copies = self.layout.axes("copy")
+        ahead = self.config.fsdp_gather == "prefetch"
         if not copies:
-            return AS_STORED
+            return Lending(ahead=ahead)
         variables = jax.tree.leaves(self.layers, is_leaf=_is_variable)
         return Lending(
             specs=tuple(self.layout.spec(*v.get_metadata("logical_axes")) for v in variables),
             copies=copies,
             gathered=self._gathered_axes,
             dtype=self.dtype if self._gathered_axes else None,
+            ahead=ahead,
         )
 
 
