@@ -3,8 +3,6 @@
 Every array begins with the axis of stages, which lies on the mesh axis `stage`.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,19 +86,14 @@ def push(
 
 
 def where(condition: Array, one: PyTree, other: PyTree) -> PyTree:
-    """`jnp.where` with a condition on the leading axis (or none) of every leaf.
+    """`jnp.where` with a condition on the leading axis (or none) of every leaf."""
 
-    The checkpoint keeps the condition for the backward pass as it is; `jnp.where` alone would keep
-    it spread out to the shape of the activations, once per tick.
-    """
-
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def pick(condition: Array, a: Array, b: Array) -> Array:
+    def pick(a: Array, b: Array) -> Array:
         return jnp.where(
             condition.reshape(condition.shape + (1,) * (a.ndim - condition.ndim)), a, b
         )
 
-    return jax.tree.map(functools.partial(pick, condition), one, other)
+    return jax.tree.map(pick, one, other)
 
 
 def add_where(condition: Array, totals: PyTree, new: PyTree) -> PyTree:

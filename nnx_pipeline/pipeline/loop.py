@@ -114,17 +114,21 @@ def _by_autodiff(
 ) -> tuple[PyTree, PyTree]:
     """The stream after the last tick and the metrics of every stage, differentiated by JAX.
 
-    What a visit needs is selected inside its checkpoint, or every tick would keep the weights.
+    What a visit needs is selected inside its checkpoint, or every tick would keep the weights. The
+    rest of a tick is linear: its checkpoints keep the conditions of its choices as they are, where
+    JAX alone would keep them spread out to the shape of the activations.
     """
+    linear = functools.partial(jax.checkpoint, prevent_cse=False)
+    take = linear(functools.partial(receive, schedule, shift_by))
+    give = linear(functools.partial(hand_on, schedule, shift_by))
 
     @checkpoint
     def select_and_visit(params: PyTree, now: Plan, x: PyTree) -> tuple[PyTree, PyTree]:
         return visit(needed_at(params, side, now), x)
 
     def tick(carry: Carry, now: Plan) -> tuple[Carry, None]:
-        rest, x = receive(schedule, shift_by, now, carry)
-        given = select_and_visit(params, now, name_input(x))
-        return hand_on(schedule, shift_by, now, rest, given), None
+        rest, x = take(now, carry)
+        return give(now, rest, select_and_visit(params, now, name_input(x))), None
 
     plan = make_plan(schedule)
     metrics = shape_of_metrics(functools.partial(select_and_visit, params), plan, stream)
