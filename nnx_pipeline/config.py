@@ -52,6 +52,9 @@ class ModelConfig:
 
     `attention_scale` multiplies the attention scores. It is 1.0 by default because, as in MaxText,
     the factor 1/sqrt(head_dim) is part of the query kernel's initial values.
+
+    `dropout_rate` is that of what attention and feed-forward add to the residual stream, in
+    training only.
     """
 
     vocab_size: int
@@ -69,6 +72,7 @@ class ModelConfig:
     norm_scale_offset: float = 0.0
     rope_theta: float = 1e6
     attention_scale: float = 1.0
+    dropout_rate: float = 0.0
     attention: Literal["dot_product"] = "dot_product"
     experts: Literal["dense"] = "dense"
     embedding: Literal["auto", "gather", "one_hot"] = "gather"
@@ -95,6 +99,8 @@ class ModelConfig:
         _at_least(self, 0.0, "norm_epsilon")
         _number(self, "norm_scale_offset")
         _above_zero(self, "rope_theta", "attention_scale")
+        if not 0 <= _number(self, "dropout_rate") < 1:
+            raise InputError(f"dropout_rate={self.dropout_rate} must be at least 0 and below 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +188,10 @@ class PipelineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The batch, the loss and AdamW. `loss_chunks` is the number of pieces of the sequence."""
+    """The batch, the loss and AdamW. `loss_chunks` is the number of pieces of the sequence.
+
+    What dropout leaves out is a function of `dropout_seed`, the step, the layer and the sequence.
+    """
 
     global_batch: int = 16
     sequence_length: int = 1024
@@ -194,10 +203,13 @@ class TrainConfig:
     clip_norm: float = 1.0
     loss_chunks: int = 8
     load_balance_weight: float = 0.0
+    dropout_seed: int = 0
 
     def __post_init__(self) -> None:
         _whole(self, "global_batch", "sequence_length", "loss_chunks")
         _at_least(self, 0.0, "learning_rate", "adam_eps", "weight_decay", "load_balance_weight")
+        if isinstance(self.dropout_seed, bool) or not isinstance(self.dropout_seed, int):
+            raise InputError(f"dropout_seed={self.dropout_seed!r} is not a whole number")
         for name in ("adam_b1", "adam_b2"):
             if not 0 <= _number(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be at least 0 and below 1")

@@ -10,6 +10,7 @@ from nnx_pipeline.config import Config
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.mesh import ambient_mesh
 from nnx_pipeline.modules import DecoderLayer, Embed, Parts, RMSNorm
+from nnx_pipeline.ops.dropout import sequence_keys
 from nnx_pipeline.ops.router import Usage, load_balance_loss
 from nnx_pipeline.pipeline import create_pipeline
 from nnx_pipeline.remat import POLICIES
@@ -111,16 +112,19 @@ class Mixtral(nnx.Module):
         *,
         positions: Array | None = None,
         segment_ids: Array | None = None,
+        key: Array | None = None,
     ) -> tuple[Array, tuple[Array, Array]]:
         """The loss to minimise, and its two parts: cross-entropy and load balance.
 
         All arguments are `[batch, seq]`. Cross-entropy is Σ weights · entropy of the targets; the
         router's load-balance loss counts `train.load_balance_weight` times. With
         `pipeline.schedule="1f1b"` the gradient is that of the parameters only, and computed while
-        the microbatches pass.
+        the microbatches pass. key: for dropout, which is left out without one.
         """
         self._check_batch(tokens.shape[0])
         side = {"positions": positions, "segment_ids": segment_ids}
+        if key is not None and self.config.model.dropout_rate:
+            side["keys"] = sequence_keys(key, tokens.shape[0])
         if self.config.pipeline.schedule == "1f1b":
             return self._loss_by_one_f_one_b(tokens, targets, weights, side)
         hidden, balance = self._hidden(tokens, side)

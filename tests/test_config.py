@@ -89,6 +89,8 @@ REFUSED = [
     bad(model(rope_theta="big"), "rope_theta='big' is not a finite number"),
     bad(model(norm_scale_offset=math.nan), "norm_scale_offset=nan is not a finite number"),
     bad(model(norm_scale_offset="one"), "norm_scale_offset='one' is not a finite number"),
+    bad(model(dropout_rate=1.0), "dropout_rate=1.0 must be at least 0 and below 1"),
+    bad(model(dropout_rate=-0.1), "dropout_rate=-0.1 must be at least 0"),
     # pipeline
     bad(pipeline(num_repeats=0), "num_repeats=0 is not a whole number of 1 or more"),
     bad(pipeline(num_microbatches=0), "num_microbatches=0 is not a whole number"),
@@ -119,6 +121,7 @@ REFUSED = [
     bad(training(adam_b1="x"), "adam_b1='x' is not a finite number"),
     bad(training(weight_decay="0.1"), "weight_decay='0.1' is not a finite number"),
     bad(training(load_balance_weight=-1.0), "load_balance_weight=-1.0 is out of range"),
+    bad(training(dropout_seed=0.5), "dropout_seed=0.5 is not a whole number"),
     bad(training(clip_norm=0.0), "clip_norm=0.0 must be above 0"),
     bad(training(clip_norm=math.nan), "clip_norm=nan is not a finite number"),
     # together
@@ -377,6 +380,8 @@ def test_nearest_names_one_or_all() -> None:
         ("pipeline.remat", "none", "none"),
         ("pipeline.forwarding_delay", "2", 2),
         ("pipeline.save_decoder_layer_input", "false", False),
+        ("model.dropout_rate", "0.1", 0.1),
+        ("train.dropout_seed", "7", 7),
         ("train.global_batch", "4", 4),
         ("train.sequence_length", "16", 16),
         ("train.learning_rate", "1e-3", 1e-3),

@@ -1,5 +1,6 @@
 """One decoder layer of Mixtral, or of Llama when there is one expert."""
 
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
@@ -9,13 +10,14 @@ from nnx_pipeline.modules.mlp import MLP
 from nnx_pipeline.modules.moe import RoutedMoE
 from nnx_pipeline.modules.norm import RMSNorm
 from nnx_pipeline.modules.parts import Parts
+from nnx_pipeline.ops.dropout import dropout, fold_in
 from nnx_pipeline.ops.router import Usage
 from nnx_pipeline.remat import KEEP_ALL, Remat
 from nnx_pipeline.sharding import Layout, constrain
 
 
 class DecoderLayer(nnx.Module):
-    """h = x + attention(norm(x)); y = h + feed_forward(norm(h))."""
+    """h = x + attention(norm(x)); y = h + feed_forward(norm(h)), with dropout on both summands."""
 
     def __init__(
         self,
@@ -26,7 +28,7 @@ class DecoderLayer(nnx.Module):
         parts: Parts = Parts(),
         remat: Remat = KEEP_ALL,
     ) -> None:
-        self.layout = layout
+        self.layout, self.dropout_rate = layout, config.dropout_rate
         self.attention_norm = RMSNorm(config, rngs=rngs, layout=layout, parts=parts)
         self.attention = Attention(config, rngs=rngs, layout=layout, remat=remat)
         self.feed_forward_norm = RMSNorm(config, rngs=rngs, layout=layout, parts=parts)
@@ -42,20 +44,28 @@ class DecoderLayer(nnx.Module):
         *,
         positions: Array | None = None,
         segment_ids: Array | None = None,
+        keys: Array | None = None,
         groups: int = 1,
     ) -> tuple[Array, Usage | None]:
         """x: [batch, seq, embed] to the same, and how the router used its experts, if there is one.
 
+        keys: [batch, words] for dropout (`ops.dropout`), which is left out without them.
         groups: microbatches in this batch; see `ops.router.expert_usage`.
         """
         spec = self.layout.spec("batch", None, None)
         attended = self.attention(
             self.attention_norm(x), positions=positions, segment_ids=segment_ids
         )
-        h = constrain(x + attended, spec)
+        h = constrain(x + self._drop(attended, keys, place=0), spec)
         normed = self.feed_forward_norm(h)
         if isinstance(self.feed_forward, RoutedMoE):
             mixed, usage = self.feed_forward(normed, groups=groups)
         else:
             mixed, usage = self.feed_forward(normed), None
-        return constrain(h + mixed, spec), usage
+        return constrain(h + self._drop(mixed, keys, place=1), spec), usage
+
+    def _drop(self, x: Array, keys: Array | None, *, place: int) -> Array:
+        if keys is None or not self.dropout_rate:
+            return x
+        spec = self.layout.spec("batch", None, None)
+        return dropout(x, fold_in(keys, jnp.int32(place)), rate=self.dropout_rate, spec=spec)

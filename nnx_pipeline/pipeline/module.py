@@ -12,6 +12,7 @@ from jaxtyping import Array, PyTree
 from nnx_pipeline.config import Config, PipelineConfig
 from nnx_pipeline.errors import InputError, divides
 from nnx_pipeline.mesh import ambient_mesh
+from nnx_pipeline.ops.dropout import fold_in, sequence_keys
 from nnx_pipeline.pipeline.lend import Lending
 from nnx_pipeline.pipeline.loop import run_pipeline
 from nnx_pipeline.pipeline.one_f_one_b import run_one_f_one_b
@@ -40,9 +41,10 @@ class CircularPipeline(nnx.Module):
 
     layers: makes one layer: an NNX module that is called as `layer(x, **side)` on `[batch, …]` and
         returns `(x, metrics)` of the same shape, dtype and sharding, the metrics any pytree or
-        None. Its parameters may bear logical axes (`sharding.parameter`); without them they are
-        whole on every device of a stage. An attribute `layout` is replaced where weights are
-        gathered ahead of their use.
+        None. With a `key` it is given `keys` too, `[batch, words]`: for every sequence one that
+        depends on the key, the sequence and the layer alone (see `ops.dropout`). Its parameters may
+        bear logical axes (`sharding.parameter`); without them they are whole on every device of a
+        stage. An attribute `layout` is replaced where weights are gathered ahead of their use.
     dtype: that of the activations, to which weights are cast before they are gathered ahead.
     summarize: metrics of a stage's layers, stacked, to those of the stage. Where layers run in
         copies (`Layout.copy`), it gets the mean of theirs.
@@ -78,12 +80,16 @@ class CircularPipeline(nnx.Module):
         self.layers_per_stage = num_layers // visits
         self.layers = self._make_layers(layers, rngs)
 
-    def __call__(self, x: Array, **side: Array | None) -> tuple[Array, PyTree]:
+    def __call__(
+        self, x: Array, *, key: Array | None = None, **side: Array | None
+    ) -> tuple[Array, PyTree]:
         """`[batch, …]` through all layers, and the metrics summed over stages and microbatches.
 
         side: what a layer reads beside x, `[batch, …]` each; None is handed on as it is.
         """
         batch = x.shape[0]
+        if key is not None:
+            side["keys"] = sequence_keys(key, batch)
         y, metrics = self.run(self.arrange(x), side)
         return self.as_batch(y, batch), metrics
 
@@ -95,14 +101,14 @@ class CircularPipeline(nnx.Module):
         whole_batch: further arguments of a layer where it sees the whole batch at once.
         """
         if not self.in_microbatches:
-            layers = jax.tree.map(lambda leaf: leaf[0, 0], self.layers)
+            layers = jax.tree.map(lambda leaf: leaf[0, 0], self._stack)
             side = jax.tree.map(self._beside_batch, side)
             x, metrics = self._run_layers(layers, x, side, **whole_batch)
             return x, self.summarize(metrics)
         config = self.config
         return run_pipeline(
             self._apply_stage,
-            self.layers,
+            self._stack,
             x,
             jax.tree.map(self.on_every_stage, side),
             schedule=CircularSchedule(
@@ -135,7 +141,7 @@ class CircularPipeline(nnx.Module):
             enter,
             self._apply_stage,
             leave,
-            Weights(enter=weights[0], stages=self.layers, leave=weights[1]),
+            Weights(enter=weights[0], stages=self._stack, leave=weights[1]),
             Inputs(*jax.tree.map(self.on_every_stage, arrays)),
             schedule=OneForwardOneBackward(self.num_stages, self.num_microbatches),
             metric_weights=metric_weights,
@@ -197,11 +203,18 @@ class CircularPipeline(nnx.Module):
         layers = jax.vmap(jax.vmap(jax.vmap(make), spmd_axis_name=stage))(keys)
         return jax.tree.map(_stacked, layers, is_leaf=_is_variable)
 
+    @property
+    def _stack(self) -> tuple[Any, Array]:
+        """What the stages get: the layers, and the number of each."""
+        stack = (self.config.num_repeats, self.num_stages, self.layers_per_stage)
+        numbers = jnp.arange(self.num_layers, dtype=jnp.int32).reshape(stack)
+        return self.layers, place(numbers, self.layout.spec(None, "stage", None))
+
     def _apply_stage(
-        self, layers: Any, x: Array, side: dict[str, Array | None]
+        self, stack: tuple[Any, Array], x: Array, side: dict[str, Array | None]
     ) -> tuple[Array, PyTree]:
         """The layers of one stage on one microbatch, in copies where the weights are."""
-        layers = with_layout(layers, self.layout.gathered(self._gathered_axes))
+        layers = with_layout(stack[0], self.layout.gathered(self._gathered_axes)), stack[1]
         copies = self.layout.axes("copy")
         if not copies:
             x, metrics = self._run_layers(layers, x, side)
@@ -210,20 +223,23 @@ class CircularPipeline(nnx.Module):
         return x, self.summarize(jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), metrics))
 
     def _run_layers(
-        self, layers: Any, x: Array, side: dict[str, Array | None], **options: Any
+        self, stack: tuple[Any, Array], x: Array, side: dict[str, Array | None], **options: Any
     ) -> tuple[Array, PyTree]:
         """The layers of one stage in turn; their stacked parameters are scanned over."""
 
-        def apply(x: Array, layer: Any) -> tuple[Array, PyTree]:
-            return layer(x, **side, **options)
+        def apply(x: Array, numbered: tuple[Any, Array]) -> tuple[Array, PyTree]:
+            layer, number = numbered
+            keys = side.get("keys")
+            own = {} if keys is None else {"keys": fold_in(keys, number)}
+            return layer(x, **{**side, **own}, **options)
 
         apply = POLICIES[self.config.remat].checkpoint(apply, in_scan=True)
 
-        def body(x: Array, layer: Any) -> tuple[Array, PyTree]:
-            x, metrics = apply(named(x, LAYER_INPUT), layer)
+        def body(x: Array, numbered: tuple[Any, Array]) -> tuple[Array, PyTree]:
+            x, metrics = apply(named(x, LAYER_INPUT), numbered)
             return x, jax.tree.map(lambda leaf: named(leaf, LAYER_METRICS), metrics)
 
-        return jax.lax.scan(body, x, layers)
+        return jax.lax.scan(body, x, stack)
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -256,8 +272,9 @@ class CircularPipeline(nnx.Module):
         if not copies:
             return Lending(ahead=ahead)
         variables = jax.tree.leaves(self.layers, is_leaf=_is_variable)
+        specs = [self.layout.spec(*v.get_metadata("logical_axes")) for v in variables]
         return Lending(
-            specs=tuple(self.layout.spec(*v.get_metadata("logical_axes")) for v in variables),
+            specs=(*specs, self.layout.spec(None, "stage", None)),
             copies=copies,
             gathered=self._gathered_axes,
             dtype=self.dtype if self._gathered_axes else None,
@@ -314,8 +331,9 @@ def _stacked(variable: nnx.Variable) -> nnx.Variable:
     """The parameter with the axes of the stack before its own."""
     if not isinstance(variable, nnx.Param):
         raise InputError(
-            f"a layer holds a variable of type {type(variable).__name__}; in a pipeline a layer "
-            "may hold parameters (nnx.Param) only: its state would be lost between microbatches"
+            f"a layer holds a variable of type {type(variable).__name__}; in a pipeline it may "
+            "hold parameters (nnx.Param) only, as its state would be lost between microbatches; "
+            "for random numbers call the pipeline with a key"
         )
     value = variable.get_value()
     own = variable.get_metadata().get("logical_axes", (None,) * (value.ndim - 3))

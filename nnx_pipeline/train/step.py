@@ -52,10 +52,12 @@ class Metrics(NamedTuple):
     gradient_norm: Array
 
 
-def loss_of(model: Mixtral, batch: Batch) -> tuple[Array, tuple[Array, Array]]:
+def loss_of(
+    model: Mixtral, batch: Batch, key: Array | None = None
+) -> tuple[Array, tuple[Array, Array]]:
     """The loss to minimise, and its two parts: cross-entropy and load balance.
 
-    Cross-entropy is Σ weights · entropy / (Σ weights + 1e-8), as in MaxText.
+    Cross-entropy is Σ weights · entropy / (Σ weights + 1e-8), as in MaxText. key: for dropout.
     """
     return model.loss(
         batch.tokens,
@@ -63,13 +65,17 @@ def loss_of(model: Mixtral, batch: Batch) -> tuple[Array, tuple[Array, Array]]:
         batch.weights / (jnp.sum(batch.weights) + 1e-8),
         positions=batch.positions,
         segment_ids=batch.segment_ids,
+        key=key,
     )
 
 
 def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """Forward, backward and AdamW; to be jitted by `jit_train_step`."""
     model = state.model
-    (_, (entropy, balance)), gradients = jax.value_and_grad(loss_of, has_aux=True)(model, batch)
+    key = jax.random.fold_in(jax.random.key(model.config.train.dropout_seed), state.step)
+    (_, (entropy, balance)), gradients = jax.value_and_grad(loss_of, has_aux=True)(
+        model, batch, key
+    )
     optimizer = make_optimizer(model.config.train)
     updates, optimizer_state = optimizer.update(gradients, state.optimizer, model)
     metrics = Metrics(entropy, balance, optax.tree.norm(gradients))

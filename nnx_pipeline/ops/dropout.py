@@ -1,0 +1,40 @@
+"""Dropout whose mask belongs to the sequence, so that no mesh and no schedule changes it."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt32
+
+from nnx_pipeline.sharding import P, place
+
+Keys = UInt32[Array, "batch words"]
+
+
+def sequence_keys(key: Array, batch: int) -> Keys:
+    """A key for each sequence of the batch, as words: they travel as side inputs do."""
+    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(batch))
+    return jax.random.key_data(keys)
+
+
+def fold_in(keys: Keys, number: Array) -> Keys:
+    """Other keys for another layer, or for another place in it."""
+
+    def one(words: Array) -> Array:
+        folded = jax.random.fold_in(jax.random.wrap_key_data(words), number)
+        return jax.random.key_data(folded)
+
+    return jax.vmap(one)(keys)
+
+
+def dropout(
+    x: Float[Array, "batch seq embed"], keys: Keys, *, rate: float, spec: P
+) -> Float[Array, "batch seq embed"]:
+    """Each value zero with probability `rate`, and divided by 1 - rate otherwise.
+
+    keys: one per sequence (`sequence_keys`). spec: the sharding of x.
+    """
+
+    def mask_of(words: Array) -> Array:
+        return jax.random.bernoulli(jax.random.wrap_key_data(words), 1.0 - rate, x.shape[1:])
+
+    mask = place(jax.vmap(mask_of)(keys), spec)
+    return jnp.where(mask, x / (1.0 - rate), jnp.zeros_like(x))

@@ -1,0 +1,150 @@
+"""Dropout: the mask belongs to step, layer and sequence, whatever runs where and when."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import (
+    assert_close,
+    float_rows,
+    mesh_of,
+    model_on_mesh,
+    new_model,
+    optax_promotion,
+    packed_batch,
+    replace,
+    small_config,
+)
+
+from nnx_pipeline import CircularPipeline, InputError, PipelineConfig, create_pipeline
+from nnx_pipeline.ops.dropout import dropout, fold_in, sequence_keys
+from nnx_pipeline.sharding import Layout, P
+from nnx_pipeline.train import jit_train_step, loss_of, make_state
+from nnx_pipeline.train.step import batch_sharding
+
+CONFIG = small_config(
+    model={"dropout_rate": 0.3}, train={"global_batch": 16}, pipeline={"num_microbatches": 4}
+)
+CASES = [
+    ("fsdp=4", {}),
+    ("stage=4,fsdp=2", {}),
+    ("stage=4,fsdp=2", {"sharding": "auto"}),
+    ("stage=2,fsdp=2,tensor=2", {"num_repeats": 2, "backward": "accumulate"}),
+    ("data=2,stage=2,fsdp=2", {"num_repeats": 2, "fsdp_gather": "step"}),
+    ("data=2,stage=2,fsdp=2", {"num_repeats": 2, "fsdp_gather": "prefetch", "sharding": "auto"}),
+    ("stage=2,fsdp=2,expert=2", {"schedule": "1f1b", "remat": "minimal"}),
+    ("data=2,fsdp=2", {"schedule": "1f1b", "fsdp_gather": "step", "sharding": "auto"}),
+]
+
+
+def evaluate(model: Any, batch: Any, key: Any) -> Any:
+    return jax.jit(jax.value_and_grad(lambda *args: loss_of(*args)[0]))(model, batch, key)
+
+
+@pytest.mark.parametrize(("mesh", "pipeline"), CASES, ids=str)
+def test_equals_one_device(mesh: str, pipeline: dict[str, Any]) -> None:
+    """Loss and gradients with dropout, against the sequential model with the same key."""
+    config = replace(CONFIG, "pipeline", **pipeline)
+    source, batch, key = new_model(CONFIG), packed_batch(CONFIG), jax.random.key(3)
+    want = evaluate(source, jax.tree.map(jnp.asarray, batch), key)
+    without = evaluate(source, jax.tree.map(jnp.asarray, batch), None)
+    assert abs(float(want[0]) - float(without[0])) > 1e-3
+    grid = mesh_of(mesh, config.pipeline.sharding)
+    model = model_on_mesh(source, config, grid)
+    with jax.set_mesh(grid):
+        got = evaluate(model, batch, key)
+    assert_close(got[0], want[0], 1e-5)
+    assert_close(got[1], want[1], 1e-4)
+
+
+def test_the_share_and_the_scale() -> None:
+    x, keys = jnp.ones((8, 64, 32)), sequence_keys(jax.random.key(0), 8)
+    y = np.asarray(dropout(x, keys, rate=0.25, spec=P()))
+    assert set(np.unique(y)) == {0.0, np.float32(1 / 0.75)}
+    assert np.mean(y == 0) == pytest.approx(0.25, abs=0.02)
+
+
+def test_masks_differ_by_sequence_layer_place_and_step() -> None:
+    keys = sequence_keys(jax.random.key(0), 4)
+    others = [
+        fold_in(keys, jnp.int32(0)),
+        fold_in(keys, jnp.int32(1)),
+        fold_in(fold_in(keys, jnp.int32(1)), jnp.int32(0)),
+        sequence_keys(jax.random.key(1), 4),
+    ]
+    rows = np.concatenate([np.asarray(keys), *map(np.asarray, others)])
+    assert len({tuple(row) for row in rows}) == len(rows)
+
+
+def test_a_step_draws_from_seed_and_step() -> None:
+    """Two steps without learning see other masks; the same step and seed the same one."""
+    config = replace(CONFIG, "train", learning_rate=0.0, weight_decay=0.0)
+    mesh = mesh_of("stage=2,fsdp=2")
+    with jax.set_mesh(mesh), optax_promotion():
+
+        def losses(seed: int) -> list[float]:
+            state = make_state(replace(config, "train", dropout_seed=seed), mesh)
+            step = jit_train_step(state, mesh)
+            batch = jax.device_put(packed_batch(config), batch_sharding(mesh, Layout()))
+            found = []
+            for _ in range(2):
+                state, metrics = step(state, batch)
+                found.append(float(metrics.loss))
+            return found
+
+        first, again, other = losses(0), losses(0), losses(1)
+    assert first == again
+    assert first[0] != first[1]
+    assert first[0] != other[0]
+
+
+class Noisy(nnx.Module):
+    """A layer that brings its own random state."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.scale = nnx.Param(jnp.ones(4))
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(dropout=rngs.params()))
+
+
+class Counting(nnx.Module):
+    """A layer with a running statistic."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.scale = nnx.Param(jax.random.normal(rngs.params(), (4,)))
+        self.mean = nnx.BatchStat(jnp.zeros(4))
+
+
+@pytest.mark.parametrize(("layer", "kind"), [(Noisy, "RngKey"), (Counting, "BatchStat")])
+def test_state_that_a_pipeline_would_lose_is_refused(layer: Any, kind: str) -> None:
+    with pytest.raises(InputError, match=f"variable of type {kind}.*parameters .* only"):
+        CircularPipeline(PipelineConfig(), layer, num_layers=2, rngs=nnx.Rngs(0))
+
+
+class Drop(nnx.Module):
+    """A layer of one's own with dropout."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.kernel = nnx.Param(0.3 * jax.random.normal(rngs.params(), (4, 4)))
+
+    def __call__(self, x: jax.Array, *, keys: jax.Array | None = None) -> tuple[jax.Array, None]:
+        y = jnp.tanh(x @ self.kernel[...])
+        if keys is not None:
+            y = dropout(y, keys, rate=0.5, spec=P(*[None] * 3))
+        return x + y, None
+
+
+def test_a_layer_of_ones_own_gets_keys() -> None:
+    config = small_config(pipeline={"num_microbatches": 4})
+    x, key = float_rows(8, 6, 4), jax.random.key(1)
+    alone = create_pipeline(config, Drop, rngs=nnx.Rngs(0))
+    want, _ = alone(x, key=key)
+    mesh = mesh_of("stage=4")
+    pipeline = create_pipeline(config, Drop, mesh, rngs=nnx.Rngs(0))
+    with jax.set_mesh(mesh):
+        got, _ = jax.jit(lambda pipeline, x: pipeline(x, key=key))(pipeline, x)
+        plain, _ = jax.jit(lambda pipeline, x: pipeline(x))(pipeline, x)
+    assert_close(got, want, 1e-5)
+    assert np.max(np.abs(np.asarray(got) - np.asarray(plain))) > 1e-2
