@@ -73,7 +73,7 @@ class Timetable:
         yield self._table(min(most, self.most))
 
     def _cell_width(self) -> int:
-        highest = Work(self.schedule.microbatches - 1, getattr(self.schedule, "repeats", 1) - 1)
+        highest = Work(self.schedule.microbatches - 1, self.schedule.repeats - 1)
         cells = (_label(self.schedule, lane, highest) for lane in lanes(self.schedule))
         return max(len(str(self.schedule.ticks)), *(len(cell) for cell in cells))
 
@@ -157,8 +157,7 @@ def _cell(schedule: Schedule, lane: Lane, column: int | str, stage: int) -> Text
 
 
 def _label(schedule: Schedule, lane: Lane, work: Work) -> str:
-    several = isinstance(schedule, CircularSchedule) and schedule.repeats > 1
-    return f"{lane.sign}{work.microbatch}{_letters(work.repeat) if several else ''}"
+    return f"{lane.sign}{work.microbatch}{_letters(work.repeat) if schedule.repeats > 1 else ''}"
 
 
 def _letters(number: int) -> str:

@@ -28,7 +28,7 @@ _MOST_IN_LEGEND = 16
 _ROW = 0.9  # of the height between two stages
 _SMALLEST_FONT, _LARGEST_FONT = 4.5, 9.0  # points
 _LETTER_WIDTH, _LETTER_HEIGHT = 0.64, 1.25  # of the font size, with some air
-_SMALLEST_CELL = 5.0  # points; smaller cells melt into one bar
+_MOST_NUMBERS = 3000  # more would take seconds, and nobody reads them
 
 
 def check_picture(path: str | None) -> None:
@@ -69,7 +69,6 @@ def write_picture(schedule: Schedule, path: str) -> None:
 def make_figure(schedule: Schedule) -> "Figure":
     """A row per stage, a column per tick; colours name the repeat, or forward and backward."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
     rows = schedule.stages * len(lanes(schedule))
     width = min(max(0.36 * schedule.ticks + 1.2, 8.0), 20.0)
@@ -81,7 +80,8 @@ def make_figure(schedule: Schedule) -> "Figure":
     axes.set_xlabel("tick (in the cells: microbatch)")
     axes.set_ylabel("stage")
     for axis, count in ((axes.xaxis, schedule.ticks), (axes.yaxis, schedule.stages)):
-        axis.set_major_locator(MaxNLocator(min(count, 40), integer=True, steps=[1, 2, 5, 10]))
+        numbers = range(0, count, _step(count, most=40))
+        axis.set_ticks(numbers, [str(number) for number in numbers])
     axes.tick_params(length=0, labelsize=8)
     axes.spines[:].set_visible(False)
     figure.suptitle(_title(schedule, int(width * 11)), fontsize=10.5, fontweight="bold")
@@ -93,8 +93,15 @@ def make_figure(schedule: Schedule) -> "Figure":
     _mark_phases(axes, schedule)
     # Only now that all around them has its place is it known how large the cells are.
     figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # it would measure every number in every cell
     _fill(axes, schedule)
     return figure
+
+
+def _step(count: int, *, most: int) -> int:
+    """The least of 1, 2, 5, 10, 20 … with which at most `most` of `count` numbers are named."""
+    steps = (digit * 10**zeros for zeros in itertools.count() for digit in (1, 2, 5))
+    return next(step for step in steps if step * most >= count)
 
 
 def _title(schedule: Schedule, letters: int) -> str:
@@ -117,8 +124,7 @@ def _legend(schedule: Schedule) -> "list[Patch]":
         ]
     if schedule.repeats == 1:
         return [Patch(facecolor=_COLOURS[0], label="work"), bubble]
-    step = -(-schedule.repeats // _MOST_IN_LEGEND)
-    named = range(0, schedule.repeats, step)
+    named = range(0, schedule.repeats, _step(schedule.repeats, most=_MOST_IN_LEGEND))
     return [
         *(Patch(facecolor=_repeat_colour(r, schedule.repeats), label=f"repeat {r}") for r in named),
         bubble,
@@ -135,26 +141,32 @@ def _repeat_colour(repeat: int, repeats: int) -> str:
 
 
 def _mark_phases(axes: "Axes", schedule: Schedule) -> None:
+    """Writes the name of each phase above its ticks, with a line where the next one begins."""
     parts = phases(schedule)
     for index, (name, _, ticks) in enumerate(parts):
+        left, right = ticks.start - 0.5, ticks.stop - 0.5
         if index:
-            axes.axvline(
-                ticks.start - 0.5, color=_PHASE_BORDER, linewidth=1.4, linestyle="--", zorder=3
-            )
+            axes.axvline(left, color=_PHASE_BORDER, linewidth=1.4, linestyle="--", zorder=3)
         # The outer ones may be narrower than their names, which then reach into the broad middle.
-        outer = {0: ("left", ticks.start), len(parts) - 1: ("right", ticks.stop - 1)}
-        middle = ("center", (ticks.start + ticks.stop - 1) / 2)
-        align, x = outer.get(index, middle) if len(parts) > 1 else middle
-        shift = {"left": -0.5, "right": 0.5}.get(align, 0.0)
+        align, x = "center", (left + right) / 2
+        if len(parts) == 3 and index != 1:
+            align, x = ("left", left) if index == 0 else ("right", right)
         axes.annotate(
             name,
-            (x + shift, 1.0),
+            (x, 1.0),
             xycoords=axes.get_xaxis_transform(),
             xytext=(0, 3),
             textcoords="offset points",
             ha=align,
             fontsize=9,
         )
+
+
+class _Size(NamedTuple):
+    """In points."""
+
+    width: float
+    height: float
 
 
 class _Bar(NamedTuple):
@@ -167,7 +179,6 @@ class _Bar(NamedTuple):
 
 def _bars(schedule: Schedule, lane: Lane, stage: int) -> Iterator[_Bar]:
     """The work of a stage, the microbatches of a repeat together, and its bubbles."""
-    repeats = getattr(schedule, "repeats", 1)
 
     def repeat(tick: int) -> int | None:
         work = lane.work(tick, stage)
@@ -181,18 +192,21 @@ def _bars(schedule: Schedule, lane: Lane, stage: int) -> Iterator[_Bar]:
             continue
         first = lane.work(ticks[0], stage)
         assert first is not None, "a bar is made of work"
-        colour = _LANE_COLOURS.get(lane.sign) or _repeat_colour(key, repeats)
+        colour = _LANE_COLOURS.get(lane.sign) or _repeat_colour(key, schedule.repeats)
         yield _Bar(ticks, colour, range(first.microbatch, first.microbatch + len(ticks)))
 
 
 def _fill(axes: "Axes", schedule: Schedule) -> None:
-    """Draws the cells, with the numbers of their microbatches where these can be read."""
+    """Draws cells with the numbers of their microbatches, or whole bars if these have no room."""
     kinds = lanes(schedule)
     height = _ROW / len(kinds)
     box = axes.get_window_extent()
     points = 72 / axes.figure.dpi
-    cell_width = box.width * points / schedule.ticks
-    cell_height = box.height * points / schedule.stages * height
+    cell = _Size(
+        box.width * points / schedule.ticks, box.height * points / schedule.stages * height
+    )
+    numbers = schedule.stages * len(kinds) * schedule.microbatches * schedule.repeats
+    size = _font_size(str(schedule.microbatches - 1), cell) if numbers <= _MOST_NUMBERS else None
     for stage, (index, lane) in itertools.product(range(schedule.stages), enumerate(kinds)):
         top = stage - _ROW / 2 + index * height
         bars = list(_bars(schedule, lane, stage))
@@ -204,31 +218,42 @@ def _fill(axes: "Axes", schedule: Schedule) -> None:
             linewidth=0.6,
         )
         for bar in bars:
-            _number(axes, bar, top + height / 2, cell_width, cell_height)
-    if cell_width >= _SMALLEST_CELL:
+            if size is None:
+                _number_bar(axes, bar, top + height / 2, cell)
+            else:
+                _number_cells(axes, bar, top + height / 2, size)
+    if size is not None:
         inner = [tick + 0.5 for tick in range(schedule.ticks - 1)]
         axes.vlines(inner, -0.5, schedule.stages - 0.5, colors="white", linewidth=0.8)
 
 
-def _number(axes: "Axes", bar: _Bar, y: float, cell_width: float, cell_height: float) -> None:
-    """Writes the microbatch into each cell; the first and the last of a bar if cells are small."""
+def _number_cells(axes: "Axes", bar: _Bar, y: float, size: float) -> None:
+    """Writes its microbatch into each cell; there is none in a bubble."""
+    for tick, microbatch in zip(bar.ticks, bar.microbatches, strict=False):
+        _write(axes, bar, tick, y, str(microbatch), size)
+
+
+def _number_bar(axes: "Axes", bar: _Bar, y: float, cell: _Size) -> None:
+    """Writes the first and the last microbatch into the middle of a bar, if there is room."""
     if not bar.microbatches:
         return
-    each = [(float(tick), str(m)) for tick, m in zip(bar.ticks, bar.microbatches, strict=True)]
-    size = _font_size(each[-1][1], cell_width, cell_height)
-    if size is None:
-        each = [((bar.ticks[0] + bar.ticks[-1]) / 2, span(bar.microbatches))]
-        size = _font_size(each[0][1], cell_width * len(bar.ticks), cell_height)
-    if size is None:
-        return
+    text = span(bar.microbatches)
+    # With a space on either side, or the bars could not be told apart.
+    size = _font_size(f" {text} ", _Size(cell.width * len(bar.ticks), cell.height))
+    if size is not None:
+        _write(axes, bar, (bar.ticks[0] + bar.ticks[-1]) / 2, y, text, size)
+
+
+def _write(axes: "Axes", bar: _Bar, x: float, y: float, text: str, size: float) -> None:
     ink = _ink_on(bar.colour)
-    for x, text in each:
-        axes.text(x, y, text, color=ink, fontsize=size, ha="center", va="center_baseline")
+    axes.text(x, y, text, color=ink, fontsize=size, ha="center", va="center_baseline")
 
 
-def _font_size(text: str, width: float, height: float) -> float | None:
+def _font_size(text: str, room: _Size) -> float | None:
     """The size in points at which a text fits, None if that is too small to read."""
-    size = min(width / (_LETTER_WIDTH * len(text)), height / _LETTER_HEIGHT, _LARGEST_FONT)
+    size = min(
+        room.width / (_LETTER_WIDTH * len(text)), room.height / _LETTER_HEIGHT, _LARGEST_FONT
+    )
     return size if size >= _SMALLEST_FONT else None
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from nnx_pipeline.errors import InputError, divides, one_of
 
@@ -132,6 +132,8 @@ class OneForwardOneBackward:
 
     stages: int
     microbatches: int
+    repeats: ClassVar[int] = 1
+    delay: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         _check_counts(self, "stages", "microbatches")
@@ -190,8 +192,8 @@ class OneForwardOneBackward:
             "schedule": "1f1b",
             "stages": self.stages,
             "microbatches": self.microbatches,
-            "repeats": 1,
-            "delay": 1,
+            "repeats": self.repeats,
+            "delay": self.delay,
             "ticks": self.ticks,
             "bubble_ticks": self.bubble_ticks,
             "bubble_share": self.bubble_share,
