@@ -14,7 +14,7 @@ from rich.table import Table
 
 from nnx_pipeline.cli_support import Failed, compiler_errors, main_of, progress
 from nnx_pipeline.config import Config, to_dict
-from nnx_pipeline.errors import InputError, one_of
+from nnx_pipeline.errors import InputError
 from nnx_pipeline.lab import report
 from nnx_pipeline.lab.compare import run_experiments
 from nnx_pipeline.lab.compile import measure_step
@@ -22,8 +22,10 @@ from nnx_pipeline.lab.experiments import EXPERIMENTS, choose
 from nnx_pipeline.lab.platform import Platform
 from nnx_pipeline.mesh import MeshConfig, make_mesh
 from nnx_pipeline.overrides import apply_overrides, parse_overrides
-from nnx_pipeline.pipeline import SCHEDULES
-from nnx_pipeline.pipeline.draw import summary, timetable
+from nnx_pipeline.pipeline import make_schedule
+from nnx_pipeline.pipeline.draw import legend, summary, timetable
+from nnx_pipeline.pipeline.picture import check_picture, write_picture
+from nnx_pipeline.pipeline.schedule import SCHEDULE_NAMES
 from nnx_pipeline.presets import PRESETS, count_parameters, preset
 from nnx_pipeline.train.loop import train as run_training
 
@@ -273,33 +275,37 @@ def _train_with_bar(metrics: Any, steps: int) -> list[float]:
 @click.option("--microbatches", type=click.IntRange(min=1), required=True)
 @click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--delay", type=click.IntRange(1, 2), default=1, show_default=True)
-@click.option("--schedule", "name", default="circular", show_default=True, metavar="NAME")
+@click.option(
+    "--schedule",
+    "name",
+    default="circular",
+    show_default=True,
+    metavar="NAME",
+    help=f"{' or '.join(SCHEDULE_NAMES)}.",
+)
+@click.option("--picture", "picture_path", metavar="PATH", help="Draw it as .png or .svg too.")
 @_json_option
 def schedule(
-    stages: int, microbatches: int, repeats: int, delay: int, name: str, json_path: str | None
+    stages: int,
+    microbatches: int,
+    repeats: int,
+    delay: int,
+    name: str,
+    picture_path: str | None,
+    json_path: str | None,
 ) -> None:
     """Draw who does what at each tick, and the bubble."""
+    plan = make_schedule(
+        name, stages=stages, microbatches=microbatches, repeats=repeats, delay=delay
+    )
     report.check_writable(json_path, "--json")
-    one_of("--schedule", name, SCHEDULES)
-    plan = SCHEDULES[name](stages, microbatches, repeats, delay)
-    report.show(summary(plan), json_path=json_path)
-    report.show(timetable(plan), json_path=json_path)
-    result = {
-        "schema": 1,
-        "schedule": name,
-        "stages": stages,
-        "microbatches": microbatches,
-        "repeats": repeats,
-        "delay": delay,
-        "ticks": plan.ticks,
-        "bubble_ticks": plan.bubble_ticks,
-        "bubble_share": plan.bubble_share,
-        "timetable": [
-            [[work.microbatch, work.repeat] if work else None for work in row]
-            for row in plan.rows()
-        ],
-    }
-    report.emit_json(json_path, result)
+    report.check_writable(picture_path, "--picture")
+    check_picture(picture_path)
+    for view in (summary(plan), timetable(plan), legend(plan)):
+        report.show(view, json_path=json_path)
+    report.emit_json(json_path, {"schema": 1, **plan.to_json()})
+    if picture_path:
+        write_picture(plan, picture_path)
 
 
 def _count(parameters: int) -> str:

@@ -20,6 +20,7 @@ from nnx_pipeline.modules import Parts
 from nnx_pipeline.presets import PRESETS
 
 COMMANDS = ("models", "compile", "ab", "train", "schedule")
+SCHEDULE = ("schedule", "--stages", "2", "--microbatches", "4")
 SMALLEST = ("--model", "tiny", "--set", "model.num_layers=2", "--set", "train.sequence_length=16")
 MEMORY = {
     "argument_bytes",
@@ -129,6 +130,50 @@ def test_schedule(run: Run) -> None:
     assert (result["ticks"], result["bubble_ticks"]) == (9, 1)
     assert result["timetable"][0] == [[0, 0], None]
     assert result["timetable"][-1] == [None, [3, 1]]
+
+
+def test_schedule_of_one_forward_one_backward(run: Run) -> None:
+    arguments = ("schedule", "--stages", "2", "--microbatches", "4", "--schedule", "1f1b")
+    shown = run(*arguments)
+    assert shown.code == 0
+    assert "6 ticks = 4 + 2 · 1 (bubble 20.0%), ring slots per stage: 3" in shown.out
+    assert "F forward only (0), FB both (1–4), B backward only (5)" in shown.out
+    result = run(*arguments, "--json", "-").json
+    assert (result["schema"], result["schedule"]) == (1, "1f1b")
+    assert (result["ticks"], result["bubble_ticks"], result["ring_slots"]) == (6, 1, 3)
+    assert result["phases"] == {"forward_only": [0, 1], "both": [1, 5], "backward_only": [5, 6]}
+    assert result["timetable"][1] == [[1, 0], [0, 0]]
+    assert result["backward_timetable"][1] == [None, [0, 0]]
+
+
+@pytest.mark.parametrize("schedule", ["circular", "1f1b"])
+def test_picture_of_a_schedule(run: Run, tmp_path: Path, schedule: str) -> None:
+    path = tmp_path / "schedule.svg"
+    ended = run(
+        *("schedule", "--stages", "2", "--microbatches", "4", "--schedule", schedule),
+        *("--picture", str(path), "--json", "-"),
+    )
+    assert ended.code == 0, ended.err
+    assert ended.json["schedule"] == schedule
+    assert "</svg>" in path.read_text()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_picture_without_matplotlib(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("matplotlib")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    picture = ("--picture", str(tmp_path / "schedule.png"))
+    check_one_line(run(*SCHEDULE, *picture), "pip install 'nnx-pipeline[report]'")
+    assert run(*SCHEDULE).code == 0  # needed for pictures only
+
+
+def test_matplotlib_is_imported_only_for_pictures() -> None:
+    script = "import sys, nnx_pipeline.cli; sys.exit('matplotlib' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    assert subprocess.run([sys.executable, "-c", script], env=environment).returncode == 0
 
 
 def test_list_of_experiments(run: Run) -> None:
@@ -383,10 +428,13 @@ BAD = [
     (("train", "--model", "tiny", "--steps", "1", "--mesh", "fsdp=3"), "choose a multiple of 3"),
     (("schedule", "--stages", "4", "--microbatches", "6"), "choose a multiple of 4"),
     (("schedule", "--stages", "0", "--microbatches", "6"), "0 is not in the range"),
-    (
-        ("schedule", "--stages", "2", "--microbatches", "2", "--schedule", "1f1b"),
-        "choose one of: circular",
-    ),
+    (("schedule", "--stages", "4", "--microbatches", "4", "--delay", "2"), "choose 8 or more"),
+    ((*SCHEDULE, "--schedule", "1f1"), "did you mean '1f1b'?"),
+    ((*SCHEDULE, "--schedule", "zigzag"), "choose one of: circular, 1f1b"),
+    ((*SCHEDULE, "--schedule", "1f1b", "--repeats", "2"), "choose repeats=1"),
+    ((*SCHEDULE, "--schedule", "1f1b", "--delay", "2"), "choose delay=1"),
+    ((*SCHEDULE, "--picture", "schedule.pdf"), "a picture is .png or .svg"),
+    ((*SCHEDULE, "--picture", "/no/such/folder/x.png"), "--picture /no/such/folder/x.png"),
     (("models", "--json", "/no/such/folder/x.json"), "--json /no/such/folder/x.json"),
 ]
 

@@ -1,13 +1,25 @@
 """The schedule as arithmetic: who does what when, and where microbatches wait meanwhile."""
 
+import re
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from nnx_pipeline import InputError
-from nnx_pipeline.pipeline import SCHEDULES, CircularSchedule
-from nnx_pipeline.pipeline.draw import summary, timetable
+from nnx_pipeline.pipeline import (
+    SCHEDULE_NAMES,
+    CircularSchedule,
+    OneForwardOneBackward,
+    make_schedule,
+)
+from nnx_pipeline.pipeline.draw import legend, summary, timetable
+from nnx_pipeline.pipeline.picture import make_figure, write_picture
+from nnx_pipeline.pipeline.schedule import Schedule
 
 
 @st.composite
@@ -147,11 +159,161 @@ def test_numbers_that_make_no_schedule(numbers: tuple[int, ...], message: str) -
     assert message in str(error.value)
 
 
-def drawn(schedule: CircularSchedule, **options: int) -> list[list[str]]:
-    console = Console(width=400, color_system=None)
+# ---- one forward, one backward -----------------------------------------------------------------
+
+
+@st.composite
+def one_forward_one_backward(draw: st.DrawFn) -> OneForwardOneBackward:
+    stages = draw(st.integers(1, 7))
+    return OneForwardOneBackward(stages, stages * draw(st.integers(1, 5)))
+
+
+def when(schedule: OneForwardOneBackward, direction: str) -> dict[tuple[int, int], int]:
+    """The tick at which (microbatch, stage) is forwarded or taken back; each only once."""
+    rows = getattr(schedule, f"{direction}_rows")()
+    done: dict[tuple[int, int], int] = {}
+    for tick, row in enumerate(rows):
+        assert len(row) == schedule.stages
+        for stage, work in enumerate(row):
+            if work is not None:
+                assert work.repeat == 0
+                assert (work.microbatch, stage) not in done
+                done[work.microbatch, stage] = tick
+    return done
+
+
+@given(one_forward_one_backward())
+def test_every_microbatch_goes_forward_and_back_once(schedule: OneForwardOneBackward) -> None:
+    stages, microbatches = schedule.stages, schedule.microbatches
+    forward, backward = when(schedule, "forward"), when(schedule, "backward")
+    everything = {(m, s) for m in range(microbatches) for s in range(stages)}
+    assert set(forward) == set(backward) == everything
+    for m, s in everything:
+        if s:  # it arrives from the stage before, and goes back to it
+            assert forward[m, s] == forward[m, s - 1] + 1
+            assert backward[m, s - 1] == backward[m, s] + 1
+        if m:
+            assert forward[m, s] > forward[m - 1, s]
+            assert backward[m, s] > backward[m - 1, s]
+        assert backward[m, s] - forward[m, s] == 2 * (stages - 1 - s)
+
+
+@given(one_forward_one_backward())
+def test_no_slot_of_the_ring_is_overwritten_while_in_use(schedule: OneForwardOneBackward) -> None:
+    """The bookkeeping of the loop with names in the place of arrays."""
+    most = 0
+    for stage in range(schedule.stages):
+        ring: dict[int, int] = {}
+        for tick in range(schedule.ticks):
+            work, back = schedule.forward(tick, stage), schedule.backward(tick, stage)
+            if work is not None:
+                slot = work.microbatch % schedule.ring_slots
+                assert slot not in ring
+                ring[slot] = work.microbatch
+            most = max(most, len(ring))
+            if back is not None:
+                assert ring.pop(back.microbatch % schedule.ring_slots) == back.microbatch
+        assert not ring
+    assert most == schedule.ring_slots  # enough, and not one too many
+
+
+@given(one_forward_one_backward())
+def test_phases(schedule: OneForwardOneBackward) -> None:
+    """They follow each other without a gap, and hold all the work there is."""
+    before, both, after = schedule.phases
+    assert [*before, *both, *after] == list(range(schedule.ticks))
+    assert schedule.ticks == schedule.microbatches + 2 * (schedule.stages - 1)
+    assert set(when(schedule, "forward").values()) == {*before, *both}
+    assert set(when(schedule, "backward").values()) == {*both, *after}
+    for stage in range(schedule.stages):
+        for tick in (-1, schedule.ticks):
+            assert schedule.forward(tick, stage) is schedule.backward(tick, stage) is None
+
+
+@given(one_forward_one_backward())
+def test_bubble_of_one_forward_one_backward(schedule: OneForwardOneBackward) -> None:
+    """Idle is a stage without work of a kind that others do in that phase."""
+    before, both, after = schedule.phases
+    forward = [schedule.forward(t, s) for t in (*before, *both) for s in range(schedule.stages)]
+    backward = [schedule.backward(t, s) for t in (*both, *after) for s in range(schedule.stages)]
+    for cells in (forward, backward):
+        assert cells.count(None) == schedule.stages * schedule.bubble_ticks
+        assert schedule.bubble_share == pytest.approx(cells.count(None) / len(cells))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ((0, 1), "stages=0 must be 1 or more"),
+        ((2, 0), "microbatches=0 must be 1 or more"),
+        ((4, 6), "6 microbatches do not split over 4 stages; choose a multiple of 4"),
+    ],
+)
+def test_numbers_that_make_no_one_forward_one_backward(
+    numbers: tuple[int, int], message: str
+) -> None:
+    with pytest.raises(InputError) as error:
+        OneForwardOneBackward(*numbers)
+    assert message in str(error.value)
+
+
+# ---- by name -----------------------------------------------------------------------------------
+
+
+def test_schedules_by_name() -> None:
+    circular = make_schedule("circular", stages=2, microbatches=8, repeats=3, delay=2)
+    assert circular == CircularSchedule(2, 8, 3, 2)
+    assert make_schedule("1f1b", stages=2, microbatches=8) == OneForwardOneBackward(2, 8)
+    assert set(SCHEDULE_NAMES) == {"circular", "1f1b"}
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "parts"),
+    [
+        ("1f1b", {"repeats": 2}, ("once", "repeats=2", "choose repeats=1 or schedule=circular")),
+        ("1f1b", {"delay": 2}, ("every tick", "delay=2", "choose delay=1 or schedule=circular")),
+        ("1f1c", {}, ("schedule='1f1c'", "did you mean '1f1b'?")),
+        ("zigzag", {}, ("schedule='zigzag'", "choose one of: circular, 1f1b")),
+    ],
+)
+def test_a_name_or_numbers_that_make_no_schedule(
+    name: str, numbers: dict[str, int], parts: tuple[str, ...]
+) -> None:
+    with pytest.raises(InputError) as error:
+        make_schedule(name, stages=2, microbatches=4, **numbers)
+    assert all(part in str(error.value) for part in parts)
+
+
+@given(st.one_of(schedules(), one_forward_one_backward()))
+def test_json_of_a_schedule(schedule: Schedule) -> None:
+    """It says all that is needed to make the schedule again, and its timetable."""
+    result = schedule.to_json()
+    numbers = {key: result[key] for key in ("stages", "microbatches", "repeats", "delay")}
+    assert make_schedule(result["schedule"], **numbers) == schedule
+    tables = [result["timetable"]]
+    if isinstance(schedule, OneForwardOneBackward):
+        tables.append(result["backward_timetable"])
+        starts, stops = zip(*result["phases"].values(), strict=True)
+        assert (starts[0], *stops) == (0, *starts[1:], schedule.ticks)
+        assert result["ring_slots"] == schedule.ring_slots
+    for table in tables:
+        assert len(table) == result["ticks"]
+        done = [tuple(cell) for row in table for cell in row if cell is not None]
+        assert len(done) == result["stages"] * result["microbatches"] * result["repeats"]
+
+
+# ---- text --------------------------------------------------------------------------------------
+
+
+def lines(schedule: Schedule, *, width: int = 400, **options: int) -> list[str]:
+    console = Console(width=width, color_system=None)
     with console.capture() as capture:
         console.print(timetable(schedule, **options))
-    return [line.split() for line in capture.get().splitlines()]
+    return capture.get().splitlines()
+
+
+def drawn(schedule: Schedule, **options: int) -> list[list[str]]:
+    return [line.split() for line in lines(schedule, **options)]
 
 
 def test_drawing() -> None:
@@ -178,7 +340,173 @@ def test_letters_after_z() -> None:
 
 
 def test_summary_in_one_line() -> None:
-    text = summary(SCHEDULES["circular"](stages=4, microbatches=8, repeats=2))
+    text = summary(CircularSchedule(stages=4, microbatches=8, repeats=2))
     assert text == (
         "4 stages, 8 microbatches, 2 repeats: 19 ticks, 3 of them idle on each stage (bubble 15.8%)"
     )
+
+
+def test_drawing_one_forward_one_backward() -> None:
+    shown = lines(OneForwardOneBackward(3, 3))
+    assert [line.rstrip() for line in shown] == [
+        "stage  0  1 │  2  3  4 │  5  6",
+        "phase  F  F │ FB FB FB │  B  B",
+        "0     F0 F1 │ F2  ·  · │",
+        "            │  ·  · B0 │ B1 B2",
+        "1      · F0 │ F1 F2  · │",
+        "            │  · B0 B1 │ B2  ·",
+        "2      ·  · │ F0 F1 F2 │",
+        "            │ B0 B1 B2 │  ·  ·",
+    ]
+
+
+def test_a_single_stage_has_one_phase() -> None:
+    assert drawn(OneForwardOneBackward(1, 2)) == [
+        ["stage", "0", "1"],
+        ["phase", "FB", "FB"],
+        ["0", "F0", "F1"],
+        ["B0", "B1"],
+    ]
+
+
+@given(st.one_of(schedules(), one_forward_one_backward()), st.integers(40, 120))
+def test_a_narrow_console_shows_fewer_ticks_in_full(schedule: Schedule, width: int) -> None:
+    """The middle is left out, rather than the ends of all the numbers."""
+    header, *rows = lines(schedule, width=width)
+    assert max(map(len, (header, *rows))) <= width
+    ticks = [int(word) for word in header.split() if word.isdigit()]
+    assert (ticks[0], ticks[-1]) == (0, schedule.ticks - 1)
+    assert (len(ticks) == schedule.ticks) != ("…" in header)
+    if "…" in header:
+        assert all(line.count("…") == 1 for line in rows)
+        assert len(header) > width / 2  # and no more of it than must be
+
+
+def test_summary_of_one_forward_one_backward() -> None:
+    text = summary(OneForwardOneBackward(4, 8))
+    assert text == (
+        "4 stages, 8 microbatches, one forward one backward: 14 ticks = 8 + 2 · 3 "
+        "(bubble 27.3%), ring slots per stage: 7 (microbatches kept at most)"
+    )
+
+
+def test_legend_in_one_line() -> None:
+    assert legend(CircularSchedule(4, 8)) == "3: microbatch 3; ·: bubble"
+    assert "3b: microbatch 3 in its second repeat" in legend(CircularSchedule(4, 8, 2))
+    text = legend(OneForwardOneBackward(4, 8))
+    assert "F3: microbatch 3 forward; B1: microbatch 1 backward; ·: bubble" in text
+    assert text.endswith("F forward only (0–2), FB both (3–10), B backward only (11–13)")
+
+
+# ---- picture -----------------------------------------------------------------------------------
+
+
+def words(path: Path) -> list[str]:
+    """What is written in an SVG."""
+    root = ET.parse(path).getroot()
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    return ["".join(node.itertext()) for node in root.iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_picture_of_the_circular_schedule(tmp_path: Path) -> None:
+    path = tmp_path / "circular.svg"
+    write_picture(CircularSchedule(4, 8, 2), str(path))
+    found = words(path)
+    assert {"stage", "repeat 0", "repeat 1", "bubble"} <= set(found)
+    assert any(word.startswith("tick") for word in found)
+    assert " ".join(found).count("19 ticks, 3 of them idle on each stage (bubble 15.8%)") == 1
+    # Once in each repeat on each stage, as a number of a tick, and up to 3 of a stage.
+    assert (found.count("7"), found.count("3")) == (4 * 2 + 1, 4 * 2 + 2)
+
+
+def test_picture_of_one_forward_one_backward(tmp_path: Path) -> None:
+    path = tmp_path / "1f1b.svg"
+    write_picture(OneForwardOneBackward(4, 8), str(path))
+    found = words(path)
+    assert {"forward only", "both", "backward only", "bubble", "stage"} <= set(found)
+    assert {"forward (upper half)", "backward (lower half)"} <= set(found)
+    assert any("14 ticks = 8 + 2 · 3" in word for word in found)
+    assert found.count("7") == 4 * 2 + 1
+
+
+def test_png(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.PNG"
+    write_picture(CircularSchedule(16, 64, 16), str(path))
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    assert content.endswith(b"IEND\xaeB`\x82")
+    width, height = (int.from_bytes(content[at : at + 4], "big") for at in (16, 20))
+    assert 500 <= height <= width <= 4000
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_large_picture_names_the_first_and_the_last(tmp_path: Path) -> None:
+    """Single ticks cannot be read any more, what each stage does in a repeat can."""
+    path = tmp_path / "large.svg"
+    write_picture(CircularSchedule(16, 64, 16), str(path))
+    assert words(path).count("0–63") == 16 * 16
+
+
+def test_the_same_timetable_gives_the_same_picture(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.svg", tmp_path / "two.svg"
+    for path in (one, two):
+        write_picture(OneForwardOneBackward(2, 4), str(path))
+    assert one.read_bytes() == two.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        CircularSchedule(1, 1),
+        CircularSchedule(2, 4, 100, 2),
+        OneForwardOneBackward(1, 1),
+        OneForwardOneBackward(2, 300),
+        OneForwardOneBackward(80, 80),
+    ],
+    ids=str,
+)
+def test_every_word_of_a_picture_lies_inside(schedule: Schedule) -> None:
+    figure = make_figure(schedule)
+    figure.draw_without_rendering()
+    around = [figure._suptitle, *figure.axes[0].texts, *figure.legends[0].texts]
+    for text in around:
+        box = text.get_window_extent()
+        assert box.x0 >= 0
+        assert box.y0 >= 0
+        assert box.x1 <= figure.bbox.x1
+        assert box.y1 <= figure.bbox.y1
+
+
+def test_a_picture_that_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither half a file nor a change to the one that was there."""
+    from matplotlib.figure import Figure
+
+    def fail(self: object, file: object, **options: object) -> None:
+        file.write(b"half a picture")
+        raise OSError("the disk is full")
+
+    path = tmp_path / "schedule.png"
+    path.write_bytes(b"an older picture")
+    monkeypatch.setattr(Figure, "savefig", fail)
+    with pytest.raises(OSError, match="the disk is full"):
+        write_picture(CircularSchedule(2, 2), str(path))
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_bytes() == b"an older picture"
+
+
+@pytest.mark.parametrize("name", ["schedule.pdf", "schedule", "-", ".png"])
+def test_a_name_that_is_no_picture(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InputError, match=re.escape("a picture is .png or .svg; end its name so")):
+        write_picture(CircularSchedule(2, 2), str(tmp_path / name))
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("matplotlib")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(InputError, match=re.escape("pip install 'nnx-pipeline[report]'")):
+        write_picture(CircularSchedule(2, 2), str(tmp_path / "x.png"))
+    assert not list(tmp_path.iterdir())

@@ -5,12 +5,17 @@ from nnx_pipeline.pipeline.loop import run_pipeline
 from nnx_pipeline.pipeline.module import CircularPipeline, Pipeline, create_pipeline
 from nnx_pipeline.pipeline.one_f_one_b import run_one_f_one_b
 from nnx_pipeline.pipeline.one_f_one_b_loop import Inputs, Weights
-from nnx_pipeline.pipeline.schedule import SCHEDULES, CircularSchedule, OneForwardOneBackward
+from nnx_pipeline.pipeline.schedule import (
+    SCHEDULE_NAMES,
+    CircularSchedule,
+    OneForwardOneBackward,
+    make_schedule,
+)
 from nnx_pipeline.pipeline.stages import over_stages, run_sequential
 
 __all__ = [
     "AS_STORED",
-    "SCHEDULES",
+    "SCHEDULE_NAMES",
     "CircularPipeline",
     "CircularSchedule",
     "Inputs",
@@ -19,6 +24,7 @@ __all__ = [
     "Pipeline",
     "Weights",
     "create_pipeline",
+    "make_schedule",
     "over_stages",
     "run_one_f_one_b",
     "run_pipeline",

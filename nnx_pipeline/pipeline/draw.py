@@ -1,55 +1,163 @@
 """The timetable of a schedule, as text."""
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from nnx_pipeline.pipeline.schedule import CircularSchedule
+from nnx_pipeline.pipeline.schedule import CircularSchedule, Schedule, Work
 
 
-def timetable(schedule: CircularSchedule, *, most: int = 64) -> Table:
-    """A row per stage, a column per tick: the microbatch, its repeat as a colour and a letter.
+class Lane(NamedTuple):
+    """One kind of work of every stage; both drawings give it a row of its own within the stage."""
 
-    Repeats are written a, b, c …: `3b` is microbatch 3 in its second round; a dot is a bubble. At
-    most `most` ticks are shown, the first and the last of them.
-    """
-    table = Table(show_edge=False, pad_edge=False, box=None)
-    table.add_column("stage", no_wrap=True)
-    ticks = _shown(schedule.ticks, most)
-    for tick in ticks:
-        table.add_column("…" if tick is None else str(tick), justify="right", no_wrap=True)
-    for stage in range(schedule.stages):
-        cells = [_cell(schedule, tick, stage) for tick in ticks]
-        table.add_row(str(stage), *cells)
-    return table
+    name: str
+    sign: str
+    ticks: range  # those that have such work at all: only there a stage without any is idle
+    work: Callable[[int, int], Work | None]
 
 
-def summary(schedule: CircularSchedule) -> str:
-    """Ticks and bubble in one line."""
+def lanes(schedule: Schedule) -> tuple[Lane, ...]:
+    """The kinds of work a stage does at a tick, from top to bottom."""
+    if isinstance(schedule, CircularSchedule):
+        return (Lane("work", "", range(schedule.ticks), schedule.work),)
+    before, both, after = schedule.phases
     return (
-        f"{schedule.stages} stages, {schedule.microbatches} microbatches, "
-        f"{schedule.repeats} repeats: {schedule.ticks} ticks, {schedule.bubble_ticks} of them "
-        f"idle on each stage (bubble {schedule.bubble_share:.1%})"
+        Lane("forward", "F", range(before.start, both.stop), schedule.forward),
+        Lane("backward", "B", range(both.start, after.stop), schedule.backward),
     )
 
 
-def _shown(ticks: int, most: int) -> list[int | None]:
+def phases(schedule: Schedule) -> list[tuple[str, str, range]]:
+    """Name, sign and ticks of each part of the loop that lasts at least a tick."""
+    if isinstance(schedule, CircularSchedule):
+        return []
+    names = (("forward only", "F"), ("both", "FB"), ("backward only", "B"))
+    parts = zip(names, schedule.phases, strict=True)
+    return [(name, sign, ticks) for (name, sign), ticks in parts if ticks]
+
+
+def summary(schedule: Schedule) -> str:
+    """Ticks and bubble in one line."""
+    given = f"{schedule.stages} stages, {schedule.microbatches} microbatches"
+    if isinstance(schedule, CircularSchedule):
+        return (
+            f"{given}, {schedule.repeats} repeats: {schedule.ticks} ticks, "
+            f"{schedule.bubble_ticks} of them idle on each stage "
+            f"(bubble {schedule.bubble_share:.1%})"
+        )
+    sum_of_ticks = f"{schedule.microbatches} + 2 · {schedule.stages - 1}"
+    return (
+        f"{given}, one forward one backward: {schedule.ticks} ticks = {sum_of_ticks} "
+        f"(bubble {schedule.bubble_share:.1%}), ring slots per stage: {schedule.ring_slots} "
+        "(microbatches kept at most)"
+    )
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """Prints a column per tick; the first and the last ones when there is no room for all."""
+
+    schedule: Schedule
+    most: int
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        stage = len("stage ")
+        borders = 2 * max(0, len(phases(self.schedule)) - 1)
+        room = (options.max_width - stage - borders) // (self._cell_width() + 1)
+        # One column is the dots that stand for what is left out.
+        most = self.schedule.ticks if self.schedule.ticks <= room else max(2, room - 1)
+        yield self._table(min(most, self.most))
+
+    def _cell_width(self) -> int:
+        highest = Work(self.schedule.microbatches - 1, self.schedule.repeats - 1)
+        cells = (_label(self.schedule, lane, highest) for lane in lanes(self.schedule))
+        return max(len(str(self.schedule.ticks)), *(len(cell) for cell in cells))
+
+    def _table(self, most: int) -> Table:
+        table = Table(show_edge=False, pad_edge=False, box=None, padding=(0, 1, 0, 0))
+        table.add_column("stage", no_wrap=True)
+        columns = list(_with_borders(_shown(self.schedule.ticks, most), self.schedule))
+        for column in columns:
+            table.add_column(str(column), justify="right", no_wrap=True)
+        parts = phases(self.schedule)
+        if parts:
+            table.add_row("phase", *(_phase_of(column, parts) for column in columns))
+        for stage in range(self.schedule.stages):
+            for index, lane in enumerate(lanes(self.schedule)):
+                cells = [_cell(self.schedule, lane, column, stage) for column in columns]
+                table.add_row("" if index else str(stage), *cells)
+        return table
+
+
+def timetable(schedule: Schedule, *, most: int = 64) -> Timetable:
+    """A row per stage, a column per tick: the microbatch, its repeat as a colour and a letter.
+
+    Repeats are written a, b, c …: `3b` is microbatch 3 in its second round. With one forward, one
+    backward a stage has two rows, `F3` above `B1`. A dot is a bubble. At most `most` ticks are
+    shown, the first and the last of them, and fewer where the console is too narrow.
+    """
+    return Timetable(schedule, most)
+
+
+def legend(schedule: Schedule) -> str:
+    """How to read the timetable, in one line."""
+    if isinstance(schedule, CircularSchedule):
+        return (
+            "3b: microbatch 3 in its second repeat; ·: bubble"
+            if schedule.repeats > 1
+            else "3: microbatch 3; ·: bubble"
+        )
+    marked = ", ".join(f"{sign} {name} ({span(ticks)})" for name, sign, ticks in phases(schedule))
+    return f"F3: microbatch 3 forward; B1: microbatch 1 backward; ·: bubble; phases: {marked}"
+
+
+_BORDER, _LEFT_OUT = "│", "…"
+
+
+def _shown(ticks: int, most: int) -> list[int | str]:
     if ticks <= most:
         return list(range(ticks))
     half = most // 2
-    return [*range(half), None, *range(ticks - half, ticks)]
+    return [*range(half), _LEFT_OUT, *range(ticks - half, ticks)]
+
+
+def _with_borders(columns: list[int | str], schedule: Schedule) -> Iterator[int | str]:
+    """Puts a line before every phase but the first."""
+    starts = [ticks.start for _, _, ticks in phases(schedule)][1:]
+    for column in columns:
+        if column in starts:
+            yield _BORDER
+        yield column
+
+
+def _phase_of(column: int | str, parts: list[tuple[str, str, range]]) -> Text:
+    if isinstance(column, str):
+        return Text(column, style="dim")
+    return Text(next(sign for _, sign, ticks in parts if column in ticks), style="dim")
 
 
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
+_LANE_COLOURS = {"F": "cyan", "B": "yellow"}
 
 
-def _cell(schedule: CircularSchedule, tick: int | None, stage: int) -> Text:
-    if tick is None:
-        return Text("…", style="dim")
-    work = schedule.work(tick, stage)
+def _cell(schedule: Schedule, lane: Lane, column: int | str, stage: int) -> Text:
+    if isinstance(column, str):
+        return Text(column, style="dim")
+    if column not in lane.ticks:
+        return Text("")
+    work = lane.work(column, stage)
     if work is None:
         return Text("·", style="dim")
-    letters = _letters(work.repeat) if schedule.repeats > 1 else ""
-    return Text(f"{work.microbatch}{letters}", style=_COLOURS[work.repeat % len(_COLOURS)])
+    colour = _LANE_COLOURS.get(lane.sign) or _COLOURS[work.repeat % len(_COLOURS)]
+    return Text(_label(schedule, lane, work), style=colour)
+
+
+def _label(schedule: Schedule, lane: Lane, work: Work) -> str:
+    return f"{lane.sign}{work.microbatch}{_letters(work.repeat) if schedule.repeats > 1 else ''}"
 
 
 def _letters(number: int) -> str:
@@ -60,3 +168,8 @@ def _letters(number: int) -> str:
         number, letter = divmod(number - 1, 26)
         text = chr(ord("a") + letter) + text
     return text
+
+
+def span(numbers: range) -> str:
+    """First and last, as in 0–7."""
+    return f"{numbers[0]}–{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])

@@ -1,9 +1,10 @@
 """Who does what at each tick, as plain integers: no arrays, no JAX."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from nnx_pipeline.errors import InputError, divides
+from nnx_pipeline.errors import InputError, divides, one_of
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,20 @@ class CircularSchedule:
         for tick in range(self.ticks):
             yield [self.work(tick, stage) for stage in range(self.stages)]
 
+    def to_json(self) -> dict[str, Any]:
+        """Numbers and timetable, [microbatch, repeat] by tick and stage, for machines to read."""
+        return {
+            "schedule": "circular",
+            "stages": self.stages,
+            "microbatches": self.microbatches,
+            "repeats": self.repeats,
+            "delay": self.delay,
+            "ticks": self.ticks,
+            "bubble_ticks": self.bubble_ticks,
+            "bubble_share": self.bubble_share,
+            "timetable": _pairs(self.rows()),
+        }
+
     # A microbatch is stored by one stage while it waits: [stages, slots], microbatch m of the input
     # at [m // slots, m mod slots]. Each tick one slot of all stages moves one stage to stage 0,
     # which takes what it finds there, and the last stage puts something into the free place.
@@ -117,6 +132,8 @@ class OneForwardOneBackward:
 
     stages: int
     microbatches: int
+    repeats: ClassVar[int] = 1
+    delay: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         _check_counts(self, "stages", "microbatches")
@@ -155,8 +172,46 @@ class OneForwardOneBackward:
         """What `stage` takes back at `tick`; None in a bubble."""
         return self._work(tick - 2 * (self.stages - 1) + stage)
 
+    def forward_rows(self) -> Iterator[list[Work | None]]:
+        """The forward timetable, one list over the stages for each tick."""
+        for tick in range(self.ticks):
+            yield [self.forward(tick, stage) for stage in range(self.stages)]
+
+    def backward_rows(self) -> Iterator[list[Work | None]]:
+        """The backward timetable, one list over the stages for each tick."""
+        for tick in range(self.ticks):
+            yield [self.backward(tick, stage) for stage in range(self.stages)]
+
+    def to_json(self) -> dict[str, Any]:
+        """What the circular schedule gives, and the backward timetable, phases and ring slots.
+
+        A phase is its first tick and the one after its last.
+        """
+        names = ("forward_only", "both", "backward_only")
+        return {
+            "schedule": "1f1b",
+            "stages": self.stages,
+            "microbatches": self.microbatches,
+            "repeats": self.repeats,
+            "delay": self.delay,
+            "ticks": self.ticks,
+            "bubble_ticks": self.bubble_ticks,
+            "bubble_share": self.bubble_share,
+            "ring_slots": self.ring_slots,
+            "phases": {
+                name: [ticks.start, ticks.stop]
+                for name, ticks in zip(names, self.phases, strict=True)
+            },
+            "timetable": _pairs(self.forward_rows()),
+            "backward_timetable": _pairs(self.backward_rows()),
+        }
+
     def _work(self, microbatch: int) -> Work | None:
         return Work(microbatch, 0) if 0 <= microbatch < self.microbatches else None
+
+
+def _pairs(rows: Iterable[list[Work | None]]) -> list[list[list[int] | None]]:
+    return [[[work.microbatch, work.repeat] if work else None for work in row] for row in rows]
 
 
 def _check_counts(schedule: object, *names: str) -> None:
@@ -171,4 +226,25 @@ def _check_counts(schedule: object, *names: str) -> None:
     )
 
 
-SCHEDULES = {"circular": CircularSchedule}
+Schedule = CircularSchedule | OneForwardOneBackward
+SCHEDULE_NAMES = ("circular", "1f1b")
+
+
+def make_schedule(
+    name: str, *, stages: int, microbatches: int, repeats: int = 1, delay: int = 1
+) -> Schedule:
+    """The timetable called `name`; raises InputError for numbers that it has no place for."""
+    one_of("schedule", name, SCHEDULE_NAMES)
+    if name == "circular":
+        return CircularSchedule(stages, microbatches, repeats, delay)
+    if repeats != 1:
+        raise InputError(
+            f"schedule=1f1b takes every microbatch through the stages once, so repeats={repeats} "
+            "must be 1; choose repeats=1 or schedule=circular"
+        )
+    if delay != 1:
+        raise InputError(
+            f"schedule=1f1b hands on at every tick what a stage gives, so delay={delay} must be 1; "
+            "choose delay=1 or schedule=circular"
+        )
+    return OneForwardOneBackward(stages, microbatches)
