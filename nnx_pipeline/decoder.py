@@ -51,7 +51,13 @@ class Mixtral(nnx.Module):
             return DecoderLayer(model, rngs=rngs, layout=layout, parts=parts, remat=remat)
 
         self.pipeline = create_pipeline(
-            config, layer, rngs=rngs, layout=layout, summarize=_balance, over=parts.over_stages
+            config,
+            layer,
+            rngs=rngs,
+            layout=layout,
+            summarize=_balance,
+            over=parts.over_stages,
+            loop_parts=parts.loop,
         )
         self.layout = self.pipeline.layout
         self.norm = RMSNorm(model, rngs=rngs, layout=layout, parts=parts)

@@ -6,10 +6,11 @@ from typing import Any
 
 from nnx_pipeline.config import Config
 from nnx_pipeline.errors import InputError
-from nnx_pipeline.lab import variants
+from nnx_pipeline.lab import loop_variants, variants
 from nnx_pipeline.lab.arms import Arm, Experiment, Setup
 from nnx_pipeline.mesh import MeshConfig
 from nnx_pipeline.modules import Parts
+from nnx_pipeline.pipeline.loop_parts import LoopParts
 
 
 def _pipeline(**fields: Any) -> Callable[[Config], Config]:
@@ -44,6 +45,26 @@ def _one_repeat(config: Config, mesh: MeshConfig) -> Config:
 
 def _one_layer_per_stage(config: Config, mesh: MeshConfig) -> Config:
     return _pipeline(num_repeats=max(config.model.num_layers // mesh.stage, 1))(config)
+
+
+def _loop(**parts: Any) -> Parts:
+    """The parts of an arm that exchanges pieces of the circular loop."""
+    return Parts(loop=LoopParts(**parts))
+
+
+def _circular(config: Config, mesh: MeshConfig) -> Config:
+    if config.pipeline.schedule != "circular":
+        raise InputError(
+            f"exchanges a piece of the circular loop, which pipeline.schedule="
+            f"{config.pipeline.schedule} does not run; leave the schedule at circular"
+        )
+    return config
+
+
+def _two_repeats(config: Config, mesh: MeshConfig) -> Config:
+    """Two repeats, unless the config already has several."""
+    repeats = max(config.pipeline.num_repeats, 2)
+    return _pipeline(num_repeats=repeats)(_circular(config, mesh))
 
 
 def _room_for_delay(config: Config, mesh: MeshConfig) -> Config:
@@ -85,6 +106,27 @@ SCHEDULES = (
         needs=("stage",),
         by_default=False,
     ),
+    Experiment(
+        name="ticks",
+        claim="S3.3",
+        difference="the ticks are written one after the other, or are one scan",
+        a=Arm(label="unrolled", parts=_loop(walk=loop_variants.python_loop, is_scan=False)),
+        b=Arm(label="scan"),
+        setup=_circular,
+        needs=("stage",),
+        by_default=False,
+    ),
+    Experiment(
+        name="repeats",
+        claim="S3.3",
+        difference="each repeat has a scan over its ticks, written one after the other, or all "
+        "ticks of all repeats are one scan; both with two repeats or more",
+        a=Arm(label="scan per repeat", parts=_loop(walk=loop_variants.scan_per_repeat)),
+        b=Arm(label="one scan"),
+        setup=_two_repeats,
+        needs=("stage",),
+        by_default=False,
+    ),
 )
 
 TRANSFERS = (
@@ -108,6 +150,17 @@ TRANSFERS = (
 )
 
 WEIGHTS = (
+    Experiment(
+        name="repeat-select",
+        claim="S2.10e",
+        difference="a stage takes the weights of its repeat by .at[].get(), or by a dynamic slice; "
+        "both with two repeats or more",
+        a=Arm(label="index", parts=_loop(select=loop_variants.select_by_index)),
+        b=Arm(label="slice"),
+        setup=_two_repeats,
+        needs=("stage",),
+        by_default=False,
+    ),
     Experiment(
         name="weights-per-step",
         claim="S4.3",
@@ -148,6 +201,17 @@ REMAT = (
 )
 
 SHARDING = (
+    Experiment(
+        name="constraints",
+        claim="S1.2",
+        difference="constraints say again where the shifted activations, the input of the first "
+        "stage and the stream lie, and an iota is told its sharding, or they do not",
+        a=Arm(label="kept", parts=_loop(receive=loop_variants.receive_constrained)),
+        b=Arm(label="dropped"),
+        setup=_circular,
+        needs=("stage",),
+        by_default=False,
+    ),
     Experiment(
         name="sharding-mode",
         claim="S4.1",

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,9 +81,11 @@ def run_experiments(
     platform: Platform,
     *,
     progress: Progress = lambda text: None,
+    finished: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
     """Compiles the arms for `platform` and compares their numbers on the CPU.
 
+    finished: called with each outcome as soon as it is known.
     Arms that are the same program are compiled once. Input errors of the shared config are raised;
     an experiment that says nothing on this config and mesh is not applicable, and what goes wrong
     inside one arm stands in the outcome beside the other arm.
@@ -103,6 +105,7 @@ def run_experiments(
                 results[program] = _measure(program, mesh, platform, named)
         measured = (results[programs[0]], results[programs[1]])
         outcomes.append(_outcome(experiment, config, measured, platform, progress))
+        finished(outcomes[-1])
     return outcomes
 
 

@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 
 from nnx_pipeline.pipeline.buffers import over_stage
 from nnx_pipeline.pipeline.lend import Lending
+from nnx_pipeline.pipeline.loop_parts import LoopParts
 from nnx_pipeline.pipeline.schedule import CircularSchedule
 from nnx_pipeline.pipeline.shift import ShiftName
 from nnx_pipeline.pipeline.stage_vjp import (
@@ -29,7 +30,6 @@ from nnx_pipeline.pipeline.ticks import (
     make_plan,
     name_input,
     needed_at,
-    receive,
     shape_of_metrics,
     side_rows,
     start,
@@ -50,7 +50,7 @@ class AccumulatingLoop:
 
     visit: ((parameters, side inputs), x) of all stages to (activations, metrics), with its own
         `jax.checkpoint`. grad_dtype: dtype of the accumulators, None for that of the parameters.
-    lending: how the weights are held while the ticks go by.
+    lending: how the weights are held while the ticks go by. parts: pieces that arms exchange.
     """
 
     visit: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -59,6 +59,7 @@ class AccumulatingLoop:
     bubble_fill: float
     grad_dtype: jax.typing.DTypeLike | None
     lending: Lending
+    parts: LoopParts
 
     def __call__(self, params: PyTree, stream: PyTree, side: PyTree) -> tuple[PyTree, PyTree]:
         """The stream after the last tick and the metrics of every stage.
@@ -76,13 +77,13 @@ class AccumulatingLoop:
         """The carry after the last tick, and what was kept, a leading axis of ticks on it."""
 
         def tick(carry: Carry, now: Plan) -> tuple[Carry, PyTree]:
-            rest, x = receive(self.schedule, self.shift_by, now, carry)
-            needed = needed_at(lent, side, now)
+            rest, x = self.parts.receive(self.schedule, self.shift_by, now, carry)
+            needed = needed_at(lent, side, now, self.parts.select)
             given, kept = forward_keeping(self.visit, needed, name_input(x))
             return hand_on(self.schedule, self.shift_by, now, rest, given), kept if keep else None
 
         plan = make_plan(self.schedule)
-        return jax.lax.scan(tick, self._start(lent, stream, side, plan), plan)
+        return self.parts.walk(self.schedule, tick, self._start(lent, stream, side, plan), plan)
 
     def backward(
         self,
@@ -96,12 +97,12 @@ class AccumulatingLoop:
         """Cotangents of parameters, stream and side inputs from those of the results."""
         plan = make_plan(self.schedule)
         begin = jax.eval_shape(self._start, lent, of_stream, side, plan)
-        take = functools.partial(receive, self.schedule, self.shift_by)
+        take = functools.partial(self.parts.receive, self.schedule, self.shift_by)
         give = functools.partial(hand_on, self.schedule, self.shift_by)
 
         def tick(totals: _Totals, at: tuple[Plan, PyTree]) -> tuple[_Totals, None]:
             now, kept = at
-            needed = needed_at(lent, side, now)
+            needed = needed_at(lent, side, now, self.parts.select)
             rest, x = jax.eval_shape(functools.partial(take, now), begin)
             given = jax.eval_shape(self.visit, needed, x)
             hand_back = jax.linear_transpose(functools.partial(give, now), rest, given)
@@ -121,12 +122,12 @@ class AccumulatingLoop:
             params=zero_gradients(lent, params, self.grad_dtype),
             side=zero_gradients(side, side),
         )
-        totals, _ = jax.lax.scan(tick, totals, (plan, kept), reverse=True)
+        totals, _ = self.parts.walk(self.schedule, tick, totals, (plan, kept), reverse=True)
         return self.lending.give_back(totals.params), totals.carry.stream, totals.side
 
     def _start(self, lent: PyTree, stream: PyTree, side: PyTree, plan: Plan) -> Carry:
         def visit(now: Plan, x: PyTree) -> tuple[PyTree, PyTree]:
-            return self.visit(needed_at(lent, side, now), x)
+            return self.visit(needed_at(lent, side, now, self.parts.select), x)
 
         metrics = shape_of_metrics(visit, plan, stream)
         return start(stream, metrics, self.schedule, self.bubble_fill)

@@ -12,6 +12,7 @@ from nnx_pipeline.errors import InputError, one_of
 from nnx_pipeline.pipeline.accumulate import AccumulatingLoop
 from nnx_pipeline.pipeline.buffers import merge, split
 from nnx_pipeline.pipeline.lend import AS_STORED, Lending
+from nnx_pipeline.pipeline.loop_parts import DEFAULT_PARTS, LoopParts
 from nnx_pipeline.pipeline.schedule import CircularSchedule
 from nnx_pipeline.pipeline.shift import SHIFTS, ShiftName
 from nnx_pipeline.pipeline.stages import ApplyStage, OverStages, check_shapes, over_stages
@@ -22,7 +23,6 @@ from nnx_pipeline.pipeline.ticks import (
     make_plan,
     name_input,
     needed_at,
-    receive,
     shape_of_metrics,
     start,
 )
@@ -45,6 +45,7 @@ def run_pipeline(
     grad_dtype: jax.typing.DTypeLike | None = None,
     lending: Lending = AS_STORED,
     over: OverStages = over_stages,
+    parts: LoopParts = DEFAULT_PARTS,
     bubble_fill: float = 0.0,
 ) -> tuple[PyTree, PyTree]:
     """Sends every microbatch through all stages, all stages at work at once.
@@ -72,7 +73,8 @@ def run_pipeline(
         adds up, None for that of the parameters; gradients come back in the parameters' dtype.
     lending: how `accumulate` holds the weights; where it gathers them once for all ticks, the stage
         function and the microbatches have an axis of copies after the stages (see `Lending`).
-    over: how the stage function is spread over the stages; another one is an arm of an experiment.
+    over: how the stage function is spread over the stages. parts: other pieces of the loop. Others
+        than the defaults are arms of experiments.
     bubble_fill: what the buffers hold before anything arrives; results never depend on it.
 
     Returns the outputs, laid out and ordered as `microbatches`, and the sum of the metrics over
@@ -82,7 +84,7 @@ def run_pipeline(
     check_shapes(params, inputs, schedule.stages, schedule.repeats, schedule.microbatches)
     _check_options(schedule, shift_by, backward, grad_dtype, lending)
     mapped = over(apply_stage)
-    checkpoint = functools.partial(remat.checkpoint, also=saved_in_stage, in_scan=True)
+    checkpoint = functools.partial(remat.checkpoint, also=saved_in_stage, in_scan=parts.is_scan)
 
     def visit(needed: tuple[PyTree, PyTree], x: PyTree) -> tuple[PyTree, PyTree]:
         return mapped(needed[0], x, needed[1])
@@ -90,12 +92,14 @@ def run_pipeline(
     stream = jax.tree.map(lambda leaf: split(leaf, schedule), microbatches)
     if backward == "accumulate":
         loop = AccumulatingLoop(
-            checkpoint(visit), schedule, shift_by, bubble_fill, grad_dtype, lending
+            checkpoint(visit), schedule, shift_by, bubble_fill, grad_dtype, lending, parts
         )
         stream, metrics = loop(params, stream, side_inputs)
     else:
         arrays = (params, stream, side_inputs)
-        stream, metrics = _by_autodiff(visit, checkpoint, *arrays, schedule, shift_by, bubble_fill)
+        stream, metrics = _by_autodiff(
+            visit, checkpoint, *arrays, schedule, shift_by, bubble_fill, parts
+        )
     # Output m went into slot (first_output_tick + m) mod slots; its place is m mod slots.
     turn = schedule.first_output_tick % schedule.stream_slots
     outputs = jax.tree.map(lambda leaf: merge(jnp.roll(leaf, -turn, axis=1)), stream)
@@ -111,6 +115,7 @@ def _by_autodiff(
     schedule: CircularSchedule,
     shift_by: ShiftName,
     bubble_fill: float,
+    parts: LoopParts,
 ) -> tuple[PyTree, PyTree]:
     """The stream after the last tick and the metrics of every stage, differentiated by JAX.
 
@@ -119,16 +124,16 @@ def _by_autodiff(
 
     @checkpoint
     def select_and_visit(params: PyTree, now: Plan, x: PyTree) -> tuple[PyTree, PyTree]:
-        return visit(needed_at(params, side, now), x)
+        return visit(needed_at(params, side, now, parts.select), x)
 
     def tick(carry: Carry, now: Plan) -> tuple[Carry, None]:
-        rest, x = receive(schedule, shift_by, now, carry)
+        rest, x = parts.receive(schedule, shift_by, now, carry)
         given = select_and_visit(params, now, name_input(x))
         return hand_on(schedule, shift_by, now, rest, given), None
 
     plan = make_plan(schedule)
     metrics = shape_of_metrics(functools.partial(select_and_visit, params), plan, stream)
-    end, _ = jax.lax.scan(tick, start(stream, metrics, schedule, bubble_fill), plan)
+    end, _ = parts.walk(schedule, tick, start(stream, metrics, schedule, bubble_fill), plan)
     return end.stream, end.metrics
 
 

@@ -22,15 +22,23 @@ def over_stages(apply_stage: ApplyStage) -> Callable[..., Any]:
     return jax.vmap(apply_stage, spmd_axis_name=name)
 
 
-def select_repeat(params: PyTree, repeat: Array) -> PyTree:
+def read_row(index: Array, leaf: Array) -> Array:
+    """Row `index` of an array."""
+    return jax.lax.dynamic_index_in_dim(leaf, index, axis=0, keepdims=False)
+
+
+def select_repeat(
+    params: PyTree, repeat: Array, read: Callable[[Array, Array], Array] = read_row
+) -> PyTree:
     """Each stage's parameters of its own repeat: `[repeats, stages, …]` to `[stages, …]`.
 
-    repeat: int32[stages]. Every stage slices its own shard; nothing is sent.
+    repeat: int32[stages]. Every stage slices its own shard; nothing is sent. read: takes one
+    repeat out of a stage's shard.
     """
     leaves = jax.tree.leaves(params)
     if leaves and leaves[0].shape[0] == 1:
         return jax.tree.map(lambda leaf: jax.lax.squeeze(leaf, (0,)), params)
-    return _each_stage(_read, repeat, (params,), stage_axes=(1,), out_axis=0)
+    return _each_stage(read, repeat, (params,), stage_axes=(1,), out_axis=0)
 
 
 def at_repeat(params: PyTree, repeat: Array, new: PyTree) -> PyTree:
@@ -44,11 +52,7 @@ def at_repeat(params: PyTree, repeat: Array, new: PyTree) -> PyTree:
 
 def select_slot(tree: PyTree, slot: Array) -> PyTree:
     """What each stage has in its own slot: `[stages, slots, …]` to `[stages, …]`."""
-    return _each_stage(_read, slot, (tree,), stage_axes=(0,), out_axis=0)
-
-
-def _read(index: Array, leaf: Array) -> Array:
-    return jax.lax.dynamic_index_in_dim(leaf, index, axis=0, keepdims=False)
+    return _each_stage(read_row, slot, (tree,), stage_axes=(0,), out_axis=0)
 
 
 def _each_stage(
