@@ -15,7 +15,6 @@ from nnx_pipeline.pipeline import create_pipeline
 from nnx_pipeline.remat import POLICIES
 from nnx_pipeline.sharding import (
     Layout,
-    constrain,
     gather_weight,
     out_sharding,
     parameter,
@@ -138,7 +137,7 @@ class Mixtral(nnx.Module):
     def _hidden(self, tokens: Array, side: dict[str, Array | None]) -> tuple[Array, Array]:
         pipeline = self.pipeline
         spec = self.layout.spec(*pipeline.batch_axes, None, None)
-        x = constrain(self.embedding(pipeline.arrange(tokens), out=spec), spec)
+        x = self.parts.constrain(self.embedding(pipeline.arrange(tokens), out=spec), spec)
         x, balance = pipeline.run(x, side, groups=pipeline.num_microbatches)
         return self.norm(x), balance / self._visits
 
@@ -149,7 +148,7 @@ class Mixtral(nnx.Module):
         spec = self.layout.spec(*batch_axes, None, None)
 
         def enter(embedding: Embed, tokens: Array) -> Array:
-            return constrain(embedding(tokens, out=spec), spec)
+            return self.parts.constrain(embedding(tokens, out=spec), spec)
 
         def leave(last: tuple[RMSNorm, nnx.Param], x: Array, inputs: tuple[Array, Array]) -> Array:
             norm, head = last

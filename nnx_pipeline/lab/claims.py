@@ -11,6 +11,7 @@ from nnx_pipeline.lab.arms import Arm, Experiment, Setup
 from nnx_pipeline.mesh import MeshConfig
 from nnx_pipeline.modules import Parts
 from nnx_pipeline.pipeline.loop_parts import LoopParts
+from nnx_pipeline.sharding import place
 
 
 def _pipeline(**fields: Any) -> Callable[[Config], Config]:
@@ -218,6 +219,37 @@ SHARDING = (
         difference="shardings are found by the compiler from constraints, or are in the types",
         a=Arm(label="auto", configure=_pipeline(sharding="auto")),
         b=Arm(label="explicit", configure=_pipeline(sharding="explicit")),
+        by_default=False,
+    ),
+    Experiment(
+        name="trivial-specs",
+        claim="S2.4a",
+        difference="constraints whose spec spreads nothing are kept, or skipped; both in auto mode "
+        "and with fsdp_gather=step, where the specs of a stage's activations spread nothing",
+        a=Arm(label="kept", parts=Parts(constrain=place)),
+        b=Arm(label="skipped"),
+        setup=_both(sharding="auto", fsdp_gather="step", backward="accumulate"),
+        needs=("stage",),
+        by_default=False,
+    ),
+    Experiment(
+        name="size-one-axes",
+        claim="S2.4b",
+        difference="partition specs name mesh axes of one device, or leave them out; both in auto "
+        "mode, because in explicit mode the axes are part of the type and must match",
+        a=Arm(label="named", layout=variants.SizeOneAxes()),
+        b=Arm(label="left out"),
+        setup=_both(sharding="auto"),
+        by_default=False,
+    ),
+    Experiment(
+        name="stage-metadata",
+        claim="S2.10d",
+        difference="variables get new metadata in every stage, without the axes of the stack, or "
+        "keep what they have; metadata is no part of the program, so this can cost tracing alone",
+        a=Arm(label="stripped", parts=Parts(over_stages=variants.over_stages_stripped)),
+        b=Arm(label="as it is"),
+        needs=("stage",),
         by_default=False,
     ),
     Experiment(

@@ -11,7 +11,7 @@ from nnx_pipeline.modules.norm import RMSNorm
 from nnx_pipeline.modules.parts import Parts
 from nnx_pipeline.ops.router import Usage
 from nnx_pipeline.remat import KEEP_ALL, Remat
-from nnx_pipeline.sharding import Layout, constrain
+from nnx_pipeline.sharding import Layout
 
 
 class DecoderLayer(nnx.Module):
@@ -26,7 +26,7 @@ class DecoderLayer(nnx.Module):
         parts: Parts = Parts(),
         remat: Remat = KEEP_ALL,
     ) -> None:
-        self.layout = layout
+        self.layout, self.constrain = layout, parts.constrain
         self.attention_norm = RMSNorm(config, rngs=rngs, layout=layout, parts=parts)
         self.attention = Attention(config, rngs=rngs, layout=layout, remat=remat)
         self.feed_forward_norm = RMSNorm(config, rngs=rngs, layout=layout, parts=parts)
@@ -52,10 +52,10 @@ class DecoderLayer(nnx.Module):
         attended = self.attention(
             self.attention_norm(x), positions=positions, segment_ids=segment_ids
         )
-        h = constrain(x + attended, spec)
+        h = self.constrain(x + attended, spec)
         normed = self.feed_forward_norm(h)
         if isinstance(self.feed_forward, RoutedMoE):
             mixed, usage = self.feed_forward(normed, groups=groups)
         else:
             mixed, usage = self.feed_forward(normed), None
-        return constrain(h + mixed, spec), usage
+        return self.constrain(h + mixed, spec), usage
