@@ -235,8 +235,8 @@ SHARDING = (
     Experiment(
         name="size-one-axes",
         claim="S2.4b",
-        difference="partition specs name mesh axes of one device, or leave them out; both in auto "
-        "mode, because in explicit mode the axes are part of the type and must match",
+        difference="specs and collectives name mesh axes of one device, or leave them out; both in "
+        "auto mode, because in explicit mode the axes are part of the type and must match",
         a=Arm(label="named", layout=variants.SizeOneAxes()),
         b=Arm(label="left out"),
         setup=_both(sharding="auto"),

@@ -149,6 +149,10 @@ def _outcome(
     a, b = (None if isinstance(result, str) else result for result in results)
     if a and b and same_program(a.hlo, b.hlo):
         notes.append("both arms compile to the same program")
+    elif a and b and a.memory.heap_bytes and b.memory.heap_bytes:
+        by_heap = _verdict_of(a.memory.heap_bytes, b.memory.heap_bytes)
+        if by_heap != _verdict(a, b):
+            notes.append(f"by the heap: {by_heap}")
     numerics = None
     if platform.kind == "local":
         notes.append("numbers were not compared: that needs virtual CPU devices")
@@ -233,9 +237,15 @@ def _difference(a: Measurement | None, b: Measurement | None) -> tuple[int | Non
 
 def _verdict(a: Measurement | None, b: Measurement | None) -> str:
     """Whether arm b holds fewer temp bytes, as every claim here says."""
-    _, ratio = _difference(a, b)
-    if ratio is None:
+    if a is None or b is None:
         return NOT_APPLICABLE
+    return _verdict_of(a.memory.temp_bytes, b.memory.temp_bytes)
+
+
+def _verdict_of(before: int | None, after: int | None) -> str:
+    if not before or after is None:
+        return NOT_APPLICABLE
+    ratio = after / before
     if abs(ratio - 1) < NO_EFFECT:
         return "no effect"
     return "holds" if ratio < 1 else "opposite"

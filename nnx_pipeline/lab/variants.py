@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from nnx_pipeline.pipeline.stages import ApplyStage, over_stages
-from nnx_pipeline.sharding import Layout, P, gather_weight, mesh_sizes, out_sharding
+from nnx_pipeline.sharding import Layout, gather_weight, mesh_sizes, out_sharding
 
 
 def einsum_scale(x: Array, scale: Array) -> Array:
@@ -48,8 +48,9 @@ def over_stages_stripped(apply_stage: ApplyStage) -> Any:
 class SizeOneAxes(Layout):
     """A layout whose specs name every mesh axis, those of one device too (seeds S2.4b)."""
 
-    def spec(self, *names: str | None) -> P:
-        return P(*(getattr(self, name) or None if name else None for name in names))
+    def axes(self, name: str) -> tuple[str, ...]:
+        on_mesh = mesh_sizes()
+        return tuple(axis for axis in getattr(self, name) if axis in on_mesh)
 
 
 def full_cross_entropy(
