@@ -16,7 +16,6 @@ from nnx_pipeline.pipeline import create_pipeline
 from nnx_pipeline.remat import POLICIES
 from nnx_pipeline.sharding import (
     Layout,
-    constrain,
     gather_weight,
     out_sharding,
     parameter,
@@ -52,7 +51,13 @@ class Mixtral(nnx.Module):
             return DecoderLayer(model, rngs=rngs, layout=layout, parts=parts, remat=remat)
 
         self.pipeline = create_pipeline(
-            config, layer, rngs=rngs, layout=layout, summarize=_balance, over=parts.over_stages
+            config,
+            layer,
+            rngs=rngs,
+            layout=layout,
+            summarize=_balance,
+            over=parts.over_stages,
+            loop_parts=parts.loop,
         )
         self.layout = self.pipeline.layout
         self.norm = RMSNorm(model, rngs=rngs, layout=layout, parts=parts)
@@ -136,7 +141,7 @@ class Mixtral(nnx.Module):
     def _hidden(self, tokens: Array, side: dict[str, Array | None]) -> tuple[Array, Array]:
         pipeline = self.pipeline
         spec = self.layout.spec(*pipeline.batch_axes, None, None)
-        x = constrain(self.embedding(pipeline.arrange(tokens), out=spec), spec)
+        x = self.parts.constrain(self.embedding(pipeline.arrange(tokens), out=spec), spec)
         x, balance = pipeline.run(x, side, groups=pipeline.num_microbatches)
         return self.norm(x), balance / self._visits
 
@@ -147,7 +152,7 @@ class Mixtral(nnx.Module):
         spec = self.layout.spec(*batch_axes, None, None)
 
         def enter(embedding: Embed, tokens: Array) -> Array:
-            return constrain(embedding(tokens, out=spec), spec)
+            return self.parts.constrain(embedding(tokens, out=spec), spec)
 
         def leave(last: tuple[RMSNorm, nnx.Param], x: Array, inputs: tuple[Array, Array]) -> Array:
             norm, head = last

@@ -7,6 +7,7 @@ written once and runs on one device, on a mesh with explicit axes and on one wit
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
@@ -19,6 +20,7 @@ from jaxtyping import Array
 from nnx_pipeline.errors import InputError, nearest
 
 MeshAxes = tuple[str, ...]
+Constrain = Callable[[Array, P], Array]
 Module = TypeVar("Module", bound=nnx.Module)
 
 

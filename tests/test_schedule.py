@@ -214,7 +214,8 @@ def test_no_slot_of_the_ring_is_overwritten_while_in_use(schedule: OneForwardOne
             if back is not None:
                 assert ring.pop(back.microbatch % schedule.ring_slots) == back.microbatch
         assert not ring
-    assert most == schedule.ring_slots  # enough, and not one too many
+    # Enough, and with microbatches enough not one too many.
+    assert most == min(schedule.ring_slots, schedule.microbatches)
 
 
 @given(one_forward_one_backward())

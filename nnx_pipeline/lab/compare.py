@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +12,10 @@ import numpy as np
 
 from nnx_pipeline.config import Config
 from nnx_pipeline.errors import InputError
+from nnx_pipeline.lab.arms import Experiment, Program
 from nnx_pipeline.lab.compile import Measurement, Progress, measure_step
-from nnx_pipeline.lab.experiments import Experiment
 from nnx_pipeline.lab.platform import Platform
 from nnx_pipeline.mesh import MeshConfig, make_mesh
-from nnx_pipeline.modules import Parts
 from nnx_pipeline.presets import preset
 from nnx_pipeline.train import loss_of, make_state
 from nnx_pipeline.train.data import learnable_batches
@@ -81,26 +81,31 @@ def run_experiments(
     platform: Platform,
     *,
     progress: Progress = lambda text: None,
+    finished: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
     """Compiles the arms for `platform` and compares their numbers on the CPU.
 
+    finished: called with each outcome as soon as it is known.
     Arms that are the same program are compiled once. Input errors of the shared config are raised;
-    what goes wrong inside one arm stands in the outcome beside the other arm.
+    an experiment that says nothing on this config and mesh is not applicable, and what goes wrong
+    inside one arm stands in the outcome beside the other arm.
     """
     config.check_mesh(mesh)
-    results: dict[tuple[Config, Parts], Measurement | str] = {}
+    results: dict[Program, Measurement | str] = {}
     outcomes = []
     for experiment in experiments:
-        if experiment.needs_stages and mesh.stage == 1:
-            note = "needs a pipeline: give the mesh a stage axis of 2 or more"
-            outcomes.append(Outcome(experiment=experiment, verdict=NOT_APPLICABLE, note=note))
+        try:
+            programs = experiment.programs(config, mesh)
+        except InputError as error:
+            outcomes.append(Outcome(experiment=experiment, verdict=NOT_APPLICABLE, note=str(error)))
             continue
-        for arm in (experiment.a, experiment.b):
-            key = (arm.configure(config), arm.parts)
-            if key not in results:
+        for arm, program in zip((experiment.a, experiment.b), programs, strict=True):
+            if program not in results:
                 named = _named(progress, f"{experiment.name}, {arm.label}")
-                results[key] = _measure(*key, mesh, platform, named)
-        outcomes.append(_outcome(experiment, config, results, platform, progress))
+                results[program] = _measure(program, mesh, platform, named)
+        measured = (results[programs[0]], results[programs[1]])
+        outcomes.append(_outcome(experiment, config, measured, platform, progress))
+        finished(outcomes[-1])
     return outcomes
 
 
@@ -109,13 +114,18 @@ def _named(progress: Progress, name: str) -> Progress:
 
 
 def _measure(
-    config: Config, parts: Parts, mesh: MeshConfig, platform: Platform, progress: Progress
+    program: Program, mesh: MeshConfig, platform: Platform, progress: Progress
 ) -> Measurement | str:
     """The measurement, or the first line of what the compiler said against it."""
-    spare = NUMERICS_MESH.num_devices
     try:
         return measure_step(
-            config, mesh, platform, parts=parts, virtual_cpus=spare, progress=progress
+            program.config,
+            mesh,
+            platform,
+            parts=program.parts,
+            layout=program.layout,
+            virtual_cpus=NUMERICS_MESH.num_devices,
+            progress=progress,
         )
     except InputError:
         raise
@@ -127,18 +137,22 @@ def _measure(
 def _outcome(
     experiment: Experiment,
     config: Config,
-    results: dict[tuple[Config, Parts], Measurement | str],
+    results: tuple[Measurement | str, Measurement | str],
     platform: Platform,
     progress: Progress,
 ) -> Outcome:
-    measured: list[Measurement | None] = []
     notes, failed = [], False
-    for arm in (experiment.a, experiment.b):
-        result = results[arm.configure(config), arm.parts]
+    for arm, result in zip((experiment.a, experiment.b), results, strict=True):
         if isinstance(result, str):
             failed = True
             notes.append(f"{arm.label} did not compile: {result}")
-        measured.append(None if isinstance(result, str) else result)
+    a, b = (None if isinstance(result, str) else result for result in results)
+    if a and b and same_program(a.hlo, b.hlo):
+        notes.append("both arms compile to the same program")
+    elif a and b and a.memory.heap_bytes and b.memory.heap_bytes:
+        by_heap = _verdict_of(a.memory.heap_bytes, b.memory.heap_bytes)
+        if by_heap != _verdict(a, b):
+            notes.append(f"by the heap: {by_heap}")
     numerics = None
     if platform.kind == "local":
         notes.append("numbers were not compared: that needs virtual CPU devices")
@@ -152,7 +166,6 @@ def _outcome(
     if numerics and not numerics.within_tolerance:
         failed = True
         notes.append(f"the arms differ by {numerics.max_abs_diff:.3g}")
-    a, b = measured
     return Outcome(
         experiment=experiment,
         a=a,
@@ -164,14 +177,23 @@ def _outcome(
     )
 
 
+def same_program(a: str, b: str) -> bool:
+    """Whether two HLO texts are equal but for where in the source their instructions come from."""
+    return _without_source(a) == _without_source(b)
+
+
+def _without_source(hlo: str) -> str:
+    """The computations alone: neither their metadata nor the tables of files before them."""
+    bare = re.sub(r",? ?(stack_frame_id=\d+|metadata=\{[^{}]*\})", "", hlo)
+    return "\n".join(line for line in bare.splitlines() if re.match(r" *(%|ROOT|ENTRY|\})", line))
+
+
 def compare_numerics(experiment: Experiment, config: Config) -> Numerics:
     """Loss and gradients of both arms, from the same weights and batch, in float32.
 
     They run at `tiny` with the pipeline of `config`, where that fits the eight devices.
     """
-    tiny = _tiny_like(config)
-    arms = (experiment.a, experiment.b)
-    values = [_loss_and_gradients(arm.configure(tiny), arm.parts) for arm in arms]
+    values = [_loss_and_gradients(program) for program in _at_tiny(experiment, config)]
     pairs = list(zip(*values, strict=True))
     largest = max(float(np.max(np.abs(a))) for a, _ in pairs)
     difference = max(float(np.max(np.abs(a - b))) for a, b in pairs)
@@ -183,25 +205,27 @@ def compare_numerics(experiment: Experiment, config: Config) -> Numerics:
     )
 
 
-@functools.lru_cache(maxsize=16)
-def _loss_and_gradients(config: Config, parts: Parts) -> list[np.ndarray]:
+@functools.lru_cache(maxsize=64)
+def _loss_and_gradients(program: Program) -> list[np.ndarray]:
+    config, parts, layout = program
     mesh = make_mesh(NUMERICS_MESH, jax.devices("cpu"), sharding=config.pipeline.sharding)
     with jax.set_mesh(mesh):
-        model = make_state(config, mesh, parts=parts).model
-        batch = next(learnable_batches(config, mesh))
+        model = make_state(config, mesh, parts=parts, layout=layout).model
+        batch = next(learnable_batches(config, mesh, layout=layout))
         (loss, _), gradients = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(model, batch)
     return [np.asarray(leaf) for leaf in (loss, *jax.tree.leaves(gradients))]
 
 
-def _tiny_like(config: Config) -> Config:
+def _at_tiny(experiment: Experiment, config: Config) -> tuple[Program, Program]:
+    """Both arms at `tiny`, with the pipeline of `config` or one that fits the eight devices."""
     tiny = preset("tiny")
+    fitting = dataclasses.replace(config.pipeline, num_microbatches=8, num_repeats=2)
     try:
         like = dataclasses.replace(tiny, pipeline=config.pipeline)
         like.check_mesh(NUMERICS_MESH)
+        return experiment.programs(like, NUMERICS_MESH)
     except InputError:
-        pipeline = dataclasses.replace(config.pipeline, num_microbatches=8, num_repeats=2)
-        return dataclasses.replace(tiny, pipeline=pipeline)
-    return like
+        return experiment.programs(dataclasses.replace(tiny, pipeline=fitting), NUMERICS_MESH)
 
 
 def _difference(a: Measurement | None, b: Measurement | None) -> tuple[int | None, float | None]:
@@ -213,9 +237,15 @@ def _difference(a: Measurement | None, b: Measurement | None) -> tuple[int | Non
 
 def _verdict(a: Measurement | None, b: Measurement | None) -> str:
     """Whether arm b holds fewer temp bytes, as every claim here says."""
-    _, ratio = _difference(a, b)
-    if ratio is None:
+    if a is None or b is None:
         return NOT_APPLICABLE
+    return _verdict_of(a.memory.temp_bytes, b.memory.temp_bytes)
+
+
+def _verdict_of(before: int | None, after: int | None) -> str:
+    if not before or after is None:
+        return NOT_APPLICABLE
+    ratio = after / before
     if abs(ratio - 1) < NO_EFFECT:
         return "no effect"
     return "holds" if ratio < 1 else "opposite"

@@ -16,6 +16,7 @@ from nnx_pipeline.lab.hlo_cost import collective_counts, matmul_flops
 from nnx_pipeline.lab.platform import Platform
 from nnx_pipeline.mesh import MeshConfig, make_mesh
 from nnx_pipeline.modules import Parts
+from nnx_pipeline.sharding import Layout
 from nnx_pipeline.train import abstract_batch, abstract_state, jit_train_step
 
 Progress = Callable[[str], None]
@@ -68,6 +69,7 @@ def measure_step(
     platform: Platform,
     *,
     parts: Parts = Parts(),
+    layout: Layout = Layout(),
     virtual_cpus: int = 1,
     progress: Progress = lambda text: None,
 ) -> Measurement:
@@ -84,8 +86,8 @@ def measure_step(
     clock = _Clock(progress)
     with jax.set_mesh(mesh):
         with clock("abstract_init", "building the model abstractly"):
-            state = abstract_state(config, mesh, parts=parts)
-            batch = abstract_batch(config, mesh)
+            state = abstract_state(config, mesh, layout=layout, parts=parts)
+            batch = abstract_batch(config, mesh, layout=layout)
         with clock("trace", "tracing the training step"):
             traced = jit_train_step(state, mesh).trace(state, batch)
         with clock("lower", "lowering it"):

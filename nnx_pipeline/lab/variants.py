@@ -1,5 +1,6 @@
 """Other ways to do the same, kept only as arms of experiments: nothing but the lab calls them."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from nnx_pipeline.pipeline.stages import ApplyStage
+from nnx_pipeline.pipeline.stages import ApplyStage, over_stages
 from nnx_pipeline.sharding import Layout, gather_weight, mesh_sizes, out_sharding
 
 
@@ -24,6 +25,32 @@ def over_stages_by_nnx_vmap(apply_stage: ApplyStage) -> Any:
         return apply_stage(params, x, side)
 
     return nnx.vmap(apply, spmd_axis_name=name)
+
+
+def over_stages_stripped(apply_stage: ApplyStage) -> Any:
+    """The stage function, given copies of its variables that do not name the stack's axes.
+
+    What MaxText did at each call to weights under a vmap (`meta.remove_axis`, seeds S2.10d).
+    """
+
+    def strip(variable: nnx.Variable) -> nnx.Variable:
+        axes = variable.get_metadata("logical_axes")
+        return nnx.Param(variable.get_value(), logical_axes=axes[2:])
+
+    def apply(params: Any, x: Any, side: Any) -> Any:
+        stripped = jax.tree.map(strip, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+        return apply_stage(stripped, x, side)
+
+    return over_stages(apply)
+
+
+@dataclass(frozen=True)
+class SizeOneAxes(Layout):
+    """A layout whose specs name every mesh axis, those of one device too (seeds S2.4b)."""
+
+    def axes(self, name: str) -> tuple[str, ...]:
+        on_mesh = mesh_sizes()
+        return tuple(axis for axis in getattr(self, name) if axis in on_mesh)
 
 
 def full_cross_entropy(

@@ -13,7 +13,7 @@ from nnx_pipeline.modules.parts import Parts
 from nnx_pipeline.ops.dropout import dropout, fold_in
 from nnx_pipeline.ops.router import Usage
 from nnx_pipeline.remat import KEEP_ALL, Remat
-from nnx_pipeline.sharding import Layout, constrain
+from nnx_pipeline.sharding import Layout
 
 
 class DecoderLayer(nnx.Module):
@@ -29,6 +29,7 @@ class DecoderLayer(nnx.Module):
         remat: Remat = KEEP_ALL,
     ) -> None:
         self.layout, self.dropout_rate = layout, config.dropout_rate
+        self.constrain = parts.constrain
         self.attention_norm = RMSNorm(config, rngs=rngs, layout=layout, parts=parts)
         self.attention = Attention(config, rngs=rngs, layout=layout, remat=remat)
         self.feed_forward_norm = RMSNorm(config, rngs=rngs, layout=layout, parts=parts)
@@ -56,13 +57,13 @@ class DecoderLayer(nnx.Module):
         attended = self.attention(
             self.attention_norm(x), positions=positions, segment_ids=segment_ids
         )
-        h = constrain(x + self._drop(attended, keys, place=0), spec)
+        h = self.constrain(x + self._drop(attended, keys, place=0), spec)
         normed = self.feed_forward_norm(h)
         if isinstance(self.feed_forward, RoutedMoE):
             mixed, usage = self.feed_forward(normed, groups=groups)
         else:
             mixed, usage = self.feed_forward(normed), None
-        return constrain(h + self._drop(mixed, keys, place=1), spec), usage
+        return self.constrain(h + self._drop(mixed, keys, place=1), spec), usage
 
     def _drop(self, x: Array, keys: Array | None, *, place: int) -> Array:
         if keys is None or not self.dropout_rate:

@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 from nnx_pipeline.ops.loss import Loss, chunked_cross_entropy
 from nnx_pipeline.ops.norm import ApplyScale, multiply_scale
+from nnx_pipeline.pipeline.loop_parts import DEFAULT_PARTS, LoopParts
 from nnx_pipeline.pipeline.stages import OverStages, over_stages
+from nnx_pipeline.sharding import Constrain, constrain
 
 
 @dataclass(frozen=True)
@@ -16,4 +18,6 @@ class Parts:
 
     apply_norm_scale: ApplyScale = multiply_scale
     over_stages: OverStages = over_stages
+    loop: LoopParts = DEFAULT_PARTS
+    constrain: Constrain = constrain
     loss: Loss = chunked_cross_entropy

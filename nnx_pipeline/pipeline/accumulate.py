@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 
 from nnx_pipeline.pipeline.buffers import over_stage
 from nnx_pipeline.pipeline.lend import Lending
+from nnx_pipeline.pipeline.loop_parts import DEFAULT_PARTS, LoopParts
 from nnx_pipeline.pipeline.schedule import CircularSchedule
 from nnx_pipeline.pipeline.shift import ShiftName
 from nnx_pipeline.pipeline.stage_vjp import (
@@ -21,14 +22,12 @@ from nnx_pipeline.pipeline.stage_vjp import (
     is_float,
     zero_gradients,
 )
-from nnx_pipeline.pipeline.stages import select_repeat
 from nnx_pipeline.pipeline.ticks import (
     Carry,
     Plan,
     hand_on,
     make_plan,
     name_input,
-    receive,
     shape_of_metrics,
     side_rows,
     start,
@@ -50,7 +49,8 @@ class Ticks:
 
     visit: ((parameters, side inputs), x) of all stages to (activations, metrics), with its own
         `jax.checkpoint`. grad_dtype: dtype of the accumulators, None for that of the parameters.
-    lending: how the weights are held while the ticks go by.
+    lending: how the weights are held while the ticks go by. parts: pieces that an experiment may
+        exchange.
     """
 
     visit: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -59,6 +59,7 @@ class Ticks:
     bubble_fill: float
     grad_dtype: jax.typing.DTypeLike | None
     lending: Lending
+    parts: LoopParts = DEFAULT_PARTS
 
     def start(self, select: Select, stream: PyTree, side: PyTree) -> Carry:
         """The carry before the first tick."""
@@ -73,7 +74,7 @@ class Ticks:
         self, select: Select, side: PyTree, keep: bool, carry: Carry, now: Plan
     ) -> tuple[Carry, PyTree]:
         """The next carry, and what the derivative of the tick needs besides."""
-        rest, x = receive(self.schedule, self.shift_by, now, carry)
+        rest, x = self.parts.receive(self.schedule, self.shift_by, now, carry)
         needed = (select(now), side_rows(side, now))
         given, kept = forward_keeping(self.visit, needed, name_input(x))
         return hand_on(self.schedule, self.shift_by, now, rest, given), kept if keep else None
@@ -93,7 +94,7 @@ class Ticks:
         Everything in a tick but the visit is linear, so that its transpose needs shapes alone.
         """
         carry = jax.eval_shape(lambda carry: carry, after.carry)
-        take = functools.partial(receive, self.schedule, self.shift_by, now)
+        take = functools.partial(self.parts.receive, self.schedule, self.shift_by, now)
         give = functools.partial(hand_on, self.schedule, self.shift_by, now)
         needed = (select(now), side_rows(side, now))
         rest, x = jax.eval_shape(take, carry)
@@ -110,10 +111,10 @@ def forward_through(
 ) -> tuple[Carry, Any]:
     """All ticks with all weights at hand: the carry after the last one, and what to save."""
     lent = ticks.lending.lend(params)
-    select = functools.partial(_select, lent)
+    select = functools.partial(_select, ticks.parts, lent)
     tick = functools.partial(ticks.forward, select, side, keep)
     begin = ticks.start(select, stream, side)
-    end, kept = jax.lax.scan(tick, begin, make_plan(ticks.schedule))
+    end, kept = ticks.parts.walk(ticks.schedule, tick, begin, make_plan(ticks.schedule))
     return end, (lent, kept)
 
 
@@ -122,7 +123,7 @@ def backward_through(
 ) -> tuple[PyTree, Cotangents]:
     """All ticks backward: the gradient of the parameters, and the cotangents before the first."""
     lent, kept = saved
-    select = functools.partial(_select, lent)
+    select = functools.partial(_select, ticks.parts, lent)
 
     def tick(
         totals: tuple[PyTree, Cotangents], at: tuple[Plan, PyTree]
@@ -133,12 +134,14 @@ def backward_through(
 
     start = (zero_gradients(lent, params, ticks.grad_dtype), last)
     plan = make_plan(ticks.schedule)
-    (of_params, first), _ = jax.lax.scan(tick, start, (plan, kept), reverse=True)
+    (of_params, first), _ = ticks.parts.walk(
+        ticks.schedule, tick, start, (plan, kept), reverse=True
+    )
     return ticks.lending.give_back(of_params), first
 
 
-def _select(lent: PyTree, now: Plan) -> PyTree:
-    return select_repeat(lent, over_stage(now.repeat))
+def _select(parts: LoopParts, lent: PyTree, now: Plan) -> PyTree:
+    return parts.select(lent, over_stage(now.repeat))
 
 
 def _back_to_microbatches(side: PyTree, of_rows: PyTree, now: Plan) -> PyTree:

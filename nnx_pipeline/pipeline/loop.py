@@ -13,6 +13,7 @@ from nnx_pipeline.pipeline import accumulate, prefetch
 from nnx_pipeline.pipeline.accumulate import Ticks
 from nnx_pipeline.pipeline.buffers import merge, split
 from nnx_pipeline.pipeline.lend import AS_STORED, Lending
+from nnx_pipeline.pipeline.loop_parts import DEFAULT_PARTS, LoopParts
 from nnx_pipeline.pipeline.schedule import CircularSchedule
 from nnx_pipeline.pipeline.shift import SHIFTS, ShiftName
 from nnx_pipeline.pipeline.stage_vjp import as_cotangents
@@ -24,7 +25,6 @@ from nnx_pipeline.pipeline.ticks import (
     make_plan,
     name_input,
     needed_at,
-    receive,
     shape_of_metrics,
     start,
 )
@@ -47,6 +47,7 @@ def run_pipeline(
     grad_dtype: jax.typing.DTypeLike | None = None,
     lending: Lending = AS_STORED,
     over: OverStages = over_stages,
+    parts: LoopParts = DEFAULT_PARTS,
     bubble_fill: float = 0.0,
 ) -> tuple[PyTree, PyTree]:
     """Sends every microbatch through all stages, all stages at work at once.
@@ -74,7 +75,8 @@ def run_pipeline(
         adds up, None for that of the parameters; gradients come back in the parameters' dtype.
     lending: how `accumulate` holds the weights; where it gathers them once for all ticks, the stage
         function and the microbatches have an axis of copies after the stages (see `Lending`).
-    over: how the stage function is spread over the stages; another one is an arm of an experiment.
+    over: how the stage function is spread over the stages. parts: other pieces of the loop. Others
+        than the defaults are arms of experiments.
     bubble_fill: what the buffers hold before anything arrives; results never depend on it.
 
     Returns the outputs, laid out and ordered as `microbatches`, and the sum of the metrics over
@@ -84,18 +86,21 @@ def run_pipeline(
     check_shapes(params, inputs, schedule.stages, schedule.repeats, schedule.microbatches)
     _check_options(schedule, shift_by, backward, grad_dtype, lending)
     mapped = over(apply_stage)
-    checkpoint = functools.partial(remat.checkpoint, also=saved_in_stage, in_scan=True)
+    checkpoint = functools.partial(remat.checkpoint, also=saved_in_stage, in_scan=parts.is_scan)
 
     def visit(needed: tuple[PyTree, PyTree], x: PyTree) -> tuple[PyTree, PyTree]:
         return mapped(needed[0], x, needed[1])
 
     stream = jax.tree.map(lambda leaf: split(leaf, schedule), microbatches)
     if backward == "accumulate":
-        ticks = Ticks(checkpoint(visit), schedule, shift_by, bubble_fill, grad_dtype, lending)
+        how = (schedule, shift_by, bubble_fill, grad_dtype, lending, parts)
+        ticks = Ticks(checkpoint(visit), *how)
         stream, metrics = _accumulating(ticks, params, stream, side_inputs)
     else:
         arrays = (params, stream, side_inputs)
-        stream, metrics = _by_autodiff(visit, checkpoint, *arrays, schedule, shift_by, bubble_fill)
+        stream, metrics = _by_autodiff(
+            visit, checkpoint, *arrays, schedule, shift_by, bubble_fill, parts
+        )
     # Output m went into slot (first_output_tick + m) mod slots; its place is m mod slots.
     turn = schedule.first_output_tick % schedule.stream_slots
     outputs = jax.tree.map(lambda leaf: merge(jnp.roll(leaf, -turn, axis=1)), stream)
@@ -111,6 +116,7 @@ def _by_autodiff(
     schedule: CircularSchedule,
     shift_by: ShiftName,
     bubble_fill: float,
+    parts: LoopParts,
 ) -> tuple[PyTree, PyTree]:
     """The stream after the last tick and the metrics of every stage, differentiated by JAX.
 
@@ -118,13 +124,13 @@ def _by_autodiff(
     rest of a tick is linear: its checkpoints keep the conditions of its choices as they are, where
     JAX alone would keep them spread out to the shape of the activations.
     """
-    linear = functools.partial(jax.checkpoint, prevent_cse=False)
-    take = linear(functools.partial(receive, schedule, shift_by))
+    linear = functools.partial(jax.checkpoint, prevent_cse=not parts.is_scan)
+    take = linear(functools.partial(parts.receive, schedule, shift_by))
     give = linear(functools.partial(hand_on, schedule, shift_by))
 
     @checkpoint
     def select_and_visit(params: PyTree, now: Plan, x: PyTree) -> tuple[PyTree, PyTree]:
-        return visit(needed_at(params, side, now), x)
+        return visit(needed_at(params, side, now, parts.select), x)
 
     def tick(carry: Carry, now: Plan) -> tuple[Carry, None]:
         rest, x = take(now, carry)
@@ -132,7 +138,7 @@ def _by_autodiff(
 
     plan = make_plan(schedule)
     metrics = shape_of_metrics(functools.partial(select_and_visit, params), plan, stream)
-    end, _ = jax.lax.scan(tick, start(stream, metrics, schedule, bubble_fill), plan)
+    end, _ = parts.walk(schedule, tick, start(stream, metrics, schedule, bubble_fill), plan)
     return end.stream, end.metrics
 
 

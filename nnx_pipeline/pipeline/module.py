@@ -15,6 +15,7 @@ from nnx_pipeline.mesh import ambient_mesh
 from nnx_pipeline.ops.dropout import fold_in, sequence_keys
 from nnx_pipeline.pipeline.lend import Lending
 from nnx_pipeline.pipeline.loop import run_pipeline
+from nnx_pipeline.pipeline.loop_parts import DEFAULT_PARTS, LoopParts
 from nnx_pipeline.pipeline.one_f_one_b import run_one_f_one_b
 from nnx_pipeline.pipeline.one_f_one_b_loop import Enter, Inputs, Leave, Weights
 from nnx_pipeline.pipeline.schedule import CircularSchedule, OneForwardOneBackward
@@ -48,8 +49,8 @@ class CircularPipeline(nnx.Module):
     dtype: that of the activations, to which weights are cast before they are gathered ahead.
     summarize: metrics of a stage's layers, stacked, to those of the stage. Where layers run in
         copies (`Layout.copy`), it gets the mean of theirs.
-    over: how a function of one stage is spread over the stages; another one is an arm of an
-        experiment.
+    over: how a function of one stage is spread over the stages. loop_parts: other pieces of the
+        circular loop. Others than the defaults are arms of experiments.
 
     Raises InputError when layers do not divide, or hold state that is not a parameter.
     """
@@ -65,9 +66,10 @@ class CircularPipeline(nnx.Module):
         dtype: str | None = None,
         summarize: Summarize = sum_over_layers,
         over: OverStages = over_stages,
+        loop_parts: LoopParts = DEFAULT_PARTS,
     ) -> None:
         self.config, self.num_layers, self.dtype = config, num_layers, dtype
-        self.summarize, self.over = summarize, over
+        self.summarize, self.over, self.loop_parts = summarize, over, loop_parts
         self.num_stages = ambient_mesh().stage
         self.layout = layout.in_copies(self._copies(layout))
         visits = self.num_stages * config.num_repeats
@@ -118,6 +120,7 @@ class CircularPipeline(nnx.Module):
                 delay=config.forwarding_delay,
             ),
             backward="accumulate" if config.accumulates else "autodiff",
+            parts=self.loop_parts,
             **self._options,
         )
 

@@ -16,37 +16,6 @@ ApplyStage = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 OverStages = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def over_stages(apply_stage: ApplyStage) -> Callable[..., Any]:
-    """The stage function over a leading axis of stages, which lies on the mesh axis `stage`."""
-    name = "stage" if mesh_sizes().get("stage", 1) > 1 else None
-    return jax.vmap(apply_stage, spmd_axis_name=name)
-
-
-def select_repeat(params: PyTree, repeat: Array) -> PyTree:
-    """Each stage's parameters of its own repeat: `[repeats, stages, …]` to `[stages, …]`.
-
-    repeat: int32[stages]. Every stage slices its own shard; nothing is sent.
-    """
-    leaves = jax.tree.leaves(params)
-    if leaves and leaves[0].shape[0] == 1:
-        return jax.tree.map(lambda leaf: jax.lax.squeeze(leaf, (0,)), params)
-    return _each_stage(_read, repeat, (params,), stage_axes=(1,))
-
-
-def at_repeat(params: PyTree, repeat: Array, new: PyTree) -> PyTree:
-    """`[repeats, stages, …]` with `[stages, …]` put into each stage's entry of its own repeat."""
-
-    def put(repeat: Array, leaf: Array, new: Array) -> Array:
-        return jnp.expand_dims(leaf.at[repeat].set(new[None], **_WITHIN), 1)
-
-    return _each_stage(put, repeat, (params, new), stage_axes=(1, 0))
-
-
-def select_slot(tree: PyTree, slot: Array) -> PyTree:
-    """What each stage has in its own slot: `[stages, slots, …]` to `[stages, …]`."""
-    return _each_stage(_read, slot, (tree,), stage_axes=(0,))
-
-
 _WITHIN: dict[str, Any] = {
     "mode": "promise_in_bounds",
     "unique_indices": True,
@@ -54,7 +23,13 @@ _WITHIN: dict[str, Any] = {
 }
 
 
-def _read(index: Array, leaf: Array) -> Array:
+def over_stages(apply_stage: ApplyStage) -> Callable[..., Any]:
+    """The stage function over a leading axis of stages, which lies on the mesh axis `stage`."""
+    name = "stage" if mesh_sizes().get("stage", 1) > 1 else None
+    return jax.vmap(apply_stage, spmd_axis_name=name)
+
+
+def read_row(index: Array, leaf: Array) -> Array:
     """`leaf[index]` for an array of one index, as a single gather.
 
     The TPU compiler adds up the transpose of a gather in place, and makes another array for that of
@@ -72,6 +47,34 @@ def _read(index: Array, leaf: Array) -> Array:
         slice_sizes=(1, *leaf.shape[1:]),
         **_WITHIN,
     )
+
+
+def select_repeat(
+    params: PyTree, repeat: Array, read: Callable[[Array, Array], Array] = read_row
+) -> PyTree:
+    """Each stage's parameters of its own repeat: `[repeats, stages, …]` to `[stages, …]`.
+
+    repeat: int32[stages]. Every stage reads its own shard; nothing is sent. read: takes one repeat
+    out of a stage's shard.
+    """
+    leaves = jax.tree.leaves(params)
+    if leaves and leaves[0].shape[0] == 1:
+        return jax.tree.map(lambda leaf: jax.lax.squeeze(leaf, (0,)), params)
+    return _each_stage(read, repeat, (params,), stage_axes=(1,))
+
+
+def at_repeat(params: PyTree, repeat: Array, new: PyTree) -> PyTree:
+    """`[repeats, stages, …]` with `[stages, …]` put into each stage's entry of its own repeat."""
+
+    def put(repeat: Array, leaf: Array, new: Array) -> Array:
+        return jnp.expand_dims(leaf.at[repeat].set(new[None], **_WITHIN), 1)
+
+    return _each_stage(put, repeat, (params, new), stage_axes=(1, 0))
+
+
+def select_slot(tree: PyTree, slot: Array) -> PyTree:
+    """What each stage has in its own slot: `[stages, slots, …]` to `[stages, …]`."""
+    return _each_stage(read_row, slot, (tree,), stage_axes=(0,))
 
 
 def _each_stage(

@@ -97,9 +97,14 @@ def shape_of_metrics(
     return jax.eval_shape(first_visit, plan, stream)
 
 
-def needed_at(params: PyTree, side: PyTree, now: Plan) -> tuple[PyTree, PyTree]:
+def needed_at(
+    params: PyTree,
+    side: PyTree,
+    now: Plan,
+    select: Callable[[PyTree, Array], PyTree] = select_repeat,
+) -> tuple[PyTree, PyTree]:
     """What a visit reads beside the activations: each stage's parameters and side inputs."""
-    return select_repeat(params, over_stage(now.repeat)), side_rows(side, now)
+    return select(params, over_stage(now.repeat)), side_rows(side, now)
 
 
 def side_rows(side: PyTree, now: Plan) -> PyTree:

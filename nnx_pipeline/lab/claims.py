@@ -1,0 +1,304 @@
+"""Every claim that the lab puts to the test, as an experiment with one difference."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from nnx_pipeline.config import Config
+from nnx_pipeline.errors import InputError
+from nnx_pipeline.lab import loop_variants, variants
+from nnx_pipeline.lab.arms import Arm, Experiment, Setup
+from nnx_pipeline.mesh import MeshConfig
+from nnx_pipeline.modules import Parts
+from nnx_pipeline.pipeline.loop_parts import LoopParts
+from nnx_pipeline.sharding import place
+
+
+def _pipeline(**fields: Any) -> Callable[[Config], Config]:
+    return lambda config: dataclasses.replace(
+        config, pipeline=dataclasses.replace(config.pipeline, **fields)
+    )
+
+
+def _model(**fields: Any) -> Callable[[Config], Config]:
+    return lambda config: dataclasses.replace(
+        config, model=dataclasses.replace(config.model, **fields)
+    )
+
+
+def _both(**fields: Any) -> Setup:
+    """A setup that sets these fields of the pipeline in both arms."""
+    configure = _pipeline(**fields)
+    return lambda config, mesh: configure(config)
+
+
+def _one_repeat(config: Config, mesh: MeshConfig) -> Config:
+    """One repeat, and so as many layers per stage as there can be: two or more."""
+    config = _pipeline(num_repeats=1)(config)
+    layers = config.layers_per_stage(mesh.stage)
+    if layers < 2:
+        raise InputError(
+            f"needs several layers per stage: num_layers={config.model.num_layers} over "
+            f"stage={mesh.stage} is {layers}; give the model {2 * mesh.stage} layers or more"
+        )
+    return config
+
+
+def _one_layer_per_stage(config: Config, mesh: MeshConfig) -> Config:
+    return _pipeline(num_repeats=max(config.model.num_layers // mesh.stage, 1))(config)
+
+
+def _loop(**parts: Any) -> Parts:
+    """The parts of an arm that exchanges pieces of the circular loop."""
+    return Parts(loop=LoopParts(**parts))
+
+
+def _circular(config: Config, mesh: MeshConfig) -> Config:
+    if config.pipeline.schedule != "circular":
+        raise InputError(
+            f"exchanges a piece of the circular loop, which pipeline.schedule="
+            f"{config.pipeline.schedule} does not run; leave the schedule at circular"
+        )
+    return config
+
+
+def _two_repeats(config: Config, mesh: MeshConfig) -> Config:
+    """Two repeats, unless the config already has several."""
+    repeats = max(config.pipeline.num_repeats, 2)
+    return _pipeline(num_repeats=repeats)(_circular(config, mesh))
+
+
+def _ahead(config: Config, mesh: MeshConfig) -> Config:
+    return _pipeline(backward="accumulate")(_two_repeats(config, mesh))
+
+
+def _room_for_delay(config: Config, mesh: MeshConfig) -> Config:
+    """The same number of microbatches in both arms, as many as the longer delay needs."""
+    microbatches = config.pipeline.num_microbatches or 2 * mesh.stage
+    return _pipeline(num_microbatches=microbatches)(config)
+
+
+SCHEDULES = (
+    Experiment(
+        name="schedule",
+        claim="design",
+        difference="each stage forwards all microbatches before it takes one back, or one of each "
+        "per tick (1F1B); both with one repeat",
+        a=Arm(label="circular", configure=_pipeline(schedule="circular")),
+        b=Arm(label="1f1b", configure=_pipeline(schedule="1f1b")),
+        setup=_both(num_repeats=1),
+        needs=("stage",),
+        by_default=False,
+    ),
+    Experiment(
+        name="delay",
+        claim="S5",
+        difference="activations arrive one tick after they are sent, or two, which is to hide the "
+        "transfer and may cost memory; both with the microbatches that two ticks need",
+        a=Arm(label="1 tick", configure=_pipeline(forwarding_delay=1)),
+        b=Arm(label="2 ticks", configure=_pipeline(forwarding_delay=2)),
+        setup=_room_for_delay,
+        needs=("stage",),
+        by_default=False,
+    ),
+    Experiment(
+        name="backward",
+        claim="S3.2",
+        difference="the ticks are differentiated by JAX, or by hand with one gradient buffer per "
+        "parameter that is added to in place",
+        a=Arm(label="autodiff", configure=_pipeline(backward="autodiff")),
+        b=Arm(label="accumulate", configure=_pipeline(backward="accumulate")),
+        needs=("stage",),
+        by_default=False,
+    ),
+    Experiment(
+        name="ticks",
+        claim="S3.3",
+        difference="the ticks are written one after the other, or are one scan",
+        a=Arm(label="unrolled", parts=_loop(walk=loop_variants.python_loop, is_scan=False)),
+        b=Arm(label="scan"),
+        setup=_circular,
+        needs=("stage",),
+        by_default=False,
+    ),
+    Experiment(
+        name="repeats",
+        claim="S3.3",
+        difference="each repeat has a scan over its ticks, written one after the other, or all "
+        "ticks of all repeats are one scan; both with two repeats or more",
+        a=Arm(label="scan per repeat", parts=_loop(walk=loop_variants.scan_per_repeat)),
+        b=Arm(label="one scan"),
+        setup=_two_repeats,
+        needs=("stage",),
+        by_default=False,
+    ),
+)
+
+TRANSFERS = (
+    Experiment(
+        name="stage-shift",
+        claim="S1.1",
+        difference="activations reach the next stage by ppermute in a shard_map, or by slices",
+        a=Arm(label="ppermute", configure=_pipeline(shift="ppermute")),
+        b=Arm(label="slice", configure=_pipeline(shift="slice")),
+        needs=("stage",),
+    ),
+    Experiment(
+        name="stage-shift-pad",
+        claim="S1.1",
+        difference="activations reach the next stage by ppermute, or by padding and a slice",
+        a=Arm(label="ppermute", configure=_pipeline(shift="ppermute")),
+        b=Arm(label="pad", configure=_pipeline(shift="pad")),
+        needs=("stage",),
+        by_default=False,
+    ),
+)
+
+WEIGHTS = (
+    Experiment(
+        name="repeat-select",
+        claim="S2.10e",
+        difference="a stage takes the weights of its repeat by a gather, or by a dynamic slice; "
+        "both with two repeats or more",
+        a=Arm(label="index"),
+        b=Arm(label="slice", parts=_loop(select=loop_variants.select_by_slice)),
+        setup=_two_repeats,
+        needs=("stage",),
+        by_default=False,
+    ),
+    Experiment(
+        name="weights-per-step",
+        claim="S4.3",
+        difference="weights are gathered over fsdp at each use, or once per step, which saves "
+        "transfers and may cost memory; both with backward=accumulate",
+        a=Arm(label="per use", configure=_pipeline(fsdp_gather="use")),
+        b=Arm(label="per step", configure=_pipeline(fsdp_gather="step")),
+        setup=_both(backward="accumulate"),
+        needs=("stage", "fsdp"),
+        by_default=False,
+    ),
+    Experiment(
+        name="weights-ahead",
+        claim="S3.1",
+        difference="weights are gathered over fsdp at each use, or repeat by repeat, the next one "
+        "while the present one is in use; both with backward=accumulate and two repeats or more",
+        a=Arm(label="per use", configure=_pipeline(fsdp_gather="use")),
+        b=Arm(label="ahead", configure=_pipeline(fsdp_gather="prefetch")),
+        setup=_ahead,
+        needs=("stage", "fsdp"),
+        by_default=False,
+    ),
+)
+
+REMAT = (
+    Experiment(
+        name="layer-input",
+        claim="S1.3",
+        difference="the input of each layer of a stage is kept for the backward pass, or not; both "
+        "with one repeat, for several layers per stage",
+        a=Arm(label="kept", configure=_pipeline(save_decoder_layer_input=True)),
+        b=Arm(label="recomputed", configure=_pipeline(save_decoder_layer_input=False)),
+        setup=_one_repeat,
+        needs=("stage",),
+        by_default=False,
+    ),
+    Experiment(
+        name="qkv-offload",
+        claim="S5",
+        difference="queries, keys and values are kept in device memory, or in host memory; both "
+        "with one layer per stage, out of which alone they reach the host",
+        a=Arm(label="device", configure=_pipeline(remat="save_qkv_proj")),
+        b=Arm(label="host", configure=_pipeline(remat="qkv_proj_offloaded")),
+        setup=_one_layer_per_stage,
+        needs=("stage",),
+        by_default=False,
+    ),
+)
+
+SHARDING = (
+    Experiment(
+        name="constraints",
+        claim="S1.2",
+        difference="constraints say again where the shifted activations, the input of the first "
+        "stage and the stream lie, and an iota is told its sharding, or they do not",
+        a=Arm(label="kept", parts=_loop(receive=loop_variants.receive_constrained)),
+        b=Arm(label="dropped"),
+        setup=_circular,
+        needs=("stage",),
+        by_default=False,
+    ),
+    Experiment(
+        name="sharding-mode",
+        claim="S4.1",
+        difference="shardings are found by the compiler from constraints, or are in the types",
+        a=Arm(label="auto", configure=_pipeline(sharding="auto")),
+        b=Arm(label="explicit", configure=_pipeline(sharding="explicit")),
+        by_default=False,
+    ),
+    Experiment(
+        name="trivial-specs",
+        claim="S2.4a",
+        difference="constraints whose spec spreads nothing are kept, or skipped; both in auto mode "
+        "and with fsdp_gather=step, where the specs of a stage's activations spread nothing",
+        a=Arm(label="kept", parts=Parts(constrain=place)),
+        b=Arm(label="skipped"),
+        setup=_both(sharding="auto", fsdp_gather="step", backward="accumulate"),
+        needs=("stage",),
+        by_default=False,
+    ),
+    Experiment(
+        name="size-one-axes",
+        claim="S2.4b",
+        difference="specs and collectives name mesh axes of one device, or leave them out; both in "
+        "auto mode, because in explicit mode the axes are part of the type and must match",
+        a=Arm(label="named", layout=variants.SizeOneAxes()),
+        b=Arm(label="left out"),
+        setup=_both(sharding="auto"),
+        by_default=False,
+    ),
+    Experiment(
+        name="stage-metadata",
+        claim="S2.10d",
+        difference="variables get new metadata in every stage, without the axes of the stack, or "
+        "keep what they have; metadata is no part of the program, so this can cost tracing alone",
+        a=Arm(label="stripped", parts=Parts(over_stages=variants.over_stages_stripped)),
+        b=Arm(label="as it is"),
+        needs=("stage",),
+        by_default=False,
+    ),
+    Experiment(
+        name="stage-vmap",
+        claim="MaxText",
+        difference="the stages run under nnx.vmap, or under jax.vmap",
+        a=Arm(label="nnx.vmap", parts=Parts(over_stages=variants.over_stages_by_nnx_vmap)),
+        b=Arm(label="jax.vmap"),
+        needs=("stage",),
+    ),
+)
+
+LAYERS = (
+    Experiment(
+        name="embedding",
+        claim="S2.7",
+        difference="tokens are looked up by a one-hot product, or by a gather",
+        a=Arm(label="one-hot", configure=_model(embedding="one_hot")),
+        b=Arm(label="gather", configure=_model(embedding="gather")),
+        by_default=False,
+    ),
+    Experiment(
+        name="norm-scale",
+        claim="S2.5",
+        difference="RMSNorm applies its scale by an einsum, or by a product",
+        a=Arm(label="einsum", parts=Parts(apply_norm_scale=variants.einsum_scale)),
+        b=Arm(label="multiply"),
+    ),
+    Experiment(
+        name="loss-chunks",
+        claim="design",
+        difference="cross-entropy sees all logits at once, or one chunk of the sequence",
+        a=Arm(label="full logits", parts=Parts(loss=variants.full_cross_entropy)),
+        b=Arm(label="chunked"),
+    ),
+)
+
+CLAIMS = (*TRANSFERS, *SCHEDULES, *WEIGHTS, *REMAT, *SHARDING, *LAYERS)

@@ -1,0 +1,102 @@
+"""Other ways through the circular loop, kept only as arms of experiments."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from nnx_pipeline.pipeline.buffers import over_stage, push, slot, stage_axis, where
+from nnx_pipeline.pipeline.schedule import CircularSchedule
+from nnx_pipeline.pipeline.shift import ShiftName, shift
+from nnx_pipeline.pipeline.stages import select_repeat
+from nnx_pipeline.pipeline.ticks import Carry, Plan, Rest
+from nnx_pipeline.sharding import P, out_sharding
+
+Tick = Callable[[Any, Any], tuple[Any, Any]]
+
+
+def python_loop(
+    schedule: CircularSchedule, tick: Tick, carry: Any, rows: Any, *, reverse: bool = False
+) -> tuple[Any, Any]:
+    """All ticks written one after the other."""
+    results = []
+    for index in _order(range(schedule.ticks), reverse):
+        row = jax.tree.map(
+            lambda leaf, at=index: jax.lax.index_in_dim(leaf, at, keepdims=False), rows
+        )
+        carry, result = tick(carry, row)
+        results.append(result)
+    return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *_order(results, reverse))
+
+
+def scan_per_repeat(
+    schedule: CircularSchedule, tick: Tick, carry: Any, rows: Any, *, reverse: bool = False
+) -> tuple[Any, Any]:
+    """One scan for each repeat, written one after the other, and one for the ticks that drain."""
+    starts = [repeat * schedule.microbatches for repeat in range(schedule.repeats + 1)]
+    results = []
+    for begin, end in _order(
+        list(zip(starts, [*starts[1:], schedule.ticks], strict=True)), reverse
+    ):
+        part = jax.tree.map(
+            lambda leaf, begin=begin, end=end: jax.lax.slice_in_dim(leaf, begin, end), rows
+        )
+        carry, result = jax.lax.scan(tick, carry, part, length=end - begin, reverse=reverse)
+        results.append(result)
+    return carry, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *_order(results, reverse))
+
+
+def _order(items: Any, reverse: bool) -> list[Any]:
+    return list(reversed(items)) if reverse else list(items)
+
+
+def select_by_slice(params: PyTree, repeat: Array) -> PyTree:
+    """Each stage's parameters of its own repeat by a dynamic slice (seeds S2.10e)."""
+    return select_repeat(params, repeat, read=_row_by_slice)
+
+
+def _row_by_slice(index: Array, leaf: Array) -> Array:
+    return jax.lax.dynamic_index_in_dim(leaf, index[0], axis=0)
+
+
+def receive_constrained(
+    schedule: CircularSchedule, shift_by: ShiftName, now: Plan, carry: Carry
+) -> tuple[Rest, PyTree]:
+    """`ticks.receive` with constraints that say again what is so already (seeds S1.2).
+
+    They stand on what is shifted, on the input of the first stage and on the stream, as in MaxText
+    before it dropped them; the stages are numbered by an iota that is told its sharding.
+    """
+    first, last = _mark(0, schedule.stages), _mark(schedule.stages - 1, schedule.stages)
+    stream = _hold(carry.stream)
+    waiting = slot(stream, now.stream_slot)
+    sent = _hold(jax.tree.map(lambda leaf: shift(leaf, by=1, how=shift_by), carry.given[0]))
+    arrived = sent if schedule.delay == 1 else carry.arrived
+    queue, returning = carry.queue, arrived
+    if queue is not None:
+        returning = slot(queue, now.queue_slot)
+        queue = push(queue, returning, carry.given[-1], now.queue_slot, last, shift_by)
+    entering = _hold(where(now.from_stream, waiting, returning))
+    x = where(first, entering, arrived)
+    x = _hold(where(over_stage(now.active), x, waiting))
+    rest = Rest(
+        stream=stream,
+        leaving=waiting,
+        queue=queue,
+        given=carry.given[:-1],
+        sent=None if schedule.delay == 1 else sent,
+        metrics=carry.metrics,
+    )
+    return rest, x
+
+
+def _hold(tree: PyTree) -> PyTree:
+    return jax.tree.map(over_stage, tree)
+
+
+def _mark(stage: int, stages: int) -> Array:
+    spec = out_sharding(P(stage_axis()))
+    numbers = jax.lax.broadcasted_iota(jnp.int32, (stages,), 0, out_sharding=spec)
+    return over_stage(numbers) == stage
