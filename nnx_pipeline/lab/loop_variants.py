@@ -28,7 +28,7 @@ def python_loop(
         )
         carry, result = tick(carry, row)
         results.append(result)
-    return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *_order(results, reverse))
+    return carry, _join(jnp.stack, _order(results, reverse))
 
 
 def scan_per_repeat(
@@ -45,7 +45,16 @@ def scan_per_repeat(
         )
         carry, result = jax.lax.scan(tick, carry, part, length=end - begin, reverse=reverse)
         results.append(result)
-    return carry, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *_order(results, reverse))
+    return carry, _join(jnp.concatenate, _order(results, reverse))
+
+
+def _join(how: Callable[[Any], Array], results: list[Any]) -> Any:
+    """The results as a scan gives them, in the tree of the first.
+
+    Trees of what a tick keeps hold its traced function, and so are equal but not identical.
+    """
+    columns = zip(*map(jax.tree.leaves, results), strict=True)
+    return jax.tree.unflatten(jax.tree.structure(results[0]), [how(column) for column in columns])
 
 
 def _order(items: Any, reverse: bool) -> list[Any]:

@@ -33,7 +33,9 @@ def over_stages_stripped(apply_stage: ApplyStage) -> Any:
     What MaxText did at each call to weights under a vmap (`meta.remove_axis`, seeds S2.10d).
     """
 
-    def strip(variable: nnx.Variable) -> nnx.Variable:
+    def strip(variable: Any) -> Any:
+        if not isinstance(variable, nnx.Variable):
+            return variable  # the numbers of the layers
         axes = variable.get_metadata("logical_axes")
         return nnx.Param(variable.get_value(), logical_axes=axes[2:])
 
