@@ -180,7 +180,14 @@ class PipelineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The batch, the loss and AdamW. `loss_chunks` is the number of pieces of the sequence."""
+    """The batch, the loss and AdamW. `loss_chunks` is the number of pieces of the sequence.
+
+    `grad_dtype` is the dtype of the gradients that the optimizer gets, None for that of the
+    parameters. Where the loop over microbatches adds gradients up itself (`PipelineConfig`:
+    `backward=accumulate`, `schedule=1f1b`, `fsdp_gather=step`) they also add up, and are summed
+    over devices, in that dtype; elsewhere they are cast when they are complete. The optimizer's
+    moments keep the dtype of the parameters.
+    """
 
     global_batch: int = 16
     sequence_length: int = 1024
@@ -192,6 +199,7 @@ class TrainConfig:
     clip_norm: float = 1.0
     loss_chunks: int = 8
     load_balance_weight: float = 0.0
+    grad_dtype: Literal["bfloat16", "float32"] | None = None
 
     def __post_init__(self) -> None:
         _whole(self, "global_batch", "sequence_length", "loss_chunks")
@@ -200,6 +208,7 @@ class TrainConfig:
             if not 0 <= _number(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
         _above_zero(self, "clip_norm")
+        one_of("grad_dtype", self.grad_dtype, (None, "bfloat16", "float32"))
         divides(
             self.loss_chunks,
             self.sequence_length,

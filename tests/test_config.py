@@ -120,6 +120,8 @@ REFUSED = [
     bad(training(weight_decay="0.1"), "weight_decay='0.1' is not a finite number"),
     bad(training(load_balance_weight=-1.0), "load_balance_weight=-1.0 is out of range"),
     bad(training(clip_norm=0.0), "clip_norm=0.0 must be above 0"),
+    bad(training(grad_dtype="float16"), "grad_dtype='float16' is not known; did you mean"),
+    bad(training(grad_dtype="int8"), "grad_dtype='int8' is not known; choose one of: None, bf"),
     bad(training(clip_norm=math.nan), "clip_norm=nan is not a finite number"),
     # together
     bad(
@@ -387,6 +389,8 @@ def test_nearest_names_one_or_all() -> None:
         ("train.clip_norm", "2", 2.0),
         ("train.loss_chunks", "4", 4),
         ("train.load_balance_weight", "0.01", 0.01),
+        ("train.grad_dtype", "bfloat16", "bfloat16"),
+        ("train.grad_dtype", "None", None),
         ("model.num_layers", " 6 ", 6),
     ],
 )

@@ -44,6 +44,7 @@ class CircularPipeline(nnx.Module):
         whole on every device of a stage. An attribute `layout` is replaced where weights are
         gathered ahead of their use.
     dtype: that of the activations, to which weights are cast before they are gathered ahead.
+    grad_dtype: that in which gradients add up where the loop does so, None for the parameters'.
     summarize: metrics of a stage's layers, stacked, to those of the stage. Where layers run in
         copies (`Layout.copy`), it gets the mean of theirs.
     over: how a function of one stage is spread over the stages; another one is an arm of an
@@ -61,10 +62,12 @@ class CircularPipeline(nnx.Module):
         rngs: nnx.Rngs,
         layout: Layout = Layout(),
         dtype: str | None = None,
+        grad_dtype: str | None = None,
         summarize: Summarize = sum_over_layers,
         over: OverStages = over_stages,
     ) -> None:
-        self.config, self.num_layers, self.dtype = config, num_layers, dtype
+        self.config, self.num_layers = config, num_layers
+        self.dtype, self.grad_dtype = dtype, grad_dtype
         self.summarize, self.over = summarize, over
         self.num_stages = ambient_mesh().stage
         self.layout = layout.in_copies(self._copies(layout))
@@ -234,6 +237,7 @@ class CircularPipeline(nnx.Module):
             "shift_by": self.config.shift,
             "remat": POLICIES[self.config.remat],
             "saved_in_stage": (LAYER_METRICS, LAYER_INPUT) if inputs else (LAYER_METRICS,),
+            "grad_dtype": self.grad_dtype if self.config.accumulates else None,
             "lending": self._lending(),
             "over": self.over,
         }
@@ -295,6 +299,7 @@ def create_pipeline(
         layers,
         num_layers=config.model.num_layers,
         dtype=config.model.dtype,
+        grad_dtype=config.train.grad_dtype,
         rngs=rngs,
         **options,
     )

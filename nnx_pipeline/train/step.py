@@ -70,13 +70,26 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """Forward, backward and AdamW; to be jitted by `jit_train_step`."""
     model = state.model
     (_, (entropy, balance)), gradients = jax.value_and_grad(loss_of, has_aux=True)(model, batch)
-    optimizer = make_optimizer(model.config.train)
+    settings = model.config.train
+    gradients = in_dtype(gradients, settings.grad_dtype)
+    optimizer = make_optimizer(settings)
     updates, optimizer_state = optimizer.update(gradients, state.optimizer, model)
-    metrics = Metrics(entropy, balance, optax.tree.norm(gradients))
+    metrics = Metrics(entropy, balance, optax.tree.norm(in_dtype(gradients, "float32")))
     new = TrainState(
         step=state.step + 1, model=optax.apply_updates(model, updates), optimizer=optimizer_state
     )
     return new, metrics
+
+
+def in_dtype(tree: Any, dtype: jax.typing.DTypeLike | None) -> Any:
+    """The arrays in `dtype`; those that have it already are left alone, and all without one.
+
+    A cast that changes nothing would still stand in the program, between an addition and what
+    might be fused with it (seeds S2.13b).
+    """
+    if dtype is None:
+        return tree
+    return jax.tree.map(lambda x: x if x.dtype == dtype else x.astype(dtype), tree)
 
 
 def make_state(
