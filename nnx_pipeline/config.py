@@ -187,6 +187,10 @@ class TrainConfig:
     `backward=accumulate`, `schedule=1f1b`, `fsdp_gather=step`) they also add up, and are summed
     over devices, in that dtype; elsewhere they are cast when they are complete. The optimizer's
     moments keep the dtype of the parameters.
+
+    `shard_optimizer_over_data` (ZeRO-1) has each device along the mesh axis `data` own a part of
+    the optimizer's state: gradients arrive there by reduce-scatter, it updates its part of the
+    parameters, and these are gathered. It has no effect on a mesh with data=1.
     """
 
     global_batch: int = 16
@@ -200,6 +204,7 @@ class TrainConfig:
     loss_chunks: int = 8
     load_balance_weight: float = 0.0
     grad_dtype: Literal["bfloat16", "float32"] | None = None
+    shard_optimizer_over_data: bool = False
 
     def __post_init__(self) -> None:
         _whole(self, "global_batch", "sequence_length", "loss_chunks")
@@ -208,6 +213,7 @@ class TrainConfig:
             if not 0 <= _number(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
         _above_zero(self, "clip_norm")
+        one_of("shard_optimizer_over_data", self.shard_optimizer_over_data, (True, False))
         one_of("grad_dtype", self.grad_dtype, (None, "bfloat16", "float32"))
         divides(
             self.loss_chunks,
@@ -296,6 +302,8 @@ class Config:
             f"train.global_batch={self.train.global_batch} in {microbatches} microbatches, "
             "change one of the two so that a microbatch fits",
         )
+        if self.train.shard_optimizer_over_data:
+            self._check_owners(mesh, microbatches)
         for name, axes in MODEL_DIVISORS.items():
             divisor, size = mesh.product(*axes), getattr(model, name)
             spread = "×".join(axes)
@@ -304,6 +312,25 @@ class Config:
                 size,
                 rule=f"model.{name}={size} does not split over {spread}={divisor} of the mesh",
             )
+
+    def _check_owners(self, mesh: MeshConfig, microbatches: int) -> None:
+        """Every device along `data` needs an equal part of each weight, and of each microbatch."""
+        option, owners = (
+            "train.shard_optimizer_over_data=True",
+            mesh.product("fsdp", "expert", "data"),
+        )
+        divides(
+            owners,
+            self.model.embed_dim,
+            rule=f"model.embed_dim={self.model.embed_dim} does not split over "
+            f"fsdp×expert×data={owners} of the mesh, as {option} asks; set it to False, or",
+        )
+        divides(
+            microbatches * mesh.data,
+            self.train.global_batch,
+            rule=f"train.global_batch={self.train.global_batch} does not split into {microbatches} "
+            f"microbatches for each of data={mesh.data}, as {option} asks; set it to False, or",
+        )
 
 
 # Sizes of the model and the mesh axes that their arrays are spread over (see `sharding.Layout`).

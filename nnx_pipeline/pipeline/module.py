@@ -16,12 +16,14 @@ from nnx_pipeline.pipeline.lend import AS_STORED, Lending
 from nnx_pipeline.pipeline.loop import run_pipeline
 from nnx_pipeline.pipeline.one_f_one_b import run_one_f_one_b
 from nnx_pipeline.pipeline.one_f_one_b_loop import Enter, Inputs, Leave, Weights
+from nnx_pipeline.pipeline.owners import Owners, make_owners
 from nnx_pipeline.pipeline.schedule import CircularSchedule, OneForwardOneBackward
 from nnx_pipeline.pipeline.stages import OverStages, over_stages
 from nnx_pipeline.remat import LAYER_INPUT, LAYER_METRICS, POLICIES, named
 from nnx_pipeline.sharding import Layout, place, with_layout
 
 MakeLayer = Callable[[nnx.Rngs], nnx.Module]
+ApplyLayer = Callable[[Array, Any], tuple[Array, PyTree]]
 Summarize = Callable[[PyTree], PyTree]
 
 
@@ -45,6 +47,8 @@ class CircularPipeline(nnx.Module):
         gathered ahead of their use.
     dtype: that of the activations, to which weights are cast before they are gathered ahead.
     grad_dtype: that in which gradients add up where the loop does so, None for the parameters'.
+    own: mesh axes along which each device gets its part of the gradients only, in `owned` of `run`
+        and `loss`: the parameters laid out by `Layout.owned`. () for gradients as the parameters.
     summarize: metrics of a stage's layers, stacked, to those of the stage. Where layers run in
         copies (`Layout.copy`), it gets the mean of theirs.
     over: how a function of one stage is spread over the stages; another one is an arm of an
@@ -63,6 +67,7 @@ class CircularPipeline(nnx.Module):
         layout: Layout = Layout(),
         dtype: str | None = None,
         grad_dtype: str | None = None,
+        own: tuple[str, ...] = (),
         summarize: Summarize = sum_over_layers,
         over: OverStages = over_stages,
     ) -> None:
@@ -70,6 +75,7 @@ class CircularPipeline(nnx.Module):
         self.dtype, self.grad_dtype = dtype, grad_dtype
         self.summarize, self.over = summarize, over
         self.num_stages = ambient_mesh().stage
+        self.own = tuple(axis for axis in layout.axes("batch") if axis in own)
         self.layout = layout.in_copies(self._copies(layout))
         visits = self.num_stages * config.num_repeats
         divides(
@@ -91,21 +97,19 @@ class CircularPipeline(nnx.Module):
         return self.as_batch(y, batch), metrics
 
     def run(
-        self, x: Array, side: dict[str, Array | None], **whole_batch: Any
+        self, x: Array, side: dict[str, Array | None], *, owned: Any = None, **whole_batch: Any
     ) -> tuple[Array, PyTree]:
         """As `__call__`, for x laid out by `arrange`, and so is the result.
 
+        owned: the layers laid out by `Layout.owned`, which get the gradient with `own`.
         whole_batch: further arguments of a layer where it sees the whole batch at once.
         """
         if not self.in_microbatches:
-            layers = jax.tree.map(lambda leaf: leaf[0, 0], self.layers)
-            side = jax.tree.map(self._beside_batch, side)
-            x, metrics = self._run_layers(layers, x, side, **whole_batch)
-            return x, self.summarize(metrics)
+            return self._run_whole_batch(x, jax.tree.map(self.arrange, side), owned, whole_batch)
         config = self.config
         return run_pipeline(
             self._apply_stage,
-            self.layers,
+            self._lent(owned),
             x,
             jax.tree.map(self.on_every_stage, side),
             schedule=CircularSchedule(
@@ -127,18 +131,19 @@ class CircularPipeline(nnx.Module):
         side: dict[str, Array | None],
         *,
         metric_weights: PyTree = None,
+        owned: Any = None,
     ) -> tuple[Array, tuple[Array, PyTree]]:
         """The loss of the whole model by 1F1B, and its two parts; see `run_one_f_one_b`.
 
         weights: of `enter` and of `leave`. inputs: what they read, `[batch, …]`. Both work on one
-        microbatch, its activations laid out by `batch_axes` without the first.
+        microbatch, its activations laid out by `batch_axes` without the first. owned: as in `run`.
         """
         arrays = (inputs[0], side, inputs[1])
         return run_one_f_one_b(
             enter,
             self._apply_stage,
             leave,
-            Weights(enter=weights[0], stages=self.layers, leave=weights[1]),
+            Weights(enter=weights[0], stages=self._lent(owned), leave=weights[1]),
             Inputs(*jax.tree.map(self.on_every_stage, arrays)),
             schedule=OneForwardOneBackward(self.num_stages, self.num_microbatches),
             metric_weights=metric_weights,
@@ -159,12 +164,20 @@ class CircularPipeline(nnx.Module):
     def batch_axes(self) -> tuple[str, ...]:
         """Logical axes in the place of the batch: of what `run` takes and gives."""
         copy = ("copy",) if self.layout.axes("copy") else ()
-        return ("microbatch", *copy, "batch") if self.in_microbatches else ("whole_batch",)
+        if self.in_microbatches:
+            return ("microbatch", *copy, "batch")
+        return ("copy", "batch") if copy else ("whole_batch",)
 
     def arrange(self, x: Array) -> Array:
-        """`[batch, …]` to what `run` takes: cut into microbatches that lie over the stages."""
+        """`[batch, …]` to what `run` takes: cut into microbatches that lie over the stages.
+
+        Where they go through the layers together, each copy gets its part of every one.
+        """
         rest = [None] * (x.ndim - 1)
-        x = self._cut(x) if self.in_microbatches else x
+        if self.in_microbatches:
+            x = self._cut(x)
+        elif self.layout.axes("copy"):
+            x = jnp.swapaxes(self._cut(x), 0, 1).reshape(self.layout.size("copy"), -1, *x.shape[1:])
         return place(x, self.layout.spec(*self.batch_axes, *rest))
 
     def on_every_stage(self, x: Array) -> Array:
@@ -177,6 +190,10 @@ class CircularPipeline(nnx.Module):
         if self.in_microbatches:
             x = place(x, self.layout.spec("microbatch", *[None] * (x.ndim - 1)))
             x = x.reshape(batch, *x.shape[len(self.batch_axes) :])
+        elif copies := self.layout.size("copy") - 1:
+            x = place(x, self.layout.spec(*[None] * x.ndim))
+            x = x.reshape(copies + 1, self.num_microbatches, -1, *x.shape[2:])
+            x = jnp.swapaxes(x, 0, 1).reshape(batch, *x.shape[3:])
         return place(x, self.layout.spec("whole_batch", *[None] * (x.ndim - 1)))
 
     def _cut(self, x: Array) -> Array:
@@ -184,9 +201,6 @@ class CircularPipeline(nnx.Module):
         x = place(x, self.layout.spec(*[None] * x.ndim))
         copies = (self.layout.size("copy"),) if self.layout.axes("copy") else ()
         return x.reshape(self.num_microbatches, *copies, -1, *x.shape[1:])
-
-    def _beside_batch(self, x: Array) -> Array:
-        return place(x, self.layout.spec("batch", *[None] * (x.ndim - 1)))
 
     def _make_layers(self, make_layer: MakeLayer, rngs: nnx.Rngs) -> Any:
         stack = (self.config.num_repeats, self.num_stages, self.layers_per_stage)
@@ -205,21 +219,44 @@ class CircularPipeline(nnx.Module):
     ) -> tuple[Array, PyTree]:
         """The layers of one stage on one microbatch, in copies where the weights are."""
         layers = with_layout(layers, self.layout.gathered(self._gathered_axes))
+
+        def run(layers: Any, x: Array, side: dict[str, Array | None]) -> tuple[Array, PyTree]:
+            return self._run_layers(lambda x, layer: layer(x, **side), layers, x)
+
         copies = self.layout.axes("copy")
         if not copies:
-            x, metrics = self._run_layers(layers, x, side)
+            x, metrics = run(layers, x, side)
             return x, self.summarize(metrics)
-        x, metrics = jax.vmap(self._run_layers, spmd_axis_name=copies)(layers, x, side)
+        x, metrics = jax.vmap(run, spmd_axis_name=copies)(layers, x, side)
         return x, self.summarize(jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), metrics))
 
-    def _run_layers(
-        self, layers: Any, x: Array, side: dict[str, Array | None], **options: Any
+    def _run_whole_batch(
+        self, x: Array, side: dict[str, Array | None], owned: Any, options: dict[str, Any]
     ) -> tuple[Array, PyTree]:
-        """The layers of one stage in turn; their stacked parameters are scanned over."""
+        """All layers on the whole batch, in copies if each device owns its part of gradients.
 
-        def apply(x: Array, layer: Any) -> tuple[Array, PyTree]:
+        Copies are made layer by layer, so that the gradient of one layer at a time exists whole.
+        """
+        copies = self.layout.axes("copy")
+        owners = self._owners(skip=3, axis=0) if copies else None
+
+        def one(layer: Any, x: Array, side: dict[str, Array | None]) -> tuple[Array, PyTree]:
             return layer(x, **side, **options)
 
+        def apply(x: Array, layer: Any) -> tuple[Array, PyTree]:
+            if owners is None:
+                return one(layer[0], x, side)
+            return jax.vmap(one, spmd_axis_name=copies)(owners.lend(*layer), x, side)
+
+        layers = with_layout(self.layers, self.layout)
+        layers, owned = jax.tree.map(lambda leaf: leaf[0, 0], (layers, owned))
+        x, metrics = self._run_layers(apply, (layers, owned), x)
+        if copies:
+            metrics = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=1), metrics)
+        return x, self.summarize(metrics)
+
+    def _run_layers(self, apply: ApplyLayer, layers: Any, x: Array) -> tuple[Array, PyTree]:
+        """The layers of one stage in turn; their stacked parameters are scanned over."""
         apply = POLICIES[self.config.remat].checkpoint(apply, in_scan=True)
 
         def body(x: Array, layer: Any) -> tuple[Array, PyTree]:
@@ -244,9 +281,9 @@ class CircularPipeline(nnx.Module):
 
     def _copies(self, layout: Layout) -> tuple[str, ...]:
         """Mesh axes along which layers run in copies, so that gradients add up where they arise."""
-        if not (self.config.accumulates and self.in_microbatches):
-            return ()
-        own = ("data", *self._gathered_axes)
+        own = {*self.own}
+        if self.config.accumulates and self.in_microbatches:
+            own |= {"data", *self._gathered_axes}
         return tuple(axis for axis in layout.axes("batch") if axis in own)
 
     @property
@@ -256,15 +293,25 @@ class CircularPipeline(nnx.Module):
 
     def _lending(self) -> Lending:
         copies = self.layout.axes("copy")
-        if not copies:
+        if not (copies and self.config.accumulates):
             return AS_STORED
-        variables = jax.tree.leaves(self.layers, is_leaf=_is_variable)
+        owners = self._owners(skip=0, axis=2)
         return Lending(
-            specs=tuple(self.layout.spec(*v.get_metadata("logical_axes")) for v in variables),
+            specs=owners.lent if self.own else owners.stored,
+            lent=self.own,
             copies=copies,
             gathered=self._gathered_axes,
             dtype=self.dtype if self._gathered_axes else None,
         )
+
+    def _owners(self, *, skip: int, axis: int) -> Owners:
+        return make_owners(
+            self.layers, self.layout, self.own, skip=skip, axis=axis, dtype=self.grad_dtype
+        )
+
+    def _lent(self, owned: Any) -> Any:
+        """The layers as the ticks get them: in copies if each device owns its part of gradients."""
+        return self._owners(skip=0, axis=2).lend(self.layers, owned) if self.own else self.layers
 
 
 class Pipeline(CircularPipeline):
@@ -300,6 +347,7 @@ def create_pipeline(
         num_layers=config.model.num_layers,
         dtype=config.model.dtype,
         grad_dtype=config.train.grad_dtype,
+        own=("data",) if config.train.shard_optimizer_over_data else (),
         rngs=rngs,
         **options,
     )
