@@ -315,22 +315,13 @@ class Config:
 
     def _check_owners(self, mesh: MeshConfig, microbatches: int) -> None:
         """Every device along `data` needs an equal part of each weight, and of each microbatch."""
-        option, owners = (
-            "train.shard_optimizer_over_data=True",
-            mesh.product("fsdp", "expert", "data"),
-        )
-        divides(
-            owners,
-            self.model.embed_dim,
-            rule=f"model.embed_dim={self.model.embed_dim} does not split over "
-            f"fsdp×expert×data={owners} of the mesh, as {option} asks; set it to False, or",
-        )
-        divides(
-            microbatches * mesh.data,
-            self.train.global_batch,
-            rule=f"train.global_batch={self.train.global_batch} does not split into {microbatches} "
-            f"microbatches for each of data={mesh.data}, as {option} asks; set it to False, or",
-        )
+        asked = "of the mesh, as train.shard_optimizer_over_data=True asks; set it to False, or"
+        owners, embed = mesh.product("fsdp", "expert", "data"), self.model.embed_dim
+        rule = f"model.embed_dim={embed} does not split over fsdp×expert×data={owners} {asked}"
+        divides(owners, embed, rule=rule)
+        batch = f"train.global_batch={self.train.global_batch} in {microbatches} microbatches"
+        rule = f"{batch} does not split over data={mesh.data} {asked}"
+        divides(microbatches * mesh.data, self.train.global_batch, rule=rule)
 
 
 # Sizes of the model and the mesh axes that their arrays are spread over (see `sharding.Layout`).

@@ -1,6 +1,5 @@
 """The pipeline as an NNX module: it owns the stacked layers and sends batches through them."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.config import Config, PipelineConfig
+from nnx_pipeline.config import PipelineConfig
 from nnx_pipeline.errors import InputError, divides
 from nnx_pipeline.mesh import ambient_mesh
 from nnx_pipeline.pipeline.lend import AS_STORED, Lending
@@ -312,49 +311,6 @@ class CircularPipeline(nnx.Module):
     def _lent(self, owned: Any) -> Any:
         """The layers as the ticks get them: in copies if each device owns its part of gradients."""
         return self._owners(skip=0, axis=2).lend(self.layers, owned) if self.own else self.layers
-
-
-class Pipeline(CircularPipeline):
-    """The plain pipeline: a circular one in which each microbatch passes every stage once."""
-
-    def __init__(self, config: PipelineConfig, layers: MakeLayer, **options: Any) -> None:
-        if config.num_repeats != 1:
-            raise InputError(
-                f"pipeline.num_repeats={config.num_repeats} is for a CircularPipeline; "
-                "set it to 1 or use CircularPipeline (create_pipeline chooses)"
-            )
-        super().__init__(config, layers, **options)
-
-
-def create_pipeline(
-    config: Config,
-    layers: MakeLayer,
-    mesh: jax.sharding.Mesh | None = None,
-    *,
-    rngs: nnx.Rngs,
-    **options: Any,
-) -> CircularPipeline:
-    """The pipeline that a config asks for: `Pipeline`, or with repeats `CircularPipeline`.
-
-    mesh: where its parameters are born; None for the mesh of `jax.set_mesh`. Call the pipeline
-    under the same mesh. options: further arguments of `CircularPipeline`.
-    """
-    kind = Pipeline if config.pipeline.num_repeats == 1 else CircularPipeline
-    make = functools.partial(
-        kind,
-        config.pipeline,
-        layers,
-        num_layers=config.model.num_layers,
-        dtype=config.model.dtype,
-        grad_dtype=config.train.grad_dtype,
-        own=("data",) if config.train.shard_optimizer_over_data else (),
-        rngs=rngs,
-        **options,
-    )
-    if mesh is None:
-        return make()
-    with jax.set_mesh(mesh):
-        return make()
 
 
 def _is_variable(leaf: Any) -> bool:

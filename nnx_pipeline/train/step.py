@@ -77,7 +77,7 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     spread over `data`; these are then gathered.
     """
     model, settings = state.model, state.model.config.train
-    owns = settings.shard_optimizer_over_data
+    owns = bool(model.pipeline.own)
     mine = model.owned() if owns else model
 
     def loss(mine: Mixtral) -> tuple[Array, tuple[Array, Array]]:
@@ -155,7 +155,7 @@ def jit_train_step(state: TrainState, mesh: Mesh) -> Any:
 
 def _make_state(config: Config, seed: int, layout: Layout, parts: Parts) -> TrainState:
     model = Mixtral(config, rngs=nnx.Rngs(seed), layout=layout, parts=parts)
-    mine = model.owned() if config.train.shard_optimizer_over_data else model
+    mine = model.owned() if model.pipeline.own else model
     optimizer = make_optimizer(config.train).init(mine)
     return TrainState(step=jnp.zeros((), jnp.int32), model=model, optimizer=optimizer)
 
