@@ -115,39 +115,45 @@ def largest(module: Any, opcode: str, data: int) -> int:
             shape.elements
             for computation in module.computations.values()
             for instruction in computation.instructions.values()
-            if instruction.opcode == opcode
-            and crosses(instruction.attributes["replica_groups"], 8 // data)
+            if instruction.opcode == opcode and crosses(instruction, 8 // data)
             for shape in instruction.shapes
         ),
         default=0,
     )
 
 
-def crosses(groups: str, beside: int) -> bool:
-    """Whether devices that differ along `data`, the first axis of the mesh, are in one group.
+def crosses(collective: Any, beside: int) -> bool:
+    """Whether devices that differ along `data`, the first axis of the mesh, are in one group."""
+    return any(len({device // beside for device in row}) > 1 for row in groups_of(collective))
 
-    XLA writes groups as a list, as a reshaped and transposed range, or by axes of a mesh.
-    """
-    if groups.startswith("{"):
-        rows = [[int(i) for i in row.split(",")] for row in re.findall(r"\{([\d,]+)\}", groups)]
-    elif groups.startswith("mesh"):
-        axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", groups)}
-        inside = re.findall(r"'(\w+)'", groups.split("]")[1])
-        if not inside:
-            return math.prod(axes.values()) > beside
-        order = [axis for axis in axes if axis not in inside] + inside
-        ids = np.arange(math.prod(axes.values())).reshape(*axes.values())
-        ids = ids.transpose([list(axes).index(axis) for axis in order])
-        rows = ids.reshape(-1, math.prod(axes[axis] for axis in inside)).tolist()
-    else:
-        shape, range_, order = re.match(
-            r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", groups
-        ).groups()
-        shape, range_ = ([int(i) for i in text.split(",")] for text in (shape, range_))
-        ids = np.arange(8).reshape(range_)
-        ids = ids.transpose([int(i) for i in order.split(",")]) if order else ids
-        rows = ids.reshape(shape).tolist()
-    return any(len({device // beside for device in row}) > 1 for row in rows)
+
+def groups_of(collective: Any) -> list[list[int]]:
+    """XLA writes groups as a list, as a reshaped and transposed range, or by axes of a mesh."""
+    text = collective.attributes["replica_groups"]
+    if text.startswith("{"):
+        return [[int(i) for i in row.split(",")] for row in re.findall(r"\{([\d,]+)\}", text)]
+    if text.startswith("["):
+        shape, _, devices = text.partition("<=")
+        return arranged(devices).reshape(*integers(shape)).tolist()
+    text += collective.attributes.get("device_ids", "")
+    sizes = [int(size) for size in re.findall(r"=(\d+)", text)]
+    order = re.search(r"\((\[.*\].*)\)", text)
+    devices = arranged(order.group(1)) if order else np.arange(math.prod(sizes))
+    inside = [int(axis) for axis in re.findall(r"axis_(\d+)'(?!=)", text)]
+    outside = [axis for axis in range(len(sizes)) if axis not in inside]
+    devices = devices.reshape(sizes).transpose(outside + inside)
+    return devices.reshape(-1, math.prod(sizes[axis] for axis in inside)).tolist()
+
+
+def arranged(text: str) -> np.ndarray:
+    """Device numbers of a text such as `[2,4]T(1,0)`."""
+    shape, _, order = text.partition("T")
+    devices = np.arange(math.prod(integers(shape))).reshape(integers(shape))
+    return devices.transpose(integers(order)) if order else devices
+
+
+def integers(text: str) -> list[int]:
+    return [int(i) for i in re.findall(r"\d+", text)]
 
 
 @each_case
