@@ -5,42 +5,14 @@ The mesh is not part of `Config`: the same config runs on any mesh that it divid
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from nnx_pipeline.errors import InputError, divides, one_of
+from nnx_pipeline.errors import InputError, above_zero, at_least, divides, number, one_of, whole
 from nnx_pipeline.mesh import MeshConfig
 from nnx_pipeline.remat import POLICIES
 
 DTYPES = ("bfloat16", "float16", "float32")
-
-
-def _number(config: object, name: str) -> float:
-    value = getattr(config, name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InputError(f"{name}={value!r} is not a finite number")
-    return value
-
-
-def _at_least(config: object, minimum: float, *names: str) -> None:
-    for name in names:
-        if _number(config, name) < minimum:
-            value = getattr(config, name)
-            raise InputError(f"{name}={value!r} is out of range; choose {minimum} or more")
-
-
-def _above_zero(config: object, *names: str) -> None:
-    for name in names:
-        if _number(config, name) <= 0:
-            raise InputError(f"{name}={getattr(config, name)!r} must be above 0")
-
-
-def _whole(config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{name}={value!r} is not a whole number of 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +50,8 @@ class ModelConfig:
     embedding: Literal["auto", "gather", "one_hot"] = "gather"
 
     def __post_init__(self) -> None:
-        _whole(self, "vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_heads")
-        _whole(self, "num_kv_heads", "head_dim", "num_experts", "num_experts_per_token")
+        whole(self, "vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_heads")
+        whole(self, "num_kv_heads", "head_dim", "num_experts", "num_experts_per_token")
         divides(
             self.num_kv_heads,
             self.num_heads,
@@ -96,10 +68,10 @@ class ModelConfig:
         one_of("attention", self.attention, ("dot_product",))
         one_of("experts", self.experts, ("dense",))
         one_of("embedding", self.embedding, ("auto", "gather", "one_hot"))
-        _at_least(self, 0.0, "norm_epsilon")
-        _number(self, "norm_scale_offset")
-        _above_zero(self, "rope_theta", "attention_scale")
-        if not 0 <= _number(self, "dropout_rate") < 1:
+        at_least(self, 0.0, "norm_epsilon")
+        number(self, "norm_scale_offset")
+        above_zero(self, "rope_theta", "attention_scale")
+        if not 0 <= number(self, "dropout_rate") < 1:
             raise InputError(f"dropout_rate={self.dropout_rate} must be at least 0 and below 1")
 
 
@@ -147,9 +119,9 @@ class PipelineConfig:
     backward: Literal["autodiff", "accumulate"] | None = None
 
     def __post_init__(self) -> None:
-        _whole(self, "num_repeats")
+        whole(self, "num_repeats")
         if self.num_microbatches is not None:
-            _whole(self, "num_microbatches")
+            whole(self, "num_microbatches")
         one_of("schedule", self.schedule, ("circular", "1f1b"))
         one_of("shift", self.shift, ("ppermute", "slice", "pad"))
         one_of("forwarding_delay", self.forwarding_delay, (1, 2))
@@ -191,6 +163,16 @@ class TrainConfig:
     """The batch, the loss and AdamW. `loss_chunks` is the number of pieces of the sequence.
 
     What dropout leaves out is a function of `dropout_seed`, the step, the layer and the sequence.
+
+    `grad_dtype` is the dtype of the gradients that the optimizer gets, None for that of the
+    parameters. Where the loop over microbatches adds gradients up itself (`PipelineConfig`:
+    `backward=accumulate`, `schedule=1f1b`, `fsdp_gather=step`) they also add up, and are summed
+    over devices, in that dtype; elsewhere they are cast when they are complete. The optimizer's
+    moments keep the dtype of the parameters.
+
+    `shard_optimizer_over_data` (ZeRO-1) has each device along the mesh axis `data` own a part of
+    the optimizer's state: gradients arrive there by reduce-scatter, it updates its part of the
+    parameters, and these are gathered. It has no effect on a mesh with data=1.
     """
 
     global_batch: int = 16
@@ -204,16 +186,20 @@ class TrainConfig:
     loss_chunks: int = 8
     load_balance_weight: float = 0.0
     dropout_seed: int = 0
+    grad_dtype: Literal["bfloat16", "float32"] | None = None
+    shard_optimizer_over_data: bool = False
 
     def __post_init__(self) -> None:
-        _whole(self, "global_batch", "sequence_length", "loss_chunks")
-        _at_least(self, 0.0, "learning_rate", "adam_eps", "weight_decay", "load_balance_weight")
+        whole(self, "global_batch", "sequence_length", "loss_chunks")
+        at_least(self, 0.0, "learning_rate", "adam_eps", "weight_decay", "load_balance_weight")
         if isinstance(self.dropout_seed, bool) or not isinstance(self.dropout_seed, int):
             raise InputError(f"dropout_seed={self.dropout_seed!r} is not a whole number")
         for name in ("adam_b1", "adam_b2"):
-            if not 0 <= _number(self, name) < 1:
+            if not 0 <= number(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
-        _above_zero(self, "clip_norm")
+        above_zero(self, "clip_norm")
+        one_of("shard_optimizer_over_data", self.shard_optimizer_over_data, (True, False))
+        one_of("grad_dtype", self.grad_dtype, (None, "bfloat16", "float32"))
         divides(
             self.loss_chunks,
             self.sequence_length,
@@ -301,6 +287,8 @@ class Config:
             f"train.global_batch={self.train.global_batch} in {microbatches} microbatches, "
             "change one of the two so that a microbatch fits",
         )
+        if self.train.shard_optimizer_over_data:
+            self._check_owners(mesh, microbatches)
         for name, axes in MODEL_DIVISORS.items():
             divisor, size = mesh.product(*axes), getattr(model, name)
             spread = "×".join(axes)
@@ -309,6 +297,16 @@ class Config:
                 size,
                 rule=f"model.{name}={size} does not split over {spread}={divisor} of the mesh",
             )
+
+    def _check_owners(self, mesh: MeshConfig, microbatches: int) -> None:
+        """Every device along `data` needs an equal part of each weight, and of each microbatch."""
+        asked = "of the mesh, as train.shard_optimizer_over_data=True asks; set it to False, or"
+        owners, embed = mesh.product("fsdp", "expert", "data"), self.model.embed_dim
+        rule = f"model.embed_dim={embed} does not split over fsdp×expert×data={owners} {asked}"
+        divides(owners, embed, rule=rule)
+        batch = f"train.global_batch={self.train.global_batch} in {microbatches} microbatches"
+        rule = f"{batch} does not split over data={mesh.data} {asked}"
+        divides(microbatches * mesh.data, self.train.global_batch, rule=rule)
 
 
 # Sizes of the model and the mesh axes that their arrays are spread over (see `sharding.Layout`).

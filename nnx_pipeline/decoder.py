@@ -1,6 +1,7 @@
 """The decoder: embedding, layers through the pipeline or one after the other, norm, head."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -19,7 +20,18 @@ from nnx_pipeline.sharding import (
     gather_weight,
     out_sharding,
     parameter,
+    place_by,
+    with_layout,
 )
+
+
+class _Ends(NamedTuple):
+    """What is before and after the layers, and the layout of its weights."""
+
+    embedding: Embed
+    norm: RMSNorm
+    head: nnx.Param
+    layout: Layout
 
 
 class Mixtral(nnx.Module):
@@ -83,7 +95,7 @@ class Mixtral(nnx.Module):
         place in the sequence; without segment ids a row is one sequence and no mask array is made.
         """
         hidden, _ = self.hidden(tokens, positions=positions, segment_ids=segment_ids)
-        hidden = self.pipeline.as_batch(hidden, tokens.shape[0])
+        hidden = self.pipeline.batches.as_batch(hidden, tokens.shape[0])
         kernel = gather_weight(
             self.head[...].astype(hidden.dtype),
             self.layout.spec("embed", "vocab"),
@@ -102,12 +114,13 @@ class Mixtral(nnx.Module):
     ) -> tuple[Array, Array]:
         """The normed output of the last layer, and the router's load-balance loss.
 
-        The output is laid out by `self.pipeline.batch_axes`: `[batch, seq, embed]`, or
+        The output is laid out by `self.pipeline.batches.axes`: `[batch, seq, embed]`, or
         `[microbatches, microbatch, seq, embed]` with the first axis over `stage` on a mesh with
         stages. The loss is averaged over layers and microbatches.
         """
         self._check_batch(tokens.shape[0])
-        return self._hidden(tokens, {"positions": positions, "segment_ids": segment_ids})
+        side = {"positions": positions, "segment_ids": segment_ids}
+        return self._hidden(tokens, side, self._ends(None), None)
 
     def loss(
         self,
@@ -118,6 +131,7 @@ class Mixtral(nnx.Module):
         positions: Array | None = None,
         segment_ids: Array | None = None,
         key: Array | None = None,
+        owned: "Mixtral | None" = None,
     ) -> tuple[Array, tuple[Array, Array]]:
         """The loss to minimise, and its two parts: cross-entropy and load balance.
 
@@ -125,30 +139,66 @@ class Mixtral(nnx.Module):
         router's load-balance loss counts `train.load_balance_weight` times. With
         `pipeline.schedule="1f1b"` the gradient is that of the parameters only, and computed while
         the microbatches pass. key: for dropout, which is left out without one.
+
+        owned: with `train.shard_optimizer_over_data`, the parameters as `owned()` gives them: the
+        gradient is then asked of these and arrives in their placement, by reduce-scatters.
         """
         self._check_batch(tokens.shape[0])
         side = {"positions": positions, "segment_ids": segment_ids}
         if key is not None and self.config.model.dropout_rate:
             side["keys"] = sequence_keys(key, tokens.shape[0])
         if self.config.pipeline.schedule == "1f1b":
-            return self._loss_by_one_f_one_b(tokens, targets, weights, side)
-        hidden, balance = self._hidden(tokens, side)
-        targets, weights = map(self.pipeline.arrange, (targets, weights))
-        entropy = self._entropy(self.head, hidden, targets, weights, self.pipeline.batch_axes)
+            return self._loss_by_one_f_one_b(tokens, targets, weights, side, owned)
+        ends = self._ends(owned)
+        hidden, balance = self._hidden(tokens, side, ends, owned)
+        targets, weights = map(self.pipeline.batches.arrange, (targets, weights))
+        axes = self.pipeline.batches.axes
+        entropy = self._entropy(ends.head, hidden, targets, weights, axes, ends.layout)
         share = self.config.train.load_balance_weight
         return entropy + share * balance if share else entropy, (entropy, balance)
 
-    def _hidden(self, tokens: Array, side: dict[str, Array | None]) -> tuple[Array, Array]:
+    def owned(self) -> "Mixtral":
+        """The parameters as their owners hold them: spread over `data` besides (`Layout.owned`)."""
+        return place_by(self, self.layout.owned(self.pipeline.own))
+
+    def stored(self) -> "Mixtral":
+        """The inverse of `owned`: gathered over `data`."""
+        # In auto mode the first placement keeps the gather from moving up into the update.
+        return place_by(self.owned(), self.layout)
+
+    def _ends(self, owned: "Mixtral | None") -> _Ends:
+        """Embedding and head are looked up and multiplied as they are owned: what travels along
+        `data` is then tokens, or the kernel once more, and each gradient arises at its owner."""
+        if owned is None:
+            return _Ends(self.embedding, self.norm, self.head, self.layout)
+        layout = self.layout.owned(self.pipeline.own)
+        norm = place_by(owned.norm, self.layout)
+        return _Ends(with_layout(owned.embedding, layout), norm, owned.head, layout)
+
+    def _hidden(
+        self,
+        tokens: Array,
+        side: dict[str, Array | None],
+        ends: _Ends,
+        owned: "Mixtral | None",
+    ) -> tuple[Array, Array]:
         pipeline = self.pipeline
-        spec = self.layout.spec(*pipeline.batch_axes, None, None)
-        x = self.parts.constrain(self.embedding(pipeline.arrange(tokens), out=spec), spec)
-        x, balance = pipeline.run(x, side, groups=pipeline.num_microbatches)
-        return self.norm(x), balance / self._visits
+        spec = self.layout.spec(*pipeline.batches.axes, None, None)
+        x = self.parts.constrain(ends.embedding(pipeline.batches.arrange(tokens), out=spec), spec)
+        layers = None if owned is None else owned.pipeline.layers
+        x, balance = pipeline.run(x, side, owned=layers, groups=pipeline.batches.microbatches)
+        return ends.norm(x), balance / self._visits
 
     def _loss_by_one_f_one_b(
-        self, tokens: Array, targets: Array, weights: Array, side: dict[str, Array | None]
+        self,
+        tokens: Array,
+        targets: Array,
+        weights: Array,
+        side: dict[str, Array | None],
+        owned: "Mixtral | None",
     ) -> tuple[Array, tuple[Array, Array]]:
-        batch_axes = self.pipeline.batch_axes[1:]
+        ends = self._ends(owned)
+        batch_axes = self.pipeline.batches.axes[1:]
         spec = self.layout.spec(*batch_axes, None, None)
 
         def enter(embedding: Embed, tokens: Array) -> Array:
@@ -156,15 +206,16 @@ class Mixtral(nnx.Module):
 
         def leave(last: tuple[RMSNorm, nnx.Param], x: Array, inputs: tuple[Array, Array]) -> Array:
             norm, head = last
-            return self._entropy(head, norm(x), *inputs, batch_axes)
+            return self._entropy(head, norm(x), *inputs, batch_axes, ends.layout)
 
         loss, (entropy, balance) = self.pipeline.loss(
             enter,
             leave,
-            (self.embedding, (self.norm, self.head)),
+            (ends.embedding, (ends.norm, ends.head)),
             (tokens, (targets, weights)),
             side,
             metric_weights=self.config.train.load_balance_weight / self._visits,
+            owned=None if owned is None else owned.pipeline.layers,
         )
         return loss, (entropy, balance / self._visits)
 
@@ -175,6 +226,7 @@ class Mixtral(nnx.Module):
         targets: Array,
         weights: Array,
         batch_axes: tuple[str, ...],
+        layout: Layout,
     ) -> Array:
         return self.parts.loss(
             hidden,
@@ -183,14 +235,14 @@ class Mixtral(nnx.Module):
             weights,
             batch_axes=batch_axes,
             chunks=self.config.train.loss_chunks,
-            layout=self.layout,
+            layout=layout,
         )
 
     @property
     def _visits(self) -> int:
         """How many times a layer reports its load balance: per microbatch in a loop over them."""
         in_microbatches = self.pipeline.in_microbatches
-        microbatches = self.pipeline.num_microbatches if in_microbatches else 1
+        microbatches = self.pipeline.batches.microbatches if in_microbatches else 1
         return self.config.model.num_layers * microbatches
 
     def _check_batch(self, batch: int) -> None:

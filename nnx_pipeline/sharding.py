@@ -73,6 +73,17 @@ class Layout:
         whole = {name: () for name, axes in weights.items() if set(axes) & set(over)}
         return dataclasses.replace(self, **whole)
 
+    def owned(self, over: MeshAxes) -> "Layout":
+        """The layout of weights that are spread over these mesh axes besides.
+
+        That is where the optimizer's state is with `train.shard_optimizer_over_data`. The new axes
+        come last, so that a device's part is a slice of what it stores.
+        """
+        weights = ("embed", "embed_of_expert", "norm")
+        return dataclasses.replace(
+            self, **{name: (*getattr(self, name), *over) for name in weights}
+        )
+
     def axes(self, name: str) -> MeshAxes:
         """The mesh axes of one logical axis that have more than one device on the ambient mesh."""
         if name not in _LOGICAL_AXES:
@@ -200,6 +211,16 @@ def variable_shardings(tree: nnx.Module, layout: Layout, mesh: jax.sharding.Mesh
         return variable.replace(NamedSharding(mesh, spec))
 
     return jax.tree.map(sharding, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+
+def place_by(tree: Module, layout: Layout) -> Module:
+    """The tree with every variable moved to where its logical axes are in `layout`."""
+
+    def one(variable: nnx.Variable) -> nnx.Variable:
+        spec = layout.spec(*variable.get_metadata("logical_axes"))
+        return variable.replace(place(variable.get_value(), spec))
+
+    return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 def with_layout(module: Module, layout: Layout) -> Module:

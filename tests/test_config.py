@@ -123,6 +123,9 @@ REFUSED = [
     bad(training(load_balance_weight=-1.0), "load_balance_weight=-1.0 is out of range"),
     bad(training(dropout_seed=0.5), "dropout_seed=0.5 is not a whole number"),
     bad(training(clip_norm=0.0), "clip_norm=0.0 must be above 0"),
+    bad(training(shard_optimizer_over_data="yes"), "shard_optimizer_over_data='yes' is not known"),
+    bad(training(grad_dtype="float16"), "grad_dtype='float16' is not known; did you mean"),
+    bad(training(grad_dtype="int8"), "grad_dtype='int8' is not known; choose one of: None, bf"),
     bad(training(clip_norm=math.nan), "clip_norm=nan is not a finite number"),
     # together
     bad(
@@ -160,6 +163,20 @@ REFUSED = [
         "train.global_batch=8 in 4 microbatches",
     ),
     bad(on_mesh("fsdp=16"), "does not split over data=1 × fsdp=16", "global_batch=8"),
+    bad(
+        on_mesh("data=3", training(shard_optimizer_over_data=True, global_batch=12)()),
+        "model.embed_dim=16 does not split over fsdp×expert×data=3",
+        "train.shard_optimizer_over_data=True",
+        "choose a multiple of 3, such as 15 or 18",
+    ),
+    bad(
+        on_mesh(
+            "data=4",
+            replace(training(shard_optimizer_over_data=True)(), "pipeline", num_microbatches=4),
+        ),
+        "global_batch=8 in 4 microbatches does not split over data=4",
+        "choose a multiple of 16",
+    ),
     bad(on_mesh("tensor=64"), "model.vocab_size=32 does not split over stage×tensor=64"),
     bad(
         on_mesh("fsdp=2", model(embed_dim=15)()),
@@ -392,6 +409,9 @@ def test_nearest_names_one_or_all() -> None:
         ("train.clip_norm", "2", 2.0),
         ("train.loss_chunks", "4", 4),
         ("train.load_balance_weight", "0.01", 0.01),
+        ("train.grad_dtype", "bfloat16", "bfloat16"),
+        ("train.shard_optimizer_over_data", "true", True),
+        ("train.grad_dtype", "None", None),
         ("model.num_layers", " 6 ", 6),
     ],
 )

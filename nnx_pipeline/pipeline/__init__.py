@@ -1,8 +1,9 @@
 """The pipeline: schedules as plain arithmetic, and the loops that follow them."""
 
+from nnx_pipeline.pipeline.create import Pipeline, create_pipeline
 from nnx_pipeline.pipeline.lend import AS_STORED, Lending
 from nnx_pipeline.pipeline.loop import run_pipeline
-from nnx_pipeline.pipeline.module import CircularPipeline, Pipeline, create_pipeline
+from nnx_pipeline.pipeline.module import CircularPipeline
 from nnx_pipeline.pipeline.one_f_one_b import run_one_f_one_b
 from nnx_pipeline.pipeline.one_f_one_b_loop import Inputs, Weights
 from nnx_pipeline.pipeline.schedule import (

@@ -31,6 +31,8 @@ class Lending:
     dtype: of the copies, None for that of the parameters; a cast before the gather.
     ahead: repeat by repeat, the next one while the present one is in use, in the place of all at
         once.
+    lent: the first axes of `copies` if the parameters come in copies along them (see `Owners`);
+        `specs` then have that axis, and its gradients are left apart.
     """
 
     specs: tuple[P, ...] = ()
@@ -38,13 +40,14 @@ class Lending:
     gathered: tuple[str, ...] = ()
     dtype: jax.typing.DTypeLike | None = None
     ahead: bool = False
+    lent: tuple[str, ...] = ()
 
     def lend(self, params: PyTree) -> PyTree:
         """`[repeats, stages, …]` as stored to `[repeats, stages, copies, …]`.
 
         Without axes to copy along they stay as they are.
         """
-        if not self.copies:
+        if self.copies == self.lent:
             return params
 
         def one(leaf: Array, spec: P) -> Array:
@@ -52,7 +55,7 @@ class Lending:
                 leaf = leaf.astype(self.dtype)
             for axis, names in self._gathered_axes(spec):
                 leaf = jax.lax.all_gather(leaf, names, axis=axis, tiled=True)
-            return jnp.expand_dims(leaf, 2)
+            return leaf if self.lent else jnp.expand_dims(leaf, 2)
 
         return self._on_each_device(one, params, self.specs, self._lent_specs)
 
@@ -62,12 +65,12 @@ class Lending:
         The sum is made in the dtype of the gradients, by a reduce-scatter over the axes that the
         weight was gathered over and an all-reduce over the other axes of the copies.
         """
-        if not self.copies:
+        if self.copies == self.lent:
             return gradients
 
         def one(leaf: Array, spec: P) -> Array:
-            leaf = jnp.squeeze(leaf, 2)
-            scattered = []
+            leaf = leaf if self.lent else jnp.squeeze(leaf, 2)
+            scattered = [*self.lent]
             for axis, names in self._gathered_axes(spec):
                 for name in names:
                     leaf = _scatter(leaf, axis, name, summed=name in self.copies)
@@ -93,7 +96,7 @@ class Lending:
             entries = list(spec)
             for axis, _ in self._gathered_axes(spec):
                 entries[axis] = None
-            specs.append(P(*entries[:2], self.copies, *entries[2:]))
+            specs.append(P(*entries[:2], self.copies, *entries[3 if self.lent else 2 :]))
         return tuple(specs)
 
     def _on_each_device(

@@ -1,6 +1,6 @@
 """The pipeline as an NNX module: it owns the stacked layers and sends batches through them."""
 
-import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,21 +9,24 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.config import Config, PipelineConfig
+from nnx_pipeline.config import PipelineConfig
 from nnx_pipeline.errors import InputError, divides
 from nnx_pipeline.mesh import ambient_mesh
 from nnx_pipeline.ops.dropout import fold_in, sequence_keys
+from nnx_pipeline.pipeline.batches import Batches
 from nnx_pipeline.pipeline.lend import Lending
 from nnx_pipeline.pipeline.loop import run_pipeline
 from nnx_pipeline.pipeline.loop_parts import DEFAULT_PARTS, LoopParts
 from nnx_pipeline.pipeline.one_f_one_b import run_one_f_one_b
 from nnx_pipeline.pipeline.one_f_one_b_loop import Enter, Inputs, Leave, Weights
+from nnx_pipeline.pipeline.owners import Owners, make_owners
 from nnx_pipeline.pipeline.schedule import CircularSchedule, OneForwardOneBackward
 from nnx_pipeline.pipeline.stages import OverStages, over_stages
 from nnx_pipeline.remat import LAYER_INPUT, LAYER_METRICS, POLICIES, named
-from nnx_pipeline.sharding import Layout, place, with_layout
+from nnx_pipeline.sharding import Layout, P, mesh_sizes, place, with_layout
 
 MakeLayer = Callable[[nnx.Rngs], nnx.Module]
+ApplyLayer = Callable[[Array, Any], tuple[Array, PyTree]]
 Summarize = Callable[[PyTree], PyTree]
 
 
@@ -47,6 +50,9 @@ class CircularPipeline(nnx.Module):
         bear logical axes (`sharding.parameter`); without them they are whole on every device of a
         stage. An attribute `layout` is replaced where weights are gathered ahead of their use.
     dtype: that of the activations, to which weights are cast before they are gathered ahead.
+    grad_dtype: that in which gradients add up where the loop does so, None for the parameters'.
+    own: mesh axes along which each device gets its part of the gradients only, in `owned` of `run`
+        and `loss`: the parameters laid out by `Layout.owned`. () for gradients as the parameters.
     summarize: metrics of a stage's layers, stacked, to those of the stage. Where layers run in
         copies (`Layout.copy`), it gets the mean of theirs.
     over: how a function of one stage is spread over the stages. loop_parts: other pieces of the
@@ -64,13 +70,17 @@ class CircularPipeline(nnx.Module):
         rngs: nnx.Rngs,
         layout: Layout = Layout(),
         dtype: str | None = None,
+        grad_dtype: str | None = None,
+        own: tuple[str, ...] = (),
         summarize: Summarize = sum_over_layers,
         over: OverStages = over_stages,
         loop_parts: LoopParts = DEFAULT_PARTS,
     ) -> None:
-        self.config, self.num_layers, self.dtype = config, num_layers, dtype
+        self.config, self.num_layers = config, num_layers
+        self.dtype, self.grad_dtype = dtype, grad_dtype
         self.summarize, self.over, self.loop_parts = summarize, over, loop_parts
         self.num_stages = ambient_mesh().stage
+        self.own = tuple(axis for axis in layout.axes("batch") if axis in own)
         self.layout = layout.in_copies(self._copies(layout))
         visits = self.num_stages * config.num_repeats
         divides(
@@ -92,30 +102,30 @@ class CircularPipeline(nnx.Module):
         batch = x.shape[0]
         if key is not None:
             side["keys"] = sequence_keys(key, batch)
-        y, metrics = self.run(self.arrange(x), side)
-        return self.as_batch(y, batch), metrics
+        y, metrics = self.run(self.batches.arrange(x), side)
+        return self.batches.as_batch(y, batch), metrics
 
     def run(
-        self, x: Array, side: dict[str, Array | None], **whole_batch: Any
+        self, x: Array, side: dict[str, Array | None], *, owned: Any = None, **whole_batch: Any
     ) -> tuple[Array, PyTree]:
-        """As `__call__`, for x laid out by `arrange`, and so is the result.
+        """As `__call__`, for x laid out by `batches.arrange`, and so is the result.
 
+        owned: the layers laid out by `Layout.owned`, which get the gradient with `own`.
         whole_batch: further arguments of a layer where it sees the whole batch at once.
         """
         if not self.in_microbatches:
-            layers = jax.tree.map(lambda leaf: leaf[0, 0], self._stack)
-            side = jax.tree.map(self._beside_batch, side)
-            x, metrics = self._run_layers(layers, x, side, **whole_batch)
-            return x, self.summarize(metrics)
+            return self._run_whole_batch(
+                x, jax.tree.map(self.batches.arrange, side), owned, whole_batch
+            )
         config = self.config
         return run_pipeline(
             self._apply_stage,
-            self._stack,
+            self._stack(owned),
             x,
-            jax.tree.map(self.on_every_stage, side),
+            jax.tree.map(self.batches.on_every_stage, side),
             schedule=CircularSchedule(
                 stages=self.num_stages,
-                microbatches=self.num_microbatches,
+                microbatches=self.batches.microbatches,
                 repeats=config.num_repeats,
                 delay=config.forwarding_delay,
             ),
@@ -133,66 +143,38 @@ class CircularPipeline(nnx.Module):
         side: dict[str, Array | None],
         *,
         metric_weights: PyTree = None,
+        owned: Any = None,
     ) -> tuple[Array, tuple[Array, PyTree]]:
         """The loss of the whole model by 1F1B, and its two parts; see `run_one_f_one_b`.
 
         weights: of `enter` and of `leave`. inputs: what they read, `[batch, …]`. Both work on one
-        microbatch, its activations laid out by `batch_axes` without the first.
+        microbatch, activations laid out by `batches.axes` without the first. owned: as in `run`.
         """
         arrays = (inputs[0], side, inputs[1])
         return run_one_f_one_b(
             enter,
             self._apply_stage,
             leave,
-            Weights(enter=weights[0], stages=self._stack, leave=weights[1]),
-            Inputs(*jax.tree.map(self.on_every_stage, arrays)),
-            schedule=OneForwardOneBackward(self.num_stages, self.num_microbatches),
+            Weights(enter=weights[0], stages=self._stack(owned), leave=weights[1]),
+            Inputs(*jax.tree.map(self.batches.on_every_stage, arrays)),
+            schedule=OneForwardOneBackward(self.num_stages, self.batches.microbatches),
             metric_weights=metric_weights,
             **self._options,
         )
 
     @property
-    def num_microbatches(self) -> int:
-        """Microbatches per step on this mesh."""
-        return self.config.microbatches_on(self.num_stages)
+    def batches(self) -> Batches:
+        """How a batch is cut up and laid out on this mesh."""
+        return Batches(
+            self.layout,
+            microbatches=self.config.microbatches_on(self.num_stages),
+            one_by_one=self.in_microbatches,
+        )
 
     @property
     def in_microbatches(self) -> bool:
         """Whether the batch goes through the layers microbatch by microbatch."""
         return self.num_stages > 1 or self.config.schedule == "1f1b"
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        """Logical axes in the place of the batch: of what `run` takes and gives."""
-        copy = ("copy",) if self.layout.axes("copy") else ()
-        return ("microbatch", *copy, "batch") if self.in_microbatches else ("whole_batch",)
-
-    def arrange(self, x: Array) -> Array:
-        """`[batch, …]` to what `run` takes: cut into microbatches that lie over the stages."""
-        rest = [None] * (x.ndim - 1)
-        x = self._cut(x) if self.in_microbatches else x
-        return place(x, self.layout.spec(*self.batch_axes, *rest))
-
-    def on_every_stage(self, x: Array) -> Array:
-        """`[batch, …]` to `[microbatches, microbatch, …]`, all of it on every stage."""
-        rest = [None] * (x.ndim - 1)
-        return place(self._cut(x), self.layout.spec(None, *self.batch_axes[1:], *rest))
-
-    def as_batch(self, x: Array, batch: int) -> Array:
-        """The inverse of `arrange`, the batch over every axis that can split it."""
-        if self.in_microbatches:
-            x = place(x, self.layout.spec("microbatch", *[None] * (x.ndim - 1)))
-            x = x.reshape(batch, *x.shape[len(self.batch_axes) :])
-        return place(x, self.layout.spec("whole_batch", *[None] * (x.ndim - 1)))
-
-    def _cut(self, x: Array) -> Array:
-        """With copies, `[microbatches, copies, sequences of a copy, …]`."""
-        x = place(x, self.layout.spec(*[None] * x.ndim))
-        copies = (self.layout.size("copy"),) if self.layout.axes("copy") else ()
-        return x.reshape(self.num_microbatches, *copies, -1, *x.shape[1:])
-
-    def _beside_batch(self, x: Array) -> Array:
-        return place(x, self.layout.spec("batch", *[None] * (x.ndim - 1)))
 
     def _make_layers(self, make_layer: MakeLayer, rngs: nnx.Rngs) -> Any:
         stack = (self.config.num_repeats, self.num_stages, self.layers_per_stage)
@@ -206,40 +188,78 @@ class CircularPipeline(nnx.Module):
         layers = jax.vmap(jax.vmap(jax.vmap(make), spmd_axis_name=stage))(keys)
         return jax.tree.map(_stacked, layers, is_leaf=_is_variable)
 
+    def _stack(self, owned: Any) -> tuple[Any, Array]:
+        """What the stages get: the layers, and the number of each.
+
+        Both are in copies if each device owns its part of the gradients.
+        """
+        layers, numbers = self.layers, self._numbers
+        if self.own:
+            layers = self._owners(skip=0, axis=2).lend(layers, owned)
+            copies = math.prod(mesh_sizes()[axis] for axis in self.own)
+            numbers = jnp.repeat(numbers[:, :, None], copies, axis=2)
+        return layers, place(numbers, self._numbers_spec)
+
     @property
-    def _stack(self) -> tuple[Any, Array]:
-        """What the stages get: the layers, and the number of each."""
+    def _numbers(self) -> Array:
         stack = (self.config.num_repeats, self.num_stages, self.layers_per_stage)
-        numbers = jnp.arange(self.num_layers, dtype=jnp.int32).reshape(stack)
-        return self.layers, place(numbers, self.layout.spec(None, "stage", None))
+        return jnp.arange(self.num_layers, dtype=jnp.int32).reshape(stack)
+
+    @property
+    def _numbers_spec(self) -> P:
+        copies = (self.own,) if self.own else ()
+        return P(*self.layout.spec(None, "stage"), *copies, None)
 
     def _apply_stage(
         self, stack: tuple[Any, Array], x: Array, side: dict[str, Array | None]
     ) -> tuple[Array, PyTree]:
         """The layers of one stage on one microbatch, in copies where the weights are."""
-        layers = with_layout(stack[0], self.layout.gathered(self._gathered_axes)), stack[1]
+        layout = self.layout.gathered(self._gathered_axes)
+        stack = with_layout(stack[0], layout), stack[1]
+
+        def run(stack: Any, x: Array, side: dict[str, Array | None]) -> tuple[Array, PyTree]:
+            return self._run_layers(lambda x, layer: _call(layer, x, side), stack, x)
+
         copies = self.layout.axes("copy")
         if not copies:
-            x, metrics = self._run_layers(layers, x, side)
+            x, metrics = run(stack, x, side)
             return x, self.summarize(metrics)
-        x, metrics = jax.vmap(self._run_layers, spmd_axis_name=copies)(layers, x, side)
+        x, metrics = jax.vmap(run, spmd_axis_name=copies)(stack, x, side)
         return x, self.summarize(jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), metrics))
 
-    def _run_layers(
-        self, stack: tuple[Any, Array], x: Array, side: dict[str, Array | None], **options: Any
+    def _run_whole_batch(
+        self, x: Array, side: dict[str, Array | None], owned: Any, options: dict[str, Any]
     ) -> tuple[Array, PyTree]:
-        """The layers of one stage in turn; their stacked parameters are scanned over."""
+        """All layers on the whole batch, in copies if each device owns its part of gradients.
 
-        def apply(x: Array, numbered: tuple[Any, Array]) -> tuple[Array, PyTree]:
-            layer, number = numbered
-            keys = side.get("keys")
-            own = {} if keys is None else {"keys": fold_in(keys, number)}
-            return layer(x, **{**side, **own}, **options)
+        Copies are made layer by layer, so that the gradient of one layer at a time exists whole.
+        """
+        copies = self.layout.axes("copy")
+        owners = self._owners(skip=3, axis=0) if copies else None
 
+        def apply(x: Array, stacked: Any) -> tuple[Array, PyTree]:
+            layer, owned, number = stacked
+            if owners is None:
+                return _call((layer, number), x, side, **options)
+
+            def one(layer: Any, x: Array, side: dict[str, Array | None]) -> tuple[Array, PyTree]:
+                return _call((layer, number), x, side, **options)
+
+            return jax.vmap(one, spmd_axis_name=copies)(owners.lend(layer, owned), x, side)
+
+        stack = (with_layout(self.layers, self.layout), owned, self._numbers)
+        stack = jax.tree.map(lambda leaf: leaf[0, 0], stack)
+        x, metrics = self._run_layers(apply, stack, x)
+        if copies:
+            metrics = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=1), metrics)
+        return x, self.summarize(metrics)
+
+    def _run_layers(self, apply: ApplyLayer, stack: Any, x: Array) -> tuple[Array, PyTree]:
+        """The layers of one stage in turn; what they are stacked in is scanned over."""
         apply = POLICIES[self.config.remat].checkpoint(apply, in_scan=True)
 
-        def body(x: Array, numbered: tuple[Any, Array]) -> tuple[Array, PyTree]:
-            x, metrics = apply(named(x, LAYER_INPUT), numbered)
+        def body(x: Array, layer: Any) -> tuple[Array, PyTree]:
+            x, metrics = apply(named(x, LAYER_INPUT), layer)
             return x, jax.tree.map(lambda leaf: named(leaf, LAYER_METRICS), metrics)
 
         return jax.lax.scan(body, x, stack)
@@ -253,15 +273,16 @@ class CircularPipeline(nnx.Module):
             "shift_by": self.config.shift,
             "remat": POLICIES[self.config.remat],
             "saved_in_stage": (LAYER_METRICS, LAYER_INPUT) if inputs else (LAYER_METRICS,),
+            "grad_dtype": self.grad_dtype if self.config.accumulates else None,
             "lending": self._lending(),
             "over": self.over,
         }
 
     def _copies(self, layout: Layout) -> tuple[str, ...]:
         """Mesh axes along which layers run in copies, so that gradients add up where they arise."""
-        if not (self.config.accumulates and self.in_microbatches):
-            return ()
-        own = ("data", *self._gathered_axes)
+        own = {*self.own}
+        if self.config.accumulates and self.in_microbatches:
+            own |= {"data", *self._gathered_axes}
         return tuple(axis for axis in layout.axes("batch") if axis in own)
 
     @property
@@ -272,58 +293,32 @@ class CircularPipeline(nnx.Module):
     def _lending(self) -> Lending:
         copies = self.layout.axes("copy")
         ahead = self.config.fsdp_gather == "prefetch"
-        if not copies:
+        if not (copies and self.config.accumulates):
             return Lending(ahead=ahead)
-        variables = jax.tree.leaves(self.layers, is_leaf=_is_variable)
-        specs = [self.layout.spec(*v.get_metadata("logical_axes")) for v in variables]
+        owners = self._owners(skip=0, axis=2)
         return Lending(
-            specs=(*specs, self.layout.spec(None, "stage", None)),
+            specs=(*(owners.lent if self.own else owners.stored), self._numbers_spec),
+            lent=self.own,
             copies=copies,
             gathered=self._gathered_axes,
             dtype=self.dtype if self._gathered_axes else None,
             ahead=ahead,
         )
 
-
-class Pipeline(CircularPipeline):
-    """The plain pipeline: a circular one in which each microbatch passes every stage once."""
-
-    def __init__(self, config: PipelineConfig, layers: MakeLayer, **options: Any) -> None:
-        if config.num_repeats != 1:
-            raise InputError(
-                f"pipeline.num_repeats={config.num_repeats} is for a CircularPipeline; "
-                "set it to 1 or use CircularPipeline (create_pipeline chooses)"
-            )
-        super().__init__(config, layers, **options)
+    def _owners(self, *, skip: int, axis: int) -> Owners:
+        return make_owners(
+            self.layers, self.layout, self.own, skip=skip, axis=axis, dtype=self.grad_dtype
+        )
 
 
-def create_pipeline(
-    config: Config,
-    layers: MakeLayer,
-    mesh: jax.sharding.Mesh | None = None,
-    *,
-    rngs: nnx.Rngs,
-    **options: Any,
-) -> CircularPipeline:
-    """The pipeline that a config asks for: `Pipeline`, or with repeats `CircularPipeline`.
-
-    mesh: where its parameters are born; None for the mesh of `jax.set_mesh`. Call the pipeline
-    under the same mesh. options: further arguments of `CircularPipeline`.
-    """
-    kind = Pipeline if config.pipeline.num_repeats == 1 else CircularPipeline
-    make = functools.partial(
-        kind,
-        config.pipeline,
-        layers,
-        num_layers=config.model.num_layers,
-        dtype=config.model.dtype,
-        rngs=rngs,
-        **options,
-    )
-    if mesh is None:
-        return make()
-    with jax.set_mesh(mesh):
-        return make()
+def _call(
+    numbered: tuple[Any, Array], x: Array, side: dict[str, Array | None], **options: Any
+) -> tuple[Array, PyTree]:
+    """One layer, with keys of its own if the batch has keys."""
+    layer, number = numbered
+    keys = side.get("keys")
+    own = {} if keys is None else {"keys": fold_in(keys, number)}
+    return layer(x, **{**side, **own}, **options)
 
 
 def _is_variable(leaf: Any) -> bool:

@@ -53,11 +53,12 @@ class Metrics(NamedTuple):
 
 
 def loss_of(
-    model: Mixtral, batch: Batch, key: Array | None = None
+    model: Mixtral, batch: Batch, key: Array | None = None, owned: Mixtral | None = None
 ) -> tuple[Array, tuple[Array, Array]]:
     """The loss to minimise, and its two parts: cross-entropy and load balance.
 
     Cross-entropy is Σ weights · entropy / (Σ weights + 1e-8), as in MaxText. key: for dropout.
+    owned: see `Mixtral.loss`.
     """
     return model.loss(
         batch.tokens,
@@ -66,23 +67,47 @@ def loss_of(
         positions=batch.positions,
         segment_ids=batch.segment_ids,
         key=key,
+        owned=owned,
     )
 
 
 def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-    """Forward, backward and AdamW; to be jitted by `jit_train_step`."""
-    model = state.model
-    key = jax.random.fold_in(jax.random.key(model.config.train.dropout_seed), state.step)
-    (_, (entropy, balance)), gradients = jax.value_and_grad(loss_of, has_aux=True)(
-        model, batch, key
-    )
-    optimizer = make_optimizer(model.config.train)
-    updates, optimizer_state = optimizer.update(gradients, state.optimizer, model)
-    metrics = Metrics(entropy, balance, optax.tree.norm(gradients))
+    """Forward, backward and AdamW; to be jitted by `jit_train_step`.
+
+    With `train.shard_optimizer_over_data` everything from the gradients to the new parameters is
+    spread over `data`; these are then gathered.
+    """
+    model, settings = state.model, state.model.config.train
+    owns = bool(model.pipeline.own)
+    mine = model.owned() if owns else model
+    key = jax.random.fold_in(jax.random.key(settings.dropout_seed), state.step)
+
+    def loss(mine: Mixtral) -> tuple[Array, tuple[Array, Array]]:
+        return loss_of(model, batch, key, owned=mine) if owns else loss_of(mine, batch, key)
+
+    (_, (entropy, balance)), gradients = jax.value_and_grad(loss, has_aux=True)(mine)
+    gradients = in_dtype(gradients, settings.grad_dtype)
+    optimizer = make_optimizer(settings)
+    updates, optimizer_state = optimizer.update(gradients, state.optimizer, mine)
+    metrics = Metrics(entropy, balance, optax.tree.norm(in_dtype(gradients, "float32")))
+    mine = optax.apply_updates(mine, updates)
     new = TrainState(
-        step=state.step + 1, model=optax.apply_updates(model, updates), optimizer=optimizer_state
+        step=state.step + 1,
+        model=mine.stored() if owns else mine,
+        optimizer=optimizer_state,
     )
     return new, metrics
+
+
+def in_dtype(tree: Any, dtype: jax.typing.DTypeLike | None) -> Any:
+    """The arrays in `dtype`; those that have it already are left alone, and all without one.
+
+    A cast that changes nothing would still stand in the program, between an addition and what
+    might be fused with it (seeds S2.13b).
+    """
+    if dtype is None:
+        return tree
+    return jax.tree.map(lambda x: x if x.dtype == dtype else x.astype(dtype), tree)
 
 
 def make_state(
@@ -95,7 +120,7 @@ def make_state(
 ) -> TrainState:
     """A fresh state, every array made in its place on the mesh; call it under `jax.set_mesh`."""
     make = functools.partial(_make_state, config, seed, layout, parts)
-    return jax.jit(make, out_shardings=_shardings(jax.eval_shape(make), layout, mesh))()
+    return jax.jit(make, out_shardings=_state_shardings(jax.eval_shape(make), mesh))()
 
 
 def abstract_state(
@@ -103,7 +128,7 @@ def abstract_state(
 ) -> TrainState:
     """The shapes, dtypes and shardings of a state, without a byte of it."""
     shapes = jax.eval_shape(functools.partial(_make_state, config, 0, layout, parts))
-    return _with_shardings(shapes, _shardings(shapes, layout, mesh))
+    return _with_shardings(shapes, _state_shardings(shapes, mesh))
 
 
 def abstract_batch(config: Config, mesh: Mesh, *, layout: Layout = Layout()) -> Batch:
@@ -126,14 +151,25 @@ def jit_train_step(state: TrainState, mesh: Mesh) -> Any:
 
     The new state has the shardings of the old one in both modes.
     """
-    shardings = _shardings(state, state.model.layout, mesh)
+    shardings = _state_shardings(state, mesh)
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
 
 
 def _make_state(config: Config, seed: int, layout: Layout, parts: Parts) -> TrainState:
     model = Mixtral(config, rngs=nnx.Rngs(seed), layout=layout, parts=parts)
-    optimizer = make_optimizer(config.train).init(model)
+    mine = model.owned() if model.pipeline.own else model
+    optimizer = make_optimizer(config.train).init(mine)
     return TrainState(step=jnp.zeros((), jnp.int32), model=model, optimizer=optimizer)
+
+
+def _state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
+    """A NamedSharding for every leaf of a state, the optimizer's where its owners are."""
+    model = state.model
+    return TrainState(
+        step=_shardings(state.step, model.layout, mesh),
+        model=_shardings(model, model.layout, mesh),
+        optimizer=_shardings(state.optimizer, model.layout.owned(model.pipeline.own), mesh),
+    )
 
 
 def _shardings(tree: Any, layout: Layout, mesh: Mesh) -> Any:

@@ -1,0 +1,60 @@
+"""How a batch is cut into microbatches and copies, and where its parts lie."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from nnx_pipeline.sharding import Layout, place
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The cut of a global batch, for arrays `[batch, …]` of any kind.
+
+    microbatches: their number. one_by_one: whether they go through the layers so, or together;
+    then there is no axis of microbatches, but each copy (`Layout.copy`) has its part of every one.
+    """
+
+    layout: Layout
+    microbatches: int
+    one_by_one: bool
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Logical axes in the place of the batch: of what the pipeline takes and gives."""
+        copy = ("copy",) if self.layout.axes("copy") else ()
+        if self.one_by_one:
+            return ("microbatch", *copy, "batch")
+        return ("copy", "batch") if copy else ("whole_batch",)
+
+    def arrange(self, x: Array) -> Array:
+        """`[batch, …]` to the axes above; microbatches lie over the stages."""
+        rest = [None] * (x.ndim - 1)
+        if self.one_by_one:
+            x = self._cut(x)
+        elif self.layout.axes("copy"):
+            x = jnp.swapaxes(self._cut(x), 0, 1).reshape(self.layout.size("copy"), -1, *x.shape[1:])
+        return place(x, self.layout.spec(*self.axes, *rest))
+
+    def on_every_stage(self, x: Array) -> Array:
+        """`[batch, …]` to `[microbatches, microbatch, …]`, all of it on every stage."""
+        rest = [None] * (x.ndim - 1)
+        return place(self._cut(x), self.layout.spec(None, *self.axes[1:], *rest))
+
+    def as_batch(self, x: Array, batch: int) -> Array:
+        """The inverse of `arrange`, the batch over every axis that can split it."""
+        if self.one_by_one:
+            x = place(x, self.layout.spec("microbatch", *[None] * (x.ndim - 1)))
+            x = x.reshape(batch, *x.shape[len(self.axes) :])
+        elif self.layout.axes("copy"):
+            x = place(x, self.layout.spec(*[None] * x.ndim))
+            x = x.reshape(self.layout.size("copy"), self.microbatches, -1, *x.shape[2:])
+            x = jnp.swapaxes(x, 0, 1).reshape(batch, *x.shape[3:])
+        return place(x, self.layout.spec("whole_batch", *[None] * (x.ndim - 1)))
+
+    def _cut(self, x: Array) -> Array:
+        """With copies, `[microbatches, copies, sequences of a copy, …]`."""
+        x = place(x, self.layout.spec(*[None] * x.ndim))
+        copies = (self.layout.size("copy"),) if self.layout.axes("copy") else ()
+        return x.reshape(self.microbatches, *copies, -1, *x.shape[1:])

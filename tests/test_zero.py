@@ -1,0 +1,222 @@
+"""The optimizer's state spread over `data`: the same training, and no gradient summed whole."""
+
+import functools
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import (
+    arrays_by_path,
+    assert_close,
+    equations,
+    mesh_of,
+    optax_promotion,
+    packed_batch,
+    replace,
+    small_config,
+)
+
+from nnx_pipeline import Config
+from nnx_pipeline.lab.hlo import parse
+from nnx_pipeline.sharding import spec_axes
+from nnx_pipeline.train import abstract_batch, abstract_state, jit_train_step, loss_of, make_state
+from nnx_pipeline.train.step import train_step
+
+# The large epsilon keeps gradients near zero from deciding the sign of a whole update.
+TRAIN = {"global_batch": 16, "learning_rate": 1e-2, "adam_eps": 1e-3, "load_balance_weight": 0.1}
+CASES = [
+    ("data=4,fsdp=2", "explicit", {}),
+    ("data=4,fsdp=2", "auto", {"num_microbatches": 2, "remat": "minimal"}),
+    ("data=8", "explicit", {"num_microbatches": 2}),
+    ("data=2,stage=2,fsdp=2", "explicit", {"num_repeats": 2}),
+    ("data=2,stage=2,fsdp=2", "auto", {}),
+    ("data=2,stage=2,fsdp=2", "explicit", {"fsdp_gather": "step", "num_repeats": 2}),
+    ("data=2,stage=2,fsdp=2", "auto", {"fsdp_gather": "step", "schedule": "1f1b"}),
+    ("data=2,stage=2,expert=2", "explicit", {"schedule": "1f1b"}),
+    ("data=2,stage=2,expert=2", "auto", {"backward": "accumulate"}),
+    ("data=4,fsdp=2", "explicit", {"schedule": "1f1b", "num_microbatches": 2}),
+]
+each_case = pytest.mark.parametrize(
+    ("mesh", "mode", "pipeline"), CASES, ids=lambda value: str(value).replace(" ", "")
+)
+
+
+def config_of(mode: str, pipeline: dict[str, Any], *, sharded: bool = True) -> Config:
+    # The widths are such that a weight is above the limit of `largest_all_reduce` below.
+    return small_config(
+        model={"vocab_size": 64, "embed_dim": 32},
+        pipeline={"sharding": mode, "num_microbatches": 2, **pipeline},
+        train={**TRAIN, "shard_optimizer_over_data": sharded},
+    )
+
+
+def trained(config: Config, mesh: jax.sharding.Mesh, steps: int) -> tuple[Any, Any]:
+    """The state after some steps, and every metric on the way."""
+    found = []
+    with jax.set_mesh(mesh), optax_promotion():
+        state = make_state(config, mesh)
+        batch = jax.tree.map(jnp.asarray, packed_batch(config))
+        step = jit_train_step(state, mesh)
+        for _ in range(steps):
+            state, metrics = step(state, batch)
+            found.append(metrics)
+    return state, found
+
+
+@each_case
+def test_training_is_the_same(mesh: str, mode: str, pipeline: dict[str, Any]) -> None:
+    on = mesh_of(mesh, mode)
+    state, metrics = trained(config_of(mode, pipeline), on, 3)
+    want, want_metrics = trained(config_of(mode, pipeline, sharded=False), on, 3)
+    assert_close(metrics, want_metrics, 1e-5)
+    assert_close(state.model, want.model, 1e-5)
+    assert_close(state.optimizer, want.optimizer, 1e-4)
+
+
+@each_case
+def test_a_device_holds_its_part_of_the_state(
+    mesh: str, mode: str, pipeline: dict[str, Any]
+) -> None:
+    """Parameters are where they are without the option, and moments take 1/data of their bytes."""
+    on = mesh_of(mesh, mode)
+    with jax.set_mesh(on):
+        state = abstract_state(config_of(mode, pipeline), on)
+        plain = abstract_state(config_of(mode, pipeline, sharded=False), on)
+    for path, leaf in arrays_by_path(state.model).items():
+        assert leaf.sharding == arrays_by_path(plain.model)[path].sharding
+    for path, leaf in arrays_by_path(state.optimizer).items():
+        if leaf.ndim:
+            assert "data" in spec_axes(leaf.sharding.spec), path
+            whole = arrays_by_path(plain.optimizer)[path]
+            assert per_device(leaf) * on.shape["data"] == per_device(whole)
+
+
+def per_device(leaf: Any) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape))
+
+
+@functools.cache
+def program(mesh: str, mode: str, pipeline: tuple[tuple[str, Any], ...], sharded: bool) -> Any:
+    config, on = config_of(mode, dict(pipeline), sharded=sharded), mesh_of(mesh, mode)
+    with jax.set_mesh(on), optax_promotion():
+        state = abstract_state(config, on)
+        lowered = jit_train_step(state, on).lower(state, abstract_batch(config, on))
+        return parse(lowered.compile().as_text())
+
+
+def largest(module: Any, opcode: str, data: int) -> int:
+    """Elements of the largest array that a collective of one kind over `data` gives."""
+    return max(
+        (
+            shape.elements
+            for computation in module.computations.values()
+            for instruction in computation.instructions.values()
+            if instruction.opcode == opcode and crosses(instruction, 8 // data)
+            for shape in instruction.shapes
+        ),
+        default=0,
+    )
+
+
+def crosses(collective: Any, beside: int) -> bool:
+    """Whether devices that differ along `data`, the first axis of the mesh, are in one group."""
+    return any(len({device // beside for device in row}) > 1 for row in groups_of(collective))
+
+
+def groups_of(collective: Any) -> list[list[int]]:
+    """XLA writes groups as a list, as a reshaped and transposed range, or by axes of a mesh."""
+    text = collective.attributes["replica_groups"]
+    if text.startswith("{"):
+        return [[int(i) for i in row.split(",")] for row in re.findall(r"\{([\d,]+)\}", text)]
+    if text.startswith("["):
+        shape, _, devices = text.partition("<=")
+        return arranged(devices).reshape(*integers(shape)).tolist()
+    text += collective.attributes.get("device_ids", "")
+    sizes = [int(size) for size in re.findall(r"=(\d+)", text)]
+    order = re.search(r"\((\[.*\].*)\)", text)
+    devices = arranged(order.group(1)) if order else np.arange(math.prod(sizes))
+    inside = [int(axis) for axis in re.findall(r"axis_(\d+)'(?!=)", text)]
+    outside = [axis for axis in range(len(sizes)) if axis not in inside]
+    devices = devices.reshape(sizes).transpose(outside + inside)
+    return devices.reshape(-1, math.prod(sizes[axis] for axis in inside)).tolist()
+
+
+def arranged(text: str) -> np.ndarray:
+    """Device numbers of a text such as `[2,4]T(1,0)`."""
+    shape, _, order = text.partition("T")
+    devices = np.arange(math.prod(integers(shape))).reshape(integers(shape))
+    return devices.transpose(integers(order)) if order else devices
+
+
+def integers(text: str) -> list[int]:
+    return [int(i) for i in re.findall(r"\d+", text)]
+
+
+@each_case
+def test_no_gradient_is_summed_whole(mesh: str, mode: str, pipeline: dict[str, Any]) -> None:
+    """The compiled step has no all-reduce as large as the smallest weight matrix.
+
+    What is left are losses, the router's means and the scale of the last norm.
+    """
+    module, data = program(mesh, mode, tuple(pipeline.items()), True), mesh_of(mesh).shape["data"]
+    smallest = 32 * 2 * 4 // 2  # a key projection of one layer
+    assert largest(module, "all-reduce", data) < smallest
+    assert largest(module, "reduce-scatter", data) >= smallest // data
+
+
+def test_without_the_option_it_is() -> None:
+    plain = program(*CASES[0][:2], (), False)
+    sharded = program(*CASES[0][:2], (), True)
+    assert largest(plain, "all-reduce", 4) >= 64 * 32 // 2
+    assert largest(sharded, "all-reduce", 4) <= 32
+
+
+@pytest.mark.parametrize("pipeline", [{}, {"schedule": "1f1b"}], ids=str)
+def test_gradients_travel_in_their_dtype(pipeline: dict[str, Any]) -> None:
+    config = replace(config_of("explicit", pipeline), "train", grad_dtype="bfloat16")
+    mesh = mesh_of("data=2,stage=2,fsdp=2")
+    with jax.set_mesh(mesh), optax_promotion():
+        state = abstract_state(config, mesh)
+        jaxpr = jax.make_jaxpr(train_step)(state, abstract_batch(config, mesh))
+    over_data = [
+        str(equation.outvars[0].aval.dtype)
+        for equation in equations(jaxpr)
+        if equation.primitive.name == "reduce_scatter" and "data" in equation.params["axis_name"]
+        if equation.outvars[0].aval.ndim > 3  # of layers
+    ]
+    assert set(over_data) == {"bfloat16"}
+
+
+@pytest.mark.parametrize("mesh", ["data=2,stage=2,fsdp=2", "data=4,fsdp=2"])
+def test_the_gradient_of_the_parameters_themselves(mesh: str) -> None:
+    """Where nobody gives owned parameters, the model is what it is without the option."""
+    on, found = mesh_of(mesh), []
+    for sharded in (True, False):
+        config = config_of("explicit", {}, sharded=sharded)
+        with jax.set_mesh(on):
+            model = make_state(config, on).model
+            batch = jax.tree.map(jnp.asarray, packed_batch(config))
+
+            @jax.jit
+            def evaluate(model: Any, batch: Any) -> Any:
+                gradients = jax.value_and_grad(lambda model: loss_of(model, batch)[0])(model)
+                return gradients, model(batch.tokens, segment_ids=batch.segment_ids)
+
+            found.append(evaluate(model, batch))
+    assert_close(found[0], found[1], 1e-5)
+
+
+def test_one_device_along_data_changes_nothing() -> None:
+    on = mesh_of("stage=2,fsdp=2")
+    texts = []
+    for sharded in (True, False):
+        config = config_of("explicit", {}, sharded=sharded)
+        with jax.set_mesh(on), optax_promotion():
+            state = abstract_state(config, on)
+            lowered = jit_train_step(state, on).lower(state, abstract_batch(config, on))
+            texts.append(lowered.as_text())
+    assert texts[0] == texts[1]
