@@ -92,15 +92,13 @@ def run_pipeline(
         return mapped(needed[0], x, needed[1])
 
     stream = jax.tree.map(lambda leaf: split(leaf, schedule), microbatches)
+    arrays = (params, stream, side_inputs)
     if backward == "accumulate":
         how = (schedule, shift_by, bubble_fill, grad_dtype, lending, parts)
-        ticks = Ticks(checkpoint(visit), *how)
-        stream, metrics = _accumulating(ticks, params, stream, side_inputs)
+        stream, metrics = _accumulating(Ticks(checkpoint(visit), *how), *arrays)
     else:
-        arrays = (params, stream, side_inputs)
-        stream, metrics = _by_autodiff(
-            visit, checkpoint, *arrays, schedule, shift_by, bubble_fill, parts
-        )
+        pieces = (schedule, shift_by, bubble_fill, parts)
+        stream, metrics = _by_autodiff(visit, checkpoint, *arrays, *pieces)
     # Output m went into slot (first_output_tick + m) mod slots; its place is m mod slots.
     turn = schedule.first_output_tick % schedule.stream_slots
     outputs = jax.tree.map(lambda leaf: merge(jnp.roll(leaf, -turn, axis=1)), stream)

@@ -77,17 +77,17 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     With `train.shard_optimizer_over_data` everything from the gradients to the new parameters is
     spread over `data`; these are then gathered.
     """
-    model, settings = state.model, state.model.config.train
+    model, train = state.model, state.model.config.train
     owns = bool(model.pipeline.own)
     mine = model.owned() if owns else model
-    key = jax.random.fold_in(jax.random.key(settings.dropout_seed), state.step)
+    key = jax.random.fold_in(jax.random.key(train.dropout_seed), state.step)
 
     def loss(mine: Mixtral) -> tuple[Array, tuple[Array, Array]]:
         return loss_of(model, batch, key, owned=mine) if owns else loss_of(mine, batch, key)
 
     (_, (entropy, balance)), gradients = jax.value_and_grad(loss, has_aux=True)(mine)
-    gradients = in_dtype(gradients, settings.grad_dtype)
-    optimizer = make_optimizer(settings)
+    gradients = in_dtype(gradients, train.grad_dtype)
+    optimizer = make_optimizer(train)
     updates, optimizer_state = optimizer.update(gradients, state.optimizer, mine)
     metrics = Metrics(entropy, balance, optax.tree.norm(in_dtype(gradients, "float32")))
     mine = optax.apply_updates(mine, updates)
