@@ -97,8 +97,9 @@ def run_pipeline(
         how = (schedule, shift_by, bubble_fill, grad_dtype, lending, parts)
         stream, metrics = _accumulating(Ticks(checkpoint(visit), *how), *arrays)
     else:
-        pieces = (schedule, shift_by, bubble_fill, parts)
-        stream, metrics = _by_autodiff(visit, checkpoint, *arrays, *pieces)
+        stream, metrics = _by_autodiff(
+            visit, checkpoint, *arrays, schedule, shift_by, bubble_fill, parts
+        )
     # Output m went into slot (first_output_tick + m) mod slots; its place is m mod slots.
     turn = schedule.first_output_tick % schedule.stream_slots
     outputs = jax.tree.map(lambda leaf: merge(jnp.roll(leaf, -turn, axis=1)), stream)
