@@ -35,6 +35,13 @@ class Arm:
         return Program(self.configure(config), self.parts, self.layout)
 
 
+_WHAT = {
+    "stage": "a pipeline",
+    "fsdp": "weights split over fsdp",
+    "data": "several devices with the same weights",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
     """Arm b does what the claim says is better; everything else is equal.
@@ -63,7 +70,7 @@ class Experiment:
         """
         for axis in self.needs:
             if mesh.sizes()[axis] == 1:
-                what = "a pipeline" if axis == "stage" else f"weights split over {axis}"
+                what = _WHAT[axis]
                 raise InputError(f"needs {what}: give the mesh a {axis} axis of 2 or more")
         ready = self.setup(config, mesh)
         a, b = self.a.program(ready), self.b.program(ready)

@@ -26,6 +26,12 @@ def _model(**fields: Any) -> Callable[[Config], Config]:
     )
 
 
+def _train(**fields: Any) -> Callable[[Config], Config]:
+    return lambda config: dataclasses.replace(
+        config, train=dataclasses.replace(config.train, **fields)
+    )
+
+
 def _both(**fields: Any) -> Setup:
     """A setup that sets these fields of the pipeline in both arms."""
     configure = _pipeline(**fields)
@@ -186,6 +192,16 @@ WEIGHTS = (
         b=Arm(label="ahead", configure=_pipeline(fsdp_gather="prefetch")),
         setup=_ahead,
         needs=("stage", "fsdp"),
+        by_default=False,
+    ),
+    Experiment(
+        name="zero-1",
+        claim="S4.2",
+        difference="every device along data has the whole state of the optimizer, or a part of it "
+        "(train.shard_optimizer_over_data)",
+        a=Arm(label="whole", configure=_train(shard_optimizer_over_data=False)),
+        b=Arm(label="sharded", configure=_train(shard_optimizer_over_data=True)),
+        needs=("data",),
         by_default=False,
     ),
 )

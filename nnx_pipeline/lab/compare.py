@@ -17,12 +17,12 @@ from nnx_pipeline.lab.compile import Measurement, Progress, measure_step
 from nnx_pipeline.lab.platform import Platform
 from nnx_pipeline.mesh import MeshConfig, make_mesh
 from nnx_pipeline.presets import preset
-from nnx_pipeline.train import loss_of, make_state
+from nnx_pipeline.train import loss_and_gradients, make_state
 from nnx_pipeline.train.data import learnable_batches
 
 NOT_APPLICABLE = "not applicable"
 NO_EFFECT = 0.01  # a relative difference of temp bytes below this is no effect
-NUMERICS_MESH = MeshConfig(stage=4, fsdp=2)
+VIRTUAL_CPUS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ def _measure(
             platform,
             parts=program.parts,
             layout=program.layout,
-            virtual_cpus=NUMERICS_MESH.num_devices,
+            virtual_cpus=VIRTUAL_CPUS,
             progress=progress,
         )
     except InputError:
@@ -193,7 +193,8 @@ def compare_numerics(experiment: Experiment, config: Config) -> Numerics:
 
     They run at `tiny` with the pipeline of `config`, where that fits the eight devices.
     """
-    values = [_loss_and_gradients(program) for program in _at_tiny(experiment, config)]
+    mesh = _mesh_of_numbers(experiment)
+    values = [_loss_and_gradients(program, mesh) for program in _at_tiny(experiment, config, mesh)]
     pairs = list(zip(*values, strict=True))
     largest = max(float(np.max(np.abs(a))) for a, _ in pairs)
     difference = max(float(np.max(np.abs(a - b))) for a, b in pairs)
@@ -201,31 +202,38 @@ def compare_numerics(experiment: Experiment, config: Config) -> Numerics:
         max_abs_diff=difference,
         bitwise_equal=all(a.tobytes() == b.tobytes() for a, b in pairs),
         within_tolerance=difference <= experiment.tolerance * largest,
-        mesh=str(NUMERICS_MESH),
+        mesh=str(mesh),
     )
 
 
 @functools.lru_cache(maxsize=64)
-def _loss_and_gradients(program: Program) -> list[np.ndarray]:
+def _loss_and_gradients(program: Program, numbers: MeshConfig) -> list[np.ndarray]:
     config, parts, layout = program
-    mesh = make_mesh(NUMERICS_MESH, jax.devices("cpu"), sharding=config.pipeline.sharding)
+    mesh = make_mesh(numbers, jax.devices("cpu"), sharding=config.pipeline.sharding)
     with jax.set_mesh(mesh):
         model = make_state(config, mesh, parts=parts, layout=layout).model
         batch = next(learnable_batches(config, mesh, layout=layout))
-        (loss, _), gradients = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(model, batch)
+        (loss, _), gradients = jax.jit(loss_and_gradients)(model, batch)
     return [np.asarray(leaf) for leaf in (loss, *jax.tree.leaves(gradients))]
 
 
-def _at_tiny(experiment: Experiment, config: Config) -> tuple[Program, Program]:
+def _mesh_of_numbers(experiment: Experiment) -> MeshConfig:
+    """Eight devices with the axes that the experiment needs."""
+    if "data" in experiment.needs:
+        return MeshConfig(data=2, stage=VIRTUAL_CPUS // 2)
+    return MeshConfig(stage=VIRTUAL_CPUS // 2, fsdp=2)
+
+
+def _at_tiny(experiment: Experiment, config: Config, mesh: MeshConfig) -> tuple[Program, Program]:
     """Both arms at `tiny`, with the pipeline of `config` or one that fits the eight devices."""
     tiny = preset("tiny")
     fitting = dataclasses.replace(config.pipeline, num_microbatches=8, num_repeats=2)
     try:
         like = dataclasses.replace(tiny, pipeline=config.pipeline)
-        like.check_mesh(NUMERICS_MESH)
-        return experiment.programs(like, NUMERICS_MESH)
+        like.check_mesh(mesh)
+        return experiment.programs(like, mesh)
     except InputError:
-        return experiment.programs(dataclasses.replace(tiny, pipeline=fitting), NUMERICS_MESH)
+        return experiment.programs(dataclasses.replace(tiny, pipeline=fitting), mesh)
 
 
 def _difference(a: Measurement | None, b: Measurement | None) -> tuple[int | None, float | None]:

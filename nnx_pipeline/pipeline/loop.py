@@ -92,13 +92,12 @@ def run_pipeline(
         return mapped(needed[0], x, needed[1])
 
     stream = jax.tree.map(lambda leaf: split(leaf, schedule), microbatches)
-    arrays = (params, stream, side_inputs)
     if backward == "accumulate":
         how = (schedule, shift_by, bubble_fill, grad_dtype, lending, parts)
-        stream, metrics = _accumulating(Ticks(checkpoint(visit), *how), *arrays)
+        stream, metrics = _accumulating(Ticks(checkpoint(visit), *how), params, stream, side_inputs)
     else:
         stream, metrics = _by_autodiff(
-            visit, checkpoint, *arrays, schedule, shift_by, bubble_fill, parts
+            visit, checkpoint, params, stream, side_inputs, schedule, shift_by, bubble_fill, parts
         )
     # Output m went into slot (first_output_tick + m) mod slots; its place is m mod slots.
     turn = schedule.first_output_tick % schedule.stream_slots

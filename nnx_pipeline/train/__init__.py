@@ -8,6 +8,7 @@ from nnx_pipeline.train.step import (
     abstract_batch,
     abstract_state,
     jit_train_step,
+    loss_and_gradients,
     loss_of,
     make_state,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "abstract_batch",
     "abstract_state",
     "jit_train_step",
+    "loss_and_gradients",
     "loss_of",
     "make_optimizer",
     "make_state",

@@ -71,6 +71,23 @@ def loss_of(
     )
 
 
+def loss_and_gradients(
+    model: Mixtral, batch: Batch, key: Array | None = None
+) -> tuple[tuple[Array, tuple[Array, Array]], Mixtral]:
+    """The values of `loss_of`, and the gradients as the optimizer gets them.
+
+    They are in `train.grad_dtype`, and with `train.shard_optimizer_over_data` spread over `data`.
+    """
+
+    def loss(mine: Mixtral) -> tuple[Array, tuple[Array, Array]]:
+        return loss_of(model, batch, key, owned=mine) if owns else loss_of(mine, batch, key)
+
+    owns = bool(model.pipeline.own)
+    mine = model.owned() if owns else model
+    values, gradients = jax.value_and_grad(loss, has_aux=True)(mine)
+    return values, in_dtype(gradients, model.config.train.grad_dtype)
+
+
 def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """Forward, backward and AdamW; to be jitted by `jit_train_step`.
 
@@ -78,15 +95,10 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     spread over `data`; these are then gathered.
     """
     model, train = state.model, state.model.config.train
+    key = jax.random.fold_in(jax.random.key(train.dropout_seed), state.step)
+    (_, (entropy, balance)), gradients = loss_and_gradients(model, batch, key)
     owns = bool(model.pipeline.own)
     mine = model.owned() if owns else model
-    key = jax.random.fold_in(jax.random.key(train.dropout_seed), state.step)
-
-    def loss(mine: Mixtral) -> tuple[Array, tuple[Array, Array]]:
-        return loss_of(model, batch, key, owned=mine) if owns else loss_of(mine, batch, key)
-
-    (_, (entropy, balance)), gradients = jax.value_and_grad(loss, has_aux=True)(mine)
-    gradients = in_dtype(gradients, train.grad_dtype)
     optimizer = make_optimizer(train)
     updates, optimizer_state = optimizer.update(gradients, state.optimizer, mine)
     metrics = Metrics(entropy, balance, optax.tree.norm(in_dtype(gradients, "float32")))
