@@ -64,12 +64,12 @@ class Remat:
 # As MaxText calls them. `minimal` keeps the result of every projection that the backward pass
 # reads, so that none is computed again; the scores of attention are, by all but `none`.
 #
-# Offloading works from a loop that is not inside another one of several turns: from the loop over
-# ticks where a stage has one layer, and from the loop over layers without a pipeline. Out of a loop
-# inside a loop XLA brings no value to the host: with several layers per stage the NVIDIA compiler
-# fails ("Expected instruction to have shape equal to"), and the TPU compiler keeps them on the
-# device after all. Experts' hidden units come out of such a loop, too, and there both fail; so
-# `minimal_offloaded` saves those on the device.
+# Offloading works from a loop that is not inside another one of several turns. Out of a loop in a
+# loop XLA brings no value to the host: the NVIDIA compiler fails ("Expected instruction to have
+# shape equal to"), and the TPU compiler keeps it on the device after all. So under a policy that
+# offloads the layers of a stage are in no loop of their own, and compile time grows with them.
+# Experts' hidden units come out of the loop over experts; `minimal_offloaded` keeps those on the
+# device.
 #
 # `mixtral-small`, 4 stages × fsdp 2, 8 microbatches, 2 repeats (1 layer per stage), MB per device:
 #                         TPU v5p, libtpu 0.0.42.1       H100, XLA of JAX 0.10.2
@@ -78,8 +78,8 @@ class Remat:
 #   qkv_proj_offloaded    heap 179.8, host 79.7          214.8, host 39.8
 #   minimal               heap 877.8                     952.0
 #   minimal_offloaded     heap 844.8, host 99.6          877.0, host 59.8
-# The TPU needs more of the host because its tiles pad axes of 4 heads or 64 units. With 1 repeat
-# (2 layers per stage) its heap is 275.2 under `qkv_proj_offloaded`, 274.4 under `save_qkv_proj`.
+# With 1 repeat (2 layers per stage): save_qkv_proj 274.3 and 316.1, qkv_proj_offloaded 239.7 and
+# 257.0. The TPU needs more of the host because its tiles pad axes of 4 heads or 64 units.
 POLICIES: dict[str, Remat] = {
     "full": Remat(),
     "save_out_proj": Remat((OUT,)),

@@ -1,9 +1,14 @@
 """What several test files share: small configs, meshes, and comparing trees of arrays."""
 
 import dataclasses
+import importlib.util
+import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -167,3 +172,32 @@ def largest_array(jaxpr: Any) -> int:
 def float_rows(*shape: int, seed: int = 0) -> jax.Array:
     """Normal float32 values."""
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+def in_a_process(*arguments: str) -> Ended:
+    """Runs a command as a user does; JAX begins afresh, with as many devices as it is told."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("JAX_", "XLA_", "TPU_"))
+    }
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    command = [sys.executable, "-c", "from nnx_pipeline.cli import main; main()", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def missing(*modules: str) -> bool:
+    return any(importlib.util.find_spec(name) is None for name in modules)

@@ -8,10 +8,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-from helpers import optax_promotion
+from helpers import Ended, in_a_process, missing, optax_promotion
 
 from nnx_pipeline import cli
 from nnx_pipeline.config import SECTIONS
@@ -36,18 +36,6 @@ COLLECTIVES = {"all-gather", "all-reduce", "reduce-scatter", "all-to-all", "coll
 VERSIONS = {"jax", "jaxlib", "flax", "libtpu", "python"}
 
 
-class Ended(NamedTuple):
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
 Run = Callable[..., Ended]
 
 
@@ -63,19 +51,6 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return Ended(exit.value.code or 0, *capsys.readouterr())
 
     return run
-
-
-def in_a_process(*arguments: str) -> Ended:
-    """Runs a command as a user does; JAX begins afresh, with as many devices as it is told."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("JAX_", "XLA_", "TPU_"))
-    }
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    command = [sys.executable, "-c", "from nnx_pipeline.cli import main; main()", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    return Ended(done.returncode, done.stdout, done.stderr)
 
 
 # ---- what is printed ---------------------------------------------------------------------------
@@ -234,10 +209,6 @@ def test_compile_for_cpu(run: Run, tmp_path: Path) -> None:
     check_measurement(result, "cpu")
     assert result["config"]["model"]["num_layers"] == 2
     assert (result["mesh"]["stage"], result["mesh"]["fsdp"]) == (2, 2)
-
-
-def missing(*modules: str) -> bool:
-    return any(importlib.util.find_spec(name) is None for name in modules)
 
 
 @pytest.mark.slow

@@ -12,7 +12,9 @@ from flax import nnx
 from helpers import (
     assert_close,
     equations,
+    in_a_process,
     mesh_of,
+    missing,
     model_on_mesh,
     new_model,
     packed_batch,
@@ -154,9 +156,14 @@ def expected(config: Config, on_device: tuple[str, ...], on_host: tuple[str, ...
         kept: Kept = Counter()
     else:
         kept = Counter([(shapes[ITERATION_INPUT], dtype, ON_DEVICE)])
-    kept.update(((layers, *shapes[name]), dtype, ON_DEVICE) for name in on_device)
-    kept.update(((layers, *shapes[name]), dtype, ON_HOST) for name in on_host)
-    kept.update([((layers, *shapes[LAYER_METRICS]), "float32", ON_DEVICE)])  # of the choices
+    named = [(shapes[name], dtype, ON_DEVICE) for name in on_device]
+    named += [(shapes[name], dtype, ON_HOST) for name in on_host]
+    named += [(shapes[LAYER_METRICS], "float32", ON_DEVICE)]  # of the choices
+    for shape, of, where in named:
+        if on_host and layers > 1:  # layers one after the other, each with arrays of its own
+            kept[shape, of, where] += layers
+        else:
+            kept[(layers, *shape), of, where] += 1
     return kept
 
 
@@ -249,15 +256,38 @@ def test_without_a_pipeline_a_layer_keeps_the_same(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", [name for name, (_, host) in PROMISED.items() if host])
 def test_what_is_offloaded_goes_to_the_host_once(policy: str) -> None:
-    """One transfer per name: the backward pass fetches, it does not send again."""
+    """One transfer per name and layer: the backward pass fetches, it does not send again."""
     program = gradient_program(config_of(policy, "explicit", layers=2))
+    values = 2 * len(PROMISED[policy][1])
     sent = [
         equation.outvars[0].aval.memory_space
         for equation in equations(program)
         if equation.primitive.name == "device_put"
     ]
-    assert sent.count(ON_HOST) == len(PROMISED[policy][1])
-    assert sent.count(ON_DEVICE) >= len(PROMISED[policy][1])
+    assert sent.count(ON_HOST) == values
+    assert sent.count(ON_DEVICE) >= values
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("platform", "compiler"),
+    [("tpu:v5p:2x2x2", "libtpu"), ("cuda:h100:8", "jax_cuda13_plugin")],
+)
+def test_compilers_bring_several_layers_of_a_stage_to_the_host(
+    platform: str, compiler: str
+) -> None:
+    if missing(compiler):
+        pytest.skip(f"{compiler} is not installed")
+    sizes = ("vocab_size=64", "embed_dim=64", "mlp_dim=64", "head_dim=16", "num_layers=4")
+    fields = [f"model.{size}" for size in sizes]
+    fields += ["train.sequence_length=64", "pipeline.remat=qkv_proj_offloaded"]
+    ended = in_a_process(
+        *("compile", "--model", "tiny", "--mesh", "stage=2,fsdp=4", "--platform", platform),
+        *(word for field in fields for word in ("--set", field)),
+        *("--json", "-"),
+    )
+    assert ended.code == 0, ended.err
+    assert ended.json["memory"]["host_temp_bytes"] > 0
 
 
 CASES = [(policy, "explicit") for policy in POLICIES if policy != "full"]

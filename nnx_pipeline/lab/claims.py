@@ -222,7 +222,7 @@ REMAT = (
         name="qkv-offload",
         claim="S5",
         difference="queries, keys and values are kept in device memory, or in host memory; both "
-        "with one layer per stage, out of which alone they reach the host",
+        "with one layer per stage, as several would run in a loop or one after the other",
         a=Arm(label="device", configure=_pipeline(remat="save_qkv_proj")),
         b=Arm(label="host", configure=_pipeline(remat="qkv_proj_offloaded")),
         setup=_one_layer_per_stage,

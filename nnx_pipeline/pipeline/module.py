@@ -255,14 +255,25 @@ class CircularPipeline(nnx.Module):
         return x, self.summarize(metrics)
 
     def _run_layers(self, apply: ApplyLayer, stack: Any, x: Array) -> tuple[Array, PyTree]:
-        """The layers of one stage in turn; what they are stacked in is scanned over."""
-        apply = POLICIES[self.config.remat].checkpoint(apply, in_scan=True)
+        """The layers of one stage in turn: a scan, or one after the other where some is offloaded.
+
+        No compiler brings a value out of a loop inside another loop to the host.
+        """
+        remat = POLICIES[self.config.remat]
+        unrolled = bool(remat.offloaded) and self.in_microbatches and self.layers_per_stage > 1
+        apply = remat.checkpoint(apply, in_scan=not unrolled)
 
         def body(x: Array, layer: Any) -> tuple[Array, PyTree]:
             x, metrics = apply(named(x, LAYER_INPUT), layer)
             return x, jax.tree.map(lambda leaf: named(leaf, LAYER_METRICS), metrics)
 
-        return jax.lax.scan(body, x, stack)
+        if not unrolled:
+            return jax.lax.scan(body, x, stack)
+        found = []
+        for index in range(self.layers_per_stage):
+            x, metrics = body(x, jax.tree.map(lambda leaf, at=index: leaf[at], stack))
+            found.append(metrics)
+        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
 
     @property
     def _options(self) -> dict[str, Any]:
