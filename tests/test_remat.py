@@ -160,7 +160,7 @@ def expected(config: Config, on_device: tuple[str, ...], on_host: tuple[str, ...
     named += [(shapes[name], dtype, ON_HOST) for name in on_host]
     named += [(shapes[LAYER_METRICS], "float32", ON_DEVICE)]  # of the choices
     for shape, of, where in named:
-        if on_host and layers > 1:  # layers one after the other, each with arrays of its own
+        if on_host or layers == 1:  # layers in no loop, each with arrays of its own
             kept[shape, of, where] += layers
         else:
             kept[(layers, *shape), of, where] += 1

@@ -255,13 +255,16 @@ class CircularPipeline(nnx.Module):
         return x, self.summarize(metrics)
 
     def _run_layers(self, apply: ApplyLayer, stack: Any, x: Array) -> tuple[Array, PyTree]:
-        """The layers of one stage in turn: a scan, or one after the other where some is offloaded.
+        """The layers of one stage in turn: a scan where there are several.
 
-        No compiler brings a value out of a loop inside another loop to the host.
+        Where some of what they compute is offloaded they run one after the other, because no
+        compiler brings a value out of a loop inside another loop to the host.
         """
         remat = POLICIES[self.config.remat]
-        unrolled = bool(remat.offloaded) and self.in_microbatches and self.layers_per_stage > 1
-        apply = remat.checkpoint(apply, in_scan=not unrolled)
+        alone = self.in_microbatches and self.layers_per_stage == 1
+        unrolled = alone or (self.in_microbatches and bool(remat.offloaded))
+        if not alone:  # else the checkpoint of a tick is that of its layer
+            apply = remat.checkpoint(apply, in_scan=not unrolled)
 
         def body(x: Array, layer: Any) -> tuple[Array, PyTree]:
             x, metrics = apply(named(x, LAYER_INPUT), layer)
