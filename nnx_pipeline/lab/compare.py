@@ -106,6 +106,8 @@ def run_experiments(
         measured = (results[programs[0]], results[programs[1]])
         outcomes.append(_outcome(experiment, config, measured, platform, progress))
         finished(outcomes[-1])
+        # Machine code for the CPU of some sixty programs is more than a process can map.
+        jax.clear_caches()
     return outcomes
 
 

@@ -1,5 +1,8 @@
 """All experts on all tokens, one expert after the other."""
 
+import functools
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -34,26 +37,24 @@ def dense_experts(
     beside = layout.spec("batch_beside_experts", None, None)
     x, combine = place(x, beside), place(combine, beside)
     partial = layout.spec("expert", "mlp", "batch_beside_experts", None, None)
-    kernel = _Kernel(layout)
+    into = _Kernel(layout, ("embed_of_expert", "mlp"))
+    out_of = _Kernel(layout, ("mlp", "embed_of_expert"))
+
+    def open_up(kernel: Array) -> Array:
+        kernel = into.gathered(kernel.astype(x.dtype))
+        return jnp.einsum("bsd,odtf->otbsf", x, kernel, out_sharding=out_sharding(partial))
 
     def one_expert(total: Array, operands: tuple[Array, ...]) -> tuple[Array, None]:
         gate, up, down, weight = operands
-        opened = jnp.einsum(
-            "bsd,odtf->otbsf", x, kernel.gathered(gate, x.dtype), out_sharding=out_sharding(partial)
-        )
-        raised = jnp.einsum(
-            "bsd,odtf->otbsf", x, kernel.gathered(up, x.dtype), out_sharding=out_sharding(partial)
-        )
-        opened, raised = map(named, (opened, raised), HIDDEN)
+        opened, raised = map(named, (open_up(gate), open_up(up)), HIDDEN)
         hidden = jax.nn.silu(opened) * raised * weight[:, None, :, :, None]
-        down = kernel.gathered(down, x.dtype)
-        product = jnp.einsum("otbsf,odtf->otbsd", hidden, down, out_sharding=out_sharding(partial))
+        product = _project(out_of, partial, hidden, down.astype(x.dtype))
         return total + product.astype(jnp.float32), None
 
     operands = (
-        kernel.split(gate, owners, parts),
-        kernel.split(up, owners, parts),
-        kernel.split(jnp.swapaxes(down, 1, 2), owners, parts),
+        into.split(gate),
+        into.split(up),
+        out_of.split(down),
         _split_weights(combine, owners, layout),
     )
     start = place(jnp.zeros((owners, parts, *x.shape), jnp.float32), partial)
@@ -61,26 +62,70 @@ def dense_experts(
     return place(jnp.sum(total, axis=(0, 1)).astype(x.dtype), layout.spec("batch", None, None))
 
 
+@dataclass(frozen=True)
 class _Kernel:
-    """Layout of the kernels, `[experts, embed, mlp]`, with owners and tensor parts split off.
+    """Layout of the kernels `[experts, *names]`, with owners and tensor parts split off."""
 
-    The down projection is handled in this order too: with 2 repeats at `mixtral-small` on TPU v5p
-    (libtpu 0.0.42.1) that holds 220 MB of temp instead of 262, as fewer copies turn it around.
-    """
+    layout: Layout
+    names: tuple[str, str]
 
-    def __init__(self, layout: Layout) -> None:
-        self.stored = layout.spec("expert", "embed_of_expert", "mlp", None)
-        self.used = layout.spec("expert", None, "mlp", None)
+    @property
+    def stored(self) -> P:
+        """[owners, embed, parts, mlp / parts], or [owners, parts, mlp / parts, embed]."""
+        return self._spec(*self.names)
 
-    def split(self, kernel: Array, owners: int, parts: int) -> Array:
-        """[experts, embed, mlp] to [experts / owners, owners, embed, parts, mlp / parts]."""
-        experts, embed, mlp = kernel.shape
-        shape = (owners, experts // owners, embed, parts, mlp // parts)
+    def split(self, kernel: Array) -> Array:
+        """[experts, …] to [experts / owners, owners, …], the axis of mlp in parts."""
+        owners, parts = self.layout.size("expert"), self.layout.size("mlp")
+        shape = [owners, kernel.shape[0] // owners]
+        for name, size in zip(self.names, kernel.shape[1:], strict=True):
+            shape += [parts, size // parts] if name == "mlp" else [size]
         spec = P(self.stored[0], None, *self.stored[1:])
         return jnp.swapaxes(jax.lax.reshape(kernel, shape, out_sharding=out_sharding(spec)), 0, 1)
 
-    def gathered(self, kernel: Array, dtype: jax.typing.DTypeLike) -> Array:
-        return gather_weight(kernel.astype(dtype), self.stored, self.used)
+    def gathered(self, kernel: Array) -> Array:
+        used = self._spec(*(name if name == "mlp" else None for name in self.names))
+        return gather_weight(kernel, self.stored, used)
+
+    def _spec(self, *names: str | None) -> P:
+        axes: list[str | None] = []
+        for name in names:
+            axes += [name, None] if name == "mlp" else [name]
+        return self.layout.spec("expert", *axes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _project(kernel: _Kernel, out: P, hidden: Array, down: Array) -> Array:
+    """The down projection, with the gradient of its kernel in the order of the kernel.
+
+    JAX would make it `[embed, mlp]` and turn it around; from that, spread over embed, XLA for TPU
+    (libtpu 0.0.42.1) makes an all-reduce, which sends twice as much as a reduce-scatter. The price
+    with 2 repeats at `mixtral-small` on v5p is a temp of 261 MB instead of 220, none with 1 repeat.
+    """
+    return jnp.einsum(
+        "otbsf,otfd->otbsd", hidden, kernel.gathered(down), out_sharding=out_sharding(out)
+    )
+
+
+def _project_forward(
+    kernel: _Kernel, out: P, hidden: Array, down: Array
+) -> tuple[Array, tuple[Array, Array]]:
+    return _project(kernel, out, hidden, down), (hidden, down)
+
+
+def _project_backward(
+    kernel: _Kernel, out: P, kept: tuple[Array, Array], cotangent: Array
+) -> tuple[Array, Array]:
+    hidden, down = kept
+    to_hidden, to_down = out_sharding(out), out_sharding(kernel.stored)
+    of_hidden = jnp.einsum(
+        "otbsd,otfd->otbsf", cotangent, kernel.gathered(down), out_sharding=to_hidden
+    )
+    of_down = jnp.einsum("otbsf,otbsd->otfd", hidden, cotangent, out_sharding=to_down)
+    return of_hidden, place(of_down, kernel.stored)
+
+
+_project.defvjp(_project_forward, _project_backward)
 
 
 def _split_weights(combine: Array, owners: int, layout: Layout) -> Array:

@@ -8,7 +8,8 @@ from flax import nnx
 
 from nnx_pipeline.config import Config, PipelineConfig
 from nnx_pipeline.errors import InputError
-from nnx_pipeline.pipeline.module import CircularPipeline, MakeLayer
+from nnx_pipeline.pipeline.layers import MakeLayer
+from nnx_pipeline.pipeline.module import CircularPipeline
 
 
 class Pipeline(CircularPipeline):

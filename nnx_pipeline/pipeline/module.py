@@ -10,10 +10,11 @@ from flax import nnx
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.config import PipelineConfig
-from nnx_pipeline.errors import InputError, divides
+from nnx_pipeline.errors import divides
 from nnx_pipeline.mesh import ambient_mesh
-from nnx_pipeline.ops.dropout import fold_in, sequence_keys
+from nnx_pipeline.ops.dropout import sequence_keys
 from nnx_pipeline.pipeline.batches import Batches
+from nnx_pipeline.pipeline.layers import MakeLayer, call_layer, make_layers
 from nnx_pipeline.pipeline.lend import Lending
 from nnx_pipeline.pipeline.loop import run_pipeline
 from nnx_pipeline.pipeline.loop_parts import DEFAULT_PARTS, LoopParts
@@ -25,7 +26,6 @@ from nnx_pipeline.pipeline.stages import OverStages, over_stages
 from nnx_pipeline.remat import LAYER_INPUT, LAYER_METRICS, POLICIES, named
 from nnx_pipeline.sharding import Layout, P, mesh_sizes, place, with_layout
 
-MakeLayer = Callable[[nnx.Rngs], nnx.Module]
 ApplyLayer = Callable[[Array, Any], tuple[Array, PyTree]]
 Summarize = Callable[[PyTree], PyTree]
 
@@ -90,7 +90,8 @@ class CircularPipeline(nnx.Module):
             f"{config.num_repeats} repeats",
         )
         self.layers_per_stage = num_layers // visits
-        self.layers = self._make_layers(layers, rngs)
+        stack = (config.num_repeats, self.num_stages, self.layers_per_stage)
+        self.layers = make_layers(layers, stack, rngs=rngs, layout=layout)
 
     def __call__(
         self, x: Array, *, key: Array | None = None, **side: Array | None
@@ -176,18 +177,6 @@ class CircularPipeline(nnx.Module):
         """Whether the batch goes through the layers microbatch by microbatch."""
         return self.num_stages > 1 or self.config.schedule == "1f1b"
 
-    def _make_layers(self, make_layer: MakeLayer, rngs: nnx.Rngs) -> Any:
-        stack = (self.config.num_repeats, self.num_stages, self.layers_per_stage)
-        keys = jax.random.split(rngs.params(), self.num_layers).reshape(stack)
-        keys = place(keys, self.layout.spec(None, "stage", None))
-
-        def make(key: Array) -> nnx.Module:
-            return make_layer(nnx.Rngs(params=key))
-
-        stage = "stage" if self.num_stages > 1 else None
-        layers = jax.vmap(jax.vmap(jax.vmap(make), spmd_axis_name=stage))(keys)
-        return jax.tree.map(_stacked, layers, is_leaf=_is_variable)
-
     def _stack(self, owned: Any) -> tuple[Any, Array]:
         """What the stages get: the layers, and the number of each.
 
@@ -218,7 +207,7 @@ class CircularPipeline(nnx.Module):
         stack = with_layout(stack[0], layout), stack[1]
 
         def run(stack: Any, x: Array, side: dict[str, Array | None]) -> tuple[Array, PyTree]:
-            return self._run_layers(lambda x, layer: _call(layer, x, side), stack, x)
+            return self._run_layers(lambda x, layer: call_layer(layer, x, side), stack, x)
 
         copies = self.layout.axes("copy")
         if not copies:
@@ -240,10 +229,10 @@ class CircularPipeline(nnx.Module):
         def apply(x: Array, stacked: Any) -> tuple[Array, PyTree]:
             layer, owned, number = stacked
             if owners is None:
-                return _call((layer, number), x, side, **options)
+                return call_layer((layer, number), x, side, **options)
 
             def one(layer: Any, x: Array, side: dict[str, Array | None]) -> tuple[Array, PyTree]:
-                return _call((layer, number), x, side, **options)
+                return call_layer((layer, number), x, side, **options)
 
             return jax.vmap(one, spmd_axis_name=copies)(owners.lend(layer, owned), x, side)
 
@@ -323,30 +312,3 @@ class CircularPipeline(nnx.Module):
         return make_owners(
             self.layers, self.layout, self.own, skip=skip, axis=axis, dtype=self.grad_dtype
         )
-
-
-def _call(
-    numbered: tuple[Any, Array], x: Array, side: dict[str, Array | None], **options: Any
-) -> tuple[Array, PyTree]:
-    """One layer, with keys of its own if the batch has keys."""
-    layer, number = numbered
-    keys = side.get("keys")
-    own = {} if keys is None else {"keys": fold_in(keys, number)}
-    return layer(x, **{**side, **own}, **options)
-
-
-def _is_variable(leaf: Any) -> bool:
-    return isinstance(leaf, nnx.Variable)
-
-
-def _stacked(variable: nnx.Variable) -> nnx.Variable:
-    """The parameter with the axes of the stack before its own."""
-    if not isinstance(variable, nnx.Param):
-        raise InputError(
-            f"a layer holds a variable of type {type(variable).__name__}; in a pipeline it may "
-            "hold parameters (nnx.Param) only, as its state would be lost between microbatches; "
-            "for random numbers call the pipeline with a key"
-        )
-    value = variable.get_value()
-    own = variable.get_metadata().get("logical_axes", (None,) * (value.ndim - 3))
-    return nnx.Param(value, logical_axes=(None, "stage", None, *own))

@@ -1,0 +1,57 @@
+"""The stacked layers of a pipeline: how they are made, and how one of them is called."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import Array, PyTree
+
+from nnx_pipeline.errors import InputError
+from nnx_pipeline.ops.dropout import fold_in
+from nnx_pipeline.sharding import Layout, place
+
+MakeLayer = Callable[[nnx.Rngs], nnx.Module]
+
+
+def make_layers(
+    make_layer: MakeLayer, stack: tuple[int, int, int], *, rngs: nnx.Rngs, layout: Layout
+) -> Any:
+    """One module with every parameter `[repeats, stages, layers per stage, …]`, born in its place.
+
+    stack: these three numbers. Each layer has a key of its own, whatever the mesh. Raises
+    InputError when a layer holds a variable that is not a parameter.
+    """
+    repeats, stages, layers = stack
+    keys = jax.random.split(rngs.params(), repeats * stages * layers).reshape(stack)
+    keys = place(keys, layout.spec(None, "stage", None))
+
+    def make(key: Array) -> nnx.Module:
+        return make_layer(nnx.Rngs(params=key))
+
+    stage = "stage" if stages > 1 else None
+    made = jax.vmap(jax.vmap(jax.vmap(make), spmd_axis_name=stage))(keys)
+    return jax.tree.map(_stacked, made, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+
+def call_layer(
+    numbered: tuple[Any, Array], x: Array, side: dict[str, Array | None], **options: Any
+) -> tuple[Array, PyTree]:
+    """One layer, with keys of its own if the batch has keys."""
+    layer, number = numbered
+    keys = side.get("keys")
+    own = {} if keys is None else {"keys": fold_in(keys, number)}
+    return layer(x, **{**side, **own}, **options)
+
+
+def _stacked(variable: nnx.Variable) -> nnx.Variable:
+    """The parameter with the axes of the stack before its own."""
+    if not isinstance(variable, nnx.Param):
+        raise InputError(
+            f"a layer holds a variable of type {type(variable).__name__}; in a pipeline it may "
+            "hold parameters (nnx.Param) only, as its state would be lost between microbatches; "
+            "for random numbers call the pipeline with a key"
+        )
+    value = variable.get_value()
+    own = variable.get_metadata().get("logical_axes", (None,) * (value.ndim - 3))
+    return nnx.Param(value, logical_axes=(None, "stage", None, *own))
