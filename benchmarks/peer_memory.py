@@ -17,70 +17,99 @@ from typing import NamedTuple
 from nnx_pipeline import MeshConfig, preset
 from nnx_pipeline.lab.compile import Measurement, measure_step
 from nnx_pipeline.lab.platform import Platform
+from nnx_pipeline.lab.report import megabytes, write_text
 
 RESULTS = Path(__file__).parent / "results" / "peer_memory.md"
 TPU, H100 = "tpu:v5p:2x2x2", "cuda:h100:8"
 
 
 class Row(NamedTuple):
-    """A case and MaxText's bytes per device; None where it does not compile."""
+    """A case and MaxText's bytes per device; None where it has none or does not compile.
+
+    peer_traffic: bytes that all its collectives give per device and step, loops counted.
+    """
 
     platform: str
     mesh: str
     repeats: int
     batch: int
     microbatches: int
-    peer_argument: int | None
+    options: dict[str, str]
     peer_temp: int | None
     peer_peak: int | None
+    peer_traffic: int | None = None
 
 
 PIPELINE = "stage=4,fsdp=2"
+ACCUMULATE = {"backward": "accumulate"}
+STEP, PREFETCH = {"fsdp_gather": "step"}, {"fsdp_gather": "prefetch"}
+ONE_F_ONE_B = {"schedule": "1f1b"}
 ROWS = (
-    Row(TPU, PIPELINE, 2, 16, 8, 357_199_360, 414_764_672, 674_285_888),
-    Row(TPU, PIPELINE, 1, 16, 8, 357_191_680, 427_690_528, 704_159_200),
-    Row(TPU, "fsdp=8", 1, 16, 1, 219_288_064, 374_825_568, 553_261_376),
-    Row(TPU, PIPELINE, 2, 32, 16, 357_240_320, 688_147_456, 963_828_544),
-    Row(TPU, PIPELINE, 2, 64, 32, 357_322_240, 1_292_356_544, 1_534_533_952),
-    Row(TPU, PIPELINE, 1, 64, 32, 357_314_560, 1_358_850_784, 1_564_419_552),
-    Row(H100, PIPELINE, 2, 16, 8, None, None, None),
-    Row(H100, PIPELINE, 1, 16, 8, 357_161_812, 574_115_464, 931_233_840),
-    Row(H100, PIPELINE, 1, 64, 32, 357_284_692, 1_049_408_392, 1_405_608_104),
-    Row(H100, "fsdp=8", 1, 16, 1, 209_779_780, 534_835_304, 744_596_236),
+    Row(TPU, PIPELINE, 2, 16, 8, {}, 414_764_672, 674_285_888, 1_504_000_000),
+    Row(TPU, PIPELINE, 2, 16, 8, ACCUMULATE, 414_764_672, 674_285_888, 1_504_000_000),
+    Row(TPU, PIPELINE, 2, 16, 8, STEP, 528_396_704, 727_772_992, 963_000_000),
+    Row(TPU, PIPELINE, 2, 16, 8, PREFETCH, 708_355_968, 842_423_616, 482_000_000),
+    Row(TPU, PIPELINE, 1, 16, 8, {}, 427_690_528, 704_159_200, 1_634_000_000),
+    Row(TPU, PIPELINE, 1, 16, 8, ACCUMULATE, 427_690_528, 704_159_200, 1_634_000_000),
+    Row(TPU, PIPELINE, 1, 16, 8, ONE_F_ONE_B, 427_690_528, 704_159_200, 1_634_000_000),
+    Row(TPU, PIPELINE, 1, 32, 16, ONE_F_ONE_B, None, None),
+    Row(TPU, PIPELINE, 1, 64, 32, ONE_F_ONE_B, 1_358_850_784, 1_564_419_552),
+    Row(TPU, PIPELINE, 1, 128, 64, ONE_F_ONE_B, None, None),
+    Row(TPU, PIPELINE, 1, 64, 32, {}, 1_358_850_784, 1_564_419_552),
+    Row(TPU, PIPELINE, 2, 32, 16, {}, 688_147_456, 963_828_544),
+    Row(TPU, PIPELINE, 2, 64, 32, {}, 1_292_356_544, 1_534_533_952),
+    Row(TPU, "fsdp=8", 1, 16, 1, {}, 374_825_568, 553_261_376),
+    Row(H100, PIPELINE, 2, 16, 8, {}, None, None),
+    Row(H100, PIPELINE, 2, 16, 8, ACCUMULATE, None, None),
+    Row(H100, PIPELINE, 2, 16, 8, STEP, None, None),
+    Row(H100, PIPELINE, 2, 16, 8, PREFETCH, None, None),
+    Row(H100, PIPELINE, 1, 16, 8, {}, 574_115_464, 931_233_840),
+    Row(H100, PIPELINE, 1, 16, 8, ONE_F_ONE_B, 574_115_464, 931_233_840),
+    Row(H100, PIPELINE, 1, 64, 32, {}, 1_049_408_392, 1_405_608_104),
+    Row(H100, PIPELINE, 1, 64, 32, ONE_F_ONE_B, 1_049_408_392, 1_405_608_104),
+    Row(H100, "fsdp=8", 1, 16, 1, {}, 534_835_304, 744_596_236),
 )
 HEAD = (
-    "| platform | mesh | repeats | batch | microbatches | arguments | temp | heap | peak | "
-    "temp, of MaxText's | peak, of MaxText's | TFLOP |\n" + "|---" * 12 + "|"
+    "| platform | mesh | repeats | batch | microbatches | options | arguments | temp | heap | peak "
+    "| temp, of MaxText's | peak, of MaxText's | traffic | of MaxText's | TFLOP |\n"
+    + "|---" * 6
+    + "|--:" * 9
+    + "|"
 )
 
 
 def measure(row: Row) -> Measurement:
     """Compiles the case at `mixtral-small`."""
     config = preset("mixtral-small")
-    config = dataclasses.replace(
-        config,
-        pipeline=dataclasses.replace(
-            config.pipeline, num_microbatches=row.microbatches, num_repeats=row.repeats
-        ),
-        train=dataclasses.replace(config.train, global_batch=row.batch),
+    pipeline = dataclasses.replace(
+        config.pipeline,
+        num_microbatches=row.microbatches,
+        num_repeats=row.repeats,
+        **row.options,  # type: ignore[arg-type]
     )
+    train = dataclasses.replace(config.train, global_batch=row.batch)
+    config = dataclasses.replace(config, pipeline=pipeline, train=train)
     return measure_step(config, MeshConfig.parse(row.mesh), Platform.parse(row.platform))
 
 
 def share(ours: int | None, peer: int | None) -> str:
     """Ours as a share of MaxText's."""
-    return "does not compile" if peer is None or ours is None else f"{ours / peer:.2f}"
+    return "–" if peer is None or ours is None else f"{ours / peer:.2f}"
 
 
 def line(row: Row, result: Measurement) -> str:
     """The row of the table; bytes as MB of 10⁶."""
     memory = result.memory
     sizes = (memory.argument_bytes, memory.temp_bytes, memory.heap_bytes, memory.peak_bytes)
+    traffic = sum(counted["bytes"] for counted in result.collectives.values())
     cells = [
         *row[:5],
-        *("–" if size is None else f"{size / 1e6:.1f}" for size in sizes),
+        ", ".join(f"{name}={value}" for name, value in row.options.items()),
+        *map(megabytes, sizes),
         share(memory.temp_bytes, row.peer_temp),
         share(memory.peak_bytes, row.peer_peak),
+        megabytes(traffic),
+        share(traffic, row.peer_traffic),
         "–" if result.flops is None else f"{result.flops / 1e12:.2f}",
     ]
     return "| " + " | ".join(map(str, cells)) + " |"
@@ -97,13 +126,17 @@ def main() -> None:
             versions[row.platform] = {k: v for k, v in result.versions.items() if v}
             lines.append(line(row, result))
             print(lines[-1], file=sys.stderr, flush=True)
-    made = f"Made by `python benchmarks/peer_memory.py {' '.join(chosen)}`; MB per device."
+    made = f"Made by `python benchmarks/peer_memory.py {' '.join(chosen)}`; MB (10⁶ bytes) per "
+    made += (
+        "device. Traffic is what all collectives give per step, loops counted. A dash: MaxText has "
+        "no such option, was not measured so, or crashes its compiler (2 repeats on H100)."
+    )
     compilers = "\n".join(f"- {platform}: {found}" for platform, found in versions.items())
     text = f"# mixtral-small beside MaxText\n\n{made}\n\n{HEAD}\n" + "\n".join(lines)
     text += f"\n\n{compilers}\n"
     print(text)
     if {row.platform for row in ROWS} <= set(chosen):
-        RESULTS.write_text(text)
+        write_text(str(RESULTS), text)
 
 
 if __name__ == "__main__":

@@ -186,16 +186,20 @@ class Ended(NamedTuple):
         return json.loads(self.out)
 
 
-def in_a_process(*arguments: str) -> Ended:
-    """Runs a command as a user does; JAX begins afresh, with as many devices as it is told."""
-    environment = {
+def user_environment() -> dict[str, str]:
+    """The environment of a process in which JAX begins afresh."""
+    kept = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("JAX_", "XLA_", "TPU_"))
     }
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def in_a_process(*arguments: str) -> Ended:
+    """Runs a command as a user does; JAX begins afresh, with as many devices as it is told."""
     command = [sys.executable, "-c", "from nnx_pipeline.cli import main; main()", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, env=user_environment())
     return Ended(done.returncode, done.stdout, done.stderr)
 
 

@@ -1,0 +1,157 @@
+"""What travels per step in each way to gather weights, counted on programs of two real compilers.
+
+The collectives outside the layers (embedding, head, loss) are the same in every mode, so that the
+differences between modes are those of the weights alone, and exact.
+"""
+
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers import missing, small_config, user_environment
+
+from nnx_pipeline import Config, MeshConfig
+from nnx_pipeline.lab.compile import measure_step
+from nnx_pipeline.lab.platform import Platform
+
+pytestmark = pytest.mark.slow
+
+STAGES, FSDP, MICROBATCHES = 2, 2, 4
+EMBED, HEAD_DIM, HEADS, KV_HEADS, EXPERTS = 512, 64, 4, 2, 4
+# Elements of one layer's weights that are spread over fsdp: attention, router, experts.
+WEIGHTS = 2 * EMBED * HEAD_DIM * (HEADS + KV_HEADS) + EMBED * EXPERTS + 3 * EXPERTS * EMBED**2
+BFLOAT16, FLOAT32 = 2, 4
+GATHERED = BFLOAT16 * WEIGHTS  # bytes of one layer as it is gathered
+
+CASES: dict[str, tuple[int, dict[str, Any], str | None]] = {
+    "use": (3, {}, None),
+    "accumulate": (3, {"backward": "accumulate"}, None),
+    "step": (3, {"fsdp_gather": "step"}, None),
+    "step in bfloat16": (3, {"fsdp_gather": "step"}, "bfloat16"),
+    "prefetch": (3, {"fsdp_gather": "prefetch"}, None),
+    "prefetch of 2": (2, {"fsdp_gather": "prefetch"}, None),
+    "use of 2": (2, {}, None),
+    "prefetch of 4": (4, {"fsdp_gather": "prefetch"}, None),
+    "use of 4": (4, {}, None),
+}
+EVERYWHERE = ("use", "step", "step in bfloat16", "prefetch", "prefetch of 2", "use of 2")
+
+
+def config_of(name: str) -> Config:
+    """One layer per visit, so that layers = repeats · stages."""
+    repeats, pipeline, grad_dtype = CASES[name]
+    sizes = {"vocab_size": 256, "embed_dim": EMBED, "mlp_dim": EMBED, "head_dim": HEAD_DIM}
+    return small_config(
+        model={**sizes, "num_layers": STAGES * repeats, "dtype": "bfloat16"},
+        pipeline={"num_microbatches": MICROBATCHES, "num_repeats": repeats, **pipeline},
+        train={"global_batch": 16, "sequence_length": 128, "grad_dtype": grad_dtype},
+    )
+
+
+def measure(platform: str, names: list[str]) -> Iterator[dict[str, Any]]:
+    """The compiler's figures for these cases."""
+    mesh = MeshConfig(stage=STAGES, fsdp=FSDP)
+    for name in names:
+        found = measure_step(config_of(name), mesh, Platform.parse(platform))
+        sizes = {kind: counted["bytes"] for kind, counted in found.collectives.items()}
+        yield {"name": name, "heap": found.memory.heap_bytes, **sizes}
+
+
+@functools.cache
+def figures(platform: str) -> dict[str, dict[str, Any]]:
+    """All cases, in a process of their own: libtpu is loaded once per process and for good."""
+    names = [*CASES] if platform.startswith("tpu") else [*EVERYWHERE]
+    program = (
+        "import json, sys; from test_collectives import measure\n"
+        f"for found in measure({platform!r}, {names!r}): print(json.dumps(found))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=user_environment()
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return {found["name"]: found for found in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.fixture(params=["tpu:v5p:2x2x1", "cuda:h100:4"])
+def measured(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    compiler = "libtpu" if request.param.startswith("tpu") else "jax_cuda13_plugin"
+    if missing(compiler):
+        pytest.skip(f"{compiler} is not installed")
+    return figures(request.param)
+
+
+def ticks(repeats: int) -> int:
+    return MICROBATCHES * repeats + STAGES - 1
+
+
+def test_weights_are_gathered_as_often_as_the_mode_says(measured: dict[str, Any]) -> None:
+    """Per tick and pass at use; per repeat once, or with a window once in each pass."""
+
+    def gathers(name: str, than: str) -> Any:
+        found = (measured[name]["all-gather"] - measured[than]["all-gather"]) / GATHERED
+        return pytest.approx(found, abs=1e-3)  # of a tick, some hundred bytes of choices are
+
+    # `use`: 2 per tick, forward and where the backward pass computes the visit again.
+    assert gathers("use", than="step") == 2 * ticks(3) - 3
+    assert gathers("use", than="use of 2") == 2 * (ticks(3) - ticks(2))
+    # `step`: one per repeat, whatever the dtype of gradients.
+    assert gathers("step in bfloat16", than="step") == 0
+    # `prefetch`: one per repeat and pass; two repeats fit into the window and stay.
+    assert gathers("prefetch", than="step") == 2 * 3 - 3
+    assert gathers("use of 2", than="prefetch of 2") == 2 * ticks(2) - 2
+
+
+def test_gradients_come_back_by_reduce_scatter(measured: dict[str, Any]) -> None:
+    """In the dtype of gradients, once per repeat; at use in that of activations, at every tick.
+
+    The rest is that of embedding and head, and of arrays too small for the compiler to scatter.
+    """
+
+    def scattered(name: str, than: str) -> float:
+        return measured[name]["reduce-scatter"] - measured[than]["reduce-scatter"]
+
+    part, small = WEIGHTS // FSDP, 2 * EMBED * EXPERTS * FLOAT32
+    at_use = scattered("use", than="use of 2")
+    assert at_use == pytest.approx((ticks(3) - ticks(2)) * BFLOAT16 * part, rel=2e-3)
+    once = scattered("prefetch", than="prefetch of 2")
+    assert once == pytest.approx(FLOAT32 * part, abs=small)
+    narrower = scattered("step", than="step in bfloat16")
+    assert narrower == pytest.approx(3 * (FLOAT32 - BFLOAT16) * part, abs=3 * small)
+    assert scattered("step", than="prefetch") == pytest.approx(0, abs=3 * small)
+    assert measured["step"]["reduce-scatter"] > 3 * FLOAT32 * part - 3 * small
+    for name in measured:
+        assert measured[name]["all-reduce"] < BFLOAT16 * part / 10, name
+
+
+def test_every_mode_hands_the_same_activations_on(measured: dict[str, Any]) -> None:
+    """Per tick and pass three microbatches move: on, in the queue for the next repeat, in the
+    stream of inputs and outputs. The window has ticks whose queue is known to be empty."""
+    microbatch = 16 // MICROBATCHES // FSDP * 128 * EMBED * BFLOAT16
+    use, fewer = (measured[name]["collective-permute"] for name in ("use", "use of 2"))
+    assert use - fewer == 2 * 3 * (ticks(3) - ticks(2)) * microbatch
+    assert measured["step"]["collective-permute"] == use
+    assert measured["prefetch"]["collective-permute"] <= use
+
+
+def test_the_hand_written_backward_pass_sends_the_same() -> None:
+    if missing("libtpu"):
+        pytest.skip("libtpu is not installed")
+    found = figures("tpu:v5p:2x2x1")
+    kinds = found["use"].keys() - {"name", "heap"}
+    assert {k: found["use"][k] for k in kinds} == {k: found["accumulate"][k] for k in kinds}
+
+
+def test_the_window_holds_two_repeats_at_most() -> None:
+    """What `prefetch` holds beside `use` is at most two repeats' weights and their gradients."""
+    if missing("libtpu"):
+        pytest.skip("libtpu is not installed")
+    found = figures("tpu:v5p:2x2x1")
+    beside = [
+        found[f"prefetch{of}"]["heap"] - found[f"use{of}"]["heap"] for of in (" of 2", "", " of 4")
+    ]
+    assert max(beside) <= 2 * (BFLOAT16 + FLOAT32) * WEIGHTS
+    assert beside[2] - beside[1] < GATHERED / 4  # and so it does not grow with the repeats
