@@ -145,6 +145,12 @@ class PipelineConfig:
                     f"pipeline.{name}={getattr(self, name)} is for the circular schedule; "
                     f"with pipeline.schedule=1f1b leave it at {only}"
                 )
+        if POLICIES[self.remat].offloaded:
+            raise InputError(
+                f"pipeline.remat={self.remat} sends values to the host, and the ring of "
+                "pipeline.schedule=1f1b is in device memory, where it does not grow with the "
+                "microbatches; choose a policy that saves or recomputes"
+            )
 
     @property
     def accumulates(self) -> bool:

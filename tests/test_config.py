@@ -103,6 +103,12 @@ REFUSED = [
     ),
     bad(pipeline(schedule="1f1b", forwarding_delay=2), "pipeline.forwarding_delay=2 is for the"),
     bad(pipeline(schedule="1f1b", backward="accumulate"), "pipeline.backward=accumulate is for"),
+    bad(
+        pipeline(schedule="1f1b", remat="qkv_proj_offloaded"),
+        "pipeline.remat=qkv_proj_offloaded sends values to the host",
+        "choose a policy that saves or recomputes",
+    ),
+    bad(pipeline(fsdp_gather="step", backward="autodiff"), "pipeline.fsdp_gather=step adds"),
     bad(pipeline(shift="permute"), "shift='permute' is not known; did you mean 'ppermute'?"),
     bad(pipeline(sharding="manual"), "sharding='manual' is not known", "auto"),
     bad(pipeline(remat="some"), "remat='some' is not known; choose one of: full, save_out_proj"),

@@ -66,9 +66,14 @@ def run_one_f_one_b(
     bubble_fill: what the buffers hold before anything arrives; results never depend on it.
 
     Returns the loss, and its two parts without a gradient. Raises InputError for shapes that do not
-    fit the schedule, and when a gradient of `inputs` is asked for.
+    fit the schedule, for a `remat` that offloads, and when a gradient of `inputs` is asked for.
     """
     one_of("shift_by", shift_by, SHIFTS)
+    if remat.offloaded:
+        raise InputError(
+            f"remat sends {remat.offloaded} to the host, and the ring of the 1F1B schedule is in "
+            "device memory; save those names or leave them out"
+        )
     check_shapes(weights.stages, inputs, schedule.stages, 1, schedule.microbatches)
     loop = Loop(
         enter=enter,

@@ -1,0 +1,100 @@
+"""1F1B as a program: how many ticks it has, and what grows with the number of microbatches."""
+
+from typing import Any
+
+import jax
+import pytest
+from flax import nnx
+from helpers import equations, mesh_of, small_config
+
+from nnx_pipeline import Mixtral
+from nnx_pipeline.errors import InputError
+from nnx_pipeline.train import abstract_batch, loss_of
+
+MESH, STAGES, SEQUENCES = "stage=4,fsdp=2", 4, 2
+WIDTHS = {"vocab_size": 64, "embed_dim": 48, "num_layers": STAGES}  # found in no other size
+
+
+def program(microbatches: int, *, mode: str = "explicit", grad: bool = True) -> Any:
+    """The jaxpr of the loss, with or without its gradient."""
+    config = small_config(
+        model=WIDTHS,
+        pipeline={"schedule": "1f1b", "num_microbatches": microbatches, "sharding": mode},
+        train={"global_batch": SEQUENCES * microbatches},
+    )
+    mesh = mesh_of(MESH, mode)
+    with jax.set_mesh(mesh):
+        model = jax.eval_shape(lambda: Mixtral(config, rngs=nnx.Rngs(0)))
+        batch = abstract_batch(config, mesh)
+
+        def loss(model: Mixtral, batch: Any) -> Any:
+            return loss_of(model, batch)[0]
+
+        return jax.make_jaxpr(jax.value_and_grad(loss) if grad else loss)(model, batch)
+
+
+def loops_over_ticks(jaxpr: Any) -> list[Any]:
+    """Scans that carry the ring or the activations of all stages, in order."""
+    return [
+        equation
+        for equation in equations(jaxpr)
+        if equation.primitive.name == "scan"
+        and any(shape[:1] == (STAGES,) and shape[-1:] == (48,) for shape in carried(equation))
+        and any(inner.primitive.name == "scan" for inner in equations(equation.params["jaxpr"]))
+    ]
+
+
+def carried(scan: Any) -> list[tuple[int, ...]]:
+    """Shapes that a scan carries from tick to tick."""
+    inside = scan.params["jaxpr"].jaxpr.invars[scan.params["num_consts"] :]
+    return [variable.aval.shape for variable in inside[: scan.params["num_carry"]]]
+
+
+@pytest.mark.parametrize("microbatches", [4, 12])
+def test_every_microbatch_takes_one_tick(microbatches: int) -> None:
+    """Ticks = microbatches + 2 · (stages - 1), in three loops: warm-up, steady, drain."""
+    loops = loops_over_ticks(program(microbatches))
+    lengths = [loop.params["length"] for loop in loops]
+    assert lengths == [STAGES - 1, microbatches, STAGES - 1]
+
+
+@pytest.mark.parametrize("mode", ["explicit", "auto"])
+def test_nothing_that_is_kept_grows_with_the_microbatches(mode: str) -> None:
+    few, many = (loops_over_ticks(program(microbatches, mode=mode)) for microbatches in (8, 24))
+    for a, b in zip(few, many, strict=True):
+        assert carried(a) == carried(b)
+        for loop in (a, b):  # and no loop stacks what it computes
+            assert len(loop.outvars) == loop.params["num_carry"]
+
+
+def test_the_ring_has_two_slots_less_one_per_stage() -> None:
+    """Inputs of stages, [stages, slots, microbatch, seq, embed], and nothing else of that kind."""
+    (steady,) = (loop for loop in loops_over_ticks(program(16)) if loop.params["length"] == 16)
+    rings = [shape for shape in carried(steady) if len(shape) == 5 and shape[-1] == 48]
+    assert rings == [(STAGES, 2 * STAGES - 1, SEQUENCES, 8, 48)]
+
+
+def test_the_loss_alone_runs_forward_only() -> None:
+    """No ring and no backward pass; ticks = microbatches + stages - 1."""
+    loops = loops_over_ticks(program(8, grad=False))
+    assert sum(loop.params["length"] for loop in loops) == 8 + STAGES - 1
+    assert not [shape for loop in loops for shape in carried(loop) if len(shape) == 5]
+
+
+def test_gradients_of_the_inputs_are_refused() -> None:
+    """They would have to be kept for every microbatch; zeros in their place would be wrong."""
+    config = small_config(
+        model=WIDTHS,
+        pipeline={"schedule": "1f1b", "num_microbatches": 4},
+        train={"global_batch": 8},
+    )
+    mesh = mesh_of(MESH)
+    with jax.set_mesh(mesh):
+        model = jax.eval_shape(lambda: Mixtral(config, rngs=nnx.Rngs(0)))
+        batch = abstract_batch(config, mesh)
+
+        def loss(weights: jax.Array, model: Mixtral, batch: Any) -> Any:
+            return model.loss(batch.tokens, batch.targets, weights)[0]
+
+        with pytest.raises(InputError, match="weights alone"):
+            jax.make_jaxpr(jax.grad(loss))(batch.weights, model, batch)

@@ -1,0 +1,150 @@
+"""Every option with every other one: loss and gradients are those of one device."""
+
+import functools
+import itertools
+import random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, mesh_of, packed_batch, small_config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nnx_pipeline import Config, MeshConfig
+from nnx_pipeline.errors import InputError
+from nnx_pipeline.train import loss_and_gradients, make_state
+from nnx_pipeline.train.step import batch_sharding
+
+pytestmark = pytest.mark.slow
+
+LAYERS, BATCH = 8, 32
+Case = dict[str, Any]
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "mesh": (
+        "stage=4,fsdp=2",
+        "stage=2,fsdp=2,tensor=2",
+        "data=2,stage=2,expert=2",
+        "data=2,stage=2,fsdp=2",
+        "data=2,stage=4",
+    ),
+    "sharding": ("explicit", "auto"),
+    "schedule": ("circular", "1f1b"),
+    "num_repeats": (1, 2),
+    "num_microbatches": (4, 8),
+    "forwarding_delay": (1, 2),
+    "shift": ("ppermute", "slice", "pad"),
+    "remat": ("full", "minimal", "qkv_proj_offloaded", "none"),
+    "save_decoder_layer_input": (True, False),
+    "fsdp_gather": ("use", "step", "prefetch"),
+    "backward": (None, "accumulate"),
+    "shard_optimizer_over_data": (False, True),
+    "dropout_rate": (0.0, 0.3),
+}
+MODEL, TRAIN = ("dropout_rate",), ("shard_optimizer_over_data",)
+
+
+def config_of(case: Case) -> Config:
+    """The config of a case; InputError where its options do not go together."""
+    pipeline = {k: v for k, v in case.items() if k not in (*MODEL, *TRAIN, "mesh")}
+    config = small_config(
+        model={"num_layers": LAYERS, **{name: case[name] for name in MODEL}},
+        pipeline=pipeline,
+        train={
+            "global_batch": BATCH,
+            "load_balance_weight": 0.1,
+            **{name: case[name] for name in TRAIN},
+        },
+    )
+    config.check_mesh(MeshConfig.parse(case["mesh"]))
+    return config
+
+
+def fits(case: Case) -> bool:
+    try:
+        config_of(case)
+    except InputError:
+        return False
+    return True
+
+
+def pairs(case: Case) -> set[tuple[Any, ...]]:
+    return set(itertools.combinations(case.items(), 2))
+
+
+@functools.cache
+def table() -> list[Case]:
+    """Few cases with every pair that any of many random cases has: the one with most of it next."""
+    generator = random.Random(0)
+    drawn = [{k: generator.choice(v) for k, v in OPTIONS.items()} for _ in range(6000)]
+    left = [case for case in drawn if fits(case)]
+    missing = set().union(*map(pairs, left))
+    chosen = []
+    while missing:
+        best = max(left, key=lambda case: len(pairs(case) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
+
+
+@functools.cache
+def sequential(dropout_rate: float, microbatches: int) -> list[np.ndarray]:
+    """Loss and gradients on one device, the layers one after the other."""
+    case: Case = {name: values[0] for name, values in OPTIONS.items()}
+    case |= {"mesh": "", "dropout_rate": dropout_rate, "num_microbatches": microbatches}
+    return values_of(case)
+
+
+def values_of(case: Case) -> list[np.ndarray]:
+    """The loss, then every gradient with its layers in order."""
+    config = config_of(case)
+    mesh = mesh_of(case["mesh"], case["sharding"])
+    with jax.set_mesh(mesh):
+        model = make_state(config, mesh).model
+        batch = jax.tree.map(
+            lambda x: jax.device_put(jnp.asarray(x), batch_sharding(mesh, model.layout)),
+            packed_batch(config),
+        )
+        key = jax.random.key(7)
+        (loss, _), gradients = jax.jit(loss_and_gradients)(model, batch, key)
+    layers = jax.tree.leaves(gradients.pipeline.layers)
+    stacked = [np.asarray(leaf).reshape(LAYERS, *leaf.shape[3:]) for leaf in layers]
+    ends = [gradients.embedding, gradients.norm, gradients.head]
+    return [np.asarray(loss), *stacked, *map(np.asarray, jax.tree.leaves(ends))]
+
+
+def check(case: Case) -> None:
+    config = config_of(case)
+    found = values_of(case)
+    expected = sequential(case["dropout_rate"], config.pipeline.num_microbatches)
+    assert_close(found[0], expected[0], 1e-5)
+    assert_close(found[1:], expected[1:], 1e-4)
+
+
+@pytest.mark.parametrize("number", range(len(table())))
+def test_every_pair(number: int) -> None:
+    check(table()[number])
+
+
+def test_every_pair_is_in_the_table() -> None:
+    """But for those that contradict each other, which the config says."""
+    every = {
+        pair
+        for (a, first), (b, second) in itertools.combinations(OPTIONS.items(), 2)
+        for pair in itertools.product([(a, v) for v in first], [(b, v) for v in second])
+    }
+    one_f_one_b = ("schedule", "1f1b")
+    assert every - set().union(*map(pairs, table())) == {
+        (one_f_one_b, ("num_repeats", 2)),
+        (one_f_one_b, ("forwarding_delay", 2)),
+        (one_f_one_b, ("remat", "qkv_proj_offloaded")),
+        (one_f_one_b, ("backward", "accumulate")),
+    }
+
+
+@settings(derandomize=True, max_examples=6, deadline=None)
+@given(st.fixed_dictionaries({k: st.sampled_from(v) for k, v in OPTIONS.items()}).filter(fits))
+def test_any_combination(case: Case) -> None:
+    check(case)
