@@ -1,0 +1,58 @@
+"""What each parameter is called: in this project, in MaxText's Linen tree, in Hugging Face's files.
+
+One table, read in both directions. Paths of a layer start at the layer; where a layout puts its
+layers is the matter of `layouts`.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Names:
+    """One parameter.
+
+    nnx: path in `nnx_pipeline.Mixtral`, or below `pipeline.layers`. linen: path below
+    `params/params`, or below a layer. huggingface: name of the tensor, or below
+    `model.layers.<number>`; `<expert>` is written once for each expert.
+    """
+
+    nnx: str
+    linen: str
+    huggingface: str
+
+
+OUTSIDE = (
+    Names("embedding.embedding", "token_embedder/embedding", "model.embed_tokens.weight"),
+    Names("norm.scale", "decoder/decoder_norm/scale", "model.norm.weight"),
+    Names("head", "decoder/logits_dense/kernel", "lm_head.weight"),
+)
+ATTENTION = (
+    Names("attention.query", "self_attention/query/kernel", "self_attn.q_proj.weight"),
+    Names("attention.key", "self_attention/key/kernel", "self_attn.k_proj.weight"),
+    Names("attention.value", "self_attention/value/kernel", "self_attn.v_proj.weight"),
+    Names("attention.out", "self_attention/out/kernel", "self_attn.o_proj.weight"),
+)
+NORMS = (
+    Names("attention_norm.scale", "pre_self_attention_layer_norm/scale", "input_layernorm.weight"),
+    Names(
+        "feed_forward_norm.scale",
+        "post_self_attention_layer_norm/scale",
+        "post_attention_layernorm.weight",
+    ),
+)
+EXPERTS = (
+    Names("feed_forward.router", "MoeBlock_0/gate/kernel", "block_sparse_moe.gate.weight"),
+    Names("feed_forward.gate", "MoeBlock_0/wi_0", "block_sparse_moe.experts.<expert>.w1.weight"),
+    Names("feed_forward.up", "MoeBlock_0/wi_1", "block_sparse_moe.experts.<expert>.w3.weight"),
+    Names("feed_forward.down", "MoeBlock_0/wo", "block_sparse_moe.experts.<expert>.w2.weight"),
+)
+MLP = (
+    Names("feed_forward.gate", "mlp/wi_0/kernel", "mlp.gate_proj.weight"),
+    Names("feed_forward.up", "mlp/wi_1/kernel", "mlp.up_proj.weight"),
+    Names("feed_forward.down", "mlp/wo/kernel", "mlp.down_proj.weight"),
+)
+
+
+def of_layer(num_experts: int) -> tuple[Names, ...]:
+    """The parameters of a layer: Mixtral's with two experts or more, Llama's with one."""
+    return (*NORMS, *ATTENTION, *(EXPERTS if num_experts > 1 else MLP))
