@@ -96,7 +96,9 @@ def document(results: dict[str, dict[str, Any]]) -> str:
         if platform == "cpu":
             text += f"{CPU_WARNING}\n\n"
         text += HEAD + "\n" + "\n".join(line(*pair) for pair in there.items()) + "\n\n"
-        compilers = {json.dumps(one["compiler"]) for one in there.values() if one["compiler"]}
+        compilers = {
+            json.dumps(one["compiler"], sort_keys=True) for one in there.values() if one["compiler"]
+        }
         for compiler in sorted(compilers):
             packages = ", ".join(f"{name} {value}" for name, value in json.loads(compiler).items())
             text += f"Compiler: {packages}.\n"
