@@ -139,12 +139,19 @@ class PipelineConfig:
             self._check_one_f_one_b()
 
     def _check_one_f_one_b(self) -> None:
-        for name, only in (("num_repeats", 1), ("forwarding_delay", 1), ("backward", None)):
+        for name, only in (("forwarding_delay", 1), ("backward", None)):
             if getattr(self, name) != only:
                 raise InputError(
                     f"pipeline.{name}={getattr(self, name)} is for the circular schedule; "
                     f"with pipeline.schedule=1f1b leave it at {only}"
                 )
+        if self.num_repeats > 1 and self.fsdp_gather == "prefetch":
+            raise InputError(
+                "pipeline.fsdp_gather=prefetch holds the weights of two repeats that follow each "
+                f"other, and with pipeline.schedule=1f1b and pipeline.num_repeats="
+                f"{self.num_repeats} stages are in other repeats forward and backward; choose use "
+                "or step"
+            )
         if POLICIES[self.remat].offloaded:
             raise InputError(
                 f"pipeline.remat={self.remat} sends values to the host, and the ring of "
@@ -275,11 +282,13 @@ class Config:
                 f"pipeline.forwarding_delay={self.pipeline.forwarding_delay}; choose {fewest} or "
                 "more"
             )
-        if self.pipeline.shift == "pad" and repeats > 1 and microbatches == fewest:
+        at_once = microbatches == fewest or self.pipeline.schedule == "1f1b"
+        if self.pipeline.shift == "pad" and repeats > 1 and at_once:
             raise InputError(
                 f"pipeline.shift=pad loses what leaves the last stage, and with "
-                f"pipeline.num_microbatches={microbatches} the first stage takes it at once; "
-                "choose more microbatches or 'slice'"
+                f"pipeline.num_microbatches={microbatches} and "
+                f"pipeline.schedule={self.pipeline.schedule} the first stage takes it at once; "
+                "choose 'slice', or circular with more microbatches"
             )
         self._check_batch(microbatches)
         copies = mesh.data * mesh.fsdp * mesh.expert

@@ -158,7 +158,9 @@ class CircularPipeline(nnx.Module):
             leave,
             Weights(enter=weights[0], stages=self._stack(owned), leave=weights[1]),
             Inputs(*jax.tree.map(self.batches.on_every_stage, arrays)),
-            schedule=OneForwardOneBackward(self.num_stages, self.batches.microbatches),
+            schedule=OneForwardOneBackward(
+                self.num_stages, self.batches.microbatches, self.config.num_repeats
+            ),
             metric_weights=metric_weights,
             **self._options,
         )

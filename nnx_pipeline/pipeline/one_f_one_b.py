@@ -41,20 +41,23 @@ def run_one_f_one_b(
 
         for m in range(microbatches):
             x = enter(weights.enter, inputs.enter[m])
-            for s in range(stages):
-                x, metrics = apply_stage(weights.stages[0, s], x, inputs.side[m])
-                totals += metrics
+            for r in range(repeats):
+                for s in range(stages):
+                    x, metrics = apply_stage(weights.stages[r, s], x, inputs.side[m])
+                    totals += metrics
             loss += leave(weights.leave, x, inputs.leave[m])
         return loss + sum(metric_weights * totals), (loss, totals)
 
     Where the derivative is asked for, each stage forwards a microbatch and takes another one back
     at each tick, and the last stage's loss turns a microbatch round in the tick that brings it: a
-    stage keeps what a visit saves for at most 2 · stages - 1 microbatches, however many there are,
-    and one gradient buffer per parameter. `enter` and `leave` run on all devices.
+    stage keeps what a visit saves for at most 2 · stages · repeats - 1 visits, however many
+    microbatches there are, and one gradient buffer per parameter. `enter` and `leave` run on all
+    devices.
 
-    Ticks: microbatches + 2 · (stages - 1), of which the first stages - 1 have no backward part and
-    the last no forward part. So forward and backward passes are as many as in the plain pipeline,
-    and with remat every stage is computed once more, as there.
+    Ticks: microbatches · repeats + stages · (repeats + 1) - 2, of which the first stages · repeats
+    - 1 have no backward part and as many of the last no forward part. So a stage makes as many
+    forward and backward visits, and waits as long, as in the circular schedule: stages - 1 visits
+    in vain. With remat every stage is computed once more, as there.
 
     enter: (its weights, inputs of a microbatch) to activations, not spread over `stage`.
     apply_stage: as for `run_pipeline`. leave: (its weights, activations of the last stage, inputs
@@ -74,7 +77,13 @@ def run_one_f_one_b(
             f"remat sends {remat.offloaded} to the host, and the ring of the 1F1B schedule is in "
             "device memory; save those names or leave them out"
         )
-    check_shapes(weights.stages, inputs, schedule.stages, 1, schedule.microbatches)
+    if schedule.repeats > 1 and shift_by == "pad":
+        raise InputError(
+            "shift_by='pad' loses what leaves the last stage, and with "
+            f"repeats={schedule.repeats} of the 1F1B schedule the first stage takes it at once; "
+            "use 'ppermute' or 'slice'"
+        )
+    check_shapes(weights.stages, inputs, schedule.stages, schedule.repeats, schedule.microbatches)
     loop = Loop(
         enter=enter,
         apply_stage=remat.checkpoint(apply_stage, also=saved_in_stage, in_scan=True),
