@@ -315,3 +315,5 @@ def _count(parameters: int) -> str:
 
 
 main = main_of(cli, "nnx-pipeline")
+if __name__ == "__main__":
+    main()

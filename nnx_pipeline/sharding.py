@@ -19,6 +19,7 @@ from jaxtyping import Array
 
 from nnx_pipeline.errors import InputError, nearest
 
+PORTABLE = "threefry2x32"  # JAX's generator whose numbers depend on the key alone
 MeshAxes = tuple[str, ...]
 Constrain = Callable[[Array, P], Array]
 Module = TypeVar("Module", bound=nnx.Module)
@@ -183,6 +184,16 @@ def gather_weight(kernel: Array, stored: P, used: P) -> Array:
     return place(kernel if is_explicit() else place(kernel, stored), used)
 
 
+def portable_key(key: Array) -> Array:
+    """The key, or one made from it whose numbers depend on nothing but the key.
+
+    Those of JAX's other generators (`rbg`) depend on how an array is spread and on `vmap`.
+    """
+    if jax.random.key_impl(key) == PORTABLE:
+        return key
+    return jax.random.key(jax.random.bits(key, dtype="uint32"), impl=PORTABLE)
+
+
 def parameter(
     rngs: nnx.Rngs,
     initializer: nnx.initializers.Initializer,
@@ -193,7 +204,8 @@ def parameter(
 ) -> nnx.Param:
     """A parameter that is born in its sharding and remembers its logical axes."""
     spec = layout.spec(*logical_axes)
-    value = initializer(rngs.params(), shape, dtype, out_sharding=out_sharding(spec))
+    key = portable_key(rngs.params())
+    value = initializer(key, shape, dtype, out_sharding=out_sharding(spec))
     if not is_explicit() and mesh_sizes():
         value = place(value, spec)
     return nnx.Param(value, logical_axes=logical_axes)

@@ -10,8 +10,8 @@ from flax import nnx
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.config import PipelineConfig
-from nnx_pipeline.errors import divides
-from nnx_pipeline.mesh import ambient_mesh
+from nnx_pipeline.errors import InputError, divides
+from nnx_pipeline.mesh import ambient_mesh, check_axis_types
 from nnx_pipeline.ops.dropout import sequence_keys
 from nnx_pipeline.pipeline.batches import Batches
 from nnx_pipeline.pipeline.layers import MakeLayer, call_layer, make_layers
@@ -21,7 +21,7 @@ from nnx_pipeline.pipeline.loop_parts import DEFAULT_PARTS, LoopParts
 from nnx_pipeline.pipeline.one_f_one_b import run_one_f_one_b
 from nnx_pipeline.pipeline.one_f_one_b_loop import Enter, Inputs, Leave, Weights
 from nnx_pipeline.pipeline.owners import Owners, make_owners
-from nnx_pipeline.pipeline.schedule import CircularSchedule, OneForwardOneBackward
+from nnx_pipeline.pipeline.schedule import make_schedule
 from nnx_pipeline.pipeline.stages import OverStages, over_stages
 from nnx_pipeline.remat import LAYER_INPUT, LAYER_METRICS, POLICIES, named
 from nnx_pipeline.sharding import Layout, P, mesh_sizes, place, with_layout
@@ -58,7 +58,8 @@ class CircularPipeline(nnx.Module):
     over: how a function of one stage is spread over the stages. loop_parts: other pieces of the
         circular loop. Others than the defaults are arms of experiments.
 
-    Raises InputError when layers do not divide, or hold state that is not a parameter.
+    Raises InputError when layers or microbatches do not divide, when layers hold state that is not
+    a parameter, and when the mesh's axes are not of the kind that `config.sharding` says.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class CircularPipeline(nnx.Module):
         self.config, self.num_layers = config, num_layers
         self.dtype, self.grad_dtype = dtype, grad_dtype
         self.summarize, self.over, self.loop_parts = summarize, over, loop_parts
+        check_axis_types(config.sharding)
         self.num_stages = ambient_mesh().stage
         self.own = tuple(axis for axis in layout.axes("batch") if axis in own)
         self.layout = layout.in_copies(self._copies(layout))
@@ -90,6 +92,8 @@ class CircularPipeline(nnx.Module):
             f"{config.num_repeats} repeats",
         )
         self.layers_per_stage = num_layers // visits
+        if self.in_microbatches:
+            self._schedule(config.schedule)  # refuses numbers that do not fit
         stack = (config.num_repeats, self.num_stages, self.layers_per_stage)
         self.layers = make_layers(layers, stack, rngs=rngs, layout=layout)
 
@@ -101,6 +105,7 @@ class CircularPipeline(nnx.Module):
         side: what a layer reads beside x, `[batch, …]` each; None is handed on as it is.
         """
         batch = x.shape[0]
+        self.batches.check(batch)
         if key is not None:
             side["keys"] = sequence_keys(key, batch)
         y, metrics = self.run(self.batches.arrange(x), side)
@@ -124,12 +129,7 @@ class CircularPipeline(nnx.Module):
             self._stack(owned),
             x,
             jax.tree.map(self.batches.on_every_stage, side),
-            schedule=CircularSchedule(
-                stages=self.num_stages,
-                microbatches=self.batches.microbatches,
-                repeats=config.num_repeats,
-                delay=config.forwarding_delay,
-            ),
+            schedule=self._schedule("circular"),
             backward="accumulate" if config.accumulates else "autodiff",
             parts=self.loop_parts,
             **self._options,
@@ -158,16 +158,20 @@ class CircularPipeline(nnx.Module):
             leave,
             Weights(enter=weights[0], stages=self._stack(owned), leave=weights[1]),
             Inputs(*jax.tree.map(self.batches.on_every_stage, arrays)),
-            schedule=OneForwardOneBackward(
-                self.num_stages, self.batches.microbatches, self.config.num_repeats
-            ),
+            schedule=self._schedule("1f1b"),
             metric_weights=metric_weights,
             **self._options,
         )
 
     @property
     def batches(self) -> Batches:
-        """How a batch is cut up and laid out on this mesh."""
+        """How a batch is cut up and laid out on this mesh; InputError on one of other stages."""
+        on_mesh = ambient_mesh().stage
+        if on_mesh != self.num_stages:
+            raise InputError(
+                f"the pipeline was made for {self.num_stages} stages and the mesh has "
+                f"stage={on_mesh}; make and call it under the same mesh"
+            )
         return Batches(
             self.layout,
             microbatches=self.config.microbatches_on(self.num_stages),
@@ -178,6 +182,16 @@ class CircularPipeline(nnx.Module):
     def in_microbatches(self) -> bool:
         """Whether the batch goes through the layers microbatch by microbatch."""
         return self.num_stages > 1 or self.config.schedule == "1f1b"
+
+    def _schedule(self, name: str) -> Any:
+        config = self.config
+        return make_schedule(
+            name,
+            stages=self.num_stages,
+            microbatches=config.microbatches_on(self.num_stages),
+            repeats=config.num_repeats,
+            delay=config.forwarding_delay,
+        )
 
     def _stack(self, owned: Any) -> tuple[Any, Array]:
         """What the stages get: the layers, and the number of each.

@@ -9,12 +9,13 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.errors import InputError, one_of
+from nnx_pipeline.pipeline.checks import check_arrays, checked
 from nnx_pipeline.pipeline.lend import AS_STORED, Lending
 from nnx_pipeline.pipeline.one_f_one_b_loop import Enter, Inputs, Leave, Loop, Weights
 from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
 from nnx_pipeline.pipeline.shift import SHIFTS, ShiftName
 from nnx_pipeline.pipeline.stage_vjp import as_cotangents, is_float
-from nnx_pipeline.pipeline.stages import ApplyStage, OverStages, check_shapes, over_stages
+from nnx_pipeline.pipeline.stages import ApplyStage, OverStages, over_stages
 from nnx_pipeline.remat import FULL, Remat
 
 
@@ -68,8 +69,9 @@ def run_one_f_one_b(
     `run_pipeline`. over: how a function of one stage is spread over the stages.
     bubble_fill: what the buffers hold before anything arrives; results never depend on it.
 
-    Returns the loss, and its two parts without a gradient. Raises InputError for shapes that do not
-    fit the schedule, for a `remat` that offloads, and when a gradient of `inputs` is asked for.
+    Returns the loss, and its two parts, which have no gradient. Raises InputError for shapes that
+    do not fit the schedule, for a `remat` that offloads, for a stage as `run_pipeline` does, and
+    when a gradient of `inputs` or of the parts is asked for.
     """
     one_of("shift_by", shift_by, SHIFTS)
     if remat.offloaded:
@@ -83,10 +85,10 @@ def run_one_f_one_b(
             f"repeats={schedule.repeats} of the 1F1B schedule the first stage takes it at once; "
             "use 'ppermute' or 'slice'"
         )
-    check_shapes(weights.stages, inputs, schedule.stages, schedule.repeats, schedule.microbatches)
+    check_arrays(weights.stages, None, inputs, schedule)
     loop = Loop(
         enter=enter,
-        apply_stage=remat.checkpoint(apply_stage, also=saved_in_stage, in_scan=True),
+        apply_stage=remat.checkpoint(checked(apply_stage), also=saved_in_stage, in_scan=True),
         leave=leave,
         schedule=schedule,
         metric_weights=metric_weights,
@@ -96,8 +98,7 @@ def run_one_f_one_b(
         over=over,
         bubble_fill=bubble_fill,
     )
-    loss, parts = _run(loop, weights, inputs)
-    return loss, jax.lax.stop_gradient(parts)
+    return _run(loop, weights, inputs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -121,8 +122,14 @@ def _run_forward(
 
 def _run_backward(loop: Loop, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Weights, Inputs]:
     weights, inputs, gradients = saved
-    of_loss, _ = cotangents
-    if isinstance(of_loss, jax.custom_derivatives.SymbolicZero):
+    of_loss, of_parts = cotangents
+    if not all(map(_is_zero, jax.tree.leaves(of_parts, is_leaf=_is_zero))):
+        raise InputError(
+            "the 1F1B schedule was asked for the gradient of a part of its loss; it gives that of "
+            "the loss as a whole: say by metric_weights what the metrics count in it, or use the "
+            "circular schedule"
+        )
+    if _is_zero(of_loss):
         of_loss = jnp.zeros(of_loss.shape, of_loss.dtype)
     scaled = jax.tree.map(lambda leaf: leaf * of_loss.astype(leaf.dtype), gradients)
     return as_cotangents(scaled, weights), jax.tree.map(_no_cotangent, inputs)
@@ -133,6 +140,10 @@ _run.defvjp(_run_forward, _run_backward, symbolic_zeros=True)
 
 def _is_primal(leaf: Any) -> bool:
     return isinstance(leaf, jax.custom_derivatives.CustomVJPPrimal)
+
+
+def _is_zero(leaf: Any) -> bool:
+    return isinstance(leaf, jax.custom_derivatives.SymbolicZero)
 
 
 def _no_cotangent(leaf: Array) -> Array | np.ndarray:
