@@ -15,9 +15,10 @@ from pathlib import Path
 import jax
 
 from nnx_pipeline import Config, MeshConfig, preset
+from nnx_pipeline.files import write_text
 from nnx_pipeline.lab.compile import measure_step
 from nnx_pipeline.lab.platform import Platform
-from nnx_pipeline.lab.report import megabytes, write_text
+from nnx_pipeline.lab.report import megabytes
 
 RESULTS = Path(__file__).parent / "results" / "compile_scale.md"
 POD, SLICE = "tpu:v5p:4x4x4", "tpu:v5p:2x2x2"

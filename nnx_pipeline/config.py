@@ -205,8 +205,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         whole(self, "global_batch", "sequence_length", "loss_chunks")
         at_least(self, 0.0, "learning_rate", "adam_eps", "weight_decay", "load_balance_weight")
-        if isinstance(self.dropout_seed, bool) or not isinstance(self.dropout_seed, int):
-            raise InputError(f"dropout_seed={self.dropout_seed!r} is not a whole number")
+        seed = self.dropout_seed
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+            raise InputError(f"dropout_seed={seed!r} is not a whole number from 0 to 2**32 - 1")
         for name in ("adam_b1", "adam_b2"):
             if not 0 <= number(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be at least 0 and below 1")

@@ -402,7 +402,7 @@ BAD = [
     (("schedule", "--stages", "4", "--microbatches", "4", "--delay", "2"), "choose 8 or more"),
     ((*SCHEDULE, "--schedule", "1f1"), "did you mean '1f1b'?"),
     ((*SCHEDULE, "--schedule", "zigzag"), "choose one of: circular, 1f1b"),
-    ((*SCHEDULE, "--schedule", "1f1b", "--repeats", "2"), "choose repeats=1"),
+    (("schedule", "--stages", "9999", "--microbatches", "9999"), "has more than"),
     ((*SCHEDULE, "--schedule", "1f1b", "--delay", "2"), "choose delay=1"),
     ((*SCHEDULE, "--picture", "schedule.pdf"), "a picture is .png or .svg"),
     ((*SCHEDULE, "--picture", "/no/such/folder/x.png"), "--picture /no/such/folder/x.png"),

@@ -137,7 +137,6 @@ def test_every_pair_is_in_the_table() -> None:
     }
     one_f_one_b = ("schedule", "1f1b")
     assert every - set().union(*map(pairs, table())) == {
-        (one_f_one_b, ("num_repeats", 2)),
         (one_f_one_b, ("forwarding_delay", 2)),
         (one_f_one_b, ("remat", "qkv_proj_offloaded")),
         (one_f_one_b, ("backward", "accumulate")),

@@ -61,9 +61,8 @@ def run_pipeline(
                     x[m], metrics = apply_stage(params[r, s], x[m], side_inputs[m])
                     total += metrics
 
-    apply_stage: (params, x, side) to (x of the same shapes, dtypes and shardings; any pytree of
-        floating metrics). In a bubble it is applied to some microbatch again and the result is
-        dropped.
+    apply_stage: (params, x, side) to (x of the same shapes, dtypes and shardings; floating
+        metrics). In a bubble it is applied to some microbatch again and the result is dropped.
     params: any pytree of `[repeats, stages, …]`, the stages over the mesh axis `stage`.
     microbatches: any pytree of floating `[microbatches, …]`, the first axis over `stage`: stage s
         holds microbatches / stages of them.
@@ -81,9 +80,9 @@ def run_pipeline(
         than the defaults are arms of experiments.
     bubble_fill: what the buffers hold before anything arrives; results never depend on it.
 
-    Returns the outputs, laid out and ordered as `microbatches`, and the sum of the metrics over
-    microbatches, repeats and stages. Raises InputError when the shapes do not fit the schedule, and
-    for a stage that changes its parameters or gives something that cannot be handed on.
+    Returns outputs, laid out and ordered as `microbatches`, and metrics summed over microbatches,
+    repeats and stages. Raises InputError when shapes do not fit the schedule, and for a stage that
+    changes its parameters or gives something that cannot be handed on.
     """
     check_arrays(params, microbatches, side_inputs, schedule)
     _check_options(schedule, shift_by, backward, grad_dtype, lending)

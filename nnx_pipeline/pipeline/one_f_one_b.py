@@ -73,18 +73,7 @@ def run_one_f_one_b(
     do not fit the schedule, for a `remat` that offloads, for a stage as `run_pipeline` does, and
     when a gradient of `inputs` or of the parts is asked for.
     """
-    one_of("shift_by", shift_by, SHIFTS)
-    if remat.offloaded:
-        raise InputError(
-            f"remat sends {remat.offloaded} to the host, and the ring of the 1F1B schedule is in "
-            "device memory; save those names or leave them out"
-        )
-    if schedule.repeats > 1 and shift_by == "pad":
-        raise InputError(
-            "shift_by='pad' loses what leaves the last stage, and with "
-            f"repeats={schedule.repeats} of the 1F1B schedule the first stage takes it at once; "
-            "use 'ppermute' or 'slice'"
-        )
+    _check_options(schedule, shift_by, remat, lending)
     check_arrays(weights.stages, None, inputs, schedule)
     loop = Loop(
         enter=enter,
@@ -99,6 +88,29 @@ def run_one_f_one_b(
         bubble_fill=bubble_fill,
     )
     return _run(loop, weights, inputs)
+
+
+def _check_options(
+    schedule: OneForwardOneBackward, shift_by: str, remat: Remat, lending: Lending
+) -> None:
+    one_of("shift_by", shift_by, SHIFTS)
+    if remat.offloaded:
+        raise InputError(
+            f"remat sends {remat.offloaded} to the host, and the ring of the 1F1B schedule is in "
+            "device memory; save those names or leave them out"
+        )
+    if schedule.repeats > 1 and shift_by == "pad":
+        raise InputError(
+            "shift_by='pad' loses what leaves the last stage, and with "
+            f"repeats={schedule.repeats} of the 1F1B schedule the first stage takes it at once; "
+            "use 'ppermute' or 'slice'"
+        )
+    if schedule.repeats > 1 and lending.ahead:
+        raise InputError(
+            "lending ahead holds the weights of two repeats that follow each other, and with "
+            f"repeats={schedule.repeats} of the 1F1B schedule stages are in other repeats forward "
+            "and backward; lend them for all ticks"
+        )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
