@@ -386,7 +386,7 @@ BAD = [
             *("--mesh", "stage=2", "--set", "pipeline.num_repeats=2"),
             *("--set", "pipeline.shift=pad"),
         ),
-        "choose more microbatches or 'slice'",
+        "choose 'slice', or circular with more microbatches",
     ),
     (("ab", "norm-scal"), "did you mean 'norm-scale'?"),
     (("ab", "norm-scale", "--mesh", "stage=3"), "choose a multiple of 3"),
