@@ -3,7 +3,6 @@
 import dataclasses
 from typing import NamedTuple
 
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
@@ -12,17 +11,11 @@ from nnx_pipeline.errors import InputError
 from nnx_pipeline.mesh import ambient_mesh
 from nnx_pipeline.modules import DecoderLayer, Embed, Parts, RMSNorm
 from nnx_pipeline.ops.dropout import sequence_keys
-from nnx_pipeline.ops.router import Usage, load_balance_loss
+from nnx_pipeline.ops.head import logits_of
+from nnx_pipeline.ops.router import total_load_balance
 from nnx_pipeline.pipeline import create_pipeline
 from nnx_pipeline.remat import POLICIES
-from nnx_pipeline.sharding import (
-    Layout,
-    gather_weight,
-    out_sharding,
-    parameter,
-    place_by,
-    with_layout,
-)
+from nnx_pipeline.sharding import Layout, parameter, place_by, with_layout
 
 
 class _Ends(NamedTuple):
@@ -67,7 +60,7 @@ class Mixtral(nnx.Module):
             layer,
             rngs=rngs,
             layout=layout,
-            summarize=_balance,
+            summarize=total_load_balance,
             over=parts.over_stages,
             loop_parts=parts.loop,
         )
@@ -96,14 +89,7 @@ class Mixtral(nnx.Module):
         """
         hidden, _ = self.hidden(tokens, positions=positions, segment_ids=segment_ids)
         hidden = self.pipeline.batches.as_batch(hidden, tokens.shape[0])
-        kernel = gather_weight(
-            self.head[...].astype(hidden.dtype),
-            self.layout.spec("embed", "vocab"),
-            self.layout.spec(None, "vocab_of_logits"),
-        )
-        spec = self.layout.spec("whole_batch", None, "vocab_of_logits")
-        logits = jnp.einsum("bsd,dv->bsv", hidden, kernel, out_sharding=out_sharding(spec))
-        return logits.astype(jnp.float32)
+        return logits_of(hidden, self.head[...], layout=self.layout)
 
     def hidden(
         self,
@@ -255,8 +241,3 @@ class Mixtral(nnx.Module):
                 f"the model was made for {self.pipeline.num_stages} stages and the mesh has "
                 f"stage={mesh.stage}; make and call it under the same mesh"
             )
-
-
-def _balance(usage: Usage | None) -> Array:
-    """The load-balance loss of several layers, summed; 0 for layers without a router."""
-    return jnp.zeros((), jnp.float32) if usage is None else jnp.sum(load_balance_loss(usage))
