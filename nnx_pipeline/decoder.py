@@ -1,6 +1,5 @@
 """The decoder: embedding, layers through the pipeline or one after the other, norm, head."""
 
-import dataclasses
 from typing import NamedTuple
 
 from flax import nnx
@@ -64,7 +63,7 @@ class Mixtral(nnx.Module):
             over=parts.over_stages,
             loop_parts=parts.loop,
         )
-        self.layout = self.pipeline.layout
+        self.layout = self.pipeline.runner.layout
         self.norm = RMSNorm(model, rngs=rngs, layout=layout, parts=parts)
         self.head = parameter(
             rngs,
@@ -145,7 +144,7 @@ class Mixtral(nnx.Module):
 
     def owned(self) -> "Mixtral":
         """The parameters as their owners hold them: spread over `data` besides (`Layout.owned`)."""
-        return place_by(self, self.layout.owned(self.pipeline.own))
+        return place_by(self, self.layout.owned(self.pipeline.runner.own))
 
     def stored(self) -> "Mixtral":
         """The inverse of `owned`: gathered over `data`."""
@@ -157,7 +156,7 @@ class Mixtral(nnx.Module):
         `data` is then tokens, or the kernel once more, and each gradient arises at its owner."""
         if owned is None:
             return _Ends(self.embedding, self.norm, self.head, self.layout)
-        layout = self.layout.owned(self.pipeline.own)
+        layout = self.layout.owned(self.pipeline.runner.own)
         norm = place_by(owned.norm, self.layout)
         return _Ends(with_layout(owned.embedding, layout), norm, owned.head, layout)
 
@@ -173,7 +172,7 @@ class Mixtral(nnx.Module):
         x = self.parts.constrain(ends.embedding(pipeline.batches.arrange(tokens), out=spec), spec)
         layers = None if owned is None else owned.pipeline.layers
         x, balance = pipeline.run(x, side, owned=layers, groups=pipeline.batches.microbatches)
-        return ends.norm(x), balance / self._visits
+        return ends.norm(x), balance / self.pipeline.runner.visits
 
     def _loss_by_one_f_one_b(
         self,
@@ -200,10 +199,10 @@ class Mixtral(nnx.Module):
             (ends.embedding, (ends.norm, ends.head)),
             (tokens, (targets, weights)),
             side,
-            metric_weights=self.config.train.load_balance_weight / self._visits,
+            metric_weights=self.config.train.load_balance_weight / self.pipeline.runner.visits,
             owned=None if owned is None else owned.pipeline.layers,
         )
-        return loss, (entropy, balance / self._visits)
+        return loss, (entropy, balance / self.pipeline.runner.visits)
 
     def _entropy(
         self,
@@ -224,18 +223,9 @@ class Mixtral(nnx.Module):
             layout=layout,
         )
 
-    @property
-    def _visits(self) -> int:
-        """How many times a layer reports its load balance: per microbatch in a loop over them."""
-        in_microbatches = self.pipeline.in_microbatches
-        microbatches = self.pipeline.batches.microbatches if in_microbatches else 1
-        return self.config.model.num_layers * microbatches
-
     def _check_batch(self, batch: int) -> None:
-        train = dataclasses.replace(self.config.train, global_batch=batch)
-        config = dataclasses.replace(self.config, train=train)
         mesh = ambient_mesh()
-        config.check_mesh(mesh)
+        self.config.check_mesh(mesh, batch=batch)
         if mesh.stage != self.pipeline.num_stages:
             raise InputError(
                 f"the model was made for {self.pipeline.num_stages} stages and the mesh has "
