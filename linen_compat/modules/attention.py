@@ -39,7 +39,8 @@ class Attention(nn.Module):
         ) -> Kernel:
             return Kernel(initializer, shape, config.param_dtype, names, self.layout)
 
-        of_query, of_group = (embed, config.num_heads, head_dim), (embed, config.num_kv_heads, head_dim)
+        of_query = (embed, config.num_heads, head_dim)
+        of_group = (embed, config.num_kv_heads, head_dim)
         self.query = kernel(query_init, of_query, ("embed", "q_heads", "kv"))
         self.key = kernel(INTO_HEADS, of_group, ("embed", "kv_heads", "kv_head_dim"))
         self.value = kernel(INTO_HEADS, of_group, ("embed", "kv_heads", "kv_head_dim"))

@@ -52,9 +52,7 @@ class _DecoderLayer(nn.Module):
 
     def _add(self, stream: Array, update: Array, keys: Array | None, *, place: int) -> Array:
         rate = self.config.dropout_rate
-        return add_to_stream(
-            stream, update, keys=keys, place=place, rate=rate, layout=self.layout
-        )
+        return add_to_stream(stream, update, keys=keys, place=place, rate=rate, layout=self.layout)
 
 
 class MixtralDecoderLayer(_DecoderLayer):

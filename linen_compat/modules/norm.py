@@ -17,13 +17,17 @@ class RMSNorm(nn.Module):
     config: ModelConfig
     layout: Layout = Layout()
 
-    @nn.compact
-    def __call__(self, x: Array) -> Array:
+    def setup(self) -> None:
         config = self.config
         start = nn.initializers.constant(1.0 - config.norm_scale_offset)
-        scale = parameter(
+        self.scale = parameter(
             self, "scale", start, (config.embed_dim,), config.param_dtype, ("norm",), self.layout
         )
-        return rms_norm(
-            x, scale, epsilon=config.norm_epsilon, scale_offset=config.norm_scale_offset
-        )
+
+    def __call__(self, x: Array) -> Array:
+        return self.scaled_by(self.scale, x)
+
+    def scaled_by(self, scale: Array, x: Array) -> Array:
+        """As `__call__`, with a scale that is handed in."""
+        epsilon, offset = self.config.norm_epsilon, self.config.norm_scale_offset
+        return rms_norm(x, scale, epsilon=epsilon, scale_offset=offset)

@@ -1,5 +1,7 @@
 """How a Linen module holds a weight: under MaxText's names, born in its place."""
 
+from typing import Any
+
 import jax
 from flax import linen as nn
 from jax.sharding import Mesh
@@ -40,7 +42,8 @@ def logical_axis_rules(
     in `Layout.spec`, so that arrays placed by these rules have the types that the modules expect.
     """
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return tuple((name, layout.axes(axis) or None if axis else None) for name, axis in AXES.items())
+        spread = {name: layout.axes(axis) if axis else () for name, axis in AXES.items()}
+    return tuple((name, axes or None) for name, axes in spread.items())
 
 
 def axes_of(names: Names) -> tuple[str | None, ...]:
@@ -73,10 +76,14 @@ def parameter(
     return unboxed(module.param(name, make, unbox=False))
 
 
-def unboxed(value: Array | nn.LogicallyPartitioned) -> Array:
-    """The array of a leaf of `params`, without a constraint."""
-    boxed = isinstance(value, nn.LogicallyPartitioned)
-    return value.unbox(apply_constraint=False) if boxed else value
+def unboxed(value: Any) -> Array:
+    """The array of a leaf of `params`, boxed or not, without a constraint."""
+    return value.unbox(apply_constraint=False) if is_boxed(value) else value
+
+
+def is_boxed(leaf: Any) -> bool:
+    """Whether a leaf of `params` names its axes."""
+    return isinstance(leaf, nn.LogicallyPartitioned)
 
 
 class Kernel(nn.Module):
