@@ -11,7 +11,6 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
 from flax import nnx
-from flax.errors import ScopeParamNotFoundError
 from helpers import assert_same_placement, mesh_of, packed_batch, replace
 from linen_helpers import LAYOUTS, as_linen, assert_same_bits
 
@@ -219,9 +218,68 @@ def test_a_tree_of_another_layout_is_refused(layout: Any) -> None:
     """It never runs with fresh weights instead."""
     source = jax.eval_shape(lambda: Mixtral(CONFIG, rngs=nnx.Rngs(0)))
     tokens = packed_batch(CONFIG).tokens
-    with jax.set_mesh(mesh_of("stage=2" if layout == "pipelined" else "")):
+    with jax.set_mesh(mesh_of("stage=2" if layout == "pipelined" else "", "auto")):
         model = Transformer(CONFIG, layout)
         for other in {*LAYOUTS} - {layout}:
             params = jax.eval_shape(lambda model, other=other: as_linen(model, other), source)
-            with pytest.raises((InputError, ScopeParamNotFoundError)):
+            message = f"params hold the layers {other} .* choose layer_layout='{other}'"
+            with pytest.raises(InputError, match=message):
                 jax.eval_shape(model.apply, {"params": params}, tokens)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layers", [2, 8])
+def test_another_number_of_layers_is_refused(layout: Any, layers: int) -> None:
+    """More than the config says would else be left out silently."""
+    other = replace(CONFIG, "model", num_layers=layers)
+    tokens = packed_batch(CONFIG).tokens
+    with jax.set_mesh(mesh_of("stage=2" if layout == "pipelined" else "", "auto")):
+        params = abstract(Transformer(other, layout))
+        with pytest.raises(InputError, match=r"layers_|hold [28] layers and model.num_layers=4"):
+            jax.eval_shape(Transformer(CONFIG, layout).apply, params, tokens)
+
+
+def test_a_leaf_that_is_missing_added_or_of_another_shape_in_a_pipeline() -> None:
+    """The loop takes its layers as they come, so the module looks at them first."""
+    tokens = packed_batch(CONFIG).tokens
+    with jax.set_mesh(mesh_of("stage=2", "auto")):
+        model = Transformer(CONFIG)
+        params = nn.unbox(abstract(model))["params"]
+        stage = params["decoder"]["pipeline_module"]["layers"]
+
+        def refused(message: str) -> None:
+            with pytest.raises(InputError, match=message):
+                jax.eval_shape(model.apply, {"params": params}, tokens)
+
+        second = stage["layers_1"]
+        scale = second["pre_self_attention_layer_norm"].pop("scale")
+        refused("no layers_1/pre_self_attention_layer_norm/scale, which must be .2, 32.; give the")
+        second["pre_self_attention_layer_norm"]["scale"] = second["MoeBlock_0"]["wo"]
+        refused("layers_1/pre_self_attention_layer_norm/scale has shape .* must be .2, 32.")
+        second["pre_self_attention_layer_norm"] = {"scale": scale, "bias": scale}
+        refused("have layers_1/pre_self_attention_layer_norm/bias, which no layer reads")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layout", "change", "message"),
+    [
+        ("stage=2", "scanned", {}, "layer_layout='scanned' .* stage=2 .* layer_layout='pipelined'"),
+        ("", "unscanned", {"schedule": "1f1b"}, "pipeline.schedule=1f1b; choose layer_layout"),
+        ("", "scaned", {}, "layer_layout='scaned' is not known; did you mean 'scanned'"),
+        ("", None, {"num_repeats": 2}, "needs a pipeline"),
+        ("stage=8", None, {}, "4 layers do not split|num_layers=4 does not split"),
+        ("stage=2,data=2", None, {"num_microbatches": 8}, "a microbatch of 1 sequences"),
+    ],
+)
+def test_layouts_and_configs_that_do_not_fit_the_mesh(
+    mesh: str, layout: Any, change: dict[str, Any], message: str
+) -> None:
+    config = replace(CONFIG, "pipeline", **change)
+    with jax.set_mesh(mesh_of(mesh)), pytest.raises(InputError, match=message):
+        abstract(Transformer(config, layout))
+
+
+def test_an_optimizer_spread_over_data_is_not_for_linen() -> None:
+    config = replace(CONFIG, "train", shard_optimizer_over_data=True)
+    with pytest.raises(InputError, match=r"is for nnx_pipeline.Mixtral.*set it to False"):
+        abstract(Transformer(config))
