@@ -126,6 +126,11 @@ def _blueprint(recipe: Recipe, mesh: Any) -> Blueprint:
     return Blueprint(graph, tuple(slots), tuple(streams), shapes)
 
 
+def forget_blueprints() -> None:
+    """Has every blueprint be found out anew; for measuring what that costs."""
+    _blueprint.cache_clear()
+
+
 def collection_of(variable: nnx.Variable) -> str:
     """The Linen collection of a variable, by its type: `params`, `batch_stats`, `cache` …"""
     return nnx.variable_name_from_type(type(variable), allow_register=True)

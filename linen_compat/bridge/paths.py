@@ -86,7 +86,9 @@ def nest(flat: Mapping[Path, Any]) -> dict[str, Any]:
 
 
 def unboxed(leaf: Any) -> Any:
-    """The array in a metadata box, held to its axes where Linen has rules for them."""
+    """The array in a metadata box, without a constraint: it is used where it lies."""
+    if isinstance(leaf, meta.Partitioned):
+        return leaf.unbox(apply_constraint=False)
     return leaf.unbox() if isinstance(leaf, meta.AxisMetadata) else leaf
 
 
@@ -95,7 +97,7 @@ def check_leaves(
 ) -> None:
     """Raises InputError for a leaf that nothing asks for, a missing one, or one of another shape.
 
-    given: path to array. wanted: path to shape. Paths begin with the collection. of: whose they
+    given: path to array, in a metadata box or not. wanted: path to shape. Paths begin with the collection. of: whose they
     are. at: where the module is among others, for the message.
     """
     unknown = [path for path in given if path not in wanted]
@@ -110,9 +112,10 @@ def check_leaves(
             f"{_nearest(_name(missing[0], at), [_name(path, at) for path in given])}"
         )
     for path, shape in wanted.items():
-        if tuple(given[path].shape) != shape:
+        found = tuple(unboxed(given[path]).shape)
+        if found != shape:
             raise InputError(
-                f"{_name(path, at)} has shape {tuple(given[path].shape)} and {of} wants {shape}; "
+                f"{_name(path, at)} has shape {found} and {of} wants {shape}; "
                 "give it the arrays of a model of its own sizes"
             )
 

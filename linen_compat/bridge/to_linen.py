@@ -90,8 +90,7 @@ class NNXAsLinen(nn.Module):
     def _boxes(self, plan: Blueprint) -> dict[Path, Any]:
         """The variables of this module as Linen has them."""
         given = flatten({k: v for k, v in self.variables.items() if k != INTERMEDIATES})
-        arrays = {path: getattr(leaf, "value", leaf) for path, leaf in given.items()}
-        check_leaves(arrays, plan.shapes, of=self.recipe.kind.__name__, at=self.path)
+        check_leaves(given, plan.shapes, of=self.recipe.kind.__name__, at=self.path)
         return given
 
     def _typed_key(self, name: str) -> Array:

@@ -61,9 +61,8 @@ def to_nnx(
     leaves = boxes
     if variables is not None:
         leaves = flatten(variables)
-        wanted = {path: tuple(_array(leaf).shape) for path, leaf in boxes.items()}
-        given = {path: _array(leaf) for path, leaf in leaves.items()}
-        check_leaves(given, wanted, of=type(module).__name__)
+        wanted = {path: tuple(unboxed(leaf).shape) for path, leaf in boxes.items()}
+        check_leaves(leaves, wanted, of=type(module).__name__)
     slots = tuple((nnx_path(module, path[1:]), path) for path in boxes)
     return LinenAsNNX(
         module,
@@ -156,19 +155,12 @@ class LinenAsNNX(nnx.Module):
 def _variable(collection: str, box: Any, leaf: Any) -> nnx.Variable:
     """The array of `leaf` with the metadata of `box`, which may be the same."""
     kind = nnx.variable_type_from_name(collection, allow_register=True)
-    value = _array(leaf)
+    value = unboxed(leaf)
     if not isinstance(box, meta.AxisMetadata):
         return kind(value)
     if isinstance(box, nn.LogicallyPartitioned) and box.mesh is None and box.rules is None:
         return kind(value, logical_axes=layout_axes(tuple(box.names)))
     return kind(value, linen_box=box.replace_boxed(None))
-
-
-def _array(leaf: Any) -> Any:
-    """What is in a metadata box, without a constraint: where it lies is for the caller to say."""
-    if isinstance(leaf, meta.Partitioned):
-        return leaf.unbox(apply_constraint=False)
-    return unboxed(leaf)
 
 
 def _attach(module: nnx.Module, path: Path, variable: nnx.Variable) -> None:
