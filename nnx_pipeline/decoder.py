@@ -1,9 +1,7 @@
 """The decoder: embedding, layers through the pipeline or one after the other, norm, head."""
 
-import dataclasses
 from typing import NamedTuple
 
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
@@ -12,17 +10,11 @@ from nnx_pipeline.errors import InputError
 from nnx_pipeline.mesh import ambient_mesh
 from nnx_pipeline.modules import DecoderLayer, Embed, Parts, RMSNorm
 from nnx_pipeline.ops.dropout import sequence_keys
-from nnx_pipeline.ops.router import Usage, load_balance_loss
+from nnx_pipeline.ops.head import logits_of
+from nnx_pipeline.ops.router import total_load_balance
 from nnx_pipeline.pipeline import create_pipeline
 from nnx_pipeline.remat import POLICIES
-from nnx_pipeline.sharding import (
-    Layout,
-    gather_weight,
-    out_sharding,
-    parameter,
-    place_by,
-    with_layout,
-)
+from nnx_pipeline.sharding import Layout, parameter, place_by, with_layout
 
 
 class _Ends(NamedTuple):
@@ -67,11 +59,11 @@ class Mixtral(nnx.Module):
             layer,
             rngs=rngs,
             layout=layout,
-            summarize=_balance,
+            summarize=total_load_balance,
             over=parts.over_stages,
             loop_parts=parts.loop,
         )
-        self.layout = self.pipeline.layout
+        self.layout = self.pipeline.runner.layout
         self.norm = RMSNorm(model, rngs=rngs, layout=layout, parts=parts)
         self.head = parameter(
             rngs,
@@ -96,14 +88,7 @@ class Mixtral(nnx.Module):
         """
         hidden, _ = self.hidden(tokens, positions=positions, segment_ids=segment_ids)
         hidden = self.pipeline.batches.as_batch(hidden, tokens.shape[0])
-        kernel = gather_weight(
-            self.head[...].astype(hidden.dtype),
-            self.layout.spec("embed", "vocab"),
-            self.layout.spec(None, "vocab_of_logits"),
-        )
-        spec = self.layout.spec("whole_batch", None, "vocab_of_logits")
-        logits = jnp.einsum("bsd,dv->bsv", hidden, kernel, out_sharding=out_sharding(spec))
-        return logits.astype(jnp.float32)
+        return logits_of(hidden, self.head[...], layout=self.layout)
 
     def hidden(
         self,
@@ -159,7 +144,7 @@ class Mixtral(nnx.Module):
 
     def owned(self) -> "Mixtral":
         """The parameters as their owners hold them: spread over `data` besides (`Layout.owned`)."""
-        return place_by(self, self.layout.owned(self.pipeline.own))
+        return place_by(self, self.layout.owned(self.pipeline.runner.own))
 
     def stored(self) -> "Mixtral":
         """The inverse of `owned`: gathered over `data`."""
@@ -171,7 +156,7 @@ class Mixtral(nnx.Module):
         `data` is then tokens, or the kernel once more, and each gradient arises at its owner."""
         if owned is None:
             return _Ends(self.embedding, self.norm, self.head, self.layout)
-        layout = self.layout.owned(self.pipeline.own)
+        layout = self.layout.owned(self.pipeline.runner.own)
         norm = place_by(owned.norm, self.layout)
         return _Ends(with_layout(owned.embedding, layout), norm, owned.head, layout)
 
@@ -187,7 +172,7 @@ class Mixtral(nnx.Module):
         x = self.parts.constrain(ends.embedding(pipeline.batches.arrange(tokens), out=spec), spec)
         layers = None if owned is None else owned.pipeline.layers
         x, balance = pipeline.run(x, side, owned=layers, groups=pipeline.batches.microbatches)
-        return ends.norm(x), balance / self._visits
+        return ends.norm(x), balance / self.pipeline.runner.visits
 
     def _loss_by_one_f_one_b(
         self,
@@ -214,10 +199,10 @@ class Mixtral(nnx.Module):
             (ends.embedding, (ends.norm, ends.head)),
             (tokens, (targets, weights)),
             side,
-            metric_weights=self.config.train.load_balance_weight / self._visits,
+            metric_weights=self.config.train.load_balance_weight / self.pipeline.runner.visits,
             owned=None if owned is None else owned.pipeline.layers,
         )
-        return loss, (entropy, balance / self._visits)
+        return loss, (entropy, balance / self.pipeline.runner.visits)
 
     def _entropy(
         self,
@@ -238,25 +223,11 @@ class Mixtral(nnx.Module):
             layout=layout,
         )
 
-    @property
-    def _visits(self) -> int:
-        """How many times a layer reports its load balance: per microbatch in a loop over them."""
-        in_microbatches = self.pipeline.in_microbatches
-        microbatches = self.pipeline.batches.microbatches if in_microbatches else 1
-        return self.config.model.num_layers * microbatches
-
     def _check_batch(self, batch: int) -> None:
-        train = dataclasses.replace(self.config.train, global_batch=batch)
-        config = dataclasses.replace(self.config, train=train)
         mesh = ambient_mesh()
-        config.check_mesh(mesh)
+        self.config.check_mesh(mesh, batch=batch)
         if mesh.stage != self.pipeline.num_stages:
             raise InputError(
                 f"the model was made for {self.pipeline.num_stages} stages and the mesh has "
                 f"stage={mesh.stage}; make and call it under the same mesh"
             )
-
-
-def _balance(usage: Usage | None) -> Array:
-    """The load-balance loss of several layers, summed; 0 for layers without a router."""
-    return jnp.zeros((), jnp.float32) if usage is None else jnp.sum(load_balance_loss(usage))

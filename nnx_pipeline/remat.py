@@ -50,15 +50,21 @@ class Remat:
         body of a scan, where XLA has nothing to merge the recomputation with, so that no barrier
         against that is needed.
         """
-        if self.saved is None:
+        policy = self.policy(also=also)
+        if policy is None:
             return function
-        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        return jax.checkpoint(function, policy=policy, prevent_cse=not in_scan)
+
+    def policy(self, *, also: tuple[str, ...] = ()) -> Callable[..., Any] | None:
+        """The policy of `checkpoint` for a checkpoint of one's own; None where there is none."""
+        if self.saved is None:
+            return None
+        return jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[*self.saved, *(n for n in also if n not in self.offloaded)],
             names_which_can_be_offloaded=list(self.offloaded),
             offload_src="device",
             offload_dst="pinned_host",
         )
-        return jax.checkpoint(function, policy=policy, prevent_cse=not in_scan)
 
 
 # As MaxText calls them. `minimal` keeps the result of every projection that the backward pass

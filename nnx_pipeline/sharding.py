@@ -192,11 +192,20 @@ def parameter(
     layout: Layout,
 ) -> nnx.Param:
     """A parameter that is born in its sharding and remembers its logical axes."""
-    spec = layout.spec(*logical_axes)
-    value = initializer(rngs.params(), shape, dtype, out_sharding=out_sharding(spec))
-    if not is_explicit() and mesh_sizes():
-        value = place(value, spec)
+    value = initial_value(rngs.params(), initializer, shape, dtype, layout.spec(*logical_axes))
     return nnx.Param(value, logical_axes=logical_axes)
+
+
+def initial_value(
+    key: Array,
+    initializer: nnx.initializers.Initializer,
+    shape: tuple[int, ...],
+    dtype: jax.typing.DTypeLike,
+    spec: P,
+) -> Array:
+    """What a parameter starts with, made in its place."""
+    value = initializer(key, shape, dtype, out_sharding=out_sharding(spec))
+    return place(value, spec) if mesh_sizes() and not is_explicit() else value
 
 
 def variable_shardings(tree: nnx.Module, layout: Layout, mesh: jax.sharding.Mesh) -> nnx.Module:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from nnx_pipeline import Embed, ModelConfig, RMSNorm
 from nnx_pipeline.lab.variants import einsum_scale
 from nnx_pipeline.ops.attention import allowed, dot_product_attention
+from nnx_pipeline.ops.embedding import uses_one_hot
 from nnx_pipeline.ops.norm import rms_norm
 from nnx_pipeline.ops.rotary import rotate
 from nnx_pipeline.ops.router import combine_weights, expert_usage, load_balance_loss, route
@@ -213,12 +214,12 @@ def abstract_embed(vocab: int, method: str = "auto", dtype: str = "bfloat16") ->
 def test_auto_takes_one_hot_up_to_two_gigabytes(
     vocab: int, tokens: int, dtype: str, one_hot: bool
 ) -> None:
-    assert abstract_embed(vocab, dtype=dtype).uses_one_hot(tokens) is one_hot
+    assert uses_one_hot("auto", tokens, vocab, dtype) is one_hot
 
 
 def test_a_named_method_is_taken_whatever_the_size() -> None:
-    assert abstract_embed(102_400, "one_hot").uses_one_hot(8 * 4096)
-    assert not abstract_embed(32, "gather").uses_one_hot(1)
+    assert uses_one_hot("one_hot", 8 * 4096, 102_400, "bfloat16")
+    assert not uses_one_hot("gather", 1, 32, "bfloat16")
 
 
 def test_auto_does_as_it_says() -> None:

@@ -1,16 +1,12 @@
 """Grouped-query self-attention with rotary positions."""
 
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
 from nnx_pipeline.config import ModelConfig
-from nnx_pipeline.ops.attention import dot_product_attention
-from nnx_pipeline.ops.rotary import rotate
-from nnx_pipeline.remat import KEEP_ALL, OUT, QUERY_KEY_VALUE, Remat, named
-from nnx_pipeline.sharding import Layout, gather_weight, out_sharding, parameter
-
-KERNELS = {"dot_product": dot_product_attention}
+from nnx_pipeline.ops.self_attention import Projections, self_attention
+from nnx_pipeline.remat import KEEP_ALL, Remat
+from nnx_pipeline.sharding import Layout, parameter
 
 
 class Attention(nnx.Module):
@@ -57,40 +53,15 @@ class Attention(nnx.Module):
         self, x: Array, *, positions: Array | None = None, segment_ids: Array | None = None
     ) -> Array:
         """positions, segment_ids: [batch, seq] integers; absent: counted from 0, one segment."""
-        config, layout = self.config, self.layout
-        if positions is None:
-            positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
-        query = rotate(self._project(x, self.query, "heads"), positions, theta=config.rope_theta)
-        key = rotate(self._project(x, self.key, "kv_heads"), positions, theta=config.rope_theta)
-        value = self._project(x, self.value, "kv_heads")
-        query, key, value = map(named, (query, key, value), QUERY_KEY_VALUE)
-
-        def mix(query: Array, key: Array, value: Array, segment_ids: Array | None) -> Array:
-            return KERNELS[config.attention](
-                query,
-                key,
-                value,
-                segment_ids,
-                scale=config.attention_scale,
-                grouped=layout.spec("batch", None, "kv_heads", None, None),
-            )
-
-        mixed = self.remat.checkpoint(mix)(query, key, value, segment_ids)
-        kernel = gather_weight(
-            self.out[...].astype(x.dtype),
-            layout.spec("heads", None, "embed"),
-            layout.spec("heads", None, None),
+        config = self.config
+        return self_attention(
+            x,
+            Projections(self.query[...], self.key[...], self.value[...], self.out[...]),
+            positions=positions,
+            segment_ids=segment_ids,
+            kernel=config.attention,
+            rope_theta=config.rope_theta,
+            scale=config.attention_scale,
+            layout=self.layout,
+            remat=self.remat,
         )
-        out = layout.spec("batch", None, None)
-        result = jnp.einsum("bshk,hkd->bsd", mixed, kernel, out_sharding=out_sharding(out))
-        return named(result, OUT)
-
-    def _project(self, x: Array, kernel: nnx.Param, heads: str) -> Array:
-        layout = self.layout
-        gathered = gather_weight(
-            kernel[...].astype(x.dtype),
-            layout.spec("embed", heads, None),
-            layout.spec(None, heads, None),
-        )
-        out = layout.spec("batch", None, heads, None)
-        return jnp.einsum("bsd,dhk->bshk", x, gathered, out_sharding=out_sharding(out))

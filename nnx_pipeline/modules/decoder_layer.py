@@ -1,6 +1,5 @@
 """One decoder layer of Mixtral, or of Llama when there is one expert."""
 
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
@@ -10,7 +9,7 @@ from nnx_pipeline.modules.mlp import MLP
 from nnx_pipeline.modules.moe import RoutedMoE
 from nnx_pipeline.modules.norm import RMSNorm
 from nnx_pipeline.modules.parts import Parts
-from nnx_pipeline.ops.dropout import dropout, fold_in
+from nnx_pipeline.ops.residual import add_to_stream
 from nnx_pipeline.ops.router import Usage
 from nnx_pipeline.remat import KEEP_ALL, Remat
 from nnx_pipeline.sharding import Layout
@@ -53,20 +52,24 @@ class DecoderLayer(nnx.Module):
         keys: [batch, words] for dropout (`ops.dropout`), which is left out without them.
         groups: microbatches in this batch; see `ops.router.expert_usage`.
         """
-        spec = self.layout.spec("batch", None, None)
         attended = self.attention(
             self.attention_norm(x), positions=positions, segment_ids=segment_ids
         )
-        h = self.constrain(x + self._drop(attended, keys, place=0), spec)
+        h = self._add(x, attended, keys, place=0)
         normed = self.feed_forward_norm(h)
         if isinstance(self.feed_forward, RoutedMoE):
             mixed, usage = self.feed_forward(normed, groups=groups)
         else:
             mixed, usage = self.feed_forward(normed), None
-        return self.constrain(h + self._drop(mixed, keys, place=1), spec), usage
+        return self._add(h, mixed, keys, place=1), usage
 
-    def _drop(self, x: Array, keys: Array | None, *, place: int) -> Array:
-        if keys is None or not self.dropout_rate:
-            return x
-        spec = self.layout.spec("batch", None, None)
-        return dropout(x, fold_in(keys, jnp.int32(place)), rate=self.dropout_rate, spec=spec)
+    def _add(self, stream: Array, update: Array, keys: Array | None, *, place: int) -> Array:
+        return add_to_stream(
+            stream,
+            update,
+            keys=keys,
+            place=place,
+            rate=self.dropout_rate,
+            layout=self.layout,
+            constrain=self.constrain,
+        )

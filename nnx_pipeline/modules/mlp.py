@@ -5,7 +5,7 @@ from jaxtyping import Array
 
 from nnx_pipeline.config import ModelConfig
 from nnx_pipeline.ops.mlp import gated_mlp
-from nnx_pipeline.sharding import Layout, gather_weight, parameter
+from nnx_pipeline.sharding import Layout, parameter
 
 FAN_IN = nnx.initializers.lecun_normal()
 
@@ -22,16 +22,4 @@ class MLP(nnx.Module):
         self.down = parameter(rngs, FAN_IN, out_of, dtype, ("mlp", "embed"), layout)
 
     def __call__(self, x: Array) -> Array:
-        return gated_mlp(
-            x,
-            self._gathered(self.gate, x, ("embed", "mlp")),
-            self._gathered(self.up, x, ("embed", "mlp")),
-            self._gathered(self.down, x, ("mlp", "embed")),
-            out=self.layout.spec("batch", None, None),
-        )
-
-    def _gathered(self, kernel: nnx.Param, x: Array, names: tuple[str, str]) -> Array:
-        used = (None if name == "embed" else name for name in names)
-        return gather_weight(
-            kernel[...].astype(x.dtype), self.layout.spec(*names), self.layout.spec(*used)
-        )
+        return gated_mlp(x, self.gate[...], self.up[...], self.down[...], layout=self.layout)

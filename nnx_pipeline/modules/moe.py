@@ -1,16 +1,13 @@
 """The routed mixture of experts of Mixtral."""
 
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
 from nnx_pipeline.config import ModelConfig
-from nnx_pipeline.ops.experts import dense_experts
-from nnx_pipeline.ops.router import Usage, combine_weights, expert_usage, route
+from nnx_pipeline.ops.moe import routed_experts
+from nnx_pipeline.ops.router import Usage
 from nnx_pipeline.remat import KEEP_ALL, Remat
-from nnx_pipeline.sharding import Layout, gather_weight, out_sharding, parameter
-
-EXPERTS = {"dense": dense_experts}
+from nnx_pipeline.sharding import Layout, parameter
 
 
 class RoutedMoE(nnx.Module):
@@ -48,20 +45,15 @@ class RoutedMoE(nnx.Module):
 
     def __call__(self, x: Array, *, groups: int = 1) -> tuple[Array, Usage]:
         """groups: microbatches in this batch; see `ops.router.expert_usage`."""
-        config, layout = self.config, self.layout
-        router = gather_weight(
-            self.router[...].astype(x.dtype), layout.spec("embed", None), layout.spec(None, None)
-        )
-        spec = out_sharding(layout.spec("batch", None, None))
-        logits = jnp.einsum("bsd,de->bse", x, router, out_sharding=spec)
-        weights, chosen = route(logits, config.num_experts_per_token)
-        mixed = EXPERTS[config.experts](
+        return routed_experts(
             x,
-            combine_weights(weights, chosen, config.num_experts),
+            self.router[...],
             self.gate[...],
             self.up[...],
             self.down[...],
-            layout=layout,
+            num_experts_per_token=self.config.num_experts_per_token,
+            groups=groups,
+            experts=self.config.experts,
+            layout=self.layout,
             remat=self.remat,
         )
-        return mixed, expert_usage(logits, chosen, groups)

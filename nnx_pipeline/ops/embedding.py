@@ -16,6 +16,38 @@ def one_hot_bytes(num_tokens: int, vocab_size: int, dtype: jax.typing.DTypeLike)
     return num_tokens * vocab_size * jnp.dtype(dtype).itemsize
 
 
+def uses_one_hot(
+    method: str, num_tokens: int, vocab_size: int, dtype: jax.typing.DTypeLike
+) -> bool:
+    """Whether `num_tokens` ids (of all devices together) are looked up by a one-hot product.
+
+    method: `gather`, `one_hot`, or `auto`, which takes the product unless its one-hot array would
+    be above 2 GB.
+    """
+    if method != "auto":
+        return method == "one_hot"
+    return one_hot_bytes(num_tokens, vocab_size, dtype) <= ONE_HOT_LIMIT
+
+
+def embed(
+    table: Float[Array, "vocab embed"],
+    tokens: Int[Array, "*batch seq"],
+    *,
+    method: str,
+    dtype: jax.typing.DTypeLike,
+    out: P | None,
+    layout: Layout,
+) -> Float[Array, "*batch seq embed"]:
+    """The rows of `tokens` in `dtype`, unscaled, by the method that `uses_one_hot` chooses.
+
+    out: sharding of the result; the default leaves it whole on every device.
+    """
+    out = P(*[None] * (tokens.ndim + 1)) if out is None else out
+    one_hot = uses_one_hot(method, tokens.size, table.shape[0], dtype)
+    look_up = embed_one_hot if one_hot else embed_gather
+    return look_up(table, tokens, dtype=dtype, out=out, layout=layout)
+
+
 def embed_gather(
     table: Float[Array, "vocab embed"],
     tokens: Int[Array, "*batch seq"],

@@ -5,18 +5,26 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from nnx_pipeline.remat import HIDDEN, named
-from nnx_pipeline.sharding import P, out_sharding
+from nnx_pipeline.sharding import Layout, gather_weight, out_sharding
 
 
 def gated_mlp(
-    x: Float[Array, "*batch embed"],
+    x: Float[Array, "batch seq embed"],
     gate: Float[Array, "embed mlp"],
     up: Float[Array, "embed mlp"],
     down: Float[Array, "mlp embed"],
     *,
-    out: P,
-) -> Float[Array, "*batch embed"]:
-    """(silu(x · gate) · (x · up)) · down; kernels in the dtype of `x`, gathered over fsdp."""
+    layout: Layout,
+) -> Float[Array, "batch seq embed"]:
+    """(silu(x · gate) · (x · up)) · down, in the dtype of x; kernels as they are stored."""
+
+    def gathered(kernel: Array, *names: str) -> Array:
+        used = (None if name == "embed" else name for name in names)
+        return gather_weight(kernel.astype(x.dtype), layout.spec(*names), layout.spec(*used))
+
+    gate, up = gathered(gate, "embed", "mlp"), gathered(up, "embed", "mlp")
+    down = gathered(down, "mlp", "embed")
     opened, raised = map(named, (x @ gate, x @ up), HIDDEN)
     hidden = jax.nn.silu(opened) * raised
-    return jnp.einsum("...f,fd->...d", hidden, down, out_sharding=out_sharding(out))
+    out = out_sharding(layout.spec("batch", None, None))
+    return jnp.einsum("...f,fd->...d", hidden, down, out_sharding=out)

@@ -65,6 +65,11 @@ def load_balance_loss(usage: Usage) -> Float[Array, "*layers"]:
     return num_experts * jnp.mean(jnp.sum(usage.chosen * usage.probability, axis=-1), axis=-1)
 
 
+def total_load_balance(usage: Usage | None) -> Float[Array, ""]:
+    """The load-balance loss of several layers, summed; 0 for layers without a router."""
+    return jnp.zeros((), jnp.float32) if usage is None else jnp.sum(load_balance_loss(usage))
+
+
 def replicate(x: Array) -> Array:
     """A small array, whole on every device of the mesh (of a stage, inside the pipeline)."""
     return place(x, P(*[None] * x.ndim))

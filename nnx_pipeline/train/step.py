@@ -82,7 +82,7 @@ def loss_and_gradients(
     def loss(mine: Mixtral) -> tuple[Array, tuple[Array, Array]]:
         return loss_of(model, batch, key, owned=mine) if owns else loss_of(mine, batch, key)
 
-    owns = bool(model.pipeline.own)
+    owns = bool(model.pipeline.runner.own)
     mine = model.owned() if owns else model
     values, gradients = jax.value_and_grad(loss, has_aux=True)(mine)
     return values, in_dtype(gradients, model.config.train.grad_dtype)
@@ -97,7 +97,7 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     model, train = state.model, state.model.config.train
     key = jax.random.fold_in(jax.random.key(train.dropout_seed), state.step)
     (_, (entropy, balance)), gradients = loss_and_gradients(model, batch, key)
-    owns = bool(model.pipeline.own)
+    owns = bool(model.pipeline.runner.own)
     mine = model.owned() if owns else model
     optimizer = make_optimizer(train)
     updates, optimizer_state = optimizer.update(gradients, state.optimizer, mine)
@@ -169,7 +169,7 @@ def jit_train_step(state: TrainState, mesh: Mesh) -> Any:
 
 def _make_state(config: Config, seed: int, layout: Layout, parts: Parts) -> TrainState:
     model = Mixtral(config, rngs=nnx.Rngs(seed), layout=layout, parts=parts)
-    mine = model.owned() if model.pipeline.own else model
+    mine = model.owned() if model.pipeline.runner.own else model
     optimizer = make_optimizer(config.train).init(mine)
     return TrainState(step=jnp.zeros((), jnp.int32), model=model, optimizer=optimizer)
 
@@ -180,7 +180,7 @@ def _state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
     return TrainState(
         step=_shardings(state.step, model.layout, mesh),
         model=_shardings(model, model.layout, mesh),
-        optimizer=_shardings(state.optimizer, model.layout.owned(model.pipeline.own), mesh),
+        optimizer=_shardings(state.optimizer, model.layout.owned(model.pipeline.runner.own), mesh),
     )
 
 

@@ -1,0 +1,66 @@
+"""Grouped-query self-attention with rotary positions."""
+
+from typing import Any
+
+from flax import linen as nn
+from jaxtyping import Array
+
+from linen_compat.modules.parameters import Kernel, Names
+from nnx_pipeline import Layout, ModelConfig
+from nnx_pipeline.ops.self_attention import Projections, self_attention
+from nnx_pipeline.remat import KEEP_ALL, Remat
+
+# MaxText draws the kernels of attention from a normal distribution, which is not cut off.
+INTO_HEADS = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(1, 2))
+OUT_OF_HEADS = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=(0, 1), out_axis=2)
+
+
+class Attention(nn.Module):
+    """Self-attention `[batch, seq, embed]` to `[batch, seq, embed]`, no bias.
+
+    The query kernel starts smaller by sqrt(head_dim) · attention_scale, so that the scores of a new
+    model have the same spread whatever `attention_scale` says; with 1.0 that is MaxText's.
+    """
+
+    config: ModelConfig
+    layout: Layout = Layout()
+    remat: Remat = KEEP_ALL
+
+    def setup(self) -> None:
+        config = self.config
+        embed, head_dim = config.embed_dim, config.head_dim
+        gain = head_dim**-0.5 / config.attention_scale
+
+        def query_init(*args: Any, **kwargs: Any) -> Array:
+            return INTO_HEADS(*args, **kwargs) * gain
+
+        def kernel(
+            initializer: nn.initializers.Initializer, shape: tuple[int, ...], names: Names
+        ) -> Kernel:
+            return Kernel(initializer, shape, config.param_dtype, names, self.layout)
+
+        of_query = (embed, config.num_heads, head_dim)
+        of_group = (embed, config.num_kv_heads, head_dim)
+        self.query = kernel(query_init, of_query, ("embed", "q_heads", "kv"))
+        self.key = kernel(INTO_HEADS, of_group, ("embed", "kv_heads", "kv_head_dim"))
+        self.value = kernel(INTO_HEADS, of_group, ("embed", "kv_heads", "kv_head_dim"))
+        self.out = kernel(
+            OUT_OF_HEADS, (config.num_heads, head_dim, embed), ("heads", "kv", "embed")
+        )
+
+    def __call__(
+        self, x: Array, *, positions: Array | None = None, segment_ids: Array | None = None
+    ) -> Array:
+        """positions, segment_ids: [batch, seq] integers; absent: counted from 0, one segment."""
+        config = self.config
+        return self_attention(
+            x,
+            Projections(self.query(), self.key(), self.value(), self.out()),
+            positions=positions,
+            segment_ids=segment_ids,
+            kernel=config.attention,
+            rope_theta=config.rope_theta,
+            scale=config.attention_scale,
+            layout=self.layout,
+            remat=self.remat,
+        )

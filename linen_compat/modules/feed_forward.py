@@ -1,0 +1,74 @@
+"""What follows attention in a layer: the dense MLP of Llama, the routed experts of Mixtral."""
+
+from flax import linen as nn
+from jaxtyping import Array
+
+from linen_compat.modules.parameters import Kernel, Names, parameter
+from nnx_pipeline import Layout, ModelConfig
+from nnx_pipeline.ops.mlp import gated_mlp
+from nnx_pipeline.ops.moe import routed_experts
+from nnx_pipeline.ops.router import Usage
+from nnx_pipeline.remat import KEEP_ALL, Remat
+
+FAN_IN = nn.initializers.lecun_normal()
+# MaxText counts the experts as inputs and the rows of a kernel as outputs, so that the variance is
+# 1 / (experts · columns).
+OF_EXPERTS = nn.initializers.lecun_normal(in_axis=0, out_axis=1)
+
+
+class MlpBlock(nn.Module):
+    """SwiGLU `[batch, seq, embed]` to `[batch, seq, embed]`, no bias."""
+
+    config: ModelConfig
+    layout: Layout = Layout()
+
+    def setup(self) -> None:
+        config = self.config
+        into, out_of = (config.embed_dim, config.mlp_dim), (config.mlp_dim, config.embed_dim)
+
+        def kernel(shape: tuple[int, ...], names: Names) -> Kernel:
+            return Kernel(FAN_IN, shape, config.param_dtype, names, self.layout)
+
+        self.wi_0 = kernel(into, ("embed", "mlp"))
+        self.wi_1 = kernel(into, ("embed", "mlp"))
+        self.wo = kernel(out_of, ("mlp", "embed"))
+
+    def __call__(self, x: Array) -> Array:
+        return gated_mlp(x, self.wi_0(), self.wi_1(), self.wo(), layout=self.layout)
+
+
+class MoeBlock(nn.Module):
+    """Each token to its best experts, `[batch, seq, embed]` to the same, and how they were used.
+
+    The router works in the dtype of its input; no token is dropped.
+    """
+
+    config: ModelConfig
+    layout: Layout = Layout()
+    remat: Remat = KEEP_ALL
+
+    def setup(self) -> None:
+        config = self.config
+        experts, embed, mlp = config.num_experts, config.embed_dim, config.mlp_dim
+        dtype, layout = config.param_dtype, self.layout
+        into: Names = ("exp", "embed_moe", "mlp_moe")
+        out_of: Names = ("exp", "mlp_moe", "embed_moe")
+        self.gate = Kernel(FAN_IN, (embed, experts), dtype, ("embed", None), layout)
+        self.wi_0 = parameter(self, "wi_0", OF_EXPERTS, (experts, embed, mlp), dtype, into, layout)
+        self.wi_1 = parameter(self, "wi_1", OF_EXPERTS, (experts, embed, mlp), dtype, into, layout)
+        self.wo = parameter(self, "wo", OF_EXPERTS, (experts, mlp, embed), dtype, out_of, layout)
+
+    def __call__(self, x: Array, *, groups: int = 1) -> tuple[Array, Usage]:
+        """groups: microbatches in this batch; see `ops.router.expert_usage`."""
+        return routed_experts(
+            x,
+            self.gate(),
+            self.wi_0,
+            self.wi_1,
+            self.wo,
+            num_experts_per_token=self.config.num_experts_per_token,
+            groups=groups,
+            experts=self.config.experts,
+            layout=self.layout,
+            remat=self.remat,
+        )

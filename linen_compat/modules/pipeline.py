@@ -1,0 +1,125 @@
+"""The pipeline as a Linen module: it owns the layers of all stages and sends batches through."""
+
+import functools
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, PyTree
+
+from linen_compat.modules.stacked import StackedLayers, StageTree, parameters_of
+from nnx_pipeline import InputError, Layout, PipelineConfig
+from nnx_pipeline.ops.dropout import sequence_keys
+from nnx_pipeline.pipeline.one_f_one_b_loop import Enter, Leave
+from nnx_pipeline.pipeline.runner import Runner, Summarize, make_runner, sum_over_layers
+from nnx_pipeline.sharding import place
+
+Side = dict[str, Array | None]
+
+
+class CircularPipeline(nn.Module):
+    """Layers of one kind, each microbatch going round the stages `num_repeats` times.
+
+    Its parameters are MaxText's `pipeline_module`: see `StageTree` for names and axes, with layer =
+    (repeat · stages + stage) · layers per stage + j. `init` and `apply` it under the same
+    `jax.set_mesh`; everything else is as in `nnx_pipeline.CircularPipeline`, whose loop it is.
+
+    layer: an unbound Linen module, called as `layer(x, **side)` on `[batch, …]` to `(x, metrics)`.
+        It may hold params only, which may be in boxes of MaxText's logical axes. An attribute
+        `layout` is replaced where weights are gathered ahead of their use. What it sows is lost.
+    """
+
+    config: PipelineConfig
+    layer: nn.Module
+    num_layers: int
+    layout: Layout = Layout()
+    dtype: str | None = None
+    grad_dtype: str | None = None
+    summarize: Summarize = sum_over_layers
+
+    def __call__(
+        self, x: Array, *, key: Array | None = None, **side: Array | None
+    ) -> tuple[Array, PyTree]:
+        """`[batch, …]` through all layers, and the metrics summed over stages and microbatches.
+
+        key: for dropout. side: what a layer reads beside x, `[batch, …]` each; None is handed on.
+        """
+        batch, batches = x.shape[0], self.runner.batches
+        if key is not None:
+            side["keys"] = sequence_keys(key, batch)
+        y, metrics = self.run(batches.arrange(x), side)
+        return batches.as_batch(y, batch), metrics
+
+    def run(self, x: Array, side: Side, **options: Any) -> tuple[Array, PyTree]:
+        """As `__call__`, for x laid out by `batches.arrange`; options: those of `Runner.run`."""
+        axes = len(self.runner.batches.axes)
+        layers = self._layers(math.prod(x.shape[:axes]), x.shape[axes:], x.dtype, side)
+        return self.runner.run(layers, x, side, **options)
+
+    def loss(
+        self,
+        enter: Enter,
+        leave: Leave,
+        weights: tuple[PyTree, PyTree],
+        inputs: tuple[PyTree, PyTree],
+        side: Side,
+        *,
+        row: tuple[int, ...],
+        **options: Any,
+    ) -> tuple[Array, tuple[Array, PyTree]]:
+        """The loss of the whole model by 1F1B; see `Runner.loss`. row: shape of one sequence of
+        activations, which are of `dtype`."""
+        batch = inputs[0].shape[0]
+        layers = self._layers(batch, row, self.dtype, side)
+        return self.runner.loss(layers, enter, leave, weights, inputs, side, **options)
+
+    @property
+    def runner(self) -> Runner:
+        """The loop on the ambient mesh."""
+        return make_runner(
+            self.config,
+            num_layers=self.num_layers,
+            layout=self.layout,
+            dtype=self.dtype,
+            grad_dtype=self.grad_dtype,
+            summarize=self.summarize,
+        )
+
+    @nn.compact
+    def _layers(self, batch: int, row: tuple[int, ...], dtype: Any, side: Side) -> StackedLayers:
+        """The stacked layers, made now under `init`; batch, row, dtype: of what goes through."""
+        runner = self.runner
+        module = self.layer.clone(parent=None, name=None)
+        microbatch = batch // (runner.batches.microbatches if runner.in_microbatches else 1)
+
+        def zeros(row: tuple[int, ...], dtype: Any) -> Array:
+            spec = self.layout.spec("batch", *[None] * len(row))
+            return place(jnp.zeros((microbatch, *row), dtype), spec)
+
+        def make_layer(key: Array) -> Any:
+            example = {
+                name: None if array is None else zeros(array.shape[1:], array.dtype)
+                for name, array in side.items()
+            }
+            return parameters_of(module, key, zeros(row, dtype), example)
+
+        tree = StageTree(runner.stack, self.layout)
+        make = functools.partial(tree.make, make_layer=make_layer)
+        if self.is_initializing():
+            params = self.param("layers", make, unbox=False)
+        else:
+            params = self.get_variable("params", "layers", {})
+        return tree.stacked(params, make_layer, module)
+
+
+class Pipeline(CircularPipeline):
+    """The plain pipeline: a circular one in which each microbatch passes every stage once."""
+
+    def __post_init__(self) -> None:
+        if self.config.num_repeats != 1:
+            raise InputError(
+                f"pipeline.num_repeats={self.config.num_repeats} is for a CircularPipeline; "
+                "set it to 1 or use CircularPipeline"
+            )
+        super().__post_init__()

@@ -1,0 +1,151 @@
+"""The layers of a pipeline in MaxText's tree, and as the loop of `nnx_pipeline` takes them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import nnx
+from jaxtyping import Array, PyTree
+
+from linen_compat.modules.parameters import Names, axes_of, is_boxed, unboxed
+from nnx_pipeline import InputError, Layout
+from nnx_pipeline.sharding import place
+
+Boxed = dict[str, Any]
+MakeLayer = Callable[[Array], Boxed]
+
+
+@dataclass(frozen=True)
+class StageTree:
+    """MaxText's `pipeline_module/layers`, for (repeats, stages, layers per stage).
+
+    The arrays of layer j of a stage are under `layers_{j}`, or without a name of their own where a
+    stage has one layer, with `[repeats, stages]` before their own axes, or `[stages]` where there
+    is one repeat.
+    """
+
+    stack: tuple[int, int, int]
+    layout: Layout
+
+    def make(self, key: Array, make_layer: MakeLayer) -> Boxed:
+        """Fresh weights in boxes that name the new axes too, each stage's born on that stage."""
+        repeats, stages, per_stage = self.stack
+        keys = place(jax.random.split(key, self.stack), self.layout.spec(None, "stage", None))
+        stage = "stage" if stages > 1 else None
+        made = [
+            jax.vmap(jax.vmap(make_layer, spmd_axis_name=stage))(keys[:, :, j])
+            for j in range(per_stage)
+        ]
+
+        def named(leaf: Any) -> Any:
+            value = unboxed(leaf)[0] if repeats == 1 else unboxed(leaf)
+            own = leaf.names if is_boxed(leaf) else (None,) * (value.ndim - len(self.names))
+            names = (*self.names, *own)
+            value = place(value, self.layout.spec(*axes_of(names)))
+            return leaf.replace(value=value, names=names) if is_boxed(leaf) else value
+
+        return self.tree_of([jax.tree.map(named, layer, is_leaf=is_boxed) for layer in made])
+
+    def stacked(self, tree: Boxed, make_layer: MakeLayer, module: nn.Module) -> "StackedLayers":
+        """The tree as one callable module, `[repeats, stages, layers per stage, …]`.
+
+        Layers of a stage that are apart in the tree are put together, which copies them. Raises
+        InputError, naming the leaf, when the tree is not what the layers need.
+        """
+        one = jax.eval_shape(make_layer, jax.random.key(0))
+        self._check(tree, one)
+        repeats, _, per_stage = self.stack
+
+        def stack(*leaves: Array) -> Array:
+            leaves = tuple(leaf[None] if repeats == 1 else leaf for leaf in leaves)
+            return jnp.stack(leaves, axis=2)
+
+        apart = [tree] if per_stage == 1 else [tree[f"layers_{j}"] for j in range(per_stage)]
+        arrays = [jax.tree.map(unboxed, layer, is_leaf=is_boxed) for layer in apart]
+        values, treedef = jax.tree.flatten(jax.tree.map(stack, *arrays))
+        names = [
+            axes_of(leaf.names) if is_boxed(leaf) else (None,) * leaf.ndim
+            for leaf in jax.tree.leaves(one, is_leaf=is_boxed)
+        ]
+        return StackedLayers(module, treedef, values, names)
+
+    def tree_of(self, layers: list[Any]) -> Boxed:
+        """The tree of the layers of a stage."""
+        if len(layers) == 1:
+            return layers[0]
+        return {f"layers_{j}": layer for j, layer in enumerate(layers)}
+
+    @property
+    def names(self) -> Names:
+        """MaxText's names of the axes before a layer's own."""
+        return ("layers",) if self.stack[0] == 1 else ("circular_repeats", "layers")
+
+    def _check(self, tree: Boxed, one: Boxed) -> None:
+        leading = self.stack[1:2] if self.stack[0] == 1 else self.stack[:2]
+        want = _shapes(self.tree_of([one] * self.stack[2]))
+        want = {path: (*leading, *shape) for path, shape in want.items()}
+        have = _shapes(tree)
+        for path, shape in want.items():
+            if path not in have:
+                raise InputError(f"params have no {path}, which must be {shape}; {self._cure}")
+            if have[path] != shape:
+                raise InputError(f"{path} has shape {have[path]} and must be {shape}; {self._cure}")
+        for path in have:
+            if path not in want:
+                raise InputError(f"params have {path}, which no layer reads; {self._cure}")
+
+    @property
+    def _cure(self) -> str:
+        repeats, stages, per_stage = self.stack
+        return (
+            f"give the parameters of {stages} stages × {repeats} repeats with {per_stage} layers "
+            "per stage, as the mesh and the config ask for"
+        )
+
+
+class StackedLayers(nnx.Module):
+    """A Linen layer with stacked parameters: a callable pytree, as the loop takes its layers.
+
+    values: the arrays of a layer's tree, `[repeats, stages, layers per stage, …]`. names: the axes
+    in `Layout` of each, without those of the stack.
+    """
+
+    def __init__(
+        self, module: nn.Module, treedef: Any, values: list[Array], names: list[Names]
+    ) -> None:
+        self.module, self.treedef = module, treedef
+        self.layout = getattr(module, "layout", None)
+        self.weights = nnx.List(
+            nnx.Param(value, logical_axes=(None, "stage", None, *axes))
+            for value, axes in zip(values, names, strict=True)
+        )
+
+    def __call__(self, x: Array, **side: Any) -> tuple[Array, PyTree]:
+        params = jax.tree.unflatten(self.treedef, [weight[...] for weight in self.weights])
+        module = self.module
+        if hasattr(module, "layout"):
+            module = module.clone(layout=self.layout)
+        return module.apply({"params": params}, x, **side)
+
+
+def parameters_of(module: nn.Module, key: Array, x: Array, side: dict[str, Any]) -> Boxed:
+    """What `module.init` makes for a layer; InputError when it makes more than parameters."""
+    variables = module.init(key, x, **side)
+    others = [name for name in variables if name != "params"]
+    if others:
+        raise InputError(
+            f"{type(module).__name__} holds the collection {others[0]!r}; in a pipeline a layer "
+            "may hold params only, as its state would be lost between microbatches; for random "
+            "numbers call the pipeline with a key"
+        )
+    return variables["params"]
+
+
+def _shapes(tree: Boxed) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(jax.tree.map(unboxed, tree, is_leaf=is_boxed))
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape for path, leaf in leaves
+    }

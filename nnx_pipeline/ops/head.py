@@ -1,0 +1,20 @@
+"""The head: from the last hidden state to logits."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from nnx_pipeline.sharding import Layout, gather_weight, out_sharding
+
+
+def logits_of(
+    hidden: Float[Array, "batch seq embed"], kernel: Float[Array, "embed vocab"], *, layout: Layout
+) -> Float[Array, "batch seq vocab"]:
+    """hidden · kernel in the dtype of `hidden`, then float32; the batch over `whole_batch`."""
+    kernel = gather_weight(
+        kernel.astype(hidden.dtype),
+        layout.spec("embed", "vocab"),
+        layout.spec(None, "vocab_of_logits"),
+    )
+    spec = layout.spec("whole_batch", None, "vocab_of_logits")
+    logits = jnp.einsum("bsd,dv->bsv", hidden, kernel, out_sharding=out_sharding(spec))
+    return logits.astype(jnp.float32)

@@ -1,0 +1,40 @@
+"""The routed mixture of experts of Mixtral (Jiang et al., 2024)."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from nnx_pipeline.ops.experts import dense_experts
+from nnx_pipeline.ops.router import Usage, combine_weights, expert_usage, route
+from nnx_pipeline.remat import Remat
+from nnx_pipeline.sharding import Layout, gather_weight, out_sharding
+
+EXPERTS = {"dense": dense_experts}
+
+
+def routed_experts(
+    x: Float[Array, "batch seq embed"],
+    router: Float[Array, "embed experts"],
+    gate: Float[Array, "experts embed mlp"],
+    up: Float[Array, "experts embed mlp"],
+    down: Float[Array, "experts mlp embed"],
+    *,
+    num_experts_per_token: int,
+    groups: int,
+    experts: str,
+    layout: Layout,
+    remat: Remat,
+) -> tuple[Float[Array, "batch seq embed"], Usage]:
+    """Each token through its best experts, weighted by the router, and how they were used.
+
+    The router works in the dtype of x; no token is dropped. The weights come as they are stored.
+    groups: microbatches in this batch; see `expert_usage`. experts: key of `EXPERTS`.
+    """
+    kernel = gather_weight(
+        router.astype(x.dtype), layout.spec("embed", None), layout.spec(None, None)
+    )
+    spec = out_sharding(layout.spec("batch", None, None))
+    logits = jnp.einsum("bsd,de->bse", x, kernel, out_sharding=spec)
+    weights, chosen = route(logits, num_experts_per_token)
+    combine = combine_weights(weights, chosen, router.shape[-1])
+    mixed = EXPERTS[experts](x, combine, gate, up, down, layout=layout, remat=remat)
+    return mixed, expert_usage(logits, chosen, groups)

@@ -1,0 +1,69 @@
+"""Grouped-query self-attention with rotary positions, from the residual stream and back to it."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from nnx_pipeline.ops.attention import dot_product_attention
+from nnx_pipeline.ops.rotary import rotate
+from nnx_pipeline.remat import OUT, QUERY_KEY_VALUE, Remat, named
+from nnx_pipeline.sharding import Layout, gather_weight, out_sharding
+
+KERNELS = {"dot_product": dot_product_attention}
+
+
+class Projections(NamedTuple):
+    """The kernels of one attention, as they are stored."""
+
+    query: Float[Array, "embed heads head_dim"]
+    key: Float[Array, "embed kv_heads head_dim"]
+    value: Float[Array, "embed kv_heads head_dim"]
+    out: Float[Array, "heads head_dim embed"]
+
+
+def self_attention(
+    x: Float[Array, "batch seq embed"],
+    kernels: Projections,
+    *,
+    positions: Int[Array, "#batch seq"] | None,
+    segment_ids: Int[Array, "batch seq"] | None,
+    kernel: str,
+    rope_theta: float,
+    scale: float,
+    layout: Layout,
+    remat: Remat,
+) -> Float[Array, "batch seq embed"]:
+    """Heads of x attend to each other; no bias. In the dtype of x, to which the kernels are cast.
+
+    positions: absent, counted from 0. kernel: key of `KERNELS`. scale: of the scores. remat: what
+    the attention proper keeps for the backward pass; the projections have names.
+    """
+    if positions is None:
+        positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
+    query = rotate(_project(x, kernels.query, "heads", layout), positions, theta=rope_theta)
+    key = rotate(_project(x, kernels.key, "kv_heads", layout), positions, theta=rope_theta)
+    value = _project(x, kernels.value, "kv_heads", layout)
+    query, key, value = map(named, (query, key, value), QUERY_KEY_VALUE)
+
+    def mix(query: Array, key: Array, value: Array, segment_ids: Array | None) -> Array:
+        grouped = layout.spec("batch", None, "kv_heads", None, None)
+        return KERNELS[kernel](query, key, value, segment_ids, scale=scale, grouped=grouped)
+
+    mixed = remat.checkpoint(mix)(query, key, value, segment_ids)
+    out_kernel = gather_weight(
+        kernels.out.astype(x.dtype),
+        layout.spec("heads", None, "embed"),
+        layout.spec("heads", None, None),
+    )
+    out = layout.spec("batch", None, None)
+    result = jnp.einsum("bshk,hkd->bsd", mixed, out_kernel, out_sharding=out_sharding(out))
+    return named(result, OUT)
+
+
+def _project(x: Array, kernel: Array, heads: str, layout: Layout) -> Array:
+    gathered = gather_weight(
+        kernel.astype(x.dtype), layout.spec("embed", heads, None), layout.spec(None, heads, None)
+    )
+    out = layout.spec("batch", None, heads, None)
+    return jnp.einsum("bsd,dhk->bshk", x, gathered, out_sharding=out_sharding(out))
