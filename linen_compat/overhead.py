@@ -1,6 +1,7 @@
 """What a style costs before and while a step runs: measured in one run, arm beside arm."""
 
 import contextlib
+import cProfile
 import dataclasses
 import gc
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from linen_compat.bridge.blueprint import forget_blueprints
 from linen_compat.overhead_arms import ARMS, LOOPS, Arm, Program, make_program, mesh_of, stages_for
@@ -31,10 +33,12 @@ RUN_LIMIT = 4_000_000_000  # bytes of arrays above which no step is run
 class Figures:
     """What one arm needs in one loop; None where it could not be measured.
 
-    Seconds are the least of all repetitions (compile: the first one alone). abstract_init, trace, lower: processor time of one
-    thread of Python. compile: elapsed. dispatch: elapsed from the call of a compiled step until it
-    returns, its result not waited for. temp_bytes: the compiler's, per device. hlo_instructions: of
-    the compiled program. host_bytes: of Python objects at the peak from abstract init to lowering.
+    Seconds are the least of all repetitions (compile: the first one alone). abstract_init, trace,
+    lower: processor time. compile: elapsed. dispatch: elapsed from the call of a compiled step
+    until it returns, its result not waited for. temp_bytes: the compiler's, per device.
+    hlo_instructions: of the compiled program. host_bytes: of Python objects at the peak from
+    abstract init to lowering. python_calls: of functions in tracing and lowering, which says the
+    same as their seconds and is not disturbed by what else the machine does.
     """
 
     abstract_init: float | None = None
@@ -46,6 +50,7 @@ class Figures:
     temp_bytes: int | None = None
     hlo_instructions: int | None = None
     host_bytes: int | None = None
+    python_calls: int | None = None
 
 
 FIGURES = tuple(item.name for item in dataclasses.fields(Figures))
@@ -53,7 +58,7 @@ FIGURES = tuple(item.name for item in dataclasses.fields(Figures))
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One arm in one loop. ratios: each figure over that of the arm's native one. error: or None."""
+    """One arm in one loop. ratios: each figure over the native arm's. error: why it has none."""
 
     loop: str
     arm: str
@@ -91,12 +96,19 @@ class _Samples:
 
     arm: Arm
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, Any] = field(default_factory=dict)
     step: Callable[[], Any] | None = None
     error: str | None = None
 
     def add(self, name: str, seconds: float) -> None:
         self.seconds.setdefault(name, []).append(seconds)
+
+    def figures(self) -> Figures:
+        """The least seconds, and what was counted; nothing from an arm that failed on the way."""
+        if self.error is not None:
+            return Figures()
+        least: dict[str, Any] = {name: min(values) for name, values in self.seconds.items()}
+        return Figures(**least, **self.counts)
 
     @contextlib.contextmanager
     def catching(self) -> Iterator[None]:
@@ -156,6 +168,7 @@ def _measure_loop(
     mesh = mesh_of(loop, config.model.num_layers)
     samples = [_Samples(arm) for arm in arms]
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+        _warm_up(samples[0], loop, config, mesh)
         for repetition in range(repetitions):
             turn = repetition % len(samples)
             for one in (*samples[turn:], *samples[:turn]):
@@ -165,10 +178,12 @@ def _measure_loop(
                         program = make_program(one.arm, loop, config, mesh)
                         _measure_once(one, program, compiles=repetition == 0)
         for one in samples:
-            progress(f"{loop}: {one.arm.name}, host memory")
+            progress(f"{loop}: {one.arm.name}, host memory and calls")
             if one.error is None:
                 with one.catching():
-                    _measure_host(one, make_program(one.arm, loop, config, mesh))
+                    program = make_program(one.arm, loop, config, mesh)
+                    _measure_host(one, program)
+                    one.counts["python_calls"] = count_calls(program)
         progress(f"{loop}: dispatch")
         for _ in range(DISPATCHES):
             for one in samples:
@@ -178,19 +193,31 @@ def _measure_loop(
     return _rows(loop, samples)
 
 
+def _warm_up(one: _Samples, loop: str, config: Config, mesh: Mesh | None) -> None:
+    """One lowering that does not count: what is imported at first use would be the first arm's."""
+    with one.catching():
+        _lowered(make_program(one.arm, loop, config, mesh))
+
+
 def _lowered(
-    program: Program, note: Callable[[str, float], None] = lambda name, seconds: None
+    program: Program,
+    note: Callable[[str, float], None] = lambda name, seconds: None,
+    profiled: contextlib.AbstractContextManager[Any] = contextlib.nullcontext(),
 ) -> Any:
-    """From nothing to a lowered program, telling the processor time of each part."""
+    """From nothing to a lowered program, telling the processor time of each part.
+
+    profiled: entered for tracing and lowering.
+    """
     jax.clear_caches()
     forget_blueprints()
     started = time.process_time()
     params = program.place(jax.eval_shape(program.init))
     made = time.process_time()
-    traced = jax.jit(jax.value_and_grad(program.loss)).trace(params, program.x)
-    found = time.process_time()
-    lowered = traced.lower()
-    ended = time.process_time()
+    with profiled:
+        traced = jax.jit(jax.value_and_grad(program.loss)).trace(params, program.x)
+        found = time.process_time()
+        lowered = traced.lower()
+        ended = time.process_time()
     note("abstract_init", made - started)
     note("trace", found - made)
     note("lower", ended - found)
@@ -235,6 +262,13 @@ def _measure_host(one: _Samples, program: Program) -> None:
         tracemalloc.stop()
 
 
+def count_calls(program: Program) -> int:
+    """Calls of functions, Python's and built in, while a program is traced and lowered."""
+    profile = cProfile.Profile()
+    _lowered(program, profiled=profile)
+    return sum(entry.callcount for entry in profile.getstats())
+
+
 def _dispatch(one: _Samples) -> None:
     assert one.step is not None, "there is a compiled step"
     started = time.perf_counter()
@@ -244,12 +278,7 @@ def _dispatch(one: _Samples) -> None:
 
 
 def _rows(loop: str, samples: list[_Samples]) -> list[Row]:
-    figures = {
-        one.arm.name: Figures(
-            **{name: min(values) for name, values in one.seconds.items()}, **one.counts
-        )
-        for one in samples
-    }
+    figures = {one.arm.name: one.figures() for one in samples}
     return [
         Row(
             loop=loop,

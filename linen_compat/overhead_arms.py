@@ -12,11 +12,10 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from linen_compat.bridge import to_linen, to_nnx
-from linen_compat.modules.decoder_layers import LlamaDecoderLayer, MixtralDecoderLayer
+from linen_compat.modules import LlamaDecoderLayer, MixtralDecoderLayer
 from nnx_pipeline import Config, DecoderLayer, MeshConfig, ModelConfig, make_mesh, run_pipeline
 from nnx_pipeline.pipeline import CircularSchedule
-from nnx_pipeline.pipeline.layers import make_layers
-from nnx_pipeline.sharding import Layout, P, place
+from nnx_pipeline.sharding import P, place
 
 LOOPS = ("unrolled", "scan", "pipeline")
 NATIVE_NNX, NATIVE_LINEN = "native NNX", "native Linen"
@@ -161,7 +160,10 @@ class _Unrolled(nn.Module):
 
 
 class _Scanned(nn.Module):
-    """Layers stacked by `nn.scan`."""
+    """Layers stacked by `nn.scan`, which is told not to trace its body a second time.
+
+    It does so to find out what does not change from layer to layer; here everything does.
+    """
 
     arm: Arm
     config: Config
@@ -174,6 +176,7 @@ class _Scanned(nn.Module):
             split_rngs={"params": True},
             length=self.config.model.num_layers,
             metadata_params={nn.PARTITION_NAME: "layers"},
+            check_constancy_invariants=False,
         )
         return scan(self.arm.make(self.config, "layers"), x, None)[0]
 
@@ -187,19 +190,15 @@ def _linen(kind: type[_Unrolled] | type[_Scanned], arm: Arm, config: Config) -> 
         return nn.meta.unbox(variables)
 
     def loss(variables: Any, x: Array) -> Array:
-        return _mean_square(module.apply(variables, x))
+        out: Any = module.apply(variables, x)
+        return _mean_square(out)
 
     return Program(init, loss, example(config, config.train.global_batch), _as_it_is)
 
 
 def _nnx_pipeline(arm: Arm, config: Config, mesh: Mesh) -> Program:
-    def init() -> Any:
-        return make_layers(
-            lambda rngs: arm.make(config, rngs),
-            (*_visits(config, mesh), 1),
-            rngs=nnx.Rngs(params=0),
-            layout=Layout(),
-        )
+    def init(key: Array) -> Any:
+        return arm.make(config, nnx.Rngs(params=key))
 
     return _pipeline(init, lambda layer, x: layer(x), config, mesh)
 
@@ -208,27 +207,30 @@ def _linen_pipeline(arm: Arm, config: Config, mesh: Mesh) -> Program:
     module = arm.make(config, None)
     one = example(config)
 
-    def init_one(key: Array) -> Any:
+    def init(key: Array) -> Any:
         return nn.meta.unbox(module.init(key, jnp.zeros(one.shape, one.dtype)))
-
-    def init() -> Any:
-        repeats, stages = _visits(config, mesh)
-        keys = jax.random.split(jax.random.key(0), repeats * stages).reshape(repeats, stages, 1)
-        keys = place(keys, P(None, "stage", None))
-        return jax.vmap(jax.vmap(jax.vmap(init_one), spmd_axis_name="stage"))(keys)
 
     return _pipeline(init, module.apply, config, mesh)
 
 
 def _pipeline(
-    init: Callable[[], Any], apply: Callable[[Any, Array], Any], config: Config, mesh: Mesh
+    init_one: Callable[[Array], Any],
+    apply: Callable[[Any, Array], Any],
+    config: Config,
+    mesh: Mesh,
 ) -> Program:
     """One layer per stage, as many microbatches as stages, the parameters along `stage`."""
-    repeats, stages = _visits(config, mesh)
+    stages = mesh.shape["stage"]
+    repeats = config.model.num_layers // stages
     schedule = CircularSchedule(stages=stages, microbatches=stages, repeats=repeats)
 
+    def init() -> Any:
+        keys = jax.random.split(jax.random.key(0), repeats * stages).reshape(repeats, stages)
+        keys = place(keys, P(None, "stage"))
+        return jax.vmap(jax.vmap(init_one, spmd_axis_name="stage"))(keys)
+
     def stage(stack: Any, x: Array, side: None) -> tuple[Array, dict[str, Array]]:
-        return apply(jax.tree.map(lambda leaf: leaf[0], stack), x)[0], {}
+        return apply(stack, x)[0], {}
 
     def loss(stack: Any, x: Array) -> Array:
         return _mean_square(run_pipeline(stage, stack, x, schedule=schedule)[0])
@@ -246,9 +248,3 @@ def _pipeline(
         sharding=NamedSharding(mesh, P("stage")),
     )
     return Program(init, loss, x, put)
-
-
-def _visits(config: Config, mesh: Mesh) -> tuple[int, int]:
-    """(repeats, stages) with one layer per visit."""
-    stages = mesh.shape["stage"]
-    return config.model.num_layers // stages, stages

@@ -1,6 +1,7 @@
 """Names of axes: MaxText's in Linen's metadata boxes, those of `nnx_pipeline.sharding.Layout`."""
 
 from linen_compat.bridge.paths import Path
+from linen_compat.modules.parameters import AXES
 
 Axes = tuple[str | None, ...]
 
@@ -21,15 +22,6 @@ _MAXTEXT: tuple[tuple[str, Axes], ...] = (
     ("embedding", ("vocab", "embed_vocab")),
     ("logits_dense/kernel", ("embed_vocab", "vocab")),
 )
-_LAYOUT = {
-    "q_heads": "heads",
-    "kv": "head_dim",
-    "kv_head_dim": "head_dim",
-    "exp": "expert",
-    "embed_moe": "embed_of_expert",
-    "mlp_moe": "mlp",
-    "embed_vocab": "embed",
-}
 
 
 def linen_axes(path: Path) -> Axes:
@@ -40,4 +32,4 @@ def linen_axes(path: Path) -> Axes:
 
 def layout_axes(axes: Axes) -> Axes:
     """The names in `Layout` of axes with MaxText's names; others keep theirs."""
-    return tuple(_LAYOUT.get(name, name) if name else name for name in axes)
+    return tuple(AXES.get(name, name) if name else name for name in axes)

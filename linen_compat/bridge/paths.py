@@ -8,7 +8,7 @@ from flax import linen as nn
 from flax import nnx
 from flax.core import meta
 
-from linen_compat import names
+from linen_compat import modules, names
 from linen_compat.names import Names
 from nnx_pipeline import MLP, Attention, DecoderLayer, Embed, InputError, RMSNorm, RoutedMoE
 
@@ -16,7 +16,6 @@ Path = tuple[str, ...]
 Tree = Mapping[str, Any]
 
 # Under each class of this project: its parameters in NNX and in Linen, both from the class down.
-# A name that stands in both tables of a layer's feed-forward is told apart by who owns it.
 _LAYER = (*names.NORMS, *names.ATTENTION)
 
 
@@ -38,7 +37,15 @@ _OF_CLASS: dict[type, tuple[Names, ...]] = {
     RoutedMoE: _below(names.EXPERTS, "feed_forward.", "MoeBlock_0/"),
     MLP: _below(names.MLP, "feed_forward.", "mlp/"),
 }
-_OF_LINEN_CLASS: dict[type, tuple[Names, ...]] = {}
+_OF_LINEN_CLASS: dict[type, tuple[Names, ...]] = {
+    modules.RMSNorm: _OF_CLASS[RMSNorm],
+    modules.Embed: _OF_CLASS[Embed],
+    modules.Attention: _OF_CLASS[Attention],
+    modules.MoeBlock: _OF_CLASS[RoutedMoE],
+    modules.MlpBlock: _OF_CLASS[MLP],
+    modules.MixtralDecoderLayer: (*_LAYER, *names.EXPERTS),
+    modules.LlamaDecoderLayer: (*_LAYER, *names.MLP),
+}
 
 
 def table_of(module: nnx.Module) -> tuple[Names, ...] | None:
@@ -97,8 +104,8 @@ def check_leaves(
 ) -> None:
     """Raises InputError for a leaf that nothing asks for, a missing one, or one of another shape.
 
-    given: path to array, in a metadata box or not. wanted: path to shape. Paths begin with the collection. of: whose they
-    are. at: where the module is among others, for the message.
+    given: path to array, in a metadata box or not. wanted: path to shape. Paths begin with the
+    collection. of: whose they are. at: where the module is among others, for the message.
     """
     unknown = [path for path in given if path not in wanted]
     missing = [path for path in wanted if path not in given]

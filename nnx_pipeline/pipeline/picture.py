@@ -48,6 +48,11 @@ def check_picture(path: str | None) -> None:
 def write_picture(schedule: Schedule, path: str) -> None:
     """Writes the timetable as PNG or SVG, by the suffix: the whole file or nothing."""
     check_picture(path)
+    save_figure(make_figure(schedule), path)
+
+
+def save_figure(figure: "Figure", path: str) -> None:
+    """Writes a figure as PNG or SVG, by the suffix: the whole file or nothing."""
     import matplotlib
 
     target = Path(path).absolute()
@@ -58,7 +63,7 @@ def write_picture(schedule: Schedule, path: str) -> None:
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as file, options:
-            make_figure(schedule).savefig(file, format=kind, dpi=150, metadata=metadata)
+            figure.savefig(file, format=kind, dpi=150, metadata=metadata)
         os.chmod(temporary, 0o644)
         os.replace(temporary, target)
     except BaseException:
