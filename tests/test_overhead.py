@@ -43,7 +43,7 @@ def program_of(name: str, loop: str, config=CONFIG):
 
 
 def calls(name: str, loop: str) -> int:
-    with program_of(name, loop) as program:
+    with program_of(name, loop, small_config()) as program:
         return count_calls(program)
 
 
@@ -87,13 +87,13 @@ def measured():
     def broken(config: object, rngs: object) -> None:
         raise RuntimeError("no such layer\nand more")
 
-    arms = (*ARMS[:4], Arm("broken", "native NNX", False, broken))
-    return measure_overhead(CONFIG, repetitions=2, loops=("scan",), arms=arms)
+    arms = (ARMS[0], ARMS[2], Arm("broken", "native NNX", False, broken))
+    return measure_overhead(CONFIG, repetitions=1, loops=("scan",), arms=arms)
 
 
 def test_every_figure_is_measured_and_held_to_the_native_style(measured) -> None:
     rows = {row.arm: row for row in measured.rows}
-    for row in measured.rows[:4]:
+    for row in measured.rows[:2]:
         assert row.error is None
         figures = dataclasses.asdict(row.figures)
         assert set(figures) == set(FIGURES)
@@ -101,12 +101,12 @@ def test_every_figure_is_measured_and_held_to_the_native_style(measured) -> None
         native = dataclasses.asdict(rows[row.native].figures)
         for name, ratio in row.ratios.items():
             np.testing.assert_allclose(ratio, figures[name] / native[name], atol=1e-4)
-    sizes = [(row.figures.temp_bytes, row.figures.hlo_instructions) for row in measured.rows[:4]]
+    sizes = [(row.figures.temp_bytes, row.figures.hlo_instructions) for row in measured.rows[:2]]
     assert len(set(sizes)) == 1, "the styles compile to the same program"
 
 
 def test_an_arm_that_fails_is_noted_and_the_others_are_measured(measured) -> None:
-    broken = measured.rows[4]
+    broken = measured.rows[2]
     assert broken.error == "RuntimeError: no such layer"
     assert set(dataclasses.asdict(broken.figures).values()) == {None}
     assert set(broken.ratios.values()) == {None}
@@ -119,12 +119,12 @@ def test_the_table_the_json_and_the_picture(measured) -> None:
     assert "NNX as Linen" in text
     assert "scan, broken: RuntimeError: no such layer" in text
     data = json.loads(json.dumps(measured.to_json()))
-    assert (data["schema"], data["layers"], data["repetitions"]) == (1, 2, 2)
+    assert (data["schema"], data["layers"], data["repetitions"]) == (1, 2, 1)
     assert data["rows"][0]["arm"] == "native NNX"
-    assert data["rows"][4]["figures"]["trace"] is None
+    assert data["rows"][2]["figures"]["trace"] is None
     (panel,) = overhead_figure(measured).axes
     notes = [note.get_text() for note in panel.texts]
-    assert (notes[0], notes[4]) == ("1.00× native NNX", "not measured")
+    assert (notes[0], notes[2]) == ("1.00× native NNX", "not measured")
 
 
 def test_bad_input_ends_in_one_line(capsys, tmp_path: Path) -> None:
