@@ -70,12 +70,7 @@ def test_every_style_is_the_same_program(loop: str, wrapped: str, native: str) -
         with program_of(name, loop) as program:
             params = program.place(jax.eval_shape(program.init))
             text = jax.jit(program.loss).trace(params, program.x).lower().as_text()
-        names = [
-            line.split("stablehlo.")[1].split()[0]
-            for line in text.splitlines()
-            if "= stablehlo." in line
-        ]
-        return {name: names.count(name) for name in sorted(set(names))}
+        return Counter(re.findall(r"= (stablehlo\.\w+)", text))
 
     assert counted(wrapped) == counted(native)
 
@@ -154,14 +149,11 @@ def test_layers_that_need_no_pipeline_may_be_odd() -> None:
 
 
 def test_the_command(capsys, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(
-        "linen_compat.overhead_cli.measure_overhead", lambda *a, **k: quick(*a, **k)
-    )
-
     def quick(config, *, progress, **options):
         progress("measuring")
         return measure_overhead(config, arms=ARMS[:1], **options)
 
+    monkeypatch.setattr("linen_compat.overhead_cli.measure_overhead", quick)
     picture, target = tmp_path / "price.svg", tmp_path / "price.json"
     sizes = [f"model.{name}=16" for name in ("embed_dim", "mlp_dim")]
     sets = [part for size in (*sizes, "train.sequence_length=8") for part in ("--set", size)]
