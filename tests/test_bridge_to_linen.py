@@ -1,5 +1,7 @@
 """NNX classes as Linen modules: names, values, state, random numbers, no constructor in apply."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,9 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
+from linen_compat import modules
 from linen_compat.bridge import to_linen
+from linen_compat.bridge.blueprint import blueprint
 from linen_compat.bridge.paths import flatten
 from nnx_pipeline import MLP, Attention, DecoderLayer, Embed, InputError, RMSNorm, RoutedMoE
 from tests.helpers import arrays_by_path, float_rows, mesh_of, small_config
@@ -55,65 +59,52 @@ def x_of(width: int = 16) -> jax.Array:
 def native_of(module: nn.Module, variables: dict, make) -> nnx.Module:
     """The NNX module with the wrapper's parameters, put there in the order of the graph."""
     native = make(rngs=nnx.Rngs(1))
-    from linen_compat.bridge.blueprint import blueprint
-
     flat = flatten(nn.meta.unbox(variables))
     state = {slot.nnx: flat[slot.linen] for slot in blueprint(module.recipe).slots}
     nnx.update(native, nnx.from_flat_state(state.items()))
     return native
 
 
-OWN = {
-    "RMSNorm": (RMSNorm, {"scale": ("norm",)}),
-    "Embed": (Embed, {"embedding": ("vocab", "embed_vocab")}),
-    "Attention": (
-        Attention,
-        {
-            "query/kernel": ("embed", "q_heads", "kv"),
-            "key/kernel": ("embed", "kv_heads", "kv_head_dim"),
-            "value/kernel": ("embed", "kv_heads", "kv_head_dim"),
-            "out/kernel": ("heads", "kv", "embed"),
-        },
-    ),
-    "RoutedMoE": (
-        RoutedMoE,
-        {
-            "gate/kernel": ("embed", None),
-            "wi_0": ("exp", "embed_moe", "mlp_moe"),
-            "wi_1": ("exp", "embed_moe", "mlp_moe"),
-            "wo": ("exp", "mlp_moe", "embed_moe"),
-        },
-    ),
-    "MLP": (
-        MLP,
-        {
-            "wi_0/kernel": ("embed", "mlp"),
-            "wi_1/kernel": ("embed", "mlp"),
-            "wo/kernel": ("mlp", "embed"),
-        },
-    ),
+PAIRS = {
+    "RMSNorm": (RMSNorm, modules.RMSNorm),
+    "Embed": (Embed, modules.Embed),
+    "Attention": (Attention, modules.Attention),
+    "MoeBlock": (RoutedMoE, modules.MoeBlock),
+    "MlpBlock": (MLP, modules.MlpBlock),
+    "MixtralDecoderLayer": (DecoderLayer, modules.MixtralDecoderLayer),
+    "LlamaDecoderLayer": (DecoderLayer, modules.LlamaDecoderLayer),
 }
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_parameters_of_this_projects_classes_have_maxtexts_names_and_boxes(name: str) -> None:
-    kind, wanted = OWN[name]
-    x = jnp.zeros((2, 3), jnp.int32) if kind is Embed else x_of()
-    params = flatten(to_linen(kind, CONFIG).init(jax.random.key(0), x)["params"])
-    assert {"/".join(path): box.names for path, box in params.items()} == wanted
+@pytest.mark.parametrize("name", PAIRS)
+def test_classes_of_this_project_have_the_tree_of_their_linen_class_boxes_and_all(
+    name: str,
+) -> None:
+    ours, native = PAIRS[name]
+    dense = dataclasses.replace(CONFIG, num_experts=1, num_experts_per_token=1)
+    config = dense if name == "LlamaDecoderLayer" else CONFIG
+    x = jnp.zeros((2, 3), jnp.int32) if ours is Embed else x_of()
+
+    def tree(module: nn.Module) -> dict:
+        boxes = flatten(jax.eval_shape(module.init, jax.random.key(0), x))
+        return {path: (box.names, box.value.shape) for path, box in boxes.items()}
+
+    assert tree(to_linen(ours, config)) == tree(native(config))
 
 
-def test_a_layer_has_maxtexts_tree_and_computes_what_the_nnx_layer_does_to_the_bit() -> None:
-    module = to_linen(DecoderLayer, CONFIG)
-    variables = module.init(jax.random.key(0), x_of())
-    assert sorted("/".join(path[:2]) for path in flatten(variables["params"])) == [
-        *(["MoeBlock_0/gate", "MoeBlock_0/wi_0", "MoeBlock_0/wi_1", "MoeBlock_0/wo"]),
-        *(["post_self_attention_layer_norm/scale", "pre_self_attention_layer_norm/scale"]),
-        *(f"self_attention/{name}" for name in ("key", "out", "query", "value")),
-    ]
-    native = native_of(module, variables, lambda rngs: DecoderLayer(CONFIG, rngs=rngs))
-    ours = jax.jit(module.apply)(variables, x_of())
-    theirs = jax.jit(lambda layer, x: layer(x))(native, x_of())
+def test_a_layer_is_the_program_and_the_numbers_of_the_linen_layer_to_the_bit() -> None:
+    wrapped, native = to_linen(DecoderLayer, CONFIG), modules.MixtralDecoderLayer(CONFIG)
+    variables = nn.meta.unbox(native.init(jax.random.key(0), x_of()))
+
+    def step(module: nn.Module):
+        def loss(variables: dict, x: jax.Array) -> jax.Array:
+            return jnp.sum(module.apply(variables, x)[0] ** 2)
+
+        return jax.value_and_grad(loss)
+
+    programs = [jax.make_jaxpr(step(module))(variables, x_of()) for module in (wrapped, native)]
+    assert str(programs[0]) == str(programs[1])
+    ours, theirs = (jax.jit(step(module))(variables, x_of()) for module in (wrapped, native))
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 

@@ -1,5 +1,7 @@
 """Linen modules as NNX modules: names, values, state, random numbers, and no init in a call."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +10,20 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
+from linen_compat import modules
 from linen_compat.bridge import to_linen, to_nnx
-from nnx_pipeline import InputError, PipelineConfig, RMSNorm
+from nnx_pipeline import (
+    MLP,
+    Attention,
+    DecoderLayer,
+    Embed,
+    InputError,
+    PipelineConfig,
+    RMSNorm,
+    RoutedMoE,
+)
 from nnx_pipeline.pipeline import CircularPipeline, CircularSchedule, run_pipeline
+from nnx_pipeline.sharding import Layout, with_layout
 from tests.helpers import arrays_by_path, float_rows, mesh_of, small_config
 
 MADE: list[str] = []
@@ -265,9 +278,63 @@ def test_a_wrapped_nnx_layer_runs_in_the_pipeline_too() -> None:
     np.testing.assert_allclose(out[:, 0], 2 * norm.apply(params, once), rtol=1e-5)
 
 
-def test_the_layout_of_a_linen_layer_is_replaced_where_weights_are_gathered_ahead() -> None:
-    from nnx_pipeline.sharding import Layout, with_layout
+PAIRS = {
+    "RMSNorm": (RMSNorm, modules.RMSNorm),
+    "Embed": (Embed, modules.Embed),
+    "Attention": (Attention, modules.Attention),
+    "RoutedMoE": (RoutedMoE, modules.MoeBlock),
+    "MLP": (MLP, modules.MlpBlock),
+    "Mixtral": (DecoderLayer, modules.MixtralDecoderLayer),
+    "Llama": (DecoderLayer, modules.LlamaDecoderLayer),
+}
 
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_classes_of_this_project_have_the_state_of_their_nnx_class_axes_and_all(name: str) -> None:
+    native, linen = PAIRS[name]
+    config = small_config().model
+    if name == "Llama":
+        config = dataclasses.replace(config, num_experts=1, num_experts_per_token=1)
+    dtype = jnp.int32 if native is Embed else jnp.float32
+    shape = (2, 3) if native is Embed else (2, 3, 16)
+
+    def state(make) -> dict:
+        flat = nnx.to_flat_state(nnx.state(nnx.eval_shape(make)))
+        return {path: (v.get_metadata("logical_axes"), v.shape) for path, v in flat}
+
+    example = jax.ShapeDtypeStruct(shape, dtype)
+    ours = state(lambda: to_nnx(linen(config), example, rngs=0))
+    assert ours == state(lambda: native(config, rngs=nnx.Rngs(0)))
+
+
+@pytest.mark.parametrize("gather", ["use", "step"])
+def test_linen_layers_in_the_pipeline_are_the_nnx_layers_to_the_bit(gather: str) -> None:
+    """On a mesh, from the same state, with weights gathered at their use and before."""
+    model = small_config().model
+    config = PipelineConfig(num_microbatches=2, fsdp_gather=gather)
+
+    def make(layer) -> CircularPipeline:
+        return CircularPipeline(config, layer, num_layers=2, rngs=nnx.Rngs(0))
+
+    def linen(rngs: nnx.Rngs) -> nnx.Module:
+        x = jax.ShapeDtypeStruct((2, 3, 16), jnp.float32)
+        return to_nnx(modules.MixtralDecoderLayer(model), x, rngs=rngs)
+
+    def step(pipeline: CircularPipeline, x: jax.Array):
+        return jax.value_and_grad(lambda pipeline: jnp.sum(pipeline(x)[0] ** 2))(pipeline)
+
+    with jax.set_mesh(mesh_of("stage=2,fsdp=2")):
+        native = jax.jit(lambda: make(lambda rngs: DecoderLayer(model, rngs=rngs)))()
+        wrapped = jax.jit(lambda: make(linen))()
+        nnx.update(wrapped, nnx.state(native))
+        x = jax.device_put(x_of(8), jax.P(("stage", "fsdp")))
+        ours, theirs = jax.jit(step)(wrapped, x), jax.jit(step)(native, x)
+    np.testing.assert_array_equal(ours[0], theirs[0])
+    gradients = [arrays_by_path(nnx.state(gradient)) for gradient in (ours[1], theirs[1])]
+    jax.tree.map(np.testing.assert_array_equal, *gradients)
+
+
+def test_the_layout_of_a_linen_layer_is_replaced_where_weights_are_gathered_ahead() -> None:
     model = to_nnx(Layer(layout=Layout()), x_of(), rngs=0)
     gathered = Layout().gathered(("fsdp",))
     copy = with_layout(model, gathered)

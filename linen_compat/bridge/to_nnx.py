@@ -76,6 +76,8 @@ def to_nnx(
 class LinenAsNNX(nnx.Module):
     """What `to_nnx` makes: the variables of a Linen module as attributes; a call applies it."""
 
+    linen_streams: nnx.Rngs | None = None
+
     def __init__(
         self,
         module: nn.Module,
@@ -88,7 +90,8 @@ class LinenAsNNX(nnx.Module):
         self.linen_collections = tuple(
             sorted({*collect, *(path[0] for _, path in slots if path[0] != PARAMS)})
         )
-        self.linen_streams = nnx.data(streams)
+        if streams is not None:
+            self.linen_streams = streams
         for (path, _), variable in zip(slots, variables, strict=True):
             _attach(self, path, variable)
 
