@@ -189,6 +189,18 @@ def test_what_cannot_be_wrapped_is_refused() -> None:
             if late:
                 self.variable("cache", "late", lambda: jnp.ones(()))
 
+    class Named(nn.Module):
+        child: str
+
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return nn.Dense(16, name=self.child)(x)
+
+    with pytest.raises(InputError, match=r"layout\.\w+ would hide layout of the wrapper; rename"):
+        to_nnx(Named("layout"), x_of(), rngs=0)
+    for child in ("train", "items"):  # methods of NNX, which a name may hide
+        model = to_nnx(Named(child), x_of(), rngs=0)
+        assert model(x_of()).shape == x_of().shape
     with pytest.raises(InputError, match=r"two variables would be called twin"):
         to_nnx(Twins(), rngs=0)
     with pytest.raises(InputError, match=r"Late made cache/late in a call, which its init did not"):

@@ -16,6 +16,7 @@ from linen_compat.bridge.to_linen import INTERMEDIATES
 from nnx_pipeline import InputError
 
 PARAMS = "params"
+RESERVED = ("layout", "linen_module", "linen_slots", "linen_collections", "linen_streams")
 _Slots = tuple[tuple[Path, Path], ...]  # (path in NNX, path in Linen with its collection)
 
 
@@ -166,17 +167,20 @@ def _variable(collection: str, box: Any, leaf: Any) -> nnx.Variable:
     return kind(value, linen_box=box.replace_boxed(None))
 
 
-def _attach(module: nnx.Module, path: Path, variable: nnx.Variable) -> None:
-    """Sets an attribute below a module; names that are no attribute's are reached by `[…]`."""
-    node = module
+def _attach(module: "LinenAsNNX", path: Path, variable: nnx.Variable) -> None:
+    """Sets an attribute below a module, in place of a note that an earlier call took."""
+    if path[0] in RESERVED:
+        raise InputError(
+            f"the variable {'.'.join(path)} would hide {path[0]} of the wrapper; "
+            f"rename {path[0]} in the Linen module"
+        )
+    node: nnx.Module = module
     for name in path[:-1]:
-        child = getattr(node, name, None)
-        if child is None:
-            child = nnx.Dict()
-            setattr(node, name, child)
-        node = child
-    held = getattr(node, path[-1], None)
-    if not isinstance(node, nnx.Module) or not isinstance(held, nnx.Intermediate | None):
+        if name not in vars(node):
+            setattr(node, name, nnx.Dict())
+        node = vars(node)[name]
+    held = vars(node).get(path[-1]) if isinstance(node, nnx.Module) else node
+    if not isinstance(held, nnx.Intermediate | None):
         raise InputError(
             f"two variables would be called {'.'.join(path)}, which NNX keeps apart by name alone; "
             "rename one of them in the Linen module"
