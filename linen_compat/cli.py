@@ -12,6 +12,7 @@ import jax
 from rich.table import Table
 
 from linen_compat.checkpoint import Inspection, inspect
+from linen_compat.overhead_cli import overhead
 from nnx_pipeline.cli_support import main_of
 from nnx_pipeline.lab import report
 
@@ -71,4 +72,5 @@ def _as_json(found: Inspection) -> dict[str, object]:
     }
 
 
+cli.add_command(overhead)
 main = main_of(cli, "linen-compat")

@@ -48,6 +48,11 @@ def check_picture(path: str | None) -> None:
 def write_picture(schedule: Schedule, path: str) -> None:
     """Writes the timetable as PNG or SVG, by the suffix: the whole file or nothing."""
     check_picture(path)
+    save_figure(make_figure(schedule), path)
+
+
+def save_figure(figure: "Figure", path: str) -> None:
+    """Writes a figure as PNG or SVG, by the suffix: the whole file or nothing."""
     import matplotlib
 
     kind = Path(path).suffix.lower().removeprefix(".")
@@ -56,7 +61,7 @@ def write_picture(schedule: Schedule, path: str) -> None:
     metadata = {"Date": None} if kind == "svg" else None
     drawn = io.BytesIO()
     with options:
-        make_figure(schedule).savefig(drawn, format=kind, dpi=150, metadata=metadata)
+        figure.savefig(drawn, format=kind, dpi=150, metadata=metadata)
     write_whole(path, drawn.getvalue())
 
 

@@ -1,0 +1,35 @@
+"""Names of axes: MaxText's in Linen's metadata boxes, those of `nnx_pipeline.sharding.Layout`."""
+
+from linen_compat.bridge.paths import Path
+from linen_compat.modules.parameters import AXES
+
+Axes = tuple[str | None, ...]
+
+# By the end of the Linen path, from the most to the least specific.
+_MAXTEXT: tuple[tuple[str, Axes], ...] = (
+    ("query/kernel", ("embed", "q_heads", "kv")),
+    ("key/kernel", ("embed", "kv_heads", "kv_head_dim")),
+    ("value/kernel", ("embed", "kv_heads", "kv_head_dim")),
+    ("out/kernel", ("heads", "kv", "embed")),
+    ("gate/kernel", ("embed", None)),
+    ("wi_0/kernel", ("embed", "mlp")),
+    ("wi_1/kernel", ("embed", "mlp")),
+    ("wo/kernel", ("mlp", "embed")),
+    ("wi_0", ("exp", "embed_moe", "mlp_moe")),
+    ("wi_1", ("exp", "embed_moe", "mlp_moe")),
+    ("wo", ("exp", "mlp_moe", "embed_moe")),
+    ("scale", ("norm",)),
+    ("embedding", ("vocab", "embed_vocab")),
+    ("logits_dense/kernel", ("embed_vocab", "vocab")),
+)
+
+
+def linen_axes(path: Path) -> Axes:
+    """MaxText's names for the axes of one of its parameters, by its Linen path."""
+    name = f"/{'/'.join(path)}"
+    return next(axes for end, axes in _MAXTEXT if name.endswith(f"/{end}"))
+
+
+def layout_axes(axes: Axes) -> Axes:
+    """The names in `Layout` of axes with MaxText's names; others keep theirs."""
+    return tuple(AXES.get(name, name) if name else name for name in axes)

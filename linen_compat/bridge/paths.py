@@ -1,0 +1,157 @@
+"""Paths of parameters: how a wrapper names them on the other side, and which ones are wrong."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flax import linen as nn
+from flax import nnx
+from flax.core import meta
+
+from linen_compat import modules, names
+from linen_compat.names import Names
+from nnx_pipeline import MLP, Attention, DecoderLayer, Embed, InputError, RMSNorm, RoutedMoE
+
+Path = tuple[str, ...]
+Tree = Mapping[str, Any]
+
+# Under each class of this project: its parameters in NNX and in Linen, both from the class down.
+_LAYER = (*names.NORMS, *names.ATTENTION)
+
+
+def _below(table: Iterable[Names], nnx_prefix: str, linen_prefix: str) -> tuple[Names, ...]:
+    return tuple(
+        Names(
+            entry.nnx.removeprefix(nnx_prefix),
+            entry.linen.removeprefix(linen_prefix),
+            entry.huggingface,
+        )
+        for entry in table
+    )
+
+
+_OF_CLASS: dict[type, tuple[Names, ...]] = {
+    RMSNorm: (Names("scale", "scale", ""),),
+    Embed: (Names("embedding", "embedding", ""),),
+    Attention: _below(names.ATTENTION, "attention.", "self_attention/"),
+    RoutedMoE: _below(names.EXPERTS, "feed_forward.", "MoeBlock_0/"),
+    MLP: _below(names.MLP, "feed_forward.", "mlp/"),
+}
+_OF_LINEN_CLASS: dict[type, tuple[Names, ...]] = {
+    modules.RMSNorm: _OF_CLASS[RMSNorm],
+    modules.Embed: _OF_CLASS[Embed],
+    modules.Attention: _OF_CLASS[Attention],
+    modules.MoeBlock: _OF_CLASS[RoutedMoE],
+    modules.MlpBlock: _OF_CLASS[MLP],
+    modules.MixtralDecoderLayer: (*_LAYER, *names.EXPERTS),
+    modules.LlamaDecoderLayer: (*_LAYER, *names.MLP),
+}
+
+
+def table_of(module: nnx.Module) -> tuple[Names, ...] | None:
+    """The names below a module of this project, None for modules of others."""
+    if isinstance(module, DecoderLayer):
+        return (*_LAYER, *(names.EXPERTS if "router" in vars(module.feed_forward) else names.MLP))
+    return next((table for kind, table in _OF_CLASS.items() if isinstance(module, kind)), None)
+
+
+def linen_paths(module: nnx.Module) -> dict[Path, Path]:
+    """NNX path to Linen path of every parameter that belongs to a class of this project.
+
+    They hang where the outermost such class is; a path that is not here is the same on both sides.
+    """
+    found: dict[Path, Path] = {}
+    for at, inner in sorted(nnx.iter_modules(module), key=lambda pair: len(pair[0])):
+        prefix = tuple(map(str, at))
+        for entry in table_of(inner) or ():
+            found.setdefault((*prefix, *entry.nnx.split(".")), (*prefix, *entry.linen.split("/")))
+    return found
+
+
+def flatten(tree: Tree) -> dict[Path, Any]:
+    """Nested mappings as paths to leaves; metadata boxes are leaves."""
+    flat: dict[Path, Any] = {}
+    stack: list[tuple[Path, Any]] = [((), tree)]
+    while stack:
+        path, node = stack.pop()
+        if isinstance(node, Mapping):
+            stack.extend(((*path, str(key)), child) for key, child in node.items())
+        else:
+            flat[path] = node
+    return flat
+
+
+def nest(flat: Mapping[Path, Any]) -> dict[str, Any]:
+    """The inverse of `flatten`."""
+    tree: dict[str, Any] = {}
+    for path, leaf in flat.items():
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = leaf
+    return tree
+
+
+def unboxed(leaf: Any) -> Any:
+    """The array in a metadata box, without a constraint: it is used where it lies."""
+    if isinstance(leaf, meta.Partitioned):
+        return leaf.unbox(apply_constraint=False)
+    return leaf.unbox() if isinstance(leaf, meta.AxisMetadata) else leaf
+
+
+def check_leaves(
+    given: Mapping[Path, Any], wanted: Mapping[Path, tuple[int, ...]], *, of: str, at: Path = ()
+) -> None:
+    """Raises InputError for a leaf that nothing asks for, a missing one, or one of another shape.
+
+    given: path to array, in a metadata box or not. wanted: path to shape. Paths begin with the
+    collection. of: whose they are. at: where the module is among others, for the message.
+    """
+    unknown = [path for path in given if path not in wanted]
+    missing = [path for path in wanted if path not in given]
+    if unknown:
+        name = _name(unknown[0], at)
+        cure = _nearest(name, [_name(path, at) for path in missing or wanted])
+        raise InputError(f"{name} is no variable of {of}{_more(unknown)}; {cure}")
+    if missing:
+        raise InputError(
+            f"{_name(missing[0], at)}, a variable of {of}, is not in the tree{_more(missing)}; "
+            f"{_nearest(_name(missing[0], at), [_name(path, at) for path in given])}"
+        )
+    for path, shape in wanted.items():
+        found = tuple(unboxed(given[path]).shape)
+        if found != shape:
+            raise InputError(
+                f"{_name(path, at)} has shape {found} and {of} wants {shape}; "
+                "give it the arrays of a model of its own sizes"
+            )
+
+
+def _name(path: Path, at: Path) -> str:
+    return "/".join((path[0], *at, *path[1:]))
+
+
+def _more(paths: list[Path]) -> str:
+    return f" (and {len(paths) - 1} more)" if len(paths) > 1 else ""
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    """The nearest known path, however far: of paths that is still where to look."""
+    if not known:
+        return "the tree is empty; initialise it, or load one"
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    return f"the nearest known one is {close[0]}"
+
+
+def nnx_path(module: nn.Module, path: Path) -> Path:
+    """The NNX path of a parameter of a Linen module, from its path below the collection."""
+    return next(
+        (
+            tuple(entry.nnx.split("."))
+            for kind, table in _OF_LINEN_CLASS.items()
+            if isinstance(module, kind)
+            for entry in table
+            if tuple(entry.linen.split("/")) == path
+        ),
+        path,
+    )

@@ -1,0 +1,168 @@
+"""NNX classes as Linen modules."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax import nnx
+from jaxtyping import Array
+
+from linen_compat.bridge.blueprint import (
+    Blueprint,
+    Recipe,
+    StreamPerName,
+    blueprint,
+    collection_of,
+)
+from linen_compat.bridge.paths import Path, check_leaves, flatten, nest, unboxed
+from nnx_pipeline import InputError
+
+INTERMEDIATES = "intermediates"
+
+
+def to_linen(
+    kind: type[nnx.Module], *args: Any, name: str | None = None, **options: Any
+) -> "NNXAsLinen":
+    """`kind(*args, **options, rngs=…)` as a Linen module, constructed only here and in init.
+
+    Here it runs on abstract arrays, once for the same class and arguments, however often the
+    wrapper is made (and once more when it is called under another mesh). `apply` puts the module
+    together from its graph. name: of the Linen module among its siblings.
+
+    - Parameters are called as in the Linen class of the same name for classes of this project,
+      wherever they are in the module (`names`); every other path is that of NNX.
+    - A variable is in the collection of its type: `nnx.Param` in params, `nnx.BatchStat` in
+      batch_stats. One that the call changes must be mutable, or InputError is raised.
+    - `logical_axes` become `nn.LogicallyPartitioned`, mesh axes `nn.Partitioned`.
+    - Streams of random numbers are Linen's of the same name, in init and in apply.
+    - Attributes that are set in the call last as long as the call.
+
+    Raises InputError for arguments that cannot be hashed, and for modules that hold arrays which
+    are no variables.
+    """
+    recipe = Recipe(kind, args, tuple(sorted(options.items())))
+    try:
+        hash(recipe)
+    except TypeError as error:
+        raise InputError(
+            f"to_linen({kind.__name__}, …) keeps one graph per class and arguments, and one of "
+            f"these cannot be hashed ({error}); give tuples and frozen dataclasses"
+        ) from error
+    blueprint(recipe)
+    return NNXAsLinen(recipe, name=name)
+
+
+class NNXAsLinen(nn.Module):
+    """What `to_linen` makes. Two are equal if they were made from equal arguments."""
+
+    recipe: Recipe
+
+    @nn.compact
+    def __call__(self, *args: Any, nnx_method: str = "__call__", **kwargs: Any) -> Any:
+        """Calls the NNX module, or another method of it.
+
+        Raises InputError when the variables are not those of the module.
+        """
+        if self.is_initializing() and not any(self.variables.values()):
+            module = self.recipe.make(StreamPerName(self._typed_key))
+            self._store(module, blueprint(self.recipe))
+            return getattr(module, nnx_method)(*args, **kwargs)
+        plan = blueprint(self.recipe)
+        boxes = self._boxes(plan)
+        before: dict[tuple[Any, ...], Any] = {
+            slot.nnx: unboxed(boxes[slot.linen]) for slot in plan.slots
+        }
+        without_key = self._add_streams(plan, before)
+        module = plan.build(before)
+        out = getattr(module, nnx_method)(*args, **kwargs)
+        if not self.is_initializing():
+            after = dict(nnx.to_flat_state(nnx.state(module)))
+            self._check_streams(after, before, without_key)
+            self._put_back(plan, boxes, before, after)
+        return out
+
+    def _store(self, module: nnx.Module, plan: Blueprint) -> None:
+        """Puts the variables of a new module into Linen's collections, in their boxes."""
+        state = dict(nnx.to_flat_state(nnx.state(module)))
+        self._put({slot.linen: slot.box(state[slot.nnx].get_value()) for slot in plan.slots})
+
+    def _boxes(self, plan: Blueprint) -> dict[Path, Any]:
+        """The variables of this module as Linen has them."""
+        given = flatten({k: v for k, v in self.variables.items() if k != INTERMEDIATES})
+        check_leaves(given, plan.shapes, of=self.recipe.kind.__name__, at=self.path)
+        return given
+
+    def _typed_key(self, name: str) -> Array:
+        key = self.make_rng(name)
+        typed = jax.numpy.issubdtype(key.dtype, jax.dtypes.prng_key)
+        return key if typed else jax.random.wrap_key_data(key)
+
+    def _add_streams(self, plan: Blueprint, values: dict[tuple[Any, ...], Any]) -> list[Any]:
+        """Gives each stream a key of Linen; those without one a key that must not be used."""
+        without = []
+        for stream in plan.streams:
+            has_key = self.has_rng(stream.name) or self.has_rng("params")
+            key = self._typed_key(stream.name) if has_key else jax.random.key(0)
+            values[stream.key] = jax.random.split(key, stream.shape) if stream.shape else key
+            values[stream.count] = jax.numpy.zeros(stream.shape, jax.numpy.uint32)
+            if not has_key:
+                without.append(stream)
+        return without
+
+    def _check_streams(
+        self, after: Mapping[Any, nnx.Variable], before: Mapping[Any, Any], without: list[Any]
+    ) -> None:
+        for stream in without:
+            if after[stream.count].get_value() is not before[stream.count]:
+                raise InputError(
+                    f"{self.recipe.kind.__name__} drew random numbers from the stream "
+                    f"{stream.name!r} and apply got no key for it; "
+                    f"give rngs={{{stream.name!r}: jax.random.key(…)}}"
+                )
+
+    def _put_back(
+        self,
+        plan: Blueprint,
+        boxes: dict[Path, Any],
+        before: dict[tuple[Any, ...], Any],
+        after: dict[tuple[Any, ...], nnx.Variable],
+    ) -> None:
+        """Writes what the call changed to Linen's collections."""
+        linen = {slot.nnx: slot.linen for slot in plan.slots}
+        new: dict[Path, Any] = {}
+        for path, variable in after.items():
+            value = variable.get_value()
+            if value is before.get(path) or isinstance(variable, nnx.RngState):
+                continue
+            collection = collection_of(variable)
+            if collection == INTERMEDIATES:
+                if self.is_mutable_collection(INTERMEDIATES):  # else left out, as by Linen's sow
+                    new[(collection, *map(str, path))] = value
+                continue
+            self._check_change(path, path in linen, collection)
+            box = boxes[linen[path]]
+            new[linen[path]] = box.replace_boxed(value) if hasattr(box, "replace_boxed") else value
+        if new:
+            self._put(new, boxes)
+
+    def _check_change(self, path: tuple[Any, ...], known: bool, collection: str) -> None:
+        name = f"{self.recipe.kind.__name__}.{'.'.join(map(str, path))}"
+        if not known:
+            raise InputError(
+                f"{name} came into being in the call, after the graph was made; "
+                "make it in the constructor"
+            )
+        if not self.is_mutable_collection(collection):
+            raise InputError(
+                f"the call changed {name} and its collection {collection!r} is not mutable; "
+                f"give apply mutable=[{collection!r}], or call it so that it changes nothing"
+            )
+
+    def _put(self, new: dict[Path, Any], beside: Mapping[Path, Any] | None = None) -> None:
+        """Linen puts one name of a collection at a time: everything below it comes along."""
+        changed = {path[:2] for path in new}
+        kept = {path: leaf for path, leaf in (beside or {}).items() if path[:2] in changed}
+        for collection, tree in nest({**kept, **new}).items():
+            for name, value in tree.items():
+                self.put_variable(collection, name, value)

@@ -1,0 +1,217 @@
+"""Linen modules as NNX modules."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import flax
+import jax
+from flax import linen as nn
+from flax import nnx
+from flax.core import meta
+from jaxtyping import Array
+
+from linen_compat.bridge.axes import layout_axes
+from linen_compat.bridge.paths import Path, Tree, check_leaves, flatten, nest, nnx_path, unboxed
+from linen_compat.bridge.to_linen import INTERMEDIATES
+from nnx_pipeline import InputError
+
+PARAMS = "params"
+RESERVED = ("layout", "linen_module", "linen_slots", "linen_collections", "linen_streams")
+_Slots = tuple[tuple[Path, Path], ...]  # (path in NNX, path in Linen with its collection)
+
+
+def to_nnx(
+    module: nn.Module,
+    *example: Any,
+    rngs: nnx.Rngs | Array | int | None = None,
+    variables: Tree | None = None,
+    collect: Iterable[str] = (),
+    method: Callable[..., Any] | None = None,
+    **options: Any,
+) -> "LinenAsNNX":
+    """A Linen module as an NNX module whose variables are made here, once.
+
+    example, options: arguments of the module, arrays or `jax.ShapeDtypeStruct`, to make the
+    variables by. A call of the result is one `module.apply` on plain arrays: nothing is made,
+    renamed or unboxed in it.
+
+    rngs: a key or seed for the parameters, or an `nnx.Rngs`, whose other named streams (such as
+    dropout) the result keeps for its calls. variables: take these, as `init` gives them, instead of
+    new ones. collect: collections that a call may write beside those that exist, such as
+    intermediates. method: which one makes the variables.
+
+    - Parameters are called as in the NNX class of the same kind for classes of this project; every
+      other path is that of Linen.
+    - A variable is of the type of its collection: `nnx.Param`, `nnx.BatchStat` … One that is no
+      parameter is updated by each call that changes it.
+    - `nn.LogicallyPartitioned` become `logical_axes` in `Layout`'s names; other metadata boxes are
+      kept as `linen_box`.
+
+    Raises InputError for variables with a path that the module does not have, without one that it
+    has, or of another shape.
+    """
+    keys, streams = _keys_and_streams(rngs, needed=variables is None)
+
+    def init(keys: dict[str, Array]) -> Any:
+        has_shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(example))
+        make = module.lazy_init if has_shapes else module.init
+        return make(keys, *example, method=method, **options)
+
+    made = init(keys) if variables is None else jax.eval_shape(lambda: init(keys))
+    boxes = flatten({name: tree for name, tree in made.items() if name != INTERMEDIATES})
+    leaves = boxes
+    if variables is not None:
+        leaves = flatten(variables)
+        wanted = {path: tuple(unboxed(leaf).shape) for path, leaf in boxes.items()}
+        check_leaves(leaves, wanted, of=type(module).__name__)
+    slots = tuple((nnx_path(module, path[1:]), path) for path in boxes)
+    return LinenAsNNX(
+        module,
+        slots,
+        [_variable(path[0], boxes[path], leaves[path]) for _, path in slots],
+        streams,
+        tuple(collect),
+    )
+
+
+class LinenAsNNX(nnx.Module):
+    """What `to_nnx` makes: the variables of a Linen module as attributes; a call applies it."""
+
+    linen_streams: nnx.Rngs | None = None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        slots: _Slots,
+        variables: list[nnx.Variable],
+        streams: nnx.Rngs | None,
+        collect: tuple[str, ...],
+    ) -> None:
+        self.linen_module, self.linen_slots = module, slots
+        self.linen_collections = tuple(
+            sorted({*collect, *(path[0] for _, path in slots if path[0] != PARAMS)})
+        )
+        if streams is not None:
+            self.linen_streams = streams
+        for (path, _), variable in zip(slots, variables, strict=True):
+            _attach(self, path, variable)
+
+    def __call__(
+        self,
+        *args: Any,
+        rngs: nnx.Rngs | Mapping[str, Array] | None = None,
+        method: str | Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Applies the Linen module, or another method of it.
+
+        rngs: streams or keys by name, instead of those kept. Raises InputError when the module
+        draws random numbers from a stream that there is not.
+        """
+        keys = _draw(self.linen_streams if rngs is None else rngs)
+        flat = {path: _at(self, at).get_value() for at, path in self.linen_slots}
+        try:
+            out = self.linen_module.apply(
+                nest(flat),
+                *args,
+                rngs=keys,
+                mutable=list(self.linen_collections) or False,
+                method=method,
+                **kwargs,
+            )
+        except flax.errors.InvalidRngError as error:
+            raise InputError(
+                f"{type(self.linen_module).__name__} draws random numbers from a stream that it "
+                f"was not given ({str(error).split(' (http')[0]}); have to_nnx keep one, such as "
+                "rngs=nnx.Rngs(params=0, dropout=1), or call it with rngs={'dropout': key}"
+            ) from error
+        if not self.linen_collections:
+            return out
+        out, updates = out
+        self._update(flat, flatten(updates))
+        return out
+
+    def _update(self, before: dict[Path, Any], updates: dict[Path, Any]) -> None:
+        """Gives the variables what the call wrote, new ones too."""
+        places = {path: at for at, path in self.linen_slots}
+        for path, leaf in updates.items():
+            if path in places:
+                if leaf is not before[path]:
+                    _at(self, places[path]).set_value(unboxed(leaf))
+            elif path[0] == INTERMEDIATES:
+                _attach(self, path[1:], _variable(path[0], leaf, leaf))
+            else:
+                raise InputError(
+                    f"{type(self.linen_module).__name__} made {'/'.join(path)} in a call, which "
+                    "its init did not; give to_nnx an example with which it does"
+                )
+
+    @property
+    def layout(self) -> Any:
+        """That of the Linen module, if it has one: what `sharding.with_layout` replaces."""
+        return self.linen_module.layout
+
+    @layout.setter
+    def layout(self, layout: Any) -> None:
+        self.linen_module = self.linen_module.clone(layout=layout)
+
+
+def _variable(collection: str, box: Any, leaf: Any) -> nnx.Variable:
+    """The array of `leaf` with the metadata of `box`, which may be the same."""
+    kind = nnx.variable_type_from_name(collection, allow_register=True)
+    value = unboxed(leaf)
+    if not isinstance(box, meta.AxisMetadata):
+        return kind(value)
+    if isinstance(box, nn.LogicallyPartitioned) and box.mesh is None and box.rules is None:
+        return kind(value, logical_axes=layout_axes(tuple(box.names)))
+    return kind(value, linen_box=box.replace_boxed(None))
+
+
+def _attach(module: "LinenAsNNX", path: Path, variable: nnx.Variable) -> None:
+    """Sets an attribute below a module, in place of a note that an earlier call took."""
+    if path[0] in RESERVED:
+        raise InputError(
+            f"the variable {'.'.join(path)} would hide {path[0]} of the wrapper; "
+            f"rename {path[0]} in the Linen module"
+        )
+    node: nnx.Module = module
+    for name in path[:-1]:
+        if name not in vars(node):
+            setattr(node, name, nnx.Dict())
+        node = vars(node)[name]
+    held = vars(node).get(path[-1]) if isinstance(node, nnx.Module) else node
+    if not isinstance(held, nnx.Intermediate | None):
+        raise InputError(
+            f"two variables would be called {'.'.join(path)}, which NNX keeps apart by name alone; "
+            "rename one of them in the Linen module"
+        )
+    setattr(node, path[-1], variable)
+
+
+def _at(module: nnx.Module, path: Path) -> nnx.Variable:
+    node: Any = module
+    for name in path:
+        node = getattr(node, name)
+    return node
+
+
+def _keys_and_streams(
+    rngs: nnx.Rngs | Array | int | None, *, needed: bool
+) -> tuple[dict[str, Array], nnx.Rngs | None]:
+    """Keys for init by name, and the streams to keep: the named ones but params."""
+    if rngs is None:
+        if needed:
+            raise InputError("to_nnx makes parameters and got no rngs; give rngs=nnx.Rngs(0)")
+        return {PARAMS: jax.random.key(0)}, None
+    if not isinstance(rngs, nnx.Rngs):
+        return {PARAMS: jax.random.key(rngs) if isinstance(rngs, int) else rngs}, None
+    names = [name for name in rngs if name not in (PARAMS, "default")]
+    keys = {PARAMS: rngs.params(), **{name: rngs[name]() for name in names}}
+    kept = nnx.Rngs(**{name: rngs[name]() for name in names}) if names else None
+    return keys, kept
+
+
+def _draw(rngs: nnx.Rngs | Mapping[str, Array] | None) -> dict[str, Array]:
+    if rngs is None:
+        return {}
+    return {name: rngs[name]() if isinstance(rngs, nnx.Rngs) else rngs[name] for name in rngs}

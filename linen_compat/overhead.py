@@ -1,0 +1,302 @@
+"""What a style costs before and while a step runs: measured in one run, arm beside arm."""
+
+import contextlib
+import cProfile
+import dataclasses
+import gc
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from linen_compat.bridge.blueprint import forget_blueprints
+from linen_compat.overhead_arms import ARMS, LOOPS, Arm, Program, make_program, mesh_of, stages_for
+from nnx_pipeline import Config, InputError
+from nnx_pipeline.config import to_dict
+from nnx_pipeline.errors import divides, one_of
+from nnx_pipeline.lab.hlo import parse
+from nnx_pipeline.lab.platform import Platform
+
+Progress = Callable[[str], None]
+
+DISPATCHES = 10  # steps of each arm, in turns
+RUN_LIMIT = 4_000_000_000  # bytes of arrays above which no step is run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What one arm needs in one loop; None where it could not be measured.
+
+    Seconds are the least of all repetitions (compile: the first one alone). abstract_init, trace,
+    lower: processor time. compile: elapsed. dispatch: elapsed from the call of a compiled step
+    until it returns, its result not waited for. temp_bytes: the compiler's, per device.
+    hlo_instructions: of the compiled program. host_bytes: of Python objects at the peak from
+    abstract init to lowering. python_calls: of functions in tracing and lowering, which says the
+    same as their seconds and is not disturbed by what else the machine does.
+    """
+
+    abstract_init: float | None = None
+    trace: float | None = None
+    lower: float | None = None
+    trace_and_lower: float | None = None
+    compile: float | None = None
+    dispatch: float | None = None
+    temp_bytes: int | None = None
+    hlo_instructions: int | None = None
+    host_bytes: int | None = None
+    python_calls: int | None = None
+
+
+FIGURES = tuple(item.name for item in dataclasses.fields(Figures))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One arm in one loop. ratios: each figure over the native arm's. error: why it has none."""
+
+    loop: str
+    arm: str
+    native: str
+    figures: Figures
+    ratios: dict[str, float | None]
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overhead:
+    """All rows, and what they were measured with."""
+
+    config: Config
+    repetitions: int
+    rows: tuple[Row, ...]
+    versions: dict[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Schema 1 of `linen-compat overhead --json`."""
+        return {
+            "schema": 1,
+            "platform": "cpu",
+            "layers": self.config.model.num_layers,
+            "repetitions": self.repetitions,
+            "config": {name: to_dict(self.config)[name] for name in ("model", "train")},
+            "rows": [dataclasses.asdict(row) for row in self.rows],
+            "versions": self.versions,
+        }
+
+
+@dataclass
+class _Samples:
+    """What the repetitions gave for one arm."""
+
+    arm: Arm
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    counts: dict[str, Any] = field(default_factory=dict)
+    step: Callable[[], Any] | None = None
+    error: str | None = None
+
+    def add(self, name: str, seconds: float) -> None:
+        self.seconds.setdefault(name, []).append(seconds)
+
+    def figures(self) -> Figures:
+        """The least seconds, and what was counted; nothing from an arm that failed on the way."""
+        if self.error is not None:
+            return Figures()
+        least: dict[str, Any] = {name: min(values) for name, values in self.seconds.items()}
+        return Figures(**least, **self.counts)
+
+    @contextlib.contextmanager
+    def catching(self) -> Iterator[None]:
+        """Notes what goes wrong in this arm, so that the others are still measured."""
+        try:
+            yield
+        except Exception as error:  # wrappers, JAX and compilers raise many kinds
+            lines = str(error).strip().splitlines() or [""]
+            self.error = f"{type(error).__name__}: {lines[0][:200]}"
+
+
+def measure_overhead(
+    config: Config,
+    *,
+    repetitions: int = 5,
+    loops: Sequence[str] = LOOPS,
+    arms: Sequence[Arm] = ARMS,
+    progress: Progress = lambda text: None,
+) -> Overhead:
+    """Measures value and gradient of all layers of a model in each style and loop, on the CPU.
+
+    Only `config.model`, `train.global_batch` and `train.sequence_length` count. The arms take turns
+    in each repetition, every time from empty caches, and start one place later in the next.
+
+    Raises InputError when layers or batch do not split over the stages of the pipeline.
+    """
+    check(config, loops)
+    Platform.parse("cpu").devices(stages_for(config.model.num_layers) or 1)
+    rows: list[Row] = []
+    for loop in loops:
+        rows += _measure_loop(config, loop, arms, repetitions, progress)
+    versions = {**Platform.parse("cpu").versions(), "python": sys.version.split()[0]}
+    return Overhead(config=config, repetitions=repetitions, rows=tuple(rows), versions=versions)
+
+
+def check(config: Config, loops: Sequence[str] = LOOPS) -> None:
+    """Raises InputError unless the layers and the batch fit these loops."""
+    for loop in loops:
+        one_of("loop", loop, LOOPS)
+    if "pipeline" not in loops:
+        return
+    layers, stages = config.model.num_layers, stages_for(config.model.num_layers)
+    if not stages:
+        raise InputError(
+            f"{layers} layers do not split over 4 or 2 stages of the pipeline that is measured; "
+            "choose an even number, or measure other loops"
+        )
+    batch = config.train.global_batch
+    divides(
+        stages, batch, rule=f"train.global_batch={batch} does not split into {stages} microbatches"
+    )
+
+
+def _measure_loop(
+    config: Config, loop: str, arms: Sequence[Arm], repetitions: int, progress: Progress
+) -> list[Row]:
+    mesh = mesh_of(loop, config.model.num_layers)
+    samples = [_Samples(arm) for arm in arms]
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+        _warm_up(samples[0], loop, config, mesh)
+        for repetition in range(repetitions):
+            turn = repetition % len(samples)
+            for one in (*samples[turn:], *samples[:turn]):
+                progress(f"{loop}: {one.arm.name}, repetition {repetition + 1} of {repetitions}")
+                if one.error is None:
+                    with one.catching():
+                        program = make_program(one.arm, loop, config, mesh)
+                        _measure_once(one, program, compiles=repetition == 0)
+        for one in samples:
+            progress(f"{loop}: {one.arm.name}, host memory and calls")
+            if one.error is None:
+                with one.catching():
+                    program = make_program(one.arm, loop, config, mesh)
+                    _measure_host(one, program)
+                    one.counts["python_calls"] = count_calls(program)
+        progress(f"{loop}: dispatch")
+        for _ in range(DISPATCHES):
+            for one in samples:
+                if one.step is not None and one.error is None:
+                    with one.catching():
+                        _dispatch(one)
+    return _rows(loop, samples)
+
+
+def _warm_up(one: _Samples, loop: str, config: Config, mesh: Mesh | None) -> None:
+    """One lowering that does not count: what is imported at first use would be the first arm's."""
+    with one.catching():
+        _lowered(make_program(one.arm, loop, config, mesh))
+
+
+def _lowered(
+    program: Program,
+    note: Callable[[str, float], None] = lambda name, seconds: None,
+    profiled: contextlib.AbstractContextManager[Any] = contextlib.nullcontext(),
+) -> Any:
+    """From nothing to a lowered program, telling the processor time of each part.
+
+    profiled: entered for tracing and lowering.
+    """
+    jax.clear_caches()
+    forget_blueprints()
+    started = time.process_time()
+    params = program.place(jax.eval_shape(program.init))
+    made = time.process_time()
+    with profiled:
+        traced = jax.jit(jax.value_and_grad(program.loss)).trace(params, program.x)
+        found = time.process_time()
+        lowered = traced.lower()
+        ended = time.process_time()
+    note("abstract_init", made - started)
+    note("trace", found - made)
+    note("lower", ended - found)
+    note("trace_and_lower", ended - made)
+    return params, lowered
+
+
+def _measure_once(one: _Samples, program: Program, *, compiles: bool) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        params, lowered = _lowered(program, one.add)
+    finally:
+        gc.enable()
+    if not compiles:
+        return
+    started = time.perf_counter()
+    compiled = lowered.compile()
+    one.add("compile", time.perf_counter() - started)
+    memory = compiled.memory_analysis()
+    one.counts["temp_bytes"] = memory.temp_size_in_bytes
+    module = parse(compiled.as_text() or "")
+    one.counts["hlo_instructions"] = sum(
+        len(computation.instructions) for computation in module.computations.values()
+    )
+    if 2 * memory.argument_size_in_bytes + memory.temp_size_in_bytes <= RUN_LIMIT:
+        arguments = jax.tree.map(_zeros, (params, program.x))
+        one.step = lambda: compiled(*arguments)
+
+
+def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+
+
+def _measure_host(one: _Samples, program: Program) -> None:
+    gc.collect()
+    tracemalloc.start()
+    try:
+        _lowered(program)
+        one.counts["host_bytes"] = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def count_calls(program: Program) -> int:
+    """Calls of functions, Python's and built in, while a program is traced and lowered."""
+    profile = cProfile.Profile()
+    _lowered(program, profiled=profile)
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+def _dispatch(one: _Samples) -> None:
+    assert one.step is not None, "there is a compiled step"
+    started = time.perf_counter()
+    result = one.step()
+    one.add("dispatch", time.perf_counter() - started)
+    jax.block_until_ready(result)
+
+
+def _rows(loop: str, samples: list[_Samples]) -> list[Row]:
+    figures = {one.arm.name: one.figures() for one in samples}
+    return [
+        Row(
+            loop=loop,
+            arm=one.arm.name,
+            native=one.arm.native,
+            figures=figures[one.arm.name],
+            ratios=_ratios(figures[one.arm.name], figures.get(one.arm.native)),
+            error=one.error,
+        )
+        for one in samples
+    ]
+
+
+def _ratios(own: Figures, native: Figures | None) -> dict[str, float | None]:
+    """Each figure over the native one; None where either is missing, or the native one is 0."""
+
+    def ratio(name: str) -> float | None:
+        mine, base = getattr(own, name), getattr(native, name, None)
+        return round(mine / base, 4) if mine is not None and base else None
+
+    return {name: ratio(name) for name in FIGURES}

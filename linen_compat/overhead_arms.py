@@ -1,0 +1,250 @@
+"""What is measured: the same layers in six styles, and the three loops they run in."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array
+
+from linen_compat.bridge import to_linen, to_nnx
+from linen_compat.modules import LlamaDecoderLayer, MixtralDecoderLayer
+from nnx_pipeline import Config, DecoderLayer, MeshConfig, ModelConfig, make_mesh, run_pipeline
+from nnx_pipeline.pipeline import CircularSchedule
+from nnx_pipeline.sharding import P, place
+
+LOOPS = ("unrolled", "scan", "pipeline")
+NATIVE_NNX, NATIVE_LINEN = "native NNX", "native Linen"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One style. make: a layer from a config and `rngs` (NNX) or a name (Linen).
+
+    native: the arm whose layer it wraps, to which its figures are held.
+    """
+
+    name: str
+    native: str
+    is_linen: bool
+    make: Callable[[Config, Any], Any]
+
+
+@dataclass(frozen=True)
+class Program:
+    """`init()` makes the parameters of all layers; `loss(params, x)` is the mean square of the end.
+
+    x: what the first layer gets, abstract. place: a tree of abstract arrays to where they lie.
+    """
+
+    init: Callable[[], Any]
+    loss: Callable[[Any, Array], Array]
+    x: jax.ShapeDtypeStruct
+    place: Callable[[Any], Any]
+
+
+def linen_layer(model: ModelConfig, name: str | None = None) -> nn.Module:
+    """The native Linen layer of a model: Mixtral's, or Llama's with one expert."""
+    return (MixtralDecoderLayer if model.num_experts > 1 else LlamaDecoderLayer)(model, name=name)
+
+
+def _flax_to_nnx(config: Config, rngs: nnx.Rngs) -> nnx.Module:
+    """Flax's wrapper, its stream of keys taken off: in a loop it would be state that changes."""
+    with nnx.use_eager_sharding(False):  # it takes logical axes for those of a mesh
+        x = jnp.zeros(example(config).shape, example(config).dtype)
+        wrapped = nnx.bridge.ToNNX(linen_layer(config.model), rngs=rngs).lazy_init(x)
+    wrapped.to_nnx__rngs = None
+    return wrapped
+
+
+ARMS = (
+    Arm(NATIVE_NNX, NATIVE_NNX, False, lambda c, rngs: DecoderLayer(c.model, rngs=rngs)),
+    Arm(NATIVE_LINEN, NATIVE_LINEN, True, lambda c, name: linen_layer(c.model, name=name)),
+    Arm(
+        "NNX as Linen",
+        NATIVE_NNX,
+        True,
+        lambda c, name: to_linen(DecoderLayer, c.model, name=name),
+    ),
+    Arm(
+        "Linen as NNX",
+        NATIVE_LINEN,
+        False,
+        lambda c, rngs: to_nnx(linen_layer(c.model), example(c), rngs=rngs),
+    ),
+    Arm(
+        "Flax ToLinen",
+        NATIVE_NNX,
+        True,
+        lambda c, name: nnx.bridge.to_linen(DecoderLayer, c.model, name=name),
+    ),
+    Arm("Flax ToNNX", NATIVE_LINEN, False, _flax_to_nnx),
+)
+
+
+def example(config: Config, batch: int = 1) -> jax.ShapeDtypeStruct:
+    """Activations `[batch, seq, embed]` in the model's dtype."""
+    shape = (batch, config.train.sequence_length, config.model.embed_dim)
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(config.model.dtype))
+
+
+def stages_for(layers: int) -> int:
+    """The stages of the pipeline that is measured: 4 or 2, whichever divides the layers, else 0."""
+    return next((stages for stages in (4, 2) if layers % stages == 0), 0)
+
+
+def mesh_of(loop: str, layers: int) -> Mesh | None:
+    """The mesh that a loop runs on: stages for the pipeline, none for the others."""
+    if loop != "pipeline":
+        return None
+    return make_mesh(MeshConfig(stage=stages_for(layers)), jax.devices("cpu"))
+
+
+def make_program(arm: Arm, loop: str, config: Config, mesh: Mesh | None) -> Program:
+    """The layers of an arm in a loop."""
+    if loop == "pipeline":
+        assert mesh is not None, "a pipeline runs on a mesh with stages"
+        return (_linen_pipeline if arm.is_linen else _nnx_pipeline)(arm, config, mesh)
+    if arm.is_linen:
+        return _linen(_Unrolled if loop == "unrolled" else _Scanned, arm, config)
+    return (_nnx_unrolled if loop == "unrolled" else _nnx_scanned)(arm, config)
+
+
+def _mean_square(x: Array) -> Array:
+    return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+
+def _as_it_is(tree: Any) -> Any:
+    return tree
+
+
+def _nnx_unrolled(arm: Arm, config: Config) -> Program:
+    def init() -> list[Any]:
+        rngs = nnx.Rngs(params=0)
+        return [arm.make(config, rngs) for _ in range(config.model.num_layers)]
+
+    def loss(layers: list[Any], x: Array) -> Array:
+        for layer in layers:
+            x, _ = layer(x)
+        return _mean_square(x)
+
+    return Program(init, loss, example(config, config.train.global_batch), _as_it_is)
+
+
+def _nnx_scanned(arm: Arm, config: Config) -> Program:
+    def init() -> Any:
+        keys = jax.random.split(jax.random.key(0), config.model.num_layers)
+        return jax.vmap(lambda key: arm.make(config, nnx.Rngs(params=key)))(keys)
+
+    def loss(stack: Any, x: Array) -> Array:
+        return _mean_square(jax.lax.scan(lambda x, layer: layer(x), x, stack)[0])
+
+    return Program(init, loss, example(config, config.train.global_batch), _as_it_is)
+
+
+class _Unrolled(nn.Module):
+    """Layers one after the other, as MaxText names them."""
+
+    arm: Arm
+    config: Config
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        for index in range(self.config.model.num_layers):
+            x, _ = self.arm.make(self.config, f"layers_{index}")(x)
+        return x
+
+
+class _Scanned(nn.Module):
+    """Layers stacked by `nn.scan`, which is told not to trace its body a second time.
+
+    It does so to find out what does not change from layer to layer; here everything does.
+    """
+
+    arm: Arm
+    config: Config
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        scan = nn.scan(
+            lambda layer, x, _: layer(x),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=self.config.model.num_layers,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+            check_constancy_invariants=False,
+        )
+        return scan(self.arm.make(self.config, "layers"), x, None)[0]
+
+
+def _linen(kind: type[_Unrolled] | type[_Scanned], arm: Arm, config: Config) -> Program:
+    module = kind(arm, config)
+    one = example(config)
+
+    def init() -> Any:
+        variables = module.init(jax.random.key(0), jnp.zeros(one.shape, one.dtype))
+        return nn.meta.unbox(variables)
+
+    def loss(variables: Any, x: Array) -> Array:
+        out: Any = module.apply(variables, x)
+        return _mean_square(out)
+
+    return Program(init, loss, example(config, config.train.global_batch), _as_it_is)
+
+
+def _nnx_pipeline(arm: Arm, config: Config, mesh: Mesh) -> Program:
+    def init(key: Array) -> Any:
+        return arm.make(config, nnx.Rngs(params=key))
+
+    return _pipeline(init, lambda layer, x: layer(x), config, mesh)
+
+
+def _linen_pipeline(arm: Arm, config: Config, mesh: Mesh) -> Program:
+    module = arm.make(config, None)
+    one = example(config)
+
+    def init(key: Array) -> Any:
+        return nn.meta.unbox(module.init(key, jnp.zeros(one.shape, one.dtype)))
+
+    return _pipeline(init, module.apply, config, mesh)
+
+
+def _pipeline(
+    init_one: Callable[[Array], Any],
+    apply: Callable[[Any, Array], Any],
+    config: Config,
+    mesh: Mesh,
+) -> Program:
+    """One layer per stage, as many microbatches as stages, the parameters along `stage`."""
+    stages = mesh.shape["stage"]
+    repeats = config.model.num_layers // stages
+    schedule = CircularSchedule(stages=stages, microbatches=stages, repeats=repeats)
+
+    def init() -> Any:
+        keys = jax.random.split(jax.random.key(0), repeats * stages).reshape(repeats, stages)
+        keys = place(keys, P(None, "stage"))
+        return jax.vmap(jax.vmap(init_one, spmd_axis_name="stage"))(keys)
+
+    def stage(stack: Any, x: Array, side: None) -> tuple[Array, dict[str, Array]]:
+        return apply(stack, x)[0], {}
+
+    def loss(stack: Any, x: Array) -> Array:
+        return _mean_square(run_pipeline(stage, stack, x, schedule=schedule)[0])
+
+    def put(tree: Any) -> Any:
+        sharding = NamedSharding(mesh, P(None, "stage"))
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
+        )
+
+    whole = example(config, config.train.global_batch)
+    x = jax.ShapeDtypeStruct(
+        (stages, whole.shape[0] // stages, *whole.shape[1:]),
+        whole.dtype,
+        sharding=NamedSharding(mesh, P("stage")),
+    )
+    return Program(init, loss, x, put)

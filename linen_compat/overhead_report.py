@@ -1,0 +1,130 @@
+"""The overhead of each style as a table and as a picture."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from linen_compat.overhead import Overhead, Row
+from nnx_pipeline.lab.report import megabytes
+from nnx_pipeline.pipeline.picture import save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_TRACE, _LOWER, _INK = "#0072b2", "#56b4e9", "#404040"  # of Okabe and Ito
+
+
+def overhead_view(result: Overhead) -> RenderableType:
+    """A table per loop: seconds and bytes of each arm, and trace + lower over its native one."""
+    views: list[RenderableType] = [Text(_title(result), style="bold")]
+    for loop in dict.fromkeys(row.loop for row in result.rows):
+        views.append(_table(loop, [row for row in result.rows if row.loop == loop]))
+    views.append(
+        Text(
+            "init, trace, lower: seconds of processor time. × both, × calls: trace and lower, and "
+            "the Python calls in it, over the native style of what is wrapped. compile: seconds. "
+            "call: microseconds until a step's call returns. host: Python objects at the peak."
+        )
+    )
+    views += [
+        Text(f"{row.loop}, {row.arm}: {row.error}", style="yellow")
+        for row in result.rows
+        if row.error
+    ]
+    packages = ", ".join(f"{name} {value}" for name, value in result.versions.items())
+    return Group(*views, Text(f"on the CPU, {packages}"))
+
+
+def _title(result: Overhead) -> str:
+    model, train = result.config.model, result.config.train
+    return (
+        f"value and gradient of {model.num_layers} layers, embed {model.embed_dim}, batch "
+        f"{train.global_batch} × {train.sequence_length}; least of {result.repetitions} repetitions"
+    )
+
+
+def _table(loop: str, rows: Sequence[Row]) -> Table:
+    table = Table(title=loop, title_justify="left")
+    table.add_column("style", no_wrap=True)
+    columns = ("init", "trace", "lower", "both", "× both", "× calls", "compile", "temp MB")
+    for column in (*columns, "HLO", "call µs", "host MB"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        figures = row.figures
+        table.add_row(
+            row.arm,
+            *map(
+                _seconds,
+                (figures.abstract_init, figures.trace, figures.lower, figures.trace_and_lower),
+            ),
+            _ratio(row.ratios["trace_and_lower"]),
+            _ratio(row.ratios["python_calls"]),
+            _seconds(figures.compile),
+            megabytes(figures.temp_bytes),
+            "–" if figures.hlo_instructions is None else f"{figures.hlo_instructions:,}",
+            "–" if figures.dispatch is None else f"{figures.dispatch * 1e6:,.0f}",
+            megabytes(figures.host_bytes),
+        )
+    return table
+
+
+def _seconds(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def _ratio(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def write_overhead_picture(result: Overhead, path: str) -> None:
+    """Writes `overhead_figure` as PNG or SVG, by the suffix: the whole file or nothing."""
+    save_figure(overhead_figure(result), path)
+
+
+def overhead_figure(result: Overhead) -> "Figure":
+    """Bars of tracing and lowering, a panel per loop, with the ratio to the native style."""
+    from matplotlib.figure import Figure
+
+    loops = list(dict.fromkeys(row.loop for row in result.rows))
+    arms = len(result.rows) // len(loops)
+    figure = Figure(figsize=(4.2 * len(loops) + 1.2, 0.42 * arms + 1.8), layout="constrained")
+    panels = figure.subplots(1, len(loops), sharey=True, squeeze=False)[0]
+    for axes, loop in zip(panels, loops, strict=True):
+        _draw(axes, loop, [row for row in result.rows if row.loop == loop])
+    figure.suptitle(_title(result), fontsize=10.5, fontweight="bold")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=9, frameon=False)
+    return figure
+
+
+def _draw(axes: "Axes", loop: str, rows: Sequence[Row]) -> None:
+    places = range(len(rows))
+    trace = [row.figures.trace or 0.0 for row in rows]
+    lower = [row.figures.lower or 0.0 for row in rows]
+    axes.barh(places, trace, color=_TRACE, label="trace")
+    axes.barh(places, lower, left=trace, color=_LOWER, label="lower")
+    for place, row in enumerate(rows):
+        ratio = row.ratios["trace_and_lower"]
+        text = "not measured" if ratio is None else f"{ratio:.2f}× {row.native}"
+        end = trace[place] + lower[place]
+        axes.annotate(
+            text,
+            (end, place),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+            color=_INK,
+        )
+    axes.set_xlim(0, 1.55 * max([a + b for a, b in zip(trace, lower, strict=True)] + [1e-9]))
+    axes.set_yticks(places, [row.arm for row in rows])
+    if not axes.yaxis_inverted():  # the panels share this axis
+        axes.invert_yaxis()
+    axes.set_title(loop, fontsize=10)
+    axes.set_xlabel("seconds of processor time", fontsize=9)
+    axes.tick_params(labelsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
