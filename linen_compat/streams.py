@@ -18,6 +18,7 @@ from nnx_pipeline import InputError
 
 PARAMETERS = "parameters"
 MOMENTS = ("mu", "nu")
+SCALARS = ("step", "count", "schedule_count")  # of training, of Adam, of the learning rate
 QUERY = "attention.query"
 
 
@@ -45,15 +46,15 @@ class Source(Protocol):
     """A checkpoint to read from.
 
     num_layers: how many layers. arrays: NNX path to what one layer holds under it, or the model,
-    for paths of `names.OUTSIDE`. parts: `(PARAMETERS,)`, followed by `MOMENTS` where the optimizer's
-    state is there. scalars: `step` and `count` (of Adam), as far as they are there.
+    for paths of `names.OUTSIDE`. parts: `(PARAMETERS,)`, followed by `MOMENTS` where the state of
+    the optimizer is there. scalars: those of `SCALARS` that are there, as arrays without axes.
     attention_scale: what multiplies the scores of attention (`model.attention_scale`).
     """
 
     num_layers: int
     arrays: Mapping[str, ArraySpec]
     parts: tuple[str, ...]
-    scalars: Mapping[str, int]
+    scalars: Mapping[str, np.ndarray]
     attention_scale: float
 
     def order(self, path: str) -> Sequence[int]:
@@ -69,8 +70,12 @@ class Source(Protocol):
 
 
 class Destination(Protocol):
-    """A checkpoint to write, in a folder that is there for it alone (see `new_folder`)."""
+    """A checkpoint to write, in a folder that is there for it alone (see `new_folder`).
 
+    parts: those that the format has a place for; the others are left behind.
+    """
+
+    parts: tuple[str, ...]
     attention_scale: float
 
     def write(
@@ -79,7 +84,7 @@ class Destination(Protocol):
         """Stores one array of one layer."""
         ...
 
-    def commit(self, scalars: Mapping[str, int]) -> None:
+    def commit(self, scalars: Mapping[str, np.ndarray]) -> None:
         """Writes what makes the folder a checkpoint, after the last array."""
         ...
 
@@ -96,15 +101,22 @@ def copy(
     Holds one array of one layer, beside what the two hold. Crossing to a format with another
     attention scale multiplies the query kernels, in float32; nothing else changes. progress: called
     with the name and the bytes of each array that has passed. Raises Mismatch, naming the array,
-    when it holds a value that is no finite number (allowed with `allow_nan`).
+    when it holds a value that is no finite number (allowed with `allow_nan`), and InputError when
+    the optimizer's state would have to be scaled too.
     """
     ratio = source.attention_scale / destination.attention_scale
-    for part in source.parts:
+    parts = [part for part in source.parts if part in destination.parts]
+    if ratio != 1.0 and len(parts) > 1:
+        raise InputError(
+            f"attention_scale={source.attention_scale} becomes {destination.attention_scale}, and "
+            "Adam's moments of a scaled query kernel are not kept; convert the parameters alone"
+        )
+    for part in parts:
         for path, layer in walk(source):
             array = source.read(path, layer, part)
             check_finite(array, title(path, layer, part), allow_nan=allow_nan)
             if path == QUERY and ratio != 1.0:
-                array = _scaled(array, ratio, part)
+                array = scaled(array, ratio)
             destination.write(path, layer, array, part)
             progress(title(path, layer, part), array.nbytes)
     destination.commit(source.scalars)
@@ -161,7 +173,6 @@ def new_folder(destination: str | Path) -> Iterator[Path]:
         raise
 
 
-def _scaled(array: np.ndarray, ratio: float, part: str) -> np.ndarray:
-    """A query kernel q becomes ratio · q; its gradient moments follow by 1/ratio and 1/ratio²."""
-    power = {PARAMETERS: 1, "mu": -1, "nu": -2}[part]
-    return (array.astype(np.float32) * np.float32(ratio**power)).astype(array.dtype)
+def scaled(array: np.ndarray, ratio: float) -> np.ndarray:
+    """The array times `ratio`, computed in float32, in its own dtype."""
+    return (array.astype(np.float32) * np.float32(ratio)).astype(array.dtype)
