@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from linen_compat.loading import load as load
+    from linen_compat.maxtext_config import config_from_maxtext as config_from_maxtext
     from linen_compat.saving import save as save
     from linen_compat.train_state import load_train_state as load_train_state
     from linen_compat.train_state import save_train_state as save_train_state
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 # Public names and where they are; imported when they are asked for, so that `linen-compat --help`
 # does not wait for what it does not need.
 _PUBLIC = {
+    "config_from_maxtext": "maxtext_config",
     "load": "loading",
     "load_train_state": "train_state",
     "save": "saving",

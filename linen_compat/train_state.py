@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh
 
 from linen_compat.checkpoint import Inspection, inspect
-from linen_compat.loading import fill, mesh_in_use, open_source
+from linen_compat.loading import fill, for_mesh, mesh_in_use, open_source
 from linen_compat.saving import ModelSource, layout_for, write
 from linen_compat.streams import MOMENTS, PARAMETERS, Mismatch
 from nnx_pipeline import Config, MeshConfig, make_mesh
@@ -34,6 +34,7 @@ def load_train_state(
     source = open_source(found, config)
     _check_counts(source.scalars)
     mesh = mesh or mesh_in_use() or _one_device(config)
+    config = for_mesh(config, mesh)
     with jax.set_mesh(mesh):
         state = abstract_state(config, mesh)
         optimizer = state.optimizer
