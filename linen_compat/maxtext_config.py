@@ -1,6 +1,7 @@
 """Configurations: MaxText's, this project's own files, and presets, each to a `Config`."""
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ def config_from_maxtext(source: str | Path | Mapping[str, Any]) -> Config:
     machines, data, logs; the schedule of the learning rate too, for here it is constant.
 
     `num_pipeline_repeats=-1` is worked out from the pipeline parallelism, as in MaxText, and so is
-    the global batch, with parallelisms of -1 counted as 1. A remat policy without a counterpart
+    the global batch, for which parallelisms of -1 count as 1. A remat policy without a counterpart
     becomes `full`: it changes no value.
 
     Raises InputError for a key that is neither mapped nor knowingly ignored, naming the nearest,
@@ -254,15 +255,11 @@ def _train(values: Mapping[str, Any]) -> TrainConfig:
 
 
 def _global_batch(values: Mapping[str, Any]) -> int:
-    devices = math.prod(
-        value
-        for key, value in values.items()
-        if key.endswith("_parallelism") and key.startswith(("ici_", "dcn_")) and value != -1
-    )
-    batch = values["per_device_batch_size"] * devices
-    if batch != int(batch) or batch < 1:
-        raise InputError(
-            f"per_device_batch_size={values['per_device_batch_size']} on {devices} devices is no "
-            "whole number of sequences; give all parallelisms as numbers"
-        )
-    return int(batch)
+    """Exact where every parallelism is a number; else the next size that the microbatches divide."""
+    names = [key for key in values if re.fullmatch(r"(ici|dcn)_\w+_parallelism", key)]
+    sizes = [values[name] for name in names]
+    batch = values["per_device_batch_size"] * math.prod(size for size in sizes if size != -1)
+    if batch == int(batch) and -1 not in sizes:
+        return int(batch)
+    microbatches = max(1, values["num_pipeline_microbatches"])
+    return math.ceil(batch / microbatches) * microbatches

@@ -1,56 +1,30 @@
 """What each key of a MaxText configuration means to this project: mapped, fixed or ignored.
 
-MAPPED keys become fields of `nnx_pipeline.Config`. FIXED keys change what the model computes or what
-its checkpoint holds, and have one value here; another is refused. IGNORED keys say how a run is
-carried out: on which machines, with which kernels, data, logs and checkpoints.
+MAPPED keys become fields of `nnx_pipeline.Config`. FIXED keys change what the model computes or
+what its checkpoint holds, and have one value here; another is refused. Ignored keys say how a run
+is carried out: on which machines, with which kernels, data, logs and checkpoints.
 """
 
 import ast
 import re
 
-MAPPED = frozenset(
-    [
-        "model_name",
-        "decoder_block",
-        "vocab_size",
-        "base_emb_dim",
-        "base_mlp_dim",
-        "base_moe_mlp_dim",
-        "base_num_decoder_layers",
-        "base_num_query_heads",
-        "base_num_kv_heads",
-        "head_dim",
-        "num_experts",
-        "num_experts_per_tok",
-        "dtype",
-        "weight_dtype",
-        "normalization_layer_epsilon",
-        "rope_max_timescale",
-        "num_pipeline_microbatches",
-        "num_pipeline_repeats",
-        "num_layers_per_pipeline_stage",
-        "pipeline_parallel_layers",
-        "pipeline_delay_activation_forwarding",
-        "pipeline_fsdp_ag_once",
-        "pipeline_fsdp_ag_per_repeat",
-        "remat_policy",
-        "shard_mode",
-        "ici_pipeline_parallelism",
-        "dcn_pipeline_parallelism",
-        "per_device_batch_size",
-        "max_target_length",
-        "learning_rate",
-        "adam_b1",
-        "adam_b2",
-        "adam_eps",
-        "adam_weight_decay",
-        "gradient_clipping_threshold",
-        "load_balance_loss_weight",
-        "grad_dtype",
-        "shard_optimizer_over_data",
-        "enable_dropout",
-        "dropout_rate",
-    ]
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+MAPPED = _words(
+    """
+    model_name decoder_block vocab_size base_emb_dim base_mlp_dim base_moe_mlp_dim
+    base_num_decoder_layers base_num_query_heads base_num_kv_heads head_dim num_experts
+    num_experts_per_tok dtype weight_dtype normalization_layer_epsilon rope_max_timescale
+    num_pipeline_microbatches num_pipeline_repeats num_layers_per_pipeline_stage
+    pipeline_parallel_layers pipeline_delay_activation_forwarding pipeline_fsdp_ag_once
+    pipeline_fsdp_ag_per_repeat remat_policy shard_mode ici_pipeline_parallelism
+    dcn_pipeline_parallelism per_device_batch_size max_target_length learning_rate adam_b1 adam_b2
+    adam_eps adam_weight_decay gradient_clipping_threshold load_balance_loss_weight grad_dtype
+    shard_optimizer_over_data enable_dropout dropout_rate
+    """
 )
 
 _NOTHING = (None, "", "None", "none", [], {})
@@ -146,277 +120,77 @@ FIXED: dict[str, tuple[object, ...]] = {
 }
 
 # Single keys. The learning rate of this project is constant: those of a schedule say nothing here.
-_IGNORED = frozenset(
-    [
-        "abort_on_inf_loss",
-        "abort_on_nan_loss",
-        "act_quantization_calibration_method",
-        "add_bos",
-        "add_eos",
-        "allow_split_physical_axes",
-        "ar_cache_axis_order",
-        "async_checkpointing",
-        "attention",
-        "attention_out",
-        "audio_path",
-        "audio_placeholder",
-        "autoregressive_decode_assert",
-        "base_output_directory",
-        "batch_split_factor",
-        "beta_fast",
-        "beta_slow",
-        "bwd_quantization_calibration_method",
-        "causal_block_size",
-        "chat_template",
-        "chat_template_path",
-        "check_vma",
-        "colocated_python_checkpointing",
-        "colocated_python_data_input",
-        "communication_overlapping_alpha",
-        "compile_topology",
-        "compile_topology_num_slices",
-        "compile_xla_flags",
-        "compiled_trainstep_file",
-        "compressed_rope_max_timescale",
-        "compute_axis_order",
-        "constant_bound_config",
-        "context",
-        "cost_estimate_flops_bwd",
-        "cost_estimate_flops_fwd",
-        "custom_mesh",
-        "custom_mesh_and_rule",
-        "custom_mesh_and_rule_for_eval",
-        "data_sharding",
-        "data_shuffle_seed",
-        "debug_sharding",
-        "decoder_layer_input",
-        "default_prompt",
-        "dense_fsdp_use_two_stage_all_gather",
-        "diloco_outer_lr",
-        "diloco_outer_momentum",
-        "diloco_sync_period",
-        "dq_reduction_steps",
-        "dtype_mm",
-        "enable_autocheckpoint",
-        "enable_checkpoint_cloud_logger",
-        "enable_checkpointing",
-        "enable_continuous_checkpointing",
-        "enable_data_shuffling",
-        "enable_emergency_checkpoint",
-        "enable_gcp_goodput_metrics",
-        "enable_gcp_step_deviation_metrics",
-        "enable_goodput_recording",
-        "enable_jax_profiler",
-        "enable_llm_inference_pool",
-        "enable_mhc_lite",
-        "enable_model_warmup",
-        "enable_multi_tier_checkpointing",
-        "enable_nnx",
-        "enable_orbax_v1",
-        "enable_padding_causal_mask",
-        "enable_pathways_goodput",
-        "enable_prefix_caching",
-        "enable_rampup_batch_size",
-        "enable_single_controller",
-        "enable_single_replica_ckpt_restoring",
-        "enable_streaming_diloco",
-        "enable_tensorboard",
-        "enable_tpu_profiling_options",
-        "enable_wandb",
-        "engram",
-        "expansion_factor_real_data",
-        "force_q_layout",
-        "force_unroll",
-        "freeze_audio_encoder_params",
-        "freeze_vision_encoder_params",
-        "gcs_metrics",
-        "generate_padding_batch_eval",
-        "generate_padding_batch_train",
-        "generate_slice",
-        "global_rampup_samples",
-        "global_rope_proportion",
-        "hardware",
-        "image_path",
-        "image_placeholder",
-        "indexer_cutoff_threshold",
-        "init_weights_seed",
-        "input_data_sharding_logical_axes",
-        "internal_compile",
-        "internal_compile_num_devices",
-        "jax_cache_dir",
-        "jax_debug_log_modules",
-        "jax_distributed_initialization_timeout",
-        "jax_profiler_port",
-        "key_proj",
-        "kv_lora_rank",
-        "kv_proj",
-        "kv_quant_axis",
-        "kv_quant_dtype",
-        "kv_wa_proj",
-        "load_from_prefill_dir",
-        "load_full_state_path",
-        "load_parameters_path",
-        "local_rope_proportion",
-        "log_config",
-        "log_period",
-        "logical_axis_rules",
-        "logical_axis_rules_for_eval",
-        "lr_schedule_type",
-        "matmul_precision",
-        "max_checkify",
-        "max_corpus_chars",
-        "max_inflight_computations",
-        "max_num_checkpoints_to_keep",
-        "max_num_images_per_example",
-        "max_position_embeddings",
-        "max_prefill_predict_length",
-        "max_segments_per_seq",
-        "megablox",
-        "merge_gating_gmm",
-        "mesh_axes",
-        "metrics_file",
-        "mla_kv",
-        "mla_naive_kvcache",
-        "mla_q",
-        "mla_qk_head_chunk_size",
-        "mlpwi",
-        "mlpwi_0",
-        "mlpwi_1",
-        "mlpwo",
-        "model_call_mode",
-        "moe_chunk_barrier",
-        "moe_dispatch_no_expert_sharding",
-        "moe_fsdp_use_two_stage_all_gather",
-        "moe_mlpwi_0",
-        "moe_mlpwi_1",
-        "moe_mlpwo",
-        "mrope_section",
-        "mscale",
-        "mtc_data_parallelism",
-        "mtp_eval_target_module",
-        "mtp_loss_scaling_factor",
-        "multi_sampling",
-        "normalize_embedding_logits",
-        "num_communication_overlapping_steps",
-        "num_diloco_fragments",
-        "num_epoch",
-        "num_moe_emb_chunks",
-        "num_moe_token_chunks",
-        "num_slices",
-        "num_vocab_tiling",
-        "o_groups",
-        "o_lora_rank",
-        "optimize_mesh_for_tpu_v6e",
-        "optimizer_memory_host_offload",
-        "original_max_position_embeddings",
-        "out_proj",
-        "override_logical_axis_rules",
-        "override_model_config",
-        "packing",
-        "parameter_memory_host_offload",
-        "position_id_per_seconds",
-        "prefill_cache_axis_order",
-        "prefill_cache_dir",
-        "prefill_chunk_size",
-        "prefill_slice",
-        "prometheus_port",
-        "prompt",
-        "pure_nnx",
-        "pure_nnx_decoder",
-        "qk_clip_threshold",
-        "qk_nope_head_dim",
-        "qk_norm_with_scale",
-        "qk_rope_head_dim",
-        "qkv_proj",
-        "quant_cfg_path",
-        "quantization_local_shard_count",
-        "quantize_kvcache",
-        "query_proj",
-        "query_wa_proj",
-        "ragged_block_size",
-        "record_internal_nn_metrics",
-        "remove_size_one_mesh_axis_from_type",
-        "replicate_quant_scale",
-        "reshape_q",
-        "return_log_prob",
-        "reuse_example_batch",
-        "ring_scan_unroll",
-        "rope_attention_scaling",
-        "rope_factor",
-        "rope_interleave",
-        "rope_linear_scaling_factor",
-        "rope_truncate",
-        "rope_use_scale",
-        "routed_bias_update_rate",
-        "run_name",
-        "save_config_to_gcs",
-        "save_quantized_params_path",
-        "scan_layers",
-        "scan_pipeline_iterations",
-        "scan_pipeline_repeats",
-        "set_remat_policy_on_layers_per_stage",
-        "set_remat_policy_on_pipeline_iterations",
-        "sft_train_on_completion_only",
-        "shard_exp_on_fsdp",
-        "sharding_tolerance",
-        "shardy",
-        "sinkhorn_iterations",
-        "skip_jax_distributed_system",
-        "skip_step_interval",
-        "skip_step_scaling_factor",
-        "source_checkpoint_layout",
-        "sparse_matmul",
-        "stack_prefill_result_cache",
-        "steps",
-        "subslice_shape",
-        "target_eval_loss",
-        "te_comm_gemm_overlap",
-        "ulysses_context_sharding",
-        "upload_all_profiler_results",
-        "use_2d_fsdp_sharding",
-        "use_audio_in_video",
-        "use_batch_split_schedule",
-        "use_chat_template",
-        "use_chunked_prefill",
-        "use_custom_sort_vjp",
-        "use_gather_mosaic_kernel",
-        "use_gmm_v2",
-        "use_jax_splash",
-        "use_manual_quantization",
-        "use_max_logit_estimate",
-        "use_mhc_pallas_kernel",
-        "use_qk_norm_in_gdn",
-        "use_qwix_quantization",
-        "use_ragged_attention",
-        "use_ragged_sort",
-        "use_ring_of_experts",
-        "use_sequential_layers",
-        "use_sft",
-        "use_sliced_mla_proj",
-        "use_splash_scheduler",
-        "use_tokamax_gmm",
-        "use_tokamax_splash",
-        "use_truncation",
-        "use_vertex_tensorboard",
-        "v_head_dim",
-        "v_norm_with_scale",
-        "value_proj",
-        "video_path",
-        "video_placeholder",
-        "vocab_tiling_ag_once",
-        "warmup_steps_fraction",
-        "weight_quantization_calibration_method",
-        "weight_sparsity_start_step",
-        "weight_sparsity_update_step",
-        "write_estimator_result",
-        "wsd_decay_steps_fraction",
-        "wsd_decay_style",
-    ]
+_IGNORED = _words(
+    """
+    abort_on_inf_loss abort_on_nan_loss act_quantization_calibration_method add_bos add_eos
+    allow_split_physical_axes ar_cache_axis_order async_checkpointing attention attention_out
+    audio_path audio_placeholder autoregressive_decode_assert base_output_directory
+    batch_split_factor beta_fast beta_slow bwd_quantization_calibration_method causal_block_size
+    chat_template chat_template_path check_vma colocated_python_checkpointing
+    colocated_python_data_input communication_overlapping_alpha compile_topology
+    compile_topology_num_slices compile_xla_flags compiled_trainstep_file
+    compressed_rope_max_timescale compute_axis_order constant_bound_config context
+    cost_estimate_flops_bwd cost_estimate_flops_fwd custom_mesh custom_mesh_and_rule
+    custom_mesh_and_rule_for_eval data_sharding data_shuffle_seed debug_sharding
+    decoder_layer_input default_prompt dense_fsdp_use_two_stage_all_gather diloco_outer_lr
+    diloco_outer_momentum diloco_sync_period dq_reduction_steps dtype_mm enable_autocheckpoint
+    enable_checkpoint_cloud_logger enable_checkpointing enable_continuous_checkpointing
+    enable_data_shuffling enable_emergency_checkpoint enable_gcp_goodput_metrics
+    enable_gcp_step_deviation_metrics enable_goodput_recording enable_jax_profiler
+    enable_llm_inference_pool enable_mhc_lite enable_model_warmup enable_multi_tier_checkpointing
+    enable_nnx enable_orbax_v1 enable_padding_causal_mask enable_pathways_goodput
+    enable_prefix_caching enable_rampup_batch_size enable_single_controller
+    enable_single_replica_ckpt_restoring enable_streaming_diloco enable_tensorboard
+    enable_tpu_profiling_options enable_wandb engram expansion_factor_real_data force_q_layout
+    force_unroll freeze_audio_encoder_params freeze_vision_encoder_params gcs_metrics
+    generate_padding_batch_eval generate_padding_batch_train generate_slice global_rampup_samples
+    global_rope_proportion hardware image_path image_placeholder indexer_cutoff_threshold
+    init_weights_seed input_data_sharding_logical_axes internal_compile
+    internal_compile_num_devices jax_cache_dir jax_debug_log_modules
+    jax_distributed_initialization_timeout jax_profiler_port key_proj kv_lora_rank kv_proj
+    kv_quant_axis kv_quant_dtype kv_wa_proj load_from_prefill_dir load_full_state_path
+    load_parameters_path local_rope_proportion log_config log_period logical_axis_rules
+    logical_axis_rules_for_eval lr_schedule_type matmul_precision max_checkify max_corpus_chars
+    max_inflight_computations max_num_checkpoints_to_keep max_num_images_per_example
+    max_position_embeddings max_prefill_predict_length max_segments_per_seq megablox
+    merge_gating_gmm mesh_axes metrics_file mla_kv mla_naive_kvcache mla_q mla_qk_head_chunk_size
+    mlpwi mlpwi_0 mlpwi_1 mlpwo model_call_mode moe_chunk_barrier moe_dispatch_no_expert_sharding
+    moe_fsdp_use_two_stage_all_gather moe_mlpwi_0 moe_mlpwi_1 moe_mlpwo mrope_section mscale
+    mtc_data_parallelism mtp_eval_target_module mtp_loss_scaling_factor multi_sampling
+    normalize_embedding_logits num_communication_overlapping_steps num_diloco_fragments num_epoch
+    num_moe_emb_chunks num_moe_token_chunks num_slices num_vocab_tiling o_groups o_lora_rank
+    optimize_mesh_for_tpu_v6e optimizer_memory_host_offload original_max_position_embeddings
+    out_proj override_logical_axis_rules override_model_config packing
+    parameter_memory_host_offload position_id_per_seconds prefill_cache_axis_order
+    prefill_cache_dir prefill_chunk_size prefill_slice prometheus_port prompt pure_nnx
+    pure_nnx_decoder qk_clip_threshold qk_nope_head_dim qk_norm_with_scale qk_rope_head_dim
+    qkv_proj quant_cfg_path quantization_local_shard_count quantize_kvcache query_proj
+    query_wa_proj ragged_block_size record_internal_nn_metrics remove_size_one_mesh_axis_from_type
+    replicate_quant_scale reshape_q return_log_prob reuse_example_batch ring_scan_unroll
+    rope_attention_scaling rope_factor rope_interleave rope_linear_scaling_factor rope_truncate
+    rope_use_scale routed_bias_update_rate run_name save_config_to_gcs save_quantized_params_path
+    scan_layers scan_pipeline_iterations scan_pipeline_repeats
+    set_remat_policy_on_layers_per_stage set_remat_policy_on_pipeline_iterations
+    sft_train_on_completion_only shard_exp_on_fsdp sharding_tolerance shardy sinkhorn_iterations
+    skip_jax_distributed_system skip_step_interval skip_step_scaling_factor
+    source_checkpoint_layout sparse_matmul stack_prefill_result_cache steps subslice_shape
+    target_eval_loss te_comm_gemm_overlap ulysses_context_sharding upload_all_profiler_results
+    use_2d_fsdp_sharding use_audio_in_video use_batch_split_schedule use_chat_template
+    use_chunked_prefill use_custom_sort_vjp use_gather_mosaic_kernel use_gmm_v2 use_jax_splash
+    use_manual_quantization use_max_logit_estimate use_mhc_pallas_kernel use_qk_norm_in_gdn
+    use_qwix_quantization use_ragged_attention use_ragged_sort use_ring_of_experts
+    use_sequential_layers use_sft use_sliced_mla_proj use_splash_scheduler use_tokamax_gmm
+    use_tokamax_splash use_truncation use_vertex_tensorboard v_head_dim v_norm_with_scale
+    value_proj video_path video_placeholder vocab_tiling_ag_once warmup_steps_fraction
+    weight_quantization_calibration_method weight_sparsity_start_step weight_sparsity_update_step
+    write_estimator_result wsd_decay_steps_fraction wsd_decay_style
+    """
 )
 # Families of keys.
 _IGNORED_FAMILIES = re.compile(
     r"""
-    (ici|dcn)_\w+_parallelism | dcn_bandwidth_\w+ | \w*checkpoint\w* | \w*profil\w* | \w*tokeniz\w* | \w*dataset\w* | \w*_for_vit
+    (ici|dcn)_\w+_parallelism | dcn_bandwidth_\w+
+    | \w*checkpoint\w* | \w*profil\w* | \w*tokeniz\w* | \w*dataset\w* | \w*_for_vit
     | \w*_for_audio | vision_\w+ | video_max_\w+ | (hf|grain|olmo)_\w+ | (train|eval)_\w+ | dump_\w+
     | (xprof|wandb|vertex|inference|vllm|block_diffusion|distill|elastic|gdn|engram|indexer)_\w+
     | (local_)?sa_\w+ | local_use_splash_scheduler | experimental_sa_\w+ | (wi|wo)_tile_\w+
