@@ -34,10 +34,11 @@ def inspect_command(checkpoint: str, json_path: str | None) -> None:
     """
     report.check_writable(json_path, "--json")
     found = inspect(checkpoint)
+    layout = found.layout
     dtypes = Counter(leaf.dtype for leaf in found.parameters.values())
     kinds = ", ".join(f"{dtype} ({count} leaves)" for dtype, count in dtypes.items())
     report.show(
-        f"{found.layout}: {found.num_layers} layers, {found.stages} stages, {found.repeats} "
+        f"{layout.format}: {layout.num_layers} layers, {layout.stages} stages, {layout.repeats} "
         f"repeats; {found.parameter_count:,} parameters in {kinds}; "
         f"{len(found.other)} other leaves",
         json_path=json_path,
@@ -61,10 +62,10 @@ def _as_json(found: Inspection) -> dict[str, object]:
 
     return {
         "schema": 1,
-        "layout": found.layout,
-        "num_layers": found.num_layers,
-        "stages": found.stages,
-        "repeats": found.repeats,
+        "layout": found.layout.format,
+        "num_layers": found.layout.num_layers,
+        "stages": found.layout.stages,
+        "repeats": found.layout.repeats,
         "parameter_count": found.parameter_count,
         "parameters": leaves({**found.parameters}),
         "other": leaves({**found.other}),
