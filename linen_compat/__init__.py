@@ -5,11 +5,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from linen_compat.loading import load as load
+    from linen_compat.saving import save as save
+    from linen_compat.train_state import load_train_state as load_train_state
+    from linen_compat.train_state import save_train_state as save_train_state
 
 # Public names and where they are; imported when they are asked for, so that `linen-compat --help`
 # does not wait for what it does not need.
 _PUBLIC = {
     "load": "loading",
+    "load_train_state": "train_state",
+    "save": "saving",
+    "save_train_state": "train_state",
 }
 __all__ = sorted(_PUBLIC)
 

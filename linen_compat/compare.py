@@ -90,7 +90,7 @@ def model_arrays(config: ModelConfig) -> dict[str, ArraySpec]:
     return arrays
 
 
-def parameter_paths(model: Mixtral) -> dict[str, jax.Array | jax.ShapeDtypeStruct]:
+def parameter_paths(model: Mixtral) -> dict[str, jax.Array]:
     """Every array of a model by its path, such as `pipeline.layers.attention.query`."""
     leaves = jax.tree_util.tree_leaves_with_path(model)
     return {nnx_path(path): leaf for path, leaf in leaves}

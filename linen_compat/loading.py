@@ -15,7 +15,7 @@ from linen_compat.compare import LAYERS, compare, model_arrays, nnx_path
 from linen_compat.orbax_streams import OrbaxSource
 from linen_compat.stored import Index
 from linen_compat.streams import PARAMETERS, Source
-from nnx_pipeline import Config, Mixtral
+from nnx_pipeline import Config, InputError, Mixtral
 from nnx_pipeline.sharding import variable_shardings
 
 Tree = TypeVar("Tree")
@@ -70,7 +70,13 @@ def mesh_in_use() -> Mesh | None:
 def open_source(found: Inspection, config: Config) -> OrbaxSource:
     """The checkpoint as a source, once every leaf is accounted for. Raises Mismatch otherwise."""
     compare(found, config.model).require(found.items)
-    return OrbaxSource(found, model_arrays(config.model))
+    source = OrbaxSource(found, model_arrays(config.model))
+    if source.attention_scale != config.model.attention_scale:
+        raise InputError(
+            f"model.attention_scale={config.model.attention_scale} and the query kernels of "
+            f"{found.items} are for {source.attention_scale}; set it to that"
+        )
+    return source
 
 
 def _placement(model: Mixtral, mesh: Mesh | None) -> Any:

@@ -33,14 +33,13 @@ def names_of(arrays: Mapping[str, Any]) -> dict[str, Names]:
 class OrbaxSource:
     """A checkpoint that `compare` has found complete, to be read. See `streams.Source`."""
 
-    attention_scale = 1.0
-
     def __init__(self, found: Inspection, arrays: Mapping[str, ArraySpec]) -> None:
         """arrays: as of `compare.model_arrays`; the dtypes are those stored, whatever it says."""
         self.layout, self.num_layers = found.layout, found.layout.num_layers
         self.parts = found.parts
         self._found, self._names = found, names_of(arrays)
         self._files = StoredArrays(found.items)
+        self.attention_scale = float(self._files.custom.get("attention_scale", 1.0))
         self.arrays = {path: self._as_stored(path, spec) for path, spec in arrays.items()}
         self.scalars = {name: self._files.read(leaf.stored) for name, leaf in found.scalars.items()}
 
@@ -75,13 +74,24 @@ class OrbaxSource:
 class OrbaxDestination:
     """A new checkpoint in a layout of MaxText or of this project. See `streams.Destination`."""
 
-    attention_scale = 1.0
-    parts = (PARAMETERS, *MOMENTS)
+    parts: tuple[str, ...] = (PARAMETERS, *MOMENTS)
 
-    def __init__(self, folder: Path, layout: Layout, arrays: Mapping[str, Any]) -> None:
-        """arrays: what a layer has, by NNX path; only the names count."""
+    def __init__(
+        self,
+        folder: Path,
+        layout: Layout,
+        arrays: Mapping[str, Any],
+        *,
+        attention_scale: float = 1.0,
+    ) -> None:
+        """arrays: what a layer has, by NNX path; only the names count.
+
+        attention_scale: of the model, which this project's own format keeps beside the arrays. A
+        MaxText model always has 1.
+        """
         self.layout = layout
         self._family = "nnx" if layout.format == NNX else "maxtext"
+        self.attention_scale = attention_scale if self._family == "nnx" else 1.0
         self._names = names_of(arrays)
         self._files = NewArrays(folder)
         self._written = set[tuple[str, str, int | None]]()
@@ -110,7 +120,8 @@ class OrbaxDestination:
                 self._files.write(paths[name], (), value)
         # MaxText's optimizer is a list of three, and the second of them, weight decay, is empty.
         empty = ("opt_state/1",) if self._family == "maxtext" and "count" in scalars else ()
-        self._files.finish(empty)
+        custom = {"attention_scale": self.attention_scale} if self._family == "nnx" else None
+        self._files.finish(empty, custom)
 
     def _check_complete(self) -> None:
         outside = {names.nnx for names in OUTSIDE}

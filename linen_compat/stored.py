@@ -26,6 +26,7 @@ class StoredArrays:
     def __init__(self, items: Path) -> None:
         self.items = items
         metadata = json.loads((items / "_METADATA").read_text(encoding="utf-8"))
+        self.custom: dict[str, Any] = metadata.get("custom_metadata") or {}
         # Older checkpoints leave chunks of zeros out; in others a missing chunk is a damage.
         self._zeros_are_missing = not metadata.get("store_array_data_equal_to_fill_value", False)
         self._open: tuple[str, ts.TensorStore] | None = None
@@ -78,8 +79,11 @@ class NewArrays:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._stores: dict[str, ts.TensorStore] = {}
+        # Writes are committed a block's worth at a time: a commit waits for the disk.
+        self._bound: dict[str, ts.Transaction] = {}
         self._transaction = ts.Transaction()
         self._pending = 0
+        self._context = ts.Context()  # one for all arrays, or each commits by itself
 
     def create(
         self, leaf: str, shape: tuple[int, ...], dtype: np.dtype, stacked_axes: Iterable[int] = ()
@@ -99,25 +103,33 @@ class NewArrays:
             },
             "store_data_equal_to_fill_value": True,
         }
-        self._stores[leaf] = ts.open(spec, create=True).result()
+        store = ts.open(
+            spec, create=True, context=self._context, transaction=self._transaction
+        ).result()
+        self._stores[leaf], self._bound[leaf] = store, self._transaction
 
     def __contains__(self, leaf: str) -> bool:
         return leaf in self._stores
 
     def write(self, leaf: str, index: Index, array: np.ndarray) -> None:
         """Stores the part of an array that `index` names, block by block."""
-        store = self._stores[leaf]
+        store = self._in_transaction(leaf)
         part = store[index] if index else store
         chunk = [size or 1 for size in part.chunk_layout.write_chunk.shape or ()]
         for block in _blocks(array.shape, chunk):
             piece = array[block]
-            part.with_transaction(self._transaction)[block].write(piece).result()
+            part[block].write(piece).result()
             self._pending += piece.nbytes
             if self._pending >= _BLOCK_BYTES:
                 self._flush()
+                store = self._in_transaction(leaf)
+                part = store[index] if index else store
 
-    def finish(self, empty: Iterable[str] = ()) -> None:
-        """Writes the tree's metadata. empty: paths of leaves that are None."""
+    def finish(self, empty: Iterable[str] = (), custom: Mapping[str, Any] | None = None) -> None:
+        """Writes the tree's metadata. empty: paths of leaves that are None. custom: own metadata.
+
+        The folder is a checkpoint from here on.
+        """
         self._flush()
         tree = {}
         for leaf, store in self._stores.items():
@@ -134,9 +146,15 @@ class NewArrays:
             "use_ocdbt": True,
             "use_zarr3": True,
             "store_array_data_equal_to_fill_value": True,
-            "custom_metadata": None,
+            "custom_metadata": custom,
         }
         (self.folder / "_METADATA").write_text(json.dumps(metadata), encoding="utf-8")
+
+    def _in_transaction(self, leaf: str) -> ts.TensorStore:
+        if self._bound[leaf] is not self._transaction:
+            self._stores[leaf] = self._stores[leaf].with_transaction(self._transaction)
+            self._bound[leaf] = self._transaction
+        return self._stores[leaf]
 
     def _flush(self) -> None:
         self._transaction.commit_async().result()

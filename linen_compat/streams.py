@@ -52,10 +52,14 @@ class Source(Protocol):
     """
 
     num_layers: int
-    arrays: Mapping[str, ArraySpec]
     parts: tuple[str, ...]
-    scalars: Mapping[str, np.ndarray]
     attention_scale: float
+
+    @property
+    def arrays(self) -> Mapping[str, ArraySpec]: ...
+
+    @property
+    def scalars(self) -> Mapping[str, np.ndarray]: ...
 
     def order(self, path: str) -> Sequence[int]:
         """The layers in an order in which each stored array is read once."""

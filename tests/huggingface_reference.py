@@ -68,7 +68,9 @@ def main() -> None:
 
     shutil.rmtree(FOLDER, ignore_errors=True)
     for name, (kind, dtype, options) in KEPT.items():
-        model = random_model(kind, seed=0).to(getattr(torch, dtype))
+        model = random_model(kind, seed=0)
+        for parameter in model.parameters():  # and not buffers, such as the rotary frequencies
+            parameter.data = parameter.data.to(getattr(torch, dtype))
         model.save_pretrained(FOLDER / name, **options)
         (FOLDER / name / "generation_config.json").unlink()
         tokens = random_tokens(seed=1)
