@@ -4,6 +4,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from linen_compat.huggingface_config import config_from_huggingface as config_from_huggingface
+    from linen_compat.huggingface_config import config_to_huggingface as config_to_huggingface
     from linen_compat.loading import load as load
     from linen_compat.saving import save as save
     from linen_compat.train_state import load_train_state as load_train_state
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
 # Public names and where they are; imported when they are asked for, so that `linen-compat --help`
 # does not wait for what it does not need.
 _PUBLIC = {
+    "config_from_huggingface": "huggingface_config",
+    "config_to_huggingface": "huggingface_config",
     "load": "loading",
     "load_train_state": "train_state",
     "save": "saving",

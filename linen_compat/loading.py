@@ -13,7 +13,6 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from linen_compat.checkpoint import Inspection, inspect
 from linen_compat.compare import LAYERS, compare, model_arrays, nnx_path
 from linen_compat.orbax_streams import OrbaxSource
-from linen_compat.stored import Index
 from linen_compat.streams import PARAMETERS, Source
 from nnx_pipeline import Config, InputError, Mixtral
 from nnx_pipeline.sharding import variable_shardings
@@ -26,9 +25,13 @@ class SourceOfParts(Source, Protocol):
     """A source that reads no more of an array than is asked for."""
 
     def read(
-        self, path: str, layer: int | None, part: str = PARAMETERS, index: Index = ()
+        self,
+        path: str,
+        layer: int | None,
+        part: str = PARAMETERS,
+        index: tuple[slice, ...] = (),
     ) -> np.ndarray:
-        """As of `Source`; index: slices of the array, the whole by default."""
+        """As of `Source`; index: a part of the array, the whole by default."""
         ...
 
     def close(self) -> None:

@@ -103,7 +103,7 @@ def copy(
     """Every array of `source` to `destination`, then its commit.
 
     Holds one array of one layer, beside what the two hold. Crossing to a format with another
-    attention scale multiplies the query kernels, in float32; nothing else changes. progress: called
+    attention scale multiplies the query kernels (`scaled`); nothing else changes. progress: called
     with the name and the bytes of each array that has passed. Raises Mismatch, naming the array,
     when it holds a value that is no finite number (allowed with `allow_nan`), and InputError when
     the optimizer's state would have to be scaled too.
@@ -123,6 +123,7 @@ def copy(
                 array = scaled(array, ratio)
             destination.write(path, layer, array, part)
             progress(title(path, layer, part), array.nbytes)
+            del array  # before the next one takes memory
     destination.commit(source.scalars)
 
 

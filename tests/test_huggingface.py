@@ -16,7 +16,6 @@ from helpers import assert_same_placement, mesh_of, missing, replace
 from huggingface_reference import FOLDER, KEPT, logits_of, random_model, random_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh
 from safetensors.numpy import load_file
 
 from linen_compat import huggingface
@@ -113,18 +112,22 @@ def test_the_default_config_is_that_of_the_folder() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "repeats"), [("stage=2,fsdp=2,tensor=2", 2), ("expert=2,fsdp=2,data=2", 1)]
+    ("name", "mesh", "repeats"),
+    [
+        ("mixtral", "stage=2,expert=4", 1),
+        ("mixtral_fused", "stage=2,expert=2,tensor=2", 2),
+        ("llama", "fsdp=4,tensor=2", 1),
+    ],
 )
-@pytest.mark.parametrize("name", ["mixtral_fused", "llama"])
 def test_on_a_mesh_every_parameter_has_its_sharding(name: str, mesh: str, repeats: int) -> None:
     config = replace(in_float32(name), "pipeline", num_repeats=repeats)
     reference = np.load(FOLDER / name / "reference.npz")
     tokens = np.tile(reference["tokens"], (8, 1))
     config = replace(config, "train", global_batch=len(tokens))
-    with jax.set_mesh(mesh_of(mesh)) as placed:
-        model = huggingface.load(FOLDER / name, config)
-        assert isinstance(placed, Mesh)
-        assert_same_placement(model, abstract_state(config, placed).model)
+    devices = mesh_of(mesh)
+    model = huggingface.load(FOLDER / name, config, mesh=devices)
+    with jax.set_mesh(devices):
+        assert_same_placement(model, abstract_state(config, devices).model)
         found = logits(model, tokens)
     expected = np.tile(reference["logits"], (8, 1, 1))
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
@@ -232,9 +235,9 @@ class Zeros:
     """A source of zeros for every array of a model."""
 
     parts: tuple[str, ...] = ("parameters",)
-    scalars: dict[str, np.ndarray] = {}
 
     def __init__(self, config: Config) -> None:
+        self.scalars: dict[str, np.ndarray] = {}
         from linen_compat.compare import model_arrays
 
         self.arrays: dict[str, ArraySpec] = model_arrays(config.model)
