@@ -4,6 +4,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from linen_compat.huggingface_config import config_from_huggingface as config_from_huggingface
+    from linen_compat.huggingface_config import config_to_huggingface as config_to_huggingface
     from linen_compat.loading import load as load
     from linen_compat.maxtext_config import config_from_maxtext as config_from_maxtext
     from linen_compat.saving import save as save
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
 # does not wait for what it does not need.
 _PUBLIC = {
     "config_from_maxtext": "maxtext_config",
+    "config_from_huggingface": "huggingface_config",
+    "config_to_huggingface": "huggingface_config",
     "load": "loading",
     "load_train_state": "train_state",
     "save": "saving",

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -14,12 +14,30 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from linen_compat.checkpoint import Inspection, inspect
 from linen_compat.compare import LAYERS, compare, model_arrays, nnx_path
 from linen_compat.orbax_streams import OrbaxSource
-from linen_compat.streams import PARAMETERS
+from linen_compat.streams import PARAMETERS, Source
 from nnx_pipeline import Config, InputError, Mixtral
 from nnx_pipeline.sharding import variable_shardings
 
 Tree = TypeVar("Tree")
 _STACK_AXES = 3  # repeats, stages, layers per stage
+
+
+class SourceOfParts(Source, Protocol):
+    """A source that reads no more of an array than is asked for."""
+
+    def read(
+        self,
+        path: str,
+        layer: int | None,
+        part: str = PARAMETERS,
+        index: tuple[slice, ...] = (),
+    ) -> np.ndarray:
+        """As of `Source`; index: a part of the array, the whole by default."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of what is held between reads."""
+        ...
 
 
 def load(checkpoint: str | Path, config: Config, *, mesh: Mesh | None = None) -> Mixtral:
@@ -37,7 +55,11 @@ def load(checkpoint: str | Path, config: Config, *, mesh: Mesh | None = None) ->
     Raises InputError when the checkpoint cannot be read or a leaf is missing, unknown or of another
     shape (`streams.Mismatch`, which names it); no parameter is ever left at an initial value.
     """
-    source = open_source(inspect(checkpoint), config)
+    return load_from(open_source(inspect(checkpoint), config), config, mesh)
+
+
+def load_from(source: SourceOfParts, config: Config, mesh: Mesh | None) -> Mixtral:
+    """The model of a config with the parameters of a source; mesh as for `load`."""
     mesh = mesh or mesh_in_use()
     config = for_mesh(config, mesh)
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
@@ -81,7 +103,7 @@ def _placement(model: Mixtral, mesh: Mesh | None) -> Any:
     return jax.tree.map(lambda _: device, model)
 
 
-def fill(tree: Tree, shardings: Any, source: OrbaxSource, part: str = PARAMETERS) -> Tree:
+def fill(tree: Tree, shardings: Any, source: SourceOfParts, part: str = PARAMETERS) -> Tree:
     """A tree of a model's shape with the arrays of a source instead of abstract ones."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     places = jax.tree.leaves(shardings)
@@ -93,7 +115,7 @@ def fill(tree: Tree, shardings: Any, source: OrbaxSource, part: str = PARAMETERS
 
 
 def _read_array(
-    path: str, leaf: jax.ShapeDtypeStruct, place: Sharding, source: OrbaxSource, part: str
+    path: str, leaf: jax.ShapeDtypeStruct, place: Sharding, source: SourceOfParts, part: str
 ) -> jax.Array:
     """One parameter, `[repeats, stages, layers per stage, …]` where it belongs to the layers.
 
@@ -113,7 +135,7 @@ def _read_array(
 
 
 def _read_shard(
-    path: str, leaf: jax.ShapeDtypeStruct, ranges: list[range], source: OrbaxSource, part: str
+    path: str, leaf: jax.ShapeDtypeStruct, ranges: list[range], source: SourceOfParts, part: str
 ) -> np.ndarray:
     stack = _STACK_AXES if path.startswith(LAYERS) else 0
     cut = tuple(slice(span.start, span.stop) for span in ranges[stack:])

@@ -255,7 +255,7 @@ def _train(values: Mapping[str, Any]) -> TrainConfig:
 
 
 def _global_batch(values: Mapping[str, Any]) -> int:
-    """Exact where every parallelism is a number; else the next size that the microbatches divide."""
+    """Exact where every parallelism is a number, else the next size that microbatches divide."""
     names = [key for key in values if re.fullmatch(r"(ici|dcn)_\w+_parallelism", key)]
     sizes = [values[name] for name in names]
     batch = values["per_device_batch_size"] * math.prod(size for size in sizes if size != -1)

@@ -27,7 +27,7 @@ MAPPED = _words(
     """
 )
 
-_NOTHING = (None, "", "None", "none", [], {})
+_NOTHING: tuple[object, ...] = (None, "", "None", "none", [], {})
 # The values that are accepted; the first is the one to set.
 FIXED: dict[str, tuple[object, ...]] = {
     "activations_in_float32": (False,),

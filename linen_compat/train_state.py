@@ -60,7 +60,7 @@ def save_train_state(
     """Writes a training state as `save` writes a model, with MaxText's `opt_state` and `step`."""
     trees = {PARAMETERS: state.model, **{m: _moment(state.optimizer, m) for m in MOMENTS}}
     count = np.asarray(_moment(state.optimizer, "count"))
-    scalars = {"step": np.asarray(state.step), "count": count, "schedule_count": count}
+    scalars = {"step": np.asarray(state.step), "count": count}
     source = ModelSource(state.model, trees, scalars)
     write(source, checkpoint, layout_for(state.model, format, stages, repeats))
 
