@@ -71,6 +71,8 @@ class Plan:
     ) -> None:
         """Converts. Raises Mismatch, naming the leaf, for bytes that are missing and for NaN."""
         source = self.opened.source
+        if isinstance(source, OrbaxSource):
+            source.check_files()
         with new_folder(self.destination) as folder:
             if self.layout is None:
                 config = self.opened.config

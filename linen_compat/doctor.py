@@ -100,6 +100,7 @@ def _every_array(diagnosis: Diagnosis, config: Config) -> Iterator[tuple[str, np
     else:
         found = inspect(diagnosis.checkpoint)
         source = OrbaxSource(found, model_arrays(config.model))
+        source.check_files()
         files = StoredArrays(found.items)
         for leaf in (*found.scalars.values(), *found.ignored.values()):
             yield leaf.stored, files.read(leaf.stored)

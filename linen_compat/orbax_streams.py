@@ -53,6 +53,10 @@ class OrbaxSource:
         slot = self._slot(path, layer)
         return self._files.read(self.name(path, layer, part), slot.index, index)
 
+    def check_files(self) -> None:
+        """Looks for files that were cut off, besides those that reading every array finds."""
+        self._files.check_databases()
+
     def close(self) -> None:
         """Lets go of the array that was read last."""
         self._files.close()

@@ -42,14 +42,33 @@ class StoredArrays:
                 store = store[index] if index else store
             return np.asarray(store.read().result())
         except (ValueError, OSError, NotImplementedError) as error:
-            reason = " ".join(str(error).split("[source locations")[0].split())
-            raise Mismatch(
-                f"{leaf} in {self.items} cannot be read, the checkpoint is damaged: {reason[:300]}"
-            ) from error
+            raise self._damaged(f"{leaf} in {self.items}", error) from error
+
+    def check_databases(self) -> None:
+        """Reads the indices of every database and version here, the process-wise ones too.
+
+        Files end with an index, so one that was cut off shows even where nothing that the
+        checkpoint refers to is lost. Raises Mismatch, naming the folder.
+        """
+        manifests = [self.items / "manifest.ocdbt", *self.items.glob("ocdbt.process_*/manifest.*")]
+        for folder in (manifest.parent for manifest in manifests if manifest.exists()):
+            base = f"file://{folder}/"
+            try:
+                manifest = ts.ocdbt.dump(ts.KvStore.open(base).result()).result()
+                for version in manifest["versions"]:
+                    number = version["generation_number"]
+                    spec = {"driver": "ocdbt", "base": base, "version": number}
+                    ts.KvStore.open(spec).result().list().result()
+            except ValueError as error:
+                raise self._damaged(str(folder), error) from error
 
     def close(self) -> None:
         """Lets go of what is in memory."""
         self._open = None
+
+    def _damaged(self, what: str, error: Exception) -> Mismatch:
+        reason = " ".join(str(error).split("[source locations")[0].split())
+        return Mismatch(f"{what} cannot be read, the checkpoint is damaged: {reason[:300]}")
 
     def _store(self, leaf: str, *, whole: bool) -> ts.TensorStore:
         if self._open is not None and self._open[0] == leaf:
