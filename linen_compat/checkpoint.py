@@ -11,6 +11,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from linen_compat.layouts import Layout, find_layout
+from linen_compat.stored import StoredArrays
 from linen_compat.streams import MOMENTS, PARAMETERS, SCALARS, Mismatch
 from nnx_pipeline import InputError
 
@@ -117,8 +118,12 @@ def inspect(checkpoint: str | Path) -> Inspection:
 
 def _metadata(items: Path) -> Mapping[str, tuple[tuple[int, ...], str]]:
     try:
-        metadata: Any = ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).metadata(items)
+        StoredArrays(items).check_index()  # Orbax fails less clearly, and not always quietly
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            metadata: Any = checkpointer.metadata(items)
         tree = metadata.item_metadata.tree
+    except Mismatch:
+        raise
     except Exception as error:  # Orbax and its formats raise many kinds for a broken checkpoint
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise Mismatch(f"{items} cannot be read as an Orbax checkpoint: {reason[:200]}") from error

@@ -44,6 +44,15 @@ class StoredArrays:
         except (ValueError, OSError, NotImplementedError) as error:
             raise self._damaged(f"{leaf} in {self.items}", error) from error
 
+    def check_index(self) -> None:
+        """Reads the index of the database. Raises Mismatch when it is damaged."""
+        if (self.items / "manifest.ocdbt").exists():
+            spec = {"driver": "ocdbt", "base": f"file://{self.items}/"}
+            try:
+                ts.KvStore.open(spec).result().list().result()
+            except ValueError as error:
+                raise self._damaged(str(self.items), error) from error
+
     def check_databases(self) -> None:
         """Reads the indices of every database and version here, the process-wise ones too.
 

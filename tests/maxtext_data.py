@@ -50,12 +50,14 @@ def parameter_trees() -> dict[str, dict[str, tuple[int, ...]]]:
 
 def read(folder: Path) -> Leaves:
     """Every leaf by its path, read by Orbax."""
-    return flat(ocp.PyTreeCheckpointer().restore(folder))
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        return flat(checkpointer.restore(folder))
 
 
 def write(folder: Path, leaves: Leaves) -> Path:
     """Writes leaves by Orbax; numbered keys become lists."""
-    ocp.PyTreeCheckpointer().save(folder, _lists(nested(leaves)))
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(folder, _lists(nested(leaves)))
     return folder
 
 
