@@ -29,7 +29,7 @@ def main() -> None:
     if arguments.make:  # in a process of its own: a child's peak includes what its parent held
         make_checkpoint(arguments.make[0], arguments.make[1], int(arguments.make[2]))
         return
-    layers = max(4, int(16 * arguments.scale) // 4 * 4)
+    layers = max(8, int(16 * arguments.scale) // 8 * 8)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         measure(Path(folder), "scanned", layers)
         half = measure(Path(folder), "unscanned", layers // 2)
@@ -40,11 +40,9 @@ def main() -> None:
 def measure(folder: Path, layout: str, layers: int) -> float:
     """Makes a checkpoint, converts it in a process of its own, prints and returns the peak."""
     source, target = folder / "source", folder / "target"
-    command = (
-        f"import sys; sys.path[0] = {str(Path(__file__).parent)!r}; import convert_memory as m"
-    )
-    make = [sys.executable, "-c", f"{command}; m.make({str(source)!r}, {layout!r}, {layers})"]
-    largest, total = map(int, subprocess.run(make, check=True, capture_output=True).stdout.split())
+    make = [sys.executable, __file__, "--make", str(source), layout, str(layers)]
+    made = subprocess.run(make, check=True, stdout=subprocess.PIPE)
+    largest, total = map(int, made.stdout.split())
     begun = time.monotonic()
     code = "from linen_compat.cli import main; main()"
     arguments = ["convert", str(source), str(target), "--to", "maxtext:pipelined"]
