@@ -146,12 +146,13 @@ def _key(entry: Any) -> str:
 # MaxText's NNX path saves them, may have no `params` around them and end in `value`.
 _OURS = r"((?:embedding|norm|pipeline/layers)/.+|head)"
 _GROUPS = (
+    ("ignored", r"(nnx_aux/.+)"),
+    ("ignored", r"((?:.+/)?rngs/[^/]+/(?:count|key)(?:/value)?)"),
     (PARAMETERS, rf"model/{_OURS}"),
     *((moment, rf"optimizer/{moment}/{_OURS}") for moment in MOMENTS),
     *((moment, rf"opt_state/0/{moment}/(?:params/)*(.+?)(?:/value)?") for moment in MOMENTS),
     (PARAMETERS, r"(?:params/)+(.+?)(?:/value)?"),
     (PARAMETERS, r"((?:token_embedder|decoder)/.+?)(?:/value)?"),
-    ("ignored", r"(nnx_aux/.+)"),
 )
 SCALAR_PATHS = {
     "maxtext": dict(zip(SCALARS, ("step", "opt_state/0/count", "opt_state/2/count"), strict=True)),

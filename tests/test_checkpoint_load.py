@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from helpers import arrays_by_path, assert_same_placement, mesh_of, replace
 from maxtext_data import (
@@ -12,6 +13,7 @@ from maxtext_data import (
     config_of,
     full_state,
     laid_out,
+    nested,
     parameters,
     reference,
     write,
@@ -98,6 +100,31 @@ def test_forms_of_parameters_alone(tmp_path, form, where):
     write(tmp_path / "run" / where, {before + k + after: v for k, v in leaves.items()})
     model = linen_compat.load(tmp_path / "run", config_of())
     assert logits_error(model) <= TOLERANCE
+
+
+def test_generators_beside_parameters_are_ignored(tmp_path):
+    leaves = {f"{k}/value": v for k, v in laid_out(parameters(), "scanned").items()}
+    leaves["decoder/dropout/rngs/params/key/value"] = np.zeros(4, np.uint32)
+    leaves["decoder/layers/dropout/rngs/params/count/value"] = np.zeros(4, np.uint32)
+    write(tmp_path / "items", leaves)
+    assert logits_error(linen_compat.load(tmp_path, config_of())) <= TOLERANCE
+
+
+@pytest.mark.parametrize("ocdbt", [False, True])
+@pytest.mark.parametrize("zarr3", [False, True])
+def test_every_way_in_which_orbax_stores_arrays(tmp_path, ocdbt, zarr3):
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt, use_zarr3=zarr3)
+    leaves = {f"params/params/{k}": v for k, v in laid_out(parameters(), "scanned").items()}
+    scale = "params/params/decoder/decoder_norm/scale"
+    leaves[scale] = np.zeros_like(leaves[scale])  # what older checkpoints leave out
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(tmp_path / "items", nested(leaves))
+    model = linen_compat.load(tmp_path, config_of())
+    assert not np.any(model.norm.scale[...])
+    expected = linen_compat.load(checkpoint("unscanned"), config_of())
+    np.testing.assert_array_equal(model.head[...], expected.head[...])
+    query = model.pipeline.layers.attention.query[...]
+    np.testing.assert_array_equal(query, expected.pipeline.layers.attention.query[...])
 
 
 def test_only_the_dtype_of_the_config_changes_values():
