@@ -4,6 +4,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from linen_compat.huggingface_config import config_from_huggingface as config_from_huggingface
+    from linen_compat.huggingface_config import config_to_huggingface as config_to_huggingface
+    from linen_compat.loading import load as load
+    from linen_compat.maxtext_config import config_from_maxtext as config_from_maxtext
     from linen_compat.modules import Attention as Attention
     from linen_compat.modules import CircularPipeline as CircularPipeline
     from linen_compat.modules import Decoder as Decoder
@@ -16,6 +20,9 @@ if TYPE_CHECKING:
     from linen_compat.modules import RMSNorm as RMSNorm
     from linen_compat.modules import Transformer as Transformer
     from linen_compat.modules import logical_axis_rules as logical_axis_rules
+    from linen_compat.saving import save as save
+    from linen_compat.train_state import load_train_state as load_train_state
+    from linen_compat.train_state import save_train_state as save_train_state
 
 # Public names and where they are; imported when they are asked for, so that `linen-compat --help`
 # does not wait for what it does not need.
@@ -32,6 +39,13 @@ _PUBLIC = {
     "RMSNorm": "modules",
     "Transformer": "modules",
     "logical_axis_rules": "modules",
+    "config_from_maxtext": "maxtext_config",
+    "config_from_huggingface": "huggingface_config",
+    "config_to_huggingface": "huggingface_config",
+    "load": "loading",
+    "load_train_state": "train_state",
+    "save": "saving",
+    "save_train_state": "train_state",
 }
 __all__ = sorted(_PUBLIC)
 

@@ -1,7 +1,8 @@
-"""What a MaxText checkpoint holds, from its metadata alone: no array is read."""
+"""What a checkpoint holds, from its metadata alone: no array is read."""
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,18 +10,19 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from linen_compat.layouts import Layout, find_layout
+from linen_compat.stored import StoredArrays
+from linen_compat.streams import MOMENTS, PARAMETERS, SCALARS, Mismatch
 from nnx_pipeline import InputError
-
-_QUERY = "self_attention/query/kernel"
-_QUERY_RANK = 3  # [embed, heads, head_dim] in one layer
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of a checkpoint."""
+    """One stored array. stored: its path in the checkpoint's tree, keys joined by `/`."""
 
     shape: tuple[int, ...]
     dtype: str
+    stored: str
 
     @property
     def size(self) -> int:
@@ -28,27 +30,46 @@ class Leaf:
         return math.prod(self.shape)
 
 
+Leaves = dict[str, Leaf]
+
+
 @dataclass(frozen=True)
 class Inspection:
     """A checkpoint's layout and leaves.
 
-    layout: `maxtext:unscanned`, `maxtext:scanned` or `maxtext:pipelined`. stages, repeats: 1 unless
-    pipelined. parameters: path below `params/params` to leaf. other: every other leaf (optimizer
-    state, step, state of random number generators), by its whole path.
+    parameters, moments: paths below `params/params`, or below `model` for the format `nnx`; moments
+    are there by `mu` and `nu`, or not at all. scalars: by the names of `streams.SCALARS`. ignored:
+    what this project has no use for, by its whole path: the state of random number generators.
+    unknown: everything else.
     """
 
     items: Path
-    layout: str
-    num_layers: int
-    stages: int
-    repeats: int
-    parameters: dict[str, Leaf]
-    other: dict[str, Leaf]
+    layout: Layout
+    parameters: Leaves
+    moments: dict[str, Leaves]
+    scalars: Leaves
+    ignored: Leaves
+    unknown: Leaves
 
     @property
     def parameter_count(self) -> int:
         """Number of parameters."""
         return sum(leaf.size for leaf in self.parameters.values())
+
+    @property
+    def other(self) -> Leaves:
+        """Every leaf that is not a parameter, by its whole path."""
+        groups = (*self.moments.values(), self.scalars, self.ignored, self.unknown)
+        return {leaf.stored: leaf for group in groups for leaf in group.values()}
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts that `streams.Source` has of it."""
+        return (PARAMETERS, *self.moments)
+
+    def part(self, part: str) -> Leaves:
+        """The leaves of one part."""
+        return self.parameters if part == PARAMETERS else self.moments[part]
 
 
 def find_items(checkpoint: str | Path) -> Path:
@@ -74,30 +95,44 @@ def find_items(checkpoint: str | Path) -> Path:
 def inspect(checkpoint: str | Path) -> Inspection:
     """Reads names, shapes and dtypes, and finds the layout out.
 
-    Raises InputError when the checkpoint cannot be read or has no layout of MaxText's decoder.
+    Raises InputError when there is no checkpoint, and Mismatch when it cannot be read or has no
+    layout of MaxText's decoder.
     """
     items = find_items(checkpoint)
+    found: dict[str, Leaves] = {PARAMETERS: {}, "scalars": {}, "ignored": {}, "unknown": {}}
+    for stored, (shape, dtype) in _metadata(items).items():
+        group, name = _group(stored)
+        found.setdefault(group, {})[name] = Leaf(shape, dtype, stored)
+    parameters = found[PARAMETERS]
+    shapes = {name: leaf.shape for name, leaf in parameters.items()}
+    return Inspection(
+        items=items,
+        layout=find_layout(shapes, items),
+        parameters=parameters,
+        moments={moment: found[moment] for moment in MOMENTS if moment in found},
+        scalars=found["scalars"],
+        ignored=found["ignored"],
+        unknown=found["unknown"],
+    )
+
+
+def _metadata(items: Path) -> Mapping[str, tuple[tuple[int, ...], str]]:
     try:
-        metadata: Any = ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).metadata(items)
+        StoredArrays(items).check_index()  # Orbax fails less clearly, and not always quietly
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            metadata: Any = checkpointer.metadata(items)
         tree = metadata.item_metadata.tree
+    except Mismatch:
+        raise
     except Exception as error:  # Orbax and its formats raise many kinds for a broken checkpoint
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(
-            f"{items} cannot be read as an Orbax checkpoint: {reason[:200]}"
-        ) from error
-    parameters, other = {}, {}
+        raise Mismatch(f"{items} cannot be read as an Orbax checkpoint: {reason[:200]}") from error
+    leaves = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if not hasattr(leaf, "shape"):
-            continue  # an empty node, such as the state of a transformation that has none
-        name = "/".join(_key(entry) for entry in path)
-        found = Leaf(tuple(leaf.shape), str(leaf.dtype))
-        parameter = _parameter_name(name)
-        if parameter is None:
-            other[name] = found
-        else:
-            parameters[parameter] = found
-    layout, layers, stages, repeats = _layout(items, parameters)
-    return Inspection(items, layout, layers, stages, repeats, parameters, other)
+        if hasattr(leaf, "shape"):  # else an empty node, of a transformation without state
+            name = "/".join(_key(entry) for entry in path)
+            leaves[name] = (tuple(leaf.shape), str(leaf.dtype))
+    return leaves
 
 
 def _key(entry: Any) -> str:
@@ -107,31 +142,31 @@ def _key(entry: Any) -> str:
     return str(entry)
 
 
-def _parameter_name(name: str) -> str | None:
-    """The path below `params/params`; parameters alone may lack it and end in `value`."""
-    for prefix in ("params/params/", "params/"):
-        if name.startswith(prefix):
-            return name.removeprefix(prefix)
-    if name.startswith(("token_embedder/", "decoder/")):
-        return name.removesuffix("/value")
-    return None
+# What a leaf is, by its path in the tree. The first that matches decides. Parameters alone, as
+# MaxText's NNX path saves them, may have no `params` around them and end in `value`.
+_OURS = r"((?:embedding|norm|pipeline/layers)/.+|head)"
+_GROUPS = (
+    ("ignored", r"(nnx_aux/.+)"),
+    ("ignored", r"((?:.+/)?rngs/[^/]+/(?:count|key)(?:/value)?)"),
+    (PARAMETERS, rf"model/{_OURS}"),
+    *((moment, rf"optimizer/{moment}/{_OURS}") for moment in MOMENTS),
+    *((moment, rf"opt_state/0/{moment}/(?:params/)*(.+?)(?:/value)?") for moment in MOMENTS),
+    (PARAMETERS, r"(?:params/)+(.+?)(?:/value)?"),
+    (PARAMETERS, r"((?:token_embedder|decoder)/.+?)(?:/value)?"),
+)
+SCALAR_PATHS = {
+    "maxtext": dict(zip(SCALARS, ("step", "opt_state/0/count", "opt_state/2/count"), strict=True)),
+    "nnx": dict(zip(SCALARS, ("step", "optimizer/count", "optimizer/schedule_count"), strict=True)),
+}
 
 
-def _layout(items: Path, parameters: dict[str, Leaf]) -> tuple[str, int, int, int]:
-    """Layout, number of layers, stages and repeats, from where the query kernels are."""
-    queries = {name: leaf.shape for name, leaf in parameters.items() if name.endswith(_QUERY)}
-    pipelined = "decoder/pipeline_module/layers"
-    if f"decoder/layers/{_QUERY}" in queries:
-        return "maxtext:scanned", queries[f"decoder/layers/{_QUERY}"][1], 1, 1
-    inside = [shape for name, shape in queries.items() if name.startswith(pipelined)]
-    if inside:
-        leading = inside[0][: len(inside[0]) - _QUERY_RANK]
-        repeats, stages = leading if len(leading) == 2 else (1, *leading)
-        return "maxtext:pipelined", len(inside) * repeats * stages, stages, repeats
-    unscanned = [name for name in queries if re.match(r"decoder/layers_\d+/", name)]
-    if unscanned:
-        return "maxtext:unscanned", len(unscanned), 1, 1
-    raise InputError(
-        f"{items} has no layers of MaxText's decoder (decoder/layers_0, decoder/layers or "
-        "decoder/pipeline_module/layers); is it a checkpoint of another model?"
-    )
+def _group(stored: str) -> tuple[str, str]:
+    """Which group a leaf belongs to, and its name there."""
+    for paths in SCALAR_PATHS.values():
+        for name, path in paths.items():
+            if stored in (path, f"{path}/value"):
+                return "scalars", name
+    for group, pattern in _GROUPS:
+        if match := re.fullmatch(pattern, stored):
+            return group, match.group(1)
+    return "unknown", stored

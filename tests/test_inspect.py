@@ -54,11 +54,12 @@ def test_layouts_are_told_apart(tmp_path, name):
     save(tmp_path, decoder)
     for given in (tmp_path, tmp_path / "3", tmp_path / "3" / "items"):
         found = inspect(given)
-        assert (found.num_layers, found.stages, found.repeats) == (layers, stages, repeats)
+        layout = found.layout
+        assert (layout.num_layers, layout.stages, layout.repeats) == (layers, stages, repeats)
     per_layer = 4 * 2 * 8 + 2 * 4 * 6
     assert found.parameter_count == layers * per_layer + 16 * 4
     assert set(found.other) == {"step"}
-    assert found.layout == "maxtext:" + (name if name in ("unscanned", "scanned") else "pipelined")
+    assert layout.format == "maxtext:" + (name if name in ("unscanned", "scanned") else "pipelined")
 
 
 def test_latest_step_is_taken(tmp_path):

@@ -1,0 +1,238 @@
+"""A checkpoint's leaves beside those that a model needs, by names, shapes and dtypes alone."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from linen_compat.checkpoint import SCALAR_PATHS, Inspection, Leaves
+from linen_compat.layouts import NNX, PIPELINED, SCANNED, UNSCANNED, Layout
+from linen_compat.names import EXPERTS, OUTSIDE, Names, of_layer
+from linen_compat.streams import PARAMETERS, ArraySpec, Mismatch
+from nnx_pipeline import Config, Mixtral
+from nnx_pipeline.config import ModelConfig, PipelineConfig
+from nnx_pipeline.errors import nearest
+
+LAYERS = "pipeline.layers."
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A leaf that is not as the model needs it. found, expected: shapes or dtypes, as text."""
+
+    leaf: str
+    found: str
+    expected: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a checkpoint has, and what the model would have to begin afresh.
+
+    matched: leaves of the right shape. missing: needed and not there. extra: there, and with no
+    place in the model. reshaped: there, of another shape. recast: matched, to be cast to
+    `model.param_dtype`. ignored: known to be of no use here. notes: what is wrong as a whole.
+    """
+
+    matched: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+    reshaped: list[Difference] = field(default_factory=list)
+    recast: list[Difference] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def fresh(self) -> list[str]:
+        """Leaves that a loader that asks no questions would leave at their initial values."""
+        return [*self.missing, *(difference.leaf for difference in self.reshaped)]
+
+    @property
+    def problems(self) -> list[str]:
+        """One line each; none when every leaf is accounted for."""
+        near = {name: nearest(name, self.extra) for name in self.missing[:_SHOWN] if self.extra}
+        close = {name: text for name, text in near.items() if text.startswith("did you mean")}
+        renamed = {name: f" ({close[name][:-1].split()[-1]} is there)" for name in close}
+        return [
+            *self.notes,
+            *(f"{name} is missing{renamed.get(name, '')}" for name in self.missing),
+            *(f"{d.leaf} is {d.found} instead of {d.expected}" for d in self.reshaped),
+            *(f"{name} has no place in the model" for name in self.extra),
+        ]
+
+    def require(self, where: object) -> None:
+        """Raises Mismatch, naming leaves, unless every leaf is accounted for."""
+        problems = self.problems
+        if problems:
+            rest = len(problems) - _SHOWN
+            more = f"; and {rest} more (linen-compat check lists them)" if rest > 0 else ""
+            raise Mismatch(f"{where} does not fit: {'; '.join(problems[:_SHOWN])}{more}")
+
+
+def model_arrays(config: ModelConfig) -> dict[str, ArraySpec]:
+    """NNX path to shape and dtype: of one layer, or of the model outside the layers.
+
+    They are those of the model itself, made without a mesh and without a byte.
+    """
+    plain = Config(model=config, pipeline=PipelineConfig())
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        model = jax.eval_shape(lambda: Mixtral(plain, rngs=nnx.Rngs(0)))
+    arrays = {}
+    for path, leaf in parameter_paths(model).items():
+        stack = 3 if path.startswith(LAYERS) else 0
+        arrays[path.removeprefix(LAYERS)] = ArraySpec(leaf.shape[stack:], np.dtype(leaf.dtype))
+    return arrays
+
+
+def parameter_paths(model: Mixtral) -> dict[str, jax.Array]:
+    """Every array of a model by its path, such as `pipeline.layers.attention.query`."""
+    leaves = jax.tree_util.tree_leaves_with_path(model)
+    return {nnx_path(path): leaf for path, leaf in leaves}
+
+
+def nnx_path(path: jax.tree_util.KeyPath) -> str:
+    """A path of JAX as attributes of the model; a variable's own `value` is left out."""
+    return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+
+
+def compare(found: Inspection, config: ModelConfig) -> Comparison:
+    """Compares a checkpoint with what a model of this config needs."""
+    return _compare(found, model_arrays(config), config.num_layers)
+
+
+def compare_with_itself(found: Inspection) -> tuple[Comparison, dict[str, ArraySpec]]:
+    """Compares every layer with the first one, where there is no config to say what is right.
+
+    Returns the arrays of one layer too, as in `model_arrays`.
+    """
+    arrays: dict[str, ArraySpec] = {}
+    kinds = layer_names(found)
+    for names in (*OUTSIDE, *kinds):
+        inside = names in kinds
+        slot = found.layout.slot(names, 0) if inside else found.layout.outside(names)
+        leaf = found.parameters.get(slot.leaf)
+        if leaf is not None:
+            shape = _unstacked(found.layout, leaf.shape) if inside else leaf.shape
+            arrays[names.nnx] = ArraySpec(shape, np.dtype(jnp.dtype(leaf.dtype)))
+    absent = [names for names in (*OUTSIDE, *kinds) if names.nnx not in arrays]
+    if absent:
+        slots = [
+            (found.layout.slot(n, 0) if n in kinds else found.layout.outside(n)) for n in absent
+        ]
+        return Comparison(missing=[slot.leaf for slot in slots]), arrays
+    return _compare(found, arrays, found.layout.num_layers), arrays
+
+
+def layer_names(found: Inspection) -> tuple[Names, ...]:
+    """The parameters of a layer that this checkpoint has: Mixtral's or Llama's."""
+    routers = (EXPERTS[0].linen, EXPERTS[0].nnx.replace(".", "/"))
+    return of_layer(2 if any(name.endswith(routers) for name in found.parameters) else 1)
+
+
+def _unstacked(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
+    if layout.format == SCANNED:
+        return (*shape[:1], *shape[2:])
+    return shape[len(layout.stacked(())) :] if layout.format != UNSCANNED else shape
+
+
+def _compare(found: Inspection, arrays: Mapping[str, ArraySpec], num_layers: int) -> Comparison:
+    result = Comparison(ignored=[leaf.stored for leaf in found.ignored.values()])
+    result.extra.extend(leaf.stored for leaf in found.unknown.values())
+    for leaf in found.scalars.values():
+        if leaf.shape == ():
+            result.matched.append(leaf.stored)
+        else:
+            result.reshaped.append(Difference(leaf.stored, _text(leaf.shape), _text(())))
+    layout = _expected_layout(found.layout, num_layers)
+    if layout is None:
+        has, what = found.layout, f"{found.layout.num_layers} layers"
+        result.notes.append(
+            f"{_first_layer_leaf(found)}: the checkpoint holds {what} ({has.repeats} repeats × "
+            f"{has.stages} stages × {has.layers_per_stage}), the model has {num_layers}"
+        )
+        layout = found.layout
+    expected = layout.leaves(layer_kinds(arrays), {k: a.shape for k, a in arrays.items()})
+    dtypes = _dtypes(layout, arrays)
+    for part in found.parts:
+        _compare_part(result, found, part, expected, dtypes if part == PARAMETERS else {})
+    if found.moments:
+        _compare_optimizer(result, found)
+    return result
+
+
+def layer_kinds(arrays: Mapping[str, ArraySpec]) -> tuple[Names, ...]:
+    """The names of the parameters of a layer that has these arrays."""
+    return of_layer(2 if EXPERTS[0].nnx in arrays else 1)
+
+
+def _expected_layout(found: Layout, num_layers: int) -> Layout | None:
+    """The layout of this kind for that many layers; None when they do not fit its stages."""
+    if found.num_layers == num_layers:
+        return found
+    if found.format in (UNSCANNED, SCANNED):
+        return dataclasses.replace(found, num_layers=num_layers)
+    return None
+
+
+def _first_layer_leaf(found: Inspection) -> str:
+    prefix = "decoder/pipeline_module" if found.layout.format == PIPELINED else "pipeline/layers"
+    return next(leaf.stored for name, leaf in found.parameters.items() if name.startswith(prefix))
+
+
+def _dtypes(layout: Layout, arrays: Mapping[str, ArraySpec]) -> dict[str, np.dtype]:
+    found = {layout.outside(names).leaf: arrays[names.nnx].dtype for names in OUTSIDE}
+    for names in layer_kinds(arrays):
+        for layer in range(layout.num_layers):
+            found[layout.slot(names, layer).leaf] = arrays[names.nnx].dtype
+    return found
+
+
+def _compare_part(
+    result: Comparison,
+    found: Inspection,
+    part: str,
+    expected: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, np.dtype],
+) -> None:
+    leaves = found.part(part)
+    prefix = _prefix(leaves)
+    for name, shape in expected.items():
+        leaf = leaves.get(name)
+        if leaf is None:
+            result.missing.append(prefix + name)
+        elif leaf.shape != shape:
+            result.reshaped.append(Difference(leaf.stored, _text(leaf.shape), _text(shape)))
+        else:
+            result.matched.append(leaf.stored)
+            if name in dtypes and jnp.dtype(leaf.dtype) != dtypes[name]:
+                result.recast.append(Difference(leaf.stored, leaf.dtype, str(dtypes[name])))
+    result.extra.extend(leaf.stored for name, leaf in leaves.items() if name not in expected)
+
+
+def _compare_optimizer(result: Comparison, found: Inspection) -> None:
+    """A training state has both moments and their count, or it is none."""
+    family = "nnx" if found.layout.format == NNX else "maxtext"
+    for moment in {"mu", "nu"} - set(found.moments):
+        result.missing.append(f"{'optimizer' if family == 'nnx' else 'opt_state/0'}/{moment}")
+    result.missing.extend(
+        path
+        for name, path in SCALAR_PATHS[family].items()
+        if name in ("step", "count") and name not in found.scalars
+    )
+
+
+def _prefix(leaves: Leaves) -> str:
+    """What stands before the names of this part in the checkpoint."""
+    for name, leaf in leaves.items():
+        return re.split(re.escape(name) + r"(?:/value)?$", leaf.stored)[0]
+    return ""
+
+
+def _text(shape: Sequence[int]) -> str:
+    return f"[{', '.join(map(str, shape))}]"

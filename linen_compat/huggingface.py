@@ -1,0 +1,216 @@
+"""Hugging Face's Mixtral and Llama, folders of safetensors, read and written as streams of layers.
+
+Folders hold weights and `config.json`; tokenizers and generation settings are not touched.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from jax.sharding import Mesh
+
+from linen_compat.compare import Comparison, Difference, model_arrays
+from linen_compat.huggingface_config import (
+    CONFIG_FILE,
+    config_from_huggingface,
+    config_to_huggingface,
+)
+from linen_compat.huggingface_tensors import KNOWN_EXTRA, Index, Tensors, is_fused
+from linen_compat.loading import load_from
+from linen_compat.names import OUTSIDE
+from linen_compat.safetensors_folder import SHARD_BYTES, NewTensorFolder, TensorFolder
+from linen_compat.saving import ModelSource
+from linen_compat.streams import (
+    PARAMETERS,
+    QUERY,
+    ArraySpec,
+    Mismatch,
+    Source,
+    copy,
+    new_folder,
+    scaled,
+)
+from nnx_pipeline import Config, InputError, Mixtral
+from nnx_pipeline.config import ModelConfig
+
+# What a model computes depends on these beside its arrays and their shapes.
+_MUST_AGREE = (
+    *("num_heads", "num_kv_heads", "head_dim", "num_experts_per_token"),
+    *("norm_epsilon", "norm_scale_offset", "rope_theta"),
+)
+
+
+def load(folder: str | Path, config: Config | None = None, *, mesh: Mesh | None = None) -> Mixtral:
+    """The model of a Hugging Face folder, placed on the mesh in its shardings.
+
+    config: None for `config_from_huggingface(folder)`. With another one the parameters become its
+    `param_dtype`, and the query kernels are scaled where its `attention_scale` is not
+    head_dim^-0.5. mesh: None for that of `jax.set_mesh`, and without one the default device.
+
+    Every array is read in the parts that devices of this process hold, one array at a time. Raises
+    InputError when the folder cannot be read, and `streams.Mismatch`, naming what differs, when a
+    tensor is missing, unknown or of another shape, or when the model of `config.json` computes
+    something else than that of the config. No parameter is left at an initial value.
+    """
+    config = config or config_from_huggingface(folder)
+    return load_from(HuggingFaceSource(folder, config.model), config, mesh)
+
+
+def save(model: Mixtral, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+    """Writes the parameters of a model as a folder that `transformers` loads.
+
+    Values and dtypes are those of the model; where its `attention_scale` is not head_dim^-0.5 the
+    query kernels take in the quotient. shard_bytes: the most that one file takes, one tensor at
+    least. Raises InputError when the folder holds something, or transformers has no such model;
+    nothing is left behind then.
+    """
+    source = ModelSource(model, {PARAMETERS: model}, {})
+    write(source, folder, model.config, shard_bytes=shard_bytes)
+
+
+def write(
+    source: Source,
+    folder: str | Path,
+    config: Config,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    allow_nan: bool = True,
+) -> None:
+    """Copies a source, of a model of that config, to a new folder."""
+    with new_folder(folder) as new:
+        destination = HuggingFaceDestination(new, config, source.arrays, shard_bytes=shard_bytes)
+        copy(source, destination, allow_nan=allow_nan)
+
+
+def compare(folder: str | Path, model: ModelConfig) -> Comparison:
+    """Compares the tensors and the config of a folder with what this model needs."""
+    return _compare(folder, TensorFolder(folder), model)
+
+
+class HuggingFaceSource:
+    """A Hugging Face model to be read, once every tensor is accounted for. See `streams.Source`.
+
+    model: the model that is to hold it; None for that of its own `config.json`. Arrays have the
+    dtypes that are stored, and the query kernels are scaled for `model.attention_scale`. Raises as
+    `load`.
+    """
+
+    parts: tuple[str, ...] = (PARAMETERS,)
+
+    def __init__(self, folder: str | Path, model: ModelConfig | None = None) -> None:
+        own = config_from_huggingface(folder).model
+        model = model or own
+        self._files = TensorFolder(folder)
+        _compare(folder, self._files, model).require(folder)
+        self.num_layers, self.attention_scale = model.num_layers, model.attention_scale
+        self.scalars: Mapping[str, np.ndarray] = {}
+        self._ratio = own.attention_scale / model.attention_scale
+        self._tensors = _tensors_of(model, self._files)
+        self.arrays = {path: self._as_stored(path) for path in self._tensors.arrays}
+
+    def order(self, path: str) -> Sequence[int]:
+        return range(self.num_layers)
+
+    def read(
+        self, path: str, layer: int | None, part: str = PARAMETERS, index: Index = ()
+    ) -> np.ndarray:
+        """index: a part of the array, the whole by default."""
+        array = self._tensors.join(path, layer, self._files.read, index)
+        return scaled(array, self._ratio) if path == QUERY and self._ratio != 1.0 else array
+
+    def name(self, path: str, layer: int | None, part: str = PARAMETERS) -> str:
+        names = self._tensors.names(path, layer)
+        return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
+    def close(self) -> None:
+        """Nothing is held between reads."""
+
+    def _as_stored(self, path: str) -> ArraySpec:
+        """Shape and dtype of an array. Raises Mismatch where its tensors differ in dtype."""
+        outside = any(path == names.nnx for names in OUTSIDE)
+        layers = (None,) if outside else range(self.num_layers)
+        names = [name for layer in layers for name in self._tensors.names(path, layer)]
+        dtypes = {name: self._files.specs[name].dtype for name in names}
+        for name, dtype in dtypes.items():
+            if dtype != dtypes[names[0]]:
+                raise Mismatch(
+                    f"{name} is {dtype} and {names[0]} is {dtypes[names[0]]}; "
+                    "save the model with one dtype for tensors of one kind"
+                )
+        return ArraySpec(self._tensors.arrays[path].shape, dtypes[names[0]])
+
+
+class HuggingFaceDestination:
+    """A folder of safetensors and `config.json`, being written. See `streams.Destination`.
+
+    config: of the model that is written. arrays: as of `streams.Source`, with the dtypes to write;
+    `config.json` names the one they share, else `param_dtype`. Raises InputError when transformers
+    has no such model.
+    """
+
+    parts: tuple[str, ...] = (PARAMETERS,)
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Config,
+        arrays: Mapping[str, ArraySpec],
+        *,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
+        self.folder = folder
+        self.attention_scale = config.model.head_dim**-0.5
+        self._values = config_to_huggingface(config)
+        dtypes = {spec.dtype.name for spec in arrays.values()}
+        if len(dtypes) == 1:
+            self._values["torch_dtype"] = dtypes.pop()
+        self._tensors = Tensors(arrays, config.model.num_layers)
+        self._files = NewTensorFolder(folder, self._tensors.specs(), shard_bytes)
+
+    def write(
+        self, path: str, layer: int | None, array: np.ndarray, part: str = PARAMETERS
+    ) -> None:
+        if part not in self.parts:
+            raise InputError(f"a Hugging Face folder has no place for {part}; leave it behind")
+        names = self._tensors.names(path, layer)
+        for name, tensor in zip(names, self._tensors.split(path, array), strict=True):
+            self._files.write(name, tensor)
+
+    def commit(self, scalars: Mapping[str, np.ndarray]) -> None:
+        """`scalars` have no place here and are left behind."""
+        self._files.finish()
+        text = json.dumps(self._values, indent=2)
+        (self.folder / CONFIG_FILE).write_text(f"{text}\n", encoding="utf-8")
+
+
+def _tensors_of(model: ModelConfig, files: TensorFolder) -> Tensors:
+    return Tensors(model_arrays(model), model.num_layers, fused=is_fused(files.specs))
+
+
+def _compare(folder: str | Path, files: TensorFolder, model: ModelConfig) -> Comparison:
+    own, result = config_from_huggingface(folder).model, Comparison()
+    for name in _MUST_AGREE:
+        if getattr(own, name) != getattr(model, name):
+            result.notes.append(
+                f"{CONFIG_FILE} has {name}={getattr(own, name)}, the model {getattr(model, name)}"
+            )
+    expected = _tensors_of(model, files).specs()
+    for name, spec in expected.items():
+        found = files.specs.get(name)
+        if found is None:
+            result.missing.append(name)
+        elif found.shape != spec.shape:
+            result.reshaped.append(Difference(name, _text(found.shape), _text(spec.shape)))
+        else:
+            result.matched.append(name)
+            if found.dtype != spec.dtype:
+                result.recast.append(Difference(name, found.dtype.name, spec.dtype.name))
+    for name in files.specs:
+        if name not in expected:
+            (result.ignored if KNOWN_EXTRA.fullmatch(name) else result.extra).append(name)
+    return result
+
+
+def _text(shape: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, shape))}]"

@@ -1,0 +1,281 @@
+"""`config.json` of Hugging Face's Mixtral and Llama, to this project's config and back.
+
+Every key is mapped, allowed with one value only, or knowingly ignored; any other is refused. What
+changes what a model computes is never ignored.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nnx_pipeline import Config, InputError, ModelConfig
+from nnx_pipeline.config import DTYPES
+from nnx_pipeline.errors import divides, one_of
+
+CONFIG_FILE = "config.json"
+MIXTRAL, LLAMA = "MixtralForCausalLM", "LlamaForCausalLM"
+MODEL_TYPES = {MIXTRAL: "mixtral", LLAMA: "llama"}
+# A config.json without it means the default of transformers, up to version 5 the longest sequence.
+LONGEST = "max_position_embeddings"
+
+_REQUIRED = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "embed_dim",
+    "intermediate_size": "mlp_dim",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+}
+_OPTIONAL = {"rms_norm_eps": "norm_epsilon"}
+_OF_EXPERTS = {"num_local_experts": "num_experts", "num_experts_per_tok": "num_experts_per_token"}
+# What transformers takes where a key is absent.
+_ABSENT: dict[str, dict[str, Any]] = {
+    MIXTRAL: {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        LONGEST: 131_072,
+    },
+    LLAMA: {
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "num_key_value_heads": None,
+        LONGEST: 2048,
+    },
+}
+# Only the model of these values is built here; null is as good as the first.
+_ONLY: dict[str, tuple[Any, str]] = {
+    "hidden_act": ("silu", "the gated MLP here has no other activation"),
+    "tie_word_embeddings": (False, "embedding and head are two arrays here"),
+    "attention_bias": (False, "attention has no bias here"),
+    "mlp_bias": (False, "the MLP has no bias here"),
+    "partial_rotary_factor": (1.0, "every dimension of a head is rotated here"),
+    "attention_dropout": (0.0, "dropout on attention weights is not there; set it to 0 to go on"),
+    "router_jitter_noise": (0.0, "the router adds no noise here; set it to 0 to go on"),
+    "is_encoder_decoder": (False, "the model here is a decoder"),
+    "quantization_config": (None, "save the model with plain float weights"),
+}
+_READ_APART = {
+    *("architectures", "model_type", "num_key_value_heads", "head_dim", "sliding_window", LONGEST),
+    *("rope_theta", "rope_scaling", "rope_parameters", "torch_dtype", "dtype"),
+}
+# About initialisation, generation, tokens, outputs and bookkeeping, or (the load-balance loss)
+# chosen in `TrainConfig`. `pretraining_tp` only cuts products into pieces.
+_IGNORED = {
+    *("transformers_version", "_name_or_path", "_attn_implementation_autoset", "tokenizer_class"),
+    *("initializer_range", "pretraining_tp", "use_cache", "torchscript", "max_sequence_length"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id"),
+    *("output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward"),
+    *("output_router_logits", "router_aux_loss_coef"),
+    *("id2label", "label2id", "problem_type", "task_specific_params"),
+}
+
+
+def config_from_huggingface(source: str | Path | Mapping[str, Any]) -> Config:
+    """The config of a Hugging Face model: of its folder, its `config.json`, or what that holds.
+
+    `attention_scale` is head_dim^-0.5. `dtype` and `param_dtype` are both that of the weights,
+    float32 where none is named. Training and pipeline keep their defaults. Raises InputError, with
+    the key and its value, for what is not supported, missing or unknown.
+    """
+    values = source if isinstance(source, Mapping) else read_config(source)
+    architecture = _architecture(values)
+    _refuse_unknown(values, architecture)
+    for key, (only, reason) in _ONLY.items():
+        if values.get(key) not in (only, None):
+            raise InputError(
+                f"{CONFIG_FILE}: {key}={values[key]!r} is not supported, only {only!r}: {reason}"
+            )
+    absent = _ABSENT[architecture]
+    _refuse_window(values, absent)
+    fields = {ours: _whole_or_missing(values, key) for key, ours in _REQUIRED.items()}
+    fields |= {ours: values.get(key, absent[key]) for key, ours in _OPTIONAL.items()}
+    if architecture == MIXTRAL:
+        fields |= {ours: values.get(key, absent[key]) for key, ours in _OF_EXPERTS.items()}
+        if fields["num_experts"] == 1:
+            raise InputError(
+                f"{CONFIG_FILE}: num_local_experts=1 is not supported: one expert has no router "
+                f"here; choose 2 or more, or a {LLAMA}"
+            )
+    groups = values.get("num_key_value_heads", absent["num_key_value_heads"])
+    head_dim = _head_dim(values, fields["embed_dim"], fields["num_heads"])
+    dtype = _dtype(values)
+    model = ModelConfig(
+        **fields,
+        num_kv_heads=fields["num_heads"] if groups is None else groups,
+        head_dim=head_dim,
+        rope_theta=_rope_theta(values, absent["rope_theta"]),
+        attention_scale=head_dim**-0.5,
+        dtype=dtype,
+        param_dtype=dtype,
+    )
+    return Config(model=model)
+
+
+def config_to_huggingface(config: Config) -> dict[str, Any]:
+    """What `config.json` of this model holds: a Mixtral, or with one expert a Llama.
+
+    Keys are those that transformers 4 and 5 both read. The longest sequence is that of training;
+    `attention_scale` has no key, as it is part of the query kernel or head_dim^-0.5. Raises
+    InputError for a model that transformers has not.
+    """
+    model = config.model
+    if model.norm_scale_offset:
+        raise InputError(
+            f"model.norm_scale_offset={model.norm_scale_offset} has no place in a Hugging Face "
+            "model, only 0"
+        )
+    architecture = MIXTRAL if model.num_experts > 1 else LLAMA
+    if architecture == LLAMA:
+        divides(
+            model.num_heads,
+            model.embed_dim,
+            rule=f"model.embed_dim={model.embed_dim} is not a multiple of "
+            f"model.num_heads={model.num_heads}, as transformers asks of a Llama",
+        )
+    keys = {**_REQUIRED, **_OPTIONAL, **(_OF_EXPERTS if architecture == MIXTRAL else {})}
+    return {
+        "architectures": [architecture],
+        "model_type": MODEL_TYPES[architecture],
+        **{key: getattr(model, ours) for key, ours in keys.items()},
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "hidden_act": "silu",
+        "rope_theta": model.rope_theta,
+        LONGEST: config.train.sequence_length,
+        "tie_word_embeddings": False,
+        "torch_dtype": model.param_dtype,
+    }
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """What `config.json` holds, given its folder or itself.
+
+    Raises InputError when there is none, or no JSON object in it.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / CONFIG_FILE
+    if not file.is_file():
+        raise InputError(f"{path} holds no {CONFIG_FILE}; give the folder of a Hugging Face model")
+    return read_json(file)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; InputError, with the file's name, when there is none."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:  # undecodable text is a ValueError too
+        raise InputError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{file} holds {type(values).__name__} where a JSON object is expected")
+    return values
+
+
+def _architecture(values: Mapping[str, Any]) -> str:
+    """The class of the model, from `architectures` or else from `model_type`."""
+    names, kind = values.get("architectures"), values.get("model_type")
+    known = ", ".join(MODEL_TYPES)
+    if names is None:
+        by_type = {model_type: name for name, model_type in MODEL_TYPES.items()}
+        if kind not in by_type:
+            raise InputError(f"{CONFIG_FILE}: model_type={kind!r} is not supported, only {known}")
+        return by_type[kind]
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in MODEL_TYPES:
+        raise InputError(f"{CONFIG_FILE}: architectures={names!r} is not supported, only {known}")
+    if kind not in (None, MODEL_TYPES[names[0]]):
+        raise InputError(
+            f"{CONFIG_FILE}: model_type={kind!r} contradicts architectures={names!r}; "
+            "correct one of them"
+        )
+    return names[0]
+
+
+def _refuse_unknown(values: Mapping[str, Any], architecture: str) -> None:
+    of_experts = set(_OF_EXPERTS) if architecture == MIXTRAL else set()
+    known = {*_REQUIRED, *_OPTIONAL, *of_experts, *_ONLY, *_READ_APART, *_IGNORED}
+    for key, value in values.items():
+        if key not in known:
+            raise InputError(
+                f"{CONFIG_FILE}: {key}={value!r} is not a key that is known of a {architecture}; "
+                "take it out if the model does not depend on it"
+            )
+
+
+def _refuse_window(values: Mapping[str, Any], absent: Mapping[str, Any]) -> None:
+    if values.get("sliding_window") is None:
+        return
+    window = _whole_or_missing(values, "sliding_window")
+    longest = _whole_or_missing({LONGEST: absent[LONGEST], **values}, LONGEST)
+    if window < longest:
+        raise InputError(
+            f"{CONFIG_FILE}: sliding_window={window} is smaller than {LONGEST}={longest}: "
+            "attention here reads the whole sequence; set it to null if sequences are no longer"
+        )
+
+
+def _whole_or_missing(values: Mapping[str, Any], key: str) -> Any:
+    if values.get(key) is None:
+        raise InputError(f"{CONFIG_FILE}: {key} is missing")
+    value = values[key]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{CONFIG_FILE}: {key}={value!r} is not a whole number of 1 or more")
+    return value
+
+
+def _head_dim(values: Mapping[str, Any], embed_dim: int, heads: int) -> int:
+    if values.get("head_dim") is not None:
+        return _whole_or_missing(values, "head_dim")
+    rule = f"{CONFIG_FILE}: hidden_size={embed_dim} does not split over num_attention_heads={heads}"
+    divides(heads, embed_dim, rule=f"{rule} and there is no head_dim")
+    return embed_dim // heads
+
+
+def _dtype(values: Mapping[str, Any]) -> str:
+    named = {key: values[key] for key in ("torch_dtype", "dtype") if values.get(key) is not None}
+    for key, value in named.items():
+        one_of(f"{CONFIG_FILE}: {key}", value, DTYPES)
+    return _agreed(named, "float32")
+
+
+def _rope_theta(values: Mapping[str, Any], absent: float) -> float:
+    """The base of the rotary angles, from the key of its own or from the newer dictionaries."""
+    found = {}
+    if values.get("rope_theta") is not None:
+        found["rope_theta"] = values["rope_theta"]
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = values.get(name)
+        if rope is None:
+            continue
+        if not isinstance(rope, Mapping):
+            raise InputError(f"{CONFIG_FILE}: {name}={rope!r} is not a dictionary")
+        for key, value in rope.items():
+            _check_rope(name, key, value)
+        if rope.get("rope_theta") is not None:
+            found[f"{name}.rope_theta"] = rope["rope_theta"]
+    return _agreed(found, absent)
+
+
+def _agreed(found: Mapping[str, Any], absent: Any) -> Any:
+    """The one value of several keys that mean the same, or `absent` without any."""
+    first, *others = found.values() or (absent,)
+    if any(other != first for other in others):
+        said = ", ".join(f"{key}={value!r}" for key, value in found.items())
+        raise InputError(f"{CONFIG_FILE}: {said} disagree; leave all but one out")
+    return first
+
+
+def _check_rope(name: str, key: str, value: Any) -> None:
+    allowed = {
+        "rope_theta": lambda: True,
+        "rope_type": lambda: value in (None, "default"),
+        "type": lambda: value in (None, "default"),
+        "partial_rotary_factor": lambda: value in (None, 1.0),
+    }
+    if key not in allowed or not allowed[key]():
+        raise InputError(
+            f"{CONFIG_FILE}: {name}.{key}={value!r} is not supported, only rope_type='default': "
+            "rotary angles here are not scaled"
+        )

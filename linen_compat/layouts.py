@@ -1,0 +1,200 @@
+"""Where each layout keeps each layer of each parameter: names and indices, no arrays.
+
+Layers are numbered as a token passes them. A parameter of one layer is one slot: a stored array
+and an index into it. Two layouts are converted by reading the slots of one and writing those of the
+other.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from linen_compat.names import ATTENTION, EXPERTS, MLP, NORMS, OUTSIDE, Names
+from linen_compat.streams import Mismatch
+from nnx_pipeline.errors import InputError, divides, one_of
+
+UNSCANNED, SCANNED, PIPELINED = "maxtext:unscanned", "maxtext:scanned", "maxtext:pipelined"
+NNX = "nnx"
+FORMATS = (UNSCANNED, SCANNED, PIPELINED, NNX)
+SCAN_AXIS = 1  # where MaxText's `param_scan_axis` puts the layers of a scanned stack
+
+_PIPELINE = "decoder/pipeline_module/layers"
+_NNX_LAYERS = "pipeline/layers"
+# The number of axes of a parameter in one layer, by which axes of a stack are told apart.
+_RANKS = {
+    **dict.fromkeys(NORMS, 1),
+    **dict.fromkeys(ATTENTION, 3),
+    **{names: 2 if "gate/kernel" in names.linen else 3 for names in EXPERTS},
+    **dict.fromkeys(MLP, 2),
+}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One layer of one parameter: the path of a stored array, and the index of the layer in it."""
+
+    leaf: str
+    index: tuple[int | slice, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tree of parameters holds its layers.
+
+    layer = (repeat · stages + stage) · layers_per_stage + j. `maxtext:pipelined` has one array per
+    j with leading axes `[repeats, stages]`, or `[stages]` with one repeat; `nnx` has one array with
+    leading axes `[repeats, stages, layers_per_stage]`. Stages and repeats are 1 for unscanned and
+    scanned trees. Raises InputError when the numbers do not divide.
+    """
+
+    format: str
+    num_layers: int
+    stages: int = 1
+    repeats: int = 1
+
+    def __post_init__(self) -> None:
+        one_of("format", self.format, FORMATS)
+        if min(self.num_layers, self.stages, self.repeats) < 1:
+            raise InputError(f"{self} needs one layer, stage and repeat or more")
+        if self.format in (UNSCANNED, SCANNED) and (self.stages, self.repeats) != (1, 1):
+            raise InputError(
+                f"stages={self.stages} and repeats={self.repeats} are for {PIPELINED} and {NNX}; "
+                f"leave them out for {self.format}"
+            )
+        divides(
+            self.stages * self.repeats,
+            self.num_layers,
+            rule=f"{self.num_layers} layers do not split into {self.stages} stages × "
+            f"{self.repeats} repeats",
+        )
+
+    @property
+    def layers_per_stage(self) -> int:
+        """How many consecutive layers a stage applies at each visit."""
+        return self.num_layers // (self.stages * self.repeats)
+
+    def place(self, layer: int) -> tuple[int, int, int]:
+        """The repeat, the stage and the place within the stage of a layer."""
+        visit, j = divmod(layer, self.layers_per_stage)
+        return *divmod(visit, self.stages), j
+
+    def slot(self, names: Names, layer: int) -> Slot:
+        """Where one layer of a parameter is."""
+        repeat, stage, j = self.place(layer)
+        if self.format == UNSCANNED:
+            return Slot(f"decoder/layers_{layer}/{names.linen}")
+        if self.format == SCANNED:
+            return Slot(f"decoder/layers/{names.linen}", (slice(None),) * SCAN_AXIS + (layer,))
+        if self.format == NNX:
+            return Slot(f"{_NNX_LAYERS}/{slashed(names.nnx)}", (repeat, stage, j))
+        inner = f"layers_{j}/" if self.layers_per_stage > 1 else ""
+        index = (repeat, stage) if self.repeats > 1 else (stage,)
+        return Slot(f"{_PIPELINE}/{inner}{names.linen}", index)
+
+    def outside(self, names: Names) -> Slot:
+        """Where a parameter outside the layers is."""
+        return Slot(slashed(names.nnx) if self.format == NNX else names.linen)
+
+    def stacked(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the array that holds layers of this shape."""
+        if self.format == UNSCANNED:
+            return shape
+        if self.format == SCANNED:
+            return (*shape[:SCAN_AXIS], self.num_layers, *shape[SCAN_AXIS:])
+        if self.format == NNX:
+            return (self.repeats, self.stages, self.layers_per_stage, *shape)
+        return ((self.repeats, self.stages) if self.repeats > 1 else (self.stages,)) + shape
+
+    def leaves(
+        self, layer_names: Iterable[Names], shapes: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, tuple[int, ...]]:
+        """Every stored array with its shape; `shapes` are those of one layer, by NNX path."""
+        found = {self.outside(names).leaf: shapes[names.nnx] for names in OUTSIDE}
+        for names in layer_names:
+            for layer in range(self.num_layers):
+                found[self.slot(names, layer).leaf] = self.stacked(shapes[names.nnx])
+        return found
+
+    def order(self) -> Sequence[int]:
+        """All layers, those of one stored array next to each other."""
+        if self.format != PIPELINED:
+            return range(self.num_layers)
+        return sorted(range(self.num_layers), key=lambda layer: (self.place(layer)[2], layer))
+
+
+def slashed(nnx_path: str) -> str:
+    """An NNX path as a path of a checkpoint's tree."""
+    return nnx_path.replace(".", "/")
+
+
+def find_layout(shapes: Mapping[str, tuple[int, ...]], where: object = "the checkpoint") -> Layout:
+    """The layout of a tree, from its names and shapes (paths below `params/params` or `model`).
+
+    One array of another shape than the rest does not change the answer. Raises Mismatch when there
+    are no layers of MaxText's decoder, or when they are stacked in a way that cannot be read.
+    """
+    _refuse_what_is_outside(shapes)
+    if leading := _leading(shapes, f"{_NNX_LAYERS}/", nnx=True):
+        (repeats, stages, per_stage), _ = leading.most_common(1)[0]
+        return Layout(NNX, repeats * stages * per_stage, stages, repeats)
+    if leading := _leading(shapes, f"{_PIPELINE}/"):
+        return _pipelined(shapes, leading)
+    if scanned := _leading(shapes, "decoder/layers/", axis=SCAN_AXIS):
+        return Layout(SCANNED, scanned.most_common(1)[0][0][0])
+    numbers = [re.match(r"decoder/layers_(\d+)/", name) for name in shapes]
+    if found := {int(number.group(1)) for number in numbers if number}:
+        return Layout(UNSCANNED, max(found) + 1)
+    raise Mismatch(
+        f"{where} has no layers of MaxText's decoder (decoder/layers_0, decoder/layers or "
+        "decoder/pipeline_module/layers); is it a checkpoint of another model?"
+    )
+
+
+def _pipelined(shapes: Mapping[str, tuple[int, ...]], leading: Counter) -> Layout:
+    axes, _ = leading.most_common(1)[0]
+    if len(axes) > 2:
+        example = next(name for name in shapes if name.startswith(_PIPELINE))
+        raise Mismatch(
+            f"{example} has {len(axes)} axes before those of one layer; "
+            "MaxText's scan_layers_per_stage is not supported: convert it with "
+            "scan_layers_per_stage=false"
+        )
+    numbers = [re.match(rf"{_PIPELINE}/layers_(\d+)/", name) for name in shapes]
+    per_stage = max((int(number.group(1)) + 1 for number in numbers if number), default=1)
+    repeats, stages = axes if len(axes) == 2 else (1, *axes)
+    return Layout(PIPELINED, per_stage * repeats * stages, stages, repeats)
+
+
+def _leading(
+    shapes: Mapping[str, tuple[int, ...]], prefix: str, *, axis: int = 0, nnx: bool = False
+) -> Counter:
+    """How often each tuple of stacking axes occurs in the arrays below `prefix`."""
+    found: Counter = Counter()
+    for name, shape in shapes.items():
+        if not name.startswith(prefix):
+            continue
+        inner = re.sub(r"^layers_\d+/", "", name.removeprefix(prefix))
+        for names, rank in _RANKS.items():
+            extra = len(shape) - rank
+            if inner == (slashed(names.nnx) if nnx else names.linen) and extra > 0:
+                found[shape[axis : axis + extra]] += 1
+                break
+    return found
+
+
+def _refuse_what_is_outside(shapes: Mapping[str, tuple[int, ...]]) -> None:
+    piped = any(name.startswith(f"{_PIPELINE}/") for name in shapes)
+    for name in shapes:
+        if "layers_outside_pipeline" in name or (
+            piped and re.match(r"decoder/layers(_\d+)?/", name)
+        ):
+            raise Mismatch(
+                f"{name} is a layer outside the pipeline, which is not supported; "
+                "save the checkpoint with pipeline_parallel_layers equal to the number of layers"
+            )
+        if "layers_per_stage/" in name or name.startswith(f"{_PIPELINE}/layers/"):
+            raise Mismatch(
+                f"{name} comes from MaxText's scan_layers_per_stage, which is not supported; "
+                "save the checkpoint with scan_layers_per_stage=false"
+            )

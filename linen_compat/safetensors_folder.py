@@ -1,0 +1,183 @@
+"""Folders of safetensors files, one or several with an index: read and written tensor by tensor.
+
+The library that reads them writes whole files from memory only, so the writer here lays the files
+out itself: eight bytes with the length of a JSON header, the header, then the tensors.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from linen_compat.huggingface_config import read_json
+from linen_compat.streams import ArraySpec, Mismatch
+from nnx_pipeline import InputError
+
+ONE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9  # what transformers and its hub consider a file of convenient size
+
+DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(jnp.bfloat16),  # known to numpy, and so to safetensors, since JAX is imported
+}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+class TensorFolder:
+    """The tensors of a folder, by name. `specs` has the shape and dtype of each.
+
+    Files are opened for each tensor anew, as pages of a mapped file count as memory of the process
+    until it is closed. Raises InputError when the folder holds no safetensors, and Mismatch, naming
+    file or tensor, when files or tensors are missing, broken or of a dtype other than `DTYPES`.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.specs: dict[str, ArraySpec] = {}
+        self._files: dict[str, Path] = {}
+        if (self.folder / ONE_FILE).is_file():
+            self._add(self.folder / ONE_FILE, None)
+        elif (self.folder / INDEX_FILE).is_file():
+            for file, names in self._index().items():
+                self._add(file, names)
+        else:
+            raise InputError(
+                f"{folder} holds neither {ONE_FILE} nor {INDEX_FILE}; "
+                "give the folder of a model that was saved as safetensors"
+            )
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """A part of a tensor."""
+        with _opened(self._files[name]) as file:
+            return file.get_slice(name)[index]
+
+    def _index(self) -> dict[Path, list[str]]:
+        """The tensors that each file is said to hold."""
+        path = self.folder / INDEX_FILE
+        places = read_json(path).get("weight_map")
+        if not isinstance(places, dict) or not places:
+            raise Mismatch(f"{path} has no weight_map, which says where each tensor is")
+        files: dict[Path, list[str]] = {}
+        for name, file in places.items():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise Mismatch(f"{path} places {name} in {file!r}, which is no file of the folder")
+            files.setdefault(self.folder / file, []).append(name)
+        return files
+
+    def _add(self, path: Path, expected: list[str] | None) -> None:
+        """Notes what a file holds, which must be what the index says."""
+        if not path.is_file():
+            names = expected or [""]
+            raise Mismatch(
+                f"{path} is missing; it holds {names[0]} and {len(names) - 1} other tensors"
+            )
+        with _opened(path) as file:
+            names = list(file.keys())
+            for name in expected or ():
+                if name not in names:
+                    raise Mismatch(f"{name} is not in {path}, where {INDEX_FILE} places it")
+            for name in names:
+                if expected is not None and name not in expected:
+                    raise Mismatch(f"{name} is in {path} and {INDEX_FILE} does not place it there")
+                tensor = file.get_slice(name)
+                code = tensor.get_dtype()
+                if code not in DTYPES:
+                    raise Mismatch(
+                        f"{name} in {path} has dtype {code}; only {', '.join(DTYPES)} are read"
+                    )
+                self.specs[name] = ArraySpec(tuple(tensor.get_shape()), DTYPES[code])
+                self._files[name] = path
+
+
+class NewTensorFolder:
+    """Tensors that are being written to an empty folder, in any order, one at a time.
+
+    tensors: all of them. shard_bytes: the most that tensors of one file take, one tensor at least;
+    where that makes one file it has no index. Each file has its full length from the start.
+    """
+
+    def __init__(
+        self, folder: Path, tensors: Mapping[str, ArraySpec], shard_bytes: int = SHARD_BYTES
+    ) -> None:
+        self.folder, self.tensors = folder, tensors
+        self._places: dict[str, tuple[str, int]] = {}  # file, and offset in it
+        shards = list(_shards(tensors, shard_bytes))
+        for number, shard in enumerate(shards, start=1):
+            name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+            self._begin(ONE_FILE if len(shards) == 1 else name, shard)
+        self._written: set[str] = set()
+
+    def write(self, name: str, array: np.ndarray) -> None:
+        """Stores a tensor. Raises RuntimeError when it is not of the shape and dtype announced."""
+        spec = self.tensors[name]
+        if (array.shape, array.dtype) != (spec.shape, spec.dtype):
+            raise RuntimeError(f"{name} is {array.shape} {array.dtype} instead of {spec}")
+        file, offset = self._places[name]
+        with open(self.folder / file, "r+b") as stream:
+            stream.seek(offset)
+            stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        self._written.add(name)
+
+    def finish(self) -> None:
+        """Writes the index, if there are several files. Raises RuntimeError unless all is there."""
+        missing = [name for name in self.tensors if name not in self._written]
+        if missing:
+            raise RuntimeError(f"{missing[0]} was never written")
+        files = {name: file for name, (file, _) in sorted(self._places.items())}
+        if len(set(files.values())) > 1:
+            total = sum(spec.nbytes for spec in self.tensors.values())
+            index = {"metadata": {"total_size": total}, "weight_map": files}
+            (self.folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _begin(self, file: str, shard: Mapping[str, ArraySpec]) -> None:
+        header, offsets = _header(shard)
+        with open(self.folder / file, "wb") as stream:
+            stream.write(header)
+            stream.truncate(len(header) + sum(spec.nbytes for spec in shard.values()))
+        for name, offset in offsets.items():
+            self._places[name] = (file, len(header) + offset)
+
+
+def _shards(tensors: Mapping[str, ArraySpec], limit: int) -> Iterator[dict[str, ArraySpec]]:
+    """The tensors in their order, cut where a file would get larger than `limit` bytes."""
+    shard: dict[str, ArraySpec] = {}
+    size = 0
+    for name, spec in tensors.items():
+        if shard and size + spec.nbytes > limit:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = spec
+        size += spec.nbytes
+    yield shard
+
+
+def _header(shard: Mapping[str, ArraySpec]) -> tuple[bytes, dict[str, int]]:
+    """The beginning of a file, and where each tensor is after it, as the library lays them out.
+
+    Wider dtypes come first, so that every tensor is aligned. transformers 4 asks for the format.
+    """
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offsets, end = {}, 0
+    for name, spec in sorted(shard.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
+        offsets[name], end = end, end + spec.nbytes
+        code, shape = _CODES[spec.dtype], list(spec.shape)
+        entries[name] = {"dtype": code, "shape": shape, "data_offsets": [offsets[name], end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, offsets
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """An open safetensors file; what the library raises becomes a Mismatch with its name."""
+    try:
+        with safe_open(path, framework="np") as file:
+            yield file
+    except SafetensorError as error:
+        raise Mismatch(f"{path} is damaged or no safetensors file: {error}") from error

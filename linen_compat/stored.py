@@ -1,0 +1,231 @@
+"""Arrays on disk, read and written in parts: zarr in an OCDBT database, as Orbax keeps them."""
+
+import itertools
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from linen_compat.streams import Mismatch
+
+Index = tuple[int | slice, ...]
+_BLOCK_BYTES = 32 * 2**20  # what is compressed, written and kept in memory at a time
+
+
+class StoredArrays:
+    """The arrays of one folder, by the path of their leaf.
+
+    The array that was read last stays open, and its decoded chunks in memory, so that a stack of
+    layers in one chunk is read from disk once however many layers are asked for in turn.
+    """
+
+    def __init__(self, items: Path) -> None:
+        self.items = items
+        metadata = json.loads((items / "_METADATA").read_text(encoding="utf-8"))
+        self.custom: dict[str, Any] = metadata.get("custom_metadata") or {}
+        # Older checkpoints leave chunks of zeros out; in others a missing chunk is a damage.
+        self._zeros_are_missing = not metadata.get("store_array_data_equal_to_fill_value", False)
+        self._open: tuple[str, ts.TensorStore] | None = None
+
+    def read(self, leaf: str, *indices: Index) -> np.ndarray:
+        """A part of an array: each index applies to what the one before left.
+
+        Raises Mismatch, naming the leaf, when the bytes cannot be read or decoded.
+        """
+        try:
+            store = self._store(leaf, whole=not any(indices))
+            for index in indices:
+                store = store[index] if index else store
+            return np.asarray(store.read().result())
+        except (ValueError, OSError, NotImplementedError) as error:
+            raise self._damaged(f"{leaf} in {self.items}", error) from error
+
+    def check_index(self) -> None:
+        """Reads the index of the database. Raises Mismatch when it is damaged."""
+        if (self.items / "manifest.ocdbt").exists():
+            spec = {"driver": "ocdbt", "base": f"file://{self.items}/"}
+            try:
+                ts.KvStore.open(spec).result().list().result()
+            except ValueError as error:
+                raise self._damaged(str(self.items), error) from error
+
+    def check_databases(self) -> None:
+        """Reads the indices of every database and version here, the process-wise ones too.
+
+        Files end with an index, so one that was cut off shows even where nothing that the
+        checkpoint refers to is lost. Raises Mismatch, naming the folder.
+        """
+        manifests = [self.items / "manifest.ocdbt", *self.items.glob("ocdbt.process_*/manifest.*")]
+        for folder in (manifest.parent for manifest in manifests if manifest.exists()):
+            base = f"file://{folder}/"
+            try:
+                manifest = ts.ocdbt.dump(ts.KvStore.open(base).result()).result()
+                for version in manifest["versions"]:
+                    number = version["generation_number"]
+                    spec = {"driver": "ocdbt", "base": base, "version": number}
+                    ts.KvStore.open(spec).result().list().result()
+            except ValueError as error:
+                raise self._damaged(str(folder), error) from error
+
+    def close(self) -> None:
+        """Lets go of what is in memory."""
+        self._open = None
+
+    def _damaged(self, what: str, error: Exception) -> Mismatch:
+        reason = " ".join(str(error).split("[source locations")[0].split())
+        return Mismatch(f"{what} cannot be read, the checkpoint is damaged: {reason[:300]}")
+
+    def _store(self, leaf: str, *, whole: bool) -> ts.TensorStore:
+        if self._open is not None and self._open[0] == leaf:
+            return self._open[1]
+        self.close()  # before the next one takes memory
+        spec: dict[str, Any] = {"driver": "auto", "kvstore": _kvstore(self.items, leaf)}
+        found = ts.open(spec, open=True, read=True).result()
+        nbytes = math.prod(found.shape) * found.dtype.numpy_dtype.itemsize
+        context = ts.Context({"cache_pool": {"total_bytes_limit": 0 if whole else 2 * nbytes}})
+        spec = {
+            **spec,
+            "driver": found.spec().to_json()["driver"],
+            "fill_missing_data_reads": self._zeros_are_missing,
+            "recheck_cached_data": False,
+        }
+        store = ts.open(spec, open=True, read=True, context=context).result()
+        self._open = None if whole else (leaf, store)
+        return store
+
+
+class NewArrays:
+    """Arrays that are being written to an empty folder; `finish` makes it an Orbax checkpoint.
+
+    `stacked_axes` of an array are cut into chunks of one, so that a layer is written by itself.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stores: dict[str, ts.TensorStore] = {}
+        # Writes are committed a block's worth at a time: a commit waits for the disk.
+        self._bound: dict[str, ts.Transaction] = {}
+        self._transaction = ts.Transaction()
+        self._pending = 0
+        self._context = ts.Context()  # one for all arrays, or each commits by itself
+
+    def create(
+        self, leaf: str, shape: tuple[int, ...], dtype: np.dtype, stacked_axes: Iterable[int] = ()
+    ) -> None:
+        """Makes room for an array."""
+        stacked = set(stacked_axes)
+        block = _block([1 if a in stacked else size for a, size in enumerate(shape)], dtype)
+        codecs = [{"name": "bytes"}, {"name": "zstd", "configuration": {"level": 1}}]
+        spec = {
+            "driver": "zarr3",
+            "kvstore": _kvstore(self.folder, leaf, new=True),
+            "metadata": {
+                "shape": list(shape),
+                "data_type": dtype.name,
+                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": block}},
+                "codecs": codecs,
+            },
+            "store_data_equal_to_fill_value": True,
+        }
+        store = ts.open(
+            spec, create=True, context=self._context, transaction=self._transaction
+        ).result()
+        self._stores[leaf], self._bound[leaf] = store, self._transaction
+
+    def __contains__(self, leaf: str) -> bool:
+        return leaf in self._stores
+
+    def dtype(self, leaf: str) -> np.dtype:
+        """The dtype that an array was created with."""
+        return self._stores[leaf].dtype.numpy_dtype
+
+    def write(self, leaf: str, index: Index, array: np.ndarray) -> None:
+        """Stores the part of an array that `index` names, block by block."""
+        store = self._in_transaction(leaf)
+        part = store[index] if index else store
+        chunk = [size or 1 for size in part.chunk_layout.write_chunk.shape or ()]
+        for block in _blocks(array.shape, chunk):
+            piece = array[block]
+            part[block].write(piece).result()
+            self._pending += piece.nbytes
+            if self._pending >= _BLOCK_BYTES:
+                self._flush()
+                store = self._in_transaction(leaf)
+                part = store[index] if index else store
+
+    def finish(self, empty: Iterable[str] = (), custom: Mapping[str, Any] | None = None) -> None:
+        """Writes the tree's metadata. empty: paths of leaves that are None. custom: own metadata.
+
+        The folder is a checkpoint from here on.
+        """
+        self._flush()
+        tree = {}
+        for leaf, store in self._stores.items():
+            value = {
+                "value_type": "np.ndarray",
+                "skip_deserialize": False,
+                "write_shape": list(store.shape),
+            }
+            tree.update(_entry(leaf, value))
+        for leaf in empty:
+            tree.update(_entry(leaf, {"value_type": "None", "skip_deserialize": True}))
+        metadata = {
+            "tree_metadata": tree,
+            "use_ocdbt": True,
+            "use_zarr3": True,
+            "store_array_data_equal_to_fill_value": True,
+            "custom_metadata": custom,
+        }
+        (self.folder / "_METADATA").write_text(json.dumps(metadata), encoding="utf-8")
+
+    def _in_transaction(self, leaf: str) -> ts.TensorStore:
+        if self._bound[leaf] is not self._transaction:
+            self._stores[leaf] = self._stores[leaf].with_transaction(self._transaction)
+            self._bound[leaf] = self._transaction
+        return self._stores[leaf]
+
+    def _flush(self) -> None:
+        self._transaction.commit_async().result()
+        self._transaction, self._pending = ts.Transaction(), 0
+
+
+def _kvstore(items: Path, leaf: str, *, new: bool = False) -> dict[str, Any]:
+    name = leaf.replace("/", ".") + "/"
+    if new or (items / "manifest.ocdbt").exists():
+        store: dict[str, Any] = {"driver": "ocdbt", "base": f"file://{items}/", "path": name}
+        if new:
+            store["config"] = {"max_inline_value_bytes": 1024}
+        return store
+    return {"driver": "file", "path": f"{items}/{name}"}
+
+
+def _entry(leaf: str, value: Mapping[str, Any]) -> dict[str, Any]:
+    """One leaf in Orbax's `_METADATA`; numbered keys are places in a list."""
+    keys = leaf.split("/")
+    sequence, mapping = 1, 2
+    kinds = [{"key": key, "key_type": sequence if key.isdecimal() else mapping} for key in keys]
+    return {str(tuple(keys)): {"key_metadata": kinds, "value_metadata": dict(value)}}
+
+
+def _block(shape: list[int], dtype: np.dtype) -> list[int]:
+    """The shape cut along its first axes until it has `_BLOCK_BYTES` or less."""
+    block = list(shape)
+    for axis in range(len(block)):
+        nbytes = math.prod(block) * dtype.itemsize
+        if nbytes <= _BLOCK_BYTES:
+            break
+        block[axis] = max(1, block[axis] * _BLOCK_BYTES // nbytes)
+    return block
+
+
+def _blocks(shape: tuple[int, ...], block: Iterable[int]) -> Iterator[tuple[slice, ...]]:
+    """Indices that cut an array into blocks."""
+    cuts = [
+        [slice(start, min(start + step, size)) for start in range(0, size, step)]
+        for size, step in zip(shape, block, strict=True)
+    ]
+    yield from itertools.product(*cuts)

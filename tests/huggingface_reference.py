@@ -1,0 +1,82 @@
+"""Tiny random models of `transformers`, and the logits that it computes from them.
+
+`python tests/huggingface_reference.py` makes `tests/data/huggingface` again (transformers 5 and
+torch, which the tests can do without: they read what is kept there).
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FOLDER = Path(__file__).parent / "data" / "huggingface"
+# All sizes differ, so that no transposed or exchanged kernel fits by chance.
+SIZES = {
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "max_position_embeddings": 64,
+    "rope_theta": 100.0,  # so that far positions matter within a short sequence
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+# Name of the folder: the class, the dtype of weights, and how it is saved.
+KEPT: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", "float32", {}),
+    "mixtral_fused": ("Mixtral", "float32", {"save_original_format": False}),
+    "mixtral_sharded": ("Mixtral", "bfloat16", {"max_shard_size": "12KB"}),
+    "llama": ("Llama", "float32", {}),
+}
+
+
+def random_model(kind: str, *, seed: int, **changes: Any) -> Any:
+    """A model of `transformers`, float32, of class `<kind>ForCausalLM`, with large weights."""
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    sizes = {**SIZES, **(EXPERTS if kind == "Mixtral" else {}), **changes}
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.3)
+    return model.eval()
+
+
+def logits_of(model: Any, tokens: np.ndarray) -> np.ndarray:
+    """`[batch, seq, vocab]` in float32, computed in float32, attention in its plainest form."""
+    import torch
+
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        return model.float()(torch.from_numpy(tokens)).logits.numpy()
+
+
+def random_tokens(*, seed: int) -> np.ndarray:
+    """Token ids `[batch, seq]` for a model of `SIZES`."""
+    return np.random.default_rng(seed).integers(SIZES["vocab_size"], size=(2, 20))
+
+
+def main() -> None:
+    import torch
+
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    for name, (kind, dtype, options) in KEPT.items():
+        model = random_model(kind, seed=0)
+        for parameter in model.parameters():  # and not buffers, such as the rotary frequencies
+            parameter.data = parameter.data.to(getattr(torch, dtype))
+        model.save_pretrained(FOLDER / name, **options)
+        (FOLDER / name / "generation_config.json").unlink()
+        tokens = random_tokens(seed=1)
+        np.savez(FOLDER / name / "reference.npz", tokens=tokens, logits=logits_of(model, tokens))
+        print(name, json.loads((FOLDER / name / "config.json").read_text())["transformers_version"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""Checkpoints of MaxText in every layout: the logits that MaxText computes, in their places."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from helpers import arrays_by_path, assert_same_placement, mesh_of, replace
+from maxtext_data import (
+    KEPT,
+    PIPELINES,
+    checkpoint,
+    config_of,
+    full_state,
+    laid_out,
+    nested,
+    parameters,
+    reference,
+    write,
+)
+
+import linen_compat
+from linen_compat.compare import parameter_paths
+from linen_compat.orbax_streams import OrbaxSource
+from linen_compat.streams import Mismatch
+from nnx_pipeline import InputError
+from nnx_pipeline.train import abstract_state
+
+TOLERANCE = 1e-5
+
+
+def logits_error(model, name="unscanned", mesh=None):
+    """The largest difference to the logits that MaxText computed."""
+    kept = reference(name)
+
+    def apply(model, tokens, positions, segments):
+        return model(tokens, positions=positions, segment_ids=segments)
+
+    inputs = (kept["inputs"], kept["inputs_position"], kept["inputs_segmentation"])
+    if mesh is None:
+        logits = jax.jit(apply)(model, *inputs)
+    else:
+        with jax.set_mesh(mesh):
+            logits = jax.jit(apply)(model, *inputs)
+    return np.max(np.abs(np.asarray(logits) - kept["logits_dense"]))
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_logits_are_those_of_maxtext(name):
+    model = linen_compat.load(checkpoint(name), config_of(name))
+    assert logits_error(model, name) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("axes", "repeats", "sharding"),
+    [("stage=2,fsdp=2", 2, "explicit"), ("stage=4,tensor=2", 1, "auto"), ("expert=2", 1, "auto")],
+)
+def test_on_a_mesh_every_array_is_where_training_puts_it(axes, repeats, sharding):
+    config = replace(config_of(), "pipeline", num_repeats=repeats, sharding=sharding)
+    mesh = mesh_of(axes, sharding=sharding)
+    model = linen_compat.load(checkpoint("scanned_nnx"), config, mesh=mesh)
+    with jax.set_mesh(mesh):
+        expected = abstract_state(config, mesh).model
+        with_ambient_mesh = linen_compat.load(checkpoint("scanned_nnx"), config)
+    assert_same_placement(model, expected)
+    assert_same_placement(with_ambient_mesh, expected)
+    assert logits_error(model, "scanned_nnx", mesh) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("stages", "repeats"), PIPELINES)
+def test_pipelined_layouts(tmp_path, stages, repeats):
+    """Written by Orbax, laid out by counting; loaded for a pipeline of other numbers."""
+    leaves = laid_out(parameters(), "pipelined", stages, repeats)
+    write(tmp_path / "2" / "items", {f"params/params/{k}": v for k, v in leaves.items()})
+    model = linen_compat.load(tmp_path, config_of())
+    expected = linen_compat.load(checkpoint("unscanned"), config_of())
+    for path, array in arrays_by_path(expected).items():
+        np.testing.assert_array_equal(arrays_by_path(model)[path], array, err_msg=path)
+
+
+def test_without_stages_what_a_config_says_of_a_pipeline_is_left_out():
+    config = replace(config_of(), "pipeline", num_repeats=2, num_microbatches=4)
+    model = linen_compat.load(checkpoint("unscanned"), config)
+    assert model.pipeline.layers.attention.query.shape == (1, 1, 4, 32, 4, 8)
+    assert logits_error(model) <= TOLERANCE
+
+
+FORMS = {
+    "one wrapper": ("params/", ""),
+    "none, and value": ("", "/value"),
+    "two, and value": ("params/params/", "/value"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("where", ["7/items", "items", "."])
+def test_forms_of_parameters_alone(tmp_path, form, where):
+    before, after = FORMS[form]
+    leaves = laid_out(parameters(), "scanned")
+    write(tmp_path / "run" / where, {before + k + after: v for k, v in leaves.items()})
+    model = linen_compat.load(tmp_path / "run", config_of())
+    assert logits_error(model) <= TOLERANCE
+
+
+def test_generators_beside_parameters_are_ignored(tmp_path):
+    leaves = {f"{k}/value": v for k, v in laid_out(parameters(), "scanned").items()}
+    leaves["decoder/dropout/rngs/params/key/value"] = np.zeros(4, np.uint32)
+    leaves["decoder/layers/dropout/rngs/params/count/value"] = np.zeros(4, np.uint32)
+    write(tmp_path / "items", leaves)
+    assert logits_error(linen_compat.load(tmp_path, config_of())) <= TOLERANCE
+
+
+@pytest.mark.parametrize("ocdbt", [False, True])
+@pytest.mark.parametrize("zarr3", [False, True])
+def test_every_way_in_which_orbax_stores_arrays(tmp_path, ocdbt, zarr3):
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt, use_zarr3=zarr3)
+    leaves = {f"params/params/{k}": v for k, v in laid_out(parameters(), "scanned").items()}
+    scale = "params/params/decoder/decoder_norm/scale"
+    leaves[scale] = np.zeros_like(leaves[scale])  # what older checkpoints leave out
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(tmp_path / "items", nested(leaves))
+    model = linen_compat.load(tmp_path, config_of())
+    assert not np.any(model.norm.scale[...])
+    expected = linen_compat.load(checkpoint("unscanned"), config_of())
+    np.testing.assert_array_equal(model.head[...], expected.head[...])
+    query = model.pipeline.layers.attention.query[...]
+    np.testing.assert_array_equal(query, expected.pipeline.layers.attention.query[...])
+
+
+def test_only_the_dtype_of_the_config_changes_values():
+    bfloat = replace(config_of(), "model", param_dtype="bfloat16")
+    wide = linen_compat.load(checkpoint("scanned_params_only_bf16"), config_of())
+    narrow = linen_compat.load(checkpoint("scanned_params_only_bf16"), bfloat)
+    for path, array in parameter_paths(narrow).items():
+        assert array.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(array.astype(jnp.float32), parameter_paths(wide)[path])
+
+
+def test_nothing_larger_than_a_shard_is_read(monkeypatch):
+    read = OrbaxSource.read
+    sizes = []
+
+    def spy(self, path, *arguments, **options):
+        array = read(self, path, *arguments, **options)
+        sizes.append((path, array.size))
+        return array
+
+    monkeypatch.setattr(OrbaxSource, "read", spy)
+    mesh = mesh_of("fsdp=2,tensor=2")
+    model = linen_compat.load(checkpoint("scanned_nnx"), config_of(), mesh=mesh)
+    layers = config_of().model.num_layers
+    for path, array in parameter_paths(model).items():
+        inner = path.removeprefix("pipeline.layers.")
+        shard = array.addressable_shards[0].data.size // (layers if inner != path else 1)
+        found = [size for name, size in sizes if name == inner]
+        assert max(found) == shard, path
+        # Each shard once, however many devices hold it.
+        assert sum(found) == array.size, path
+
+
+def without(leaf):
+    def change(leaves):
+        return {k: v for k, v in leaves.items() if k != leaf}
+
+    return change
+
+
+def renamed(leaf, name):
+    return lambda leaves: {name if k == leaf else k: v for k, v in leaves.items()}
+
+
+def reshaped(leaf, shape):
+    return lambda leaves: {
+        k: np.zeros(shape, v.dtype) if k == leaf else v for k, v in leaves.items()
+    }
+
+
+GATE = "params/params/decoder/layers_2/MoeBlock_0/gate/kernel"
+MOMENT = "opt_state/0/mu/params/decoder/decoder_norm/scale"
+TABLE = "params/params/token_embedder/embedding"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without(GATE), f"{GATE} is missing"),
+        (without(TABLE), f"{TABLE} is missing"),
+        (
+            without("opt_state/0/mu/params/decoder/decoder_norm/scale"),
+            "mu/params/decoder/decoder_n",
+        ),
+        (renamed(GATE, f"{GATE}s"), rf"{GATE} is missing \('{GATE}s' is there\)"),
+        (renamed("step", "steps"), "steps has no place in the model"),
+        (reshaped(GATE, (32, 8)), rf"{GATE} is \[32, 8\] instead of \[32, 4\]"),
+        (reshaped(TABLE, (256, 32)), rf"{TABLE} is \[256, 32\] instead of \[128, 32\]"),
+        (
+            lambda leaves: {**leaves, "params/params/extra": np.zeros(3)},
+            "params/extra has no place",
+        ),
+    ],
+)
+def test_leaves_that_do_not_fit_are_refused_by_name(tmp_path, change, message):
+    write(tmp_path / "items", change(full_state()))
+    with pytest.raises(Mismatch, match=message):
+        linen_compat.load(tmp_path, config_of())
+
+
+@pytest.mark.parametrize(
+    ("layout", "stages", "message"),
+    [
+        ("unscanned", 1, r"decoder/layers_4/.* is missing"),
+        ("scanned", 1, r"decoder/layers/.* is \[32, 4\] instead of \[32, 6\]"),
+        ("pipelined", 2, r"pipeline_module.*: the checkpoint holds 4 layers .* the model has 6"),
+    ],
+)
+def test_another_number_of_layers(tmp_path, layout, stages, message):
+    leaves = laid_out(parameters(), layout, stages)
+    write(tmp_path / "items", {f"params/params/{k}": v for k, v in leaves.items()})
+    config = replace(config_of(), "model", num_layers=6)
+    with pytest.raises(Mismatch, match=message):
+        linen_compat.load(tmp_path, config)
+
+
+def test_a_dense_model_is_not_a_routed_one():
+    config = replace(config_of(), "model", num_experts=1, num_experts_per_token=1)
+    with pytest.raises(Mismatch, match="mlp/wi_0/kernel is missing"):
+        linen_compat.load(checkpoint("scanned_nnx"), config)
+
+
+def test_another_attention_scale_is_refused():
+    config = replace(config_of(), "model", attention_scale=0.5)
+    with pytest.raises(InputError, match=r"the query kernels of .* are for 1.0; set it to that"):
+        linen_compat.load(checkpoint("scanned_nnx"), config)
+
+
+def test_no_checkpoint_there(tmp_path):
+    with pytest.raises(InputError, match="holds no Orbax checkpoint"):
+        linen_compat.load(tmp_path, config_of())
+
+
+def test_truncated_files_are_refused(tmp_path):
+    write(tmp_path / "items", full_state())
+    largest = max((f for f in (tmp_path / "items").rglob("*") if f.is_file()), key=_size)
+    largest.write_bytes(largest.read_bytes()[: _size(largest) // 2])
+    with pytest.raises(Mismatch, match=r"(params/params|cannot be read)"):
+        linen_compat.load(tmp_path, config_of())
+
+
+def _size(path):
+    return path.stat().st_size
+
+
+def test_a_config_that_does_not_fit_the_mesh():
+    with pytest.raises(InputError, match="does not split"):
+        linen_compat.load(checkpoint("unscanned"), config_of(), mesh=mesh_of("tensor=8"))

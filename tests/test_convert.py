@@ -1,0 +1,247 @@
+"""`linen-compat convert`: from any format to any other, and what it refuses."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from helpers import Ended, user_environment
+from maxtext_data import (
+    DATA,
+    assert_same_leaves,
+    checkpoint,
+    full_state,
+    read,
+    state_in,
+    write,
+)
+
+from linen_compat import cli, stored
+from linen_compat.convert import plan
+from linen_compat.orbax_streams import OrbaxSource
+from linen_compat.streams import ArraySpec
+
+CONFIG = str(DATA / "unscanned" / "config.yml")
+TARGETS = {
+    "maxtext:unscanned": [],
+    "maxtext:scanned": [],
+    "maxtext:pipelined": ["--stages", "2", "--repeats", "2"],
+    "nnx": [],
+}
+FIRST = ("params/params/decoder/layers_2/MoeBlock_0/wi_1", (1, 2, 3))
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """The command, in this process."""
+
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["linen-compat", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        return Ended(exit_.value.code or 0, *capsys.readouterr())
+
+    return run
+
+
+@pytest.mark.parametrize("second", TARGETS)
+@pytest.mark.parametrize("first", TARGETS)
+def test_there_and_back_to_the_bit(tmp_path, run, first, second):
+    """Parameters, moments, counts and step, through two other formats."""
+    source = checkpoint("unscanned") / "2"
+    assert run("convert", source, tmp_path / "a", "--to", first, *TARGETS[first]).code == 0
+    ended = run("convert", tmp_path / "a", tmp_path / "b", "--to", second, *TARGETS[second])
+    assert ended.code == 0, ended.err
+    back = tmp_path / "back"
+    ended = run("convert", tmp_path / "b", back, "--from", second, "--to", "maxtext:unscanned")
+    assert ended.code == 0, ended.err
+    assert_same_leaves(read(back), full_state())
+    if second == "maxtext:pipelined":
+        assert_same_leaves(read(tmp_path / "b"), state_in("pipelined", 2, 2))
+
+
+def test_bfloat16_stays_and_what_is_left_behind_is_listed(tmp_path, run):
+    source = checkpoint("scanned_params_only_bf16")
+    ended = run(
+        "convert", source, tmp_path / "out", "--to", "maxtext:unscanned", "--config", CONFIG
+    )
+    assert ended.code == 0, ended.err
+    found = read(tmp_path / "out")
+    assert {str(leaf.dtype) for leaf in found.values()} == {"bfloat16", "int64"}
+    ended = run("convert", checkpoint("scanned_nnx"), tmp_path / "b", "--to", "maxtext:scanned")
+    assert "left behind: nnx_aux/model/decoder" in " ".join(ended.out.split())
+    assert "(24 in all)" in " ".join(ended.out.split())
+
+
+def test_to_hugging_face_and_back(tmp_path, run):
+    source = checkpoint("unscanned")
+    to = ["--to", "huggingface"]
+    assert run("convert", source, tmp_path / "hf", *to, "--config", CONFIG).code == 0
+    ended = run("convert", tmp_path / "hf", tmp_path / "back", "--to", "maxtext:unscanned")
+    assert ended.code == 0, ended.err
+    expected = {k: v for k, v in full_state().items() if k.startswith("params/")}
+    found = read(tmp_path / "back")
+    for name, leaf in expected.items():
+        if name.endswith("query/kernel"):
+            np.testing.assert_array_max_ulp(found[name], leaf, 1)
+        else:
+            np.testing.assert_array_equal(found[name], leaf, err_msg=name)
+    ended = run("convert", source, tmp_path / "none", *to)
+    assert ended.code == 2
+    assert "--to huggingface needs --config" in ended.err
+
+
+def test_one_array_of_one_layer_at_a_time(tmp_path, monkeypatch):
+    read_array, sizes = OrbaxSource.read, []
+
+    def spy(self, *arguments, **options):
+        array = read_array(self, *arguments, **options)
+        sizes.append(array.nbytes)
+        return array
+
+    monkeypatch.setattr(OrbaxSource, "read", spy)
+    prepared = plan(checkpoint("scanned_nnx"), tmp_path / "out", target_format="maxtext:unscanned")
+    prepared.run()
+    largest_of_a_layer = ArraySpec((4, 32, 64), np.dtype(np.float32)).nbytes
+    assert max(sizes) == largest_of_a_layer
+    assert sum(sizes) == prepared.nbytes
+
+
+def test_each_stored_array_is_opened_once(tmp_path, monkeypatch):
+    opened = []
+    open_store = stored.StoredArrays._store
+
+    def spy(self, leaf, **options):
+        if self._open is None or self._open[0] != leaf:
+            opened.append(leaf)
+        return open_store(self, leaf, **options)
+
+    write(tmp_path / "items", state_in("pipelined", 1, 2))
+    monkeypatch.setattr(stored.StoredArrays, "_store", spy)
+    plan(tmp_path, tmp_path / "out", target_format="maxtext:scanned").run()
+    assert len(opened) == len(set(opened))
+
+
+def damaged(tmp_path, leaf, place, value):
+    leaves = full_state()
+    array = leaves[leaf].copy()
+    array[place] = value
+    return write(tmp_path / "items", {**leaves, leaf: array})
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    ("leaf", "place"), [FIRST, ("opt_state/0/nu/params/decoder/decoder_norm/scale", 3)]
+)
+def test_nan_is_refused_by_name(tmp_path, run, leaf, place, value):
+    source, out = damaged(tmp_path, leaf, place, value), tmp_path / "run" / "out"
+    ended = run("convert", source, out, "--to", "nnx")
+    assert ended.code == 1
+    assert f"{leaf} holds NaN or infinity in 1 of" in ended.err
+    assert not out.parent.exists()
+    assert run("convert", source, out, "--to", "maxtext:unscanned", "--allow-nan").code == 0
+    np.testing.assert_array_equal(read(out)[leaf][place], value)
+
+
+def test_truncated_files_are_refused_by_name(tmp_path, run):
+    """Whichever file is cut, in whichever place, something of it is missed."""
+    write(tmp_path / "items", full_state())
+    files = [path for path in (tmp_path / "items").rglob("*") if path.parent.name == "d"]
+    assert files
+    for path in files:
+        whole = path.read_bytes()
+        for kept in (0, len(whole) // 3, len(whole) - 1):
+            path.write_bytes(whole[:kept])
+            ended = run("convert", tmp_path, tmp_path / "out", "--to", "maxtext:scanned")
+            assert ended.code == 1, (path, kept)
+            assert "cannot be read" in ended.err
+            assert sorted(p.name for p in tmp_path.iterdir()) == ["items"]
+        path.write_bytes(whole)
+    assert run("convert", tmp_path, tmp_path / "out", "--to", "maxtext:scanned").code == 0
+
+
+def change(leaves, **changes):
+    """Leaves without those whose value is None, and with others."""
+    return {k: v for k, v in {**leaves, **changes}.items() if v is not None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({FIRST[0]: None}, f"{FIRST[0]} is missing"),
+        ({FIRST[0]: np.zeros((4, 32, 65), np.float32)}, f"{FIRST[0]} is [4, 32, 65] instead of"),
+        ({"params/params/decoder/other": np.zeros(3)}, "decoder/other has no place"),
+        ({FIRST[0]: np.zeros((4, 32, 64), np.float16)}, "has one dtype"),
+    ],
+)
+def test_a_checkpoint_that_is_not_consistent_in_itself(tmp_path, run, changes, message):
+    write(tmp_path / "items", change(full_state(), **changes))
+    ended = run("convert", tmp_path, tmp_path / "out", "--to", "maxtext:scanned")
+    assert ended.code == 1
+    assert message in ended.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["items"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--to", "maxtext:scan"], 2, "did you mean 'maxtext:scanned'"),
+        (["--to", "nnx", "--from", "orbax"], 2, "--from='orbax' is not known"),
+        (["--to", "nnx", "--from", "maxtext:scanned"], 1, "is maxtext:unscanned; pass --from"),
+        (["--to", "maxtext:pipelined"], 2, "needs --stages"),
+        (["--to", "maxtext:pipelined", "--stages", "3"], 2, "do not split into 3 stages"),
+        (["--to", "maxtext:scanned", "--stages", "2"], 2, "leave them out"),
+        (["--to", "nnx", "--config", "no.yml"], 2, "neither a file nor a preset"),
+        (["--to", "nnx", "--config", "tiny"], 1, "does not fit"),
+    ],
+)
+def test_arguments_that_cannot_be_used(tmp_path, run, arguments, code, message):
+    ended = run("convert", checkpoint("unscanned"), tmp_path / "out", *arguments)
+    assert (ended.code, len(ended.err.strip().splitlines())) == (code, 1)
+    assert message in ended.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_destination_that_is_there(tmp_path, run):
+    (tmp_path / "notes.txt").write_text("mine")
+    ended = run("convert", checkpoint("unscanned"), tmp_path, "--to", "nnx")
+    assert ended.code == 2
+    assert "exists already" in ended.err
+
+
+def test_no_source(tmp_path, run):
+    for source in (tmp_path, tmp_path / "none"):
+        ended = run("convert", source, tmp_path / "out", "--to", "nnx")
+        assert ended.code == 2
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_convert_can_be_run_again(tmp_path, signal_):
+    out = tmp_path / "out"
+    # Every write waits, so that the signal comes in the middle.
+    slow = (
+        "import time; from linen_compat import cli, stored; write = stored.NewArrays.write\n"
+        "def slowly(*a): time.sleep(0.05); write(*a)\n"
+        "stored.NewArrays.write = slowly; cli.main()"
+    )
+    source = str(checkpoint("unscanned"))
+    arguments = ["convert", source, str(out), "--to", "maxtext:scanned"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", slow, *arguments],
+        env=user_environment(),
+        stderr=subprocess.DEVNULL,
+    )
+    incomplete = tmp_path / "out.incomplete"
+    deadline = time.monotonic() + 60
+    while not incomplete.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert incomplete.exists()
+    process.send_signal(signal_)
+    assert process.wait() != 0
+    assert not out.exists()
+    assert incomplete.exists() == (signal_ == signal.SIGKILL)
+    plan(source, out, target_format="maxtext:scanned").run()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert_same_leaves(read(out), state_in("scanned"))

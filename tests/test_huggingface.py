@@ -1,0 +1,251 @@
+"""Hugging Face's Mixtral and Llama: the same logits, and back to the bit.
+
+The kept folders were written by transformers; with transformers and torch installed other random
+models are compared directly.
+"""
+
+import dataclasses
+import tracemalloc
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_same_placement, mesh_of, missing, replace
+from huggingface_reference import FOLDER, KEPT, logits_of, random_model, random_tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from linen_compat import huggingface
+from linen_compat.compare import parameter_paths
+from linen_compat.huggingface import HuggingFaceSource
+from linen_compat.huggingface_config import config_from_huggingface
+from linen_compat.streams import ArraySpec, scaled
+from nnx_pipeline import Config, Mixtral
+from nnx_pipeline.train import abstract_state
+
+each_folder = pytest.mark.parametrize("name", KEPT)
+with_transformers = pytest.mark.skipif(
+    missing("transformers", "torch"), reason="transformers and torch are not installed"
+)
+
+
+def in_float32(name: str) -> Config:
+    """The config of a kept folder that computes as the reference was computed."""
+    return replace(
+        config_from_huggingface(FOLDER / name), "model", dtype="float32", param_dtype="float32"
+    )
+
+
+def logits(model: Mixtral, tokens: np.ndarray) -> np.ndarray:
+    return np.asarray(jax.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(tokens)))
+
+
+def tensors(folder: Path) -> dict[str, np.ndarray]:
+    """Every tensor of a folder, read by the library."""
+    found: dict[str, np.ndarray] = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def assert_same_tensors(actual: Path, expected: Path) -> None:
+    a, b = tensors(actual), tensors(expected)
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype
+        assert a[name].tobytes() == b[name].tobytes(), f"{name} differs"
+
+
+@each_folder
+def test_logits_are_those_of_transformers(name: str) -> None:
+    reference = np.load(FOLDER / name / "reference.npz")
+    model = huggingface.load(FOLDER / name, in_float32(name))
+    np.testing.assert_allclose(
+        logits(model, reference["tokens"]), reference["logits"], rtol=0, atol=1e-4
+    )
+    assert np.std(reference["logits"]) > 0.5
+
+
+@with_transformers
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("Mixtral", {}),
+        ("Mixtral", {"num_key_value_heads": 4, "num_experts_per_tok": 3, "rms_norm_eps": 1e-3}),
+        ("Llama", {}),
+        ("Llama", {"num_key_value_heads": 1, "head_dim": 8, "rope_theta": 10.0}),
+    ],
+)
+def test_logits_of_other_models(tmp_path: Path, kind: str, changes: dict) -> None:
+    theirs = random_model(kind, seed=2, **changes)
+    theirs.save_pretrained(tmp_path / "model")
+    tokens = random_tokens(seed=3)
+    ours = huggingface.load(tmp_path / "model")
+    np.testing.assert_allclose(logits(ours, tokens), logits_of(theirs, tokens), rtol=0, atol=1e-4)
+
+
+@with_transformers
+@each_folder
+def test_transformers_loads_what_is_written(tmp_path: Path, name: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    huggingface.save(huggingface.load(FOLDER / name), tmp_path / "model", shard_bytes=20_000)
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", output_loading_info=True
+    )
+    assert not any(report.values()), report
+    assert loaded.dtype == getattr(torch, KEPT[name][1])
+    reference = np.load(FOLDER / name / "reference.npz")
+    np.testing.assert_allclose(
+        logits_of(loaded, reference["tokens"]), reference["logits"], rtol=0, atol=1e-6
+    )
+
+
+def test_the_default_config_is_that_of_the_folder() -> None:
+    model = huggingface.load(FOLDER / "mixtral_sharded")
+    assert model.config == config_from_huggingface(FOLDER / "mixtral_sharded")
+    assert model.head.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "repeats"),
+    [
+        ("mixtral", "stage=2,expert=4", 1),
+        ("mixtral_fused", "stage=2,expert=2,tensor=2", 2),
+        ("llama", "fsdp=4,tensor=2", 1),
+    ],
+)
+def test_on_a_mesh_every_parameter_has_its_sharding(name: str, mesh: str, repeats: int) -> None:
+    config = replace(in_float32(name), "pipeline", num_repeats=repeats)
+    reference = np.load(FOLDER / name / "reference.npz")
+    tokens = np.tile(reference["tokens"], (8, 1))
+    config = replace(config, "train", global_batch=len(tokens))
+    devices = mesh_of(mesh)
+    model = huggingface.load(FOLDER / name, config, mesh=devices)
+    with jax.set_mesh(devices):
+        assert_same_placement(model, abstract_state(config, devices).model)
+        found = logits(model, tokens)
+    expected = np.tile(reference["logits"], (8, 1, 1))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "mixtral_sharded", "llama"])
+def test_there_and_back_to_the_bit(tmp_path: Path, name: str) -> None:
+    huggingface.save(huggingface.load(FOLDER / name), tmp_path / "model")
+    assert_same_tensors(tmp_path / "model", FOLDER / name)
+    if name != "mixtral_sharded":  # one file: transformers' own, byte for byte
+        file = "model.safetensors"
+        assert (tmp_path / "model" / file).read_bytes() == (FOLDER / name / file).read_bytes()
+
+
+def test_fused_experts_come_back_apart(tmp_path: Path) -> None:
+    huggingface.save(huggingface.load(FOLDER / "mixtral_fused"), tmp_path / "model")
+    assert_same_tensors(tmp_path / "model", FOLDER / "mixtral")  # of the same seed
+
+
+def test_config_comes_back(tmp_path: Path) -> None:
+    huggingface.save(huggingface.load(FOLDER / "llama"), tmp_path / "model")
+    assert config_from_huggingface(tmp_path / "model") == config_from_huggingface(FOLDER / "llama")
+
+
+def test_a_stream_keeps_stored_dtypes(tmp_path: Path) -> None:
+    source = HuggingFaceSource(FOLDER / "mixtral_sharded")
+    huggingface.write(source, tmp_path / "model", in_float32("mixtral_sharded"))
+    assert_same_tensors(tmp_path / "model", FOLDER / "mixtral_sharded")
+    config = config_from_huggingface(tmp_path / "model")
+    assert config.model.param_dtype == "bfloat16"
+
+
+def test_parts_of_arrays_are_those_of_the_whole() -> None:
+    for name in KEPT:
+        source = HuggingFaceSource(FOLDER / name)
+        for path, spec in source.arrays.items():
+            layer = 1 if path not in ("embedding.embedding", "norm.scale", "head") else None
+            whole = source.read(path, layer)
+            assert (whole.shape, whole.dtype) == (spec.shape, spec.dtype)
+            cut = tuple(slice(size // 4, size - size // 3) for size in spec.shape)
+            part = source.read(path, layer, index=cut)
+            assert np.array_equal(part, whole[cut]), f"{name}: {path}"
+
+
+def units_apart(a: np.ndarray, b: np.ndarray) -> int:
+    """The largest distance in units in the last place."""
+    assert a.dtype == b.dtype
+    integers = {2: np.int16, 4: np.int32}[a.dtype.itemsize]
+    return int(np.max(np.abs(a.view(integers).astype(np.int64) - b.view(integers)), initial=0))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "mixtral_sharded"])
+def test_crossing_scales_the_query_kernels_only(tmp_path: Path, name: str) -> None:
+    own = config_from_huggingface(FOLDER / name)
+    folded = huggingface.load(FOLDER / name, replace(own, "model", attention_scale=1.0))
+    plain = parameter_paths(huggingface.load(FOLDER / name))
+    for path, array in parameter_paths(folded).items():
+        expected = np.asarray(plain[path])
+        if path.endswith("attention.query"):
+            expected = (expected.astype(np.float64) * 6**-0.5).astype(expected.dtype)
+        assert np.array_equal(np.asarray(array), expected), path
+    huggingface.save(folded, tmp_path / "back")
+    before, after = tensors(FOLDER / name), tensors(tmp_path / "back")
+    for key in before:
+        units = units_apart(before[key], after[key])
+        assert units <= (1 if "q_proj" in key else 0), f"{key}: {units} units"
+
+
+def test_the_crossed_model_computes_the_same() -> None:
+    config = replace(in_float32("mixtral"), "model", attention_scale=1.0)
+    reference = np.load(FOLDER / "mixtral" / "reference.npz")
+    found = logits(huggingface.load(FOLDER / "mixtral", config), reference["tokens"])
+    np.testing.assert_allclose(found, reference["logits"], rtol=0, atol=1e-4)
+
+
+@settings(derandomize=True, max_examples=30, deadline=None)
+@given(
+    head_dim=st.integers(1, 256).map(lambda half: 2 * half),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    seed=st.integers(0, 1000),
+)
+def test_there_and_back_is_one_unit_at_most(head_dim: int, dtype: str, seed: int) -> None:
+    values = np.random.default_rng(seed).normal(size=5000).astype(jnp.dtype(dtype))
+    for ratio in (head_dim**0.5, head_dim**-0.5):
+        assert units_apart(scaled(scaled(values, ratio), 1 / ratio), values) <= 1
+
+
+def test_streaming_holds_two_arrays_at_most(tmp_path: Path) -> None:
+    """Of a model of 64 such arrays. Pages of mapped files are not counted here."""
+    sizes = {"num_layers": 8, "embed_dim": 64, "mlp_dim": 1024, "num_experts": 4}
+    config = Config(model=dataclasses.replace(in_float32("mixtral").model, **sizes))
+    source = Zeros(config)
+    huggingface.write(source, tmp_path / "large", config)
+    largest = 4 * 64 * 1024 * 4
+    huggingface.write(HuggingFaceSource(tmp_path / "large"), tmp_path / "warm", config)
+    tracemalloc.start()
+    huggingface.write(HuggingFaceSource(tmp_path / "large"), tmp_path / "copy", config)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2 * largest + 500_000
+    assert sum(file.stat().st_size for file in (tmp_path / "copy").iterdir()) > 20 * largest
+
+
+class Zeros:
+    """A source of zeros for every array of a model."""
+
+    parts: tuple[str, ...] = ("parameters",)
+
+    def __init__(self, config: Config) -> None:
+        self.scalars: dict[str, np.ndarray] = {}
+        from linen_compat.compare import model_arrays
+
+        self.arrays: dict[str, ArraySpec] = model_arrays(config.model)
+        self.num_layers = config.model.num_layers
+        self.attention_scale = config.model.attention_scale
+
+    def order(self, path: str) -> range:
+        return range(self.num_layers)
+
+    def read(self, path: str, layer: int | None, part: str = "parameters") -> np.ndarray:
+        return np.zeros(self.arrays[path].shape, self.arrays[path].dtype)

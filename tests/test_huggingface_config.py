@@ -1,0 +1,251 @@
+"""`config.json`: every key mapped, ignored on purpose, or refused by name."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_reference import FOLDER
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from linen_compat import config_from_huggingface, config_to_huggingface
+from nnx_pipeline import Config, InputError, ModelConfig, TrainConfig
+from nnx_pipeline.presets import PRESETS
+
+# As published for Mixtral 8x7B and for Llama 2 7B, by versions of transformers before 5.
+MIXTRAL_8X7B = {
+    "architectures": ["MixtralForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mixtral",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.36.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+LLAMA_2_7B = {
+    "_name_or_path": "meta-llama/Llama-2-7b-hf",
+    "architectures": ["LlamaForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "transformers_version": "4.31.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+
+
+def without(values: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in keys}
+
+
+@pytest.mark.parametrize(
+    ("values", "preset", "dtype"),
+    [(MIXTRAL_8X7B, "mixtral-8x7b", "bfloat16"), (LLAMA_2_7B, "llama2-7b", "float16")],
+)
+def test_published_configs_are_the_presets(values: dict, preset: str, dtype: str) -> None:
+    expected = dataclasses.replace(
+        PRESETS[preset].model, dtype=dtype, param_dtype=dtype, attention_scale=128**-0.5
+    )
+    assert config_from_huggingface(values).model == expected
+
+
+def test_a_folder_a_file_or_a_dictionary(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA_2_7B))
+    expected = config_from_huggingface(LLAMA_2_7B)
+    assert config_from_huggingface(tmp_path) == expected
+    assert config_from_huggingface(str(file)) == expected
+
+
+def test_what_transformers_takes_where_a_key_is_absent() -> None:
+    absent = ("rms_norm_eps", "rope_theta", "num_key_value_heads", "torch_dtype")
+    experts = ("num_local_experts", "num_experts_per_tok")
+    mixtral = config_from_huggingface(without(MIXTRAL_8X7B, *absent, *experts)).model
+    assert (mixtral.norm_epsilon, mixtral.rope_theta, mixtral.num_kv_heads) == (1e-5, 1e6, 8)
+    assert (mixtral.num_experts, mixtral.num_experts_per_token) == (8, 2)
+    llama = config_from_huggingface(without(LLAMA_2_7B, *absent)).model
+    assert (llama.norm_epsilon, llama.rope_theta, llama.num_kv_heads) == (1e-6, 1e4, 32)
+    assert (llama.dtype, llama.param_dtype) == ("float32", "float32")
+
+
+def test_absent_keys_are_those_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    for name, values in (("Mixtral", MIXTRAL_8X7B), ("Llama", LLAMA_2_7B)):
+        sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        given = {key: values[key] for key in (*sizes, "vocab_size")}
+        theirs = getattr(transformers, f"{name}Config")(**given).to_dict()
+        ours = config_from_huggingface({**given, "model_type": values["model_type"]})
+        theirs = {**theirs, "dtype": "float32", "architectures": [f"{name}ForCausalLM"]}
+        assert config_from_huggingface(theirs) == ours
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 5e5},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "default"}},
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+        {"rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 1.0}},
+        {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 5e5}},
+    ],
+)
+def test_rotary_base_in_old_and_new_places(rope: dict) -> None:
+    values = {**without(MIXTRAL_8X7B, "rope_theta"), **rope}
+    assert config_from_huggingface(values).model.rope_theta == 5e5
+
+
+@pytest.mark.parametrize("key", ["torch_dtype", "dtype"])
+def test_dtype_under_both_names(key: str) -> None:
+    values = {**without(MIXTRAL_8X7B, "torch_dtype"), key: "bfloat16"}
+    assert config_from_huggingface(values).model.param_dtype == "bfloat16"
+
+
+def test_a_window_that_no_sequence_leaves_is_fine() -> None:
+    values = {**MIXTRAL_8X7B, "sliding_window": 32768}
+    assert config_from_huggingface(values) == config_from_huggingface(MIXTRAL_8X7B)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"rope_scaling.rope_type='llama3'"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, r"rope_scaling.type='linear' is not"),
+    ({"rope_parameters": {"rope_type": "yarn"}}, r"rope_parameters.rope_type='yarn' is not"),
+    ({"rope_parameters": {"factor": 2.0}}, r"rope_parameters.factor=2.0 is not supported"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor=0.5"),
+    ({"rope_parameters": "default"}, r"rope_parameters='default' is not a dictionary"),
+    ({"rope_parameters": {"rope_theta": 1e4}}, r"rope_theta=1000000.0, rope_parameters.rope_th"),
+    ({"tie_word_embeddings": True}, r"tie_word_embeddings=True is not supported, only False"),
+    ({"attention_bias": True}, r"attention_bias=True is not supported"),
+    ({"mlp_bias": True}, r"mlp_bias=True is not supported"),
+    ({"hidden_act": "gelu"}, r"hidden_act='gelu' is not supported, only 'silu'"),
+    ({"attention_dropout": 0.1}, r"attention_dropout=0.1 is not supported.*set it to 0"),
+    ({"router_jitter_noise": 0.01}, r"router_jitter_noise=0.01 is not supported.*set it to 0"),
+    ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0.5 is not supported"),
+    ({"quantization_config": {"bits": 4}}, r"quantization_config=\{'bits': 4\}.*plain float"),
+    ({"sliding_window": 4096}, r"sliding_window=4096 is smaller than max_position_emb\w+=32768"),
+    ({"sliding_window": "4k"}, r"sliding_window='4k' is not a whole number"),
+    ({"num_local_experts": 1}, r"num_local_experts=1 is not supported"),
+    ({"torch_dtype": "float64"}, r"torch_dtype='float64' is not known"),
+    ({"dtype": "float32"}, r"torch_dtype='bfloat16', dtype='float32' disagree"),
+    ({"architectures": ["MistralForCausalLM"]}, r"architectures=\['MistralForCausalLM'\] is not"),
+    ({"architectures": ["LlamaForCausalLM"]}, r"model_type='mixtral' contradicts"),
+    ({"architectures": None, "model_type": "qwen3"}, r"model_type='qwen3' is not supported"),
+    ({"hidden_size": None}, r"hidden_size is missing"),
+    ({"hidden_size": 4096.0}, r"hidden_size=4096.0 is not a whole number"),
+    ({"num_attention_heads": 33}, r"hidden_size=4096 does not split over num_attention_heads=33"),
+    ({"head_dim": 0}, r"head_dim=0 is not a whole number"),
+    ({"num_experts_per_tok": 9}, r"num_experts_per_token=9 exceeds num_experts=8"),
+    ({"auto_map": {"AutoModel": "x"}}, r"auto_map=.* is not a key that is known of a Mixtral"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_refused_by_name_and_value(changes: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        config_from_huggingface({**MIXTRAL_8X7B, **changes})
+
+
+def test_keys_of_experts_are_unknown_of_a_llama() -> None:
+    with pytest.raises(InputError, match="num_local_experts=8 is not a key"):
+        config_from_huggingface({**LLAMA_2_7B, "num_local_experts": 8})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "cannot be read as JSON"), ("[]", "holds list where a JSON object is expected")],
+)
+def test_a_broken_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(InputError, match=f"config.json {message}"):
+        config_from_huggingface(tmp_path)
+
+
+def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=f"{tmp_path} holds no config.json"):
+        config_from_huggingface(tmp_path)
+
+
+@settings(derandomize=True, max_examples=40, deadline=None)
+@given(data=st.data())
+def test_there_and_back(data: st.DataObject) -> None:
+    def draw(*choices: Any) -> Any:
+        return data.draw(st.sampled_from(choices))
+
+    experts, heads, head_dim = draw(1, 2, 8), draw(4, 8), draw(2, 64, 96)
+    dtype = draw("float32", "bfloat16", "float16")
+    model = ModelConfig(
+        vocab_size=draw(7, 32_000),
+        embed_dim=draw(64, 4096),
+        mlp_dim=draw(1, 11_008),
+        num_layers=draw(1, 32),
+        num_heads=heads,
+        num_kv_heads=draw(1, 2, heads),
+        head_dim=head_dim,
+        num_experts=experts,
+        num_experts_per_token=min(experts, 2),
+        dtype=dtype,
+        param_dtype=dtype,
+        norm_epsilon=draw(1e-6, 1e-5),
+        rope_theta=draw(1e4, 1e6),
+        attention_scale=head_dim**-0.5,
+    )
+    config = Config(model=model)
+    values = json.loads(json.dumps(config_to_huggingface(config)))
+    assert config_from_huggingface(values) == config
+
+
+def test_the_longest_sequence_is_that_of_training() -> None:
+    model = config_from_huggingface(LLAMA_2_7B).model
+    config = Config(model=model, train=TrainConfig(sequence_length=512))
+    assert config_to_huggingface(config)["max_position_embeddings"] == 512
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_scale_offset": 1.0}, "norm_scale_offset=1.0 has no place in a Hugging Face model"),
+        ({"num_heads": 7, "num_kv_heads": 7}, "embed_dim=4096 is not a multiple of model.num_h"),
+    ],
+)
+def test_models_that_transformers_has_not(changes: dict, message: str) -> None:
+    model = dataclasses.replace(config_from_huggingface(LLAMA_2_7B).model, **changes)
+    with pytest.raises(InputError, match=message):
+        config_to_huggingface(Config(model=model))
+
+
+def test_configs_written_by_transformers_5() -> None:
+    model = config_from_huggingface(FOLDER / "mixtral").model
+    assert (model.head_dim, model.rope_theta, model.num_experts) == (6, 100.0, 4)
+    assert model.attention_scale == 6**-0.5

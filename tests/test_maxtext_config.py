@@ -1,0 +1,161 @@
+"""MaxText's configurations: mapped, knowingly ignored, or refused by name."""
+
+import pytest
+import yaml
+from maxtext_data import DATA, KEPT, config_of
+
+import linen_compat
+from linen_compat import maxtext_keys
+from linen_compat.maxtext_config import read_config
+from nnx_pipeline import InputError, preset
+
+ONE = {"per_device_batch_size": 1}
+MIXTRAL = {"decoder_block": "mixtral", "num_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_kept_files(name):
+    config = config_of(name)
+    model, train = config.model, config.train
+    assert (model.vocab_size, model.embed_dim, model.mlp_dim, model.num_layers) == (128, 32, 64, 4)
+    assert (model.num_heads, model.num_kv_heads, model.head_dim) == (4, 2, 8)
+    assert (model.num_experts, model.num_experts_per_token) == (4, 2)
+    assert (model.dtype, model.param_dtype) == ("float32", "float32")
+    assert (model.norm_epsilon, model.rope_theta, model.attention_scale) == (1e-5, 1e6, 1.0)
+    assert (config.pipeline.num_repeats, config.pipeline.num_microbatches) == (1, None)
+    assert (train.global_batch, train.sequence_length, train.learning_rate) == (4, 16, 1e-3)
+    assert (train.adam_b1, train.adam_b2, train.weight_decay, train.clip_norm) == (
+        0.9,
+        0.95,
+        0.1,
+        1,
+    )
+    text = (DATA / name / "config.yml").read_text(encoding="utf-8")
+    assert linen_compat.config_from_maxtext(yaml.safe_load(text)) == config
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "mixtral-8x22b", "llama2-7b"])
+def test_model_names_bring_their_sizes(name):
+    config = linen_compat.config_from_maxtext({"model_name": name})
+    assert config.model == preset(name).model
+
+
+def test_what_is_given_wins_over_the_model_name():
+    config = linen_compat.config_from_maxtext({"model_name": "llama2-7b", "vocab_size": 100})
+    assert (config.model.vocab_size, config.model.embed_dim) == (100, 4096)
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "value"),
+    [
+        ({"num_pipeline_microbatches": 6}, "num_microbatches", 6),
+        ({"num_pipeline_repeats": 2}, "num_repeats", 2),
+        ({"ici_pipeline_parallelism": 4, "base_num_decoder_layers": 8}, "num_repeats", 2),
+        (
+            {"ici_pipeline_parallelism": 2, "base_num_decoder_layers": 8}
+            | {"num_layers_per_pipeline_stage": 2},
+            "num_repeats",
+            2,
+        ),
+        ({"pipeline_delay_activation_forwarding": True}, "forwarding_delay", 2),
+        ({"pipeline_fsdp_ag_once": True}, "fsdp_gather", "step"),
+        ({"pipeline_fsdp_ag_per_repeat": True}, "fsdp_gather", "prefetch"),
+        ({"remat_policy": "minimal"}, "remat", "minimal"),
+        ({"remat_policy": "save_dot_with_context_except_mlp"}, "remat", "full"),
+        ({"shard_mode": "auto"}, "sharding", "auto"),
+    ],
+)
+def test_pipeline(given, field, value):
+    config = linen_compat.config_from_maxtext(given)
+    assert getattr(config.pipeline, field) == value
+
+
+@pytest.mark.parametrize(
+    ("given", "batch"),
+    [
+        ({"per_device_batch_size": 3, "ici_fsdp_parallelism": 4, "dcn_data_parallelism": 2}, 24),
+        ({"per_device_batch_size": 0.5, "ici_fsdp_parallelism": 4}, 2),
+        ({"per_device_batch_size": 0.5, "ici_fsdp_parallelism": -1}, 1),
+        (
+            {
+                "per_device_batch_size": 1,
+                "ici_data_parallelism": -1,
+                "num_pipeline_microbatches": 8,
+            },
+            8,
+        ),
+    ],
+)
+def test_global_batch(given, batch):
+    assert linen_compat.config_from_maxtext(given).train.global_batch == batch
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"base_emb_dimm": 3}, "base_emb_dimm=3 is no MaxText key .* did you mean 'base_emb_dim'"),
+        ({"ici_pipeline_paralelism": 3}, "did you mean 'ici_pipeline_parallelism'"),
+        ({"qqqq": 1}, "qqqq=1 is no MaxText key that this project knows; remove it"),
+        ({"decoder_block": "gemma2"}, "decoder_block='gemma2' is not known"),
+        ({"decoder_block": "mixtral"}, "decoder_block='mixtral' with num_experts=1"),
+        ({"num_experts": 8}, "decoder_block='llama2' with num_experts=8"),
+        ({"scan_layers_per_stage": True}, "scan_layers_per_stage=True is not supported"),
+        ({"pipeline_parallel_layers": 8}, "pipeline_parallel_layers=8 .* outside the pipeline"),
+        ({"param_scan_axis": 0}, "param_scan_axis=0 is not supported; .* param_scan_axis=1"),
+        ({"capacity_factor": 1.25}, "capacity_factor=1.25 is not supported; .*capacity_factor=-1"),
+        ({"final_logits_soft_cap": 30.0}, "final_logits_soft_cap=30.0 is not supported"),
+        ({"attn_logits_soft_cap": 50.0}, "attn_logits_soft_cap=50.0 is not supported"),
+        ({"logits_via_embedding": True}, "logits_via_embedding=True is not supported"),
+        ({"mlp_activations": ["gelu"]}, r"mlp_activations=\['gelu'\] is not supported"),
+        ({"mlp_activations": "['gelu','linear']"}, "mlp_activations=.* is not supported"),
+        ({"float32_logits": True}, "float32_logits=True is not supported"),
+        ({"quantization": "int8"}, "quantization='int8' is not supported"),
+        ({"rope_type": "yarn"}, "rope_type='yarn' is not supported"),
+        ({"opt_type": "sgd"}, "opt_type='sgd' is not supported"),
+        ({"dropout_rate": 0.1}, "dropout_rate=0.1 with enable_dropout"),
+        ({"gradient_clipping_threshold": 0}, "clip_norm=0 must be above 0"),
+        ({**MIXTRAL, "base_moe_mlp_dim": 5}, "base_moe_mlp_dim=5 differs from base_mlp_dim"),
+        ({"shard_mode": "manual"}, "shard_mode='manual' is not known"),
+        ({"ici_pipeline_parallelism": -1}, "num_pipeline_repeats=-1 cannot be worked out"),
+    ],
+)
+def test_what_this_project_does_not_compute_is_refused(given, message):
+    with pytest.raises(InputError, match=message):
+        linen_compat.config_from_maxtext(given)
+
+
+def test_dropout_that_is_off_and_lists_as_text():
+    given = {"dropout_rate": 0.1, "enable_dropout": False, "mlp_activations": "['silu','linear']"}
+    assert linen_compat.config_from_maxtext(given).model.dropout_rate == 0.0
+
+
+def test_every_key_has_one_meaning():
+    fixed, mapped = set(maxtext_keys.FIXED), set(maxtext_keys.MAPPED)
+    assert not fixed & mapped
+    for key in ("learning_rate_schedule_steps", "ici_fsdp_parallelism", "megablox", "sa_block_q"):
+        assert maxtext_keys.kind(key) == "ignored"
+    for key, values in maxtext_keys.FIXED.items():
+        assert maxtext_keys.is_accepted(key, values[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: {vocab_sizes: 3}", "no such config field model.vocab_sizes; did you mean"),
+        ("model: {vocab_size: 3}", "missing .* required keyword"),
+        ("model: 3", "model is not a list of fields"),
+        ("- 1", "is not a YAML file of keys and values"),
+        ("a: [", "cannot be read as YAML"),
+    ],
+)
+def test_own_files_that_cannot_be_used(tmp_path, text, message):
+    path = tmp_path / "config.yml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=message):
+        read_config(str(path))
+
+
+def test_neither_a_file_nor_a_preset():
+    with pytest.raises(InputError, match=r"no\.yml is neither a file nor a preset"):
+        read_config("no.yml")
+    assert read_config("tiny") == preset("tiny")
