@@ -1,0 +1,154 @@
+"""The rule about checkpoints whose policy comes to nothing, or to everything."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import jax
+from jax.extend.core import JaxprEqn
+from jax.extend.core.primitives import remat_p
+
+from nnx_pipeline.lint.facts import FORM, SAME, Program, passed_on
+from nnx_pipeline.lint.finding import Finding, Limits
+from nnx_pipeline.lint.source import is_recomputed
+from nnx_pipeline.lint.walk import Scope, Value, step_back
+
+REMAT = "remat-policy"
+
+# Computing these again costs no product and keeps no array from being kept.
+_FREE = (
+    SAME | FORM | {"iota", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "pjit", "jit"}
+)
+# JAX marks what a policy saves by one of these: a rounding to its own dtype, a copy to the host.
+_SAVED = {"reduce_precision", "device_put"}
+_CHOICES = {"dynamic_slice", "gather", "dynamic_index", "select_n", "dynamic_update_slice"}
+_NEGLIGIBLE = 0.02  # of what is kept
+
+
+def remat_policies(program: Program, limits: Limits) -> Iterator[Finding]:
+    """A policy of `jax.checkpoint` under which nothing is saved, or nothing is computed again.
+
+    Both happen silently: a policy on names where no value has the name, one on products without
+    batch axes under `vmap`, which gives every product one, and one that excepts a name which is
+    not there. Only the backward pass shows it: what it computes again, and what it is handed.
+    """
+    for scope, equation in program.scope.equations():
+        if equation.primitive is not remat_p or not equation.params["differentiated"]:
+            continue
+        policy = equation.params["policy"]
+        if policy is None or policy is jax.checkpoint_policies.nothing_saveable:
+            continue
+        saved, is_complete = _saved(program, scope, equation)
+        again, again_per_device = _recomputed(program, scope, equation)
+        kept = sum(size for size, _ in saved)
+        per_device = all(known for _, known in saved)
+        if not saved and is_complete and again >= limits.large:
+            yield Finding(
+                rule=REMAT,
+                severity="warning",
+                location=scope.locate(equation),
+                bytes=again,
+                per_device=again_per_device,
+                what="the policy of this jax.checkpoint saves nothing; all is computed again",
+                cure=_why(scope, equation),
+            )
+        elif kept >= limits.large and again <= _NEGLIGIBLE * kept:
+            yield Finding(
+                rule=REMAT,
+                severity="warning",
+                location=scope.locate(equation),
+                bytes=kept,
+                per_device=per_device,
+                what="the policy of this jax.checkpoint saves everything; nothing that costs "
+                "something is computed again",
+                cure="name what to save (save_only_these_names) rather than what not to; a name "
+                "that is to be left out marks the copy it makes, not the value before it",
+            )
+
+
+def _recomputed(program: Program, scope: Scope, equation: JaxprEqn) -> tuple[int, bool]:
+    """Bytes of the values that the backward pass computes again, and whether per device."""
+    total, known = 0, True
+    for body in scope.inner[id(equation)]:
+        for one in body.jaxpr.eqns:
+            if is_recomputed(one):
+                for place, inner in _within(body, one):
+                    size, per_device = _results_bytes(program, place, inner)
+                    total, known = total + size, known and per_device
+    return total, known
+
+
+def _within(scope: Scope, equation: JaxprEqn) -> Iterator[tuple[Scope, JaxprEqn]]:
+    """The equation, or those of what it calls."""
+    inner = scope.inner.get(id(equation), [])
+    if not inner:
+        yield scope, equation
+    for called in inner:
+        yield from ((s, e) for s, e in called.equations() if not s.inner.get(id(e)))
+
+
+def _results_bytes(program: Program, scope: Scope, equation: JaxprEqn) -> tuple[int, bool]:
+    if equation.primitive.name in _FREE:
+        return 0, True
+    sizes = [program.device_bytes(scope.value(variable)) for variable in equation.outvars]
+    return sum(size for size, _ in sizes), all(known for _, known in sizes)
+
+
+def _saved(
+    program: Program, scope: Scope, equation: JaxprEqn
+) -> tuple[list[tuple[int, bool]], bool]:
+    """Sizes of the values that the policy saved, and whether the origin of every operand is known.
+
+    What a loop stacks counts with all its turns.
+    """
+    saved, complete = [], True
+    for operand in equation.invars:
+        origin, whole = _origin(scope.value(operand))
+        if origin == "saved":
+            saved.append(program.device_bytes(whole))
+        complete = complete and origin != "unknown"
+    return saved, complete
+
+
+def _origin(value: Value) -> tuple[Literal["saved", "input", "unknown"], Value]:
+    """Whether a policy saved this operand of the backward pass, and the array it is a part of.
+
+    Not known is what was read out of a buffer that a loop carries.
+    """
+    whole, chosen = value, False
+    while True:
+        step = step_back(value)
+        if step.way == "made":
+            name = step.equation.primitive.name
+            if name in _SAVED:
+                return "saved", whole
+            if name not in SAME | FORM | _CHOICES:
+                return "input", whole
+            chosen = chosen or name in _CHOICES
+            value = step.values[1] if name == "select_n" else passed_on(step)
+        elif step.way == "carry":
+            return "unknown" if chosen else "input", whole
+        elif step.way in ("same", "slice", "stack"):
+            value = step.values[-1]
+            if step.way == "slice":
+                whole = value
+        else:
+            return "input", whole
+
+
+def _why(scope: Scope, equation: JaxprEqn) -> str:
+    again = _again(scope, equation)
+    products = [one for one in again if one.primitive.name == "dot_general"]
+    names = sorted({one.params["name"] for one in again if one.primitive.name == "name"})
+    hint = "give the values to save the names that the policy asks for"
+    if products and all(one.params["dimension_numbers"][1][0] for one in products):
+        hint = (
+            "under vmap every product has a batch axis, which dots_with_no_batch_dims_saveable "
+            "does not save: save by name (jax.ad_checkpoint.checkpoint_name)"
+        )
+    return f"{hint}; the names in here: {', '.join(names) or 'none'}"
+
+
+def _again(scope: Scope, equation: JaxprEqn) -> list[JaxprEqn]:
+    """What is computed again."""
+    found = [one for body in scope.inner[id(equation)] for _, one in body.equations()]
+    return [one for one in found if is_recomputed(one)]
