@@ -108,7 +108,7 @@ class Program:
         return None if sharding is None else _split(sharding.spec, sharding.mesh.shape)
 
     def sharding_of(self, value: Value) -> NamedSharding | None:
-        """Where auto mode was told to put a value or, step by step, what it is a cast of."""
+        """Where auto mode was told to put a value, or what it is made of entry by entry."""
         while True:
             step = step_back(value)
             if step.way == "argument":
@@ -119,7 +119,7 @@ class Program:
                 if name == "sharding_constraint":
                     found = step.equation.params["sharding"]
                     return found if isinstance(found, NamedSharding) else None
-                if name not in SAME:
+                if name not in SAME | SUMS | FACTORS:
                     return None
             elif step.way != "same" or len(step.values) != 1:
                 return None

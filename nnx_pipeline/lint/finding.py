@@ -51,6 +51,7 @@ class Finding:
             "file": self.location.file or None,
             "line": self.location.line or None,
             "function": self.location.function or None,
+            "caller": self.location.caller or None,
             "bytes": self.bytes,
             "bytes_of": "one device" if self.per_device else "all devices",
             "times": self.times,

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 
 from nnx_pipeline.lint.facts import FORM, SAME, Program, is_trivial, shape_of, source_of
 from nnx_pipeline.lint.finding import Finding, Limits
-from nnx_pipeline.lint.source import is_asked_for
+from nnx_pipeline.lint.source import is_promotion
 from nnx_pipeline.lint.walk import Scope, Value, calls_of, step_back
 
 HIDDEN_UPCAST, ONE_HOT, TRIVIAL = "hidden-upcast", "one-hot", "trivial-constraint"
@@ -47,7 +47,7 @@ def _upcasts(
     operands = [scope.value(variable) for variable in equation.invars]
     if name == "convert_element_type":
         result = scope.value(equation.outvars[0])
-        if _is_small(operands[0]) and _is_float32(result) and not is_asked_for(equation):
+        if _is_small(operands[0]) and _is_float32(result) and is_promotion(equation):
             readers = scope.readers.get(equation.outvars[0], [])
             if any(_widens(scope, reader, result) for reader in readers):
                 yield operands[0], *program.device_bytes(result)

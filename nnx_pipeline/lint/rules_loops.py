@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
+from jax.extend.core import JaxprEqn
+
 from nnx_pipeline.lint.facts import (
     FACTORS,
-    PRODUCTS,
     SAME,
     SUMS,
     Program,
@@ -13,7 +14,7 @@ from nnx_pipeline.lint.facts import (
     squeezed,
 )
 from nnx_pipeline.lint.finding import Finding, Limits
-from nnx_pipeline.lint.walk import Loop, Value, calls_of, loop_of
+from nnx_pipeline.lint.walk import Loop, Scope, Value, calls_of, loop_of, stacks_of
 
 PARAMETER_IN_LOOP, GRADIENT_PER_MICROBATCH = "parameter-in-loop", "gradient-per-microbatch"
 
@@ -73,39 +74,46 @@ def _stacked(
 
 
 def gradients_per_microbatch(program: Program, limits: Limits) -> Iterator[Finding]:
-    """Gradients of a parameter that stand side by side, one per microbatch, to be added up."""
+    """Gradients of a parameter that stand side by side, one per microbatch, to be added up.
+
+    They are stacked by a loop, or made by a product under `vmap` with a batch axis.
+    """
     shapes = program.parameter_shapes()
     tails = {shape[k:] for shape in shapes for k in range(len(shape))}
     for scope, equation in program.scope.equations():
-        loop = loop_of(scope, equation)
-        if loop is None and equation.primitive.name not in PRODUCTS:
-            continue
-        for value in [v for v, _ in loop.stacked] if loop else [scope.value(equation.outvars[0])]:
+        for value, axis in _side_by_side(scope, equation):
+            shape = value.aval.shape
             size, per_device = program.device_bytes(value)
-            if size < limits.large or squeezed(value.aval.shape) in tails:
+            is_like = squeezed(shape[:axis] + shape[axis + 1 :]) in tails
+            if not is_like or squeezed(shape) in tails or size < limits.large:
                 continue
-            axis = next(_summed_axes(value, tails), None)
-            if axis is not None and program.is_gradient(value):
+            if program.is_gradient(value) and _is_summed(value, axis):
                 yield Finding(
                     rule=GRADIENT_PER_MICROBATCH,
                     severity="warning",
                     location=scope.locate(equation),
                     bytes=size,
                     per_device=per_device,
-                    what=f"{shape_of(value)} holds {value.aval.shape[axis]} gradients of a "
-                    "parameter side by side until they are added up",
+                    what=f"{shape_of(value)} holds {shape[axis]} gradients of a parameter side by "
+                    "side until they are added up",
                     cure="add them up as they come, in the carry of a jax.lax.scan over the "
                     "microbatches, or take the gradient of the sum of the losses",
                 )
 
 
-def _summed_axes(value: Value, tails: set[tuple[int, ...]]) -> Iterator[int]:
-    """Axes without which the array has the shape of parameters, and that are summed over later."""
-    shape = value.aval.shape
-    for axis, size in enumerate(shape):
-        rest = squeezed(shape[:axis] + shape[axis + 1 :])
-        if size > 1 and rest in tails and _is_summed(value, axis):
-            yield axis
+def _side_by_side(scope: Scope, equation: JaxprEqn) -> Iterator[tuple[Value, int]]:
+    """Arrays that an equation makes of independent entries, and the axis of these."""
+    loop = loop_of(scope, equation)
+    if loop is not None:
+        candidates = [(whole, 0) for whole, _ in loop.stacked]
+    elif equation.primitive.name == "dot_general":
+        _, (batch, _) = equation.params["dimension_numbers"]
+        candidates = [(scope.value(equation.outvars[0]), axis) for axis in range(len(batch))]
+    else:
+        return
+    for value, axis in candidates:
+        if value.aval.shape[axis] > 1:
+            yield value, axis
 
 
 def _is_summed(value: Value, axis: int) -> bool:
@@ -116,19 +124,20 @@ def _is_summed(value: Value, axis: int) -> bool:
         if one in seen:
             continue
         seen.add(one)
-        scope, variable, axis = one[0].scope, one[0].variable, one[1]
-        for equation in scope.readers.get(variable, []):
+        value, axis = one
+        for equation in value.scope.readers.get(value.variable, []):
             name, params = equation.primitive.name, equation.params
-            result = scope.value(equation.outvars[0])
+            result = value.scope.value(equation.outvars[0])
             if name == "reduce_sum":
                 if axis in params["axes"]:
                     return True
                 waiting.append((result, axis - sum(a < axis for a in params["axes"])))
             elif name == "transpose":
                 waiting.append((result, params["permutation"].index(axis)))
-            elif name in SAME | SUMS | FACTORS and result.aval.shape == variable.aval.shape:
+            elif name in SAME | SUMS | FACTORS and result.aval.shape == value.aval.shape:
                 waiting.append((result, axis))
-        waiting += [(neighbour, axis) for neighbour in calls_of(scope.value(variable))]
+        waiting += [(same, axis) for same in calls_of(value)]
+        waiting += [(whole, axis + 1) for whole in stacks_of(value)]
     return False
 
 

@@ -1,7 +1,8 @@
 """The rule about checkpoints whose policy comes to nothing, or to everything."""
 
+import inspect
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from jax.extend.core import JaxprEqn
@@ -32,10 +33,10 @@ def remat_policies(program: Program, limits: Limits) -> Iterator[Finding]:
     not there. Only the backward pass shows it: what it computes again, and what it is handed.
     """
     for scope, equation in program.scope.equations():
-        if equation.primitive is not remat_p or not equation.params["differentiated"]:
-            continue
+        if not _is_backward(equation) or any(map(_is_backward, scope.calls())):
+            continue  # one within another only says in which order things are done again
         policy = equation.params["policy"]
-        if policy is None or policy is jax.checkpoint_policies.nothing_saveable:
+        if _saves_nothing_on_purpose(policy):
             continue
         saved, is_complete = _saved(program, scope, equation)
         again, again_per_device = _recomputed(program, scope, equation)
@@ -63,6 +64,33 @@ def remat_policies(program: Program, limits: Limits) -> Iterator[Finding]:
                 cure="name what to save (save_only_these_names) rather than what not to; a name "
                 "that is to be left out marks the copy it makes, not the value before it",
             )
+
+
+def _is_backward(equation: JaxprEqn) -> bool:
+    return equation.primitive is remat_p and equation.params["differentiated"]
+
+
+def _saves_nothing_on_purpose(policy: Any) -> bool:
+    """Whether a policy is none, `nothing_saveable`, or one on names that is given no names."""
+    if policy is None or policy is jax.checkpoint_policies.nothing_saveable:
+        return True
+    asked = names_of(policy)
+    return asked is not None and not asked
+
+
+def names_of(policy: Any) -> set[str] | None:
+    """The names that a policy was made with, None if it is not one on names.
+
+    JAX keeps them in the closure of a function or in the fields of an object, by version.
+    """
+    held = dict(getattr(policy, "__dict__", {}))
+    if inspect.isfunction(policy):
+        held |= inspect.getclosurevars(policy).nonlocals
+    collections = [h for h in held.values() if isinstance(h, set | frozenset | list | tuple)]
+    inner = [names_of(h) for h in held.values() if callable(h)]
+    if not collections or any(names is None for names in inner):
+        return None
+    return {n for names in (*collections, *inner) for n in names or () if isinstance(n, str)}
 
 
 def _recomputed(program: Program, scope: Scope, equation: JaxprEqn) -> tuple[int, bool]:

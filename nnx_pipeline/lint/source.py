@@ -19,17 +19,19 @@ RECOMPUTED = "rematted_computation"  # what JAX writes into the name stack of a 
 
 _JAX = tuple(f"{Path(str(package.__file__)).parent}/" for package in (jax, jaxlib))
 _LIBRARIES = tuple(f"{Path(str(package.__file__)).parent}/" for package in (flax, optax))
-# Functions of jax.numpy and jax.lax by which a cast is asked for.
-_CASTS = {"astype", "asarray", "array", "convert_element_type"}
+_NUMPY = f"{_JAX[0]}_src/numpy/"
+# Functions of jax.numpy by which a cast is asked for.
+_CASTS = {"astype", "asarray", "array"}
 
 
 @dataclass(frozen=True, order=True)
 class Location:
-    """A line of source and the function it stands in."""
+    """A line of source and the function it stands in; `caller` is the line that called it."""
 
     file: str
     line: int
     function: str
+    caller: str = ""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line} ({self.function})" if self.file else "unknown"
@@ -47,22 +49,25 @@ def location_of(equations: Sequence[Any]) -> Location:
     """
     stacks = [[frame for frame in _frames(e) if not _is_in(frame, _JAX)] for e in equations]
     for frames in stacks:
-        for frame in reversed(frames):
-            if not _is_in(frame, _LIBRARIES):
-                return _location(frame)
-    return next((_location(frames[-1]) for frames in stacks if frames), NOWHERE)
+        own = [frame for frame in frames if not _is_in(frame, _LIBRARIES)]
+        if own:
+            return _location(own)
+    return next((_location(frames) for frames in stacks if frames), NOWHERE)
 
 
-def is_asked_for(equation: Any) -> bool:
-    """Whether a cast was written down, rather than made because the dtypes of operands differ.
+def is_promotion(equation: Any) -> bool:
+    """Whether a cast was made because the dtypes of operands differ, rather than written down.
 
-    Flax's `promote_dtype` is of the second kind: a layer without `dtype` takes that of its
-    parameters.
+    It is one by jax.numpy that nobody asked jax.numpy for. Flax's `promote_dtype` counts, too: a
+    layer without `dtype` takes that of its parameters. Where the stack is lost, as in what a
+    `jax.custom_vjp` was traced to, the answer is no.
     """
     frames = _frames(equation)
-    if any(frame.name.startswith("promote_") for frame in frames):
-        return False
-    return any(frame.name in _CASTS and _is_in(frame, _JAX) for frame in frames)
+    last = max((i for i, frame in enumerate(frames) if not _is_in(frame, _JAX)), default=-1)
+    if any(frame.name.startswith("promote_") for frame in frames[max(last - 1, 0) :]):
+        return True
+    inner = [frame for frame in frames[last + 1 :] if _is_in(frame, (_NUMPY,))]
+    return bool(inner) and not any(frame.name in _CASTS for frame in inner)
 
 
 def is_recomputed(equation: Any) -> bool:
@@ -83,5 +88,7 @@ def _is_in(frame: traceback.FrameSummary, folders: tuple[str, ...]) -> bool:
     return frame.filename.startswith(folders)
 
 
-def _location(frame: traceback.FrameSummary) -> Location:
-    return Location(frame.filename, frame.lineno or 0, frame.name)
+def _location(frames: list[traceback.FrameSummary]) -> Location:
+    *around, frame = frames
+    caller = f"{around[-1].filename}:{around[-1].lineno} ({around[-1].name})" if around else ""
+    return Location(frame.filename, frame.lineno or 0, frame.name, caller)

@@ -109,12 +109,16 @@ class Scope:
     def value(self, variable: Any) -> Value:
         return Value(self, variable)
 
+    def calls(self) -> Iterator[JaxprEqn]:
+        """The equations that call this scope, from the inside out."""
+        scope = self
+        while scope.parent is not None and scope.equation is not None:
+            yield scope.equation
+            scope = scope.parent
+
     def locate(self, equation: JaxprEqn) -> Location:
-        """The line of an equation of this scope, or of the call around it."""
-        around, scope = [equation], self
-        while scope.parent is not None:
-            around, scope = [*around, scope.equation], scope.parent
-        return location_of(around)
+        """The line of an equation of this scope, or of a call around it."""
+        return location_of([equation, *self.calls()])
 
 
 def step_back(value: Value) -> Step:
@@ -146,6 +150,14 @@ def calls_of(value: Value) -> Iterator[Value]:
         for inside, outside in zip(scope.jaxpr.outvars, around.outvars, strict=False):
             if inside is variable:
                 yield scope.parent.value(outside)
+
+
+def stacks_of(value: Value) -> Iterator[Value]:
+    """What a loop makes of this value of its body, with one entry per turn."""
+    scope = value.scope
+    loop = loop_of(scope.parent, scope.equation) if scope.parent and scope.equation else None
+    if loop is not None and loop.body is scope:
+        yield from (whole for whole, entry in loop.stacked if entry == value)
 
 
 def program_scope(program: ClosedJaxpr) -> Scope:
