@@ -165,15 +165,20 @@ def _origin(value: Value) -> tuple[Literal["saved", "input", "unknown"], Value]:
 
 def _why(scope: Scope, equation: JaxprEqn) -> str:
     again = _again(scope, equation)
-    products = [one for one in again if one.primitive.name == "dot_general"]
-    names = sorted({one.params["name"] for one in again if one.primitive.name == "name"})
-    hint = "give the values to save the names that the policy asks for"
-    if products and all(one.params["dimension_numbers"][1][0] for one in products):
-        hint = (
-            "under vmap every product has a batch axis, which dots_with_no_batch_dims_saveable "
-            "does not save: save by name (jax.ad_checkpoint.checkpoint_name)"
+    there = sorted({one.params["name"] for one in again if one.primitive.name == "name"})
+    asked = names_of(equation.params["policy"])
+    if asked:
+        return (
+            f"it saves {', '.join(sorted(asked))}, and the names in here are "
+            f"{', '.join(there) or 'none'}: give them with jax.ad_checkpoint.checkpoint_name"
         )
-    return f"{hint}; the names in here: {', '.join(names) or 'none'}"
+    products = [one for one in again if one.primitive.name == "dot_general"]
+    if products and all(one.params["dimension_numbers"][1][0] for one in products):
+        return (
+            "under vmap every product has a batch axis, which dots_with_no_batch_dims_saveable "
+            "does not save; save by name (jax.ad_checkpoint.checkpoint_name)"
+        )
+    return "save by name (jax.ad_checkpoint.checkpoint_name), or leave the policy out"
 
 
 def _again(scope: Scope, equation: JaxprEqn) -> list[JaxprEqn]:
