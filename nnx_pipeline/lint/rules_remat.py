@@ -19,7 +19,8 @@ REMAT = "remat-policy"
 _FREE = (
     SAME | FORM | {"iota", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "pjit", "jit"}
 )
-# JAX marks what a policy saves by one of these: a rounding to its own dtype, a copy to the host.
+# JAX marks what a policy saves by one of these: a rounding to its own dtype, where the forward pass
+# goes on with the value, or a copy to the host.
 _SAVED = {"reduce_precision", "device_put"}
 _CHOICES = {"dynamic_slice", "gather", "dynamic_index", "select_n", "dynamic_update_slice"}
 _NEGLIGIBLE = 0.02  # of what is kept
@@ -96,29 +97,25 @@ def names_of(policy: Any) -> set[str] | None:
 def _recomputed(program: Program, scope: Scope, equation: JaxprEqn) -> tuple[int, bool]:
     """Bytes of the values that the backward pass computes again, and whether per device."""
     total, known = 0, True
-    for body in scope.inner[id(equation)]:
-        for one in body.jaxpr.eqns:
-            if is_recomputed(one):
-                for place, inner in _within(body, one):
-                    size, per_device = _results_bytes(program, place, inner)
-                    total, known = total + size, known and per_device
+    for place, one in _again(scope, equation):
+        if one.primitive.name not in _FREE:
+            for variable in one.outvars:
+                size, per_device = program.device_bytes(place.value(variable))
+                total, known = total + size, known and per_device
     return total, known
 
 
-def _within(scope: Scope, equation: JaxprEqn) -> Iterator[tuple[Scope, JaxprEqn]]:
-    """The equation, or those of what it calls."""
-    inner = scope.inner.get(id(equation), [])
-    if not inner:
-        yield scope, equation
-    for called in inner:
-        yield from ((s, e) for s, e in called.equations() if not s.inner.get(id(e)))
-
-
-def _results_bytes(program: Program, scope: Scope, equation: JaxprEqn) -> tuple[int, bool]:
-    if equation.primitive.name in _FREE:
-        return 0, True
-    sizes = [program.device_bytes(scope.value(variable)) for variable in equation.outvars]
-    return sum(size for size, _ in sizes), all(known for _, known in sizes)
+def _again(
+    scope: Scope, equation: JaxprEqn, marked: bool = False
+) -> Iterator[tuple[Scope, JaxprEqn]]:
+    """What is computed again in what an equation calls, checkpoints within it included."""
+    for body in scope.inner[id(equation)]:
+        for one in body.jaxpr.eqns:
+            is_again = marked or is_recomputed(one)
+            if body.inner.get(id(one)):
+                yield from _again(body, one, is_again)
+            elif is_again:
+                yield body, one
 
 
 def _saved(
@@ -147,7 +144,7 @@ def _origin(value: Value) -> tuple[Literal["saved", "input", "unknown"], Value]:
         step = step_back(value)
         if step.way == "made":
             name = step.equation.primitive.name
-            if name in _SAVED:
+            if name in _SAVED or _is_for_backward(value):
                 return "saved", whole
             if name not in SAME | FORM | _CHOICES:
                 return "input", whole
@@ -163,8 +160,13 @@ def _origin(value: Value) -> tuple[Literal["saved", "input", "unknown"], Value]:
             return "input", whole
 
 
+def _is_for_backward(value: Value) -> bool:
+    """Whether the forward pass itself has no use for a value; it has one for any input."""
+    return not value.scope.readers.get(value.variable)
+
+
 def _why(scope: Scope, equation: JaxprEqn) -> str:
-    again = _again(scope, equation)
+    again = [one for _, one in _again(scope, equation)]
     there = sorted({one.params["name"] for one in again if one.primitive.name == "name"})
     asked = names_of(equation.params["policy"])
     if asked:
@@ -179,9 +181,3 @@ def _why(scope: Scope, equation: JaxprEqn) -> str:
             "does not save; save by name (jax.ad_checkpoint.checkpoint_name)"
         )
     return "save by name (jax.ad_checkpoint.checkpoint_name), or leave the policy out"
-
-
-def _again(scope: Scope, equation: JaxprEqn) -> list[JaxprEqn]:
-    """What is computed again."""
-    found = [one for body in scope.inner[id(equation)] for _, one in body.equations()]
-    return [one for one in found if is_recomputed(one)]
