@@ -33,6 +33,7 @@ def remat_policies(program: Program, limits: Limits) -> Iterator[Finding]:
     batch axes under `vmap`, which gives every product one, and one that excepts a name which is
     not there. Only the backward pass shows it: what it computes again, and what it is handed.
     """
+    there = {e.params["name"] for _, e in program.scope.equations() if e.primitive.name == "name"}
     for scope, equation in program.scope.equations():
         if not _is_backward(equation) or any(map(_is_backward, scope.calls())):
             continue  # one within another only says in which order things are done again
@@ -43,7 +44,9 @@ def remat_policies(program: Program, limits: Limits) -> Iterator[Finding]:
         again, again_per_device = _recomputed(program, scope, equation)
         kept = sum(size for size, _ in saved)
         per_device = all(known for _, known in saved)
-        if not saved and is_complete and again >= limits.large:
+        asked = names_of(policy) or set()
+        # A name that is there marks something that the backward pass can do without.
+        if not saved and is_complete and not asked & there and again >= limits.large:
             yield Finding(
                 rule=REMAT,
                 severity="warning",
@@ -126,43 +129,47 @@ def _saved(
     What a loop stacks counts with all its turns.
     """
     saved, complete = [], True
+    names = names_of(equation.params["policy"]) or set()
     for operand in equation.invars:
-        origin, whole = _origin(scope.value(operand))
+        origin, whole = _origin(scope.value(operand), names)
         if origin == "saved":
             saved.append(program.device_bytes(whole))
         complete = complete and origin != "unknown"
     return saved, complete
 
 
-def _origin(value: Value) -> tuple[Literal["saved", "input", "unknown"], Value]:
+def _origin(value: Value, names: set[str]) -> tuple[Literal["saved", "input", "unknown"], Value]:
     """Whether a policy saved this operand of the backward pass, and the array it is a part of.
 
-    Not known is what was read out of a buffer that a loop carries.
+    Saved is what has one of `names`, what JAX marks (see `_SAVED`), and what a forward loop stacks
+    without a use of its own for it, as it has one for every input. Not known is what was read out
+    of a buffer that a loop carries, and what a loop within the checkpoint stacked.
     """
-    whole, chosen = value, False
+    whole, via = value, None
+    depth = 0  # loops of the backward pass less those of the forward pass that were left
+    forward = used = unknown = False
     while True:
         step = step_back(value)
+        if forward:
+            used = used or any(e is not via for e in value.scope.readers.get(value.variable, []))
         if step.way == "made":
-            name = step.equation.primitive.name
-            if name in _SAVED or _is_for_backward(value):
+            via, name = step.equation, step.equation.primitive.name
+            is_named = name == "name" and via.params["name"] in names
+            if is_named or name in _SAVED or (forward and not used):
                 return "saved", whole
             if name not in SAME | FORM | _CHOICES:
-                return "input", whole
-            chosen = chosen or name in _CHOICES
+                return "unknown" if unknown else "input", whole
+            unknown = unknown or (name in _CHOICES and not forward)
             value = step.values[1] if name == "select_n" else passed_on(step)
-        elif step.way == "carry":
-            return "unknown" if chosen else "input", whole
         elif step.way in ("same", "slice", "stack"):
-            value = step.values[-1]
+            value, via = step.values[-1], None
+            depth += {"slice": 1, "stack": -1}.get(step.way, 0)
+            forward = forward or step.way == "stack"
+            unknown = unknown or depth < 0
             if step.way == "slice":
                 whole = value
         else:
-            return "input", whole
-
-
-def _is_for_backward(value: Value) -> bool:
-    """Whether the forward pass itself has no use for a value; it has one for any input."""
-    return not value.scope.readers.get(value.variable)
+            return "unknown" if unknown else "input", whole
 
 
 def _why(scope: Scope, equation: JaxprEqn) -> str:
