@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from nnx_pipeline.cli_functions import lint_command
+from nnx_pipeline.cli_functions import compare_command, lint_command, measure_command
 from nnx_pipeline.cli_options import (
     config_options,
     configured,
@@ -269,6 +269,7 @@ def _count(parameters: int) -> str:
     return f"{parameters / 1e6:.2f} M"
 
 
-cli.add_command(lint_command)
+for command in (measure_command, compare_command, lint_command):
+    cli.add_command(command)
 
 main = main_of(cli, "nnx-pipeline")

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import inspect
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_pipeline.errors import InputError, nearest
 from nnx_pipeline.mesh import MeshConfig, make_mesh
+from nnx_pipeline.sharding import is_trivial, spec_axes
 
 AnyMesh = Mesh | AbstractMesh | MeshConfig | str | None
 
@@ -83,6 +85,8 @@ def _sharding(
             raise InputError(
                 f"argument {text!r}: the mesh has no axis {name!r}; {nearest(name, known)}"
             )
+    if len(set(names)) < len(names):
+        raise InputError(f"argument {text!r} names a mesh axis twice; spread one axis over it")
     if mesh is None:
         return None
     sharding = NamedSharding(mesh, P(*entries))
@@ -113,6 +117,25 @@ def arguments_of(
     return made if isinstance(made, tuple) else (made,)
 
 
+def check_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Raises InputError unless the function takes as many arguments."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise InputError(
+            f"{name_of(function)} cannot be called with {len(arguments)} arguments: {error}; give "
+            "its arrays in order and bind the rest with functools.partial"
+        ) from error
+    except ValueError:
+        pass  # it has no signature that Python knows
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """`module:function`, as far as it has a name."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return f"{getattr(function, '__module__', '')}:{name}"
+
+
 def mesh_on(mesh: AnyMesh, devices: Sequence[Any]) -> Mesh | None:
     """The mesh, or one of the same axes over other devices.
 
@@ -122,7 +145,7 @@ def mesh_on(mesh: AnyMesh, devices: Sequence[Any]) -> Mesh | None:
     if isinstance(mesh, str):
         mesh = MeshConfig.parse(mesh)
     if isinstance(mesh, MeshConfig):
-        return make_mesh(mesh, devices, sharding="auto")
+        return make_mesh(mesh, devices[:1] if mesh.num_devices == 1 else devices, sharding="auto")
     if mesh is None:
         return None
     sizes, needed = tuple(mesh.shape.values()), mesh.size
@@ -132,30 +155,33 @@ def mesh_on(mesh: AnyMesh, devices: Sequence[Any]) -> Mesh | None:
     return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
 
 
-def abstract(arguments: tuple[Any, ...], mesh: Mesh | None) -> tuple[Any, ...]:
-    """The arguments without their values, their shardings on this mesh.
+def abstract(arguments: tuple[Any, ...], mesh: Mesh | None, device: Any) -> tuple[Any, ...]:
+    """The arguments without their values, on this mesh, or without one on this device.
 
     Raises InputError for a leaf that is no array, or a sharding over axes that the mesh lacks.
     """
-    return jax.tree.map(lambda leaf: _abstract_leaf(leaf, mesh), arguments)
+    return jax.tree.map(lambda leaf: _abstract_leaf(leaf, mesh, device), arguments)
 
 
-def _abstract_leaf(leaf: Any, mesh: Mesh | None) -> Any:
+def _abstract_leaf(leaf: Any, mesh: Mesh | None, device: Any) -> Any:
+    if isinstance(leaf, bool | int | float | complex):
+        return leaf
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        if isinstance(leaf, bool | int | float | complex):
-            return leaf
         raise InputError(
             f"an argument holds a {type(leaf).__name__}; give arrays or jax.ShapeDtypeStruct, and "
             "bind the rest with functools.partial"
         )
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_placed(leaf, mesh, device))
+
+
+def _placed(leaf: Any, mesh: Mesh | None, device: Any) -> jax.sharding.Sharding:
     sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else P()
     if mesh is None:
-        raise InputError("an argument has a sharding and there is no mesh; give mesh=")
-    missing = set(sharding.mesh.axis_names) - set(mesh.axis_names)
+        if not is_trivial(spec):
+            raise InputError("an argument is spread over a mesh and there is none; give mesh=")
+        return jax.sharding.SingleDeviceSharding(device)
+    missing = sorted(spec_axes(spec) - set(mesh.axis_names))
     if missing:
-        raise InputError(
-            f"an argument lies on a mesh with axes {sorted(missing)} that mesh= does not have"
-        )
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, sharding.spec))
+        raise InputError(f"an argument is spread over {missing}, which mesh= does not have")
+    return NamedSharding(mesh, spec)

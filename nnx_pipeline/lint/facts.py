@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_pipeline.lint.walk import Scope, Step, Value, program_scope, step_back
@@ -151,13 +151,9 @@ def shape_of(value: Value) -> str:
     return f"{value.aval.dtype.name}[{','.join(map(str, value.aval.shape))}]"
 
 
-def is_trivial(spec: P) -> bool:
+def spreads_nothing(spec: P) -> bool:
     """Whether a spec spreads nothing, or leaves everything to the compiler."""
     return all(entry in (None, (), P.UNCONSTRAINED) for entry in spec)
-
-
-def mesh_size(mesh: Mesh | None) -> int:
-    return math.prod(mesh.shape.values()) if mesh is not None else 1
 
 
 def _itemsize(dtype: Any) -> int:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding
 
-from nnx_pipeline.lint.facts import FORM, SAME, Program, is_trivial, shape_of, source_of
+from nnx_pipeline.lint.facts import FORM, SAME, Program, shape_of, source_of, spreads_nothing
 from nnx_pipeline.lint.finding import Finding, Limits
 from nnx_pipeline.lint.source import is_promotion
 from nnx_pipeline.lint.walk import Scope, Value, calls_of, step_back
@@ -110,7 +110,7 @@ def trivial_constraints(program: Program, limits: Limits) -> Iterator[Finding]:
         if equation.primitive.name != "sharding_constraint":
             continue
         sharding = equation.params["sharding"]
-        if not isinstance(sharding, NamedSharding) or not is_trivial(sharding.spec):
+        if not isinstance(sharding, NamedSharding) or not spreads_nothing(sharding.spec):
             continue
         before, after = (scope.value(v) for v in (equation.invars[0], equation.outvars[0]))
         size, per_device = program.device_bytes(before)
@@ -130,9 +130,9 @@ def trivial_constraints(program: Program, limits: Limits) -> Iterator[Finding]:
 
 def _gathers(program: Program, before: Value, after: Value) -> bool:
     known = program.sharding_of(before)
-    if known is not None and not is_trivial(known.spec):
+    if known is not None and not spreads_nothing(known.spec):
         return True
-    return any(not is_trivial(sharding.spec) for sharding in _constrained_next(after))
+    return any(not spreads_nothing(sharding.spec) for sharding in _constrained_next(after))
 
 
 def _constrained_next(value: Value) -> Iterator[NamedSharding]:
