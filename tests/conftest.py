@@ -6,6 +6,8 @@ of `nnx_pipeline.ops` are checked at every call.
 """
 
 import os
+import sys
+from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # libtpu: no metadata server, no warnings about a host that is not there, several users at once.
@@ -19,9 +21,28 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_opti
 
 import jax
 import jaxtyping
+import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.devices()  # the number of devices is final from here on
 
 jaxtyping.install_import_hook("nnx_pipeline.ops", "beartype.beartype")
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs a command within this process."""
+
+    def run(*arguments: str) -> Any:
+        from helpers import Ended, optax_promotion
+
+        from nnx_pipeline import cli
+
+        monkeypatch.setattr(sys, "argv", ["nnx-pipeline", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit, optax_promotion():
+            cli.main()
+        return Ended(exit.value.code or 0, *capsys.readouterr())
+
+    return run

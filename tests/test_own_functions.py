@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import own_functions
 import pytest
 from flax import nnx
-from helpers import Ended, in_a_process, mesh_of, missing
+from helpers import Ended, Run, in_a_process, mesh_of, missing
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -35,7 +35,9 @@ def product(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def twice(x: jax.Array, w: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.sin(jnp.outer(x, x)) * 2) + jnp.sum(w)
+    """The same and another product, for which the first one must wait in memory."""
+    y = product(x, w)
+    return jnp.tanh(y @ w) + y[::-1]
 
 
 def test_a_function_is_measured() -> None:
@@ -253,8 +255,8 @@ def test_lint_json_and_limits() -> None:
         (("--model", "tiny", "--large", "-1"), "--large"),
     ],
 )
-def test_bad_input_ends_with_2(words: tuple[str, ...], message: str) -> None:
-    ended = lint_command(*words)
+def test_bad_input_ends_with_2(run: Run, words: tuple[str, ...], message: str) -> None:
+    ended = run("lint", *words)
     assert ended.code == 2
     assert message in ended.err
     assert "Traceback" not in ended.err
