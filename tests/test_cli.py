@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import Run, in_a_process, missing
+from helpers import Ended, Run, in_a_process, missing
 
 from nnx_pipeline import cli
 from nnx_pipeline.config import SECTIONS
@@ -341,7 +341,7 @@ def test_a_fresh_process_makes_its_own_devices() -> None:
 COMPILE = ("compile", "--model", "tiny")
 
 BAD = [
-    (("compil",), "Did you mean 'compile'"),
+    (("scedule",), "Did you mean 'schedule'"),
     (("compile",), "Missing option '--model'"),
     ((*COMPILE, "--meshes", "stage=4"), "No such option"),
     (("compile", "--model", "mixtral-smal"), "did you mean 'mixtral-small'?"),
