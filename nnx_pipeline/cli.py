@@ -1,7 +1,6 @@
 """The command `nnx-pipeline`."""
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 # Without this the compilers warn about hardware that is not there; their errors still come through.
@@ -12,8 +11,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from nnx_pipeline.cli_functions import compare_command, lint_command, measure_command
+from nnx_pipeline.cli_options import (
+    config_options,
+    configured,
+    json_option,
+    mesh_option,
+    platform_option,
+)
 from nnx_pipeline.cli_support import Failed, compiler_errors, main_of, progress
-from nnx_pipeline.config import Config, to_dict
+from nnx_pipeline.config import to_dict
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.files import write_text
 from nnx_pipeline.lab import report
@@ -22,15 +29,13 @@ from nnx_pipeline.lab.compile import measure_step
 from nnx_pipeline.lab.experiments import EXPERIMENTS, choose
 from nnx_pipeline.lab.platform import Platform
 from nnx_pipeline.mesh import MeshConfig, make_mesh
-from nnx_pipeline.overrides import apply_overrides, parse_overrides
 from nnx_pipeline.pipeline import make_schedule
 from nnx_pipeline.pipeline.draw import legend, summary, timetable
 from nnx_pipeline.pipeline.picture import check_picture, write_picture
 from nnx_pipeline.pipeline.schedule import SCHEDULE_NAMES
-from nnx_pipeline.presets import PRESETS, count_parameters, preset
+from nnx_pipeline.presets import PRESETS, count_parameters
 from nnx_pipeline.train.loop import train as run_training
 
-Command = Callable[..., Any]
 MOST_CELLS = 2_000_000  # of a timetable: seconds, and a JSON of tens of megabytes
 
 
@@ -40,57 +45,8 @@ def cli() -> None:
     """Mixtral-class models in Flax NNX, pipelined; what they cost, without the accelerator."""
 
 
-def _json_option(command: Command) -> Command:
-    text = "Write the result as JSON; - is standard output."
-    return click.option("--json", "json_path", metavar="PATH", help=text)(command)
-
-
-def _config_options(model: str | None) -> Callable[[Command], Command]:
-    def add(command: Command) -> Command:
-        command = click.option(
-            "--set",
-            "assignments",
-            multiple=True,
-            metavar="KEY=VALUE",
-            help="Override a config field, such as model.num_layers=8; may come often.",
-        )(command)
-        needed: dict[str, Any] = {"default": model, "show_default": True}
-        return click.option(
-            "--model",
-            metavar="PRESET",
-            help="A preset; `nnx-pipeline models` lists them.",
-            **(needed if model else {"required": True}),
-        )(command)
-
-    return add
-
-
-def _mesh_option(default: str) -> Callable[[Command], Command]:
-    return click.option(
-        "--mesh",
-        default=default,
-        show_default=default or "one device",
-        metavar="AXES",
-        help="Sizes of data, stage, fsdp, tensor, expert; those left out are 1.",
-    )
-
-
-def _platform_option(command: Command) -> Command:
-    return click.option(
-        "--platform",
-        default="cpu",
-        show_default=True,
-        metavar="PLATFORM",
-        help="cpu, local, tpu:v5p:2x2x2, cuda:h100:8 …",
-    )(command)
-
-
-def _configured(model: str, assignments: tuple[str, ...]) -> Config:
-    return apply_overrides(preset(model), parse_overrides(assignments))
-
-
 @cli.command(epilog="Example: nnx-pipeline models --json -")
-@_json_option
+@json_option
 def models(json_path: str | None) -> None:
     """List the presets with their parameter counts."""
     report.check_writable(json_path, "--json")
@@ -133,11 +89,11 @@ def models(json_path: str | None) -> None:
     epilog="Example: nnx-pipeline compile --model mixtral-small --mesh stage=4,fsdp=2 "
     "--platform tpu:v5p:2x2x2 --set pipeline.num_microbatches=8",
 )
-@_config_options(None)
-@_mesh_option("")
-@_platform_option
+@config_options(None)
+@mesh_option("")
+@platform_option
 @click.option("--hlo", "hlo_path", metavar="PATH", help="Write the optimized program as text.")
-@_json_option
+@json_option
 def compile_command(
     model: str,
     assignments: tuple[str, ...],
@@ -147,7 +103,7 @@ def compile_command(
     json_path: str | None,
 ) -> None:
     """Compile one training step and report its memory, products and collectives."""
-    config, mesh_config = _configured(model, assignments), MeshConfig.parse(mesh)
+    config, mesh_config = configured(model, assignments), MeshConfig.parse(mesh)
     report.check_writable(json_path, "--json")
     report.check_writable(hlo_path, "--hlo")
     with progress() as say, compiler_errors():
@@ -162,10 +118,10 @@ def compile_command(
 @cli.command(epilog="Example: nnx-pipeline ab stage-vmap --platform tpu:v5p:2x2x2")
 @click.argument("names", nargs=-1, metavar="[EXPERIMENT …]")
 @click.option("--list", "list_only", is_flag=True, help="Name, claim and difference of each.")
-@_config_options("tiny")
-@_mesh_option("stage=4,fsdp=2")
-@_platform_option
-@_json_option
+@config_options("tiny")
+@mesh_option("stage=4,fsdp=2")
+@platform_option
+@json_option
 def ab(
     names: tuple[str, ...],
     list_only: bool,
@@ -185,7 +141,7 @@ def ab(
         _list_experiments(json_path)
         return
     chosen = choose(names)
-    config, mesh_config = _configured(model, assignments), MeshConfig.parse(mesh)
+    config, mesh_config = configured(model, assignments), MeshConfig.parse(mesh)
     with progress() as say, compiler_errors():
         outcomes = run_experiments(
             chosen, config, mesh_config, Platform.parse(platform), progress=say
@@ -214,12 +170,12 @@ def _list_experiments(json_path: str | None) -> None:
 
 
 @cli.command(epilog="Example: nnx-pipeline train --model tiny --mesh stage=4,fsdp=2 --steps 50")
-@_config_options(None)
-@_mesh_option("")
+@config_options(None)
+@mesh_option("")
 @click.option("--steps", type=click.IntRange(min=1), required=True, help="Training steps.")
 @click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True)
-@_platform_option
-@_json_option
+@platform_option
+@json_option
 def train(
     model: str,
     assignments: tuple[str, ...],
@@ -230,7 +186,7 @@ def train(
     json_path: str | None,
 ) -> None:
     """Train a fresh model on generated sequences that follow a rule it can learn."""
-    config, mesh_config = _configured(model, assignments), MeshConfig.parse(mesh)
+    config, mesh_config = configured(model, assignments), MeshConfig.parse(mesh)
     report.check_writable(json_path, "--json")
     target = Platform.parse(platform)
     if not target.is_real:
@@ -286,7 +242,7 @@ def _train_with_bar(metrics: Any, steps: int) -> list[float]:
     help=f"{' or '.join(SCHEDULE_NAMES)}.",
 )
 @click.option("--picture", "picture_path", metavar="PATH", help="Draw it as .png or .svg too.")
-@_json_option
+@json_option
 def schedule(
     stages: int,
     microbatches: int,
@@ -320,6 +276,9 @@ def _count(parameters: int) -> str:
         return f"{parameters / 1e9:.2f} B"
     return f"{parameters / 1e6:.2f} M"
 
+
+for command in (measure_command, compare_command, lint_command):
+    cli.add_command(command)
 
 main = main_of(cli, "nnx-pipeline")
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ of `nnx_pipeline.ops` are checked at every call.
 """
 
 import os
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # libtpu: no metadata server, no warnings about a host that is not there, several users at once.
@@ -34,3 +36,21 @@ def forget_programs() -> Iterator[None]:
     """Frees the programs of a file: a process may not map the memory of those of all files."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs a command within this process."""
+
+    def run(*arguments: str) -> Any:
+        from helpers import Ended, optax_promotion
+
+        from nnx_pipeline import cli
+
+        monkeypatch.setattr(sys, "argv", ["nnx-pipeline", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit, optax_promotion():
+            cli.main()
+        return Ended(exit.value.code or 0, *capsys.readouterr())
+
+    return run

@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -184,6 +184,9 @@ class Ended(NamedTuple):
     @property
     def json(self) -> Any:
         return json.loads(self.out)
+
+
+Run = Callable[..., Ended]  # the fixture `run`
 
 
 def user_environment() -> dict[str, str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import Ended, in_a_process, missing, optax_promotion
+from helpers import Ended, Run, in_a_process, missing
 
 from nnx_pipeline import cli
 from nnx_pipeline.config import SECTIONS
@@ -19,7 +19,7 @@ from nnx_pipeline.lab import experiments
 from nnx_pipeline.modules import Parts
 from nnx_pipeline.presets import PRESETS
 
-COMMANDS = ("models", "compile", "ab", "train", "schedule")
+COMMANDS = ("models", "compile", "ab", "train", "schedule", "measure", "compare", "lint")
 SCHEDULE = ("schedule", "--stages", "2", "--microbatches", "4")
 SMALLEST = ("--model", "tiny", "--set", "model.num_layers=2", "--set", "train.sequence_length=16")
 MEMORY = {
@@ -34,23 +34,6 @@ MEMORY = {
 }
 COLLECTIVES = {"all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"}
 VERSIONS = {"jax", "jaxlib", "flax", "libtpu", "python"}
-
-
-Run = Callable[..., Ended]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command within this process."""
-
-    def run(*arguments: str) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["nnx-pipeline", *arguments])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit, optax_promotion():
-            cli.main()
-        return Ended(exit.value.code or 0, *capsys.readouterr())
-
-    return run
 
 
 # ---- what is printed ---------------------------------------------------------------------------
@@ -358,7 +341,7 @@ def test_a_fresh_process_makes_its_own_devices() -> None:
 COMPILE = ("compile", "--model", "tiny")
 
 BAD = [
-    (("compil",), "Did you mean 'compile'"),
+    (("scedule",), "Did you mean 'schedule'"),
     (("compile",), "Missing option '--model'"),
     ((*COMPILE, "--meshes", "stage=4"), "No such option"),
     (("compile", "--model", "mixtral-smal"), "did you mean 'mixtral-small'?"),

@@ -25,7 +25,8 @@ LAYERS = (
     ("decoder",),
     ("train",),
     ("lab",),
-    ("cli_support", "cli"),
+    ("lint",),
+    ("cli_support", "cli_options", "cli_functions", "cli"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -136,6 +136,31 @@ def _measure(
         return lines[0][:200]
 
 
+def compare_measurements(
+    experiment: Experiment, a: Measurement | str, b: Measurement | str
+) -> Outcome:
+    """The outcome of two arms by their figures alone; a text is why there are none."""
+    notes = []
+    for arm, result in ((experiment.a, a), (experiment.b, b)):
+        if isinstance(result, str):
+            notes.append(f"{arm.label} did not compile: {result}")
+    one, other = (None if isinstance(result, str) else result for result in (a, b))
+    if one and other and same_program(one.hlo, other.hlo):
+        notes.append("both arms compile to the same program")
+    elif one and other and one.memory.heap_bytes and other.memory.heap_bytes:
+        by_heap = _verdict_of(one.memory.heap_bytes, other.memory.heap_bytes)
+        if by_heap != _verdict(one, other):
+            notes.append(f"by the heap: {by_heap}")
+    return Outcome(
+        experiment=experiment,
+        a=one,
+        b=other,
+        verdict=_verdict(one, other),
+        note="; ".join(notes),
+        failed=one is None or other is None,
+    )
+
+
 def _outcome(
     experiment: Experiment,
     config: Config,
@@ -143,19 +168,8 @@ def _outcome(
     platform: Platform,
     progress: Progress,
 ) -> Outcome:
-    notes, failed = [], False
-    for arm, result in zip((experiment.a, experiment.b), results, strict=True):
-        if isinstance(result, str):
-            failed = True
-            notes.append(f"{arm.label} did not compile: {result}")
-    a, b = (None if isinstance(result, str) else result for result in results)
-    if a and b and same_program(a.hlo, b.hlo):
-        notes.append("both arms compile to the same program")
-    elif a and b and a.memory.heap_bytes and b.memory.heap_bytes:
-        by_heap = _verdict_of(a.memory.heap_bytes, b.memory.heap_bytes)
-        if by_heap != _verdict(a, b):
-            notes.append(f"by the heap: {by_heap}")
-    numerics = None
+    outcome = compare_measurements(experiment, *results)
+    notes, failed, numerics = [outcome.note] if outcome.note else [], outcome.failed, None
     if platform.kind == "local":
         notes.append("numbers were not compared: that needs virtual CPU devices")
     else:
@@ -168,15 +182,7 @@ def _outcome(
     if numerics and not numerics.within_tolerance:
         failed = True
         notes.append(f"the arms differ by {numerics.max_abs_diff:.3g}")
-    return Outcome(
-        experiment=experiment,
-        a=a,
-        b=b,
-        numerics=numerics,
-        verdict=_verdict(a, b),
-        note="; ".join(notes),
-        failed=failed,
-    )
+    return dataclasses.replace(outcome, numerics=numerics, note="; ".join(notes), failed=failed)
 
 
 def same_program(a: str, b: str) -> bool:

@@ -83,25 +83,39 @@ def measure_step(
         max(virtual_cpus, mesh_config.num_devices if platform.kind == "cpu" else 1)
     )
     mesh = make_mesh(mesh_config, devices, sharding=config.pipeline.sharding)
-    clock = _Clock(progress)
+    clock = Clock(progress)
     with jax.set_mesh(mesh):
         with clock("abstract_init", "building the model abstractly"):
             state = abstract_state(config, mesh, layout=layout, parts=parts)
             batch = abstract_batch(config, mesh, layout=layout)
         with clock("trace", "tracing the training step"):
             traced = jit_train_step(state, mesh).trace(state, batch)
-        with clock("lower", "lowering it"):
-            lowered = traced.lower()
-        with clock("compile", f"compiling for {platform}"):
-            compiled, buffers = compile_with_dump(lowered)
-    progress("reading the compiled program")
+        return measure_traced(traced, platform, clock, mesh_config.sizes(), to_dict(config))
+
+
+def measure_traced(
+    traced: jax.stages.Traced,
+    platform: Platform,
+    clock: "Clock",
+    mesh: dict[str, int],
+    config: dict[str, Any],
+) -> Measurement:
+    """Lowers and compiles a traced program; to be called under its mesh.
+
+    mesh, config: what the measurement says of where it comes from.
+    """
+    with clock("lower", "lowering it"):
+        lowered = traced.lower()
+    with clock("compile", f"compiling for {platform}"):
+        compiled, buffers = compile_with_dump(lowered)
+    clock.progress("reading the compiled program")
     hlo = compiled.as_text() or ""
     module = parse(hlo)
     costs = _cost_analysis(compiled)
     return Measurement(
         platform=str(platform),
-        mesh=mesh_config.sizes(),
-        config=to_dict(config),
+        mesh=mesh,
+        config=config,
         memory=_memory(compiled, heap_bytes(buffers)),
         flops=matmul_flops(module),
         xla_flops=costs.get("flops"),
@@ -141,14 +155,14 @@ def _versions(platform: Platform) -> dict[str, str | None]:
     return {**versions, "python": ".".join(map(str, sys.version_info[:3]))}
 
 
-class _Clock:
+class Clock:
     """Times named phases and says what is going on."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
         self.seconds: dict[str, float] = {}
 
-    def __call__(self, name: str, doing: str) -> "_Clock":
+    def __call__(self, name: str, doing: str) -> "Clock":
         self.progress(doing)
         self.name = name
         return self

@@ -85,7 +85,7 @@ def outcomes_view(title: str, outcomes: Sequence[Outcome]) -> RenderableType:
         for index, (arm, result) in enumerate(arms):
             memory = result.memory if result else None
             table.add_row(
-                f"{outcome.experiment.name} ({outcome.experiment.claim})" if index == 0 else "",
+                _name(outcome) if index == 0 else "",
                 f"{'ab'[index]}: {arm.label}",
                 megabytes(memory.temp_bytes if memory else None),
                 megabytes(memory.heap_bytes if memory else None),
@@ -102,6 +102,11 @@ def outcomes_view(title: str, outcomes: Sequence[Outcome]) -> RenderableType:
         if measured.platform == "cpu":
             notes.append(Text(CPU_WARNING, style="yellow"))
     return Group(table, *notes)
+
+
+def _name(outcome: Outcome) -> str:
+    name, claim = outcome.experiment.name, outcome.experiment.claim
+    return f"{name} ({claim})" if claim else name
 
 
 def _same(outcome: Outcome) -> str:

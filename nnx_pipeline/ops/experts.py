@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from nnx_pipeline.remat import HIDDEN, Remat, named
-from nnx_pipeline.sharding import Layout, P, gather_weight, out_sharding, place
+from nnx_pipeline.sharding import Layout, P, constrain, gather_weight, out_sharding, place
 
 
 def dense_experts(
@@ -57,7 +57,7 @@ def dense_experts(
         out_of.split(down),
         _split_weights(combine, owners, layout),
     )
-    start = place(jnp.zeros((owners, parts, *x.shape), jnp.float32), partial)
+    start = constrain(jnp.zeros((owners, parts, *x.shape), jnp.float32), partial)
     total, _ = jax.lax.scan(remat.checkpoint(one_expert), start, operands)
     return place(jnp.sum(total, axis=(0, 1)).astype(x.dtype), layout.spec("batch", None, None))
 

@@ -1,0 +1,224 @@
+"""Commands on people's own functions: `measure`, `compare`, and `lint`, also of a training step."""
+
+from typing import Any
+
+import click
+from jax.sharding import Mesh
+
+from nnx_pipeline.cli_options import (
+    Command,
+    config_options,
+    configured,
+    json_option,
+    mesh_option,
+    platform_option,
+)
+from nnx_pipeline.cli_support import Failed, compiler_errors, progress
+from nnx_pipeline.config import to_dict
+from nnx_pipeline.errors import InputError
+from nnx_pipeline.files import write_text
+from nnx_pipeline.lab import report
+from nnx_pipeline.lab.functions import arguments_of, check_call, find_function, mesh_on
+from nnx_pipeline.lab.own import compare, measure
+from nnx_pipeline.lab.platform import Platform
+from nnx_pipeline.lint import Finding, Limits, lint, lint_step
+from nnx_pipeline.lint.report import findings_json, findings_view
+from nnx_pipeline.mesh import MeshConfig, make_mesh
+
+
+def inputs_options(command: Command) -> Command:
+    """`--inputs` and `--arg`, the two ways to give abstract arguments."""
+    command = click.option(
+        "--arg",
+        "arguments",
+        multiple=True,
+        metavar="DTYPE[SHAPE]",
+        help="An argument of the function, such as bfloat16[8@data,128]; may come often.",
+    )(command)
+    return click.option(
+        "--inputs",
+        metavar="MODULE:FUNCTION",
+        help="A function that gives the tuple of abstract arguments, instead of --arg.",
+    )(command)
+
+
+@click.command(
+    "measure",
+    epilog="Example: nnx-pipeline measure my_model:train_step --inputs my_model:abstract_inputs "
+    "--mesh data=8 --platform tpu:v5p:2x2x2",
+)
+@click.argument("function", metavar="MODULE:FUNCTION")
+@inputs_options
+@mesh_option("")
+@platform_option
+@click.option("--hlo", "hlo_path", metavar="PATH", help="Write the optimized program as text.")
+@json_option
+def measure_command(
+    function: str,
+    inputs: str | None,
+    arguments: tuple[str, ...],
+    mesh: str,
+    platform: str,
+    hlo_path: str | None,
+    json_path: str | None,
+) -> None:
+    """Compile your own function and report its memory, products and collectives."""
+    report.check_writable(json_path, "--json")
+    report.check_writable(hlo_path, "--hlo")
+    target = Platform.parse(platform)
+    with progress() as say, compiler_errors():
+        grid = _grid(mesh, target)
+        given = arguments_of(inputs, arguments, grid)
+        result = measure(find_function(function), *given, mesh=grid, platform=target, progress=say)
+    title = f"{function} on {MeshConfig.parse(mesh)}"
+    report.show(report.measurement_view(title, result), json_path=json_path)
+    report.emit_json(json_path, result.to_json())
+    if hlo_path:
+        write_text(hlo_path, result.hlo)
+
+
+@click.command(
+    "compare",
+    epilog="Example: nnx-pipeline compare my_model:step my_model:step_with_remat "
+    "--inputs my_model:abstract_inputs --platform tpu:v5p:2x2x2",
+)
+@click.argument("function_a", metavar="MODULE:FUNCTION")
+@click.argument("function_b", metavar="MODULE:FUNCTION")
+@inputs_options
+@mesh_option("")
+@platform_option
+@json_option
+def compare_command(
+    function_a: str,
+    function_b: str,
+    inputs: str | None,
+    arguments: tuple[str, ...],
+    mesh: str,
+    platform: str,
+    json_path: str | None,
+) -> None:
+    """Compile two functions of the same arguments and compare their memory.
+
+    Their numbers are not compared. Exit 1 when one of them did not compile.
+    """
+    report.check_writable(json_path, "--json")
+    target = Platform.parse(platform)
+    with progress() as say, compiler_errors():
+        grid = _grid(mesh, target)
+        functions = find_function(function_a), find_function(function_b)
+        given = arguments_of(inputs, arguments, grid)
+        outcome = compare(*functions, *given, mesh=grid, platform=target, progress=say)
+    title = f"{function_a} and {function_b} on {MeshConfig.parse(mesh)}, {platform}: per device"
+    report.show(report.outcomes_view(title, [outcome]), json_path=json_path)
+    entry = outcome.to_json()
+    report.emit_json(json_path, {"schema": 1, "platform": platform, "experiments": [entry]})
+    if outcome.failed:
+        raise Failed(outcome.note)
+
+
+def _grid(mesh: str, platform: Platform) -> Mesh | None:
+    config = MeshConfig.parse(mesh)
+    return mesh_on(config, platform.devices(config.num_devices if platform.kind == "cpu" else 1))
+
+
+@click.command(
+    "lint",
+    epilog="Example: nnx-pipeline lint --model mixtral-small --mesh stage=4,fsdp=2, or "
+    "nnx-pipeline lint my_model:train_step --inputs my_model:abstract_inputs",
+)
+@click.argument("function", required=False, metavar="[MODULE:FUNCTION]")
+@inputs_options
+@config_options(None, required=False)
+@mesh_option("")
+@click.option(
+    "--large",
+    type=click.FloatRange(min=0),
+    default=Limits().large / 1e6,
+    show_default=True,
+    metavar="MB",
+    help="Arrays below this size are not reported.",
+)
+@click.option(
+    "--one-hot",
+    type=click.FloatRange(min=0),
+    default=Limits().one_hot / 1e6,
+    show_default=True,
+    metavar="MB",
+    help="One-hot arrays below this size are not reported.",
+)
+@json_option
+def lint_command(
+    function: str | None,
+    inputs: str | None,
+    arguments: tuple[str, ...],
+    model: str | None,
+    assignments: tuple[str, ...],
+    mesh: str,
+    large: float,
+    one_hot: float,
+    json_path: str | None,
+) -> None:
+    """Find wasted memory in a training step, or in your own function, without a compiler.
+
+    \b
+    Rules:
+      parameter-in-loop        a parameter is carried or stacked by a loop
+      remat-policy             a policy of jax.checkpoint saves nothing, or everything
+      hidden-upcast            a large array becomes float32 because something else is
+      one-hot                  a one-hot array above --one-hot
+      gradient-per-microbatch  gradients of a parameter side by side, to be added up
+      trivial-constraint       a sharding constraint that spreads nothing
+
+    Sizes are of one device where the sharding is known without a compiler, else of all together.
+    The parameters of your own function are the nnx.Params of its first argument, or all of its
+    floating-point arrays. Exit 1 when there are findings.
+    """
+    report.check_writable(json_path, "--json")
+    if (function is None) == (model is None):
+        raise InputError("lint looks at one thing: give --model PRESET or MODULE:FUNCTION")
+    if model is not None and (inputs or arguments):
+        raise InputError("--inputs and --arg are of MODULE:FUNCTION; leave them out with --model")
+    if function is not None and assignments:
+        raise InputError(f"--set {assignments[0]} is of --model; a function has no config")
+    limits = Limits(large=large * 1e6, one_hot=one_hot * 1e6)
+    mesh_config = MeshConfig.parse(mesh)
+    with progress() as say, compiler_errors():
+        say("tracing")
+        if model is not None:
+            title = f"one training step of {model} on {mesh_config}"
+            config = configured(model, assignments)
+            findings = _lint_model(model, assignments, mesh_config, limits)
+            subject: dict[str, Any] = {"config": to_dict(config)}
+        else:
+            assert function is not None, "checked above"
+            title = f"{function} on {mesh_config}"
+            findings = _lint_function(function, inputs, arguments, mesh_config, limits)
+            subject = {"function": function}
+    report.show(findings_view(title, findings), json_path=json_path)
+    subject = {"mesh": mesh_config.sizes(), **subject}
+    report.emit_json(json_path, findings_json(subject, findings, limits))
+    if findings:
+        raise Failed(f"{len(findings)} finding{'s' if len(findings) > 1 else ''}")
+
+
+def _lint_model(
+    model: str, assignments: tuple[str, ...], mesh_config: MeshConfig, limits: Limits
+) -> list[Finding]:
+    config = configured(model, assignments)
+    config.check_mesh(mesh_config)
+    devices = Platform("cpu").devices(mesh_config.num_devices)
+    grid = make_mesh(mesh_config, devices, sharding=config.pipeline.sharding)
+    return lint_step(config, grid, limits=limits)
+
+
+def _lint_function(
+    function: str,
+    inputs: str | None,
+    arguments: tuple[str, ...],
+    mesh_config: MeshConfig,
+    limits: Limits,
+) -> list[Finding]:
+    grid = mesh_on(mesh_config, Platform("cpu").devices(mesh_config.num_devices))
+    found, given = find_function(function), arguments_of(inputs, arguments, grid)
+    check_call(found, given)
+    return lint(found, *given, mesh=grid, limits=limits)

@@ -1,0 +1,187 @@
+"""People's own functions: found by name, with abstract arguments, on a mesh of any devices."""
+
+import contextlib
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from nnx_pipeline.errors import InputError, nearest
+from nnx_pipeline.mesh import MeshConfig, make_mesh
+from nnx_pipeline.sharding import is_trivial, spec_axes
+
+AnyMesh = Mesh | AbstractMesh | MeshConfig | str | None
+
+_ARGUMENT = re.compile(r"(?P<dtype>\w+)\[(?P<axes>[^\]]*)\]")
+_AXIS = re.compile(r"(?P<size>\d+)(@(?P<names>\w+(\+\w+)*))?")
+
+
+def find_function(text: str) -> Callable[..., Any]:
+    """The function of a text such as `package.module:function`.
+
+    Modules are looked for in the current directory, too, as `python -m` does. Raises InputError
+    when there is no such module or function.
+    """
+    module_name, colon, name = text.partition(":")
+    if not colon or not module_name or not name:
+        raise InputError(f"{text!r} names no function; write module:function")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:  # what a module raises when imported is its own affair
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise InputError(f"{text!r}: the module cannot be imported ({reason})") from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            known = [known for known in vars(found) if not known.startswith("_")]
+            raise InputError(f"{text!r}: there is no {part!r}; {nearest(part, known)}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise InputError(f"{text!r} is a {type(found).__name__} and cannot be called")
+    return found
+
+
+def parse_argument(text: str, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
+    """An abstract array of a text such as `bfloat16[8@data,128]`: axis sizes, spread over the mesh.
+
+    Several mesh axes are joined by `+`. Raises InputError for an unknown dtype or mesh axis, or a
+    size that does not split.
+    """
+    match = _ARGUMENT.fullmatch(text.replace(" ", ""))
+    if not match:
+        raise InputError(f"argument {text!r} is no array; write for example bfloat16[8@data,128]")
+    try:
+        dtype = jnp.dtype(match["dtype"])
+    except TypeError as error:
+        raise InputError(f"argument {text!r}: there is no dtype {match['dtype']!r}") from error
+    shape, entries = [], []
+    for part in filter(None, match["axes"].split(",")):
+        axis = _AXIS.fullmatch(part)
+        if not axis:
+            raise InputError(f"argument {text!r}: {part!r} is no axis; write 8 or 8@data")
+        shape.append(int(axis["size"]))
+        entries.append(tuple(axis["names"].split("+")) if axis["names"] else None)
+    return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=_sharding(text, shape, entries, mesh))
+
+
+def _sharding(
+    text: str, shape: list[int], entries: list[tuple[str, ...] | None], mesh: Mesh | None
+) -> NamedSharding | None:
+    names = [name for entry in entries for name in entry or ()]
+    known = dict(mesh.shape) if mesh is not None else {}
+    for name in names:
+        if name not in known:
+            raise InputError(
+                f"argument {text!r}: the mesh has no axis {name!r}; {nearest(name, known)}"
+            )
+    if len(set(names)) < len(names):
+        raise InputError(f"argument {text!r} names a mesh axis twice; spread one axis over it")
+    if mesh is None:
+        return None
+    sharding = NamedSharding(mesh, P(*entries))
+    try:
+        sharding.shard_shape(tuple(shape))
+    except ValueError as error:
+        raise InputError(
+            f"argument {text!r} does not split evenly over the mesh {known}"
+        ) from error
+    return sharding
+
+
+def arguments_of(
+    inputs: str | None, arguments: Sequence[str], mesh: Mesh | None
+) -> tuple[Any, ...]:
+    """The abstract arguments: from a function that gives them, or written down one by one.
+
+    inputs: `module:function` of a function without arguments that gives a tuple of pytrees of
+    arrays or `jax.ShapeDtypeStruct`; it is called under the mesh.
+    """
+    if inputs is None:
+        return tuple(parse_argument(text, mesh) for text in arguments)
+    if arguments:
+        raise InputError("--inputs and --arg both give the arguments; keep one of them")
+    make = find_function(inputs)
+    with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
+        made = make()
+    return made if isinstance(made, tuple) else (made,)
+
+
+def check_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Raises InputError unless the function takes as many arguments."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise InputError(
+            f"{name_of(function)} cannot be called with {len(arguments)} arguments: {error}; give "
+            "its arrays in order and bind the rest with functools.partial"
+        ) from error
+    except ValueError:
+        pass  # it has no signature that Python knows
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """`module:function`, as far as it has a name."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return f"{getattr(function, '__module__', '')}:{name}"
+
+
+def mesh_on(mesh: AnyMesh, devices: Sequence[Any]) -> Mesh | None:
+    """The mesh, or one of the same axes over other devices.
+
+    A text or a `MeshConfig` has the axes of this project, in auto mode. Raises InputError when
+    there are not enough devices.
+    """
+    if isinstance(mesh, str):
+        mesh = MeshConfig.parse(mesh)
+    if isinstance(mesh, MeshConfig):
+        return make_mesh(mesh, devices[:1] if mesh.num_devices == 1 else devices, sharding="auto")
+    if mesh is None:
+        return None
+    sizes, needed = tuple(mesh.shape.values()), mesh.size
+    if len(devices) < needed:
+        raise InputError(f"the mesh needs {needed} devices and there are {len(devices)}")
+    grid = np.asarray(list(devices[:needed])).reshape(sizes)
+    return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def abstract(arguments: tuple[Any, ...], mesh: Mesh | None, device: Any) -> tuple[Any, ...]:
+    """The arguments without their values, on this mesh, or without one on this device.
+
+    Raises InputError for a leaf that is no array, or a sharding over axes that the mesh lacks.
+    """
+    return jax.tree.map(lambda leaf: _abstract_leaf(leaf, mesh, device), arguments)
+
+
+def _abstract_leaf(leaf: Any, mesh: Mesh | None, device: Any) -> Any:
+    if isinstance(leaf, bool | int | float | complex):
+        return leaf
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        raise InputError(
+            f"an argument holds a {type(leaf).__name__}; give arrays or jax.ShapeDtypeStruct, and "
+            "bind the rest with functools.partial"
+        )
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_placed(leaf, mesh, device))
+
+
+def _placed(leaf: Any, mesh: Mesh | None, device: Any) -> jax.sharding.Sharding:
+    sharding = getattr(leaf, "sharding", None)
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else P()
+    if mesh is None:
+        if not is_trivial(spec):
+            raise InputError("an argument is spread over a mesh and there is none; give mesh=")
+        return jax.sharding.SingleDeviceSharding(device)
+    missing = sorted(spec_axes(spec) - set(mesh.axis_names))
+    if missing:
+        raise InputError(f"an argument is spread over {missing}, which mesh= does not have")
+    return NamedSharding(mesh, spec)

@@ -1,0 +1,102 @@
+"""Trace a function and hold its jaxpr against the rules; nothing is computed or compiled."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from nnx_pipeline.config import Config
+from nnx_pipeline.lint.facts import Program
+from nnx_pipeline.lint.finding import Finding, Limits
+from nnx_pipeline.lint.rules_arrays import hidden_upcasts, one_hot_arrays, trivial_constraints
+from nnx_pipeline.lint.rules_loops import gradients_per_microbatch, parameters_in_loops
+from nnx_pipeline.lint.rules_remat import remat_policies
+from nnx_pipeline.modules import Parts
+from nnx_pipeline.sharding import Layout
+from nnx_pipeline.train import abstract_batch, abstract_state, jit_train_step
+
+Rule = Callable[[Program, Limits], Iterator[Finding]]
+
+RULES: tuple[Rule, ...] = (
+    parameters_in_loops,
+    remat_policies,
+    hidden_upcasts,
+    one_hot_arrays,
+    gradients_per_microbatch,
+    trivial_constraints,
+)
+
+
+def lint(
+    function: Callable[..., Any],
+    *arguments: Any,
+    mesh: Mesh | None = None,
+    parameters: Any = None,
+    limits: Limits = Limits(),
+) -> list[Finding]:
+    """What in a function costs memory without need, largest first.
+
+    function: jitted or not; for the backward pass to be looked at, it must be in it. arguments:
+    pytrees of arrays or of `jax.ShapeDtypeStruct`, those with a sharding where it matters. mesh:
+    the function is traced under it. parameters: the pytree among the arguments whose arrays are the
+    parameters (the same objects); without it they are the `nnx.Param`s of the first argument, or,
+    if it has no variables, its floating-point arrays.
+    """
+    leaves = jax.tree.leaves(arguments)
+    chosen = _parameters_of(arguments) if parameters is None else jax.tree.leaves(parameters)
+    wanted = {id(leaf) for leaf in chosen}
+    with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
+        traced = jax.make_jaxpr(function)(*arguments)
+    program = Program(
+        traced,
+        frozenset(number for number, leaf in enumerate(leaves) if id(leaf) in wanted),
+        [getattr(leaf, "sharding", None) for leaf in leaves],
+        mesh.size if mesh is not None else 1,
+    )
+    return check(program, limits)
+
+
+def lint_step(
+    config: Config,
+    mesh: Mesh,
+    *,
+    limits: Limits = Limits(),
+    parts: Parts = Parts(),
+    layout: Layout = Layout(),
+) -> list[Finding]:
+    """The findings in one training step, as `compile` compiles it."""
+    with jax.set_mesh(mesh):
+        state = abstract_state(config, mesh, layout=layout, parts=parts)
+        batch = abstract_batch(config, mesh, layout=layout)
+        step = jit_train_step(state, mesh)
+    return lint(step, state, batch, mesh=mesh, parameters=state.model, limits=limits)
+
+
+def check(program: Program, limits: Limits) -> list[Finding]:
+    """The findings of all rules, one for each rule and line: that of the largest array."""
+    found: dict[Any, list[Finding]] = {}
+    for rule in RULES:
+        for finding in rule(program, limits):
+            found.setdefault((finding.rule, finding.location), []).append(finding)
+    merged = [_merged(same) for same in found.values()]
+    return sorted(merged, key=lambda finding: (-finding.bytes, finding.rule, finding.location))
+
+
+def _merged(same: Sequence[Finding]) -> Finding:
+    largest = max(same, key=lambda finding: finding.bytes)
+    return dataclasses.replace(largest, times=len(same))
+
+
+def _parameters_of(arguments: tuple[Any, ...]) -> list[Any]:
+    if not arguments:
+        return []
+    first = jax.tree.leaves(arguments[0], is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    variables = [leaf for leaf in first if isinstance(leaf, nnx.Variable)]
+    if variables:
+        return jax.tree.leaves([leaf for leaf in variables if isinstance(leaf, nnx.Param)])
+    return [leaf for leaf in first if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)]

@@ -1,0 +1,211 @@
+"""What the rules ask about a value: is it a parameter, is it a gradient, how large is it."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from nnx_pipeline.lint.walk import Scope, Step, Value, program_scope, step_back
+
+# The first operand in the same shape, as the same numbers (to rounding).
+SAME = {
+    *("convert_element_type", "copy", "name", "reduce_precision", "optimization_barrier"),
+    *("sharding_constraint", "reshard", "pvary", "stop_gradient", "device_put", "pbroadcast"),
+}
+# The first operand's numbers, or some of them, in another shape.
+FORM = {"reshape", "squeeze", "transpose", "expand_dims", "broadcast_in_dim", "rev"}
+PART = {"slice", "dynamic_slice", "split", "all_gather", "all_gather_invariant"}
+FACTORS = {"mul", "div", "neg"}
+SUMS = {"add", "add_any", "sub", "select_n", "concatenate", "dynamic_update_slice", "pad"}
+PRODUCTS = {"dot_general", "conv_general_dilated"}
+_LINKS = ("same", "slice", "stack", "carry")
+_REDUCES = {"reduce_sum", "psum", "psum_invariant", "reduce_scatter", "cumsum"}
+
+
+@dataclass(eq=False)
+class Program:
+    """A traced program with what is known of its arguments.
+
+    parameters: numbers of the arguments that are parameters. shardings: of each argument, None
+    where there is none. devices: of the mesh, 1 without one.
+    """
+
+    traced: ClosedJaxpr
+    parameters: frozenset[int]
+    shardings: Sequence[Any]
+    devices: int = 1
+    scope: Scope = field(init=False)
+    _is_parameter: dict[Value, bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.scope = program_scope(self.traced)
+
+    def parameter_shapes(self) -> list[tuple[int, ...]]:
+        """The shape of each parameter, without axes of 1."""
+        inputs = self.traced.jaxpr.invars
+        return [squeezed(inputs[number].aval.shape) for number in sorted(self.parameters)]
+
+    def is_parameter(self, value: Value) -> bool:
+        """Whether a value is a parameter or a part of one: cast, moved, cut or chosen, not more."""
+        if value not in self._is_parameter:
+            self._is_parameter[value] = self._comes_from_parameters(value)
+        return self._is_parameter[value]
+
+    def _comes_from_parameters(self, value: Value) -> bool:
+        found = False
+        for step in _history(value, _of_parameter):
+            if step.way == "argument" and step.number in self.parameters:
+                found = True
+            elif step.way not in _LINKS and not _of_parameter(step):
+                return False
+        return found
+
+    def is_gradient(self, value: Value) -> bool:
+        """Whether products of two arrays that are not parameters were added up to this value.
+
+        That is how the gradient of a weight comes about: x and the cotangent of y, for y = x·w. A
+        product with a parameter is an activation, or the cotangent of one.
+        """
+        for step in _history(value, _of_gradient):
+            name = step.equation.primitive.name if step.way == "made" else ""
+            if name in PRODUCTS and not any(map(self.is_parameter, step.values[:2])):
+                return True
+            if name == "scatter-add" and not self.is_parameter(step.values[2]):
+                return True
+        return False
+
+    def device_bytes(self, value: Value) -> tuple[int, bool]:
+        """Bytes of a value and whether they are those of one device.
+
+        They are where its sharding is known: on one device, in explicit mode, within a `shard_map`
+        over the whole mesh, and in auto mode for arguments and what is constrained. Else they are
+        those of all devices together.
+        """
+        aval = value.aval
+        if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
+            return 0, True
+        whole = math.prod(aval.shape) * _itemsize(aval.dtype)
+        if self.devices == 1:
+            return whole, True
+        parts = self._parts(value)
+        return (whole, False) if parts is None else (whole // parts, True)
+
+    def _parts(self, value: Value) -> int | None:
+        """Over how many devices a value is split, None if that is not known."""
+        sharding = getattr(value.aval, "sharding", None)
+        if sharding is not None and not sharding.mesh.empty:
+            kinds = set(sharding.mesh.axis_types)
+            if AxisType.Auto not in kinds:
+                return _split(sharding.spec, sharding.mesh.shape)
+            if AxisType.Manual in kinds:
+                return None
+        sharding = self.sharding_of(value)
+        return None if sharding is None else _split(sharding.spec, sharding.mesh.shape)
+
+    def sharding_of(self, value: Value) -> NamedSharding | None:
+        """Where auto mode was told to put a value, or what it is made of entry by entry."""
+        while True:
+            step = step_back(value)
+            if step.way == "argument":
+                found = self.shardings[step.number]
+                return found if isinstance(found, NamedSharding) else None
+            if step.way == "made":
+                name = step.equation.primitive.name
+                if name == "sharding_constraint":
+                    found = step.equation.params["sharding"]
+                    return found if isinstance(found, NamedSharding) else None
+                if name not in SAME | SUMS | FACTORS:
+                    return None
+            elif step.way != "same" or len(step.values) != 1:
+                return None
+            before = passed_on(step) if step.way == "made" else step.values[0]
+            if before.aval.shape != value.aval.shape:
+                return None  # a shard_map: each device's part
+            value = before
+
+
+def squeezed(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape without axes of 1."""
+    return tuple(size for size in shape if size != 1)
+
+
+def source_of(value: Value, through: set[str]) -> Value:
+    """The value behind calls and behind equations of these primitives, all of `SAME` or `FORM`."""
+    while True:
+        step = step_back(value)
+        if step.way == "same" and len(step.values) == 1:
+            value = step.values[0]
+        elif step.way == "made" and step.equation.primitive.name in through:
+            value = passed_on(step)
+        else:
+            return value
+
+
+def shape_of(value: Value) -> str:
+    """Dtype and shape, such as `float32[8,128]`."""
+    return f"{value.aval.dtype.name}[{','.join(map(str, value.aval.shape))}]"
+
+
+def spreads_nothing(spec: P) -> bool:
+    """Whether a spec spreads nothing, or leaves everything to the compiler."""
+    return all(entry in (None, (), P.UNCONSTRAINED) for entry in spec)
+
+
+def _itemsize(dtype: Any) -> int:
+    return jnp.dtype(dtype).itemsize if hasattr(dtype, "kind") else getattr(dtype, "itemsize", 0)
+
+
+def _split(spec: P, sizes: Any) -> int:
+    names = [n for entry in spec for n in ((entry,) if isinstance(entry, str) else entry or ())]
+    return math.prod(sizes[name] for name in names if name in sizes)
+
+
+def _history(value: Value, through: Callable[[Step], Sequence[Value]]) -> Iterator[Step]:
+    """Every step back from a value: through calls and loops, and what `through` lets through."""
+    seen, waiting = {value}, [value]
+    while waiting:
+        step = step_back(waiting.pop())
+        yield step
+        before = step.values if step.way in _LINKS else through(step)
+        waiting += [one for one in dict.fromkeys(before) if one not in seen]
+        seen.update(before)
+
+
+def _of_parameter(step: Step) -> Sequence[Value]:
+    """The operands that must be parameters for a result to be one; none if it is not."""
+    if step.way != "made":
+        return ()
+    name = step.equation.primitive.name
+    if name in SAME | FORM | PART or (name == "gather" and _chooses(step.equation)):
+        return (passed_on(step),)
+    return step.values[1:] if name == "select_n" else ()
+
+
+def _of_gradient(step: Step) -> Sequence[Value]:
+    """The operands of which a result is a sum, up to factors."""
+    if step.way != "made":
+        return ()
+    name = step.equation.primitive.name
+    if name in SAME | FORM | PART | _REDUCES:
+        return (passed_on(step),)
+    return step.values if name in SUMS | FACTORS else ()
+
+
+def passed_on(step: Step) -> Value:
+    """The operand that an equation of `SAME`, `FORM` or `PART` gives on."""
+    return step.values[step.number if step.equation.primitive.name == "optimization_barrier" else 0]
+
+
+def _chooses(equation: Any) -> bool:
+    """Whether a gather reads one piece, or one for each entry of a batch: a vmapped slice.
+
+    Looking up rows is something else: what comes out is no longer the table.
+    """
+    numbers = equation.params["dimension_numbers"]
+    batches = len(getattr(numbers, "operand_batching_dims", ()))
+    return equation.invars[1].aval.ndim - 1 <= batches

@@ -1,0 +1,170 @@
+"""Rules about single arrays: upcasts, one-hot rows, constraints that say nothing."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+from jax.sharding import NamedSharding
+
+from nnx_pipeline.lint.facts import FORM, SAME, Program, shape_of, source_of, spreads_nothing
+from nnx_pipeline.lint.finding import Finding, Limits
+from nnx_pipeline.lint.source import is_promotion
+from nnx_pipeline.lint.walk import Scope, Value, calls_of, step_back
+
+HIDDEN_UPCAST, ONE_HOT, TRIVIAL = "hidden-upcast", "one-hot", "trivial-constraint"
+_BINARY = {"add", "sub", "mul", "div", "max", "min", "pow", "atan2", "rem", "select_n", "nextafter"}
+_SHAPING = SAME | FORM
+
+
+def hidden_upcasts(program: Program, limits: Limits) -> Iterator[Finding]:
+    """Arrays of 8 or 16 bits made float32 because another operand is float32.
+
+    Left out: casts that are written down, sums that are made in float32, and a sum or product with
+    a float32 array that is as large itself.
+    """
+    for scope, equation in program.scope.equations():
+        for value, size, per_device in _upcasts(program, scope, equation):
+            if size >= limits.large:
+                yield Finding(
+                    rule=HIDDEN_UPCAST,
+                    severity="warning",
+                    location=scope.locate(equation),
+                    bytes=size,
+                    per_device=per_device,
+                    what=f"{shape_of(value)} becomes float32, as the other operand is; so does "
+                    "what is computed from it",
+                    cure="cast the other operand to the smaller dtype, or write .astype(float32) "
+                    "where float32 is meant; jax_numpy_dtype_promotion='strict' makes it an error",
+                )
+
+
+def _upcasts(
+    program: Program, scope: Scope, equation: JaxprEqn
+) -> Iterator[tuple[Value, int, bool]]:
+    """The value that an equation makes larger, with its bytes as float32."""
+    name = equation.primitive.name
+    operands = [scope.value(variable) for variable in equation.invars]
+    if name == "convert_element_type":
+        result = scope.value(equation.outvars[0])
+        if _is_small(operands[0]) and _is_float32(result) and is_promotion(equation):
+            readers = scope.readers.get(equation.outvars[0], [])
+            if any(_widens(scope, reader, result) for reader in readers):
+                yield operands[0], *program.device_bytes(result)
+    elif name == "dot_general" and _is_float32(scope.value(equation.outvars[0])):
+        small = [one for one in operands if _is_small(one)]
+        if len(small) == 1:
+            size, per_device = program.device_bytes(small[0])
+            yield small[0], size * 4 // small[0].aval.dtype.itemsize, per_device
+
+
+def _widens(scope: Scope, reader: JaxprEqn, value: Value) -> bool:
+    """Whether an equation is a product, or takes a cast array together with a smaller one."""
+    if reader.primitive.name == "dot_general":
+        return True
+    others = [scope.value(v) for v in reader.invars if v is not value.variable]
+    floats = [source_of(one, _SHAPING) for one in others if _is_float32(one)]
+    return reader.primitive.name in _BINARY and any(
+        one.aval.size < value.aval.size for one in floats
+    )
+
+
+def one_hot_arrays(program: Program, limits: Limits) -> Iterator[Finding]:
+    """One-hot arrays above a limit: a comparison of integers with an iota, made into numbers."""
+    for scope, equation in program.scope.equations():
+        if equation.primitive.name != "convert_element_type":
+            continue
+        value = scope.value(equation.outvars[0])
+        size, per_device = program.device_bytes(value)
+        if size >= limits.one_hot and _is_one_hot(scope.value(equation.invars[0])):
+            yield Finding(
+                rule=ONE_HOT,
+                severity="warning",
+                location=scope.locate(equation),
+                bytes=size,
+                per_device=per_device,
+                what=f"{shape_of(value)} is one-hot",
+                cure="read the rows by their index (table[ids], jnp.take_along_axis), or work on a "
+                "part of the ids at a time",
+            )
+
+
+def _is_one_hot(value: Value) -> bool:
+    step = step_back(source_of(value, _SHAPING))
+    if step.way != "made" or step.equation.primitive.name != "eq":
+        return False
+    return sorted(_primitive(source_of(one, _SHAPING)) == "iota" for one in step.values) == [
+        False,
+        True,
+    ]
+
+
+def trivial_constraints(program: Program, limits: Limits) -> Iterator[Finding]:
+    """Constraints that spread nothing, though the array is not being gathered by them.
+
+    One that follows or precedes a constraint with content is half of a gather and is meant.
+    """
+    if program.devices == 1:
+        return
+    for scope, equation in program.scope.equations():
+        if equation.primitive.name != "sharding_constraint":
+            continue
+        sharding = equation.params["sharding"]
+        if not isinstance(sharding, NamedSharding) or not spreads_nothing(sharding.spec):
+            continue
+        before, after = (scope.value(v) for v in (equation.invars[0], equation.outvars[0]))
+        size, per_device = program.device_bytes(before)
+        if size >= limits.large and not _gathers(program, before, after):
+            yield Finding(
+                rule=TRIVIAL,
+                severity="advice",
+                location=scope.locate(equation),
+                bytes=size,
+                per_device=per_device,
+                what=f"the constraint on {shape_of(before)} spreads no axis: {sharding.spec}",
+                cure="leave it out when every axis of the spec is None, or name the mesh axes; as "
+                "it is, it stays in the program, holds the array whole on each device, and may be "
+                "carried through a loop",
+            )
+
+
+def _gathers(program: Program, before: Value, after: Value) -> bool:
+    known = program.sharding_of(before)
+    if known is not None and not spreads_nothing(known.spec):
+        return True
+    return any(not spreads_nothing(sharding.spec) for sharding in _constrained_next(after))
+
+
+def _constrained_next(value: Value) -> Iterator[NamedSharding]:
+    """The constraints on a value, on casts of it and through calls."""
+    seen, waiting = set(), [value]
+    while waiting:
+        one = waiting.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        scope, variable = one.scope, one.variable
+        for reader in scope.readers.get(variable, []):
+            if reader.primitive.name == "sharding_constraint":
+                if isinstance(reader.params["sharding"], NamedSharding):
+                    yield reader.params["sharding"]
+            elif reader.primitive.name in SAME:
+                waiting += [scope.value(result) for result in reader.outvars]
+        waiting += calls_of(one)
+
+
+def _primitive(value: Value) -> str:
+    step = step_back(value)
+    return step.equation.primitive.name if step.way == "made" else ""
+
+
+def _is_small(value: Value) -> bool:
+    return _is_float(value) and value.aval.dtype.itemsize < 4
+
+
+def _is_float32(value: Value) -> bool:
+    return _is_float(value) and value.aval.dtype.itemsize == 4
+
+
+def _is_float(value: Any) -> bool:
+    return hasattr(value.aval, "dtype") and jnp.issubdtype(value.aval.dtype, jnp.floating)

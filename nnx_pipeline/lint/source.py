@@ -1,0 +1,94 @@
+"""Where in the source an equation comes from: the one place that reads what JAX notes about it.
+
+`JaxprEqn` is public (`jax.extend.core`), what its field `source_info` holds is not written down
+anywhere; of it this file reads `traceback.as_python_traceback()` and `name_stack`.
+"""
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+import jaxlib
+import optax
+
+RECOMPUTED = "rematted_computation"  # what JAX writes into the name stack of a recomputation
+
+_JAX = tuple(f"{Path(str(package.__file__)).parent}/" for package in (jax, jaxlib))
+_LIBRARIES = tuple(f"{Path(str(package.__file__)).parent}/" for package in (flax, optax))
+_NUMPY = f"{_JAX[0]}_src/numpy/"
+# Functions of jax.numpy by which a cast is asked for.
+_CASTS = {"astype", "asarray", "array"}
+
+
+@dataclass(frozen=True, order=True)
+class Location:
+    """A line of source and the function it stands in; `caller` is the line that called it."""
+
+    file: str
+    line: int
+    function: str
+    caller: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} ({self.function})" if self.file else "unknown"
+
+
+NOWHERE = Location("", 0, "")
+
+
+def location_of(equations: Sequence[Any]) -> Location:
+    """The line that an equation stands for: the innermost one outside JAX, Flax and Optax.
+
+    equations: the equation and those around it, from the inside out. A function that JAX itself
+    jits, such as `jax.nn.one_hot`, knows nothing of who calls it; the call around it does. Where
+    there is no such line, it is the innermost one outside JAX.
+    """
+    stacks = [[frame for frame in _frames(e) if not _is_in(frame, _JAX)] for e in equations]
+    for frames in stacks:
+        own = [frame for frame in frames if not _is_in(frame, _LIBRARIES)]
+        if own:
+            return _location(own)
+    return next((_location(frames) for frames in stacks if frames), NOWHERE)
+
+
+def is_promotion(equation: Any) -> bool:
+    """Whether a cast was made because the dtypes of operands differ, rather than written down.
+
+    It is one by jax.numpy that nobody asked jax.numpy for. Flax's `promote_dtype` counts, too: a
+    layer without `dtype` takes that of its parameters. Where the stack is lost, as in what a
+    `jax.custom_vjp` was traced to, the answer is no.
+    """
+    frames = _frames(equation)
+    last = max((i for i, frame in enumerate(frames) if not _is_in(frame, _JAX)), default=-1)
+    if any(frame.name.startswith("promote_") for frame in frames[max(last - 1, 0) :]):
+        return True
+    inner = [frame for frame in frames[last + 1 :] if _is_in(frame, (_NUMPY,))]
+    return bool(inner) and not any(frame.name in _CASTS for frame in inner)
+
+
+def is_recomputed(equation: Any) -> bool:
+    """Whether the equation of a backward pass computes again what the forward pass had computed."""
+    return RECOMPUTED in str(equation.source_info.name_stack)
+
+
+def _frames(equation: Any) -> list[traceback.FrameSummary]:
+    """The stack when the equation was traced, innermost last."""
+    noted = equation.source_info.traceback
+    if noted is None:
+        return []
+    stack = traceback.walk_tb(noted.as_python_traceback())
+    return list(traceback.StackSummary.extract(stack, lookup_lines=False))
+
+
+def _is_in(frame: traceback.FrameSummary, folders: tuple[str, ...]) -> bool:
+    return frame.filename.startswith(folders)
+
+
+def _location(frames: list[traceback.FrameSummary]) -> Location:
+    *around, frame = frames
+    caller = f"{around[-1].filename}:{around[-1].lineno} ({around[-1].name})" if around else ""
+    return Location(frame.filename, frame.lineno or 0, frame.name, caller)

@@ -1,0 +1,305 @@
+"""A jaxpr as a graph: every value with where it comes from, through calls and loops."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+
+from nnx_pipeline.lint.source import Location, location_of
+
+# Equations that call a jaxpr with their operands and give its results. Others that hold jaxprs (the
+# sum of a scatter, a kernel) do something else with them.
+_CALLS = {
+    *("jit", "pjit", "call", "core_call", "closed_call", "shard_map", "cond"),
+    *("checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call"),
+}
+_LOOPS = ("scan", "while")
+
+Way = Literal["argument", "same", "slice", "stack", "carry", "made", "constant", "unknown"]
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """A variable (or literal) of a jaxpr at one place where that jaxpr is called."""
+
+    scope: "Scope"
+    variable: Any
+
+    @property
+    def aval(self) -> Any:
+        return self.variable.aval
+
+    def __eq__(self, other: object) -> bool:  # literals have no hash: by identity
+        return isinstance(other, Value) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def _identity(self) -> tuple[int, int]:
+        return id(self.scope), id(self.variable)
+
+
+class Step(NamedTuple):
+    """How a value came to be, one step back.
+
+    way: `argument`: of the program, that `number`. `same`: one of `values` (several from the
+    branches of a condition). `slice`: an entry of its first axis. `stack`: it has one entry per
+    turn of a loop, of which the body gives `values`. `carry`: `values` before the first turn of a
+    loop and after each. `made`: by `equation`, as its result `number`, from the operands `values`.
+    `constant`: there when the program was traced, or part of its text.
+    """
+
+    way: Way
+    values: tuple[Value, ...] = ()
+    equation: Any = None
+    number: int = 0
+
+
+@dataclass(eq=False)
+class Scope:
+    """A jaxpr at one place where it is called.
+
+    equation: what calls it, in the scope `parent`; None for the program itself. inlets: how the
+    inputs get their values; those that it does not name are unknown.
+    """
+
+    jaxpr: Jaxpr
+    parent: "Scope | None" = None
+    equation: JaxprEqn | None = None
+    inlets: dict[Var, Step] = field(default_factory=dict)
+
+    @functools.cached_property
+    def inner(self) -> dict[int, list["Scope"]]:
+        """What each equation calls, by the identity of the equation."""
+        return {id(e): _called(self, e) for e in self.jaxpr.eqns if _calls(e)}
+
+    @functools.cached_property
+    def readers(self) -> dict[Var, list[JaxprEqn]]:
+        """The equations that read each variable."""
+        found: dict[Var, list[JaxprEqn]] = {}
+        for equation in self.jaxpr.eqns:
+            for variable in dict.fromkeys(v for v in equation.invars if isinstance(v, Var)):
+                found.setdefault(variable, []).append(equation)
+        return found
+
+    @functools.cached_property
+    def made(self) -> dict[Var, tuple[JaxprEqn, int]]:
+        """The equation that makes each variable, and as which of its results."""
+        return {
+            variable: (equation, index)
+            for equation in self.jaxpr.eqns
+            for index, variable in enumerate(equation.outvars)
+        }
+
+    def scopes(self) -> Iterator["Scope"]:
+        """This scope and all within it."""
+        yield self
+        for scopes in self.inner.values():
+            for scope in scopes:
+                yield from scope.scopes()
+
+    def equations(self) -> Iterator[tuple["Scope", JaxprEqn]]:
+        """Every equation of this scope and of those within it, each with its scope."""
+        for scope in self.scopes():
+            for equation in scope.jaxpr.eqns:
+                yield scope, equation
+
+    def value(self, variable: Any) -> Value:
+        return Value(self, variable)
+
+    def calls(self) -> Iterator[JaxprEqn]:
+        """The equations that call this scope, from the inside out."""
+        scope = self
+        while scope.parent is not None and scope.equation is not None:
+            yield scope.equation
+            scope = scope.parent
+
+    def locate(self, equation: JaxprEqn) -> Location:
+        """The line of an equation of this scope, or of a call around it."""
+        return location_of([equation, *self.calls()])
+
+
+def step_back(value: Value) -> Step:
+    """Where a value comes from, one step."""
+    scope, variable = value.scope, value.variable
+    if not isinstance(variable, Var):
+        return Step("constant")
+    if variable in scope.inlets:
+        return scope.inlets[variable]
+    if variable not in scope.made:
+        return Step("constant" if variable in scope.jaxpr.constvars else "unknown")
+    equation, index = scope.made[variable]
+    for linked in _results(scope, equation, index):
+        return linked
+    operands = tuple(scope.value(operand) for operand in equation.invars)
+    return Step("made", operands, equation, index)
+
+
+def calls_of(value: Value) -> Iterator[Value]:
+    """The same value in the jaxprs that are called with it, and where a call gives it as result."""
+    scope, variable = value.scope, value.variable
+    for equation in scope.readers.get(variable, []):
+        for called in scope.inner.get(id(equation), []):
+            for inlet, step in called.inlets.items():
+                if step.way == "same" and value in step.values:
+                    yield called.value(inlet)
+    around = scope.equation
+    if scope.parent is not None and around is not None and around.primitive.name in _CALLS:
+        for inside, outside in zip(scope.jaxpr.outvars, around.outvars, strict=False):
+            if inside is variable:
+                yield scope.parent.value(outside)
+
+
+def stacks_of(value: Value) -> Iterator[Value]:
+    """What a loop makes of this value of its body, with one entry per turn."""
+    scope = value.scope
+    loop = loop_of(scope.parent, scope.equation) if scope.parent and scope.equation else None
+    if loop is not None and loop.body is scope:
+        yield from (whole for whole, entry in loop.stacked if entry == value)
+
+
+def program_scope(program: ClosedJaxpr) -> Scope:
+    """The whole program, its inputs as arguments."""
+    jaxpr = program.jaxpr
+    arguments = {variable: Step("argument", number=i) for i, variable in enumerate(jaxpr.invars)}
+    return Scope(jaxpr, inlets=arguments)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A `scan` or `while` equation by the parts of its inputs and results.
+
+    body: the scope of one turn. consts, carry: how many of the body's inputs are the same at every
+    turn, and how many go from turn to turn; the others are slices. initial: of the carry.
+    """
+
+    scope: Scope
+    equation: JaxprEqn
+    body: Scope
+    consts: int
+    carry: int
+
+    @property
+    def carried(self) -> list[tuple[Value, Value, Value]]:
+        """Each carried value: before the loop, at the beginning of a turn, and at its end."""
+        before = self.equation.invars[len(self.equation.invars) - self.slices - self.carry :]
+        begin = self.body.jaxpr.invars[self.consts : self.consts + self.carry]
+        end = self.body.jaxpr.outvars[: self.carry]
+        return [
+            (self.scope.value(a), self.body.value(b), self.body.value(c))
+            for a, b, c in zip(before[: self.carry], begin, end, strict=True)
+        ]
+
+    @property
+    def slices(self) -> int:
+        return len(self.body.jaxpr.invars) - self.consts - self.carry
+
+    @property
+    def stacked(self) -> list[tuple[Value, Value]]:
+        """Each result with one entry per turn: all of it, and the entry in the body."""
+        whole, entry = self.equation.outvars[self.carry :], self.body.jaxpr.outvars[self.carry :]
+        return [
+            (self.scope.value(a), self.body.value(b)) for a, b in zip(whole, entry, strict=True)
+        ]
+
+
+def loop_of(scope: Scope, equation: JaxprEqn) -> Loop | None:
+    """The equation as a loop, None if it is none.
+
+    Which input is what follows from the shapes, in every version of JAX: what is stacked or cut
+    has one axis more outside, consts come first and slices last.
+    """
+    name, bodies = equation.primitive.name, scope.inner.get(id(equation), [])
+    if name == "scan" and bodies:
+        body = bodies[0].jaxpr
+        carry = _same_rank(equation.outvars, body.outvars)
+        return Loop(
+            scope, equation, bodies[0], _same_rank(equation.invars, body.invars) - carry, carry
+        )
+    if name == "while" and len(bodies) == 2:
+        carry = len(equation.outvars)
+        return Loop(scope, equation, bodies[1], len(bodies[1].jaxpr.invars) - carry, carry)
+    return None
+
+
+def _same_rank(outside: list[Any], inside: list[Any]) -> int:
+    return sum(
+        a.aval.ndim == b.aval.ndim if hasattr(a.aval, "ndim") else True
+        for a, b in zip(outside, inside, strict=True)
+    )
+
+
+def _calls(equation: JaxprEqn) -> bool:
+    return equation.primitive.name in _CALLS or equation.primitive.name in _LOOPS
+
+
+def _called(scope: Scope, equation: JaxprEqn) -> list[Scope]:
+    """The scopes that an equation opens, their inputs linked to its operands."""
+    jaxprs = list(_jaxprs(equation))
+    name, operands = equation.primitive.name, [scope.value(v) for v in equation.invars]
+    if name == "while":
+        jaxprs = [_open(equation.params[key]) for key in ("cond_jaxpr", "body_jaxpr")]
+    if name == "cond":
+        operands = operands[1:]
+    scopes = [Scope(jaxpr, scope, equation) for jaxpr in jaxprs]
+    for one in scopes:
+        one.inlets.update(_inlets(one, equation, operands))
+    return scopes
+
+
+def _inlets(one: Scope, equation: JaxprEqn, operands: list[Value]) -> dict[Var, Step]:
+    """How the inputs of a scope get their values."""
+    name, inputs, results = equation.primitive.name, one.jaxpr.invars, one.jaxpr.outvars
+    if name == "scan":
+        carry = _same_rank(equation.outvars, results)
+        consts = _same_rank(equation.invars, inputs) - carry
+        return _loop_inlets(one, operands, consts, carry)
+    if name == "while":
+        carry = len(equation.outvars)
+        consts = len(inputs) - carry
+        if len(results) == carry:  # the body
+            return _loop_inlets(one, operands[-len(inputs) :], consts, carry)
+        return {v: Step("same", (o,)) for v, o in zip(inputs[:consts], operands, strict=False)}
+    if len(inputs) == len(operands):
+        return {v: Step("same", (o,)) for v, o in zip(inputs, operands, strict=True)}
+    return {}
+
+
+def _loop_inlets(one: Scope, operands: list[Value], consts: int, carry: int) -> dict[Var, Step]:
+    found: dict[Var, Step] = {}
+    for index, (variable, operand) in enumerate(zip(one.jaxpr.invars, operands, strict=True)):
+        if index < consts:
+            found[variable] = Step("same", (operand,))
+        elif index < consts + carry:
+            after = one.value(one.jaxpr.outvars[index - consts])
+            found[variable] = Step("carry", (operand, after), one.equation, index - consts)
+        else:
+            found[variable] = Step("slice", (operand,))
+    return found
+
+
+def _results(scope: Scope, equation: JaxprEqn, index: int) -> Iterator[Step]:
+    """The link from a result of an equation that calls something into what it calls, if any."""
+    scopes = scope.inner.get(id(equation), [])
+    loop = loop_of(scope, equation)
+    if loop is not None:
+        inside = loop.body.value(loop.body.jaxpr.outvars[index])
+        if index < loop.carry:
+            yield Step("same", (loop.carried[index][0], inside))
+        else:
+            yield Step("stack", (inside,))
+    elif scopes and all(len(s.jaxpr.outvars) == len(equation.outvars) for s in scopes):
+        yield Step("same", tuple(s.value(s.jaxpr.outvars[index]) for s in scopes))
+
+
+def _jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
+    for parameter in equation.params.values():
+        for one in parameter if isinstance(parameter, tuple | list) else (parameter,):
+            if isinstance(one, Jaxpr | ClosedJaxpr):
+                yield _open(one)
+
+
+def _open(jaxpr: Any) -> Jaxpr:
+    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr

@@ -1,0 +1,25 @@
+"""A module as a user might have one: functions of their own, and what they take."""
+
+import jax
+import jax.numpy as jnp
+
+SHAPES = ((1024,), "float32"), ((512, 1024), "bfloat16")
+
+
+def scaled(scale: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.tanh(x * scale)
+
+
+def lean(scale: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.tanh(x * scale.astype(x.dtype))
+
+
+def broken(scale: jax.Array, x: jax.Array) -> jax.Array:
+    return x @ scale[:3]
+
+
+def inputs() -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct(*shape) for shape in SHAPES)
+
+
+not_a_function = 3

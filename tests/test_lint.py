@@ -1,0 +1,252 @@
+"""The linter: each rule on a bad example and on its good twin, and nothing on the own path."""
+
+import functools
+import linecache
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import lint_examples
+import pytest
+from flax import nnx
+from helpers import mesh_of, optax_promotion, replace
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from lint_examples import SIZE, X, array, examples, half
+
+from nnx_pipeline import InputError, preset
+from nnx_pipeline.lint import Finding, Limits, lint, lint_step
+from nnx_pipeline.lint.rules_remat import names_of
+from nnx_pipeline.lint.source import NOWHERE
+from nnx_pipeline.remat import POLICIES
+
+EXAMPLES = examples()
+each_example = pytest.mark.parametrize("name", EXAMPLES)
+
+
+def lint_example(name: str, kind: str, **options: Any) -> list[Finding]:
+    example = EXAMPLES[name]
+    mesh = mesh_of(example.mesh, "auto") if example.mesh else None
+    with jax.numpy_dtype_promotion("standard"):  # strict promotion refuses what the rule finds
+        return lint(getattr(example, kind), *example.arguments, mesh=mesh, **options)
+
+
+def line_of(finding: Finding) -> str:
+    return linecache.getline(finding.location.file, finding.location.line).rstrip()
+
+
+@each_example
+def test_a_bad_example_gives_one_finding_with_its_line(name: str) -> None:
+    (finding,) = lint_example(name, "bad")
+    example = EXAMPLES[name]
+    assert finding.rule == example.rule
+    assert finding.location.file == lint_examples.__file__
+    assert finding.location.function == example.where
+    assert line_of(finding).endswith("# here")
+    assert finding.bytes == example.bytes
+    assert finding.what
+    assert finding.cure
+
+
+@each_example
+def test_its_good_twin_gives_none(name: str) -> None:
+    assert lint_example(name, "good") == []
+
+
+@each_example
+def test_nothing_is_found_below_the_limit(name: str) -> None:
+    size = EXAMPLES[name].bytes
+    assert lint_example(name, "bad", limits=Limits(large=size, one_hot=size))
+    assert lint_example(name, "bad", limits=Limits(large=size + 1, one_hot=size + 1)) == []
+
+
+def test_every_rule_has_an_example() -> None:
+    from nnx_pipeline.cli_functions import lint_command
+
+    named = re.findall(r"^ {6}([a-z]+(?:-[a-z]+)+) {2,}", lint_command.help, re.MULTILINE)
+    assert {example.rule for example in EXAMPLES.values()} == set(named)
+
+
+SMALL = Limits(large=4096, one_hot=65_536)
+EIGHT, FOUR = {"num_microbatches": 8}, {"num_microbatches": 4}
+OWN_PATHS: list[tuple[str, dict[str, Any]]] = [
+    ("", {}),
+    ("fsdp=2", {}),
+    ("stage=4,fsdp=2", {}),
+    ("stage=4,fsdp=2", {**EIGHT, "num_repeats": 2}),
+    ("stage=2,fsdp=2,tensor=2", EIGHT),
+    ("stage=2,data=2,expert=2", FOUR),
+    ("stage=4,fsdp=2", {**EIGHT, "schedule": "1f1b"}),
+    ("stage=2,fsdp=2,data=2", {**FOUR, "num_repeats": 2, "fsdp_gather": "step"}),
+    ("stage=2,fsdp=2,data=2", {**FOUR, "num_repeats": 2, "fsdp_gather": "prefetch"}),
+    ("stage=2,fsdp=2,data=2", {**FOUR, "schedule": "1f1b", "fsdp_gather": "step"}),
+    ("stage=4,fsdp=2", {**EIGHT, "shift": "slice", "forwarding_delay": 2}),
+]
+
+
+def own_findings(model: str, mesh: str, limits: Limits, **pipeline: Any) -> list[Finding]:
+    config = replace(preset(model), "pipeline", **pipeline)
+    with optax_promotion():
+        return lint_step(config, mesh_of(mesh, config.pipeline.sharding), limits=limits)
+
+
+@pytest.mark.parametrize("mode", ["explicit", "auto"])
+@pytest.mark.parametrize(("mesh", "pipeline"), OWN_PATHS)
+def test_no_false_alarm_at_tiny(mesh: str, pipeline: dict[str, Any], mode: str) -> None:
+    """At a limit of 4 KB, a few of its activations."""
+    assert own_findings("tiny", mesh, SMALL, sharding=mode, **pipeline) == []
+
+
+@pytest.mark.parametrize("mode", ["explicit", "auto"])
+@pytest.mark.parametrize(("mesh", "pipeline"), OWN_PATHS)
+def test_no_false_alarm_at_mixtral_small(mesh: str, pipeline: dict[str, Any], mode: str) -> None:
+    """At the limits that the command has; in bfloat16 with parameters in float32."""
+    assert own_findings("mixtral-small", mesh, Limits(), sharding=mode, **pipeline) == []
+
+
+@pytest.mark.parametrize("schedule", ["circular", "1f1b"])
+@pytest.mark.parametrize("remat", [name for name in POLICIES if name != "full"])
+def test_no_false_alarm_for_a_remat_policy(remat: str, schedule: str) -> None:
+    if schedule == "1f1b" and POLICIES[remat].offloaded:
+        pytest.skip("refused by the schedule")
+    findings = own_findings(
+        "tiny", "stage=4,fsdp=2", Limits(), remat=remat, schedule=schedule, **EIGHT
+    )
+    assert findings == []
+
+
+def test_a_policy_that_the_names_escape_is_found_in_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The stages of this project's own pipeline, under a policy whose names no module gives."""
+    from nnx_pipeline.remat import Remat
+
+    monkeypatch.setitem(POLICIES, "save_out_proj", Remat(("outproj",)))
+    monkeypatch.setattr("nnx_pipeline.pipeline.module.named", lambda x, name: x)
+    (finding,) = own_findings("tiny", "stage=4,fsdp=2", Limits(), remat="save_out_proj", **EIGHT)
+    assert finding.rule == "remat-policy"
+    assert "it saves " in finding.cure
+    assert "outproj" in finding.cure
+
+
+def test_bytes_are_of_one_device_in_explicit_mode() -> None:
+    mesh = mesh_of("data=8", "explicit")
+    scale = array(SIZE)
+    x = jax.ShapeDtypeStruct((512, SIZE), "bfloat16", sharding=NamedSharding(mesh, P("data")))
+    with jax.numpy_dtype_promotion("standard"):
+        (finding,) = lint(lint_examples.scaled, scale, x, mesh=mesh, limits=Limits(large=1e5))
+    assert (finding.bytes, finding.per_device) == (512 * SIZE * 4 // 8, True)
+
+
+@pytest.mark.parametrize("spread", [True, False])
+def test_bytes_in_auto_mode_say_whose_they_are(spread: bool) -> None:
+    """Of one device for what comes from an argument with a sharding, else of all."""
+    mesh = mesh_of("data=8", "auto")
+    sharding = NamedSharding(mesh, P("data")) if spread else None
+    x = jax.ShapeDtypeStruct((512, SIZE), "bfloat16", sharding=sharding)
+    with jax.numpy_dtype_promotion("standard"):
+        (finding,) = lint(lint_examples.scaled, array(SIZE), x, mesh=mesh, limits=Limits(large=1e5))
+    parts = 8 if spread else 1
+    assert (finding.bytes, finding.per_device) == (512 * SIZE * 4 // parts, spread)
+
+
+def test_each_call_of_what_jax_jits_has_its_own_line() -> None:
+    """JAX traces `jax.nn.one_hot` once for both; the line is that of the call."""
+
+    def twice(table: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        first = jax.nn.one_hot(a, table.shape[0]) @ table  # first
+        return first + jax.nn.one_hot(b, table.shape[0]) @ table  # second
+
+    table, tokens = EXAMPLES["one-hot"].arguments
+    found = lint(twice, table, tokens, tokens)
+    assert sorted(line_of(finding).split("# ")[1] for finding in found) == ["first", "second"]
+
+
+def test_one_line_is_one_finding() -> None:
+    """A helper called from two lines is two, told apart by the caller."""
+
+    def scale(x: jax.Array, by: jax.Array) -> jax.Array:
+        return x * by
+
+    def loss(by: jax.Array, x: jax.Array) -> jax.Array:
+        for _ in range(3):
+            a = scale(x, by)
+        return jnp.sum(a) + jnp.sum(scale(x, by))
+
+    with jax.numpy_dtype_promotion("standard"):
+        found = lint(loss, array(SIZE), half(512, SIZE))
+    assert [finding.location.function for finding in found] == ["scale", "scale"]
+    assert {finding.location.caller.split(" ")[-1] for finding in found} == {"(loss)"}
+    assert sorted(finding.times for finding in found) == [1, 3]
+
+
+def test_parameters_are_the_params_of_a_module() -> None:
+    """Other variables of the first argument are none, and any argument can be named one."""
+
+    class Counted(nnx.Module):
+        def __init__(self) -> None:
+            self.w = nnx.BatchStat(jnp.zeros((SIZE, SIZE)))
+
+    def apply(model: Counted, x: jax.Array) -> jax.Array:
+        return lint_examples.carried(model.w[...], x)
+
+    model = nnx.eval_shape(Counted)
+    assert lint(apply, model, X) == []
+    (finding,) = lint(apply, model, X, parameters=model)
+    assert finding.rule == "parameter-in-loop"
+    swapped = functools.partial(lambda x, w: lint_examples.carried(w, x))
+    w = array(SIZE, SIZE)
+    assert lint(swapped, X, w) == []
+    assert lint(swapped, X, w, parameters=w)
+
+
+def test_findings_come_largest_first() -> None:
+    def both(w: jax.Array, x: jax.Array) -> Any:
+        small = lint_examples.carried(w[:512, :512], x[:, :512])
+        return small, lint_examples.carried(w, x)
+
+    found = lint(both, array(SIZE, SIZE), X)
+    assert [finding.bytes for finding in found] == [4 * SIZE**2, SIZE**2]
+
+
+@pytest.mark.parametrize(
+    ("policy", "names"),
+    [
+        (jax.checkpoint_policies.save_only_these_names("a", "b"), {"a", "b"}),
+        (jax.checkpoint_policies.save_only_these_names(), set()),
+        (jax.checkpoint_policies.dots_saveable, None),
+        (
+            jax.checkpoint_policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=["a"],
+                names_which_can_be_offloaded=["b"],
+                offload_src="device",
+                offload_dst="pinned_host",
+            ),
+            {"a", "b"},
+        ),
+    ],
+)
+def test_the_names_of_a_policy(policy: Any, names: set[str] | None) -> None:
+    """JAX has no public way to ask; this reads the closure or the fields of the policy."""
+    assert names_of(policy) == names
+
+
+def test_what_is_read_of_source_info() -> None:
+    """Not documented by JAX: the traceback and the name stack of an equation, and two names in it.
+
+    Everything that depends on them is in nnx_pipeline/lint/source.py.
+    """
+    checkpointed = jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))
+    program = jax.make_jaxpr(jax.grad(checkpointed))(1.0)
+    (backward,) = (e for e in program.eqns if "jaxpr" in e.params)
+    again = [e.source_info for e in backward.params["jaxpr"].eqns if e.primitive.name == "sin"]
+    assert "rematted_computation" in str(again[0].name_stack)
+    assert again[0].traceback.as_python_traceback().tb_frame is not None
+    assert str(NOWHERE) == "unknown"
+
+
+@pytest.mark.parametrize("field", ["large", "one_hot"])
+def test_a_limit_is_a_number_of_0_or_more(field: str) -> None:
+    with pytest.raises(InputError, match=rf"{field}=-1 is out of range; choose 0 or more"):
+        Limits(**{field: -1})

@@ -1,0 +1,280 @@
+"""Measuring, comparing and linting functions that are not this project's."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import own_functions
+import pytest
+from flax import nnx
+from helpers import Ended, Run, in_a_process, mesh_of, missing
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from nnx_pipeline import InputError, MeshConfig, lab
+from nnx_pipeline.lab.functions import (
+    abstract,
+    arguments_of,
+    check_call,
+    find_function,
+    mesh_on,
+    name_of,
+    parse_argument,
+)
+
+ROWS, SIZE = 64, 32
+X, WEIGHT = (
+    jax.ShapeDtypeStruct((ROWS, SIZE), "float32"),
+    jax.ShapeDtypeStruct((SIZE, SIZE), "float32"),
+)
+
+
+def product(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ w)
+
+
+def twice(x: jax.Array, w: jax.Array) -> jax.Array:
+    """The same and another product, for which the first one must wait in memory."""
+    y = product(x, w)
+    return jnp.tanh(y @ w) + y[::-1]
+
+
+def test_a_function_is_measured() -> None:
+    result = lab.measure(product, X, WEIGHT)
+    assert result.memory.argument_bytes == 4 * (ROWS * SIZE + SIZE * SIZE)
+    assert result.memory.output_bytes == 4 * ROWS * SIZE
+    assert result.flops == 2 * ROWS * SIZE * SIZE
+    assert result.platform == "cpu"
+    assert result.mesh == {}
+    arguments = ["float32[64,32]", "float32[32,32]"]
+    assert result.config == {"function": f"{__name__}:product", "arguments": arguments}
+    assert set(result.seconds) == {"trace", "lower", "compile"}
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_what_jit_was_told_counts(donate: bool) -> None:
+    step = jax.jit(lambda x: x + 1, donate_argnums=(0,) if donate else ())
+    assert lab.measure(step, X).memory.alias_bytes == (4 * ROWS * SIZE if donate else 0)
+
+
+MESHES = [
+    "data=4,tensor=2",
+    MeshConfig(data=4, tensor=2),
+    AbstractMesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2),
+    Mesh(
+        jax.devices()[:1] and __import__("numpy").array(jax.devices()).reshape(4, 2),
+        ("data", "tensor"),
+    ),
+]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=["text", "config", "abstract", "mesh"])
+def test_arguments_are_spread_over_the_mesh(mesh: Any) -> None:
+    """Bytes are of one device: the shardings are those of the arguments, on the platform's mesh."""
+    there = mesh_of("data=4,tensor=2", "auto")
+    x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(there, P("data")))
+    result = lab.measure(product, x, WEIGHT, mesh=mesh)
+    assert result.memory.argument_bytes == 4 * (ROWS * SIZE // 4 + SIZE * SIZE)
+    assert (result.mesh["data"], result.mesh["tensor"]) == (4, 2)
+
+
+def test_an_nnx_module_and_a_linen_module_are_arguments_like_others() -> None:
+    layer = nnx.eval_shape(lambda: nnx.Linear(SIZE, SIZE, rngs=nnx.Rngs(0)))
+    own = lab.measure(lambda layer, x: layer(x), layer, X)
+    dense = nn.Dense(SIZE)
+    params = jax.eval_shape(dense.init, jax.random.key(0), X)
+    theirs = lab.measure(dense.apply, params, X)
+    assert own.memory.argument_bytes == theirs.memory.argument_bytes
+    assert own.flops == theirs.flops == 2 * ROWS * SIZE * SIZE
+
+
+def test_values_are_never_looked_at() -> None:
+    """Real arrays and numbers serve as abstract arguments."""
+    result = lab.measure(lambda x, y: x * y, jnp.ones((8, 8)), 2.0)
+    assert result.memory.output_bytes == 4 * 64
+
+
+def test_two_functions_are_compared() -> None:
+    outcome = lab.compare(twice, product, X, WEIGHT)
+    assert not outcome.failed
+    entry = outcome.to_json()
+    assert entry["arms"]["a"]["label"] == f"{__name__}:twice"
+    a, b = (entry["arms"][arm]["memory"]["temp_bytes"] for arm in "ab")
+    assert entry["delta_temp_bytes"] == b - a < 0
+    assert entry["verdict"] == "holds"
+    assert entry["numerics"] is None
+
+
+def test_the_same_function_twice_is_the_same_program() -> None:
+    outcome = lab.compare(product, product, X, WEIGHT)
+    assert outcome.note == "both arms compile to the same program"
+
+
+def test_a_function_that_breaks_leaves_the_other_one() -> None:
+    def broken(x: jax.Array, w: jax.Array) -> jax.Array:
+        return x @ x
+
+    outcome = lab.compare(broken, product, X, WEIGHT)
+    assert outcome.failed
+    assert outcome.a is None
+    assert outcome.b is not None
+    assert "broken did not compile: TypeError: dot_general requires" in outcome.note
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "dtype", "spec"),
+    [
+        ("bfloat16[8@data, 128]", (8, 128), "bfloat16", P("data", None)),
+        ("int32[]", (), "int32", P()),
+        ("float32[16@data+fsdp]", (16,), "float32", P(("data", "fsdp"))),
+    ],
+)
+def test_arguments_written_down(text: str, shape: Any, dtype: str, spec: P) -> None:
+    made = parse_argument(text, mesh_of("data=4,fsdp=2", "auto"))
+    assert (made.shape, str(made.dtype)) == (shape, dtype)
+    assert made.sharding.is_equivalent_to(NamedSharding(made.sharding.mesh, spec), made.ndim)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("float32", r"argument 'float32' is no array; write for example bfloat16\[8@data,128\]"),
+        ("float33[2]", "there is no dtype 'float33'"),
+        ("float32[a]", "'a' is no axis; write 8 or 8@data"),
+        ("float32[8@dta]", "the mesh has no axis 'dta'; did you mean 'data'"),
+        ("float32[9@data]", "does not split evenly over the mesh"),
+        ("float32[8@data,8@data]", "names a mesh axis twice"),
+    ],
+)
+def test_arguments_that_cannot_be_read(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        parse_argument(text, mesh_of("data=4,fsdp=2", "auto"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("own_functions", "names no function; write module:function"),
+        ("own_function:scaled", "the module cannot be imported .ModuleNotFoundError"),
+        ("own_functions:scald", "there is no 'scald'; did you mean 'scaled'"),
+        ("own_functions:not_a_function", "is a int and cannot be called"),
+    ],
+)
+def test_functions_that_are_not_found(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        find_function(text)
+
+
+def test_functions_and_inputs_by_name() -> None:
+    assert find_function("own_functions:scaled") is own_functions.scaled
+    given = arguments_of("own_functions:inputs", (), None)
+    assert [leaf.shape for leaf in given] == [shape for shape, _ in own_functions.SHAPES]
+    with pytest.raises(InputError, match="--inputs and --arg both give the arguments"):
+        arguments_of("own_functions:inputs", ("float32[2]",), None)
+    assert name_of(own_functions.scaled) == "own_functions:scaled"
+
+
+def test_arguments_that_do_not_fit() -> None:
+    with pytest.raises(InputError, match="product cannot be called with 1 arguments: missing"):
+        check_call(product, (X,))
+    device, mesh = jax.devices()[0], mesh_of("data=8", "auto")
+    with pytest.raises(InputError, match="an argument holds a str; give arrays"):
+        abstract(("text",), None, device)
+    spread = jax.ShapeDtypeStruct((8,), "float32", sharding=NamedSharding(mesh, P("data")))
+    with pytest.raises(InputError, match="spread over a mesh and there is none; give mesh="):
+        abstract((spread,), None, device)
+    other = mesh_on(AbstractMesh((8,), ("rows",)), jax.devices())
+    with pytest.raises(InputError, match=r"spread over \['data'\], which mesh= does not have"):
+        abstract((spread,), other, device)
+    with pytest.raises(InputError, match="the mesh needs 16 devices and there are 8"):
+        mesh_on(AbstractMesh((16,), ("rows",)), jax.devices())
+
+
+ARGUMENTS = ("--inputs", "own_functions:inputs")
+
+
+def test_measure_and_compare_on_the_command_line() -> None:
+    ended = in_a_process("measure", "own_functions:scaled", *ARGUMENTS, "--json", "-")
+    assert ended.code == 0, ended.err
+    assert ended.json["memory"]["output_bytes"] == 4 * 512 * 1024
+    names = ("own_functions:scaled", "own_functions:lean")
+    ended = in_a_process("compare", *names, *ARGUMENTS, "--json", "-")
+    assert ended.code == 0, ended.err
+    (entry,) = ended.json["experiments"]
+    assert [entry["arms"][arm]["label"] for arm in "ab"] == list(names)
+
+
+def test_what_breaks_is_one_line_and_1() -> None:
+    ended = in_a_process("compare", "own_functions:broken", "own_functions:lean", *ARGUMENTS)
+    assert ended.code == 1
+    assert "own_functions:broken did not compile: TypeError" in ended.err
+    assert "Traceback" not in ended.err
+    assert in_a_process("measure", "own_functions:broken", *ARGUMENTS).code == 1
+
+
+def lint_command(*words: str) -> Ended:
+    return in_a_process("lint", *words)
+
+
+def test_lint_on_the_command_line() -> None:
+    ended = lint_command("--model", "tiny", "--mesh", "stage=2,fsdp=2", "--json", "-")
+    assert ended.code == 0, ended.err
+    assert ended.json["findings"] == []
+    assert ended.json["schema"] == 1
+    assert ended.json["config"]["model"]["num_layers"] == 8
+    ended = lint_command(
+        "own_functions:scaled", "--arg", "float32[1024]", "--arg", "bfloat16[512,1024]"
+    )
+    assert ended.code == 1
+    assert "own_functions.py:10 (scaled)" in ended.out
+    assert ended.err.splitlines()[-1] == "nnx-pipeline: 1 finding"
+
+
+def test_lint_json_and_limits() -> None:
+    words = ("own_functions:scaled", *ARGUMENTS, "--json", "-")
+    (finding,) = lint_command(*words).json["findings"]
+    assert finding["rule"] == "hidden-upcast"
+    assert (finding["line"], finding["function"]) == (10, "scaled")
+    assert (finding["bytes"], finding["bytes_of"]) == (4 * 512 * 1024, "one device")
+    ended = lint_command(*words, "--large", "3")
+    assert ended.code == 0
+    assert ended.json["limits"] == {"large_bytes": 3e6, "one_hot_bytes": 256e6}
+    assert ended.json["findings"] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "give --model PRESET or MODULE:FUNCTION"),
+        (("own_functions:scaled", "--model", "tiny"), "give --model PRESET or MODULE:FUNCTION"),
+        (("own_functions:scaled",), "own_functions:scaled cannot be called with 0 arguments"),
+        (("--model", "tiny", "--arg", "float32[1]"), "leave them out with --model"),
+        (("own_functions:lean", "--set", "model.num_layers=2"), "a function has no config"),
+        (("--model", "tiny", "--mesh", "stage=3"), "stage"),
+        (("--model", "tiny", "--large", "-1"), "--large"),
+    ],
+)
+def test_bad_input_ends_with_2(run: Run, words: tuple[str, ...], message: str) -> None:
+    ended = run("lint", *words)
+    assert ended.code == 2
+    assert message in ended.err
+    assert "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize(
+    ("platform", "compiler"),
+    [("tpu:v5p:2x2x2", "libtpu"), ("cuda:h100:8", "jax_cuda13_plugin")],
+)
+@pytest.mark.parametrize("mesh", ["", "data=8"])
+def test_functions_on_compilers_without_hardware(platform: str, compiler: str, mesh: str) -> None:
+    if missing(compiler):
+        pytest.skip(f"{compiler} is not installed")
+    rows = "512@data" if mesh else "512"
+    words = ("--arg", "float32[1024]", "--arg", f"bfloat16[{rows},1024]", "--mesh", mesh)
+    ended = in_a_process(
+        "measure", "own_functions:lean", *words, "--platform", platform, "--json", "-"
+    )
+    assert ended.code == 0, ended.err
+    assert ended.json["platform"] == platform
+    assert ended.json["memory"]["output_bytes"] == 2 * 512 * 1024 // (8 if mesh else 1)
