@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from linen_compat.huggingface_config import config_from_huggingface as config_from_huggingface
     from linen_compat.huggingface_config import config_to_huggingface as config_to_huggingface
     from linen_compat.loading import load as load
+    from linen_compat.maxtext_config import config_from_maxtext as config_from_maxtext
     from linen_compat.saving import save as save
     from linen_compat.train_state import load_train_state as load_train_state
     from linen_compat.train_state import save_train_state as save_train_state
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 # Public names and where they are; imported when they are asked for, so that `linen-compat --help`
 # does not wait for what it does not need.
 _PUBLIC = {
+    "config_from_maxtext": "maxtext_config",
     "config_from_huggingface": "huggingface_config",
     "config_to_huggingface": "huggingface_config",
     "load": "loading",

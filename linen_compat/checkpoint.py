@@ -11,7 +11,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from linen_compat.layouts import Layout, find_layout
-from linen_compat.streams import MOMENTS, PARAMETERS, SCALARS
+from linen_compat.streams import MOMENTS, PARAMETERS, SCALARS, Mismatch
 from nnx_pipeline import InputError
 
 
@@ -94,7 +94,8 @@ def find_items(checkpoint: str | Path) -> Path:
 def inspect(checkpoint: str | Path) -> Inspection:
     """Reads names, shapes and dtypes, and finds the layout out.
 
-    Raises InputError when the checkpoint cannot be read or has no layout of MaxText's decoder.
+    Raises InputError when there is no checkpoint, and Mismatch when it cannot be read or has no
+    layout of MaxText's decoder.
     """
     items = find_items(checkpoint)
     found: dict[str, Leaves] = {PARAMETERS: {}, "scalars": {}, "ignored": {}, "unknown": {}}
@@ -120,9 +121,7 @@ def _metadata(items: Path) -> Mapping[str, tuple[tuple[int, ...], str]]:
         tree = metadata.item_metadata.tree
     except Exception as error:  # Orbax and its formats raise many kinds for a broken checkpoint
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(
-            f"{items} cannot be read as an Orbax checkpoint: {reason[:200]}"
-        ) from error
+        raise Mismatch(f"{items} cannot be read as an Orbax checkpoint: {reason[:200]}") from error
     leaves = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if hasattr(leaf, "shape"):  # else an empty node, of a transformation without state

@@ -121,6 +121,10 @@ class HuggingFaceSource:
         array = self._tensors.join(path, layer, self._files.read, index)
         return scaled(array, self._ratio) if path == QUERY and self._ratio != 1.0 else array
 
+    def name(self, path: str, layer: int | None, part: str = PARAMETERS) -> str:
+        names = self._tensors.names(path, layer)
+        return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
     def close(self) -> None:
         """Nothing is held between reads."""
 

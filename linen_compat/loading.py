@@ -1,6 +1,7 @@
 """Checkpoints straight into a model on a mesh."""
 
 import contextlib
+import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -45,7 +46,8 @@ def load(checkpoint: str | Path, config: Config, *, mesh: Mesh | None = None) ->
     checkpoint: one of MaxText, in any layout, or one of this project; a run (its latest step), a
     step, or the items folder. A full training state or parameters alone. The stages and repeats of
     the checkpoint need not be those of the mesh and the config.
-    mesh: None for that of `jax.set_mesh`, and without one the default device.
+    mesh: None for that of `jax.set_mesh`, and without one the default device. On a mesh without
+    stages the layers run one after the other, and what the config says of a pipeline is left out.
 
     Every array is read in the parts that devices of this process hold, in its own sharding, one
     array at a time. Values are those stored; the dtype becomes `config.model.param_dtype`.
@@ -59,6 +61,7 @@ def load(checkpoint: str | Path, config: Config, *, mesh: Mesh | None = None) ->
 def load_from(source: SourceOfParts, config: Config, mesh: Mesh | None) -> Mixtral:
     """The model of a config with the parameters of a source; mesh as for `load`."""
     mesh = mesh or mesh_in_use()
+    config = for_mesh(config, mesh)
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
         model = jax.eval_shape(lambda: Mixtral(config, rngs=nnx.Rngs(0)))
         return fill(model, _placement(model, mesh), source)
@@ -68,6 +71,17 @@ def mesh_in_use() -> Mesh | None:
     """The mesh of `jax.set_mesh`."""
     mesh = jax.sharding.get_mesh()
     return None if mesh.empty else mesh
+
+
+def for_mesh(config: Config, mesh: Mesh | None) -> Config:
+    """The config without the parts of a pipeline when the mesh has no stages."""
+    stages = mesh.shape.get("stage", 1) if mesh else 1
+    if stages > 1 or config.pipeline.schedule == "1f1b":
+        return config
+    plain = dataclasses.replace(
+        config.pipeline, num_repeats=1, num_microbatches=None, fsdp_gather="use"
+    )
+    return dataclasses.replace(config, pipeline=plain)
 
 
 def open_source(found: Inspection, config: Config) -> OrbaxSource:

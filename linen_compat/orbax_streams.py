@@ -11,7 +11,7 @@ from linen_compat.checkpoint import SCALAR_PATHS, Inspection
 from linen_compat.layouts import NNX, SCAN_AXIS, SCANNED, UNSCANNED, Layout
 from linen_compat.names import OUTSIDE, Names, of_layer
 from linen_compat.stored import Index, NewArrays, StoredArrays
-from linen_compat.streams import MOMENTS, PARAMETERS, SCALARS, ArraySpec, title
+from linen_compat.streams import MOMENTS, PARAMETERS, SCALARS, ArraySpec, Mismatch, title
 
 _NAMES = {names.nnx: names for names in (*OUTSIDE, *of_layer(2))}
 _NAMES_OF_ONE_EXPERT = {**_NAMES, **{names.nnx: names for names in of_layer(1)}}
@@ -51,14 +51,13 @@ class OrbaxSource:
     ) -> np.ndarray:
         """index: a part of the array, the whole by default."""
         slot = self._slot(path, layer)
-        return self._files.read(self._found.part(part)[slot.leaf].stored, slot.index, index)
+        return self._files.read(self.name(path, layer, part), slot.index, index)
 
     def close(self) -> None:
         """Lets go of the array that was read last."""
         self._files.close()
 
-    def stored_name(self, path: str, layer: int | None, part: str = PARAMETERS) -> str:
-        """The path of the leaf in the checkpoint, for messages."""
+    def name(self, path: str, layer: int | None, part: str = PARAMETERS) -> str:
         return self._found.part(part)[self._slot(path, layer).leaf].stored
 
     def _slot(self, path: str, layer: int | None) -> Any:
@@ -106,6 +105,11 @@ class OrbaxDestination:
         if leaf not in self._files:
             shape = array.shape if layer is None else self.layout.stacked(array.shape)
             self._files.create(leaf, shape, array.dtype, self._stacked_axes(slot.index))
+        if array.dtype != self._files.dtype(leaf):
+            raise Mismatch(
+                f"{title(path, layer, part)} is {array.dtype} and another layer of it "
+                f"{self._files.dtype(leaf)}; {leaf} has one dtype"
+            )
         self._files.write(leaf, slot.index, array)
         self._written.add((part, path, layer))
 
@@ -113,6 +117,9 @@ class OrbaxDestination:
         """Raises RuntimeError when a layer of an array was never written."""
         self._check_complete()
         paths = SCALAR_PATHS[self._family]
+        scalars = {"step": np.zeros((), np.int32), **scalars}
+        if "count" in scalars and self._family == "maxtext":  # which keeps two, and they are equal
+            scalars = {"schedule_count": scalars["count"], **scalars}
         for name in SCALARS:
             if name in scalars:
                 value = np.asarray(scalars[name])

@@ -9,7 +9,7 @@ import numpy as np
 from linen_compat.compare import LAYERS, parameter_paths
 from linen_compat.layouts import NNX, PIPELINED, Layout
 from linen_compat.orbax_streams import OrbaxDestination
-from linen_compat.streams import PARAMETERS, ArraySpec, Source, copy, new_folder
+from linen_compat.streams import PARAMETERS, ArraySpec, Source, copy, new_folder, title
 from nnx_pipeline import InputError, Mixtral
 
 _STACK_AXES = 3  # repeats, stages, layers per stage
@@ -82,6 +82,9 @@ class ModelSource:
 
     def order(self, path: str) -> Sequence[int]:
         return range(self.num_layers)
+
+    def name(self, path: str, layer: int | None, part: str = PARAMETERS) -> str:
+        return title(path, layer, part)
 
     def read(self, path: str, layer: int | None, part: str = PARAMETERS) -> np.ndarray:
         full = path if layer is None else LAYERS + path

@@ -111,6 +111,10 @@ class NewArrays:
     def __contains__(self, leaf: str) -> bool:
         return leaf in self._stores
 
+    def dtype(self, leaf: str) -> np.dtype:
+        """The dtype that an array was created with."""
+        return self._stores[leaf].dtype.numpy_dtype
+
     def write(self, leaf: str, index: Index, array: np.ndarray) -> None:
         """Stores the part of an array that `index` names, block by block."""
         store = self._in_transaction(leaf)

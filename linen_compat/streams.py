@@ -72,6 +72,10 @@ class Source(Protocol):
         """
         ...
 
+    def name(self, path: str, layer: int | None, part: str = PARAMETERS) -> str:
+        """What the checkpoint calls the stored array, for messages."""
+        ...
+
 
 class Destination(Protocol):
     """A checkpoint to write, in a folder that is there for it alone (see `new_folder`).
@@ -93,12 +97,19 @@ class Destination(Protocol):
         ...
 
 
+Progress = Callable[[str, int], None]
+
+
+def no_progress(name: str, nbytes: int) -> None:
+    """Says nothing of an array that has passed."""
+
+
 def copy(
     source: Source,
     destination: Destination,
     *,
     allow_nan: bool = False,
-    progress: Callable[[str, int], None] = lambda name, nbytes: None,
+    progress: Progress = no_progress,
 ) -> None:
     """Every array of `source` to `destination`, then its commit.
 
@@ -117,12 +128,13 @@ def copy(
         )
     for part in parts:
         for path, layer in walk(source):
+            name = source.name(path, layer, part)
             array = source.read(path, layer, part)
-            check_finite(array, title(path, layer, part), allow_nan=allow_nan)
+            check_finite(array, name, allow_nan=allow_nan)
             if path == QUERY and ratio != 1.0:
                 array = scaled(array, ratio)
             destination.write(path, layer, array, part)
-            progress(title(path, layer, part), array.nbytes)
+            progress(name, array.nbytes)
             del array  # before the next one takes memory
     destination.commit(source.scalars)
 
@@ -150,7 +162,7 @@ def check_finite(array: np.ndarray, name: str, *, allow_nan: bool = False) -> No
         return
     wrong = int(array.size - np.isfinite(array).sum())
     raise Mismatch(
-        f"{name} holds {wrong} values of {array.size} that are no finite numbers; "
+        f"{name} holds NaN or infinity in {wrong} of {array.size} values; "
         "take an earlier checkpoint, or pass --allow-nan to keep them"
     )
 
@@ -163,19 +175,28 @@ def new_folder(destination: str | Path) -> Iterator[Path]:
     is deleted by the next attempt. Raises InputError unless the destination is free.
     """
     final = Path(destination).absolute()
-    if final.exists() and (not final.is_dir() or any(final.iterdir())):
-        raise InputError(f"{destination} exists already; choose a new folder or remove it")
-    final.parent.mkdir(parents=True, exist_ok=True)
+    check_free(destination)
+    made = [parent for parent in final.parents if not parent.exists()]
     temporary = final.with_name(f"{final.name}.incomplete")
-    if temporary.exists():
-        shutil.rmtree(temporary)
-    temporary.mkdir()
     try:
+        if temporary.exists():
+            shutil.rmtree(temporary)
+        temporary.mkdir(parents=True)
         yield temporary
         temporary.rename(final)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
+        for parent in made:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
         raise
+
+
+def check_free(destination: str | Path) -> None:
+    """Raises InputError unless the destination is a new name or an empty folder."""
+    final = Path(destination)
+    if final.exists() and (not final.is_dir() or any(final.iterdir())):
+        raise InputError(f"{destination} exists already; choose a new folder or remove it")
 
 
 def scaled(array: np.ndarray, ratio: float) -> np.ndarray:

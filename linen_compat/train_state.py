@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh
 
 from linen_compat.checkpoint import Inspection, inspect
-from linen_compat.loading import fill, mesh_in_use, open_source
+from linen_compat.loading import fill, for_mesh, mesh_in_use, open_source
 from linen_compat.saving import ModelSource, layout_for, write
 from linen_compat.streams import MOMENTS, PARAMETERS, Mismatch
 from nnx_pipeline import Config, MeshConfig, make_mesh
@@ -34,6 +34,7 @@ def load_train_state(
     source = open_source(found, config)
     _check_counts(source.scalars)
     mesh = mesh or mesh_in_use() or _one_device(config)
+    config = for_mesh(config, mesh)
     with jax.set_mesh(mesh):
         state = abstract_state(config, mesh)
         optimizer = state.optimizer
@@ -59,7 +60,7 @@ def save_train_state(
     """Writes a training state as `save` writes a model, with MaxText's `opt_state` and `step`."""
     trees = {PARAMETERS: state.model, **{m: _moment(state.optimizer, m) for m in MOMENTS}}
     count = np.asarray(_moment(state.optimizer, "count"))
-    scalars = {"step": np.asarray(state.step), "count": count, "schedule_count": count}
+    scalars = {"step": np.asarray(state.step), "count": count}
     source = ModelSource(state.model, trees, scalars)
     write(source, checkpoint, layout_for(state.model, format, stages, repeats))
 

@@ -1,0 +1,87 @@
+"""What the commands print."""
+
+import contextlib
+from collections.abc import Iterator
+
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from linen_compat.checkpoint import Inspection
+from linen_compat.convert import HUGGINGFACE, Plan
+from linen_compat.doctor import NUMERICS_TOLERANCE, Diagnosis, Parting
+from linen_compat.streams import Progress as Passed
+
+_SHOWN = 40
+
+
+def inspection(found: Inspection) -> Table:
+    """Every parameter with its shape and dtype."""
+    table = Table()
+    for column in ("parameter", "shape", "dtype"):
+        table.add_column(column, no_wrap=True)
+    for name, leaf in found.parameters.items():
+        table.add_row(name, "×".join(map(str, leaf.shape)), leaf.dtype)
+    return table
+
+
+def diagnosis(found: Diagnosis) -> RenderableType:
+    """The counts, and below them the leaves that are not as they should be."""
+    result = found.comparison
+    counts = {
+        "matched": len(result.matched),
+        "missing": len(result.missing),
+        "extra": len(result.extra),
+        "reshaped": len(result.reshaped),
+        "recast": len(result.recast),
+        "ignored": len(result.ignored),
+        "would begin afresh": len(result.fresh),
+    }
+    head = (
+        f"{found.format}: {found.num_layers} layers, {found.stages} stages, {found.repeats} repeats"
+    )
+    table = Table(*counts)
+    table.add_row(*map(str, counts.values()))
+    rows = [f"  recast: {d.leaf} from {d.found} to {d.expected}" for d in result.recast]
+    rows += [f"  {problem}" for problem in result.problems]
+    if len(rows) > _SHOWN:
+        rows = [*rows[:_SHOWN], f"  and {len(rows) - _SHOWN} more; --json PATH has them all"]
+    return Group(head, table, *rows)
+
+
+def parting(result: Parting) -> str:
+    """How far the loaded model is from MaxText's mathematics."""
+    if result.place is None:
+        return f"numerics: equal to {result.largest:.1e} of the largest value, in every layer"
+    return (
+        f"numerics: {result.place} is off by {result.largest:.1e} of the largest value "
+        f"(allowed: {NUMERICS_TOLERANCE})"
+    )
+
+
+def conversion(plan: Plan) -> str:
+    """What was written, and what was left behind."""
+    layout = plan.layout
+    what = HUGGINGFACE
+    if layout is not None:
+        what = f"{layout.format}, {layout.stages} stages, {layout.repeats} repeats"
+    left = plan.left_behind
+    rest = f"; left behind: {', '.join(left[:3])}{' …' if len(left) > 3 else ''}" if left else ""
+    more = f" ({len(left)} in all)" if len(left) > 3 else ""
+    layers = plan.opened.source.num_layers
+    return f"{plan.destination}: {layers} layers as {what}{rest}{more}"
+
+
+def first_of(problems: list[str], shown: int = 3) -> str:
+    """The first problems in one line, and how many more there are."""
+    more = f"; and {len(problems) - shown} more" if len(problems) > shown else ""
+    return "; ".join(problems[:shown]) + more
+
+
+@contextlib.contextmanager
+def byte_bar(title: str, total: int | None) -> Iterator[Passed]:
+    """A bar of bytes on standard error; gives the function that moves it."""
+    columns = (TextColumn(title), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda name, nbytes: bar.update(task, advance=nbytes)

@@ -1,0 +1,157 @@
+"""One format to another, one array of one layer at a time."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from linen_compat import huggingface
+from linen_compat.checkpoint import inspect
+from linen_compat.compare import compare, compare_with_itself, model_arrays
+from linen_compat.huggingface_config import CONFIG_FILE, config_from_huggingface
+from linen_compat.layouts import FORMATS, NNX, PIPELINED, Layout
+from linen_compat.names import OUTSIDE
+from linen_compat.orbax_streams import OrbaxDestination, OrbaxSource
+from linen_compat.streams import (
+    PARAMETERS,
+    Mismatch,
+    Progress,
+    Source,
+    check_free,
+    copy,
+    new_folder,
+)
+from nnx_pipeline import Config, InputError
+from nnx_pipeline.errors import one_of
+
+HUGGINGFACE, AUTO = "huggingface", "auto"
+TARGETS = (*FORMATS, HUGGINGFACE)
+SOURCES = (*TARGETS, AUTO)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A source with what is known of it. layout: None for Hugging Face. ignored: leaves left out.
+
+    config: of the model, where it is known.
+    """
+
+    source: Source
+    layout: Layout | None
+    ignored: tuple[str, ...]
+    config: Config | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A conversion that has been checked and not begun."""
+
+    opened: Opened
+    destination: Path
+    layout: Layout | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that will pass, taking the moments to be as large as the parameters."""
+        source = self.opened.source
+        parts = [part for part in source.parts if self.layout or part == PARAMETERS]
+        outside = {names.nnx for names in OUTSIDE}
+        each = sum(
+            spec.nbytes * (1 if path in outside else source.num_layers)
+            for path, spec in source.arrays.items()
+        )
+        return each * len(parts)
+
+    @property
+    def left_behind(self) -> tuple[str, ...]:
+        """What the source has and the destination has no place for."""
+        parts = () if self.layout else self.opened.source.parts[1:]
+        return (*self.opened.ignored, *parts)
+
+    def run(
+        self, *, allow_nan: bool = False, progress: Progress = lambda name, nbytes: None
+    ) -> None:
+        """Converts. Raises Mismatch, naming the leaf, for bytes that are missing and for NaN."""
+        source = self.opened.source
+        with new_folder(self.destination) as folder:
+            if self.layout is None:
+                config = self.opened.config
+                assert config is not None, "a plan for Hugging Face has a config"
+                target = huggingface.HuggingFaceDestination(folder, config, source.arrays)
+                copy(source, target, allow_nan=allow_nan, progress=progress)
+            else:
+                scale = source.attention_scale
+                orbax = OrbaxDestination(folder, self.layout, source.arrays, attention_scale=scale)
+                copy(source, orbax, allow_nan=allow_nan, progress=progress)
+
+
+def plan(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    source_format: str = AUTO,
+    target_format: str,
+    config: Config | None = None,
+    stages: int | None = None,
+    repeats: int | None = None,
+) -> Plan:
+    """Checks everything that can be checked without reading an array.
+
+    source_format, target_format: `maxtext:unscanned`, `maxtext:scanned`, `maxtext:pipelined`,
+    `nnx`, `huggingface`; for a source also `auto`. config: what the checkpoint must fit; without
+    one it has to be consistent in itself. Optimizer state goes along but for Hugging Face.
+    stages, repeats: of a pipelined target, by default those of a pipelined source.
+
+    Raises InputError for arguments that cannot be used, Mismatch for what the checkpoint lacks.
+    """
+    one_of("--from", source_format, SOURCES)
+    one_of("--to", target_format, TARGETS)
+    check_free(destination)
+    opened = open_checkpoint(source, source_format, config)
+    if target_format == HUGGINGFACE:
+        if opened.config is None:
+            raise InputError(
+                "--to huggingface needs --config: MaxText's checkpoints do not say how many heads "
+                "a token is rotated with, and config.json does"
+            )
+        layout = None
+    else:
+        layout = _target_layout(opened, target_format, stages, repeats)
+    return Plan(opened, Path(destination), layout)
+
+
+def open_checkpoint(
+    checkpoint: str | Path, source_format: str = AUTO, config: Config | None = None
+) -> Opened:
+    """A checkpoint of any format as a source, once every leaf is accounted for."""
+    if source_format == HUGGINGFACE or (source_format == AUTO and is_huggingface(checkpoint)):
+        own = config_from_huggingface(checkpoint)
+        source = huggingface.HuggingFaceSource(checkpoint, config.model if config else None)
+        return Opened(source, None, (), config or own)
+    found = inspect(checkpoint)
+    if source_format not in (AUTO, found.layout.format):
+        raise Mismatch(
+            f"{found.items} is {found.layout.format}; pass --from {found.layout.format} or auto"
+        )
+    if config is None:
+        comparison, arrays = compare_with_itself(found)
+    else:
+        comparison, arrays = compare(found, config.model), model_arrays(config.model)
+    comparison.require(found.items)
+    ignored = tuple(comparison.ignored)
+    return Opened(OrbaxSource(found, arrays), found.layout, ignored, config)
+
+
+def is_huggingface(checkpoint: str | Path) -> bool:
+    """Whether a folder is a Hugging Face model."""
+    folder = Path(checkpoint)
+    return (folder / CONFIG_FILE).is_file() and any(folder.glob("*.safetensors*"))
+
+
+def _target_layout(
+    opened: Opened, target_format: str, stages: int | None, repeats: int | None
+) -> Layout:
+    layers, own = opened.source.num_layers, opened.layout
+    if target_format in (PIPELINED, NNX) and own and own.format in (PIPELINED, NNX):
+        stages, repeats = stages or own.stages, repeats or own.repeats
+    if target_format == PIPELINED and stages is None:
+        raise InputError(f"--to {PIPELINED} needs --stages, how many stages the pipeline has")
+    return Layout(target_format, layers, stages or 1, repeats or 1)

@@ -1,0 +1,156 @@
+"""What a checkpoint would become in a model, before anything is loaded."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from linen_compat import huggingface, reference
+from linen_compat.checkpoint import Inspection, inspect
+from linen_compat.compare import Comparison, compare, model_arrays
+from linen_compat.convert import HUGGINGFACE, is_huggingface
+from linen_compat.layouts import NNX
+from linen_compat.loading import for_mesh, load
+from linen_compat.orbax_streams import OrbaxSource
+from linen_compat.stored import StoredArrays
+from linen_compat.streams import Progress, Source, check_finite, no_progress, walk
+from nnx_pipeline import Config, InputError, Mixtral
+
+NUMERICS_TOLERANCE = 1e-4  # of the largest value, both in float32
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """A checkpoint beside a config. format, num_layers, stages, repeats: what it holds."""
+
+    checkpoint: Path
+    format: str
+    num_layers: int
+    stages: int
+    repeats: int
+    comparison: Comparison
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        found = self.comparison
+        return {
+            "schema": 1,
+            "checkpoint": str(self.checkpoint),
+            "layout": self.format,
+            "num_layers": self.num_layers,
+            "stages": self.stages,
+            "repeats": self.repeats,
+            "fits": not found.problems,
+            **dataclasses.asdict(found),
+            "fresh": found.fresh,
+        }
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where two computations part.
+
+    place: the first layer that differs, None when none does."""
+
+    place: str | None
+    largest: float
+
+
+def diagnose(checkpoint: str | Path, config: Config) -> Diagnosis:
+    """Compares names, shapes and dtypes; no array is read. The folder may be of any format."""
+    if is_huggingface(checkpoint):
+        comparison = huggingface.compare(checkpoint, config.model)
+        layers = huggingface.config_from_huggingface(checkpoint).model.num_layers
+        return Diagnosis(Path(checkpoint), HUGGINGFACE, layers, 1, 1, comparison)
+    found = inspect(checkpoint)
+    layout, comparison = found.layout, compare(found, config.model)
+    numbers = (layout.num_layers, layout.stages, layout.repeats)
+    return Diagnosis(found.items, layout.format, *numbers, comparison)
+
+
+def read_everything(
+    diagnosis: Diagnosis,
+    config: Config,
+    *,
+    allow_nan: bool = False,
+    progress: Progress = no_progress,
+) -> int:
+    """Reads each byte of a checkpoint that fits, and returns their number.
+
+    Raises Mismatch, naming the leaf, where bytes are missing or a value is NaN or infinite.
+    """
+    total = 0
+    for name, array in _every_array(diagnosis, config):
+        if jnp.issubdtype(array.dtype, jnp.floating):
+            check_finite(array, name, allow_nan=allow_nan)
+        total += array.nbytes
+        progress(name, array.nbytes)
+    return total
+
+
+def _every_array(diagnosis: Diagnosis, config: Config) -> Iterator[tuple[str, np.ndarray]]:
+    source: Source
+    if diagnosis.format == HUGGINGFACE:
+        source = huggingface.HuggingFaceSource(diagnosis.checkpoint, config.model)
+    else:
+        found = inspect(diagnosis.checkpoint)
+        source = OrbaxSource(found, model_arrays(config.model))
+        files = StoredArrays(found.items)
+        for leaf in (*found.scalars.values(), *found.ignored.values()):
+            yield leaf.stored, files.read(leaf.stored)
+    for part in source.parts:
+        for path, layer in walk(source):
+            yield source.name(path, layer, part), source.read(path, layer, part)
+
+
+def compare_numerics(checkpoint: str | Path, config: Config, *, seed: int = 0) -> Parting:
+    """The loaded model beside MaxText's mathematics over the stored names, layer by layer.
+
+    Both in float32 on the same random tokens. The whole model is loaded on the default device.
+    Raises InputError for a checkpoint without MaxText's names.
+    """
+    if is_huggingface(checkpoint) or inspect(checkpoint).layout.format == NNX:
+        raise InputError(
+            f"--numerics reads MaxText's names, and {checkpoint} has none; "
+            "convert it to maxtext:unscanned first"
+        )
+    found = inspect(checkpoint)
+    config = for_mesh(config, None)
+    model = dataclasses.replace(config.model, dtype="float32")
+    config = dataclasses.replace(config, model=model)
+    length = min(32, config.train.sequence_length)
+    tokens = np.random.default_rng(seed).integers(model.vocab_size, size=(2, length))
+    with jax.default_matmul_precision("highest"):
+        states = _states_of(load(checkpoint, config), jnp.asarray(tokens, jnp.int32))
+        return _first_difference(states, found, config, tokens)
+
+
+def _first_difference(
+    states: Iterator[jax.Array], found: Inspection, config: Config, tokens: np.ndarray
+) -> Parting:
+    largest = 0.0
+    expected = reference.hidden_states(found, config.model, tokens)
+    for (place, theirs), ours in zip(expected, states, strict=True):
+        scale = max(float(np.max(np.abs(theirs))), 1e-12)
+        difference = float(np.max(np.abs(np.asarray(ours) - theirs))) / scale
+        if not difference <= NUMERICS_TOLERANCE:
+            return Parting(place, difference)
+        largest = max(largest, difference)
+    return Parting(None, largest)
+
+
+def _states_of(model: Mixtral, tokens: jax.Array) -> Iterator[jax.Array]:
+    """What the embedding and each layer return, and the logits of the model as it is called."""
+    x = jax.jit(lambda embedding, tokens: embedding(tokens))(model.embedding, tokens)
+    yield x
+    apply = jax.jit(lambda layer, x: layer(x)[0])
+    for number in range(model.config.model.num_layers):
+        layer = jax.tree.map(lambda leaf, at=number: leaf[0, 0, at], model.pipeline.layers)
+        x = apply(layer, x)
+        yield x
+    yield jax.jit(lambda model, tokens: model(tokens))(model, tokens)

@@ -1,0 +1,265 @@
+"""Configurations: MaxText's, this project's own files, and presets, each to a `Config`."""
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from linen_compat import maxtext_keys as keys
+from nnx_pipeline import Config, InputError, ModelConfig, PipelineConfig, TrainConfig, preset
+from nnx_pipeline.config import SECTIONS
+from nnx_pipeline.errors import nearest, one_of
+from nnx_pipeline.overrides import known_keys
+from nnx_pipeline.presets import PRESETS
+from nnx_pipeline.remat import POLICIES
+
+# What MaxText takes for keys that a file leaves out.
+_DEFAULTS: dict[str, Any] = {
+    "model_name": "default",
+    "decoder_block": "llama2",
+    "vocab_size": 32_000,
+    "base_emb_dim": 2048,
+    "base_mlp_dim": 7168,
+    "base_moe_mlp_dim": -1,
+    "base_num_decoder_layers": 16,
+    "base_num_query_heads": 16,
+    "base_num_kv_heads": 16,
+    "head_dim": 128,
+    "num_experts": 1,
+    "num_experts_per_tok": 1,
+    "dtype": "bfloat16",
+    "weight_dtype": "float32",
+    "normalization_layer_epsilon": 1e-5,
+    "rope_max_timescale": 10_000,
+    "num_pipeline_microbatches": -1,
+    "num_pipeline_repeats": -1,
+    "num_layers_per_pipeline_stage": 1,
+    "pipeline_parallel_layers": -1,
+    "pipeline_delay_activation_forwarding": False,
+    "pipeline_fsdp_ag_once": False,
+    "pipeline_fsdp_ag_per_repeat": False,
+    "remat_policy": "full",
+    "shard_mode": "explicit",  # MaxText's is auto; a file that does not say gets this project's
+    "ici_pipeline_parallelism": 1,
+    "dcn_pipeline_parallelism": 1,
+    "per_device_batch_size": 12.0,
+    "max_target_length": 2048,
+    "learning_rate": 3e-5,
+    "adam_b1": 0.9,
+    "adam_b2": 0.95,
+    "adam_eps": 1e-8,
+    "adam_weight_decay": 0.1,
+    "gradient_clipping_threshold": 1.0,
+    "load_balance_loss_weight": 0.0,
+    "grad_dtype": None,
+    "shard_optimizer_over_data": False,
+    "enable_dropout": True,
+    "dropout_rate": 0.0,
+}
+_BLOCKS = ("mixtral", "llama2")
+
+
+def config_from_maxtext(source: str | Path | Mapping[str, Any]) -> Config:
+    """A MaxText configuration, a YAML file or a dictionary, as this project's.
+
+    Keys left out have MaxText's defaults, or with a `model_name` of this project's presets its
+    sizes. Keys that only say how a run is carried out are left aside (`maxtext_keys`): kernels,
+    machines, data, logs; the schedule of the learning rate too, for here it is constant.
+
+    `num_pipeline_repeats=-1` is worked out from the pipeline parallelism, as in MaxText, and so is
+    the global batch, for which parallelisms of -1 count as 1. A remat policy without a counterpart
+    becomes `full`: it changes no value.
+
+    Raises InputError for a key that is neither mapped nor knowingly ignored, naming the nearest,
+    and for a value that this project does not compute with.
+    """
+    given = dict(source) if isinstance(source, Mapping) else _read_yaml(source)
+    _check_keys(given)
+    values = {**_DEFAULTS, **_sizes_of(given.get("model_name", "default")), **given}
+    return Config(model=_model(values), pipeline=_pipeline(values), train=_train(values))
+
+
+def read_config(name: str) -> Config:
+    """What `--config` names: a MaxText YAML, a YAML of this project's sections, or a preset."""
+    if not Path(name).exists():
+        if name in PRESETS:
+            return preset(name)
+        raise InputError(
+            f"{name} is neither a file nor a preset; give a MaxText YAML, a YAML with "
+            f"{', '.join(SECTIONS)}, or one of: {', '.join(PRESETS)}"
+        )
+    given = _read_yaml(name)
+    if "model" in given and set(given) <= set(SECTIONS):
+        return _own_config(name, given)
+    return config_from_maxtext(given)
+
+
+def _read_yaml(path: str | Path) -> dict[str, Any]:
+    try:
+        given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"{path} cannot be read as YAML: {reason}") from error
+    if not isinstance(given, dict):
+        raise InputError(f"{path} is not a YAML file of keys and values")
+    return given
+
+
+def _own_config(name: str, given: Mapping[str, Any]) -> Config:
+    known = known_keys()
+    for section, fields in given.items():
+        if not isinstance(fields, Mapping):
+            raise InputError(f"{name}: {section} is not a list of fields with their values")
+        for field in fields:
+            key = f"{section}.{field}"
+            if key not in known:
+                raise InputError(f"{name}: no such config field {key}; {nearest(key, known)}")
+    try:
+        made: dict[str, Any] = {
+            section: SECTIONS[section](**fields) for section, fields in given.items()
+        }
+    except TypeError as error:  # a field without a default is missing
+        raise InputError(f"{name}: {error}") from error
+    return Config(**made)
+
+
+def _check_keys(given: Mapping[str, Any]) -> None:
+    for key, value in given.items():
+        kind = keys.kind(str(key))
+        if kind is None:
+            cure = nearest(str(key), keys.known_keys())
+            cure = cure if cure.startswith("did you mean") else "remove it if it has no effect"
+            raise InputError(f"{key}={value!r} is no MaxText key that this project knows; {cure}")
+        if kind == "fixed" and not keys.is_accepted(key, value):
+            raise InputError(
+                f"{key}={value!r} is not supported; this project computes with "
+                f"{key}={keys.FIXED[key][0]!r}"
+            )
+
+
+def _sizes_of(model_name: str) -> dict[str, Any]:
+    if model_name not in PRESETS:
+        return {}
+    model = PRESETS[model_name].model
+    return {
+        "decoder_block": "mixtral" if model.num_experts > 1 else "llama2",
+        "vocab_size": model.vocab_size,
+        "base_emb_dim": model.embed_dim,
+        "base_mlp_dim": model.mlp_dim,
+        "base_num_decoder_layers": model.num_layers,
+        "base_num_query_heads": model.num_heads,
+        "base_num_kv_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "num_experts": model.num_experts,
+        "num_experts_per_tok": model.num_experts_per_token,
+        "normalization_layer_epsilon": model.norm_epsilon,
+        "rope_max_timescale": model.rope_theta,
+    }
+
+
+def _model(values: Mapping[str, Any]) -> ModelConfig:
+    one_of("decoder_block", values["decoder_block"], _BLOCKS)
+    experts = values["num_experts"]
+    if (values["decoder_block"] == "mixtral") != (experts != 1):
+        raise InputError(
+            f"decoder_block={values['decoder_block']!r} with num_experts={experts} is not "
+            "supported; mixtral has two experts or more, llama2 one"
+        )
+    if values["dropout_rate"] and values["enable_dropout"]:
+        raise InputError(
+            f"dropout_rate={values['dropout_rate']} with enable_dropout is not supported, MaxText "
+            "draws it in another way; set enable_dropout to false"
+        )
+    return ModelConfig(
+        vocab_size=values["vocab_size"],
+        embed_dim=values["base_emb_dim"],
+        mlp_dim=_mlp_dim(values) if experts != 1 else values["base_mlp_dim"],
+        num_layers=values["base_num_decoder_layers"],
+        num_heads=values["base_num_query_heads"],
+        num_kv_heads=values["base_num_kv_heads"],
+        head_dim=values["head_dim"],
+        num_experts=experts,
+        num_experts_per_token=values["num_experts_per_tok"],
+        dtype=values["dtype"],
+        param_dtype=values["weight_dtype"],
+        norm_epsilon=float(values["normalization_layer_epsilon"]),
+        rope_theta=float(values["rope_max_timescale"]),
+    )
+
+
+def _mlp_dim(values: Mapping[str, Any]) -> int:
+    dense, routed = values["base_mlp_dim"], values["base_moe_mlp_dim"]
+    if routed not in (-1, dense):
+        raise InputError(
+            f"base_moe_mlp_dim={routed} differs from base_mlp_dim={dense}; in a model whose layers "
+            "are all routed they are the same"
+        )
+    return dense
+
+
+def _pipeline(values: Mapping[str, Any]) -> PipelineConfig:
+    gather = "step" if values["pipeline_fsdp_ag_once"] else "use"
+    if values["pipeline_fsdp_ag_per_repeat"]:
+        gather = "prefetch"
+    microbatches, policy = values["num_pipeline_microbatches"], values["remat_policy"]
+    one_of("shard_mode", values["shard_mode"], ("explicit", "auto"))
+    return PipelineConfig(
+        num_microbatches=None if microbatches == -1 else microbatches,
+        num_repeats=_repeats(values),
+        forwarding_delay=2 if values["pipeline_delay_activation_forwarding"] else 1,
+        fsdp_gather=gather,  # type: ignore[arg-type]
+        remat=policy if policy in POLICIES else "full",
+        sharding=values["shard_mode"],
+    )
+
+
+def _repeats(values: Mapping[str, Any]) -> int:
+    layers, inside = values["base_num_decoder_layers"], values["pipeline_parallel_layers"]
+    if inside not in (-1, layers):
+        raise InputError(
+            f"pipeline_parallel_layers={inside} of base_num_decoder_layers={layers} leaves layers "
+            "outside the pipeline, which is not supported; set it to -1"
+        )
+    parallelisms = [values[f"{net}_pipeline_parallelism"] for net in ("ici", "dcn")]
+    repeats, per_stage = values["num_pipeline_repeats"], values["num_layers_per_pipeline_stage"]
+    if repeats != -1:
+        return repeats
+    if -1 in parallelisms:
+        raise InputError(
+            "num_pipeline_repeats=-1 cannot be worked out with a pipeline parallelism of -1; "
+            "give one of them as a number"
+        )
+    stages = math.prod(parallelisms)
+    return max(1, layers // (stages * per_stage)) if stages > 1 else 1
+
+
+def _train(values: Mapping[str, Any]) -> TrainConfig:
+    length = values["max_target_length"]
+    return TrainConfig(
+        global_batch=_global_batch(values),
+        sequence_length=length,
+        loss_chunks=math.gcd(TrainConfig.loss_chunks, length),
+        learning_rate=float(values["learning_rate"]),
+        adam_b1=values["adam_b1"],
+        adam_b2=values["adam_b2"],
+        adam_eps=float(values["adam_eps"]),
+        weight_decay=values["adam_weight_decay"],
+        clip_norm=values["gradient_clipping_threshold"],
+        load_balance_weight=values["load_balance_loss_weight"],
+        grad_dtype=values["grad_dtype"],
+        shard_optimizer_over_data=values["shard_optimizer_over_data"],
+    )
+
+
+def _global_batch(values: Mapping[str, Any]) -> int:
+    """Exact where every parallelism is a number, else the next size that microbatches divide."""
+    names = [key for key in values if re.fullmatch(r"(ici|dcn)_\w+_parallelism", key)]
+    sizes = [values[name] for name in names]
+    batch = values["per_device_batch_size"] * math.prod(size for size in sizes if size != -1)
+    if batch == int(batch) and -1 not in sizes:
+        return int(batch)
+    microbatches = max(1, values["num_pipeline_microbatches"])
+    return math.ceil(batch / microbatches) * microbatches
