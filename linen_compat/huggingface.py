@@ -34,9 +34,11 @@ from linen_compat.streams import (
 from nnx_pipeline import Config, InputError, Mixtral
 from nnx_pipeline.config import ModelConfig
 
-# What a model computes depends on these beside its arrays and their shapes.
+# What a model computes depends on these beside the shapes of its arrays; and where there are more
+# or fewer layers or experts, that says it shorter than a list of tensors.
 _MUST_AGREE = (
-    *("num_heads", "num_kv_heads", "head_dim", "num_experts_per_token"),
+    *("num_layers", "num_experts", "num_experts_per_token"),
+    *("num_heads", "num_kv_heads", "head_dim"),
     *("norm_epsilon", "norm_scale_offset", "rope_theta"),
 )
 

@@ -1,0 +1,278 @@
+"""Folders of safetensors that are not what they should be, and files as the library writes them."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import replace
+from huggingface_reference import FOLDER
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from linen_compat import huggingface
+from linen_compat.huggingface import HuggingFaceDestination, HuggingFaceSource
+from linen_compat.huggingface_config import config_from_huggingface
+from linen_compat.safetensors_folder import NewTensorFolder, TensorFolder
+from linen_compat.streams import ArraySpec, Mismatch
+from nnx_pipeline import InputError
+
+QUERY = "model.layers.2.self_attn.q_proj.weight"
+Damage = Callable[[Path], None]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder of one file, to be damaged."""
+    return Path(shutil.copytree(FOLDER / "mixtral", tmp_path / "model"))
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """A folder of several files with an index, to be damaged."""
+    return Path(shutil.copytree(FOLDER / "mixtral_sharded", tmp_path / "sharded"))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], object]) -> None:
+    """Writes the one file of a folder again, with other tensors."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def change_json(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    values = json.loads(file.read_text())
+    change(values)
+    file.write_text(json.dumps(values))
+
+
+def as_renamed(tensors: dict[str, np.ndarray]) -> None:
+    tensors[QUERY.replace("q_proj", "query_proj")] = tensors.pop(QUERY)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(QUERY), f"{QUERY} is missing"),
+        (lambda t: t.update(other=t[QUERY]), "other has no place in the model"),
+        (as_renamed, f"{QUERY} is missing .'model.layers.2.self_attn.query_proj.weight' is there"),
+        (lambda t: t.update({QUERY: t[QUERY].T.copy()}), rf"{QUERY} is \[16, 24\] instead of \[24"),
+        (lambda t: t.update({QUERY: t[QUERY].astype(np.int32)}), f"{QUERY} in .* has dtype I32"),
+        (lambda t: t.update({QUERY: t[QUERY].astype(np.float16)}), f"{QUERY} is float16 and"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(model: Path, change: Any, message: str) -> None:
+    change_tensors(model, change)
+    with pytest.raises(Mismatch, match=message):
+        huggingface.load(model)
+
+
+def test_buffers_of_old_versions_are_ignored(model: Path) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    change_tensors(model, lambda tensors: tensors.update({name: np.ones(3, np.float32)}))
+    comparison = huggingface.compare(model, config_from_huggingface(model).model)
+    assert comparison.ignored == [name]
+    assert not comparison.problems
+    huggingface.load(model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 48}, r"model.embed_tokens.weight is \[24, 16\] instead of \[48, 16\]"),
+        ({"num_layers": 5}, r"num_layers=4, the model 5; model.layers.4.self_attn.* is missing"),
+        ({"num_layers": 3}, r"num_layers=4, the model 3; model.layers.3.* has no place"),
+        ({"num_experts": 2}, r"num_experts=4, the model 2; .*gate.weight is \[4, 16\] instead of"),
+        ({"num_heads": 8, "head_dim": 3 * 2}, r"config.json has num_heads=4, the model 8"),
+        ({"rope_theta": 1e4}, r"config.json has rope_theta=100.0, the model 10000.0"),
+        ({"norm_epsilon": 1e-6}, r"config.json has norm_epsilon=1e-05, the model 1e-06"),
+        ({"num_experts_per_token": 1}, r"config.json has num_experts_per_token=2, the model 1"),
+        ({"norm_scale_offset": 1.0}, r"config.json has norm_scale_offset=0.0, the model 1.0"),
+    ],
+)
+def test_another_config_than_that_of_the_folder(changes: dict, message: str) -> None:
+    own = config_from_huggingface(FOLDER / "mixtral")
+    with pytest.raises(Mismatch, match=message):
+        huggingface.load(FOLDER / "mixtral", replace(own, "model", **changes))
+
+
+def test_the_comparison_lists_what_will_be_cast() -> None:
+    own = config_from_huggingface(FOLDER / "mixtral_sharded")
+    model = replace(own, "model", param_dtype="float32").model
+    comparison = huggingface.compare(FOLDER / "mixtral_sharded", model)
+    assert len(comparison.recast) == len(comparison.matched) == 4 * 19 + 3
+    assert {(d.found, d.expected) for d in comparison.recast} == {("bfloat16", "float32")}
+
+
+def test_a_llama_is_no_mixtral(model: Path) -> None:
+    shutil.copy(FOLDER / "llama" / "model.safetensors", model)
+    with pytest.raises(
+        Mismatch, match=r"layers.0.block_sparse_moe.\S* is missing .'model.layers.0.mlp"
+    ):
+        huggingface.load(model)
+
+
+def cut(file: Path, length: int) -> None:
+    file.write_bytes(file.read_bytes()[:length])
+
+
+@pytest.mark.parametrize("length", [0, 4, 500, 50_000])
+def test_a_truncated_file_is_named(model: Path, length: int) -> None:
+    cut(model / "model.safetensors", length)
+    with pytest.raises(Mismatch, match=r"model/model.safetensors is damaged or no safetensors"):
+        huggingface.load(model)
+
+
+def test_a_truncated_shard_is_named(sharded: Path) -> None:
+    cut(sharded / "model-00002-of-00003.safetensors", 9000)
+    with pytest.raises(Mismatch, match=r"model-00002-of-00003.safetensors is damaged"):
+        huggingface.load(sharded)
+
+
+def test_a_missing_shard_is_named(sharded: Path) -> None:
+    (sharded / "model-00003-of-00003.safetensors").unlink()
+    with pytest.raises(Mismatch, match=r"model-00003-of-00003.safetensors is missing; it holds "):
+        huggingface.load(sharded)
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda index: index.pop("weight_map"), f"{INDEX} has no weight_map"),
+        (lambda index: index["weight_map"].update(x="../x"), f"{INDEX} places x in '../x'"),
+        (lambda index: index["weight_map"].pop(QUERY), f"{QUERY} is in .* does not place it there"),
+        (
+            lambda index: index["weight_map"].update({"x": "model-00001-of-00003.safetensors"}),
+            f"x is not in .*model-00001-of-00003.safetensors, where {INDEX} places it",
+        ),
+    ],
+)
+def test_a_wrong_index_is_named(sharded: Path, change: Any, message: str) -> None:
+    change_json(sharded / INDEX, change)
+    with pytest.raises(Mismatch, match=message):
+        huggingface.load(sharded)
+
+
+def test_a_broken_index_is_named(sharded: Path) -> None:
+    cut(sharded / INDEX, 100)
+    with pytest.raises(InputError, match=f"{INDEX} cannot be read as JSON"):
+        huggingface.load(sharded)
+
+
+def test_a_folder_without_safetensors(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    with pytest.raises(InputError, match=r"holds neither model.safetensors nor model.safetensors"):
+        huggingface.load(model)
+
+
+def test_a_folder_that_is_not_empty_is_not_written_to(model: Path) -> None:
+    with pytest.raises(InputError, match="exists already"):
+        huggingface.save(huggingface.load(model), model)
+
+
+@pytest.mark.parametrize("when", ["begin", "write", "commit"])
+def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError("no space left on device")
+
+    where = {"begin": (NewTensorFolder, "_begin"), "write": (NewTensorFolder, "write")}
+    monkeypatch.setattr(*where.get(when, (HuggingFaceDestination, "commit")), fail)
+    with pytest.raises(OSError, match="no space"):
+        huggingface.save(huggingface.load(FOLDER / "llama"), tmp_path / "new" / "model")
+    assert not list(tmp_path.rglob("*model*"))
+
+
+def test_a_value_that_is_no_number_is_named(model: Path) -> None:
+    change_tensors(model, lambda tensors: tensors[QUERY].__setitem__((0, 0), np.nan))
+    source = HuggingFaceSource(model)
+    config = config_from_huggingface(model)
+    with pytest.raises(Mismatch, match=r"(attention.query of layer 2|q_proj.weight) holds"):
+        huggingface.write(source, model.parent / "copy", config, allow_nan=False)
+    assert not (model.parent / "copy").exists()
+    huggingface.write(source, model.parent / "copy", config, allow_nan=True)
+
+
+def test_moments_have_no_place(tmp_path: Path) -> None:
+    source = HuggingFaceSource(FOLDER / "llama")
+    config = config_from_huggingface(FOLDER / "llama")
+    destination = HuggingFaceDestination(tmp_path, config, source.arrays)
+    with pytest.raises(InputError, match="no place for mu"):
+        destination.write("head", None, source.read("head", None), "mu")
+
+
+def test_a_tensor_that_was_announced_otherwise_or_never_came(tmp_path: Path) -> None:
+    folder = NewTensorFolder(tmp_path, {"a": ArraySpec((2,), np.dtype(np.float32))})
+    with pytest.raises(RuntimeError, match=r"a is .* instead of"):
+        folder.write("a", np.zeros(3, np.float32))
+    with pytest.raises(RuntimeError, match="a was never written"):
+        folder.finish()
+
+
+@settings(derandomize=True, max_examples=25, deadline=None)
+@given(
+    shapes=st.lists(
+        st.lists(st.integers(1, 4), min_size=0, max_size=3).map(tuple), min_size=1, max_size=6
+    ),
+    dtypes=st.lists(st.sampled_from(["float32", "bfloat16", "float16"]), min_size=6, max_size=6),
+    limit=st.integers(1, 200),
+    order=st.randoms(use_true_random=False),
+)
+def test_any_tensors_in_any_order(
+    tmp_path_factory: pytest.TempPathFactory,
+    shapes: list,
+    dtypes: list,
+    limit: int,
+    order: Any,
+) -> None:
+    """What the library reads is what was written, and no file of several tensors is too large."""
+    folder = tmp_path_factory.mktemp("tensors")
+    arrays = {
+        f"tensor.{number}": np.random.default_rng(number)
+        .normal(size=shape)
+        .astype(jnp.dtype(dtype))
+        for number, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=False))
+    }
+    specs = {name: ArraySpec(array.shape, array.dtype) for name, array in arrays.items()}
+    new = NewTensorFolder(folder, specs, shard_bytes=limit)
+    names = list(arrays)
+    order.shuffle(names)
+    for name in names:
+        new.write(name, arrays[name])
+    new.finish()
+    found: dict[str, np.ndarray] = {}
+    for file in folder.glob("*.safetensors"):
+        held = load_file(file)
+        assert len(held) == 1 or sum(array.nbytes for array in held.values()) <= limit
+        found |= held
+    assert found.keys() == arrays.keys()
+    ours = TensorFolder(folder)
+    for name, array in arrays.items():
+        for read in (found[name], ours.read(name, (slice(None),) * array.ndim)):
+            assert (read.shape, read.dtype) == (array.shape, array.dtype)
+            assert read.tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_file_is_that_of_the_library_byte_for_byte(tmp_path: Path, dtype: str) -> None:
+    arrays = {
+        name: np.arange(size, dtype=np.float32).astype(jnp.dtype(dtype)).reshape(-1, 2)
+        for name, size in (("b", 6), ("a", 4), ("c.weight", 10))
+    }
+    specs = {name: ArraySpec(array.shape, array.dtype) for name, array in arrays.items()}
+    new = NewTensorFolder(tmp_path, specs)
+    for name, array in arrays.items():
+        new.write(name, array)
+    new.finish()
+    save_file(arrays, tmp_path / "library", metadata={"format": "pt"})
+    written = (tmp_path / "model.safetensors").read_bytes()
+    assert written == (tmp_path / "library").read_bytes()
+    assert [file.name for file in tmp_path.glob("*.json")] == []
