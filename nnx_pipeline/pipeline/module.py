@@ -11,7 +11,7 @@ from jaxtyping import Array, PyTree
 
 from nnx_pipeline.config import PipelineConfig
 from nnx_pipeline.errors import InputError, divides
-from nnx_pipeline.mesh import ambient_mesh, check_axis_types
+from nnx_pipeline.mesh import ambient_mesh
 from nnx_pipeline.ops.dropout import sequence_keys
 from nnx_pipeline.pipeline.batches import Batches
 from nnx_pipeline.pipeline.layers import MakeLayer, call_layer, make_layers
@@ -58,8 +58,8 @@ class CircularPipeline(nnx.Module):
     over: how a function of one stage is spread over the stages. loop_parts: other pieces of the
         circular loop. Others than the defaults are arms of experiments.
 
-    Raises InputError when layers or microbatches do not divide, when layers hold state that is not
-    a parameter, and when the mesh's axes are not of the kind that `config.sharding` says.
+    Raises InputError when layers or microbatches do not divide, and when layers hold state that is
+    not a parameter.
     """
 
     def __init__(
@@ -80,7 +80,6 @@ class CircularPipeline(nnx.Module):
         self.config, self.num_layers = config, num_layers
         self.dtype, self.grad_dtype = dtype, grad_dtype
         self.summarize, self.over, self.loop_parts = summarize, over, loop_parts
-        check_axis_types(config.sharding)
         self.num_stages = ambient_mesh().stage
         self.own = tuple(axis for axis in layout.axes("batch") if axis in own)
         self.layout = layout.in_copies(self._copies(layout))
