@@ -96,6 +96,9 @@ class PipelineConfig:
     in device or in host memory (see `remat.POLICIES`, which says what compilers make of the
     latter); with `save_decoder_layer_input` that is the input of each layer too, where a stage has
     several, and without it those are computed again, together with all layers before.
+
+    `sharding` is the kind of axes that the commands give their meshes; a model in Python goes by
+    the axes of the mesh that it is made under (`make_mesh(…, sharding=…)`).
     """
 
     num_microbatches: int | None = None

@@ -112,15 +112,3 @@ def ambient_mesh() -> MeshConfig:
         if name not in AXES:
             raise InputError(f"mesh axis {name!r} is not known; {nearest(name, AXES)}")
     return MeshConfig(**sizes)
-
-
-def check_axis_types(sharding: str) -> None:
-    """Raises InputError unless the axes of the mesh are all of the kind that a config says."""
-    mesh = jax.sharding.get_abstract_mesh()
-    kind = AxisType.Explicit if sharding == "explicit" else AxisType.Auto
-    if any(found != kind for found in mesh.axis_types):
-        raise InputError(
-            f"pipeline.sharding={sharding} asks for a mesh whose axes are all {kind}, and it has "
-            f"{dict(zip(mesh.axis_names, mesh.axis_types, strict=True))}; make it by "
-            f"make_mesh(…, sharding={sharding!r}) or change pipeline.sharding"
-        )

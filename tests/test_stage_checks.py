@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from helpers import mesh_of, small_config
 
-from nnx_pipeline import InputError, Mixtral, create_pipeline, run_pipeline
+from nnx_pipeline import InputError, create_pipeline, run_pipeline
 from nnx_pipeline.pipeline import CircularSchedule
 
 WIDTH, STAGES, REPEATS, MICROBATCHES = 4, 2, 2, 4
@@ -180,13 +180,3 @@ def test_a_pipeline_stays_on_its_mesh() -> None:
         pytest.raises(InputError, match="made for 2 stages and the mesh has stage=4"),
     ):
         jax.eval_shape(lambda p, x: p(x), pipeline, jnp.ones((8, 3, WIDTH)))
-
-
-@pytest.mark.parametrize(("asked", "there"), [("auto", "explicit"), ("explicit", "auto")])
-def test_the_mesh_must_be_of_the_kind_that_the_config_says(asked: str, there: str) -> None:
-    config = small_config(pipeline={"num_microbatches": 4, "sharding": asked})
-    with (
-        jax.set_mesh(mesh_of("stage=4", there)),
-        pytest.raises(InputError, match=rf"pipeline\.sharding={asked} asks for a mesh"),
-    ):
-        jax.eval_shape(lambda: Mixtral(config, rngs=nnx.Rngs(0)))

@@ -39,8 +39,8 @@ class CircularPipeline(nnx.Module):
     over: how a function of one stage is spread over the stages. loop_parts: other pieces of the
         circular loop. Others than the defaults are arms of experiments.
 
-    Raises InputError when layers or microbatches do not divide, when layers hold state that is not
-    a parameter, and when the mesh's axes are not of the kind that `config.sharding` says.
+    Raises InputError when layers or microbatches do not divide, and when layers hold state that is
+    not a parameter.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from jaxtyping import Array, PyTree
 
 from nnx_pipeline.config import PipelineConfig
 from nnx_pipeline.errors import InputError, divides
-from nnx_pipeline.mesh import ambient_mesh, check_axis_types
+from nnx_pipeline.mesh import ambient_mesh
 from nnx_pipeline.pipeline.batches import Batches
 from nnx_pipeline.pipeline.layers import call_layer
 from nnx_pipeline.pipeline.lend import Lending
@@ -297,10 +297,8 @@ def make_runner(
 ) -> Runner:
     """The runner for the ambient mesh; the arguments are those of `CircularPipeline`.
 
-    Raises InputError when layers or microbatches do not divide, and when the mesh's axes are not of
-    the kind that `config.sharding` says.
+    Raises InputError when layers or microbatches do not divide.
     """
-    check_axis_types(config.sharding)
     mesh = ambient_mesh()
     divides(
         mesh.stage * config.num_repeats,
