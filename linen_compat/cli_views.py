@@ -8,8 +8,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from linen_compat.checkpoint import Inspection
-from linen_compat.convert import HUGGINGFACE, Plan
+from linen_compat.convert import Plan
 from linen_compat.doctor import NUMERICS_TOLERANCE, Diagnosis, Parting
+from linen_compat.layouts import HUGGINGFACE
 from linen_compat.streams import Progress as Passed
 
 _SHOWN = 40

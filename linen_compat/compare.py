@@ -15,8 +15,9 @@ from linen_compat.layouts import NNX, PIPELINED, SCANNED, UNSCANNED, Layout
 from linen_compat.names import EXPERTS, OUTSIDE, Names, of_layer
 from linen_compat.streams import PARAMETERS, ArraySpec, Mismatch
 from nnx_pipeline import Config, Mixtral
-from nnx_pipeline.config import ModelConfig, PipelineConfig
+from nnx_pipeline.config import ModelConfig
 from nnx_pipeline.errors import nearest
+from nnx_pipeline.pipeline_config import PipelineConfig
 
 LAYERS = "pipeline.layers."
 _SHOWN = 3

@@ -6,8 +6,8 @@ from pathlib import Path
 from linen_compat import huggingface
 from linen_compat.checkpoint import inspect
 from linen_compat.compare import compare, compare_with_itself, model_arrays
-from linen_compat.huggingface_config import CONFIG_FILE, config_from_huggingface
-from linen_compat.layouts import FORMATS, NNX, PIPELINED, Layout
+from linen_compat.huggingface_config import config_from_huggingface
+from linen_compat.layouts import FORMATS, HUGGINGFACE, NNX, PIPELINED, Layout
 from linen_compat.names import OUTSIDE
 from linen_compat.orbax_streams import OrbaxDestination, OrbaxSource
 from linen_compat.streams import (
@@ -22,7 +22,7 @@ from linen_compat.streams import (
 from nnx_pipeline import Config, InputError
 from nnx_pipeline.errors import one_of
 
-HUGGINGFACE, AUTO = "huggingface", "auto"
+AUTO = "auto"
 TARGETS = (*FORMATS, HUGGINGFACE)
 SOURCES = (*TARGETS, AUTO)
 
@@ -124,7 +124,9 @@ def open_checkpoint(
     checkpoint: str | Path, source_format: str = AUTO, config: Config | None = None
 ) -> Opened:
     """A checkpoint of any format as a source, once every leaf is accounted for."""
-    if source_format == HUGGINGFACE or (source_format == AUTO and is_huggingface(checkpoint)):
+    if source_format == HUGGINGFACE or (
+        source_format == AUTO and huggingface.is_huggingface(checkpoint)
+    ):
         own = config_from_huggingface(checkpoint)
         source = huggingface.HuggingFaceSource(checkpoint, config.model if config else None)
         return Opened(source, None, (), config or own)
@@ -140,12 +142,6 @@ def open_checkpoint(
     comparison.require(found.items)
     ignored = tuple(comparison.ignored)
     return Opened(OrbaxSource(found, arrays), found.layout, ignored, config)
-
-
-def is_huggingface(checkpoint: str | Path) -> bool:
-    """Whether a folder is a Hugging Face model."""
-    folder = Path(checkpoint)
-    return (folder / CONFIG_FILE).is_file() and any(folder.glob("*.safetensors*"))
 
 
 def _target_layout(

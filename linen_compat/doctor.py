@@ -13,10 +13,11 @@ import numpy as np
 from linen_compat import huggingface, reference
 from linen_compat.checkpoint import Inspection, inspect
 from linen_compat.compare import Comparison, compare, model_arrays
-from linen_compat.convert import HUGGINGFACE, is_huggingface
-from linen_compat.layouts import NNX
-from linen_compat.loading import for_mesh, load
+from linen_compat.huggingface import is_huggingface
+from linen_compat.layouts import HUGGINGFACE, NNX
+from linen_compat.loading import load
 from linen_compat.orbax_streams import OrbaxSource
+from linen_compat.placing import for_mesh
 from linen_compat.stored import StoredArrays
 from linen_compat.streams import Progress, Source, check_finite, no_progress, walk
 from nnx_pipeline import Config, InputError, Mixtral

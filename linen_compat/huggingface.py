@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from jax.sharding import Mesh
 
 from linen_compat.compare import Comparison, Difference, model_arrays
 from linen_compat.huggingface_config import (
@@ -17,10 +16,8 @@ from linen_compat.huggingface_config import (
     config_to_huggingface,
 )
 from linen_compat.huggingface_tensors import KNOWN_EXTRA, Index, Tensors, is_fused
-from linen_compat.loading import load_from
 from linen_compat.names import OUTSIDE
 from linen_compat.safetensors_folder import SHARD_BYTES, NewTensorFolder, TensorFolder
-from linen_compat.saving import ModelSource
 from linen_compat.streams import (
     PARAMETERS,
     QUERY,
@@ -31,7 +28,7 @@ from linen_compat.streams import (
     new_folder,
     scaled,
 )
-from nnx_pipeline import Config, InputError, Mixtral
+from nnx_pipeline import Config, InputError
 from nnx_pipeline.config import ModelConfig
 
 # What a model computes depends on these beside the shapes of its arrays; and where there are more
@@ -43,32 +40,10 @@ _MUST_AGREE = (
 )
 
 
-def load(folder: str | Path, config: Config | None = None, *, mesh: Mesh | None = None) -> Mixtral:
-    """The model of a Hugging Face folder, placed on the mesh in its shardings.
-
-    config: None for `config_from_huggingface(folder)`. With another one the parameters become its
-    `param_dtype`, and the query kernels are scaled where its `attention_scale` is not
-    head_dim^-0.5. mesh: None for that of `jax.set_mesh`, and without one the default device.
-
-    Every array is read in the parts that devices of this process hold, one array at a time. Raises
-    InputError when the folder cannot be read, and `streams.Mismatch`, naming what differs, when a
-    tensor is missing, unknown or of another shape, or when the model of `config.json` computes
-    something else than that of the config. No parameter is left at an initial value.
-    """
-    config = config or config_from_huggingface(folder)
-    return load_from(HuggingFaceSource(folder, config.model), config, mesh)
-
-
-def save(model: Mixtral, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
-    """Writes the parameters of a model as a folder that `transformers` loads.
-
-    Values and dtypes are those of the model; where its `attention_scale` is not head_dim^-0.5 the
-    query kernels take in the quotient. shard_bytes: the most that one file takes, one tensor at
-    least. Raises InputError when the folder holds something, or transformers has no such model;
-    nothing is left behind then.
-    """
-    source = ModelSource(model, {PARAMETERS: model}, {})
-    write(source, folder, model.config, shard_bytes=shard_bytes)
+def is_huggingface(checkpoint: str | Path) -> bool:
+    """Whether a folder is a Hugging Face model."""
+    folder = Path(checkpoint)
+    return (folder / CONFIG_FILE).is_file() and any(folder.glob("*.safetensors*"))
 
 
 def write(
@@ -79,7 +54,10 @@ def write(
     shard_bytes: int = SHARD_BYTES,
     allow_nan: bool = True,
 ) -> None:
-    """Copies a source, of a model of that config, to a new folder."""
+    """Copies a source, of a model of that config, to a new folder that `transformers` loads.
+
+    shard_bytes: the most that one file takes, one tensor at least.
+    """
     with new_folder(folder) as new:
         destination = HuggingFaceDestination(new, config, source.arrays, shard_bytes=shard_bytes)
         copy(source, destination, allow_nan=allow_nan)

@@ -17,6 +17,7 @@ from nnx_pipeline.errors import InputError, divides, one_of
 UNSCANNED, SCANNED, PIPELINED = "maxtext:unscanned", "maxtext:scanned", "maxtext:pipelined"
 NNX = "nnx"
 FORMATS = (UNSCANNED, SCANNED, PIPELINED, NNX)
+HUGGINGFACE = "huggingface"  # has one layout, and it is not of this kind
 SCAN_AXIS = 1  # where MaxText's `param_scan_axis` puts the layers of a scanned stack
 
 _PIPELINE = "decoder/pipeline_module/layers"

@@ -10,8 +10,10 @@ import optax
 from jax.sharding import Mesh
 
 from linen_compat.checkpoint import Inspection, inspect
-from linen_compat.loading import fill, for_mesh, mesh_in_use, open_source
-from linen_compat.saving import ModelSource, layout_for, write
+from linen_compat.loading import open_source
+from linen_compat.model_source import ModelSource
+from linen_compat.placing import fill, for_mesh, mesh_in_use
+from linen_compat.saving import layout_for, write
 from linen_compat.streams import MOMENTS, PARAMETERS, Mismatch
 from nnx_pipeline import Config, MeshConfig, make_mesh
 from nnx_pipeline.train import TrainState, abstract_state

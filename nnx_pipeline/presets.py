@@ -5,8 +5,9 @@ Sizes of Mixtral and Llama 2 are those of their published configurations.
 
 from dataclasses import dataclass
 
-from nnx_pipeline.config import Config, ModelConfig, PipelineConfig, TrainConfig
+from nnx_pipeline.config import Config, ModelConfig, TrainConfig
 from nnx_pipeline.errors import InputError, nearest
+from nnx_pipeline.pipeline_config import PipelineConfig
 
 PRESETS: dict[str, Config] = {
     "tiny": Config(

@@ -18,15 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from linen_compat import huggingface, load
+from linen_compat import huggingface, load, save
 from linen_compat.checkpoint import inspect
 from linen_compat.compare import parameter_paths
 from linen_compat.huggingface import HuggingFaceSource
 from linen_compat.huggingface_config import config_from_huggingface
 from linen_compat.layouts import SCANNED, Layout
 from linen_compat.loading import open_source
+from linen_compat.model_source import ModelSource
 from linen_compat.saving import write
-from linen_compat.streams import ArraySpec, scaled
+from linen_compat.streams import PARAMETERS, ArraySpec, scaled
 from nnx_pipeline import Config, Mixtral
 from nnx_pipeline.train import abstract_state
 
@@ -66,7 +67,7 @@ def assert_same_tensors(actual: Path, expected: Path) -> None:
 @each_folder
 def test_logits_are_those_of_transformers(name: str) -> None:
     reference = np.load(FOLDER / name / "reference.npz")
-    model = huggingface.load(FOLDER / name, in_float32(name))
+    model = load(FOLDER / name, in_float32(name))
     np.testing.assert_allclose(
         logits(model, reference["tokens"]), reference["logits"], rtol=0, atol=1e-4
     )
@@ -87,7 +88,7 @@ def test_logits_of_other_models(tmp_path: Path, kind: str, changes: dict) -> Non
     theirs = random_model(kind, seed=2, **changes)
     theirs.save_pretrained(tmp_path / "model")
     tokens = random_tokens(seed=3)
-    ours = huggingface.load(tmp_path / "model")
+    ours = load(tmp_path / "model")
     np.testing.assert_allclose(logits(ours, tokens), logits_of(theirs, tokens), rtol=0, atol=1e-4)
 
 
@@ -97,7 +98,9 @@ def test_transformers_loads_what_is_written(tmp_path: Path, name: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    huggingface.save(huggingface.load(FOLDER / name), tmp_path / "model", shard_bytes=20_000)
+    model = load(FOLDER / name)
+    source = ModelSource(model, {PARAMETERS: model}, {})
+    huggingface.write(source, tmp_path / "model", model.config, shard_bytes=20_000)
     loaded, report = AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", output_loading_info=True
     )
@@ -110,7 +113,7 @@ def test_transformers_loads_what_is_written(tmp_path: Path, name: str) -> None:
 
 
 def test_the_default_config_is_that_of_the_folder() -> None:
-    model = huggingface.load(FOLDER / "mixtral_sharded")
+    model = load(FOLDER / "mixtral_sharded")
     assert model.config == config_from_huggingface(FOLDER / "mixtral_sharded")
     assert model.head.dtype == jnp.bfloat16
 
@@ -129,7 +132,7 @@ def test_on_a_mesh_every_parameter_has_its_sharding(name: str, mesh: str, repeat
     tokens = np.tile(reference["tokens"], (8, 1))
     config = replace(config, "train", global_batch=len(tokens))
     devices = mesh_of(mesh)
-    model = huggingface.load(FOLDER / name, config, mesh=devices)
+    model = load(FOLDER / name, config, mesh=devices)
     with jax.set_mesh(devices):
         assert_same_placement(model, abstract_state(config, devices).model)
         found = logits(model, tokens)
@@ -139,7 +142,7 @@ def test_on_a_mesh_every_parameter_has_its_sharding(name: str, mesh: str, repeat
 
 @pytest.mark.parametrize("name", ["mixtral", "mixtral_sharded", "llama"])
 def test_there_and_back_to_the_bit(tmp_path: Path, name: str) -> None:
-    huggingface.save(huggingface.load(FOLDER / name), tmp_path / "model")
+    save(load(FOLDER / name), tmp_path / "model", "huggingface")
     assert_same_tensors(tmp_path / "model", FOLDER / name)
     if name != "mixtral_sharded":  # one file: transformers' own, byte for byte
         file = "model.safetensors"
@@ -147,12 +150,12 @@ def test_there_and_back_to_the_bit(tmp_path: Path, name: str) -> None:
 
 
 def test_fused_experts_come_back_apart(tmp_path: Path) -> None:
-    huggingface.save(huggingface.load(FOLDER / "mixtral_fused"), tmp_path / "model")
+    save(load(FOLDER / "mixtral_fused"), tmp_path / "model", "huggingface")
     assert_same_tensors(tmp_path / "model", FOLDER / "mixtral")  # of the same seed
 
 
 def test_config_comes_back(tmp_path: Path) -> None:
-    huggingface.save(huggingface.load(FOLDER / "llama"), tmp_path / "model")
+    save(load(FOLDER / "llama"), tmp_path / "model", "huggingface")
     assert config_from_huggingface(tmp_path / "model") == config_from_huggingface(FOLDER / "llama")
 
 
@@ -186,14 +189,14 @@ def units_apart(a: np.ndarray, b: np.ndarray) -> int:
 @pytest.mark.parametrize("name", ["mixtral", "mixtral_sharded"])
 def test_crossing_scales_the_query_kernels_only(tmp_path: Path, name: str) -> None:
     own = config_from_huggingface(FOLDER / name)
-    folded = huggingface.load(FOLDER / name, replace(own, "model", attention_scale=1.0))
-    plain = parameter_paths(huggingface.load(FOLDER / name))
+    folded = load(FOLDER / name, replace(own, "model", attention_scale=1.0))
+    plain = parameter_paths(load(FOLDER / name))
     for path, array in parameter_paths(folded).items():
         expected = np.asarray(plain[path])
         if path.endswith("attention.query"):
             expected = (expected.astype(np.float64) * 6**-0.5).astype(expected.dtype)
         assert np.array_equal(np.asarray(array), expected), path
-    huggingface.save(folded, tmp_path / "back")
+    save(folded, tmp_path / "back", "huggingface")
     before, after = tensors(FOLDER / name), tensors(tmp_path / "back")
     for key in before:
         units = units_apart(before[key], after[key])
@@ -220,7 +223,7 @@ def test_through_a_checkpoint_of_maxtext_and_back(tmp_path: Path) -> None:
 def test_the_crossed_model_computes_the_same() -> None:
     config = replace(in_float32("mixtral"), "model", attention_scale=1.0)
     reference = np.load(FOLDER / "mixtral" / "reference.npz")
-    found = logits(huggingface.load(FOLDER / "mixtral", config), reference["tokens"])
+    found = logits(load(FOLDER / "mixtral", config), reference["tokens"])
     np.testing.assert_allclose(found, reference["logits"], rtol=0, atol=1e-4)
 
 

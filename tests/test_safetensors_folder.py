@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from linen_compat import huggingface
+from linen_compat import huggingface, load, save
 from linen_compat.huggingface import HuggingFaceDestination, HuggingFaceSource
 from linen_compat.huggingface_config import config_from_huggingface
 from linen_compat.safetensors_folder import NewTensorFolder, TensorFolder
@@ -70,7 +70,7 @@ def as_renamed(tensors: dict[str, np.ndarray]) -> None:
 def test_tensors_that_do_not_fit_are_named(model: Path, change: Any, message: str) -> None:
     change_tensors(model, change)
     with pytest.raises(Mismatch, match=message):
-        huggingface.load(model)
+        load(model)
 
 
 def test_buffers_of_old_versions_are_ignored(model: Path) -> None:
@@ -79,7 +79,7 @@ def test_buffers_of_old_versions_are_ignored(model: Path) -> None:
     comparison = huggingface.compare(model, config_from_huggingface(model).model)
     assert comparison.ignored == [name]
     assert not comparison.problems
-    huggingface.load(model)
+    load(model)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_buffers_of_old_versions_are_ignored(model: Path) -> None:
 def test_another_config_than_that_of_the_folder(changes: dict, message: str) -> None:
     own = config_from_huggingface(FOLDER / "mixtral")
     with pytest.raises(Mismatch, match=message):
-        huggingface.load(FOLDER / "mixtral", replace(own, "model", **changes))
+        load(FOLDER / "mixtral", replace(own, "model", **changes))
 
 
 def test_the_comparison_lists_what_will_be_cast() -> None:
@@ -115,7 +115,7 @@ def test_a_llama_is_no_mixtral(model: Path) -> None:
     with pytest.raises(
         Mismatch, match=r"layers.0.block_sparse_moe.\S* is missing .'model.layers.0.mlp"
     ):
-        huggingface.load(model)
+        load(model)
 
 
 def cut(file: Path, length: int) -> None:
@@ -126,19 +126,19 @@ def cut(file: Path, length: int) -> None:
 def test_a_truncated_file_is_named(model: Path, length: int) -> None:
     cut(model / "model.safetensors", length)
     with pytest.raises(Mismatch, match=r"model/model.safetensors is damaged or no safetensors"):
-        huggingface.load(model)
+        load(model)
 
 
 def test_a_truncated_shard_is_named(sharded: Path) -> None:
     cut(sharded / "model-00002-of-00003.safetensors", 9000)
     with pytest.raises(Mismatch, match=r"model-00002-of-00003.safetensors is damaged"):
-        huggingface.load(sharded)
+        load(sharded)
 
 
 def test_a_missing_shard_is_named(sharded: Path) -> None:
     (sharded / "model-00003-of-00003.safetensors").unlink()
     with pytest.raises(Mismatch, match=r"model-00003-of-00003.safetensors is missing; it holds "):
-        huggingface.load(sharded)
+        load(sharded)
 
 
 INDEX = "model.safetensors.index.json"
@@ -159,24 +159,24 @@ INDEX = "model.safetensors.index.json"
 def test_a_wrong_index_is_named(sharded: Path, change: Any, message: str) -> None:
     change_json(sharded / INDEX, change)
     with pytest.raises(Mismatch, match=message):
-        huggingface.load(sharded)
+        load(sharded)
 
 
 def test_a_broken_index_is_named(sharded: Path) -> None:
     cut(sharded / INDEX, 100)
     with pytest.raises(InputError, match=f"{INDEX} cannot be read as JSON"):
-        huggingface.load(sharded)
+        load(sharded)
 
 
 def test_a_folder_without_safetensors(model: Path) -> None:
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
     with pytest.raises(InputError, match=r"holds neither model.safetensors nor model.safetensors"):
-        huggingface.load(model)
+        load(model)
 
 
 def test_a_folder_that_is_not_empty_is_not_written_to(model: Path) -> None:
     with pytest.raises(InputError, match="exists already"):
-        huggingface.save(huggingface.load(model), model)
+        save(load(model), model, "huggingface")
 
 
 @pytest.mark.parametrize("when", ["begin", "write", "commit"])
@@ -187,7 +187,7 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     where = {"begin": (NewTensorFolder, "_begin"), "write": (NewTensorFolder, "write")}
     monkeypatch.setattr(*where.get(when, (HuggingFaceDestination, "commit")), fail)
     with pytest.raises(OSError, match="no space"):
-        huggingface.save(huggingface.load(FOLDER / "llama"), tmp_path / "new" / "model")
+        save(load(FOLDER / "llama"), tmp_path / "new" / "model", "huggingface")
     assert not list(tmp_path.rglob("*model*"))
 
 

@@ -15,7 +15,7 @@ LONGEST_FILE, LONGEST_FUNCTION = 350, 70
 # From the ground up: a module may import from its own line and from those above it.
 LAYERS = (
     ("errors", "files", "remat"),
-    ("mesh",),
+    ("mesh", "pipeline_config"),
     ("config",),
     ("presets", "overrides"),
     ("sharding",),

@@ -6,10 +6,11 @@ from typing import Any
 import jax
 from flax import nnx
 
-from nnx_pipeline.config import Config, PipelineConfig
+from nnx_pipeline.config import Config
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.pipeline.layers import MakeLayer
 from nnx_pipeline.pipeline.module import CircularPipeline
+from nnx_pipeline.pipeline_config import PipelineConfig
 
 
 class Pipeline(CircularPipeline):

@@ -5,7 +5,6 @@ from typing import Any
 from flax import nnx
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.config import PipelineConfig
 from nnx_pipeline.ops.dropout import sequence_keys
 from nnx_pipeline.pipeline.batches import Batches
 from nnx_pipeline.pipeline.layers import MakeLayer, make_layers
@@ -13,6 +12,7 @@ from nnx_pipeline.pipeline.loop_parts import DEFAULT_PARTS, LoopParts
 from nnx_pipeline.pipeline.one_f_one_b_loop import Enter, Leave
 from nnx_pipeline.pipeline.runner import Summarize, make_runner, sum_over_layers
 from nnx_pipeline.pipeline.stages import OverStages, over_stages
+from nnx_pipeline.pipeline_config import PipelineConfig
 from nnx_pipeline.sharding import Layout
 
 

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.config import PipelineConfig
 from nnx_pipeline.errors import InputError, divides
 from nnx_pipeline.mesh import ambient_mesh
 from nnx_pipeline.pipeline.batches import Batches
@@ -22,6 +21,7 @@ from nnx_pipeline.pipeline.one_f_one_b_loop import Enter, Inputs, Leave, Weights
 from nnx_pipeline.pipeline.owners import Owners, make_owners
 from nnx_pipeline.pipeline.schedule import make_schedule
 from nnx_pipeline.pipeline.stages import OverStages, over_stages
+from nnx_pipeline.pipeline_config import PipelineConfig
 from nnx_pipeline.remat import LAYER_INPUT, LAYER_METRICS, POLICIES, named
 from nnx_pipeline.sharding import Layout, P, mesh_sizes, place, with_layout
 

@@ -1,0 +1,119 @@
+"""Arrays of a source straight into a model on a mesh, each part where it belongs."""
+
+import contextlib
+import dataclasses
+import itertools
+from typing import Any, Protocol, TypeVar
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+
+from linen_compat.compare import LAYERS, nnx_path
+from linen_compat.streams import PARAMETERS, Source
+from nnx_pipeline import Config, Mixtral
+from nnx_pipeline.sharding import variable_shardings
+
+Tree = TypeVar("Tree")
+_STACK_AXES = 3  # repeats, stages, layers per stage
+
+
+class SourceOfParts(Source, Protocol):
+    """A source that reads no more of an array than is asked for."""
+
+    def read(
+        self,
+        path: str,
+        layer: int | None,
+        part: str = PARAMETERS,
+        index: tuple[slice, ...] = (),
+    ) -> np.ndarray:
+        """As of `Source`; index: a part of the array, the whole by default."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of what is held between reads."""
+        ...
+
+
+def load_from(source: SourceOfParts, config: Config, mesh: Mesh | None) -> Mixtral:
+    """The model of a config with the parameters of a source; mesh as for `load`."""
+    mesh = mesh or mesh_in_use()
+    config = for_mesh(config, mesh)
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+        model = jax.eval_shape(lambda: Mixtral(config, rngs=nnx.Rngs(0)))
+        return fill(model, _placement(model, mesh), source)
+
+
+def mesh_in_use() -> Mesh | None:
+    """The mesh of `jax.set_mesh`."""
+    mesh = jax.sharding.get_mesh()
+    return None if mesh.empty else mesh
+
+
+def for_mesh(config: Config, mesh: Mesh | None) -> Config:
+    """The config without the parts of a pipeline when the mesh has no stages."""
+    stages = mesh.shape.get("stage", 1) if mesh else 1
+    if stages > 1 or config.pipeline.schedule == "1f1b":
+        return config
+    plain = dataclasses.replace(
+        config.pipeline, num_repeats=1, num_microbatches=None, fsdp_gather="use"
+    )
+    return dataclasses.replace(config, pipeline=plain)
+
+
+def _placement(model: Mixtral, mesh: Mesh | None) -> Any:
+    if mesh is not None:
+        return variable_shardings(model, model.layout, mesh)
+    device = SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda _: device, model)
+
+
+def fill(tree: Tree, shardings: Any, source: SourceOfParts, part: str = PARAMETERS) -> Tree:
+    """A tree of a model's shape with the arrays of a source instead of abstract ones."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    places = jax.tree.leaves(shardings)
+    arrays = []
+    for (path, leaf), place in zip(leaves, places, strict=True):
+        arrays.append(_read_array(nnx_path(path), leaf, place, source, part))
+    source.close()
+    return jax.tree.unflatten(structure, arrays)
+
+
+def _read_array(
+    path: str, leaf: jax.ShapeDtypeStruct, place: Sharding, source: SourceOfParts, part: str
+) -> jax.Array:
+    """One parameter, `[repeats, stages, layers per stage, …]` where it belongs to the layers.
+
+    Row-major order of the first three axes is the order of the layers, whatever their sizes.
+    """
+    read: dict[Any, np.ndarray] = {}
+
+    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+        cuts = index or ()
+        bounds = [cut.indices(size) for cut, size in zip(cuts, leaf.shape, strict=True)]
+        key = tuple(bound[:2] for bound in bounds)
+        if key not in read:  # devices that hold copies of one shard share it
+            read[key] = _read_shard(path, leaf, [range(*bound) for bound in bounds], source, part)
+        return read[key]
+
+    return jax.make_array_from_callback(leaf.shape, place, shard, dtype=leaf.dtype)
+
+
+def _read_shard(
+    path: str, leaf: jax.ShapeDtypeStruct, ranges: list[range], source: SourceOfParts, part: str
+) -> np.ndarray:
+    stack = _STACK_AXES if path.startswith(LAYERS) else 0
+    cut = tuple(slice(span.start, span.stop) for span in ranges[stack:])
+    if not stack:
+        return source.read(path, None, part, cut).astype(leaf.dtype, copy=False)
+    result = np.empty([len(span) for span in ranges], leaf.dtype)
+    flat = result.reshape(-1, *result.shape[stack:])
+    places = itertools.product(*ranges[:stack])
+    layers = {int(np.ravel_multi_index(at, leaf.shape[:stack])): i for i, at in enumerate(places)}
+    inner = path.removeprefix(LAYERS)
+    for layer in source.order(inner):
+        if layer in layers:
+            flat[layers[layer]] = source.read(inner, layer, part, cut)
+    return result
