@@ -41,9 +41,9 @@ _MUST_AGREE = (
 
 
 def is_huggingface(checkpoint: str | Path) -> bool:
-    """Whether a folder is a Hugging Face model."""
+    """Whether a folder is a Hugging Face model, complete or not, and no Orbax checkpoint."""
     folder = Path(checkpoint)
-    return (folder / CONFIG_FILE).is_file() and any(folder.glob("*.safetensors*"))
+    return (folder / CONFIG_FILE).is_file() and not (folder / "_METADATA").exists()
 
 
 def write(
