@@ -1,5 +1,6 @@
 """The decoder and the whole model, in the layouts in which MaxText stores its layers."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -11,7 +12,7 @@ from linen_compat.modules.decoder_layers import LlamaDecoderLayer, MixtralDecode
 from linen_compat.modules.embedding import Embed
 from linen_compat.modules.feed_forward import FAN_IN
 from linen_compat.modules.norm import RMSNorm
-from linen_compat.modules.parameters import Kernel
+from linen_compat.modules.parameters import Kernel, unboxed
 from linen_compat.modules.pipeline import CircularPipeline, Pipeline, Side
 from nnx_pipeline import Config, InputError, Layout
 from nnx_pipeline.errors import one_of
@@ -219,9 +220,29 @@ class Decoder(nn.Module):
         )
 
     def _checked_runner(self, batch: int) -> Runner:
-        """The runner; InputError when config or batch do not divide over the mesh."""
+        """The runner; InputError when config, batch, mesh and parameters do not fit together."""
         self.config.check_mesh(ambient_mesh(), batch=batch)
+        if not self.is_initializing():
+            self._check_parameters(self.variables.get("params", {}))
         return self._runner
+
+    def _check_parameters(self, params: Mapping[str, Any]) -> None:
+        """What Flax would not say, or not plainly: layers stored otherwise, or more of them."""
+        where, layers = self._where(), self.config.model.num_layers
+        marks = {"pipelined": "pipeline_module", "scanned": "layers", "unscanned": "layers_0"}
+        stored = next((name for name in marks if marks[name] in params), where)
+        if stored != where:
+            raise InputError(
+                f"params hold the layers {stored} ({marks[stored]}) and layer_layout={where!r}; "
+                f"choose layer_layout={stored!r} or convert the parameters"
+            )
+        found = sum(name.startswith("layers_") for name in params)
+        if where == "scanned" and "layers" in params:
+            found = unboxed(params["layers"]["pre_self_attention_layer_norm"]["scale"]).shape[1]
+        if where != "pipelined" and found != layers:  # else the pipeline checks its own
+            raise InputError(
+                f"params hold {found} layers and model.num_layers={layers}; make them equal"
+            )
 
     def _where(self) -> str:
         """The layout of the layers; InputError when mesh or config ask for another."""

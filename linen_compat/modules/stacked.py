@@ -8,9 +8,12 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
+from flax.core import unfreeze
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, PyTree
 
 from linen_compat.modules.parameters import Names, axes_of, is_boxed, unboxed
+from linen_compat.names import of_layer
 from nnx_pipeline import InputError, Layout
 from nnx_pipeline.sharding import place
 
@@ -64,13 +67,17 @@ class StageTree:
             return jnp.stack(leaves, axis=2)
 
         apart = [tree] if per_stage == 1 else [tree[f"layers_{j}"] for j in range(per_stage)]
-        arrays = [jax.tree.map(unboxed, layer, is_leaf=is_boxed) for layer in apart]
-        values, treedef = jax.tree.flatten(jax.tree.map(stack, *arrays))
-        names = [
-            axes_of(leaf.names) if is_boxed(leaf) else (None,) * leaf.ndim
-            for leaf in jax.tree.leaves(one, is_leaf=is_boxed)
+        flat = [{path: unboxed(leaf) for path, leaf in _flat(layer).items()} for layer in apart]
+        boxes = _flat(one)
+        paths = sorted(boxes, key=_place_in_nnx)
+        weights = [
+            nnx.Param(
+                stack(*(layer[path] for layer in flat)),
+                logical_axes=(None, "stage", None, *_axes(boxes[path])),
+            )
+            for path in paths
         ]
-        return StackedLayers(module, treedef, values, names)
+        return StackedLayers(module, paths, weights)
 
     def tree_of(self, layers: list[Any]) -> Boxed:
         """The tree of the layers of a stage."""
@@ -109,22 +116,17 @@ class StageTree:
 class StackedLayers(nnx.Module):
     """A Linen layer with stacked parameters: a callable pytree, as the loop takes its layers.
 
-    values: the arrays of a layer's tree, `[repeats, stages, layers per stage, …]`. names: the axes
-    in `Layout` of each, without those of the stack.
+    weights: the arrays of a layer's tree, `[repeats, stages, layers per stage, …]`. paths: where in
+    that tree each belongs.
     """
 
-    def __init__(
-        self, module: nn.Module, treedef: Any, values: list[Array], names: list[Names]
-    ) -> None:
-        self.module, self.treedef = module, treedef
+    def __init__(self, module: nn.Module, paths: list[str], weights: list[nnx.Param]) -> None:
+        self.module, self.paths, self.weights = module, tuple(paths), nnx.List(weights)
         self.layout = getattr(module, "layout", None)
-        self.weights = nnx.List(
-            nnx.Param(value, logical_axes=(None, "stage", None, *axes))
-            for value, axes in zip(values, names, strict=True)
-        )
 
     def __call__(self, x: Array, **side: Any) -> tuple[Array, PyTree]:
-        params = jax.tree.unflatten(self.treedef, [weight[...] for weight in self.weights])
+        values = [weight[...] for weight in self.weights]
+        params = unflatten_dict(dict(zip(self.paths, values, strict=True)), sep="/")
         module = self.module
         if hasattr(module, "layout"):
             module = module.clone(layout=self.layout)
@@ -144,8 +146,25 @@ def parameters_of(module: nn.Module, key: Array, x: Array, side: dict[str, Any])
     return variables["params"]
 
 
+def _flat(tree: Boxed) -> dict[str, Any]:
+    return flatten_dict(unfreeze(tree), sep="/")
+
+
 def _shapes(tree: Boxed) -> dict[str, tuple[int, ...]]:
-    leaves = jax.tree_util.tree_leaves_with_path(jax.tree.map(unboxed, tree, is_leaf=is_boxed))
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape for path, leaf in leaves
-    }
+    return {path: unboxed(leaf).shape for path, leaf in _flat(tree).items()}
+
+
+def _axes(leaf: Any) -> Names:
+    return axes_of(leaf.names) if is_boxed(leaf) else (None,) * leaf.ndim
+
+
+def _place_in_nnx(path: str) -> tuple[str, ...]:
+    """By which weights stand in the order of the NNX layer, if they are those of a decoder layer.
+
+    Compilers fuse by the order of what a loop carries: in another one the same sums are rounded
+    differently.
+    """
+    return tuple(_NNX_PATHS.get(path, path.replace("/", ".")).split("."))
+
+
+_NNX_PATHS = {names.linen: names.nnx for experts in (1, 2) for names in of_layer(experts)}

@@ -1,0 +1,347 @@
+"""The Linen model against the NNX model, scanned, in a loop and pipelined over a mesh."""
+
+import functools
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from helpers import (
+    arrays_by_path,
+    assert_close,
+    float_rows,
+    mesh_of,
+    model_on_mesh,
+    new_model,
+    packed_batch,
+    replace,
+    small_config,
+)
+from linen_helpers import as_linen, assert_same_bits, nested, put_on, stage_of_layers
+
+from linen_compat import CircularPipeline, Pipeline, Transformer
+from nnx_pipeline import CircularPipeline as NNXPipeline
+from nnx_pipeline import Config, InputError, Mixtral, PipelineConfig
+from nnx_pipeline.ops.dropout import dropout
+from nnx_pipeline.remat import POLICIES
+from nnx_pipeline.sharding import P
+from nnx_pipeline.train import Batch, loss_of
+from nnx_pipeline.train.step import batch_sharding
+
+SPARSE = small_config(
+    train={"load_balance_weight": 0.1, "global_batch": 16}, pipeline={"num_microbatches": 4}
+)
+KEY = jax.random.key(7)
+
+
+class Case(NamedTuple):
+    """Where and how both models run."""
+
+    mesh: str = ""
+    mode: str = "explicit"
+    pipeline: Any = MappingProxyType({})
+    model: Any = MappingProxyType({})
+    layout: str | None = None
+    dropout: bool = False
+
+    def __str__(self) -> str:
+        changes = {**self.pipeline, **self.model}
+        words = [f"{name}={value}" for name, value in changes.items()]
+        return "-".join([self.mesh or "one device", self.mode, *words])
+
+    @property
+    def config(self) -> Config:
+        return replace(replace(SPARSE, "model", **self.model), "pipeline", **self.pipeline)
+
+
+LLAMA = {"num_experts": 1, "num_experts_per_token": 1}
+BFLOAT16 = {"dtype": "bfloat16"}
+DROPOUT = {"dropout_rate": 0.3}
+REPEATED = {"num_repeats": 2}
+
+SCANNED = [
+    Case(),
+    Case(model=BFLOAT16),
+    Case(pipeline={"remat": "minimal"}, model=DROPOUT, dropout=True),
+    Case("fsdp=2,tensor=2,expert=2"),
+    Case("fsdp=2,tensor=2", "auto", model=LLAMA),
+]
+PIPELINED = [
+    Case("stage=2,fsdp=2,tensor=2"),
+    Case("stage=2,fsdp=2,tensor=2", "auto"),
+    Case("stage=2,fsdp=2,expert=2", pipeline=REPEATED, model={"num_layers": 8}),
+    Case("data=2,stage=2,expert=2", "auto", pipeline=REPEATED),
+    Case("stage=2,fsdp=2", model=BFLOAT16),
+    Case("stage=2,fsdp=2", "auto", pipeline=REPEATED, model=BFLOAT16),
+    Case("stage=4,tensor=2", model=LLAMA, pipeline={"shift": "slice", "remat": "minimal"}),
+    Case("stage=2,fsdp=2", "auto", pipeline=REPEATED, model=DROPOUT, dropout=True),
+    Case("data=2,stage=2,fsdp=2", pipeline={"fsdp_gather": "step"}),
+    Case("stage=2,fsdp=2", pipeline={**REPEATED, "fsdp_gather": "prefetch"}),
+    Case("stage=2,fsdp=2", pipeline={"schedule": "1f1b"}, model=DROPOUT, dropout=True),
+    Case("fsdp=2", "auto", {"schedule": "1f1b"}, LLAMA, layout="pipelined"),
+]
+
+
+@functools.cache
+def weights(model: tuple[tuple[str, Any], ...]) -> Mixtral:
+    """On one device; scales away from one, as after training."""
+    made = new_model(replace(SPARSE, "model", **dict(model)))
+
+    def shake(path: Any, leaf: jax.Array) -> jax.Array:
+        scale = "scale" in jax.tree_util.keystr(path)
+        return leaf + 0.1 * float_rows(*leaf.shape) if scale else leaf
+
+    return jax.tree_util.tree_map_with_path(shake, made)
+
+
+def source(case: Case) -> Mixtral:
+    return weights(tuple(case.model.items()))
+
+
+class Found(NamedTuple):
+    """What a model computes of a batch; gradients under the names of the Linen tree."""
+
+    loss: Any  # and its parts
+    gradients: Any
+
+
+def evaluate_nnx(model: Mixtral, batch: Batch, key: Any) -> Found:
+    return Found(*jax.value_and_grad(loss_of, has_aux=True)(model, batch, key))
+
+
+def side_of(batch: Batch) -> dict[str, Any]:
+    return {"positions": batch.positions, "segment_ids": batch.segment_ids}
+
+
+def evaluate_linen(model: Transformer, params: Any, batch: Batch, key: Any) -> Found:
+    share = batch.weights / (jnp.sum(batch.weights) + 1e-8)
+
+    def loss_of(params: Any) -> Any:
+        inputs = (batch.tokens, batch.targets, share)
+        return model.apply({"params": params}, *inputs, **side_of(batch), key=key, method="loss")
+
+    return Found(*jax.value_and_grad(loss_of, has_aux=True)(params))
+
+
+def renamed(found: Found, layout: str) -> Found:
+    return found._replace(gradients=as_linen(jax.tree.map(np.asarray, found.gradients), layout))
+
+
+def layout_of(case: Case) -> str:
+    return case.layout or ("pipelined" if "stage" in case.mesh else "scanned")
+
+
+def placed(case: Case) -> tuple[Mixtral, Transformer, Any, Batch]:
+    """Both models with the same weights, and a batch, on the mesh."""
+    config, mesh = case.config, mesh_of(case.mesh, case.mode)
+    model, linen = model_on_mesh(source(case), config, mesh), Transformer(config, case.layout)
+    with jax.set_mesh(mesh):
+        batch = jax.device_put(packed_batch(config), batch_sharding(mesh, model.layout))
+        abstract = jax.eval_shape(linen.init, jax.random.key(0), batch.tokens)["params"]
+    params = put_on(as_linen(jax.tree.map(np.asarray, model), layout_of(case)), abstract, mesh)
+    return model, linen, params, batch
+
+
+def run_both(case: Case) -> tuple[Found, Found]:
+    """What Linen and NNX compute."""
+    model, linen, params, batch = placed(case)
+    key = KEY if case.dropout else None
+    with jax.set_mesh(mesh_of(case.mesh, case.mode)):
+        got = jax.jit(functools.partial(evaluate_linen, linen))(params, batch, key)
+        want = jax.jit(evaluate_nnx)(model, batch, key)
+    return got, renamed(want, layout_of(case))
+
+
+@functools.cache
+def one_device() -> Found:
+    """The sequential NNX model."""
+    batch = jax.tree.map(jnp.asarray, packed_batch(SPARSE))
+    return jax.jit(evaluate_nnx)(weights(()), batch, None)
+
+
+def assert_same(got: Found, want: Found) -> None:
+    """To the bit; the load balance may be zero, which it is without experts."""
+    assert_same_bits(got.gradients, want.gradients)
+    (loss, (entropy, balance)), (want_loss, (want_entropy, want_balance)) = got.loss, want.loss
+    assert_same_bits((loss, entropy), (want_loss, want_entropy))
+    assert float(balance) == float(want_balance)
+
+
+def assert_near_one_device(got: Found, case: Case) -> None:
+    alone = one_device()
+    assert_close(got.loss, alone.loss, 1e-5)
+    mesh = mesh_of(case.mesh, case.mode)
+    gradients = renamed(
+        alone._replace(gradients=model_on_mesh(alone.gradients, case.config, mesh)), layout_of(case)
+    ).gradients
+    by_path = [dict(sorted(arrays_by_path(x).items())) for x in (got.gradients, gradients)]
+    assert_close(*by_path, 1e-4)
+
+
+@pytest.mark.parametrize("case", [*SCANNED, *PIPELINED], ids=str)
+def test_equals_nnx(case: Case) -> None:
+    """To the bit to NNX in the same place; nearly to the sequential model."""
+    got, want = run_both(case)
+    assert_same(got, want)
+    if not case.model:
+        assert_near_one_device(got, case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(), Case("stage=2,tensor=2"), Case("stage=2,fsdp=2", "auto", REPEATED)],
+    ids=str,
+)
+def test_logits_equal_nnx(case: Case) -> None:
+    model, linen, params, batch = placed(case)
+    with jax.set_mesh(mesh_of(case.mesh, case.mode)):
+        got = jax.jit(linen.apply)({"params": params}, batch.tokens, **side_of(batch))
+        want = jax.jit(lambda model: model(batch.tokens, **side_of(batch)))(model)
+    assert_same_bits(got, want)
+    assert got.dtype == jnp.float32
+    assert got.sharding == want.sharding
+
+
+def run_in_a_loop(pipeline: NNXPipeline, x: Any, side: Any, *, groups: int, owned: None) -> Any:
+    """`CircularPipeline.run` on one stage, with its layers in a Python loop."""
+    del owned
+    runner = pipeline.runner
+    side = jax.tree.map(runner.batches.arrange, side)
+    apply = POLICIES[runner.config.remat].checkpoint(
+        lambda layer, x: layer(x, **side, groups=groups)
+    )
+    usages = []
+    for number in range(runner.num_layers):
+        x, usage = apply(jax.tree.map(lambda leaf, at=number: leaf[0, 0, at], pipeline.layers), x)
+        usages.append(usage)
+    return x, runner.summarize(jax.tree.map(lambda *leaves: jnp.stack(leaves), *usages))
+
+
+@pytest.mark.parametrize("mesh", ["", "fsdp=2"])
+def test_layers_apart_equal_nnx_layers_in_a_loop(mesh: str, monkeypatch: Any) -> None:
+    """To the bit against the same loop, and nearly against the scanned one."""
+    case = Case(mesh, layout="unscanned")
+    with monkeypatch.context() as patch:
+        patch.setattr(NNXPipeline, "run", run_in_a_loop)
+        got, want = run_both(case)
+    assert_same(got, want)
+    assert_near_one_device(got, case)
+
+
+# ---- layers of one's own -------------------------------------------------------------------------
+
+
+class Dense(nn.Module):
+    """A Linen layer of one's own: weights in boxes and without, dropout."""
+
+    width: int = 4
+
+    @nn.compact
+    def __call__(self, x: Any, *, keys: Any = None, shift: Any = None) -> Any:
+        normal = nn.initializers.normal(0.3)
+        boxed = nn.with_logical_partitioning(normal, ("embed", "mlp"))
+        y = jnp.tanh(x @ self.param("kernel", boxed, (self.width, self.width)))
+        y = y * self.param("scale", nn.initializers.ones, (self.width,))
+        if shift is not None:
+            y = y + shift[..., None]
+        return x + (y if keys is None else dropout(y, keys, rate=0.5, spec=P())), {
+            "sum": jnp.sum(y)
+        }
+
+
+class DenseNNX(nnx.Module):
+    """The same as an NNX module."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.kernel = nnx.Param(0.3 * jax.random.normal(rngs.params(), (4, 4)))
+        self.scale = nnx.Param(jnp.ones(4))
+
+    def __call__(self, x: Any, **side: Any) -> Any:
+        params = {"kernel": self.kernel[...], "scale": self.scale[...]}
+        return Dense().apply({"params": params}, x, **side)
+
+
+@pytest.mark.parametrize("mode", ["explicit", "auto"])
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_a_pipeline_of_other_layers(repeats: int, mode: str) -> None:
+    """Values, metrics and gradients of `Pipeline` and `CircularPipeline` alone."""
+    mesh, config = mesh_of("stage=2", mode), PipelineConfig(num_microbatches=4, num_repeats=repeats)
+    kind = Pipeline if repeats == 1 else CircularPipeline
+    linen, x, shift = kind(config, Dense(), 4), float_rows(8, 6, 4), float_rows(8, 6, seed=2)
+
+    def evaluate(run: Any, weights: Any) -> Any:
+        def loss(weights: Any, x: Any) -> Any:
+            y, metrics = run(weights, x)
+            return jnp.sum(y**2), (y, metrics)
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(weights, x)
+
+    with jax.set_mesh(mesh):
+        native = NNXPipeline(config, DenseNNX, num_layers=4, rngs=nnx.Rngs(0))
+        born = jax.jit(linen.init)(jax.random.key(0), x, shift=shift)["params"]
+
+        def as_params(pipeline: Any) -> Any:
+            layers, flat = pipeline.layers, {}
+            for name in ("kernel", "scale"):
+                flat |= stage_of_layers(getattr(layers, name).get_value(), name)
+            return nested(flat)
+
+        params = jax.tree.map(
+            lambda new, old: jax.device_put(new, old.sharding), as_params(native), nn.unbox(born)
+        )
+        got = evaluate(lambda p, x: linen.apply({"params": p}, x, key=KEY, shift=shift), params)
+        want = evaluate(lambda model, x: model(x, key=KEY, shift=shift), native)
+    assert_same_bits(got[0], want[0])
+    assert_same_bits(got[1][0], as_params(SimpleNamespace(layers=want[1][0].layers)))
+    assert_same_bits(got[1][1], want[1][1])
+    kernel = born["layers"]["kernel"] if repeats == 2 else born["layers"]["layers_0"]["kernel"]
+    leading = ("circular_repeats", "layers") if repeats == 2 else ("layers",)
+    assert kernel.names == (*leading, "embed", "mlp")
+
+
+class Noisy(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.BatchNorm(use_running_average=False)(x), None
+
+
+class Odd(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        boxed = nn.with_logical_partitioning(nn.initializers.ones, ("embd",))
+        return x * self.param("scale", boxed, (4,)), None
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "layer", "message"),
+    [
+        (
+            Pipeline,
+            PipelineConfig(),
+            Noisy(),
+            "Noisy holds the collection 'batch_stats'; in a pipe",
+        ),
+        (
+            Pipeline,
+            PipelineConfig(),
+            Odd(),
+            "logical axis 'embd' is not known; did you mean 'embed'",
+        ),
+        (CircularPipeline, PipelineConfig(num_repeats=3), Dense(), "4 layers do not split into 2"),
+        (
+            Pipeline,
+            PipelineConfig(num_repeats=2),
+            Dense(),
+            "num_repeats=2 is for a CircularPipeline",
+        ),
+    ],
+)
+def test_layers_that_a_pipeline_refuses(
+    kind: Any, config: PipelineConfig, layer: nn.Module, message: str
+) -> None:
+    with jax.set_mesh(mesh_of("stage=2", "auto")), pytest.raises(InputError, match=message):
+        kind(config, layer, 4).init(jax.random.key(0), float_rows(4, 6, 4))
