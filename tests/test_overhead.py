@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -56,7 +57,8 @@ def test_wrappers_add_few_calls_to_tracing_and_lowering(loop: str) -> None:
 
 
 def test_a_constructor_at_every_apply_is_seen_in_the_calls() -> None:
-    assert calls("Flax ToLinen", "unrolled") > 1.3 * calls("native NNX", "unrolled")
+    """What the bounds above would say of a wrapper that runs the constructor each time."""
+    assert calls("Flax ToLinen", "unrolled") > 1.05 * calls("NNX as Linen", "unrolled")
 
 
 @pytest.mark.parametrize("loop", LOOPS)
