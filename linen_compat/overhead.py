@@ -9,6 +9,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import jax
@@ -33,8 +34,8 @@ RUN_LIMIT = 4_000_000_000  # bytes of arrays above which no step is run
 class Figures:
     """What one arm needs in one loop; None where it could not be measured.
 
-    Seconds are the least of all repetitions (compile: the first one alone). abstract_init, trace,
-    lower: processor time. compile: elapsed. dispatch: elapsed from the call of a compiled step
+    Seconds are the median of the repetitions; compile is done once. abstract_init, trace, lower:
+    processor time. compile: elapsed. dispatch: elapsed from the call of a compiled step
     until it returns, its result not waited for. temp_bytes: the compiler's, per device.
     hlo_instructions: of the compiled program. host_bytes: of Python objects at the peak from
     abstract init to lowering. python_calls: of functions in tracing and lowering, which says the
@@ -58,7 +59,11 @@ FIGURES = tuple(item.name for item in dataclasses.fields(Figures))
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One arm in one loop. ratios: each figure over the native arm's. error: why it has none."""
+    """One arm in one loop. ratios: each figure over the native arm's. error: why it has none.
+
+    A ratio of seconds is the median of those within each repetition, where both arms had the same
+    neighbours on the machine; it need not be the ratio of the medians.
+    """
 
     loop: str
     arm: str
@@ -104,11 +109,11 @@ class _Samples:
         self.seconds.setdefault(name, []).append(seconds)
 
     def figures(self) -> Figures:
-        """The least seconds, and what was counted; nothing from an arm that failed on the way."""
+        """What was measured; nothing from an arm that failed on the way."""
         if self.error is not None:
             return Figures()
-        least: dict[str, Any] = {name: min(values) for name, values in self.seconds.items()}
-        return Figures(**least, **self.counts)
+        seconds: dict[str, Any] = {name: median(values) for name, values in self.seconds.items()}
+        return Figures(**seconds, **self.counts)
 
     @contextlib.contextmanager
     def catching(self) -> Iterator[None]:
@@ -123,7 +128,7 @@ class _Samples:
 def measure_overhead(
     config: Config,
     *,
-    repetitions: int = 5,
+    repetitions: int = 7,
     loops: Sequence[str] = LOOPS,
     arms: Sequence[Arm] = ARMS,
     progress: Progress = lambda text: None,
@@ -175,13 +180,13 @@ def _measure_loop(
                 progress(f"{loop}: {one.arm.name}, repetition {repetition + 1} of {repetitions}")
                 if one.error is None:
                     with one.catching():
-                        program = make_program(one.arm, loop, config, mesh)
-                        _measure_once(one, program, compiles=repetition == 0)
+                        _measure_once(one, make_program(one.arm, loop, config, mesh))
         for one in samples:
-            progress(f"{loop}: {one.arm.name}, host memory and calls")
+            progress(f"{loop}: {one.arm.name}, compiling, host memory and calls")
             if one.error is None:
                 with one.catching():
                     program = make_program(one.arm, loop, config, mesh)
+                    _compile(one, program)
                     _measure_host(one, program)
                     one.counts["python_calls"] = count_calls(program)
         progress(f"{loop}: dispatch")
@@ -225,15 +230,17 @@ def _lowered(
     return params, lowered
 
 
-def _measure_once(one: _Samples, program: Program, *, compiles: bool) -> None:
+def _measure_once(one: _Samples, program: Program) -> None:
     gc.collect()
     gc.disable()
     try:
-        params, lowered = _lowered(program, one.add)
+        _lowered(program, one.add)
     finally:
         gc.enable()
-    if not compiles:
-        return
+
+
+def _compile(one: _Samples, program: Program) -> None:
+    params, lowered = _lowered(program)
     started = time.perf_counter()
     compiled = lowered.compile()
     one.add("compile", time.perf_counter() - started)
@@ -278,25 +285,31 @@ def _dispatch(one: _Samples) -> None:
 
 
 def _rows(loop: str, samples: list[_Samples]) -> list[Row]:
-    figures = {one.arm.name: one.figures() for one in samples}
+    by_name = {one.arm.name: one for one in samples}
     return [
         Row(
             loop=loop,
             arm=one.arm.name,
             native=one.arm.native,
-            figures=figures[one.arm.name],
-            ratios=_ratios(figures[one.arm.name], figures.get(one.arm.native)),
+            figures=one.figures(),
+            ratios=_ratios(one, by_name.get(one.arm.native)),
             error=one.error,
         )
         for one in samples
     ]
 
 
-def _ratios(own: Figures, native: Figures | None) -> dict[str, float | None]:
+def _ratios(own: _Samples, native: _Samples | None) -> dict[str, float | None]:
     """Each figure over the native one; None where either is missing, or the native one is 0."""
 
     def ratio(name: str) -> float | None:
-        mine, base = getattr(own, name), getattr(native, name, None)
+        if native is None or own.error or native.error:
+            return None
+        if name in own.seconds and name in native.seconds:
+            pairs = zip(own.seconds[name], native.seconds[name], strict=True)
+            ratios = [mine / base for mine, base in pairs if base]
+            return round(median(ratios), 4) if ratios else None
+        mine, base = own.counts.get(name), native.counts.get(name)
         return round(mine / base, 4) if mine is not None and base else None
 
     return {name: ratio(name) for name in FIGURES}

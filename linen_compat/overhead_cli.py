@@ -31,7 +31,7 @@ READ = ("train.global_batch", "train.sequence_length")
     type=click.Choice(LOOPS),
     help="What the layers run in; may come often. [default: all of them]",
 )
-@click.option("--repetitions", type=click.IntRange(min=1), default=5, show_default=True)
+@click.option("--repetitions", type=click.IntRange(min=1), default=7, show_default=True)
 @click.option("--picture", "picture_path", metavar="PATH", help="Draw it as .png or .svg too.")
 @click.option("--json", "json_path", metavar="PATH", help="Write JSON; - is standard output.")
 def overhead(

@@ -26,7 +26,8 @@ def overhead_view(result: Overhead) -> RenderableType:
     views.append(
         Text(
             "init, trace, lower: seconds of processor time. × both, × calls: trace and lower, and "
-            "the Python calls in it, over the native style of what is wrapped. compile: seconds. "
+            "the Python calls in it, over the native style of what is wrapped (of seconds the "
+            "median within each repetition). compile: seconds. "
             "call: microseconds until a step's call returns. host: Python objects at the peak."
         )
     )
@@ -42,8 +43,8 @@ def overhead_view(result: Overhead) -> RenderableType:
 def _title(result: Overhead) -> str:
     model, train = result.config.model, result.config.train
     return (
-        f"value and gradient of {model.num_layers} layers, embed {model.embed_dim}, batch "
-        f"{train.global_batch} × {train.sequence_length}; least of {result.repetitions} repetitions"
+        f"value and gradient of {model.num_layers} layers of {model.embed_dim} units, batch "
+        f"{train.global_batch} × {train.sequence_length}: medians of {result.repetitions} rounds"
     )
 
 

@@ -38,20 +38,6 @@ class Block(nnx.Module):
         return 2 * self(x)
 
 
-class Counter(nnx.Module):
-    """Keeps a running mean, drops out, and takes a note."""
-
-    def __init__(self, *, rngs: nnx.Rngs) -> None:
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-        self.mean = nnx.BatchStat(jnp.zeros(()))
-
-    def __call__(self, x: jax.Array, *, train: bool = False) -> jax.Array:
-        if train:
-            self.mean.set_value(0.5 * self.mean[...] + 0.5 * jnp.mean(x))
-            self.largest = nnx.Intermediate((jnp.max(x),))
-        return self.dropout(x, deterministic=not train)
-
-
 def x_of(width: int = 16) -> jax.Array:
     return float_rows(2, 3, width)
 
@@ -234,51 +220,6 @@ def test_under_vmap_each_copy_has_its_own_variables() -> None:
         own = jax.tree.map(lambda leaf, at=index: leaf[at], nn.meta.unbox(variables))
         alone = to_linen(Block, 16).apply({"params": own["params"]["pair"]}, x_of())
         np.testing.assert_allclose(out[index], alone, rtol=1e-6, atol=1e-6)
-
-
-def test_state_is_written_where_it_is_mutable_and_refused_where_it_is_not() -> None:
-    module = to_linen(Counter)
-    variables = module.init({"params": jax.random.key(0)}, x_of())
-    assert flatten(variables).keys() == {("batch_stats", "mean")}
-    rngs = {"dropout": jax.random.key(1)}
-    with pytest.raises(
-        InputError, match=r"changed Counter\.mean .* 'batch_stats' is not mutable; "
-    ):
-        module.apply(variables, x_of(), train=True, rngs=rngs)
-    out, changed = module.apply(
-        variables, x_of(), train=True, rngs=rngs, mutable=["batch_stats", "intermediates"]
-    )
-    np.testing.assert_allclose(changed["batch_stats"]["mean"], 0.5 * jnp.mean(x_of()), rtol=1e-6)
-    assert changed["intermediates"]["largest"] == (jnp.max(x_of()),)
-    assert 0 < jnp.sum(out == 0) < out.size
-    np.testing.assert_array_equal(module.apply(variables, x_of()), x_of())
-
-
-def test_random_numbers_are_a_function_of_linens_key_and_missed_only_where_they_are_drawn() -> None:
-    module = to_linen(Counter)
-    variables = module.init(jax.random.key(0), x_of())
-
-    def out(**rngs: jax.Array) -> jax.Array:
-        return module.apply(variables, x_of(), train=True, rngs=rngs, mutable=["batch_stats"])[0]
-
-    first, other = jax.random.key(1), jax.random.key(2)
-    np.testing.assert_array_equal(out(dropout=first), out(dropout=first))
-    np.testing.assert_array_equal(out(dropout=jax.random.PRNGKey(1)), out(dropout=first))
-    assert not np.array_equal(out(dropout=first), out(dropout=other))
-    with pytest.raises(InputError, match=r"drew random numbers from the stream 'dropout' and"):
-        out()
-
-
-def test_two_streams_of_one_name_draw_different_numbers() -> None:
-    class Two(nnx.Module):
-        def __init__(self, *, rngs: nnx.Rngs) -> None:
-            self.a, self.b = nnx.Dropout(0.5, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
-
-        def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return self.a(x), self.b(x)
-
-    a, b = to_linen(Two).apply({}, x_of(), rngs={"dropout": jax.random.key(0)})
-    assert not np.array_equal(a, b)
 
 
 def test_one_module_called_twice_keeps_one_set_of_variables() -> None:

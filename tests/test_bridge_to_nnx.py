@@ -47,18 +47,6 @@ class Layer(nn.Module):
         return x + hidden, {"largest": jnp.max(hidden)}
 
 
-class Stateful(nn.Module):
-    """A running mean, dropout and a note."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array, *, train: bool = False) -> jax.Array:
-        mean = self.variable("batch_stats", "mean", lambda: jnp.zeros(()))
-        if train:
-            mean.value = 0.5 * mean.value + 0.5 * jnp.mean(x)
-            self.sow("intermediates", "largest", jnp.max(x))
-        return nn.Dropout(0.5, deterministic=not train)(x)
-
-
 def x_of(batch: int = 2) -> jax.Array:
     return float_rows(batch, 3, 16)
 
@@ -120,34 +108,6 @@ def test_a_call_asks_linen_for_no_more_than_a_native_apply_does() -> None:
         return len(MADE)
 
     assert made_by(lambda x: model(x)) == made_by(lambda x: Layer().apply(variables, x))
-
-
-def test_state_is_updated_by_the_calls_that_change_it() -> None:
-    rngs = nnx.Rngs(params=0, dropout=1)
-    model = to_nnx(Stateful(), x_of(), rngs=rngs, collect=["intermediates"])
-    assert isinstance(model.mean, nnx.BatchStat)
-    np.testing.assert_array_equal(model(x_of()), x_of())
-    assert model.mean[...] == 0
-
-    @nnx.jit
-    def step(model: nnx.Module, x: jax.Array) -> jax.Array:
-        return model(x, train=True)
-
-    first, second = step(model, x_of()), step(model, x_of())
-    np.testing.assert_allclose(model.mean[...], 0.75 * jnp.mean(x_of()), rtol=1e-6)
-    assert isinstance(model.largest, nnx.Intermediate)
-    assert model.largest.get_value() == (jnp.max(x_of()),)
-    assert not np.array_equal(first, second), "the stream of dropout goes on"
-
-
-def test_random_numbers_without_a_stream_are_refused_and_can_be_given_to_a_call() -> None:
-    model = to_nnx(Stateful(), x_of(), rngs=0)
-    with pytest.raises(InputError, match=r"Stateful draws random numbers from a stream .*dropout"):
-        model(x_of(), train=True)
-    keys = {"dropout": jax.random.key(3)}
-    out = model(x_of(), train=True, rngs=keys)
-    np.testing.assert_array_equal(out, model(x_of(), train=True, rngs=keys))
-    assert np.any(out != model(x_of(), train=True, rngs=nnx.Rngs(dropout=4)))
 
 
 def test_given_variables_are_taken_and_must_be_the_modules() -> None:

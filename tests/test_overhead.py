@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -56,7 +57,8 @@ def test_wrappers_add_few_calls_to_tracing_and_lowering(loop: str) -> None:
 
 
 def test_a_constructor_at_every_apply_is_seen_in_the_calls() -> None:
-    assert calls("Flax ToLinen", "unrolled") > 1.3 * calls("native NNX", "unrolled")
+    """What the bounds above would say of a wrapper that runs the constructor each time."""
+    assert calls("Flax ToLinen", "unrolled") > 1.05 * calls("NNX as Linen", "unrolled")
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -95,6 +97,8 @@ def test_every_figure_is_measured_and_held_to_the_native_style(measured) -> None
         assert all(value > 0 for value in figures.values())
         native = dataclasses.asdict(rows[row.native].figures)
         for name, ratio in row.ratios.items():
+            if name == "dispatch":  # of several steps, the median of the ratios
+                continue
             np.testing.assert_allclose(ratio, figures[name] / native[name], atol=1e-4)
     sizes = [(row.figures.temp_bytes, row.figures.hlo_instructions) for row in measured.rows[:2]]
     assert len(set(sizes)) == 1, "the styles compile to the same program"
