@@ -225,7 +225,7 @@ class Mixtral(nnx.Module):
 
     def _check_batch(self, batch: int) -> None:
         mesh = ambient_mesh()
-        self.config.check_mesh(mesh, batch=batch)
+        self.config.for_batch(batch).check_mesh(mesh)
         if mesh.stage != self.pipeline.num_stages:
             raise InputError(
                 f"the model was made for {self.pipeline.num_stages} stages and the mesh has "
