@@ -2,7 +2,9 @@
 
     python benchmarks/peer_memory.py tpu:v5p:2x2x2 cuda:h100:8
 
-prints a Markdown table and writes it to benchmarks/results/peer_memory.md when all is measured.
+measures and writes benchmarks/results/peer_memory.json and, from it, peer_memory.md. After a row
+its result is on disk, so a call that was stopped goes on with --missing.
+
 MaxText's figures: its NNX path of August 2026, JAX 0.10.2 with libtpu 0.0.42.1 or jax-cuda13-pjrt
 0.10.2, remat full, dense experts, dot-product attention. Another version of a compiler gives other
 figures, so compare only at these.
@@ -10,16 +12,18 @@ figures, so compare only at these.
 
 import argparse
 import dataclasses
+import json
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nnx_pipeline import MeshConfig, preset
+from nnx_pipeline.files import write_text
 from nnx_pipeline.lab.compile import Measurement, measure_step
 from nnx_pipeline.lab.platform import Platform
-from nnx_pipeline.lab.report import megabytes, write_text
+from nnx_pipeline.lab.report import megabytes
 
-RESULTS = Path(__file__).parent / "results" / "peer_memory.md"
+RESULTS = Path(__file__).parent / "results" / "peer_memory.json"
 TPU, H100 = "tpu:v5p:2x2x2", "cuda:h100:8"
 
 
@@ -55,6 +59,8 @@ ROWS = (
     Row(TPU, PIPELINE, 1, 32, 16, ONE_F_ONE_B, None, None),
     Row(TPU, PIPELINE, 1, 64, 32, ONE_F_ONE_B, 1_358_850_784, 1_564_419_552),
     Row(TPU, PIPELINE, 1, 128, 64, ONE_F_ONE_B, None, None),
+    Row(TPU, PIPELINE, 2, 16, 8, ONE_F_ONE_B, 414_764_672, 674_285_888, 1_504_000_000),
+    Row(TPU, PIPELINE, 2, 64, 32, ONE_F_ONE_B, 1_292_356_544, 1_534_533_952),
     Row(TPU, PIPELINE, 1, 64, 32, {}, 1_358_850_784, 1_564_419_552),
     Row(TPU, PIPELINE, 2, 32, 16, {}, 688_147_456, 963_828_544),
     Row(TPU, PIPELINE, 2, 64, 32, {}, 1_292_356_544, 1_534_533_952),
@@ -63,12 +69,19 @@ ROWS = (
     Row(H100, PIPELINE, 2, 16, 8, ACCUMULATE, None, None),
     Row(H100, PIPELINE, 2, 16, 8, STEP, None, None),
     Row(H100, PIPELINE, 2, 16, 8, PREFETCH, None, None),
+    Row(H100, PIPELINE, 2, 16, 8, ONE_F_ONE_B, None, None),
     Row(H100, PIPELINE, 1, 16, 8, {}, 574_115_464, 931_233_840),
     Row(H100, PIPELINE, 1, 16, 8, ONE_F_ONE_B, 574_115_464, 931_233_840),
     Row(H100, PIPELINE, 1, 64, 32, {}, 1_049_408_392, 1_405_608_104),
     Row(H100, PIPELINE, 1, 64, 32, ONE_F_ONE_B, 1_049_408_392, 1_405_608_104),
     Row(H100, "fsdp=8", 1, 16, 1, {}, 534_835_304, 744_596_236),
 )
+ABOUT = """# mixtral-small beside MaxText
+
+Made by `python benchmarks/peer_memory.py`; MB (10⁶ bytes) per device. Traffic is what all
+collectives give per step, loops counted. A dash: MaxText has no such option, was not measured so,
+or crashes its compiler (2 repeats on H100).
+"""
 HEAD = (
     "| platform | mesh | repeats | batch | microbatches | options | arguments | temp | heap | peak "
     "| temp, of MaxText's | peak, of MaxText's | traffic | of MaxText's | TFLOP |\n"
@@ -97,46 +110,55 @@ def share(ours: int | None, peer: int | None) -> str:
     return "–" if peer is None or ours is None else f"{ours / peer:.2f}"
 
 
-def line(row: Row, result: Measurement) -> str:
+def name_of(row: Row) -> str:
+    """What a row is called in the file of results."""
+    return " ".join(map(str, (*row[:5], *(f"{name}={it}" for name, it in row.options.items()))))
+
+
+def line(row: Row, found: dict[str, Any]) -> str:
     """The row of the table; bytes as MB of 10⁶."""
-    memory = result.memory
-    sizes = (memory.argument_bytes, memory.temp_bytes, memory.heap_bytes, memory.peak_bytes)
-    traffic = sum(counted["bytes"] for counted in result.collectives.values())
+    memory, traffic = found["memory"], found["traffic"]
+    sizes = [memory[f"{name}_bytes"] for name in ("argument", "temp", "heap", "peak")]
     cells = [
         *row[:5],
         ", ".join(f"{name}={value}" for name, value in row.options.items()),
         *map(megabytes, sizes),
-        share(memory.temp_bytes, row.peer_temp),
-        share(memory.peak_bytes, row.peer_peak),
+        share(memory["temp_bytes"], row.peer_temp),
+        share(memory["peak_bytes"], row.peer_peak),
         megabytes(traffic),
         share(traffic, row.peer_traffic),
-        "–" if result.flops is None else f"{result.flops / 1e12:.2f}",
+        "–" if found["flops"] is None else f"{found['flops'] / 1e12:.2f}",
     ]
     return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def document(results: dict[str, dict[str, Any]]) -> str:
+    """The Markdown file of what has been measured."""
+    there = [(row, results[name_of(row)]) for row in ROWS if name_of(row) in results]
+    lines = "\n".join(line(row, found) for row, found in there)
+    compilers = dict.fromkeys(f"- {row.platform}: {found['versions']}" for row, found in there)
+    return f"{ABOUT}\n{HEAD}\n{lines}\n\n" + "\n".join(compilers) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("platforms", nargs="*", default=[TPU, H100])
-    chosen = parser.parse_args().platforms
-    lines, versions = [], {}
+    parser.add_argument("--missing", action="store_true", help="only what has no result yet")
+    asked = parser.parse_args()
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for row in ROWS:
-        if row.platform in chosen:
-            result = measure(row)
-            versions[row.platform] = {k: v for k, v in result.versions.items() if v}
-            lines.append(line(row, result))
-            print(lines[-1], file=sys.stderr, flush=True)
-    made = f"Made by `python benchmarks/peer_memory.py {' '.join(chosen)}`; MB (10⁶ bytes) per "
-    made += (
-        "device. Traffic is what all collectives give per step, loops counted. A dash: MaxText has "
-        "no such option, was not measured so, or crashes its compiler (2 repeats on H100)."
-    )
-    compilers = "\n".join(f"- {platform}: {found}" for platform, found in versions.items())
-    text = f"# mixtral-small beside MaxText\n\n{made}\n\n{HEAD}\n" + "\n".join(lines)
-    text += f"\n\n{compilers}\n"
-    print(text)
-    if {row.platform for row in ROWS} <= set(chosen):
-        write_text(str(RESULTS), text)
+        if row.platform not in asked.platforms or (asked.missing and name_of(row) in results):
+            continue
+        result = measure(row)
+        results[name_of(row)] = {
+            "memory": dataclasses.asdict(result.memory),
+            "traffic": sum(counted["bytes"] for counted in result.collectives.values()),
+            "flops": result.flops,
+            "versions": {k: v for k, v in result.versions.items() if v},
+        }
+        write_text(str(RESULTS), json.dumps(results, indent=1) + "\n")
+        write_text(str(RESULTS.with_suffix(".md")), document(results))
+        print(line(row, results[name_of(row)]), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

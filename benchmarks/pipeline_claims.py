@@ -20,10 +20,11 @@ from typing import Any
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 from nnx_pipeline import MeshConfig, preset
+from nnx_pipeline.files import write_text
 from nnx_pipeline.lab.compare import Outcome, run_experiments
 from nnx_pipeline.lab.experiments import EXPERIMENTS
 from nnx_pipeline.lab.platform import Platform
-from nnx_pipeline.lab.report import CPU_WARNING, megabytes, write_text
+from nnx_pipeline.lab.report import CPU_WARNING, megabytes
 
 RESULTS = Path(__file__).parent / "results" / "pipeline_claims.json"
 PLATFORMS = ("tpu:v5p:2x2x2", "cuda:h100:8", "cpu")
@@ -96,7 +97,9 @@ def document(results: dict[str, dict[str, Any]]) -> str:
         if platform == "cpu":
             text += f"{CPU_WARNING}\n\n"
         text += HEAD + "\n" + "\n".join(line(*pair) for pair in there.items()) + "\n\n"
-        compilers = {json.dumps(one["compiler"]) for one in there.values() if one["compiler"]}
+        compilers = {
+            json.dumps(one["compiler"], sort_keys=True) for one in there.values() if one["compiler"]
+        }
         for compiler in sorted(compilers):
             packages = ", ".join(f"{name} {value}" for name, value in json.loads(compiler).items())
             text += f"Compiler: {packages}.\n"

@@ -15,6 +15,7 @@ from rich.table import Table
 from nnx_pipeline.cli_support import Failed, compiler_errors, main_of, progress
 from nnx_pipeline.config import Config, to_dict
 from nnx_pipeline.errors import InputError
+from nnx_pipeline.files import write_text
 from nnx_pipeline.lab import report
 from nnx_pipeline.lab.compare import run_experiments
 from nnx_pipeline.lab.compile import measure_step
@@ -30,6 +31,7 @@ from nnx_pipeline.presets import PRESETS, count_parameters, preset
 from nnx_pipeline.train.loop import train as run_training
 
 Command = Callable[..., Any]
+MOST_CELLS = 2_000_000  # of a timetable: seconds, and a JSON of tens of megabytes
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -154,7 +156,7 @@ def compile_command(
     report.show(report.measurement_view(title, result), json_path=json_path)
     report.emit_json(json_path, result.to_json())
     if hlo_path:
-        report.write_text(hlo_path, result.hlo)
+        write_text(hlo_path, result.hlo)
 
 
 @cli.command(epilog="Example: nnx-pipeline ab stage-vmap --platform tpu:v5p:2x2x2")
@@ -215,7 +217,7 @@ def _list_experiments(json_path: str | None) -> None:
 @_config_options(None)
 @_mesh_option("")
 @click.option("--steps", type=click.IntRange(min=1), required=True, help="Training steps.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True)
 @_platform_option
 @_json_option
 def train(
@@ -298,6 +300,11 @@ def schedule(
     plan = make_schedule(
         name, stages=stages, microbatches=microbatches, repeats=repeats, delay=delay
     )
+    if stages * plan.ticks > MOST_CELLS:
+        raise InputError(
+            f"a timetable of {stages} stages and {plan.ticks} ticks has more than {MOST_CELLS:,} "
+            "cells; choose fewer stages, microbatches or repeats"
+        )
     report.check_writable(json_path, "--json")
     report.check_writable(picture_path, "--picture")
     check_picture(picture_path)
@@ -315,3 +322,5 @@ def _count(parameters: int) -> str:
 
 
 main = main_of(cli, "nnx-pipeline")
+if __name__ == "__main__":
+    main()

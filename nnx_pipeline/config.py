@@ -96,6 +96,9 @@ class PipelineConfig:
     in device or in host memory (see `remat.POLICIES`, which says what compilers make of the
     latter); with `save_decoder_layer_input` that is the input of each layer too, where a stage has
     several, and without it those are computed again, together with all layers before.
+
+    `sharding` is the kind of axes that the commands give their meshes; a model in Python goes by
+    the axes of the mesh that it is made under (`make_mesh(…, sharding=…)`).
     """
 
     num_microbatches: int | None = None
@@ -139,12 +142,19 @@ class PipelineConfig:
             self._check_one_f_one_b()
 
     def _check_one_f_one_b(self) -> None:
-        for name, only in (("num_repeats", 1), ("forwarding_delay", 1), ("backward", None)):
+        for name, only in (("forwarding_delay", 1), ("backward", None)):
             if getattr(self, name) != only:
                 raise InputError(
                     f"pipeline.{name}={getattr(self, name)} is for the circular schedule; "
                     f"with pipeline.schedule=1f1b leave it at {only}"
                 )
+        if self.num_repeats > 1 and self.fsdp_gather == "prefetch":
+            raise InputError(
+                "pipeline.fsdp_gather=prefetch holds the weights of two repeats that follow each "
+                f"other, and with pipeline.schedule=1f1b and pipeline.num_repeats="
+                f"{self.num_repeats} stages are in other repeats forward and backward; choose use "
+                "or step"
+            )
         if POLICIES[self.remat].offloaded:
             raise InputError(
                 f"pipeline.remat={self.remat} sends values to the host, and the ring of "
@@ -198,8 +208,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         whole(self, "global_batch", "sequence_length", "loss_chunks")
         at_least(self, 0.0, "learning_rate", "adam_eps", "weight_decay", "load_balance_weight")
-        if isinstance(self.dropout_seed, bool) or not isinstance(self.dropout_seed, int):
-            raise InputError(f"dropout_seed={self.dropout_seed!r} is not a whole number")
+        seed = self.dropout_seed
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+            raise InputError(f"dropout_seed={seed!r} is not a whole number from 0 to 2**32 - 1")
         for name in ("adam_b1", "adam_b2"):
             if not 0 <= number(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
@@ -279,11 +290,13 @@ class Config:
                 f"pipeline.forwarding_delay={self.pipeline.forwarding_delay}; choose {fewest} or "
                 "more"
             )
-        if self.pipeline.shift == "pad" and repeats > 1 and microbatches == fewest:
+        at_once = microbatches == fewest or self.pipeline.schedule == "1f1b"
+        if self.pipeline.shift == "pad" and repeats > 1 and at_once:
             raise InputError(
                 f"pipeline.shift=pad loses what leaves the last stage, and with "
-                f"pipeline.num_microbatches={microbatches} the first stage takes it at once; "
-                "choose more microbatches or 'slice'"
+                f"pipeline.num_microbatches={microbatches} and "
+                f"pipeline.schedule={self.pipeline.schedule} the first stage takes it at once; "
+                "choose 'slice', or circular with more microbatches"
             )
         self._check_batch(microbatches)
         copies = mesh.data * mesh.fsdp * mesh.expert

@@ -19,6 +19,7 @@ from jaxtyping import Array
 
 from nnx_pipeline.errors import InputError, nearest
 
+PORTABLE = "threefry2x32"  # JAX's generator whose numbers depend on the key alone
 MeshAxes = tuple[str, ...]
 Constrain = Callable[[Array, P], Array]
 Module = TypeVar("Module", bound=nnx.Module)
@@ -183,6 +184,16 @@ def gather_weight(kernel: Array, stored: P, used: P) -> Array:
     return place(kernel if is_explicit() else place(kernel, stored), used)
 
 
+def portable_key(key: Array) -> Array:
+    """The key, or one made from it whose numbers depend on nothing but the key.
+
+    Those of JAX's other generators (`rbg`) depend on how an array is spread and on `vmap`.
+    """
+    if jax.random.key_impl(key) == PORTABLE:
+        return key
+    return jax.random.key(jax.random.bits(key, dtype="uint32"), impl=PORTABLE)
+
+
 def parameter(
     rngs: nnx.Rngs,
     initializer: nnx.initializers.Initializer,
@@ -204,7 +215,7 @@ def initial_value(
     spec: P,
 ) -> Array:
     """What a parameter starts with, made in its place."""
-    value = initializer(key, shape, dtype, out_sharding=out_sharding(spec))
+    value = initializer(portable_key(key), shape, dtype, out_sharding=out_sharding(spec))
     return place(value, spec) if mesh_sizes() and not is_explicit() else value
 
 

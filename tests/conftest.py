@@ -6,6 +6,7 @@ of `nnx_pipeline.ops` are checked at every call.
 """
 
 import os
+from collections.abc import Iterator
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # libtpu: no metadata server, no warnings about a host that is not there, several users at once.
@@ -19,9 +20,17 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_opti
 
 import jax
 import jaxtyping
+import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.devices()  # the number of devices is final from here on
 
 jaxtyping.install_import_hook("nnx_pipeline.ops", "beartype.beartype")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs() -> Iterator[None]:
+    """Frees the programs of a file: a process may not map the memory of those of all files."""
+    yield
+    jax.clear_caches()

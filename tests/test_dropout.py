@@ -19,10 +19,10 @@ from helpers import (
     small_config,
 )
 
-from nnx_pipeline import CircularPipeline, InputError, PipelineConfig, create_pipeline
+from nnx_pipeline import CircularPipeline, InputError, Mixtral, PipelineConfig, create_pipeline
 from nnx_pipeline.ops.dropout import dropout, fold_in, sequence_keys
 from nnx_pipeline.sharding import Layout, P
-from nnx_pipeline.train import jit_train_step, loss_of, make_state
+from nnx_pipeline.train import jit_train_step, loss_and_gradients, loss_of, make_state
 from nnx_pipeline.train.step import batch_sharding
 
 CONFIG = small_config(
@@ -148,3 +148,21 @@ def test_a_layer_of_ones_own_gets_keys() -> None:
         plain, _ = jax.jit(lambda pipeline, x: pipeline(x))(pipeline, x)
     assert_close(got, want, 1e-5)
     assert np.max(np.abs(np.asarray(got) - np.asarray(plain))) > 1e-2
+
+
+@pytest.mark.parametrize("sharding", ["explicit", "auto"])
+def test_a_key_of_another_generator_gives_the_same_everywhere(sharding: str) -> None:
+    """The bits of `rbg` depend on vmap and on how an array is spread; its keys are good enough."""
+    config = small_config(
+        model={"dropout_rate": 0.5}, pipeline={"num_microbatches": 4, "sharding": sharding}
+    )
+    found = []
+    for mesh_text in ("", "stage=2,fsdp=2"):
+        mesh = mesh_of(mesh_text, sharding)
+        with jax.set_mesh(mesh):
+            model = Mixtral(config, rngs=nnx.Rngs(jax.random.key(0, impl="rbg")))
+            batch = jax.device_put(packed_batch(config), batch_sharding(mesh, model.layout))
+            key = jax.random.key(3, impl="rbg")
+            (loss, _), _ = jax.jit(loss_and_gradients)(model, batch, key)
+            found.append(float(loss))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)

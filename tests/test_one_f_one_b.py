@@ -1,6 +1,7 @@
 """1F1B against plain Python loops over microbatches and stages."""
 
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ class Case(NamedTuple):
     mode: str = "explicit"
     remat: str = "full"
     fill: float = math.nan
+    repeats: int = 1
 
     @property
     def stages(self) -> int:
@@ -38,7 +40,7 @@ class Case(NamedTuple):
 
     @property
     def schedule(self) -> OneForwardOneBackward:
-        return OneForwardOneBackward(self.stages, self.microbatches)
+        return OneForwardOneBackward(self.stages, self.microbatches, self.repeats)
 
 
 TABLE = [
@@ -53,6 +55,11 @@ TABLE = [
     Case("stage=8", 24, mode="auto"),
     Case("fsdp=4", 3, layers=3),  # no stages: the gradient adds up over microbatches
     Case("", 4),
+    Case("stage=4,fsdp=2", 8, repeats=2),
+    Case("stage=4,fsdp=2", 4, repeats=3, layers=2, mode="auto"),
+    Case("stage=2,fsdp=2,data=2", 6, repeats=2, shift="slice", remat="none"),
+    Case("stage=2,data=2", 8, repeats=4, shift="slice", mode="auto", remat="none"),
+    Case("", 4, repeats=3),
 ]
 
 
@@ -92,7 +99,7 @@ def arguments(case: Case) -> tuple[Weights, Inputs]:
     def whole(most: int) -> np.ndarray:
         return generator.integers(most, size=(case.microbatches, BATCH), dtype=np.int32)
 
-    lead = (1, case.stages, case.layers)
+    lead = (case.repeats, case.stages, case.layers)
     weights = Weights(
         enter=normal(VOCABULARY, WIDTH),
         stages={"kernel": 0.5 * normal(*lead, WIDTH, WIDTH), "bias": 0.1 * normal(*lead, WIDTH)},
@@ -121,12 +128,13 @@ def on_mesh(case: Case, mesh: Any) -> tuple[Weights, Inputs]:
 
 
 def by_loops(weights: Weights, inputs: Inputs) -> Any:
-    """The reference: two loops."""
+    """The reference: loops over microbatches, repeats and stages."""
     loss, totals = jnp.zeros(()), {"visits": 0.0, "square": 0.0}
     for m in range(inputs.side.shape[0]):
         x = enter(weights.enter, inputs.enter[m])
-        for s in range(weights.stages["bias"].shape[1]):
-            of_stage = jax.tree.map(lambda leaf, s=s: leaf[0, s], weights.stages)
+        repeats, stages = weights.stages["bias"].shape[:2]
+        for visit in itertools.product(range(repeats), range(stages)):
+            of_stage = jax.tree.map(lambda leaf, at=visit: leaf[at], weights.stages)
             x, metrics = apply_stage(of_stage, x, inputs.side[m])
             totals = jax.tree.map(jnp.add, totals, metrics)
         loss += leave(weights.leave, x, jax.tree.map(lambda leaf, m=m: leaf[m], inputs.leave))

@@ -15,11 +15,18 @@ MESH, STAGES, SEQUENCES = "stage=4,fsdp=2", 4, 2
 WIDTHS = {"vocab_size": 64, "embed_dim": 48, "num_layers": STAGES}  # found in no other size
 
 
-def program(microbatches: int, *, mode: str = "explicit", grad: bool = True) -> Any:
+def program(
+    microbatches: int, *, mode: str = "explicit", grad: bool = True, repeats: int = 1
+) -> Any:
     """The jaxpr of the loss, with or without its gradient."""
     config = small_config(
-        model=WIDTHS,
-        pipeline={"schedule": "1f1b", "num_microbatches": microbatches, "sharding": mode},
+        model={**WIDTHS, "num_layers": STAGES * repeats},
+        pipeline={
+            "schedule": "1f1b",
+            "num_microbatches": microbatches,
+            "num_repeats": repeats,
+            "sharding": mode,
+        },
         train={"global_batch": SEQUENCES * microbatches},
     )
     mesh = mesh_of(MESH, mode)
@@ -72,6 +79,34 @@ def test_the_ring_has_two_slots_less_one_per_stage() -> None:
     (steady,) = (loop for loop in loops_over_ticks(program(16)) if loop.params["length"] == 16)
     rings = [shape for shape in carried(steady) if len(shape) == 5 and shape[-1] == 48]
     assert rings == [(STAGES, 2 * STAGES - 1, SEQUENCES, 8, 48)]
+
+
+def test_interleaved_ticks_and_ring() -> None:
+    """Ticks = microbatches · repeats + stages · (repeats + 1) - 2, in the same three loops."""
+    loops = loops_over_ticks(program(8, repeats=2))
+    lengths = [loop.params["length"] for loop in loops]
+    turn = 2 * STAGES - 1
+    assert lengths == [turn, 8 * 2 + STAGES - 1 - turn, turn]
+    rings = [shape for shape in carried(loops[1]) if len(shape) == 5 and shape[-1] == 48]
+    assert rings == [(STAGES, 2 * 2 * STAGES - 1, SEQUENCES, 8, 48)]
+
+
+def test_parts_of_the_loss_have_no_gradient_and_say_so() -> None:
+    config = small_config(
+        model=WIDTHS,
+        pipeline={"schedule": "1f1b", "num_microbatches": 4},
+        train={"global_batch": 8},
+    )
+    mesh = mesh_of(MESH)
+    with jax.set_mesh(mesh):
+        model = jax.eval_shape(lambda: Mixtral(config, rngs=nnx.Rngs(0)))
+        batch = abstract_batch(config, mesh)
+
+        def entropy(model: Mixtral, batch: Any) -> Any:
+            return model.loss(batch.tokens, batch.targets, batch.weights)[1][0]
+
+        with pytest.raises(InputError, match="the gradient of a part of its loss"):
+            jax.make_jaxpr(jax.grad(entropy))(model, batch)
 
 
 def test_the_loss_alone_runs_forward_only() -> None:

@@ -137,7 +137,6 @@ def test_every_pair_is_in_the_table() -> None:
     }
     one_f_one_b = ("schedule", "1f1b")
     assert every - set().union(*map(pairs, table())) == {
-        (one_f_one_b, ("num_repeats", 2)),
         (one_f_one_b, ("forwarding_delay", 2)),
         (one_f_one_b, ("remat", "qkv_proj_offloaded")),
         (one_f_one_b, ("backward", "accumulate")),
@@ -148,3 +147,13 @@ def test_every_pair_is_in_the_table() -> None:
 @given(st.fixed_dictionaries({k: st.sampled_from(v) for k, v in OPTIONS.items()}).filter(fits))
 def test_any_combination(case: Case) -> None:
     check(case)
+
+
+@pytest.mark.parametrize("sharding", ["explicit", "auto"])
+@pytest.mark.parametrize("schedule", ["circular", "1f1b"])
+def test_four_repeats(schedule: str, sharding: str) -> None:
+    """The prefetch window moves on more than once, and 1F1B has the same stage in any repeat."""
+    case: Case = {name: values[0] for name, values in OPTIONS.items()}
+    gather = "prefetch" if schedule == "circular" else "step"
+    case |= {"schedule": schedule, "sharding": sharding, "fsdp_gather": gather}
+    check({**case, "mesh": "stage=2,fsdp=2,tensor=2", "num_repeats": 4, "dropout_rate": 0.3})

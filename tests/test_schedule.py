@@ -159,103 +159,10 @@ def test_numbers_that_make_no_schedule(numbers: tuple[int, ...], message: str) -
     assert message in str(error.value)
 
 
-# ---- one forward, one backward -----------------------------------------------------------------
-
-
 @st.composite
 def one_forward_one_backward(draw: st.DrawFn) -> OneForwardOneBackward:
     stages = draw(st.integers(1, 7))
-    return OneForwardOneBackward(stages, stages * draw(st.integers(1, 5)))
-
-
-def when(schedule: OneForwardOneBackward, direction: str) -> dict[tuple[int, int], int]:
-    """The tick at which (microbatch, stage) is forwarded or taken back; each only once."""
-    rows = getattr(schedule, f"{direction}_rows")()
-    done: dict[tuple[int, int], int] = {}
-    for tick, row in enumerate(rows):
-        assert len(row) == schedule.stages
-        for stage, work in enumerate(row):
-            if work is not None:
-                assert work.repeat == 0
-                assert (work.microbatch, stage) not in done
-                done[work.microbatch, stage] = tick
-    return done
-
-
-@given(one_forward_one_backward())
-def test_every_microbatch_goes_forward_and_back_once(schedule: OneForwardOneBackward) -> None:
-    stages, microbatches = schedule.stages, schedule.microbatches
-    forward, backward = when(schedule, "forward"), when(schedule, "backward")
-    everything = {(m, s) for m in range(microbatches) for s in range(stages)}
-    assert set(forward) == set(backward) == everything
-    for m, s in everything:
-        if s:  # it arrives from the stage before, and goes back to it
-            assert forward[m, s] == forward[m, s - 1] + 1
-            assert backward[m, s - 1] == backward[m, s] + 1
-        if m:
-            assert forward[m, s] > forward[m - 1, s]
-            assert backward[m, s] > backward[m - 1, s]
-        assert backward[m, s] - forward[m, s] == 2 * (stages - 1 - s)
-
-
-@given(one_forward_one_backward())
-def test_no_slot_of_the_ring_is_overwritten_while_in_use(schedule: OneForwardOneBackward) -> None:
-    """The bookkeeping of the loop with names in the place of arrays."""
-    most = 0
-    for stage in range(schedule.stages):
-        ring: dict[int, int] = {}
-        for tick in range(schedule.ticks):
-            work, back = schedule.forward(tick, stage), schedule.backward(tick, stage)
-            if work is not None:
-                slot = work.microbatch % schedule.ring_slots
-                assert slot not in ring
-                ring[slot] = work.microbatch
-            most = max(most, len(ring))
-            if back is not None:
-                assert ring.pop(back.microbatch % schedule.ring_slots) == back.microbatch
-        assert not ring
-    # Enough, and with microbatches enough not one too many.
-    assert most == min(schedule.ring_slots, schedule.microbatches)
-
-
-@given(one_forward_one_backward())
-def test_phases(schedule: OneForwardOneBackward) -> None:
-    """They follow each other without a gap, and hold all the work there is."""
-    before, both, after = schedule.phases
-    assert [*before, *both, *after] == list(range(schedule.ticks))
-    assert schedule.ticks == schedule.microbatches + 2 * (schedule.stages - 1)
-    assert set(when(schedule, "forward").values()) == {*before, *both}
-    assert set(when(schedule, "backward").values()) == {*both, *after}
-    for stage in range(schedule.stages):
-        for tick in (-1, schedule.ticks):
-            assert schedule.forward(tick, stage) is schedule.backward(tick, stage) is None
-
-
-@given(one_forward_one_backward())
-def test_bubble_of_one_forward_one_backward(schedule: OneForwardOneBackward) -> None:
-    """Idle is a stage without work of a kind that others do in that phase."""
-    before, both, after = schedule.phases
-    forward = [schedule.forward(t, s) for t in (*before, *both) for s in range(schedule.stages)]
-    backward = [schedule.backward(t, s) for t in (*both, *after) for s in range(schedule.stages)]
-    for cells in (forward, backward):
-        assert cells.count(None) == schedule.stages * schedule.bubble_ticks
-        assert schedule.bubble_share == pytest.approx(cells.count(None) / len(cells))
-
-
-@pytest.mark.parametrize(
-    ("numbers", "message"),
-    [
-        ((0, 1), "stages=0 must be 1 or more"),
-        ((2, 0), "microbatches=0 must be 1 or more"),
-        ((4, 6), "6 microbatches do not split over 4 stages; choose a multiple of 4"),
-    ],
-)
-def test_numbers_that_make_no_one_forward_one_backward(
-    numbers: tuple[int, int], message: str
-) -> None:
-    with pytest.raises(InputError) as error:
-        OneForwardOneBackward(*numbers)
-    assert message in str(error.value)
+    return OneForwardOneBackward(stages, stages * draw(st.integers(1, 5)), draw(st.integers(1, 3)))
 
 
 # ---- by name -----------------------------------------------------------------------------------
@@ -265,13 +172,15 @@ def test_schedules_by_name() -> None:
     circular = make_schedule("circular", stages=2, microbatches=8, repeats=3, delay=2)
     assert circular == CircularSchedule(2, 8, 3, 2)
     assert make_schedule("1f1b", stages=2, microbatches=8) == OneForwardOneBackward(2, 8)
+    assert make_schedule("1f1b", stages=2, microbatches=8, repeats=3) == OneForwardOneBackward(
+        2, 8, 3
+    )
     assert set(SCHEDULE_NAMES) == {"circular", "1f1b"}
 
 
 @pytest.mark.parametrize(
     ("name", "numbers", "parts"),
     [
-        ("1f1b", {"repeats": 2}, ("once", "repeats=2", "choose repeats=1 or schedule=circular")),
         ("1f1b", {"delay": 2}, ("every tick", "delay=2", "choose delay=1 or schedule=circular")),
         ("1f1c", {}, ("schedule='1f1c'", "did you mean '1f1b'?")),
         ("zigzag", {}, ("schedule='zigzag'", "choose one of: circular, 1f1b")),
@@ -391,8 +300,31 @@ def test_summary_of_one_forward_one_backward() -> None:
     )
 
 
+def test_drawing_interleaved_one_forward_one_backward() -> None:
+    """Two stages, two microbatches, two repeats: 2 · 2 + 2 · 3 - 2 ticks."""
+    shown = lines(OneForwardOneBackward(2, 2, 2))
+    assert [line.rstrip() for line in shown] == [
+        "stage   0   1   2 │   3   4 │   5   6   7",
+        "phase   F   F   F │  FB  FB │   B   B   B",
+        "0     F0a F1a F0b │ F1b   · │",
+        "                  │   · B0b │ B1b B0a B1a",
+        "1       · F0a F1a │ F0b F1b │",
+        "                  │ B0b B1b │ B0a B1a   ·",
+    ]
+    text = summary(OneForwardOneBackward(4, 8, 2))
+    assert text == (
+        "4 stages, 8 microbatches, 2 repeats, interleaved one forward one backward: "
+        "26 ticks = 8 · 2 + 4 · 3 - 2 (bubble 15.8%), ring slots per stage: 15 "
+        "(visits kept at most)"
+    )
+    assert "F3b: microbatch 3 forward in its second repeat" in legend(
+        OneForwardOneBackward(4, 8, 2)
+    )
+
+
 def test_legend_in_one_line() -> None:
     assert legend(CircularSchedule(4, 8)) == "3: microbatch 3; ·: bubble"
+    assert legend(CircularSchedule(1, 1)) == "0: microbatch 0; ·: bubble"
     assert "3b: microbatch 3 in its second repeat" in legend(CircularSchedule(4, 8, 2))
     text = legend(OneForwardOneBackward(4, 8))
     assert "F3: microbatch 3 forward; B1: microbatch 1 backward; ·: bubble" in text

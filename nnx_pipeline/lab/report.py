@@ -1,9 +1,8 @@
-"""Tables for the terminal, and writing results without leaving half a file."""
+"""Tables for the terminal, and results as JSON."""
 
 import json
 import math
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nnx_pipeline.errors import InputError
+from nnx_pipeline.files import write_text
 from nnx_pipeline.lab.compare import Outcome
 from nnx_pipeline.lab.compile import Measurement
 
@@ -124,20 +124,6 @@ def check_writable(path: str | None, option: str) -> None:
     folder = Path(path).absolute().parent
     if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise InputError(f"{option} {path}: not a file in a folder that can be written; choose one")
-
-
-def write_text(path: str, text: str) -> None:
-    """Writes the whole file or nothing."""
-    target = Path(path).absolute()
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def emit_json(path: str | None, value: Any) -> None:

@@ -4,22 +4,27 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-from nnx_pipeline.sharding import P, place
+from nnx_pipeline.sharding import PORTABLE, P, place, portable_key
 
 Keys = UInt32[Array, "batch words"]
 
 
 def sequence_keys(key: Array, batch: int) -> Keys:
     """A key for each sequence of the batch, as words: they travel as side inputs do."""
-    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(batch))
+    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(portable_key(key), jnp.arange(batch))
     return jax.random.key_data(keys)
+
+
+def key_of(words: UInt32[Array, "words"]) -> Array:
+    """The key that these words are."""
+    return jax.random.wrap_key_data(words, impl=PORTABLE)
 
 
 def fold_in(keys: Keys, number: Array) -> Keys:
     """Other keys for another layer, or for another place in it."""
 
     def one(words: Array) -> Array:
-        folded = jax.random.fold_in(jax.random.wrap_key_data(words), number)
+        folded = jax.random.fold_in(key_of(words), number)
         return jax.random.key_data(folded)
 
     return jax.vmap(one)(keys)
@@ -34,7 +39,7 @@ def dropout(
     """
 
     def mask_of(words: Array) -> Array:
-        return jax.random.bernoulli(jax.random.wrap_key_data(words), 1.0 - rate, x.shape[1:])
+        return jax.random.bernoulli(key_of(words), 1.0 - rate, x.shape[1:])
 
     mask = place(jax.vmap(mask_of)(keys), spec)
     return jnp.where(mask, x / (1.0 - rate), jnp.zeros_like(x))

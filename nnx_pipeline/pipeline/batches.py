@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from nnx_pipeline.errors import divides
 from nnx_pipeline.sharding import Layout, place
 
 
@@ -27,6 +28,16 @@ class Batches:
         if self.one_by_one:
             return ("microbatch", *copy, "batch")
         return ("copy", "batch") if copy else ("whole_batch",)
+
+    def check(self, batch: int) -> None:
+        """Raises InputError unless a batch of that many sequences can be cut so."""
+        rule = f"a batch of {batch} does not split into {self.microbatches} microbatches"
+        divides(self.microbatches, batch, rule=rule)
+        parts = self.layout.size("copy") * self.layout.size("batch")
+        if self.one_by_one:
+            microbatch = batch // self.microbatches
+            rule = f"a microbatch of {microbatch} does not split over {parts} devices of the mesh"
+            divides(parts, microbatch, rule=rule)
 
     def arrange(self, x: Array) -> Array:
         """`[batch, …]` to the axes above; microbatches lie over the stages."""

@@ -55,8 +55,9 @@ def to_stages(tree: PyTree, stages: int) -> PyTree:
     return jax.tree.map(one, tree)
 
 
-def from_stage(tree: PyTree, stage: int, stages: int) -> PyTree:
+def from_stage(tree: PyTree, stage: int) -> PyTree:
     """What one stage has of `[stages, …]`, sent to all."""
+    stages = jax.tree.leaves(tree)[0].shape[0]
     tree = where(mark_stage(stage, stages), tree, jax.tree.map(jnp.zeros_like, tree))
     return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), tree)
 

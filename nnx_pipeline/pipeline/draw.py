@@ -49,11 +49,17 @@ def summary(schedule: Schedule) -> str:
             f"{schedule.bubble_ticks} of them idle on each stage "
             f"(bubble {schedule.bubble_share:.1%})"
         )
-    sum_of_ticks = f"{schedule.microbatches} + 2 · {schedule.stages - 1}"
+    stages, repeats = schedule.stages, schedule.repeats
+    if repeats == 1:
+        kind, kept = "one forward one backward", "microbatches"
+        sum_of_ticks = f"{schedule.microbatches} + 2 · {stages - 1}"
+    else:
+        kind, kept = f"{repeats} repeats, interleaved one forward one backward", "visits"
+        sum_of_ticks = f"{schedule.microbatches} · {repeats} + {stages} · {repeats + 1} - 2"
     return (
-        f"{given}, one forward one backward: {schedule.ticks} ticks = {sum_of_ticks} "
+        f"{given}, {kind}: {schedule.ticks} ticks = {sum_of_ticks} "
         f"(bubble {schedule.bubble_share:.1%}), ring slots per stage: {schedule.ring_slots} "
-        "(microbatches kept at most)"
+        f"({kept} kept at most)"
     )
 
 
@@ -105,14 +111,19 @@ def timetable(schedule: Schedule, *, most: int = 64) -> Timetable:
 
 def legend(schedule: Schedule) -> str:
     """How to read the timetable, in one line."""
+    highest = min(3, schedule.microbatches - 1)
     if isinstance(schedule, CircularSchedule):
-        return (
-            "3b: microbatch 3 in its second repeat; ·: bubble"
-            if schedule.repeats > 1
-            else "3: microbatch 3; ·: bubble"
-        )
+        if schedule.repeats > 1:
+            return f"{highest}b: microbatch {highest} in its second repeat; ·: bubble"
+        return f"{highest}: microbatch {highest}; ·: bubble"
+    lower, letter, second = min(1, highest), "", ""
+    if schedule.repeats > 1:
+        letter, second = "b", " in its second repeat"
     marked = ", ".join(f"{sign} {name} ({span(ticks)})" for name, sign, ticks in phases(schedule))
-    return f"F3: microbatch 3 forward; B1: microbatch 1 backward; ·: bubble; phases: {marked}"
+    return (
+        f"F{highest}{letter}: microbatch {highest} forward{second}; "
+        f"B{lower}{letter}: microbatch {lower} backward{second}; ·: bubble; phases: {marked}"
+    )
 
 
 _BORDER, _LEFT_OUT = "│", "…"

@@ -9,7 +9,8 @@ from jaxtyping import Array, PyTree
 
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.ops.dropout import fold_in
-from nnx_pipeline.sharding import Layout, place
+from nnx_pipeline.pipeline.checks import check_no_sharing, unchanged
+from nnx_pipeline.sharding import Layout, place, portable_key
 
 MakeLayer = Callable[[nnx.Rngs], nnx.Module]
 
@@ -20,14 +21,17 @@ def make_layers(
     """One module with every parameter `[repeats, stages, layers per stage, …]`, born in its place.
 
     stack: these three numbers. Each layer has a key of its own, whatever the mesh. Raises
-    InputError when a layer holds a variable that is not a parameter.
+    InputError when a layer holds a variable that is not a parameter, or one in two places.
     """
     repeats, stages, layers = stack
-    keys = jax.random.split(rngs.params(), repeats * stages * layers).reshape(stack)
+    keys = jax.random.split(portable_key(rngs.params()), repeats * stages * layers).reshape(stack)
     keys = place(keys, layout.spec(None, "stage", None))
 
     def make(key: Array) -> nnx.Module:
-        return make_layer(nnx.Rngs(params=key))
+        # What is no parameter finds a key too, and is then refused by its name.
+        layer = make_layer(nnx.Rngs(jax.random.fold_in(key, 0), params=key))
+        check_no_sharing(layer)
+        return layer
 
     stage = "stage" if stages > 1 else None
     made = jax.vmap(jax.vmap(jax.vmap(make), spmd_axis_name=stage))(keys)
@@ -41,7 +45,8 @@ def call_layer(
     layer, number = numbered
     keys = side.get("keys")
     own = {} if keys is None else {"keys": fold_in(keys, number)}
-    return layer(x, **{**side, **own}, **options)
+    with unchanged(layer):
+        return layer(x, **{**side, **own}, **options)
 
 
 def _stacked(variable: nnx.Variable) -> nnx.Variable:

@@ -12,12 +12,13 @@ from nnx_pipeline.errors import InputError, one_of
 from nnx_pipeline.pipeline import accumulate, prefetch
 from nnx_pipeline.pipeline.accumulate import Ticks
 from nnx_pipeline.pipeline.buffers import merge, split
+from nnx_pipeline.pipeline.checks import check_arrays, checked
 from nnx_pipeline.pipeline.lend import AS_STORED, Lending
 from nnx_pipeline.pipeline.loop_parts import DEFAULT_PARTS, LoopParts
 from nnx_pipeline.pipeline.schedule import CircularSchedule
 from nnx_pipeline.pipeline.shift import SHIFTS, ShiftName
 from nnx_pipeline.pipeline.stage_vjp import as_cotangents
-from nnx_pipeline.pipeline.stages import ApplyStage, OverStages, check_shapes, over_stages
+from nnx_pipeline.pipeline.stages import ApplyStage, OverStages, over_stages
 from nnx_pipeline.pipeline.ticks import (
     Carry,
     Plan,
@@ -60,8 +61,8 @@ def run_pipeline(
                     x[m], metrics = apply_stage(params[r, s], x[m], side_inputs[m])
                     total += metrics
 
-    apply_stage: (params, x, side) to (x of the same shapes, dtypes and shardings; scalar metrics).
-        In a bubble it is applied to some microbatch again and the result is dropped.
+    apply_stage: (params, x, side) to (x of the same shapes, dtypes and shardings; floating
+        metrics). In a bubble it is applied to some microbatch again and the result is dropped.
     params: any pytree of `[repeats, stages, …]`, the stages over the mesh axis `stage`.
     microbatches: any pytree of floating `[microbatches, …]`, the first axis over `stage`: stage s
         holds microbatches / stages of them.
@@ -79,13 +80,13 @@ def run_pipeline(
         than the defaults are arms of experiments.
     bubble_fill: what the buffers hold before anything arrives; results never depend on it.
 
-    Returns the outputs, laid out and ordered as `microbatches`, and the sum of the metrics over
-    microbatches, repeats and stages. Raises InputError when the shapes do not fit the schedule.
+    Returns outputs, laid out and ordered as `microbatches`, and metrics summed over microbatches,
+    repeats and stages. Raises InputError when shapes do not fit the schedule, and for a stage that
+    changes its parameters or gives something that cannot be handed on.
     """
-    inputs = (microbatches, side_inputs)
-    check_shapes(params, inputs, schedule.stages, schedule.repeats, schedule.microbatches)
+    check_arrays(params, microbatches, side_inputs, schedule)
     _check_options(schedule, shift_by, backward, grad_dtype, lending)
-    mapped = over(apply_stage)
+    mapped = over(checked(apply_stage))
     checkpoint = functools.partial(remat.checkpoint, also=saved_in_stage, in_scan=parts.is_scan)
 
     def visit(needed: tuple[PyTree, PyTree], x: PyTree) -> tuple[PyTree, PyTree]:

@@ -39,7 +39,8 @@ class CircularPipeline(nnx.Module):
     over: how a function of one stage is spread over the stages. loop_parts: other pieces of the
         circular loop. Others than the defaults are arms of experiments.
 
-    Raises InputError when layers do not divide, or hold state that is not a parameter.
+    Raises InputError when layers or microbatches do not divide, and when layers hold state that is
+    not a parameter.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class CircularPipeline(nnx.Module):
         side: what a layer reads beside x, `[batch, …]` each; None is handed on as it is.
         """
         batch = x.shape[0]
+        self.batches.check(batch)
         if key is not None:
             side["keys"] = sequence_keys(key, batch)
         y, metrics = self.run(self.batches.arrange(x), side)
@@ -101,7 +103,7 @@ class CircularPipeline(nnx.Module):
 
     @property
     def batches(self) -> Batches:
-        """How a batch is cut up and laid out on this mesh."""
+        """How a batch is cut up and laid out on this mesh; InputError on one of other stages."""
         return self.runner.batches
 
     @property

@@ -9,12 +9,13 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.errors import InputError, one_of
+from nnx_pipeline.pipeline.checks import check_arrays, checked
 from nnx_pipeline.pipeline.lend import AS_STORED, Lending
 from nnx_pipeline.pipeline.one_f_one_b_loop import Enter, Inputs, Leave, Loop, Weights
 from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
 from nnx_pipeline.pipeline.shift import SHIFTS, ShiftName
 from nnx_pipeline.pipeline.stage_vjp import as_cotangents, is_float
-from nnx_pipeline.pipeline.stages import ApplyStage, OverStages, check_shapes, over_stages
+from nnx_pipeline.pipeline.stages import ApplyStage, OverStages, over_stages
 from nnx_pipeline.remat import FULL, Remat
 
 
@@ -41,20 +42,23 @@ def run_one_f_one_b(
 
         for m in range(microbatches):
             x = enter(weights.enter, inputs.enter[m])
-            for s in range(stages):
-                x, metrics = apply_stage(weights.stages[0, s], x, inputs.side[m])
-                totals += metrics
+            for r in range(repeats):
+                for s in range(stages):
+                    x, metrics = apply_stage(weights.stages[r, s], x, inputs.side[m])
+                    totals += metrics
             loss += leave(weights.leave, x, inputs.leave[m])
         return loss + sum(metric_weights * totals), (loss, totals)
 
     Where the derivative is asked for, each stage forwards a microbatch and takes another one back
     at each tick, and the last stage's loss turns a microbatch round in the tick that brings it: a
-    stage keeps what a visit saves for at most 2 · stages - 1 microbatches, however many there are,
-    and one gradient buffer per parameter. `enter` and `leave` run on all devices.
+    stage keeps what a visit saves for at most 2 · stages · repeats - 1 visits, however many
+    microbatches there are, and one gradient buffer per parameter. `enter` and `leave` run on all
+    devices.
 
-    Ticks: microbatches + 2 · (stages - 1), of which the first stages - 1 have no backward part and
-    the last no forward part. So forward and backward passes are as many as in the plain pipeline,
-    and with remat every stage is computed once more, as there.
+    Ticks: microbatches · repeats + stages · (repeats + 1) - 2, of which the first stages · repeats
+    - 1 have no backward part and as many of the last no forward part. So a stage makes as many
+    forward and backward visits, and waits as long, as in the circular schedule: stages - 1 visits
+    in vain. With remat every stage is computed once more, as there.
 
     enter: (its weights, inputs of a microbatch) to activations, not spread over `stage`.
     apply_stage: as for `run_pipeline`. leave: (its weights, activations of the last stage, inputs
@@ -65,19 +69,15 @@ def run_one_f_one_b(
     `run_pipeline`. over: how a function of one stage is spread over the stages.
     bubble_fill: what the buffers hold before anything arrives; results never depend on it.
 
-    Returns the loss, and its two parts without a gradient. Raises InputError for shapes that do not
-    fit the schedule, for a `remat` that offloads, and when a gradient of `inputs` is asked for.
+    Returns the loss, and its two parts, which have no gradient. Raises InputError for shapes that
+    do not fit the schedule, for a `remat` that offloads, for a stage as `run_pipeline` does, and
+    when a gradient of `inputs` or of the parts is asked for.
     """
-    one_of("shift_by", shift_by, SHIFTS)
-    if remat.offloaded:
-        raise InputError(
-            f"remat sends {remat.offloaded} to the host, and the ring of the 1F1B schedule is in "
-            "device memory; save those names or leave them out"
-        )
-    check_shapes(weights.stages, inputs, schedule.stages, 1, schedule.microbatches)
+    _check_options(schedule, shift_by, remat, lending)
+    check_arrays(weights.stages, None, inputs, schedule)
     loop = Loop(
         enter=enter,
-        apply_stage=remat.checkpoint(apply_stage, also=saved_in_stage, in_scan=True),
+        apply_stage=remat.checkpoint(checked(apply_stage), also=saved_in_stage, in_scan=True),
         leave=leave,
         schedule=schedule,
         metric_weights=metric_weights,
@@ -87,8 +87,30 @@ def run_one_f_one_b(
         over=over,
         bubble_fill=bubble_fill,
     )
-    loss, parts = _run(loop, weights, inputs)
-    return loss, jax.lax.stop_gradient(parts)
+    return _run(loop, weights, inputs)
+
+
+def _check_options(
+    schedule: OneForwardOneBackward, shift_by: str, remat: Remat, lending: Lending
+) -> None:
+    one_of("shift_by", shift_by, SHIFTS)
+    if remat.offloaded:
+        raise InputError(
+            f"remat sends {remat.offloaded} to the host, and the ring of the 1F1B schedule is in "
+            "device memory; save those names or leave them out"
+        )
+    if schedule.repeats > 1 and shift_by == "pad":
+        raise InputError(
+            "shift_by='pad' loses what leaves the last stage, and with "
+            f"repeats={schedule.repeats} of the 1F1B schedule the first stage takes it at once; "
+            "use 'ppermute' or 'slice'"
+        )
+    if schedule.repeats > 1 and lending.ahead:
+        raise InputError(
+            "lending ahead holds the weights of two repeats that follow each other, and with "
+            f"repeats={schedule.repeats} of the 1F1B schedule stages are in other repeats forward "
+            "and backward; lend them for all ticks"
+        )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -112,8 +134,14 @@ def _run_forward(
 
 def _run_backward(loop: Loop, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Weights, Inputs]:
     weights, inputs, gradients = saved
-    of_loss, _ = cotangents
-    if isinstance(of_loss, jax.custom_derivatives.SymbolicZero):
+    of_loss, of_parts = cotangents
+    if not all(map(_is_zero, jax.tree.leaves(of_parts, is_leaf=_is_zero))):
+        raise InputError(
+            "the 1F1B schedule was asked for the gradient of a part of its loss; it gives that of "
+            "the loss as a whole: say by metric_weights what the metrics count in it, or use the "
+            "circular schedule"
+        )
+    if _is_zero(of_loss):
         of_loss = jnp.zeros(of_loss.shape, of_loss.dtype)
     scaled = jax.tree.map(lambda leaf: leaf * of_loss.astype(leaf.dtype), gradients)
     return as_cotangents(scaled, weights), jax.tree.map(_no_cotangent, inputs)
@@ -124,6 +152,10 @@ _run.defvjp(_run_forward, _run_backward, symbolic_zeros=True)
 
 def _is_primal(leaf: Any) -> bool:
     return isinstance(leaf, jax.custom_derivatives.CustomVJPPrimal)
+
+
+def _is_zero(leaf: Any) -> bool:
+    return isinstance(leaf, jax.custom_derivatives.SymbolicZero)
 
 
 def _no_cotangent(leaf: Array) -> Array | np.ndarray:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.pipeline.buffers import (
@@ -21,6 +20,7 @@ from nnx_pipeline.pipeline.buffers import (
     where,
 )
 from nnx_pipeline.pipeline.lend import Lending
+from nnx_pipeline.pipeline.one_f_one_b_plan import Plan, make_plan
 from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
 from nnx_pipeline.pipeline.shift import ShiftName, shift
 from nnx_pipeline.pipeline.stage_vjp import (
@@ -30,7 +30,7 @@ from nnx_pipeline.pipeline.stage_vjp import (
     forward_keeping,
     zero_gradients,
 )
-from nnx_pipeline.pipeline.stages import ApplyStage, OverStages, select_slot
+from nnx_pipeline.pipeline.stages import ApplyStage, OverStages, select_repeat, select_slot
 
 Enter = Callable[[PyTree, PyTree], PyTree]
 Leave = Callable[[PyTree, PyTree, PyTree], Array]
@@ -40,7 +40,7 @@ class Weights(NamedTuple):
     """What has a gradient."""
 
     enter: PyTree  # of the first function, such as the embedding
-    stages: PyTree  # [1, stages, …]
+    stages: PyTree  # [repeats, stages, …]
     leave: PyTree  # of the last function, such as final norm and head
 
 
@@ -50,20 +50,6 @@ class Inputs(NamedTuple):
     enter: PyTree
     side: PyTree
     leave: PyTree
-
-
-class Plan(NamedTuple):
-    """The schedule as arrays, one row per tick; what is not active reads something that exists."""
-
-    forward: Array  # int32 [ticks, stages]: microbatch
-    forwards: Array  # bool [ticks, stages], False in a bubble
-    backward: Array  # int32 [ticks, stages]
-    takes_back: Array  # bool [ticks, stages]
-    write: Array  # int32 [ticks]: slot of the ring
-    read: Array  # int32 [ticks, stages]
-    entering: Array  # int32 [ticks]: microbatch that the first stage takes
-    leaving: Array  # int32 [ticks]: microbatch that the last stage gives
-    returning: Array  # int32 [ticks]: microbatch whose cotangent leaves the first stage
 
 
 class State(NamedTuple):
@@ -84,37 +70,6 @@ class _Phase(NamedTuple):
     forward: bool
     leave: bool
     backward: bool
-
-
-def make_plan(schedule: OneForwardOneBackward) -> Plan:
-    """Writes the schedule out.
-
-    A slot of the ring is the tick in which it was written, modulo their number. A stage that has
-    nothing to take back reads the slot written last, where it finds something valid.
-    """
-    stages, slots = schedule.stages, schedule.ring_slots
-    tick, stage = np.arange(schedule.ticks)[:, None], np.arange(stages)[None]
-    forward, backward = tick - stage, tick - 2 * (stages - 1) + stage
-    last_write = np.minimum(tick, schedule.microbatches + stages - 2)
-
-    def exists(microbatch: np.ndarray) -> np.ndarray:
-        return (microbatch >= 0) & (microbatch < schedule.microbatches)
-
-    def indices(microbatch: np.ndarray) -> Array:
-        return jnp.asarray(np.clip(microbatch, 0, schedule.microbatches - 1), jnp.int32)
-
-    read = np.where(exists(backward), backward + stage, last_write) % slots
-    return Plan(
-        forward=indices(forward),
-        forwards=jnp.asarray(exists(forward)),
-        backward=indices(backward),
-        takes_back=jnp.asarray(exists(backward)),
-        write=jnp.asarray(tick[:, 0] % slots, jnp.int32),
-        read=jnp.asarray(read, jnp.int32),
-        entering=indices(forward[:, 0]),
-        leaving=indices(forward[:, -1]),
-        returning=indices(backward[:, 0]),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +160,7 @@ class Loop:
         arrived = jax.tree.map(lambda leaf: shift(leaf, by=1, how=self.shift_by), state.given)
         # A stage in a bubble works on what enters: values that its derivative is fit for.
         forwards = over_stage(now.forwards)
-        x = where(mark_stage(0, self.schedule.stages) | ~forwards, entering, arrived)
+        x = where(over_stage(now.fresh), entering, arrived)
         keep = state.gradients is not None
         (y, metrics), kept = self._visit(weights, inputs, now, x, keep=keep)
 
@@ -221,21 +176,34 @@ class Loop:
     def _leave(
         self, weights: Weights, inputs: Inputs, now: Plan, state: State
     ) -> tuple[State, PyTree]:
-        """The loss of the microbatch that the last stage gave, and the cotangent it goes back with.
+        """The loss of the microbatch that leaves, and the cotangent that it goes back with.
 
         All devices work on it.
         """
-        output = from_stage(state.given, self.schedule.stages - 1, self.schedule.stages)
 
         def loss_of(weights: PyTree, output: PyTree) -> Array:
             return self.leave(weights, output, _row(inputs.leave, now.leaving))
 
-        if state.gradients is None:
-            return state._replace(loss=state.loss + loss_of(weights.leave, output)), None
-        loss, back = jax.vjp(loss_of, weights.leave, output)
-        of_weights, of_output = back(jnp.ones_like(loss))
-        gradients = state.gradients._replace(leave=add(state.gradients.leave, of_weights))
-        return state._replace(loss=state.loss + loss, gradients=gradients), of_output
+        def leave(loss: Array, gradients: PyTree, given: PyTree) -> tuple[Array, PyTree, PyTree]:
+            output = from_stage(given, self.schedule.stages - 1)
+            if gradients is None:
+                return loss + loss_of(weights.leave, output), None, None
+            of_microbatch, back = jax.vjp(loss_of, weights.leave, output)
+            of_weights, of_output = back(jnp.ones_like(of_microbatch))
+            return loss + of_microbatch, add(gradients, of_weights), of_output
+
+        def stay(loss: Array, gradients: PyTree, given: PyTree) -> tuple[Array, PyTree, PyTree]:
+            nothing = (
+                None if gradients is None else jax.tree.map(jnp.zeros_like, from_stage(given, 0))
+            )
+            return loss, gradients, nothing
+
+        kept = state.gradients
+        loss, of_leave, of_output = self._if_due(
+            now.leaves, leave, stay, state.loss, kept and kept.leave, state.given
+        )
+        gradients = kept and kept._replace(leave=of_leave)
+        return state._replace(loss=loss, gradients=gradients), of_output
 
     def _backward(
         self,
@@ -252,7 +220,9 @@ class Loop:
         stages = self.schedule.stages
         arrived = jax.tree.map(lambda leaf: shift(leaf, by=-1, how=self.shift_by), state.returned)
         if of_output is not None:
-            arrived = where(mark_stage(stages - 1, stages), to_stages(of_output, stages), arrived)
+            turns = mark_stage(stages - 1, stages)
+            turns = turns if self.schedule.repeats == 1 else turns & now.leaves
+            arrived = where(turns, to_stages(of_output, stages), arrived)
         takes_back = over_stage(now.takes_back)
         arrived = where(takes_back, arrived, jax.tree.map(jnp.zeros_like, arrived))
         metrics = jax.tree.map(
@@ -261,18 +231,37 @@ class Loop:
             self._metric_weights(state.metrics),
         )
         stored = jax.tree.unflatten(kept, select_slot(state.ring, over_stage(now.read)))
-        needed = _needed(weights, inputs, now.backward)
+        needed = _needed(weights, inputs, now.backward, now.backward_repeat)
         back = self.over(backward_from)
         (of_stages, _), of_x = back(stored, needed, (arrived, metrics))
-        entered = from_stage(of_x, 0, stages)
-        row = _row(inputs.enter, now.returning)
-        _, enter_back = jax.vjp(lambda weights: self.enter(weights, row), weights.enter)
-        (of_enter,) = enter_back(entered)
         gradients = state.gradients._replace(
-            stages=add_at_repeat(state.gradients.stages, of_stages, None),
-            enter=add(state.gradients.enter, of_enter),
+            stages=add_at_repeat(
+                state.gradients.stages, of_stages, over_stage(now.backward_repeat)
+            ),
+            enter=self._return(weights.enter, inputs, now, state.gradients.enter, of_x),
         )
         return state._replace(returned=of_x, gradients=gradients)
+
+    def _return(
+        self, weights: PyTree, inputs: Inputs, now: Plan, gradients: PyTree, of_x: PyTree
+    ) -> PyTree:
+        """Adds the gradient of what brought in the microbatch that has come back."""
+        row = _row(inputs.enter, now.returning)
+
+        def back(gradients: PyTree, of_x: PyTree) -> PyTree:
+            _, enter_back = jax.vjp(lambda weights: self.enter(weights, row), weights)
+            (of_weights,) = enter_back(from_stage(of_x, 0))
+            return add(gradients, of_weights)
+
+        return self._if_due(now.returns, back, lambda gradients, _: gradients, gradients, of_x)
+
+    def _if_due(
+        self, due: Array, function: Callable[..., Any], otherwise: Callable[..., Any], *state: Any
+    ) -> Any:
+        """What is not due at every tick: with one repeat it is, but for bubbles that give zeros."""
+        if self.schedule.repeats == 1:
+            return function(*state)
+        return jax.lax.cond(due, function, otherwise, *state)
 
     def _entering(self, weights: Weights, inputs: Inputs, now: Plan) -> PyTree:
         """The microbatch that enters, on every stage."""
@@ -288,7 +277,8 @@ class Loop:
         def visit(needed: tuple[PyTree, PyTree], x: PyTree, _: None) -> Any:
             return forward_keeping(apply, needed, x) if keep else (apply(needed, x), None)
 
-        return self.over(visit)(_needed(weights, inputs, now.forward), x, None)
+        needed = _needed(weights, inputs, now.forward, now.forward_repeat)
+        return self.over(visit)(needed, x, None)
 
     def _metric_weights(self, metrics: PyTree) -> PyTree:
         if self.metric_weights is None:
@@ -296,10 +286,12 @@ class Loop:
         return self.metric_weights
 
 
-def _needed(weights: Weights, inputs: Inputs, microbatch: Array) -> tuple[PyTree, PyTree]:
+def _needed(
+    weights: Weights, inputs: Inputs, microbatch: Array, repeat: Array
+) -> tuple[PyTree, PyTree]:
     """What a visit reads beside the activations, `[stages, …]`."""
     side = jax.tree.map(lambda leaf: rows(leaf, over_stage(microbatch)), inputs.side)
-    return jax.tree.map(lambda leaf: jax.lax.squeeze(leaf, (0,)), weights.stages), side
+    return select_repeat(weights.stages, over_stage(repeat)), side
 
 
 def _row(tree: PyTree, microbatch: Array) -> PyTree:

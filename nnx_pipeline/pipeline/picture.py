@@ -1,14 +1,14 @@
 """The timetable of a schedule as a picture; matplotlib is imported only when one is wanted."""
 
+import io
 import itertools
-import os
-import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from nnx_pipeline.errors import InputError
+from nnx_pipeline.files import write_whole
 from nnx_pipeline.pipeline.draw import Lane, lanes, phases, span, summary
 from nnx_pipeline.pipeline.schedule import CircularSchedule, Schedule
 
@@ -50,20 +50,14 @@ def write_picture(schedule: Schedule, path: str) -> None:
     check_picture(path)
     import matplotlib
 
-    target = Path(path).absolute()
-    kind = target.suffix.lower().removeprefix(".")
+    kind = Path(path).suffix.lower().removeprefix(".")
     # Words stay words in an SVG, and the same timetable gives the same bytes.
     options = matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "nnx-pipeline"})
     metadata = {"Date": None} if kind == "svg" else None
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file, options:
-            make_figure(schedule).savefig(file, format=kind, dpi=150, metadata=metadata)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    drawn = io.BytesIO()
+    with options:
+        make_figure(schedule).savefig(drawn, format=kind, dpi=150, metadata=metadata)
+    write_whole(path, drawn.getvalue())
 
 
 def make_figure(schedule: Schedule) -> "Figure":
@@ -115,10 +109,11 @@ def _legend(schedule: Schedule) -> "list[Patch]":
     from matplotlib.patches import Patch
 
     bubble = Patch(facecolor=_BUBBLE, label="bubble")
+    later = ", lighter in later repeats" if schedule.repeats > 1 else ""
     if not isinstance(schedule, CircularSchedule):
         return [
-            Patch(facecolor=_LANE_COLOURS["F"], label="forward (upper half)"),
-            Patch(facecolor=_LANE_COLOURS["B"], label="backward (lower half)"),
+            Patch(facecolor=_LANE_COLOURS["F"], label=f"forward (upper half){later}"),
+            Patch(facecolor=_LANE_COLOURS["B"], label=f"backward (lower half){later}"),
             bubble,
             Patch(facecolor="white", edgecolor="#b0b0b0", label="no such work in this phase"),
         ]
@@ -129,6 +124,18 @@ def _legend(schedule: Schedule) -> "list[Patch]":
         *(Patch(facecolor=_repeat_colour(r, schedule.repeats), label=f"repeat {r}") for r in named),
         bubble,
     ]
+
+
+def _colour(lane: Lane, repeat: int, repeats: int) -> str:
+    """Of a repeat, or of forward and backward, lighter from repeat to repeat."""
+    from matplotlib.colors import to_hex, to_rgb
+
+    own = _LANE_COLOURS.get(lane.sign)
+    if own is None:
+        return _repeat_colour(repeat, repeats)
+    white = 0.65 * repeat / max(repeats - 1, 1)
+    red, green, blue = (white + (1 - white) * channel for channel in to_rgb(own))
+    return to_hex((red, green, blue))
 
 
 def _repeat_colour(repeat: int, repeats: int) -> str:
@@ -192,7 +199,7 @@ def _bars(schedule: Schedule, lane: Lane, stage: int) -> Iterator[_Bar]:
             continue
         first = lane.work(ticks[0], stage)
         assert first is not None, "a bar is made of work"
-        colour = _LANE_COLOURS.get(lane.sign) or _repeat_colour(key, schedule.repeats)
+        colour = _colour(lane, key, schedule.repeats)
         yield _Bar(ticks, colour, range(first.microbatch, first.microbatch + len(ticks)))
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.config import PipelineConfig
-from nnx_pipeline.errors import divides
+from nnx_pipeline.errors import InputError, divides
 from nnx_pipeline.mesh import ambient_mesh
 from nnx_pipeline.pipeline.batches import Batches
 from nnx_pipeline.pipeline.layers import call_layer
@@ -20,7 +20,7 @@ from nnx_pipeline.pipeline.loop_parts import DEFAULT_PARTS, LoopParts
 from nnx_pipeline.pipeline.one_f_one_b import run_one_f_one_b
 from nnx_pipeline.pipeline.one_f_one_b_loop import Enter, Inputs, Leave, Weights
 from nnx_pipeline.pipeline.owners import Owners, make_owners
-from nnx_pipeline.pipeline.schedule import CircularSchedule, OneForwardOneBackward
+from nnx_pipeline.pipeline.schedule import make_schedule
 from nnx_pipeline.pipeline.stages import OverStages, over_stages
 from nnx_pipeline.remat import LAYER_INPUT, LAYER_METRICS, POLICIES, named
 from nnx_pipeline.sharding import Layout, P, mesh_sizes, place, with_layout
@@ -91,12 +91,7 @@ class Runner:
             self._stack(layers, owned),
             x,
             jax.tree.map(self.batches.on_every_stage, side),
-            schedule=CircularSchedule(
-                stages=self.num_stages,
-                microbatches=self.batches.microbatches,
-                repeats=config.num_repeats,
-                delay=config.forwarding_delay,
-            ),
+            schedule=self.schedule("circular"),
             backward="accumulate" if config.accumulates else "autodiff",
             parts=self.loop_parts,
             **self._options(layers),
@@ -126,14 +121,20 @@ class Runner:
             leave,
             Weights(enter=weights[0], stages=self._stack(layers, owned), leave=weights[1]),
             Inputs(*jax.tree.map(self.batches.on_every_stage, arrays)),
-            schedule=OneForwardOneBackward(self.num_stages, self.batches.microbatches),
+            schedule=self.schedule("1f1b"),
             metric_weights=metric_weights,
             **self._options(layers),
         )
 
     @property
     def batches(self) -> Batches:
-        """How a batch is cut up and laid out on this mesh."""
+        """How a batch is cut up and laid out on this mesh; InputError on one of other stages."""
+        on_mesh = ambient_mesh().stage
+        if on_mesh != self.num_stages:
+            raise InputError(
+                f"the pipeline was made for {self.num_stages} stages and the mesh has "
+                f"stage={on_mesh}; make and call it under the same mesh"
+            )
         return Batches(
             self.layout,
             microbatches=self.config.microbatches_on(self.num_stages),
@@ -144,6 +145,17 @@ class Runner:
     def in_microbatches(self) -> bool:
         """Whether the batch goes through the layers microbatch by microbatch."""
         return _in_microbatches(self.config, self.num_stages)
+
+    def schedule(self, name: str) -> Any:
+        """The timetable of that name; InputError when its numbers do not fit together."""
+        repeats, stages, _ = self.stack
+        return make_schedule(
+            name,
+            stages=stages,
+            microbatches=self.config.microbatches_on(stages),
+            repeats=repeats,
+            delay=self.config.forwarding_delay,
+        )
 
     @property
     def visits(self) -> int:
@@ -309,7 +321,7 @@ def make_runner(
     copies = {*own}
     if config.accumulates and _in_microbatches(config, mesh.stage):
         copies |= {"data", *gathered_axes(config)}
-    return Runner(
+    runner = Runner(
         config,
         num_layers,
         mesh.stage,
@@ -321,6 +333,9 @@ def make_runner(
         over,
         loop_parts,
     )
+    if runner.in_microbatches:
+        runner.schedule(config.schedule)  # refuses numbers that do not fit
+    return runner
 
 
 def gathered_axes(config: PipelineConfig) -> tuple[str, ...]:

@@ -118,50 +118,65 @@ class CircularSchedule:
 class OneForwardOneBackward:
     """Every stage forwards one microbatch and takes another one back at each tick.
 
-    Stage s forwards microbatch t - s and takes back microbatch t - 2 · (S - 1) + s: the last stage
-    takes a microbatch back in the tick in which it forwarded it, and what it gives travels one
-    stage per tick. A stage keeps what it needs of a microbatch between the two, 2 · (S - 1 - s) + 1
-    ticks: never more than 2 · S - 1 microbatches, however many there are.
+    With repeats (interleaved 1F1B) a group of S microbatches goes through all of them before the
+    next group enters, so that what leaves the last stage is at once taken by the first. At tick
+    t stage s makes its forward visit t - s and its backward visit t - (S · R - 1) - (S - 1 - s),
+    counted from 0: the last stage takes a microbatch back in the tick in which it forwarded it for
+    the last time, and what a stage gives travels one stage per tick. Backward visits go through
+    the repeats from the last to the first. A stage keeps what it needs of a visit between the two,
+    2 · (S · (R - repeat) - s) - 1 ticks: never more than 2 · S · R - 1 visits, however many there
+    are.
 
-    That takes M + 2 · (S - 1) ticks. In the first S - 1 nothing is taken back yet and in the last
-    S - 1 nothing is forwarded any more, so that each stage does the work of M + S - 1 forward and
-    M + S - 1 backward passes in time, as with the plain pipeline, (S - 1) of each a bubble.
+    That takes M · R + S · (R + 1) - 2 ticks. In the first S · R - 1 nothing is taken back yet and
+    in the last S · R - 1 nothing is forwarded any more, so that each stage does the work of
+    M · R + S - 1 forward and as many backward visits in time, as with the circular schedule, S - 1
+    of each a bubble.
 
     Raises InputError unless the microbatches are a multiple of the stages.
     """
 
     stages: int
     microbatches: int
-    repeats: ClassVar[int] = 1
+    repeats: int = 1
     delay: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        _check_counts(self, "stages", "microbatches")
+        _check_counts(self, "stages", "microbatches", "repeats")
+
+    @property
+    def visits(self) -> int:
+        """Forward visits of each stage, and as many backward."""
+        return self.microbatches * self.repeats
 
     @property
     def ticks(self) -> int:
         """Length of the loop: its three phases together."""
-        return self.microbatches + 2 * (self.stages - 1)
+        return self.visits + self.turn + self.stages - 1
+
+    @property
+    def turn(self) -> int:
+        """Ticks from the first forward visit to the first backward visit, S · R - 1."""
+        return self.stages * self.repeats - 1
 
     @property
     def bubble_ticks(self) -> int:
-        """Forward passes, and as many backward passes, that each stage sits out or does in vain."""
+        """Forward visits, and as many backward ones, that each stage sits out or does in vain."""
         return self.stages - 1
 
     @property
     def bubble_share(self) -> float:
-        """The idle part of the time, between 0 and 1, whatever a backward pass costs."""
-        return self.bubble_ticks / (self.microbatches + self.bubble_ticks)
+        """The idle part of the time, between 0 and 1, whatever a backward visit costs."""
+        return self.bubble_ticks / (self.visits + self.bubble_ticks)
 
     @property
     def ring_slots(self) -> int:
-        """Microbatches of which a stage keeps something at the same time, at most."""
-        return 2 * self.stages - 1
+        """Visits of which a stage keeps something at the same time, at most."""
+        return 2 * self.stages * self.repeats - 1
 
     @property
     def phases(self) -> tuple[range, range, range]:
         """Ticks that only forward, that do both, and that only take back."""
-        first, last = self.stages - 1, self.microbatches + self.stages - 1
+        first, last = self.turn, self.visits + self.stages - 1
         return range(first), range(first, last), range(last, self.ticks)
 
     def forward(self, tick: int, stage: int) -> Work | None:
@@ -170,7 +185,13 @@ class OneForwardOneBackward:
 
     def backward(self, tick: int, stage: int) -> Work | None:
         """What `stage` takes back at `tick`; None in a bubble."""
-        return self._work(tick - 2 * (self.stages - 1) + stage)
+        work = self._work(tick - self.turn - (self.stages - 1 - stage))
+        return work and Work(work.microbatch, self.repeats - 1 - work.repeat)
+
+    def forwarded_at(self, work: Work, stage: int) -> int:
+        """The tick in which `stage` forwards what it is to take back as `work`."""
+        group, place = divmod(work.microbatch, self.stages)
+        return stage + (group * self.repeats + work.repeat) * self.stages + place
 
     def forward_rows(self) -> Iterator[list[Work | None]]:
         """The forward timetable, one list over the stages for each tick."""
@@ -206,8 +227,13 @@ class OneForwardOneBackward:
             "backward_timetable": _pairs(self.backward_rows()),
         }
 
-    def _work(self, microbatch: int) -> Work | None:
-        return Work(microbatch, 0) if 0 <= microbatch < self.microbatches else None
+    def _work(self, visit: int) -> Work | None:
+        """The visit of that number: S microbatches, one repeat after the other, then the next S."""
+        if not 0 <= visit < self.visits:
+            return None
+        rounds, place = divmod(visit, self.stages)
+        group, repeat = divmod(rounds, self.repeats)
+        return Work(group * self.stages + place, repeat)
 
 
 def _pairs(rows: Iterable[list[Work | None]]) -> list[list[list[int] | None]]:
@@ -237,14 +263,9 @@ def make_schedule(
     one_of("schedule", name, SCHEDULE_NAMES)
     if name == "circular":
         return CircularSchedule(stages, microbatches, repeats, delay)
-    if repeats != 1:
-        raise InputError(
-            f"schedule=1f1b takes every microbatch through the stages once, so repeats={repeats} "
-            "must be 1; choose repeats=1 or schedule=circular"
-        )
     if delay != 1:
         raise InputError(
             f"schedule=1f1b hands on at every tick what a stage gives, so delay={delay} must be 1; "
             "choose delay=1 or schedule=circular"
         )
-    return OneForwardOneBackward(stages, microbatches)
+    return OneForwardOneBackward(stages, microbatches, repeats)

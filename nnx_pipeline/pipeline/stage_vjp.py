@@ -68,9 +68,10 @@ def zero_gradients(tree: PyTree, like: PyTree, dtype: jax.typing.DTypeLike | Non
     return jax.tree.map(one, tree, like)
 
 
-def add_at_repeat(totals: PyTree, gradients: PyTree, repeat: Array | None) -> PyTree:
+def add_at_repeat(totals: PyTree, gradients: PyTree, repeat: Array) -> PyTree:
     """Adds each stage's `[stages, …]` to its own repeat of `[repeats, stages, …]`, in place."""
-    if repeat is None or jax.tree.leaves(totals)[0].shape[0] == 1:
+    leaves = jax.tree.leaves(totals)
+    if not leaves or leaves[0].shape[0] == 1:
         return add(totals, jax.tree.map(lambda leaf: leaf[None], gradients))
     return at_repeat(totals, repeat, add(select_repeat(totals, repeat), gradients))
 

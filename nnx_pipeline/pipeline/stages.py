@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.errors import InputError
 from nnx_pipeline.sharding import P, manual_axes, mesh_sizes, spec_of
 
 # (parameters of one stage in one repeat, activations, side inputs) to (activations, metrics)
@@ -136,30 +135,6 @@ def _stage_by_stage(
 
 def _without(spec: P, axis: int) -> P:
     return P(*spec[:axis], *spec[axis + 1 :])
-
-
-def check_shapes(
-    params: PyTree, inputs: PyTree, stages: int, repeats: int, microbatches: int
-) -> None:
-    """Raises InputError unless arrays and mesh have the sizes of the schedule."""
-    want = (repeats, stages)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if leaf.shape[:2] != want:
-            raise InputError(
-                f"parameter {jax.tree_util.keystr(path)} has shape {leaf.shape}; its first axes "
-                f"must be (repeats, stages) = {want}, as the schedule says"
-            )
-    for leaf in jax.tree.leaves(inputs):
-        if leaf.shape[:1] != (microbatches,):
-            raise InputError(
-                f"an input has shape {leaf.shape}; its first axis must be the "
-                f"{microbatches} microbatches of the schedule"
-            )
-    on_mesh = mesh_sizes().get("stage", stages)
-    if on_mesh not in (1, stages):
-        raise InputError(
-            f"the schedule has {stages} stages and the mesh stage={on_mesh}; make them equal"
-        )
 
 
 def run_sequential(

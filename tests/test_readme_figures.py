@@ -1,0 +1,100 @@
+"""The figures in README.md are those of the result files."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PLATFORMS = {"TPU v5p": "tpu:v5p:2x2x2", "H100": "cuda:h100:8"}
+
+
+def rows(after: str) -> list[list[str]]:
+    """The cells of the first table below a text, without its head."""
+    table = (ROOT / "README.md").read_text().split(after, 1)[1].split("|---", 1)[1]
+    lines = table.split("\n\n", 1)[0].splitlines()[1:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def megabytes(value: int | None) -> str:
+    return "–" if value is None else f"{value / 1e6:,.1f}"
+
+
+@pytest.fixture(scope="module")
+def peer() -> Any:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        import peer_memory
+    finally:
+        sys.path.pop(0)
+    return peer_memory
+
+
+def test_memory_beside_the_peer(peer: Any) -> None:
+    found = json.loads((RESULTS / "peer_memory.json").read_text())
+    shown = rows("One training step of")
+    assert len(shown) >= 10
+    for device, mesh, repeats, batch, options, *figures in shown:
+        wanted = [
+            row
+            for row in peer.ROWS
+            if row.platform == PLATFORMS[device]
+            and (row.mesh == "fsdp=8") == ("no pipeline" in mesh)
+            and f"{row.batch} in {row.microbatches}" == batch
+            and (not repeats or repeats.split()[0] == str(row.repeats))
+            and ", ".join(f"`{name}={value}`" for name, value in row.options.items()) == options
+        ]
+        (row,) = wanted
+        result = found[peer.name_of(row)]
+        memory = result["memory"]
+        pairs = (
+            (memory["temp_bytes"], row.peer_temp),
+            (memory["heap_bytes"], None),
+            (memory["peak_bytes"], row.peer_peak),
+            (result["traffic"], row.peer_traffic),
+        )
+        assert figures == [
+            f"{megabytes(ours)} ({megabytes(theirs)})" if theirs else megabytes(ours)
+            for ours, theirs in pairs
+        ]
+
+
+def test_every_row_of_the_peer_is_measured(peer: Any) -> None:
+    found = json.loads((RESULTS / "peer_memory.json").read_text())
+    assert {peer.name_of(row) for row in peer.ROWS} == set(found)
+    assert peer.document(found) == (RESULTS / "peer_memory.md").read_text()
+
+
+def test_claims() -> None:
+    found = json.loads((RESULTS / "pipeline_claims.json").read_text())
+    shown = {row[0].strip("`"): row[1:] for row in rows("An experiment is two arms")}
+    assert set(shown) == set(found["tpu:v5p:2x2x2"])
+    for name, (a, b, *figures) in shown.items():
+        expected = []
+        for platform in PLATFORMS.values():
+            outcome = found[platform][name]
+            arms = outcome["arms"]
+            assert (a, b) == (arms["a"]["label"], arms["b"]["label"])
+            expected += [megabytes(arms[key]["heap_bytes"]) for key in ("a", "b")]
+            expected.append(outcome["verdict"])
+        assert figures == expected
+
+
+def test_growth_of_1f1b(peer: Any) -> None:
+    """The two figures in the text, and that they are what the claim says."""
+    found = json.loads((RESULTS / "peer_memory.json").read_text())
+    temps = {
+        row.microbatches: found[peer.name_of(row)]["memory"]["temp_bytes"]
+        for row in peer.ROWS
+        if row.options == peer.ONE_F_ONE_B and row.platform == peer.TPU and row.repeats == 1
+    }
+    text = (ROOT / "README.md").read_text()
+    (shown,) = re.findall(
+        r"8 → 64 of the same size on a TPU v5p: temp ([\d.]+) → ([\d.]+) MB", text
+    )
+    assert shown == (megabytes(temps[8]), megabytes(temps[64]))
+    assert all(temps[2 * count] < 1.02 * temps[count] for count in (8, 16, 32))
