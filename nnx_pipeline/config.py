@@ -150,14 +150,12 @@ class Config:
         """How many consecutive layers a stage applies each time a microbatch visits it."""
         return self.model.num_layers // (stages * self.pipeline.num_repeats)
 
-    def check_mesh(self, mesh: MeshConfig, *, batch: int | None = None) -> None:
-        """Raises InputError, with the cure, unless everything here divides over `mesh`.
+    def for_batch(self, batch: int) -> "Config":
+        """The same with another number of sequences in a batch."""
+        return dataclasses.replace(self, train=dataclasses.replace(self.train, global_batch=batch))
 
-        batch: sequences at once, by default `train.global_batch`.
-        """
-        if batch is not None:
-            train = dataclasses.replace(self.train, global_batch=batch)
-            return dataclasses.replace(self, train=train).check_mesh(mesh)
+    def check_mesh(self, mesh: MeshConfig) -> None:
+        """Raises InputError, with the cure, unless everything here divides over `mesh`."""
         model, stages, repeats = self.model, mesh.stage, self.pipeline.num_repeats
         microbatches = self.pipeline.microbatches_on(stages)
         if mesh.context > 1:

@@ -223,4 +223,4 @@ class Mixtral(nnx.Module):
         )
 
     def _check_batch(self, batch: int) -> None:
-        self.config.check_mesh(ambient_mesh(), batch=batch)
+        self.config.for_batch(batch).check_mesh(ambient_mesh())

@@ -81,7 +81,7 @@ PIPELINED = [
     Case("stage=2,fsdp=2", "auto", pipeline=REPEATED, model=DROPOUT, dropout=True),
     Case("data=2,stage=2,fsdp=2", pipeline={"fsdp_gather": "step"}),
     Case("stage=2,fsdp=2", pipeline={**REPEATED, "fsdp_gather": "prefetch"}),
-    Case("stage=2,fsdp=2", pipeline={"schedule": "1f1b"}, model=DROPOUT, dropout=True),
+    Case("stage=2,fsdp=2", "explicit", {**REPEATED, "schedule": "1f1b"}, DROPOUT, dropout=True),
     Case("fsdp=2", "auto", {"schedule": "1f1b"}, LLAMA, layout="pipelined"),
 ]
 

@@ -221,7 +221,7 @@ class Decoder(nn.Module):
 
     def _checked_runner(self, batch: int) -> Runner:
         """The runner; InputError when config, batch, mesh and parameters do not fit together."""
-        self.config.check_mesh(ambient_mesh(), batch=batch)
+        self.config.for_batch(batch).check_mesh(ambient_mesh())
         if not self.is_initializing():
             self._check_parameters(self.variables.get("params", {}))
         return self._runner

@@ -46,6 +46,7 @@ class CircularPipeline(nn.Module):
         key: for dropout. side: what a layer reads beside x, `[batch, …]` each; None is handed on.
         """
         batch, batches = x.shape[0], self.runner.batches
+        batches.check(batch)
         if key is not None:
             side["keys"] = sequence_keys(key, batch)
         y, metrics = self.run(batches.arrange(x), side)

@@ -15,7 +15,7 @@ from jaxtyping import Array, PyTree
 from linen_compat.modules.parameters import Names, axes_of, is_boxed, unboxed
 from linen_compat.names import of_layer
 from nnx_pipeline import InputError, Layout
-from nnx_pipeline.sharding import place
+from nnx_pipeline.sharding import place, portable_key
 
 Boxed = dict[str, Any]
 MakeLayer = Callable[[Array], Boxed]
@@ -36,7 +36,9 @@ class StageTree:
     def make(self, key: Array, make_layer: MakeLayer) -> Boxed:
         """Fresh weights in boxes that name the new axes too, each stage's born on that stage."""
         repeats, stages, per_stage = self.stack
-        keys = place(jax.random.split(key, self.stack), self.layout.spec(None, "stage", None))
+        keys = place(
+            jax.random.split(portable_key(key), self.stack), self.layout.spec(None, "stage", None)
+        )
         stage = "stage" if stages > 1 else None
         made = [
             jax.vmap(jax.vmap(make_layer, spmd_axis_name=stage))(keys[:, :, j])

@@ -103,7 +103,7 @@ class CircularPipeline(nnx.Module):
 
     @property
     def batches(self) -> Batches:
-        """How a batch is cut up and laid out on this mesh."""
+        """How a batch is cut up and laid out on this mesh; InputError on one of other stages."""
         return self.runner.batches
 
     @property

@@ -91,7 +91,7 @@ class Runner:
             self._stack(layers, owned),
             x,
             jax.tree.map(self.batches.on_every_stage, side),
-            schedule=_schedule(config, self.num_stages, "circular"),
+            schedule=self.schedule("circular"),
             backward="accumulate" if config.accumulates else "autodiff",
             parts=self.loop_parts,
             **self._options(layers),
@@ -121,7 +121,7 @@ class Runner:
             leave,
             Weights(enter=weights[0], stages=self._stack(layers, owned), leave=weights[1]),
             Inputs(*jax.tree.map(self.batches.on_every_stage, arrays)),
-            schedule=_schedule(self.config, self.num_stages, "1f1b"),
+            schedule=self.schedule("1f1b"),
             metric_weights=metric_weights,
             **self._options(layers),
         )
@@ -145,6 +145,17 @@ class Runner:
     def in_microbatches(self) -> bool:
         """Whether the batch goes through the layers microbatch by microbatch."""
         return _in_microbatches(self.config, self.num_stages)
+
+    def schedule(self, name: str) -> Any:
+        """The timetable of that name; InputError when its numbers do not fit together."""
+        repeats, stages, _ = self.stack
+        return make_schedule(
+            name,
+            stages=stages,
+            microbatches=self.config.microbatches_on(stages),
+            repeats=repeats,
+            delay=self.config.forwarding_delay,
+        )
 
     @property
     def visits(self) -> int:
@@ -306,13 +317,11 @@ def make_runner(
         rule=f"{num_layers} layers do not split into {mesh.stage} stages × "
         f"{config.num_repeats} repeats",
     )
-    if _in_microbatches(config, mesh.stage):
-        _schedule(config, mesh.stage, config.schedule)  # refuses numbers that do not fit
     own = tuple(axis for axis in layout.axes("batch") if axis in own)
     copies = {*own}
     if config.accumulates and _in_microbatches(config, mesh.stage):
         copies |= {"data", *gathered_axes(config)}
-    return Runner(
+    runner = Runner(
         config,
         num_layers,
         mesh.stage,
@@ -324,17 +333,9 @@ def make_runner(
         over,
         loop_parts,
     )
-
-
-def _schedule(config: PipelineConfig, stages: int, name: str) -> Any:
-    """The timetable of that name with the numbers of a config."""
-    return make_schedule(
-        name,
-        stages=stages,
-        microbatches=config.microbatches_on(stages),
-        repeats=config.num_repeats,
-        delay=config.forwarding_delay,
-    )
+    if runner.in_microbatches:
+        runner.schedule(config.schedule)  # refuses numbers that do not fit
+    return runner
 
 
 def gathered_axes(config: PipelineConfig) -> tuple[str, ...]:
