@@ -4,6 +4,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from linen_compat.bridge import to_linen as to_linen
+    from linen_compat.bridge import to_nnx as to_nnx
     from linen_compat.huggingface_config import config_from_huggingface as config_from_huggingface
     from linen_compat.huggingface_config import config_to_huggingface as config_to_huggingface
     from linen_compat.loading import load as load
@@ -46,6 +48,8 @@ _PUBLIC = {
     "load_train_state": "train_state",
     "save": "saving",
     "save_train_state": "train_state",
+    "to_linen": "bridge",
+    "to_nnx": "bridge",
 }
 __all__ = sorted(_PUBLIC)
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
-from helpers import mesh_of, small_config
+from helpers import assert_close, mesh_of, small_config
 
 from nnx_pipeline import InputError, create_pipeline, run_pipeline
 from nnx_pipeline.pipeline import CircularSchedule
@@ -180,3 +181,36 @@ def test_a_pipeline_stays_on_its_mesh() -> None:
         pytest.raises(InputError, match="made for 2 stages and the mesh has stage=4"),
     ):
         jax.eval_shape(lambda p, x: p(x), pipeline, jnp.ones((8, 3, WIDTH)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fsdp_gather": "step"},
+        {"fsdp_gather": "prefetch", "num_repeats": 2},
+        {"backward": "accumulate"},
+    ],
+    ids=str,
+)
+def test_a_layer_may_have_no_bias(options: dict[str, Any]) -> None:
+    """An attribute that is None has no place among the arrays, and does not shift the others."""
+
+    class NoBias(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.first = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
+            self.second = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> tuple[jax.Array, Any]:
+            return x + self.second(jnp.tanh(self.first(x))), None
+
+    def gradients(mesh: str, options: dict[str, Any]) -> list[np.ndarray]:
+        config = small_config(pipeline={"num_microbatches": 4, **options})
+        grid = mesh_of(mesh)
+        pipeline = create_pipeline(config, NoBias, grid, rngs=nnx.Rngs(0))
+        with jax.set_mesh(grid):
+            found = jax.jit(jax.grad(lambda p, x: jnp.sum(p(x)[0] ** 2)))(
+                pipeline, jnp.ones((8, 3, WIDTH))
+            )
+        return [np.asarray(leaf).reshape(4, *leaf.shape[3:]) for leaf in jax.tree.leaves(found)]
+
+    assert_close(gradients("stage=2,fsdp=2", options), gradients("", {}), 1e-5)

@@ -137,7 +137,7 @@ def backward_through(
     (of_params, first), _ = ticks.parts.walk(
         ticks.schedule, tick, start, (plan, kept), reverse=True
     )
-    return ticks.lending.give_back(of_params), first
+    return ticks.lending.give_back(of_params, params), first
 
 
 def _select(parts: LoopParts, lent: PyTree, now: Plan) -> PyTree:

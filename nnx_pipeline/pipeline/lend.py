@@ -9,7 +9,7 @@ stored.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -57,11 +57,12 @@ class Lending:
                 leaf = jax.lax.all_gather(leaf, names, axis=axis, tiled=True)
             return leaf if self.lent else jnp.expand_dims(leaf, 2)
 
-        return self._on_each_device(one, params, self.specs, self._lent_specs)
+        return self._on_each_device(one, params, params, self.specs, self._lent_specs)
 
-    def give_back(self, gradients: PyTree) -> PyTree:
+    def give_back(self, gradients: PyTree, params: PyTree) -> PyTree:
         """Gradients of copies to gradients of what is stored: summed, each device its part.
 
+        params: what was lent, for the places of its arrays; an integer has the gradient None.
         The sum is made in the dtype of the gradients, by a reduce-scatter over the axes that the
         weight was gathered over and an all-reduce over the other axes of the copies.
         """
@@ -78,7 +79,7 @@ class Lending:
             rest = tuple(name for name in self.copies if name not in scattered)
             return jax.lax.psum(leaf, rest) if rest else leaf
 
-        return self._on_each_device(one, gradients, self._lent_specs, self.specs)
+        return self._on_each_device(one, gradients, params, self._lent_specs, self.specs)
 
     def _gathered_axes(self, spec: P) -> list[tuple[int, tuple[str, ...]]]:
         found = []
@@ -103,11 +104,13 @@ class Lending:
         self,
         function: Callable[[Array, P], Array],
         tree: PyTree,
+        params: PyTree,
         in_specs: tuple[P, ...],
         out_specs: tuple[P, ...],
     ) -> PyTree:
         """The function on every array and its stored spec; None, for no gradient, stays None."""
-        leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda leaf: leaf is None)
+        treedef: Any = jax.tree.structure(params)
+        leaves = treedef.flatten_up_to(tree)
         there = [index for index, leaf in enumerate(leaves) if leaf is not None]
 
         def local(*arrays: Array) -> tuple[Array, ...]:

@@ -108,7 +108,7 @@ class Loop:
                 state, _ = jax.lax.scan(tick, state, now)
         if state.gradients is None:
             return state
-        back = self.lending.give_back(state.gradients.stages)
+        back = self.lending.give_back(state.gradients.stages, stored.stages)
         return state._replace(gradients=state.gradients._replace(stages=back))
 
     def total(self, state: State) -> tuple[Array, tuple[Array, PyTree]]:

@@ -102,7 +102,7 @@ def backward_through(
         cotangents, (of_now, of_later) = run(
             cotangents, (zeros(now), of_later), turn, turned, now, later
         )
-        given_back = _give_back(ticks, of_later)
+        given_back = _give_back(ticks, of_later, params)
         cotangents, (of_now,) = run(cotangents, (of_now,), hold, held, now)
         return (cotangents, now, of_now), given_back
 
@@ -113,7 +113,7 @@ def backward_through(
         turn_back, (cotangents, now, of_now), at, reverse=True
     )
     cotangents, (of_first,) = run(cotangents, (of_now,), plan.fill, saved.fill, now)
-    of_first = _give_back(ticks, of_first)
+    of_first = _give_back(ticks, of_first, params)
     return jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), of_first, of_later), cotangents
 
 
@@ -142,9 +142,9 @@ def _lend(ticks: Ticks, params: PyTree, repeat: Array) -> PyTree:
     return jax.tree.map(lambda leaf: jax.lax.squeeze(leaf, (0,)), ticks.lending.lend(stored))
 
 
-def _give_back(ticks: Ticks, gradients: PyTree) -> PyTree:
+def _give_back(ticks: Ticks, gradients: PyTree, params: PyTree) -> PyTree:
     """The gradient of one repeat as its weights are stored, `[stages, …]`."""
-    back = ticks.lending.give_back(jax.tree.map(lambda leaf: leaf[None], gradients))
+    back = ticks.lending.give_back(jax.tree.map(lambda leaf: leaf[None], gradients), params)
     return jax.tree.map(lambda leaf: jax.lax.squeeze(leaf, (0,)), back)
 
 
