@@ -4,8 +4,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from linen_compat.bridge import to_linen as to_linen
-    from linen_compat.bridge import to_nnx as to_nnx
+    from linen_compat.bridge.to_linen import to_linen as to_linen
+    from linen_compat.bridge.to_nnx import to_nnx as to_nnx
     from linen_compat.huggingface_config import config_from_huggingface as config_from_huggingface
     from linen_compat.huggingface_config import config_to_huggingface as config_to_huggingface
     from linen_compat.loading import load as load

@@ -19,7 +19,7 @@ from nnx_pipeline import Config, InputError, Mixtral, ModelConfig, TrainConfig
 from nnx_pipeline.sharding import Layout
 
 DATA = Path(__file__).parent / "data"
-TREES = json.loads((DATA / "param_trees.json").read_text(encoding="utf-8"))
+TREES = json.loads((DATA / "maxtext" / "param_trees.json").read_text(encoding="utf-8"))
 CONFIG = Config(
     model=ModelConfig(
         vocab_size=128,

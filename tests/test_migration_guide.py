@@ -1,0 +1,83 @@
+"""Everything migration_guide.md shows is run, in its order, on a kept checkpoint of MaxText."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from maxtext_data import DATA
+
+from linen_compat.names import ATTENTION, EXPERTS, MLP, NORMS, OUTSIDE
+
+ROOT = Path(__file__).parents[1]
+GUIDE = (ROOT / "migration_guide.md").read_text()
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", GUIDE, re.DOTALL)
+
+
+def table(heading: str) -> list[list[str]]:
+    """The cells of the table whose head begins so, without the head."""
+    body = GUIDE.split(f"| {heading} |", 1)[1].split("|---", 1)[1].split("\n\n", 1)[0]
+    return [
+        [cell.strip().strip("`") for cell in line.strip("|").split("|")]
+        for line in body.splitlines()[1:]
+    ]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files that the guide names."""
+    folder = tmp_path_factory.mktemp("guide")
+    for name in ("checkpoint", "config.yml", "reference.npz"):
+        source = DATA / "unscanned" / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, folder / name)
+    return folder
+
+
+def run(script: str, place: Path, *arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, cwd=place
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_python_blocks_run_one_after_the_other(place: Path) -> None:
+    run("\n".join(text for language, text in BLOCKS if language == "python"), place)
+
+
+@pytest.mark.slow
+def test_commands_run_one_after_the_other(place: Path) -> None:
+    commands = [line for language, text in BLOCKS if language == "sh" for line in text.splitlines()]
+    assert len(commands) == 6
+    for command in commands:
+        program, *arguments = shlex.split(command)
+        assert program == "linen-compat"
+        run("from linen_compat.cli import main; main()", place, *arguments)
+
+
+def test_the_table_of_parameters_is_that_of_the_code() -> None:
+    names = (*OUTSIDE, *NORMS, *ATTENTION, *EXPERTS, *MLP)
+    expected = [[name.linen, name.nnx, name.huggingface] for name in names]
+    assert table("parameter in Linen") == expected
+
+
+def test_the_table_of_classes_names_what_there_is() -> None:
+    import linen_compat
+    import nnx_pipeline
+
+    for linen, nnx in table("Linen (`linen_compat`)"):
+        for name in re.findall(r"\w+", linen):
+            assert hasattr(linen_compat, name)
+        if "of" not in nnx:
+            assert all(hasattr(nnx_pipeline, name) for name in re.findall(r"\w+", nnx))
+
+
+def test_the_price_is_the_measured_one() -> None:
+    measured = (ROOT / "benchmarks" / "results" / "overhead.md").read_text()
+    for style, *ratios in table("style"):
+        name = style.split(" (")[0]
+        rows = re.findall(rf"^\| {re.escape(name)} \|(.*)\|$", measured, re.MULTILINE)
+        assert [row.split("|")[3].strip() for row in rows] == ratios
