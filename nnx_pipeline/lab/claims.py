@@ -166,8 +166,8 @@ WEIGHTS = (
         claim="S2.10e",
         difference="a stage takes the weights of its repeat by a gather, or by a dynamic slice; "
         "both with two repeats or more",
-        a=Arm(label="index"),
-        b=Arm(label="slice", parts=_loop(select=loop_variants.select_by_slice)),
+        a=Arm(label="index", parts=_loop(select=loop_variants.select_by_gather)),
+        b=Arm(label="slice"),
         setup=_two_repeats,
         needs=("stage",),
         by_default=False,

@@ -61,13 +61,25 @@ def _order(items: Any, reverse: bool) -> list[Any]:
     return list(reversed(items)) if reverse else list(items)
 
 
-def select_by_slice(params: PyTree, repeat: Array) -> PyTree:
-    """Each stage's parameters of its own repeat by a dynamic slice (seeds S2.10e)."""
-    return select_repeat(params, repeat, read=_row_by_slice)
+def select_by_gather(params: PyTree, repeat: Array) -> PyTree:
+    """The parameters of each stage's repeat, by one gather per array."""
+    return select_repeat(params, repeat, read=_row_by_gather)
 
 
-def _row_by_slice(index: Array, leaf: Array) -> Array:
-    return jax.lax.dynamic_index_in_dim(leaf, index[0], axis=0)
+def _row_by_gather(index: Array, leaf: Array) -> Array:
+    return jax.lax.gather(
+        leaf,
+        index[:, None],
+        jax.lax.GatherDimensionNumbers(
+            offset_dims=tuple(range(1, leaf.ndim)),
+            collapsed_slice_dims=(0,),
+            start_index_map=(0,),
+        ),
+        slice_sizes=(1, *leaf.shape[1:]),
+        mode="promise_in_bounds",
+        unique_indices=True,
+        indices_are_sorted=True,
+    )
 
 
 def receive_constrained(

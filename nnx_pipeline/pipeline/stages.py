@@ -29,23 +29,13 @@ def over_stages(apply_stage: ApplyStage) -> Callable[..., Any]:
 
 
 def read_row(index: Array, leaf: Array) -> Array:
-    """`leaf[index]` for an array of one index, as a single gather.
+    """`leaf[index]` for an array of one index, as a dynamic slice.
 
-    The TPU compiler adds up the transpose of a gather in place, and makes another array for that of
-    a dynamic slice (temp 220 against 242 MB at `mixtral-small` with 2 repeats, v5p, libtpu
-    0.0.42.1). `leaf.at[index]` says the same in five times the operations.
+    A gather holds more, where its transpose adds up the gradients of a repeat (`mixtral-small` with
+    2 repeats: temp 245 against 261 MB on a TPU v5p, libtpu 0.0.42.1, and 208 against 216 MB on an
+    H100; experiment `repeat-select`).
     """
-    return jax.lax.gather(
-        leaf,
-        index[:, None],
-        jax.lax.GatherDimensionNumbers(
-            offset_dims=tuple(range(1, leaf.ndim)),
-            collapsed_slice_dims=(0,),
-            start_index_map=(0,),
-        ),
-        slice_sizes=(1, *leaf.shape[1:]),
-        **_WITHIN,
-    )
+    return jax.lax.dynamic_index_in_dim(leaf, index[0], axis=0)
 
 
 def select_repeat(
