@@ -171,18 +171,20 @@ def check_finite(array: np.ndarray, name: str, *, allow_nan: bool = False) -> No
 def new_folder(destination: str | Path) -> Iterator[Path]:
     """A folder to fill, which takes the name `destination` when all went well.
 
-    Until then it is a sibling; on an error it is deleted, and one that a killed process left behind
-    is deleted by the next attempt. Raises InputError unless the destination is free.
+    Until then it is a sibling that bears a mark; on an error it is deleted, and a marked one that a
+    killed process left behind is deleted by the next attempt. Raises InputError unless the
+    destination is free.
     """
     final = Path(destination).absolute()
     check_free(destination)
     made = [parent for parent in final.parents if not parent.exists()]
-    temporary = final.with_name(f"{final.name}.incomplete")
+    temporary = _unfinished(final)
     try:
-        if temporary.exists():
-            shutil.rmtree(temporary)
+        shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
+        (temporary / _MARK).touch()
         yield temporary
+        (temporary / _MARK).unlink()
         temporary.rename(final)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -192,11 +194,29 @@ def new_folder(destination: str | Path) -> Iterator[Path]:
         raise
 
 
+_MARK = ".nnx-pipeline-is-writing"
+
+
+def _unfinished(final: Path) -> Path:
+    return final.with_name(f"{final.name}.incomplete")
+
+
 def check_free(destination: str | Path) -> None:
-    """Raises InputError unless the destination is a new name or an empty folder."""
-    final = Path(destination)
+    """Raises InputError unless the destination is a new name or an empty folder.
+
+    What has the name of the unfinished folder must be one that was left behind, or not be there.
+    """
+    final = Path(destination).absolute()
+    if final.is_symlink():
+        raise InputError(f"{destination} is a link; give the folder that it is to be itself")
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise InputError(f"{destination} exists already; choose a new folder or remove it")
+    unfinished = _unfinished(final)
+    if (unfinished.exists() or unfinished.is_symlink()) and not (unfinished / _MARK).is_file():
+        raise InputError(
+            f"{unfinished} is in the way: {destination} is written under that name until it is "
+            "complete; choose another destination or move it"
+        )
 
 
 def scaled(array: np.ndarray, ratio: float) -> np.ndarray:

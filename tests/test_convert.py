@@ -1,5 +1,6 @@
 """`linen-compat convert`: from any format to any other, and what it refuses."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -245,3 +246,29 @@ def test_an_interrupted_convert_can_be_run_again(tmp_path, signal_):
     plan(source, out, target_format="maxtext:scanned").run()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert_same_leaves(read(out), state_in("scanned"))
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "source"])
+def test_what_is_not_left_behind_is_not_deleted(tmp_path, kind, run):
+    """Only a folder that an earlier convert marked as its own makes way for a new one."""
+    there, source = tmp_path / "out.incomplete", checkpoint("scanned_params_only_bf16")
+    if kind == "source":
+        shutil.copytree(source, there)
+        source = there
+    elif kind == "folder":
+        there.mkdir()
+        (there / "notes").write_text("mine")
+    else:
+        there.write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    ended = run("convert", str(source), str(tmp_path / "out"), "--to", "maxtext:unscanned")
+    assert ended.code == 2
+    assert "is in the way" in ended.err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_link_is_no_destination(tmp_path, run):
+    (tmp_path / "out").symlink_to(tmp_path / "elsewhere")
+    source = checkpoint("scanned_params_only_bf16")
+    ended = run("convert", str(source), str(tmp_path / "out"), "--to", "maxtext:unscanned")
+    assert (ended.code, "is a link" in ended.err) == (2, True)
