@@ -1,7 +1,6 @@
 """Configurations: MaxText's, this project's own files, and presets, each to a `Config`."""
 
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import yaml
 
 from linen_compat import maxtext_keys as keys
+from linen_compat.maxtext_values import DEFAULTS, number, typed, wrong_type
 from nnx_pipeline import Config, InputError, ModelConfig, PipelineConfig, TrainConfig, preset
 from nnx_pipeline.config import SECTIONS
 from nnx_pipeline.errors import nearest, one_of
@@ -16,58 +16,47 @@ from nnx_pipeline.overrides import known_keys
 from nnx_pipeline.presets import PRESETS
 from nnx_pipeline.remat import POLICIES
 
-# What MaxText takes for keys that a file leaves out.
-_DEFAULTS: dict[str, Any] = {
-    "model_name": "default",
-    "decoder_block": "llama2",
-    "vocab_size": 32_000,
-    "base_emb_dim": 2048,
-    "base_mlp_dim": 7168,
-    "base_moe_mlp_dim": -1,
-    "base_num_decoder_layers": 16,
-    "base_num_query_heads": 16,
-    "base_num_kv_heads": 16,
-    "head_dim": 128,
-    "num_experts": 1,
-    "num_experts_per_tok": 1,
-    "dtype": "bfloat16",
-    "weight_dtype": "float32",
-    "normalization_layer_epsilon": 1e-5,
-    "rope_max_timescale": 10_000,
-    "num_pipeline_microbatches": -1,
-    "num_pipeline_repeats": -1,
-    "num_layers_per_pipeline_stage": 1,
-    "pipeline_parallel_layers": -1,
-    "pipeline_delay_activation_forwarding": False,
-    "pipeline_fsdp_ag_once": False,
-    "pipeline_fsdp_ag_per_repeat": False,
-    "remat_policy": "full",
-    "shard_mode": "explicit",  # MaxText's is auto; a file that does not say gets this project's
-    "ici_pipeline_parallelism": 1,
-    "dcn_pipeline_parallelism": 1,
-    "per_device_batch_size": 12.0,
-    "max_target_length": 2048,
-    "learning_rate": 3e-5,
-    "adam_b1": 0.9,
-    "adam_b2": 0.95,
-    "adam_eps": 1e-8,
-    "adam_weight_decay": 0.1,
-    "gradient_clipping_threshold": 1.0,
-    "load_balance_loss_weight": 0.0,
-    "grad_dtype": None,
-    "shard_optimizer_over_data": False,
-    "enable_dropout": True,
-    "dropout_rate": 0.0,
-}
 _BLOCKS = ("mixtral", "llama2")
+# Sizes of a model, and what they are called here.
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "base_emb_dim": "embed_dim",
+    "base_mlp_dim": "mlp_dim",
+    "base_num_decoder_layers": "num_layers",
+    "base_num_query_heads": "num_heads",
+    "base_num_kv_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "num_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_token",
+    "normalization_layer_epsilon": "norm_epsilon",
+    "rope_max_timescale": "rope_theta",
+}
+# Fields that an error may name, by their keys in MaxText where these differ.
+_RENAMED = {key: field for key, field in _SIZES.items() if key != field} | {
+    "num_pipeline_repeats": "num_repeats",
+    "num_pipeline_microbatches": "num_microbatches",
+    "gradient_clipping_threshold": "clip_norm",
+    "per_device_batch_size": "global_batch",
+    "max_target_length": "sequence_length",
+    "adam_weight_decay": "weight_decay",
+    "load_balance_loss_weight": "load_balance_weight",
+    "weight_dtype": "param_dtype",
+}
+# MaxText's policies; those without a counterpart become `full`, which changes no value.
+_REMAT = (
+    *POLICIES,
+    *("minimal_with_context", "save_dot_with_context_except_mlp", "save_dot_except_mlpwi"),
+    *("custom", "minimal_flash", "save_qkv_proj_offloaded"),
+)
 
 
 def config_from_maxtext(source: str | Path | Mapping[str, Any]) -> Config:
     """A MaxText configuration, a YAML file or a dictionary, as this project's.
 
     Keys left out have MaxText's defaults, or with a `model_name` of this project's presets its
-    sizes. Keys that only say how a run is carried out are left aside (`maxtext_keys`): kernels,
-    machines, data, logs; the schedule of the learning rate too, for here it is constant.
+    sizes, which other values must not contradict unless `override_model_config` is true. Keys that
+    only say how a run is carried out are left aside (`maxtext_keys`): kernels, machines, data,
+    logs; the schedule of the learning rate too, for here it is constant.
 
     `num_pipeline_repeats=-1` is worked out from the pipeline parallelism, as in MaxText, and so is
     the global batch, for which parallelisms of -1 count as 1. A remat policy without a counterpart
@@ -78,8 +67,14 @@ def config_from_maxtext(source: str | Path | Mapping[str, Any]) -> Config:
     """
     given = dict(source) if isinstance(source, Mapping) else _read_yaml(source)
     _check_keys(given)
-    values = {**_DEFAULTS, **_sizes_of(given.get("model_name", "default")), **given}
-    return Config(model=_model(values), pipeline=_pipeline(values), train=_train(values))
+    values = typed({**DEFAULTS, **_with_sizes(given)})
+    try:
+        return Config(model=_model(values), pipeline=_pipeline(values), train=_train(values))
+    except InputError as error:
+        named = [f"{ours} is {key}" for key, ours in _RENAMED.items() if ours in str(error)]
+        raise InputError(
+            f"{error}" + (f" (in MaxText {', '.join(named)})" if named else "")
+        ) from error
 
 
 def read_config(name: str) -> Config:
@@ -132,6 +127,8 @@ def _check_keys(given: Mapping[str, Any]) -> None:
         if kind is None:
             cure = nearest(str(key), keys.known_keys())
             cure = cure if cure.startswith("did you mean") else "remove it if it has no effect"
+            if key == "base_config":
+                cure = "other files are not read; put its keys into this one"
             raise InputError(f"{key}={value!r} is no MaxText key that this project knows; {cure}")
         if kind == "fixed" and not keys.is_accepted(key, value):
             raise InputError(
@@ -140,24 +137,37 @@ def _check_keys(given: Mapping[str, Any]) -> None:
             )
 
 
+def _with_sizes(given: dict[str, Any]) -> dict[str, Any]:
+    """The keys with the sizes of a `model_name`, which win over MaxText's defaults, as there."""
+    name = given.get("model_name", "default")
+    if not isinstance(name, str):
+        raise wrong_type("model_name", name, str)
+    sizes = _sizes_of(name)
+    if not sizes and name != "default":
+        missing = sorted(set(_SIZES) - set(given))
+        if missing:
+            raise InputError(
+                f"model_name={name!r} is not among {', '.join(PRESETS)}, so the file must say "
+                f"{', '.join(missing)}"
+            )
+    if given.get("override_model_config") is True:
+        return {**sizes, **given}
+    for key, size in sizes.items():
+        value = given.get(key, size)
+        if value not in (size, DEFAULTS[key]):
+            raise InputError(
+                f"{key}={value!r} and model_name={name!r}, which has {size!r}; remove one of them, "
+                "or set override_model_config to true"
+            )
+    return {**given, **sizes}
+
+
 def _sizes_of(model_name: str) -> dict[str, Any]:
     if model_name not in PRESETS:
         return {}
     model = PRESETS[model_name].model
-    return {
-        "decoder_block": "mixtral" if model.num_experts > 1 else "llama2",
-        "vocab_size": model.vocab_size,
-        "base_emb_dim": model.embed_dim,
-        "base_mlp_dim": model.mlp_dim,
-        "base_num_decoder_layers": model.num_layers,
-        "base_num_query_heads": model.num_heads,
-        "base_num_kv_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
-        "num_experts": model.num_experts,
-        "num_experts_per_tok": model.num_experts_per_token,
-        "normalization_layer_epsilon": model.norm_epsilon,
-        "rope_max_timescale": model.rope_theta,
-    }
+    own = {key: getattr(model, field) for key, field in _SIZES.items()}
+    return {"decoder_block": "mixtral" if model.num_experts > 1 else "llama2", **own}
 
 
 def _model(values: Mapping[str, Any]) -> ModelConfig:
@@ -201,9 +211,13 @@ def _mlp_dim(values: Mapping[str, Any]) -> int:
 
 
 def _pipeline(values: Mapping[str, Any]) -> PipelineConfig:
-    gather = "step" if values["pipeline_fsdp_ag_once"] else "use"
-    if values["pipeline_fsdp_ag_per_repeat"]:
-        gather = "prefetch"
+    once, per_repeat = values["pipeline_fsdp_ag_once"], values["pipeline_fsdp_ag_per_repeat"]
+    if once and per_repeat:
+        raise InputError(
+            "pipeline_fsdp_ag_once and pipeline_fsdp_ag_per_repeat are both true; keep one of them"
+        )
+    gather = "step" if once else "prefetch" if per_repeat else "use"
+    one_of("remat_policy", values["remat_policy"], _REMAT)
     microbatches, policy = values["num_pipeline_microbatches"], values["remat_policy"]
     one_of("shard_mode", values["shard_mode"], ("explicit", "auto"))
     return PipelineConfig(
@@ -225,15 +239,23 @@ def _repeats(values: Mapping[str, Any]) -> int:
         )
     parallelisms = [values[f"{net}_pipeline_parallelism"] for net in ("ici", "dcn")]
     repeats, per_stage = values["num_pipeline_repeats"], values["num_layers_per_pipeline_stage"]
-    if repeats != -1:
-        return repeats
     if -1 in parallelisms:
+        if repeats != -1:
+            return repeats
         raise InputError(
             "num_pipeline_repeats=-1 cannot be worked out with a pipeline parallelism of -1; "
             "give one of them as a number"
         )
     stages = math.prod(parallelisms)
-    return max(1, layers // (stages * per_stage)) if stages > 1 else 1
+    if stages == 1:
+        return max(1, repeats)
+    rounds = max(1, layers // max(1, stages * per_stage)) if repeats == -1 else repeats
+    if stages * per_stage * rounds != layers:
+        raise InputError(
+            f"{stages} stages × num_pipeline_repeats={rounds} × num_layers_per_pipeline_stage="
+            f"{per_stage} are not base_num_decoder_layers={layers}; make them equal"
+        )
+    return rounds
 
 
 def _train(values: Mapping[str, Any]) -> TrainConfig:
@@ -256,8 +278,8 @@ def _train(values: Mapping[str, Any]) -> TrainConfig:
 
 def _global_batch(values: Mapping[str, Any]) -> int:
     """Exact where every parallelism is a number, else the next size that microbatches divide."""
-    names = [key for key in values if re.fullmatch(r"(ici|dcn)_\w+_parallelism", key)]
-    sizes = [values[name] for name in names]
+    names = [key for key in values if keys.PARALLELISM.fullmatch(key)]
+    sizes = [number(name, values[name], int) for name in names]
     batch = values["per_device_batch_size"] * math.prod(size for size in sizes if size != -1)
     if batch == int(batch) and -1 not in sizes:
         return int(batch)

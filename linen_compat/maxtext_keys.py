@@ -189,7 +189,7 @@ _IGNORED = _words(
 # Families of keys.
 _IGNORED_FAMILIES = re.compile(
     r"""
-    (ici|dcn)_\w+_parallelism | dcn_bandwidth_\w+
+    dcn_bandwidth_\w+
     | \w*checkpoint\w* | \w*profil\w* | \w*tokeniz\w* | \w*dataset\w* | \w*_for_vit
     | \w*_for_audio | vision_\w+ | video_max_\w+ | (hf|grain|olmo)_\w+ | (train|eval)_\w+ | dump_\w+
     | (xprof|wandb|vertex|inference|vllm|block_diffusion|distill|elastic|gdn|engram|indexer)_\w+
@@ -204,12 +204,24 @@ _IGNORED_FAMILIES = re.compile(
 )
 
 
+# How many devices a mesh axis has within a slice and between slices.
+PARALLELISM = re.compile(
+    r"""
+    (ici|dcn)_(data|fsdp|fsdp_transpose|sequence|context|context_autoregressive|tensor|expert
+    |tensor_transpose|tensor_sequence|autoregressive|pipeline|diloco)_parallelism
+    """,
+    re.VERBOSE,
+)
+
+
 def kind(key: str) -> str | None:
     """`mapped`, `fixed`, `ignored`, or None for a key that is not known."""
     if key in MAPPED:
         return "mapped"
     if key in FIXED:
         return "fixed"
+    if PARALLELISM.fullmatch(key):
+        return "ignored"
     return "ignored" if key in _IGNORED or _IGNORED_FAMILIES.fullmatch(key) else None
 
 

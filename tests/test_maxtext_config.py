@@ -40,8 +40,16 @@ def test_model_names_bring_their_sizes(name):
     assert config.model == preset(name).model
 
 
-def test_what_is_given_wins_over_the_model_name():
-    config = linen_compat.config_from_maxtext({"model_name": "llama2-7b", "vocab_size": 100})
+def test_the_model_name_wins_over_defaults_and_not_over_an_override():
+    """MaxText's own base.yml names all sizes beside `model_name`, and those are left aside."""
+    sizes = {"base_emb_dim": 2048, "base_num_decoder_layers": 16, "decoder_block": "llama2"}
+    config = linen_compat.config_from_maxtext({"model_name": "mixtral-8x7b", **sizes})
+    assert (config.model.embed_dim, config.model.num_layers) == (4096, 32)
+    assert config.model.num_experts == 8
+    given = {"model_name": "llama2-7b", "vocab_size": 100}
+    with pytest.raises(InputError, match=r"vocab_size=100 and model_name='llama2-7b'.*has 32000"):
+        linen_compat.config_from_maxtext(given)
+    config = linen_compat.config_from_maxtext({**given, "override_model_config": True})
     assert (config.model.vocab_size, config.model.embed_dim) == (100, 4096)
 
 
@@ -113,7 +121,27 @@ def test_global_batch(given, batch):
         ({"rope_type": "yarn"}, "rope_type='yarn' is not supported"),
         ({"opt_type": "sgd"}, "opt_type='sgd' is not supported"),
         ({"dropout_rate": 0.1}, "dropout_rate=0.1 with enable_dropout"),
-        ({"gradient_clipping_threshold": 0}, "clip_norm=0 must be above 0"),
+        ({"gradient_clipping_threshold": 0}, "clip_norm=0.0 .* is gradient_clipping_threshold"),
+        ({"base_num_decoder_layers": 0}, "num_layers=0 .* num_layers is base_num_decoder_layers"),
+        ({"learning_rate": "fast"}, "learning_rate='fast' must be a number, such as 3e-05"),
+        ({"max_target_length": None}, "max_target_length=None must be a whole number"),
+        ({"max_target_length": 16.5}, "max_target_length=16.5 must be a whole number"),
+        ({"adam_eps": None}, "adam_eps=None must be a number"),
+        ({"pipeline_fsdp_ag_once": "false"}, "pipeline_fsdp_ag_once='false' must be true or false"),
+        ({"dtype": 16}, "dtype=16 must be text"),
+        ({"model_name": ["a"]}, r"model_name=\['a'\] must be text"),
+        ({"model_name": "gemma2-9b"}, "model_name='gemma2-9b' is not among .* base_emb_dim"),
+        ({"base_config": "base.yml"}, "base_config=.* put its keys into this one"),
+        ({"remat_policy": "banana"}, "remat_policy='banana' is not known"),
+        ({"ici_bogus_parallelism": 2}, "ici_bogus_parallelism=2 is no MaxText key"),
+        (
+            {"pipeline_fsdp_ag_once": True, "pipeline_fsdp_ag_per_repeat": True},
+            "are both true; keep one of them",
+        ),
+        (
+            {"ici_pipeline_parallelism": 2, "num_pipeline_repeats": 3},
+            "2 stages × num_pipeline_repeats=3 × num_layers_per_pipeline_stage=1 are not",
+        ),
         ({**MIXTRAL, "base_moe_mlp_dim": 5}, "base_moe_mlp_dim=5 differs from base_mlp_dim"),
         ({"shard_mode": "manual"}, "shard_mode='manual' is not known"),
         ({"ici_pipeline_parallelism": -1}, "num_pipeline_repeats=-1 cannot be worked out"),

@@ -1,0 +1,85 @@
+"""What MaxText takes for the mapped keys that a file leaves out, and the types of their values."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from nnx_pipeline import InputError
+
+DEFAULTS: dict[str, Any] = {
+    "model_name": "default",
+    "decoder_block": "llama2",
+    "vocab_size": 32_000,
+    "base_emb_dim": 2048,
+    "base_mlp_dim": 7168,
+    "base_moe_mlp_dim": -1,
+    "base_num_decoder_layers": 16,
+    "base_num_query_heads": 16,
+    "base_num_kv_heads": 16,
+    "head_dim": 128,
+    "num_experts": 1,
+    "num_experts_per_tok": 1,
+    "dtype": "bfloat16",
+    "weight_dtype": "float32",
+    "normalization_layer_epsilon": 1e-5,
+    "rope_max_timescale": 10_000,
+    "num_pipeline_microbatches": -1,
+    "num_pipeline_repeats": -1,
+    "num_layers_per_pipeline_stage": 1,
+    "pipeline_parallel_layers": -1,
+    "pipeline_delay_activation_forwarding": False,
+    "pipeline_fsdp_ag_once": False,
+    "pipeline_fsdp_ag_per_repeat": False,
+    "remat_policy": "full",
+    "shard_mode": "explicit",  # MaxText's is auto; a file that does not say gets this project's
+    "ici_pipeline_parallelism": 1,
+    "dcn_pipeline_parallelism": 1,
+    "per_device_batch_size": 12.0,
+    "max_target_length": 2048,
+    "learning_rate": 3e-5,
+    "adam_b1": 0.9,
+    "adam_b2": 0.95,
+    "adam_eps": 1e-8,
+    "adam_weight_decay": 0.1,
+    "gradient_clipping_threshold": 1.0,
+    "load_balance_loss_weight": 0.0,
+    "grad_dtype": None,
+    "shard_optimizer_over_data": False,
+    "enable_dropout": True,
+    "dropout_rate": 0.0,
+}
+
+
+def typed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Every mapped value in the type of its default; YAML reads 3e-5 as text."""
+    result = dict(values)
+    for key, default in DEFAULTS.items():
+        value = values[key]
+        kind = type(default)
+        if default is None and value in (None, ""):
+            result[key] = None
+        elif kind is bool or isinstance(value, bool) or value is None:
+            if kind is not bool or not isinstance(value, bool):
+                raise wrong_type(key, value, kind)
+        elif kind in (int, float):
+            result[key] = number(key, value, kind)
+        elif not isinstance(value, str):
+            raise wrong_type(key, value, str)
+    return result
+
+
+def number(key: str, value: Any, kind: type) -> Any:
+    """The value as a whole number or a number; raises InputError where it is none."""
+    try:
+        found = float(value)
+    except (TypeError, ValueError) as error:
+        raise wrong_type(key, value, kind) from error
+    if not math.isfinite(found) or (kind is int and found != int(found)):
+        raise wrong_type(key, value, kind)
+    return int(found) if kind is int else found
+
+
+def wrong_type(key: str, value: object, kind: type) -> InputError:
+    """The error for a value of another type than its default."""
+    wanted = {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "text")
+    return InputError(f"{key}={value!r} must be {wanted}, such as {DEFAULTS[key]!r}")
