@@ -102,6 +102,12 @@ def inspect(checkpoint: str | Path) -> Inspection:
     found: dict[str, Leaves] = {PARAMETERS: {}, "scalars": {}, "ignored": {}, "unknown": {}}
     for stored, (shape, dtype) in _metadata(items).items():
         group, name = _group(stored)
+        first = found.get(group, {}).get(name)
+        if first is not None:
+            raise Mismatch(
+                f"{items} holds {name} twice, as {first.stored} and as {stored}; it cannot be said "
+                "which one is meant"
+            )
         found.setdefault(group, {})[name] = Leaf(shape, dtype, stored)
     parameters = found[PARAMETERS]
     shapes = {name: leaf.shape for name, leaf in parameters.items()}

@@ -18,6 +18,7 @@ from linen_compat.doctor import compare_numerics, diagnose, read_everything
 from linen_compat.maxtext_config import read_config
 from linen_compat.overhead_cli import overhead
 from linen_compat.streams import Mismatch
+from nnx_pipeline import InputError
 from nnx_pipeline.cli_support import Failed, main_of
 from nnx_pipeline.lab import report
 
@@ -109,6 +110,8 @@ def check(
 
     From metadata alone. Exit 1 unless every leaf is accounted for.
     """
+    if allow_nan and not read:
+        raise InputError("--allow-nan is about what --read reads; add --read or leave it out")
     report.check_writable(json_path, "--json")
     config = read_config(config_name)
     found = diagnose(checkpoint, config)

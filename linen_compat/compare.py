@@ -205,6 +205,8 @@ def _compare_part(
     prefix = _prefix(leaves)
     for name, shape in expected.items():
         leaf = leaves.get(name)
+        if leaf is not None and not jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.floating):
+            result.notes.append(f"{leaf.stored} is {leaf.dtype}, and a weight must be floating")
         if leaf is None:
             result.missing.append(prefix + name)
         elif leaf.shape != shape:

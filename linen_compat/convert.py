@@ -100,12 +100,17 @@ def plan(
     source_format, target_format: `maxtext:unscanned`, `maxtext:scanned`, `maxtext:pipelined`,
     `nnx`, `huggingface`; for a source also `auto`. config: what the checkpoint must fit; without
     one it has to be consistent in itself. Optimizer state goes along but for Hugging Face.
-    stages, repeats: of a pipelined target, by default those of a pipelined source.
+    stages, repeats: of a pipelined target; without both, those of a pipelined source.
 
     Raises InputError for arguments that cannot be used, Mismatch for what the checkpoint lacks.
     """
     one_of("--from", source_format, SOURCES)
     one_of("--to", target_format, TARGETS)
+    if target_format not in (PIPELINED, NNX) and (stages, repeats) != (None, None):
+        raise InputError(
+            f"--stages and --repeats are of a pipelined target, and --to {target_format} is none; "
+            "leave them out"
+        )
     check_free(destination)
     opened = open_checkpoint(source, source_format, config)
     if target_format == HUGGINGFACE:
@@ -148,8 +153,10 @@ def _target_layout(
     opened: Opened, target_format: str, stages: int | None, repeats: int | None
 ) -> Layout:
     layers, own = opened.source.num_layers, opened.layout
-    if target_format in (PIPELINED, NNX) and own and own.format in (PIPELINED, NNX):
-        stages, repeats = stages or own.stages, repeats or own.repeats
+    if (stages, repeats) == (None, None) and own and own.format in (PIPELINED, NNX):
+        stages, repeats = own.stages, own.repeats
     if target_format == PIPELINED and stages is None:
         raise InputError(f"--to {PIPELINED} needs --stages, how many stages the pipeline has")
+    if target_format not in (PIPELINED, NNX):
+        stages, repeats = 1, 1
     return Layout(target_format, layers, stages or 1, repeats or 1)

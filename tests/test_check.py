@@ -207,3 +207,26 @@ def test_arguments_that_cannot_be_used(tmp_path, monkeypatch, capsys, folder, ar
         cli.main()
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_weights_that_are_not_floating(tmp_path, check):
+    leaves = full_state()
+    leaves[GATE] = leaves[GATE].astype(np.int8)
+    write(tmp_path / "items", leaves)
+    ended = check(tmp_path)
+    assert ended.code == 1
+    assert f"{GATE} is int8, and a weight must be floating" in ended.err
+
+
+def test_a_leaf_that_is_there_twice(tmp_path, check):
+    leaves = full_state()
+    leaves["params/decoder/decoder_norm/scale"] = leaves["params/params/decoder/decoder_norm/scale"]
+    write(tmp_path / "items", leaves)
+    ended = check(tmp_path)
+    assert ended.code == 1
+    assert "holds decoder/decoder_norm/scale twice" in ended.err
+
+
+def test_allow_nan_is_for_read(check):
+    ended = check(checkpoint("unscanned"), "--allow-nan")
+    assert (ended.code, "add --read" in ended.err) == (2, True)

@@ -194,6 +194,7 @@ def test_a_checkpoint_that_is_not_consistent_in_itself(tmp_path, run, changes, m
         (["--to", "maxtext:pipelined"], 2, "needs --stages"),
         (["--to", "maxtext:pipelined", "--stages", "3"], 2, "do not split into 3 stages"),
         (["--to", "maxtext:scanned", "--stages", "2"], 2, "leave them out"),
+        (["--to", "huggingface", "--repeats", "2"], 2, "leave them out"),
         (["--to", "nnx", "--config", "no.yml"], 2, "neither a file nor a preset"),
         (["--to", "nnx", "--config", "tiny"], 1, "does not fit"),
     ],
