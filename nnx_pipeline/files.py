@@ -6,8 +6,14 @@ from pathlib import Path
 
 
 def write_whole(path: str, content: bytes) -> None:
-    """Writes the whole file or nothing; what was there before stays until all is written."""
-    target = Path(path).absolute()
+    """Writes the whole file or nothing; what was there before stays until all is written.
+
+    A link is followed, and a device or a pipe is written to as it is.
+    """
+    target = Path(path).resolve()
+    if target.exists() and not target.is_file():
+        target.write_bytes(content)
+        return
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

@@ -478,3 +478,22 @@ def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = run(*COMPILE)
     assert ended.code == 130
     assert ended.err.strip() == "nnx-pipeline: interrupted"
+
+
+def test_json_through_a_link_and_into_a_device(run: Run, tmp_path: Path) -> None:
+    """What is there stays what it is."""
+    real, link = tmp_path / "real.json", tmp_path / "link.json"
+    real.write_text("{}")
+    link.symlink_to(real)
+    assert run(*SCHEDULE, "--json", str(link)).code == 0
+    assert link.is_symlink()
+    assert json.loads(real.read_text())["schema"] == 1
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert run(*SCHEDULE, "--json", str(pipe)).code == 0
+        assert json.loads(os.read(reader, 1_000_000))["schema"] == 1
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
