@@ -123,7 +123,7 @@ def test_a_policy_that_the_names_escape_is_found_in_the_model(
     from nnx_pipeline.remat import Remat
 
     monkeypatch.setitem(POLICIES, "save_out_proj", Remat(("outproj",)))
-    monkeypatch.setattr("nnx_pipeline.pipeline.module.named", lambda x, name: x)
+    monkeypatch.setattr("nnx_pipeline.pipeline.runner.named", lambda x, name: x)
     (finding,) = own_findings("tiny", "stage=4,fsdp=2", Limits(), remat="save_out_proj", **EIGHT)
     assert finding.rule == "remat-policy"
     assert "it saves " in finding.cure
