@@ -223,7 +223,12 @@ def run_in_a_loop(pipeline: NNXPipeline, x: Any, side: Any, *, groups: int, owne
 
 @pytest.mark.parametrize("mesh", ["", "fsdp=2"])
 def test_layers_apart_equal_nnx_layers_in_a_loop(mesh: str, monkeypatch: Any) -> None:
-    """To the bit against the same loop, and nearly against the scanned one."""
+    """To the bit against the same loop, and nearly against the scanned one.
+
+    Both are traced from the start: what JAX keeps of functions that other tests traced decides what
+    XLA fuses where the layers are written one after the other, and with it the last bit.
+    """
+    jax.clear_caches()
     case = Case(mesh, layout="unscanned")
     with monkeypatch.context() as patch:
         patch.setattr(NNXPipeline, "run", run_in_a_loop)
