@@ -148,6 +148,13 @@ def optax_promotion() -> Any:
     return jax.numpy_dtype_promotion("standard")
 
 
+def carries(scan: Any) -> list[Any]:
+    """The variables that a scan carries, as it gives them: those that it does not stack."""
+    inside = scan.params["jaxpr"].jaxpr.outvars
+    pairs = zip(scan.outvars, inside, strict=True)
+    return [given for given, of_a_step in pairs if given.aval.shape == of_a_step.aval.shape]
+
+
 def equations(jaxpr: Any) -> Iterator[Any]:
     """Every equation of a jaxpr and of all jaxprs inside it."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from helpers import (
     assert_close,
+    carries,
     equations,
     mesh_of,
     optax_promotion,
@@ -57,7 +58,7 @@ def dtypes_of_weight_buffers(jaxpr: Any, config: Config) -> set[str]:
         str(variable.aval.dtype)
         for equation in equations(jaxpr)
         if equation.primitive.name == "scan"
-        for variable in equation.outvars[: equation.params["num_carry"]]
+        for variable in carries(equation)
         if math.prod(variable.aval.shape) in (of_all, 2 * of_all)  # once per copy
     }
 
