@@ -1,22 +1,36 @@
-"""What the device-memory heap of a compiled program holds at its peak, buffer by buffer."""
+"""What the device-memory heap of a compiled program holds at its peak, and what changed in it.
+
+`heap_profile.attribute` reads it from what a compiler wrote; here is what it says.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import defaultdict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from nnx_pipeline.lab.buffer_text import BufferText, Placed, read_buffers
-from nnx_pipeline.lab.dataflow import Flow, Value
-from nnx_pipeline.lab.hlo import Module, shapes_of
-from nnx_pipeline.lab.origins import Origin, Origins
-from nnx_pipeline.lab.roles import ROLES, Roles
+ROLES = (
+    "activation",
+    "saved residual",
+    "scan carry",
+    "logits",
+    "gathered weight",
+    "parameter cast",
+    "parameter copy",
+    "gradient accumulator",
+    "gradient",
+    "optimizer update",
+    "collective buffer",
+    "other",
+    "padding",
+    "fragmentation",
+    "other memory space",
+)
 
-__all__ = ["ROLES", "Attribution", "Buffer", "BufferDifference", "attribute", "difference"]
-
-MOST_POINTS = 2000  # of the timeline
-_SPACES = {1: "on-chip memory", 2: "semaphores", 5: "host memory"}  # of libtpu; others by number
+_FUNCTION = re.compile(r"^jit\([^)]*\)/")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +58,8 @@ class Attribution:
 
     buffers sum to heap_bytes, rows for padding and fragmentation included. other: rows of other
     memory spaces, and whatever else explains temp_bytes. timeline: (position in the schedule, live
-    bytes of the heap), at most 2000 points, the peak among them.
+    bytes of the heap), at most 2000 points, the peak among them. peak_operation, peak_source: what
+    runs at the peak. positions: how many the schedule has.
     """
 
     heap_bytes: int
@@ -53,6 +68,9 @@ class Attribution:
     buffers: tuple[Buffer, ...]
     other: tuple[Buffer, ...]
     timeline: tuple[tuple[int, int], ...]
+    peak_operation: str = ""
+    peak_source: str | None = None
+    positions: int = 0
 
     def by_role(self) -> dict[str, int]:
         """Bytes of each role, largest first; they sum to heap_bytes."""
@@ -68,7 +86,7 @@ class Attribution:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferDifference:
-    """Buffers of two programs that share operation, shape and source line, summed."""
+    """Buffers of two programs that are the same line, operation and shape, summed."""
 
     a_bytes: int
     b_bytes: int
@@ -77,227 +95,89 @@ class BufferDifference:
     source: str | None
     role: str
 
+    @property
+    def change(self) -> int:
+        """Bytes that b holds more than a."""
+        return self.b_bytes - self.a_bytes
+
 
 def difference(a: Attribution, b: Attribution) -> tuple[BufferDifference, ...]:
-    """Buffer by buffer what changed from a to b, largest absolute change first.
+    """What the peak of b holds more or less than that of a, the largest change first.
 
-    Rows are summed by source line, operation and shape; b_bytes - a_bytes of all rows is the
-    difference of the heaps.
+    Buffers are summed by source line, operation (without the name of the jitted function) and
+    shape. What only one of the programs has is then paired with what only the other one has: first
+    by line and shape (another path of operations to the same line, as with recomputation), then by
+    role, last operation and shape (the same code on another line). Operation, line and role of a
+    pair are those of the larger side, at equal size those of b. Rows without a change are left out;
+    the changes of the others sum to the difference of the heaps.
     """
-    sums: dict[tuple[str | None, str, str], list[int]] = defaultdict(lambda: [0, 0])
-    roles: dict[tuple[str | None, str, str], str] = {}
-    for side, attribution in enumerate((a, b)):
-        for buffer in attribution.buffers:
-            key = (buffer.source, buffer.operation, buffer.shape)
-            sums[key][side] += buffer.bytes
-            roles.setdefault(key, buffer.role)
-    rows = [
+    rows = _paired(_sums(a, 0) + _sums(b, 1), _exact)
+    for alike in (_same_line, _same_work):
+        rows = _paired(rows, alike)
+    changed = [row for row in rows if row.change]
+    return tuple(sorted(changed, key=lambda row: (-abs(row.change), row.operation, row.shape)))
+
+
+def _sums(attribution: Attribution, side: int) -> list[BufferDifference]:
+    """The buffers of one program, those that are the same in line, operation and shape as one."""
+    groups: dict[Hashable, list[Buffer]] = defaultdict(list)
+    for buffer in attribution.buffers:
+        key = (buffer.source, buffer.operation, buffer.shape, buffer.shape == "" and buffer.role)
+        groups[key].append(buffer)
+    return [
         BufferDifference(
-            a_bytes=a_bytes,
-            b_bytes=b_bytes,
-            shape=shape,
-            operation=operation,
-            source=source,
-            role=roles[source, operation, shape],
+            a_bytes=0 if side else sum(buffer.bytes for buffer in group),
+            b_bytes=sum(buffer.bytes for buffer in group) if side else 0,
+            shape=group[0].shape,
+            operation=group[0].operation,
+            source=group[0].source,
+            role=group[0].role,
         )
-        for (source, operation, shape), (a_bytes, b_bytes) in sums.items()
-        if a_bytes != b_bytes
+        for group in groups.values()
     ]
-    return tuple(sorted(rows, key=lambda row: (-abs(row.b_bytes - row.a_bytes), row.operation)))
 
 
-def attribute(text: str | None, module: Module, temp_bytes: int) -> Attribution | None:
-    """What the heap holds at its peak, by the compiler's buffer assignment and its program.
-
-    text: see `heap.compile_with_dump`. temp_bytes: the compiler's `temp_size_in_bytes`. None
-    without a text, or with one that has no allocation.
-
-    The heap is that of `heap.heap_bytes`. Its peak is the first position of the schedule at which
-    the values that live there cover the most bytes of it. Bytes that several of them share (what
-    is updated in place, the input and output of a loop) count once, for the value that lived there
-    first. What a tiled layout adds to the numbers of an array is a row of the role `padding`, with
-    the array's own line; what no living value covers is `fragmentation`: the heap is as large as
-    its highest byte at any time needs, and has holes.
-
-    `other` has a row for each further memory space, at full size, and one for the rest of
-    temp_bytes, which is negative where the compiler's temp is less than the sum: what a TPU's
-    compiler counts as temp is not the size of its allocations (see `heap`).
-    """
-    try:
-        buffers = read_buffers(text or "")
-    except ValueError:
-        return None
-    values = [_Slot(part.number, value) for part in buffers.heap for value in part.values]
-    curve = _live_bytes(values)
-    peak = max(curve, key=lambda position: (curve[position], -position), default=0)
-    heap = sum(part.bytes for part in buffers.heap)
-    rows = _rows(values, peak, _Reader(buffers, module))
-    rest = heap - sum(row.bytes for row in rows)
-    if rest:
-        rows.append(_plain("between and above the buffers", rest, "fragmentation", buffers))
-    return Attribution(
-        heap_bytes=heap,
-        temp_bytes=temp_bytes,
-        peak_position=peak,
-        buffers=_largest_first(rows),
-        other=_largest_first(_beyond_the_heap(buffers, temp_bytes - heap)),
-        timeline=_timeline(curve, peak),
-    )
+def _exact(row: BufferDifference) -> Hashable:
+    return row.source, _FUNCTION.sub("", row.operation), row.shape, _kind(row)
 
 
-@dataclass(frozen=True)
-class _Slot:
-    """A value in one of the allocations of the heap."""
-
-    allocation: int
-    value: Placed
-
-    @property
-    def end(self) -> int:
-        return self.value.offset + self.value.bytes
-
-    def lives_at(self, position: int) -> bool:
-        return self.value.first <= position <= self.value.last
+def _same_line(row: BufferDifference) -> Hashable:
+    return row.source, row.shape, _kind(row)
 
 
-class _Reader:
-    """Origin and role of placed values."""
-
-    def __init__(self, buffers: BufferText, module: Module) -> None:
-        self.flow = Flow(module)
-        self.origins = Origins(self.flow)
-        self.roles = Roles(self.flow, self.origins)
-        self.schedule = buffers.schedule
-        self.position = {name: position for position, name in buffers.schedule.items()}
-
-    def value(self, placed: Placed) -> Value:
-        """The value as the program's text has it.
-
-        NVIDIA's text prints an asynchronous collective without the computation that it starts,
-        whose instructions stand right before it in the schedule.
-        """
-        if placed.name in self.flow.instructions or placed.name not in self.position:
-            return placed.name, placed.index
-        here = self.position[placed.name]
-        for position in range(here + 1, here + 3):
-            name = self.schedule.get(position, "")
-            if name in self.flow.instructions and "-start" in name:
-                return name, (1, *placed.index)
-        return placed.name, placed.index
-
-    def buffer(self, placed: Placed, bytes: int) -> Buffer:
-        value = self.value(placed)
-        origin = self.origins.of(value)
-        shape = None if placed.is_table else next(iter(shapes_of(placed.type)), None)
-        return _buffer(placed, bytes, origin, self.roles.of(value, shape))
+def _same_work(row: BufferDifference) -> Hashable:
+    return row.role, row.operation.rpartition("/")[2], row.shape
 
 
-def _buffer(placed: Placed, bytes: int, origin: Origin, role: str) -> Buffer:
-    index = ",".join(map(str, placed.index))
-    return Buffer(
-        name=f"{placed.name}{{{index}}}" if placed.index else placed.name,
-        bytes=bytes,
-        shape=placed.shape if role != "padding" else "",
-        operation=origin.operation,
-        source=origin.source,
-        role=role,
-        first=placed.first,
-        last=placed.last,
-    )
+def _kind(row: BufferDifference) -> str:
+    """Rows that are no value are alike only if they have the same role."""
+    return "" if row.shape else row.role
 
 
-def _live_bytes(slots: list[_Slot]) -> dict[int, int]:
-    """Bytes that living values cover, at each position where that changes."""
-    changes = {slot.value.first for slot in slots} | {slot.value.last + 1 for slot in slots}
-    places = sorted(
-        (slot.allocation, slot.value.offset, slot.end, slot.value.first, slot.value.last)
-        for slot in slots
-    )
-    found = {}
-    for position in sorted(changes):
-        covered, top = 0, (0, 0)
-        for allocation, start, end, first, last in places:
-            if first <= position <= last and (allocation, end) > top:
-                known = top[1] if allocation == top[0] else 0
-                covered += end - max(start, known)
-                top = (allocation, end)
-        found[position] = covered
-    return found
+def _paired(
+    rows: list[BufferDifference], alike: Callable[[BufferDifference], Hashable]
+) -> list[BufferDifference]:
+    """Rows of one side alone, joined with rows of the other side that are alike, in order."""
+    done = [row for row in rows if row.a_bytes and row.b_bytes]
+    sides: dict[Hashable, tuple[list[BufferDifference], list[BufferDifference]]] = {}
+    for row in rows:
+        if not (row.a_bytes and row.b_bytes):
+            sides.setdefault(alike(row), ([], []))[1 if row.b_bytes else 0].append(row)
+    for ours, theirs in sides.values():
+        for one, other in zip(ours, theirs, strict=False):
+            done.append(_joined(one, other))
+        both = min(len(ours), len(theirs))
+        done += ours[both:] + theirs[both:]
+    return done
 
 
-def _covered(slots: list[_Slot]) -> list[tuple[_Slot, int]]:
-    """How many bytes each slot holds that none before it does."""
-    taken: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    found = []
-    for slot in slots:
-        free = [(slot.value.offset, slot.end)]
-        for start, end in taken[slot.allocation]:
-            free = [
-                piece
-                for low, high in free
-                for piece in ((low, min(high, start)), (max(low, end), high))
-                if piece[0] < piece[1]
-            ]
-        taken[slot.allocation].append((slot.value.offset, slot.end))
-        found.append((slot, sum(high - low for low, high in free)))
-    return found
-
-
-def _rows(slots: list[_Slot], peak: int, reader: _Reader) -> list[Buffer]:
-    living = sorted(
-        (slot for slot in slots if slot.lives_at(peak)),
-        key=lambda slot: (slot.value.first, -slot.value.bytes),
-    )
-    rows = []
-    for slot, held in _covered(living):
-        padding = max(0, held - slot.value.array_bytes)
-        if not held:
-            continue
-        row = reader.buffer(slot.value, held - padding)
-        rows.append(row)
-        if padding:
-            rows.append(
-                dataclasses.replace(
-                    row, name=f"padding of {row.name}", bytes=padding, shape="", role="padding"
-                )
-            )
-    return rows
-
-
-def _beyond_the_heap(buffers: BufferText, beyond: int) -> list[Buffer]:
-    sizes: dict[int, int] = defaultdict(int)
-    for part in buffers.allocations:
-        if part.is_temp and part.color != 0:
-            sizes[part.color] += part.bytes
-    role = "other memory space"
-    rows = [_plain(_space(color), size, role, buffers) for color, size in sizes.items() if size]
-    rest = beyond - sum(sizes.values())
-    return rows + ([_plain("in temp, in no allocation", rest, "other", buffers)] if rest else [])
-
-
-def _space(color: int) -> str:
-    return (
-        f"{_SPACES[color]} (memory space {color})" if color in _SPACES else f"memory space {color}"
-    )
-
-
-def _plain(name: str, bytes: int, role: str, buffers: BufferText) -> Buffer:
-    """A row that is no value."""
-    last = max(buffers.schedule, default=0)
-    return Buffer(
-        name=name, bytes=bytes, shape="", operation="", source=None, role=role, first=0, last=last
-    )
-
-
-def _largest_first(rows: list[Buffer]) -> tuple[Buffer, ...]:
-    return tuple(sorted(rows, key=lambda row: (-abs(row.bytes), row.first, row.name)))
-
-
-def _timeline(curve: dict[int, int], peak: int) -> tuple[tuple[int, int], ...]:
-    """The curve thinned to the highest point of each stretch of positions."""
-    points = list(curve.items())
-    stretch = -(-len(points) // MOST_POINTS)
-    pieces = [points[start : start + stretch] for start in range(0, len(points), stretch or 1)]
-    return tuple(
-        max(piece, key=lambda point: (point[0] == peak, point[1], -point[0])) for piece in pieces
+def _joined(a: BufferDifference, b: BufferDifference) -> BufferDifference:
+    larger = a if a.a_bytes > b.b_bytes else b
+    return BufferDifference(
+        a_bytes=a.a_bytes,
+        b_bytes=b.b_bytes,
+        shape=larger.shape,
+        operation=larger.operation,
+        source=larger.source,
+        role=larger.role,
     )

@@ -40,24 +40,6 @@ from nnx_pipeline.lab.dataflow import Flow, Value, collective
 from nnx_pipeline.lab.hlo import Instruction, Shape
 from nnx_pipeline.lab.origins import Origins
 
-ROLES = (
-    "activation",
-    "saved residual",
-    "scan carry",
-    "logits",
-    "gathered weight",
-    "parameter cast",
-    "parameter copy",
-    "gradient accumulator",
-    "gradient",
-    "optimizer update",
-    "collective buffer",
-    "other",
-    "padding",
-    "fragmentation",
-    "other memory space",
-)
-
 _VOCABULARY = re.compile(r"embed|head|vocab|logits", re.IGNORECASE)
 _NOT_COMPUTED = (
     "after-all",
