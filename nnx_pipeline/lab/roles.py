@@ -5,7 +5,7 @@ The rules, in the order in which they apply; the first that holds names the role
 1.  The table of pointers of a tuple, and a value that the text does not print: `other`.
 2.  A value whose numbers came from an argument of the program through conversions, slices and
     moves alone: `gathered weight` where an all-gather is on that way, else `parameter cast` where
-    the dtype is another one, else `parameter copy`. The state of a loop that its body hands on
+    a conversion is, else `parameter copy`. The state of a loop that its body hands on
     unchanged is what went in.
 3.  In the state of a loop, or the value that its body writes there in place:
     a. added to, or written part by part, and of a parameter's shape: `gradient accumulator`;
@@ -54,7 +54,7 @@ _NOT_COMPUTED = (
     "rng-bit-generator",
     "tuple",
 )
-_FEWEST_READERS = 400  # steps of a search for readers in the backward pass
+_MOST_READERS = 400  # steps of a search for readers in the backward pass
 
 
 class Roles:
@@ -84,7 +84,9 @@ class Roles:
             return None
         if any(collective(item.opcode) == "all-gather" for item in lineage):
             return "gathered weight"
-        return "parameter copy" if made_by.shapes[0].dtype == shape.dtype else "parameter cast"
+        converted = any(item.opcode == "convert" for item in lineage)
+        same = made_by.shapes[0].dtype == shape.dtype and not converted
+        return "parameter copy" if same else "parameter cast"
 
     def _in_loop(self, value: Value, shape: Shape) -> str | None:
         slot = self._slot(value)
@@ -172,13 +174,14 @@ class Roles:
     def _read_backward(self, value: Value) -> bool:
         """Whether an operation of the backward pass reads a value, or what it is handed on as."""
         pending, seen = [value], {value}
-        while pending and len(seen) < _FEWEST_READERS:
+        while pending and len(seen) < _MOST_READERS:
             for reader, handed in self.flow.readers(pending.pop()):
                 if self._is_backward(reader) and reader.opcode not in ("parameter", "tuple"):
                     return True
-                if handed and handed not in seen:
-                    seen.add(handed)
-                    pending.append(handed)
+                following = handed or (None if reader.op_name else (reader.name, ()))
+                if following and following not in seen:
+                    seen.add(following)
+                    pending.append(following)
         return False
 
     @cached_property
