@@ -100,7 +100,7 @@ def test_the_rows_of_the_peak() -> None:
     assert sum(size for size, _ in rows.values()) == 2048
     assert [(row.name, row.bytes) for row in found.other] == [
         ("memory space 1, on a TPU the on-chip memory", 96),
-        ("in temp, in no allocation", 6),
+        ("counted in temp, in no allocation", 6),
     ]
     assert dict(found.timeline) == {1: 1024, 2: 1104, 3: 1088, 4: 1024, 5: 0}
 
