@@ -18,8 +18,8 @@ The rules, in the order in which they apply; the first that holds names the role
     all-reduce of a parameter's shape, else `collective buffer`.
 5.  Of a parameter's shape: `gradient` under `transpose(`, `optimizer update` where a program that
     has a backward pass computes it outside of both passes.
-6.  With the vocabulary as a dimension, which is the largest one of an argument that is called
-    embedding, head, vocab or logits: `logits`.
+6.  With the vocabulary as a dimension, which is the larger one of a matrix among the arguments on
+    whose path stands `embedding`, `head`, `vocab` or the like (and no position): `logits`.
 7.  Made in the forward pass (`jvp(` without `transpose(`) and read in the backward one:
     `saved residual`.
 8.  The result of a product, a reduction or an element-wise operation: `activation`.
@@ -40,7 +40,18 @@ from nnx_pipeline.lab.dataflow import Flow, Value, collective
 from nnx_pipeline.lab.hlo import Instruction, Shape
 from nnx_pipeline.lab.origins import Origins
 
-_VOCABULARY = re.compile(r"embed|head|vocab|logits", re.IGNORECASE)
+_VOCABULARY = {
+    "embed",
+    "embedder",
+    "embedding",
+    "head",
+    "lm_head",
+    "logits",
+    "logits_dense",
+    "token_embedder",
+    "vocab",
+    "wte",
+}
 _NOT_COMPUTED = (
     "after-all",
     "constant",
@@ -54,6 +65,7 @@ _NOT_COMPUTED = (
     "rng-bit-generator",
     "tuple",
 )
+_COPIES = ("copy", "copy-start", "copy-done")
 _MOST_READERS = 400  # steps of a search for readers in the backward pass
 
 
@@ -85,7 +97,7 @@ class Roles:
         if any(collective(item.opcode) == "all-gather" for item in lineage):
             return "gathered weight"
         converted = any(item.opcode == "convert" for item in lineage)
-        same = made_by.shapes[0].dtype == shape.dtype and not converted
+        same = not converted and all(made.dtype == shape.dtype for made in made_by.shapes)
         return "parameter copy" if same else "parameter cast"
 
     def _in_loop(self, value: Value, shape: Shape) -> str | None:
@@ -129,13 +141,20 @@ class Roles:
 
     def _by_pass(self, value: Value) -> str:
         made_by = self.flow.lineage(value)[-1]
-        forward = "jvp(" in self.origins.of(value).operation and not self._is_backward(made_by)
-        if forward and self._read_backward(value):
+        operation = self.origins.of(value).operation
+        forward = "jvp(" in operation and "transpose(" not in operation
+        if forward and not self._is_backward(made_by) and self._read_backward(value):
             return "saved residual"
         return "other" if made_by.opcode in _NOT_COMPUTED else "activation"
 
     def _slot(self, value: Value) -> tuple[Instruction, Value] | None:
-        """The loop whose state holds a value, and the value as that state, or None."""
+        """The loop whose state holds a value, and the value as that state, or None.
+
+        A buffer without a value yet belongs to the loop for which it is copied, too.
+        """
+        made = self.flow.instructions[value[0]]
+        is_empty = made.opcode in ("broadcast", "custom-call") and len(made.operands) < 2
+        passed = ("tuple", "while", "bitcast", "parameter", *(_COPIES if is_empty else ()))
         pending, seen = [value], set()
         while pending:
             here = pending.pop()
@@ -151,7 +170,7 @@ class Roles:
             pending += [
                 handed
                 for reader, handed in self.flow.readers(here)
-                if handed and reader.opcode in ("tuple", "while", "bitcast", "parameter")
+                if handed and reader.opcode in passed
             ]
         return None
 
@@ -205,9 +224,10 @@ class Roles:
     @cached_property
     def _vocabularies(self) -> set[int]:
         return {
-            max(item.shapes[0].dims)
+            max(shape.dims)
             for item in self._arguments.values()
-            if _VOCABULARY.search(item.op_name or "") and len(item.shapes[0].dims) == 2
+            for shape in item.shapes
+            if len(shape.dims) == 2 and _has_vocabulary(item.op_name or "")
         }
 
     def _like_parameter(self, shape: Shape, *, gathered: bool = True) -> bool:
@@ -221,6 +241,11 @@ class Roles:
             if one and ours[0] % next(theirs.elements()) == 0:
                 return True
         return False
+
+
+def _has_vocabulary(argument: str) -> bool:
+    parts = set(re.findall(r"[a-z]+(?:_[a-z]+)*", argument.lower()))
+    return bool(parts & _VOCABULARY) and not any("pos" in part for part in parts)
 
 
 def _sizes(shape: Shape) -> Counter[int]:
