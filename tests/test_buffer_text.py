@@ -100,9 +100,22 @@ def test_the_rows_of_the_peak() -> None:
     assert sum(size for size, _ in rows.values()) == 2048
     assert [(row.name, row.bytes) for row in found.other] == [
         ("memory space 1, on a TPU the on-chip memory", 96),
-        ("counted in temp, in no allocation", 6),
+        ("in temp, in no allocation", 6),
     ]
     assert dict(found.timeline) == {1: 1024, 2: 1104, 3: 1088, 4: 1024, 5: 0}
+
+
+def test_memory_of_the_host_is_no_part_of_temp() -> None:
+    text = TEXT.replace("color 1", "color 5")
+    found = attribute(text, MODULE, 2048)
+    assert found is not None
+    assert found.other == ()
+    less = attribute(TEXT, MODULE, 2048)
+    assert less is not None
+    assert [(row.name, row.bytes) for row in less.other] == [
+        ("in an allocation, not in temp", -96),
+        ("memory space 1, on a TPU the on-chip memory", 96),
+    ]
 
 
 def test_bytes_that_two_values_share_count_once() -> None:

@@ -14,7 +14,8 @@ from nnx_pipeline.lab.origins import Origin, Origins
 from nnx_pipeline.lab.roles import Roles
 
 MOST_POINTS = 2000  # of the timeline
-_SPACES = {1: "on a TPU the on-chip memory", 2: "on a TPU semaphores", 5: "of the host"}
+_SPACES = {1: "on a TPU the on-chip memory", 2: "on a TPU semaphores"}
+_HOST = 5  # its memory space; the compilers count it apart, as `host_temp_size_in_bytes`
 
 
 def attribute(text: str | None, module: Module, temp_bytes: int) -> Attribution | None:
@@ -30,9 +31,9 @@ def attribute(text: str | None, module: Module, temp_bytes: int) -> Attribution 
     the array's own line; what no living value covers is `fragmentation`: the heap is as large as
     its highest byte at any time needs, and has holes.
 
-    `other` has a row for each further memory space, at full size, and one for the rest of
-    temp_bytes, which is negative where the compiler's temp is less than the sum: what a TPU's
-    compiler counts as temp is not the size of its allocations (see `heap`).
+    `other` has a row for each further memory space of the device, at full size, and one for the
+    rest of temp_bytes, which is negative where the compiler's temp is less than the sum: what a
+    TPU's compiler counts as temp is not the size of its allocations (see `heap`).
     """
     try:
         buffers = read_buffers(text or "")
@@ -99,19 +100,19 @@ class _Reader:
                 return name, (1, *placed.index)
         return placed.name, placed.index
 
-    def buffer(self, placed: Placed, bytes: int) -> Buffer:
+    def buffer(self, placed: Placed, held: int) -> Buffer:
         value = self.value(placed)
         origin = self.origins.of(value)
         shape = None if placed.is_table else next(iter(shapes_of(placed.type)), None)
-        return _buffer(placed, bytes, origin, self.roles.of(value, shape))
+        return _buffer(placed, held, origin, self.roles.of(value, shape))
 
 
-def _buffer(placed: Placed, bytes: int, origin: Origin, role: str) -> Buffer:
+def _buffer(placed: Placed, held: int, origin: Origin, role: str) -> Buffer:
     index = ",".join(map(str, placed.index))
     return Buffer(
         name=f"{placed.name}{{{index}}}" if placed.index else placed.name,
-        bytes=bytes,
-        shape=placed.shape if role != "padding" else "",
+        bytes=held,
+        shape=placed.shape,
         operation=origin.operation,
         source=origin.source,
         role=role,
@@ -197,12 +198,13 @@ def _holes(slots: list[_Slot], free: int, buffers: BufferText) -> list[Buffer]:
 def _beyond_the_heap(buffers: BufferText, beyond: int) -> list[Buffer]:
     sizes: dict[int, int] = defaultdict(int)
     for part in buffers.allocations:
-        if part.is_temp and part.color != 0:
+        if part.is_temp and part.color not in (0, _HOST):
             sizes[part.color] += part.bytes
     role = "other memory space"
     rows = [_plain(_space(color), size, role, buffers) for color, size in sizes.items() if size]
     if rest := beyond - sum(sizes.values()):
-        rows.append(_plain("counted in temp, in no allocation", rest, "other", buffers))
+        name = "in temp, in no allocation" if rest > 0 else "in an allocation, not in temp"
+        rows.append(_plain(name, rest, "other", buffers))
     return rows
 
 
