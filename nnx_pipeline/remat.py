@@ -77,8 +77,9 @@ class Remat:
 # Experts' hidden units come out of the loop over experts; `minimal_offloaded` keeps those on the
 # device.
 #
-# benchmarks/results/remat_policies.md has what each of them holds at `mixtral-small`: on a TPU `full`
-# 170 MB of heap, `save_qkv_proj` 220, `qkv_proj_offloaded` 188 and 40 on the host, `minimal` 886.
+# benchmarks/results/remat_policies.md has what each of them holds at `mixtral-small`: on a TPU v5p
+# `full` 170 MB of heap, `save_qkv_proj` 220, `qkv_proj_offloaded` 188 and 40 on the host, `minimal`
+# 886.
 POLICIES: dict[str, Remat] = {
     "full": Remat(),
     "save_out_proj": Remat((OUT,)),
