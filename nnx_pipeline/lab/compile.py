@@ -10,7 +10,9 @@ from typing import Any
 import jax
 
 from nnx_pipeline.config import Config, to_dict
+from nnx_pipeline.lab.attribution import Attribution
 from nnx_pipeline.lab.heap import compile_with_dump, heap_bytes
+from nnx_pipeline.lab.heap_profile import attribute
 from nnx_pipeline.lab.hlo import parse
 from nnx_pipeline.lab.hlo_cost import collective_counts, matmul_flops
 from nnx_pipeline.lab.platform import Platform
@@ -42,7 +44,10 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One compiled step, field by field what `compile --json` writes; `hlo` is its program."""
+    """One compiled step, field by field what `compile --json` writes; `hlo` is its program.
+
+    attribution: what its heap holds, None where the compiler wrote no buffer assignment.
+    """
 
     platform: str
     mesh: dict[str, int]
@@ -55,11 +60,12 @@ class Measurement:
     seconds: dict[str, float]
     versions: dict[str, str | None]
     hlo: str = dataclasses.field(repr=False)
+    attribution: Attribution | None = dataclasses.field(default=None, repr=False)
 
     def to_json(self) -> dict[str, Any]:
         """The JSON of the contract."""
-        fields = dataclasses.asdict(self)
-        del fields["hlo"]
+        fields = dataclasses.asdict(dataclasses.replace(self, hlo="", attribution=None))
+        del fields["hlo"], fields["attribution"]
         return {"schema": 1, **fields}
 
 
@@ -112,11 +118,12 @@ def measure_traced(
     hlo = compiled.as_text() or ""
     module = parse(hlo)
     costs = _cost_analysis(compiled)
+    memory = _memory(compiled, heap_bytes(buffers))
     return Measurement(
         platform=str(platform),
         mesh=mesh,
         config=config,
-        memory=_memory(compiled, heap_bytes(buffers)),
+        memory=memory,
         flops=matmul_flops(module),
         xla_flops=costs.get("flops"),
         bytes_accessed=costs.get("bytes accessed"),
@@ -124,6 +131,7 @@ def measure_traced(
         seconds=clock.seconds,
         versions=_versions(platform),
         hlo=hlo,
+        attribution=attribute(buffers, module, memory.temp_bytes),
     )
 
 

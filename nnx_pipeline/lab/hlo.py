@@ -59,7 +59,8 @@ class Instruction:
 
     `shapes` are the arrays of the result, tuples flattened in order. `operands` are names in the
     same computation. `literal` is what stands between the parentheses of a constant or parameter.
-    `source_file` and `source_line` are the innermost Python frame, None if the text has none.
+    `source_file` and `source_line` are the innermost Python frame, None if the text has none;
+    `frames` are all frames that the text has, the innermost first.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Instruction:
     op_name: str | None = None
     source_file: str | None = None
     source_line: int | None = None
+    frames: tuple[tuple[str, int], ...] = ()
 
     @property
     def result_bytes(self) -> int:
@@ -213,7 +215,7 @@ def _instruction(name: str, text: str, frames: _Frames) -> Instruction:
     return Instruction(
         name,
         opcode.group(1),
-        _shapes(text[:end_of_type]),
+        shapes_of(text[:end_of_type]),
         () if takes_literal else tuple(map(_operand_name, split_at_commas(inside))),
         inside.strip() if takes_literal else "",
         attributes,
@@ -221,7 +223,7 @@ def _instruction(name: str, text: str, frames: _Frames) -> Instruction:
     )
 
 
-def _shapes(text: str) -> tuple[Shape, ...]:
+def shapes_of(text: str) -> tuple[Shape, ...]:
     """The arrays of a type, tuples flattened: `(f32[2]{0}, /*index=1*/s32[])`."""
     return tuple(
         Shape(dtype, tuple(int(size.strip().lstrip("<=")) for size in dims.split(",") if size))
@@ -239,6 +241,7 @@ class _Frames:
 
     def __init__(self, text: str) -> None:
         self._tables: dict[str, dict[str, str]] = {name: {} for name in _TABLES}
+        self._found: dict[str, tuple[tuple[str, int], ...]] = {"0": (), "-1": ()}
         rows: dict[str, str] = {}
         for line in text.splitlines():
             if line in self._tables:
@@ -248,17 +251,31 @@ class _Frames:
             elif line and not line.startswith("HloModule"):
                 break
 
-    def describe(self, metadata: str) -> tuple[str | None, str | None, int | None]:
-        """op_name, source file and line of `{op_name="..." stack_frame_id=6}`."""
+    def describe(
+        self, metadata: str
+    ) -> tuple[str | None, str | None, int | None, tuple[tuple[str, int], ...]]:
+        """op_name, source file, line and all frames of `{op_name="..." stack_frame_id=6}`."""
         fields = dict(_FIELD.findall(metadata))
-        file = _unquoted(fields.get("source_file"))
-        line = fields.get("source_line")
+        file, line = _unquoted(fields.get("source_file")), fields.get("source_line")
+        frames: tuple[tuple[str, int], ...] = ((file, int(line)),) if file and line else ()
         if "stack_frame_id" in fields:
-            frame = dict(_FIELD.findall(self._row("StackFrames", fields["stack_frame_id"])))
+            frames = self._frames(fields["stack_frame_id"]) or frames
+        if frames:
+            file, line = frames[0][0], str(frames[0][1])
+        return _unquoted(fields.get("op_name")), file, int(line) if line else None, frames
+
+    def _frames(self, number: str) -> tuple[tuple[str, int], ...]:
+        """File and line of a frame and of those that called it."""
+        if number not in self._found:
+            frame = dict(_FIELD.findall(self._row("StackFrames", number)))
             place = dict(_FIELD.findall(self._row("FileLocations", frame.get("file_location_id"))))
-            file = _unquoted(self._row("FileNames", place.get("file_name_id"))) or file
-            line = place.get("line", line)
-        return _unquoted(fields.get("op_name")), file, int(line) if line else None
+            file = _unquoted(self._row("FileNames", place.get("file_name_id")))
+            here = ((file, int(place["line"])),) if file and "line" in place else ()
+            # Printed is the caller's number plus one, and 1 where there is none: a frame is never
+            # its own caller, yet the first one says so.
+            caller = str(int(frame.get("parent_frame_id", 1)) - 1)
+            self._found[number] = here + (self._frames(caller) if caller != number else ())
+        return self._found[number]
 
     def _row(self, table: str, number: str | None) -> str:
         return self._tables[table].get(number or "", "")

@@ -1,0 +1,140 @@
+"""Reads the compiler's buffer assignment: where each value lies, and from when to when.
+
+The text (see `heap.compile_with_dump`) is the same on TPU, NVIDIA and CPU:
+
+    allocation 403: size 273236160, preallocated-temp:
+     value: <4771 wide.param.19{15} (phi) @1> (size=4194304,offset=33554432): bf16[2,512]{1,0}
+    HloLiveRange (max 1499):
+      InstructionSequence:
+        0:constant.1543
+      BufferLiveRange:
+        lt.180{}:420-421
+
+The sequence is the whole program in one order, the instructions of loop bodies among the others, so
+that a live range is a pair of positions in it, both inclusive.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from nnx_pipeline.lab.hlo import Shape, shapes_of
+
+_ALLOCATION = re.compile(r"allocation (\d+): size (\d+)(.*):$")
+_VALUE = re.compile(
+    r" value: <\d+ (\S+?)(\{[\d,]*\})?(?: \(phi\))? @(\d+)> \(size=(\d+),offset=(\d+)\): (.*)$"
+)
+_POSITION = re.compile(r"    (\d+):(\S+)$")
+_RANGE = re.compile(r"    (\S+?)\{([\d,]*)\}:(\d+)-(\d+)$")
+_COLOR = re.compile(r", color (\d+)")
+_NEVER = (0, -1)
+
+Index = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One value of an allocation.
+
+    name, index: the instruction, and which element of its result. first, last: positions in the
+    schedule, both inclusive; last < first where the text gives no live range.
+    """
+
+    name: str
+    index: Index
+    bytes: int
+    offset: int
+    type: str
+    first: int
+    last: int
+
+    @property
+    def is_table(self) -> bool:
+        """Whether it is the table of pointers of a tuple, and no array."""
+        return self.type.startswith("(")
+
+    @property
+    def shape(self) -> str:
+        """The type without its layout: `f32[8,512]`, or what the tuple holds."""
+        if self.is_table:
+            return f"tuple of {len(shapes_of(self.type))}"
+        return self.type.partition("{")[0]
+
+    @property
+    def array_bytes(self) -> int:
+        """Bytes of the numbers alone, without the padding of a tiled layout."""
+        shapes: tuple[Shape, ...] = () if self.is_table else shapes_of(self.type)
+        return sum(shape.bytes for shape in shapes) or self.bytes
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A piece of one memory space: color 0 is device memory, on TPU 1 is the on-chip memory."""
+
+    number: int
+    bytes: int
+    color: int
+    is_temp: bool
+    values: tuple[Placed, ...]
+
+
+@dataclass(frozen=True)
+class BufferText:
+    """All allocations, and the instructions in the order in which they run."""
+
+    allocations: tuple[Allocation, ...]
+    schedule: Mapping[int, str]
+
+    @property
+    def heap(self) -> tuple[Allocation, ...]:
+        """The allocations that `heap.heap_bytes` counts."""
+        return tuple(part for part in self.allocations if part.is_temp and part.color == 0)
+
+
+def read_buffers(text: str) -> BufferText:
+    """The buffer assignment that a compiler wrote.
+
+    Raises ValueError for a text without allocations.
+    """
+    lines = text.splitlines()
+    schedule: dict[int, str] = {}
+    ranges: dict[tuple[str, str], tuple[int, int]] = {}
+    for line in lines:
+        if found := _POSITION.match(line):
+            schedule[int(found[1])] = found[2]
+        elif found := _RANGE.match(line):
+            ranges[found[1], found[2]] = int(found[3]), int(found[4])
+    allocations = tuple(_allocations(lines, ranges))
+    if not allocations:
+        raise ValueError(f"no allocation in a text that begins with {text[:60]!r}")
+    return BufferText(allocations, schedule)
+
+
+def _allocations(
+    lines: list[str], ranges: Mapping[tuple[str, str], tuple[int, int]]
+) -> Iterator[Allocation]:
+    head: re.Match[str] | None = None
+    values: list[Placed] = []
+    for line in [*lines, "allocation 0: size 0, end:"]:
+        if found := _ALLOCATION.match(line):
+            if head:
+                yield _allocation(head, values)
+            head, values = found, []
+        elif head and (found := _VALUE.match(line)):
+            name, index = found[1], (found[2] or "{}")[1:-1]
+            first, last = ranges.get((name, index), _NEVER)
+            path = tuple(map(int, filter(None, index.split(","))))
+            values.append(Placed(name, path, int(found[4]), int(found[5]), found[6], first, last))
+
+
+def _allocation(head: re.Match[str], values: list[Placed]) -> Allocation:
+    color = _COLOR.search(head[3])
+    return Allocation(
+        number=int(head[1]),
+        bytes=int(head[2]),
+        color=int(color[1]) if color else 0,
+        is_temp="preallocated-temp" in head[3],
+        values=tuple(values),
+    )

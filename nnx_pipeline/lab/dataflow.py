@@ -1,0 +1,297 @@
+"""Where the values of a compiled program come from and where they go, across its computations.
+
+A value is an instruction and an index into its result, as in the buffer assignment: `while.3{4}` is
+the fifth element of a loop's state. Most instructions that own a large buffer at the peak compute
+nothing themselves: they hand on what another one computed. This module knows how each of them hands
+a value on, so that a buffer can be followed to the line of source that asked for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+from nnx_pipeline.lab.hlo import Instruction, Module
+
+Index = tuple[int, ...]
+Value = tuple[str, Index]
+
+# They hand their operand on as it is, under another name, or at another place.
+MOVES = (
+    "bitcast",
+    "copy",
+    "copy-done",
+    "copy-start",
+    "get-tuple-element",
+    "optimization-barrier",
+    "tuple",
+)
+# The same numbers in another dtype, order or shape, or a part of them.
+RESHAPES = (
+    "bitcast-convert",
+    "convert",
+    "dynamic-slice",
+    "reshape",
+    "reverse",
+    "slice",
+    "transpose",
+)
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+)
+_CALLS = ("async-start", "call", "fusion")
+
+
+def collective(opcode: str) -> str | None:
+    """The collective behind `all-gather-start` or `all-gather-done`, None for another opcode."""
+    plain = opcode.removesuffix("-start").removesuffix("-done")
+    return plain if plain in COLLECTIVES else None
+
+
+class Flow:
+    """The values of one module, forwards and backwards."""
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+        self.instructions: dict[str, Instruction] = {}
+        self.home: dict[str, str] = {}
+        self.callers: dict[str, list[Instruction]] = {}
+        self._unchanged: dict[Value, bool] = {}
+        for computation in module.computations.values():
+            for instruction in computation.instructions.values():
+                self.instructions[instruction.name] = instruction
+                self.home[instruction.name] = computation.name
+                for called in instruction.called():
+                    self.callers.setdefault(called, []).append(instruction)
+
+    def at(self, value: Value) -> Instruction | None:
+        """The instruction of a value; None where the program's text does not print it."""
+        return self.instructions.get(value[0])
+
+    def root(self, computation: str, index: Index) -> Value | None:
+        """An element of what a computation gives back."""
+        found = self.module.computations.get(computation)
+        return (found.root, index) if found else None
+
+    def loop_of(self, name: str) -> Instruction | None:
+        """The innermost while loop in whose body an instruction runs."""
+        computation = self.home.get(name, "")
+        for _ in range(len(self.callers) + 1):
+            callers = self.callers.get(computation, [])
+            if not callers:
+                return None
+            if callers[0].opcode == "while":
+                return callers[0]
+            computation = self.home[callers[0].name]
+        return None
+
+    def carry(self, loop: Instruction, index: Index) -> Value | None:
+        """What the body of a loop puts at an index of its state."""
+        return self.root(loop.called("body")[0], index)
+
+    def sources(self, value: Value) -> list[Value]:
+        """The values that an instruction hands on or computes from, the most telling first.
+
+        A loop's state comes from its body before it comes from its initial value, an in-place
+        update from what is written before what is written into; operands of the rest are in the
+        order of their size.
+        """
+        name, index = value
+        instruction = self.instructions.get(name)
+        if instruction is None:
+            return []
+        opcode = instruction.opcode
+        if opcode == "parameter":
+            return self._arguments(instruction, index)
+        if opcode == "while":
+            return self._states(instruction, index)
+        if opcode in _CALLS or opcode == "conditional":
+            found = [self.root(name, index) for name in instruction.called()]
+            return [item for item in found if item]
+        return self._operands(instruction, index)
+
+    def _operands(self, instruction: Instruction, index: Index) -> list[Value]:
+        opcode, operands = instruction.opcode, instruction.operands
+        if opcode == "get-tuple-element":
+            return [(operands[0], (int(instruction.attributes["index"]), *index))]
+        if opcode == "tuple":
+            return [(operands[index[0]], index[1:])] if index else []
+        if opcode == "copy-start":
+            return [(operands[0], ())] if index[:1] in ((0,), (1,)) else []
+        if opcode == "copy-done":
+            return [(operands[0], (0,))]
+        if opcode == "dynamic-update-slice":
+            return [(operands[1], ()), (operands[0], ())]
+        if opcode in MOVES:
+            return [(operand, index) for operand in operands[:1]]
+        if opcode in RESHAPES:
+            return [(operand, ()) for operand in operands[:1]]
+        if opcode.endswith("-start") and len(operands) > 1 and len(index) == 2:
+            return [(operands[index[1]], ())]
+        if opcode.endswith("-done") and len(operands) == 1:
+            return [(operands[0], (1, *index))]
+        return [(operand, ()) for operand in sorted(operands, key=self._size)]
+
+    def _size(self, name: str) -> int:
+        found = self.instructions.get(name)
+        return -found.result_bytes if found else 0
+
+    def _arguments(self, parameter: Instruction, index: Index) -> list[Value]:
+        """What callers hand to a parameter; for a loop, what its body left there comes first."""
+        found: list[Value] = []
+        computation = self.home[parameter.name]
+        for caller in self.callers.get(computation, []):
+            if caller.opcode == "while":
+                found += self._states(caller, index)
+            elif caller.opcode in _CALLS and int(parameter.literal) < len(caller.operands):
+                found.append((caller.operands[int(parameter.literal)], index))
+            elif caller.opcode == "conditional":
+                branch = caller.called().index(computation)
+                found.append((caller.operands[branch + 1], index))
+        return found
+
+    def _states(self, loop: Instruction, index: Index) -> list[Value]:
+        """What is in a loop's state: what its body puts there unless that is the state itself."""
+        initial, carried = (loop.operands[0], index), self.carry(loop, index)
+        key = (loop.name, index)
+        if key not in self._unchanged:
+            self._unchanged[key] = True  # what comes from itself on the way is no other value
+            self._unchanged[key] = carried is None or self._is_state(carried, loop, index)
+        return [initial] if carried is None or self._unchanged[key] else [carried, initial]
+
+    def _is_state(self, value: Value, loop: Instruction, index: Index) -> bool:
+        """Whether a value in the body of a loop is the state that its turn began with."""
+        body, seen = loop.called("body")[0], set()
+        while value not in seen:
+            seen.add(value)
+            instruction = self.at(value)
+            if instruction is None:
+                return False
+            if instruction.opcode == "parameter" and self.home[value[0]] == body:
+                return value[1] == index
+            if instruction.opcode not in (*MOVES, "while"):
+                return False
+            following = self.sources(value)
+            if not following or (instruction.opcode == "while" and len(following) > 1):
+                return False
+            value = following[0]
+        return True
+
+    @cached_property
+    def _users(self) -> dict[str, list[Instruction]]:
+        found: dict[str, list[Instruction]] = {}
+        for computation in self.module.computations.values():
+            found.update(computation.users)
+        return found
+
+    @cached_property
+    def _parameters(self) -> dict[tuple[str, int], str]:
+        return {
+            (self.home[name], int(instruction.literal)): name
+            for name, instruction in self.instructions.items()
+            if instruction.opcode == "parameter"
+        }
+
+    def readers(self, value: Value) -> Iterator[tuple[Instruction, Value | None]]:
+        """Each instruction that reads a value, and the value as which it hands it on, if it does.
+
+        What a loop's body leaves in its state is read by the loop's next turn and behind the loop.
+        """
+        name, index = value
+        for user in self._users.get(name, []):
+            for handed in self._handed(user, name, index):
+                yield user, handed
+        computation = self.home.get(name, "")
+        if self.module.computations[computation].root == name:
+            for caller in self.callers.get(computation, []):
+                if caller.opcode == "while" and caller.called("body")[0] == computation:
+                    yield caller, (caller.name, index)
+                    if parameter := self._parameters.get((computation, 0)):
+                        yield self.instructions[parameter], (parameter, index)
+                elif caller.opcode in (*_CALLS, "conditional"):
+                    yield caller, (caller.name, index)
+
+    def _handed(self, user: Instruction, name: str, index: Index) -> Iterator[Value | None]:
+        opcode = user.opcode
+        places = [place for place, operand in enumerate(user.operands) if operand == name]
+        if opcode == "get-tuple-element":
+            number = int(user.attributes["index"])
+            if index[:1] in ((number,), ()):
+                yield (user.name, index[1:]) if index else None
+        elif opcode == "tuple":
+            yield from ((user.name, (place, *index)) for place in places)
+        elif opcode == "while":
+            yield user.name, index
+            for computation in (user.called("body")[0], user.called("condition")[0]):
+                if parameter := self._parameters.get((computation, 0)):
+                    yield parameter, index
+        elif opcode in _CALLS and user.called():
+            for place in places:
+                parameter = self._parameters.get((user.called()[0], place))
+                yield (parameter, index) if parameter else None
+        elif opcode == "copy-start":
+            yield user.name, (0,)
+        elif opcode == "copy-done":
+            yield (user.name, ()) if index == (0,) else None
+        elif opcode in MOVES:
+            yield user.name, index
+        elif opcode == "dynamic-update-slice" and places[0] == 0:
+            yield user.name, ()
+        else:
+            yield None
+
+    def lineage(self, value: Value, *, reshaped: bool = True) -> list[Instruction]:
+        """The instructions through which a value's numbers came, the one that made them last.
+
+        Followed are moves, calls, a loop's state as in `sources`, and with `reshaped` conversions,
+        slices, transposes and all-gathers. The list ends at an instruction that computes, at a
+        collective or at an argument of the program; for a value of the text it is never empty.
+        """
+        passed: list[Instruction] = []
+        seen: set[Value] = set()
+        following: Value | None = value
+        while following is not None and (instruction := self.at(following)):
+            passed.append(instruction)
+            seen.add(following)
+            followed = (
+                instruction.opcode in (*MOVES, *_CALLS, "parameter", "while", "conditional")
+                or (
+                    reshaped
+                    and (
+                        instruction.opcode in RESHAPES
+                        or collective(instruction.opcode) == "all-gather"
+                    )
+                )
+                or instruction.opcode.endswith("-done")
+            )
+            choices = self.sources(following) if followed else []
+            following = next((choice for choice in choices if choice not in seen), None)
+        return passed
+
+    def holds_state(self, value: Value, state: Value) -> bool:
+        """Whether a value in the body of a loop is, or selects, an element of the loop's state.
+
+        TPU programs spare themselves the zeros that a sum begins with: in the first turn they
+        select zero instead of the state.
+        """
+        pending, seen = [value], set()
+        while pending:
+            here = pending.pop()
+            instruction = self.at(here)
+            if here in seen or instruction is None:
+                continue
+            seen.add(here)
+            if instruction.opcode == "parameter":
+                callers = self.callers.get(self.home[instruction.name], [])
+                if any(caller.name == state[0] for caller in callers) and here[1] == state[1]:
+                    return True
+                pending += [] if any(c.opcode == "while" for c in callers) else self.sources(here)
+            elif instruction.opcode in (*MOVES, *RESHAPES, *_CALLS, "select"):
+                pending += self.sources(here)
+        return False

@@ -1,0 +1,233 @@
+"""Reads what the heap holds at its peak from the compiler's buffer assignment and program."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from dataclasses import dataclass
+
+from nnx_pipeline.lab.attribution import Attribution, Buffer
+from nnx_pipeline.lab.buffer_text import BufferText, Placed, read_buffers
+from nnx_pipeline.lab.dataflow import Flow, Value
+from nnx_pipeline.lab.hlo import Module, shapes_of
+from nnx_pipeline.lab.origins import Origin, Origins
+from nnx_pipeline.lab.roles import Roles
+
+MOST_POINTS = 2000  # of the timeline
+_SPACES = {1: "on-chip memory", 2: "semaphores", 5: "host memory"}  # of libtpu; others by number
+
+
+def attribute(text: str | None, module: Module, temp_bytes: int) -> Attribution | None:
+    """What the heap holds at its peak, by the compiler's buffer assignment and its program.
+
+    text: see `heap.compile_with_dump`. temp_bytes: the compiler's `temp_size_in_bytes`. None
+    without a text, or with one that has no allocation.
+
+    The heap is that of `heap.heap_bytes`. Its peak is the first position of the schedule at which
+    the values that live there cover the most bytes of it. Bytes that several of them share (what
+    is updated in place, the input and output of a loop) count once, for the value that lived there
+    first. What a tiled layout adds to the numbers of an array is a row of the role `padding`, with
+    the array's own line; what no living value covers is `fragmentation`: the heap is as large as
+    its highest byte at any time needs, and has holes.
+
+    `other` has a row for each further memory space, at full size, and one for the rest of
+    temp_bytes, which is negative where the compiler's temp is less than the sum: what a TPU's
+    compiler counts as temp is not the size of its allocations (see `heap`).
+    """
+    try:
+        buffers = read_buffers(text or "")
+    except ValueError:
+        return None
+    values = [_Slot(part.number, value) for part in buffers.heap for value in part.values]
+    curve = _live_bytes(values)
+    peak = max(curve, key=lambda position: (curve[position], -position), default=0)
+    heap = sum(part.bytes for part in buffers.heap)
+    reader = _Reader(buffers, module)
+    rows = _rows(values, peak, reader)
+    rows += _holes(values, heap - sum(row.bytes for row in rows), buffers)
+    there = reader.origins.of((buffers.schedule.get(peak, ""), ()))
+    return Attribution(
+        heap_bytes=heap,
+        temp_bytes=temp_bytes,
+        peak_position=peak,
+        buffers=_largest_first(rows),
+        other=_largest_first(_beyond_the_heap(buffers, temp_bytes - heap)),
+        timeline=_timeline(curve, peak),
+        peak_operation=there.operation,
+        peak_source=there.source,
+        positions=len(buffers.schedule),
+    )
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A value in one of the allocations of the heap."""
+
+    allocation: int
+    value: Placed
+
+    @property
+    def end(self) -> int:
+        return self.value.offset + self.value.bytes
+
+    def lives_at(self, position: int) -> bool:
+        return self.value.first <= position <= self.value.last
+
+
+class _Reader:
+    """Origin and role of placed values."""
+
+    def __init__(self, buffers: BufferText, module: Module) -> None:
+        self.flow = Flow(module)
+        self.origins = Origins(self.flow)
+        self.roles = Roles(self.flow, self.origins)
+        self.schedule = buffers.schedule
+        self.position = {name: position for position, name in buffers.schedule.items()}
+
+    def value(self, placed: Placed) -> Value:
+        """The value as the program's text has it.
+
+        NVIDIA's text prints an asynchronous collective without the computation that it starts,
+        whose instructions stand right before it in the schedule.
+        """
+        if placed.name in self.flow.instructions or placed.name not in self.position:
+            return placed.name, placed.index
+        here = self.position[placed.name]
+        for position in range(here + 1, here + 3):
+            name = self.schedule.get(position, "")
+            if name in self.flow.instructions and "-start" in name:
+                return name, (1, *placed.index)
+        return placed.name, placed.index
+
+    def buffer(self, placed: Placed, bytes: int) -> Buffer:
+        value = self.value(placed)
+        origin = self.origins.of(value)
+        shape = None if placed.is_table else next(iter(shapes_of(placed.type)), None)
+        return _buffer(placed, bytes, origin, self.roles.of(value, shape))
+
+
+def _buffer(placed: Placed, bytes: int, origin: Origin, role: str) -> Buffer:
+    index = ",".join(map(str, placed.index))
+    return Buffer(
+        name=f"{placed.name}{{{index}}}" if placed.index else placed.name,
+        bytes=bytes,
+        shape=placed.shape if role != "padding" else "",
+        operation=origin.operation,
+        source=origin.source,
+        role=role,
+        first=placed.first,
+        last=placed.last,
+    )
+
+
+def _live_bytes(slots: list[_Slot]) -> dict[int, int]:
+    """Bytes that living values cover, at each position where that changes."""
+    changes = {slot.value.first for slot in slots} | {slot.value.last + 1 for slot in slots}
+    places = sorted(
+        (slot.allocation, slot.value.offset, slot.end, slot.value.first, slot.value.last)
+        for slot in slots
+    )
+    found = {}
+    for position in sorted(changes):
+        covered, top = 0, (0, 0)
+        for allocation, start, end, first, last in places:
+            if first <= position <= last and (allocation, end) > top:
+                known = top[1] if allocation == top[0] else 0
+                covered += end - max(start, known)
+                top = (allocation, end)
+        found[position] = covered
+    return found
+
+
+def _covered(slots: list[_Slot]) -> list[tuple[_Slot, int]]:
+    """How many bytes each slot holds that none before it does."""
+    taken: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    found = []
+    for slot in slots:
+        free = [(slot.value.offset, slot.end)]
+        for start, end in taken[slot.allocation]:
+            free = [
+                piece
+                for low, high in free
+                for piece in ((low, min(high, start)), (max(low, end), high))
+                if piece[0] < piece[1]
+            ]
+        taken[slot.allocation].append((slot.value.offset, slot.end))
+        found.append((slot, sum(high - low for low, high in free)))
+    return found
+
+
+def _rows(slots: list[_Slot], peak: int, reader: _Reader) -> list[Buffer]:
+    living = sorted(
+        (slot for slot in slots if slot.lives_at(peak)),
+        key=lambda slot: (slot.value.first, -slot.value.bytes),
+    )
+    rows = []
+    for slot, held in _covered(living):
+        padding = max(0, held - slot.value.array_bytes)
+        if not held:
+            continue
+        row = reader.buffer(slot.value, held - padding)
+        rows.append(row)
+        if padding:
+            rows.append(
+                dataclasses.replace(
+                    row, name=f"padding of {row.name}", bytes=padding, shape="", role="padding"
+                )
+            )
+    return rows
+
+
+def _holes(slots: list[_Slot], free: int, buffers: BufferText) -> list[Buffer]:
+    """Rows for the bytes that nothing covers at the peak.
+
+    The tables of pointers of tuples have a place of their own above all arrays, on a TPU 16 KiB
+    for each, whether they live or not.
+    """
+    arrays: dict[int, int] = {part.number: 0 for part in buffers.heap}
+    for slot in slots:
+        if not slot.value.is_table:
+            arrays[slot.allocation] = max(arrays[slot.allocation], slot.end)
+    above = sum(part.bytes - arrays[part.number] for part in buffers.heap)
+    above = max(0, min(free, above))
+    named = {"between the buffers": free - above, "places of tuples above all arrays": above}
+    return [_plain(name, size, "fragmentation", buffers) for name, size in named.items() if size]
+
+
+def _beyond_the_heap(buffers: BufferText, beyond: int) -> list[Buffer]:
+    sizes: dict[int, int] = defaultdict(int)
+    for part in buffers.allocations:
+        if part.is_temp and part.color != 0:
+            sizes[part.color] += part.bytes
+    role = "other memory space"
+    rows = [_plain(_space(color), size, role, buffers) for color, size in sizes.items() if size]
+    rest = beyond - sum(sizes.values())
+    return rows + ([_plain("in temp, in no allocation", rest, "other", buffers)] if rest else [])
+
+
+def _space(color: int) -> str:
+    return (
+        f"{_SPACES[color]} (memory space {color})" if color in _SPACES else f"memory space {color}"
+    )
+
+
+def _plain(name: str, bytes: int, role: str, buffers: BufferText) -> Buffer:
+    """A row that is no value."""
+    last = max(buffers.schedule, default=0)
+    return Buffer(
+        name=name, bytes=bytes, shape="", operation="", source=None, role=role, first=0, last=last
+    )
+
+
+def _largest_first(rows: list[Buffer]) -> tuple[Buffer, ...]:
+    return tuple(sorted(rows, key=lambda row: (-abs(row.bytes), row.first, row.name)))
+
+
+def _timeline(curve: dict[int, int], peak: int) -> tuple[tuple[int, int], ...]:
+    """The curve thinned to the highest point of each stretch of positions."""
+    points = list(curve.items())
+    stretch = -(-len(points) // MOST_POINTS)
+    pieces = [points[start : start + stretch] for start in range(0, len(points), stretch or 1)]
+    return tuple(
+        max(piece, key=lambda point: (point[0] == peak, point[1], -point[0])) for piece in pieces
+    )

@@ -1,0 +1,123 @@
+"""Which line of source, and which operation of JAX, asked for a value of a compiled program.
+
+An instruction says so itself in its metadata, as a stack of Python frames; the innermost frame that
+belongs neither to a framework nor to a helper that only places arrays is taken. Many instructions
+that own memory have no line, or only the one of the loop around them: copies, bitcasts, tuples, the
+state of loops, the buffers that a loop stacks its results in, fusions, what a compiler converts on
+its own. Their line is looked for in this order:
+
+1. Backwards, along `Flow.sources`: through moves, into what a fusion or a call gives back, from a
+   loop's state to what its body puts there, from an in-place update to what it writes, from an
+   instruction without a line to its operands, the largest first. The first instruction with a line
+   of its own counts. "Of its own" means another one than the line of the loop in which it runs:
+   what `lax.scan` does to slice and stack carries the line of the scan.
+2. Forwards, along `Flow.readers`, nearest first: an array that no line makes, such as a copy of an
+   argument or a buffer without a value yet, takes the line of the first instruction that reads it.
+3. The line of the loop.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from dataclasses import dataclass
+
+from nnx_pipeline.lab.dataflow import Flow, Value
+from nnx_pipeline.lab.hlo import Instruction
+
+MOST_STEPS = 4000  # of a search for one value; beyond that it has no line
+
+_FRAMEWORKS = re.compile(r"[/\\](site|dist)-packages[/\\](jax|jaxlib|flax|optax|chex)[/\\]")
+_HELPERS = re.compile(r"[/\\]nnx_pipeline[/\\]sharding\.py$")
+# Their own line is that of a whole loop or call, or says nothing about what they hand on.
+_CARRIERS = ("while", "fusion", "call", "conditional", "parameter", "tuple", "get-tuple-element")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The instruction whose metadata speaks for a value; `source` is None where nothing does."""
+
+    instruction: Instruction | None
+    operation: str
+    source: str | None
+
+
+def source_of(instruction: Instruction) -> str | None:
+    """`file.py:12` of an instruction's own metadata: the innermost frame of the user's code."""
+    named = [frame for frame in instruction.frames if frame[0].strip("<>") == frame[0]]
+    own = [frame for frame in named if not _FRAMEWORKS.search(frame[0])]
+    asked = [frame for frame in own if not _HELPERS.search(frame[0])]
+    for file, line in (asked or own or named)[:1]:
+        return f"{file}:{line}"
+    return None
+
+
+class Origins:
+    """Looks up origins in one program."""
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+        self._found: dict[Value, Origin] = {}
+
+    def of(self, value: Value) -> Origin:
+        """The origin of a value, as the head of this file says."""
+        if value not in self._found:
+            self._found[value] = self._search(value)
+        return self._found[value]
+
+    def _search(self, value: Value) -> Origin:
+        seen: set[Value] = set()
+        found = self._backward(value, seen) or self._forward(value, seen)
+        here = self.flow.at(value)
+        named = self._argument_name(value) or (here.op_name if here else None)
+        if found is None and here is not None:
+            loop = here if here.opcode == "while" else self.flow.loop_of(here.name)
+            speaker = next((item for item in (here, loop) if item and source_of(item)), here)
+            return Origin(here, named or speaker.op_name or "", source_of(speaker))
+        if found is None:
+            return Origin(None, named or "", None)
+        return Origin(found, self._argument_name(value) or found.op_name or "", source_of(found))
+
+    def has_own_line(self, instruction: Instruction) -> bool:
+        """Whether it has a line, another one than the loop in which it runs."""
+        source = source_of(instruction)
+        if source is None or instruction.opcode in _CARRIERS:
+            return False
+        if (instruction.op_name or "").endswith("/while"):
+            return False  # a copy that was made for a loop, under the loop's name
+        loop = self.flow.loop_of(instruction.name)
+        return loop is None or source_of(loop) != source
+
+    def _backward(self, value: Value, seen: set[Value]) -> Instruction | None:
+        pending = [value]
+        while pending and len(seen) < MOST_STEPS:
+            here = pending.pop()
+            instruction = self.flow.at(here)
+            if here in seen or instruction is None:
+                continue
+            seen.add(here)
+            if self.has_own_line(instruction):
+                return instruction
+            pending.extend(reversed(self.flow.sources(here)))
+        return None
+
+    def _forward(self, value: Value, seen: set[Value]) -> Instruction | None:
+        pending, reached = deque([value]), {value}
+        while pending and len(reached) < MOST_STEPS:
+            for reader, handed in self.flow.readers(pending.popleft()):
+                if self.has_own_line(reader):
+                    return reader
+                following = handed or (reader.name, ())
+                if following in reached:
+                    continue
+                reached.add(following)
+                pending.append(following)
+                if handed and (found := self._backward(handed, seen)):
+                    return found
+        return None
+
+    def _argument_name(self, value: Value) -> str | None:
+        """The name of the program's argument that a value is a copy of."""
+        found = self.flow.lineage(value)[-1]
+        is_argument = found.opcode == "parameter" and not self.flow.sources((found.name, ()))
+        return found.op_name if is_argument else None

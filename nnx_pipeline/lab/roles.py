@@ -1,0 +1,217 @@
+"""What a buffer is for: roles from the evidence in the program's text.
+
+The rules, in the order in which they apply; the first that holds names the role.
+
+1.  The table of pointers of a tuple, and a value that the text does not print: `other`.
+2.  A value whose numbers came from an argument of the program through conversions, slices and
+    moves alone: `gathered weight` where an all-gather is on that way, else `parameter cast` where
+    the dtype is another one, else `parameter copy`. The state of a loop that its body hands on
+    unchanged is what went in.
+3.  In the state of a loop, or the value that its body writes there in place:
+    a. added to, or written part by part, and of a parameter's shape: `gradient accumulator`;
+       parts written must be of a backward loop (`transpose(` in the operation's path);
+    b. written part by part by a forward loop and read by an operation of the backward pass:
+       `saved residual`;
+    c. what is received or summed in the loop by a collective: `collective buffer`;
+    d. anything else: `scan carry`.
+4.  The result of a collective, or what one sends: `gradient` where it is a reduce-scatter or
+    all-reduce of a parameter's shape, else `collective buffer`.
+5.  Of a parameter's shape: `gradient` under `transpose(`, `optimizer update` where a program that
+    has a backward pass computes it outside of both passes.
+6.  With the vocabulary as a dimension, which is the largest one of an argument that is called
+    embedding, head, vocab or logits: `logits`.
+7.  Made in the forward pass (`jvp(` without `transpose(`) and read in the backward one:
+    `saved residual`.
+8.  The result of a product, a reduction or an element-wise operation: `activation`.
+9.  The rest (constants, counters, random numbers, calls of libraries): `other`.
+
+"Of a parameter's shape": the sizes above 1 are, in any order, those of a floating-point argument of
+two dimensions or more, or some of them with its two largest ones among them (a part along stacked
+dimensions); in rules 3 and 4 also those of one with a single dimension gathered.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from functools import cached_property
+
+from nnx_pipeline.lab.dataflow import Flow, Value, collective
+from nnx_pipeline.lab.hlo import Instruction, Shape
+from nnx_pipeline.lab.origins import Origins
+
+_VOCABULARY = re.compile(r"embed|head|vocab|logits", re.IGNORECASE)
+_NOT_COMPUTED = (
+    "after-all",
+    "constant",
+    "custom-call",
+    "infeed",
+    "iota",
+    "parameter",
+    "partition-id",
+    "replica-id",
+    "rng",
+    "rng-bit-generator",
+    "tuple",
+)
+_FEWEST_READERS = 400  # steps of a search for readers in the backward pass
+
+
+class Roles:
+    """The rules at the head of this file, for one program."""
+
+    def __init__(self, flow: Flow, origins: Origins) -> None:
+        self.flow = flow
+        self.origins = origins
+
+    def of(self, value: Value, shape: Shape | None) -> str:
+        """The role of a value; shape None for the table of a tuple."""
+        instruction = self.flow.at(value)
+        if instruction is None or shape is None:
+            return "other"
+        return (
+            self._of_argument(value, shape)
+            or self._in_loop(value, shape)
+            or self._of_collective(value, shape)
+            or self._by_shape(value, shape)
+            or self._by_pass(value)
+        )
+
+    def _of_argument(self, value: Value, shape: Shape) -> str | None:
+        lineage = self.flow.lineage(value)
+        made_by = lineage[-1]
+        if made_by.name not in self._arguments:
+            return None
+        if any(collective(item.opcode) == "all-gather" for item in lineage):
+            return "gathered weight"
+        return "parameter copy" if made_by.shapes[0].dtype == shape.dtype else "parameter cast"
+
+    def _in_loop(self, value: Value, shape: Shape) -> str | None:
+        slot = self._slot(value)
+        if slot is None:
+            return None
+        loop, state = slot
+        written, *initial = self.flow.sources(state)
+        if not initial:
+            return None  # the body hands it on unchanged: it is what went in
+        writer = self.flow.lineage(written, reshaped=False)[-1]
+        backward = self._is_backward(writer) or self._is_backward(loop)
+        stacked = writer.opcode == "dynamic-update-slice"
+        if self._like_parameter(shape) and ((stacked and backward) or self._adds_to(writer, state)):
+            return "gradient accumulator"
+        if stacked and not backward and self._read_backward(state):
+            return "saved residual"
+        return "collective buffer" if collective(writer.opcode) else "scan carry"
+
+    def _of_collective(self, value: Value, shape: Shape) -> str | None:
+        lineage = self.flow.lineage(value, reshaped=False)
+        kinds = [kind for item in lineage if (kind := collective(item.opcode))]
+        sends = any(
+            collective(reader.opcode) and reader.opcode.endswith("-start")
+            for reader, _ in self.flow.readers(value)
+        )
+        if not kinds and not sends:
+            return None
+        summed = kinds and kinds[0] in ("reduce-scatter", "all-reduce")
+        return "gradient" if summed and self._like_parameter(shape) else "collective buffer"
+
+    def _by_shape(self, value: Value, shape: Shape) -> str | None:
+        operation = self.origins.of(value).operation
+        if self._like_parameter(shape, gathered=False):
+            if "transpose(" in operation:
+                return "gradient"
+            if self._has_backward and operation and "jvp(" not in operation:
+                return "optimizer update"
+        has_vocabulary = any(size in shape.dims for size in self._vocabularies)
+        return "logits" if has_vocabulary else None
+
+    def _by_pass(self, value: Value) -> str:
+        made_by = self.flow.lineage(value)[-1]
+        forward = "jvp(" in self.origins.of(value).operation and not self._is_backward(made_by)
+        if forward and self._read_backward(value):
+            return "saved residual"
+        return "other" if made_by.opcode in _NOT_COMPUTED else "activation"
+
+    def _slot(self, value: Value) -> tuple[Instruction, Value] | None:
+        """The loop whose state holds a value, and the value as that state, or None."""
+        pending, seen = [value], set()
+        while pending:
+            here = pending.pop()
+            if here in seen:
+                continue
+            seen.add(here)
+            instruction = self.flow.instructions[here[0]]
+            if instruction.opcode == "while" and here[1]:
+                return instruction, here
+            for caller in self.flow.callers.get(self.flow.home[here[0]], []):
+                if instruction.opcode == "parameter" and caller.opcode == "while" and here[1]:
+                    return caller, (caller.name, here[1])
+            pending += [
+                handed
+                for reader, handed in self.flow.readers(here)
+                if handed and reader.opcode in ("tuple", "while", "bitcast", "parameter")
+            ]
+        return None
+
+    def _adds_to(self, writer: Instruction, state: Value) -> bool:
+        """Whether an addition has the loop's own state as an operand."""
+        return writer.opcode == "add" and any(
+            self.flow.holds_state((operand, ()), state) for operand in writer.operands
+        )
+
+    def _is_backward(self, instruction: Instruction) -> bool:
+        return "transpose(" in (instruction.op_name or "")
+
+    def _read_backward(self, value: Value) -> bool:
+        """Whether an operation of the backward pass reads a value, or what it is handed on as."""
+        pending, seen = [value], {value}
+        while pending and len(seen) < _FEWEST_READERS:
+            for reader, handed in self.flow.readers(pending.pop()):
+                if self._is_backward(reader) and reader.opcode not in ("parameter", "tuple"):
+                    return True
+                if handed and handed not in seen:
+                    seen.add(handed)
+                    pending.append(handed)
+        return False
+
+    @cached_property
+    def _arguments(self) -> dict[str, Instruction]:
+        entry = self.flow.module.computations[self.flow.module.entry]
+        return {
+            name: item for name, item in entry.instructions.items() if item.opcode == "parameter"
+        }
+
+    @cached_property
+    def _has_backward(self) -> bool:
+        return any(self._is_backward(item) for item in self.flow.instructions.values())
+
+    @cached_property
+    def _parameter_sizes(self) -> list[Counter[int]]:
+        shapes = [shape for item in self._arguments.values() for shape in item.shapes]
+        sizes = [_sizes(shape) for shape in shapes if re.match(r"b?f\d", shape.dtype)]
+        unique = {tuple(sorted(counts.elements())) for counts in sizes if counts.total() > 1}
+        return [Counter(key) for key in sorted(unique)]
+
+    @cached_property
+    def _vocabularies(self) -> set[int]:
+        return {
+            max(item.shapes[0].dims)
+            for item in self._arguments.values()
+            if _VOCABULARY.search(item.op_name or "") and len(item.shapes[0].dims) == 2
+        }
+
+    def _like_parameter(self, shape: Shape, *, gathered: bool = True) -> bool:
+        sizes = _sizes(shape)
+        for parameter in self._parameter_sizes:
+            ours, theirs = list((sizes - parameter).elements()), parameter - sizes
+            matrix = Counter(sorted(parameter.elements())[-2:])
+            if not ours and not matrix - sizes:
+                return True
+            one = gathered and len(ours) == theirs.total() == 1
+            if one and ours[0] % next(theirs.elements()) == 0:
+                return True
+        return False
+
+
+def _sizes(shape: Shape) -> Counter[int]:
+    return Counter(size for size in shape.dims if size > 1)
