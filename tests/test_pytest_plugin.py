@@ -36,6 +36,7 @@ def test_step(compile_memory):
     assert compile_memory(model.{}, (model.X, model.W)).within_budget()
 """
 UPDATE = "--update-memory-budgets"
+MODELS = ("lean", "kept")
 
 Project = Callable[..., pytest.RunResult]
 
@@ -228,6 +229,106 @@ def test_a_file_that_cannot_be_written(
     assert file.read_bytes() == before
 
 
+TWO = """
+import model
+
+def test_first(compile_memory):
+    assert compile_memory(model.lean, (model.X, model.W)).within_budget()
+
+def test_second(compile_memory):
+    result = compile_memory(model.kept, (model.X, model.W))
+    assert result.within_budget("some") and result.within_budget("others")
+"""
+
+
+def names(file: Path) -> list[tuple[str, str]]:
+    return [(entry.test.partition("::")[2], entry.name) for entry in sorted(budgets.read(file))]
+
+
+def test_what_is_no_more_is_removed(project: Project, pytester: pytest.Pytester) -> None:
+    file = pytester.path / budgets.FILE
+    project(UPDATE, test_two=TWO, test_step=STEP.format("lean"))
+    two = [("test_second", "others"), ("test_second", "some")]
+    everything = [("test_step", ""), ("test_first", ""), *two]
+    assert names(file) == everything
+    # Another name in a test that passes, a test of another name, and a file that is not there.
+    renamed = TWO.replace(' and result.within_budget("others")', "").replace("first", "renamed")
+    result = project(UPDATE, "-k", "second", test_two=renamed)
+    assert "removed: test_two.py::test_second (others) on cpu" in output(result)
+    assert names(file) == [("test_step", ""), ("test_first", ""), two[1]], "-k leaves tests out"
+    project(UPDATE, "test_two.py::test_renamed")
+    assert ("test_first", "") in names(file), "one test alone says nothing of the others"
+    (pytester.path / "test_step.py").unlink()
+    project(UPDATE)
+    assert names(file) == [("test_renamed", ""), two[1]]
+
+
+def test_a_test_that_fails_keeps_its_budget(project: Project, file: Path) -> None:
+    project(UPDATE, test_two=TWO)
+    before = file.read_bytes()
+    failing = TWO.replace("model.kept", "model.lean") + "    assert False\n"
+    project(UPDATE, test_two=failing).assert_outcomes(passed=1, failed=1)
+    assert file.read_bytes() == before
+
+
+def test_two_figures_need_two_names(project: Project) -> None:
+    second = TWO.replace('"some"', "").replace('result.within_budget("others")', "other()")
+    second = second.replace("    assert result", OTHER + "    assert result")
+    result = project(UPDATE, test_two=second)
+    result.assert_outcomes(passed=1, failed=1)
+    assert "test_second on cpu has two budgets; give each within_budget(name)" in output(result)
+
+
+OTHER = """
+    def other():
+        return compile_memory(model.lean, (model.X, model.W)).within_budget()
+"""
+
+
+def test_a_plain_assertion_shows_the_buffers(project: Project) -> None:
+    step = STEP.format("kept").replace(".within_budget()", ".heap_bytes <= 1_000_000")
+    result = project(test_step=step)
+    result.assert_outcomes(failed=1)
+    text = output(result)
+    assert re.search(r"assert \d+ <= 1000000\n.*<model:kept on cpu>.heap_bytes", text)
+    assert "- compile memory -" in text
+    assert re.search(r"16\.8 MB  f32\[64,256,256\]  model.py:1[45]", text)
+    assert f"jaxlib {jax.lib.__version__}" in text
+
+
+def test_a_limit_shows_the_buffers(project: Project) -> None:
+    step = STEP.format("kept").replace("within_budget()", "assert_at_most(temp_bytes=10**6)")
+    text = output(project(test_step=step))
+    assert re.search(r"temp_bytes [\d,]+ is [\d,]+ \([\d.]+%\) above its limit of 1,000,000", text)
+    assert re.search(r"16\.8 MB  f32\[64,256,256\]  model.py:1[45]", text)
+    assert text.count("MB per device") == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("(model.lean, [model.X])", "args= is a list; give a tuple of the arguments"),
+        ("(model.lean, (model.X,))", "cannot be called with 1 arguments"),
+        ("(model.lean, (), platform='gpu')", "did you mean 'cuda'?"),
+        ("(model.lean, (model.X, model.W)).assert_at_most()", "has no limit; give one"),
+        (
+            "(model.lean, (model.X, model.W)).assert_at_most(tmp_bytes=3)",
+            "tmp_bytes= is no figure with a limit; did you mean 'temp_bytes'?",
+        ),
+        (
+            "(model.lean, (model.X, model.W), platform='local').within_budget()",
+            "platform='local' would mean another device on each machine",
+        ),
+    ],
+)
+def test_bad_input(project: Project, call: str, message: str) -> None:
+    step = f"import model\n\ndef test_step(compile_memory):\n    compile_memory{call}\n"
+    result = project(test_step=step)
+    result.assert_outcomes(failed=1)
+    assert message in output(result)
+    assert "def measure" not in output(result), "where in this package it was noticed is not shown"
+
+
 def test_workers_give_the_same_file(project: Project, pytester: pytest.Pytester) -> None:
     """With two workers of xdist, processes of their own, as without them."""
     tests = "".join(STEP.format(name).replace("test_step", f"test_{name}") for name in MODELS)
@@ -236,8 +337,5 @@ def test_workers_give_the_same_file(project: Project, pytester: pytest.Pytester)
     alone = file.read_bytes()
     assert len(budgets.read(file)) == 4
     file.unlink()
-    assert pytest_in(pytester.path, "-n2", UPDATE).code == 0
+    assert pytest_in(pytester.path, "-n2", "-p", "no:hypothesispytest", UPDATE).code == 0
     assert file.read_bytes() == alone
-
-
-MODELS = ("lean", "kept")

@@ -1,14 +1,15 @@
 """A measurement as tests use it: its figures, assertions on them, and what a failure says."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from nnx_pipeline.errors import InputError, nearest
 from nnx_pipeline.lab.compile import Measurement
 from nnx_pipeline.lab.report import CPU_WARNING, compiler, megabytes
 
 TOP = 8  # rows of buffers in a message
+SMALL = 0.01  # a smaller share of the heap is left out of it
 
 Budgeted = Callable[["CompiledMemory", str, float | None], None]
 
@@ -143,17 +144,22 @@ def _subject(measurement: Measurement) -> str:
 
 def _largest_buffers(measurement: Measurement) -> list[str]:
     """The rows at the peak, largest first, each with where in the source it comes from."""
-    rows = _buffers(measurement)
-    if not rows:
+    attribution = measurement.attribution
+    if attribution is None or not attribution.buffers:
         return ["The compiler gave no list of buffers."]
+    rows = attribution.buffers
+    shown = [row for row in rows[:TOP] if row.bytes >= SMALL * attribution.heap_bytes]
     lines = [
-        f"{megabytes(row.bytes):>10} MB  {row.shape or row.name}  {row.source or '–'}  "
+        f"{megabytes(row.bytes):>10} MB  {row.shape or row.name}  {_place(row.source)}  "
         f"{row.role}  {row.operation}".rstrip()
-        for row in rows[:TOP]
+        for row in shown
     ]
     return [f"largest of {len(rows)} buffers at the peak of the heap:", *lines]
 
 
-def _buffers(measurement: Measurement) -> list[Any]:
-    attribution = getattr(measurement, "attribution", None)
-    return list(attribution.buffers) if attribution else []
+def _place(source: str | None) -> str:
+    """A place in the source, from here where that is shorter."""
+    if source is None:
+        return "–"
+    here = os.path.join(os.getcwd(), "")
+    return source.removeprefix(here)
