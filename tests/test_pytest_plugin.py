@@ -50,7 +50,6 @@ def project(pytester: pytest.Pytester) -> Project:
     def run(*arguments: str, **files: str) -> pytest.RunResult:
         for name, text in files.items():
             (pytester.path / f"{name}.py").write_text(text)
-        # Hypothesis takes a second to say at the end of each run that it has nothing to say.
         plugins = ("-p", "nnx_pipeline.pytest_plugin", "-p", "no:hypothesispytest")
         return pytester.runpytest_inprocess(*plugins, "-p", "no:cacheprovider", "-n0", *arguments)
 
@@ -337,5 +336,5 @@ def test_workers_give_the_same_file(project: Project, pytester: pytest.Pytester)
     alone = file.read_bytes()
     assert len(budgets.read(file)) == 4
     file.unlink()
-    assert pytest_in(pytester.path, "-n2", "-p", "no:hypothesispytest", UPDATE).code == 0
+    assert pytest_in(pytester.path, "-n2", UPDATE).code == 0
     assert file.read_bytes() == alone
