@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from nnx_pipeline.cli_functions import compare_command, lint_command, measure_command
+from nnx_pipeline.cli_memory import memory_command
 from nnx_pipeline.cli_options import (
     config_options,
     configured,
@@ -277,7 +278,7 @@ def _count(parameters: int) -> str:
     return f"{parameters / 1e6:.2f} M"
 
 
-for command in (measure_command, compare_command, lint_command):
+for command in (measure_command, compare_command, memory_command, lint_command):
     cli.add_command(command)
 
 main = main_of(cli, "nnx-pipeline")

@@ -13,6 +13,7 @@ import numpy as np
 from nnx_pipeline.config import Config
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.lab.arms import Experiment, Program
+from nnx_pipeline.lab.attribution import BufferDifference, difference
 from nnx_pipeline.lab.compile import Measurement, Progress, measure_step
 from nnx_pipeline.lab.platform import Platform
 from nnx_pipeline.mesh import MeshConfig, make_mesh
@@ -54,10 +55,17 @@ class Outcome:
     b: Measurement | None = None
     numerics: Numerics | None = None
 
+    @property
+    def buffers(self) -> tuple[BufferDifference, ...] | None:
+        """What the heap of b holds more or less than that of a; None where that is not known."""
+        one, other = (result.attribution if result else None for result in (self.a, self.b))
+        return difference(one, other) if one and other else None
+
     def to_json(self) -> dict[str, Any]:
         """One entry of `ab --json`."""
         arms = ((self.experiment.a, self.a), (self.experiment.b, self.b))
         delta, ratio = _difference(self.a, self.b)
+        buffers = self.buffers
         return {
             "name": self.experiment.name,
             "claim": self.experiment.claim,
@@ -71,6 +79,7 @@ class Outcome:
             "numerics": dataclasses.asdict(self.numerics) if self.numerics else None,
             "verdict": self.verdict,
             "note": self.note,
+            "buffers": None if buffers is None else [dataclasses.asdict(row) for row in buffers],
         }
 
 

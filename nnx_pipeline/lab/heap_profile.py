@@ -14,7 +14,7 @@ from nnx_pipeline.lab.origins import Origin, Origins
 from nnx_pipeline.lab.roles import Roles
 
 MOST_POINTS = 2000  # of the timeline
-_SPACES = {1: "on-chip memory", 2: "semaphores", 5: "host memory"}  # of libtpu; others by number
+_SPACES = {1: "on a TPU the on-chip memory", 2: "on a TPU semaphores", 5: "of the host"}
 
 
 def attribute(text: str | None, module: Module, temp_bytes: int) -> Attribution | None:
@@ -206,9 +206,8 @@ def _beyond_the_heap(buffers: BufferText, beyond: int) -> list[Buffer]:
 
 
 def _space(color: int) -> str:
-    return (
-        f"{_SPACES[color]} (memory space {color})" if color in _SPACES else f"memory space {color}"
-    )
+    known = f", {_SPACES[color]}" if color in _SPACES else ""
+    return f"memory space {color}{known}"
 
 
 def _plain(name: str, bytes: int, role: str, buffers: BufferText) -> Buffer:

@@ -27,6 +27,9 @@ _CALLED = ("calls", "to_apply", "condition", "body", "true_computation", "false_
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
 
+Frame = tuple[str, int, str]
+
+
 @dataclass(frozen=True)
 class Shape:
     """One array: element type as HLO spells it, and its dimensions (upper bounds if dynamic)."""
@@ -60,7 +63,7 @@ class Instruction:
     `shapes` are the arrays of the result, tuples flattened in order. `operands` are names in the
     same computation. `literal` is what stands between the parentheses of a constant or parameter.
     `source_file` and `source_line` are the innermost Python frame, None if the text has none;
-    `frames` are all frames that the text has, the innermost first.
+    `frames` are all frames that the text has, the innermost first: file, line and function.
     """
 
     name: str
@@ -72,7 +75,7 @@ class Instruction:
     op_name: str | None = None
     source_file: str | None = None
     source_line: int | None = None
-    frames: tuple[tuple[str, int], ...] = ()
+    frames: tuple[Frame, ...] = ()
 
     @property
     def result_bytes(self) -> int:
@@ -241,7 +244,7 @@ class _Frames:
 
     def __init__(self, text: str) -> None:
         self._tables: dict[str, dict[str, str]] = {name: {} for name in _TABLES}
-        self._found: dict[str, tuple[tuple[str, int], ...]] = {"0": (), "-1": ()}
+        self._found: dict[str, tuple[Frame, ...]] = {"0": (), "-1": ()}
         rows: dict[str, str] = {}
         for line in text.splitlines():
             if line in self._tables:
@@ -253,24 +256,25 @@ class _Frames:
 
     def describe(
         self, metadata: str
-    ) -> tuple[str | None, str | None, int | None, tuple[tuple[str, int], ...]]:
+    ) -> tuple[str | None, str | None, int | None, tuple[Frame, ...]]:
         """op_name, source file, line and all frames of `{op_name="..." stack_frame_id=6}`."""
         fields = dict(_FIELD.findall(metadata))
         file, line = _unquoted(fields.get("source_file")), fields.get("source_line")
-        frames: tuple[tuple[str, int], ...] = ((file, int(line)),) if file and line else ()
+        frames: tuple[Frame, ...] = ((file, int(line), ""),) if file and line else ()
         if "stack_frame_id" in fields:
             frames = self._frames(fields["stack_frame_id"]) or frames
         if frames:
             file, line = frames[0][0], str(frames[0][1])
         return _unquoted(fields.get("op_name")), file, int(line) if line else None, frames
 
-    def _frames(self, number: str) -> tuple[tuple[str, int], ...]:
-        """File and line of a frame and of those that called it."""
+    def _frames(self, number: str) -> tuple[Frame, ...]:
+        """A frame and those that called it."""
         if number not in self._found:
             frame = dict(_FIELD.findall(self._row("StackFrames", number)))
             place = dict(_FIELD.findall(self._row("FileLocations", frame.get("file_location_id"))))
             file = _unquoted(self._row("FileNames", place.get("file_name_id")))
-            here = ((file, int(place["line"])),) if file and "line" in place else ()
+            name = _unquoted(self._row("FunctionNames", place.get("function_name_id"))) or ""
+            here = ((file, int(place["line"]), name),) if file and "line" in place else ()
             # Printed is the caller's number plus one, and 1 where there is none: a frame is never
             # its own caller, yet the first one says so.
             caller = str(int(frame.get("parent_frame_id", 1)) - 1)

@@ -9,11 +9,12 @@ its own. Their line is looked for in this order:
 1. Backwards, along `Flow.sources`: through moves, into what a fusion or a call gives back, from a
    loop's state to what its body puts there, from an in-place update to what it writes, from an
    instruction without a line to its operands, the largest first. The first instruction with a line
-   of its own counts. "Of its own" means another one than the line of the loop in which it runs:
-   what `lax.scan` does to slice and stack carries the line of the scan.
+   of its own counts. Not its own is the line of the loop in which it runs (what `lax.scan` does to
+   slice and stack carries the line of the scan), and the line of whoever first called a jitted
+   function of JAX's own, such as `jnp.where`, which all its later calls carry too.
 2. Forwards, along `Flow.readers`, nearest first: an array that no line makes, such as a copy of an
    argument or a buffer without a value yet, takes the line of the first instruction that reads it.
-3. The line of the loop.
+3. Its own line, whatever it is, or that of the loop.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from collections import deque
 from dataclasses import dataclass
 
 from nnx_pipeline.lab.dataflow import Flow, Value
-from nnx_pipeline.lab.hlo import Instruction
+from nnx_pipeline.lab.hlo import Frame, Instruction
 
 MOST_STEPS = 4000  # of a search for one value; beyond that it has no line
 
 _FRAMEWORKS = re.compile(r"[/\\](site|dist)-packages[/\\](jax|jaxlib|flax|optax|chex)[/\\]")
 _HELPERS = re.compile(r"[/\\]nnx_pipeline[/\\]sharding\.py$")
+_JITTED = re.compile(r"(?:^|[/(])jit\(([^()]*)\)")
 # Their own line is that of a whole loop or call, or says nothing about what they hand on.
 _CARRIERS = ("while", "fusion", "call", "conditional", "parameter", "tuple", "get-tuple-element")
 
@@ -44,12 +46,30 @@ class Origin:
 
 def source_of(instruction: Instruction) -> str | None:
     """`file.py:12` of an instruction's own metadata: the innermost frame of the user's code."""
-    named = [frame for frame in instruction.frames if frame[0].strip("<>") == frame[0]]
+    frame = _frame_of(instruction)
+    return f"{frame[0]}:{frame[1]}" if frame else None
+
+
+def _frame_of(instruction: Instruction) -> Frame | None:
+    named = [frame for frame in instruction.frames if not frame[0].startswith("<")]
     own = [frame for frame in named if not _FRAMEWORKS.search(frame[0])]
     asked = [frame for frame in own if not _HELPERS.search(frame[0])]
-    for file, line in (asked or own or named)[:1]:
-        return f"{file}:{line}"
-    return None
+    return next(iter(asked or own or named), None)
+
+
+def _is_of_another_call(instruction: Instruction) -> bool:
+    """Whether the line may be that of another call of a jitted function.
+
+    JAX traces a jitted function, also one of its own such as `jnp.where`, once for all its calls,
+    which then all carry the frames of the first. Only frames inside of the function are right.
+    """
+    inner = _JITTED.findall((instruction.op_name or "").partition("/")[2])
+    if not inner:
+        return False
+    names = [frame[2].rpartition(".")[2] for frame in instruction.frames]
+    chosen = _frame_of(instruction)
+    last = len(names) - 1 - names[::-1].index(inner[-1]) if inner[-1] in names else -1
+    return chosen is None or instruction.frames.index(chosen) > last
 
 
 class Origins:
@@ -85,6 +105,8 @@ class Origins:
             return False
         if (instruction.op_name or "").endswith("/while"):
             return False  # a copy that was made for a loop, under the loop's name
+        if _is_of_another_call(instruction):
+            return False
         loop = self.flow.loop_of(instruction.name)
         return loop is None or source_of(loop) != source
 

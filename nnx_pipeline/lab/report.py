@@ -13,6 +13,7 @@ from rich.text import Text
 
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.files import write_text
+from nnx_pipeline.lab.attribution_view import difference_view, megabytes
 from nnx_pipeline.lab.compare import Outcome
 from nnx_pipeline.lab.compile import Measurement
 
@@ -30,11 +31,6 @@ MEMORY_ROWS = (
     ("program code", "generated_code_bytes"),
     ("host temp", "host_temp_bytes"),
 )
-
-
-def megabytes(value: float | None) -> str:
-    """Bytes as MB (10⁶) with one decimal, a dash where there is no figure."""
-    return "–" if value is None else f"{value / 1e6:,.1f}"
 
 
 def compiler(measurement: Measurement) -> str:
@@ -101,7 +97,12 @@ def outcomes_view(title: str, outcomes: Sequence[Outcome]) -> RenderableType:
         notes.append(Text(f"compiler: {compiler(measured)}"))
         if measured.platform == "cpu":
             notes.append(Text(CPU_WARNING, style="yellow"))
-    return Group(table, *notes)
+    changes = [
+        difference_view(f"{outcome.experiment.name}: what differs at the peak", outcome.buffers)
+        for outcome in outcomes
+        if outcome.buffers
+    ]
+    return Group(table, *changes, *notes)
 
 
 def _name(outcome: Outcome) -> str:

@@ -94,7 +94,7 @@ class Roles:
         written, *initial = self.flow.sources(state)
         if not initial:
             return None  # the body hands it on unchanged: it is what went in
-        writer = self.flow.lineage(written, reshaped=False)[-1]
+        writer = self._writer(written)
         backward = self._is_backward(writer) or self._is_backward(loop)
         stacked = writer.opcode == "dynamic-update-slice"
         if self._like_parameter(shape) and ((stacked and backward) or self._adds_to(writer, state)):
@@ -152,6 +152,13 @@ class Roles:
                 if handed and reader.opcode in ("tuple", "while", "bitcast", "parameter")
             ]
         return None
+
+    def _writer(self, written: Value) -> Instruction:
+        """What computes a value, looked for behind conversions too."""
+        writer = self.flow.lineage(written, reshaped=False)[-1]
+        while writer.opcode == "convert":
+            writer = self.flow.lineage((writer.operands[0], ()), reshaped=False)[-1]
+        return writer
 
     def _adds_to(self, writer: Instruction, state: Value) -> bool:
         """Whether an addition has the loop's own state as an operand."""

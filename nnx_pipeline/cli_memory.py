@@ -1,0 +1,97 @@
+"""The command `memory`: what the device memory of a training step, or of a function, holds."""
+
+import click
+
+from nnx_pipeline.cli_functions import inputs_options
+from nnx_pipeline.cli_options import (
+    config_options,
+    configured,
+    json_option,
+    mesh_option,
+    platform_option,
+)
+from nnx_pipeline.cli_support import Failed, compiler_errors, progress
+from nnx_pipeline.errors import InputError
+from nnx_pipeline.lab import report
+from nnx_pipeline.lab.attribution_view import memory_view
+from nnx_pipeline.lab.compile import Measurement, Progress, measure_step
+from nnx_pipeline.lab.functions import arguments_of, find_function, mesh_on
+from nnx_pipeline.lab.own import measure
+from nnx_pipeline.lab.platform import Platform
+from nnx_pipeline.mesh import MeshConfig
+
+
+@click.command(
+    "memory",
+    epilog="Example: nnx-pipeline memory --model mixtral-small --mesh stage=4,fsdp=2 "
+    "--platform tpu:v5p:2x2x2, or nnx-pipeline memory my_model:step --inputs my_model:inputs",
+)
+@click.argument("function", required=False, metavar="[MODULE:FUNCTION]")
+@inputs_options
+@config_options(None, required=False)
+@mesh_option("")
+@platform_option
+@click.option(
+    "--top",
+    type=click.IntRange(min=1),
+    default=20,
+    show_default=True,
+    metavar="N",
+    help="Rows of the table; what is left is one row.",
+)
+@json_option
+def memory_command(
+    function: str | None,
+    inputs: str | None,
+    arguments: tuple[str, ...],
+    model: str | None,
+    assignments: tuple[str, ...],
+    mesh: str,
+    platform: str,
+    top: int,
+    json_path: str | None,
+) -> None:
+    """Say what the device memory holds at its peak: buffer, bytes, role, line of source.
+
+    The bytes are those of the compiler's own buffer assignment, per device. Equal rows are shown
+    as one with their number; JSON has every buffer.
+    """
+    report.check_writable(json_path, "--json")
+    if (function is None) == (model is None):
+        raise InputError("memory looks at one thing: give --model PRESET or MODULE:FUNCTION")
+    if model is not None and (inputs or arguments):
+        raise InputError("--inputs and --arg are of MODULE:FUNCTION; leave them out with --model")
+    if function is not None and assignments:
+        raise InputError(f"--set {assignments[0]} is of --model; a function has no config")
+    mesh_config, target = MeshConfig.parse(mesh), Platform.parse(platform)
+    with progress() as say, compiler_errors():
+        if model is not None:
+            config = configured(model, assignments)
+            result = measure_step(config, mesh_config, target, progress=say)
+            title = f"one training step of {model} on {mesh_config}"
+        else:
+            assert function is not None, "checked above"
+            result = _measure_function(function, inputs, arguments, mesh_config, target, say)
+            title = f"{function} on {mesh_config}"
+    if result.attribution is None:
+        raise Failed(
+            f"{platform} gave no buffer assignment; a program from JAX's persistent compilation "
+            "cache has none: unset jax_compilation_cache_dir"
+        )
+    title = f"{title}, {report.compiler(result)}"
+    report.show(memory_view(title, result.attribution, top=top), json_path=json_path)
+    buffers = result.attribution.to_json()
+    report.emit_json(json_path, {**result.to_json(), "buffers": buffers})
+
+
+def _measure_function(
+    function: str,
+    inputs: str | None,
+    arguments: tuple[str, ...],
+    mesh: MeshConfig,
+    platform: Platform,
+    say: Progress,
+) -> Measurement:
+    grid = mesh_on(mesh, platform.devices(mesh.num_devices if platform.kind == "cpu" else 1))
+    given = arguments_of(inputs, arguments, grid)
+    return measure(find_function(function), *given, mesh=grid, platform=platform, progress=say)

@@ -1,0 +1,170 @@
+"""Tables of what the heap holds at its peak, and of what changed in it."""
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from nnx_pipeline.lab.attribution import Attribution, Buffer, BufferDifference
+
+TOP = 5  # rows of a difference below an A/B
+
+# Parts of a path of operations that say only that something was called, in a loop or under vmap.
+_NO_WORK = re.compile(
+    r"jit\(\w+\)|\w*\(?jvp\(\)\)?|while|body|closed_call|eval_jaxpr|checkpoint|vmap\(\)"
+)
+
+
+def megabytes(value: float | None) -> str:
+    """Bytes as MB (10⁶) with one decimal, a dash where there is no figure."""
+    return "–" if value is None else f"{value / 1e6:,.1f}"
+
+
+def memory_view(title: str, attribution: Attribution, *, top: int) -> RenderableType:
+    """The largest buffers at the peak, the totals by role, and where in the schedule it is."""
+    heap = attribution.heap_bytes
+    groups = _grouped(attribution.buffers)
+    table = Table(title="device memory at its peak", title_justify="left")
+    for column in ("MB", "share", "×"):
+        table.add_column(column, justify="right", no_wrap=True)
+    _add_columns(table)
+    for group in groups[:top]:
+        _add(table, group, heap)
+    if rest := [buffer for group in groups[top:] for buffer in group]:
+        size = sum(buffer.bytes for buffer in rest)
+        table.add_row(megabytes(size), _share(size, heap), str(len(rest)), "all others")
+    return Group(
+        Text(title, style="bold"),
+        table,
+        _roles(attribution),
+        _totals(attribution),
+        _peak(attribution),
+    )
+
+
+def difference_view(
+    title: str, rows: Sequence[BufferDifference], *, top: int = TOP
+) -> RenderableType:
+    """The largest changes from a to b."""
+    table = Table(title=title, title_justify="left")
+    for column in ("a MB", "b MB", "b − a"):
+        table.add_column(column, justify="right", no_wrap=True)
+    _add_columns(table)
+    for row in rows[:top]:
+        table.add_row(
+            megabytes(row.a_bytes),
+            megabytes(row.b_bytes),
+            _signed(row.change),
+            row.role,
+            row.shape,
+            short_operation(row.operation),
+            short_source(row.source),
+        )
+    if rest := rows[top:]:
+        table.add_row("", "", _signed(sum(row.change for row in rest)), f"{len(rest)} more")
+    return table
+
+
+def short_operation(operation: str) -> str:
+    """`backward, recomputed: exp` of a path of operations; the name of an argument as it is."""
+    if not operation.startswith("jit("):
+        return operation
+    parts = [part for part in _parts(operation) if not _NO_WORK.fullmatch(part)]
+    backward, forward = "transpose(" in operation, "jvp(" in operation
+    when = ["backward"] if backward else ["forward"] if forward else []
+    if "rematted_computation" in parts:
+        when.append("recomputed")
+    last = parts[-1] if parts and parts[-1] != "rematted_computation" else "loop"
+    return f"{', '.join(when)}: {last}" if when else last
+
+
+def _parts(operation: str) -> list[str]:
+    """Between the slashes that stand in no bracket."""
+    return re.split(r"/(?![^(]*\))", operation)
+
+
+def short_source(source: str | None) -> str:
+    """The file from the current directory on, or its last three parts; a dash without one."""
+    if source is None:
+        return "–"
+    path, _, line = source.rpartition(":")
+    file = Path(path)
+    if file.is_relative_to(Path.cwd()):
+        return f"{file.relative_to(Path.cwd())}:{line}"
+    return f"{Path(*file.parts[-3:])}:{line}"
+
+
+def _grouped(buffers: Sequence[Buffer]) -> list[list[Buffer]]:
+    """Rows that read the same, as one; the largest sum first."""
+    groups: dict[tuple[str | None, ...], list[Buffer]] = defaultdict(list)
+    for buffer in buffers:
+        what = buffer.shape or ("" if buffer.source else buffer.name)
+        groups[buffer.role, what, short_operation(buffer.operation), buffer.source].append(buffer)
+    return sorted(groups.values(), key=lambda group: -sum(buffer.bytes for buffer in group))
+
+
+def _add_columns(table: Table) -> None:
+    for column in ("role", "shape"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("operation", overflow="fold")
+    table.add_column("source", no_wrap=True)
+
+
+def _add(table: Table, group: list[Buffer], heap: int) -> None:
+    buffer, size = group[0], sum(buffer.bytes for buffer in group)
+    table.add_row(
+        megabytes(size),
+        _share(size, heap),
+        str(len(group)) if len(group) > 1 else "",
+        buffer.role,
+        buffer.shape,
+        short_operation(buffer.operation) or ("" if buffer.source else buffer.name),
+        short_source(buffer.source),
+    )
+
+
+def _roles(attribution: Attribution) -> Table:
+    table = Table(title="by role", title_justify="left")
+    table.add_column("role", no_wrap=True)
+    table.add_column("MB", justify="right", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
+    for role, size in attribution.by_role().items():
+        table.add_row(role, megabytes(size), _share(size, attribution.heap_bytes))
+    table.add_section()
+    table.add_row("heap", megabytes(attribution.heap_bytes), "")
+    return table
+
+
+def _totals(attribution: Attribution) -> Table:
+    """From the heap to temp."""
+    table = Table(title="from the heap to temp", title_justify="left", show_header=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("MB", justify="right", no_wrap=True)
+    table.add_row("heap", megabytes(attribution.heap_bytes))
+    for row in attribution.other:
+        table.add_row(row.name, _signed(row.bytes))
+    table.add_section()
+    table.add_row("temp", megabytes(attribution.temp_bytes))
+    return table
+
+
+def _peak(attribution: Attribution) -> Text:
+    doing = short_operation(attribution.peak_operation) or "–"
+    sized = sum(buffer.bytes for buffer in attribution.buffers if buffer.source)
+    return Text(
+        f"peak at position {attribution.peak_position} of {attribution.positions} in the schedule: "
+        f"{doing}, {short_source(attribution.peak_source)}\n"
+        f"{_share(sized, attribution.heap_bytes)} of the heap has a line of source"
+    )
+
+
+def _signed(size: int) -> str:
+    return f"{'+' if size >= 0 else '−'}{megabytes(abs(size))}"
+
+
+def _share(size: int, whole: int) -> str:
+    return f"{size / whole:.1%}" if whole else "–"
