@@ -41,14 +41,14 @@ from flax import nnx
 from model import Model, gradients
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu:v5p:2x2x1", "cuda:h100:8"])
+@pytest.mark.parametrize("platform", ["cpu", "cuda:h100:8"])
 def test_gradients(compile_memory, platform):
     model = jax.eval_shape(lambda: Model(nnx.Rngs(0)))
     args = (model, jax.ShapeDtypeStruct((8, 4096, 512), "float32"))
     assert compile_memory(gradients, args, platform=platform).within_budget()
 """
-PLATFORMS = ["cpu", *([] if missing("libtpu") else ["tpu"])]
-PLATFORMS += [] if missing("jax_plugins.xla_cuda13") else ["cuda"]
+# The TPU compiler has its turn in the test of README.md.
+PLATFORMS = ["cpu"] if missing("jax_cuda13_plugin") else ["cpu", "cuda"]
 
 
 def test_a_regression_is_caught_by_its_line(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_regression_is_caught_by_its_line(tmp_path: Path) -> None:
         assert re.search(r"MemoryExceeded: temp [\d,]+ bytes is .* above its budget of", message)
         rows = message.partition("buffers at the peak of the heap:\n")[2].splitlines()
         # One per layer of a microbatch of 4096 rows, which the backward pass waits for.
-        residual = rf" 33\.6 MB  f32\[4,4096,512\]  model\.py:{line}  saved residual  jit\(grad"
+        residual = rf" 33\.6 MB +f32\[4,4096,512\] +model\.py:{line} +saved residual +forward: "
         assert any(re.search(residual, row) for row in rows[:2]), message
         assert "If that is intended: pytest --update-memory-budgets" in message
 

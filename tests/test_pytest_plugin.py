@@ -291,7 +291,7 @@ def test_a_plain_assertion_shows_the_buffers(project: Project) -> None:
     text = output(result)
     assert re.search(r"assert \d+ <= 1000000\n.*<model:kept on cpu>.heap_bytes", text)
     assert "- compile memory -" in text
-    assert re.search(r"16\.8 MB  f32\[64,256,256\]  model.py:1[45]", text)
+    assert re.search(r"16\.8 MB +f32\[64,256,256\] +model.py:1[45]", text)
     assert f"jaxlib {jax.lib.__version__}" in text
 
 
@@ -299,7 +299,7 @@ def test_a_limit_shows_the_buffers(project: Project) -> None:
     step = STEP.format("kept").replace("within_budget()", "assert_at_most(temp_bytes=10**6)")
     text = output(project(test_step=step))
     assert re.search(r"temp_bytes [\d,]+ is [\d,]+ \([\d.]+%\) above its limit of 1,000,000", text)
-    assert re.search(r"16\.8 MB  f32\[64,256,256\]  model.py:1[45]", text)
+    assert re.search(r"16\.8 MB +f32\[64,256,256\] +model.py:1[45]", text)
     assert text.count("MB per device") == 1
 
 

@@ -1,10 +1,10 @@
 """A measurement as tests use it: its figures, assertions on them, and what a failure says."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from nnx_pipeline.errors import InputError, nearest
+from nnx_pipeline.lab.attribution_view import short_operation, short_source
 from nnx_pipeline.lab.compile import Measurement
 from nnx_pipeline.lab.report import CPU_WARNING, compiler, megabytes
 
@@ -149,17 +149,19 @@ def _largest_buffers(measurement: Measurement) -> list[str]:
         return ["The compiler gave no list of buffers."]
     rows = attribution.buffers
     shown = [row for row in rows[:TOP] if row.bytes >= SMALL * attribution.heap_bytes]
-    lines = [
-        f"{megabytes(row.bytes):>10} MB  {row.shape or row.name}  {_place(row.source)}  "
-        f"{row.role}  {row.operation}".rstrip()
+    cells = [
+        (
+            f"{megabytes(row.bytes):>10} MB",
+            row.shape or row.name,
+            short_source(row.source),
+            row.role,
+            short_operation(row.operation),
+        )
         for row in shown
     ]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join(map(str.ljust, row, widths)).rstrip()  # one column below the other
+        for row in cells
+    ]
     return [f"largest of {len(rows)} buffers at the peak of the heap:", *lines]
-
-
-def _place(source: str | None) -> str:
-    """A place in the source, from here where that is shorter."""
-    if source is None:
-        return "–"
-    here = os.path.join(os.getcwd(), "")
-    return source.removeprefix(here)
