@@ -11,6 +11,7 @@ import json
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from platform import machine
 from typing import Any, NamedTuple
 
 from nnx_pipeline.errors import InputError
@@ -65,7 +66,7 @@ class Change(NamedTuple):
 
 
 def compiler_of(platform: str, versions: Mapping[str, str | None]) -> str:
-    """The packages that decide how much memory a program takes, such as `jaxlib 0.10.2, …`.
+    """What decides how much memory a program takes, such as `jaxlib 0.10.2, libtpu 0.0.42.1`.
 
     Raises InputError for the platform `local`, which is another one on each machine.
     """
@@ -75,7 +76,9 @@ def compiler_of(platform: str, versions: Mapping[str, str | None]) -> str:
             f"a budget of platform={platform!r} would mean another device on each machine; choose "
             "cpu, or a compiler such as tpu:v5p:2x2x2 or cuda:h100:8"
         )
-    return ", ".join(f"{name} {versions[name]}" for name in packages)
+    parts = [f"{name} {versions[name]}" for name in packages]
+    # XLA makes other programs for the CPUs of a laptop than for those of a server.
+    return ", ".join([*parts, machine()] if platform == "cpu" else parts)
 
 
 def above(measured: Mapping[str, int | None], budget: Figures, tolerance: float) -> list[Change]:

@@ -2,6 +2,7 @@
 
 import tomllib
 from pathlib import Path
+from platform import machine
 
 import pytest
 from hypothesis import given, settings
@@ -120,7 +121,7 @@ VERSIONS = {"jaxlib": "1.0", "libtpu": "2.0", "jax-cuda13-pjrt": "1.0.1", "flax"
 @pytest.mark.parametrize(
     ("platform", "compiler"),
     [
-        ("cpu", "jaxlib 1.0"),
+        ("cpu", f"jaxlib 1.0, {machine()}"),
         ("tpu:v5p:2x2x2", "jaxlib 1.0, libtpu 2.0"),
         ("cuda:h100:8", "jaxlib 1.0, jax-cuda13-pjrt 1.0.1"),
     ],

@@ -330,11 +330,12 @@ def test_bad_input(project: Project, call: str, message: str) -> None:
 
 def test_workers_give_the_same_file(project: Project, pytester: pytest.Pytester) -> None:
     """With two workers of xdist, processes of their own, as without them."""
-    tests = "".join(STEP.format(name).replace("test_step", f"test_{name}") for name in MODELS)
+    group = "import pytest\n\n@pytest.mark.xdist_group('one')\ndef test_"
+    tests = "".join(STEP.format(name).replace("def test_step", f"{group}{name}") for name in MODELS)
     project(UPDATE, test_one=tests, test_two=tests)
     file = pytester.path / budgets.FILE
     alone = file.read_bytes()
     assert len(budgets.read(file)) == 4
     file.unlink()
-    assert pytest_in(pytester.path, "-n2", UPDATE).code == 0
+    assert pytest_in(pytester.path, "-n2", "--dist=loadgroup", UPDATE).code == 0
     assert file.read_bytes() == alone
