@@ -208,7 +208,7 @@ class Flow:
             for handed in self._handed(user, name, index):
                 yield user, handed
         computation = self.home.get(name, "")
-        if self.module.computations[computation].root == name:
+        if computation and self.module.computations[computation].root == name:
             for caller in self.callers.get(computation, []):
                 if caller.opcode == "while" and caller.called("body")[0] == computation:
                     yield caller, (caller.name, index)

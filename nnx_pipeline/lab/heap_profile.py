@@ -201,8 +201,9 @@ def _beyond_the_heap(buffers: BufferText, beyond: int) -> list[Buffer]:
             sizes[part.color] += part.bytes
     role = "other memory space"
     rows = [_plain(_space(color), size, role, buffers) for color, size in sizes.items() if size]
-    rest = beyond - sum(sizes.values())
-    return rows + ([_plain("in temp, in no allocation", rest, "other", buffers)] if rest else [])
+    if rest := beyond - sum(sizes.values()):
+        rows.append(_plain("counted in temp, in no allocation", rest, "other", buffers))
+    return rows
 
 
 def _space(color: int) -> str:

@@ -140,6 +140,8 @@ class Origins:
 
     def _argument_name(self, value: Value) -> str | None:
         """The name of the program's argument that a value is a copy of."""
-        found = self.flow.lineage(value)[-1]
-        is_argument = found.opcode == "parameter" and not self.flow.sources((found.name, ()))
-        return found.op_name if is_argument else None
+        lineage = self.flow.lineage(value)
+        if not lineage or lineage[-1].opcode != "parameter":
+            return None
+        is_argument = self.flow.home[lineage[-1].name] == self.flow.module.entry
+        return lineage[-1].op_name if is_argument else None

@@ -5,7 +5,7 @@ The rules, in the order in which they apply; the first that holds names the role
 1.  The table of pointers of a tuple, and a value that the text does not print: `other`.
 2.  A value whose numbers came from an argument of the program through conversions, slices and
     moves alone: `gathered weight` where an all-gather is on that way, else `parameter cast` where
-    the dtype is another one, else `parameter copy`. The state of a loop that its body hands on
+    a conversion is, else `parameter copy`. The state of a loop that its body hands on
     unchanged is what went in.
 3.  In the state of a loop, or the value that its body writes there in place:
     a. added to, or written part by part, and of a parameter's shape: `gradient accumulator`;
@@ -18,8 +18,8 @@ The rules, in the order in which they apply; the first that holds names the role
     all-reduce of a parameter's shape, else `collective buffer`.
 5.  Of a parameter's shape: `gradient` under `transpose(`, `optimizer update` where a program that
     has a backward pass computes it outside of both passes.
-6.  With the vocabulary as a dimension, which is the largest one of an argument that is called
-    embedding, head, vocab or logits: `logits`.
+6.  With the vocabulary as a dimension, which is the larger one of a matrix among the arguments on
+    whose path stands `embedding`, `head`, `vocab` or the like (and no position): `logits`.
 7.  Made in the forward pass (`jvp(` without `transpose(`) and read in the backward one:
     `saved residual`.
 8.  The result of a product, a reduction or an element-wise operation: `activation`.
@@ -40,7 +40,18 @@ from nnx_pipeline.lab.dataflow import Flow, Value, collective
 from nnx_pipeline.lab.hlo import Instruction, Shape
 from nnx_pipeline.lab.origins import Origins
 
-_VOCABULARY = re.compile(r"embed|head|vocab|logits", re.IGNORECASE)
+_VOCABULARY = {
+    "embed",
+    "embedder",
+    "embedding",
+    "head",
+    "lm_head",
+    "logits",
+    "logits_dense",
+    "token_embedder",
+    "vocab",
+    "wte",
+}
 _NOT_COMPUTED = (
     "after-all",
     "constant",
@@ -54,7 +65,8 @@ _NOT_COMPUTED = (
     "rng-bit-generator",
     "tuple",
 )
-_FEWEST_READERS = 400  # steps of a search for readers in the backward pass
+_COPIES = ("copy", "copy-start", "copy-done")
+_MOST_READERS = 400  # steps of a search for readers in the backward pass
 
 
 class Roles:
@@ -84,7 +96,9 @@ class Roles:
             return None
         if any(collective(item.opcode) == "all-gather" for item in lineage):
             return "gathered weight"
-        return "parameter copy" if made_by.shapes[0].dtype == shape.dtype else "parameter cast"
+        converted = any(item.opcode == "convert" for item in lineage)
+        same = not converted and all(made.dtype == shape.dtype for made in made_by.shapes)
+        return "parameter copy" if same else "parameter cast"
 
     def _in_loop(self, value: Value, shape: Shape) -> str | None:
         slot = self._slot(value)
@@ -127,13 +141,20 @@ class Roles:
 
     def _by_pass(self, value: Value) -> str:
         made_by = self.flow.lineage(value)[-1]
-        forward = "jvp(" in self.origins.of(value).operation and not self._is_backward(made_by)
-        if forward and self._read_backward(value):
+        operation = self.origins.of(value).operation
+        forward = "jvp(" in operation and "transpose(" not in operation
+        if forward and not self._is_backward(made_by) and self._read_backward(value):
             return "saved residual"
         return "other" if made_by.opcode in _NOT_COMPUTED else "activation"
 
     def _slot(self, value: Value) -> tuple[Instruction, Value] | None:
-        """The loop whose state holds a value, and the value as that state, or None."""
+        """The loop whose state holds a value, and the value as that state, or None.
+
+        A buffer without a value yet belongs to the loop for which it is copied, too.
+        """
+        made = self.flow.instructions[value[0]]
+        is_empty = made.opcode in ("broadcast", "custom-call") and len(made.operands) < 2
+        passed = ("tuple", "while", "bitcast", "parameter", *(_COPIES if is_empty else ()))
         pending, seen = [value], set()
         while pending:
             here = pending.pop()
@@ -149,7 +170,7 @@ class Roles:
             pending += [
                 handed
                 for reader, handed in self.flow.readers(here)
-                if handed and reader.opcode in ("tuple", "while", "bitcast", "parameter")
+                if handed and reader.opcode in passed
             ]
         return None
 
@@ -172,13 +193,14 @@ class Roles:
     def _read_backward(self, value: Value) -> bool:
         """Whether an operation of the backward pass reads a value, or what it is handed on as."""
         pending, seen = [value], {value}
-        while pending and len(seen) < _FEWEST_READERS:
+        while pending and len(seen) < _MOST_READERS:
             for reader, handed in self.flow.readers(pending.pop()):
                 if self._is_backward(reader) and reader.opcode not in ("parameter", "tuple"):
                     return True
-                if handed and handed not in seen:
-                    seen.add(handed)
-                    pending.append(handed)
+                following = handed or (None if reader.op_name else (reader.name, ()))
+                if following and following not in seen:
+                    seen.add(following)
+                    pending.append(following)
         return False
 
     @cached_property
@@ -202,9 +224,10 @@ class Roles:
     @cached_property
     def _vocabularies(self) -> set[int]:
         return {
-            max(item.shapes[0].dims)
+            max(shape.dims)
             for item in self._arguments.values()
-            if _VOCABULARY.search(item.op_name or "") and len(item.shapes[0].dims) == 2
+            for shape in item.shapes
+            if len(shape.dims) == 2 and _has_vocabulary(item.op_name or "")
         }
 
     def _like_parameter(self, shape: Shape, *, gathered: bool = True) -> bool:
@@ -218,6 +241,11 @@ class Roles:
             if one and ours[0] % next(theirs.elements()) == 0:
                 return True
         return False
+
+
+def _has_vocabulary(argument: str) -> bool:
+    parts = set(re.findall(r"[a-z]+(?:_[a-z]+)*", argument.lower()))
+    return bool(parts & _VOCABULARY) and not any("pos" in part for part in parts)
 
 
 def _sizes(shape: Shape) -> Counter[int]:

@@ -1,0 +1,256 @@
+"""What the compilers put in their heaps: planted faults, training steps, roles that are known."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import planted
+import pytest
+from helpers import Run, missing, optax_promotion
+from jax import Array
+
+from nnx_pipeline import MeshConfig, lab
+from nnx_pipeline.cli_options import configured
+from nnx_pipeline.lab.attribution import ROLES, Attribution, Buffer
+from nnx_pipeline.lab.compare import Outcome
+from nnx_pipeline.lab.compile import Measurement, measure_step
+from nnx_pipeline.lab.platform import Platform
+
+COMPILERS = {"cpu": (), "tpu:v5p:2x2x2": ("libtpu",), "cuda:h100:8": ("jax_cuda13_plugin",)}
+PLANTED: dict[Callable[..., Array], tuple[tuple[Any, ...], str | None]] = {
+    planted.keeping: ((planted.WEIGHT, planted.BATCHES), None),
+    planted.upcast: ((planted.WEIGHT, planted.BATCHES), None),
+    planted.gathering: ((planted.SPREAD, planted.FEW), "fsdp=8"),
+}
+
+
+def line_of(mark: str) -> str:
+    """`planted.py:12`, the line that ends in this mark."""
+    lines = Path(planted.__file__).read_text().splitlines()
+    (number,) = [n for n, line in enumerate(lines, 1) if line.endswith(f"# planted: {mark}")]
+    return f"planted.py:{number}"
+
+
+def need(platform: str) -> None:
+    if missing(*COMPILERS[platform]):
+        pytest.skip(f"{COMPILERS[platform]} is not installed")
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Callable[[str, Callable[..., Array]], Outcome]:
+    """The sound program beside the one with the fault, each compiled once."""
+
+    @functools.cache
+    def compare(platform: str, function: Callable[..., Array]) -> Outcome:
+        arguments, mesh = PLANTED[function]
+        faulty = functools.partial(function, fault=True)
+        return lab.compare(function, faulty, *arguments, mesh=mesh, platform=platform)
+
+    return compare
+
+
+def attribution_of(measurement: Measurement | None) -> Attribution:
+    assert measurement is not None
+    assert measurement.attribution is not None
+    return measurement.attribution
+
+
+def check_sums(measurement: Measurement | None) -> None:
+    """Rows at the peak are the heap, with what is beyond them they are temp."""
+    found = attribution_of(measurement)
+    assert measurement is not None
+    memory = measurement.memory
+    assert (found.heap_bytes, found.temp_bytes) == (memory.heap_bytes, memory.temp_bytes)
+    assert sum(row.bytes for row in found.buffers) == found.heap_bytes
+    assert found.heap_bytes + sum(row.bytes for row in found.other) == found.temp_bytes
+    assert sum(found.by_role().values()) == found.heap_bytes
+    assert {row.role for row in (*found.buffers, *found.other)} <= set(ROLES)
+    assert all(row.bytes > 0 for row in found.buffers)
+    assert all(row.first <= found.peak_position <= row.last for row in found.buffers)
+    held = sum(row.bytes for row in found.buffers if row.role != "fragmentation")
+    assert dict(found.timeline)[found.peak_position] == held
+    assert max(size for _, size in found.timeline) == held
+
+
+@pytest.mark.parametrize("platform", COMPILERS)
+@pytest.mark.parametrize("function", PLANTED, ids=lambda function: function.__name__)
+def test_a_planted_fault_is_named_by_its_line(
+    outcomes: Any, platform: str, function: Callable[..., Array]
+) -> None:
+    need(platform)
+    outcome = outcomes(platform, function)
+    assert not outcome.failed, outcome.note
+    first = outcome.buffers[:2]
+    named = [row for row in first if (row.source or "").endswith(line_of(function.__name__))]
+    assert any(row.change > 0 for row in named), first
+    for arm in (outcome.a, outcome.b):
+        check_sums(arm)
+    change = sum(row.change for row in outcome.buffers)
+    assert change == outcome.b.memory.heap_bytes - outcome.a.memory.heap_bytes
+    assert change >= 32e6
+
+
+@pytest.mark.parametrize("platform", COMPILERS)
+def test_roles_of_the_planted_buffers(outcomes: Any, platform: str) -> None:
+    """What is kept of every microbatch, the gradient that they add up to, the gathered weight."""
+    need(platform)
+    kept, gathered = (outcomes(platform, f) for f in (planted.keeping, planted.gathering))
+    large = f"{planted.MICROBATCHES},{planted.ROWS},{planted.HIDDEN}"
+    rows = [row for row in attribution_of(kept.b).buffers if large in row.shape]
+    assert {row.role for row in rows} == {"saved residual"}
+    assert len(rows) == 2  # tanh and its derivative
+    assert not any(large in row.shape for row in attribution_of(kept.a).buffers)
+    counts = []
+    for arm in (gathered.a, gathered.b):
+        whole = [row for row in attribution_of(arm).buffers if row.role == "gathered weight"]
+        counts.append(sum(f"[{planted.HIDDEN},{planted.HIDDEN}]" in row.shape for row in whole))
+    assert counts[1] > counts[0] > 0
+
+
+STEP = ("train.sequence_length=1024",)
+
+
+@pytest.mark.parametrize("platform", COMPILERS)
+def test_a_training_step_has_lines_of_source(platform: str) -> None:
+    need(platform)
+    mesh = MeshConfig(stage=4, fsdp=2)
+    with optax_promotion():
+        result = measure_step(configured("tiny", STEP), mesh, Platform.parse(platform))
+    check_sums(result)
+    found = attribution_of(result)
+    named = sum(row.bytes for row in found.buffers if row.source)
+    assert named >= 0.9 * found.heap_bytes
+    assert found.peak_source
+    assert "nnx_pipeline" in found.peak_source
+    assert not any("site-packages/jax" in (row.source or "") for row in found.buffers)
+    roles = found.by_role()
+    assert {"saved residual", "activation", "gradient accumulator"} <= set(roles)
+    assert roles.get("other", 0) < 0.01 * found.heap_bytes
+
+
+ROWS, SIZE, VOCABULARY = 512, 256, 3001
+X = jax.ShapeDtypeStruct((ROWS, SIZE), "float32")
+W = jax.ShapeDtypeStruct((SIZE, SIZE), "float32")
+
+
+def carried(x: Array, w: Array) -> Array:
+    def turn(state: Array, _: None) -> tuple[Array, None]:
+        return jnp.sin(state @ w), None
+
+    return jax.lax.scan(turn, x, length=5)[0].sum()
+
+
+def logits(x: Array, head: Array) -> Array:
+    return jax.nn.logsumexp(x @ head, axis=-1).sum()
+
+
+def moments(x: Array, w: Array) -> tuple[Array, Array]:
+    y = jnp.sort(x @ w, axis=-1)
+    return y[::-1] @ w, y.sum()
+
+
+def cast(x: Array, w: Array) -> Array:
+    return x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+
+
+def saved(x: Array, w: Array) -> Array:
+    return jax.grad(lambda w: jnp.sin(jnp.sort(jnp.exp(x @ w))).sum())(w)
+
+
+def role(function: Callable[..., Array], *arguments: Any, shape: str) -> set[str]:
+    found = attribution_of(lab.measure(function, *arguments))
+    return {row.role for row in found.buffers if row.shape.endswith(shape)}
+
+
+HEAD = jax.ShapeDtypeStruct((SIZE, VOCABULARY), "float32")
+
+
+@pytest.mark.parametrize(
+    ("function", "weight", "shape", "expected"),
+    [
+        (carried, W, f"f32[{ROWS},{SIZE}]", "scan carry"),
+        (logits, HEAD, f"f32[{ROWS},{VOCABULARY}]", "logits"),
+        (moments, W, f"f32[{ROWS},{SIZE}]", "activation"),
+        (cast, W, f"[{ROWS},{SIZE}]", "parameter cast"),
+        (saved, W, f"f32[{ROWS},{SIZE}]", "saved residual"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_roles_of_small_programs(
+    function: Callable[..., Array], weight: Any, shape: str, expected: str
+) -> None:
+    assert expected in role(function, X, weight, shape=shape)
+
+
+def test_the_command(run: Run) -> None:
+    words = ("--arg", "float32[1024]", "--arg", "bfloat16[512,1024]")
+    ended = run("memory", "own_functions:tall", *words, "--top", "1")
+    assert ended.code == 0, ended.err
+    assert "own_functions:tall on one device" in ended.out
+    assert "own_functions.py" in ended.out
+    assert "all others" in ended.out
+    assert "of the heap has a line of source" in ended.out
+
+
+def test_the_command_as_json(run: Run) -> None:
+    ended = run(
+        "memory", "own_functions:tall", "--arg", "float32[1024]", "--arg", "bfloat16[512,1024]",
+        "--json", "-",
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    found, memory = ended.json["buffers"], ended.json["memory"]
+    assert sum(row["bytes"] for row in found["buffers"]) == memory["heap_bytes"]
+    assert set(found["buffers"][0]) == set(Buffer.__annotations__)
+    assert sum(found["by_role"].values()) == found["heap_bytes"] == memory["heap_bytes"]
+    assert ended.json["schema"] == 1
+
+
+def test_an_ab_says_what_differs(run: Run) -> None:
+    words = ("--arg", "float32[1024]", "--arg", "bfloat16[512,1024]")
+    both = ("own_functions:lean", "own_functions:tall")
+    ended = run("compare", *both, *words)
+    assert ended.code == 0, ended.err
+    assert "what differs at the peak" in ended.out
+    assert "own_functions.py" in ended.out
+    ended = run("compare", *both, *words, "--json", "-")
+    (entry,) = ended.json["experiments"]
+    sizes = [entry["arms"][arm]["memory"]["heap_bytes"] for arm in "ab"]
+    change = sum(row["b_bytes"] - row["a_bytes"] for row in entry["buffers"])
+    assert change == sizes[1] - sizes[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--model", "tiny", "--top", "0"), "--top"),
+        (("--model", "tiny", "--top", "many"), "--top"),
+        ((), "give --model PRESET or MODULE:FUNCTION"),
+        (("own_functions:tall", "--model", "tiny"), "give --model PRESET or MODULE:FUNCTION"),
+        (("--model", "tiny", "--arg", "float32[1]"), "leave them out with --model"),
+        (("own_functions:tall", "--set", "model.num_layers=2"), "a function has no config"),
+        (("--model", "tiyn"), "tiny"),
+        (("--model", "tiny", "--platform", "cuda"), "platform"),
+        (("--model", "tiny", "--json", "/nowhere/x.json"), "--json"),
+    ],
+)
+def test_bad_input_ends_with_2(run: Run, words: tuple[str, ...], message: str) -> None:
+    ended = run("memory", *words)
+    assert ended.code == 2
+    assert message in ended.err
+    assert len(ended.err.splitlines()) == 1
+
+
+def test_without_a_buffer_assignment(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a program from JAX's compilation cache."""
+    from nnx_pipeline.lab import compile
+
+    plain = compile.compile_with_dump
+    monkeypatch.setattr(compile, "compile_with_dump", lambda lowered: (plain(lowered)[0], None))
+    words = ("own_functions:tall", "--arg", "float32[1024]", "--arg", "bfloat16[512,1024]")
+    ended = run("memory", *words)
+    assert ended.code == 1
+    assert "cpu gave no buffer assignment" in ended.err
+    assert run("measure", *words).code == 0
