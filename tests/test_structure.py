@@ -28,7 +28,7 @@ LAYERS = (
     ("lab",),
     ("lint",),
     ("budget_fixture", "pytest_plugin"),
-    ("cli_support", "cli_options", "cli_functions", "cli"),
+    ("cli_support", "cli_options", "cli_functions", "cli_memory", "cli"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
