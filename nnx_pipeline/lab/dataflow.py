@@ -204,6 +204,9 @@ class Flow:
         What a loop's body leaves in its state is read by the loop's next turn and behind the loop.
         """
         name, index = value
+        if (loop := self.at(value)) and loop.opcode == "while":
+            for parameter in self._turns(loop):
+                yield self.instructions[parameter], (parameter, index)
         for user in self._users.get(name, []):
             for handed in self._handed(user, name, index):
                 yield user, handed
@@ -212,8 +215,8 @@ class Flow:
             for caller in self.callers.get(computation, []):
                 if caller.opcode == "while" and caller.called("body")[0] == computation:
                     yield caller, (caller.name, index)
-                    if parameter := self._parameters.get((computation, 0)):
-                        yield self.instructions[parameter], (parameter, index)
+                    for turn in self._turns(caller)[:1]:
+                        yield self.instructions[turn], (turn, index)
                 elif caller.opcode in (*_CALLS, "conditional"):
                     yield caller, (caller.name, index)
 
@@ -228,9 +231,7 @@ class Flow:
             yield from ((user.name, (place, *index)) for place in places)
         elif opcode == "while":
             yield user.name, index
-            for computation in (user.called("body")[0], user.called("condition")[0]):
-                if parameter := self._parameters.get((computation, 0)):
-                    yield parameter, index
+            yield from ((parameter, index) for parameter in self._turns(user))
         elif opcode in _CALLS and user.called():
             for place in places:
                 parameter = self._parameters.get((user.called()[0], place))
@@ -245,6 +246,12 @@ class Flow:
             yield user.name, ()
         else:
             yield None
+
+    def _turns(self, loop: Instruction) -> list[str]:
+        """The parameters of a loop's body and condition, which are its state."""
+        called = (loop.called("body")[0], loop.called("condition")[0])
+        found = [self._parameters.get((computation, 0)) for computation in called]
+        return [name for name in found if name]
 
     def lineage(self, value: Value, *, reshaped: bool = True) -> list[Instruction]:
         """The instructions through which a value's numbers came, the one that made them last.

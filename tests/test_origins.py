@@ -1,0 +1,206 @@
+"""Values followed through a program's text to the line that asked for them, and their role."""
+
+import pytest
+
+from nnx_pipeline.lab import hlo
+from nnx_pipeline.lab.dataflow import Flow, Value, collective
+from nnx_pipeline.lab.hlo import Shape
+from nnx_pipeline.lab.origins import Origins, source_of
+from nnx_pipeline.lab.roles import Roles
+
+# A loop that stacks sin(w x) in `rows`, hands `kept` on as it is, and sums into `total`.
+TEXT = """HloModule jit_f
+
+FileNames
+1 "/home/me/model.py"
+2 "/venv/lib/python3.11/site-packages/optax/update.py"
+3 "/home/me/nnx_pipeline/sharding.py"
+
+FunctionNames
+1 "loss"
+2 "apply"
+3 "Model.__call__"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=10 end_line=10 column=1 end_column=2}
+2 {file_name_id=1 function_name_id=3 line=20 end_line=20 column=1 end_column=2}
+3 {file_name_id=2 function_name_id=2 line=30 end_line=30 column=1 end_column=2}
+4 {file_name_id=3 function_name_id=2 line=40 end_line=40 column=1 end_column=2}
+5 {file_name_id=1 function_name_id=3 line=50 end_line=50 column=1 end_column=2}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+3 {file_location_id=3 parent_frame_id=3}
+4 {file_location_id=4 parent_frame_id=3}
+5 {file_location_id=5 parent_frame_id=2}
+
+%sine (a: f32[8,4]) -> f32[1,8,4] {
+  %a = f32[8,4]{1,0} parameter(0)
+  %sin = f32[8,4]{1,0} sine(%a), metadata={op_name="jit(f)/jvp()/while/body/sin" stack_frame_id=5}
+  ROOT %flat = f32[1,8,4]{2,1,0} bitcast(%sin)
+}
+
+%body (s: (s32[], f32[3,8,4], f32[8,4], f32[8,4])) -> (s32[], f32[3,8,4], f32[8,4], f32[8,4]) {
+  %s = (s32[], f32[3,8,4], f32[8,4], f32[8,4]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %rows = f32[3,8,4]{2,1,0} get-tuple-element(%s), index=1
+  %kept = f32[8,4]{1,0} get-tuple-element(%s), index=2
+  %total = f32[8,4]{1,0} get-tuple-element(%s), index=3
+  %row = f32[1,8,4]{2,1,0} fusion(%kept), kind=kLoop, calls=%sine
+  %new = f32[3,8,4]{2,1,0} dynamic-update-slice(%rows, %row, %i, %i, %i), \
+metadata={op_name="jit(f)/jvp()/while/body/dynamic_update_slice" stack_frame_id=2}
+  %sum = f32[8,4]{1,0} add(%total, %kept), \
+metadata={op_name="jit(f)/transpose(jvp())/while/body/add_any" stack_frame_id=3}
+  ROOT %out = (s32[], f32[3,8,4], f32[8,4], f32[8,4]) tuple(%i, %new, %kept, %sum)
+}
+
+%cond (s: (s32[], f32[3,8,4], f32[8,4], f32[8,4])) -> pred[] {
+  %s.1 = (s32[], f32[3,8,4], f32[8,4], f32[8,4]) parameter(0)
+  ROOT %go = pred[] constant(true)
+}
+
+ENTRY %main (w: f32[8,4]) -> f32[3,8,4] {
+  %w = f32[8,4]{1,0} parameter(0), metadata={op_name="model.w"}
+  %zero = s32[] constant(0)
+  %empty = f32[3,8,4]{2,1,0} custom-call(), custom_call_target="AllocateBuffer"
+  %copy = f32[8,4]{1,0} copy(%w)
+  %half = bf16[8,4]{1,0} convert(%w)
+  %gather = bf16[16,4]{1,0} all-gather(%half), dimensions={0}, \
+metadata={op_name="jit(f)/reshard" stack_frame_id=4}
+  %where = f32[8,4]{1,0} select(%w, %w, %w), \
+metadata={op_name="jit(f)/jit(_where)/select_n" stack_frame_id=2}
+  %own = f32[8,4]{1,0} negate(%w), metadata={op_name="jit(f)/jit(loss)/neg" stack_frame_id=1}
+  %start = (s32[], f32[3,8,4], f32[8,4], f32[8,4]) tuple(%zero, %empty, %copy, %where)
+  %loop = (s32[], f32[3,8,4], f32[8,4], f32[8,4]) while(%start), condition=%cond, body=%body, \
+metadata={op_name="jit(f)/jvp()/while" stack_frame_id=2}
+  %result = f32[3,8,4]{2,1,0} get-tuple-element(%loop), index=1
+  ROOT %back = f32[3,8,4]{2,1,0} negate(%result), \
+metadata={op_name="jit(f)/transpose(jvp())/neg" stack_frame_id=1}
+}
+"""
+FLOW = Flow(hlo.parse(TEXT))
+ORIGINS = Origins(FLOW)
+
+
+def line(name: str, *index: int) -> str | None:
+    source = ORIGINS.of((name, index)).source
+    return source.removeprefix("/home/me/model.py:") if source else None
+
+
+def test_frames_are_innermost_first() -> None:
+    frames = FLOW.instructions["sum"].frames
+    assert [(number, name) for _, number, name in frames] == [
+        (30, "apply"),
+        (20, "Model.__call__"),
+        (10, "loss"),
+    ]
+    assert FLOW.instructions["own"].frames == (("/home/me/model.py", 10, "loss"),)
+
+
+def test_frames_of_frameworks_and_helpers_are_passed_over() -> None:
+    assert source_of(FLOW.instructions["sum"]) == "/home/me/model.py:20"
+    assert source_of(FLOW.instructions["gather"]) == "/home/me/model.py:20"
+    assert source_of(FLOW.instructions["w"]) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (("loop", (1,)), "50"),  # what the body writes, not the line of the loop
+        (("s", (1,)), "50"),
+        (("new", ()), "50"),
+        (("result", ()), "50"),
+        (("row", ()), "50"),
+        (("empty", ()), "50"),  # from the loop that fills it
+        (("copy", ()), "50"),  # from what reads it first
+        (("loop", (2,)), "50"),
+        (("own", ()), "10"),  # a frame inside of the jitted function
+        (("where", ()), "20"),  # of another call, and still all that is known
+        (("back", ()), "10"),
+    ],
+)
+def test_lines(value: Value, expected: str) -> None:
+    assert line(value[0], *value[1]) == expected
+
+
+def test_a_value_that_the_text_does_not_print() -> None:
+    origin = ORIGINS.of(("param_0.7", ()))
+    assert (origin.instruction, origin.operation, origin.source) == (None, "", None)
+    assert Roles(FLOW, ORIGINS).of(("param_0.7", ()), Shape("f32", (8, 4))) == "other"
+
+
+def test_a_copy_of_an_argument_bears_its_name() -> None:
+    assert ORIGINS.of(("copy", ())).operation == "model.w"
+    assert ORIGINS.of(("loop", (2,))).operation == "model.w"
+    assert ORIGINS.of(("gather", ())).operation == "model.w"
+    assert ORIGINS.of(("own", ())).operation == "jit(f)/jit(loss)/neg"
+
+
+def test_where_a_loop_gets_its_state() -> None:
+    assert FLOW.sources(("loop", (1,))) == [("out", (1,)), ("start", (1,))]
+    assert FLOW.sources(("loop", (2,))) == [("start", (2,))]  # the body hands it on unchanged
+    assert [item.name for item in FLOW.lineage(("s", (2,)))] == ["s", "start", "copy", "w"]
+
+
+def test_who_reads_a_value() -> None:
+    found = [value for _, value in FLOW.readers(("start", (3,)))]
+    assert found == [("loop", (3,)), ("s", (3,)), ("s.1", (3,))]
+    assert [reader.name for reader, _ in FLOW.readers(("s", (3,)))] == ["total"]
+    behind = [value for _, value in FLOW.readers(("out", (1,)))]
+    assert behind == [("loop", (1,)), ("s", (1,))]
+
+
+@pytest.mark.parametrize(
+    ("value", "shape", "role"),
+    [
+        (("loop", (1,)), Shape("f32", (3, 8, 4)), "saved residual"),
+        (("empty", ()), Shape("f32", (3, 8, 4)), "saved residual"),
+        (("loop", (3,)), Shape("f32", (8, 4)), "gradient accumulator"),
+        (("loop", (2,)), Shape("f32", (8, 4)), "parameter copy"),
+        (("copy", ()), Shape("f32", (8, 4)), "parameter copy"),
+        (("half", ()), Shape("bf16", (8, 4)), "parameter cast"),
+        (("gather", ()), Shape("bf16", (16, 4)), "gathered weight"),
+        (("loop", (0,)), Shape("s32", ()), "other"),
+        (("loop", ()), None, "other"),
+    ],
+)
+def test_roles(value: Value, shape: Shape | None, role: str) -> None:
+    assert Roles(FLOW, ORIGINS).of(value, shape) == role
+
+
+@pytest.mark.parametrize(
+    ("opcode", "expected"),
+    [
+        ("all-gather", "all-gather"),
+        ("all-gather-start", "all-gather"),
+        ("collective-permute-done", "collective-permute"),
+        ("copy-start", None),
+        ("add", None),
+    ],
+)
+def test_collectives(opcode: str, expected: str | None) -> None:
+    assert collective(opcode) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "has_logits"),
+    [
+        ("params['lm_head']", True),
+        ("model.embedding.embedding.value", True),
+        ("model.position_embedding", False),
+        ("attention.heads", False),
+    ],
+)
+def test_the_vocabulary_is_known_by_the_name_of_an_argument(name: str, has_logits: bool) -> None:
+    text = f"""HloModule jit_g
+
+ENTRY %main (x: f32[6,8], w: f32[8,40]) -> f32[6,40] {{
+  %x = f32[6,8]{{1,0}} parameter(0), metadata={{op_name="x"}}
+  %w = f32[8,40]{{1,0}} parameter(1), metadata={{op_name="{name}"}}
+  ROOT %y = f32[6,40]{{1,0}} dot(%x, %w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+}}
+"""
+    flow = Flow(hlo.parse(text))
+    role = Roles(flow, Origins(flow)).of(("y", ()), Shape("f32", (6, 40)))
+    assert role == ("logits" if has_logits else "activation")
