@@ -1,14 +1,18 @@
 """Mixtral-class models as Flax NNX modules, pipelined over a mesh with explicit shardings."""
 
-from nnx_pipeline.config import Config, ModelConfig, TrainConfig
-from nnx_pipeline.decoder import Mixtral
-from nnx_pipeline.errors import InputError
-from nnx_pipeline.mesh import MeshConfig, make_mesh
-from nnx_pipeline.modules import MLP, Attention, DecoderLayer, Embed, RMSNorm, RoutedMoE
-from nnx_pipeline.pipeline import CircularPipeline, Pipeline, create_pipeline, run_pipeline
-from nnx_pipeline.pipeline_config import PipelineConfig
-from nnx_pipeline.presets import preset
-from nnx_pipeline.sharding import Layout
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nnx_pipeline.config import Config, ModelConfig, TrainConfig
+    from nnx_pipeline.decoder import Mixtral
+    from nnx_pipeline.errors import InputError
+    from nnx_pipeline.mesh import MeshConfig, make_mesh
+    from nnx_pipeline.modules import MLP, Attention, DecoderLayer, Embed, RMSNorm, RoutedMoE
+    from nnx_pipeline.pipeline import CircularPipeline, Pipeline, create_pipeline, run_pipeline
+    from nnx_pipeline.pipeline_config import PipelineConfig
+    from nnx_pipeline.presets import preset
+    from nnx_pipeline.sharding import Layout
 
 __all__ = [
     "MLP",
@@ -32,3 +36,30 @@ __all__ = [
     "preset",
     "run_pipeline",
 ]
+
+# Where each name comes from when it is first asked for. Importing the package alone must not import
+# JAX: pytest does so for the plugin in it before any conftest.py can set JAX's flags.
+_HOME = {
+    "config": ("Config", "ModelConfig", "TrainConfig"),
+    "decoder": ("Mixtral",),
+    "errors": ("InputError",),
+    "mesh": ("MeshConfig", "make_mesh"),
+    "modules": ("MLP", "Attention", "DecoderLayer", "Embed", "RMSNorm", "RoutedMoE"),
+    "pipeline": ("CircularPipeline", "Pipeline", "create_pipeline", "run_pipeline"),
+    "pipeline_config": ("PipelineConfig",),
+    "presets": ("preset",),
+    "sharding": ("Layout",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOME.items():
+        if name in names:
+            value = getattr(importlib.import_module(f"nnx_pipeline.{module}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -77,15 +77,9 @@ class Remat:
 # Experts' hidden units come out of the loop over experts; `minimal_offloaded` keeps those on the
 # device.
 #
-# `mixtral-small`, 4 stages × fsdp 2, 8 microbatches, 2 repeats (1 layer per stage), MB per device:
-#                         TPU v5p, libtpu 0.0.42.1       H100, XLA of JAX 0.10.2
-#   full                  heap 162.2                     216.2
-#   save_qkv_proj         heap 211.8                     254.7
-#   qkv_proj_offloaded    heap 179.8, host 79.7          214.8, host 39.8
-#   minimal               heap 877.8                     952.0
-#   minimal_offloaded     heap 844.8, host 99.6          877.0, host 59.8
-# With 1 repeat (2 layers per stage): save_qkv_proj 274.3 and 316.1, qkv_proj_offloaded 239.7 and
-# 257.0. The TPU needs more of the host because its tiles pad axes of 4 heads or 64 units.
+# benchmarks/results/remat_policies.md has what each of them holds at `mixtral-small`: on a TPU v5p
+# `full` 170 MB of heap, `save_qkv_proj` 220, `qkv_proj_offloaded` 188 and 40 on the host, `minimal`
+# 886.
 POLICIES: dict[str, Remat] = {
     "full": Remat(),
     "save_out_proj": Remat((OUT,)),

@@ -24,6 +24,9 @@ import jax
 import jaxtyping
 import pytest
 
+# The entry point of this package says the same where it is installed in its present state.
+pytest_plugins = ["nnx_pipeline.pytest_plugin"]
+
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.devices()  # the number of devices is final from here on

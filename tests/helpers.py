@@ -7,7 +7,9 @@ import math
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +22,8 @@ from nnx_pipeline import Config, MeshConfig, Mixtral, ModelConfig, make_mesh
 from nnx_pipeline import PipelineConfig as Pipelined
 from nnx_pipeline import TrainConfig as Training
 from nnx_pipeline.train import Batch
+
+ROOT = Path(__file__).parents[1]
 
 
 def mesh_of(text: str, sharding: str = "explicit") -> Mesh:
@@ -210,6 +214,23 @@ def in_a_process(*arguments: str) -> Ended:
     """Runs a command as a user does; JAX begins afresh, with as many devices as it is told."""
     command = [sys.executable, "-c", "from nnx_pipeline.cli import main; main()", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=user_environment())
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def pytest_in(folder: Path, *arguments: str) -> Ended:
+    """Runs pytest in a project of its own, where only its entry point makes the plugin known."""
+    entry_points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    ((name, module),) = entry_points["pytest11"].items()
+    installed = folder / ".installed" / "nnx_pipeline_of_tests-1.0.dist-info"
+    installed.mkdir(parents=True, exist_ok=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: nnx-pipeline-of-tests\n")
+    (installed / "entry_points.txt").write_text(f"[pytest11]\n{name} = {module}\n")
+    environment = user_environment()
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (installed.parent, ROOT)))
+    # Hypothesis takes a second to say at the end of each run that it has nothing to say.
+    without = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest")
+    command = [sys.executable, "-m", "pytest", *without, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
     return Ended(done.returncode, done.stdout, done.stderr)
 
 

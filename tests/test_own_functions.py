@@ -1,5 +1,6 @@
 """Measuring, comparing and linting functions that are not this project's."""
 
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -9,6 +10,7 @@ import own_functions
 import pytest
 from flax import nnx
 from helpers import Ended, Run, in_a_process, mesh_of, missing
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -278,3 +280,30 @@ def test_functions_on_compilers_without_hardware(platform: str, compiler: str, m
     assert ended.code == 0, ended.err
     assert ended.json["platform"] == platform
     assert ended.json["memory"]["output_bytes"] == 2 * 512 * 1024 // (8 if mesh else 1)
+
+
+def test_programs_of_the_persistent_cache_are_compiled_again(tmp_path: Path) -> None:
+    """A program from there has no buffer assignment; what else the process compiles is kept."""
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    try:
+        jax.jit(twice).lower(X, WEIGHT).compile()
+        kept = len(list(tmp_path.iterdir()))
+        assert kept
+        heaps = [lab.measure(twice, X, WEIGHT).memory.heap_bytes for _ in range(2)]
+        assert heaps[0]
+        assert heaps[0] == heaps[1]
+        assert len(list(tmp_path.iterdir())) == kept
+        jax.jit(product).lower(X, WEIGHT).compile()
+        assert len(list(tmp_path.iterdir())) > kept
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()

@@ -8,11 +8,14 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from helpers import pytest_in
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
-PYTHON = [text for language, text in BLOCKS if language == "python"]
+BLOCKS_OF_PYTHON = [text for language, text in BLOCKS if language == "python"]
+TESTS = [text for text in BLOCKS_OF_PYTHON if "def test_" in text]
+PYTHON = [text for text in BLOCKS_OF_PYTHON if text not in TESTS]
 SHELL = [line for language, text in BLOCKS if language == "sh" for line in text.splitlines()]
 SETUP = [line for line in SHELL if line.startswith("python3 -m venv")]
 COMMANDS = [line for line in SHELL if line not in SETUP]
@@ -24,6 +27,27 @@ def test_python_blocks_run(code, tmp_path):
     script.write_text(code)
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_budget_is_recorded_and_then_exceeded(tmp_path):
+    """As the text beside it says, down to the figures of the message."""
+    (code,) = TESTS
+    file = tmp_path / "test_memory.py"
+    file.write_text(code)
+    recorded = pytest_in(tmp_path, "--update-memory-budgets")
+    if "1 skipped" in recorded.out:
+        pytest.skip("the TPU compiler is not installed")
+    assert "1 passed" in recorded.out, recorded.out
+    changed = code.replace("    @jax.checkpoint\n", "")
+    assert changed != code
+    file.write_text(changed)
+    exceeded = pytest_in(tmp_path).out
+    (shown,) = (text for _, text in BLOCKS if text.startswith("MemoryExceeded"))
+    (version,) = re.findall(r"\(libtpu (\S+)\):\n\n```text\nMemoryExceeded", README)
+    assert re.search("test_memory.py:7 +saved residual", exceeded), exceeded
+    if f"libtpu {version}," in exceeded:
+        missing = [line for line in shown.splitlines() if line not in exceeded]
+        assert not missing, exceeded
 
 
 @pytest.mark.slow

@@ -98,3 +98,31 @@ def test_growth_of_1f1b(peer: Any) -> None:
     )
     assert shown == (megabytes(temps[8]), megabytes(temps[64]))
     assert all(temps[2 * count] < 1.02 * temps[count] for count in (8, 16, 32))
+
+
+def cells(name: str) -> dict[str, list[list[str]]]:
+    """The rows of the tables of a result file, by their first cell."""
+    found: dict[str, list[list[str]]] = {}
+    for line in (RESULTS / name).read_text().splitlines():
+        if line.startswith("| "):
+            first, *rest = (cell.strip() for cell in line.strip("|").split("|"))
+            found.setdefault(first, []).append(rest)
+    return found
+
+
+def test_time_to_compile_and_to_trace() -> None:
+    """The figures in the text, and that neither grows as the layers do."""
+    text = " ".join((ROOT / "README.md").read_text().split())
+    (shown,) = re.findall(
+        r"\(256 layers\) take ([\d.]+) s .*? 1 repeat ([\d.]+) s, 16 layers per stage ([\d.]+) s "
+        r"and one layer ([\d.]+) s",
+        text,
+    )
+    scale = cells("compile_scale.md")
+    rows = (scale["16 × 16"][0], scale["2 × 1"][0], scale["16"][0], scale["1"][0])
+    assert shown == tuple(row[1] for row in rows)
+    assert all(float(row[1]) <= 2 * float(scale["1"][0][1]) for row in rows)
+    (ratios,) = re.findall(r"([\d.]+) times as long .*?, ([\d.]+) times with 1F1B", text)
+    traced = cells("trace_time.md")
+    assert ratios == (traced["2 repeats"][0][1], traced["1F1B"][0][1])
+    assert max(map(float, ratios)) <= 2

@@ -15,6 +15,7 @@ LONGEST_FILE, LONGEST_FUNCTION = 350, 70
 # From the ground up: a module may import from its own line and from those above it.
 LAYERS = (
     ("errors", "files", "remat"),
+    ("budgets",),
     ("mesh", "pipeline_config"),
     ("config",),
     ("presets", "overrides"),
@@ -26,6 +27,7 @@ LAYERS = (
     ("train",),
     ("lab",),
     ("lint",),
+    ("budget_fixture", "pytest_plugin"),
     ("cli_support", "cli_options", "cli_functions", "cli_memory", "cli"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

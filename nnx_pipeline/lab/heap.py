@@ -16,12 +16,14 @@ compiler (products, scans and their gradients, every collective, fsdp layers):
 
 from __future__ import annotations
 
+import contextlib
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*)$", re.MULTILINE)
 _COLOR = re.compile(r", color (\d+)")
@@ -38,13 +40,26 @@ def compile_with_dump(
     `HloLiveRange` holds the order of the instructions and from which to which of them each value
     lives. The colour is the memory space: 0 is device memory, on TPU 1 is the on-chip memory.
 
-    A program that comes from JAX's persistent compilation cache is not compiled again and then
-    has no text.
+    JAX's persistent compilation cache is left out: a program from there has no text.
     """
-    with tempfile.TemporaryDirectory(prefix="xla-dump-") as folder:
+    with tempfile.TemporaryDirectory(prefix="xla-dump-") as folder, _without_persistent_cache():
         dump: dict[str, str | bool] = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         compiled = lowered.compile(compiler_options={**(compiler_options or {}), **dump})
         return compiled, _main_module_text(Path(folder))
+
+
+@contextlib.contextmanager
+def _without_persistent_cache() -> Iterator[None]:
+    """Compiles what is compiled here, wherever the process keeps its programs otherwise."""
+    enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+    # JAX asks once per process whether there is a cache; resetting it makes it ask again.
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
 
 
 def _main_module_text(folder: Path) -> str | None:

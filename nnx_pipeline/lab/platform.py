@@ -30,6 +30,14 @@ _TPU_ENVIRONMENT = {
 }
 
 
+class MissingCompiler(InputError):
+    """The compiler of a platform is not installed; `extra` of this package brings it."""
+
+    def __init__(self, message: str, extra: str) -> None:
+        super().__init__(message)
+        self.extra = extra
+
+
 @dataclass(frozen=True)
 class Platform:
     """A compiler and the devices it compiles for.
@@ -80,7 +88,8 @@ class Platform:
         """The devices; for `cpu`, and beside a deviceless compiler, `needed` virtual ones or more.
 
         Sets process-wide JAX options, so it must come before anything runs on a device. Raises
-        InputError when the compiler is missing, of the wrong version, or has no such topology.
+        InputError when the compiler is of the wrong version or has no such topology, and
+        MissingCompiler when it is not installed.
         """
         if self.kind == "local":
             return jax.devices()
@@ -118,7 +127,9 @@ def _tpu_devices(platform: Platform) -> Sequence[Any]:
     have = _version("libtpu")
     cure = f"pip install 'libtpu{wanted}'"
     if not have:
-        raise InputError(f"platform {platform} needs libtpu, which is not installed; {cure}")
+        raise MissingCompiler(
+            f"platform {platform} needs libtpu, which is not installed; {cure}", "tpu"
+        )
     if not _matches(have, wanted):
         raise InputError(
             f"platform {platform} needs libtpu{wanted} for jax {jax.__version__} and found {have}, "
@@ -134,14 +145,16 @@ def _cuda_devices(platform: Platform) -> Sequence[Any]:
     have = _version("jax-cuda13-plugin")
     cure = f"pip install 'jax-cuda13-plugin=={wanted}' nvidia-cuda-nvcc nvidia-nvvm"
     if not have:
-        raise InputError(f"platform {platform} needs the CUDA plugin, not installed; {cure}")
+        raise MissingCompiler(
+            f"platform {platform} needs the CUDA plugin, not installed; {cure}", "cuda"
+        )
     if have != wanted:
         raise InputError(
             f"platform {platform} needs jax-cuda13-plugin {wanted}, the version of jax, and found "
             f"{have}; {cure}"
         )
     if not _version("nvidia-cuda-nvcc"):
-        raise InputError(f"platform {platform} needs ptxas and libdevice; {cure}")
+        raise MissingCompiler(f"platform {platform} needs ptxas and libdevice; {cure}", "cuda")
     targets = importlib.resources.files("nnx_pipeline") / "targets"
     text = (targets / f"{platform.target}.txtpb").read_text()
     return _topology(platform, target_config=text, topology=f"1x1x{platform.topology}")

@@ -1,0 +1,196 @@
+"""Memory budgets of tests: the file they stand in, and what exceeds them.
+
+`memory-budgets.toml` holds one `[[budget]]` per test, name within the test, platform and compiler
+version, in bytes per device. It belongs to `pytest --update-memory-budgets`, which writes it sorted
+and whole, without what people add by hand; what is deleted from an entry is not watched.
+
+Nothing here imports JAX: pytest reads the file before any conftest can set JAX's flags.
+"""
+
+import json
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from platform import machine
+from typing import Any, NamedTuple
+
+from nnx_pipeline.errors import InputError
+from nnx_pipeline.files import write_text
+
+FILE = "memory-budgets.toml"
+FIGURES = ("temp_bytes", "heap_bytes", "peak_bytes")
+TOLERANCE = 0.01  # exceeding a budget by a smaller share of it is no change
+
+_HEAD = """\
+# Memory budgets of tests, in bytes per device, as a compiler of this version gave them.
+# Written by `pytest --update-memory-budgets`; comments are not kept.
+"""
+_PACKAGES = {"cpu": ("jaxlib",), "tpu": ("jaxlib", "libtpu"), "cuda": ("jaxlib", "jax-cuda13-pjrt")}
+
+Figures = Mapping[str, int]
+
+
+class Key(NamedTuple):
+    """What a budget is of. name: which one of several in the test, "" for its only one."""
+
+    test: str
+    name: str
+    platform: str
+    compiler: str
+
+    def __str__(self) -> str:
+        return f"{self.test}{f' ({self.name})' if self.name else ''} on {self.platform}"
+
+
+Budgets = dict[Key, Figures]
+
+
+class Change(NamedTuple):
+    """A figure that is not what its budget says; None where the compiler gives none."""
+
+    figure: str
+    budget: int
+    measured: int | None
+
+    def __str__(self) -> str:
+        name = self.figure.removesuffix("_bytes")
+        if self.measured is None:
+            return f"{name} has a budget of {self.budget:,} bytes and the compiler gives no figure"
+        difference = self.measured - self.budget
+        share = f" ({difference / self.budget:+.1%})" if self.budget else ""
+        side = "above" if difference > 0 else "below"
+        return (
+            f"{name} {self.measured:,} bytes is {abs(difference):,}{share} {side} its budget of "
+            f"{self.budget:,}"
+        )
+
+
+def compiler_of(platform: str, versions: Mapping[str, str | None]) -> str:
+    """What decides how much memory a program takes, such as `jaxlib 0.10.2, libtpu 0.0.42.1`.
+
+    Raises InputError for the platform `local`, which is another one on each machine.
+    """
+    packages = _PACKAGES.get(platform.partition(":")[0])
+    if packages is None:
+        raise InputError(
+            f"a budget of platform={platform!r} would mean another device on each machine; choose "
+            "cpu, or a compiler such as tpu:v5p:2x2x2 or cuda:h100:8"
+        )
+    parts = [f"{name} {versions[name]}" for name in packages]
+    # XLA makes other programs for the CPUs of a laptop than for those of a server.
+    return ", ".join([*parts, machine()] if platform == "cpu" else parts)
+
+
+def above(measured: Mapping[str, int | None], budget: Figures, tolerance: float) -> list[Change]:
+    """The figures that exceed their budget by more than the share `tolerance`, or are missing."""
+    changes = [Change(name, bytes_, measured.get(name)) for name, bytes_ in budget.items()]
+    return [
+        change
+        for change in changes
+        if change.measured is None or change.measured > change.budget * (1 + tolerance)
+    ]
+
+
+def below(measured: Mapping[str, int | None], budget: Figures, tolerance: float) -> list[Change]:
+    """The figures that stay under their budget by more than the share `tolerance`."""
+    changes = [Change(name, bytes_, measured.get(name)) for name, bytes_ in budget.items()]
+    return [
+        change
+        for change in changes
+        if change.measured is not None and change.measured < change.budget * (1 - tolerance)
+    ]
+
+
+def read(path: Path) -> Budgets:
+    """The budgets of a file, none where there is no file. Raises InputError for a broken one."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}; {_CURE}") from error
+    budgets: Budgets = {}
+    entries = content.pop("budget", [])
+    if content or not isinstance(entries, list):
+        names = ", ".join(content) or "budget"
+        raise InputError(f"{path} holds [[budget]] entries only and has {names!r}; {_CURE}")
+    for number, entry in enumerate(entries, start=1):
+        key, figures = _entry(path, number, entry)
+        if key in budgets:
+            raise InputError(f"{path}: budget {number} is a second one for {key}; {_CURE}")
+        budgets[key] = figures
+    return budgets
+
+
+_CURE = "mend it, or delete it and run `pytest --update-memory-budgets`"
+
+
+def _entry(path: Path, number: int, entry: Any) -> tuple[Key, Figures]:
+    where = f"{path}: budget {number}"
+    if not isinstance(entry, dict):
+        raise InputError(f"{where} is {entry!r} and not a table; {_CURE}")
+    missing = sorted({"test", "platform", "compiler"} - set(entry))
+    if missing:
+        raise InputError(f"{where} has no {missing[0]!r}; {_CURE}")
+    texts = {name: entry.get(name, "") for name in Key._fields}
+    wrong = [f"{name} = {value!r}" for name, value in texts.items() if not isinstance(value, str)]
+    figures = {name: value for name, value in entry.items() if name not in Key._fields}
+    for name, value in figures.items():
+        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        if name not in FIGURES or not whole:
+            wrong.append(f"{name} = {value!r}")
+    if wrong:
+        raise InputError(
+            f"{where} has {wrong[0]}; texts are {', '.join(Key._fields)}, and whole numbers of "
+            f"bytes are {', '.join(FIGURES)}; {_CURE}"
+        )
+    return Key(**texts), figures
+
+
+def to_toml(budgets: Mapping[Key, Figures]) -> str:
+    """The file: entries sorted by key, so that the same budgets give the same text."""
+    return "\n".join([_HEAD, *(_table(key, budgets[key]) for key in sorted(budgets))])
+
+
+def _table(key: Key, figures: Figures) -> str:
+    # JSON writes a string as TOML does, but for the one control character that it lets pass.
+    texts = {
+        name: json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        for name, value in zip(Key._fields, key, strict=True)
+        if value
+    }
+    numbers = {name: f"{figures[name]:_}" for name in FIGURES if name in figures}
+    return "\n".join(["[[budget]]", *(f"{k} = {v}" for k, v in {**texts, **numbers}.items()), ""])
+
+
+def write(path: Path, budgets: Mapping[Key, Figures]) -> None:
+    """Writes the whole file or leaves it as it was. Raises OSError."""
+    write_text(str(path), to_toml(budgets))
+
+
+def updated(
+    old: Mapping[Key, Figures],
+    passed: Mapping[str, Mapping[Key, Figures]],
+    gone: Callable[[str], bool],
+) -> Budgets:
+    """The budgets after a run that writes them.
+
+    passed: what each test that passed asked for; entries of such a test that it did not ask for, by
+    name and platform, are removed. gone: whether a test is no more. Budgets of other compiler
+    versions stay.
+    """
+    asked = {test: {(key.name, key.platform) for key in keys} for test, keys in passed.items()}
+    kept = {
+        key: figures
+        for key, figures in old.items()
+        if not gone(key.test)
+        and (key.test not in asked or (key.name, key.platform) in asked[key.test])
+    }
+    for keys in passed.values():
+        kept.update(keys)
+    return kept
+
+
+def same_elsewhere(budgets: Iterable[Key], key: Key) -> list[str]:
+    """The other compilers for which this test has this budget on this platform."""
+    return sorted(other.compiler for other in budgets if other[:3] == key[:3] and other != key)
