@@ -36,7 +36,7 @@ def memory_view(title: str, attribution: Attribution, *, top: int) -> Renderable
         _add(table, group, heap)
     if rest := [buffer for group in groups[top:] for buffer in group]:
         size = sum(buffer.bytes for buffer in rest)
-        table.add_row(megabytes(size), _share(size, heap), str(len(rest)), "all others")
+        table.add_row(_size(size), _share(size, heap), str(len(rest)), "all others")
     return Group(
         Text(title, style="bold"),
         table,
@@ -56,8 +56,8 @@ def difference_view(
     _add_columns(table)
     for row in rows[:top]:
         table.add_row(
-            megabytes(row.a_bytes),
-            megabytes(row.b_bytes),
+            _size(row.a_bytes),
+            _size(row.b_bytes),
             _signed(row.change),
             row.role,
             row.shape,
@@ -79,6 +79,8 @@ def short_operation(operation: str) -> str:
     if "rematted_computation" in parts:
         when.append("recomputed")
     last = parts[-1] if parts and parts[-1] != "rematted_computation" else "loop"
+    if joined := re.fullmatch(r"\((.*?)(:.*)?\)", last):  # one for several, as in (a/b:c)
+        last = joined[1].rpartition("/")[2]
     return f"{', '.join(when)}: {last}" if when else last
 
 
@@ -117,7 +119,7 @@ def _add_columns(table: Table) -> None:
 def _add(table: Table, group: list[Buffer], heap: int) -> None:
     buffer, size = group[0], sum(buffer.bytes for buffer in group)
     table.add_row(
-        megabytes(size),
+        _size(size),
         _share(size, heap),
         str(len(group)) if len(group) > 1 else "",
         buffer.role,
@@ -133,22 +135,22 @@ def _roles(attribution: Attribution) -> Table:
     table.add_column("MB", justify="right", no_wrap=True)
     table.add_column("share", justify="right", no_wrap=True)
     for role, size in attribution.by_role().items():
-        table.add_row(role, megabytes(size), _share(size, attribution.heap_bytes))
+        table.add_row(role, _size(size), _share(size, attribution.heap_bytes))
     table.add_section()
-    table.add_row("heap", megabytes(attribution.heap_bytes), "")
+    table.add_row("heap", _size(attribution.heap_bytes), "")
     return table
 
 
 def _totals(attribution: Attribution) -> Table:
     """From the heap to temp."""
-    table = Table(title="from the heap to temp", title_justify="left", show_header=False)
+    table = Table(title="heap to temp", title_justify="left", show_header=False)
     table.add_column("", no_wrap=True)
     table.add_column("MB", justify="right", no_wrap=True)
-    table.add_row("heap", megabytes(attribution.heap_bytes))
+    table.add_row("heap", _size(attribution.heap_bytes))
     for row in attribution.other:
         table.add_row(row.name, _signed(row.bytes))
     table.add_section()
-    table.add_row("temp", megabytes(attribution.temp_bytes))
+    table.add_row("temp", _size(attribution.temp_bytes))
     return table
 
 
@@ -163,7 +165,12 @@ def _peak(attribution: Attribution) -> Text:
 
 
 def _signed(size: int) -> str:
-    return f"{'+' if size >= 0 else '−'}{megabytes(abs(size))}"
+    return f"{'+' if size >= 0 else '−'}{_size(abs(size))}"
+
+
+def _size(size: int) -> str:
+    """MB, with three decimals below one."""
+    return megabytes(size) if size >= 1e6 or size == 0 else f"{size / 1e6:.3f}"
 
 
 def _share(size: int, whole: int) -> str:
