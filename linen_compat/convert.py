@@ -9,15 +9,14 @@ from linen_compat.compare import compare, compare_with_itself, model_arrays
 from linen_compat.huggingface_config import config_from_huggingface
 from linen_compat.layouts import FORMATS, HUGGINGFACE, NNX, PIPELINED, Layout
 from linen_compat.names import OUTSIDE
+from linen_compat.new_folder import check_free, new_folder
 from linen_compat.orbax_streams import OrbaxDestination, OrbaxSource
 from linen_compat.streams import (
     PARAMETERS,
     Mismatch,
     Progress,
     Source,
-    check_free,
     copy,
-    new_folder,
 )
 from nnx_pipeline import Config, InputError
 from nnx_pipeline.errors import one_of

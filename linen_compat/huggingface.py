@@ -17,6 +17,7 @@ from linen_compat.huggingface_config import (
 )
 from linen_compat.huggingface_tensors import KNOWN_EXTRA, Index, Tensors, is_fused
 from linen_compat.names import OUTSIDE
+from linen_compat.new_folder import new_folder
 from linen_compat.safetensors_folder import SHARD_BYTES, NewTensorFolder, TensorFolder
 from linen_compat.streams import (
     PARAMETERS,
@@ -25,7 +26,6 @@ from linen_compat.streams import (
     Mismatch,
     Source,
     copy,
-    new_folder,
     scaled,
 )
 from nnx_pipeline import Config, InputError

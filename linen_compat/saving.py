@@ -7,8 +7,9 @@ import numpy as np
 from linen_compat import huggingface
 from linen_compat.layouts import FORMATS, HUGGINGFACE, NNX, PIPELINED, Layout
 from linen_compat.model_source import ModelSource
+from linen_compat.new_folder import new_folder
 from linen_compat.orbax_streams import OrbaxDestination
-from linen_compat.streams import PARAMETERS, Source, copy, new_folder
+from linen_compat.streams import PARAMETERS, Source, copy
 from nnx_pipeline import InputError, Mixtral
 from nnx_pipeline.errors import one_of
 
