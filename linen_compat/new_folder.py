@@ -19,10 +19,10 @@ _SUFFIX = ".incomplete"
 def new_folder(destination: str | Path) -> Iterator[Path]:
     """A folder to fill, which takes the name `destination` when all went well.
 
-    Until then it is a sibling with a name of its own and a marked file in it, which this process
+    Until then it is a sibling with a name of its own and a mark in it, a file that this process
     keeps locked. On an error it is deleted; one that a killed process left behind is deleted by the
-    next attempt, as nothing locks it any more. Raises InputError unless the destination is free, and
-    FileExistsError when somebody else has taken its name in the meantime, whose folder stays.
+    next attempt, as nothing locks it any more. Raises InputError unless the destination is free,
+    and FileExistsError when somebody else took the name in the meantime, whose folder stays.
     """
     final = Path(destination).absolute()
     check_free(destination)

@@ -121,7 +121,8 @@ def copy(
     if ratio != 1.0 and len(parts) > 1:
         raise InputError(
             f"attention_scale={source.attention_scale} becomes {destination.attention_scale}, and "
-            "Adam's moments of a scaled query kernel are not kept; convert the parameters alone"
+            "Adam's moments of a scaled query kernel are not kept; convert the parameters alone "
+            "with --parameters-only, or save the model alone with linen_compat.save"
         )
     for part in parts:
         for path, layer in walk(source):

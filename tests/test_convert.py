@@ -140,23 +140,6 @@ def test_nan_is_refused_by_name(tmp_path, run, leaf, place, value):
     np.testing.assert_array_equal(read(out)[leaf][place], value)
 
 
-def test_truncated_files_are_refused_by_name(tmp_path, run):
-    """Whichever file is cut, in whichever place, something of it is missed."""
-    write(tmp_path / "items", full_state())
-    files = [path for path in (tmp_path / "items").rglob("*") if path.parent.name == "d"]
-    assert files
-    for path in files:
-        whole = path.read_bytes()
-        for kept in (0, len(whole) // 3, len(whole) - 1):
-            path.write_bytes(whole[:kept])
-            ended = run("convert", tmp_path, tmp_path / "out", "--to", "maxtext:scanned")
-            assert ended.code == 1, (path, kept)
-            assert "cannot be read" in ended.err
-            assert sorted(p.name for p in tmp_path.iterdir()) == ["items"]
-        path.write_bytes(whole)
-    assert run("convert", tmp_path, tmp_path / "out", "--to", "maxtext:scanned").code == 0
-
-
 def change(leaves, **changes):
     """Leaves without those whose value is None, and with others."""
     return {k: v for k, v in {**leaves, **changes}.items() if v is not None}

@@ -1,5 +1,6 @@
 """What is written under another name first: several at once, killed ones, and what is not ours."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -112,11 +113,14 @@ def test_of_two_converts_at_once_one_wins_and_the_other_says_so(tmp_path, monkey
 
 def test_two_at_once_do_not_share_a_folder(tmp_path):
     out = tmp_path / "out"
-    with pytest.raises(FileExistsError, match="left as it is"), new_folder(out) as first:
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(new_folder(out))
         (first / "by").write_text("first")
         with new_folder(out) as second:
             assert first != second
             (second / "by").write_text("second")
+        with pytest.raises(FileExistsError, match="left as it is"):
+            stack.close()
     assert (out / "by").read_text() == "second"
     assert names(tmp_path) == ["out"]
 
