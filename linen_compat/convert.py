@@ -136,9 +136,9 @@ def open_checkpoint(
     if source_format == HUGGINGFACE or (
         source_format == AUTO and huggingface.is_huggingface(checkpoint)
     ):
-        own = huggingface.own_config(checkpoint)
-        source = huggingface.HuggingFaceSource(checkpoint, config.model if config else None)
-        return Opened(source, None, (), config or own)
+        config = huggingface.config_for(checkpoint, config)
+        source = huggingface.HuggingFaceSource(checkpoint, config.model)
+        return Opened(source, None, (), config)
     found = inspect(checkpoint)
     if source_format not in (AUTO, found.layout.format):
         raise Mismatch(

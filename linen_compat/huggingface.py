@@ -3,6 +3,7 @@
 Folders hold weights and `config.json`; tokenizers and generation settings are not touched.
 """
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -66,6 +67,20 @@ def own_config(folder: str | Path) -> Config:
         if (Path(folder) / CONFIG_FILE).is_file():
             raise Mismatch(f"{folder}: {error}") from error
         raise
+
+
+def config_for(folder: str | Path, config: Config | None) -> Config:
+    """The config to read a folder with: the one given, or without one the folder's own.
+
+    One that does not say the longest sequence of the model gets that of the folder, so that it is
+    there when the model is saved. Errors: of `own_config`.
+    """
+    own = own_config(folder)
+    if config is None or config.model.max_position_embeddings is not None:
+        return config or own
+    longest = own.model.max_position_embeddings
+    model = dataclasses.replace(config.model, max_position_embeddings=longest)
+    return dataclasses.replace(config, model=model)
 
 
 def write(

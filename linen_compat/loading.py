@@ -6,7 +6,7 @@ from jax.sharding import Mesh
 
 from linen_compat.checkpoint import Inspection, inspect
 from linen_compat.compare import compare_to_load, model_arrays
-from linen_compat.huggingface import HuggingFaceSource, is_huggingface, own_config
+from linen_compat.huggingface import HuggingFaceSource, config_for, is_huggingface
 from linen_compat.orbax_streams import OrbaxSource
 from linen_compat.placing import load_from
 from nnx_pipeline import Config, InputError, Mixtral
@@ -33,7 +33,7 @@ def load(
     is of a model that computes something else; no parameter is ever left at an initial value.
     """
     if is_huggingface(checkpoint):
-        config = config or own_config(checkpoint)
+        config = config_for(checkpoint, config)
         return load_from(HuggingFaceSource(checkpoint, config.model), config, mesh)
     if config is None:
         raise InputError(
