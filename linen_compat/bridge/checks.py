@@ -53,9 +53,8 @@ def check_arguments(
     try:
         inspect.signature(function).bind(None, *args, **options)
     except TypeError as error:
-        raise InputError(
-            f"{of} cannot be called so: {error}; give the arguments that it takes"
-        ) from (error)
+        message = f"{of} cannot be called so: {error}; give the arguments that it takes"
+        raise InputError(message) from error
 
 
 def check_method(module: Any, name: object, *, of: str) -> None:
