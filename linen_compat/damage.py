@@ -55,8 +55,11 @@ def check_databases(items: Path) -> None:
     Files end with an index, so one that was cut off shows even where nothing that the checkpoint
     refers to is lost. Raises Mismatch, naming the folder and a leaf.
     """
-    manifests = [items / MANIFEST, *items.glob("ocdbt.process_*/manifest.*")]
-    for folder in (manifest.parent for manifest in manifests if manifest.exists()):
+    processes = sorted(items.glob("ocdbt.process_*"))
+    for folder in (items, *processes) if (items / MANIFEST).exists() else ():
+        if not any(folder.glob("manifest.*")):
+            arrays = _arrays(read_metadata(items))
+            raise Mismatch(f"{folder / MANIFEST} is missing, of the database of {arrays}")
         base = f"file://{folder}/"
         try:
             manifest = ts.ocdbt.dump(ts.KvStore.open(base).result()).result()
