@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from linen_compat.damage import METADATA, check_index, was_orbax
 from linen_compat.layouts import Layout, find_layout
 from linen_compat.stored import StoredArrays
 from linen_compat.streams import MOMENTS, PARAMETERS, SCALARS, Mismatch
@@ -40,7 +41,8 @@ class Inspection:
     parameters, moments: paths below `params/params`, or below `model` for the format `nnx`; moments
     are there by `mu` and `nu`, or not at all. scalars: by the names of `streams.SCALARS`. ignored:
     what this project has no use for, by its whole path: the state of random number generators.
-    unknown: everything else.
+    unknown: everything else. attention_scale: `model.attention_scale` of what was saved, 1 for
+    MaxText.
     """
 
     items: Path
@@ -50,6 +52,7 @@ class Inspection:
     scalars: Leaves
     ignored: Leaves
     unknown: Leaves
+    attention_scale: float = 1.0
 
     @property
     def parameter_count(self) -> int:
@@ -75,21 +78,48 @@ class Inspection:
 def find_items(checkpoint: str | Path) -> Path:
     """The `items` folder of a run (its latest step), of one step, or the folder itself.
 
-    Raises InputError when there is no Orbax checkpoint.
+    Raises InputError when there is no Orbax checkpoint, and Mismatch, naming the step or the file,
+    when there is one that was not written to its end or has lost its metadata. An earlier step is
+    never taken instead.
     """
     folder = Path(checkpoint).absolute()
     if not folder.is_dir():
         raise InputError(f"{checkpoint} is not a folder; give a run, a step or its items folder")
-    steps = [child for child in folder.iterdir() if child.name.isdecimal() and child.is_dir()]
-    if steps:
-        folder = max(steps, key=lambda step: int(step.name))
-    for candidate in (folder / "items", folder):
-        if (candidate / "_METADATA").is_file():
+    steps = _steps(folder)
+    step = steps[-1] if steps else folder
+    for candidate in (step / "items", step):
+        if (candidate / METADATA).is_file():
             return candidate
+    if steps:
+        earlier = f", such as {folder / steps[-2].name}" if len(steps) > 1 else ""
+        raise Mismatch(
+            f"{step}, the latest step, has no {METADATA} in {step.name}/items: it was not written "
+            f"to its end, or has lost it; give another step{earlier}"
+        )
+    for candidate in (step / "items", step):
+        if was_orbax(candidate):
+            raise Mismatch(
+                f"{candidate / METADATA} is missing: the checkpoint was not written to its end, or "
+                "has lost it; take another step"
+            )
     raise InputError(
-        f"{checkpoint} holds no Orbax checkpoint (no _METADATA in it, in items, or in a step); "
+        f"{checkpoint} holds no Orbax checkpoint (no {METADATA} in it, in items, or in a step); "
         "give a run, a step or its items folder"
     )
+
+
+def is_orbax(checkpoint: str | Path) -> bool:
+    """Whether a folder is a run, a step or the items of one, complete or not."""
+    folder = Path(checkpoint)
+    return any(
+        (place / METADATA).is_file() or was_orbax(place) for place in (folder, folder / "items")
+    ) or (folder.is_dir() and bool(_steps(folder)))
+
+
+def _steps(run: Path) -> list[Path]:
+    """The steps of a run, in their order."""
+    steps = [child for child in run.iterdir() if child.name.isdecimal() and child.is_dir()]
+    return sorted(steps, key=lambda step: int(step.name))
 
 
 def inspect(checkpoint: str | Path) -> Inspection:
@@ -119,12 +149,13 @@ def inspect(checkpoint: str | Path) -> Inspection:
         scalars=found["scalars"],
         ignored=found["ignored"],
         unknown=found["unknown"],
+        attention_scale=float(StoredArrays(items).custom.get("attention_scale", 1.0)),
     )
 
 
 def _metadata(items: Path) -> Mapping[str, tuple[tuple[int, ...], str]]:
     try:
-        StoredArrays(items).check_index()  # Orbax fails less clearly, and not always quietly
+        check_index(items)  # Orbax fails less clearly, and not always quietly
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             metadata: Any = checkpointer.metadata(items)
         tree = metadata.item_metadata.tree

@@ -14,7 +14,7 @@ import jax
 from linen_compat import cli_views as views
 from linen_compat.checkpoint import Inspection, inspect
 from linen_compat.convert import TARGETS, plan
-from linen_compat.doctor import compare_numerics, diagnose, read_everything
+from linen_compat.doctor import check_names, compare_numerics, diagnose, read_everything
 from linen_compat.maxtext_config import read_config
 from linen_compat.overhead_cli import overhead
 from linen_compat.streams import Mismatch
@@ -115,6 +115,8 @@ def check(
     report.check_writable(json_path, "--json")
     config = read_config(config_name)
     found = diagnose(checkpoint, config)
+    if numerics:
+        check_names(found)
     result: dict[str, Any] = {**found.to_json(), "read_bytes": None, "numerics": None}
     report.show(views.diagnosis(found), json_path=json_path)
     problems = list(found.comparison.problems)
@@ -148,6 +150,7 @@ def check(
 @click.option("--config", "config_name", metavar="FILE", help="What the checkpoint must fit.")
 @click.option("--stages", type=click.IntRange(min=1), help="Stages of a pipelined target.")
 @click.option("--repeats", type=click.IntRange(min=1), help="Its repeats; more make it circular.")
+@click.option("--parameters-only", is_flag=True, help="Leave the optimizer's state behind.")
 @click.option("--allow-nan", is_flag=True, help="Keep NaN and infinity.")
 def convert(
     source: str,
@@ -157,6 +160,7 @@ def convert(
     config_name: str | None,
     stages: int | None,
     repeats: int | None,
+    parameters_only: bool,
     allow_nan: bool,
 ) -> None:
     """Write a checkpoint in another format or layout, one array at a time.
@@ -171,6 +175,7 @@ def convert(
         config=read_config(config_name) if config_name else None,
         stages=stages,
         repeats=repeats,
+        parameters_only=parameters_only,
     )
     with views.byte_bar("converting", prepared.nbytes) as passed:
         prepared.run(allow_nan=allow_nan, progress=passed)

@@ -29,6 +29,8 @@ def inspection(found: Inspection) -> Table:
 def diagnosis(found: Diagnosis) -> RenderableType:
     """The counts, and below them the leaves that are not as they should be."""
     result = found.comparison
+    if found.format is None:
+        return Group(*result.problems)
     counts = {
         "matched": len(result.matched),
         "missing": len(result.missing),

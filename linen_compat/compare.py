@@ -21,6 +21,8 @@ from nnx_pipeline.pipeline_config import PipelineConfig
 
 LAYERS = "pipeline.layers."
 _SHOWN = 3
+# In NNX experts have the names of an MLP, and a router and an axis more.
+_NNX_ROUTER, _NNX_GATE = "pipeline/layers/feed_forward/router", "pipeline/layers/feed_forward/gate"
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,28 @@ def compare(found: Inspection, config: ModelConfig) -> Comparison:
     return _compare(found, model_arrays(config), config.num_layers)
 
 
+def compare_to_load(found: Inspection, config: ModelConfig) -> Comparison:
+    """Compares a checkpoint with the very model that is to take its arrays as they are."""
+    result = compare(found, config)
+    if found.attention_scale != config.attention_scale:
+        result.notes.append(
+            f"model.attention_scale={config.attention_scale} and the query kernels of "
+            f"{found.items} are for {found.attention_scale}; set it to that"
+        )
+    return result
+
+
+def differing_counts(scalars: Mapping[str, np.ndarray]) -> str | None:
+    """What is wrong with the counts of a training state, None when nothing is."""
+    count, schedule = int(scalars["count"]), int(scalars.get("schedule_count", scalars["count"]))
+    if count == schedule:
+        return None
+    return (
+        f"the optimizer counts {count} steps of Adam and {schedule} of its learning rate; "
+        "this project keeps one count: load the parameters alone with linen_compat.load"
+    )
+
+
 def compare_with_itself(found: Inspection) -> tuple[Comparison, dict[str, ArraySpec]]:
     """Compares every layer with the first one, where there is no config to say what is right.
 
@@ -131,9 +155,16 @@ def compare_with_itself(found: Inspection) -> tuple[Comparison, dict[str, ArrayS
 
 
 def layer_names(found: Inspection) -> tuple[Names, ...]:
-    """The parameters of a layer that this checkpoint has: Mixtral's or Llama's."""
-    routers = (EXPERTS[0].linen, EXPERTS[0].nnx.replace(".", "/"))
-    return of_layer(2 if any(name.endswith(routers) for name in found.parameters) else 1)
+    """The parameters of a layer that this checkpoint has: Mixtral's or Llama's.
+
+    Any of an expert's decide, so that it is the router that is missing where it is.
+    """
+    experts = tuple(names.linen for names in EXPERTS)
+    for name, leaf in found.parameters.items():
+        stacked = name == _NNX_GATE and len(_unstacked(found.layout, leaf.shape)) == 3
+        if stacked or name == _NNX_ROUTER or name.endswith(experts):
+            return of_layer(2)
+    return of_layer(1)
 
 
 def _unstacked(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:

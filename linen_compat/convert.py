@@ -6,18 +6,16 @@ from pathlib import Path
 from linen_compat import huggingface
 from linen_compat.checkpoint import inspect
 from linen_compat.compare import compare, compare_with_itself, model_arrays
-from linen_compat.huggingface_config import config_from_huggingface
 from linen_compat.layouts import FORMATS, HUGGINGFACE, NNX, PIPELINED, Layout
 from linen_compat.names import OUTSIDE
+from linen_compat.new_folder import check_free, new_folder
 from linen_compat.orbax_streams import OrbaxDestination, OrbaxSource
 from linen_compat.streams import (
     PARAMETERS,
     Mismatch,
     Progress,
     Source,
-    check_free,
     copy,
-    new_folder,
 )
 from nnx_pipeline import Config, InputError
 from nnx_pipeline.errors import one_of
@@ -29,9 +27,9 @@ SOURCES = (*TARGETS, AUTO)
 
 @dataclass(frozen=True)
 class Opened:
-    """A source with what is known of it. layout: None for Hugging Face. ignored: leaves left out.
+    """A source with what is known of it. layout: None for Hugging Face.
 
-    config: of the model, where it is known.
+    ignored: leaves and parts that it has and does not give. config: of the model, where known.
     """
 
     source: Source
@@ -71,8 +69,6 @@ class Plan:
     ) -> None:
         """Converts. Raises Mismatch, naming the leaf, for bytes that are missing and for NaN."""
         source = self.opened.source
-        if isinstance(source, OrbaxSource):
-            source.check_files()
         with new_folder(self.destination) as folder:
             if self.layout is None:
                 config = self.opened.config
@@ -83,6 +79,8 @@ class Plan:
                 scale = source.attention_scale
                 orbax = OrbaxDestination(folder, self.layout, source.arrays, attention_scale=scale)
                 copy(source, orbax, allow_nan=allow_nan, progress=progress)
+            if isinstance(source, OrbaxSource):
+                source.check_files()
 
 
 def plan(
@@ -94,13 +92,15 @@ def plan(
     config: Config | None = None,
     stages: int | None = None,
     repeats: int | None = None,
+    parameters_only: bool = False,
 ) -> Plan:
     """Checks everything that can be checked without reading an array.
 
     source_format, target_format: `maxtext:unscanned`, `maxtext:scanned`, `maxtext:pipelined`,
     `nnx`, `huggingface`; for a source also `auto`. config: what the checkpoint must fit; without
-    one it has to be consistent in itself. Optimizer state goes along but for Hugging Face.
-    stages, repeats: of a pipelined target; without both, those of a pipelined source.
+    one it has to be consistent in itself. stages, repeats: of a pipelined target; without both,
+    those of a pipelined source. Optimizer state goes along, but not to Hugging Face or with
+    parameters_only.
 
     Raises InputError for arguments that cannot be used, Mismatch for what the checkpoint lacks.
     """
@@ -112,7 +112,7 @@ def plan(
             "leave them out"
         )
     check_free(destination)
-    opened = open_checkpoint(source, source_format, config)
+    opened = open_checkpoint(source, source_format, config, parameters_only=parameters_only)
     if target_format == HUGGINGFACE:
         if opened.config is None:
             raise InputError(
@@ -126,15 +126,19 @@ def plan(
 
 
 def open_checkpoint(
-    checkpoint: str | Path, source_format: str = AUTO, config: Config | None = None
+    checkpoint: str | Path,
+    source_format: str = AUTO,
+    config: Config | None = None,
+    *,
+    parameters_only: bool = False,
 ) -> Opened:
     """A checkpoint of any format as a source, once every leaf is accounted for."""
     if source_format == HUGGINGFACE or (
         source_format == AUTO and huggingface.is_huggingface(checkpoint)
     ):
-        own = config_from_huggingface(checkpoint)
-        source = huggingface.HuggingFaceSource(checkpoint, config.model if config else None)
-        return Opened(source, None, (), config or own)
+        config = huggingface.config_for(checkpoint, config)
+        source = huggingface.HuggingFaceSource(checkpoint, config.model)
+        return Opened(source, None, (), config)
     found = inspect(checkpoint)
     if source_format not in (AUTO, found.layout.format):
         raise Mismatch(
@@ -145,8 +149,9 @@ def open_checkpoint(
     else:
         comparison, arrays = compare(found, config.model), model_arrays(config.model)
     comparison.require(found.items)
-    ignored = tuple(comparison.ignored)
-    return Opened(OrbaxSource(found, arrays), found.layout, ignored, config)
+    given = OrbaxSource(found, arrays, parameters_only=parameters_only)
+    left = (part for part in found.parts if part not in given.parts)
+    return Opened(given, found.layout, (*comparison.ignored, *left), config)
 
 
 def _target_layout(
@@ -158,5 +163,5 @@ def _target_layout(
     if target_format == PIPELINED and stages is None:
         raise InputError(f"--to {PIPELINED} needs --stages, how many stages the pipeline has")
     if target_format not in (PIPELINED, NNX):
-        stages, repeats = 1, 1
+        return Layout(target_format, layers)
     return Layout(target_format, layers, stages or 1, repeats or 1)

@@ -12,14 +12,14 @@ import numpy as np
 
 from linen_compat import huggingface, reference
 from linen_compat.checkpoint import Inspection, inspect
-from linen_compat.compare import Comparison, compare, model_arrays
+from linen_compat.compare import Comparison, compare_to_load, differing_counts, model_arrays
 from linen_compat.huggingface import is_huggingface
 from linen_compat.layouts import HUGGINGFACE, NNX
 from linen_compat.loading import load
-from linen_compat.orbax_streams import OrbaxSource
+from linen_compat.orbax_streams import OrbaxSource, read_scalars
 from linen_compat.placing import for_mesh
 from linen_compat.stored import StoredArrays
-from linen_compat.streams import Progress, Source, check_finite, no_progress, walk
+from linen_compat.streams import Mismatch, Progress, Source, check_finite, no_progress, walk
 from nnx_pipeline import Config, InputError, Mixtral
 
 NUMERICS_TOLERANCE = 1e-4  # of the largest value, both in float32
@@ -27,13 +27,16 @@ NUMERICS_TOLERANCE = 1e-4  # of the largest value, both in float32
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A checkpoint beside a config. format, num_layers, stages, repeats: what it holds."""
+    """A checkpoint beside a config. format, num_layers, stages, repeats: what it holds.
+
+    They are None of one that cannot be read, or is of another model.
+    """
 
     checkpoint: Path
-    format: str
-    num_layers: int
-    stages: int
-    repeats: int
+    format: str | None
+    num_layers: int | None
+    stages: int | None
+    repeats: int | None
     comparison: Comparison
 
     def to_json(self) -> dict[str, Any]:
@@ -63,13 +66,28 @@ class Parting:
 
 
 def diagnose(checkpoint: str | Path, config: Config) -> Diagnosis:
-    """Compares names, shapes and dtypes; no array is read. The folder may be of any format."""
+    """Compares names, shapes and dtypes, and the counts of an optimizer; no array is read.
+
+    The folder may be of any format. What does not fit, or cannot be read, is in the result; raises
+    InputError where there is no checkpoint.
+    """
+    try:
+        return _diagnose(checkpoint, config)
+    except Mismatch as error:
+        none = Comparison(notes=[str(error)])
+        return Diagnosis(Path(checkpoint), None, None, None, None, none)
+
+
+def _diagnose(checkpoint: str | Path, config: Config) -> Diagnosis:
     if is_huggingface(checkpoint):
         comparison = huggingface.compare(checkpoint, config.model)
-        layers = huggingface.config_from_huggingface(checkpoint).model.num_layers
+        layers = huggingface.own_config(checkpoint).model.num_layers
         return Diagnosis(Path(checkpoint), HUGGINGFACE, layers, 1, 1, comparison)
     found = inspect(checkpoint)
-    layout, comparison = found.layout, compare(found, config.model)
+    layout, comparison = found.layout, compare_to_load(found, config.model)
+    if found.moments and not comparison.problems:
+        wrong = differing_counts(read_scalars(found))
+        comparison.notes.extend([wrong] if wrong else [])
     numbers = (layout.num_layers, layout.stages, layout.repeats)
     return Diagnosis(found.items, layout.format, *numbers, comparison)
 
@@ -101,26 +119,31 @@ def _every_array(diagnosis: Diagnosis, config: Config) -> Iterator[tuple[str, np
     else:
         found = inspect(diagnosis.checkpoint)
         source = OrbaxSource(found, model_arrays(config.model))
-        source.check_files()
         files = StoredArrays(found.items)
         for leaf in (*found.scalars.values(), *found.ignored.values()):
             yield leaf.stored, files.read(leaf.stored)
     for part in source.parts:
         for path, layer in walk(source):
             yield source.name(path, layer, part), source.read(path, layer, part)
+    if isinstance(source, OrbaxSource):
+        source.check_files()
+
+
+def check_names(diagnosis: Diagnosis) -> None:
+    """Raises InputError for a checkpoint without the names that `compare_numerics` reads."""
+    if diagnosis.format in (HUGGINGFACE, NNX):
+        raise InputError(
+            f"--numerics reads MaxText's names, and {diagnosis.checkpoint} has none; "
+            "convert it to maxtext:unscanned first"
+        )
 
 
 def compare_numerics(checkpoint: str | Path, config: Config, *, seed: int = 0) -> Parting:
     """The loaded model beside MaxText's mathematics over the stored names, layer by layer.
 
     Both in float32 on the same random tokens. The whole model is loaded on the default device.
-    Raises InputError for a checkpoint without MaxText's names.
+    The checkpoint is one of MaxText (`check_names`).
     """
-    if is_huggingface(checkpoint) or inspect(checkpoint).layout.format == NNX:
-        raise InputError(
-            f"--numerics reads MaxText's names, and {checkpoint} has none; "
-            "convert it to maxtext:unscanned first"
-        )
     found = inspect(checkpoint)
     config = for_mesh(config, None)
     model = dataclasses.replace(config.model, dtype="float32")

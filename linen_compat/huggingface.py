@@ -3,12 +3,14 @@
 Folders hold weights and `config.json`; tokenizers and generation settings are not touched.
 """
 
+import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from linen_compat.checkpoint import is_orbax
 from linen_compat.compare import Comparison, Difference, model_arrays
 from linen_compat.huggingface_config import (
     CONFIG_FILE,
@@ -16,8 +18,13 @@ from linen_compat.huggingface_config import (
     config_to_huggingface,
 )
 from linen_compat.huggingface_tensors import KNOWN_EXTRA, Index, Tensors, is_fused
-from linen_compat.names import OUTSIDE
-from linen_compat.safetensors_folder import SHARD_BYTES, NewTensorFolder, TensorFolder
+from linen_compat.new_folder import new_folder
+from linen_compat.safetensors_folder import (
+    SHARD_BYTES,
+    NewTensorFolder,
+    TensorFolder,
+    holds_tensors,
+)
 from linen_compat.streams import (
     PARAMETERS,
     QUERY,
@@ -25,25 +32,55 @@ from linen_compat.streams import (
     Mismatch,
     Source,
     copy,
-    new_folder,
     scaled,
 )
 from nnx_pipeline import Config, InputError
 from nnx_pipeline.config import ModelConfig
 
-# What a model computes depends on these beside the shapes of its arrays; and where there are more
-# or fewer layers or experts, that says it shorter than a list of tensors.
+# What a model computes depends on these, and a `config.json` that says otherwise than its own
+# tensors is of no use to transformers either.
 _MUST_AGREE = (
-    *("num_layers", "num_experts", "num_experts_per_token"),
+    *("vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_experts", "num_experts_per_token"),
     *("num_heads", "num_kv_heads", "head_dim"),
     *("norm_epsilon", "norm_scale_offset", "rope_theta"),
 )
 
 
 def is_huggingface(checkpoint: str | Path) -> bool:
-    """Whether a folder is a Hugging Face model, complete or not, and no Orbax checkpoint."""
+    """Whether a folder is a Hugging Face model, complete or not, and no Orbax checkpoint.
+
+    A `config.json` may lie beside an Orbax checkpoint, of whatever it is the config.
+    """
     folder = Path(checkpoint)
-    return (folder / CONFIG_FILE).is_file() and not (folder / "_METADATA").exists()
+    return (folder / CONFIG_FILE).is_file() and (holds_tensors(folder) or not is_orbax(folder))
+
+
+def own_config(folder: str | Path) -> Config:
+    """The config that a folder's own `config.json` describes.
+
+    Raises Mismatch where the folder is of a model that is not supported, or its `config.json` is
+    damaged, and InputError where there is none.
+    """
+    try:
+        return config_from_huggingface(folder)
+    except InputError as error:
+        if (Path(folder) / CONFIG_FILE).is_file():
+            raise Mismatch(f"{folder}: {error}") from error
+        raise
+
+
+def config_for(folder: str | Path, config: Config | None) -> Config:
+    """The config to read a folder with: the one given, or without one the folder's own.
+
+    One that does not say the longest sequence of the model gets that of the folder, so that it is
+    there when the model is saved. Errors: of `own_config`.
+    """
+    own = own_config(folder)
+    if config is None or config.model.max_position_embeddings is not None:
+        return config or own
+    longest = own.model.max_position_embeddings
+    model = dataclasses.replace(config.model, max_position_embeddings=longest)
+    return dataclasses.replace(config, model=model)
 
 
 def write(
@@ -79,7 +116,7 @@ class HuggingFaceSource:
     parts: tuple[str, ...] = (PARAMETERS,)
 
     def __init__(self, folder: str | Path, model: ModelConfig | None = None) -> None:
-        own = config_from_huggingface(folder).model
+        own = own_config(folder).model
         model = model or own
         self._files = TensorFolder(folder)
         _compare(folder, self._files, model).require(folder)
@@ -107,18 +144,8 @@ class HuggingFaceSource:
         """Nothing is held between reads."""
 
     def _as_stored(self, path: str) -> ArraySpec:
-        """Shape and dtype of an array. Raises Mismatch where its tensors differ in dtype."""
-        outside = any(path == names.nnx for names in OUTSIDE)
-        layers = (None,) if outside else range(self.num_layers)
-        names = [name for layer in layers for name in self._tensors.names(path, layer)]
-        dtypes = {name: self._files.specs[name].dtype for name in names}
-        for name, dtype in dtypes.items():
-            if dtype != dtypes[names[0]]:
-                raise Mismatch(
-                    f"{name} is {dtype} and {names[0]} is {dtypes[names[0]]}; "
-                    "save the model with one dtype for tensors of one kind"
-                )
-        return ArraySpec(self._tensors.arrays[path].shape, dtypes[names[0]])
+        names = self._tensors.of_kind(path)
+        return ArraySpec(self._tensors.arrays[path].shape, self._files.specs[names[0]].dtype)
 
 
 class HuggingFaceDestination:
@@ -169,13 +196,14 @@ def _tensors_of(model: ModelConfig, files: TensorFolder) -> Tensors:
 
 
 def _compare(folder: str | Path, files: TensorFolder, model: ModelConfig) -> Comparison:
-    own, result = config_from_huggingface(folder).model, Comparison()
+    own, result = own_config(folder).model, Comparison()
     for name in _MUST_AGREE:
         if getattr(own, name) != getattr(model, name):
             result.notes.append(
                 f"{CONFIG_FILE} has {name}={getattr(own, name)}, the model {getattr(model, name)}"
             )
-    expected = _tensors_of(model, files).specs()
+    tensors = _tensors_of(model, files)
+    expected = tensors.specs()
     for name, spec in expected.items():
         found = files.specs.get(name)
         if found is None:
@@ -189,7 +217,22 @@ def _compare(folder: str | Path, files: TensorFolder, model: ModelConfig) -> Com
     for name in files.specs:
         if name not in expected:
             (result.ignored if KNOWN_EXTRA.fullmatch(name) else result.extra).append(name)
+    result.notes.extend(_mixed_dtypes(tensors, files))
     return result
+
+
+def _mixed_dtypes(tensors: Tensors, files: TensorFolder) -> Iterator[str]:
+    """What is wrong with tensors of one kind, which are one array here, in their dtypes."""
+    for path in tensors.arrays:
+        names = [name for name in tensors.of_kind(path) if name in files.specs]
+        dtypes = {name: files.specs[name].dtype for name in names}
+        for name, dtype in dtypes.items():
+            if dtype != dtypes[names[0]]:
+                yield (
+                    f"{name} is {dtype} and {names[0]} is {dtypes[names[0]]}; "
+                    "save the model with one dtype for tensors of one kind"
+                )
+                break
 
 
 def _text(shape: tuple[int, ...]) -> str:

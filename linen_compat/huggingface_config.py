@@ -110,6 +110,7 @@ def config_from_huggingface(source: str | Path | Mapping[str, Any]) -> Config:
         attention_scale=head_dim**-0.5,
         dtype=dtype,
         param_dtype=dtype,
+        max_position_embeddings=_longest(values, absent),
     )
     return Config(model=model)
 
@@ -117,9 +118,9 @@ def config_from_huggingface(source: str | Path | Mapping[str, Any]) -> Config:
 def config_to_huggingface(config: Config) -> dict[str, Any]:
     """What `config.json` of this model holds: a Mixtral, or with one expert a Llama.
 
-    Keys are those that transformers 4 and 5 both read. The longest sequence is that of training;
-    `attention_scale` has no key, as it is part of the query kernel or head_dim^-0.5. Raises
-    InputError for a model that transformers has not.
+    Keys are those that transformers 4 and 5 both read. The longest sequence is that of the model
+    where it says one, and else that of training. `attention_scale` has no key, as it is part of the
+    query kernel or head_dim^-0.5. Raises InputError for a model that transformers has not.
     """
     model = config.model
     if model.norm_scale_offset:
@@ -144,7 +145,7 @@ def config_to_huggingface(config: Config) -> dict[str, Any]:
         "head_dim": model.head_dim,
         "hidden_act": "silu",
         "rope_theta": model.rope_theta,
-        LONGEST: config.train.sequence_length,
+        LONGEST: model.max_position_embeddings or config.train.sequence_length,
         "tie_word_embeddings": False,
         "torch_dtype": model.param_dtype,
     }
@@ -208,12 +209,17 @@ def _refuse_window(values: Mapping[str, Any], absent: Mapping[str, Any]) -> None
     if values.get("sliding_window") is None:
         return
     window = _whole_or_missing(values, "sliding_window")
-    longest = _whole_or_missing({LONGEST: absent[LONGEST], **values}, LONGEST)
+    longest = _longest(values, absent)
     if window < longest:
         raise InputError(
             f"{CONFIG_FILE}: sliding_window={window} is smaller than {LONGEST}={longest}: "
             "attention here reads the whole sequence; set it to null if sequences are no longer"
         )
+
+
+def _longest(values: Mapping[str, Any], absent: Mapping[str, Any]) -> int:
+    given = values.get(LONGEST)
+    return _whole_or_missing({LONGEST: absent[LONGEST] if given is None else given}, LONGEST)
 
 
 def _whole_or_missing(values: Mapping[str, Any], key: str) -> Any:

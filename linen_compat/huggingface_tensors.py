@@ -69,6 +69,12 @@ class Tensors:
             f"model.layers.{layer}.{name.replace(_EXPERT, str(expert))}" for expert in experts
         )
 
+    def of_kind(self, path: str) -> tuple[str, ...]:
+        """The tensors of one array in all layers."""
+        outside = any(path == names.nnx for names in OUTSIDE)
+        layers = (None,) if outside else range(self.num_layers)
+        return tuple(name for layer in layers for name in self.names(path, layer))
+
     def join(self, path: str, layer: int | None, read: Read, index: Index = ()) -> np.ndarray:
         """One array of one layer, or the part of it that `index` names.
 

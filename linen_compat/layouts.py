@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from linen_compat.names import ATTENTION, EXPERTS, MLP, NORMS, OUTSIDE, Names
 from linen_compat.streams import Mismatch
-from nnx_pipeline.errors import InputError, divides, one_of
+from nnx_pipeline.errors import InputError, one_of
 
 UNSCANNED, SCANNED, PIPELINED = "maxtext:unscanned", "maxtext:scanned", "maxtext:pipelined"
 NNX = "nnx"
@@ -63,12 +63,12 @@ class Layout:
                 f"stages={self.stages} and repeats={self.repeats} are for {PIPELINED} and {NNX}; "
                 f"leave them out for {self.format}"
             )
-        divides(
-            self.stages * self.repeats,
-            self.num_layers,
-            rule=f"{self.num_layers} layers do not split into {self.stages} stages × "
-            f"{self.repeats} repeats",
-        )
+        if self.num_layers % (self.stages * self.repeats):
+            raise InputError(
+                f"{self.num_layers} layers do not split into {self.stages} stages × "
+                f"{self.repeats} repeats; choose --stages and --repeats (or stages, repeats) whose "
+                f"product divides {self.num_layers}"
+            )
 
     @property
     def layers_per_stage(self) -> int:

@@ -5,9 +5,8 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from linen_compat.checkpoint import Inspection, inspect
-from linen_compat.compare import compare, model_arrays
-from linen_compat.huggingface import HuggingFaceSource, is_huggingface
-from linen_compat.huggingface_config import config_from_huggingface
+from linen_compat.compare import compare_to_load, model_arrays
+from linen_compat.huggingface import HuggingFaceSource, config_for, is_huggingface
 from linen_compat.orbax_streams import OrbaxSource
 from linen_compat.placing import load_from
 from nnx_pipeline import Config, InputError, Mixtral
@@ -34,7 +33,7 @@ def load(
     is of a model that computes something else; no parameter is ever left at an initial value.
     """
     if is_huggingface(checkpoint):
-        config = config or config_from_huggingface(checkpoint)
+        config = config_for(checkpoint, config)
         return load_from(HuggingFaceSource(checkpoint, config.model), config, mesh)
     if config is None:
         raise InputError(
@@ -46,11 +45,5 @@ def load(
 
 def open_source(found: Inspection, config: Config) -> OrbaxSource:
     """The checkpoint as a source, once every leaf is accounted for. Raises Mismatch otherwise."""
-    compare(found, config.model).require(found.items)
-    source = OrbaxSource(found, model_arrays(config.model))
-    if source.attention_scale != config.model.attention_scale:
-        raise InputError(
-            f"model.attention_scale={config.model.attention_scale} and the query kernels of "
-            f"{found.items} are for {source.attention_scale}; set it to that"
-        )
-    return source
+    compare_to_load(found, config.model).require(found.items)
+    return OrbaxSource(found, model_arrays(config.model))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from linen_compat.checkpoint import SCALAR_PATHS, Inspection
+from linen_compat.damage import check_databases
 from linen_compat.layouts import NNX, SCAN_AXIS, SCANNED, UNSCANNED, Layout
 from linen_compat.names import OUTSIDE, Names, of_layer
 from linen_compat.stored import Index, NewArrays, StoredArrays
@@ -30,18 +31,34 @@ def names_of(arrays: Mapping[str, Any]) -> dict[str, Names]:
     return _NAMES if _ROUTER in arrays else _NAMES_OF_ONE_EXPERT
 
 
+def read_scalars(found: Inspection) -> dict[str, np.ndarray]:
+    """The step and the counts of a checkpoint, by the names of `streams.SCALARS`."""
+    files = StoredArrays(found.items)
+    return {name: files.read(leaf.stored) for name, leaf in found.scalars.items()}
+
+
 class OrbaxSource:
     """A checkpoint that `compare` has found complete, to be read. See `streams.Source`."""
 
-    def __init__(self, found: Inspection, arrays: Mapping[str, ArraySpec]) -> None:
-        """arrays: as of `compare.model_arrays`; the dtypes are those stored, whatever it says."""
+    def __init__(
+        self,
+        found: Inspection,
+        arrays: Mapping[str, ArraySpec],
+        *,
+        parameters_only: bool = False,
+    ) -> None:
+        """arrays: as of `compare.model_arrays`; the dtypes are those stored, whatever it says.
+
+        parameters_only: whether to leave the state of the optimizer out, but not the step.
+        """
         self.layout, self.num_layers = found.layout, found.layout.num_layers
-        self.parts = found.parts
+        self.parts = (PARAMETERS,) if parameters_only else found.parts
         self._found, self._names = found, names_of(arrays)
         self._files = StoredArrays(found.items)
-        self.attention_scale = float(self._files.custom.get("attention_scale", 1.0))
+        self.attention_scale = found.attention_scale
         self.arrays = {path: self._as_stored(path, spec) for path, spec in arrays.items()}
-        self.scalars = {name: self._files.read(leaf.stored) for name, leaf in found.scalars.items()}
+        kept = ("step",) if parameters_only else SCALARS
+        self.scalars = {k: v for k, v in read_scalars(found).items() if k in kept}
 
     def order(self, path: str) -> Sequence[int]:
         return self.layout.order()
@@ -54,8 +71,11 @@ class OrbaxSource:
         return self._files.read(self.name(path, layer, part), slot.index, index)
 
     def check_files(self) -> None:
-        """Looks for files that were cut off, besides those that reading every array finds."""
-        self._files.check_databases()
+        """Looks for files that were cut off, besides those that reading every array finds.
+
+        To be called after that, which names what is lost.
+        """
+        check_databases(self._found.items)
 
     def close(self) -> None:
         """Lets go of the array that was read last."""

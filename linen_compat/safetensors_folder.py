@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from linen_compat.huggingface_config import read_json
+from linen_compat.huggingface_config import CONFIG_FILE, read_json
 from linen_compat.streams import ArraySpec, Mismatch
 from nnx_pipeline import InputError
 
@@ -29,11 +29,16 @@ DTYPES = {
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
+def holds_tensors(folder: Path) -> bool:
+    """Whether a folder has a safetensors file of a whole model, or the index of several."""
+    return (folder / ONE_FILE).is_file() or (folder / INDEX_FILE).is_file()
+
+
 class TensorFolder:
     """The tensors of a folder, by name. `specs` has the shape and dtype of each.
 
     Files are opened for each tensor anew, as pages of a mapped file count as memory of the process
-    until it is closed. Raises InputError when the folder holds no safetensors, and Mismatch, naming
+    until it is closed. Raises InputError when the folder is that of no model, and Mismatch, naming
     file or tensor, when files or tensors are missing, broken or of a dtype other than `DTYPES`.
     """
 
@@ -47,7 +52,8 @@ class TensorFolder:
             for file, names in self._index().items():
                 self._add(file, names)
         else:
-            raise InputError(
+            kind = Mismatch if (self.folder / CONFIG_FILE).is_file() else InputError
+            raise kind(
                 f"{folder} holds neither {ONE_FILE} nor {INDEX_FILE}; "
                 "give the folder of a model that was saved as safetensors"
             )
@@ -60,7 +66,10 @@ class TensorFolder:
     def _index(self) -> dict[Path, list[str]]:
         """The tensors that each file is said to hold."""
         path = self.folder / INDEX_FILE
-        places = read_json(path).get("weight_map")
+        try:
+            places = read_json(path).get("weight_map")
+        except InputError as error:
+            raise Mismatch(str(error)) from error
         if not isinstance(places, dict) or not places:
             raise Mismatch(f"{path} has no weight_map, which says where each tensor is")
         files: dict[Path, list[str]] = {}

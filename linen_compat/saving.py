@@ -7,8 +7,9 @@ import numpy as np
 from linen_compat import huggingface
 from linen_compat.layouts import FORMATS, HUGGINGFACE, NNX, PIPELINED, Layout
 from linen_compat.model_source import ModelSource
+from linen_compat.new_folder import new_folder
 from linen_compat.orbax_streams import OrbaxDestination
-from linen_compat.streams import PARAMETERS, Source, copy, new_folder
+from linen_compat.streams import PARAMETERS, Source, copy
 from nnx_pipeline import InputError, Mixtral
 from nnx_pipeline.errors import one_of
 
@@ -53,10 +54,14 @@ def save(
 def layout_for(model: Mixtral, format: str, stages: int | None, repeats: int | None) -> Layout:
     """The layout of that format, with the model's own stages and repeats unless told others."""
     layers = model.config.model.num_layers
+    own = (1, 1)
     if format in (PIPELINED, NNX):
         own = model.pipeline.num_stages, model.pipeline.config.num_repeats
-        return Layout(format, layers, stages or own[0], repeats or own[1])
-    return Layout(format, layers, stages or 1, repeats or 1)
+    stages, repeats = (
+        default if given is None else given
+        for given, default in zip((stages, repeats), own, strict=True)
+    )
+    return Layout(format, layers, stages, repeats)
 
 
 def write(source: Source, checkpoint: str | Path, layout: Layout) -> None:

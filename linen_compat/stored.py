@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from linen_compat.streams import Mismatch
+from linen_compat.damage import MANIFEST, METADATA, damaged, read_metadata
 
 Index = tuple[int | slice, ...]
 _BLOCK_BYTES = 32 * 2**20  # what is compressed, written and kept in memory at a time
 
 
 class StoredArrays:
-    """The arrays of one folder, by the path of their leaf.
+    """The arrays of one folder, by the path of their leaf. Raises Mismatch without metadata.
 
     The array that was read last stays open, and its decoded chunks in memory, so that a stack of
     layers in one chunk is read from disk once however many layers are asked for in turn.
@@ -25,7 +25,7 @@ class StoredArrays:
 
     def __init__(self, items: Path) -> None:
         self.items = items
-        metadata = json.loads((items / "_METADATA").read_text(encoding="utf-8"))
+        metadata = read_metadata(items)
         self.custom: dict[str, Any] = metadata.get("custom_metadata") or {}
         # Older checkpoints leave chunks of zeros out; in others a missing chunk is a damage.
         self._zeros_are_missing = not metadata.get("store_array_data_equal_to_fill_value", False)
@@ -42,42 +42,11 @@ class StoredArrays:
                 store = store[index] if index else store
             return np.asarray(store.read().result())
         except (ValueError, OSError, NotImplementedError) as error:
-            raise self._damaged(f"{leaf} in {self.items}", error) from error
-
-    def check_index(self) -> None:
-        """Reads the index of the database. Raises Mismatch when it is damaged."""
-        if (self.items / "manifest.ocdbt").exists():
-            spec = {"driver": "ocdbt", "base": f"file://{self.items}/"}
-            try:
-                ts.KvStore.open(spec).result().list().result()
-            except ValueError as error:
-                raise self._damaged(str(self.items), error) from error
-
-    def check_databases(self) -> None:
-        """Reads the indices of every database and version here, the process-wise ones too.
-
-        Files end with an index, so one that was cut off shows even where nothing that the
-        checkpoint refers to is lost. Raises Mismatch, naming the folder.
-        """
-        manifests = [self.items / "manifest.ocdbt", *self.items.glob("ocdbt.process_*/manifest.*")]
-        for folder in (manifest.parent for manifest in manifests if manifest.exists()):
-            base = f"file://{folder}/"
-            try:
-                manifest = ts.ocdbt.dump(ts.KvStore.open(base).result()).result()
-                for version in manifest["versions"]:
-                    number = version["generation_number"]
-                    spec = {"driver": "ocdbt", "base": base, "version": number}
-                    ts.KvStore.open(spec).result().list().result()
-            except ValueError as error:
-                raise self._damaged(str(folder), error) from error
+            raise damaged(f"{leaf} in {self.items}", error) from error
 
     def close(self) -> None:
         """Lets go of what is in memory."""
         self._open = None
-
-    def _damaged(self, what: str, error: Exception) -> Mismatch:
-        reason = " ".join(str(error).split("[source locations")[0].split())
-        return Mismatch(f"{what} cannot be read, the checkpoint is damaged: {reason[:300]}")
 
     def _store(self, leaf: str, *, whole: bool) -> ts.TensorStore:
         if self._open is not None and self._open[0] == leaf:
@@ -180,7 +149,7 @@ class NewArrays:
             "store_array_data_equal_to_fill_value": True,
             "custom_metadata": custom,
         }
-        (self.folder / "_METADATA").write_text(json.dumps(metadata), encoding="utf-8")
+        (self.folder / METADATA).write_text(json.dumps(metadata), encoding="utf-8")
 
     def _in_transaction(self, leaf: str) -> ts.TensorStore:
         if self._bound[leaf] is not self._transaction:
@@ -195,7 +164,7 @@ class NewArrays:
 
 def _kvstore(items: Path, leaf: str, *, new: bool = False) -> dict[str, Any]:
     name = leaf.replace("/", ".") + "/"
-    if new or (items / "manifest.ocdbt").exists():
+    if new or (items / MANIFEST).exists():
         store: dict[str, Any] = {"driver": "ocdbt", "base": f"file://{items}/", "path": name}
         if new:
             store["config"] = {"max_inline_value_bytes": 1024}

@@ -4,11 +4,8 @@ A `Source` reads and a `Destination` writes one array of one layer at a time, un
 `nnx_pipeline.Mixtral` (`names.Names.nnx`). Every format is one of each; `copy` knows none of them.
 """
 
-import contextlib
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -78,7 +75,7 @@ class Source(Protocol):
 
 
 class Destination(Protocol):
-    """A checkpoint to write, in a folder that is there for it alone (see `new_folder`).
+    """A checkpoint to write, in a folder that is there for it alone (see `new_folder.new_folder`).
 
     parts: those that the format has a place for; the others are left behind.
     """
@@ -124,7 +121,8 @@ def copy(
     if ratio != 1.0 and len(parts) > 1:
         raise InputError(
             f"attention_scale={source.attention_scale} becomes {destination.attention_scale}, and "
-            "Adam's moments of a scaled query kernel are not kept; convert the parameters alone"
+            "Adam's moments of a scaled query kernel are not kept; convert the parameters alone "
+            "with --parameters-only, or save the model alone with linen_compat.save"
         )
     for part in parts:
         for path, layer in walk(source):
@@ -165,58 +163,6 @@ def check_finite(array: np.ndarray, name: str, *, allow_nan: bool = False) -> No
         f"{name} holds NaN or infinity in {wrong} of {array.size} values; "
         "take an earlier checkpoint, or pass --allow-nan to keep them"
     )
-
-
-@contextlib.contextmanager
-def new_folder(destination: str | Path) -> Iterator[Path]:
-    """A folder to fill, which takes the name `destination` when all went well.
-
-    Until then it is a sibling that bears a mark; on an error it is deleted, and a marked one that a
-    killed process left behind is deleted by the next attempt. Raises InputError unless the
-    destination is free.
-    """
-    final = Path(destination).absolute()
-    check_free(destination)
-    made = [parent for parent in final.parents if not parent.exists()]
-    temporary = _unfinished(final)
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        (temporary / _MARK).touch()
-        yield temporary
-        (temporary / _MARK).unlink()
-        temporary.rename(final)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        for parent in made:
-            with contextlib.suppress(OSError):
-                parent.rmdir()
-        raise
-
-
-_MARK = ".nnx-pipeline-is-writing"
-
-
-def _unfinished(final: Path) -> Path:
-    return final.with_name(f"{final.name}.incomplete")
-
-
-def check_free(destination: str | Path) -> None:
-    """Raises InputError unless the destination is a new name or an empty folder.
-
-    What has the name of the unfinished folder must be one that was left behind, or not be there.
-    """
-    final = Path(destination).absolute()
-    if final.is_symlink():
-        raise InputError(f"{destination} is a link; give the folder that it is to be itself")
-    if final.exists() and (not final.is_dir() or any(final.iterdir())):
-        raise InputError(f"{destination} exists already; choose a new folder or remove it")
-    unfinished = _unfinished(final)
-    if (unfinished.exists() or unfinished.is_symlink()) and not (unfinished / _MARK).is_file():
-        raise InputError(
-            f"{unfinished} is in the way: {destination} is written under that name until it is "
-            "complete; choose another destination or move it"
-        )
 
 
 def scaled(array: np.ndarray, ratio: float) -> np.ndarray:

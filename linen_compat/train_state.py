@@ -1,6 +1,5 @@
 """Training states in and out: parameters, Adam's moments and count, the step."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import optax
 from jax.sharding import Mesh
 
 from linen_compat.checkpoint import Inspection, inspect
+from linen_compat.compare import differing_counts
 from linen_compat.loading import open_source
 from linen_compat.model_source import ModelSource
 from linen_compat.placing import fill, for_mesh, mesh_in_use
@@ -34,7 +34,8 @@ def load_train_state(
     found = inspect(checkpoint)
     _check_state(found)
     source = open_source(found, config)
-    _check_counts(source.scalars)
+    if wrong := differing_counts(source.scalars):
+        raise Mismatch(wrong)
     mesh = mesh or mesh_in_use() or _one_device(config)
     config = for_mesh(config, mesh)
     with jax.set_mesh(mesh):
@@ -74,15 +75,6 @@ def _check_state(found: Inspection) -> None:
         raise Mismatch(
             f"{found.items} is no full training state, {', '.join(absent)} of the optimizer is "
             "missing; load the parameters alone with linen_compat.load"
-        )
-
-
-def _check_counts(scalars: Mapping[str, np.ndarray]) -> None:
-    count, schedule = int(scalars["count"]), int(scalars.get("schedule_count", scalars["count"]))
-    if count != schedule:
-        raise Mismatch(
-            f"the optimizer counts {count} steps of Adam and {schedule} of its learning rate; "
-            "this project keeps one count: load the parameters alone with linen_compat.load"
         )
 
 

@@ -25,6 +25,9 @@ class ModelConfig:
     `attention_scale` multiplies the attention scores. It is 1.0 by default because, as in MaxText,
     the factor 1/sqrt(head_dim) is part of the query kernel's initial values.
 
+    `max_position_embeddings` is the longest sequence that the model was made for. Nothing here
+    depends on it; it comes from Hugging Face's `config.json` and goes back into it.
+
     `dropout_rate` is that of what attention and feed-forward add to the residual stream, in
     training only.
     """
@@ -48,6 +51,7 @@ class ModelConfig:
     attention: Literal["dot_product"] = "dot_product"
     experts: Literal["dense"] = "dense"
     embedding: Literal["auto", "gather", "one_hot"] = "gather"
+    max_position_embeddings: int | None = None
 
     def __post_init__(self) -> None:
         whole(self, "vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_heads")
@@ -68,6 +72,8 @@ class ModelConfig:
         one_of("attention", self.attention, ("dot_product",))
         one_of("experts", self.experts, ("dense",))
         one_of("embedding", self.embedding, ("auto", "gather", "one_hot"))
+        if self.max_position_embeddings is not None:
+            whole(self, "max_position_embeddings")
         at_least(self, 0.0, "norm_epsilon")
         number(self, "norm_scale_offset")
         above_zero(self, "rope_theta", "attention_scale")

@@ -117,8 +117,20 @@ def mesh_sizes() -> dict[str, int]:
 
 
 def is_explicit() -> bool:
-    """Whether shardings are part of the types on the ambient mesh."""
-    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+    """Whether shardings are part of the types on the ambient mesh.
+
+    Raises InputError for a mesh with axes of both kinds.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = set(mesh.axis_types)
+    if {AxisType.Explicit, AxisType.Auto} <= kinds:
+        pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        said = ", ".join(f"{name}={kind.name}" for name, kind in pairs)
+        raise InputError(
+            f"the axes of a mesh must all be explicit or all be auto, and they are {said}; "
+            "make it with make_mesh, or give jax.make_mesh one of the two for all axes"
+        )
+    return AxisType.Explicit in kinds
 
 
 def is_trivial(spec: P) -> bool:

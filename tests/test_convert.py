@@ -1,14 +1,8 @@
 """`linen-compat convert`: from any format to any other, and what it refuses."""
 
-import shutil
-import signal
-import subprocess
-import sys
-import time
-
 import numpy as np
 import pytest
-from helpers import Ended, user_environment
+from helpers import Ended
 from maxtext_data import (
     DATA,
     assert_same_leaves,
@@ -146,23 +140,6 @@ def test_nan_is_refused_by_name(tmp_path, run, leaf, place, value):
     np.testing.assert_array_equal(read(out)[leaf][place], value)
 
 
-def test_truncated_files_are_refused_by_name(tmp_path, run):
-    """Whichever file is cut, in whichever place, something of it is missed."""
-    write(tmp_path / "items", full_state())
-    files = [path for path in (tmp_path / "items").rglob("*") if path.parent.name == "d"]
-    assert files
-    for path in files:
-        whole = path.read_bytes()
-        for kept in (0, len(whole) // 3, len(whole) - 1):
-            path.write_bytes(whole[:kept])
-            ended = run("convert", tmp_path, tmp_path / "out", "--to", "maxtext:scanned")
-            assert ended.code == 1, (path, kept)
-            assert "cannot be read" in ended.err
-            assert sorted(p.name for p in tmp_path.iterdir()) == ["items"]
-        path.write_bytes(whole)
-    assert run("convert", tmp_path, tmp_path / "out", "--to", "maxtext:scanned").code == 0
-
-
 def change(leaves, **changes):
     """Leaves without those whose value is None, and with others."""
     return {k: v for k, v in {**leaves, **changes}.items() if v is not None}
@@ -217,55 +194,6 @@ def test_no_source(tmp_path, run):
     for source in (tmp_path, tmp_path / "none"):
         ended = run("convert", source, tmp_path / "out", "--to", "nnx")
         assert ended.code == 2
-
-
-@pytest.mark.parametrize("signal_", [signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_convert_can_be_run_again(tmp_path, signal_):
-    out = tmp_path / "out"
-    # Every write waits, so that the signal comes in the middle.
-    slow = (
-        "import time; from linen_compat import cli, stored; write = stored.NewArrays.write\n"
-        "def slowly(*a): time.sleep(0.05); write(*a)\n"
-        "stored.NewArrays.write = slowly; cli.main()"
-    )
-    source = str(checkpoint("unscanned"))
-    arguments = ["convert", source, str(out), "--to", "maxtext:scanned"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", slow, *arguments],
-        env=user_environment(),
-        stderr=subprocess.DEVNULL,
-    )
-    incomplete = tmp_path / "out.incomplete"
-    deadline = time.monotonic() + 60
-    while not incomplete.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert incomplete.exists()
-    process.send_signal(signal_)
-    assert process.wait() != 0
-    assert not out.exists()
-    assert incomplete.exists() == (signal_ == signal.SIGKILL)
-    plan(source, out, target_format="maxtext:scanned").run()
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert_same_leaves(read(out), state_in("scanned"))
-
-
-@pytest.mark.parametrize("kind", ["folder", "file", "source"])
-def test_what_is_not_left_behind_is_not_deleted(tmp_path, kind, run):
-    """Only a folder that an earlier convert marked as its own makes way for a new one."""
-    there, source = tmp_path / "out.incomplete", checkpoint("scanned_params_only_bf16")
-    if kind == "source":
-        shutil.copytree(source, there)
-        source = there
-    elif kind == "folder":
-        there.mkdir()
-        (there / "notes").write_text("mine")
-    else:
-        there.write_text("mine")
-    before = sorted(tmp_path.rglob("*"))
-    ended = run("convert", str(source), str(tmp_path / "out"), "--to", "maxtext:unscanned")
-    assert ended.code == 2
-    assert "is in the way" in ended.err
-    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_link_is_no_destination(tmp_path, run):

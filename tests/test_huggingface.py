@@ -5,6 +5,7 @@ models are compared directly.
 """
 
 import dataclasses
+import json
 import tracemalloc
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from safetensors.numpy import load_file
 from linen_compat import huggingface, load, save
 from linen_compat.checkpoint import inspect
 from linen_compat.compare import parameter_paths
+from linen_compat.convert import plan
 from linen_compat.huggingface import HuggingFaceSource
 from linen_compat.huggingface_config import config_from_huggingface
 from linen_compat.layouts import SCANNED, Layout
@@ -157,6 +159,23 @@ def test_fused_experts_come_back_apart(tmp_path: Path) -> None:
 def test_config_comes_back(tmp_path: Path) -> None:
     save(load(FOLDER / "llama"), tmp_path / "model", "huggingface")
     assert config_from_huggingface(tmp_path / "model") == config_from_huggingface(FOLDER / "llama")
+
+
+def longest(folder: Path) -> int:
+    return json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+
+
+def test_the_longest_sequence_comes_back(tmp_path: Path) -> None:
+    """Whatever config the model is read with, unless that says another."""
+    folder = FOLDER / "llama"
+    assert longest(folder) == 64
+    silent = replace(in_float32("llama"), "model", max_position_embeddings=None)
+    other = replace(silent, "model", max_position_embeddings=32)
+    for number, (config, expected) in enumerate(((None, 64), (silent, 64), (other, 32))):
+        saved, converted = tmp_path / f"saved{number}", tmp_path / f"converted{number}"
+        save(load(folder, config), saved, "huggingface")
+        plan(folder, converted, target_format="huggingface", config=config).run()
+        assert (longest(saved), longest(converted)) == (expected, expected)
 
 
 def test_a_stream_keeps_stored_dtypes(tmp_path: Path) -> None:

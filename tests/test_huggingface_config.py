@@ -77,7 +77,11 @@ def without(values: dict[str, Any], *keys: str) -> dict[str, Any]:
 )
 def test_published_configs_are_the_presets(values: dict, preset: str, dtype: str) -> None:
     expected = dataclasses.replace(
-        PRESETS[preset].model, dtype=dtype, param_dtype=dtype, attention_scale=128**-0.5
+        PRESETS[preset].model,
+        dtype=dtype,
+        param_dtype=dtype,
+        attention_scale=128**-0.5,
+        max_position_embeddings=values["max_position_embeddings"],
     )
     assert config_from_huggingface(values).model == expected
 
@@ -220,16 +224,29 @@ def test_there_and_back(data: st.DataObject) -> None:
         norm_epsilon=draw(1e-6, 1e-5),
         rope_theta=draw(1e4, 1e6),
         attention_scale=head_dim**-0.5,
+        max_position_embeddings=draw(1, 131_072),
     )
     config = Config(model=model)
     values = json.loads(json.dumps(config_to_huggingface(config)))
     assert config_from_huggingface(values) == config
 
 
-def test_the_longest_sequence_is_that_of_training() -> None:
+def test_the_longest_sequence_is_that_of_training_where_the_model_says_none() -> None:
     model = config_from_huggingface(LLAMA_2_7B).model
-    config = Config(model=model, train=TrainConfig(sequence_length=512))
-    assert config_to_huggingface(config)["max_position_embeddings"] == 512
+    train = TrainConfig(sequence_length=512)
+    for said, written in ((None, 512), (4096, 4096)):
+        of_model = dataclasses.replace(model, max_position_embeddings=said)
+        values = config_to_huggingface(Config(model=of_model, train=train))
+        assert values["max_position_embeddings"] == written
+
+
+@pytest.mark.parametrize("absent", [None, "left out"])
+def test_the_longest_sequence_is_that_of_transformers_where_it_is_absent(absent: Any) -> None:
+    for values, longest in ((MIXTRAL_8X7B, 131_072), (LLAMA_2_7B, 2048)):
+        given = {**values, "max_position_embeddings": None}
+        if absent:
+            del given["max_position_embeddings"]
+        assert config_from_huggingface(given).model.max_position_embeddings == longest
 
 
 @pytest.mark.parametrize(

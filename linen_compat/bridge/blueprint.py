@@ -27,7 +27,7 @@ class Recipe:
     def make(self, rngs: nnx.Rngs) -> nnx.Module:
         """A module with new variables; `rngs` is left out where the class takes none."""
         options = dict(self.options)
-        if _takes_rngs(self.kind):
+        if takes_rngs(self.kind):
             options["rngs"] = rngs
         return self.kind(*self.args, **options)
 
@@ -157,7 +157,8 @@ def _any_key(name: str) -> Array:
 
 
 @functools.cache
-def _takes_rngs(kind: type[nnx.Module]) -> bool:
+def takes_rngs(kind: type[nnx.Module]) -> bool:
+    """Whether the constructor of a class takes random numbers."""
     if kind.__init__ is object.__init__:
         return False
     parameters = inspect.signature(kind.__init__).parameters.values()

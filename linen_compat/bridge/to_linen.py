@@ -14,11 +14,13 @@ from linen_compat.bridge.blueprint import (
     StreamPerName,
     blueprint,
     collection_of,
+    takes_rngs,
 )
+from linen_compat.bridge.checks import check_arguments, check_class, check_method
 from linen_compat.bridge.paths import Path, check_leaves, flatten, nest, unboxed
 from nnx_pipeline import InputError
 
-INTERMEDIATES = "intermediates"
+INTERMEDIATES, PARAMS = "intermediates", "params"
 
 
 def to_linen(
@@ -38,9 +40,17 @@ def to_linen(
     - Streams of random numbers are Linen's of the same name, in init and in apply.
     - Attributes that are set in the call last as long as the call.
 
-    Raises InputError for arguments that cannot be hashed, and for modules that hold arrays which
-    are no variables.
+    Raises InputError for what is no class of NNX modules, for arguments that it does not take or
+    that cannot be hashed, and for modules that hold arrays which are no variables.
     """
+    check_class(kind)
+    if "rngs" in options:
+        raise InputError(
+            f"to_linen({kind.__name__}, …) got rngs={type(options['rngs']).__name__} and gives the "
+            "module Linen's random numbers; leave it out"
+        )
+    given = {**options, "rngs": None} if takes_rngs(kind) else options
+    check_arguments(kind.__init__, args, given, of=f"the constructor of {kind.__name__}")
     recipe = Recipe(kind, args, tuple(sorted(options.items())))
     try:
         hash(recipe)
@@ -62,12 +72,13 @@ class NNXAsLinen(nn.Module):
     def __call__(self, *args: Any, nnx_method: str = "__call__", **kwargs: Any) -> Any:
         """Calls the NNX module, or another method of it.
 
-        Raises InputError when the variables are not those of the module.
+        Raises InputError when the variables are not those of the module, there is no such method,
+        or init got no key for a stream that the module draws from.
         """
         if self.is_initializing() and not any(self.variables.values()):
             module = self.recipe.make(StreamPerName(self._typed_key))
             self._store(module, blueprint(self.recipe))
-            return getattr(module, nnx_method)(*args, **kwargs)
+            return self._method(module, nnx_method)(*args, **kwargs)
         plan = blueprint(self.recipe)
         boxes = self._boxes(plan)
         before: dict[tuple[Any, ...], Any] = {
@@ -75,12 +86,16 @@ class NNXAsLinen(nn.Module):
         }
         without_key = self._add_streams(plan, before)
         module = plan.build(before)
-        out = getattr(module, nnx_method)(*args, **kwargs)
+        out = self._method(module, nnx_method)(*args, **kwargs)
         if not self.is_initializing():
             after = dict(nnx.to_flat_state(nnx.state(module)))
             self._check_streams(after, before, without_key)
             self._put_back(plan, boxes, before, after)
         return out
+
+    def _method(self, module: nnx.Module, name: str) -> Any:
+        check_method(module, name, of=self.recipe.kind.__name__)
+        return getattr(module, name)
 
     def _store(self, module: nnx.Module, plan: Blueprint) -> None:
         """Puts the variables of a new module into Linen's collections, in their boxes."""
@@ -94,6 +109,11 @@ class NNXAsLinen(nn.Module):
         return given
 
     def _typed_key(self, name: str) -> Array:
+        if not self.has_rng(name) and not self.has_rng(PARAMS):
+            raise InputError(
+                f"{self.recipe.kind.__name__} draws random numbers from the stream {name!r} and "
+                f"got no key for it; give a key, or {{{name!r}: jax.random.key(…)}}"
+            )
         key = self.make_rng(name)
         typed = jax.numpy.issubdtype(key.dtype, jax.dtypes.prng_key)
         return key if typed else jax.random.wrap_key_data(key)
@@ -102,7 +122,7 @@ class NNXAsLinen(nn.Module):
         """Gives each stream a key of Linen; those without one a key that must not be used."""
         without = []
         for stream in plan.streams:
-            has_key = self.has_rng(stream.name) or self.has_rng("params")
+            has_key = self.has_rng(stream.name) or self.has_rng(PARAMS)
             key = self._typed_key(stream.name) if has_key else jax.random.key(0)
             values[stream.key] = jax.random.split(key, stream.shape) if stream.shape else key
             values[stream.count] = jax.numpy.zeros(stream.shape, jax.numpy.uint32)

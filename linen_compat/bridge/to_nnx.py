@@ -5,17 +5,24 @@ from typing import Any
 
 import flax
 import jax
+import numpy as np
 from flax import linen as nn
 from flax import nnx
 from flax.core import meta
 from jaxtyping import Array
 
 from linen_compat.bridge.axes import layout_axes
+from linen_compat.bridge.checks import (
+    check_arguments,
+    check_collect,
+    check_method,
+    check_module,
+    check_rngs,
+)
 from linen_compat.bridge.paths import Path, Tree, check_leaves, flatten, nest, nnx_path, unboxed
-from linen_compat.bridge.to_linen import INTERMEDIATES
+from linen_compat.bridge.to_linen import INTERMEDIATES, PARAMS
 from nnx_pipeline import InputError
 
-PARAMS = "params"
 RESERVED = ("layout", "linen_module", "linen_slots", "linen_collections", "linen_streams")
 _Slots = tuple[tuple[Path, Path], ...]  # (path in NNX, path in Linen with its collection)
 
@@ -48,8 +55,14 @@ def to_nnx(
       kept as `linen_box`.
 
     Raises InputError for variables with a path that the module does not have, without one that it
-    has, or of another shape.
+    has, or of another shape; and for what is no Linen module, arguments that it does not take, and
+    anything else than a key, a seed or `nnx.Rngs` to make them from.
     """
+    check_module(module)
+    check_rngs(rngs)
+    names = check_collect(collect)
+    called = type(module).__call__ if method is None else method
+    check_arguments(called, example, options, of=type(module).__name__)
     keys, streams = _keys_and_streams(rngs, needed=variables is None)
 
     def init(keys: dict[str, Array]) -> Any:
@@ -70,7 +83,7 @@ def to_nnx(
         slots,
         [_variable(path[0], boxes[path], leaves[path]) for _, path in slots],
         streams,
-        tuple(collect),
+        names,
     )
 
 
@@ -106,8 +119,10 @@ class LinenAsNNX(nnx.Module):
         """Applies the Linen module, or another method of it.
 
         rngs: streams or keys by name, instead of those kept. Raises InputError when the module
-        draws random numbers from a stream that there is not.
+        draws random numbers from a stream that there is not, or has no method of that name.
         """
+        if isinstance(method, str):
+            check_method(self.linen_module, method, of=type(self.linen_module).__name__)
         keys = _draw(self.linen_streams if rngs is None else rngs)
         flat = {path: _at(self, at).get_value() for at, path in self.linen_slots}
         try:
@@ -204,7 +219,7 @@ def _keys_and_streams(
             raise InputError("to_nnx makes parameters and got no rngs; give rngs=nnx.Rngs(0)")
         return {PARAMS: jax.random.key(0)}, None
     if not isinstance(rngs, nnx.Rngs):
-        return {PARAMS: jax.random.key(rngs) if isinstance(rngs, int) else rngs}, None
+        return {PARAMS: jax.random.key(rngs) if isinstance(rngs, int | np.integer) else rngs}, None
     names = [name for name in rngs if name not in (PARAMS, "default")]
     keys = {PARAMS: rngs.params(), **{name: rngs[name]() for name in names}}
     kept = nnx.Rngs(**{name: rngs[name]() for name in names}) if names else None

@@ -5,11 +5,12 @@ from typing import Any
 import jax
 from flax import linen as nn
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from nnx_pipeline import InputError, Layout
 from nnx_pipeline.errors import nearest
-from nnx_pipeline.sharding import MeshAxes, initial_value
+from nnx_pipeline.sharding import MeshAxes, initial_value, is_explicit, is_trivial, place
 
 Names = tuple[str | None, ...]
 
@@ -65,15 +66,25 @@ def parameter(
 ) -> Array:
     """The parameter of that name in a module; `init` makes it in its place, in a box of its names.
 
-    What is given to `apply` may be boxed or not, and is used where it lies: rules that are set by
-    `nn.logical_axis_rules` add no constraint.
+    What is given to `apply` may be boxed or not, and is used where it lies (`in_place`): rules that
+    are set by `nn.logical_axis_rules` add no constraint.
     """
+    spec = layout.spec(*axes_of(names))
 
     def make(key: Array) -> nn.LogicallyPartitioned:
-        spec = layout.spec(*axes_of(names))
         return nn.LogicallyPartitioned(initial_value(key, initializer, shape, dtype, spec), names)
 
-    return unboxed(module.param(name, make, unbox=False))
+    return in_place(unboxed(module.param(name, make, unbox=False)), spec)
+
+
+def in_place(weight: Array, spec: P) -> Array:
+    """The weight, which each device cuts its part of if all of them were given the whole.
+
+    So are arrays of numpy on a mesh with explicit axes. Any other is used where it lies.
+    """
+    if is_trivial(spec) or not is_explicit() or not is_trivial(jax.typeof(weight).sharding.spec):
+        return weight
+    return place(weight, spec)
 
 
 def unboxed(value: Any) -> Array:

@@ -12,7 +12,7 @@ from flax.core import unfreeze
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, PyTree
 
-from linen_compat.modules.parameters import Names, axes_of, is_boxed, unboxed
+from linen_compat.modules.parameters import Names, axes_of, in_place, is_boxed, unboxed
 from linen_compat.names import of_layer
 from nnx_pipeline import InputError, Layout
 from nnx_pipeline.sharding import place, portable_key
@@ -72,13 +72,11 @@ class StageTree:
         flat = [{path: unboxed(leaf) for path, leaf in _flat(layer).items()} for layer in apart]
         boxes = _flat(one)
         paths = sorted(boxes, key=_place_in_nnx)
-        weights = [
-            nnx.Param(
-                stack(*(layer[path] for layer in flat)),
-                logical_axes=(None, "stage", None, *_axes(boxes[path])),
-            )
-            for path in paths
-        ]
+        weights = []
+        for path in paths:
+            axes = (None, "stage", None, *_axes(boxes[path]))
+            stacked = in_place(stack(*(layer[path] for layer in flat)), self.layout.spec(*axes))
+            weights.append(nnx.Param(stacked, logical_axes=axes))
         return StackedLayers(module, paths, weights)
 
     def tree_of(self, layers: list[Any]) -> Boxed:

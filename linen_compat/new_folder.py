@@ -1,0 +1,94 @@
+"""New folders that take their name when they are complete, whoever else writes there."""
+
+import contextlib
+import fcntl
+import glob
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from nnx_pipeline import InputError
+
+_MARK = ".nnx-pipeline-is-writing"
+_SUFFIX = ".incomplete"
+
+
+@contextlib.contextmanager
+def new_folder(destination: str | Path) -> Iterator[Path]:
+    """A folder to fill, which takes the name `destination` when all went well.
+
+    Until then it is a sibling with a name of its own and a mark in it, a file that this process
+    keeps locked. On an error it is deleted; one that a killed process left behind is deleted by the
+    next attempt, as nothing locks it any more. Raises InputError unless the destination is free,
+    and FileExistsError when somebody else took the name in the meantime, whose folder stays.
+    """
+    final = Path(destination).absolute()
+    check_free(destination)
+    made = [parent for parent in final.parents if not parent.exists()]
+    _clear_left_behind(final)
+    temporary = final.with_name(f"{final.name}.{secrets.token_hex(4)}{_SUFFIX}")
+    try:
+        temporary.mkdir(parents=True)
+        with _marked(temporary):
+            yield temporary
+            (temporary / _MARK).unlink()
+            _rename(temporary, final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        for parent in made:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        raise
+
+
+def check_free(destination: str | Path) -> None:
+    """Raises InputError unless the destination is a new name or an empty folder."""
+    final = Path(destination).absolute()
+    if final.is_symlink():
+        raise InputError(f"{destination} is a link; give the folder that it is to be itself")
+    if final.exists() and (not final.is_dir() or any(final.iterdir())):
+        raise InputError(f"{destination} exists already; choose a new folder or remove it")
+
+
+@contextlib.contextmanager
+def _marked(folder: Path) -> Iterator[None]:
+    """Keeps a locked mark in a folder; the system unlocks it when this process ends, killed or not.
+
+    The mark gets its name when it is locked, so that nobody finds it unlocked meanwhile.
+    """
+    unnamed = folder / f"{_MARK}.new"
+    with open(unnamed, "wb") as file:
+        _lock(file.fileno())
+        unnamed.rename(folder / _MARK)
+        yield
+
+
+def _clear_left_behind(final: Path) -> None:
+    """Deletes what earlier attempts at this destination left behind, and nobody is writing."""
+    for folder in final.parent.glob(f"{glob.escape(final.name)}.*{_SUFFIX}"):
+        with contextlib.suppress(OSError), open(folder / _MARK, "r+b") as mark:
+            if _lock(mark.fileno()):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lock(file: int) -> bool:
+    """Whether this process has the lock now; False also where files cannot be locked."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _rename(temporary: Path, final: Path) -> None:
+    try:
+        os.rename(temporary, final)
+    except OSError as error:
+        if not os.path.lexists(final):
+            raise
+        raise FileExistsError(
+            f"{final} was written by somebody else in the meantime and is left as it is; "
+            "choose another destination, or remove it and run this again"
+        ) from error

@@ -1,0 +1,157 @@
+"""What is written under another name first: several at once, killed ones, and what is not ours."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from helpers import user_environment
+from maxtext_data import assert_same_leaves, checkpoint, read, state_in
+
+from linen_compat import cli, convert
+from linen_compat.convert import plan
+from linen_compat.new_folder import new_folder
+from nnx_pipeline import InputError
+
+SOURCE = str(checkpoint("unscanned"))
+# A process that says where it writes, and waits there.
+WRITER = """
+import sys, time
+from linen_compat.new_folder import new_folder
+from nnx_pipeline.cli_support import main_of
+
+class Group:
+    def main(self, **options):
+        with new_folder(sys.argv[1]) as folder:
+            (folder / "part").write_text("half")
+            print(folder, flush=True)
+            time.sleep(60)
+
+main_of(Group(), "writer")()
+"""
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
+def test_what_a_process_that_ended_leaves_behind_goes_away(tmp_path, sent, code):
+    out = tmp_path / "run" / "out"
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(out)],
+        env=user_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    unfinished = process.stdout.readline().strip()
+    assert (os.path.dirname(unfinished), os.path.exists(unfinished)) == (str(out.parent), True)
+    with new_folder(out):  # another one at the same time leaves it alone
+        assert os.path.exists(unfinished)
+        process.send_signal(sent)
+        errors = process.communicate(timeout=30)[1]
+    assert (process.returncode, "Traceback" in errors) == (code, False)
+    assert os.path.exists(unfinished) == (sent == signal.SIGKILL)
+    out.rmdir()
+    with new_folder(out) as folder:
+        (folder / "whole").write_text("whole")
+    assert names(tmp_path / "run") == ["out"]
+    assert names(out) == ["whole"]
+
+
+def test_an_interrupted_convert_can_be_run_again(tmp_path):
+    out = tmp_path / "out"
+    # Every write waits, so that the signal comes in the middle.
+    slow = (
+        "import time; from linen_compat import cli, stored; write = stored.NewArrays.write\n"
+        "def slowly(*a): time.sleep(0.05); write(*a)\n"
+        "stored.NewArrays.write = slowly; cli.main()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", slow, "convert", SOURCE, str(out), "--to", "maxtext:scanned"],
+        env=user_environment(),
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("out.*/.nnx*writing")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 143
+    assert names(tmp_path) == []
+    plan(SOURCE, out, target_format="maxtext:scanned").run()
+    assert names(tmp_path) == ["out"]
+    assert_same_leaves(read(out), state_in("scanned"))
+
+
+def test_of_two_converts_at_once_one_wins_and_the_other_says_so(tmp_path, monkeypatch, capsys):
+    """The second begins and ends while the first is writing."""
+    out, copy = tmp_path / "out", convert.copy
+
+    def with_another(*arguments, **options):
+        monkeypatch.setattr(convert, "copy", copy)
+        plan(SOURCE, out, target_format="maxtext:scanned").run()
+        copy(*arguments, **options)
+
+    monkeypatch.setattr(convert, "copy", with_another)
+    words = ["linen-compat", "convert", SOURCE, str(out), "--to", "maxtext:unscanned"]
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    message = capsys.readouterr().err
+    assert exit_.value.code == 1
+    assert f"{out} was written by somebody else in the meantime and is left as it is" in message
+    assert "choose another destination" in message
+    assert names(tmp_path) == ["out"]
+    assert_same_leaves(read(out), state_in("scanned"))
+
+
+def test_two_at_once_do_not_share_a_folder(tmp_path):
+    out = tmp_path / "out"
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(new_folder(out))
+        (first / "by").write_text("first")
+        with new_folder(out) as second:
+            assert first != second
+            (second / "by").write_text("second")
+        with pytest.raises(FileExistsError, match="left as it is"):
+            stack.close()
+    assert (out / "by").read_text() == "second"
+    assert names(tmp_path) == ["out"]
+
+
+def test_folders_are_readable_to_whom_the_user_lets_read(tmp_path):
+    (tmp_path / "plain").mkdir()
+    with new_folder(tmp_path / "out"):
+        pass
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_what_bears_no_mark_is_not_deleted(tmp_path, kind):
+    """However much its name is like that of an unfinished folder."""
+    there = tmp_path / "out.1234abcd.incomplete"
+    if kind == "file":
+        there.write_text("mine")
+    else:
+        place = tmp_path / "mine" if kind == "link" else there
+        place.mkdir()
+        (place / "notes").write_text("mine")
+        if kind == "link":
+            there.symlink_to(place)
+    before = sorted(tmp_path.rglob("*"))
+    with new_folder(tmp_path / "out"):
+        pass
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "out"])
+
+
+def test_a_destination_that_is_taken_is_refused_first(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes").write_text("mine")
+    with pytest.raises(InputError, match="exists already"), new_folder(tmp_path / "out"):
+        pass
