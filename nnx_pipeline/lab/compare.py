@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -154,7 +153,7 @@ def compare_measurements(
         if isinstance(result, str):
             notes.append(f"{arm.label} did not compile: {result}")
     one, other = (None if isinstance(result, str) else result for result in (a, b))
-    if one and other and same_program(one.hlo, other.hlo):
+    if one and other and one.fingerprint == other.fingerprint:
         notes.append("both arms compile to the same program")
     elif one and other and one.memory.heap_bytes and other.memory.heap_bytes:
         by_heap = _verdict_of(one.memory.heap_bytes, other.memory.heap_bytes)
@@ -192,17 +191,6 @@ def _outcome(
         failed = True
         notes.append(f"the arms differ by {numerics.max_abs_diff:.3g}")
     return dataclasses.replace(outcome, numerics=numerics, note="; ".join(notes), failed=failed)
-
-
-def same_program(a: str, b: str) -> bool:
-    """Whether two HLO texts are equal but for where in the source their instructions come from."""
-    return _without_source(a) == _without_source(b)
-
-
-def _without_source(hlo: str) -> str:
-    """The computations alone: neither their metadata nor the tables of files before them."""
-    bare = re.sub(r",? ?(stack_frame_id=\d+|metadata=\{[^{}]*\})", "", hlo)
-    return "\n".join(line for line in bare.splitlines() if re.match(r" *(%|ROOT|ENTRY|\})", line))
 
 
 def compare_numerics(experiment: Experiment, config: Config) -> Numerics:
