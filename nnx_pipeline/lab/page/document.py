@@ -179,7 +179,9 @@ def _memory(arms: tables.Labelled, top: int) -> Markup | None:
             lists.append(tables.differences_table(caption, rows[:MOST_ROWS]))
     for arm in named:
         buffers = arm.attribution.buffers
-        whose = f"Largest buffers of {arm.key}: {arm.label}" if len(arms) == 2 else "Largest buffers"
+        whose = (
+            f"Largest buffers of {arm.key}: {arm.label}" if len(arms) == 2 else "Largest buffers"
+        )
         caption = f"{whose}, {min(top, len(buffers))} of {len(buffers)}"
         lists.append(tables.buffers_table(caption, buffers[:top]))
     missing = element("p", NO_ATTRIBUTION, class_="quiet") if len(drawn) < len(measured) else None

@@ -39,9 +39,7 @@ def table(
                 "tr", [element("th", h, scope="col", class_=kind(i)) for i, h in enumerate(head)]
             ),
         ),
-        element(
-            "tbody", [element("tr", [cell(i, c) for i, c in enumerate(row)]) for row in rows]
-        ),
+        element("tbody", [element("tr", [cell(i, c) for i, c in enumerate(row)]) for row in rows]),
         class_="stacks",
     )
 
