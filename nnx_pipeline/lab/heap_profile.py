@@ -202,7 +202,9 @@ def _beyond_the_heap(buffers: BufferText, beyond: int) -> list[Buffer]:
     role = "other memory space"
     rows = [_plain(_space(color), size, role, buffers) for color, size in sizes.items() if size]
     rest = beyond - sum(sizes.values())
-    return rows + ([_plain("counted in temp, in no allocation", rest, "other", buffers)] if rest else [])
+    return rows + (
+        [_plain("counted in temp, in no allocation", rest, "other", buffers)] if rest else []
+    )
 
 
 def _space(color: int) -> str:

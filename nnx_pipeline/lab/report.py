@@ -57,7 +57,7 @@ def measurement_view(title: str, measurement: Measurement) -> RenderableType:
         Text(f"compiler: {compiler(measurement)}"),
         memory,
         traffic if measurement.collectives is not None else Text("collectives: –"),
-        Text(f"matrix products: {_teraflops(measurement.flops)} per device and step"),
+        Text(f"matrix products: {teraflops(measurement.flops)} per device and step"),
         Text("seconds: " + ", ".join(f"{k} {v:.2f}" for k, v in measurement.seconds.items())),
     ]
     if measurement.platform == "cpu":
@@ -88,7 +88,7 @@ def outcomes_view(title: str, outcomes: Sequence[Outcome]) -> RenderableType:
                 megabytes(memory.peak_bytes if memory else None),
                 ("–" if ratio is None else f"{ratio:.3f}") if index else "",
                 outcome.verdict if index else "",
-                _same(outcome) if index else "",
+                same_numbers(outcome) if index else "",
                 end_section=index == 1,
             )
     notes = [Text(f"{o.experiment.name}: {o.note}", style="yellow") for o in outcomes if o.note]
@@ -110,7 +110,8 @@ def _name(outcome: Outcome) -> str:
     return f"{name} ({claim})" if claim else name
 
 
-def _same(outcome: Outcome) -> str:
+def same_numbers(outcome: Outcome) -> str:
+    """Whether the arms compute the same, in a few words; a dash where they were not compared."""
     numerics = outcome.numerics
     if numerics is None:
         return "–"
@@ -119,7 +120,8 @@ def _same(outcome: Outcome) -> str:
     return f"{'' if numerics.within_tolerance else 'NO: '}to {numerics.max_abs_diff:.1e}"
 
 
-def _teraflops(flops: int | None) -> str:
+def teraflops(flops: int | None) -> str:
+    """The products of a step with their unit, a dash where there is no figure."""
     return "–" if flops is None else f"{flops / 1e12:,.3f} TFLOP"
 
 

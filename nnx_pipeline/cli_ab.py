@@ -1,0 +1,72 @@
+"""The command `ab`: two programs that differ in one thing, compared."""
+
+import click
+from rich.table import Table
+
+from nnx_pipeline.cli_options import (
+    config_options,
+    configured,
+    json_option,
+    mesh_option,
+    platform_option,
+)
+from nnx_pipeline.cli_support import Failed, compiler_errors, progress
+from nnx_pipeline.lab import report
+from nnx_pipeline.lab.compare import run_experiments
+from nnx_pipeline.lab.experiments import EXPERIMENTS, choose
+from nnx_pipeline.lab.platform import Platform
+from nnx_pipeline.mesh import MeshConfig
+
+
+@click.command("ab", epilog="Example: nnx-pipeline ab stage-vmap --platform tpu:v5p:2x2x2")
+@click.argument("names", nargs=-1, metavar="[EXPERIMENT …]")
+@click.option("--list", "list_only", is_flag=True, help="Name, claim and difference of each.")
+@config_options("tiny")
+@mesh_option("stage=4,fsdp=2")
+@platform_option
+@json_option
+def ab_command(
+    names: tuple[str, ...],
+    list_only: bool,
+    model: str,
+    assignments: tuple[str, ...],
+    mesh: str,
+    platform: str,
+    json_path: str | None,
+) -> None:
+    """Compile two arms that differ in one thing and compare their memory.
+
+    Without names a short set runs, with `all` every experiment. Exit 1 when an arm did not compile
+    or the arms do not compute the same.
+    """
+    report.check_writable(json_path, "--json")
+    if list_only:
+        _list_experiments(json_path)
+        return
+    chosen = choose(names)
+    config, mesh_config = configured(model, assignments), MeshConfig.parse(mesh)
+    with progress() as say, compiler_errors():
+        outcomes = run_experiments(
+            chosen, config, mesh_config, Platform.parse(platform), progress=say
+        )
+    title = f"{model} on {mesh_config}, {platform}: memory of one training step per device"
+    report.show(report.outcomes_view(title, outcomes), json_path=json_path)
+    entries = [outcome.to_json() for outcome in outcomes]
+    report.emit_json(json_path, {"schema": 1, "platform": platform, "experiments": entries})
+    failed = [outcome.experiment.name for outcome in outcomes if outcome.failed]
+    if failed:
+        raise Failed(f"failed: {', '.join(failed)}; the notes say why")
+
+
+def _list_experiments(json_path: str | None) -> None:
+    table = Table()
+    for column in ("experiment", "claim", "difference"):
+        table.add_column(column)
+    for item in EXPERIMENTS.values():
+        table.add_row(item.name, item.claim, item.difference)
+    report.show(table, json_path=json_path)
+    rows = [
+        {"name": item.name, "claim": item.claim, "difference": item.difference}
+        for item in EXPERIMENTS.values()
+    ]
+    report.emit_json(json_path, {"schema": 1, "experiments": rows})
