@@ -12,8 +12,9 @@ from nnx_pipeline.cli_options import (
 )
 from nnx_pipeline.cli_support import Failed, compiler_errors, progress
 from nnx_pipeline.lab import report
+from nnx_pipeline.lab.cache import Cache
 from nnx_pipeline.lab.compare import run_experiments
-from nnx_pipeline.lab.experiments import EXPERIMENTS, choose
+from nnx_pipeline.lab.experiments import EXPERIMENTS, Experiment, choose
 from nnx_pipeline.lab.platform import Platform
 from nnx_pipeline.mesh import MeshConfig
 
@@ -24,6 +25,7 @@ from nnx_pipeline.mesh import MeshConfig
 @config_options("tiny")
 @mesh_option("stage=4,fsdp=2")
 @platform_option
+@click.option("--fresh", is_flag=True, help="Measure again what an earlier run has kept.")
 @json_option
 def ab_command(
     names: tuple[str, ...],
@@ -32,12 +34,14 @@ def ab_command(
     assignments: tuple[str, ...],
     mesh: str,
     platform: str,
+    fresh: bool,
     json_path: str | None,
 ) -> None:
     """Compile two arms that differ in one thing and compare their memory.
 
-    Without names a short set runs, with `all` every experiment. Exit 1 when an arm did not compile
-    or the arms do not compute the same.
+    Without names a short set runs, with `all` every experiment. What an earlier run has measured
+    with the same versions, flags and source is not measured again. Exit 1 when an arm did not
+    compile or the arms do not compute the same.
     """
     report.check_writable(json_path, "--json")
     if list_only:
@@ -47,7 +51,12 @@ def ab_command(
     config, mesh_config = configured(model, assignments), MeshConfig.parse(mesh)
     with progress() as say, compiler_errors():
         outcomes = run_experiments(
-            chosen, config, mesh_config, Platform.parse(platform), progress=say
+            chosen,
+            config,
+            mesh_config,
+            Platform.parse(platform),
+            cache=Cache.of_user(fresh=fresh),
+            progress=say,
         )
     title = f"{model} on {mesh_config}, {platform}: memory of one training step per device"
     report.show(report.outcomes_view(title, outcomes), json_path=json_path)
@@ -60,13 +69,23 @@ def ab_command(
 
 def _list_experiments(json_path: str | None) -> None:
     table = Table()
-    for column in ("experiment", "claim", "difference"):
+    for column in ("experiment", "claim", "short set", "difference"):
         table.add_column(column)
     for item in EXPERIMENTS.values():
-        table.add_row(item.name, item.claim, item.difference)
+        table.add_row(item.name, item.claim, "yes" if item.by_default else "", _about(item))
     report.show(table, json_path=json_path)
     rows = [
-        {"name": item.name, "claim": item.claim, "difference": item.difference}
+        {
+            "name": item.name,
+            "claim": item.claim,
+            "difference": item.difference,
+            "by_default": item.by_default,
+            "not_yet": item.later or None,
+        }
         for item in EXPERIMENTS.values()
     ]
     report.emit_json(json_path, {"schema": 1, "experiments": rows})
+
+
+def _about(item: Experiment) -> str:
+    return f"{item.difference} (not applicable: {item.later})" if item.later else item.difference

@@ -49,21 +49,21 @@ def programs(name: str, config: Config, mesh: str = MESH) -> tuple[Program, Prog
 @functools.cache
 def lowered(program: Program, mesh_name: str = MESH) -> str:
     """The training step as it goes to the compiler."""
-    config, parts, layout = program
+    config, parts, layout, segment_ids, _ = program
     mesh = mesh_of(mesh_name, config.pipeline.sharding)
     with jax.set_mesh(mesh), optax_promotion():
         state = abstract_state(config, mesh, layout=layout, parts=parts)
-        batch = abstract_batch(config, mesh, layout=layout)
+        batch = abstract_batch(config, mesh, layout=layout, segment_ids=segment_ids)
         return jit_train_step(state, mesh).lower(state, batch).as_text()
 
 
 @functools.cache
 def loss_and_gradients(program: Program) -> Any:
-    config, parts, layout = program
+    config, parts, layout, segment_ids, _ = program
     mesh = mesh_of(MESH, config.pipeline.sharding)
     with jax.set_mesh(mesh):
         model = make_state(config, mesh, parts=parts, layout=layout).model
-        batch = next(learnable_batches(config, mesh, layout=layout))
+        batch = next(learnable_batches(config, mesh, layout=layout, segment_ids=segment_ids))
         (loss, _), gradients = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(model, batch)
         return jax.tree.map(np.asarray, [loss, *jax.tree.leaves(gradients)])
 

@@ -29,6 +29,10 @@ _TPU_ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
+# "available HBM (95.74G)" is what the compiler (libtpu 0.0.42.1) says to a program that is larger;
+# of generations that are not here it is not known.
+_TPU_MEMORY = {"v5p": int(95.74 * 2**30)}
+
 
 @dataclass(frozen=True)
 class Platform:
@@ -89,6 +93,13 @@ class Platform:
             return jax.devices("cpu")
         return _tpu_devices(self) if self.kind == "tpu" else _cuda_devices(self)
 
+    def memory_bytes(self) -> int | None:
+        """Device memory of one device; None where that is not known."""
+        if self.kind == "cuda":
+            found = re.search(r"device_memory_size: (\d+)", _target_config(self.target))
+            return int(found.group(1)) if found else None
+        return _TPU_MEMORY.get(self.target) if self.kind == "tpu" else None
+
     def versions(self) -> dict[str, str]:
         """The packages that decide what the compiler does; others are left out."""
         names = ["jax", "jaxlib", "flax"]
@@ -142,9 +153,13 @@ def _cuda_devices(platform: Platform) -> Sequence[Any]:
         )
     if not _version("nvidia-cuda-nvcc"):
         raise InputError(f"platform {platform} needs ptxas and libdevice; {cure}")
-    targets = importlib.resources.files("nnx_pipeline") / "targets"
-    text = (targets / f"{platform.target}.txtpb").read_text()
+    text = _target_config(platform.target)
     return _topology(platform, target_config=text, topology=f"1x1x{platform.topology}")
+
+
+def _target_config(target: str) -> str:
+    targets = importlib.resources.files("nnx_pipeline") / "targets"
+    return (targets / f"{target}.txtpb").read_text()
 
 
 def _topology(platform: Platform, **options: str) -> Sequence[Any]:
