@@ -98,7 +98,6 @@ SCHEDULES = (
         b=Arm(label="scan"),
         setup=_circular,
         needs=("stage",),
-        by_default=True,
     ),
     Experiment(
         name="repeats",

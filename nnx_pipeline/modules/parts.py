@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import jax
 from jaxtyping import Array
 
-from nnx_pipeline.ops.experts import ExpertParts
+from nnx_pipeline.ops.experts import DEFAULT_EXPERT_PARTS, ExpertParts
 from nnx_pipeline.ops.loss import Loss, chunked_cross_entropy
 from nnx_pipeline.ops.norm import ApplyScale, multiply_scale
 from nnx_pipeline.pipeline.loop_parts import DEFAULT_PARTS, LoopParts
@@ -33,5 +33,5 @@ class Parts:
     loop: LoopParts = DEFAULT_PARTS
     constrain: Constrain = constrain
     loss: Loss = chunked_cross_entropy
-    experts: ExpertParts = ExpertParts()
+    experts: ExpertParts = DEFAULT_EXPERT_PARTS
     cast_gradient: Cast = cast_to_other
