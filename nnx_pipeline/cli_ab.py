@@ -11,6 +11,7 @@ from nnx_pipeline.cli_options import (
     platform_option,
 )
 from nnx_pipeline.cli_support import Failed, compiler_errors, progress
+from nnx_pipeline.cli_sweep import run_sweep
 from nnx_pipeline.lab import report
 from nnx_pipeline.lab.cache import Cache
 from nnx_pipeline.lab.compare import run_experiments
@@ -25,6 +26,13 @@ from nnx_pipeline.mesh import MeshConfig
 @config_options("tiny")
 @mesh_option("stage=4,fsdp=2")
 @platform_option
+@click.option(
+    "--sweep",
+    "sweeps",
+    multiple=True,
+    metavar="FIELD=V,V,…",
+    help="Compile for each value of a config field, and fit a slope; further ones change along.",
+)
 @click.option("--fresh", is_flag=True, help="Measure again what an earlier run has kept.")
 @json_option
 def ab_command(
@@ -34,14 +42,16 @@ def ab_command(
     assignments: tuple[str, ...],
     mesh: str,
     platform: str,
+    sweeps: tuple[str, ...],
     fresh: bool,
     json_path: str | None,
 ) -> None:
     """Compile two arms that differ in one thing and compare their memory.
 
     Without names a short set runs, with `all` every experiment. What an earlier run has measured
-    with the same versions, flags and source is not measured again. Exit 1 when an arm did not
-    compile or the arms do not compute the same.
+    with the same versions, flags and source is not measured again. With --sweep the plain step, or
+    the arms of one experiment, are compiled for each value. Exit 1 when an arm did not compile or
+    the arms do not compute the same.
     """
     report.check_writable(json_path, "--json")
     if list_only:
@@ -49,13 +59,21 @@ def ab_command(
         return
     chosen = choose(names)
     config, mesh_config = configured(model, assignments), MeshConfig.parse(mesh)
+    target, cache = Platform.parse(platform), Cache.of_user(fresh=fresh)
+    if sweeps:
+        named = chosen if names else []
+        title = f"{', '.join(names) or 'training step'} of {model} on {mesh_config}: per device"
+        run_sweep(
+            title, sweeps, named, config, mesh_config, target, cache=cache, json_path=json_path
+        )
+        return
     with progress() as say, compiler_errors():
         outcomes = run_experiments(
             chosen,
             config,
             mesh_config,
-            Platform.parse(platform),
-            cache=Cache.of_user(fresh=fresh),
+            target,
+            cache=cache,
             progress=say,
         )
     title = f"{model} on {mesh_config}, {platform}: memory of one training step per device"

@@ -16,11 +16,13 @@ from nnx_pipeline.files import write_text
 from nnx_pipeline.lab.attribution_view import difference_view, megabytes
 from nnx_pipeline.lab.compare import Outcome
 from nnx_pipeline.lab.compile import Measurement
+from nnx_pipeline.lab.numerics import Numerics
 
 CPU_WARNING = (
     "CPU figures mislead: remat can raise them, and the peak leaves out what a loop works in. "
     "Compare on a TPU or NVIDIA platform."
 )
+TOO_LARGE = " ✗"
 MEMORY_ROWS = (
     ("arguments", "argument_bytes"),
     ("temp", "temp_bytes"),
@@ -62,6 +64,7 @@ def measurement_view(title: str, measurement: Measurement) -> RenderableType:
     ]
     if measurement.platform == "cpu":
         lines.append(Text(CPU_WARNING, style="yellow"))
+    lines += _too_large([measurement])
     return Group(*lines)
 
 
@@ -82,7 +85,7 @@ def outcomes_view(title: str, outcomes: Sequence[Outcome]) -> RenderableType:
             memory = result.memory if result else None
             table.add_row(
                 _name(outcome) if index == 0 else "",
-                f"{'ab'[index]}: {arm.label}",
+                f"{'ab'[index]}: {arm.label}{TOO_LARGE if _exceeds(result) else ''}",
                 megabytes(memory.temp_bytes if memory else None),
                 megabytes(memory.heap_bytes if memory else None),
                 megabytes(memory.peak_bytes if memory else None),
@@ -92,17 +95,48 @@ def outcomes_view(title: str, outcomes: Sequence[Outcome]) -> RenderableType:
                 end_section=index == 1,
             )
     notes = [Text(f"{o.experiment.name}: {o.note}", style="yellow") for o in outcomes if o.note]
-    measured = next((m for o in outcomes for m in (o.a, o.b) if m), None)
-    if measured:
-        notes.append(Text(f"compiler: {compiler(measured)}"))
-        if measured.platform == "cpu":
-            notes.append(Text(CPU_WARNING, style="yellow"))
+    notes += closing_lines(
+        [m for o in outcomes for m in (o.a, o.b) if m], [o.numerics for o in outcomes if o.numerics]
+    )
     changes = [
         difference_view(f"{outcome.experiment.name}: what differs at the peak", outcome.buffers)
         for outcome in outcomes
         if outcome.buffers
     ]
     return Group(table, *changes, *notes)
+
+
+def closing_lines(measured: Sequence[Measurement], compared: Sequence[Numerics] = ()) -> list[Text]:
+    """What belongs under a table: compiler, blind spots, what does not fit, what is from a cache.
+
+    compared: checks of numbers, which count as figures of the cache too.
+    """
+    lines = [Text(f"compiler: {compiler(measured[0])}")] if measured else []
+    if measured and measured[0].platform == "cpu":
+        lines.append(Text(CPU_WARNING, style="yellow"))
+    lines += _too_large(measured)
+    once = {id(one): one.measured for one in measured}  # arms may share a program
+    results = [*once.values(), *(one.measured for one in compared)]
+    kept = sorted(filter(None, results))
+    if kept:
+        span = kept[0] if kept[0] == kept[-1] else f"{kept[0]} to {kept[-1]}"
+        lines.append(
+            Text(f"{len(kept)} of {len(results)} results were kept, from {span}; --fresh measures")
+        )
+    return lines
+
+
+def _too_large(measured: Sequence[Measurement]) -> list[Text]:
+    large = [one for one in measured if _exceeds(one)]
+    if not large:
+        return []
+    most, size = max(one.needed_bytes for one in large), large[0].device_memory_bytes
+    text = f"does not fit{TOO_LARGE}: {megabytes(most)} MB of arguments and heap, and a device has"
+    return [Text(f"{text} {megabytes(size)} MB", style="red")]
+
+
+def _exceeds(measurement: Measurement | None) -> bool:
+    return bool(measurement and measurement.exceeds_device_memory)
 
 
 def _name(outcome: Outcome) -> str:
