@@ -10,6 +10,7 @@ from nnx_pipeline.cli_options import (
     mesh_option,
     platform_option,
 )
+from nnx_pipeline.cli_report import check_reports, report_options, write_outcomes
 from nnx_pipeline.cli_support import Failed, compiler_errors, progress
 from nnx_pipeline.cli_sweep import run_sweep
 from nnx_pipeline.lab import report
@@ -34,6 +35,7 @@ from nnx_pipeline.mesh import MeshConfig
     help="Compile for each value of a config field, and fit a slope; further ones change along.",
 )
 @click.option("--fresh", is_flag=True, help="Measure again what an earlier run has kept.")
+@report_options
 @json_option
 def ab_command(
     names: tuple[str, ...],
@@ -44,6 +46,8 @@ def ab_command(
     platform: str,
     sweeps: tuple[str, ...],
     fresh: bool,
+    html_path: str | None,
+    chart_path: str | None,
     json_path: str | None,
 ) -> None:
     """Compile two arms that differ in one thing and compare their memory.
@@ -54,6 +58,7 @@ def ab_command(
     the arms do not compute the same.
     """
     report.check_writable(json_path, "--json")
+    check_reports(html_path, chart_path)
     if list_only:
         _list_experiments(json_path)
         return
@@ -80,6 +85,7 @@ def ab_command(
     report.show(report.outcomes_view(title, outcomes), json_path=json_path)
     entries = [outcome.to_json() for outcome in outcomes]
     report.emit_json(json_path, {"schema": 1, "platform": platform, "experiments": entries})
+    write_outcomes(title, outcomes, html_path, chart_path)
     failed = [outcome.experiment.name for outcome in outcomes if outcome.failed]
     if failed:
         raise Failed(f"failed: {', '.join(failed)}; the notes say why")

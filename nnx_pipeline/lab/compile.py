@@ -46,8 +46,8 @@ class Memory:
 class Measurement:
     """One compiled step, field by field what `compile --json` writes.
 
-    hlo: its program as text, empty where the measurement comes from a cache; fingerprint: the same
-    for the same program (see `hlo.fingerprint`). attribution: what its heap holds, None where the
+    hlo: its program as text, empty where the measurement comes from a cache, which keeps its
+    fingerprint instead. attribution: what its heap holds, None where the
     compiler wrote no buffer assignment. device_memory_bytes: what one device has, None where that
     is not known; the NVIDIA compiler compiles programs that are larger. measured: when, in ISO
     format, if it comes from a cache.
@@ -64,10 +64,15 @@ class Measurement:
     seconds: dict[str, float]
     versions: dict[str, str | None]
     hlo: str = dataclasses.field(repr=False)
-    fingerprint: str = dataclasses.field(default="", repr=False)
+    kept_fingerprint: str = dataclasses.field(default="", repr=False)
     attribution: Attribution | None = dataclasses.field(default=None, repr=False)
     device_memory_bytes: int | None = None
     measured: str | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same program, wherever in the source it comes from."""
+        return self.kept_fingerprint or fingerprint(self.hlo)
 
     @property
     def needed_bytes(self) -> int:
@@ -85,7 +90,7 @@ class Measurement:
     def to_json(self) -> dict[str, Any]:
         """The JSON of the contract."""
         fields = dataclasses.asdict(dataclasses.replace(self, hlo="", attribution=None))
-        for name in ("hlo", "fingerprint", "attribution", "measured"):
+        for name in ("hlo", "kept_fingerprint", "attribution", "measured"):
             del fields[name]
         return {"schema": 1, **fields, "exceeds_device_memory": self.exceeds_device_memory}
 
@@ -93,7 +98,7 @@ class Measurement:
         """All but the text of the program, as JSON can hold it."""
         fields = dataclasses.asdict(dataclasses.replace(self, hlo="", attribution=None))
         attribution = self.attribution.to_json() if self.attribution else None
-        return {**fields, "attribution": attribution}
+        return {**fields, "attribution": attribution, "kept_fingerprint": self.fingerprint}
 
     @classmethod
     def from_cache(cls, value: Mapping[str, Any], measured: str | None) -> "Measurement":
@@ -173,7 +178,6 @@ def measure_traced(
         seconds=clock.seconds,
         versions=_versions(platform),
         hlo=hlo,
-        fingerprint=fingerprint(hlo),
         attribution=attribute(buffers, module, memory.temp_bytes),
     )
 

@@ -200,8 +200,10 @@ def _line(pairs: list[tuple[float, float]]) -> Fit | None:
         return None
     x, y = np.array(pairs, np.float64).T
     deviation = x - x.mean()
+    if not np.ptp(y):
+        return Fit(slope=0.0, intercept=float(y[0]), r_squared=None)
     slope = float(deviation @ y / (deviation @ deviation))
     intercept = float(y.mean() - slope * x.mean())
     spread = float(np.sum((y - y.mean()) ** 2))
     left = float(np.sum((y - slope * x - intercept) ** 2))
-    return Fit(slope=slope, intercept=intercept, r_squared=1 - left / spread if spread else None)
+    return Fit(slope=slope, intercept=intercept, r_squared=1 - left / spread)

@@ -183,7 +183,7 @@ def thinned(points: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _steps(points: Sequence[tuple[int, int]], x: Axis, y: Axis) -> str:
     """What is live stays so until the next instruction: a line of steps."""
-    path = []
+    path: list[str] = []
     for position, size in points:
         across, up = _WIDTH * x.share(position), _HEIGHT * (1 - y.share(size / 1e6))
         path.append(f"M{across:.1f} {up:.1f}" if not path else f"H{across:.1f}V{up:.1f}")
