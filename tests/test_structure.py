@@ -26,7 +26,16 @@ LAYERS = (
     ("train",),
     ("lab",),
     ("lint",),
-    ("cli_support", "cli_options", "cli_functions", "cli_memory", "cli_sweep", "cli_ab", "cli"),
+    (
+        "cli_support",
+        "cli_options",
+        "cli_functions",
+        "cli_memory",
+        "cli_report",
+        "cli_sweep",
+        "cli_ab",
+        "cli",
+    ),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -1,5 +1,6 @@
 """Figures against a field of the config, and the line through them."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -10,11 +11,11 @@ from page_examples import attribution, measurement
 
 from nnx_pipeline import lab
 from nnx_pipeline.errors import InputError
-from nnx_pipeline.lab import compare
 from nnx_pipeline.lab.compile import Measurement
 from nnx_pipeline.lab.experiments import EXPERIMENTS
 from nnx_pipeline.lab.sweep import Point, Sweep, _line
 
+COMPARE = sys.modules["nnx_pipeline.lab.compare"]  # `lab.compare` is the function
 SWEEP = ("ab", "--mesh", "stage=2", "--sweep")
 
 
@@ -98,7 +99,7 @@ def test_a_point_that_fails_leaves_the_others(run: Run, monkeypatch: pytest.Monk
             raise RuntimeError("out of everything\nand more")
         return measurement(attribution(chunks), platform="cpu")
 
-    monkeypatch.setattr(compare, "measure_step", measured)
+    monkeypatch.setattr(COMPARE, "measure_step", measured)
     ended = run(*SWEEP, "train.loss_chunks=1,2,4", "--json", "-")
     assert ended.code == 1
     assert "train.loss_chunks=4: out of everything" in ended.err.splitlines()[-1]
@@ -119,7 +120,6 @@ def test_memory_per_microbatch_of_both_schedules() -> None:
     """Microbatches of one size: the circular schedule keeps each of them, 1F1B does not."""
     config = small_config(
         model={"num_layers": 2, "embed_dim": 32},
-        pipeline={"num_repeats": 1},
         train={"sequence_length": 64},
     )
     found = lab.sweep(

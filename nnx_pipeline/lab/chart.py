@@ -1,4 +1,4 @@
-"""Memory by role as a picture for a pull request; matplotlib is imported only when one is wanted."""
+"""Memory by role as a picture for a pull request; matplotlib is imported only if one is wanted."""
 
 import textwrap
 from collections.abc import Sequence

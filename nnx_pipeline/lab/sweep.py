@@ -206,4 +206,4 @@ def _line(pairs: list[tuple[float, float]]) -> Fit | None:
     intercept = float(y.mean() - slope * x.mean())
     spread = float(np.sum((y - y.mean()) ** 2))
     left = float(np.sum((y - slope * x - intercept) ** 2))
-    return Fit(slope=slope, intercept=intercept, r_squared=1 - left / spread)
+    return Fit(slope=slope, intercept=intercept, r_squared=1 - left / spread if spread else None)
