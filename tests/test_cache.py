@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import Run, small_config
+from helpers import Run, optax_promotion, small_config
 from page_examples import attribution, measurement
 
 from nnx_pipeline import MeshConfig, preset
@@ -219,7 +219,8 @@ def test_ab_measures_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_real_measurement_comes_back(tmp_path: Path) -> None:
     cache, said = Cache(tmp_path), []
     ask = (PROGRAM, MeshConfig(), CPU, cache, said.append)
-    first = measure_program(*ask)
+    with optax_promotion():
+        first = measure_program(*ask)
     assert isinstance(first, Measurement)
     assert said
     said.clear()
@@ -233,6 +234,7 @@ def test_a_real_measurement_comes_back(tmp_path: Path) -> None:
 def test_an_entry_of_another_form_is_measured_again(tmp_path: Path) -> None:
     cache = Cache(tmp_path)
     cache.put(key_of(CPU, "measurement", MeshConfig(), PROGRAM), {"memory": 3})
-    found = measure_program(PROGRAM, MeshConfig(), CPU, cache, lambda text: None)
+    with optax_promotion():
+        found = measure_program(PROGRAM, MeshConfig(), CPU, cache, lambda text: None)
     assert isinstance(found, Measurement)
     assert found.measured is None
