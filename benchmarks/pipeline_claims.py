@@ -43,8 +43,8 @@ ABOUT = f"""# The claims, measured
 Arm b does what the claim says is better: `holds` is fewer temp bytes in
 b, `opposite` more, `no effect` a difference below 1 %. On a TPU temp counts other memory spaces
 too, and the heap is the better figure: where the two disagree, a note says so. The last column is
-the largest difference of any loss or gradient between the arms, at `tiny` in float32 on 8 CPU
-devices. Made by
+the largest difference of any loss or gradient between the arms, at `tiny` on 8 CPU
+devices, in float32 but for `expert-sum`, which is compared in bfloat16. Made by
 
     python benchmarks/pipeline_claims.py
 

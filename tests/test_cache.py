@@ -221,12 +221,12 @@ def test_a_real_measurement_comes_back(tmp_path: Path) -> None:
     ask = (PROGRAM, MeshConfig(), CPU, cache, said.append)
     with optax_promotion():
         first = measure_program(*ask)
-    assert isinstance(first, Measurement)
-    assert said
-    said.clear()
-    second = measure_program(*ask)
-    assert isinstance(second, Measurement)
+        assert said
+        said.clear()
+        second = measure_program(*ask)
     assert not said
+    assert isinstance(first, Measurement)
+    assert isinstance(second, Measurement)
     assert second.to_json() == first.to_json()
     assert (second.attribution, second.fingerprint) == (first.attribution, first.fingerprint)
 

@@ -116,11 +116,12 @@ def test_a_point_that_fails_leaves_the_others(run: Run, monkeypatch: pytest.Monk
     assert "results were kept" in shown
 
 
+@pytest.mark.slow
 def test_memory_per_microbatch_of_both_schedules() -> None:
     """Microbatches of one size: the circular schedule keeps each of them, 1F1B does not."""
     config = small_config(
         model={"num_layers": 2, "embed_dim": 32},
-        train={"sequence_length": 64},
+        train={"sequence_length": 32},
     )
     with optax_promotion():
         found = lab.sweep(

@@ -66,8 +66,9 @@ class Experiment:
     claim: row of the source documents, or where else it stands. difference: in one sentence, with
     what `setup` brings. setup: what both arms need to show the difference. needs: mesh axes that
     must have two devices or more. by_default: whether it is in the short set. later: why it can be
-    named but not run, for what this version does not have. tolerance: how far losses
-    and gradients of the arms may lie apart at `tiny` in float32, relative to the largest value.
+    named but not run, for what this version does not have. numbers_in: dtype of the
+    model where losses and gradients are compared at `tiny`. tolerance: how far they may lie apart,
+    relative to the largest value.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Experiment:
     needs: tuple[str, ...] = ()
     by_default: bool = False
     later: str = ""
+    numbers_in: str = "float32"
     tolerance: float = 1e-5
 
     def programs(self, config: Config, mesh: MeshConfig) -> tuple[Program, Program]:

@@ -14,6 +14,7 @@ from nnx_pipeline.lab.arms import Experiment, Program
 from nnx_pipeline.lab.cache import Cache
 from nnx_pipeline.lab.cache_key import key_of
 from nnx_pipeline.lab.platform import Platform
+from nnx_pipeline.lab.settings import set_model
 from nnx_pipeline.mesh import MeshConfig
 from nnx_pipeline.presets import preset
 
@@ -37,7 +38,7 @@ class Numerics:
 
 
 def compare_numerics(experiment: Experiment, config: Config, cache: Cache) -> Numerics:
-    """Loss and gradients of both arms, from the same weights and batch, in float32.
+    """Loss and gradients of both arms, from the same weights and batch.
 
     They run at `tiny` with the pipeline of `config`, where that fits the eight devices.
     """
@@ -83,7 +84,7 @@ def _mesh_of_numbers(experiment: Experiment) -> MeshConfig:
 
 def _at_tiny(experiment: Experiment, config: Config, mesh: MeshConfig) -> tuple[Program, Program]:
     """Both arms at `tiny`, with the pipeline of `config` or one that fits the eight devices."""
-    tiny = preset("tiny")
+    tiny = set_model(dtype=experiment.numbers_in)(preset("tiny"))
     fitting = dataclasses.replace(config.pipeline, num_microbatches=8, num_repeats=2)
     try:
         like = dataclasses.replace(tiny, pipeline=config.pipeline)
