@@ -1,23 +1,27 @@
 """The command `ab`: two programs that differ in one thing, compared."""
 
+from typing import Any
+
 import click
 from rich.table import Table
 
 from nnx_pipeline.cli_options import (
     config_options,
     configured,
+    gemm_option,
     json_option,
     mesh_option,
     platform_option,
+    platforms,
 )
 from nnx_pipeline.cli_report import check_reports, report_options, write_outcomes
 from nnx_pipeline.cli_support import Failed, compiler_errors, progress
 from nnx_pipeline.cli_sweep import run_sweep
+from nnx_pipeline.errors import InputError
 from nnx_pipeline.lab import report
 from nnx_pipeline.lab.cache import Cache
 from nnx_pipeline.lab.compare import run_experiments
 from nnx_pipeline.lab.experiments import EXPERIMENTS, Experiment, choose
-from nnx_pipeline.lab.platform import Platform
 from nnx_pipeline.mesh import MeshConfig
 
 
@@ -27,6 +31,7 @@ from nnx_pipeline.mesh import MeshConfig
 @config_options("tiny")
 @mesh_option("stage=4,fsdp=2")
 @platform_option
+@gemm_option
 @click.option(
     "--sweep",
     "sweeps",
@@ -44,6 +49,7 @@ def ab_command(
     assignments: tuple[str, ...],
     mesh: str,
     platform: str,
+    gemm: str,
     sweeps: tuple[str, ...],
     fresh: bool,
     html_path: str | None,
@@ -64,31 +70,32 @@ def ab_command(
         return
     chosen = choose(names)
     config, mesh_config = configured(model, assignments), MeshConfig.parse(mesh)
-    target, cache = Platform.parse(platform), Cache.of_user(fresh=fresh)
+    targets, cache = platforms(platform, gemm), Cache.of_user(fresh=fresh)
     if sweeps:
+        if html_path or chart_path or len(targets) > 1:
+            raise InputError("--sweep goes without --html, --chart and --gemm both; leave them out")
         named = chosen if names else []
         title = f"{', '.join(names) or 'training step'} of {model} on {mesh_config}: per device"
+        (target,) = targets
         run_sweep(
             title, sweeps, named, config, mesh_config, target, cache=cache, json_path=json_path
         )
         return
     with progress() as say, compiler_errors():
-        outcomes = run_experiments(
-            chosen,
-            config,
-            mesh_config,
-            target,
-            cache=cache,
-            progress=say,
-        )
+        found = [
+            run_experiments(chosen, config, mesh_config, target, cache=cache, progress=say)
+            for target in targets
+        ]
     title = f"{model} on {mesh_config}, {platform}: memory of one training step per device"
-    report.show(report.outcomes_view(title, outcomes), json_path=json_path)
-    entries = [outcome.to_json() for outcome in outcomes]
-    report.emit_json(json_path, {"schema": 1, "platform": platform, "experiments": entries})
-    write_outcomes(title, outcomes, html_path, chart_path)
-    failed = [outcome.experiment.name for outcome in outcomes if outcome.failed]
+    result: dict[str, Any] = {"schema": 1, "platform": platform}
+    for key, outcomes in zip(("experiments", "experiments_cublas"), found, strict=False):
+        report.show(report.outcomes_view(title, outcomes), json_path=json_path)
+        result[key] = [outcome.to_json() for outcome in outcomes]
+    report.emit_json(json_path, result)
+    write_outcomes(title, found[0], html_path, chart_path)
+    failed = [one.experiment.name for outcomes in found for one in outcomes if one.failed]
     if failed:
-        raise Failed(f"failed: {', '.join(failed)}; the notes say why")
+        raise Failed(f"failed: {', '.join(dict.fromkeys(failed))}; the notes say why")
 
 
 def _list_experiments(json_path: str | None) -> None:

@@ -79,6 +79,7 @@ BAD = [
     (("train.loss_chunks=2,4", "--sweep", "train.global_batch=8"), "need as many"),
     (("train.loss_chunks=2,4", "--sweep", "train.loss_chunks=2,4"), "each field once"),
     (("train.loss_chunks=2,4", "norm-scale", "embedding"), "--sweep takes one experiment"),
+    (("train.loss_chunks=2,4", "--html", "x.html"), "--sweep goes without --html"),
     (("train.loss_chunks=2,4", "zero-1"), "give the mesh a data axis"),
 ]
 

@@ -39,7 +39,7 @@ def key_of(platform: Platform, *values: Any) -> str | None:
     if platform.kind == "local":
         return None
     try:
-        parts = [str(platform), *map(text_of, values)]
+        parts = [str(platform), platform.gemm, *map(text_of, values)]
     except Unnamed:
         return None
     parts += [_packages(), source(), *_flags()]

@@ -49,7 +49,8 @@ class Measurement:
     hlo: its program as text, empty where the measurement comes from a cache, which keeps its
     fingerprint instead. attribution: what its heap holds, None where the
     compiler wrote no buffer assignment. device_memory_bytes: what one device has, None where that
-    is not known; the NVIDIA compiler compiles programs that are larger. measured: when, in ISO
+    is not known; the NVIDIA compiler compiles programs that are larger. gemm: what NVIDIA's matrix
+    products are, see `Platform`; None elsewhere. measured: when, in ISO
     format, if it comes from a cache.
     """
 
@@ -67,6 +68,7 @@ class Measurement:
     kept_fingerprint: str = dataclasses.field(default="", repr=False)
     attribution: Attribution | None = dataclasses.field(default=None, repr=False)
     device_memory_bytes: int | None = None
+    gemm: str | None = None
     measured: str | None = None
 
     @property
@@ -159,7 +161,7 @@ def measure_traced(
     with clock("lower", "lowering it"):
         lowered = traced.lower()
     with clock("compile", f"compiling for {platform}"):
-        compiled, buffers = compile_with_dump(lowered)
+        compiled, buffers = compile_with_dump(lowered, platform.compiler_options)
     clock.progress("reading the compiled program")
     hlo = compiled.as_text() or ""
     module = parse(hlo)
@@ -175,6 +177,7 @@ def measure_traced(
         bytes_accessed=costs.get("bytes accessed"),
         collectives=collective_counts(module),
         device_memory_bytes=platform.memory_bytes(),
+        gemm=platform.gemm if platform.kind == "cuda" else None,
         seconds=clock.seconds,
         versions=_versions(platform),
         hlo=hlo,

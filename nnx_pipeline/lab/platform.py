@@ -19,6 +19,7 @@ from nnx_pipeline.errors import InputError, nearest
 
 KINDS = ("cpu", "tpu", "cuda", "local")
 CUDA_TARGETS = ("h100", "h200")
+GEMMS = ("triton", "cublas")
 
 # Without the first, libtpu asks a metadata server that is not there; the next two name a host and a
 # slice so that it does not warn; the last lets several processes compile at the same time.
@@ -39,12 +40,14 @@ class Platform:
     """A compiler and the devices it compiles for.
 
     kind: `cpu`, `tpu`, `cuda` or `local`. target: the TPU generation or the GPU. topology: what the
-    target consists of, as its compiler wants it.
+    target consists of, as its compiler wants it. gemm: what NVIDIA's matrix products become. Which
+    one is taken on a device is decided there by trying; without one it is Triton.
     """
 
     kind: str
     target: str = ""
     topology: str = ""
+    gemm: str = "triton"
 
     @classmethod
     def parse(cls, text: str) -> "Platform":
@@ -92,6 +95,12 @@ class Platform:
         if self.kind == "cpu":
             return jax.devices("cpu")
         return _tpu_devices(self) if self.kind == "tpu" else _cuda_devices(self)
+
+    @property
+    def compiler_options(self) -> dict[str, str | bool]:
+        """What the compiler is asked for beyond its defaults."""
+        cublas = self.kind == "cuda" and self.gemm == "cublas"
+        return {"xla_gpu_enable_triton_gemm": False} if cublas else {}
 
     def memory_bytes(self) -> int | None:
         """Device memory of one device; None where that is not known."""

@@ -23,6 +23,7 @@ CPU_WARNING = (
     "Compare on a TPU or NVIDIA platform."
 )
 TOO_LARGE = " ✗"
+GEMM_NAMES = {"triton": "Triton", "cublas": "cuBLASLt"}
 MEMORY_ROWS = (
     ("arguments", "argument_bytes"),
     ("temp", "temp_bytes"),
@@ -64,7 +65,7 @@ def measurement_view(title: str, measurement: Measurement) -> RenderableType:
     ]
     if measurement.platform == "cpu":
         lines.append(Text(CPU_WARNING, style="yellow"))
-    lines += _too_large([measurement])
+    lines += [*_gemm(measurement), *_too_large([measurement])]
     return Group(*lines)
 
 
@@ -114,7 +115,7 @@ def closing_lines(measured: Sequence[Measurement], compared: Sequence[Numerics] 
     lines = [Text(f"compiler: {compiler(measured[0])}")] if measured else []
     if measured and measured[0].platform == "cpu":
         lines.append(Text(CPU_WARNING, style="yellow"))
-    lines += _too_large(measured)
+    lines += [*(_gemm(measured[0]) if measured else []), *_too_large(measured)]
     once = {id(one): one.measured for one in measured}  # arms may share a program
     results = [*once.values(), *(one.measured for one in compared)]
     kept = sorted(filter(None, results))
@@ -124,6 +125,13 @@ def closing_lines(measured: Sequence[Measurement], compared: Sequence[Numerics] 
             Text(f"{len(kept)} of {len(results)} results were kept, from {span}; --fresh measures")
         )
     return lines
+
+
+def _gemm(measurement: Measurement) -> list[Text]:
+    if measurement.gemm is None:
+        return []
+    text = f"matrix products by {GEMM_NAMES[measurement.gemm]}"
+    return [Text(f"{text}; a device would choose by trying, --gemm both shows the band")]
 
 
 def _too_large(measured: Sequence[Measurement]) -> list[Text]:
