@@ -44,7 +44,8 @@ EXPERTS = (
         name="expert-sum",
         claim="S2.1",
         difference="the outputs of the experts add up in float32, or in the model's dtype, which "
-        "rounds at each expert; their numbers are compared in bfloat16",
+        "rounds after each expert: with two per token once, as float32 does at the end; their "
+        "numbers are compared in bfloat16",
         a=Arm(label="float32", parts=_experts(sum_dtype="float32")),
         b=Arm(label="model dtype", parts=_experts(sum_dtype=None)),
         setup=_routed,
