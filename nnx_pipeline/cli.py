@@ -11,23 +11,24 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from nnx_pipeline.cli_ab import ab_command
 from nnx_pipeline.cli_functions import compare_command, lint_command, measure_command
 from nnx_pipeline.cli_memory import memory_command
 from nnx_pipeline.cli_options import (
     config_options,
     configured,
+    gemm_option,
     json_option,
     mesh_option,
     platform_option,
+    platforms,
 )
 from nnx_pipeline.cli_support import Failed, compiler_errors, main_of, progress
 from nnx_pipeline.config import to_dict
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.files import write_text
 from nnx_pipeline.lab import report
-from nnx_pipeline.lab.compare import run_experiments
 from nnx_pipeline.lab.compile import measure_step
-from nnx_pipeline.lab.experiments import EXPERIMENTS, choose
 from nnx_pipeline.lab.platform import Platform
 from nnx_pipeline.mesh import MeshConfig, make_mesh
 from nnx_pipeline.pipeline import make_schedule
@@ -93,6 +94,7 @@ def models(json_path: str | None) -> None:
 @config_options(None)
 @mesh_option("")
 @platform_option
+@gemm_option
 @click.option("--hlo", "hlo_path", metavar="PATH", help="Write the optimized program as text.")
 @json_option
 def compile_command(
@@ -100,74 +102,27 @@ def compile_command(
     assignments: tuple[str, ...],
     mesh: str,
     platform: str,
+    gemm: str,
     hlo_path: str | None,
     json_path: str | None,
 ) -> None:
-    """Compile one training step and report its memory, products and collectives."""
+    """Compile one training step and report its memory, products and collectives.
+
+    With --gemm both the JSON has the second program under `other_gemm`.
+    """
     config, mesh_config = configured(model, assignments), MeshConfig.parse(mesh)
     report.check_writable(json_path, "--json")
     report.check_writable(hlo_path, "--hlo")
+    targets = platforms(platform, gemm)
     with progress() as say, compiler_errors():
-        result = measure_step(config, mesh_config, Platform.parse(platform), progress=say)
-    title = f"one training step of {model} on {mesh_config}"
-    report.show(report.measurement_view(title, result), json_path=json_path)
-    report.emit_json(json_path, result.to_json())
+        results = [measure_step(config, mesh_config, target, progress=say) for target in targets]
+    title, (result, *others) = f"one training step of {model} on {mesh_config}", results
+    for each in results:
+        report.show(report.measurement_view(title, each), json_path=json_path)
+    more = {"other_gemm": others[0].to_json()} if others else {}
+    report.emit_json(json_path, {**result.to_json(), **more})
     if hlo_path:
         write_text(hlo_path, result.hlo)
-
-
-@cli.command(epilog="Example: nnx-pipeline ab stage-vmap --platform tpu:v5p:2x2x2")
-@click.argument("names", nargs=-1, metavar="[EXPERIMENT …]")
-@click.option("--list", "list_only", is_flag=True, help="Name, claim and difference of each.")
-@config_options("tiny")
-@mesh_option("stage=4,fsdp=2")
-@platform_option
-@json_option
-def ab(
-    names: tuple[str, ...],
-    list_only: bool,
-    model: str,
-    assignments: tuple[str, ...],
-    mesh: str,
-    platform: str,
-    json_path: str | None,
-) -> None:
-    """Compile two arms that differ in one thing and compare their memory.
-
-    Without names a short set runs, with `all` every experiment. Exit 1 when an arm did not compile
-    or the arms do not compute the same.
-    """
-    report.check_writable(json_path, "--json")
-    if list_only:
-        _list_experiments(json_path)
-        return
-    chosen = choose(names)
-    config, mesh_config = configured(model, assignments), MeshConfig.parse(mesh)
-    with progress() as say, compiler_errors():
-        outcomes = run_experiments(
-            chosen, config, mesh_config, Platform.parse(platform), progress=say
-        )
-    title = f"{model} on {mesh_config}, {platform}: memory of one training step per device"
-    report.show(report.outcomes_view(title, outcomes), json_path=json_path)
-    entries = [outcome.to_json() for outcome in outcomes]
-    report.emit_json(json_path, {"schema": 1, "platform": platform, "experiments": entries})
-    failed = [outcome.experiment.name for outcome in outcomes if outcome.failed]
-    if failed:
-        raise Failed(f"failed: {', '.join(failed)}; the notes say why")
-
-
-def _list_experiments(json_path: str | None) -> None:
-    table = Table()
-    for column in ("experiment", "claim", "difference"):
-        table.add_column(column)
-    for item in EXPERIMENTS.values():
-        table.add_row(item.name, item.claim, item.difference)
-    report.show(table, json_path=json_path)
-    rows = [
-        {"name": item.name, "claim": item.claim, "difference": item.difference}
-        for item in EXPERIMENTS.values()
-    ]
-    report.emit_json(json_path, {"schema": 1, "experiments": rows})
 
 
 @cli.command(epilog="Example: nnx-pipeline train --model tiny --mesh stage=4,fsdp=2 --steps 50")
@@ -278,7 +233,7 @@ def _count(parameters: int) -> str:
     return f"{parameters / 1e6:.2f} M"
 
 
-for command in (measure_command, compare_command, memory_command, lint_command):
+for command in (ab_command, measure_command, compare_command, memory_command, lint_command):
     cli.add_command(command)
 
 main = main_of(cli, "nnx-pipeline")

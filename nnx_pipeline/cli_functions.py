@@ -13,6 +13,7 @@ from nnx_pipeline.cli_options import (
     mesh_option,
     platform_option,
 )
+from nnx_pipeline.cli_report import check_reports, report_options, write_outcomes
 from nnx_pipeline.cli_support import Failed, compiler_errors, progress
 from nnx_pipeline.config import to_dict
 from nnx_pipeline.errors import InputError
@@ -87,6 +88,7 @@ def measure_command(
 @inputs_options
 @mesh_option("")
 @platform_option
+@report_options
 @json_option
 def compare_command(
     function_a: str,
@@ -95,6 +97,8 @@ def compare_command(
     arguments: tuple[str, ...],
     mesh: str,
     platform: str,
+    html_path: str | None,
+    chart_path: str | None,
     json_path: str | None,
 ) -> None:
     """Compile two functions of the same arguments and compare their memory.
@@ -102,6 +106,7 @@ def compare_command(
     Their numbers are not compared. Exit 1 when one of them did not compile.
     """
     report.check_writable(json_path, "--json")
+    check_reports(html_path, chart_path)
     target = Platform.parse(platform)
     with progress() as say, compiler_errors():
         grid = _grid(mesh, target)
@@ -112,6 +117,7 @@ def compare_command(
     report.show(report.outcomes_view(title, [outcome]), json_path=json_path)
     entry = outcome.to_json()
     report.emit_json(json_path, {"schema": 1, "platform": platform, "experiments": [entry]})
+    write_outcomes(title, [outcome], html_path, chart_path)
     if outcome.failed:
         raise Failed(outcome.note)
 

@@ -10,6 +10,7 @@ from nnx_pipeline.cli_options import (
     mesh_option,
     platform_option,
 )
+from nnx_pipeline.cli_report import check_reports, report_options, write_measurement
 from nnx_pipeline.cli_support import Failed, compiler_errors, progress
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.lab import report
@@ -39,6 +40,7 @@ from nnx_pipeline.mesh import MeshConfig
     metavar="N",
     help="Rows of the table; what is left is one row.",
 )
+@report_options
 @json_option
 def memory_command(
     function: str | None,
@@ -49,6 +51,8 @@ def memory_command(
     mesh: str,
     platform: str,
     top: int,
+    html_path: str | None,
+    chart_path: str | None,
     json_path: str | None,
 ) -> None:
     """Say what the device memory holds at its peak: buffer, bytes, role, line of source.
@@ -57,6 +61,7 @@ def memory_command(
     as one with their number; JSON has every buffer.
     """
     report.check_writable(json_path, "--json")
+    check_reports(html_path, chart_path)
     if (function is None) == (model is None):
         raise InputError("memory looks at one thing: give --model PRESET or MODULE:FUNCTION")
     if model is not None and (inputs or arguments):
@@ -78,10 +83,11 @@ def memory_command(
             f"{platform} gave no buffer assignment; a program from JAX's persistent compilation "
             "cache has none: unset jax_compilation_cache_dir"
         )
-    title = f"{title}, {report.compiler(result)}"
-    report.show(memory_view(title, result.attribution, top=top), json_path=json_path)
+    named = f"{title}, {report.compiler(result)}"
+    report.show(memory_view(named, result.attribution, top=top), json_path=json_path)
     buffers = result.attribution.to_json()
     report.emit_json(json_path, {**result.to_json(), "buffers": buffers})
+    write_measurement(title, result, top, html_path, chart_path)
 
 
 def _measure_function(

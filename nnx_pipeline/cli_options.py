@@ -1,11 +1,14 @@
 """Options that several commands have, and what they stand for."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import click
 
 from nnx_pipeline.config import Config
+from nnx_pipeline.errors import InputError, nearest
+from nnx_pipeline.lab.platform import GEMMS, Platform
 from nnx_pipeline.overrides import apply_overrides, parse_overrides
 from nnx_pipeline.presets import preset
 
@@ -57,6 +60,27 @@ def platform_option(command: Command) -> Command:
         metavar="PLATFORM",
         help="cpu, local, tpu:v5p:2x2x2, cuda:h100:8 …",
     )(command)
+
+
+def gemm_option(command: Command) -> Command:
+    return click.option(
+        "--gemm",
+        default="triton",
+        show_default=True,
+        metavar="triton|cublas|both",
+        help="What matrix products become on NVIDIA platforms, where no device can try.",
+    )(command)
+
+
+def platforms(text: str, gemm: str) -> list[Platform]:
+    """The platform, twice for `--gemm both`; InputError as in `Platform.parse`."""
+    platform = Platform.parse(text)
+    if gemm not in (*GEMMS, "both"):
+        raise InputError(f"--gemm {gemm!r} is not known; {nearest(gemm, [*GEMMS, 'both'])}")
+    if gemm != "triton" and platform.kind != "cuda":
+        raise InputError(f"--gemm {gemm} is of NVIDIA platforms; leave it out with {text}")
+    chosen = GEMMS if gemm == "both" else (gemm,)
+    return [dataclasses.replace(platform, gemm=one) for one in chosen]
 
 
 def configured(model: str, assignments: tuple[str, ...]) -> Config:

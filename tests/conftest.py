@@ -8,6 +8,7 @@ of `nnx_pipeline.ops` are checked at every call.
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -32,6 +33,12 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.devices()  # the number of devices is final from here on
 
 jaxtyping.install_import_hook("nnx_pipeline.ops", "beartype.beartype")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No test finds what a user, or another test, has measured before."""
+    monkeypatch.setenv("NNX_PIPELINE_CACHE", str(tmp_path.with_name(f"{tmp_path.name}-cache")))
 
 
 @pytest.fixture(autouse=True, scope="module")

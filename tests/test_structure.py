@@ -28,7 +28,16 @@ LAYERS = (
     ("lab",),
     ("lint",),
     ("budget_fixture", "pytest_plugin"),
-    ("cli_support", "cli_options", "cli_functions", "cli_memory", "cli"),
+    (
+        "cli_support",
+        "cli_options",
+        "cli_functions",
+        "cli_memory",
+        "cli_report",
+        "cli_sweep",
+        "cli_ab",
+        "cli",
+    ),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

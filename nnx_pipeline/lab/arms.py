@@ -14,25 +14,42 @@ Setup = Callable[[Config, MeshConfig], Config]
 
 
 class Program(NamedTuple):
-    """All that decides which training step is compiled on a mesh."""
+    """All that decides which training step is compiled on a mesh.
+
+    segment_ids: whether a batch has them, as where several documents share a row. environment:
+    variables that must be set before anything is imported; a process of its own has them.
+    """
 
     config: Config
-    parts: Parts
-    layout: Layout
+    parts: Parts = Parts()
+    layout: Layout = Layout()
+    segment_ids: bool = False
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One side of an experiment: how it changes the config, the model's parts or its layout."""
+    """One side of an experiment: how it changes the config, the model's parts or its layout.
+
+    segment_ids, environment: see `Program`. An arm with an environment changes nothing else but
+    the config.
+    """
 
     label: str
     configure: Callable[[Config], Config] = lambda config: config
     parts: Parts = field(default_factory=Parts)
     layout: Layout = field(default_factory=Layout)
+    segment_ids: bool = False
+    environment: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.environment and (self.parts, self.layout) != (Parts(), Layout()):
+            raise ValueError(f"arm {self.label}: functions do not reach another process")
 
     def program(self, config: Config) -> Program:
         """The program of this arm; InputError where the change does not go with the config."""
-        return Program(self.configure(config), self.parts, self.layout)
+        changed = self.configure(config)
+        return Program(changed, self.parts, self.layout, self.segment_ids, self.environment)
 
 
 _WHAT = {
@@ -48,8 +65,10 @@ class Experiment:
 
     claim: row of the source documents, or where else it stands. difference: in one sentence, with
     what `setup` brings. setup: what both arms need to show the difference. needs: mesh axes that
-    must have two devices or more. tolerance: how far losses and gradients of the arms may lie apart
-    at `tiny` in float32, relative to the largest value.
+    must have two devices or more. by_default: whether it is in the short set. later: why it can be
+    named but not run, for what this version does not have. numbers_in: dtype of the
+    model where losses and gradients are compared at `tiny`. tolerance: how far they may lie apart,
+    relative to the largest value.
     """
 
     name: str
@@ -59,7 +78,9 @@ class Experiment:
     b: Arm
     setup: Setup = lambda config, mesh: config
     needs: tuple[str, ...] = ()
-    by_default: bool = True
+    by_default: bool = False
+    later: str = ""
+    numbers_in: str = "float32"
     tolerance: float = 1e-5
 
     def programs(self, config: Config, mesh: MeshConfig) -> tuple[Program, Program]:
@@ -68,6 +89,8 @@ class Experiment:
         Raises InputError when the experiment says nothing there: a mesh without the axes it is
         about, or a config that its arms or its setup contradict.
         """
+        if self.later:
+            raise InputError(self.later)
         for axis in self.needs:
             if mesh.sizes()[axis] == 1:
                 what = _WHAT[axis]

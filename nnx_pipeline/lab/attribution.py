@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,15 @@ class Attribution:
     def to_json(self) -> dict[str, Any]:
         """Every field, and the totals by role."""
         return {**dataclasses.asdict(self), "by_role": self.by_role()}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Attribution:
+        """The inverse of `to_json`; KeyError or TypeError for what that has not written."""
+        fields = {name: item for name, item in value.items() if name != "by_role"}
+        for name in ("buffers", "other"):
+            fields[name] = tuple(Buffer(**row) for row in fields[name])
+        fields["timeline"] = tuple((position, size) for position, size in fields["timeline"])
+        return cls(**fields)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,46 +1,22 @@
 """Every claim that the lab puts to the test, as an experiment with one difference."""
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from nnx_pipeline.config import Config
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.lab import loop_variants, variants
-from nnx_pipeline.lab.arms import Arm, Experiment, Setup
+from nnx_pipeline.lab.arms import Arm, Experiment
+from nnx_pipeline.lab.layer_claims import LAYERS
+from nnx_pipeline.lab.settings import in_both, set_pipeline, set_train
 from nnx_pipeline.mesh import MeshConfig
 from nnx_pipeline.modules import Parts
 from nnx_pipeline.pipeline.loop_parts import LoopParts
 from nnx_pipeline.sharding import place
 
 
-def _pipeline(**fields: Any) -> Callable[[Config], Config]:
-    return lambda config: dataclasses.replace(
-        config, pipeline=dataclasses.replace(config.pipeline, **fields)
-    )
-
-
-def _model(**fields: Any) -> Callable[[Config], Config]:
-    return lambda config: dataclasses.replace(
-        config, model=dataclasses.replace(config.model, **fields)
-    )
-
-
-def _train(**fields: Any) -> Callable[[Config], Config]:
-    return lambda config: dataclasses.replace(
-        config, train=dataclasses.replace(config.train, **fields)
-    )
-
-
-def _both(**fields: Any) -> Setup:
-    """A setup that sets these fields of the pipeline in both arms."""
-    configure = _pipeline(**fields)
-    return lambda config, mesh: configure(config)
-
-
 def _one_repeat(config: Config, mesh: MeshConfig) -> Config:
     """One repeat, and so as many layers per stage as there can be: two or more."""
-    config = _pipeline(num_repeats=1)(config)
+    config = set_pipeline(num_repeats=1)(config)
     layers = config.layers_per_stage(mesh.stage)
     if layers < 2:
         raise InputError(
@@ -51,7 +27,7 @@ def _one_repeat(config: Config, mesh: MeshConfig) -> Config:
 
 
 def _one_layer_per_stage(config: Config, mesh: MeshConfig) -> Config:
-    return _pipeline(num_repeats=max(config.model.num_layers // mesh.stage, 1))(config)
+    return set_pipeline(num_repeats=max(config.model.num_layers // mesh.stage, 1))(config)
 
 
 def _loop(**parts: Any) -> Parts:
@@ -71,17 +47,17 @@ def _circular(config: Config, mesh: MeshConfig) -> Config:
 def _two_repeats(config: Config, mesh: MeshConfig) -> Config:
     """Two repeats, unless the config already has several."""
     repeats = max(config.pipeline.num_repeats, 2)
-    return _pipeline(num_repeats=repeats)(_circular(config, mesh))
+    return set_pipeline(num_repeats=repeats)(_circular(config, mesh))
 
 
 def _ahead(config: Config, mesh: MeshConfig) -> Config:
-    return _pipeline(backward="accumulate")(_two_repeats(config, mesh))
+    return set_pipeline(backward="accumulate")(_two_repeats(config, mesh))
 
 
 def _room_for_delay(config: Config, mesh: MeshConfig) -> Config:
     """The same number of microbatches in both arms, as many as the longer delay needs."""
     microbatches = config.pipeline.num_microbatches or 2 * mesh.stage
-    return _pipeline(num_microbatches=microbatches)(config)
+    return set_pipeline(num_microbatches=microbatches)(config)
 
 
 SCHEDULES = (
@@ -90,32 +66,29 @@ SCHEDULES = (
         claim="design",
         difference="each stage forwards all microbatches before it takes one back, or one of each "
         "per tick (1F1B); both with one repeat",
-        a=Arm(label="circular", configure=_pipeline(schedule="circular")),
-        b=Arm(label="1f1b", configure=_pipeline(schedule="1f1b")),
-        setup=_both(num_repeats=1),
+        a=Arm(label="circular", configure=set_pipeline(schedule="circular")),
+        b=Arm(label="1f1b", configure=set_pipeline(schedule="1f1b")),
+        setup=in_both(num_repeats=1),
         needs=("stage",),
-        by_default=False,
     ),
     Experiment(
         name="delay",
         claim="S5",
         difference="activations arrive one tick after they are sent, or two, which is to hide the "
         "transfer and may cost memory; both with the microbatches that two ticks need",
-        a=Arm(label="1 tick", configure=_pipeline(forwarding_delay=1)),
-        b=Arm(label="2 ticks", configure=_pipeline(forwarding_delay=2)),
+        a=Arm(label="1 tick", configure=set_pipeline(forwarding_delay=1)),
+        b=Arm(label="2 ticks", configure=set_pipeline(forwarding_delay=2)),
         setup=_room_for_delay,
         needs=("stage",),
-        by_default=False,
     ),
     Experiment(
         name="backward",
         claim="S3.2",
         difference="the ticks are differentiated by JAX, or by hand with one gradient buffer per "
         "parameter that is added to in place",
-        a=Arm(label="autodiff", configure=_pipeline(backward="autodiff")),
-        b=Arm(label="accumulate", configure=_pipeline(backward="accumulate")),
+        a=Arm(label="autodiff", configure=set_pipeline(backward="autodiff")),
+        b=Arm(label="accumulate", configure=set_pipeline(backward="accumulate")),
         needs=("stage",),
-        by_default=False,
     ),
     Experiment(
         name="ticks",
@@ -125,7 +98,6 @@ SCHEDULES = (
         b=Arm(label="scan"),
         setup=_circular,
         needs=("stage",),
-        by_default=False,
     ),
     Experiment(
         name="repeats",
@@ -136,7 +108,6 @@ SCHEDULES = (
         b=Arm(label="one scan"),
         setup=_two_repeats,
         needs=("stage",),
-        by_default=False,
     ),
 )
 
@@ -145,18 +116,18 @@ TRANSFERS = (
         name="stage-shift",
         claim="S1.1",
         difference="activations reach the next stage by ppermute in a shard_map, or by slices",
-        a=Arm(label="ppermute", configure=_pipeline(shift="ppermute")),
-        b=Arm(label="slice", configure=_pipeline(shift="slice")),
+        a=Arm(label="ppermute", configure=set_pipeline(shift="ppermute")),
+        b=Arm(label="slice", configure=set_pipeline(shift="slice")),
         needs=("stage",),
+        by_default=True,
     ),
     Experiment(
         name="stage-shift-pad",
         claim="S1.1",
         difference="activations reach the next stage by ppermute, or by padding and a slice",
-        a=Arm(label="ppermute", configure=_pipeline(shift="ppermute")),
-        b=Arm(label="pad", configure=_pipeline(shift="pad")),
+        a=Arm(label="ppermute", configure=set_pipeline(shift="ppermute")),
+        b=Arm(label="pad", configure=set_pipeline(shift="pad")),
         needs=("stage",),
-        by_default=False,
     ),
 )
 
@@ -170,39 +141,35 @@ WEIGHTS = (
         b=Arm(label="slice"),
         setup=_two_repeats,
         needs=("stage",),
-        by_default=False,
     ),
     Experiment(
         name="weights-per-step",
         claim="S4.3",
         difference="weights are gathered over fsdp at each use, or once per step, which saves "
         "transfers and may cost memory; both with backward=accumulate",
-        a=Arm(label="per use", configure=_pipeline(fsdp_gather="use")),
-        b=Arm(label="per step", configure=_pipeline(fsdp_gather="step")),
-        setup=_both(backward="accumulate"),
+        a=Arm(label="per use", configure=set_pipeline(fsdp_gather="use")),
+        b=Arm(label="per step", configure=set_pipeline(fsdp_gather="step")),
+        setup=in_both(backward="accumulate"),
         needs=("stage", "fsdp"),
-        by_default=False,
     ),
     Experiment(
         name="weights-ahead",
         claim="S3.1",
         difference="weights are gathered over fsdp at each use, or repeat by repeat, the next one "
         "while the present one is in use; both with backward=accumulate and two repeats or more",
-        a=Arm(label="per use", configure=_pipeline(fsdp_gather="use")),
-        b=Arm(label="ahead", configure=_pipeline(fsdp_gather="prefetch")),
+        a=Arm(label="per use", configure=set_pipeline(fsdp_gather="use")),
+        b=Arm(label="ahead", configure=set_pipeline(fsdp_gather="prefetch")),
         setup=_ahead,
         needs=("stage", "fsdp"),
-        by_default=False,
     ),
     Experiment(
         name="zero-1",
         claim="S4.2",
         difference="every device along data has the whole state of the optimizer, or a part of it "
         "(train.shard_optimizer_over_data)",
-        a=Arm(label="whole", configure=_train(shard_optimizer_over_data=False)),
-        b=Arm(label="sharded", configure=_train(shard_optimizer_over_data=True)),
+        a=Arm(label="whole", configure=set_train(shard_optimizer_over_data=False)),
+        b=Arm(label="sharded", configure=set_train(shard_optimizer_over_data=True)),
         needs=("data",),
-        by_default=False,
     ),
 )
 
@@ -212,22 +179,20 @@ REMAT = (
         claim="S1.3",
         difference="the input of each layer of a stage is kept for the backward pass, or not; both "
         "with one repeat, for several layers per stage",
-        a=Arm(label="kept", configure=_pipeline(save_decoder_layer_input=True)),
-        b=Arm(label="recomputed", configure=_pipeline(save_decoder_layer_input=False)),
+        a=Arm(label="kept", configure=set_pipeline(save_decoder_layer_input=True)),
+        b=Arm(label="recomputed", configure=set_pipeline(save_decoder_layer_input=False)),
         setup=_one_repeat,
         needs=("stage",),
-        by_default=False,
     ),
     Experiment(
         name="qkv-offload",
         claim="S5",
         difference="queries, keys and values are kept in device memory, or in host memory; both "
         "with one layer per stage, as several would run in a loop or one after the other",
-        a=Arm(label="device", configure=_pipeline(remat="save_qkv_proj")),
-        b=Arm(label="host", configure=_pipeline(remat="qkv_proj_offloaded")),
+        a=Arm(label="device", configure=set_pipeline(remat="save_qkv_proj")),
+        b=Arm(label="host", configure=set_pipeline(remat="qkv_proj_offloaded")),
         setup=_one_layer_per_stage,
         needs=("stage",),
-        by_default=False,
     ),
 )
 
@@ -241,15 +206,13 @@ SHARDING = (
         b=Arm(label="dropped"),
         setup=_circular,
         needs=("stage",),
-        by_default=False,
     ),
     Experiment(
         name="sharding-mode",
         claim="S4.1",
         difference="shardings are found by the compiler from constraints, or are in the types",
-        a=Arm(label="auto", configure=_pipeline(sharding="auto")),
-        b=Arm(label="explicit", configure=_pipeline(sharding="explicit")),
-        by_default=False,
+        a=Arm(label="auto", configure=set_pipeline(sharding="auto")),
+        b=Arm(label="explicit", configure=set_pipeline(sharding="explicit")),
     ),
     Experiment(
         name="trivial-specs",
@@ -258,9 +221,8 @@ SHARDING = (
         "and with fsdp_gather=step, where the specs of a stage's activations spread nothing",
         a=Arm(label="kept", parts=Parts(constrain=place)),
         b=Arm(label="skipped"),
-        setup=_both(sharding="auto", fsdp_gather="step", backward="accumulate"),
+        setup=in_both(sharding="auto", fsdp_gather="step", backward="accumulate"),
         needs=("stage",),
-        by_default=False,
     ),
     Experiment(
         name="size-one-axes",
@@ -269,8 +231,7 @@ SHARDING = (
         "auto mode, because in explicit mode the axes are part of the type and must match",
         a=Arm(label="named", layout=variants.SizeOneAxes()),
         b=Arm(label="left out"),
-        setup=_both(sharding="auto"),
-        by_default=False,
+        setup=in_both(sharding="auto"),
     ),
     Experiment(
         name="stage-metadata",
@@ -280,7 +241,6 @@ SHARDING = (
         a=Arm(label="stripped", parts=Parts(over_stages=variants.over_stages_stripped)),
         b=Arm(label="as it is"),
         needs=("stage",),
-        by_default=False,
     ),
     Experiment(
         name="stage-vmap",
@@ -289,31 +249,7 @@ SHARDING = (
         a=Arm(label="nnx.vmap", parts=Parts(over_stages=variants.over_stages_by_nnx_vmap)),
         b=Arm(label="jax.vmap"),
         needs=("stage",),
-    ),
-)
-
-LAYERS = (
-    Experiment(
-        name="embedding",
-        claim="S2.7",
-        difference="tokens are looked up by a one-hot product, or by a gather",
-        a=Arm(label="one-hot", configure=_model(embedding="one_hot")),
-        b=Arm(label="gather", configure=_model(embedding="gather")),
-        by_default=False,
-    ),
-    Experiment(
-        name="norm-scale",
-        claim="S2.5",
-        difference="RMSNorm applies its scale by an einsum, or by a product",
-        a=Arm(label="einsum", parts=Parts(apply_norm_scale=variants.einsum_scale)),
-        b=Arm(label="multiply"),
-    ),
-    Experiment(
-        name="loss-chunks",
-        claim="design",
-        difference="cross-entropy sees all logits at once, or one chunk of the sequence",
-        a=Arm(label="full logits", parts=Parts(loss=variants.full_cross_entropy)),
-        b=Arm(label="chunked"),
+        by_default=True,
     ),
 )
 

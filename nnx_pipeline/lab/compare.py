@@ -1,43 +1,27 @@
 """Run an experiment: compile both arms, check that they compute the same, give the verdict."""
 
 import dataclasses
-import functools
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from nnx_pipeline.config import Config
 from nnx_pipeline.errors import InputError
+from nnx_pipeline.lab import worker
 from nnx_pipeline.lab.arms import Experiment, Program
 from nnx_pipeline.lab.attribution import BufferDifference, difference
+from nnx_pipeline.lab.cache import Cache
+from nnx_pipeline.lab.cache_key import key_of
 from nnx_pipeline.lab.compile import Measurement, Progress, measure_step
+from nnx_pipeline.lab.numerics import VIRTUAL_CPUS, Numerics, compare_numerics
 from nnx_pipeline.lab.platform import Platform
-from nnx_pipeline.mesh import MeshConfig, make_mesh
-from nnx_pipeline.presets import preset
-from nnx_pipeline.train import loss_and_gradients, make_state
-from nnx_pipeline.train.data import learnable_batches
+from nnx_pipeline.mesh import MeshConfig
 
 NOT_APPLICABLE = "not applicable"
+NO_CACHE = Cache(None)
 NO_EFFECT = 0.01  # a relative difference of temp bytes below this is no effect
-VIRTUAL_CPUS = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class Numerics:
-    """Loss and gradients of the arms at `tiny` on CPU devices.
-
-    max_abs_diff: the largest difference of any value. within_tolerance: whether it is at most the
-    experiment's tolerance times the largest gradient or loss.
-    """
-
-    max_abs_diff: float
-    bitwise_equal: bool
-    within_tolerance: bool
-    mesh: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +55,10 @@ class Outcome:
             "claim": self.experiment.claim,
             "difference": self.experiment.difference,
             "arms": {
-                key: {"label": arm.label, **result.to_json()} if result else {"label": arm.label}
+                key: {
+                    "label": arm.label,
+                    **({"measured": result.measured, **result.to_json()} if result else {}),
+                }
                 for key, (arm, result) in zip("ab", arms, strict=True)
             },
             "delta_temp_bytes": delta,
@@ -89,12 +76,14 @@ def run_experiments(
     mesh: MeshConfig,
     platform: Platform,
     *,
+    cache: Cache = NO_CACHE,
     progress: Progress = lambda text: None,
     finished: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
     """Compiles the arms for `platform` and compares their numbers on the CPU.
 
-    finished: called with each outcome as soon as it is known.
+    cache: where figures are kept and looked for. finished: called with each outcome as soon as it
+    is known.
     Arms that are the same program are compiled once. Input errors of the shared config are raised;
     an experiment that says nothing on this config and mesh is not applicable, and what goes wrong
     inside one arm stands in the outcome beside the other arm.
@@ -107,13 +96,14 @@ def run_experiments(
             programs = experiment.programs(config, mesh)
         except InputError as error:
             outcomes.append(Outcome(experiment=experiment, verdict=NOT_APPLICABLE, note=str(error)))
+            finished(outcomes[-1])
             continue
         for arm, program in zip((experiment.a, experiment.b), programs, strict=True):
             if program not in results:
                 named = _named(progress, f"{experiment.name}, {arm.label}")
-                results[program] = _measure(program, mesh, platform, named)
+                results[program] = measure_program(program, mesh, platform, cache, named)
         measured = (results[programs[0]], results[programs[1]])
-        outcomes.append(_outcome(experiment, config, measured, platform, progress))
+        outcomes.append(_outcome(experiment, config, measured, platform, cache, progress))
         finished(outcomes[-1])
         # Machine code for the CPU of some sixty programs is more than a process can map.
         jax.clear_caches()
@@ -124,25 +114,43 @@ def _named(progress: Progress, name: str) -> Progress:
     return lambda text: progress(f"{name}: {text}")
 
 
-def _measure(
-    program: Program, mesh: MeshConfig, platform: Platform, progress: Progress
+def measure_program(
+    program: Program, mesh: MeshConfig, platform: Platform, cache: Cache, progress: Progress
 ) -> Measurement | str:
     """The measurement, or the first line of what the compiler said against it."""
+    key = key_of(platform, "measurement", mesh, program)
+    if (known := cache.get(key)) is not None:
+        try:
+            return Measurement.from_cache(*known)
+        except (KeyError, TypeError, ValueError):
+            pass  # written by something else
     try:
-        return measure_step(
-            program.config,
-            mesh,
-            platform,
-            parts=program.parts,
-            layout=program.layout,
-            virtual_cpus=VIRTUAL_CPUS,
-            progress=progress,
-        )
+        result = _measure(program, mesh, platform, progress)
     except InputError:
         raise
     except Exception as error:  # an arm may break any compiler in any way: the report says how
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return lines[0][:200]
+    cache.put(key, result.to_cache())
+    return result
+
+
+def _measure(
+    program: Program, mesh: MeshConfig, platform: Platform, progress: Progress
+) -> Measurement:
+    if program.environment:
+        progress(f"measuring with {', '.join(map('='.join, program.environment))}")
+        return worker.measured(program, mesh, platform)
+    return measure_step(
+        program.config,
+        mesh,
+        platform,
+        parts=program.parts,
+        layout=program.layout,
+        segment_ids=program.segment_ids,
+        virtual_cpus=VIRTUAL_CPUS,
+        progress=progress,
+    )
 
 
 def compare_measurements(
@@ -154,7 +162,7 @@ def compare_measurements(
         if isinstance(result, str):
             notes.append(f"{arm.label} did not compile: {result}")
     one, other = (None if isinstance(result, str) else result for result in (a, b))
-    if one and other and same_program(one.hlo, other.hlo):
+    if one and other and one.fingerprint == other.fingerprint:
         notes.append("both arms compile to the same program")
     elif one and other and one.memory.heap_bytes and other.memory.heap_bytes:
         by_heap = _verdict_of(one.memory.heap_bytes, other.memory.heap_bytes)
@@ -175,6 +183,7 @@ def _outcome(
     config: Config,
     results: tuple[Measurement | str, Measurement | str],
     platform: Platform,
+    cache: Cache,
     progress: Progress,
 ) -> Outcome:
     outcome = compare_measurements(experiment, *results)
@@ -184,7 +193,7 @@ def _outcome(
     else:
         progress(f"{experiment.name}: comparing losses and gradients at tiny on the CPU")
         try:
-            numerics = compare_numerics(experiment, config)
+            numerics = compare_numerics(experiment, config, cache)
         except Exception as error:  # an arm that does not compile need not run either
             failed = True
             notes.append(f"numbers were not compared: {str(error).strip().splitlines()[0][:200]}")
@@ -192,65 +201,6 @@ def _outcome(
         failed = True
         notes.append(f"the arms differ by {numerics.max_abs_diff:.3g}")
     return dataclasses.replace(outcome, numerics=numerics, note="; ".join(notes), failed=failed)
-
-
-def same_program(a: str, b: str) -> bool:
-    """Whether two HLO texts are equal but for where in the source their instructions come from."""
-    return _without_source(a) == _without_source(b)
-
-
-def _without_source(hlo: str) -> str:
-    """The computations alone: neither their metadata nor the tables of files before them."""
-    bare = re.sub(r",? ?(stack_frame_id=\d+|metadata=\{[^{}]*\})", "", hlo)
-    return "\n".join(line for line in bare.splitlines() if re.match(r" *(%|ROOT|ENTRY|\})", line))
-
-
-def compare_numerics(experiment: Experiment, config: Config) -> Numerics:
-    """Loss and gradients of both arms, from the same weights and batch, in float32.
-
-    They run at `tiny` with the pipeline of `config`, where that fits the eight devices.
-    """
-    mesh = _mesh_of_numbers(experiment)
-    values = [_loss_and_gradients(program, mesh) for program in _at_tiny(experiment, config, mesh)]
-    pairs = list(zip(*values, strict=True))
-    largest = max(float(np.max(np.abs(a))) for a, _ in pairs)
-    difference = max(float(np.max(np.abs(a - b))) for a, b in pairs)
-    return Numerics(
-        max_abs_diff=difference,
-        bitwise_equal=all(a.tobytes() == b.tobytes() for a, b in pairs),
-        within_tolerance=difference <= experiment.tolerance * largest,
-        mesh=str(mesh),
-    )
-
-
-@functools.lru_cache(maxsize=64)
-def _loss_and_gradients(program: Program, numbers: MeshConfig) -> list[np.ndarray]:
-    config, parts, layout = program
-    mesh = make_mesh(numbers, jax.devices("cpu"), sharding=config.pipeline.sharding)
-    with jax.set_mesh(mesh):
-        model = make_state(config, mesh, parts=parts, layout=layout).model
-        batch = next(learnable_batches(config, mesh, layout=layout))
-        (loss, _), gradients = jax.jit(loss_and_gradients)(model, batch)
-    return [np.asarray(leaf) for leaf in (loss, *jax.tree.leaves(gradients))]
-
-
-def _mesh_of_numbers(experiment: Experiment) -> MeshConfig:
-    """Eight devices with the axes that the experiment needs."""
-    if "data" in experiment.needs:
-        return MeshConfig(data=2, stage=VIRTUAL_CPUS // 2)
-    return MeshConfig(stage=VIRTUAL_CPUS // 2, fsdp=2)
-
-
-def _at_tiny(experiment: Experiment, config: Config, mesh: MeshConfig) -> tuple[Program, Program]:
-    """Both arms at `tiny`, with the pipeline of `config` or one that fits the eight devices."""
-    tiny = preset("tiny")
-    fitting = dataclasses.replace(config.pipeline, num_microbatches=8, num_repeats=2)
-    try:
-        like = dataclasses.replace(tiny, pipeline=config.pipeline)
-        like.check_mesh(mesh)
-        return experiment.programs(like, mesh)
-    except InputError:
-        return experiment.programs(dataclasses.replace(tiny, pipeline=fitting), mesh)
 
 
 def _difference(a: Measurement | None, b: Measurement | None) -> tuple[int | None, float | None]:

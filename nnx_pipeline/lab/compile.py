@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from nnx_pipeline.config import Config, to_dict
 from nnx_pipeline.lab.attribution import Attribution
 from nnx_pipeline.lab.heap import compile_with_dump, heap_bytes
 from nnx_pipeline.lab.heap_profile import attribute
-from nnx_pipeline.lab.hlo import parse
+from nnx_pipeline.lab.hlo import fingerprint, parse
 from nnx_pipeline.lab.hlo_cost import collective_counts, matmul_flops
 from nnx_pipeline.lab.platform import Platform
 from nnx_pipeline.mesh import MeshConfig, make_mesh
@@ -44,9 +44,14 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One compiled step, field by field what `compile --json` writes; `hlo` is its program.
+    """One compiled step, field by field what `compile --json` writes.
 
-    attribution: what its heap holds, None where the compiler wrote no buffer assignment.
+    hlo: its program as text, empty where the measurement comes from a cache, which keeps its
+    fingerprint instead. attribution: what its heap holds, None where the
+    compiler wrote no buffer assignment. device_memory_bytes: what one device has, None where that
+    is not known; the NVIDIA compiler compiles programs that are larger. gemm: what NVIDIA's matrix
+    products are, see `Platform`; None elsewhere. measured: when, in ISO
+    format, if it comes from a cache.
     """
 
     platform: str
@@ -60,13 +65,54 @@ class Measurement:
     seconds: dict[str, float]
     versions: dict[str, str | None]
     hlo: str = dataclasses.field(repr=False)
+    kept_fingerprint: str = dataclasses.field(default="", repr=False)
     attribution: Attribution | None = dataclasses.field(default=None, repr=False)
+    device_memory_bytes: int | None = None
+    gemm: str | None = None
+    measured: str | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same program, wherever in the source it comes from."""
+        return self.kept_fingerprint or fingerprint(self.hlo)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Arguments, what results need beyond those given up for them, and the heap (or temp)."""
+        memory = self.memory
+        working = memory.temp_bytes if memory.heap_bytes is None else memory.heap_bytes
+        return memory.argument_bytes + memory.output_bytes - memory.alias_bytes + working
+
+    @property
+    def exceeds_device_memory(self) -> bool | None:
+        """Whether the program is too large for a device; None where its memory is not known."""
+        size = self.device_memory_bytes
+        return None if size is None else self.needed_bytes > size
 
     def to_json(self) -> dict[str, Any]:
         """The JSON of the contract."""
         fields = dataclasses.asdict(dataclasses.replace(self, hlo="", attribution=None))
-        del fields["hlo"], fields["attribution"]
-        return {"schema": 1, **fields}
+        for name in ("hlo", "kept_fingerprint", "attribution", "measured"):
+            del fields[name]
+        return {"schema": 1, **fields, "exceeds_device_memory": self.exceeds_device_memory}
+
+    def to_cache(self) -> dict[str, Any]:
+        """All but the text of the program, as JSON can hold it."""
+        fields = dataclasses.asdict(dataclasses.replace(self, hlo="", attribution=None))
+        attribution = self.attribution.to_json() if self.attribution else None
+        return {**fields, "attribution": attribution, "kept_fingerprint": self.fingerprint}
+
+    @classmethod
+    def from_cache(cls, value: Mapping[str, Any], measured: str | None) -> "Measurement":
+        """The inverse of `to_cache`; KeyError or TypeError for what that has not written."""
+        rows = value["attribution"]
+        changed = {
+            "memory": Memory(**value["memory"]),
+            "attribution": None if rows is None else Attribution.from_json(rows),
+            "measured": measured,
+            "hlo": "",
+        }
+        return cls(**{**value, **changed})
 
 
 def measure_step(
@@ -76,12 +122,14 @@ def measure_step(
     *,
     parts: Parts = Parts(),
     layout: Layout = Layout(),
+    segment_ids: bool = False,
     virtual_cpus: int = 1,
     progress: Progress = lambda text: None,
 ) -> Measurement:
     """Traces, lowers and compiles one training step, without a byte of parameters.
 
-    virtual_cpus: CPU devices that other work of this process needs beside it.
+    segment_ids: whether the batch has them. virtual_cpus: CPU devices that other work of this
+    process needs beside it.
     Raises InputError when config, mesh and platform do not fit together.
     """
     config.check_mesh(mesh_config)
@@ -93,7 +141,7 @@ def measure_step(
     with jax.set_mesh(mesh):
         with clock("abstract_init", "building the model abstractly"):
             state = abstract_state(config, mesh, layout=layout, parts=parts)
-            batch = abstract_batch(config, mesh, layout=layout)
+            batch = abstract_batch(config, mesh, layout=layout, segment_ids=segment_ids)
         with clock("trace", "tracing the training step"):
             traced = jit_train_step(state, mesh).trace(state, batch)
         return measure_traced(traced, platform, clock, mesh_config.sizes(), to_dict(config))
@@ -113,7 +161,7 @@ def measure_traced(
     with clock("lower", "lowering it"):
         lowered = traced.lower()
     with clock("compile", f"compiling for {platform}"):
-        compiled, buffers = compile_with_dump(lowered)
+        compiled, buffers = compile_with_dump(lowered, platform.compiler_options)
     clock.progress("reading the compiled program")
     hlo = compiled.as_text() or ""
     module = parse(hlo)
@@ -128,6 +176,8 @@ def measure_traced(
         xla_flops=costs.get("flops"),
         bytes_accessed=costs.get("bytes accessed"),
         collectives=collective_counts(module),
+        device_memory_bytes=platform.memory_bytes(),
+        gemm=platform.gemm if platform.kind == "cuda" else None,
         seconds=clock.seconds,
         versions=_versions(platform),
         hlo=hlo,

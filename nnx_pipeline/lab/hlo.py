@@ -9,6 +9,7 @@ brackets are what a reader has to step over with care.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -149,6 +150,16 @@ def parse(text: str) -> Module:
         )
     header = re.match(r"HloModule\s+([^\s,]+)", text)
     return Module(header.group(1) if header else "", computations, entry)
+
+
+def fingerprint(text: str) -> str:
+    """Equal for two texts that differ only in where in the source their instructions come from.
+
+    That is a hash of the computations alone: neither their metadata nor the tables before them.
+    """
+    bare = re.sub(r",? ?(stack_frame_id=\d+|metadata=\{[^{}]*\})", "", text)
+    lines = (line for line in bare.splitlines() if re.match(r" *(%|ROOT|ENTRY|\})", line))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def split_at_commas(text: str) -> list[str]:

@@ -19,6 +19,7 @@ from nnx_pipeline.errors import InputError, nearest
 
 KINDS = ("cpu", "tpu", "cuda", "local")
 CUDA_TARGETS = ("h100", "h200")
+GEMMS = ("triton", "cublas")
 
 # Without the first, libtpu asks a metadata server that is not there; the next two name a host and a
 # slice so that it does not warn; the last lets several processes compile at the same time.
@@ -28,6 +29,10 @@ _TPU_ENVIRONMENT = {
     "TPU_ACCELERATOR_TYPE": "v5p-16",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+
+# "available HBM (95.74G)" is what the compiler (libtpu 0.0.42.1) says to a program that is larger;
+# of generations that are not here it is not known.
+_TPU_MEMORY = {"v5p": int(95.74 * 2**30)}
 
 
 class MissingCompiler(InputError):
@@ -43,12 +48,14 @@ class Platform:
     """A compiler and the devices it compiles for.
 
     kind: `cpu`, `tpu`, `cuda` or `local`. target: the TPU generation or the GPU. topology: what the
-    target consists of, as its compiler wants it.
+    target consists of, as its compiler wants it. gemm: what NVIDIA's matrix products become. Which
+    one is taken on a device is decided there by trying; without one it is Triton.
     """
 
     kind: str
     target: str = ""
     topology: str = ""
+    gemm: str = "triton"
 
     @classmethod
     def parse(cls, text: str) -> "Platform":
@@ -97,6 +104,19 @@ class Platform:
         if self.kind == "cpu":
             return jax.devices("cpu")
         return _tpu_devices(self) if self.kind == "tpu" else _cuda_devices(self)
+
+    @property
+    def compiler_options(self) -> dict[str, str | bool]:
+        """What the compiler is asked for beyond its defaults."""
+        cublas = self.kind == "cuda" and self.gemm == "cublas"
+        return {"xla_gpu_enable_triton_gemm": False} if cublas else {}
+
+    def memory_bytes(self) -> int | None:
+        """Device memory of one device; None where that is not known."""
+        if self.kind == "cuda":
+            found = re.search(r"device_memory_size: (\d+)", _target_config(self.target))
+            return int(found.group(1)) if found else None
+        return _TPU_MEMORY.get(self.target) if self.kind == "tpu" else None
 
     def versions(self) -> dict[str, str]:
         """The packages that decide what the compiler does; others are left out."""
@@ -155,9 +175,13 @@ def _cuda_devices(platform: Platform) -> Sequence[Any]:
         )
     if not _version("nvidia-cuda-nvcc"):
         raise MissingCompiler(f"platform {platform} needs ptxas and libdevice; {cure}", "cuda")
-    targets = importlib.resources.files("nnx_pipeline") / "targets"
-    text = (targets / f"{platform.target}.txtpb").read_text()
+    text = _target_config(platform.target)
     return _topology(platform, target_config=text, topology=f"1x1x{platform.topology}")
+
+
+def _target_config(target: str) -> str:
+    targets = importlib.resources.files("nnx_pipeline") / "targets"
+    return (targets / f"{target}.txtpb").read_text()
 
 
 def _topology(platform: Platform, **options: str) -> Sequence[Any]:

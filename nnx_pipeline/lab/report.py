@@ -16,11 +16,14 @@ from nnx_pipeline.files import write_text
 from nnx_pipeline.lab.attribution_view import difference_view, megabytes
 from nnx_pipeline.lab.compare import Outcome
 from nnx_pipeline.lab.compile import Measurement
+from nnx_pipeline.lab.numerics import Numerics
 
 CPU_WARNING = (
     "CPU figures mislead: remat can raise them, and the peak leaves out what a loop works in. "
     "Compare on a TPU or NVIDIA platform."
 )
+TOO_LARGE = " ✗"
+GEMM_NAMES = {"triton": "Triton", "cublas": "cuBLASLt"}
 MEMORY_ROWS = (
     ("arguments", "argument_bytes"),
     ("temp", "temp_bytes"),
@@ -57,11 +60,12 @@ def measurement_view(title: str, measurement: Measurement) -> RenderableType:
         Text(f"compiler: {compiler(measurement)}"),
         memory,
         traffic if measurement.collectives is not None else Text("collectives: –"),
-        Text(f"matrix products: {_teraflops(measurement.flops)} per device and step"),
+        Text(f"matrix products: {teraflops(measurement.flops)} per device and step"),
         Text("seconds: " + ", ".join(f"{k} {v:.2f}" for k, v in measurement.seconds.items())),
     ]
     if measurement.platform == "cpu":
         lines.append(Text(CPU_WARNING, style="yellow"))
+    lines += [*_gemm(measurement), *_too_large([measurement])]
     return Group(*lines)
 
 
@@ -82,21 +86,19 @@ def outcomes_view(title: str, outcomes: Sequence[Outcome]) -> RenderableType:
             memory = result.memory if result else None
             table.add_row(
                 _name(outcome) if index == 0 else "",
-                f"{'ab'[index]}: {arm.label}",
+                f"{'ab'[index]}: {arm.label}{TOO_LARGE if _exceeds(result) else ''}",
                 megabytes(memory.temp_bytes if memory else None),
                 megabytes(memory.heap_bytes if memory else None),
                 megabytes(memory.peak_bytes if memory else None),
                 ("–" if ratio is None else f"{ratio:.3f}") if index else "",
                 outcome.verdict if index else "",
-                _same(outcome) if index else "",
+                same_numbers(outcome) if index else "",
                 end_section=index == 1,
             )
     notes = [Text(f"{o.experiment.name}: {o.note}", style="yellow") for o in outcomes if o.note]
-    measured = next((m for o in outcomes for m in (o.a, o.b) if m), None)
-    if measured:
-        notes.append(Text(f"compiler: {compiler(measured)}"))
-        if measured.platform == "cpu":
-            notes.append(Text(CPU_WARNING, style="yellow"))
+    notes += closing_lines(
+        [m for o in outcomes for m in (o.a, o.b) if m], [o.numerics for o in outcomes if o.numerics]
+    )
     changes = [
         difference_view(f"{outcome.experiment.name}: what differs at the peak", outcome.buffers)
         for outcome in outcomes
@@ -105,12 +107,53 @@ def outcomes_view(title: str, outcomes: Sequence[Outcome]) -> RenderableType:
     return Group(table, *changes, *notes)
 
 
+def closing_lines(measured: Sequence[Measurement], compared: Sequence[Numerics] = ()) -> list[Text]:
+    """What belongs under a table: compiler, blind spots, what does not fit, what is from a cache.
+
+    compared: checks of numbers, which count as figures of the cache too.
+    """
+    lines = [Text(f"compiler: {compiler(measured[0])}")] if measured else []
+    if measured and measured[0].platform == "cpu":
+        lines.append(Text(CPU_WARNING, style="yellow"))
+    lines += [*(_gemm(measured[0]) if measured else []), *_too_large(measured)]
+    once = {id(one): one.measured for one in measured}  # arms may share a program
+    results = [*once.values(), *(one.measured for one in compared)]
+    kept = sorted(filter(None, results))
+    if kept:
+        span = kept[0] if kept[0] == kept[-1] else f"{kept[0]} to {kept[-1]}"
+        lines.append(
+            Text(f"{len(kept)} of {len(results)} results were kept, from {span}; --fresh measures")
+        )
+    return lines
+
+
+def _gemm(measurement: Measurement) -> list[Text]:
+    if measurement.gemm is None:
+        return []
+    text = f"matrix products by {GEMM_NAMES[measurement.gemm]}"
+    return [Text(f"{text}; a device would choose by trying, --gemm both shows the band")]
+
+
+def _too_large(measured: Sequence[Measurement]) -> list[Text]:
+    large = [one for one in measured if _exceeds(one)]
+    if not large:
+        return []
+    most, size = max(one.needed_bytes for one in large), large[0].device_memory_bytes
+    text = f"does not fit{TOO_LARGE}: {megabytes(most)} MB of arguments and heap, and a device has"
+    return [Text(f"{text} {megabytes(size)} MB", style="red")]
+
+
+def _exceeds(measurement: Measurement | None) -> bool:
+    return bool(measurement and measurement.exceeds_device_memory)
+
+
 def _name(outcome: Outcome) -> str:
     name, claim = outcome.experiment.name, outcome.experiment.claim
     return f"{name} ({claim})" if claim else name
 
 
-def _same(outcome: Outcome) -> str:
+def same_numbers(outcome: Outcome) -> str:
+    """Whether the arms compute the same, in a few words; a dash where they were not compared."""
     numerics = outcome.numerics
     if numerics is None:
         return "–"
@@ -119,7 +162,8 @@ def _same(outcome: Outcome) -> str:
     return f"{'' if numerics.within_tolerance else 'NO: '}to {numerics.max_abs_diff:.1e}"
 
 
-def _teraflops(flops: int | None) -> str:
+def teraflops(flops: int | None) -> str:
+    """The products of a step with their unit, a dash where there is no figure."""
     return "–" if flops is None else f"{flops / 1e12:,.3f} TFLOP"
 
 

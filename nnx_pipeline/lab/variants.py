@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from nnx_pipeline.pipeline.stages import ApplyStage, over_stages
-from nnx_pipeline.sharding import Layout, gather_weight, mesh_sizes, out_sharding
+from nnx_pipeline.sharding import Layout, P, gather_weight, mesh_sizes, out_sharding, place
 
 
 def einsum_scale(x: Array, scale: Array) -> Array:
@@ -53,6 +53,23 @@ class SizeOneAxes(Layout):
     def axes(self, name: str) -> tuple[str, ...]:
         on_mesh = mesh_sizes()
         return tuple(axis for axis in getattr(self, name) if axis in on_mesh)
+
+
+def recast(x: Array) -> Array:
+    """A cast to the dtype that x has already (seeds S2.9b)."""
+    return x.astype(x.dtype)
+
+
+def cast_always(x: Array, dtype: jax.typing.DTypeLike) -> Array:
+    """A cast also where x has that dtype already (seeds S2.13b)."""
+    return x.astype(dtype)
+
+
+def place_tokens(x: Array) -> Array:
+    """A constraint that the batch is spread over all its axes, named even where they have one
+    device, as MaxText resharded the tokens before and behind its experts (seeds S2.11)."""
+    axes = tuple(axis for axis in ("data", "fsdp", "expert", "context") if axis in mesh_sizes())
+    return place(x, P(axes, None, None)) if axes else x
 
 
 def full_cross_entropy(

@@ -34,7 +34,9 @@ class DecoderLayer(nnx.Module):
         self.feed_forward_norm = RMSNorm(config, rngs=rngs, layout=layout, parts=parts)
         self.feed_forward: MLP | RoutedMoE
         if config.num_experts > 1:
-            self.feed_forward = RoutedMoE(config, rngs=rngs, layout=layout, remat=remat)
+            self.feed_forward = RoutedMoE(
+                config, rngs=rngs, layout=layout, parts=parts, remat=remat
+            )
         else:
             self.feed_forward = MLP(config, rngs=rngs, layout=layout)
 

@@ -4,6 +4,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from nnx_pipeline.config import ModelConfig
+from nnx_pipeline.modules.parts import Parts
 from nnx_pipeline.ops.moe import routed_experts
 from nnx_pipeline.ops.router import Usage
 from nnx_pipeline.remat import KEEP_ALL, Remat
@@ -22,9 +23,11 @@ class RoutedMoE(nnx.Module):
         *,
         rngs: nnx.Rngs,
         layout: Layout = Layout(),
+        parts: Parts = Parts(),
         remat: Remat = KEEP_ALL,
     ) -> None:
         self.config, self.layout, self.remat = config, layout, remat
+        self.parts = parts.experts
         experts, embed, mlp = config.num_experts, config.embed_dim, config.mlp_dim
         dtype = config.param_dtype
         fan_in = nnx.initializers.lecun_normal(batch_axis=0)
@@ -56,4 +59,5 @@ class RoutedMoE(nnx.Module):
             experts=self.config.experts,
             layout=self.layout,
             remat=self.remat,
+            parts=self.parts,
         )

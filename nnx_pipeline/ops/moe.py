@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from nnx_pipeline.ops.experts import dense_experts
+from nnx_pipeline.ops.experts import ExpertParts, dense_experts
 from nnx_pipeline.ops.router import Usage, combine_weights, expert_usage, route
 from nnx_pipeline.remat import Remat
 from nnx_pipeline.sharding import Layout, gather_weight, out_sharding
@@ -23,6 +23,7 @@ def routed_experts(
     experts: str,
     layout: Layout,
     remat: Remat,
+    parts: ExpertParts = ExpertParts(),
 ) -> tuple[Float[Array, "batch seq embed"], Usage]:
     """Each token through its best experts, weighted by the router, and how they were used.
 
@@ -36,5 +37,5 @@ def routed_experts(
     logits = jnp.einsum("bsd,de->bse", x, kernel, out_sharding=spec)
     weights, chosen = route(logits, num_experts_per_token)
     combine = combine_weights(weights, chosen, router.shape[-1])
-    mixed = EXPERTS[experts](x, combine, gate, up, down, layout=layout, remat=remat)
+    mixed = EXPERTS[experts](x, combine, gate, up, down, layout=layout, remat=remat, parts=parts)
     return mixed, expert_usage(logits, chosen, groups)

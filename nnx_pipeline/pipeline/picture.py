@@ -31,17 +31,17 @@ _LETTER_WIDTH, _LETTER_HEIGHT = 0.64, 1.25  # of the font size, with some air
 _MOST_NUMBERS = 3000  # more would take seconds, and nobody reads them
 
 
-def check_picture(path: str | None) -> None:
+def check_picture(path: str | None, option: str = "--picture") -> None:
     """Raises InputError, before any work is done, if no picture can be made under this name."""
     if path is None:
         return
     if Path(path).suffix.lower() not in KINDS:
-        raise InputError(f"--picture {path}: a picture is {' or '.join(KINDS)}; end its name so")
+        raise InputError(f"{option} {path}: a picture is {' or '.join(KINDS)}; end its name so")
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise InputError(
-            f"--picture {path} needs matplotlib ({error}); pip install 'nnx-pipeline[report]'"
+            f"{option} {path} needs matplotlib ({error}); pip install 'nnx-pipeline[report]'"
         ) from error
 
 
@@ -257,7 +257,7 @@ def _number_bar(axes: "Axes", bar: _Bar, y: float, cell: _Size) -> None:
 
 
 def _write(axes: "Axes", bar: _Bar, x: float, y: float, text: str, size: float) -> None:
-    ink = _ink_on(bar.colour)
+    ink = ink_on(bar.colour)
     axes.text(x, y, text, color=ink, fontsize=size, ha="center", va="center_baseline")
 
 
@@ -269,7 +269,7 @@ def _font_size(text: str, room: _Size) -> float | None:
     return size if size >= _SMALLEST_FONT else None
 
 
-def _ink_on(colour: str) -> str:
+def ink_on(colour: str) -> str:
     """Black or white, whichever stands out more by the rule of the web's accessibility guide."""
     channels = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
     weights = (0.2126, 0.7152, 0.0722)

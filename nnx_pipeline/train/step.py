@@ -14,6 +14,7 @@ from jaxtyping import Array
 from nnx_pipeline.config import Config
 from nnx_pipeline.decoder import Mixtral
 from nnx_pipeline.modules import Parts
+from nnx_pipeline.modules.parts import Cast, cast_to_other
 from nnx_pipeline.sharding import Layout, P
 from nnx_pipeline.train.optimizer import make_optimizer
 
@@ -85,7 +86,7 @@ def loss_and_gradients(
     owns = bool(model.pipeline.runner.own)
     mine = model.owned() if owns else model
     values, gradients = jax.value_and_grad(loss, has_aux=True)(mine)
-    return values, in_dtype(gradients, model.config.train.grad_dtype)
+    return values, in_dtype(gradients, model.config.train.grad_dtype, model.parts.cast_gradient)
 
 
 def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -111,15 +112,11 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     return new, metrics
 
 
-def in_dtype(tree: Any, dtype: jax.typing.DTypeLike | None) -> Any:
-    """The arrays in `dtype`; those that have it already are left alone, and all without one.
-
-    A cast that changes nothing would still stand in the program, between an addition and what
-    might be fused with it (seeds S2.13b).
-    """
+def in_dtype(tree: Any, dtype: jax.typing.DTypeLike | None, cast: Cast = cast_to_other) -> Any:
+    """The arrays in `dtype`; those that have it already are left alone, and all without one."""
     if dtype is None:
         return tree
-    return jax.tree.map(lambda x: x if x.dtype == dtype else x.astype(dtype), tree)
+    return jax.tree.map(lambda x: cast(x, dtype), tree)
 
 
 def make_state(
@@ -143,13 +140,20 @@ def abstract_state(
     return _with_shardings(shapes, _state_shardings(shapes, mesh))
 
 
-def abstract_batch(config: Config, mesh: Mesh, *, layout: Layout = Layout()) -> Batch:
-    """The shapes, dtypes and shardings of a batch without positions and segments."""
+def abstract_batch(
+    config: Config, mesh: Mesh, *, layout: Layout = Layout(), segment_ids: bool = False
+) -> Batch:
+    """The shapes, dtypes and shardings of a batch without positions, and with segments if asked."""
     shape = (config.train.global_batch, config.train.sequence_length)
     sharding = batch_sharding(mesh, layout)
     ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
     weights = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-    return Batch(tokens=ids, targets=ids, weights=weights)  # type: ignore[arg-type]
+    return Batch(
+        tokens=ids,  # type: ignore[arg-type]
+        targets=ids,  # type: ignore[arg-type]
+        weights=weights,  # type: ignore[arg-type]
+        segment_ids=ids if segment_ids else None,  # type: ignore[arg-type]
+    )
 
 
 def batch_sharding(mesh: Mesh, layout: Layout) -> NamedSharding:

@@ -1,0 +1,190 @@
+"""The charts of a page: shapes as inline SVG that stretches, words beside it as HTML that does not.
+
+An SVG that scales as a whole has letters of four points on a phone.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from nnx_pipeline.lab.attribution import Attribution
+from nnx_pipeline.lab.colours import role_colour
+from nnx_pipeline.lab.page.markup import Markup, element
+from nnx_pipeline.lab.report import megabytes
+
+_MOST_POINTS = 400  # of a line: more than the pixels of a phone
+_WIDTH, _HEIGHT = 1000, 300  # of the drawing, which stretches to its place
+
+
+class Arm(NamedTuple):
+    """One program in a chart: its letter (`a` or `b`), its label, and its heap."""
+
+    key: str
+    label: str
+    attribution: Attribution
+
+
+def role_bars(arms: Sequence[Arm]) -> Markup:
+    """A bar per arm, all on one scale, in pieces by role, largest role of any arm first."""
+    order = roles_of(arms)
+    largest = max(arm.attribution.heap_bytes for arm in arms) or 1
+    return element(
+        "figure",
+        element("figcaption", "Device memory at the peak of the program, by role"),
+        [_bar(arm, order, largest) for arm in arms],
+        class_="bars",
+    )
+
+
+def roles_of(arms: Sequence[Arm]) -> list[str]:
+    """Every role that an arm has bytes of, largest first."""
+    totals: dict[str, int] = {}
+    for arm in arms:
+        for role, size in arm.attribution.by_role().items():
+            totals[role] = totals.get(role, 0) + size
+    return sorted((role for role in totals if totals[role]), key=lambda role: -totals[role])
+
+
+def _bar(arm: Arm, order: Sequence[str], largest: int) -> Markup:
+    sizes, at, pieces = arm.attribution.by_role(), 0.0, []
+    for role in order:
+        width = _WIDTH * sizes.get(role, 0) / largest
+        if width:
+            words = f"{role}: {megabytes(sizes[role])} MB"
+            piece = {"x": f"{at:.2f}", "width": f"{width:.2f}", "fill": role_colour(role)}
+            pieces.append(
+                element("g", element("title", words), element("rect", y=0, height=30, **piece))
+            )
+        at += width
+    said = ", ".join(f"{role} {megabytes(sizes[role])} MB" for role in order if sizes.get(role))
+    return element(
+        "div",
+        element("p", _letter(arm), _total(arm.attribution.heap_bytes), class_="bar-label"),
+        element(
+            "svg",
+            pieces,
+            viewBox=f"0 0 {_WIDTH} 30",
+            preserveAspectRatio="none",
+            role="img",
+            aria_label=f"{arm.label}: {said}",
+        ),
+        class_="bar",
+    )
+
+
+def _letter(arm: Arm) -> Markup:
+    return element(
+        "span", element("b", arm.key, class_=f"letter {arm.key}"), " " + arm.label, class_="arm"
+    )
+
+
+def _total(size: int) -> Markup:
+    return element("span", f"{megabytes(size)} MB", class_="number")
+
+
+class Axis(NamedTuple):
+    """From `low` to `high`, with a line at each of `ticks`."""
+
+    low: float
+    high: float
+    ticks: tuple[float, ...]
+
+    def share(self, value: float) -> float:
+        """Where a value stands, from 0 to 1."""
+        return (value - self.low) / (self.high - self.low)
+
+
+def axis_from_zero(largest: float, *, most: int = 5) -> Axis:
+    """Round numbers from zero to above the largest value."""
+    if largest <= 0:
+        return Axis(0.0, 1.0, (0.0, 1.0))
+    rough = largest / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough)
+    ticks = tuple(step * index for index in range(math.ceil(largest / step) + 1))
+    return Axis(0.0, ticks[-1], ticks)
+
+
+def timeline(arms: Sequence[Arm]) -> Markup:
+    """Live bytes over the schedule of each arm, from its first to its last instruction."""
+    y = axis_from_zero(max(arm.attribution.heap_bytes for arm in arms) / 1e6)
+    lines, marks, words = [], [], []
+    for arm in arms:
+        points = thinned(arm.attribution.timeline)
+        first, last = points[0][0], max(points[-1][0], points[0][0] + 1)
+        x = Axis(first, last, ())
+        lines.append(element("path", d=_steps(points, x, y), class_=f"line {arm.key}"))
+        position, size = peak_of(arm.attribution)
+        place = f"left:{100 * x.share(position):.2f}%;top:{100 * (1 - y.share(size / 1e6)):.2f}%"
+        marks.append(element("span", class_=f"peak {arm.key}", style=place, aria_hidden="true"))
+        words.append(
+            f"{arm.key} ({arm.label}) peaks at {megabytes(size)} MB, "
+            f"instruction {position - first} of {last - first}"
+        )
+    said = "; ".join(words)
+    return element(
+        "figure",
+        element("figcaption", "Live device memory over the program’s schedule, MB"),
+        plot(lines, marks, y, y_words=[f"{tick:,g}" for tick in y.ticks], label=said),
+        element(
+            "div", element("span", "first instruction"), element("span", "last"), class_="x-ends"
+        ),
+        element("p", said + ".", class_="quiet"),
+        class_="timeline",
+    )
+
+
+def plot(
+    shapes: Sequence[Markup],
+    marks: Sequence[Markup],
+    y: Axis,
+    *,
+    y_words: Sequence[str],
+    label: str,
+) -> Markup:
+    """A drawing area with lines at the ticks of y, whose words stand to its left."""
+    grid, names = [], []
+    for tick, word in zip(y.ticks, y_words, strict=True):
+        share = 1 - y.share(tick)
+        height = f"{share * _HEIGHT:.2f}"
+        grid.append(element("line", x1=0, x2=_WIDTH, y1=height, y2=height, class_="grid"))
+        names.append(element("span", word, style=f"top:{100 * share:.2f}%"))
+    drawing = element(
+        "svg",
+        grid,
+        list(shapes),
+        viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
+        preserveAspectRatio="none",
+        role="img",
+        aria_label=label,
+    )
+    return element(
+        "div",
+        element("div", names, class_="y-ticks", aria_hidden="true"),
+        element("div", drawing, list(marks), class_="area"),
+        class_="plot",
+    )
+
+
+def peak_of(attribution: Attribution) -> tuple[int, int]:
+    """Position and bytes of the highest point of the timeline."""
+    return max(attribution.timeline, key=lambda point: point[1])
+
+
+def thinned(points: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """At most some 400 points: of neighbours the highest, so that no peak is lost."""
+    group = math.ceil(len(points) / _MOST_POINTS)
+    if group <= 1:
+        return list(points)
+    parts = [points[at : at + group] for at in range(0, len(points), group)]
+    highest = [max(part, key=lambda point: point[1]) for part in parts]
+    return list(dict.fromkeys([points[0], *highest, points[-1]]))
+
+
+def _steps(points: Sequence[tuple[int, int]], x: Axis, y: Axis) -> str:
+    """What is live stays so until the next instruction: a line of steps."""
+    path: list[str] = []
+    for position, size in points:
+        across, up = _WIDTH * x.share(position), _HEIGHT * (1 - y.share(size / 1e6))
+        path.append(f"M{across:.1f} {up:.1f}" if not path else f"H{across:.1f}V{up:.1f}")
+    return "".join(path)

@@ -1,0 +1,201 @@
+"""The page as a whole: what was compared, the verdicts, and a card for each experiment."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from nnx_pipeline.lab.attribution import difference
+from nnx_pipeline.lab.compare import Outcome
+from nnx_pipeline.lab.compile import Measurement
+from nnx_pipeline.lab.page import tables
+from nnx_pipeline.lab.page.charts import Arm, role_bars, timeline
+from nnx_pipeline.lab.page.markup import Markup, element, joined
+from nnx_pipeline.lab.page.style import STYLE
+from nnx_pipeline.lab.report import CPU_WARNING, compiler, megabytes, same_numbers
+
+MOST_ROWS = 12  # of buffers; all of them are in the JSON
+NO_ATTRIBUTION = "This compiler gave no buffer assignment: what the bytes are is not known (–)."
+
+
+def outcomes_page(title: str, outcomes: Sequence[Outcome], *, command: str = "") -> str:
+    """The report of `ab` or `compare` as one HTML file.
+
+    title: names model, mesh and platform. command: what makes the page again, shown as given.
+    """
+    measured = [m for outcome in outcomes for m in (outcome.a, outcome.b) if m]
+    summary = element("section", _summary(outcomes), class_="card") if len(outcomes) > 1 else None
+    cards = [_card(outcome) for outcome in outcomes]
+    return _page(title, measured, command, joined(summary, cards))
+
+
+def measurement_page(
+    title: str, measurement: Measurement, *, command: str = "", top: int = MOST_ROWS
+) -> str:
+    """The report of one program as one HTML file, with the `top` largest buffers."""
+    arms = [("", title, measurement)]
+    body = element(
+        "section",
+        _headline(arms),
+        _memory(arms, top),
+        _rest(arms),
+        class_="card",
+    )
+    return _page(title, [measurement], command, body)
+
+
+def _page(title: str, measured: Sequence[Measurement], command: str, body: Markup) -> str:
+    now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    compilers = dict.fromkeys(compiler(result) for result in measured)
+    on_cpu = any(result.platform == "cpu" for result in measured)
+    header = element(
+        "header",
+        element("h1", title),
+        [element("p", f"compiler: {name}", class_="quiet") for name in compilers],
+        element("p", element("code", command), class_="quiet") if command else None,
+        element("p", CPU_WARNING, class_="warning") if on_cpu else None,
+    )
+    footer = element(
+        "footer",
+        element("p", f"MB are 10⁶ bytes per device; – is a figure that is not given. {now}"),
+    )
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="color-scheme", content="light dark"),
+        element("link", rel="icon", href="data:,"),
+        element("title", title),
+        element("style", Markup(STYLE)),
+    )
+    page = element("html", head, element("body", header, element("main", body), footer), lang="en")
+    return f"<!DOCTYPE html>\n{page}\n"
+
+
+def _summary(outcomes: Sequence[Outcome]) -> Markup:
+    rows = []
+    for outcome in outcomes:
+        memories = [m.memory if m else None for m in (outcome.a, outcome.b)]
+        temp = [m.temp_bytes if m else None for m in memories]
+        heap = [m.heap_bytes if m else None for m in memories]
+        ratio = outcome.to_json()["ratio_temp"]
+        name = outcome.experiment.name
+        rows.append(
+            (
+                [
+                    element("a", name, href=f"#{name}"),
+                    " ",
+                    element("span", outcome.experiment.claim, class_="claim"),
+                ],
+                _pill(outcome),
+                _pair(temp),
+                "–" if ratio is None else f"{ratio:.3f}",
+                _pair(heap),
+            )
+        )
+    head = ("experiment", "verdict", "temp, MB", "b / a", "heap, MB")
+    return tables.table(f"{len(outcomes)} experiments", head, rows, numbers=3)
+
+
+def _pair(values: Sequence[int | None]) -> str:
+    return " → ".join(map(megabytes, values))
+
+
+def _pill(outcome: Outcome) -> Markup:
+    words = f"{outcome.verdict}, failed" if outcome.failed else outcome.verdict
+    css = "failed" if outcome.failed else outcome.verdict.replace(" ", "-")
+    return element("span", words, class_=f"pill {css}")
+
+
+def _card(outcome: Outcome) -> Markup:
+    """One experiment: what differs, the verdict, and why."""
+    experiment = outcome.experiment
+    arms = [("a", experiment.a.label, outcome.a), ("b", experiment.b.label, outcome.b)]
+    return element(
+        "section",
+        element(
+            "header",
+            element("h2", experiment.name),
+            _pill(outcome),
+            element("span", f"claim: {experiment.claim}", class_="claim")
+            if experiment.claim
+            else None,
+        ),
+        element("p", experiment.difference, class_="difference"),
+        _fields(outcome),
+        element("p", outcome.note, class_="note") if outcome.note else None,
+        _headline(arms),
+        element("p", f"Same numbers: {same_numbers(outcome)}.", class_="quiet"),
+        _memory(arms, MOST_ROWS),
+        _rest(arms) if outcome.a or outcome.b else None,
+        class_="card",
+        id=experiment.name,
+    )
+
+
+def _fields(outcome: Outcome) -> list[Markup]:
+    """Config fields that the arms set differently."""
+    if not outcome.a or not outcome.b:
+        return []
+    return [
+        element("p", element("code", f"{key}: {one} → {other}"), class_="quiet")
+        for key, one, other in tables.changed_fields(outcome.a, outcome.b)
+    ]
+
+
+def _headline(arms: tables.Labelled) -> Markup | None:
+    """The figures that people quote."""
+    memories = [result.memory if result else None for _, _, result in arms]
+    if not any(memories):
+        return None
+    items = []
+    for label, field in (("temp", "temp_bytes"), ("heap", "heap_bytes"), ("peak", "peak_bytes")):
+        values = [getattr(memory, field) if memory else None for memory in memories]
+        items.append(
+            element("div", element("dt", label), element("dd", _pair(values), _unit(values)))
+        )
+    return element("dl", items, class_="headline")
+
+
+def _unit(values: Sequence[int | None]) -> Markup:
+    words = " MB"
+    if len(values) == 2 and values[0] and values[1] is not None:
+        words += f" ({values[1] / values[0] - 1:+.1%})".replace("-", "−")
+    return element("small", words)
+
+
+def _memory(arms: tables.Labelled, top: int) -> Markup | None:
+    """What the heap is made of, in charts and buffer by buffer."""
+    measured = [(key, label, result) for key, label, result in arms if result]
+    if not measured:
+        return None
+    drawn = [Arm(k or "b", label, r.attribution) for k, label, r in measured if r.attribution]
+    if not drawn:
+        return element("p", NO_ATTRIBUTION, class_="quiet")
+    named = [arm if len(arms) == 2 else arm._replace(label="this program") for arm in drawn]
+    lists = []
+    if len(drawn) == 2:
+        rows = difference(drawn[0].attribution, drawn[1].attribution)
+        caption = f"What changed, {min(MOST_ROWS, len(rows))} of {len(rows)} rows"
+        if rows:
+            lists.append(tables.differences_table(caption, rows[:MOST_ROWS]))
+    for arm in named:
+        buffers = arm.attribution.buffers
+        whose = (
+            f"Largest buffers of {arm.key}: {arm.label}" if len(arms) == 2 else "Largest buffers"
+        )
+        caption = f"{whose}, {min(top, len(buffers))} of {len(buffers)}"
+        lists.append(tables.buffers_table(caption, buffers[:top]))
+    missing = element("p", NO_ATTRIBUTION, class_="quiet") if len(drawn) < len(measured) else None
+    return joined(
+        role_bars(named),
+        tables.roles_table(named),
+        timeline(named),
+        missing,
+        [element("section", part) for part in lists],
+    )
+
+
+def _rest(arms: tables.Labelled) -> Markup:
+    return joined(
+        element("details", element("summary", "All figures"), tables.figures_table(arms)),
+        element("details", element("summary", "Config"), tables.config_table(arms)),
+    )

@@ -1,0 +1,47 @@
+"""HTML from Python: elements of elements, every text escaped on the way."""
+
+import html
+from typing import Any
+
+_VOID = {"meta", "link", "rect", "path", "line"}
+
+
+class Markup(str):
+    """Text that is HTML already, and is not escaped again."""
+
+    __slots__ = ()
+
+
+def element(name: str, /, *content: Any, **attributes: Any) -> Markup:
+    """`<name attributes>content</name>`.
+
+    content: elements, lists of them, texts (escaped), or None, which is left out. attributes: an
+    underscore stands for a hyphen and one at the end is dropped (`class_`, `aria_label`); None
+    leaves an attribute out, True gives it no value.
+    """
+    begin = f"<{name}{''.join(_attribute(*pair) for pair in attributes.items())}>"
+    if name in _VOID:
+        return Markup(begin if name in ("meta", "link") else begin[:-1] + "/>")
+    return Markup(f"{begin}{joined(*content)}</{name}>")
+
+
+def joined(*content: Any) -> Markup:
+    """The content of an element, without the element."""
+    return Markup("".join(_text(part) for part in content))
+
+
+def _text(part: Any) -> str:
+    if part is None:
+        return ""
+    if isinstance(part, Markup):
+        return part
+    if isinstance(part, list | tuple):
+        return joined(*part)
+    return html.escape(str(part), quote=False)
+
+
+def _attribute(name: str, value: Any) -> str:
+    if value is None or value is False:
+        return ""
+    name = name.rstrip("_").replace("_", "-")
+    return f" {name}" if value is True else f' {name}="{html.escape(str(value))}"'

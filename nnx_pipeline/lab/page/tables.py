@@ -1,0 +1,177 @@
+"""The tables of a page."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from nnx_pipeline.lab.attribution import Buffer, BufferDifference
+from nnx_pipeline.lab.colours import role_colour
+from nnx_pipeline.lab.compile import Measurement
+from nnx_pipeline.lab.page.charts import Arm, roles_of
+from nnx_pipeline.lab.page.markup import Markup, element
+from nnx_pipeline.lab.report import MEMORY_ROWS, megabytes, teraflops
+
+DASH = "–"
+Labelled = Sequence[tuple[str, str, Measurement | None]]  # the letter, the label, the figures
+
+
+def table(
+    caption: str | None, head: Sequence[str], rows: Sequence[Sequence[Any]], *, numbers: int
+) -> Markup:
+    """Rows of cells, of which the last `numbers` are figures; the first cell heads its row."""
+    first = len(head) - numbers
+
+    def kind(index: int) -> str | None:
+        return "number" if index >= first else None
+
+    def cell(index: int, content: Any) -> Markup:
+        if index == 0:
+            return element("th", content, scope="row", class_="wide")
+        css = kind(index) or "wide"
+        return element("td", content, class_=css, data_label=head[index])
+
+    return element(
+        "table",
+        element("caption", caption) if caption else None,
+        element(
+            "thead",
+            element(
+                "tr", [element("th", h, scope="col", class_=kind(i)) for i, h in enumerate(head)]
+            ),
+        ),
+        element("tbody", [element("tr", [cell(i, c) for i, c in enumerate(row)]) for row in rows]),
+        class_="stacks",
+    )
+
+
+def change(before: float | None, after: float | None) -> Markup | str:
+    """By how many MB the second is larger, with its sign; a dash without both."""
+    if before is None or after is None:
+        return DASH
+    words = f"{(after - before) / 1e6:+,.1f}"
+    if words.strip("+-0.,") == "":
+        return "0.0"
+    return element("span", words.replace("-", "−"), class_="more" if after > before else "less")
+
+
+def roles_table(arms: Sequence[Arm]) -> Markup:
+    """The legend of the bars, with the figures that they show."""
+    sizes = [arm.attribution.by_role() for arm in arms]
+    rows = []
+    for role in roles_of(arms):
+        row = [(swatch(role), role), *(megabytes(of_arm.get(role, 0)) for of_arm in sizes)]
+        if len(arms) == 2:
+            row.append(change(sizes[0].get(role, 0), sizes[1].get(role, 0)))
+        rows.append(row)
+    head = ["role", *(f"{arm.key}, MB" for arm in arms), *["b − a"] * (len(arms) == 2)]
+    return table(None, head, rows, numbers=len(head) - 1)
+
+
+def swatch(role: str) -> Markup:
+    return element(
+        "span", class_="swatch", style=f"background:{role_colour(role)}", aria_hidden="true"
+    )
+
+
+def what(shape: str, source: str | None, operation: str) -> list[Markup]:
+    """What a buffer is: its shape, the line it comes from, and JAX's operation."""
+    return [
+        element("span", shape or "no value", class_="code"),
+        element("span", source or "no source line", class_="quiet code"),
+        *([element("span", operation, class_="quiet code")] if operation else []),
+    ]
+
+
+def buffers_table(caption: str, buffers: Sequence[Buffer]) -> Markup:
+    """The largest buffers at the peak."""
+    rows = [
+        (
+            what(buffer.shape or buffer.name, buffer.source, buffer.operation),
+            (swatch(buffer.role), buffer.role),
+            megabytes(buffer.bytes),
+        )
+        for buffer in buffers
+    ]
+    return table(caption, ("buffer", "role", "MB"), rows, numbers=1)
+
+
+def differences_table(caption: str, rows: Sequence[BufferDifference]) -> Markup:
+    """Buffer by buffer, largest change first."""
+    cells = [
+        (
+            what(row.shape, row.source, row.operation),
+            (swatch(row.role), row.role),
+            megabytes(row.a_bytes),
+            megabytes(row.b_bytes),
+            change(row.a_bytes, row.b_bytes),
+        )
+        for row in rows
+    ]
+    return table(caption, ("buffer", "role", "a, MB", "b, MB", "b − a"), cells, numbers=3)
+
+
+def figures_table(arms: Labelled) -> Markup:
+    """Everything the compiler says of each arm."""
+    results = [result for _, _, result in arms]
+    rows: list[list[Any]] = []
+    for label, field in MEMORY_ROWS:
+        values = [getattr(r.memory, field) if r else None for r in results]
+        rows.append([f"{label}, MB", *map(megabytes, values)])
+        if len(values) == 2:
+            rows[-1].append(change(*values))
+    flops = [teraflops(r.flops) if r else DASH for r in results]
+    rows.append(["matrix products", *flops])
+    for name in _collectives(results):
+        said = [_traffic(r, name) for r in results]
+        rows.append([f"{name}, MB sent", *said])
+    for phase in dict.fromkeys(phase for r in results if r for phase in r.seconds):
+        times = [f"{r.seconds[phase]:.2f}" if r and phase in r.seconds else DASH for r in results]
+        rows.append([f"seconds: {phase.replace('_', ' ')}", *times])
+    head = ["per device and step", *(letter for letter, _, _ in arms)]
+    if len(arms) == 2:
+        head.append("b − a")
+        rows = [[*row, ""] if len(row) < len(head) else row for row in rows]
+    return table(None, head, rows, numbers=len(head) - 1)
+
+
+def _collectives(results: Sequence[Measurement | None]) -> list[str]:
+    return list(dict.fromkeys(name for r in results if r for name in r.collectives or {}))
+
+
+def _traffic(result: Measurement | None, name: str) -> str:
+    count = (result.collectives or {}).get(name) if result else None
+    return f"{megabytes(count['bytes'])} in {count['executed']}" if count else DASH
+
+
+def config_table(arms: Labelled) -> Markup:
+    """Each field of the config once, and twice where the arms differ."""
+    known = [(letter, flat(result.config)) for letter, _, result in arms if result]
+    keys = dict.fromkeys(key for _, fields in known for key in fields)
+    rows = []
+    for key in keys:
+        values = dict.fromkeys(_plain(fields.get(key)) for _, fields in known)
+        rows.append((element("code", key), element("code", " → ".join(values))))
+    return table(None, ("field", "value"), rows, numbers=0)
+
+
+def changed_fields(a: Measurement, b: Measurement) -> list[tuple[str, str, str]]:
+    """Fields of the config that the arms set differently."""
+    one, other = flat(a.config), flat(b.config)
+    return [
+        (key, _plain(one.get(key)), _plain(other.get(key)))
+        for key in dict.fromkeys([*one, *other])
+        if one.get(key) != other.get(key)
+    ]
+
+
+def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested fields under dotted names."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        inner = flat(value, f"{prefix}{key}.") if isinstance(value, dict) else None
+        found.update(inner if inner is not None else {f"{prefix}{key}": value})
+    return found
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)

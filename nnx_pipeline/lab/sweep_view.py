@@ -1,0 +1,50 @@
+"""A sweep as a table for the terminal."""
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from nnx_pipeline.lab.attribution_view import megabytes
+from nnx_pipeline.lab.report import closing_lines
+from nnx_pipeline.lab.sweep import Fit, Point, Sweep
+
+BYTES = ("temp_bytes", "heap_bytes", "peak_bytes")
+
+
+def sweep_view(title: str, sweep: Sweep) -> RenderableType:
+    """One line per program, and under each arm the slope of each figure with its r²."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("arm", no_wrap=True)
+    table.add_column(sweep.field, justify="right", no_wrap=True)
+    for column in ("temp MB", "heap MB", "peak MB", "GFLOP", "compile s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for label, points in sweep.arms:
+        for index, point in enumerate(points):
+            table.add_row(label if index == 0 else "", str(point.value), *_figures(point))
+        fits = {name: sweep.fit(name, label) for name in (*BYTES, "flops", "compile_seconds")}
+        slopes = [_slope(fit, 1e6) for fit in (fits[name] for name in BYTES)]
+        slopes += [_slope(fits["flops"], 1e9), _slope(fits["compile_seconds"], 1)]
+        table.add_row("", "slope per unit", *slopes)
+        table.add_row("", "r²", *map(_explained, fits.values()), end_section=True)
+    failed = [Text(error, style="red") for error in sweep.errors]
+    measured = [point.result for _, points in sweep.arms for point in points if point.result]
+    return Group(table, *failed, *closing_lines(measured))
+
+
+def _figures(point: Point) -> list[str]:
+    if point.result is None:
+        return ["–"] * 5
+    flops, seconds = point.figure("flops"), point.figure("compile_seconds")
+    return [
+        *(megabytes(getattr(point.result.memory, name)) for name in BYTES),
+        "–" if flops is None else f"{flops / 1e9:,.2f}",
+        "–" if seconds is None else f"{seconds:.1f}",
+    ]
+
+
+def _slope(fit: Fit | None, unit: float) -> str:
+    return "–" if fit is None else f"{fit.slope / unit:+,.3f}"
+
+
+def _explained(fit: Fit | None) -> str:
+    return "–" if fit is None or fit.r_squared is None else f"{fit.r_squared:.3f}"

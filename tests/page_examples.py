@@ -1,0 +1,91 @@
+"""Outcomes with made-up figures, for what is drawn and written of them."""
+
+import dataclasses
+from typing import Any
+
+from nnx_pipeline.config import to_dict
+from nnx_pipeline.lab.attribution import Attribution, Buffer
+from nnx_pipeline.lab.compare import Numerics, Outcome, compare_measurements
+from nnx_pipeline.lab.compile import Measurement, Memory
+from nnx_pipeline.lab.experiments import EXPERIMENTS
+from nnx_pipeline.presets import preset
+
+COUNT = {"ops": 3, "executed": 12, "bytes": 50_331_648}
+VALUES = (
+    ("saved residual", "f32[8,512,1024]", "dot_general", 16_777_216),
+    ("scan carry", "bf16[4,8,512,1024]", "while/body/ppermute", 33_554_432),
+    ("logits", "f32[2,1024,32000]", "loss/logsumexp", 12_800_000),
+    ("gathered weight", "bf16[512,1024]", "all_gather", 8_388_608),
+    ("activation", "bf16[2,8,1024,1024]", "attention/softmax", 6_291_456),
+    ("padding", "", "", 4_096),
+)
+
+
+def attribution(factor: float = 1.0) -> Attribution:
+    """The values above, each so many times as large, the first of them named by a hostile line."""
+    buffers = [
+        Buffer(
+            name=f"fusion.{index}",
+            bytes=int(size * factor) if index < 2 else size,
+            shape=shape,
+            operation=f"jit(train_step)/jvp(Mixtral)/{operation}" if operation else "",
+            source=f"nnx_pipeline/<b>{role}</b>.py:{index + 1}" if shape else None,
+            role=role,
+            first=10 * index,
+            last=400 + index,
+        )
+        for index, (role, shape, operation, size) in enumerate(VALUES)
+    ]
+    buffers.sort(key=lambda buffer: -buffer.bytes)
+    heap = sum(buffer.bytes for buffer in buffers)
+    wave = [heap * min(at, 600 - at) // 300 for at in range(601)]
+    line = tuple((at, size * (0.7 + 0.3 * (at % 50 < 25)) // 1) for at, size in enumerate(wave))
+    points = [(at, int(size)) for at, size in line]
+    points[300] = (300, heap)
+    return Attribution(
+        heap_bytes=heap,
+        temp_bytes=heap + 1000,
+        peak_position=300,
+        buffers=tuple(buffers),
+        other=(),
+        timeline=tuple(points),
+    )
+
+
+def measurement(heap: Attribution | None, *, platform: str = "cuda:h100:8") -> Measurement:
+    held = heap.heap_bytes if heap else None
+    return Measurement(
+        platform=platform,
+        mesh={"stage": 4, "fsdp": 2},
+        config=to_dict(preset("mixtral-small")),
+        memory=Memory(
+            argument_bytes=210_000_000,
+            output_bytes=210_000_004,
+            alias_bytes=210_000_000,
+            temp_bytes=heap.temp_bytes if heap else 77_000_000,
+            heap_bytes=held,
+            peak_bytes=None,
+            generated_code_bytes=None,
+            host_temp_bytes=0,
+        ),
+        flops=2_345_678_901_234,
+        xla_flops=None,
+        bytes_accessed=None,
+        collectives={"all-gather": COUNT, "collective-permute": COUNT},
+        seconds={"abstract_init": 0.31, "trace": 1.92, "lower": 0.5, "compile": 9.25},
+        versions={"jax": "0.10.2", "jaxlib": "0.10.2", "flax": "0.12.8", "libtpu": None},
+        hlo="ENTRY %main",
+        attribution=heap,
+    )
+
+
+def outcome(name: str = "stage-shift", **changes: Any) -> Outcome:
+    """Arm b holds two thirds of what arm a does."""
+    a, b = measurement(attribution()), measurement(attribution(0.6))
+    fields = b.config | {"pipeline": b.config["pipeline"] | {"shift": "slice"}}
+    other = dataclasses.replace(b, config=fields, hlo="ENTRY %other")
+    made = compare_measurements(EXPERIMENTS[name], a, other)
+    same = Numerics(
+        max_abs_diff=3e-8, bitwise_equal=False, within_tolerance=True, mesh="stage=4,fsdp=2"
+    )
+    return dataclasses.replace(made, numerics=same, **changes)

@@ -1,0 +1,240 @@
+"""Results on disk: found again only where nothing that matters has changed."""
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import Run, optax_promotion, small_config
+from page_examples import attribution, measurement
+
+from nnx_pipeline import MeshConfig, preset
+from nnx_pipeline.lab import cache_key, numerics
+from nnx_pipeline.lab.arms import Program
+from nnx_pipeline.lab.attribution import Attribution
+from nnx_pipeline.lab.cache import LONGEST_DAYS, Cache
+from nnx_pipeline.lab.cache_key import key_of
+from nnx_pipeline.lab.compare import measure_program
+from nnx_pipeline.lab.compile import Measurement
+from nnx_pipeline.lab.experiments import EXPERIMENTS
+from nnx_pipeline.lab.platform import Platform
+from nnx_pipeline.modules import Parts
+
+CPU, TPU = Platform("cpu"), Platform.parse("tpu:v5p:2x2x2")
+MESH = MeshConfig(data=2, stage=2, fsdp=2)
+PROGRAM = Program(small_config())
+KEY = "0" * 64
+COMPARE = sys.modules["nnx_pipeline.lab.compare"]  # `lab.compare` is the function
+
+
+def arms() -> list[Program]:
+    """Those of every experiment that can run."""
+    config = preset("tiny")
+    runnable = [one for one in EXPERIMENTS.values() if not one.later]
+    return [program for one in runnable for program in one.programs(config, MESH)]
+
+
+def test_every_arm_has_a_key_and_no_two_programs_share_one() -> None:
+    by_key: dict[str, Program] = {}
+    for program in arms():
+        key = key_of(CPU, MESH, program)
+        assert key is not None
+        assert by_key.setdefault(key, program) == program
+    assert len(by_key) == len(set(arms()))
+
+
+def test_what_changes_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    longer = small_config(train={"sequence_length": 16})
+    keys = [
+        key_of(TPU, MESH, PROGRAM),
+        key_of(CPU, MESH, PROGRAM),
+        key_of(Platform.parse("tpu:v5p:2x2x1"), MESH, PROGRAM),
+        key_of(TPU, MeshConfig(stage=2), PROGRAM),
+        key_of(TPU, MESH, Program(longer)),
+        key_of(TPU, MESH, PROGRAM._replace(segment_ids=True)),
+        key_of(TPU, MESH, PROGRAM._replace(environment=(("A", "1"),))),
+        key_of(TPU, "numerics", MESH, PROGRAM),
+    ]
+    assert key_of(TPU, MESH, Program(small_config())) == keys[0]
+    monkeypatch.setenv("XLA_FLAGS", "--xla_another_flag")
+    keys.append(key_of(TPU, MESH, PROGRAM))
+    monkeypatch.setattr(cache_key, "source", lambda: "edited")
+    keys.append(key_of(TPU, MESH, PROGRAM))
+    monkeypatch.setattr(cache_key, "_packages", lambda: "newer")
+    keys.append(key_of(TPU, MESH, PROGRAM))
+    assert None not in keys
+    assert len(set(keys)) == len(keys)
+
+
+def test_what_has_no_key() -> None:
+    def scale(x: Any, scale: Any) -> Any:
+        return x * scale
+
+    for function in (scale, lambda x, scale: x, test_what_has_no_key):
+        assert key_of(CPU, PROGRAM._replace(parts=Parts(apply_norm_scale=function))) is None
+    assert key_of(CPU, object()) is None
+    assert key_of(Platform("local"), PROGRAM) is None
+
+
+def test_the_source_of_the_package_is_part_of_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "__init__.py").write_text("one")
+    monkeypatch.setattr(cache_key.nnx_pipeline, "__file__", str(tmp_path / "__init__.py"))
+    first = cache_key.source.__wrapped__()
+    (tmp_path / "__init__.py").write_text("two")
+    second = cache_key.source.__wrapped__()
+    (tmp_path / "other.py").write_text("")
+    assert len({first, second, cache_key.source.__wrapped__()}) == 3
+
+
+def test_a_value_comes_back_with_its_time(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "new" / "folder")
+    assert cache.get(KEY) is None
+    cache.put(KEY, {"a": [1, 2.5, None]})
+    value, when = cache.get(KEY) or pytest.fail("nothing kept")
+    assert value == {"a": [1, 2.5, None]}
+    assert when.startswith("20")
+    assert Cache(cache.folder, fresh=True).get(KEY) is None
+    Cache(cache.folder, fresh=True).put(KEY, "new")
+    assert (cache.get(KEY) or pytest.fail("nothing kept"))[0] == "new"
+    assert Cache(None).get(KEY) is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '"x"', "{}", "\udcff", "changed", "moved"])
+def test_an_entry_that_is_broken_is_not_there(tmp_path: Path, text: str) -> None:
+    cache, path = Cache(tmp_path), tmp_path / f"{KEY}.json"
+    cache.put(KEY, {"bytes": 1})
+    whole = path.read_text()
+    if text == "changed":
+        text = whole.replace('"bytes": 1', '"bytes": 2')
+    if text == "moved":
+        text, path = whole, tmp_path / f"{'1' * 64}.json"
+    path.write_text(text, errors="surrogateescape")
+    assert cache.get(path.stem) is None
+
+
+def test_a_folder_that_cannot_be_written_is_named_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    cache = Cache(tmp_path / "file" / "folder")
+    for _ in range(2):
+        cache.put(KEY, 1)
+        assert cache.get(KEY) is None
+    assert capsys.readouterr().err.count("results are not kept there") == 1
+
+
+def test_the_first_write_removes_what_is_old_and_nothing_else(tmp_path: Path) -> None:
+    old, young = tmp_path / f"{'1' * 64}.json", tmp_path / f"{'2' * 64}.json"
+    torn, foreign = tmp_path / f".{'3' * 64}.json.abc", tmp_path / "notes.json"
+    for path in (old, young, torn, foreign):
+        path.write_text("x")
+    long_ago = time.time() - (LONGEST_DAYS + 1) * 86_400
+    for path in (old, torn, foreign):
+        os.utime(path, (long_ago, long_ago))
+    Cache(tmp_path).put(KEY, 1)
+    assert {path.name for path in tmp_path.iterdir()} == {young.name, foreign.name, f"{KEY}.json"}
+
+
+def test_the_oldest_go_where_there_is_too_much(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("nnx_pipeline.lab.cache.MOST_BYTES", 1000)
+    now = time.time()
+    for index in range(5):
+        path = tmp_path / f"{str(index + 1) * 64}.json"
+        path.write_text("x" * 300)
+        os.utime(path, (now - 100 + index, now - 100 + index))
+    Cache(tmp_path).put(KEY, 1)
+    left = sorted(path.name[0] for path in tmp_path.iterdir())
+    assert left == ["0", "4", "5"]
+
+
+def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NNX_PIPELINE_CACHE", "/named")
+    assert Cache.of_user().folder == Path("/named")
+    monkeypatch.delenv("NNX_PIPELINE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert Cache.of_user().folder == Path("/caches/nnx-pipeline")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert Cache.of_user().folder == tmp_path / ".cache" / "nnx-pipeline"
+
+
+def test_a_measurement_survives_json() -> None:
+    whole = measurement(attribution())
+    kept = Measurement.from_cache(json.loads(json.dumps(whole.to_cache())), "2026-01-01")
+    expected = dataclasses.replace(
+        whole, hlo="", kept_fingerprint=whole.fingerprint, measured="2026-01-01"
+    )
+    assert kept == expected
+    assert kept.fingerprint == whole.fingerprint
+    rows = attribution()
+    assert Attribution.from_json(json.loads(json.dumps(rows.to_json()))) == rows
+    without = json.loads(json.dumps(measurement(None).to_cache()))
+    assert Measurement.from_cache(without, None).attribution is None
+
+
+def test_ab_measures_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are made up here: what counts is who is asked for them."""
+    calls: list[str] = []
+
+    def measured(*args: Any, **options: Any) -> Measurement:
+        calls.append("measure")
+        return measurement(attribution(), platform="cpu")
+
+    def numbers(*args: Any) -> Any:
+        calls.append("numbers")
+        return [numerics.np.ones(3, "float32")]
+
+    monkeypatch.setattr(COMPARE, "measure_step", measured)
+    monkeypatch.setattr(numerics, "_loss_and_gradients", numbers)
+    ask = ("ab", "norm-scale", "--json", "-")
+    first = run(*ask).json["experiments"]
+    assert sorted(calls) == ["measure", "measure", "numbers", "numbers"]
+    calls.clear()
+    second = run(*ask).json["experiments"]
+    assert calls == []
+    for entry in second:
+        assert entry["numerics"].pop("measured")
+        assert all(arm.pop("measured") for arm in entry["arms"].values())
+    for entry in first:
+        assert entry["numerics"].pop("measured") is None
+        assert all(arm.pop("measured") is None for arm in entry["arms"].values())
+    assert second == first
+    assert "both arms compile to the same program" in second[0]["note"]
+    assert "3 of 3 results were kept" in " ".join(run("ab", "norm-scale").out.split())
+    assert calls == []
+    run(*ask, "--fresh")
+    assert len(calls) == 4
+    run("ab", "norm-scale", "--set", "train.loss_chunks=2")
+    assert calls.count("measure") == 4
+
+
+def test_a_real_measurement_comes_back(tmp_path: Path) -> None:
+    cache, said = Cache(tmp_path), []
+    ask = (PROGRAM, MeshConfig(), CPU, cache, said.append)
+    with optax_promotion():
+        first = measure_program(*ask)
+        assert said
+        said.clear()
+        second = measure_program(*ask)
+    assert not said
+    assert isinstance(first, Measurement)
+    assert isinstance(second, Measurement)
+    assert second.to_json() == first.to_json()
+    assert (second.attribution, second.fingerprint) == (first.attribution, first.fingerprint)
+
+
+def test_an_entry_of_another_form_is_measured_again(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    cache.put(key_of(CPU, "measurement", MeshConfig(), PROGRAM), {"memory": 3})
+    with optax_promotion():
+        found = measure_program(PROGRAM, MeshConfig(), CPU, cache, lambda text: None)
+    assert isinstance(found, Measurement)
+    assert found.measured is None

@@ -1,0 +1,95 @@
+"""Programs that are too large are marked, and NVIDIA's two kinds of matrix products told apart."""
+
+import dataclasses
+import importlib
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import Run
+from page_examples import attribution, measurement
+
+from nnx_pipeline.cli_options import platforms
+from nnx_pipeline.errors import InputError
+from nnx_pipeline.lab import numerics
+from nnx_pipeline.lab.cache_key import key_of
+from nnx_pipeline.lab.compile import Measurement
+from nnx_pipeline.lab.platform import Platform
+
+
+def of_size(size: int | None, **changes: Any) -> Measurement:
+    return dataclasses.replace(measurement(attribution()), device_memory_bytes=size, **changes)
+
+
+def test_what_devices_have() -> None:
+    # 80 GB as the GPUs' own descriptions have them, and what libtpu calls available HBM.
+    assert Platform.parse("cuda:h100:8").memory_bytes() == 84_942_979_072
+    assert Platform.parse("cuda:h200:8").memory_bytes() == 151_397_597_184
+    assert Platform.parse("tpu:v5p:2x2x2").memory_bytes() == int(95.74 * 2**30)
+    for name in ("tpu:v4:2x2x1", "cpu", "local"):
+        assert Platform.parse(name).memory_bytes() is None
+
+
+def test_what_does_not_fit() -> None:
+    """Arguments 210 MB, results 4 bytes more than they give up, and the heap."""
+    needed = 210_000_000 + 4 + attribution().heap_bytes
+    assert of_size(None).needed_bytes == needed
+    assert of_size(needed).exceeds_device_memory is False
+    assert of_size(needed - 1).exceeds_device_memory is True
+    assert of_size(None).exceeds_device_memory is None
+    assert of_size(1).to_json()["exceeds_device_memory"] is True
+    without = dataclasses.replace(measurement(None), device_memory_bytes=1)
+    assert without.needed_bytes == 210_000_004 + without.memory.temp_bytes
+
+
+def replaced(monkeypatch: pytest.MonkeyPatch, result: Measurement) -> list[Platform]:
+    """Makes every compile give this result; the platforms that were asked for are listed."""
+    asked: list[Platform] = []
+
+    def measured(config: Any, mesh: Any, platform: Platform, **options: Any) -> Measurement:
+        asked.append(platform)
+        return dataclasses.replace(result, gemm=platform.gemm)
+
+    for module in ("nnx_pipeline.cli", "nnx_pipeline.lab.compare"):
+        monkeypatch.setattr(importlib.import_module(module), "measure_step", measured)
+    same = [np.ones(1, "float32")]
+    monkeypatch.setattr(numerics, "_loss_and_gradients", lambda *args: same)
+    return asked
+
+
+def test_reports_mark_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced(monkeypatch, of_size(100_000_000))
+    for command in (("compile", "--model", "tiny"), ("ab", "norm-scale")):
+        ended = run(*command, "--platform", "cuda:h100:8")
+        assert ended.code == 0, ended.err
+        assert "does not fit ✗" in ended.out
+        assert "a device has 100.0 MB" in " ".join(ended.out.split())
+    replaced(monkeypatch, of_size(10**12))
+    assert "does not fit" not in run("compile", "--model", "tiny", "--platform", "cuda:h100:8").out
+
+
+def test_both_kinds_of_products(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = replaced(monkeypatch, of_size(10**12))
+    both = ("--platform", "cuda:h100:8", "--gemm", "both")
+    ended = run("compile", "--model", "tiny", *both, "--json", "-")
+    assert [platform.gemm for platform in asked] == ["triton", "cublas"]
+    assert (ended.json["gemm"], ended.json["other_gemm"]["gemm"]) == ("triton", "cublas")
+    ended = run("ab", "norm-scale", *both, "--json", "-")
+    for key, gemm in (("experiments", "triton"), ("experiments_cublas", "cublas")):
+        (entry,) = ended.json[key]
+        assert {arm["gemm"] for arm in entry["arms"].values()} == {gemm}
+    shown = run("ab", "norm-scale", *both).out
+    assert "matrix products by Triton;" in shown
+    assert "matrix products by cuBLASLt;" in shown
+
+
+def test_the_compiler_is_told() -> None:
+    triton, cublas = platforms("cuda:h100:8", "both")
+    assert triton == Platform.parse("cuda:h100:8")
+    assert triton.compiler_options == {}
+    assert cublas.compiler_options == {"xla_gpu_enable_triton_gemm": False}
+    assert key_of(triton, "x") != key_of(cublas, "x")
+    with pytest.raises(InputError, match="did you mean 'cublas'"):
+        platforms("cuda:h100:8", "cublass")
+    with pytest.raises(InputError, match="is of NVIDIA platforms; leave it out with cpu"):
+        platforms("cpu", "both")

@@ -1,0 +1,137 @@
+"""Figures against a field of the config, and the line through them."""
+
+import sys
+from typing import Any
+
+import pytest
+from helpers import Run, optax_promotion, small_config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from page_examples import attribution, measurement
+
+from nnx_pipeline import lab
+from nnx_pipeline.errors import InputError
+from nnx_pipeline.lab.compile import Measurement
+from nnx_pipeline.lab.experiments import EXPERIMENTS
+from nnx_pipeline.lab.sweep import Point, Sweep, _line
+
+COMPARE = sys.modules["nnx_pipeline.lab.compare"]  # `lab.compare` is the function
+SWEEP = ("ab", "--mesh", "stage=2", "--sweep")
+
+
+def made_up(*values: Any, factors: tuple[float, ...]) -> Sweep:
+    points = tuple(
+        Point(value=value, result=measurement(attribution(factor)))
+        for value, factor in zip(values, factors, strict=True)
+    )
+    return Sweep(field="train.loss_chunks", arms=(("step", points),), platform="cuda:h100:8")
+
+
+@given(
+    st.floats(-1e6, 1e6),
+    st.floats(-1e6, 1e6),
+    st.lists(st.integers(1, 10_000), min_size=2, max_size=6, unique=True),
+)
+@settings(derandomize=True, max_examples=50, deadline=None)
+def test_a_line_is_found(slope: float, intercept: float, values: list[int]) -> None:
+    found = _line([(x, slope * x + intercept) for x in values])
+    assert found is not None
+    assert found.slope == pytest.approx(slope, abs=1e-3, rel=1e-6)
+    assert found.r_squared is None or found.r_squared <= 1 + 1e-9
+
+
+def test_the_fit_of_points_beside_a_line() -> None:
+    found = _line([(1, 1.0), (2, 3.0), (3, 2.0)])
+    assert found is not None
+    assert (found.slope, found.intercept) == pytest.approx((0.5, 1.0))
+    assert found.r_squared == pytest.approx(0.25)
+    flat = _line([(1, 5.0), (2, 5.0)])
+    assert flat is not None
+    assert (flat.slope, flat.intercept, flat.r_squared) == (0.0, 5.0, None)
+
+
+def test_where_there_is_no_slope() -> None:
+    named = made_up("slice", "pad", factors=(1.0, 2.0))
+    assert named.fit("temp_bytes") is None
+    with pytest.raises(InputError, match="has no slope: it needs two numbers"):
+        named.slope("temp_bytes")
+    assert made_up(1, 2, factors=(1.0, 2.0)).fit("peak_bytes") is None
+    point = Point(value=4, result=None, error="too large")
+    good = made_up(1, 2, factors=(1.0, 2.0))
+    failed = Sweep(field="f", arms=(("step", (*good.arms[0][1], point)),), platform="cpu")
+    assert failed.fit("temp_bytes") == good.fit("temp_bytes")
+    with pytest.raises(InputError, match="step, f=4: too large"):
+        failed.slope("temp_bytes")
+    with pytest.raises(InputError, match="did you mean 'temp_bytes'"):
+        good.slope("temp_byte")
+    with pytest.raises(InputError, match="choose one of: step"):
+        good.slope("temp_bytes", arm="b")
+
+
+BAD = [
+    (("pipeline.num_microbatch=2,4",), "did you mean 'pipeline.num_microbatches'?"),
+    (("pipeline.num_microbatches=2,x",), "needs a whole number"),
+    (("pipeline.num_microbatches=2,3",), "choose a multiple of 3"),
+    (("pipeline.num_microbatches=2",), "two different values or more"),
+    (("pipeline.num_microbatches=2,2",), "two different values or more"),
+    (("pipeline.num_microbatches",), "write for example --sweep"),
+    (("pipeline.num_microbatches=2,,4",), "write for example --sweep"),
+    (("train.loss_chunks=2,4", "--sweep", "train.global_batch=8"), "need as many"),
+    (("train.loss_chunks=2,4", "--sweep", "train.loss_chunks=2,4"), "each field once"),
+    (("train.loss_chunks=2,4", "norm-scale", "embedding"), "--sweep takes one experiment"),
+    (("train.loss_chunks=2,4", "--html", "x.html"), "--sweep goes without --html"),
+    (("train.loss_chunks=2,4", "zero-1"), "give the mesh a data axis"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_bad_input(run: Run, arguments: tuple[str, ...], message: str) -> None:
+    ended = run(*SWEEP, *arguments)
+    assert ended.code == 2
+    assert message in ended.err.splitlines()[-1]
+    assert "Traceback" not in ended.err
+    assert ended.out == ""
+
+
+def test_a_point_that_fails_leaves_the_others(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(config: Any, *args: Any, **options: Any) -> Measurement:
+        chunks = config.train.loss_chunks
+        if chunks == 4:
+            raise RuntimeError("out of everything\nand more")
+        return measurement(attribution(chunks), platform="cpu")
+
+    monkeypatch.setattr(COMPARE, "measure_step", measured)
+    ended = run(*SWEEP, "train.loss_chunks=1,2,4", "--json", "-")
+    assert ended.code == 1
+    assert "train.loss_chunks=4: out of everything" in ended.err.splitlines()[-1]
+    (arm,) = ended.json["arms"]
+    assert [point["value"] for point in arm["points"]] == [1, 2, 4]
+    assert [point["error"] for point in arm["points"]] == [None, None, "out of everything"]
+    growth = arm["points"][1]["memory"]["temp_bytes"] - arm["points"][0]["memory"]["temp_bytes"]
+    assert arm["fits"]["temp_bytes"]["slope"] == pytest.approx(growth)
+    assert arm["fits"]["peak_bytes"] is None
+    shown = run(*SWEEP, "train.loss_chunks=1,2,4").out
+    assert "slope per unit" in shown
+    assert f"{growth / 1e6:+,.3f}" in shown
+    assert "out of everything" in shown
+    assert "results were kept" in shown
+
+
+@pytest.mark.slow
+def test_memory_per_microbatch_of_both_schedules() -> None:
+    """Microbatches of one size: the circular schedule keeps each of them, 1F1B does not."""
+    config = small_config(
+        model={"num_layers": 2, "embed_dim": 32},
+        train={"sequence_length": 32},
+    )
+    with optax_promotion():
+        found = lab.sweep(
+            config,
+            "stage=2",
+            "pipeline.num_microbatches",
+            (4, 8),
+            along={"train.global_batch": (4, 8)},
+            experiment=EXPERIMENTS["schedule"],
+        )
+    assert [label for label, _ in found.arms] == ["circular", "1f1b"]
+    assert found.slope("heap_bytes", "1f1b") < 0.5 * found.slope("heap_bytes", "circular")

@@ -1,0 +1,62 @@
+"""Programs whose flags must be set before anything is imported run in a process of their own."""
+
+import sys
+
+import numpy as np
+import pytest
+from helpers import small_config
+
+from nnx_pipeline import MeshConfig
+from nnx_pipeline.errors import InputError
+from nnx_pipeline.lab import worker
+from nnx_pipeline.lab.arms import Arm, Program
+from nnx_pipeline.lab.compile import Measurement
+from nnx_pipeline.lab.experiments import EXPERIMENTS
+from nnx_pipeline.lab.platform import Platform
+from nnx_pipeline.modules import Parts
+
+CPU, MESH = Platform("cpu"), MeshConfig(fsdp=2)
+CONFIG = small_config(model={"num_layers": 2})
+
+
+def test_a_flag_reaches_the_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA refuses the flag that is no flag, and says so: it did get the environment."""
+    program = Program(CONFIG, environment=(("XLA_FLAGS", "--xla_no_such_flag=1"),))
+    with pytest.raises(RuntimeError, match="a process of its own ended with"):
+        worker.measured(program, MESH, CPU)
+
+
+def test_measured_elsewhere_is_measured_here() -> None:
+    program = EXPERIMENTS["shard-variable"].programs(CONFIG, MESH)[1]
+    assert program.environment == (("FLAX_ALWAYS_SHARD_VARIABLE", "false"),)
+    there = worker.measured(program, MESH, CPU)
+    assert isinstance(there, Measurement)
+    assert there.memory.temp_bytes > 0
+    assert there.attribution is not None
+    assert there.measured is None
+    assert there.mesh == MESH.sizes()
+
+
+def test_numbers_come_back_to_the_bit() -> None:
+    for array in (np.arange(6, dtype="float32").reshape(2, 3), np.float32(1.5)):
+        back = worker._decoded(worker._encoded(np.asarray(array)))
+        assert back.dtype == array.dtype
+        np.testing.assert_array_equal(back, array)
+
+
+def test_errors_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = (("A", "1"),)
+    with pytest.raises(InputError, match="choose a multiple of 3"):
+        worker.measured(Program(CONFIG, environment=environment), MeshConfig(fsdp=3), CPU)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="a process of its own ended with 1: it said nothing"):
+        worker.numbers(Program(CONFIG, environment=environment), MESH)
+
+
+def test_functions_do_not_reach_another_process() -> None:
+    with pytest.raises(ValueError, match="arm x: functions do not reach another process"):
+        Arm(
+            label="x",
+            environment=(("A", "1"),),
+            parts=Parts(apply_norm_scale=lambda x, scale: x),
+        )
