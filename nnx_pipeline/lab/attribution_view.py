@@ -27,7 +27,7 @@ def megabytes(value: float | None) -> str:
 def memory_view(title: str, attribution: Attribution, *, top: int) -> RenderableType:
     """The largest buffers at the peak, the totals by role, and where in the schedule it is."""
     heap = attribution.heap_bytes
-    groups = _grouped(attribution.buffers)
+    groups = grouped(attribution.buffers)
     table = Table(title="device memory at its peak", title_justify="left")
     for column in ("MB", "share", "×"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -100,7 +100,7 @@ def short_source(source: str | None) -> str:
     return f"{Path(*file.parts[-3:])}:{line}"
 
 
-def _grouped(buffers: Sequence[Buffer]) -> list[list[Buffer]]:
+def grouped(buffers: Sequence[Buffer]) -> list[list[Buffer]]:
     """Rows that read the same, as one; the largest sum first."""
     groups: dict[tuple[str | None, ...], list[Buffer]] = defaultdict(list)
     for buffer in buffers:

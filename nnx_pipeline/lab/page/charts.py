@@ -129,7 +129,7 @@ def timeline(arms: Sequence[Arm]) -> Markup:
         element(
             "div", element("span", "first instruction"), element("span", "last"), class_="x-ends"
         ),
-        element("p", said + ".", class_="quiet"),
+        element("p", f"{said}. The heap is larger by its fragmentation.", class_="quiet"),
         class_="timeline",
     )
 

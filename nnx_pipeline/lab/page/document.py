@@ -3,14 +3,17 @@
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
+from rich.text import Text
+
 from nnx_pipeline.lab.attribution import difference
+from nnx_pipeline.lab.attribution_view import grouped
 from nnx_pipeline.lab.compare import Outcome
 from nnx_pipeline.lab.compile import Measurement
 from nnx_pipeline.lab.page import tables
 from nnx_pipeline.lab.page.charts import Arm, role_bars, timeline
 from nnx_pipeline.lab.page.markup import Markup, element, joined
 from nnx_pipeline.lab.page.style import STYLE
-from nnx_pipeline.lab.report import CPU_WARNING, compiler, megabytes, same_numbers
+from nnx_pipeline.lab.report import closing_lines, megabytes, same_numbers
 
 MOST_ROWS = 12  # of buffers; all of them are in the JSON
 NO_ATTRIBUTION = "This compiler gave no buffer assignment: what the bytes are is not known (–)."
@@ -24,7 +27,8 @@ def outcomes_page(title: str, outcomes: Sequence[Outcome], *, command: str = "")
     measured = [m for outcome in outcomes for m in (outcome.a, outcome.b) if m]
     summary = element("section", _summary(outcomes), class_="card") if len(outcomes) > 1 else None
     cards = [_card(outcome) for outcome in outcomes]
-    return _page(title, measured, command, joined(summary, cards))
+    compared = [outcome.numerics for outcome in outcomes if outcome.numerics]
+    return _page(title, closing_lines(measured, compared), command, joined(summary, cards))
 
 
 def measurement_page(
@@ -39,19 +43,17 @@ def measurement_page(
         _rest(arms),
         class_="card",
     )
-    return _page(title, [measurement], command, body)
+    return _page(title, closing_lines([measurement]), command, body)
 
 
-def _page(title: str, measured: Sequence[Measurement], command: str, body: Markup) -> str:
+def _page(title: str, notes: Sequence[Text], command: str, body: Markup) -> str:
+    """notes: the compiler and whatever else a reader has to know of the figures."""
     now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-    compilers = dict.fromkeys(compiler(result) for result in measured)
-    on_cpu = any(result.platform == "cpu" for result in measured)
     header = element(
         "header",
         element("h1", title),
-        [element("p", f"compiler: {name}", class_="quiet") for name in compilers],
         element("p", element("code", command), class_="quiet") if command else None,
-        element("p", CPU_WARNING, class_="warning") if on_cpu else None,
+        [element("p", n.plain, class_="warning" if n.style else "quiet") for n in notes],
     )
     footer = element(
         "footer",
@@ -178,12 +180,12 @@ def _memory(arms: tables.Labelled, top: int) -> Markup | None:
         if rows:
             lists.append(tables.differences_table(caption, rows[:MOST_ROWS]))
     for arm in named:
-        buffers = arm.attribution.buffers
+        groups = grouped(arm.attribution.buffers)
         whose = (
             f"Largest buffers of {arm.key}: {arm.label}" if len(arms) == 2 else "Largest buffers"
         )
-        caption = f"{whose}, {min(top, len(buffers))} of {len(buffers)}"
-        lists.append(tables.buffers_table(caption, buffers[:top]))
+        caption = f"{whose}, {min(top, len(groups))} of {len(groups)} rows"
+        lists.append(tables.buffers_table(caption, groups[:top]))
     missing = element("p", NO_ATTRIBUTION, class_="quiet") if len(drawn) < len(measured) else None
     return joined(
         role_bars(named),

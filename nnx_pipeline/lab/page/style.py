@@ -74,7 +74,9 @@ th { font-weight: 600; } thead th { color: var(--quiet); font-size: .8125rem; }
 caption { text-align: left; font-weight: 600; padding: 0 0 .4rem; }
 td.number, th.number { text-align: right; padding-left: .6rem; }
 td.number:last-child, th.number:last-child { padding-right: 0; }
-td .code { display: block; } td .quiet { font-size: .8125rem; display: block; }
+th .code, td .code { display: block; font-weight: 400; }
+th .quiet, td .quiet { font-size: .8125rem; font-weight: 400; display: block; }
+section > table { margin-top: 1.4rem; }
 .swatch { display: inline-block; width: .8em; height: .8em; border-radius: 3px;
   margin-right: .5em; }
 .more { color: var(--bad); } .less { color: var(--good); }

@@ -5,20 +5,30 @@ from collections.abc import Sequence
 from typing import Any
 
 from nnx_pipeline.lab.attribution import Buffer, BufferDifference
+from nnx_pipeline.lab.attribution_view import short_operation, short_source
 from nnx_pipeline.lab.colours import role_colour
 from nnx_pipeline.lab.compile import Measurement
 from nnx_pipeline.lab.page.charts import Arm, roles_of
-from nnx_pipeline.lab.page.markup import Markup, element
+from nnx_pipeline.lab.page.markup import Markup, element, joined
 from nnx_pipeline.lab.report import MEMORY_ROWS, megabytes, teraflops
 
 DASH = "–"
+_SMALLEST = 0.05e6  # bytes that are not 0.0 MB
 Labelled = Sequence[tuple[str, str, Measurement | None]]  # the letter, the label, the figures
 
 
 def table(
-    caption: str | None, head: Sequence[str], rows: Sequence[Sequence[Any]], *, numbers: int
+    caption: str | None,
+    head: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    *,
+    numbers: int,
+    narrow: bool = False,
 ) -> Markup:
-    """Rows of cells, of which the last `numbers` are figures; the first cell heads its row."""
+    """Rows of cells, of which the last `numbers` are figures; the first cell heads its row.
+
+    narrow: the table fits a phone as it is; another one becomes a list of its rows there.
+    """
     first = len(head) - numbers
 
     def kind(index: int) -> str | None:
@@ -40,7 +50,7 @@ def table(
             ),
         ),
         element("tbody", [element("tr", [cell(i, c) for i, c in enumerate(row)]) for row in rows]),
-        class_="stacks",
+        class_=None if narrow else "stacks",
     )
 
 
@@ -59,12 +69,14 @@ def roles_table(arms: Sequence[Arm]) -> Markup:
     sizes = [arm.attribution.by_role() for arm in arms]
     rows = []
     for role in roles_of(arms):
+        if all(of_arm.get(role, 0) < _SMALLEST for of_arm in sizes):
+            continue  # its row would say 0.0 everywhere
         row = [(swatch(role), role), *(megabytes(of_arm.get(role, 0)) for of_arm in sizes)]
         if len(arms) == 2:
             row.append(change(sizes[0].get(role, 0), sizes[1].get(role, 0)))
         rows.append(row)
     head = ["role", *(f"{arm.key}, MB" for arm in arms), *["b − a"] * (len(arms) == 2)]
-    return table(None, head, rows, numbers=len(head) - 1)
+    return table(None, head, rows, numbers=len(head) - 1, narrow=True)
 
 
 def swatch(role: str) -> Markup:
@@ -75,24 +87,29 @@ def swatch(role: str) -> Markup:
 
 def what(shape: str, source: str | None, operation: str) -> list[Markup]:
     """What a buffer is: its shape, the line it comes from, and JAX's operation."""
+    said = short_operation(operation)
     return [
-        element("span", shape or "no value", class_="code"),
-        element("span", source or "no source line", class_="quiet code"),
-        *([element("span", operation, class_="quiet code")] if operation else []),
+        element("span", shape or said or "no value", class_="code"),
+        element("span", short_source(source), class_="quiet code") if source else joined(),
+        element("span", said, class_="quiet") if said and shape else joined(),
     ]
 
 
-def buffers_table(caption: str, buffers: Sequence[Buffer]) -> Markup:
-    """The largest buffers at the peak."""
-    rows = [
-        (
-            what(buffer.shape or buffer.name, buffer.source, buffer.operation),
-            (swatch(buffer.role), buffer.role),
-            megabytes(buffer.bytes),
+def buffers_table(caption: str, groups: Sequence[Sequence[Buffer]]) -> Markup:
+    """The largest buffers at the peak, those that read the same as one row."""
+    rows = []
+    for buffer, *more in groups:
+        size = sum(one.bytes for one in (buffer, *more))
+        operation = buffer.operation or ("" if buffer.source else buffer.name)
+        rows.append(
+            (
+                what(buffer.shape, buffer.source, operation),
+                (swatch(buffer.role), buffer.role),
+                f"{1 + len(more)}" if more else "",
+                megabytes(size),
+            )
         )
-        for buffer in buffers
-    ]
-    return table(caption, ("buffer", "role", "MB"), rows, numbers=1)
+    return table(caption, ("buffer", "role", "×", "MB"), rows, numbers=2)
 
 
 def differences_table(caption: str, rows: Sequence[BufferDifference]) -> Markup:

@@ -1,0 +1,201 @@
+"""The page and the picture of a report: whole, escaped, and of one piece in a real browser."""
+
+import html.parser
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from page_examples import attribution, measurement, outcome
+
+from nnx_pipeline import files
+from nnx_pipeline.lab.attribution import ROLES
+from nnx_pipeline.lab.chart import outcomes_chart
+from nnx_pipeline.lab.colours import role_colour
+from nnx_pipeline.lab.compare import Outcome, compare_measurements
+from nnx_pipeline.lab.experiments import EXPERIMENTS
+from nnx_pipeline.lab.page import measurement_page, outcomes_page
+from nnx_pipeline.lab.page.style import STYLE
+from nnx_pipeline.pipeline.picture import save_figure
+
+TITLE = "tiny <on> stage=4"
+VOID = {"meta", "link", "rect", "path", "line"}
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-sync",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--enable-logging=stderr",
+]
+# Widths that a page in a phone must not exceed, written where `--dump-dom` shows it.
+PROBE = """<script>addEventListener("load", () => {
+  const frame = document.querySelector("iframe").contentDocument.documentElement;
+  document.title = `${frame.scrollWidth} of ${frame.clientWidth}`;
+});</script>"""
+
+
+class Reader(html.parser.HTMLParser):
+    """Checks that elements are closed in order; collects the text and the attributes."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+        self.attributes: list[tuple[str, str | None]] = []
+        self.feed(page)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] != ["style"]:
+            self.text += f" {data}"
+
+
+def examples() -> list[Outcome]:
+    """With and without a buffer assignment, and with an arm that failed."""
+    experiment = EXPERIMENTS["stage-shift"]
+    bare = compare_measurements(experiment, measurement(None), measurement(None, platform="cpu"))
+    failed = compare_measurements(experiment, measurement(attribution()), "the <compiler> gave up")
+    return [outcome(note="a <script>alert(1)</script> in a note"), bare, failed]
+
+
+def test_every_figure_is_there_and_every_text_escaped() -> None:
+    page = outcomes_page(TITLE, examples(), command="nnx-pipeline ab 'a<b'")
+    reader = Reader(page)
+    assert "<script" not in page
+    assert "<compiler>" not in page
+    assert "a <script>alert(1)</script> in a note" in reader.text
+    for text in (TITLE, "the <compiler> gave up", "not applicable, failed", "holds", "MB", "–"):
+        assert text in reader.text, text
+    shown = attribution()
+    for buffer in shown.buffers[:3]:
+        assert f"{buffer.bytes / 1e6:,.1f}" in reader.text
+        assert buffer.shape in reader.text
+    assert (
+        f"{shown.heap_bytes / 1e6:,.1f} → {attribution(0.6).heap_bytes / 1e6:,.1f}" in reader.text
+    )
+    assert "pipeline.shift: ppermute → slice" in reader.text
+    assert "gave no buffer assignment" in reader.text
+    assert "CPU figures mislead" not in reader.text  # it is said of the first compiler
+    assert "2,346" in reader.text or "2.346" in reader.text
+
+
+def test_a_page_of_one_program() -> None:
+    text = Reader(measurement_page(TITLE, measurement(attribution(), platform="cpu"))).text
+    assert "Largest buffers, 6 of 6 rows" in text
+    assert "CPU figures mislead" in text
+
+
+def test_a_figure_that_is_not_given_is_a_dash() -> None:
+    text = " ".join(Reader(measurement_page(TITLE, measurement(None))).text.split())
+    assert "heap – MB" in text
+    assert "peak – MB" in text
+    assert "program code, MB –" in text
+
+
+def test_nothing_is_fetched() -> None:
+    page = outcomes_page(TITLE, examples())
+    assert not re.findall(r"(?:https?:)?//[\w.]", page.replace("<!DOCTYPE html>", ""))
+    links = [value for name, value in Reader(page).attributes if name in ("href", "src")]
+    assert links
+    assert all(re.match(r"#|data:,$", value or "") for value in links)
+    assert "@import" not in STYLE
+    assert "url(" not in STYLE
+
+
+def test_every_role_has_a_colour_of_its_own() -> None:
+    colours = [role_colour(role) for role in ROLES]
+    assert len(set(colours)) == len(colours)
+
+
+@pytest.mark.parametrize("name", ["chart.png", "chart.svg"])
+def test_a_chart(tmp_path: Path, name: str) -> None:
+    save_figure(outcomes_chart(TITLE, examples()), str(tmp_path / name))
+    start = (tmp_path / name).read_bytes()[:300]
+    assert start.startswith(b"\x89PNG") if name.endswith("png") else b"<svg" in start
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--html", "-"), "--html -: only JSON goes to standard output; name a file"),
+        (("--html", "no/such/folder/x.html"), "--html no/such/folder/x.html: not a file"),
+        (("--chart", "x.gif"), "--chart x.gif"),
+    ],
+)
+def test_files_that_cannot_be_made(run: Any, arguments: tuple[str, ...], message: str) -> None:
+    ended = run("ab", "norm-scale", *arguments)
+    assert ended.code == 2
+    assert message in ended.err
+
+
+def test_a_full_disk_leaves_the_old_page(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("the old one")
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "replace", full)
+    command = ("memory", "--model", "tiny", "--set", "model.num_layers=1", "--html", str(page))
+    ended = run(*command)
+    assert ended.code == 1
+    assert "No space left on device" in ended.err
+    assert "Traceback" not in ended.err
+    assert page.read_text() == "the old one"
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def chromium(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a headless Chromium with a profile of its own; it must end within a minute."""
+    if CHROMIUM is None:
+        pytest.skip("Chromium is not installed (Debian: chromium)")
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+
+
+def test_a_browser_has_nothing_to_complain_of(tmp_path: Path) -> None:
+    page, picture = tmp_path / "page.html", tmp_path / "page.png"
+    page.write_text(outcomes_page(TITLE, examples()))
+    ended = chromium(tmp_path, f"--screenshot={picture}", "--window-size=1000,2000", page.as_uri())
+    assert "CONSOLE" not in ended.stderr
+    assert picture.stat().st_size > 20_000
+
+
+def test_it_is_no_wider_than_a_phone(tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(outcomes_page(TITLE, examples()))
+    frame = '<iframe src="page.html" style="width:360px;height:800px;border:0"></iframe>'
+    (tmp_path / "phone.html").write_text(f"<!DOCTYPE html><title>none</title>{frame}{PROBE}")
+    address = (tmp_path / "phone.html").as_uri()
+    found = chromium(tmp_path, "--allow-file-access-from-files", "--dump-dom", address).stdout
+    (title,) = re.findall("<title>(.*?)</title>", found)
+    wide, screen = map(int, title.split(" of "))
+    assert 300 < wide <= screen <= 360
+
+
+def test_it_prints(tmp_path: Path) -> None:
+    page, paper = tmp_path / "page.html", tmp_path / "page.pdf"
+    page.write_text(outcomes_page(TITLE, examples()))
+    chromium(tmp_path, f"--print-to-pdf={paper}", "--no-pdf-header-footer", page.as_uri())
+    assert paper.read_bytes().startswith(b"%PDF")
+    assert paper.stat().st_size > 20_000
