@@ -41,6 +41,26 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NNX_PIPELINE_CACHE", str(tmp_path.with_name(f"{tmp_path.name}-cache")))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fast",
+        action="store_true",
+        help="Leave out the tests marked slow, and all but the first and last case of a table.",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--fast"):
+        return
+    tables: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if not item.get_closest_marker("slow"):
+            tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = {id(item) for cases in tables.values() for item in (cases[0], cases[-1])}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = [item for item in items if id(item) in kept]
+
+
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs() -> Iterator[None]:
     """Frees the programs of a file: a process may not map the memory of those of all files."""
