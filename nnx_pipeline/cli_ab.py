@@ -72,13 +72,21 @@ def ab_command(
     config, mesh_config = configured(model, assignments), MeshConfig.parse(mesh)
     targets, cache = platforms(platform, gemm), Cache.of_user(fresh=fresh)
     if sweeps:
-        if html_path or chart_path or len(targets) > 1:
-            raise InputError("--sweep goes without --html, --chart and --gemm both; leave them out")
+        if html_path or len(targets) > 1:
+            raise InputError("--sweep goes without --html and --gemm both; leave them out")
         named = chosen if names else []
         title = f"{', '.join(names) or 'training step'} of {model} on {mesh_config}: per device"
         (target,) = targets
         run_sweep(
-            title, sweeps, named, config, mesh_config, target, cache=cache, json_path=json_path
+            title,
+            sweeps,
+            named,
+            config,
+            mesh_config,
+            target,
+            cache=cache,
+            chart_path=chart_path,
+            json_path=json_path,
         )
         return
     with progress() as say, compiler_errors():

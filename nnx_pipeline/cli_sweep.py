@@ -10,8 +10,10 @@ from nnx_pipeline.lab.cache import Cache
 from nnx_pipeline.lab.experiments import Experiment
 from nnx_pipeline.lab.platform import Platform
 from nnx_pipeline.lab.sweep import sweep
+from nnx_pipeline.lab.sweep_chart import sweep_chart
 from nnx_pipeline.lab.sweep_view import sweep_view
 from nnx_pipeline.mesh import MeshConfig
+from nnx_pipeline.pipeline.picture import save_figure
 
 
 def run_sweep(
@@ -23,6 +25,7 @@ def run_sweep(
     platform: Platform,
     *,
     cache: Cache,
+    chart_path: str | None,
     json_path: str | None,
 ) -> None:
     """Sweeps the first field, the others along with it, and reports.
@@ -50,6 +53,8 @@ def run_sweep(
         )
     report.show(sweep_view(title, found), json_path=json_path)
     report.emit_json(json_path, found.to_json())
+    if chart_path:
+        save_figure(sweep_chart(title, found), chart_path)
     if found.errors:
         raise Failed(f"failed: {'; '.join(found.errors)}")
 

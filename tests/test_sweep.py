@@ -1,6 +1,7 @@
 """Figures against a field of the config, and the line through them."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,7 +94,9 @@ def test_bad_input(run: Run, arguments: tuple[str, ...], message: str) -> None:
     assert ended.out == ""
 
 
-def test_a_point_that_fails_leaves_the_others(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_point_that_fails_leaves_the_others(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def measured(config: Any, *args: Any, **options: Any) -> Measurement:
         chunks = config.train.loss_chunks
         if chunks == 4:
@@ -115,6 +118,12 @@ def test_a_point_that_fails_leaves_the_others(run: Run, monkeypatch: pytest.Monk
     assert f"{growth / 1e6:+,.3f}" in shown
     assert "out of everything" in shown
     assert "results were kept" in shown
+    for name in ("chart.png", "chart.svg"):
+        assert run(*SWEEP, "train.loss_chunks=1,2,4", "--chart", str(tmp_path / name)).code == 1
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+    drawn = (tmp_path / "chart.svg").read_text()
+    assert f"step: {growth / 1e6:+,.4g} per unit" in drawn
+    assert "train.loss_chunks" in drawn
 
 
 @pytest.mark.slow

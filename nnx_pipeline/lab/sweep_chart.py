@@ -1,0 +1,74 @@
+"""A sweep as a picture: each figure against the value, with its fitted line."""
+
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from nnx_pipeline.lab.report import compiler
+from nnx_pipeline.lab.sweep import Point, Sweep
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ARM_COLOURS = ("#b04f0a", "#1560b8")  # of arms a and b, as on a page
+
+
+class Panel(NamedTuple):
+    """One figure of the sweep, divided by `unit` to be drawn."""
+
+    figure: str
+    title: str
+    unit: float
+
+
+PANELS = (
+    Panel("temp_bytes", "temp, MB", 1e6),
+    Panel("heap_bytes", "heap, MB", 1e6),
+    Panel("flops", "matrix products, GFLOP", 1e9),
+    Panel("compile_seconds", "compile time, s", 1),
+)
+
+
+def sweep_chart(title: str, sweep: Sweep) -> "Figure":
+    """A panel per figure, per device; a dashed line is the fit, its slope stands in the legend."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.0, 6.4), layout="constrained")
+    head = textwrap.fill(title, 110)
+    figure.suptitle(head, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    for axes, panel in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
+        _draw(axes, panel, sweep)
+    measured = next((p.result for _, points in sweep.arms for p in points if p.result), None)
+    if measured:
+        figure.supxlabel(f"compiler: {compiler(measured)}", x=0.01, ha="left", fontsize=8)
+    return figure
+
+
+def _draw(axes: "Axes", panel: Panel, sweep: Sweep) -> None:
+    axes.set_title(panel.title, loc="left", fontsize=9, fontweight="bold")
+    axes.set_xlabel(sweep.field, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e2e5ea", linewidth=0.8)
+    axes.tick_params(labelsize=8)
+    places = _places(sweep.arms[0][1])
+    axes.set_xticks(places, [str(point.value) for point in sweep.arms[0][1]])
+    for colour, (label, points) in zip(ARM_COLOURS, sweep.arms, strict=False):
+        figures = [point.figure(panel.figure) for point in points]
+        found = [(x, y / panel.unit) for x, y in zip(places, figures, strict=True) if y is not None]
+        words = label if found else f"{label}: –"
+        if fit := sweep.fit(panel.figure, label):
+            words = f"{label}: {fit.slope / panel.unit:+,.4g} per unit"
+            ends = [min(places), max(places)]
+            line = [(fit.intercept + fit.slope * x) / panel.unit for x in ends]
+            axes.plot(ends, line, color=colour, linestyle="--", linewidth=1)
+        axes.plot([x for x, _ in found], [y for _, y in found], "o", color=colour, label=words)
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8, frameon=False)
+
+
+def _places(points: Sequence[Point]) -> list[float]:
+    """Where each value stands; what is no number stands side by side, in order."""
+    values = [point.value for point in points]
+    numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
+    return list(map(float, values)) if numbers else [float(at) for at in range(len(values))]
