@@ -111,8 +111,7 @@ def compile_command(
     With --gemm both the JSON has the second program under `other_gemm`.
     """
     config, mesh_config = configured(model, assignments), MeshConfig.parse(mesh)
-    report.check_writable(json_path, "--json")
-    report.check_writable(hlo_path, "--hlo")
+    report.check_outputs(json=json_path, hlo=hlo_path)
     targets = platforms(platform, gemm)
     with progress() as say, compiler_errors():
         results = [measure_step(config, mesh_config, target, progress=say) for target in targets]
@@ -217,8 +216,7 @@ def schedule(
             f"a timetable of {stages} stages and {plan.ticks} ticks has more than {MOST_CELLS:,} "
             "cells; choose fewer stages, microbatches or repeats"
         )
-    report.check_writable(json_path, "--json")
-    report.check_writable(picture_path, "--picture")
+    report.check_outputs(json=json_path, picture=picture_path)
     check_picture(picture_path)
     for view in (summary(plan), timetable(plan), legend(plan)):
         report.show(view, json_path=json_path)

@@ -6,6 +6,7 @@ import click
 from rich.table import Table
 
 from nnx_pipeline.cli_options import (
+    check_alone,
     config_options,
     configured,
     gemm_option,
@@ -63,9 +64,9 @@ def ab_command(
     the arms of one experiment, are compiled for each value. Exit 1 when an arm did not compile or
     the arms do not compute the same.
     """
-    report.check_writable(json_path, "--json")
-    check_reports(html_path, chart_path)
+    check_reports(html_path, chart_path, json_path)
     if list_only:
+        check_alone("list_only", "json_path")
         _list_experiments(json_path)
         return
     chosen = choose(names)

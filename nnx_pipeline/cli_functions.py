@@ -64,8 +64,7 @@ def measure_command(
     json_path: str | None,
 ) -> None:
     """Compile your own function and report its memory, products and collectives."""
-    report.check_writable(json_path, "--json")
-    report.check_writable(hlo_path, "--hlo")
+    report.check_outputs(json=json_path, hlo=hlo_path)
     target = Platform.parse(platform)
     with progress() as say, compiler_errors():
         grid = _grid(mesh, target)
@@ -105,8 +104,7 @@ def compare_command(
 
     Their numbers are not compared. Exit 1 when one of them did not compile.
     """
-    report.check_writable(json_path, "--json")
-    check_reports(html_path, chart_path)
+    check_reports(html_path, chart_path, json_path)
     target = Platform.parse(platform)
     with progress() as say, compiler_errors():
         grid = _grid(mesh, target)

@@ -60,8 +60,7 @@ def memory_command(
     The bytes are those of the compiler's own buffer assignment, per device. Equal rows are shown
     as one with their number; JSON has every buffer.
     """
-    report.check_writable(json_path, "--json")
-    check_reports(html_path, chart_path)
+    check_reports(html_path, chart_path, json_path)
     if (function is None) == (model is None):
         raise InputError("memory looks at one thing: give --model PRESET or MODULE:FUNCTION")
     if model is not None and (inputs or arguments):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from nnx_pipeline.config import Config
 from nnx_pipeline.errors import InputError, nearest
@@ -86,3 +87,21 @@ def platforms(text: str, gemm: str) -> list[Platform]:
 def configured(model: str, assignments: tuple[str, ...]) -> Config:
     """The preset with its overrides; InputError as in `apply_overrides`."""
     return apply_overrides(preset(model), parse_overrides(assignments))
+
+
+def check_alone(option: str, *besides: str) -> None:
+    """Raises InputError for whatever else was given with an option that would not read it.
+
+    option, besides: names of the parameters, of that option and of those that go with it.
+    """
+    context = click.get_current_context()
+    flags = {one.name: one.opts[0] for one in context.command.params}
+    unread = [
+        flag
+        for name, flag in flags.items()
+        if name
+        and name not in (option, *besides)
+        and context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    ]
+    if unread:
+        raise InputError(f"{flags[option]} does not read {', '.join(unread)}; leave it out")

@@ -7,13 +7,12 @@ import click
 from click.core import ParameterSource
 
 from nnx_pipeline.cli_options import Command
-from nnx_pipeline.errors import InputError
 from nnx_pipeline.files import write_text
 from nnx_pipeline.lab.chart import outcomes_chart, program_chart
 from nnx_pipeline.lab.compare import Outcome
 from nnx_pipeline.lab.compile import Measurement
 from nnx_pipeline.lab.page import measurement_page, outcomes_page
-from nnx_pipeline.lab.report import check_writable
+from nnx_pipeline.lab.report import check_outputs
 from nnx_pipeline.pipeline.picture import check_picture, save_figure
 
 _OUTPUTS = ("html_path", "chart_path", "json_path")  # where results go, not what they are
@@ -35,12 +34,9 @@ def report_options(command: Command) -> Command:
     )(command)
 
 
-def check_reports(html_path: str | None, chart_path: str | None) -> None:
+def check_reports(html_path: str | None, chart_path: str | None, json_path: str | None) -> None:
     """Raises InputError, before any work is done, if one of the files cannot be made."""
-    for path, option in ((html_path, "--html"), (chart_path, "--chart")):
-        if path == "-":
-            raise InputError(f"{option} -: only JSON goes to standard output; name a file")
-        check_writable(path, option)
+    check_outputs(html=html_path, chart=chart_path, json=json_path)
     check_picture(chart_path, "--chart")
 
 

@@ -79,13 +79,17 @@ def _end(message: str, code: int) -> None:
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Gives a function that says on standard error what is going on: live, or line by line."""
+    """Gives a function that says on standard error what is going on: live, or line by line.
+
+    What people's own functions print meanwhile goes there too: standard output may be JSON.
+    """
     console = Console(stderr=True)
-    if console.is_terminal:
-        with console.status("starting") as status:
-            yield lambda text: status.update(text)
-    else:
-        yield lambda text: print(text, file=sys.stderr, flush=True)
+    with contextlib.redirect_stdout(sys.stderr):
+        if console.is_terminal:
+            with console.status("starting") as status:
+                yield lambda text: status.update(text)
+        else:
+            yield lambda text: print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

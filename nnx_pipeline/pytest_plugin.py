@@ -48,6 +48,7 @@ class SessionBudgets:
     update: bool
     tolerance: float
     selected: bool = False
+    collected: int = 0
     seen: set[str] = field(default_factory=set)
     passed: dict[str, dict[Key, Figures]] = field(default_factory=dict)
     hints: list[str] = field(default_factory=list)
@@ -146,6 +147,17 @@ def name_of(item: pytest.Item) -> str:
         return item.nodeid
     group = marker.args[0] if marker.args else marker.kwargs.get("name", "default")
     return item.nodeid.removesuffix(f"@{group}")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.config.stash[SESSION].collected += 1
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """A conftest may leave out items and tell nobody."""
+    mine = session.config.stash[SESSION]
+    mine.selected |= len(session.items) < mine.collected
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:

@@ -10,6 +10,11 @@ def scaled(scale: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.tanh(x * scale)
 
 
+def talkative(scale: jax.Array, x: jax.Array) -> jax.Array:
+    print("a word while it is traced")
+    return scaled(scale, x)
+
+
 def lean(scale: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.tanh(x * scale.astype(x.dtype))
 

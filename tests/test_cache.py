@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import flax
 import pytest
 from helpers import Run, optax_promotion, small_config
 from page_examples import attribution, measurement
@@ -68,6 +69,16 @@ def test_what_changes_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     keys.append(key_of(TPU, MESH, PROGRAM))
     assert None not in keys
     assert len(set(keys)) == len(keys)
+
+
+def test_flags_of_flax_change_a_key() -> None:
+    before, profile = key_of(CPU, PROGRAM), flax.config.flax_profile
+    flax.config.update("flax_profile", not profile)
+    try:
+        assert key_of(CPU, PROGRAM) != before
+    finally:
+        flax.config.update("flax_profile", profile)
+    assert key_of(CPU, PROGRAM) == before
 
 
 def test_what_has_no_key() -> None:
@@ -153,6 +164,25 @@ def test_the_oldest_go_where_there_is_too_much(
     Cache(tmp_path).put(KEY, 1)
     left = sorted(path.name[0] for path in tmp_path.iterdir())
     assert left == ["0", "4", "5"]
+
+
+def test_a_file_that_another_process_takes_away(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / f"{'1' * 64}.json").symlink_to(tmp_path / "gone")
+    cache = Cache(tmp_path, warn=pytest.fail)
+    cache.put(KEY, 1)
+    assert cache.get(KEY) is not None
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere(path: Path) -> Path:
+        raise RuntimeError("could not determine home directory")
+
+    for name in ("NNX_PIPELINE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "expanduser", nowhere)
+    assert Cache.of_user().folder is None
 
 
 def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

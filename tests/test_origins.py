@@ -184,23 +184,27 @@ def test_collectives(opcode: str, expected: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "has_logits"),
+    ("name", "width", "has_logits"),
     [
-        ("params['lm_head']", True),
-        ("model.embedding.embedding.value", True),
-        ("model.position_embedding", False),
-        ("attention.heads", False),
+        ("params['lm_head']", 40, True),
+        ("model.embedding.embedding.value", 40, True),
+        ("model.position_embedding", 40, False),
+        ("attention.heads", 40, False),
+        ("params['lm_head']", 8, False),
     ],
 )
-def test_the_vocabulary_is_known_by_the_name_of_an_argument(name: str, has_logits: bool) -> None:
+def test_the_vocabulary_is_known_by_the_name_of_an_argument(
+    name: str, width: int, has_logits: bool
+) -> None:
+    """And by no other parameter that has an axis of that size."""
     text = f"""HloModule jit_g
 
-ENTRY %main (x: f32[6,8], w: f32[8,40]) -> f32[6,40] {{
+ENTRY %main (x: f32[6,8], w: f32[8,{width}]) -> f32[6,{width}] {{
   %x = f32[6,8]{{1,0}} parameter(0), metadata={{op_name="x"}}
-  %w = f32[8,40]{{1,0}} parameter(1), metadata={{op_name="{name}"}}
-  ROOT %y = f32[6,40]{{1,0}} dot(%x, %w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  %w = f32[8,{width}]{{1,0}} parameter(1), metadata={{op_name="{name}"}}
+  ROOT %y = f32[6,{width}]{{1,0}} dot(%x, %w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
 }}
 """
     flow = Flow(hlo.parse(text))
-    role = Roles(flow, Origins(flow)).of(("y", ()), Shape("f32", (6, 40)))
+    role = Roles(flow, Origins(flow)).of(("y", ()), Shape("f32", (6, width)))
     assert role == ("logits" if has_logits else "activation")

@@ -143,6 +143,7 @@ def test_arguments_written_down(text: str, shape: Any, dtype: str, spec: P) -> N
     [
         ("float32", r"argument 'float32' is no array; write for example bfloat16\[8@data,128\]"),
         ("float33[2]", "there is no dtype 'float33'"),
+        ("float64[2]", "JAX makes float32 of float64; write that, or set JAX_ENABLE_X64=1"),
         ("float32[a]", "'a' is no axis; write 8 or 8@data"),
         ("float32[8@dta]", "the mesh has no axis 'dta'; did you mean 'data'"),
         ("float32[9@data]", "does not split evenly over the mesh"),
@@ -205,6 +206,9 @@ def test_measure_and_compare_on_the_command_line() -> None:
     assert ended.code == 0, ended.err
     (entry,) = ended.json["experiments"]
     assert [entry["arms"][arm]["label"] for arm in "ab"] == list(names)
+    ended = in_a_process("measure", "own_functions:talkative", *ARGUMENTS, "--json", "-")
+    assert ended.json["memory"]["output_bytes"] == 4 * 512 * 1024
+    assert "a word while it is traced" in ended.err
 
 
 def test_what_breaks_is_one_line_and_1() -> None:

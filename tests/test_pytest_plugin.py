@@ -257,6 +257,11 @@ def test_what_is_no_more_is_removed(project: Project, pytester: pytest.Pytester)
     assert names(file) == [("test_step", ""), ("test_first", ""), two[1]], "-k leaves tests out"
     project(UPDATE, "test_two.py::test_renamed")
     assert ("test_first", "") in names(file), "one test alone says nothing of the others"
+    conftest = pytester.path / "conftest.py"
+    conftest.write_text("def pytest_collection_modifyitems(items):\n    del items[1:]\n")
+    project(UPDATE)
+    assert ("test_first", "") in names(file), "items that were dropped without a word may exist"
+    conftest.unlink()
     (pytester.path / "test_step.py").unlink()
     project(UPDATE)
     assert names(file) == [("test_renamed", ""), two[1]]

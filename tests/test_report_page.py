@@ -1,5 +1,6 @@
 """The page and the picture of a report: whole, escaped, and of one piece in a real browser."""
 
+import dataclasses
 import html.parser
 import re
 import shutil
@@ -104,6 +105,12 @@ def test_a_page_of_one_program() -> None:
     assert "CPU figures mislead" in text
 
 
+def test_a_program_that_holds_nothing() -> None:
+    nothing = dataclasses.replace(attribution(), heap_bytes=0, buffers=(), timeline=())
+    text = Reader(measurement_page(TITLE, measurement(nothing))).text
+    assert "Largest buffers, 0 of 0 rows" in text
+
+
 def test_a_figure_that_is_not_given_is_a_dash() -> None:
     text = " ".join(Reader(measurement_page(TITLE, measurement(None))).text.split())
     assert "heap – MB" in text
@@ -139,6 +146,8 @@ def test_a_chart(tmp_path: Path, name: str) -> None:
         (("--html", "-"), "--html -: only JSON goes to standard output; name a file"),
         (("--html", "no/such/folder/x.html"), "--html no/such/folder/x.html: not a file"),
         (("--chart", "x.gif"), "--chart x.gif"),
+        (("--html", "x.html", "--json", "./x.html"), "--html and --json both write x.html"),
+        (("--list",), "--list does not read names"),
     ],
 )
 def test_files_that_cannot_be_made(run: Any, arguments: tuple[str, ...], message: str) -> None:

@@ -75,6 +75,8 @@ BAD = [
     (("pipeline.num_microbatches=2,3",), "choose a multiple of 3"),
     (("pipeline.num_microbatches=2",), "two different values or more"),
     (("pipeline.num_microbatches=2,2",), "two different values or more"),
+    (("pipeline.num_microbatches=4,04",), "two different values or more"),
+    (("pipeline.shift=slice,pad", "stage-shift"), "stage-shift sets pipeline.shift itself"),
     (("pipeline.num_microbatches",), "write for example --sweep"),
     (("pipeline.num_microbatches=2,,4",), "write for example --sweep"),
     (("train.loss_chunks=2,4", "--sweep", "train.global_batch=8"), "need as many"),

@@ -46,7 +46,10 @@ class Cache:
         """
         if named := os.environ.get(FOLDER_VARIABLE):
             return cls(Path(named), fresh=fresh)
-        caches = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+        try:
+            caches = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+        except RuntimeError:  # a user without a home
+            return cls(None)
         return cls(Path(caches) / "nnx-pipeline", fresh=fresh)
 
     def get(self, key: str | None) -> tuple[Any, str] | None:
@@ -79,12 +82,21 @@ class Cache:
     def _prune(self) -> None:
         assert self.folder is not None, "called by put alone"
         files = [path for path in self.folder.iterdir() if _OURS.fullmatch(path.name)]
-        known = sorted((path.stat().st_mtime, path.stat().st_size, path) for path in files)
+        known = sorted(filter(None, map(_age_and_size, files)))
         total, oldest = sum(size for _, size, _ in known), time.time() - LONGEST_DAYS * 86_400
         for written, size, path in known:
             if written < oldest or total > MOST_BYTES:
                 path.unlink(missing_ok=True)
                 total -= size
+
+
+def _age_and_size(path: Path) -> tuple[float, int, Path] | None:
+    """None for a file that another process has just taken away or renamed."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_mtime, found.st_size, path
 
 
 def _hash(value: Any) -> str:

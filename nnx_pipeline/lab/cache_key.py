@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import flax
 import jax
 
 import nnx_pipeline
@@ -20,7 +21,7 @@ PACKAGES = (
     *("jax", "jaxlib", "flax", "optax", "numpy", "libtpu"),
     *("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm"),
 )
-ENVIRONMENT = ("XLA_", "JAX_", "LIBTPU_", "FLAX_")
+ENVIRONMENT = ("XLA_", "JAX_", "LIBTPU_", "TPU_", "FLAX_")
 # What `Platform.devices` sets itself; the number of devices is that of the mesh.
 SET_ALONG_THE_WAY = ("jax_platforms", "jax_num_cpu_devices")
 
@@ -33,8 +34,9 @@ def key_of(platform: Platform, *values: Any) -> str | None:
     """A hash of the values and of all else that decides what a compiler makes of them.
 
     That is the platform, the versions of the packages, Python, the source of `nnx_pipeline`, flags
-    in the environment and in `jax.config`, and the CPU, which the CPU compiler asks for what it
-    can. None where a value has no text of its own, and on `local`, whose driver is not known.
+    in the environment, in `jax.config` and `flax.config`, and the CPU, which the CPU compiler asks
+    for what it can. None where a value has no text of its own, and on `local`, whose driver is
+    not known.
     """
     if platform.kind == "local":
         return None
@@ -97,14 +99,15 @@ def _packages() -> str:
     return f"{installed} python {machine.python_version()}"
 
 
-def _flags() -> tuple[str, str]:
+def _flags() -> tuple[str, ...]:
     environment = {name: text for name, text in os.environ.items() if name.startswith(ENVIRONMENT)}
     options = {
         name: str(value)
         for name, value in jax.config.values.items()
         if name not in SET_ALONG_THE_WAY
     }
-    return str(sorted(environment.items())), str(sorted(options.items()))
+    of_flax = {name: getattr(flax.config, name) for name in dir(flax.config) if "flax_" in name}
+    return tuple(str(sorted(found.items())) for found in (environment, options, of_flax))
 
 
 @functools.cache

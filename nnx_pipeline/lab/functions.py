@@ -65,6 +65,10 @@ def parse_argument(text: str, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
         dtype = jnp.dtype(match["dtype"])
     except TypeError as error:
         raise InputError(f"argument {text!r}: there is no dtype {match['dtype']!r}") from error
+    if (used := jax.dtypes.canonicalize_dtype(dtype)) != dtype:
+        raise InputError(
+            f"argument {text!r}: JAX makes {used} of {dtype}; write that, or set JAX_ENABLE_X64=1"
+        )
     shape, entries = [], []
     for part in filter(None, match["axes"].split(",")):
         axis = _AXIS.fullmatch(part)

@@ -167,6 +167,22 @@ def teraflops(flops: int | None) -> str:
     return "–" if flops is None else f"{flops / 1e12:,.3f} TFLOP"
 
 
+def check_outputs(**paths: str | None) -> None:
+    """Raises InputError, before any work is done, unless each file can be written, and only once.
+
+    paths: by the name of the option. `-`, standard output, is for `json` alone.
+    """
+    given = {f"--{name}": path for name, path in paths.items() if path is not None}
+    for option, path in given.items():
+        if path == "-" and option != "--json":
+            raise InputError(f"{option} -: only JSON goes to standard output; name a file")
+        check_writable(path, option)
+        same = [o for o, p in given.items() if Path(p).absolute() == Path(path).absolute()]
+        is_device = Path(path).exists() and not Path(path).is_file()
+        if len(same) > 1 and not is_device:
+            raise InputError(f"{' and '.join(same)} both write {path}; name two files")
+
+
 def check_writable(path: str | None, option: str) -> None:
     """Raises InputError before any work is done if `path` cannot be written."""
     if path is None or path == "-":

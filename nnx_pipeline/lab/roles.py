@@ -217,18 +217,22 @@ class Roles:
     @cached_property
     def _parameter_sizes(self) -> list[Counter[int]]:
         shapes = [shape for item in self._arguments.values() for shape in item.shapes]
-        sizes = [_sizes(shape) for shape in shapes if re.match(r"b?f\d", shape.dtype)]
+        sizes = [_sizes(shape) for shape in shapes if _is_float(shape)]
         unique = {tuple(sorted(counts.elements())) for counts in sizes if counts.total() > 1}
         return [Counter(key) for key in sorted(unique)]
 
     @cached_property
     def _vocabularies(self) -> set[int]:
-        return {
-            max(shape.dims)
-            for item in self._arguments.values()
-            for shape in item.shapes
-            if len(shape.dims) == 2 and _has_vocabulary(item.op_name or "")
-        }
+        """Sizes of vocabularies, as far as no axis of another parameter has the same."""
+        named: set[int] = set()
+        others: set[int] = set()
+        for item in self._arguments.values():
+            for shape in item.shapes:
+                if len(shape.dims) == 2 and _has_vocabulary(item.op_name or ""):
+                    named.add(max(shape.dims))
+                elif _is_float(shape):
+                    others.update(shape.dims)
+        return named - others
 
     def _like_parameter(self, shape: Shape, *, gathered: bool = True) -> bool:
         sizes = _sizes(shape)
@@ -241,6 +245,10 @@ class Roles:
             if one and ours[0] % next(theirs.elements()) == 0:
                 return True
         return False
+
+
+def _is_float(shape: Shape) -> bool:
+    return re.match(r"b?f\d", shape.dtype) is not None
 
 
 def _has_vocabulary(argument: str) -> bool:

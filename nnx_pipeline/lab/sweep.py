@@ -155,6 +155,14 @@ def sweep(
     points: dict[str, list[Point]] = {label: [] for label in labels}
     for each, row in zip(configs, programs, strict=True):
         value = _value(each, field)
+        for swept in (field, *(along or ())):
+            if any(_value(program.config, swept) != _value(each, swept) for program in row):
+                raise InputError(
+                    f"{experiment.name if experiment else 'step'} sets {swept} itself, so that "
+                    f"{_value(each, swept)} would not count; sweep another field"
+                )
+    for each, row in zip(configs, programs, strict=True):
+        value = _value(each, field)
         for label, program in zip(labels, row, strict=True):
             named = _named(progress, f"{label}, {field}={value}")
             result = measure_program(program, mesh, platform, cache, named)
@@ -175,10 +183,12 @@ def _configs(config: Config, fields: Mapping[str, Sequence[Any]]) -> list[Config
                 f"sweep of {field} has {len(given)} values and that of {first} {len(values)}; "
                 "fields that are swept together need as many"
             )
-    if len(set(map(str, values))) < max(len(values), 2):
-        raise InputError(f"sweep of {first} needs two different values or more, none of them twice")
     rows = zip(*fields.values(), strict=True)
-    return [apply_overrides(config, dict(zip(fields, map(str, row), strict=True))) for row in rows]
+    texts = [dict(zip(fields, map(str, row), strict=True)) for row in rows]
+    configs = [apply_overrides(config, row) for row in texts]
+    if len({repr(_value(each, first)) for each in configs}) < max(len(values), 2):
+        raise InputError(f"sweep of {first} needs two different values or more, none of them twice")
+    return configs
 
 
 def _named(progress: Progress, name: str) -> Progress:

@@ -63,7 +63,7 @@ def _draw(axes: "Axes", panel: Panel, sweep: Sweep) -> None:
             line = [(fit.intercept + fit.slope * x) / panel.unit for x in ends]
             axes.plot(ends, line, color=colour, linestyle="--", linewidth=1)
         axes.plot([x for x, _ in found], [y for _, y in found], "o", color=colour, label=words)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
     axes.legend(fontsize=8, frameon=False)
 
 

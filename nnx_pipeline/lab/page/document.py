@@ -173,6 +173,7 @@ def _memory(arms: tables.Labelled, top: int) -> Markup | None:
     if not drawn:
         return element("p", NO_ATTRIBUTION, class_="quiet")
     named = [arm if len(arms) == 2 else arm._replace(label="this program") for arm in drawn]
+    moving = [arm for arm in named if arm.attribution.timeline]  # else nothing is ever held
     lists = []
     if len(drawn) == 2:
         rows = difference(drawn[0].attribution, drawn[1].attribution)
@@ -190,7 +191,7 @@ def _memory(arms: tables.Labelled, top: int) -> Markup | None:
     return joined(
         role_bars(named),
         tables.roles_table(named),
-        timeline(named),
+        timeline(moving) if moving else None,
         missing,
         [element("section", part) for part in lists],
     )
