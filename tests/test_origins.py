@@ -197,12 +197,13 @@ def test_the_vocabulary_is_known_by_the_name_of_an_argument(
     name: str, width: int, has_logits: bool
 ) -> None:
     """And by no other parameter that has an axis of that size."""
+    over = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
     text = f"""HloModule jit_g
 
 ENTRY %main (x: f32[6,8], w: f32[8,{width}]) -> f32[6,{width}] {{
   %x = f32[6,8]{{1,0}} parameter(0), metadata={{op_name="x"}}
   %w = f32[8,{width}]{{1,0}} parameter(1), metadata={{op_name="{name}"}}
-  ROOT %y = f32[6,{width}]{{1,0}} dot(%x, %w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  ROOT %y = f32[6,{width}]{{1,0}} dot(%x, %w), {over}
 }}
 """
     flow = Flow(hlo.parse(text))
