@@ -90,6 +90,8 @@ def ab_command(
             json_path=json_path,
         )
         return
+    if (html_path or chart_path) and len(targets) > 1:
+        raise InputError("--html and --chart show one of the two of --gemm both; choose one")
     with progress() as say, compiler_errors():
         found = [
             run_experiments(chosen, config, mesh_config, target, cache=cache, progress=say)

@@ -99,6 +99,8 @@ def compiler_errors() -> Iterator[None]:
         yield
     except (InputError, Failed, click.ClickException, KeyboardInterrupt, OSError):
         raise
+    except SystemExit as error:
+        raise Failed(f"it did not run: it called sys.exit({error.code!r})") from error
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         raise Failed(

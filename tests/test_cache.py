@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import flax
+import jax
 import pytest
 from helpers import Run, optax_promotion, small_config
 from page_examples import attribution, measurement
@@ -18,7 +19,7 @@ from nnx_pipeline.lab import cache_key, numerics
 from nnx_pipeline.lab.arms import Program
 from nnx_pipeline.lab.attribution import Attribution
 from nnx_pipeline.lab.cache import LONGEST_DAYS, Cache
-from nnx_pipeline.lab.cache_key import key_of
+from nnx_pipeline.lab.cache_key import PACKAGES, key_of
 from nnx_pipeline.lab.compare import measure_program
 from nnx_pipeline.lab.compile import Measurement
 from nnx_pipeline.lab.experiments import EXPERIMENTS
@@ -67,8 +68,22 @@ def test_what_changes_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     keys.append(key_of(TPU, MESH, PROGRAM))
     monkeypatch.setattr(cache_key, "_packages", lambda: "newer")
     keys.append(key_of(TPU, MESH, PROGRAM))
+    with jax.debug_nans(True):
+        keys.append(key_of(TPU, MESH, PROGRAM))
+    on_cpu = key_of(CPU, MESH, PROGRAM)
+    monkeypatch.setattr(cache_key, "_cpu", lambda: "another")
+    assert key_of(TPU, MESH, PROGRAM) == keys[-2], "a TPU's compiler does not ask the CPU"
+    keys += [on_cpu, key_of(CPU, MESH, PROGRAM)]
+    monkeypatch.setattr(cache_key.nnx_pipeline, "__file__", "/elsewhere/nnx_pipeline/__init__.py")
+    keys.append(key_of(TPU, MESH, PROGRAM))
     assert None not in keys
     assert len(set(keys)) == len(keys)
+
+
+def test_every_package_that_compiles_is_named() -> None:
+    needed = {"jax", "jaxlib", "flax", "optax", "libtpu", "jax-cuda13-plugin", "nvidia-cuda-nvcc"}
+    assert needed <= set(PACKAGES)
+    assert all(f"'{name}'" in cache_key._packages() for name in needed)
 
 
 def test_flags_of_flax_change_a_key() -> None:

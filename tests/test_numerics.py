@@ -1,13 +1,17 @@
 """What counts as computing the same."""
 
+import dataclasses
 import math
 
 import numpy as np
 import pytest
+from page_examples import measurement
 
 from nnx_pipeline import MeshConfig, preset
 from nnx_pipeline.lab import numerics
 from nnx_pipeline.lab.arms import Program
+from nnx_pipeline.lab.compare import compare_measurements
+from nnx_pipeline.lab.experiments import EXPERIMENTS
 
 A, B = Program(preset("tiny")), Program(preset("mixtral-small"))
 ONES = np.ones(3, np.float32)
@@ -45,3 +49,27 @@ def test_the_largest_value_is_the_measure(monkeypatch: pytest.MonkeyPatch) -> No
 def test_arms_with_other_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"shape \(3,\) in one arm is \(1,\)"):
         compared(monkeypatch, [ONES, ONES], [ONES, ONES[:1]])
+
+
+def test_switches_of_the_config_are_those_of_the_numbers() -> None:
+    small = preset("mixtral-small")
+    model = dataclasses.replace(small.model, embedding="one_hot", norm_scale_offset=1.0)
+    train = dataclasses.replace(small.train, load_balance_weight=0.5)
+    config = dataclasses.replace(small, model=model, train=train)
+    programs = numerics._at_tiny(EXPERIMENTS["norm-scale"], config, MeshConfig(stage=4, fsdp=2))
+    for program in programs:
+        assert program.config.model.embed_dim == preset("tiny").model.embed_dim
+        assert program.config.model.embedding == "one_hot"
+        assert program.config.model.norm_scale_offset == 1.0
+        assert program.config.train.load_balance_weight == 0.5
+
+
+@pytest.mark.parametrize(
+    ("ratio", "verdict"),
+    [(0.985, "holds"), (0.995, "no effect"), (1.005, "no effect"), (1.015, "opposite")],
+)
+def test_one_percent_of_temp_is_an_effect(ratio: float, verdict: str) -> None:
+    a, b = measurement(None), measurement(None)
+    memory = dataclasses.replace(a.memory, temp_bytes=int(a.memory.temp_bytes * ratio))
+    other = dataclasses.replace(b, memory=memory, hlo="ENTRY %other")
+    assert compare_measurements(EXPERIMENTS["norm-scale"], a, other).verdict == verdict

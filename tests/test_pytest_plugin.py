@@ -320,6 +320,15 @@ def test_a_limit_shows_the_buffers(project: Project) -> None:
             "tmp_bytes= is no figure with a limit; did you mean 'temp_bytes'?",
         ),
         (
+            "(model.lean, (model.X, model.W)).assert_at_most(temp_bytes=float('nan'))",
+            "temp_bytes=nan is no limit",
+        ),
+        ("(model.lean, (model.X, model.W)).within_budget(4)", "a name is a text; write '4'"),
+        (
+            "(model.lean, (model.X, model.W)).within_budget(tolerance=float('nan'))",
+            "tolerance=nan is no share; write 0.01 for 1 %",
+        ),
+        (
             "(model.lean, (model.X, model.W), platform='local').within_budget()",
             "platform='local' would mean another device on each machine",
         ),

@@ -17,7 +17,7 @@ from nnx_pipeline.lab.chart import outcomes_chart
 from nnx_pipeline.lab.colours import role_colour
 from nnx_pipeline.lab.compare import Outcome, compare_measurements
 from nnx_pipeline.lab.experiments import EXPERIMENTS
-from nnx_pipeline.lab.page import measurement_page, outcomes_page
+from nnx_pipeline.lab.page import charts, measurement_page, outcomes_page
 from nnx_pipeline.lab.page.style import STYLE
 from nnx_pipeline.pipeline.picture import save_figure
 
@@ -103,6 +103,30 @@ def test_a_page_of_one_program() -> None:
     text = Reader(measurement_page(TITLE, measurement(attribution(), platform="cpu"))).text
     assert "Largest buffers, 6 of 6 rows" in text
     assert "CPU figures mislead" in text
+
+
+def test_bars_and_line_are_to_scale() -> None:
+    one = charts.Arm("a", "whole", attribution())
+    other = charts.Arm("b", "less", attribution(0.6))
+    sizes = {arm.key: arm.attribution.heap_bytes for arm in (one, other)}
+    bars = charts.role_bars([one, other]).split('class="bar"')[1:]
+    for key, bar in zip("ab", bars, strict=True):
+        widths = [float(text) for text in re.findall(r'<rect [^>]*width="([\d.]+)"', bar)]
+        assert sum(widths) == pytest.approx(1000 * sizes[key] / sizes["a"], abs=0.05)
+        first = max(attribution(1.0 if key == "a" else 0.6).by_role().values())
+        assert max(widths) == pytest.approx(1000 * first / sizes["a"], abs=0.05)
+    drawing = charts.timeline([one])
+    (path,) = re.findall(r' d="([^"]+)"', drawing)
+    heights = [float(text) for text in re.findall(r"[V ]([\d.]+)", path)]
+    axis = charts.axis_from_zero(sizes["a"] / 1e6)
+    assert max(heights) == 300
+    assert min(heights) == pytest.approx(300 * (1 - sizes["a"] / 1e6 / axis.high), abs=0.1)
+
+
+def test_the_change_has_its_sign() -> None:
+    text = Reader(outcomes_page(TITLE, [outcome()])).text
+    before, after = (attribution(factor).heap_bytes for factor in (1.0, 0.6))
+    assert f"({after / before - 1:+.1%})".replace("-", "−") in text
 
 
 def test_a_program_that_holds_nothing() -> None:

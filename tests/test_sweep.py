@@ -63,6 +63,11 @@ def test_where_there_is_no_slope() -> None:
     assert failed.fit("temp_bytes") == good.fit("temp_bytes")
     with pytest.raises(InputError, match="step, f=4: too large"):
         failed.slope("temp_bytes")
+    heap = [point.result.memory.heap_bytes for _, points in good.arms for point in points]
+    assert good.slope("heap_bytes") == pytest.approx(heap[1] - heap[0])
+    other = made_up(1, 2, factors=(1.0, 4.0)).arms[0][1]
+    both = Sweep(field="f", arms=(*good.arms, ("b", other)), platform="cpu")
+    assert both.fit("temp_bytes") == both.fit("temp_bytes", "b") != both.fit("temp_bytes", "step")
     with pytest.raises(InputError, match="did you mean 'temp_bytes'"):
         good.slope("temp_byte")
     with pytest.raises(InputError, match="choose one of: step"):

@@ -1,16 +1,19 @@
 """Programs whose flags must be set before anything is imported run in a process of their own."""
 
+import json
+import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
-from helpers import small_config
+from helpers import optax_promotion, small_config
 
 from nnx_pipeline import MeshConfig
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.lab import worker
 from nnx_pipeline.lab.arms import Arm, Program
-from nnx_pipeline.lab.compile import Measurement
+from nnx_pipeline.lab.compile import Measurement, measure_step
 from nnx_pipeline.lab.experiments import EXPERIMENTS
 from nnx_pipeline.lab.platform import Platform
 from nnx_pipeline.modules import Parts
@@ -35,6 +38,34 @@ def test_measured_elsewhere_is_measured_here() -> None:
     assert there.attribution is not None
     assert there.measured is None
     assert there.mesh == MESH.sizes()
+    with optax_promotion():
+        here = measure_step(CONFIG, MESH, CPU)
+    assert there.memory == here.memory
+    assert there.flops == here.flops
+    assert there.config == here.config
+
+
+def test_every_variable_and_switch_reaches_the_other_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    variables = (("FLAX_ALWAYS_SHARD_VARIABLE", "false"), ("A_LETTER", "x"))
+    asked: dict[str, Any] = {}
+
+    def ask(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        asked.update(options)
+        return subprocess.CompletedProcess(command, 0, '{"numbers": []}', "")
+
+    monkeypatch.setattr(worker.subprocess, "run", ask)
+    understood: list[Program] = []
+    monkeypatch.setattr(
+        worker, "loss_and_gradients_of", lambda program, *_: understood.append(program) or []
+    )
+    for segment_ids in (True, False):
+        program = Program(CONFIG, environment=variables, segment_ids=segment_ids)
+        assert worker.numbers(program, MESH) == []
+        assert dict(variables).items() <= asked["env"].items()
+        assert worker._answer(json.loads(asked["input"])) == {"numbers": []}
+        assert understood.pop() == program._replace(environment=())
 
 
 def test_numbers_come_back_to_the_bit() -> None:

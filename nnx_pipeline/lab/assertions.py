@@ -1,5 +1,6 @@
 """A measurement as tests use it: its figures, assertions on them, and what a failure says."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -90,6 +91,8 @@ class CompiledMemory:
         for name, limit in limits.items():
             if name not in _LIMITED:
                 raise InputError(f"{name}= is no figure with a limit; {nearest(name, _LIMITED)}")
+            if not math.isfinite(limit):
+                raise InputError(f"{name}={limit} is no limit; give a number of bytes or FLOPs")
             value = getattr(self, name)
             if value is None:
                 too_large.append(
@@ -109,9 +112,14 @@ class CompiledMemory:
         name: tells several budgets of one test and platform apart. tolerance: the share by which a
         budget may be exceeded, instead of that of the project (`memory_budget_tolerance`, 1 %).
         Gives True or raises MemoryExceeded; skips the test where only another version of the
-        compiler has a budget.
+        compiler has a budget. Raises InputError for a name that is no text and for a tolerance
+        below 0 or of 1 and more.
         """
         __tracebackhide__ = True
+        if not isinstance(name, str):
+            raise InputError(f"within_budget({name!r}): a name is a text; write {str(name)!r}")
+        if tolerance is not None and not 0 <= tolerance < 1:
+            raise InputError(f"tolerance={tolerance} is no share; write 0.01 for 1 %")
         self.budgeted(self, name, tolerance)
         return True
 

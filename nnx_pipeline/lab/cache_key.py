@@ -44,7 +44,8 @@ def key_of(platform: Platform, *values: Any) -> str | None:
         parts = [str(platform), platform.gemm, *map(text_of, values)]
     except Unnamed:
         return None
-    parts += [_packages(), source(), *_flags()]
+    # Lines of source stand in the results by their whole path, so another checkout has its own.
+    parts += [_packages(), str(Path(nnx_pipeline.__file__).parent), source(), *_flags()]
     if platform.kind == "cpu":
         parts.append(_cpu())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

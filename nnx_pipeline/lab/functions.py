@@ -39,7 +39,7 @@ def find_function(text: str) -> Callable[..., Any]:
         sys.path.insert(0, here)
     try:
         found: Any = importlib.import_module(module_name)
-    except Exception as error:  # what a module raises when imported is its own affair
+    except (Exception, SystemExit) as error:  # what a module raises is its own affair
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         raise InputError(f"{text!r}: the module cannot be imported ({reason})") from error
     for part in name.split("."):

@@ -19,6 +19,8 @@ from nnx_pipeline.mesh import MeshConfig
 from nnx_pipeline.presets import preset
 
 VIRTUAL_CPUS = 8
+# What of a model is no size: the numbers are compared with the same.
+SWITCHES = ("attention", "experts", "embedding", "norm_scale_offset", "dropout_rate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,14 +28,16 @@ class Numerics:
     """Loss and gradients of the arms at `tiny` on CPU devices.
 
     max_abs_diff: the largest difference of any value. within_tolerance: whether it is at most the
-    experiment's tolerance times the largest gradient or loss. measured: when, in ISO format, if
-    this comes from a cache.
+    experiment's tolerance times the largest gradient or loss. mesh: of the CPU devices. pipeline:
+    that of the arms there, which is another where the config's own does not fit. measured: when, in
+    ISO format, if this comes from a cache.
     """
 
     max_abs_diff: float
     bitwise_equal: bool
     within_tolerance: bool
     mesh: str
+    pipeline: str = ""
     measured: str | None = None
 
 
@@ -69,6 +73,7 @@ def _compared(programs: tuple[Program, Program], mesh: MeshConfig, tolerance: fl
         bitwise_equal=all(a.tobytes() == b.tobytes() for a, b in pairs),
         within_tolerance=difference <= tolerance * largest,
         mesh=str(mesh),
+        pipeline=" and ".join(dict.fromkeys(_pipeline(p.config) for p in programs)),
     )
 
 
@@ -77,6 +82,12 @@ def _loss_and_gradients(program: Program, mesh: MeshConfig) -> list[np.ndarray]:
     if program.environment:
         return worker.numbers(program, mesh)
     return worker.loss_and_gradients_of(program, mesh, jax.devices("cpu"))
+
+
+def _pipeline(config: Config) -> str:
+    count = config.pipeline.num_microbatches
+    words = f"{count} microbatches" if count else "as many microbatches as stages"
+    return f"{words} × {config.pipeline.num_repeats} repeats"
 
 
 def _mesh_of_numbers(experiment: Experiment) -> MeshConfig:
@@ -89,6 +100,9 @@ def _mesh_of_numbers(experiment: Experiment) -> MeshConfig:
 def _at_tiny(experiment: Experiment, config: Config, mesh: MeshConfig) -> tuple[Program, Program]:
     """Both arms at `tiny`, with the pipeline of `config` or one that fits the eight devices."""
     tiny = set_model(dtype=experiment.numbers_in)(preset("tiny"))
+    switches = {name: getattr(config.model, name) for name in SWITCHES}
+    train = dataclasses.replace(tiny.train, load_balance_weight=config.train.load_balance_weight)
+    tiny = dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, **switches), train=train)
     fitting = dataclasses.replace(config.pipeline, num_microbatches=8, num_repeats=2)
     try:
         like = dataclasses.replace(tiny, pipeline=config.pipeline)

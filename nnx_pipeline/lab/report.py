@@ -116,6 +116,10 @@ def closing_lines(measured: Sequence[Measurement], compared: Sequence[Numerics] 
     if measured and measured[0].platform == "cpu":
         lines.append(Text(CPU_WARNING, style="yellow"))
     lines += [*(_gemm(measured[0]) if measured else []), *_too_large(measured)]
+    lines += [
+        Text(f"same numbers: losses and gradients at tiny on CPU devices, {where}")
+        for where in dict.fromkeys(f"{one.mesh}, {one.pipeline}" for one in compared)
+    ]
     once = {id(one): one.measured for one in measured}  # arms may share a program
     results = [*once.values(), *(one.measured for one in compared)]
     kept = sorted(filter(None, results))
