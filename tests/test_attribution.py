@@ -248,7 +248,7 @@ def test_without_a_buffer_assignment(run: Run, monkeypatch: pytest.MonkeyPatch) 
     from nnx_pipeline.lab import compile
 
     plain = compile.compile_with_dump
-    monkeypatch.setattr(compile, "compile_with_dump", lambda lowered: (plain(lowered)[0], None))
+    monkeypatch.setattr(compile, "compile_with_dump", lambda lowered, *_: (plain(lowered)[0], None))
     words = ("own_functions:tall", "--arg", "float32[1024]", "--arg", "bfloat16[512,1024]")
     ended = run("memory", *words)
     assert ended.code == 1
