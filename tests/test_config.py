@@ -440,6 +440,7 @@ def test_every_field_can_be_set(key: str, text: str, value: object) -> None:
 SET: set[str] = set()
 
 
+@pytest.mark.slow  # needs every case of the table above
 def test_no_field_was_left_out_above() -> None:
     if not SET:
         pytest.skip("needs the test above in the same run")

@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -136,10 +137,11 @@ def groups_of(collective: Any) -> list[list[int]]:
         shape, _, devices = text.partition("<=")
         return arranged(devices).reshape(*integers(shape)).tolist()
     text += collective.attributes.get("device_ids", "")
-    sizes = [int(size) for size in re.findall(r"=(\d+)", text)]
+    names, sizes = zip(*re.findall(r"'(\w+)'=(\d+)", text), strict=True)
+    sizes = tuple(map(int, sizes))
     order = re.search(r"\((\[.*\].*)\)", text)
     devices = arranged(order.group(1)) if order else np.arange(math.prod(sizes))
-    inside = [int(axis) for axis in re.findall(r"axis_(\d+)'(?!=)", text)]
+    inside = [names.index(axis) for axis in re.findall(r"'(\w+)'(?!=)", text)]
     outside = [axis for axis in range(len(sizes)) if axis not in inside]
     devices = devices.reshape(sizes).transpose(outside + inside)
     return devices.reshape(-1, math.prod(sizes[axis] for axis in inside)).tolist()
@@ -220,3 +222,19 @@ def test_one_device_along_data_changes_nothing() -> None:
             lowered = jit_train_step(state, on).lower(state, abstract_batch(config, on))
             texts.append(lowered.as_text())
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("{{0,2},{1,3}}", [[0, 2], [1, 3]]),
+        ("[2,2]<=[2,2]T(1,0)", [[0, 2], [1, 3]]),
+        ("mesh['axis_0'=2,'axis_1'=2] {'axis_0'}", [[0, 2], [1, 3]]),
+        ("mesh['data'=2,'fsdp'=2] {'data'}", [[0, 2], [1, 3]]),
+        ("mesh['data'=2,'fsdp'=2] {'fsdp'}", [[0, 1], [2, 3]]),
+        ("mesh['data'=2,'stage'=1,'fsdp'=2] {'fsdp','data'}", [[0, 2, 1, 3]]),
+    ],
+)
+def test_groups_are_read_in_every_form(text: str, groups: list[list[int]]) -> None:
+    attributes = {"replica_groups": text}
+    assert groups_of(SimpleNamespace(attributes=attributes)) == groups
