@@ -68,19 +68,32 @@ def forget_programs() -> Iterator[None]:
     jax.clear_caches()
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs a command within this process."""
+def command(main: Any, name: str, monkeypatch: Any, capsys: Any) -> Any:
+    """A function that runs a command within this process."""
 
-    def run(*arguments: str) -> Any:
+    def run(*arguments: object) -> Any:
         from helpers import Ended, optax_promotion
 
-        from nnx_pipeline import cli
-
-        monkeypatch.setattr(sys, "argv", ["nnx-pipeline", *arguments])
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
         capsys.readouterr()
         with pytest.raises(SystemExit) as exit, optax_promotion():
-            cli.main()
+            main()
         return Ended(exit.value.code or 0, *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs `nnx-pipeline`."""
+    from nnx_pipeline import cli
+
+    return command(cli.main, "nnx-pipeline", monkeypatch, capsys)
+
+
+@pytest.fixture
+def bridge(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs `linen-compat`."""
+    from linen_compat import cli
+
+    return command(cli.main, "linen-compat", monkeypatch, capsys)

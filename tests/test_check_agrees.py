@@ -6,7 +6,6 @@ import shutil
 import numpy as np
 import pytest
 import yaml
-from helpers import Ended
 from maxtext_data import DATA, checkpoint, full_state, read, state_in, write
 from safetensors.numpy import load_file, save_file
 
@@ -23,19 +22,6 @@ MIXTRAL = DATA.parent / "huggingface" / "mixtral"
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """The command, in this process."""
-
-    def run(*arguments):
-        monkeypatch.setattr("sys.argv", ["linen-compat", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        return Ended(exit_.value.code or 0, *capsys.readouterr())
-
-    return run
-
-
-@pytest.fixture
 def llama(tmp_path):
     """A Hugging Face folder to be changed, and a file with the config that fits it."""
     config = tmp_path / "own.yml"
@@ -49,50 +35,50 @@ def change_json(folder, **changes):
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
-def test_the_attention_scale_of_an_nnx_checkpoint(tmp_path, run, llama):
+def test_the_attention_scale_of_an_nnx_checkpoint(tmp_path, bridge, llama):
     folder, config = llama
-    assert run("convert", folder, tmp_path / "nnx", "--to", "nnx").code == 0
-    assert run("check", tmp_path / "nnx", "--config", config).code == 0
+    assert bridge("convert", folder, tmp_path / "nnx", "--to", "nnx").code == 0
+    assert bridge("check", tmp_path / "nnx", "--config", config).code == 0
     values = yaml.safe_load(config.read_text())
     values["model"]["attention_scale"] = 1.0
     config.write_text(yaml.safe_dump(values))
-    ended = run("check", tmp_path / "nnx", "--config", config)
+    ended = bridge("check", tmp_path / "nnx", "--config", config)
     assert ended.code == 1
     assert "model.attention_scale=1.0 and the query kernels of" in ended.err
     with pytest.raises(Mismatch, match=r"model.attention_scale=1.0 and the query kernels of"):
         linen_compat.load(tmp_path / "nnx", read_config(str(config)))
 
 
-def test_tensors_of_one_kind_with_several_dtypes(tmp_path, run, llama):
+def test_tensors_of_one_kind_with_several_dtypes(tmp_path, bridge, llama):
     folder, config = llama
-    assert run("check", folder, "--config", config).code == 0
+    assert bridge("check", folder, "--config", config).code == 0
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
     tensors[name] = tensors[name].astype(np.float16)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     message = f"{name} is float16 and model.layers.0.mlp.up_proj.weight is float32"
-    ended = run("check", folder, "--config", config)
+    ended = bridge("check", folder, "--config", config)
     assert (ended.code, message in ended.err) == (1, True)
-    ended = run("convert", folder, tmp_path / "out", "--to", "nnx")
+    ended = bridge("convert", folder, tmp_path / "out", "--to", "nnx")
     assert (ended.code, message in ended.err) == (1, True)
     with pytest.raises(Mismatch, match=message):
         linen_compat.load(folder)
 
 
-def test_counts_of_the_optimizer(tmp_path, run):
+def test_counts_of_the_optimizer(tmp_path, bridge):
     leaves = {**full_state(), "opt_state/2/count": np.asarray(9, np.int32)}
     write(tmp_path / "items", leaves)
-    ended = run("check", tmp_path, "--config", CONFIG)
+    ended = bridge("check", tmp_path, "--config", CONFIG)
     assert ended.code == 1
     assert "counts 3 steps of Adam and 9 of its learning rate" in ended.err
 
 
-def test_a_count_that_cannot_be_read(tmp_path, run, monkeypatch):
+def test_a_count_that_cannot_be_read(tmp_path, bridge, monkeypatch):
     def read_scalars(found):
         raise Mismatch("opt_state/0/count cannot be read")
 
     monkeypatch.setattr(doctor, "read_scalars", read_scalars)
-    ended = run("check", checkpoint("unscanned"), "--config", CONFIG)
+    ended = bridge("check", checkpoint("unscanned"), "--config", CONFIG)
     assert (ended.code, "opt_state/0/count cannot be read" in ended.err) == (1, True)
 
 
@@ -100,11 +86,11 @@ def test_a_count_that_cannot_be_read(tmp_path, run, monkeypatch):
     ("key", "ours"),
     [("vocab_size", "vocab_size"), ("intermediate_size", "mlp_dim")],
 )
-def test_a_config_json_beside_other_tensors(run, llama, key, ours):
+def test_a_config_json_beside_other_tensors(bridge, llama, key, ours):
     folder, config = llama
     right = json.loads((folder / "config.json").read_text())[key]
     change_json(folder, **{key: right + 1})
-    ended = run("check", folder, "--config", config)
+    ended = bridge("check", folder, "--config", config)
     assert ended.code == 1
     assert f"config.json has {ours}={right + 1}, the model {right}" in ended.err
     with pytest.raises(Mismatch):
@@ -119,48 +105,48 @@ def test_a_config_json_beside_other_tensors(run, llama, key, ours):
         ({"vocab_size": None}, "vocab_size is missing"),
     ],
 )
-def test_a_folder_of_another_architecture_does_not_fit(tmp_path, run, llama, changes, message):
+def test_a_folder_of_another_architecture_does_not_fit(tmp_path, bridge, llama, changes, message):
     folder, config = llama
     change_json(folder, **changes)
     for words in (("check", "--config", config), ("convert", tmp_path / "out", "--to", "nnx")):
         command, *rest = words
-        ended = run(command, folder, *rest)
+        ended = bridge(command, folder, *rest)
         assert (ended.code, message in ended.err) == (1, True)
         assert str(folder) in ended.err
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("lost", ["tensors", "index"])
-def test_a_folder_without_its_tensors_does_not_fit(run, llama, lost):
+def test_a_folder_without_its_tensors_does_not_fit(bridge, llama, lost):
     folder, config = llama
     (folder / "model.safetensors").unlink()
     if lost == "index":
         (folder / "model.safetensors.index.json").write_text("{")
-    ended = run("check", folder, "--config", config)
+    ended = bridge("check", folder, "--config", config)
     assert ended.code == 1
     assert ("cannot be read as JSON" if lost == "index" else "holds neither") in ended.err
 
 
-def test_where_no_model_is_the_argument_cannot_be_used(tmp_path, run):
-    ended = run("convert", tmp_path, tmp_path / "out", "--from", "huggingface", "--to", "nnx")
+def test_where_no_model_is_the_argument_cannot_be_used(tmp_path, bridge):
+    ended = bridge("convert", tmp_path, tmp_path / "out", "--from", "huggingface", "--to", "nnx")
     assert (ended.code, "holds no config.json" in ended.err) == (2, True)
 
 
 @pytest.mark.parametrize("kind", ["nnx", "huggingface"])
-def test_numerics_are_refused_before_any_work(tmp_path, run, llama, monkeypatch, kind):
+def test_numerics_are_refused_before_any_work(tmp_path, bridge, llama, monkeypatch, kind):
     folder, config = llama
     if kind == "nnx":
-        run("convert", folder, tmp_path / "nnx", "--to", "nnx")
+        bridge("convert", folder, tmp_path / "nnx", "--to", "nnx")
         folder = tmp_path / "nnx"
     monkeypatch.setattr(cli, "read_everything", lambda *arguments, **options: pytest.fail("read"))
-    ended = run("check", folder, "--config", config, "--read", "--numerics")
+    ended = bridge("check", folder, "--config", config, "--read", "--numerics")
     assert (ended.code, ended.out) == (2, "")
     assert "--numerics reads MaxText's names" in ended.err
 
 
-def scaled_state(tmp_path, run):
+def scaled_state(tmp_path, bridge):
     """A training state of this project whose attention scale is not MaxText's."""
-    run("convert", checkpoint("unscanned"), tmp_path / "nnx", "--to", "nnx")
+    bridge("convert", checkpoint("unscanned"), tmp_path / "nnx", "--to", "nnx")
     file = tmp_path / "nnx" / "_METADATA"
     metadata = json.loads(file.read_text())
     metadata["custom_metadata"]["attention_scale"] = 0.5
@@ -168,12 +154,12 @@ def scaled_state(tmp_path, run):
     return tmp_path / "nnx"
 
 
-def test_parameters_only_where_moments_cannot_go_along(tmp_path, run):
-    state, to = scaled_state(tmp_path, run), ["--to", "maxtext:scanned"]
-    ended = run("convert", state, tmp_path / "out", *to)
+def test_parameters_only_where_moments_cannot_go_along(tmp_path, bridge):
+    state, to = scaled_state(tmp_path, bridge), ["--to", "maxtext:scanned"]
+    ended = bridge("convert", state, tmp_path / "out", *to)
     assert ended.code == 2
     assert "convert the parameters alone with --parameters-only" in ended.err
-    ended = run("convert", state, tmp_path / "out", *to, "--parameters-only")
+    ended = bridge("convert", state, tmp_path / "out", *to, "--parameters-only")
     assert ended.code == 0, ended.err
     assert "left behind: mu, nu" in " ".join(ended.out.split())
     expected = {
@@ -187,23 +173,25 @@ def test_parameters_only_where_moments_cannot_go_along(tmp_path, run):
         np.testing.assert_array_equal(found[name], leaf, err_msg=name)
 
 
-def test_parameters_only_of_a_state_that_could_go_along(tmp_path, run):
+def test_parameters_only_of_a_state_that_could_go_along(tmp_path, bridge):
     words = ["--to", "maxtext:unscanned", "--parameters-only"]
-    assert run("convert", checkpoint("unscanned"), tmp_path / "out", *words).code == 0
+    assert bridge("convert", checkpoint("unscanned"), tmp_path / "out", *words).code == 0
     state = full_state()
     expected = [name for name in state if name.startswith("params/") or name == "step"]
     assert sorted(read(tmp_path / "out")) == sorted(expected)
     assert read(tmp_path / "out")["step"] == state["step"]
 
 
-def test_the_stages_given_are_those_written(tmp_path, run):
+def test_the_stages_given_are_those_written(tmp_path, bridge):
     """With --stages alone, a circular source does not bring its repeats."""
     to = ["--to", "maxtext:pipelined"]
     given = ["--stages", "2", "--repeats", "2"]
-    assert run("convert", checkpoint("unscanned"), tmp_path / "a", *to, *given).code == 0
-    assert run("convert", tmp_path / "a", tmp_path / "b", *to, "--stages", "4").code == 0
+    assert bridge("convert", checkpoint("unscanned"), tmp_path / "a", *to, *given).code == 0
+    assert bridge("convert", tmp_path / "a", tmp_path / "b", *to, "--stages", "4").code == 0
     assert linen_compat.checkpoint.inspect(tmp_path / "b").layout.repeats == 1
-    ended = run("convert", tmp_path / "a", tmp_path / "c", *to, "--stages", "4", "--repeats", "2")
+    ended = bridge(
+        "convert", tmp_path / "a", tmp_path / "c", *to, "--stages", "4", "--repeats", "2"
+    )
     assert ended.code == 2
     assert "4 layers do not split into 4 stages × 2 repeats" in ended.err
     assert "choose --stages and --repeats (or stages, repeats) whose product divides 4" in ended.err

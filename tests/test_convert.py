@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from helpers import Ended
 from maxtext_data import (
     DATA,
     assert_same_leaves,
@@ -13,7 +12,7 @@ from maxtext_data import (
     write,
 )
 
-from linen_compat import cli, stored
+from linen_compat import stored
 from linen_compat.convert import plan
 from linen_compat.orbax_streams import OrbaxSource
 from linen_compat.streams import ArraySpec
@@ -28,53 +27,40 @@ TARGETS = {
 FIRST = ("params/params/decoder/layers_2/MoeBlock_0/wi_1", (1, 2, 3))
 
 
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """The command, in this process."""
-
-    def run(*arguments):
-        monkeypatch.setattr("sys.argv", ["linen-compat", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        return Ended(exit_.value.code or 0, *capsys.readouterr())
-
-    return run
-
-
 @pytest.mark.parametrize("second", TARGETS)
 @pytest.mark.parametrize("first", TARGETS)
-def test_there_and_back_to_the_bit(tmp_path, run, first, second):
+def test_there_and_back_to_the_bit(tmp_path, bridge, first, second):
     """Parameters, moments, counts and step, through two other formats."""
     source = checkpoint("unscanned") / "2"
-    assert run("convert", source, tmp_path / "a", "--to", first, *TARGETS[first]).code == 0
-    ended = run("convert", tmp_path / "a", tmp_path / "b", "--to", second, *TARGETS[second])
+    assert bridge("convert", source, tmp_path / "a", "--to", first, *TARGETS[first]).code == 0
+    ended = bridge("convert", tmp_path / "a", tmp_path / "b", "--to", second, *TARGETS[second])
     assert ended.code == 0, ended.err
     back = tmp_path / "back"
-    ended = run("convert", tmp_path / "b", back, "--from", second, "--to", "maxtext:unscanned")
+    ended = bridge("convert", tmp_path / "b", back, "--from", second, "--to", "maxtext:unscanned")
     assert ended.code == 0, ended.err
     assert_same_leaves(read(back), full_state())
     if second == "maxtext:pipelined":
         assert_same_leaves(read(tmp_path / "b"), state_in("pipelined", 2, 2))
 
 
-def test_bfloat16_stays_and_what_is_left_behind_is_listed(tmp_path, run):
+def test_bfloat16_stays_and_what_is_left_behind_is_listed(tmp_path, bridge):
     source = checkpoint("scanned_params_only_bf16")
-    ended = run(
+    ended = bridge(
         "convert", source, tmp_path / "out", "--to", "maxtext:unscanned", "--config", CONFIG
     )
     assert ended.code == 0, ended.err
     found = read(tmp_path / "out")
     assert {str(leaf.dtype) for leaf in found.values()} == {"bfloat16", "int64"}
-    ended = run("convert", checkpoint("scanned_nnx"), tmp_path / "b", "--to", "maxtext:scanned")
+    ended = bridge("convert", checkpoint("scanned_nnx"), tmp_path / "b", "--to", "maxtext:scanned")
     assert "left behind: nnx_aux/model/decoder" in " ".join(ended.out.split())
     assert "(24 in all)" in " ".join(ended.out.split())
 
 
-def test_to_hugging_face_and_back(tmp_path, run):
+def test_to_hugging_face_and_back(tmp_path, bridge):
     source = checkpoint("unscanned")
     to = ["--to", "huggingface"]
-    assert run("convert", source, tmp_path / "hf", *to, "--config", CONFIG).code == 0
-    ended = run("convert", tmp_path / "hf", tmp_path / "back", "--to", "maxtext:unscanned")
+    assert bridge("convert", source, tmp_path / "hf", *to, "--config", CONFIG).code == 0
+    ended = bridge("convert", tmp_path / "hf", tmp_path / "back", "--to", "maxtext:unscanned")
     assert ended.code == 0, ended.err
     expected = {k: v for k, v in full_state().items() if k.startswith("params/")}
     found = read(tmp_path / "back")
@@ -83,7 +69,7 @@ def test_to_hugging_face_and_back(tmp_path, run):
             np.testing.assert_array_max_ulp(found[name], leaf, 1)
         else:
             np.testing.assert_array_equal(found[name], leaf, err_msg=name)
-    ended = run("convert", source, tmp_path / "none", *to)
+    ended = bridge("convert", source, tmp_path / "none", *to)
     assert ended.code == 2
     assert "--to huggingface needs --config" in ended.err
 
@@ -130,13 +116,13 @@ def damaged(tmp_path, leaf, place, value):
 @pytest.mark.parametrize(
     ("leaf", "place"), [FIRST, ("opt_state/0/nu/params/decoder/decoder_norm/scale", 3)]
 )
-def test_nan_is_refused_by_name(tmp_path, run, leaf, place, value):
+def test_nan_is_refused_by_name(tmp_path, bridge, leaf, place, value):
     source, out = damaged(tmp_path, leaf, place, value), tmp_path / "run" / "out"
-    ended = run("convert", source, out, "--to", "nnx")
+    ended = bridge("convert", source, out, "--to", "nnx")
     assert ended.code == 1
     assert f"{leaf} holds NaN or infinity in 1 of" in ended.err
     assert not out.parent.exists()
-    assert run("convert", source, out, "--to", "maxtext:unscanned", "--allow-nan").code == 0
+    assert bridge("convert", source, out, "--to", "maxtext:unscanned", "--allow-nan").code == 0
     np.testing.assert_array_equal(read(out)[leaf][place], value)
 
 
@@ -154,9 +140,9 @@ def change(leaves, **changes):
         ({FIRST[0]: np.zeros((4, 32, 64), np.float16)}, "has one dtype"),
     ],
 )
-def test_a_checkpoint_that_is_not_consistent_in_itself(tmp_path, run, changes, message):
+def test_a_checkpoint_that_is_not_consistent_in_itself(tmp_path, bridge, changes, message):
     write(tmp_path / "items", change(full_state(), **changes))
-    ended = run("convert", tmp_path, tmp_path / "out", "--to", "maxtext:scanned")
+    ended = bridge("convert", tmp_path, tmp_path / "out", "--to", "maxtext:scanned")
     assert ended.code == 1
     assert message in ended.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["items"]
@@ -176,28 +162,28 @@ def test_a_checkpoint_that_is_not_consistent_in_itself(tmp_path, run, changes, m
         (["--to", "nnx", "--config", "tiny"], 1, "does not fit"),
     ],
 )
-def test_arguments_that_cannot_be_used(tmp_path, run, arguments, code, message):
-    ended = run("convert", checkpoint("unscanned"), tmp_path / "out", *arguments)
+def test_arguments_that_cannot_be_used(tmp_path, bridge, arguments, code, message):
+    ended = bridge("convert", checkpoint("unscanned"), tmp_path / "out", *arguments)
     assert (ended.code, len(ended.err.strip().splitlines())) == (code, 1)
     assert message in ended.err
     assert not list(tmp_path.iterdir())
 
 
-def test_a_destination_that_is_there(tmp_path, run):
+def test_a_destination_that_is_there(tmp_path, bridge):
     (tmp_path / "notes.txt").write_text("mine")
-    ended = run("convert", checkpoint("unscanned"), tmp_path, "--to", "nnx")
+    ended = bridge("convert", checkpoint("unscanned"), tmp_path, "--to", "nnx")
     assert ended.code == 2
     assert "exists already" in ended.err
 
 
-def test_no_source(tmp_path, run):
+def test_no_source(tmp_path, bridge):
     for source in (tmp_path, tmp_path / "none"):
-        ended = run("convert", source, tmp_path / "out", "--to", "nnx")
+        ended = bridge("convert", source, tmp_path / "out", "--to", "nnx")
         assert ended.code == 2
 
 
-def test_a_link_is_no_destination(tmp_path, run):
+def test_a_link_is_no_destination(tmp_path, bridge):
     (tmp_path / "out").symlink_to(tmp_path / "elsewhere")
     source = checkpoint("scanned_params_only_bf16")
-    ended = run("convert", str(source), str(tmp_path / "out"), "--to", "maxtext:unscanned")
+    ended = bridge("convert", str(source), str(tmp_path / "out"), "--to", "maxtext:unscanned")
     assert (ended.code, "is a link" in ended.err) == (2, True)
