@@ -1,7 +1,5 @@
 """The command `ab`: two programs that differ in one thing, compared."""
 
-from typing import Any
-
 import click
 from rich.table import Table
 
@@ -24,6 +22,7 @@ from nnx_pipeline.lab.cache import Cache
 from nnx_pipeline.lab.compare import run_experiments
 from nnx_pipeline.lab.experiments import EXPERIMENTS, Experiment, choose
 from nnx_pipeline.mesh import MeshConfig
+from nnx_pipeline.overrides import parse_overrides
 
 
 @click.command("ab", epilog="Example: nnx-pipeline ab stage-vmap --platform tpu:v5p:2x2x2")
@@ -90,20 +89,17 @@ def ab_command(
             json_path=json_path,
         )
         return
-    if (html_path or chart_path) and len(targets) > 1:
-        raise InputError("--html and --chart show one of the two of --gemm both; choose one")
     with progress() as say, compiler_errors():
+        given = parse_overrides(assignments)
         found = [
-            run_experiments(chosen, config, mesh_config, target, cache=cache, progress=say)
+            run_experiments(
+                chosen, config, mesh_config, target, given=given, cache=cache, progress=say
+            )
             for target in targets
         ]
     title = f"{model} on {mesh_config}, {platform}: memory of one training step per device"
-    result: dict[str, Any] = {"schema": 1, "platform": platform}
-    for key, outcomes in zip(("experiments", "experiments_cublas"), found, strict=False):
-        report.show(report.outcomes_view(title, outcomes), json_path=json_path)
-        result[key] = [outcome.to_json() for outcome in outcomes]
-    report.emit_json(json_path, result)
-    write_outcomes(title, found[0], html_path, chart_path)
+    report.show_outcomes(title, found, platform, json_path=json_path)
+    write_outcomes(title, found, html_path, chart_path)
     failed = [one.experiment.name for outcomes in found for one in outcomes if one.failed]
     if failed:
         raise Failed(f"failed: {', '.join(dict.fromkeys(failed))}; the notes say why")

@@ -1,5 +1,6 @@
 """Commands on people's own functions: `measure`, `compare`, and `lint`, also of a training step."""
 
+import math
 from typing import Any
 
 import click
@@ -9,9 +10,11 @@ from nnx_pipeline.cli_options import (
     Command,
     config_options,
     configured,
+    gemm_option,
     json_option,
     mesh_option,
     platform_option,
+    platforms,
 )
 from nnx_pipeline.cli_report import check_reports, report_options, write_outcomes
 from nnx_pipeline.cli_support import Failed, compiler_errors, progress
@@ -52,6 +55,7 @@ def inputs_options(command: Command) -> Command:
 @inputs_options
 @mesh_option("")
 @platform_option
+@gemm_option
 @click.option("--hlo", "hlo_path", metavar="PATH", help="Write the optimized program as text.")
 @json_option
 def measure_command(
@@ -60,19 +64,26 @@ def measure_command(
     arguments: tuple[str, ...],
     mesh: str,
     platform: str,
+    gemm: str,
     hlo_path: str | None,
     json_path: str | None,
 ) -> None:
-    """Compile your own function and report its memory, products and collectives."""
+    """Compile your own function and report its memory, products and collectives.
+
+    With --gemm both the JSON has the second program under `other_gemm`.
+    """
     report.check_outputs(json=json_path, hlo=hlo_path)
-    target = Platform.parse(platform)
+    targets = platforms(platform, gemm)
     with progress() as say, compiler_errors():
-        grid = _grid(mesh, target)
+        grid = _grid(mesh, targets[0])
         given = arguments_of(inputs, arguments, grid)
-        result = measure(find_function(function), *given, mesh=grid, platform=target, progress=say)
-    title = f"{function} on {MeshConfig.parse(mesh)}"
-    report.show(report.measurement_view(title, result), json_path=json_path)
-    report.emit_json(json_path, result.to_json())
+        own = find_function(function)
+        results = [measure(own, *given, mesh=grid, platform=one, progress=say) for one in targets]
+    title, (result, *others) = f"{function} on {MeshConfig.parse(mesh)}", results
+    for each in results:
+        report.show(report.measurement_view(title, each), json_path=json_path)
+    more = {"other_gemm": others[0].to_json()} if others else {}
+    report.emit_json(json_path, {**result.to_json(), **more})
     if hlo_path:
         write_text(hlo_path, result.hlo)
 
@@ -87,6 +98,7 @@ def measure_command(
 @inputs_options
 @mesh_option("")
 @platform_option
+@gemm_option
 @report_options
 @json_option
 def compare_command(
@@ -96,6 +108,7 @@ def compare_command(
     arguments: tuple[str, ...],
     mesh: str,
     platform: str,
+    gemm: str,
     html_path: str | None,
     chart_path: str | None,
     json_path: str | None,
@@ -105,19 +118,19 @@ def compare_command(
     Their numbers are not compared. Exit 1 when one of them did not compile.
     """
     check_reports(html_path, chart_path, json_path)
-    target = Platform.parse(platform)
+    targets = platforms(platform, gemm)
     with progress() as say, compiler_errors():
-        grid = _grid(mesh, target)
+        grid = _grid(mesh, targets[0])
         functions = find_function(function_a), find_function(function_b)
         given = arguments_of(inputs, arguments, grid)
-        outcome = compare(*functions, *given, mesh=grid, platform=target, progress=say)
+        found = [
+            [compare(*functions, *given, mesh=grid, platform=one, progress=say)] for one in targets
+        ]
     title = f"{function_a} and {function_b} on {MeshConfig.parse(mesh)}, {platform}: per device"
-    report.show(report.outcomes_view(title, [outcome]), json_path=json_path)
-    entry = outcome.to_json()
-    report.emit_json(json_path, {"schema": 1, "platform": platform, "experiments": [entry]})
-    write_outcomes(title, [outcome], html_path, chart_path)
-    if outcome.failed:
-        raise Failed(outcome.note)
+    report.show_outcomes(title, found, platform, json_path=json_path)
+    write_outcomes(title, found, html_path, chart_path)
+    if failed := [outcome.note for (outcome,) in found if outcome.failed]:
+        raise Failed("; ".join(dict.fromkeys(failed)))
 
 
 def _grid(mesh: str, platform: Platform) -> Mesh | None:
@@ -184,6 +197,9 @@ def lint_command(
         raise InputError("--inputs and --arg are of MODULE:FUNCTION; leave them out with --model")
     if function is not None and assignments:
         raise InputError(f"--set {assignments[0]} is of --model; a function has no config")
+    for option, size in (("--large", large), ("--one-hot", one_hot)):
+        if not math.isfinite(size):
+            raise InputError(f"{option} {size} is no size; give MB, such as {option} 10")
     limits = Limits(large=large * 1e6, one_hot=one_hot * 1e6)
     mesh_config = MeshConfig.parse(mesh)
     with progress() as say, compiler_errors():

@@ -6,14 +6,17 @@ from nnx_pipeline.cli_functions import inputs_options
 from nnx_pipeline.cli_options import (
     config_options,
     configured,
+    gemm_option,
     json_option,
     mesh_option,
     platform_option,
+    platforms,
 )
 from nnx_pipeline.cli_report import check_reports, report_options, write_measurement
 from nnx_pipeline.cli_support import Failed, compiler_errors, progress
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.lab import report
+from nnx_pipeline.lab.attribution import Attribution
 from nnx_pipeline.lab.attribution_view import memory_view
 from nnx_pipeline.lab.compile import Measurement, Progress, measure_step
 from nnx_pipeline.lab.functions import arguments_of, find_function, mesh_on
@@ -32,6 +35,7 @@ from nnx_pipeline.mesh import MeshConfig
 @config_options(None, required=False)
 @mesh_option("")
 @platform_option
+@gemm_option
 @click.option(
     "--top",
     type=click.IntRange(min=1),
@@ -50,6 +54,7 @@ def memory_command(
     assignments: tuple[str, ...],
     mesh: str,
     platform: str,
+    gemm: str,
     top: int,
     html_path: str | None,
     chart_path: str | None,
@@ -58,7 +63,8 @@ def memory_command(
     """Say what the device memory holds at its peak: buffer, bytes, role, line of source.
 
     The bytes are those of the compiler's own buffer assignment, per device. Equal rows are shown
-    as one with their number; JSON has every buffer.
+    as one with their number; JSON has every buffer, with --gemm both those of the second program
+    under `other_gemm`.
     """
     check_reports(html_path, chart_path, json_path)
     if (function is None) == (model is None):
@@ -67,26 +73,37 @@ def memory_command(
         raise InputError("--inputs and --arg are of MODULE:FUNCTION; leave them out with --model")
     if function is not None and assignments:
         raise InputError(f"--set {assignments[0]} is of --model; a function has no config")
-    mesh_config, target = MeshConfig.parse(mesh), Platform.parse(platform)
+    mesh_config, targets = MeshConfig.parse(mesh), platforms(platform, gemm)
     with progress() as say, compiler_errors():
         if model is not None:
             config = configured(model, assignments)
-            result = measure_step(config, mesh_config, target, progress=say)
+            results = [measure_step(config, mesh_config, one, progress=say) for one in targets]
             title = f"one training step of {model} on {mesh_config}"
         else:
             assert function is not None, "checked above"
-            result = _measure_function(function, inputs, arguments, mesh_config, target, say)
+            given = function, inputs, arguments, mesh_config
+            results = [_measure_function(*given, one, say) for one in targets]
             title = f"{function} on {mesh_config}"
+    found = [_with_buffers(result, platform) for result in results]
+    for result, attribution in zip(results, found, strict=True):
+        by = f", {report.GEMM_NAMES[result.gemm]}" if result.gemm else ""
+        named = f"{title}, {report.compiler(result)}{by}"
+        report.show(memory_view(named, attribution, top=top), json_path=json_path)
+    first, *others = (
+        {**result.to_json(), "buffers": attribution.to_json()}
+        for result, attribution in zip(results, found, strict=True)
+    )
+    report.emit_json(json_path, {**first, **({"other_gemm": others[0]} if others else {})})
+    write_measurement(title, results, top, html_path, chart_path)
+
+
+def _with_buffers(result: Measurement, platform: str) -> Attribution:
     if result.attribution is None:
         raise Failed(
             f"{platform} gave no buffer assignment; a program from JAX's persistent compilation "
             "cache has none: unset jax_compilation_cache_dir"
         )
-    named = f"{title}, {report.compiler(result)}"
-    report.show(memory_view(named, result.attribution, top=top), json_path=json_path)
-    buffers = result.attribution.to_json()
-    report.emit_json(json_path, {**result.to_json(), "buffers": buffers})
-    write_measurement(title, result, top, html_path, chart_path)
+    return result.attribution
 
 
 def _measure_function(

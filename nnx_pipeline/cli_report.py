@@ -41,24 +41,34 @@ def check_reports(html_path: str | None, chart_path: str | None, json_path: str 
 
 
 def write_outcomes(
-    title: str, outcomes: Sequence[Outcome], html_path: str | None, chart_path: str | None
+    title: str,
+    outcomes: Sequence[Sequence[Outcome]],
+    html_path: str | None,
+    chart_path: str | None,
 ) -> None:
-    """Writes what was asked for of an A/B: each file whole or not at all."""
+    """Writes what was asked for of an A/B: each file whole or not at all.
+
+    outcomes: the same experiments once, or with Triton's and with cuBLASLt's matrix products.
+    """
     if html_path:
-        write_text(html_path, outcomes_page(title, outcomes, command=_command_line()))
+        write_text(html_path, outcomes_page(title, *outcomes, command=_command_line()))
     if chart_path:
-        save_figure(outcomes_chart(title, outcomes), chart_path)
+        save_figure(outcomes_chart(title, *outcomes), chart_path)
 
 
 def write_measurement(
-    title: str, measurement: Measurement, top: int, html_path: str | None, chart_path: str | None
+    title: str,
+    measured: Sequence[Measurement],
+    top: int,
+    html_path: str | None,
+    chart_path: str | None,
 ) -> None:
-    """The same of one program."""
+    """The same of one program, with one or both kinds of matrix products."""
     if html_path:
-        page = measurement_page(title, measurement, command=_command_line(), top=top)
+        page = measurement_page(title, *measured, command=_command_line(), top=top)
         write_text(html_path, page)
     if chart_path:
-        save_figure(program_chart(title, measurement), chart_path)
+        save_figure(program_chart(title, *measured), chart_path)
 
 
 def _command_line() -> str:

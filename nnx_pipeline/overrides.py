@@ -33,6 +33,12 @@ def known_keys() -> dict[str, Any]:
     }
 
 
+def value_of(config: Config, key: str) -> Any:
+    """The value of a dotted config key."""
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
+
+
 def _convert(key: str, text: str, hint: Any) -> object:
     origin = typing.get_origin(hint)
     if origin in (types.UnionType, typing.Union):

@@ -160,6 +160,19 @@ def saved(x: Array, w: Array) -> Array:
     return jax.grad(lambda w: jnp.sin(jnp.sort(jnp.exp(x @ w))).sum())(w)
 
 
+def residual_stream(x: Array, w: Array) -> Array:
+    """What a layer gives is added to what it read: no gradient, although an argument's shape."""
+    return jax.lax.scan(lambda x, _: (x + jnp.sin(x @ w), None), x, length=5)[0].sum()
+
+
+def summed(x: Array, w: Array) -> Array:
+    def loss(w: Array) -> Array:
+        return jax.lax.scan(lambda x, _: (jnp.sin(x @ w), None), x, length=5)[0].sum()
+
+    gradient = jax.grad(loss)(w)
+    return (gradient @ gradient).sum()
+
+
 def role(function: Callable[..., Array], *arguments: Any, shape: str) -> set[str]:
     found = attribution_of(lab.measure(function, *arguments))
     return {row.role for row in found.buffers if row.shape.endswith(shape)}
@@ -176,6 +189,8 @@ HEAD = jax.ShapeDtypeStruct((SIZE, VOCABULARY), "float32")
         (moments, W, f"f32[{ROWS},{SIZE}]", "activation"),
         (cast, W, f"[{ROWS},{SIZE}]", "parameter cast"),
         (saved, W, f"f32[{ROWS},{SIZE}]", "saved residual"),
+        (residual_stream, W, f"f32[{ROWS},{SIZE}]", "scan carry"),
+        (summed, W, f"f32[{SIZE},{SIZE}]", "gradient accumulator"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -183,6 +198,17 @@ def test_roles_of_small_programs(
     function: Callable[..., Array], weight: Any, shape: str, expected: str
 ) -> None:
     assert expected in role(function, X, weight, shape=shape)
+
+
+def test_what_a_library_works_in() -> None:
+    """cuBLASLt takes 4 MiB beside each product, and says so in the program."""
+    need("cuda:h100:8")
+    cublas = Platform(**(vars(Platform.parse("cuda:h100:8")) | {"gemm": "cublas"}))
+    found = attribution_of(lab.measure(lambda x, w: jnp.sin(x @ w) @ w, X, W, platform=cublas))
+    roles = {row.shape: row.role for row in found.buffers}
+    assert roles["s8[4194304]"] == "library workspace"
+    assert roles[f"f32[{ROWS},{SIZE}]"] == "activation"
+    assert {shape for shape, role in roles.items() if role == "other"} <= {"tuple of 2"}
 
 
 def test_the_command(run: Run) -> None:

@@ -61,7 +61,7 @@ def test_equal_rows_are_one_with_their_number() -> None:
     assert cells(view, "20.0%")[3:] == ["fragmentation", "", "holes", "–"]
     assert "all others" not in view
     assert "peak at position 3 of 5 in the schedule: backward: mul, b/c/m.py:9" in view
-    assert "80.0% of the heap has a line of source" in view
+    assert "80.0% of the heap has a line of source; without one: fragmentation 20.0%" in view
 
 
 def test_the_rows_that_are_not_shown_are_summed() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import Run
+from helpers import Run, missing
 from page_examples import attribution, measurement
 
 from nnx_pipeline.cli_options import platforms
@@ -81,6 +81,41 @@ def test_both_kinds_of_products(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
     shown = run("ab", "norm-scale", *both).out
     assert "matrix products by Triton;" in shown
     assert "matrix products by cuBLASLt;" in shown
+
+
+def test_what_was_chosen_and_does_not_count_is_said(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replaced(monkeypatch, of_size(10**12))
+    chosen = ("--set", "pipeline.backward=autodiff", "--set", "train.loss_chunks=2")
+    ended = run("ab", "weights-per-step", "norm-scale", *chosen, "--json", "-")
+    setup, free = ended.json["experiments"]
+    assert setup["note"].endswith(
+        "pipeline.backward=autodiff does not count: per step has accumulate, per use has accumulate"
+    )
+    assert "does not count" not in free["note"]
+
+
+@pytest.mark.skipif(missing("jax_cuda13_plugin"), reason="needs the NVIDIA compiler")
+@pytest.mark.parametrize("command", ["measure", "memory", "compare"])
+def test_both_kinds_for_functions_of_ones_own(run: Run, command: str) -> None:
+    names = ("own_functions:tall", "own_functions:lean")[: 2 if command == "compare" else 1]
+    words = (command, *names, "--inputs", "own_functions:inputs", "--platform", "cuda:h100:8")
+    ended = run(*words, "--gemm", "both", "--json", "-")
+    assert ended.code == 0, ended.err
+    if command == "compare":
+        (one,), (other,) = (ended.json[key] for key in ("experiments", "experiments_cublas"))
+        results = [entry["arms"]["a"] for entry in (one, other)]
+    else:
+        results = [ended.json, ended.json["other_gemm"]]
+    heaps = {result["gemm"]: result["memory"]["heap_bytes"] for result in results}
+    assert heaps["cublas"] > heaps["triton"] > 0
+    if command == "memory":
+        for result in results:
+            rows = result["buffers"]["buffers"]
+            assert sum(row["bytes"] for row in rows) == heaps[result["gemm"]]
+    shown = run(*words, "--gemm", "both").out
+    assert ("Triton" in shown, "cuBLASLt" in shown) == (True, True)
 
 
 def test_the_compiler_is_told() -> None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import lint_examples
 import pytest
 from flax import nnx
-from helpers import mesh_of, optax_promotion, replace
+from helpers import Run, mesh_of, optax_promotion, replace
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from lint_examples import SIZE, X, array, examples, half
@@ -244,6 +244,14 @@ def test_what_is_read_of_source_info() -> None:
     assert "rematted_computation" in str(again[0].name_stack)
     assert again[0].traceback.as_python_traceback().tb_frame is not None
     assert str(NOWHERE) == "unknown"
+
+
+@pytest.mark.parametrize("option", ["--large", "--one-hot"])
+@pytest.mark.parametrize("size", ["nan", "inf"])
+def test_a_limit_that_is_no_size(run: Run, option: str, size: str) -> None:
+    ended = run("lint", "--model", "tiny", option, size)
+    assert ended.code == 2
+    assert f"{option} {size} is no size; give MB" in ended.err
 
 
 @pytest.mark.parametrize("field", ["large", "one_hot"])

@@ -162,6 +162,13 @@ def test_a_budget_that_is_too_large_is_named_and_lowered(project: Project, file:
     assert "below" not in output(project())
 
 
+def test_a_hint_is_said_once(project: Project) -> None:
+    project(UPDATE, test_step=STEP.format("kept"))
+    lines = output(project(test_step=STEP.format("lean"))).splitlines()
+    hints = [line for line in lines if "lowers it" in line]
+    assert len(hints) == len(set(hints)) > 0
+
+
 def test_a_figure_taken_out_of_the_file_is_not_watched(project: Project, file: Path) -> None:
     project(UPDATE, test_step=STEP.format("lean"))
     budgets.write(file, {key("test_step.py::test_step"): {}})
@@ -277,6 +284,14 @@ def test_a_test_that_fails_keeps_its_budget(project: Project, file: Path) -> Non
     before = file.read_bytes()
     failing = TWO.replace("model.kept", "model.lean") + "    assert False\n"
     project(UPDATE, test_two=failing).assert_outcomes(passed=1, failed=1)
+    assert file.read_bytes() == before
+
+
+def test_a_run_that_stopped_removes_nothing(project: Project, file: Path) -> None:
+    project(UPDATE, test_two=TWO)
+    before = file.read_bytes()
+    failing = TWO.replace("model.lean", "1 / 0")
+    project(UPDATE, "-x", test_two=failing).assert_outcomes(failed=1)
     assert file.read_bytes() == before
 
 

@@ -13,7 +13,7 @@ from page_examples import attribution, measurement, outcome
 
 from nnx_pipeline import files
 from nnx_pipeline.lab.attribution import ROLES
-from nnx_pipeline.lab.chart import outcomes_chart
+from nnx_pipeline.lab.chart import outcomes_chart, program_chart
 from nnx_pipeline.lab.colours import role_colour
 from nnx_pipeline.lab.compare import Outcome, compare_measurements
 from nnx_pipeline.lab.experiments import EXPERIMENTS
@@ -22,6 +22,7 @@ from nnx_pipeline.lab.page.style import STYLE
 from nnx_pipeline.pipeline.picture import save_figure
 
 TITLE = "tiny <on> stage=4"
+GEMM_FACTORS = (("triton", 1.0), ("cublas", 2.0))
 VOID = {"meta", "link", "rect", "path", "line"}
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = [
@@ -103,6 +104,45 @@ def test_a_page_of_one_program() -> None:
     text = Reader(measurement_page(TITLE, measurement(attribution(), platform="cpu"))).text
     assert "Largest buffers, 6 of 6 rows" in text
     assert "CPU figures mislead" in text
+
+
+def by_cublas(**figures: Any) -> Outcome:
+    """The outcome of the examples with figures of its own."""
+    made = outcome()
+    assert made.a
+    memory = dataclasses.replace(made.a.memory, **figures)
+    return dataclasses.replace(made, a=dataclasses.replace(made.a, memory=memory, gemm="cublas"))
+
+
+def test_both_kinds_of_products() -> None:
+    other = by_cublas(temp_bytes=987_600_000)
+    text = " ".join(Reader(outcomes_page(TITLE, [outcome()], [other])).text.split())
+    row = r"cuBLASLt holds 987\.6 → [\d.]+ "
+    assert len(re.findall(row, text)) == 1
+    assert "Triton holds" in text
+    text = " ".join(Reader(outcomes_page(TITLE, [outcome()] * 2, [other] * 2)).text.split())
+    assert len(re.findall(row, text)) == 4, "in the summary too"
+    text = Reader(outcomes_page(TITLE, [outcome()], [by_cublas()])).text
+    assert "With cuBLASLt’s matrix products instead of Triton’s: the same memory." in text
+
+
+def test_one_program_by_both_kinds() -> None:
+    kinds = [dataclasses.replace(measurement(attribution(f)), gemm=g) for g, f in GEMM_FACTORS]
+    text = " ".join(Reader(measurement_page(TITLE, *kinds)).text.split())
+    assert "a Triton" in text
+    assert "b cuBLASLt" in text
+    before, after = (attribution(factor).heap_bytes for _, factor in GEMM_FACTORS)
+    assert f"heap {before / 1e6:,.1f} → {after / 1e6:,.1f} MB" in text
+    figure = program_chart(TITLE, *kinds)
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert labels == ["Triton", "cuBLASLt"]
+
+
+def test_a_chart_has_bars_where_the_kinds_differ() -> None:
+    found = [outcome(), outcome("norm-scale")]
+    figure = outcomes_chart(TITLE, found, [by_cublas(), by_cublas(temp_bytes=1)])
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert [label.endswith(", cuBLASLt") for label in labels] == [False] * 4 + [True] * 2
 
 
 def test_bars_and_line_are_to_scale() -> None:

@@ -24,6 +24,7 @@ ROLES = (
     "gradient",
     "optimizer update",
     "collective buffer",
+    "library workspace",
     "other",
     "padding",
     "fragmentation",

@@ -156,12 +156,24 @@ def _totals(attribution: Attribution) -> Table:
 
 def _peak(attribution: Attribution) -> Text:
     doing = short_operation(attribution.peak_operation) or "–"
+    heap = attribution.heap_bytes
     sized = sum(buffer.bytes for buffer in attribution.buffers if buffer.source)
     return Text(
         f"peak at position {attribution.peak_position} of {attribution.positions} in the schedule: "
         f"{doing}, {short_source(attribution.peak_source)}\n"
-        f"{_share(sized, attribution.heap_bytes)} of the heap has a line of source"
+        f"{_share(sized, heap)} of the heap has a line of source{_without_source(attribution)}"
     )
+
+
+def _without_source(attribution: Attribution) -> str:
+    """What has no line: the space between buffers has none by its nature."""
+    sizes: dict[str, int] = defaultdict(int)
+    for buffer in attribution.buffers:
+        if not buffer.source:
+            sizes[buffer.role] += buffer.bytes
+    heap = attribution.heap_bytes
+    told = [f"{role} {_share(n, heap)}" for role, n in sizes.items() if n >= 0.001 * heap]
+    return f"; without one: {', '.join(told)}" if told else ""
 
 
 def _signed(size: int) -> str:

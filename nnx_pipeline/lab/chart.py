@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 from nnx_pipeline.lab.attribution import ROLES, Attribution
@@ -9,7 +10,7 @@ from nnx_pipeline.lab.attribution_view import megabytes
 from nnx_pipeline.lab.colours import role_colour
 from nnx_pipeline.lab.compare import Outcome
 from nnx_pipeline.lab.compile import Measurement
-from nnx_pipeline.lab.report import compiler
+from nnx_pipeline.lab.report import GEMM_NAMES, compiler, differ_by_gemm
 from nnx_pipeline.pipeline.picture import ink_on
 
 if TYPE_CHECKING:
@@ -30,23 +31,37 @@ class Bar(NamedTuple):
     attribution: Attribution | None
 
 
-def outcomes_chart(title: str, outcomes: Sequence[Outcome]) -> "Figure":
-    """Two bars per experiment, arm a above arm b, all on one scale."""
-    bars = [
-        Bar(_heading(outcome), f"{key}: {arm.label}", result.attribution if result else None)
-        for outcome in outcomes
-        for key, arm, result in (
-            ("a", outcome.experiment.a, outcome.a),
-            ("b", outcome.experiment.b, outcome.b),
-        )
-    ]
+def outcomes_chart(
+    title: str, outcomes: Sequence[Outcome], cublas: Sequence[Outcome] = ()
+) -> "Figure":
+    """Two bars per experiment, arm a above arm b, all on one scale.
+
+    cublas: the same with cuBLASLt's matrix products; two more bars where they change something.
+    """
+    bars: list[Bar] = []
+    for outcome, other in zip_longest(outcomes, cublas):
+        bars += _bars(outcome, _heading(outcome), "")
+        if other and differ_by_gemm(outcome, other):
+            bars += _bars(other, _heading(outcome), f", {GEMM_NAMES['cublas']}")
     measured = [result for outcome in outcomes for result in (outcome.a, outcome.b) if result]
     return make_chart(title, bars, compiler(measured[0]) if measured else "")
 
 
-def program_chart(title: str, measurement: Measurement) -> "Figure":
-    """One bar."""
-    return make_chart(title, [Bar("", "", measurement.attribution)], compiler(measurement))
+def _bars(outcome: Outcome, heading: str, more: str) -> list[Bar]:
+    experiment = outcome.experiment
+    return [
+        Bar(heading, f"{key}: {arm.label}{more}", result.attribution if result else None)
+        for key, arm, result in (("a", experiment.a, outcome.a), ("b", experiment.b, outcome.b))
+    ]
+
+
+def program_chart(title: str, *measured: Measurement) -> "Figure":
+    """One bar for each kind of matrix product that was measured."""
+    bars = [
+        Bar("", GEMM_NAMES[one.gemm] if one.gemm and len(measured) > 1 else "", one.attribution)
+        for one in measured
+    ]
+    return make_chart(title, bars, compiler(measured[0]))
 
 
 def _heading(outcome: Outcome) -> str:

@@ -14,6 +14,7 @@ ROLE_COLOURS = {
     "gradient": "#8e3f6f",
     "optimizer update": "#7a5fd0",
     "collective buffer": "#e69f00",
+    "library workspace": "#2f5d62",
     "other": "#5f6a77",
     "padding": "#b9bfc7",
     "fragmentation": "#929aa5",

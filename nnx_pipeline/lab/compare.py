@@ -1,7 +1,7 @@
 """Run an experiment: compile both arms, check that they compute the same, give the verdict."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from nnx_pipeline.lab.compile import Measurement, Progress, measure_step
 from nnx_pipeline.lab.numerics import VIRTUAL_CPUS, Numerics, compare_numerics
 from nnx_pipeline.lab.platform import Platform
 from nnx_pipeline.mesh import MeshConfig
+from nnx_pipeline.overrides import value_of
 
 NOT_APPLICABLE = "not applicable"
 NO_CACHE = Cache(None)
@@ -76,14 +77,16 @@ def run_experiments(
     mesh: MeshConfig,
     platform: Platform,
     *,
+    given: Collection[str] = (),
     cache: Cache = NO_CACHE,
     progress: Progress = lambda text: None,
     finished: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
     """Compiles the arms for `platform` and compares their numbers on the CPU.
 
-    cache: where figures are kept and looked for. finished: called with each outcome as soon as it
-    is known.
+    given: dotted keys of the config that somebody chose; an outcome says where an arm has another
+    value all the same. cache: where figures are kept and looked for. finished: called with each
+    outcome as soon as it is known.
     Arms that are the same program are compiled once. Input errors of the shared config are raised;
     an experiment that says nothing on this config and mesh is not applicable, and what goes wrong
     inside one arm stands in the outcome beside the other arm.
@@ -103,11 +106,30 @@ def run_experiments(
                 named = _named(progress, f"{experiment.name}, {arm.label}")
                 results[program] = measure_program(program, mesh, platform, cache, named)
         measured = (results[programs[0]], results[programs[1]])
-        outcomes.append(_outcome(experiment, config, measured, platform, cache, progress))
+        outcome = _outcome(experiment, config, measured, platform, cache, progress)
+        notes = [outcome.note, *_overruled(experiment, config, programs, given)]
+        outcomes.append(dataclasses.replace(outcome, note="; ".join(filter(None, notes))))
         finished(outcomes[-1])
         # Machine code for the CPU of some sixty programs is more than a process can map.
         jax.clear_caches()
     return outcomes
+
+
+def _overruled(
+    experiment: Experiment, config: Config, programs: Sequence[Program], given: Collection[str]
+) -> list[str]:
+    """Which of the chosen values an experiment replaces, and by what in which arm."""
+    notes = []
+    for key in given:
+        chosen = value_of(config, key)
+        values = {
+            f"{arm.label} has {value_of(program.config, key)}"
+            for arm, program in zip((experiment.a, experiment.b), programs, strict=True)
+            if value_of(program.config, key) != chosen
+        }
+        if values:
+            notes.append(f"{key}={chosen} does not count: {', '.join(sorted(values))}")
+    return notes
 
 
 def _named(progress: Progress, name: str) -> Progress:

@@ -65,7 +65,7 @@ def measurement_view(title: str, measurement: Measurement) -> RenderableType:
     ]
     if measurement.platform == "cpu":
         lines.append(Text(CPU_WARNING, style="yellow"))
-    lines += [*_gemm(measurement), *_too_large([measurement])]
+    lines += [*_gemm([measurement]), *_too_large([measurement])]
     return Group(*lines)
 
 
@@ -107,6 +107,20 @@ def outcomes_view(title: str, outcomes: Sequence[Outcome]) -> RenderableType:
     return Group(table, *changes, *notes)
 
 
+def show_outcomes(
+    title: str, found: Sequence[Sequence[Outcome]], platform: str, *, json_path: str | None
+) -> None:
+    """Prints the tables, and writes the JSON of `ab` and `compare`.
+
+    found: the experiments once, or with Triton's and with cuBLASLt's matrix products.
+    """
+    result: dict[str, Any] = {"schema": 1, "platform": platform}
+    for key, outcomes in zip(("experiments", "experiments_cublas"), found, strict=False):
+        show(outcomes_view(title, outcomes), json_path=json_path)
+        result[key] = [outcome.to_json() for outcome in outcomes]
+    emit_json(json_path, result)
+
+
 def closing_lines(measured: Sequence[Measurement], compared: Sequence[Numerics] = ()) -> list[Text]:
     """What belongs under a table: compiler, blind spots, what does not fit, what is from a cache.
 
@@ -115,7 +129,7 @@ def closing_lines(measured: Sequence[Measurement], compared: Sequence[Numerics] 
     lines = [Text(f"compiler: {compiler(measured[0])}")] if measured else []
     if measured and measured[0].platform == "cpu":
         lines.append(Text(CPU_WARNING, style="yellow"))
-    lines += [*(_gemm(measured[0]) if measured else []), *_too_large(measured)]
+    lines += [*_gemm(measured), *_too_large(measured)]
     lines += [
         Text(f"same numbers: losses and gradients at tiny on CPU devices, {where}")
         for where in dict.fromkeys(f"{one.mesh}, {one.pipeline}" for one in compared)
@@ -131,11 +145,22 @@ def closing_lines(measured: Sequence[Measurement], compared: Sequence[Numerics] 
     return lines
 
 
-def _gemm(measurement: Measurement) -> list[Text]:
-    if measurement.gemm is None:
+def _gemm(measured: Sequence[Measurement]) -> list[Text]:
+    kinds = list(dict.fromkeys(one.gemm for one in measured if one.gemm))
+    if not kinds:
         return []
-    text = f"matrix products by {GEMM_NAMES[measurement.gemm]}"
-    return [Text(f"{text}; a device would choose by trying, --gemm both shows the band")]
+    text = f"matrix products by {' and by '.join(GEMM_NAMES[kind] for kind in kinds)}"
+    band = "" if len(kinds) > 1 else ", --gemm both shows the band"
+    return [Text(f"{text}; a device would choose by trying{band}")]
+
+
+def differ_by_gemm(one: Outcome, other: Outcome) -> bool:
+    """Whether another kind of matrix product changes the memory of an arm, or the verdict."""
+
+    def figures(outcome: Outcome) -> list[Any]:
+        return [m.memory if m else None for m in (outcome.a, outcome.b)]
+
+    return (one.verdict, figures(one)) != (other.verdict, figures(other))
 
 
 def _too_large(measured: Sequence[Measurement]) -> list[Text]:

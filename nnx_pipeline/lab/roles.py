@@ -2,14 +2,17 @@
 
 The rules, in the order in which they apply; the first that holds names the role.
 
-1.  The table of pointers of a tuple, and a value that the text does not print: `other`.
+1.  The table of pointers of a tuple, and a value that the text does not print: `other`. The bytes
+    that a call of cuBLAS or cuDNN takes beside its result to work in: `library workspace`.
 2.  A value whose numbers came from an argument of the program through conversions, slices and
     moves alone: `gathered weight` where an all-gather is on that way, else `parameter cast` where
     a conversion is, else `parameter copy`. The state of a loop that its body hands on
     unchanged is what went in.
 3.  In the state of a loop, or the value that its body writes there in place:
     a. added to, or written part by part, and of a parameter's shape: `gradient accumulator`;
-       parts written must be of a backward loop (`transpose(` in the operation's path);
+       parts written must be of a backward loop (`transpose(` in the operation's path), and what is
+       added to is read by nothing else in the loop, unlike a layer's input that is added to its
+       output;
     b. written part by part by a forward loop and read by an operation of the backward pass:
        `saved residual`;
     c. what is received or summed in the loop by a collective: `collective buffer`;
@@ -22,8 +25,9 @@ The rules, in the order in which they apply; the first that holds names the role
     whose path stands `embedding`, `head`, `vocab` or the like (and no position): `logits`.
 7.  Made in the forward pass (`jvp(` without `transpose(`) and read in the backward one:
     `saved residual`.
-8.  The result of a product, a reduction or an element-wise operation: `activation`.
-9.  The rest (constants, counters, random numbers, calls of libraries): `other`.
+8.  The result of a product, also of cuBLAS or cuDNN, of a reduction or of an element-wise
+    operation: `activation`.
+9.  The rest (constants, counters, random numbers, other custom calls): `other`.
 
 "Of a parameter's shape": the sizes above 1 are, in any order, those of a floating-point argument of
 two dimensions or more, or some of them with its two largest ones among them (a part along stacked
@@ -36,7 +40,7 @@ import re
 from collections import Counter
 from functools import cached_property
 
-from nnx_pipeline.lab.dataflow import Flow, Value, collective
+from nnx_pipeline.lab.dataflow import RESHAPES, Flow, Value, collective
 from nnx_pipeline.lab.hlo import Instruction, Shape
 from nnx_pipeline.lab.origins import Origins
 
@@ -81,6 +85,8 @@ class Roles:
         instruction = self.flow.at(value)
         if instruction is None or shape is None:
             return "other"
+        if _is_library(instruction) and shape.dtype in ("s8", "u8") and len(shape.dims) == 1:
+            return "library workspace"
         return (
             self._of_argument(value, shape)
             or self._in_loop(value, shape)
@@ -145,7 +151,8 @@ class Roles:
         forward = "jvp(" in operation and "transpose(" not in operation
         if forward and not self._is_backward(made_by) and self._read_backward(value):
             return "saved residual"
-        return "other" if made_by.opcode in _NOT_COMPUTED else "activation"
+        computed = made_by.opcode not in _NOT_COMPUTED or _is_library(made_by)
+        return "activation" if computed else "other"
 
     def _slot(self, value: Value) -> tuple[Instruction, Value] | None:
         """The loop whose state holds a value, and the value as that state, or None.
@@ -182,10 +189,30 @@ class Roles:
         return writer
 
     def _adds_to(self, writer: Instruction, state: Value) -> bool:
-        """Whether an addition has the loop's own state as an operand."""
-        return writer.opcode == "add" and any(
+        """Whether an addition has the loop's own state as an operand, and it alone reads it."""
+        added = writer.opcode == "add" and any(
             self.flow.holds_state((operand, ()), state) for operand in writer.operands
         )
+        return added and self._is_only_added_to(state)
+
+    def _is_only_added_to(self, state: Value) -> bool:
+        loop, index = self.flow.instructions[state[0]], state[1]
+        body = self.flow.module.computations[loop.called("body")[0]]
+        pending = [
+            (name, index) for name, item in body.instructions.items() if item.opcode == "parameter"
+        ]
+        seen = set(pending)
+        while pending:
+            for reader, handed in self.flow.readers(pending.pop()):
+                if reader is loop or reader.opcode == "add":
+                    continue  # the next turn, or the sum
+                if handed is None and reader.opcode not in (*RESHAPES, "select"):
+                    return False
+                following = handed or (reader.name, ())
+                if following not in seen:
+                    seen.add(following)
+                    pending.append(following)
+        return True
 
     def _is_backward(self, instruction: Instruction) -> bool:
         return "transpose(" in (instruction.op_name or "")
@@ -245,6 +272,11 @@ class Roles:
             if one and ours[0] % next(theirs.elements()) == 0:
                 return True
         return False
+
+
+def _is_library(instruction: Instruction) -> bool:
+    target = instruction.attributes.get("custom_call_target", "").strip('"')
+    return target.startswith(("__cublas$", "__cudnn$"))
 
 
 def _is_float(shape: Shape) -> bool:

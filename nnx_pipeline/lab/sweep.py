@@ -15,7 +15,7 @@ from nnx_pipeline.lab.compare import NO_CACHE, measure_program
 from nnx_pipeline.lab.compile import Measurement, Progress
 from nnx_pipeline.lab.platform import Platform
 from nnx_pipeline.mesh import MeshConfig
-from nnx_pipeline.overrides import apply_overrides, known_keys
+from nnx_pipeline.overrides import apply_overrides, known_keys, value_of
 
 FIGURES = ("temp_bytes", "heap_bytes", "peak_bytes", "flops", "compile_seconds")
 
@@ -154,15 +154,15 @@ def sweep(
     ]
     points: dict[str, list[Point]] = {label: [] for label in labels}
     for each, row in zip(configs, programs, strict=True):
-        value = _value(each, field)
+        value = value_of(each, field)
         for swept in (field, *(along or ())):
-            if any(_value(program.config, swept) != _value(each, swept) for program in row):
+            if any(value_of(program.config, swept) != value_of(each, swept) for program in row):
                 raise InputError(
                     f"{experiment.name if experiment else 'step'} sets {swept} itself, so that "
-                    f"{_value(each, swept)} would not count; sweep another field"
+                    f"{value_of(each, swept)} would not count; sweep another field"
                 )
     for each, row in zip(configs, programs, strict=True):
-        value = _value(each, field)
+        value = value_of(each, field)
         for label, program in zip(labels, row, strict=True):
             named = _named(progress, f"{label}, {field}={value}")
             result = measure_program(program, mesh, platform, cache, named)
@@ -186,18 +186,13 @@ def _configs(config: Config, fields: Mapping[str, Sequence[Any]]) -> list[Config
     rows = zip(*fields.values(), strict=True)
     texts = [dict(zip(fields, map(str, row), strict=True)) for row in rows]
     configs = [apply_overrides(config, row) for row in texts]
-    if len({repr(_value(each, first)) for each in configs}) < max(len(values), 2):
+    if len({repr(value_of(each, first)) for each in configs}) < max(len(values), 2):
         raise InputError(f"sweep of {first} needs two different values or more, none of them twice")
     return configs
 
 
 def _named(progress: Progress, name: str) -> Progress:
     return lambda text: progress(f"{name}: {text}")
-
-
-def _value(config: Config, field: str) -> Any:
-    section, name = field.split(".")
-    return getattr(getattr(config, section), name)
 
 
 def _is_number(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from itertools import zip_longest
 
 from rich.text import Text
 
@@ -13,29 +14,44 @@ from nnx_pipeline.lab.page import tables
 from nnx_pipeline.lab.page.charts import Arm, role_bars, timeline
 from nnx_pipeline.lab.page.markup import Markup, element, joined
 from nnx_pipeline.lab.page.style import STYLE
-from nnx_pipeline.lab.report import closing_lines, megabytes, same_numbers
+from nnx_pipeline.lab.report import (
+    GEMM_NAMES,
+    closing_lines,
+    differ_by_gemm,
+    megabytes,
+    same_numbers,
+)
 
 MOST_ROWS = 12  # of buffers; all of them are in the JSON
 NO_ATTRIBUTION = "This compiler gave no buffer assignment: what the bytes are is not known (–)."
 
 
-def outcomes_page(title: str, outcomes: Sequence[Outcome], *, command: str = "") -> str:
+def outcomes_page(
+    title: str, outcomes: Sequence[Outcome], cublas: Sequence[Outcome] = (), *, command: str = ""
+) -> str:
     """The report of `ab` or `compare` as one HTML file.
 
-    title: names model, mesh and platform. command: what makes the page again, shown as given.
+    title: names model, mesh and platform. cublas: the same experiments with cuBLASLt's matrix
+    products, shown where they change something. command: what makes the page again, as given.
     """
-    measured = [m for outcome in outcomes for m in (outcome.a, outcome.b) if m]
-    summary = element("section", _summary(outcomes), class_="card") if len(outcomes) > 1 else None
-    cards = [_card(outcome) for outcome in outcomes]
+    measured = [m for outcome in (*outcomes, *cublas) for m in (outcome.a, outcome.b) if m]
+    both = list(zip_longest(outcomes, cublas))
+    summary = element("section", _summary(both), class_="card") if len(outcomes) > 1 else None
+    cards = [_card(*pair) for pair in both]
     compared = [outcome.numerics for outcome in outcomes if outcome.numerics]
     return _page(title, closing_lines(measured, compared), command, joined(summary, cards))
 
 
 def measurement_page(
-    title: str, measurement: Measurement, *, command: str = "", top: int = MOST_ROWS
+    title: str, *measured: Measurement, command: str = "", top: int = MOST_ROWS
 ) -> str:
-    """The report of one program as one HTML file, with the `top` largest buffers."""
-    arms = [("", title, measurement)]
+    """The report of one program as one HTML file, with the `top` largest buffers.
+
+    measured: the program with Triton's matrix products and with cuBLASLt's, or one of them.
+    """
+    arms: tables.Labelled = [("", title, measured[0])]
+    if len(measured) > 1:
+        arms = [(k, GEMM_NAMES[m.gemm or ""], m) for k, m in zip("ab", measured, strict=True)]
     body = element(
         "section",
         _headline(arms),
@@ -43,7 +59,7 @@ def measurement_page(
         _rest(arms),
         class_="card",
     )
-    return _page(title, closing_lines([measurement]), command, body)
+    return _page(title, closing_lines(measured), command, body)
 
 
 def _page(title: str, notes: Sequence[Text], command: str, body: Markup) -> str:
@@ -72,29 +88,46 @@ def _page(title: str, notes: Sequence[Text], command: str, body: Markup) -> str:
     return f"<!DOCTYPE html>\n{page}\n"
 
 
-def _summary(outcomes: Sequence[Outcome]) -> Markup:
+def _summary(both: Sequence[tuple[Outcome, Outcome | None]]) -> Markup:
     rows = []
-    for outcome in outcomes:
-        memories = [m.memory if m else None for m in (outcome.a, outcome.b)]
-        temp = [m.temp_bytes if m else None for m in memories]
-        heap = [m.heap_bytes if m else None for m in memories]
-        ratio = outcome.to_json()["ratio_temp"]
+    for outcome, other in both:
         name = outcome.experiment.name
+        link = element("a", name, href=f"#{name}")
         rows.append(
-            (
-                [
-                    element("a", name, href=f"#{name}"),
-                    " ",
-                    element("span", outcome.experiment.claim, class_="claim"),
-                ],
-                _pill(outcome),
-                _pair(temp),
-                "–" if ratio is None else f"{ratio:.3f}",
-                _pair(heap),
-            )
+            ([link, " ", element("span", outcome.experiment.claim, class_="claim")], outcome)
         )
+        if other and differ_by_gemm(outcome, other):
+            rows.append(
+                ([element("span", f"{name}, {GEMM_NAMES['cublas']}", class_="quiet")], other)
+            )
     head = ("experiment", "verdict", "temp, MB", "b / a", "heap, MB")
-    return tables.table(f"{len(outcomes)} experiments", head, rows, numbers=3)
+    cells = [(named, *_verdict_and_memory(outcome)) for named, outcome in rows]
+    return tables.table(f"{len(both)} experiments", head, cells, numbers=3)
+
+
+def _verdict_and_memory(outcome: Outcome) -> tuple[Markup, str, str, str]:
+    memories = [m.memory if m else None for m in (outcome.a, outcome.b)]
+    ratio = outcome.to_json()["ratio_temp"]
+    return (
+        _pill(outcome),
+        _pair([m.temp_bytes if m else None for m in memories]),
+        "–" if ratio is None else f"{ratio:.3f}",
+        _pair([m.heap_bytes if m else None for m in memories]),
+    )
+
+
+def _by_gemm(outcome: Outcome, other: Outcome | None) -> Markup | None:
+    """What NVIDIA's other kind of matrix product changes."""
+    if other is None:
+        return None
+    triton, cublas = GEMM_NAMES["triton"], GEMM_NAMES["cublas"]
+    if not differ_by_gemm(outcome, other):
+        words = f"With {cublas}’s matrix products instead of {triton}’s: the same memory."
+        return element("p", words, class_="quiet")
+    rows = [(triton, *_verdict_and_memory(outcome)), (cublas, *_verdict_and_memory(other))]
+    head = ("matrix products", "verdict", "temp, MB", "b / a", "heap, MB")
+    why = element("p", f"{cublas}: {other.note}", class_="note") if other.note else None
+    return element("section", tables.table(None, head, rows, numbers=3), why)
 
 
 def _pair(values: Sequence[int | None]) -> str:
@@ -107,7 +140,7 @@ def _pill(outcome: Outcome) -> Markup:
     return element("span", words, class_=f"pill {css}")
 
 
-def _card(outcome: Outcome) -> Markup:
+def _card(outcome: Outcome, other: Outcome | None) -> Markup:
     """One experiment: what differs, the verdict, and why."""
     experiment = outcome.experiment
     arms = [("a", experiment.a.label, outcome.a), ("b", experiment.b.label, outcome.b)]
@@ -125,6 +158,7 @@ def _card(outcome: Outcome) -> Markup:
         _fields(outcome),
         element("p", outcome.note, class_="note") if outcome.note else None,
         _headline(arms),
+        _by_gemm(outcome, other),
         element("p", f"Same numbers: {same_numbers(outcome)}.", class_="quiet"),
         _memory(arms, MOST_ROWS),
         _rest(arms) if outcome.a or outcome.b else None,
