@@ -117,7 +117,8 @@ def compile_command(
         results = [measure_step(config, mesh_config, target, progress=say) for target in targets]
     title, (result, *others) = f"one training step of {model} on {mesh_config}", results
     for each in results:
-        report.show(report.measurement_view(title, each), json_path=json_path)
+        view = report.measurement_view(title, each, both=len(results) > 1)
+        report.show(view, json_path=json_path)
     more = {"other_gemm": others[0].to_json()} if others else {}
     report.emit_json(json_path, {**result.to_json(), **more})
     if hlo_path:

@@ -15,7 +15,7 @@ from nnx_pipeline.cli_options import (
 )
 from nnx_pipeline.cli_report import check_reports, report_options, write_outcomes
 from nnx_pipeline.cli_support import Failed, compiler_errors, progress
-from nnx_pipeline.cli_sweep import run_sweep
+from nnx_pipeline.cli_sweep import check_sweep, run_sweep
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.lab import report
 from nnx_pipeline.lab.cache import Cache
@@ -74,6 +74,7 @@ def ab_command(
     if sweeps:
         if html_path or len(targets) > 1:
             raise InputError("--sweep goes without --html and --gemm both; leave them out")
+        check_sweep(sweeps, assignments)
         named = chosen if names else []
         title = f"{', '.join(names) or 'training step'} of {model} on {mesh_config}: per device"
         (target,) = targets

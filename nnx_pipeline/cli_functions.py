@@ -81,7 +81,8 @@ def measure_command(
         results = [measure(own, *given, mesh=grid, platform=one, progress=say) for one in targets]
     title, (result, *others) = f"{function} on {MeshConfig.parse(mesh)}", results
     for each in results:
-        report.show(report.measurement_view(title, each), json_path=json_path)
+        view = report.measurement_view(title, each, both=len(results) > 1)
+        report.show(view, json_path=json_path)
     more = {"other_gemm": others[0].to_json()} if others else {}
     report.emit_json(json_path, {**result.to_json(), **more})
     if hlo_path:

@@ -13,6 +13,7 @@ from nnx_pipeline.lab.sweep import sweep
 from nnx_pipeline.lab.sweep_chart import sweep_chart
 from nnx_pipeline.lab.sweep_view import sweep_view
 from nnx_pipeline.mesh import MeshConfig
+from nnx_pipeline.overrides import parse_overrides
 from nnx_pipeline.pipeline.picture import save_figure
 
 
@@ -57,6 +58,14 @@ def run_sweep(
         save_figure(sweep_chart(title, found), chart_path)
     if found.errors:
         raise Failed(f"failed: {'; '.join(found.errors)}")
+
+
+def check_sweep(texts: Sequence[str], assignments: Sequence[str]) -> None:
+    """Raises InputError where a field is set and swept."""
+    swept = {_parsed(text)[0] for text in texts}
+    for key in parse_overrides(assignments):
+        if key in swept:
+            raise InputError(f"--set {key} and --sweep {key}: only the sweep counts; leave out one")
 
 
 def _parsed(text: str) -> tuple[str, list[str]]:

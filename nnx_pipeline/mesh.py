@@ -41,7 +41,7 @@ class MeshConfig:
     def parse(cls, text: str) -> "MeshConfig":
         """Reads `stage=4,fsdp=2`; the empty text is one device."""
         sizes: dict[str, int] = {}
-        for part in filter(None, (piece.strip() for piece in text.split(","))):
+        for part in (piece.strip() for piece in text.split(",") if text.strip()):
             name, separator, size = part.partition("=")
             if name not in AXES:
                 raise InputError(f"mesh {text!r} has no axis {name!r}; {nearest(name, AXES)}")

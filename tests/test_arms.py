@@ -92,6 +92,7 @@ def test_what_comes_later_is_listed_and_not_run() -> None:
 def test_the_short_set_is_short() -> None:
     assert 4 <= len(choose([])) <= 6
     assert [one.name for one in choose(["all"])] == list(EXPERIMENTS)
+    assert [one.name for one in choose(["delay", "ticks", "delay"])] == ["delay", "ticks"]
 
 
 @pytest.mark.parametrize("name", RUNNABLE)

@@ -173,6 +173,18 @@ def summed(x: Array, w: Array) -> Array:
     return (gradient @ gradient).sum()
 
 
+def running_sum(x: Array, w: Array) -> Array:
+    """No derivative, so no gradient."""
+    parts = jnp.sin(x)[:5, None, :] * jnp.cos(x)[None, :SIZE, :1]
+    total, _ = jax.lax.scan(lambda s, part: (s + jnp.sort(part), None), jnp.zeros_like(w), parts)
+    return (total @ w).sum()
+
+
+def recomputed(x: Array, w: Array) -> Array:
+    layer = jax.checkpoint(lambda w: jnp.sort(jnp.tanh(jnp.sort(x @ w))))
+    return jax.grad(lambda w: (layer(w) ** 2).sum())(w) @ w
+
+
 def role(function: Callable[..., Array], *arguments: Any, shape: str) -> set[str]:
     found = attribution_of(lab.measure(function, *arguments))
     return {row.role for row in found.buffers if row.shape.endswith(shape)}
@@ -191,6 +203,8 @@ HEAD = jax.ShapeDtypeStruct((SIZE, VOCABULARY), "float32")
         (saved, W, f"f32[{ROWS},{SIZE}]", "saved residual"),
         (residual_stream, W, f"f32[{ROWS},{SIZE}]", "scan carry"),
         (summed, W, f"f32[{SIZE},{SIZE}]", "gradient accumulator"),
+        (running_sum, W, f"f32[{SIZE},{SIZE}]", "scan carry"),
+        (recomputed, W, f"f32[{ROWS},{SIZE}]", "activation"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

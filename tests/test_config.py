@@ -206,6 +206,8 @@ REFUSED = [
     bad(lambda: MeshConfig(data=True), "mesh axis data=True is not a whole number"),
     bad(lambda: MeshConfig(fsdp=2.0), "mesh axis fsdp=2.0 is not a whole number"),
     bad(lambda: MeshConfig.parse("stages=4"), "no axis 'stages'; did you mean 'stage'?"),
+    bad(lambda: MeshConfig.parse("stage=4,,fsdp=2"), "no axis ''; choose one of: data, stage"),
+    bad(lambda: MeshConfig.parse(","), "no axis ''; choose one of: data, stage"),
     bad(lambda: MeshConfig.parse("pp=4"), "no axis 'pp'; choose one of: data, stage, fsdp"),
     bad(lambda: MeshConfig.parse("stage=2,stage=2"), "names stage twice; name each axis once"),
     bad(lambda: MeshConfig.parse("stage"), "write stage=N with a whole number of 1 or more"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import re
 from typing import Any
 
 import numpy as np
@@ -79,8 +80,10 @@ def test_both_kinds_of_products(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
         (entry,) = ended.json[key]
         assert {arm["gemm"] for arm in entry["arms"].values()} == {gemm}
     shown = run("ab", "norm-scale", *both).out
-    assert "matrix products by Triton;" in shown
-    assert "matrix products by cuBLASLt;" in shown
+    for kind in ("Triton", "cuBLASLt"):
+        assert f"matrix products by {kind}; a device would choose by trying\n" in shown
+        assert re.search(rf"per\s+device, matrix products by {kind}\s", shown)
+    assert "--gemm both shows the band" in run("ab", "norm-scale", *both[:2]).out
 
 
 def test_what_was_chosen_and_does_not_count_is_said(

@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 from lint_examples import SIZE, X, array, examples, half
 
 from nnx_pipeline import InputError, preset
+from nnx_pipeline.equations import NOWHERE
 from nnx_pipeline.lint import Finding, Limits, lint, lint_step
 from nnx_pipeline.lint.rules_remat import names_of
-from nnx_pipeline.lint.source import NOWHERE
 from nnx_pipeline.remat import POLICIES
 
 EXAMPLES = examples()
@@ -235,7 +235,7 @@ def test_the_names_of_a_policy(policy: Any, names: set[str] | None) -> None:
 def test_what_is_read_of_source_info() -> None:
     """Not documented by JAX: the traceback and the name stack of an equation, and two names in it.
 
-    Everything that depends on them is in nnx_pipeline/lint/source.py.
+    Everything that depends on them is in nnx_pipeline/equations.py.
     """
     checkpointed = jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))
     program = jax.make_jaxpr(jax.grad(checkpointed))(1.0)

@@ -1,7 +1,11 @@
 """Values followed through a program's text to the line that asked for them, and their role."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from nnx_pipeline import lab
+from nnx_pipeline.equations import called_from_one_line
 from nnx_pipeline.lab import hlo
 from nnx_pipeline.lab.dataflow import Flow, Value, collective
 from nnx_pipeline.lab.hlo import Shape
@@ -86,6 +90,42 @@ ORIGINS = Origins(FLOW)
 def line(name: str, *index: int) -> str | None:
     source = ORIGINS.of((name, index)).source
     return source.removeprefix("/home/me/model.py:") if source else None
+
+
+def summed_once(x: jax.Array) -> jax.Array:
+    return jnp.cumsum(x, axis=0) @ x  # the only call
+
+
+def summed_twice_in_a_line(x: jax.Array) -> jax.Array:
+    return jnp.cumsum(jnp.cumsum(x, axis=0) @ x, axis=1) + jnp.flip(x)
+
+
+def test_functions_that_one_line_calls() -> None:
+    x = jax.ShapeDtypeStruct((8, 8), "float32")
+
+    def twice(x: jax.Array) -> jax.Array:
+        y = jnp.cumsum(x)
+        return jnp.cumsum(y) + jax.grad(lambda y: jnp.linalg.norm(y))(y)
+
+    assert "cumsum" in called_from_one_line(jax.make_jaxpr(summed_once)(x))
+    assert "cumsum" in called_from_one_line(jax.make_jaxpr(summed_twice_in_a_line)(x)), (
+        "of one line"
+    )
+    found = called_from_one_line(jax.make_jaxpr(jax.jit(twice))(x))
+    assert "norm" in found, "its backward pass is of the same line"
+    assert "twice" in found
+    assert "cumsum" not in found
+
+
+def test_the_line_of_the_only_call() -> None:
+    """As well where JAX itself jits the function: nobody else's line can be meant."""
+    size = jax.ShapeDtypeStruct((512, 512), "float32")
+    found = lab.measure(summed_once, size).attribution
+    assert found
+    held = [row for row in found.buffers if row.bytes >= 512 * 512 * 4]
+    number = summed_once.__code__.co_firstlineno + 1
+    assert {row.source for row in held} == {f"{__file__}:{number}"}
+    assert any("cumsum" in row.operation for row in held)
 
 
 def test_frames_are_innermost_first() -> None:

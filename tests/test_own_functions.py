@@ -148,6 +148,12 @@ def test_arguments_written_down(text: str, shape: Any, dtype: str, spec: P) -> N
         ("float32[8@dta]", "the mesh has no axis 'dta'; did you mean 'data'"),
         ("float32[9@data]", "does not split evenly over the mesh"),
         ("float32[8@data,8@data]", "names a mesh axis twice"),
+        ("float32[8,,4]", "'' is no axis; write 8 or 8@data"),
+        ("float32[8,]", "'' is no axis; write 8 or 8@data"),
+        ("str[3]", "JAX has no arrays of <U0; write a number's dtype"),
+        ("object[3]", "JAX has no arrays of object"),
+        ("float32[9999999999,99999999999]", "is larger than 1,125,899,906,842,624 bytes"),
+        ("int8[99999999999999999999999]", "is larger than 1,125,899,906,842,624 bytes"),
     ],
 )
 def test_arguments_that_cannot_be_read(text: str, message: str) -> None:

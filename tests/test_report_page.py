@@ -2,6 +2,7 @@
 
 import dataclasses
 import html.parser
+import os
 import re
 import shutil
 import subprocess
@@ -115,8 +116,9 @@ def by_cublas(**figures: Any) -> Outcome:
 
 
 def test_both_kinds_of_products() -> None:
-    other = by_cublas(temp_bytes=987_600_000)
+    other = dataclasses.replace(by_cublas(temp_bytes=987_600_000), note="its own note")
     text = " ".join(Reader(outcomes_page(TITLE, [outcome()], [other])).text.split())
+    assert "cuBLASLt: its own note" in text
     row = r"cuBLASLt holds 987\.6 → [\d.]+ "
     assert len(re.findall(row, text)) == 1
     assert "Triton holds" in text
@@ -237,6 +239,36 @@ def test_a_full_disk_leaves_the_old_page(
     assert "Traceback" not in ended.err
     assert page.read_text() == "the old one"
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_one_file_under_two_names(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    names = tmp_path / "x.svg", tmp_path / "folder" / ".." / "x.svg"
+    ended = run("ab", "norm-scale", "--html", names[0], "--chart", names[1])
+    assert ended.code == 2
+    assert f"--html and --chart both write {names[0]}; name two files" in ended.err
+
+
+def test_an_error_names_the_file(tmp_path: Path) -> None:
+    folder = tmp_path / "page.html"
+    with pytest.raises(OSError, match=re.escape(f"'{folder / 'below'}'")):
+        files.write_whole(str(folder / "below"), b"x")
+    if Path("/dev/full").exists():
+        with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+            files.write_whole("/dev/full", b"x")
+
+
+def test_rights_stay_as_they_were(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.touch()
+    old.chmod(0o600)
+    before = os.umask(0o027)
+    try:
+        for path in (old, new):
+            files.write_whole(str(path), b"x")
+    finally:
+        os.umask(before)
+    assert [path.stat().st_mode & 0o777 for path in (old, new)] == [0o600, 0o640]
 
 
 def chromium(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -46,9 +46,18 @@ def test_the_fit_of_points_beside_a_line() -> None:
     assert found is not None
     assert (found.slope, found.intercept) == pytest.approx((0.5, 1.0))
     assert found.r_squared == pytest.approx(0.25)
+    two = _line([(1, 1.0), (2, 3.0)])
+    assert two is not None
+    assert (two.slope, two.r_squared) == (2.0, None), "two points lie on a line"
     flat = _line([(1, 5.0), (2, 5.0)])
     assert flat is not None
     assert (flat.slope, flat.intercept, flat.r_squared) == (0.0, 5.0, None)
+
+
+def test_a_field_is_set_or_swept(run: Run) -> None:
+    ended = run("ab", "--sweep", "train.loss_chunks=2,4", "--set", "train.loss_chunks=2")
+    assert ended.code == 2
+    assert "--set train.loss_chunks and --sweep train.loss_chunks: only the sweep" in ended.err
 
 
 def test_where_there_is_no_slope() -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import optax_promotion, small_config
+from page_examples import attribution, measurement
 
 from nnx_pipeline import MeshConfig
+from nnx_pipeline.cli_options import platforms
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.lab import worker
 from nnx_pipeline.lab.arms import Arm, Program
@@ -66,6 +68,27 @@ def test_every_variable_and_switch_reaches_the_other_process(
         assert dict(variables).items() <= asked["env"].items()
         assert worker._answer(json.loads(asked["input"])) == {"numbers": []}
         assert understood.pop() == program._replace(environment=())
+
+
+def test_what_it_measures_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of NVIDIA's matrix products, too."""
+    asked: list[Platform] = []
+
+    def measure(config: Any, mesh: Any, platform: Platform, **_: Any) -> Any:
+        asked.append(platform)
+        return measurement(attribution())
+
+    def ask(command: list[str], input: str, **_: Any) -> subprocess.CompletedProcess[str]:
+        answer = json.dumps(worker._answer(json.loads(input)))
+        return subprocess.CompletedProcess(command, 0, answer, "")
+
+    monkeypatch.setattr(worker, "measure_step", measure)
+    monkeypatch.setattr(worker.subprocess, "run", ask)
+    targets = [*platforms("cuda:h100:8", "both"), Platform.parse("cpu")]
+    for target in targets:
+        found = worker.measured(Program(CONFIG, environment=(("A", "x"),)), MESH, target)
+        assert found.memory == measurement(attribution()).memory
+    assert asked == targets
 
 
 def test_numbers_come_back_to_the_bit() -> None:

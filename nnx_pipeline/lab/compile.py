@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from nnx_pipeline.config import Config, to_dict
+from nnx_pipeline.equations import called_from_one_line
 from nnx_pipeline.lab.attribution import Attribution
 from nnx_pipeline.lab.heap import compile_with_dump, heap_bytes
 from nnx_pipeline.lab.heap_profile import attribute
@@ -181,7 +182,9 @@ def measure_traced(
         seconds=clock.seconds,
         versions=_versions(platform),
         hlo=hlo,
-        attribution=attribute(buffers, module, memory.temp_bytes),
+        attribution=attribute(
+            buffers, module, memory.temp_bytes, called_from_one_line(traced.jaxpr)
+        ),
     )
 
 

@@ -12,7 +12,7 @@ EXPERIMENTS = {experiment.name: experiment for experiment in CLAIMS}
 
 
 def choose(names: Iterable[str]) -> list[Experiment]:
-    """The experiments of those names; `all` is all, no name a short set.
+    """The experiments of those names, each once; `all` is all, no name a short set.
 
     InputError names the nearest when there is none of a name.
     """
@@ -25,5 +25,5 @@ def choose(names: Iterable[str]) -> list[Experiment]:
     if "all" in names:
         return list(EXPERIMENTS.values())
     if names:
-        return [EXPERIMENTS[name] for name in names]
+        return [EXPERIMENTS[name] for name in dict.fromkeys(names)]
     return [experiment for experiment in EXPERIMENTS.values() if experiment.by_default]

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import inspect
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from nnx_pipeline.sharding import is_trivial, spec_axes
 
 AnyMesh = Mesh | AbstractMesh | MeshConfig | str | None
 
+LARGEST = 2**50  # bytes of an argument: more than any pod has, less than compilers count up to
 _ARGUMENT = re.compile(r"(?P<dtype>\w+)\[(?P<axes>[^\]]*)\]")
 _AXIS = re.compile(r"(?P<size>\d+)(@(?P<names>\w+(\+\w+)*))?")
 
@@ -65,17 +67,21 @@ def parse_argument(text: str, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
         dtype = jnp.dtype(match["dtype"])
     except TypeError as error:
         raise InputError(f"argument {text!r}: there is no dtype {match['dtype']!r}") from error
+    if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool)):
+        raise InputError(f"argument {text!r}: JAX has no arrays of {dtype}; write a number's dtype")
     if (used := jax.dtypes.canonicalize_dtype(dtype)) != dtype:
         raise InputError(
             f"argument {text!r}: JAX makes {used} of {dtype}; write that, or set JAX_ENABLE_X64=1"
         )
     shape, entries = [], []
-    for part in filter(None, match["axes"].split(",")):
+    for part in match["axes"].split(",") if match["axes"] else ():
         axis = _AXIS.fullmatch(part)
         if not axis:
             raise InputError(f"argument {text!r}: {part!r} is no axis; write 8 or 8@data")
         shape.append(int(axis["size"]))
         entries.append(tuple(axis["names"].split("+")) if axis["names"] else None)
+    if math.prod(shape) * dtype.itemsize > LARGEST:
+        raise InputError(f"argument {text!r} is larger than {LARGEST:,} bytes; give smaller axes")
     return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=_sharding(text, shape, entries, mesh))
 
 

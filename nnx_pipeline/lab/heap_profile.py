@@ -18,11 +18,14 @@ _SPACES = {1: "on a TPU the on-chip memory", 2: "on a TPU semaphores"}
 _HOST = 5  # its memory space; the compilers count it apart, as `host_temp_size_in_bytes`
 
 
-def attribute(text: str | None, module: Module, temp_bytes: int) -> Attribution | None:
+def attribute(
+    text: str | None, module: Module, temp_bytes: int, one_line: frozenset[str] = frozenset()
+) -> Attribution | None:
     """What the heap holds at its peak, by the compiler's buffer assignment and its program.
 
-    text: see `heap.compile_with_dump`. temp_bytes: the compiler's `temp_size_in_bytes`. None
-    without a text, or with one that has no allocation.
+    text: see `heap.compile_with_dump`. temp_bytes: the compiler's `temp_size_in_bytes`. one_line:
+    the jitted functions of `equations.called_from_one_line`. None without a text, or with one that
+    has no allocation.
 
     The heap is that of `heap.heap_bytes`. Its peak is the first position of the schedule at which
     the values that live there cover the most bytes of it. Bytes that several of them share (what
@@ -43,7 +46,7 @@ def attribute(text: str | None, module: Module, temp_bytes: int) -> Attribution 
     curve = _live_bytes(values)
     peak = max(curve, key=lambda position: (curve[position], -position), default=0)
     heap = sum(part.bytes for part in buffers.heap)
-    reader = _Reader(buffers, module)
+    reader = _Reader(buffers, module, one_line)
     rows = _rows(values, peak, reader)
     rows += _holes(values, heap - sum(row.bytes for row in rows), buffers)
     there = reader.origins.of((buffers.schedule.get(peak, ""), ()))
@@ -78,9 +81,9 @@ class _Slot:
 class _Reader:
     """Origin and role of placed values."""
 
-    def __init__(self, buffers: BufferText, module: Module) -> None:
+    def __init__(self, buffers: BufferText, module: Module, one_line: frozenset[str]) -> None:
         self.flow = Flow(module)
-        self.origins = Origins(self.flow)
+        self.origins = Origins(self.flow, one_line)
         self.roles = Roles(self.flow, self.origins)
         self.schedule = buffers.schedule
         self.position = {name: position for position, name in buffers.schedule.items()}

@@ -11,7 +11,7 @@ its own. Their line is looked for in this order:
    instruction without a line to its operands, the largest first. The first instruction with a line
    of its own counts. Not its own is the line of the loop in which it runs (what `lax.scan` does to
    slice and stack carries the line of the scan), and the line of whoever first called a jitted
-   function of JAX's own, such as `jnp.where`, which all its later calls carry too.
+   function, such as `jnp.where`, which all its calls from other lines carry too.
 2. Forwards, along `Flow.readers`, nearest first: an array that no line makes, such as a copy of an
    argument or a buffer without a value yet, takes the line of the first instruction that reads it.
 3. Its own line, whatever it is, or that of the loop.
@@ -57,14 +57,15 @@ def _frame_of(instruction: Instruction) -> Frame | None:
     return next(iter(asked or own or named), None)
 
 
-def _is_of_another_call(instruction: Instruction) -> bool:
+def _is_of_another_call(instruction: Instruction, one_line: frozenset[str]) -> bool:
     """Whether the line may be that of another call of a jitted function.
 
     JAX traces a jitted function, also one of its own such as `jnp.where`, once for all its calls,
-    which then all carry the frames of the first. Only frames inside of the function are right.
+    which then all carry the frames of the first. Only frames inside of the function are right, or
+    all of them where one line alone calls it.
     """
     inner = _JITTED.findall((instruction.op_name or "").partition("/")[2])
-    if not inner:
+    if not inner or one_line.issuperset(inner):
         return False
     names = [frame[2].rpartition(".")[2] for frame in instruction.frames]
     chosen = _frame_of(instruction)
@@ -73,10 +74,14 @@ def _is_of_another_call(instruction: Instruction) -> bool:
 
 
 class Origins:
-    """Looks up origins in one program."""
+    """Looks up origins in one program.
 
-    def __init__(self, flow: Flow) -> None:
+    one_line: see `equations.called_from_one_line`.
+    """
+
+    def __init__(self, flow: Flow, one_line: frozenset[str] = frozenset()) -> None:
         self.flow = flow
+        self.one_line = one_line
         self._found: dict[Value, Origin] = {}
 
     def of(self, value: Value) -> Origin:
@@ -105,7 +110,7 @@ class Origins:
             return False
         if (instruction.op_name or "").endswith("/while"):
             return False  # a copy that was made for a loop, under the loop's name
-        if _is_of_another_call(instruction):
+        if _is_of_another_call(instruction, self.one_line):
             return False
         loop = self.flow.loop_of(instruction.name)
         return loop is None or source_of(loop) != source

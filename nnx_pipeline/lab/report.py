@@ -24,6 +24,7 @@ CPU_WARNING = (
 )
 TOO_LARGE = " ✗"
 GEMM_NAMES = {"triton": "Triton", "cublas": "cuBLASLt"}
+_KEYS = ("experiments", "experiments_cublas")
 MEMORY_ROWS = (
     ("arguments", "argument_bytes"),
     ("temp", "temp_bytes"),
@@ -42,8 +43,8 @@ def compiler(measurement: Measurement) -> str:
     return f"{measurement.platform} ({versions})"
 
 
-def measurement_view(title: str, measurement: Measurement) -> RenderableType:
-    """What one training step costs."""
+def measurement_view(title: str, measurement: Measurement, *, both: bool = False) -> RenderableType:
+    """What one training step costs. both: the other kind of matrix product is shown, too."""
     memory = Table(title="memory per device", title_justify="left")
     memory.add_column("", no_wrap=True)
     memory.add_column("MB", justify="right", no_wrap=True)
@@ -65,12 +66,12 @@ def measurement_view(title: str, measurement: Measurement) -> RenderableType:
     ]
     if measurement.platform == "cpu":
         lines.append(Text(CPU_WARNING, style="yellow"))
-    lines += [*_gemm([measurement]), *_too_large([measurement])]
+    lines += [*_gemm([measurement], both), *_too_large([measurement])]
     return Group(*lines)
 
 
-def outcomes_view(title: str, outcomes: Sequence[Outcome]) -> RenderableType:
-    """The A/B table: one experiment after the other, arm under arm."""
+def outcomes_view(title: str, outcomes: Sequence[Outcome], *, both: bool = False) -> RenderableType:
+    """The A/B table: one experiment after the other, arm under arm. both: as above."""
     table = Table(title=title, title_justify="left", show_lines=False)
     table.add_column("experiment", no_wrap=True)
     table.add_column("arm", no_wrap=True)
@@ -96,9 +97,8 @@ def outcomes_view(title: str, outcomes: Sequence[Outcome]) -> RenderableType:
                 end_section=index == 1,
             )
     notes = [Text(f"{o.experiment.name}: {o.note}", style="yellow") for o in outcomes if o.note]
-    notes += closing_lines(
-        [m for o in outcomes for m in (o.a, o.b) if m], [o.numerics for o in outcomes if o.numerics]
-    )
+    measured = [m for o in outcomes for m in (o.a, o.b) if m]
+    notes += closing_lines(measured, [o.numerics for o in outcomes if o.numerics], both=both)
     changes = [
         difference_view(f"{outcome.experiment.name}: what differs at the peak", outcome.buffers)
         for outcome in outcomes
@@ -115,13 +115,17 @@ def show_outcomes(
     found: the experiments once, or with Triton's and with cuBLASLt's matrix products.
     """
     result: dict[str, Any] = {"schema": 1, "platform": platform}
-    for key, outcomes in zip(("experiments", "experiments_cublas"), found, strict=False):
-        show(outcomes_view(title, outcomes), json_path=json_path)
+    both = len(found) > 1
+    for key, kind, outcomes in zip(_KEYS, GEMM_NAMES.values(), found, strict=False):
+        named = f"{title}, matrix products by {kind}" if both else title
+        show(outcomes_view(named, outcomes, both=both), json_path=json_path)
         result[key] = [outcome.to_json() for outcome in outcomes]
     emit_json(json_path, result)
 
 
-def closing_lines(measured: Sequence[Measurement], compared: Sequence[Numerics] = ()) -> list[Text]:
+def closing_lines(
+    measured: Sequence[Measurement], compared: Sequence[Numerics] = (), *, both: bool = False
+) -> list[Text]:
     """What belongs under a table: compiler, blind spots, what does not fit, what is from a cache.
 
     compared: checks of numbers, which count as figures of the cache too.
@@ -129,7 +133,7 @@ def closing_lines(measured: Sequence[Measurement], compared: Sequence[Numerics] 
     lines = [Text(f"compiler: {compiler(measured[0])}")] if measured else []
     if measured and measured[0].platform == "cpu":
         lines.append(Text(CPU_WARNING, style="yellow"))
-    lines += [*_gemm(measured), *_too_large(measured)]
+    lines += [*_gemm(measured, both), *_too_large(measured)]
     lines += [
         Text(f"same numbers: losses and gradients at tiny on CPU devices, {where}")
         for where in dict.fromkeys(f"{one.mesh}, {one.pipeline}" for one in compared)
@@ -145,12 +149,12 @@ def closing_lines(measured: Sequence[Measurement], compared: Sequence[Numerics] 
     return lines
 
 
-def _gemm(measured: Sequence[Measurement]) -> list[Text]:
+def _gemm(measured: Sequence[Measurement], both: bool) -> list[Text]:
     kinds = list(dict.fromkeys(one.gemm for one in measured if one.gemm))
     if not kinds:
         return []
     text = f"matrix products by {' and by '.join(GEMM_NAMES[kind] for kind in kinds)}"
-    band = "" if len(kinds) > 1 else ", --gemm both shows the band"
+    band = "" if both or len(kinds) > 1 else ", --gemm both shows the band"
     return [Text(f"{text}; a device would choose by trying{band}")]
 
 
@@ -206,7 +210,7 @@ def check_outputs(**paths: str | None) -> None:
         if path == "-" and option != "--json":
             raise InputError(f"{option} -: only JSON goes to standard output; name a file")
         check_writable(path, option)
-        same = [o for o, p in given.items() if Path(p).absolute() == Path(path).absolute()]
+        same = [o for o, p in given.items() if Path(p).resolve() == Path(path).resolve()]
         is_device = Path(path).exists() and not Path(path).is_file()
         if len(same) > 1 and not is_device:
             raise InputError(f"{' and '.join(same)} both write {path}; name two files")

@@ -9,7 +9,8 @@ The rules, in the order in which they apply; the first that holds names the role
     a conversion is, else `parameter copy`. The state of a loop that its body hands on
     unchanged is what went in.
 3.  In the state of a loop, or the value that its body writes there in place:
-    a. added to, or written part by part, and of a parameter's shape: `gradient accumulator`;
+    a. in a program with a backward pass, added to, or written part by part, and of a parameter's
+       shape: `gradient accumulator`;
        parts written must be of a backward loop (`transpose(` in the operation's path), and what is
        added to is read by nothing else in the loop, unlike a layer's input that is added to its
        output;
@@ -19,8 +20,8 @@ The rules, in the order in which they apply; the first that holds names the role
     d. anything else: `scan carry`.
 4.  The result of a collective, or what one sends: `gradient` where it is a reduce-scatter or
     all-reduce of a parameter's shape, else `collective buffer`.
-5.  Of a parameter's shape: `gradient` under `transpose(`, `optimizer update` where a program that
-    has a backward pass computes it outside of both passes.
+5.  Of a parameter's shape: `gradient` under `transpose(` unless it is recomputed, `optimizer
+    update` where a program that has a backward pass computes it outside of both passes.
 6.  With the vocabulary as a dimension, which is the larger one of a matrix among the arguments on
     whose path stands `embedding`, `head`, `vocab` or the like (and no position): `logits`.
 7.  Made in the forward pass (`jvp(` without `transpose(`) and read in the backward one:
@@ -40,6 +41,7 @@ import re
 from collections import Counter
 from functools import cached_property
 
+from nnx_pipeline.equations import RECOMPUTED
 from nnx_pipeline.lab.dataflow import RESHAPES, Flow, Value, collective
 from nnx_pipeline.lab.hlo import Instruction, Shape
 from nnx_pipeline.lab.origins import Origins
@@ -117,7 +119,8 @@ class Roles:
         writer = self._writer(written)
         backward = self._is_backward(writer) or self._is_backward(loop)
         stacked = writer.opcode == "dynamic-update-slice"
-        if self._like_parameter(shape) and ((stacked and backward) or self._adds_to(writer, state)):
+        summed = (stacked and backward) or self._adds_to(writer, state)
+        if self._has_backward and summed and self._like_parameter(shape):
             return "gradient accumulator"
         if stacked and not backward and self._read_backward(state):
             return "saved residual"
@@ -138,7 +141,7 @@ class Roles:
     def _by_shape(self, value: Value, shape: Shape) -> str | None:
         operation = self.origins.of(value).operation
         if self._like_parameter(shape, gathered=False):
-            if "transpose(" in operation:
+            if "transpose(" in operation and RECOMPUTED not in operation:
                 return "gradient"
             if self._has_backward and operation and "jvp(" not in operation:
                 return "optimizer update"

@@ -24,8 +24,8 @@ FIGURES = ("temp_bytes", "heap_bytes", "peak_bytes", "flops", "compile_seconds")
 class Fit:
     """The straight line with the least squared distance: figure = slope · value + intercept.
 
-    r_squared: the share of the figure's variance that the line explains; None where the figure
-    does not vary.
+    r_squared: the share of the figure's variance that the line explains; None of two values, which
+    always lie on a line, and where the figure does not vary.
     """
 
     slope: float
@@ -211,4 +211,5 @@ def _line(pairs: list[tuple[float, float]]) -> Fit | None:
     intercept = float(y.mean() - slope * x.mean())
     spread = float(np.sum((y - y.mean()) ** 2))
     left = float(np.sum((y - slope * x - intercept) ** 2))
-    return Fit(slope=slope, intercept=intercept, r_squared=1 - left / spread if spread else None)
+    told = len({x for x, _ in pairs}) > 2 and spread > 0  # any two points lie on a line
+    return Fit(slope=slope, intercept=intercept, r_squared=1 - left / spread if told else None)

@@ -7,6 +7,7 @@ program's environment; what is printed on the way goes to standard error.
 """
 
 import base64
+import dataclasses
 import json
 import os
 import subprocess
@@ -33,7 +34,7 @@ def measured(program: Program, mesh: MeshConfig, platform: Platform) -> Measurem
     Raises InputError where the other process does, and RuntimeError with its last words where it
     fails.
     """
-    answer = _ask(program, mesh, platform=str(platform))
+    answer = _ask(program, mesh, platform)
     return Measurement.from_cache(answer["measurement"], measured=None)
 
 
@@ -55,13 +56,14 @@ def loss_and_gradients_of(
     return [np.asarray(leaf) for leaf in (loss, *jax.tree.leaves(gradients))]
 
 
-def _ask(program: Program, mesh: MeshConfig, platform: str | None = None) -> dict[str, Any]:
+def _ask(program: Program, mesh: MeshConfig, platform: Platform | None = None) -> dict[str, Any]:
     """platform: what to measure for; without one the numbers are computed."""
     question = {
         "config": to_dict(program.config),
         "mesh": mesh.sizes(),
         "segment_ids": program.segment_ids,
-        "platform": platform,
+        "platform": platform and str(platform),
+        "gemm": platform and platform.gemm,
     }
     done = subprocess.run(
         [sys.executable, "-m", "nnx_pipeline.lab.worker"],
@@ -94,7 +96,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
             devices = Platform("cpu").devices(mesh.num_devices)
             rows = loss_and_gradients_of(program, mesh, devices)
             return {"numbers": [_encoded(row) for row in rows]}
-        platform = Platform.parse(question["platform"])
+        platform = dataclasses.replace(Platform.parse(question["platform"]), gemm=question["gemm"])
         result = measure_step(program.config, mesh, platform, segment_ids=program.segment_ids)
         return {"measurement": result.to_cache()}
     except InputError as error:

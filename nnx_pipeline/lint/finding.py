@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from nnx_pipeline.equations import Location
 from nnx_pipeline.errors import at_least
-from nnx_pipeline.lint.source import Location
 
 Severity = Literal["warning", "advice"]
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding
 
+from nnx_pipeline.equations import is_promotion
 from nnx_pipeline.lint.facts import FORM, SAME, Program, shape_of, source_of, spreads_nothing
 from nnx_pipeline.lint.finding import Finding, Limits
-from nnx_pipeline.lint.source import is_promotion
 from nnx_pipeline.lint.walk import Scope, Value, calls_of, step_back
 
 HIDDEN_UPCAST, ONE_HOT, TRIVIAL = "hidden-upcast", "one-hot", "trivial-constraint"

@@ -8,9 +8,9 @@ import jax
 from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import remat_p
 
+from nnx_pipeline.equations import is_recomputed
 from nnx_pipeline.lint.facts import FORM, SAME, Program, passed_on
 from nnx_pipeline.lint.finding import Finding, Limits
-from nnx_pipeline.lint.source import is_recomputed
 from nnx_pipeline.lint.walk import Scope, Value, step_back
 
 REMAT = "remat-policy"

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
-from nnx_pipeline.lint.source import Location, location_of
+from nnx_pipeline.equations import Location, inner_jaxprs, location_of, open_jaxpr
 
 # Equations that call a jaxpr with their operands and give its results. Others that hold jaxprs (the
 # sum of a scatter, a kernel) do something else with them.
@@ -237,10 +237,10 @@ def _calls(equation: JaxprEqn) -> bool:
 
 def _called(scope: Scope, equation: JaxprEqn) -> list[Scope]:
     """The scopes that an equation opens, their inputs linked to its operands."""
-    jaxprs = list(_jaxprs(equation))
+    jaxprs = list(inner_jaxprs(equation))
     name, operands = equation.primitive.name, [scope.value(v) for v in equation.invars]
     if name == "while":
-        jaxprs = [_open(equation.params[key]) for key in ("cond_jaxpr", "body_jaxpr")]
+        jaxprs = [open_jaxpr(equation.params[key]) for key in ("cond_jaxpr", "body_jaxpr")]
     if name == "cond":
         operands = operands[1:]
     scopes = [Scope(jaxpr, scope, equation) for jaxpr in jaxprs]
@@ -292,14 +292,3 @@ def _results(scope: Scope, equation: JaxprEqn, index: int) -> Iterator[Step]:
             yield Step("stack", (inside,))
     elif scopes and all(len(s.jaxpr.outvars) == len(equation.outvars) for s in scopes):
         yield Step("same", tuple(s.value(s.jaxpr.outvars[index]) for s in scopes))
-
-
-def _jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
-    for parameter in equation.params.values():
-        for one in parameter if isinstance(parameter, tuple | list) else (parameter,):
-            if isinstance(one, Jaxpr | ClosedJaxpr):
-                yield _open(one)
-
-
-def _open(jaxpr: Any) -> Jaxpr:
-    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr

@@ -1,11 +1,13 @@
-"""Where in the source an equation comes from: the one place that reads what JAX notes about it.
+"""Where in the source an equation of a jaxpr comes from, and the jaxprs inside of it.
 
+This is the one place that reads what JAX notes about an equation.
 `JaxprEqn` is public (`jax.extend.core`), what its field `source_info` holds is not written down
 anywhere; of it this file reads `traceback.as_python_traceback()` and `name_stack`.
 """
 
 import traceback
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import flax
 import jax
 import jaxlib
 import optax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 RECOMPUTED = "rematted_computation"  # what JAX writes into the name stack of a recomputation
 
@@ -53,6 +56,39 @@ def location_of(equations: Sequence[Any]) -> Location:
         if own:
             return _location(own)
     return next((_location(frames) for frames in stacks if frames), NOWHERE)
+
+
+def inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
+    """The jaxprs among the parameters of an equation: what it calls, loops over or sums with."""
+    for parameter in equation.params.values():
+        for one in parameter if isinstance(parameter, tuple | list) else (parameter,):
+            if isinstance(one, Jaxpr | ClosedJaxpr):
+                yield open_jaxpr(one)
+
+
+def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
+    """A jaxpr without its constants."""
+    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+
+
+def called_from_one_line(program: ClosedJaxpr) -> frozenset[str]:
+    """Names of jitted functions that one line of source alone calls, JAX's own ones included.
+
+    A function is traced once for all its calls, which carry the stack of the first one; so only of
+    these is that stack true. Several functions of one name count as one.
+    """
+    lines: dict[str, set[Location]] = defaultdict(set)
+    pending, seen = [program.jaxpr], set()
+    while pending:
+        jaxpr = pending.pop()
+        if id(jaxpr) in seen:
+            continue
+        seen.add(id(jaxpr))
+        for equation in jaxpr.eqns:
+            if equation.primitive.name in ("jit", "pjit"):
+                lines[equation.params["name"]].add(location_of([equation]))
+            pending += inner_jaxprs(equation)
+    return frozenset(name for name, places in lines.items() if len(places) == 1)
 
 
 def is_promotion(equation: Any) -> bool:
