@@ -63,6 +63,12 @@ def test_commands_run(command, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
+    if arguments[0] == "memory":
+        (shown,) = (text for _, text in BLOCKS if text.startswith("one training step of"))
+        lines = [line for line in shown.splitlines() if line != "…"]
+        if lines[0].split("jax ")[0] in done.stdout:  # the same compiler
+            found = {line.rstrip() for line in done.stdout.splitlines()}
+            assert [line for line in lines[1:] if line not in found] == []
 
 
 def test_setup_commands_name_what_exists():
