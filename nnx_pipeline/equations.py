@@ -74,20 +74,24 @@ def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
 def called_from_one_line(program: ClosedJaxpr) -> frozenset[str]:
     """Names of jitted functions that one line of source alone calls, JAX's own ones included.
 
-    A function is traced once for all its calls, which carry the stack of the first one; so only of
-    these is that stack true. Several functions of one name count as one.
+    A function goes to the compiler once for all its calls, which carry the stack of the first one;
+    so only of these is that stack true. Several functions of one name count as one, and what a
+    function of JAX's own calls is called from where that one is.
     """
-    lines: dict[str, set[Location]] = defaultdict(set)
-    pending, seen = [program.jaxpr], set()
+    lines: dict[str, set[tuple[str, int]]] = defaultdict(set)
+    pending: list[tuple[Jaxpr, tuple[str, int]]] = [(program.jaxpr, ("", 0))]
+    seen: set[tuple[int, tuple[str, int]]] = set()
     while pending:
-        jaxpr = pending.pop()
-        if id(jaxpr) in seen:
+        jaxpr, around = pending.pop()
+        if (id(jaxpr), around) in seen:
             continue
-        seen.add(id(jaxpr))
+        seen.add((id(jaxpr), around))
         for equation in jaxpr.eqns:
+            own = location_of([equation])
+            here = (own.file, own.line) if own.file else around
             if equation.primitive.name in ("jit", "pjit"):
-                lines[equation.params["name"]].add(location_of([equation]))
-            pending += inner_jaxprs(equation)
+                lines[equation.params["name"]].add(here)
+            pending += [(inner, here) for inner in inner_jaxprs(equation)]
     return frozenset(name for name, places in lines.items() if len(places) == 1)
 
 

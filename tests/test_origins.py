@@ -100,6 +100,11 @@ def summed_twice_in_a_line(x: jax.Array) -> jax.Array:
     return jnp.cumsum(jnp.cumsum(x, axis=0) @ x, axis=1) + jnp.flip(x)
 
 
+def two_that_share(x: jax.Array) -> jax.Array:
+    spread = jnp.var(x, where=x > 0)
+    return spread + jnp.std(x, where=x > 0)
+
+
 def test_functions_that_one_line_calls() -> None:
     x = jax.ShapeDtypeStruct((8, 8), "float32")
 
@@ -114,6 +119,8 @@ def test_functions_that_one_line_calls() -> None:
     found = called_from_one_line(jax.make_jaxpr(jax.jit(twice))(x))
     assert "norm" in found, "its backward pass is of the same line"
     assert "twice" in found
+    shared = called_from_one_line(jax.make_jaxpr(lambda x: two_that_share(x))(x))
+    assert shared == {"_std"}, "it calls the other one, and both call jnp.where"
     assert "cumsum" not in found
 
 
