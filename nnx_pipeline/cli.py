@@ -115,14 +115,10 @@ def compile_command(
     targets = platforms(platform, gemm)
     with progress() as say, compiler_errors():
         results = [measure_step(config, mesh_config, target, progress=say) for target in targets]
-    title, (result, *others) = f"one training step of {model} on {mesh_config}", results
-    for each in results:
-        view = report.measurement_view(title, each, both=len(results) > 1)
-        report.show(view, json_path=json_path)
-    more = {"other_gemm": others[0].to_json()} if others else {}
-    report.emit_json(json_path, {**result.to_json(), **more})
+    title = f"one training step of {model} on {mesh_config}"
+    report.show_measurements(title, results, json_path=json_path)
     if hlo_path:
-        write_text(hlo_path, result.hlo)
+        write_text(hlo_path, results[0].hlo)
 
 
 @cli.command(epilog="Example: nnx-pipeline train --model tiny --mesh stage=4,fsdp=2 --steps 50")

@@ -79,14 +79,10 @@ def measure_command(
         given = arguments_of(inputs, arguments, grid)
         own = find_function(function)
         results = [measure(own, *given, mesh=grid, platform=one, progress=say) for one in targets]
-    title, (result, *others) = f"{function} on {MeshConfig.parse(mesh)}", results
-    for each in results:
-        view = report.measurement_view(title, each, both=len(results) > 1)
-        report.show(view, json_path=json_path)
-    more = {"other_gemm": others[0].to_json()} if others else {}
-    report.emit_json(json_path, {**result.to_json(), **more})
+    title = f"{function} on {MeshConfig.parse(mesh)}"
+    report.show_measurements(title, results, json_path=json_path)
     if hlo_path:
-        write_text(hlo_path, result.hlo)
+        write_text(hlo_path, results[0].hlo)
 
 
 @click.command(

@@ -107,6 +107,17 @@ def outcomes_view(title: str, outcomes: Sequence[Outcome], *, both: bool = False
     return Group(table, *changes, *notes)
 
 
+def show_measurements(title: str, results: Sequence[Measurement], *, json_path: str | None) -> None:
+    """Prints the tables, and writes the JSON of `compile` and `measure`.
+
+    results: the program once, or with Triton's and with cuBLASLt's matrix products.
+    """
+    for each in results:
+        show(measurement_view(title, each, both=len(results) > 1), json_path=json_path)
+    first, *others = (result.to_json() for result in results)
+    emit_json(json_path, {**first, **({"other_gemm": others[0]} if others else {})})
+
+
 def show_outcomes(
     title: str, found: Sequence[Sequence[Outcome]], platform: str, *, json_path: str | None
 ) -> None:
