@@ -96,6 +96,7 @@ ONCE, OVER_DATA = (38_223_689_696, 49_715_651_904), (37_094_679_040, 57_604_857_
 LARGER = (
     llama("stage=2,fsdp=2", STEP, *ONCE),
     llama("stage=2,fsdp=2", STEP | AUTO, *ONCE),
+    llama("stage=2,fsdp=2", STEP | {"train.grad_dtype": "bfloat16"}, *ONCE),
     llama("stage=2,fsdp=2", {}, *ONCE),
     llama("stage=2,data=2", ZERO_1, *OVER_DATA),
     llama("stage=2,data=2", ZERO_1 | AUTO, *OVER_DATA),

@@ -200,6 +200,16 @@ class Ended(NamedTuple):
 Run = Callable[..., Ended]  # the fixture `run`
 
 
+def fusions_of_a_user() -> dict[str, bool]:
+    """Options of `jax.jit` that undo the faster way of the CPU compiler that conftest.py chooses.
+
+    What that way adds up first depends on the order in which a program was traced, and two programs
+    of the same mathematics are then equal only nearly, not to the bit.
+    """
+    faster = "--xla_cpu_use_fusion_emitters=false" in os.environ["XLA_FLAGS"]
+    return {"xla_cpu_use_fusion_emitters": True} if faster else {}
+
+
 def user_environment() -> dict[str, str]:
     """The environment of a process in which JAX begins afresh."""
     kept = {

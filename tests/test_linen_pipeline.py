@@ -14,6 +14,7 @@ from helpers import (
     arrays_by_path,
     assert_close,
     float_rows,
+    fusions_of_a_user,
     mesh_of,
     model_on_mesh,
     new_model,
@@ -151,8 +152,9 @@ def run_both(case: Case) -> tuple[Found, Found]:
     model, linen, params, batch = placed(case)
     key = KEY if case.dropout else None
     with jax.set_mesh(mesh_of(case.mesh, case.mode)):
-        got = jax.jit(functools.partial(evaluate_linen, linen))(params, batch, key)
-        want = jax.jit(evaluate_nnx)(model, batch, key)
+        compiled = functools.partial(jax.jit, compiler_options=fusions_of_a_user())
+        got = compiled(functools.partial(evaluate_linen, linen))(params, batch, key)
+        want = compiled(evaluate_nnx)(model, batch, key)
     return got, renamed(want, layout_of(case))
 
 
