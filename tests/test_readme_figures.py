@@ -63,6 +63,37 @@ def test_memory_beside_the_peer(peer: Any) -> None:
         ]
 
 
+def test_larger_models_beside_the_peer(peer: Any) -> None:
+    found = json.loads((RESULTS / "peer_memory.json").read_text())
+    shown = rows("Larger models, GB")
+    expected = []
+    for row in peer.LARGER:
+        if "sharding" in row.options:  # the same figures as those of explicit sharding
+            plain = row._replace(options={k: v for k, v in row.options.items() if k != "sharding"})
+            assert (
+                peer.larger_line(row, found[peer.name_of(row)]).split("|")[8:]
+                == (peer.larger_line(plain, found[peer.name_of(plain)]).split("|")[8:])
+            )
+            continue
+        memory = found[peer.name_of(row)]["memory"]
+        temp, heap, peak = (peer.gigabytes(memory[f"{n}_bytes"]) for n in ("temp", "heap", "peak"))
+        stages, fsdp = (part.split("=") for part in row.mesh.split(","))
+        chips = 4 if row.platform == peer.FOUR_CHIPS else 64
+        options = peer.options_of(row)
+        expected.append(
+            [
+                row.model,
+                f"{chips} × TPU v5p",
+                f"{stages[1]} stages × {fsdp[0]} {fsdp[1]}",
+                f"`{options}`" if options else "",
+                f"{temp} ({peer.gigabytes(row.peer_temp)})",
+                heap,
+                f"{peak} ({peer.gigabytes(row.peer_peak)})",
+            ]
+        )
+    assert shown == expected
+
+
 def test_every_row_of_the_peer_is_measured(peer: Any) -> None:
     found = json.loads((RESULTS / "peer_memory.json").read_text())
     rows = (*peer.ROWS, *peer.LARGER)
