@@ -102,13 +102,14 @@ def compile_command(
     assignments: tuple[str, ...],
     mesh: str,
     platform: str,
-    gemm: str,
+    gemm: str | None,
     hlo_path: str | None,
     json_path: str | None,
 ) -> None:
     """Compile one training step and report its memory, products and collectives.
 
-    With --gemm both the JSON has the second program under `other_gemm`.
+    For NVIDIA it is compiled with both kinds of matrix products; the JSON has the second program
+    under `other_gemm`.
     """
     config, mesh_config = configured(model, assignments), MeshConfig.parse(mesh)
     report.check_outputs(json=json_path, hlo=hlo_path)

@@ -49,7 +49,7 @@ def ab_command(
     assignments: tuple[str, ...],
     mesh: str,
     platform: str,
-    gemm: str,
+    gemm: str | None,
     sweeps: tuple[str, ...],
     fresh: bool,
     html_path: str | None,
@@ -59,9 +59,10 @@ def ab_command(
     """Compile two arms that differ in one thing and compare their memory.
 
     Without names a short set runs, with `all` every experiment. What an earlier run has measured
-    with the same versions, flags and source is not measured again. With --sweep the plain step, or
-    the arms of one experiment, are compiled for each value. Exit 1 when an arm did not compile or
-    the arms do not compute the same.
+    with the same versions, flags and source is not measured again. For NVIDIA the arms are compiled
+    with both kinds of matrix products. With --sweep the plain step, or the arms of one experiment,
+    are compiled for each value, for NVIDIA with Triton's products unless --gemm says otherwise.
+    Exit 1 when an arm did not compile or the arms do not compute the same.
     """
     check_reports(html_path, chart_path, json_path)
     if list_only:
@@ -72,19 +73,18 @@ def ab_command(
     config, mesh_config = configured(model, assignments), MeshConfig.parse(mesh)
     targets, cache = platforms(platform, gemm), Cache.of_user(fresh=fresh)
     if sweeps:
-        if html_path or len(targets) > 1:
+        if html_path or gemm == "both":
             raise InputError("--sweep goes without --html and --gemm both; leave them out")
         check_sweep(sweeps, assignments)
         named = chosen if names else []
         title = f"{', '.join(names) or 'training step'} of {model} on {mesh_config}: per device"
-        (target,) = targets
         run_sweep(
             title,
             sweeps,
             named,
             config,
             mesh_config,
-            target,
+            targets[0],
             cache=cache,
             chart_path=chart_path,
             json_path=json_path,

@@ -64,13 +64,14 @@ def measure_command(
     arguments: tuple[str, ...],
     mesh: str,
     platform: str,
-    gemm: str,
+    gemm: str | None,
     hlo_path: str | None,
     json_path: str | None,
 ) -> None:
     """Compile your own function and report its memory, products and collectives.
 
-    With --gemm both the JSON has the second program under `other_gemm`.
+    For NVIDIA it is compiled with both kinds of matrix products; the JSON has the second program
+    under `other_gemm`.
     """
     report.check_outputs(json=json_path, hlo=hlo_path)
     targets = platforms(platform, gemm)
@@ -105,7 +106,7 @@ def compare_command(
     arguments: tuple[str, ...],
     mesh: str,
     platform: str,
-    gemm: str,
+    gemm: str | None,
     html_path: str | None,
     chart_path: str | None,
     json_path: str | None,

@@ -54,7 +54,7 @@ def memory_command(
     assignments: tuple[str, ...],
     mesh: str,
     platform: str,
-    gemm: str,
+    gemm: str | None,
     top: int,
     html_path: str | None,
     chart_path: str | None,
@@ -63,8 +63,8 @@ def memory_command(
     """Say what the device memory holds at its peak: buffer, bytes, role, line of source.
 
     The bytes are those of the compiler's own buffer assignment, per device. Equal rows are shown
-    as one with their number; JSON has every buffer, with --gemm both those of the second program
-    under `other_gemm`.
+    as one with their number; JSON has every buffer. For NVIDIA the program is compiled with both
+    kinds of matrix products; the JSON has the second one under `other_gemm`.
     """
     check_reports(html_path, chart_path, json_path)
     if (function is None) == (model is None):
@@ -85,8 +85,12 @@ def memory_command(
             results = [_measure_function(*given, one, say) for one in targets]
             title = f"{function} on {mesh_config}"
     found = [_with_buffers(result, platform) for result in results]
+    differ = len({result.memory for result in results}) > 1
     for result, attribution in zip(results, found, strict=True):
-        by = f", {report.GEMM_NAMES[result.gemm]}" if result.gemm else ""
+        if result is not results[0] and not differ:
+            report.show(report.SAME_MEMORY, json_path=json_path)
+            continue
+        by = f", matrix products by {report.GEMM_NAMES[result.gemm]}" if result.gemm else ""
         named = f"{title}, {report.compiler(result)}{by}"
         report.show(memory_view(named, attribution, top=top), json_path=json_path)
     first, *others = (
@@ -94,7 +98,8 @@ def memory_command(
         for result, attribution in zip(results, found, strict=True)
     )
     report.emit_json(json_path, {**first, **({"other_gemm": others[0]} if others else {})})
-    write_measurement(title, results, top, html_path, chart_path)
+    shown = results if differ else results[:1]
+    write_measurement(title, shown, top, html_path, chart_path)
 
 
 def _with_buffers(result: Measurement, platform: str) -> Attribution:

@@ -66,21 +66,25 @@ def platform_option(command: Command) -> Command:
 def gemm_option(command: Command) -> Command:
     return click.option(
         "--gemm",
-        default="triton",
-        show_default=True,
         metavar="triton|cublas|both",
-        help="What matrix products become on NVIDIA platforms, where no device can try.",
+        help="What matrix products become on NVIDIA platforms, where no device can try; both if "
+        "not given, and where they differ both are shown.",
     )(command)
 
 
-def platforms(text: str, gemm: str) -> list[Platform]:
-    """The platform, twice for `--gemm both`; InputError as in `Platform.parse`."""
+def platforms(text: str, gemm: str | None) -> list[Platform]:
+    """The platform, an NVIDIA one once for each kind of matrix product that is asked for.
+
+    InputError as in `Platform.parse`, and for a kind where there is none.
+    """
     platform = Platform.parse(text)
-    if gemm not in (*GEMMS, "both"):
+    if gemm is not None and gemm not in (*GEMMS, "both"):
         raise InputError(f"--gemm {gemm!r} is not known; {nearest(gemm, [*GEMMS, 'both'])}")
-    if gemm != "triton" and platform.kind != "cuda":
-        raise InputError(f"--gemm {gemm} is of NVIDIA platforms; leave it out with {text}")
-    chosen = GEMMS if gemm == "both" else (gemm,)
+    if platform.kind != "cuda":
+        if gemm is not None:
+            raise InputError(f"--gemm {gemm} is of NVIDIA platforms; leave it out with {text}")
+        return [platform]
+    chosen = GEMMS if gemm in (None, "both") else (gemm,)
     return [dataclasses.replace(platform, gemm=one) for one in chosen]
 
 

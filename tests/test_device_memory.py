@@ -42,13 +42,20 @@ def test_what_does_not_fit() -> None:
     assert without.needed_bytes == 210_000_004 + without.memory.temp_bytes
 
 
-def replaced(monkeypatch: pytest.MonkeyPatch, result: Measurement) -> list[Platform]:
-    """Makes every compile give this result; the platforms that were asked for are listed."""
+def replaced(
+    monkeypatch: pytest.MonkeyPatch, result: Measurement, cublas: float = 1.0
+) -> list[Platform]:
+    """Makes every compile give this result; the platforms that were asked for are listed.
+
+    cublas: by how much the largest buffers are larger with its matrix products.
+    """
+    larger = dataclasses.replace(result, memory=measurement(attribution(cublas)).memory)
     asked: list[Platform] = []
 
     def measured(config: Any, mesh: Any, platform: Platform, **options: Any) -> Measurement:
         asked.append(platform)
-        return dataclasses.replace(result, gemm=platform.gemm)
+        found = larger if platform.gemm == "cublas" else result
+        return dataclasses.replace(found, gemm=platform.gemm if platform.kind == "cuda" else None)
 
     for module in ("nnx_pipeline.cli", "nnx_pipeline.lab.compare"):
         monkeypatch.setattr(importlib.import_module(module), "measure_step", measured)
@@ -69,20 +76,45 @@ def test_reports_mark_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_both_kinds_of_products(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVIDIA figures are given for both unless one is asked for; tables where they differ."""
+    h100 = ("--platform", "cuda:h100:8")
     asked = replaced(monkeypatch, of_size(10**12))
-    both = ("--platform", "cuda:h100:8", "--gemm", "both")
-    ended = run("compile", "--model", "tiny", *both, "--json", "-")
-    assert [platform.gemm for platform in asked] == ["triton", "cublas"]
-    assert (ended.json["gemm"], ended.json["other_gemm"]["gemm"]) == ("triton", "cublas")
-    ended = run("ab", "norm-scale", *both, "--json", "-")
+    for words in (h100, (*h100, "--gemm", "both")):
+        ended = run("compile", "--model", "tiny", *words, "--json", "-")
+        assert [platform.gemm for platform in asked] == ["triton", "cublas"]
+        assert (ended.json["gemm"], ended.json["other_gemm"]["gemm"]) == ("triton", "cublas")
+        asked.clear()
+    ended = run("ab", "norm-scale", *h100, "--json", "-")
     for key, gemm in (("experiments", "triton"), ("experiments_cublas", "cublas")):
         (entry,) = ended.json[key]
         assert {arm["gemm"] for arm in entry["arms"].values()} == {gemm}
-    shown = run("ab", "norm-scale", *both).out
+    for words in (("ab", "norm-scale"), ("compile", "--model", "tiny")):
+        shown = run(*words, *h100).out
+        assert "matrix products by cuBLASLt: the same memory" in shown
+        assert "--gemm both shows the band" not in shown
+        assert "--gemm both shows the band" in run(*words, *h100, "--gemm", "cublas").out
+    asked.clear()
+    ended = run("ab", "--sweep", "train.loss_chunks=2,4", *h100)
+    assert "matrix products by Triton; a device would choose by trying\n" in ended.out
+    assert {platform.gemm for platform in asked} == {"triton"}
+    assert run("ab", "--sweep", "train.loss_chunks=2,4", *h100, "--gemm", "both").code == 2
+    replaced(monkeypatch, of_size(None))
+    ended = run("compile", "--model", "tiny", "--platform", "cpu", "--json", "-")
+    assert "other_gemm" not in ended.json
+
+
+def test_where_they_differ(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced(monkeypatch, of_size(10**12), cublas=2.0)
+    h100 = ("--platform", "cuda:h100:8")
+    shown = run("ab", "norm-scale", *h100).out
+    text = " ".join(shown.split())
+    assert "per device, matrix products by Triton " in text
+    assert "per device, matrix products by cuBLASLt, where that differs " in text
     for kind in ("Triton", "cuBLASLt"):
         assert f"matrix products by {kind}; a device would choose by trying\n" in shown
-        assert f" per device, matrix products by {kind} " in " ".join(shown.split())
-    assert "--gemm both shows the band" in run("ab", "norm-scale", *both[:2]).out
+    shown = run("compile", "--model", "tiny", *h100).out
+    for factor in (1.0, 2.0):
+        assert f"{attribution(factor).heap_bytes / 1e6:,.1f}" in shown
 
 
 def test_what_was_chosen_and_does_not_count_is_said(
@@ -124,6 +156,9 @@ def test_the_compiler_is_told() -> None:
     triton, cublas = platforms("cuda:h100:8", "both")
     assert triton == Platform.parse("cuda:h100:8")
     assert triton.compiler_options == {}
+    assert platforms("cuda:h100:8", None) == [triton, cublas]
+    assert platforms("cuda:h100:8", "cublas") == [cublas]
+    assert platforms("cpu", None) == [Platform.parse("cpu")]
     assert cublas.compiler_options == {"xla_gpu_enable_triton_gemm": False}
     assert key_of(triton, "x") != key_of(cublas, "x")
     with pytest.raises(InputError, match="did you mean 'cublas'"):

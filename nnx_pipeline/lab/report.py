@@ -24,7 +24,7 @@ CPU_WARNING = (
 )
 TOO_LARGE = " ✗"
 GEMM_NAMES = {"triton": "Triton", "cublas": "cuBLASLt"}
-_KEYS = ("experiments", "experiments_cublas")
+SAME_MEMORY = Text(f"matrix products by {GEMM_NAMES['cublas']}: the same memory")
 MEMORY_ROWS = (
     ("arguments", "argument_bytes"),
     ("temp", "temp_bytes"),
@@ -43,8 +43,8 @@ def compiler(measurement: Measurement) -> str:
     return f"{measurement.platform} ({versions})"
 
 
-def measurement_view(title: str, measurement: Measurement, *, both: bool = False) -> RenderableType:
-    """What one training step costs. both: the other kind of matrix product is shown, too."""
+def measurement_view(title: str, measurement: Measurement, *, hint: bool = True) -> RenderableType:
+    """What one training step costs. hint: whether to name the option for both matrix products."""
     memory = Table(title="memory per device", title_justify="left")
     memory.add_column("", no_wrap=True)
     memory.add_column("MB", justify="right", no_wrap=True)
@@ -66,12 +66,12 @@ def measurement_view(title: str, measurement: Measurement, *, both: bool = False
     ]
     if measurement.platform == "cpu":
         lines.append(Text(CPU_WARNING, style="yellow"))
-    lines += [*_gemm([measurement], both), *_too_large([measurement])]
+    lines += [*_gemm([measurement], hint), *_too_large([measurement])]
     return Group(*lines)
 
 
-def outcomes_view(title: str, outcomes: Sequence[Outcome], *, both: bool = False) -> RenderableType:
-    """The A/B table: one experiment after the other, arm under arm. both: as above."""
+def outcomes_view(title: str, outcomes: Sequence[Outcome], *, hint: bool = True) -> RenderableType:
+    """The A/B table: one experiment after the other, arm under arm. hint: as above."""
     table = Table(title=title, title_justify="left", show_lines=False)
     table.add_column("experiment", no_wrap=True)
     table.add_column("arm", no_wrap=True)
@@ -98,7 +98,7 @@ def outcomes_view(title: str, outcomes: Sequence[Outcome], *, both: bool = False
             )
     notes = [Text(f"{o.experiment.name}: {o.note}", style="yellow") for o in outcomes if o.note]
     measured = [m for o in outcomes for m in (o.a, o.b) if m]
-    notes += closing_lines(measured, [o.numerics for o in outcomes if o.numerics], both=both)
+    notes += closing_lines(measured, [o.numerics for o in outcomes if o.numerics], hint=hint)
     changes = [
         difference_view(f"{outcome.experiment.name}: what differs at the peak", outcome.buffers)
         for outcome in outcomes
@@ -112,8 +112,12 @@ def show_measurements(title: str, results: Sequence[Measurement], *, json_path: 
 
     results: the program once, or with Triton's and with cuBLASLt's matrix products.
     """
-    for each in results:
-        show(measurement_view(title, each, both=len(results) > 1), json_path=json_path)
+    hint = len(results) == 1
+    show(measurement_view(title, results[0], hint=hint), json_path=json_path)
+    for other in results[1:]:
+        differs = other.memory != results[0].memory
+        view = measurement_view(title, other, hint=hint) if differs else SAME_MEMORY
+        show(view, json_path=json_path)
     first, *others = (result.to_json() for result in results)
     emit_json(json_path, {**first, **({"other_gemm": others[0]} if others else {})})
 
@@ -126,16 +130,22 @@ def show_outcomes(
     found: the experiments once, or with Triton's and with cuBLASLt's matrix products.
     """
     result: dict[str, Any] = {"schema": 1, "platform": platform}
-    both = len(found) > 1
-    for key, kind, outcomes in zip(_KEYS, GEMM_NAMES.values(), found, strict=False):
-        named = f"{title}, matrix products by {kind}" if both else title
-        show(outcomes_view(named, outcomes, both=both), json_path=json_path)
+    for key, outcomes in zip(("experiments", "experiments_cublas"), found, strict=False):
         result[key] = [outcome.to_json() for outcome in outcomes]
+    both = len(found) > 1
+    named = f"{title}, matrix products by {GEMM_NAMES['triton']}" if both else title
+    show(outcomes_view(named, found[0], hint=not both), json_path=json_path)
+    if both:
+        pairs = zip(*found, strict=True)
+        differing = [other for one, other in pairs if differ_by_gemm(one, other) or other.failed]
+        named = f"{title}, matrix products by {GEMM_NAMES['cublas']}, where that differs"
+        view = outcomes_view(named, differing, hint=False) if differing else SAME_MEMORY
+        show(view, json_path=json_path)
     emit_json(json_path, result)
 
 
 def closing_lines(
-    measured: Sequence[Measurement], compared: Sequence[Numerics] = (), *, both: bool = False
+    measured: Sequence[Measurement], compared: Sequence[Numerics] = (), *, hint: bool = True
 ) -> list[Text]:
     """What belongs under a table: compiler, blind spots, what does not fit, what is from a cache.
 
@@ -144,7 +154,7 @@ def closing_lines(
     lines = [Text(f"compiler: {compiler(measured[0])}")] if measured else []
     if measured and measured[0].platform == "cpu":
         lines.append(Text(CPU_WARNING, style="yellow"))
-    lines += [*_gemm(measured, both), *_too_large(measured)]
+    lines += [*_gemm(measured, hint), *_too_large(measured)]
     lines += [
         Text(f"same numbers: losses and gradients at tiny on CPU devices, {where}")
         for where in dict.fromkeys(f"{one.mesh}, {one.pipeline}" for one in compared)
@@ -160,12 +170,12 @@ def closing_lines(
     return lines
 
 
-def _gemm(measured: Sequence[Measurement], both: bool) -> list[Text]:
+def _gemm(measured: Sequence[Measurement], hint: bool) -> list[Text]:
     kinds = list(dict.fromkeys(one.gemm for one in measured if one.gemm))
     if not kinds:
         return []
     text = f"matrix products by {' and by '.join(GEMM_NAMES[kind] for kind in kinds)}"
-    band = "" if both or len(kinds) > 1 else ", --gemm both shows the band"
+    band = ", --gemm both shows the band" if hint and len(kinds) == 1 else ""
     return [Text(f"{text}; a device would choose by trying{band}")]
 
 

@@ -28,7 +28,7 @@ def sweep_view(title: str, sweep: Sweep) -> RenderableType:
         table.add_row("", "r²", *map(_explained, fits.values()), end_section=True)
     failed = [Text(error, style="red") for error in sweep.errors]
     measured = [point.result for _, points in sweep.arms for point in points if point.result]
-    return Group(table, *failed, *closing_lines(measured))
+    return Group(table, *failed, *closing_lines(measured, hint=False))
 
 
 def _figures(point: Point) -> list[str]:
