@@ -116,6 +116,22 @@ def test_claims() -> None:
         assert figures == expected
 
 
+def test_the_other_kind_of_products() -> None:
+    found = json.loads((RESULTS / "pipeline_claims.json").read_text())
+    triton, cublas = found["cuda:h100:8"], found["cuda:h100:8 cublas"]
+    assert set(triton) == set(cublas)
+    others = {
+        f"`{name}` alone is another: {cublas[name]['verdict']} instead of {triton[name]['verdict']}"
+        for name in triton
+        if triton[name]["verdict"] != cublas[name]["verdict"]
+    }
+    (shown,) = others
+    plain = [kind["norm-scale"]["arms"]["b"]["heap_bytes"] for kind in (cublas, triton)]
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert shown in text
+    assert "holds {} MB instead of {}".format(*map(megabytes, plain)) in text
+
+
 def test_growth_of_1f1b(peer: Any) -> None:
     """The two figures in the text, and that they are what the claim says."""
     found = json.loads((RESULTS / "peer_memory.json").read_text())
