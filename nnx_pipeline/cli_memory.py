@@ -93,11 +93,11 @@ def memory_command(
         by = f", matrix products by {report.GEMM_NAMES[result.gemm]}" if result.gemm else ""
         named = f"{title}, {report.compiler(result)}{by}"
         report.show(memory_view(named, attribution, top=top), json_path=json_path)
-    first, *others = (
+    rows = [
         {**result.to_json(), "buffers": attribution.to_json()}
         for result, attribution in zip(results, found, strict=True)
-    )
-    report.emit_json(json_path, {**first, **({"other_gemm": others[0]} if others else {})})
+    ]
+    report.emit_json(json_path, report.with_other_gemm(rows))
     shown = results if differ else results[:1]
     write_measurement(title, shown, top, html_path, chart_path)
 

@@ -1,8 +1,8 @@
 """Where in the source an equation of a jaxpr comes from, and the jaxprs inside of it.
 
-This is the one place that reads what JAX notes about an equation.
-`JaxprEqn` is public (`jax.extend.core`), what its field `source_info` holds is not written down
-anywhere; of it this file reads `traceback.as_python_traceback()` and `name_stack`.
+This is the one place that reads what JAX notes about an equation. `JaxprEqn` is public
+(`jax.extend.core`), what its field `source_info` holds is not written down anywhere; of it this
+file reads `traceback.as_python_traceback()` and `name_stack`.
 """
 
 import traceback

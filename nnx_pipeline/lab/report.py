@@ -118,8 +118,13 @@ def show_measurements(title: str, results: Sequence[Measurement], *, json_path: 
         differs = other.memory != results[0].memory
         view = measurement_view(title, other, hint=hint) if differs else SAME_MEMORY
         show(view, json_path=json_path)
-    first, *others = (result.to_json() for result in results)
-    emit_json(json_path, {**first, **({"other_gemm": others[0]} if others else {})})
+    emit_json(json_path, with_other_gemm([result.to_json() for result in results]))
+
+
+def with_other_gemm(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The JSON of a program, that with cuBLASLt's matrix products, if there is one, inside."""
+    first, *others = rows
+    return {**first, "other_gemm": others[0]} if others else first
 
 
 def show_outcomes(

@@ -9,11 +9,10 @@ The rules, in the order in which they apply; the first that holds names the role
     a conversion is, else `parameter copy`. The state of a loop that its body hands on
     unchanged is what went in.
 3.  In the state of a loop, or the value that its body writes there in place:
-    a. in a program with a backward pass, added to, or written part by part, and of a parameter's
-       shape: `gradient accumulator`;
-       parts written must be of a backward loop (`transpose(` in the operation's path), and what is
-       added to is read by nothing else in the loop, unlike a layer's input that is added to its
-       output;
+    a. in a program with a backward pass, added to or written part by part, and of a parameter's
+       shape: `gradient accumulator`. Parts written must be of a backward loop (`transpose(` in the
+       operation's path), and nothing else in the loop reads what is added to, unlike a layer's
+       input that is added to its output;
     b. written part by part by a forward loop and read by an operation of the backward pass:
        `saved residual`;
     c. what is received or summed in the loop by a collective: `collective buffer`;
@@ -199,6 +198,7 @@ class Roles:
         return added and self._is_only_added_to(state)
 
     def _is_only_added_to(self, state: Value) -> bool:
+        """Whether nothing in the loop's body reads an element of its state but additions."""
         loop, index = self.flow.instructions[state[0]], state[1]
         body = self.flow.module.computations[loop.called("body")[0]]
         pending = [
