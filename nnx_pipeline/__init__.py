@@ -9,7 +9,15 @@ if TYPE_CHECKING:
     from nnx_pipeline.errors import InputError
     from nnx_pipeline.mesh import MeshConfig, make_mesh
     from nnx_pipeline.modules import MLP, Attention, DecoderLayer, Embed, RMSNorm, RoutedMoE
-    from nnx_pipeline.pipeline import CircularPipeline, Pipeline, create_pipeline, run_pipeline
+    from nnx_pipeline.pipeline import (
+        CircularPipeline,
+        Max,
+        Mean,
+        Pipeline,
+        Sum,
+        create_pipeline,
+        run_pipeline,
+    )
     from nnx_pipeline.pipeline_config import PipelineConfig
     from nnx_pipeline.presets import preset
     from nnx_pipeline.sharding import Layout
@@ -23,6 +31,8 @@ __all__ = [
     "Embed",
     "InputError",
     "Layout",
+    "Max",
+    "Mean",
     "MeshConfig",
     "Mixtral",
     "ModelConfig",
@@ -30,6 +40,7 @@ __all__ = [
     "PipelineConfig",
     "RMSNorm",
     "RoutedMoE",
+    "Sum",
     "TrainConfig",
     "create_pipeline",
     "make_mesh",
@@ -45,7 +56,15 @@ _HOME = {
     "errors": ("InputError",),
     "mesh": ("MeshConfig", "make_mesh"),
     "modules": ("MLP", "Attention", "DecoderLayer", "Embed", "RMSNorm", "RoutedMoE"),
-    "pipeline": ("CircularPipeline", "Pipeline", "create_pipeline", "run_pipeline"),
+    "pipeline": (
+        "CircularPipeline",
+        "Max",
+        "Mean",
+        "Pipeline",
+        "Sum",
+        "create_pipeline",
+        "run_pipeline",
+    ),
     "pipeline_config": ("PipelineConfig",),
     "presets": ("preset",),
     "sharding": ("Layout",),

@@ -228,6 +228,22 @@ class Config:
                 rule=f"model.{name}={size} does not split over {spread}={divisor} of the mesh",
             )
 
+    def check_objective(self, stages: int) -> None:
+        """Raises InputError where the mesh alone would decide what the loss is.
+
+        The router's load-balance loss is that of microbatches (see `PipelineConfig`), so that their
+        number must be given where it counts and the mesh has stages.
+        """
+        routed = self.model.num_experts > 1 and self.train.load_balance_weight > 0
+        default = self.pipeline.microbatches_on(stages)
+        if routed and self.pipeline.num_microbatches is None and default > 1:
+            raise InputError(
+                "pipeline.num_microbatches=None is as many microbatches as the mesh has stages, "
+                f"here {default}, and the router's loss, which train.load_balance_weight="
+                f"{self.train.load_balance_weight} counts, is another one for each number of them; "
+                f"set pipeline.num_microbatches={default}, on every mesh"
+            )
+
     def _check_owners(self, mesh: MeshConfig, microbatches: int) -> None:
         """Every device along `data` needs an equal part of each weight, and of each microbatch."""
         asked = "of the mesh, as train.shard_optimizer_over_data=True asks; set it to False, or"

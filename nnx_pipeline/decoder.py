@@ -10,7 +10,7 @@ from nnx_pipeline.mesh import ambient_mesh
 from nnx_pipeline.modules import DecoderLayer, Embed, Parts, RMSNorm
 from nnx_pipeline.ops.dropout import sequence_keys
 from nnx_pipeline.ops.head import logits_of
-from nnx_pipeline.ops.router import total_load_balance
+from nnx_pipeline.ops.router import or_zero
 from nnx_pipeline.pipeline import create_pipeline
 from nnx_pipeline.remat import POLICIES
 from nnx_pipeline.sharding import Layout, parameter, place_by, with_layout
@@ -58,7 +58,6 @@ class Mixtral(nnx.Module):
             layer,
             rngs=rngs,
             layout=layout,
-            summarize=total_load_balance,
             over=parts.over_stages,
             loop_parts=parts.loop,
         )
@@ -104,7 +103,7 @@ class Mixtral(nnx.Module):
         """
         self._check_batch(tokens.shape[0])
         side = {"positions": positions, "segment_ids": segment_ids}
-        return self._hidden(tokens, side, self._ends(None), None)
+        return self._hidden(tokens, side, None, self._ends(None), None)
 
     def loss(
         self,
@@ -120,21 +119,24 @@ class Mixtral(nnx.Module):
         """The loss to minimise, and its two parts: cross-entropy and load balance.
 
         All arguments are `[batch, seq]`. Cross-entropy is Σ weights · entropy of the targets; the
-        router's load-balance loss counts `train.load_balance_weight` times. With
-        `pipeline.schedule="1f1b"` the gradient is that of the parameters only, and computed while
-        the microbatches pass. key: for dropout, which is left out without one.
+        router's load-balance loss counts `train.load_balance_weight` times. The gradient is that of
+        the parameters; one with respect to `weights` is refused. With `pipeline.schedule="1f1b"` it
+        is computed while the microbatches pass, and neither part has one. key: for dropout, which
+        is left out without one.
 
         owned: with `train.shard_optimizer_over_data`, the parameters as `owned()` gives them: the
         gradient is then asked of these and arrives in their placement, by reduce-scatters.
         """
         self._check_batch(tokens.shape[0])
+        self.config.check_objective(ambient_mesh().stage)
         side = {"positions": positions, "segment_ids": segment_ids}
+        keys = None
         if key is not None and self.config.model.dropout_rate:
-            side["keys"] = sequence_keys(key, tokens.shape[0])
+            keys = sequence_keys(key, tokens.shape[0])
         if self.config.pipeline.schedule == "1f1b":
-            return self._loss_by_one_f_one_b(tokens, targets, weights, side, owned)
+            return self._loss_by_one_f_one_b((tokens, targets, weights), side, keys, owned)
         ends = self._ends(owned)
-        hidden, balance = self._hidden(tokens, side, ends, owned)
+        hidden, balance = self._hidden(tokens, side, keys, ends, owned)
         targets, weights = map(self.pipeline.batches.arrange, (targets, weights))
         axes = self.pipeline.batches.axes
         entropy = self._entropy(ends.head, hidden, targets, weights, axes, ends.layout)
@@ -163,6 +165,7 @@ class Mixtral(nnx.Module):
         self,
         tokens: Array,
         side: dict[str, Array | None],
+        keys: Array | None,
         ends: _Ends,
         owned: "Mixtral | None",
     ) -> tuple[Array, Array]:
@@ -170,17 +173,18 @@ class Mixtral(nnx.Module):
         spec = self.layout.spec(*pipeline.batches.axes, None, None)
         x = self.parts.constrain(ends.embedding(pipeline.batches.arrange(tokens), out=spec), spec)
         layers = None if owned is None else owned.pipeline.layers
-        x, balance = pipeline.run(x, side, owned=layers, groups=pipeline.batches.microbatches)
-        return ends.norm(x), balance / self.pipeline.runner.visits
+        x, balance = pipeline.run(x, side, keys=keys, owned=layers)
+        return ends.norm(x), or_zero(balance)
 
     def _loss_by_one_f_one_b(
         self,
-        tokens: Array,
-        targets: Array,
-        weights: Array,
+        batch: tuple[Array, Array, Array],
         side: dict[str, Array | None],
+        keys: Array | None,
         owned: "Mixtral | None",
     ) -> tuple[Array, tuple[Array, Array]]:
+        """batch: tokens, targets and weights."""
+        tokens, *wanted = batch
         ends = self._ends(owned)
         batch_axes = self.pipeline.batches.axes[1:]
         spec = self.layout.spec(*batch_axes, None, None)
@@ -196,12 +200,13 @@ class Mixtral(nnx.Module):
             enter,
             leave,
             (ends.embedding, (ends.norm, ends.head)),
-            (tokens, (targets, weights)),
+            (tokens, tuple(wanted)),
             side,
-            metric_weights=self.config.train.load_balance_weight / self.pipeline.runner.visits,
+            keys=keys,
+            metric_weights=self.config.train.load_balance_weight,
             owned=None if owned is None else owned.pipeline.layers,
         )
-        return loss, (entropy, balance / self.pipeline.runner.visits)
+        return loss, (entropy, or_zero(balance))
 
     def _entropy(
         self,

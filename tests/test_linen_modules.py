@@ -50,9 +50,7 @@ PAIRS = {
         linen.Attention, native.Attention, MOE, ATTENTION, "attention", "self_attention", PACKED
     ),
     "mlp": Pair(linen.MlpBlock, native.MLP, DENSE, MLP, "feed_forward", "mlp"),
-    "moe": Pair(
-        linen.MoeBlock, native.RoutedMoE, MOE, EXPERTS, "feed_forward", "MoeBlock_0", {"groups": 2}
-    ),
+    "moe": Pair(linen.MoeBlock, native.RoutedMoE, MOE, EXPERTS, "feed_forward", "MoeBlock_0"),
     "mixtral": Pair(linen.MixtralDecoderLayer, native.DecoderLayer, MOE, of_layer(4), call=PACKED),
     "llama": Pair(linen.LlamaDecoderLayer, native.DecoderLayer, DENSE, of_layer(1), call=PACKED),
 }
@@ -78,16 +76,14 @@ def both(pair: Pair, config: ModelConfig, x: jax.Array, call: dict[str, Any]) ->
         return part_of(tree, pair.names, pair.nnx_part, pair.linen_part)
 
     module, trainable = pair.linen(config), x.dtype != jnp.int32
-    static = {"groups": call["groups"]} if "groups" in call else {}
-    arrays = {name: value for name, value in call.items() if name not in static}
 
     def evaluate(apply: Any, weights: Any) -> Any:
         def loss(weights: Any, x: jax.Array, arrays: Any) -> Any:
-            result = apply(weights, x, **arrays, **static)
+            result = apply(weights, x, **arrays)
             return weighed(result), result
 
         of = (0, 1) if trainable else (0,)
-        return jax.jit(jax.grad(loss, of, has_aux=True))(weights, x, arrays)
+        return jax.jit(jax.grad(loss, of, has_aux=True))(weights, x, call)
 
     got = evaluate(
         lambda params, x, **rest: module.apply({"params": params}, x, **rest), as_params(model)

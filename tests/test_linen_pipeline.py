@@ -26,8 +26,9 @@ from linen_helpers import as_linen, assert_same_bits, nested, put_on, stage_of_l
 
 from linen_compat import CircularPipeline, Pipeline, Transformer
 from nnx_pipeline import CircularPipeline as NNXPipeline
-from nnx_pipeline import Config, InputError, Mixtral, PipelineConfig
+from nnx_pipeline import Config, InputError, Mixtral, PipelineConfig, Sum
 from nnx_pipeline.ops.dropout import dropout
+from nnx_pipeline.pipeline.metrics import declared, over_layers, values
 from nnx_pipeline.remat import POLICIES
 from nnx_pipeline.sharding import P
 from nnx_pipeline.train import Batch, loss_of
@@ -208,19 +209,21 @@ def test_logits_equal_nnx(case: Case) -> None:
     assert got.sharding == want.sharding
 
 
-def run_in_a_loop(pipeline: NNXPipeline, x: Any, side: Any, *, groups: int, owned: None) -> Any:
+def run_in_a_loop(pipeline: NNXPipeline, x: Any, side: Any, *, keys: None, owned: None) -> Any:
     """`CircularPipeline.run` on one stage, with its layers in a Python loop."""
-    del owned
+    del keys, owned
     runner = pipeline.runner
     side = jax.tree.map(runner.batches.arrange, side)
-    apply = POLICIES[runner.config.remat].checkpoint(
-        lambda layer, x: layer(x, **side, groups=groups)
-    )
-    usages = []
+
+    def visit(layer: Any, x: Any) -> Any:
+        x, metrics = layer(x, **side)
+        return x, declared(metrics, microbatches=runner.batches.microbatches)
+
+    apply, found = POLICIES[runner.config.remat].checkpoint(visit), []
     for number in range(runner.num_layers):
-        x, usage = apply(jax.tree.map(lambda leaf, at=number: leaf[0, 0, at], pipeline.layers), x)
-        usages.append(usage)
-    return x, runner.summarize(jax.tree.map(lambda *leaves: jnp.stack(leaves), *usages))
+        x, metrics = apply(jax.tree.map(lambda leaf, at=number: leaf[0, 0, at], pipeline.layers), x)
+        found.append(metrics)
+    return x, values(over_layers(jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)))
 
 
 @pytest.mark.parametrize("mesh", ["", "fsdp=2"])
@@ -255,9 +258,8 @@ class Dense(nn.Module):
         y = y * self.param("scale", nn.initializers.ones, (self.width,))
         if shift is not None:
             y = y + shift[..., None]
-        return x + (y if keys is None else dropout(y, keys, rate=0.5, spec=P())), {
-            "sum": jnp.sum(y)
-        }
+        y = y if keys is None else dropout(y, keys, rate=0.5, spec=P())
+        return x + y, {"sum": Sum(jnp.sum(y))}
 
 
 class DenseNNX(nnx.Module):

@@ -13,7 +13,7 @@ from helpers import assert_close, assert_same_placement, mesh_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_pipeline import MeshConfig
+from nnx_pipeline import MeshConfig, Sum
 from nnx_pipeline.pipeline import Inputs, OneForwardOneBackward, Weights, run_one_f_one_b
 from nnx_pipeline.remat import POLICIES
 from nnx_pipeline.sharding import gather_weight, mesh_sizes, out_sharding
@@ -78,7 +78,7 @@ def apply_stage(params: Any, x: jax.Array, side: jax.Array) -> Any:
     for index in range(kernel.shape[0]):
         turned = jnp.tanh(x @ kernel[index] + params["bias"][index])
         x = x + turned * jnp.cos(side.astype(x.dtype))[:, None]
-    return x, {"visits": jnp.ones(()), "square": jnp.sum(x**2)}
+    return x, {"visits": Sum(jnp.ones(())), "square": Sum(jnp.sum(x**2))}
 
 
 def leave(params: Any, x: jax.Array, inputs: Any) -> jax.Array:
@@ -136,7 +136,7 @@ def by_loops(weights: Weights, inputs: Inputs) -> Any:
         for visit in itertools.product(range(repeats), range(stages)):
             of_stage = jax.tree.map(lambda leaf, at=visit: leaf[at], weights.stages)
             x, metrics = apply_stage(of_stage, x, inputs.side[m])
-            totals = jax.tree.map(jnp.add, totals, metrics)
+            totals = {name: totals[name] + metrics[name].value for name in totals}
         loss += leave(weights.leave, x, jax.tree.map(lambda leaf, m=m: leaf[m], inputs.leave))
     return loss + BALANCE * totals["square"], (loss, totals)
 

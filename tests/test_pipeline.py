@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_pipeline import InputError, MeshConfig
+from nnx_pipeline import InputError, MeshConfig, Sum
 from nnx_pipeline.pipeline import CircularSchedule, run_pipeline, run_sequential
 from nnx_pipeline.remat import POLICIES
 from nnx_pipeline.sharding import gather_weight, mesh_sizes
@@ -86,7 +86,7 @@ def apply_stage(
     for index in range(kernel.shape[0]):
         weights = {"kernel": kernel[index], "bias": params["bias"][index]}
         x = layer(x, weights, side)
-    return x, {"visits": jnp.ones(()), "sum": jnp.sum(x**2)}
+    return x, {"visits": Sum(jnp.ones(())), "sum": Sum(jnp.sum(x**2))}
 
 
 def inputs_of(case: Case) -> tuple[Any, Any, Any]:
@@ -116,7 +116,13 @@ def by_loops(apply: Any, params: Any, microbatches: Any, side: Any) -> tuple[Any
                 x, metrics = apply(weights, x, beside)
                 totals = metrics if totals is None else jax.tree.map(jnp.add, totals, metrics)
         outputs.append(x)
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs), totals
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs), unwrapped(totals)
+
+
+def unwrapped(metrics: Any) -> Any:
+    """The arrays of metrics that are all sums."""
+    is_sum = lambda leaf: isinstance(leaf, Sum)  # noqa: E731
+    return jax.tree.map(lambda metric: metric.value, metrics, is_leaf=is_sum)
 
 
 def loss_from(outputs: jax.Array, metrics: dict[str, jax.Array]) -> jax.Array:
@@ -225,7 +231,7 @@ def test_every_microbatch_takes_its_way(
     start = np.arange(count, dtype=np.float32)
 
     def append(digit: jax.Array, x: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return 3 * x + digit + offset.astype(x.dtype), x
+        return 3 * x + digit + offset.astype(x.dtype), Sum(x)
 
     run = on_one_device(append, schedule, shift_by=how, bubble_fill=math.nan)
     outputs, seen = run(jnp.asarray(params), jnp.asarray(start), jnp.asarray(side))
@@ -248,7 +254,7 @@ def test_a_pytree_of_activations_and_of_metrics(backward: str) -> None:
         shift, scale = params[0], params[1]["scale"]
         narrow = x["narrow"][0] + scale * side["factor"]
         wide = jnp.sin(x["wide"] * scale + shift + narrow + side["index"].astype(jnp.float32))
-        return {"wide": wide, "narrow": (narrow,)}, (jnp.sum(wide), {"last": narrow})
+        return {"wide": wide, "narrow": (narrow,)}, (Sum(jnp.sum(wide)), {"last": Sum(narrow)})
 
     side = {"factor": float_rows(4, seed=4), "index": jnp.arange(4, dtype=jnp.int32)}
     pipelined = on_one_device(apply, schedule, bubble_fill=math.nan, backward=backward)
@@ -289,7 +295,7 @@ def test_metrics_that_are_constant_or_none(mesh: str, backward: str) -> None:
     schedule = CircularSchedule(4, 4)
 
     def apply(params: jax.Array, x: jax.Array, side: None) -> Any:
-        return x + params, {"constant": jnp.full((), 2.0), "nothing": None}
+        return x + params, {"constant": Sum(jnp.full((), 2.0)), "nothing": None}
 
     grid = mesh_of(mesh)
     with jax.set_mesh(grid):
@@ -312,7 +318,7 @@ def test_a_stage_without_a_derivative_at_zero(remat: str, backward: str) -> None
 
     def apply(params: jax.Array, x: jax.Array, side: None) -> Any:
         y = (x / jnp.sqrt(jnp.sum(x**2))) @ params
-        return y, {"sum": jnp.sum(y)}
+        return y, {"sum": Sum(jnp.sum(y))}
 
     run = on_one_device(
         apply, schedule, remat=POLICIES[remat], bubble_fill=math.nan, backward=backward

@@ -20,8 +20,9 @@ from nnx_pipeline.mesh import ambient_mesh
 from nnx_pipeline.ops.dropout import sequence_keys
 from nnx_pipeline.ops.head import logits_of
 from nnx_pipeline.ops.loss import chunked_cross_entropy
-from nnx_pipeline.ops.router import total_load_balance
-from nnx_pipeline.pipeline.layers import call_layer
+from nnx_pipeline.ops.router import or_zero
+from nnx_pipeline.pipeline.layers import call_layer, with_keys
+from nnx_pipeline.pipeline.metrics import over_layers, values
 from nnx_pipeline.pipeline.runner import Runner, make_runner
 from nnx_pipeline.remat import LAYER_INPUT, LAYER_METRICS, POLICIES, named
 from nnx_pipeline.sharding import constrain
@@ -59,7 +60,6 @@ class Decoder(nn.Module):
                 layout=self.layout,
                 dtype=model.dtype,
                 grad_dtype=config.train.grad_dtype,
-                summarize=total_load_balance,
             )
         elif where == "scanned":
             self.layers = kind(*options)
@@ -85,7 +85,7 @@ class Decoder(nn.Module):
         """As `Transformer.__call__`."""
         side = {"positions": positions, "segment_ids": segment_ids}
         runner = self._checked_runner(tokens.shape[0])
-        hidden, _ = self._hidden(embedding, tokens, side)
+        hidden, _ = self._hidden(embedding, tokens, side, None)
         hidden = runner.batches.as_batch(hidden, tokens.shape[0])
         return logits_of(hidden, self.logits_dense(), layout=runner.layout)
 
@@ -102,36 +102,40 @@ class Decoder(nn.Module):
     ) -> tuple[Array, tuple[Array, Array]]:
         """As `Transformer.loss`."""
         batches = self._checked_runner(tokens.shape[0]).batches
+        self.config.check_objective(ambient_mesh().stage)
         side = {"positions": positions, "segment_ids": segment_ids}
+        keys = None
         if key is not None and self.config.model.dropout_rate:
-            side["keys"] = sequence_keys(key, tokens.shape[0])
+            keys = sequence_keys(key, tokens.shape[0])
         if self.config.pipeline.schedule == "1f1b":
-            return self._loss_by_one_f_one_b(embedding, tokens, targets, weights, side)
-        hidden, balance = self._hidden(embedding, tokens, side)
+            batch = (tokens, targets, weights)
+            return self._loss_by_one_f_one_b(embedding, batch, side, keys)
+        hidden, balance = self._hidden(embedding, tokens, side, keys)
         targets, weights = map(batches.arrange, (targets, weights))
         entropy = self._entropy(self.logits_dense(), hidden, targets, weights, batches.axes)
         share = self.config.train.load_balance_weight
         return entropy + share * balance if share else entropy, (entropy, balance)
 
-    def _hidden(self, embedding: Embed, tokens: Array, side: Side) -> tuple[Array, Array]:
+    def _hidden(
+        self, embedding: Embed, tokens: Array, side: Side, keys: Array | None
+    ) -> tuple[Array, Array]:
         """The normed output of the last layer, laid out by `batches.axes`, and the load balance."""
         runner = self._runner
         batches = runner.batches
         spec = runner.layout.spec(*batches.axes, None, None)
         x = constrain(embedding(batches.arrange(tokens), out=spec), spec)
-        groups = batches.microbatches
         where = self._where()
         if where == "pipelined":
-            x, balance = self.pipeline_module.run(x, side, groups=groups)
+            x, balance = self.pipeline_module.run(x, side, keys=keys)
         else:
-            side = jax.tree.map(batches.arrange, side)
+            side = jax.tree.map(batches.arrange, with_keys(side, keys))
             run = self._scanned if where == "scanned" else self._unscanned
-            x, usage = run(x, side, groups)
-            balance = total_load_balance(usage)
-        return self.decoder_norm(x), balance / runner.visits
+            x, metrics = run(x, side, batches.microbatches)
+            balance = values(over_layers(metrics))
+        return self.decoder_norm(x), or_zero(balance)
 
-    def _scanned(self, x: Array, side: Side, groups: int) -> tuple[Array, Any]:
-        visit = self._visit(side, groups, in_scan=True)
+    def _scanned(self, x: Array, side: Side, microbatches: int) -> tuple[Array, Any]:
+        visit = self._visit(side, microbatches, in_scan=True)
         scan = nn.scan(
             visit,
             variable_axes={"params": 1},
@@ -140,19 +144,19 @@ class Decoder(nn.Module):
         )
         return scan(self.layers, x, jnp.arange(self.config.model.num_layers, dtype=jnp.int32))
 
-    def _unscanned(self, x: Array, side: Side, groups: int) -> tuple[Array, Any]:
-        visit = self._visit(side, groups, in_scan=False)
+    def _unscanned(self, x: Array, side: Side, microbatches: int) -> tuple[Array, Any]:
+        visit = self._visit(side, microbatches, in_scan=False)
         usages = []
         for number, layer in enumerate(self.layers):
             x, usage = visit(layer, x, jnp.int32(number))
             usages.append(usage)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *usages)
 
-    def _visit(self, side: Side, groups: int, *, in_scan: bool) -> Any:
-        """(layer, x, its number) to x and the usage of its experts, with the config's remat."""
+    def _visit(self, side: Side, microbatches: int, *, in_scan: bool) -> Any:
+        """(layer, x, its number) to x and the metrics of the layer, with the config's remat."""
 
         def visit(layer: nn.Module, x: Array, number: Array) -> tuple[Array, Any]:
-            return call_layer((layer, number), x, side, groups=groups)
+            return call_layer((layer, number), x, side, microbatches=microbatches)
 
         policy = POLICIES[self.config.pipeline.remat].policy()
         kept = visit if policy is None else nn.remat(visit, policy=policy, prevent_cse=not in_scan)
@@ -164,8 +168,14 @@ class Decoder(nn.Module):
         return body
 
     def _loss_by_one_f_one_b(
-        self, embedding: Embed, tokens: Array, targets: Array, weights: Array, side: Side
+        self,
+        embedding: Embed,
+        batch: tuple[Array, Array, Array],
+        side: Side,
+        keys: Array | None,
     ) -> tuple[Array, tuple[Array, Array]]:
+        """batch: tokens, targets and weights."""
+        tokens, *wanted = batch
         runner = self._runner
         axes = runner.batches.axes[1:]
         spec = runner.layout.spec(*axes, None, None)
@@ -177,17 +187,17 @@ class Decoder(nn.Module):
             scale, head = last
             return self._entropy(head, self.decoder_norm.scaled_by(scale, x), *inputs, axes)
 
-        share = self.config.train.load_balance_weight
         loss, (entropy, balance) = self.pipeline_module.loss(
             enter,
             leave,
             (embedding.embedding, (self.decoder_norm.scale, self.logits_dense())),
-            (tokens, (targets, weights)),
+            (tokens, tuple(wanted)),
             side,
             row=(tokens.shape[1], self.config.model.embed_dim),
-            metric_weights=share / runner.visits,
+            keys=keys,
+            metric_weights=self.config.train.load_balance_weight,
         )
-        return loss, (entropy, balance / runner.visits)
+        return loss, (entropy, or_zero(balance))
 
     def _entropy(
         self,
@@ -216,7 +226,6 @@ class Decoder(nn.Module):
             layout=self.layout,
             dtype=self.config.model.dtype,
             grad_dtype=self.config.train.grad_dtype,
-            summarize=total_load_balance,
         )
 
     def _checked_runner(self, batch: int) -> Runner:

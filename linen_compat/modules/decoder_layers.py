@@ -8,7 +8,8 @@ from linen_compat.modules.feed_forward import MlpBlock, MoeBlock
 from linen_compat.modules.norm import RMSNorm
 from nnx_pipeline import InputError, Layout, ModelConfig
 from nnx_pipeline.ops.residual import add_to_stream
-from nnx_pipeline.ops.router import Usage
+from nnx_pipeline.ops.router import load_balance_loss
+from nnx_pipeline.pipeline import MicrobatchMean
 from nnx_pipeline.remat import KEEP_ALL, Remat
 
 
@@ -32,22 +33,21 @@ class _DecoderLayer(nn.Module):
         positions: Array | None = None,
         segment_ids: Array | None = None,
         keys: Array | None = None,
-        groups: int = 1,
-    ) -> tuple[Array, Usage | None]:
-        """x: [batch, seq, embed] to the same, and how the router used its experts, if there is one.
+    ) -> tuple[Array, MicrobatchMean | None]:
+        """x: [batch, seq, embed] to the same, and the router's load-balance loss, if there is one.
 
         keys: [batch, words] for dropout (`nnx_pipeline.ops.dropout`), which is left out without
-        them. groups: microbatches in this batch; see `ops.router.expert_usage`.
+        them.
         """
         attended = self.self_attention(
             self.pre_self_attention_layer_norm(x), positions=positions, segment_ids=segment_ids
         )
         h = self._add(x, attended, keys, place=0)
-        mixed, usage = self.feed_forward(self.post_self_attention_layer_norm(h), groups)
-        return self._add(h, mixed, keys, place=1), usage
+        mixed, metric = self.feed_forward(self.post_self_attention_layer_norm(h))
+        return self._add(h, mixed, keys, place=1), metric
 
-    def feed_forward(self, x: Array, groups: int) -> tuple[Array, Usage | None]:
-        """What follows attention, and how its experts were used."""
+    def feed_forward(self, x: Array) -> tuple[Array, MicrobatchMean | None]:
+        """What follows attention, and the load-balance loss of its router."""
         raise NotImplementedError
 
     def _add(self, stream: Array, update: Array, keys: Array | None, *, place: int) -> Array:
@@ -67,8 +67,9 @@ class MixtralDecoderLayer(_DecoderLayer):
         super().setup()
         self.MoeBlock_0 = MoeBlock(self.config, self.layout, self.remat)
 
-    def feed_forward(self, x: Array, groups: int) -> tuple[Array, Usage | None]:
-        return self.MoeBlock_0(x, groups=groups)
+    def feed_forward(self, x: Array) -> tuple[Array, MicrobatchMean]:
+        mixed, usage = self.MoeBlock_0(x)
+        return mixed, MicrobatchMean(usage, load_balance_loss)
 
 
 class LlamaDecoderLayer(_DecoderLayer):
@@ -83,6 +84,5 @@ class LlamaDecoderLayer(_DecoderLayer):
         super().setup()
         self.mlp = MlpBlock(self.config, self.layout)
 
-    def feed_forward(self, x: Array, groups: int) -> tuple[Array, Usage | None]:
-        del groups
+    def feed_forward(self, x: Array) -> tuple[Array, None]:
         return self.mlp(x), None

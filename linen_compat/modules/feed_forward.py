@@ -58,8 +58,8 @@ class MoeBlock(nn.Module):
         self.wi_1 = parameter(self, "wi_1", OF_EXPERTS, (experts, embed, mlp), dtype, into, layout)
         self.wo = parameter(self, "wo", OF_EXPERTS, (experts, mlp, embed), dtype, out_of, layout)
 
-    def __call__(self, x: Array, *, groups: int = 1) -> tuple[Array, Usage]:
-        """groups: microbatches in this batch; see `ops.router.expert_usage`."""
+    def __call__(self, x: Array) -> tuple[Array, Usage]:
+        """x: `[batch, seq, embed]` to the same, and the usage of each sequence."""
         return routed_experts(
             x,
             self.gate(),
@@ -67,7 +67,6 @@ class MoeBlock(nn.Module):
             self.wi_1,
             self.wo,
             num_experts_per_token=self.config.num_experts_per_token,
-            groups=groups,
             experts=self.config.experts,
             layout=self.layout,
             remat=self.remat,

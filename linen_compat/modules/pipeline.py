@@ -11,8 +11,9 @@ from jaxtyping import Array, PyTree
 from linen_compat.modules.stacked import StackedLayers, StageTree, parameters_of
 from nnx_pipeline import InputError, Layout, PipelineConfig
 from nnx_pipeline.ops.dropout import sequence_keys
+from nnx_pipeline.pipeline.layers import with_keys
 from nnx_pipeline.pipeline.one_f_one_b_loop import Enter, Leave
-from nnx_pipeline.pipeline.runner import Runner, Summarize, make_runner, sum_over_layers
+from nnx_pipeline.pipeline.runner import Runner, make_runner
 from nnx_pipeline.sharding import place
 
 Side = dict[str, Array | None]
@@ -25,7 +26,8 @@ class CircularPipeline(nn.Module):
     (repeat · stages + stage) · layers per stage + j. `init` and `apply` it under the same
     `jax.set_mesh`; everything else is as in `nnx_pipeline.CircularPipeline`, whose loop it is.
 
-    layer: an unbound Linen module, called as `layer(x, **side)` on `[batch, …]` to `(x, metrics)`.
+    layer: an unbound Linen module, called as `layer(x, **side)` on `[batch, …]` to `(x, metrics)`,
+        every metric wrapped in `nnx_pipeline.Sum`, `Mean` or `Max`, or None.
         It may hold params only, which may be in boxes of MaxText's logical axes. An attribute
         `layout` is replaced where weights are gathered ahead of their use. What it sows is lost.
     """
@@ -36,27 +38,27 @@ class CircularPipeline(nn.Module):
     layout: Layout = Layout()
     dtype: str | None = None
     grad_dtype: str | None = None
-    summarize: Summarize = sum_over_layers
 
     def __call__(
         self, x: Array, *, key: Array | None = None, **side: Array | None
     ) -> tuple[Array, PyTree]:
-        """`[batch, …]` through all layers, and the metrics summed over stages and microbatches.
+        """`[batch, …]` through all layers, and the metrics of all of them, each one array.
 
-        key: for dropout. side: what a layer reads beside x, `[batch, …]` each; None is handed on.
+        key: for dropout. side: what a layer reads beside x, `[batch, …]` each, by the names of its
+        arguments, which are not `key` or `keys`; None is handed on.
         """
         batch, batches = x.shape[0], self.runner.batches
         batches.check(batch)
-        if key is not None:
-            side["keys"] = sequence_keys(key, batch)
-        y, metrics = self.run(batches.arrange(x), side)
+        keys = None if key is None else sequence_keys(key, batch)
+        y, metrics = self.run(batches.arrange(x), side, keys=keys)
         return batches.as_batch(y, batch), metrics
 
-    def run(self, x: Array, side: Side, **options: Any) -> tuple[Array, PyTree]:
-        """As `__call__`, for x laid out by `batches.arrange`; options: those of `Runner.run`."""
+    def run(self, x: Array, side: Side, *, keys: Array | None = None) -> tuple[Array, PyTree]:
+        """As `__call__`, for x laid out by `batches.arrange`; keys: as of `Runner.run`."""
         axes = len(self.runner.batches.axes)
-        layers = self._layers(math.prod(x.shape[:axes]), x.shape[axes:], x.dtype, side)
-        return self.runner.run(layers, x, side, **options)
+        beside = with_keys(side, keys)
+        layers = self._layers(math.prod(x.shape[:axes]), x.shape[axes:], x.dtype, beside)
+        return self.runner.run(layers, x, side, keys=keys)
 
     def loss(
         self,
@@ -67,13 +69,14 @@ class CircularPipeline(nn.Module):
         side: Side,
         *,
         row: tuple[int, ...],
+        keys: Array | None = None,
         **options: Any,
     ) -> tuple[Array, tuple[Array, PyTree]]:
         """The loss of the whole model by 1F1B; see `Runner.loss`. row: shape of one sequence of
         activations, which are of `dtype`."""
         batch = inputs[0].shape[0]
-        layers = self._layers(batch, row, self.dtype, side)
-        return self.runner.loss(layers, enter, leave, weights, inputs, side, **options)
+        layers = self._layers(batch, row, self.dtype, with_keys(side, keys))
+        return self.runner.loss(layers, enter, leave, weights, inputs, side, keys=keys, **options)
 
     @property
     def runner(self) -> Runner:
@@ -84,7 +87,6 @@ class CircularPipeline(nn.Module):
             layout=self.layout,
             dtype=self.dtype,
             grad_dtype=self.grad_dtype,
-            summarize=self.summarize,
         )
 
     @nn.compact

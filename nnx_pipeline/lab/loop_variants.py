@@ -108,7 +108,6 @@ def receive_constrained(
         queue=queue,
         given=carry.given[:-1],
         sent=None if schedule.delay == 1 else sent,
-        metrics=carry.metrics,
     )
     return rest, x
 

@@ -10,7 +10,8 @@ from nnx_pipeline.modules.moe import RoutedMoE
 from nnx_pipeline.modules.norm import RMSNorm
 from nnx_pipeline.modules.parts import Parts
 from nnx_pipeline.ops.residual import add_to_stream
-from nnx_pipeline.ops.router import Usage
+from nnx_pipeline.ops.router import load_balance_loss
+from nnx_pipeline.pipeline.metrics import MicrobatchMean
 from nnx_pipeline.remat import KEEP_ALL, Remat
 from nnx_pipeline.sharding import Layout
 
@@ -47,12 +48,10 @@ class DecoderLayer(nnx.Module):
         positions: Array | None = None,
         segment_ids: Array | None = None,
         keys: Array | None = None,
-        groups: int = 1,
-    ) -> tuple[Array, Usage | None]:
-        """x: [batch, seq, embed] to the same, and how the router used its experts, if there is one.
+    ) -> tuple[Array, MicrobatchMean | None]:
+        """x: [batch, seq, embed] to the same, and the router's load-balance loss, if there is one.
 
         keys: [batch, words] for dropout (`ops.dropout`), which is left out without them.
-        groups: microbatches in this batch; see `ops.router.expert_usage`.
         """
         attended = self.attention(
             self.attention_norm(x), positions=positions, segment_ids=segment_ids
@@ -60,10 +59,11 @@ class DecoderLayer(nnx.Module):
         h = self._add(x, attended, keys, place=0)
         normed = self.feed_forward_norm(h)
         if isinstance(self.feed_forward, RoutedMoE):
-            mixed, usage = self.feed_forward(normed, groups=groups)
+            mixed, usage = self.feed_forward(normed)
+            metric = MicrobatchMean(usage, load_balance_loss)
         else:
-            mixed, usage = self.feed_forward(normed), None
-        return self._add(h, mixed, keys, place=1), usage
+            mixed, metric = self.feed_forward(normed), None
+        return self._add(h, mixed, keys, place=1), metric
 
     def _add(self, stream: Array, update: Array, keys: Array | None, *, place: int) -> Array:
         return add_to_stream(

@@ -46,8 +46,8 @@ class RoutedMoE(nnx.Module):
             layout,
         )
 
-    def __call__(self, x: Array, *, groups: int = 1) -> tuple[Array, Usage]:
-        """groups: microbatches in this batch; see `ops.router.expert_usage`."""
+    def __call__(self, x: Array) -> tuple[Array, Usage]:
+        """x: `[batch, seq, embed]` to the same, and the usage of each sequence."""
         return routed_experts(
             x,
             self.router[...],
@@ -55,7 +55,6 @@ class RoutedMoE(nnx.Module):
             self.up[...],
             self.down[...],
             num_experts_per_token=self.config.num_experts_per_token,
-            groups=groups,
             experts=self.config.experts,
             layout=self.layout,
             remat=self.remat,

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from nnx_pipeline.ops.gradients import or_zeros, refuse_perturbed, values_of
 from nnx_pipeline.sharding import Layout, P, mesh_sizes
 
 
@@ -72,7 +73,8 @@ def chunked_cross_entropy(
 
     batch_axes: logical axes of `hidden` before its sequence. Sharding: hidden, targets and weights
     by them, sequence and embed axes whole; kernel ("embed", "vocab").
-    Gradients come back in the shardings and dtypes of their arguments.
+    Gradients come back in the shardings and dtypes of their arguments; asking for one with respect
+    to the weights is an InputError.
     """
     plan = _make_plan(hidden.shape, kernel.shape[1], batch_axes, chunks, layout)
     return _loss(plan, hidden, kernel, targets, weights)
@@ -154,8 +156,14 @@ def _loss(plan: _Plan, hidden: Array, kernel: Array, targets: Array, weights: Ar
 
 
 def _loss_forward(
-    plan: _Plan, hidden: Array, kernel: Array, targets: Array, weights: Array
+    plan: _Plan, hidden: Any, kernel: Any, targets: Any, weights: Any
 ) -> tuple[Array, tuple[Array, Array]]:
+    weights = refuse_perturbed(
+        "the loss was asked for the gradient with respect to the weights of its targets, which it "
+        "does not give; use jax.lax.stop_gradient on them",
+        weights,
+    )
+    hidden, kernel, targets = values_of((hidden, kernel, targets))
     kernel_dtype = kernel.dtype
 
     def local(
@@ -192,15 +200,16 @@ def _loss_forward(
 
 
 def _loss_backward(
-    plan: _Plan, saved: tuple[Array, Array], cotangent: Array
+    plan: _Plan, saved: tuple[Array, Array], cotangent: Any
 ) -> tuple[Array, Array, None, None]:
+    cotangent = or_zeros(cotangent)
     hidden_gradient, kernel_gradient = (
         gradient * cotangent.astype(gradient.dtype) for gradient in saved
     )
     return hidden_gradient, kernel_gradient, None, None
 
 
-_loss.defvjp(_loss_forward, _loss_backward)
+_loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
 
 
 def _chunk_loss(

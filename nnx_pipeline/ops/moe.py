@@ -19,7 +19,6 @@ def routed_experts(
     down: Float[Array, "experts mlp embed"],
     *,
     num_experts_per_token: int,
-    groups: int,
     experts: str,
     layout: Layout,
     remat: Remat,
@@ -28,7 +27,7 @@ def routed_experts(
     """Each token through its best experts, weighted by the router, and how they were used.
 
     The router works in the dtype of x; no token is dropped. The weights come as they are stored.
-    groups: microbatches in this batch; see `expert_usage`. experts: key of `EXPERTS`.
+    experts: key of `EXPERTS`.
     """
     kernel = gather_weight(
         router.astype(x.dtype), layout.spec("embed", None), layout.spec(None, None)
@@ -38,4 +37,4 @@ def routed_experts(
     weights, chosen = route(logits, num_experts_per_token)
     combine = combine_weights(weights, chosen, router.shape[-1])
     mixed = EXPERTS[experts](x, combine, gate, up, down, layout=layout, remat=remat, parts=parts)
-    return mixed, expert_usage(logits, chosen, groups)
+    return mixed, expert_usage(logits, chosen)

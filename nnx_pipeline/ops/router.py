@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nnx_pipeline.sharding import P, place
-
 
 def route(
     logits: Float[Array, "*batch experts"], num_experts_per_token: int
@@ -27,49 +25,35 @@ def combine_weights(
 
 
 class Usage(NamedTuple):
-    """How a router used its experts; means over the tokens of a group of sequences."""
+    """How a router used its experts; means over the tokens of each sequence, or of several."""
 
-    chosen: Float[Array, "*layers groups experts"]  # choices of the expert per token
-    probability: Float[Array, "*layers groups experts"]
+    chosen: Float[Array, "*sequences experts"]  # choices of the expert per token
+    probability: Float[Array, "*sequences experts"]
 
 
 def expert_usage(
-    logits: Float[Array, "batch seq experts"],
-    experts: Int[Array, "batch seq chosen"],
-    groups: int,
+    logits: Float[Array, "batch seq experts"], experts: Int[Array, "batch seq chosen"]
 ) -> Usage:
-    """What the load-balance loss is made of, in float32.
+    """What the load-balance loss is made of, in float32, sequence by sequence.
 
-    A group is `batch / groups` consecutive sequences: a microbatch, so that the sequential model
-    computes per microbatch what the pipelined one does. Where the sequences of a microbatch are in
-    several places, the mean of their usages is its usage.
+    The mean over the sequences of a microbatch is the usage of that microbatch.
     """
-    batch, _, num_experts = logits.shape
+    num_experts = logits.shape[-1]
     probability = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
     chosen = jnp.sum(jax.nn.one_hot(experts, num_experts, dtype=jnp.float32), axis=-2)
-
-    def per_group(x: Array) -> Array:
-        per_sequence = replicate(jnp.mean(x, axis=1))
-        return jnp.mean(per_sequence.reshape(groups, batch // groups, num_experts), axis=1)
-
-    return Usage(per_group(chosen), per_group(probability))
+    return Usage(jnp.mean(chosen, axis=1), jnp.mean(probability, axis=1))
 
 
-def load_balance_loss(usage: Usage) -> Float[Array, "*layers"]:
-    """experts · Σ_e (choices of e per token) · (mean probability of e), averaged over groups.
+def load_balance_loss(usage: Usage) -> Float[Array, "*microbatches"]:
+    """experts · Σ_e (choices of e per token) · (mean probability of e), of a microbatch's usage.
 
     The auxiliary loss of Switch Transformer (Fedus et al., 2021, equation 4) for k choices: k when
     the experts are used evenly, more when not.
     """
     num_experts = usage.chosen.shape[-1]
-    return num_experts * jnp.mean(jnp.sum(usage.chosen * usage.probability, axis=-1), axis=-1)
+    return num_experts * jnp.sum(usage.chosen * usage.probability, axis=-1)
 
 
-def total_load_balance(usage: Usage | None) -> Float[Array, ""]:
-    """The load-balance loss of several layers, summed; 0 for layers without a router."""
-    return jnp.zeros((), jnp.float32) if usage is None else jnp.sum(load_balance_loss(usage))
-
-
-def replicate(x: Array) -> Array:
-    """A small array, whole on every device of the mesh (of a stage, inside the pipeline)."""
-    return place(x, P(*[None] * x.ndim))
+def or_zero(balance: Float[Array, ""] | None) -> Float[Array, ""]:
+    """The load-balance loss that a pipeline gives, 0 for layers without a router."""
+    return jnp.zeros((), jnp.float32) if balance is None else balance

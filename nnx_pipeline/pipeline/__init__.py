@@ -3,6 +3,7 @@
 from nnx_pipeline.pipeline.create import Pipeline, create_pipeline
 from nnx_pipeline.pipeline.lend import AS_STORED, Lending
 from nnx_pipeline.pipeline.loop import run_pipeline
+from nnx_pipeline.pipeline.metrics import Max, Mean, MicrobatchMean, Sum
 from nnx_pipeline.pipeline.module import CircularPipeline
 from nnx_pipeline.pipeline.one_f_one_b import run_one_f_one_b
 from nnx_pipeline.pipeline.one_f_one_b_loop import Inputs, Weights
@@ -21,8 +22,12 @@ __all__ = [
     "CircularSchedule",
     "Inputs",
     "Lending",
+    "Max",
+    "Mean",
+    "MicrobatchMean",
     "OneForwardOneBackward",
     "Pipeline",
+    "Sum",
     "Weights",
     "create_pipeline",
     "make_schedule",

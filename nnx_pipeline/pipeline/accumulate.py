@@ -20,6 +20,7 @@ from nnx_pipeline.pipeline.stage_vjp import (
     backward_from,
     forward_keeping,
     is_float,
+    unasked,
     zero_gradients,
 )
 from nnx_pipeline.pipeline.ticks import (
@@ -28,7 +29,6 @@ from nnx_pipeline.pipeline.ticks import (
     hand_on,
     make_plan,
     name_input,
-    shape_of_metrics,
     side_rows,
     start,
 )
@@ -61,46 +61,50 @@ class Ticks:
     lending: Lending
     parts: LoopParts = DEFAULT_PARTS
 
-    def start(self, select: Select, stream: PyTree, side: PyTree) -> Carry:
+    def start(self, stream: PyTree) -> Carry:
         """The carry before the first tick."""
-
-        def visit(now: Plan, x: PyTree) -> tuple[PyTree, PyTree]:
-            return self.visit((select(now), side_rows(side, now)), x)
-
-        metrics = shape_of_metrics(visit, make_plan(self.schedule), stream)
-        return start(stream, metrics, self.schedule, self.bubble_fill)
+        return start(stream, self.schedule, self.bubble_fill)
 
     def forward(
         self, select: Select, side: PyTree, keep: bool, carry: Carry, now: Plan
-    ) -> tuple[Carry, PyTree]:
-        """The next carry, and what the derivative of the tick needs besides."""
+    ) -> tuple[Carry, tuple[PyTree, PyTree]]:
+        """The next carry, what the derivative of the tick needs besides, and the metrics."""
         rest, x = self.parts.receive(self.schedule, self.shift_by, now, carry)
         needed = (select(now), side_rows(side, now))
-        given, kept = forward_keeping(self.visit, needed, name_input(x))
-        return hand_on(self.schedule, self.shift_by, now, rest, given), kept if keep else None
+        (y, metrics), kept = forward_keeping(self.visit, needed, name_input(x))
+        after = hand_on(self.schedule, self.shift_by, now, rest, y)
+        return after, (kept if keep else None, metrics)
 
-    def nothing(self, of_stream: PyTree, of_metrics: PyTree, side: PyTree) -> Cotangents:
+    def nothing(self, of_stream: PyTree, side: PyTree) -> Cotangents:
         """The cotangents after the last tick."""
-        empty = start(of_stream, of_metrics, self.schedule, 0.0)
-        carry = jax.tree.map(jnp.zeros_like, empty)
-        carry = carry._replace(stream=of_stream, metrics=of_metrics)
-        return Cotangents(carry, zero_gradients(side, side))
+        carry = jax.tree.map(jnp.zeros_like, start(of_stream, self.schedule, 0.0))
+        return Cotangents(carry._replace(stream=of_stream), zero_gradients(side, side))
 
     def backward(
-        self, select: Select, side: PyTree, after: Cotangents, now: Plan, kept: PyTree
+        self,
+        select: Select,
+        side: PyTree,
+        after: Cotangents,
+        now: Plan,
+        at: tuple[PyTree, PyTree],
     ) -> tuple[Cotangents, PyTree]:
         """The cotangents before a tick, and the gradient of the weights that it used.
 
-        Everything in a tick but the visit is linear, so that its transpose needs shapes alone.
+        at: what was kept of it, and the cotangents of its metrics, None for one that nobody asks
+        for. Everything in a tick but the visit is linear, so that its transpose needs shapes alone.
         """
+        kept, of_metrics = at
         carry = jax.eval_shape(lambda carry: carry, after.carry)
         take = functools.partial(self.parts.receive, self.schedule, self.shift_by, now)
         give = functools.partial(hand_on, self.schedule, self.shift_by, now)
         needed = (select(now), side_rows(side, now))
         rest, x = jax.eval_shape(take, carry)
-        given = jax.eval_shape(self.visit, needed, x)
-        of_rest, of_given = jax.linear_transpose(give, rest, given)(after.carry)
-        (of_stage, of_rows), of_x = backward_from(kept, needed, of_given)
+        y, metrics = jax.eval_shape(self.visit, needed, x)
+        of_rest, of_y = jax.linear_transpose(give, rest, y)(after.carry)
+        of_metrics = jax.tree.map(
+            lambda like, leaf: unasked(like) if leaf is None else leaf, metrics, of_metrics
+        )
+        (of_stage, of_rows), of_x = backward_from(kept, needed, (of_y, of_metrics))
         (before,) = jax.linear_transpose(take, carry)((of_rest, of_x))
         of_side = add(after.side, _back_to_microbatches(side, of_rows, now))
         return Cotangents(before, of_side), of_stage
@@ -108,25 +112,29 @@ class Ticks:
 
 def forward_through(
     ticks: Ticks, params: PyTree, stream: PyTree, side: PyTree, *, keep: bool
-) -> tuple[Carry, Any]:
-    """All ticks with all weights at hand: the carry after the last one, and what to save."""
+) -> tuple[Carry, PyTree, Any]:
+    """All ticks with all weights at hand: the carry after the last one, the metrics of every tick,
+    and what to save."""
     lent = ticks.lending.lend(params)
     select = functools.partial(_select, ticks.parts, lent)
     tick = functools.partial(ticks.forward, select, side, keep)
-    begin = ticks.start(select, stream, side)
-    end, kept = ticks.parts.walk(ticks.schedule, tick, begin, make_plan(ticks.schedule))
-    return end, (lent, kept)
+    plan = make_plan(ticks.schedule)
+    end, (kept, metrics) = ticks.parts.walk(ticks.schedule, tick, ticks.start(stream), plan)
+    return end, metrics, (lent, kept)
 
 
 def backward_through(
-    ticks: Ticks, params: PyTree, side: PyTree, saved: Any, last: Cotangents
+    ticks: Ticks, params: PyTree, side: PyTree, saved: tuple[Any, PyTree], last: Cotangents
 ) -> tuple[PyTree, Cotangents]:
-    """All ticks backward: the gradient of the parameters, and the cotangents before the first."""
-    lent, kept = saved
+    """All ticks backward: the gradient of the parameters, and the cotangents before the first.
+
+    saved: what `forward_through` saved, and the cotangents of the metrics of every tick.
+    """
+    (lent, kept), of_metrics = saved
     select = functools.partial(_select, ticks.parts, lent)
 
     def tick(
-        totals: tuple[PyTree, Cotangents], at: tuple[Plan, PyTree]
+        totals: tuple[PyTree, Cotangents], at: tuple[Plan, tuple[PyTree, PyTree]]
     ) -> tuple[tuple[PyTree, Cotangents], None]:
         of_params, after = totals
         before, of_stage = ticks.backward(select, side, after, *at)
@@ -135,7 +143,7 @@ def backward_through(
     start = (zero_gradients(lent, params, ticks.grad_dtype), last)
     plan = make_plan(ticks.schedule)
     (of_params, first), _ = ticks.parts.walk(
-        ticks.schedule, tick, start, (plan, kept), reverse=True
+        ticks.schedule, tick, start, (plan, (kept, of_metrics)), reverse=True
     )
     return ticks.lending.give_back(of_params, params), first
 

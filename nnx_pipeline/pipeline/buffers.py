@@ -97,13 +97,6 @@ def where(condition: Array, one: PyTree, other: PyTree) -> PyTree:
     return jax.tree.map(pick, one, other)
 
 
-def add_where(condition: Array, totals: PyTree, new: PyTree) -> PyTree:
-    """Adds the metrics of the stages that are not in a bubble; each is `[stages]`."""
-    new = jax.tree.map(over_stage, new)
-    new = where(condition, new, jax.tree.map(jnp.zeros_like, new))
-    return jax.tree.map(jnp.add, totals, new)
-
-
 def split(leaf: Array, schedule: CircularSchedule) -> Array:
     """[microbatches, …] to [stages, slots, …]."""
     return leaf.reshape(schedule.stages, schedule.stream_slots, *leaf.shape[1:])

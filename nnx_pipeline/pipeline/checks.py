@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import PyTree
 
 from nnx_pipeline.errors import InputError
+from nnx_pipeline.pipeline.metrics import of_visit
 from nnx_pipeline.pipeline.schedule import Schedule
 from nnx_pipeline.pipeline.stages import ApplyStage
 from nnx_pipeline.sharding import mesh_sizes
@@ -54,8 +55,9 @@ def check_arrays(params: PyTree, activations: PyTree, inputs: PyTree, schedule: 
 def checked(apply_stage: ApplyStage) -> ApplyStage:
     """The same function, which raises InputError for what a pipeline would get wrong.
 
-    That is: activations of another shape or dtype than it was given, metrics that cannot be added
-    up, and a change of its parameters, which would be lost with the visit.
+    That is: activations of another shape or dtype than it was given, metrics that do not say what
+    they are together (see `metrics`), and a change of its parameters, which would be lost with the
+    visit. Its metrics are then `Sum`, `Mean` and `Max` alone, in float32 or wider.
     """
 
     @functools.wraps(apply_stage)
@@ -74,14 +76,7 @@ def checked(apply_stage: ApplyStage) -> ApplyStage:
                 f"the function of a stage was given activations {types[0]} and gave {types[1]}; "
                 "both must be the same, as the next stage gets them"
             )
-        for path, leaf in jax.tree_util.tree_leaves_with_path(metrics):
-            if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-                raise InputError(
-                    f"the metric {jax.tree_util.keystr(path)} of a stage is {_type(leaf)}; metrics "
-                    "are added up, with a derivative: make it floating, such as "
-                    "metric.astype('float32')"
-                )
-        return given, metrics
+        return given, of_visit(metrics)
 
     return apply
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, PyTree
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.ops.dropout import fold_in
 from nnx_pipeline.pipeline.checks import check_no_sharing, unchanged
+from nnx_pipeline.pipeline.metrics import declared
 from nnx_pipeline.sharding import Layout, place, portable_key
 
 MakeLayer = Callable[[nnx.Rngs], nnx.Module]
@@ -38,15 +39,38 @@ def make_layers(
     return jax.tree.map(_stacked, made, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
+def with_keys(side: dict[str, Array | None], keys: Array | None) -> dict[str, Array | None]:
+    """What a layer reads beside the activations, with the words for dropout among it.
+
+    keys: `[batch, words]`, one row per sequence (`ops.dropout`), or None. Raises InputError for a
+    side input of a name that means dropout.
+    """
+    for name in ("key", "keys"):
+        if name in side:
+            raise InputError(
+                f"a side input is called {name!r}, which in a pipeline is what dropout draws from; "
+                "give it another name, or for dropout give the pipeline a key"
+            )
+    return side if keys is None else {**side, "keys": keys}
+
+
 def call_layer(
-    numbered: tuple[Any, Array], x: Array, side: dict[str, Array | None], **options: Any
+    numbered: tuple[Any, Array],
+    x: Array,
+    side: dict[str, Array | None],
+    *,
+    microbatches: int = 1,
 ) -> tuple[Array, PyTree]:
-    """One layer, with keys of its own if the batch has keys."""
+    """One layer, with keys of its own if the batch has keys, and its metrics as `declared` has it.
+
+    microbatches: how many are in x.
+    """
     layer, number = numbered
     keys = side.get("keys")
     own = {} if keys is None else {"keys": fold_in(keys, number)}
     with unchanged(layer):
-        return layer(x, **{**side, **own}, **options)
+        y, metrics = layer(x, **{**side, **own})
+    return y, declared(metrics, microbatches=microbatches)
 
 
 def _stacked(variable: nnx.Variable) -> nnx.Variable:

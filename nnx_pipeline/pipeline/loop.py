@@ -9,12 +9,14 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from nnx_pipeline.errors import InputError, one_of
+from nnx_pipeline.ops.gradients import is_symbolic_zero, or_zeros, values_of
 from nnx_pipeline.pipeline import accumulate, prefetch
 from nnx_pipeline.pipeline.accumulate import Ticks
 from nnx_pipeline.pipeline.buffers import merge, split
 from nnx_pipeline.pipeline.checks import check_arrays, checked
 from nnx_pipeline.pipeline.lend import AS_STORED, Lending
 from nnx_pipeline.pipeline.loop_parts import DEFAULT_PARTS, LoopParts
+from nnx_pipeline.pipeline.metrics import given_out, over_ticks
 from nnx_pipeline.pipeline.schedule import CircularSchedule
 from nnx_pipeline.pipeline.shift import SHIFTS, ShiftName
 from nnx_pipeline.pipeline.stage_vjp import as_cotangents
@@ -22,11 +24,11 @@ from nnx_pipeline.pipeline.stages import ApplyStage, OverStages, over_stages
 from nnx_pipeline.pipeline.ticks import (
     Carry,
     Plan,
+    active_at,
     hand_on,
     make_plan,
     name_input,
     needed_at,
-    shape_of_metrics,
     start,
 )
 from nnx_pipeline.remat import FULL, Remat
@@ -59,10 +61,12 @@ def run_pipeline(
             for r in range(repeats):
                 for s in range(stages):
                     x[m], metrics = apply_stage(params[r, s], x[m], side_inputs[m])
-                    total += metrics
+                    total = metrics put to total
 
-    apply_stage: (params, x, side) to (x of the same shapes, dtypes and shardings; floating
-        metrics). In a bubble it is applied to some microbatch again and the result is dropped.
+    apply_stage: (params, x, side) to (x of the same shapes, dtypes and shardings; metrics: any
+        pytree of floating arrays, each wrapped in `Sum`, `Mean` or `Max`, which says how it is put
+        to those of other visits; or None). In a bubble it is applied to some microbatch again and
+        the result is dropped.
     params: any pytree of `[repeats, stages, …]`, the stages over the mesh axis `stage`.
     microbatches: any pytree of floating `[microbatches, …]`, the first axis over `stage`: stage s
         holds microbatches / stages of them.
@@ -80,9 +84,10 @@ def run_pipeline(
         than the defaults are arms of experiments.
     bubble_fill: what the buffers hold before anything arrives; results never depend on it.
 
-    Returns outputs, laid out and ordered as `microbatches`, and metrics summed over microbatches,
-    repeats and stages. Raises InputError when shapes do not fit the schedule, and for a stage that
-    changes its parameters or gives something that cannot be handed on.
+    Returns outputs, laid out and ordered as `microbatches`, and the metrics of all microbatches,
+    repeats and stages, each one array, in float32 or wider. Raises InputError when shapes do not
+    fit the schedule, and for a stage that changes its parameters or gives something that cannot be
+    handed on.
     """
     check_arrays(params, microbatches, side_inputs, schedule)
     _check_options(schedule, shift_by, backward, grad_dtype, lending)
@@ -103,7 +108,7 @@ def run_pipeline(
     # Output m went into slot (first_output_tick + m) mod slots; its place is m mod slots.
     turn = schedule.first_output_tick % schedule.stream_slots
     outputs = jax.tree.map(lambda leaf: merge(jnp.roll(leaf, -turn, axis=1)), stream)
-    return outputs, jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), metrics)
+    return outputs, given_out(over_ticks(metrics, active_at(schedule)), outputs)
 
 
 def _by_autodiff(
@@ -117,7 +122,7 @@ def _by_autodiff(
     bubble_fill: float,
     parts: LoopParts,
 ) -> tuple[PyTree, PyTree]:
-    """The stream after the last tick and the metrics of every stage, differentiated by JAX.
+    """The stream after the last tick and the metrics of all visits, differentiated by JAX.
 
     What a visit needs is selected inside its checkpoint, or every tick would keep the weights. The
     rest of a tick is linear: its checkpoints keep the conditions of its choices as they are, where
@@ -131,14 +136,14 @@ def _by_autodiff(
     def select_and_visit(params: PyTree, now: Plan, x: PyTree) -> tuple[PyTree, PyTree]:
         return visit(needed_at(params, side, now, parts.select), x)
 
-    def tick(carry: Carry, now: Plan) -> tuple[Carry, None]:
+    def tick(carry: Carry, now: Plan) -> tuple[Carry, PyTree]:
         rest, x = take(now, carry)
-        return give(now, rest, select_and_visit(params, now, name_input(x))), None
+        y, metrics = select_and_visit(params, now, name_input(x))
+        return give(now, rest, y), metrics
 
-    plan = make_plan(schedule)
-    metrics = shape_of_metrics(functools.partial(select_and_visit, params), plan, stream)
-    end, _ = parts.walk(schedule, tick, start(stream, metrics, schedule, bubble_fill), plan)
-    return end.stream, end.metrics
+    begin = start(stream, schedule, bubble_fill)
+    end, metrics = parts.walk(schedule, tick, begin, make_plan(schedule))
+    return end.stream, metrics
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -152,27 +157,36 @@ def _accumulating(
     visit at a time, and adds the gradient of a stage's weights to its repeat in place: there is one
     gradient buffer per parameter, and nothing the size of all parameters beside it.
     """
-    end, _ = _through(ticks).forward_through(ticks, params, stream, side, keep=False)
-    return end.stream, end.metrics
+    end, metrics, _ = _through(ticks).forward_through(ticks, params, stream, side, keep=False)
+    return end.stream, metrics
 
 
 def _accumulating_forward(
-    ticks: Ticks, params: PyTree, stream: PyTree, side: PyTree
+    ticks: Ticks, params: Any, stream: Any, side: Any
 ) -> tuple[tuple[PyTree, PyTree], Any]:
-    end, saved = _through(ticks).forward_through(ticks, params, stream, side, keep=True)
-    return (end.stream, end.metrics), (params, side, saved)
+    params, stream, side = values_of((params, stream, side))
+    end, metrics, saved = _through(ticks).forward_through(ticks, params, stream, side, keep=True)
+    return (end.stream, metrics), (params, side, saved)
 
 
 def _accumulating_backward(
     ticks: Ticks, saved: Any, cotangents: tuple[PyTree, PyTree]
 ) -> tuple[PyTree, PyTree, PyTree]:
     params, side, saved = saved
-    last = ticks.nothing(*cotangents, side)
-    of_params, first = _through(ticks).backward_through(ticks, params, side, saved, last)
+    of_stream, of_metrics = cotangents
+    of_stream = jax.tree.map(or_zeros, of_stream, is_leaf=is_symbolic_zero)
+    # A metric that nobody asks about has no derivative: 0 times an infinite one would be no number.
+    of_metrics = jax.tree.map(
+        lambda leaf: None if is_symbolic_zero(leaf) else leaf, of_metrics, is_leaf=is_symbolic_zero
+    )
+    last = ticks.nothing(of_stream, side)
+    of_params, first = _through(ticks).backward_through(
+        ticks, params, side, (saved, of_metrics), last
+    )
     return as_cotangents(of_params, params), first.carry.stream, as_cotangents(first.side, side)
 
 
-_accumulating.defvjp(_accumulating_forward, _accumulating_backward)
+_accumulating.defvjp(_accumulating_forward, _accumulating_backward, symbolic_zeros=True)
 
 
 def _through(ticks: Ticks) -> Any:

@@ -10,7 +10,7 @@ from nnx_pipeline.pipeline.batches import Batches
 from nnx_pipeline.pipeline.layers import MakeLayer, make_layers
 from nnx_pipeline.pipeline.loop_parts import DEFAULT_PARTS, LoopParts
 from nnx_pipeline.pipeline.one_f_one_b_loop import Enter, Leave
-from nnx_pipeline.pipeline.runner import Summarize, make_runner, sum_over_layers
+from nnx_pipeline.pipeline.runner import make_runner
 from nnx_pipeline.pipeline.stages import OverStages, over_stages
 from nnx_pipeline.pipeline_config import PipelineConfig
 from nnx_pipeline.sharding import Layout
@@ -25,17 +25,17 @@ class CircularPipeline(nnx.Module):
     `schedule="1f1b"` microbatch by microbatch). Initial values depend on `rngs`, not on the mesh.
 
     layers: makes one layer: an NNX module that is called as `layer(x, **side)` on `[batch, …]` and
-        returns `(x, metrics)` of the same shape, dtype and sharding, the metrics any pytree or
-        None. With a `key` it is given `keys` too, `[batch, words]`: for every sequence one that
-        depends on the key, the sequence and the layer alone (see `ops.dropout`). Its parameters may
+        returns `(x, metrics)`, x of the same shape, dtype and sharding; the metrics are any pytree
+        of floating arrays, each wrapped in `Sum`, `Mean` or `Max`, which says what it is over all
+        layers and microbatches (see `pipeline.metrics`), or None. With a `key` it is given `keys`
+        too, `[batch, words]`: for every sequence one that depends on the key, the sequence and the
+        layer alone (see `ops.dropout`). Its parameters may
         bear logical axes (`sharding.parameter`); without them they are whole on every device of a
         stage. An attribute `layout` is replaced where weights are gathered ahead of their use.
     dtype: that of the activations, to which weights are cast before they are gathered ahead.
     grad_dtype: that in which gradients add up where the loop does so, None for the parameters'.
     own: mesh axes along which each device gets its part of the gradients only, in `owned` of `run`
         and `loss`: the parameters laid out by `Layout.owned`. () for gradients as the parameters.
-    summarize: metrics of a stage's layers, stacked, to those of the stage. Where layers run in
-        copies (`Layout.copy`), it gets the mean of theirs.
     over: how a function of one stage is spread over the stages. loop_parts: other pieces of the
         circular loop. Others than the defaults are arms of experiments.
 
@@ -54,7 +54,6 @@ class CircularPipeline(nnx.Module):
         dtype: str | None = None,
         grad_dtype: str | None = None,
         own: tuple[str, ...] = (),
-        summarize: Summarize = sum_over_layers,
         over: OverStages = over_stages,
         loop_parts: LoopParts = DEFAULT_PARTS,
     ) -> None:
@@ -65,7 +64,6 @@ class CircularPipeline(nnx.Module):
             dtype=dtype,
             grad_dtype=grad_dtype,
             own=own,
-            summarize=summarize,
             over=over,
             loop_parts=loop_parts,
         )
@@ -74,15 +72,15 @@ class CircularPipeline(nnx.Module):
     def __call__(
         self, x: Array, *, key: Array | None = None, **side: Array | None
     ) -> tuple[Array, PyTree]:
-        """`[batch, …]` through all layers, and the metrics summed over stages and microbatches.
+        """`[batch, …]` through all layers, and the metrics of all of them, each one array.
 
-        side: what a layer reads beside x, `[batch, …]` each; None is handed on as it is.
+        key: for dropout. side: what a layer reads beside x, `[batch, …]` each, by the names of its
+        arguments, which are not `key` or `keys`; None is handed on as it is.
         """
         batch = x.shape[0]
         self.batches.check(batch)
-        if key is not None:
-            side["keys"] = sequence_keys(key, batch)
-        y, metrics = self.run(self.batches.arrange(x), side)
+        keys = None if key is None else sequence_keys(key, batch)
+        y, metrics = self.run(self.batches.arrange(x), side, keys=keys)
         return self.batches.as_batch(y, batch), metrics
 
     def run(self, x: Array, side: dict[str, Array | None], **options: Any) -> tuple[Array, PyTree]:

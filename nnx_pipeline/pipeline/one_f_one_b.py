@@ -9,6 +9,13 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.errors import InputError, one_of
+from nnx_pipeline.ops.gradients import (
+    is_symbolic_zero,
+    no_gradient_to,
+    or_zeros,
+    refuse_perturbed,
+    values_of,
+)
 from nnx_pipeline.pipeline.checks import check_arrays, checked
 from nnx_pipeline.pipeline.lend import AS_STORED, Lending
 from nnx_pipeline.pipeline.one_f_one_b_loop import Enter, Inputs, Leave, Loop, Weights
@@ -45,7 +52,7 @@ def run_one_f_one_b(
             for r in range(repeats):
                 for s in range(stages):
                     x, metrics = apply_stage(weights.stages[r, s], x, inputs.side[m])
-                    totals += metrics
+                    totals = metrics put to totals
             loss += leave(weights.leave, x, inputs.leave[m])
         return loss + sum(metric_weights * totals), (loss, totals)
 
@@ -62,19 +69,22 @@ def run_one_f_one_b(
 
     enter: (its weights, inputs of a microbatch) to activations, not spread over `stage`.
     apply_stage: as for `run_pipeline`. leave: (its weights, activations of the last stage, inputs
-    of a microbatch) to a float32 scalar. metric_weights: what each metric of the stages counts in
-    the loss, floats in a pytree like the metrics'; None if nothing.
+    of a microbatch) to a float32 scalar. metric_weights: what each metric, as it is given back,
+    counts in the loss: a number for all of them, or numbers in a pytree like theirs; None if
+    nothing. A metric that counts 0 is not differentiated, so that it may be infinite.
     grad_dtype: dtype in which gradients add up, None for that of the weights; they come back in the
     weights' dtype. lending: how the stages' weights are held while the ticks go by, as for
     `run_pipeline`. over: how a function of one stage is spread over the stages.
     bubble_fill: what the buffers hold before anything arrives; results never depend on it.
 
     Returns the loss, and its two parts, which have no gradient. Raises InputError for shapes that
-    do not fit the schedule, for a `remat` that offloads, for a stage as `run_pipeline` does, and
-    when a gradient of `inputs` or of the parts is asked for.
+    do not fit the schedule, for a `remat` that offloads, for a stage as `run_pipeline` does, for a
+    weight on a metric wrapped in `Max`, and when a gradient with respect to `inputs` or of the
+    parts is asked for.
     """
     _check_options(schedule, shift_by, remat, lending)
     check_arrays(weights.stages, None, inputs, schedule)
+    metric_weights = jax.tree.map(_without_gradient, metric_weights)
     loop = Loop(
         enter=enter,
         apply_stage=remat.checkpoint(checked(apply_stage), also=saved_in_stage, in_scan=True),
@@ -88,6 +98,17 @@ def run_one_f_one_b(
         bubble_fill=bubble_fill,
     )
     return _run(loop, weights, inputs)
+
+
+def _without_gradient(weight: Any) -> Any:
+    """A weight of a metric: it may be traced, but the loop does not differentiate by it."""
+    if not isinstance(weight, jax.core.Tracer):
+        return weight
+    return no_gradient_to(
+        "the 1F1B schedule was asked for the gradient with respect to metric_weights, which it "
+        "does not give; use jax.lax.stop_gradient on them",
+        weight,
+    )
 
 
 def _check_options(
@@ -121,13 +142,13 @@ def _run(loop: Loop, weights: Weights, inputs: Inputs) -> tuple[Array, tuple[Arr
 def _run_forward(
     loop: Loop, weights: Weights, inputs: Inputs
 ) -> tuple[tuple[Array, tuple[Array, PyTree]], Any]:
-    if any(leaf.perturbed for leaf in jax.tree.leaves(inputs, is_leaf=_is_primal)):
-        raise InputError(
-            "the 1F1B schedule was asked for the gradient of an input of its microbatches; it "
-            "gives those of the weights alone: use jax.lax.stop_gradient on the inputs, or the "
-            "circular schedule"
-        )
-    weights, inputs = jax.tree.map(lambda leaf: leaf.value, (weights, inputs), is_leaf=_is_primal)
+    inputs = refuse_perturbed(
+        "the 1F1B schedule was asked for the gradient with respect to an input of its "
+        "microbatches; it gives those of the weights alone: use jax.lax.stop_gradient on the "
+        "inputs, or the circular schedule",
+        inputs,
+    )
+    weights = values_of(weights)
     state = loop.run(weights, inputs, differentiate=True)
     return loop.total(state), (weights, inputs, state.gradients)
 
@@ -135,27 +156,18 @@ def _run_forward(
 def _run_backward(loop: Loop, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Weights, Inputs]:
     weights, inputs, gradients = saved
     of_loss, of_parts = cotangents
-    if not all(map(_is_zero, jax.tree.leaves(of_parts, is_leaf=_is_zero))):
+    if not all(map(is_symbolic_zero, jax.tree.leaves(of_parts, is_leaf=is_symbolic_zero))):
         raise InputError(
             "the 1F1B schedule was asked for the gradient of a part of its loss; it gives that of "
             "the loss as a whole: say by metric_weights what the metrics count in it, or use the "
             "circular schedule"
         )
-    if _is_zero(of_loss):
-        of_loss = jnp.zeros(of_loss.shape, of_loss.dtype)
+    of_loss = or_zeros(of_loss)
     scaled = jax.tree.map(lambda leaf: leaf * of_loss.astype(leaf.dtype), gradients)
     return as_cotangents(scaled, weights), jax.tree.map(_no_cotangent, inputs)
 
 
 _run.defvjp(_run_forward, _run_backward, symbolic_zeros=True)
-
-
-def _is_primal(leaf: Any) -> bool:
-    return isinstance(leaf, jax.custom_derivatives.CustomVJPPrimal)
-
-
-def _is_zero(leaf: Any) -> bool:
-    return isinstance(leaf, jax.custom_derivatives.SymbolicZero)
 
 
 def _no_cotangent(leaf: Array) -> Array | np.ndarray:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.pipeline.buffers import (
-    add_where,
     empty_ring,
     from_stage,
     mark_stage,
@@ -20,6 +19,17 @@ from nnx_pipeline.pipeline.buffers import (
     where,
 )
 from nnx_pipeline.pipeline.lend import Lending
+from nnx_pipeline.pipeline.metrics import (
+    Mean,
+    Metric,
+    counts,
+    identity,
+    include,
+    is_metric,
+    over_all_stages,
+    values,
+    weights_like,
+)
 from nnx_pipeline.pipeline.one_f_one_b_plan import Plan, make_plan
 from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
 from nnx_pipeline.pipeline.shift import ShiftName, shift
@@ -60,7 +70,7 @@ class State(NamedTuple):
     ring: list[Array]  # [stages, slots, …]: what the visits kept
     gradients: Weights | None
     loss: Array
-    metrics: PyTree  # [stages]
+    metrics: PyTree  # [stages, …] of each, put together over the ticks that were not a bubble
 
 
 class _Phase(NamedTuple):
@@ -112,13 +122,22 @@ class Loop:
         return state._replace(gradients=state.gradients._replace(stages=back))
 
     def total(self, state: State) -> tuple[Array, tuple[Array, PyTree]]:
-        """The loss to minimise; what left the last stage and the metrics of all stages, summed."""
-        metrics = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), state.metrics)
-        loss = state.loss
-        if self.metric_weights is not None:
-            counted = jax.tree.map(lambda w, metric: w * metric, self.metric_weights, metrics)
-            loss = jax.tree.reduce(jnp.add, counted, loss)
-        return loss, (state.loss, metrics)
+        """The loss to minimise; what left the last stage, and the metrics of all visits."""
+        metrics = over_all_stages(state.metrics, self._visits)
+        weights = weights_like(self.metric_weights, metrics)
+
+        def share(weight: Any, metric: Metric) -> Array:
+            weighed = jnp.asarray(weight, metric.value.dtype) * metric.value
+            return jnp.sum(weighed).astype(jnp.float32) if counts(weight) else jnp.float32(0)
+
+        shares = jax.tree.map(share, weights, metrics)
+        return jax.tree.reduce(jnp.add, shares, state.loss), (state.loss, values(metrics))
+
+    @property
+    def _visits(self) -> int:
+        """How often the function of a stage is applied."""
+        schedule = self.schedule
+        return schedule.microbatches * schedule.repeats * schedule.stages
 
     def _start(
         self, weights: Weights, inputs: Inputs, plan: Plan, *, keep: bool
@@ -139,7 +158,11 @@ class Loop:
             ring=[empty_ring(leaf, self.schedule.ring_slots, self.bubble_fill) for leaf in kept],
             gradients=None,
             loss=jnp.zeros((), jnp.float32),
-            metrics=jax.tree.map(lambda leaf: empty_ring(leaf, None, 0.0), metrics),
+            metrics=jax.tree.map(
+                lambda metric: type(metric)(empty_ring(metric.value, None, identity(metric))),
+                metrics,
+                is_leaf=is_metric,
+            ),
         ), tree
 
     def _tick(
@@ -170,7 +193,7 @@ class Loop:
         return state._replace(
             given=y,
             ring=jax.tree.map(write, state.ring, jax.tree.leaves(kept)),
-            metrics=add_where(forwards, state.metrics, metrics),
+            metrics=include(forwards, state.metrics, metrics),
         )
 
     def _leave(
@@ -226,9 +249,9 @@ class Loop:
         takes_back = over_stage(now.takes_back)
         arrived = where(takes_back, arrived, jax.tree.map(jnp.zeros_like, arrived))
         metrics = jax.tree.map(
-            lambda metric, weight: where(takes_back, jnp.full_like(metric, weight), 0 * metric),
+            functools.partial(self._of_metric, takes_back),
+            weights_like(self.metric_weights, state.metrics),
             state.metrics,
-            self._metric_weights(state.metrics),
         )
         stored = jax.tree.unflatten(kept, select_slot(state.ring, over_stage(now.read)))
         needed = _needed(weights, inputs, now.backward, now.backward_repeat)
@@ -272,7 +295,13 @@ class Loop:
         """What the stages give, and what their derivatives need."""
 
         def apply(needed: tuple[PyTree, PyTree], x: PyTree) -> tuple[PyTree, PyTree]:
-            return self.apply_stage(needed[0], x, needed[1])
+            y, metrics = self.apply_stage(needed[0], x, needed[1])
+            # What the loss does not count has no derivative: 0 times an infinite one is no number.
+            return y, jax.tree.map(
+                lambda weight, metric: metric if counts(weight) else jax.lax.stop_gradient(metric),
+                weights_like(self.metric_weights, metrics),
+                metrics,
+            )
 
         def visit(needed: tuple[PyTree, PyTree], x: PyTree, _: None) -> Any:
             return forward_keeping(apply, needed, x) if keep else (apply(needed, x), None)
@@ -280,10 +309,14 @@ class Loop:
         needed = _needed(weights, inputs, now.forward, now.forward_repeat)
         return self.over(visit)(needed, x, None)
 
-    def _metric_weights(self, metrics: PyTree) -> PyTree:
-        if self.metric_weights is None:
-            return jax.tree.map(lambda _: 0.0, metrics)
-        return self.metric_weights
+    def _of_metric(self, takes_back: Array, weight: Any, metric: Metric) -> Metric:
+        """The cotangent of a metric of every stage, `[stages, …]`."""
+        zeros = jnp.zeros_like(metric.value)
+        if not counts(weight):
+            return type(metric)(zeros)
+        weight = jnp.asarray(weight, zeros.dtype)
+        each = jnp.full_like(zeros, weight / self._visits if isinstance(metric, Mean) else weight)
+        return type(metric)(where(takes_back, each, zeros))
 
 
 def _needed(

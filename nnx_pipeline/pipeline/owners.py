@@ -4,12 +4,14 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, PyTree
 
+from nnx_pipeline.ops.gradients import or_zeros, refuse_perturbed, values_of
 from nnx_pipeline.sharding import Layout, P
 
 
@@ -37,14 +39,16 @@ class Owners:
     def lend(self, whole: PyTree, owned: PyTree) -> PyTree:
         """The values of `whole` in copies; the gradient goes to `owned`.
 
-        Without `owned` it goes to `whole`, by an all-reduce.
+        Without `owned` it goes to `whole`, by an all-reduce; with it, asking for that of `whole` is
+        an InputError.
         """
         leaves, tree = jax.tree.flatten(whole)
         if owned is None:
             owners, parts = dataclasses.replace(self, owned=self.stored), leaves
+            leaves = jax.lax.stop_gradient(leaves)
         else:
             owners, parts = self, jax.tree.leaves(owned)
-        return jax.tree.unflatten(tree, _lend(owners, parts, jax.lax.stop_gradient(leaves)))
+        return jax.tree.unflatten(tree, _lend(owners, parts, leaves))
 
     @property
     def lent(self) -> tuple[P, ...]:
@@ -98,20 +102,25 @@ def _lend(owners: Owners, owned: list[Array], whole: list[Array]) -> list[Array]
     return _on_each_device(local, owners.stored, owners.lent)(*whole)
 
 
-def _lend_forward(
-    owners: Owners, owned: list[Array], whole: list[Array]
-) -> tuple[list[Array], None]:
-    return _lend(owners, owned, whole), None
+def _lend_forward(owners: Owners, owned: list[Any], whole: list[Any]) -> tuple[list[Array], None]:
+    whole = refuse_perturbed(
+        "the gradient with respect to the parameters was asked for beside that of owned ones, to "
+        "which it goes; use jax.lax.stop_gradient on the parameters, or leave `owned` out",
+        whole,
+    )
+    return _lend(owners, values_of(owned), whole), None
 
 
-def _lend_backward(owners: Owners, _: None, gradients: list[Array]) -> tuple[list[Array], None]:
+def _lend_backward(owners: Owners, _: None, gradients: list[Any]) -> tuple[list[Array], None]:
+    gradients = [or_zeros(gradient) for gradient in gradients]
+
     def local(*leaves: Array) -> list[Array]:
         return list(map(owners.back, leaves, owners.stored, owners.owned))
 
     return _on_each_device(local, owners.lent, owners.owned)(*gradients), None
 
 
-_lend.defvjp(_lend_forward, _lend_backward)
+_lend.defvjp(_lend_forward, _lend_backward, symbolic_zeros=True)
 
 
 def _on_each_device(

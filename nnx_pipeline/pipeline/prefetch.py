@@ -38,9 +38,9 @@ class _Pieces(NamedTuple):
 
 def forward_through(
     ticks: Ticks, params: PyTree, stream: PyTree, side: PyTree, *, keep: bool
-) -> tuple[Carry, Any]:
-    """All ticks: the carry after the last one, and what to save; see `accumulate`."""
-    plan, repeats = _cut(ticks), ticks.schedule.repeats
+) -> tuple[Carry, PyTree, Any]:
+    """All ticks: the carry after the last one, metrics, and what to save; see `accumulate`."""
+    plan, repeats = _cut(ticks, make_plan(ticks.schedule)), ticks.schedule.repeats
     lend = functools.partial(_lend, ticks, params)
     now = lend(jnp.int32(0))
 
@@ -57,19 +57,21 @@ def forward_through(
         carry, turned = run(carry, turn, now, after)
         return (carry, after), (held, turned)
 
-    carry = ticks.start(functools.partial(_select, (now,)), stream, side)
-    carry, filled = run(carry, plan.fill, now)
+    carry, filled = run(ticks.start(stream), plan.fill, now)
     at = (jnp.arange(repeats - 1, dtype=jnp.int32), plan.hold, plan.turn)
     (carry, now), (held, turned) = jax.lax.scan(turn, (carry, now), at)
     carry, finished = run(carry, plan.last, now)
-    return carry, _Pieces(filled, held, turned, finished)
+    kept, metrics = zip(filled, held, turned, finished, strict=True)
+    return carry, _joined(_Pieces(*metrics)), _Pieces(*kept)
 
 
 def backward_through(
-    ticks: Ticks, params: PyTree, side: PyTree, saved: Any, last: Cotangents
+    ticks: Ticks, params: PyTree, side: PyTree, saved: tuple[Any, PyTree], last: Cotangents
 ) -> tuple[PyTree, Cotangents]:
     """All ticks backward: the gradient of the parameters, and the cotangents before the first."""
-    plan, repeats = _cut(ticks), ticks.schedule.repeats
+    plan, repeats = _cut(ticks, make_plan(ticks.schedule)), ticks.schedule.repeats
+    # What was kept of every tick, and the cotangents of its metrics.
+    at_ticks = _Pieces(*zip(saved[0], _cut(ticks, saved[1]), strict=True))
     lend = functools.partial(_lend, ticks, params)
     one_repeat = jax.tree.map(lambda leaf: leaf[0], params)
 
@@ -107,19 +109,20 @@ def backward_through(
         return (cotangents, now, of_now), given_back
 
     now = lend(jnp.int32(repeats - 1))
-    cotangents, (of_now,) = run(last, (zeros(now),), plan.last, saved.last, now)
-    at = (jnp.arange(repeats - 1, dtype=jnp.int32), plan.hold, plan.turn, saved.hold, saved.turn)
+    cotangents, (of_now,) = run(last, (zeros(now),), plan.last, at_ticks.last, now)
+    which = jnp.arange(repeats - 1, dtype=jnp.int32)
+    at = (which, plan.hold, plan.turn, at_ticks.hold, at_ticks.turn)
     (cotangents, now, of_now), of_later = jax.lax.scan(
         turn_back, (cotangents, now, of_now), at, reverse=True
     )
-    cotangents, (of_first,) = run(cotangents, (of_now,), plan.fill, saved.fill, now)
+    cotangents, (of_first,) = run(cotangents, (of_now,), plan.fill, at_ticks.fill, now)
     of_first = _give_back(ticks, of_first, params)
     return jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), of_first, of_later), cotangents
 
 
-def _cut(ticks: Ticks) -> _Pieces:
+def _cut(ticks: Ticks, whole: PyTree) -> _Pieces:
+    """Arrays with a row per tick, cut as the ticks are."""
     schedule = ticks.schedule
-    whole = make_plan(schedule)
     fill, microbatches, turns = schedule.bubble_ticks, schedule.microbatches, schedule.repeats - 1
 
     def middle(leaf: Array) -> Array:
@@ -132,6 +135,16 @@ def _cut(ticks: Ticks) -> _Pieces:
         turn=jax.tree.map(lambda leaf: middle(leaf)[:, microbatches - fill :], whole),
         last=jax.tree.map(lambda leaf: leaf[fill + turns * microbatches :], whole),
     )
+
+
+def _joined(pieces: _Pieces) -> PyTree:
+    """The inverse of `_cut`."""
+
+    def one(fill: Array, hold: Array, turn: Array, last: Array) -> Array:
+        between = jnp.concatenate([hold, turn], axis=1)
+        return jnp.concatenate([fill, between.reshape(-1, *fill.shape[1:]), last])
+
+    return jax.tree.map(one, *pieces)
 
 
 def _lend(ticks: Ticks, params: PyTree, repeat: Array) -> PyTree:

@@ -1,5 +1,6 @@
 """How stacked layers run: through the pipeline, or one after the other, whoever owns them."""
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +13,11 @@ from jaxtyping import Array, PyTree
 from nnx_pipeline.errors import InputError, divides
 from nnx_pipeline.mesh import ambient_mesh
 from nnx_pipeline.pipeline.batches import Batches
-from nnx_pipeline.pipeline.layers import call_layer
+from nnx_pipeline.pipeline.layers import call_layer, with_keys
 from nnx_pipeline.pipeline.lend import Lending
 from nnx_pipeline.pipeline.loop import run_pipeline
 from nnx_pipeline.pipeline.loop_parts import DEFAULT_PARTS, LoopParts
+from nnx_pipeline.pipeline.metrics import given_out, over_layers
 from nnx_pipeline.pipeline.one_f_one_b import run_one_f_one_b
 from nnx_pipeline.pipeline.one_f_one_b_loop import Enter, Inputs, Leave, Weights
 from nnx_pipeline.pipeline.owners import Owners, make_owners
@@ -26,12 +28,6 @@ from nnx_pipeline.remat import LAYER_INPUT, LAYER_METRICS, POLICIES, named
 from nnx_pipeline.sharding import Layout, P, mesh_sizes, place, with_layout
 
 ApplyLayer = Callable[[Array, Any], tuple[Array, PyTree]]
-Summarize = Callable[[PyTree], PyTree]
-
-
-def sum_over_layers(metrics: PyTree) -> PyTree:
-    """Adds up the metrics of the layers of a stage."""
-    return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), metrics)
 
 
 @dataclass(frozen=True)
@@ -52,7 +48,6 @@ class Runner:
     dtype: str | None
     grad_dtype: str | None
     own: tuple[str, ...]
-    summarize: Summarize
     over: OverStages
     loop_parts: LoopParts
 
@@ -73,18 +68,19 @@ class Runner:
         x: Array,
         side: dict[str, Array | None],
         *,
+        keys: Array | None = None,
         owned: Any = None,
-        **whole_batch: Any,
     ) -> tuple[Array, PyTree]:
         """The layers on x, laid out by `batches.arrange`, and so is the result; and the metrics.
 
-        owned: the layers laid out by `Layout.owned`, which get the gradient with `own`.
-        whole_batch: further arguments of a layer where it sees the whole batch at once.
+        side: what a layer reads beside x, by the names of its arguments. keys: for dropout, as
+        `ops.dropout.sequence_keys` makes them. owned: the layers laid out by `Layout.owned`, which
+        get the gradient with `own`.
         """
+        side = with_keys(side, keys)
         if not self.in_microbatches:
-            return self._run_whole_batch(
-                layers, x, jax.tree.map(self.batches.arrange, side), owned, whole_batch
-            )
+            side = jax.tree.map(self.batches.arrange, side)
+            return self._run_whole_batch(layers, x, side, owned)
         config = self.config
         return run_pipeline(
             self._apply_stage,
@@ -106,15 +102,17 @@ class Runner:
         inputs: tuple[PyTree, PyTree],
         side: dict[str, Array | None],
         *,
+        keys: Array | None = None,
         metric_weights: PyTree = None,
         owned: Any = None,
     ) -> tuple[Array, tuple[Array, PyTree]]:
         """The loss of the whole model by 1F1B, and its two parts; see `run_one_f_one_b`.
 
         weights: of `enter` and of `leave`. inputs: what they read, `[batch, …]`. Both work on one
-        microbatch, activations laid out by `batches.axes` without the first. owned: as in `run`.
+        microbatch, activations laid out by `batches.axes` without the first. keys, owned: as in
+        `run`.
         """
-        arrays = (inputs[0], side, inputs[1])
+        arrays = (inputs[0], with_keys(side, keys), inputs[1])
         return run_one_f_one_b(
             enter,
             self._apply_stage,
@@ -157,11 +155,6 @@ class Runner:
             delay=self.config.forwarding_delay,
         )
 
-    @property
-    def visits(self) -> int:
-        """How many metrics are summed: each layer has them once, or once per microbatch."""
-        return self.num_layers * (self.batches.microbatches if self.in_microbatches else 1)
-
     def _stack(self, layers: Any, owned: Any) -> tuple[Any, Array]:
         """What the stages get: the layers, and the number of each.
 
@@ -196,9 +189,9 @@ class Runner:
         copies = self.layout.axes("copy")
         if not copies:
             x, metrics = run(stack, x, side)
-            return x, self.summarize(metrics)
+            return x, over_layers(metrics)
         x, metrics = jax.vmap(run, spmd_axis_name=copies)(stack, x, side)
-        return x, self.summarize(jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), metrics))
+        return x, over_layers(metrics, copies=0)
 
     def _run_whole_batch(
         self,
@@ -206,7 +199,6 @@ class Runner:
         x: Array,
         side: dict[str, Array | None],
         owned: Any,
-        options: dict[str, Any],
     ) -> tuple[Array, PyTree]:
         """All layers on the whole batch, in copies if each device owns its part of gradients.
 
@@ -214,23 +206,22 @@ class Runner:
         """
         copies = self.layout.axes("copy")
         owners = self._owners(layers, skip=3, axis=0) if copies else None
+        call = functools.partial(call_layer, microbatches=self.batches.microbatches)
 
         def apply(x: Array, stacked: Any) -> tuple[Array, PyTree]:
             layer, owned, number = stacked
             if owners is None:
-                return call_layer((layer, number), x, side, **options)
+                return call((layer, number), x, side)
 
             def one(layer: Any, x: Array, side: dict[str, Array | None]) -> tuple[Array, PyTree]:
-                return call_layer((layer, number), x, side, **options)
+                return call((layer, number), x, side)
 
             return jax.vmap(one, spmd_axis_name=copies)(owners.lend(layer, owned), x, side)
 
         stack = (with_layout(layers, self.layout), owned, self._numbers)
         stack = jax.tree.map(lambda leaf: leaf[0, 0], stack)
         x, metrics = self._run_layers(apply, stack, x)
-        if copies:
-            metrics = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=1), metrics)
-        return x, self.summarize(metrics)
+        return x, given_out(over_layers(metrics, copies=1 if copies else None), x)
 
     def _run_layers(self, apply: ApplyLayer, stack: Any, x: Array) -> tuple[Array, PyTree]:
         """The layers of one stage in turn: a scan where there are several.
@@ -302,7 +293,6 @@ def make_runner(
     dtype: str | None = None,
     grad_dtype: str | None = None,
     own: tuple[str, ...] = (),
-    summarize: Summarize = sum_over_layers,
     over: OverStages = over_stages,
     loop_parts: LoopParts = DEFAULT_PARTS,
 ) -> Runner:
@@ -329,7 +319,6 @@ def make_runner(
         dtype,
         grad_dtype,
         own,
-        summarize,
         over,
         loop_parts,
     )

@@ -7,8 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import ad
 from jaxtyping import Array, PyTree
 
+from nnx_pipeline.pipeline.buffers import empty_ring
 from nnx_pipeline.pipeline.stages import at_repeat, select_repeat
 
 
@@ -50,6 +52,15 @@ def backward_from(kept: PyTree, again: PyTree, cotangents: PyTree) -> tuple[PyTr
 
     back = jax.tree.map(restore, kept, is_leaf=is_again)
     return jax.tree.map(or_none, back(cotangents))
+
+
+def unasked(like: jax.ShapeDtypeStruct) -> Any:
+    """The cotangent for `backward_from` of a result that nobody asks about.
+
+    Zeros in its place would go through the derivative, and 0 times an infinite one is no number.
+    like: the result, `[stages, …]`.
+    """
+    return ad.Zero(jax.typeof(empty_ring(like, None, 0.0)))
 
 
 def is_float(leaf: Any) -> bool:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.pipeline.buffers import add_where, mark_stage, over_stage, push, rows, slot, where
+from nnx_pipeline.pipeline.buffers import mark_stage, over_stage, push, rows, slot, where
 from nnx_pipeline.pipeline.schedule import CircularSchedule, Work
 from nnx_pipeline.pipeline.shift import ShiftName, shift
 from nnx_pipeline.pipeline.stages import select_repeat
@@ -33,7 +33,6 @@ class Carry(NamedTuple):
     queue: PyTree  # [stages, queue slots, …]: microbatches between two repeats, or None
     given: tuple[PyTree, ...]  # [stages, …]: what every stage gave, one tick ago, two ticks ago …
     arrived: PyTree  # [stages, …]: what was sent a tick ago, with a delay of 2; else None
-    metrics: PyTree  # [stages]: sums over the ticks that were not a bubble
 
 
 class Rest(NamedTuple):
@@ -44,7 +43,11 @@ class Rest(NamedTuple):
     queue: PyTree
     given: tuple[PyTree, ...]
     sent: PyTree  # [stages, …]: what arrives at the next tick, with a delay of 2; else None
-    metrics: PyTree
+
+
+def active_at(schedule: CircularSchedule) -> np.ndarray:
+    """bool `[ticks, stages]`, False in a bubble."""
+    return np.array([[work is not None for work in row] for row in schedule.rows()])
 
 
 def make_plan(schedule: CircularSchedule) -> Plan:
@@ -58,17 +61,17 @@ def make_plan(schedule: CircularSchedule) -> Plan:
     return Plan(
         microbatch=jnp.asarray(table(lambda work: work.microbatch)),
         repeat=jnp.asarray(table(lambda work: work.repeat)),
-        active=jnp.asarray(table(lambda work: 1).astype(bool)),
+        active=jnp.asarray(active_at(schedule)),
         from_stream=jnp.asarray(tick < schedule.microbatches),
         stream_slot=jnp.asarray(tick % schedule.stream_slots),
         queue_slot=jnp.asarray(tick % max(schedule.queue_slots, 1)),
     )
 
 
-def start(stream: PyTree, metrics: PyTree, schedule: CircularSchedule, bubble_fill: float) -> Carry:
+def start(stream: PyTree, schedule: CircularSchedule, bubble_fill: float) -> Carry:
     """The carry before the first tick.
 
-    metrics: their shapes, `[stages]`. bubble_fill: what the buffers hold before anything arrives.
+    bubble_fill: what the buffers hold before anything arrives.
     """
     previous = jax.tree.map(lambda leaf: jnp.full_like(leaf[:, 0], bubble_fill), stream)
     queue = None
@@ -81,20 +84,7 @@ def start(stream: PyTree, metrics: PyTree, schedule: CircularSchedule, bubble_fi
         queue=queue,
         given=(previous,) * schedule.delay,
         arrived=None if schedule.delay == 1 else previous,
-        metrics=jax.tree.map(lambda leaf: over_stage(jnp.zeros(leaf.shape, leaf.dtype)), metrics),
     )
-
-
-def shape_of_metrics(
-    visit: Callable[[Plan, PyTree], tuple[PyTree, PyTree]], plan: Plan, stream: PyTree
-) -> PyTree:
-    """What a visit of all stages reports, abstractly."""
-
-    def first_visit(plan: Plan, stream: PyTree) -> PyTree:
-        now, x = jax.tree.map(lambda leaf: leaf[0], plan), slot(stream, jnp.int32(0))
-        return visit(now, x)[1]
-
-    return jax.eval_shape(first_visit, plan, stream)
 
 
 def needed_at(
@@ -135,7 +125,6 @@ def receive(
         queue=queue,
         given=carry.given[:-1],
         sent=None if schedule.delay == 1 else sent,
-        metrics=carry.metrics,
     )
     return rest, x
 
@@ -150,15 +139,13 @@ def hand_on(
     shift_by: ShiftName,
     now: Plan,
     rest: Rest,
-    given: tuple[PyTree, PyTree],
+    given: PyTree,
 ) -> Carry:
-    """The carry of the next tick, from what the stages gave; linear in `rest` and `given`."""
-    y, metrics = given
+    """The carry of the next tick, from the activations that the stages gave; linear in both."""
     last = mark_stage(schedule.stages - 1, schedule.stages)
     return Carry(
-        stream=push(rest.stream, rest.leaving, y, now.stream_slot, last, shift_by),
+        stream=push(rest.stream, rest.leaving, given, now.stream_slot, last, shift_by),
         queue=rest.queue,
-        given=(y, *rest.given),
+        given=(given, *rest.given),
         arrived=rest.sent,
-        metrics=add_where(over_stage(now.active), rest.metrics, metrics),
     )

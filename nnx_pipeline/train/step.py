@@ -16,7 +16,7 @@ from nnx_pipeline.decoder import Mixtral
 from nnx_pipeline.modules import Parts
 from nnx_pipeline.modules.parts import Cast, cast_to_other
 from nnx_pipeline.sharding import Layout, P
-from nnx_pipeline.train.optimizer import make_optimizer
+from nnx_pipeline.train.optimizer import global_norm, make_optimizer
 
 
 @functools.partial(jax.tree_util.register_dataclass)
@@ -102,7 +102,7 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     mine = model.owned() if owns else model
     optimizer = make_optimizer(train)
     updates, optimizer_state = optimizer.update(gradients, state.optimizer, mine)
-    metrics = Metrics(entropy, balance, optax.tree.norm(in_dtype(gradients, "float32")))
+    metrics = Metrics(entropy, balance, global_norm(gradients))
     mine = optax.apply_updates(mine, updates)
     new = TrainState(
         step=state.step + 1,
