@@ -85,6 +85,11 @@ class ModelConfig:
 class TrainConfig:
     """The batch, the loss and AdamW. `loss_chunks` is the number of pieces of the sequence.
 
+    `load_balance_weight` is what the router's load-balance loss counts, the mean over layers and
+    microbatches. Where it is above 0, the number of microbatches is part of the loss: it must then
+    be given on a mesh with stages. The load balance that is reported is that of the microbatches
+    whatever it counts.
+
     What dropout leaves out is a function of `dropout_seed`, the step, the layer and the sequence.
 
     `grad_dtype` is the dtype of the gradients that the optimizer gets, None for that of the

@@ -11,7 +11,10 @@ from nnx_pipeline.remat import POLICIES
 class PipelineConfig:
     """How the layers run over the `stage` axis of the mesh.
 
-    `num_microbatches=None` means as many as fill the pipeline: forwarding_delay · stages. With a
+    `num_microbatches=None` means as many as fill the pipeline: forwarding_delay · stages, and one
+    on a mesh without stages. What a model computes does not depend on their number, but for the
+    router's load-balance loss, which is that of each microbatch: where it counts
+    (`train.load_balance_weight`) and the mesh has stages, give the number. With a
     `forwarding_delay` of 2 activations travel beside the work of a tick, and the bubble doubles.
     A circular schedule with one repeat is the plain pipeline. In `1f1b` each stage forwards one
     microbatch and takes another one back at each tick, so that memory does not grow with their

@@ -18,6 +18,7 @@ from nnx_pipeline import (
     DecoderLayer,
     Embed,
     InputError,
+    Max,
     PipelineConfig,
     RMSNorm,
     RoutedMoE,
@@ -44,7 +45,7 @@ class Layer(nn.Module):
         init = nn.with_logical_partitioning(drawn, ("embed", "mlp_moe"))
         kernel = self.param("kernel", init, (x.shape[-1], x.shape[-1]))
         hidden = nn.Dense(x.shape[-1], name="dense")(jnp.tanh(x @ kernel))
-        return x + hidden, {"largest": jnp.max(hidden)}
+        return x + hidden, {"largest": Max(jnp.max(hidden))}
 
 
 def x_of(batch: int = 2) -> jax.Array:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from helpers import (
@@ -22,7 +23,8 @@ from helpers import (
 
 from nnx_pipeline import Config, Mixtral
 from nnx_pipeline.train import loss_of, make_state, step
-from nnx_pipeline.train.step import in_dtype, train_step
+from nnx_pipeline.train.optimizer import clip_by_global_norm, global_norm
+from nnx_pipeline.train.step import in_dtype, loss_and_gradients, train_step
 
 LOOPS = {
     "accumulate": {"backward": "accumulate", "num_microbatches": 2},
@@ -122,6 +124,74 @@ def test_the_optimizer_gets_the_dtype(loop: str, monkeypatch: pytest.MonkeyPatch
     assert set(got) == {"bfloat16"}
     assert [x.dtype for x in jax.tree.leaves(new)] == [x.dtype for x in jax.tree.leaves(state)]
     assert all(metric.dtype == jnp.float32 for metric in metrics)
+
+
+@pytest.mark.parametrize("largest", [0.1, 1e4], ids=["clipped", "left alone"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_gradients_are_clipped_by_a_norm_in_float32(dtype: str, largest: float) -> None:
+    """Against float64; a sum of this many squares in bfloat16 comes to rest far below."""
+    generator = np.random.default_rng(0)
+    tree = {name: jnp.asarray(generator.normal(size=300_000), dtype) for name in "ab"}
+    exact = {name: np.asarray(leaf, np.float64) for name, leaf in tree.items()}
+    norm = math.sqrt(sum(np.sum(leaf**2) for leaf in exact.values()))
+    assert float(global_norm(tree)) == pytest.approx(norm, rel=1e-5)
+    clip = clip_by_global_norm(largest)
+    clipped, _ = jax.jit(clip.update)(tree, clip.init(tree))
+    share = min(1.0, largest / norm)
+    for name, leaf in clipped.items():
+        assert leaf.dtype == dtype
+        want = np.asarray(jnp.asarray(share * exact[name], dtype), np.float64)
+        rounding = float(jnp.finfo(dtype).eps)
+        np.testing.assert_allclose(np.asarray(leaf, np.float64), want, rtol=rounding, atol=1e-6)
+
+
+def test_clipping_in_float32_is_that_of_optax() -> None:
+    tree = {"a": jnp.linspace(-3.0, 4.0, 1000), "b": jnp.ones((7, 5))}
+    ours, theirs = clip_by_global_norm(0.5), optax.clip_by_global_norm(0.5)
+    assert ours.init(tree) == theirs.init(tree)
+    assert_close(ours.update(tree, None)[0], theirs.update(tree, None)[0], 1e-6)
+
+
+@pytest.mark.parametrize("grad_dtype", ["bfloat16", None])
+def test_a_step_clips_and_reports_by_that_norm(
+    grad_dtype: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What AdamW gets is of length `clip_norm`, and the metric says how long the gradients were."""
+    config = small_config(
+        model={"vocab_size": 512, "embed_dim": 64},
+        train={"grad_dtype": grad_dtype, "clip_norm": 1e-3},
+    )
+    made, got = optax.adamw, []
+
+    def adamw(*args: Any, **kwargs: Any) -> Any:
+        real = made(*args, **kwargs)
+
+        def update(updates: Any, *rest: Any) -> Any:
+            got.append(updates)
+            return real.update(updates, *rest)
+
+        return real._replace(update=update)
+
+    monkeypatch.setattr(optax, "adamw", adamw)
+    mesh = mesh_of("")
+    with jax.set_mesh(mesh), optax_promotion():
+        state = make_state(config, mesh)
+        batch = jax.tree.map(jnp.asarray, packed_batch(config))
+
+        def step(state: Any, batch: Any) -> Any:
+            _, metrics = train_step(state, batch)
+            return metrics.gradient_norm, got[-1], loss_and_gradients(state.model, batch)[1]
+
+        reported, clipped, gradients = jax.jit(step)(state, batch)
+    assert float(reported) == pytest.approx(length(gradients), rel=1e-5)
+    # Each entry is rounded once to the dtype.
+    assert length(clipped) == pytest.approx(1e-3, rel=1e-5 if grad_dtype is None else 1e-3)
+
+
+def length(tree: Any) -> float:
+    """In float64."""
+    leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)]
+    return math.sqrt(sum(np.sum(leaf**2) for leaf in leaves))
 
 
 def test_no_cast_where_the_dtype_is_there_already() -> None:

@@ -24,6 +24,7 @@ from helpers import (
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import linen_compat
 from nnx_pipeline import Config, InputError, Mixtral
 from nnx_pipeline.train import Batch, abstract_state, jit_train_step, loss_of, make_state
 from nnx_pipeline.train.step import batch_sharding
@@ -197,6 +198,34 @@ def test_load_balance_counts_in_the_loss() -> None:
         float(entropy) + 0.1 * float(balance), rel=1e-6
     )
     assert float(balance) > SPARSE.model.num_experts_per_token
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize("schedule", ["circular", "1f1b"])
+def test_microbatches_are_given_where_the_loss_depends_on_them(schedule: str, kind: str) -> None:
+    """Else the mesh alone would decide what the load balance is: here of 1 or of 4 microbatches."""
+    config = replace(SPARSE, "pipeline", num_microbatches=None, schedule=schedule)
+    batch = jax.tree.map(jnp.asarray, batch_of(Case("")))
+
+    def traced(config: Config, mesh: str) -> None:
+        with jax.set_mesh(mesh_of(mesh)):
+            if kind == "nnx":
+                jax.eval_shape(lambda: loss_of(Mixtral(config, rngs=nnx.Rngs(0)), batch))
+                return
+            linen = linen_compat.Transformer(config, layer_layout="pipelined")
+            variables = jax.eval_shape(linen.init, jax.random.key(0), batch.tokens)
+            arrays = (batch.tokens, batch.targets, batch.weights)
+            jax.eval_shape(lambda v: linen.apply(v, *arrays, method="loss"), variables)
+
+    with pytest.raises(InputError, match=r"set pipeline\.num_microbatches=4, on every mesh"):
+        traced(config, "stage=4")
+    for works, mesh in (
+        (config, ""),
+        (replace(config, "pipeline", num_microbatches=4), "stage=4"),
+        (replace(config, "train", load_balance_weight=0.0), "stage=4"),
+        (replace(config, "model", num_experts=1, num_experts_per_token=1), "stage=4"),
+    ):
+        traced(works, mesh)
 
 
 @pytest.mark.parametrize("remat", ["none", "save_qkv_proj"])

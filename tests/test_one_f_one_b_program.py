@@ -115,14 +115,17 @@ def test_the_loss_alone_runs_forward_only() -> None:
     assert not [shape for loop in loops for shape in carried(loop) if len(shape) == 5]
 
 
-def test_gradients_of_the_inputs_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("schedule", "mesh_text"), [("1f1b", MESH), ("circular", MESH), ("circular", "fsdp=2")]
+)
+def test_gradients_of_the_inputs_are_refused(schedule: str, mesh_text: str) -> None:
     """They would have to be kept for every microbatch; zeros in their place would be wrong."""
     config = small_config(
         model=WIDTHS,
-        pipeline={"schedule": "1f1b", "num_microbatches": 4},
+        pipeline={"schedule": schedule, "num_microbatches": 4},
         train={"global_batch": 8},
     )
-    mesh = mesh_of(MESH)
+    mesh = mesh_of(mesh_text)
     with jax.set_mesh(mesh):
         model = jax.eval_shape(lambda: Mixtral(config, rngs=nnx.Rngs(0)))
         batch = abstract_batch(config, mesh)
@@ -130,5 +133,7 @@ def test_gradients_of_the_inputs_are_refused() -> None:
         def loss(weights: jax.Array, model: Mixtral, batch: Any) -> Any:
             return model.loss(batch.tokens, batch.targets, weights)[0]
 
-        with pytest.raises(InputError, match="weights alone"):
+        words = "weights alone" if schedule == "1f1b" else "the weights of its targets"
+        with pytest.raises(InputError, match=words):
             jax.make_jaxpr(jax.grad(loss))(batch.weights, model, batch)
+        jax.make_jaxpr(jax.grad(loss, 1))(batch.weights, model, batch)

@@ -21,7 +21,7 @@ from helpers import (
     small_config,
 )
 
-from nnx_pipeline import Config
+from nnx_pipeline import Config, InputError
 from nnx_pipeline.lab.hlo import parse
 from nnx_pipeline.sharding import spec_axes
 from nnx_pipeline.train import abstract_batch, abstract_state, jit_train_step, loss_of, make_state
@@ -210,6 +210,24 @@ def test_the_gradient_of_the_parameters_themselves(mesh: str) -> None:
 
             found.append(evaluate(model, batch))
     assert_close(found[0], found[1], 1e-5)
+
+
+@pytest.mark.parametrize("mesh", ["data=2,stage=2,fsdp=2", "data=4,fsdp=2"])
+def test_the_gradient_of_parameters_beside_owned_ones_is_refused(mesh: str) -> None:
+    """It goes to the owned ones, and would be zero."""
+    config, on = config_of("explicit", {}), mesh_of(mesh)
+    with jax.set_mesh(on):
+        model, batch = abstract_state(config, on).model, abstract_batch(config, on)
+
+        def loss(model: Any, owned: Any) -> Any:
+            return loss_of(model, batch_of_ones(batch), owned=owned)[0]
+
+        with pytest.raises(InputError, match="beside that of owned ones"):
+            jax.eval_shape(jax.grad(loss), model, jax.eval_shape(lambda m: m.owned(), model))
+
+
+def batch_of_ones(batch: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), batch)
 
 
 def test_one_device_along_data_changes_nothing() -> None:

@@ -46,7 +46,12 @@ class TrainState:
 
 
 class Metrics(NamedTuple):
-    """What a step reports, as float32 scalars."""
+    """What a step reports, as float32 scalars.
+
+    loss: the cross-entropy. load_balance: of the router, a mean over layers and microbatches, and
+    so another one for another number of microbatches. gradient_norm: before clipping, summed in
+    float32.
+    """
 
     loss: Array
     load_balance: Array
