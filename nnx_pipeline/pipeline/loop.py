@@ -63,15 +63,13 @@ def run_pipeline(
                     x[m], metrics = apply_stage(params[r, s], x[m], side_inputs[m])
                     total = metrics put to total
 
-    apply_stage: (params, x, side) to (x of the same shapes, dtypes and shardings; metrics: any
-        pytree of floating arrays, each wrapped in `Sum`, `Mean` or `Max`, which says how it is put
-        to those of other visits; or None). In a bubble it is applied to some microbatch again and
-        the result is dropped.
+    apply_stage: (params, x, side) to (x of the same shapes, dtypes and shardings; a pytree of
+        metrics, each wrapped in `Sum`, `Mean` or `Max`, which says how it is put to others; see
+        `metrics`). In a bubble it is applied to some microbatch and the result is dropped.
     params: any pytree of `[repeats, stages, …]`, the stages over the mesh axis `stage`.
     microbatches: any pytree of floating `[microbatches, …]`, the first axis over `stage`: stage s
         holds microbatches / stages of them.
-    side_inputs: any pytree of `[microbatches, …]`, whole on every stage: what a stage reads beside
-        the activations (positions, segment ids).
+    side_inputs: any pytree of `[microbatches, …]`, whole on every stage, such as positions.
     remat: what to keep for the backward pass beside the input of each stage at each tick.
     saved_in_stage: names that only this checkpoint keeps, such as the inputs of a stage's layers.
     backward: the derivative of the ticks by JAX's own transposition of the scan, or written by hand
@@ -84,10 +82,9 @@ def run_pipeline(
         than the defaults are arms of experiments.
     bubble_fill: what the buffers hold before anything arrives; results never depend on it.
 
-    Returns outputs, laid out and ordered as `microbatches`, and the metrics of all microbatches,
-    repeats and stages, each one array, in float32 or wider. Raises InputError when shapes do not
-    fit the schedule, and for a stage that changes its parameters or gives something that cannot be
-    handed on.
+    Returns outputs, laid out and ordered as `microbatches`, and the metrics of all visits, each one
+    array in float32 or wider. Raises InputError when shapes do not fit the schedule, and for a
+    stage that changes its parameters or gives something that cannot be handed on.
     """
     check_arrays(params, microbatches, side_inputs, schedule)
     _check_options(schedule, shift_by, backward, grad_dtype, lending)

@@ -20,7 +20,7 @@ from jaxtyping import Array, PyTree
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.ops.gradients import no_gradient_of
 from nnx_pipeline.pipeline.buffers import over_stage, stage_axis, where
-from nnx_pipeline.sharding import P, place
+from nnx_pipeline.sharding import P, is_explicit, place
 
 _register = partial(jax.tree_util.register_dataclass)
 
@@ -138,11 +138,13 @@ def over_ticks(metrics: PyTree, active: np.ndarray) -> PyTree:
     metrics: `[ticks, stages, …]`. active: bool `[ticks, stages]`, False in a bubble, whose metrics
     do not count.
     """
-    there = place(jnp.asarray(active), P(None, stage_axis()))
 
     def one(metric: Metric) -> Metric:
+        spec = P(None, stage_axis())
+        if is_explicit():
+            spec = P(*jax.typeof(metric.value).sharding.spec[:2])
         nothing = jnp.full_like(metric.value, identity(metric))
-        return type(metric)(where(there, metric.value, nothing))
+        return type(metric)(where(place(jnp.asarray(active), spec), metric.value, nothing))
 
     masked = jax.tree.map(one, metrics, is_leaf=is_metric)
     return _total(masked, axes=(0, 1), visits=int(active.sum()))

@@ -69,9 +69,9 @@ def run_one_f_one_b(
 
     enter: (its weights, inputs of a microbatch) to activations, not spread over `stage`.
     apply_stage: as for `run_pipeline`. leave: (its weights, activations of the last stage, inputs
-    of a microbatch) to a float32 scalar. metric_weights: what each metric, as it is given back,
-    counts in the loss: a number for all of them, or numbers in a pytree like theirs; None if
-    nothing. A metric that counts 0 is not differentiated, so that it may be infinite.
+    of a microbatch) to a float32 scalar. metric_weights: what each metric counts in the loss: a
+    number for all, or numbers in a pytree like theirs; None, or 0, for not at all: such a metric is
+    not differentiated.
     grad_dtype: dtype in which gradients add up, None for that of the weights; they come back in the
     weights' dtype. lending: how the stages' weights are held while the ticks go by, as for
     `run_pipeline`. over: how a function of one stage is spread over the stages.
@@ -79,18 +79,16 @@ def run_one_f_one_b(
 
     Returns the loss, and its two parts, which have no gradient. Raises InputError for shapes that
     do not fit the schedule, for a `remat` that offloads, for a stage as `run_pipeline` does, for a
-    weight on a metric wrapped in `Max`, and when a gradient with respect to `inputs` or of the
-    parts is asked for.
+    weight on a `Max`, and when a gradient with respect to `inputs` or of the parts is asked for.
     """
     _check_options(schedule, shift_by, remat, lending)
     check_arrays(weights.stages, None, inputs, schedule)
-    metric_weights = jax.tree.map(_without_gradient, metric_weights)
     loop = Loop(
         enter=enter,
         apply_stage=remat.checkpoint(checked(apply_stage), also=saved_in_stage, in_scan=True),
         leave=leave,
         schedule=schedule,
-        metric_weights=metric_weights,
+        metric_weights=jax.tree.map(_without_gradient, metric_weights),
         shift_by=shift_by,
         grad_dtype=grad_dtype,
         lending=lending,

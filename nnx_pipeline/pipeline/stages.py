@@ -1,5 +1,6 @@
 """Applying stages: all at once along the mesh, or one after the other as the plain model does."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+from nnx_pipeline.pipeline.metrics import Max, Mean, Metric, is_metric
 from nnx_pipeline.sharding import P, manual_axes, mesh_sizes, spec_of
 
 # (parameters of one stage in one repeat, activations, side inputs) to (activations, metrics)
@@ -132,7 +134,8 @@ def run_sequential(
 ) -> tuple[PyTree, PyTree]:
     """What `run_pipeline` promises, in its plainest form: the reference that tests compare with.
 
-    Python loops, no mesh, no overlap; the arguments and the result are those of `run_pipeline`.
+    Python loops, no mesh, no overlap; the arguments and the result are those of `run_pipeline`, but
+    for metrics wrapped in `MicrobatchMean`.
     """
     repeats, stages = jax.tree.leaves(params)[0].shape[:2]
     count = jax.tree.leaves(microbatches)[0].shape[0]
@@ -145,7 +148,14 @@ def run_sequential(
                 totals.append(metrics)
         outputs.append(x)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
-    return stacked, jax.tree.map(lambda *leaves: sum(leaves), *totals)
+
+    def whole(*visits: Metric) -> Array:
+        values = [metric.value for metric in visits]
+        if isinstance(visits[0], Max):
+            return functools.reduce(jnp.maximum, values)
+        return sum(values) / (len(values) if isinstance(visits[0], Mean) else 1)
+
+    return stacked, jax.tree.map(whole, *totals, is_leaf=is_metric)
 
 
 def _at(tree: PyTree, index: int | tuple[int, int]) -> PyTree:
