@@ -20,7 +20,6 @@ from nnx_pipeline.pipeline.stage_vjp import (
     backward_from,
     forward_keeping,
     is_float,
-    unasked,
     zero_gradients,
 )
 from nnx_pipeline.pipeline.ticks import (
@@ -99,11 +98,8 @@ class Ticks:
         give = functools.partial(hand_on, self.schedule, self.shift_by, now)
         needed = (select(now), side_rows(side, now))
         rest, x = jax.eval_shape(take, carry)
-        y, metrics = jax.eval_shape(self.visit, needed, x)
+        y, _ = jax.eval_shape(self.visit, needed, x)
         of_rest, of_y = jax.linear_transpose(give, rest, y)(after.carry)
-        of_metrics = jax.tree.map(
-            lambda like, leaf: unasked(like) if leaf is None else leaf, metrics, of_metrics
-        )
         (of_stage, of_rows), of_x = backward_from(kept, needed, (of_y, of_metrics))
         (before,) = jax.linear_transpose(take, carry)((of_rest, of_x))
         of_side = add(after.side, _back_to_microbatches(side, of_rows, now))

@@ -7,10 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import ad
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.pipeline.buffers import empty_ring
 from nnx_pipeline.pipeline.stages import at_repeat, select_repeat
 
 
@@ -22,45 +20,65 @@ class _Again:
     index: int
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Types:
+    """Shapes, dtypes and shardings of the leaves of an argument that is not kept."""
+
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+    tree: Any
+
+
 def forward_keeping(function: Callable[..., Any], again: PyTree, x: PyTree) -> tuple[Any, PyTree]:
     """`function(again, x)`, and what its derivative needs of it beside `again`.
 
     What is kept is what the function's own `jax.checkpoint` decides; without one it is everything.
     It is a pytree of arrays, to be stored and handed to `backward_from` in another loop.
     """
-    out, back = jax.vjp(function, again, x)
+    out, linear = jax.linearize(function, again, x)
     places = {id(leaf): index for index, leaf in enumerate(jax.tree.leaves(again))}
 
     def store(leaf: Array) -> Array | _Again:
         return _Again(places[id(leaf)]) if id(leaf) in places else leaf
 
-    return out, jax.tree.map(store, back)
+    types, tree = jax.tree.flatten(jax.eval_shape(lambda x: x, x))
+    return out, (jax.tree.map(store, linear), _Types(tuple(types), tree))
 
 
 def backward_from(kept: PyTree, again: PyTree, cotangents: PyTree) -> tuple[PyTree, PyTree]:
-    """The cotangents of `again` and `x` of `forward_keeping`; None for integers."""
-    leaves = jax.tree.leaves(again)
+    """The cotangents of `again` and `x` of `forward_keeping`; None for integers.
 
-    def is_again(leaf: Any) -> bool:
-        return isinstance(leaf, _Again)
+    cotangents: of its result, None for a leaf that nobody asks about. That leaf has no part in the
+    derivative then: zeros would go through it, and 0 times an infinite one is no number.
+    """
+    leaves = jax.tree.leaves(again)
 
     def restore(leaf: Array | _Again) -> Array:
         return leaves[leaf.index] if isinstance(leaf, _Again) else leaf
 
-    def or_none(leaf: Any) -> Array | None:
-        return None if leaf.dtype == jax.dtypes.float0 else leaf
+    linear, x = kept
+    linear = jax.tree.map(restore, linear, is_leaf=lambda leaf: isinstance(leaf, _Again))
+    primals, tree = jax.tree.flatten((again, jax.tree.unflatten(x.tree, x.leaves)))
+    floats = [index for index, leaf in enumerate(primals) if is_float(leaf)]
+    asked = _with_nones(cotangents)
 
-    back = jax.tree.map(restore, kept, is_leaf=is_again)
-    return jax.tree.map(or_none, back(cotangents))
+    def tangents_asked(*of_floats: Array) -> list[Array]:
+        tangents = [np.zeros(leaf.shape, jax.dtypes.float0) for leaf in primals]
+        for index, tangent in zip(floats, of_floats, strict=True):
+            tangents[index] = tangent  # type: ignore[call-overload]
+        given = _with_nones(linear(*jax.tree.unflatten(tree, tangents)))
+        return [leaf for leaf, of in zip(given, asked, strict=True) if of is not None]
+
+    back = jax.linear_transpose(tangents_asked, *(primals[index] for index in floats))
+    found: list[Array | None] = [None] * len(primals)
+    of_floats = back([of for of in asked if of is not None])
+    for index, cotangent in zip(floats, of_floats, strict=True):
+        found[index] = cotangent
+    return jax.tree.unflatten(tree, found)
 
 
-def unasked(like: jax.ShapeDtypeStruct) -> Any:
-    """The cotangent for `backward_from` of a result that nobody asks about.
-
-    Zeros in its place would go through the derivative, and 0 times an infinite one is no number.
-    like: the result, `[stages, …]`.
-    """
-    return ad.Zero(jax.typeof(empty_ring(like, None, 0.0)))
+def _with_nones(tree: PyTree) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None)
 
 
 def is_float(leaf: Any) -> bool:
