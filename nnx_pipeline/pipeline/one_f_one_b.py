@@ -1,6 +1,7 @@
 """The 1F1B loop: forward, loss and backward in the same ticks, so that little is kept between."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,9 +10,11 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.errors import InputError, one_of
+from nnx_pipeline.pipeline import entry
 from nnx_pipeline.pipeline.checks import check_arrays, checked
+from nnx_pipeline.pipeline.closed import hoist
 from nnx_pipeline.pipeline.lend import AS_STORED, Lending
-from nnx_pipeline.pipeline.one_f_one_b_loop import Enter, Inputs, Leave, Loop, Weights
+from nnx_pipeline.pipeline.one_f_one_b_loop import Enter, Held, Inputs, Leave, Loop, Weights
 from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
 from nnx_pipeline.pipeline.shift import SHIFTS, ShiftName
 from nnx_pipeline.pipeline.stage_vjp import as_cotangents, is_float
@@ -69,16 +72,18 @@ def run_one_f_one_b(
     `run_pipeline`. over: how a function of one stage is spread over the stages.
     bubble_fill: what the buffers hold before anything arrives; results never depend on it.
 
+    Arrays that lie elsewhere on the devices of the mesh, and those of numpy, are moved to where
+    the loop reads them. What the functions close over is whole on every stage, and has a gradient.
+
     Returns the loss, and its two parts, which have no gradient. Raises InputError for shapes that
-    do not fit the schedule, for a `remat` that offloads, for a stage as `run_pipeline` does, and
+    do not fit the schedule, for arrays of other devices, for a `remat` that offloads, for a stage as `run_pipeline` does, and
     when a gradient of `inputs` or of the parts is asked for.
     """
     _check_options(schedule, shift_by, remat, lending)
     check_arrays(weights.stages, None, inputs, schedule)
-    loop = Loop(
-        enter=enter,
-        apply_stage=remat.checkpoint(checked(apply_stage), also=saved_in_stage, in_scan=True),
-        leave=leave,
+    weights, inputs = _at_entry(weights), entry.on_every_stage(inputs)
+    make_loop = functools.partial(
+        Loop,
         schedule=schedule,
         metric_weights=metric_weights,
         shift_by=shift_by,
@@ -87,7 +92,48 @@ def run_one_f_one_b(
         over=over,
         bubble_fill=bubble_fill,
     )
-    return _run(loop, weights, inputs)
+
+    (enter, apply, leave), held = _with_closed(
+        make_loop, (enter, checked(apply_stage), leave), weights, inputs
+    )
+    apply = remat.checkpoint(apply, also=saved_in_stage, in_scan=True)
+    return _run(make_loop(enter=enter, apply_stage=apply, leave=leave), held, inputs)
+
+
+def _with_closed(
+    make_loop: Callable[..., Loop],
+    functions: tuple[Callable[..., Any], ...],
+    weights: Weights,
+    inputs: Inputs,
+) -> tuple[tuple[Callable[..., Any], ...], Held]:
+    """The functions with what they close over as their first argument, and that beside the weights.
+
+    JAX finds no way to a gradient through a function that it is given a derivative for.
+    """
+
+    def call(*looks: Callable[..., Any]) -> None:
+        enter, apply_stage, leave = map(_with_nothing_closed, looks)
+        loop = make_loop(enter=enter, apply_stage=apply_stage, leave=leave)
+        loop.visit_once(weights, inputs)
+
+    functions, closed = hoist(functions, call)
+    of_enter, of_stages, of_leave = closed
+    enter, leave = (weights.enter, of_enter), (weights.leave, of_leave)
+    return functions, Held(enter, weights.stages, leave, closed=of_stages)
+
+
+def _at_entry(weights: Weights) -> Weights:
+    """The weights where the loop reads them."""
+    return Weights(
+        enter=entry.as_arrays(weights.enter),
+        stages=entry.stacked(weights.stages),
+        leave=entry.as_arrays(weights.leave),
+    )
+
+
+def _with_nothing_closed(look: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a loop, whose first argument is what it closes over."""
+    return lambda closed, *given: look(*given)
 
 
 def _check_options(
@@ -114,12 +160,12 @@ def _check_options(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(loop: Loop, weights: Weights, inputs: Inputs) -> tuple[Array, tuple[Array, PyTree]]:
+def _run(loop: Loop, weights: Held, inputs: Inputs) -> tuple[Array, tuple[Array, PyTree]]:
     return loop.total(loop.run(weights, inputs, differentiate=False))
 
 
 def _run_forward(
-    loop: Loop, weights: Weights, inputs: Inputs
+    loop: Loop, weights: Held, inputs: Inputs
 ) -> tuple[tuple[Array, tuple[Array, PyTree]], Any]:
     if any(leaf.perturbed for leaf in jax.tree.leaves(inputs, is_leaf=_is_primal)):
         raise InputError(
@@ -132,7 +178,7 @@ def _run_forward(
     return loop.total(state), (weights, inputs, state.gradients)
 
 
-def _run_backward(loop: Loop, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Weights, Inputs]:
+def _run_backward(loop: Loop, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Held, Inputs]:
     weights, inputs, gradients = saved
     of_loss, of_parts = cotangents
     if not all(map(_is_zero, jax.tree.leaves(of_parts, is_leaf=_is_zero))):

@@ -45,11 +45,17 @@ def backward_from(kept: PyTree, again: PyTree, cotangents: PyTree) -> tuple[PyTr
     def restore(leaf: Array | _Again) -> Array:
         return leaves[leaf.index] if isinstance(leaf, _Again) else leaf
 
-    def or_none(leaf: Any) -> Array | None:
+    back = jax.tree.map(restore, kept, is_leaf=is_again)
+    return none_for_integers(back(cotangents))
+
+
+def none_for_integers(cotangents: PyTree) -> PyTree:
+    """What a derivative gives, with None where it gives an array of float0."""
+
+    def one(leaf: Any) -> Array | None:
         return None if leaf.dtype == jax.dtypes.float0 else leaf
 
-    back = jax.tree.map(restore, kept, is_leaf=is_again)
-    return jax.tree.map(or_none, back(cotangents))
+    return jax.tree.map(one, cotangents)
 
 
 def is_float(leaf: Any) -> bool:
