@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from nnx_pipeline.errors import InputError, one_of
 from nnx_pipeline.pipeline import accumulate, entry, prefetch
@@ -81,9 +81,8 @@ def run_pipeline(
         than the defaults are arms of experiments.
     bubble_fill: what the buffers hold before anything arrives; results never depend on it.
 
-    Arrays that lie elsewhere on the devices of the mesh, and those of numpy, are moved to where
-    the loop reads them. What the stage function closes over is whole on every stage, and has a
-    gradient.
+    Arrays that lie elsewhere on the mesh, and those of numpy, are moved to where the loop reads
+    them. What the stage function closes over is whole on every stage, and has a gradient.
 
     Returns outputs, ordered as `microbatches` and laid out as those are in the loop, and metrics
     summed over microbatches, repeats and stages. Raises InputError when shapes do not fit the
@@ -92,25 +91,28 @@ def run_pipeline(
     """
     check_arrays(params, microbatches, side_inputs, schedule)
     _check_options(schedule, shift_by, backward, grad_dtype, lending)
-    params, side_inputs = entry.stacked(params), entry.on_every_stage(side_inputs)
-    microbatches = entry.over_stages(microbatches)
+    stream = jax.tree.map(lambda leaf: split(leaf, schedule), entry.over_stages(microbatches))
+    arrays = (entry.stacked(params), stream, entry.on_every_stage(side_inputs))
     apply = checked(apply_stage)
     checkpoint = functools.partial(remat.checkpoint, also=saved_in_stage, in_scan=parts.is_scan)
-    stream = jax.tree.map(lambda leaf: split(leaf, schedule), microbatches)
-    arrays = (params, stream, side_inputs)
     if backward == "accumulate":
         how = (schedule, shift_by, bubble_fill, grad_dtype, lending, parts)
-        stream, metrics = _by_hand(
-            lambda visit: Ticks(checkpoint(visit), *how), apply, over, *arrays
-        )
+        stream, metrics = _by_hand(lambda f: Ticks(checkpoint(f), *how), apply, over, *arrays)
     else:
         stream, metrics = _by_autodiff(
             over(apply), checkpoint, *arrays, schedule, shift_by, bubble_fill, parts
         )
-    # Output m went into slot (first_output_tick + m) mod slots; its place is m mod slots.
-    turn = schedule.first_output_tick % schedule.stream_slots
-    outputs = jax.tree.map(lambda leaf: merge(jnp.roll(leaf, -turn, axis=1)), stream)
+    outputs = jax.tree.map(lambda leaf: _in_order(leaf, schedule), stream)
     return outputs, jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), metrics)
+
+
+def _in_order(stream: Array, schedule: CircularSchedule) -> Array:
+    """The stream after the last tick as `[microbatches, …]`.
+
+    Output m went into slot (first_output_tick + m) mod slots; its place is m mod slots.
+    """
+    turn = schedule.first_output_tick % schedule.stream_slots
+    return merge(jnp.roll(stream, -turn, axis=1))
 
 
 def _by_autodiff(

@@ -71,17 +71,14 @@ def run_one_f_one_b(
     weights' dtype. lending: how the stages' weights are held while the ticks go by, as for
     `run_pipeline`. over: how a function of one stage is spread over the stages.
     bubble_fill: what the buffers hold before anything arrives; results never depend on it.
-
-    Arrays that lie elsewhere on the devices of the mesh, and those of numpy, are moved to where
-    the loop reads them. What the functions close over is whole on every stage, and has a gradient.
+    Arrays may lie elsewhere, and the functions close over others, as for `run_pipeline`.
 
     Returns the loss, and its two parts, which have no gradient. Raises InputError for shapes that
-    do not fit the schedule, for arrays of other devices, for a `remat` that offloads, for a stage as `run_pipeline` does, and
-    when a gradient of `inputs` or of the parts is asked for.
+    do not fit the schedule, for a `remat` that offloads, for a stage or arrays as `run_pipeline`
+    does, and when a gradient of `inputs` or of the parts is asked for.
     """
     _check_options(schedule, shift_by, remat, lending)
-    check_arrays(weights.stages, None, inputs, schedule)
-    weights, inputs = _at_entry(weights), entry.on_every_stage(inputs)
+    weights, inputs = _at_entry(weights, inputs, schedule)
     make_loop = functools.partial(
         Loop,
         schedule=schedule,
@@ -92,21 +89,19 @@ def run_one_f_one_b(
         over=over,
         bubble_fill=bubble_fill,
     )
-
-    (enter, apply, leave), held = _with_closed(
-        make_loop, (enter, checked(apply_stage), leave), weights, inputs
-    )
-    apply = remat.checkpoint(apply, also=saved_in_stage, in_scan=True)
-    return _run(make_loop(enter=enter, apply_stage=apply, leave=leave), held, inputs)
+    checkpoint = functools.partial(remat.checkpoint, also=saved_in_stage, in_scan=True)
+    functions = (enter, checked(apply_stage), leave)
+    return _run(*_with_closed(make_loop, checkpoint, functions, weights, inputs), inputs)
 
 
 def _with_closed(
     make_loop: Callable[..., Loop],
+    checkpoint: Callable[[Callable[..., Any]], Callable[..., Any]],
     functions: tuple[Callable[..., Any], ...],
     weights: Weights,
     inputs: Inputs,
-) -> tuple[tuple[Callable[..., Any], ...], Held]:
-    """The functions with what they close over as their first argument, and that beside the weights.
+) -> tuple[Loop, Held]:
+    """The loop, and the weights with what its functions close over beside them.
 
     JAX finds no way to a gradient through a function that it is given a derivative for.
     """
@@ -116,19 +111,23 @@ def _with_closed(
         loop = make_loop(enter=enter, apply_stage=apply_stage, leave=leave)
         loop.visit_once(weights, inputs)
 
-    functions, closed = hoist(functions, call)
-    of_enter, of_stages, of_leave = closed
-    enter, leave = (weights.enter, of_enter), (weights.leave, of_leave)
-    return functions, Held(enter, weights.stages, leave, closed=of_stages)
+    (enter, apply_stage, leave), (of_enter, of_stages, of_leave) = hoist(functions, call)
+    loop = make_loop(enter=enter, apply_stage=checkpoint(apply_stage), leave=leave)
+    ends = (weights.enter, of_enter), (weights.leave, of_leave)
+    return loop, Held(ends[0], weights.stages, ends[1], closed=of_stages)
 
 
-def _at_entry(weights: Weights) -> Weights:
-    """The weights where the loop reads them."""
-    return Weights(
+def _at_entry(
+    weights: Weights, inputs: Inputs, schedule: OneForwardOneBackward
+) -> tuple[Weights, Inputs]:
+    """Both where the loop reads them; InputError where their shapes do not fit."""
+    check_arrays(weights.stages, None, inputs, schedule)
+    placed = Weights(
         enter=entry.as_arrays(weights.enter),
         stages=entry.stacked(weights.stages),
         leave=entry.as_arrays(weights.leave),
     )
+    return placed, entry.on_every_stage(inputs)
 
 
 def _with_nothing_closed(look: Callable[..., Any]) -> Callable[..., Any]:
