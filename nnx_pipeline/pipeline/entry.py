@@ -25,7 +25,7 @@ def stacked(tree: PyTree) -> PyTree:
     return _each(tree, "a parameter", lambda spec: [None, stage_axis(), *_off_stages(spec[2:])])
 
 
-def over_stages(tree: PyTree) -> PyTree:
+def spread(tree: PyTree) -> PyTree:
     """Activations `[microbatches, …]`, the first axis over `stage`."""
     return _each(tree, "a microbatch", lambda spec: [stage_axis(), *_off_stages(spec[1:])])
 

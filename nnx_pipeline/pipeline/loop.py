@@ -91,7 +91,7 @@ def run_pipeline(
     """
     check_arrays(params, microbatches, side_inputs, schedule)
     _check_options(schedule, shift_by, backward, grad_dtype, lending)
-    stream = jax.tree.map(lambda leaf: split(leaf, schedule), entry.over_stages(microbatches))
+    stream = jax.tree.map(lambda leaf: split(leaf, schedule), entry.spread(microbatches))
     arrays = (entry.stacked(params), stream, entry.on_every_stage(side_inputs))
     apply = checked(apply_stage)
     checkpoint = functools.partial(remat.checkpoint, also=saved_in_stage, in_scan=parts.is_scan)
