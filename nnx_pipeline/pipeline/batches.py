@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from nnx_pipeline.errors import divides
+from nnx_pipeline.pipeline.entry import as_arrays
 from nnx_pipeline.sharding import Layout, place
 
 
@@ -41,6 +42,7 @@ class Batches:
 
     def arrange(self, x: Array) -> Array:
         """`[batch, …]` to the axes above; microbatches lie over the stages."""
+        x = as_arrays(x)
         rest = [None] * (x.ndim - 1)
         if self.one_by_one:
             x = self._cut(x)
@@ -66,6 +68,6 @@ class Batches:
 
     def _cut(self, x: Array) -> Array:
         """With copies, `[microbatches, copies, sequences of a copy, …]`."""
-        x = place(x, self.layout.spec(*[None] * x.ndim))
+        x = place(as_arrays(x), self.layout.spec(*[None] * x.ndim))
         copies = (self.layout.size("copy"),) if self.layout.axes("copy") else ()
         return x.reshape(self.microbatches, *copies, -1, *x.shape[1:])

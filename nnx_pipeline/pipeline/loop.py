@@ -6,14 +6,15 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from nnx_pipeline.errors import InputError, one_of
 from nnx_pipeline.ops.gradients import is_symbolic_zero, or_zeros, values_of
-from nnx_pipeline.pipeline import accumulate, prefetch
-from nnx_pipeline.pipeline.accumulate import Ticks
+from nnx_pipeline.pipeline import accumulate, entry, prefetch
+from nnx_pipeline.pipeline.accumulate import Beside, Ticks, visit_once
 from nnx_pipeline.pipeline.buffers import merge, split
 from nnx_pipeline.pipeline.checks import check_arrays, checked
+from nnx_pipeline.pipeline.closed import hoist
 from nnx_pipeline.pipeline.lend import AS_STORED, Lending
 from nnx_pipeline.pipeline.loop_parts import DEFAULT_PARTS, LoopParts
 from nnx_pipeline.pipeline.metrics import given_out, over_ticks
@@ -82,34 +83,42 @@ def run_pipeline(
         than the defaults are arms of experiments.
     bubble_fill: what the buffers hold before anything arrives; results never depend on it.
 
-    Returns outputs, laid out and ordered as `microbatches`, and the metrics of all visits, each one
-    array in float32 or wider. Raises InputError when shapes do not fit the schedule, and for a
-    stage that changes its parameters or gives something that cannot be handed on.
+    Arrays that lie elsewhere on the mesh, and those of numpy, are moved to where the loop reads
+    them. What the stage function closes over is whole on every stage, and has a gradient.
+
+    Returns outputs, ordered as `microbatches` and laid out as those are in the loop, and the
+    metrics of all visits, each one array in float32 or wider. Raises InputError when shapes do not
+    fit the schedule, for arrays of other devices, and for a stage that changes its parameters or
+    gives something that cannot be handed on.
     """
     check_arrays(params, microbatches, side_inputs, schedule)
     _check_options(schedule, shift_by, backward, grad_dtype, lending)
-    mapped = over(checked(apply_stage))
+    stream = jax.tree.map(lambda leaf: split(leaf, schedule), entry.spread(microbatches))
+    arrays = (entry.stacked(params), stream, entry.on_every_stage(side_inputs))
+    apply = checked(apply_stage)
     checkpoint = functools.partial(remat.checkpoint, also=saved_in_stage, in_scan=parts.is_scan)
-
-    def visit(needed: tuple[PyTree, PyTree], x: PyTree) -> tuple[PyTree, PyTree]:
-        return mapped(needed[0], x, needed[1])
-
-    stream = jax.tree.map(lambda leaf: split(leaf, schedule), microbatches)
     if backward == "accumulate":
         how = (schedule, shift_by, bubble_fill, grad_dtype, lending, parts)
-        stream, metrics = _accumulating(Ticks(checkpoint(visit), *how), params, stream, side_inputs)
+        stream, metrics = _by_hand(lambda f: Ticks(checkpoint(f), *how), apply, over, *arrays)
     else:
         stream, metrics = _by_autodiff(
-            visit, checkpoint, params, stream, side_inputs, schedule, shift_by, bubble_fill, parts
+            over(apply), checkpoint, *arrays, schedule, shift_by, bubble_fill, parts
         )
-    # Output m went into slot (first_output_tick + m) mod slots; its place is m mod slots.
-    turn = schedule.first_output_tick % schedule.stream_slots
-    outputs = jax.tree.map(lambda leaf: merge(jnp.roll(leaf, -turn, axis=1)), stream)
+    outputs = jax.tree.map(lambda leaf: _in_order(leaf, schedule), stream)
     return outputs, given_out(over_ticks(metrics, active_at(schedule)), outputs)
 
 
+def _in_order(stream: Array, schedule: CircularSchedule) -> Array:
+    """The stream after the last tick as `[microbatches, …]`.
+
+    Output m went into slot (first_output_tick + m) mod slots; its place is m mod slots.
+    """
+    turn = schedule.first_output_tick % schedule.stream_slots
+    return merge(jnp.roll(stream, -turn, axis=1))
+
+
 def _by_autodiff(
-    visit: Callable[[tuple[PyTree, PyTree], PyTree], tuple[PyTree, PyTree]],
+    visit: ApplyStage,
     checkpoint: Callable[[Callable[..., Any]], Callable[..., Any]],
     params: PyTree,
     stream: PyTree,
@@ -131,7 +140,8 @@ def _by_autodiff(
 
     @checkpoint
     def select_and_visit(params: PyTree, now: Plan, x: PyTree) -> tuple[PyTree, PyTree]:
-        return visit(needed_at(params, side, now, parts.select), x)
+        of_stages, beside = needed_at(params, side, now, parts.select)
+        return visit(of_stages, x, beside)
 
     def tick(carry: Carry, now: Plan) -> tuple[Carry, PyTree]:
         rest, x = take(now, carry)
@@ -143,9 +153,37 @@ def _by_autodiff(
     return end.stream, metrics
 
 
+def _by_hand(
+    make_ticks: Callable[[Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]], Ticks],
+    apply: ApplyStage,
+    over: OverStages,
+    params: PyTree,
+    stream: PyTree,
+    side: PyTree,
+) -> tuple[PyTree, PyTree]:
+    """The same as `_by_autodiff`, with the derivative of `accumulate`.
+
+    What the stage function closes over becomes an input of the loop: JAX finds no way to a
+    gradient through a function that it is given a derivative for.
+    """
+
+    def ticks_with(apply: Callable[..., tuple[PyTree, PyTree]]) -> Ticks:
+        def visit(needed: tuple[PyTree, PyTree, Any], x: PyTree) -> tuple[PyTree, PyTree]:
+            of_stages, beside, closed = needed
+            return over(functools.partial(apply, closed))(of_stages, x, beside)
+
+        return make_ticks(visit)
+
+    def call(look: ApplyStage) -> None:
+        visit_once(ticks_with(lambda _, *given: look(*given)), params, stream, side)
+
+    (with_closed,), (closed,) = hoist((apply,), call)
+    return _accumulating(ticks_with(with_closed), params, stream, Beside(side, closed))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _accumulating(
-    ticks: Ticks, params: PyTree, stream: PyTree, side: PyTree
+    ticks: Ticks, params: PyTree, stream: PyTree, beside: Beside
 ) -> tuple[PyTree, PyTree]:
     """The same as `_by_autodiff`, differentiated tick by tick.
 
@@ -154,33 +192,34 @@ def _accumulating(
     visit at a time, and adds the gradient of a stage's weights to its repeat in place: there is one
     gradient buffer per parameter, and nothing the size of all parameters beside it.
     """
-    end, metrics, _ = _through(ticks).forward_through(ticks, params, stream, side, keep=False)
+    end, metrics, _ = _through(ticks).forward_through(ticks, params, stream, beside, keep=False)
     return end.stream, metrics
 
 
 def _accumulating_forward(
-    ticks: Ticks, params: Any, stream: Any, side: Any
+    ticks: Ticks, params: Any, stream: Any, beside: Any
 ) -> tuple[tuple[PyTree, PyTree], Any]:
-    params, stream, side = values_of((params, stream, side))
-    end, metrics, saved = _through(ticks).forward_through(ticks, params, stream, side, keep=True)
-    return (end.stream, metrics), (params, side, saved)
+    params, stream, beside = values_of((params, stream, beside))
+    end, metrics, saved = _through(ticks).forward_through(ticks, params, stream, beside, keep=True)
+    return (end.stream, metrics), (params, beside, saved)
 
 
 def _accumulating_backward(
     ticks: Ticks, saved: Any, cotangents: tuple[PyTree, PyTree]
-) -> tuple[PyTree, PyTree, PyTree]:
-    params, side, saved = saved
+) -> tuple[PyTree, PyTree, Beside]:
+    params, beside, saved = saved
     of_stream, of_metrics = cotangents
     of_stream = jax.tree.map(or_zeros, of_stream, is_leaf=is_symbolic_zero)
     # A metric that nobody asks about has no derivative: 0 times an infinite one would be no number.
     of_metrics = jax.tree.map(
         lambda leaf: None if is_symbolic_zero(leaf) else leaf, of_metrics, is_leaf=is_symbolic_zero
     )
-    last = ticks.nothing(of_stream, side)
+    last = ticks.nothing(of_stream, beside)
     of_params, first = _through(ticks).backward_through(
-        ticks, params, side, (saved, of_metrics), last
+        ticks, params, beside, (saved, of_metrics), last
     )
-    return as_cotangents(of_params, params), first.carry.stream, as_cotangents(first.side, side)
+    of_beside = as_cotangents(first.beside, beside)
+    return as_cotangents(of_params, params), first.carry.stream, of_beside
 
 
 _accumulating.defvjp(_accumulating_forward, _accumulating_backward, symbolic_zeros=True)

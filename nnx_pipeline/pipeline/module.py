@@ -7,6 +7,7 @@ from jaxtyping import Array, PyTree
 
 from nnx_pipeline.ops.dropout import sequence_keys
 from nnx_pipeline.pipeline.batches import Batches
+from nnx_pipeline.pipeline.entry import by_names
 from nnx_pipeline.pipeline.layers import MakeLayer, make_layers
 from nnx_pipeline.pipeline.loop_parts import DEFAULT_PARTS, LoopParts
 from nnx_pipeline.pipeline.one_f_one_b_loop import Enter, Leave
@@ -85,7 +86,7 @@ class CircularPipeline(nnx.Module):
 
     def run(self, x: Array, side: dict[str, Array | None], **options: Any) -> tuple[Array, PyTree]:
         """As `__call__`, for x laid out by `batches.arrange`; options: those of `Runner.run`."""
-        return self.runner.run(self.layers, x, side, **options)
+        return self.runner.run(self._placed_layers, x, side, **options)
 
     def loss(
         self,
@@ -97,7 +98,11 @@ class CircularPipeline(nnx.Module):
         **options: Any,
     ) -> tuple[Array, tuple[Array, PyTree]]:
         """The loss of the whole model by 1F1B, and its two parts; see `Runner.loss`."""
-        return self.runner.loss(self.layers, enter, leave, weights, inputs, side, **options)
+        return self.runner.loss(self._placed_layers, enter, leave, weights, inputs, side, **options)
+
+    @property
+    def _placed_layers(self) -> Any:
+        return by_names(self.layers, self.runner.layout)
 
     @property
     def batches(self) -> Batches:

@@ -1,6 +1,7 @@
 """The 1F1B loop: forward, loss and backward in the same ticks, so that little is kept between."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,9 +17,11 @@ from nnx_pipeline.ops.gradients import (
     refuse_perturbed,
     values_of,
 )
+from nnx_pipeline.pipeline import entry
 from nnx_pipeline.pipeline.checks import check_arrays, checked
+from nnx_pipeline.pipeline.closed import hoist
 from nnx_pipeline.pipeline.lend import AS_STORED, Lending
-from nnx_pipeline.pipeline.one_f_one_b_loop import Enter, Inputs, Leave, Loop, Weights
+from nnx_pipeline.pipeline.one_f_one_b_loop import Enter, Held, Inputs, Leave, Loop, Weights
 from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
 from nnx_pipeline.pipeline.shift import SHIFTS, ShiftName
 from nnx_pipeline.pipeline.stage_vjp import as_cotangents, is_float
@@ -76,17 +79,17 @@ def run_one_f_one_b(
     weights' dtype. lending: how the stages' weights are held while the ticks go by, as for
     `run_pipeline`. over: how a function of one stage is spread over the stages.
     bubble_fill: what the buffers hold before anything arrives; results never depend on it.
+    Arrays may lie elsewhere, and the functions close over others, as for `run_pipeline`.
 
     Returns the loss, and its two parts, which have no gradient. Raises InputError for shapes that
-    do not fit the schedule, for a `remat` that offloads, for a stage as `run_pipeline` does, for a
-    weight on a `Max`, and when a gradient with respect to `inputs` or of the parts is asked for.
+    do not fit the schedule, for a `remat` that offloads, for a stage or arrays as `run_pipeline`
+    does, for a weight on a `Max`, and when a gradient with respect to `inputs` or of the parts is
+    asked for.
     """
     _check_options(schedule, shift_by, remat, lending)
-    check_arrays(weights.stages, None, inputs, schedule)
-    loop = Loop(
-        enter=enter,
-        apply_stage=remat.checkpoint(checked(apply_stage), also=saved_in_stage, in_scan=True),
-        leave=leave,
+    weights, inputs = _at_entry(weights, inputs, schedule)
+    make_loop = functools.partial(
+        Loop,
         schedule=schedule,
         metric_weights=jax.tree.map(_without_gradient, metric_weights),
         shift_by=shift_by,
@@ -95,7 +98,50 @@ def run_one_f_one_b(
         over=over,
         bubble_fill=bubble_fill,
     )
-    return _run(loop, weights, inputs)
+    checkpoint = functools.partial(remat.checkpoint, also=saved_in_stage, in_scan=True)
+    functions = (enter, checked(apply_stage), leave)
+    return _run(*_with_closed(make_loop, checkpoint, functions, weights, inputs), inputs)
+
+
+def _with_closed(
+    make_loop: Callable[..., Loop],
+    checkpoint: Callable[[Callable[..., Any]], Callable[..., Any]],
+    functions: tuple[Callable[..., Any], ...],
+    weights: Weights,
+    inputs: Inputs,
+) -> tuple[Loop, Held]:
+    """The loop, and the weights with what its functions close over beside them.
+
+    JAX finds no way to a gradient through a function that it is given a derivative for.
+    """
+
+    def call(*looks: Callable[..., Any]) -> None:
+        enter, apply_stage, leave = map(_with_nothing_closed, looks)
+        loop = make_loop(enter=enter, apply_stage=apply_stage, leave=leave)
+        loop.visit_once(weights, inputs)
+
+    (enter, apply_stage, leave), (of_enter, of_stages, of_leave) = hoist(functions, call)
+    loop = make_loop(enter=enter, apply_stage=checkpoint(apply_stage), leave=leave)
+    ends = (weights.enter, of_enter), (weights.leave, of_leave)
+    return loop, Held(ends[0], weights.stages, ends[1], closed=of_stages)
+
+
+def _at_entry(
+    weights: Weights, inputs: Inputs, schedule: OneForwardOneBackward
+) -> tuple[Weights, Inputs]:
+    """Both where the loop reads them; InputError where their shapes do not fit."""
+    check_arrays(weights.stages, None, inputs, schedule)
+    placed = Weights(
+        enter=entry.as_arrays(weights.enter),
+        stages=entry.stacked(weights.stages),
+        leave=entry.as_arrays(weights.leave),
+    )
+    return placed, entry.on_every_stage(inputs)
+
+
+def _with_nothing_closed(look: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a loop, whose first argument is what it closes over."""
+    return lambda closed, *given: look(*given)
 
 
 def _without_gradient(weight: Any) -> Any:
@@ -133,12 +179,12 @@ def _check_options(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(loop: Loop, weights: Weights, inputs: Inputs) -> tuple[Array, tuple[Array, PyTree]]:
+def _run(loop: Loop, weights: Held, inputs: Inputs) -> tuple[Array, tuple[Array, PyTree]]:
     return loop.total(loop.run(weights, inputs, differentiate=False))
 
 
 def _run_forward(
-    loop: Loop, weights: Weights, inputs: Inputs
+    loop: Loop, weights: Held, inputs: Inputs
 ) -> tuple[tuple[Array, tuple[Array, PyTree]], Any]:
     inputs = refuse_perturbed(
         "the 1F1B schedule was asked for the gradient with respect to an input of its "
@@ -151,7 +197,7 @@ def _run_forward(
     return loop.total(state), (weights, inputs, state.gradients)
 
 
-def _run_backward(loop: Loop, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Weights, Inputs]:
+def _run_backward(loop: Loop, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Held, Inputs]:
     weights, inputs, gradients = saved
     of_loss, of_parts = cotangents
     if not all(map(is_symbolic_zero, jax.tree.leaves(of_parts, is_leaf=is_symbolic_zero))):

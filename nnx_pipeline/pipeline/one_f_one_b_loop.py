@@ -38,9 +38,10 @@ from nnx_pipeline.pipeline.stage_vjp import (
     add_at_repeat,
     backward_from,
     forward_keeping,
+    none_for_integers,
     zero_gradients,
 )
-from nnx_pipeline.pipeline.stages import ApplyStage, OverStages, select_repeat, select_slot
+from nnx_pipeline.pipeline.stages import OverStages, select_repeat, select_slot
 
 Enter = Callable[[PyTree, PyTree], PyTree]
 Leave = Callable[[PyTree, PyTree, PyTree], Array]
@@ -52,6 +53,15 @@ class Weights(NamedTuple):
     enter: PyTree  # of the first function, such as the embedding
     stages: PyTree  # [repeats, stages, …]
     leave: PyTree  # of the last function, such as final norm and head
+
+
+class Held(NamedTuple):
+    """The weights, and with them what the functions close over: all that has a gradient."""
+
+    enter: tuple[PyTree, list[Array]]
+    stages: PyTree  # [repeats, stages, …]
+    leave: tuple[PyTree, list[Array]]
+    closed: list[Array]  # of the stage function; their gradients [stages, …] within the loop
 
 
 class Inputs(NamedTuple):
@@ -68,7 +78,7 @@ class State(NamedTuple):
     given: PyTree  # what every stage gave, one tick ago
     returned: PyTree  # the cotangent that every stage gave, one tick ago
     ring: list[Array]  # [stages, slots, …]: what the visits kept
-    gradients: Weights | None
+    gradients: Held | None
     loss: Array
     metrics: PyTree  # [stages, …] of each, put together over the ticks that were not a bubble
 
@@ -84,11 +94,14 @@ class _Phase(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """All ticks; the fields are the arguments of `run_one_f_one_b` that are not arrays."""
+    """All ticks; the fields are the arguments of `run_one_f_one_b` that are not arrays.
 
-    enter: Enter
-    apply_stage: ApplyStage
-    leave: Leave
+    The functions have what they close over as a first argument, see `hoist`.
+    """
+
+    enter: Callable[..., PyTree]
+    apply_stage: Callable[..., tuple[PyTree, PyTree]]
+    leave: Callable[..., Array]
     schedule: OneForwardOneBackward
     metric_weights: PyTree
     shift_by: ShiftName
@@ -97,7 +110,7 @@ class Loop:
     over: OverStages
     bubble_fill: float
 
-    def run(self, weights: Weights, inputs: Inputs, *, differentiate: bool) -> State:
+    def run(self, weights: Held, inputs: Inputs, *, differentiate: bool) -> State:
         """The state after the last tick, without gradients unless they are asked for."""
         filling, steady, draining = self.schedule.phases
         phases = [
@@ -110,6 +123,8 @@ class Loop:
         state, kept = self._start(weights, inputs, plan, keep=differentiate)
         if differentiate:
             gradients = zero_gradients(weights, stored, self.grad_dtype)
+            each = to_stages(gradients.closed, self.schedule.stages)
+            gradients = gradients._replace(closed=each)
             state = state._replace(gradients=gradients, returned=state.given)
         for phase in phases if differentiate else phases[:2]:
             if phase.ticks:
@@ -119,7 +134,21 @@ class Loop:
         if state.gradients is None:
             return state
         back = self.lending.give_back(state.gradients.stages, stored.stages)
-        return state._replace(gradients=state.gradients._replace(stages=back))
+        of_closed = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), state.gradients.closed)
+        return state._replace(gradients=state.gradients._replace(stages=back, closed=of_closed))
+
+    def visit_once(self, weights: Weights, inputs: Inputs) -> None:
+        """Calls each function as the ticks will, for its types; nothing is computed."""
+
+        def call(weights: Weights, inputs: Inputs) -> Array:
+            stages = self.lending.lend(weights.stages)
+            held = Held((weights.enter, []), stages, (weights.leave, []), [])
+            now = jax.tree.map(lambda leaf: leaf[0], make_plan(self.schedule))
+            x = self._entering(held, inputs, now)
+            (y, _), _ = self._visit(held, inputs, now, x, keep=False)
+            return self._leaving(held.leave, from_stage(y, self.schedule.stages - 1), inputs, now)
+
+        jax.eval_shape(call, weights, inputs)
 
     def total(self, state: State) -> tuple[Array, tuple[Array, PyTree]]:
         """The loss to minimise; what left the last stage, and the metrics of all visits."""
@@ -139,12 +168,10 @@ class Loop:
         schedule = self.schedule
         return schedule.microbatches * schedule.repeats * schedule.stages
 
-    def _start(
-        self, weights: Weights, inputs: Inputs, plan: Plan, *, keep: bool
-    ) -> tuple[State, Any]:
+    def _start(self, weights: Held, inputs: Inputs, plan: Plan, *, keep: bool) -> tuple[State, Any]:
         """The state before the first tick, and the tree of what a visit keeps."""
 
-        def first_visit(weights: Weights, inputs: Inputs, plan: Plan) -> Any:
+        def first_visit(weights: Held, inputs: Inputs, plan: Plan) -> Any:
             now = jax.tree.map(lambda leaf: leaf[0], plan)
             x = self._entering(weights, inputs, now)
             return x, self._visit(weights, inputs, now, x, keep=keep)
@@ -166,7 +193,7 @@ class Loop:
         ), tree
 
     def _tick(
-        self, weights: Weights, inputs: Inputs, phase: _Phase, kept: Any, state: State, now: Plan
+        self, weights: Held, inputs: Inputs, phase: _Phase, kept: Any, state: State, now: Plan
     ) -> tuple[State, None]:
         of_output = None
         if phase.forward:
@@ -177,7 +204,7 @@ class Loop:
             state = self._backward(weights, inputs, now, kept, state, of_output)
         return state, None
 
-    def _forward(self, weights: Weights, inputs: Inputs, now: Plan, state: State) -> State:
+    def _forward(self, weights: Held, inputs: Inputs, now: Plan, state: State) -> State:
         """Every stage takes a microbatch one step on."""
         entering = self._entering(weights, inputs, now)
         arrived = jax.tree.map(lambda leaf: shift(leaf, by=1, how=self.shift_by), state.given)
@@ -197,15 +224,15 @@ class Loop:
         )
 
     def _leave(
-        self, weights: Weights, inputs: Inputs, now: Plan, state: State
+        self, weights: Held, inputs: Inputs, now: Plan, state: State
     ) -> tuple[State, PyTree]:
         """The loss of the microbatch that leaves, and the cotangent that it goes back with.
 
         All devices work on it.
         """
 
-        def loss_of(weights: PyTree, output: PyTree) -> Array:
-            return self.leave(weights, output, _row(inputs.leave, now.leaving))
+        def loss_of(weights: tuple[PyTree, list[Array]], output: PyTree) -> Array:
+            return self._leaving(weights, output, inputs, now)
 
         def leave(loss: Array, gradients: PyTree, given: PyTree) -> tuple[Array, PyTree, PyTree]:
             output = from_stage(given, self.schedule.stages - 1)
@@ -213,6 +240,7 @@ class Loop:
                 return loss + loss_of(weights.leave, output), None, None
             of_microbatch, back = jax.vjp(loss_of, weights.leave, output)
             of_weights, of_output = back(jnp.ones_like(of_microbatch))
+            of_weights = none_for_integers(of_weights)
             return loss + of_microbatch, add(gradients, of_weights), of_output
 
         def stay(loss: Array, gradients: PyTree, given: PyTree) -> tuple[Array, PyTree, PyTree]:
@@ -230,7 +258,7 @@ class Loop:
 
     def _backward(
         self,
-        weights: Weights,
+        weights: Held,
         inputs: Inputs,
         now: Plan,
         kept: Any,
@@ -255,26 +283,34 @@ class Loop:
         )
         stored = jax.tree.unflatten(kept, select_slot(state.ring, over_stage(now.read)))
         needed = _needed(weights, inputs, now.backward, now.backward_repeat)
-        back = self.over(backward_from)
-        (of_stages, _), of_x = back(stored, needed, (arrived, metrics))
+
+        def back(kept: PyTree, needed: tuple[PyTree, PyTree], given: tuple[PyTree, PyTree]) -> Any:
+            return backward_from(kept, (*needed, weights.closed), given)
+
+        (of_stages, _, of_closed), of_x = self.over(back)(stored, needed, (arrived, metrics))
         gradients = state.gradients._replace(
             stages=add_at_repeat(
                 state.gradients.stages, of_stages, over_stage(now.backward_repeat)
             ),
             enter=self._return(weights.enter, inputs, now, state.gradients.enter, of_x),
+            closed=add(state.gradients.closed, of_closed),
         )
         return state._replace(returned=of_x, gradients=gradients)
 
     def _return(
-        self, weights: PyTree, inputs: Inputs, now: Plan, gradients: PyTree, of_x: PyTree
+        self, held: Any, inputs: Inputs, now: Plan, gradients: PyTree, of_x: PyTree
     ) -> PyTree:
         """Adds the gradient of what brought in the microbatch that has come back."""
         row = _row(inputs.enter, now.returning)
 
+        def enter(held: tuple[PyTree, list[Array]]) -> PyTree:
+            weights, closed = held
+            return self.enter(closed, weights, row)
+
         def back(gradients: PyTree, of_x: PyTree) -> PyTree:
-            _, enter_back = jax.vjp(lambda weights: self.enter(weights, row), weights)
+            _, enter_back = jax.vjp(enter, held)
             (of_weights,) = enter_back(from_stage(of_x, 0))
-            return add(gradients, of_weights)
+            return add(gradients, none_for_integers(of_weights))
 
         return self._if_due(now.returns, back, lambda gradients, _: gradients, gradients, of_x)
 
@@ -286,16 +322,23 @@ class Loop:
             return function(*state)
         return jax.lax.cond(due, function, otherwise, *state)
 
-    def _entering(self, weights: Weights, inputs: Inputs, now: Plan) -> PyTree:
+    def _entering(self, weights: Held, inputs: Inputs, now: Plan) -> PyTree:
         """The microbatch that enters, on every stage."""
-        x = self.enter(weights.enter, _row(inputs.enter, now.entering))
+        of_enter, closed = weights.enter
+        x = self.enter(closed, of_enter, _row(inputs.enter, now.entering))
         return to_stages(x, self.schedule.stages)
 
-    def _visit(self, weights: Weights, inputs: Inputs, now: Plan, x: PyTree, *, keep: bool) -> Any:
+    def _leaving(self, weights: Any, output: PyTree, inputs: Inputs, now: Plan) -> Array:
+        """The loss of the microbatch that leaves."""
+        of_leave, closed = weights
+        return self.leave(closed, of_leave, output, _row(inputs.leave, now.leaving))
+
+    def _visit(self, weights: Held, inputs: Inputs, now: Plan, x: PyTree, *, keep: bool) -> Any:
         """What the stages give, and what their derivatives need."""
 
-        def apply(needed: tuple[PyTree, PyTree], x: PyTree) -> tuple[PyTree, PyTree]:
-            y, metrics = self.apply_stage(needed[0], x, needed[1])
+        def apply(needed: tuple[PyTree, PyTree, list[Array]], x: PyTree) -> tuple[PyTree, PyTree]:
+            of_stages, side, closed = needed
+            y, metrics = self.apply_stage(closed, of_stages, x, side)
             # What the loss does not count has no derivative: 0 times an infinite one is no number.
             return y, jax.tree.map(
                 lambda weight, metric: metric if counts(weight) else jax.lax.stop_gradient(metric),
@@ -304,7 +347,8 @@ class Loop:
             )
 
         def visit(needed: tuple[PyTree, PyTree], x: PyTree, _: None) -> Any:
-            return forward_keeping(apply, needed, x) if keep else (apply(needed, x), None)
+            everything = (*needed, weights.closed)
+            return forward_keeping(apply, everything, x) if keep else (apply(everything, x), None)
 
         needed = _needed(weights, inputs, now.forward, now.forward_repeat)
         return self.over(visit)(needed, x, None)
@@ -320,7 +364,7 @@ class Loop:
 
 
 def _needed(
-    weights: Weights, inputs: Inputs, microbatch: Array, repeat: Array
+    weights: Held, inputs: Inputs, microbatch: Array, repeat: Array
 ) -> tuple[PyTree, PyTree]:
     """What a visit reads beside the activations, `[stages, …]`."""
     side = jax.tree.map(lambda leaf: rows(leaf, over_stage(microbatch)), inputs.side)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.pipeline.accumulate import Cotangents, Ticks
+from nnx_pipeline.pipeline.accumulate import Beside, Cotangents, Ticks
 from nnx_pipeline.pipeline.buffers import over_stage, where
 from nnx_pipeline.pipeline.stage_vjp import add, zero_gradients
 from nnx_pipeline.pipeline.ticks import Carry, Plan, make_plan
@@ -37,7 +37,7 @@ class _Pieces(NamedTuple):
 
 
 def forward_through(
-    ticks: Ticks, params: PyTree, stream: PyTree, side: PyTree, *, keep: bool
+    ticks: Ticks, params: PyTree, stream: PyTree, beside: Beside, *, keep: bool
 ) -> tuple[Carry, PyTree, Any]:
     """All ticks: the carry after the last one, metrics, and what to save; see `accumulate`."""
     plan, repeats = _cut(ticks, make_plan(ticks.schedule)), ticks.schedule.repeats
@@ -46,7 +46,7 @@ def forward_through(
 
     def run(carry: Carry, plan: Plan, *window: PyTree) -> tuple[Carry, PyTree]:
         select = functools.partial(_select, window)
-        return jax.lax.scan(functools.partial(ticks.forward, select, side, keep), carry, plan)
+        return jax.lax.scan(functools.partial(ticks.forward, select, beside, keep), carry, plan)
 
     def turn(
         state: tuple[Carry, PyTree], at: tuple[Array, Plan, Plan]
@@ -66,7 +66,7 @@ def forward_through(
 
 
 def backward_through(
-    ticks: Ticks, params: PyTree, side: PyTree, saved: tuple[Any, PyTree], last: Cotangents
+    ticks: Ticks, params: PyTree, beside: Beside, saved: tuple[Any, PyTree], last: Cotangents
 ) -> tuple[PyTree, Cotangents]:
     """All ticks backward: the gradient of the parameters, and the cotangents before the first."""
     plan, repeats = _cut(ticks, make_plan(ticks.schedule)), ticks.schedule.repeats
@@ -89,7 +89,7 @@ def backward_through(
 
         def tick(state: Any, at: tuple[Plan, PyTree]) -> tuple[Any, None]:
             cotangents, totals = state
-            cotangents, of_stage = ticks.backward(select, side, cotangents, *at)
+            cotangents, of_stage = ticks.backward(select, beside, cotangents, *at)
             return (cotangents, _collect(totals, of_stage, at[0])), None
 
         (cotangents, totals), _ = jax.lax.scan(

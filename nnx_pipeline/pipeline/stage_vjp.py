@@ -77,6 +77,15 @@ def backward_from(kept: PyTree, again: PyTree, cotangents: PyTree) -> tuple[PyTr
     return jax.tree.unflatten(tree, found)
 
 
+def none_for_integers(cotangents: PyTree) -> PyTree:
+    """What a derivative gives, with None where it gives an array of float0."""
+
+    def one(leaf: Any) -> Array | None:
+        return None if leaf.dtype == jax.dtypes.float0 else leaf
+
+    return jax.tree.map(one, cotangents)
+
+
 def _with_nones(tree: PyTree) -> list[Any]:
     return jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None)
 
