@@ -34,11 +34,16 @@ _METADATA = re.compile(
 )
 # What an instruction of this kind cannot do without.
 _NEEDED = {
+    "async-start": ("calls",),
     "call": ("to_apply",),
+    "call-start": ("to_apply",),
     "compare": ("direction",),
     "convolution": ("dim_labels",),
+    "conditional": ("true_computation", "false_computation"),
     "custom-call": ("custom_call_target",),
+    "custom-call-start": ("custom_call_target",),
     "fusion": ("calls",),
+    "fusion-start": ("calls",),
     "get-tuple-element": ("index",),
     "while": ("condition", "body"),
 }
@@ -52,6 +57,8 @@ _CALLED = (
     "branch_computations",
     "called_computations",
 )
+# Names of instructions, and of computations that are applied to each element.
+_NOT_CALLED = ("control-predecessors", "select", "scatter")
 
 
 @dataclass(frozen=True)
@@ -121,6 +128,15 @@ class Instruction:
         texts = [self.attributes[name] for name in names if name in self.attributes]
         return tuple(
             part for text in texts for part in re.findall(r"[\w.$-]+", COMMENT.sub("", text))
+        )
+
+    def mentioned(self) -> tuple[str, ...]:
+        """Names behind a percent sign in all other attributes: what it may call, too."""
+        return tuple(
+            name
+            for key, value in self.attributes.items()
+            if value.startswith(("%", "{%")) and key not in (*_CALLED, *_NOT_CALLED)
+            for name in re.findall(r"%([\w.$-]+)", value)
         )
 
 
@@ -259,7 +275,8 @@ def _instruction(scanner: Scanner, start: int, frames: Frames) -> tuple[bool, In
     end_of_operands = scanner.closing(opcode.end() - 1)
     inside = text[opcode.end() : end_of_operands - 1]
     attributes, end = scanner.attributes(end_of_operands)
-    if lacking := [key for key in _NEEDED.get(opcode[1], ()) if key not in attributes]:
+    needed = () if "branch_computations" in attributes else _NEEDED.get(opcode[1], ())
+    if lacking := [key for key in needed if key not in attributes]:
         scanner.fail(start, f"the {opcode[1]} {named[2]} has no {' and no '.join(lacking)}")
     takes_literal = opcode[1] in ("constant", "parameter", "iota")
     if opcode[1] == "parameter" and not inside.strip().isdecimal():

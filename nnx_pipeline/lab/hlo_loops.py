@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from nnx_pipeline.lab.hlo import Computation, Instruction, Module, Shape
+from nnx_pipeline.lab.hlo_opcodes import APPLIES, RUNS, plain
 
 _LONGEST_LOOP = 100_000  # trips; beyond it, counting them one by one would take seconds
 
@@ -97,7 +98,7 @@ def _wrapped(value: int, shape: Shape) -> int:
 
 
 def _literal(text: str) -> int | None:
-    text = text.strip("{} ")
+    text = text.strip("{} \n\t")
     return {"true": 1, "false": 0}.get(text, int(text) if re.fullmatch(r"-?\d+", text) else None)
 
 
@@ -117,7 +118,8 @@ def executions(module: Module) -> dict[str, int | None]:
 
     Every branch of a conditional counts once, as if all of them were taken. Computations that are
     applied element by element (the sum in a reduce, the order in a sort) and those that nothing
-    calls are left out. None: a loop around it has no trip count that can be found.
+    calls are left out. None: a loop around it has no trip count that can be found, or what calls it
+    is a library, or an opcode that is not known.
     """
     counts: dict[str, int | None] = {}
 
@@ -128,7 +130,7 @@ def executions(module: Module) -> dict[str, int | None]:
             for callee, trips, inner in _calls(module, computation, instruction, read):
                 visit(callee, None if times is None or trips is None else times * trips, inner)
 
-    visit(module.computations[module.entry], 1, lambda number, element: None)
+    visit(module.computations[module.entry], 1, _nothing)
     return counts
 
 
@@ -137,12 +139,15 @@ def _calls(
 ) -> Iterator[tuple[Computation, int | None, Reader]]:
     """Each computation that one instruction runs, how often, and what it is given."""
     callees = [module.computations[name] for name in instruction.called()]
-    if instruction.opcode in ("fusion", "call", "async-start"):
+    opcode = instruction.opcode
+    if opcode.endswith(("-update", "-done")):
+        return  # the start has run it
+    if plain(opcode) in RUNS:
         yield callees[0], 1, arguments(module, computation, instruction, read)
-    elif instruction.opcode == "conditional":
+    elif opcode == "conditional":
         for place, branch in enumerate(callees, start=1):
             yield branch, 1, arguments(module, computation, instruction, read, first=place)
-    elif instruction.opcode == "while":
+    elif opcode == "while":
         trips = _trip_count(module, computation, instruction, read)
         condition, body, init = _loop(module, computation, instruction, read)
 
@@ -152,6 +157,16 @@ def _calls(
 
         yield condition, None if trips is None else trips + 1, unchanged
         yield body, trips, unchanged
+    elif plain(opcode) not in APPLIES:
+        yield from ((callee, None, _nothing) for callee in callees)
+    for name in instruction.mentioned():
+        if name in module.computations:
+            yield module.computations[name], None, _nothing
+
+
+def _nothing(number: int, element: int | None) -> int | None:
+    """Reads arguments of which nothing is known."""
+    return None
 
 
 def _loop(
