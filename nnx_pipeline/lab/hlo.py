@@ -28,7 +28,7 @@ _INSTRUCTION = re.compile(r"(ROOT\s+)?%?([^\s=(){},]+)\s*=\s*")
 _OPCODE = re.compile(r"\s*([\w-]+)\(")
 _FIELD = re.compile(r"(\w+)=\s*([^\s}]+)")
 _METADATA = re.compile(
-    r",?\s*(?:stack_frame_id=\d+|metadata=\{"
+    r",?\s*(?<!\w)(?:stack_frame_id=\d+|metadata=\{"
     r'(?:[^{}"]|"[^"\\]*(?:\\.[^"\\]*)*"|\{[^{}]*\})*\})',
     re.DOTALL,
 )

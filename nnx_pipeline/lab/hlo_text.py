@@ -60,7 +60,8 @@ class Scanner:
             if mark in _CLOSES:
                 awaited.append(_CLOSES[mark])
             elif awaited.pop() != mark:
-                self.fail(position - 1, f"a {mark!r} that closes another kind of bracket")
+                line = self.text.count("\n", 0, position) + 1
+                self.fail(at, f"a bracket that a {mark!r} of another kind closes in line {line}")
             if not awaited:
                 return position
 
