@@ -334,7 +334,8 @@ def lines_of(text: str) -> Iterator[tuple[str, str, str | None]]:
 
 
 def test_no_opcode_of_a_real_program_is_unknown() -> None:
-    assert unknown_opcodes(hlo.parse(SPLASH)) == ()
+    module = hlo.parse(SPLASH)
+    assert unknown_opcodes(module, hlo_loops.executions(module)) == ()
 
 
 # ---- fingerprints ----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nnx_pipeline.lab.hlo import Computation, Instruction, Module
-from nnx_pipeline.lab.hlo_loops import PASSES_ON, executions
+from nnx_pipeline.lab.hlo_loops import PASSES_ON, Runs, executions
 from nnx_pipeline.lab.hlo_opcodes import TRANSFERS, is_known, plain
 from nnx_pipeline.lab.hlo_products import flops_of
 from nnx_pipeline.lab.hlo_unread import Unread, unread
@@ -34,7 +34,7 @@ def matmul_flops(module: Module) -> int | None:
 
     None: a product stands in a loop of unknown length, or in what `Products.unknown` names.
     """
-    products = products_of(module)
+    products = products_of(module, executions(module))
     return None if products.unknown else products.known
 
 
@@ -51,10 +51,10 @@ class Products:
     unknown: tuple[Unread, ...]
 
 
-def products_of(module: Module) -> Products:
-    """What `matmul_flops` sums, and what it cannot."""
+def products_of(module: Module, runs: Runs) -> Products:
+    """What `matmul_flops` sums, and what it cannot. runs: how often each computation runs."""
     total, unknown = 0, []
-    for name, times in executions(module).items():
+    for name, times in runs.items():
         computation = module.computations[name]
         for instruction in computation.instructions.values():
             flops = flops_of(computation, instruction)
@@ -70,7 +70,7 @@ def products_of(module: Module) -> Products:
 # ---- collectives -----------------------------------------------------------------------------
 
 
-def collective_counts(module: Module) -> dict[str, dict[str, int | None]]:
+def collective_counts(module: Module, runs: Runs | None = None) -> dict[str, dict[str, int | None]]:
     """For each kind of collective: `ops` in the program, `executed` and `bytes` per step.
 
     `bytes` are those of the results, per device: the gathered array of an all-gather, the piece
@@ -78,25 +78,25 @@ def collective_counts(module: Module) -> dict[str, dict[str, int | None]]:
     TPU compiler around an all-reduce and a slice of it is a reduce-scatter; an all-reduce whose
     result is stored whole and sliced later is an all-reduce. `ragged-all-to-all` counts as
     all-to-all. What is left out is in `uncounted_transfers`. `executed` and `bytes` are None where
-    one stands in a loop of unknown length.
+    one stands in a loop of unknown length. runs: `executions(module)`, if that is known already.
     """
     counts: dict[str, dict[str, int | None]] = {
         kind: {"ops": 0, "executed": 0, "bytes": 0} for kind in COLLECTIVES
     }
-    for _, times, kind, size in _collectives(module):
+    for _, times, kind, size in _collectives(module, executions(module) if runs is None else runs):
         _add(counts[kind], times, size)
     return counts
 
 
-def uncounted_transfers(module: Module) -> tuple[Unread, ...]:
-    """What crosses devices and is not fully in `collective_counts`."""
+def uncounted_transfers(module: Module, runs: Runs) -> tuple[Unread, ...]:
+    """What crosses devices and is not fully in `collective_counts`. runs: as above."""
     reason = "a collective that runs an unknown number of times"
     found = [
         unread(instruction, "collectives", None, reason)
-        for instruction, times, _, _ in _collectives(module)
+        for instruction, times, _, _ in _collectives(module, runs)
         if times is None
     ]
-    for name, times in executions(module).items():
+    for name, times in runs.items():
         for instruction in module.computations[name].instructions.values():
             if reason := _transfer(instruction):
                 found.append(unread(instruction, "collectives", times, reason))
@@ -118,7 +118,7 @@ def _transfer(instruction: Instruction) -> str:
     return "a kernel written by hand that sends to other devices" if sends else ""
 
 
-def _collectives(module: Module) -> Iterator[tuple[Instruction, int | None, str, int]]:
+def _collectives(module: Module, runs: Runs) -> Iterator[tuple[Instruction, int | None, str, int]]:
     """Each collective once, how often it runs, its kind and the bytes of its result."""
     fused = {
         callee
@@ -128,7 +128,7 @@ def _collectives(module: Module) -> Iterator[tuple[Instruction, int | None, str,
         for callee in instruction.called()
     }
     steps_seen: set[tuple[str, str]] = set()
-    for name, times in executions(module).items():
+    for name, times in runs.items():
         computation = module.computations[name]
         for instruction in computation.instructions.values():
             kind, size = _collective(computation, instruction, in_fusion=name in fused)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from nnx_pipeline.lab.hlo import Computation, Instruction, Module, Shape
 from nnx_pipeline.lab.hlo_opcodes import APPLIES, RUNS, plain
@@ -18,6 +18,8 @@ _LONGEST_LOOP = 100_000  # trips; beyond it, counting them one by one would take
 # Reads an integer that a computation was given: (parameter number, tuple element) -> value, None
 # where it is not known. The element is None for a parameter that is no tuple.
 Reader = Callable[[int, int | None], int | None]
+# How often each computation runs per step, None where that is not known.
+Runs = Mapping[str, int | None]
 
 _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "add": operator.add,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nnx_pipeline.lab.hlo import Instruction, Module
-from nnx_pipeline.lab.hlo_loops import executions
+from nnx_pipeline.lab.hlo_loops import Runs
 from nnx_pipeline.lab.hlo_opcodes import is_known
 
 
@@ -45,14 +45,13 @@ def unread(instruction: Instruction, figure: str, executed: int | None, reason: 
     )
 
 
-def unknown_opcodes(module: Module) -> tuple[Unread, ...]:
+def unknown_opcodes(module: Module, runs: Runs) -> tuple[Unread, ...]:
     """Instructions whose opcode is not known: a buffer's line and role are not followed into them.
 
-    Those in computations that nothing is seen to run are among them.
+    Those in computations that nothing is seen to run are among them. runs: `executions(module)`.
     """
-    times = executions(module)
     return tuple(
-        unread(instruction, "buffers", times.get(name), "an opcode that is not known")
+        unread(instruction, "buffers", runs.get(name), "an opcode that is not known")
         for name, computation in module.computations.items()
         for instruction in computation.instructions.values()
         if not is_known(instruction.opcode)

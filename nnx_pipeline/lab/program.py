@@ -13,6 +13,7 @@ from nnx_pipeline.lab.hlo_cost import (
     products_of,
     uncounted_transfers,
 )
+from nnx_pipeline.lab.hlo_loops import executions
 from nnx_pipeline.lab.hlo_unread import Unread, merged, unknown_opcodes
 
 
@@ -48,13 +49,18 @@ def read_program(
             collectives=nothing,
             unread=(_text("the program", error, "flops", "collectives", "buffers"),),
         )
-    products = products_of(module)
-    found = [*products.unknown, *uncounted_transfers(module), *unknown_opcodes(module)]
+    runs = executions(module)
+    products = products_of(module, runs)
+    found = [
+        *products.unknown,
+        *uncounted_transfers(module, runs),
+        *unknown_opcodes(module, runs),
+    ]
     rows, unreadable = _attribution(buffers, module, temp_bytes, one_line)
     return Program(
         flops=None if products.unknown else products.known,
         known_flops=products.known,
-        collectives=collective_counts(module),
+        collectives=collective_counts(module, runs),
         attribution=rows,
         unread=(*merged(found), *unreadable),
     )
