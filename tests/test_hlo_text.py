@@ -138,6 +138,7 @@ def test_a_random_program_is_read_as_it_was_printed(seed: int) -> None:
         ("  %x = f32[4] while(%p), body=%main", "line 6 .*the while x has no condition"),
         ("  %x = f32[4] conditional(%p)", "line 6 .*no true_computation and no false"),
         ("  %x = f32[4] get-tuple-element(%p)", "line 6 .*has no index"),
+        ("  %x = f32[4] get-tuple-element(%p), index=a", "line 6 .*index of x is no number"),
         ("  %x = f32[4] parameter(first)", "line 6 .*the parameter x has no number"),
         ("  %x = f32[?] add(%p, %p)", "line 6 .*no size that is a number"),
         ("  %x = f32[4] %p", "line 6 .*no opcode in the instruction x"),

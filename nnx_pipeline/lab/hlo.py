@@ -281,6 +281,8 @@ def _instruction(scanner: Scanner, start: int, frames: Frames) -> tuple[bool, In
     takes_literal = opcode[1] in ("constant", "parameter", "iota")
     if opcode[1] == "parameter" and not inside.strip().isdecimal():
         scanner.fail(start, f"the parameter {named[2]} has no number")
+    if opcode[1] == "get-tuple-element" and not attributes["index"].isdecimal():
+        scanner.fail(start, f"the index of {named[2]} is no number")
     try:
         shapes = shapes_of(text[named.end() : end_of_type])
     except ValueError:

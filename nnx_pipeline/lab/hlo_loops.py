@@ -79,7 +79,8 @@ def _calculated(instruction: Instruction, operands: list[int | None]) -> int | N
     if opcode in _ARITHMETIC:
         result = _ARITHMETIC[opcode](*values)
     elif opcode == "compare":
-        return int(_COMPARE[instruction.attributes["direction"]](*values))
+        compare = _COMPARE.get(instruction.attributes["direction"])
+        return None if compare is None else int(compare(*values))
     elif opcode == "select":
         result = values[1] if values[0] else values[2]
     elif opcode == "convert":
