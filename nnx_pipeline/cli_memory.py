@@ -22,6 +22,7 @@ from nnx_pipeline.lab.compile import Measurement, Progress, measure_step
 from nnx_pipeline.lab.functions import arguments_of, find_function, mesh_on
 from nnx_pipeline.lab.own import measure
 from nnx_pipeline.lab.platform import Platform
+from nnx_pipeline.lab.unread_view import FIGURES, unread_lines
 from nnx_pipeline.mesh import MeshConfig
 
 
@@ -104,6 +105,8 @@ def memory_command(
 
 def _with_buffers(result: Measurement, platform: str) -> Attribution:
     if result.attribution is None:
+        if unread := [line for line in unread_lines([result]) if FIGURES["buffers"] in line]:
+            raise Failed(unread[0])
         raise Failed(
             f"{platform} gave no buffer assignment; a program from JAX's persistent compilation "
             "cache has none: unset jax_compilation_cache_dir"

@@ -1,6 +1,9 @@
 """What the compilers put in their heaps: planted faults, training steps, roles that are known."""
 
 import functools
+import io
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,14 +13,27 @@ import jax.numpy as jnp
 import planted
 import pytest
 from helpers import Run, missing, optax_promotion
+from hlo_texts import with_line_breaks
 from jax import Array
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel,
+    splash_attention_mask,
+)
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
 
 from nnx_pipeline import MeshConfig, lab
 from nnx_pipeline.cli_options import configured
 from nnx_pipeline.lab.attribution import ROLES, Attribution, Buffer
 from nnx_pipeline.lab.compare import Outcome
 from nnx_pipeline.lab.compile import Measurement, measure_step
+from nnx_pipeline.lab.dataflow import Flow
+from nnx_pipeline.lab.hlo import Module, parse
+from nnx_pipeline.lab.origins import Origins
 from nnx_pipeline.lab.platform import Platform
+from nnx_pipeline.lab.program import read_program
+from nnx_pipeline.lab.report import measurement_view
 
 COMPILERS = {"cpu": (), "tpu:v5p:2x2x2": ("libtpu",), "cuda:h100:8": ("jax_cuda13_plugin",)}
 PLANTED: dict[Callable[..., Array], tuple[tuple[Any, ...], str | None]] = {
@@ -113,12 +129,23 @@ def test_roles_of_the_planted_buffers(outcomes: Any, platform: str) -> None:
 STEP = ("train.sequence_length=1024",)
 
 
+@pytest.fixture(scope="module")
+def step() -> Callable[[str], Measurement]:
+    """A training step of the smallest model, compiled once per platform."""
+
+    @functools.cache
+    def measure(platform: str) -> Measurement:
+        need(platform)
+        mesh = MeshConfig(stage=4, fsdp=2)
+        with optax_promotion():
+            return measure_step(configured("tiny", STEP), mesh, Platform.parse(platform))
+
+    return measure
+
+
 @pytest.mark.parametrize("platform", COMPILERS)
-def test_a_training_step_has_lines_of_source(platform: str) -> None:
-    need(platform)
-    mesh = MeshConfig(stage=4, fsdp=2)
-    with optax_promotion():
-        result = measure_step(configured("tiny", STEP), mesh, Platform.parse(platform))
+def test_a_training_step_has_lines_of_source(platform: str, step: Any) -> None:
+    result = step(platform)
     check_sums(result)
     found = attribution_of(result)
     named = sum(row.bytes for row in found.buffers if row.source)
@@ -129,6 +156,113 @@ def test_a_training_step_has_lines_of_source(platform: str) -> None:
     roles = found.by_role()
     assert {"saved residual", "activation", "gradient accumulator"} <= set(roles)
     assert roles.get("other", 0) < 0.01 * found.heap_bytes
+
+
+@pytest.mark.parametrize("platform", COMPILERS)
+def test_a_training_step_is_read_whole(platform: str, step: Any) -> None:
+    """As many instructions and computations as a count of lines finds; line breaks are nothing."""
+    result = step(platform)
+    assert result.unread == ()
+    assert result.flops == result.known_flops > 0
+    module = parse(result.hlo)
+    lines = result.hlo.splitlines()
+    starts = [line for line in lines if re.match(r"  (ROOT )?%\S+ = \S", line)]
+    heads = [line for line in lines if re.match(r"(ENTRY )?%\S+ \(.*\) -> .* \{$", line)]
+    counts = [len(computation.instructions) for computation in module.computations.values()]
+    assert (sum(counts), len(counts)) == (len(starts), len(heads))
+    broken = with_line_breaks(result.hlo)
+    assert len(broken.splitlines()) > 2 * len(lines)
+    read = read_program(broken, None, 0)
+    assert (read.flops, read.collectives, read.unread) == (result.flops, result.collectives, ())
+    assert owned(parse(broken)) == owned(module)
+
+
+def owned(module: Module) -> list[tuple[str, str, str | None]]:
+    """Operation and line of every tenth instruction."""
+    flow = Flow(module)
+    origins = Origins(flow)
+    found = [origins.of((name, ())) for name in list(flow.instructions)[::10]]
+    return [(one.operation, one.source or "", str(one.instruction)) for one in found]
+
+
+LAYERS, BATCH, TOKENS, HEADS, HEAD = 3, 8, 256, 2, 128
+WIDTH = HEADS * HEAD
+
+
+def splash_attention(q: Array, k: Array, v: Array) -> Array:
+    mask = splash_attention_mask.MultiHeadMask(
+        [splash_attention_mask.CausalMask((TOKENS, TOKENS))] * HEADS
+    )
+    kernel = splash_attention_kernel.make_splash_mha(mask, head_shards=1, q_seq_shards=1)
+    return jax.vmap(kernel)(q, k, v)
+
+
+def attending(x: Array, weights: dict[str, Array]) -> tuple[Array, None]:
+    heads = (*x.shape[:2], HEADS, HEAD)
+    q, k, v = ((x @ weights[name]).reshape(heads).swapaxes(1, 2) for name in "qkv")
+    spread = P("data")
+    local = jax.shard_map(splash_attention, in_specs=spread, out_specs=spread, check_vma=False)
+    seen = local(q, k, v).swapaxes(1, 2).reshape(x.shape)
+    return x + jnp.tanh(seen @ weights["o"]), None  # behind the kernel
+
+
+def attention_step(weights: dict[str, Array], x: Array) -> Any:
+    def loss(weights: dict[str, Array]) -> Array:
+        return jnp.sum(jax.lax.scan(attending, x, weights)[0].astype(jnp.float32) ** 2)
+
+    return jax.value_and_grad(loss)(weights)
+
+
+@pytest.fixture(scope="module")
+def attention() -> Measurement:
+    need("tpu:v5p:2x2x2")
+    mesh = AbstractMesh((8,), ("data",))
+    shape = (LAYERS, WIDTH, WIDTH)
+    weights = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name in "qkvo"}
+    spread = NamedSharding(mesh, P("data"))
+    x = jax.ShapeDtypeStruct((BATCH, TOKENS, WIDTH), jnp.bfloat16, sharding=spread)
+    return lab.measure(attention_step, weights, x, mesh="data=8", platform="tpu:v5p:2x2x2")
+
+
+def test_what_follows_a_kernel_is_counted(attention: Measurement) -> None:
+    """Each of 8 devices has one row of tokens: four products per layer, and twice that backward."""
+    assert attention.flops is None
+    assert attention.known_flops == 3 * LAYERS * 4 * 2 * TOKENS * WIDTH**2
+    sums = attention.collectives["all-reduce"]
+    # The gradients of all four weights in one sum per layer, and the loss.
+    assert sums["executed"] == LAYERS + 1
+    assert sums["bytes"] == LAYERS * 4 * WIDTH**2 * 2 + 4
+    kernels = {one.name.partition(".")[0]: one for one in attention.unread}
+    assert set(kernels) == {
+        "splash_mha_fwd_residuals",
+        "splash_mha_dkv_no_residuals",
+        "splash_mha_dq_no_residuals",
+    }
+    assert {(one.executed, one.figures) for one in kernels.values()} == {(LAYERS, ("flops",))}
+    assert attention.to_json()["unread"][0]["what"] == "tpu_custom_call"
+
+
+def test_lines_and_roles_of_what_follows_a_kernel(attention: Measurement) -> None:
+    check_sums(attention)
+    rows = attribution_of(attention).buffers
+    lines = Path(__file__).read_text().splitlines()
+    (behind,) = [n for n, line in enumerate(lines, 1) if line.endswith("# behind the kernel")]
+    found = {row.role for row in rows if (row.source or "").endswith(f"{__file__}:{behind}")}
+    assert "saved residual" in found
+    named = sum(row.bytes for row in rows if row.source)
+    assert named >= 0.8 * sum(row.bytes for row in rows if row.role != "fragmentation")
+
+
+def test_a_kernel_is_named_in_the_text_and_kept_in_the_cache(attention: Measurement) -> None:
+    console = Console(width=200, file=io.StringIO())
+    console.print(measurement_view("attention", attention))
+    text = console.file.getvalue()
+    assert "matrix products: – per device and step, 0.001 TFLOP of them known" in text
+    assert "not in the matrix products: tpu_custom_call splash_mha_fwd_residuals" in text
+    assert "(3 times per step), " in text
+    assert "a kernel written by hand" in text
+    kept = Measurement.from_cache(json.loads(json.dumps(attention.to_cache())), "2026-01-01")
+    assert (kept.unread, kept.known_flops) == (attention.unread, attention.known_flops)
 
 
 ROWS, SIZE, VOCABULARY = 512, 256, 3001

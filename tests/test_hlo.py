@@ -142,6 +142,7 @@ LOOP = """  %p = f32[4,4]{{1,0}} parameter(0)
         (0, 4, "NE", 12, 3),
         (9, 1, "LT", 7, 0),
         (0, 0, "LT", 7, None),
+        (0, 1, "BELOW", 7, None),  # a direction that is not known
     ],
 )
 def test_trip_count_from_the_condition(

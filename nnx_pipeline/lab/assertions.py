@@ -8,6 +8,7 @@ from nnx_pipeline.errors import InputError, nearest
 from nnx_pipeline.lab.attribution_view import short_operation, short_source
 from nnx_pipeline.lab.compile import Measurement
 from nnx_pipeline.lab.report import CPU_WARNING, compiler, megabytes
+from nnx_pipeline.lab.unread_view import unread_lines
 
 TOP = 8  # rows of buffers in a message
 SMALL = 0.01  # a smaller share of the heap is left out of it
@@ -66,7 +67,10 @@ class CompiledMemory:
 
     @property
     def flops(self) -> int | None:
-        """2·m·n·k of every matrix product, loops multiplied by their trip counts."""
+        """2·m·n·k of every matrix product, loops multiplied by their trip counts.
+
+        None if one cannot be read from the program: `measurement.unread` names it.
+        """
         return self.measurement.flops
 
     @property
@@ -132,6 +136,7 @@ class CompiledMemory:
             f"{_subject(self.measurement)} on {compiler(self.measurement)}",
             f"MB per device: {', '.join(sizes)}",
             *_largest_buffers(self.measurement),
+            *unread_lines([self.measurement]),
         ]
         return "\n".join([*lines, CPU_WARNING] if self.measurement.platform == "cpu" else lines)
 

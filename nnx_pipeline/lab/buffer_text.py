@@ -29,6 +29,8 @@ _VALUE = re.compile(
 _POSITION = re.compile(r"    (\d+):(\S+)$")
 _RANGE = re.compile(r"    (\S+?)\{([\d,]*)\}:(\d+)-(\d+)$")
 _COLOR = re.compile(r", color (\d+)")
+_SECTION = re.compile(r" {0,2}\S")
+_SECTIONS = {"  InstructionSequence:": _POSITION, "  BufferLiveRange:": _RANGE}
 _NEVER = (0, -1)
 
 Index = tuple[int, ...]
@@ -96,9 +98,11 @@ class BufferText:
 def read_buffers(text: str) -> BufferText:
     """The buffer assignment that a compiler wrote.
 
-    Raises ValueError for a text without allocations.
+    Raises ValueError for a text without allocations, and for a line of an allocation, of the order
+    of instructions or of the live ranges that is not understood.
     """
     lines = text.splitlines()
+    _check_lines(lines)
     schedule: dict[int, str] = {}
     ranges: dict[tuple[str, str], tuple[int, int]] = {}
     for line in lines:
@@ -110,6 +114,26 @@ def read_buffers(text: str) -> BufferText:
     if not allocations:
         raise ValueError(f"no allocation in a text that begins with {text[:60]!r}")
     return BufferText(allocations, schedule)
+
+
+def has_allocations(text: str) -> bool:
+    """Whether a compiler wrote down where values lie."""
+    return re.search(r"^allocation ", text, re.MULTILINE) is not None
+
+
+def _check_lines(lines: list[str]) -> None:
+    """Raises ValueError for a line that should say where or when a value lives, and does not."""
+    section: re.Pattern[str] | None = None
+    for number, line in enumerate(lines, start=1):
+        if _SECTION.match(line):
+            section = _SECTIONS.get(line)
+        pattern = section if line.startswith("    ") else None
+        if line.startswith("allocation "):
+            pattern = _ALLOCATION
+        elif line.startswith(" value:"):
+            pattern = _VALUE
+        if pattern and not pattern.match(line):
+            raise ValueError(f"line {number} of the buffer assignment: not understood: {line!r}")
 
 
 def _allocations(

@@ -13,10 +13,10 @@ from nnx_pipeline.config import Config, to_dict
 from nnx_pipeline.equations import called_from_one_line
 from nnx_pipeline.lab.attribution import Attribution
 from nnx_pipeline.lab.heap import compile_with_dump, heap_bytes
-from nnx_pipeline.lab.heap_profile import attribute
-from nnx_pipeline.lab.hlo import fingerprint, parse
-from nnx_pipeline.lab.hlo_cost import collective_counts, matmul_flops
+from nnx_pipeline.lab.hlo import fingerprint
+from nnx_pipeline.lab.hlo_unread import Unread
 from nnx_pipeline.lab.platform import Platform
+from nnx_pipeline.lab.program import read_program
 from nnx_pipeline.mesh import MeshConfig, make_mesh
 from nnx_pipeline.modules import Parts
 from nnx_pipeline.sharding import Layout
@@ -52,7 +52,8 @@ class Measurement:
     compiler wrote no buffer assignment. device_memory_bytes: what one device has, None where that
     is not known; the NVIDIA compiler compiles programs that are larger. gemm: what NVIDIA's matrix
     products are, see `Platform`; None elsewhere. measured: when, in ISO
-    format, if it comes from a cache.
+    format, if it comes from a cache. flops: None if it is not known of every product; known_flops:
+    of those of which it is. unread: what of the program is in none of the figures that it names.
     """
 
     platform: str
@@ -71,6 +72,8 @@ class Measurement:
     device_memory_bytes: int | None = None
     gemm: str | None = None
     measured: str | None = None
+    known_flops: int | None = None
+    unread: tuple[Unread, ...] = ()
 
     @property
     def fingerprint(self) -> str:
@@ -111,6 +114,7 @@ class Measurement:
             "memory": Memory(**value["memory"]),
             "attribution": None if rows is None else Attribution.from_json(rows),
             "measured": measured,
+            "unread": tuple(map(Unread.from_json, value["unread"])),
             "hlo": "",
         }
         return cls(**{**value, **changed})
@@ -165,26 +169,27 @@ def measure_traced(
         compiled, buffers = compile_with_dump(lowered, platform.compiler_options)
     clock.progress("reading the compiled program")
     hlo = compiled.as_text() or ""
-    module = parse(hlo)
     costs = _cost_analysis(compiled)
     memory = _memory(compiled, heap_bytes(buffers))
+    one_line = called_from_one_line(traced.jaxpr)
+    program = read_program(hlo, buffers, memory.temp_bytes, one_line)
     return Measurement(
         platform=str(platform),
         mesh=mesh,
         config=config,
         memory=memory,
-        flops=matmul_flops(module),
+        flops=program.flops,
+        known_flops=program.known_flops,
         xla_flops=costs.get("flops"),
         bytes_accessed=costs.get("bytes accessed"),
-        collectives=collective_counts(module),
+        collectives=program.collectives,
         device_memory_bytes=platform.memory_bytes(),
         gemm=platform.gemm if platform.kind == "cuda" else None,
         seconds=clock.seconds,
         versions=_versions(platform),
         hlo=hlo,
-        attribution=attribute(
-            buffers, module, memory.temp_bytes, called_from_one_line(traced.jaxpr)
-        ),
+        attribution=program.attribution,
+        unread=program.unread,
     )
 
 

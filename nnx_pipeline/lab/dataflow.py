@@ -23,7 +23,7 @@ MOVES = (
     "copy-done",
     "copy-start",
     "get-tuple-element",
-    "optimization-barrier",
+    "opt-barrier",
     "tuple",
 )
 # The same numbers in another dtype, order or shape, or a part of them.
@@ -45,7 +45,9 @@ COLLECTIVES = (
     "ragged-all-to-all",
     "reduce-scatter",
 )
-_CALLS = ("async-start", "call", "fusion")
+_STARTS = ("async-start", "call-start", "fusion-start")
+_DONES = ("async-done", "call-done", "fusion-done")
+_CALLS = ("call", "fusion", *_STARTS)
 
 
 def collective(opcode: str) -> str | None:
@@ -111,8 +113,11 @@ class Flow:
             return self._arguments(instruction, index)
         if opcode == "while":
             return self._states(instruction, index)
+        if opcode in _STARTS and index[:1] != (1,):
+            return self._operands(instruction, index)
         if opcode in _CALLS or opcode == "conditional":
-            found = [self.root(name, index) for name in instruction.called()]
+            inner = index[1:] if opcode in _STARTS else index
+            found = [self.root(name, inner) for name in instruction.called()]
             return [item for item in found if item]
         return self._operands(instruction, index)
 
@@ -134,6 +139,8 @@ class Flow:
             return [(operand, ()) for operand in operands[:1]]
         if opcode.endswith("-start") and len(operands) > 1 and len(index) == 2:
             return [(operands[index[1]], ())]
+        if opcode.endswith("-update"):
+            return [(operand, index) for operand in operands[:1]]
         if opcode.endswith("-done") and len(operands) == 1:
             return [(operands[0], (1, *index))]
         return [(operand, ()) for operand in sorted(operands, key=self._size)]
@@ -218,7 +225,8 @@ class Flow:
                     for turn in self._turns(caller)[:1]:
                         yield self.instructions[turn], (turn, index)
                 elif caller.opcode in (*_CALLS, "conditional"):
-                    yield caller, (caller.name, index)
+                    inside = (1, *index) if caller.opcode in _STARTS else index
+                    yield caller, (caller.name, inside)
 
     def _handed(self, user: Instruction, name: str, index: Index) -> Iterator[Value | None]:
         opcode = user.opcode
@@ -240,7 +248,9 @@ class Flow:
             yield user.name, (0,)
         elif opcode == "copy-done":
             yield (user.name, ()) if index == (0,) else None
-        elif opcode in MOVES:
+        elif opcode in _DONES:
+            yield (user.name, index[1:]) if index[:1] == (1,) else None
+        elif opcode in MOVES or opcode.endswith("-update"):
             yield user.name, index
         elif opcode == "dynamic-update-slice" and places[0] == 0:
             yield user.name, ()

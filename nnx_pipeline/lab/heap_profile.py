@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from nnx_pipeline.lab.attribution import Attribution, Buffer
-from nnx_pipeline.lab.buffer_text import BufferText, Placed, read_buffers
+from nnx_pipeline.lab.buffer_text import BufferText, Placed, has_allocations, read_buffers
 from nnx_pipeline.lab.dataflow import Flow, Value
 from nnx_pipeline.lab.hlo import Module, shapes_of
 from nnx_pipeline.lab.origins import Origin, Origins
@@ -25,7 +25,7 @@ def attribute(
 
     text: see `heap.compile_with_dump`. temp_bytes: the compiler's `temp_size_in_bytes`. one_line:
     the jitted functions of `equations.called_from_one_line`. None without a text, or with one that
-    has no allocation.
+    has no allocation; ValueError for one that is not understood.
 
     The heap is that of `heap.heap_bytes`. Its peak is the first position of the schedule at which
     the values that live there cover the most bytes of it. Bytes that several of them share (what
@@ -38,10 +38,9 @@ def attribute(
     rest of temp_bytes, which is negative where the compiler's temp is less than the sum: what a
     TPU's compiler counts as temp is not the size of its allocations (see `heap`).
     """
-    try:
-        buffers = read_buffers(text or "")
-    except ValueError:
+    if text is None or not has_allocations(text):
         return None
+    buffers = read_buffers(text)
     values = [_Slot(part.number, value) for part in buffers.heap for value in part.values]
     curve = _live_bytes(values)
     peak = max(curve, key=lambda position: (curve[position], -position), default=0)

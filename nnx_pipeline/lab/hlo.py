@@ -2,33 +2,63 @@
 
 One module is computations, one computation is instructions in the order in which they run. Only
 what the figures in `hlo_cost` and a memory report need is taken apart; every other attribute is
-kept as the text it was printed with. The TPU, NVIDIA and CPU compilers print the same language:
-layouts `{1,0:T(8,128)(2,1)S(1)}`, tuples, comments `/*index=5*/` and quoted strings that contain
-brackets are what a reader has to step over with care.
+kept as the text it was printed with. The TPU, NVIDIA and CPU compilers print the same language;
+`hlo_text` knows where its pieces end. What is not understood is a ValueError that names the line.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|[()\[\]{},]')
-_COMMENT = re.compile(r"/\*.*?\*/")
+from nnx_pipeline.lab.hlo_frames import Frame, Frames
+from nnx_pipeline.lab.hlo_text import COMMENT, Scanner, split_at_commas
+
 _ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
-_COMPUTATION = re.compile(r"(ENTRY\s+)?%?([\w.$-]+)\s+(?:\(.*)?\{$")
-_INSTRUCTION = re.compile(r"\s+(ROOT\s+)?%?([^\s=]+) = (.*)$")
+_MODULE = re.compile(r"\s*HloModule\s+([^\s,]+)")
+_TABLE = re.compile(r"([A-Za-z]+)[ \t]*(?=\n)")
+_ROW = re.compile(r"\s*(\d+)\s+(?=[\"{])")
+_COMPUTATION = re.compile(r"(ENTRY\s+)?%?([\w.$-]+)\s*(?=[({])")
+_INSTRUCTION = re.compile(r"(ROOT\s+)?%?([^\s=(){},]+)\s*=\s*")
 _OPCODE = re.compile(r"\s*([\w-]+)\(")
-_FIELD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|[^\s}]+)')
-_TABLE_ROW = re.compile(r'(\d+) (".*"|\{.*\})$')
-_CALLED = ("calls", "to_apply", "condition", "body", "true_computation", "false_computation")
-_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
-
-
-Frame = tuple[str, int, str]
+_FIELD = re.compile(r"(\w+)=\s*([^\s}]+)")
+_METADATA = re.compile(
+    r",?\s*(?<!\w)(?:stack_frame_id=\d+|metadata=\{"
+    r'(?:[^{}"]|"[^"\\]*(?:\\.[^"\\]*)*"|\{[^{}]*\})*\})',
+    re.DOTALL,
+)
+# What an instruction of this kind cannot do without.
+_NEEDED = {
+    "async-start": ("calls",),
+    "call": ("to_apply",),
+    "call-start": ("to_apply",),
+    "compare": ("direction",),
+    "convolution": ("dim_labels",),
+    "conditional": ("true_computation", "false_computation"),
+    "custom-call": ("custom_call_target",),
+    "custom-call-start": ("custom_call_target",),
+    "fusion": ("calls",),
+    "fusion-start": ("calls",),
+    "get-tuple-element": ("index",),
+    "while": ("condition", "body"),
+}
+_CALLED = (
+    "calls",
+    "to_apply",
+    "condition",
+    "body",
+    "true_computation",
+    "false_computation",
+    "branch_computations",
+    "called_computations",
+)
+# Names of instructions, and of computations that are applied to each element.
+_NOT_CALLED = ("control-predecessors", "select", "scatter")
 
 
 @dataclass(frozen=True)
@@ -59,7 +89,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a computation.
+    """One operation of a computation.
 
     `shapes` are the arrays of the result, tuples flattened in order. `operands` are names in the
     same computation. `literal` is what stands between the parentheses of a constant or parameter.
@@ -90,15 +120,24 @@ class Instruction:
 
     def integers(self, attribute: str) -> tuple[int, ...]:
         """An attribute like `lhs_contracting_dims={1,2}` as numbers; empty if it is not there."""
-        return tuple(
-            int(digits) for digits in re.findall(r"\d+", self.attributes.get(attribute, ""))
-        )
+        return tuple(map(int, re.findall(r"\d+", self.attributes.get(attribute, ""))))
 
     def called(self, attribute: str | None = None) -> tuple[str, ...]:
         """Names of the computations it refers to, in all attributes or in the one named."""
-        names = (attribute,) if attribute else (*_CALLED, "branch_computations")
+        names = (attribute,) if attribute else _CALLED
         texts = [self.attributes[name] for name in names if name in self.attributes]
-        return tuple(part for text in texts for part in re.findall(r"[\w.$-]+", text))
+        return tuple(
+            part for text in texts for part in re.findall(r"[\w.$-]+", COMMENT.sub("", text))
+        )
+
+    def mentioned(self) -> tuple[str, ...]:
+        """Names behind a percent sign in all other attributes: what it may call, too."""
+        return tuple(
+            name
+            for key, value in self.attributes.items()
+            if value.startswith(("%", "{%")) and key not in (*_CALLED, *_NOT_CALLED)
+            for name in re.findall(r"%([\w.$-]+)", value)
+        )
 
 
 @dataclass(frozen=True)
@@ -135,21 +174,29 @@ class Module:
 def parse(text: str) -> Module:
     """The module that a compiler printed.
 
-    Raises ValueError for text that has no ENTRY computation, which is then not an HLO module.
+    Raises ValueError for text that has no ENTRY computation, which is then not an HLO module, and
+    for anything in it that is not understood, with the line.
     """
-    frames = _Frames(text)
+    scanner = Scanner(text)
+    name, frames, at = _head(scanner)
     computations: dict[str, Computation] = {}
     entry = ""
-    for is_entry, name, lines in _computation_lines(text):
-        computations[name] = _computation(name, lines, frames)
-        entry = name if is_entry else entry
+    while (at := scanner.space(at)) < len(text):
+        start = at
+        is_entry, computation, at = _computation(scanner, at, frames)
+        if computation.name in computations:
+            scanner.fail(start, f"a second computation of the name {computation.name}")
+        computations[computation.name] = computation
+        entry = computation.name if is_entry else entry
     if not entry:
-        start = text[:60].replace("\n", " ")
-        raise ValueError(
-            f"no ENTRY computation in text that begins with {start!r}; pass compiled.as_text()"
-        )
-    header = re.match(r"HloModule\s+([^\s,]+)", text)
-    return Module(header.group(1) if header else "", computations, entry)
+        raise ValueError(_no_module(text))
+    _check_calls(scanner, computations)
+    return Module(name, computations, entry)
+
+
+def _no_module(text: str) -> str:
+    start = text[:60].replace("\n", " ")
+    return f"no ENTRY computation in text that begins with {start!r}; pass compiled.as_text()"
 
 
 def fingerprint(text: str) -> str:
@@ -157,145 +204,123 @@ def fingerprint(text: str) -> str:
 
     That is a hash of the computations alone: neither their metadata nor the tables before them.
     """
-    bare = re.sub(r",? ?(stack_frame_id=\d+|metadata=\{[^{}]*\})", "", text)
-    lines = (line for line in bare.splitlines() if re.match(r" *(%|ROOT|ENTRY|\})", line))
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    try:
+        *_, at = _head(Scanner(text))
+    except ValueError:
+        at = 0  # a text that cannot be read is still equal to itself
+    bare = _METADATA.sub("", text[at:])
+    return hashlib.sha256(bare.strip().encode()).hexdigest()
 
 
-def split_at_commas(text: str) -> list[str]:
-    """Parts between the commas that stand in no bracket, quotation or comment, stripped."""
-    parts, depth, start = [], 0, 0
-    for token in _TOKEN.finditer(text):
-        mark = token.group()
-        if mark in "([{":
-            depth += 1
-        elif mark in ")]}":
-            depth -= 1
-        elif mark == "," and depth == 0:
-            parts.append(text[start : token.start()].strip())
-            start = token.end()
-    parts.append(text[start:].strip())
-    return [part for part in parts if part]
+def _head(scanner: Scanner) -> tuple[str, Frames, int]:
+    """Name of the module, the tables of Python frames, and where its computations begin."""
+    header = _MODULE.match(scanner.text)
+    if header is None:
+        raise ValueError(_no_module(scanner.text))
+    _, at = scanner.attributes(header.end())
+    tables: dict[str, dict[str, str]] = {}
+    while title := _TABLE.match(scanner.text, scanner.space(at)):
+        rows = tables[title[1]] = {}
+        at = title.end()
+        while row := _ROW.match(scanner.text, at):
+            at = scanner.quotation_or_group(row.end())
+            rows[row[1]] = scanner.text[row.end() : at]
+    return header[1], Frames(tables), at
 
 
-def _closing(text: str, start: int) -> int:
-    """Position just behind the bracket that closes the one at `start`."""
-    depth = 0
-    for token in _TOKEN.finditer(text, start):
-        depth += (token.group() in "([{") - (token.group() in ")]}")
-        if depth == 0:
-            return token.end()
-    raise ValueError(f"unbalanced brackets in HLO text: {text[start : start + 120]!r}")
-
-
-def _computation_lines(text: str) -> Iterator[tuple[bool, str, list[str]]]:
-    """Whether it is the entry, its name and its lines, for each computation of the module."""
-    lines: list[str] = []
-    header: re.Match[str] | None = None
-    for line in text.splitlines():
-        if header is None:
-            header = None if line.startswith("HloModule") else _COMPUTATION.match(line)
-        elif line.startswith("}"):
-            yield bool(header.group(1)), header.group(2), lines
-            header, lines = None, []
-        else:
-            lines.append(line)
-
-
-def _computation(name: str, lines: list[str], frames: _Frames) -> Computation:
+def _computation(scanner: Scanner, at: int, frames: Frames) -> tuple[bool, Computation, int]:
+    """Whether it is the entry, the computation that begins at a position, and where it ends."""
+    text, start = scanner.text, at
+    header = _COMPUTATION.match(text, at)
+    if header is None:
+        scanner.fail(at, "not the beginning of a computation")
+    at = header.end()
+    if text[at] == "(":
+        at = scanner.space(scanner.closing(at))
+        if not text.startswith("->", at):
+            scanner.fail(at, "no result type of a computation")
+        at = scanner.space(scanner.type(scanner.space(at + 2)))
+    if not text.startswith("{", at):
+        scanner.fail(at, "no beginning of the instructions of a computation")
     instructions: dict[str, Instruction] = {}
     root = ""
-    for line in lines:
-        found = _INSTRUCTION.match(line)
-        if found:
-            instruction = _instruction(found.group(2), found.group(3), frames)
-            instructions[instruction.name] = instruction
-            root = instruction.name if found.group(1) else root
-    # The last one is the result where no line is marked ROOT.
-    return Computation(name, instructions, root or next(reversed(instructions), ""))
+    at = scanner.space(at + 1)
+    while not text.startswith("}", at):
+        if at >= len(text):
+            scanner.fail(start, f"computation {header[2]} never ends")
+        is_root, instruction, behind = _instruction(scanner, at, frames)
+        if instruction.name in instructions:
+            scanner.fail(at, f"a second instruction of the name {instruction.name}")
+        instructions[instruction.name] = instruction
+        root = instruction.name if is_root else root
+        at = scanner.space(behind)
+    if not instructions:
+        scanner.fail(start, f"computation {header[2]} has no instruction")
+    _, at = scanner.attributes(at + 1)  # such as the thread that runs it
+    # The last one is the result where no instruction is marked ROOT.
+    found = Computation(header[2], instructions, root or next(reversed(instructions)))
+    return bool(header[1]), found, at
 
 
-def _instruction(name: str, text: str, frames: _Frames) -> Instruction:
-    """`text` is what follows the equals sign: result type, opcode(operands), attributes."""
-    end_of_type = _closing(text, 0) if text.startswith("(") else text.index(" ")
+def _instruction(scanner: Scanner, start: int, frames: Frames) -> tuple[bool, Instruction, int]:
+    """Whether it is the root, the instruction that begins at a position, and where it ends."""
+    text = scanner.text
+    named = _INSTRUCTION.match(text, start)
+    if named is None:
+        scanner.fail(start, "neither an instruction nor the end of a computation")
+    end_of_type = scanner.type(named.end())
     opcode = _OPCODE.match(text, end_of_type)
     if opcode is None:
-        raise ValueError(f"no opcode in the HLO instruction {name!r}: {text[:120]!r}")
-    end_of_operands = _closing(text, opcode.end() - 1)
+        scanner.fail(end_of_type, f"no opcode in the instruction {named[2]}")
+    end_of_operands = scanner.closing(opcode.end() - 1)
     inside = text[opcode.end() : end_of_operands - 1]
-    takes_literal = opcode.group(1) in ("constant", "parameter", "iota")
-    pairs = (part.partition("=") for part in split_at_commas(text[end_of_operands:]))
-    attributes = {key: value for key, equals, value in pairs if equals}
-    return Instruction(
-        name,
-        opcode.group(1),
-        shapes_of(text[:end_of_type]),
+    attributes, end = scanner.attributes(end_of_operands)
+    needed = () if "branch_computations" in attributes else _NEEDED.get(opcode[1], ())
+    if lacking := [key for key in needed if key not in attributes]:
+        scanner.fail(start, f"the {opcode[1]} {named[2]} has no {' and no '.join(lacking)}")
+    takes_literal = opcode[1] in ("constant", "parameter", "iota")
+    if opcode[1] == "parameter" and not inside.strip().isdecimal():
+        scanner.fail(start, f"the parameter {named[2]} has no number")
+    if opcode[1] == "get-tuple-element" and not attributes["index"].isdecimal():
+        scanner.fail(start, f"the index of {named[2]} is no number")
+    try:
+        shapes = shapes_of(text[named.end() : end_of_type])
+    except ValueError:
+        scanner.fail(start, f"the instruction {named[2]} has no size that is a number")
+    instruction = Instruction(
+        named[2],
+        opcode[1],
+        shapes,
         () if takes_literal else tuple(map(_operand_name, split_at_commas(inside))),
         inside.strip() if takes_literal else "",
         attributes,
         *frames.describe(attributes.get("metadata", "")),
     )
+    return bool(named[1]), instruction, end
 
 
+def _check_calls(scanner: Scanner, computations: Mapping[str, Computation]) -> None:
+    """Every operand and every computation that an instruction names must be in the text."""
+    for computation in computations.values():
+        for item in computation.instructions.values():
+            unknown = [name for name in item.operands if name not in computation.instructions]
+            unknown += [name for name in item.called() if name not in computations]
+            if unknown:
+                at = re.search(rf"[\s%]{re.escape(item.name)}\s*=", scanner.text)
+                scanner.fail(
+                    at.end() if at else 0, f"{item.name} reads or calls {unknown[0]!r}, not there"
+                )
+
+
+@functools.lru_cache(maxsize=4096)
 def shapes_of(text: str) -> tuple[Shape, ...]:
     """The arrays of a type, tuples flattened: `(f32[2]{0}, /*index=1*/s32[])`."""
     return tuple(
         Shape(dtype, tuple(int(size.strip().lstrip("<=")) for size in dims.split(",") if size))
-        for dtype, dims in _ARRAY.findall(_COMMENT.sub("", text))
+        for dtype, dims in _ARRAY.findall(COMMENT.sub("", text))
     )
 
 
 def _operand_name(text: str) -> str:
     """`%x`, `x` or `f32[2]{0} %x` gives `x`."""
-    return _COMMENT.sub("", text).split()[-1].lstrip("%")
-
-
-class _Frames:
-    """The tables of Python frames at the head of the text, which metadata refers to by number."""
-
-    def __init__(self, text: str) -> None:
-        self._tables: dict[str, dict[str, str]] = {name: {} for name in _TABLES}
-        self._found: dict[str, tuple[Frame, ...]] = {"0": (), "-1": ()}
-        rows: dict[str, str] = {}
-        for line in text.splitlines():
-            if line in self._tables:
-                rows = self._tables[line]
-            elif row := _TABLE_ROW.match(line):
-                rows[row.group(1)] = row.group(2)
-            elif line and not line.startswith("HloModule"):
-                break
-
-    def describe(
-        self, metadata: str
-    ) -> tuple[str | None, str | None, int | None, tuple[Frame, ...]]:
-        """op_name, source file, line and all frames of `{op_name="..." stack_frame_id=6}`."""
-        fields = dict(_FIELD.findall(metadata))
-        file, line = _unquoted(fields.get("source_file")), fields.get("source_line")
-        frames: tuple[Frame, ...] = ((file, int(line), ""),) if file and line else ()
-        if "stack_frame_id" in fields:
-            frames = self._frames(fields["stack_frame_id"]) or frames
-        if frames:
-            file, line = frames[0][0], str(frames[0][1])
-        return _unquoted(fields.get("op_name")), file, int(line) if line else None, frames
-
-    def _frames(self, number: str) -> tuple[Frame, ...]:
-        """A frame and those that called it."""
-        if number not in self._found:
-            frame = dict(_FIELD.findall(self._row("StackFrames", number)))
-            place = dict(_FIELD.findall(self._row("FileLocations", frame.get("file_location_id"))))
-            file = _unquoted(self._row("FileNames", place.get("file_name_id")))
-            name = _unquoted(self._row("FunctionNames", place.get("function_name_id"))) or ""
-            here = ((file, int(place["line"]), name),) if file and "line" in place else ()
-            # Printed is the caller's number plus one, and 1 where there is none: a frame is never
-            # its own caller, yet the first one says so.
-            caller = str(int(frame.get("parent_frame_id", 1)) - 1)
-            self._found[number] = here + (self._frames(caller) if caller != number else ())
-        return self._found[number]
-
-    def _row(self, table: str, number: str | None) -> str:
-        return self._tables[table].get(number or "", "")
-
-
-def _unquoted(text: str | None) -> str | None:
-    """The string between double quotes, escapes resolved; None for no text."""
-    return re.sub(r"\\(.)", r"\1", text[1:-1]) if text else None
+    return text.split()[-1].lstrip("%")

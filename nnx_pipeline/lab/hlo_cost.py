@@ -8,27 +8,20 @@ the text, for instance because it stands in a loop whose end depends on data.
 
 from __future__ import annotations
 
-import math
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from nnx_pipeline.lab.hlo import Computation, Instruction, Module, Shape
-from nnx_pipeline.lab.hlo_loops import PASSES_ON, executions
+from nnx_pipeline.lab.hlo import Computation, Instruction, Module
+from nnx_pipeline.lab.hlo_loops import PASSES_ON, Runs, executions
+from nnx_pipeline.lab.hlo_opcodes import TRANSFERS, is_known, plain
+from nnx_pipeline.lab.hlo_products import flops_of
+from nnx_pipeline.lab.hlo_unread import Unread, unread
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
-# Library calls that multiply no two matrices, although two or more of their operands may look so.
-_NO_PRODUCT = re.compile(
-    r"AllocateBuffer|AsyncCollective|MoveTo|Sharding|SPMD|TriangularSolve|__cub\$|blas_|lapack_|"
-    r"annotate_device_placement|cu_threefry2x32|cusolver|xla_ffi_python|xla_python"
-)
-# Where input, kernel and output of the forward convolution stand: operand 0, operand 1 or result.
-_CUDNN_CONVOLUTIONS = {
-    "__cudnn$convForward": (0, 1, -1),
-    "__cudnn$convForwardGraph": (0, 1, -1),
-    "__cudnn$convBiasActivationForward": (0, 1, -1),
-    "__cudnn$convBackwardFilter": (0, -1, 1),
-    "__cudnn$convBackwardInput": (-1, 1, 0),
-}
+# Attributes that only an instruction between devices has.
+_BETWEEN_DEVICES = ("channel_id", "replica_groups", "source_target_pairs")
 
 
 def matmul_flops(module: Module) -> int | None:
@@ -39,178 +32,108 @@ def matmul_flops(module: Module) -> int | None:
     product with a vector that the compiler turned into multiply and add is no matrix product any
     more. A grouped product that the compiler expanded densely counts as what it became.
 
-    None: a product stands in a loop of unknown length, or in a library call or hand-written kernel
-    that the text does not describe.
+    None: a product stands in a loop of unknown length, or in what `Products.unknown` names.
     """
-    total = 0
-    for name, times in executions(module).items():
+    products = products_of(module, executions(module))
+    return None if products.unknown else products.known
+
+
+@dataclass(frozen=True)
+class Products:
+    """The matrix products of a program.
+
+    known: operations per device and step that the text gives. unknown: what may multiply matrices
+    in a way that it does not say: a product in a loop of unknown length, a library call whose text
+    does not describe it, a kernel written by hand, an opcode that is not known and reads two.
+    """
+
+    known: int
+    unknown: tuple[Unread, ...]
+
+
+def products_of(module: Module, runs: Runs) -> Products:
+    """What `matmul_flops` sums, and what it cannot. runs: how often each computation runs."""
+    total, unknown = 0, []
+    for name, times in runs.items():
         computation = module.computations[name]
         for instruction in computation.instructions.values():
-            flops = _flops(computation, instruction)
-            if flops is None or (flops and times is None):
-                return None
-            total += flops * (times or 0)
-    return total
-
-
-def _flops(computation: Computation, instruction: Instruction) -> int | None:
-    """Operations of one instruction: 0 if it multiplies no matrices, None if that is unknown."""
-    if instruction.opcode == "custom-call":
-        return _library_flops(computation, instruction)
-    if instruction.opcode not in ("dot", "scaled-dot", "ragged-dot", "convolution"):
-        return 0
-    lhs, rhs, *_ = (shapes[0] for shapes in computation.operand_shapes(instruction))
-    result = instruction.shapes[0]
-    if instruction.opcode == "convolution":
-        return _convolution_flops(lhs, rhs, result, instruction)
-    contracting = instruction.integers("lhs_contracting_dims")
-    ragged = instruction.integers("lhs_ragged_dims")
-    # A ragged contracted dimension is shared out among the groups, and the result has one matrix
-    # per group: all groups together do the work of one whole product.
-    groups = result.dims[0] if ragged and set(ragged) <= set(contracting) else 1
-    return _product_flops(lhs, result, contracting) // groups
-
-
-def _product_flops(lhs: Shape, result: Shape, contracting: tuple[int, ...]) -> int:
-    flops = 2 * result.elements
-    for dimension in contracting:
-        flops *= lhs.dims[dimension]
-    return flops
-
-
-def _convolution_flops(lhs: Shape, kernel: Shape, result: Shape, instruction: Instruction) -> int:
-    """2 · batch · output features · features read per output · kernel positions on real elements.
-
-    The sizes of result and kernel hold what feature and batch groups leave of each.
-    """
-    labels = re.fullmatch(r"(\w+)_(\w+)->(\w+)", instruction.attributes["dim_labels"])
-    assert labels is not None, f"cannot read dim_labels of convolution {instruction.name}"
-    of_lhs, of_kernel, of_result = labels.groups()
-    flops = 2 * result.dims[of_result.index("b")] * result.dims[of_result.index("f")]
-    flops *= kernel.dims[of_kernel.index("i")]
-    window = instruction.window
-    for dimension in range(len(of_result) - 2):
-        label = str(dimension)
-
-        def field(name: str, default: str, dimension: int = dimension) -> str:
-            return window[name].split("x")[dimension] if name in window else default
-
-        flops *= _real_positions(
-            lhs.dims[of_lhs.index(label)],
-            kernel.dims[of_kernel.index(label)],
-            result.dims[of_result.index(label)],
-            stride=int(field("stride", "1")),
-            pad_low=int(field("pad", "0_0").split("_")[0]),
-            lhs_dilate=int(field("lhs_dilate", "1")),
-            rhs_dilate=int(field("rhs_dilate", "1")),
-        )
-    return flops
-
-
-def _real_positions(
-    lhs: int,
-    kernel: int,
-    result: int,
-    *,
-    stride: int,
-    pad_low: int,
-    lhs_dilate: int,
-    rhs_dilate: int,
-) -> int:
-    """Pairs (output, kernel position) of one dimension that read neither padding nor a gap.
-
-    That output `o` reads at kernel position `k` the place `o·stride + k·rhs_dilate - pad_low` of
-    the input, whose elements stand `lhs_dilate` apart. (Reversing the kernel changes no count.)
-    """
-    count = 0
-    last = (lhs - 1) * lhs_dilate
-    for position in range(kernel):
-        offset = position * rhs_dilate - pad_low
-        first_output = max(0, -(offset // stride))  # the first whose place is not below 0
-        last_output = min(result - 1, (last - offset) // stride)
-        # Outputs that meet an element follow each other at a fixed distance below lhs_dilate.
-        meets = [
-            output
-            for output in range(first_output, min(first_output + lhs_dilate, last_output + 1))
-            if (output * stride + offset) % lhs_dilate == 0
-        ]
-        distance = lhs_dilate // math.gcd(stride, lhs_dilate)
-        count += (last_output - meets[0]) // distance + 1 if meets else 0
-    return count
-
-
-def _library_flops(computation: Computation, call: Instruction) -> int | None:
-    """Operations of a library call or hand-written kernel: 0 if harmless, None if unreadable."""
-    target = call.attributes.get("custom_call_target", "").strip('"')
-    operands = [shapes[0] for shapes in computation.operand_shapes(call) if shapes]
-    if target.startswith("__cublas$"):
-        return _cublas_flops(operands[0], call)
-    if target == "__onednn$matmul":
-        transposed = re.search(r"transpose_a\W+true", call.attributes.get("backend_config", ""))
-        contracting = len(operands[0].dims) - (2 if transposed else 1)
-        return _product_flops(operands[0], call.shapes[0], (contracting,))
-    if target in _CUDNN_CONVOLUTIONS:
-        arrays = [*operands[:2], call.shapes[0]]
-        lhs, kernel, result = (arrays[place] for place in _CUDNN_CONVOLUTIONS[target])
-        return _convolution_flops(lhs, kernel, result, call)
-    if "ragged_dot_tiling" in call.attributes.get("frontend_attributes", ""):
-        return _tpu_ragged_dot_flops(operands, call)
-    matrices = sum(len(shape.dims) >= 2 for shape in operands)
-    return 0 if matrices < 2 or _NO_PRODUCT.match(target) else None
-
-
-def _cublas_flops(lhs: Shape, call: Instruction) -> int | None:
-    config = call.attributes.get("backend_config", "")
-    contracting = re.search(r"lhs_contracting_dimensions\W+\[([^\]]*)\]", config)
-    if contracting is None or "ragged" in config:
-        return None
-    dims = tuple(int(digits) for digits in re.findall(r"\d+", contracting.group(1)))
-    return _product_flops(lhs, call.shapes[0], dims)
-
-
-def _tpu_ragged_dot_flops(operands: list[Shape], call: Instruction) -> int | None:
-    """The TPU compiler's own grouped product: [m, k] by [groups, k, n] gives [m, n].
-
-    The gradient of the weights is [m, k] by [m, n], which gives [groups, k, n].
-    """
-    lhs, rhs = operands[-2:]
-    result = call.shapes[0]
-    if (len(lhs.dims), len(rhs.dims), len(result.dims)) not in ((2, 3, 2), (2, 2, 3)):
-        return None
-    return 2 * lhs.elements * result.dims[-1]
+            flops = flops_of(computation, instruction)
+            if isinstance(flops, int) and flops and times is None:
+                flops = "a product that runs an unknown number of times"
+            if isinstance(flops, str):
+                unknown.append(unread(instruction, "flops", times, flops))
+            else:
+                total += flops * (times or 0)
+    return Products(total, tuple(unknown))
 
 
 # ---- collectives -----------------------------------------------------------------------------
 
 
-def collective_counts(module: Module) -> dict[str, dict[str, int | None]]:
+def collective_counts(module: Module, runs: Runs | None = None) -> dict[str, dict[str, int | None]]:
     """For each kind of collective: `ops` in the program, `executed` and `bytes` per step.
 
     `bytes` are those of the results, per device: the gathered array of an all-gather, the piece
     that a reduce-scatter leaves. A start and its done count once, by the done. A fusion of the
     TPU compiler around an all-reduce and a slice of it is a reduce-scatter; an all-reduce whose
     result is stored whole and sliced later is an all-reduce. `ragged-all-to-all` counts as
-    all-to-all; collective-broadcast and send/recv are left out. `executed` and `bytes` are None
-    where one stands in a loop of unknown length.
+    all-to-all. What is left out is in `uncounted_transfers`. `executed` and `bytes` are None where
+    one stands in a loop of unknown length. runs: `executions(module)`, if that is known already.
     """
     counts: dict[str, dict[str, int | None]] = {
         kind: {"ops": 0, "executed": 0, "bytes": 0} for kind in COLLECTIVES
     }
+    for _, times, kind, size in _collectives(module, executions(module) if runs is None else runs):
+        _add(counts[kind], times, size)
+    return counts
+
+
+def uncounted_transfers(module: Module, runs: Runs) -> tuple[Unread, ...]:
+    """What crosses devices and is not fully in `collective_counts`. runs: as above."""
+    reason = "a collective that runs an unknown number of times"
+    found = [
+        unread(instruction, "collectives", None, reason)
+        for instruction, times, _, _ in _collectives(module, runs)
+        if times is None
+    ]
+    for name, times in runs.items():
+        for instruction in module.computations[name].instructions.values():
+            if reason := _transfer(instruction):
+                found.append(unread(instruction, "collectives", times, reason))
+    return tuple(found)
+
+
+def _transfer(instruction: Instruction) -> str:
+    """Why an instruction, which may cross devices, is in no count; "" for one that does not."""
+    attributes, opcode = instruction.attributes, instruction.opcode
+    if opcode.endswith(("-update", "-done")):
+        return ""
+    if plain(opcode) in TRANSFERS:
+        to_host = attributes.get("is_host_transfer") == "true"
+        return "" if to_host else "a transfer of a kind that is not counted"
+    if not is_known(opcode) and any(key in attributes for key in _BETWEEN_DEVICES):
+        return "an opcode that is not known, between devices"
+    config = attributes.get("backend_config", "") if plain(opcode) == "custom-call" else ""
+    sends = re.search(r"has_communication\W+true|collective_id\W+\d", config)
+    return "a kernel written by hand that sends to other devices" if sends else ""
+
+
+def _collectives(module: Module, runs: Runs) -> Iterator[tuple[Instruction, int | None, str, int]]:
+    """Each collective once, how often it runs, its kind and the bytes of its result."""
     fused = {
         callee
         for computation in module.computations.values()
         for instruction in computation.instructions.values()
-        if instruction.opcode == "fusion"
+        if plain(instruction.opcode) == "fusion"
         for callee in instruction.called()
     }
     steps_seen: set[tuple[str, str]] = set()
-    for name, times in executions(module).items():
+    for name, times in runs.items():
         computation = module.computations[name]
         for instruction in computation.instructions.values():
             kind, size = _collective(computation, instruction, in_fusion=name in fused)
             if kind and not _is_repeated_step(instruction, steps_seen):
-                _add(counts[kind], times, size)
-    return counts
+                yield instruction, times, kind, size
 
 
 def _add(count: dict[str, int | None], times: int | None, size: int) -> None:
@@ -257,7 +180,7 @@ def _is_repeated_step(instruction: Instruction, seen: set[tuple[str, str]]) -> b
     The TPU compiler may run one collective beside other work in several fusions (start, steps,
     done). Each holds a copy of it, with the same chain and channel.
     """
-    chain = re.search(r'chain_id="(\d+)"', instruction.attributes.get("frontend_attributes", ""))
+    chain = re.search(r'chain_id=\s*"(\d+)"', instruction.attributes.get("frontend_attributes", ""))
     if chain is None:
         return False
     key = (chain.group(1), instruction.attributes.get("channel_id", ""))

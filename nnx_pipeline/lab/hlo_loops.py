@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from nnx_pipeline.lab.hlo import Computation, Instruction, Module, Shape
+from nnx_pipeline.lab.hlo_opcodes import APPLIES, RUNS, plain
 
 _LONGEST_LOOP = 100_000  # trips; beyond it, counting them one by one would take seconds
 
 # Reads an integer that a computation was given: (parameter number, tuple element) -> value, None
 # where it is not known. The element is None for a parameter that is no tuple.
 Reader = Callable[[int, int | None], int | None]
+# How often each computation runs per step, None where that is not known.
+Runs = Mapping[str, int | None]
 
 _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "add": operator.add,
@@ -76,7 +79,8 @@ def _calculated(instruction: Instruction, operands: list[int | None]) -> int | N
     if opcode in _ARITHMETIC:
         result = _ARITHMETIC[opcode](*values)
     elif opcode == "compare":
-        return int(_COMPARE[instruction.attributes["direction"]](*values))
+        compare = _COMPARE.get(instruction.attributes["direction"])
+        return None if compare is None else int(compare(*values))
     elif opcode == "select":
         result = values[1] if values[0] else values[2]
     elif opcode == "convert":
@@ -97,7 +101,7 @@ def _wrapped(value: int, shape: Shape) -> int:
 
 
 def _literal(text: str) -> int | None:
-    text = text.strip("{} ")
+    text = text.strip("{} \n\t")
     return {"true": 1, "false": 0}.get(text, int(text) if re.fullmatch(r"-?\d+", text) else None)
 
 
@@ -117,7 +121,8 @@ def executions(module: Module) -> dict[str, int | None]:
 
     Every branch of a conditional counts once, as if all of them were taken. Computations that are
     applied element by element (the sum in a reduce, the order in a sort) and those that nothing
-    calls are left out. None: a loop around it has no trip count that can be found.
+    calls are left out. None: a loop around it has no trip count that can be found, or what calls it
+    is a library, or an opcode that is not known.
     """
     counts: dict[str, int | None] = {}
 
@@ -128,7 +133,7 @@ def executions(module: Module) -> dict[str, int | None]:
             for callee, trips, inner in _calls(module, computation, instruction, read):
                 visit(callee, None if times is None or trips is None else times * trips, inner)
 
-    visit(module.computations[module.entry], 1, lambda number, element: None)
+    visit(module.computations[module.entry], 1, _nothing)
     return counts
 
 
@@ -137,12 +142,15 @@ def _calls(
 ) -> Iterator[tuple[Computation, int | None, Reader]]:
     """Each computation that one instruction runs, how often, and what it is given."""
     callees = [module.computations[name] for name in instruction.called()]
-    if instruction.opcode in ("fusion", "call", "async-start"):
+    opcode = instruction.opcode
+    if opcode.endswith(("-update", "-done")):
+        return  # the start has run it
+    if plain(opcode) in RUNS:
         yield callees[0], 1, arguments(module, computation, instruction, read)
-    elif instruction.opcode == "conditional":
+    elif opcode == "conditional":
         for place, branch in enumerate(callees, start=1):
             yield branch, 1, arguments(module, computation, instruction, read, first=place)
-    elif instruction.opcode == "while":
+    elif opcode == "while":
         trips = _trip_count(module, computation, instruction, read)
         condition, body, init = _loop(module, computation, instruction, read)
 
@@ -152,6 +160,16 @@ def _calls(
 
         yield condition, None if trips is None else trips + 1, unchanged
         yield body, trips, unchanged
+    elif plain(opcode) not in APPLIES:
+        yield from ((callee, None, _nothing) for callee in callees)
+    for name in instruction.mentioned():
+        if name in module.computations:
+            yield module.computations[name], None, _nothing
+
+
+def _nothing(number: int, element: int | None) -> int | None:
+    """Reads arguments of which nothing is known."""
+    return None
 
 
 def _loop(

@@ -24,7 +24,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from nnx_pipeline.lab.dataflow import Flow, Value
-from nnx_pipeline.lab.hlo import Frame, Instruction
+from nnx_pipeline.lab.hlo import Instruction
+from nnx_pipeline.lab.hlo_frames import Frame
 
 MOST_STEPS = 4000  # of a search for one value; beyond that it has no line
 

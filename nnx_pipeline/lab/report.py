@@ -17,6 +17,7 @@ from nnx_pipeline.lab.attribution_view import difference_view, megabytes
 from nnx_pipeline.lab.compare import Outcome
 from nnx_pipeline.lab.compile import Measurement
 from nnx_pipeline.lab.numerics import Numerics
+from nnx_pipeline.lab.unread_view import unread_lines
 
 CPU_WARNING = (
     "CPU figures mislead: remat can raise them, and the peak leaves out what a loop works in. "
@@ -55,18 +56,19 @@ def measurement_view(title: str, measurement: Measurement, *, hint: bool = True)
     for column in ("in program", "executed", "result MB"):
         traffic.add_column(column, justify="right", no_wrap=True)
     for name, count in (measurement.collectives or {}).items():
-        traffic.add_row(name, str(count["ops"]), str(count["executed"]), megabytes(count["bytes"]))
+        times = ("–" if count[key] is None else str(count[key]) for key in ("ops", "executed"))
+        traffic.add_row(name, *times, megabytes(count["bytes"]))
     lines: list[RenderableType] = [
         Text(title, style="bold"),
         Text(f"compiler: {compiler(measurement)}"),
         memory,
         traffic if measurement.collectives is not None else Text("collectives: –"),
-        Text(f"matrix products: {teraflops(measurement.flops)} per device and step"),
+        Text(f"matrix products: {_products(measurement)}"),
         Text("seconds: " + ", ".join(f"{k} {v:.2f}" for k, v in measurement.seconds.items())),
     ]
     if measurement.platform == "cpu":
         lines.append(Text(CPU_WARNING, style="yellow"))
-    lines += [*_gemm([measurement], hint), *_too_large([measurement])]
+    lines += [*_gemm([measurement], hint), *_too_large([measurement]), *_unread([measurement])]
     return Group(*lines)
 
 
@@ -159,7 +161,7 @@ def closing_lines(
     lines = [Text(f"compiler: {compiler(measured[0])}")] if measured else []
     if measured and measured[0].platform == "cpu":
         lines.append(Text(CPU_WARNING, style="yellow"))
-    lines += [*_gemm(measured, hint), *_too_large(measured)]
+    lines += [*_gemm(measured, hint), *_too_large(measured), *_unread(measured)]
     lines += [
         Text(f"same numbers: losses and gradients at tiny on CPU devices, {where}")
         for where in dict.fromkeys(f"{one.mesh}, {one.pipeline}" for one in compared)
@@ -219,6 +221,16 @@ def same_numbers(outcome: Outcome) -> str:
     if numerics.bitwise_equal:
         return "to the bit"
     return f"{'' if numerics.within_tolerance else 'NO: '}to {numerics.max_abs_diff:.1e}"
+
+
+def _unread(measured: Sequence[Measurement]) -> list[Text]:
+    return [Text(line, style="yellow") for line in unread_lines(measured)]
+
+
+def _products(measurement: Measurement) -> str:
+    known = measurement.flops is None and measurement.known_flops is not None
+    part = f", {teraflops(measurement.known_flops)} of them known" if known else ""
+    return f"{teraflops(measurement.flops)} per device and step{part}"
 
 
 def teraflops(flops: int | None) -> str:

@@ -1,0 +1,43 @@
+"""The opcodes of HLO that the readers of a program's text know, and what kind of thing each is."""
+
+from __future__ import annotations
+
+# They run the computation that they call, once.
+RUNS = frozenset({"async", "call", "fusion"})
+# They apply a computation to each element, or to two at a time: nothing that counts is in it.
+APPLIES = frozenset(
+    {
+        *("all-reduce", "map", "reduce", "reduce-scatter", "reduce-window"),
+        *("scatter", "select-and-scatter", "sort", "topk"),
+    }
+)
+# Data that crosses devices and stands in no count of the collectives.
+TRANSFERS = frozenset({"collective-broadcast", "recv", "send"})
+PRODUCTS = frozenset({"convolution", "dot", "ragged-dot", "scaled-dot"})
+
+_OTHERS = """
+    abs acos acosh add add-dependency after-all all-gather all-to-all and asin asinh atan2 atanh
+    batch-norm-grad batch-norm-inference batch-norm-training bitcast bitcast-convert broadcast cbrt
+    ceil cholesky clamp collective-permute compare complex concatenate conditional constant convert
+    copy cosine cosh count-leading-zeros custom-call divide domain dynamic-reshape dynamic-slice
+    dynamic-update-slice erf exponential exponential-minus-one fft floor gather get-dimension-size
+    get-tuple-element imag infeed iota is-finite log log-plus-one logistic maximum minimum multiply
+    negate not opt-barrier or outfeed pad parameter partition-id popcnt power ragged-all-to-all real
+    reduce-precision remainder replica-id reshape reverse rng rng-bit-generator
+    rng-get-and-update-state round-nearest-afz round-nearest-even rsqrt select set-dimension-size
+    shift-left shift-right-arithmetic shift-right-logical sign sine sinh slice sqrt
+    stochastic-convert subtract tan tanh transpose triangular-solve tuple while xor
+"""
+_KNOWN = frozenset(_OTHERS.split()) | RUNS | APPLIES | TRANSFERS | PRODUCTS
+
+
+def plain(opcode: str) -> str:
+    """The opcode without what makes it a part of an asynchronous one: `all-gather-start`."""
+    for part in ("-start", "-update", "-done"):
+        opcode = opcode.removesuffix(part)
+    return opcode
+
+
+def is_known(opcode: str) -> bool:
+    """Whether the readers know what an instruction does."""
+    return plain(opcode) in _KNOWN

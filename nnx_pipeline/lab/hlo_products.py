@@ -1,0 +1,181 @@
+"""Floating-point operations of one instruction: 2·m·n·k of a matrix product, where the text says.
+
+A product is an instruction of its own, a convolution (the TPU compiler writes every product as
+one) or a call of a library, whose attributes describe what it multiplies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+from nnx_pipeline.lab.hlo import Computation, Instruction, Shape
+from nnx_pipeline.lab.hlo_opcodes import PRODUCTS, is_known, plain
+
+# Library calls that multiply no two matrices, although two or more of their operands may look so.
+_NO_PRODUCT = re.compile(
+    r"AllocateBuffer|AsyncCollective|MoveTo|Sharding|SPMD|TriangularSolve|__cub\$|blas_|lapack_|"
+    r"annotate_device_placement|cu_threefry2x32|cusolver|xla_ffi_python|xla_python"
+)
+# Written by hand in Pallas, Mosaic or Triton: may multiply whatever it is given, also by itself.
+_HAND_WRITTEN = re.compile(r"tpu_custom_call|mosaic_gpu|triton")
+# Where input, kernel and output of the forward convolution stand: operand 0, operand 1 or result.
+_CUDNN_CONVOLUTIONS = {
+    "__cudnn$convForward": (0, 1, -1),
+    "__cudnn$convForwardGraph": (0, 1, -1),
+    "__cudnn$convBiasActivationForward": (0, 1, -1),
+    "__cudnn$convBackwardFilter": (0, -1, 1),
+    "__cudnn$convBackwardInput": (-1, 1, 0),
+}
+
+
+def flops_of(computation: Computation, instruction: Instruction) -> int | str:
+    """Operations of one instruction: 0 if it multiplies no matrices, the reason if not known."""
+    if not is_known(instruction.opcode):
+        matrices = _matrices(computation, instruction)
+        return "an opcode that is not known, and two matrices" if matrices >= 2 else 0
+    opcode = plain(instruction.opcode)
+    if opcode not in (*PRODUCTS, "custom-call") or instruction.opcode.endswith(
+        ("-update", "-done")
+    ):
+        return 0
+    if instruction.opcode.endswith("-start"):  # its result holds the operands, then the product
+        read = sum(len(shapes) for shapes in computation.operand_shapes(instruction))
+        made = instruction.shapes[read:]
+        instruction = dataclasses.replace(instruction, opcode=opcode, shapes=made)
+    if opcode == "custom-call":
+        return _library_flops(computation, instruction)
+    lhs, rhs, *_ = (shapes[0] for shapes in computation.operand_shapes(instruction))
+    result = instruction.shapes[0]
+    if opcode == "convolution":
+        return _convolution_flops(lhs, rhs, result, instruction)
+    contracting = instruction.integers("lhs_contracting_dims")
+    ragged = instruction.integers("lhs_ragged_dims")
+    # A ragged contracted dimension is shared out among the groups, and the result has one matrix
+    # per group: all groups together do the work of one whole product.
+    groups = result.dims[0] if ragged and set(ragged) <= set(contracting) else 1
+    return _product_flops(lhs, result, contracting) // groups
+
+
+def _product_flops(lhs: Shape, result: Shape, contracting: tuple[int, ...]) -> int:
+    flops = 2 * result.elements
+    for dimension in contracting:
+        flops *= lhs.dims[dimension]
+    return flops
+
+
+def _convolution_flops(
+    lhs: Shape, kernel: Shape, result: Shape, instruction: Instruction
+) -> int | str:
+    """2 · batch · output features · features read per output · kernel positions on real elements.
+
+    The sizes of result and kernel hold what feature and batch groups leave of each.
+    """
+    text = instruction.attributes.get("dim_labels", "")
+    labels = re.fullmatch(r"(\w+)_(\w+)->(\w+)", text)
+    if labels is None:
+        return f"a convolution with dim_labels={text}"
+    of_lhs, of_kernel, of_result = labels.groups()
+    flops = 2 * result.dims[of_result.index("b")] * result.dims[of_result.index("f")]
+    flops *= kernel.dims[of_kernel.index("i")]
+    window = instruction.window
+    for dimension in range(len(of_result) - 2):
+        label = str(dimension)
+
+        def field(name: str, default: str, dimension: int = dimension) -> str:
+            return window[name].split("x")[dimension] if name in window else default
+
+        flops *= _real_positions(
+            lhs.dims[of_lhs.index(label)],
+            kernel.dims[of_kernel.index(label)],
+            result.dims[of_result.index(label)],
+            stride=int(field("stride", "1")),
+            pad_low=int(field("pad", "0_0").split("_")[0]),
+            lhs_dilate=int(field("lhs_dilate", "1")),
+            rhs_dilate=int(field("rhs_dilate", "1")),
+        )
+    return flops
+
+
+def _real_positions(
+    lhs: int,
+    kernel: int,
+    result: int,
+    *,
+    stride: int,
+    pad_low: int,
+    lhs_dilate: int,
+    rhs_dilate: int,
+) -> int:
+    """Pairs (output, kernel position) of one dimension that read neither padding nor a gap.
+
+    That output `o` reads at kernel position `k` the place `o·stride + k·rhs_dilate - pad_low` of
+    the input, whose elements stand `lhs_dilate` apart. (Reversing the kernel changes no count.)
+    """
+    count = 0
+    last = (lhs - 1) * lhs_dilate
+    for position in range(kernel):
+        offset = position * rhs_dilate - pad_low
+        first_output = max(0, -(offset // stride))  # the first whose place is not below 0
+        last_output = min(result - 1, (last - offset) // stride)
+        # Outputs that meet an element follow each other at a fixed distance below lhs_dilate.
+        meets = [
+            output
+            for output in range(first_output, min(first_output + lhs_dilate, last_output + 1))
+            if (output * stride + offset) % lhs_dilate == 0
+        ]
+        distance = lhs_dilate // math.gcd(stride, lhs_dilate)
+        count += (last_output - meets[0]) // distance + 1 if meets else 0
+    return count
+
+
+def _library_flops(computation: Computation, call: Instruction) -> int | str:
+    """Operations of a library call: 0 if harmless, the reason why not if they cannot be read."""
+    target = call.attributes["custom_call_target"].strip('"')
+    operands = [shapes[0] for shapes in computation.operand_shapes(call) if shapes]
+    flops: int | str | None = None
+    if target.startswith("__cublas$"):
+        flops = _cublas_flops(operands[0], call)
+    elif target == "__onednn$matmul":
+        transposed = re.search(r"transpose_a\W+true", call.attributes.get("backend_config", ""))
+        contracting = len(operands[0].dims) - (2 if transposed else 1)
+        flops = _product_flops(operands[0], call.shapes[0], (contracting,))
+    elif target in _CUDNN_CONVOLUTIONS:
+        arrays = [*operands[:2], call.shapes[0]]
+        lhs, kernel, result = (arrays[place] for place in _CUDNN_CONVOLUTIONS[target])
+        flops = _convolution_flops(lhs, kernel, result, call)
+    elif "ragged_dot_tiling" in call.attributes.get("frontend_attributes", ""):
+        flops = _tpu_ragged_dot_flops(operands, call)
+    elif _HAND_WRITTEN.search(target):
+        return "a kernel written by hand"
+    elif _matrices(computation, call) < 2 or _NO_PRODUCT.match(target):
+        return 0
+    return "a library call that does not say what it multiplies" if flops is None else flops
+
+
+def _matrices(computation: Computation, instruction: Instruction) -> int:
+    """How many operands are matrices."""
+    arrays = (shapes[0] for shapes in computation.operand_shapes(instruction) if shapes)
+    return sum(len(shape.dims) >= 2 for shape in arrays)
+
+
+def _cublas_flops(lhs: Shape, call: Instruction) -> int | None:
+    config = call.attributes.get("backend_config", "")
+    contracting = re.search(r"lhs_contracting_dimensions\W+\[([^\]]*)\]", config)
+    if contracting is None or "ragged" in config:
+        return None
+    dims = tuple(int(digits) for digits in re.findall(r"\d+", contracting.group(1)))
+    return _product_flops(lhs, call.shapes[0], dims)
+
+
+def _tpu_ragged_dot_flops(operands: list[Shape], call: Instruction) -> int | None:
+    """The TPU compiler's own grouped product: [m, k] by [groups, k, n] gives [m, n].
+
+    The gradient of the weights is [m, k] by [m, n], which gives [groups, k, n].
+    """
+    lhs, rhs = operands[-2:]
+    result = call.shapes[0]
+    if (len(lhs.dims), len(rhs.dims), len(result.dims)) not in ((2, 3, 2), (2, 2, 3)):
+        return None
+    return 2 * lhs.elements * result.dims[-1]

@@ -1,0 +1,155 @@
+"""Finds the pieces of HLO text: where brackets close, where an instruction and its parts end.
+
+Ends are decided by brackets, quotations and comments, never by lines: an attribute may hold a
+kernel's own JSON over several lines, and a quotation may hold brackets. What does not close, or
+closes something else, is a ValueError that names the line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NoReturn
+
+_CLOSES = {"(": ")", "[": "]", "{": "}"}
+# Written so that no text matches in two ways: what is left open fails at once, and in its place.
+_QUOTED = r'"[^"\\]*(?:\\.[^"\\]*)*"'
+_COMMENTED = r"/\*[^*]*\*+(?:[^/*][^*]*\*+)*/"
+_OPAQUE = rf"(?:{_QUOTED}|{_COMMENTED}|/(?!\*))"
+_PLAIN, _PLAIN_IN_BRACKETS = r'[^()\[\]{}"/,\n]*', r'[^()\[\]{}"/]*'
+
+COMMENT = re.compile(_COMMENTED, re.DOTALL)
+_SPACE = re.compile(rf"(?:\s+|{_COMMENTED})*", re.DOTALL)
+_STRING = re.compile(_QUOTED, re.DOTALL)
+_ARRAY = re.compile(r"[a-z]\w*\[[^\[\]]*\]")
+_BRACKET = re.compile(
+    rf"{_PLAIN_IN_BRACKETS}(?:{_OPAQUE}{_PLAIN_IN_BRACKETS})*[()\[\]{{}}]", re.DOTALL
+)
+# A bracket, a comma, or the end of a line or of the text.
+_BOUNDARY = re.compile(rf"{_PLAIN}(?:{_OPAQUE}{_PLAIN})*([()\[\]{{}},\n]|\Z)", re.DOTALL)
+
+
+class Scanner:
+    """A text and the ways to step through it; positions are offsets into the text."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def fail(self, at: int, what: str) -> NoReturn:
+        """Raises the ValueError for what cannot be read at a position."""
+        line = self.text.count("\n", 0, at) + 1
+        start = self.text.rfind("\n", 0, at) + 1
+        excerpt = self.text[max(start, at - 60) : at + 60].partition("\n\n")[0].strip()
+        raise ValueError(f"line {line} of the HLO text: {what}: {excerpt!r}")
+
+    def space(self, at: int) -> int:
+        """Position behind white space and comments."""
+        found = _SPACE.match(self.text, at)
+        return found.end() if found else at
+
+    def closing(self, at: int) -> int:
+        """Position just behind the bracket that closes the one at a position."""
+        awaited: list[str] = []
+        position = at
+        while True:
+            found = _BRACKET.match(self.text, position)
+            if found is None:
+                self.fail(at, "a bracket, or a quotation or comment behind it, is never closed")
+            position = found.end()
+            mark = self.text[position - 1]
+            if mark in _CLOSES:
+                awaited.append(_CLOSES[mark])
+            elif awaited.pop() != mark:
+                line = self.text.count("\n", 0, position) + 1
+                self.fail(at, f"a bracket that a {mark!r} of another kind closes in line {line}")
+            if not awaited:
+                return position
+
+    def type(self, at: int) -> int:
+        """Position behind the type at a position: an array with its layout, a tuple or a buffer."""
+        if self.text.startswith(("(", "b("), at):
+            return self.closing(at + (self.text[at] == "b"))
+        found = _ARRAY.match(self.text, at)
+        if found is None:
+            self.fail(at, "not a type of arrays")
+        end = found.end()
+        return self.closing(end) if self.text.startswith("{", end) else end
+
+    def quotation_or_group(self, at: int) -> int:
+        """Position behind the quotation, or the group in braces, at a position."""
+        if self.text.startswith("{", at):
+            return self.closing(at)
+        found = _STRING.match(self.text, at)
+        if found is None:
+            self.fail(at, "neither a quotation nor a group in braces")
+        return found.end()
+
+    def attributes(self, at: int) -> tuple[dict[str, str], int]:
+        """The `key=value` that follow at a position, each behind a comma, and where they end.
+
+        They end with the line, unless it ends in a bracket or behind a comma or equals sign, or at
+        the brace that closes what is around them.
+        """
+        pieces, end = self._pieces(at)
+        (behind, first), *rest = pieces
+        if COMMENT.sub("", first).strip():
+            self.fail(behind, "something other than a comma or the end of the line")
+        found: dict[str, str] = {}
+        for start, piece in rest:
+            key, equals, value = piece.partition("=")
+            key = self._key(start, key)
+            if not equals or key in found:
+                self.fail(start, f"attribute {key!r} has no value, or a second one")
+            found[key] = value.strip()
+        return found, end
+
+    def _key(self, at: int, text: str) -> str:
+        key = COMMENT.sub("", text).strip()
+        if not key.replace("-", "_").isidentifier():
+            self.fail(at, f"{key[:40]!r} names no attribute")
+        return key
+
+    def _pieces(self, at: int) -> tuple[list[tuple[int, str]], int]:
+        """Text between the commas up to the end of a statement, each with its position."""
+        text, position, start = self.text, at, at
+        pieces: list[tuple[int, str]] = []
+        while True:
+            found = _BOUNDARY.match(text, position)
+            if found is None:
+                self.fail(position, "a quotation or comment is never closed")
+            mark, position = found[1], found.end()
+            if mark in _CLOSES:
+                position = self.closing(position - 1)
+            elif mark == ",":
+                pieces.append((start, text[start : position - 1]))
+                start = position
+            elif mark in ("\n", "}", ""):
+                piece = text[start : position - len(mark)]
+                goes_on = mark == "\n" and (
+                    piece.rstrip().endswith("=") or (pieces and not piece.strip())
+                )
+                if not goes_on:
+                    return [*pieces, (start, piece)], position - len(mark)
+            else:
+                self.fail(position - 1, f"a {mark!r} that closes nothing")
+
+
+def split_at_commas(text: str) -> list[str]:
+    """Parts between the commas that stand in no bracket, quotation or comment, without comments."""
+    if "(" not in text and "{" not in text and "[" not in text and '"' not in text:
+        bare = COMMENT.sub("", text) if "/*" in text else text
+        return [part for part in map(str.strip, bare.split(",")) if part]
+    return [part for part in map(str.strip, _split(text)) if part]
+
+
+def _split(text: str) -> Iterator[str]:
+    scanner, start, position = Scanner(text), 0, 0
+    while found := _BOUNDARY.match(text, position):
+        mark, position = found[1], found.end()
+        if mark in _CLOSES:
+            position = scanner.closing(position - 1)
+        elif mark in (",", ""):
+            yield COMMENT.sub("", text[start : position - len(mark)])
+            start = position
+            if not mark:
+                return

@@ -1,0 +1,38 @@
+"""Lines of text for what no figure of a program could read."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from nnx_pipeline.lab.compile import Measurement
+from nnx_pipeline.lab.hlo_unread import Unread
+
+FIGURES = {
+    "flops": "the matrix products",
+    "collectives": "the collectives",
+    "buffers": "the list of buffers",
+}
+SHOWN = 3  # instructions of a line by name
+
+
+def unread_lines(measured: Sequence[Measurement]) -> list[str]:
+    """One line for each kind of thing that figures leave out, each once for all programs."""
+    groups: dict[tuple[tuple[str, ...], str, str], dict[str, Unread]] = defaultdict(dict)
+    for measurement in measured:
+        for item in measurement.unread:
+            groups[item.figures, item.what, item.reason][item.name] = item
+    return [_line(list(items.values())) for items in groups.values()]
+
+
+def _line(items: list[Unread]) -> str:
+    first = items[0]
+    figures = " and in ".join(FIGURES[figure] for figure in first.figures)
+    names = [_called(item) for item in items[:SHOWN] if item.name]
+    names += [f"{len(items) - SHOWN} more"] if len(items) > SHOWN else []
+    return f"not in {figures}: {' '.join([first.what, ', '.join(names)]).strip()}: {first.reason}"
+
+
+def _called(item: Unread) -> str:
+    times = "an unknown number of times" if item.executed is None else f"{item.executed} times"
+    return f"{item.name} ({times} per step)"
