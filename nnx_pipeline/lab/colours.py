@@ -15,6 +15,7 @@ ROLE_COLOURS = {
     "optimizer update": "#7a5fd0",
     "collective buffer": "#e69f00",
     "library workspace": "#2f5d62",
+    "constant": "#3d4f9f",
     "other": "#5f6a77",
     "padding": "#b9bfc7",
     "fragmentation": "#929aa5",

@@ -11,7 +11,9 @@ import jax
 
 from nnx_pipeline.config import Config, to_dict
 from nnx_pipeline.equations import called_from_one_line
+from nnx_pipeline.lab.account import Account, Assigned, Memory, assigned
 from nnx_pipeline.lab.attribution import Attribution
+from nnx_pipeline.lab.buffer_text import read_buffers
 from nnx_pipeline.lab.heap import compile_with_dump, heap_bytes
 from nnx_pipeline.lab.heap_profile import attribute
 from nnx_pipeline.lab.hlo import fingerprint, parse
@@ -26,30 +28,12 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Bytes per device, as the compiler reports them; None where it does not.
-
-    temp_bytes is `temp_size_in_bytes`, heap_bytes the device-memory heap of the buffer assignment.
-    On a TPU they are not the same: temp counts other memory spaces too.
-    """
-
-    argument_bytes: int
-    output_bytes: int
-    alias_bytes: int
-    temp_bytes: int
-    heap_bytes: int | None
-    peak_bytes: int | None
-    generated_code_bytes: int | None
-    host_temp_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Measurement:
     """One compiled step, field by field what `compile --json` writes.
 
     hlo: its program as text, empty where the measurement comes from a cache, which keeps its
-    fingerprint instead. attribution: what its heap holds, None where the
-    compiler wrote no buffer assignment. device_memory_bytes: what one device has, None where that
+    fingerprint instead. attribution, assigned: what its heap holds, and what lies outside of it;
+    None where the compiler wrote no buffer assignment. device_memory_bytes: what one device has, None where that
     is not known; the NVIDIA compiler compiles programs that are larger. gemm: what NVIDIA's matrix
     products are, see `Platform`; None elsewhere. measured: when, in ISO
     format, if it comes from a cache.
@@ -68,6 +52,7 @@ class Measurement:
     hlo: str = dataclasses.field(repr=False)
     kept_fingerprint: str = dataclasses.field(default="", repr=False)
     attribution: Attribution | None = dataclasses.field(default=None, repr=False)
+    assigned: Assigned | None = dataclasses.field(default=None, repr=False)
     device_memory_bytes: int | None = None
     gemm: str | None = None
     measured: str | None = None
@@ -78,24 +63,41 @@ class Measurement:
         return self.kept_fingerprint or fingerprint(self.hlo)
 
     @property
+    def account(self) -> Account:
+        """What the program holds in the memory of a device, row by row."""
+        return Account.of(self.memory, self.assigned)
+
+    @property
     def needed_bytes(self) -> int:
-        """Arguments, what results need beyond those given up for them, and the heap (or temp)."""
+        """The account; where it is not known, what is needed at least: no constants, no heap."""
         memory = self.memory
+        if memory.account_bytes is not None:
+            return memory.account_bytes
         working = memory.temp_bytes if memory.heap_bytes is None else memory.heap_bytes
         return memory.argument_bytes + memory.output_bytes - memory.alias_bytes + working
 
     @property
     def exceeds_device_memory(self) -> bool | None:
-        """Whether the program is too large for a device; None where its memory is not known."""
+        """Whether the program is too large for a device; None where that is not known."""
         size = self.device_memory_bytes
-        return None if size is None else self.needed_bytes > size
+        if size is None:
+            return None
+        if self.needed_bytes > size:
+            return True
+        return None if self.memory.account_bytes is None else False
 
     def to_json(self) -> dict[str, Any]:
         """The JSON of the contract."""
         fields = dataclasses.asdict(dataclasses.replace(self, hlo="", attribution=None))
-        for name in ("hlo", "kept_fingerprint", "attribution", "measured"):
+        for name in ("hlo", "kept_fingerprint", "attribution", "assigned", "measured"):
             del fields[name]
-        return {"schema": 1, **fields, "exceeds_device_memory": self.exceeds_device_memory}
+        told = {"memory": self.memory.to_json(), "account": self.account.to_json()}
+        return {
+            "schema": 1,
+            **fields,
+            **told,
+            "exceeds_device_memory": self.exceeds_device_memory,
+        }
 
     def to_cache(self) -> dict[str, Any]:
         """All but the text of the program, as JSON can hold it."""
@@ -106,9 +108,10 @@ class Measurement:
     @classmethod
     def from_cache(cls, value: Mapping[str, Any], measured: str | None) -> "Measurement":
         """The inverse of `to_cache`; KeyError or TypeError for what that has not written."""
-        rows = value["attribution"]
+        rows, beside = value["attribution"], value["assigned"]
         changed = {
             "memory": Memory(**value["memory"]),
+            "assigned": None if beside is None else Assigned(**beside),
             "attribution": None if rows is None else Attribution.from_json(rows),
             "measured": measured,
             "hlo": "",
@@ -162,12 +165,14 @@ def measure_traced(
     with clock("lower", "lowering it"):
         lowered = traced.lower()
     with clock("compile", f"compiling for {platform}"):
-        compiled, buffers = compile_with_dump(lowered, platform.compiler_options)
+        compiled, text = compile_with_dump(lowered, platform.compiler_options)
     clock.progress("reading the compiled program")
     hlo = compiled.as_text() or ""
     module = parse(hlo)
     costs = _cost_analysis(compiled)
-    memory = _memory(compiled, heap_bytes(buffers))
+    buffers = read_buffers(text) if heap_bytes(text) is not None else None
+    beside = assigned(buffers) if buffers else None
+    memory = _memory(compiled, heap_bytes(text), beside)
     return Measurement(
         platform=str(platform),
         mesh=mesh,
@@ -184,11 +189,14 @@ def measure_traced(
         hlo=hlo,
         attribution=attribute(
             buffers, module, memory.temp_bytes, called_from_one_line(traced.jaxpr)
-        ),
+        )
+        if buffers
+        else None,
+        assigned=beside,
     )
 
 
-def _memory(compiled: Any, heap: int | None) -> Memory:
+def _memory(compiled: Any, heap: int | None, buffers: Assigned | None) -> Memory:
     analysis = compiled.memory_analysis()
     return Memory(
         argument_bytes=analysis.argument_size_in_bytes,
@@ -196,6 +204,7 @@ def _memory(compiled: Any, heap: int | None) -> Memory:
         alias_bytes=analysis.alias_size_in_bytes,
         temp_bytes=analysis.temp_size_in_bytes,
         heap_bytes=heap,
+        constant_bytes=buffers.constant_bytes if buffers else None,
         peak_bytes=analysis.peak_memory_in_bytes or None,
         # No program has no code: the NVIDIA and CPU compilers leave this field empty.
         generated_code_bytes=analysis.generated_code_size_in_bytes or None,
