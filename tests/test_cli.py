@@ -28,6 +28,8 @@ MEMORY = {
     "alias_bytes",
     "temp_bytes",
     "heap_bytes",
+    "constant_bytes",
+    "account_bytes",
     "peak_bytes",
     "generated_code_bytes",
     "host_temp_bytes",
@@ -173,6 +175,7 @@ def check_measurement(result: dict[str, Any], platform: str) -> None:
     assert 0 < memory["alias_bytes"] <= memory["argument_bytes"]
     assert memory["temp_bytes"] > 0
     assert memory["heap_bytes"] > 0
+    assert sum(result["account"]["rows"].values()) == memory["account_bytes"]
     assert result["flops"] > 0
     permuted = result["collectives"]["collective-permute"]
     assert permuted["executed"] >= permuted["ops"] > 0
@@ -239,6 +242,9 @@ def test_ab_compares_two_arms(run: Run) -> None:
         "arms",
         "delta_temp_bytes",
         "ratio_temp",
+        "delta_account_bytes",
+        "ratio_account",
+        "judged_by",
         "numerics",
         "verdict",
         "note",

@@ -10,7 +10,7 @@ import jax
 from nnx_pipeline.config import Config
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.lab import worker
-from nnx_pipeline.lab.arms import Experiment, Program, Quantity
+from nnx_pipeline.lab.arms import Arm, Experiment, Program, Quantity
 from nnx_pipeline.lab.attribution import BufferDifference, difference
 from nnx_pipeline.lab.cache import Cache
 from nnx_pipeline.lab.cache_key import key_of
@@ -42,6 +42,11 @@ class Outcome:
     numerics: Numerics | None = None
 
     @property
+    def arms(self) -> tuple[tuple[Arm, Measurement | None], tuple[Arm, Measurement | None]]:
+        """Each arm with its measurement."""
+        return (self.experiment.a, self.a), (self.experiment.b, self.b)
+
+    @property
     def buffers(self) -> tuple[BufferDifference, ...] | None:
         """What the heap of b holds more or less than that of a; None where that is not known."""
         one, other = (result.attribution if result else None for result in (self.a, self.b))
@@ -71,7 +76,6 @@ class Outcome:
 
     def to_json(self) -> dict[str, Any]:
         """One entry of `ab --json`."""
-        arms = ((self.experiment.a, self.a), (self.experiment.b, self.b))
         buffers = self.buffers
         return {
             "name": self.experiment.name,
@@ -82,7 +86,7 @@ class Outcome:
                     "label": arm.label,
                     **({"measured": result.measured, **result.to_json()} if result else {}),
                 }
-                for key, (arm, result) in zip("ab", arms, strict=True)
+                for key, (arm, result) in zip("ab", self.arms, strict=True)
             },
             **self._changes("temp"),
             **self._changes("account"),
@@ -95,11 +99,8 @@ class Outcome:
 
     def _changes(self, quantity: Quantity) -> dict[str, float | None]:
         before, after = self.bytes_of(quantity)
-        known = before is not None and after is not None
-        return {
-            f"delta_{quantity}_bytes": after - before if known else None,
-            f"ratio_{quantity}": self.ratio(quantity),
-        }
+        delta = None if before is None or after is None else after - before
+        return {f"delta_{quantity}_bytes": delta, f"ratio_{quantity}": self.ratio(quantity)}
 
 
 def run_experiments(

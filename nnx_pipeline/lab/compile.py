@@ -33,10 +33,10 @@ class Measurement:
 
     hlo: its program as text, empty where the measurement comes from a cache, which keeps its
     fingerprint instead. attribution, assigned: what its heap holds, and what lies outside of it;
-    None where the compiler wrote no buffer assignment. device_memory_bytes: what one device has, None where that
-    is not known; the NVIDIA compiler compiles programs that are larger. gemm: what NVIDIA's matrix
-    products are, see `Platform`; None elsewhere. measured: when, in ISO
-    format, if it comes from a cache.
+    None where the compiler wrote no buffer assignment. device_memory_bytes: what one device has,
+    None where that is not known; the NVIDIA compiler compiles programs that are larger. gemm: what
+    NVIDIA's matrix products are, see `Platform`; None elsewhere. measured: when, in ISO format, if
+    it comes from a cache.
     """
 
     platform: str
@@ -170,9 +170,10 @@ def measure_traced(
     hlo = compiled.as_text() or ""
     module = parse(hlo)
     costs = _cost_analysis(compiled)
-    buffers = read_buffers(text) if heap_bytes(text) is not None else None
+    heap = heap_bytes(text)
+    buffers = read_buffers(text) if text and heap is not None else None
     beside = assigned(buffers) if buffers else None
-    memory = _memory(compiled, heap_bytes(text), beside)
+    memory = _memory(compiled, heap, beside)
     return Measurement(
         platform=str(platform),
         mesh=mesh,

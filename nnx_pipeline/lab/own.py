@@ -64,9 +64,10 @@ def compare(
 ) -> Outcome:
     """Measures two functions of the same arguments; see `measure`.
 
-    The verdict is `holds` where the account of the second (`Memory.account_bytes`) is smaller. What one of them raises when it
-    is traced or compiled stands in the note, beside the other one's figures; input errors that
-    concern both are raised. The numbers that they compute are not compared.
+    The verdict is `holds` where the account of the second (`Memory.account_bytes`) is smaller. What
+    one of them raises when it is traced or compiled stands in the note, beside the other one's
+    figures; input errors that concern both are raised. The numbers that they compute are not
+    compared.
     """
     results: list[Measurement | str] = []
     for function in (function_a, function_b):

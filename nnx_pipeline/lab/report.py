@@ -13,8 +13,9 @@ from rich.text import Text
 
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.files import write_text
+from nnx_pipeline.lab.arms import Quantity
 from nnx_pipeline.lab.attribution_view import difference_view, megabytes
-from nnx_pipeline.lab.compare import Outcome
+from nnx_pipeline.lab.compare import NAMES, NOT_APPLICABLE, Outcome
 from nnx_pipeline.lab.compile import Measurement
 from nnx_pipeline.lab.numerics import Numerics
 
@@ -23,15 +24,15 @@ CPU_WARNING = (
     "Compare on a TPU or NVIDIA platform."
 )
 TOO_LARGE = " ✗"
+TOTAL = "the account: what must fit"
+MOST_LETTERS = 60  # of a label before its column is as wide as it gets
 GEMM_NAMES = {"triton": "Triton", "cublas": "cuBLASLt"}
 SAME_MEMORY = Text(f"matrix products by {GEMM_NAMES['cublas']}: the same memory")
-MEMORY_ROWS = (
-    ("arguments", "argument_bytes"),
+QUANTITIES: tuple[Quantity, ...] = ("temp", "heap", "account")
+COLUMNS = ("temp", "heap", "peak", "account")  # of a table of arms
+OTHER_ROWS = (  # figures of `Memory` that are no part of the account
     ("temp", "temp_bytes"),
-    ("heap", "heap_bytes"),
     ("peak", "peak_bytes"),
-    ("outputs", "output_bytes"),
-    ("of these in place", "alias_bytes"),
     ("program code", "generated_code_bytes"),
     ("host temp", "host_temp_bytes"),
 )
@@ -45,10 +46,9 @@ def compiler(measurement: Measurement) -> str:
 
 def measurement_view(title: str, measurement: Measurement, *, hint: bool = True) -> RenderableType:
     """What one training step costs. hint: whether to name the option for both matrix products."""
-    memory = Table(title="memory per device", title_justify="left")
-    memory.add_column("", no_wrap=True)
-    memory.add_column("MB", justify="right", no_wrap=True)
-    for label, field in MEMORY_ROWS:
+    memory = account_table(measurement)
+    memory.add_section()
+    for label, field in OTHER_ROWS:
         memory.add_row(label, megabytes(getattr(measurement.memory, field)))
     traffic = Table(title="collectives per device and step", title_justify="left")
     traffic.add_column("", no_wrap=True)
@@ -66,45 +66,101 @@ def measurement_view(title: str, measurement: Measurement, *, hint: bool = True)
     ]
     if measurement.platform == "cpu":
         lines.append(Text(CPU_WARNING, style="yellow"))
-    lines += [*_gemm([measurement], hint), *_too_large([measurement])]
+    lines += [*_gemm([measurement], hint), *_blind_spots([measurement]), *_too_large([measurement])]
     return Group(*lines)
 
 
+def account_rows(measurement: Measurement) -> list[tuple[str, int | None]]:
+    """The parts of the account, their sum last; what starts with spaces is of the row above it."""
+    account = measurement.account
+    rows = []
+    for label, size in account.rows():
+        rows.append((label, size))
+        if size is account.output_bytes and account.scratch_bytes:
+            rows.append(("  of these, temporaries before the result", account.scratch_bytes))
+    return [*rows, (TOTAL, account.total_bytes)]
+
+
+def account_table(measurement: Measurement) -> Table:
+    """What the program holds in the memory of a device."""
+    table = Table(title="memory per device", title_justify="left")
+    table.add_column("", overflow="fold")
+    table.add_column("MB", justify="right", no_wrap=True)
+    *parts, (label, total) = account_rows(measurement)
+    for part, size in parts:
+        table.add_row(part, megabytes(size))
+    table.add_section()
+    table.add_row(label, megabytes(total), style="bold")
+    return table
+
+
+def account_view(measurement: Measurement) -> RenderableType:
+    """The account alone, with what is to be known of it."""
+    told = [*_blind_spots([measurement]), *_too_large([measurement])]
+    return Group(account_table(measurement), *told)
+
+
 def outcomes_view(title: str, outcomes: Sequence[Outcome], *, hint: bool = True) -> RenderableType:
-    """The A/B table: one experiment after the other, arm under arm. hint: as above."""
-    table = Table(title=title, title_justify="left", show_lines=False)
-    table.add_column("experiment", no_wrap=True)
-    table.add_column("arm", no_wrap=True)
-    for column in ("temp MB", "heap MB", "peak MB", "b/a temp"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
-    table.add_column("same numbers", no_wrap=True)
+    """One experiment after the other: the verdict, then arm under arm. hint: as above."""
+    labels = [label for outcome in outcomes for label, _ in _arms(outcome)]
+    width = min(max(map(len, labels), default=0), MOST_LETTERS)
+    parts: list[RenderableType] = [Text(title, style="italic"), _columns(width, heads=True)]
     for outcome in outcomes:
-        row = outcome.to_json()
-        ratio = row["ratio_temp"]
-        arms = ((outcome.experiment.a, outcome.a), (outcome.experiment.b, outcome.b))
-        for index, (arm, result) in enumerate(arms):
-            memory = result.memory if result else None
-            table.add_row(
-                _name(outcome) if index == 0 else "",
-                f"{'ab'[index]}: {arm.label}{TOO_LARGE if _exceeds(result) else ''}",
-                megabytes(memory.temp_bytes if memory else None),
-                megabytes(memory.heap_bytes if memory else None),
-                megabytes(memory.peak_bytes if memory else None),
-                ("–" if ratio is None else f"{ratio:.3f}") if index else "",
-                outcome.verdict if index else "",
-                same_numbers(outcome) if index else "",
-                end_section=index == 1,
-            )
+        table = _columns(width)
+        for label, result in _arms(outcome):
+            sizes = [
+                getattr(result.memory, f"{name}_bytes") if result else None for name in COLUMNS
+            ]
+            table.add_row(label, *map(megabytes, sizes))
+        parts += [Text(heading(outcome), style="bold"), table]
     notes = [Text(f"{o.experiment.name}: {o.note}", style="yellow") for o in outcomes if o.note]
     measured = [m for o in outcomes for m in (o.a, o.b) if m]
     notes += closing_lines(measured, [o.numerics for o in outcomes if o.numerics], hint=hint)
     changes = [
-        difference_view(f"{outcome.experiment.name}: what differs at the peak", outcome.buffers)
+        difference_view(
+            f"{outcome.experiment.name}: what differs at the peak of the heap", outcome.buffers
+        )
         for outcome in outcomes
         if outcome.buffers
     ]
-    return Group(table, *changes, *notes)
+    return Group(*parts, *changes, *notes)
+
+
+def _columns(width: int, *, heads: bool = False) -> Table:
+    """A table without lines; those of all experiments stand below one another."""
+    table = Table.grid(padding=(0, 2))
+    table.show_header = heads
+    table.add_column("", min_width=width, overflow="fold")
+    for name in COLUMNS:
+        table.add_column(f"{name} MB", justify="right", no_wrap=True, min_width=len("account MB"))
+    return table
+
+
+def _arms(outcome: Outcome) -> list[tuple[str, Measurement | None]]:
+    pairs = zip("ab", outcome.arms, strict=True)
+    return [
+        (f"  {key}: {arm.label}{TOO_LARGE if _exceeds(result) else ''}", result)
+        for key, (arm, result) in pairs
+    ]
+
+
+def heading(outcome: Outcome) -> str:
+    """Name and claim, the verdict with what it is about, and whether the numbers are the same."""
+    told = verdict_words(outcome)
+    ratio = outcome.ratio(outcome.experiment.judged_by)
+    if ratio is not None:
+        told += f", b/a {ratio:.3f}"
+    if outcome.numerics:
+        told += f"; same numbers: {same_numbers(outcome)}"
+    return f"{_name(outcome)}: {told}"
+
+
+def verdict_words(outcome: Outcome) -> str:
+    """`holds by temp`: no verdict without the figure that it is about."""
+    words = outcome.verdict
+    if words != NOT_APPLICABLE:
+        words += f" by {NAMES[outcome.experiment.judged_by]}"
+    return f"{words}, failed" if outcome.failed else words
 
 
 def show_measurements(title: str, results: Sequence[Measurement], *, json_path: str | None) -> None:
@@ -159,7 +215,7 @@ def closing_lines(
     lines = [Text(f"compiler: {compiler(measured[0])}")] if measured else []
     if measured and measured[0].platform == "cpu":
         lines.append(Text(CPU_WARNING, style="yellow"))
-    lines += [*_gemm(measured, hint), *_too_large(measured)]
+    lines += [*_gemm(measured, hint), *_blind_spots(measured), *_too_large(measured)]
     lines += [
         Text(f"same numbers: losses and gradients at tiny on CPU devices, {where}")
         for where in dict.fromkeys(f"{one.mesh}, {one.pipeline}" for one in compared)
@@ -193,13 +249,30 @@ def differ_by_gemm(one: Outcome, other: Outcome) -> bool:
     return (one.verdict, figures(one)) != (other.verdict, figures(other))
 
 
+def _blind_spots(measured: Sequence[Measurement]) -> list[Text]:
+    """What a figure counts that one would not think, and where two reports disagree."""
+    lines = []
+    on_chip = [one.account.on_chip_bytes for one in measured if one.account.on_chip_bytes]
+    if on_chip:
+        lines.append(
+            Text(
+                f"peak counts the on-chip memory of a TPU too, here up to {megabytes(max(on_chip))}"
+                " MB; program code counts the constants"
+            )
+        )
+    notes = dict.fromkeys(note for one in measured for note in one.account.notes)
+    return lines + [Text(note, style="yellow") for note in notes]
+
+
 def _too_large(measured: Sequence[Measurement]) -> list[Text]:
     large = [one for one in measured if _exceeds(one)]
     if not large:
         return []
     most, size = max(one.needed_bytes for one in large), large[0].device_memory_bytes
-    text = f"does not fit{TOO_LARGE}: {megabytes(most)} MB of arguments and heap, and a device has"
-    return [Text(f"{text} {megabytes(size)} MB", style="red")]
+    text = (
+        f"does not fit{TOO_LARGE}: {megabytes(most)} MB of arguments, outputs, constants and heap"
+    )
+    return [Text(f"{text}, and a device has {megabytes(size)} MB", style="red")]
 
 
 def _exceeds(measurement: Measurement | None) -> bool:
