@@ -13,12 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import missing, optax_promotion, user_environment
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax import Array
 from page_examples import attribution, measurement
 
 from nnx_pipeline import MeshConfig, lab
 from nnx_pipeline.cli_options import configured
-from nnx_pipeline.lab.account import assigned
+from nnx_pipeline.lab.account import assigned, free_parts
 from nnx_pipeline.lab.arms import Arm, Experiment
 from nnx_pipeline.lab.buffer_text import read_buffers
 from nnx_pipeline.lab.compare import Outcome, compare_measurements
@@ -114,8 +116,8 @@ def check_sums(result: Measurement) -> None:
     account, memory = result.account, result.memory
     parts = (memory.argument_bytes, memory.output_bytes, -memory.alias_bytes)
     assert memory.account_bytes == sum(parts) + memory.constant_bytes + memory.heap_bytes
-    assert sum(size for _, size in account.rows()) == memory.account_bytes
-    assert all(size >= 0 for _, size in account.rows())
+    assert sum(account.rows().values()) == memory.account_bytes
+    assert min(account.rows().values()) >= 0
     assert account.notes == ()
     assert 0 <= account.scratch_bytes <= account.output_bytes
     assert sum(row.bytes for row in result.attribution.constants) == account.constant_bytes
@@ -190,7 +192,7 @@ def test_a_captured_array_decides_what_fits(platform: str) -> None:
     need(platform)
     result = measured("captured", platform)
     without = result.memory.account_bytes - ARRAY
-    assert dict(result.account.rows())["constants"] == ARRAY
+    assert result.account.rows()["constants"] == ARRAY
     for size, too_large in ((without, True), (without + ARRAY, False)):
         there = dataclasses.replace(result, device_memory_bytes=size)
         assert there.exceeds_device_memory is too_large
@@ -214,6 +216,19 @@ def test_what_jax_hoists_counts_once(flag: str, expected: tuple[int, ...]) -> No
     command = [sys.executable, "-c", HOISTED]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     assert tuple(map(int, done.stdout.split())) == tuple(ARRAY * n for n in expected)
+
+
+PIECES = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda p: tuple(sorted(p))))
+
+
+@given(PIECES)
+@settings(derandomize=True, max_examples=100, deadline=None)
+def test_bytes_of_overlapping_pieces_count_once(pieces: list[tuple[int, int]]) -> None:
+    seen: set[int] = set()
+    for (start, end), size in zip(pieces, free_parts(pieces), strict=True):
+        new = set(range(start, end)) - seen
+        assert size == len(new)
+        seen |= new
 
 
 def test_the_two_reports_of_a_compiler_disagree() -> None:

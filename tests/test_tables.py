@@ -89,8 +89,7 @@ def test_rows_of_the_account_add_up(width: int) -> None:
     assert sizes["constants"] == 67.1
     assert sizes["of these, temporaries before the result"] == 12.0
     assert sizes["temp"] > 0
-    parts = list(made.account.rows())
-    total = sum(sizes[label] for label, _ in parts)
+    total = sum(sizes[label] for label in made.account.rows())
     assert total == pytest.approx(sizes[report.TOTAL], abs=0.3)
     assert sizes[report.TOTAL] == pytest.approx(memory.account_bytes / 1e6, abs=0.06)
     told = " ".join(shown.split())

@@ -16,7 +16,7 @@ libtpu 0.0.42.1, H100 target, CPU):
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,9 +116,9 @@ class Account:
             notes=tuple(_differences(memory, buffers)) if buffers else (),
         )
 
-    def rows(self) -> tuple[tuple[str, int | None], ...]:
-        """Each part in words, with its bytes."""
-        return tuple((words, getattr(self, name)) for name, words in ROWS.items())
+    def rows(self) -> dict[str, int | None]:
+        """The bytes of each part, by its name in words."""
+        return {words: getattr(self, name) for name, words in ROWS.items()}
 
     def to_json(self) -> dict[str, Any]:
         """`rows`, their sum, and what stands beside them."""
@@ -178,19 +178,16 @@ def in_outputs(buffers: BufferText) -> list[tuple[Allocation, Placed, int]]:
     return found
 
 
-def free_parts(places: Iterator[tuple[int, int]]) -> list[int]:
+def free_parts(pieces: Iterable[tuple[int, int]]) -> list[int]:
     """Of each piece from start to end, how many bytes lie in none of the pieces before it."""
-    taken: list[tuple[int, int]] = []
+    taken: list[tuple[int, int]] = []  # what the pieces so far cover; no two of them touch
     sizes = []
-    for piece in places:
-        free = [piece]
-        for start, end in taken:
-            free = [
-                part
-                for low, high in free
-                for part in ((low, min(high, start)), (max(low, end), high))
-                if part[0] < part[1]
-            ]
-        taken.append(piece)
-        sizes.append(sum(high - low for low, high in free))
+    for start, end in pieces:
+        apart = [part for part in taken if part[1] < start or end < part[0]]
+        met = [part for part in taken if part not in apart]
+        shared = (min(high, end) - max(low, start) for low, high in met)
+        sizes.append(end - start - sum(shared))
+        low = min([start, *(part[0] for part in met)])
+        high = max([end, *(part[1] for part in met)])
+        taken = [*apart, (low, high)]
     return sizes

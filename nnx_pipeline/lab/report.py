@@ -13,6 +13,7 @@ from rich.text import Text
 
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.files import write_text
+from nnx_pipeline.lab.account import ROWS
 from nnx_pipeline.lab.arms import Quantity
 from nnx_pipeline.lab.attribution_view import difference_view, megabytes
 from nnx_pipeline.lab.compare import NAMES, NOT_APPLICABLE, Outcome
@@ -73,10 +74,10 @@ def measurement_view(title: str, measurement: Measurement, *, hint: bool = True)
 def account_rows(measurement: Measurement) -> list[tuple[str, int | None]]:
     """The parts of the account, their sum last; what starts with spaces is of the row above it."""
     account = measurement.account
-    rows = []
-    for label, size in account.rows():
+    rows: list[tuple[str, int | None]] = []
+    for label, size in account.rows().items():
         rows.append((label, size))
-        if size is account.output_bytes and account.scratch_bytes:
+        if label == ROWS["output_bytes"] and account.scratch_bytes:
             rows.append(("  of these, temporaries before the result", account.scratch_bytes))
     return [*rows, (TOTAL, account.total_bytes)]
 
