@@ -16,7 +16,7 @@ from nnx_pipeline.lab.attribution_view import difference_view, memory_view
 from nnx_pipeline.lab.compare import Outcome, compare_measurements
 from nnx_pipeline.lab.compile import Measurement
 from nnx_pipeline.lab.sweep import Point, Sweep
-from nnx_pipeline.lab.sweep_view import sweep_view
+from nnx_pipeline.lab.sweep_view import COLUMNS, sweep_view
 
 LONG = "tests.programs_of_somebody:gradients_of_every_microbatch_side_by_side"
 
@@ -29,8 +29,9 @@ def text(view: RenderableType, width: int = 80) -> str:
 
 
 def letters(shown: str) -> str:
-    """What is said in the first cells of the lines, however it is broken into lines."""
-    return re.sub(r"[\s│┃]", "", shown)
+    """What is said before the figures, however it is broken into lines."""
+    words = (re.sub(r"(\s+[\d.,–]+)+\s*$", "", line) for line in shown.splitlines())
+    return re.sub(r"\s", "", "".join(words))
 
 
 def of_two(a: Measurement, b: Measurement, **changes: Any) -> Outcome:
@@ -60,8 +61,12 @@ def test_arms_and_experiments_have_their_whole_names(width: int) -> None:
     assert max(map(len, shown.splitlines())) <= width
     for name in ("stage-shift-pad", "a:ppermute", "b:pad", f"a:{LONG}", "b:lean"):
         assert name in letters(shown), name
-    size = found[0].a.memory.account_bytes
-    assert f"{size / 1e6:,.1f}" in shown
+    (heads,) = (line for line in shown.splitlines() if "temp MB" in line)
+    assert heads.split() == ["temp", "MB", "heap", "MB", "peak", "MB", "account", "MB"]
+    (figures,) = (line for line in shown.splitlines() if "b: pad" in line)
+    sizes = [outcome().b.memory.to_json()[f"{name}_bytes"] for name in report.COLUMNS]
+    assert figures.split()[2:] == [report.megabytes(size) for size in sizes]
+    assert figures.index(".") > heads.index("temp")
 
 
 def test_a_verdict_names_its_figure() -> None:
@@ -151,6 +156,6 @@ def test_a_sweep_has_its_whole_names() -> None:
     assert "…" not in shown
     assert max(map(len, shown.splitlines())) <= 80
     assert letters(f"{LONG}, by pipeline.num_microbatches") in letters(shown)
-    assert "account MB" in shown
+    assert all(head in shown for head in COLUMNS)
     growth = points[1].result.memory.account_bytes - points[0].result.memory.account_bytes
     assert f"{growth / 4e6:+,.3f}" in shown

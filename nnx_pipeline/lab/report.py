@@ -4,10 +4,11 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -26,11 +27,11 @@ CPU_WARNING = (
 )
 TOO_LARGE = " ✗"
 TOTAL = "the account: what must fit"
-MOST_LETTERS = 60  # of a label before its column is as wide as it gets
 GEMM_NAMES = {"triton": "Triton", "cublas": "cuBLASLt"}
 SAME_MEMORY = Text(f"matrix products by {GEMM_NAMES['cublas']}: the same memory")
 QUANTITIES: tuple[Quantity, ...] = ("temp", "heap", "account")
 COLUMNS = ("temp", "heap", "peak", "account")  # of a table of arms
+_FIGURE = len("account MB")  # letters of its columns
 OTHER_ROWS = (  # figures of `Memory` that are no part of the account
     ("temp", "temp_bytes"),
     ("peak", "peak_bytes"),
@@ -104,16 +105,14 @@ def account_view(measurement: Measurement) -> RenderableType:
 def outcomes_view(title: str, outcomes: Sequence[Outcome], *, hint: bool = True) -> RenderableType:
     """One experiment after the other: the verdict, then arm under arm. hint: as above."""
     labels = [label for outcome in outcomes for label, _ in _arms(outcome)]
-    width = min(max(map(len, labels), default=0), MOST_LETTERS)
-    parts: list[RenderableType] = [Text(title, style="italic"), _columns(width, heads=True)]
+    letters = max(map(len, labels), default=0)
+    parts: list[RenderableType] = [Text(title, style="italic"), _Rows([], letters)]
     for outcome in outcomes:
-        table = _columns(width)
-        for label, result in _arms(outcome):
-            sizes = [
-                getattr(result.memory, f"{name}_bytes") if result else None for name in COLUMNS
-            ]
-            table.add_row(label, *map(megabytes, sizes))
-        parts += [Text(heading(outcome), style="bold"), table]
+        rows = [
+            (label, [getattr(result.memory, f"{c}_bytes") if result else None for c in COLUMNS])
+            for label, result in _arms(outcome)
+        ]
+        parts += [Text(heading(outcome), style="bold"), _Rows(rows, letters)]
     notes = [Text(f"{o.experiment.name}: {o.note}", style="yellow") for o in outcomes if o.note]
     measured = [m for o in outcomes for m in (o.a, o.b) if m]
     notes += closing_lines(measured, [o.numerics for o in outcomes if o.numerics], hint=hint)
@@ -127,14 +126,27 @@ def outcomes_view(title: str, outcomes: Sequence[Outcome], *, hint: bool = True)
     return Group(*parts, *changes, *notes)
 
 
-def _columns(width: int, *, heads: bool = False) -> Table:
-    """A table without lines; those of all experiments stand below one another."""
-    table = Table.grid(padding=(0, 2))
-    table.show_header = heads
-    table.add_column("", min_width=width, overflow="fold")
-    for name in COLUMNS:
-        table.add_column(f"{name} MB", justify="right", no_wrap=True, min_width=len("account MB"))
-    return table
+@dataclass(frozen=True)
+class _Rows:
+    """Labels and figures without lines, or the heads; those of all experiments stand in columns.
+
+    letters: of the longest label. One that is longer than there is room takes several lines.
+    """
+
+    rows: Sequence[tuple[str, Sequence[int | None]]]
+    letters: int
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table.grid(padding=(0, 2))
+        room = options.max_width - len(COLUMNS) * (_FIGURE + 2)
+        table.add_column("", width=max(8, min(self.letters, room)), overflow="fold")
+        for _ in COLUMNS:
+            table.add_column(justify="right", no_wrap=True, min_width=_FIGURE)
+        if not self.rows:
+            table.add_row("", *(f"{name} MB" for name in COLUMNS))
+        for label, sizes in self.rows:
+            table.add_row(label, *map(megabytes, sizes))
+        yield table
 
 
 def _arms(outcome: Outcome) -> list[tuple[str, Measurement | None]]:
