@@ -278,6 +278,8 @@ def test_where_quantities_disagree_the_note_says_so() -> None:
     a, b = with_figures(5_000, heap=400_000_000), with_figures(9_000, heap=300_000_000)
     assert judged(a, b).note == "by the heap: holds"
     assert judged(a, b, "account").note == "by temp: opposite"
+    both = with_figures(5_000, heap=400), with_figures(9_000, heap=800)
+    assert judged(*both, "account").note == "by temp and the heap: opposite"
     assert (judged(a, b).verdict, judged(a, b, "account").verdict) == ("opposite", "holds")
     zero = judged(with_figures(5_000, heap=0), with_figures(5_001, heap=7))
     assert (zero.verdict, zero.note) == ("no effect", "by the heap: opposite")

@@ -59,7 +59,7 @@ def test_arms_and_experiments_have_their_whole_names(width: int) -> None:
     shown = text(report.outcomes_view("an A/B", found), width)
     assert "…" not in shown
     assert max(map(len, shown.splitlines())) <= width
-    for name in ("stage-shift-pad", "a:ppermute", "b:pad", f"a:{LONG}", "b:lean"):
+    for name in ("stage-shift-pad", "a:ppermute", "b:pad", LONG, "b:lean"):
         assert name in letters(shown), name
     (heads,) = (line for line in shown.splitlines() if "temp MB" in line)
     assert heads.split() == ["temp", "MB", "heap", "MB", "peak", "MB", "account", "MB"]

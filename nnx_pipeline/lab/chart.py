@@ -53,8 +53,7 @@ def outcomes_chart(
         bars += _bars(outcome, group_heading(outcome, drawn), "", drawn)
         if other and differ_by_gemm(outcome, other):
             kind = GEMM_NAMES["cublas"]
-            named = f"{group_heading(other, drawn)}, {kind}"
-            bars += _bars(other, named, f", {kind}", drawn)
+            bars += _bars(other, group_heading(other, drawn, f", {kind}"), f", {kind}", drawn)
     measured = [result for outcome in outcomes for result in (outcome.a, outcome.b) if result]
     what = _ACCOUNT if drawn == "account" else _HEAP
     return make_chart(title, bars, compiler(measured[0]) if measured else "", what)
@@ -93,16 +92,21 @@ def program_chart(title: str, *measured: Measurement) -> "Figure":
     return make_chart(title, bars, compiler(measured[0]), _HEAP)
 
 
-def group_heading(outcome: Outcome, drawn: Quantity) -> str:
-    """The verdict with the figures that it is about, and what the bars show if that is another."""
+def group_heading(outcome: Outcome, drawn: Quantity, more: str = "") -> str:
+    """The verdict with the figures that it is about, and what the bars show if that is another.
+
+    more: to be said after the name.
+    """
     judged = outcome.experiment.judged_by
-    words = f"{outcome.experiment.name}: {verdict_words(outcome)}"
+    words = f"{outcome.experiment.name}{more}: {verdict_words(outcome)}"
     if outcome.verdict == NOT_APPLICABLE:
         return words
     words += f", {' → '.join(map(megabytes, outcome.bytes_of(judged)))} MB"
-    if drawn != judged:
-        words += f"; the bars are {NAMES[drawn]}: {outcome.verdict_by(drawn)}"
-    return words
+    if drawn == judged:
+        return words
+    by_bars = outcome.verdict_by(drawn)
+    known = "which is not known" if by_bars == NOT_APPLICABLE else by_bars
+    return f"{words}; the bars are {NAMES[drawn]}: {known}"
 
 
 def make_chart(title: str, bars: Sequence[Bar], small_print: str, what: str) -> "Figure":

@@ -238,10 +238,12 @@ def compare_measurements(
 def _other_verdicts(outcome: Outcome, verdict: str) -> list[str]:
     """What temp and heap say where that is something else."""
     others: tuple[Quantity, ...] = ("temp", "heap")
-    found = {quantity: outcome.verdict_by(quantity) for quantity in others}
+    said: dict[str, list[str]] = {}
+    for quantity in others:
+        said.setdefault(outcome.verdict_by(quantity), []).append(NAMES[quantity])
     return [
-        f"by {NAMES[quantity]}: {other}"
-        for quantity, other in found.items()
+        f"by {' and '.join(names)}: {other}"
+        for other, names in said.items()
         if other not in (verdict, NOT_APPLICABLE)
     ]
 

@@ -32,6 +32,8 @@ SAME_MEMORY = Text(f"matrix products by {GEMM_NAMES['cublas']}: the same memory"
 QUANTITIES: tuple[Quantity, ...] = ("temp", "heap", "account")
 COLUMNS = ("temp", "heap", "peak", "account")  # of a table of arms
 _FIGURE = len("account MB")  # letters of its columns
+_KEY = "  {}:"  # before the label of an arm
+_KEY_WIDTH = len(_KEY.format("a"))
 OTHER_ROWS = (  # figures of `Memory` that are no part of the account
     ("temp", "temp_bytes"),
     ("peak", "peak_bytes"),
@@ -137,23 +139,23 @@ class _Rows:
     letters: int
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = Table.grid(padding=(0, 2))
-        room = options.max_width - len(COLUMNS) * (_FIGURE + 2)
+        table = Table.grid(padding=(0, 2, 0, 0))
+        room = options.max_width - len(COLUMNS) * (_FIGURE + 2) - (_KEY_WIDTH + 2)
+        table.add_column("", width=_KEY_WIDTH)
         table.add_column("", width=max(8, min(self.letters, room)), overflow="fold")
         for _ in COLUMNS:
             table.add_column(justify="right", no_wrap=True, min_width=_FIGURE)
         if not self.rows:
-            table.add_row("", *(f"{name} MB" for name in COLUMNS))
-        for label, sizes in self.rows:
-            table.add_row(label, *map(megabytes, sizes))
+            table.add_row("", "", *(f"{name} MB" for name in COLUMNS))
+        for key, (label, sizes) in zip("ab", self.rows, strict=False):
+            table.add_row(_KEY.format(key), label, *map(megabytes, sizes))
         yield table
 
 
 def _arms(outcome: Outcome) -> list[tuple[str, Measurement | None]]:
-    pairs = zip("ab", outcome.arms, strict=True)
     return [
-        (f"  {key}: {arm.label}{TOO_LARGE if _exceeds(result) else ''}", result)
-        for key, (arm, result) in pairs
+        (f"{arm.label}{TOO_LARGE if _exceeds(result) else ''}", result)
+        for arm, result in outcome.arms
     ]
 
 
