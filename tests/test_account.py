@@ -306,3 +306,13 @@ def test_on_chip_memory_is_in_the_peak_of_a_tpu() -> None:
     assert result.memory.account_bytes < 2 * ARRAY + 1000
     assert result.memory.peak_bytes == 3 * ARRAY
     assert measured("plain", "cpu").account.on_chip_bytes is None
+
+
+@pytest.mark.skipif(missing("libtpu"), reason="libtpu is not installed")
+def test_what_goes_to_the_host_is_apart() -> None:
+    def offloaded(x: Array) -> tuple[Array, Array]:
+        return x + 1, jax.device_put(jnp.tanh(x), jax.memory.Space.Host)
+
+    memory = lab.measure(offloaded, X, platform="tpu:v5p:2x2x2").memory
+    assert memory.host_output_bytes == ARRAY
+    assert memory.output_bytes == ARRAY + 2 * POINTER["tpu:v5p:2x2x2"]

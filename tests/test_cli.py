@@ -33,6 +33,8 @@ MEMORY = {
     "peak_bytes",
     "generated_code_bytes",
     "host_temp_bytes",
+    "host_argument_bytes",
+    "host_output_bytes",
 }
 COLLECTIVES = {"all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"}
 VERSIONS = {"jax", "jaxlib", "flax", "libtpu", "python"}

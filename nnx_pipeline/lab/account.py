@@ -40,7 +40,8 @@ class Memory:
     `temp_size_in_bytes`. heap_bytes: the device-memory heap of the buffer assignment; on a TPU they
     are not the same, as temp counts other memory spaces too. constant_bytes: what the program
     brings along in device memory, such as captured arrays. peak_bytes: constants are in it, and on
-    a TPU its on-chip memory. generated_code_bytes: on a TPU the constants are in it.
+    a TPU its on-chip memory. generated_code_bytes: on a TPU the constants are in it. host_…: in the
+    memory of the host, and in no other figure.
     """
 
     argument_bytes: int
@@ -52,6 +53,8 @@ class Memory:
     peak_bytes: int | None
     generated_code_bytes: int | None
     host_temp_bytes: int
+    host_argument_bytes: int = 0
+    host_output_bytes: int = 0
 
     @property
     def account_bytes(self) -> int | None:

@@ -69,7 +69,7 @@ class Measurement:
 
     @property
     def needed_bytes(self) -> int:
-        """The account; where it is not known, what is needed at least: no constants, no heap."""
+        """The account; without a buffer assignment temp stands for the heap, without constants."""
         memory = self.memory
         if memory.account_bytes is not None:
             return memory.account_bytes
@@ -210,6 +210,8 @@ def _memory(compiled: Any, heap: int | None, buffers: Assigned | None) -> Memory
         # No program has no code: the NVIDIA and CPU compilers leave this field empty.
         generated_code_bytes=analysis.generated_code_size_in_bytes or None,
         host_temp_bytes=analysis.host_temp_size_in_bytes,
+        host_argument_bytes=analysis.host_argument_size_in_bytes,
+        host_output_bytes=analysis.host_output_size_in_bytes,
     )
 
 

@@ -39,6 +39,8 @@ OTHER_ROWS = (  # figures of `Memory` that are no part of the account
     ("peak", "peak_bytes"),
     ("program code", "generated_code_bytes"),
     ("host temp", "host_temp_bytes"),
+    ("host arguments", "host_argument_bytes"),
+    ("host outputs", "host_output_bytes"),
 )
 
 
