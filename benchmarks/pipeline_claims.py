@@ -70,7 +70,7 @@ def entry(outcome: Outcome) -> dict[str, Any]:
     for key, result in (("a", outcome.a), ("b", outcome.b)):
         arms[key] = {"label": full["arms"][key]["label"]}
         if result:
-            arms[key] |= dataclasses.asdict(result.memory)
+            arms[key] |= result.memory.to_json()
     measured = outcome.a or outcome.b
     return {
         "claim": full["claim"],

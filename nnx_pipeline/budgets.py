@@ -18,7 +18,7 @@ from nnx_pipeline.errors import InputError
 from nnx_pipeline.files import write_text
 
 FILE = "memory-budgets.toml"
-FIGURES = ("temp_bytes", "heap_bytes", "peak_bytes")
+FIGURES = ("temp_bytes", "heap_bytes", "peak_bytes", "account_bytes")
 TOLERANCE = 0.01  # exceeding a budget by a smaller share of it is no change
 
 _HEAD = """\

@@ -113,7 +113,8 @@ def compare_command(
 ) -> None:
     """Compile two functions of the same arguments and compare their memory.
 
-    Their numbers are not compared. Exit 1 when one of them did not compile.
+    The verdict is about the account: arguments, outputs beside them, constants and heap. The
+    numbers that they compute are not compared. Exit 1 when one of them did not compile.
     """
     check_reports(html_path, chart_path, json_path)
     targets = platforms(platform, gemm)

@@ -63,7 +63,8 @@ def memory_command(
 ) -> None:
     """Say what the device memory holds at its peak: buffer, bytes, role, line of source.
 
-    The bytes are those of the compiler's own buffer assignment, per device. Equal rows are shown
+    The bytes are those of the compiler's own buffer assignment, per device. The account below says
+    what else the program holds there: arguments, outputs and constants. Equal rows are shown
     as one with their number; JSON has every buffer. For NVIDIA the program is compiled with both
     kinds of matrix products; the JSON has the second one under `other_gemm`.
     """
@@ -94,6 +95,7 @@ def memory_command(
         by = f", matrix products by {report.GEMM_NAMES[result.gemm]}" if result.gemm else ""
         named = f"{title}, {report.compiler(result)}{by}"
         report.show(memory_view(named, attribution, top=top), json_path=json_path)
+        report.show(report.account_view(result), json_path=json_path)
     rows = [
         {**result.to_json(), "buffers": attribution.to_json()}
         for result, attribution in zip(results, found, strict=True)

@@ -4,9 +4,10 @@ import dataclasses
 from typing import Any
 
 from nnx_pipeline.config import to_dict
+from nnx_pipeline.lab.account import Memory
 from nnx_pipeline.lab.attribution import Attribution, Buffer
 from nnx_pipeline.lab.compare import Numerics, Outcome, compare_measurements
-from nnx_pipeline.lab.compile import Measurement, Memory
+from nnx_pipeline.lab.compile import Measurement
 from nnx_pipeline.lab.experiments import EXPERIMENTS
 from nnx_pipeline.presets import preset
 
@@ -64,6 +65,7 @@ def measurement(heap: Attribution | None, *, platform: str = "cuda:h100:8") -> M
             alias_bytes=210_000_000,
             temp_bytes=heap.temp_bytes if heap else 77_000_000,
             heap_bytes=held,
+            constant_bytes=0 if heap else None,
             peak_bytes=None,
             generated_code_bytes=None,
             host_temp_bytes=0,

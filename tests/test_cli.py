@@ -28,9 +28,13 @@ MEMORY = {
     "alias_bytes",
     "temp_bytes",
     "heap_bytes",
+    "constant_bytes",
+    "account_bytes",
     "peak_bytes",
     "generated_code_bytes",
     "host_temp_bytes",
+    "host_argument_bytes",
+    "host_output_bytes",
 }
 COLLECTIVES = {"all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"}
 VERSIONS = {"jax", "jaxlib", "flax", "libtpu", "python"}
@@ -173,6 +177,7 @@ def check_measurement(result: dict[str, Any], platform: str) -> None:
     assert 0 < memory["alias_bytes"] <= memory["argument_bytes"]
     assert memory["temp_bytes"] > 0
     assert memory["heap_bytes"] > 0
+    assert sum(result["account"]["rows"].values()) == memory["account_bytes"]
     assert result["flops"] > 0
     permuted = result["collectives"]["collective-permute"]
     assert permuted["executed"] >= permuted["ops"] > 0
@@ -239,6 +244,9 @@ def test_ab_compares_two_arms(run: Run) -> None:
         "arms",
         "delta_temp_bytes",
         "ratio_temp",
+        "delta_account_bytes",
+        "ratio_account",
+        "judged_by",
         "numerics",
         "verdict",
         "note",

@@ -31,7 +31,7 @@ def test_what_devices_have() -> None:
 
 
 def test_what_does_not_fit() -> None:
-    """Arguments 210 MB, results 4 bytes more than they give up, and the heap."""
+    """Arguments 210 MB, results 4 bytes more than they give up, the heap and no constants."""
     needed = 210_000_000 + 4 + attribution().heap_bytes
     assert of_size(None).needed_bytes == needed
     assert of_size(needed).exceeds_device_memory is False

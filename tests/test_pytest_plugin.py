@@ -158,7 +158,8 @@ def test_a_budget_that_is_too_large_is_named_and_lowered(project: Project, file:
     hint.assert_outcomes(passed=1)
     assert re.search(r"test_step on cpu: heap [\d,]+ bytes is .* below its budget", output(hint))
     lowered = project(UPDATE)
-    assert re.search(r"changed: test_step.py::test_step on cpu: heap [\d,]+,", output(lowered))
+    figures = r"account [\d,]+, heap [\d,]+,"
+    assert re.search(rf"changed: test_step.py::test_step on cpu: {figures}", output(lowered))
     assert "below" not in output(project())
 
 

@@ -103,7 +103,7 @@ def test_every_figure_is_there_and_every_text_escaped() -> None:
 
 def test_a_page_of_one_program() -> None:
     text = Reader(measurement_page(TITLE, measurement(attribution(), platform="cpu"))).text
-    assert "Largest buffers, 6 of 6 rows" in text
+    assert "Largest buffers of the heap, 6 of 6 rows" in text
     assert "CPU figures mislead" in text
 
 
@@ -115,13 +115,69 @@ def by_cublas(**figures: Any) -> Outcome:
     return dataclasses.replace(made, a=dataclasses.replace(made.a, memory=memory, gemm="cublas"))
 
 
+def texts_of(figure: Any) -> list[str]:
+    axes = figure.axes[0]
+    return [axes.get_xlabel(), *(text.get_text() for text in axes.texts)]
+
+
+def test_a_heading_never_contradicts_its_bars() -> None:
+    """It names the figure of the verdict, and where the bars show another one, what that says."""
+    made = by_cublas(temp_bytes=1_000_000)  # the heap shrinks, temp grows
+    made = dataclasses.replace(made, verdict=made.verdict_by("temp"))
+    label, first, *_ = texts_of(outcomes_chart(TITLE, [made]))
+    assert label.startswith("heap of device memory at its peak")
+    told = next(text for text in (first, *_) if text.startswith("stage-shift"))
+    after = made.b.memory.temp_bytes / 1e6
+    assert told == (
+        f"stage-shift: opposite by temp, 1.0 → {after:,.1f} MB; the bars are the heap: holds"
+    )
+    page = " ".join(Reader(outcomes_page(TITLE, [made])).text.split())
+    assert "stage-shift opposite by temp" in page
+    assert "The heap of device memory at its peak, by role" in page
+
+
+def of_own_functions() -> Outcome:
+    """Arm b gives up the state that arm a keeps, and holds more in its heap."""
+    one, other = measurement(attribution()), measurement(attribution(1.2))
+    memory = dataclasses.replace(one.memory, alias_bytes=0, constant_bytes=67_108_864)
+    kept = dataclasses.replace(one, memory=memory)
+    experiment = dataclasses.replace(EXPERIMENTS["stage-shift"], judged_by="account")
+    return compare_measurements(experiment, kept, dataclasses.replace(other, hlo="ENTRY %b"))
+
+
+def test_the_account_is_drawn_where_the_verdict_is_about_it() -> None:
+    made = of_own_functions()
+    figure = outcomes_chart(TITLE, [made])
+    label, *texts = texts_of(figure)
+    assert label.startswith("device memory of the account")
+    before, after = (f"{size / 1e6:,.1f}" for size in made.bytes_of("account"))
+    told = f"stage-shift: holds by the account, {before} → {after} MB"
+    assert told in texts
+    assert {f" {before}", f" {after}"} <= set(texts), "the lengths of the bars"
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert {"kept argument", "donated argument", "output", "constant"} <= set(words)
+
+
+def test_the_page_has_the_account() -> None:
+    made = of_own_functions()
+    text = " ".join(Reader(outcomes_page(TITLE, [made])).text.split())
+    assert "holds by the account" in text
+    assert "arguments that are kept 210.0 0.0 −210.0" in text
+    assert "arguments that are donated to outputs 0.0 210.0 +210.0" in text
+    assert "constants 67.1 0.0 −67.1" in text
+    before, after = made.bytes_of("account")
+    sizes = f"{before / 1e6:,.1f} {after / 1e6:,.1f} −{(before - after) / 1e6:,.1f}"
+    assert f"the account: what must fit {sizes}" in text
+    assert f"account {before / 1e6:,.1f} → {after / 1e6:,.1f} MB" in text, "in the headline"
+
+
 def test_both_kinds_of_products() -> None:
     other = dataclasses.replace(by_cublas(temp_bytes=987_600_000), note="its own note")
     text = " ".join(Reader(outcomes_page(TITLE, [outcome()], [other])).text.split())
     assert "cuBLASLt: its own note" in text
-    row = r"cuBLASLt holds 987\.6 → [\d.]+ "
+    row = r"cuBLASLt holds by temp [\d.]+ 987\.6 → [\d.]+ "
     assert len(re.findall(row, text)) == 1
-    assert "Triton holds" in text
+    assert "Triton holds by temp" in text
     text = " ".join(Reader(outcomes_page(TITLE, [outcome()] * 2, [other] * 2)).text.split())
     assert len(re.findall(row, text)) == 4, "in the summary too"
     text = Reader(outcomes_page(TITLE, [outcome()], [by_cublas()])).text
@@ -174,7 +230,7 @@ def test_the_change_has_its_sign() -> None:
 def test_a_program_that_holds_nothing() -> None:
     nothing = dataclasses.replace(attribution(), heap_bytes=0, buffers=(), timeline=())
     text = Reader(measurement_page(TITLE, measurement(nothing))).text
-    assert "Largest buffers, 0 of 0 rows" in text
+    assert "Largest buffers of the heap, 0 of 0 rows" in text
 
 
 def test_a_figure_that_is_not_given_is_a_dash() -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from nnx_pipeline.config import Config
 from nnx_pipeline.errors import InputError
@@ -11,6 +11,7 @@ from nnx_pipeline.modules import Parts
 from nnx_pipeline.sharding import Layout
 
 Setup = Callable[[Config, MeshConfig], Config]
+Quantity = Literal["temp", "heap", "account"]  # figures of `Memory` that a verdict may be about
 
 
 class Program(NamedTuple):
@@ -68,7 +69,8 @@ class Experiment:
     must have two devices or more. by_default: whether it is in the short set. later: why it can be
     named but not run, for what this version does not have. numbers_in: dtype of the
     model where losses and gradients are compared at `tiny`. tolerance: how far they may lie apart,
-    relative to the largest value.
+    relative to the largest value. judged_by: the figure of which arm b should hold less; the
+    claims speak of temp.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Experiment:
     later: str = ""
     numbers_in: str = "float32"
     tolerance: float = 1e-5
+    judged_by: Quantity = "temp"
 
     def programs(self, config: Config, mesh: MeshConfig) -> tuple[Program, Program]:
         """Both arms on that config and mesh.

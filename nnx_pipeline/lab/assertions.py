@@ -61,6 +61,16 @@ class CompiledMemory:
         return self.measurement.memory.alias_bytes
 
     @property
+    def constant_bytes(self) -> int | None:
+        """What the program brings along in device memory, such as captured arrays."""
+        return self.measurement.memory.constant_bytes
+
+    @property
+    def account_bytes(self) -> int | None:
+        """Arguments, outputs that alias none of them, constants and heap: what must fit."""
+        return self.measurement.memory.account_bytes
+
+    @property
     def host_temp_bytes(self) -> int:
         """What the program holds in host memory."""
         return self.measurement.memory.host_temp_bytes
@@ -111,7 +121,7 @@ class CompiledMemory:
             raise MemoryExceeded("\n".join([*too_large, "", self.description()]))
 
     def within_budget(self, name: str = "", *, tolerance: float | None = None) -> bool:
-        """Compares temp, heap and peak with the entry of this test in `memory-budgets.toml`.
+        """Compares temp, heap, peak and account with this test's entry in `memory-budgets.toml`.
 
         name: tells several budgets of one test and platform apart. tolerance: the share by which a
         budget may be exceeded, instead of that of the project (`memory_budget_tolerance`, 1 %).
@@ -130,7 +140,7 @@ class CompiledMemory:
     def description(self) -> str:
         """Compiler, figures and the largest buffers at the peak, as lines of text."""
         memory = self.measurement.memory
-        shown = ("temp", "heap", "peak", "argument", "output")
+        shown = ("temp", "heap", "peak", "argument", "output", "constant", "account")
         sizes = (f"{name} {megabytes(getattr(memory, f'{name}_bytes'))}" for name in shown)
         lines = [
             f"{_subject(self.measurement)} on {compiler(self.measurement)}",

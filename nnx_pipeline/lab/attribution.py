@@ -25,6 +25,7 @@ ROLES = (
     "optimizer update",
     "collective buffer",
     "library workspace",
+    "constant",
     "other",
     "padding",
     "fragmentation",
@@ -58,7 +59,9 @@ class Attribution:
     """The rows at the peak, largest first, and what of temp lies beyond the heap.
 
     buffers sum to heap_bytes, rows for padding and fragmentation included. other: rows of other
-    memory spaces, and whatever else explains temp_bytes. timeline: (position in the schedule, live
+    memory spaces, and whatever else explains temp_bytes. constants: what the program brings along
+    in device memory. in_outputs: temporaries where a result will be, at any time and each byte
+    once; neither is in the heap. timeline: (position in the schedule, live
     bytes of the heap), at most 2000 points, the peak among them. peak_operation, peak_source: what
     runs at the peak. positions: how many the schedule has.
     """
@@ -72,6 +75,8 @@ class Attribution:
     peak_operation: str = ""
     peak_source: str | None = None
     positions: int = 0
+    constants: tuple[Buffer, ...] = ()
+    in_outputs: tuple[Buffer, ...] = ()
 
     def by_role(self) -> dict[str, int]:
         """Bytes of each role, largest first; they sum to heap_bytes."""
@@ -88,7 +93,7 @@ class Attribution:
     def from_json(cls, value: Mapping[str, Any]) -> Attribution:
         """The inverse of `to_json`; KeyError or TypeError for what that has not written."""
         fields = {name: item for name, item in value.items() if name != "by_role"}
-        for name in ("buffers", "other"):
+        for name in ("buffers", "other", "constants", "in_outputs"):
             fields[name] = tuple(Buffer(**row) for row in fields[name])
         fields["timeline"] = tuple((position, size) for position, size in fields["timeline"])
         return cls(**fields)

@@ -12,6 +12,7 @@ from rich.text import Text
 from nnx_pipeline.lab.attribution import Attribution, Buffer, BufferDifference
 
 TOP = 5  # rows of a difference below an A/B
+SMALLEST = 10_000  # bytes of a row beside the heap
 
 # Parts of a path of operations that say only that something was called, in a loop or under vmap.
 _NO_WORK = re.compile(
@@ -28,7 +29,7 @@ def memory_view(title: str, attribution: Attribution, *, top: int) -> Renderable
     """The largest buffers at the peak, the totals by role, and where in the schedule it is."""
     heap = attribution.heap_bytes
     groups = grouped(attribution.buffers)
-    table = Table(title="device memory at its peak", title_justify="left")
+    table = Table(title="the heap of device memory at its peak", title_justify="left")
     for column in ("MB", "share", "×"):
         table.add_column(column, justify="right", no_wrap=True)
     _add_columns(table)
@@ -40,6 +41,7 @@ def memory_view(title: str, attribution: Attribution, *, top: int) -> Renderable
     return Group(
         Text(title, style="bold"),
         table,
+        *_beside(attribution, top),
         _roles(attribution),
         _totals(attribution),
         _peak(attribution),
@@ -110,17 +112,49 @@ def grouped(buffers: Sequence[Buffer]) -> list[list[Buffer]]:
 
 
 def _add_columns(table: Table) -> None:
-    for column in ("role", "shape"):
-        table.add_column(column, no_wrap=True)
-    table.add_column("operation", overflow="fold")
-    table.add_column("source", no_wrap=True)
+    for column in ("role", "shape", "operation", "source"):
+        table.add_column(column, overflow="fold")
+
+
+def _beside(attribution: Attribution, top: int) -> list[Table]:
+    """What a device holds that is neither argument nor result nor heap, by line of source."""
+    tables = []
+    for title, buffers in beside_the_heap(attribution):
+        groups = grouped(buffers)
+        table = Table(title=title, title_justify="left")
+        for column in ("MB", "×"):
+            table.add_column(column, justify="right", no_wrap=True)
+        _add_columns(table)
+        for group in groups[:top]:
+            table.add_row(_size(sum(buffer.bytes for buffer in group)), *_what(group))
+        if rest := [buffer for group in groups[top:] for buffer in group]:
+            size = sum(buffer.bytes for buffer in rest)
+            table.add_row(_size(size), str(len(rest)), "all others")
+        tables.append(table)
+    return tables
+
+
+def beside_the_heap(attribution: Attribution) -> list[tuple[str, list[Buffer]]]:
+    """Constants, and temporaries in the place of outputs; small ones are in the JSON alone."""
+    found = []
+    for title, buffers in (
+        ("Constants, beside the heap", attribution.constants),
+        ("Temporaries where a result will be, beside the heap", attribution.in_outputs),
+    ):
+        if large := [buffer for buffer in buffers if buffer.bytes >= SMALLEST]:
+            found.append((title, large))
+    return found
 
 
 def _add(table: Table, group: list[Buffer], heap: int) -> None:
-    buffer, size = group[0], sum(buffer.bytes for buffer in group)
-    table.add_row(
-        _size(size),
-        _share(size, heap),
+    size = sum(buffer.bytes for buffer in group)
+    table.add_row(_size(size), _share(size, heap), *_what(group))
+
+
+def _what(group: list[Buffer]) -> tuple[str, ...]:
+    """How many there are, and what they are."""
+    buffer = group[0]
+    return (
         str(len(group)) if len(group) > 1 else "",
         buffer.role,
         buffer.shape,

@@ -31,6 +31,7 @@ _RANGE = re.compile(r"    (\S+?)\{([\d,]*)\}:(\d+)-(\d+)$")
 _COLOR = re.compile(r", color (\d+)")
 _SECTION = re.compile(r" {0,2}\S")
 _SECTIONS = {"  InstructionSequence:": _POSITION, "  BufferLiveRange:": _RANGE}
+_SHAPE = re.compile(r"shape (is )?\|[^|]*\|")
 _NEVER = (0, -1)
 
 Index = tuple[int, ...]
@@ -73,12 +74,18 @@ class Placed:
 
 @dataclass(frozen=True)
 class Allocation:
-    """A piece of one memory space: color 0 is device memory, on TPU 1 is the on-chip memory."""
+    """A piece of one memory space: color 0 is device memory, on TPU 1 is the on-chip memory.
+
+    is_temp: a heap. is_argument, is_output: both for an argument that an output aliases.
+    """
 
     number: int
     bytes: int
     color: int
     is_temp: bool
+    is_argument: bool
+    is_output: bool
+    is_constant: bool
     values: tuple[Placed, ...]
 
 
@@ -154,11 +161,16 @@ def _allocations(
 
 
 def _allocation(head: re.Match[str], values: list[Placed]) -> Allocation:
+    # Shapes, between bars, may hold any word.
+    kinds = set(_SHAPE.sub("", head[3]).removesuffix(",").split(", "))
     color = _COLOR.search(head[3])
     return Allocation(
         number=int(head[1]),
         bytes=int(head[2]),
         color=int(color[1]) if color else 0,
-        is_temp="preallocated-temp" in head[3],
+        is_temp="preallocated-temp" in kinds,
+        is_argument=any(kind.startswith("parameter ") for kind in kinds),
+        is_output="maybe-live-out" in kinds,
+        is_constant="constant" in kinds,
         values=tuple(values),
     )

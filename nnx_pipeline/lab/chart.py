@@ -1,16 +1,16 @@
-"""Memory by role as a picture for a pull request; matplotlib is imported only if one is wanted."""
+"""What memory holds, as a picture for a pull request; matplotlib is imported only for one."""
 
 import textwrap
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
-from nnx_pipeline.lab.attribution import ROLES, Attribution
+from nnx_pipeline.lab.arms import Quantity
 from nnx_pipeline.lab.attribution_view import megabytes
 from nnx_pipeline.lab.colours import role_colour
-from nnx_pipeline.lab.compare import Outcome
+from nnx_pipeline.lab.compare import NAMES, NOT_APPLICABLE, Outcome
 from nnx_pipeline.lab.compile import Measurement
-from nnx_pipeline.lab.report import GEMM_NAMES, compiler, differ_by_gemm
+from nnx_pipeline.lab.report import GEMM_NAMES, compiler, differ_by_gemm, verdict_words
 from nnx_pipeline.pipeline.picture import ink_on
 
 if TYPE_CHECKING:
@@ -23,12 +23,19 @@ _LETTER = 0.075  # inches that a letter of 9 points takes on average
 _BAR, _GAP = 0.62, 0.55  # height of a bar, and the space between experiments, in rows
 
 
+_HEAP = "heap of device memory at its peak"
+_ACCOUNT = "device memory of the account: arguments, outputs, constants and heap"
+
+
 class Bar(NamedTuple):
-    """A bar of the chart; attribution None is a dash. group: the experiment that it belongs to."""
+    """A bar of the chart; sizes are the bytes of its pieces, None is a dash.
+
+    group: the experiment that it belongs to.
+    """
 
     group: str
     label: str
-    attribution: Attribution | None
+    sizes: dict[str, int] | None
 
 
 def outcomes_chart(
@@ -36,41 +43,74 @@ def outcomes_chart(
 ) -> "Figure":
     """Two bars per experiment, arm a above arm b, all on one scale.
 
-    cublas: the same with cuBLASLt's matrix products; two more bars where they change something.
+    The bars are of the heap, or of the account where every verdict is about that. cublas: the same
+    with cuBLASLt's matrix products; two more bars where they change something.
     """
+    judged = {outcome.experiment.judged_by for outcome in outcomes}
+    drawn: Quantity = "account" if judged == {"account"} else "heap"
     bars: list[Bar] = []
     for outcome, other in zip_longest(outcomes, cublas):
-        bars += _bars(outcome, _heading(outcome), "")
+        bars += _bars(outcome, group_heading(outcome, drawn), "", drawn)
         if other and differ_by_gemm(outcome, other):
-            bars += _bars(other, _heading(outcome), f", {GEMM_NAMES['cublas']}")
+            kind = GEMM_NAMES["cublas"]
+            bars += _bars(other, group_heading(other, drawn, f", {kind}"), f", {kind}", drawn)
     measured = [result for outcome in outcomes for result in (outcome.a, outcome.b) if result]
-    return make_chart(title, bars, compiler(measured[0]) if measured else "")
+    what = _ACCOUNT if drawn == "account" else _HEAP
+    return make_chart(title, bars, compiler(measured[0]) if measured else "", what)
 
 
-def _bars(outcome: Outcome, heading: str, more: str) -> list[Bar]:
-    experiment = outcome.experiment
+def _bars(outcome: Outcome, heading: str, more: str, drawn: Quantity) -> list[Bar]:
     return [
-        Bar(heading, f"{key}: {arm.label}{more}", result.attribution if result else None)
-        for key, arm, result in (("a", experiment.a, outcome.a), ("b", experiment.b, outcome.b))
+        Bar(heading, f"{key}: {arm.label}{more}", pieces(result, drawn) if result else None)
+        for key, (arm, result) in zip("ab", outcome.arms, strict=True)
     ]
+
+
+def pieces(result: Measurement, drawn: Quantity) -> dict[str, int] | None:
+    """Bytes by role; for the account those of arguments, outputs and constants too."""
+    if result.attribution is None:
+        return None
+    heap = result.attribution.by_role()
+    if drawn == "heap":
+        return heap
+    account = result.account
+    beside = {
+        "kept argument": account.kept_argument_bytes,
+        "donated argument": account.donated_argument_bytes,
+        "output": account.output_bytes,
+        "constant": account.constant_bytes or 0,
+    }
+    return {**beside, **heap}
 
 
 def program_chart(title: str, *measured: Measurement) -> "Figure":
-    """One bar for each kind of matrix product that was measured."""
+    """One bar for each kind of matrix product that was measured: its heap."""
     bars = [
-        Bar("", GEMM_NAMES[one.gemm] if one.gemm and len(measured) > 1 else "", one.attribution)
+        Bar("", GEMM_NAMES[one.gemm] if one.gemm and len(measured) > 1 else "", pieces(one, "heap"))
         for one in measured
     ]
-    return make_chart(title, bars, compiler(measured[0]))
+    return make_chart(title, bars, compiler(measured[0]), _HEAP)
 
 
-def _heading(outcome: Outcome) -> str:
-    words = f"{outcome.verdict}, failed" if outcome.failed else outcome.verdict
-    return f"{outcome.experiment.name}: {words}"
+def group_heading(outcome: Outcome, drawn: Quantity, more: str = "") -> str:
+    """The verdict with the figures that it is about, and what the bars show if that is another.
+
+    more: to be said after the name.
+    """
+    judged = outcome.experiment.judged_by
+    words = f"{outcome.experiment.name}{more}: {verdict_words(outcome)}"
+    if outcome.verdict == NOT_APPLICABLE:
+        return words
+    words += f", {' → '.join(map(megabytes, outcome.bytes_of(judged)))} MB"
+    if drawn == judged:
+        return words
+    by_bars = outcome.verdict_by(drawn)
+    known = "which is not known" if by_bars == NOT_APPLICABLE else by_bars
+    return f"{words}; the bars are {NAMES[drawn]}: {known}"
 
 
-def make_chart(title: str, bars: Sequence[Bar], small_print: str) -> "Figure":
-    """Horizontal bars in pieces by role, each with its total, and a legend below."""
+def make_chart(title: str, bars: Sequence[Bar], small_print: str, what: str) -> "Figure":
+    """Horizontal bars in pieces, each with its total, and a legend below. what: they show."""
     from matplotlib.figure import Figure
 
     sums = totals(bars)
@@ -83,11 +123,11 @@ def make_chart(title: str, bars: Sequence[Bar], small_print: str) -> "Figure":
     figure.suptitle(head, x=0.01, ha="left", fontsize=11, fontweight="bold")
     axes = figure.add_subplot()
     places = _places(bars)
-    largest = max((bar.attribution.heap_bytes for bar in bars if bar.attribution), default=0) / 1e6
+    largest = max((sum(bar.sizes.values()) for bar in bars if bar.sizes), default=0) / 1e6
     axes.set_xlim(0, largest * 1.1 or 1)
     axes.set_ylim(places[-1] + 0.5, places[0] - 0.5 - bool(bars[0].group) * _GAP)
     axes.set_yticks(places, [bar.label for bar in bars], fontsize=9)
-    axes.set_xlabel("device memory at the peak, MB (10⁶ bytes) per device", fontsize=9)
+    axes.set_xlabel(f"{what}, MB (10⁶ bytes) per device", fontsize=9)
     axes.tick_params(length=0, labelsize=9)
     axes.spines[:].set_visible(False)
     axes.grid(axis="x", color="#e2e5ea", linewidth=0.8)
@@ -108,9 +148,11 @@ def make_chart(title: str, bars: Sequence[Bar], small_print: str) -> "Figure":
 
 
 def totals(bars: Sequence[Bar]) -> dict[str, int]:
-    """Bytes of each role that any bar has, all bars together, largest first."""
-    found = [bar.attribution.by_role() for bar in bars if bar.attribution]
-    sums = {role: sum(sizes.get(role, 0) for sizes in found) for role in ROLES}
+    """Bytes of each piece that any bar has, all bars together, largest first."""
+    sums: dict[str, int] = {}
+    for bar in bars:
+        for role, size in (bar.sizes or {}).items():
+            sums[role] = sums.get(role, 0) + size
     return dict(sorted(((r, s) for r, s in sums.items() if s), key=lambda pair: -pair[1]))
 
 
@@ -125,10 +167,10 @@ def _places(bars: Sequence[Bar]) -> list[float]:
 
 
 def _draw(axes: "Axes", place: float, bar: Bar, order: Sequence[str]) -> None:
-    if bar.attribution is None:
+    if bar.sizes is None:
         axes.text(0, place, " –", va="center", fontsize=9)
         return
-    sizes, at = bar.attribution.by_role(), 0.0
+    sizes, at = bar.sizes, 0.0
     whole = axes.get_xlim()[1]
     for role in order:
         size = sizes.get(role, 0) / 1e6
@@ -139,7 +181,7 @@ def _draw(axes: "Axes", place: float, bar: Bar, order: Sequence[str]) -> None:
             ink = ink_on(colour)
             axes.text(at + size / 2, place, words, ha="center", va="center", fontsize=8, color=ink)
         at += size
-    total = f" {megabytes(bar.attribution.heap_bytes)}"
+    total = f" {megabytes(sum(sizes.values()))}"
     axes.text(at, place, total, va="center", fontsize=9, fontweight="bold")
 
 

@@ -10,7 +10,7 @@ import jax
 from nnx_pipeline.config import Config
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.lab import worker
-from nnx_pipeline.lab.arms import Experiment, Program
+from nnx_pipeline.lab.arms import Arm, Experiment, Program, Quantity
 from nnx_pipeline.lab.attribution import BufferDifference, difference
 from nnx_pipeline.lab.cache import Cache
 from nnx_pipeline.lab.cache_key import key_of
@@ -22,7 +22,8 @@ from nnx_pipeline.overrides import value_of
 
 NOT_APPLICABLE = "not applicable"
 NO_CACHE = Cache(None)
-NO_EFFECT = 0.01  # a relative difference of temp bytes below this is no effect
+NO_EFFECT = 0.01  # a relative difference below this is no effect
+NAMES: dict[Quantity, str] = {"temp": "temp", "heap": "the heap", "account": "the account"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,15 +42,40 @@ class Outcome:
     numerics: Numerics | None = None
 
     @property
+    def arms(self) -> tuple[tuple[Arm, Measurement | None], tuple[Arm, Measurement | None]]:
+        """Each arm with its measurement."""
+        return (self.experiment.a, self.a), (self.experiment.b, self.b)
+
+    @property
     def buffers(self) -> tuple[BufferDifference, ...] | None:
         """What the heap of b holds more or less than that of a; None where that is not known."""
         one, other = (result.attribution if result else None for result in (self.a, self.b))
         return difference(one, other) if one and other else None
 
+    def bytes_of(self, quantity: Quantity) -> tuple[int | None, int | None]:
+        """That figure of both arms; None where it is not known."""
+        before, after = (
+            getattr(result.memory, f"{quantity}_bytes") if result else None
+            for result in (self.a, self.b)
+        )
+        return before, after
+
+    def ratio(self, quantity: Quantity) -> float | None:
+        """b / a; None where one of them is not known, or a has none."""
+        before, after = self.bytes_of(quantity)
+        return after / before if before and after is not None else None
+
+    def verdict_by(self, quantity: Quantity) -> str:
+        """Whether arm b holds less of it; not applicable where it is not known of both arms."""
+        before, after = self.bytes_of(quantity)
+        if before is None or after is None:
+            return NOT_APPLICABLE
+        if abs(after - before) < NO_EFFECT * before or after == before:
+            return "no effect"
+        return "holds" if after < before else "opposite"
+
     def to_json(self) -> dict[str, Any]:
         """One entry of `ab --json`."""
-        arms = ((self.experiment.a, self.a), (self.experiment.b, self.b))
-        delta, ratio = _difference(self.a, self.b)
         buffers = self.buffers
         return {
             "name": self.experiment.name,
@@ -60,15 +86,21 @@ class Outcome:
                     "label": arm.label,
                     **({"measured": result.measured, **result.to_json()} if result else {}),
                 }
-                for key, (arm, result) in zip("ab", arms, strict=True)
+                for key, (arm, result) in zip("ab", self.arms, strict=True)
             },
-            "delta_temp_bytes": delta,
-            "ratio_temp": ratio,
+            **self._changes("temp"),
+            **self._changes("account"),
+            "judged_by": self.experiment.judged_by,
             "numerics": dataclasses.asdict(self.numerics) if self.numerics else None,
             "verdict": self.verdict,
             "note": self.note,
             "buffers": None if buffers is None else [dataclasses.asdict(row) for row in buffers],
         }
+
+    def _changes(self, quantity: Quantity) -> dict[str, float | None]:
+        before, after = self.bytes_of(quantity)
+        delta = None if before is None or after is None else after - before
+        return {f"delta_{quantity}_bytes": delta, f"ratio_{quantity}": self.ratio(quantity)}
 
 
 def run_experiments(
@@ -184,20 +216,36 @@ def compare_measurements(
         if isinstance(result, str):
             notes.append(f"{arm.label} did not compile: {result}")
     one, other = (None if isinstance(result, str) else result for result in (a, b))
-    if one and other and one.fingerprint == other.fingerprint:
-        notes.append("both arms compile to the same program")
-    elif one and other and one.memory.heap_bytes and other.memory.heap_bytes:
-        by_heap = _verdict_of(one.memory.heap_bytes, other.memory.heap_bytes)
-        if by_heap != _verdict(one, other):
-            notes.append(f"by the heap: {by_heap}")
-    return Outcome(
+    outcome = Outcome(
         experiment=experiment,
         a=one,
         b=other,
-        verdict=_verdict(one, other),
-        note="; ".join(notes),
+        verdict=NOT_APPLICABLE,
+        note="",
         failed=one is None or other is None,
     )
+    judged_by = experiment.judged_by
+    verdict = outcome.verdict_by(judged_by)
+    if one and other:
+        if one.fingerprint == other.fingerprint:
+            notes.append("both arms compile to the same program")
+        if verdict == NOT_APPLICABLE:
+            notes.append(f"{NAMES[judged_by]} is not known: no buffer assignment")
+        notes += _other_verdicts(outcome, verdict)
+    return dataclasses.replace(outcome, verdict=verdict, note="; ".join(notes))
+
+
+def _other_verdicts(outcome: Outcome, verdict: str) -> list[str]:
+    """What temp and heap say where that is something else."""
+    others: tuple[Quantity, ...] = ("temp", "heap")
+    said: dict[str, list[str]] = {}
+    for quantity in others:
+        said.setdefault(outcome.verdict_by(quantity), []).append(NAMES[quantity])
+    return [
+        f"by {' and '.join(names)}: {other}"
+        for other, names in said.items()
+        if other not in (verdict, NOT_APPLICABLE)
+    ]
 
 
 def _outcome(
@@ -223,26 +271,3 @@ def _outcome(
         failed = True
         notes.append(f"the arms differ by {numerics.max_abs_diff:.3g}")
     return dataclasses.replace(outcome, numerics=numerics, note="; ".join(notes), failed=failed)
-
-
-def _difference(a: Measurement | None, b: Measurement | None) -> tuple[int | None, float | None]:
-    if a is None or b is None:
-        return None, None
-    before, after = a.memory.temp_bytes, b.memory.temp_bytes
-    return after - before, after / before if before else None
-
-
-def _verdict(a: Measurement | None, b: Measurement | None) -> str:
-    """Whether arm b holds fewer temp bytes, as every claim here says."""
-    if a is None or b is None:
-        return NOT_APPLICABLE
-    return _verdict_of(a.memory.temp_bytes, b.memory.temp_bytes)
-
-
-def _verdict_of(before: int | None, after: int | None) -> str:
-    if not before or after is None:
-        return NOT_APPLICABLE
-    ratio = after / before
-    if abs(ratio - 1) < NO_EFFECT:
-        return "no effect"
-    return "holds" if ratio < 1 else "opposite"

@@ -11,6 +11,7 @@ import jax
 
 from nnx_pipeline.config import Config, to_dict
 from nnx_pipeline.equations import called_from_one_line
+from nnx_pipeline.lab.account import Account, Assigned, Memory
 from nnx_pipeline.lab.attribution import Attribution
 from nnx_pipeline.lab.heap import compile_with_dump, heap_bytes
 from nnx_pipeline.lab.hlo import fingerprint
@@ -26,34 +27,16 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Bytes per device, as the compiler reports them; None where it does not.
-
-    temp_bytes is `temp_size_in_bytes`, heap_bytes the device-memory heap of the buffer assignment.
-    On a TPU they are not the same: temp counts other memory spaces too.
-    """
-
-    argument_bytes: int
-    output_bytes: int
-    alias_bytes: int
-    temp_bytes: int
-    heap_bytes: int | None
-    peak_bytes: int | None
-    generated_code_bytes: int | None
-    host_temp_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Measurement:
     """One compiled step, field by field what `compile --json` writes.
 
     hlo: its program as text, empty where the measurement comes from a cache, which keeps its
-    fingerprint instead. attribution: what its heap holds, None where the
-    compiler wrote no buffer assignment. device_memory_bytes: what one device has, None where that
-    is not known; the NVIDIA compiler compiles programs that are larger. gemm: what NVIDIA's matrix
-    products are, see `Platform`; None elsewhere. measured: when, in ISO
-    format, if it comes from a cache. flops: None if it is not known of every product; known_flops:
-    of those of which it is. unread: what of the program is in none of the figures that it names.
+    fingerprint instead. attribution, assigned: what its heap holds, and what lies outside of it;
+    None where the compiler wrote no buffer assignment. device_memory_bytes: what one device has,
+    None where that is not known; the NVIDIA compiler compiles programs that are larger. gemm: what
+    NVIDIA's matrix products are, see `Platform`; None elsewhere. measured: when, in ISO format, if
+    it comes from a cache. flops: None if it is not known of every product; known_flops: of those of
+    which it is. unread: what of the program is in none of the figures that it names.
     """
 
     platform: str
@@ -69,6 +52,7 @@ class Measurement:
     hlo: str = dataclasses.field(repr=False)
     kept_fingerprint: str = dataclasses.field(default="", repr=False)
     attribution: Attribution | None = dataclasses.field(default=None, repr=False)
+    assigned: Assigned | None = dataclasses.field(default=None, repr=False)
     device_memory_bytes: int | None = None
     gemm: str | None = None
     measured: str | None = None
@@ -81,24 +65,41 @@ class Measurement:
         return self.kept_fingerprint or fingerprint(self.hlo)
 
     @property
+    def account(self) -> Account:
+        """What the program holds in the memory of a device, row by row."""
+        return Account.of(self.memory, self.assigned)
+
+    @property
     def needed_bytes(self) -> int:
-        """Arguments, what results need beyond those given up for them, and the heap (or temp)."""
+        """The account; without a buffer assignment temp stands for the heap, without constants."""
         memory = self.memory
+        if memory.account_bytes is not None:
+            return memory.account_bytes
         working = memory.temp_bytes if memory.heap_bytes is None else memory.heap_bytes
         return memory.argument_bytes + memory.output_bytes - memory.alias_bytes + working
 
     @property
     def exceeds_device_memory(self) -> bool | None:
-        """Whether the program is too large for a device; None where its memory is not known."""
+        """Whether the program is too large for a device; None where that is not known."""
         size = self.device_memory_bytes
-        return None if size is None else self.needed_bytes > size
+        if size is None:
+            return None
+        if self.needed_bytes > size:
+            return True
+        return None if self.memory.account_bytes is None else False
 
     def to_json(self) -> dict[str, Any]:
         """The JSON of the contract."""
         fields = dataclasses.asdict(dataclasses.replace(self, hlo="", attribution=None))
-        for name in ("hlo", "kept_fingerprint", "attribution", "measured"):
+        for name in ("hlo", "kept_fingerprint", "attribution", "assigned", "measured"):
             del fields[name]
-        return {"schema": 1, **fields, "exceeds_device_memory": self.exceeds_device_memory}
+        told = {"memory": self.memory.to_json(), "account": self.account.to_json()}
+        return {
+            "schema": 1,
+            **fields,
+            **told,
+            "exceeds_device_memory": self.exceeds_device_memory,
+        }
 
     def to_cache(self) -> dict[str, Any]:
         """All but the text of the program, as JSON can hold it."""
@@ -109,9 +110,10 @@ class Measurement:
     @classmethod
     def from_cache(cls, value: Mapping[str, Any], measured: str | None) -> "Measurement":
         """The inverse of `to_cache`; KeyError or TypeError for what that has not written."""
-        rows = value["attribution"]
+        rows, beside = value["attribution"], value["assigned"]
         changed = {
             "memory": Memory(**value["memory"]),
+            "assigned": None if beside is None else Assigned(**beside),
             "attribution": None if rows is None else Attribution.from_json(rows),
             "measured": measured,
             "unread": tuple(map(Unread.from_json, value["unread"])),
@@ -166,13 +168,14 @@ def measure_traced(
     with clock("lower", "lowering it"):
         lowered = traced.lower()
     with clock("compile", f"compiling for {platform}"):
-        compiled, buffers = compile_with_dump(lowered, platform.compiler_options)
+        compiled, text = compile_with_dump(lowered, platform.compiler_options)
     clock.progress("reading the compiled program")
     hlo = compiled.as_text() or ""
     costs = _cost_analysis(compiled)
-    memory = _memory(compiled, heap_bytes(buffers))
+    analysis: Any = compiled.memory_analysis()
     one_line = called_from_one_line(traced.jaxpr)
-    program = read_program(hlo, buffers, memory.temp_bytes, one_line)
+    program = read_program(hlo, text, analysis.temp_size_in_bytes, one_line)
+    memory = _memory(analysis, heap_bytes(text), program.assigned)
     return Measurement(
         platform=str(platform),
         mesh=mesh,
@@ -189,22 +192,25 @@ def measure_traced(
         versions=_versions(platform),
         hlo=hlo,
         attribution=program.attribution,
+        assigned=program.assigned,
         unread=program.unread,
     )
 
 
-def _memory(compiled: Any, heap: int | None) -> Memory:
-    analysis = compiled.memory_analysis()
+def _memory(analysis: Any, heap: int | None, buffers: Assigned | None) -> Memory:
     return Memory(
         argument_bytes=analysis.argument_size_in_bytes,
         output_bytes=analysis.output_size_in_bytes,
         alias_bytes=analysis.alias_size_in_bytes,
         temp_bytes=analysis.temp_size_in_bytes,
         heap_bytes=heap,
+        constant_bytes=buffers.constant_bytes if buffers else None,
         peak_bytes=analysis.peak_memory_in_bytes or None,
         # No program has no code: the NVIDIA and CPU compilers leave this field empty.
         generated_code_bytes=analysis.generated_code_size_in_bytes or None,
         host_temp_bytes=analysis.host_temp_size_in_bytes,
+        host_argument_bytes=analysis.host_argument_size_in_bytes,
+        host_output_bytes=analysis.host_output_size_in_bytes,
     )
 
 

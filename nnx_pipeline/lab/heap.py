@@ -10,7 +10,7 @@ compiler (products, scans and their gradients, every collective, fsdp layers):
 * TPU (v5p), JAX 0.10.2 with libtpu 0.0.42.1: they differ nearly everywhere, in both directions.
   temp was 0 where the heap had up to 49 184 bytes, and 1.0 to 3.0 times the heap elsewhere
   (84 867 040 against 67 600 384 bytes for a gradient of four fsdp layers). Whether a program fits
-  is decided by arguments and heap, not by temp.
+  is decided by the heap and what else `account` counts, not by temp.
 * JAX 0.12.0 (libtpu 0.0.50.1; 52 of the programs on TPU, 51 on CPU): the same on both.
 """
 

@@ -6,8 +6,9 @@ import dataclasses
 from collections import defaultdict
 from dataclasses import dataclass
 
+from nnx_pipeline.lab.account import free_parts, in_outputs
 from nnx_pipeline.lab.attribution import Attribution, Buffer
-from nnx_pipeline.lab.buffer_text import BufferText, Placed, has_allocations, read_buffers
+from nnx_pipeline.lab.buffer_text import BufferText, Placed
 from nnx_pipeline.lab.dataflow import Flow, Value
 from nnx_pipeline.lab.hlo import Module, shapes_of
 from nnx_pipeline.lab.origins import Origin, Origins
@@ -19,13 +20,12 @@ _HOST = 5  # its memory space; the compilers count it apart, as `host_temp_size_
 
 
 def attribute(
-    text: str | None, module: Module, temp_bytes: int, one_line: frozenset[str] = frozenset()
-) -> Attribution | None:
+    buffers: BufferText, module: Module, temp_bytes: int, one_line: frozenset[str] = frozenset()
+) -> Attribution:
     """What the heap holds at its peak, by the compiler's buffer assignment and its program.
 
-    text: see `heap.compile_with_dump`. temp_bytes: the compiler's `temp_size_in_bytes`. one_line:
-    the jitted functions of `equations.called_from_one_line`. None without a text, or with one that
-    has no allocation; ValueError for one that is not understood.
+    temp_bytes: the compiler's `temp_size_in_bytes`. one_line: the jitted functions of
+    `equations.called_from_one_line`.
 
     The heap is that of `heap.heap_bytes`. Its peak is the first position of the schedule at which
     the values that live there cover the most bytes of it. Bytes that several of them share (what
@@ -36,11 +36,9 @@ def attribute(
 
     `other` has a row for each further memory space of the device, at full size, and one for the
     rest of temp_bytes, which is negative where the compiler's temp is less than the sum: what a
-    TPU's compiler counts as temp is not the size of its allocations (see `heap`).
+    TPU's compiler counts as temp is not the size of its allocations (see `heap`). `constants` and
+    `in_outputs` hold what of the account (see `account`) is neither argument nor result nor heap.
     """
-    if text is None or not has_allocations(text):
-        return None
-    buffers = read_buffers(text)
     values = [_Slot(part.number, value) for part in buffers.heap for value in part.values]
     curve = _live_bytes(values)
     peak = max(curve, key=lambda position: (curve[position], -position), default=0)
@@ -59,7 +57,23 @@ def attribute(
         peak_operation=there.operation,
         peak_source=there.source,
         positions=len(buffers.schedule),
+        constants=_largest_first(_constants(buffers, reader)),
+        in_outputs=_largest_first(
+            [reader.buffer(value, held) for _, value, held in in_outputs(buffers)]
+        ),
     )
+
+
+def _constants(buffers: BufferText, reader: _Reader) -> list[Buffer]:
+    """What the program brings along in device memory."""
+    parts = [part for part in buffers.allocations if part.is_constant and part.color == 0]
+    return [
+        dataclasses.replace(reader.buffer(part.values[0], part.bytes), role="constant")
+        if part.values
+        else _plain(f"constant of allocation {part.number}", part.bytes, "constant", buffers)
+        for part in parts
+        if part.bytes
+    ]
 
 
 @dataclass(frozen=True)
@@ -144,20 +158,14 @@ def _live_bytes(slots: list[_Slot]) -> dict[int, int]:
 
 def _covered(slots: list[_Slot]) -> list[tuple[_Slot, int]]:
     """How many bytes each slot holds that none before it does."""
-    taken: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    found = []
+    groups: dict[int, list[_Slot]] = defaultdict(list)
     for slot in slots:
-        free = [(slot.value.offset, slot.end)]
-        for start, end in taken[slot.allocation]:
-            free = [
-                piece
-                for low, high in free
-                for piece in ((low, min(high, start)), (max(low, end), high))
-                if piece[0] < piece[1]
-            ]
-        taken[slot.allocation].append((slot.value.offset, slot.end))
-        found.append((slot, sum(high - low for low, high in free)))
-    return found
+        groups[slot.allocation].append(slot)
+    sizes = {
+        number: iter(free_parts((slot.value.offset, slot.end) for slot in group))
+        for number, group in groups.items()
+    }
+    return [(slot, next(sizes[slot.allocation])) for slot in slots]
 
 
 def _rows(slots: list[_Slot], peak: int, reader: _Reader) -> list[Buffer]:

@@ -17,7 +17,8 @@ class Unread:
     """An instruction, or a whole text, that figures leave out.
 
     name: of the instruction, "" for a text. what: its opcode, or the target of a custom call.
-    figures: those it is missing in, `flops`, `collectives` or `buffers` (their roles and lines).
+    figures: those it is missing in, `flops`, `collectives` or `buffers` (their roles and lines),
+    `account`.
     executed: how often it runs per step, None where that is not known.
     """
 

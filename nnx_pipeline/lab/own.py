@@ -64,9 +64,10 @@ def compare(
 ) -> Outcome:
     """Measures two functions of the same arguments; see `measure`.
 
-    The verdict is `holds` where the second holds fewer temp bytes. What one of them raises when it
-    is traced or compiled stands in the note, beside the other one's figures; input errors that
-    concern both are raised. The numbers that they compute are not compared.
+    The verdict is `holds` where the account of the second (`Memory.account_bytes`) is smaller. What
+    one of them raises when it is traced or compiled stands in the note, beside the other one's
+    figures; input errors that concern both are raised. The numbers that they compute are not
+    compared.
     """
     results: list[Measurement | str] = []
     for function in (function_a, function_b):
@@ -81,7 +82,12 @@ def compare(
             results.append(f"{type(error).__name__}: {lines[0][:200]}")
     arms = [Arm(label=name_of(function)) for function in (function_a, function_b)]
     experiment = Experiment(
-        name="compare", claim="", difference="two functions", a=arms[0], b=arms[1]
+        name="compare",
+        claim="",
+        difference="two functions",
+        a=arms[0],
+        b=arms[1],
+        judged_by="account",
     )
     return compare_measurements(experiment, results[0], results[1])
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nnx_pipeline.lab.account import Assigned, assigned
 from nnx_pipeline.lab.attribution import Attribution
+from nnx_pipeline.lab.buffer_text import BufferText, has_allocations, read_buffers
 from nnx_pipeline.lab.heap_profile import attribute
-from nnx_pipeline.lab.hlo import Module, parse
+from nnx_pipeline.lab.hlo import parse
 from nnx_pipeline.lab.hlo_cost import (
     COLLECTIVES,
     collective_counts,
@@ -22,13 +24,15 @@ class Program:
     """Figures of one program, per device and step; None where the text does not give them.
 
     flops: of all matrix products. known_flops: of those that can be read, which is `flops` unless
-    that is None. unread: why a figure is None, or leaves something out.
+    that is None. attribution, assigned: what the heap holds, and what lies outside of it. unread:
+    why a figure is None, or leaves something out.
     """
 
     flops: int | None = None
     known_flops: int | None = None
     collectives: dict[str, dict[str, int | None]]
     attribution: Attribution | None = None
+    assigned: Assigned | None = None
     unread: tuple[Unread, ...] = ()
 
 
@@ -37,18 +41,18 @@ def read_program(
 ) -> Program:
     """Reads a compiled program.
 
-    text: `compiled.as_text()`. buffers, temp_bytes, one_line: see `heap_profile.attribute`. A text
-    that cannot be read gives no figures, and its line is named: the memory that the compiler itself
-    reports does not depend on it.
+    text: `compiled.as_text()`. buffers: see `heap.compile_with_dump`. temp_bytes, one_line: see
+    `heap_profile.attribute`. A text that cannot be read gives no figures, and its line is named:
+    the memory that the compiler itself reports does not depend on it.
     """
+    placed, unreadable = _buffers(buffers)
+    beside = assigned(placed) if placed else None
     try:
         module = parse(text)
     except ValueError as error:
         nothing = {kind: dict.fromkeys(("ops", "executed", "bytes")) for kind in COLLECTIVES}
-        return Program(
-            collectives=nothing,
-            unread=(_text("the program", error, "flops", "collectives", "buffers"),),
-        )
+        unread = _text("the program", error, "flops", "collectives", "buffers")
+        return Program(collectives=nothing, assigned=beside, unread=(unread, *unreadable))
     runs = executions(module)
     products = products_of(module, runs)
     found = [
@@ -56,23 +60,24 @@ def read_program(
         *uncounted_transfers(module, runs),
         *unknown_opcodes(module, runs),
     ]
-    rows, unreadable = _attribution(buffers, module, temp_bytes, one_line)
     return Program(
         flops=None if products.unknown else products.known,
         known_flops=products.known,
         collectives=collective_counts(module, runs),
-        attribution=rows,
+        attribution=attribute(placed, module, temp_bytes, one_line) if placed else None,
+        assigned=beside,
         unread=(*merged(found), *unreadable),
     )
 
 
-def _attribution(
-    buffers: str | None, module: Module, temp_bytes: int, one_line: frozenset[str]
-) -> tuple[Attribution | None, tuple[Unread, ...]]:
+def _buffers(text: str | None) -> tuple[BufferText | None, tuple[Unread, ...]]:
+    """The buffer assignment, or why there is none; a compiler that wrote none is no fault."""
+    if text is None or not has_allocations(text):
+        return None, ()
     try:
-        return attribute(buffers, module, temp_bytes, one_line), ()
+        return read_buffers(text), ()
     except ValueError as error:
-        return None, (_text("the buffer assignment", error, "buffers"),)
+        return None, (_text("the buffer assignment", error, "buffers", "account"),)
 
 
 def _text(what: str, error: ValueError, *figures: str) -> Unread:

@@ -4,17 +4,20 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.files import write_text
+from nnx_pipeline.lab.account import ROWS
+from nnx_pipeline.lab.arms import Quantity
 from nnx_pipeline.lab.attribution_view import difference_view, megabytes
-from nnx_pipeline.lab.compare import Outcome
+from nnx_pipeline.lab.compare import NAMES, NOT_APPLICABLE, Outcome
 from nnx_pipeline.lab.compile import Measurement
 from nnx_pipeline.lab.numerics import Numerics
 from nnx_pipeline.lab.unread_view import unread_lines
@@ -24,17 +27,21 @@ CPU_WARNING = (
     "Compare on a TPU or NVIDIA platform."
 )
 TOO_LARGE = " ✗"
+TOTAL = "the account: what must fit"
 GEMM_NAMES = {"triton": "Triton", "cublas": "cuBLASLt"}
 SAME_MEMORY = Text(f"matrix products by {GEMM_NAMES['cublas']}: the same memory")
-MEMORY_ROWS = (
-    ("arguments", "argument_bytes"),
+QUANTITIES: tuple[Quantity, ...] = ("temp", "heap", "account")
+COLUMNS = ("temp", "heap", "peak", "account")  # of a table of arms
+_FIGURE = len("account MB")  # letters of its columns
+_KEY = "  {}:"  # before the label of an arm
+_KEY_WIDTH = len(_KEY.format("a"))
+OTHER_ROWS = (  # figures of `Memory` that are no part of the account
     ("temp", "temp_bytes"),
-    ("heap", "heap_bytes"),
     ("peak", "peak_bytes"),
-    ("outputs", "output_bytes"),
-    ("of these in place", "alias_bytes"),
     ("program code", "generated_code_bytes"),
     ("host temp", "host_temp_bytes"),
+    ("host arguments", "host_argument_bytes"),
+    ("host outputs", "host_output_bytes"),
 )
 
 
@@ -46,10 +53,9 @@ def compiler(measurement: Measurement) -> str:
 
 def measurement_view(title: str, measurement: Measurement, *, hint: bool = True) -> RenderableType:
     """What one training step costs. hint: whether to name the option for both matrix products."""
-    memory = Table(title="memory per device", title_justify="left")
-    memory.add_column("", no_wrap=True)
-    memory.add_column("MB", justify="right", no_wrap=True)
-    for label, field in MEMORY_ROWS:
+    memory = account_table(measurement)
+    memory.add_section()
+    for label, field in OTHER_ROWS:
         memory.add_row(label, megabytes(getattr(measurement.memory, field)))
     traffic = Table(title="collectives per device and step", title_justify="left")
     traffic.add_column("", no_wrap=True)
@@ -68,45 +74,113 @@ def measurement_view(title: str, measurement: Measurement, *, hint: bool = True)
     ]
     if measurement.platform == "cpu":
         lines.append(Text(CPU_WARNING, style="yellow"))
-    lines += [*_gemm([measurement], hint), *_too_large([measurement]), *_unread([measurement])]
+    lines += [*_gemm([measurement], hint), *_blind_spots([measurement])]
+    lines += [*_too_large([measurement]), *_unread([measurement])]
     return Group(*lines)
 
 
+def account_rows(measurement: Measurement) -> list[tuple[str, int | None]]:
+    """The parts of the account, their sum last; what starts with spaces is of the row above it."""
+    account = measurement.account
+    rows: list[tuple[str, int | None]] = []
+    for label, size in account.rows().items():
+        rows.append((label, size))
+        if label == ROWS["output_bytes"] and account.scratch_bytes:
+            rows.append(("  of these, temporaries before the result", account.scratch_bytes))
+    return [*rows, (TOTAL, account.total_bytes)]
+
+
+def account_table(measurement: Measurement) -> Table:
+    """What the program holds in the memory of a device."""
+    table = Table(title="memory per device", title_justify="left")
+    table.add_column("", overflow="fold")
+    table.add_column("MB", justify="right", no_wrap=True)
+    *parts, (label, total) = account_rows(measurement)
+    for part, size in parts:
+        table.add_row(part, megabytes(size))
+    table.add_section()
+    table.add_row(label, megabytes(total), style="bold")
+    return table
+
+
+def account_view(measurement: Measurement) -> RenderableType:
+    """The account alone, with what is to be known of it."""
+    told = [*_blind_spots([measurement]), *_too_large([measurement])]
+    return Group(account_table(measurement), *told)
+
+
 def outcomes_view(title: str, outcomes: Sequence[Outcome], *, hint: bool = True) -> RenderableType:
-    """The A/B table: one experiment after the other, arm under arm. hint: as above."""
-    table = Table(title=title, title_justify="left", show_lines=False)
-    table.add_column("experiment", no_wrap=True)
-    table.add_column("arm", no_wrap=True)
-    for column in ("temp MB", "heap MB", "peak MB", "b/a temp"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
-    table.add_column("same numbers", no_wrap=True)
+    """One experiment after the other: the verdict, then arm under arm. hint: as above."""
+    labels = [label for outcome in outcomes for label, _ in _arms(outcome)]
+    letters = max(map(len, labels), default=0)
+    parts: list[RenderableType] = [Text(title, style="italic"), _Rows([], letters)]
     for outcome in outcomes:
-        row = outcome.to_json()
-        ratio = row["ratio_temp"]
-        arms = ((outcome.experiment.a, outcome.a), (outcome.experiment.b, outcome.b))
-        for index, (arm, result) in enumerate(arms):
-            memory = result.memory if result else None
-            table.add_row(
-                _name(outcome) if index == 0 else "",
-                f"{'ab'[index]}: {arm.label}{TOO_LARGE if _exceeds(result) else ''}",
-                megabytes(memory.temp_bytes if memory else None),
-                megabytes(memory.heap_bytes if memory else None),
-                megabytes(memory.peak_bytes if memory else None),
-                ("–" if ratio is None else f"{ratio:.3f}") if index else "",
-                outcome.verdict if index else "",
-                same_numbers(outcome) if index else "",
-                end_section=index == 1,
-            )
+        rows = [
+            (label, [getattr(result.memory, f"{c}_bytes") if result else None for c in COLUMNS])
+            for label, result in _arms(outcome)
+        ]
+        parts += [Text(heading(outcome), style="bold"), _Rows(rows, letters)]
     notes = [Text(f"{o.experiment.name}: {o.note}", style="yellow") for o in outcomes if o.note]
     measured = [m for o in outcomes for m in (o.a, o.b) if m]
     notes += closing_lines(measured, [o.numerics for o in outcomes if o.numerics], hint=hint)
     changes = [
-        difference_view(f"{outcome.experiment.name}: what differs at the peak", outcome.buffers)
+        difference_view(
+            f"{outcome.experiment.name}: what differs at the peak of the heap", outcome.buffers
+        )
         for outcome in outcomes
         if outcome.buffers
     ]
-    return Group(table, *changes, *notes)
+    return Group(*parts, *changes, *notes)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Labels and figures without lines, or the heads; those of all experiments stand in columns.
+
+    letters: of the longest label. One that is longer than there is room takes several lines.
+    """
+
+    rows: Sequence[tuple[str, Sequence[int | None]]]
+    letters: int
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table.grid(padding=(0, 2, 0, 0))
+        room = options.max_width - len(COLUMNS) * (_FIGURE + 2) - (_KEY_WIDTH + 2)
+        table.add_column("", width=_KEY_WIDTH)
+        table.add_column("", width=max(8, min(self.letters, room)), overflow="fold")
+        for _ in COLUMNS:
+            table.add_column(justify="right", no_wrap=True, min_width=_FIGURE)
+        if not self.rows:
+            table.add_row("", "", *(f"{name} MB" for name in COLUMNS))
+        for key, (label, sizes) in zip("ab", self.rows, strict=False):
+            table.add_row(_KEY.format(key), label, *map(megabytes, sizes))
+        yield table
+
+
+def _arms(outcome: Outcome) -> list[tuple[str, Measurement | None]]:
+    return [
+        (f"{arm.label}{TOO_LARGE if _exceeds(result) else ''}", result)
+        for arm, result in outcome.arms
+    ]
+
+
+def heading(outcome: Outcome) -> str:
+    """Name and claim, the verdict with what it is about, and whether the numbers are the same."""
+    told = verdict_words(outcome)
+    ratio = outcome.ratio(outcome.experiment.judged_by)
+    if ratio is not None:
+        told += f", b/a {ratio:.3f}"
+    if outcome.numerics:
+        told += f"; same numbers: {same_numbers(outcome)}"
+    return f"{_name(outcome)}: {told}"
+
+
+def verdict_words(outcome: Outcome) -> str:
+    """`holds by temp`: no verdict without the figure that it is about."""
+    words = outcome.verdict
+    if words != NOT_APPLICABLE:
+        words += f" by {NAMES[outcome.experiment.judged_by]}"
+    return f"{words}, failed" if outcome.failed else words
 
 
 def show_measurements(title: str, results: Sequence[Measurement], *, json_path: str | None) -> None:
@@ -161,7 +235,8 @@ def closing_lines(
     lines = [Text(f"compiler: {compiler(measured[0])}")] if measured else []
     if measured and measured[0].platform == "cpu":
         lines.append(Text(CPU_WARNING, style="yellow"))
-    lines += [*_gemm(measured, hint), *_too_large(measured), *_unread(measured)]
+    lines += [*_gemm(measured, hint), *_blind_spots(measured), *_too_large(measured)]
+    lines += _unread(measured)
     lines += [
         Text(f"same numbers: losses and gradients at tiny on CPU devices, {where}")
         for where in dict.fromkeys(f"{one.mesh}, {one.pipeline}" for one in compared)
@@ -195,13 +270,30 @@ def differ_by_gemm(one: Outcome, other: Outcome) -> bool:
     return (one.verdict, figures(one)) != (other.verdict, figures(other))
 
 
+def _blind_spots(measured: Sequence[Measurement]) -> list[Text]:
+    """What a figure counts that one would not think, and where two reports disagree."""
+    lines = []
+    on_chip = [one.account.on_chip_bytes for one in measured if one.account.on_chip_bytes]
+    if on_chip:
+        lines.append(
+            Text(
+                f"peak counts the on-chip memory of a TPU too, here up to {megabytes(max(on_chip))}"
+                " MB; program code counts the constants"
+            )
+        )
+    notes = dict.fromkeys(note for one in measured for note in one.account.notes)
+    return lines + [Text(note, style="yellow") for note in notes]
+
+
 def _too_large(measured: Sequence[Measurement]) -> list[Text]:
     large = [one for one in measured if _exceeds(one)]
     if not large:
         return []
     most, size = max(one.needed_bytes for one in large), large[0].device_memory_bytes
-    text = f"does not fit{TOO_LARGE}: {megabytes(most)} MB of arguments and heap, and a device has"
-    return [Text(f"{text} {megabytes(size)} MB", style="red")]
+    text = (
+        f"does not fit{TOO_LARGE}: {megabytes(most)} MB of arguments, outputs, constants and heap"
+    )
+    return [Text(f"{text}, and a device has {megabytes(size)} MB", style="red")]
 
 
 def _exceeds(measurement: Measurement | None) -> bool:

@@ -17,7 +17,14 @@ from nnx_pipeline.lab.platform import Platform
 from nnx_pipeline.mesh import MeshConfig
 from nnx_pipeline.overrides import apply_overrides, known_keys, value_of
 
-FIGURES = ("temp_bytes", "heap_bytes", "peak_bytes", "flops", "compile_seconds")
+FIGURES = (
+    "temp_bytes",
+    "heap_bytes",
+    "peak_bytes",
+    "account_bytes",
+    "flops",
+    "compile_seconds",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

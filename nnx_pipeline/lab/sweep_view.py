@@ -1,5 +1,6 @@
 """A sweep as a table for the terminal."""
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -8,32 +9,35 @@ from nnx_pipeline.lab.attribution_view import megabytes
 from nnx_pipeline.lab.report import closing_lines
 from nnx_pipeline.lab.sweep import Fit, Point, Sweep
 
-BYTES = ("temp_bytes", "heap_bytes", "peak_bytes")
+BYTES = ("temp_bytes", "heap_bytes", "peak_bytes", "account_bytes")
+COLUMNS = ("temp MB", "heap MB", "peak MB", "account MB", "GFLOP", "compile s")
 
 
 def sweep_view(title: str, sweep: Sweep) -> RenderableType:
     """One line per program, and under each arm the slope of each figure with its r²."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("arm", no_wrap=True)
-    table.add_column(sweep.field, justify="right", no_wrap=True)
-    for column in ("temp MB", "heap MB", "peak MB", "GFLOP", "compile s"):
-        table.add_column(column, justify="right", no_wrap=True)
+    parts: list[RenderableType] = [Text(title, style="italic")]
     for label, points in sweep.arms:
-        for index, point in enumerate(points):
-            table.add_row(label if index == 0 else "", str(point.value), *_figures(point))
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        table.add_column("", overflow="fold")
+        for column in COLUMNS:
+            table.add_column(column, justify="right", no_wrap=True)
+        for point in points:
+            table.add_row(str(point.value), *_figures(point))
+        table.add_section()
         fits = {name: sweep.fit(name, label) for name in (*BYTES, "flops", "compile_seconds")}
         slopes = [_slope(fit, 1e6) for fit in (fits[name] for name in BYTES)]
         slopes += [_slope(fits["flops"], 1e9), _slope(fits["compile_seconds"], 1)]
-        table.add_row("", "slope per unit", *slopes)
-        table.add_row("", "r²", *map(_explained, fits.values()), end_section=True)
+        table.add_row("slope per unit", *slopes)
+        table.add_row("r²", *map(_explained, fits.values()))
+        parts += [Text(f"{label}, by {sweep.field}", style="bold"), table]
     failed = [Text(error, style="red") for error in sweep.errors]
     measured = [point.result for _, points in sweep.arms for point in points if point.result]
-    return Group(table, *failed, *closing_lines(measured, hint=False))
+    return Group(*parts, *failed, *closing_lines(measured, hint=False))
 
 
 def _figures(point: Point) -> list[str]:
     if point.result is None:
-        return ["–"] * 5
+        return ["–"] * len(COLUMNS)
     flops, seconds = point.figure("flops"), point.figure("compile_seconds")
     return [
         *(megabytes(getattr(point.result.memory, name)) for name in BYTES),

@@ -12,6 +12,7 @@ FIGURES = {
     "flops": "the matrix products",
     "collectives": "the collectives",
     "buffers": "the list of buffers",
+    "account": "the account",
 }
 SHOWN = 3  # instructions of a line by name
 

@@ -30,7 +30,7 @@ def role_bars(arms: Sequence[Arm]) -> Markup:
     largest = max(arm.attribution.heap_bytes for arm in arms) or 1
     return element(
         "figure",
-        element("figcaption", "Device memory at the peak of the program, by role"),
+        element("figcaption", "The heap of device memory at its peak, by role"),
         [_bar(arm, order, largest) for arm in arms],
         class_="bars",
     )
@@ -124,7 +124,7 @@ def timeline(arms: Sequence[Arm]) -> Markup:
     said = "; ".join(words)
     return element(
         "figure",
-        element("figcaption", "Live device memory over the program’s schedule, MB"),
+        element("figcaption", "What lives in the heap over the program’s schedule, MB"),
         plot(lines, marks, y, y_words=[f"{tick:,g}" for tick in y.ticks], label=said),
         element(
             "div", element("span", "first instruction"), element("span", "last"), class_="x-ends"

@@ -7,7 +7,7 @@ from itertools import zip_longest
 from rich.text import Text
 
 from nnx_pipeline.lab.attribution import difference
-from nnx_pipeline.lab.attribution_view import grouped
+from nnx_pipeline.lab.attribution_view import beside_the_heap, grouped
 from nnx_pipeline.lab.compare import Outcome
 from nnx_pipeline.lab.compile import Measurement
 from nnx_pipeline.lab.page import tables
@@ -15,11 +15,14 @@ from nnx_pipeline.lab.page.charts import Arm, role_bars, timeline
 from nnx_pipeline.lab.page.markup import Markup, element, joined
 from nnx_pipeline.lab.page.style import STYLE
 from nnx_pipeline.lab.report import (
+    COLUMNS,
     GEMM_NAMES,
+    QUANTITIES,
     closing_lines,
     differ_by_gemm,
     megabytes,
     same_numbers,
+    verdict_words,
 )
 
 MOST_ROWS = 12  # of buffers; all of them are in the JSON
@@ -55,6 +58,7 @@ def measurement_page(
     body = element(
         "section",
         _headline(arms),
+        tables.account_table(arms),
         _memory(arms, top),
         _rest(arms),
         class_="card",
@@ -100,19 +104,20 @@ def _summary(both: Sequence[tuple[Outcome, Outcome | None]]) -> Markup:
             rows.append(
                 ([element("span", f"{name}, {GEMM_NAMES['cublas']}", class_="quiet")], other)
             )
-    head = ("experiment", "verdict", "temp, MB", "b / a", "heap, MB")
+    head = ("experiment", *_VERDICT)
     cells = [(named, *_verdict_and_memory(outcome)) for named, outcome in rows]
-    return tables.table(f"{len(both)} experiments", head, cells, numbers=3)
+    return tables.table(f"{len(both)} experiments", head, cells, numbers=len(QUANTITIES) + 1)
 
 
-def _verdict_and_memory(outcome: Outcome) -> tuple[Markup, str, str, str]:
-    memories = [m.memory if m else None for m in (outcome.a, outcome.b)]
-    ratio = outcome.to_json()["ratio_temp"]
+_VERDICT = ("verdict", "its b / a", *(f"{name}, MB" for name in QUANTITIES))
+
+
+def _verdict_and_memory(outcome: Outcome) -> tuple[Markup | str, ...]:
+    ratio = outcome.ratio(outcome.experiment.judged_by)
     return (
         _pill(outcome),
-        _pair([m.temp_bytes if m else None for m in memories]),
         "–" if ratio is None else f"{ratio:.3f}",
-        _pair([m.heap_bytes if m else None for m in memories]),
+        *(_pair(outcome.bytes_of(name)) for name in QUANTITIES),
     )
 
 
@@ -125,9 +130,9 @@ def _by_gemm(outcome: Outcome, other: Outcome | None) -> Markup | None:
         words = f"With {cublas}’s matrix products instead of {triton}’s: the same memory."
         return element("p", words, class_="quiet")
     rows = [(triton, *_verdict_and_memory(outcome)), (cublas, *_verdict_and_memory(other))]
-    head = ("matrix products", "verdict", "temp, MB", "b / a", "heap, MB")
+    head = ("matrix products", *_VERDICT)
     why = element("p", f"{cublas}: {other.note}", class_="note") if other.note else None
-    return element("section", tables.table(None, head, rows, numbers=3), why)
+    return element("section", tables.table(None, head, rows, numbers=len(QUANTITIES) + 1), why)
 
 
 def _pair(values: Sequence[int | None]) -> str:
@@ -135,9 +140,8 @@ def _pair(values: Sequence[int | None]) -> str:
 
 
 def _pill(outcome: Outcome) -> Markup:
-    words = f"{outcome.verdict}, failed" if outcome.failed else outcome.verdict
     css = "failed" if outcome.failed else outcome.verdict.replace(" ", "-")
-    return element("span", words, class_=f"pill {css}")
+    return element("span", verdict_words(outcome), class_=f"pill {css}")
 
 
 def _card(outcome: Outcome, other: Outcome | None) -> Markup:
@@ -160,6 +164,7 @@ def _card(outcome: Outcome, other: Outcome | None) -> Markup:
         _headline(arms),
         _by_gemm(outcome, other),
         element("p", f"Same numbers: {same_numbers(outcome)}.", class_="quiet"),
+        tables.account_table(arms) if outcome.a or outcome.b else None,
         _memory(arms, MOST_ROWS),
         _rest(arms) if outcome.a or outcome.b else None,
         class_="card",
@@ -183,8 +188,8 @@ def _headline(arms: tables.Labelled) -> Markup | None:
     if not any(memories):
         return None
     items = []
-    for label, field in (("temp", "temp_bytes"), ("heap", "heap_bytes"), ("peak", "peak_bytes")):
-        values = [getattr(memory, field) if memory else None for memory in memories]
+    for label in COLUMNS:
+        values = [getattr(memory, f"{label}_bytes") if memory else None for memory in memories]
         items.append(
             element("div", element("dt", label), element("dd", _pair(values), _unit(values)))
         )
@@ -215,12 +220,16 @@ def _memory(arms: tables.Labelled, top: int) -> Markup | None:
         if rows:
             lists.append(tables.differences_table(caption, rows[:MOST_ROWS]))
     for arm in named:
+        whose = f" of {arm.key}: {arm.label}" if len(arms) == 2 else ""
         groups = grouped(arm.attribution.buffers)
-        whose = (
-            f"Largest buffers of {arm.key}: {arm.label}" if len(arms) == 2 else "Largest buffers"
+        caption = (
+            f"Largest buffers of the heap{whose}, {min(top, len(groups))} of {len(groups)} rows"
         )
-        caption = f"{whose}, {min(top, len(groups))} of {len(groups)} rows"
         lists.append(tables.buffers_table(caption, groups[:top]))
+        for title, buffers in beside_the_heap(arm.attribution):
+            groups = grouped(buffers)
+            shown = f"{min(top, len(groups))} of {len(groups)} rows"
+            lists.append(tables.buffers_table(f"{title}{whose}, {shown}", groups[:top]))
     missing = element("p", NO_ATTRIBUTION, class_="quiet") if len(drawn) < len(measured) else None
     return joined(
         role_bars(named),

@@ -10,7 +10,7 @@ from nnx_pipeline.lab.colours import role_colour
 from nnx_pipeline.lab.compile import Measurement
 from nnx_pipeline.lab.page.charts import Arm, roles_of
 from nnx_pipeline.lab.page.markup import Markup, element, joined
-from nnx_pipeline.lab.report import MEMORY_ROWS, megabytes, teraflops
+from nnx_pipeline.lab.report import OTHER_ROWS, account_rows, megabytes, teraflops
 
 DASH = "–"
 _SMALLEST = 0.05e6  # bytes that are not 0.0 MB
@@ -127,11 +127,33 @@ def differences_table(caption: str, rows: Sequence[BufferDifference]) -> Markup:
     return table(caption, ("buffer", "role", "a, MB", "b, MB", "b − a"), cells, numbers=3)
 
 
+def account_table(arms: Labelled) -> Markup:
+    """What each program holds in the memory of a device; the last row is the sum of the others."""
+    known = [account_rows(result) if result else None for _, _, result in arms]
+    labels = dict.fromkeys(label for rows in known if rows for label, _ in rows)
+    total = next(label for label in reversed(labels))
+    rows: list[list[Any]] = []
+    for label in [*(label for label in labels if label != total), total]:
+        values = [dict(told).get(label, 0) if told else None for told in known]
+        cells = [megabytes(value) for value in values]
+        if len(values) == 2:
+            cells.append(change(*values))
+        if label == total:
+            rows.append([element("b", part) for part in (label, *cells)])
+        elif label.startswith(" "):
+            rows.append([element("span", label.strip(), class_="quiet"), *cells])
+        else:
+            rows.append([label, *cells])
+    head = ["device memory, MB", *(letter or "MB" for letter, _, _ in arms)]
+    head += ["b − a"] * (len(arms) == 2)
+    return table(None, head, rows, numbers=len(head) - 1, narrow=True)
+
+
 def figures_table(arms: Labelled) -> Markup:
-    """Everything the compiler says of each arm."""
+    """Everything else the compiler says of each arm."""
     results = [result for _, _, result in arms]
     rows: list[list[Any]] = []
-    for label, field in MEMORY_ROWS:
+    for label, field in OTHER_ROWS:
         values = [getattr(r.memory, field) if r else None for r in results]
         rows.append([f"{label}, MB", *map(megabytes, values)])
         if len(values) == 2:

@@ -1,0 +1,161 @@
+"""The tables of the terminal: whole names in 80 columns, and no verdict without its figure."""
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+from page_examples import attribution, measurement, outcome
+from rich.console import Console, RenderableType
+
+from nnx_pipeline.lab import report
+from nnx_pipeline.lab.account import Assigned
+from nnx_pipeline.lab.arms import Arm, Experiment
+from nnx_pipeline.lab.attribution import Buffer
+from nnx_pipeline.lab.attribution_view import difference_view, memory_view
+from nnx_pipeline.lab.compare import Outcome, compare_measurements
+from nnx_pipeline.lab.compile import Measurement
+from nnx_pipeline.lab.sweep import Point, Sweep
+from nnx_pipeline.lab.sweep_view import COLUMNS, sweep_view
+
+LONG = "tests.programs_of_somebody:gradients_of_every_microbatch_side_by_side"
+
+
+def text(view: RenderableType, width: int = 80) -> str:
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(view)
+    return capture.get()
+
+
+def letters(shown: str) -> str:
+    """What is said before the figures, however it is broken into lines."""
+    words = (re.sub(r"(\s+[\d.,–]+)+\s*$", "", line) for line in shown.splitlines())
+    return re.sub(r"\s", "", "".join(words))
+
+
+def of_two(a: Measurement, b: Measurement, **changes: Any) -> Outcome:
+    """As `compare` makes it."""
+    experiment = Experiment(
+        name="compare",
+        claim="",
+        difference="two functions",
+        a=Arm(label=LONG),
+        b=Arm(label="lean"),
+        judged_by="account",
+    )
+    return compare_measurements(experiment, a, dataclasses.replace(b, hlo="ENTRY %b", **changes))
+
+
+def donated(made: Measurement) -> Measurement:
+    """Twice the heap, and none of the state in two places."""
+    memory = dataclasses.replace(made.memory, argument_bytes=500_000_000, alias_bytes=210_000_000)
+    return dataclasses.replace(made, memory=memory)
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_arms_and_experiments_have_their_whole_names(width: int) -> None:
+    found = [outcome("stage-shift-pad"), of_two(*[measurement(attribution())] * 2)]
+    shown = text(report.outcomes_view("an A/B", found), width)
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= width
+    for name in ("stage-shift-pad", "a:ppermute", "b:pad", LONG, "b:lean"):
+        assert name in letters(shown), name
+    (heads,) = (line for line in shown.splitlines() if "temp MB" in line)
+    assert heads.split() == ["temp", "MB", "heap", "MB", "peak", "MB", "account", "MB"]
+    (figures,) = (line for line in shown.splitlines() if "b: pad" in line)
+    sizes = [outcome().b.memory.to_json()[f"{name}_bytes"] for name in report.COLUMNS]
+    assert figures.split()[2:] == [report.megabytes(size) for size in sizes]
+    assert figures.index(".") > heads.index("temp")
+
+
+def test_a_verdict_names_its_figure() -> None:
+    heading = report.heading(outcome())
+    assert heading.startswith("stage-shift (S1.1): holds by temp, b/a 0.7")
+    assert heading.endswith("; same numbers: to 3.0e-08")
+    one = measurement(attribution())
+    other = report.heading(of_two(one, donated(one)))
+    assert other.startswith("compare: opposite by the account, b/a ")
+    missing = compare_measurements(outcome().experiment, one, "it broke")
+    assert report.heading(missing) == "stage-shift (S1.1): not applicable, failed"
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_rows_of_the_account_add_up(width: int) -> None:
+    made = dataclasses.replace(measurement(attribution()), assigned=ASSIGNED)
+    memory = dataclasses.replace(made.memory, constant_bytes=67_100_000, output_bytes=250_000_000)
+    made = dataclasses.replace(made, memory=memory)
+    shown = text(report.measurement_view("a step", made), width)
+    assert "…" not in shown
+    sizes = {}
+    for line in shown.splitlines():
+        if found := re.match(r"│ +(.*?) +│ +([\d.,]+) │$", line):
+            sizes.setdefault(found[1], float(found[2].replace(",", "")))
+    assert sizes["constants"] == 67.1
+    assert sizes["of these, temporaries before the result"] == 12.0
+    assert sizes["temp"] > 0
+    total = sum(sizes[label] for label in made.account.rows())
+    assert total == pytest.approx(sizes[report.TOTAL], abs=0.3)
+    assert sizes[report.TOTAL] == pytest.approx(memory.account_bytes / 1e6, abs=0.06)
+    told = " ".join(shown.split())
+    assert "peak counts the on-chip memory of a TPU too, here up to 33.6 MB" in told
+    assert "arguments: 210,000,001 bytes in the buffer assignment, 210,000,000 by the" in told
+
+
+ASSIGNED = Assigned(
+    argument_bytes=210_000_001,
+    output_bytes=250_000_000,
+    alias_bytes=210_000_000,
+    constant_bytes=67_100_000,
+    scratch_bytes=12_000_000,
+    on_chip_bytes=33_600_000,
+)
+
+
+def constant(size: int) -> Buffer:
+    return dataclasses.replace(
+        attribution().buffers[0], name="constant.1", bytes=size, role="constant", shape="f32[77]"
+    )
+
+
+def test_constants_and_temporaries_in_outputs_have_rows() -> None:
+    there = dataclasses.replace(
+        attribution(),
+        constants=(constant(67_108_864), constant(4)),
+        in_outputs=(dataclasses.replace(constant(8_400_000), role="activation"),),
+    )
+    shown = text(memory_view("a program", there, top=3), 140)
+    assert "Constants, beside the heap" in shown
+    assert re.search(r"67\.1 .*constant .*f32\[77\]", shown)
+    assert "Temporaries where a result will be, beside the heap" in shown
+    assert re.search(r"8\.4 .*activation .*f32\[77\]", shown)
+    assert "beside the heap" not in text(memory_view("a program", attribution(), top=3), 140)
+
+
+def test_buffers_have_their_whole_names() -> None:
+    made = attribution()
+    views = [memory_view("a program", made, top=9), difference_view("d", outcome().buffers)]
+    for view in views:
+        shown = text(view)
+        assert "…" not in shown
+        assert max(map(len, shown.splitlines())) <= 80
+        for column in ("role", "shape", "operation", "source"):
+            assert column in shown
+
+
+def test_a_sweep_has_its_whole_names() -> None:
+    points = tuple(
+        Point(value=4 * factor, result=measurement(attribution(factor))) for factor in (1, 2)
+    )
+    found = Sweep(
+        field="pipeline.num_microbatches",
+        arms=((LONG, points), ("lean", points)),
+        platform="cuda:h100:8",
+    )
+    shown = text(sweep_view("a sweep", found))
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert letters(f"{LONG}, by pipeline.num_microbatches") in letters(shown)
+    assert all(head in shown for head in COLUMNS)
+    growth = points[1].result.memory.account_bytes - points[0].result.memory.account_bytes
+    assert f"{growth / 4e6:+,.3f}" in shown
