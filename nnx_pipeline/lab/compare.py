@@ -9,12 +9,12 @@ import jax
 
 from nnx_pipeline.config import Config
 from nnx_pipeline.errors import InputError
-from nnx_pipeline.lab import worker
+from nnx_pipeline.lab import programs as of_programs
 from nnx_pipeline.lab.arms import Experiment, Program
 from nnx_pipeline.lab.attribution import BufferDifference, difference
 from nnx_pipeline.lab.cache import Cache
 from nnx_pipeline.lab.cache_key import key_of
-from nnx_pipeline.lab.compile import Measurement, Progress, measure_step
+from nnx_pipeline.lab.compile import Measurement, Progress
 from nnx_pipeline.lab.numerics import VIRTUAL_CPUS, Numerics, compare_numerics
 from nnx_pipeline.lab.platform import Platform
 from nnx_pipeline.mesh import MeshConfig
@@ -147,7 +147,9 @@ def measure_program(
         except (KeyError, TypeError, ValueError):
             pass  # written by something else
     try:
-        result = _measure(program, mesh, platform, progress)
+        result = of_programs.measure(
+            program, mesh, platform, virtual_cpus=VIRTUAL_CPUS, progress=progress
+        )
     except InputError:
         raise
     except Exception as error:  # an arm may break any compiler in any way: the report says how
@@ -155,24 +157,6 @@ def measure_program(
         return lines[0][:200]
     cache.put(key, result.to_cache())
     return result
-
-
-def _measure(
-    program: Program, mesh: MeshConfig, platform: Platform, progress: Progress
-) -> Measurement:
-    if program.environment:
-        progress(f"measuring with {', '.join(map('='.join, program.environment))}")
-        return worker.measured(program, mesh, platform)
-    return measure_step(
-        program.config,
-        mesh,
-        platform,
-        parts=program.parts,
-        layout=program.layout,
-        segment_ids=program.segment_ids,
-        virtual_cpus=VIRTUAL_CPUS,
-        progress=progress,
-    )
 
 
 def compare_measurements(

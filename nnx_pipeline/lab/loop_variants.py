@@ -48,6 +48,27 @@ def scan_per_repeat(
     return carry, _join(jnp.concatenate, _order(results, reverse))
 
 
+def carry_layers(
+    schedule: CircularSchedule, tick: Tick, carry: Any, rows: Any, *, reverse: bool = False
+) -> tuple[Any, Any]:
+    """All ticks in one scan that hands on, from tick to tick, what a tick reads beside its carry.
+
+    That is the state of the layers, as `nnx.scan` hands on the state of a module.
+    """
+    first = jax.tree.map(lambda leaf: leaf[0], rows)
+    pure, reads = jax.closure_convert(tick, carry, first)
+
+    def step(carry: Any, row: Any) -> tuple[Any, Any]:
+        carry, reads = carry
+        carry, result = pure(carry, row, *reads)
+        return (carry, reads), result
+
+    (carry, _), results = jax.lax.scan(
+        step, (carry, reads), rows, length=schedule.ticks, reverse=reverse
+    )
+    return carry, results
+
+
 def _join(how: Callable[[Any], Array], results: list[Any]) -> Any:
     """The results as a scan gives them, in the tree of the first.
 
@@ -88,7 +109,8 @@ def receive_constrained(
     """`ticks.receive` with constraints that say again what is so already (seeds S1.2).
 
     They stand on what is shifted, on the input of the first stage and on the stream, as in MaxText
-    before it dropped them; the stages are numbered by an iota that is told its sharding.
+    before it dropped them; the stages are numbered by an iota that is told its sharding. In
+    explicit mode the types say all of it anyway.
     """
     first, last = _mark(0, schedule.stages), _mark(schedule.stages - 1, schedule.stages)
     stream = _hold(carry.stream)

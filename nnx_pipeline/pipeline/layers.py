@@ -35,7 +35,11 @@ def make_layers(
 
     stage = "stage" if stages > 1 else None
     made = jax.vmap(jax.vmap(jax.vmap(make), spmd_axis_name=stage))(keys)
-    return jax.tree.map(_stacked, made, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return jax.tree.map(
+        lambda variable: _stacked(variable, layout),
+        made,
+        is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
+    )
 
 
 def call_layer(
@@ -49,7 +53,7 @@ def call_layer(
         return layer(x, **{**side, **own}, **options)
 
 
-def _stacked(variable: nnx.Variable) -> nnx.Variable:
+def _stacked(variable: nnx.Variable, layout: Layout) -> nnx.Variable:
     """The parameter with the axes of the stack before its own."""
     if not isinstance(variable, nnx.Param):
         raise InputError(
@@ -59,4 +63,4 @@ def _stacked(variable: nnx.Variable) -> nnx.Variable:
         )
     value = variable.get_value()
     own = variable.get_metadata().get("logical_axes", (None,) * (value.ndim - 3))
-    return nnx.Param(value, logical_axes=(None, "stage", None, *own))
+    return layout.variable(value, (None, "stage", None, *own))
