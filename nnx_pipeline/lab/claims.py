@@ -260,8 +260,9 @@ SHARDING = (
         name="stage-vmap",
         claim="MaxText",
         difference="the stages run under nnx.vmap, which takes the layers apart into graph and "
-        "state and gives the state back, and the loop hands that on from tick to tick, or under "
-        "jax.vmap, and the layers stand beside the loop; both with backward=autodiff",
+        "state and gives the state back, and the loop writes that into the layers that it hands on "
+        "from tick to tick, or under jax.vmap, and the layers stand beside the loop; both with "
+        "backward=autodiff",
         a=Arm(
             label="nnx.vmap",
             parts=Parts(

@@ -9,7 +9,6 @@ import jax
 
 from nnx_pipeline.config import Config
 from nnx_pipeline.errors import InputError
-from nnx_pipeline.lab import programs as of_programs
 from nnx_pipeline.lab.arms import Experiment, Program
 from nnx_pipeline.lab.attribution import BufferDifference, difference
 from nnx_pipeline.lab.cache import Cache
@@ -17,6 +16,7 @@ from nnx_pipeline.lab.cache_key import key_of
 from nnx_pipeline.lab.compile import Measurement, Progress
 from nnx_pipeline.lab.numerics import VIRTUAL_CPUS, Numerics, compare_numerics
 from nnx_pipeline.lab.platform import Platform
+from nnx_pipeline.lab.programs import measure
 from nnx_pipeline.mesh import MeshConfig
 from nnx_pipeline.overrides import value_of
 
@@ -41,6 +41,11 @@ class Outcome:
     numerics: Numerics | None = None
 
     @property
+    def same_program(self) -> bool | None:
+        """Whether both arms compile to one program; None where one of them did not compile."""
+        return self.a.fingerprint == self.b.fingerprint if self.a and self.b else None
+
+    @property
     def buffers(self) -> tuple[BufferDifference, ...] | None:
         """What the heap of b holds more or less than that of a; None where that is not known."""
         one, other = (result.attribution if result else None for result in (self.a, self.b))
@@ -55,6 +60,9 @@ class Outcome:
             "name": self.experiment.name,
             "claim": self.experiment.claim,
             "difference": self.experiment.difference,
+            "kind": self.experiment.kind,
+            "judged_by": _JUDGED_BY[self.experiment.kind],
+            "same_program": self.same_program,
             "arms": {
                 key: {
                     "label": arm.label,
@@ -147,9 +155,7 @@ def measure_program(
         except (KeyError, TypeError, ValueError):
             pass  # written by something else
     try:
-        result = of_programs.measure(
-            program, mesh, platform, virtual_cpus=VIRTUAL_CPUS, progress=progress
-        )
+        result = measure(program, mesh, platform, virtual_cpus=VIRTUAL_CPUS, progress=progress)
     except InputError:
         raise
     except Exception as error:  # an arm may break any compiler in any way: the report says how
@@ -168,20 +174,38 @@ def compare_measurements(
         if isinstance(result, str):
             notes.append(f"{arm.label} did not compile: {result}")
     one, other = (None if isinstance(result, str) else result for result in (a, b))
-    if one and other and one.fingerprint == other.fingerprint:
-        notes.append("both arms compile to the same program")
+    verdict = _verdict(experiment, one, other)
+    if one and other:
+        notes += _why_no_effect(experiment, verdict, one, other)
+    if one and other and experiment.kind == "trace":
+        held = (one.trace_host_bytes, other.trace_host_bytes)
+        shown = " and ".join("–" if size is None else f"{size / 1e6:.1f} MB" for size in held)
+        notes.append(f"the verdict is about what the host holds while it traces: {shown}")
     elif one and other and one.memory.heap_bytes and other.memory.heap_bytes:
         by_heap = _verdict_of(one.memory.heap_bytes, other.memory.heap_bytes)
-        if by_heap != _verdict(one, other):
+        if by_heap != verdict:
             notes.append(f"by the heap: {by_heap}")
     return Outcome(
         experiment=experiment,
         a=one,
         b=other,
-        verdict=_verdict(one, other),
+        verdict=verdict,
         note="; ".join(notes),
         failed=one is None or other is None,
     )
+
+
+def _why_no_effect(
+    experiment: Experiment, verdict: str, one: Measurement, other: Measurement
+) -> list[str]:
+    """What today's compiler makes of a difference that has no effect on memory."""
+    if one.fingerprint == other.fingerprint:
+        why = f", as {experiment.same_program}" if experiment.same_program else ""
+        return [f"both arms compile to the same program{why}"]
+    if verdict != "no effect" or experiment.kind == "trace":
+        return []
+    same = one.memory.temp_bytes == other.memory.temp_bytes
+    return [f"two programs {'with the same temp' if same else 'whose temp is less than 1 % apart'}"]
 
 
 def _outcome(
@@ -205,7 +229,12 @@ def _outcome(
             notes.append(f"numbers were not compared: {str(error).strip().splitlines()[0][:200]}")
     if numerics and not numerics.within_tolerance:
         failed = True
-        notes.append(f"the arms differ by {numerics.max_abs_diff:.3g}")
+        notes.append(
+            f"the arms differ in {numerics.worst}, by {numerics.worst_relative:.3g} of its largest "
+            "value"
+        )
+    if numerics and numerics.all_zero:
+        notes.append(f"zero in both arms, so nothing is compared: {', '.join(numerics.all_zero)}")
     return dataclasses.replace(outcome, numerics=numerics, note="; ".join(notes), failed=failed)
 
 
@@ -216,10 +245,16 @@ def _difference(a: Measurement | None, b: Measurement | None) -> tuple[int | Non
     return after - before, after / before if before else None
 
 
-def _verdict(a: Measurement | None, b: Measurement | None) -> str:
-    """Whether arm b holds fewer temp bytes, as every claim here says."""
+# What the verdict is about, by the kind of program.
+_JUDGED_BY = {"step": "temp_bytes", "init": "temp_bytes", "trace": "trace_host_bytes"}
+
+
+def _verdict(experiment: Experiment, a: Measurement | None, b: Measurement | None) -> str:
+    """Whether arm b holds fewer temp bytes, or less on the host, as every claim here says."""
     if a is None or b is None:
         return NOT_APPLICABLE
+    if experiment.kind == "trace":
+        return _verdict_of(a.trace_host_bytes, b.trace_host_bytes)
     return _verdict_of(a.memory.temp_bytes, b.memory.temp_bytes)
 
 

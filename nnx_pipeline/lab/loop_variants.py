@@ -10,7 +10,7 @@ from jaxtyping import Array, PyTree
 from nnx_pipeline.pipeline.buffers import over_stage, push, slot, stage_axis, where
 from nnx_pipeline.pipeline.schedule import CircularSchedule
 from nnx_pipeline.pipeline.shift import ShiftName, shift
-from nnx_pipeline.pipeline.stages import select_repeat
+from nnx_pipeline.pipeline.stages import at_repeat, select_repeat
 from nnx_pipeline.pipeline.ticks import Carry, Plan, Rest
 from nnx_pipeline.sharding import P, out_sharding
 
@@ -51,17 +51,23 @@ def scan_per_repeat(
 def carry_layers(
     schedule: CircularSchedule, tick: Tick, carry: Any, rows: Any, *, reverse: bool = False
 ) -> tuple[Any, Any]:
-    """All ticks in one scan that hands on, from tick to tick, what a tick reads beside its carry.
+    """All ticks in one scan that hands the layers on from tick to tick, as `nnx.scan` does with the
+    state of a module.
 
-    That is the state of the layers, as `nnx.scan` hands on the state of a module.
+    At each tick a stage writes the state of its repeat back into that of all. It has not changed,
+    but what is only handed on JAX itself takes out of a loop.
     """
     first = jax.tree.map(lambda leaf: leaf[0], rows)
     pure, reads = jax.closure_convert(tick, carry, first)
+    stack = (schedule.repeats, schedule.stages)
 
-    def step(carry: Any, row: Any) -> tuple[Any, Any]:
+    def step(carry: Any, row: Plan) -> tuple[Any, Any]:
         carry, reads = carry
         carry, result = pure(carry, row, *reads)
-        return (carry, reads), result
+        repeat = over_stage(row.repeat)
+        layers = [leaf for leaf in reads if leaf.shape[:2] == stack]
+        written = iter(at_repeat(layers, repeat, select_repeat(layers, repeat)))
+        return (carry, [next(written) if leaf.shape[:2] == stack else leaf for leaf in reads]), result
 
     (carry, _), results = jax.lax.scan(
         step, (carry, reads), rows, length=schedule.ticks, reverse=reverse

@@ -105,8 +105,9 @@ class FlaxShardings(Layout):
             return nnx.Param(value, logical_axes=logical_axes, out_sharding=spec)
 
 
-# Tokens lie whole along `expert`, which the tokens that MaxText resharded do not (seeds S2.11).
-WHOLE_OVER_EXPERTS = Layout(batch=("data", "fsdp"))
+# Tokens lie whole along `expert`, where a spread over it has something to move (seeds S2.11); the
+# embedding's columns too, or each device would look up a part of a row.
+WHOLE_OVER_EXPERTS = Layout(batch=("data", "fsdp"), embed=("fsdp",))
 
 
 def tokens_in(x: Array) -> Array:
