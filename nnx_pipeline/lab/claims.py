@@ -221,9 +221,7 @@ SHARDING = (
         claim="S4.1",
         difference="the compiler finds the shardings inside a layer from arguments, results and "
         "constraints on its output and on the stages, or they are in the types, one by one",
-        a=Arm(
-            label="auto", configure=set_pipeline(sharding="auto"), under=left_to_compiler
-        ),
+        a=Arm(label="auto", configure=set_pipeline(sharding="auto"), under=left_to_compiler),
         b=Arm(label="explicit", configure=set_pipeline(sharding="explicit")),
     ),
     Experiment(

@@ -45,7 +45,9 @@ EXPERTS = (
         a=Arm(label="float32", parts=_experts(mix=variants.sum_chosen_in_float32)),
         b=Arm(label="model dtype", parts=_experts(mix=variants.sum_chosen_in_model_dtype)),
         setup=_routed_in_bfloat16,
-        tolerance=0.05,
+        # A rounding to bfloat16 is 2^-9 = 0.002 of a value. XLA for the CPU sums in float32 in both
+        # arms, which are then equal to the bit; a compiler may round once more in one of them.
+        tolerance=0.005,
     ),
     Experiment(
         name="hidden-cast",

@@ -67,7 +67,10 @@ def carry_layers(
         repeat = over_stage(row.repeat)
         layers = [leaf for leaf in reads if leaf.shape[:2] == stack]
         written = iter(at_repeat(layers, repeat, select_repeat(layers, repeat)))
-        return (carry, [next(written) if leaf.shape[:2] == stack else leaf for leaf in reads]), result
+        return (
+            carry,
+            [next(written) if leaf.shape[:2] == stack else leaf for leaf in reads],
+        ), result
 
     (carry, _), results = jax.lax.scan(
         step, (carry, reads), rows, length=schedule.ticks, reverse=reverse

@@ -92,9 +92,10 @@ def compare_values(a: Values, b: Values, tolerance: float) -> Numerics:
             )
         pair = [np.asarray(array, np.float64) for array in (one, b[name])]
         # numpy's maximum keeps a NaN, and a NaN is within no tolerance.
-        apart[name] = float(np.max(np.abs(pair[0] - pair[1]), initial=0.0))
-        largest = float(np.max(np.abs(pair), initial=0.0))
-        relative[name] = apart[name] / largest if largest else 0.0
+        with np.errstate(invalid="ignore"):  # infinities, which become a NaN
+            apart[name] = float(np.max(np.abs(pair[0] - pair[1]), initial=0.0))
+            largest = float(np.max(np.abs(pair), initial=0.0))
+            relative[name] = apart[name] / largest if largest else 0.0
     worst = max(relative, key=lambda name: (np.isnan(relative[name]), relative[name]))
     return Numerics(
         max_abs_diff=float(np.max(list(apart.values()))),

@@ -69,7 +69,9 @@ def numbers(program: Program, sizes: MeshConfig, devices: Sequence[Any]) -> dict
         model = make_state(config, mesh, parts=program.parts, layout=layout).model
         if program.kind == "init":
             return _by_name(model)
-        batch = next(learnable_batches(config, mesh, layout=layout, segment_ids=program.segment_ids))
+        batch = next(
+            learnable_batches(config, mesh, layout=layout, segment_ids=program.segment_ids)
+        )
         (loss, _), gradients = jax.jit(loss_and_gradients)(model, batch)
         return {"loss": np.asarray(loss), **_by_name(gradients)}
 
