@@ -119,16 +119,15 @@ def summary(found: dict[str, dict[str, Any]]) -> str:
     two = [name for name in named["no effect"] if name not in one_program]
 
     def listed(names: list[str]) -> str:
-        return f" ({', '.join(f'`{name}`' for name in names)})" if names else ""
+        return f"{len(names)} ({', '.join(f'`{name}`' for name in names)})" if names else "none"
 
-    return (
-        f"Of {len(claims)} experiments on the source documents' claims {len(named['holds'])} hold"
-        f"{listed(named['holds'])} and {len(named['opposite'])} are opposite"
-        f"{listed(named['opposite'])}. Moot are {len(one_program)} whose arms the compiler makes one "
-        f"program of{listed(one_program)} and {len(two)} whose two programs have the same memory"
-        f"{listed(two)}. Not applicable: {len(named['not applicable'])}"
-        f"{listed(named['not applicable'])}."
+    text = f"Of {len(claims)} claims of the source documents {len(named['holds'])} hold, "
+    text += f"{len(named['opposite'])} are opposite, and {len(one_program) + len(two)} are moot: "
+    text += (
+        f"one program is what the compiler makes of both arms in {listed(one_program)}, and two "
     )
+    text += f"with the same memory in {listed(two)}. "
+    return text + f"Not applicable: {listed(named['not applicable'])}."
 
 
 def document(results: dict[str, dict[str, Any]]) -> str:
