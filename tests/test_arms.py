@@ -18,6 +18,7 @@ from nnx_pipeline.lab.experiments import ELSEWHERE, EXPERIMENTS, choose
 from nnx_pipeline.lab.hlo import fingerprint
 from nnx_pipeline.lab.numerics import Values, compare_values
 from nnx_pipeline.lab.platform import Platform
+from nnx_pipeline.lab.variants import sum_chosen_in_float32, sum_chosen_in_model_dtype
 from nnx_pipeline.modules import Parts
 from nnx_pipeline.ops.attention import allowed
 from nnx_pipeline.ops.experts import ExpertParts, dense_experts
@@ -172,6 +173,16 @@ def test_the_arms_compute_the_same(name: str) -> None:
     found = compare_values(*values, EXPERIMENTS[name].tolerance)
     assert found.within_tolerance, f"{found.worst}: {found.worst_relative}"
     assert not found.all_zero
+
+
+@pytest.mark.slow
+def test_the_sum_over_chosen_experts_is_that_over_all() -> None:
+    """Both arms of `expert-sum` go another way than the model's own."""
+    plain = Program(small())
+    for part in (sum_chosen_in_float32, sum_chosen_in_model_dtype):
+        other = plain._replace(parts=Parts(experts=ExpertParts(mix=part)))
+        found = compare_values(numbers(other), numbers(plain), 2e-6)
+        assert found.within_tolerance, f"{found.worst}: {found.worst_relative}"
 
 
 def broken(array: np.ndarray) -> dict[str, np.ndarray]:
