@@ -20,7 +20,7 @@ from nnx_pipeline.errors import InputError
 from nnx_pipeline.lab import report
 from nnx_pipeline.lab.cache import Cache
 from nnx_pipeline.lab.compare import run_experiments
-from nnx_pipeline.lab.experiments import EXPERIMENTS, Experiment, choose
+from nnx_pipeline.lab.experiments import ELSEWHERE, EXPERIMENTS, Experiment, choose
 from nnx_pipeline.mesh import MeshConfig
 from nnx_pipeline.overrides import parse_overrides
 
@@ -112,18 +112,25 @@ def _list_experiments(json_path: str | None) -> None:
         table.add_column(column)
     for item in EXPERIMENTS.values():
         table.add_row(item.name, item.claim, "yes" if item.by_default else "", _about(item))
+    for claim, (command, difference) in ELSEWHERE.items():
+        table.add_row(command, claim, "", f"{difference} (a command of its own)")
     report.show(table, json_path=json_path)
     rows = [
         {
             "name": item.name,
             "claim": item.claim,
             "difference": item.difference,
+            "kind": item.kind,
             "by_default": item.by_default,
             "not_yet": item.later or None,
         }
         for item in EXPERIMENTS.values()
     ]
-    report.emit_json(json_path, {"schema": 1, "experiments": rows})
+    elsewhere = [
+        {"command": command, "claim": claim, "difference": difference}
+        for claim, (command, difference) in ELSEWHERE.items()
+    ]
+    report.emit_json(json_path, {"schema": 1, "experiments": rows, "elsewhere": elsewhere})
 
 
 def _about(item: Experiment) -> str:

@@ -5,9 +5,11 @@ Everything here reads the ambient mesh (`jax.set_mesh`) and does nothing without
 written once and runs on one device, on a mesh with explicit axes and on one with auto axes.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
@@ -107,6 +109,10 @@ class Layout:
             entries.append(axes if len(axes) > 1 else axes[0] if axes else None)
         return P(*entries)
 
+    def variable(self, value: Array, logical_axes: tuple[str | None, ...]) -> nnx.Param:
+        """A parameter that remembers its logical axes."""
+        return nnx.Param(value, logical_axes=logical_axes)
+
 
 _LOGICAL_AXES = tuple(axis.name for axis in fields(Layout))
 
@@ -151,8 +157,28 @@ def out_sharding(spec: P) -> P | None:
     return spec if is_explicit() else None
 
 
+_LEFT_TO_COMPILER = contextvars.ContextVar("left_to_compiler", default=False)
+
+
+@contextlib.contextmanager
+def left_to_compiler() -> Iterator[None]:
+    """Within it `place` says nothing in auto mode, as an arm of an experiment has it: the compiler
+    finds the way of weights and tokens from arguments, results and what `hold` says."""
+    token = _LEFT_TO_COMPILER.set(True)
+    try:
+        yield
+    finally:
+        _LEFT_TO_COMPILER.reset(token)
+
+
 def place(x: Array, spec: P) -> Array:
     """Moves `x` to `spec`: a reshard in explicit mode, a constraint in auto mode."""
+    return x if _LEFT_TO_COMPILER.get() and not is_explicit() else hold(x, spec)
+
+
+def hold(x: Array, spec: P) -> Array:
+    """As `place`, for what the compiler is told in any case: where a layer's output is, and that
+    what belongs to a stage is on that stage."""
     if is_explicit():
         return jax.sharding.reshard(x, spec)
     if mesh_sizes():
@@ -166,7 +192,7 @@ def constrain(x: Array, spec: P) -> Array:
     A constraint without content still leaves a custom call in the program, which XLA may carry
     through a scan (seeds S2.4a).
     """
-    return x if is_trivial(spec) else place(x, spec)
+    return x if is_trivial(spec) else hold(x, spec)
 
 
 def spec_of(x: Array, *, stage_axis: int) -> P:
@@ -216,7 +242,7 @@ def parameter(
 ) -> nnx.Param:
     """A parameter that is born in its sharding and remembers its logical axes."""
     value = initial_value(rngs.params(), initializer, shape, dtype, layout.spec(*logical_axes))
-    return nnx.Param(value, logical_axes=logical_axes)
+    return layout.variable(value, logical_axes)
 
 
 def initial_value(

@@ -25,6 +25,7 @@ from nnx_pipeline.lab.compile import Measurement
 from nnx_pipeline.lab.experiments import EXPERIMENTS
 from nnx_pipeline.lab.platform import Platform
 from nnx_pipeline.modules import Parts
+from nnx_pipeline.sharding import left_to_compiler
 
 CPU, TPU = Platform("cpu"), Platform.parse("tpu:v5p:2x2x2")
 MESH = MeshConfig(data=2, stage=2, fsdp=2)
@@ -58,7 +59,7 @@ def test_what_changes_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
         key_of(TPU, MeshConfig(stage=2), PROGRAM),
         key_of(TPU, MESH, Program(longer)),
         key_of(TPU, MESH, PROGRAM._replace(segment_ids=True)),
-        key_of(TPU, MESH, PROGRAM._replace(environment=(("A", "1"),))),
+        key_of(TPU, MESH, PROGRAM._replace(under=left_to_compiler)),
         key_of(TPU, "numerics", MESH, PROGRAM),
     ]
     assert key_of(TPU, MESH, Program(small_config())) == keys[0]
@@ -235,10 +236,10 @@ def test_ab_measures_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def numbers(*args: Any) -> Any:
         calls.append("numbers")
-        return [numerics.np.ones(3, "float32")]
+        return {"loss": numerics.np.ones(3, "float32")}
 
-    monkeypatch.setattr(COMPARE, "measure_step", measured)
-    monkeypatch.setattr(numerics, "_loss_and_gradients", numbers)
+    monkeypatch.setattr(COMPARE, "measure", measured)
+    monkeypatch.setattr(numerics, "_numbers", numbers)
     ask = ("ab", "norm-scale", "--json", "-")
     first = run(*ask).json["experiments"]
     assert sorted(calls) == ["measure", "measure", "numbers", "numbers"]

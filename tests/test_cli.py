@@ -143,7 +143,13 @@ def test_list_of_experiments(run: Run) -> None:
     listed = {row["name"] for row in ended.json["experiments"]}
     assert listed == set(experiments.EXPERIMENTS)
     assert {"stage-shift", "stage-vmap", "norm-scale", "loss-chunks"} <= listed
-    assert "norm-scale" in run("ab", "--list").out
+    shown = run("ab", "--list").out
+    assert "norm-scale" in shown
+    assert {row["kind"] for row in ended.json["experiments"]} == {"step", "init", "trace"}
+    (elsewhere,) = ended.json["elsewhere"]
+    assert (elsewhere["claim"], elsewhere["command"]) == ("S2.12", "linen-compat overhead")
+    assert "S2.12" in shown
+    assert "linen-compat overhead" in shown
 
 
 # ---- compile -----------------------------------------------------------------------------------

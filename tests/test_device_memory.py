@@ -57,10 +57,10 @@ def replaced(
         found = larger if platform.gemm == "cublas" else result
         return dataclasses.replace(found, gemm=platform.gemm if platform.kind == "cuda" else None)
 
-    for module in ("nnx_pipeline.cli", "nnx_pipeline.lab.compare"):
-        monkeypatch.setattr(importlib.import_module(module), "measure_step", measured)
-    same = [np.ones(1, "float32")]
-    monkeypatch.setattr(numerics, "_loss_and_gradients", lambda *args: same)
+    for module, name in (("cli", "measure_step"), ("lab.compare", "measure")):
+        monkeypatch.setattr(importlib.import_module(f"nnx_pipeline.{module}"), name, measured)
+    same = {"loss": np.ones(1, "float32")}
+    monkeypatch.setattr(numerics, "_numbers", lambda *args: same)
     return asked
 
 

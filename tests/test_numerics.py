@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,43 +13,106 @@ from nnx_pipeline.lab import numerics
 from nnx_pipeline.lab.arms import Program
 from nnx_pipeline.lab.compare import compare_measurements
 from nnx_pipeline.lab.experiments import EXPERIMENTS
+from nnx_pipeline.lab.numerics import Numerics, compare_values
 
 A, B = Program(preset("tiny")), Program(preset("mixtral-small"))
 ONES = np.ones(3, np.float32)
+NAMES = ("loss", "head", "norm")
 
 
-def compared(monkeypatch: pytest.MonkeyPatch, a: list[np.ndarray], b: list[np.ndarray]):
+def compared(a: list[np.ndarray], b: list[np.ndarray]) -> Numerics:
     """The verdict on made-up losses and gradients of the two arms."""
-    values = {id(A): a, id(B): b}
-    monkeypatch.setattr(numerics, "_loss_and_gradients", lambda program, mesh: values[id(program)])
-    return numerics._compared((A, B), MeshConfig(), 1e-5)
+    values = (dict(zip(NAMES, arrays, strict=False)) for arrays in (a, b))
+    return compare_values(*values, 1e-5)
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("both", [False, True])
-def test_a_nan_is_within_no_tolerance(
-    monkeypatch: pytest.MonkeyPatch, place: int, both: bool
-) -> None:
+def test_a_nan_is_within_no_tolerance(place: int, both: bool) -> None:
     bad = [ONES, ONES, ONES]
     bad[place] = np.array([1, math.nan, 1], np.float32)
-    found = compared(monkeypatch, bad if both else [ONES] * 3, bad)
+    found = compared(bad if both else [ONES] * 3, bad)
     assert not found.within_tolerance
     assert math.isnan(found.max_abs_diff)
+    assert found.worst == NAMES[place]
 
 
-def test_the_largest_value_is_the_measure(monkeypatch: pytest.MonkeyPatch) -> None:
-    near, far = ONES + np.float32(5e-5), ONES + np.float32(2e-3)
-    assert compared(monkeypatch, [100 * ONES, ONES], [100 * ONES, near]).within_tolerance
-    found = compared(monkeypatch, [100 * ONES, ONES], [100 * ONES, far])
+def test_infinity_is_within_no_tolerance() -> None:
+    bad = np.array([1, math.inf, 1], np.float32)
+    assert not compared([ONES, bad], [ONES, ONES]).within_tolerance
+    assert not compared([ONES, bad], [ONES, bad]).within_tolerance
+
+
+def test_every_array_is_its_own_measure() -> None:
+    """A large loss hides no gradient."""
+    near, far = ONES + np.float32(5e-6), ONES + np.float32(5e-5)
+    assert compared([1e6 * ONES, ONES], [1e6 * ONES, near]).within_tolerance
+    found = compared([1e6 * ONES, ONES], [1e6 * ONES, far])
     assert not found.within_tolerance
-    assert found.max_abs_diff == pytest.approx(2e-3, rel=1e-3)
+    assert found.worst == "head"
+    assert found.worst_relative == pytest.approx(5e-5, rel=1e-2)
+    assert found.max_abs_diff == pytest.approx(5e-5, rel=1e-2)
     assert not found.bitwise_equal
-    assert compared(monkeypatch, [ONES], [ONES.copy()]).bitwise_equal
+    assert compared([ONES], [ONES.copy()]).bitwise_equal
+    tiny = np.float32(1e-20)
+    assert not compared([ONES, tiny * ONES], [ONES, 1.5 * tiny * ONES]).within_tolerance
 
 
-def test_arms_with_other_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"shape \(3,\) in one arm is \(1,\)"):
-        compared(monkeypatch, [ONES, ONES], [ONES, ONES[:1]])
+def test_a_gradient_that_is_zero() -> None:
+    """In one arm it is as wrong as it can be; in both it is equal, and named."""
+    zero = 0 * ONES
+    for pair in ([ONES, zero, ONES], [ONES] * 3), ([ONES] * 3, [ONES, zero, ONES]):
+        found = compared(*pair)
+        assert not found.within_tolerance
+        assert (found.worst, found.worst_relative, found.all_zero) == ("head", 1.0, ())
+    found = compared([ONES, zero], [ONES, zero])
+    assert found.within_tolerance
+    assert found.all_zero == ("head",)
+
+
+def test_equal_values_of_another_dtype_are_not_the_same_bits() -> None:
+    found = compared([ONES], [ONES.astype(np.float64)])
+    assert found.within_tolerance
+    assert not found.bitwise_equal
+
+
+def test_arms_with_other_arrays() -> None:
+    with pytest.raises(ValueError, match=r"head of shape \(3,\) in one arm is \(1,\)"):
+        compared([ONES, ONES], [ONES, ONES[:1]])
+    with pytest.raises(ValueError, match=r"one arm computes \['head'\]"):
+        compared([ONES, ONES], [ONES])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "note"),
+    [
+        (1.5, "the arms differ in head, by 0.333 of its largest value"),
+        (0.0, "the arms differ in head, by 1 of its largest value"),
+        (1.0, ""),
+    ],
+)
+def test_what_an_outcome_says(monkeypatch: pytest.MonkeyPatch, wrong: float, note: str) -> None:
+    import sys
+
+    compare = sys.modules["nnx_pipeline.lab.compare"]  # `lab.compare` is the function
+    programs = EXPERIMENTS["norm-scale"].programs(preset("tiny"), MeshConfig())
+    values = {programs[0].parts: ONES, programs[1].parts: np.float32(wrong) * ONES}
+
+    def numbers(program: Program, mesh: Any) -> dict[str, np.ndarray]:
+        return {"loss": 1e6 * ONES, "head": values[program.parts], "norm": 0 * ONES}
+
+    monkeypatch.setattr(numerics, "_numbers", numbers)
+    monkeypatch.setattr(compare, "measure", lambda *_, **__: measurement(None, platform="cpu"))
+    (found,) = compare.run_experiments(
+        [EXPERIMENTS["norm-scale"]], preset("tiny"), MeshConfig(), compare.Platform("cpu")
+    )
+    assert found.failed == bool(note)
+    assert note in found.note
+    assert "zero in both arms, so nothing is compared: norm" in found.note
+    entry = found.to_json()["numerics"]
+    assert entry["worst"] == ("head" if note else "loss")
+    assert entry["within_tolerance"] == (not note)
+    assert list(entry["all_zero"]) == ["norm"]
 
 
 def test_switches_of_the_config_are_those_of_the_numbers() -> None:
@@ -64,12 +128,50 @@ def test_switches_of_the_config_are_those_of_the_numbers() -> None:
         assert program.config.train.load_balance_weight == 0.5
 
 
+def test_sizes_of_a_claim_are_not_those_of_the_numbers() -> None:
+    experiment, mesh = EXPERIMENTS["embedding"], MeshConfig(stage=4, fsdp=2)
+    for program in experiment.programs(preset("tiny"), mesh):
+        assert program.config.model.vocab_size == 102_400
+    for program in numerics._at_tiny(experiment, preset("tiny"), mesh):
+        assert program.config.model.vocab_size == preset("tiny").model.vocab_size
+
+
 @pytest.mark.parametrize(
-    ("ratio", "verdict"),
-    [(0.985, "holds"), (0.995, "no effect"), (1.005, "no effect"), (1.015, "opposite")],
+    ("ratio", "verdict", "note"),
+    [
+        (0.985, "holds", ""),
+        (0.995, "no effect", "two programs whose temp is less than 1 % apart"),
+        (1.0, "no effect", "two programs with the same temp"),
+        (1.015, "opposite", ""),
+    ],
 )
-def test_one_percent_of_temp_is_an_effect(ratio: float, verdict: str) -> None:
+def test_one_percent_of_temp_is_an_effect(ratio: float, verdict: str, note: str) -> None:
     a, b = measurement(None), measurement(None)
     memory = dataclasses.replace(a.memory, temp_bytes=int(a.memory.temp_bytes * ratio))
     other = dataclasses.replace(b, memory=memory, hlo="ENTRY %other")
-    assert compare_measurements(EXPERIMENTS["norm-scale"], a, other).verdict == verdict
+    found = compare_measurements(EXPERIMENTS["norm-scale"], a, other)
+    assert (found.verdict, found.note) == (verdict, note)
+    assert found.to_json()["same_program"] is False
+    assert found.to_json()["judged_by"] == "temp_bytes"
+
+
+def test_one_program_is_said() -> None:
+    found = compare_measurements(EXPERIMENTS["norm-scale"], measurement(None), measurement(None))
+    assert (found.verdict, found.note) == ("no effect", "both arms compile to the same program")
+    assert found.to_json()["same_program"] is True
+
+
+@pytest.mark.parametrize(
+    ("held", "verdict"),
+    [((100, 90), "holds"), ((100, 100), "no effect"), ((90, 100), "opposite")],
+)
+def test_tracing_is_judged_by_what_the_host_holds(held: tuple[int, int], verdict: str) -> None:
+    a, b = (
+        dataclasses.replace(measurement(None), trace_host_bytes=size * 1_000_000) for size in held
+    )
+    found = compare_measurements(EXPERIMENTS["stage-metadata"], a, b)
+    assert found.verdict == verdict
+    assert "as metadata is no part of a program" in found.note
+    assert f"{held[0]}.0 MB and {held[1]}.0 MB" in found.note
+    assert found.to_json()["judged_by"] == "trace_host_bytes"
+    assert found.to_json()["arms"]["a"]["trace_host_bytes"] == held[0] * 1_000_000

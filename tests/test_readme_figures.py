@@ -116,6 +116,25 @@ def test_claims() -> None:
         assert figures == expected
 
 
+def test_how_many_claims_hold() -> None:
+    """The sentences about each compiler are those under its heading in the results."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        import pipeline_claims
+    finally:
+        sys.path.pop(0)
+    found = json.loads((RESULTS / "pipeline_claims.json").read_text())
+    assert pipeline_claims.document(found) == (RESULTS / "pipeline_claims.md").read_text()
+    text = " ".join((ROOT / "README.md").read_text().split())
+    for device, platform in PLATFORMS.items():
+        said = pipeline_claims.summary(found[platform])
+        assert f"- {device}: {said}" in text
+        counts = list(map(int, re.findall(r"(\d+) (?:claims|hold|are)", said)))
+        verdicts = [one["verdict"] for one in found[platform].values() if one["claim"] != "design"]
+        wanted = [verdicts.count(word) for word in ("holds", "opposite", "no effect")]
+        assert counts == [len(verdicts), *wanted]
+
+
 def test_the_other_kind_of_products() -> None:
     found = json.loads((RESULTS / "pipeline_claims.json").read_text())
     triton, cublas = found["cuda:h100:8"], found["cuda:h100:8 cublas"]

@@ -113,13 +113,13 @@ def test_bad_input(run: Run, arguments: tuple[str, ...], message: str) -> None:
 def test_a_point_that_fails_leaves_the_others(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measured(config: Any, *args: Any, **options: Any) -> Measurement:
-        chunks = config.train.loss_chunks
+    def measured(program: Program, *args: Any, **options: Any) -> Measurement:
+        chunks = program.config.train.loss_chunks
         if chunks == 4:
             raise RuntimeError("out of everything\nand more")
         return measurement(attribution(chunks), platform="cpu")
 
-    monkeypatch.setattr(COMPARE, "measure_step", measured)
+    monkeypatch.setattr(COMPARE, "measure", measured)
     ended = run(*SWEEP, "train.loss_chunks=1,2,4", "--json", "-")
     assert ended.code == 1
     assert "train.loss_chunks=4: out of everything" in ended.err.splitlines()[-1]

@@ -7,7 +7,7 @@ from jaxtyping import Array
 
 from linen_compat.modules.parameters import Kernel, Names
 from nnx_pipeline import Layout, ModelConfig
-from nnx_pipeline.ops.self_attention import Projections, self_attention
+from nnx_pipeline.ops.self_attention import KERNELS, Projections, self_attention
 from nnx_pipeline.remat import KEEP_ALL, Remat
 
 # MaxText draws the kernels of attention from a normal distribution, which is not cut off.
@@ -58,7 +58,7 @@ class Attention(nn.Module):
             Projections(self.query(), self.key(), self.value(), self.out()),
             positions=positions,
             segment_ids=segment_ids,
-            kernel=config.attention,
+            kernel=KERNELS[config.attention],
             rope_theta=config.rope_theta,
             scale=config.attention_scale,
             layout=self.layout,

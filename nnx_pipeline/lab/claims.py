@@ -11,7 +11,7 @@ from nnx_pipeline.lab.settings import in_both, set_pipeline, set_train
 from nnx_pipeline.mesh import MeshConfig
 from nnx_pipeline.modules import Parts
 from nnx_pipeline.pipeline.loop_parts import LoopParts
-from nnx_pipeline.sharding import place
+from nnx_pipeline.sharding import left_to_compiler, place
 
 
 def _one_repeat(config: Config, mesh: MeshConfig) -> Config:
@@ -42,6 +42,14 @@ def _circular(config: Config, mesh: MeshConfig) -> Config:
             f"{config.pipeline.schedule} does not run; leave the schedule at circular"
         )
     return config
+
+
+def _circular_in_auto_mode(config: Config, mesh: MeshConfig) -> Config:
+    return set_pipeline(sharding="auto")(_circular(config, mesh))
+
+
+def _circular_by_autodiff(config: Config, mesh: MeshConfig) -> Config:
+    return set_pipeline(backward="autodiff")(_circular(config, mesh))
 
 
 def _two_repeats(config: Config, mesh: MeshConfig) -> Config:
@@ -201,17 +209,19 @@ SHARDING = (
         name="constraints",
         claim="S1.2",
         difference="constraints say again where the shifted activations, the input of the first "
-        "stage and the stream lie, and an iota is told its sharding, or they do not",
+        "stage and the stream lie, and an iota is told its sharding, or they do not; both in auto "
+        "mode, because in explicit mode the types say it",
         a=Arm(label="kept", parts=_loop(receive=loop_variants.receive_constrained)),
         b=Arm(label="dropped"),
-        setup=_circular,
+        setup=_circular_in_auto_mode,
         needs=("stage",),
     ),
     Experiment(
         name="sharding-mode",
         claim="S4.1",
-        difference="shardings are found by the compiler from constraints, or are in the types",
-        a=Arm(label="auto", configure=set_pipeline(sharding="auto")),
+        difference="the compiler finds the shardings inside a layer from arguments, results and "
+        "constraints on its output and on the stages, or they are in the types, one by one",
+        a=Arm(label="auto", configure=set_pipeline(sharding="auto"), under=left_to_compiler),
         b=Arm(label="explicit", configure=set_pipeline(sharding="explicit")),
     ),
     Experiment(
@@ -236,18 +246,31 @@ SHARDING = (
     Experiment(
         name="stage-metadata",
         claim="S2.10d",
-        difference="variables get new metadata in every stage, without the axes of the stack, or "
-        "keep what they have; metadata is no part of the program, so this can cost tracing alone",
+        difference="while the step is traced, variables get new metadata in every stage, without "
+        "the axes of the stack, or keep what they have",
         a=Arm(label="stripped", parts=Parts(over_stages=variants.over_stages_stripped)),
         b=Arm(label="as it is"),
+        kind="trace",
+        judged_by="trace_host",
         needs=("stage",),
+        same_program="metadata is no part of a program, so it can cost tracing alone",
     ),
     Experiment(
         name="stage-vmap",
         claim="MaxText",
-        difference="the stages run under nnx.vmap, or under jax.vmap",
-        a=Arm(label="nnx.vmap", parts=Parts(over_stages=variants.over_stages_by_nnx_vmap)),
+        difference="the stages run under nnx.vmap, which takes the layers apart into graph and "
+        "state and gives the state back, and the loop writes that into the layers that it hands on "
+        "from tick to tick, or under jax.vmap, and the layers stand beside the loop; both with "
+        "backward=autodiff",
+        a=Arm(
+            label="nnx.vmap",
+            parts=Parts(
+                over_stages=variants.over_stages_by_nnx_vmap,
+                loop=LoopParts(walk=loop_variants.carry_layers),
+            ),
+        ),
         b=Arm(label="jax.vmap"),
+        setup=_circular_by_autodiff,
         needs=("stage",),
         by_default=True,
     ),

@@ -9,21 +9,26 @@ import jax
 
 from nnx_pipeline.config import Config
 from nnx_pipeline.errors import InputError
-from nnx_pipeline.lab import worker
 from nnx_pipeline.lab.arms import Arm, Experiment, Program, Quantity
 from nnx_pipeline.lab.attribution import BufferDifference, difference
 from nnx_pipeline.lab.cache import Cache
 from nnx_pipeline.lab.cache_key import key_of
-from nnx_pipeline.lab.compile import Measurement, Progress, measure_step
+from nnx_pipeline.lab.compile import Measurement, Progress
 from nnx_pipeline.lab.numerics import VIRTUAL_CPUS, Numerics, compare_numerics
 from nnx_pipeline.lab.platform import Platform
+from nnx_pipeline.lab.programs import measure
 from nnx_pipeline.mesh import MeshConfig
 from nnx_pipeline.overrides import value_of
 
 NOT_APPLICABLE = "not applicable"
 NO_CACHE = Cache(None)
 NO_EFFECT = 0.01  # a relative difference below this is no effect
-NAMES: dict[Quantity, str] = {"temp": "temp", "heap": "the heap", "account": "the account"}
+NAMES: dict[Quantity, str] = {
+    "temp": "temp",
+    "heap": "the heap",
+    "account": "the account",
+    "trace_host": "what the host holds while it traces",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +52,11 @@ class Outcome:
         return (self.experiment.a, self.a), (self.experiment.b, self.b)
 
     @property
+    def same_program(self) -> bool | None:
+        """Whether both arms compile to one program; None where one of them did not compile."""
+        return self.a.fingerprint == self.b.fingerprint if self.a and self.b else None
+
+    @property
     def buffers(self) -> tuple[BufferDifference, ...] | None:
         """What the heap of b holds more or less than that of a; None where that is not known."""
         one, other = (result.attribution if result else None for result in (self.a, self.b))
@@ -55,8 +65,7 @@ class Outcome:
     def bytes_of(self, quantity: Quantity) -> tuple[int | None, int | None]:
         """That figure of both arms; None where it is not known."""
         before, after = (
-            getattr(result.memory, f"{quantity}_bytes") if result else None
-            for result in (self.a, self.b)
+            result.bytes_of(quantity) if result else None for result in (self.a, self.b)
         )
         return before, after
 
@@ -81,6 +90,8 @@ class Outcome:
             "name": self.experiment.name,
             "claim": self.experiment.claim,
             "difference": self.experiment.difference,
+            "kind": self.experiment.kind,
+            "same_program": self.same_program,
             "arms": {
                 key: {
                     "label": arm.label,
@@ -179,7 +190,7 @@ def measure_program(
         except (KeyError, TypeError, ValueError):
             pass  # written by something else
     try:
-        result = _measure(program, mesh, platform, progress)
+        result = measure(program, mesh, platform, virtual_cpus=VIRTUAL_CPUS, progress=progress)
     except InputError:
         raise
     except Exception as error:  # an arm may break any compiler in any way: the report says how
@@ -187,24 +198,6 @@ def measure_program(
         return lines[0][:200]
     cache.put(key, result.to_cache())
     return result
-
-
-def _measure(
-    program: Program, mesh: MeshConfig, platform: Platform, progress: Progress
-) -> Measurement:
-    if program.environment:
-        progress(f"measuring with {', '.join(map('='.join, program.environment))}")
-        return worker.measured(program, mesh, platform)
-    return measure_step(
-        program.config,
-        mesh,
-        platform,
-        parts=program.parts,
-        layout=program.layout,
-        segment_ids=program.segment_ids,
-        virtual_cpus=VIRTUAL_CPUS,
-        progress=progress,
-    )
 
 
 def compare_measurements(
@@ -227,12 +220,20 @@ def compare_measurements(
     judged_by = experiment.judged_by
     verdict = outcome.verdict_by(judged_by)
     if one and other:
-        if one.fingerprint == other.fingerprint:
-            notes.append("both arms compile to the same program")
+        notes += _why_no_effect(experiment, verdict, one, other)
         if verdict == NOT_APPLICABLE:
-            notes.append(f"{NAMES[judged_by]} is not known: no buffer assignment")
-        notes += _other_verdicts(outcome, verdict)
+            notes.append(f"{NAMES[judged_by]} is not known")
+        if judged_by == "trace_host":
+            notes.append(_held_while_tracing(outcome))
+        else:
+            notes += _other_verdicts(outcome, verdict)
     return dataclasses.replace(outcome, verdict=verdict, note="; ".join(notes))
+
+
+def _held_while_tracing(outcome: Outcome) -> str:
+    held = outcome.bytes_of("trace_host")
+    shown = " and ".join("–" if size is None else f"{size / 1e6:.1f} MB" for size in held)
+    return f"the verdict is about {NAMES['trace_host']}: {shown}"
 
 
 def _other_verdicts(outcome: Outcome, verdict: str) -> list[str]:
@@ -246,6 +247,21 @@ def _other_verdicts(outcome: Outcome, verdict: str) -> list[str]:
         for other, names in said.items()
         if other not in (verdict, NOT_APPLICABLE)
     ]
+
+
+def _why_no_effect(
+    experiment: Experiment, verdict: str, one: Measurement, other: Measurement
+) -> list[str]:
+    """What today's compiler makes of a difference that has no effect on memory."""
+    if one.fingerprint == other.fingerprint:
+        why = f", as {experiment.same_program}" if experiment.same_program else ""
+        return [f"both arms compile to the same program{why}"]
+    if verdict != "no effect" or experiment.kind == "trace":
+        return []
+    judged_by = experiment.judged_by
+    same = one.bytes_of(judged_by) == other.bytes_of(judged_by)
+    how = "same" if same else "less than 1 % apart"
+    return [f"two programs, {NAMES[judged_by]} {how}"]
 
 
 def _outcome(
@@ -269,5 +285,10 @@ def _outcome(
             notes.append(f"numbers were not compared: {str(error).strip().splitlines()[0][:200]}")
     if numerics and not numerics.within_tolerance:
         failed = True
-        notes.append(f"the arms differ by {numerics.max_abs_diff:.3g}")
+        notes.append(
+            f"the arms differ in {numerics.worst}, by {numerics.worst_relative:.3g} of its largest "
+            "value"
+        )
+    if numerics and numerics.all_zero:
+        notes.append(f"zero in both arms, so nothing is compared: {', '.join(numerics.all_zero)}")
     return dataclasses.replace(outcome, numerics=numerics, note="; ".join(notes), failed=failed)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from nnx_pipeline.config import Config, to_dict
 from nnx_pipeline.equations import called_from_one_line
@@ -34,9 +35,11 @@ class Measurement:
     fingerprint instead. attribution, assigned: what its heap holds, and what lies outside of it;
     None where the compiler wrote no buffer assignment. device_memory_bytes: what one device has,
     None where that is not known; the NVIDIA compiler compiles programs that are larger. gemm: what
-    NVIDIA's matrix products are, see `Platform`; None elsewhere. measured: when, in ISO format, if
-    it comes from a cache. flops: None if it is not known of every product; known_flops: of those of
-    which it is. unread: what of the program is in none of the figures that it names.
+    NVIDIA's matrix products are, see `Platform`; None elsewhere. trace_host_bytes: the most that
+    Python held on the host while the program was traced, for experiments that are about that.
+    measured: when, in ISO format, if it comes from a cache. flops: None if it is not known of every
+    product; known_flops: of those of which it is. unread: what of the program is in none of the
+    figures that it names.
     """
 
     platform: str
@@ -55,6 +58,7 @@ class Measurement:
     assigned: Assigned | None = dataclasses.field(default=None, repr=False)
     device_memory_bytes: int | None = None
     gemm: str | None = None
+    trace_host_bytes: int | None = None
     measured: str | None = None
     known_flops: int | None = None
     unread: tuple[Unread, ...] = ()
@@ -63,6 +67,13 @@ class Measurement:
     def fingerprint(self) -> str:
         """The same for the same program, wherever in the source it comes from."""
         return self.kept_fingerprint or fingerprint(self.hlo)
+
+    def bytes_of(self, quantity: str) -> int | None:
+        """A figure that a verdict may be about, see `arms.Quantity`; None where it is not known."""
+        if quantity == "trace_host":
+            return self.trace_host_bytes
+        size: int | None = getattr(self.memory, f"{quantity}_bytes")
+        return size
 
     @property
     def account(self) -> Account:
@@ -127,31 +138,44 @@ def measure_step(
     mesh_config: MeshConfig,
     platform: Platform,
     *,
-    parts: Parts = Parts(),
-    layout: Layout = Layout(),
-    segment_ids: bool = False,
-    virtual_cpus: int = 1,
     progress: Progress = lambda text: None,
 ) -> Measurement:
     """Traces, lowers and compiles one training step, without a byte of parameters.
 
-    segment_ids: whether the batch has them. virtual_cpus: CPU devices that other work of this
-    process needs beside it.
     Raises InputError when config, mesh and platform do not fit together.
     """
-    config.check_mesh(mesh_config)
-    devices = platform.devices(
-        max(virtual_cpus, mesh_config.num_devices if platform.kind == "cpu" else 1)
-    )
-    mesh = make_mesh(mesh_config, devices, sharding=config.pipeline.sharding)
+    mesh = mesh_of(config, mesh_config, platform)
     clock = Clock(progress)
     with jax.set_mesh(mesh):
-        with clock("abstract_init", "building the model abstractly"):
-            state = abstract_state(config, mesh, layout=layout, parts=parts)
-            batch = abstract_batch(config, mesh, layout=layout, segment_ids=segment_ids)
-        with clock("trace", "tracing the training step"):
-            traced = jit_train_step(state, mesh).trace(state, batch)
+        traced = trace_step(config, mesh, clock)
         return measure_traced(traced, platform, clock, mesh_config.sizes(), to_dict(config))
+
+
+def mesh_of(config: Config, sizes: MeshConfig, platform: Platform, *, at_least: int = 1) -> Mesh:
+    """The mesh of a config on a platform; InputError when the three do not fit together.
+
+    at_least: CPU devices that other work of this process needs beside it.
+    """
+    config.check_mesh(sizes)
+    devices = platform.devices(max(at_least, sizes.num_devices if platform.kind == "cpu" else 1))
+    return make_mesh(sizes, devices, sharding=config.pipeline.sharding)
+
+
+def trace_step(
+    config: Config,
+    mesh: Mesh,
+    clock: "Clock",
+    *,
+    parts: Parts = Parts(),
+    layout: Layout = Layout(),
+    segment_ids: bool = False,
+) -> jax.stages.Traced:
+    """Traces one training step; to be called under the mesh. segment_ids: of the batch."""
+    with clock("abstract_init", "building the model abstractly"):
+        state = abstract_state(config, mesh, layout=layout, parts=parts)
+        batch = abstract_batch(config, mesh, layout=layout, segment_ids=segment_ids)
+    with clock("trace", "tracing the training step"):
+        return jit_train_step(state, mesh).trace(state, batch)
 
 
 def measure_traced(

@@ -6,9 +6,17 @@ from nnx_pipeline.errors import InputError, nearest
 from nnx_pipeline.lab.arms import Arm, Experiment
 from nnx_pipeline.lab.claims import CLAIMS
 
-__all__ = ["EXPERIMENTS", "Arm", "Experiment", "choose"]
+__all__ = ["ELSEWHERE", "EXPERIMENTS", "Arm", "Experiment", "choose"]
 
 EXPERIMENTS = {experiment.name: experiment for experiment in CLAIMS}
+# Claims that another command measures: what it is, and what they are about.
+ELSEWHERE = {
+    "S2.12": (
+        "linen-compat overhead",
+        "layers are native NNX, native Linen, NNX wrapped as Linen, or Linen wrapped as NNX; what "
+        "that costs in tracing and in memory",
+    )
+}
 
 
 def choose(names: Iterable[str]) -> list[Experiment]:

@@ -10,7 +10,7 @@ from jaxtyping import Array, PyTree
 from nnx_pipeline.pipeline.buffers import over_stage, push, slot, stage_axis, where
 from nnx_pipeline.pipeline.schedule import CircularSchedule
 from nnx_pipeline.pipeline.shift import ShiftName, shift
-from nnx_pipeline.pipeline.stages import select_repeat
+from nnx_pipeline.pipeline.stages import at_repeat, select_repeat
 from nnx_pipeline.pipeline.ticks import Carry, Plan, Rest
 from nnx_pipeline.sharding import P, out_sharding
 
@@ -46,6 +46,36 @@ def scan_per_repeat(
         carry, result = jax.lax.scan(tick, carry, part, length=end - begin, reverse=reverse)
         results.append(result)
     return carry, _join(jnp.concatenate, _order(results, reverse))
+
+
+def carry_layers(
+    schedule: CircularSchedule, tick: Tick, carry: Any, rows: Any, *, reverse: bool = False
+) -> tuple[Any, Any]:
+    """All ticks in one scan that hands the layers on from tick to tick, as `nnx.scan` does with the
+    state of a module.
+
+    At each tick a stage writes the state of its repeat back into that of all. It has not changed,
+    but what is only handed on JAX itself takes out of a loop.
+    """
+    first = jax.tree.map(lambda leaf: leaf[0], rows)
+    pure, reads = jax.closure_convert(tick, carry, first)
+    stack = (schedule.repeats, schedule.stages)
+
+    def step(carry: Any, row: Plan) -> tuple[Any, Any]:
+        carry, reads = carry
+        carry, result = pure(carry, row, *reads)
+        repeat = over_stage(row.repeat)
+        layers = [leaf for leaf in reads if leaf.shape[:2] == stack]
+        written = iter(at_repeat(layers, repeat, select_repeat(layers, repeat)))
+        return (
+            carry,
+            [next(written) if leaf.shape[:2] == stack else leaf for leaf in reads],
+        ), result
+
+    (carry, _), results = jax.lax.scan(
+        step, (carry, reads), rows, length=schedule.ticks, reverse=reverse
+    )
+    return carry, results
 
 
 def _join(how: Callable[[Any], Array], results: list[Any]) -> Any:
@@ -88,7 +118,8 @@ def receive_constrained(
     """`ticks.receive` with constraints that say again what is so already (seeds S1.2).
 
     They stand on what is shifted, on the input of the first stage and on the stream, as in MaxText
-    before it dropped them; the stages are numbered by an iota that is told its sharding.
+    before it dropped them; the stages are numbered by an iota that is told its sharding. In
+    explicit mode the types say all of it anyway.
     """
     first, last = _mark(0, schedule.stages), _mark(schedule.stages - 1, schedule.stages)
     stream = _hold(carry.stream)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nnx_pipeline.config import Config
-from nnx_pipeline.lab.arms import Setup
+from nnx_pipeline.mesh import MeshConfig
 
 
 def set_pipeline(**fields: Any) -> Callable[[Config], Config]:
@@ -29,7 +29,7 @@ def set_train(**fields: Any) -> Callable[[Config], Config]:
     )
 
 
-def in_both(**fields: Any) -> Setup:
+def in_both(**fields: Any) -> Callable[[Config, MeshConfig], Config]:
     """A setup that sets these fields of the pipeline in both arms."""
     configure = set_pipeline(**fields)
     return lambda config, mesh: configure(config)

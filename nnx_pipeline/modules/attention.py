@@ -1,10 +1,13 @@
 """Grouped-query self-attention with rotary positions."""
 
+import functools
+
 from flax import nnx
 from jaxtyping import Array
 
 from nnx_pipeline.config import ModelConfig
-from nnx_pipeline.ops.self_attention import Projections, self_attention
+from nnx_pipeline.modules.parts import Parts
+from nnx_pipeline.ops.self_attention import KERNELS, Projections, self_attention
 from nnx_pipeline.remat import KEEP_ALL, Remat
 from nnx_pipeline.sharding import Layout, parameter
 
@@ -22,9 +25,11 @@ class Attention(nnx.Module):
         *,
         rngs: nnx.Rngs,
         layout: Layout = Layout(),
+        parts: Parts = Parts(),
         remat: Remat = KEEP_ALL,
     ) -> None:
         self.config, self.layout, self.remat = config, layout, remat
+        self.mask = parts.mask
         embed, head_dim, heads, groups = (
             config.embed_dim,
             config.head_dim,
@@ -59,7 +64,7 @@ class Attention(nnx.Module):
             Projections(self.query[...], self.key[...], self.value[...], self.out[...]),
             positions=positions,
             segment_ids=segment_ids,
-            kernel=config.attention,
+            kernel=functools.partial(KERNELS[config.attention], mask=self.mask),
             rope_theta=config.rope_theta,
             scale=config.attention_scale,
             layout=self.layout,

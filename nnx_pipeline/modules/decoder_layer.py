@@ -31,7 +31,7 @@ class DecoderLayer(nnx.Module):
         self.layout, self.dropout_rate = layout, config.dropout_rate
         self.constrain = parts.constrain
         self.attention_norm = RMSNorm(config, rngs=rngs, layout=layout, parts=parts)
-        self.attention = Attention(config, rngs=rngs, layout=layout, remat=remat)
+        self.attention = Attention(config, rngs=rngs, layout=layout, parts=parts, remat=remat)
         self.feed_forward_norm = RMSNorm(config, rngs=rngs, layout=layout, parts=parts)
         self.feed_forward: MLP | RoutedMoE
         if config.num_experts > 1:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import jax
 from jaxtyping import Array
 
+from nnx_pipeline.ops.attention import Mask, allowed
 from nnx_pipeline.ops.experts import DEFAULT_EXPERT_PARTS, ExpertParts
 from nnx_pipeline.ops.loss import Loss, chunked_cross_entropy
 from nnx_pipeline.ops.norm import ApplyScale, multiply_scale
@@ -34,4 +35,5 @@ class Parts:
     constrain: Constrain = constrain
     loss: Loss = chunked_cross_entropy
     experts: ExpertParts = DEFAULT_EXPERT_PARTS
+    mask: Mask = allowed
     cast_gradient: Cast = cast_to_other

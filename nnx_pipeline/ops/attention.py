@@ -1,5 +1,7 @@
 """Grouped-query attention, computed in the dtype of its inputs."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -9,6 +11,9 @@ from nnx_pipeline.sharding import out_sharding
 # The value that stands for "may not attend": far below any score, and finite in every dtype used.
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 MASKED_HALF = -0.7 * float(jnp.finfo(jnp.float16).max)
+
+# (length, segment ids [batch, seq] or None) to which key each query may read, see `allowed`
+Mask = Callable[[int, Array | None], Array]
 
 
 def allowed(
@@ -35,11 +40,13 @@ def dot_product_attention(
     *,
     scale: float = 1.0,
     grouped: jax.sharding.PartitionSpec,
+    mask: Mask = allowed,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """softmax(scale · query · keyᵀ, masked) · value, with the scores as one array.
 
     Query head n reads key-value head n // (heads / kv_heads).
     grouped: sharding of the query as [batch, seq, kv_heads, heads / kv_heads, head_dim].
+    mask: which key each query may read; others than `allowed` are arms of experiments.
     """
     batch, length, heads, head_dim = query.shape
     kv_heads = key.shape[2]
@@ -49,7 +56,7 @@ def dot_product_attention(
     )
     scores = jnp.einsum("bqgrd,bkgd->bgrqk", query, key)
     masked = MASKED_HALF if scores.dtype == jnp.float16 else MASKED
-    scores = jnp.where(allowed(length, segment_ids)[:, None, None], scores, masked)
+    scores = jnp.where(mask(length, segment_ids)[:, None, None], scores, masked)
     mixed = jnp.einsum("bgrqk,bkgd->bqgrd", jax.nn.softmax(scores, axis=-1), value)
     whole = jax.sharding.PartitionSpec(grouped[0], grouped[1], grouped[2], None)
     return jax.lax.reshape(

@@ -3,11 +3,13 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from nnx_pipeline.ops.router import combine_weights
 from nnx_pipeline.remat import HIDDEN, Remat, named
 from nnx_pipeline.sharding import Layout, P, constrain, gather_weight, out_sharding, place
 
@@ -19,13 +21,13 @@ def as_it_is(x: Array) -> Array:
 
 @dataclass(frozen=True)
 class ExpertParts:
-    """What an experiment may exchange in `dense_experts`; the defaults measured best.
+    """What an experiment may exchange in `routed_experts`; the defaults measured best.
 
-    sum_dtype: that in which the outputs of experts add up, None for that of x. hidden: what an
-    expert's hidden units go through. enter, leave: what the tokens go through before and behind.
+    hidden: what an expert's hidden units go through. enter, leave: what the tokens go through
+    before the router and behind the experts. mix: another way to do what `dense_experts` does.
     """
 
-    sum_dtype: str | None = "float32"
+    mix: "Mix | None" = None
     hidden: Callable[[Array], Array] = as_it_is
     enter: Callable[[Array], Array] = as_it_is
     leave: Callable[[Array], Array] = as_it_is
@@ -34,16 +36,33 @@ class ExpertParts:
 DEFAULT_EXPERT_PARTS = ExpertParts()
 
 
+class Mix(Protocol):
+    """Tokens through their experts, see `dense_experts`."""
+
+    def __call__(
+        self,
+        x: Array,
+        choice: tuple[Array, Array],
+        gate: Array,
+        up: Array,
+        down: Array,
+        *,
+        layout: Layout,
+        remat: Remat,
+        hidden: Callable[[Array], Array],
+    ) -> Array: ...
+
+
 def dense_experts(
     x: Float[Array, "batch seq embed"],
-    combine: Float[Array, "batch seq experts"],
+    choice: tuple[Float[Array, "batch seq chosen"], Int[Array, "batch seq chosen"]],
     gate: Float[Array, "experts embed mlp"],
     up: Float[Array, "experts embed mlp"],
     down: Float[Array, "experts mlp embed"],
     *,
     layout: Layout,
     remat: Remat,
-    parts: ExpertParts = ExpertParts(),
+    hidden: Callable[[Array], Array] = as_it_is,
 ) -> Float[Array, "batch seq embed"]:
     """Σ_e (combine_e · silu(x · gate_e) · (x · up_e)) · down_e, summed in float32, cast to x.dtype.
 
@@ -55,37 +74,67 @@ def dense_experts(
     Each mesh coordinate along `expert` and `tensor` sums what it owns on two leading axes of its
     own (o, t below), so that one reduction follows the scan instead of one per expert.
 
-    remat: what to keep of each expert for the backward pass; its hidden units have names.
+    choice: the weight of each chosen expert, and which it is, as `route` gives them. remat: what
+    to keep of each expert for the backward pass; its hidden units have names. hidden: what these
+    go through.
     """
     owners, shares = layout.size("expert"), layout.size("mlp")
     beside = layout.spec("batch_beside_experts", None, None)
-    x, combine = place(parts.enter(x), beside), place(combine, beside)
-    partial = layout.spec("expert", "mlp", "batch_beside_experts", None, None)
-    into = _Kernel(layout, ("embed_of_expert", "mlp"))
-    out_of = _Kernel(layout, ("mlp", "embed_of_expert"))
-
-    def open_up(kernel: Array) -> Array:
-        kernel = into.gathered(kernel.astype(x.dtype))
-        return jnp.einsum("bsd,odtf->otbsf", x, kernel, out_sharding=out_sharding(partial))
+    combine = combine_weights(*choice, gate.shape[0])
+    x, combine = place(x, beside), place(combine, beside)
+    kernels = Kernels(layout)
 
     def one_expert(total: Array, operands: tuple[Array, ...]) -> tuple[Array, None]:
         gate, up, down, weight = operands
-        opened, raised = map(named, (open_up(gate), open_up(up)), HIDDEN)
-        hidden = parts.hidden(jax.nn.silu(opened) * raised * weight[:, None, :, :, None])
-        product = _project(out_of, partial, hidden, down.astype(x.dtype))
+        opened = kernels.open_up(x, gate, up)
+        product = kernels.project(hidden(opened * weight[:, None, :, :, None]), down)
         return total + product.astype(total.dtype), None
 
-    operands = (
-        into.split(gate),
-        into.split(up),
-        out_of.split(down),
-        _split_weights(combine, owners, layout),
-    )
-    sums = jnp.zeros((owners, shares, *x.shape), parts.sum_dtype or x.dtype)
-    start = constrain(sums, partial)
+    operands = (*kernels.split(gate, up, down), by_owner(combine, owners, layout))
+    sums = jnp.zeros((owners, shares, *x.shape), jnp.float32)
+    start = constrain(sums, kernels.partial)
     total, _ = jax.lax.scan(remat.checkpoint(one_expert), start, operands)
     mixed = jnp.sum(total, axis=(0, 1)).astype(x.dtype)
-    return parts.leave(place(mixed, layout.spec("batch", None, None)))
+    return place(mixed, layout.spec("batch", None, None))
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The three products of one expert, on the kernels as `split` gives them."""
+
+    layout: Layout
+
+    @property
+    def partial(self) -> P:
+        """Of [owners, parts, batch, seq, …], what each device has of the sum over experts."""
+        return self.layout.spec("expert", "mlp", "batch_beside_experts", None, None)
+
+    def split(self, gate: Array, up: Array, down: Array) -> tuple[Array, ...]:
+        """[experts, …] each to [experts / owners, owners, …], for a scan over the first axis."""
+        return self._into.split(gate), self._into.split(up), self._out_of.split(down)
+
+    def open_up(self, x: Array, gate: Array, up: Array) -> Array:
+        """silu(x · gate) · (x · up): [batch, seq, embed] to [owners, parts, batch, seq, mlp]."""
+
+        def product(kernel: Array) -> Array:
+            kernel = self._into.gathered(kernel.astype(x.dtype))
+            spec = out_sharding(self.partial)
+            return jnp.einsum("bsd,odtf->otbsf", x, kernel, out_sharding=spec)
+
+        opened, raised = map(named, (product(gate), product(up)), HIDDEN)
+        return jax.nn.silu(opened) * raised
+
+    def project(self, hidden: Array, down: Array) -> Array:
+        """[owners, parts, batch, seq, mlp] to [owners, parts, batch, seq, embed]."""
+        return _project(self._out_of, self.partial, hidden, down.astype(hidden.dtype))
+
+    @property
+    def _into(self) -> "_Kernel":
+        return _Kernel(self.layout, ("embed_of_expert", "mlp"))
+
+    @property
+    def _out_of(self) -> "_Kernel":
+        return _Kernel(self.layout, ("mlp", "embed_of_expert"))
 
 
 @dataclass(frozen=True)
@@ -154,10 +203,8 @@ def _project_backward(
 _project.defvjp(_project_forward, _project_backward)
 
 
-def _split_weights(combine: Array, owners: int, layout: Layout) -> Array:
-    """[batch, seq, experts] to [experts / owners, owners, batch, seq], each owner with its own."""
-    batch, length, experts = combine.shape
-    combine = jnp.moveaxis(
-        combine.reshape(batch, length, owners, experts // owners), (2, 3), (1, 0)
-    )
-    return place(combine, layout.spec(None, "expert", "batch_beside_experts", None))
+def by_owner(x: Array, owners: int, layout: Layout) -> Array:
+    """[batch, …, experts] to [experts / owners, owners, batch, …], each owner with its own."""
+    *rest, experts = x.shape
+    x = jnp.moveaxis(x.reshape(*rest, owners, experts // owners), (-2, -1), (1, 0))
+    return place(x, layout.spec(None, "expert", "batch_beside_experts", *[None] * (len(rest) - 1)))

@@ -3,12 +3,12 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from nnx_pipeline.ops.experts import ExpertParts, dense_experts
-from nnx_pipeline.ops.router import Usage, combine_weights, expert_usage, route
+from nnx_pipeline.ops.experts import ExpertParts, Mix, dense_experts
+from nnx_pipeline.ops.router import Usage, expert_usage, route
 from nnx_pipeline.remat import Remat
 from nnx_pipeline.sharding import Layout, gather_weight, out_sharding
 
-EXPERTS = {"dense": dense_experts}
+EXPERTS: dict[str, Mix] = {"dense": dense_experts}
 
 
 def routed_experts(
@@ -29,12 +29,13 @@ def routed_experts(
     The router works in the dtype of x; no token is dropped. The weights come as they are stored.
     experts: key of `EXPERTS`.
     """
+    x = parts.enter(x)
     kernel = gather_weight(
         router.astype(x.dtype), layout.spec("embed", None), layout.spec(None, None)
     )
     spec = out_sharding(layout.spec("batch", None, None))
     logits = jnp.einsum("bsd,de->bse", x, kernel, out_sharding=spec)
-    weights, chosen = route(logits, num_experts_per_token)
-    combine = combine_weights(weights, chosen, router.shape[-1])
-    mixed = EXPERTS[experts](x, combine, gate, up, down, layout=layout, remat=remat, parts=parts)
-    return mixed, expert_usage(logits, chosen)
+    choice = route(logits, num_experts_per_token)
+    mix = parts.mix or EXPERTS[experts]
+    mixed = mix(x, choice, gate, up, down, layout=layout, remat=remat, hidden=parts.hidden)
+    return parts.leave(mixed), expert_usage(logits, choice[1])

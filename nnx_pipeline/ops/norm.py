@@ -6,12 +6,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-ApplyScale = Callable[[Array, Array], Array]
+# (normalised x, scale, what is added to the scale) to x times the scale
+ApplyScale = Callable[[Array, Array, float], Array]
 
 
-def multiply_scale(x: Float[Array, "*batch embed"], scale: Float[Array, "embed"]) -> Array:
-    """Scales the last axis by a product, which XLA fuses into what stands around it."""
-    return x * scale
+def multiply_scale(
+    x: Float[Array, "*batch embed"], scale: Float[Array, "embed"], offset: float
+) -> Array:
+    """Scales the last axis by a product, which XLA fuses into what stands around it.
+
+    offset: added to the scale, unless it is 0.
+    """
+    return x * (scale + offset if offset else scale)
 
 
 def rms_norm(
@@ -29,7 +35,4 @@ def rms_norm(
     """
     wide = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
-    scale = scale.astype(x.dtype)
-    if scale_offset:
-        scale = scale + scale_offset
-    return apply_scale((wide * inverse).astype(x.dtype), scale)
+    return apply_scale((wide * inverse).astype(x.dtype), scale.astype(x.dtype), scale_offset)

@@ -1,5 +1,6 @@
 """Grouped-query self-attention with rotary positions, from the residual stream and back to it."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ from nnx_pipeline.ops.rotary import rotate
 from nnx_pipeline.remat import OUT, QUERY_KEY_VALUE, Remat, named
 from nnx_pipeline.sharding import Layout, gather_weight, out_sharding
 
-KERNELS = {"dot_product": dot_product_attention}
+# (query, key, value, segment ids, *, scale, grouped) to what the heads read
+Kernel = Callable[..., Array]
+KERNELS: dict[str, Kernel] = {"dot_product": dot_product_attention}
 
 
 class Projections(NamedTuple):
@@ -28,7 +31,7 @@ def self_attention(
     *,
     positions: Int[Array, "#batch seq"] | None,
     segment_ids: Int[Array, "batch seq"] | None,
-    kernel: str,
+    kernel: Kernel,
     rope_theta: float,
     scale: float,
     layout: Layout,
@@ -36,7 +39,7 @@ def self_attention(
 ) -> Float[Array, "batch seq embed"]:
     """Heads of x attend to each other; no bias. In the dtype of x, to which the kernels are cast.
 
-    positions: absent, counted from 0. kernel: key of `KERNELS`. scale: of the scores. remat: what
+    positions: absent, counted from 0. kernel: one of `KERNELS`. scale: of the scores. remat: what
     the attention proper keeps for the backward pass; the projections have names.
     """
     if positions is None:
@@ -48,7 +51,7 @@ def self_attention(
 
     def mix(query: Array, key: Array, value: Array, segment_ids: Array | None) -> Array:
         grouped = layout.spec("batch", None, "kv_heads", None, None)
-        return KERNELS[kernel](query, key, value, segment_ids, scale=scale, grouped=grouped)
+        return kernel(query, key, value, segment_ids, scale=scale, grouped=grouped)
 
     mixed = remat.checkpoint(mix)(query, key, value, segment_ids)
     out_kernel = gather_weight(

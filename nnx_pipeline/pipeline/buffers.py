@@ -10,7 +10,7 @@ from jaxtyping import Array, PyTree
 
 from nnx_pipeline.pipeline.schedule import CircularSchedule
 from nnx_pipeline.pipeline.shift import ShiftName, shift
-from nnx_pipeline.sharding import P, is_explicit, mesh_sizes, place
+from nnx_pipeline.sharding import P, hold, is_explicit, mesh_sizes, place
 
 
 def mark_stage(stage: int, stages: int) -> Array:
@@ -28,8 +28,8 @@ def over_stage(x: Array) -> Array:
     if stage_axis() is None:
         return x
     if is_explicit():
-        return place(x, P("stage", *jax.typeof(x).sharding.spec[1:]))
-    return place(x, P("stage", *[P.UNCONSTRAINED] * (x.ndim - 1)))
+        return hold(x, P("stage", *jax.typeof(x).sharding.spec[1:]))
+    return hold(x, P("stage", *[P.UNCONSTRAINED] * (x.ndim - 1)))
 
 
 def rows(leaf: Array, microbatch: Array) -> Array:

@@ -36,7 +36,11 @@ def make_layers(
 
     stage = "stage" if stages > 1 else None
     made = jax.vmap(jax.vmap(jax.vmap(make), spmd_axis_name=stage))(keys)
-    return jax.tree.map(_stacked, made, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return jax.tree.map(
+        lambda variable: _stacked(variable, layout),
+        made,
+        is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
+    )
 
 
 def with_keys(side: dict[str, Array | None], keys: Array | None) -> dict[str, Array | None]:
@@ -73,7 +77,7 @@ def call_layer(
     return y, declared(metrics, microbatches=microbatches)
 
 
-def _stacked(variable: nnx.Variable) -> nnx.Variable:
+def _stacked(variable: nnx.Variable, layout: Layout) -> nnx.Variable:
     """The parameter with the axes of the stack before its own."""
     if not isinstance(variable, nnx.Param):
         raise InputError(
@@ -83,4 +87,4 @@ def _stacked(variable: nnx.Variable) -> nnx.Variable:
         )
     value = variable.get_value()
     own = variable.get_metadata().get("logical_axes", (None,) * (value.ndim - 3))
-    return nnx.Param(value, logical_axes=(None, "stage", None, *own))
+    return layout.variable(value, (None, "stage", None, *own))
