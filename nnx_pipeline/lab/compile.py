@@ -20,6 +20,7 @@ from nnx_pipeline.lab.platform import Platform
 from nnx_pipeline.mesh import MeshConfig, make_mesh
 from nnx_pipeline.modules import Parts
 from nnx_pipeline.sharding import Layout
+from nnx_pipeline.tracing import traced_afresh
 from nnx_pipeline.train import abstract_batch, abstract_state, jit_train_step
 
 Progress = Callable[[str], None]
@@ -30,7 +31,8 @@ class Memory:
     """Bytes per device, as the compiler reports them; None where it does not.
 
     temp_bytes is `temp_size_in_bytes`, heap_bytes the device-memory heap of the buffer assignment.
-    On a TPU they are not the same: temp counts other memory spaces too.
+    On a TPU they are not the same: temp counts other memory spaces too. argument_bytes is what
+    devices hold, host_argument_bytes what is passed in host memory.
     """
 
     argument_bytes: int
@@ -41,6 +43,7 @@ class Memory:
     peak_bytes: int | None
     generated_code_bytes: int | None
     host_temp_bytes: int
+    host_argument_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +55,8 @@ class Measurement:
     compiler wrote no buffer assignment. device_memory_bytes: what one device has, None where that
     is not known; the NVIDIA compiler compiles programs that are larger. gemm: what NVIDIA's matrix
     products are, see `Platform`; None elsewhere. measured: when, in ISO
-    format, if it comes from a cache.
+    format, if it comes from a cache. notes: what the program leaves out of what was declared, a
+    sentence each.
     """
 
     platform: str
@@ -71,6 +75,7 @@ class Measurement:
     device_memory_bytes: int | None = None
     gemm: str | None = None
     measured: str | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def fingerprint(self) -> str:
@@ -111,6 +116,7 @@ class Measurement:
             "memory": Memory(**value["memory"]),
             "attribution": None if rows is None else Attribution.from_json(rows),
             "measured": measured,
+            "notes": tuple(value.get("notes", ())),
             "hlo": "",
         }
         return cls(**{**value, **changed})
@@ -139,7 +145,7 @@ def measure_step(
     )
     mesh = make_mesh(mesh_config, devices, sharding=config.pipeline.sharding)
     clock = Clock(progress)
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), traced_afresh():
         with clock("abstract_init", "building the model abstractly"):
             state = abstract_state(config, mesh, layout=layout, parts=parts)
             batch = abstract_batch(config, mesh, layout=layout, segment_ids=segment_ids)
@@ -200,6 +206,7 @@ def _memory(compiled: Any, heap: int | None) -> Memory:
         # No program has no code: the NVIDIA and CPU compilers leave this field empty.
         generated_code_bytes=analysis.generated_code_size_in_bytes or None,
         host_temp_bytes=analysis.host_temp_size_in_bytes,
+        host_argument_bytes=analysis.host_argument_size_in_bytes,
     )
 
 
