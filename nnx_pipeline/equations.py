@@ -19,6 +19,7 @@ import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 RECOMPUTED = "rematted_computation"  # what JAX writes into the name stack of a recomputation
+TRANSPOSED = "transpose("  # and of what a backward pass makes of an equation of the forward pass
 
 _JAX = tuple(f"{Path(str(package.__file__)).parent}/" for package in (jax, jaxlib))
 _LIBRARIES = tuple(f"{Path(str(package.__file__)).parent}/" for package in (flax, optax))
@@ -99,9 +100,12 @@ def is_promotion(equation: Any) -> bool:
     """Whether a cast was made because the dtypes of operands differ, rather than written down.
 
     It is one by jax.numpy that nobody asked jax.numpy for. Flax's `promote_dtype` counts, too: a
-    layer without `dtype` takes that of its parameters. Where the stack is lost, as in what a
+    layer without `dtype` takes that of its parameters. What makes a value larger in a backward pass
+    is the transpose of a cast to a smaller dtype and none. Where the stack is lost, as in what a
     `jax.custom_vjp` was traced to, the answer is no.
     """
+    if TRANSPOSED in str(equation.source_info.name_stack) and not is_recomputed(equation):
+        return False
     frames = _frames(equation)
     last = max((i for i, frame in enumerate(frames) if not _is_in(frame, _JAX)), default=-1)
     if any(frame.name.startswith("promote_") for frame in frames[max(last - 1, 0) :]):

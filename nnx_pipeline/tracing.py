@@ -35,6 +35,11 @@ def traced_afresh() -> Any:
     return _TURN(object())
 
 
+def this_turn() -> Any:
+    """What stands for the present context of `traced_afresh`, for the keys of other caches."""
+    return _TURN.value
+
+
 @dataclass(frozen=True)
 class Call:
     """A function with all that it is given.

@@ -31,6 +31,7 @@ MEMORY = {
     "peak_bytes",
     "generated_code_bytes",
     "host_temp_bytes",
+    "host_argument_bytes",
 }
 COLLECTIVES = {"all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"}
 VERSIONS = {"jax", "jaxlib", "flax", "libtpu", "python"}

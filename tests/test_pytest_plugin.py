@@ -95,6 +95,33 @@ def test_figures_are_those_of_measure(project: Project) -> None:
     result.assert_outcomes(passed=1)
 
 
+def test_each_case_of_a_table_is_measured_as_it_is(project: Project, file: Path) -> None:
+    """What a test replaces in a module counts, though the function is the same one."""
+    result = project(
+        UPDATE,
+        test_step="""
+        import jax, jax.numpy as jnp, model, pytest
+        from nnx_pipeline import lab
+
+        @jax.jit
+        def step(x, w):
+            return model.lean(x, w)
+
+        @pytest.mark.parametrize("name", ["lean", "kept", "lean"])
+        @pytest.mark.parametrize("function", [step, lambda x, w: model.lean(x, w)])
+        def test_step(compile_memory, monkeypatch, function, name):
+            monkeypatch.setattr(model, "lean", getattr(model, name))
+            assert compile_memory(function, (model.X, model.W)).within_budget()
+        """.replace("\n        ", "\n"),
+    )
+    result.assert_outcomes(passed=6)
+    temps = [figures["temp_bytes"] for _, figures in sorted(budgets.read(file).items())]
+    large = 4 * 64 * 256 * 256
+    assert len(temps) == 6
+    assert sum(temp > large for temp in temps) == 2
+    assert sum(temp < large // 10 for temp in temps) == 4
+
+
 def test_record_pass_and_exceed(project: Project, file: Path) -> None:
     first = project(test_step=STEP.format("lean"))
     first.assert_outcomes(failed=1)

@@ -34,6 +34,7 @@ MEMORY_ROWS = (
     ("of these in place", "alias_bytes"),
     ("program code", "generated_code_bytes"),
     ("host temp", "host_temp_bytes"),
+    ("host arguments", "host_argument_bytes"),
 )
 
 
@@ -67,6 +68,7 @@ def measurement_view(title: str, measurement: Measurement, *, hint: bool = True)
     if measurement.platform == "cpu":
         lines.append(Text(CPU_WARNING, style="yellow"))
     lines += [*_gemm([measurement], hint), *_too_large([measurement])]
+    lines += [Text(note, style="yellow") for note in measurement.notes]
     return Group(*lines)
 
 

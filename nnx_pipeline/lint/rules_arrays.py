@@ -20,8 +20,9 @@ _SHAPING = SAME | FORM
 def hidden_upcasts(program: Program, limits: Limits) -> Iterator[Finding]:
     """Arrays of 8 or 16 bits made float32 because another operand is float32.
 
-    Left out: casts that are written down, sums that are made in float32, and a sum or product with
-    a float32 array that is as large itself.
+    Left out: casts that are written down, sums that are made in float32, a sum or product with a
+    float32 array that is as large itself, or with a statistic of the array, such as its mean in a
+    layer norm, and the gradient of a cast to the smaller dtype, which is float32 as what was cast.
     """
     for scope, equation in program.scope.equations():
         for value, size, per_device in _upcasts(program, scope, equation):
@@ -64,9 +65,28 @@ def _widens(scope: Scope, reader: JaxprEqn, value: Value) -> bool:
         return True
     others = [scope.value(v) for v in reader.invars if v is not value.variable]
     floats = [source_of(one, _SHAPING) for one in others if _is_float32(one)]
+    array = source_of(value, _SHAPING)
     return reader.primitive.name in _BINARY and any(
-        one.aval.size < value.aval.size for one in floats
+        one.aval.size < value.aval.size and not _is_statistic(one, array) for one in floats
     )
+
+
+def _is_statistic(value: Value, array: Value) -> bool:
+    """Whether a value is computed of this array and of constants alone."""
+    waiting, seen, reached = [value], {value}, False
+    while waiting:
+        one = source_of(waiting.pop(), _SHAPING)
+        if one == array:
+            reached = True
+            continue
+        step = step_back(one)
+        if step.way == "constant":
+            continue
+        if step.way != "made":
+            return False
+        waiting += [operand for operand in step.values if operand not in seen]
+        seen.update(step.values)
+    return reached
 
 
 def one_hot_arrays(program: Program, limits: Limits) -> Iterator[Finding]:
