@@ -59,6 +59,12 @@ def location_of(equations: Sequence[Any]) -> Location:
     return next((_location(frames) for frames in stacks if frames), NOWHERE)
 
 
+def function_of(equation: Any) -> tuple[str, str]:
+    """File and name of the innermost function outside JAX that an equation was traced in."""
+    own = [frame for frame in _frames(equation) if not _is_in(frame, _JAX)]
+    return (own[-1].filename, own[-1].name) if own else ("", "")
+
+
 def inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
     """The jaxprs among the parameters of an equation: what it calls, loops over or sums with."""
     for parameter in equation.params.values():
@@ -100,18 +106,28 @@ def is_promotion(equation: Any) -> bool:
     """Whether a cast was made because the dtypes of operands differ, rather than written down.
 
     It is one by jax.numpy that nobody asked jax.numpy for. Flax's `promote_dtype` counts, too: a
-    layer without `dtype` takes that of its parameters. What makes a value larger in a backward pass
-    is the transpose of a cast to a smaller dtype and none. Where the stack is lost, as in what a
+    layer without `dtype` takes that of its parameters. Where the stack is lost, as in what a
     `jax.custom_vjp` was traced to, the answer is no.
     """
-    if TRANSPOSED in str(equation.source_info.name_stack) and not is_recomputed(equation):
-        return False
     frames = _frames(equation)
     last = max((i for i, frame in enumerate(frames) if not _is_in(frame, _JAX)), default=-1)
     if any(frame.name.startswith("promote_") for frame in frames[max(last - 1, 0) :]):
         return True
     inner = [frame for frame in frames[last + 1 :] if _is_in(frame, (_NUMPY,))]
     return bool(inner) and not any(frame.name in _CASTS for frame in inner)
+
+
+def is_transposed(equations: Sequence[Any]) -> bool:
+    """Whether a backward pass makes this of an equation of the forward pass.
+
+    equations: the equation and those around it, from the inside out; a loop says it for its body.
+    """
+    for equation in equations:
+        if is_recomputed(equation):
+            return False
+        if TRANSPOSED in str(equation.source_info.name_stack):
+            return True
+    return False
 
 
 def is_recomputed(equation: Any) -> bool:

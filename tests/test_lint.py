@@ -129,18 +129,27 @@ class LinenBlock(linen.Module):
         return x + linen.gelu(linen.Dense(SIZE, dtype=self.dense)(y)), None
 
 
+class ForgetfulNorm(LinenBlock):
+    norm: Any = None
+
+
+class ForgetfulDense(LinenBlock):
+    dense: Any = None
+
+
 def linen_step(block: Any, remat: bool, layers: int = 0) -> tuple[Any, Any]:
     """A step of plain gradient descent on blocks one after another, and abstract parameters."""
 
     class Model(linen.Module):
         @linen.compact
         def __call__(self, x: jax.Array) -> jax.Array:
+            kind = linen.remat(block) if remat else block
             if not layers:
-                return block()(x)[0]
+                return kind()(x)[0]
             options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
-            return linen.scan(LinenBlock, length=layers, **options)()(x, None)[0]
+            return linen.scan(kind, length=layers, **options)()(x, None)[0]
 
-    model, x = (linen.remat(Model) if remat else Model)(), half(512, SIZE)
+    model, x = Model(), half(512, SIZE)
 
     def step(params: Any, x: jax.Array) -> Any:
         def loss(params: Any) -> jax.Array:
@@ -157,14 +166,16 @@ def test_no_false_alarm_on_a_linen_model_in_half(layers: int, remat: bool) -> No
     """Float32 statistics of a norm, gradients of a cast parameter, and a step size times those."""
     with jax.numpy_dtype_promotion("standard"):
         step, params = linen_step(LinenBlock, remat, layers)
-        assert lint(step, params, half(512, SIZE), limits=Limits(large=4096)) == []
+        found = lint(step, params, half(512, SIZE), limits=Limits(large=4096))
+    # In a loop the casts of its weights are kept, which is another rule's finding.
+    assert [finding for finding in found if not layers or finding.rule == "hidden-upcast"] == []
 
 
 @pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
 @pytest.mark.parametrize("forgotten", ["norm", "dense"])
 def test_a_dtype_that_is_forgotten_in_a_linen_model_is_found(forgotten: str, remat: bool) -> None:
     """The layer takes float32 from its parameters, and so does what follows it."""
-    block = functools.partial(LinenBlock, **{forgotten: None})
+    block = {"norm": ForgetfulNorm, "dense": ForgetfulDense}[forgotten]
     with jax.numpy_dtype_promotion("standard"):
         step, params = linen_step(block, remat)
         found = lint(step, params, half(512, SIZE))
@@ -176,10 +187,11 @@ def test_a_scale_beside_a_statistic_is_found() -> None:
 
     def scaled(scale: jax.Array, x: jax.Array) -> jax.Array:
         mean = jnp.mean(x.astype(jnp.float32), axis=-1, keepdims=True)
-        return x - mean * scale
+        return (x - mean * scale).astype(x.dtype)  # here
 
     with jax.numpy_dtype_promotion("standard"):
-        assert len(lint(scaled, array(SIZE), half(512, SIZE))) == 1
+        (finding,) = lint(scaled, array(1), half(512, SIZE))
+        assert line_of(finding).endswith("# here")
         assert lint(functools.partial(scaled, 2.0), half(512, SIZE)) == []
 
 

@@ -89,7 +89,7 @@ def test_figures_are_those_of_measure(project: Project) -> None:
                 assert getattr(result, name) == getattr(measured.memory, name)
             assert result.flops == measured.flops == 2 * 64 * 256 * 256
             assert result.collectives == measured.collectives
-            assert result.measurement.hlo == measured.hlo
+            assert result.measurement.fingerprint == measured.fingerprint
         """.replace("\n        ", "\n")
     )
     result.assert_outcomes(passed=1)
