@@ -25,6 +25,7 @@ def without_repeats(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
     As a pytree, a module whose embedding is its head's weight too has that array twice. The second
     result takes a tree of the same structure as the first one, such as what a trace makes of it.
     """
+    treedef: Any
     leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_variable)
     first: dict[int, int] = {}
     places = [

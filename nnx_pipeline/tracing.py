@@ -120,6 +120,7 @@ def jaxpr_of(call: Call) -> tuple[ClosedJaxpr, list[Any]]:
     """
     jitted = hasattr(call.function, "trace")
     used = Threaded(vars(call.function)["__wrapped__"] if jitted else call.function)
+    treedef: Any
     leaves, treedef = jax.tree.flatten(used.take(call.given))
 
     def flat(*arrays: Any) -> Any:
@@ -137,9 +138,10 @@ def _trace_jitted(call: Call) -> Traced:
     """Of `jax.jit` or `nnx.jit`: as they jit it."""
     own: Any = call.function
     traced = own.trace(*call.arguments, **call.keywords)
+    changed: dict[str, str] | None = {}
     if isinstance(traced, jax.stages.Traced):
         _refuse_dropped_changes(call)
-        results, changed = traced.out_info, {}
+        results = traced.out_info
     else:
         traced = traced.traced  # Flax keeps what JAX traced in a wrapper of its own
         results, changed = own.eval_shape(*call.arguments, **call.keywords), None
@@ -151,7 +153,8 @@ def _trace_plain(call: Call) -> Traced:
     """Of a plain function, or of one that another library's jit made, with what it donates."""
     used = Threaded(call.function)
     arguments, keywords = used.take(call.given)
-    numbers, notes = (), None
+    numbers: tuple[int, ...] = ()
+    notes: tuple[str, ...] | None = None
     if _lowers(call.function):
         numbers, notes = _donated_arguments(jax.make_jaxpr(used)(*arguments, **keywords), arguments)
     program = jax.jit(used, donate_argnums=numbers).trace(*arguments, **keywords)
@@ -166,6 +169,7 @@ def _refuse_dropped_changes(call: Call) -> None:
     if inner is None or not state_of(call.given):
         return
     used = Threaded(inner)
+    treedef: Any
     leaves, treedef = jax.tree.flatten(used.take(call.given))
     numbers = [number for number, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
 
@@ -204,7 +208,8 @@ def _donated_arguments(
         for variable, donated in zip(equation.invars, _donations(equation), strict=False)
         if donated
     }
-    inputs, numbers, honoured = list(program.jaxpr.invars), [], set()
+    inputs, numbers = list(program.jaxpr.invars), []
+    honoured: set[int] = set()
     for number, argument in enumerate(arguments):
         count = len(jax.tree.leaves(argument))
         own, inputs = inputs[:count], inputs[count:]

@@ -138,16 +138,16 @@ def fetched(w: jax.Array, x: jax.Array) -> jax.Array:
     return x @ jax.device_put(w, jax.memory.Space.Device)
 
 
-@pytest.mark.parametrize("mesh", ["", "data=4"])
+@pytest.mark.parametrize("mesh", ["", "data=8"])
 @pytest.mark.parametrize(
     ("platform", "compiler"),
-    [("tpu:v5p:2x2x1", "libtpu"), ("cuda:h100:8", "jax_cuda13_plugin")],
+    [("tpu:v5p:2x2x2", "libtpu"), ("cuda:h100:8", "jax_cuda13_plugin")],
 )
 def test_arguments_in_host_memory_stand_apart(platform: str, compiler: str, mesh: str) -> None:
     if missing(compiler):
         pytest.skip(f"{compiler} is not installed")
     size = 256
-    grid = mesh_of("data=4", "auto") if mesh else Mesh(np.asarray(jax.devices()[:1]), ("data",))
+    grid = mesh_of("data=8", "auto") if mesh else Mesh(np.asarray(jax.devices()[:1]), ("data",))
     on_host = NamedSharding(grid, P(), memory_kind="pinned_host")
     if not mesh:
         on_host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")

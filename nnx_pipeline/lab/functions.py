@@ -199,7 +199,7 @@ def abstract(arguments: Any, mesh: Mesh | None, device: Any, *, static: Containe
 
 def memory_kind(leaf: Any) -> str | None:
     """The kind of memory that the sharding of an array names, None for that of devices."""
-    sharding = getattr(leaf, "sharding", None)
+    sharding: Any = getattr(leaf, "sharding", None)
     kind: str | None = getattr(sharding, "memory_kind", None)
     if kind in (None, "device"):
         return None
