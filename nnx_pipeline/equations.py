@@ -19,6 +19,7 @@ import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 RECOMPUTED = "rematted_computation"  # what JAX writes into the name stack of a recomputation
+TRANSPOSED = "transpose("  # and of what a backward pass makes of an equation of the forward pass
 
 _JAX = tuple(f"{Path(str(package.__file__)).parent}/" for package in (jax, jaxlib))
 _LIBRARIES = tuple(f"{Path(str(package.__file__)).parent}/" for package in (flax, optax))
@@ -56,6 +57,12 @@ def location_of(equations: Sequence[Any]) -> Location:
         if own:
             return _location(own)
     return next((_location(frames) for frames in stacks if frames), NOWHERE)
+
+
+def function_of(equation: Any) -> tuple[str, str]:
+    """File and name of the innermost function outside JAX that an equation was traced in."""
+    own = [frame for frame in _frames(equation) if not _is_in(frame, _JAX)]
+    return (own[-1].filename, own[-1].name) if own else ("", "")
 
 
 def inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
@@ -108,6 +115,19 @@ def is_promotion(equation: Any) -> bool:
         return True
     inner = [frame for frame in frames[last + 1 :] if _is_in(frame, (_NUMPY,))]
     return bool(inner) and not any(frame.name in _CASTS for frame in inner)
+
+
+def is_transposed(equations: Sequence[Any]) -> bool:
+    """Whether a backward pass makes this of an equation of the forward pass.
+
+    equations: the equation and those around it, from the inside out; a loop says it for its body.
+    """
+    for equation in equations:
+        if is_recomputed(equation):
+            return False
+        if TRANSPOSED in str(equation.source_info.name_stack):
+            return True
+    return False
 
 
 def is_recomputed(equation: Any) -> bool:

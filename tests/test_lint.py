@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import lint_examples
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from helpers import Run, mesh_of, optax_promotion, replace
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -114,6 +114,85 @@ def test_no_false_alarm_for_a_remat_policy(remat: str, schedule: str) -> None:
         "tiny", "stage=4,fsdp=2", Limits(), remat=remat, schedule=schedule, **EIGHT
     )
     assert findings == []
+
+
+class LinenBlock(linen.Module):
+    """bfloat16 over parameters in float32; `norm` and `dense` may be told another dtype."""
+
+    norm: Any = jnp.bfloat16
+    dense: Any = jnp.bfloat16
+
+    @linen.compact
+    def __call__(self, x: jax.Array, _: None = None) -> Any:
+        y = linen.LayerNorm(dtype=self.norm)(x)
+        y = linen.RMSNorm(dtype=self.norm)(y)
+        return x + linen.gelu(linen.Dense(SIZE, dtype=self.dense)(y)), None
+
+
+class ForgetfulNorm(LinenBlock):
+    norm: Any = None
+
+
+class ForgetfulDense(LinenBlock):
+    dense: Any = None
+
+
+def linen_step(block: Any, remat: bool, layers: int = 0) -> tuple[Any, Any]:
+    """A step of plain gradient descent on blocks one after another, and abstract parameters."""
+
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            kind = linen.remat(block) if remat else block
+            if not layers:
+                return kind()(x)[0]
+            options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+            return linen.scan(kind, length=layers, **options)()(x, None)[0]
+
+    model, x = Model(), half(512, SIZE)
+
+    def step(params: Any, x: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            return jnp.sum(model.apply(params, x).astype(jnp.float32) ** 2)
+
+        return jax.tree.map(lambda w, g: w + -1e-3 * g, params, jax.grad(loss)(params))
+
+    return step, jax.eval_shape(model.init, jax.random.key(0), x)
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
+@pytest.mark.parametrize("layers", [0, 2], ids=["block", "scan"])
+def test_no_false_alarm_on_a_linen_model_in_half(layers: int, remat: bool) -> None:
+    """Float32 statistics of a norm, gradients of a cast parameter, and a step size times those."""
+    with jax.numpy_dtype_promotion("standard"):
+        step, params = linen_step(LinenBlock, remat, layers)
+        found = lint(step, params, half(512, SIZE), limits=Limits(large=4096))
+    # In a loop the casts of its weights are kept, which is another rule's finding.
+    assert [finding for finding in found if not layers or finding.rule == "hidden-upcast"] == []
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
+@pytest.mark.parametrize("forgotten", ["norm", "dense"])
+def test_a_dtype_that_is_forgotten_in_a_linen_model_is_found(forgotten: str, remat: bool) -> None:
+    """The layer takes float32 from its parameters, and so does what follows it."""
+    block = {"norm": ForgetfulNorm, "dense": ForgetfulDense}[forgotten]
+    with jax.numpy_dtype_promotion("standard"):
+        step, params = linen_step(block, remat)
+        found = lint(step, params, half(512, SIZE))
+    assert {finding.rule for finding in found} == {"hidden-upcast"}
+
+
+def test_a_scale_beside_a_statistic_is_found() -> None:
+    """A mean of the array is let pass, times a float32 parameter it is not."""
+
+    def scaled(scale: jax.Array, x: jax.Array) -> jax.Array:
+        mean = jnp.mean(x.astype(jnp.float32), axis=-1, keepdims=True)
+        return (x - mean * scale).astype(x.dtype)  # here
+
+    with jax.numpy_dtype_promotion("standard"):
+        (finding,) = lint(scaled, array(1), half(512, SIZE))
+        assert line_of(finding).endswith("# here")
+        assert lint(functools.partial(scaled, 2.0), half(512, SIZE)) == []
 
 
 def test_a_policy_that_the_names_escape_is_found_in_the_model(
@@ -242,6 +321,9 @@ def test_what_is_read_of_source_info() -> None:
     (backward,) = (e for e in program.eqns if "jaxpr" in e.params)
     again = [e.source_info for e in backward.params["jaxpr"].eqns if e.primitive.name == "sin"]
     assert "rematted_computation" in str(again[0].name_stack)
+    cast = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(jnp.sin(x).astype("bfloat16"))))(jnp.ones(3))
+    turned = [e for e in cast.eqns if e.primitive.name == "convert_element_type"][-1]
+    assert "transpose(" in str(turned.source_info.name_stack)
     assert again[0].traceback.as_python_traceback().tb_frame is not None
     assert str(NOWHERE) == "unknown"
 

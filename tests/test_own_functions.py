@@ -1,11 +1,14 @@
 """Measuring, comparing and linting functions that are not this project's."""
 
+import functools
+import types
 from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import own_functions
 import pytest
 from flax import nnx
@@ -58,6 +61,149 @@ def test_a_function_is_measured() -> None:
 def test_what_jit_was_told_counts(donate: bool) -> None:
     step = jax.jit(lambda x: x + 1, donate_argnums=(0,) if donate else ())
     assert lab.measure(step, X).memory.alias_bytes == (4 * ROWS * SIZE if donate else 0)
+
+
+class OfAnotherLibrary:
+    """As `equinox.filter_jit` makes it: can be called and lowered, and donates what are arrays."""
+
+    def __init__(self, function: Any) -> None:
+        self.__wrapped__ = function
+        self.jitted = jax.jit(lambda given, rest: function(*given, *rest), donate_argnums=0)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.jitted(arguments[:1], arguments[1:])
+
+    def lower(self, *arguments: Any) -> Any:
+        return self.jitted.lower(arguments[:1], arguments[1:])
+
+
+def test_donation_is_honoured_however_a_function_was_jitted() -> None:
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return w + x.T @ x
+
+    donating = jax.jit(step, donate_argnums=0)
+    as_bound = jax.jit(lambda x, w: step(w, x), donate_argnums=1)
+    for function in (
+        donating,
+        functools.partial(donating),
+        OfAnotherLibrary(step),
+        functools.partial(OfAnotherLibrary(step)),
+    ):
+        result = lab.measure(function, WEIGHT, X)
+        assert result.memory.alias_bytes == 4 * SIZE * SIZE
+        assert result.notes == ()
+    result = lab.measure(functools.partial(as_bound, jnp.ones(X.shape)), WEIGHT)
+    assert result.memory.alias_bytes == 4 * SIZE * SIZE
+    assert result.memory.argument_bytes == 4 * (SIZE * SIZE + ROWS * SIZE)
+
+
+def test_donation_that_jax_ignores_is_said() -> None:
+    """Inside another program nothing is given up; JSON and the note of compare say so."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return w + x.T @ x
+
+    def training(w: jax.Array, x: jax.Array) -> jax.Array:
+        return step(w, x) * 2
+
+    expected = "what step donates is not donated here: JAX ignores donation inside of another"
+    for function in (training, jax.jit(training)):
+        result = lab.measure(function, WEIGHT, X)
+        assert result.memory.alias_bytes == 0
+        (note,) = result.to_json()["notes"]
+        assert note.startswith(expected)
+    assert f"training: {expected}" in lab.compare(training, step, WEIGHT, X).note
+
+
+def test_what_is_bound_to_a_static_argument_need_be_no_array() -> None:
+    named = jax.jit(lambda x, kind: x * len(kind), static_argnames="kind")
+    result = lab.measure(functools.partial(named, kind="text"), X)
+    assert result.memory.argument_bytes == 4 * ROWS * SIZE
+    with pytest.raises(InputError, match="an argument holds a str; give arrays"):
+        lab.measure(named, X, "text")
+
+
+def test_a_weak_type_stays_weak() -> None:
+    """bfloat16 times a weak float32 is bfloat16, as where the function runs."""
+    x = jax.ShapeDtypeStruct((8, 8), "bfloat16")
+    with jax.numpy_dtype_promotion("standard"):
+        for weak in (jnp.asarray(2.0), jax.ShapeDtypeStruct((), "float32", weak_type=True), 2.0):
+            assert lab.measure(jnp.multiply, x, weak).memory.output_bytes == 2 * 64
+        strong = jax.ShapeDtypeStruct((), "float32")
+        assert lab.measure(jnp.multiply, x, strong).memory.output_bytes == 4 * 64
+
+
+def fetched(w: jax.Array, x: jax.Array) -> jax.Array:
+    return x @ jax.device_put(w, jax.memory.Space.Device)
+
+
+@pytest.mark.parametrize("mesh", ["", "data=8"])
+@pytest.mark.parametrize(
+    ("platform", "compiler"),
+    [("tpu:v5p:2x2x2", "libtpu"), ("cuda:h100:8", "jax_cuda13_plugin")],
+)
+def test_arguments_in_host_memory_stand_apart(platform: str, compiler: str, mesh: str) -> None:
+    if missing(compiler):
+        pytest.skip(f"{compiler} is not installed")
+    size = 256
+    grid = mesh_of("data=8", "auto") if mesh else Mesh(np.asarray(jax.devices()[:1]), ("data",))
+    on_host = NamedSharding(grid, P(), memory_kind="pinned_host")
+    if not mesh:
+        on_host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    w = jax.ShapeDtypeStruct((size, size), "float32", sharding=on_host)
+    x = jax.ShapeDtypeStruct((size, size), "float32")
+    memory = lab.measure(fetched, w, x, mesh=mesh or None, platform=platform).memory
+    assert (memory.argument_bytes, memory.host_argument_bytes) == (4 * size**2, 4 * size**2)
+    memory = lab.measure(fetched, x, x, mesh=mesh or None, platform=platform).memory
+    assert (memory.argument_bytes, memory.host_argument_bytes) == (2 * 4 * size**2, 0)
+
+
+def test_kinds_of_memory_that_a_device_lacks() -> None:
+    device = jax.devices()[0]
+    x = types.SimpleNamespace(
+        shape=(8,), dtype=jnp.dtype("float32"), sharding=types.SimpleNamespace(memory_kind="disk")
+    )
+    with pytest.raises(InputError, match="in memory of the kind 'disk', which cpu lacks"):
+        abstract((x,), None, device)
+    on_host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+    x = jax.ShapeDtypeStruct((8,), "float32", sharding=on_host)
+    result = lab.measure(lambda x: jax.device_put(x, jax.memory.Space.Device) + 1, x)
+    assert result.notes == (
+        "1 arguments in pinned_host count as memory of the device: the CPU compiler knows no other",
+    )
+
+
+def test_results_that_differ_are_a_warning() -> None:
+    def as_pair(x: jax.Array, w: jax.Array) -> Any:
+        return product(x, w), x
+
+    def in_half(x: jax.Array, w: jax.Array) -> jax.Array:
+        return product(x, w).astype(jnp.bfloat16)
+
+    differs = "warning: what is returned differs: "
+    note = lab.compare(product, in_half, X, WEIGHT).note
+    assert f"{differs}the result is float32[64,32] and bfloat16[64,32]" in note
+    entry = lab.compare(product, as_pair, X, WEIGHT).to_json()
+    assert "[0] is missing and float32[64,32]" in entry["note"]
+    assert "warning" not in lab.compare(product, twice, X, WEIGHT).note
+
+
+@pytest.mark.parametrize("shapes", [[(2**31, 2**31)], [(2**48,)] * 5], ids=["one", "together"])
+def test_inputs_are_held_to_the_size_of_arguments(
+    shapes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = tuple(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes)
+    monkeypatch.setattr(own_functions, "inputs", lambda: given)
+    message = r"bytes are more than 1,125,899,906,842,624; give smaller axes"
+    with pytest.raises(InputError, match=message):
+        arguments_of("own_functions:inputs", (), None)
+    with pytest.raises(InputError, match=message):
+        lab.measure(lambda *arrays: arrays[0] + 1, *given)
+    if len(shapes) > 1:
+        texts = [f"float32[{','.join(map(str, shape))}]" for shape in shapes]
+        with pytest.raises(InputError, match=message):
+            arguments_of(None, texts, None)
 
 
 MESHES = [

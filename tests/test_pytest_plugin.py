@@ -89,10 +89,43 @@ def test_figures_are_those_of_measure(project: Project) -> None:
                 assert getattr(result, name) == getattr(measured.memory, name)
             assert result.flops == measured.flops == 2 * 64 * 256 * 256
             assert result.collectives == measured.collectives
-            assert result.measurement.hlo == measured.hlo
+            assert result.measurement.fingerprint == measured.fingerprint
         """.replace("\n        ", "\n")
     )
     result.assert_outcomes(passed=1)
+
+
+def test_each_case_of_a_table_is_measured_as_it_is(project: Project, file: Path) -> None:
+    """What a test replaces in a module counts, though the function is the same one."""
+    result = project(
+        UPDATE,
+        test_step="""
+        import jax, jax.numpy as jnp, model, pytest
+        from nnx_pipeline import lab
+
+        @jax.jit
+        def step(x, w):
+            return model.lean(x, w)
+
+        @pytest.mark.parametrize("name", ["lean", "kept", "lean"])
+        @pytest.mark.parametrize("function", [step, lambda x, w: model.lean(x, w)])
+        def test_step(compile_memory, monkeypatch, function, name):
+            monkeypatch.setattr(model, "lean", getattr(model, name))
+            assert compile_memory(function, (model.X, model.W)).within_budget()
+        """.replace("\n        ", "\n"),
+    )
+    result.assert_outcomes(passed=6)
+    namespace: dict = {}
+    exec(MODEL, namespace)
+    given = namespace["X"], namespace["W"]
+    temps = {name: lab.measure(namespace[name], *given).memory.temp_bytes for name in MODELS}
+    assert temps["lean"] < temps["kept"]
+    found = {key.test: figures["temp_bytes"] for key, figures in budgets.read(file).items()}
+    assert found == {
+        f"test_step.py::test_step[{function}-{name}{number}]": temps[name]
+        for function in ("step", "<lambda>")
+        for name, number in (("lean", 0), ("kept", ""), ("lean", 1))
+    }
 
 
 def test_record_pass_and_exceed(project: Project, file: Path) -> None:

@@ -50,11 +50,18 @@ def test_the_budget_is_recorded_and_then_exceeded(tmp_path):
         assert not missing, exceeded
 
 
+def write_modules(folder):
+    """The files that the text names before their code, such as `my_step.py`:."""
+    for name, code in re.findall(r"`(\w+\.py)`:\n\n```python\n(.*?)```", README, re.DOTALL):
+        (folder / name).write_text(code)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_run(command, tmp_path):
     program, *arguments = shlex.split(command)
     assert program == "nnx-pipeline"
+    write_modules(tmp_path)
     if "cuda" in command:
         pytest.importorskip("jax_plugins.xla_cuda13", reason="the CUDA compiler is not installed")
     script = "from nnx_pipeline.cli import main; main()"

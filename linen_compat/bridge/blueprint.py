@@ -14,6 +14,7 @@ from jaxtyping import Array
 from linen_compat.bridge.axes import linen_axes
 from linen_compat.bridge.paths import Path, linen_paths
 from nnx_pipeline import InputError
+from nnx_pipeline.tracing import this_turn
 
 
 @dataclass(frozen=True)
@@ -90,12 +91,12 @@ def blueprint(recipe: Recipe) -> Blueprint:
     The constructor runs the first time, on abstract arrays. Raises InputError for a module that
     holds an array which is no variable.
     """
-    return _blueprint(recipe, jax.sharding.get_abstract_mesh())
+    return _blueprint(recipe, jax.sharding.get_abstract_mesh(), this_turn())
 
 
 @functools.lru_cache(maxsize=4096)
-def _blueprint(recipe: Recipe, mesh: Any) -> Blueprint:
-    del mesh  # the ambient one; it is here because the result depends on it
+def _blueprint(recipe: Recipe, mesh: Any, turn: Any) -> Blueprint:
+    del mesh, turn  # the ambient mesh, because the result depends on it; a measurement asks anew
     module = nnx.eval_shape(lambda: recipe.make(StreamPerName(_any_key)))
     graph, state = nnx.split(module)
     renamed = linen_paths(module)

@@ -47,8 +47,13 @@ class CompiledMemory:
 
     @property
     def argument_bytes(self) -> int:
-        """All arguments, donated ones too."""
+        """All arguments in device memory, donated ones too."""
         return self.measurement.memory.argument_bytes
+
+    @property
+    def host_argument_bytes(self) -> int:
+        """The arguments in host memory."""
+        return self.measurement.memory.host_argument_bytes
 
     @property
     def output_bytes(self) -> int:
@@ -147,6 +152,7 @@ class CompiledMemory:
             f"MB per device: {', '.join(sizes)}",
             *_largest_buffers(self.measurement),
             *unread_lines([self.measurement]),
+            *self.measurement.notes,
         ]
         return "\n".join([*lines, CPU_WARNING] if self.measurement.platform == "cpu" else lines)
 

@@ -22,6 +22,7 @@ from nnx_pipeline.lab.program import read_program
 from nnx_pipeline.mesh import MeshConfig, make_mesh
 from nnx_pipeline.modules import Parts
 from nnx_pipeline.sharding import Layout
+from nnx_pipeline.tracing import traced_afresh
 from nnx_pipeline.train import abstract_batch, abstract_state, jit_train_step
 
 Progress = Callable[[str], None]
@@ -39,7 +40,7 @@ class Measurement:
     Python held on the host while the program was traced, for experiments that are about that.
     measured: when, in ISO format, if it comes from a cache. flops: None if it is not known of every
     product; known_flops: of those of which it is. unread: what of the program is in none of the
-    figures that it names.
+    figures that it names. notes: what the program leaves out of what was declared, a sentence each.
     """
 
     platform: str
@@ -62,6 +63,7 @@ class Measurement:
     measured: str | None = None
     known_flops: int | None = None
     unread: tuple[Unread, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def fingerprint(self) -> str:
@@ -128,6 +130,7 @@ class Measurement:
             "attribution": None if rows is None else Attribution.from_json(rows),
             "measured": measured,
             "unread": tuple(map(Unread.from_json, value["unread"])),
+            "notes": tuple(value.get("notes", ())),
             "hlo": "",
         }
         return cls(**{**value, **changed})
@@ -146,7 +149,7 @@ def measure_step(
     """
     mesh = mesh_of(config, mesh_config, platform)
     clock = Clock(progress)
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), traced_afresh():
         traced = trace_step(config, mesh, clock)
         return measure_traced(traced, platform, clock, mesh_config.sizes(), to_dict(config))
 

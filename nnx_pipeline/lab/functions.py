@@ -6,7 +6,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_pipeline.errors import InputError, nearest
 from nnx_pipeline.mesh import MeshConfig, make_mesh
+from nnx_pipeline.nnx_state import name_of, without_repeats
 from nnx_pipeline.sharding import is_trivial, spec_axes
 
 AnyMesh = Mesh | AbstractMesh | MeshConfig | str | None
@@ -118,13 +119,17 @@ def arguments_of(
     arrays or `jax.ShapeDtypeStruct`; it is called under the mesh.
     """
     if inputs is None:
-        return tuple(parse_argument(text, mesh) for text in arguments)
+        written = tuple(parse_argument(text, mesh) for text in arguments)
+        check_sizes(written)
+        return written
     if arguments:
         raise InputError("--inputs and --arg both give the arguments; keep one of them")
     make = find_function(inputs)
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
         made = make()
-    return made if isinstance(made, tuple) else (made,)
+    given = made if isinstance(made, tuple) else (made,)
+    check_sizes(given)
+    return given
 
 
 def check_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -138,12 +143,6 @@ def check_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> None
         ) from error
     except ValueError:
         pass  # it has no signature that Python knows
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    """`module:function`, as far as it has a name."""
-    name = getattr(function, "__qualname__", type(function).__name__)
-    return f"{getattr(function, '__module__', '')}:{name}"
 
 
 def mesh_on(mesh: AnyMesh, devices: Sequence[Any]) -> Mesh | None:
@@ -165,33 +164,95 @@ def mesh_on(mesh: AnyMesh, devices: Sequence[Any]) -> Mesh | None:
     return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
 
 
-def abstract(arguments: tuple[Any, ...], mesh: Mesh | None, device: Any) -> tuple[Any, ...]:
+def check_sizes(arguments: Any) -> None:
+    """Raises InputError where an argument, or all of them, are more than compilers count up to."""
+    total = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            continue
+        size = math.prod(leaf.shape) * getattr(leaf.dtype, "itemsize", 0)
+        total += size
+        place = f"argument {jax.tree_util.keystr(path)}"
+        for what, held in ((place, size), ("all arguments together", total)):
+            if held > LARGEST:
+                raise InputError(
+                    f"{what}: {held:,} bytes are more than {LARGEST:,}; give smaller axes"
+                )
+
+
+def abstract(arguments: Any, mesh: Mesh | None, device: Any, *, static: Container[int] = ()) -> Any:
     """The arguments without their values, on this mesh, or without one on this device.
 
-    Raises InputError for a leaf that is no array, or a sharding over axes that the mesh lacks.
+    Variables that NNX modules share stay shared. static: identities of leaves that need not be
+    arrays and stay as they are.
+
+    Raises InputError for another leaf that is no array, for a sharding over axes that the mesh
+    lacks, and for a kind of memory that the devices lack.
     """
-    return jax.tree.map(lambda leaf: _abstract_leaf(leaf, mesh, device), arguments)
+
+    def changed(leaf: Any) -> Any:
+        return leaf if id(leaf) in static else _abstract_leaf(leaf, mesh, device)
+
+    once, restored = without_repeats(arguments)
+    return restored(jax.tree.map(changed, once))
+
+
+def memory_kind(leaf: Any) -> str | None:
+    """The kind of memory that the sharding of an array names, None for that of devices."""
+    sharding: Any = getattr(leaf, "sharding", None)
+    kind: str | None = getattr(sharding, "memory_kind", None)
+    if kind in (None, "device"):
+        return None
+    if isinstance(leaf, jax.Array):  # what an array without a kind has, on a CPU of old
+        (device, *_) = sharding.device_set
+        kind = None if kind == device.default_memory().kind else kind
+    return kind
 
 
 def _abstract_leaf(leaf: Any, mesh: Mesh | None, device: Any) -> Any:
     if isinstance(leaf, bool | int | float | complex):
         return leaf
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype") or isinstance(leaf, jax.Ref):
         raise InputError(
             f"an argument holds a {type(leaf).__name__}; give arrays or jax.ShapeDtypeStruct, and "
             "bind the rest with functools.partial"
         )
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_placed(leaf, mesh, device))
+    return jax.ShapeDtypeStruct(
+        leaf.shape,
+        leaf.dtype,
+        sharding=_placed(leaf, mesh, device),
+        weak_type=getattr(leaf, "weak_type", False),
+    )
 
 
 def _placed(leaf: Any, mesh: Mesh | None, device: Any) -> jax.sharding.Sharding:
     sharding = getattr(leaf, "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else P()
+    kind = _known_kind(memory_kind(leaf), device)
     if mesh is None:
         if not is_trivial(spec):
             raise InputError("an argument is spread over a mesh and there is none; give mesh=")
-        return jax.sharding.SingleDeviceSharding(device)
+        if kind is None:
+            return jax.sharding.SingleDeviceSharding(device)
+        mesh = Mesh(np.asarray([device]), ("device",))
     missing = sorted(spec_axes(spec) - set(mesh.axis_names))
     if missing:
         raise InputError(f"an argument is spread over {missing}, which mesh= does not have")
-    return NamedSharding(mesh, spec)
+    placed = NamedSharding(mesh, spec, memory_kind=kind)
+    if placed.memory_kind == kind or kind is None:
+        return placed
+    # The NVIDIA topology names no memories, and JAX drops the kind; without devices it keeps it.
+    return NamedSharding(mesh.abstract_mesh, spec, memory_kind=kind)
+
+
+def _known_kind(kind: str | None, device: Any) -> str | None:
+    """Raises InputError where the device has no memory of this kind."""
+    if kind is None:
+        return None
+    kinds = [memory.kind for memory in device.addressable_memories()] or ["device", "pinned_host"]
+    if kind not in kinds:
+        raise InputError(
+            f"an argument is in memory of the kind {kind!r}, which {device.device_kind} lacks; "
+            f"{nearest(kind, kinds)}"
+        )
+    return kind

@@ -1,17 +1,28 @@
 """Measure and compare people's own functions, NNX or Linen or neither."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.lab.arms import Arm, Experiment
 from nnx_pipeline.lab.compare import Outcome, compare_measurements
 from nnx_pipeline.lab.compile import Clock, Measurement, Progress, measure_traced
-from nnx_pipeline.lab.functions import AnyMesh, abstract, check_call, mesh_on, name_of
+from nnx_pipeline.lab.functions import (
+    AnyMesh,
+    abstract,
+    check_call,
+    check_sizes,
+    memory_kind,
+    mesh_on,
+)
 from nnx_pipeline.lab.platform import Platform
 from nnx_pipeline.mesh import MeshConfig
+from nnx_pipeline.nnx_state import name_of, without_repeats
+from nnx_pipeline.tracing import Call, Traced, trace, traced_afresh
 
 
 def measure(
@@ -23,35 +34,47 @@ def measure(
 ) -> Measurement:
     """Compiles a function for a platform and reads off what it costs; nothing is computed.
 
-    function: jitted (its donated arguments and output shardings count) or not. arguments: pytrees
-    of arrays or `jax.ShapeDtypeStruct`, spread by `jax.sharding.NamedSharding` over the axes of
-    `mesh`; what has no sharding is whole on every device. mesh: a JAX mesh of any devices, whose
-    place those of the platform take, or a text such as `data=2,fsdp=4` (axes in auto mode); without
-    one the program is for one device. Constraints in the function must name axes (`P("data")`)
-    rather than a mesh of their own.
+    function: jitted by `jax.jit`, `nnx.jit` or another library (what it donates and its output
+    shardings count), or not: then NNX state that it changes in place is among the results, as
+    `nnx.jit` has it. It is traced afresh. arguments: pytrees of arrays or `jax.ShapeDtypeStruct`,
+    spread by `jax.sharding.NamedSharding` over the axes of `mesh`; what has no sharding is whole on
+    every device, and what names the memory kind `pinned_host` is in host memory. mesh: a JAX mesh
+    of any devices, whose place those of the platform take, or a text such as `data=2,fsdp=4` (axes
+    in auto mode); without one the program is for one device. Constraints in the function must name
+    axes (`P("data")`) rather than a mesh of their own.
 
     Raises InputError when these do not fit together, and what the compiler raises.
     """
-    if isinstance(platform, str):
-        platform = Platform.parse(platform)
-    needed = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
-    size = getattr(needed, "num_devices", None) or getattr(needed, "size", None) or 1
-    devices = platform.devices(size if platform.kind == "cpu" else 1)
-    grid = mesh_on(needed, devices)
+    target, grid, device = _place(mesh, platform)
+    return _measured(function, arguments, grid, (target, device), Clock(progress))[0]
+
+
+def _measured(
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    mesh: Mesh | None,
+    target: tuple[Platform, Any],
+    clock: Clock,
+) -> tuple[Measurement, Traced]:
+    """The measurement of one call on a platform and its first device, and what was traced."""
+    platform, device = target
     check_call(function, arguments)
-    placed = abstract(arguments, grid, devices[0])
-    jitted = function if hasattr(function, "trace") else jax.jit(function)
-    clock = Clock(progress)
-    with jax.set_mesh(grid) if grid is not None else jax.default_device(None):
+    check_sizes(arguments)
+    call = Call.of(function, arguments)
+    given, keywords = abstract(call.given, mesh, device, static=call.static)
+    call = dataclasses.replace(call, arguments=given, keywords=keywords)
+    with jax.set_mesh(mesh) if mesh is not None else jax.default_device(None), traced_afresh():
         with clock("trace", f"tracing {name_of(function)}"):
-            traced = jitted.trace(*placed)
-        return measure_traced(
-            traced,
+            traced = trace(call)
+        result = measure_traced(
+            traced.program,
             platform,
             clock,
-            dict(grid.shape) if grid is not None else {},
-            {"function": name_of(function), "arguments": _shapes(placed)},
+            dict(mesh.shape) if mesh is not None else {},
+            {"function": name_of(function), "arguments": _shapes(given)},
         )
+    notes = [*traced.notes, *_host_notes(given, platform)]
+    return dataclasses.replace(result, notes=tuple(notes)), traced
 
 
 def compare(
@@ -66,15 +89,17 @@ def compare(
 
     The verdict is `holds` where the account of the second (`Memory.account_bytes`) is smaller. What
     one of them raises when it is traced or compiled stands in the note, beside the other one's
-    figures; input errors that concern both are raised. The numbers that they compute are not
-    compared.
+    figures; input errors that concern both are raised. Results of other shapes, dtypes or places
+    are a warning in the note. The numbers that they compute are not compared.
     """
+    target, grid, device = _place(mesh, platform)
     results: list[Measurement | str] = []
+    traced: list[Traced] = []
     for function in (function_a, function_b):
         try:
-            results.append(
-                measure(function, *arguments, mesh=mesh, platform=platform, progress=progress)
-            )
+            measured, call = _measured(function, arguments, grid, (target, device), Clock(progress))
+            results.append(measured)
+            traced.append(call)
         except InputError:
             raise
         except Exception as error:  # a function may break any compiler in any way
@@ -89,9 +114,63 @@ def compare(
         b=arms[1],
         judged_by="account",
     )
-    return compare_measurements(experiment, results[0], results[1])
+    outcome = compare_measurements(experiment, results[0], results[1])
+    notes = [outcome.note, *_different_results(traced)]
+    notes += [
+        f"{arm.label}: {note}"
+        for arm, result in zip(arms, results, strict=True)
+        if not isinstance(result, str)
+        for note in result.notes
+    ]
+    return dataclasses.replace(outcome, note="; ".join(filter(None, notes)))
 
 
-def _shapes(arguments: tuple[Any, ...]) -> list[str]:
-    """Dtype and shape of each array, in order."""
-    return [jax.typeof(leaf).str_short(short_dtypes=False) for leaf in jax.tree.leaves(arguments)]
+def _place(mesh: AnyMesh, platform: Platform | str) -> tuple[Platform, Mesh | None, Any]:
+    """The platform, the mesh on its devices, and the first of them."""
+    target = Platform.parse(platform) if isinstance(platform, str) else platform
+    needed = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
+    size = getattr(needed, "num_devices", None) or getattr(needed, "size", None) or 1
+    devices = target.devices(size if target.kind == "cpu" else 1)
+    return target, mesh_on(needed, devices), devices[0]
+
+
+def _different_results(traced: Sequence[Traced]) -> list[str]:
+    """What the two functions give that is not of one shape and dtype at one place."""
+    if len(traced) < 2:
+        return []
+    one, other = traced
+    kinds = [("returned", one.results, other.results)]
+    if one.changed is not None and other.changed is not None:
+        kinds.append(("changed in place", one.changed, other.changed))
+    notes = []
+    for kind, before, after in kinds:
+        places = [place for place in {**before, **after} if before.get(place) != after.get(place)]
+        shown = [
+            f"{place or 'the result'} is {before.get(place, 'missing')} and "
+            f"{after.get(place, 'missing')}"
+            for place in places[:3]
+        ]
+        more = [f"{len(places) - 3} more"] if len(places) > 3 else []
+        if places:
+            notes.append(f"warning: what is {kind} differs: {', '.join([*shown, *more])}")
+    return notes
+
+
+def _host_notes(arguments: Any, platform: Platform) -> list[str]:
+    """The CPU compiler counts arguments in host memory with the others."""
+    on_host = [leaf for leaf in jax.tree.leaves(arguments) if memory_kind(leaf)]
+    if not on_host or platform.kind != "cpu":
+        return []
+    return [
+        f"{len(on_host)} arguments in {memory_kind(on_host[0])} count as memory of the device: the "
+        "CPU compiler knows no other"
+    ]
+
+
+def _shapes(arguments: Any) -> list[str]:
+    """Dtype and shape of each array and number, in order."""
+    return [
+        jax.typeof(leaf).str_short(short_dtypes=False)
+        for leaf in jax.tree.leaves(without_repeats(arguments)[0])
+        if hasattr(leaf, "shape") or isinstance(leaf, bool | int | float | complex)
+    ]

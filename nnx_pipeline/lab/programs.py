@@ -26,6 +26,7 @@ from nnx_pipeline.lab.compile import (
 from nnx_pipeline.lab.platform import Platform
 from nnx_pipeline.mesh import MeshConfig, make_mesh
 from nnx_pipeline.sharding import variable_shardings
+from nnx_pipeline.tracing import traced_afresh
 from nnx_pipeline.train import loss_and_gradients, make_state
 from nnx_pipeline.train.data import learnable_batches
 
@@ -45,7 +46,7 @@ def measure(
     """
     mesh = mesh_of(program.config, sizes, platform, at_least=virtual_cpus)
     clock = Clock(progress)
-    with jax.set_mesh(mesh), _context_of(program):
+    with jax.set_mesh(mesh), _context_of(program), traced_afresh():
         held = _held_while_tracing(program, mesh, clock) if program.kind == "trace" else None
         traced = _traced(program, mesh, clock)
         found = measure_traced(traced, platform, clock, sizes.sizes(), to_dict(program.config))

@@ -76,6 +76,7 @@ def measurement_view(title: str, measurement: Measurement, *, hint: bool = True)
         lines.append(Text(CPU_WARNING, style="yellow"))
     lines += [*_gemm([measurement], hint), *_blind_spots([measurement])]
     lines += [*_too_large([measurement]), *_unread([measurement])]
+    lines += [Text(note, style="yellow") for note in measurement.notes]
     return Group(*lines)
 
 

@@ -18,6 +18,7 @@ from nnx_pipeline.lint.rules_loops import gradients_per_microbatch, parameters_i
 from nnx_pipeline.lint.rules_remat import remat_policies
 from nnx_pipeline.modules import Parts
 from nnx_pipeline.sharding import Layout
+from nnx_pipeline.tracing import Call, jaxpr_of, traced_afresh
 from nnx_pipeline.train import abstract_batch, abstract_state, jit_train_step
 
 Rule = Callable[[Program, Limits], Iterator[Finding]]
@@ -41,17 +42,17 @@ def lint(
 ) -> list[Finding]:
     """What in a function costs memory without need, largest first.
 
-    function: jitted or not; for the backward pass to be looked at, it must be in it. arguments:
+    function: jitted or not, see `lab.measure`; it is traced afresh, and for the backward pass to be
+    looked at, it must be in it. arguments:
     pytrees of arrays or of `jax.ShapeDtypeStruct`, those with a sharding where it matters. mesh:
     the function is traced under it. parameters: the pytree among the arguments whose arrays are the
     parameters (the same objects); without it they are the `nnx.Param`s of the first argument, or,
     if it has no variables, its floating-point arrays.
     """
-    leaves = jax.tree.leaves(arguments)
     chosen = _parameters_of(arguments) if parameters is None else jax.tree.leaves(parameters)
     wanted = {id(leaf) for leaf in chosen}
-    with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
-        traced = jax.make_jaxpr(function)(*arguments)
+    with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext(), traced_afresh():
+        traced, leaves = jaxpr_of(Call.of(function, arguments))
     program = Program(
         traced,
         frozenset(number for number, leaf in enumerate(leaves) if id(leaf) in wanted),

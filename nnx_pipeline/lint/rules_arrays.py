@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 from jax.sharding import NamedSharding
 
-from nnx_pipeline.equations import is_promotion
+from nnx_pipeline.equations import function_of, is_promotion, is_recomputed, is_transposed
 from nnx_pipeline.lint.facts import FORM, SAME, Program, shape_of, source_of, spreads_nothing
 from nnx_pipeline.lint.finding import Finding, Limits
 from nnx_pipeline.lint.walk import Scope, Value, calls_of, step_back
@@ -20,8 +20,10 @@ _SHAPING = SAME | FORM
 def hidden_upcasts(program: Program, limits: Limits) -> Iterator[Finding]:
     """Arrays of 8 or 16 bits made float32 because another operand is float32.
 
-    Left out: casts that are written down, sums that are made in float32, and a sum or product with
-    a float32 array that is as large itself.
+    Left out: casts that are written down, sums that are made in float32, a sum or product with a
+    float32 array that is as large itself, or with a statistic of the array in a function that gives
+    the smaller dtype on, as a layer norm does with its mean, and the gradient of a cast to the
+    smaller dtype, which is float32 as what was cast.
     """
     for scope, equation in program.scope.equations():
         for value, size, per_device in _upcasts(program, scope, equation):
@@ -47,7 +49,9 @@ def _upcasts(
     operands = [scope.value(variable) for variable in equation.invars]
     if name == "convert_element_type":
         result = scope.value(equation.outvars[0])
-        if _is_small(operands[0]) and _is_float32(result) and is_promotion(equation):
+        # What makes a value larger in a backward pass is the transpose of a cast to less.
+        meant = is_transposed([equation, *scope.calls()]) or not is_promotion(equation)
+        if _is_small(operands[0]) and _is_float32(result) and not meant:
             readers = scope.readers.get(equation.outvars[0], [])
             if any(_widens(scope, reader, result) for reader in readers):
                 yield operands[0], *program.device_bytes(result)
@@ -64,9 +68,46 @@ def _widens(scope: Scope, reader: JaxprEqn, value: Value) -> bool:
         return True
     others = [scope.value(v) for v in reader.invars if v is not value.variable]
     floats = [source_of(one, _SHAPING) for one in others if _is_float32(one)]
-    return reader.primitive.name in _BINARY and any(
-        one.aval.size < value.aval.size for one in floats
-    )
+    smaller = [one for one in floats if one.aval.size < value.aval.size]
+    if reader.primitive.name not in _BINARY or not smaller:
+        return False
+    array = source_of(value, _SHAPING)
+    return not (all(_is_statistic(one, array) for one in smaller) and _comes_back(scope, reader))
+
+
+def _is_statistic(value: Value, array: Value) -> bool:
+    """Whether a value is computed of this array and of numbers in the program alone."""
+    waiting, seen = [value], {value}
+    while waiting:
+        one = source_of(waiting.pop(), _SHAPING)
+        if one == array or not isinstance(one.variable, Var):
+            continue
+        step = step_back(one)
+        if step.way != "made":
+            return False
+        waiting += [operand for operand in step.values if operand not in seen]
+        seen.update(step.values)
+    return True
+
+
+def _comes_back(scope: Scope, reader: JaxprEqn) -> bool:
+    """Whether the function that makes the float32 array gives it on in a smaller dtype.
+
+    Of what a backward pass computes again, the forward pass has the whole function.
+    """
+    if is_recomputed(reader):
+        return True
+    function, waiting, seen = function_of(reader), list(reader.outvars), set(reader.outvars)
+    while waiting:
+        for equation in scope.readers.get(waiting.pop(), []):
+            result = scope.value(equation.outvars[0])
+            if equation.primitive.name == "convert_element_type" and _is_small(result):
+                if function_of(equation) == function:
+                    return True
+            elif _is_float32(result) and equation.outvars[0] not in seen:
+                seen.add(equation.outvars[0])
+                waiting.append(equation.outvars[0])
+    return False
 
 
 def one_hot_arrays(program: Program, limits: Limits) -> Iterator[Finding]:

@@ -1,0 +1,233 @@
+"""Training steps that change NNX modules in place, measured whole."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from helpers import optax_promotion
+from lint_examples import SIZE, one_by_one
+
+from nnx_pipeline import InputError, lab
+from nnx_pipeline.lab.compile import Measurement
+from nnx_pipeline.lint import lint
+
+ROWS, WIDTH = 16, 8
+X = jax.ShapeDtypeStruct((ROWS, WIDTH), "float32")
+
+
+class Model(nnx.Module):
+    """Two layers of one weight or of two, with a variable that no step changes."""
+
+    def __init__(self, rngs: nnx.Rngs, *, shared: bool = False) -> None:
+        self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.second = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.frozen = nnx.BatchStat(jnp.ones((WIDTH, WIDTH)))
+        if shared:
+            self.second.kernel = self.first.kernel
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.second(jnp.tanh(self.first(x)) @ self.frozen[...])
+
+
+def made(shared: bool = False) -> tuple[Model, nnx.Optimizer]:
+    def make() -> tuple[Model, nnx.Optimizer]:
+        model = Model(nnx.Rngs(0), shared=shared)
+        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    with optax_promotion():
+        return nnx.eval_shape(make)
+
+
+def loss_of(model: Model, x: jax.Array) -> jax.Array:
+    return jnp.mean(model(x) ** 2)
+
+
+def step(model: Model, optimizer: nnx.Optimizer, x: jax.Array) -> jax.Array:
+    loss, gradients = nnx.value_and_grad(loss_of)(model, x)
+    optimizer.update(model, gradients)
+    return loss
+
+
+def by_hand(model: Model, optimizer: nnx.Optimizer, **options: Any) -> tuple[Any, ...]:
+    """The step as a function of states, which returns those that it changes, and its arguments."""
+    graph, *states = nnx.split((model, optimizer), nnx.BatchStat, ...)
+
+    @functools.partial(jax.jit, **options)
+    def function(kept: nnx.State, state: nnx.State, x: jax.Array) -> Any:
+        model, optimizer = nnx.merge(graph, kept, state)
+        loss = step(model, optimizer, x)
+        return loss, nnx.state((model, optimizer), nnx.Not(nnx.BatchStat))
+
+    return function, *states
+
+
+def figures(result: Measurement) -> dict[str, Any]:
+    memory = result.memory
+    names = ("argument", "output", "alias", "temp")
+    return {
+        "flops": result.flops,
+        **{name: getattr(memory, f"{name}_bytes") for name in names},
+    }
+
+
+@pytest.fixture(autouse=True)
+def promotion() -> Any:
+    with optax_promotion():
+        yield
+
+
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "tree"])
+def test_a_plain_step_is_measured_with_its_updates(graph: bool) -> None:
+    """As a step by hand that returns the states it changes, without those that it does not."""
+    with nnx.set_graph_mode(graph):
+        model, optimizer = made()
+        result = lab.measure(step, model, optimizer, X)
+        function, *states = by_hand(model, optimizer)
+        expected = lab.measure(function, *states, X)
+    assert figures(result) == figures(expected)
+    # Three forward; backward two for `second`, one through `frozen`, one for the first weight.
+    assert result.flops == 7 * 2 * ROWS * WIDTH**2
+    kept = 4 * WIDTH**2
+    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((model, optimizer)))
+    assert result.memory.argument_bytes == whole + 4 * X.size
+    assert result.memory.output_bytes >= whole - kept
+    assert result.memory.output_bytes < whole
+    assert result.memory.alias_bytes == 0
+
+
+def test_weights_that_modules_share_are_one() -> None:
+    model, optimizer = made(shared=True)
+    result = lab.measure(step, model, optimizer, X)
+    function, *states = by_hand(model, optimizer)
+    assert figures(result) == figures(lab.measure(function, *states, X))
+    apart = lab.measure(step, *made(), X)
+    saved = apart.memory.argument_bytes - result.memory.argument_bytes
+    assert saved == 3 * 4 * WIDTH**2  # the weight and its two moments
+
+
+@pytest.mark.parametrize("updates", [True, False], ids=["all state", "changed state"])
+def test_what_nnx_jit_made_is_measured_as_it_jits(updates: bool) -> None:
+    """With the donation that it declares; a donated module comes out whole."""
+    model, optimizer = made()
+    options = {"graph_updates": updates}
+    plain = lab.measure(nnx.jit(step, **options), model, optimizer, X)
+    donating = lab.measure(nnx.jit(step, donate_argnums=(0, 1), **options), model, optimizer, X)
+    assert plain.flops == donating.flops == lab.measure(step, model, optimizer, X).flops
+    assert plain.memory.alias_bytes == 0
+    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((model, optimizer)))
+    assert donating.memory.alias_bytes == whole
+    assert plain.attribution is not None
+    if not updates:
+        assert figures(plain) == figures(lab.measure(step, model, optimizer, X))
+
+
+def test_a_jitted_method_and_a_partial_are_taken_apart() -> None:
+    class Trained(Model):
+        @nnx.jit
+        def train(self, optimizer: nnx.Optimizer, x: jax.Array) -> jax.Array:
+            return step(self, optimizer, x)
+
+    def make() -> Any:
+        model = Trained(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    model, optimizer = nnx.eval_shape(make)
+    expected = figures(lab.measure(nnx.jit(step), *made(), X))
+    assert figures(lab.measure(model.train, optimizer, X)) == expected
+    bound = functools.partial(nnx.jit(step), model, x=X)
+    assert figures(lab.measure(bound, optimizer)) == expected
+
+
+def test_a_module_that_is_returned_too_is_one_result() -> None:
+    def returning(model: Model, optimizer: nnx.Optimizer, x: jax.Array) -> Any:
+        loss = step(model, optimizer, x)
+        return loss, model, optimizer
+
+    model, optimizer = made()
+    result, plain = (lab.measure(one, model, optimizer, X) for one in (returning, step))
+    extra = result.memory.output_bytes - plain.memory.output_bytes
+    assert 4 * WIDTH**2 <= extra < 4 * WIDTH**2 + 64  # what no step changes, returned all the same
+
+
+def test_new_variables_of_a_module_are_results() -> None:
+    def sowing(model: Model, x: jax.Array) -> jax.Array:
+        model.kept = nnx.Intermediate(jnp.tanh(x))
+        return jnp.sum(model(x))
+
+    result = lab.measure(sowing, made()[0], X)
+    assert 4 * X.size < result.memory.output_bytes < 4 * X.size + 64
+
+
+def test_what_jax_jit_drops_is_refused() -> None:
+    model, optimizer = made()
+    message = "step changes .* in place, which jax.jit drops; make it with nnx.jit, or return"
+    with pytest.raises(InputError, match=message):
+        lab.measure(jax.jit(step), model, optimizer, X)
+    with pytest.raises(InputError, match=message):
+        lint(jax.jit(step), model, optimizer, X)
+
+
+def test_counters_of_random_numbers_may_be_dropped() -> None:
+    """They are in every module with dropout, and dropping them drops no work."""
+    layer = nnx.eval_shape(lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+    result = lab.measure(jax.jit(lambda layer, x: layer(x)), layer, X)
+    assert result.memory.output_bytes == 4 * X.size
+
+
+def test_state_that_is_no_argument_is_refused() -> None:
+    model = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+
+    def counting(x: jax.Array) -> jax.Array:
+        model.kernel[...] = model.kernel[...] + 1
+        return model(x)
+
+    message = "changes NNX state that is not among its arguments; pass the module as an argument"
+    for tool in (lab.measure, lint):
+        with pytest.raises(InputError, match=message):
+            tool(counting, X)
+
+
+def test_modules_taken_apart_return_what_they_keep() -> None:
+    """Who merges a state inside says with the results what is kept; nothing is added."""
+    model, _ = made()
+    graph, state = nnx.split(model)
+
+    def evaluated(state: nnx.State, x: jax.Array) -> jax.Array:
+        merged = nnx.merge(graph, state)
+        merged.frozen[...] = merged.frozen[...] + 1
+        return loss_of(merged, x)
+
+    for function in (evaluated, jax.jit(evaluated)):
+        assert lab.measure(function, state, X).memory.output_bytes == 4
+
+
+def test_the_arms_of_compare_are_measured_whole() -> None:
+    def without_update(model: Model, optimizer: nnx.Optimizer, x: jax.Array) -> jax.Array:
+        return nnx.value_and_grad(loss_of)(model, x)[0]
+
+    outcome = lab.compare(step, without_update, *made(), X)
+    assert outcome.a is not None
+    assert outcome.b is not None
+    assert outcome.a.flops > outcome.b.flops
+    assert "warning: what is changed in place differs: [0].first.bias.value is float32[8] and " in (
+        outcome.note
+    )
+    same = lab.compare(step, nnx.jit(step), *made(), X)
+    assert "warning" not in same.note
+
+
+def test_lint_sees_the_gradients_of_a_step_in_place() -> None:
+    """Those that a scan keeps one by one, in a step that returns nothing but what it changes."""
+
+    def trained(layer: nnx.Param, microbatches: jax.Array) -> None:
+        layer[...] = one_by_one(layer[...], microbatches)
+
+    weight = nnx.eval_shape(lambda: nnx.Param(jnp.zeros((SIZE, SIZE))))
+    microbatches = jax.ShapeDtypeStruct((4, 64, SIZE), "float32")
+    for function in (trained, nnx.jit(trained)):
+        (finding,) = lint(function, weight, microbatches)
+        assert finding.rule == "gradient-per-microbatch"
