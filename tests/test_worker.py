@@ -57,7 +57,7 @@ def test_every_variable_and_switch_reaches_the_other_process(
         asked.update(options)
         return subprocess.CompletedProcess(command, 0, '{"numbers": []}', "")
 
-    monkeypatch.setattr(worker.subprocess, "run", ask)
+    monkeypatch.setattr(worker, "_run", ask)
     understood: list[Program] = []
     monkeypatch.setattr(
         worker, "loss_and_gradients_of", lambda program, *_: understood.append(program) or []
@@ -83,7 +83,7 @@ def test_what_it_measures_for(monkeypatch: pytest.MonkeyPatch) -> None:
         return subprocess.CompletedProcess(command, 0, answer, "")
 
     monkeypatch.setattr(worker, "measure_step", measure)
-    monkeypatch.setattr(worker.subprocess, "run", ask)
+    monkeypatch.setattr(worker, "_run", ask)
     targets = [*platforms("cuda:h100:8", "both"), Platform.parse("cpu")]
     for target in targets:
         found = worker.measured(Program(CONFIG, environment=(("A", "x"),)), MESH, target)

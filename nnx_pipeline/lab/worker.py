@@ -7,17 +7,20 @@ program's environment; what is printed on the way goes to standard error.
 """
 
 import base64
+import contextlib
 import dataclasses
+import functools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from nnx_pipeline import ending
 from nnx_pipeline.config import SECTIONS, Config, to_dict
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.lab.arms import Program
@@ -65,13 +68,10 @@ def _ask(program: Program, mesh: MeshConfig, platform: Platform | None = None) -
         "platform": platform and str(platform),
         "gemm": platform and platform.gemm,
     }
-    done = subprocess.run(
+    done = _run(
         [sys.executable, "-m", "nnx_pipeline.lab.worker"],
         input=json.dumps(question),
-        capture_output=True,
-        text=True,
         env={**os.environ, **dict(program.environment)},
-        check=False,
     )
     try:
         answer: dict[str, Any] = json.loads(done.stdout)
@@ -85,6 +85,25 @@ def _ask(program: Program, mesh: MeshConfig, platform: Platform | None = None) -
     if "error" in answer:
         raise RuntimeError(answer["error"])
     return answer
+
+
+def _run(
+    command: list[str], *, input: str, env: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run`, but that the process ends when this one is told to."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=env)
+    with process, ending.cleared_away(functools.partial(_stop, process)):
+        said, errors = process.communicate(input)
+    return subprocess.CompletedProcess(command, process.returncode, said, errors)
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    """Has the process end and clear away what it began, or at least end."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=1)
+    process.kill()
 
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
@@ -117,6 +136,7 @@ def _decoded(row: dict[str, Any]) -> np.ndarray:
 
 def main() -> None:
     """Answers one question."""
+    ending.answer("a process of its own")
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answer_to:
         os.dup2(2, 1)
         answer_to.write(json.dumps(_answer(json.load(sys.stdin))))
