@@ -94,7 +94,11 @@ def _run(
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=env)
     with process, ending.cleared_away(functools.partial(_stop, process)):
-        said, errors = process.communicate(input)
+        try:
+            said, errors = process.communicate(input)
+        except BaseException:
+            process.kill()
+            raise
     return subprocess.CompletedProcess(command, process.returncode, said, errors)
 
 
