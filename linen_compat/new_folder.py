@@ -2,14 +2,17 @@
 
 import contextlib
 import fcntl
+import functools
 import glob
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from nnx_pipeline import InputError
+from nnx_pipeline.ending import cleared_away
 
 _MARK = ".nnx-pipeline-is-writing"
 _SUFFIX = ".incomplete"
@@ -29,18 +32,29 @@ def new_folder(destination: str | Path) -> Iterator[Path]:
     made = [parent for parent in final.parents if not parent.exists()]
     _clear_left_behind(final)
     temporary = final.with_name(f"{final.name}.{secrets.token_hex(4)}{_SUFFIX}")
-    try:
-        temporary.mkdir(parents=True)
-        with _marked(temporary):
-            yield temporary
-            (temporary / _MARK).unlink()
-            _rename(temporary, final)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        for parent in made:
-            with contextlib.suppress(OSError):
-                parent.rmdir()
-        raise
+    undo = functools.partial(_remove, temporary, made)
+    with cleared_away(undo):
+        try:
+            temporary.mkdir(parents=True)
+            with _marked(temporary):
+                yield temporary
+                (temporary / _MARK).unlink()
+                _rename(temporary, final)
+        except BaseException:
+            undo()
+            raise
+
+
+def _remove(folder: Path, parents: list[Path]) -> None:
+    """Deletes a folder, and then those of its parents that are empty."""
+    for _ in range(10):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            break
+        time.sleep(0.05)  # a write that had begun has made its folder again
+    for parent in parents:
+        with contextlib.suppress(OSError):
+            parent.rmdir()
 
 
 def check_free(destination: str | Path) -> None:

@@ -3,6 +3,7 @@
 import click
 from rich.table import Table
 
+from nnx_pipeline import ending
 from nnx_pipeline.cli_options import (
     check_alone,
     config_options,
@@ -72,6 +73,8 @@ def ab_command(
     chosen = choose(names)
     config, mesh_config = configured(model, assignments), MeshConfig.parse(mesh)
     targets, cache = platforms(platform, gemm), Cache.of_user(fresh=fresh)
+    if cache.folder is not None:
+        ending.note("what was measured is kept, and the same command goes on from there")
     if sweeps:
         if html_path or gemm == "both":
             raise InputError("--sweep goes without --html and --gemm both; leave them out")

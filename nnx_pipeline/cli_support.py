@@ -1,26 +1,20 @@
 """What both command lines share: errors as one line, progress, exit codes."""
 
 import contextlib
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from types import FrameType
 
 import click
 from rich.console import Console
 
+from nnx_pipeline import ending
 from nnx_pipeline.errors import InputError
 
-FAILED, BAD_INPUT, INTERRUPTED, TERMINATED = 1, 2, 130, 143
+FAILED, BAD_INPUT = 1, 2
 
 
 class Failed(Exception):
     """The thing asked for did not work out; the message says what, the exit code is 1."""
-
-
-class Terminated(BaseException):
-    """The process was told to end; what it began is cleared away as for Ctrl-C."""
 
 
 def main_of(group: click.Group, name: str) -> Callable[[], None]:
@@ -32,7 +26,7 @@ def main_of(group: click.Group, name: str) -> Callable[[], None]:
 
     def main() -> None:
         try:
-            with _terminated_like_interrupted():
+            with ending.answering(name):
                 code = group.main(prog_name=name, standalone_mode=False)
         except click.exceptions.NoArgsIsHelpError as error:
             print(error.format_message(), file=sys.stderr)
@@ -45,31 +39,12 @@ def main_of(group: click.Group, name: str) -> Callable[[], None]:
         except Failed as error:
             _end(f"{name}: {error}", FAILED)
         except (click.Abort, KeyboardInterrupt):
-            _end(f"{name}: interrupted", INTERRUPTED)
-        except Terminated:
-            _end(f"{name}: terminated", TERMINATED)
+            _end(ending.line(name, ending.INTERRUPTED), ending.INTERRUPTED)
         except OSError as error:
             _end(f"{name}: {error}", FAILED)
         sys.exit(code if isinstance(code, int) else 0)
 
     return main
-
-
-@contextlib.contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """Has SIGTERM, which schedulers send before they kill, unwind the stack as Ctrl-C does."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise Terminated
-
-    if threading.current_thread() is not threading.main_thread():  # which alone may set handlers
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _end(message: str, code: int) -> None:

@@ -1,9 +1,12 @@
 """Writing results without leaving half a file."""
 
+import functools
 import os
 import stat
 import tempfile
 from pathlib import Path
+
+from nnx_pipeline.ending import cleared_away
 
 
 def write_whole(path: str, content: bytes) -> None:
@@ -25,14 +28,16 @@ def write_whole(path: str, content: bytes) -> None:
 def _replace(target: Path, content: bytes) -> None:
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~_umask()
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(temporary, mode)
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    undo = functools.partial(Path(temporary).unlink, missing_ok=True)
+    with cleared_away(undo):
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+            os.chmod(temporary, mode)
+            os.replace(temporary, target)
+        except BaseException:
+            undo()
+            raise
 
 
 def _umask() -> int:

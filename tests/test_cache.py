@@ -1,8 +1,10 @@
 """Results on disk: found again only where nothing that matters has changed."""
 
 import dataclasses
+import importlib.metadata
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 import flax
 import jax
 import pytest
-from helpers import Run, optax_promotion, small_config
+from helpers import Run, optax_promotion, small_config, user_environment
 from page_examples import attribution, measurement
 
 from nnx_pipeline import MeshConfig, preset
@@ -19,7 +21,7 @@ from nnx_pipeline.lab import cache_key, numerics
 from nnx_pipeline.lab.arms import Program
 from nnx_pipeline.lab.attribution import Attribution
 from nnx_pipeline.lab.cache import LONGEST_DAYS, Cache
-from nnx_pipeline.lab.cache_key import PACKAGES, key_of
+from nnx_pipeline.lab.cache_key import key_of
 from nnx_pipeline.lab.compare import measure_program
 from nnx_pipeline.lab.compile import Measurement
 from nnx_pipeline.lab.experiments import EXPERIMENTS
@@ -28,6 +30,7 @@ from nnx_pipeline.modules import Parts
 from nnx_pipeline.sharding import left_to_compiler
 
 CPU, TPU = Platform("cpu"), Platform.parse("tpu:v5p:2x2x2")
+PLATFORMS = (CPU, TPU, Platform.parse("cuda:h100:8"))
 MESH = MeshConfig(data=2, stage=2, fsdp=2)
 PROGRAM = Program(small_config())
 KEY = "0" * 64
@@ -67,7 +70,7 @@ def test_what_changes_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     keys.append(key_of(TPU, MESH, PROGRAM))
     monkeypatch.setattr(cache_key, "source", lambda: "edited")
     keys.append(key_of(TPU, MESH, PROGRAM))
-    monkeypatch.setattr(cache_key, "_packages", lambda: "newer")
+    monkeypatch.setattr(cache_key, "_packages", lambda platform: "newer")
     keys.append(key_of(TPU, MESH, PROGRAM))
     with jax.debug_nans(True):
         keys.append(key_of(TPU, MESH, PROGRAM))
@@ -81,10 +84,151 @@ def test_what_changes_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(set(keys)) == len(keys)
 
 
-def test_every_package_that_compiles_is_named() -> None:
-    needed = {"jax", "jaxlib", "flax", "optax", "libtpu", "jax-cuda13-plugin", "nvidia-cuda-nvcc"}
-    assert needed <= set(PACKAGES)
-    assert all(f"'{name}'" in cache_key._packages() for name in needed)
+@pytest.mark.parametrize(
+    ("package", "changed"),
+    [
+        *((name, "cpu tpu cuda") for name in ("jax", "jaxlib", "flax", "optax", "numpy")),
+        ("libtpu", "tpu"),
+        *((name, "cuda") for name in ("jax-cuda13-plugin", "jax-cuda13-pjrt")),
+        *((name, "cuda") for name in ("nvidia-cuda-nvcc", "nvidia-nvvm")),
+    ],
+)
+def test_a_package_changes_keys_of_the_platforms_that_use_it(
+    monkeypatch: pytest.MonkeyPatch, package: str, changed: str
+) -> None:
+    """Installing the extra `cuda` leaves results for the TPU where they are."""
+    real = importlib.metadata.version
+    monkeypatch.setattr(cache_key, "_packages", cache_key._packages.__wrapped__)
+    before = [key_of(platform, PROGRAM) for platform in PLATFORMS]
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: "9.9" if name == package else real(name)
+    )
+    after = [key_of(platform, PROGRAM) for platform in PLATFORMS]
+    kinds = [one.kind for one, a, b in zip(PLATFORMS, before, after, strict=True) if a != b]
+    assert kinds == changed.split()
+
+
+# Each step is what a process may have done before it asks for a key.
+IN_ORDER = """
+import json, os, sys
+import jax
+from nnx_pipeline import InputError, MeshConfig, preset
+from nnx_pipeline.lab.arms import Program
+from nnx_pipeline.lab.cache_key import key_of
+from nnx_pipeline.lab.platform import Platform
+
+platforms = [Platform.parse(text) for text in ("cpu", "tpu:v5p:2x2x2", "cuda:h100:8")]
+rows = []
+for step in ("start", *sys.argv[1:]):
+    if step == "compile":
+        jax.jit(lambda x: x + 1)(1.0)
+    elif step != "start":
+        try:
+            platforms[int(step)].devices(8)
+        except InputError:
+            pass  # that compiler is not installed
+    rows.append([key_of(one, MeshConfig(stage=2), Program(preset("tiny"))) for one in platforms])
+print(json.dumps(rows))
+"""
+
+
+def keys_of_a_process(*steps: str, **environment: str) -> list[list[str]]:
+    """The keys for CPU, TPU and NVIDIA at the start of a process and after each of its steps."""
+    done = subprocess.run(
+        [sys.executable, "-c", IN_ORDER, *steps],
+        capture_output=True,
+        text=True,
+        env={**user_environment(), **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_keys_do_not_depend_on_what_a_process_did_before() -> None:
+    """A platform that is set up writes into the environment and into JAX's configuration."""
+    rows = keys_of_a_process("1", "2", "0", "compile")
+    rows += keys_of_a_process("0", "compile", "2", "1")
+    # What a user gives that is what would be set anyway is no difference either.
+    rows += keys_of_a_process("1", TPU_WORKER_HOSTNAMES="localhost", JAX_PLATFORMS="cpu")
+    assert {tuple(row) for row in rows} == {tuple(rows[0])}
+    (other,) = keys_of_a_process(TPU_WORKER_HOSTNAMES="elsewhere")
+    assert [a == b for a, b in zip(other, rows[0], strict=True)] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "changed"),
+    [
+        ("XLA_FLAGS", "{file}", "cpu tpu cuda"),
+        ("XLA_FLAGS", "--xla_a=true --xla_target_config='{file}'", "cpu tpu cuda"),
+        ("XLA_FLAGS", "--xla_profile={folder}", "cpu tpu cuda"),
+        ("XLA_FLAGS", "--xla_dump_to={folder}", ""),  # where something is written
+        ("XLA_FLAGS", "{outer}", "cpu tpu cuda"),  # a file of flags that names another file
+        ("TF_XLA_FLAGS", "--flagfile={file}", "tpu"),
+        ("LIBTPU_INIT_ARGS", "--xla_x=1 --flagfile {file}", "tpu"),
+        ("TPU_LIBRARY_PATH", "{file}", "tpu"),
+        ("UNKNOWN_FLAGS", "{file}", ""),
+    ],
+)
+def test_what_is_in_a_file_that_flags_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str, text: str, changed: str
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    file, outer = folder / "flags", tmp_path / "outer"
+    outer.write_text(f"--xla_other={file}")
+    file.write_text("--xla_one=1")
+    monkeypatch.setenv(variable, text.format(file=file, folder=folder, outer=outer))
+    before = [key_of(platform, PROGRAM) for platform in PLATFORMS]
+    assert [key_of(platform, PROGRAM) for platform in PLATFORMS] == before
+    file.write_text("--xla_one=22")
+    after = [key_of(platform, PROGRAM) for platform in PLATFORMS]
+    kinds = [one.kind for one, a, b in zip(PLATFORMS, before, after, strict=True) if a != b]
+    assert kinds == changed.split()
+
+
+def test_a_file_of_flags_that_names_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "flags").write_text(f"--flagfile={tmp_path / 'flags'}")
+    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags"))
+    assert key_of(CPU, PROGRAM) is not None
+
+
+# The arms need no device, as if they had been kept; the numbers do.
+NUMBERS_ALONE = """
+import sys
+from pathlib import Path
+import jax, numpy
+from page_examples import attribution, measurement
+from nnx_pipeline import MeshConfig, preset
+from nnx_pipeline.lab import compare, numerics
+from nnx_pipeline.lab.cache import Cache
+from nnx_pipeline.lab.experiments import EXPERIMENTS
+from nnx_pipeline.lab.platform import Platform
+
+kept = measurement(attribution(), platform=sys.argv[1])
+module = sys.modules["nnx_pipeline.lab.compare"]
+module.measure_step = lambda *args, **options: kept
+numerics._loss_and_gradients = lambda *args: [numpy.ones(len(jax.devices("cpu")))]
+mesh, platform = MeshConfig.parse(sys.argv[2]), Platform.parse(sys.argv[1])
+(found,) = module.run_experiments([EXPERIMENTS["norm-scale"]], preset("tiny"), mesh, platform)
+print(found.note, len(jax.devices("cpu")))
+"""
+
+
+@pytest.mark.parametrize(
+    ("platform", "mesh", "devices"),
+    [("tpu:v5p:2x2x2", "stage=4,fsdp=2", 8), ("cpu", "stage=4,data=4", 16)],
+)
+def test_numbers_have_their_devices_where_the_arms_were_kept(
+    platform: str, mesh: str, devices: int
+) -> None:
+    """As many as the arms of the next experiment need, too."""
+    done = subprocess.run(
+        [sys.executable, "-c", NUMBERS_ALONE, platform, mesh],
+        capture_output=True,
+        text=True,
+        env=user_environment(),
+    )
+    assert done.stdout.strip() == f"both arms compile to the same program {devices}", done.stderr
 
 
 def test_flags_of_flax_change_a_key() -> None:

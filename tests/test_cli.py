@@ -491,7 +491,7 @@ def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "measure_step", interrupt)
     ended = run(*COMPILE)
     assert ended.code == 130
-    assert ended.err.strip() == "nnx-pipeline: interrupted"
+    assert ended.err.strip() == "nnx-pipeline: interrupted; no unfinished file is left"
 
 
 def test_json_through_a_link_and_into_a_device(run: Run, tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
-from helpers import pytest_in
+from helpers import Ended, pytest_in, user_environment
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -95,13 +96,56 @@ def test_setup_commands_name_what_exists():
 COMMANDS_OF_THE_JOB = ".venv/bin/nnx-pipeline ab --platform tpu:v5p:2x2x2"
 
 
-@pytest.mark.slow
-def test_the_job_of_the_first_command_runs(tmp_path):
-    script = "from nnx_pipeline.cli import main; main()"
-    arguments = shlex.split(COMMANDS_OF_THE_JOB)[1:]
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, cwd=tmp_path
+def first_command(cache: Path, *, interrupted_at: str | None = None) -> Ended:
+    """The job of the first command in a process of its own; interrupted where it says that."""
+    script = "from nnx_pipeline.console import main; main()"
+    ready = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{ready}; {script}", *shlex.split(COMMANDS_OF_THE_JOB)[1:]],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Nothing of what conftest.py sets for the TPU compiler: a user has none of it.
+        env={**user_environment(), "NNX_PIPELINE_CACHE": str(cache)},
     )
-    assert done.returncode == 0, done.stderr
-    assert "verdict" in done.stdout
-    assert "libtpu" in done.stdout
+    said = ""
+    if interrupted_at:
+        for line in process.stderr:
+            said += line
+            if interrupted_at in line:
+                process.send_signal(signal.SIGINT)
+                break
+    out, err = process.communicate()
+    return Ended(process.returncode, out, said + err)
+
+
+def forget_numbers(cache: Path) -> int:
+    """Deletes what the cache has of compared losses; how many entries that were."""
+    entries = [path for path in cache.iterdir() if "max_abs_diff" in path.read_text()]
+    for path in entries:
+        path.unlink()
+    return len(entries)
+
+
+@pytest.mark.slow
+def test_the_job_of_the_first_command_runs_again_and_again(tmp_path):
+    """Minutes the first time; then nothing is compiled, whatever of it was kept."""
+    first = first_command(tmp_path)
+    assert first.code == 0, first.err
+    assert "verdict" in first.out
+    assert "libtpu" in first.out
+    assert "compiling for" in first.err
+    for _ in range(2):
+        again = first_command(tmp_path)
+        assert again.code == 0, again.err
+        assert not re.search("compiling|measuring", again.err)
+    numbers = forget_numbers(tmp_path)
+    assert numbers > 1
+    interrupted = first_command(tmp_path, interrupted_at="comparing losses")
+    assert interrupted.code == 130
+    assert "Traceback" not in interrupted.err
+    after = first_command(tmp_path)
+    assert after.code == 0, after.err
+    assert "numbers were not compared" not in after.out
+    assert not re.search("compiling|measuring", after.err)
+    assert forget_numbers(tmp_path) == numbers

@@ -14,7 +14,7 @@ LONGEST_FILE, LONGEST_FUNCTION = 350, 70
 
 # From the ground up: a module may import from its own line and from those above it.
 LAYERS = (
-    ("equations", "errors", "files", "nnx_state", "remat", "tracing"),
+    ("ending", "equations", "errors", "files", "nnx_state", "remat", "tracing"),
     ("budgets",),
     ("mesh", "pipeline_config"),
     ("config",),
@@ -37,6 +37,7 @@ LAYERS = (
         "cli_sweep",
         "cli_ab",
         "cli",
+        "console",
     ),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -1,6 +1,7 @@
 """Run an experiment: compile both arms, check that they compute the same, give the verdict."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -136,6 +137,11 @@ def run_experiments(
     """
     config.check_mesh(mesh)
     results: dict[Program, Measurement | str] = {}
+    # Whichever of the two comes first starts JAX, with the devices of both.
+    virtual_cpus = max(VIRTUAL_CPUS, mesh.num_devices if platform.kind == "cpu" else 1)
+    numbers = functools.partial(
+        compare_numerics, config=config, cache=cache, virtual_cpus=virtual_cpus
+    )
     outcomes = []
     for experiment in experiments:
         try:
@@ -149,7 +155,7 @@ def run_experiments(
                 named = _named(progress, f"{experiment.name}, {arm.label}")
                 results[program] = measure_program(program, mesh, platform, cache, named)
         measured = (results[programs[0]], results[programs[1]])
-        outcome = _outcome(experiment, config, measured, platform, cache, progress)
+        outcome = _outcome(experiment, measured, platform, numbers, progress)
         notes = [outcome.note, *_overruled(experiment, config, programs, given)]
         outcomes.append(dataclasses.replace(outcome, note="; ".join(filter(None, notes))))
         finished(outcomes[-1])
@@ -266,10 +272,9 @@ def _why_no_effect(
 
 def _outcome(
     experiment: Experiment,
-    config: Config,
     results: tuple[Measurement | str, Measurement | str],
     platform: Platform,
-    cache: Cache,
+    numbers: Callable[[Experiment], Numerics],
     progress: Progress,
 ) -> Outcome:
     outcome = compare_measurements(experiment, *results)
@@ -279,7 +284,7 @@ def _outcome(
     else:
         progress(f"{experiment.name}: comparing losses and gradients at tiny on the CPU")
         try:
-            numerics = compare_numerics(experiment, config, cache)
+            numerics = numbers(experiment)
         except Exception as error:  # an arm that does not compile need not run either
             failed = True
             notes.append(f"numbers were not compared: {str(error).strip().splitlines()[0][:200]}")

@@ -17,13 +17,17 @@ compiler (products, scans and their gradients, every collective, fsdp layers):
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
+
+from nnx_pipeline.ending import cleared_away
 
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*)$", re.MULTILINE)
 _COLOR = re.compile(r", color (\d+)")
@@ -42,7 +46,11 @@ def compile_with_dump(
 
     JAX's persistent compilation cache is left out: a program from there has no text.
     """
-    with tempfile.TemporaryDirectory(prefix="xla-dump-") as folder, _without_persistent_cache():
+    with (
+        tempfile.TemporaryDirectory(prefix="xla-dump-") as folder,
+        cleared_away(functools.partial(shutil.rmtree, folder, ignore_errors=True)),
+        _without_persistent_cache(),
+    ):
         dump: dict[str, str | bool] = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         compiled = lowered.compile(compiler_options={**(compiler_options or {}), **dump})
         return compiled, _main_module_text(Path(folder))

@@ -49,10 +49,13 @@ class Numerics:
     measured: str | None = None
 
 
-def compare_numerics(experiment: Experiment, config: Config, cache: Cache) -> Numerics:
+def compare_numerics(
+    experiment: Experiment, config: Config, cache: Cache, *, virtual_cpus: int = VIRTUAL_CPUS
+) -> Numerics:
     """Loss and gradients of both arms, from the same weights and batch.
 
     They run at `tiny` with the pipeline of `config`, where that fits the eight devices.
+    virtual_cpus: how many of them this process needs, here or for other work.
     """
     mesh = _mesh_of_numbers(experiment)
     programs = _at_tiny(experiment, config, mesh)
@@ -63,6 +66,8 @@ def compare_numerics(experiment: Experiment, config: Config, cache: Cache) -> Nu
             return Numerics(**kept)
         except (KeyError, TypeError):
             pass  # written by something else
+    # Nothing may have started JAX yet: figures that were kept need no device.
+    Platform("cpu").devices(virtual_cpus)
     found = _compared(programs, mesh, experiment.tolerance)
     cache.put(key, dataclasses.asdict(found))
     return found

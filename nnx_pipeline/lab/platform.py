@@ -106,6 +106,11 @@ class Platform:
         return _tpu_devices(self) if self.kind == "tpu" else _cuda_devices(self)
 
     @property
+    def environment(self) -> dict[str, str]:
+        """The variables that `devices` sets where they are not set already."""
+        return dict(_TPU_ENVIRONMENT) if self.kind == "tpu" else {}
+
+    @property
     def compiler_options(self) -> dict[str, str | bool]:
         """What the compiler is asked for beyond its defaults."""
         cublas = self.kind == "cuda" and self.gemm == "cublas"
@@ -155,7 +160,7 @@ def _tpu_devices(platform: Platform) -> Sequence[Any]:
             f"platform {platform} needs libtpu{wanted} for jax {jax.__version__} and found {have}, "
             f"whose programs this JAX cannot read back; {cure}"
         )
-    for name, value in _TPU_ENVIRONMENT.items():
+    for name, value in platform.environment.items():
         os.environ.setdefault(name, value)
     return _topology(platform, topology_name=f"{platform.target}:{platform.topology}")
 
