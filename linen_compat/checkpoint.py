@@ -1,18 +1,14 @@
 """What a checkpoint holds, from its metadata alone: no array is read."""
 
 import math
+import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import jax
-import orbax.checkpoint as ocp
-
-from linen_compat.damage import METADATA, check_index, was_orbax
-from linen_compat.layouts import Layout, find_layout
-from linen_compat.stored import StoredArrays
+from linen_compat.damage import METADATA, check_index, read_metadata, unreadable, was_orbax
+from linen_compat.layouts import NNX, Layout, find_layout
+from linen_compat.stored import array_specs
 from linen_compat.streams import MOMENTS, PARAMETERS, SCALARS, Mismatch
 from nnx_pipeline import InputError
 
@@ -79,24 +75,19 @@ def find_items(checkpoint: str | Path) -> Path:
     """The `items` folder of a run (its latest step), of one step, or the folder itself.
 
     Raises InputError when there is no Orbax checkpoint, and Mismatch, naming the step or the file,
-    when there is one that was not written to its end or has lost its metadata. An earlier step is
-    never taken instead.
+    when there is one that was not written to its end, has lost its metadata or cannot be read.
+    Which step is the latest is decided by the names: an earlier one is never taken instead.
     """
     folder = Path(checkpoint).absolute()
     if not folder.is_dir():
         raise InputError(f"{checkpoint} is not a folder; give a run, a step or its items folder")
     steps = _steps(folder)
-    step = steps[-1] if steps else folder
-    for candidate in (step / "items", step):
-        if (candidate / METADATA).is_file():
-            return candidate
     if steps:
-        earlier = f", such as {folder / steps[-2].name}" if len(steps) > 1 else ""
-        raise Mismatch(
-            f"{step}, the latest step, has no {METADATA} in {step.name}/items: it was not written "
-            f"to its end, or has lost it; give another step{earlier}"
-        )
-    for candidate in (step / "items", step):
+        return _items_of_latest(steps)
+    for candidate in (folder / "items", folder):
+        if _has_metadata(candidate):
+            return candidate
+    for candidate in (folder / "items", folder):
         if was_orbax(candidate):
             raise Mismatch(
                 f"{candidate / METADATA} is missing: the checkpoint was not written to its end, or "
@@ -117,9 +108,47 @@ def is_orbax(checkpoint: str | Path) -> bool:
 
 
 def _steps(run: Path) -> list[Path]:
-    """The steps of a run, in their order."""
-    steps = [child for child in run.iterdir() if child.name.isdecimal() and child.is_dir()]
+    """What is named as the steps of a run are, in their order, folder or not."""
+    try:
+        steps = [child for child in run.iterdir() if re.fullmatch("[0-9]+", child.name)]
+    except PermissionError as error:
+        raise unreadable(str(run), error) from error
     return sorted(steps, key=lambda step: int(step.name))
+
+
+def _items_of_latest(steps: list[Path]) -> Path:
+    """The folder with the arrays of the last of these steps, or Mismatch with what is wrong."""
+    step, earlier = steps[-1], [other for other in steps if int(other.name) < int(steps[-1].name)]
+    example = f", such as {earlier[-1]}" if earlier else ""
+    give = f"give another step by its name{example}"
+    if len(steps) - len(earlier) > 1:
+        raise Mismatch(
+            f"{steps[-2]} and {step} are both step {int(step.name)}, the latest; "
+            "give the one that is meant"
+        )
+    if not step.is_dir():
+        kind = "a link to nothing" if step.is_symlink() and not step.exists() else "no folder"
+        raise Mismatch(f"{step}, the latest step, is {kind}; {give}")
+    try:
+        os.listdir(step)
+        for candidate in (step / "items", step):
+            if _has_metadata(candidate):
+                return candidate
+    except PermissionError as error:
+        raise Mismatch(f"{unreadable(f'{step}, the latest step,', error)}; or {give}") from error
+    raise Mismatch(
+        f"{step}, the latest step, has no {METADATA} in {step.name}/items: it was not written "
+        f"to its end, or has lost it; {give}"
+    )
+
+
+def _has_metadata(folder: Path) -> bool:
+    """Whether there is the file. Raises PermissionError where that cannot be seen."""
+    try:
+        os.stat(folder / METADATA)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def inspect(checkpoint: str | Path) -> Inspection:
@@ -129,8 +158,9 @@ def inspect(checkpoint: str | Path) -> Inspection:
     layout of MaxText's decoder.
     """
     items = find_items(checkpoint)
+    check_index(items)  # which names what is lost more clearly than opening an array does
     found: dict[str, Leaves] = {PARAMETERS: {}, "scalars": {}, "ignored": {}, "unknown": {}}
-    for stored, (shape, dtype) in _metadata(items).items():
+    for stored, spec in array_specs(items).items():
         group, name = _group(stored)
         first = found.get(group, {}).get(name)
         if first is not None:
@@ -138,45 +168,25 @@ def inspect(checkpoint: str | Path) -> Inspection:
                 f"{items} holds {name} twice, as {first.stored} and as {stored}; it cannot be said "
                 "which one is meant"
             )
-        found.setdefault(group, {})[name] = Leaf(shape, dtype, stored)
+        found.setdefault(group, {})[name] = Leaf(spec.shape, str(spec.dtype), stored)
     parameters = found[PARAMETERS]
-    shapes = {name: leaf.shape for name, leaf in parameters.items()}
+    layout = find_layout({name: leaf.shape for name, leaf in parameters.items()}, items)
+    scale = read_metadata(items).attention_scale
+    if layout.format == NNX and scale is None:
+        raise Mismatch(
+            f"{items / METADATA} does not say the attention_scale that the query kernels are for; "
+            "the checkpoint is damaged: take another one"
+        )
     return Inspection(
         items=items,
-        layout=find_layout(shapes, items),
+        layout=layout,
         parameters=parameters,
         moments={moment: found[moment] for moment in MOMENTS if moment in found},
         scalars=found["scalars"],
         ignored=found["ignored"],
         unknown=found["unknown"],
-        attention_scale=float(StoredArrays(items).custom.get("attention_scale", 1.0)),
+        attention_scale=1.0 if scale is None else scale,
     )
-
-
-def _metadata(items: Path) -> Mapping[str, tuple[tuple[int, ...], str]]:
-    try:
-        check_index(items)  # Orbax fails less clearly, and not always quietly
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            metadata: Any = checkpointer.metadata(items)
-        tree = metadata.item_metadata.tree
-    except Mismatch:
-        raise
-    except Exception as error:  # Orbax and its formats raise many kinds for a broken checkpoint
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise Mismatch(f"{items} cannot be read as an Orbax checkpoint: {reason[:200]}") from error
-    leaves = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if hasattr(leaf, "shape"):  # else an empty node, of a transformation without state
-            name = "/".join(_key(entry) for entry in path)
-            leaves[name] = (tuple(leaf.shape), str(leaf.dtype))
-    return leaves
-
-
-def _key(entry: Any) -> str:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(entry, attribute):
-            return str(getattr(entry, attribute))
-    return str(entry)
 
 
 # What a leaf is, by its path in the tree. The first that matches decides. Parameters alone, as

@@ -134,7 +134,8 @@ def check(
         report.show(views.parting(parting), json_path=json_path)
         if parting.place is not None:
             problems.append(f"{parting.place} differs from MaxText's mathematics")
-    report.emit_json(json_path, {**result, "problems": problems, "fits": not problems})
+    result = {**result, "problems": problems, "fits": not problems}
+    report.emit_json(json_path, views.printable(result))
     if problems:
         raise Failed(f"{checkpoint} does not fit {config_name}: {views.first_of(problems)}")
 

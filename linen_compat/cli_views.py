@@ -2,10 +2,12 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from linen_compat.checkpoint import Inspection
 from linen_compat.convert import Plan
@@ -30,7 +32,7 @@ def diagnosis(found: Diagnosis) -> RenderableType:
     """The counts, and below them the leaves that are not as they should be."""
     result = found.comparison
     if found.format is None:
-        return Group(*result.problems)
+        return Group(*map(_text, result.problems))
     counts = {
         "matched": len(result.matched),
         "missing": len(result.missing),
@@ -49,7 +51,7 @@ def diagnosis(found: Diagnosis) -> RenderableType:
     rows += [f"  {problem}" for problem in result.problems]
     if len(rows) > _SHOWN:
         rows = [*rows[:_SHOWN], f"  and {len(rows) - _SHOWN} more; --json PATH has them all"]
-    return Group(head, table, *rows)
+    return Group(head, table, *map(_text, rows))
 
 
 def parting(result: Parting) -> str:
@@ -62,7 +64,7 @@ def parting(result: Parting) -> str:
     )
 
 
-def conversion(plan: Plan) -> str:
+def conversion(plan: Plan) -> Text:
     """What was written, and what was left behind."""
     layout = plan.layout
     what = HUGGINGFACE
@@ -72,7 +74,23 @@ def conversion(plan: Plan) -> str:
     rest = f"; left behind: {', '.join(left[:3])}{' …' if len(left) > 3 else ''}" if left else ""
     more = f" ({len(left)} in all)" if len(left) > 3 else ""
     layers = plan.opened.source.num_layers
-    return f"{plan.destination}: {layers} layers as {what}{rest}{more}"
+    return _text(f"{plan.destination}: {layers} layers as {what}{rest}{more}")
+
+
+def _text(words: str) -> Text:
+    """Words as they are: brackets in the name of a file mean nothing."""
+    return Text(printable(words))
+
+
+def printable(value: Any) -> Any:
+    """The same with what cannot be written as text, bytes of names that are no UTF-8, replaced."""
+    if isinstance(value, dict):
+        return {key: printable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [printable(item) for item in value]
+    if isinstance(value, str):
+        return value.encode(errors="surrogateescape").decode(errors="replace")
+    return value
 
 
 def first_of(problems: list[str], shown: int = 3) -> str:

@@ -120,17 +120,6 @@ def compare_to_load(found: Inspection, config: ModelConfig) -> Comparison:
     return result
 
 
-def differing_counts(scalars: Mapping[str, np.ndarray]) -> str | None:
-    """What is wrong with the counts of a training state, None when nothing is."""
-    count, schedule = int(scalars["count"]), int(scalars.get("schedule_count", scalars["count"]))
-    if count == schedule:
-        return None
-    return (
-        f"the optimizer counts {count} steps of Adam and {schedule} of its learning rate; "
-        "this project keeps one count: load the parameters alone with linen_compat.load"
-    )
-
-
 def compare_with_itself(found: Inspection) -> tuple[Comparison, dict[str, ArraySpec]]:
     """Compares every layer with the first one, where there is no config to say what is right.
 

@@ -10,6 +10,7 @@ from linen_compat.layouts import FORMATS, HUGGINGFACE, NNX, PIPELINED, Layout
 from linen_compat.names import OUTSIDE
 from linen_compat.new_folder import check_free, new_folder
 from linen_compat.orbax_streams import OrbaxDestination, OrbaxSource
+from linen_compat.scalars import check_scalars
 from linen_compat.streams import (
     PARAMETERS,
     Mismatch,
@@ -150,6 +151,7 @@ def open_checkpoint(
         comparison, arrays = compare(found, config.model), model_arrays(config.model)
     comparison.require(found.items)
     given = OrbaxSource(found, arrays, parameters_only=parameters_only)
+    check_scalars(given.scalars)
     left = (part for part in found.parts if part not in given.parts)
     return Opened(given, found.layout, (*comparison.ignored, *left), config)
 

@@ -2,21 +2,82 @@
 
 import ast
 import json
+import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tensorstore as ts
 
+from linen_compat import checksums
+from linen_compat.folders import in_folder, with_own_names
 from linen_compat.streams import Mismatch
 
 METADATA, MANIFEST, SHARDING = "_METADATA", "manifest.ocdbt", "_sharding"
 _OF_ARRAYS, _OF_PROCESSES = "array_metadatas", "ocdbt."
 _REMAINS = (MANIFEST, SHARDING, _OF_ARRAYS, f"{_OF_PROCESSES}process_0")
+_CHECKSUM = "crc32_of_metadata"  # among the custom metadata of what this project writes
+_NO_ARRAY = ("None", "Dict", "List", "Tuple", "NamedTuple")  # empty nodes of a tree
+# What TensorStore raises for stores that are damaged, missing or not to be read.
+STORE_ERRORS = (ValueError, OSError, NotImplementedError, RuntimeError, IndexError, KeyError)
 
 
-def read_metadata(items: Path) -> dict[str, Any]:
-    """What `_METADATA` of a checkpoint holds. Raises Mismatch when it is damaged."""
-    return _read_json(items / METADATA)
+@dataclass(frozen=True)
+class Metadata:
+    """What `_METADATA` of a checkpoint says.
+
+    leaves: the path of every array, keys joined by `/`. ocdbt: whether arrays are in a database.
+    zeros_left_out: whether a chunk that is missing may mean zeros, as in older checkpoints.
+    attention_scale: of this project's own format, None in all others.
+    """
+
+    leaves: tuple[str, ...]
+    ocdbt: bool
+    zeros_left_out: bool
+    attention_scale: float | None
+
+
+def read_metadata(items: Path) -> Metadata:
+    """Reads `_METADATA`. Raises Mismatch when it is damaged or missing."""
+    file = items / METADATA
+    values = _read_json(file)
+    custom = values.get("custom_metadata") or {}
+    tree = values.get("tree_metadata")
+    if not isinstance(custom, dict) or not isinstance(tree, dict):
+        raise _broken(file, "it has no tree of arrays")
+    if _CHECKSUM in custom and custom[_CHECKSUM] != _checksum(values):
+        raise _broken(file, "its checksum is another one")
+    scale = custom.get("attention_scale")
+    if scale is not None and not _is_above_zero(scale):
+        raise _broken(file, f"attention_scale={scale!r} is no number above 0")
+    leaves = []
+    for key, entry in tree.items():
+        kind = entry.get("value_metadata") if isinstance(entry, dict) else None
+        if not isinstance(kind, dict):
+            raise _broken(file, f"it does not say what {key[:100]} is")
+        if not (kind.get("skip_deserialize") or kind.get("value_type") in _NO_ARRAY):
+            leaves.append(_path(key, file))
+    return Metadata(
+        leaves=tuple(leaves),
+        ocdbt=bool(values.get("use_ocdbt")),
+        zeros_left_out=values.get("store_array_data_equal_to_fill_value") is not True,
+        attention_scale=None if scale is None else float(scale),
+    )
+
+
+def _is_above_zero(value: object) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf  # type: ignore[operator]
+
+
+def with_checksum(values: dict[str, Any]) -> dict[str, Any]:
+    """What `_METADATA` is to hold, and a checksum of it among its custom metadata."""
+    custom = {**(values.get("custom_metadata") or {}), _CHECKSUM: _checksum(values)}
+    return {**values, "custom_metadata": custom}
+
+
+def _checksum(values: dict[str, Any]) -> str:
+    custom = {k: v for k, v in (values.get("custom_metadata") or {}).items() if k != _CHECKSUM}
+    return checksums.of_values({**values, "custom_metadata": custom})
 
 
 def was_orbax(folder: Path) -> bool:
@@ -38,11 +99,11 @@ def check_index(items: Path) -> None:
             _read_json(items / _OF_ARRAYS / process)
     if (items / MANIFEST).exists():
         try:
-            base = {"driver": "ocdbt", "base": f"file://{items}/"}
+            base = {"driver": "ocdbt", "base": in_folder(items)}
             ts.KvStore.open(base).result().list().result()
-        except ValueError as error:
-            raise damaged(_database(items, metadata), error) from error
-    elif metadata.get("use_ocdbt") or processes:
+        except STORE_ERRORS as error:
+            raise unreadable(_database(items, metadata), error) from error
+    elif metadata.ocdbt or processes:
         raise Mismatch(
             f"{items / MANIFEST} is missing, and with it where {_arrays(metadata)} are; "
             "take an earlier checkpoint, or restore that file"
@@ -60,32 +121,54 @@ def check_databases(items: Path) -> None:
         if not any(folder.glob("manifest.*")):
             arrays = _arrays(read_metadata(items))
             raise Mismatch(f"{folder / MANIFEST} is missing, of the database of {arrays}")
-        base = f"file://{folder}/"
+        base = in_folder(folder)
         try:
             manifest = ts.ocdbt.dump(ts.KvStore.open(base).result()).result()
             for version in manifest["versions"]:
                 number = version["generation_number"]
                 spec = {"driver": "ocdbt", "base": base, "version": number}
                 ts.KvStore.open(spec).result().list().result()
-        except ValueError as error:
-            raise damaged(_database(folder, read_metadata(items)), error) from error
+        except STORE_ERRORS as error:
+            raise unreadable(_database(folder, read_metadata(items)), error) from error
 
 
-def damaged(what: str, error: Exception) -> Mismatch:
-    """The error for what cannot be read, with the reason that TensorStore gives."""
-    reason = " ".join(str(error).split("[source locations")[0].split())
+def unreadable(what: str, error: Exception) -> Mismatch:
+    """The error for what cannot be read: as it is damaged, or as it may not be.
+
+    error: of TensorStore, whose reason is in the message, or of the system.
+    """
+    if isinstance(error, PermissionError) or "PERMISSION_DENIED" in str(error):
+        return Mismatch(
+            f"{what} may not be read by this user, which says nothing of what it holds; "
+            "change its permissions, or run this as its owner"
+        )
+    reason = with_own_names(" ".join(str(error).split("[source locations")[0].split()))
     return Mismatch(f"{what} cannot be read, the checkpoint is damaged: {reason[:300]}")
 
 
-def _database(folder: Path, metadata: dict[str, Any]) -> str:
+def _database(folder: Path, metadata: Metadata) -> str:
     return f"the database of {_arrays(metadata)} in {folder}"
 
 
-def _arrays(metadata: dict[str, Any]) -> str:
+def _arrays(metadata: Metadata) -> str:
     """One array below a folder, and how many others there are."""
-    names = ["/".join(map(str, ast.literal_eval(key))) for key in metadata["tree_metadata"]]
-    example = next((name for name in names if "/" in name), "")
-    return f"{example} and {len(names) - 1} other arrays" if example else "its arrays"
+    example = next((name for name in metadata.leaves if "/" in name), "")
+    return f"{example} and {len(metadata.leaves) - 1} other arrays" if example else "its arrays"
+
+
+def _path(key: str, file: Path) -> str:
+    """The path of a leaf, whose keys stand in `_METADATA` as a tuple of Python."""
+    try:
+        keys = ast.literal_eval(key)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        keys = None
+    if not isinstance(keys, tuple) or not all(isinstance(part, str | int) for part in keys):
+        raise _broken(file, f"{key[:100]} names no array")
+    return "/".join(map(str, keys))
+
+
+def _broken(file: Path, reason: str) -> Mismatch:
+    return Mismatch(f"{file} cannot be read, the checkpoint is damaged: {reason}")
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -93,8 +176,8 @@ def _read_json(file: Path) -> dict[str, Any]:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise Mismatch(f"{file} is missing, the checkpoint is damaged") from error
-    except (OSError, ValueError) as error:
-        raise Mismatch(f"{file} cannot be read, the checkpoint is damaged: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise unreadable(str(file), error) from error
     if not isinstance(values, dict):
-        raise Mismatch(f"{file} cannot be read, the checkpoint is damaged: it is no JSON object")
+        raise _broken(file, "it is no JSON object")
     return values

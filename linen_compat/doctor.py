@@ -12,14 +12,27 @@ import numpy as np
 
 from linen_compat import huggingface, reference
 from linen_compat.checkpoint import Inspection, inspect
-from linen_compat.compare import Comparison, compare_to_load, differing_counts, model_arrays
+from linen_compat.compare import Comparison, compare_to_load, model_arrays
 from linen_compat.huggingface import is_huggingface
+from linen_compat.huggingface_tensors import KNOWN_EXTRA
 from linen_compat.layouts import HUGGINGFACE, NNX
 from linen_compat.loading import load
+from linen_compat.names import TOKENS
 from linen_compat.orbax_streams import OrbaxSource, read_scalars
 from linen_compat.placing import for_mesh
+from linen_compat.plausible import suspicion
+from linen_compat.safetensors_folder import TensorFolder
+from linen_compat.scalars import problem_of
 from linen_compat.stored import StoredArrays
-from linen_compat.streams import Mismatch, Progress, Source, check_finite, no_progress, walk
+from linen_compat.streams import (
+    PARAMETERS,
+    Mismatch,
+    Progress,
+    check_finite,
+    check_sign,
+    no_progress,
+    walk,
+)
 from nnx_pipeline import Config, InputError, Mixtral
 
 NUMERICS_TOLERANCE = 1e-4  # of the largest value, both in float32
@@ -85,8 +98,8 @@ def _diagnose(checkpoint: str | Path, config: Config) -> Diagnosis:
         return Diagnosis(Path(checkpoint), HUGGINGFACE, layers, 1, 1, comparison)
     found = inspect(checkpoint)
     layout, comparison = found.layout, compare_to_load(found, config.model)
-    if found.moments and not comparison.problems:
-        wrong = differing_counts(read_scalars(found))
+    if not comparison.problems:
+        wrong = problem_of(read_scalars(found))
         comparison.notes.extend([wrong] if wrong else [])
     numbers = (layout.num_layers, layout.stages, layout.repeats)
     return Diagnosis(found.items, layout.format, *numbers, comparison)
@@ -101,32 +114,61 @@ def read_everything(
 ) -> int:
     """Reads each byte of a checkpoint that fits, and returns their number.
 
-    Raises Mismatch, naming the leaf, where bytes are missing or a value is NaN or infinite.
+    Raises Mismatch, naming the leaf, where bytes are missing or not those that were written, a
+    value is NaN or infinite, a second moment is below 0, or an array is no result of training
+    (`plausible`).
     """
-    total = 0
-    for name, array in _every_array(diagnosis, config):
+    total, strange = 0, []
+    for read in _every_array(diagnosis, config):
+        array = read.array
         if jnp.issubdtype(array.dtype, jnp.floating):
-            check_finite(array, name, allow_nan=allow_nan)
+            check_finite(array, read.name, allow_nan=allow_nan)
+        if read.part is not None:
+            check_sign(array, read.name, read.part)
+            if found := suspicion(array, read.part, rows_may_be_zero=read.of_tokens):
+                strange.append(f"{read.name} {found}")
         total += array.nbytes
-        progress(name, array.nbytes)
+        progress(read.name, array.nbytes)
+    if strange:
+        more = f"; and {len(strange) - 3} more" if len(strange) > 3 else ""
+        raise Mismatch(
+            f"{'; '.join(strange[:3])}{more}; the bytes could be read, and the file may be damaged "
+            "all the same: compare it with another copy, or take an earlier checkpoint"
+        )
     return total
 
 
-def _every_array(diagnosis: Diagnosis, config: Config) -> Iterator[tuple[str, np.ndarray]]:
-    source: Source
+@dataclass(frozen=True)
+class _Read:
+    """An array that was read. part: of the model's state, None for all else. of_tokens: whether
+    one of its axes is the vocabulary."""
+
+    name: str
+    array: np.ndarray
+    part: str | None = None
+    of_tokens: bool = False
+
+
+def _every_array(diagnosis: Diagnosis, config: Config) -> Iterator[_Read]:
     if diagnosis.format == HUGGINGFACE:
-        source = huggingface.HuggingFaceSource(diagnosis.checkpoint, config.model)
-    else:
-        found = inspect(diagnosis.checkpoint)
-        source = OrbaxSource(found, model_arrays(config.model))
-        files = StoredArrays(found.items)
-        for leaf in (*found.scalars.values(), *found.ignored.values()):
-            yield leaf.stored, files.read(leaf.stored)
+        # As they are stored: a block of zeros is one there, and scattered in an array of a model.
+        files = TensorFolder(diagnosis.checkpoint)
+        for name in files.specs:
+            part = None if KNOWN_EXTRA.fullmatch(name) else PARAMETERS
+            of_tokens = any(names.huggingface == name for names in TOKENS)
+            yield _Read(name, files.read(name, ()), part, of_tokens)
+        return
+    found = inspect(diagnosis.checkpoint)
+    source = OrbaxSource(found, model_arrays(config.model))
+    stored = StoredArrays(found.items)
+    for leaf in (*found.scalars.values(), *found.ignored.values()):
+        yield _Read(leaf.stored, stored.read(leaf.stored, missing_is_zero=True))
+    tokens = {names.nnx for names in TOKENS}
     for part in source.parts:
         for path, layer in walk(source):
-            yield source.name(path, layer, part), source.read(path, layer, part)
-    if isinstance(source, OrbaxSource):
-        source.check_files()
+            name = source.name(path, layer, part)
+            yield _Read(name, source.read(path, layer, part), part, path in tokens)
+    source.check_files()
 
 
 def check_names(diagnosis: Diagnosis) -> None:

@@ -7,15 +7,19 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from linen_compat import checksums
 from linen_compat.checkpoint import is_orbax
 from linen_compat.compare import Comparison, Difference, model_arrays
 from linen_compat.huggingface_config import (
     CONFIG_FILE,
+    IGNORED,
     config_from_huggingface,
     config_to_huggingface,
+    read_config,
 )
 from linen_compat.huggingface_tensors import KNOWN_EXTRA, Index, Tensors, is_fused
 from linen_compat.new_folder import new_folder
@@ -186,9 +190,16 @@ class HuggingFaceDestination:
 
     def commit(self, scalars: Mapping[str, np.ndarray]) -> None:
         """`scalars` have no place here and are left behind."""
-        self._files.finish()
+        sums = self._files.finish()
         text = json.dumps(self._values, indent=2)
         (self.folder / CONFIG_FILE).write_text(f"{text}\n", encoding="utf-8")
+        sums[CONFIG_FILE] = checksums.of_values(_kept(self._values))
+        checksums.write(self.folder, sums)
+
+
+def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What of `config.json` the model depends on; the rest may be edited."""
+    return {key: value for key, value in values.items() if key not in IGNORED}
 
 
 def _tensors_of(model: ModelConfig, files: TensorFolder) -> Tensors:
@@ -197,6 +208,9 @@ def _tensors_of(model: ModelConfig, files: TensorFolder) -> Tensors:
 
 def _compare(folder: str | Path, files: TensorFolder, model: ModelConfig) -> Comparison:
     own, result = own_config(folder).model, Comparison()
+    if files.sums is not None:
+        sum_of_config = checksums.of_values(_kept(read_config(folder)))
+        checksums.require(Path(folder), files.sums, CONFIG_FILE, sum_of_config)
     for name in _MUST_AGREE:
         if getattr(own, name) != getattr(model, name):
             result.notes.append(

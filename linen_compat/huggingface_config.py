@@ -55,7 +55,10 @@ _ONLY: dict[str, tuple[Any, str]] = {
     "attention_dropout": (0.0, "dropout on attention weights is not there; set it to 0 to go on"),
     "router_jitter_noise": (0.0, "the router adds no noise here; set it to 0 to go on"),
     "is_encoder_decoder": (False, "the model here is a decoder"),
-    "quantization_config": (None, "save the model with plain float weights"),
+    **dict.fromkeys(
+        ("quantization_config", "compression_config", "quant_config", "quantization"),
+        (None, "its weights are stored in another form; save the model with plain float weights"),
+    ),
 }
 _READ_APART = {
     *("architectures", "model_type", "num_key_value_heads", "head_dim", "sliding_window", LONGEST),
@@ -63,7 +66,7 @@ _READ_APART = {
 }
 # About initialisation, generation, tokens, outputs and bookkeeping, or (the load-balance loss)
 # chosen in `TrainConfig`. `pretraining_tp` only cuts products into pieces.
-_IGNORED = {
+IGNORED = {
     *("transformers_version", "_name_or_path", "_attn_implementation_autoset", "tokenizer_class"),
     *("initializer_range", "pretraining_tp", "use_cache", "torchscript", "max_sequence_length"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id"),
@@ -168,7 +171,11 @@ def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file; InputError, with the file's name, when there is none."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:  # undecodable text is a ValueError too
+    except PermissionError as error:
+        raise InputError(
+            f"{file} may not be read by this user; change its permissions, or run this as its owner"
+        ) from error
+    except (ValueError, OSError, RecursionError) as error:  # undecodable text is a ValueError too
         raise InputError(f"{file} cannot be read as JSON: {error}") from error
     if not isinstance(values, dict):
         raise InputError(f"{file} holds {type(values).__name__} where a JSON object is expected")
@@ -196,12 +203,13 @@ def _architecture(values: Mapping[str, Any]) -> str:
 
 def _refuse_unknown(values: Mapping[str, Any], architecture: str) -> None:
     of_experts = set(_OF_EXPERTS) if architecture == MIXTRAL else set()
-    known = {*_REQUIRED, *_OPTIONAL, *of_experts, *_ONLY, *_READ_APART, *_IGNORED}
+    known = {*_REQUIRED, *_OPTIONAL, *of_experts, *_ONLY, *_READ_APART, *IGNORED}
     for key, value in values.items():
         if key not in known:
             raise InputError(
                 f"{CONFIG_FILE}: {key}={value!r} is not a key that is known of a {architecture}; "
-                "take it out if the model does not depend on it"
+                "what it changes cannot be said here: save the model with transformers as a plain "
+                f"{architecture} of float weights, or remove the key if it changes nothing"
             )
 
 

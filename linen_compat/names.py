@@ -26,6 +26,7 @@ OUTSIDE = (
     Names("norm.scale", "decoder/decoder_norm/scale", "model.norm.weight"),
     Names("head", "decoder/logits_dense/kernel", "lm_head.weight"),
 )
+TOKENS = (OUTSIDE[0], OUTSIDE[2])  # those with an axis of the vocabulary
 ATTENTION = (
     Names("attention.query", "self_attention/query/kernel", "self_attn.q_proj.weight"),
     Names("attention.key", "self_attention/key/kernel", "self_attn.k_proj.weight"),

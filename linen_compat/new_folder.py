@@ -31,7 +31,7 @@ def new_folder(destination: str | Path) -> Iterator[Path]:
     check_free(destination)
     made = [parent for parent in final.parents if not parent.exists()]
     _clear_left_behind(final)
-    temporary = final.with_name(f"{final.name}.{secrets.token_hex(4)}{_SUFFIX}")
+    temporary = final.with_name(f"{_short(final)}.{secrets.token_hex(4)}{_SUFFIX}")
     undo = functools.partial(_remove, temporary, made)
     with cleared_away(undo):
         try:
@@ -81,10 +81,22 @@ def _marked(folder: Path) -> Iterator[None]:
 
 def _clear_left_behind(final: Path) -> None:
     """Deletes what earlier attempts at this destination left behind, and nobody is writing."""
-    for folder in final.parent.glob(f"{glob.escape(final.name)}.*{_SUFFIX}"):
+    for folder in final.parent.glob(f"{glob.escape(_short(final))}.*{_SUFFIX}"):
         with contextlib.suppress(OSError), open(folder / _MARK, "r+b") as mark:
             if _lock(mark.fileno()):
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _short(final: Path) -> str:
+    """The name of a folder, cut where it leaves no room for what is added to it.
+
+    A name has 255 bytes or fewer, and those of one character stay together.
+    """
+    room = 255 - len(f".{'0' * 8}{_SUFFIX}")
+    name = final.name
+    while len(os.fsencode(name)) > room:
+        name = name[:-1]
+    return name
 
 
 def _lock(file: int) -> bool:

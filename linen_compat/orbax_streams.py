@@ -34,7 +34,9 @@ def names_of(arrays: Mapping[str, Any]) -> dict[str, Names]:
 def read_scalars(found: Inspection) -> dict[str, np.ndarray]:
     """The step and the counts of a checkpoint, by the names of `streams.SCALARS`."""
     files = StoredArrays(found.items)
-    return {name: files.read(leaf.stored) for name, leaf in found.scalars.items()}
+    return {
+        name: files.read(leaf.stored, missing_is_zero=True) for name, leaf in found.scalars.items()
+    }
 
 
 class OrbaxSource:
@@ -59,6 +61,8 @@ class OrbaxSource:
         self.arrays = {path: self._as_stored(path, spec) for path, spec in arrays.items()}
         kept = ("step",) if parameters_only else SCALARS
         self.scalars = {k: v for k, v in read_scalars(found).items() if k in kept}
+        # Where older checkpoints leave zeros out, the moments of step 0 are missing rightly.
+        self._begins = np.asarray(self.scalars.get("count", 1)).tolist() == 0
 
     def order(self, path: str) -> Sequence[int]:
         return self.layout.order()
@@ -68,7 +72,9 @@ class OrbaxSource:
     ) -> np.ndarray:
         """index: a part of the array, the whole by default."""
         slot = self._slot(path, layer)
-        return self._files.read(self.name(path, layer, part), slot.index, index)
+        missing_is_zero = part != PARAMETERS and self._begins
+        name = self.name(path, layer, part)
+        return self._files.read(name, slot.index, index, missing_is_zero=missing_is_zero)
 
     def check_files(self) -> None:
         """Looks for files that were cut off, besides those that reading every array finds.
@@ -141,7 +147,6 @@ class OrbaxDestination:
         """Raises RuntimeError when a layer of an array was never written."""
         self._check_complete()
         paths = SCALAR_PATHS[self._family]
-        scalars = {"step": np.zeros((), np.int32), **scalars}
         if "count" in scalars and self._family == "maxtext":  # which keeps two, and they are equal
             scalars = {"schedule_count": scalars["count"], **scalars}
         for name in SCALARS:

@@ -11,8 +11,9 @@ from flax import nnx
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from linen_compat.compare import LAYERS, nnx_path
-from linen_compat.streams import PARAMETERS, Source
-from nnx_pipeline import Config, Mixtral
+from linen_compat.streams import PARAMETERS, Source, check_sign
+from nnx_pipeline import Config, InputError, MeshConfig, Mixtral
+from nnx_pipeline.mesh import AXES
 from nnx_pipeline.sharding import variable_shardings
 
 Tree = TypeVar("Tree")
@@ -53,14 +54,29 @@ def mesh_in_use() -> Mesh | None:
 
 
 def for_mesh(config: Config, mesh: Mesh | None) -> Config:
-    """The config without the parts of a pipeline when the mesh has no stages."""
-    stages = mesh.shape.get("stage", 1) if mesh else 1
-    if stages > 1 or config.pipeline.schedule == "1f1b":
-        return config
-    plain = dataclasses.replace(
-        config.pipeline, num_repeats=1, num_microbatches=None, fsdp_gather="use"
-    )
-    return dataclasses.replace(config, pipeline=plain)
+    """The config as this mesh can hold its weights.
+
+    Without stages the parts of a pipeline are left out. With stages there are `num_repeats` of
+    them, or the most below that for which there are layers: it is the mesh that decides how layers
+    are stacked, and never what a checkpoint holds. Raises InputError when the mesh cannot hold the
+    weights, whose sizes are those of a checkpoint.
+    """
+    sizes = MeshConfig(**{axis: mesh.shape.get(axis, 1) for axis in AXES} if mesh else {})
+    pipeline = config.pipeline
+    if sizes.stage == 1:
+        pipeline = dataclasses.replace(pipeline, num_repeats=1)
+    if sizes.stage == 1 and pipeline.schedule != "1f1b":
+        pipeline = dataclasses.replace(pipeline, num_microbatches=None, fsdp_gather="use")
+    per_stage = max(1, config.model.num_layers // sizes.stage)
+    fitting = (n for n in range(pipeline.num_repeats, 0, -1) if per_stage % n == 0)
+    pipeline = dataclasses.replace(pipeline, num_repeats=next(fitting))
+    config = dataclasses.replace(config, pipeline=pipeline)
+    for divisor, size, rule in config.weight_rules(sizes):
+        if size % divisor:
+            raise InputError(
+                f"{rule}; choose another mesh, as the sizes of a checkpoint are what they are"
+            )
+    return config
 
 
 def _placement(model: Mixtral, mesh: Mesh | None) -> Any:
@@ -107,7 +123,7 @@ def _read_shard(
     stack = _STACK_AXES if path.startswith(LAYERS) else 0
     cut = tuple(slice(span.start, span.stop) for span in ranges[stack:])
     if not stack:
-        return source.read(path, None, part, cut).astype(leaf.dtype, copy=False)
+        return _read_checked(source, path, None, part, cut).astype(leaf.dtype, copy=False)
     result = np.empty([len(span) for span in ranges], leaf.dtype)
     flat = result.reshape(-1, *result.shape[stack:])
     places = itertools.product(*ranges[:stack])
@@ -115,5 +131,13 @@ def _read_shard(
     inner = path.removeprefix(LAYERS)
     for layer in source.order(inner):
         if layer in layers:
-            flat[layers[layer]] = source.read(inner, layer, part, cut)
+            flat[layers[layer]] = _read_checked(source, inner, layer, part, cut)
     return result
+
+
+def _read_checked(
+    source: SourceOfParts, path: str, layer: int | None, part: str, cut: tuple[slice, ...]
+) -> np.ndarray:
+    array = source.read(path, layer, part, cut)
+    check_sign(array, source.name(path, layer, part), part)
+    return array

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from linen_compat import checksums
+from linen_compat.damage import unreadable
 from linen_compat.huggingface_config import CONFIG_FILE, read_json
 from linen_compat.streams import ArraySpec, Mismatch
 from nnx_pipeline import InputError
@@ -39,13 +41,16 @@ class TensorFolder:
 
     Files are opened for each tensor anew, as pages of a mapped file count as memory of the process
     until it is closed. Raises InputError when the folder is that of no model, and Mismatch, naming
-    file or tensor, when files or tensors are missing, broken or of a dtype other than `DTYPES`.
+    file or tensor, when files or tensors are missing, broken or of a dtype other than `DTYPES`, or
+    not what this project wrote.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.specs: dict[str, ArraySpec] = {}
         self._files: dict[str, Path] = {}
+        self.sums = checksums.read(self.folder)
+        self._checked: set[str] = set()
         if (self.folder / ONE_FILE).is_file():
             self._add(self.folder / ONE_FILE, None)
         elif (self.folder / INDEX_FILE).is_file():
@@ -59,9 +64,13 @@ class TensorFolder:
             )
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A part of a tensor."""
+        """A part of a tensor, all of which is checked first where there are checksums."""
+        if self.sums is not None and name not in self._checked:
+            found = checksums.of_part(*_place(self._files[name], name))
+            checksums.require(self.folder, self.sums, name, found)
+            self._checked.add(name)
         with _opened(self._files[name]) as file:
-            return file.get_slice(name)[index]
+            return file.get_slice(name)[index] if index else file.get_tensor(name)
 
     def _index(self) -> dict[Path, list[str]]:
         """The tensors that each file is said to hold."""
@@ -120,7 +129,7 @@ class NewTensorFolder:
         for number, shard in enumerate(shards, start=1):
             name = f"model-{number:05}-of-{len(shards):05}.safetensors"
             self._begin(ONE_FILE if len(shards) == 1 else name, shard)
-        self._written: set[str] = set()
+        self._written: dict[str, str] = {}  # with their checksums
 
     def write(self, name: str, array: np.ndarray) -> None:
         """Stores a tensor. Raises RuntimeError when it is not of the shape and dtype announced."""
@@ -128,13 +137,17 @@ class NewTensorFolder:
         if (array.shape, array.dtype) != (spec.shape, spec.dtype):
             raise RuntimeError(f"{name} is {array.shape} {array.dtype} instead of {spec}")
         file, offset = self._places[name]
+        content = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         with open(self.folder / file, "r+b") as stream:
             stream.seek(offset)
-            stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-        self._written.add(name)
+            stream.write(content)
+        self._written[name] = checksums.of_bytes(content)
 
-    def finish(self) -> None:
-        """Writes the index, if there are several files. Raises RuntimeError unless all is there."""
+    def finish(self) -> dict[str, str]:
+        """Writes the index, if there are several files, and returns the checksums of all tensors.
+
+        Raises RuntimeError unless all is there.
+        """
         missing = [name for name in self.tensors if name not in self._written]
         if missing:
             raise RuntimeError(f"{missing[0]} was never written")
@@ -143,6 +156,7 @@ class NewTensorFolder:
             total = sum(spec.nbytes for spec in self.tensors.values())
             index = {"metadata": {"total_size": total}, "weight_map": files}
             (self.folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+        return self._written
 
     def _begin(self, file: str, shard: Mapping[str, ArraySpec]) -> None:
         header, offsets = _header(shard)
@@ -182,6 +196,14 @@ def _header(shard: Mapping[str, ArraySpec]) -> tuple[bytes, dict[str, int]]:
     return len(text).to_bytes(8, "little") + text, offsets
 
 
+def _place(file: Path, name: str) -> tuple[Path, int, int]:
+    """Where the bytes of a tensor are, in a file that the library could open."""
+    with open(file, "rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        begin, end = json.loads(stream.read(length))[name]["data_offsets"]
+    return file, 8 + length + begin, 8 + length + end
+
+
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """An open safetensors file; what the library raises becomes a Mismatch with its name."""
@@ -190,3 +212,5 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except SafetensorError as error:
         raise Mismatch(f"{path} is damaged or no safetensors file: {error}") from error
+    except PermissionError as error:
+        raise unreadable(str(path), error) from error

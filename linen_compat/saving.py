@@ -9,6 +9,7 @@ from linen_compat.layouts import FORMATS, HUGGINGFACE, NNX, PIPELINED, Layout
 from linen_compat.model_source import ModelSource
 from linen_compat.new_folder import new_folder
 from linen_compat.orbax_streams import OrbaxDestination
+from linen_compat.scalars import LARGEST, check_scalars, is_count
 from linen_compat.streams import PARAMETERS, Source, copy
 from nnx_pipeline import InputError, Mixtral
 from nnx_pipeline.errors import one_of
@@ -21,9 +22,9 @@ def save(
     *,
     stages: int | None = None,
     repeats: int | None = None,
-    step: int = 0,
+    step: int | None = None,
 ) -> None:
-    """Writes the parameters of a model, and `step`, as a checkpoint in a new folder.
+    """Writes the parameters of a model, and `step` if it is given, as a checkpoint in a new folder.
 
     format: `maxtext:unscanned`, `maxtext:scanned`, `maxtext:pipelined`, or `nnx`, which are Orbax
     checkpoints: the folder itself is what Orbax restores, and for MaxText's own arrangement give
@@ -39,14 +40,16 @@ def save(
     """
     one_of("format", format, (*FORMATS, HUGGINGFACE))
     if format == HUGGINGFACE:
-        if (stages, repeats, step) != (None, None, 0):
+        if (stages, repeats, step) != (None, None, None):
             raise InputError(
                 f"stages={stages}, repeats={repeats}, step={step}: a Hugging Face folder has no "
                 "place for them; leave them out"
             )
         huggingface.write(ModelSource(model, {PARAMETERS: model}, {}), checkpoint, model.config)
         return
-    scalars = {"step": np.asarray(step, np.int32)}
+    if step is not None and not is_count(step):
+        raise InputError(f"step={step!r} is not a whole number from 0 to {LARGEST}")
+    scalars = {} if step is None else {"step": np.asarray(step, np.int32)}
     source = ModelSource(model, {PARAMETERS: model}, scalars)
     write(source, checkpoint, layout_for(model, format, stages, repeats))
 
@@ -66,6 +69,7 @@ def layout_for(model: Mixtral, format: str, stages: int | None, repeats: int | N
 
 def write(source: Source, checkpoint: str | Path, layout: Layout) -> None:
     """Copies a source to a new folder of this layout, its values as they are."""
+    check_scalars(source.scalars)  # what is written can be read
     with new_folder(checkpoint) as folder:
         destination = OrbaxDestination(
             folder, layout, source.arrays, attention_scale=source.attention_scale

@@ -1,5 +1,6 @@
 """Arrays on disk, read and written in parts: zarr in an OCDBT database, as Orbax keeps them."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -10,10 +11,48 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from linen_compat.damage import MANIFEST, METADATA, damaged, read_metadata
+from linen_compat.damage import (
+    MANIFEST,
+    METADATA,
+    STORE_ERRORS,
+    read_metadata,
+    unreadable,
+    with_checksum,
+)
+from linen_compat.folders import in_folder, with_own_names
+from linen_compat.streams import ArraySpec, Mismatch
 
 Index = tuple[int | slice, ...]
 _BLOCK_BYTES = 32 * 2**20  # what is compressed, written and kept in memory at a time
+
+
+def array_specs(items: Path) -> dict[str, ArraySpec]:
+    """Shape and dtype of every array of a folder, by the path of its leaf; no array is read.
+
+    Raises Mismatch, naming the leaf, when one cannot be opened or has a dtype that is none of a
+    model.
+    """
+    context = ts.Context()  # one for all, so that the index of a database is read once
+    opened = {
+        leaf: ts.open(
+            {"driver": "auto", "kvstore": _kvstore(items, leaf)},
+            open=True,
+            read=True,
+            context=context,
+        )
+        for leaf in read_metadata(items).leaves
+    }
+    found = {}
+    for leaf, future in opened.items():
+        try:
+            store = future.result()
+        except STORE_ERRORS as error:
+            raise unreadable(f"{leaf} in {items}", error) from error
+        dtype = store.dtype.numpy_dtype
+        if dtype.kind not in "biufcV":  # bfloat16 and its like are V
+            raise Mismatch(f"{leaf} in {items} is of dtype {store.dtype.name}, which no model has")
+        found[leaf] = ArraySpec(tuple(store.shape), dtype)
+    return found
 
 
 class StoredArrays:
@@ -25,30 +64,40 @@ class StoredArrays:
 
     def __init__(self, items: Path) -> None:
         self.items = items
-        metadata = read_metadata(items)
-        self.custom: dict[str, Any] = metadata.get("custom_metadata") or {}
-        # Older checkpoints leave chunks of zeros out; in others a missing chunk is a damage.
-        self._zeros_are_missing = not metadata.get("store_array_data_equal_to_fill_value", False)
+        self._zeros_left_out = read_metadata(items).zeros_left_out
         self._open: tuple[str, ts.TensorStore] | None = None
 
-    def read(self, leaf: str, *indices: Index) -> np.ndarray:
+    def read(self, leaf: str, *indices: Index, missing_is_zero: bool = False) -> np.ndarray:
         """A part of an array: each index applies to what the one before left.
 
-        Raises Mismatch, naming the leaf, when the bytes cannot be read or decoded.
+        missing_is_zero: whether to take a chunk that is missing for zeros where the checkpoint is
+        of the kind that leaves these out. Raises Mismatch, naming the leaf, when a chunk is missing
+        otherwise, or bytes cannot be read or decoded.
         """
+        fill = missing_is_zero and self._zeros_left_out
         try:
-            store = self._store(leaf, whole=not any(indices))
+            store = self._store(leaf, whole=not any(indices), fill=fill)
             for index in indices:
                 store = store[index] if index else store
             return np.asarray(store.read().result())
-        except (ValueError, OSError, NotImplementedError) as error:
-            raise damaged(f"{leaf} in {self.items}", error) from error
+        except STORE_ERRORS as error:
+            raise self._named(leaf, error) from error
 
     def close(self) -> None:
         """Lets go of what is in memory."""
         self._open = None
 
-    def _store(self, leaf: str, *, whole: bool) -> ts.TensorStore:
+    def _named(self, leaf: str, error: Exception) -> Mismatch:
+        what = f"{leaf} in {self.items}"
+        if not (self._zeros_left_out and "is missing" in str(error)):
+            return unreadable(what, error)
+        return Mismatch(
+            f"{what} lacks a chunk, which reads as zeros: older checkpoints leave zeros out, and "
+            "whether this one did or lost a file cannot be told; restore the file, or if the array "
+            "is known to have zeros write the checkpoint again with a present version of Orbax"
+        )
+
+    def _store(self, leaf: str, *, whole: bool, fill: bool) -> ts.TensorStore:
         if self._open is not None and self._open[0] == leaf:
             return self._open[1]
         self.close()  # before the next one takes memory
@@ -59,7 +108,7 @@ class StoredArrays:
         spec = {
             **spec,
             "driver": found.spec().to_json()["driver"],
-            "fill_missing_data_reads": self._zeros_are_missing,
+            "fill_missing_data_reads": fill,
             "recheck_cached_data": False,
         }
         store = ts.open(spec, open=True, read=True, context=context).result()
@@ -71,6 +120,8 @@ class NewArrays:
     """Arrays that are being written to an empty folder; `finish` makes it an Orbax checkpoint.
 
     `stacked_axes` of an array are cut into chunks of one, so that a layer is written by itself.
+    Each chunk ends in its crc32c, which whoever reads it checks: it is a codec of the format.
+    Raises OSError, naming the folder, when something cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -88,7 +139,8 @@ class NewArrays:
         """Makes room for an array."""
         stacked = set(stacked_axes)
         block = _block([1 if a in stacked else size for a, size in enumerate(shape)], dtype)
-        codecs = [{"name": "bytes"}, {"name": "zstd", "configuration": {"level": 1}}]
+        compressed = {"name": "zstd", "configuration": {"level": 1}}
+        codecs = [{"name": "bytes"}, compressed, {"name": "crc32c"}]
         spec = {
             "driver": "zarr3",
             "kvstore": _kvstore(self.folder, leaf, new=True),
@@ -100,9 +152,10 @@ class NewArrays:
             },
             "store_data_equal_to_fill_value": True,
         }
-        store = ts.open(
-            spec, create=True, context=self._context, transaction=self._transaction
-        ).result()
+        with self._writing():
+            store = ts.open(
+                spec, create=True, context=self._context, transaction=self._transaction
+            ).result()
         self._stores[leaf], self._bound[leaf] = store, self._transaction
 
     def __contains__(self, leaf: str) -> bool:
@@ -119,7 +172,8 @@ class NewArrays:
         chunk = [size or 1 for size in part.chunk_layout.write_chunk.shape or ()]
         for block in _blocks(array.shape, chunk):
             piece = array[block]
-            part[block].write(piece).result()
+            with self._writing():
+                part[block].write(piece).result()
             self._pending += piece.nbytes
             if self._pending >= _BLOCK_BYTES:
                 self._flush()
@@ -149,7 +203,8 @@ class NewArrays:
             "store_array_data_equal_to_fill_value": True,
             "custom_metadata": custom,
         }
-        (self.folder / METADATA).write_text(json.dumps(metadata), encoding="utf-8")
+        text = json.dumps(with_checksum(metadata))
+        (self.folder / METADATA).write_text(text, encoding="utf-8")
 
     def _in_transaction(self, leaf: str) -> ts.TensorStore:
         if self._bound[leaf] is not self._transaction:
@@ -158,18 +213,28 @@ class NewArrays:
         return self._stores[leaf]
 
     def _flush(self) -> None:
-        self._transaction.commit_async().result()
+        with self._writing():
+            self._transaction.commit_async().result()
         self._transaction, self._pending = ts.Transaction(), 0
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A full disk, say, is an error of the system, whatever TensorStore raises for it."""
+        try:
+            yield
+        except STORE_ERRORS as error:
+            reason = " ".join(str(error).split("[source locations")[0].split())
+            raise OSError(f"{self.folder} cannot be written: {with_own_names(reason)}") from error
 
 
 def _kvstore(items: Path, leaf: str, *, new: bool = False) -> dict[str, Any]:
     name = leaf.replace("/", ".") + "/"
     if new or (items / MANIFEST).exists():
-        store: dict[str, Any] = {"driver": "ocdbt", "base": f"file://{items}/", "path": name}
+        store: dict[str, Any] = {"driver": "ocdbt", "base": in_folder(items), "path": name}
         if new:
             store["config"] = {"max_inline_value_bytes": 1024}
         return store
-    return {"driver": "file", "path": f"{items}/{name}"}
+    return in_folder(items, name)
 
 
 def _entry(leaf: str, value: Mapping[str, Any]) -> dict[str, Any]:

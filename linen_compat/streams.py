@@ -129,6 +129,7 @@ def copy(
             name = source.name(path, layer, part)
             array = source.read(path, layer, part)
             check_finite(array, name, allow_nan=allow_nan)
+            check_sign(array, name, part)
             if path == QUERY and ratio != 1.0:
                 array = scaled(array, ratio)
             destination.write(path, layer, array, part)
@@ -163,6 +164,15 @@ def check_finite(array: np.ndarray, name: str, *, allow_nan: bool = False) -> No
         f"{name} holds NaN or infinity in {wrong} of {array.size} values; "
         "take an earlier checkpoint, or pass --allow-nan to keep them"
     )
+
+
+def check_sign(array: np.ndarray, name: str, part: str) -> None:
+    """Raises Mismatch when a second moment, a mean of squares, is below 0."""
+    if part == MOMENTS[1] and (wrong := int(np.count_nonzero(array < 0))):
+        raise Mismatch(
+            f"{name} is below 0 in {wrong} of {array.size} values, and a second moment is a mean "
+            "of squares; take an earlier checkpoint, or the parameters of this one alone"
+        )
 
 
 def scaled(array: np.ndarray, ratio: float) -> np.ndarray:

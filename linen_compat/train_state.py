@@ -9,11 +9,11 @@ import optax
 from jax.sharding import Mesh
 
 from linen_compat.checkpoint import Inspection, inspect
-from linen_compat.compare import differing_counts
 from linen_compat.loading import open_source
 from linen_compat.model_source import ModelSource
 from linen_compat.placing import fill, for_mesh, mesh_in_use
 from linen_compat.saving import layout_for, write
+from linen_compat.scalars import check_scalars
 from linen_compat.streams import MOMENTS, PARAMETERS, Mismatch
 from nnx_pipeline import Config, MeshConfig, make_mesh
 from nnx_pipeline.train import TrainState, abstract_state
@@ -28,14 +28,13 @@ def load_train_state(
     `jax.set_mesh`, and without one a mesh of one device; it is `state.step.sharding.mesh`.
 
     Moments take the dtype that the optimizer gives them, that of the parameters. MaxText counts the
-    steps of its learning rate apart from Adam's; here both are one number, and a checkpoint in
-    which they differ is refused.
+    steps of training, of Adam and of its learning rate apart; here they are one number, and a
+    checkpoint in which they differ is refused, as is a second moment below 0.
     """
     found = inspect(checkpoint)
     _check_state(found)
     source = open_source(found, config)
-    if wrong := differing_counts(source.scalars):
-        raise Mismatch(wrong)
+    check_scalars(source.scalars)
     mesh = mesh or mesh_in_use() or _one_device(config)
     config = for_mesh(config, mesh)
     with jax.set_mesh(mesh):

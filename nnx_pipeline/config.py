@@ -5,6 +5,7 @@ The mesh is not part of `Config`: the same config runs on any mesh that it divid
 """
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -167,7 +168,45 @@ class Config:
 
     def check_mesh(self, mesh: MeshConfig) -> None:
         """Raises InputError, with the cure, unless everything here divides over `mesh`."""
-        model, stages, repeats = self.model, mesh.stage, self.pipeline.num_repeats
+        self.check_weights(mesh)
+        self._check_pipeline(mesh)
+        self._check_batch_on(mesh)
+
+    def check_weights(self, mesh: MeshConfig) -> None:
+        """Raises InputError, with the cure, unless `mesh` can hold the weights.
+
+        No batch is needed for that; `check_mesh` is for where there is one.
+        """
+        repeats = self.pipeline.num_repeats
+        if mesh.stage == 1 and repeats > 1:
+            raise InputError(
+                f"pipeline.num_repeats={repeats} needs a pipeline; "
+                "set num_repeats=1 or give the mesh a stage axis of 2 or more"
+            )
+        for divisor, size, rule in self.weight_rules(mesh):
+            divides(divisor, size, rule=rule)
+
+    def weight_rules(self, mesh: MeshConfig) -> Iterator[tuple[int, int, str]]:
+        """What must divide for `mesh` to hold the weights: divisor, size, and the rule in words."""
+        model, repeats = self.model, self.pipeline.num_repeats
+        rule = f"model.num_layers={model.num_layers} does not split into "
+        yield (
+            mesh.stage * repeats,
+            model.num_layers,
+            f"{rule}{mesh.stage} stages × {repeats} repeats",
+        )
+        for name, axes in MODEL_DIVISORS.items():
+            divisor, size, spread = mesh.product(*axes), getattr(model, name), "×".join(axes)
+            rule = f"model.{name}={size} does not split over {spread}={divisor} of the mesh"
+            yield divisor, size, rule
+        if self.train.shard_optimizer_over_data:
+            owners, size = mesh.product("fsdp", "expert", "data"), model.embed_dim
+            rule = f"model.embed_dim={size} does not split over fsdp×expert×data={owners} {_OWNED}"
+            yield owners, size, rule
+
+    def _check_pipeline(self, mesh: MeshConfig) -> None:
+        """What a step needs of the mesh beside the weights and the batch."""
+        stages, repeats = mesh.stage, self.pipeline.num_repeats
         microbatches = self.pipeline.microbatches_on(stages)
         if mesh.context > 1:
             raise InputError(
@@ -179,17 +218,6 @@ class Config:
                 "a pipeline; set it to use, give the mesh a stage axis of 2 or more, or set "
                 "pipeline.schedule=1f1b"
             )
-        if stages == 1 and repeats > 1:
-            raise InputError(
-                f"pipeline.num_repeats={repeats} needs a pipeline; "
-                "set num_repeats=1 or give the mesh a stage axis of 2 or more"
-            )
-        divides(
-            stages * repeats,
-            model.num_layers,
-            rule=f"model.num_layers={model.num_layers} does not split into "
-            f"{stages} stages × {repeats} repeats",
-        )
         divides(
             stages,
             microbatches,
@@ -210,9 +238,13 @@ class Config:
                 f"pipeline.schedule={self.pipeline.schedule} the first stage takes it at once; "
                 "choose 'slice', or circular with more microbatches"
             )
+
+    def _check_batch_on(self, mesh: MeshConfig) -> None:
+        """Microbatches split over the devices that each of them runs on."""
+        microbatches = self.pipeline.microbatches_on(mesh.stage)
         self._check_batch(microbatches)
         copies = mesh.data * mesh.fsdp * mesh.expert
-        cut = stages > 1 or self.pipeline.schedule == "1f1b"
+        cut = mesh.stage > 1 or self.pipeline.schedule == "1f1b"
         microbatch = self.train.global_batch // (microbatches if cut else 1)
         divides(
             copies,
@@ -223,15 +255,9 @@ class Config:
             "change one of the two so that a microbatch fits",
         )
         if self.train.shard_optimizer_over_data:
-            self._check_owners(mesh, microbatches)
-        for name, axes in MODEL_DIVISORS.items():
-            divisor, size = mesh.product(*axes), getattr(model, name)
-            spread = "×".join(axes)
-            divides(
-                divisor,
-                size,
-                rule=f"model.{name}={size} does not split over {spread}={divisor} of the mesh",
-            )
+            batch = f"train.global_batch={self.train.global_batch} in {microbatches} microbatches"
+            rule = f"{batch} does not split over data={mesh.data} {_OWNED}"
+            divides(microbatches * mesh.data, self.train.global_batch, rule=rule)
 
     def check_objective(self, stages: int) -> None:
         """Raises InputError where the mesh alone would decide what the loss is.
@@ -249,16 +275,9 @@ class Config:
                 f"set pipeline.num_microbatches={default}, on every mesh"
             )
 
-    def _check_owners(self, mesh: MeshConfig, microbatches: int) -> None:
-        """Every device along `data` needs an equal part of each weight, and of each microbatch."""
-        asked = "of the mesh, as train.shard_optimizer_over_data=True asks; set it to False, or"
-        owners, embed = mesh.product("fsdp", "expert", "data"), self.model.embed_dim
-        rule = f"model.embed_dim={embed} does not split over fsdp×expert×data={owners} {asked}"
-        divides(owners, embed, rule=rule)
-        batch = f"train.global_batch={self.train.global_batch} in {microbatches} microbatches"
-        rule = f"{batch} does not split over data={mesh.data} {asked}"
-        divides(microbatches * mesh.data, self.train.global_batch, rule=rule)
 
+# Every device along `data` then needs an equal part of each weight, and of each microbatch.
+_OWNED = "of the mesh, as train.shard_optimizer_over_data=True asks; set it to False, or"
 
 # Sizes of the model and the mesh axes that their arrays are spread over (see `sharding.Layout`).
 MODEL_DIVISORS = {

@@ -32,7 +32,7 @@ class Mixtral(nnx.Module):
     it is an ordinary single-device model. The layers are one stacked module in `self.pipeline`, see
     `CircularPipeline`. The initial values depend on `rngs` and not on the mesh.
 
-    Raises InputError when the config does not divide over the mesh.
+    Raises InputError when the mesh cannot hold the weights; a batch is checked when it is given.
     """
 
     def __init__(
@@ -43,8 +43,7 @@ class Mixtral(nnx.Module):
         layout: Layout = Layout(),
         parts: Parts = Parts(),
     ) -> None:
-        mesh = ambient_mesh()
-        config.check_mesh(mesh)
+        config.check_weights(ambient_mesh())
         self.config, self.parts = config, parts
         model = config.model
         self.embedding = Embed(model, rngs=rngs, layout=layout)

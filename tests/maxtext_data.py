@@ -57,7 +57,7 @@ def read(folder: Path) -> Leaves:
 def write(folder: Path, leaves: Leaves) -> Path:
     """Writes leaves by Orbax; numbered keys become lists."""
     with ocp.PyTreeCheckpointer() as checkpointer:
-        checkpointer.save(folder, _lists(nested(leaves)))
+        checkpointer.save(folder, lists(nested(leaves)))
     return folder
 
 
@@ -145,9 +145,10 @@ def nested(leaves: Leaves) -> dict[str, Any]:
     return tree
 
 
-def _lists(tree: Any) -> Any:
+def lists(tree: Any) -> Any:
+    """A nested tree whose numbered keys are places in lists."""
     if not isinstance(tree, dict):
         return tree
     if tree and all(key.isdecimal() for key in tree):
-        return [_lists(tree.get(str(n))) for n in range(max(map(int, tree)) + 1)]
-    return {key: _lists(child) for key, child in tree.items()}
+        return [lists(tree.get(str(n))) for n in range(max(map(int, tree)) + 1)]
+    return {key: lists(child) for key, child in tree.items()}

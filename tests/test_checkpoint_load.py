@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import yaml
 from helpers import arrays_by_path, assert_same_placement, mesh_of, replace
 from maxtext_data import (
+    DATA,
     KEPT,
     PIPELINES,
     checkpoint,
@@ -251,6 +253,82 @@ def _size(path):
     return path.stat().st_size
 
 
-def test_a_config_that_does_not_fit_the_mesh():
-    with pytest.raises(InputError, match="does not split"):
-        linen_compat.load(checkpoint("unscanned"), config_of(), mesh=mesh_of("tensor=8"))
+def yaml_of_a_pipeline():
+    """MaxText's own YAML of a run with two stages, two repeats and a microbatch per sequence."""
+    return linen_compat.config_from_maxtext(
+        {
+            **yaml.safe_load((DATA / "unscanned" / "config.yml").read_text()),
+            "ici_pipeline_parallelism": 2,
+            "num_pipeline_microbatches": 4,
+            "per_device_batch_size": 2,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("axes", "stack"),
+    [
+        ("stage=2,fsdp=2", (2, 2, 1)),  # a microbatch of one sequence does not split
+        ("stage=4", (1, 4, 1)),  # four layers are no four stages of two repeats
+        ("stage=2,fsdp=4", (2, 2, 1)),
+        ("fsdp=8", (1, 1, 4)),  # nor do four sequences split over eight devices
+        ("context=2", (1, 1, 4)),
+    ],
+)
+def test_weights_load_where_a_batch_of_training_would_not_split(axes, stack):
+    config, mesh = yaml_of_a_pipeline(), mesh_of(axes)
+    assert (config.pipeline.num_repeats, config.train.global_batch) == (2, 4)
+    model = linen_compat.load(checkpoint("unscanned"), config, mesh=mesh)
+    expected = arrays_by_path(linen_compat.load(checkpoint("unscanned"), config_of()))
+    for path, array in arrays_by_path(model).items():
+        if path.startswith("pipeline"):
+            assert array.shape[:3] == stack
+        flat = np.asarray(array).reshape(expected[path].shape)
+        np.testing.assert_array_equal(flat, expected[path], err_msg=path)
+    state = linen_compat.load_train_state(checkpoint("unscanned"), config, mesh=mesh)
+    assert state.model.pipeline.layers.attention.query.shape[:3] == stack
+
+
+def test_the_batch_is_checked_when_it_is_given():
+    mesh = mesh_of("stage=2,fsdp=2")
+    model = linen_compat.load(checkpoint("unscanned"), yaml_of_a_pipeline(), mesh=mesh)
+    tokens = reference("unscanned")["inputs"]
+    apply = jax.jit(lambda model, tokens: model(tokens))
+    with jax.set_mesh(mesh):
+        with pytest.raises(InputError, match="a microbatch of 1 sequences does not split"):
+            apply(model, tokens[:4])
+        logits = apply(model, np.concatenate([tokens[:4], tokens[:4]]))
+    np.testing.assert_array_equal(logits[:4], logits[4:])
+
+
+@pytest.mark.parametrize(("stages", "repeats"), [(4, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize(
+    ("axes", "asked", "stack"),
+    [("stage=2", 1, (1, 2, 2)), ("stage=2", 2, (2, 2, 1)), ("stage=4", 3, (1, 4, 1))],
+)
+def test_more_or_fewer_stages_and_repeats_than_stored(
+    tmp_path, stages, repeats, axes, asked, stack
+):
+    leaves = laid_out(parameters(), "pipelined", stages, repeats)
+    write(tmp_path / "items", {f"params/params/{k}": v for k, v in leaves.items()})
+    config = replace(config_of(), "pipeline", num_repeats=asked)
+    model = linen_compat.load(tmp_path, config, mesh=mesh_of(axes))
+    query = model.pipeline.layers.attention.query[...]
+    assert query.shape[:3] == stack
+    for layer, own in enumerate(np.asarray(query).reshape(4, *query.shape[3:])):
+        stored = parameters()[f"decoder/layers_{layer}/self_attention/query/kernel"]
+        np.testing.assert_array_equal(own, stored)
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ("tensor=8", r"num_heads=4 does not split over tensor=8 .*; choose another mesh"),
+        ("stage=8", r"num_layers=4 does not split into 8 stages .*; choose another mesh"),
+    ],
+)
+def test_a_mesh_that_cannot_hold_the_weights(axes, message):
+    """The sizes of a checkpoint are what they are: the cure is never to change them."""
+    with pytest.raises(InputError, match=message) as error:
+        linen_compat.load(checkpoint("unscanned"), config_of(), mesh=mesh_of(axes))
+    assert "multiple" not in str(error.value)

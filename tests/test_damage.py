@@ -1,12 +1,14 @@
 """Checkpoints that are damaged or incomplete: what is lost is named, by every command alike."""
 
 import json
+import os
 import re
 import shutil
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
-from maxtext_data import DATA, checkpoint, full_state, read, state_in, write
+from maxtext_data import DATA, checkpoint, full_state, lists, nested, read, state_in, write
 
 import linen_compat
 from linen_compat.checkpoint import inspect
@@ -96,13 +98,86 @@ def test_without_metadata_it_is_the_checkpoint_that_does_not_fit(step, bridge, p
         assert "_METADATA" in ended.err
 
 
-def test_the_latest_step_is_named_when_it_is_incomplete_and_no_other_is_taken(step, bridge):
-    (step.parent / "13" / "items").mkdir(parents=True)
-    ended = bridge("check", step.parent, "--config", CONFIG)
-    assert ended.code == 1
-    assert f"{step.parent / '13'}, the latest step, has no _METADATA" in ended.err
-    assert f"give another step, such as {step}" in ended.err
+LATEST = {
+    "not written to its end": (
+        lambda p: (p / "items").mkdir(parents=True),
+        "has no _METADATA in 1",
+    ),
+    "a link to nothing": (lambda p: p.symlink_to(p.parent / "gone"), "is a link to nothing"),
+    "a link to itself": (lambda p: p.symlink_to(p), "is a link to nothing"),
+    "a file": (lambda p: p.write_text(""), "is no folder"),
+    "an empty folder": (lambda p: p.mkdir(), "has no _METADATA in 13/items"),
+    "a folder of files": (
+        lambda p: shutil.copytree(p.parent / "2" / "items" / "d", p),
+        "has no _M",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LATEST)
+def test_the_latest_step_is_named_and_no_other_is_taken(tmp_path, step, bridge, kind):
+    make, message = LATEST[kind]
+    make(step.parent / "13")
+    (step.parent / "notes").mkdir()
+    for words in (
+        ("inspect", step.parent),
+        ("check", step.parent, "--config", CONFIG),
+        ("convert", step.parent, tmp_path / "out", "--to", "nnx"),
+    ):
+        ended = bridge(*words)
+        assert ended.code == 1
+        assert f"{step.parent / '13'}, the latest step, {message}" in ended.err
+        assert f"give another step by its name, such as {step}" in ended.err
+    for load in (linen_compat.load, linen_compat.load_train_state):
+        with pytest.raises(Mismatch, match=f"13, the latest step, {message}"):
+            load(step.parent, read_config(CONFIG))
     assert bridge("check", step, "--config", CONFIG).code == 0
+
+
+def test_two_folders_of_one_step_are_not_chosen_from(step, bridge):
+    shutil.copytree(step, step.parent / "002")
+    ended = bridge("inspect", step.parent)
+    assert (ended.code, "are both step 2, the latest" in ended.err) == (1, True)
+    (step.parent / "3").symlink_to(step)
+    assert bridge("inspect", step.parent).code == 0
+
+
+def test_digits_of_other_scripts_are_no_steps(step):
+    (step.parent / "٣").mkdir()
+    assert inspect(step.parent).items == step / "items"
+
+
+@pytest.fixture
+def as_nobody():
+    """Takes the rights of root away from this process for a time."""
+    if os.geteuid():
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("what", ["13", "13/items", "13/items/_METADATA", "13/items/d", ".", "all"])
+def test_what_may_not_be_read_is_no_damage(step, bridge, request, what):
+    shutil.copytree(step, step.parent / "13")
+    run = step.parent
+    bridge("check", run, "--config", CONFIG, "--read")  # everything is imported
+    places = run.rglob("*") if what == "all" else [run / what]
+    for place in sorted(places, reverse=True):
+        place.chmod(0)
+    for parent in run.parents:
+        if parent.name.startswith("pytest-") and os.access(parent, os.W_OK):
+            parent.chmod(0o755)
+    run.parent.chmod(0o755)
+    request.getfixturevalue("as_nobody")
+    ended = bridge("check", run, "--config", CONFIG, "--read")
+    assert ended.code == 1
+    assert re.search("may not be read by this user|Permission denied", ended.err), ended.err
+    assert "damaged" not in ended.err
+    assert "is missing" not in ended.err
 
 
 @pytest.mark.parametrize("place", ["run", "step", "items"])
@@ -127,6 +202,10 @@ def test_without_a_router_in_the_own_format_too(tmp_path, bridge):
     bridge("convert", checkpoint("unscanned"), tmp_path / "nnx", "--to", "nnx")
     leaves = {k: v for k, v in read(tmp_path / "nnx").items() if not k.endswith("router")}
     write(tmp_path / "items", leaves)
+    file = tmp_path / "items" / "_METADATA"
+    assert bridge("inspect", tmp_path / "items").err.count("does not say the attention_scale") == 1
+    own = {**json.loads(file.read_text()), "custom_metadata": {"attention_scale": 1.0}}
+    file.write_text(json.dumps(own))
     ended = bridge("convert", tmp_path / "items", tmp_path / "out", "--to", "maxtext:scanned")
     assert ended.code == 1
     assert "pipeline/layers/feed_forward/router is missing" in ended.err
@@ -155,3 +234,78 @@ def test_an_empty_folder_is_an_argument_that_cannot_be_used(tmp_path):
     with pytest.raises(InputError, match="holds no Orbax checkpoint") as error:
         inspect(tmp_path)
     assert not isinstance(error.value, Mismatch)
+
+
+def without_promise(items):
+    """Says of a checkpoint what older ones say: chunks of zeros may have been left out."""
+    file = items / "_METADATA"
+    values = json.loads(file.read_text())
+    values.pop("store_array_data_equal_to_fill_value")
+    file.write_text(json.dumps(values))
+
+
+def in_files(folder, leaves):
+    """Writes leaves by Orbax as it did long ago: each chunk is a file, and zeros are left out."""
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=False)
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(folder, lists(nested(leaves)))
+    without_promise(folder)
+
+
+@pytest.mark.parametrize("promised", [True, False])
+def test_a_chunk_that_is_gone_is_named_and_never_read_as_zeros(tmp_path, bridge, promised):
+    items, leaf = tmp_path / "items", "params/params/decoder/layers_1/self_attention/out/kernel"
+    in_files(items, full_state())
+    if promised:
+        metadata = json.loads((items / "_METADATA").read_text())
+        metadata["store_array_data_equal_to_fill_value"] = True
+        (items / "_METADATA").write_text(json.dumps(metadata))
+    (items / leaf.replace("/", ".") / "0.0.0").unlink()
+    for words in (
+        ("check", items, "--config", CONFIG, "--read"),
+        ("convert", items, tmp_path / "out", "--to", "maxtext:scanned"),
+    ):
+        ended = bridge(*words)
+        assert ended.code == 1
+        assert f"{leaf} in {items}" in ended.err
+        assert ("lacks a chunk" in ended.err) == (not promised)
+    with pytest.raises(Mismatch, match=f"{leaf} in "):
+        linen_compat.load(items, read_config(CONFIG))
+
+
+def test_zeros_that_older_checkpoints_leave_out_at_the_first_step(tmp_path, bridge):
+    """Moments and counts that nothing has changed yet are zero, and have no chunk."""
+    is_weight = {name: name.startswith("params/") for name in full_state()}
+    leaves = {k: v if is_weight[k] else np.zeros_like(v) for k, v in full_state().items()}
+    in_files(tmp_path / "items", leaves)
+    for name in leaves:
+        if not is_weight[name]:
+            for chunk in (tmp_path / "items" / name.replace("/", ".")).glob("[0-9]*"):
+                chunk.unlink()
+    assert bridge("check", tmp_path, "--config", CONFIG, "--read").code == 0
+    state = linen_compat.load_train_state(tmp_path, read_config(CONFIG))
+    assert (int(state.step), int(np.count_nonzero(state.optimizer[1][0].nu.head[...]))) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tree_metadata", None),
+        ("tree_metadata", {"params": {}}),
+        ("tree_metadata", {"('step',)": 3}),
+        ("tree_metadata", {"f(x)": {"value_metadata": {"value_type": "jax.Array"}}}),
+        ("custom_metadata", 3),
+        ("custom_metadata", {"attention_scale": "wide"}),
+        ("custom_metadata", {"attention_scale": -1.0}),
+        ("custom_metadata", {"crc32_of_metadata": "00000000"}),
+    ],
+)
+def test_metadata_that_is_json_and_nothing_else(step, bridge, name, content):
+    file = step / "items" / "_METADATA"
+    file.write_text(json.dumps({**json.loads(file.read_text()), name: content}))
+    ended = bridge("inspect", step)
+    assert (ended.code, f"{file} cannot be read, the checkpoint is damaged" in ended.err) == (
+        1,
+        True,
+    )
+    assert not re.search("NoneType|object|KeyError|attribute '", ended.err)

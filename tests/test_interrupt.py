@@ -246,23 +246,6 @@ with new_folder("deep/er/out") as folder:
     assert (tmp_path / "x.json").read_text() == "before"
 
 
-def test_a_process_of_its_own_ends_too(tmp_path: Path) -> None:
-    child = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(600)"
-    code = f"""
-import sys
-from nnx_pipeline import ending
-from nnx_pipeline.lab import worker
-ending.answer("command")
-worker._run([sys.executable, "-c", {child!r}], input="", env={{}})
-"""
-    with started(tmp_path, code) as process:
-        until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "")
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=LONGEST)
-    assert process.returncode == 130
-    until(lambda: not alive(int((tmp_path / "pid").read_text())))
-
-
 def until(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LONGEST
     while not holds():

@@ -1,0 +1,213 @@
+"""What this project writes can be checked to the byte; of the rest, what no training makes."""
+
+import itertools
+import json
+import re
+import shutil
+import struct
+
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore as ts
+from maxtext_data import DATA, KEPT, assert_same_leaves, checkpoint, full_state, read, write
+
+import linen_compat
+from linen_compat import checksums
+from linen_compat.folders import in_folder
+from linen_compat.plausible import suspicion
+from linen_compat.streams import Mismatch
+from nnx_pipeline.files import write_whole
+
+CONFIG = str(DATA / "unscanned" / "config.yml")
+LLAMA = DATA.parent / "huggingface" / "llama"
+FORMATS = ("maxtext:unscanned", "maxtext:scanned", "maxtext:pipelined", "nnx")
+KERNEL = "params/params/decoder/layers_2/self_attention/query/kernel"
+
+
+def flip(file, place, bit=4):
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1 << bit
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_chunk_that_is_written_ends_in_its_crc32c(tmp_path, bridge, format):
+    stages = ["--stages", "2"] if format == "maxtext:pipelined" else []
+    ended = bridge("convert", checkpoint("unscanned"), tmp_path / "out", "--to", format, *stages)
+    assert ended.code == 0, ended.err
+    base = {"driver": "ocdbt", "base": in_folder(tmp_path / "out")}
+    store = ts.KvStore.open(base).result()
+    arrays = [key for key in store.list().result() if key.endswith(b"/zarr.json")]
+    assert len(arrays) > 30
+    for key in arrays:
+        codecs = json.loads(store.read(key).result().value)["codecs"]
+        assert codecs[-1]["name"] == "crc32c"
+    with ocp.PyTreeCheckpointer() as checkpointer:  # which reads it as any other
+        assert checkpointer.metadata(tmp_path / "out") is not None
+    assert len(read(tmp_path / "out")) == len(arrays)
+
+
+@pytest.mark.parametrize("format", ["maxtext:scanned", "nnx"])
+def test_a_flipped_bit_anywhere_is_found_or_changes_nothing(tmp_path, bridge, format):
+    """In arrays, indices and metadata; nothing that was changed is loaded or converted."""
+    out = tmp_path / "out"
+    source = checkpoint("scanned_params_only_bf16")
+    assert bridge("convert", source, out, "--to", format).code == 0
+    expected, found = read(out), 0
+    files = sorted(path for path in out.rglob("*") if path.is_file())
+    places = [(file, n) for file in files for n in range(24)]
+    for number, (file, part) in enumerate(places):
+        whole = file.read_bytes()
+        flip(file, len(whole) * part // 24 + part % 7, bit=number % 8)
+        try:
+            plan = linen_compat.convert.plan(out, tmp_path / "b", target_format=format)
+            plan.run(allow_nan=True)
+        except Mismatch:
+            found += 1
+        else:
+            assert_same_leaves(read(tmp_path / "b"), expected)
+            shutil.rmtree(tmp_path / "b")
+        write_whole(str(file), whole)
+    assert found > 0.8 * len(places)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral_sharded"])
+def test_a_flipped_bit_in_a_folder_of_safetensors(tmp_path, bridge, name):
+    out = tmp_path / "out"
+    linen_compat.save(linen_compat.load(DATA.parent / "huggingface" / name), out, "huggingface")
+    values = json.loads((out / "config.json").read_text())
+    config = tmp_path / "own.yml"
+    config.write_text(json.dumps({"model": vars(linen_compat.huggingface.own_config(out).model)}))
+    assert bridge("check", out, "--config", config, "--read").code == 0
+    (file,) = sorted(out.glob("*.safetensors"))
+    whole = file.read_bytes()
+    for at in (len(whole) // 3, len(whole) // 2, len(whole) - 1):
+        flip(file, at, bit=0)
+        named = r"model\.\S+ in .* is not what was written, by its checksum|lm_head"
+        with pytest.raises(Mismatch, match=named):
+            linen_compat.load(out)
+        ended = bridge("check", out, "--config", config, "--read")
+        assert (ended.code, "by its checksum; restore the folder, or if" in ended.err) == (1, True)
+        assert bridge("convert", out, tmp_path / "b", "--to", "nnx").code == 1
+        file.write_bytes(whole)
+    (out / "config.json").write_text(json.dumps({**values, "eos_token_id": 3}))
+    linen_compat.load(out)  # the model does not depend on it
+    (out / "config.json").write_text(json.dumps({**values, "rms_norm_eps": 1e-4}))
+    with pytest.raises(Mismatch, match=r"config.json in .* is not what was written"):
+        linen_compat.load(out)
+    (out / checksums.FILE).unlink()
+    assert linen_compat.load(out).config.model.norm_epsilon == 1e-4
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"crc32": {}}', '{"crc32": 3, "crc32_of_these": 4}']
+)
+def test_a_damaged_file_of_checksums(tmp_path, content):
+    linen_compat.save(linen_compat.load(LLAMA), tmp_path / "out", "huggingface")
+    (tmp_path / "out" / checksums.FILE).write_text(content)
+    with pytest.raises(Mismatch, match=f"{checksums.FILE} is damaged; restore the folder"):
+        linen_compat.load(tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_no_false_alarm_on_checkpoints_of_maxtext(bridge, name):
+    config = DATA / name / "config.yml"
+    for step in sorted(checkpoint(name).iterdir()):
+        ended = bridge("check", step, "--config", config, "--read")
+        assert ended.code == 0, ended.err
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "mixtral_fused", "mixtral_sharded"])
+def test_no_false_alarm_on_models_of_transformers(tmp_path, bridge, name):
+    folder, config = DATA.parent / "huggingface" / name, tmp_path / "own.yml"
+    config.write_text(
+        json.dumps({"model": vars(linen_compat.huggingface.own_config(folder).model)})
+    )
+    ended = bridge("check", folder, "--config", config, "--read")
+    assert ended.code == 0, ended.err
+
+
+def other_bits(value, bit):
+    (bits,) = struct.unpack("<I", struct.pack("<f", value))
+    return struct.unpack("<f", struct.pack("<I", bits ^ (1 << bit)))[0]
+
+
+def large(array):
+    array.reshape(-1)[5] = other_bits(array.reshape(-1)[5], 30)
+
+
+def zeroed(array):
+    array.reshape(-1)[100 : 100 + 128] = 0  # a sector of a disk
+
+
+def zero(array):
+    array[...] = 0
+
+
+@pytest.mark.parametrize(
+    ("leaf", "change", "message"),
+    [
+        (KERNEL, large, "holds a value of magnitude .*, and the middle one of its magnitudes is"),
+        (KERNEL, zeroed, "holds 128 zeros in a row, like a block that was lost"),
+        (KERNEL, zero, "holds nothing but zeros"),
+        ("opt_state/0/mu/params/decoder/decoder_norm/scale", large, "no such value comes of train"),
+        ("params/params/decoder/layers_0/MoeBlock_0/wo", zeroed, "holds 128 zeros in a row"),
+        ("params/params/decoder/logits_dense/kernel", zeroed, "holds 1.. zeros in a row"),
+    ],
+)
+def test_what_no_training_makes_is_named_by_read(tmp_path, bridge, leaf, change, message):
+    leaves = {name: array.copy() for name, array in full_state().items()}
+    change(leaves[leaf])
+    write(tmp_path / "items", leaves)
+    assert bridge("check", tmp_path, "--config", CONFIG).code == 0
+    ended = bridge("check", tmp_path, "--config", CONFIG, "--read", "--json", tmp_path / "found")
+    assert ended.code == 1
+    assert re.search(f"{leaf} {message}", ended.err), ended.err
+    assert "the file may be damaged all the same" in ended.err
+    found = json.loads((tmp_path / "found").read_text())
+    assert (found["fits"], len(found["problems"])) == (False, 1)
+
+
+def weights(shape, dtype=np.float32):
+    draw = np.random.default_rng(0)
+    return (0.02 * draw.standard_normal(shape)).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("rows", [slice(0, 1), slice(90, 128), slice(3, 90, 7)])
+def test_rows_of_tokens_that_nothing_uses_are_no_alarm(dtype, rows):
+    """A vocabulary is padded; a table of tokens has such rows, a head such columns."""
+    table = weights((128, 96), dtype)
+    table[rows] = 0
+    for array in (table, table.T):
+        assert suspicion(array, "parameters", rows_may_be_zero=True) is None
+        assert suspicion(array, "parameters", rows_may_be_zero=False) is not None or rows.step
+    table[5, 10:90] = 0
+    assert "80 zeros" in suspicion(table, "parameters", rows_may_be_zero=True)
+
+
+@pytest.mark.parametrize(("part", "scale"), itertools.product(("mu", "nu"), (0.0, 1e-30, 1e3)))
+def test_moments_may_be_zero_and_small_and_of_any_spread(part, scale):
+    moment = np.abs(weights((64, 64))) * scale
+    moment[:32] = 0
+    moment[40] *= 1e-20
+    assert suspicion(moment, part, rows_may_be_zero=False) is None
+
+
+def test_long_arrays_are_looked_at_block_by_block():
+    array = weights((3 * 2**20,))
+    array[2**20 - 30 : 2**20 + 50] = 0  # over the border of two blocks
+    assert "80 zeros" in suspicion(array, "parameters", rows_may_be_zero=False)
+    array[2**20 - 30 : 2**20 + 50] = 1.0
+    array[-1] = 1e5
+    assert "magnitude 1.0e+05" in suspicion(array, "parameters", rows_may_be_zero=False)
+    assert suspicion(np.zeros(0), "parameters", rows_may_be_zero=False) is None
+
+
+def test_outliers_as_trained_models_have_them_are_no_alarm():
+    array = weights((256, 256))
+    array[3, 4], array[5, 6] = 40.0, -90.0
+    assert suspicion(array, "parameters", rows_may_be_zero=False) is None
+    assert suspicion(np.full(64, 0.0), "parameters", rows_may_be_zero=False) is None  # a scale

@@ -1,0 +1,165 @@
+"""Checkpoints damaged in every way at every file: found, or no value is another one."""
+
+import functools
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from maxtext_data import DATA, checkpoint
+
+import linen_compat
+from linen_compat.convert import open_checkpoint, plan
+from linen_compat.doctor import diagnose, read_everything
+from linen_compat.huggingface import own_config
+from linen_compat.maxtext_config import read_config
+from linen_compat.streams import Mismatch, walk
+from nnx_pipeline import InputError
+
+LLAMA = DATA.parent / "huggingface" / "llama"
+INTERNALS = re.compile(
+    r"NoneType|object has no|KeyError|TypeError|IndexError|Traceback|<class|take it out|source loc"
+)
+
+
+def swap(file):
+    other = next(p for p in sorted(file.parent.iterdir()) if p.is_file() and p != file)
+    file.write_bytes(other.read_bytes())
+
+
+def overwrite(begin, end, content):
+    """Replaces a part of a file, given as shares of its length, by a byte."""
+
+    def change(file):
+        whole = bytearray(file.read_bytes())
+        first, last = (
+            int(len(whole) * begin),
+            max(int(len(whole) * begin) + 1, int(len(whole) * end)),
+        )
+        whole[first:last] = bytes([content]) * len(whole[first:last])
+        file.write_bytes(whole)
+
+    return change
+
+
+def flip(share, bit):
+    def change(file):
+        whole = bytearray(file.read_bytes())
+        whole[min(len(whole) - 1, int(len(whole) * share))] ^= 1 << bit
+        file.write_bytes(whole)
+
+    return change
+
+
+def a_folder(file):
+    file.unlink()
+    file.mkdir()
+
+
+def a_dangling_link(file):
+    file.unlink()
+    file.symlink_to(file.parent / "nowhere")
+
+
+def cut(share):
+    return lambda file: file.write_bytes(file.read_bytes()[: int(file.stat().st_size * share)])
+
+
+DAMAGES = {
+    "gone": lambda file: file.unlink(),
+    "empty": cut(0),
+    "cut early": cut(0.1),
+    "cut": cut(0.5),
+    "without its last byte": lambda file: file.write_bytes(file.read_bytes()[:-1]),
+    "with a byte more": lambda file: file.write_bytes(file.read_bytes() + b"\0"),
+    "zeros at the beginning": overwrite(0, 0.1, 0),
+    "zeros in the middle": overwrite(0.45, 0.55, 0),
+    "zeros at the end": overwrite(0.9, 1, 0),
+    "ones in the middle": overwrite(0.45, 0.55, 255),
+    "text": lambda file: file.write_text("not what was here\n"),
+    "another file": swap,
+    "a folder": a_folder,
+    "a dangling link": a_dangling_link,
+    **{
+        f"bit {bit} at {share:.0%}": flip(share, bit)
+        for share, bit in ((0, 0), (0.2, 6), (0.4, 3), (0.6, 7), (0.8, 1), (1, 5))
+    },
+}
+
+
+@functools.cache
+def forms(folder):
+    """Checkpoints of each kind with the config that fits: two of our own, three of others."""
+    unscanned = read_config(str(DATA / "unscanned" / "config.yml"))
+    plan(checkpoint("unscanned"), folder / "nnx", target_format="nnx").run()
+    linen_compat.save(linen_compat.load(LLAMA), folder / "huggingface", "huggingface")
+    shutil.copytree(checkpoint("unscanned") / "2" / "items", folder / "maxtext")
+    shutil.copytree(LLAMA, folder / "transformers")
+    (folder / "transformers" / "reference.npz").unlink()
+    return {
+        name: (folder / name, own_config(LLAMA) if name in _SAFETENSORS else unscanned)
+        for name in ("nnx", "huggingface", "maxtext", "transformers")
+    }
+
+
+_SAFETENSORS = ("huggingface", "transformers")
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    return forms(tmp_path_factory.mktemp("forms"))
+
+
+def everything(folder, config):
+    """Every value of a checkpoint that was found whole, by its name."""
+    read_everything(whole(diagnose(folder, config)), config)
+    source = open_checkpoint(folder, config=config).source
+    values = {
+        (part, path, layer): source.read(path, layer, part)
+        for part in source.parts
+        for path, layer in walk(source)
+    }
+    return {**values, **source.scalars}
+
+
+def whole(found):
+    if found.comparison.problems:
+        raise Mismatch("; ".join(found.comparison.problems))
+    return found
+
+
+def same(found, expected):
+    return found.keys() == expected.keys() and all(
+        np.array_equal(found[key], value) for key, value in expected.items()
+    )
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("form", ["nnx", "huggingface", "maxtext", "transformers"])
+def test_damage_is_found_or_changes_no_value(tmp_path, kept, form, damage):
+    """Of other formats only overwritten data may pass, and config.json, which has no checksum."""
+    folder, config = kept[form]
+    expected = everything(folder, config)
+    files = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
+    assert len(files) >= 2
+    for file in files:
+        copy = tmp_path / str(len(list(tmp_path.iterdir()))) / folder.name
+        shutil.copytree(folder, copy)
+        DAMAGES[damage](copy / file)
+        try:
+            found = everything(copy, config)
+        except InputError as error:
+            message = str(error)
+            assert not INTERNALS.search(message), (file, message)
+            assert str(copy) in message or "model.layers" in message or "params/" in message
+        else:
+            assert same(found, expected) or (form in BLIND and may_pass(file, damage)), file
+
+
+BLIND = ("maxtext", "transformers")
+
+
+def may_pass(file: Path, damage: str) -> bool:
+    overwritten = damage.startswith(("bit", "zeros", "ones"))
+    return overwritten and ("d" in file.parts or file.suffix == ".safetensors")
