@@ -259,8 +259,10 @@ def _verdict(experiment: Experiment, a: Measurement | None, b: Measurement | Non
 
 
 def _verdict_of(before: int | None, after: int | None) -> str:
-    if not before or after is None:
+    if before is None or after is None:
         return NOT_APPLICABLE
+    if not before:
+        return "opposite" if after else "no effect"
     ratio = after / before
     if abs(ratio - 1) < NO_EFFECT:
         return "no effect"
