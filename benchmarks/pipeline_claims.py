@@ -42,7 +42,7 @@ PLATFORMS = {
     "cpu": Platform.parse("cpu"),
 }
 MESH, MICROBATCHES = "stage=4,fsdp=2", 8
-MESHES = {"zero-1": "data=2,stage=4", "expert-reshard": "stage=2,fsdp=2,expert=2"}
+MESHES = {"zero-1": "data=2,stage=4", "expert-reshard": "stage=4,expert=2"}
 HEAD = (
     "| experiment | claim | arm a | arm b | temp a | temp b | b/a | heap a | heap b | b/a "
     "| peak a | peak b | verdict | numbers apart by |\n" + "|---" * 4 + "|--:" * 8 + "|---|--:|"

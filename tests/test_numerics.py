@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -92,8 +93,6 @@ def test_arms_with_other_arrays() -> None:
     ],
 )
 def test_what_an_outcome_says(monkeypatch: pytest.MonkeyPatch, wrong: float, note: str) -> None:
-    import sys
-
     compare = sys.modules["nnx_pipeline.lab.compare"]  # `lab.compare` is the function
     programs = EXPERIMENTS["norm-scale"].programs(preset("tiny"), MeshConfig())
     values = {programs[0].parts: ONES, programs[1].parts: np.float32(wrong) * ONES}
@@ -153,6 +152,18 @@ def test_one_percent_of_temp_is_an_effect(ratio: float, verdict: str, note: str)
     assert (found.verdict, found.note) == (verdict, note)
     assert found.to_json()["same_program"] is False
     assert found.to_json()["judged_by"] == "temp_bytes"
+
+
+@pytest.mark.parametrize(
+    ("temps", "verdict"), [((0, 0), "no effect"), ((0, 1), "opposite"), ((1, 0), "holds")]
+)
+def test_no_temp_at_all_is_a_figure_too(temps: tuple[int, int], verdict: str) -> None:
+    made = measurement(None)
+    a, b = (
+        dataclasses.replace(made, memory=dataclasses.replace(made.memory, temp_bytes=temp))
+        for temp in temps
+    )
+    assert compare_measurements(EXPERIMENTS["shard-variable"], a, b).verdict == verdict
 
 
 def test_one_program_is_said() -> None:

@@ -90,7 +90,7 @@ class Experiment:
     by_default: bool = False
     later: str = ""
     same_program: str = ""
-    # In float32 no experiment's arms lie farther apart than 5e-7, most of them less or not at all.
+    # In float32 no experiment's arms lie farther apart than 6e-7, and many not at all.
     tolerance: float = 2e-6
     judged_by: Quantity = "temp"
 
