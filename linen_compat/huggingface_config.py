@@ -5,6 +5,7 @@ changes what a model computes is never ignored.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,15 +56,15 @@ _ONLY: dict[str, tuple[Any, str]] = {
     "attention_dropout": (0.0, "dropout on attention weights is not there; set it to 0 to go on"),
     "router_jitter_noise": (0.0, "the router adds no noise here; set it to 0 to go on"),
     "is_encoder_decoder": (False, "the model here is a decoder"),
-    **dict.fromkeys(
-        ("quantization_config", "compression_config", "quant_config", "quantization"),
-        (None, "its weights are stored in another form; save the model with plain float weights"),
-    ),
+    "quantization_config": (None, "save the model with plain float weights"),
+    "compression_config": (None, "save the model with plain float weights"),
 }
 _READ_APART = {
     *("architectures", "model_type", "num_key_value_heads", "head_dim", "sliding_window", LONGEST),
     *("rope_theta", "rope_scaling", "rope_parameters", "torch_dtype", "dtype"),
 }
+# Of a key like these it can never be said that weights do not depend on it.
+_OF_STORED_FORM = re.compile("quant|compress|pack|spars|prun|bits|adapter|lora", re.IGNORECASE)
 # About initialisation, generation, tokens, outputs and bookkeeping, or (the load-balance loss)
 # chosen in `TrainConfig`. `pretraining_tp` only cuts products into pieces.
 IGNORED = {
@@ -188,10 +189,10 @@ def _architecture(values: Mapping[str, Any]) -> str:
     known = ", ".join(MODEL_TYPES)
     if names is None:
         by_type = {model_type: name for name, model_type in MODEL_TYPES.items()}
-        if kind not in by_type:
+        if not isinstance(kind, str) or kind not in by_type:
             raise InputError(f"{CONFIG_FILE}: model_type={kind!r} is not supported, only {known}")
         return by_type[kind]
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in MODEL_TYPES:
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in [*MODEL_TYPES]:
         raise InputError(f"{CONFIG_FILE}: architectures={names!r} is not supported, only {known}")
     if kind not in (None, MODEL_TYPES[names[0]]):
         raise InputError(
@@ -206,10 +207,12 @@ def _refuse_unknown(values: Mapping[str, Any], architecture: str) -> None:
     known = {*_REQUIRED, *_OPTIONAL, *of_experts, *_ONLY, *_READ_APART, *IGNORED}
     for key, value in values.items():
         if key not in known:
+            cure = f"save the model with transformers as a plain {architecture} of float weights"
+            if not _OF_STORED_FORM.search(key):
+                cure += ", or remove the key if the model does not depend on it"
             raise InputError(
                 f"{CONFIG_FILE}: {key}={value!r} is not a key that is known of a {architecture}; "
-                "what it changes cannot be said here: save the model with transformers as a plain "
-                f"{architecture} of float weights, or remove the key if it changes nothing"
+                f"{cure}"
             )
 
 

@@ -22,8 +22,11 @@ def load(
     the checkpoint need not be those of the mesh and the config. Or a Hugging Face folder.
     config: for a Hugging Face folder None means that of its `config.json`; with another one the
     query kernels are scaled where its `attention_scale` is not head_dim^-0.5.
-    mesh: None for that of `jax.set_mesh`, and without one the default device. On a mesh without
-    stages the layers run one after the other, and what the config says of a pipeline is left out.
+    mesh: None for that of `jax.set_mesh`, and without one the default device. It needs to hold the
+    weights; whether a batch splits over it is checked when there is one. On a mesh without stages
+    the layers run one after the other, and what the config says of a pipeline is left out; on one
+    with stages, where the layers do not split into the config's repeats, there are as many below
+    that as they do split into (`model.config` has the number).
 
     Every array is read in the parts that devices of this process hold, in its own sharding, one
     array at a time. Values are those stored; the dtype becomes `config.model.param_dtype`.

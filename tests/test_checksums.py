@@ -14,7 +14,8 @@ import tensorstore as ts
 from maxtext_data import DATA, KEPT, assert_same_leaves, checkpoint, full_state, read, write
 
 import linen_compat
-from linen_compat import checksums
+from linen_compat import checksums, huggingface
+from linen_compat.convert import plan
 from linen_compat.folders import in_folder
 from linen_compat.plausible import suspicion
 from linen_compat.streams import Mismatch
@@ -57,13 +58,12 @@ def test_a_flipped_bit_anywhere_is_found_or_changes_nothing(tmp_path, bridge, fo
     assert bridge("convert", source, out, "--to", format).code == 0
     expected, found = read(out), 0
     files = sorted(path for path in out.rglob("*") if path.is_file())
-    places = [(file, n) for file in files for n in range(24)]
+    places = [(file, n) for file in files for n in range(12)]
     for number, (file, part) in enumerate(places):
         whole = file.read_bytes()
-        flip(file, len(whole) * part // 24 + part % 7, bit=number % 8)
+        flip(file, len(whole) * part // 12 + part % 7, bit=number % 8)
         try:
-            plan = linen_compat.convert.plan(out, tmp_path / "b", target_format=format)
-            plan.run(allow_nan=True)
+            plan(out, tmp_path / "b", target_format=format).run(allow_nan=True)
         except Mismatch:
             found += 1
         else:
@@ -79,7 +79,7 @@ def test_a_flipped_bit_in_a_folder_of_safetensors(tmp_path, bridge, name):
     linen_compat.save(linen_compat.load(DATA.parent / "huggingface" / name), out, "huggingface")
     values = json.loads((out / "config.json").read_text())
     config = tmp_path / "own.yml"
-    config.write_text(json.dumps({"model": vars(linen_compat.huggingface.own_config(out).model)}))
+    config.write_text(json.dumps({"model": vars(huggingface.own_config(out).model)}))
     assert bridge("check", out, "--config", config, "--read").code == 0
     (file,) = sorted(out.glob("*.safetensors"))
     whole = file.read_bytes()
@@ -122,9 +122,7 @@ def test_no_false_alarm_on_checkpoints_of_maxtext(bridge, name):
 @pytest.mark.parametrize("name", ["llama", "mixtral", "mixtral_fused", "mixtral_sharded"])
 def test_no_false_alarm_on_models_of_transformers(tmp_path, bridge, name):
     folder, config = DATA.parent / "huggingface" / name, tmp_path / "own.yml"
-    config.write_text(
-        json.dumps({"model": vars(linen_compat.huggingface.own_config(folder).model)})
-    )
+    config.write_text(json.dumps({"model": vars(huggingface.own_config(folder).model)}))
     ended = bridge("check", folder, "--config", config, "--read")
     assert ended.code == 0, ended.err
 
@@ -181,9 +179,9 @@ def test_rows_of_tokens_that_nothing_uses_are_no_alarm(dtype, rows):
     """A vocabulary is padded; a table of tokens has such rows, a head such columns."""
     table = weights((128, 96), dtype)
     table[rows] = 0
-    for array in (table, table.T):
-        assert suspicion(array, "parameters", rows_may_be_zero=True) is None
-        assert suspicion(array, "parameters", rows_may_be_zero=False) is not None or rows.step
+    assert suspicion(table, "parameters", rows_may_be_zero=True) is None
+    assert suspicion(table.T, "parameters", rows_may_be_zero=True) is None
+    assert "zeros in a row" in suspicion(table, "parameters", rows_may_be_zero=False)
     table[5, 10:90] = 0
     assert "80 zeros" in suspicion(table, "parameters", rows_may_be_zero=True)
 

@@ -1,6 +1,5 @@
 """Checkpoints damaged in every way at every file: found, or no value is another one."""
 
-import functools
 import re
 import shutil
 from pathlib import Path
@@ -88,7 +87,6 @@ DAMAGES = {
 }
 
 
-@functools.cache
 def forms(folder):
     """Checkpoints of each kind with the config that fits: two of our own, three of others."""
     unscanned = read_config(str(DATA / "unscanned" / "config.yml"))
@@ -97,10 +95,11 @@ def forms(folder):
     shutil.copytree(checkpoint("unscanned") / "2" / "items", folder / "maxtext")
     shutil.copytree(LLAMA, folder / "transformers")
     (folder / "transformers" / "reference.npz").unlink()
-    return {
-        name: (folder / name, own_config(LLAMA) if name in _SAFETENSORS else unscanned)
-        for name in ("nnx", "huggingface", "maxtext", "transformers")
-    }
+    found = {}
+    for name in ("nnx", "huggingface", "maxtext", "transformers"):
+        config = own_config(LLAMA) if name in _SAFETENSORS else unscanned
+        found[name] = folder / name, config, everything(folder / name, config)
+    return found
 
 
 _SAFETENSORS = ("huggingface", "transformers")
@@ -139,8 +138,7 @@ def same(found, expected):
 @pytest.mark.parametrize("form", ["nnx", "huggingface", "maxtext", "transformers"])
 def test_damage_is_found_or_changes_no_value(tmp_path, kept, form, damage):
     """Of other formats only overwritten data may pass, and config.json, which has no checksum."""
-    folder, config = kept[form]
-    expected = everything(folder, config)
+    folder, config, expected = kept[form]
     files = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
     assert len(files) >= 2
     for file in files:

@@ -158,6 +158,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"router_jitter_noise": 0.01}, r"router_jitter_noise=0.01 is not supported.*set it to 0"),
     ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0.5 is not supported"),
     ({"quantization_config": {"bits": 4}}, r"quantization_config=\{'bits': 4\}.*plain float"),
+    ({"compression_config": {"format": "pack"}}, r"compression_config=.*only None: save the model"),
+    (
+        {"quant_method": "awq"},
+        r"quant_method='awq' is not a key .*plain Mixtral\S+ of float weights$",
+    ),
+    ({"model_type": ["mixtral"], "architectures": None}, r"model_type=\['mixtral'\] is not suppor"),
+    ({"architectures": [{}]}, r"architectures=\[\{\}\] is not supported"),
     ({"sliding_window": 4096}, r"sliding_window=4096 is smaller than max_position_emb\w+=32768"),
     ({"sliding_window": "4k"}, r"sliding_window='4k' is not a whole number"),
     ({"num_local_experts": 1}, r"num_local_experts=1 is not supported"),
