@@ -10,7 +10,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.errors import ScopeParamShapeError
-from helpers import float_rows, small_config
+from helpers import float_rows, fusions_of_a_user, small_config
 from linen_helpers import assert_same_bits, part_of
 
 import linen_compat as linen
@@ -83,7 +83,8 @@ def both(pair: Pair, config: ModelConfig, x: jax.Array, call: dict[str, Any]) ->
             return weighed(result), result
 
         of = (0, 1) if trainable else (0,)
-        return jax.jit(jax.grad(loss, of, has_aux=True))(weights, x, call)
+        run = jax.jit(jax.grad(loss, of, has_aux=True), compiler_options=fusions_of_a_user())
+        return run(weights, x, dict(call))
 
     got = evaluate(
         lambda params, x, **rest: module.apply({"params": params}, x, **rest), as_params(model)
