@@ -220,7 +220,7 @@ def test_lines_and_roles_of_what_follows_a_kernel(attention: Measurement) -> Non
 
 
 def test_a_kernel_is_named_in_the_text_and_kept_in_the_cache(attention: Measurement) -> None:
-    console = Console(width=200, file=io.StringIO())
+    console = Console(width=400, file=io.StringIO())
     console.print(measurement_view("attention", attention))
     text = console.file.getvalue()
     assert "matrix products: – per device and step, 0.001 TFLOP of them known" in text
