@@ -12,15 +12,10 @@ import jax
 import jax.numpy as jnp
 import planted
 import pytest
+import splash
 from helpers import Run, missing, optax_promotion
 from hlo_texts import with_line_breaks
 from jax import Array
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_kernel,
-    splash_attention_mask,
-)
-from jax.sharding import AbstractMesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from nnx_pipeline import MeshConfig, lab
@@ -177,84 +172,55 @@ def test_a_training_step_is_read_whole(platform: str, step: Any) -> None:
     assert owned(parse(broken)) == owned(module)
 
 
-def owned(module: Module) -> list[tuple[str, str, str | None]]:
-    """Operation and line of every tenth instruction."""
+def owned(module: Module) -> list[tuple[str | None, ...]]:
+    """Operation, line and origin of every fiftieth instruction."""
     flow = Flow(module)
     origins = Origins(flow)
-    found = [origins.of((name, ())) for name in list(flow.instructions)[::10]]
-    return [(one.operation, one.source or "", str(one.instruction)) for one in found]
-
-
-LAYERS, BATCH, TOKENS, HEADS, HEAD = 3, 8, 256, 2, 128
-WIDTH = HEADS * HEAD
-
-
-def splash_attention(q: Array, k: Array, v: Array) -> Array:
-    mask = splash_attention_mask.MultiHeadMask(
-        [splash_attention_mask.CausalMask((TOKENS, TOKENS))] * HEADS
-    )
-    kernel = splash_attention_kernel.make_splash_mha(mask, head_shards=1, q_seq_shards=1)
-    return jax.vmap(kernel)(q, k, v)
-
-
-def attending(x: Array, weights: dict[str, Array]) -> tuple[Array, None]:
-    heads = (*x.shape[:2], HEADS, HEAD)
-    q, k, v = ((x @ weights[name]).reshape(heads).swapaxes(1, 2) for name in "qkv")
-    spread = P("data")
-    local = jax.shard_map(splash_attention, in_specs=spread, out_specs=spread, check_vma=False)
-    seen = local(q, k, v).swapaxes(1, 2).reshape(x.shape)
-    return x + jnp.tanh(seen @ weights["o"]), None  # behind the kernel
-
-
-def attention_step(weights: dict[str, Array], x: Array) -> Any:
-    def loss(weights: dict[str, Array]) -> Array:
-        return jnp.sum(jax.lax.scan(attending, x, weights)[0].astype(jnp.float32) ** 2)
-
-    return jax.value_and_grad(loss)(weights)
+    found = [origins.of((name, ())) for name in list(flow.instructions)[::50]]
+    return [(one.operation, one.source, one.instruction and one.instruction.name) for one in found]
 
 
 @pytest.fixture(scope="module")
 def attention() -> Measurement:
     need("tpu:v5p:2x2x2")
-    mesh = AbstractMesh((8,), ("data",))
-    shape = (LAYERS, WIDTH, WIDTH)
-    weights = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name in "qkvo"}
-    spread = NamedSharding(mesh, P("data"))
-    x = jax.ShapeDtypeStruct((BATCH, TOKENS, WIDTH), jnp.bfloat16, sharding=spread)
-    return lab.measure(attention_step, weights, x, mesh="data=8", platform="tpu:v5p:2x2x2")
+    given = splash.arguments()
+    return lab.measure(splash.step, *given, mesh="data=8", platform="tpu:v5p:2x2x2")
 
 
 def test_what_follows_a_kernel_is_counted(attention: Measurement) -> None:
     """Each of 8 devices has one row of tokens: four products per layer, and twice that backward."""
     assert attention.flops is None
-    assert attention.known_flops == 3 * LAYERS * 4 * 2 * TOKENS * WIDTH**2
+    products = 4 * splash.LAYERS
+    assert attention.known_flops == 3 * products * 2 * splash.TOKENS * splash.WIDTH**2
     sums = attention.collectives["all-reduce"]
     # The gradients of all four weights in one sum per layer, and the loss.
-    assert sums["executed"] == LAYERS + 1
-    assert sums["bytes"] == LAYERS * 4 * WIDTH**2 * 2 + 4
+    assert sums["executed"] == splash.LAYERS + 1
+    assert sums["bytes"] == splash.LAYERS * 4 * splash.WIDTH**2 * 2 + 4
     kernels = {one.name.partition(".")[0]: one for one in attention.unread}
     assert set(kernels) == {
         "splash_mha_fwd_residuals",
         "splash_mha_dkv_no_residuals",
         "splash_mha_dq_no_residuals",
     }
-    assert {(one.executed, one.figures) for one in kernels.values()} == {(LAYERS, ("flops",))}
+    assert {(one.executed, one.figures) for one in kernels.values()} == {
+        (splash.LAYERS, ("flops",))
+    }
     assert attention.to_json()["unread"][0]["what"] == "tpu_custom_call"
 
 
 def test_lines_and_roles_of_what_follows_a_kernel(attention: Measurement) -> None:
     check_sums(attention)
     rows = attribution_of(attention).buffers
-    lines = Path(__file__).read_text().splitlines()
+    lines = Path(splash.__file__).read_text().splitlines()
     (behind,) = [n for n, line in enumerate(lines, 1) if line.endswith("# behind the kernel")]
-    found = {row.role for row in rows if (row.source or "").endswith(f"{__file__}:{behind}")}
+    found = {row.role for row in rows if row.source == f"{splash.__file__}:{behind}"}
     assert "saved residual" in found
     named = sum(row.bytes for row in rows if row.source)
     assert named >= 0.8 * sum(row.bytes for row in rows if row.role != "fragmentation")
 
 
 def test_a_kernel_is_named_in_the_text_and_kept_in_the_cache(attention: Measurement) -> None:
-    console = Console(width=200, file=io.StringIO())
+    console = Console(width=400, file=io.StringIO())
     console.print(measurement_view("attention", attention))
     text = console.file.getvalue()
     assert "matrix products: – per device and step, 0.001 TFLOP of them known" in text
