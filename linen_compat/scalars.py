@@ -29,10 +29,11 @@ def check_scalars(scalars: Mapping[str, np.ndarray]) -> None:
 
 def problem_of(scalars: Mapping[str, np.ndarray]) -> str | None:
     """What is wrong with the scalars of a training state, None when nothing is."""
-    for name, value in scalars.items():
-        if not is_count(value):
+    for name, title in _TITLES.items():
+        value = scalars.get(name)
+        if value is not None and not is_count(value):
             return (
-                f"{_TITLES[name]} is {np.asarray(value).tolist()!r}, and not a whole number from 0 "
+                f"{title} is {np.asarray(value).tolist()!r}, and not a whole number from 0 "
                 f"to {LARGEST}; {'take another checkpoint' if name == 'step' else _CURE}"
             )
     step, count, schedule = (

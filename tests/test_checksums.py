@@ -11,6 +11,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
+import yaml
 from maxtext_data import DATA, KEPT, assert_same_leaves, checkpoint, full_state, read, write
 
 import linen_compat
@@ -79,7 +80,7 @@ def test_a_flipped_bit_in_a_folder_of_safetensors(tmp_path, bridge, name):
     linen_compat.save(linen_compat.load(DATA.parent / "huggingface" / name), out, "huggingface")
     values = json.loads((out / "config.json").read_text())
     config = tmp_path / "own.yml"
-    config.write_text(json.dumps({"model": vars(huggingface.own_config(out).model)}))
+    config.write_text(yaml.safe_dump({"model": vars(huggingface.own_config(out).model)}))
     assert bridge("check", out, "--config", config, "--read").code == 0
     (file,) = sorted(out.glob("*.safetensors"))
     whole = file.read_bytes()
@@ -122,7 +123,7 @@ def test_no_false_alarm_on_checkpoints_of_maxtext(bridge, name):
 @pytest.mark.parametrize("name", ["llama", "mixtral", "mixtral_fused", "mixtral_sharded"])
 def test_no_false_alarm_on_models_of_transformers(tmp_path, bridge, name):
     folder, config = DATA.parent / "huggingface" / name, tmp_path / "own.yml"
-    config.write_text(json.dumps({"model": vars(huggingface.own_config(folder).model)}))
+    config.write_text(yaml.safe_dump({"model": vars(huggingface.own_config(folder).model)}))
     ended = bridge("check", folder, "--config", config, "--read")
     assert ended.code == 0, ended.err
 
@@ -150,7 +151,11 @@ def zero(array):
         (KERNEL, large, "holds a value of magnitude .*, and the middle one of its magnitudes is"),
         (KERNEL, zeroed, "holds 128 zeros in a row, like a block that was lost"),
         (KERNEL, zero, "holds nothing but zeros"),
-        ("opt_state/0/mu/params/decoder/decoder_norm/scale", large, "no such value comes of train"),
+        (
+            "opt_state/0/mu/params/decoder/decoder_norm/scale",
+            large,
+            "holds a value of magnitude 1.0e.36, and no such value comes of training",
+        ),
         ("params/params/decoder/layers_0/MoeBlock_0/wo", zeroed, "holds 128 zeros in a row"),
         ("params/params/decoder/logits_dense/kernel", zeroed, "holds 1.. zeros in a row"),
     ],
@@ -186,7 +191,7 @@ def test_rows_of_tokens_that_nothing_uses_are_no_alarm(dtype, rows):
     assert "80 zeros" in suspicion(table, "parameters", rows_may_be_zero=True)
 
 
-@pytest.mark.parametrize(("part", "scale"), itertools.product(("mu", "nu"), (0.0, 1e-30, 1e3)))
+@pytest.mark.parametrize(("part", "scale"), [*itertools.product(("mu", "nu"), (0.0, 1e-30, 1e3))])
 def test_moments_may_be_zero_and_small_and_of_any_spread(part, scale):
     moment = np.abs(weights((64, 64))) * scale
     moment[:32] = 0
