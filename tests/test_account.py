@@ -218,11 +218,11 @@ def test_what_jax_hoists_counts_once(flag: str, expected: tuple[int, ...]) -> No
     assert tuple(map(int, done.stdout.split())) == tuple(ARRAY * n for n in expected)
 
 
-PIECES = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda p: tuple(sorted(p))))
+PIECES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)).map(sorted), max_size=8)
 
 
 @given(PIECES)
-@settings(derandomize=True, max_examples=100, deadline=None)
+@settings(derandomize=True, max_examples=50, deadline=None)
 def test_bytes_of_overlapping_pieces_count_once(pieces: list[tuple[int, int]]) -> None:
     seen: set[int] = set()
     for (start, end), size in zip(pieces, free_parts(pieces), strict=True):

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.files import write_text
-from nnx_pipeline.lab.account import ROWS
+from nnx_pipeline.lab.account_view import OTHER_ROWS, account_table, blind_spots
 from nnx_pipeline.lab.arms import Quantity
 from nnx_pipeline.lab.attribution_view import difference_view, megabytes
 from nnx_pipeline.lab.compare import NAMES, NOT_APPLICABLE, Outcome
@@ -27,7 +27,6 @@ CPU_WARNING = (
     "Compare on a TPU or NVIDIA platform."
 )
 TOO_LARGE = " ✗"
-TOTAL = "the account: what must fit"
 GEMM_NAMES = {"triton": "Triton", "cublas": "cuBLASLt"}
 SAME_MEMORY = Text(f"matrix products by {GEMM_NAMES['cublas']}: the same memory")
 QUANTITIES: tuple[Quantity, ...] = ("temp", "heap", "account")
@@ -35,14 +34,6 @@ COLUMNS = ("temp", "heap", "peak", "account")  # of a table of arms
 _FIGURE = len("account MB")  # letters of its columns
 _KEY = "  {}:"  # before the label of an arm
 _KEY_WIDTH = len(_KEY.format("a"))
-OTHER_ROWS = (  # figures of `Memory` that are no part of the account
-    ("temp", "temp_bytes"),
-    ("peak", "peak_bytes"),
-    ("program code", "generated_code_bytes"),
-    ("host temp", "host_temp_bytes"),
-    ("host arguments", "host_argument_bytes"),
-    ("host outputs", "host_output_bytes"),
-)
 
 
 def compiler(measurement: Measurement) -> str:
@@ -74,39 +65,15 @@ def measurement_view(title: str, measurement: Measurement, *, hint: bool = True)
     ]
     if measurement.platform == "cpu":
         lines.append(Text(CPU_WARNING, style="yellow"))
-    lines += [*_gemm([measurement], hint), *_blind_spots([measurement])]
+    lines += [*_gemm([measurement], hint), *blind_spots([measurement])]
     lines += [*_too_large([measurement]), *_unread([measurement])]
     lines += [Text(note, style="yellow") for note in measurement.notes]
     return Group(*lines)
 
 
-def account_rows(measurement: Measurement) -> list[tuple[str, int | None]]:
-    """The parts of the account, their sum last; what starts with spaces is of the row above it."""
-    account = measurement.account
-    rows: list[tuple[str, int | None]] = []
-    for label, size in account.rows().items():
-        rows.append((label, size))
-        if label == ROWS["output_bytes"] and account.scratch_bytes:
-            rows.append(("  of these, temporaries before the result", account.scratch_bytes))
-    return [*rows, (TOTAL, account.total_bytes)]
-
-
-def account_table(measurement: Measurement) -> Table:
-    """What the program holds in the memory of a device."""
-    table = Table(title="memory per device", title_justify="left")
-    table.add_column("", overflow="fold")
-    table.add_column("MB", justify="right", no_wrap=True)
-    *parts, (label, total) = account_rows(measurement)
-    for part, size in parts:
-        table.add_row(part, megabytes(size))
-    table.add_section()
-    table.add_row(label, megabytes(total), style="bold")
-    return table
-
-
 def account_view(measurement: Measurement) -> RenderableType:
     """The account alone, with what is to be known of it."""
-    told = [*_blind_spots([measurement]), *_too_large([measurement])]
+    told = [*blind_spots([measurement]), *_too_large([measurement])]
     return Group(account_table(measurement), *told)
 
 
@@ -236,7 +203,7 @@ def closing_lines(
     lines = [Text(f"compiler: {compiler(measured[0])}")] if measured else []
     if measured and measured[0].platform == "cpu":
         lines.append(Text(CPU_WARNING, style="yellow"))
-    lines += [*_gemm(measured, hint), *_blind_spots(measured), *_too_large(measured)]
+    lines += [*_gemm(measured, hint), *blind_spots(measured), *_too_large(measured)]
     lines += _unread(measured)
     lines += [
         Text(f"same numbers: losses and gradients at tiny on CPU devices, {where}")
@@ -269,21 +236,6 @@ def differ_by_gemm(one: Outcome, other: Outcome) -> bool:
         return [m.memory if m else None for m in (outcome.a, outcome.b)]
 
     return (one.verdict, figures(one)) != (other.verdict, figures(other))
-
-
-def _blind_spots(measured: Sequence[Measurement]) -> list[Text]:
-    """What a figure counts that one would not think, and where two reports disagree."""
-    lines = []
-    on_chip = [one.account.on_chip_bytes for one in measured if one.account.on_chip_bytes]
-    if on_chip:
-        lines.append(
-            Text(
-                f"peak counts the on-chip memory of a TPU too, here up to {megabytes(max(on_chip))}"
-                " MB; program code counts the constants"
-            )
-        )
-    notes = dict.fromkeys(note for one in measured for note in one.account.notes)
-    return lines + [Text(note, style="yellow") for note in notes]
 
 
 def _too_large(measured: Sequence[Measurement]) -> list[Text]:

@@ -4,13 +4,14 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from nnx_pipeline.lab.account_view import OTHER_ROWS, account_rows
 from nnx_pipeline.lab.attribution import Buffer, BufferDifference
 from nnx_pipeline.lab.attribution_view import short_operation, short_source
 from nnx_pipeline.lab.colours import role_colour
 from nnx_pipeline.lab.compile import Measurement
 from nnx_pipeline.lab.page.charts import Arm, roles_of
 from nnx_pipeline.lab.page.markup import Markup, element, joined
-from nnx_pipeline.lab.report import OTHER_ROWS, account_rows, megabytes, teraflops
+from nnx_pipeline.lab.report import megabytes, teraflops
 
 DASH = "–"
 _SMALLEST = 0.05e6  # bytes that are not 0.0 MB
