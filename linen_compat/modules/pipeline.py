@@ -12,7 +12,7 @@ from linen_compat.modules.stacked import StackedLayers, StageTree, parameters_of
 from nnx_pipeline import InputError, Layout, PipelineConfig
 from nnx_pipeline.ops.dropout import sequence_keys
 from nnx_pipeline.pipeline.layers import with_keys
-from nnx_pipeline.pipeline.one_f_one_b_loop import Enter, Leave
+from nnx_pipeline.pipeline.one_f_one_b_state import Enter, Leave
 from nnx_pipeline.pipeline.runner import Runner, make_runner
 from nnx_pipeline.sharding import place
 

@@ -6,7 +6,7 @@ from nnx_pipeline.pipeline.loop import run_pipeline
 from nnx_pipeline.pipeline.metrics import Max, Mean, MicrobatchMean, Sum
 from nnx_pipeline.pipeline.module import CircularPipeline
 from nnx_pipeline.pipeline.one_f_one_b import run_one_f_one_b
-from nnx_pipeline.pipeline.one_f_one_b_loop import Inputs, Weights
+from nnx_pipeline.pipeline.one_f_one_b_state import Inputs, Weights
 from nnx_pipeline.pipeline.schedule import (
     SCHEDULE_NAMES,
     CircularSchedule,

@@ -10,7 +10,7 @@ from nnx_pipeline.pipeline.batches import Batches
 from nnx_pipeline.pipeline.entry import by_names
 from nnx_pipeline.pipeline.layers import MakeLayer, make_layers
 from nnx_pipeline.pipeline.loop_parts import DEFAULT_PARTS, LoopParts
-from nnx_pipeline.pipeline.one_f_one_b_loop import Enter, Leave
+from nnx_pipeline.pipeline.one_f_one_b_state import Enter, Leave
 from nnx_pipeline.pipeline.runner import make_runner
 from nnx_pipeline.pipeline.stages import OverStages, over_stages
 from nnx_pipeline.pipeline_config import PipelineConfig

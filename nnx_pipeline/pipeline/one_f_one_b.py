@@ -21,7 +21,8 @@ from nnx_pipeline.pipeline import entry
 from nnx_pipeline.pipeline.checks import check_arrays, checked
 from nnx_pipeline.pipeline.closed import hoist
 from nnx_pipeline.pipeline.lend import AS_STORED, Lending
-from nnx_pipeline.pipeline.one_f_one_b_loop import Enter, Held, Inputs, Leave, Loop, Weights
+from nnx_pipeline.pipeline.one_f_one_b_loop import Loop
+from nnx_pipeline.pipeline.one_f_one_b_state import Enter, Held, Inputs, Leave, Weights
 from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
 from nnx_pipeline.pipeline.shift import SHIFTS, ShiftName
 from nnx_pipeline.pipeline.stage_vjp import as_cotangents, is_float
@@ -77,9 +78,9 @@ def run_one_f_one_b(
     not differentiated.
     grad_dtype: dtype in which gradients add up, None for that of the weights; they come back in the
     weights' dtype. lending: how the stages' weights are held while the ticks go by, as for
-    `run_pipeline`. over: how a function of one stage is spread over the stages.
-    bubble_fill: what the buffers hold before anything arrives; results never depend on it.
-    Arrays may lie elsewhere, and the functions close over others, as for `run_pipeline`.
+    `run_pipeline`. over: how a function of one stage is spread over the stages. bubble_fill: what
+    the buffers hold before anything arrives; results never depend on it. Arrays may lie elsewhere,
+    and the functions close over others, as for `run_pipeline`.
 
     Returns the loss, and its two parts, which have no gradient. Raises InputError for shapes that
     do not fit the schedule, for a `remat` that offloads, for a stage or arrays as `run_pipeline`
@@ -99,21 +100,22 @@ def run_one_f_one_b(
         bubble_fill=bubble_fill,
     )
     checkpoint = functools.partial(remat.checkpoint, also=saved_in_stage, in_scan=True)
-    functions = (enter, checked(apply_stage), leave)
-    return _run(*_with_closed(make_loop, checkpoint, functions, weights, inputs), inputs)
+    return _run(*_hoisted(make_loop, checkpoint, (enter, apply_stage, leave), weights, inputs))
 
 
-def _with_closed(
+def _hoisted(
     make_loop: Callable[..., Loop],
     checkpoint: Callable[[Callable[..., Any]], Callable[..., Any]],
     functions: tuple[Callable[..., Any], ...],
     weights: Weights,
     inputs: Inputs,
-) -> tuple[Loop, Held]:
-    """The loop, and the weights with what its functions close over beside them.
+) -> tuple[Loop, Held, Inputs]:
+    """The loop, the weights with what its functions close over beside them, and the inputs.
 
-    JAX finds no way to a gradient through a function that it is given a derivative for.
+    functions: `enter`, `apply_stage` and `leave`. JAX finds no way to a gradient through a function
+    that it is given a derivative for.
     """
+    functions = (functions[0], checked(functions[1]), functions[2])
 
     def call(*looks: Callable[..., Any]) -> None:
         enter, apply_stage, leave = map(_with_nothing_closed, looks)
@@ -123,7 +125,7 @@ def _with_closed(
     (enter, apply_stage, leave), (of_enter, of_stages, of_leave) = hoist(functions, call)
     loop = make_loop(enter=enter, apply_stage=checkpoint(apply_stage), leave=leave)
     ends = (weights.enter, of_enter), (weights.leave, of_leave)
-    return loop, Held(ends[0], weights.stages, ends[1], closed=of_stages)
+    return loop, Held(ends[0], weights.stages, ends[1], closed=of_stages), inputs
 
 
 def _at_entry(

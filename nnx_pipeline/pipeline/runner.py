@@ -19,7 +19,7 @@ from nnx_pipeline.pipeline.loop import run_pipeline
 from nnx_pipeline.pipeline.loop_parts import DEFAULT_PARTS, LoopParts
 from nnx_pipeline.pipeline.metrics import given_out, over_layers
 from nnx_pipeline.pipeline.one_f_one_b import run_one_f_one_b
-from nnx_pipeline.pipeline.one_f_one_b_loop import Enter, Inputs, Leave, Weights
+from nnx_pipeline.pipeline.one_f_one_b_state import Enter, Inputs, Leave, Weights
 from nnx_pipeline.pipeline.owners import Owners, make_owners
 from nnx_pipeline.pipeline.schedule import make_schedule
 from nnx_pipeline.pipeline.stages import OverStages, over_stages
