@@ -74,13 +74,12 @@ def run_one_f_one_b(
     enter: (its weights, inputs of a microbatch) to activations, not spread over `stage`.
     apply_stage: as for `run_pipeline`. leave: (its weights, activations of the last stage, inputs
     of a microbatch) to a float32 scalar. metric_weights: what each metric counts in the loss: a
-    number for all, or numbers in a pytree like theirs; None, or 0, for not at all: such a metric is
-    not differentiated.
-    grad_dtype: dtype in which gradients add up, None for that of the weights; they come back in the
-    weights' dtype. lending: how the stages' weights are held while the ticks go by, as for
-    `run_pipeline`. over: how a function of one stage is spread over the stages. bubble_fill: what
-    the buffers hold before anything arrives; results never depend on it. Arrays may lie elsewhere,
-    and the functions close over others, as for `run_pipeline`.
+    number for all, or numbers in a pytree like theirs; a metric with None or 0 is not
+    differentiated. grad_dtype: dtype in which gradients add up, None for that of the weights; they
+    come back in the weights' dtype. lending: how the stages' weights are held while the ticks go
+    by, as for `run_pipeline`. over: how a function of one stage is spread over the stages.
+    bubble_fill: what the buffers hold before anything arrives; results never depend on it. Arrays
+    may lie elsewhere, and the functions close over others, as for `run_pipeline`.
 
     Returns the loss, and its two parts, which have no gradient. Raises InputError for shapes that
     do not fit the schedule, for a `remat` that offloads, for a stage or arrays as `run_pipeline`
