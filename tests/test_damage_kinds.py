@@ -90,9 +90,9 @@ DAMAGES = {
 def forms(folder):
     """Checkpoints of each kind with the config that fits: two of our own, three of others."""
     unscanned = read_config(str(DATA / "unscanned" / "config.yml"))
-    plan(checkpoint("unscanned"), folder / "nnx", target_format="nnx").run()
+    plan(checkpoint("scanned_nnx"), folder / "nnx", target_format="nnx").run()
     linen_compat.save(linen_compat.load(LLAMA), folder / "huggingface", "huggingface")
-    shutil.copytree(checkpoint("unscanned") / "2" / "items", folder / "maxtext")
+    shutil.copytree(checkpoint("scanned_params_only_bf16") / "0" / "items", folder / "maxtext")
     shutil.copytree(LLAMA, folder / "transformers")
     (folder / "transformers" / "reference.npz").unlink()
     found = {}
