@@ -149,7 +149,7 @@ def scaled_state(tmp_path, bridge):
     bridge("convert", checkpoint("unscanned"), tmp_path / "nnx", "--to", "nnx")
     file = tmp_path / "nnx" / "_METADATA"
     metadata = json.loads(file.read_text())
-    metadata["custom_metadata"]["attention_scale"] = 0.5
+    metadata["custom_metadata"] = {"attention_scale": 0.5}  # without the checksum
     file.write_text(json.dumps(metadata))
     return tmp_path / "nnx"
 
