@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -155,3 +156,24 @@ def test_a_destination_that_is_taken_is_refused_first(tmp_path):
     (tmp_path / "out" / "notes").write_text("mine")
     with pytest.raises(InputError, match="exists already"), new_folder(tmp_path / "out"):
         pass
+
+
+def test_a_disk_that_is_full_is_one_line_and_leaves_nothing(tmp_path, bridge):
+    """Whatever TensorStore raises for it: a file may have so many bytes and no more."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        ended = bridge("convert", SOURCE, tmp_path / "out", "--to", "nnx")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert ended.code == 1
+    assert "cannot be written" in ended.err
+    assert "File too large" in ended.err
+    assert names(tmp_path) == []
+
+
+def test_a_name_that_leaves_no_room_for_the_mark_of_what_is_unfinished(tmp_path):
+    for name in ("n" * 255, "é" * 127):
+        with new_folder(tmp_path / name) as folder:
+            assert (folder.parent, name[:100] in folder.name) == (tmp_path, True)
+    assert names(tmp_path) == sorted(["n" * 255, "é" * 127])
