@@ -279,10 +279,12 @@ def test_where_quantities_disagree_the_note_says_so() -> None:
     assert judged(a, b).note == "by the heap: holds"
     assert judged(a, b, "account").note == "by temp: opposite"
     both = with_figures(5_000, heap=400), with_figures(9_000, heap=800)
-    assert judged(*both, "account").note == "by temp and the heap: opposite"
+    apart = "two programs whose account is less than 1 % apart"
+    assert judged(*both, "account").note == f"{apart}; by temp and the heap: opposite"
     assert (judged(a, b).verdict, judged(a, b, "account").verdict) == ("opposite", "holds")
     zero = judged(with_figures(5_000, heap=0), with_figures(5_001, heap=7))
-    assert (zero.verdict, zero.note) == ("no effect", "by the heap: opposite")
+    apart = "two programs whose temp is less than 1 % apart"
+    assert (zero.verdict, zero.note) == ("no effect", f"{apart}; by the heap: opposite")
 
 
 def test_without_a_buffer_assignment_the_account_is_not_known() -> None:

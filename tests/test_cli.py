@@ -285,7 +285,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, label: str, scale: Callable[..., Any
 def test_an_arm_that_does_not_compile_leaves_the_other(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(x: Any, scale: Any) -> Any:
+    def fail(x: Any, scale: Any, offset: float) -> Any:
         raise ValueError("this arm never compiles\nand says so at length")
 
     broken(monkeypatch, "never", fail)
@@ -304,7 +304,7 @@ def test_an_arm_that_does_not_compile_leaves_the_other(
 
 @pytest.mark.slow
 def test_arms_that_compute_different_things_fail(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken(monkeypatch, "larger", lambda x, scale: 1.001 * x * scale)
+    broken(monkeypatch, "larger", lambda x, scale, offset: 1.001 * x * scale)
     ended = run("ab", "broken", *SMALLEST, "--mesh", "stage=2,fsdp=2", "--json", "-")
     assert ended.code == 1
     (entry,) = ended.json["experiments"]

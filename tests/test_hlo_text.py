@@ -178,7 +178,7 @@ def test_a_buffer_assignment_that_cannot_be_read_is_named() -> None:
     read = read_program(program(P), buffers, 64)
     assert (read.flops, read.attribution) == (0, None)
     (one,) = read.unread
-    assert (one.what, one.figures) == ("the buffer assignment", ("buffers",))
+    assert (one.what, one.figures) == ("the buffer assignment", ("buffers", "account"))
     assert "line 2 " in one.reason
     assert read_program(program(P), None, 64).unread == ()
 

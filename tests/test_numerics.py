@@ -151,7 +151,7 @@ def test_one_percent_of_temp_is_an_effect(ratio: float, verdict: str, note: str)
     found = compare_measurements(EXPERIMENTS["norm-scale"], a, other)
     assert (found.verdict, found.note) == (verdict, note)
     assert found.to_json()["same_program"] is False
-    assert found.to_json()["judged_by"] == "temp_bytes"
+    assert found.to_json()["judged_by"] == "temp"
 
 
 @pytest.mark.parametrize(
@@ -184,5 +184,5 @@ def test_tracing_is_judged_by_what_the_host_holds(held: tuple[int, int], verdict
     assert found.verdict == verdict
     assert "as metadata is no part of a program" in found.note
     assert f"{held[0]}.0 MB and {held[1]}.0 MB" in found.note
-    assert found.to_json()["judged_by"] == "trace_host_bytes"
+    assert found.to_json()["judged_by"] == "trace_host"
     assert found.to_json()["arms"]["a"]["trace_host_bytes"] == held[0] * 1_000_000

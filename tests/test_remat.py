@@ -164,6 +164,7 @@ def expected(config: Config, on_device: tuple[str, ...], on_host: tuple[str, ...
             kept[shape, of, where] += layers
         else:
             kept[(layers, *shape), of, where] += 1
+    kept[(STAGES,), "float32", ON_DEVICE] += 1  # the metric of every visit, which a tick gives out
     return kept
 
 

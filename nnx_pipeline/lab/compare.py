@@ -265,9 +265,9 @@ def _why_no_effect(
     if verdict != "no effect" or experiment.kind == "trace":
         return []
     judged_by = experiment.judged_by
-    same = one.bytes_of(judged_by) == other.bytes_of(judged_by)
-    how = "same" if same else "less than 1 % apart"
-    return [f"two programs, {NAMES[judged_by]} {how}"]
+    if one.bytes_of(judged_by) == other.bytes_of(judged_by):
+        return [f"two programs with the same {judged_by}"]
+    return [f"two programs whose {judged_by} is less than 1 % apart"]
 
 
 def _outcome(
