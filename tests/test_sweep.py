@@ -12,6 +12,7 @@ from page_examples import attribution, measurement
 
 from nnx_pipeline import lab
 from nnx_pipeline.errors import InputError
+from nnx_pipeline.lab.arms import Program
 from nnx_pipeline.lab.compile import Measurement
 from nnx_pipeline.lab.experiments import EXPERIMENTS
 from nnx_pipeline.lab.sweep import Point, Sweep, _line
