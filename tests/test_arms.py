@@ -152,7 +152,7 @@ def test_parameters_are_created_and_nothing_else() -> None:
 
 
 def test_tracing_is_measured() -> None:
-    """Stripped variables are more to hold than those that stay as they are."""
+    """One program either way, and what the host held while it traced is known of both arms."""
     a, b = programs("stage-metadata", small_config())
     with optax_promotion():
         first, second = (
