@@ -28,7 +28,7 @@ FEW = [
     "a?b#c",
     "new\nline",
     "a\\b",
-    "[/red]",
+    "[red]",
     "-x.__lock",
     "中 \"'😀",
     os.fsdecode(b"\xff"),
