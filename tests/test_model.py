@@ -70,48 +70,26 @@ class Case(NamedTuple):
         )
 
 
+# What test_option_pairs.py does not have: logits, placements, meshes with tensor and expert, dense
+# layers, no pipeline, rows of one document.
 PIPELINED = [
     Case("stage=4,fsdp=2"),
     Case("stage=4,fsdp=2", mode="auto"),
     Case("stage=2,fsdp=2,tensor=2", repeats=2, shift="slice"),
     Case("stage=2,fsdp=2,tensor=2", repeats=2, shift="slice", mode="auto"),
-    Case("data=2,stage=2,expert=2"),
     Case("data=2,stage=2,expert=2", mode="auto", packed=False),
-    Case("stage=2,fsdp=2", repeats=2, packed=False, remat="none"),
-    Case("stage=2,fsdp=2", remat="minimal", delay=2, shift="pad"),
-    Case("stage=2,fsdp=2", repeats=2, backward="accumulate"),
-    Case("data=2,stage=2,expert=2", repeats=2, mode="auto", backward="accumulate"),
     Case("stage=2,tensor=2,expert=2", remat="save_qkv_proj", backward="accumulate", packed=False),
-    Case("stage=4,fsdp=2", gather="step"),
-    Case("stage=4,fsdp=2", gather="prefetch"),
-    Case("stage=2,fsdp=2", gather="prefetch", repeats=2),
-    Case("data=2,stage=2,fsdp=2", gather="prefetch", repeats=2, mode="auto", shift="slice"),
     Case("stage=2,fsdp=2,expert=2", gather="prefetch", repeats=2, delay=2, packed=False),
-    Case("stage=2,tensor=2", gather="prefetch", repeats=2, remat="minimal", shift="pad"),
-    Case("stage=2,fsdp=2,tensor=2", gather="step", repeats=2, mode="auto", shift="slice"),
-    Case("data=2,stage=2,fsdp=2", gather="step", repeats=2, remat="minimal"),
-    Case("stage=2,fsdp=2,expert=2", gather="step", repeats=2, delay=2, packed=False),
-    Case("data=2,stage=2,fsdp=2", gather="step", schedule="1f1b", mode="auto"),
-    Case("stage=2,fsdp=2,expert=2", gather="step", schedule="1f1b"),
-    Case("stage=4,fsdp=2", schedule="1f1b"),
-    Case("stage=2,fsdp=2,tensor=2", schedule="1f1b", repeats=2),
-    Case("data=2,stage=2,expert=2", schedule="1f1b", repeats=2, mode="auto", shift="slice"),
     Case("data=2,stage=2,fsdp=2", schedule="1f1b", repeats=2, gather="step", remat="minimal"),
-    Case("stage=4,fsdp=2", schedule="1f1b", mode="auto", shift="slice"),
     Case("stage=2,fsdp=2,tensor=2", schedule="1f1b", remat="minimal", shift="pad"),
     Case("data=2,stage=2,expert=2", schedule="1f1b", packed=False),
-    Case("data=2,stage=2,expert=2", schedule="1f1b", mode="auto", remat="none"),
 ]
 UNPIPELINED = [
     Case("fsdp=4"),
     Case("fsdp=2,tensor=2,expert=2", mode="auto"),
-    Case("fsdp=2,tensor=2,expert=2", remat="none"),
-    Case("fsdp=2,tensor=2", schedule="1f1b"),
     Case("data=2,fsdp=2", schedule="1f1b", gather="step"),
-    Case("data=2,expert=2", schedule="1f1b", mode="auto", remat="none"),
 ]
 DENSELY = [
-    Case("stage=4,fsdp=2", dense=True),
     Case("stage=2,fsdp=2,tensor=2", repeats=2, mode="auto", dense=True),
     Case("fsdp=2,tensor=2", dense=True),
     Case("stage=2,fsdp=2,tensor=2", schedule="1f1b", dense=True),
@@ -181,12 +159,10 @@ def test_equals_one_device(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in PIPELINED if case._replace(mode="auto") in PIPELINED], ids=str
+    "case", [case for case in PIPELINED if case.mode == "auto" and case.packed], ids=str
 )
 def test_explicit_and_auto_give_the_same_numbers(case: Case) -> None:
-    if case.mode == "auto":
-        case = case._replace(mode="explicit")
-    explicit, auto = on_mesh(case), on_mesh(case._replace(mode="auto"))
+    explicit, auto = on_mesh(case._replace(mode="explicit")), on_mesh(case)
     assert_close(explicit.loss, auto.loss, 1e-6)
     assert_close(explicit.logits, auto.logits, 1e-5)
     assert_close(explicit.gradients, auto.gradients, 1e-5)

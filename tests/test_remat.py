@@ -183,11 +183,15 @@ PROMISED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-@each_mode
 @pytest.mark.parametrize("policy", NAMING)
 @pytest.mark.parametrize(
-    ("layers", "repeats", "layer_inputs"),
-    [(1, 2, True), (2, 1, True), (2, 1, False)],
+    ("mode", "layers", "repeats", "layer_inputs"),
+    [
+        ("explicit", 1, 2, True),
+        ("explicit", 2, 1, True),
+        ("explicit", 2, 1, False),
+        ("auto", 2, 1, True),
+    ],
 )
 def test_a_tick_keeps_what_the_policy_names_and_nothing_else(
     policy: str, mode: str, layers: int, repeats: int, layer_inputs: bool
