@@ -281,7 +281,7 @@ def test_a_program_that_is_wrong_fails(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ticks", "repeats", "repeat-select", "constraints"])
+@pytest.mark.parametrize("name", ["ticks", "repeat-select"])
 def test_pieces_of_the_loop_with_the_accumulating_backward_pass(name: str) -> None:
     pipeline = {"num_microbatches": 4, "num_repeats": 2, "backward": "accumulate"}
     a, b = programs(name, small_config(pipeline=pipeline))

@@ -4,8 +4,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "nnx_pipeline").rglob("*.py")) + sorted(
     (ROOT / "linen_compat").rglob("*.py")
@@ -42,8 +40,6 @@ LAYERS = (
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
-each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-
 
 def imports(path: Path) -> Iterator[str]:
     """Dotted names that a file imports, each imported name with its module."""
@@ -67,51 +63,61 @@ def test_the_packages_were_found() -> None:
     assert {"nnx_pipeline/pipeline/loop.py", "linen_compat/__init__.py"} <= names
 
 
-@each_file
-def test_imports_go_one_way(path: Path) -> None:
-    package = path.relative_to(ROOT).parts[0]
-    for name in imports(path):
-        if package == "nnx_pipeline":
-            assert not name.startswith("linen_compat"), f"{name}: never the reverse"
-            assert not name.startswith("flax.linen"), f"{name}: Linen lives in linen_compat"
+def test_imports_go_one_way() -> None:
+    wrong = [
+        (str(path), name)
+        for path in FILES
+        if path.is_relative_to(ROOT / "nnx_pipeline")
+        for name in imports(path)
+        if name.startswith(("linen_compat", "flax.linen"))
+    ]
+    assert wrong == [], "nnx_pipeline knows neither linen_compat nor Linen"
 
 
-@each_file
-def test_lower_layers_do_not_know_higher_ones(path: Path) -> None:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    if parts[0] != "nnx_pipeline" or parts[1] in ("__init__", "__main__"):
-        return
-    own = parts[1]
-    assert own in LEVEL, f"give {own} its place in LAYERS"
-    for name in imports(path):
-        if name.startswith("nnx_pipeline."):
-            other = name.split(".")[1]
-            if other not in LEVEL:  # a name of the package itself
-                pytest.fail(f"{name}: import from the module that defines it")
-            assert LEVEL[other] <= LEVEL[own], f"{own} imports {name}, which stands above it"
+def test_lower_layers_do_not_know_higher_ones() -> None:
+    wrong = []
+    for path in FILES:
+        package, own, *_ = path.relative_to(ROOT).with_suffix("").parts
+        if package != "nnx_pipeline" or own in ("__init__", "__main__"):
+            continue
+        assert own in LEVEL, f"give {own} its place in LAYERS"
+        for name in imports(path):
+            if name.startswith("nnx_pipeline."):
+                # A name of the package itself is imported from the module that defines it.
+                other = LEVEL.get(name.split(".")[1], len(LAYERS))
+                wrong += [(str(path), name)] * (other > LEVEL[own])
+    assert wrong == [], "a module imports what stands above it"
 
 
-@each_file
-def test_no_private_parts_of_libraries(path: Path) -> None:
-    for name in (*imports(path), *attribute_chains(path)):
-        root, *rest = name.split(".")
-        if root in ("jax", "jaxlib", "flax", "optax", "orbax", "numpy"):
-            private = [part for part in rest if part.startswith("_") and not part.endswith("__")]
-            assert not private, f"{name} is private"
+def test_no_private_parts_of_libraries() -> None:
+    wrong = []
+    for path in FILES:
+        for name in (*imports(path), *attribute_chains(path)):
+            root, *rest = name.split(".")
+            if root in ("jax", "jaxlib", "flax", "optax", "orbax", "numpy"):
+                private = [part for part in rest if part[0] == "_" and not part.endswith("__")]
+                wrong += [(str(path), name)] * bool(private)
+    assert wrong == []
 
 
-@each_file
-def test_length_of_files_and_functions(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= LONGEST_FILE
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = node.end_lineno - node.lineno + 1
-            assert length <= LONGEST_FUNCTION, f"{node.name} has {length} lines"
+def test_length_of_files_and_functions() -> None:
+    wrong = []
+    for path in FILES:
+        text = path.read_text(encoding="utf-8")
+        lengths = {"the file": (len(text.splitlines()), LONGEST_FILE)} | {
+            node.name: (node.end_lineno - node.lineno + 1, LONGEST_FUNCTION)
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        }
+        wrong += [(str(path), name, n) for name, (n, longest) in lengths.items() if n > longest]
+    assert wrong == []
 
 
-@each_file
-def test_no_asserts_without_words(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Assert):
-            assert node.msg is not None, f"line {node.lineno}"
+def test_no_asserts_without_words() -> None:
+    wrong = [
+        (str(path), node.lineno)
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Assert) and node.msg is None
+    ]
+    assert wrong == []
