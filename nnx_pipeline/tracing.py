@@ -14,9 +14,9 @@ from typing import Any
 import jax
 from flax import nnx
 from flax.errors import TraceContextError
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from nnx_pipeline.equations import inner_jaxprs
+from nnx_pipeline.equations import with_bodies
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.nnx_state import Threaded, described, name_of, state_of, without_repeats
 
@@ -129,6 +129,7 @@ def jaxpr_of(call: Call) -> tuple[ClosedJaxpr, list[Any]]:
 
     with _changes_are_of_arguments(call.function):
         program = jax.make_jaxpr(flat)(*leaves)
+    used.refuse_lost(program)
     if jitted and not isinstance(call.function, _NNX_JIT):
         used.refuse_changes()
     return program, leaves
@@ -137,16 +138,16 @@ def jaxpr_of(call: Call) -> tuple[ClosedJaxpr, list[Any]]:
 def _trace_jitted(call: Call) -> Traced:
     """Of `jax.jit` or `nnx.jit`: as they jit it."""
     own: Any = call.function
+    _refuse_dropped_changes(call)
     traced = own.trace(*call.arguments, **call.keywords)
     changed: dict[str, str] | None = {}
     if isinstance(traced, jax.stages.Traced):
-        _refuse_dropped_changes(call)
         results = traced.out_info
     else:
         traced = traced.traced  # Flax keeps what JAX traced in a wrapper of its own
         results, changed = own.eval_shape(*call.arguments, **call.keywords), None
         results, _ = without_repeats(results)
-    return Traced(traced, described(results), changed, _ignored_donations(traced.jaxpr.jaxpr))
+    return Traced(traced, described(results), changed, _ignored_donations(traced.jaxpr))
 
 
 def _trace_plain(call: Call) -> Traced:
@@ -158,13 +159,17 @@ def _trace_plain(call: Call) -> Traced:
     if _lowers(call.function):
         numbers, notes = _donated_arguments(jax.make_jaxpr(used)(*arguments, **keywords), arguments)
     program = jax.jit(used, donate_argnums=numbers).trace(*arguments, **keywords)
+    used.refuse_lost(program.jaxpr)
     if notes is None:
-        notes = _ignored_donations(program.jaxpr.jaxpr)
+        notes = _ignored_donations(program.jaxpr)
     return Traced(program, used.results, used.changed, notes)
 
 
 def _refuse_dropped_changes(call: Call) -> None:
-    """Looks inside a function of `jax.jit` for changes of the modules that are passed to it."""
+    """Looks inside a jitted function for changes of the modules that are passed to it.
+
+    That must be the first trace of its turn: JAX runs what is jitted inside of it only once.
+    """
     inner = getattr(call.function, "__wrapped__", None)
     if inner is None or not state_of(call.given):
         return
@@ -173,15 +178,17 @@ def _refuse_dropped_changes(call: Call) -> None:
     leaves, treedef = jax.tree.flatten(used.take(call.given))
     numbers = [number for number, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
 
-    def of_arrays(arrays: list[Any]) -> Any:  # what is no array may be static: it stays as it is
+    def of_arrays(arrays: list[Any]) -> None:  # what is no array may be static: it stays as it is
         filled = list(leaves)
         for number, array in zip(numbers, arrays, strict=True):
             filled[number] = array
         arguments, keywords = treedef.unflatten(filled)
-        return used(*arguments, **keywords)
+        used(*arguments, **keywords)
 
-    jax.eval_shape(of_arrays, [leaves[number] for number in numbers])
-    used.refuse_changes()
+    program = jax.make_jaxpr(of_arrays)([leaves[number] for number in numbers])
+    if not isinstance(call.function, _NNX_JIT):
+        used.refuse_changes()
+    used.refuse_lost(program)
 
 
 @contextlib.contextmanager
@@ -216,26 +223,19 @@ def _donated_arguments(
         if own and all(id(variable) in given_up for variable in own):
             numbers.append(number)
             honoured.update(map(id, own))
-    return tuple(numbers), _ignored_donations(program.jaxpr, honoured)
+    return tuple(numbers), _ignored_donations(program, honoured)
 
 
-def _ignored_donations(jaxpr: Jaxpr, honoured: Collection[int] = ()) -> tuple[str, ...]:
+def _ignored_donations(program: ClosedJaxpr, honoured: Collection[int] = ()) -> tuple[str, ...]:
     """A sentence for each jitted function whose donation has no effect inside the program.
 
     honoured: identities of the variables that the program itself donates.
     """
     found: dict[str, None] = {}
-    pending, seen = [jaxpr], set()
-    while pending:
-        one = pending.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        for equation in one.eqns:
-            pairs = zip(equation.invars, _donations(equation), strict=False)
-            if any(donated and id(variable) not in honoured for variable, donated in pairs):
-                found[equation.params["name"]] = None
-            pending += inner_jaxprs(equation)
+    for equation in with_bodies(program):
+        pairs = zip(equation.invars, _donations(equation), strict=False)
+        if any(donated and id(variable) not in honoured for variable, donated in pairs):
+            found[equation.params["name"]] = None
     return tuple(
         f"what {name} donates is not donated here: JAX ignores donation inside of another program; "
         "measure that function itself, or declare it on the outermost jit"
