@@ -27,6 +27,7 @@ from nnx_pipeline.lab.functions import (
     name_of,
     parse_argument,
 )
+from nnx_pipeline.lint import lint
 
 ROWS, SIZE = 64, 32
 X, WEIGHT = (
@@ -206,6 +207,28 @@ def test_inputs_are_held_to_the_size_of_arguments(
             arguments_of(None, texts, None)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [jax.ShapeDtypeStruct((4,), "float64"), np.arange(4), np.zeros(4, "complex128")],
+    ids=lambda given: str(given.dtype),
+)
+def test_64_bits_that_jax_would_halve_are_refused(
+    given: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_functions, "inputs", lambda: given)
+    message = rf"argument \[0\]: JAX makes \w+ of {given.dtype}; write that, or set JAX_ENABLE_X64"
+    with pytest.raises(InputError, match=message):
+        arguments_of("own_functions:inputs", (), None)
+    for tool in (lab.measure, lint):
+        with pytest.raises(InputError, match=message):
+            tool(lambda x: x + 1, given)
+    with jax.enable_x64(True):
+        assert (
+            lab.measure(lambda x: x + 1, given).memory.argument_bytes
+            == given.size * given.dtype.itemsize
+        )
+
+
 MESHES = [
     "data=4,tensor=2",
     MeshConfig(data=4, tensor=2),
@@ -257,6 +280,10 @@ def test_two_functions_are_compared() -> None:
 def test_the_same_function_twice_is_the_same_program() -> None:
     outcome = lab.compare(product, product, X, WEIGHT)
     assert outcome.note == "both arms compile to the same program"
+    donating = jax.jit(product, donate_argnums=0)
+    outcome = lab.compare(product, donating, X, WEIGHT, labels=("plain", "donating"))
+    assert [arm.label for arm, _ in outcome.arms] == ["plain", "donating"]
+    assert not outcome.same_program
 
 
 def test_a_function_that_breaks_leaves_the_other_one() -> None:
@@ -353,7 +380,7 @@ def test_measure_and_compare_on_the_command_line() -> None:
     ended = in_a_process("measure", "own_functions:scaled", *ARGUMENTS, "--json", "-")
     assert ended.code == 0, ended.err
     assert ended.json["memory"]["output_bytes"] == 4 * 512 * 1024
-    names = ("own_functions:scaled", "own_functions:lean")
+    names = ("own_functions:scaled", "own_functions:jitted")
     ended = in_a_process("compare", *names, *ARGUMENTS, "--json", "-")
     assert ended.code == 0, ended.err
     (entry,) = ended.json["experiments"]

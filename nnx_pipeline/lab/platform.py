@@ -112,9 +112,10 @@ class Platform:
 
     @property
     def compiler_options(self) -> dict[str, str | bool]:
-        """What the compiler is asked for beyond its defaults."""
-        cublas = self.kind == "cuda" and self.gemm == "cublas"
-        return {"xla_gpu_enable_triton_gemm": False} if cublas else {}
+        """What the compiler is asked for whatever XLA_FLAGS and a function's own options say."""
+        if self.kind != "cuda":
+            return {}
+        return {"xla_gpu_enable_triton_gemm": self.gemm == "triton"}
 
     def memory_bytes(self) -> int | None:
         """Device memory of one device; None where that is not known."""
