@@ -272,8 +272,11 @@ def test_branches_count_once_each_and_reducers_not_at_all() -> None:
         branch.format(name="two"),
         branch.format(name="never_called"),
     )
-    assert hlo_loops.executions(module) == {"main": 1, "one": 1, "two": 1}
+    runs = hlo_loops.executions(module)
+    assert runs == {"main": 1, "one": 1, "two": 1}
     assert hlo_cost.matmul_flops(module) == 2 * 128
+    told = "the matrix products count every branch of 1 conditional"
+    assert hlo_cost.branch_notes(module, runs) == (told,)
 
 
 # ---- matrix products -------------------------------------------------------------------------

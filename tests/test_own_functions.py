@@ -117,6 +117,22 @@ def test_donation_that_jax_ignores_is_said() -> None:
     assert f"training: {expected}" in lab.compare(training, step, WEIGHT, X).note
 
 
+def test_what_figures_hold_or_lack_is_said() -> None:
+    """Branches of which one runs, and arguments that nobody reads."""
+
+    def branching(unread: Any, x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.cond(x[0, 0] > 0, lambda: product(x, w), lambda: twice(x, w))
+
+    result = lab.measure(branching, {"a": X, "b": (None, X)}, X, WEIGHT)
+    assert result.flops == 3 * 2 * ROWS * SIZE**2
+    assert result.to_json()["notes"] == (
+        "2 arguments are in no figure, since nothing reads what is in them: 16,384 bytes over all "
+        "devices, which the caller holds",
+        "the matrix products count every branch of 1 conditional",
+    )
+    assert lab.measure(product, X, WEIGHT).notes == ()
+
+
 def test_what_is_bound_to_a_static_argument_need_be_no_array() -> None:
     named = jax.jit(lambda x, kind: x * len(kind), static_argnames="kind")
     result = lab.measure(functools.partial(named, kind="text"), X)

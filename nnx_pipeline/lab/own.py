@@ -73,7 +73,7 @@ def _measured(
             dict(mesh.shape) if mesh is not None else {},
             {"function": name_of(function), "arguments": _shapes(given)},
         )
-    notes = [*traced.notes, *_host_notes(given, platform)]
+    notes = [*traced.notes, *result.notes, *_host_notes(given, platform)]
     return dataclasses.replace(result, notes=tuple(notes)), traced
 
 
