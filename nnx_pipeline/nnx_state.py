@@ -23,6 +23,19 @@ def name_of(function: Callable[..., Any]) -> str:
     return f"{getattr(function, '__module__', '')}:{name}"
 
 
+def holds_itself(tree: Any, around: frozenset[int] = frozenset()) -> bool:
+    """Whether something in a tree leads back to what holds it, as attributes of modules may.
+
+    To be asked first: where JAX has run into the limit of recursion, Python stays at it.
+    """
+    if id(tree) in around:
+        return True
+    root = iter([False])  # what is asked first is the tree itself, everything after is in it
+    inside = jax.tree.leaves(tree, is_leaf=lambda _: next(root, True))
+    leaf = len(inside) == 1 and inside[0] is tree and not isinstance(tree, nnx.Pytree)
+    return not leaf and any(holds_itself(one, around | {id(tree)}) for one in inside)
+
+
 def without_repeats(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
     """The tree with each NNX variable once, and what puts it back where it is shared.
 

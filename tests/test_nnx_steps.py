@@ -276,10 +276,29 @@ def test_state_that_is_no_argument_is_refused() -> None:
         model.kernel[...] = model.kernel[...] + 1
         return model(x)
 
+    def trained(model: Model, optimizer: nnx.Optimizer, x: jax.Array) -> jax.Array:
+        return step(model, optimizer, x)
+
+    held = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(held, optax.adam(1e-3), wrt=nnx.Param)
+    bound = functools.partial(trained, held, optimizer)
+    cached = nnx.cached_partial(nnx.jit(trained), held, optimizer)
     message = "changes NNX state that is not among its arguments; pass the module as an argument"
+    for function in (counting, bound, lambda x: bound(x), cached):
+        for tool in (lab.measure, lint):
+            with pytest.raises(InputError, match=message):
+                tool(function, X)
+
+
+def test_a_module_that_holds_itself_is_refused() -> None:
+    class Circle(nnx.Module):
+        def __init__(self) -> None:
+            self.weight = nnx.Param(jnp.ones(4))
+            self.itself = self
+
     for tool in (lab.measure, lint):
-        with pytest.raises(InputError, match=message):
-            tool(counting, X)
+        with pytest.raises(InputError, match="a module that holds itself, which JAX cannot take"):
+            tool(lambda circle: circle.weight[...], Circle())
 
 
 def test_modules_taken_apart_return_what_they_keep() -> None:
@@ -307,8 +326,11 @@ def test_the_arms_of_compare_are_measured_whole() -> None:
     assert "warning: what is changed in place differs: [0].first.bias.value is float32[8] and " in (
         outcome.note
     )
-    same = lab.compare(step, nnx.jit(step), *made(), X)
-    assert "warning" not in same.note
+    jitted, bound = nnx.jit(step), functools.partial(nnx.jit(step), x=X)
+    assert "warning" not in lab.compare(step, jitted, *made(), X).note
+    unlike = lab.compare(jitted, without_update, *made(), X)
+    assert "warning: what is changed in place differs: [0].first.bias.value is " in unlike.note
+    assert "warning" not in lab.compare(bound, functools.partial(step, x=X), *made()).note
 
 
 def test_lint_sees_the_gradients_of_a_step_in_place() -> None:

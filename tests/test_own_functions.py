@@ -406,6 +406,20 @@ def test_measure_and_compare_on_the_command_line() -> None:
     assert "a word while it is traced" in ended.err
 
 
+def test_a_compiler_that_jax_lost_when_it_started_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if missing("jax_cuda13_plugin"):
+        pytest.skip("the CUDA plugin is not installed")
+
+    def gone(**_: Any) -> Any:
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", gone)
+    with pytest.raises(InputError, match=r"JAX had started before, .* or set JAX_PLATFORMS=cpu"):
+        lab.measure(product, X, WEIGHT, platform="cuda:h100:1")
+
+
 def test_what_breaks_is_one_line_and_1() -> None:
     ended = in_a_process("compare", "own_functions:broken", "own_functions:lean", *ARGUMENTS)
     assert ended.code == 1

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_pipeline.errors import InputError, nearest
 from nnx_pipeline.mesh import MeshConfig, make_mesh
-from nnx_pipeline.nnx_state import name_of, without_repeats
+from nnx_pipeline.nnx_state import holds_itself, name_of, without_repeats
 from nnx_pipeline.sharding import is_trivial, spec_axes
 
 AnyMesh = Mesh | AbstractMesh | MeshConfig | str | None
@@ -141,8 +142,10 @@ def arguments_of(
 
 def check_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """Raises InputError unless the function takes as many arguments."""
+    # What a wrapper such as that of nnx.cached_partial wraps may take more than itself does.
+    follow = not isinstance(function, FunctionType)
     try:
-        inspect.signature(function).bind(*arguments)
+        inspect.signature(function, follow_wrapped=follow).bind(*arguments)
     except TypeError as error:
         raise InputError(
             f"{name_of(function)} cannot be called with {len(arguments)} arguments: {error}; give "
@@ -174,6 +177,11 @@ def mesh_on(mesh: AnyMesh, devices: Sequence[Any]) -> Mesh | None:
 def check_arrays(arguments: Any) -> None:
     """Raises InputError where an argument, or all of them, are more than compilers count up to,
     and for arrays of 64 bits that JAX would make arrays of 32."""
+    if holds_itself(arguments):
+        raise InputError(
+            "an argument is a module that holds itself, which JAX cannot take apart; leave out "
+            "the attribute that leads back to it"
+        )
     total = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):

@@ -195,6 +195,11 @@ def _topology(platform: Platform, **options: str) -> Sequence[Any]:
 
     try:
         return topologies.get_topology_desc(platform=platform.kind, **options).devices
+    except NotImplementedError as error:
+        raise InputError(
+            f"platform {platform}: its compiler is gone: JAX had started before, and found no such "
+            "device; measure before jax.devices() and other uses of JAX, or set JAX_PLATFORMS=cpu"
+        ) from error
     except (
         Exception
     ) as error:  # the compilers raise many kinds; their first line says what is wrong
