@@ -120,10 +120,12 @@ def compare_command(
     targets = platforms(platform, gemm)
     with progress() as say, compiler_errors():
         grid = _grid(mesh, targets[0])
-        functions = find_function(function_a), find_function(function_b)
+        labels = function_a, function_b
+        functions = [find_function(label) for label in labels]
         given = arguments_of(inputs, arguments, grid)
         found = [
-            [compare(*functions, *given, mesh=grid, platform=one, progress=say)] for one in targets
+            [compare(*functions, *given, mesh=grid, platform=one, labels=labels, progress=say)]
+            for one in targets
         ]
     title = f"{function_a} and {function_b} on {MeshConfig.parse(mesh)}, {platform}: per device"
     report.show_outcomes(title, found, platform, json_path=json_path)

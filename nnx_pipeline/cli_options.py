@@ -10,6 +10,7 @@ from click.core import ParameterSource
 from nnx_pipeline.config import Config
 from nnx_pipeline.errors import InputError, nearest
 from nnx_pipeline.lab.platform import GEMMS, Platform
+from nnx_pipeline.mesh import AXES
 from nnx_pipeline.overrides import apply_overrides, parse_overrides
 from nnx_pipeline.presets import preset
 
@@ -49,7 +50,7 @@ def mesh_option(default: str) -> Callable[[Command], Command]:
         default=default,
         show_default=default or "one device",
         metavar="AXES",
-        help="Sizes of data, stage, fsdp, tensor, expert; those left out are 1.",
+        help=f"Sizes of {', '.join(AXES)}; those left out are 1.",
     )
 
 

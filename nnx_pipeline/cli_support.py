@@ -58,7 +58,7 @@ def progress() -> Iterator[Callable[[str], None]]:
 
     What people's own functions print meanwhile goes there too: standard output may be JSON.
     """
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False, emoji=False)
     with contextlib.redirect_stdout(sys.stderr):
         if console.is_terminal:
             with console.status("starting") as status:

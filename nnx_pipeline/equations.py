@@ -73,6 +73,20 @@ def inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
                 yield open_jaxpr(one)
 
 
+def with_bodies(program: ClosedJaxpr) -> Iterator[JaxprEqn]:
+    """The equations that hold jaxprs, those inside of others too, each jaxpr once."""
+    pending, seen = [program.jaxpr], set()
+    while pending:
+        jaxpr = pending.pop()
+        if id(jaxpr) in seen:
+            continue
+        seen.add(id(jaxpr))
+        for equation in jaxpr.eqns:
+            if bodies := list(inner_jaxprs(equation)):
+                pending += bodies
+                yield equation
+
+
 def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
     """A jaxpr without its constants."""
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr

@@ -14,14 +14,15 @@ from typing import Any
 import jax
 from flax import nnx
 from flax.errors import TraceContextError
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from nnx_pipeline.equations import inner_jaxprs
+from nnx_pipeline.equations import with_bodies
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.nnx_state import Threaded, described, name_of, state_of, without_repeats
 
 # Part of the keys of JAX's caches, of jitted functions inside of others too.
 _TURN = jax.make_user_context(None)
+_OUTSIDE = "Cannot extract graph node from different trace level"
 _NNX_JIT = tuple(
     type(nnx.jit(lambda: None, graph=True, graph_updates=updates)) for updates in (True, False)
 )
@@ -45,13 +46,15 @@ class Call:
     """A function with all that it is given.
 
     function: where it is jitted, without the `functools.partial` or the method around it, whose
-    arrays are arguments like others then. static: identities of what else is bound.
+    arrays are arguments like others then. static: identities of what else is bound. bound: whether
+    there is such.
     """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     keywords: dict[str, Any] = field(default_factory=dict)
     static: frozenset[int] = frozenset()
+    bound: bool = False
 
     @classmethod
     def of(cls, function: Callable[..., Any], arguments: tuple[Any, ...]) -> "Call":
@@ -77,7 +80,7 @@ class Call:
             return cls(function, arguments)
         leaves = jax.tree.leaves((bound, keywords))
         static = frozenset(id(leaf) for leaf in leaves if not hasattr(leaf, "shape"))
-        return cls(inner, (*bound, *arguments), keywords, static)
+        return cls(inner, (*bound, *arguments), keywords, static, bool(bound or keywords))
 
     @property
     def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -91,8 +94,8 @@ class Traced:
 
     program: what JAX traced, to be lowered. results: dtype and shape of each array that the
     function returns, by its place in what is returned. changed: those of the NNX state that it
-    changes in place; None where `nnx.jit` hands out all state. notes: what was declared and is not
-    in the program, a sentence each.
+    changes in place; None where it is jitted and something is bound to it, which shifts the places.
+    notes: what was declared and is not in the program, a sentence each.
     """
 
     program: jax.stages.Traced
@@ -129,6 +132,7 @@ def jaxpr_of(call: Call) -> tuple[ClosedJaxpr, list[Any]]:
 
     with _changes_are_of_arguments(call.function):
         program = jax.make_jaxpr(flat)(*leaves)
+    used.refuse_lost(program)
     if jitted and not isinstance(call.function, _NNX_JIT):
         used.refuse_changes()
     return program, leaves
@@ -137,16 +141,19 @@ def jaxpr_of(call: Call) -> tuple[ClosedJaxpr, list[Any]]:
 def _trace_jitted(call: Call) -> Traced:
     """Of `jax.jit` or `nnx.jit`: as they jit it."""
     own: Any = call.function
+    changed = _changes_of(call)
     traced = own.trace(*call.arguments, **call.keywords)
-    changed: dict[str, str] | None = {}
     if isinstance(traced, jax.stages.Traced):
-        _refuse_dropped_changes(call)
         results = traced.out_info
     else:
         traced = traced.traced  # Flax keeps what JAX traced in a wrapper of its own
-        results, changed = own.eval_shape(*call.arguments, **call.keywords), None
-        results, _ = without_repeats(results)
-    return Traced(traced, described(results), changed, _ignored_donations(traced.jaxpr.jaxpr))
+        results, _ = without_repeats(own.eval_shape(*call.arguments, **call.keywords))
+    return Traced(
+        traced,
+        described(results),
+        None if call.bound else changed,
+        _ignored_donations(traced.jaxpr),
+    )
 
 
 def _trace_plain(call: Call) -> Traced:
@@ -158,40 +165,53 @@ def _trace_plain(call: Call) -> Traced:
     if _lowers(call.function):
         numbers, notes = _donated_arguments(jax.make_jaxpr(used)(*arguments, **keywords), arguments)
     program = jax.jit(used, donate_argnums=numbers).trace(*arguments, **keywords)
+    used.refuse_lost(program.jaxpr)
     if notes is None:
-        notes = _ignored_donations(program.jaxpr.jaxpr)
+        notes = _ignored_donations(program.jaxpr)
     return Traced(program, used.results, used.changed, notes)
 
 
-def _refuse_dropped_changes(call: Call) -> None:
-    """Looks inside a function of `jax.jit` for changes of the modules that are passed to it."""
+def _changes_of(call: Call) -> dict[str, str]:
+    """What a jitted function changes in place of the modules that are passed to it.
+
+    Raises InputError where the change is lost: `jax.jit` drops it, or what is jitted inside does.
+    That must be the first trace of its turn: JAX runs what is jitted inside of it only once.
+    """
     inner = getattr(call.function, "__wrapped__", None)
     if inner is None or not state_of(call.given):
-        return
+        return {}
     used = Threaded(inner)
     treedef: Any
     leaves, treedef = jax.tree.flatten(used.take(call.given))
     numbers = [number for number, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
 
-    def of_arrays(arrays: list[Any]) -> Any:  # what is no array may be static: it stays as it is
+    def of_arrays(arrays: list[Any]) -> None:  # what is no array may be static: it stays as it is
         filled = list(leaves)
         for number, array in zip(numbers, arrays, strict=True):
             filled[number] = array
         arguments, keywords = treedef.unflatten(filled)
-        return used(*arguments, **keywords)
+        used(*arguments, **keywords)
 
-    jax.eval_shape(of_arrays, [leaves[number] for number in numbers])
+    program = jax.make_jaxpr(of_arrays)([leaves[number] for number in numbers])
+    used.refuse_lost(program)
+    if isinstance(call.function, _NNX_JIT):
+        return used.changed
     used.refuse_changes()
+    return {}
 
 
 @contextlib.contextmanager
 def _changes_are_of_arguments(function: Callable[..., Any]) -> Iterator[None]:
     try:
         yield
-    except TraceContextError as error:
+    except (TraceContextError, ValueError) as error:
+        # Flax has no class of its own for a gradient, or an `nnx.jit`, of a module from outside.
+        if isinstance(error, ValueError) and _OUTSIDE not in str(error):
+            raise
         raise InputError(
             f"{name_of(function)} changes NNX state that is not among its arguments; pass the "
-            "module as an argument"
+            "module as an argument: what a functools.partial, a bound method, a closure or "
+            "nnx.cached_partial holds is none"
         ) from error
 
 
@@ -216,26 +236,19 @@ def _donated_arguments(
         if own and all(id(variable) in given_up for variable in own):
             numbers.append(number)
             honoured.update(map(id, own))
-    return tuple(numbers), _ignored_donations(program.jaxpr, honoured)
+    return tuple(numbers), _ignored_donations(program, honoured)
 
 
-def _ignored_donations(jaxpr: Jaxpr, honoured: Collection[int] = ()) -> tuple[str, ...]:
+def _ignored_donations(program: ClosedJaxpr, honoured: Collection[int] = ()) -> tuple[str, ...]:
     """A sentence for each jitted function whose donation has no effect inside the program.
 
     honoured: identities of the variables that the program itself donates.
     """
     found: dict[str, None] = {}
-    pending, seen = [jaxpr], set()
-    while pending:
-        one = pending.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        for equation in one.eqns:
-            pairs = zip(equation.invars, _donations(equation), strict=False)
-            if any(donated and id(variable) not in honoured for variable, donated in pairs):
-                found[equation.params["name"]] = None
-            pending += inner_jaxprs(equation)
+    for equation in with_bodies(program):
+        pairs = zip(equation.invars, _donations(equation), strict=False)
+        if any(donated and id(variable) not in honoured for variable, donated in pairs):
+            found[equation.params["name"]] = None
     return tuple(
         f"what {name} donates is not donated here: JAX ignores donation inside of another program; "
         "measure that function itself, or declare it on the outermost jit"

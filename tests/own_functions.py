@@ -19,6 +19,9 @@ def lean(scale: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.tanh(x * scale.astype(x.dtype))
 
 
+jitted = jax.jit(lean)
+
+
 def tall(scale: jax.Array, x: jax.Array) -> jax.Array:
     product = (x * scale.astype(x.dtype)).T @ x
     return jnp.sort(product, axis=0) @ product

@@ -333,3 +333,6 @@ def test_programs_are_compared_without_their_source() -> None:
     moved = first.replace("a.py", "b.py").replace("source_line=3 stack_frame_id=7", "")
     assert fingerprint(first) == fingerprint(moved)
     assert fingerprint(first) != fingerprint(first.replace("sine", "cosine"))
+    for given in ("input_output_alias={ {}: (0, {}, may-alias) }", "buffer_donor={ (0, {}) }"):
+        donating = first.replace("is_scheduled=true", f"is_scheduled=true, {given}")
+        assert fingerprint(first) != fingerprint(donating)

@@ -325,6 +325,19 @@ def test_what_a_library_works_in() -> None:
     assert {shape for shape, role in roles.items() if role == "other"} <= {"tuple of 2"}
 
 
+@pytest.mark.parametrize("gemm", ["triton", "cublas"])
+def test_products_are_what_was_asked_for(gemm: str) -> None:
+    """Whatever the function's own options say, or XLA_FLAGS, which come before those."""
+    need("cuda:h100:8")
+    platform = Platform(**(vars(Platform.parse("cuda:h100:8")) | {"gemm": gemm}))
+    other = {"xla_gpu_enable_triton_gemm": gemm != "triton"}
+    halves = [jax.ShapeDtypeStruct((1024, 1024), "bfloat16")] * 2
+    product = jax.jit(lambda x, w: x @ w, compiler_options=other)
+    assert ("__cublas" in lab.measure(product, *halves, platform=platform).hlo) == (
+        gemm != "triton"
+    )
+
+
 def test_the_command(run: Run) -> None:
     words = ("--arg", "float32[1024]", "--arg", "bfloat16[512,1024]")
     ended = run("memory", "own_functions:tall", *words, "--top", "1")

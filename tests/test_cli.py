@@ -149,6 +149,11 @@ def test_list_of_experiments(run: Run) -> None:
     (elsewhere,) = ended.json["elsewhere"]
     assert (elsewhere["claim"], elsewhere["command"]) == ("S2.12", "linen-compat overhead")
     assert "S2.12" in shown
+    # The last column without its line breaks: shapes such as [batch, seq] stand in these texts.
+    cells = [line.split("│") for line in shown.splitlines()]
+    column = "".join("".join(row[-2].split()) for row in cells if len(row) > 4)
+    for row in (*ended.json["experiments"], elsewhere):
+        assert "".join(row["difference"].split()) in column
     assert "linen-compat overhead" in shown
 
 

@@ -272,8 +272,19 @@ def test_branches_count_once_each_and_reducers_not_at_all() -> None:
         branch.format(name="two"),
         branch.format(name="never_called"),
     )
-    assert hlo_loops.executions(module) == {"main": 1, "one": 1, "two": 1}
+    runs = hlo_loops.executions(module)
+    assert runs == {"main": 1, "one": 1, "two": 1}
     assert hlo_cost.matmul_flops(module) == 2 * 128
+    told = "the matrix products count every branch of 1 conditional"
+    assert hlo_cost.branch_notes(module, runs) == (told,)
+
+
+def test_parts_of_complex_numbers_on_a_tpu_are_no_product() -> None:
+    module = module_of(
+        "  %x = f32[4,4] parameter(0)\n"
+        '  ROOT %c = c64[4,4] custom-call(%x, %x), custom_call_target="X64Combine"'
+    )
+    assert hlo_cost.matmul_flops(module) == 0
 
 
 # ---- matrix products -------------------------------------------------------------------------

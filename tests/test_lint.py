@@ -167,6 +167,23 @@ def test_no_false_alarm_on_a_linen_model_in_half(layers: int, remat: bool) -> No
     assert [finding for finding in found if not layers or finding.rule == "hidden-upcast"] == []
 
 
+def test_no_false_alarm_on_attention_as_wide_as_its_sequence() -> None:
+    """The cotangent of queries has the shape of their kernel then, but its sum is of a bias."""
+    layer = linen.MultiHeadDotProductAttention(4)
+    x = array(2, 256, 256)
+    weights = jax.eval_shape(layer.init, jax.random.key(0), x)
+    gradient = jax.grad(lambda weights, x: layer.apply(weights, x, x).sum())
+    assert lint(gradient, weights, x, limits=Limits(large=1e5)) == []
+
+
+def test_no_false_alarm_on_the_gradient_of_attention_in_half() -> None:
+    """JAX itself multiplies its float32 cotangent with operands in half."""
+    given = [array(2, 256, 4, 64, dtype=jnp.bfloat16)] * 3
+    gradient = jax.grad(lambda q, k, v: jax.nn.dot_product_attention(q, k, v).sum())
+    with optax_promotion():
+        assert lint(gradient, *given, limits=Limits(large=1e5)) == []
+
+
 @pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
 @pytest.mark.parametrize("forgotten", ["norm", "dense"])
 def test_a_dtype_that_is_forgotten_in_a_linen_model_is_found(forgotten: str, remat: bool) -> None:

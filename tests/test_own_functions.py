@@ -27,6 +27,7 @@ from nnx_pipeline.lab.functions import (
     name_of,
     parse_argument,
 )
+from nnx_pipeline.lint import lint
 
 ROWS, SIZE = 64, 32
 X, WEIGHT = (
@@ -114,6 +115,22 @@ def test_donation_that_jax_ignores_is_said() -> None:
         (note,) = result.to_json()["notes"]
         assert note.startswith(expected)
     assert f"training: {expected}" in lab.compare(training, step, WEIGHT, X).note
+
+
+def test_what_figures_hold_or_lack_is_said() -> None:
+    """Branches of which one runs, and arguments that nobody reads."""
+
+    def branching(unread: Any, x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.cond(x[0, 0] > 0, lambda: product(x, w), lambda: twice(x, w))
+
+    result = lab.measure(branching, {"a": X, "b": (None, X)}, X, WEIGHT)
+    assert result.flops == 3 * 2 * ROWS * SIZE**2
+    assert result.to_json()["notes"] == (
+        "2 arguments are in no figure, since nothing reads what is in them: 16,384 bytes over all "
+        "devices, which the caller holds",
+        "the matrix products count every branch of 1 conditional",
+    )
+    assert lab.measure(product, X, WEIGHT).notes == ()
 
 
 def test_what_is_bound_to_a_static_argument_need_be_no_array() -> None:
@@ -206,6 +223,28 @@ def test_inputs_are_held_to_the_size_of_arguments(
             arguments_of(None, texts, None)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [jax.ShapeDtypeStruct((4,), "float64"), np.arange(4), np.zeros(4, "complex128")],
+    ids=lambda given: str(given.dtype),
+)
+def test_64_bits_that_jax_would_halve_are_refused(
+    given: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_functions, "inputs", lambda: given)
+    message = rf"argument \[0\]: JAX makes \w+ of {given.dtype}; write that, or set JAX_ENABLE_X64"
+    with pytest.raises(InputError, match=message):
+        arguments_of("own_functions:inputs", (), None)
+    for tool in (lab.measure, lint):
+        with pytest.raises(InputError, match=message):
+            tool(lambda x: x + 1, given)
+    with jax.enable_x64(True):
+        assert (
+            lab.measure(lambda x: x + 1, given).memory.argument_bytes
+            == given.size * given.dtype.itemsize
+        )
+
+
 MESHES = [
     "data=4,tensor=2",
     MeshConfig(data=4, tensor=2),
@@ -257,6 +296,10 @@ def test_two_functions_are_compared() -> None:
 def test_the_same_function_twice_is_the_same_program() -> None:
     outcome = lab.compare(product, product, X, WEIGHT)
     assert outcome.note == "both arms compile to the same program"
+    donating = jax.jit(product, donate_argnums=0)
+    outcome = lab.compare(product, donating, X, WEIGHT, labels=("plain", "donating"))
+    assert [arm.label for arm, _ in outcome.arms] == ["plain", "donating"]
+    assert not outcome.same_program
 
 
 def test_a_function_that_breaks_leaves_the_other_one() -> None:
@@ -353,7 +396,7 @@ def test_measure_and_compare_on_the_command_line() -> None:
     ended = in_a_process("measure", "own_functions:scaled", *ARGUMENTS, "--json", "-")
     assert ended.code == 0, ended.err
     assert ended.json["memory"]["output_bytes"] == 4 * 512 * 1024
-    names = ("own_functions:scaled", "own_functions:lean")
+    names = ("own_functions:scaled", "own_functions:jitted")
     ended = in_a_process("compare", *names, *ARGUMENTS, "--json", "-")
     assert ended.code == 0, ended.err
     (entry,) = ended.json["experiments"]
@@ -361,6 +404,20 @@ def test_measure_and_compare_on_the_command_line() -> None:
     ended = in_a_process("measure", "own_functions:talkative", *ARGUMENTS, "--json", "-")
     assert ended.json["memory"]["output_bytes"] == 4 * 512 * 1024
     assert "a word while it is traced" in ended.err
+
+
+def test_a_compiler_that_jax_lost_when_it_started_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if missing("jax_cuda13_plugin"):
+        pytest.skip("the CUDA plugin is not installed")
+
+    def gone(**_: Any) -> Any:
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", gone)
+    with pytest.raises(InputError, match=r"JAX had started before, .* or set JAX_PLATFORMS=cpu"):
+        lab.measure(product, X, WEIGHT, platform="cuda:h100:1")
 
 
 def test_what_breaks_is_one_line_and_1() -> None:

@@ -12,7 +12,7 @@ LONGEST_FILE, LONGEST_FUNCTION = 350, 70
 
 # From the ground up: a module may import from its own line and from those above it.
 LAYERS = (
-    ("ending", "equations", "errors", "files", "nnx_state", "remat", "tracing"),
+    ("ending", "equations", "errors", "files", "nnx_copies", "nnx_state", "remat", "tracing"),
     ("budgets",),
     ("mesh", "pipeline_config"),
     ("config",),

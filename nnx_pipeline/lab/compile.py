@@ -1,6 +1,7 @@
 """Compile one training step and read off what it costs."""
 
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -40,7 +41,8 @@ class Measurement:
     Python held on the host while the program was traced, for experiments that are about that.
     measured: when, in ISO format, if it comes from a cache. flops: None if it is not known of every
     product; known_flops: of those of which it is. unread: what of the program is in none of the
-    figures that it names. notes: what the program leaves out of what was declared, a sentence each.
+    figures that it names. notes: what the program leaves out of what was declared, and what a
+    figure holds beyond what runs, a sentence each.
     """
 
     platform: str
@@ -221,7 +223,27 @@ def measure_traced(
         attribution=program.attribution,
         assigned=program.assigned,
         unread=program.unread,
+        notes=(*_dropped_arguments(compiled), *program.notes),
     )
+
+
+def _dropped_arguments(compiled: jax.stages.Compiled) -> list[str]:
+    """JAX drops arguments that nothing reads; whoever calls the program holds them all the same."""
+    tree: Any
+    arguments, tree = jax.tree.flatten(compiled.args_info)
+    places = tree.flatten_up_to(compiled.input_shardings)
+    sizes = [
+        math.prod(argument.shape) * getattr(argument.dtype, "itemsize", 0)
+        for argument, place in zip(arguments, places, strict=True)
+        if place is None
+    ]
+    if not sizes:
+        return []
+    which = f"{len(sizes)} arguments are" if len(sizes) > 1 else "1 argument is"
+    return [
+        f"{which} in no figure, since nothing reads what is in {'them' if len(sizes) > 1 else 'it'}"
+        f": {sum(sizes):,} bytes over all devices, which the caller holds"
+    ]
 
 
 def _memory(analysis: Any, heap: int | None, buffers: Assigned | None) -> Memory:

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_pipeline.errors import InputError, nearest
 from nnx_pipeline.mesh import MeshConfig, make_mesh
-from nnx_pipeline.nnx_state import name_of, without_repeats
+from nnx_pipeline.nnx_state import holds_itself, name_of, without_repeats
 from nnx_pipeline.sharding import is_trivial, spec_axes
 
 AnyMesh = Mesh | AbstractMesh | MeshConfig | str | None
@@ -70,10 +71,7 @@ def parse_argument(text: str, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
         raise InputError(f"argument {text!r}: there is no dtype {match['dtype']!r}") from error
     if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool)):
         raise InputError(f"argument {text!r}: JAX has no arrays of {dtype}; write a number's dtype")
-    if (used := jax.dtypes.canonicalize_dtype(dtype)) != dtype:
-        raise InputError(
-            f"argument {text!r}: JAX makes {used} of {dtype}; write that, or set JAX_ENABLE_X64=1"
-        )
+    _check_width(f"argument {text!r}", dtype)
     shape, entries = [], []
     for part in match["axes"].split(",") if match["axes"] else ():
         axis = _AXIS.fullmatch(part)
@@ -84,6 +82,16 @@ def parse_argument(text: str, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
     if math.prod(shape) * dtype.itemsize > LARGEST:
         raise InputError(f"argument {text!r} is larger than {LARGEST:,} bytes; give smaller axes")
     return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=_sharding(text, shape, entries, mesh))
+
+
+def _check_width(what: str, dtype: Any) -> None:
+    """Raises InputError for a dtype in whose place JAX takes half of it."""
+    if jnp.issubdtype(dtype, jnp.number) and (
+        (used := jax.dtypes.canonicalize_dtype(dtype)) != dtype
+    ):
+        raise InputError(
+            f"{what}: JAX makes {used} of {dtype}; write that, or set JAX_ENABLE_X64=1"
+        )
 
 
 def _sharding(
@@ -120,7 +128,7 @@ def arguments_of(
     """
     if inputs is None:
         written = tuple(parse_argument(text, mesh) for text in arguments)
-        check_sizes(written)
+        check_arrays(written)
         return written
     if arguments:
         raise InputError("--inputs and --arg both give the arguments; keep one of them")
@@ -128,14 +136,16 @@ def arguments_of(
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
         made = make()
     given = made if isinstance(made, tuple) else (made,)
-    check_sizes(given)
+    check_arrays(given)
     return given
 
 
 def check_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """Raises InputError unless the function takes as many arguments."""
+    # What a wrapper such as that of nnx.cached_partial wraps may take more than itself does.
+    follow = not isinstance(function, FunctionType)
     try:
-        inspect.signature(function).bind(*arguments)
+        inspect.signature(function, follow_wrapped=follow).bind(*arguments)
     except TypeError as error:
         raise InputError(
             f"{name_of(function)} cannot be called with {len(arguments)} arguments: {error}; give "
@@ -164,8 +174,14 @@ def mesh_on(mesh: AnyMesh, devices: Sequence[Any]) -> Mesh | None:
     return Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types)
 
 
-def check_sizes(arguments: Any) -> None:
-    """Raises InputError where an argument, or all of them, are more than compilers count up to."""
+def check_arrays(arguments: Any) -> None:
+    """Raises InputError where an argument, or all of them, are more than compilers count up to,
+    and for arrays of 64 bits that JAX would make arrays of 32."""
+    if holds_itself(arguments):
+        raise InputError(
+            "an argument is a module that holds itself, which JAX cannot take apart; leave out "
+            "the attribute that leads back to it"
+        )
     total = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
@@ -173,6 +189,8 @@ def check_sizes(arguments: Any) -> None:
         size = math.prod(leaf.shape) * getattr(leaf.dtype, "itemsize", 0)
         total += size
         place = f"argument {jax.tree_util.keystr(path)}"
+        if not isinstance(leaf, np.generic):  # one number of NumPy is no more than one of Python
+            _check_width(place, leaf.dtype)
         for what, held in ((place, size), ("all arguments together", total)):
             if held > LARGEST:
                 raise InputError(

@@ -57,6 +57,8 @@ _CALLED = (
     "branch_computations",
     "called_computations",
 )
+# Attributes of a module: which arguments it may put its results into.
+_DONATED = ("input_output_alias", "buffer_donor")
 # Names of instructions, and of computations that are applied to each element.
 _NOT_CALLED = ("control-predecessors", "select", "scatter")
 
@@ -178,7 +180,7 @@ def parse(text: str) -> Module:
     for anything in it that is not understood, with the line.
     """
     scanner = Scanner(text)
-    name, frames, at = _head(scanner)
+    name, frames, _, at = _head(scanner)
     computations: dict[str, Computation] = {}
     entry = ""
     while (at := scanner.space(at)) < len(text):
@@ -202,22 +204,25 @@ def _no_module(text: str) -> str:
 def fingerprint(text: str) -> str:
     """Equal for two texts that differ only in where in the source their instructions come from.
 
-    That is a hash of the computations alone: neither their metadata nor the tables before them.
+    That is a hash of the computations and of what the program is given for its results: neither
+    metadata of instructions nor the tables before them.
     """
+    donated = {}
     try:
-        *_, at = _head(Scanner(text))
+        *_, attributes, at = _head(Scanner(text))
+        donated = {key: value for key, value in attributes.items() if key in _DONATED}
     except ValueError:
         at = 0  # a text that cannot be read is still equal to itself
-    bare = _METADATA.sub("", text[at:])
-    return hashlib.sha256(bare.strip().encode()).hexdigest()
+    bare = f"{sorted(donated.items())}{_METADATA.sub('', text[at:]).strip()}"
+    return hashlib.sha256(bare.encode()).hexdigest()
 
 
-def _head(scanner: Scanner) -> tuple[str, Frames, int]:
-    """Name of the module, the tables of Python frames, and where its computations begin."""
+def _head(scanner: Scanner) -> tuple[str, Frames, dict[str, str], int]:
+    """Name of the module, tables of Python frames, attributes, and where computations begin."""
     header = _MODULE.match(scanner.text)
     if header is None:
         raise ValueError(_no_module(scanner.text))
-    _, at = scanner.attributes(header.end())
+    attributes, at = scanner.attributes(header.end())
     tables: dict[str, dict[str, str]] = {}
     while title := _TABLE.match(scanner.text, scanner.space(at)):
         rows = tables[title[1]] = {}
@@ -225,7 +230,7 @@ def _head(scanner: Scanner) -> tuple[str, Frames, int]:
         while row := _ROW.match(scanner.text, at):
             at = scanner.quotation_or_group(row.end())
             rows[row[1]] = scanner.text[row.end() : at]
-    return header[1], Frames(tables), at
+    return header[1], Frames(tables), attributes, at
 
 
 def _computation(scanner: Scanner, at: int, frames: Frames) -> tuple[bool, Computation, int]:

@@ -136,6 +136,41 @@ def _collectives(module: Module, runs: Runs) -> Iterator[tuple[Instruction, int 
                 yield instruction, times, kind, size
 
 
+# ---- conditionals ----------------------------------------------------------------------------
+
+
+def branch_notes(module: Module, runs: Runs) -> tuple[str, ...]:
+    """A sentence where figures hold branches of which only one runs. runs: as above."""
+    found: dict[str, int] = {}
+    for name in runs:
+        for instruction in module.computations[name].instructions.values():
+            if plain(instruction.opcode) == "conditional":
+                once = dict.fromkeys(_reached(module, instruction), 1)
+                counts = collective_counts(module, once).values()
+                held = ["matrix products"] if products_of(module, once) != Products(0, ()) else []
+                held += ["collectives"] if any(count["ops"] for count in counts) else []
+                what = " and ".join(held)
+                found[what] = found.get(what, 0) + 1
+    return tuple(
+        f"the {what} count every branch of {count} conditional{'s' if count > 1 else ''}"
+        for what, count in found.items()
+        if what
+    )
+
+
+def _reached(module: Module, instruction: Instruction) -> set[str]:
+    """The computations that an instruction calls, directly or not."""
+    found: set[str] = set()
+    pending = [*instruction.called()]
+    while pending:
+        name = pending.pop()
+        if name not in found:
+            found.add(name)
+            inside = module.computations[name].instructions.values()
+            pending += [callee for item in inside for callee in item.called()]
+    return found
+
+
 def _add(count: dict[str, int | None], times: int | None, size: int) -> None:
     for field, per_run in (("executed", 1), ("bytes", size)):
         before = count[field]

@@ -16,7 +16,7 @@ from nnx_pipeline.lab.hlo_opcodes import PRODUCTS, is_known, plain
 # Library calls that multiply no two matrices, although two or more of their operands may look so.
 _NO_PRODUCT = re.compile(
     r"AllocateBuffer|AsyncCollective|MoveTo|Sharding|SPMD|TriangularSolve|__cub\$|blas_|lapack_|"
-    r"annotate_device_placement|cu_threefry2x32|cusolver|xla_ffi_python|xla_python"
+    r"X64Combine|X64Split|annotate_device_placement|cu_threefry2x32|cusolver|xla_ffi_python|xla_python"
 )
 # Written by hand in Pallas, Mosaic or Triton: may multiply whatever it is given, also by itself.
 _HAND_WRITTEN = re.compile(r"tpu_custom_call|mosaic_gpu|triton")

@@ -14,8 +14,8 @@ from nnx_pipeline.lab.compile import Clock, Measurement, Progress, measure_trace
 from nnx_pipeline.lab.functions import (
     AnyMesh,
     abstract,
+    check_arrays,
     check_call,
-    check_sizes,
     memory_kind,
     mesh_on,
 )
@@ -59,7 +59,7 @@ def _measured(
     """The measurement of one call on a platform and its first device, and what was traced."""
     platform, device = target
     check_call(function, arguments)
-    check_sizes(arguments)
+    check_arrays(arguments)
     call = Call.of(function, arguments)
     given, keywords = abstract(call.given, mesh, device, static=call.static)
     call = dataclasses.replace(call, arguments=given, keywords=keywords)
@@ -73,7 +73,7 @@ def _measured(
             dict(mesh.shape) if mesh is not None else {},
             {"function": name_of(function), "arguments": _shapes(given)},
         )
-    notes = [*traced.notes, *_host_notes(given, platform)]
+    notes = [*traced.notes, *result.notes, *_host_notes(given, platform)]
     return dataclasses.replace(result, notes=tuple(notes)), traced
 
 
@@ -83,9 +83,12 @@ def compare(
     *arguments: Any,
     mesh: AnyMesh = None,
     platform: Platform | str = "cpu",
+    labels: tuple[str, str] | None = None,
     progress: Progress = lambda text: None,
 ) -> Outcome:
     """Measures two functions of the same arguments; see `measure`.
+
+    labels: what the two are called, `module:function` of each where that is not given.
 
     The verdict is `holds` where the account of the second (`Memory.account_bytes`) is smaller. What
     one of them raises when it is traced or compiled stands in the note, beside the other one's
@@ -105,7 +108,8 @@ def compare(
         except Exception as error:  # a function may break any compiler in any way
             lines = str(error).strip().splitlines() or [""]
             results.append(f"{type(error).__name__}: {lines[0][:200]}")
-    arms = [Arm(label=name_of(function)) for function in (function_a, function_b)]
+    labels = labels or (name_of(function_a), name_of(function_b))
+    arms = [Arm(label=label) for label in labels]
     experiment = Experiment(
         name="compare",
         claim="",

@@ -112,9 +112,10 @@ class Platform:
 
     @property
     def compiler_options(self) -> dict[str, str | bool]:
-        """What the compiler is asked for beyond its defaults."""
-        cublas = self.kind == "cuda" and self.gemm == "cublas"
-        return {"xla_gpu_enable_triton_gemm": False} if cublas else {}
+        """What the compiler is asked for whatever XLA_FLAGS and a function's own options say."""
+        if self.kind != "cuda":
+            return {}
+        return {"xla_gpu_enable_triton_gemm": self.gemm == "triton"}
 
     def memory_bytes(self) -> int | None:
         """Device memory of one device; None where that is not known."""
@@ -194,6 +195,11 @@ def _topology(platform: Platform, **options: str) -> Sequence[Any]:
 
     try:
         return topologies.get_topology_desc(platform=platform.kind, **options).devices
+    except NotImplementedError as error:
+        raise InputError(
+            f"platform {platform}: its compiler is gone: JAX had started before, and found no such "
+            "device; measure before jax.devices() and other uses of JAX, or set JAX_PLATFORMS=cpu"
+        ) from error
     except (
         Exception
     ) as error:  # the compilers raise many kinds; their first line says what is wrong

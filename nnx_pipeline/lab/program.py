@@ -11,6 +11,7 @@ from nnx_pipeline.lab.heap_profile import attribute
 from nnx_pipeline.lab.hlo import parse
 from nnx_pipeline.lab.hlo_cost import (
     COLLECTIVES,
+    branch_notes,
     collective_counts,
     products_of,
     uncounted_transfers,
@@ -25,7 +26,7 @@ class Program:
 
     flops: of all matrix products. known_flops: of those that can be read, which is `flops` unless
     that is None. attribution, assigned: what the heap holds, and what lies outside of it. unread:
-    why a figure is None, or leaves something out.
+    why a figure is None, or leaves something out. notes: what a figure holds beyond what runs.
     """
 
     flops: int | None = None
@@ -34,6 +35,7 @@ class Program:
     attribution: Attribution | None = None
     assigned: Assigned | None = None
     unread: tuple[Unread, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def read_program(
@@ -67,6 +69,7 @@ def read_program(
         attribution=attribute(placed, module, temp_bytes, one_line) if placed else None,
         assigned=beside,
         unread=(*merged(found), *unreadable),
+        notes=branch_notes(module, runs),
     )
 
 

@@ -331,4 +331,6 @@ def _finite(value: Any) -> Any:
 def show(view: RenderableType, *, json_path: str | None) -> None:
     """Prints to standard output, unless JSON goes there."""
     if json_path != "-":
-        Console(width=None if Console().is_terminal else 140).print(view)
+        # Rich takes words in square brackets for markup, and shapes and messages hold such.
+        width = None if Console().is_terminal else 140
+        Console(width=width, markup=False, emoji=False).print(view)

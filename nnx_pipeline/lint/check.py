@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from nnx_pipeline.config import Config
+from nnx_pipeline.lab.functions import check_arrays
 from nnx_pipeline.lint.facts import Program
 from nnx_pipeline.lint.finding import Finding, Limits
 from nnx_pipeline.lint.rules_arrays import hidden_upcasts, one_hot_arrays, trivial_constraints
@@ -49,6 +50,7 @@ def lint(
     parameters (the same objects); without it they are the `nnx.Param`s of the first argument, or,
     if it has no variables, its floating-point arrays.
     """
+    check_arrays(arguments)
     chosen = _parameters_of(arguments) if parameters is None else jax.tree.leaves(parameters)
     wanted = {id(leaf) for leaf in chosen}
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext(), traced_afresh():

@@ -23,7 +23,8 @@ def hidden_upcasts(program: Program, limits: Limits) -> Iterator[Finding]:
     Left out: casts that are written down, sums that are made in float32, a sum or product with a
     float32 array that is as large itself, or with a statistic of the array in a function that gives
     the smaller dtype on, as a layer norm does with its mean, and the gradient of a cast to the
-    smaller dtype, which is float32 as what was cast.
+    smaller dtype, which is float32 as what was cast. A product of a backward pass is the transpose
+    of one of the forward pass, which is looked at where it is written.
     """
     for scope, equation in program.scope.equations():
         for value, size, per_device in _upcasts(program, scope, equation):
@@ -47,15 +48,16 @@ def _upcasts(
     """The value that an equation makes larger, with its bytes as float32."""
     name = equation.primitive.name
     operands = [scope.value(variable) for variable in equation.invars]
+    transposed = is_transposed([equation, *scope.calls()])
     if name == "convert_element_type":
         result = scope.value(equation.outvars[0])
         # What makes a value larger in a backward pass is the transpose of a cast to less.
-        meant = is_transposed([equation, *scope.calls()]) or not is_promotion(equation)
+        meant = transposed or not is_promotion(equation)
         if _is_small(operands[0]) and _is_float32(result) and not meant:
             readers = scope.readers.get(equation.outvars[0], [])
             if any(_widens(scope, reader, result) for reader in readers):
                 yield operands[0], *program.device_bytes(result)
-    elif name == "dot_general" and _is_float32(scope.value(equation.outvars[0])):
+    elif name == "dot_general" and _is_float32(scope.value(equation.outvars[0])) and not transposed:
         small = [one for one in operands if _is_small(one)]
         if len(small) == 1:
             size, per_device = program.device_bytes(small[0])

@@ -117,7 +117,10 @@ def _side_by_side(scope: Scope, equation: JaxprEqn) -> Iterator[tuple[Value, int
 
 
 def _is_summed(value: Value, axis: int) -> bool:
-    """Whether a sum over this axis is taken, of the value itself or of multiples of it."""
+    """Whether a sum over this axis alone is taken, of the value itself or of multiples of it.
+
+    What is summed over other axes too is no parameter's gradient, though it may have such a shape.
+    """
     seen, waiting = set(), [(value, axis)]
     while waiting:
         one = waiting.pop()
@@ -129,9 +132,12 @@ def _is_summed(value: Value, axis: int) -> bool:
             name, params = equation.primitive.name, equation.params
             result = value.scope.value(equation.outvars[0])
             if name == "reduce_sum":
+                others = [other for other in params["axes"] if other != axis]
+                if any(value.aval.shape[other] > 1 for other in others):
+                    continue
                 if axis in params["axes"]:
                     return True
-                waiting.append((result, axis - sum(a < axis for a in params["axes"])))
+                waiting.append((result, axis - sum(other < axis for other in others)))
             elif name == "transpose":
                 waiting.append((result, params["permutation"].index(axis)))
             elif name in SAME | SUMS | FACTORS and result.aval.shape == value.aval.shape:
