@@ -162,7 +162,7 @@ def _every_array(diagnosis: Diagnosis, config: Config) -> Iterator[_Read]:
     source = OrbaxSource(found, model_arrays(config.model))
     stored = StoredArrays(found.items)
     for leaf in (*found.scalars.values(), *found.ignored.values()):
-        yield _Read(leaf.stored, stored.read(leaf.stored, missing_is_zero=True))
+        yield _Read(leaf.stored, stored.read(leaf.stored))
     tokens = {names.nnx for names in TOKENS}
     for part in source.parts:
         for path, layer in walk(source):

@@ -12,7 +12,16 @@ import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 import yaml
-from maxtext_data import DATA, KEPT, assert_same_leaves, checkpoint, full_state, read, write
+from maxtext_data import (
+    DATA,
+    KEPT,
+    assert_same_leaves,
+    checkpoint,
+    config_of,
+    full_state,
+    read,
+    write,
+)
 
 import linen_compat
 from linen_compat import checksums, huggingface
@@ -20,6 +29,7 @@ from linen_compat.convert import plan
 from linen_compat.folders import in_folder
 from linen_compat.plausible import suspicion
 from linen_compat.streams import Mismatch
+from nnx_pipeline import MeshConfig, make_mesh
 from nnx_pipeline.files import write_whole
 
 CONFIG = str(DATA / "unscanned" / "config.yml")
@@ -72,6 +82,71 @@ def test_a_flipped_bit_anywhere_is_found_or_changes_nothing(tmp_path, bridge, fo
             shutil.rmtree(tmp_path / "b")
         write_whole(str(file), whole)
     assert found > 0.8 * len(places)
+
+
+def exchange(folder, first, second):
+    """Puts two chunks of one length in each other's place, each with the crc32c that it ends in."""
+    store = ts.KvStore.open({"driver": "ocdbt", "base": in_folder(folder)}).result()
+    one, other = (store.read(key).result().value for key in (first, second))
+    (file,) = (folder / "d").iterdir()
+    content = bytearray(file.read_bytes())
+    assert (len(one), content.count(one), content.count(other)) == (len(other), 1, 1)
+    places = content.find(one), content.find(other)
+    for place, value in zip(places, (other, one), strict=True):
+        content[place : place + len(value)] = value
+    file.write_bytes(content)
+
+
+def two_of_a_length(folder):
+    store = ts.KvStore.open({"driver": "ocdbt", "base": in_folder(folder)}).result()
+    found = {}
+    for key in store.list().result():
+        value = store.read(key).result().value
+        content = b"" if b"params.params" not in key or b"zarr.json" in key else value
+        other = found.setdefault(len(content), key)
+        if len(content) > 1024 and other != key:
+            return other, key
+    raise AssertionError("no two chunks of one length")
+
+
+def test_chunks_that_changed_places_are_found_by_all_alike(tmp_path, bridge):
+    out, words = tmp_path / "out", ("--to", "maxtext:scanned", "--parameters-only")
+    assert bridge("convert", checkpoint("unscanned"), out, *words).code == 0
+    exchange(out, *two_of_a_length(out))
+    message = r"(params/\S+) in \S+ is not what was written there, by the checksum of its chunk"
+    mesh = make_mesh(MeshConfig(stage=2, fsdp=2, tensor=2))
+    for given in (None, mesh):  # the second reads parts of chunks
+        with pytest.raises(Mismatch, match=message):
+            linen_compat.load(out, config_of(), mesh=given)
+    for ended in (
+        bridge("check", out, "--config", CONFIG, "--read"),
+        bridge("convert", out, tmp_path / "b", "--to", "nnx"),
+    ):
+        assert (ended.code, bool(re.search(message, ended.err))) == (1, True), ended.err
+
+
+@pytest.mark.parametrize("kind", ["of another checkpoint", "a name changed", "checksums lost"])
+def test_metadata_belong_to_the_arrays_beside_them(tmp_path, bridge, kind):
+    source, own = checkpoint("scanned_params_only_bf16"), tmp_path / "own"
+    assert bridge("convert", source, own, "--to", "nnx").code == 0
+    file = own / "_METADATA"
+    if kind == "of another checkpoint":
+        assert bridge("convert", source, tmp_path / "other", "--to", "nnx").code == 0
+        shutil.copy(tmp_path / "other" / "_METADATA", file)
+    elif kind == "a name changed":
+        content = file.read_text()
+        file.write_text(content.replace("crc32_of_metadata", "crc32_of_metadatb"))
+        assert file.read_text() != content
+    else:
+        values = json.loads(file.read_text())
+        file.write_text(json.dumps({**values, "custom_metadata": {"attention_scale": 1.0}}))
+    for words in (
+        ("inspect", own),
+        ("check", own, "--config", CONFIG, "--read"),
+        ("convert", own, tmp_path / "b", "--to", "maxtext:scanned"),
+    ):
+        ended = bridge(*words)
+        assert (ended.code, f"{file} " in ended.err, "damaged" in ended.err) == (1, True, True)
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral_sharded"])
