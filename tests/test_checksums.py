@@ -20,6 +20,7 @@ from maxtext_data import (
     config_of,
     full_state,
     read,
+    state_in,
     write,
 )
 
@@ -288,4 +289,36 @@ def test_outliers_as_trained_models_have_them_are_no_alarm():
     array = weights((256, 256))
     array[3, 4], array[5, 6] = 40.0, -90.0
     assert suspicion(array, "parameters", rows_may_be_zero=False) is None
-    assert suspicion(np.full(64, 0.0), "parameters", rows_may_be_zero=False) is None  # a scale
+
+
+def test_a_scale_is_zero_only_where_there_is_an_offset(tmp_path, bridge):
+    zeros = {"rows_may_be_zero": False}
+    assert "nothing but zeros" in suspicion(np.zeros(32), "parameters", **zeros)
+    assert suspicion(np.zeros(32), "parameters", all_may_be_zero=True, **zeros) is None
+    leaves = {k: 0 * v if k.endswith("scale") else v for k, v in state_in("scanned").items()}
+    write(tmp_path / "items", leaves)
+    offset = tmp_path / "own.yml"
+    model = {**vars(config_of().model), "norm_scale_offset": 1.0}
+    offset.write_text(yaml.safe_dump({"model": model}))
+    for config, code in ((CONFIG, 1), (offset, 0)):
+        ended = bridge("check", tmp_path, "--config", config, "--read")
+        assert (ended.code, "scale holds nothing but zeros" in ended.err) == (code, bool(code))
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("self_attention/key/kernel", "128 zeros in a row"),
+        ("MoeBlock_0/gate/kernel", "128 zeros in a row"),
+        ("pre_self_attention_layer_norm/scale", "nothing but zeros"),
+    ],
+)
+def test_a_block_of_zeros_that_is_spread_over_layers(tmp_path, bridge, name, found):
+    leaf = f"params/params/decoder/layers/{name}"
+    leaves = state_in("scanned")
+    leaves[leaf] = np.ascontiguousarray(leaves[leaf])
+    start = min(128, leaves[leaf].size - 128)
+    leaves[leaf].reshape(-1)[start : start + 128] = 0  # a sector of a disk
+    write(tmp_path / "items", leaves)
+    ended = bridge("check", tmp_path, "--config", CONFIG, "--read")
+    assert (ended.code, f"{leaf} holds {found}" in ended.err) == (1, True), ended.err
