@@ -163,7 +163,8 @@ def unreadable(what: str, error: Exception) -> Mismatch:
             f"{what} may not be read by this user, which says nothing of what it holds; "
             "change its permissions, or run this as its owner"
         )
-    reason = with_own_names(" ".join(str(error).split("[source locations")[0].split()))
+    said = getattr(error, "strerror", None) or str(error)  # the system's words, without its number
+    reason = with_own_names(" ".join(said.split("[source locations")[0].split()))
     return Mismatch(f"{what} cannot be read, the checkpoint is damaged: {reason[:300]}")
 
 

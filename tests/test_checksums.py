@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import struct
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -179,11 +180,24 @@ def test_a_flipped_bit_in_a_folder_of_safetensors(tmp_path, bridge, name):
 
 
 @pytest.mark.parametrize(
-    "content", ["{", "[]", '{"crc32": {}}', '{"crc32": 3, "crc32_of_these": 4}']
+    "content",
+    [
+        *("{", "[]", '{"crc32": {}}', '{"crc32": 3, "crc32_of_these": 4}'),
+        *([], 5, "x", None),  # whose own checksum is right
+        Path("nowhere"),
+    ],
 )
 def test_a_damaged_file_of_checksums(tmp_path, content):
     linen_compat.save(linen_compat.load(LLAMA), tmp_path / "out", "huggingface")
-    (tmp_path / "out" / checksums.FILE).write_text(content)
+    file = tmp_path / "out" / checksums.FILE
+    if isinstance(content, Path):
+        file.unlink()
+        file.symlink_to(content)
+    elif isinstance(content, str) and content != "x":
+        file.write_text(content)
+    else:
+        values = {"crc32": content, "crc32_of_these": checksums.of_values(content)}
+        file.write_text(json.dumps(values))
     with pytest.raises(Mismatch, match=f"{checksums.FILE} is damaged; restore the folder"):
         linen_compat.load(tmp_path / "out")
 

@@ -107,6 +107,17 @@ LATEST = {
     "a link to itself": (lambda p: p.symlink_to(p), "is a link to nothing"),
     "a file": (lambda p: p.write_text(""), "is no folder"),
     "an empty folder": (lambda p: p.mkdir(), "has no _METADATA in 13/items"),
+    "a link to itself inside": (
+        lambda p: (p.mkdir(), (p / "items").symlink_to(p / "items")),
+        "cannot be read, the checkpoint is damaged: Too many levels of symbolic links",
+    ),
+    "metadata that link to themselves": (
+        lambda p: (
+            (p / "items").mkdir(parents=True),
+            (p / "items/_METADATA").symlink_to("_METADATA"),
+        ),
+        "cannot be read, the checkpoint is damaged: Too many levels of symbolic links",
+    ),
     "a folder of files": (
         lambda p: shutil.copytree(p.parent / "2" / "items" / "d", p),
         "has no _M",
