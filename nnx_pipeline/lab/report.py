@@ -305,7 +305,7 @@ def check_writable(path: str | None, option: str) -> None:
         return
     folder = Path(path).absolute().parent
     if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InputError(f"{option} {path}: not a file in a folder that can be written; choose one")
+        raise InputError(f"{option} {path or repr(path)}: not a file in a folder that can be written; choose one")
 
 
 def emit_json(path: str | None, value: Any) -> None:
