@@ -79,14 +79,19 @@ def find_items(checkpoint: str | Path) -> Path:
     Which step is the latest is decided by the names: an earlier one is never taken instead.
     """
     folder = Path(checkpoint).absolute()
+    if not str(checkpoint):
+        raise InputError("the checkpoint's name is empty; give a run, a step or its items folder")
     if not folder.is_dir():
         raise InputError(f"{checkpoint} is not a folder; give a run, a step or its items folder")
     steps = _steps(folder)
     if steps:
         return _items_of_latest(steps)
     for candidate in (folder / "items", folder):
-        if _has_metadata(candidate):
-            return candidate
+        try:
+            if _has_metadata(candidate):
+                return candidate
+        except OSError as error:
+            raise unreadable(str(candidate / METADATA), error) from error
     for candidate in (folder / "items", folder):
         if was_orbax(candidate):
             raise Mismatch(
@@ -134,7 +139,7 @@ def _items_of_latest(steps: list[Path]) -> Path:
         for candidate in (step / "items", step):
             if _has_metadata(candidate):
                 return candidate
-    except PermissionError as error:
+    except OSError as error:
         raise Mismatch(f"{unreadable(f'{step}, the latest step,', error)}; or {give}") from error
     raise Mismatch(
         f"{step}, the latest step, has no {METADATA} in {step.name}/items: it was not written "
@@ -143,7 +148,7 @@ def _items_of_latest(steps: list[Path]) -> Path:
 
 
 def _has_metadata(folder: Path) -> bool:
-    """Whether there is the file. Raises PermissionError where that cannot be seen."""
+    """Whether there is the file. Raises OSError where that cannot be seen."""
     try:
         os.stat(folder / METADATA)
     except (FileNotFoundError, NotADirectoryError):

@@ -47,9 +47,11 @@ def read(folder: Path) -> dict[str, str] | None:
     try:
         values = json.loads((folder / FILE).read_text(encoding="utf-8"))
         sums = values["crc32"]
-        whole = values["crc32_of_these"] == of_values(sums)
+        whole = isinstance(sums, dict) and values["crc32_of_these"] == of_values(sums)
     except FileNotFoundError:
-        return None
+        if not (folder / FILE).is_symlink():
+            return None
+        whole = False  # a link to nothing is no folder without checksums
     except PermissionError:
         raise
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -166,7 +166,8 @@ def convert(
 ) -> None:
     """Write a checkpoint in another format or layout, one array at a time.
 
-    DST is a new folder; it appears when it is complete. Every byte of SRC is read and checked.
+    DST is a new folder; it appears when it is complete. Every byte that is copied is read and
+    checked.
     """
     prepared = plan(
         source,

@@ -152,7 +152,8 @@ def open_checkpoint(
     comparison.require(found.items)
     given = OrbaxSource(found, arrays, parameters_only=parameters_only)
     check_scalars(given.scalars)
-    left = (part for part in found.parts if part not in given.parts)
+    left = [part for part in found.parts if part not in given.parts]
+    left += ["step"] if "step" in found.scalars and "step" not in given.scalars else []
     return Opened(given, found.layout, (*comparison.ignored, *left), config)
 
 

@@ -3,6 +3,7 @@
 import ast
 import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from linen_compat.streams import Mismatch
 METADATA, MANIFEST, SHARDING = "_METADATA", "manifest.ocdbt", "_sharding"
 _OF_ARRAYS, _OF_PROCESSES = "array_metadatas", "ocdbt."
 _REMAINS = (MANIFEST, SHARDING, _OF_ARRAYS, f"{_OF_PROCESSES}process_0")
-_CHECKSUM = "crc32_of_metadata"  # among the custom metadata of what this project writes
+# Among the custom metadata of what this project writes: their own checksum, those of the chunks of
+# each array, and what the arrays of this very checkpoint are marked with.
+_CHECKSUM, CHUNKS, MARK = "crc32_of_metadata", "crc32_of_chunks", "nnx_pipeline_checkpoint"
 _NO_ARRAY = ("None", "Dict", "List", "Tuple", "NamedTuple")  # empty nodes of a tree
 # What TensorStore raises for stores that are damaged, missing or not to be read.
 STORE_ERRORS = (ValueError, OSError, NotImplementedError, RuntimeError, IndexError, KeyError)
@@ -28,13 +31,17 @@ class Metadata:
 
     leaves: the path of every array, keys joined by `/`. ocdbt: whether arrays are in a database.
     zeros_left_out: whether a chunk that is missing may mean zeros, as in older checkpoints.
-    attention_scale: of this project's own format, None in all others.
+    attention_scale: of this project's own format, None in all others. chunks: the checksums of each
+    array's chunks in their order. mark: what its arrays are marked with. Both are None where
+    another program wrote.
     """
 
     leaves: tuple[str, ...]
     ocdbt: bool
     zeros_left_out: bool
     attention_scale: float | None
+    chunks: Mapping[str, Sequence[str]] | None
+    mark: str | None
 
 
 def read_metadata(items: Path) -> Metadata:
@@ -45,7 +52,7 @@ def read_metadata(items: Path) -> Metadata:
     tree = values.get("tree_metadata")
     if not isinstance(custom, dict) or not isinstance(tree, dict):
         raise _broken(file, "it has no tree of arrays")
-    if _CHECKSUM in custom and custom[_CHECKSUM] != _checksum(values):
+    if {_CHECKSUM, CHUNKS, MARK} & set(custom) and custom.get(_CHECKSUM) != _checksum(values):
         raise _broken(file, "its checksum is another one")
     scale = custom.get("attention_scale")
     if scale is not None and not _is_above_zero(scale):
@@ -62,7 +69,21 @@ def read_metadata(items: Path) -> Metadata:
         ocdbt=bool(values.get("use_ocdbt")),
         zeros_left_out=values.get("store_array_data_equal_to_fill_value") is not True,
         attention_scale=None if scale is None else float(scale),
+        chunks=custom.get(CHUNKS),
+        mark=custom.get(MARK),
     )
+
+
+def check_mark(metadata: Metadata, items: Path, leaf: str, mark: str | None) -> None:
+    """Raises Mismatch unless an array and the metadata beside it are of one checkpoint.
+
+    mark: of the array, None of one that another program wrote.
+    """
+    if mark != metadata.mark:
+        raise Mismatch(
+            f"{items / METADATA} was not written with {leaf} and does not belong to it, or has "
+            "lost its checksums: the checkpoint is damaged; restore that file, or take another one"
+        )
 
 
 def _is_above_zero(value: object) -> bool:
@@ -142,7 +163,8 @@ def unreadable(what: str, error: Exception) -> Mismatch:
             f"{what} may not be read by this user, which says nothing of what it holds; "
             "change its permissions, or run this as its owner"
         )
-    reason = with_own_names(" ".join(str(error).split("[source locations")[0].split()))
+    said = getattr(error, "strerror", None) or str(error)  # the system's words, without its number
+    reason = with_own_names(" ".join(said.split("[source locations")[0].split()))
     return Mismatch(f"{what} cannot be read, the checkpoint is damaged: {reason[:300]}")
 
 

@@ -15,12 +15,12 @@ from linen_compat.checkpoint import Inspection, inspect
 from linen_compat.compare import Comparison, compare_to_load, model_arrays
 from linen_compat.huggingface import is_huggingface
 from linen_compat.huggingface_tensors import KNOWN_EXTRA
-from linen_compat.layouts import HUGGINGFACE, NNX
+from linen_compat.layouts import HUGGINGFACE, NNX, SCANNED
 from linen_compat.loading import load
-from linen_compat.names import TOKENS
+from linen_compat.names import NORMS, OUTSIDE, TOKENS
 from linen_compat.orbax_streams import OrbaxSource, read_scalars
 from linen_compat.placing import for_mesh
-from linen_compat.plausible import suspicion
+from linen_compat.plausible import suspicion, zeros_in_a_row
 from linen_compat.safetensors_folder import TensorFolder
 from linen_compat.scalars import problem_of
 from linen_compat.stored import StoredArrays
@@ -118,21 +118,30 @@ def read_everything(
     value is NaN or infinite, a second moment is below 0, or an array is no result of training
     (`plausible`).
     """
-    total, strange = 0, []
+    total, strange = 0, dict[str, str]()
     for read in _every_array(diagnosis, config):
         array = read.array
         if jnp.issubdtype(array.dtype, jnp.floating):
             check_finite(array, read.name, allow_nan=allow_nan)
         if read.part is not None:
             check_sign(array, read.name, read.part)
-            if found := suspicion(array, read.part, rows_may_be_zero=read.of_tokens):
-                strange.append(f"{read.name} {found}")
+            found = suspicion(
+                array,
+                read.part,
+                rows_may_be_zero=read.of_tokens,
+                all_may_be_zero=read.may_be_zero,
+            )
+            if found:
+                strange.setdefault(read.name, found)
         total += array.nbytes
         progress(read.name, array.nbytes)
+    if diagnosis.format == SCANNED:
+        strange = {**_zeros_across_layers(diagnosis, config), **strange}
     if strange:
+        shown = [f"{name} {found}" for name, found in strange.items()][:3]
         more = f"; and {len(strange) - 3} more" if len(strange) > 3 else ""
         raise Mismatch(
-            f"{'; '.join(strange[:3])}{more}; the bytes could be read, and the file may be damaged "
+            f"{'; '.join(shown)}{more}; the bytes could be read, and the file may be damaged "
             "all the same: compare it with another copy, or take an earlier checkpoint"
         )
     return total
@@ -141,12 +150,13 @@ def read_everything(
 @dataclass(frozen=True)
 class _Read:
     """An array that was read. part: of the model's state, None for all else. of_tokens: whether
-    one of its axes is the vocabulary."""
+    one of its axes is the vocabulary. may_be_zero: whether all of it may."""
 
     name: str
     array: np.ndarray
     part: str | None = None
     of_tokens: bool = False
+    may_be_zero: bool = False
 
 
 def _every_array(diagnosis: Diagnosis, config: Config) -> Iterator[_Read]:
@@ -162,13 +172,34 @@ def _every_array(diagnosis: Diagnosis, config: Config) -> Iterator[_Read]:
     source = OrbaxSource(found, model_arrays(config.model))
     stored = StoredArrays(found.items)
     for leaf in (*found.scalars.values(), *found.ignored.values()):
-        yield _Read(leaf.stored, stored.read(leaf.stored, missing_is_zero=True))
-    tokens = {names.nnx for names in TOKENS}
+        yield _Read(leaf.stored, stored.read(leaf.stored))
+    tokens, natural = {names.nnx for names in TOKENS}, _may_be_zero(config)
     for part in source.parts:
         for path, layer in walk(source):
-            name = source.name(path, layer, part)
-            yield _Read(name, source.read(path, layer, part), part, path in tokens)
+            name, array = source.name(path, layer, part), source.read(path, layer, part)
+            yield _Read(name, array, part, path in tokens, path in natural)
     source.check_files()
+
+
+def _zeros_across_layers(diagnosis: Diagnosis, config: Config) -> dict[str, str]:
+    """What of the stacks of a scanned layout cannot be right, by the names of the stored arrays.
+
+    The layers are no first axis there, so that a block of zeros on disk has a part in each.
+    """
+    source = OrbaxSource(inspect(diagnosis.checkpoint), model_arrays(config.model))
+    outside = {names.nnx for names in OUTSIDE}
+    found = {
+        source.name(path, 0): zeros_in_a_row(source.in_order(path))
+        for path in source.arrays
+        if path not in outside and path not in _may_be_zero(config)
+    }
+    return {name: strange for name, strange in found.items() if strange}
+
+
+def _may_be_zero(config: Config) -> set[str]:
+    """The arrays that are zero before they are trained: scales with an offset."""
+    norms = (*NORMS, *(names for names in OUTSIDE if names.nnx == "norm.scale"))
+    return {names.nnx for names in norms} if config.model.norm_scale_offset else set()
 
 
 def check_names(diagnosis: Diagnosis) -> None:

@@ -79,12 +79,12 @@ def config_from_maxtext(source: str | Path | Mapping[str, Any]) -> Config:
 
 def read_config(name: str) -> Config:
     """What `--config` names: a MaxText YAML, a YAML of this project's sections, or a preset."""
-    if not Path(name).exists():
+    if not name or not Path(name).exists():
         if name in PRESETS:
             return preset(name)
         raise InputError(
-            f"{name} is neither a file nor a preset; give a MaxText YAML, a YAML with "
-            f"{', '.join(SECTIONS)}, or one of: {', '.join(PRESETS)}"
+            f"{name or 'an empty name'} is neither a file nor a preset; give a MaxText YAML, a "
+            f"YAML with {', '.join(SECTIONS)}, or one of: {', '.join(PRESETS)}"
         )
     given = _read_yaml(name)
     if "model" in given and set(given) <= set(SECTIONS):

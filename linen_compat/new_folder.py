@@ -27,15 +27,15 @@ def new_folder(destination: str | Path) -> Iterator[Path]:
     next attempt, as nothing locks it any more. Raises InputError unless the destination is free,
     and FileExistsError when somebody else took the name in the meantime, whose folder stays.
     """
-    final = Path(destination).absolute()
     check_free(destination)
+    final = _place(destination)
     made = [parent for parent in final.parents if not parent.exists()]
     _clear_left_behind(final)
     temporary = final.with_name(f"{_short(final)}.{secrets.token_hex(4)}{_SUFFIX}")
     undo = functools.partial(_remove, temporary, made)
     with cleared_away(undo):
         try:
-            temporary.mkdir(parents=True)
+            _make(temporary, destination)
             with _marked(temporary):
                 yield temporary
                 (temporary / _MARK).unlink()
@@ -58,12 +58,40 @@ def _remove(folder: Path, parents: list[Path]) -> None:
 
 
 def check_free(destination: str | Path) -> None:
-    """Raises InputError unless the destination is a new name or an empty folder."""
-    final = Path(destination).absolute()
+    """Raises InputError unless the destination is a new name or an empty folder, and can be one."""
+    if not str(destination):
+        raise InputError("the destination's name is empty; give the name of a new folder")
+    final = _place(destination)
+    above = next((parent for parent in final.parents if os.path.lexists(parent)), final)
+    if not above.is_dir():
+        raise InputError(f"{destination} cannot be made, {above} is no folder; choose another name")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise InputError(
+            f"{destination} cannot be made, {above} may not be written by this user; choose "
+            "another folder, or change its permissions"
+        )
     if final.is_symlink():
         raise InputError(f"{destination} is a link; give the folder that it is to be itself")
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise InputError(f"{destination} exists already; choose a new folder or remove it")
+
+
+def _place(destination: str | Path) -> Path:
+    """Where a name leads: `..` is taken as the system does, and folders on the way need not be."""
+    given = Path(destination).absolute()
+    if given.name in ("", ".."):
+        return Path(os.path.realpath(given))
+    return Path(os.path.realpath(given.parent)) / given.name
+
+
+def _make(folder: Path, destination: str | Path) -> None:
+    """Makes a folder and those on the way; an error names what the user gave."""
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise InputError(
+            f"{destination} cannot be made: {error.strerror}; choose another folder"
+        ) from error
 
 
 @contextlib.contextmanager

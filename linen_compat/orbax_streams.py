@@ -1,6 +1,7 @@
 """Orbax checkpoints, MaxText's and this project's own, as streams of layers."""
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from linen_compat.checkpoint import SCALAR_PATHS, Inspection
+from linen_compat.chunks import Index
 from linen_compat.damage import check_databases
 from linen_compat.layouts import NNX, SCAN_AXIS, SCANNED, UNSCANNED, Layout
 from linen_compat.names import OUTSIDE, Names, of_layer
-from linen_compat.stored import Index, NewArrays, StoredArrays
+from linen_compat.stored import MissingChunk, NewArrays, StoredArrays
 from linen_compat.streams import MOMENTS, PARAMETERS, SCALARS, ArraySpec, Mismatch, title
 
 _NAMES = {names.nnx: names for names in (*OUTSIDE, *of_layer(2))}
@@ -34,9 +36,7 @@ def names_of(arrays: Mapping[str, Any]) -> dict[str, Names]:
 def read_scalars(found: Inspection) -> dict[str, np.ndarray]:
     """The step and the counts of a checkpoint, by the names of `streams.SCALARS`."""
     files = StoredArrays(found.items)
-    return {
-        name: files.read(leaf.stored, missing_is_zero=True) for name, leaf in found.scalars.items()
-    }
+    return {name: files.read(leaf.stored) for name, leaf in found.scalars.items()}
 
 
 class OrbaxSource:
@@ -51,7 +51,8 @@ class OrbaxSource:
     ) -> None:
         """arrays: as of `compare.model_arrays`; the dtypes are those stored, whatever it says.
 
-        parameters_only: whether to leave the state of the optimizer out, but not the step.
+        parameters_only: whether to leave the state of the optimizer out, but not the step, unless
+        its chunk is missing and nobody can tell what it was.
         """
         self.layout, self.num_layers = found.layout, found.layout.num_layers
         self.parts = (PARAMETERS,) if parameters_only else found.parts
@@ -59,10 +60,18 @@ class OrbaxSource:
         self._files = StoredArrays(found.items)
         self.attention_scale = found.attention_scale
         self.arrays = {path: self._as_stored(path, spec) for path, spec in arrays.items()}
-        kept = ("step",) if parameters_only else SCALARS
-        self.scalars = {k: v for k, v in read_scalars(found).items() if k in kept}
-        # Where older checkpoints leave zeros out, the moments of step 0 are missing rightly.
-        self._begins = np.asarray(self.scalars.get("count", 1)).tolist() == 0
+        self._parameters_only = parameters_only
+
+    @functools.cached_property
+    def scalars(self) -> Mapping[str, np.ndarray]:
+        """As of `streams.Source`; not read before somebody asks, as a model alone needs none."""
+        if not self._parameters_only:
+            return read_scalars(self._found)
+        step = self._found.scalars.get("step")
+        try:
+            return {} if step is None else {"step": self._files.read(step.stored)}
+        except MissingChunk:
+            return {}
 
     def order(self, path: str) -> Sequence[int]:
         return self.layout.order()
@@ -72,9 +81,11 @@ class OrbaxSource:
     ) -> np.ndarray:
         """index: a part of the array, the whole by default."""
         slot = self._slot(path, layer)
-        missing_is_zero = part != PARAMETERS and self._begins
-        name = self.name(path, layer, part)
-        return self._files.read(name, slot.index, index, missing_is_zero=missing_is_zero)
+        return self._files.read(self.name(path, layer, part), slot.index, index)
+
+    def in_order(self, path: str, part: str = PARAMETERS) -> Iterator[np.ndarray]:
+        """The chunks of the stored array that holds all layers, as they lie beside each other."""
+        return self._files.in_order(self.name(path, 0, part))
 
     def check_files(self) -> None:
         """Looks for files that were cut off, besides those that reading every array finds.

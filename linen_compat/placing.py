@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from linen_compat.compare import LAYERS, nnx_path
-from linen_compat.streams import PARAMETERS, Source, check_sign
+from linen_compat.streams import PARAMETERS, Source, check_finite, check_sign
 from nnx_pipeline import Config, InputError, MeshConfig, Mixtral
 from nnx_pipeline.mesh import AXES
 from nnx_pipeline.sharding import variable_shardings
@@ -138,6 +138,8 @@ def _read_shard(
 def _read_checked(
     source: SourceOfParts, path: str, layer: int | None, part: str, cut: tuple[slice, ...]
 ) -> np.ndarray:
-    array = source.read(path, layer, part, cut)
-    check_sign(array, source.name(path, layer, part), part)
+    array, name = source.read(path, layer, part, cut), source.name(path, layer, part)
+    if part != PARAMETERS:  # training would go on, and what it gives be none
+        check_finite(array, name, cure="its parameters alone with linen_compat.load")
+    check_sign(array, name, part)
     return array

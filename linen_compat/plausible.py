@@ -6,7 +6,8 @@ were overwritten with zeros, and not by outliers, by rows of a vocabulary that n
 moments of what had no gradient.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -19,15 +20,42 @@ _BLOCK = 2**20
 _SAMPLE = 2**16
 
 
-def suspicion(array: np.ndarray, part: str, *, rows_may_be_zero: bool) -> str | None:
+def suspicion(
+    array: np.ndarray, part: str, *, rows_may_be_zero: bool, all_may_be_zero: bool = False
+) -> str | None:
     """What of an array cannot be right, None when nothing is.
 
     rows_may_be_zero: whether it belongs to tokens, along one axis, some of which nothing uses.
+    all_may_be_zero: whether zero is what an untrained array holds, as a scale with an offset does.
     Values that are no finite numbers are another matter (`streams.check_finite`).
     """
-    return _magnitude(array, part) or (
-        _zeros(array, rows_may_be_zero) if part == PARAMETERS else None
-    )
+    strange = _magnitude(array, part)
+    if strange or part != PARAMETERS or all_may_be_zero:
+        return strange
+    return zeros_in_a_row([_used(array) if rows_may_be_zero else array])
+
+
+def zeros_in_a_row(chunks: Iterable[np.ndarray]) -> str | None:
+    """What of the zeros of an array cannot be right, given all of it in the order of its storage.
+
+    A block that was lost lies in one piece there, and may be spread over layers.
+    """
+    longest = run = size = 0
+    for block in itertools.chain.from_iterable(map(_blocks, chunks)):
+        size += len(block)
+        places = np.flatnonzero(block)
+        if not len(places):
+            run += len(block)
+            continue
+        inside = int(np.max(np.diff(places), initial=1)) - 1
+        longest = max(longest, run + int(places[0]), inside)
+        run = len(block) - 1 - int(places[-1])
+    longest = max(longest, run)
+    if size and longest == size:
+        return "holds nothing but zeros"
+    if longest >= LONGEST_RUN:
+        return f"holds {longest} zeros in a row, like a block that was lost"
+    return None
 
 
 def _magnitude(array: np.ndarray, part: str) -> str | None:
@@ -38,31 +66,14 @@ def _magnitude(array: np.ndarray, part: str) -> str | None:
     return f"holds a value of magnitude {largest:.1e}, and {why}" if largest > limit else None
 
 
-def _zeros(array: np.ndarray, rows_may_be_zero: bool) -> str | None:
-    if rows_may_be_zero:
-        for axis in range(array.ndim):
-            others = tuple(other for other in range(array.ndim) if other != axis)
-            used = np.any(array != 0, axis=others)
-            if np.any(used) and not np.all(used):
-                array = np.compress(used, array, axis=axis)
-    run = _longest_run(array)
-    if run == array.size:  # a scale of nothing but zeros is one with an offset of 1
-        return "holds nothing but zeros" if array.ndim > 1 else None
-    return f"holds {run} zeros in a row, like a block that was lost" if run >= LONGEST_RUN else None
-
-
-def _longest_run(array: np.ndarray) -> int:
-    """The largest number of zeros that follow each other, the last axis fastest."""
-    longest = run = 0
-    for block in _blocks(array):
-        places = np.flatnonzero(block)
-        if not len(places):
-            run += len(block)
-            continue
-        inside = int(np.max(np.diff(places), initial=1)) - 1
-        longest = max(longest, run + int(places[0]), inside)
-        run = len(block) - 1 - int(places[-1])
-    return max(longest, run)
+def _used(array: np.ndarray) -> np.ndarray:
+    """The array without the rows, along any of its axes, that are zero throughout."""
+    for axis in range(array.ndim):
+        others = tuple(other for other in range(array.ndim) if other != axis)
+        used = np.any(array != 0, axis=others)
+        if np.any(used) and not np.all(used):
+            array = np.compress(used, array, axis=axis)
+    return array
 
 
 def _middle(array: np.ndarray) -> float:

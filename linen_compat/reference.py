@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from linen_compat.checkpoint import Inspection
-from linen_compat.stored import Index, StoredArrays
+from linen_compat.chunks import Index
+from linen_compat.stored import StoredArrays
 from nnx_pipeline.config import ModelConfig
 
 Weight = Callable[[str], np.ndarray]

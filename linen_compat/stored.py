@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import math
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,14 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
+from linen_compat.chunks import Box, Grid, Index, box_of, checksum, contains, within
 from linen_compat.damage import (
+    CHUNKS,
     MANIFEST,
+    MARK,
     METADATA,
     STORE_ERRORS,
+    check_mark,
     read_metadata,
     unreadable,
     with_checksum,
@@ -22,7 +27,6 @@ from linen_compat.damage import (
 from linen_compat.folders import in_folder, with_own_names
 from linen_compat.streams import ArraySpec, Mismatch
 
-Index = tuple[int | slice, ...]
 _BLOCK_BYTES = 32 * 2**20  # what is compressed, written and kept in memory at a time
 
 
@@ -30,8 +34,9 @@ def array_specs(items: Path) -> dict[str, ArraySpec]:
     """Shape and dtype of every array of a folder, by the path of its leaf; no array is read.
 
     Raises Mismatch, naming the leaf, when one cannot be opened or has a dtype that is none of a
-    model.
+    model, and when the metadata are those of another checkpoint of this project.
     """
+    metadata = read_metadata(items)
     context = ts.Context()  # one for all, so that the index of a database is read once
     opened = {
         leaf: ts.open(
@@ -40,7 +45,7 @@ def array_specs(items: Path) -> dict[str, ArraySpec]:
             read=True,
             context=context,
         )
-        for leaf in read_metadata(items).leaves
+        for leaf in metadata.leaves
     }
     found = {}
     for leaf, future in opened.items():
@@ -51,8 +56,14 @@ def array_specs(items: Path) -> dict[str, ArraySpec]:
         dtype = store.dtype.numpy_dtype
         if dtype.kind not in "biufcV":  # bfloat16 and its like are V
             raise Mismatch(f"{leaf} in {items} is of dtype {store.dtype.name}, which no model has")
+        described = store.spec().to_json()["metadata"].get("attributes", {})
+        check_mark(metadata, items, leaf, described.get(MARK))
         found[leaf] = ArraySpec(tuple(store.shape), dtype)
     return found
+
+
+class MissingChunk(Mismatch):
+    """An array lacks a chunk, of a kind of checkpoint that may have left out zeros."""
 
 
 class StoredArrays:
@@ -64,40 +75,77 @@ class StoredArrays:
 
     def __init__(self, items: Path) -> None:
         self.items = items
-        self._zeros_left_out = read_metadata(items).zeros_left_out
+        self._metadata = read_metadata(items)
         self._open: tuple[str, ts.TensorStore] | None = None
+        self._checked = set[tuple[str, int]]()  # chunks of which parts were asked for
 
-    def read(self, leaf: str, *indices: Index, missing_is_zero: bool = False) -> np.ndarray:
+    def read(self, leaf: str, *indices: Index) -> np.ndarray:
         """A part of an array: each index applies to what the one before left.
 
-        missing_is_zero: whether to take a chunk that is missing for zeros where the checkpoint is
-        of the kind that leaves these out. Raises Mismatch, naming the leaf, when a chunk is missing
-        otherwise, or bytes cannot be read or decoded.
+        Raises Mismatch, naming the leaf, when bytes cannot be read or decoded, or are not those
+        that this project wrote there, and MissingChunk when it cannot be told what they were.
         """
-        fill = missing_is_zero and self._zeros_left_out
-        try:
-            store = self._store(leaf, whole=not any(indices), fill=fill)
+        with self._named(leaf):
+            store = part = self._store(leaf, whole=not any(indices))
             for index in indices:
-                store = store[index] if index else store
-            return np.asarray(store.read().result())
-        except STORE_ERRORS as error:
-            raise self._named(leaf, error) from error
+                part = part[index] if index else part
+            found = np.asarray(part.read().result())
+        if self._metadata.chunks is not None:
+            self._check_chunks(leaf, store, box_of(store.shape, indices), found)
+        return found
+
+    def in_order(self, leaf: str) -> Iterator[np.ndarray]:
+        """The chunks of an array, one after the other as they are stored."""
+        with self._named(leaf):
+            store = self._store(leaf, whole=True)
+            for box in _grid(store).touched(box_of(store.shape, ())):
+                yield np.asarray(store[box].read().result())
 
     def close(self) -> None:
         """Lets go of what is in memory."""
         self._open = None
 
-    def _named(self, leaf: str, error: Exception) -> Mismatch:
-        what = f"{leaf} in {self.items}"
-        if not (self._zeros_left_out and "is missing" in str(error)):
-            return unreadable(what, error)
-        return Mismatch(
-            f"{what} lacks a chunk, which reads as zeros: older checkpoints leave zeros out, and "
-            "whether this one did or lost a file cannot be told; restore the file, or if the array "
-            "is known to have zeros write the checkpoint again with a present version of Orbax"
-        )
+    def _check_chunks(self, leaf: str, store: ts.TensorStore, box: Box, found: np.ndarray) -> None:
+        """Raises Mismatch unless every chunk of which the box has a part is the one written there.
 
-    def _store(self, leaf: str, *, whole: bool, fill: bool) -> ts.TensorStore:
+        Chunks that are in the box as a whole need no second reading.
+        """
+        grid, sums = _grid(store), (self._metadata.chunks or {}).get(leaf, [])
+        whole = found.reshape([part.stop - part.start for part in box])
+        for chunk in grid.touched(box):
+            number = grid.number(chunk)
+            if contains(box, chunk):
+                values = whole[within(box, chunk)]
+            elif (leaf, number) in self._checked:
+                continue
+            else:
+                with self._named(leaf):
+                    values = np.asarray(store[chunk].read().result())
+                self._checked.add((leaf, number))
+            if len(sums) != grid.size or sums[number] != checksum(values):
+                raise Mismatch(
+                    f"{leaf} in {self.items} is not what was written there, by the checksum of its "
+                    f"chunk {number}: the checkpoint is damaged; take another one"
+                )
+
+    @contextlib.contextmanager
+    def _named(self, leaf: str) -> Iterator[None]:
+        """Errors of TensorStore as Mismatch with the name of the leaf."""
+        try:
+            yield
+        except STORE_ERRORS as error:
+            what = f"{leaf} in {self.items}"
+            if not (self._metadata.zeros_left_out and "is missing" in str(error)):
+                raise unreadable(what, error) from error
+            raise MissingChunk(
+                f"{what} lacks a chunk, which reads as zeros: older checkpoints leave zeros out, "
+                "and whether this one did or lost a file cannot be told; restore the file, or if "
+                "the array is known to have zeros write the checkpoint again with a present "
+                "version of Orbax; parameters that are whole can be had alone "
+                "(linen_compat.load, or linen-compat convert --parameters-only)"
+            ) from error
+
+    def _store(self, leaf: str, *, whole: bool) -> ts.TensorStore:
         if self._open is not None and self._open[0] == leaf:
             return self._open[1]
         self.close()  # before the next one takes memory
@@ -108,7 +156,7 @@ class StoredArrays:
         spec = {
             **spec,
             "driver": found.spec().to_json()["driver"],
-            "fill_missing_data_reads": fill,
+            "fill_missing_data_reads": False,
             "recheck_cached_data": False,
         }
         store = ts.open(spec, open=True, read=True, context=context).result()
@@ -120,12 +168,16 @@ class NewArrays:
     """Arrays that are being written to an empty folder; `finish` makes it an Orbax checkpoint.
 
     `stacked_axes` of an array are cut into chunks of one, so that a layer is written by itself.
-    Each chunk ends in its crc32c, which whoever reads it checks: it is a codec of the format.
+    Each chunk ends in its crc32c, which whoever reads it checks: it is a codec of the format. That
+    it is in its own place is shown by the checksums in `_METADATA`, and that these are of this
+    checkpoint by a mark that all of its arrays have.
     Raises OSError, naming the folder, when something cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._mark = secrets.token_hex(8)
+        self._sums: dict[str, dict[int, str]] = {}
         self._stores: dict[str, ts.TensorStore] = {}
         # Writes are committed a block's worth at a time: a commit waits for the disk.
         self._bound: dict[str, ts.Transaction] = {}
@@ -149,6 +201,7 @@ class NewArrays:
                 "data_type": dtype.name,
                 "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": block}},
                 "codecs": codecs,
+                "attributes": {MARK: self._mark},
             },
             "store_data_equal_to_fill_value": True,
         }
@@ -157,6 +210,7 @@ class NewArrays:
                 spec, create=True, context=self._context, transaction=self._transaction
             ).result()
         self._stores[leaf], self._bound[leaf] = store, self._transaction
+        self._sums[leaf] = {}
 
     def __contains__(self, leaf: str) -> bool:
         return leaf in self._stores
@@ -170,8 +224,11 @@ class NewArrays:
         store = self._in_transaction(leaf)
         part = store[index] if index else store
         chunk = [size or 1 for size in part.chunk_layout.write_chunk.shape or ()]
+        grid = _grid(store)
         for block in _blocks(array.shape, chunk):
             piece = array[block]
+            number = grid.number(box_of(grid.shape, (index, block)))
+            self._sums[leaf][number] = checksum(piece)
             with self._writing():
                 part[block].write(piece).result()
             self._pending += piece.nbytes
@@ -196,12 +253,13 @@ class NewArrays:
             tree.update(_entry(leaf, value))
         for leaf in empty:
             tree.update(_entry(leaf, {"value_type": "None", "skip_deserialize": True}))
+        sums = {leaf: [by[n] for n in sorted(by)] for leaf, by in self._sums.items()}
         metadata = {
             "tree_metadata": tree,
             "use_ocdbt": True,
             "use_zarr3": True,
             "store_array_data_equal_to_fill_value": True,
-            "custom_metadata": custom,
+            "custom_metadata": {**(custom or {}), MARK: self._mark, CHUNKS: sums},
         }
         text = json.dumps(with_checksum(metadata))
         (self.folder / METADATA).write_text(text, encoding="utf-8")
@@ -225,6 +283,12 @@ class NewArrays:
         except STORE_ERRORS as error:
             reason = " ".join(str(error).split("[source locations")[0].split())
             raise OSError(f"{self.folder} cannot be written: {with_own_names(reason)}") from error
+
+
+def _grid(store: ts.TensorStore) -> Grid:
+    shape = tuple(store.shape)
+    # An array without axes has one chunk, and none of its edges is 0.
+    return Grid(shape, tuple(edge or 1 for edge in store.chunk_layout.read_chunk.shape or ()))
 
 
 def _kvstore(items: Path, leaf: str, *, new: bool = False) -> dict[str, Any]:

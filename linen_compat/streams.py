@@ -155,14 +155,20 @@ def title(path: str, layer: int | None, part: str = PARAMETERS) -> str:
     return place if part == PARAMETERS else f"{part} of {place}"
 
 
-def check_finite(array: np.ndarray, name: str, *, allow_nan: bool = False) -> None:
-    """Raises Mismatch when a value is NaN or infinite."""
+def check_finite(
+    array: np.ndarray,
+    name: str,
+    *,
+    allow_nan: bool = False,
+    cure: str = "pass --allow-nan to keep them",
+) -> None:
+    """Raises Mismatch when a value is NaN or infinite. cure: beside an earlier checkpoint."""
     if allow_nan or np.isfinite(array).all():
         return
     wrong = int(array.size - np.isfinite(array).sum())
     raise Mismatch(
         f"{name} holds NaN or infinity in {wrong} of {array.size} values; "
-        "take an earlier checkpoint, or pass --allow-nan to keep them"
+        f"take an earlier checkpoint, or {cure}"
     )
 
 

@@ -29,7 +29,8 @@ def load_train_state(
 
     Moments take the dtype that the optimizer gives them, that of the parameters. MaxText counts the
     steps of training, of Adam and of its learning rate apart; here they are one number, and a
-    checkpoint in which they differ is refused, as is a second moment below 0.
+    checkpoint in which they differ is refused, as is a second moment below 0 and a moment that is
+    no finite number.
     """
     found = inspect(checkpoint)
     _check_state(found)

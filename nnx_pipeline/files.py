@@ -27,7 +27,8 @@ def write_whole(path: str, content: bytes) -> None:
 
 def _replace(target: Path, content: bytes) -> None:
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~_umask()
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    # Not by the name of the target, which may be as long as names can be.
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".nnx-pipeline.")
     undo = functools.partial(Path(temporary).unlink, missing_ok=True)
     with cleared_away(undo):
         try:

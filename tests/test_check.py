@@ -196,12 +196,14 @@ def test_hugging_face_folders_too(check):
         ("empty", ["--config", CONFIG], "holds no Orbax checkpoint"),
         ("none", ["--config", CONFIG], "is not a folder"),
         ("empty", ["--config", "nothing"], "neither a file nor a preset"),
+        ("empty", ["--config", ""], "an empty name is neither a file nor a preset"),
+        ("", ["--config", CONFIG], "the checkpoint's name is empty"),
         ("empty", [], "Missing option '--config'"),
     ],
 )
 def test_arguments_that_cannot_be_used(tmp_path, monkeypatch, capsys, folder, arguments, message):
     (tmp_path / "empty").mkdir()
-    words = ["linen-compat", "check", str(tmp_path / folder), *arguments]
+    words = ["linen-compat", "check", folder and str(tmp_path / folder), *arguments]
     monkeypatch.setattr("sys.argv", words)
     with pytest.raises(SystemExit) as exit_:
         cli.main()

@@ -26,7 +26,7 @@ from linen_compat.compare import parameter_paths
 from linen_compat.orbax_streams import OrbaxSource
 from linen_compat.streams import Mismatch
 from nnx_pipeline import InputError
-from nnx_pipeline.train import abstract_state
+from nnx_pipeline.train import abstract_batch, abstract_state, jit_train_step
 
 TOLERANCE = 1e-5
 
@@ -287,6 +287,38 @@ def test_weights_load_where_a_batch_of_training_would_not_split(axes, stack):
         np.testing.assert_array_equal(flat, expected[path], err_msg=path)
     state = linen_compat.load_train_state(checkpoint("unscanned"), config, mesh=mesh)
     assert state.model.pipeline.layers.attention.query.shape[:3] == stack
+
+
+@pytest.mark.parametrize(
+    ("axes", "pipeline", "message"),
+    [
+        ("stage=4", {"num_microbatches": 2}, "num_microbatches=2 does not split over stage=4"),
+        ("stage=2", {"num_microbatches": 1}, "num_microbatches=1 does not split over stage=2"),
+        (
+            "stage=4",
+            {"num_microbatches": 4, "forwarding_delay": 2},
+            "num_microbatches=4 is too few for stage=4 with pipeline.forwarding_delay=2",
+        ),
+        (
+            "stage=4",
+            {"num_microbatches": 2, "schedule": "1f1b"},
+            "num_microbatches=2 does not split over stage=4",
+        ),
+    ],
+)
+def test_weights_load_where_microbatches_do_not_fit_the_stages(axes, pipeline, message):
+    """The rule is said by the step of training, and by the model when it is called."""
+    config, mesh = replace(config_of().for_batch(8), "pipeline", **pipeline), mesh_of(axes)
+    model = linen_compat.load(checkpoint("unscanned"), config, mesh=mesh)
+    assert model.config.pipeline.num_microbatches == pipeline["num_microbatches"]
+    state = linen_compat.load_train_state(checkpoint("unscanned"), config, mesh=mesh)
+    with jax.set_mesh(mesh):
+        for call in (
+            lambda: model(jnp.zeros((8, 16), jnp.int32)),
+            lambda: jit_train_step(state, mesh).lower(state, abstract_batch(config, mesh)),
+        ):
+            with pytest.raises(InputError, match=message):
+                call()
 
 
 def test_the_batch_is_checked_when_it_is_given():

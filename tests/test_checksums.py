@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import struct
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +13,17 @@ import orbax.checkpoint as ocp
 import pytest
 import tensorstore as ts
 import yaml
-from maxtext_data import DATA, KEPT, assert_same_leaves, checkpoint, full_state, read, write
+from maxtext_data import (
+    DATA,
+    KEPT,
+    assert_same_leaves,
+    checkpoint,
+    config_of,
+    full_state,
+    read,
+    state_in,
+    write,
+)
 
 import linen_compat
 from linen_compat import checksums, huggingface
@@ -20,6 +31,7 @@ from linen_compat.convert import plan
 from linen_compat.folders import in_folder
 from linen_compat.plausible import suspicion
 from linen_compat.streams import Mismatch
+from nnx_pipeline import MeshConfig, make_mesh
 from nnx_pipeline.files import write_whole
 
 CONFIG = str(DATA / "unscanned" / "config.yml")
@@ -74,6 +86,71 @@ def test_a_flipped_bit_anywhere_is_found_or_changes_nothing(tmp_path, bridge, fo
     assert found > 0.8 * len(places)
 
 
+def exchange(folder, first, second):
+    """Puts two chunks of one length in each other's place, each with the crc32c that it ends in."""
+    store = ts.KvStore.open({"driver": "ocdbt", "base": in_folder(folder)}).result()
+    one, other = (store.read(key).result().value for key in (first, second))
+    (file,) = (folder / "d").iterdir()
+    content = bytearray(file.read_bytes())
+    assert (len(one), content.count(one), content.count(other)) == (len(other), 1, 1)
+    places = content.find(one), content.find(other)
+    for place, value in zip(places, (other, one), strict=True):
+        content[place : place + len(value)] = value
+    file.write_bytes(content)
+
+
+def two_of_a_length(folder):
+    store = ts.KvStore.open({"driver": "ocdbt", "base": in_folder(folder)}).result()
+    found = {}
+    for key in store.list().result():
+        value = store.read(key).result().value
+        content = b"" if b"params.params" not in key or b"zarr.json" in key else value
+        other = found.setdefault(len(content), key)
+        if len(content) > 1024 and other != key:
+            return other, key
+    raise AssertionError("no two chunks of one length")
+
+
+def test_chunks_that_changed_places_are_found_by_all_alike(tmp_path, bridge):
+    out, words = tmp_path / "out", ("--to", "maxtext:scanned", "--parameters-only")
+    assert bridge("convert", checkpoint("unscanned"), out, *words).code == 0
+    exchange(out, *two_of_a_length(out))
+    message = r"(params/\S+) in \S+ is not what was written there, by the checksum of its chunk"
+    mesh = make_mesh(MeshConfig(stage=2, fsdp=2, tensor=2))
+    for given in (None, mesh):  # the second reads parts of chunks
+        with pytest.raises(Mismatch, match=message):
+            linen_compat.load(out, config_of(), mesh=given)
+    for ended in (
+        bridge("check", out, "--config", CONFIG, "--read"),
+        bridge("convert", out, tmp_path / "b", "--to", "nnx"),
+    ):
+        assert (ended.code, bool(re.search(message, ended.err))) == (1, True), ended.err
+
+
+@pytest.mark.parametrize("kind", ["of another checkpoint", "a name changed", "checksums lost"])
+def test_metadata_belong_to_the_arrays_beside_them(tmp_path, bridge, kind):
+    source, own = checkpoint("scanned_params_only_bf16"), tmp_path / "own"
+    assert bridge("convert", source, own, "--to", "nnx").code == 0
+    file = own / "_METADATA"
+    if kind == "of another checkpoint":
+        assert bridge("convert", source, tmp_path / "other", "--to", "nnx").code == 0
+        shutil.copy(tmp_path / "other" / "_METADATA", file)
+    elif kind == "a name changed":
+        content = file.read_text()
+        file.write_text(content.replace("crc32_of_metadata", "crc32_of_metadatb"))
+        assert file.read_text() != content
+    else:
+        values = json.loads(file.read_text())
+        file.write_text(json.dumps({**values, "custom_metadata": {"attention_scale": 1.0}}))
+    for words in (
+        ("inspect", own),
+        ("check", own, "--config", CONFIG, "--read"),
+        ("convert", own, tmp_path / "b", "--to", "maxtext:scanned"),
+    ):
+        ended = bridge(*words)
+        assert (ended.code, f"{file} " in ended.err, "damaged" in ended.err) == (1, True, True)
+
+
 @pytest.mark.parametrize("name", ["llama", "mixtral_sharded"])
 def test_a_flipped_bit_in_a_folder_of_safetensors(tmp_path, bridge, name):
     out = tmp_path / "out"
@@ -103,11 +180,24 @@ def test_a_flipped_bit_in_a_folder_of_safetensors(tmp_path, bridge, name):
 
 
 @pytest.mark.parametrize(
-    "content", ["{", "[]", '{"crc32": {}}', '{"crc32": 3, "crc32_of_these": 4}']
+    "content",
+    [
+        *("{", "[]", '{"crc32": {}}', '{"crc32": 3, "crc32_of_these": 4}'),
+        *([], 5, "x", None),  # whose own checksum is right
+        Path("nowhere"),
+    ],
 )
 def test_a_damaged_file_of_checksums(tmp_path, content):
     linen_compat.save(linen_compat.load(LLAMA), tmp_path / "out", "huggingface")
-    (tmp_path / "out" / checksums.FILE).write_text(content)
+    file = tmp_path / "out" / checksums.FILE
+    if isinstance(content, Path):
+        file.unlink()
+        file.symlink_to(content)
+    elif isinstance(content, str) and content != "x":
+        file.write_text(content)
+    else:
+        values = {"crc32": content, "crc32_of_these": checksums.of_values(content)}
+        file.write_text(json.dumps(values))
     with pytest.raises(Mismatch, match=f"{checksums.FILE} is damaged; restore the folder"):
         linen_compat.load(tmp_path / "out")
 
@@ -213,4 +303,36 @@ def test_outliers_as_trained_models_have_them_are_no_alarm():
     array = weights((256, 256))
     array[3, 4], array[5, 6] = 40.0, -90.0
     assert suspicion(array, "parameters", rows_may_be_zero=False) is None
-    assert suspicion(np.full(64, 0.0), "parameters", rows_may_be_zero=False) is None  # a scale
+
+
+def test_a_scale_is_zero_only_where_there_is_an_offset(tmp_path, bridge):
+    zeros = {"rows_may_be_zero": False}
+    assert "nothing but zeros" in suspicion(np.zeros(32), "parameters", **zeros)
+    assert suspicion(np.zeros(32), "parameters", all_may_be_zero=True, **zeros) is None
+    leaves = {k: 0 * v if k.endswith("scale") else v for k, v in state_in("scanned").items()}
+    write(tmp_path / "items", leaves)
+    offset = tmp_path / "own.yml"
+    model = {**vars(config_of().model), "norm_scale_offset": 1.0}
+    offset.write_text(yaml.safe_dump({"model": model}))
+    for config, code in ((CONFIG, 1), (offset, 0)):
+        ended = bridge("check", tmp_path, "--config", config, "--read")
+        assert (ended.code, "scale holds nothing but zeros" in ended.err) == (code, bool(code))
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("self_attention/key/kernel", "128 zeros in a row"),
+        ("MoeBlock_0/gate/kernel", "128 zeros in a row"),
+        ("pre_self_attention_layer_norm/scale", "nothing but zeros"),
+    ],
+)
+def test_a_block_of_zeros_that_is_spread_over_layers(tmp_path, bridge, name, found):
+    leaf = f"params/params/decoder/layers/{name}"
+    leaves = state_in("scanned")
+    leaves[leaf] = np.ascontiguousarray(leaves[leaf])
+    start = min(128, leaves[leaf].size - 128)
+    leaves[leaf].reshape(-1)[start : start + 128] = 0  # a sector of a disk
+    write(tmp_path / "items", leaves)
+    ended = bridge("check", tmp_path, "--config", CONFIG, "--read")
+    assert (ended.code, f"{leaf} holds {found}" in ended.err) == (1, True), ended.err

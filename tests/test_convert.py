@@ -1,5 +1,7 @@
 """`linen-compat convert`: from any format to any other, and what it refuses."""
 
+import re
+
 import numpy as np
 import pytest
 from maxtext_data import (
@@ -174,6 +176,24 @@ def test_a_destination_that_is_there(tmp_path, bridge):
     ended = bridge("convert", checkpoint("unscanned"), tmp_path, "--to", "nnx")
     assert ended.code == 2
     assert "exists already" in ended.err
+
+
+@pytest.mark.parametrize("name", ["/dev/null/x", "/proc/x", "file/x", ""])
+def test_a_destination_that_cannot_be(tmp_path, bridge, name):
+    """The name is the one that was given, and none of our own."""
+    (tmp_path / "file").touch()
+    given = str(tmp_path / name) if name else name
+    ended = bridge("convert", checkpoint("scanned_params_only_bf16"), given, "--to", "nnx")
+    message = f"{given} cannot be made" if name else "the destination's name is empty"
+    assert (ended.code, message in ended.err) == (2, True), ended.err
+    assert not re.search(r"incomplete|Errno", ended.err)
+
+
+def test_a_destination_by_way_of_a_folder_that_is_not_there(tmp_path, bridge):
+    """What `..` takes back is not made."""
+    source, given = checkpoint("scanned_params_only_bf16"), tmp_path / "none" / ".." / "out"
+    assert bridge("convert", source, given, "--to", "nnx").code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_no_source(tmp_path, bridge):

@@ -6,7 +6,6 @@ import re
 import shutil
 
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
 import pytest
 from maxtext_data import DATA, checkpoint, full_state, lists, nested, read, state_in, write
@@ -108,6 +107,17 @@ LATEST = {
     "a link to itself": (lambda p: p.symlink_to(p), "is a link to nothing"),
     "a file": (lambda p: p.write_text(""), "is no folder"),
     "an empty folder": (lambda p: p.mkdir(), "has no _METADATA in 13/items"),
+    "a link to itself inside": (
+        lambda p: (p.mkdir(), (p / "items").symlink_to(p / "items")),
+        "cannot be read, the checkpoint is damaged: Too many levels of symbolic links",
+    ),
+    "metadata that link to themselves": (
+        lambda p: (
+            (p / "items").mkdir(parents=True),
+            (p / "items/_METADATA").symlink_to("_METADATA"),
+        ),
+        "cannot be read, the checkpoint is damaged: Too many levels of symbolic links",
+    ),
     "a folder of files": (
         lambda p: shutil.copytree(p.parent / "2" / "items" / "d", p),
         "has no _M",
@@ -274,21 +284,28 @@ def test_a_chunk_that_is_gone_is_named_and_never_read_as_zeros(tmp_path, bridge,
         linen_compat.load(items, read_config(CONFIG))
 
 
-def test_zeros_that_older_checkpoints_leave_out_at_the_first_step(tmp_path, bridge):
-    """Moments and counts that nothing has changed yet are zero, and have no chunk."""
-    is_weight = {name: name.startswith("params/") for name in full_state()}
-    leaves = {k: v if is_weight[k] else np.zeros_like(v) for k, v in full_state().items()}
-    in_files(tmp_path / "items", leaves)
-    for name in leaves:
-        if not is_weight[name]:
+@pytest.mark.parametrize("lost", ["step", "the step and the counts", "all but the parameters"])
+def test_a_step_whose_chunk_is_gone_is_not_0(tmp_path, bridge, lost):
+    """Older checkpoints leave zeros out, so that step 0 and a lost file look the same."""
+    in_files(tmp_path / "items", full_state())
+    scalars = ("step", "opt_state/0/count", "opt_state/2/count")
+    for name in full_state():
+        if not name.startswith("params/") and (lost.startswith("all") or name in scalars):
+            if lost == "step" and name != "step":
+                continue
             for chunk in (tmp_path / "items" / name.replace("/", ".")).glob("[0-9]*"):
                 chunk.unlink()
-    assert bridge("check", tmp_path, "--config", CONFIG, "--read").code == 0
-    state = linen_compat.load_train_state(tmp_path, read_config(CONFIG))
-    assert (
-        int(state.step),
-        int(np.count_nonzero(optax.tree.get(state.optimizer, "nu").head[...])),
-    ) == (0, 0)
+    message = f"(step|count) in {tmp_path / 'items'} lacks a chunk, which reads as zeros"
+    to_nnx = ("convert", tmp_path, tmp_path / "out", "--to", "nnx")
+    for words in (("check", tmp_path, "--config", CONFIG, "--read"), to_nnx):
+        ended = bridge(*words)
+        assert (ended.code, bool(re.search(message, ended.err))) == (1, True), ended.err
+    with pytest.raises(Mismatch, match=message):
+        linen_compat.load_train_state(tmp_path, read_config(CONFIG))
+    linen_compat.load(tmp_path, read_config(CONFIG))  # which takes no step
+    ended = bridge(*to_nnx, "--parameters-only")
+    assert (ended.code, "left behind: mu, nu, step" in ended.out) == (0, True)
+    assert "step" not in read(tmp_path / "out")
 
 
 @pytest.mark.parametrize(

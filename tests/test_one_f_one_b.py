@@ -148,7 +148,7 @@ def pipelined(case: Case, **options: Any) -> Any:
         apply_stage,
         leave,
         schedule=case.schedule,
-        metric_weights={"visits": 0.0, "square": BALANCE},
+        metric_weights={"visits": None, "square": BALANCE},
         shift_by=case.shift,
         remat=POLICIES[case.remat],
         bubble_fill=case.fill,

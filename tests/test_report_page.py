@@ -314,6 +314,12 @@ def test_an_error_names_the_file(tmp_path: Path) -> None:
             files.write_whole("/dev/full", b"x")
 
 
+def test_a_name_of_any_length_that_can_be_written(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 255)
+    files.write_whole(str(path), b"x")
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
 def test_rights_stay_as_they_were(tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     old.touch()

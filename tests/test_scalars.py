@@ -21,9 +21,9 @@ def all_to(value):
     return dict.fromkeys(("step", *COUNTS), value)
 
 
-def negative():
+def negative(value=-1e-9):
     moment = full_state()[NU].copy()
-    moment[1, 2, 3] = -1e-9
+    moment[1, 2, 3] = value
     return moment
 
 
@@ -37,6 +37,7 @@ BAD = {
     "a count": ({COUNTS[0]: np.float32(np.nan)}, "the count of Adam is nan, and not a whole"),
     "another step": ({"step": np.int32(9)}, "the step is 9 and the optimizer counts 3"),
     "another count": ({COUNTS[1]: np.int32(9)}, "counts 3 steps of Adam and 9 of its learning"),
+    "a square that is no number": ({NU: negative(np.nan)}, f"{NU} holds NaN or infinity in 1 of"),
     "a square below zero": ({NU: negative()}, f"{NU} is below 0 in 1 of 1024 values"),
 }
 

@@ -166,9 +166,11 @@ def test_a_batch_that_cannot_be_cut_is_refused(mesh: str, batch: int, words: str
     [(6, "6 microbatches do not split over 4 stages"), (2, "2 microbatches do not split over 4")],
 )
 def test_microbatches_that_do_not_fit_the_stages(microbatches: int, words: str) -> None:
+    """Weights need no microbatches, so that the call is what is refused."""
     config = small_config(pipeline={"num_microbatches": microbatches}, train={"global_batch": 12})
-    with pytest.raises(InputError, match=words):
-        create_pipeline(config, Layer, mesh_of("stage=4"), rngs=nnx.Rngs(0))
+    pipeline = create_pipeline(config, Layer, mesh_of("stage=4"), rngs=nnx.Rngs(0))
+    with jax.set_mesh(mesh_of("stage=4")), pytest.raises(InputError, match=words):
+        jax.eval_shape(lambda p, x: p(x), pipeline, jnp.ones((12, 3, WIDTH)))
 
 
 def test_a_pipeline_stays_on_its_mesh() -> None:

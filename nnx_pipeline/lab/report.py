@@ -303,9 +303,11 @@ def check_writable(path: str | None, option: str) -> None:
     """Raises InputError before any work is done if `path` cannot be written."""
     if path is None or path == "-":
         return
-    folder = Path(path).absolute().parent
+    folder, shown = Path(path).absolute().parent, path or repr(path)
     if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InputError(f"{option} {path}: not a file in a folder that can be written; choose one")
+        raise InputError(
+            f"{option} {shown}: not a file in a folder that can be written; choose one"
+        )
 
 
 def emit_json(path: str | None, value: Any) -> None:

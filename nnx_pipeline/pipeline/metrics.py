@@ -205,15 +205,16 @@ _MAX_HAS_NONE = (
 def weights_like(weights: PyTree, metrics: PyTree) -> PyTree:
     """What each metric counts in the loss: the tree of the metrics with a weight for each.
 
-    weights: a number for all of them, or a tree of them like that of the metrics; None for 0.
+    weights: a number for all of them, or a tree of them like that of the metrics; None is 0 in it.
     Raises InputError for another tree, and for a weight on a `Max`.
     """
 
     def spread(weight: Any, below: PyTree) -> PyTree:
         return jax.tree.map(partial(_checked_weight, weight), below, is_leaf=is_metric)
 
+    weights = jax.tree.map(lambda w: 0.0 if w is None else w, weights, is_leaf=lambda w: w is None)
     try:
-        return jax.tree.map(spread, 0.0 if weights is None else weights, metrics)
+        return jax.tree.map(spread, weights, metrics)
     except InputError:
         raise
     except ValueError as error:

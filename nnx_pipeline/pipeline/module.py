@@ -40,8 +40,8 @@ class CircularPipeline(nnx.Module):
     over: how a function of one stage is spread over the stages. loop_parts: other pieces of the
         circular loop. Others than the defaults are arms of experiments.
 
-    Raises InputError when layers or microbatches do not divide, and when layers hold state that is
-    not a parameter.
+    Raises InputError when layers do not divide, when they hold state that is not a parameter, and
+    when it is called with microbatches that do not fit the stages.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class CircularPipeline(nnx.Module):
 
     @property
     def batches(self) -> Batches:
-        """How a batch is cut up and laid out on this mesh; InputError on one of other stages."""
+        """How a batch is cut up and laid out on this mesh; see `Runner.batches`."""
         return self.runner.batches
 
     @property

@@ -126,13 +126,18 @@ class Runner:
 
     @property
     def batches(self) -> Batches:
-        """How a batch is cut up and laid out on this mesh; InputError on one of other stages."""
+        """How a batch is cut up and laid out on this mesh.
+
+        Raises InputError on a mesh of other stages, and when microbatches do not fit them.
+        """
         on_mesh = ambient_mesh().stage
         if on_mesh != self.num_stages:
             raise InputError(
                 f"the pipeline was made for {self.num_stages} stages and the mesh has "
                 f"stage={on_mesh}; make and call it under the same mesh"
             )
+        if self.in_microbatches:
+            self.schedule(self.config.schedule)  # refuses numbers that do not fit
         return Batches(
             self.layout,
             microbatches=self.config.microbatches_on(self.num_stages),
@@ -298,7 +303,8 @@ def make_runner(
 ) -> Runner:
     """The runner for the ambient mesh; the arguments are those of `CircularPipeline`.
 
-    Raises InputError when layers or microbatches do not divide.
+    Raises InputError when layers do not divide. Microbatches are a matter of the batch: weights are
+    held on meshes that the numbers of the schedule do not fit.
     """
     mesh = ambient_mesh()
     divides(
@@ -311,7 +317,7 @@ def make_runner(
     copies = {*own}
     if config.accumulates and _in_microbatches(config, mesh.stage):
         copies |= {"data", *gathered_axes(config)}
-    runner = Runner(
+    return Runner(
         config,
         num_layers,
         mesh.stage,
@@ -322,9 +328,6 @@ def make_runner(
         over,
         loop_parts,
     )
-    if runner.in_microbatches:
-        runner.schedule(config.schedule)  # refuses numbers that do not fit
-    return runner
 
 
 def gathered_axes(config: PipelineConfig) -> tuple[str, ...]:
