@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import replace
 from page_examples import measurement
 
 from nnx_pipeline import MeshConfig, preset
@@ -25,6 +26,20 @@ def compared(a: list[np.ndarray], b: list[np.ndarray]) -> Numerics:
     """The verdict on made-up losses and gradients of the two arms."""
     values = (dict(zip(NAMES, arrays, strict=False)) for arrays in (a, b))
     return compare_values(*values, 1e-5)
+
+
+@pytest.mark.parametrize("microbatches", [None, 2, 4, 8, 16])
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_every_pipeline_has_numbers(microbatches: int | None, repeats: int) -> None:
+    """Where that of the arms does not fit eight devices at `tiny`, another one does."""
+    config = replace(
+        preset("mixtral-small"), "pipeline", num_microbatches=microbatches, num_repeats=repeats
+    )
+    for experiment in EXPERIMENTS.values():
+        if not experiment.later:
+            mesh = numerics.mesh_of_numbers(experiment)
+            for program in numerics.at_tiny(experiment, config, mesh):
+                program.config.check_mesh(mesh)
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -119,7 +134,7 @@ def test_switches_of_the_config_are_those_of_the_numbers() -> None:
     model = dataclasses.replace(small.model, embedding="one_hot", norm_scale_offset=1.0)
     train = dataclasses.replace(small.train, load_balance_weight=0.5)
     config = dataclasses.replace(small, model=model, train=train)
-    programs = numerics._at_tiny(EXPERIMENTS["norm-scale"], config, MeshConfig(stage=4, fsdp=2))
+    programs = numerics.at_tiny(EXPERIMENTS["norm-scale"], config, MeshConfig(stage=4, fsdp=2))
     for program in programs:
         assert program.config.model.embed_dim == preset("tiny").model.embed_dim
         assert program.config.model.embedding == "one_hot"
@@ -131,7 +146,7 @@ def test_sizes_of_a_claim_are_not_those_of_the_numbers() -> None:
     experiment, mesh = EXPERIMENTS["embedding"], MeshConfig(stage=4, fsdp=2)
     for program in experiment.programs(preset("tiny"), mesh):
         assert program.config.model.vocab_size == 102_400
-    for program in numerics._at_tiny(experiment, preset("tiny"), mesh):
+    for program in numerics.at_tiny(experiment, preset("tiny"), mesh):
         assert program.config.model.vocab_size == preset("tiny").model.vocab_size
 
 

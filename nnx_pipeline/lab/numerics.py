@@ -57,8 +57,8 @@ def compare_numerics(
     They run at `tiny` with the pipeline of `config`, where that fits the eight devices.
     virtual_cpus: how many of them this process needs, here or for other work.
     """
-    mesh = _mesh_of_numbers(experiment)
-    programs = _at_tiny(experiment, config, mesh)
+    mesh = mesh_of_numbers(experiment)
+    programs = at_tiny(experiment, config, mesh)
     key = key_of(Platform("cpu"), "numerics", mesh, *programs, experiment.tolerance)
     if (known := cache.get(key)) is not None:
         try:
@@ -128,7 +128,7 @@ def _pipeline(config: Config) -> str:
     return f"{words} × {config.pipeline.num_repeats} repeats"
 
 
-def _mesh_of_numbers(experiment: Experiment) -> MeshConfig:
+def mesh_of_numbers(experiment: Experiment) -> MeshConfig:
     """Eight devices with the axes that the experiment needs."""
     if "data" in experiment.needs:
         return MeshConfig(data=2, stage=VIRTUAL_CPUS // 2)
@@ -137,13 +137,15 @@ def _mesh_of_numbers(experiment: Experiment) -> MeshConfig:
     return MeshConfig(stage=VIRTUAL_CPUS // 2, fsdp=2)
 
 
-def _at_tiny(experiment: Experiment, config: Config, mesh: MeshConfig) -> tuple[Program, Program]:
+def at_tiny(experiment: Experiment, config: Config, mesh: MeshConfig) -> tuple[Program, Program]:
     """Both arms at `tiny`, with the pipeline of `config` or one that fits the eight devices."""
     tiny = preset("tiny")
     switches = {name: getattr(config.model, name) for name in SWITCHES}
     train = dataclasses.replace(tiny.train, load_balance_weight=config.train.load_balance_weight)
     tiny = dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, **switches), train=train)
-    fitting = dataclasses.replace(config.pipeline, num_microbatches=8, num_repeats=2)
+    # Twice the stages: enough for a delay of two, few enough for every mesh to split a microbatch.
+    microbatches = 2 * mesh.stage
+    fitting = dataclasses.replace(config.pipeline, num_microbatches=microbatches, num_repeats=2)
     try:
         like = dataclasses.replace(tiny, pipeline=config.pipeline)
         like.check_mesh(mesh)
