@@ -106,10 +106,9 @@ def test_no_false_alarm_at_mixtral_small(mesh: str, pipeline: dict[str, Any], mo
 
 @pytest.mark.parametrize("remat", [name for name in POLICIES if name != "full"])
 def test_no_false_alarm_for_a_remat_policy(remat: str) -> None:
-    """In auto mode, where the one above is not; 1F1B where it can."""
-    schedule = "circular" if POLICIES[remat].offloaded else "1f1b"
-    options = {"remat": remat, "schedule": schedule, "sharding": "auto"}
-    assert own_findings("tiny", "stage=4,fsdp=2", Limits(), **options, **EIGHT) == []
+    """With 1F1B, but where it refuses the policy."""
+    options = {"schedule": "circular" if POLICIES[remat].offloaded else "1f1b", **EIGHT}
+    assert own_findings("tiny", "stage=4,fsdp=2", Limits(), remat=remat, **options) == []
 
 
 class LinenBlock(linen.Module):
