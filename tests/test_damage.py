@@ -304,7 +304,8 @@ def test_a_step_whose_chunk_is_gone_is_not_0(tmp_path, bridge, lost):
         linen_compat.load_train_state(tmp_path, read_config(CONFIG))
     linen_compat.load(tmp_path, read_config(CONFIG))  # which takes no step
     ended = bridge(*to_nnx, "--parameters-only")
-    assert (ended.code, "left behind: mu, nu, step" in ended.out) == (0, True)
+    said = " ".join(ended.out.split())  # which is wrapped where the terminal ends
+    assert (ended.code, "left behind: mu, nu, step" in said) == (0, True)
     assert "step" not in read(tmp_path / "out")
 
 
