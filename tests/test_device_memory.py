@@ -155,7 +155,7 @@ def test_both_kinds_for_functions_of_ones_own(run: Run, command: str) -> None:
 def test_the_compiler_is_told() -> None:
     triton, cublas = platforms("cuda:h100:8", "both")
     assert triton == Platform.parse("cuda:h100:8")
-    assert triton.compiler_options == {}
+    assert triton.compiler_options == {"xla_gpu_enable_triton_gemm": True}
     assert platforms("cuda:h100:8", None) == [triton, cublas]
     assert platforms("cuda:h100:8", "cublas") == [cublas]
     assert platforms("cpu", None) == [Platform.parse("cpu")]
