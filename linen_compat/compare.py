@@ -1,9 +1,11 @@
 """A checkpoint's leaves beside those that a model needs, by names, shapes and dtypes alone."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -78,10 +80,12 @@ class Comparison:
             raise Mismatch(f"{where} does not fit: {'; '.join(problems[:_SHOWN])}{more}")
 
 
-def model_arrays(config: ModelConfig) -> dict[str, ArraySpec]:
+@functools.lru_cache(maxsize=16)
+def model_arrays(config: ModelConfig) -> Mapping[str, ArraySpec]:
     """NNX path to shape and dtype: of one layer, or of the model outside the layers.
 
-    They are those of the model itself, made without a mesh and without a byte.
+    They are those of the model itself, made without a mesh and without a byte, and kept: tracing
+    the model takes longer than everything else that is done to compare a small checkpoint.
     """
     plain = Config(model=config, pipeline=PipelineConfig())
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
@@ -90,7 +94,7 @@ def model_arrays(config: ModelConfig) -> dict[str, ArraySpec]:
     for path, leaf in parameter_paths(model).items():
         stack = 3 if path.startswith(LAYERS) else 0
         arrays[path.removeprefix(LAYERS)] = ArraySpec(leaf.shape[stack:], np.dtype(leaf.dtype))
-    return arrays
+    return MappingProxyType(arrays)
 
 
 def parameter_paths(model: Mixtral) -> dict[str, jax.Array]:
@@ -120,7 +124,7 @@ def compare_to_load(found: Inspection, config: ModelConfig) -> Comparison:
     return result
 
 
-def compare_with_itself(found: Inspection) -> tuple[Comparison, dict[str, ArraySpec]]:
+def compare_with_itself(found: Inspection) -> tuple[Comparison, Mapping[str, ArraySpec]]:
     """Compares every layer with the first one, where there is no config to say what is right.
 
     Returns the arrays of one layer too, as in `model_arrays`.
