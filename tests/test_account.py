@@ -101,6 +101,7 @@ def test_rows_add_up(name: str, platform: str) -> None:
     check_sums(measured(name, platform))
 
 
+@pytest.mark.slow
 @each_compiler
 def test_rows_of_a_training_step_add_up(platform: str) -> None:
     need(platform)
@@ -209,6 +210,7 @@ print(account.kept_argument_bytes, account.constant_bytes, account.total_bytes)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("flag", "expected"), [("0", (1, 1, 3)), ("1", (2, 0, 3))])
 def test_what_jax_hoists_counts_once(flag: str, expected: tuple[int, ...]) -> None:
     """With simplified constants JAX makes arguments of captured arrays."""

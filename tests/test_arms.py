@@ -151,6 +151,7 @@ def test_parameters_are_created_and_nothing_else() -> None:
         )
 
 
+@pytest.mark.slow
 def test_tracing_is_measured() -> None:
     """One program either way, and what the host held while it traced is known of both arms."""
     a, b = programs("stage-metadata", small_config())

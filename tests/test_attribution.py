@@ -138,6 +138,7 @@ def step() -> Callable[[str], Measurement]:
     return measure
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", COMPILERS)
 def test_a_training_step_has_lines_of_source(platform: str, step: Any) -> None:
     result = step(platform)
@@ -153,6 +154,7 @@ def test_a_training_step_has_lines_of_source(platform: str, step: Any) -> None:
     assert roles.get("other", 0) < 0.01 * found.heap_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", COMPILERS)
 def test_a_training_step_is_read_whole(platform: str, step: Any) -> None:
     """As many instructions and computations as a count of lines finds; line breaks are nothing."""

@@ -147,6 +147,7 @@ def keys_of_a_process(*steps: str, **environment: str) -> list[list[str]]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_keys_do_not_depend_on_what_a_process_did_before() -> None:
     """A platform that is set up writes into the environment and into JAX's configuration."""
     rows = keys_of_a_process("1", "2", "0", "compile")
@@ -217,6 +218,7 @@ print(found.note, len(jax.devices("cpu")))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("platform", "mesh", "devices"),
     [("tpu:v5p:2x2x2", "stage=4,fsdp=2", 8), ("cpu", "stage=4,data=4", 16)],
@@ -409,6 +411,7 @@ def test_ab_measures_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls.count("measure") == 4
 
 
+@pytest.mark.slow
 def test_a_real_measurement_comes_back(tmp_path: Path) -> None:
     cache, said = Cache(tmp_path), []
     ask = (PROGRAM, MeshConfig(), CPU, cache, said.append)
@@ -424,6 +427,7 @@ def test_a_real_measurement_comes_back(tmp_path: Path) -> None:
     assert (second.attribution, second.fingerprint) == (first.attribution, first.fingerprint)
 
 
+@pytest.mark.slow
 def test_an_entry_of_another_form_is_measured_again(tmp_path: Path) -> None:
     cache = Cache(tmp_path)
     cache.put(key_of(CPU, "measurement", MeshConfig(), PROGRAM), {"memory": 3})

@@ -53,6 +53,7 @@ def test_logits_are_those_of_maxtext(name):
     assert logits_error(model, name) <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "repeats", "sharding"),
     [("stage=2,fsdp=2", 2, "explicit"), ("stage=4,tensor=2", 1, "auto"), ("expert=2", 1, "auto")],
@@ -265,6 +266,7 @@ def yaml_of_a_pipeline():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "stack"),
     [

@@ -151,6 +151,7 @@ def test_metadata_belong_to_the_arrays_beside_them(tmp_path, bridge, kind):
         assert (ended.code, f"{file} " in ended.err, "damaged" in ended.err) == (1, True, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mixtral_sharded"])
 def test_a_flipped_bit_in_a_folder_of_safetensors(tmp_path, bridge, name):
     out = tmp_path / "out"

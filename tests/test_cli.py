@@ -287,6 +287,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, label: str, scale: Callable[..., Any
     monkeypatch.setitem(experiments.EXPERIMENTS, "broken", experiment)
 
 
+@pytest.mark.slow
 def test_an_arm_that_does_not_compile_leaves_the_other(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

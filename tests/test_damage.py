@@ -49,6 +49,7 @@ def test_the_leaf_in_a_cut_file_is_named_by_all_alike(tmp_path, step, bridge):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.slow
 def test_a_leaf_is_named_whichever_file_is_cut_or_removed(tmp_path, step, bridge):
     items = step / "items"
     files = [*items.rglob("d/*"), items / "ocdbt.process_0" / "manifest.ocdbt"]
@@ -263,6 +264,7 @@ def in_files(folder, leaves):
     without_promise(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("promised", [True, False])
 def test_a_chunk_that_is_gone_is_named_and_never_read_as_zeros(tmp_path, bridge, promised):
     items, leaf = tmp_path / "items", "params/params/decoder/layers_1/self_attention/out/kernel"
@@ -284,6 +286,7 @@ def test_a_chunk_that_is_gone_is_named_and_never_read_as_zeros(tmp_path, bridge,
         linen_compat.load(items, read_config(CONFIG))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["step", "the step and the counts", "all but the parameters"])
 def test_a_step_whose_chunk_is_gone_is_not_0(tmp_path, bridge, lost):
     """Older checkpoints leave zeros out, so that step 0 and a lost file look the same."""

@@ -111,6 +111,7 @@ MESHES_AND_PLACES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "mode", "where"), MESHES_AND_PLACES)
 @pytest.mark.parametrize("run", RUNS)
 def test_arrays_from_anywhere(run: str, mesh: str, mode: str, where: str) -> None:
@@ -127,6 +128,7 @@ def test_arrays_from_anywhere(run: str, mesh: str, mode: str, where: str) -> Non
         assert_same_placement(got[1], given[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["explicit", "auto"])
 def test_without_jit(mode: str) -> None:
     """Numpy arrays under a mesh, nothing compiled around the loop."""
@@ -135,6 +137,7 @@ def test_without_jit(mode: str) -> None:
         assert_close(one_f_one_b(*arrays()), on_one_device("1f1b")[0], 1e-4)
 
 
+@pytest.mark.slow
 @each_mesh
 def test_integers_among_the_weights_of_1f1b(mesh: str, mode: str) -> None:
     """They have no gradient, in `enter` and in `leave`, and the others have theirs."""

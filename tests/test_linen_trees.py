@@ -139,6 +139,7 @@ def test_tree_of_llama() -> None:
 # ---- placement -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["explicit", "auto"])
 @pytest.mark.parametrize(
     ("layout", "mesh", "repeats"),

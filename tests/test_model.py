@@ -176,6 +176,7 @@ def test_load_balance_counts_in_the_loss() -> None:
     assert float(balance) > SPARSE.model.num_experts_per_token
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 @pytest.mark.parametrize("schedule", ["circular", "1f1b"])
 def test_microbatches_are_given_where_the_loss_depends_on_them(schedule: str, kind: str) -> None:
@@ -204,6 +205,7 @@ def test_microbatches_are_given_where_the_loss_depends_on_them(schedule: str, ki
         traced(works, mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "save_qkv_proj"])
 def test_remat_changes_nothing(remat: str) -> None:
     config = replace(SPARSE, "pipeline", remat=remat)
@@ -279,6 +281,7 @@ MESHES = [("stage=4,fsdp=2", "explicit"), ("stage=2,tensor=2,expert=2", "auto")]
 each_mesh = pytest.mark.parametrize(("mesh", "mode"), MESHES)
 
 
+@pytest.mark.slow
 @each_mesh
 def test_a_step_keeps_every_array_in_its_place(mesh: str, mode: str) -> None:
     """Parameters and both moments of the optimizer."""
@@ -317,6 +320,7 @@ def test_where_the_weights_lie() -> None:
         )
 
 
+@pytest.mark.slow
 @each_mesh
 def test_initial_values_do_not_depend_on_the_mesh(mesh: str, mode: str) -> None:
     before, _, _ = stepped(mesh, mode)
@@ -444,6 +448,7 @@ def test_logits_equal_plain_numpy(dense: bool) -> None:
     assert_close(alone(dense, packed=True).logits, want, 1e-5)
 
 
+@pytest.mark.slow
 def test_other_numbers_in_the_formula() -> None:
     """Attention scale, rotary base and epsilon reach the formula."""
     config = small_config(
@@ -466,6 +471,7 @@ def test_cross_entropy_and_weights() -> None:
     assert float(results.parts[0]) == pytest.approx(want, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_batch_without_any_target_costs_nothing() -> None:
     batch = batch_of(Case(""))
     batch = Batch(tokens=batch.tokens, targets=batch.targets, weights=0 * batch.weights)
@@ -488,6 +494,7 @@ def test_documents_of_a_row_do_not_see_each_other() -> None:
     assert_close(packed[:, 3:], apply(model, second)[:, :5], 1e-5)
 
 
+@pytest.mark.slow
 def test_scale_offset_shifts_the_stored_scales() -> None:
     """A model whose scales are stored around zero computes what one around one does."""
     model = source(dense=False)
@@ -508,6 +515,7 @@ def test_scale_offset_shifts_the_stored_scales() -> None:
 # ---- dtypes and input errors -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_bfloat16_activations() -> None:
     """No dtype mixes silently; hidden states are bfloat16, gradients keep the weights' float32."""
     case = Case("stage=2,fsdp=2", repeats=2)
@@ -525,6 +533,7 @@ def test_bfloat16_activations() -> None:
     assert float(loss) == pytest.approx(float(alone(dense=False, packed=True).loss), rel=2e-2)
 
 
+@pytest.mark.slow
 def test_everything_in_half_precision() -> None:
     config = small_config(model={"dtype": "float16", "param_dtype": "float16", "num_layers": 1})
     loss, _, gradients, _ = evaluate(new_model(config), packed_batch(config))

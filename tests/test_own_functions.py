@@ -420,6 +420,7 @@ def test_a_compiler_that_jax_lost_when_it_started_is_named(
         lab.measure(product, X, WEIGHT, platform="cuda:h100:1")
 
 
+@pytest.mark.slow
 def test_what_breaks_is_one_line_and_1() -> None:
     ended = in_a_process("compare", "own_functions:broken", "own_functions:lean", *ARGUMENTS)
     assert ended.code == 1
@@ -446,6 +447,7 @@ def test_lint_on_the_command_line() -> None:
     assert ended.err.splitlines()[-1] == "nnx-pipeline: 1 finding"
 
 
+@pytest.mark.slow
 def test_lint_json_and_limits() -> None:
     words = ("own_functions:scaled", *ARGUMENTS, "--json", "-")
     (finding,) = lint_command(*words).json["findings"]
@@ -477,6 +479,7 @@ def test_bad_input_ends_with_2(run: Run, words: tuple[str, ...], message: str) -
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("platform", "compiler"),
     [("tpu:v5p:2x2x2", "libtpu"), ("cuda:h100:8", "jax_cuda13_plugin")],

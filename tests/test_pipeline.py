@@ -206,6 +206,7 @@ def test_the_loops_in_the_package_are_these_loops() -> None:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     stages=st.integers(1, 4),
@@ -309,6 +310,7 @@ def test_metrics_that_are_constant_or_none(mesh: str, backward: str) -> None:
     assert float(metrics["constant"]) == 2.0 * 4 * 4
 
 
+@pytest.mark.slow
 @both_backwards
 @pytest.mark.parametrize("remat", ["full", "none"])
 def test_a_stage_without_a_derivative_at_zero(remat: str, backward: str) -> None:

@@ -319,6 +319,7 @@ def results() -> Any:
     return compute
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "mode"), CASES)
 def test_no_policy_changes_a_value(results: Any, policy: str, mode: str) -> None:
     """Loss and gradients are those of `full`. The CPU compiler runs offloaded programs, too."""

@@ -68,6 +68,7 @@ def trained(config: Config, mesh: jax.sharding.Mesh, steps: int) -> tuple[Any, A
     return state, found
 
 
+@pytest.mark.slow
 @each_case
 def test_training_is_the_same(mesh: str, mode: str, pipeline: dict[str, Any]) -> None:
     on = mesh_of(mesh, mode)
