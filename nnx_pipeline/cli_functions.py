@@ -22,7 +22,7 @@ from nnx_pipeline.config import to_dict
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.files import write_text
 from nnx_pipeline.lab import report
-from nnx_pipeline.lab.functions import arguments_of, check_call, find_function, mesh_on
+from nnx_pipeline.lab.functions import arguments_of, find_function, mesh_on
 from nnx_pipeline.lab.own import compare, measure
 from nnx_pipeline.lab.platform import Platform
 from nnx_pipeline.lint import Finding, Limits, lint, lint_step
@@ -241,5 +241,4 @@ def _lint_function(
 ) -> list[Finding]:
     grid = mesh_on(mesh_config, Platform("cpu").devices(mesh_config.num_devices))
     found, given = find_function(function), arguments_of(inputs, arguments, grid)
-    check_call(found, given)
     return lint(found, *given, mesh=grid, limits=limits)

@@ -32,8 +32,9 @@ def holds_itself(tree: Any, around: frozenset[int] = frozenset()) -> bool:
         return True
     root = iter([False])  # what is asked first is the tree itself, everything after is in it
     inside = jax.tree.leaves(tree, is_leaf=lambda _: next(root, True))
-    leaf = len(inside) == 1 and inside[0] is tree and not isinstance(tree, nnx.Pytree)
-    return not leaf and any(holds_itself(one, around | {id(tree)}) for one in inside)
+    if len(inside) == 1 and inside[0] is tree:  # a leaf, or what JAX never comes to the leaves of
+        return isinstance(tree, nnx.Pytree) and any(own is tree for own in vars(tree).values())
+    return any(holds_itself(one, around | {id(tree)}) for one in inside)
 
 
 def without_repeats(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
@@ -109,7 +110,7 @@ class Threaded:
         """
         old = {id(leaf) for leaf in before.values()}
         new = [_described(leaf) for leaf in jax.tree.leaves(given) if id(leaf) not in old]
-        places = (place for path in copies for place in before if place.startswith(path))
+        places = (place for path in copies for place in before if _is_in(path, place))
         quiet = self._counters.union(self.changed)
         self._kinds = {place: _described(leaf) for place, leaf in before.items()}
         return without({place: self._kinds[place] for place in places if place not in quiet}, new)
@@ -121,8 +122,12 @@ class Threaded:
         also gives out is not dropped there; what comes of it later is the function's own affair.
         """
         lost = self.lost
-        modules = tuple(place.removesuffix(".value").rpartition(".")[0] for place in lost)
-        whole = {place: kind for place, kind in self._kinds.items() if place.startswith(modules)}
+        modules = {place.removesuffix(".value").rpartition(".")[0] for place in lost}
+        whole = {
+            place: kind
+            for place, kind in self._kinds.items()
+            if any(_is_in(module, place) for module in modules)
+        }
         for equation in with_bodies(program) if lost else ():
             if not without(whole, [_described(taken.aval) for taken in equation.invars]):
                 lost = without(lost, [_described(made.aval) for made in equation.outvars])
@@ -204,6 +209,11 @@ def _paths_of(kind: type[nnx.Variable[Any]], given: Any) -> set[str]:
         if isinstance(variable, kind)
         for inside, _ in jax.tree_util.tree_leaves_with_path(variable)
     }
+
+
+def _is_in(path: str, place: str) -> bool:
+    """Whether a place is what a path names or inside of it; `[0].w_q` is not inside of `[0].w`."""
+    return place.startswith(path) and place[len(path) : len(path) + 1] in ("", ".", "[")
 
 
 def _path(keys: tuple[Any, ...]) -> str:

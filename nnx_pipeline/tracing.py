@@ -209,9 +209,9 @@ def _changes_are_of_arguments(function: Callable[..., Any]) -> Iterator[None]:
         if isinstance(error, ValueError) and _OUTSIDE not in str(error):
             raise
         raise InputError(
-            f"{name_of(function)} changes NNX state that is not among its arguments; pass the "
-            "module as an argument: what a functools.partial, a bound method, a closure or "
-            "nnx.cached_partial holds is none"
+            f"{name_of(function)} changes NNX state that is not among its arguments, or not among "
+            "those of a transformation inside of it; pass the module as an argument: what a "
+            "closure, nnx.cached_partial, or a partial or method of a plain function holds is none"
         ) from error
 
 

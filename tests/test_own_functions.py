@@ -21,7 +21,6 @@ from nnx_pipeline import InputError, MeshConfig, lab
 from nnx_pipeline.lab.functions import (
     abstract,
     arguments_of,
-    check_call,
     find_function,
     mesh_on,
     name_of,
@@ -223,26 +222,27 @@ def test_inputs_are_held_to_the_size_of_arguments(
             arguments_of(None, texts, None)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [jax.ShapeDtypeStruct((4,), "float64"), np.arange(4), np.zeros(4, "complex128")],
-    ids=lambda given: str(given.dtype),
-)
+@pytest.mark.parametrize("dtype", ["float64", "int64", "complex128"])
 def test_64_bits_that_jax_would_halve_are_refused(
-    given: Any, monkeypatch: pytest.MonkeyPatch
+    dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    given = jax.ShapeDtypeStruct((4,), dtype)
     monkeypatch.setattr(own_functions, "inputs", lambda: given)
-    message = rf"argument \[0\]: JAX makes \w+ of {given.dtype}; write that, or set JAX_ENABLE_X64"
+    message = rf"argument \[0\]: JAX makes \w+ of {dtype}; write that, or set JAX_ENABLE_X64"
     with pytest.raises(InputError, match=message):
         arguments_of("own_functions:inputs", (), None)
     for tool in (lab.measure, lint):
         with pytest.raises(InputError, match=message):
             tool(lambda x: x + 1, given)
     with jax.enable_x64(True):
-        assert (
-            lab.measure(lambda x: x + 1, given).memory.argument_bytes
-            == given.size * given.dtype.itemsize
-        )
+        found = lab.measure(lambda x: x + 1, given)
+    assert found.memory.argument_bytes == given.size * given.dtype.itemsize
+
+
+def test_64_bits_with_values_are_32_as_in_the_program_itself() -> None:
+    table = nnx.Variable(np.arange(4) / 4)
+    found = lab.measure(lambda table, x, rate: rate * x * table[...], table, jnp.ones(4), np.array(0.1))
+    assert found.memory.argument_bytes == 4 * (4 + 4 + 1)
 
 
 MESHES = [
@@ -374,8 +374,13 @@ def test_functions_and_inputs_by_name() -> None:
 
 
 def test_arguments_that_do_not_fit() -> None:
-    with pytest.raises(InputError, match="product cannot be called with 1 arguments: missing"):
-        check_call(product, (X,))
+    wrapped = functools.wraps(product)(lambda *arguments: product(*arguments))
+    for function in (product, wrapped, jax.value_and_grad(product)):
+        for tool in (lab.measure, lint):
+            with pytest.raises(InputError, match="cannot be called with 1 arguments: missing"):
+                tool(function, X)
+    bound = functools.wraps(product)(lambda x: product(x, jnp.ones(WEIGHT.shape, WEIGHT.dtype)))
+    assert lab.measure(bound, X).flops == lab.measure(product, X, WEIGHT).flops
     device, mesh = jax.devices()[0], mesh_of("data=8", "auto")
     with pytest.raises(InputError, match="an argument holds a str; give arrays"):
         abstract(("text",), None, device)

@@ -242,7 +242,7 @@ def _dropped_arguments(compiled: jax.stages.Compiled) -> list[str]:
     which = f"{len(sizes)} arguments are" if len(sizes) > 1 else "1 argument is"
     return [
         f"{which} in no figure, since nothing reads what is in {'them' if len(sizes) > 1 else 'it'}"
-        f": {sum(sizes):,} bytes over all devices, which the caller holds"
+        f": {sum(sizes):,} bytes of whole arrays, which the caller holds"
     ]
 
 

@@ -6,7 +6,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -140,19 +140,35 @@ def arguments_of(
     return given
 
 
-def check_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Raises InputError unless the function takes as many arguments."""
-    # What a wrapper such as that of nnx.cached_partial wraps may take more than itself does.
-    follow = not isinstance(function, FunctionType)
+@contextlib.contextmanager
+def called_with(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[None]:
+    """Raises InputError unless the function takes as many arguments; the function is called inside.
+
+    A wrapper may bind some of what it wraps, as that of `nnx.cached_partial` does, so that what is
+    wrapped is asked only where the call has failed.
+    """
+    _bind(function, arguments, follow_wrapped=not isinstance(function, FunctionType))
     try:
-        inspect.signature(function, follow_wrapped=follow).bind(*arguments)
+        yield
+    except TypeError:
+        _bind(function, arguments)
+        raise
+
+
+def _bind(
+    function: Callable[..., Any], arguments: tuple[Any, ...], *, follow_wrapped: bool = True
+) -> None:
+    try:
+        signature = inspect.signature(function, follow_wrapped=follow_wrapped)
+    except ValueError:
+        return  # it has no signature that Python knows
+    try:
+        signature.bind(*arguments)
     except TypeError as error:
         raise InputError(
             f"{name_of(function)} cannot be called with {len(arguments)} arguments: {error}; give "
             "its arrays in order and bind the rest with functools.partial"
         ) from error
-    except ValueError:
-        pass  # it has no signature that Python knows
 
 
 def mesh_on(mesh: AnyMesh, devices: Sequence[Any]) -> Mesh | None:
@@ -176,7 +192,7 @@ def mesh_on(mesh: AnyMesh, devices: Sequence[Any]) -> Mesh | None:
 
 def check_arrays(arguments: Any) -> None:
     """Raises InputError where an argument, or all of them, are more than compilers count up to,
-    and for arrays of 64 bits that JAX would make arrays of 32."""
+    and for shapes said to be of 64 bits in whose place JAX takes 32."""
     if holds_itself(arguments):
         raise InputError(
             "an argument is a module that holds itself, which JAX cannot take apart; leave out "
@@ -189,7 +205,8 @@ def check_arrays(arguments: Any) -> None:
         size = math.prod(leaf.shape) * getattr(leaf.dtype, "itemsize", 0)
         total += size
         place = f"argument {jax.tree_util.keystr(path)}"
-        if not isinstance(leaf, np.generic):  # one number of NumPy is no more than one of Python
+        # Of an array with values JAX takes half of the bits when the program runs, too.
+        if isinstance(leaf, jax.ShapeDtypeStruct):
             _check_width(place, leaf.dtype)
         for what, held in ((place, size), ("all arguments together", total)):
             if held > LARGEST:

@@ -14,8 +14,8 @@ from nnx_pipeline.lab.compile import Clock, Measurement, Progress, measure_trace
 from nnx_pipeline.lab.functions import (
     AnyMesh,
     abstract,
+    called_with,
     check_arrays,
-    check_call,
     memory_kind,
     mesh_on,
 )
@@ -58,13 +58,12 @@ def _measured(
 ) -> tuple[Measurement, Traced]:
     """The measurement of one call on a platform and its first device, and what was traced."""
     platform, device = target
-    check_call(function, arguments)
     check_arrays(arguments)
     call = Call.of(function, arguments)
     given, keywords = abstract(call.given, mesh, device, static=call.static)
     call = dataclasses.replace(call, arguments=given, keywords=keywords)
     with jax.set_mesh(mesh) if mesh is not None else jax.default_device(None), traced_afresh():
-        with clock("trace", f"tracing {name_of(function)}"):
+        with called_with(function, arguments), clock("trace", f"tracing {name_of(function)}"):
             traced = trace(call)
         result = measure_traced(
             traced.program,

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from nnx_pipeline.config import Config
-from nnx_pipeline.lab.functions import check_arrays
+from nnx_pipeline.lab.functions import called_with, check_arrays
 from nnx_pipeline.lint.facts import Program
 from nnx_pipeline.lint.finding import Finding, Limits
 from nnx_pipeline.lint.rules_arrays import hidden_upcasts, one_hot_arrays, trivial_constraints
@@ -53,7 +53,8 @@ def lint(
     check_arrays(arguments)
     chosen = _parameters_of(arguments) if parameters is None else jax.tree.leaves(parameters)
     wanted = {id(leaf) for leaf in chosen}
-    with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext(), traced_afresh():
+    on_mesh = jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext()
+    with on_mesh, traced_afresh(), called_with(function, arguments):
         traced, leaves = jaxpr_of(Call.of(function, arguments))
     program = Program(
         traced,

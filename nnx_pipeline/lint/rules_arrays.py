@@ -23,11 +23,23 @@ def hidden_upcasts(program: Program, limits: Limits) -> Iterator[Finding]:
     Left out: casts that are written down, sums that are made in float32, a sum or product with a
     float32 array that is as large itself, or with a statistic of the array in a function that gives
     the smaller dtype on, as a layer norm does with its mean, and the gradient of a cast to the
-    smaller dtype, which is float32 as what was cast. A product of a backward pass is the transpose
-    of one of the forward pass, which is looked at where it is written.
+    smaller dtype, which is float32 as what was cast. A product of a backward pass that JAX makes is
+    the transpose of one of the forward pass, which is looked at where it is written; one that is
+    written by hand has no other at its line.
     """
-    for scope, equation in program.scope.equations():
-        for value, size, per_device in _upcasts(program, scope, equation):
+    looked_at = [
+        (scope, equation, is_transposed([equation, *scope.calls()]))
+        for scope, equation in program.scope.equations()
+        if equation.primitive.name in ("convert_element_type", "dot_general")
+    ]
+    forward = {
+        (equation.primitive.name, scope.locate(equation))
+        for scope, equation, backward in looked_at
+        if not backward
+    }
+    for scope, equation, backward in looked_at:
+        made_by_jax = backward and (equation.primitive.name, scope.locate(equation)) in forward
+        for value, size, per_device in _upcasts(program, scope, equation, made_by_jax):
             if size >= limits.large:
                 yield Finding(
                     rule=HIDDEN_UPCAST,
@@ -43,12 +55,14 @@ def hidden_upcasts(program: Program, limits: Limits) -> Iterator[Finding]:
 
 
 def _upcasts(
-    program: Program, scope: Scope, equation: JaxprEqn
+    program: Program, scope: Scope, equation: JaxprEqn, transposed: bool
 ) -> Iterator[tuple[Value, int, bool]]:
-    """The value that an equation makes larger, with its bytes as float32."""
+    """The value that a cast or a product makes larger, with its bytes as float32.
+
+    transposed: whether JAX made the equation of one of the forward pass.
+    """
     name = equation.primitive.name
     operands = [scope.value(variable) for variable in equation.invars]
-    transposed = is_transposed([equation, *scope.calls()])
     if name == "convert_element_type":
         result = scope.value(equation.outvars[0])
         # What makes a value larger in a backward pass is the transpose of a cast to less.
