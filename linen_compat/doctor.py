@@ -15,7 +15,7 @@ from linen_compat.checkpoint import Inspection, inspect
 from linen_compat.compare import Comparison, compare_to_load, model_arrays
 from linen_compat.huggingface import is_huggingface
 from linen_compat.huggingface_tensors import KNOWN_EXTRA
-from linen_compat.layouts import HUGGINGFACE, NNX, SCANNED
+from linen_compat.layouts import HUGGINGFACE, NNX
 from linen_compat.loading import load
 from linen_compat.names import NORMS, OUTSIDE, TOKENS
 from linen_compat.orbax_streams import OrbaxSource, read_scalars
@@ -135,8 +135,8 @@ def read_everything(
                 strange.setdefault(read.name, found)
         total += array.nbytes
         progress(read.name, array.nbytes)
-    if diagnosis.format == SCANNED:
-        strange = {**_zeros_across_layers(diagnosis, config), **strange}
+    if diagnosis.format != HUGGINGFACE:
+        strange = {**_zeros_as_stored(diagnosis, config), **strange}
     if strange:
         shown = [f"{name} {found}" for name, found in strange.items()][:3]
         more = f"; and {len(strange) - 3} more" if len(strange) > 3 else ""
@@ -181,18 +181,17 @@ def _every_array(diagnosis: Diagnosis, config: Config) -> Iterator[_Read]:
     source.check_files()
 
 
-def _zeros_across_layers(diagnosis: Diagnosis, config: Config) -> dict[str, str]:
-    """What of the stacks of a scanned layout cannot be right, by the names of the stored arrays.
+def _zeros_as_stored(diagnosis: Diagnosis, config: Config) -> dict[str, str]:
+    """What of stored arrays cannot be right, by their names: the zeros in the order on disk.
 
-    The layers are no first axis there, so that a block of zeros on disk has a part in each.
+    A block of zeros there has a part in each layer of a scanned stack, and is scattered in an array
+    whose chunks are cut along its last axis.
     """
     source = OrbaxSource(inspect(diagnosis.checkpoint), model_arrays(config.model))
     outside = {names.nnx for names in OUTSIDE}
-    found = {
-        source.name(path, 0): zeros_in_a_row(source.in_order(path))
-        for path in source.arrays
-        if path not in outside and path not in _may_be_zero(config)
-    }
+    left_out = outside | _may_be_zero(config)
+    stored = {source.name(*place): place for place in walk(source) if place[0] not in left_out}
+    found = {name: zeros_in_a_row(source.in_order(*place)) for name, place in stored.items()}
     return {name: strange for name, strange in found.items() if strange}
 
 

@@ -83,9 +83,12 @@ class OrbaxSource:
         slot = self._slot(path, layer)
         return self._files.read(self.name(path, layer, part), slot.index, index)
 
-    def in_order(self, path: str, part: str = PARAMETERS) -> Iterator[np.ndarray]:
-        """The chunks of the stored array that holds all layers, as they lie beside each other."""
-        return self._files.in_order(self.name(path, 0, part))
+    def in_order(self, path: str, layer: int | None) -> Iterator[np.ndarray]:
+        """The chunks of the stored array of a parameter, as they lie beside each other.
+
+        It may hold other layers too, and all of them are given then.
+        """
+        return self._files.in_order(self.name(path, layer))
 
     def check_files(self) -> None:
         """Looks for files that were cut off, besides those that reading every array finds.

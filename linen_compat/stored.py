@@ -135,14 +135,16 @@ class StoredArrays:
             yield
         except STORE_ERRORS as error:
             what = f"{leaf} in {self.items}"
-            if not (self._metadata.zeros_left_out and "is missing" in str(error)):
+            if "is missing" not in str(error):
                 raise unreadable(what, error) from error
+            if not self._metadata.zeros_left_out:
+                raise MissingChunk(str(unreadable(what, error))) from error
             raise MissingChunk(
                 f"{what} lacks a chunk, which reads as zeros: older checkpoints leave zeros out, "
                 "and whether this one did or lost a file cannot be told; restore the file, or if "
                 "the array is known to have zeros write the checkpoint again with a present "
-                "version of Orbax; parameters that are whole can be had alone "
-                "(linen_compat.load, or linen-compat convert --parameters-only)"
+                "version of Orbax; where it is the step, a count or a moment, the parameters can "
+                "be had alone (linen_compat.load, or linen-compat convert --parameters-only)"
             ) from error
 
     def _store(self, leaf: str, *, whole: bool) -> ts.TensorStore:

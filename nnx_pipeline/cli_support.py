@@ -1,6 +1,7 @@
 """What both command lines share: errors as one line, progress, exit codes."""
 
 import contextlib
+import errno
 import sys
 from collections.abc import Callable, Iterator
 
@@ -41,10 +42,22 @@ def main_of(group: click.Group, name: str) -> Callable[[], None]:
         except (click.Abort, KeyboardInterrupt):
             _end(ending.line(name, ending.INTERRUPTED), ending.INTERRUPTED)
         except OSError as error:
-            _end(f"{name}: {error}", FAILED)
+            rule = _NAMES.get(error.errno or 0)
+            _end(f"{name}: {rule.format(error.filename) if rule else error}", _code(error))
         sys.exit(code if isinstance(code, int) else 0)
 
     return main
+
+
+# What a file system says of a name that it does not take, whatever the command wanted of it.
+_NAMES = {
+    errno.ENAMETOOLONG: "{} is a longer name than the file system takes; give a shorter one",
+    errno.ELOOP: "{} is a link that leads back to itself; give another name",
+}
+
+
+def _code(error: OSError) -> int:
+    return BAD_INPUT if error.errno in _NAMES else FAILED
 
 
 def _end(message: str, code: int) -> None:

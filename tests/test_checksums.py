@@ -20,6 +20,8 @@ from maxtext_data import (
     checkpoint,
     config_of,
     full_state,
+    lists,
+    nested,
     read,
     state_in,
     write,
@@ -318,6 +320,27 @@ def test_a_scale_is_zero_only_where_there_is_an_offset(tmp_path, bridge):
     for config, code in ((CONFIG, 1), (offset, 0)):
         ended = bridge("check", tmp_path, "--config", config, "--read")
         assert (ended.code, "scale holds nothing but zeros" in ended.err) == (code, bool(code))
+
+
+def test_a_block_of_zeros_in_a_chunk_that_is_cut_along_the_last_axis(tmp_path, bridge):
+    """As a mesh that spreads it leaves an array: the block is scattered over its rows."""
+    leaf = "params/params/decoder/layers_1/MoeBlock_0/wi_0"
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=False)
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(tmp_path / "items", lists(nested(full_state())))
+    folder = tmp_path / "items" / leaf.replace("/", ".")
+    array = full_state()[leaf].copy()
+    half = array.shape[-1] // 2
+    lost = array[..., :half].reshape(-1)
+    lost[: lost.size // 2] = 0
+    array[..., :half] = lost.reshape(array[..., :half].shape)
+    shutil.rmtree(folder)
+    layout = {"shape": array.shape, "chunks": [*array.shape[:-1], half], "dtype": "<f4"}
+    spec = {"driver": "zarr", "kvstore": in_folder(folder), "metadata": layout}
+    ts.open(spec, create=True).result().write(array).result()
+    ended = bridge("check", tmp_path, "--config", CONFIG, "--read")
+    message = f"{leaf} holds {lost.size // 2} zeros in a row"
+    assert (ended.code, message in ended.err) == (1, True), ended.err
 
 
 @pytest.mark.parametrize(

@@ -264,15 +264,20 @@ def in_files(folder, leaves):
     without_promise(folder)
 
 
+def promise_zeros(items):
+    """Says of a checkpoint that it has its chunks of zeros, as those of a present Orbax."""
+    metadata = json.loads((items / "_METADATA").read_text())
+    metadata["store_array_data_equal_to_fill_value"] = True
+    (items / "_METADATA").write_text(json.dumps(metadata))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("promised", [True, False])
 def test_a_chunk_that_is_gone_is_named_and_never_read_as_zeros(tmp_path, bridge, promised):
     items, leaf = tmp_path / "items", "params/params/decoder/layers_1/self_attention/out/kernel"
     in_files(items, full_state())
     if promised:
-        metadata = json.loads((items / "_METADATA").read_text())
-        metadata["store_array_data_equal_to_fill_value"] = True
-        (items / "_METADATA").write_text(json.dumps(metadata))
+        promise_zeros(items)
     (items / leaf.replace("/", ".") / "0.0.0").unlink()
     for words in (
         ("check", items, "--config", CONFIG, "--read"),
@@ -309,6 +314,11 @@ def test_a_step_whose_chunk_is_gone_is_not_0(tmp_path, bridge, lost):
     ended = bridge(*to_nnx, "--parameters-only")
     said = " ".join(ended.out.split())  # which is wrapped where the terminal ends
     assert (ended.code, "left behind: mu, nu, step" in said) == (0, True)
+    assert "step" not in read(tmp_path / "out")
+    promise_zeros(tmp_path / "items")  # what is missing is lost then, and the same is left behind
+    shutil.rmtree(tmp_path / "out")
+    assert bridge(*to_nnx).code == 1
+    assert bridge(*to_nnx, "--parameters-only").code == 0
     assert "step" not in read(tmp_path / "out")
 
 

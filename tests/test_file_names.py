@@ -154,3 +154,21 @@ def test_links_of_this_process_have_plain_names(tmp_path, monkeypatch):
             in_folder(hard / "other")
     finally:
         folders._own_folder.cache_clear()
+
+
+@pytest.mark.parametrize("kind", ["too long", "a circle"])
+def test_names_that_the_system_does_not_take_are_one_line(tmp_path, bridge, kind):
+    name, message = tmp_path / ("x" * 300), "x is a longer name than the file system takes; give"
+    if kind == "a circle":
+        name, message = tmp_path / "to", f"{tmp_path / 'to'} is a link that leads back to itself"
+        name.symlink_to(tmp_path / "fro")
+        (tmp_path / "fro").symlink_to(name)
+    source = checkpoint("unscanned")
+    commands = [("inspect", source, "--json", name)]
+    if kind == "too long":  # what is read from a link says that nothing is there
+        commands += [("inspect", name), ("convert", source, name, "--to", "nnx")]
+        commands += [("check", source, "--config", name)]
+    for words in commands:
+        ended = bridge(*words)
+        assert (ended.code, message in ended.err) == (2, True), (words, ended.err)
+        assert len(ended.err.splitlines()) == 1

@@ -183,6 +183,32 @@ def test_no_false_alarm_on_the_gradient_of_attention_in_half() -> None:
         assert lint(gradient, *given, limits=Limits(large=1e5)) == []
 
 
+def test_a_backward_pass_written_by_hand_is_looked_at_itself() -> None:
+    """No line of the forward pass stands for its products, as one does for a transposed one."""
+    across = (((0,), (0,)), ((), ()))
+
+    @jax.custom_vjp
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        return x @ w
+
+    def forward(x: jax.Array, w: jax.Array) -> Any:
+        return product(x, w), (x, w)
+
+    def backward(kept: Any, given: jax.Array) -> Any:
+        x, w = kept
+        wide = given.astype(jnp.float32)
+        return given @ w.T, jax.lax.dot_general(x, wide, across).astype(w.dtype)
+
+    product.defvjp(forward, backward)
+
+    def total(w: jax.Array, x: jax.Array) -> jax.Array:
+        return product(x, w).astype(jnp.float32).sum()
+
+    (found,) = lint(jax.grad(total), half(SIZE, SIZE), half(512, SIZE), limits=Limits(large=1e3))
+    assert (found.rule, found.location.function) == ("hidden-upcast", "backward")
+    assert found.bytes == 4 * 512 * SIZE
+
+
 @pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
 @pytest.mark.parametrize("forgotten", ["norm", "dense"])
 def test_a_dtype_that_is_forgotten_in_a_linen_model_is_found(forgotten: str, remat: bool) -> None:

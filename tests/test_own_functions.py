@@ -241,7 +241,9 @@ def test_64_bits_that_jax_would_halve_are_refused(
 
 def test_64_bits_with_values_are_32_as_in_the_program_itself() -> None:
     table = nnx.Variable(np.arange(4) / 4)
-    found = lab.measure(lambda table, x, rate: rate * x * table[...], table, jnp.ones(4), np.array(0.1))
+    found = lab.measure(
+        lambda table, x, rate: rate * x * table[...], table, jnp.ones(4), np.array(0.1)
+    )
     assert found.memory.argument_bytes == 4 * (4 + 4 + 1)
 
 

@@ -1,5 +1,6 @@
 """Tables for the terminal, and results as JSON."""
 
+import contextlib
 import json
 import math
 import os
@@ -300,9 +301,14 @@ def check_outputs(**paths: str | None) -> None:
 
 
 def check_writable(path: str | None, option: str) -> None:
-    """Raises InputError before any work is done if `path` cannot be written."""
+    """Raises InputError before any work is done if `path` cannot be written.
+
+    An OSError of a name that is too long, or of links that lead in a circle, is raised as it is.
+    """
     if path is None or path == "-":
         return
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+        os.stat(path)
     folder, shown = Path(path).absolute().parent, path or repr(path)
     if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise InputError(
