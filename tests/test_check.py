@@ -40,6 +40,7 @@ def check(monkeypatch, capsys):
     return check
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KEPT)
 def test_what_fits(check, name):
     config = DATA / name / "config.yml"
@@ -159,6 +160,7 @@ def test_numerics_name_the_first_layer_that_differs(tmp_path, check, monkeypatch
     assert ended.json["numerics"]["largest"] > 1e-2
 
 
+@pytest.mark.slow
 def test_numerics_of_a_dense_model(tmp_path):
     import jax
     from flax import nnx

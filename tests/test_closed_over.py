@@ -61,6 +61,7 @@ def circular(run: Any, closed: dict[str, jax.Array], kernel: Any, x: Any, side: 
     return jnp.sum(weight * y) + 1e-2 * metrics["square"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["full", "none"])
 @pytest.mark.parametrize("backward", ["autodiff", "accumulate"])
 @pytest.mark.parametrize(
@@ -88,6 +89,7 @@ def test_gradients_in_the_circular_loop(mesh: str, mode: str, backward: str, rem
         assert_close(gradients(closed, kernel, x, side), want, 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [

@@ -87,6 +87,7 @@ def test_commands_read_and_write_what_is_named(tmp_path, bridge, name):
     assert_same_leaves(read(tmp_path / "plain"), full_state())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 def test_functions_read_and_write_what_is_named(tmp_path, name):
     state = linen_compat.load_train_state(checkpoint("unscanned"), config_of())
@@ -101,6 +102,7 @@ def test_functions_read_and_write_what_is_named(tmp_path, name):
     assert_same_leaves(read(tmp_path / "plain"), full_state())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 def test_hugging_face_folders(tmp_path, bridge, name):
     shutil.copytree(LLAMA, tmp_path / name)

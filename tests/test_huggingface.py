@@ -120,6 +120,7 @@ def test_the_default_config_is_that_of_the_folder() -> None:
     assert model.head.dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh", "repeats"),
     [

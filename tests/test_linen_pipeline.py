@@ -185,6 +185,7 @@ def assert_near_one_device(got: Found, case: Case) -> None:
     assert_close(*by_path, 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*SCANNED, *PIPELINED], ids=str)
 def test_equals_nnx(case: Case) -> None:
     """To the bit to NNX in the same place; nearly to the sequential model."""

@@ -169,6 +169,7 @@ def test_weights_are_born_where_the_rules_say(
         assert_same_bits(apply(placed, tokens), apply(born, tokens))
 
 
+@pytest.mark.slow
 def test_boxes_and_rules_do_not_matter_to_apply() -> None:
     """What a training loop hands over, unboxed, gives the same; so do rules set around it."""
     grid, config = mesh_of("stage=2,fsdp=2"), CONFIG

@@ -440,6 +440,7 @@ def lint_command(*words: str) -> Ended:
     return in_a_process("lint", *words)
 
 
+@pytest.mark.slow
 def test_lint_on_the_command_line() -> None:
     ended = lint_command("--model", "tiny", "--mesh", "stage=2,fsdp=2", "--json", "-")
     assert ended.code == 0, ended.err

@@ -396,6 +396,7 @@ def test_bad_input(project: Project, call: str, message: str) -> None:
     assert "def measure" not in output(result), "where in this package it was noticed is not shown"
 
 
+@pytest.mark.slow
 def test_workers_give_the_same_file(project: Project, pytester: pytest.Pytester) -> None:
     """With two workers of xdist, processes of their own, as without them."""
     group = "import pytest\n\n@pytest.mark.xdist_group('one')\ndef test_"

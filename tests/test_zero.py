@@ -159,6 +159,7 @@ def integers(text: str) -> list[int]:
     return [int(i) for i in re.findall(r"\d+", text)]
 
 
+@pytest.mark.slow
 @each_case
 def test_no_gradient_is_summed_whole(mesh: str, mode: str, pipeline: dict[str, Any]) -> None:
     """The compiled step has no all-reduce as large as the smallest weight matrix.
@@ -171,6 +172,7 @@ def test_no_gradient_is_summed_whole(mesh: str, mode: str, pipeline: dict[str, A
     assert largest(module, "reduce-scatter", data) >= smallest // data
 
 
+@pytest.mark.slow
 def test_without_the_option_it_is() -> None:
     plain = program(*CASES[0][:2], (), False)
     sharded = program(*CASES[0][:2], (), True)
@@ -178,6 +180,7 @@ def test_without_the_option_it_is() -> None:
     assert largest(sharded, "all-reduce", 4) <= 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", [{}, {"schedule": "1f1b"}], ids=str)
 def test_gradients_travel_in_their_dtype(pipeline: dict[str, Any]) -> None:
     config = replace(config_of("explicit", pipeline), "train", grad_dtype="bfloat16")
@@ -194,6 +197,7 @@ def test_gradients_travel_in_their_dtype(pipeline: dict[str, Any]) -> None:
     assert set(over_data) == {"bfloat16"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data=2,stage=2,fsdp=2", "data=4,fsdp=2"])
 def test_the_gradient_of_the_parameters_themselves(mesh: str) -> None:
     """Where nobody gives owned parameters, the model is what it is without the option."""
@@ -231,6 +235,7 @@ def batch_of_ones(batch: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), batch)
 
 
+@pytest.mark.slow
 def test_one_device_along_data_changes_nothing() -> None:
     on = mesh_of("stage=2,fsdp=2")
     texts = []
