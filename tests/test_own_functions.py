@@ -125,8 +125,8 @@ def test_what_figures_hold_or_lack_is_said() -> None:
     result = lab.measure(branching, {"a": X, "b": (None, X)}, X, WEIGHT)
     assert result.flops == 3 * 2 * ROWS * SIZE**2
     assert result.to_json()["notes"] == (
-        "2 arguments are in no figure, since nothing reads what is in them: 16,384 bytes over all "
-        "devices, which the caller holds",
+        "2 arguments are in no figure, since nothing reads what is in them: 16,384 bytes of whole "
+        "arrays, which the caller holds",
         "the matrix products count every branch of 1 conditional",
     )
     assert lab.measure(product, X, WEIGHT).notes == ()
