@@ -29,6 +29,7 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
+import hypothesis
 import jax
 import jaxtyping
 import pytest
@@ -39,6 +40,11 @@ pytest_plugins = ["nnx_pipeline.pytest_plugin"]
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.devices()  # the number of devices is final from here on
+
+# A property test draws the same examples in every run, and how long one takes decides nothing: a
+# busy machine is not a fault of the code.
+hypothesis.settings.register_profile("every test", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("every test")
 
 jaxtyping.install_import_hook("nnx_pipeline.ops", "beartype.beartype")
 

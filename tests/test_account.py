@@ -224,7 +224,7 @@ PIECES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)).map(sorted), m
 
 
 @given(PIECES)
-@settings(derandomize=True, max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_bytes_of_overlapping_pieces_count_once(pieces: list[tuple[int, int]]) -> None:
     seen: set[int] = set()
     for (start, end), size in zip(pieces, free_parts(pieces), strict=True):

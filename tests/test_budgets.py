@@ -19,7 +19,7 @@ KEYS = st.builds(Key, TEXTS, st.one_of(st.just(""), TEXTS), TEXTS, TEXTS)
 ANY_FIGURES = st.dictionaries(st.sampled_from(budgets.FIGURES), st.integers(0, 10**15))
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=60)
 @given(st.dictionaries(KEYS, ANY_FIGURES, max_size=4))
 def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, given: dict) -> None:
     path = tmp_path_factory.mktemp("budgets") / budgets.FILE

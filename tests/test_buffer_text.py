@@ -222,7 +222,7 @@ BUFFERS = st.lists(
 )
 
 
-@settings(derandomize=True, max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(BUFFERS, BUFFERS)
 def test_changes_sum_to_the_difference_of_the_heaps(one: list[Buffer], other: list[Buffer]) -> None:
     a, b = heap(*one), heap(*other)

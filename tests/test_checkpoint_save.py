@@ -57,7 +57,7 @@ def test_what_orbax_reads_is_what_came_in(tmp_path, name):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@settings(derandomize=True, max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(first=st.sampled_from(list(LAYOUTS)), second=st.sampled_from(list(LAYOUTS)))
 def test_from_any_layout_through_nnx_into_any(tmp_path_factory, first, second):
     """The whole training state: parameters, moments, counts, step."""

@@ -270,7 +270,7 @@ NUMBERS = st.one_of(
 ANYTHING = st.one_of(NUMBERS, st.booleans(), st.none(), st.sampled_from(["", "8", "full", "auto"]))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(st.sampled_from([*SECTIONS.values(), MeshConfig]), st.data())
 def test_a_config_is_made_or_refused(section: type, data: st.DataObject) -> None:
     """One field at a time takes any value at all: never another exception than InputError."""
@@ -294,7 +294,7 @@ def names_of_sections() -> dict[type, str]:
     return {section: name for name, section in SECTIONS.items()}
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(
     mesh=st.builds(
         MeshConfig,
@@ -328,7 +328,7 @@ def test_a_config_fits_a_mesh_or_is_refused(
     assert mesh.context == 1
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(st.text(alphabet="stagefdp=,0123456789- ", max_size=20))
 def test_a_mesh_text_is_read_or_refused(text: str) -> None:
     try:

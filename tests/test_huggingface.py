@@ -247,7 +247,7 @@ def test_the_crossed_model_computes_the_same() -> None:
     np.testing.assert_allclose(found, reference["logits"], rtol=0, atol=1e-4)
 
 
-@settings(derandomize=True, max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     head_dim=st.integers(1, 256).map(lambda half: 2 * half),
     dtype=st.sampled_from(["float32", "bfloat16"]),

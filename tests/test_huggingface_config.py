@@ -208,7 +208,7 @@ def test_a_folder_without_a_config_is_named(tmp_path: Path) -> None:
         config_from_huggingface(tmp_path)
 
 
-@settings(derandomize=True, max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_there_and_back(data: st.DataObject) -> None:
     def draw(*choices: Any) -> Any:

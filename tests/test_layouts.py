@@ -78,7 +78,7 @@ def counted(layout, layers, names):
     return {f"{base}/layers_{j}/{names.linen}": place for j, place in enumerate(places)}
 
 
-@settings(derandomize=True, max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_layout_to_any_other_and_back_to_the_bit(data):
     first = data.draw(layouts())
@@ -101,7 +101,7 @@ def test_any_layout_to_any_other_and_back_to_the_bit(data):
         np.testing.assert_array_equal(back[leaf], array)
 
 
-@settings(derandomize=True, max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(layout=layouts())
 def test_a_tree_tells_its_layout_and_layers_of_an_array_come_together(layout):
     shapes = shapes_of_one_layer()

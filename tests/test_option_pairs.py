@@ -143,7 +143,7 @@ def test_every_pair_is_in_the_table() -> None:
     }
 
 
-@settings(derandomize=True, max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(st.fixed_dictionaries({k: st.sampled_from(v) for k, v in OPTIONS.items()}).filter(fits))
 def test_any_combination(case: Case) -> None:
     check(case)

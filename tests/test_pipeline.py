@@ -207,7 +207,7 @@ def test_the_loops_in_the_package_are_these_loops() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15)
 @given(
     stages=st.integers(1, 4),
     slots=st.integers(1, 3),

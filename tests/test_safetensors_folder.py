@@ -217,7 +217,7 @@ def test_a_tensor_that_was_announced_otherwise_or_never_came(tmp_path: Path) -> 
         folder.finish()
 
 
-@settings(derandomize=True, max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     shapes=st.lists(
         st.lists(st.integers(1, 4), min_size=0, max_size=3).map(tuple), min_size=1, max_size=6

@@ -34,7 +34,7 @@ def made_up(*values: Any, factors: tuple[float, ...]) -> Sweep:
     st.floats(-1e6, 1e6),
     st.lists(st.integers(1, 10_000), min_size=2, max_size=6, unique=True),
 )
-@settings(derandomize=True, max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_line_is_found(slope: float, intercept: float, values: list[int]) -> None:
     found = _line([(x, slope * x + intercept) for x in values])
     assert found is not None
