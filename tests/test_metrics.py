@@ -422,3 +422,46 @@ def test_a_side_input_has_no_name_that_means_dropout(name: str, mesh: str) -> No
         linen = linen_compat.Pipeline(config, Bare(), 2)
         with pytest.raises(InputError, match=words):
             linen.init(jax.random.key(0), x, **{name: x})
+
+
+# ---- repeats on a mesh without stages -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", ["", "data=2,fsdp=2"])
+@pytest.mark.parametrize("own", [(), ("data",)])
+def test_all_repeats_run_where_there_are_no_stages(mesh: str, own: tuple[str, ...]) -> None:
+    """One stage has the layers of all repeats; values, metrics and gradients are those of one."""
+
+    def run(repeats: int) -> Any:
+        def loss(pipeline: Any, x: jax.Array, offset: jax.Array) -> Any:
+            y, found = pipeline(x, offset=offset)
+            return jnp.sum(jnp.sin(y)), found
+
+        pipeline = CircularPipeline(
+            PipelineConfig(num_repeats=repeats),
+            lambda rngs: Layer(rngs, Layout(), metrics_of({"sum": "sum", "mean": "mean"})),
+            num_layers=LAYERS,
+            rngs=nnx.Rngs(0),
+            own=own,
+        )
+        (value, found), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(
+            pipeline, *arguments()[2:]
+        )
+        kernel = gradients.layers.kernel.get_value()
+        return value, found, kernel.reshape(LAYERS, *kernel.shape[3:])
+
+    with jax.set_mesh(mesh_of(mesh)):
+        assert_close(run(2), run(1), 1e-6)
+
+
+def test_all_repeats_of_a_linen_pipeline_run_where_there_are_no_stages() -> None:
+    class AddOne(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return x + self.param("one", nn.initializers.ones, (WIDTH,)), None
+
+    pipeline = linen_compat.CircularPipeline(PipelineConfig(num_repeats=2), AddOne(), 4)
+    y, variables = pipeline.init_with_output(jax.random.key(0), jnp.zeros((2, WIDTH)))
+    np.testing.assert_array_equal(y[0], np.full((2, WIDTH), 4.0))
+    again, _ = pipeline.apply(variables, jnp.zeros((2, WIDTH)))
+    np.testing.assert_array_equal(again, y[0])

@@ -224,7 +224,7 @@ class Runner:
             return jax.vmap(one, spmd_axis_name=copies)(owners.lend(layer, owned), x, side)
 
         stack = (with_layout(layers, self.layout), owned, self._numbers)
-        stack = jax.tree.map(lambda leaf: leaf[0, 0], stack)
+        stack = jax.tree.map(_in_order, stack)
         x, metrics = self._run_layers(apply, stack, x)
         return x, given_out(over_layers(metrics, copies=1 if copies else None), x)
 
@@ -328,6 +328,11 @@ def make_runner(
         over,
         loop_parts,
     )
+
+
+def _in_order(leaf: Array) -> Array:
+    """`[repeats, 1, layers per stage, …]` as `[layers, …]`: one stage has all of them."""
+    return leaf[0, 0] if leaf.shape[0] == 1 else leaf.reshape(-1, *leaf.shape[3:])
 
 
 def gathered_axes(config: PipelineConfig) -> tuple[str, ...]:
