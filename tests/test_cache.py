@@ -307,7 +307,7 @@ def test_a_folder_that_cannot_be_written_is_named_once(
 
 def test_the_first_write_removes_what_is_old_and_nothing_else(tmp_path: Path) -> None:
     old, young = tmp_path / f"{'1' * 64}.json", tmp_path / f"{'2' * 64}.json"
-    torn, foreign = tmp_path / f".{'3' * 64}.json.abc", tmp_path / "notes.json"
+    torn, foreign = tmp_path / ".nnx-pipeline.abc", tmp_path / "notes.json"
     for path in (old, young, torn, foreign):
         path.write_text("x")
     long_ago = time.time() - (LONGEST_DAYS + 1) * 86_400

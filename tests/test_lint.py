@@ -19,6 +19,7 @@ from nnx_pipeline import InputError, preset
 from nnx_pipeline.equations import NOWHERE
 from nnx_pipeline.lint import Finding, Limits, lint, lint_step
 from nnx_pipeline.lint.rules_remat import names_of
+from nnx_pipeline.lint.walk import Scope, Step
 from nnx_pipeline.remat import POLICIES
 
 EXAMPLES = examples()
@@ -315,6 +316,23 @@ def test_parameters_are_the_params_of_a_module() -> None:
     w = array(SIZE, SIZE)
     assert lint(swapped, X, w) == []
     assert lint(swapped, X, w, parameters=w)
+
+
+def test_a_loop_of_one_value_has_a_condition_of_its_own() -> None:
+    """Its condition gives one value too, and must not be taken for the body."""
+
+    def run(x: jax.Array, limit: jax.Array, scale: jax.Array) -> jax.Array:
+        return jax.lax.while_loop(lambda x: jnp.all(x < limit), lambda x: x * scale, x)
+
+    jaxpr = jax.make_jaxpr(run)(*(jnp.ones(4),) * 3).jaxpr
+    scope = Scope(jaxpr)
+    (loop,) = jaxpr.eqns
+    condition, body = scope.inner[id(loop)]
+    limit, scale = (scope.value(variable) for variable in jaxpr.invars[1:])
+    assert condition.inlets[condition.jaxpr.invars[0]] == Step("same", (limit,))
+    assert condition.jaxpr.invars[1] not in condition.inlets  # what it carries is not known
+    assert body.inlets[body.jaxpr.invars[0]] == Step("same", (scale,))
+    assert body.inlets[body.jaxpr.invars[1]].way == "carry"
 
 
 def test_findings_come_largest_first() -> None:

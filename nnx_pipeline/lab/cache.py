@@ -15,7 +15,8 @@ from nnx_pipeline.files import write_text
 
 FOLDER_VARIABLE = "NNX_PIPELINE_CACHE"
 LONGEST_DAYS, MOST_BYTES = 30, 256 * 2**20
-_OURS = re.compile(r"\.?[0-9a-f]{64}\.json(\..*)?")  # entries, and what a killed write left
+# Entries, and the temporary files of writes that were killed.
+_OURS = re.compile(r"[0-9a-f]{64}\.json|\.nnx-pipeline\..*")
 
 
 class Cache:

@@ -244,6 +244,16 @@ def _called(scope: Scope, equation: JaxprEqn) -> list[Scope]:
     if name == "cond":
         operands = operands[1:]
     scopes = [Scope(jaxpr, scope, equation) for jaxpr in jaxprs]
+    if name == "while":
+        condition, body = scopes
+        # The operands are the constants of the condition, those of the body, and the carry.
+        carry = len(equation.outvars)
+        fixed = condition.jaxpr.invars[: len(condition.jaxpr.invars) - carry]
+        read = zip(fixed, operands, strict=False)
+        condition.inlets.update({variable: Step("same", (value,)) for variable, value in read})
+        inputs = len(body.jaxpr.invars)
+        body.inlets.update(_loop_inlets(body, operands[-inputs:], inputs - carry, carry))
+        return scopes
     for one in scopes:
         one.inlets.update(_inlets(one, equation, operands))
     return scopes
@@ -256,12 +266,6 @@ def _inlets(one: Scope, equation: JaxprEqn, operands: list[Value]) -> dict[Var, 
         carry = _same_rank(equation.outvars, results)
         consts = _same_rank(equation.invars, inputs) - carry
         return _loop_inlets(one, operands, consts, carry)
-    if name == "while":
-        carry = len(equation.outvars)
-        consts = len(inputs) - carry
-        if len(results) == carry:  # the body
-            return _loop_inlets(one, operands[-len(inputs) :], consts, carry)
-        return {v: Step("same", (o,)) for v, o in zip(inputs[:consts], operands, strict=False)}
     if len(inputs) == len(operands):
         return {v: Step("same", (o,)) for v, o in zip(inputs, operands, strict=True)}
     return {}
