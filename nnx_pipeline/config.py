@@ -269,7 +269,7 @@ class Config:
         default = self.pipeline.microbatches_on(stages)
         if routed and self.pipeline.num_microbatches is None and default > 1:
             raise InputError(
-                "pipeline.num_microbatches=None is as many microbatches as the mesh has stages, "
+                "pipeline.num_microbatches=None is as many microbatches as fill the pipeline, "
                 f"here {default}, and the router's loss, which train.load_balance_weight="
                 f"{self.train.load_balance_weight} counts, is another one for each number of them; "
                 f"set pipeline.num_microbatches={default}, on every mesh"

@@ -124,7 +124,7 @@ def _numbers(program: Program, mesh: MeshConfig) -> Values:
 
 def _pipeline(config: Config) -> str:
     count = config.pipeline.num_microbatches
-    words = f"{count} microbatches" if count else "as many microbatches as stages"
+    words = f"{count} microbatches" if count else "as many microbatches as fill the pipeline"
     return f"{words} × {config.pipeline.num_repeats} repeats"
 
 

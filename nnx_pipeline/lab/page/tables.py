@@ -163,7 +163,7 @@ def figures_table(arms: Labelled) -> Markup:
     rows.append(["matrix products", *flops])
     for name in _collectives(results):
         said = [_traffic(r, name) for r in results]
-        rows.append([f"{name}, MB sent", *said])
+        rows.append([f"{name}, MB of results", *said])
     for phase in dict.fromkeys(phase for r in results if r for phase in r.seconds):
         times = [f"{r.seconds[phase]:.2f}" if r and phase in r.seconds else DASH for r in results]
         rows.append([f"seconds: {phase.replace('_', ' ')}", *times])
