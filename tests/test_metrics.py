@@ -427,8 +427,9 @@ def test_a_side_input_has_no_name_that_means_dropout(name: str, mesh: str) -> No
 # ---- repeats on a mesh without stages -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("mesh", ["", "data=2,fsdp=2"])
-@pytest.mark.parametrize("own", [(), ("data",)])
+@pytest.mark.parametrize(
+    ("mesh", "own"), [("", ()), ("data=2,fsdp=2", ()), ("data=2,fsdp=2", ("data",))]
+)
 def test_all_repeats_run_where_there_are_no_stages(mesh: str, own: tuple[str, ...]) -> None:
     """One stage has the layers of all repeats; values, metrics and gradients are those of one."""
 

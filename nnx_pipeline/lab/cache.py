@@ -25,7 +25,7 @@ class Cache:
     folder: made when the first result is written; None keeps nothing. fresh: what is there is
     ignored, and replaced by what is put. A folder that cannot be written is no error: `warn` hears
     of it once. The first write removes entries that are older than 30 days, and the oldest ones
-    while there are more than 256 MB.
+    while there are more than 256 MiB.
     """
 
     def __init__(

@@ -14,8 +14,8 @@ def train(config: Config, mesh: Mesh, *, steps: int, seed: int = 0) -> Iterator[
     """Trains a fresh model on generated sequences and yields the metrics of each step.
 
     The losses depend on config and seed; the mesh changes them by rounding alone. The load balance
-    is that of the microbatches, whose number is that of the stages if the config leaves it open: an
-    InputError where that would be part of the loss.
+    is that of the microbatches; if the config leaves their number open, it is as many as fill the
+    pipeline, and an InputError where that would be part of the loss.
     """
     with jax.set_mesh(mesh):
         state = make_state(config, mesh, seed=seed)
