@@ -1,4 +1,4 @@
-"""Linen-style classes and checkpoints beside `nnx_pipeline`."""
+"""Linen-style modules, wrappers and checkpoint formats for models of `nnx_pipeline`."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -6,10 +6,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from linen_compat.bridge.to_linen import to_linen as to_linen
     from linen_compat.bridge.to_nnx import to_nnx as to_nnx
-    from linen_compat.huggingface_config import config_from_huggingface as config_from_huggingface
-    from linen_compat.huggingface_config import config_to_huggingface as config_to_huggingface
+    from linen_compat.formats.huggingface.config import (
+        config_from_huggingface as config_from_huggingface,
+    )
+    from linen_compat.formats.huggingface.config import (
+        config_to_huggingface as config_to_huggingface,
+    )
     from linen_compat.loading import load as load
-    from linen_compat.maxtext_config import config_from_maxtext as config_from_maxtext
+    from linen_compat.maxtext.config import config_from_maxtext as config_from_maxtext
     from linen_compat.modules import Attention as Attention
     from linen_compat.modules import CircularPipeline as CircularPipeline
     from linen_compat.modules import Decoder as Decoder
@@ -26,8 +30,8 @@ if TYPE_CHECKING:
     from linen_compat.train_state import load_train_state as load_train_state
     from linen_compat.train_state import save_train_state as save_train_state
 
-# Public names and where they are; imported when they are asked for, so that `linen-compat --help`
-# does not wait for what it does not need.
+# Each public name and the module that holds it. Modules are imported at the first access, so that
+# `linen-compat --help` does not wait for imports that it does not need.
 _PUBLIC = {
     "Attention": "modules",
     "CircularPipeline": "modules",
@@ -41,9 +45,9 @@ _PUBLIC = {
     "RMSNorm": "modules",
     "Transformer": "modules",
     "logical_axis_rules": "modules",
-    "config_from_maxtext": "maxtext_config",
-    "config_from_huggingface": "huggingface_config",
-    "config_to_huggingface": "huggingface_config",
+    "config_from_maxtext": "maxtext.config",
+    "config_from_huggingface": "formats.huggingface.config",
+    "config_to_huggingface": "formats.huggingface.config",
     "load": "loading",
     "load_train_state": "train_state",
     "save": "saving",

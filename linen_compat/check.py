@@ -1,4 +1,4 @@
-"""What a checkpoint would become in a model, before anything is loaded."""
+"""Checks whether a checkpoint fits a model: by its metadata, its bytes and its results."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -10,21 +10,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from linen_compat import huggingface, reference
-from linen_compat.checkpoint import Inspection, inspect
-from linen_compat.compare import Comparison, compare_to_load, model_arrays
-from linen_compat.huggingface import is_huggingface
-from linen_compat.huggingface_tensors import KNOWN_EXTRA
-from linen_compat.layouts import HUGGINGFACE, NNX
-from linen_compat.loading import load
-from linen_compat.names import NORMS, OUTSIDE, TOKENS
-from linen_compat.orbax_streams import OrbaxSource, read_scalars
-from linen_compat.placing import for_mesh
-from linen_compat.plausible import suspicion, zeros_in_a_row
-from linen_compat.safetensors_folder import TensorFolder
-from linen_compat.scalars import problem_of
-from linen_compat.stored import StoredArrays
-from linen_compat.streams import (
+from linen_compat import reference
+from linen_compat.formats.comparison import Comparison, compare_to_load, model_arrays
+from linen_compat.formats.huggingface import stream as huggingface
+from linen_compat.formats.huggingface.folder import TensorFolder
+from linen_compat.formats.huggingface.stream import is_huggingface
+from linen_compat.formats.huggingface.tensors import KNOWN_EXTRA
+from linen_compat.formats.load_shards import for_mesh
+from linen_compat.formats.names import NORMS, OUTSIDE, TOKENS
+from linen_compat.formats.orbax.arrays import StoredArrays
+from linen_compat.formats.orbax.inspect import Inspection, inspect
+from linen_compat.formats.orbax.layouts import HUGGINGFACE, NNX
+from linen_compat.formats.orbax.stream import OrbaxSource, read_scalars
+from linen_compat.formats.plausible import suspicion, zeros_in_a_row
+from linen_compat.formats.scalars import problem_of
+from linen_compat.formats.streams import (
     PARAMETERS,
     Mismatch,
     Progress,
@@ -33,16 +33,23 @@ from linen_compat.streams import (
     no_progress,
     walk,
 )
+from linen_compat.loading import load
 from nnx_pipeline import Config, InputError, Mixtral
 
-NUMERICS_TOLERANCE = 1e-4  # of the largest value, both in float32
+NUMERICS_TOLERANCE = 1e-4  # as a fraction of the largest value, both sides in float32
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A checkpoint beside a config. format, num_layers, stages, repeats: what it holds.
+    """The result of comparing a checkpoint with a config.
 
-    They are None of one that cannot be read, or is of another model.
+    - `checkpoint`: the folder that holds the arrays, or what was given if it cannot be read.
+    - `format`: such as `maxtext:scanned` or `huggingface`.
+    - `num_layers`, `stages`, `repeats`: what the checkpoint holds.
+    - `comparison`: which leaves fit the model and which do not.
+
+    `format` and the three numbers are None for a checkpoint that cannot be read or belongs to
+    another model.
     """
 
     checkpoint: Path
@@ -53,7 +60,7 @@ class Diagnosis:
     comparison: Comparison
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """The diagnosis and its comparison as one dictionary of plain values, schema 1."""
         found = self.comparison
         return {
             "schema": 1,
@@ -69,38 +76,42 @@ class Diagnosis:
 
 
 @dataclass(frozen=True)
-class Parting:
-    """Where two computations part.
+class FirstDifference:
+    """The first place where two computations of a model differ, if there is one.
 
-    place: the first layer that differs, None when none does."""
+    - `place`: `token_embedder`, a layer with its path, or `logits`; None when no place differs.
+    - `largest`: the largest difference at that place, or at any place when none differs, as a
+      fraction of the largest expected magnitude there.
+    """
 
     place: str | None
     largest: float
 
 
 def diagnose(checkpoint: str | Path, config: Config) -> Diagnosis:
-    """Compares names, shapes and dtypes, and the counts of an optimizer; no array is read.
+    """Compares a checkpoint's names, shapes, dtypes and optimizer counts with what a model needs.
 
-    The folder may be of any format. What does not fit, or cannot be read, is in the result; raises
-    InputError where there is no checkpoint.
+    Apart from these counts no array is read. What does not fit, or cannot be read, is in the
+    result.
+
+    - `checkpoint`: a folder of any format.
+    - `config`: the config of the model that is to take the arrays.
+
+    Raises InputError where there is no checkpoint.
     """
     try:
-        return _diagnose(checkpoint, config)
+        if is_huggingface(checkpoint):
+            comparison = huggingface.compare(checkpoint, config.model)
+            layers = huggingface.own_config(checkpoint).model.num_layers
+            return Diagnosis(Path(checkpoint), HUGGINGFACE, layers, 1, 1, comparison)
+        found = inspect(checkpoint)
+        layout, comparison = found.layout, compare_to_load(found, config.model)
+        if not comparison.problems:
+            wrong = problem_of(read_scalars(found))
+            comparison.notes.extend([wrong] if wrong else [])
     except Mismatch as error:
         none = Comparison(notes=[str(error)])
         return Diagnosis(Path(checkpoint), None, None, None, None, none)
-
-
-def _diagnose(checkpoint: str | Path, config: Config) -> Diagnosis:
-    if is_huggingface(checkpoint):
-        comparison = huggingface.compare(checkpoint, config.model)
-        layers = huggingface.own_config(checkpoint).model.num_layers
-        return Diagnosis(Path(checkpoint), HUGGINGFACE, layers, 1, 1, comparison)
-    found = inspect(checkpoint)
-    layout, comparison = found.layout, compare_to_load(found, config.model)
-    if not comparison.problems:
-        wrong = problem_of(read_scalars(found))
-        comparison.notes.extend([wrong] if wrong else [])
     numbers = (layout.num_layers, layout.stages, layout.repeats)
     return Diagnosis(found.items, layout.format, *numbers, comparison)
 
@@ -112,11 +123,16 @@ def read_everything(
     allow_nan: bool = False,
     progress: Progress = no_progress,
 ) -> int:
-    """Reads each byte of a checkpoint that fits, and returns their number.
+    """Reads every byte of a checkpoint that fits, and returns the number of bytes.
 
-    Raises Mismatch, naming the leaf, where bytes are missing or not those that were written, a
-    value is NaN or infinite, a second moment is below 0, or an array is no result of training
-    (`plausible`).
+    - `diagnosis`: one without problems.
+    - `config`: the config that the diagnosis was made with.
+    - `allow_nan`: accepts NaN and infinite values.
+    - `progress`: called with the name and the bytes of each array that has been read.
+
+    Raises Mismatch, naming the leaf, when bytes are missing or differ from those that were written,
+    a value is NaN or infinite, a second moment is below 0, or training cannot have produced an
+    array (`plausible`).
     """
     total, strange = 0, dict[str, str]()
     for read in _every_array(diagnosis, config):
@@ -141,16 +157,20 @@ def read_everything(
         shown = [f"{name} {found}" for name, found in strange.items()][:3]
         more = f"; and {len(strange) - 3} more" if len(strange) > 3 else ""
         raise Mismatch(
-            f"{'; '.join(shown)}{more}; the bytes could be read, and the file may be damaged "
-            "all the same: compare it with another copy, or take an earlier checkpoint"
+            f"{'; '.join(shown)}{more}; every byte could be read, but such values suggest a "
+            "damaged file: compare it with another copy, or take an earlier checkpoint"
         )
     return total
 
 
 @dataclass(frozen=True)
 class _Read:
-    """An array that was read. part: of the model's state, None for all else. of_tokens: whether
-    one of its axes is the vocabulary. may_be_zero: whether all of it may."""
+    """An array that was read, and what its values may be.
+
+    - `part`: the part of the model's state that it belongs to; None for everything else.
+    - `of_tokens`: whether one of its axes is the vocabulary.
+    - `may_be_zero`: whether all of its values may be zero.
+    """
 
     name: str
     array: np.ndarray
@@ -160,8 +180,10 @@ class _Read:
 
 
 def _every_array(diagnosis: Diagnosis, config: Config) -> Iterator[_Read]:
+    """Yields every array of the checkpoint, one at a time."""
     if diagnosis.format == HUGGINGFACE:
-        # As they are stored: a block of zeros is one there, and scattered in an array of a model.
+        # Tensors are read as stored: a lost block of zeros is contiguous there, and scattered in
+        # the arrays of a model.
         files = TensorFolder(diagnosis.checkpoint)
         for name in files.specs:
             part = None if KNOWN_EXTRA.fullmatch(name) else PARAMETERS
@@ -178,14 +200,14 @@ def _every_array(diagnosis: Diagnosis, config: Config) -> Iterator[_Read]:
         for path, layer in walk(source):
             name, array = source.name(path, layer, part), source.read(path, layer, part)
             yield _Read(name, array, part, path in tokens, path in natural)
-    source.check_files()
+    source.check_files()  # after the arrays, whose errors name what is lost
 
 
 def _zeros_as_stored(diagnosis: Diagnosis, config: Config) -> dict[str, str]:
-    """What of stored arrays cannot be right, by their names: the zeros in the order on disk.
+    """Runs of zeros that cannot be right, by the name of the stored array, in the order on disk.
 
-    A block of zeros there has a part in each layer of a scanned stack, and is scattered in an array
-    whose chunks are cut along its last axis.
+    A block that was lost is contiguous on disk. In memory it may be spread over every layer of a
+    scanned stack, or scattered through an array whose chunks are cut along its last axis.
     """
     source = OrbaxSource(inspect(diagnosis.checkpoint), model_arrays(config.model))
     outside = {names.nnx for names in OUTSIDE}
@@ -196,7 +218,7 @@ def _zeros_as_stored(diagnosis: Diagnosis, config: Config) -> dict[str, str]:
 
 
 def _may_be_zero(config: Config) -> set[str]:
-    """The arrays that are zero before they are trained: scales with an offset."""
+    """NNX paths of the arrays that are zero before training: norm scales with an offset."""
     norms = (*NORMS, *(names for names in OUTSIDE if names.nnx == "norm.scale"))
     return {names.nnx for names in norms} if config.model.norm_scale_offset else set()
 
@@ -205,16 +227,19 @@ def check_names(diagnosis: Diagnosis) -> None:
     """Raises InputError for a checkpoint without the names that `compare_numerics` reads."""
     if diagnosis.format in (HUGGINGFACE, NNX):
         raise InputError(
-            f"--numerics reads MaxText's names, and {diagnosis.checkpoint} has none; "
-            "convert it to maxtext:unscanned first"
+            f"--numerics works on MaxText's formats only, and {diagnosis.checkpoint} is "
+            f"{diagnosis.format}; convert it to maxtext:unscanned first"
         )
 
 
-def compare_numerics(checkpoint: str | Path, config: Config, *, seed: int = 0) -> Parting:
-    """The loaded model beside MaxText's mathematics over the stored names, layer by layer.
+def compare_numerics(checkpoint: str | Path, config: Config, *, seed: int = 0) -> FirstDifference:
+    """Compares the loaded model with MaxText's mathematics over the stored names, layer by layer.
 
-    Both in float32 on the same random tokens. The whole model is loaded on the default device.
-    The checkpoint is one of MaxText (`check_names`).
+    Both compute in float32 on the same random tokens. The whole model is loaded on one device.
+
+    - `checkpoint`: one of MaxText (`check_names`).
+    - `config`: the config of the model; both sides compute in float32 whatever its `dtype`.
+    - `seed`: the seed of the tokens.
     """
     found = inspect(checkpoint)
     config = for_mesh(config, None)
@@ -229,24 +254,25 @@ def compare_numerics(checkpoint: str | Path, config: Config, *, seed: int = 0) -
 
 def _first_difference(
     states: Iterator[jax.Array], found: Inspection, config: Config, tokens: np.ndarray
-) -> Parting:
+) -> FirstDifference:
     largest = 0.0
     expected = reference.hidden_states(found, config.model, tokens)
     for (place, theirs), ours in zip(expected, states, strict=True):
-        scale = max(float(np.max(np.abs(theirs))), 1e-12)
+        scale = max(float(np.max(np.abs(theirs))), 1e-12)  # all of them may be zero
         difference = float(np.max(np.abs(np.asarray(ours) - theirs))) / scale
-        if not difference <= NUMERICS_TOLERANCE:
-            return Parting(place, difference)
+        if not difference <= NUMERICS_TOLERANCE:  # unlike `>`, this is true of NaN
+            return FirstDifference(place, difference)
         largest = max(largest, difference)
-    return Parting(None, largest)
+    return FirstDifference(None, largest)
 
 
 def _states_of(model: Mixtral, tokens: jax.Array) -> Iterator[jax.Array]:
-    """What the embedding and each layer return, and the logits of the model as it is called."""
+    """Yields the result of the embedding and of each layer, then the logits of the whole model."""
     x = jax.jit(lambda embedding, tokens: embedding(tokens))(model.embedding, tokens)
     yield x
     apply = jax.jit(lambda layer, x: layer(x)[0])
     for number in range(model.config.model.num_layers):
+        # Without a mesh there is one repeat and one stage: parameters are [1, 1, layers, …].
         layer = jax.tree.map(lambda leaf, at=number: leaf[0, 0, at], model.pipeline.layers)
         x = apply(layer, x)
         yield x

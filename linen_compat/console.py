@@ -1,11 +1,11 @@
-"""The script `linen-compat`: Ctrl-C is answered before anything large is imported."""
+"""The entry point of `linen-compat`, which handles Ctrl-C before it imports anything large."""
 
 from nnx_pipeline import ending
 
 
 def main() -> None:
-    """Runs the command line of this process."""
+    """Runs the `linen-compat` command line in this process."""
     ending.answer("linen-compat")
-    from linen_compat import cli
+    from linen_compat.cli import main as cli
 
     cli.main()

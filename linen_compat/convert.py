@@ -1,23 +1,17 @@
-"""One format to another, one array of one layer at a time."""
+"""Converts a checkpoint from one format to another, one array of one layer at a time."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from linen_compat import huggingface
-from linen_compat.checkpoint import inspect
-from linen_compat.compare import compare, compare_with_itself, model_arrays
-from linen_compat.layouts import FORMATS, HUGGINGFACE, NNX, PIPELINED, Layout
-from linen_compat.names import OUTSIDE
-from linen_compat.new_folder import check_free, new_folder
-from linen_compat.orbax_streams import OrbaxDestination, OrbaxSource
-from linen_compat.scalars import check_scalars
-from linen_compat.streams import (
-    PARAMETERS,
-    Mismatch,
-    Progress,
-    Source,
-    copy,
-)
+from linen_compat.formats.comparison import compare, compare_with_itself, model_arrays
+from linen_compat.formats.huggingface import stream as huggingface
+from linen_compat.formats.names import OUTSIDE
+from linen_compat.formats.new_folder import check_free, new_folder
+from linen_compat.formats.orbax.inspect import inspect
+from linen_compat.formats.orbax.layouts import FORMATS, HUGGINGFACE, NNX, PIPELINED, Layout
+from linen_compat.formats.orbax.stream import OrbaxDestination, OrbaxSource
+from linen_compat.formats.scalars import check_scalars
+from linen_compat.formats.streams import PARAMETERS, Mismatch, Progress, Source, copy
 from nnx_pipeline import Config, InputError
 from nnx_pipeline.errors import one_of
 
@@ -28,9 +22,12 @@ SOURCES = (*TARGETS, AUTO)
 
 @dataclass(frozen=True)
 class Opened:
-    """A source with what is known of it. layout: None for Hugging Face.
+    """A checkpoint opened as a source of a conversion, and what is known of it.
 
-    ignored: leaves and parts that it has and does not give. config: of the model, where known.
+    - `source`: reads its arrays, layer by layer.
+    - `layout`: how it stacks its layers; None for Hugging Face.
+    - `ignored`: leaves and parts that it holds and does not give.
+    - `config`: the config of the model; None where it is not known.
     """
 
     source: Source
@@ -41,7 +38,12 @@ class Opened:
 
 @dataclass(frozen=True)
 class Plan:
-    """A conversion that has been checked and not begun."""
+    """A conversion that has been checked and not begun.
+
+    - `opened`: the checkpoint to read from.
+    - `destination`: the new folder.
+    - `layout`: how the new checkpoint stacks its layers; None for Hugging Face.
+    """
 
     opened: Opened
     destination: Path
@@ -49,7 +51,7 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that will pass, taking the moments to be as large as the parameters."""
+        """Bytes to be copied, where the moments are taken to be as large as the parameters."""
         source = self.opened.source
         parts = [part for part in source.parts if self.layout or part == PARAMETERS]
         outside = {names.nnx for names in OUTSIDE}
@@ -61,14 +63,20 @@ class Plan:
 
     @property
     def left_behind(self) -> tuple[str, ...]:
-        """What the source has and the destination has no place for."""
+        """What the source holds and the destination has no place for."""
         parts = () if self.layout else self.opened.source.parts[1:]
         return (*self.opened.ignored, *parts)
 
     def run(
         self, *, allow_nan: bool = False, progress: Progress = lambda name, nbytes: None
     ) -> None:
-        """Converts. Raises Mismatch, naming the leaf, for bytes that are missing and for NaN."""
+        """Converts the checkpoint; the destination appears when it is complete.
+
+        - `allow_nan`: keeps NaN and infinite values.
+        - `progress`: called with the name and the bytes of each array that has been copied.
+
+        Raises Mismatch, naming the leaf, for bytes that are missing and for NaN.
+        """
         source = self.opened.source
         with new_folder(self.destination) as folder:
             if self.layout is None:
@@ -81,49 +89,75 @@ class Plan:
                 orbax = OrbaxDestination(folder, self.layout, source.arrays, attention_scale=scale)
                 copy(source, orbax, allow_nan=allow_nan, progress=progress)
             if isinstance(source, OrbaxSource):
-                source.check_files()
+                source.check_files()  # after the arrays, whose errors name what is lost
 
 
-def plan(
-    source: str | Path,
-    destination: str | Path,
-    *,
-    source_format: str = AUTO,
-    target_format: str,
-    config: Config | None = None,
-    stages: int | None = None,
-    repeats: int | None = None,
-    parameters_only: bool = False,
-) -> Plan:
-    """Checks everything that can be checked without reading an array.
+@dataclass(frozen=True)
+class From:
+    """The checkpoint to convert.
 
-    source_format, target_format: `maxtext:unscanned`, `maxtext:scanned`, `maxtext:pipelined`,
-    `nnx`, `huggingface`; for a source also `auto`. config: what the checkpoint must fit; without
-    one it has to be consistent in itself. stages, repeats: of a pipelined target; without both,
-    those of a pipelined source. Optimizer state goes along, but not to Hugging Face or with
-    parameters_only.
-
-    Raises InputError for arguments that cannot be used, Mismatch for what the checkpoint lacks.
+    - `path`: the folder of the checkpoint.
+    - `format`: `maxtext:unscanned`, `maxtext:scanned`, `maxtext:pipelined`, `nnx`, `huggingface`,
+      or `auto` to recognise it.
+    - `config`: what the checkpoint must fit; without one its layers must agree with each other.
+    - `parameters_only`: leaves the optimizer's state behind.
     """
-    one_of("--from", source_format, SOURCES)
-    one_of("--to", target_format, TARGETS)
-    if target_format not in (PIPELINED, NNX) and (stages, repeats) != (None, None):
+
+    path: str | Path
+    format: str = AUTO
+    config: Config | None = None
+    parameters_only: bool = False
+
+
+@dataclass(frozen=True)
+class To:
+    """The checkpoint that a conversion writes.
+
+    - `path`: the new folder.
+    - `format`: one of those of `From`, except `auto`. Optimizer state does not go to Hugging Face.
+    - `stages`, `repeats`: allowed for `maxtext:pipelined` and `nnx` only. If both are None, those
+      of the source are kept where it has one of these two layouts. Otherwise a None counts as 1,
+      except that `maxtext:pipelined` needs `stages`.
+    """
+
+    path: str | Path
+    format: str
+    stages: int | None = None
+    repeats: int | None = None
+
+
+def plan(source: From, target: To) -> Plan:
+    """Checks everything about a conversion that can be checked without reading an array.
+
+    - `source`: the checkpoint to read from, and what it must fit.
+    - `target`: the new checkpoint; its folder must not exist yet, or be empty.
+
+    The conversion itself is `Plan.run`. Raises InputError for arguments that cannot be used, and
+    Mismatch for what the checkpoint lacks.
+    """
+    one_of("--from", source.format, SOURCES)
+    one_of("--to", target.format, TARGETS)
+    stack = (target.stages, target.repeats)
+    if target.format not in (PIPELINED, NNX) and stack != (None, None):
         raise InputError(
-            f"--stages and --repeats are of a pipelined target, and --to {target_format} is none; "
-            "leave them out"
+            f"--stages and --repeats are for --to {PIPELINED} and --to {NNX} only; "
+            f"leave them out for --to {target.format}"
         )
-    check_free(destination)
-    opened = open_checkpoint(source, source_format, config, parameters_only=parameters_only)
-    if target_format == HUGGINGFACE:
+    check_free(target.path)
+    opened = open_checkpoint(
+        source.path, source.format, source.config, parameters_only=source.parameters_only
+    )
+    if target.format == HUGGINGFACE:
         if opened.config is None:
             raise InputError(
-                "--to huggingface needs --config: MaxText's checkpoints do not say how many heads "
-                "a token is rotated with, and config.json does"
+                "--to huggingface needs --config, as config.json states values that an Orbax "
+                "checkpoint does not hold, such as rope_theta and the number of experts per token; "
+                "give the config of the model"
             )
         layout = None
     else:
-        layout = _target_layout(opened, target_format, stages, repeats)
-    return Plan(opened, Path(destination), layout)
+        layout = _target_layout(opened, target)
+    return Plan(opened, Path(target.path), layout)
 
 
 def open_checkpoint(
@@ -133,7 +167,15 @@ def open_checkpoint(
     *,
     parameters_only: bool = False,
 ) -> Opened:
-    """A checkpoint of any format as a source, once every leaf is accounted for."""
+    """Opens a checkpoint of any format as a source, once every leaf is accounted for.
+
+    - `checkpoint`: the folder of the checkpoint.
+    - `source_format`, `config`, `parameters_only`: as `format`, `config` and `parameters_only` of
+      `From`.
+
+    Raises InputError where there is no checkpoint, and Mismatch where it is of another format or a
+    leaf does not fit.
+    """
     if source_format == HUGGINGFACE or (
         source_format == AUTO and huggingface.is_huggingface(checkpoint)
     ):
@@ -157,14 +199,13 @@ def open_checkpoint(
     return Opened(given, found.layout, (*comparison.ignored, *left), config)
 
 
-def _target_layout(
-    opened: Opened, target_format: str, stages: int | None, repeats: int | None
-) -> Layout:
+def _target_layout(opened: Opened, target: To) -> Layout:
     layers, own = opened.source.num_layers, opened.layout
+    stages, repeats = target.stages, target.repeats
     if (stages, repeats) == (None, None) and own and own.format in (PIPELINED, NNX):
         stages, repeats = own.stages, own.repeats
-    if target_format == PIPELINED and stages is None:
+    if target.format == PIPELINED and stages is None:
         raise InputError(f"--to {PIPELINED} needs --stages, how many stages the pipeline has")
-    if target_format not in (PIPELINED, NNX):
-        return Layout(target_format, layers)
-    return Layout(target_format, layers, stages or 1, repeats or 1)
+    if target.format not in (PIPELINED, NNX):
+        return Layout(target.format, layers)
+    return Layout(target.format, layers, stages or 1, repeats or 1)

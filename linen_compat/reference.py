@@ -1,17 +1,17 @@
-"""MaxText's Mixtral and Llama in plain numpy, over MaxText's own names: a second opinion.
+"""MaxText's Mixtral and Llama in plain numpy, as a reference to compare loaded models with.
 
-It shares neither formulas nor the places of layers with the rest of the project. One layer of
-weights is in memory at a time; everything is computed in float32.
+It reads MaxText's own names and shares neither formulas nor the places of layers with the rest of
+the project. One layer of weights is in memory at a time; everything is computed in float32.
 """
 
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from linen_compat.checkpoint import Inspection
-from linen_compat.chunks import Index
-from linen_compat.stored import StoredArrays
-from nnx_pipeline.config import ModelConfig
+from linen_compat.formats.orbax.arrays import StoredArrays
+from linen_compat.formats.orbax.chunks import Index
+from linen_compat.formats.orbax.inspect import Inspection
+from nnx_pipeline.config.config import ModelConfig
 
 Weight = Callable[[str], np.ndarray]
 
@@ -19,9 +19,13 @@ Weight = Callable[[str], np.ndarray]
 def hidden_states(
     found: Inspection, config: ModelConfig, tokens: np.ndarray
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Names and values, `[batch, seq, …]`, of what each layer returns, and at last the logits.
+    """Yields the results of the embedding and of each layer, and at last the logits, with names.
 
-    found: a checkpoint of MaxText, in any layout. tokens: `[batch, seq]`, one document per row.
+    Each value is a float32 array `[batch, seq, …]`.
+
+    - `found`: a checkpoint of MaxText, in any layout.
+    - `config`: of the model that the checkpoint holds.
+    - `tokens`: `[batch, seq]`, one document per row.
     """
     files = StoredArrays(found.items)
 
@@ -31,7 +35,7 @@ def hidden_states(
     x = weight("token_embedder/embedding")[tokens]
     yield "token_embedder", x
     for layer in range(config.num_layers):
-        prefix, index = _place(found, layer)
+        prefix, index = place_of(found, layer)
 
         def of_layer(name: str, prefix: str = prefix, index: Index = index) -> np.ndarray:
             return weight(f"{prefix}/{name}", index)
@@ -42,8 +46,8 @@ def hidden_states(
     yield "logits", x @ weight("decoder/logits_dense/kernel")
 
 
-def _place(found: Inspection, layer: int) -> tuple[str, Index]:
-    """Where a layer is, counted out."""
+def place_of(found: Inspection, layer: int) -> tuple[str, Index]:
+    """The path and the index of a layer, found by counting the layers in their order."""
     layout = found.layout
     if layout.format == "maxtext:unscanned":
         return f"decoder/layers_{layer}", ()
@@ -102,6 +106,7 @@ def _rotate(x: np.ndarray, config: ModelConfig) -> np.ndarray:
 
 def _experts(x: np.ndarray, weight: Weight, config: ModelConfig) -> np.ndarray:
     scores = x @ weight("MoeBlock_0/gate/kernel")
+    # A stable sort gives ties to the lower index, as `jax.lax.top_k` does.
     chosen = np.argsort(-scores, axis=-1, kind="stable")[..., : config.num_experts_per_token]
     shares = _softmax(np.take_along_axis(scores, chosen, axis=-1))
     gate, up, down = (weight(f"MoeBlock_0/{name}") for name in ("wi_0", "wi_1", "wo"))

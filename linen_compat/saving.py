@@ -1,16 +1,16 @@
-"""Models out into checkpoints of any format."""
+"""Saves models as checkpoints of any format."""
 
 from pathlib import Path
 
 import numpy as np
 
-from linen_compat import huggingface
-from linen_compat.layouts import FORMATS, HUGGINGFACE, NNX, PIPELINED, Layout
-from linen_compat.model_source import ModelSource
-from linen_compat.new_folder import new_folder
-from linen_compat.orbax_streams import OrbaxDestination
-from linen_compat.scalars import LARGEST, check_scalars, is_count
-from linen_compat.streams import PARAMETERS, Source, copy
+from linen_compat.formats.huggingface import stream as huggingface
+from linen_compat.formats.model_source import ModelSource
+from linen_compat.formats.new_folder import new_folder
+from linen_compat.formats.orbax.layouts import FORMATS, HUGGINGFACE, NNX, PIPELINED, Layout
+from linen_compat.formats.orbax.stream import OrbaxDestination
+from linen_compat.formats.scalars import LARGEST, check_scalars, is_count
+from linen_compat.formats.streams import PARAMETERS, Source, copy
 from nnx_pipeline import InputError, Mixtral
 from nnx_pipeline.errors import one_of
 
@@ -24,19 +24,24 @@ def save(
     repeats: int | None = None,
     step: int | None = None,
 ) -> None:
-    """Writes the parameters of a model, and `step` if it is given, as a checkpoint in a new folder.
+    """Writes the parameters of a model as a checkpoint in a new folder.
 
-    format: `maxtext:unscanned`, `maxtext:scanned`, `maxtext:pipelined`, or `nnx`, which are Orbax
-    checkpoints: the folder itself is what Orbax restores, and for MaxText's own arrangement give
-    `<run>/<step>/items`. Or `huggingface`, which `transformers` loads and which has no step.
-    stages, repeats: of the pipelined layout, by default those of the model.
+    - `model`: may be sharded over the devices of this process.
+    - `checkpoint`: the folder to make; it must not exist yet, or be empty.
+    - `format`: `maxtext:unscanned`, `maxtext:scanned`, `maxtext:pipelined` or `nnx`, which are
+      Orbax checkpoints: the folder itself is what Orbax restores, and for MaxText's own arrangement
+      of folders give `<run>/<step>/items`. Or `huggingface`, which `transformers` loads.
+    - `stages`, `repeats`: how the layers are stacked, for `maxtext:pipelined` and `nnx` only; by
+      default as in the model.
+    - `step`: the step to store; None stores none, and a Hugging Face folder has no place for one.
 
-    Values and dtypes are those of the model, gathered one array at a time. Only where a model has
-    an `attention_scale` other than 1, or for Hugging Face head_dim^-0.5, do the query kernels take
-    the quotient in.
+    Values and dtypes are those of the model, gathered one array at a time. Only query kernels can
+    change: where the format has another `attention_scale` than the model, they are multiplied by
+    the model's scale divided by the format's. That is 1 for MaxText's formats and head_dim^-0.5 for
+    Hugging Face; `nnx` stores the model's own.
 
-    Raises InputError when the folder holds something, the arrays are spread over several processes,
-    or transformers has no such model. Nothing is left behind when it fails.
+    Raises InputError when the folder is not empty, when the arrays are spread over several
+    processes, or when transformers has no such model. Nothing is left behind when it fails.
     """
     one_of("format", format, (*FORMATS, HUGGINGFACE))
     if format == HUGGINGFACE:
@@ -55,7 +60,13 @@ def save(
 
 
 def layout_for(model: Mixtral, format: str, stages: int | None, repeats: int | None) -> Layout:
-    """The layout of that format, with the model's own stages and repeats unless told others."""
+    """The layout of a model's layers in an Orbax format.
+
+    - `model`: gives the number of layers, and the stages and repeats of its own pipeline.
+    - `format`: one of the formats of `save` except `huggingface`.
+    - `stages`, `repeats`: None for the model's own in `maxtext:pipelined` and `nnx`, and for 1 in
+      the other formats.
+    """
     layers = model.config.model.num_layers
     own = (1, 1)
     if format in (PIPELINED, NNX):
@@ -68,8 +79,16 @@ def layout_for(model: Mixtral, format: str, stages: int | None, repeats: int | N
 
 
 def write(source: Source, checkpoint: str | Path, layout: Layout) -> None:
-    """Copies a source to a new folder of this layout, its values as they are."""
-    check_scalars(source.scalars)  # what is written can be read
+    """Copies a source to a new Orbax checkpoint, without changing its values.
+
+    - `source`: what to copy, with its optimizer state and its step where it has them.
+    - `checkpoint`: the folder to make; it must not exist yet, or be empty.
+    - `layout`: how the new checkpoint stacks its layers.
+
+    Raises InputError when the folder is not empty, and Mismatch when the step or a count is not one
+    that a checkpoint can hold. Nothing is left behind when it fails.
+    """
+    check_scalars(source.scalars)  # so that the checkpoint can be read again
     with new_folder(checkpoint) as folder:
         destination = OrbaxDestination(
             folder, layout, source.arrays, attention_scale=source.attention_scale

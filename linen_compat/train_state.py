@@ -1,4 +1,4 @@
-"""Training states in and out: parameters, Adam's moments and count, the step."""
+"""Loads and saves training states: parameters, Adam's moments and count, the step."""
 
 from pathlib import Path
 from typing import Any
@@ -8,13 +8,13 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from linen_compat.checkpoint import Inspection, inspect
+from linen_compat.formats.load_shards import fill, for_mesh, mesh_in_use
+from linen_compat.formats.model_source import ModelSource
+from linen_compat.formats.orbax.inspect import Inspection, inspect
+from linen_compat.formats.scalars import check_scalars
+from linen_compat.formats.streams import MOMENTS, PARAMETERS, Mismatch
 from linen_compat.loading import open_source
-from linen_compat.model_source import ModelSource
-from linen_compat.placing import fill, for_mesh, mesh_in_use
 from linen_compat.saving import layout_for, write
-from linen_compat.scalars import check_scalars
-from linen_compat.streams import MOMENTS, PARAMETERS, Mismatch
 from nnx_pipeline import Config, MeshConfig, make_mesh
 from nnx_pipeline.train import TrainState, abstract_state
 
@@ -22,15 +22,19 @@ from nnx_pipeline.train import TrainState, abstract_state
 def load_train_state(
     checkpoint: str | Path, config: Config, *, mesh: Mesh | None = None
 ) -> TrainState:
-    """The training state of a checkpoint, placed on the mesh; training goes on where it stopped.
+    """The training state of a checkpoint, placed on a mesh, from which training continues.
 
-    checkpoint, errors: as for `load`, of a full training state. mesh: None for that of
-    `jax.set_mesh`, and without one a mesh of one device; it is `state.step.sharding.mesh`.
+    - `checkpoint`: as for `load`, with a full training state.
+    - `config`: the config of the model, the pipeline and the training.
+    - `mesh`: None for that of `jax.set_mesh`, and without one a mesh of one device. The mesh of the
+      result is `state.step.sharding.mesh`.
 
-    Moments take the dtype that the optimizer gives them, that of the parameters. MaxText counts the
-    steps of training, of Adam and of its learning rate apart; here they are one number, and a
-    checkpoint in which they differ is refused, as is a second moment below 0 and a moment that is
-    no finite number.
+    Moments take the dtype that the optimizer gives them, which is that of the parameters. MaxText
+    counts the steps of training, of Adam and of its learning rate separately; here they are one
+    number.
+
+    Raises the errors of `load`, and refuses a checkpoint in which these counts differ, in which a
+    second moment is below 0, or in which a moment is NaN or infinite.
     """
     found = inspect(checkpoint)
     _check_state(found)
@@ -42,9 +46,9 @@ def load_train_state(
         state = abstract_state(config, mesh)
         optimizer = state.optimizer
         for moment in MOMENTS:
-            tree = _moment(optimizer, moment)
+            tree = moment_of(optimizer, moment)
             optimizer = _with(optimizer, **{moment: fill(tree, _places(tree), source, moment)})
-        count = _placed(source.scalars["count"], _moment(optimizer, "count"))
+        count = _placed(source.scalars["count"], moment_of(optimizer, "count"))
         return TrainState(
             step=_placed(source.scalars["step"], state.step),
             model=fill(state.model, _places(state.model), source),
@@ -60,25 +64,38 @@ def save_train_state(
     stages: int | None = None,
     repeats: int | None = None,
 ) -> None:
-    """Writes a training state as `save` writes a model, with MaxText's `opt_state` and `step`."""
-    trees = {PARAMETERS: state.model, **{m: _moment(state.optimizer, m) for m in MOMENTS}}
-    count = np.asarray(_moment(state.optimizer, "count"))
+    """Writes a training state as `save` writes a model, with the optimizer's state and the step.
+
+    - `state`: may be sharded over the devices of this process.
+    - `checkpoint`: the folder to make; it must not exist yet, or be empty.
+    - `format`: one of the Orbax formats of `save`. The moments and the count are in MaxText's
+      `opt_state`, or for `nnx` in `optimizer`.
+    - `stages`, `repeats`: as for `save`.
+    """
+    trees = {PARAMETERS: state.model, **{m: moment_of(state.optimizer, m) for m in MOMENTS}}
+    count = np.asarray(moment_of(state.optimizer, "count"))
     scalars = {"step": np.asarray(state.step), "count": count}
     source = ModelSource(state.model, trees, scalars)
     write(source, checkpoint, layout_for(state.model, format, stages, repeats))
 
 
 def _check_state(found: Inspection) -> None:
+    """Raises Mismatch unless the checkpoint has both moments, the count and the step."""
     absent = [name for name in MOMENTS if name not in found.moments]
     absent += [name for name in ("step", "count") if name not in found.scalars]
     if absent:
         raise Mismatch(
-            f"{found.items} is no full training state, {', '.join(absent)} of the optimizer is "
-            "missing; load the parameters alone with linen_compat.load"
+            f"{found.items} is not a complete training state: it lacks {', '.join(absent)}; "
+            "load the parameters alone with linen_compat.load"
         )
 
 
-def _moment(optimizer: optax.OptState, name: str) -> Any:
+def moment_of(optimizer: optax.OptState, name: str) -> Any:
+    """One field of Adam's state.
+
+    - `optimizer`: a state that holds exactly one Adam.
+    - `name`: `mu`, `nu` or `count`; the moments have the structure of the model.
+    """
     return optax.tree.get(optimizer, name)
 
 

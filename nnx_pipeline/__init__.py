@@ -4,7 +4,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nnx_pipeline.config import Config, ModelConfig, TrainConfig
+    from nnx_pipeline.config.config import Config, ModelConfig, TrainConfig
+    from nnx_pipeline.config.pipeline import PipelineConfig
+    from nnx_pipeline.config.presets import preset
     from nnx_pipeline.decoder import Mixtral
     from nnx_pipeline.errors import InputError
     from nnx_pipeline.mesh import MeshConfig, make_mesh
@@ -18,8 +20,6 @@ if TYPE_CHECKING:
         create_pipeline,
         run_pipeline,
     )
-    from nnx_pipeline.pipeline_config import PipelineConfig
-    from nnx_pipeline.presets import preset
     from nnx_pipeline.sharding import Layout
 
 __all__ = [
@@ -51,7 +51,9 @@ __all__ = [
 # Where each name comes from when it is first asked for. Importing the package alone must not import
 # JAX: pytest does so for the plugin in it before any conftest.py can set JAX's flags.
 _HOME = {
-    "config": ("Config", "ModelConfig", "TrainConfig"),
+    "config.config": ("Config", "ModelConfig", "TrainConfig"),
+    "config.pipeline": ("PipelineConfig",),
+    "config.presets": ("preset",),
     "decoder": ("Mixtral",),
     "errors": ("InputError",),
     "mesh": ("MeshConfig", "make_mesh"),
@@ -65,8 +67,6 @@ _HOME = {
         "create_pipeline",
         "run_pipeline",
     ),
-    "pipeline_config": ("PipelineConfig",),
-    "presets": ("preset",),
     "sharding": ("Layout",),
 }
 

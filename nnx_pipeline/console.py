@@ -1,11 +1,12 @@
-"""The script `nnx-pipeline`: Ctrl-C is answered before anything large is imported."""
+"""The script `nnx-pipeline`, which handles Ctrl-C before it imports anything large."""
 
 from nnx_pipeline import ending
 
 
 def main() -> None:
-    """Runs the command line of this process."""
+    """Runs the `nnx-pipeline` command with the arguments of this process."""
     ending.answer("nnx-pipeline")
-    from nnx_pipeline import cli
+    # Imported only now, so that Ctrl-C is handled during the import too.
+    from nnx_pipeline.cli import main as cli
 
     cli.main()

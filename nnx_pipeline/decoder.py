@@ -1,38 +1,191 @@
-"""The decoder: embedding, layers through the pipeline or one after the other, norm, head."""
+"""The whole decoder, embedding → layers → norm → head, as functions and as an NNX module.
 
-from typing import NamedTuple
+`Decoder` computes logits and losses from functions and weights that it is given. `Mixtral` below
+uses it with NNX modules, and `linen_compat` with Linen modules.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
-from nnx_pipeline.config import Config
+from nnx_pipeline.config.config import Config
+from nnx_pipeline.errors import InputError
 from nnx_pipeline.mesh import ambient_mesh
 from nnx_pipeline.modules import DecoderLayer, Embed, Parts, RMSNorm
 from nnx_pipeline.ops.dropout import sequence_keys
 from nnx_pipeline.ops.head import logits_of
+from nnx_pipeline.ops.loss import Targets
 from nnx_pipeline.ops.router import or_zero
-from nnx_pipeline.pipeline import create_pipeline
+from nnx_pipeline.pipeline.create import create_pipeline
+from nnx_pipeline.pipeline.one_f_one_b.state import ModelEnds
+from nnx_pipeline.pipeline.runner import Runner
+from nnx_pipeline.pipeline.stage.layers import Side
+from nnx_pipeline.pipeline.weights.zero1 import Zero1Layers
 from nnx_pipeline.remat import POLICIES
-from nnx_pipeline.sharding import Layout, parameter, place_by, with_layout
+from nnx_pipeline.sharding import Layout, P, parameter, place_by, with_layout
+
+Loss = tuple[Array, tuple[Array, Array]]
 
 
-class _Ends(NamedTuple):
-    """What is before and after the layers, and the layout of its weights."""
+@dataclass(frozen=True)
+class Ends:
+    """What comes before and after the layers: embedding, final norm and head.
 
-    embedding: Embed
-    norm: RMSNorm
-    head: nnx.Param
+    - `embed`: (`table`, token ids `[…, seq]`, sharding of the result) to `[…, seq, embed]`.
+    - `norm`: (`scale`, `[…, seq, embed]`) to the same.
+    - `table`, `scale`: the weights of these two functions, any pytrees.
+    - `head`: the head's kernel, `[embed, vocab]`.
+    - `layout`: which mesh axes the logical axes of these weights are sharded over.
+    """
+
+    embed: Callable[[PyTree, Array, P], Array]
+    norm: Callable[[PyTree, Array], Array]
+    table: PyTree
+    scale: PyTree
+    head: Array
     layout: Layout
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The computation of a decoder on a batch, for both NNX and Linen modules.
+
+    - `config`: of the model, the pipeline and the training.
+    - `runner`: how batches are cut into microbatches and laid out on the ambient mesh.
+    - `ends`: embedding, final norm and head.
+    - `run_layers`: (x, side, keys=…) to (x, metrics): `Runner.run` with its layers filled in.
+    - `run_loss`: `Runner.loss` with its layers filled in; used with `schedule="1f1b"` only.
+    - `parts`: functions that an experiment may replace.
+    """
+
+    config: Config
+    runner: Runner
+    ends: Ends
+    run_layers: Callable[..., tuple[Array, PyTree]]
+    run_loss: Callable[..., tuple[Array, tuple[Array, PyTree]]] | None
+    parts: Parts
+
+    def logits(self, tokens: Array, side: Side) -> Array:
+        """Token ids `[batch, seq]` to float32 logits `[batch, seq, vocab]`.
+
+        - `tokens`: integers `[batch, seq]`; the batch must divide as the config and the mesh need.
+        - `side`: `positions` and `segment_ids`, each `[batch, seq]` or None.
+        """
+        self._check_batch(tokens)
+        hidden, _ = self.hidden(tokens, side)
+        hidden = self.runner.batches.as_batch(hidden, tokens.shape[0])
+        return logits_of(hidden, self.ends.head, layout=self.ends.layout)
+
+    def hidden(self, tokens: Array, side: Side, keys: Array | None = None) -> tuple[Array, Array]:
+        """The output of the final norm, and the router's load-balance loss.
+
+        - `tokens`: `[batch, seq]`.
+        - `side`: as in `logits`.
+        - `keys`: `[batch, words]`, a dropout key per sequence; None for no dropout.
+
+        The output has the axes and the sharding of `Batches.axes` in the place of the batch.
+        """
+        self._check_batch(tokens)
+        batches = self.runner.batches
+        x = self._embed(self.ends.table, batches.arrange(tokens), batches.axes)
+        x, balance = self.run_layers(x, side, keys=keys)
+        return self.ends.norm(self.ends.scale, x), or_zero(balance)
+
+    def loss(
+        self, tokens: Array, targets: Array, weights: Array, side: Side, key: Array | None
+    ) -> Loss:
+        """The loss to minimise, and its two parts: cross-entropy and load-balance loss.
+
+        - `tokens`, `targets`, `weights`: `[batch, seq]`.
+        - `side`: as in `logits`.
+        - `key`: one random key for dropout; None for no dropout.
+        """
+        self._check_batch(tokens)
+        self.config.check_objective(ambient_mesh().stage)
+        keys = None
+        if key is not None and self.config.model.dropout_rate:
+            keys = sequence_keys(key, tokens.shape[0])
+        if self.config.pipeline.schedule == "1f1b":
+            return self._loss_by_one_f_one_b(tokens, Targets(targets, weights), side, keys)
+        hidden, balance = self.hidden(tokens, side, keys)
+        batches = self.runner.batches
+        wanted = Targets(batches.arrange(targets), batches.arrange(weights))
+        entropy = self._entropy(self.ends.head, hidden, wanted, batches.axes)
+        share = self.config.train.load_balance_weight
+        return entropy + share * balance if share else entropy, (entropy, balance)
+
+    def _loss_by_one_f_one_b(
+        self, tokens: Array, wanted: Targets, side: Side, keys: Array | None
+    ) -> Loss:
+        """As `loss`, with forward and backward work of microbatches in the same ticks.
+
+        - `wanted`: the targets and their weights.
+        """
+        assert self.run_loss is not None, "1F1B runs in a pipeline alone"
+        axes = self.runner.batches.axes[1:]  # of one microbatch
+
+        def enter(table: PyTree, tokens: Array) -> Array:
+            return self._embed(table, tokens, axes)
+
+        def leave(last: tuple[PyTree, Array], x: Array, wanted: Targets) -> Array:
+            scale, head = last
+            return self._entropy(head, self.ends.norm(scale, x), wanted, axes)
+
+        ends = ModelEnds(enter, self.ends.table, leave, (self.ends.scale, self.ends.head))
+        loss, (entropy, balance) = self.run_loss(
+            ends,
+            (tokens, wanted),
+            side,
+            keys=keys,
+            metric_weights=self.config.train.load_balance_weight,
+        )
+        return loss, (entropy, or_zero(balance))
+
+    def _embed(self, table: PyTree, tokens: Array, batch_axes: tuple[str, ...]) -> Array:
+        """The embedded tokens, sharded by the logical axes `batch_axes`."""
+        spec = self.runner.layout.spec(*batch_axes, None, None)
+        return self.parts.constrain(self.ends.embed(table, tokens, spec), spec)
+
+    def _entropy(
+        self,
+        head: Array,
+        hidden: Array,
+        wanted: Targets,
+        batch_axes: tuple[str, ...],
+    ) -> Array:
+        """The weighted cross-entropy of hidden states that are sharded by `batch_axes`."""
+        return self.parts.loss(
+            hidden,
+            head,
+            wanted,
+            batch_axes=batch_axes,
+            chunks=self.config.train.loss_chunks,
+            layout=self.ends.layout,
+        )
+
+    def _check_batch(self, tokens: Array) -> None:
+        """Raises InputError unless a batch of this size fits the ambient mesh."""
+        self.config.for_batch(tokens.shape[0]).check_mesh(ambient_mesh())
 
 
 class Mixtral(nnx.Module):
     """A decoder-only transformer of Mixtral or Llama, pipelined when the mesh has stages.
 
-    Made and called under `jax.set_mesh`, its parameters are born in their shardings; without a mesh
-    it is an ordinary single-device model. The layers are one stacked module in `self.pipeline`, see
-    `CircularPipeline`. The initial values depend on `rngs` and not on the mesh.
+    - `config`: of the model, the pipeline and the training.
+    - `rngs`: its `params` stream gives the initial values, which do not depend on the mesh.
+    - `layout`: which mesh axes each logical axis is sharded over.
+    - `parts`: functions that an experiment may replace.
 
-    Raises InputError when the mesh cannot hold the weights; a batch is checked when it is given.
+    Made and called under `jax.set_mesh`, its parameters are created in their shardings; without a
+    mesh it is an ordinary single-device model. All layers are one stacked module in
+    `self.pipeline`, see `CircularPipeline`.
+
+    Raises InputError when the mesh cannot hold the weights; a batch is checked when the model is
+    called with it.
     """
 
     def __init__(
@@ -52,14 +205,7 @@ class Mixtral(nnx.Module):
             remat = POLICIES[config.pipeline.remat]
             return DecoderLayer(model, rngs=rngs, layout=layout, parts=parts, remat=remat)
 
-        self.pipeline = create_pipeline(
-            config,
-            layer,
-            rngs=rngs,
-            layout=layout,
-            over=parts.over_stages,
-            loop_parts=parts.loop,
-        )
+        self.pipeline = create_pipeline(config, layer, rngs=rngs, layout=layout, parts=parts.loop)
         self.layout = self.pipeline.runner.layout
         self.norm = RMSNorm(model, rngs=rngs, layout=layout, parts=parts)
         self.head = parameter(
@@ -80,12 +226,12 @@ class Mixtral(nnx.Module):
     ) -> Array:
         """Token ids `[batch, seq]` to float32 logits `[batch, seq, vocab]`.
 
-        positions, segment_ids: `[batch, seq]` integers. Without positions a token's position is its
-        place in the sequence; without segment ids a row is one sequence and no mask array is made.
+        - `positions`: `[batch, seq]` integers; None for a token's place in the sequence.
+        - `segment_ids`: `[batch, seq]` integers; None if each row is one segment, and then no mask
+          array is made.
         """
-        hidden, _ = self.hidden(tokens, positions=positions, segment_ids=segment_ids)
-        hidden = self.pipeline.batches.as_batch(hidden, tokens.shape[0])
-        return logits_of(hidden, self.head[...], layout=self.layout)
+        side = {"positions": positions, "segment_ids": segment_ids}
+        return self._decoder().logits(tokens, side)
 
     def hidden(
         self,
@@ -94,15 +240,18 @@ class Mixtral(nnx.Module):
         positions: Array | None = None,
         segment_ids: Array | None = None,
     ) -> tuple[Array, Array]:
-        """The normed output of the last layer, and the router's load-balance loss.
+        """The output of the final norm, and the router's load-balance loss.
 
-        The output is laid out by `self.pipeline.batches.axes`: `[batch, seq, embed]`, or
-        `[microbatches, microbatch, seq, embed]` with the first axis over `stage` on a mesh with
-        stages. The loss is averaged over layers and microbatches.
+        - `tokens`, `positions`, `segment_ids`: `[batch, seq]` integers, as in a call.
+
+        The output has the axes `self.pipeline.batches.axes`:
+        it is `[batch, seq, embed]`, or on a mesh with stages `[microbatches, microbatch, seq,
+        embed]` with the first axis sharded over `stage`; where the layers run in copies
+        (`Layout.copy`), the batch or microbatch is preceded by an axis of copies. The loss is
+        averaged over layers and microbatches.
         """
-        self._check_batch(tokens.shape[0])
         side = {"positions": positions, "segment_ids": segment_ids}
-        return self._hidden(tokens, side, None, self._ends(None), None)
+        return self._decoder().hidden(tokens, side)
 
     def loss(
         self,
@@ -113,118 +262,71 @@ class Mixtral(nnx.Module):
         positions: Array | None = None,
         segment_ids: Array | None = None,
         key: Array | None = None,
-        owned: "Mixtral | None" = None,
-    ) -> tuple[Array, tuple[Array, Array]]:
-        """The loss to minimise, and its two parts: cross-entropy and load balance.
+        shards: "Mixtral | None" = None,
+    ) -> Loss:
+        """The loss to minimise, and its two parts: cross-entropy and load-balance loss.
 
-        All arguments are `[batch, seq]`. Cross-entropy is Σ weights · entropy of the targets; the
-        router's load-balance loss counts `train.load_balance_weight` times. The gradient is that of
-        the parameters; one with respect to `weights` is refused. With `pipeline.schedule="1f1b"` it
-        is computed while the microbatches pass, and neither part has one. key: for dropout, which
-        is left out without one.
+        - `tokens`, `targets`, `weights`, `positions`, `segment_ids`: `[batch, seq]`.
+        - `key`: one random key for dropout; None for no dropout.
+        - `shards`: with `train.shard_optimizer_over_data`, the parameters from `shards()`.
+          Differentiate with respect to these: the gradient then arrives in their sharding, by
+          reduce-scatters.
 
-        owned: with `train.shard_optimizer_over_data`, the parameters as `owned()` gives them: the
-        gradient is then asked of these and arrives in their placement, by reduce-scatters.
+        Cross-entropy is Σ weights · entropy of the targets; the load-balance loss is added with the
+        weight `train.load_balance_weight`. The loss is differentiable with respect to the
+        parameters. With `pipeline.schedule="1f1b"` the forward pass computes its gradient too, and
+        the two parts cannot be differentiated.
+
+        Raises InputError when the gradient with respect to `weights` is asked for.
         """
-        self._check_batch(tokens.shape[0])
-        self.config.check_objective(ambient_mesh().stage)
         side = {"positions": positions, "segment_ids": segment_ids}
-        keys = None
-        if key is not None and self.config.model.dropout_rate:
-            keys = sequence_keys(key, tokens.shape[0])
-        if self.config.pipeline.schedule == "1f1b":
-            return self._loss_by_one_f_one_b((tokens, targets, weights), side, keys, owned)
-        ends = self._ends(owned)
-        hidden, balance = self._hidden(tokens, side, keys, ends, owned)
-        targets, weights = map(self.pipeline.batches.arrange, (targets, weights))
-        axes = self.pipeline.batches.axes
-        entropy = self._entropy(ends.head, hidden, targets, weights, axes, ends.layout)
-        share = self.config.train.load_balance_weight
-        return entropy + share * balance if share else entropy, (entropy, balance)
+        return self._decoder(shards).loss(tokens, targets, weights, side, key)
 
-    def owned(self) -> "Mixtral":
-        """The parameters as their owners hold them: spread over `data` besides (`Layout.owned`)."""
-        return place_by(self, self.layout.owned(self.pipeline.runner.own))
+    @property
+    def zero1(self) -> tuple[str, ...]:
+        """Mesh axes of ZeRO-1, over which gradients and optimizer state are sharded, or ().
 
-    def stored(self) -> "Mixtral":
-        """The inverse of `owned`: gathered over `data`."""
-        # In auto mode the first placement keeps the gather from moving up into the update.
-        return place_by(self.owned(), self.layout)
+        They come in addition to the mesh axes over which the parameters are sharded.
+        """
+        return self.pipeline.runner.weights.zero1
 
-    def _ends(self, owned: "Mixtral | None") -> _Ends:
-        """Embedding and head are looked up and multiplied as they are owned: what travels along
-        `data` is then tokens, or the kernel once more, and each gradient arises at its owner."""
-        if owned is None:
-            return _Ends(self.embedding, self.norm, self.head, self.layout)
-        layout = self.layout.owned(self.pipeline.runner.own)
-        norm = place_by(owned.norm, self.layout)
-        return _Ends(with_layout(owned.embedding, layout), norm, owned.head, layout)
+    def shards(self) -> "Mixtral":
+        """The parameters in the sharding of the optimizer's state, over the axes of `zero1` too."""
+        return place_by(self, self.layout.zero1(self.zero1))
 
-    def _hidden(
-        self,
-        tokens: Array,
-        side: dict[str, Array | None],
-        keys: Array | None,
-        ends: _Ends,
-        owned: "Mixtral | None",
-    ) -> tuple[Array, Array]:
-        pipeline = self.pipeline
-        spec = self.layout.spec(*pipeline.batches.axes, None, None)
-        x = self.parts.constrain(ends.embedding(pipeline.batches.arrange(tokens), out=spec), spec)
-        layers = None if owned is None else owned.pipeline.layers
-        x, balance = pipeline.run(x, side, keys=keys, owned=layers)
-        return ends.norm(x), or_zero(balance)
+    def whole(self) -> "Mixtral":
+        """The inverse of `shards`: the parameters gathered over the axes of `zero1`."""
+        # In auto mode, placing the shards first keeps the compiler from moving the gather up into
+        # the optimizer's update.
+        return place_by(self.shards(), self.layout)
 
-    def _loss_by_one_f_one_b(
-        self,
-        batch: tuple[Array, Array, Array],
-        side: dict[str, Array | None],
-        keys: Array | None,
-        owned: "Mixtral | None",
-    ) -> tuple[Array, tuple[Array, Array]]:
-        """batch: tokens, targets and weights."""
-        tokens, *wanted = batch
-        ends = self._ends(owned)
-        batch_axes = self.pipeline.batches.axes[1:]
-        spec = self.layout.spec(*batch_axes, None, None)
-
-        def enter(embedding: Embed, tokens: Array) -> Array:
-            return self.parts.constrain(embedding(tokens, out=spec), spec)
-
-        def leave(last: tuple[RMSNorm, nnx.Param], x: Array, inputs: tuple[Array, Array]) -> Array:
-            norm, head = last
-            return self._entropy(head, norm(x), *inputs, batch_axes, ends.layout)
-
-        loss, (entropy, balance) = self.pipeline.loss(
-            enter,
-            leave,
-            (ends.embedding, (ends.norm, ends.head)),
-            (tokens, tuple(wanted)),
-            side,
-            keys=keys,
-            metric_weights=self.config.train.load_balance_weight,
-            owned=None if owned is None else owned.pipeline.layers,
-        )
-        return loss, (entropy, or_zero(balance))
-
-    def _entropy(
-        self,
-        head: nnx.Param,
-        hidden: Array,
-        targets: Array,
-        weights: Array,
-        batch_axes: tuple[str, ...],
-        layout: Layout,
-    ) -> Array:
-        return self.parts.loss(
-            hidden,
-            head[...],
-            targets,
-            weights,
-            batch_axes=batch_axes,
-            chunks=self.config.train.loss_chunks,
+    def _decoder(self, shards: "Mixtral | None" = None) -> Decoder:
+        """The decoder over this module's weights, or over `shards` of them (see `loss`)."""
+        runner, layout = self.pipeline.runner, self.layout
+        embedding, norm, head = self.embedding, self.norm, self.head
+        layers: Any = self.pipeline.placed_layers
+        if shards is not None:
+            if not self.zero1:
+                raise InputError(
+                    "the loss was given shards of the parameters, and this model does not shard "
+                    "gradients: set train.shard_optimizer_over_data on a mesh with data=2 or more, "
+                    "or leave `shards` out"
+                )
+            # Embedding and head are used in the shards of ZeRO-1: tokens are sent along `data`, or
+            # the head's kernel one more time, and each gradient is computed where the optimizer
+            # needs it. The scale of the norm is small, so it is gathered.
+            layout = layout.zero1(self.zero1)
+            embedding = with_layout(shards.embedding, layout)
+            norm, head = place_by(shards.norm, self.layout), shards.head
+            layers = Zero1Layers(layers, shards.pipeline.layers)
+        ends = Ends(
+            embed=lambda table, tokens, spec: table(tokens, out=spec),
+            norm=lambda scale, x: scale(x),
+            table=embedding,
+            scale=norm,
+            head=head[...],
             layout=layout,
         )
-
-    def _check_batch(self, batch: int) -> None:
-        self.config.for_batch(batch).check_mesh(ambient_mesh())
+        run_layers = functools.partial(runner.run, layers)
+        run_loss = functools.partial(runner.loss, layers)
+        return Decoder(self.config, runner, ends, run_layers, run_loss, self.parts)

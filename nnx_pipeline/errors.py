@@ -1,4 +1,4 @@
-"""The one exception that bad input ends in, how a near miss is named, and checks of values."""
+"""The exception raised for bad input, suggestions for unknown names, and checks of values."""
 
 import difflib
 import math
@@ -6,14 +6,15 @@ from collections.abc import Iterable
 
 
 class InputError(ValueError):
-    """Something the user gave cannot be used; the message holds the rule, the value and the cure.
+    """Something that the user gave cannot be used.
 
-    The command line prints it as one line and exits with 2.
+    The message states the rule, the value and what to change. The command line prints it as one
+    line and exits with code 2.
     """
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Names the cure for an unknown name: the nearest known one, or all of them.
+    """A suggestion for an unknown name: the nearest known one, or the list of all known ones.
 
     >>> nearest("mixtral-smal", ["tiny", "mixtral-small"])
     "did you mean 'mixtral-small'?"
@@ -24,8 +25,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def one_of(field: str, value: object, choices: Iterable[object]) -> None:
-    """Raises InputError unless `value` is among `choices`."""
+    """Raises InputError unless `value` is among `choices`.
+
+    - `field`: the name of the value in the error message.
+    - `value`: what is checked.
+    - `choices`: the values that are allowed; a value of another type is not, even if it is equal.
+    """
     choices = tuple(choices)
+    # The types are compared too, because True == 1 and 1.0 == 1.
     if not any(value == choice and type(value) is type(choice) for choice in choices):
         raise InputError(
             f"{field}={value!r} is not known; {nearest(str(value), map(str, choices))}"
@@ -33,7 +40,12 @@ def one_of(field: str, value: object, choices: Iterable[object]) -> None:
 
 
 def divides(divisor: int, value: int, *, rule: str) -> None:
-    """Raises InputError with `rule` and the nearest fitting values unless it divides."""
+    """Raises InputError unless `divisor` divides `value`.
+
+    - `divisor`: a whole number of 1 or more.
+    - `value`: the number that it must divide.
+    - `rule`: the text that says what does not divide; the error adds the nearest fitting values.
+    """
     if value % divisor:
         below, above = value // divisor * divisor, -(-value // divisor) * divisor
         fitting = f"{below} or {above}" if below else f"{above}"
@@ -41,7 +53,12 @@ def divides(divisor: int, value: int, *, rule: str) -> None:
 
 
 def number(config: object, name: str) -> float:
-    """The value of a field; raises InputError unless it is a finite number."""
+    """The value of a field; raises InputError unless it is a finite number.
+
+    - `config`: the object that has the field.
+    - `name`: the name of the field, which the message repeats.
+    """
+    # bool is a subclass of int, and True is not meant as a number.
     value = getattr(config, name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise InputError(f"{name}={value!r} is not a finite number")
@@ -49,7 +66,12 @@ def number(config: object, name: str) -> float:
 
 
 def at_least(config: object, minimum: float, *names: str) -> None:
-    """Raises InputError unless all of these fields are numbers of `minimum` or more."""
+    """Raises InputError unless some fields are finite numbers, and not below a minimum.
+
+    - `config`: the object that has the fields.
+    - `minimum`: the smallest number that is allowed.
+    - `names`: the names of the fields.
+    """
     for name in names:
         if number(config, name) < minimum:
             value = getattr(config, name)
@@ -57,14 +79,14 @@ def at_least(config: object, minimum: float, *names: str) -> None:
 
 
 def above_zero(config: object, *names: str) -> None:
-    """Raises InputError unless all of these fields are numbers above 0."""
+    """Raises InputError unless all fields `names` of `config` are numbers above 0."""
     for name in names:
         if number(config, name) <= 0:
             raise InputError(f"{name}={getattr(config, name)!r} must be above 0")
 
 
 def whole(config: object, *names: str) -> None:
-    """Raises InputError unless all of these fields are whole numbers of 1 or more."""
+    """Raises InputError unless all fields `names` of `config` are whole numbers of 1 or more."""
     for name in names:
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -1,4 +1,4 @@
-"""Writing results without leaving half a file."""
+"""Writing files so that an interruption never leaves half a file."""
 
 import functools
 import os
@@ -10,10 +10,12 @@ from nnx_pipeline.ending import cleared_away
 
 
 def write_whole(path: str, content: bytes) -> None:
-    """Writes the whole file or nothing; what was there before stays until all is written.
+    """Writes the whole file or nothing; an old file stays until the new one is complete.
 
-    A link is followed, and a device or a pipe is written to as it is. The rights are those of the
-    file that was there, or of any new file. An OSError names the file.
+    - `path`: a link is followed; a device or a pipe is written to directly.
+
+    The permissions are those of the old file, or the usual ones of a new file. Raises OSError,
+    which names `path` and not a temporary file.
     """
     target = Path(path).resolve()
     try:
@@ -26,8 +28,9 @@ def write_whole(path: str, content: bytes) -> None:
 
 
 def _replace(target: Path, content: bytes) -> None:
+    """Writes a temporary file in the same folder and renames it to `target`."""
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~_umask()
-    # Not by the name of the target, which may be as long as names can be.
+    # The temporary name does not contain the target's, which may have the greatest length allowed.
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".nnx-pipeline.")
     undo = functools.partial(Path(temporary).unlink, missing_ok=True)
     with cleared_away(undo):
@@ -42,12 +45,12 @@ def _replace(target: Path, content: bytes) -> None:
 
 
 def _umask() -> int:
-    """What this process takes from the rights of new files; asking is setting."""
+    """The umask of this process, which can be read only by setting it."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
 
 
 def write_text(path: str, text: str) -> None:
-    """The same for text, in UTF-8."""
+    """Writes text in UTF-8: the whole file or nothing, as `write_whole`."""
     write_whole(path, text.encode())

@@ -1,4 +1,4 @@
-"""The mesh as numbers, and as a JAX mesh over given devices."""
+"""The device mesh: its axis sizes as a config, and the JAX mesh made from them."""
 
 import dataclasses
 import math
@@ -9,28 +9,35 @@ from typing import Any, Literal
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
 
 from nnx_pipeline.errors import InputError, nearest
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """How many devices each axis has; an axis left out has one.
+    """How many devices each mesh axis has; an axis that is left out has one.
 
-    data: copies of the model, each with its own part of the batch.
-    stage: slices of the layers, the pipeline.
-    fsdp: parameters and batch are split; weights are gathered where they are used.
-    tensor: heads and hidden units are split.
-    expert: experts are split (outside them it splits the batch).
-    context: the sequence is split.
+    Raises InputError for a size that is not a whole number of 1 or more.
     """
 
     data: int = 1
+    """Copies of the model, each with its own part of the batch."""
+
     stage: int = 1
+    """Pipeline stages, between which the layers are split."""
+
     fsdp: int = 1
+    """Splits parameters and batch; weights are gathered where they are used."""
+
     tensor: int = 1
+    """Splits attention heads, hidden units and the vocabulary."""
+
     expert: int = 1
+    """Splits the experts; outside the expert layers it splits the batch."""
+
     context: int = 1
+    """Splits the sequence. Attention does not support it yet, so models need `context=1`."""
 
     def __post_init__(self) -> None:
         for name, size in self.sizes().items():
@@ -39,7 +46,11 @@ class MeshConfig:
 
     @classmethod
     def parse(cls, text: str) -> "MeshConfig":
-        """Reads `stage=4,fsdp=2`; the empty text is one device."""
+        """Reads text such as `stage=4,fsdp=2`; empty text means one device.
+
+        Raises InputError for an unknown axis, for an axis named twice, and for a size that
+        is not a whole number of 1 or more.
+        """
         sizes: dict[str, int] = {}
         for part in (piece.strip() for piece in text.split(",") if text.strip()):
             name, separator, size = part.partition("=")
@@ -53,16 +64,16 @@ class MeshConfig:
         return cls(**sizes)
 
     def sizes(self) -> dict[str, int]:
-        """Every axis with its size, in mesh order."""
+        """Every axis with its size, in the order of the mesh axes."""
         return dataclasses.asdict(self)
 
     def product(self, *axes: str) -> int:
-        """The number of devices along those axes together."""
+        """The product of the sizes of these axes."""
         return math.prod(getattr(self, axis) for axis in axes)
 
     @property
     def num_devices(self) -> int:
-        """Devices the mesh needs."""
+        """How many devices the mesh needs."""
         return math.prod(self.sizes().values())
 
     def __str__(self) -> str:
@@ -79,10 +90,17 @@ def make_mesh(
     *,
     sharding: Literal["explicit", "auto"] = "explicit",
 ) -> Mesh:
-    """A JAX mesh with all six axes, over `devices` (default: those that JAX sees).
+    """Makes a JAX mesh with all six axes.
 
-    Neighbours along `stage` are far apart in device order and those along the inner axes close, so
-    that the chatty axes get the short links. Raises InputError when the numbers do not agree.
+    Neighbours along `stage` are far apart in device order and those along the inner axes are close,
+    so that the axes with the most communication get the shortest links.
+
+    - `config`: the size of each axis.
+    - `devices`: what the mesh is made of; None for all devices that JAX sees.
+    - `sharding`: the type of all axes, explicit or auto.
+
+    Raises InputError unless the axes need exactly these devices; of CPU devices some may be left
+    over.
     """
     devices = list(jax.devices() if devices is None else devices)
     if len(devices) < config.num_devices or (
@@ -98,12 +116,12 @@ def make_mesh(
 
 
 def _spare(devices: Sequence[Any]) -> bool:
-    """Virtual CPU devices cost nothing, so a mesh may leave some of them out."""
+    """Whether a mesh may leave some devices unused: virtual CPU devices cost nothing."""
     return all(device.platform == "cpu" for device in devices)
 
 
 def ambient_mesh() -> MeshConfig:
-    """The sizes of the mesh set by `jax.set_mesh`; one device without one.
+    """The axis sizes of the mesh that `jax.set_mesh` has set; one device if there is none.
 
     Raises InputError for a mesh with axes of other names.
     """
@@ -112,3 +130,16 @@ def ambient_mesh() -> MeshConfig:
         if name not in AXES:
             raise InputError(f"mesh axis {name!r} is not known; {nearest(name, AXES)}")
     return MeshConfig(**sizes)
+
+
+def is_trivial(spec: P) -> bool:
+    """Whether a partition spec shards no axis."""
+    return all(entry is None or entry == () for entry in spec)
+
+
+def spec_axes(spec: P) -> set[str]:
+    """The mesh axes that a partition spec uses."""
+    axes: set[str] = set()
+    for entry in spec:
+        axes.update((entry,) if isinstance(entry, str) else entry or ())
+    return axes

@@ -1,4 +1,4 @@
-"""What the backward pass keeps of the forward pass, where, and what it computes again."""
+"""Remat policies: what the backward pass keeps, in which memory, and what it recomputes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from nnx_pipeline.errors import InputError
 
+# Names that the modules give to values (see `named`), for a policy to refer to.
 ITERATION_INPUT = "iteration_input"  # what a stage receives at a tick; always kept
 LAYER_INPUT = "decoder_layer_input"
 LAYER_METRICS = "layer_metrics"  # a few numbers per layer; always kept
@@ -19,13 +20,16 @@ HIDDEN = ("mlp_gate", "mlp_up")
 
 @dataclass(frozen=True)
 class Remat:
-    """Keeps the values of these names beside the inputs of a checkpoint; None keeps everything.
+    """A remat policy: which named values a checkpoint keeps in addition to its inputs.
 
-    The names are those that the modules give (`named`): the constants of this file.
+    The names are those that the modules give with `named`: the constants of this file.
 
-    saved: kept in device memory. offloaded: kept in host memory, sent there as soon as they are
-    computed and fetched in the backward pass; a compiler without host memory of its own (CPU) keeps
-    them where they are. Raises InputError when the two contradict each other.
+    - `saved`: names kept in device memory; None keeps every value, named or not.
+    - `offloaded`: names kept in host memory. They are sent there as soon as they are computed, and
+      fetched in the backward pass. A compiler without a separate host memory (CPU) leaves them
+      where they are.
+
+    Raises InputError when the two contradict each other.
     """
 
     saved: tuple[str, ...] | None = ()
@@ -34,8 +38,8 @@ class Remat:
     def __post_init__(self) -> None:
         if self.saved is None and self.offloaded:
             raise InputError(
-                f"saved=None keeps everything on the device, and offloaded={self.offloaded} is to "
-                "leave it; name what to save"
+                f"saved=None keeps everything on the device, which contradicts "
+                f"offloaded={self.offloaded}; name what to save"
             )
         both = sorted({*(self.saved or ())} & {*self.offloaded})
         if both:
@@ -44,11 +48,12 @@ class Remat:
     def checkpoint(
         self, function: Callable[..., Any], *, also: tuple[str, ...] = (), in_scan: bool = False
     ) -> Callable[..., Any]:
-        """The function, recomputed in the backward pass but for what is kept.
+        """The function, recomputed in the backward pass except for the values that are kept.
 
-        also: names saved besides, unless they are offloaded. in_scan: the function is the whole
-        body of a scan, where XLA has nothing to merge the recomputation with, so that no barrier
-        against that is needed.
+        - `function`: what to put a checkpoint around.
+        - `also`: names saved in addition to the policy's own, unless those are offloaded.
+        - `in_scan`: whether the function is the whole body of a scan. XLA then has nothing to merge
+          the recomputation with, so that no barrier against merging (`prevent_cse`) is needed.
         """
         policy = self.policy(also=also)
         if policy is None:
@@ -56,7 +61,10 @@ class Remat:
         return jax.checkpoint(function, policy=policy, prevent_cse=not in_scan)
 
     def policy(self, *, also: tuple[str, ...] = ()) -> Callable[..., Any] | None:
-        """The policy of `checkpoint` for a checkpoint of one's own; None where there is none."""
+        """The policy that `checkpoint` hands to `jax.checkpoint`; None if everything is kept.
+
+        - `also`: as for `checkpoint`.
+        """
         if self.saved is None:
             return None
         return jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -67,19 +75,20 @@ class Remat:
         )
 
 
-# As MaxText calls them. `minimal` keeps the result of every projection that the backward pass
-# reads, so that none is computed again; the scores of attention are, by all but `none`.
+# The names are MaxText's. `minimal` keeps the result of every projection that the backward pass
+# reads, so that no projection is computed again. Attention scores are recomputed under every policy
+# but `none`.
 #
-# Offloading works from a loop that is not inside another one of several turns. Out of a loop in a
-# loop XLA brings no value to the host: the NVIDIA compiler fails ("Expected instruction to have
-# shape equal to"), and the TPU compiler keeps it on the device after all. So under a policy that
-# offloads the layers of a stage are in no loop of their own, and compile time grows with them.
-# Experts' hidden units come out of the loop over experts; `minimal_offloaded` keeps those on the
-# device.
+# XLA can offload a value from a loop only if that loop is not inside another loop of more than one
+# iteration. From a nested loop no value reaches the host: the NVIDIA compiler fails ("Expected
+# instruction to have shape equal to"), and the TPU compiler keeps the value on the device. So under
+# a policy that offloads, the layers of a stage are unrolled instead of scanned, and compile time
+# grows with their number. The experts' hidden units are computed in the loop over experts;
+# `minimal_offloaded` keeps those on the device.
 #
-# benchmarks/results/remat_policies.md has what each of them holds at `mixtral-small`: on a TPU v5p
-# `full` 170 MB of heap, `save_qkv_proj` 220, `qkv_proj_offloaded` 188 and 40 on the host, `minimal`
-# 886.
+# benchmarks/results/remat_policies.md lists the memory that each policy needs at `mixtral-small`:
+# on a TPU v5p `full` 170 MB of heap, `save_qkv_proj` 220, `qkv_proj_offloaded` 188 and 40 on the
+# host, `minimal` 886.
 POLICIES: dict[str, Remat] = {
     "full": Remat(),
     "save_out_proj": Remat((OUT,)),
@@ -92,4 +101,5 @@ POLICIES: dict[str, Remat] = {
 }
 FULL, KEEP_ALL = POLICIES["full"], POLICIES["none"]
 
+# Gives an array the name by which a policy refers to it.
 named = checkpoint_name

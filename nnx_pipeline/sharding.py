@@ -1,7 +1,6 @@
-"""Where arrays live: logical axis names, the mesh axes they are spread over, and one way to say it
-in explicit and in auto mode.
+"""Where arrays are placed: logical axes, the mesh axes they are sharded over, and how to say so.
 
-Everything here reads the ambient mesh (`jax.set_mesh`) and does nothing without one, so a layer is
+Everything here reads the ambient mesh (`jax.set_mesh`) and does nothing without one. So a layer is
 written once and runs on one device, on a mesh with explicit axes and on one with auto axes.
 """
 
@@ -20,8 +19,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from nnx_pipeline.errors import InputError, nearest
+from nnx_pipeline.mesh import is_trivial
 
-PORTABLE = "threefry2x32"  # JAX's generator whose numbers depend on the key alone
+PORTABLE = "threefry2x32"  # the JAX random generator whose numbers depend on the key alone
 MeshAxes = tuple[str, ...]
 Constrain = Callable[[Array, P], Array]
 Module = TypeVar("Module", bound=nnx.Module)
@@ -29,36 +29,71 @@ Module = TypeVar("Module", bound=nnx.Module)
 
 @dataclass(frozen=True)
 class Layout:
-    """Which mesh axes each logical axis is spread over, most significant first.
+    """Which mesh axes each logical axis is sharded over, the most significant mesh axis first.
 
-    The first block names axes of weights, the second axes of activations. `stage` and `batch` are
-    never axes of the same weight; outside the pipeline the batch is spread over `stage` too, as
-    `(microbatch, batch)` while it is cut into microbatches and as `whole_batch` while it is not.
-
-    copy: mesh axes along which the layers run in copies, each with weights of its own (see
-    `pipeline.lend`); arrays of a microbatch then begin with `(copy, batch)`.
+    The fields up to `norm` name axes of weights, the fields from `batch` on axes of activations. No
+    two axes of one array may be sharded over the same mesh axis.
     """
 
     stage: MeshAxes = ("stage",)
+    """The stages: the second axis of stacked weights, `[repeats, stages, layers per stage, …]`."""
+
     vocab: MeshAxes = ("stage", "tensor")
+    """The token ids: rows of the embedding table, and columns of the head."""
+
     embed: MeshAxes = ("fsdp", "expert")
+    """The residual stream's width in all weights but those of experts and norms."""
+
     embed_of_expert: MeshAxes = ("fsdp",)
+    """The residual stream's width in a kernel of the experts, which has the axis `expert` too."""
+
     heads: MeshAxes = ("tensor",)
+    """The query heads, in the query and output kernels and in the results of these projections."""
+
     kv_heads: MeshAxes = ("tensor",)
+    """The key-value heads, in the key and value kernels and in the results of these projections."""
+
     head_dim: MeshAxes = ()
+    """The width of one head, in the four kernels of attention."""
+
     mlp: MeshAxes = ("tensor",)
+    """The hidden units, in the kernels of the MLP or of the experts and in their activations."""
+
     expert: MeshAxes = ("expert",)
+    """The experts, in their kernels and in activations inside the expert layers."""
+
     norm: MeshAxes = ()
+    """The residual stream's width in the scale of an RMSNorm."""
 
     batch: MeshAxes = ("data", "fsdp", "expert")
+    """The sequences that the layers of a stage work on, in all activations of the layers."""
+
     batch_beside_experts: MeshAxes = ("data", "fsdp")
+    """The sequences in an array inside the expert layers, which has the axis `expert` too."""
+
     microbatch: MeshAxes = ("stage",)
+    """The microbatches of a batch outside the pipeline, which has the axes `(microbatch, batch)`.
+
+    With it the batch is sharded over `stage` too.
+    """
+
     whole_batch: MeshAxes = ("stage", "data", "fsdp", "expert")
+    """The sequences of a batch outside the pipeline that is not cut into microbatches."""
+
     vocab_of_logits: MeshAxes = ("tensor",)
+    """The token ids in logits and, while the logits are computed, in the head."""
+
     copy: MeshAxes = ()
+    """Copies of the layers, each with its own copy of the weights (`pipeline.weights.gathered`).
+
+    Where there are any, the activations of a microbatch begin with `(copy, batch)`.
+    """
 
     def in_copies(self, copy: MeshAxes) -> "Layout":
-        """The layout of activations that have an axis of copies over these mesh axes."""
+        """The layout of activations that have a leading axis of copies over these mesh axes.
+
+        - `copy`: the mesh axes, which no longer shard the batch within a copy.
+        """
 
         def rest(axes: MeshAxes) -> MeshAxes:
             return tuple(axis for axis in axes if axis not in copy)
@@ -71,35 +106,45 @@ class Layout:
         )
 
     def gathered(self, over: MeshAxes) -> "Layout":
-        """The layout of layers whose weights have been gathered: no axis is spread over these."""
+        """The layout of layers whose weights have been gathered over some mesh axes.
+
+        - `over`: the mesh axes; a weight axis sharded over any of them is then whole.
+        """
         weights = {name: getattr(self, name) for name in ("embed", "embed_of_expert")}
         whole = {name: () for name, axes in weights.items() if set(axes) & set(over)}
         return dataclasses.replace(self, **whole)
 
-    def owned(self, over: MeshAxes) -> "Layout":
-        """The layout of weights that are spread over these mesh axes besides.
+    def zero1(self, over: MeshAxes) -> "Layout":
+        """The layout of weights that are additionally sharded over some mesh axes (ZeRO-1).
 
-        That is where the optimizer's state is with `train.shard_optimizer_over_data`. The new axes
-        come last, so that a device's part is a slice of what it stores.
+        The optimizer state has this layout with `train.shard_optimizer_over_data`.
+
+        - `over`: the additional mesh axes.
         """
+        # The new axes come last, so that a device's shard is a slice of what it stores already.
         weights = ("embed", "embed_of_expert", "norm")
         return dataclasses.replace(
             self, **{name: (*getattr(self, name), *over) for name in weights}
         )
 
     def axes(self, name: str) -> MeshAxes:
-        """The mesh axes of one logical axis that have more than one device on the ambient mesh."""
+        """The mesh axes of a logical axis that have more than one device on the ambient mesh.
+
+        Raises InputError for a name that is not a logical axis.
+        """
         if name not in _LOGICAL_AXES:
             raise InputError(f"logical axis {name!r} is not known; {nearest(name, _LOGICAL_AXES)}")
         sizes = mesh_sizes()
         return tuple(axis for axis in getattr(self, name) if sizes.get(axis, 1) > 1)
 
     def size(self, name: str) -> int:
-        """How many parts a logical axis has on the ambient mesh."""
+        """How many shards a logical axis has on the ambient mesh."""
         return math.prod(mesh_sizes()[axis] for axis in self.axes(name))
 
     def spec(self, *names: str | None) -> P:
-        """The partition spec of an array with these logical axes; None is an axis kept whole.
+        """The partition spec of an array with these logical axes.
+
+        - `names`: one logical axis per array axis; None for an axis that is not sharded.
 
         Mesh axes of size 1 are left out, so on one device every spec is trivial.
         """
@@ -110,7 +155,11 @@ class Layout:
         return P(*entries)
 
     def variable(self, value: Array, logical_axes: tuple[str | None, ...]) -> nnx.Param:
-        """A parameter that remembers its logical axes."""
+        """A parameter whose metadata holds its logical axes.
+
+        - `value`: the array, in its sharding already.
+        - `logical_axes`: one per array axis; None for an axis that is not sharded.
+        """
         return nnx.Param(value, logical_axes=logical_axes)
 
 
@@ -118,14 +167,14 @@ _LOGICAL_AXES = tuple(axis.name for axis in fields(Layout))
 
 
 def mesh_sizes() -> dict[str, int]:
-    """Axis sizes of the ambient mesh; empty without one."""
+    """The axis sizes of the ambient mesh; empty if there is no mesh."""
     return dict(jax.sharding.get_abstract_mesh().shape)
 
 
 def is_explicit() -> bool:
-    """Whether shardings are part of the types on the ambient mesh.
+    """Whether the axes of the ambient mesh are explicit, so that array types hold shardings.
 
-    Raises InputError for a mesh with axes of both kinds.
+    Raises InputError for a mesh with both explicit and auto axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
     kinds = set(mesh.axis_types)
@@ -139,21 +188,8 @@ def is_explicit() -> bool:
     return AxisType.Explicit in kinds
 
 
-def is_trivial(spec: P) -> bool:
-    """Whether a spec spreads nothing."""
-    return all(entry is None or entry == () for entry in spec)
-
-
-def spec_axes(spec: P) -> set[str]:
-    """The mesh axes that a spec uses."""
-    axes: set[str] = set()
-    for entry in spec:
-        axes.update((entry,) if isinstance(entry, str) else entry or ())
-    return axes
-
-
 def out_sharding(spec: P) -> P | None:
-    """The value for an `out_sharding=` argument: the spec in explicit mode, else nothing."""
+    """The value for an `out_sharding=` argument: the spec in explicit mode, else None."""
     return spec if is_explicit() else None
 
 
@@ -162,8 +198,11 @@ _LEFT_TO_COMPILER = contextvars.ContextVar("left_to_compiler", default=False)
 
 @contextlib.contextmanager
 def left_to_compiler() -> Iterator[None]:
-    """Within it `place` says nothing in auto mode, as an arm of an experiment has it: the compiler
-    finds the way of weights and tokens from arguments, results and what `hold` says."""
+    """A context in which `place` does nothing in auto mode.
+
+    One arm of an experiment is compiled in it. The compiler then derives how weights and tokens
+    move from the shardings of arguments and results and from the constraints that `hold` makes.
+    """
     token = _LEFT_TO_COMPILER.set(True)
     try:
         yield
@@ -172,13 +211,25 @@ def left_to_compiler() -> Iterator[None]:
 
 
 def place(x: Array, spec: P) -> Array:
-    """Moves `x` to `spec`: a reshard in explicit mode, a constraint in auto mode."""
+    """Moves an array: a reshard in explicit mode, a sharding constraint in auto mode.
+
+    - `x`: the array, in any sharding on the ambient mesh.
+    - `spec`: the sharding of the result.
+
+    It does nothing without a mesh, and nothing in auto mode within `left_to_compiler`.
+    """
     return x if _LEFT_TO_COMPILER.get() and not is_explicit() else hold(x, spec)
 
 
 def hold(x: Array, spec: P) -> Array:
-    """As `place`, for what the compiler is told in any case: where a layer's output is, and that
-    what belongs to a stage is on that stage."""
+    """Moves an array as `place` does, even within `left_to_compiler`.
+
+    - `x`: the array, in any sharding on the ambient mesh.
+    - `spec`: the sharding of the result.
+
+    It is for the two things that the compiler is told in any case: where the output of a layer is
+    placed, and that what belongs to a stage is on that stage.
+    """
     if is_explicit():
         return jax.sharding.reshard(x, spec)
     if mesh_sizes():
@@ -187,19 +238,26 @@ def hold(x: Array, spec: P) -> Array:
 
 
 def constrain(x: Array, spec: P) -> Array:
-    """Holds an activation to `spec`; a spec that spreads nothing is skipped.
+    """Moves an activation to `spec`, unless the spec shards no axis.
 
-    A constraint without content still leaves a custom call in the program, which XLA may carry
+    - `x`: the activation.
+    - `spec`: the sharding of the result; if it shards no axis, `x` is returned as it is.
+
+    A constraint that shards nothing still leaves a custom call in the program, which XLA may carry
     through a scan (seeds S2.4a).
     """
     return x if is_trivial(spec) else hold(x, spec)
 
 
 def spec_of(x: Array, *, stage_axis: int) -> P:
-    """The spec of `x` for a `shard_map` over `stage`, which lies on the axis `stage_axis`.
+    """The partition spec of `x` for a `shard_map` over the mesh axis `stage`.
 
-    In explicit mode it is the whole spec in the type: a `shard_map` that is told of `stage` alone
-    keeps the other axes gathered inside (JAX 0.10 and 0.12). In auto mode XLA knows the others.
+    - `x`: an array with an axis of stages.
+    - `stage_axis`: which axis of `x` is sharded over `stage`.
+
+    In explicit mode it is the whole spec of the array's type, because a `shard_map` that names
+    `stage` alone gathers the other axes inside (JAX 0.10 and 0.12). In auto mode it names `stage`
+    alone, and XLA keeps the sharding of the others.
     """
     if is_explicit():
         return jax.typeof(x).sharding.spec
@@ -207,25 +265,30 @@ def spec_of(x: Array, *, stage_axis: int) -> P:
 
 
 def manual_axes() -> set[str]:
-    """The mesh axes that a `shard_map` over stages takes over: all in explicit mode."""
+    """The mesh axes that are manual in a `shard_map` over stages: all of them in explicit mode."""
     return set(mesh_sizes()) if is_explicit() else {"stage"}
 
 
 def gather_weight(kernel: Array, stored: P, used: P) -> Array:
-    """A stored weight as a matrix product wants it: gathered over the axes that `used` leaves out.
+    """Moves a weight from where it is stored to where a matrix product reads it.
 
-    The gradient goes back the other way, a reduce-scatter to `stored`. In auto mode the second
-    constraint says so; without it XLA returns the gradient gathered.
+    - `kernel`: the weight.
+    - `stored`: its spec as it is stored.
+    - `used`: its spec as it is read; it is gathered over the mesh axes that this leaves out.
+
+    The gradient goes the opposite way, by a reduce-scatter to `stored`.
     """
     if stored == used or not mesh_sizes():
         return kernel
+    # In auto mode the constraint to `stored` applies to the gradient too; without it XLA returns
+    # the gradient gathered.
     return place(kernel if is_explicit() else place(kernel, stored), used)
 
 
 def portable_key(key: Array) -> Array:
-    """The key, or one made from it whose numbers depend on nothing but the key.
+    """A key whose random numbers depend on the key alone: this one, or one made from it.
 
-    Those of JAX's other generators (`rbg`) depend on how an array is spread and on `vmap`.
+    The numbers of JAX's other generators (`rbg`) depend on how an array is sharded and on `vmap`.
     """
     if jax.random.key_impl(key) == PORTABLE:
         return key
@@ -240,7 +303,13 @@ def parameter(
     logical_axes: tuple[str | None, ...],
     layout: Layout,
 ) -> nnx.Param:
-    """A parameter that is born in its sharding and remembers its logical axes."""
+    """Creates a parameter in its sharding; its metadata holds its logical axes.
+
+    - `rngs`: its `params` stream gives the key.
+    - `initializer`, `shape`, `dtype`: of the initial value.
+    - `logical_axes`: one per array axis; None for an axis that is not sharded.
+    - `layout`: the mesh axes that each logical axis is sharded over.
+    """
     value = initial_value(rngs.params(), initializer, shape, dtype, layout.spec(*logical_axes))
     return layout.variable(value, logical_axes)
 
@@ -252,16 +321,25 @@ def initial_value(
     dtype: jax.typing.DTypeLike,
     spec: P,
 ) -> Array:
-    """What a parameter starts with, made in its place, the same wherever that is."""
+    """Creates the initial value of a parameter in its sharding, which does not change the value.
+
+    - `key`: any JAX key; it is made portable first (see `portable_key`).
+    - `initializer`, `shape`, `dtype`: of the value.
+    - `spec`: the partition spec in which it is created.
+    """
     value = initializer(portable_key(key), shape, dtype, out_sharding=out_sharding(spec))
     return place(value, spec) if mesh_sizes() and not is_explicit() else value
 
 
 def variable_shardings(tree: nnx.Module, layout: Layout, mesh: jax.sharding.Mesh) -> nnx.Module:
-    """The tree with a NamedSharding for every parameter, from its logical axes.
+    """The tree with a NamedSharding in place of each parameter's value, from its logical axes.
 
-    To be called under the mesh. The result serves as `out_shardings` of a jitted initialisation and
-    as placement for gradients, in both modes.
+    - `tree`: a module whose variables all have `logical_axes` in their metadata.
+    - `layout`: the mesh axes that each logical axis is sharded over.
+    - `mesh`: the mesh of the shardings, which must be the ambient mesh during the call.
+
+    The result serves as `out_shardings` of a jitted initialisation and as the placement of
+    gradients, in explicit and in auto mode.
     """
 
     def sharding(variable: nnx.Variable) -> nnx.Variable:
@@ -272,7 +350,11 @@ def variable_shardings(tree: nnx.Module, layout: Layout, mesh: jax.sharding.Mesh
 
 
 def place_by(tree: Module, layout: Layout) -> Module:
-    """The tree with every variable moved to where its logical axes are in `layout`."""
+    """The tree with every variable moved to the placement of its logical axes in a layout.
+
+    - `tree`: a module whose variables all have `logical_axes` in their metadata.
+    - `layout`: the mesh axes that each logical axis is to be sharded over.
+    """
 
     def one(variable: nnx.Variable) -> nnx.Variable:
         spec = layout.spec(*variable.get_metadata("logical_axes"))
@@ -282,7 +364,14 @@ def place_by(tree: Module, layout: Layout) -> Module:
 
 
 def with_layout(module: Module, layout: Layout) -> Module:
-    """A copy whose modules all go by `layout`; the variables keep their values and metadata."""
+    """A copy of a module in which this module and every module inside it have another layout.
+
+    - `module`: may hold modules without an attribute `layout`; they get none.
+    - `layout`: the new value of the attribute `layout`.
+
+    The variables keep their values and metadata.
+    """
+    # Mapping the identity over the leaves makes new module objects, which may then be changed.
     copy = jax.tree.map(lambda leaf: leaf, module)
     for _, inner in nnx.iter_modules(copy):
         if hasattr(inner, "layout"):

@@ -1,11 +1,14 @@
-"""Names of axes: MaxText's in Linen's metadata boxes, those of `nnx_pipeline.sharding.Layout`."""
+"""Logical axis names of MaxText, as in Linen's metadata boxes, and their names in `Layout`.
+
+`Layout` is `nnx_pipeline.sharding.Layout`.
+"""
 
 from linen_compat.bridge.paths import Path
 from linen_compat.modules.parameters import AXES
 
 Axes = tuple[str | None, ...]
 
-# By the end of the Linen path, from the most to the least specific.
+# By the end of the Linen path. The first match is taken, so more specific ends come first.
 _MAXTEXT: tuple[tuple[str, Axes], ...] = (
     ("query/kernel", ("embed", "q_heads", "kv")),
     ("key/kernel", ("embed", "kv_heads", "kv_head_dim")),
@@ -25,11 +28,11 @@ _MAXTEXT: tuple[tuple[str, Axes], ...] = (
 
 
 def linen_axes(path: Path) -> Axes:
-    """MaxText's names for the axes of one of its parameters, by its Linen path."""
+    """MaxText's names for the axes of one of its parameters, by the parameter's Linen path."""
     name = f"/{'/'.join(path)}"
     return next(axes for end, axes in _MAXTEXT if name.endswith(f"/{end}"))
 
 
 def layout_axes(axes: Axes) -> Axes:
-    """The names in `Layout` of axes with MaxText's names; others keep theirs."""
+    """The names in `Layout` of axes with MaxText's names; other names stay as they are."""
     return tuple(AXES.get(name, name) if name else name for name in axes)

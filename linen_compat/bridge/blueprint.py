@@ -1,4 +1,4 @@
-"""What an NNX class is made of, found out once: its graph and its variables, without an array."""
+"""Finds the graph and the variables of an NNX class once, without making an array."""
 
 import functools
 import inspect
@@ -14,19 +14,27 @@ from jaxtyping import Array
 from linen_compat.bridge.axes import linen_axes
 from linen_compat.bridge.paths import Path, linen_paths
 from nnx_pipeline import InputError
-from nnx_pipeline.tracing import this_turn
+from nnx_pipeline.tracing.calls import this_turn
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How an NNX module is made: `kind(*args, **dict(options), rngs=…)`."""
+    """How an NNX module is constructed: `kind(*args, **dict(options), rngs=…)`.
+
+    - `kind`: the class of the module.
+    - `args`: positional arguments, which can be hashed.
+    - `options`: keyword arguments as pairs of name and value, which can be hashed.
+    """
 
     kind: type[nnx.Module]
     args: tuple[Any, ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
 
     def make(self, rngs: nnx.Rngs) -> nnx.Module:
-        """A module with new variables; `rngs` is left out where the class takes none."""
+        """A module with new variables.
+
+        - `rngs`: left out where the class takes none.
+        """
         options = dict(self.options)
         if takes_rngs(self.kind):
             options["rngs"] = rngs
@@ -35,7 +43,13 @@ class Recipe:
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """A variable on both sides. `linen` begins with the collection."""
+    """One variable of a module, as NNX and as Linen hold it.
+
+    - `nnx`: its path in the NNX module.
+    - `linen`: its path in Linen, which begins with the collection.
+    - `shape`: the shape of its array.
+    - `box`: puts an array into the variable's Linen metadata box, if it has one.
+    """
 
     nnx: tuple[Any, ...]
     linen: Path
@@ -45,7 +59,12 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """A stream of random numbers: the paths of its key and its count, and Linen's name for it."""
+    """A stream of random numbers in an NNX module.
+
+    - `key`, `count`: the paths of its key and of its count.
+    - `name`: what Linen calls the stream.
+    - `shape`: the shape of its array of keys, `()` for one key.
+    """
 
     key: tuple[Any, ...]
     count: tuple[Any, ...]
@@ -55,7 +74,13 @@ class Stream:
 
 @dataclass(frozen=True, eq=False)
 class Blueprint:
-    """The graph of an NNX module, its variables and its streams of random numbers."""
+    """The graph of an NNX module, its variables and its streams of random numbers.
+
+    - `graph`: what `nnx.merge` needs beside the arrays.
+    - `slots`: the variables, without those of random numbers.
+    - `streams`: the streams of random numbers that the module holds.
+    - `shapes`: the shape of each variable, by its Linen path.
+    """
 
     graph: Any
     slots: tuple[Slot, ...]
@@ -63,12 +88,21 @@ class Blueprint:
     shapes: dict[Path, tuple[int, ...]]
 
     def build(self, values: dict[tuple[Any, ...], Any]) -> nnx.Module:
-        """The module with these arrays, by NNX path; its constructor does not run."""
+        """The module with these arrays; its constructor does not run.
+
+        - `values`: arrays of all variables and streams, by NNX path.
+        """
         return nnx.merge(self.graph, nnx.from_flat_state(values.items()))
 
 
 class StreamPerName(nnx.Rngs):
-    """Gives each name a stream of its own when it is first asked for, so that its name is known."""
+    """Random streams for a constructor, one for each name, made when that name is first asked for.
+
+    A stream is tagged with its name, so that a blueprint can tell which of Linen's streams it
+    stands for.
+
+    - `make_key`: gives the key of a stream from its name.
+    """
 
     def __init__(self, make_key: Callable[[str], Array]) -> None:
         super().__init__()
@@ -86,17 +120,19 @@ class StreamPerName(nnx.Rngs):
 
 
 def blueprint(recipe: Recipe) -> Blueprint:
-    """The blueprint under the ambient mesh, on which a module's parts may depend.
+    """The blueprint of a recipe under the ambient mesh, on which a module's parts may depend.
 
-    The constructor runs the first time, on abstract arrays. Raises InputError for a module that
-    holds an array which is no variable.
+    The constructor runs the first time only, on abstract arrays. Raises InputError for a module
+    that holds an array outside of any variable.
     """
     return _blueprint(recipe, jax.sharding.get_abstract_mesh(), this_turn())
 
 
 @functools.lru_cache(maxsize=4096)
 def _blueprint(recipe: Recipe, mesh: Any, turn: Any) -> Blueprint:
-    del mesh, turn  # the ambient mesh, because the result depends on it; a measurement asks anew
+    # Both are here as keys of the cache: the result depends on the ambient mesh, and within
+    # `traced_afresh` nothing from an earlier measurement may be used.
+    del mesh, turn
     module = nnx.eval_shape(lambda: recipe.make(StreamPerName(_any_key)))
     graph, state = nnx.split(module)
     renamed = linen_paths(module)
@@ -105,8 +141,9 @@ def _blueprint(recipe: Recipe, mesh: Any, turn: Any) -> Blueprint:
     for path, variable in variables.items():
         if not isinstance(variable, nnx.Variable):
             raise InputError(
-                f"{recipe.kind.__name__} holds an array at {'.'.join(map(str, path))} that is no "
-                "nnx.Variable, so that it would belong to no collection; wrap it in one"
+                f"{recipe.kind.__name__} holds an array at {'.'.join(map(str, path))} that is not "
+                "in an nnx.Variable, so it belongs to no collection; wrap it in one, such as "
+                "nnx.Param"
             )
         if isinstance(variable, nnx.RngKey):
             count = (*path[:-1], "count")
@@ -123,12 +160,14 @@ def _blueprint(recipe: Recipe, mesh: Any, turn: Any) -> Blueprint:
             )
     shapes = {slot.linen: slot.shape for slot in slots}
     if len(shapes) < len(slots):
-        raise InputError(f"two variables of {recipe.kind.__name__} get the same path in Linen")
+        raise InputError(
+            f"two variables of {recipe.kind.__name__} get the same path in Linen; rename one"
+        )
     return Blueprint(graph, tuple(slots), tuple(streams), shapes)
 
 
 def forget_blueprints() -> None:
-    """Has every blueprint be found out anew; for measuring what that costs."""
+    """Clears the cache of blueprints, to measure what it costs to find them."""
     _blueprint.cache_clear()
 
 
@@ -138,14 +177,15 @@ def collection_of(variable: nnx.Variable) -> str:
 
 
 def _boxing(variable: nnx.Variable, own: Path | None) -> Callable[[Any], Any]:
-    """Puts an array into the metadata box that says what the variable's metadata says."""
+    """The function that puts an array into the Linen box with this variable's metadata."""
     metadata = variable.get_metadata()
     if "linen_box" in metadata:
         return metadata["linen_box"].replace_boxed
     if metadata.get("logical_axes") is not None:
         names = tuple(metadata["logical_axes"])
         axes = linen_axes(own) if own is not None else ()
-        # Those of a stack of layers come before the layer's own.
+        # MaxText's names are known for the layer's own axes, which come last; the names of a stack
+        # of layers before them stay.
         names = (*names[: len(names) - len(axes)], *axes)
         return functools.partial(nn.LogicallyPartitioned, names=names)
     if metadata.get("out_sharding") is not None:
@@ -154,12 +194,13 @@ def _boxing(variable: nnx.Variable, own: Path | None) -> Callable[[Any], Any]:
 
 
 def _any_key(name: str) -> Array:
+    """A placeholder for constructors on abstract arrays, where no key's value is used."""
     return jax.random.key(0)
 
 
 @functools.cache
 def takes_rngs(kind: type[nnx.Module]) -> bool:
-    """Whether the constructor of a class takes random numbers."""
+    """Whether the constructor of a class takes an argument `rngs`."""
     if kind.__init__ is object.__init__:
         return False
     parameters = inspect.signature(kind.__init__).parameters.values()

@@ -1,4 +1,4 @@
-"""What the wrappers are given, checked before anything is built of it."""
+"""Checks the arguments of `to_linen`, `to_nnx` and their wrappers before they are used."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +21,7 @@ def check_class(kind: Any) -> None:
     if isinstance(kind, nnx.Module):
         cure = f"give the class and its arguments, to_linen({name}, …)"
     elif isinstance(kind, nn.Module) or (isinstance(kind, type) and issubclass(kind, nn.Module)):
-        cure = f"{name} is Linen's already; use it as it is"
+        cure = f"{name} is already a Linen module; use it as it is"
     else:
         cure = "give a class and its arguments, such as to_linen(RMSNorm, config)"
     raise InputError(f"to_linen takes a class of nnx.Module and got {_short(kind)}; {cure}")
@@ -37,7 +37,7 @@ def check_module(module: Any) -> None:
     elif isinstance(module, nnx.Module) or (
         isinstance(module, type) and issubclass(module, nnx.Module)
     ):
-        cure = f"{name} is NNX already; use it as it is"
+        cure = f"{name} is already an NNX module; use it as it is"
     else:
         cure = "give a Linen module and an example of its inputs, such as to_nnx(Dense(4), x)"
     raise InputError(f"to_nnx takes a Linen module and got {_short(module)}; {cure}")
@@ -46,39 +46,51 @@ def check_module(module: Any) -> None:
 def check_arguments(
     function: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any], *, of: str
 ) -> None:
-    """Raises InputError unless a method, given without its module, takes these arguments.
+    """Raises InputError unless a method takes these arguments.
 
-    of: what is called, for the message.
+    - `function`: the method, which gets None in place of its module.
+    - `args`, `options`: the positional and the keyword arguments.
+    - `of`: what is called, for the message.
     """
     try:
         inspect.signature(function).bind(None, *args, **options)
     except TypeError as error:
-        message = f"{of} cannot be called so: {error}; give the arguments that it takes"
+        message = f"{of} does not take these arguments: {error}; give those that it takes"
         raise InputError(message) from error
 
 
 def check_method(module: Any, name: object, *, of: str) -> None:
-    """Raises InputError unless a module has a method of that name."""
+    """Raises InputError unless a module has a method of that name.
+
+    - `module`: an NNX or a Linen module, or its class.
+    - `name`: the name that a caller asked for.
+    - `of`: what is called, for the message.
+    """
     if not isinstance(name, str) or not callable(getattr(module, name, None)):
         methods = [one for one in dir(type(module)) if not one.startswith("_")]
         raise InputError(f"{of} has no method {name!r}; {nearest(str(name), methods)}")
 
 
 def check_rngs(rngs: Any) -> None:
-    """Raises InputError unless `to_nnx` can make parameters from this."""
+    """Raises InputError for anything but None, a key, a seed or an `nnx.Rngs`."""
     is_seed = isinstance(rngs, int | np.integer) and not isinstance(rngs, bool)
     if rngs is None or is_seed or isinstance(rngs, nnx.Rngs | jax.Array | np.ndarray):
         return
     named = ", ".join(f"{name}=…" for name in rngs) if isinstance(rngs, Mapping) else "params=0"
     raise InputError(
-        f"rngs={_short(rngs)} is no key, no seed and no nnx.Rngs; give rngs=nnx.Rngs({named})"
+        f"rngs={_short(rngs)} is not a key, a seed or an nnx.Rngs; give rngs=nnx.Rngs({named})"
     )
 
 
 def check_collect(collect: Iterable[str]) -> tuple[str, ...]:
-    """The names of collections; InputError when it is one text, whose letters they would be."""
+    """The names of collections as a tuple.
+
+    Raises InputError for one string, whose letters would be taken for names.
+    """
     if isinstance(collect, str):
-        raise InputError(f"collect={collect!r} is one text; give a tuple, collect=({collect!r},)")
+        raise InputError(
+            f"collect={collect!r} is a single string; give a tuple, collect=({collect!r},)"
+        )
     return tuple(collect)
 
 
@@ -87,7 +99,7 @@ def _name(thing: Any) -> str:
 
 
 def _short(thing: Any) -> str:
-    """A class by its name, anything else by its kind: a module is many lines long."""
+    """A class by its name, other objects by their type, because a module's text has many lines."""
     if isinstance(thing, type):
         return f"the class {thing.__name__}"
     if isinstance(thing, int | float | str | Mapping):

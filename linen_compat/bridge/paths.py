@@ -1,4 +1,4 @@
-"""Paths of parameters: how a wrapper names them on the other side, and which ones are wrong."""
+"""Paths of parameters: their names on the other side of a wrapper, and checks of given trees."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -8,14 +8,14 @@ from flax import linen as nn
 from flax import nnx
 from flax.core import meta
 
-from linen_compat import modules, names
-from linen_compat.names import Names
+from linen_compat import modules
+from linen_compat.formats import names
+from linen_compat.formats.names import Names
 from nnx_pipeline import MLP, Attention, DecoderLayer, Embed, InputError, RMSNorm, RoutedMoE
 
 Path = tuple[str, ...]
 Tree = Mapping[str, Any]
 
-# Under each class of this project: its parameters in NNX and in Linen, both from the class down.
 _LAYER = (*names.NORMS, *names.ATTENTION)
 
 
@@ -30,6 +30,8 @@ def _below(table: Iterable[Names], nnx_prefix: str, linen_prefix: str) -> tuple[
     )
 
 
+# The parameters of each class of this project, with paths in NNX and in Linen that start at the
+# class.
 _OF_CLASS: dict[type, tuple[Names, ...]] = {
     RMSNorm: (Names("scale", "scale", ""),),
     Embed: (Names("embedding", "embedding", ""),),
@@ -49,18 +51,20 @@ _OF_LINEN_CLASS: dict[type, tuple[Names, ...]] = {
 
 
 def table_of(module: nnx.Module) -> tuple[Names, ...] | None:
-    """The names below a module of this project, None for modules of others."""
+    """The names of the parameters in a module of this project; None for any other module."""
     if isinstance(module, DecoderLayer):
         return (*_LAYER, *(names.EXPERTS if "router" in vars(module.feed_forward) else names.MLP))
     return next((table for kind, table in _OF_CLASS.items() if isinstance(module, kind)), None)
 
 
 def linen_paths(module: nnx.Module) -> dict[Path, Path]:
-    """NNX path to Linen path of every parameter that belongs to a class of this project.
+    """The Linen path of every parameter that belongs to a class of this project, by NNX path.
 
-    They hang where the outermost such class is; a path that is not here is the same on both sides.
+    The outermost such class decides the names below it. A path that is not in the result is the
+    same in NNX and in Linen.
     """
     found: dict[Path, Path] = {}
+    # Outer modules come first, and `setdefault` keeps the names that they give.
     for at, inner in sorted(nnx.iter_modules(module), key=lambda pair: len(pair[0])):
         prefix = tuple(map(str, at))
         for entry in table_of(inner) or ():
@@ -69,7 +73,7 @@ def linen_paths(module: nnx.Module) -> dict[Path, Path]:
 
 
 def flatten(tree: Tree) -> dict[Path, Any]:
-    """Nested mappings as paths to leaves; metadata boxes are leaves."""
+    """Turns nested mappings into one mapping from path to leaf; metadata boxes are leaves."""
     flat: dict[Path, Any] = {}
     stack: list[tuple[Path, Any]] = [((), tree)]
     while stack:
@@ -82,7 +86,7 @@ def flatten(tree: Tree) -> dict[Path, Any]:
 
 
 def nest(flat: Mapping[Path, Any]) -> dict[str, Any]:
-    """The inverse of `flatten`."""
+    """Turns a mapping from path to leaf into nested mappings: the inverse of `flatten`."""
     tree: dict[str, Any] = {}
     for path, leaf in flat.items():
         node = tree
@@ -93,7 +97,10 @@ def nest(flat: Mapping[Path, Any]) -> dict[str, Any]:
 
 
 def unboxed(leaf: Any) -> Any:
-    """The array in a metadata box, without a constraint: it is used where it lies."""
+    """The array in a metadata box, or the leaf itself where there is no box.
+
+    No sharding constraint is applied: the array is used in the sharding that it has.
+    """
     if isinstance(leaf, meta.Partitioned):
         return leaf.unbox(apply_constraint=False)
     return leaf.unbox() if isinstance(leaf, meta.AxisMetadata) else leaf
@@ -102,17 +109,19 @@ def unboxed(leaf: Any) -> Any:
 def check_leaves(
     given: Mapping[Path, Any], wanted: Mapping[Path, tuple[int, ...]], *, of: str, at: Path = ()
 ) -> None:
-    """Raises InputError for a leaf that nothing asks for, a missing one, or one of another shape.
+    """Raises InputError for a leaf that is unknown, missing, or of another shape than needed.
 
-    given: path to array, in a metadata box or not. wanted: path to shape. Paths begin with the
-    collection. of: whose they are. at: where the module is among others, for the message.
+    - `given`: arrays, in metadata boxes or not, by paths that begin with the collection.
+    - `wanted`: shapes, by such paths.
+    - `of`: the name of the module, for the message.
+    - `at`: the path of the module within the outer one, for the message.
     """
     unknown = [path for path in given if path not in wanted]
     missing = [path for path in wanted if path not in given]
     if unknown:
         name = _name(unknown[0], at)
         cure = _nearest(name, [_name(path, at) for path in missing or wanted])
-        raise InputError(f"{name} is no variable of {of}{_more(unknown)}; {cure}")
+        raise InputError(f"{name} is not a variable of {of}{_more(unknown)}; {cure}")
     if missing:
         raise InputError(
             f"{_name(missing[0], at)}, a variable of {of}, is not in the tree{_more(missing)}; "
@@ -122,8 +131,8 @@ def check_leaves(
         found = tuple(unboxed(given[path]).shape)
         if found != shape:
             raise InputError(
-                f"{_name(path, at)} has shape {found} and {of} wants {shape}; "
-                "give it the arrays of a model of its own sizes"
+                f"{_name(path, at)} has shape {found} and {of} needs {shape}; "
+                "give arrays that were made for a model of the same sizes"
             )
 
 
@@ -136,7 +145,7 @@ def _more(paths: list[Path]) -> str:
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    """The nearest known path, however far: of paths that is still where to look."""
+    """Names the known path most like this one, however unlike, as a hint where to look."""
     if not known:
         return "the tree is empty; initialise it, or load one"
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
@@ -144,7 +153,10 @@ def _nearest(name: str, known: list[str]) -> str:
 
 
 def nnx_path(module: nn.Module, path: Path) -> Path:
-    """The NNX path of a parameter of a Linen module, from its path below the collection."""
+    """The NNX path of a parameter of a Linen module.
+
+    - `path`: its path in Linen, below the collection.
+    """
     return next(
         (
             tuple(entry.nnx.split("."))

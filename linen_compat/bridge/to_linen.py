@@ -1,4 +1,4 @@
-"""NNX classes as Linen modules."""
+"""Wraps NNX classes as Linen modules."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,28 +26,37 @@ INTERMEDIATES, PARAMS = "intermediates", "params"
 def to_linen(
     kind: type[nnx.Module], *args: Any, name: str | None = None, **options: Any
 ) -> "NNXAsLinen":
-    """`kind(*args, **options, rngs=…)` as a Linen module, constructed only here and in init.
+    """Wraps an NNX class, with the arguments of its constructor, as a Linen module.
 
-    Here it runs on abstract arrays, once for the same class and arguments, however often the
+    The module is `kind(*args, **options, rngs=…)`, constructed only here and in `init`. Here the
+    constructor runs on abstract arrays, once for the same class and arguments, however often the
     wrapper is made (and once more when it is called under another mesh). `apply` puts the module
-    together from its graph. name: of the Linen module among its siblings.
+    together from its graph.
 
-    - Parameters are called as in the Linen class of the same name for classes of this project,
-      wherever they are in the module (`names`); every other path is that of NNX.
-    - A variable is in the collection of its type: `nnx.Param` in params, `nnx.BatchStat` in
-      batch_stats. One that the call changes must be mutable, or InputError is raised.
+    - `kind`: the NNX class.
+    - `args`, `options`: arguments of its constructor, which can be hashed; `rngs` is not one of
+      them.
+    - `name`: the name of the Linen module among its siblings.
+
+    What becomes of the parts of the module:
+
+    - Parameters of classes of this project have the names of the corresponding Linen class,
+      wherever they are in the module (`formats.names`); every other path is that of NNX.
+    - A variable is in the collection of its type: `nnx.Param` in `params`, `nnx.BatchStat` in
+      `batch_stats`. InputError is raised when a call changes a variable whose collection is not
+      mutable.
     - `logical_axes` become `nn.LogicallyPartitioned`, mesh axes `nn.Partitioned`.
-    - Streams of random numbers are Linen's of the same name, in init and in apply.
-    - Attributes that are set in the call last as long as the call.
+    - Streams of random numbers are Linen's of the same name, in `init` and in `apply`.
+    - Attributes that are set in a call last as long as that call.
 
-    Raises InputError for what is no class of NNX modules, for arguments that it does not take or
-    that cannot be hashed, and for modules that hold arrays which are no variables.
+    Raises InputError for anything but a class of NNX modules, for arguments that it does not take
+    or that cannot be hashed, and for modules that hold arrays outside of variables.
     """
     check_class(kind)
     if "rngs" in options:
         raise InputError(
-            f"to_linen({kind.__name__}, …) got rngs={type(options['rngs']).__name__} and gives the "
-            "module Linen's random numbers; leave it out"
+            f"to_linen({kind.__name__}, …) got rngs={type(options['rngs']).__name__}, but the "
+            "module takes its random numbers from Linen; leave it out"
         )
     given = {**options, "rngs": None} if takes_rngs(kind) else options
     check_arguments(kind.__init__, args, given, of=f"the constructor of {kind.__name__}")
@@ -64,7 +73,10 @@ def to_linen(
 
 
 class NNXAsLinen(nn.Module):
-    """What `to_linen` makes. Two are equal if they were made from equal arguments."""
+    """The Linen module that `to_linen` makes; two are equal if they were made from equal arguments.
+
+    - `recipe`: how its NNX module is constructed.
+    """
 
     recipe: Recipe
 
@@ -72,10 +84,13 @@ class NNXAsLinen(nn.Module):
     def __call__(self, *args: Any, nnx_method: str = "__call__", **kwargs: Any) -> Any:
         """Calls the NNX module, or another method of it.
 
+        - `nnx_method`: the name of the method.
+
         Raises InputError when the variables are not those of the module, there is no such method,
-        or init got no key for a stream that the module draws from.
+        or `init` got no key for a stream that the module draws from.
         """
         if self.is_initializing() and not any(self.variables.values()):
+            # Nothing has been made yet: here alone the constructor makes arrays.
             module = self.recipe.make(StreamPerName(self._typed_key))
             self._store(module, blueprint(self.recipe))
             return self._method(module, nnx_method)(*args, **kwargs)
@@ -103,12 +118,13 @@ class NNXAsLinen(nn.Module):
         self._put({slot.linen: slot.box(state[slot.nnx].get_value()) for slot in plan.slots})
 
     def _boxes(self, plan: Blueprint) -> dict[Path, Any]:
-        """The variables of this module as Linen has them."""
+        """The variables of this module as Linen holds them, by path and checked."""
         given = flatten({k: v for k, v in self.variables.items() if k != INTERMEDIATES})
         check_leaves(given, plan.shapes, of=self.recipe.kind.__name__, at=self.path)
         return given
 
     def _typed_key(self, name: str) -> Array:
+        """A typed key for a stream, from Linen's stream of that name or from `params`."""
         if not self.has_rng(name) and not self.has_rng(PARAMS):
             raise InputError(
                 f"{self.recipe.kind.__name__} draws random numbers from the stream {name!r} and "
@@ -119,11 +135,15 @@ class NNXAsLinen(nn.Module):
         return key if typed else jax.random.wrap_key_data(key)
 
     def _add_streams(self, plan: Blueprint, values: dict[tuple[Any, ...], Any]) -> list[Any]:
-        """Gives each stream a key of Linen; those without one a key that must not be used."""
+        """Adds each stream's key and count to `values`, and returns the streams without a key.
+
+        Such a stream gets a placeholder; `_check_streams` refuses calls that have drawn from it.
+        """
         without = []
         for stream in plan.streams:
             has_key = self.has_rng(stream.name) or self.has_rng(PARAMS)
             key = self._typed_key(stream.name) if has_key else jax.random.key(0)
+            # A stream with a shape holds an array of keys.
             values[stream.key] = jax.random.split(key, stream.shape) if stream.shape else key
             values[stream.count] = jax.numpy.zeros(stream.shape, jax.numpy.uint32)
             if not has_key:
@@ -133,7 +153,9 @@ class NNXAsLinen(nn.Module):
     def _check_streams(
         self, after: Mapping[Any, nnx.Variable], before: Mapping[Any, Any], without: list[Any]
     ) -> None:
+        """Raises InputError if the call drew from a stream without a key."""
         for stream in without:
+            # Each draw replaces the count by a new array.
             if after[stream.count].get_value() is not before[stream.count]:
                 raise InputError(
                     f"{self.recipe.kind.__name__} drew random numbers from the stream "
@@ -148,7 +170,7 @@ class NNXAsLinen(nn.Module):
         before: dict[tuple[Any, ...], Any],
         after: dict[tuple[Any, ...], nnx.Variable],
     ) -> None:
-        """Writes what the call changed to Linen's collections."""
+        """Writes the variables that the call changed to Linen's collections."""
         linen = {slot.nnx: slot.linen for slot in plan.slots}
         new: dict[Path, Any] = {}
         for path, variable in after.items():
@@ -167,11 +189,12 @@ class NNXAsLinen(nn.Module):
             self._put(new, boxes)
 
     def _check_change(self, path: tuple[Any, ...], known: bool, collection: str) -> None:
+        """Raises InputError unless Linen can store this change of a variable."""
         name = f"{self.recipe.kind.__name__}.{'.'.join(map(str, path))}"
         if not known:
             raise InputError(
-                f"{name} came into being in the call, after the graph was made; "
-                "make it in the constructor"
+                f"{name} was created in the call, after the graph was made; "
+                "create it in the constructor"
             )
         if not self.is_mutable_collection(collection):
             raise InputError(
@@ -180,7 +203,13 @@ class NNXAsLinen(nn.Module):
             )
 
     def _put(self, new: dict[Path, Any], beside: Mapping[Path, Any] | None = None) -> None:
-        """Linen puts one name of a collection at a time: everything below it comes along."""
+        """Writes variables to Linen's collections, together with others below the same names.
+
+        Linen replaces everything below one name of a collection at a time, so what is there beside
+        the new values is written again.
+
+        - `beside`: the variables that are there.
+        """
         changed = {path[:2] for path in new}
         kept = {path: leaf for path, leaf in (beside or {}).items() if path[:2] in changed}
         for collection, tree in nest({**kept, **new}).items():

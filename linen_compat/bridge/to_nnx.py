@@ -1,4 +1,4 @@
-"""Linen modules as NNX modules."""
+"""Wraps Linen modules as NNX modules."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -24,7 +24,7 @@ from linen_compat.bridge.to_linen import INTERMEDIATES, PARAMS
 from nnx_pipeline import InputError
 
 RESERVED = ("layout", "linen_module", "linen_slots", "linen_collections", "linen_streams")
-_Slots = tuple[tuple[Path, Path], ...]  # (path in NNX, path in Linen with its collection)
+_Slots = tuple[tuple[Path, Path], ...]  # (path in NNX, path in Linen beginning with the collection)
 
 
 def to_nnx(
@@ -36,27 +36,32 @@ def to_nnx(
     method: Callable[..., Any] | None = None,
     **options: Any,
 ) -> "LinenAsNNX":
-    """A Linen module as an NNX module whose variables are made here, once.
+    """Wraps a Linen module as an NNX module whose variables are made here, once.
 
-    example, options: arguments of the module, arrays or `jax.ShapeDtypeStruct`, to make the
-    variables by. A call of the result is one `module.apply` on plain arrays: nothing is made,
-    renamed or unboxed in it.
+    A call of the result is one `module.apply` on plain arrays: nothing is made, renamed or unboxed
+    in it.
 
-    rngs: a key or seed for the parameters, or an `nnx.Rngs`, whose other named streams (such as
-    dropout) the result keeps for its calls. variables: take these, as `init` gives them, instead of
-    new ones. collect: collections that a call may write beside those that exist, such as
-    intermediates. method: which one makes the variables.
+    - `module`: the Linen module.
+    - `example`, `options`: arguments of the module, arrays or `jax.ShapeDtypeStruct`, with which
+      its variables are made.
+    - `rngs`: a key or a seed for the parameters, or an `nnx.Rngs`. From its other named streams
+      (such as dropout) the result derives the streams that its calls draw from.
+    - `variables`: taken instead of new ones, in the form that `init` returns.
+    - `collect`: collections, such as intermediates, that a call may write beside those that exist.
+    - `method`: the method that makes the variables, by default `__call__`.
 
-    - Parameters are called as in the NNX class of the same kind for classes of this project; every
+    What becomes of the parts of the module:
+
+    - Parameters of classes of this project have the names of the corresponding NNX class; every
       other path is that of Linen.
-    - A variable is of the type of its collection: `nnx.Param`, `nnx.BatchStat` … One that is no
-      parameter is updated by each call that changes it.
+    - A variable is of the type of its collection: `nnx.Param`, `nnx.BatchStat` … Each call updates
+      the variables that it changes and that are no parameters.
     - `nn.LogicallyPartitioned` become `logical_axes` in `Layout`'s names; other metadata boxes are
       kept as `linen_box`.
 
-    Raises InputError for variables with a path that the module does not have, without one that it
-    has, or of another shape; and for what is no Linen module, arguments that it does not take, and
-    anything else than a key, a seed or `nnx.Rngs` to make them from.
+    Raises InputError when `variables` has a path that the module does not have, lacks one that it
+    has, or holds an array of another shape; and for anything but a Linen module, for arguments that
+    it does not take, and for anything but a key, a seed or an `nnx.Rngs` to make variables from.
     """
     check_module(module)
     check_rngs(rngs)
@@ -70,6 +75,7 @@ def to_nnx(
         make = module.lazy_init if has_shapes else module.init
         return make(keys, *example, method=method, **options)
 
+    # Beside given variables, only the paths, shapes and metadata of new ones are needed.
     made = init(keys) if variables is None else jax.eval_shape(lambda: init(keys))
     boxes = flatten({name: tree for name, tree in made.items() if name != INTERMEDIATES})
     leaves = boxes
@@ -88,7 +94,14 @@ def to_nnx(
 
 
 class LinenAsNNX(nnx.Module):
-    """What `to_nnx` makes: the variables of a Linen module as attributes; a call applies it."""
+    """The NNX module that `to_nnx` makes: it holds a Linen module's variables and applies it.
+
+    - `module`: the Linen module.
+    - `slots`: the path of each variable in NNX, and in Linen.
+    - `variables`: in the order of `slots`.
+    - `streams`: the streams that calls draw from, None for none.
+    - `collect`: collections that a call may write beside those of the variables.
+    """
 
     linen_streams: nnx.Rngs | None = None
 
@@ -118,8 +131,11 @@ class LinenAsNNX(nnx.Module):
     ) -> Any:
         """Applies the Linen module, or another method of it.
 
-        rngs: streams or keys by name, instead of those kept. Raises InputError when the module
-        draws random numbers from a stream that there is not, or has no method of that name.
+        - `rngs`: streams or keys by name, instead of the streams that the module keeps.
+        - `method`: the method to apply, or its name.
+
+        Raises InputError when the module draws random numbers from a stream that it was not given,
+        or has no method of that name.
         """
         if isinstance(method, str):
             check_method(self.linen_module, method, of=type(self.linen_module).__name__)
@@ -137,8 +153,8 @@ class LinenAsNNX(nnx.Module):
         except flax.errors.InvalidRngError as error:
             raise InputError(
                 f"{type(self.linen_module).__name__} draws random numbers from a stream that it "
-                f"was not given ({str(error).split(' (http')[0]}); have to_nnx keep one, such as "
-                "rngs=nnx.Rngs(params=0, dropout=1), or call it with rngs={'dropout': key}"
+                f"was not given ({str(error).split(' (http')[0]}); give to_nnx one, such as "
+                "rngs=nnx.Rngs(params=0, dropout=1), or call the module with rngs={'dropout': key}"
             ) from error
         if not self.linen_collections:
             return out
@@ -147,7 +163,7 @@ class LinenAsNNX(nnx.Module):
         return out
 
     def _update(self, before: dict[Path, Any], updates: dict[Path, Any]) -> None:
-        """Gives the variables what the call wrote, new ones too."""
+        """Stores what the call wrote in the variables, and new intermediates as attributes."""
         places = {path: at for at, path in self.linen_slots}
         for path, leaf in updates.items():
             if path in places:
@@ -157,13 +173,13 @@ class LinenAsNNX(nnx.Module):
                 _attach(self, path[1:], _variable(path[0], leaf, leaf))
             else:
                 raise InputError(
-                    f"{type(self.linen_module).__name__} made {'/'.join(path)} in a call, which "
-                    "its init did not; give to_nnx an example with which it does"
+                    f"{type(self.linen_module).__name__} made {'/'.join(path)} in a call, but not "
+                    "in init; give to_nnx example arguments with which init makes it too"
                 )
 
     @property
     def layout(self) -> Any:
-        """That of the Linen module, if it has one: what `sharding.with_layout` replaces."""
+        """The layout of the Linen module, if it has one; `sharding.with_layout` replaces it."""
         return self.linen_module.layout
 
     @layout.setter
@@ -172,7 +188,7 @@ class LinenAsNNX(nnx.Module):
 
 
 def _variable(collection: str, box: Any, leaf: Any) -> nnx.Variable:
-    """The array of `leaf` with the metadata of `box`, which may be the same."""
+    """An NNX variable with the array of `leaf` and the metadata of `box`, often the same object."""
     kind = nnx.variable_type_from_name(collection, allow_register=True)
     value = unboxed(leaf)
     if not isinstance(box, meta.AxisMetadata):
@@ -183,7 +199,7 @@ def _variable(collection: str, box: Any, leaf: Any) -> nnx.Variable:
 
 
 def _attach(module: "LinenAsNNX", path: Path, variable: nnx.Variable) -> None:
-    """Sets an attribute below a module, in place of a note that an earlier call took."""
+    """Sets a variable below a module; it may replace an intermediate of an earlier call."""
     if path[0] in RESERVED:
         raise InputError(
             f"the variable {'.'.join(path)} would hide {path[0]} of the wrapper; "
@@ -197,13 +213,14 @@ def _attach(module: "LinenAsNNX", path: Path, variable: nnx.Variable) -> None:
     held = vars(node).get(path[-1]) if isinstance(node, nnx.Module) else node
     if not isinstance(held, nnx.Intermediate | None):
         raise InputError(
-            f"two variables would be called {'.'.join(path)}, which NNX keeps apart by name alone; "
-            "rename one of them in the Linen module"
+            f"two variables would be called {'.'.join(path)}, as NNX has no collections to tell "
+            "them apart; rename one of them in the Linen module"
         )
     setattr(node, path[-1], variable)
 
 
 def _at(module: nnx.Module, path: Path) -> nnx.Variable:
+    """The variable at a path below a module."""
     node: Any = module
     for name in path:
         node = getattr(node, name)
@@ -213,7 +230,10 @@ def _at(module: nnx.Module, path: Path) -> nnx.Variable:
 def _keys_and_streams(
     rngs: nnx.Rngs | Array | int | None, *, needed: bool
 ) -> tuple[dict[str, Array], nnx.Rngs | None]:
-    """Keys for init by name, and the streams to keep: the named ones but params."""
+    """Keys for `init` by name, and the streams for later calls: all but `params` and `default`.
+
+    - `needed`: whether variables are made from the keys; without `rngs` that is an InputError.
+    """
     if rngs is None:
         if needed:
             raise InputError("to_nnx makes parameters and got no rngs; give rngs=nnx.Rngs(0)")
@@ -227,6 +247,7 @@ def _keys_and_streams(
 
 
 def _draw(rngs: nnx.Rngs | Mapping[str, Array] | None) -> dict[str, Array]:
+    """One key of each stream, by name; keys are passed on as they are."""
     if rngs is None:
         return {}
     return {name: rngs[name]() if isinstance(rngs, nnx.Rngs) else rngs[name] for name in rngs}

@@ -1,32 +1,34 @@
-"""The command `linen-compat`."""
+"""The command line `linen-compat`, with its commands `inspect`, `check` and `convert`."""
 
 import logging
 import os
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
-# Without this the compilers warn about hardware that is not there; their errors still come through.
+# Otherwise the compilers warn about hardware that is not there; errors are still shown.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import click
 import jax
 
-from linen_compat import cli_views as views
-from linen_compat.checkpoint import Inspection, inspect
-from linen_compat.convert import TARGETS, plan
-from linen_compat.doctor import check_names, compare_numerics, diagnose, read_everything
-from linen_compat.maxtext_config import read_config
-from linen_compat.overhead_cli import overhead
-from linen_compat.streams import Mismatch
+from linen_compat.check import check_names, compare_numerics, diagnose, read_everything
+from linen_compat.cli import views
+from linen_compat.cli.overhead import overhead
+from linen_compat.convert import TARGETS, From, To, plan
+from linen_compat.formats.orbax.inspect import Inspection, inspect
+from linen_compat.formats.streams import Mismatch
+from linen_compat.maxtext.config import read_config
 from nnx_pipeline import InputError
-from nnx_pipeline.cli_support import Failed, main_of
-from nnx_pipeline.lab import report
+from nnx_pipeline.cli.options import bundled
+from nnx_pipeline.cli.support import Failed, main_of
+from nnx_pipeline.lab.report import tables as report
 
-_FORMATS = f"{', '.join(TARGETS)}"
+_FORMATS = ", ".join(TARGETS)
 
 
 class _Commands(click.Group):
-    """Ends what a checkpoint lacks with exit code 1: the arguments were fine."""
+    """Gives a `Mismatch` the exit code 1, as the arguments were fine and the checkpoint was not."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -41,7 +43,7 @@ class _Commands(click.Group):
 )
 @click.version_option(package_name="nnx-pipeline")
 def cli() -> None:
-    """Legacy Linen checkpoints beside nnx-pipeline."""
+    """Inspect, check and convert MaxText and Hugging Face checkpoints; measure wrapper cost."""
     jax.config.update("jax_platforms", "cpu")
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of metadata it can do without
 
@@ -50,7 +52,7 @@ def cli() -> None:
 @click.argument("checkpoint", metavar="CKPT")
 @click.option("--json", "json_path", metavar="PATH", help="Write JSON; - is standard output.")
 def inspect_command(checkpoint: str, json_path: str | None) -> None:
-    """Show layout, parameter count, dtypes and tree of a MaxText checkpoint.
+    """Show layout, parameter count, dtypes and tree of a MaxText or nnx checkpoint.
 
     CKPT is a run (its latest step is taken), a step, or an items folder. No array is read.
     """
@@ -94,8 +96,10 @@ def _as_json(found: Inspection) -> dict[str, object]:
     metavar="FILE",
     help="A MaxText YAML, a YAML with model, pipeline and train, or a preset.",
 )
-@click.option("--read", is_flag=True, help="Read every byte: refuse truncation and NaN.")
-@click.option("--numerics", is_flag=True, help="Compare logits with MaxText's mathematics.")
+@click.option("--read", is_flag=True, help="Read every byte too, to find damage and NaN.")
+@click.option(
+    "--numerics", is_flag=True, help="Compare each layer's result with MaxText's mathematics."
+)
 @click.option("--allow-nan", is_flag=True, help="With --read, let NaN and infinity pass.")
 @click.option("--json", "json_path", metavar="PATH", help="Write JSON; - is standard output.")
 def check(
@@ -106,12 +110,13 @@ def check(
     allow_nan: bool,
     json_path: str | None,
 ) -> None:
-    """Say which leaves a model would take from a checkpoint, and which it would begin afresh.
+    """Say which leaves a model would take from a checkpoint and which stay randomly initialised.
 
-    From metadata alone. Exit 1 unless every leaf is accounted for.
+    Reads only metadata and the step counts, unless --read or --numerics is given. Exit 1 unless
+    everything fits.
     """
     if allow_nan and not read:
-        raise InputError("--allow-nan is about what --read reads; add --read or leave it out")
+        raise InputError("--allow-nan has no effect without --read; add --read or leave it out")
     report.check_writable(json_path, "--json")
     config = read_config(config_name)
     found = diagnose(checkpoint, config)
@@ -129,56 +134,79 @@ def check(
         except Mismatch as error:
             problems.append(str(error))
     if numerics and not problems:
-        parting = compare_numerics(checkpoint, config)
-        result["numerics"] = vars(parting)
-        report.show(views.parting(parting), json_path=json_path)
-        if parting.place is not None:
-            problems.append(f"{parting.place} differs from MaxText's mathematics")
+        first_difference = compare_numerics(checkpoint, config)
+        result["numerics"] = vars(first_difference)
+        report.show(views.first_difference(first_difference), json_path=json_path)
+        if first_difference.place is not None:
+            problems.append(f"{first_difference.place} differs from MaxText's mathematics")
     result = {**result, "problems": problems, "fits": not problems}
     report.emit_json(json_path, views.printable(result))
     if problems:
         raise Failed(f"{checkpoint} does not fit {config_name}: {views.first_of(problems)}")
 
 
+@dataclass(frozen=True)
+class Source:
+    """The checkpoint to convert, as given by SRC, `--from`, `--config` and `--parameters-only`.
+
+    - `checkpoint`: the folder of the checkpoint.
+    - `source_format`: its format, or `auto`.
+    - `config_name`: the file or the preset that it must fit; None for no such check.
+    - `parameters_only`: whether to leave out the optimizer's state.
+    """
+
+    checkpoint: str
+    source_format: str
+    config_name: str | None
+    parameters_only: bool
+
+    def opened(self) -> From:
+        """The same source as `convert.From`, with the config file read."""
+        config = read_config(self.config_name) if self.config_name else None
+        return From(self.checkpoint, self.source_format, config, self.parameters_only)
+
+
 @cli.command(
     epilog="Example: linen-compat convert runs/7/items circular --to maxtext:pipelined "
     "--stages 4 --repeats 2"
 )
-@click.argument("source", metavar="SRC")
-@click.argument("destination", metavar="DST")
-@click.option("--from", "source_format", default="auto", show_default=True, metavar="FORMAT")
-@click.option("--to", "target_format", required=True, metavar="FORMAT", help=_FORMATS)
-@click.option("--config", "config_name", metavar="FILE", help="What the checkpoint must fit.")
-@click.option("--stages", type=click.IntRange(min=1), help="Stages of a pipelined target.")
-@click.option("--repeats", type=click.IntRange(min=1), help="Its repeats; more make it circular.")
-@click.option("--parameters-only", is_flag=True, help="Leave the optimizer's state behind.")
+@bundled(
+    "source",
+    Source,
+    click.argument("checkpoint", metavar="SRC"),
+    click.option(
+        "--from",
+        "source_format",
+        default="auto",
+        show_default=True,
+        metavar="FORMAT",
+        help=f"The format of SRC: {_FORMATS}; auto recognises it.",
+    ),
+    click.option("--config", "config_name", metavar="FILE", help="The config that SRC must fit."),
+    click.option("--parameters-only", is_flag=True, help="Leave the optimizer's state behind."),
+)
+@bundled(
+    "target",
+    To,
+    click.argument("path", metavar="DST"),
+    click.option(
+        "--to", "format", required=True, metavar="FORMAT", help=f"The format of DST: {_FORMATS}."
+    ),
+    click.option("--stages", type=click.IntRange(min=1), help="Stages of a pipelined target."),
+    click.option(
+        "--repeats",
+        type=click.IntRange(min=1),
+        help="Repeats of a pipelined target; 2 or more make it circular.",
+    ),
+)
 @click.option("--allow-nan", is_flag=True, help="Keep NaN and infinity.")
-def convert(
-    source: str,
-    destination: str,
-    source_format: str,
-    target_format: str,
-    config_name: str | None,
-    stages: int | None,
-    repeats: int | None,
-    parameters_only: bool,
-    allow_nan: bool,
-) -> None:
+def convert(source: Source, target: To, allow_nan: bool) -> None:
     """Write a checkpoint in another format or layout, one array at a time.
 
-    DST is a new folder; it appears when it is complete. Every byte that is copied is read and
-    checked.
+    DST must be a new name or an empty folder. It is filled under a temporary name, and gets its own
+    name when everything is written. Every byte that is copied is read and checked.
     """
-    prepared = plan(
-        source,
-        destination,
-        source_format=source_format,
-        target_format=target_format,
-        config=read_config(config_name) if config_name else None,
-        stages=stages,
-        repeats=repeats,
-        parameters_only=parameters_only,
-    )
+    prepared = plan(source.opened(), target)
     with views.byte_bar("converting", prepared.nbytes) as passed:
         prepared.run(allow_nan=allow_nan, progress=passed)
     report.show(views.conversion(prepared), json_path=None)

@@ -1,62 +1,99 @@
 """The command `linen-compat overhead`."""
 
+from dataclasses import dataclass
+
 import click
 
-from linen_compat.overhead import check, measure_overhead
-from linen_compat.overhead_arms import LOOPS
-from linen_compat.overhead_report import overhead_view, write_overhead_picture
+from linen_compat.overhead.arms import LOOPS
+from linen_compat.overhead.measure import check, measure_overhead
+from linen_compat.overhead.report import overhead_view, write_overhead_picture
 from nnx_pipeline import Config, InputError, preset
-from nnx_pipeline.cli_support import Failed, progress
-from nnx_pipeline.lab import report
-from nnx_pipeline.overrides import apply_overrides, parse_overrides
-from nnx_pipeline.pipeline.picture import check_picture
+from nnx_pipeline.cli.options import bundled
+from nnx_pipeline.cli.support import Failed, progress
+from nnx_pipeline.config.overrides import apply_overrides, parse_overrides
+from nnx_pipeline.figures import check_picture
+from nnx_pipeline.lab.report import tables as report
 
 READ = ("train.global_batch", "train.sequence_length")
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """The model to measure, as given by `--model`, `--set` and `--layers`.
+
+    - `model`: a preset.
+    - `assignments`: `key=value` each.
+    - `layers`: the number of decoder layers, None for the model's own.
+    """
+
+    model: str
+    assignments: tuple[str, ...]
+    layers: int | None
+
+
 @click.command(epilog="Example: linen-compat overhead --layers 8 --loop scan --picture price.svg")
-@click.option("--model", default="tiny", show_default=True, metavar="PRESET")
-@click.option(
-    "--set",
-    "assignments",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Override a field of model, train.global_batch or train.sequence_length; may come often.",
+@bundled(
+    "chosen",
+    Chosen,
+    click.option(
+        "--model",
+        default="tiny",
+        show_default=True,
+        metavar="PRESET",
+        help="A preset; `nnx-pipeline models` lists them.",
+    ),
+    click.option(
+        "--set",
+        "assignments",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Override a field of model, train.global_batch or train.sequence_length; may be "
+        "repeated.",
+    ),
+    click.option(
+        "--layers", type=click.IntRange(min=1), help="Decoder layers. [default: the model's]"
+    ),
 )
-@click.option("--layers", type=click.IntRange(min=1), help="Decoder layers. [default: the model's]")
 @click.option(
     "--loop",
     "loops",
     multiple=True,
     type=click.Choice(LOOPS),
-    help="What the layers run in; may come often. [default: all of them]",
+    help="The loop that runs the layers; may be repeated. [default: all of them]",
 )
-@click.option("--repetitions", type=click.IntRange(min=1), default=7, show_default=True)
+@click.option(
+    "--repetitions",
+    type=click.IntRange(min=1),
+    default=7,
+    show_default=True,
+    help="How often initialisation, tracing and lowering are timed; the medians are shown.",
+)
 @click.option("--picture", "picture_path", metavar="PATH", help="Draw it as .png or .svg too.")
 @click.option("--json", "json_path", metavar="PATH", help="Write JSON; - is standard output.")
 def overhead(
-    model: str,
-    assignments: tuple[str, ...],
-    layers: int | None,
+    chosen: Chosen,
     loops: tuple[str, ...],
     repetitions: int,
     picture_path: str | None,
     json_path: str | None,
 ) -> None:
-    """Measure what each style costs: NNX, Linen, either wrapped as the other, and Flax's wrappers.
+    """Measure what it costs to write layers in NNX or Linen, or to wrap one as the other.
 
-    Abstract init, trace, lower, compile, temp bytes, size of the program, dispatch and host memory
-    of value and gradient of a model's layers, on the CPU. All styles take turns in one run; a few
-    minutes for the default model. Exit 1 when a style other than Flax's could not be measured.
+    There are six styles: NNX and Linen without a wrapper, and each wrapped as the other, by this
+    project's wrapper and by Flax's own. For the value and the gradient of a model's layers, each
+    style is initialised abstractly, traced, lowered, compiled and run on the CPU. The report has
+    the times of these steps, the temporary memory and the number of instructions of the compiled
+    program, and the memory that Python holds while it is traced. The default model takes a few
+    minutes. Exit 1 when a style without Flax's wrapper could not be measured.
     """
-    config = configured(model, assignments, layers)
+    config = configured(chosen)
     report.check_writable(json_path, "--json")
     report.check_writable(picture_path, "--picture")
     check_picture(picture_path)
-    chosen = tuple(loop for loop in LOOPS if loop in loops) or LOOPS
-    check(config, chosen)
+    in_loops = tuple(loop for loop in LOOPS if loop in loops) or LOOPS
+    check(config, in_loops)
     with progress() as say:
-        result = measure_overhead(config, repetitions=repetitions, loops=chosen, progress=say)
+        result = measure_overhead(config, repetitions=repetitions, loops=in_loops, progress=say)
     report.show(overhead_view(result), json_path=json_path)
     report.emit_json(json_path, result.to_json())
     if picture_path:
@@ -67,11 +104,17 @@ def overhead(
         raise Failed(f"{first.arm} could not be measured in {first.loop}: {first.error}")
 
 
-def configured(model: str, assignments: tuple[str, ...], layers: int | None) -> Config:
-    """The preset with its overrides; InputError for one that no figure depends on."""
-    overrides = parse_overrides(assignments)
-    chunks = {"train.loss_chunks": "1"}  # there is no loss over a vocabulary to cut up
-    apply_overrides(preset(model), chunks | overrides)  # names the key nearest to an unknown one
+def configured(chosen: Chosen) -> Config:
+    """The config of the preset with its overrides.
+
+    Raises InputError for an override on which no figure depends, for an unknown key, and for
+    `--layers` together with an override of `model.num_layers`.
+    """
+    model, layers = chosen.model, chosen.layers
+    overrides = parse_overrides(chosen.assignments)
+    chunks = {"train.loss_chunks": "1"}  # the measured loss has no vocabulary to split
+    # An unknown key is refused here first, in a message that names the nearest known one.
+    apply_overrides(preset(model), chunks | overrides)
     for key in overrides:
         if not key.startswith("model.") and key not in READ:
             raise InputError(
@@ -80,6 +123,8 @@ def configured(model: str, assignments: tuple[str, ...], layers: int | None) -> 
             )
     if layers is not None:
         if "model.num_layers" in overrides:
-            raise InputError("--layers and --set model.num_layers say the same; give one of them")
+            raise InputError(
+                "--layers and --set model.num_layers say the same; leave out one of the two"
+            )
         overrides["model.num_layers"] = str(layers)
     return apply_overrides(preset(model), chunks | overrides)

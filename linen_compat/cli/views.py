@@ -1,4 +1,4 @@
-"""What the commands print."""
+"""The text and tables that the commands print."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,17 +9,17 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from linen_compat.checkpoint import Inspection
+from linen_compat.check import NUMERICS_TOLERANCE, Diagnosis, FirstDifference
 from linen_compat.convert import Plan
-from linen_compat.doctor import NUMERICS_TOLERANCE, Diagnosis, Parting
-from linen_compat.layouts import HUGGINGFACE
-from linen_compat.streams import Progress as Passed
+from linen_compat.formats.orbax.inspect import Inspection
+from linen_compat.formats.orbax.layouts import HUGGINGFACE
+from linen_compat.formats.streams import Progress as Passed
 
-_SHOWN = 40
+_SHOWN = 40  # lines about single leaves
 
 
 def inspection(found: Inspection) -> Table:
-    """Every parameter with its shape and dtype."""
+    """A table of all parameters with their shapes and dtypes."""
     table = Table()
     for column in ("parameter", "shape", "dtype"):
         table.add_column(column, no_wrap=True)
@@ -29,7 +29,7 @@ def inspection(found: Inspection) -> Table:
 
 
 def diagnosis(found: Diagnosis) -> RenderableType:
-    """The counts, and below them the leaves that are not as they should be."""
+    """A table that counts leaves by how they fit, and below it the leaves that do not."""
     result = found.comparison
     if found.format is None:
         return Group(*map(_text, result.problems))
@@ -40,7 +40,7 @@ def diagnosis(found: Diagnosis) -> RenderableType:
         "reshaped": len(result.reshaped),
         "recast": len(result.recast),
         "ignored": len(result.ignored),
-        "would begin afresh": len(result.fresh),
+        "randomly initialised": len(result.fresh),
     }
     head = (
         f"{found.format}: {found.num_layers} layers, {found.stages} stages, {found.repeats} repeats"
@@ -54,10 +54,10 @@ def diagnosis(found: Diagnosis) -> RenderableType:
     return Group(head, table, *map(_text, rows))
 
 
-def parting(result: Parting) -> str:
-    """How far the loaded model is from MaxText's mathematics."""
+def first_difference(result: FirstDifference) -> str:
+    """One line on how far the loaded model is from MaxText's mathematics."""
     if result.place is None:
-        return f"numerics: equal to {result.largest:.1e} of the largest value, in every layer"
+        return f"numerics: every layer agrees to within {result.largest:.1e} of its largest value"
     return (
         f"numerics: {result.place} is off by {result.largest:.1e} of the largest value "
         f"(allowed: {NUMERICS_TOLERANCE})"
@@ -65,7 +65,7 @@ def parting(result: Parting) -> str:
 
 
 def conversion(plan: Plan) -> Text:
-    """What was written, and what was left behind."""
+    """One line on what was written, and what was left behind."""
     layout = plan.layout
     what = HUGGINGFACE
     if layout is not None:
@@ -78,12 +78,15 @@ def conversion(plan: Plan) -> Text:
 
 
 def _text(words: str) -> Text:
-    """Words as they are: brackets in the name of a file mean nothing."""
+    """Text that is shown as it is, so that brackets in the name of a file are not markup."""
     return Text(printable(words))
 
 
 def printable(value: Any) -> Any:
-    """The same with what cannot be written as text, bytes of names that are no UTF-8, replaced."""
+    """The value with everything replaced that cannot be written as text.
+
+    Names of files may have bytes that are not UTF-8.
+    """
     if isinstance(value, dict):
         return {key: printable(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -101,7 +104,10 @@ def first_of(problems: list[str], shown: int = 3) -> str:
 
 @contextlib.contextmanager
 def byte_bar(title: str, total: int | None) -> Iterator[Passed]:
-    """A bar of bytes on standard error; gives the function that moves it."""
+    """Shows a progress bar of bytes on standard error, and yields the function that moves it.
+
+    - `total`: in bytes, None where it is not known.
+    """
     columns = (TextColumn(title), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(title, total=total)

@@ -1,7 +1,8 @@
-"""Checksums of what this project writes, where the format has no place for them.
+"""Checksums of what this project writes, kept where the format itself has no place for them.
 
-Arrays of Orbax checkpoints carry a crc32c in each chunk, by a codec of the format; `_METADATA` has
-one among its custom metadata. A folder of safetensors gets a file of its own beside the others.
+In Orbax checkpoints each chunk of an array ends in a crc32c, written by a codec of the format, and
+`_METADATA` has a checksum among its custom metadata. A folder of safetensors gets one extra file
+beside the others.
 """
 
 import json
@@ -10,24 +11,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from linen_compat.streams import Mismatch
+from linen_compat.formats.streams import Mismatch
 
 FILE = "nnx-pipeline-checksums.json"
 _BLOCK_BYTES = 2**20
 
 
 def of_values(values: Mapping[str, Any]) -> str:
-    """The CRC-32 of plain values, in whatever order and spacing JSON has them."""
+    """The CRC-32 of plain JSON values, as eight hexadecimal digits.
+
+    It depends neither on the order of keys nor on the spacing of the file that they come from.
+    """
     return of_bytes(json.dumps(values, sort_keys=True).encode())
 
 
 def of_bytes(content: Any) -> str:
-    """The CRC-32 of bytes, as text."""
+    """The CRC-32 of a bytes-like object, as eight hexadecimal digits."""
     return f"{zlib.crc32(content):08x}"
 
 
 def of_part(file: Path, begin: int, end: int) -> str:
-    """The CRC-32 of a part of a file, read block by block."""
+    """The CRC-32 of a part of a file, read block by block.
+
+    - `file`: the file to read.
+    - `begin`, `end`: byte offsets of the part; the byte at `end` is not included.
+    """
     found = 0
     with open(file, "rb") as stream:
         stream.seek(begin)
@@ -37,13 +45,19 @@ def of_part(file: Path, begin: int, end: int) -> str:
 
 
 def write(folder: Path, sums: Mapping[str, str]) -> None:
-    """Writes the file. sums: by the names of tensors and files."""
+    """Writes the file of checksums into a folder.
+
+    - `sums`: the checksum of each tensor and file, by its name.
+    """
     text = json.dumps({"crc32": {**sums}, "crc32_of_these": of_values(sums)}, indent=1)
     (folder / FILE).write_text(f"{text}\n", encoding="utf-8")
 
 
 def read(folder: Path) -> dict[str, str] | None:
-    """What the file of a folder says; None without one. Raises Mismatch when it is damaged."""
+    """The checksums that a folder's own file holds, by name; None without such a file.
+
+    Raises Mismatch when that file is damaged.
+    """
     try:
         values = json.loads((folder / FILE).read_text(encoding="utf-8"))
         sums = values["crc32"]
@@ -51,8 +65,8 @@ def read(folder: Path) -> dict[str, str] | None:
     except FileNotFoundError:
         if not (folder / FILE).is_symlink():
             return None
-        whole = False  # a link to nothing is no folder without checksums
-    except PermissionError:
+        whole = False  # a link to nothing: the checksums existed and are lost
+    except PermissionError:  # says nothing about damage
         raise
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         whole = False
@@ -62,12 +76,20 @@ def read(folder: Path) -> dict[str, str] | None:
 
 
 CURE = (
-    f"restore the folder, or if another program has written to it since, remove its {FILE}, which "
-    "is then out of date"
+    f"restore the folder from a copy, or if another program has changed it on purpose, remove its "
+    f"{FILE}, which is then out of date"
 )
 
 
 def require(folder: Path, sums: Mapping[str, str], name: str, found: str) -> None:
-    """Raises Mismatch unless a tensor or a file has the checksum that it was written with."""
+    """Raises Mismatch unless a tensor or a file still has the checksum that it was written with.
+
+    - `folder`: what the message names as the place.
+    - `sums`: the checksums as written, from `read`.
+    - `name`: the name of the tensor or file.
+    - `found`: the checksum of what the folder holds now.
+    """
     if sums.get(name) != found:
-        raise Mismatch(f"{name} in {folder} is not what was written, by its checksum; {CURE}")
+        raise Mismatch(
+            f"{name} in {folder} does not match the checksum that it was written with; {CURE}"
+        )

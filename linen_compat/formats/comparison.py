@@ -1,4 +1,4 @@
-"""A checkpoint's leaves beside those that a model needs, by names, shapes and dtypes alone."""
+"""A checkpoint's leaves compared with those that a model needs: names, shapes and dtypes only."""
 
 import dataclasses
 import functools
@@ -12,24 +12,29 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from linen_compat.checkpoint import SCALAR_PATHS, Inspection, Leaves
-from linen_compat.layouts import NNX, PIPELINED, SCANNED, UNSCANNED, Layout
-from linen_compat.names import EXPERTS, OUTSIDE, Names, of_layer
-from linen_compat.streams import PARAMETERS, ArraySpec, Mismatch
+from linen_compat.formats.names import EXPERTS, OUTSIDE, Names, of_layer
+from linen_compat.formats.orbax.inspect import SCALAR_PATHS, Inspection, Leaves
+from linen_compat.formats.orbax.layouts import NNX, PIPELINED, SCANNED, UNSCANNED, Layout
+from linen_compat.formats.streams import PARAMETERS, ArraySpec, Mismatch
 from nnx_pipeline import Config, Mixtral
-from nnx_pipeline.config import ModelConfig
+from nnx_pipeline.config.config import ModelConfig
+from nnx_pipeline.config.pipeline import PipelineConfig
 from nnx_pipeline.errors import nearest
-from nnx_pipeline.pipeline_config import PipelineConfig
 
 LAYERS = "pipeline.layers."
+STACK_AXES = 3  # axes of a layer's parameters before its own: repeats, stages, layers per stage
 _SHOWN = 3
-# In NNX experts have the names of an MLP, and a router and an axis more.
+# In NNX the experts have the names of an MLP; a router and one more axis tell them apart.
 _NNX_ROUTER, _NNX_GATE = "pipeline/layers/feed_forward/router", "pipeline/layers/feed_forward/gate"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A leaf that is not as the model needs it. found, expected: shapes or dtypes, as text."""
+    """A leaf that is not as the model needs it.
+
+    - `leaf`: the path of the leaf in the checkpoint.
+    - `found`, `expected`: two shapes or two dtypes, as text.
+    """
 
     leaf: str
     found: str
@@ -38,11 +43,15 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a checkpoint has, and what the model would have to begin afresh.
+    """Which leaves of a checkpoint a model can take, and which would stay randomly initialised.
 
-    matched: leaves of the right shape. missing: needed and not there. extra: there, and with no
-    place in the model. reshaped: there, of another shape. recast: matched, to be cast to
-    `model.param_dtype`. ignored: known to be of no use here. notes: what is wrong as a whole.
+    - `matched`: leaves of the right shape.
+    - `missing`: leaves that the model needs and the checkpoint lacks.
+    - `extra`: leaves that have no place in the model.
+    - `reshaped`: leaves of another shape than the model needs.
+    - `recast`: matched leaves that are to be cast to `model.param_dtype`.
+    - `ignored`: leaves that are known to be of no use here.
+    - `notes`: all other problems, a line for each, such as another number of layers.
     """
 
     matched: list[str] = field(default_factory=list)
@@ -55,15 +64,16 @@ class Comparison:
 
     @property
     def fresh(self) -> list[str]:
-        """Leaves that a loader that asks no questions would leave at their initial values."""
+        """Leaves that a lenient loader would leave at their initial values."""
         return [*self.missing, *(difference.leaf for difference in self.reshaped)]
 
     @property
     def problems(self) -> list[str]:
-        """One line each; none when every leaf is accounted for."""
+        """One line for each problem; none when every leaf is accounted for."""
+        # A leaf that is missing may be there under a similar name, which is then shown with it.
         near = {name: nearest(name, self.extra) for name in self.missing[:_SHOWN] if self.extra}
         close = {name: text for name, text in near.items() if text.startswith("did you mean")}
-        renamed = {name: f" ({close[name][:-1].split()[-1]} is there)" for name in close}
+        renamed = {name: f" (the checkpoint has {close[name][:-1].split()[-1]})" for name in close}
         return [
             *self.notes,
             *(f"{name} is missing{renamed.get(name, '')}" for name in self.missing),
@@ -72,7 +82,10 @@ class Comparison:
         ]
 
     def require(self, where: object) -> None:
-        """Raises Mismatch, naming leaves, unless every leaf is accounted for."""
+        """Raises Mismatch, naming leaves, unless every leaf is accounted for.
+
+        - `where`: what the message says does not fit, such as the folder of the checkpoint.
+        """
         problems = self.problems
         if problems:
             rest = len(problems) - _SHOWN
@@ -82,17 +95,18 @@ class Comparison:
 
 @functools.lru_cache(maxsize=16)
 def model_arrays(config: ModelConfig) -> Mapping[str, ArraySpec]:
-    """NNX path to shape and dtype: of one layer, or of the model outside the layers.
+    """Shape and dtype of each parameter by NNX path; parameters of the layers as in one layer.
 
-    They are those of the model itself, made without a mesh and without a byte, and kept: tracing
-    the model takes longer than everything else that is done to compare a small checkpoint.
+    They are those of the model itself, traced without a mesh and without allocating any array. The
+    result is cached, because tracing the model takes longer than everything else that is done to
+    compare a small checkpoint.
     """
     plain = Config(model=config, pipeline=PipelineConfig())
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         model = jax.eval_shape(lambda: Mixtral(plain, rngs=nnx.Rngs(0)))
     arrays = {}
     for path, leaf in parameter_paths(model).items():
-        stack = 3 if path.startswith(LAYERS) else 0
+        stack = STACK_AXES if path.startswith(LAYERS) else 0
         arrays[path.removeprefix(LAYERS)] = ArraySpec(leaf.shape[stack:], np.dtype(leaf.dtype))
     return MappingProxyType(arrays)
 
@@ -104,22 +118,35 @@ def parameter_paths(model: Mixtral) -> dict[str, jax.Array]:
 
 
 def nnx_path(path: jax.tree_util.KeyPath) -> str:
-    """A path of JAX as attributes of the model; a variable's own `value` is left out."""
+    """A key path of JAX as dotted attributes of the model, without a variable's own `value`."""
     return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
 
 
 def compare(found: Inspection, config: ModelConfig) -> Comparison:
-    """Compares a checkpoint with what a model of this config needs."""
+    """Compares a checkpoint with what a model needs, by names, shapes and dtypes alone.
+
+    - `found`: the checkpoint; no array of it is read.
+    - `config`: of the model. Its `attention_scale` may differ from that of the checkpoint.
+
+    The result lists what fits and what does not; its `require` raises Mismatch for the latter.
+    """
     return _compare(found, model_arrays(config), config.num_layers)
 
 
 def compare_to_load(found: Inspection, config: ModelConfig) -> Comparison:
-    """Compares a checkpoint with the very model that is to take its arrays as they are."""
+    """Compares a checkpoint with the very model that is to take its arrays as they are.
+
+    - `found`, `config`: as for `compare`.
+
+    Unlike `compare` it also reports a differing attention scale, as the query kernels of an Orbax
+    checkpoint are not scaled when it is loaded.
+    """
     result = compare(found, config)
     if found.attention_scale != config.attention_scale:
         result.notes.append(
-            f"model.attention_scale={config.attention_scale} and the query kernels of "
-            f"{found.items} are for {found.attention_scale}; set it to that"
+            f"model.attention_scale={config.attention_scale} does not suit the query kernels of "
+            f"{found.items}, which are for {found.attention_scale}; "
+            f"set it to {found.attention_scale}"
         )
     return result
 
@@ -127,7 +154,7 @@ def compare_to_load(found: Inspection, config: ModelConfig) -> Comparison:
 def compare_with_itself(found: Inspection) -> tuple[Comparison, Mapping[str, ArraySpec]]:
     """Compares every layer with the first one, where there is no config to say what is right.
 
-    Returns the arrays of one layer too, as in `model_arrays`.
+    Returns the comparison, and the shape and dtype of each parameter as `model_arrays` gives them.
     """
     arrays: dict[str, ArraySpec] = {}
     kinds = layer_names(found)
@@ -148,9 +175,9 @@ def compare_with_itself(found: Inspection) -> tuple[Comparison, Mapping[str, Arr
 
 
 def layer_names(found: Inspection) -> tuple[Names, ...]:
-    """The parameters of a layer that this checkpoint has: Mixtral's or Llama's.
+    """The parameters that a layer of this checkpoint has: Mixtral's or Llama's.
 
-    Any of an expert's decide, so that it is the router that is missing where it is.
+    Any parameter of the experts makes it Mixtral's, so a lost router is reported as missing.
     """
     experts = tuple(names.linen for names in EXPERTS)
     for name, leaf in found.parameters.items():
@@ -161,12 +188,14 @@ def layer_names(found: Inspection) -> tuple[Names, ...]:
 
 
 def _unstacked(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that one layer has in a stored array of this shape."""
     if layout.format == SCANNED:
         return (*shape[:1], *shape[2:])
     return shape[len(layout.stacked(())) :] if layout.format != UNSCANNED else shape
 
 
 def _compare(found: Inspection, arrays: Mapping[str, ArraySpec], num_layers: int) -> Comparison:
+    """Compares a checkpoint with a model that has these arrays, in the checkpoint's layout."""
     result = Comparison(ignored=[leaf.stored for leaf in found.ignored.values()])
     result.extra.extend(leaf.stored for leaf in found.unknown.values())
     for leaf in found.scalars.values():
@@ -175,7 +204,7 @@ def _compare(found: Inspection, arrays: Mapping[str, ArraySpec], num_layers: int
         else:
             result.reshaped.append(Difference(leaf.stored, _text(leaf.shape), _text(())))
     layout = _expected_layout(found.layout, num_layers)
-    if layout is None:
+    if layout is None:  # say so once, then compare the leaves as they are stacked
         has, what = found.layout, f"{found.layout.num_layers} layers"
         result.notes.append(
             f"{_first_layer_leaf(found)}: the checkpoint holds {what} ({has.repeats} repeats × "
@@ -192,12 +221,15 @@ def _compare(found: Inspection, arrays: Mapping[str, ArraySpec], num_layers: int
 
 
 def layer_kinds(arrays: Mapping[str, ArraySpec]) -> tuple[Names, ...]:
-    """The names of the parameters of a layer that has these arrays."""
+    """The names of the parameters of a layer, for a model that has these arrays."""
     return of_layer(2 if EXPERTS[0].nnx in arrays else 1)
 
 
 def _expected_layout(found: Layout, num_layers: int) -> Layout | None:
-    """The layout of this kind for that many layers; None when they do not fit its stages."""
+    """The layout of this kind for that many layers.
+
+    None for a pipelined one that holds another number, as its stages and repeats are fixed.
+    """
     if found.num_layers == num_layers:
         return found
     if found.format in (UNSCANNED, SCANNED):
@@ -206,11 +238,13 @@ def _expected_layout(found: Layout, num_layers: int) -> Layout | None:
 
 
 def _first_layer_leaf(found: Inspection) -> str:
+    """The stored path of some leaf of the layers, for a message."""
     prefix = "decoder/pipeline_module" if found.layout.format == PIPELINED else "pipeline/layers"
     return next(leaf.stored for name, leaf in found.parameters.items() if name.startswith(prefix))
 
 
 def _dtypes(layout: Layout, arrays: Mapping[str, ArraySpec]) -> dict[str, np.dtype]:
+    """The dtype that the model gives each stored array, by leaf."""
     found = {layout.outside(names).leaf: arrays[names.nnx].dtype for names in OUTSIDE}
     for names in layer_kinds(arrays):
         for layer in range(layout.num_layers):
@@ -225,12 +259,15 @@ def _compare_part(
     expected: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, np.dtype],
 ) -> None:
+    """Adds to the result how the leaves of one part differ from the expected ones."""
     leaves = found.part(part)
     prefix = _prefix(leaves)
     for name, shape in expected.items():
         leaf = leaves.get(name)
         if leaf is not None and not jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.floating):
-            result.notes.append(f"{leaf.stored} is {leaf.dtype}, and a weight must be floating")
+            result.notes.append(
+                f"{leaf.stored} is {leaf.dtype}, but weights must be floating-point"
+            )
         if leaf is None:
             result.missing.append(prefix + name)
         elif leaf.shape != shape:
@@ -243,7 +280,7 @@ def _compare_part(
 
 
 def _compare_optimizer(result: Comparison, found: Inspection) -> None:
-    """A training state has both moments and their count, or it is none."""
+    """Adds what is missing of an optimizer: both moments, their count and the step."""
     family = "nnx" if found.layout.format == NNX else "maxtext"
     for moment in {"mu", "nu"} - set(found.moments):
         result.missing.append(f"{'optimizer' if family == 'nnx' else 'opt_state/0'}/{moment}")
@@ -255,7 +292,7 @@ def _compare_optimizer(result: Comparison, found: Inspection) -> None:
 
 
 def _prefix(leaves: Leaves) -> str:
-    """What stands before the names of this part in the checkpoint."""
+    """What precedes the names of these leaves in their stored paths."""
     for name, leaf in leaves.items():
         return re.split(re.escape(name) + r"(?:/value)?$", leaf.stored)[0]
     return ""

@@ -1,8 +1,9 @@
-"""Arrays of a source straight into a model on a mesh, each part where it belongs."""
+"""Reads arrays of a source straight into a model on a mesh, each device its own shards only."""
 
 import contextlib
 import dataclasses
 import itertools
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -10,18 +11,17 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from linen_compat.compare import LAYERS, nnx_path
-from linen_compat.streams import PARAMETERS, Source, check_finite, check_sign
+from linen_compat.formats.comparison import LAYERS, STACK_AXES, nnx_path
+from linen_compat.formats.streams import PARAMETERS, Source, check_finite, check_sign
 from nnx_pipeline import Config, InputError, MeshConfig, Mixtral
 from nnx_pipeline.mesh import AXES
 from nnx_pipeline.sharding import variable_shardings
 
 Tree = TypeVar("Tree")
-_STACK_AXES = 3  # repeats, stages, layers per stage
 
 
 class SourceOfParts(Source, Protocol):
-    """A source that reads no more of an array than is asked for."""
+    """A source that reads no more of an array than the part that is asked for."""
 
     def read(
         self,
@@ -30,16 +30,26 @@ class SourceOfParts(Source, Protocol):
         part: str = PARAMETERS,
         index: tuple[slice, ...] = (),
     ) -> np.ndarray:
-        """As of `Source`; index: a part of the array, the whole by default."""
+        """A part of one array of one layer.
+
+        - `path`, `layer`, `part`: as in `Source.read`.
+        - `index`: a slice for each axis of the array; empty for the whole array.
+        """
         ...
 
     def close(self) -> None:
-        """Lets go of what is held between reads."""
+        """Releases what is held between reads."""
         ...
 
 
 def load_from(source: SourceOfParts, config: Config, mesh: Mesh | None) -> Mixtral:
-    """The model of a config with the parameters of a source; mesh as for `load`."""
+    """The model of a config with the parameters of a source.
+
+    - `source`: has been compared with the config, so that every leaf is accounted for.
+    - `config`: its pipeline is adapted to the mesh by `for_mesh`.
+    - `mesh`: where the arrays are placed. None means the mesh of `jax.set_mesh`, and without one
+      the first device.
+    """
     mesh = mesh or mesh_in_use()
     config = for_mesh(config, mesh)
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
@@ -48,18 +58,24 @@ def load_from(source: SourceOfParts, config: Config, mesh: Mesh | None) -> Mixtr
 
 
 def mesh_in_use() -> Mesh | None:
-    """The mesh of `jax.set_mesh`."""
+    """The mesh of `jax.set_mesh`, or None where there is none."""
     mesh = jax.sharding.get_mesh()
     return None if mesh.empty else mesh
 
 
 def for_mesh(config: Config, mesh: Mesh | None) -> Config:
-    """The config as this mesh can hold its weights.
+    """The config, with its pipeline adapted so that this mesh can hold the weights.
 
-    Without stages the parts of a pipeline are left out. With stages there are `num_repeats` of
-    them, or the most below that for which there are layers: it is the mesh that decides how layers
-    are stacked, and never what a checkpoint holds. Raises InputError when the mesh cannot hold the
-    weights, whose sizes are those of a checkpoint.
+    - `config`: of the model; only its pipeline changes.
+    - `mesh`: axes that it lacks count as axes of size 1, and None as a mesh without stages.
+
+    On a mesh without stages `num_repeats` becomes 1, and unless the schedule is `1f1b`,
+    `num_microbatches` and `fsdp_gather` get values that need no pipeline. On a mesh with stages
+    `num_repeats` stays as it is where it divides the number of layers that a stage holds, and
+    otherwise becomes the largest smaller number that does. So the mesh decides how layers are
+    stacked, and never the layout of a checkpoint.
+
+    Raises InputError when the mesh cannot hold the weights, whose sizes the checkpoint determines.
     """
     sizes = MeshConfig(**{axis: mesh.shape.get(axis, 1) for axis in AXES} if mesh else {})
     pipeline = config.pipeline
@@ -67,6 +83,7 @@ def for_mesh(config: Config, mesh: Mesh | None) -> Config:
         pipeline = dataclasses.replace(pipeline, num_repeats=1)
     if sizes.stage == 1 and pipeline.schedule != "1f1b":
         pipeline = dataclasses.replace(pipeline, num_microbatches=None, fsdp_gather="use")
+    # Layers that do not divide into stages at all are refused below, by the rules of the weights.
     per_stage = max(1, config.model.num_layers // sizes.stage)
     fitting = (n for n in range(pipeline.num_repeats, 0, -1) if per_stage % n == 0)
     pipeline = dataclasses.replace(pipeline, num_repeats=next(fitting))
@@ -74,12 +91,13 @@ def for_mesh(config: Config, mesh: Mesh | None) -> Config:
     for divisor, size, rule in config.weight_rules(sizes):
         if size % divisor:
             raise InputError(
-                f"{rule}; choose another mesh, as the sizes of a checkpoint are what they are"
+                f"{rule}; choose another mesh, because the checkpoint fixes the sizes of the model"
             )
     return config
 
 
 def _placement(model: Mixtral, mesh: Mesh | None) -> Any:
+    """The sharding of each array of a model; without a mesh it is that of the first device."""
     if mesh is not None:
         return variable_shardings(model, model.layout, mesh)
     device = SingleDeviceSharding(jax.devices()[0])
@@ -87,22 +105,46 @@ def _placement(model: Mixtral, mesh: Mesh | None) -> Any:
 
 
 def fill(tree: Tree, shardings: Any, source: SourceOfParts, part: str = PARAMETERS) -> Tree:
-    """A tree of a model's shape with the arrays of a source instead of abstract ones."""
+    """A copy of a tree of abstract arrays, with arrays of a source in their places.
+
+    - `tree`: a model, or a moment of the optimizer in the structure of the model.
+    - `shardings`: the sharding of each array, in the same structure.
+    - `source`: reads the arrays; it is closed at the end.
+    - `part`: the part of the source that the arrays are read from.
+    """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     places = jax.tree.leaves(shardings)
     arrays = []
     for (path, leaf), place in zip(leaves, places, strict=True):
-        arrays.append(_read_array(nnx_path(path), leaf, place, source, part))
+        arrays.append(_read_array(nnx_path(path), leaf, place, _Part(source, part)))
     source.close()
     return jax.tree.unflatten(structure, arrays)
 
 
-def _read_array(
-    path: str, leaf: jax.ShapeDtypeStruct, place: Sharding, source: SourceOfParts, part: str
-) -> jax.Array:
-    """One parameter, `[repeats, stages, layers per stage, …]` where it belongs to the layers.
+@dataclass(frozen=True)
+class _Part:
+    """One part of a source, such as its parameters."""
 
-    Row-major order of the first three axes is the order of the layers, whatever their sizes.
+    source: SourceOfParts
+    name: str
+
+    def read(self, path: str, layer: int | None, cut: tuple[slice, ...]) -> np.ndarray:
+        """A shard of one array, after the checks that its part needs."""
+        array = self.source.read(path, layer, self.name, cut)
+        name = self.source.name(path, layer, self.name)
+        if self.name != PARAMETERS:  # training would go on with them, to no useful result
+            check_finite(
+                array, name, cure="load the parameters of this one alone with linen_compat.load"
+            )
+        check_sign(array, name, self.name)
+        return array
+
+
+def _read_array(path: str, leaf: jax.ShapeDtypeStruct, place: Sharding, part: _Part) -> jax.Array:
+    """One parameter as a JAX array, of which each device of this process reads its own shard.
+
+    A parameter of the layers has the shape `[repeats, stages, layers per stage, …]`. Row-major
+    order of the first three axes is the order of the layers, whatever the sizes of these axes.
     """
     read: dict[Any, np.ndarray] = {}
 
@@ -111,35 +153,27 @@ def _read_array(
         bounds = [cut.indices(size) for cut, size in zip(cuts, leaf.shape, strict=True)]
         key = tuple(bound[:2] for bound in bounds)
         if key not in read:  # devices that hold copies of one shard share it
-            read[key] = _read_shard(path, leaf, [range(*bound) for bound in bounds], source, part)
+            read[key] = _read_shard(path, leaf, [range(*bound) for bound in bounds], part)
         return read[key]
 
     return jax.make_array_from_callback(leaf.shape, place, shard, dtype=leaf.dtype)
 
 
 def _read_shard(
-    path: str, leaf: jax.ShapeDtypeStruct, ranges: list[range], source: SourceOfParts, part: str
+    path: str, leaf: jax.ShapeDtypeStruct, ranges: list[range], part: _Part
 ) -> np.ndarray:
-    stack = _STACK_AXES if path.startswith(LAYERS) else 0
+    """One shard of a parameter, which has these ranges of indices along its axes."""
+    stack = STACK_AXES if path.startswith(LAYERS) else 0
     cut = tuple(slice(span.start, span.stop) for span in ranges[stack:])
     if not stack:
-        return _read_checked(source, path, None, part, cut).astype(leaf.dtype, copy=False)
+        return part.read(path, None, cut).astype(leaf.dtype, copy=False)
     result = np.empty([len(span) for span in ranges], leaf.dtype)
     flat = result.reshape(-1, *result.shape[stack:])
+    # From the number of each layer in this shard to its place in the flattened stack.
     places = itertools.product(*ranges[:stack])
     layers = {int(np.ravel_multi_index(at, leaf.shape[:stack])): i for i, at in enumerate(places)}
     inner = path.removeprefix(LAYERS)
-    for layer in source.order(inner):
+    for layer in part.source.order(inner):  # in which each stored array is read once
         if layer in layers:
-            flat[layers[layer]] = _read_checked(source, inner, layer, part, cut)
+            flat[layers[layer]] = part.read(inner, layer, cut)
     return result
-
-
-def _read_checked(
-    source: SourceOfParts, path: str, layer: int | None, part: str, cut: tuple[slice, ...]
-) -> np.ndarray:
-    array, name = source.read(path, layer, part, cut), source.name(path, layer, part)
-    if part != PARAMETERS:  # training would go on, and what it gives be none
-        check_finite(array, name, cure="its parameters alone with linen_compat.load")
-    check_sign(array, name, part)
-    return array

@@ -1,21 +1,24 @@
-"""A model in memory as a stream of layers."""
+"""A model in memory, presented as a stream of layers."""
 
 from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
 
-from linen_compat.compare import LAYERS, parameter_paths
-from linen_compat.streams import PARAMETERS, ArraySpec, title
+from linen_compat.formats.comparison import LAYERS, STACK_AXES, parameter_paths
+from linen_compat.formats.streams import PARAMETERS, ArraySpec, title
 from nnx_pipeline import InputError, Mixtral
-
-_STACK_AXES = 3  # repeats, stages, layers per stage
 
 
 class ModelSource:
-    """Parameters in memory as a stream of layers; see `streams.Source`.
+    """Arrays in memory as a stream of layers; see `streams.Source`.
 
-    trees: models of one shape by part. One array at a time is gathered to the host.
+    - `model`: gives the number of layers and the attention scale.
+    - `trees`: for each part to be written, a tree of arrays in the structure of the model;
+      `PARAMETERS` must be among them.
+    - `scalars`: the step and the counts, by the names of `streams.SCALARS`.
+
+    One array at a time is gathered to the host.
     """
 
     def __init__(
@@ -28,28 +31,34 @@ class ModelSource:
         self._gathered: tuple[tuple[str, str], np.ndarray] | None = None
         self.arrays = {}
         for path, array in self._arrays[PARAMETERS].items():
-            shape = array.shape[_STACK_AXES:] if path.startswith(LAYERS) else array.shape
+            shape = array.shape[STACK_AXES:] if path.startswith(LAYERS) else array.shape
             self.arrays[path.removeprefix(LAYERS)] = ArraySpec(shape, np.dtype(array.dtype))
 
     def order(self, path: str) -> Sequence[int]:
+        """See `streams.Source.order`."""
         return range(self.num_layers)
 
     def name(self, path: str, layer: int | None, part: str = PARAMETERS) -> str:
+        """See `streams.Source.name`."""
         return title(path, layer, part)
 
     def read(self, path: str, layer: int | None, part: str = PARAMETERS) -> np.ndarray:
+        """See `streams.Source.read`."""
         full = path if layer is None else LAYERS + path
+        # Layers of one array are read in turn, so the array stays here for the next of them.
         if self._gathered is None or self._gathered[0] != (part, full):
             self._gathered = None  # before the next one takes memory
             self._gathered = (part, full), _on_host(self._arrays[part][full], full)
         array = self._gathered[1]
-        return array if layer is None else array.reshape(-1, *array.shape[_STACK_AXES:])[layer]
+        # Row-major order of repeats, stages and layers per stage is the order of the layers.
+        return array if layer is None else array.reshape(-1, *array.shape[STACK_AXES:])[layer]
 
 
 def _on_host(array: jax.Array, path: str) -> np.ndarray:
+    """The whole array in host memory. Raises InputError when other processes hold parts of it."""
     if not array.is_fully_addressable:
         raise InputError(
-            f"{path} is spread over several processes, and a checkpoint is written by one; "
+            f"{path} is sharded over several processes, but one process must write a checkpoint; "
             "gather the model first, or save it from a run with one process"
         )
     return np.asarray(array)

@@ -1,7 +1,7 @@
-"""What each parameter is called: in this project, in MaxText's Linen tree, in Hugging Face's files.
+"""The name of each parameter in this project, in MaxText's Linen tree and in Hugging Face's files.
 
-One table, read in both directions. Paths of a layer start at the layer; where a layout puts its
-layers is the matter of `layouts`.
+There is one table, read in both directions. The path of a parameter of a layer starts below the
+layer; `orbax.layouts` knows where each layout puts its layers.
 """
 
 from dataclasses import dataclass
@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Names:
-    """One parameter.
+    """The three names of one parameter.
 
-    nnx: path in `nnx_pipeline.Mixtral`, or below `pipeline.layers`. linen: path below
-    `params/params`, or below a layer. huggingface: name of the tensor, or below
-    `model.layers.<number>`; `<expert>` is written once for each expert.
+    - `nnx`: the path in `nnx_pipeline.Mixtral`, or below `pipeline.layers`.
+    - `linen`: the path below `params/params`, or below a layer.
+    - `huggingface`: the name of the tensor, or what follows `model.layers.<number>`. A name with
+      `<expert>` stands for one tensor for each expert.
     """
 
     nnx: str
@@ -26,7 +27,7 @@ OUTSIDE = (
     Names("norm.scale", "decoder/decoder_norm/scale", "model.norm.weight"),
     Names("head", "decoder/logits_dense/kernel", "lm_head.weight"),
 )
-TOKENS = (OUTSIDE[0], OUTSIDE[2])  # those with an axis of the vocabulary
+TOKENS = (OUTSIDE[0], OUTSIDE[2])  # those with a vocabulary axis
 ATTENTION = (
     Names("attention.query", "self_attention/query/kernel", "self_attn.q_proj.weight"),
     Names("attention.key", "self_attention/key/kernel", "self_attn.k_proj.weight"),
@@ -55,5 +56,5 @@ MLP = (
 
 
 def of_layer(num_experts: int) -> tuple[Names, ...]:
-    """The parameters of a layer: Mixtral's with two experts or more, Llama's with one."""
+    """The parameters of one layer: Mixtral's with two experts or more, Llama's with one."""
     return (*NORMS, *ATTENTION, *(EXPERTS if num_experts > 1 else MLP))

@@ -1,4 +1,4 @@
-"""New folders that take their name when they are complete, whoever else writes there."""
+"""New folders that get their name only when complete, even if others write there meanwhile."""
 
 import contextlib
 import fcntl
@@ -20,15 +20,21 @@ _SUFFIX = ".incomplete"
 
 @contextlib.contextmanager
 def new_folder(destination: str | Path) -> Iterator[Path]:
-    """A folder to fill, which takes the name `destination` when all went well.
+    """A folder to fill, which takes the name `destination` if the context ends without an error.
 
-    Until then it is a sibling with a name of its own and a mark in it, a file that this process
-    keeps locked. On an error it is deleted; one that a killed process left behind is deleted by the
-    next attempt, as nothing locks it any more. Raises InputError unless the destination is free,
-    and FileExistsError when somebody else took the name in the meantime, whose folder stays.
+    - `destination`: a new name, or that of an empty folder; parents that are absent are made.
+
+    Until then the folder is a sibling of the destination with a name of its own. It contains a
+    mark, a file that this process keeps locked. On an error the folder is deleted. One that a
+    killed process left behind is deleted by the next attempt at the same destination, as nothing
+    locks its mark any more.
+
+    Raises InputError unless the destination is free, and FileExistsError when another writer took
+    the name in the meantime, whose folder stays.
     """
     check_free(destination)
     final = _place(destination)
+    # Parents to be made here, nearest first: after an error they are removed in this order.
     made = [parent for parent in final.parents if not parent.exists()]
     _clear_left_behind(final)
     temporary = final.with_name(f"{_short(final)}.{secrets.token_hex(4)}{_SUFFIX}")
@@ -38,7 +44,7 @@ def new_folder(destination: str | Path) -> Iterator[Path]:
             _make(temporary, destination)
             with _marked(temporary):
                 yield temporary
-                (temporary / _MARK).unlink()
+                (temporary / _MARK).unlink()  # the complete folder has no mark
                 _rename(temporary, final)
         except BaseException:
             undo()
@@ -46,38 +52,46 @@ def new_folder(destination: str | Path) -> Iterator[Path]:
 
 
 def _remove(folder: Path, parents: list[Path]) -> None:
-    """Deletes a folder, and then those of its parents that are empty."""
+    """Deletes a folder, and then those of the given parents that are empty."""
     for _ in range(10):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
             break
-        time.sleep(0.05)  # a write that had begun has made its folder again
+        time.sleep(0.05)  # a write already under way has made its folder again
     for parent in parents:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # another writer may use this one
             parent.rmdir()
 
 
 def check_free(destination: str | Path) -> None:
-    """Raises InputError unless the destination is a new name or an empty folder, and can be one."""
+    """Raises InputError unless the destination is a new name or an empty folder, and can be made.
+
+    A symbolic link is refused, and so is a place where this user may not write.
+    """
     if not str(destination):
         raise InputError("the destination's name is empty; give the name of a new folder")
     final = _place(destination)
     above = next((parent for parent in final.parents if os.path.lexists(parent)), final)
     if not above.is_dir():
-        raise InputError(f"{destination} cannot be made, {above} is no folder; choose another name")
+        raise InputError(
+            f"{destination} cannot be made: {above} is not a folder; choose another name"
+        )
     if not os.access(above, os.W_OK | os.X_OK):
         raise InputError(
-            f"{destination} cannot be made, {above} may not be written by this user; choose "
+            f"{destination} cannot be made: this user may not write to {above}; choose "
             "another folder, or change its permissions"
         )
     if final.is_symlink():
-        raise InputError(f"{destination} is a link; give the folder that it is to be itself")
+        raise InputError(f"{destination} is a symlink; give a real path")
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise InputError(f"{destination} exists already; choose a new folder or remove it")
 
 
 def _place(destination: str | Path) -> Path:
-    """Where a name leads: `..` is taken as the system does, and folders on the way need not be."""
+    """The absolute path that a name leads to; folders on the way need not exist.
+
+    `..` is resolved as the system does it, after symbolic links. A link in the last place stays.
+    """
     given = Path(destination).absolute()
     if given.name in ("", ".."):
         return Path(os.path.realpath(given))
@@ -85,7 +99,7 @@ def _place(destination: str | Path) -> Path:
 
 
 def _make(folder: Path, destination: str | Path) -> None:
-    """Makes a folder and those on the way; an error names what the user gave."""
+    """Makes a folder and its parents; an error names the destination as the user gave it."""
     try:
         folder.mkdir(parents=True)
     except OSError as error:
@@ -98,7 +112,7 @@ def _make(folder: Path, destination: str | Path) -> None:
 def _marked(folder: Path) -> Iterator[None]:
     """Keeps a locked mark in a folder; the system unlocks it when this process ends, killed or not.
 
-    The mark gets its name when it is locked, so that nobody finds it unlocked meanwhile.
+    The mark gets its name only once it is locked, so that no other process can find it unlocked.
     """
     unnamed = folder / f"{_MARK}.new"
     with open(unnamed, "wb") as file:
@@ -108,17 +122,17 @@ def _marked(folder: Path) -> Iterator[None]:
 
 
 def _clear_left_behind(final: Path) -> None:
-    """Deletes what earlier attempts at this destination left behind, and nobody is writing."""
+    """Deletes what earlier attempts at this destination left and nobody is writing to."""
     for folder in final.parent.glob(f"{glob.escape(_short(final))}.*{_SUFFIX}"):
         with contextlib.suppress(OSError), open(folder / _MARK, "r+b") as mark:
-            if _lock(mark.fileno()):
+            if _lock(mark.fileno()):  # so the process that wrote here has ended
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 def _short(final: Path) -> str:
-    """The name of a folder, cut where it leaves no room for what is added to it.
+    """The name of a folder, shortened where that is needed to leave room for what is added to it.
 
-    A name has 255 bytes or fewer, and those of one character stay together.
+    A name has 255 bytes at most. Whole characters are cut off, so that none is split.
     """
     room = 255 - len(f".{'0' * 8}{_SUFFIX}")
     name = final.name
@@ -128,7 +142,7 @@ def _short(final: Path) -> str:
 
 
 def _lock(file: int) -> bool:
-    """Whether this process has the lock now; False also where files cannot be locked."""
+    """Takes the lock of a file; False when another holds it or files cannot be locked here."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -137,6 +151,7 @@ def _lock(file: int) -> bool:
 
 
 def _rename(temporary: Path, final: Path) -> None:
+    """Gives a complete folder its name. Raises FileExistsError when that name was taken."""
     try:
         os.rename(temporary, final)
     except OSError as error:

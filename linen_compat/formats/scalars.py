@@ -1,10 +1,10 @@
-"""The step of training and the counts of its optimizer: what they can be, and that they agree."""
+"""Checks that a training step and the optimizer's counts are valid and agree with each other."""
 
 from collections.abc import Mapping
 
 import numpy as np
 
-from linen_compat.streams import Mismatch
+from linen_compat.formats.streams import Mismatch
 
 LARGEST = 2**31 - 1  # MaxText and this project count in int32
 _TITLES = {
@@ -21,14 +21,17 @@ _CURE = (
 def check_scalars(scalars: Mapping[str, np.ndarray]) -> None:
     """Raises Mismatch, with the cure, unless these can be the scalars of a training state.
 
-    scalars: by the names of `streams.SCALARS`, those that there are.
+    - `scalars`: arrays by the names of `streams.SCALARS`; those that are absent are not checked.
     """
     if problem := problem_of(scalars):
         raise Mismatch(problem)
 
 
 def problem_of(scalars: Mapping[str, np.ndarray]) -> str | None:
-    """What is wrong with the scalars of a training state, None when nothing is."""
+    """What is wrong with the scalars of a training state, or None when nothing is.
+
+    - `scalars`: as for `check_scalars`.
+    """
     for name, title in _TITLES.items():
         value = scalars.get(name)
         if value is not None and not is_count(value):
@@ -41,18 +44,19 @@ def problem_of(scalars: Mapping[str, np.ndarray]) -> str | None:
     )
     if None not in (count, schedule) and count != schedule:
         return (
-            f"the optimizer counts {count} steps of Adam and {schedule} of its learning rate; "
-            f"this project keeps one count: {_CURE}"
+            f"the optimizer counts {count} steps of Adam and {schedule} of its learning rate, but "
+            f"here both have the same count; {_CURE}"
         )
     if None not in (step, count) and step != count:
-        return f"the step is {step} and the optimizer counts {count}, of one training; {_CURE}"
+        return f"the step is {step} and Adam's count is {count}, but they must be equal; {_CURE}"
     return None
 
 
 def is_count(value: object) -> bool:
-    """Whether a value without axes is a whole number that a step can be."""
+    """Whether a value without axes is a whole number that a step can be: 0 to `LARGEST`."""
     array = np.asarray(value)
     number = array.item() if array.shape == () else None
     if isinstance(number, bool) or not isinstance(number, int | float):
         return False
-    return 0 <= number <= LARGEST and number == int(number)  # NaN is in no range
+    # NaN and infinity are out of range, so `int` never gets them.
+    return 0 <= number <= LARGEST and number == int(number)

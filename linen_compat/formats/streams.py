@@ -1,7 +1,8 @@
 """How weights pass from one format to another: layer by layer, never a whole model in memory.
 
-A `Source` reads and a `Destination` writes one array of one layer at a time, under the paths of
-`nnx_pipeline.Mixtral` (`names.Names.nnx`). Every format is one of each; `copy` knows none of them.
+A `Source` reads and a `Destination` writes one array of one layer at a time. Arrays are named by
+their paths in `nnx_pipeline.Mixtral` (`names.Names.nnx`). Each format implements both classes, and
+`copy` depends on no particular format.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,25 +11,32 @@ from typing import Protocol
 
 import numpy as np
 
-from linen_compat.names import OUTSIDE
+from linen_compat.formats.names import OUTSIDE
 from nnx_pipeline import InputError
 
+# The parts of a checkpoint: the parameters, then Adam's first and second moments.
 PARAMETERS = "parameters"
 MOMENTS = ("mu", "nu")
-SCALARS = ("step", "count", "schedule_count")  # of training, of Adam, of the learning rate
+# Steps as counted by training, by Adam, and by the schedule of the learning rate.
+SCALARS = ("step", "count", "schedule_count")
 QUERY = "attention.query"
 
 
 class Mismatch(InputError):
     """A checkpoint does not hold what was asked for; the message names the leaf.
 
-    The command line exits with 1 rather than 2: the argument was fine, what it holds is not.
+    The command line then exits with 1 rather than 2: the argument was fine, but the contents of
+    what it names are not.
     """
 
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """Shape and dtype of an array: of one layer where it belongs to the layers."""
+    """Shape and dtype of an array, without its values.
+
+    - `shape`: of the whole array, or for an array of the layers of what one layer holds of it.
+    - `dtype`: the dtype in which it is stored.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -40,12 +48,15 @@ class ArraySpec:
 
 
 class Source(Protocol):
-    """A checkpoint to read from.
+    """A checkpoint to read from, one array of one layer at a time.
 
-    num_layers: how many layers. arrays: NNX path to what one layer holds under it, or the model,
-    for paths of `names.OUTSIDE`. parts: `(PARAMETERS,)`, followed by `MOMENTS` where the state of
-    the optimizer is there. scalars: those of `SCALARS` that are there, as arrays without axes.
-    attention_scale: what multiplies the scores of attention (`model.attention_scale`).
+    - `num_layers`: how many layers the checkpoint has.
+    - `parts`: `(PARAMETERS,)`, followed by `MOMENTS` where the optimizer's state is there.
+    - `attention_scale`: the factor on attention scores that the stored query kernels are made for
+      (`model.attention_scale`).
+    - `arrays`: shape and dtype by NNX path: those of one layer, or of the whole model for paths of
+      `names.OUTSIDE`.
+    - `scalars`: those of `SCALARS` that are there, as arrays without axes.
     """
 
     num_layers: int
@@ -53,31 +64,46 @@ class Source(Protocol):
     attention_scale: float
 
     @property
-    def arrays(self) -> Mapping[str, ArraySpec]: ...
+    def arrays(self) -> Mapping[str, ArraySpec]:
+        """See the class."""
+        ...
 
     @property
-    def scalars(self) -> Mapping[str, np.ndarray]: ...
+    def scalars(self) -> Mapping[str, np.ndarray]:
+        """See the class."""
+        ...
 
     def order(self, path: str) -> Sequence[int]:
-        """The layers in an order in which each stored array is read once."""
+        """The numbers of the layers, in an order in which each stored array is read once.
+
+        - `path`: the NNX path of a parameter of the layers.
+        """
         ...
 
     def read(self, path: str, layer: int | None, part: str = PARAMETERS) -> np.ndarray:
-        """One array of one layer; `layer` is None for paths outside the layers.
+        """One array of one layer.
+
+        - `path`: an NNX path, one of `arrays`.
+        - `layer`: the number of the layer; None for paths outside the layers.
+        - `part`: one of `parts`.
 
         Raises Mismatch, naming the stored array, when bytes are missing.
         """
         ...
 
     def name(self, path: str, layer: int | None, part: str = PARAMETERS) -> str:
-        """What the checkpoint calls the stored array, for messages."""
+        """What the checkpoint calls the stored array, for messages.
+
+        - `path`, `layer`, `part`: as for `read`.
+        """
         ...
 
 
 class Destination(Protocol):
-    """A checkpoint to write, in a folder that is there for it alone (see `new_folder.new_folder`).
+    """A checkpoint to write, in a new folder of its own (see `new_folder.new_folder`).
 
-    parts: those that the format has a place for; the others are left behind.
+    - `parts`: those that the format has a place for; other parts of a source are left out.
+    - `attention_scale`: the factor on attention scores that the written query kernels must suit.
     """
 
     parts: tuple[str, ...]
@@ -86,19 +112,26 @@ class Destination(Protocol):
     def write(
         self, path: str, layer: int | None, array: np.ndarray, part: str = PARAMETERS
     ) -> None:
-        """Stores one array of one layer."""
+        """Stores one array of one layer.
+
+        - `path`, `layer`, `part`: as for `Source.read`; each combination is stored once.
+        - `array`: the values, with the shape that one layer has.
+        """
         ...
 
     def commit(self, scalars: Mapping[str, np.ndarray]) -> None:
-        """Writes what makes the folder a checkpoint, after the last array."""
+        """Writes what makes the folder a checkpoint; called after the last array.
+
+        - `scalars`: as in `Source`.
+        """
         ...
 
 
-Progress = Callable[[str, int], None]
+Progress = Callable[[str, int], None]  # given the name and the size in bytes of an array
 
 
 def no_progress(name: str, nbytes: int) -> None:
-    """Says nothing of an array that has passed."""
+    """Reports nothing about an array that has been copied."""
 
 
 def copy(
@@ -108,21 +141,29 @@ def copy(
     allow_nan: bool = False,
     progress: Progress = no_progress,
 ) -> None:
-    """Every array of `source` to `destination`, then its commit.
+    """Copies every array of `source` to `destination`, then commits the destination.
 
-    Holds one array of one layer, beside what the two hold. Crossing to a format with another
-    attention scale multiplies the query kernels (`scaled`); nothing else changes. progress: called
-    with the name and the bytes of each array that has passed. Raises Mismatch, naming the array,
-    when it holds a value that is no finite number (allowed with `allow_nan`), and InputError when
-    the optimizer's state would have to be scaled too.
+    - `source`: what is copied; parts that the destination has no place for are left out.
+    - `destination`: receives every array once, and is then committed.
+    - `allow_nan`: whether to copy values that are NaN or infinite instead of refusing them.
+    - `progress`: called with the name and the size in bytes of each array that has been copied.
+
+    Besides what the source and the destination hold, one array of one layer is in memory. Where the
+    two have different attention scales, the query kernels are multiplied (`scaled`); nothing else
+    changes.
+
+    Raises Mismatch, naming the array, when it holds a value that is not finite or a second moment
+    below 0, and InputError when the optimizer's state would have to be scaled too.
     """
+    # Scores are scale · query · key: this factor on the query kernel leaves them the same.
     ratio = source.attention_scale / destination.attention_scale
     parts = [part for part in source.parts if part in destination.parts]
     if ratio != 1.0 and len(parts) > 1:
         raise InputError(
-            f"attention_scale={source.attention_scale} becomes {destination.attention_scale}, and "
-            "Adam's moments of a scaled query kernel are not kept; convert the parameters alone "
-            "with --parameters-only, or save the model alone with linen_compat.save"
+            f"attention_scale changes from {source.attention_scale} to "
+            f"{destination.attention_scale}, so the query kernels are scaled, and Adam's moments "
+            "would no longer fit them; convert the parameters alone with --parameters-only, or "
+            "save the model alone with linen_compat.save"
         )
     for part in parts:
         for path, layer in walk(source):
@@ -139,7 +180,10 @@ def copy(
 
 
 def walk(source: Source) -> Iterator[tuple[str, int | None]]:
-    """Every array of one part: its path and its layer, each stored array once through."""
+    """The path and the layer of every array of one part, so that each stored array is read once.
+
+    The layer is None for paths outside the layers.
+    """
     outside = {names.nnx for names in OUTSIDE}
     for path in source.arrays:
         if path in outside:
@@ -150,7 +194,10 @@ def walk(source: Source) -> Iterator[tuple[str, int | None]]:
 
 
 def title(path: str, layer: int | None, part: str = PARAMETERS) -> str:
-    """How messages name an array."""
+    """The name of an array in messages, such as `mu of attention.query of layer 3`.
+
+    - `path`, `layer`, `part`: as for `Source.read`.
+    """
     place = path if layer is None else f"{path} of layer {layer}"
     return place if part == PARAMETERS else f"{part} of {place}"
 
@@ -162,7 +209,12 @@ def check_finite(
     allow_nan: bool = False,
     cure: str = "pass --allow-nan to keep them",
 ) -> None:
-    """Raises Mismatch when a value is NaN or infinite. cure: beside an earlier checkpoint."""
+    """Raises Mismatch when a value is NaN or infinite.
+
+    - `name`: what the message calls the array.
+    - `allow_nan`: whether to accept any value.
+    - `cure`: what the message offers besides taking an earlier checkpoint.
+    """
     if allow_nan or np.isfinite(array).all():
         return
     wrong = int(array.size - np.isfinite(array).sum())
@@ -173,17 +225,27 @@ def check_finite(
 
 
 def check_sign(array: np.ndarray, name: str, part: str) -> None:
-    """Raises Mismatch when a second moment, a mean of squares, is below 0."""
+    """Raises Mismatch when a second moment, which is a mean of squares, is below 0.
+
+    - `name`: what the message calls the array.
+    - `part`: the part that the array belongs to; all but second moments pass.
+    """
     if part == MOMENTS[1] and (wrong := int(np.count_nonzero(array < 0))):
         raise Mismatch(
-            f"{name} is below 0 in {wrong} of {array.size} values, and a second moment is a mean "
-            "of squares; take an earlier checkpoint, or the parameters of this one alone"
+            f"{name} is below 0 in {wrong} of {array.size} values, but a second moment is a mean "
+            "of squares and cannot be negative; take an earlier checkpoint, or only the parameters "
+            "of this one"
         )
 
 
 def scaled(array: np.ndarray, ratio: float) -> np.ndarray:
-    """The array times `ratio`, in its own dtype; by `ratio` and back is 1 unit in the last place.
+    """The product of an array and a number, in the dtype of the array.
 
-    In float64: a quotient that is rounded to float32 first leaves 2 (head_dim 96).
+    - `array`: a query kernel, of any floating dtype.
+    - `ratio`: the factor, a Python float.
+
+    Scaling by `ratio` and back again changes a value by 1 unit in the last place at most. The
+    product is computed in float64: with a quotient that is rounded to float32 first, the change is
+    up to 2 units (with head_dim 96).
     """
     return (array.astype(np.float64) * ratio).astype(array.dtype)

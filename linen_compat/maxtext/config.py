@@ -1,4 +1,4 @@
-"""Configurations: MaxText's, this project's own files, and presets, each to a `Config`."""
+"""Reads configurations into a `Config`: MaxText's, this project's own files, and presets."""
 
 import math
 from collections.abc import Mapping
@@ -7,17 +7,17 @@ from typing import Any
 
 import yaml
 
-from linen_compat import maxtext_keys as keys
-from linen_compat.maxtext_values import DEFAULTS, number, typed, wrong_type
+from linen_compat.maxtext import keys
+from linen_compat.maxtext.values import DEFAULTS, number, typed, wrong_type
 from nnx_pipeline import Config, InputError, ModelConfig, PipelineConfig, TrainConfig, preset
-from nnx_pipeline.config import SECTIONS
+from nnx_pipeline.config.config import SECTIONS
+from nnx_pipeline.config.overrides import known_keys
+from nnx_pipeline.config.presets import PRESETS
 from nnx_pipeline.errors import nearest, one_of
-from nnx_pipeline.overrides import known_keys
-from nnx_pipeline.presets import PRESETS
 from nnx_pipeline.remat import POLICIES
 
 _BLOCKS = ("mixtral", "llama2")
-# Sizes of a model, and what they are called here.
+# MaxText's keys for the sizes of a model, and the fields of `ModelConfig` that they become.
 _SIZES = {
     "vocab_size": "vocab_size",
     "base_emb_dim": "embed_dim",
@@ -31,7 +31,7 @@ _SIZES = {
     "normalization_layer_epsilon": "norm_epsilon",
     "rope_max_timescale": "rope_theta",
 }
-# Fields that an error may name, by their keys in MaxText where these differ.
+# Where a MaxText key differs from its field here: errors about the field name the key as well.
 _RENAMED = {key: field for key, field in _SIZES.items() if key != field} | {
     "num_pipeline_repeats": "num_repeats",
     "num_pipeline_microbatches": "num_microbatches",
@@ -42,7 +42,7 @@ _RENAMED = {key: field for key, field in _SIZES.items() if key != field} | {
     "load_balance_loss_weight": "load_balance_weight",
     "weight_dtype": "param_dtype",
 }
-# MaxText's policies; those without a counterpart become `full`, which changes no value.
+# MaxText's remat policies; those without a counterpart become `full`, which changes no value.
 _REMAT = (
     *POLICIES,
     *("minimal_with_context", "save_dot_with_context_except_mlp", "save_dot_except_mlpwi"),
@@ -51,18 +51,21 @@ _REMAT = (
 
 
 def config_from_maxtext(source: str | Path | Mapping[str, Any]) -> Config:
-    """A MaxText configuration, a YAML file or a dictionary, as this project's.
+    """A MaxText configuration as a config of this project.
 
-    Keys left out have MaxText's defaults, or with a `model_name` of this project's presets its
-    sizes, which other values must not contradict unless `override_model_config` is true. Keys that
-    only say how a run is carried out are left aside (`maxtext_keys`): kernels, machines, data,
-    logs; the schedule of the learning rate too, for here it is constant.
+    - `source`: a YAML file or a dictionary.
 
-    `num_pipeline_repeats=-1` is worked out from the pipeline parallelism, as in MaxText, and so is
-    the global batch, for which parallelisms of -1 count as 1. A remat policy without a counterpart
-    becomes `full`: it changes no value.
+    Keys that are left out have MaxText's defaults, but for `shard_mode`, whose default here is
+    `explicit`. With a `model_name` among this project's presets the sizes are those of the preset;
+    other values must not contradict them unless `override_model_config` is true. Keys that only say
+    how a run is carried out are ignored (`maxtext.keys`): kernels, machines, data, logs. So is the
+    schedule of the learning rate, which is constant here.
 
-    Raises InputError for a key that is neither mapped nor knowingly ignored, naming the nearest,
+    `num_pipeline_repeats=-1` is worked out from the pipeline parallelism, as in MaxText. The global
+    batch is worked out from all parallelisms, where -1 counts as 1. A remat policy without a
+    counterpart becomes `full`, which changes no value.
+
+    Raises InputError for a key that is neither mapped nor ignored on purpose, naming the nearest,
     and for a value that this project does not compute with.
     """
     given = dict(source) if isinstance(source, Mapping) else _read_yaml(source)
@@ -78,7 +81,12 @@ def config_from_maxtext(source: str | Path | Mapping[str, Any]) -> Config:
 
 
 def read_config(name: str) -> Config:
-    """What `--config` names: a MaxText YAML, a YAML of this project's sections, or a preset."""
+    """The config that the command-line option `--config` names.
+
+    - `name`: a MaxText YAML file, a YAML file of this project's sections, or a preset.
+
+    Raises InputError when it is none of them.
+    """
     if not name or not Path(name).exists():
         if name in PRESETS:
             return preset(name)
@@ -93,6 +101,7 @@ def read_config(name: str) -> Config:
 
 
 def _read_yaml(path: str | Path) -> dict[str, Any]:
+    """The keys and values of a YAML file. Raises InputError when it holds none."""
     try:
         given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -104,10 +113,11 @@ def _read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def _own_config(name: str, given: Mapping[str, Any]) -> Config:
+    """The config in a file of this project's own sections."""
     known = known_keys()
     for section, fields in given.items():
         if not isinstance(fields, Mapping):
-            raise InputError(f"{name}: {section} is not a list of fields with their values")
+            raise InputError(f"{name}: {section} is not a mapping from fields to values")
         for field in fields:
             key = f"{section}.{field}"
             if key not in known:
@@ -122,6 +132,7 @@ def _own_config(name: str, given: Mapping[str, Any]) -> Config:
 
 
 def _check_keys(given: Mapping[str, Any]) -> None:
+    """Raises InputError for keys that are unknown, and for fixed keys with another value."""
     for key, value in given.items():
         kind = keys.kind(str(key))
         if kind is None:
@@ -129,7 +140,9 @@ def _check_keys(given: Mapping[str, Any]) -> None:
             cure = cure if cure.startswith("did you mean") else "remove it if it has no effect"
             if key == "base_config":
                 cure = "other files are not read; put its keys into this one"
-            raise InputError(f"{key}={value!r} is no MaxText key that this project knows; {cure}")
+            raise InputError(
+                f"{key}={value!r} is not a MaxText key that this project knows; {cure}"
+            )
         if kind == "fixed" and not keys.is_accepted(key, value):
             raise InputError(
                 f"{key}={value!r} is not supported; this project computes with "
@@ -138,7 +151,11 @@ def _check_keys(given: Mapping[str, Any]) -> None:
 
 
 def _with_sizes(given: dict[str, Any]) -> dict[str, Any]:
-    """The keys with the sizes of a `model_name`, which win over MaxText's defaults, as there."""
+    """The keys that are given, with the sizes of their `model_name`, if it is one of the presets.
+
+    These sizes win over MaxText's defaults, as in MaxText, and here also over a default that the
+    file spells out. With `override_model_config` it is the keys that are given that win.
+    """
     name = given.get("model_name", "default")
     if not isinstance(name, str):
         raise wrong_type("model_name", name, str)
@@ -156,13 +173,14 @@ def _with_sizes(given: dict[str, Any]) -> dict[str, Any]:
         value = given.get(key, size)
         if value not in (size, DEFAULTS[key]):
             raise InputError(
-                f"{key}={value!r} and model_name={name!r}, which has {size!r}; remove one of them, "
-                "or set override_model_config to true"
+                f"{key}={value!r} contradicts model_name={name!r}, which has {size!r}; remove one "
+                "of them, or set override_model_config to true"
             )
     return {**given, **sizes}
 
 
 def _sizes_of(model_name: str) -> dict[str, Any]:
+    """MaxText's keys with the sizes of a preset; none for any other name."""
     if model_name not in PRESETS:
         return {}
     model = PRESETS[model_name].model
@@ -171,6 +189,7 @@ def _sizes_of(model_name: str) -> dict[str, Any]:
 
 
 def _model(values: Mapping[str, Any]) -> ModelConfig:
+    """The model's part of the config."""
     one_of("decoder_block", values["decoder_block"], _BLOCKS)
     experts = values["num_experts"]
     if (values["decoder_block"] == "mixtral") != (experts != 1):
@@ -180,8 +199,8 @@ def _model(values: Mapping[str, Any]) -> ModelConfig:
         )
     if values["dropout_rate"] and values["enable_dropout"]:
         raise InputError(
-            f"dropout_rate={values['dropout_rate']} with enable_dropout is not supported, MaxText "
-            "draws it in another way; set enable_dropout to false"
+            f"dropout_rate={values['dropout_rate']} with enable_dropout is not supported, as "
+            "MaxText draws other masks; set enable_dropout to false"
         )
     return ModelConfig(
         vocab_size=values["vocab_size"],
@@ -201,16 +220,18 @@ def _model(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def _mlp_dim(values: Mapping[str, Any]) -> int:
+    """The hidden size of each expert, for which MaxText has two keys that must agree."""
     dense, routed = values["base_mlp_dim"], values["base_moe_mlp_dim"]
     if routed not in (-1, dense):
         raise InputError(
-            f"base_moe_mlp_dim={routed} differs from base_mlp_dim={dense}; in a model whose layers "
-            "are all routed they are the same"
+            f"base_moe_mlp_dim={routed} differs from base_mlp_dim={dense}, but both are the size "
+            "of an expert here, where every layer is routed; make them equal"
         )
     return dense
 
 
 def _pipeline(values: Mapping[str, Any]) -> PipelineConfig:
+    """The pipeline's part of the config."""
     once, per_repeat = values["pipeline_fsdp_ag_once"], values["pipeline_fsdp_ag_per_repeat"]
     if once and per_repeat:
         raise InputError(
@@ -231,6 +252,7 @@ def _pipeline(values: Mapping[str, Any]) -> PipelineConfig:
 
 
 def _repeats(values: Mapping[str, Any]) -> int:
+    """How often a microbatch passes through all stages, worked out where the key is -1."""
     layers, inside = values["base_num_decoder_layers"], values["pipeline_parallel_layers"]
     if inside not in (-1, layers):
         raise InputError(
@@ -244,10 +266,10 @@ def _repeats(values: Mapping[str, Any]) -> int:
             return repeats
         raise InputError(
             "num_pipeline_repeats=-1 cannot be worked out with a pipeline parallelism of -1; "
-            "give one of them as a number"
+            "set one of them to a number above 0"
         )
     stages = math.prod(parallelisms)
-    if stages == 1:
+    if stages == 1:  # no pipeline, so nothing has to divide
         return max(1, repeats)
     rounds = max(1, layers // max(1, stages * per_stage)) if repeats == -1 else repeats
     if stages * per_stage * rounds != layers:
@@ -259,6 +281,7 @@ def _repeats(values: Mapping[str, Any]) -> int:
 
 
 def _train(values: Mapping[str, Any]) -> TrainConfig:
+    """The training part of the config."""
     length = values["max_target_length"]
     return TrainConfig(
         global_batch=_global_batch(values),
@@ -277,7 +300,11 @@ def _train(values: Mapping[str, Any]) -> TrainConfig:
 
 
 def _global_batch(values: Mapping[str, Any]) -> int:
-    """Exact where every parallelism is a number, else the next size that microbatches divide."""
+    """The batch of all devices: the batch per device times all parallelisms.
+
+    Where a parallelism is -1, which counts as 1, or the product is not whole, the batch is rounded
+    up to a multiple of the number of microbatches.
+    """
     names = [key for key in values if keys.PARALLELISM.fullmatch(key)]
     sizes = [number(name, values[name], int) for name in names]
     batch = values["per_device_batch_size"] * math.prod(size for size in sizes if size != -1)

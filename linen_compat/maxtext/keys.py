@@ -1,8 +1,9 @@
 """What each key of a MaxText configuration means to this project: mapped, fixed or ignored.
 
 MAPPED keys become fields of `nnx_pipeline.Config`. FIXED keys change what the model computes or
-what its checkpoint holds, and have one value here; another is refused. Ignored keys say how a run
-is carried out: on which machines, with which kernels, data, logs and checkpoints.
+what its checkpoint holds; this project supports one behaviour only and refuses all others. Ignored
+keys say how a run is carried out: on which machines, with which kernels, data, logs and
+checkpoints.
 """
 
 import ast
@@ -10,6 +11,7 @@ import re
 
 
 def _words(text: str) -> frozenset[str]:
+    """The words of a text."""
     return frozenset(text.split())
 
 
@@ -28,7 +30,7 @@ MAPPED = _words(
 )
 
 _NOTHING: tuple[object, ...] = (None, "", "None", "none", [], {})
-# The values that are accepted; the first is the one to set.
+# The accepted values of each key; error messages name the first as the one to set.
 FIXED: dict[str, tuple[object, ...]] = {
     "activations_in_float32": (False,),
     "adam_eps_root": (0.0,),
@@ -119,7 +121,7 @@ FIXED: dict[str, tuple[object, ...]] = {
     "enable_diloco": (False,),
 }
 
-# Single keys. The learning rate of this project is constant: those of a schedule say nothing here.
+# Single keys. The learning rate is constant here, so keys of its schedule have no effect.
 _IGNORED = _words(
     """
     abort_on_inf_loss abort_on_nan_loss act_quantization_calibration_method add_bos add_eos
@@ -186,7 +188,7 @@ _IGNORED = _words(
     write_estimator_result wsd_decay_steps_fraction wsd_decay_style
     """
 )
-# Families of keys.
+# Whole families of keys, each by a pattern.
 _IGNORED_FAMILIES = re.compile(
     r"""
     dcn_bandwidth_\w+
@@ -215,7 +217,7 @@ PARALLELISM = re.compile(
 
 
 def kind(key: str) -> str | None:
-    """`mapped`, `fixed`, `ignored`, or None for a key that is not known."""
+    """The kind of a key: `mapped`, `fixed` or `ignored`, or None when it is not known."""
     if key in MAPPED:
         return "mapped"
     if key in FIXED:
@@ -226,12 +228,16 @@ def kind(key: str) -> str | None:
 
 
 def known_keys() -> list[str]:
-    """Every key that has an entry of its own, to name the nearest of."""
+    """Every key that is listed by itself, to find the nearest to an unknown one."""
     return sorted(MAPPED | set(FIXED) | _IGNORED)
 
 
 def is_accepted(key: str, value: object) -> bool:
-    """Whether a fixed key has a value that this project computes with."""
+    """Whether a fixed key has a value that this project computes with.
+
+    - `key`: one of `FIXED`.
+    - `value`: the value in a configuration; a list may be written as text.
+    """
     if isinstance(value, str) and value.startswith("["):
         try:
             value = ast.literal_eval(value)  # MaxText writes lists as text into its dumps
@@ -242,6 +248,7 @@ def is_accepted(key: str, value: object) -> bool:
 
 
 def _same(value: object, accepted: object) -> bool:
+    """Whether two values are equal, where a bool equals no number."""
     if isinstance(value, bool) or isinstance(accepted, bool):
         return value is accepted
     return value == accepted

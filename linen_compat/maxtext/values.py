@@ -1,4 +1,4 @@
-"""What MaxText takes for the mapped keys that a file leaves out, and the types of their values."""
+"""MaxText's defaults for the mapped keys that a file leaves out, and the types of their values."""
 
 import math
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ DEFAULTS: dict[str, Any] = {
     "pipeline_fsdp_ag_once": False,
     "pipeline_fsdp_ag_per_repeat": False,
     "remat_policy": "full",
-    "shard_mode": "explicit",  # MaxText's is auto; a file that does not say gets this project's
+    "shard_mode": "explicit",  # MaxText's default is auto; this one is this project's own
     "ici_pipeline_parallelism": 1,
     "dcn_pipeline_parallelism": 1,
     "per_device_batch_size": 12.0,
@@ -51,7 +51,12 @@ DEFAULTS: dict[str, Any] = {
 
 
 def typed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Every mapped value in the type of its default; YAML reads 3e-5 as text."""
+    """Every mapped value in the type of its default, since YAML reads 3e-5 as text.
+
+    - `values`: a value for each mapped key at least.
+
+    Raises InputError, naming the key, for a value that cannot have that type.
+    """
     result = dict(values)
     for key, default in DEFAULTS.items():
         value = values[key]
@@ -69,7 +74,13 @@ def typed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def number(key: str, value: Any, kind: type) -> Any:
-    """The value as a whole number or a number; raises InputError where it is none."""
+    """A value as a whole number or as a float.
+
+    - `key`: what the message names.
+    - `kind`: `int` or `float`.
+
+    Raises InputError when it is no such number, or not a finite one.
+    """
     try:
         found = float(value)
     except (TypeError, ValueError) as error:
@@ -80,6 +91,9 @@ def number(key: str, value: Any, kind: type) -> Any:
 
 
 def wrong_type(key: str, value: object, kind: type) -> InputError:
-    """The error for a value of another type than its default."""
+    """The error for a value that is not of the type of its default.
+
+    - `kind`: the type of the default.
+    """
     wanted = {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "text")
     return InputError(f"{key}={value!r} must be {wanted}, such as {DEFAULTS[key]!r}")

@@ -1,4 +1,4 @@
-"""Linen modules: MaxText's names and boxes around the functions of `nnx_pipeline`."""
+"""Linen modules that compute with `nnx_pipeline` under MaxText's names and metadata boxes."""
 
 from linen_compat.modules.attention import Attention
 from linen_compat.modules.decoder import Decoder, Transformer

@@ -1,4 +1,4 @@
-"""Grouped-query self-attention with rotary positions."""
+"""Grouped-query self-attention with rotary positions, as a Linen module."""
 
 from typing import Any
 
@@ -10,16 +10,20 @@ from nnx_pipeline import Layout, ModelConfig
 from nnx_pipeline.ops.self_attention import KERNELS, Projections, self_attention
 from nnx_pipeline.remat import KEEP_ALL, Remat
 
-# MaxText draws the kernels of attention from a normal distribution, which is not cut off.
+# MaxText draws the kernels of attention from a normal distribution that is not truncated.
 INTO_HEADS = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(1, 2))
 OUT_OF_HEADS = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=(0, 1), out_axis=2)
 
 
 class Attention(nn.Module):
-    """Self-attention `[batch, seq, embed]` to `[batch, seq, embed]`, no bias.
+    """Self-attention from `[batch, seq, embed]` to `[batch, seq, embed]`, without bias.
+
+    - `config`: sizes, dtypes and `attention_scale`.
+    - `layout`: the mesh axes over which each logical axis is sharded.
+    - `remat`: what attention proper, without the projections, keeps for the backward pass.
 
     The query kernel starts smaller by sqrt(head_dim) · attention_scale, so that the scores of a new
-    model have the same spread whatever `attention_scale` says; with 1.0 that is MaxText's.
+    model have the same spread whatever `attention_scale` is. With 1.0 it starts as in MaxText.
     """
 
     config: ModelConfig
@@ -51,7 +55,12 @@ class Attention(nn.Module):
     def __call__(
         self, x: Array, *, positions: Array | None = None, segment_ids: Array | None = None
     ) -> Array:
-        """positions, segment_ids: [batch, seq] integers; absent: counted from 0, one segment."""
+        """Attends from each token to the tokens of its segment up to itself.
+
+        - `x`: `[batch, seq, embed]`.
+        - `positions`: `[batch, seq]` integers; without them positions are counted from 0.
+        - `segment_ids`: `[batch, seq]` integers; without them a row is one segment.
+        """
         config = self.config
         return self_attention(
             x,

@@ -1,5 +1,6 @@
 """The decoder and the whole model, in the layouts in which MaxText stores its layers."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -13,33 +14,35 @@ from linen_compat.modules.embedding import Embed
 from linen_compat.modules.feed_forward import FAN_IN
 from linen_compat.modules.norm import RMSNorm
 from linen_compat.modules.parameters import Kernel, unboxed
-from linen_compat.modules.pipeline import CircularPipeline, Pipeline, Side
+from linen_compat.modules.pipeline import CircularPipeline, Pipeline
 from nnx_pipeline import Config, InputError, Layout
+from nnx_pipeline import decoder as functional
 from nnx_pipeline.errors import one_of
 from nnx_pipeline.mesh import ambient_mesh
-from nnx_pipeline.ops.dropout import sequence_keys
-from nnx_pipeline.ops.head import logits_of
-from nnx_pipeline.ops.loss import chunked_cross_entropy
-from nnx_pipeline.ops.router import or_zero
-from nnx_pipeline.pipeline.layers import call_layer, with_keys
+from nnx_pipeline.modules import Parts
+from nnx_pipeline.pipeline.create import weight_options
+from nnx_pipeline.pipeline.layers import with_keys
 from nnx_pipeline.pipeline.metrics import over_layers, values
 from nnx_pipeline.pipeline.runner import Runner, make_runner
+from nnx_pipeline.pipeline.stage.layers import Side, call_layer
 from nnx_pipeline.remat import LAYER_INPUT, LAYER_METRICS, POLICIES, named
-from nnx_pipeline.sharding import constrain
 
 LayerLayout = Literal["unscanned", "scanned", "pipelined"]
 LAYER_LAYOUTS = ("unscanned", "scanned", "pipelined")
 
 
 class Decoder(nn.Module):
-    """Layers, norm and head: everything after the embedding, which it is handed.
+    """Layers, norm and head: the model after the embedding, which is passed to it.
 
-    layer_layout: where its layers are. `unscanned`: each in a subtree of its own, `layers_0 …`.
-    `scanned`: one subtree `layers`, their axis the second of every array. `pipelined`: in
-    `pipeline_module`, see `CircularPipeline`; the stages are those of the mesh. None: as MaxText
-    does by default, pipelined on a mesh with stages, else scanned.
+    - `config`: the config of the model, the pipeline and the training.
+    - `layer_layout`: where the parameters of the layers are. `unscanned`: each layer in a subtree
+      of its own, `layers_0 …`. `scanned`: one subtree `layers`, where the second axis of every
+      array is that of the layers. `pipelined`: in `pipeline_module` (see `CircularPipeline`), with
+      the stages of the mesh. None: as MaxText by default, pipelined on a mesh with stages, else
+      scanned.
+    - `layout`: the mesh axes over which each logical axis is sharded.
 
-    `init` and `apply` it under the same `jax.set_mesh`, or without one.
+    `init` and `apply` it under the same `jax.set_mesh`, or both without one.
     """
 
     config: Config
@@ -55,11 +58,10 @@ class Decoder(nn.Module):
             pipeline = Pipeline if config.pipeline.num_repeats == 1 else CircularPipeline
             self.pipeline_module = pipeline(
                 config.pipeline,
-                kind(*options, parent=None),
+                kind(*options, parent=None),  # unbound: the pipeline makes the parameters
                 model.num_layers,
                 layout=self.layout,
-                dtype=model.dtype,
-                grad_dtype=config.train.grad_dtype,
+                weights=weight_options(config),
             )
         elif where == "scanned":
             self.layers = kind(*options)
@@ -82,83 +84,72 @@ class Decoder(nn.Module):
         positions: Array | None = None,
         segment_ids: Array | None = None,
     ) -> Array:
-        """As `Transformer.__call__`."""
+        """The logits of a batch of tokens; other arguments and result as of `Transformer.__call__`.
+
+        - `embedding`: the module that looks up the tokens.
+        """
         side = {"positions": positions, "segment_ids": segment_ids}
-        runner = self._checked_runner(tokens.shape[0])
-        hidden, _ = self._hidden(embedding, tokens, side, None)
-        hidden = runner.batches.as_batch(hidden, tokens.shape[0])
-        return logits_of(hidden, self.logits_dense(), layout=runner.layout)
+        return self.functions(embedding).logits(tokens, side)
 
-    def loss(
-        self,
-        embedding: Embed,
-        tokens: Array,
-        targets: Array,
-        weights: Array,
-        *,
-        positions: Array | None = None,
-        segment_ids: Array | None = None,
-        key: Array | None = None,
-    ) -> tuple[Array, tuple[Array, Array]]:
-        """As `Transformer.loss`."""
-        batches = self._checked_runner(tokens.shape[0]).batches
-        self.config.check_objective(ambient_mesh().stage)
-        side = {"positions": positions, "segment_ids": segment_ids}
-        keys = None
-        if key is not None and self.config.model.dropout_rate:
-            keys = sequence_keys(key, tokens.shape[0])
-        if self.config.pipeline.schedule == "1f1b":
-            batch = (tokens, targets, weights)
-            return self._loss_by_one_f_one_b(embedding, batch, side, keys)
-        hidden, balance = self._hidden(embedding, tokens, side, keys)
-        targets, weights = map(batches.arrange, (targets, weights))
-        entropy = self._entropy(self.logits_dense(), hidden, targets, weights, batches.axes)
-        share = self.config.train.load_balance_weight
-        return entropy + share * balance if share else entropy, (entropy, balance)
+    def functions(self, embedding: Embed) -> functional.Decoder:
+        """The decoder as functions of arrays, over this module's parameters.
 
-    def _hidden(
-        self, embedding: Embed, tokens: Array, side: Side, keys: Array | None
-    ) -> tuple[Array, Array]:
-        """The normed output of the last layer, laid out by `batches.axes`, and the load balance."""
-        runner = self._runner
-        batches = runner.batches
-        spec = runner.layout.spec(*batches.axes, None, None)
-        x = constrain(embedding(batches.arrange(tokens), out=spec), spec)
-        where = self._where()
-        if where == "pipelined":
-            x, balance = self.pipeline_module.run(x, side, keys=keys)
-        else:
-            side = jax.tree.map(batches.arrange, with_keys(side, keys))
-            run = self._scanned if where == "scanned" else self._unscanned
-            x, metrics = run(x, side, batches.microbatches)
-            balance = values(over_layers(metrics))
-        return self.decoder_norm(x), or_zero(balance)
+        - `embedding`: the module that looks up the tokens.
 
-    def _scanned(self, x: Array, side: Side, microbatches: int) -> tuple[Array, Any]:
-        visit = self._visit(side, microbatches, in_scan=True)
+        Raises InputError where the parameters do not fit the mesh.
+        """
+        if not self.is_initializing():
+            self._check_parameters(self.variables.get("params", {}))
+        runner, pipelined = self._runner, self._where() == "pipelined"
+        ends = functional.Ends(
+            embed=lambda table, tokens, spec: embedding.look_up(table, tokens, out=spec),
+            norm=lambda scale, x: self.decoder_norm.scaled_by(scale, x),
+            table=embedding.embedding,
+            scale=self.decoder_norm.scale,
+            head=self.logits_dense(),
+            layout=runner.layout,
+        )
+        run_layers = self.pipeline_module.run if pipelined else self._run_layers
+        run_loss = None
+        if pipelined:
+            width = (self.config.model.embed_dim,)
+            run_loss = functools.partial(self.pipeline_module.loss, width=width)
+        return functional.Decoder(self.config, runner, ends, run_layers, run_loss, Parts())
+
+    def _run_layers(self, x: Array, side: Side, *, keys: Array | None = None) -> tuple[Array, Any]:
+        """Runs layers that are not in a pipeline, one after the other on the whole batch."""
+        batches = self._runner.batches
+        side = jax.tree.map(batches.arrange, with_keys(side, keys))
+        scanned = self._where() == "scanned"
+        call = functools.partial(call_layer, microbatches=batches.microbatches)
+        visit = self._visit(lambda layer, x: call(layer, x, side), in_scan=scanned)
+        x, metrics = (self._scanned if scanned else self._unscanned)(x, visit)
+        return x, values(over_layers(metrics))
+
+    def _scanned(self, x: Array, visit: Any) -> tuple[Array, Any]:
         scan = nn.scan(
             visit,
-            variable_axes={"params": 1},
+            variable_axes={"params": 1},  # where MaxText's `param_scan_axis` puts the layers
             split_rngs={"params": True},
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
         return scan(self.layers, x, jnp.arange(self.config.model.num_layers, dtype=jnp.int32))
 
-    def _unscanned(self, x: Array, side: Side, microbatches: int) -> tuple[Array, Any]:
-        visit = self._visit(side, microbatches, in_scan=False)
+    def _unscanned(self, x: Array, visit: Any) -> tuple[Array, Any]:
         usages = []
         for number, layer in enumerate(self.layers):
             x, usage = visit(layer, x, jnp.int32(number))
             usages.append(usage)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *usages)
 
-    def _visit(self, side: Side, microbatches: int, *, in_scan: bool) -> Any:
-        """(layer, x, its number) to x and the metrics of the layer, with the config's remat."""
+    def _visit(self, call: Any, *, in_scan: bool) -> Any:
+        """A function of (layer, x, its number) to (x, metrics), with the config's remat."""
 
         def visit(layer: nn.Module, x: Array, number: Array) -> tuple[Array, Any]:
-            return call_layer((layer, number), x, side, microbatches=microbatches)
+            return call((layer, number), x)
 
         policy = POLICIES[self.config.pipeline.remat].policy()
+        # In the body of a scan there is nothing to merge a recomputation with.
         kept = visit if policy is None else nn.remat(visit, policy=policy, prevent_cse=not in_scan)
 
         def body(layer: nn.Module, x: Array, number: Array) -> tuple[Array, Any]:
@@ -167,56 +158,6 @@ class Decoder(nn.Module):
 
         return body
 
-    def _loss_by_one_f_one_b(
-        self,
-        embedding: Embed,
-        batch: tuple[Array, Array, Array],
-        side: Side,
-        keys: Array | None,
-    ) -> tuple[Array, tuple[Array, Array]]:
-        """batch: tokens, targets and weights."""
-        tokens, *wanted = batch
-        runner = self._runner
-        axes = runner.batches.axes[1:]
-        spec = runner.layout.spec(*axes, None, None)
-
-        def enter(table: Array, tokens: Array) -> Array:
-            return constrain(embedding.look_up(table, tokens, out=spec), spec)
-
-        def leave(last: tuple[Array, Array], x: Array, inputs: tuple[Array, Array]) -> Array:
-            scale, head = last
-            return self._entropy(head, self.decoder_norm.scaled_by(scale, x), *inputs, axes)
-
-        loss, (entropy, balance) = self.pipeline_module.loss(
-            enter,
-            leave,
-            (embedding.embedding, (self.decoder_norm.scale, self.logits_dense())),
-            (tokens, tuple(wanted)),
-            side,
-            row=(tokens.shape[1], self.config.model.embed_dim),
-            keys=keys,
-            metric_weights=self.config.train.load_balance_weight,
-        )
-        return loss, (entropy, or_zero(balance))
-
-    def _entropy(
-        self,
-        head: Array,
-        hidden: Array,
-        targets: Array,
-        weights: Array,
-        batch_axes: tuple[str, ...],
-    ) -> Array:
-        return chunked_cross_entropy(
-            hidden,
-            head,
-            targets,
-            weights,
-            batch_axes=batch_axes,
-            chunks=self.config.train.loss_chunks,
-            layout=self._runner.layout,
-        )
-
     @property
     def _runner(self) -> Runner:
         """How batches are laid out on the ambient mesh."""
@@ -224,26 +165,21 @@ class Decoder(nn.Module):
             self.config.pipeline,
             num_layers=self.config.model.num_layers,
             layout=self.layout,
-            dtype=self.config.model.dtype,
-            grad_dtype=self.config.train.grad_dtype,
+            weights=weight_options(self.config),
         )
 
-    def _checked_runner(self, batch: int) -> Runner:
-        """The runner; InputError when config, batch, mesh and parameters do not fit together."""
-        self.config.for_batch(batch).check_mesh(ambient_mesh())
-        if not self.is_initializing():
-            self._check_parameters(self.variables.get("params", {}))
-        return self._runner
-
     def _check_parameters(self, params: Mapping[str, Any]) -> None:
-        """What Flax would not say, or not plainly: layers stored otherwise, or more of them."""
+        """Raises InputError when `params` hold the layers in another layout or another number.
+
+        Flax would not report this, or not plainly.
+        """
         where, layers = self._where(), self.config.model.num_layers
         marks = {"pipelined": "pipeline_module", "scanned": "layers", "unscanned": "layers_0"}
         stored = next((name for name in marks if marks[name] in params), where)
         if stored != where:
             raise InputError(
-                f"params hold the layers {stored} ({marks[stored]}) and layer_layout={where!r}; "
-                f"choose layer_layout={stored!r} or convert the parameters"
+                f"params hold the layers as {stored} ({marks[stored]}), but "
+                f"layer_layout={where!r}; choose layer_layout={stored!r} or convert the parameters"
             )
         found = sum(name.startswith("layers_") for name in params)
         if where == "scanned" and "layers" in params:
@@ -254,14 +190,14 @@ class Decoder(nn.Module):
             )
 
     def _where(self) -> str:
-        """The layout of the layers; InputError when mesh or config ask for another."""
+        """The layout of the layers; InputError when the mesh or the config needs another."""
         stages, schedule = ambient_mesh().stage, self.config.pipeline.schedule
         where = self.layer_layout or ("pipelined" if stages > 1 else "scanned")
         one_of("layer_layout", where, LAYER_LAYOUTS)
         if self.config.train.shard_optimizer_over_data:
             raise InputError(
-                "train.shard_optimizer_over_data=True is for nnx_pipeline.Mixtral, whose gradients "
-                "arrive at their owners; set it to False"
+                "train.shard_optimizer_over_data=True is for nnx_pipeline.Mixtral and not for "
+                "Linen modules; set it to False"
             )
         if where != "pipelined" and (stages > 1 or schedule == "1f1b"):
             raise InputError(
@@ -273,10 +209,14 @@ class Decoder(nn.Module):
 
 
 class Transformer(nn.Module):
-    """MaxText's model over the functions of `nnx_pipeline.Mixtral`, whose results it gives.
+    """MaxText's model over the functions of `nnx_pipeline.Mixtral`, with the same results.
 
-    `params` has MaxText's names, shapes and logical axes, in boxes when made by `init`; `apply`
-    takes it boxed or not. layer_layout: see `Decoder`.
+    - `config`: the config of the model, the pipeline and the training.
+    - `layer_layout`: see `Decoder`.
+    - `layout`: the mesh axes over which each logical axis is sharded.
+
+    `params` has MaxText's names, shapes and logical axes. `init` returns its arrays in metadata
+    boxes; `apply` takes them boxed or not.
 
     Raises InputError when the config does not divide over the mesh, or layer_layout does not fit.
     """
@@ -298,8 +238,9 @@ class Transformer(nn.Module):
     ) -> Array:
         """Token ids `[batch, seq]` to float32 logits `[batch, seq, vocab]`.
 
-        positions, segment_ids: `[batch, seq]` integers. Without positions a token's position is its
-        place in the sequence; without segment ids a row is one sequence.
+        - `positions`: `[batch, seq]` integers; without them a token's position is its place in the
+          sequence.
+        - `segment_ids`: `[batch, seq]` integers; without them a row is one sequence.
         """
         return self.decoder(
             self.token_embedder, tokens, positions=positions, segment_ids=segment_ids
@@ -317,16 +258,13 @@ class Transformer(nn.Module):
     ) -> tuple[Array, tuple[Array, Array]]:
         """The loss to minimise, and its two parts: cross-entropy and load balance.
 
-        To be called as `apply(variables, …, method="loss")`; arguments and result are those of
-        `nnx_pipeline.Mixtral.loss`. key: for dropout, which is left out without one; Flax's own
-        generators (`rngs=`) are not read, so that the masks are those of `nnx_pipeline`.
+        Call it as `apply(variables, …, method="loss")`. Arguments and result are those of
+        `nnx_pipeline.Mixtral.loss`, without `shards`.
+
+        - `tokens`, `targets`, `weights`, `positions`, `segment_ids`: `[batch, seq]`.
+        - `key`: for dropout, which is left out without one. Flax's own generators (`rngs=`) are not
+          read, so that the masks are those of `nnx_pipeline`.
         """
-        return self.decoder.loss(
-            self.token_embedder,
-            tokens,
-            targets,
-            weights,
-            positions=positions,
-            segment_ids=segment_ids,
-            key=key,
-        )
+        side = {"positions": positions, "segment_ids": segment_ids}
+        functions = self.decoder.functions(self.token_embedder)
+        return functions.loss(tokens, targets, weights, side, key)

@@ -1,4 +1,4 @@
-"""One decoder layer: of Mixtral, of Llama."""
+"""One decoder layer of Mixtral, and one of Llama."""
 
 from flax import linen as nn
 from jaxtyping import Array
@@ -14,7 +14,13 @@ from nnx_pipeline.remat import KEEP_ALL, Remat
 
 
 class _DecoderLayer(nn.Module):
-    """h = x + attention(norm(x)); y = h + feed_forward(norm(h)), with dropout on both summands."""
+    """A decoder layer: attention and a feed-forward part, each added to the residual stream.
+
+    h = x + attention(norm(x)); y = h + feed_forward(norm(h)), with dropout on both summands.
+
+    - `layout`: the mesh axes over which each logical axis is sharded.
+    - `remat`: what attention, and the experts of Mixtral, keep for the backward pass.
+    """
 
     config: ModelConfig
     layout: Layout = Layout()
@@ -34,10 +40,12 @@ class _DecoderLayer(nn.Module):
         segment_ids: Array | None = None,
         keys: Array | None = None,
     ) -> tuple[Array, MicrobatchMean | None]:
-        """x: [batch, seq, embed] to the same, and the router's load-balance loss, if there is one.
+        """The output of one layer, and the router's load-balance loss if there is a router.
 
-        keys: [batch, words] for dropout (`nnx_pipeline.ops.dropout`), which is left out without
-        them.
+        - `x`: `[batch, seq, embed]`; the result has the same shape.
+        - `positions`, `segment_ids`: `[batch, seq]` integers, as of `Attention`.
+        - `keys`: `[batch, words]` for dropout (`nnx_pipeline.ops.dropout`), which is left out
+          without them.
         """
         attended = self.self_attention(
             self.pre_self_attention_layer_norm(x), positions=positions, segment_ids=segment_ids
@@ -47,22 +55,23 @@ class _DecoderLayer(nn.Module):
         return self._add(h, mixed, keys, place=1), metric
 
     def feed_forward(self, x: Array) -> tuple[Array, MicrobatchMean | None]:
-        """What follows attention, and the load-balance loss of its router."""
+        """What follows attention, and the load-balance loss of its router or None."""
         raise NotImplementedError
 
     def _add(self, stream: Array, update: Array, keys: Array | None, *, place: int) -> Array:
         rate = self.config.dropout_rate
-        return add_to_stream(stream, update, keys=keys, place=place, rate=rate, layout=self.layout)
+        mask = None if keys is None else (keys, place)
+        return add_to_stream(stream, update, mask=mask, rate=rate, layout=self.layout)
 
 
 class MixtralDecoderLayer(_DecoderLayer):
-    """A layer with routed experts; see `_DecoderLayer.__call__` for what it takes and gives."""
+    """A decoder layer with routed experts; it is called as `_DecoderLayer`."""
 
     def setup(self) -> None:
         if self.config.num_experts < 2:
             raise InputError(
-                "MixtralDecoderLayer routes to experts and num_experts=1; "
-                "use LlamaDecoderLayer or choose 2 or more"
+                "MixtralDecoderLayer needs two experts or more, and the config has num_experts=1; "
+                "use LlamaDecoderLayer, or set num_experts to 2 or more"
             )
         super().setup()
         self.MoeBlock_0 = MoeBlock(self.config, self.layout, self.remat)
@@ -73,13 +82,13 @@ class MixtralDecoderLayer(_DecoderLayer):
 
 
 class LlamaDecoderLayer(_DecoderLayer):
-    """A layer with a dense MLP; see `_DecoderLayer.__call__` for what it takes and gives."""
+    """A decoder layer with a dense MLP; it is called as `_DecoderLayer`."""
 
     def setup(self) -> None:
         if self.config.num_experts > 1:
             raise InputError(
-                f"LlamaDecoderLayer has one MLP and num_experts={self.config.num_experts}; "
-                "use MixtralDecoderLayer or set num_experts=1"
+                "LlamaDecoderLayer needs num_experts=1, and the config has "
+                f"num_experts={self.config.num_experts}; use MixtralDecoderLayer, or set it to 1"
             )
         super().setup()
         self.mlp = MlpBlock(self.config, self.layout)

@@ -1,38 +1,48 @@
-"""The token embedding table."""
+"""The token embedding table, as a Linen module."""
 
 from flax import linen as nn
 from jaxtyping import Array
 
-from linen_compat.modules.parameters import parameter
+from linen_compat.modules.parameters import Weight, parameter
 from nnx_pipeline import Layout, ModelConfig
 from nnx_pipeline.ops.embedding import embed
 from nnx_pipeline.sharding import P
 
 
 class Embed(nn.Module):
-    """Token ids `[..., seq]` to vectors `[..., seq, embed]` in the model's dtype, unscaled."""
+    """Token ids `[..., seq]` to vectors `[..., seq, embed]` in the model's dtype, unscaled.
+
+    - `config`: sizes and dtypes; `config.embedding` chooses how rows are looked up.
+    - `layout`: the mesh axes over which each logical axis is sharded.
+    """
 
     config: ModelConfig
     layout: Layout = Layout()
 
     def setup(self) -> None:
         config = self.config
-        self.embedding = parameter(
-            self,
-            "embedding",
+        weight = Weight(
             nn.initializers.normal(stddev=1.0),
             (config.vocab_size, config.embed_dim),
             config.param_dtype,
             ("vocab", "embed_vocab"),
-            self.layout,
         )
+        self.embedding = parameter(self, "embedding", weight, self.layout)
 
     def __call__(self, tokens: Array, *, out: P | None = None) -> Array:
-        """out: sharding of the result; the default leaves it whole on every device."""
+        """The rows of the table for these token ids.
+
+        - `out`: the sharding of the result; by default it is whole on every device.
+        """
         return self.look_up(self.embedding, tokens, out=out)
 
     def look_up(self, table: Array, tokens: Array, *, out: P | None = None) -> Array:
-        """As `__call__`, from a table that is handed in."""
+        """As `__call__`, with a table that is passed in.
+
+        - `table`: `[vocab, embed]`.
+        - `tokens`: ids `[*batch, seq]`.
+        - `out`: sharding of the result; None leaves it whole on every device.
+        """
         return embed(
             table,
             tokens,

@@ -1,12 +1,13 @@
-"""What follows attention in a layer: the dense MLP of Llama, the routed experts of Mixtral."""
+"""The part of a layer after attention: Llama's dense MLP, and Mixtral's routed experts."""
 
 from flax import linen as nn
 from jaxtyping import Array
 
-from linen_compat.modules.parameters import Kernel, Names, parameter
+from linen_compat.modules.parameters import Kernel, Names, Weight, parameter
 from nnx_pipeline import Layout, ModelConfig
+from nnx_pipeline.ops.experts import ExpertKernels
 from nnx_pipeline.ops.mlp import gated_mlp
-from nnx_pipeline.ops.moe import routed_experts
+from nnx_pipeline.ops.moe import MoEKernels, expert_parts, routed_experts
 from nnx_pipeline.ops.router import Usage
 from nnx_pipeline.remat import KEEP_ALL, Remat
 
@@ -17,7 +18,11 @@ OF_EXPERTS = nn.initializers.lecun_normal(in_axis=0, out_axis=1)
 
 
 class MlpBlock(nn.Module):
-    """SwiGLU `[batch, seq, embed]` to `[batch, seq, embed]`, no bias."""
+    """SwiGLU from `[batch, seq, embed]` to `[batch, seq, embed]`, without bias.
+
+    - `config`: sizes and dtypes.
+    - `layout`: the mesh axes over which each logical axis is sharded.
+    """
 
     config: ModelConfig
     layout: Layout = Layout()
@@ -38,7 +43,11 @@ class MlpBlock(nn.Module):
 
 
 class MoeBlock(nn.Module):
-    """Each token to its best experts, `[batch, seq, embed]` to the same, and how they were used.
+    """Sends each token to its best experts, and reports how the experts were used.
+
+    - `config`: sizes, dtypes and the number of experts per token.
+    - `layout`: the mesh axes over which each logical axis is sharded.
+    - `remat`: what to keep of each expert for the backward pass.
 
     The router works in the dtype of its input; no token is dropped.
     """
@@ -54,20 +63,22 @@ class MoeBlock(nn.Module):
         into: Names = ("exp", "embed_moe", "mlp_moe")
         out_of: Names = ("exp", "mlp_moe", "embed_moe")
         self.gate = Kernel(FAN_IN, (embed, experts), dtype, ("embed", None), layout)
-        self.wi_0 = parameter(self, "wi_0", OF_EXPERTS, (experts, embed, mlp), dtype, into, layout)
-        self.wi_1 = parameter(self, "wi_1", OF_EXPERTS, (experts, embed, mlp), dtype, into, layout)
-        self.wo = parameter(self, "wo", OF_EXPERTS, (experts, mlp, embed), dtype, out_of, layout)
+        of_input = Weight(OF_EXPERTS, (experts, embed, mlp), dtype, into)
+        of_output = Weight(OF_EXPERTS, (experts, mlp, embed), dtype, out_of)
+        self.wi_0 = parameter(self, "wi_0", of_input, layout)
+        self.wi_1 = parameter(self, "wi_1", of_input, layout)
+        self.wo = parameter(self, "wo", of_output, layout)
 
     def __call__(self, x: Array) -> tuple[Array, Usage]:
-        """x: `[batch, seq, embed]` to the same, and the usage of each sequence."""
+        """The mixed results of the experts, and the usage of the experts by each sequence.
+
+        - `x`: `[batch, seq, embed]`; the result has the same shape.
+        """
         return routed_experts(
             x,
-            self.gate(),
-            self.wi_0,
-            self.wi_1,
-            self.wo,
+            MoEKernels(self.gate(), ExpertKernels(self.wi_0, self.wi_1, self.wo)),
             num_experts_per_token=self.config.num_experts_per_token,
-            experts=self.config.experts,
             layout=self.layout,
             remat=self.remat,
+            parts=expert_parts(self.config.experts),
         )

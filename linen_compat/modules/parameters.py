@@ -1,6 +1,6 @@
-"""How a Linen module holds a weight: under MaxText's names, born in its place."""
+"""Weights of Linen modules: under MaxText's names, and made in their final sharding."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import linen as nn
@@ -10,11 +10,12 @@ from jaxtyping import Array
 
 from nnx_pipeline import InputError, Layout
 from nnx_pipeline.errors import nearest
-from nnx_pipeline.sharding import MeshAxes, initial_value, is_explicit, is_trivial, place
+from nnx_pipeline.mesh import is_trivial
+from nnx_pipeline.sharding import MeshAxes, initial_value, is_explicit, place
 
 Names = tuple[str | None, ...]
 
-# The logical axes in MaxText's metadata, and what `Layout` calls each; None is kept whole.
+# The logical axes in MaxText's metadata, and what `Layout` calls each; None is not sharded.
 AXES: dict[str, str | None] = {
     "vocab": "vocab",
     "embed_vocab": "embed",
@@ -37,10 +38,14 @@ AXES: dict[str, str | None] = {
 def logical_axis_rules(
     mesh: Mesh, layout: Layout = Layout()
 ) -> tuple[tuple[str, MeshAxes | None], ...]:
-    """MaxText's logical axes and the mesh axes that each is spread over, as Flax wants its rules.
+    """The mesh axes of each of MaxText's logical axes, as rules for Flax.
 
-    For `nn.logical_to_mesh_sharding` and `nn.logical_to_mesh`. Mesh axes of size 1 are left out, as
-    in `Layout.spec`, so that arrays placed by these rules have the types that the modules expect.
+    They are for `nn.logical_to_mesh_sharding` and `nn.logical_to_mesh`. Mesh axes of size 1 are
+    left out, as in `Layout.spec`, so that arrays placed by these rules have the types that the
+    modules expect.
+
+    - `mesh`: the mesh that the arrays are placed on.
+    - `layout`: the mesh axes over which each logical axis of this project is sharded.
     """
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         spread = {name: layout.axes(axis) if axis else () for name, axis in AXES.items()}
@@ -48,27 +53,41 @@ def logical_axis_rules(
 
 
 def axes_of(names: Names) -> tuple[str | None, ...]:
-    """The names in `Layout` of MaxText's logical axes; InputError for one that is neither."""
+    """The names in `Layout` of MaxText's logical axes; None stays None.
+
+    Raises InputError for a name that is not one of MaxText's.
+    """
     for name in names:
         if name is not None and name not in AXES:
             raise InputError(f"logical axis {name!r} is not known; {nearest(name, AXES)}")
     return tuple(AXES[name] if name is not None else None for name in names)
 
 
-def parameter(
-    module: nn.Module,
-    name: str,
-    initializer: nn.initializers.Initializer,
-    shape: tuple[int, ...],
-    dtype: jax.typing.DTypeLike,
-    names: Names,
-    layout: Layout,
-) -> Array:
-    """The parameter of that name in a module; `init` makes it in its place, in a box of its names.
+class Weight(NamedTuple):
+    """What a parameter is before it is made.
 
-    What is given to `apply` may be boxed or not, and is used where it lies (`in_place`): rules that
-    are set by `nn.logical_axis_rules` add no constraint.
+    - `initializer`: gives its first value.
+    - `shape`, `dtype`: those of its array.
+    - `names`: MaxText's logical axes, one for each axis; None for an axis that is not sharded.
     """
+
+    initializer: nn.initializers.Initializer
+    shape: tuple[int, ...]
+    dtype: jax.typing.DTypeLike
+    names: Names
+
+
+def parameter(module: nn.Module, name: str, weight: Weight, layout: Layout) -> Array:
+    """A parameter of a Linen module, which `init` makes in its final sharding, in a metadata box.
+
+    An array that is given to `apply` may be boxed or not, and is used in the sharding that it has
+    (see `in_place`): rules that are set by `nn.logical_axis_rules` add no constraint.
+
+    - `module`: the module that declares it, under the name `name`.
+    - `weight`: what it is; its `names` go into the box.
+    - `layout`: the mesh axes over which each logical axis is sharded.
+    """
+    initializer, shape, dtype, names = weight
     spec = layout.spec(*axes_of(names))
 
     def make(key: Array) -> nn.LogicallyPartitioned:
@@ -78,9 +97,13 @@ def parameter(
 
 
 def in_place(weight: Array, spec: P) -> Array:
-    """The weight, which each device cuts its part of if all of them were given the whole.
+    """Shards a replicated weight by `spec`; any other weight stays in the sharding that it has.
 
-    So are arrays of numpy on a mesh with explicit axes. Any other is used where it lies.
+    - `weight`: a parameter as `apply` got it, or as `init` made it.
+    - `spec`: the sharding that its logical axes give it.
+
+    This happens on meshes with explicit axes only, where NumPy arrays arrive replicated: each
+    device then cuts out its shard.
     """
     if is_trivial(spec) or not is_explicit() or not is_trivial(jax.typeof(weight).sharding.spec):
         return weight
@@ -88,17 +111,21 @@ def in_place(weight: Array, spec: P) -> Array:
 
 
 def unboxed(value: Any) -> Array:
-    """The array of a leaf of `params`, boxed or not, without a constraint."""
+    """The array of a leaf of `params`, boxed or not, without a sharding constraint."""
     return value.unbox(apply_constraint=False) if is_boxed(value) else value
 
 
 def is_boxed(leaf: Any) -> bool:
-    """Whether a leaf of `params` names its axes."""
+    """Whether a leaf of `params` is in a metadata box that names its axes."""
     return isinstance(leaf, nn.LogicallyPartitioned)
 
 
 class Kernel(nn.Module):
-    """A weight under a name of its own: `<name of the module>/kernel`."""
+    """One weight as a module of its own, so that its path is `<name of the module>/kernel`.
+
+    - `initializer`, `shape`, `dtype`, `names`: as of `Weight`.
+    - `layout`: the mesh axes over which each logical axis is sharded.
+    """
 
     initializer: nn.initializers.Initializer
     shape: tuple[int, ...]
@@ -107,9 +134,8 @@ class Kernel(nn.Module):
     layout: Layout = Layout()
 
     def setup(self) -> None:
-        self.kernel = parameter(
-            self, "kernel", self.initializer, self.shape, self.dtype, self.names, self.layout
-        )
+        weight = Weight(self.initializer, self.shape, self.dtype, self.names)
+        self.kernel = parameter(self, "kernel", weight, self.layout)
 
     def __call__(self) -> Array:
         return self.kernel

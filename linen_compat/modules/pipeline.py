@@ -1,4 +1,4 @@
-"""The pipeline as a Linen module: it owns the layers of all stages and sends batches through."""
+"""The pipeline as a Linen module: it owns the layers of all stages and runs batches."""
 
 import functools
 import math
@@ -12,40 +12,46 @@ from linen_compat.modules.stacked import StackedLayers, StageTree, parameters_of
 from nnx_pipeline import InputError, Layout, PipelineConfig
 from nnx_pipeline.ops.dropout import sequence_keys
 from nnx_pipeline.pipeline.layers import with_keys
-from nnx_pipeline.pipeline.one_f_one_b_state import Enter, Leave
+from nnx_pipeline.pipeline.one_f_one_b.state import ModelEnds
+from nnx_pipeline.pipeline.options import WeightOptions
 from nnx_pipeline.pipeline.runner import Runner, make_runner
+from nnx_pipeline.pipeline.stage.layers import Side
 from nnx_pipeline.sharding import place
-
-Side = dict[str, Array | None]
 
 
 class CircularPipeline(nn.Module):
-    """Layers of one kind, each microbatch going round the stages `num_repeats` times.
+    """Layers of one kind, where each microbatch goes round the stages `num_repeats` times.
 
-    Its parameters are MaxText's `pipeline_module`: see `StageTree` for names and axes, with layer =
-    (repeat · stages + stage) · layers per stage + j. `init` and `apply` it under the same
-    `jax.set_mesh`; everything else is as in `nnx_pipeline.CircularPipeline`, whose loop it is.
+    - `config`: how the layers run over the stages.
+    - `layer`: an unbound Linen module, called as `layer(x, **side)` on `[batch, …]` to
+      `(x, metrics)`, where every metric is wrapped in `nnx_pipeline.Sum`, `Mean` or `Max`, or
+      metrics is None. It may hold `params` only, which may be in boxes of MaxText's logical axes.
+      An attribute `layout` is replaced where weights are gathered ahead of their use. What it sows
+      is lost.
+    - `num_layers`: the number of layers in the whole model.
+    - `layout`: the mesh axes over which each logical axis is sharded.
+    - `weights`: what the loop does with weights, such as the dtype in which gradients add up.
 
-    layer: an unbound Linen module, called as `layer(x, **side)` on `[batch, …]` to `(x, metrics)`,
-        every metric wrapped in `nnx_pipeline.Sum`, `Mean` or `Max`, or None.
-        It may hold params only, which may be in boxes of MaxText's logical axes. An attribute
-        `layout` is replaced where weights are gathered ahead of their use. What it sows is lost.
+    Its parameters are MaxText's `pipeline_module`: see `StageTree` for names and axes, where layer
+    = (repeat · stages + stage) · layers per stage + j. `init` and `apply` it under the same
+    `jax.set_mesh`. Everything else is as in `nnx_pipeline.CircularPipeline`, whose loop it runs.
     """
 
     config: PipelineConfig
     layer: nn.Module
     num_layers: int
     layout: Layout = Layout()
-    dtype: str | None = None
-    grad_dtype: str | None = None
+    weights: WeightOptions = WeightOptions()
 
     def __call__(
         self, x: Array, *, key: Array | None = None, **side: Array | None
     ) -> tuple[Array, PyTree]:
         """`[batch, …]` through all layers, and the metrics of all of them, each one array.
 
-        key: for dropout. side: what a layer reads beside x, `[batch, …]` each, by the names of its
-        arguments, which are not `key` or `keys`; None is handed on.
+        - `x`: `[batch, …]`; the result has the same shape.
+        - `key`: for dropout.
+        - `side`: what a layer reads beside x, `[batch, …]` each, by the names of its arguments,
+          which are not `key` or `keys`; None is passed on.
         """
         batch, batches = x.shape[0], self.runner.batches
         batches.check(batch)
@@ -54,46 +60,61 @@ class CircularPipeline(nn.Module):
         return batches.as_batch(y, batch), metrics
 
     def run(self, x: Array, side: Side, *, keys: Array | None = None) -> tuple[Array, PyTree]:
-        """As `__call__`, for x laid out by `batches.arrange`; keys: as of `Runner.run`."""
-        axes = len(self.runner.batches.axes)
+        """As `__call__`, for a batch that is laid out already.
+
+        - `x`: as `batches.arrange` lays it out.
+        - `side`: as of `__call__`.
+        - `keys`: as of `Runner.run`.
+        """
+        axes = len(self.runner.batches.axes)  # the axes in the place of the batch
         beside = with_keys(side, keys)
         layers = self._layers(math.prod(x.shape[:axes]), x.shape[axes:], x.dtype, beside)
         return self.runner.run(layers, x, side, keys=keys)
 
     def loss(
         self,
-        enter: Enter,
-        leave: Leave,
-        weights: tuple[PyTree, PyTree],
+        ends: ModelEnds,
         inputs: tuple[PyTree, PyTree],
         side: Side,
         *,
-        row: tuple[int, ...],
+        width: tuple[int, ...],
         keys: Array | None = None,
-        **options: Any,
+        metric_weights: PyTree = None,
     ) -> tuple[Array, tuple[Array, PyTree]]:
-        """The loss of the whole model by 1F1B; see `Runner.loss`. row: shape of one sequence of
-        activations, which are of `dtype`."""
-        batch = inputs[0].shape[0]
-        layers = self._layers(batch, row, self.dtype, with_keys(side, keys))
-        return self.runner.loss(layers, enter, leave, weights, inputs, side, keys=keys, **options)
+        """The loss of the whole model by 1F1B, and its two parts.
+
+        - `ends`, `inputs`, `side`, `keys`, `metric_weights`: as for `Runner.loss`.
+        - `width`: the shape of the activations of one token, whose dtype is `weights.dtype`. What
+          `ends.enter` reads is an array of tokens, `[batch, …]`.
+        """
+        batch, *row = inputs[0].shape
+        beside = with_keys(side, keys)
+        layers = self._layers(batch, (*row, *width), self.weights.dtype, beside)
+        return self.runner.loss(
+            layers, ends, inputs, side, keys=keys, metric_weights=metric_weights
+        )
 
     @property
     def runner(self) -> Runner:
-        """The loop on the ambient mesh."""
+        """The loop over the layers, on the ambient mesh."""
         return make_runner(
             self.config,
             num_layers=self.num_layers,
             layout=self.layout,
-            dtype=self.dtype,
-            grad_dtype=self.grad_dtype,
+            weights=self.weights,
         )
 
     @nn.compact
     def _layers(self, batch: int, row: tuple[int, ...], dtype: Any, side: Side) -> StackedLayers:
-        """The stacked layers, made now under `init`; batch, row, dtype: of what goes through."""
+        """The stacked layers, which are made now under `init`.
+
+        - `batch`: the number of sequences in the whole batch.
+        - `row`, `dtype`: the shape of one sequence of activations, and their dtype.
+        - `side`: what a layer reads besides, `[batch, …]` each.
+        """
         runner = self.runner
         module = self.layer.clone(parent=None, name=None)
+        # `init` runs a layer once, on what it gets at a time: a microbatch, or the whole batch.
         microbatch = batch // (runner.batches.microbatches if runner.in_microbatches else 1)
 
         def zeros(row: tuple[int, ...], dtype: Any) -> Array:

@@ -1,4 +1,4 @@
-"""The layers of a pipeline in MaxText's tree, and as the loop of `nnx_pipeline` takes them."""
+"""The layers of a pipeline: in MaxText's tree, and stacked for the loop of `nnx_pipeline`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from flax.core import unfreeze
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, PyTree
 
+from linen_compat.formats.names import of_layer
 from linen_compat.modules.parameters import Names, axes_of, in_place, is_boxed, unboxed
-from linen_compat.names import of_layer
 from nnx_pipeline import InputError, Layout
 from nnx_pipeline.sharding import place, portable_key
 
@@ -23,19 +23,27 @@ MakeLayer = Callable[[Array], Boxed]
 
 @dataclass(frozen=True)
 class StageTree:
-    """MaxText's `pipeline_module/layers`, for (repeats, stages, layers per stage).
+    """The tree below MaxText's `pipeline_module/layers`.
 
-    The arrays of layer j of a stage are under `layers_{j}`, or without a name of their own where a
-    stage has one layer, with `[repeats, stages]` before their own axes, or `[stages]` where there
-    is one repeat.
+    The arrays of layer j of a stage are under `layers_{j}`, or directly in the tree where a stage
+    has one layer. Before their own axes they have `[repeats, stages]`, or `[stages]` where there is
+    one repeat.
+
+    - `stack`: (repeats, stages, layers per stage).
+    - `layout`: the mesh axes over which each logical axis is sharded.
     """
 
     stack: tuple[int, int, int]
     layout: Layout
 
     def make(self, key: Array, make_layer: MakeLayer) -> Boxed:
-        """Fresh weights in boxes that name the new axes too, each stage's born on that stage."""
+        """New weights in boxes that name the stacking axes too, each made on its own stage.
+
+        - `key`: from which each layer gets a key of its own.
+        - `make_layer`: makes the parameters of one layer from its key.
+        """
         repeats, stages, per_stage = self.stack
+        # Each key is on the stage of its layer, so that the weights are made there.
         keys = place(
             jax.random.split(portable_key(key), self.stack), self.layout.spec(None, "stage", None)
         )
@@ -46,6 +54,7 @@ class StageTree:
         ]
 
         def named(leaf: Any) -> Any:
+            # With one repeat, MaxText's arrays have no axis of repeats.
             value = unboxed(leaf)[0] if repeats == 1 else unboxed(leaf)
             own = leaf.names if is_boxed(leaf) else (None,) * (value.ndim - len(self.names))
             names = (*self.names, *own)
@@ -55,16 +64,22 @@ class StageTree:
         return self.tree_of([jax.tree.map(named, layer, is_leaf=is_boxed) for layer in made])
 
     def stacked(self, tree: Boxed, make_layer: MakeLayer, module: nn.Module) -> "StackedLayers":
-        """The tree as one callable module, `[repeats, stages, layers per stage, …]`.
+        """The tree as one callable module with parameters `[repeats, stages, layers per stage, …]`.
 
-        Layers of a stage that are apart in the tree are put together, which copies them. Raises
-        InputError, naming the leaf, when the tree is not what the layers need.
+        Layers of a stage that are separate in the tree are stacked, which copies them.
+
+        - `tree`: the parameters, boxed or not.
+        - `make_layer`: as in `make`; only the shapes and boxes that it would give are used.
+        - `module`: the Linen layer to call.
+
+        Raises InputError, naming the leaf, when the tree is not what the layers need.
         """
         one = jax.eval_shape(make_layer, jax.random.key(0))
         self._check(tree, one)
         repeats, _, per_stage = self.stack
 
         def stack(*leaves: Array) -> Array:
+            # The loop wants an axis of repeats in any case.
             leaves = tuple(leaf[None] if repeats == 1 else leaf for leaf in leaves)
             return jnp.stack(leaves, axis=2)
 
@@ -80,17 +95,18 @@ class StageTree:
         return StackedLayers(module, paths, weights)
 
     def tree_of(self, layers: list[Any]) -> Boxed:
-        """The tree of the layers of a stage."""
+        """The tree that holds these layers of a stage."""
         if len(layers) == 1:
             return layers[0]
         return {f"layers_{j}": layer for j, layer in enumerate(layers)}
 
     @property
     def names(self) -> Names:
-        """MaxText's names of the axes before a layer's own."""
+        """MaxText's names of the stacking axes, which come before a layer's own."""
         return ("layers",) if self.stack[0] == 1 else ("circular_repeats", "layers")
 
     def _check(self, tree: Boxed, one: Boxed) -> None:
+        """Raises InputError for a leaf that is missing, unknown or of another shape."""
         leading = self.stack[1:2] if self.stack[0] == 1 else self.stack[:2]
         want = _shapes(self.tree_of([one] * self.stack[2]))
         want = {path: (*leading, *shape) for path, shape in want.items()}
@@ -114,10 +130,11 @@ class StageTree:
 
 
 class StackedLayers(nnx.Module):
-    """A Linen layer with stacked parameters: a callable pytree, as the loop takes its layers.
+    """A Linen layer with stacked parameters, as a callable pytree for the loop of `nnx_pipeline`.
 
-    weights: the arrays of a layer's tree, `[repeats, stages, layers per stage, …]`. paths: where in
-    that tree each belongs.
+    - `module`: the Linen layer.
+    - `paths`: where each weight belongs in the tree of a layer, with `/` between names.
+    - `weights`: one for each path, `[repeats, stages, layers per stage, …]`.
     """
 
     def __init__(self, module: nn.Module, paths: list[str], weights: list[nnx.Param]) -> None:
@@ -134,7 +151,14 @@ class StackedLayers(nnx.Module):
 
 
 def parameters_of(module: nn.Module, key: Array, x: Array, side: dict[str, Any]) -> Boxed:
-    """What `module.init` makes for a layer; InputError when it makes more than parameters."""
+    """The parameters that `module.init` makes for a layer.
+
+    - `module`: the layer, unbound.
+    - `key`: the random key of the parameters.
+    - `x`, `side`: what the layer is called with.
+
+    Raises InputError when it makes variables of other collections.
+    """
     variables = module.init(key, x, **side)
     others = [name for name in variables if name != "params"]
     if others:
@@ -159,9 +183,9 @@ def _axes(leaf: Any) -> Names:
 
 
 def _place_in_nnx(path: str) -> tuple[str, ...]:
-    """By which weights stand in the order of the NNX layer, if they are those of a decoder layer.
+    """A sort key that puts the weights of a decoder layer in the order of the NNX layer.
 
-    Compilers fuse by the order of what a loop carries: in another one the same sums are rounded
+    Compilers fuse by the order of what a loop carries: in another order the same sums are rounded
     differently.
     """
     return tuple(_NNX_PATHS.get(path, path.replace("/", ".")).split("."))

@@ -1,4 +1,4 @@
-"""What is measured: the same layers in six styles, and the three loops they run in."""
+"""What is measured: the same layers in six styles, and the three loops that they run in."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,9 +23,13 @@ NATIVE_NNX, NATIVE_LINEN = "native NNX", "native Linen"
 
 @dataclass(frozen=True)
 class Arm:
-    """One style. make: a layer from a config and `rngs` (NNX) or a name (Linen).
+    """One style in which the layers are written.
 
-    native: the arm whose layer it wraps, to which its figures are held.
+    - `name`: the name of the style.
+    - `native`: the name of the arm whose layer this one wraps, with which its figures are compared;
+      of a native style its own.
+    - `is_linen`: whether it makes Linen modules, rather than NNX ones.
+    - `make`: makes a layer from a config and `rngs` (NNX) or a name (Linen).
     """
 
     name: str
@@ -36,9 +40,12 @@ class Arm:
 
 @dataclass(frozen=True)
 class Program:
-    """`init()` makes the parameters of all layers; `loss(params, x)` is the mean square of the end.
+    """The computation that is measured, for one arm in one loop.
 
-    x: what the first layer gets, abstract. place: a tree of abstract arrays to where they lie.
+    - `init`: makes the parameters of all layers.
+    - `loss`: a function of (parameters, x) that gives the mean square of the last layer's result.
+    - `x`: the input of the first layer, as an abstract array.
+    - `place`: adds shardings to a tree of abstract arrays, where the loop runs on a mesh.
     """
 
     init: Callable[[], Any]
@@ -48,13 +55,16 @@ class Program:
 
 
 def linen_layer(model: ModelConfig, name: str | None = None) -> nn.Module:
-    """The native Linen layer of a model: Mixtral's, or Llama's with one expert."""
+    """The native Linen layer of a model: Mixtral's, or with one expert Llama's."""
     return (MixtralDecoderLayer if model.num_experts > 1 else LlamaDecoderLayer)(model, name=name)
 
 
 def _flax_to_nnx(config: Config, rngs: nnx.Rngs) -> nnx.Module:
-    """Flax's wrapper, its stream of keys taken off: in a loop it would be state that changes."""
-    with nnx.use_eager_sharding(False):  # it takes logical axes for those of a mesh
+    """A layer in Flax's wrapper, without the wrapper's stream of keys.
+
+    In a loop that stream would be state that changes.
+    """
+    with nnx.use_eager_sharding(False):  # which would take logical axes for mesh axes
         x = jnp.zeros(example(config).shape, example(config).dtype)
         wrapped = nnx.bridge.ToNNX(linen_layer(config.model), rngs=rngs).lazy_init(x)
     wrapped.to_nnx__rngs = None
@@ -87,25 +97,35 @@ ARMS = (
 
 
 def example(config: Config, batch: int = 1) -> jax.ShapeDtypeStruct:
-    """Activations `[batch, seq, embed]` in the model's dtype."""
+    """Abstract activations `[batch, seq, embed]` in the model's dtype.
+
+    - `config`: gives the dtype, the length of the sequence and the width.
+    - `batch`: the number of sequences.
+    """
     shape = (batch, config.train.sequence_length, config.model.embed_dim)
     return jax.ShapeDtypeStruct(shape, jnp.dtype(config.model.dtype))
 
 
 def stages_for(layers: int) -> int:
-    """The stages of the pipeline that is measured: 4 or 2, whichever divides the layers, else 0."""
+    """The stages of the measured pipeline: 4 or 2, whichever divides the layers first, else 0."""
     return next((stages for stages in (4, 2) if layers % stages == 0), 0)
 
 
 def mesh_of(loop: str, layers: int) -> Mesh | None:
-    """The mesh that a loop runs on: stages for the pipeline, none for the others."""
+    """The mesh that a loop runs on: one with stages for the pipeline, None for the other loops."""
     if loop != "pipeline":
         return None
     return make_mesh(MeshConfig(stage=stages_for(layers)), jax.devices("cpu"))
 
 
 def make_program(arm: Arm, loop: str, config: Config, mesh: Mesh | None) -> Program:
-    """The layers of an arm in a loop."""
+    """The program that runs the layers of an arm in a loop.
+
+    - `arm`: the style of the layers.
+    - `loop`: one of `LOOPS`.
+    - `config`: gives the sizes of a layer, the number of layers and the batch.
+    - `mesh`: as `mesh_of` gives it.
+    """
     if loop == "pipeline":
         assert mesh is not None, "a pipeline runs on a mesh with stages"
         return (_linen_pipeline if arm.is_linen else _nnx_pipeline)(arm, config, mesh)
@@ -147,7 +167,7 @@ def _nnx_scanned(arm: Arm, config: Config) -> Program:
 
 
 class _Unrolled(nn.Module):
-    """Layers one after the other, as MaxText names them."""
+    """Layers one after the other, under MaxText's names."""
 
     arm: Arm
     config: Config
@@ -162,7 +182,7 @@ class _Unrolled(nn.Module):
 class _Scanned(nn.Module):
     """Layers stacked by `nn.scan`, which is told not to trace its body a second time.
 
-    It does so to find out what does not change from layer to layer; here everything does.
+    The second trace would look for values that are the same in every layer; here there are none.
     """
 
     arm: Arm
@@ -219,7 +239,10 @@ def _pipeline(
     config: Config,
     mesh: Mesh,
 ) -> Program:
-    """One layer per stage, as many microbatches as stages, the parameters along `stage`."""
+    """A pipeline with one layer per stage and repeat, and with as many microbatches as stages.
+
+    The parameters are `[repeats, stages, …]`, sharded along `stage`.
+    """
     stages = mesh.shape["stage"]
     repeats = config.model.num_layers // stages
     schedule = CircularSchedule(stages=stages, microbatches=stages, repeats=repeats)

@@ -1,4 +1,4 @@
-"""What a style costs before and while a step runs: measured in one run, arm beside arm."""
+"""Measures what each style costs before and while a step runs, all styles in one run."""
 
 import contextlib
 import cProfile
@@ -17,16 +17,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from linen_compat.bridge.blueprint import forget_blueprints
-from linen_compat.overhead_arms import ARMS, LOOPS, Arm, Program, make_program, mesh_of, stages_for
+from linen_compat.overhead.arms import ARMS, LOOPS, Arm, Program, make_program, mesh_of, stages_for
 from nnx_pipeline import Config, InputError
-from nnx_pipeline.config import to_dict
+from nnx_pipeline.config.config import to_dict
 from nnx_pipeline.errors import divides, one_of
-from nnx_pipeline.lab.hlo import parse
-from nnx_pipeline.lab.platform import Platform
+from nnx_pipeline.lab.compile.platform import Platform
+from nnx_pipeline.lab.hlo.module import parse
 
 Progress = Callable[[str], None]
 
-DISPATCHES = 10  # steps of each arm, in turns
+DISPATCHES = 10  # calls of each arm's step, where the arms take turns
 RUN_LIMIT = 4_000_000_000  # bytes of arrays above which no step is run
 
 
@@ -34,12 +34,16 @@ RUN_LIMIT = 4_000_000_000  # bytes of arrays above which no step is run
 class Figures:
     """What one arm needs in one loop; None where it could not be measured.
 
-    Seconds are the median of the repetitions; compile is done once. abstract_init, trace, lower:
-    processor time. compile: elapsed. dispatch: elapsed from the call of a compiled step
-    until it returns, its result not waited for. temp_bytes: the compiler's, per device.
-    hlo_instructions: of the compiled program. host_bytes: of Python objects at the peak from
-    abstract init to lowering. python_calls: of functions in tracing and lowering, which says the
-    same as their seconds and is not disturbed by what else the machine does.
+    - `abstract_init`, `trace`, `lower`, `trace_and_lower`: seconds of processor time, the median of
+      the repetitions.
+    - `compile`: elapsed seconds of one compilation.
+    - `dispatch`: elapsed seconds from the call of a compiled step until it returns, without waiting
+      for its result; the median of `DISPATCHES` calls.
+    - `temp_bytes`: bytes per device, as the compiler reports them.
+    - `hlo_instructions`: the number of instructions in the compiled program.
+    - `host_bytes`: the peak size of Python objects from abstract init to lowering.
+    - `python_calls`: the number of function calls in tracing and lowering. It says the same as
+      their seconds and is not disturbed by what else the machine does.
     """
 
     abstract_init: float | None = None
@@ -59,10 +63,15 @@ FIGURES = tuple(item.name for item in dataclasses.fields(Figures))
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One arm in one loop. ratios: each figure over the native arm's. error: why it has none.
+    """The figures of one arm in one loop.
 
-    A ratio of seconds is the median of those within each repetition, where both arms had the same
-    neighbours on the machine; it need not be the ratio of the medians.
+    - `loop`: one of `LOOPS`.
+    - `arm`: the name of the arm.
+    - `native`: the arm that it is compared with.
+    - `ratios`: each figure divided by that of the native arm. A ratio of seconds is the median of
+      the ratios within each repetition, in which other work on the machine affects both arms alike;
+      it need not be the ratio of the medians.
+    - `error`: why there are no figures, None where there are.
     """
 
     loop: str
@@ -75,7 +84,13 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Overhead:
-    """All rows, and what they were measured with."""
+    """The result of a measurement: all rows, and what they were measured with.
+
+    - `config`: the model whose layers were measured, and the batch.
+    - `repetitions`: how often initialisation, tracing and lowering were timed.
+    - `rows`: one for each loop and arm.
+    - `versions`: the versions of Python and of the packages that decide what the compiler does.
+    """
 
     config: Config
     repetitions: int
@@ -83,7 +98,7 @@ class Overhead:
     versions: dict[str, str]
 
     def to_json(self) -> dict[str, Any]:
-        """Schema 1 of `linen-compat overhead --json`."""
+        """The result as plain values: schema 1 of `linen-compat overhead --json`."""
         return {
             "schema": 1,
             "platform": "cpu",
@@ -97,7 +112,14 @@ class Overhead:
 
 @dataclass
 class _Samples:
-    """What the repetitions gave for one arm."""
+    """What was measured of one arm.
+
+    - `seconds`: a list of times for each timed figure.
+    - `counts`: the figures that are measured once and are not times.
+    - `step`: runs the compiled step; None if there is none, or its arrays are too large
+      (`RUN_LIMIT`).
+    - `error`: why the arm failed.
+    """
 
     arm: Arm
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -109,7 +131,7 @@ class _Samples:
         self.seconds.setdefault(name, []).append(seconds)
 
     def figures(self) -> Figures:
-        """What was measured; nothing from an arm that failed on the way."""
+        """The medians of the times, and the counts; nothing from an arm that failed."""
         if self.error is not None:
             return Figures()
         seconds: dict[str, Any] = {name: median(values) for name, values in self.seconds.items()}
@@ -117,7 +139,7 @@ class _Samples:
 
     @contextlib.contextmanager
     def catching(self) -> Iterator[None]:
-        """Notes what goes wrong in this arm, so that the others are still measured."""
+        """Keeps an exception as the arm's error, so that the others are still measured."""
         try:
             yield
         except Exception as error:  # wrappers, JAX and compilers raise many kinds
@@ -135,8 +157,13 @@ def measure_overhead(
 ) -> Overhead:
     """Measures value and gradient of all layers of a model in each style and loop, on the CPU.
 
-    Only `config.model`, `train.global_batch` and `train.sequence_length` count. The arms take turns
-    in each repetition, every time from empty caches, and start one place later in the next.
+    In each repetition the arms take turns, every time from empty caches; the next repetition starts
+    one arm later.
+
+    - `config`: only `config.model`, `train.global_batch` and `train.sequence_length` count.
+    - `repetitions`: how often tracing and lowering are timed.
+    - `loops`, `arms`: those to measure.
+    - `progress`: called with a line of text before each step of the measurement.
 
     Raises InputError when layers or batch do not split over the stages of the pipeline.
     """
@@ -150,7 +177,11 @@ def measure_overhead(
 
 
 def check(config: Config, loops: Sequence[str] = LOOPS) -> None:
-    """Raises InputError unless the layers and the batch fit these loops."""
+    """Raises InputError unless these loops are known and the layers and the batch fit them.
+
+    - `config`: gives the number of layers and the batch.
+    - `loops`: names from `LOOPS`; only the pipeline has conditions on the config.
+    """
     for loop in loops:
         one_of("loop", loop, LOOPS)
     if "pipeline" not in loops:
@@ -175,7 +206,7 @@ def _measure_loop(
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
         _warm_up(samples[0], loop, config, mesh)
         for repetition in range(repetitions):
-            turn = repetition % len(samples)
+            turn = repetition % len(samples)  # so that no arm always comes first
             for one in (*samples[turn:], *samples[:turn]):
                 progress(f"{loop}: {one.arm.name}, repetition {repetition + 1} of {repetitions}")
                 if one.error is None:
@@ -199,7 +230,7 @@ def _measure_loop(
 
 
 def _warm_up(one: _Samples, loop: str, config: Config, mesh: Mesh | None) -> None:
-    """One lowering that does not count: what is imported at first use would be the first arm's."""
+    """Lowers once without timing, so that imports at first use do not count for the first arm."""
     with one.catching():
         _lowered(make_program(one.arm, loop, config, mesh))
 
@@ -209,9 +240,10 @@ def _lowered(
     note: Callable[[str, float], None] = lambda name, seconds: None,
     profiled: contextlib.AbstractContextManager[Any] = contextlib.nullcontext(),
 ) -> Any:
-    """From nothing to a lowered program, telling the processor time of each part.
+    """The abstract parameters and the lowered program, made from empty caches.
 
-    profiled: entered for tracing and lowering.
+    - `note`: called with the name of each part and its seconds of processor time.
+    - `profiled`: a context that is entered for tracing and lowering.
     """
     jax.clear_caches()
     forget_blueprints()
@@ -231,7 +263,7 @@ def _lowered(
 
 
 def _measure_once(one: _Samples, program: Program) -> None:
-    gc.collect()
+    gc.collect()  # or the garbage of other arms would be collected in this one's time
     gc.disable()
     try:
         _lowered(program, one.add)
@@ -250,6 +282,7 @@ def _compile(one: _Samples, program: Program) -> None:
     one.counts["hlo_instructions"] = sum(
         len(computation.instructions) for computation in module.computations.values()
     )
+    # The gradients take as much as the parameters, which are among the arguments.
     if 2 * memory.argument_size_in_bytes + memory.temp_size_in_bytes <= RUN_LIMIT:
         arguments = jax.tree.map(_zeros, (params, program.x))
         one.step = lambda: compiled(*arguments)
@@ -270,7 +303,7 @@ def _measure_host(one: _Samples, program: Program) -> None:
 
 
 def count_calls(program: Program) -> int:
-    """Calls of functions, Python's and built in, while a program is traced and lowered."""
+    """Counts the calls of Python and built-in functions while a program is traced and lowered."""
     profile = cProfile.Profile()
     _lowered(program, profiled=profile)
     return sum(entry.callcount for entry in profile.getstats())
@@ -306,6 +339,7 @@ def _ratios(own: _Samples, native: _Samples | None) -> dict[str, float | None]:
         if native is None or own.error or native.error:
             return None
         if name in own.seconds and name in native.seconds:
+            # Within a repetition, what else the machine did slowed both arms alike.
             pairs = zip(own.seconds[name], native.seconds[name], strict=True)
             ratios = [mine / base for mine, base in pairs if base]
             return round(median(ratios), 4) if ratios else None

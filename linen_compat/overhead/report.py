@@ -1,4 +1,4 @@
-"""The overhead of each style as a table and as a picture."""
+"""Shows the overhead of each style as a table and as a picture."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -7,28 +7,31 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from linen_compat.overhead import Overhead, Row
-from nnx_pipeline.lab.report import megabytes
-from nnx_pipeline.pipeline.picture import save_figure
+from linen_compat.overhead.measure import Overhead, Row
+from nnx_pipeline.figures import save_figure
+from nnx_pipeline.lab.report.tables import megabytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_TRACE, _LOWER, _INK = "#0072b2", "#56b4e9", "#404040"  # of Okabe and Ito
+# The first two are of the palette of Okabe and Ito.
+_TRACE, _LOWER, _INK = "#0072b2", "#56b4e9", "#404040"
 
 
 def overhead_view(result: Overhead) -> RenderableType:
-    """A table per loop: seconds and bytes of each arm, and trace + lower over its native one."""
+    """A table per loop: each arm's figures, and its trace + lower over that of its native arm."""
     views: list[RenderableType] = [Text(_title(result), style="bold")]
     for loop in dict.fromkeys(row.loop for row in result.rows):
         views.append(_table(loop, [row for row in result.rows if row.loop == loop]))
     views.append(
         Text(
-            "init, trace, lower: seconds of processor time. × both, × calls: trace and lower, and "
-            "the Python calls in it, over the native style of what is wrapped (of seconds the "
-            "median within each repetition). compile: seconds. "
-            "call: microseconds until a step's call returns. host: Python objects at the peak."
+            "init, trace, lower, both (trace + lower): seconds of CPU time. × both, × calls: the "
+            "time and the number of Python calls of trace + lower, divided by those of the native "
+            "style of what is wrapped (for the time, the median over the repetitions). "
+            "compile: seconds. temp: temporary buffers per device. HLO: instructions of the "
+            "compiled program. call: microseconds until the call of a step returns. host: peak "
+            "size of Python objects."
         )
     )
     views += [
@@ -44,7 +47,8 @@ def _title(result: Overhead) -> str:
     model, train = result.config.model, result.config.train
     return (
         f"value and gradient of {model.num_layers} layers of {model.embed_dim} units, batch "
-        f"{train.global_batch} × {train.sequence_length}: medians of {result.repetitions} rounds"
+        f"{train.global_batch} × {train.sequence_length}: "
+        f"medians of {result.repetitions} repetitions"
     )
 
 
@@ -121,6 +125,7 @@ def _draw(axes: "Axes", loop: str, rows: Sequence[Row]) -> None:
             fontsize=8,
             color=_INK,
         )
+    # Beyond the longest bar there is room for its text.
     axes.set_xlim(0, 1.55 * max([a + b for a, b in zip(trace, lower, strict=True)] + [1e-9]))
     axes.set_yticks(places, [row.arm for row in rows])
     if not axes.yaxis_inverted():  # the panels share this axis

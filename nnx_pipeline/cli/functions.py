@@ -1,49 +1,90 @@
-"""Commands on people's own functions: `measure`, `compare`, and `lint`, also of a training step."""
+"""The commands `measure` and `compare` for your own functions, and `lint` for these or a preset."""
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import click
 from jax.sharding import Mesh
 
-from nnx_pipeline.cli_options import (
-    Command,
+from nnx_pipeline.cli.options import (
+    Chosen,
+    Target,
+    bundled,
     config_options,
-    configured,
-    gemm_option,
     json_option,
     mesh_option,
-    platform_option,
-    platforms,
+    target_options,
 )
-from nnx_pipeline.cli_report import check_reports, report_options, write_outcomes
-from nnx_pipeline.cli_support import Failed, compiler_errors, progress
-from nnx_pipeline.config import to_dict
+from nnx_pipeline.cli.reports import Outputs, report_options
+from nnx_pipeline.cli.support import Failed, compiler_errors, progress
+from nnx_pipeline.config.config import Config, to_dict
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.files import write_text
-from nnx_pipeline.lab import report
-from nnx_pipeline.lab.functions import arguments_of, find_function, mesh_on
-from nnx_pipeline.lab.own import compare, measure
-from nnx_pipeline.lab.platform import Platform
+from nnx_pipeline.lab.api import compare, measure
+from nnx_pipeline.lab.compile.functions import arguments_of, find_function, mesh_on
+from nnx_pipeline.lab.compile.platform import Platform
+from nnx_pipeline.lab.report import tables as report
 from nnx_pipeline.lint import Finding, Limits, lint, lint_step
 from nnx_pipeline.lint.report import findings_json, findings_view
 from nnx_pipeline.mesh import MeshConfig, make_mesh
 
 
-def inputs_options(command: Command) -> Command:
-    """`--inputs` and `--arg`, the two ways to give abstract arguments."""
-    command = click.option(
+@dataclass(frozen=True)
+class Inputs:
+    """The values of `--inputs` and `--arg`, the two ways to give a function its abstract arguments.
+
+    - `inputs`: `module:function` of a function that returns the tuple of arguments, or None.
+    - `arguments`: one text for each argument, such as `bfloat16[8@data,128]`.
+    """
+
+    inputs: str | None
+    arguments: tuple[str, ...]
+
+    def on(self, mesh: Mesh | None) -> tuple[Any, ...]:
+        """The abstract arguments, sharded over the mesh as they say.
+
+        Raises InputError as in `arguments_of`.
+        """
+        return arguments_of(self.inputs, self.arguments, mesh)
+
+
+inputs_options = bundled(
+    "inputs",
+    Inputs,
+    click.option(
+        "--inputs",
+        metavar="MODULE:FUNCTION",
+        help="A function that returns the tuple of abstract arguments, instead of --arg.",
+    ),
+    click.option(
         "--arg",
         "arguments",
         multiple=True,
         metavar="DTYPE[SHAPE]",
-        help="An argument of the function, such as bfloat16[8@data,128]; may come often.",
-    )(command)
-    return click.option(
-        "--inputs",
-        metavar="MODULE:FUNCTION",
-        help="A function that gives the tuple of abstract arguments, instead of --arg.",
-    )(command)
+        help="An argument of the function, such as bfloat16[8@data,128]; may be repeated.",
+    ),
+)
+
+
+def check_subject(function: str | None, inputs: Inputs, chosen: Chosen) -> None:
+    """Checks that a command got either a function or a preset, and no option that it would ignore.
+
+    - `function`: `module:function`, or None where a preset is given.
+    - `inputs`: allowed only with a function.
+    - `chosen`: the preset, None where a function is given; its overrides need a preset.
+
+    Raises InputError otherwise.
+    """
+    if (function is None) == (chosen.model is None):
+        found = "neither is" if function is None else "both are"
+        raise InputError(f"give either --model PRESET or MODULE:FUNCTION; {found} given")
+    if chosen.model is not None and (inputs.inputs or inputs.arguments):
+        raise InputError(
+            "--inputs and --arg apply only to MODULE:FUNCTION; leave them out with --model"
+        )
+    if function is not None and chosen.assignments:
+        raise InputError(f"--set {chosen.assignments[0]} needs --model: a function has no config")
 
 
 @click.command(
@@ -53,34 +94,30 @@ def inputs_options(command: Command) -> Command:
 )
 @click.argument("function", metavar="MODULE:FUNCTION")
 @inputs_options
-@mesh_option("")
-@platform_option
-@gemm_option
+@target_options("")
 @click.option("--hlo", "hlo_path", metavar="PATH", help="Write the optimized program as text.")
 @json_option
 def measure_command(
     function: str,
-    inputs: str | None,
-    arguments: tuple[str, ...],
-    mesh: str,
-    platform: str,
-    gemm: str | None,
+    inputs: Inputs,
+    target: Target,
     hlo_path: str | None,
     json_path: str | None,
 ) -> None:
-    """Compile your own function and report its memory, products and collectives.
+    """Compile your own function and report its memory, matrix products and collectives.
 
-    For NVIDIA it is compiled with both kinds of matrix products; the JSON has the second program
-    under `other_gemm`.
+    For NVIDIA it is compiled twice: with matrix products by Triton and by cuBLASLt. The JSON has
+    the second program under `other_gemm`.
     """
     report.check_outputs(json=json_path, hlo=hlo_path)
-    targets = platforms(platform, gemm)
+    targets = target.platforms()
     with progress() as say, compiler_errors():
-        grid = _grid(mesh, targets[0])
-        given = arguments_of(inputs, arguments, grid)
+        # The targets differ only in the kind of matrix products, so one mesh serves them all.
+        grid = _grid(target.mesh_config, targets[0])
+        given = inputs.on(grid)
         own = find_function(function)
         results = [measure(own, *given, mesh=grid, platform=one, progress=say) for one in targets]
-    title = f"{function} on {MeshConfig.parse(mesh)}"
+    title = f"{function} on {target.mesh_config}"
     report.show_measurements(title, results, json_path=json_path)
     if hlo_path:
         write_text(hlo_path, results[0].hlo)
@@ -94,49 +131,67 @@ def measure_command(
 @click.argument("function_a", metavar="MODULE:FUNCTION")
 @click.argument("function_b", metavar="MODULE:FUNCTION")
 @inputs_options
-@mesh_option("")
-@platform_option
-@gemm_option
+@target_options("")
 @report_options
-@json_option
 def compare_command(
     function_a: str,
     function_b: str,
-    inputs: str | None,
-    arguments: tuple[str, ...],
-    mesh: str,
-    platform: str,
-    gemm: str | None,
-    html_path: str | None,
-    chart_path: str | None,
-    json_path: str | None,
+    inputs: Inputs,
+    target: Target,
+    outputs: Outputs,
 ) -> None:
-    """Compile two functions of the same arguments and compare their memory.
+    """Compile two functions that take the same arguments and compare their memory.
 
-    The verdict is about the account: arguments, outputs beside them, constants and heap. The
-    numbers that they compute are not compared. Exit 1 when one of them did not compile.
+    The verdict is about the account: arguments, outputs not aliased to them, constants and heap.
+    The numbers that they compute are not compared. Exit 1 when one of them did not compile.
     """
-    check_reports(html_path, chart_path, json_path)
-    targets = platforms(platform, gemm)
+    outputs.check()
+    targets = target.platforms()
     with progress() as say, compiler_errors():
-        grid = _grid(mesh, targets[0])
+        grid = _grid(target.mesh_config, targets[0])
         labels = function_a, function_b
         functions = [find_function(label) for label in labels]
-        given = arguments_of(inputs, arguments, grid)
+        given = inputs.on(grid)
         found = [
             [compare(*functions, *given, mesh=grid, platform=one, labels=labels, progress=say)]
             for one in targets
         ]
-    title = f"{function_a} and {function_b} on {MeshConfig.parse(mesh)}, {platform}: per device"
-    report.show_outcomes(title, found, platform, json_path=json_path)
-    write_outcomes(title, found, html_path, chart_path)
+    title = f"{function_a} and {function_b} on {target.mesh_config}, {target.platform}: per device"
+    report.show_outcomes(title, found, target.platform, json_path=outputs.json_path)
+    outputs.write_outcomes(title, found)
     if failed := [outcome.note for (outcome,) in found if outcome.failed]:
+        # Both kinds of matrix products may fail for the same reason, which is then given once.
         raise Failed("; ".join(dict.fromkeys(failed)))
 
 
-def _grid(mesh: str, platform: Platform) -> Mesh | None:
-    config = MeshConfig.parse(mesh)
+def _grid(config: MeshConfig, platform: Platform) -> Mesh | None:
+    """The mesh over the devices of a platform."""
+    # `cpu` needs a virtual device for each of the mesh; beside another platform one is enough.
     return mesh_on(config, platform.devices(config.num_devices if platform.kind == "cpu" else 1))
+
+
+@dataclass(frozen=True)
+class LimitsInMB:
+    """The values of `--large` and `--one-hot`, in MB (10⁶ bytes).
+
+    - `large`: the size below which arrays are not reported.
+    - `one_hot`: the size below which one-hot arrays are not reported.
+    """
+
+    large: float
+    one_hot: float
+
+    def limits(self) -> Limits:
+        """The limits in bytes.
+
+        Raises InputError for a size that is infinite or not a number.
+        """
+        for option, size in (("--large", self.large), ("--one-hot", self.one_hot)):
+            if not math.isfinite(size):
+                raise InputError(
+                    f"{option} {size} is not a valid size in MB; give one such as {option} 10"
+                )
+        return Limits(large=self.large * 1e6, one_hot=self.one_hot * 1e6)
 
 
 @click.command(
@@ -148,32 +203,33 @@ def _grid(mesh: str, platform: Platform) -> Mesh | None:
 @inputs_options
 @config_options(None, required=False)
 @mesh_option("")
-@click.option(
-    "--large",
-    type=click.FloatRange(min=0),
-    default=Limits().large / 1e6,
-    show_default=True,
-    metavar="MB",
-    help="Arrays below this size are not reported.",
-)
-@click.option(
-    "--one-hot",
-    type=click.FloatRange(min=0),
-    default=Limits().one_hot / 1e6,
-    show_default=True,
-    metavar="MB",
-    help="One-hot arrays below this size are not reported.",
+@bundled(
+    "limits",
+    LimitsInMB,
+    click.option(
+        "--large",
+        type=click.FloatRange(min=0),
+        default=Limits().large / 1e6,
+        show_default=True,
+        metavar="MB",
+        help="Arrays below this size are not reported.",
+    ),
+    click.option(
+        "--one-hot",
+        type=click.FloatRange(min=0),
+        default=Limits().one_hot / 1e6,
+        show_default=True,
+        metavar="MB",
+        help="One-hot arrays below this size are not reported.",
+    ),
 )
 @json_option
 def lint_command(
     function: str | None,
-    inputs: str | None,
-    arguments: tuple[str, ...],
-    model: str | None,
-    assignments: tuple[str, ...],
+    inputs: Inputs,
+    chosen: Chosen,
     mesh: str,
-    large: float,
-    one_hot: float,
+    limits: LimitsInMB,
     json_path: str | None,
 ) -> None:
     """Find wasted memory in a training step, or in your own function, without a compiler.
@@ -182,63 +238,46 @@ def lint_command(
     Rules:
       parameter-in-loop        a parameter is carried or stacked by a loop
       remat-policy             a policy of jax.checkpoint saves nothing, or everything
-      hidden-upcast            a large array becomes float32 because something else is
+      hidden-upcast            a large array is cast to float32 to match another operand
       one-hot                  a one-hot array above --one-hot
-      gradient-per-microbatch  gradients of a parameter side by side, to be added up
-      trivial-constraint       a sharding constraint that spreads nothing
+      gradient-per-microbatch  gradients of all microbatches are stored before they are added up
+      trivial-constraint       a sharding constraint that shards no axis
 
-    Sizes are of one device where the sharding is known without a compiler, else of all together.
-    The parameters of your own function are the nnx.Params of its first argument, or all of its
-    floating-point arrays. Exit 1 when there are findings.
+    Sizes are per device where the sharding is known without a compiler, else for all devices
+    together. The parameters of your own function are the nnx.Params of its first argument, or, if
+    that has no NNX variables, all of its floating-point arrays. Exit 1 when there are findings.
     """
     report.check_writable(json_path, "--json")
-    if (function is None) == (model is None):
-        raise InputError("lint looks at one thing: give --model PRESET or MODULE:FUNCTION")
-    if model is not None and (inputs or arguments):
-        raise InputError("--inputs and --arg are of MODULE:FUNCTION; leave them out with --model")
-    if function is not None and assignments:
-        raise InputError(f"--set {assignments[0]} is of --model; a function has no config")
-    for option, size in (("--large", large), ("--one-hot", one_hot)):
-        if not math.isfinite(size):
-            raise InputError(f"{option} {size} is no size; give MB, such as {option} 10")
-    limits = Limits(large=large * 1e6, one_hot=one_hot * 1e6)
-    mesh_config = MeshConfig.parse(mesh)
+    check_subject(function, inputs, chosen)
+    sizes, mesh_config = limits.limits(), MeshConfig.parse(mesh)
     with progress() as say, compiler_errors():
         say("tracing")
-        if model is not None:
-            title = f"one training step of {model} on {mesh_config}"
-            config = configured(model, assignments)
-            findings = _lint_model(model, assignments, mesh_config, limits)
+        if function is None:
+            title = f"one training step of {chosen.model} on {mesh_config}"
+            config = chosen.config()
+            findings = _lint_model(config, mesh_config, sizes)
             subject: dict[str, Any] = {"config": to_dict(config)}
         else:
-            assert function is not None, "checked above"
             title = f"{function} on {mesh_config}"
-            findings = _lint_function(function, inputs, arguments, mesh_config, limits)
+            findings = _lint_function(function, inputs, mesh_config, sizes)
             subject = {"function": function}
     report.show(findings_view(title, findings), json_path=json_path)
     subject = {"mesh": mesh_config.sizes(), **subject}
-    report.emit_json(json_path, findings_json(subject, findings, limits))
+    report.emit_json(json_path, findings_json(subject, findings, sizes))
     if findings:
         raise Failed(f"{len(findings)} finding{'s' if len(findings) > 1 else ''}")
 
 
-def _lint_model(
-    model: str, assignments: tuple[str, ...], mesh_config: MeshConfig, limits: Limits
-) -> list[Finding]:
-    config = configured(model, assignments)
+def _lint_model(config: Config, mesh_config: MeshConfig, limits: Limits) -> list[Finding]:
     config.check_mesh(mesh_config)
+    # Linting only traces, so virtual CPU devices can stand for any others.
     devices = Platform("cpu").devices(mesh_config.num_devices)
     grid = make_mesh(mesh_config, devices, sharding=config.pipeline.sharding)
     return lint_step(config, grid, limits=limits)
 
 
 def _lint_function(
-    function: str,
-    inputs: str | None,
-    arguments: tuple[str, ...],
-    mesh_config: MeshConfig,
-    limits: Limits,
+    function: str, inputs: Inputs, mesh_config: MeshConfig, limits: Limits
 ) -> list[Finding]:
     grid = mesh_on(mesh_config, Platform("cpu").devices(mesh_config.num_devices))
-    found, given = find_function(function), arguments_of(inputs, arguments, grid)
-    return lint(found, *given, mesh=grid, limits=limits)
+    return lint(find_function(function), *inputs.on(grid), mesh=grid, limits=limits)

@@ -1,9 +1,10 @@
-"""The command `nnx-pipeline`."""
+"""The command `nnx-pipeline`, with those of its subcommands that have no file of their own."""
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
-# Without this the compilers warn about hardware that is not there; their errors still come through.
+# Without this the compilers warn that there is no accelerator; their errors are still printed.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import click
@@ -11,40 +12,43 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from nnx_pipeline.cli_ab import ab_command
-from nnx_pipeline.cli_functions import compare_command, lint_command, measure_command
-from nnx_pipeline.cli_memory import memory_command
-from nnx_pipeline.cli_options import (
+from nnx_pipeline.cli.ab import ab_command
+from nnx_pipeline.cli.functions import compare_command, lint_command, measure_command
+from nnx_pipeline.cli.memory import memory_command
+from nnx_pipeline.cli.options import (
+    Chosen,
+    Target,
+    bundled,
     config_options,
-    configured,
-    gemm_option,
     json_option,
     mesh_option,
     platform_option,
-    platforms,
+    target_options,
 )
-from nnx_pipeline.cli_support import Failed, compiler_errors, main_of, progress
-from nnx_pipeline.config import to_dict
+from nnx_pipeline.cli.support import Failed, compiler_errors, main_of, progress
+from nnx_pipeline.config.config import to_dict
+from nnx_pipeline.config.presets import PRESETS, count_parameters
 from nnx_pipeline.errors import InputError
+from nnx_pipeline.experiments.programs import measure_step
+from nnx_pipeline.figures import check_picture
 from nnx_pipeline.files import write_text
-from nnx_pipeline.lab import report
-from nnx_pipeline.lab.compile import measure_step
-from nnx_pipeline.lab.platform import Platform
+from nnx_pipeline.lab.compile.platform import Platform
+from nnx_pipeline.lab.report import tables as report
 from nnx_pipeline.mesh import MeshConfig, make_mesh
 from nnx_pipeline.pipeline import make_schedule
-from nnx_pipeline.pipeline.draw import legend, summary, timetable
-from nnx_pipeline.pipeline.picture import check_picture, write_picture
 from nnx_pipeline.pipeline.schedule import SCHEDULE_NAMES
-from nnx_pipeline.presets import PRESETS, count_parameters
+from nnx_pipeline.pipeline.timetable.figure import write_picture
+from nnx_pipeline.pipeline.timetable.text import legend, summary, timetable
 from nnx_pipeline.train.loop import train as run_training
 
-MOST_CELLS = 2_000_000  # of a timetable: seconds, and a JSON of tens of megabytes
+# stages × ticks of a timetable; this many take seconds, and tens of megabytes of JSON
+MOST_CELLS = 2_000_000
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="nnx-pipeline")
 def cli() -> None:
-    """Mixtral-class models in Flax NNX, pipelined; what they cost, without the accelerator."""
+    """Pipelined Mixtral-class models in Flax NNX, and what they cost, without an accelerator."""
 
 
 @cli.command(epilog="Example: nnx-pipeline models --json -")
@@ -92,31 +96,26 @@ def models(json_path: str | None) -> None:
     "--platform tpu:v5p:2x2x2 --set pipeline.num_microbatches=8",
 )
 @config_options(None)
-@mesh_option("")
-@platform_option
-@gemm_option
+@target_options("")
 @click.option("--hlo", "hlo_path", metavar="PATH", help="Write the optimized program as text.")
 @json_option
 def compile_command(
-    model: str,
-    assignments: tuple[str, ...],
-    mesh: str,
-    platform: str,
-    gemm: str | None,
+    chosen: Chosen,
+    target: Target,
     hlo_path: str | None,
     json_path: str | None,
 ) -> None:
-    """Compile one training step and report its memory, products and collectives.
+    """Compile one training step and report its memory, matrix products and collectives.
 
-    For NVIDIA it is compiled with both kinds of matrix products; the JSON has the second program
-    under `other_gemm`.
+    For NVIDIA it is compiled twice: with matrix products by Triton and by cuBLASLt. The JSON has
+    the second program under `other_gemm`.
     """
-    config, mesh_config = configured(model, assignments), MeshConfig.parse(mesh)
+    config, mesh_config = chosen.config(), target.mesh_config
     report.check_outputs(json=json_path, hlo=hlo_path)
-    targets = platforms(platform, gemm)
+    platforms = target.platforms()
     with progress() as say, compiler_errors():
-        results = [measure_step(config, mesh_config, target, progress=say) for target in targets]
-    title = f"one training step of {model} on {mesh_config}"
+        results = [measure_step(config, mesh_config, one, progress=say) for one in platforms]
+    title = f"one training step of {chosen.model} on {mesh_config}"
     report.show_measurements(title, results, json_path=json_path)
     if hlo_path:
         write_text(hlo_path, results[0].hlo)
@@ -126,12 +125,17 @@ def compile_command(
 @config_options(None)
 @mesh_option("")
 @click.option("--steps", type=click.IntRange(min=1), required=True, help="Training steps.")
-@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**32 - 1),
+    default=0,
+    show_default=True,
+    help="Seed of the initial values and of the generated sequences.",
+)
 @platform_option
 @json_option
 def train(
-    model: str,
-    assignments: tuple[str, ...],
+    chosen: Chosen,
     mesh: str,
     steps: int,
     seed: int,
@@ -139,7 +143,7 @@ def train(
     json_path: str | None,
 ) -> None:
     """Train a fresh model on generated sequences that follow a rule it can learn."""
-    config, mesh_config = configured(model, assignments), MeshConfig.parse(mesh)
+    config, mesh_config = chosen.config(), MeshConfig.parse(mesh)
     report.check_writable(json_path, "--json")
     target = Platform.parse(platform)
     if not target.is_real:
@@ -149,7 +153,7 @@ def train(
     with compiler_errors():
         grid = make_mesh(mesh_config, devices, sharding=config.pipeline.sharding)
         losses = _train_with_bar(run_training(config, grid, steps=steps, seed=seed), steps)
-    if losses[-1] != losses[-1]:
+    if losses[-1] != losses[-1]:  # true of NaN alone
         raise Failed(f"the loss is not a number after {steps} steps; lower train.learning_rate")
     result = {
         "schema": 1,
@@ -159,12 +163,15 @@ def train(
         "losses": losses,
     }
     first, last = losses[0], losses[-1]
-    line = f"{model} on {mesh_config}: loss {first:.4f} at step 1, {last:.4f} at step {steps}"
+    line = (
+        f"{chosen.model} on {mesh_config}: loss {first:.4f} at step 1, {last:.4f} at step {steps}"
+    )
     report.show(line, json_path=json_path)
     report.emit_json(json_path, result)
 
 
 def _train_with_bar(metrics: Any, steps: int) -> list[float]:
+    """The loss of each step, with a progress bar on standard error while the steps run."""
     losses = []
     columns = (
         TextColumn("training"),
@@ -181,11 +188,50 @@ def _train_with_bar(metrics: Any, steps: int) -> list[float]:
     return losses
 
 
+@dataclass(frozen=True)
+class Numbers:
+    """The options of `schedule` that give the size of its timetable.
+
+    - `stages`: the stages of the pipeline.
+    - `microbatches`: the microbatches of a step.
+    - `repeats`: how often each microbatch passes through all stages.
+    - `delay`: ticks, 1 or 2, until the output of a stage reaches the next stage.
+    """
+
+    stages: int
+    microbatches: int
+    repeats: int
+    delay: int
+
+
 @cli.command(epilog="Example: nnx-pipeline schedule --stages 4 --microbatches 8 --repeats 2")
-@click.option("--stages", type=click.IntRange(min=1), required=True)
-@click.option("--microbatches", type=click.IntRange(min=1), required=True)
-@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True)
-@click.option("--delay", type=click.IntRange(1, 2), default=1, show_default=True)
+@bundled(
+    "numbers",
+    Numbers,
+    click.option(
+        "--stages", type=click.IntRange(min=1), required=True, help="Stages of the pipeline."
+    ),
+    click.option(
+        "--microbatches",
+        type=click.IntRange(min=1),
+        required=True,
+        help="Microbatches of a step; a multiple of the stages.",
+    ),
+    click.option(
+        "--repeats",
+        type=click.IntRange(min=1),
+        default=1,
+        show_default=True,
+        help="How often each microbatch passes through all stages.",
+    ),
+    click.option(
+        "--delay",
+        type=click.IntRange(1, 2),
+        default=1,
+        show_default=True,
+        help="Ticks until the output of a stage reaches the next stage; 1f1b needs 1.",
+    ),
+)
 @click.option(
     "--schedule",
     "name",
@@ -194,25 +240,15 @@ def _train_with_bar(metrics: Any, steps: int) -> list[float]:
     metavar="NAME",
     help=f"{' or '.join(SCHEDULE_NAMES)}.",
 )
-@click.option("--picture", "picture_path", metavar="PATH", help="Draw it as .png or .svg too.")
+@click.option("--picture", "picture_path", metavar="PATH", help="Draw it also as .png or .svg.")
 @json_option
-def schedule(
-    stages: int,
-    microbatches: int,
-    repeats: int,
-    delay: int,
-    name: str,
-    picture_path: str | None,
-    json_path: str | None,
-) -> None:
-    """Draw who does what at each tick, and the bubble."""
-    plan = make_schedule(
-        name, stages=stages, microbatches=microbatches, repeats=repeats, delay=delay
-    )
-    if stages * plan.ticks > MOST_CELLS:
+def schedule(numbers: Numbers, name: str, picture_path: str | None, json_path: str | None) -> None:
+    """Draw what each stage does at each tick, and the bubble."""
+    plan = make_schedule(name, **vars(numbers))
+    if plan.stages * plan.ticks > MOST_CELLS:
         raise InputError(
-            f"a timetable of {stages} stages and {plan.ticks} ticks has more than {MOST_CELLS:,} "
-            "cells; choose fewer stages, microbatches or repeats"
+            f"a timetable of {plan.stages} stages and {plan.ticks} ticks has more than "
+            f"{MOST_CELLS:,} cells; choose fewer stages, microbatches or repeats"
         )
     report.check_outputs(json=json_path, picture=picture_path)
     check_picture(picture_path)
@@ -224,6 +260,7 @@ def schedule(
 
 
 def _count(parameters: int) -> str:
+    """A parameter count in billions (B) or millions (M)."""
     if parameters >= 1e9:
         return f"{parameters / 1e9:.2f} B"
     return f"{parameters / 1e6:.2f} M"

@@ -1,28 +1,20 @@
-"""The command `memory`: what the device memory of a training step, or of a function, holds."""
+"""The command `memory`: what a training step, or your own function, holds in device memory."""
 
 import click
 
-from nnx_pipeline.cli_functions import inputs_options
-from nnx_pipeline.cli_options import (
-    config_options,
-    configured,
-    gemm_option,
-    json_option,
-    mesh_option,
-    platform_option,
-    platforms,
-)
-from nnx_pipeline.cli_report import check_reports, report_options, write_measurement
-from nnx_pipeline.cli_support import Failed, compiler_errors, progress
-from nnx_pipeline.errors import InputError
-from nnx_pipeline.lab import report
-from nnx_pipeline.lab.attribution import Attribution
-from nnx_pipeline.lab.attribution_view import memory_view
-from nnx_pipeline.lab.compile import Measurement, Progress, measure_step
-from nnx_pipeline.lab.functions import arguments_of, find_function, mesh_on
-from nnx_pipeline.lab.own import measure
-from nnx_pipeline.lab.platform import Platform
-from nnx_pipeline.lab.unread_view import FIGURES, unread_lines
+from nnx_pipeline.cli.functions import Inputs, check_subject, inputs_options
+from nnx_pipeline.cli.options import Chosen, Target, config_options, target_options
+from nnx_pipeline.cli.reports import Outputs, report_options
+from nnx_pipeline.cli.support import Failed, compiler_errors, progress
+from nnx_pipeline.experiments.programs import measure_step
+from nnx_pipeline.lab.api import measure
+from nnx_pipeline.lab.attribution.result import Attribution
+from nnx_pipeline.lab.compile.functions import find_function, mesh_on
+from nnx_pipeline.lab.compile.measure import Measurement, Progress
+from nnx_pipeline.lab.compile.platform import Platform
+from nnx_pipeline.lab.report import tables as report
+from nnx_pipeline.lab.report.memory_tables import memory_view
+from nnx_pipeline.lab.report.unread import FIGURES, unread_lines
 from nnx_pipeline.mesh import MeshConfig
 
 
@@ -34,78 +26,67 @@ from nnx_pipeline.mesh import MeshConfig
 @click.argument("function", required=False, metavar="[MODULE:FUNCTION]")
 @inputs_options
 @config_options(None, required=False)
-@mesh_option("")
-@platform_option
-@gemm_option
+@target_options("")
 @click.option(
     "--top",
     type=click.IntRange(min=1),
     default=20,
     show_default=True,
     metavar="N",
-    help="Rows of the table; what is left is one row.",
+    help="Rows of the table; all other buffers are summed in one more row.",
 )
 @report_options
-@json_option
 def memory_command(
     function: str | None,
-    inputs: str | None,
-    arguments: tuple[str, ...],
-    model: str | None,
-    assignments: tuple[str, ...],
-    mesh: str,
-    platform: str,
-    gemm: str | None,
+    inputs: Inputs,
+    chosen: Chosen,
+    target: Target,
     top: int,
-    html_path: str | None,
-    chart_path: str | None,
-    json_path: str | None,
+    outputs: Outputs,
 ) -> None:
     """Say what the device memory holds at its peak: buffer, bytes, role, line of source.
 
     The bytes are those of the compiler's own buffer assignment, per device. The account below says
-    what else the program holds there: arguments, outputs and constants. Equal rows are shown
-    as one with their number; JSON has every buffer. For NVIDIA the program is compiled with both
-    kinds of matrix products; the JSON has the second one under `other_gemm`.
+    what else the program holds there: arguments, outputs and constants. Buffers whose rows would
+    be identical share one row, which says how many they are; the JSON lists every buffer. For
+    NVIDIA the program is compiled twice: with matrix products by Triton and by cuBLASLt. The JSON
+    has the second program under `other_gemm`.
     """
-    check_reports(html_path, chart_path, json_path)
-    if (function is None) == (model is None):
-        raise InputError("memory looks at one thing: give --model PRESET or MODULE:FUNCTION")
-    if model is not None and (inputs or arguments):
-        raise InputError("--inputs and --arg are of MODULE:FUNCTION; leave them out with --model")
-    if function is not None and assignments:
-        raise InputError(f"--set {assignments[0]} is of --model; a function has no config")
-    mesh_config, targets = MeshConfig.parse(mesh), platforms(platform, gemm)
+    outputs.check()
+    check_subject(function, inputs, chosen)
+    mesh_config, targets = target.mesh_config, target.platforms()
     with progress() as say, compiler_errors():
-        if model is not None:
-            config = configured(model, assignments)
+        if function is None:
+            config = chosen.config()
             results = [measure_step(config, mesh_config, one, progress=say) for one in targets]
-            title = f"one training step of {model} on {mesh_config}"
+            title = f"one training step of {chosen.model} on {mesh_config}"
         else:
-            assert function is not None, "checked above"
-            given = function, inputs, arguments, mesh_config
-            results = [_measure_function(*given, one, say) for one in targets]
+            results = [
+                _measure_function(function, inputs, mesh_config, one, say) for one in targets
+            ]
             title = f"{function} on {mesh_config}"
-    found = [_with_buffers(result, platform) for result in results]
+    found = [_with_buffers(result, target.platform) for result in results]
     differ = len({result.memory for result in results}) > 1
     for result, attribution in zip(results, found, strict=True):
+        # A second program with the same memory is one line rather than the same table again.
         if result is not results[0] and not differ:
-            report.show(report.SAME_MEMORY, json_path=json_path)
+            report.show(report.SAME_MEMORY, json_path=outputs.json_path)
             continue
         by = f", matrix products by {report.GEMM_NAMES[result.gemm]}" if result.gemm else ""
         named = f"{title}, {report.compiler(result)}{by}"
-        report.show(memory_view(named, attribution, top=top), json_path=json_path)
-        report.show(report.account_view(result), json_path=json_path)
+        report.show(memory_view(named, attribution, top=top), json_path=outputs.json_path)
+        report.show(report.account_view(result), json_path=outputs.json_path)
     rows = [
         {**result.to_json(), "buffers": attribution.to_json()}
         for result, attribution in zip(results, found, strict=True)
     ]
-    report.emit_json(json_path, report.with_other_gemm(rows))
+    report.emit_json(outputs.json_path, report.with_other_gemm(rows))
     shown = results if differ else results[:1]
-    write_measurement(title, shown, top, html_path, chart_path)
+    outputs.write_measurement(title, shown, top)
 
 
 def _with_buffers(result: Measurement, platform: str) -> Attribution:
+    """The buffers of a program; raises Failed with the reason where they are not known."""
     if result.attribution is None:
         if unread := [line for line in unread_lines([result]) if FIGURES["buffers"] in line]:
             raise Failed(unread[0])
@@ -117,13 +98,9 @@ def _with_buffers(result: Measurement, platform: str) -> Attribution:
 
 
 def _measure_function(
-    function: str,
-    inputs: str | None,
-    arguments: tuple[str, ...],
-    mesh: MeshConfig,
-    platform: Platform,
-    say: Progress,
+    function: str, inputs: Inputs, mesh: MeshConfig, platform: Platform, say: Progress
 ) -> Measurement:
+    # `cpu` needs a virtual device for each of the mesh; beside another platform one is enough.
     grid = mesh_on(mesh, platform.devices(mesh.num_devices if platform.kind == "cpu" else 1))
-    given = arguments_of(inputs, arguments, grid)
+    given = inputs.on(grid)
     return measure(find_function(function), *given, mesh=grid, platform=platform, progress=say)

@@ -1,78 +1,89 @@
-"""`--html` and `--chart`: the result of a command as a page and as a picture to send."""
+"""The options `--html` and `--chart`, which write a result as a page and as a picture."""
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import click
 from click.core import ParameterSource
 
-from nnx_pipeline.cli_options import Command
+from nnx_pipeline.cli.options import bundled, json_option
+from nnx_pipeline.figures import check_picture, save_figure
 from nnx_pipeline.files import write_text
-from nnx_pipeline.lab.chart import outcomes_chart, program_chart
-from nnx_pipeline.lab.compare import Outcome
-from nnx_pipeline.lab.compile import Measurement
+from nnx_pipeline.lab.comparison.outcome import Outcome
+from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.page import measurement_page, outcomes_page
-from nnx_pipeline.lab.report import check_outputs
-from nnx_pipeline.pipeline.picture import check_picture, save_figure
+from nnx_pipeline.lab.report.chart import outcomes_chart, program_chart
+from nnx_pipeline.lab.report.tables import check_outputs
 
-_OUTPUTS = ("html_path", "chart_path", "json_path")  # where results go, not what they are
+_OUTPUTS = ("html_path", "chart_path", "json_path")  # where results go; they change no result
 
 
-def report_options(command: Command) -> Command:
-    """`--html` and `--chart`."""
-    command = click.option(
+@dataclass(frozen=True)
+class Outputs:
+    """The files that a command writes its result to.
+
+    - `html_path`, `chart_path`, `json_path`: the values of `--html`, `--chart` and `--json`, None
+      where the option is not given.
+    """
+
+    html_path: str | None
+    chart_path: str | None
+    json_path: str | None
+
+    def check(self) -> None:
+        """Raises InputError, before any work is done, if one of the files cannot be written."""
+        check_outputs(html=self.html_path, chart=self.chart_path, json=self.json_path)
+        check_picture(self.chart_path, "--chart")
+
+    def write_outcomes(self, title: str, outcomes: Sequence[Sequence[Outcome]]) -> None:
+        """Writes the page and the chart of an A/B comparison, if their options are given.
+
+        Each file is written whole or not at all.
+
+        - `outcomes`: one entry with the outcomes of the experiments, or two entries for the same
+          experiments: with Triton's matrix products and with cuBLASLt's.
+        """
+        if self.html_path:
+            page = outcomes_page(title, *outcomes, command=_command_line())
+            write_text(self.html_path, page)
+        if self.chart_path:
+            save_figure(outcomes_chart(title, *outcomes), self.chart_path)
+
+    def write_measurement(self, title: str, measured: Sequence[Measurement], top: int) -> None:
+        """Writes the page and the chart of one program, if their options are given.
+
+        - `measured`: the program once, or with Triton's matrix products and with cuBLASLt's.
+        - `top`: how many rows of buffers the page shows.
+        """
+        if self.html_path:
+            page = measurement_page(title, *measured, command=_command_line(), top=top)
+            write_text(self.html_path, page)
+        if self.chart_path:
+            save_figure(program_chart(title, *measured), self.chart_path)
+
+
+report_options = bundled(
+    "outputs",
+    Outputs,
+    click.option(
+        "--html",
+        "html_path",
+        metavar="PATH",
+        help="Write the report as one self-contained HTML page.",
+    ),
+    click.option(
         "--chart",
         "chart_path",
         metavar="PATH",
         help="Draw memory by role as .png or .svg, for a pull request.",
-    )(command)
-    return click.option(
-        "--html",
-        "html_path",
-        metavar="PATH",
-        help="Write the report as one page that needs no network, to look at and to send.",
-    )(command)
-
-
-def check_reports(html_path: str | None, chart_path: str | None, json_path: str | None) -> None:
-    """Raises InputError, before any work is done, if one of the files cannot be made."""
-    check_outputs(html=html_path, chart=chart_path, json=json_path)
-    check_picture(chart_path, "--chart")
-
-
-def write_outcomes(
-    title: str,
-    outcomes: Sequence[Sequence[Outcome]],
-    html_path: str | None,
-    chart_path: str | None,
-) -> None:
-    """Writes what was asked for of an A/B: each file whole or not at all.
-
-    outcomes: the same experiments once, or with Triton's and with cuBLASLt's matrix products.
-    """
-    if html_path:
-        write_text(html_path, outcomes_page(title, *outcomes, command=_command_line()))
-    if chart_path:
-        save_figure(outcomes_chart(title, *outcomes), chart_path)
-
-
-def write_measurement(
-    title: str,
-    measured: Sequence[Measurement],
-    top: int,
-    html_path: str | None,
-    chart_path: str | None,
-) -> None:
-    """The same of one program, with one or both kinds of matrix products."""
-    if html_path:
-        page = measurement_page(title, *measured, command=_command_line(), top=top)
-        write_text(html_path, page)
-    if chart_path:
-        save_figure(program_chart(title, *measured), chart_path)
+    ),
+    json_option,
+)
 
 
 def _command_line() -> str:
-    """What was typed, without where the results go: that is of this machine."""
+    """The command as typed, without output files: their paths mean nothing on another machine."""
     context = click.get_current_context()
     words = context.command_path.split()
     for parameter in context.command.params:

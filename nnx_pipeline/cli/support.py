@@ -1,4 +1,4 @@
-"""What both command lines share: errors as one line, progress, exit codes."""
+"""Shared by `nnx-pipeline` and `linen-compat`: one-line errors, progress and exit codes."""
 
 import contextlib
 import errno
@@ -15,14 +15,17 @@ FAILED, BAD_INPUT = 1, 2
 
 
 class Failed(Exception):
-    """The thing asked for did not work out; the message says what, the exit code is 1."""
+    """What the command was asked for failed; the message says how, and the exit code is 1."""
 
 
 def main_of(group: click.Group, name: str) -> Callable[[], None]:
-    """An entry point that ends every error in one clear line on standard error.
+    """An entry point that reports every expected error as one line on standard error.
 
-    Exit codes: 0 success, 1 the thing asked for failed, 2 bad input, 130 and 143 for a run that was
-    interrupted or terminated, and has cleared away what it began.
+    - `group`: the Click group that it runs.
+    - `name`: of the program, as its messages give it.
+
+    Exit codes: 0 for success, 1 where the command failed, 2 for bad input, and 130 or 143 for a run
+    that was interrupted or terminated, after its unfinished files were removed.
     """
 
     def main() -> None:
@@ -49,27 +52,30 @@ def main_of(group: click.Group, name: str) -> Callable[[], None]:
     return main
 
 
-# What a file system says of a name that it does not take, whatever the command wanted of it.
+# Errors of a file name that the file system refuses, whatever the command wanted to do with it.
 _NAMES = {
-    errno.ENAMETOOLONG: "{} is a longer name than the file system takes; give a shorter one",
+    errno.ENAMETOOLONG: "{} is a longer name than the file system allows; give a shorter one",
     errno.ELOOP: "{} is a link that leads back to itself; give another name",
 }
 
 
 def _code(error: OSError) -> int:
+    """A file name that cannot be used is bad input; any other OSError is a failure."""
     return BAD_INPUT if error.errno in _NAMES else FAILED
 
 
 def _end(message: str, code: int) -> None:
+    """Prints the message as one line on standard error and exits with that code."""
     print(" ".join(message.split()), file=sys.stderr)
     sys.exit(code)
 
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Gives a function that says on standard error what is going on: live, or line by line.
+    """Yields a function that shows on standard error what the command is doing.
 
-    What people's own functions print meanwhile goes there too: standard output may be JSON.
+    In a terminal each text replaces the one before it, elsewhere each is a line of its own. What
+    user functions print meanwhile goes to standard error too, since standard output may be JSON.
     """
     console = Console(stderr=True, markup=False, emoji=False)
     with contextlib.redirect_stdout(sys.stderr):
@@ -82,15 +88,19 @@ def progress() -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def compiler_errors() -> Iterator[None]:
-    """Turns what a compiler raises into a failure with its first line."""
+    """Turns an exception of tracing, compiling or running into `Failed` with its first line.
+
+    InputError, Failed, the errors of Click, KeyboardInterrupt and OSError pass unchanged. A call of
+    `sys.exit` in a user function counts as a failure.
+    """
     try:
         yield
     except (InputError, Failed, click.ClickException, KeyboardInterrupt, OSError):
         raise
     except SystemExit as error:
-        raise Failed(f"it did not run: it called sys.exit({error.code!r})") from error
+        raise Failed(f"the function exited: sys.exit({error.code!r})") from error
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         raise Failed(
-            f"it did not compile or run: {type(error).__name__}: {lines[0][:300]}"
+            f"the program did not compile or run: {type(error).__name__}: {lines[0][:300]}"
         ) from error

@@ -1,7 +1,7 @@
-"""Frozen configs that check themselves when made, and jointly when combined.
+"""Frozen configs of the model and the training; each checks its values when it is made.
 
-The mesh is not part of `Config`: the same config runs on any mesh that it divides over, and
-`Config.check_mesh` says why one does not fit.
+The mesh is not part of `Config`: the same config runs on any mesh over which its sizes divide, and
+`Config.check_mesh` says why a mesh does not fit.
 """
 
 import dataclasses
@@ -9,50 +9,93 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from nnx_pipeline.config.pipeline import PipelineConfig
 from nnx_pipeline.errors import InputError, above_zero, at_least, divides, number, one_of, whole
 from nnx_pipeline.mesh import MeshConfig
-from nnx_pipeline.pipeline_config import PipelineConfig
 
 DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What the model computes. One expert means an ordinary dense MLP without a router.
+    """The architecture of a decoder-only transformer of the Mixtral or Llama kind.
 
-    `embedding` looks tokens up by a gather, by a one-hot product, or (auto) by the product unless
-    its one-hot array would be above 2 GB. The product costs as much as the head.
-
-    `attention_scale` multiplies the attention scores. It is 1.0 by default because, as in MaxText,
-    the factor 1/sqrt(head_dim) is part of the query kernel's initial values.
-
-    `max_position_embeddings` is the longest sequence that the model was made for. Nothing here
-    depends on it; it comes from Hugging Face's `config.json` and goes back into it.
-
-    `dropout_rate` is that of what attention and feed-forward add to the residual stream, in
-    training only.
+    Raises InputError for values that are out of range or contradict each other.
     """
 
     vocab_size: int
+    """Number of token ids: rows of the embedding table and columns of the head."""
+
     embed_dim: int
+    """Width of the residual stream."""
+
     mlp_dim: int
+    """Hidden units of the MLP, or of each expert."""
+
     num_layers: int
+    """Decoder layers of the whole model, over all stages and repeats."""
+
     num_heads: int
+    """Query heads of a layer; a multiple of `num_kv_heads`."""
+
     num_kv_heads: int
+    """Key-value heads of a layer, each read by `num_heads / num_kv_heads` query heads."""
+
     head_dim: int
+    """Width of one head; even, because rotary embeddings rotate pairs of values."""
+
     num_experts: int = 1
+    """Experts of a layer; 1 means an ordinary dense MLP without a router."""
+
     num_experts_per_token: int = 1
+    """Experts that the router chooses for each token; at most `num_experts`."""
+
     dtype: str = "bfloat16"
+    """Dtype of activations and matrix products: `bfloat16`, `float16` or `float32`."""
+
     param_dtype: str = "float32"
+    """Dtype in which parameters are stored: `bfloat16`, `float16` or `float32`."""
+
     norm_epsilon: float = 1e-5
+    """Added to the mean square in every RMSNorm."""
+
     norm_scale_offset: float = 0.0
+    """Added to the scale of every RMSNorm; 1.0 for models whose scale is stored around 0."""
+
     rope_theta: float = 1e6
+    """Base of the rotary embedding: pair i turns by position / theta^(2i / head_dim) radians."""
+
     attention_scale: float = 1.0
+    """Multiplies the attention scores.
+
+    The default is 1.0 because, as in MaxText, the factor 1/sqrt(head_dim) is part of the query
+    kernel's initial values.
+    """
+
     dropout_rate: float = 0.0
+    """Dropout rate of what attention and feed-forward add to the residual stream.
+
+    Dropout acts in training only.
+    """
+
     attention: Literal["dot_product"] = "dot_product"
+    """How attention is computed, a key of `ops.self_attention.KERNELS`."""
+
     experts: Literal["dense"] = "dense"
+    """How experts are computed, a key of `ops.moe.EXPERTS`; `dense` runs all on all tokens."""
+
     embedding: Literal["auto", "gather", "one_hot"] = "gather"
+    """How tokens are looked up: by a gather, or by a product with one-hot rows.
+
+    `auto` takes the product unless its one-hot array would be above 2 GiB. The product costs as
+    much as the head.
+    """
+
     max_position_embeddings: int | None = None
+    """The longest sequence that the model was made for.
+
+    Nothing here depends on it; it is read from Hugging Face's `config.json` and written back to it.
+    """
 
     def __post_init__(self) -> None:
         whole(self, "vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_heads")
@@ -62,7 +105,9 @@ class ModelConfig:
             self.num_heads,
             rule=f"num_heads={self.num_heads} does not split over num_kv_heads={self.num_kv_heads}",
         )
-        divides(2, self.head_dim, rule=f"head_dim={self.head_dim} has no two rotary halves")
+        divides(
+            2, self.head_dim, rule=f"head_dim={self.head_dim} must be even for rotary embeddings"
+        )
         if self.num_experts_per_token > self.num_experts:
             raise InputError(
                 f"num_experts_per_token={self.num_experts_per_token} exceeds "
@@ -84,39 +129,68 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The batch, the loss and AdamW. `loss_chunks` is the number of pieces of the sequence.
+    """The batch, the loss and the AdamW optimizer.
 
-    `load_balance_weight` is what the router's load-balance loss counts, the mean over layers and
-    microbatches. Where it is above 0, the number of microbatches is part of the loss: it must then
-    be given on a mesh with stages. The load balance that is reported is that of the microbatches
-    whatever it counts.
-
-    What dropout leaves out is a function of `dropout_seed`, the step, the layer and the sequence.
-
-    `grad_dtype` is the dtype of the gradients that the optimizer gets, None for that of the
-    parameters. Where the loop over microbatches adds gradients up itself (`PipelineConfig`:
-    `backward=accumulate`, `schedule=1f1b`, `fsdp_gather=step`) they also add up, and are summed
-    over devices, in that dtype; elsewhere they are cast when they are complete. The optimizer's
-    moments keep the dtype of the parameters.
-
-    `shard_optimizer_over_data` (ZeRO-1) has each device along the mesh axis `data` own a part of
-    the optimizer's state: gradients arrive there by reduce-scatter, it updates its part of the
-    parameters, and these are gathered. It has no effect on a mesh with data=1.
+    Raises InputError for values that are out of range or contradict each other.
     """
 
     global_batch: int = 16
+    """Sequences of one training step, over all devices and microbatches."""
+
     sequence_length: int = 1024
+    """Tokens of a sequence."""
+
     learning_rate: float = 3e-4
+    """Learning rate of AdamW, the same at every step."""
+
     adam_b1: float = 0.9
+    """Decay rate of the first moment of the gradients."""
+
     adam_b2: float = 0.95
+    """Decay rate of the second moment of the gradients."""
+
     adam_eps: float = 1e-8
+    """Added to the square root of the second moment."""
+
     weight_decay: float = 0.1
+    """Decoupled weight decay, applied to every parameter."""
+
     clip_norm: float = 1.0
+    """The largest global norm of the gradients; larger ones are scaled down to it."""
+
     loss_chunks: int = 8
+    """Number of pieces into which the cross-entropy cuts the sequence; divides its length."""
+
     load_balance_weight: float = 0.0
+    """Weight in the loss of the router's load-balance loss, averaged over layers and microbatches.
+
+    Where it is above 0, the number of microbatches is part of the loss: on a mesh with stages
+    `pipeline.num_microbatches` must then be given. The load balance in the metrics is that of the
+    microbatches, whatever its weight.
+    """
+
     dropout_seed: int = 0
+    """Seed of dropout, from 0 to 2**32 - 1.
+
+    The mask is a function of this seed, the step, the layer and the sequence.
+    """
+
     grad_dtype: Literal["bfloat16", "float32"] | None = None
+    """Dtype of the gradients that the optimizer gets; None for that of the parameters.
+
+    Where the loop over microbatches adds gradients up itself (`PipelineConfig.accumulates`:
+    `backward=accumulate`, `schedule=1f1b`, or `fsdp_gather` other than `use`), they are also
+    accumulated, and summed over devices, in this dtype. Elsewhere they are cast when they are
+    complete, except that `shard_optimizer_over_data` sums those of the layers over `data` in this
+    dtype. The optimizer's moments keep the dtype of the parameters.
+    """
+
     shard_optimizer_over_data: bool = False
+    """Whether the optimizer's state is sharded over the mesh axis `data` (ZeRO-1).
+
+    Each device along `data` gets its shard of the gradients by reduce-scatter and updates its shard
+    of the parameters, which are then gathered. It has no effect on a mesh with data=1.
+    """
 
     def __post_init__(self) -> None:
         whole(self, "global_batch", "sequence_length", "loss_chunks")
@@ -140,17 +214,26 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A model, how it is pipelined and how it is trained."""
+    """A model, how it is pipelined and how it is trained.
+
+    Raises InputError when the global batch does not split into the given number of microbatches.
+    """
 
     model: ModelConfig
+    """The architecture."""
+
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    """How the layers run over the `stage` axis of the mesh."""
+
     train: TrainConfig = field(default_factory=TrainConfig)
+    """The batch, the loss and the optimizer."""
 
     def __post_init__(self) -> None:
         if self.pipeline.num_microbatches is not None:
             self._check_batch(self.pipeline.num_microbatches)
 
     def _check_batch(self, microbatches: int) -> None:
+        """Raises InputError unless the global batch splits into that many microbatches."""
         divides(
             microbatches,
             self.train.global_batch,
@@ -159,23 +242,23 @@ class Config:
         )
 
     def layers_per_stage(self, stages: int) -> int:
-        """How many consecutive layers a stage applies each time a microbatch visits it."""
+        """How many consecutive layers each of `stages` stages applies to a microbatch per visit."""
         return self.model.num_layers // (stages * self.pipeline.num_repeats)
 
     def for_batch(self, batch: int) -> "Config":
-        """The same with another number of sequences in a batch."""
+        """The same config with a global batch of `batch` sequences."""
         return dataclasses.replace(self, train=dataclasses.replace(self.train, global_batch=batch))
 
     def check_mesh(self, mesh: MeshConfig) -> None:
-        """Raises InputError, with the cure, unless everything here divides over `mesh`."""
+        """Raises InputError, which says what to change, unless everything divides over `mesh`."""
         self.check_weights(mesh)
         self._check_pipeline(mesh)
         self._check_batch_on(mesh)
 
     def check_weights(self, mesh: MeshConfig) -> None:
-        """Raises InputError, with the cure, unless `mesh` can hold the weights.
+        """Raises InputError, which says what to change, unless `mesh` can hold the weights.
 
-        No batch is needed for that; `check_mesh` is for where there is one.
+        The batch is not checked; `check_mesh` checks that too.
         """
         repeats = self.pipeline.num_repeats
         if mesh.stage == 1 and repeats > 1:
@@ -187,7 +270,11 @@ class Config:
             divides(divisor, size, rule=rule)
 
     def weight_rules(self, mesh: MeshConfig) -> Iterator[tuple[int, int, str]]:
-        """What must divide for `mesh` to hold the weights: divisor, size, and the rule in words."""
+        """The conditions under which `mesh` can hold the weights.
+
+        Yields (divisor, size, rule) for each condition: `divisor` must divide `size`, and `rule` is
+        the text that says so.
+        """
         model, repeats = self.model, self.pipeline.num_repeats
         rule = f"model.num_layers={model.num_layers} does not split into "
         yield (
@@ -200,12 +287,12 @@ class Config:
             rule = f"model.{name}={size} does not split over {spread}={divisor} of the mesh"
             yield divisor, size, rule
         if self.train.shard_optimizer_over_data:
-            owners, size = mesh.product("fsdp", "expert", "data"), model.embed_dim
-            rule = f"model.embed_dim={size} does not split over fsdp×expert×data={owners} {_OWNED}"
-            yield owners, size, rule
+            shards, size = mesh.product("fsdp", "expert", "data"), model.embed_dim
+            rule = f"model.embed_dim={size} does not split over fsdp×expert×data={shards} {_ZERO1}"
+            yield shards, size, rule
 
     def _check_pipeline(self, mesh: MeshConfig) -> None:
-        """What a step needs of the mesh beside the weights and the batch."""
+        """Checks the options of the pipeline, and the number of microbatches, against the mesh."""
         stages, repeats = mesh.stage, self.pipeline.num_repeats
         microbatches = self.pipeline.microbatches_on(stages)
         if mesh.context > 1:
@@ -214,9 +301,9 @@ class Config:
             )
         if stages == 1 and self.pipeline.schedule != "1f1b" and self.pipeline.fsdp_gather != "use":
             raise InputError(
-                f"pipeline.fsdp_gather={self.pipeline.fsdp_gather} holds weights over the ticks of "
-                "a pipeline; set it to use, give the mesh a stage axis of 2 or more, or set "
-                "pipeline.schedule=1f1b"
+                f"pipeline.fsdp_gather={self.pipeline.fsdp_gather} needs a loop over microbatches, "
+                "which stage=1 does not have; set pipeline.fsdp_gather=use, give the mesh a stage "
+                "axis of 2 or more, or set pipeline.schedule=1f1b"
             )
         divides(
             stages,
@@ -233,17 +320,18 @@ class Config:
         at_once = microbatches == fewest or self.pipeline.schedule == "1f1b"
         if self.pipeline.shift == "pad" and repeats > 1 and at_once:
             raise InputError(
-                f"pipeline.shift=pad loses what leaves the last stage, and with "
+                "pipeline.shift=pad sends nothing from the last stage to the first, but with "
                 f"pipeline.num_microbatches={microbatches} and "
-                f"pipeline.schedule={self.pipeline.schedule} the first stage takes it at once; "
-                "choose 'slice', or circular with more microbatches"
+                f"pipeline.schedule={self.pipeline.schedule} the first stage takes its input "
+                "directly from the last; choose 'slice', or circular with more microbatches"
             )
 
     def _check_batch_on(self, mesh: MeshConfig) -> None:
-        """Microbatches split over the devices that each of them runs on."""
+        """Checks that microbatches split over the devices that each of them runs on."""
         microbatches = self.pipeline.microbatches_on(mesh.stage)
         self._check_batch(microbatches)
         copies = mesh.data * mesh.fsdp * mesh.expert
+        # Without a loop over microbatches the layers run on the whole batch at once.
         cut = mesh.stage > 1 or self.pipeline.schedule == "1f1b"
         microbatch = self.train.global_batch // (microbatches if cut else 1)
         divides(
@@ -256,30 +344,32 @@ class Config:
         )
         if self.train.shard_optimizer_over_data:
             batch = f"train.global_batch={self.train.global_batch} in {microbatches} microbatches"
-            rule = f"{batch} does not split over data={mesh.data} {_OWNED}"
+            rule = f"{batch} does not split over data={mesh.data} {_ZERO1}"
             divides(microbatches * mesh.data, self.train.global_batch, rule=rule)
 
     def check_objective(self, stages: int) -> None:
-        """Raises InputError where the mesh alone would decide what the loss is.
+        """Raises InputError where the loss would depend on the number of stages of the mesh.
 
-        The router's load-balance loss is that of microbatches (see `PipelineConfig`), so that their
-        number must be given where it counts and the mesh has stages.
+        The router's load-balance loss is computed per microbatch (see `PipelineConfig`). Where it
+        has a weight and the mesh has stages, the number of microbatches must therefore be given,
+        and not be derived from `stages`.
         """
         routed = self.model.num_experts > 1 and self.train.load_balance_weight > 0
         default = self.pipeline.microbatches_on(stages)
         if routed and self.pipeline.num_microbatches is None and default > 1:
             raise InputError(
-                "pipeline.num_microbatches=None is as many microbatches as fill the pipeline, "
-                f"here {default}, and the router's loss, which train.load_balance_weight="
-                f"{self.train.load_balance_weight} counts, is another one for each number of them; "
-                f"set pipeline.num_microbatches={default}, on every mesh"
+                "the router's loss, which train.load_balance_weight="
+                f"{self.train.load_balance_weight} adds, depends on the number of microbatches, "
+                "and pipeline.num_microbatches=None makes that depend on the mesh (here it is "
+                f"{default}); set pipeline.num_microbatches={default}, on every mesh"
             )
 
 
-# Every device along `data` then needs an equal part of each weight, and of each microbatch.
-_OWNED = "of the mesh, as train.shard_optimizer_over_data=True asks; set it to False, or"
+# With ZeRO-1 every device along `data` needs an equal part of each weight, and of each microbatch.
+_ZERO1 = "of the mesh, as train.shard_optimizer_over_data=True requires (False does not)"
 
-# Sizes of the model and the mesh axes that their arrays are spread over (see `sharding.Layout`).
+# Sizes of the model and the mesh axes over which arrays of that size are sharded (see
+# `sharding.Layout`).
 MODEL_DIVISORS = {
     "vocab_size": ("stage", "tensor"),
     "embed_dim": ("fsdp", "expert"),
@@ -293,5 +383,5 @@ SECTIONS = {"model": ModelConfig, "pipeline": PipelineConfig, "train": TrainConf
 
 
 def to_dict(config: Config) -> dict[str, dict[str, object]]:
-    """The config as nested dictionaries of plain values, for JSON."""
+    """The config as nested dictionaries of plain values, ready for JSON."""
     return dataclasses.asdict(config)

@@ -1,4 +1,4 @@
-"""`--set section.field=value`: parse, find the field, build a new config."""
+"""The command-line option `--set section.field=value`: parse it and build a new config."""
 
 import dataclasses
 import types
@@ -6,12 +6,15 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from nnx_pipeline.config import SECTIONS, Config
+from nnx_pipeline.config.config import SECTIONS, Config
 from nnx_pipeline.errors import InputError, nearest
 
 
 def parse_overrides(assignments: Iterable[str]) -> dict[str, str]:
-    """Splits `key=value` texts; the last one wins when a key comes twice."""
+    """Splits texts of the form `key=value`; when a key comes twice, the last one wins.
+
+    Raises InputError for a text without a key, a `=` or a value.
+    """
     pairs = {}
     for assignment in assignments:
         key, separator, value = assignment.partition("=")
@@ -25,7 +28,7 @@ def parse_overrides(assignments: Iterable[str]) -> dict[str, str]:
 
 
 def known_keys() -> dict[str, Any]:
-    """Every dotted config key with its type."""
+    """Every dotted config key, such as `model.num_layers`, with its type hint."""
     return {
         f"{section}.{name}": hint
         for section, cls in SECTIONS.items()
@@ -34,12 +37,17 @@ def known_keys() -> dict[str, Any]:
 
 
 def value_of(config: Config, key: str) -> Any:
-    """The value of a dotted config key."""
+    """The value of one field of a config.
+
+    - `config`: the config that has the field.
+    - `key`: section and field with a dot between them, such as `model.num_layers`; it must exist.
+    """
     section, name = key.split(".")
     return getattr(getattr(config, section), name)
 
 
 def _convert(key: str, text: str, hint: Any) -> object:
+    """The value that `text` stands for, by the type hint of its field."""
     origin = typing.get_origin(hint)
     if origin in (types.UnionType, typing.Union):
         if text.lower() == "none":
@@ -47,6 +55,7 @@ def _convert(key: str, text: str, hint: Any) -> object:
         hint = next(part for part in typing.get_args(hint) if part is not type(None))
         origin = typing.get_origin(hint)
     if origin is typing.Literal:
+        # An unknown choice is left to the check of the config, which names the nearest known one.
         known = {str(choice): choice for choice in typing.get_args(hint)}
         return known.get(text, text)
     if hint is str:
@@ -63,8 +72,17 @@ def _convert(key: str, text: str, hint: Any) -> object:
 
 
 def apply_overrides(config: Config, overrides: Mapping[str, str]) -> Config:
-    """A new config with the dotted keys replaced; unknown keys name the nearest known one."""
+    """A new config with the values of some dotted keys replaced.
+
+    - `config`: gives all other values; it is not changed.
+    - `overrides`: the new values by dotted key, as texts (see `parse_overrides`).
+
+    Raises InputError for an unknown key, naming the nearest known one, and for a value that is not
+    of the field's type or that the config refuses.
+    """
     keys = known_keys()
+    # Collected first and replaced together: every config checks itself when it is made, and fields
+    # that must fit each other would fail if they were replaced one at a time.
     sections: dict[str, dict[str, object]] = {}
     for key, text in overrides.items():
         if key not in keys:

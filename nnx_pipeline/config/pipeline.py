@@ -1,4 +1,4 @@
-"""How the layers run over the stages: a frozen config that checks itself when made."""
+"""The frozen config of the pipeline, which checks its values when it is made."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,37 +11,54 @@ from nnx_pipeline.remat import POLICIES
 class PipelineConfig:
     """How the layers run over the `stage` axis of the mesh.
 
-    `num_microbatches=None` means as many as fill the pipeline: forwarding_delay · stages, and one
-    on a mesh without stages. What a model computes does not depend on their number, but for the
-    router's load-balance loss, which is that of each microbatch: where it counts
-    (`train.load_balance_weight`) and the mesh has stages, give the number. With a
-    `forwarding_delay` of 2 activations travel beside the work of a tick, and the bubble doubles.
-    A circular schedule with one repeat is the plain pipeline. In `1f1b` each stage forwards one
-    microbatch and takes another one back at each tick, so that memory does not grow with their
-    number; on a mesh without stages that is the accumulation of gradients over microbatches.
-
-    `fsdp_gather` is when a stage gathers weights that are stored apart along fsdp: at each use;
-    once per step, which holds them all gathered and their gradients whole; or repeat by repeat, the
-    next one while the present one is in use (`prefetch`), which holds two repeats of both (with one
-    repeat it is the same as once per step). `backward` is how the
-    circular schedule is differentiated: by JAX, or visit by visit with one gradient buffer per
-    parameter (`accumulate`); None means the former unless weights are gathered before use.
-
-    `remat` names what the backward pass keeps beside the input of a stage at each tick, and whether
-    in device or in host memory (see `remat.POLICIES`, which says what compilers make of the
-    latter); with `save_decoder_layer_input` that is the input of each layer too, where a stage has
-    several, and without it those are computed again, together with all layers before.
-
-    `sharding` is the kind of axes that the commands give their meshes; a model in Python goes by
-    the axes of the mesh that it is made under (`make_mesh(…, sharding=…)`).
+    Raises InputError for values that are out of range or contradict each other.
     """
 
     num_microbatches: int | None = None
+    """Number of microbatches; None means as many as fill the pipeline.
+
+    That is forwarding_delay · stages, and one on a mesh without stages. What a model computes does
+    not depend on their number, except for the router's load-balance loss, which is computed per
+    microbatch: where it has a weight (`train.load_balance_weight`) and the mesh has stages, give
+    the number.
+    """
+
     num_repeats: int = 1
+    """How often a microbatch goes round all stages, each time through other layers.
+
+    A circular schedule with one repeat is the plain pipeline.
+    """
+
     schedule: Literal["circular", "1f1b"] = "circular"
+    """The order of forward and backward work.
+
+    With `circular` the forward pass of all microbatches comes first. With `1f1b` each stage does
+    the forward work of one microbatch and the backward work of another one at each tick, so that
+    memory does not grow with their number; on a mesh without stages that is the accumulation of
+    gradients over microbatches.
+    """
+
     forwarding_delay: Literal[1, 2] = 1
+    """Ticks from a stage's output to its use by the next stage; `1f1b` allows 1 only.
+
+    With 2, activations are sent while the next tick computes, and the bubble doubles.
+    """
+
     shift: Literal["ppermute", "slice", "pad"] = "ppermute"
+    """How activations are sent to the next stage, see `pipeline.exchange.shift.shift`.
+
+    `ppermute` is one collective-permute. `slice` is a concatenation of two slices, from which the
+    compiler makes the transfer. `pad` is a slice of a zero-padded array, which sends nothing from
+    the last stage to the first.
+    """
+
     sharding: Literal["explicit", "auto"] = "explicit"
+    """The kind of mesh axes that the commands make.
+
+    A model in Python follows the axes of the mesh that it is made under
+    (`make_mesh(…, sharding=…)`).
+    """
+
     remat: Literal[
         "full",
         "save_out_proj",
@@ -52,9 +69,36 @@ class PipelineConfig:
         "minimal_offloaded",
         "none",
     ] = "full"
+    """What the backward pass keeps, beside the input of a stage at each tick.
+
+    A name from `remat.POLICIES`, which also decides between device and host memory, and where the
+    comments say what compilers do with offloaded values.
+    """
+
     save_decoder_layer_input: bool = True
+    """Whether the backward pass also keeps the input of each layer, where a stage has several.
+
+    If not, it computes these inputs again, which runs the layers before them once more.
+    """
+
     fsdp_gather: Literal["use", "step", "prefetch"] = "use"
+    """When a stage gathers weights that are sharded over fsdp.
+
+    - `use`: at each use.
+    - `step`: once per step; each device then holds all its stage's weights gathered, and their
+      full gradients.
+    - `prefetch`: repeat by repeat, the next repeat while the present one is in use; each device
+      then holds gathered weights and full gradients of two repeats. With one repeat it is the same
+      as `step`.
+    """
+
     backward: Literal["autodiff", "accumulate"] | None = None
+    """How the circular schedule is differentiated.
+
+    `autodiff` leaves it to JAX. `accumulate` differentiates visit by visit (a visit is one stage
+    at one tick), with one gradient buffer per parameter. None means `autodiff` if `fsdp_gather` is
+    `use`, and `accumulate` otherwise. With `1f1b` it must be None.
+    """
 
     def __post_init__(self) -> None:
         whole(self, "num_repeats")
@@ -77,6 +121,7 @@ class PipelineConfig:
             self._check_one_f_one_b()
 
     def _check_one_f_one_b(self) -> None:
+        """Raises InputError for options that 1F1B does not have."""
         for name, only in (("forwarding_delay", 1), ("backward", None)):
             if getattr(self, name) != only:
                 raise InputError(
@@ -85,25 +130,26 @@ class PipelineConfig:
                 )
         if self.num_repeats > 1 and self.fsdp_gather == "prefetch":
             raise InputError(
-                "pipeline.fsdp_gather=prefetch holds the weights of two repeats that follow each "
-                f"other, and with pipeline.schedule=1f1b and pipeline.num_repeats="
-                f"{self.num_repeats} stages are in other repeats forward and backward; choose use "
-                "or step"
+                "pipeline.fsdp_gather=prefetch holds the weights of two consecutive repeats, but "
+                "with pipeline.schedule=1f1b and pipeline.num_repeats="
+                f"{self.num_repeats} the forward and the backward work of a stage are in different "
+                "repeats; choose use or step"
             )
         if POLICIES[self.remat].offloaded:
             raise InputError(
-                f"pipeline.remat={self.remat} sends values to the host, and the ring of "
-                "pipeline.schedule=1f1b is in device memory, where it does not grow with the "
-                "microbatches; choose a policy that saves or recomputes"
+                f"pipeline.remat={self.remat} offloads values to the host, which "
+                "pipeline.schedule=1f1b does not support: it keeps them in device memory, where "
+                "they do not grow with the number of microbatches; choose a policy that saves or "
+                "recomputes"
             )
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients are added up by the loop itself rather than by JAX."""
+        """Whether the loop itself adds gradients up, in place of JAX's autodiff."""
         if self.backward is not None:
             return self.backward == "accumulate"
         return self.schedule == "1f1b" or self.fsdp_gather != "use"
 
     def microbatches_on(self, stages: int) -> int:
-        """The number of microbatches on a mesh with that many stages."""
+        """The number of microbatches on a mesh with `stages` stages."""
         return self.num_microbatches or stages * (self.forwarding_delay if stages > 1 else 1)

@@ -1,13 +1,13 @@
-"""Named configs, and how many parameters they have.
+"""Named configs (presets), and how many parameters a model has.
 
-Sizes of Mixtral and Llama 2 are those of their published configurations.
+The sizes of Mixtral 8x7B, Mixtral 8x22B and Llama 2 are those of their published configurations.
 """
 
 from dataclasses import dataclass
 
-from nnx_pipeline.config import Config, ModelConfig, TrainConfig
+from nnx_pipeline.config.config import Config, ModelConfig, TrainConfig
+from nnx_pipeline.config.pipeline import PipelineConfig
 from nnx_pipeline.errors import InputError, nearest
-from nnx_pipeline.pipeline_config import PipelineConfig
 
 PRESETS: dict[str, Config] = {
     "tiny": Config(
@@ -87,7 +87,10 @@ PRESETS: dict[str, Config] = {
 
 
 def preset(name: str) -> Config:
-    """The config of that name; InputError names the nearest when there is none."""
+    """The preset config called `name`.
+
+    Raises InputError, naming the nearest preset, when there is none of that name.
+    """
     if name not in PRESETS:
         raise InputError(f"model {name!r} is not a preset; {nearest(name, PRESETS)}")
     return PRESETS[name]
@@ -95,14 +98,20 @@ def preset(name: str) -> Config:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters of a model: all of them, and those that one token passes through."""
+    """How many parameters a model has."""
 
     total: int
+    """All parameters."""
+
     active: int
+    """Parameters that one token passes through: all but the experts it is not sent to."""
 
 
 def count_parameters(model: ModelConfig) -> ParameterCount:
-    """Counts from the config alone; a test holds it equal to the real parameter tree."""
+    """The number of parameters of a model, computed from its config alone.
+
+    A test holds it equal to the size of the real parameter tree.
+    """
     attention = 2 * model.embed_dim * model.head_dim * (model.num_heads + model.num_kv_heads)
     expert = 3 * model.embed_dim * model.mlp_dim
     router = model.embed_dim * model.num_experts if model.num_experts > 1 else 0

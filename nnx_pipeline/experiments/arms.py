@@ -3,28 +3,31 @@
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from nnx_pipeline.config import Config
+from nnx_pipeline.config.config import Config
 from nnx_pipeline.errors import InputError
-from nnx_pipeline.lab.settings import set_model
+from nnx_pipeline.experiments.config_edits import set_model
+from nnx_pipeline.lab.comparison.outcome import Kind, Quantity, Question
 from nnx_pipeline.mesh import MeshConfig
 from nnx_pipeline.modules import Parts
 from nnx_pipeline.sharding import Layout
 
+# (config, mesh) to the config that both arms start from
 Setup = Callable[[Config, MeshConfig], Config]
-# Figures of a measurement that a verdict may be about.
-Quantity = Literal["temp", "heap", "account", "trace_host"]
 Under = Callable[[], contextlib.AbstractContextManager[None]]
-Kind = Literal["step", "init", "trace"]
 
 
 class Program(NamedTuple):
-    """All that decides what is compiled on a mesh, and which of its figures counts.
+    """Everything that decides what is compiled on a mesh, and which of its figures counts.
 
-    segment_ids: whether a batch has them, as where several documents share a row. kind: `step` is a
-    training step, `init` the creation of the parameters, and `trace` a training step of which it
-    counts what the host holds while it is traced. under: a context that it is traced in.
+    - `config`: the config of model, training and pipeline.
+    - `parts`: functions that replace pieces of the model.
+    - `layout`: the mesh axes that each logical axis is sharded over.
+    - `segment_ids`: whether a batch has segment ids, as where several documents share a row.
+    - `kind`: `step` is a training step, `init` the creation of the parameters, and `trace` a
+      training step of which the memory counts that the host holds while it is traced.
+    - `under`: makes a context to trace the program in; None for none.
     """
 
     config: Config
@@ -39,7 +42,9 @@ class Program(NamedTuple):
 class Arm:
     """One side of an experiment: how it changes the config, the model's parts or its layout.
 
-    segment_ids, under: see `Program`.
+    - `label`: its name in tables.
+    - `configure`: changes the config that both arms start from.
+    - `parts`, `layout`, `segment_ids`, `under`: as for `Program`.
     """
 
     label: str
@@ -50,11 +55,24 @@ class Arm:
     under: Under | None = None
 
     def program(self, config: Config, kind: Kind = "step") -> Program:
-        """The program of this arm; InputError where the change does not go with the config."""
-        changed = self.configure(config)
-        return Program(changed, self.parts, self.layout, self.segment_ids, kind, self.under)
+        """The program of this arm.
+
+        - `config`: the config that both arms start from.
+        - `kind`: what of the program is measured, see `Program`.
+
+        Raises InputError where the change does not fit the config.
+        """
+        return Program(
+            config=self.configure(config),
+            parts=self.parts,
+            layout=self.layout,
+            segment_ids=self.segment_ids,
+            kind=kind,
+            under=self.under,
+        )
 
 
+# What a mesh needs an axis for, in messages.
 _WHAT = {
     "stage": "a pipeline",
     "fsdp": "weights split over fsdp",
@@ -65,17 +83,23 @@ _WHAT = {
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Arm b does what the claim says is better; everything else is equal.
+    """Two arms, of which b does what a claim says is better; everything else is equal.
 
-    claim: row of the source documents, or where else it stands. difference: in one sentence, with
-    what `setup` brings. setup: what both arms need to show the difference. sizes: fields of the
-    model at which the claim was made; both arms have them where they are measured, and not where
-    their numbers are compared at `tiny`. kind: what of the arms is measured, see `Program`. needs:
-    mesh axes that must have two devices or more. by_default: whether it is in the short set. later:
-    why it can be named but not run, for what this version does not have. same_program: why both
-    arms are one program before any compiler sees it, where they are. tolerance: how far the arms
-    may lie apart in each value, relative to the largest of its array. judged_by: the figure of
-    which arm b should hold less; the claims speak of temp.
+    - `name`: the name by which it is chosen.
+    - `claim`: the row of the source documents, or another source of the claim.
+    - `difference`: what differs between the arms, in one sentence, with what `setup` adds to both.
+    - `a`, `b`: the arms.
+    - `setup`: changes the config to what both arms need to show the difference.
+    - `sizes`: fields of the model, with the values for which the claim was made. Both arms have
+      them where they are measured, and not where their numbers are compared at `tiny`.
+    - `kind`: what of the arms is measured, see `Program`.
+    - `needs`: mesh axes that must have two devices or more.
+    - `by_default`: whether it is in the short set, which runs if no experiment is named.
+    - `later`: why it cannot run yet; "" if it can.
+    - `same_program`: why both arms are one program before any compiler sees it, where they are.
+    - `tolerance`: how far apart each value may be in the arms, relative to the largest value of its
+      array.
+    - `judged_by`: the figure of which arm b should hold less; the claims are about temp.
     """
 
     name: str
@@ -94,14 +118,30 @@ class Experiment:
     tolerance: float = 2e-6
     judged_by: Quantity = "temp"
 
+    @property
+    def question(self) -> Question:
+        """The question that an outcome of this experiment answers."""
+        return Question(
+            name=self.name,
+            claim=self.claim,
+            difference=self.difference,
+            labels=(self.a.label, self.b.label),
+            kind=self.kind,
+            judged_by=self.judged_by,
+            same_program=self.same_program,
+        )
+
     def programs(
         self, config: Config, mesh: MeshConfig, *, sized: bool = True
     ) -> tuple[Program, Program]:
-        """Both arms on that config and mesh.
+        """The programs of both arms on a config and a mesh.
 
-        sized: whether they have the experiment's `sizes`. Raises InputError when the experiment
-        says nothing there: a mesh without the axes it is about, or a config that its arms or its
-        setup contradict.
+        - `config`: the config that the experiment changes.
+        - `mesh`: the size of each mesh axis.
+        - `sized`: whether both arms get the experiment's `sizes`.
+
+        Raises InputError when the experiment says nothing there: for a mesh without the axes that
+        it is about, or a config that its arms or its setup contradict.
         """
         if self.later:
             raise InputError(self.later)

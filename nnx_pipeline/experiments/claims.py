@@ -1,21 +1,22 @@
-"""Every claim that the lab puts to the test, as an experiment with one difference."""
+"""Every claim that the lab tests, as an experiment whose two arms differ in one thing."""
 
 from typing import Any
 
-from nnx_pipeline.config import Config
+from nnx_pipeline.config.config import Config
 from nnx_pipeline.errors import InputError
-from nnx_pipeline.lab import loop_variants, variants
-from nnx_pipeline.lab.arms import Arm, Experiment
-from nnx_pipeline.lab.layer_claims import LAYERS
-from nnx_pipeline.lab.settings import in_both, set_pipeline, set_train
+from nnx_pipeline.experiments import layer_variants as variants
+from nnx_pipeline.experiments import loop_variants
+from nnx_pipeline.experiments.arms import Arm, Experiment
+from nnx_pipeline.experiments.config_edits import in_both, set_pipeline, set_train
+from nnx_pipeline.experiments.layer_claims import LAYERS
 from nnx_pipeline.mesh import MeshConfig
 from nnx_pipeline.modules import Parts
-from nnx_pipeline.pipeline.loop_parts import LoopParts
+from nnx_pipeline.pipeline.parts import LoopParts
 from nnx_pipeline.sharding import left_to_compiler, place
 
 
 def _one_repeat(config: Config, mesh: MeshConfig) -> Config:
-    """One repeat, and so as many layers per stage as there can be: two or more."""
+    """The config with one repeat, and so with the most layers per stage: two or more."""
     config = set_pipeline(num_repeats=1)(config)
     layers = config.layers_per_stage(mesh.stage)
     if layers < 2:
@@ -27,19 +28,21 @@ def _one_repeat(config: Config, mesh: MeshConfig) -> Config:
 
 
 def _one_layer_per_stage(config: Config, mesh: MeshConfig) -> Config:
+    """The config with as many repeats as leave each stage one layer at a time."""
     return set_pipeline(num_repeats=max(config.model.num_layers // mesh.stage, 1))(config)
 
 
 def _loop(**parts: Any) -> Parts:
-    """The parts of an arm that exchanges pieces of the circular loop."""
+    """The parts of an arm that replaces pieces of the circular loop."""
     return Parts(loop=LoopParts(**parts))
 
 
 def _circular(config: Config, mesh: MeshConfig) -> Config:
+    """The config as it is; raises InputError if its schedule is not the circular one."""
     if config.pipeline.schedule != "circular":
         raise InputError(
-            f"exchanges a piece of the circular loop, which pipeline.schedule="
-            f"{config.pipeline.schedule} does not run; leave the schedule at circular"
+            f"replaces a piece of the circular loop, which pipeline.schedule="
+            f"{config.pipeline.schedule} does not run; set pipeline.schedule=circular"
         )
     return config
 
@@ -53,17 +56,21 @@ def _circular_by_autodiff(config: Config, mesh: MeshConfig) -> Config:
 
 
 def _two_repeats(config: Config, mesh: MeshConfig) -> Config:
-    """Two repeats, unless the config already has several."""
+    """The config with two repeats, unless it has several already."""
     repeats = max(config.pipeline.num_repeats, 2)
     return set_pipeline(num_repeats=repeats)(_circular(config, mesh))
 
 
 def _ahead(config: Config, mesh: MeshConfig) -> Config:
+    """The config with what gathering weights one repeat ahead needs."""
     return set_pipeline(backward="accumulate")(_two_repeats(config, mesh))
 
 
 def _room_for_delay(config: Config, mesh: MeshConfig) -> Config:
-    """The same number of microbatches in both arms, as many as the longer delay needs."""
+    """The config with the number of microbatches fixed, or both arms would choose their own.
+
+    Without one of its own it gets as many as the longer delay needs.
+    """
     microbatches = config.pipeline.num_microbatches or 2 * mesh.stage
     return set_pipeline(num_microbatches=microbatches)(config)
 
@@ -72,8 +79,8 @@ SCHEDULES = (
     Experiment(
         name="schedule",
         claim="design",
-        difference="each stage forwards all microbatches before it takes one back, or one of each "
-        "per tick (1F1B); both with one repeat",
+        difference="the forward pass of all microbatches comes before any backward pass, or each "
+        "stage does both at each tick (1F1B); both with one repeat",
         a=Arm(label="circular", configure=set_pipeline(schedule="circular")),
         b=Arm(label="1f1b", configure=set_pipeline(schedule="1f1b")),
         setup=in_both(num_repeats=1),
@@ -82,8 +89,8 @@ SCHEDULES = (
     Experiment(
         name="delay",
         claim="S5",
-        difference="activations arrive one tick after they are sent, or two, which is to hide the "
-        "transfer and may cost memory; both with the microbatches that two ticks need",
+        difference="activations arrive one tick after they are sent, or two, which should hide the "
+        "transfer and may cost memory; both with as many microbatches as two ticks need",
         a=Arm(label="1 tick", configure=set_pipeline(forwarding_delay=1)),
         b=Arm(label="2 ticks", configure=set_pipeline(forwarding_delay=2)),
         setup=_room_for_delay,
@@ -101,7 +108,7 @@ SCHEDULES = (
     Experiment(
         name="ticks",
         claim="S3.3",
-        difference="the ticks are written one after the other, or are one scan",
+        difference="the ticks are unrolled, or are one scan",
         a=Arm(label="unrolled", parts=_loop(walk=loop_variants.python_loop, is_scan=False)),
         b=Arm(label="scan"),
         setup=_circular,
@@ -110,8 +117,8 @@ SCHEDULES = (
     Experiment(
         name="repeats",
         claim="S3.3",
-        difference="each repeat has a scan over its ticks, written one after the other, or all "
-        "ticks of all repeats are one scan; both with two repeats or more",
+        difference="the ticks of each repeat are a scan of their own, or all ticks of all repeats "
+        "are one scan; both with two repeats or more",
         a=Arm(label="scan per repeat", parts=_loop(walk=loop_variants.scan_per_repeat)),
         b=Arm(label="one scan"),
         setup=_two_repeats,
@@ -196,7 +203,7 @@ REMAT = (
         name="qkv-offload",
         claim="S5",
         difference="queries, keys and values are kept in device memory, or in host memory; both "
-        "with one layer per stage, as several would run in a loop or one after the other",
+        "with one layer per stage, since several are unrolled only where something is offloaded",
         a=Arm(label="device", configure=set_pipeline(remat="save_qkv_proj")),
         b=Arm(label="host", configure=set_pipeline(remat="qkv_proj_offloaded")),
         setup=_one_layer_per_stage,
@@ -208,10 +215,10 @@ SHARDING = (
     Experiment(
         name="constraints",
         claim="S1.2",
-        difference="constraints say again where the shifted activations, the input of the first "
-        "stage and the stream lie, and an iota is told its sharding, or they do not; both in auto "
-        "mode, because in explicit mode the types say it",
-        a=Arm(label="kept", parts=_loop(receive=loop_variants.receive_constrained)),
+        difference="the shardings of the shifted activations, the input of the first stage, the "
+        "stream and an iota are stated again, or not; both in auto mode, because in explicit mode "
+        "the types state them",
+        a=Arm(label="kept", parts=_loop(stage_inputs=loop_variants.stage_inputs_constrained)),
         b=Arm(label="dropped"),
         setup=_circular_in_auto_mode,
         needs=("stage",),
@@ -219,16 +226,16 @@ SHARDING = (
     Experiment(
         name="sharding-mode",
         claim="S4.1",
-        difference="the compiler finds the shardings inside a layer from arguments, results and "
-        "constraints on its output and on the stages, or they are in the types, one by one",
+        difference="the compiler infers the shardings inside a layer from arguments, results and "
+        "constraints on its output and on the stages, or the type of each array states its own",
         a=Arm(label="auto", configure=set_pipeline(sharding="auto"), under=left_to_compiler),
         b=Arm(label="explicit", configure=set_pipeline(sharding="explicit")),
     ),
     Experiment(
         name="trivial-specs",
         claim="S2.4a",
-        difference="constraints whose spec spreads nothing are kept, or skipped; both in auto mode "
-        "and with fsdp_gather=step, where the specs of a stage's activations spread nothing",
+        difference="constraints whose spec shards nothing are kept, or skipped; both in auto mode "
+        "and with fsdp_gather=step, where the specs of a stage's activations shard nothing",
         a=Arm(label="kept", parts=Parts(constrain=place)),
         b=Arm(label="skipped"),
         setup=in_both(sharding="auto", fsdp_gather="step", backward="accumulate"),
@@ -237,7 +244,7 @@ SHARDING = (
     Experiment(
         name="size-one-axes",
         claim="S2.4b",
-        difference="specs and collectives name mesh axes of one device, or leave them out; both in "
+        difference="specs and collectives name mesh axes of size 1, or leave them out; both in "
         "auto mode, because in explicit mode the axes are part of the type and must match",
         a=Arm(label="named", layout=variants.SizeOneAxes()),
         b=Arm(label="left out"),
@@ -248,25 +255,23 @@ SHARDING = (
         claim="S2.10d",
         difference="while the step is traced, variables get new metadata in every stage, without "
         "the axes of the stack, or keep what they have",
-        a=Arm(label="stripped", parts=Parts(over_stages=variants.over_stages_stripped)),
+        a=Arm(label="stripped", parts=_loop(map_stages=variants.map_stages_stripped)),
         b=Arm(label="as it is"),
         kind="trace",
         judged_by="trace_host",
         needs=("stage",),
-        same_program="metadata is no part of a program, so it can cost tracing alone",
+        same_program="metadata is not part of a program and can only cost tracing",
     ),
     Experiment(
         name="stage-vmap",
         claim="MaxText",
-        difference="the stages run under nnx.vmap, which takes the layers apart into graph and "
-        "state and gives the state back, and the loop writes that into the layers that it hands on "
-        "from tick to tick, or under jax.vmap, and the layers stand beside the loop; both with "
-        "backward=autodiff",
+        difference="the stages run under nnx.vmap, which splits the layers into graph and state "
+        "and returns the state, and the loop carries the updated layers from tick to tick, or "
+        "under jax.vmap, and the loop does not carry them; both with backward=autodiff",
         a=Arm(
             label="nnx.vmap",
-            parts=Parts(
-                over_stages=variants.over_stages_by_nnx_vmap,
-                loop=LoopParts(walk=loop_variants.carry_layers),
+            parts=_loop(
+                map_stages=variants.map_stages_by_nnx_vmap, walk=loop_variants.carry_layers
             ),
         ),
         b=Arm(label="jax.vmap"),

@@ -1,18 +1,19 @@
-"""The claims about layers, loss and gradients, as experiments with one difference."""
+"""The claims about layers, loss and gradients, as experiments whose arms differ in one thing."""
 
-from nnx_pipeline.config import Config
+from nnx_pipeline.config.config import Config
 from nnx_pipeline.errors import InputError
-from nnx_pipeline.lab import variants
-from nnx_pipeline.lab.arms import Arm, Experiment
-from nnx_pipeline.lab.settings import in_both, set_model, set_train
+from nnx_pipeline.experiments import layer_variants as variants
+from nnx_pipeline.experiments.arms import Arm, Experiment
+from nnx_pipeline.experiments.config_edits import in_both, set_model, set_train
 from nnx_pipeline.mesh import MeshConfig
 from nnx_pipeline.modules import Parts
 from nnx_pipeline.ops.experts import ExpertParts
 
-NEEDS_GROUPED = "needs experts that are multiplied group by group, which this version does not have"
+NEEDS_GROUPED = "needs grouped expert matmuls, which are not implemented yet"
 
 
 def _routed(config: Config, mesh: MeshConfig) -> Config:
+    """The config as it is; raises InputError if its model has no routed experts."""
     if config.model.num_experts == 1:
         raise InputError("needs routed experts: give the model num_experts of 2 or more")
     return config
@@ -27,7 +28,7 @@ def _routed_in_bfloat16(config: Config, mesh: MeshConfig) -> Config:
 
 
 def _narrow_gradients(config: Config, mesh: MeshConfig) -> Config:
-    """Gradients that arise in bfloat16 and are asked for in float32."""
+    """The config with gradients that are computed in bfloat16 and requested in float32."""
     return set_train(grad_dtype="float32")(set_model(param_dtype="bfloat16")(config))
 
 
@@ -61,8 +62,8 @@ EXPERTS = (
     Experiment(
         name="expert-reshard",
         claim="S2.11",
-        difference="tokens that lie whole along expert are spread over it before the experts and "
-        "brought back behind them, with axes of one device named, or stay where they are; both in "
+        difference="tokens that are replicated along expert are sharded over it before the experts "
+        "and gathered after them, with mesh axes of size 1 named, or stay as they are; both in "
         "auto mode",
         a=Arm(
             label="in and out",
@@ -104,9 +105,8 @@ LAYERS = (
     Experiment(
         name="segment-mask",
         claim="S2.8",
-        difference="each row has segment ids, from which attention is given a mask as an array of "
-        "[batch, seq, seq], or is one segment by itself, for which a comparison of positions will "
-        "do",
+        difference="each row has segment ids, from which attention gets a mask array of "
+        "[batch, seq, seq], or is one segment, for which comparing positions is enough",
         a=Arm(label="segment ids", segment_ids=True, parts=Parts(mask=variants.mask_array)),
         b=Arm(label="causal only"),
         by_default=True,
@@ -124,7 +124,7 @@ LAYERS = (
     Experiment(
         name="loss-chunks",
         claim="design",
-        difference="cross-entropy sees all logits at once, or one chunk of the sequence",
+        difference="cross-entropy computes all logits at once, or chunk by chunk of the sequence",
         a=Arm(label="full logits", parts=Parts(loss=variants.full_cross_entropy)),
         b=Arm(label="chunked"),
         by_default=True,

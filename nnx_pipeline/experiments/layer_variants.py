@@ -1,4 +1,7 @@
-"""Other ways to do the same, kept only as arms of experiments: nothing but the lab calls them."""
+"""Alternative code for layers and loss, kept only as arms of experiments.
+
+Nothing but the lab calls it.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,8 +13,9 @@ from flax import nnx
 from jaxtyping import Array
 
 from nnx_pipeline.ops.attention import allowed
-from nnx_pipeline.ops.experts import Kernels, by_owner
-from nnx_pipeline.pipeline.stages import ApplyStage, over_stages
+from nnx_pipeline.ops.experts import ExpertKernels, Products, by_owner
+from nnx_pipeline.ops.loss import Targets
+from nnx_pipeline.pipeline.stage.apply import ApplyStage, map_stages
 from nnx_pipeline.remat import Remat
 from nnx_pipeline.sharding import (
     Layout,
@@ -25,25 +29,30 @@ from nnx_pipeline.sharding import (
 
 
 def einsum_scale(x: Array, scale: Array, offset: float) -> Array:
-    """RMSNorm's scale by an einsum, after an addition of 0 too, as MaxText had it (seeds S2.5)."""
+    """RMSNorm's scale by an einsum, with `offset` added even if 0, as in MaxText (seeds S2.5)."""
     return jnp.einsum("...k,k->...k", x, scale + offset)
 
 
 def mask_array(length: int, segment_ids: Array | None) -> Array:
-    """The mask of `allowed` as an array of numbers, s32[batch, seq, seq] (seeds S2.8).
+    """The mask of `allowed`, built as an array of numbers, s32[batch, seq, seq] (seeds S2.8).
+
+    - `length`: the number of tokens in a row.
+    - `segment_ids`: int32[batch, seq], or None for one segment per row.
 
     A kernel that takes a mask takes it as an array. The barrier stands for such a kernel: it keeps
-    the compiler from putting the comparison into what reads it.
+    the compiler from fusing the comparison into what reads the mask.
     """
     return jax.lax.optimization_barrier(allowed(length, segment_ids).astype(jnp.int32)) != 0
 
 
-def over_stages_by_nnx_vmap(apply_stage: ApplyStage) -> Any:
-    """The stage function under `nnx.vmap`: the layers' state goes in and comes out again.
+def map_stages_by_nnx_vmap(apply_stage: ApplyStage) -> Any:
+    """The stage function under `nnx.vmap`, with the layers' state as an input and as an output.
 
-    As in MaxText's pipeline of NNX modules the stacked layers are split into graph and state, each
-    stage merges the two, runs, and splits its layers again. `loop_variants.carry_layers` is what
-    hands the state on.
+    - `apply_stage`: the function of one stage.
+
+    As in MaxText's pipeline of NNX modules, the stacked layers are split into graph and state, and
+    each stage merges the two, runs, and splits its layers again. `loop_variants.carry_layers` is
+    what carries the state from tick to tick.
     """
     name = "stage" if mesh_sizes().get("stage", 1) > 1 else None
 
@@ -62,28 +71,31 @@ def over_stages_by_nnx_vmap(apply_stage: ApplyStage) -> Any:
     return apply
 
 
-def over_stages_stripped(apply_stage: ApplyStage) -> Any:
-    """The stage function, given copies of its variables that do not name the stack's axes.
+def map_stages_stripped(apply_stage: ApplyStage) -> Any:
+    """The stage function on copies of its variables whose metadata omits the axes of the stack.
 
-    What MaxText did at each call to weights under a vmap (`meta.remove_axis`, seeds S2.10d).
+    - `apply_stage`: the function of one stage.
+
+    MaxText did this to weights under a vmap at each call (`meta.remove_axis`, seeds S2.10d).
     """
 
     def strip(variable: Any) -> Any:
         if not isinstance(variable, nnx.Variable):
             return variable  # the numbers of the layers
         axes = variable.get_metadata("logical_axes")
+        # The first two are those of repeats and stages, which the value has no more.
         return nnx.Param(variable.get_value(), logical_axes=axes[2:])
 
     def apply(params: Any, x: Any, side: Any) -> Any:
         stripped = jax.tree.map(strip, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
         return apply_stage(stripped, x, side)
 
-    return over_stages(apply)
+    return map_stages(apply)
 
 
 @dataclass(frozen=True)
 class SizeOneAxes(Layout):
-    """A layout whose specs name every mesh axis, those of one device too (seeds S2.4b)."""
+    """A layout whose specs name every mesh axis, also those of one device (seeds S2.4b)."""
 
     def axes(self, name: str) -> tuple[str, ...]:
         on_mesh = mesh_sizes()
@@ -92,9 +104,10 @@ class SizeOneAxes(Layout):
 
 @dataclass(frozen=True)
 class FlaxShardings(Layout):
-    """A layout that is in Flax's own metadata of each parameter too (seeds S2.13a).
+    """A layout that each parameter also has in Flax's own metadata (seeds S2.13a).
 
-    always: Flax's flag `flax_always_shard_variable` while a parameter is made: Flax places it.
+    - `always`: the value of Flax's flag `flax_always_shard_variable` while a parameter is created;
+      with True Flax places it.
     """
 
     always: bool = True
@@ -105,29 +118,36 @@ class FlaxShardings(Layout):
             return nnx.Param(value, logical_axes=logical_axes, out_sharding=spec)
 
 
-# Tokens lie whole along `expert`, where a spread over it has something to move (seeds S2.11); the
-# embedding's columns too, or each device would look up a part of a row.
+# Tokens are not sharded over `expert`, so that sharding them over it has something to move (seeds
+# S2.11). The embedding's columns are not either, or each device would look up a part of a row.
 WHOLE_OVER_EXPERTS = Layout(batch=("data", "fsdp"), embed=("fsdp",))
 
 
 def tokens_in(x: Array) -> Array:
-    """The batch spread over all its axes, named even where they have one device, as MaxText
-    resharded the tokens before its experts (seeds S2.11)."""
+    """Shards the batch over all its mesh axes, also those of one device (seeds S2.11).
+
+    MaxText resharded the tokens in this way before its experts.
+
+    - `x`: tokens, [batch, seq, embed].
+    """
     return place(x, P(("data", "fsdp", "expert", "context"), None, None))
 
 
 def tokens_out(x: Array) -> Array:
-    """The batch as `WHOLE_OVER_EXPERTS` has it, as they were resharded behind its experts."""
+    """Shards the batch as `WHOLE_OVER_EXPERTS` says, as MaxText did behind its experts.
+
+    - `x`: tokens, [batch, seq, embed].
+    """
     return place(x, P(WHOLE_OVER_EXPERTS.batch, None, None))
 
 
 def through_float32(x: Array) -> Array:
-    """A cast to float32 and one back, which change no value (seeds S2.9b)."""
+    """A cast to float32 and back, which changes no value (seeds S2.9b)."""
     return x.astype(jnp.float32).astype(x.dtype)
 
 
 def leave_gradient(x: Array, dtype: jax.typing.DTypeLike) -> Array:
-    """No cast, as MaxText leaves gradients alone where `grad_dtype` is float32 (seeds S2.13b)."""
+    """No cast: MaxText leaves gradients as they are if `grad_dtype` is float32 (seeds S2.13b)."""
     del dtype
     return x
 
@@ -135,9 +155,7 @@ def leave_gradient(x: Array, dtype: jax.typing.DTypeLike) -> Array:
 def sum_chosen(
     x: Array,
     choice: tuple[Array, Array],
-    gate: Array,
-    up: Array,
-    down: Array,
+    kernels: ExpertKernels,
     *,
     layout: Layout,
     remat: Remat,
@@ -146,24 +164,29 @@ def sum_chosen(
 ) -> Array:
     """`dense_experts` by way of one array with the outputs of each token's experts (seeds S2.1).
 
-    That is [batch, seq, chosen, embed], in the dtype of x. Weighted by the router it is summed over
-    the chosen experts in `sum_dtype`, None for that of x.
+    The array is [batch, seq, chosen, embed] in the dtype of `x`. Weighted by the router, it is
+    summed over the chosen experts.
+
+    - `sum_dtype`: the dtype of that sum; None for that of `x`.
+
+    The other arguments are those of `dense_experts`.
     """
     owners, shares = layout.size("expert"), layout.size("mlp")
     beside = layout.spec("batch_beside_experts", None, None)
     x, weights, chosen = (place(each, beside) for each in (x, *choice))
-    kernels = Kernels(layout)
+    products = Products(layout)
 
     def one_expert(found: Array, operands: tuple[Array, ...]) -> tuple[Array, None]:
         gate, up, down, here = operands
-        product = kernels.project(hidden(kernels.open_up(x, gate, up)), down)
+        product = products.project(hidden(products.open_up(x, gate, up)), down)
+        # `here` is 1 where a token chose this expert, so that each output goes to its own place.
         return found + here[:, None, ..., None] * product[:, :, :, :, None], None
 
-    takes = jax.nn.one_hot(chosen, gate.shape[0], dtype=x.dtype)
-    operands = (*kernels.split(gate, up, down), by_owner(takes, owners, layout))
+    takes = jax.nn.one_hot(chosen, kernels.gate.shape[0], dtype=x.dtype)
+    operands = (*products.split(*kernels), by_owner(takes, owners, layout))
     batch, length, embed = x.shape
     zeros = jnp.zeros((owners, shares, batch, length, chosen.shape[-1], embed), x.dtype)
-    start = constrain(zeros, P(*kernels.partial, None))
+    start = constrain(zeros, P(*products.partial, None))
     found, _ = jax.lax.scan(remat.checkpoint(one_expert), start, operands)
     outputs, weights = (each.astype(sum_dtype or x.dtype) for each in (found.sum((0, 1)), weights))
     mixed = jnp.einsum("bske,bsk->bse", outputs, weights).astype(x.dtype)
@@ -171,26 +194,28 @@ def sum_chosen(
 
 
 def sum_chosen_in_float32(*args: Any, **options: Any) -> Array:
-    """`sum_chosen` with the outputs of experts and their weights cast to float32."""
+    """`sum_chosen` with the outputs of the experts and their weights cast to float32."""
     return sum_chosen(*args, **options, sum_dtype="float32")
 
 
 def sum_chosen_in_model_dtype(*args: Any, **options: Any) -> Array:
-    """`sum_chosen` in the dtype of the model."""
+    """`sum_chosen` with the sum in the dtype of the model."""
     return sum_chosen(*args, **options, sum_dtype=None)
 
 
 def full_cross_entropy(
     hidden: Array,
     kernel: Array,
-    targets: Array,
-    weights: Array,
+    targets: Targets,
     *,
     batch_axes: tuple[str, ...],
     chunks: int,
     layout: Layout,
 ) -> Array:
-    """`chunked_cross_entropy` in one piece: all logits as one array, differentiated by JAX."""
+    """`chunked_cross_entropy` without chunks: all logits as one array, differentiated by JAX.
+
+    The arguments are those of `chunked_cross_entropy`; `chunks` has no effect.
+    """
     del chunks
     kernel = gather_weight(
         kernel.astype(hidden.dtype),
@@ -201,5 +226,5 @@ def full_cross_entropy(
     logits = jnp.einsum("...d,dv->...v", hidden, kernel, out_sharding=spec).astype(jnp.float32)
     shape = (*[1] * (logits.ndim - 1), logits.shape[-1])
     columns = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
-    label = jnp.sum(jnp.where(columns == targets[..., None], logits, 0.0), axis=-1)
-    return jnp.sum(weights * (jax.nn.logsumexp(logits, axis=-1) - label))
+    label = jnp.sum(jnp.where(columns == targets.ids[..., None], logits, 0.0), axis=-1)
+    return jnp.sum(targets.weights * (jax.nn.logsumexp(logits, axis=-1) - label))

@@ -1,4 +1,4 @@
-"""Other ways through the circular loop, kept only as arms of experiments."""
+"""Alternative code for the circular loop, kept only as arms of experiments."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.pipeline.buffers import over_stage, push, slot, stage_axis, where
+from nnx_pipeline.pipeline.circular.plan import Plan
+from nnx_pipeline.pipeline.circular.tick import Carry, MidTick
+from nnx_pipeline.pipeline.exchange.buffers import over_stage, push, slot, stage_axis, where
+from nnx_pipeline.pipeline.exchange.shift import ShiftName, shift
 from nnx_pipeline.pipeline.schedule import CircularSchedule
-from nnx_pipeline.pipeline.shift import ShiftName, shift
-from nnx_pipeline.pipeline.stages import at_repeat, select_repeat
-from nnx_pipeline.pipeline.ticks import Carry, Plan, Rest
+from nnx_pipeline.pipeline.stage.apply import at_repeat, select_repeat
 from nnx_pipeline.sharding import P, out_sharding
 
 Tick = Callable[[Any, Any], tuple[Any, Any]]
@@ -20,7 +21,10 @@ Tick = Callable[[Any, Any], tuple[Any, Any]]
 def python_loop(
     schedule: CircularSchedule, tick: Tick, carry: Any, rows: Any, *, reverse: bool = False
 ) -> tuple[Any, Any]:
-    """All ticks written one after the other."""
+    """Runs all ticks in a Python loop, so that the program has them one after the other.
+
+    Arguments and result are those of `pipeline.parts.Walk`.
+    """
     results = []
     for index in _order(range(schedule.ticks), reverse):
         row = jax.tree.map(
@@ -34,7 +38,10 @@ def python_loop(
 def scan_per_repeat(
     schedule: CircularSchedule, tick: Tick, carry: Any, rows: Any, *, reverse: bool = False
 ) -> tuple[Any, Any]:
-    """One scan for each repeat, written one after the other, and one for the ticks that drain."""
+    """Runs one scan for each repeat, one after the other, and one for the ticks that drain.
+
+    Arguments and result are those of `pipeline.parts.Walk`.
+    """
     starts = [repeat * schedule.microbatches for repeat in range(schedule.repeats + 1)]
     results = []
     for begin, end in _order(
@@ -51,11 +58,13 @@ def scan_per_repeat(
 def carry_layers(
     schedule: CircularSchedule, tick: Tick, carry: Any, rows: Any, *, reverse: bool = False
 ) -> tuple[Any, Any]:
-    """All ticks in one scan that hands the layers on from tick to tick, as `nnx.scan` does with the
-    state of a module.
+    """Runs all ticks in one scan that also carries the layers from tick to tick.
 
-    At each tick a stage writes the state of its repeat back into that of all. It has not changed,
-    but what is only handed on JAX itself takes out of a loop.
+    That is what `nnx.scan` does with the state of a module. At each tick a stage writes the state
+    of its repeat back into the state of all repeats. The state has not changed, but without this
+    JAX itself would take a value that is only passed on out of the loop.
+
+    Arguments and result are those of `pipeline.parts.Walk`.
     """
     first = jax.tree.map(lambda leaf: leaf[0], rows)
     pure, reads = jax.closure_convert(tick, carry, first)
@@ -65,6 +74,7 @@ def carry_layers(
         carry, reads = carry
         carry, result = pure(carry, row, *reads)
         repeat = over_stage(row.repeat)
+        # Of what the tick reads, the layers are the arrays that begin with [repeats, stages].
         layers = [leaf for leaf in reads if leaf.shape[:2] == stack]
         written = iter(at_repeat(layers, repeat, select_repeat(layers, repeat)))
         return (
@@ -79,9 +89,10 @@ def carry_layers(
 
 
 def _join(how: Callable[[Any], Array], results: list[Any]) -> Any:
-    """The results as a scan gives them, in the tree of the first.
+    """The results joined as a scan gives them, in the tree of the first.
 
-    Trees of what a tick keeps hold its traced function, and so are equal but not identical.
+    They are joined leaf by leaf: the tree of what a tick keeps contains its traced function, so
+    that JAX does not take the trees of two ticks for equal.
     """
     columns = zip(*map(jax.tree.leaves, results), strict=True)
     return jax.tree.unflatten(jax.tree.structure(results[0]), [how(column) for column in columns])
@@ -92,7 +103,11 @@ def _order(items: Any, reverse: bool) -> list[Any]:
 
 
 def select_by_gather(params: PyTree, repeat: Array) -> PyTree:
-    """The parameters of each stage's repeat, by one gather per array."""
+    """The parameters of each stage's repeat, `[stages, …]`, by one gather per array.
+
+    - `params`: `[repeats, stages, …]`.
+    - `repeat`: the repeat that each stage is at, int32[stages].
+    """
     return select_repeat(params, repeat, read=_row_by_gather)
 
 
@@ -112,35 +127,37 @@ def _row_by_gather(index: Array, leaf: Array) -> Array:
     )
 
 
-def receive_constrained(
+def stage_inputs_constrained(
     schedule: CircularSchedule, shift_by: ShiftName, now: Plan, carry: Carry
-) -> tuple[Rest, PyTree]:
-    """`ticks.receive` with constraints that say again what is so already (seeds S1.2).
+) -> tuple[MidTick, PyTree]:
+    """`tick.stage_inputs` with constraints that repeat the shardings that hold anyway (seeds S1.2).
 
-    They stand on what is shifted, on the input of the first stage and on the stream, as in MaxText
-    before it dropped them; the stages are numbered by an iota that is told its sharding. In
-    explicit mode the types say all of it anyway.
+    They are on the shifted activations, on the input of the first stage and of every stage, and on
+    the stream, as in MaxText before it dropped them. The stages are numbered by an iota that is
+    told its sharding. In explicit mode the types contain all of this anyway.
+
+    Arguments and result are those of `tick.stage_inputs`.
     """
     first, last = _mark(0, schedule.stages), _mark(schedule.stages - 1, schedule.stages)
     stream = _hold(carry.stream)
     waiting = slot(stream, now.stream_slot)
-    sent = _hold(jax.tree.map(lambda leaf: shift(leaf, by=1, how=shift_by), carry.given[0]))
+    sent = _hold(jax.tree.map(lambda leaf: shift(leaf, by=1, how=shift_by), carry.outputs[0]))
     arrived = sent if schedule.delay == 1 else carry.arrived
     queue, returning = carry.queue, arrived
     if queue is not None:
         returning = slot(queue, now.queue_slot)
-        queue = push(queue, returning, carry.given[-1], now.queue_slot, last, shift_by)
+        queue = push(queue, returning, carry.outputs[-1], now.queue_slot, last, shift_by)
     entering = _hold(where(now.from_stream, waiting, returning))
     x = where(first, entering, arrived)
     x = _hold(where(over_stage(now.active), x, waiting))
-    rest = Rest(
+    mid = MidTick(
         stream=stream,
         leaving=waiting,
         queue=queue,
-        given=carry.given[:-1],
+        outputs=carry.outputs[:-1],
         sent=None if schedule.delay == 1 else sent,
     )
-    return rest, x
+    return mid, x
 
 
 def _hold(tree: PyTree) -> PyTree:

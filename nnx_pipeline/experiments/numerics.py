@@ -1,61 +1,36 @@
-"""Whether the arms of an experiment compute the same: loss and gradients, on CPU devices."""
+"""Checks on CPU devices whether the arms of an experiment compute the same loss and gradients."""
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass
 
 import jax
-import numpy as np
 
-from nnx_pipeline.config import Config
+from nnx_pipeline.config.config import Config
+from nnx_pipeline.config.presets import preset
 from nnx_pipeline.errors import InputError
-from nnx_pipeline.lab import programs as of_programs
-from nnx_pipeline.lab.arms import Experiment, Program
-from nnx_pipeline.lab.cache import Cache
-from nnx_pipeline.lab.cache_key import key_of
-from nnx_pipeline.lab.platform import Platform
+from nnx_pipeline.experiments import programs as of_programs
+from nnx_pipeline.experiments.arms import Experiment, Program
+from nnx_pipeline.lab.comparison.numerics import Numerics, Values, compare_values
+from nnx_pipeline.lab.compile.cache import Cache
+from nnx_pipeline.lab.compile.cache_key import key_of
+from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.mesh import MeshConfig
-from nnx_pipeline.presets import preset
 
 VIRTUAL_CPUS = 8
-# What of a model is no size: the numbers are compared with the same.
+# The fields of a model that are not sizes: numbers are compared with those of the given config.
 SWITCHES = ("attention", "experts", "embedding", "norm_scale_offset", "dropout_rate")
-
-Values = Mapping[str, np.ndarray]  # the loss and every gradient, or every parameter, by name
-
-
-@dataclass(frozen=True, kw_only=True)
-class Numerics:
-    """Loss and gradients of the arms at `tiny` on CPU devices, or the parameters that they create.
-
-    max_abs_diff: the largest difference of any value. within_tolerance: whether, in each array by
-    itself, the largest difference is at most the experiment's tolerance times the largest value of
-    that array in either arm; a NaN is not. mesh: of the CPU devices. pipeline: that of the arms
-    there, which is another where the config's own does not fit. worst: the array in which the arms
-    are farthest apart relative to its largest value. worst_relative: how far that is. all_zero:
-    arrays that are zero throughout in both arms, which therefore say nothing. measured: when, in
-    ISO format, if this comes from a cache.
-    """
-
-    max_abs_diff: float
-    bitwise_equal: bool
-    within_tolerance: bool
-    mesh: str
-    pipeline: str = ""
-    worst: str = ""
-    worst_relative: float = 0.0
-    all_zero: tuple[str, ...] = ()
-    measured: str | None = None
 
 
 def compare_numerics(
     experiment: Experiment, config: Config, cache: Cache, *, virtual_cpus: int = VIRTUAL_CPUS
 ) -> Numerics:
-    """Loss and gradients of both arms, from the same weights and batch.
+    """Compares loss and gradients of both arms, computed from the same weights and batch.
 
-    They run at `tiny` with the pipeline of `config`, where that fits the eight devices.
-    virtual_cpus: how many of them this process needs, here or for other work.
+    - `experiment`: the experiment whose arms run.
+    - `config`: the arms run at `tiny` with the pipeline of this config, where that fits the eight
+      devices.
+    - `cache`: where results are kept and looked up.
+    - `virtual_cpus`: how many CPU devices this process needs, here or for other work.
     """
     mesh = mesh_of_numbers(experiment)
     programs = at_tiny(experiment, config, mesh)
@@ -65,8 +40,8 @@ def compare_numerics(
             kept = {**known[0], "all_zero": tuple(known[0]["all_zero"]), "measured": known[1]}
             return Numerics(**kept)
         except (KeyError, TypeError):
-            pass  # written by something else
-    # Nothing may have started JAX yet: figures that were kept need no device.
+            pass  # an entry that something else has written
+    # JAX may not have been started yet, because measurements from the cache need no device.
     Platform("cpu").devices(virtual_cpus)
     found = _compared(programs, mesh, experiment.tolerance)
     cache.put(key, dataclasses.asdict(found))
@@ -74,51 +49,16 @@ def compare_numerics(
 
 
 def _compared(programs: tuple[Program, Program], mesh: MeshConfig, tolerance: float) -> Numerics:
-    a, b = (_numbers(program, mesh) for program in programs)
+    a, b = (values_of(program, mesh) for program in programs)
     pipelines = dict.fromkeys(_pipeline(program.config) for program in programs)
     return dataclasses.replace(
         compare_values(a, b, tolerance), mesh=str(mesh), pipeline=" and ".join(pipelines)
     )
 
 
-def compare_values(a: Values, b: Values, tolerance: float) -> Numerics:
-    """Array by array, as `Numerics` says, but for the mesh; ValueError for arrays of other shapes.
-
-    No array needs a floor: one that is zero in both arms is equal, and one that is zero in a single
-    arm lies its whole size apart.
-    """
-    if a.keys() != b.keys():
-        raise ValueError(f"one arm computes {sorted(a.keys() ^ b.keys())} and the other does not")
-    apart, relative = {}, {}
-    for name, one in a.items():
-        if one.shape != b[name].shape:
-            raise ValueError(
-                f"{name} of shape {one.shape} in one arm is {b[name].shape} in the other"
-            )
-        pair = [np.asarray(array, np.float64) for array in (one, b[name])]
-        # numpy's maximum keeps a NaN, and a NaN is within no tolerance.
-        with np.errstate(invalid="ignore"):  # infinities, which become a NaN
-            apart[name] = float(np.max(np.abs(pair[0] - pair[1]), initial=0.0))
-            largest = float(np.max(np.abs(pair), initial=0.0))
-            relative[name] = apart[name] / largest if largest else 0.0
-    worst = max(relative, key=lambda name: (np.isnan(relative[name]), relative[name]))
-    return Numerics(
-        max_abs_diff=float(np.max(list(apart.values()))),
-        bitwise_equal=all(_same_bits(one, b[name]) for name, one in a.items()),
-        within_tolerance=all(each <= tolerance for each in relative.values()),
-        mesh="",
-        worst=worst,
-        worst_relative=relative[worst],
-        all_zero=tuple(name for name in a if not (np.any(a[name]) or np.any(b[name]))),
-    )
-
-
-def _same_bits(one: np.ndarray, other: np.ndarray) -> bool:
-    return one.dtype == other.dtype and one.tobytes() == other.tobytes()
-
-
 @functools.lru_cache(maxsize=64)
-def _numbers(program: Program, mesh: MeshConfig) -> Values:
+def values_of(program: Program, mesh: MeshConfig) -> Values:
+    """What a program computes; remembered, because many experiments have an arm in common."""
     return of_programs.numbers(program, mesh, jax.devices("cpu"))
 
 
@@ -129,7 +69,7 @@ def _pipeline(config: Config) -> str:
 
 
 def mesh_of_numbers(experiment: Experiment) -> MeshConfig:
-    """Eight devices with the axes that the experiment needs."""
+    """The mesh of eight CPU devices that has the axes the experiment needs."""
     if "data" in experiment.needs:
         return MeshConfig(data=2, stage=VIRTUAL_CPUS // 2)
     if "expert" in experiment.needs:
@@ -138,7 +78,14 @@ def mesh_of_numbers(experiment: Experiment) -> MeshConfig:
 
 
 def at_tiny(experiment: Experiment, config: Config, mesh: MeshConfig) -> tuple[Program, Program]:
-    """Both arms at `tiny`, with the pipeline of `config` or one that fits the eight devices."""
+    """Both arms at the preset `tiny`, as programs whose values can be compared on this machine.
+
+    - `experiment`: gives the two arms.
+    - `config`: gives the pipeline, the weight of the load-balance loss and the fields of the model
+      in `SWITCHES`. Where the pipeline does not fit `tiny` on this mesh, it gets two repeats and
+      two microbatches per stage.
+    - `mesh`: the sizes of the mesh axes.
+    """
     tiny = preset("tiny")
     switches = {name: getattr(config.model, name) for name in SWITCHES}
     train = dataclasses.replace(tiny.train, load_balance_weight=config.train.load_balance_weight)

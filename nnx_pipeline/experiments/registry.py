@@ -1,15 +1,15 @@
-"""The experiments by name, and how to choose among them."""
+"""The experiments by name, and the choice among them."""
 
 from collections.abc import Iterable
 
 from nnx_pipeline.errors import InputError, nearest
-from nnx_pipeline.lab.arms import Arm, Experiment
-from nnx_pipeline.lab.claims import CLAIMS
+from nnx_pipeline.experiments.arms import Arm, Experiment
+from nnx_pipeline.experiments.claims import CLAIMS
 
 __all__ = ["ELSEWHERE", "EXPERIMENTS", "Arm", "Experiment", "choose"]
 
 EXPERIMENTS = {experiment.name: experiment for experiment in CLAIMS}
-# Claims that another command measures: what it is, and what they are about.
+# Claims that another command measures: the command, and what the claim is about.
 ELSEWHERE = {
     "S2.12": (
         "linen-compat overhead",
@@ -20,9 +20,12 @@ ELSEWHERE = {
 
 
 def choose(names: Iterable[str]) -> list[Experiment]:
-    """The experiments of those names, each once; `all` is all, no name a short set.
+    """The experiments of the given names, each once.
 
-    InputError names the nearest when there is none of a name.
+    - `names`: keys of `EXPERIMENTS`. `all` gives all of them, and no name the short set of those
+      with `by_default`.
+
+    Raises InputError, which names the nearest known name, for a name that is not known.
     """
     names = list(names)
     for name in names:

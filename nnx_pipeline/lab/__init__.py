@@ -1,6 +1,10 @@
-"""What a change costs: compile for an accelerator that is not there, and compare."""
+"""What a program costs: compiled for an accelerator that is not there, and compared.
 
-from nnx_pipeline.lab.own import compare, measure
-from nnx_pipeline.lab.sweep import Sweep, sweep
+Nothing here knows a model, a config or a pipeline; `nnx_pipeline.experiments` binds it to those of
+this project.
+"""
 
-__all__ = ["Sweep", "compare", "measure", "sweep"]
+from nnx_pipeline.lab.api import compare, measure
+from nnx_pipeline.lab.comparison.sweep import Sweep
+
+__all__ = ["Sweep", "compare", "measure"]

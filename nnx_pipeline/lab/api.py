@@ -1,4 +1,4 @@
-"""Measure and compare people's own functions, NNX or Linen or neither."""
+"""Measures and compares user functions, whether they use NNX, Linen or neither."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -8,10 +8,8 @@ import jax
 from jax.sharding import Mesh
 
 from nnx_pipeline.errors import InputError
-from nnx_pipeline.lab.arms import Arm, Experiment
-from nnx_pipeline.lab.compare import Outcome, compare_measurements
-from nnx_pipeline.lab.compile import Clock, Measurement, Progress, measure_traced
-from nnx_pipeline.lab.functions import (
+from nnx_pipeline.lab.comparison.outcome import Outcome, Question, compare_measurements
+from nnx_pipeline.lab.compile.functions import (
     AnyMesh,
     abstract,
     called_with,
@@ -19,10 +17,11 @@ from nnx_pipeline.lab.functions import (
     memory_kind,
     mesh_on,
 )
-from nnx_pipeline.lab.platform import Platform
+from nnx_pipeline.lab.compile.measure import Clock, Measurement, Progress, measure_traced
+from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.mesh import MeshConfig
-from nnx_pipeline.nnx_state import name_of, without_repeats
-from nnx_pipeline.tracing import Call, Traced, trace, traced_afresh
+from nnx_pipeline.tracing.calls import Call, Traced, trace, traced_afresh
+from nnx_pipeline.tracing.nnx_state import name_of, without_repeats
 
 
 def measure(
@@ -32,16 +31,19 @@ def measure(
     platform: Platform | str = "cpu",
     progress: Progress = lambda text: None,
 ) -> Measurement:
-    """Compiles a function for a platform and reads off what it costs; nothing is computed.
+    """Compiles a function for a platform and measures what it costs; nothing is computed.
 
-    function: jitted by `jax.jit`, `nnx.jit` or another library (what it donates and its output
-    shardings count), or not: then NNX state that it changes in place is among the results, as
-    `nnx.jit` has it. It is traced afresh. arguments: pytrees of arrays or `jax.ShapeDtypeStruct`,
-    spread by `jax.sharding.NamedSharding` over the axes of `mesh`; what has no sharding is whole on
-    every device, and what names the memory kind `pinned_host` is in host memory. mesh: a JAX mesh
-    of any devices, whose place those of the platform take, or a text such as `data=2,fsdp=4` (axes
-    in auto mode); without one the program is for one device. Constraints in the function must name
-    axes (`P("data")`) rather than a mesh of their own.
+    - `function`: a function jitted by `jax.jit`, `nnx.jit` or another library, whose donations and
+      output shardings count, or a plain function. NNX state that a plain function changes in place
+      is among the results of the program, as with `nnx.jit`. The function is always traced anew.
+    - `arguments`: pytrees of arrays or `jax.ShapeDtypeStruct`, sharded by
+      `jax.sharding.NamedSharding` over the axes of `mesh`. A leaf without a sharding is whole on
+      every device, and one of the memory kind `pinned_host` is in host memory.
+    - `mesh`: a JAX mesh of any devices, which those of the platform replace, or a text such as
+      `data=2,fsdp=4` (axes in auto mode); None for a program on one device. Constraints in the
+      function must name axes (`P("data")`) rather than a mesh of their own.
+    - `platform`: what to compile for, such as `tpu:v5p:2x2x2`, see `Platform.parse`.
+    - `progress`: called with a text when a phase begins.
 
     Raises InputError when these do not fit together, and what the compiler raises.
     """
@@ -56,7 +58,7 @@ def _measured(
     target: tuple[Platform, Any],
     clock: Clock,
 ) -> tuple[Measurement, Traced]:
-    """The measurement of one call on a platform and its first device, and what was traced."""
+    """The measurement of one call, and its trace; `target` is the platform and its first device."""
     platform, device = target
     check_arrays(arguments)
     call = Call.of(function, arguments)
@@ -85,14 +87,18 @@ def compare(
     labels: tuple[str, str] | None = None,
     progress: Progress = lambda text: None,
 ) -> Outcome:
-    """Measures two functions of the same arguments; see `measure`.
+    """Measures two functions of the same arguments and compares their memory.
 
-    labels: what the two are called, `module:function` of each where that is not given.
+    - `function_a`, `function_b`: the two functions, each as for `measure`.
+    - `arguments`, `mesh`, `platform`, `progress`: as for `measure`.
+    - `labels`: what the two are called; None for `module:function` of each.
 
-    The verdict is `holds` where the account of the second (`Memory.account_bytes`) is smaller. What
-    one of them raises when it is traced or compiled stands in the note, beside the other one's
-    figures; input errors that concern both are raised. Results of other shapes, dtypes or places
-    are a warning in the note. The numbers that they compute are not compared.
+    The verdict is `holds` where the account of the second (`Memory.account_bytes`) is smaller, see
+    `Outcome.verdict_by`. If one of the functions cannot be traced or compiled, the note says why,
+    and the figures of the other one are given. Results that differ in shape, dtype or place are a
+    warning in the note. The numbers that the functions compute are not compared.
+
+    Raises InputError as `measure` does.
     """
     target, grid, device = _place(mesh, platform)
     results: list[Measurement | str] = []
@@ -108,20 +114,14 @@ def compare(
             lines = str(error).strip().splitlines() or [""]
             results.append(f"{type(error).__name__}: {lines[0][:200]}")
     labels = labels or (name_of(function_a), name_of(function_b))
-    arms = [Arm(label=label) for label in labels]
-    experiment = Experiment(
-        name="compare",
-        claim="",
-        difference="two functions",
-        a=arms[0],
-        b=arms[1],
-        judged_by="account",
+    question = Question(
+        name="compare", claim="", difference="two functions", labels=labels, judged_by="account"
     )
-    outcome = compare_measurements(experiment, results[0], results[1])
+    outcome = compare_measurements(question, results[0], results[1])
     notes = [outcome.note, *_different_results(traced)]
     notes += [
-        f"{arm.label}: {note}"
-        for arm, result in zip(arms, results, strict=True)
+        f"{label}: {note}"
+        for label, result in zip(labels, results, strict=True)
         if not isinstance(result, str)
         for note in result.notes
     ]
@@ -129,7 +129,7 @@ def compare(
 
 
 def _place(mesh: AnyMesh, platform: Platform | str) -> tuple[Platform, Mesh | None, Any]:
-    """The platform, the mesh on its devices, and the first of them."""
+    """The platform, the mesh laid over its devices, and the first of its devices."""
     target = Platform.parse(platform) if isinstance(platform, str) else platform
     needed = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
     size = getattr(needed, "num_devices", None) or getattr(needed, "size", None) or 1
@@ -138,7 +138,7 @@ def _place(mesh: AnyMesh, platform: Platform | str) -> tuple[Platform, Mesh | No
 
 
 def _different_results(traced: Sequence[Traced]) -> list[str]:
-    """What the two functions give that is not of one shape and dtype at one place."""
+    """Notes on results of the two functions that differ in shape, dtype or place."""
     if len(traced) < 2:
         return []
     one, other = traced
@@ -160,18 +160,18 @@ def _different_results(traced: Sequence[Traced]) -> list[str]:
 
 
 def _host_notes(arguments: Any, platform: Platform) -> list[str]:
-    """The CPU compiler counts arguments in host memory with the others."""
+    """A note that the CPU compiler counts arguments in host memory as memory of the device."""
     on_host = [leaf for leaf in jax.tree.leaves(arguments) if memory_kind(leaf)]
     if not on_host or platform.kind != "cpu":
         return []
     return [
-        f"{len(on_host)} arguments in {memory_kind(on_host[0])} count as memory of the device: the "
+        f"arguments in {memory_kind(on_host[0])} (here {len(on_host)}) count as device memory: the "
         "CPU compiler knows no other"
     ]
 
 
 def _shapes(arguments: Any) -> list[str]:
-    """Dtype and shape of each array and number, in order."""
+    """Dtype and shape of each array and number among the arguments, in order."""
     return [
         jax.typeof(leaf).str_short(short_dtypes=False)
         for leaf in jax.tree.leaves(without_repeats(arguments)[0])

@@ -1,4 +1,4 @@
-"""What a jaxpr shows to be wasted memory, before any compiler has seen it."""
+"""A linter that finds wasted memory in the jaxpr of a function, without compiling it."""
 
 from nnx_pipeline.lint.check import lint, lint_step
 from nnx_pipeline.lint.finding import Finding, Limits

@@ -1,4 +1,4 @@
-"""Trace a function and hold its jaxpr against the rules; nothing is computed or compiled."""
+"""Traces a function and applies the rules to its jaxpr; nothing is computed or compiled."""
 
 import contextlib
 import dataclasses
@@ -10,16 +10,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from nnx_pipeline.config import Config
-from nnx_pipeline.lab.functions import called_with, check_arrays
+from nnx_pipeline.config.config import Config
+from nnx_pipeline.lab.compile.functions import called_with, check_arrays
 from nnx_pipeline.lint.facts import Program
 from nnx_pipeline.lint.finding import Finding, Limits
 from nnx_pipeline.lint.rules_arrays import hidden_upcasts, one_hot_arrays, trivial_constraints
 from nnx_pipeline.lint.rules_loops import gradients_per_microbatch, parameters_in_loops
 from nnx_pipeline.lint.rules_remat import remat_policies
-from nnx_pipeline.modules import Parts
-from nnx_pipeline.sharding import Layout
-from nnx_pipeline.tracing import Call, jaxpr_of, traced_afresh
+from nnx_pipeline.tracing.calls import Call, jaxpr_of, traced_afresh
 from nnx_pipeline.train import abstract_batch, abstract_state, jit_train_step
 
 Rule = Callable[[Program, Limits], Iterator[Finding]]
@@ -41,14 +39,16 @@ def lint(
     parameters: Any = None,
     limits: Limits = Limits(),
 ) -> list[Finding]:
-    """What in a function costs memory without need, largest first.
+    """Finds what costs memory without need in a function, largest first.
 
-    function: jitted or not, see `lab.measure`; it is traced afresh, and for the backward pass to be
-    looked at, it must be in it. arguments:
-    pytrees of arrays or of `jax.ShapeDtypeStruct`, those with a sharding where it matters. mesh:
-    the function is traced under it. parameters: the pytree among the arguments whose arrays are the
-    parameters (the same objects); without it they are the `nnx.Param`s of the first argument, or,
-    if it has no variables, its floating-point arrays.
+    - `function`: jitted or not, see `lab.measure`. It is traced afresh. To have the backward pass
+      checked, give a function that contains it, such as a training step.
+    - `arguments`: pytrees of arrays or of `jax.ShapeDtypeStruct`, with a sharding where it matters.
+    - `mesh`: the mesh under which the function is traced.
+    - `parameters`: the part of the arguments, as the same objects, whose arrays are the parameters.
+      Without it they are the `nnx.Param`s of the first argument, or, if that has no variables, its
+      floating-point arrays.
+    - `limits`: the sizes in bytes below which nothing is reported.
     """
     check_arrays(arguments)
     chosen = _parameters_of(arguments) if parameters is None else jax.tree.leaves(parameters)
@@ -65,24 +65,21 @@ def lint(
     return check(program, limits)
 
 
-def lint_step(
-    config: Config,
-    mesh: Mesh,
-    *,
-    limits: Limits = Limits(),
-    parts: Parts = Parts(),
-    layout: Layout = Layout(),
-) -> list[Finding]:
-    """The findings in one training step, as `compile` compiles it."""
+def lint_step(config: Config, mesh: Mesh, *, limits: Limits = Limits()) -> list[Finding]:
+    """Lints one training step, the one that `nnx-pipeline compile` compiles.
+
+    - `config`: the model, the pipeline and the training.
+    - `mesh`: the JAX mesh that the step is traced under.
+    - `limits`: the sizes in bytes below which nothing is reported.
+    """
     with jax.set_mesh(mesh):
-        state = abstract_state(config, mesh, layout=layout, parts=parts)
-        batch = abstract_batch(config, mesh, layout=layout)
+        state, batch = abstract_state(config, mesh), abstract_batch(config, mesh)
         step = jit_train_step(state, mesh)
     return lint(step, state, batch, mesh=mesh, parameters=state.model, limits=limits)
 
 
 def check(program: Program, limits: Limits) -> list[Finding]:
-    """The findings of all rules, one for each rule and line: that of the largest array."""
+    """The findings of all rules, largest first; of one rule and line only that with most bytes."""
     found: dict[Any, list[Finding]] = {}
     for rule in RULES:
         for finding in rule(program, limits):
@@ -92,11 +89,13 @@ def check(program: Program, limits: Limits) -> list[Finding]:
 
 
 def _merged(same: Sequence[Finding]) -> Finding:
+    """The finding of the largest array, with the number of findings that it stands for."""
     largest = max(same, key=lambda finding: finding.bytes)
     return dataclasses.replace(largest, times=len(same))
 
 
 def _parameters_of(arguments: tuple[Any, ...]) -> list[Any]:
+    """The `nnx.Param` arrays of the first argument, or its float arrays if it has no variables."""
     if not arguments:
         return []
     first = jax.tree.leaves(arguments[0], is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))

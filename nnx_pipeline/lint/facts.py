@@ -1,4 +1,4 @@
-"""What the rules ask about a value: is it a parameter, is it a gradient, how large is it."""
+"""What the rules ask about a value: whether it is a parameter, whether a gradient, how large."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -12,12 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_pipeline.lint.walk import Scope, Step, Value, program_scope, step_back
 
-# The first operand in the same shape, as the same numbers (to rounding).
+# Primitives that return their first operand in its shape, with the same numbers up to rounding.
 SAME = {
     *("convert_element_type", "copy", "name", "reduce_precision", "optimization_barrier"),
     *("sharding_constraint", "reshard", "pvary", "stop_gradient", "device_put", "pbroadcast"),
 }
-# The first operand's numbers, or some of them, in another shape.
+# Primitives that return the numbers of their first operand, or some of them, in another shape.
 FORM = {"reshape", "squeeze", "transpose", "expand_dims", "broadcast_in_dim", "rev"}
 PART = {"slice", "dynamic_slice", "split", "all_gather", "all_gather_invariant"}
 FACTORS = {"mul", "div", "neg"}
@@ -31,8 +31,10 @@ _REDUCES = {"reduce_sum", "psum", "psum_invariant", "reduce_scatter", "cumsum"}
 class Program:
     """A traced program with what is known of its arguments.
 
-    parameters: numbers of the arguments that are parameters. shardings: of each argument, None
-    where there is none. devices: of the mesh, 1 without one.
+    - `traced`: the jaxpr.
+    - `parameters`: indices of the arguments that are parameters.
+    - `shardings`: the sharding of each argument, None for an argument without one.
+    - `devices`: how many devices the mesh has; 1 without a mesh.
     """
 
     traced: ClosedJaxpr
@@ -46,17 +48,21 @@ class Program:
         self.scope = program_scope(self.traced)
 
     def parameter_shapes(self) -> list[tuple[int, ...]]:
-        """The shape of each parameter, without axes of 1."""
+        """The shape of each parameter, without axes of size 1."""
         inputs = self.traced.jaxpr.invars
         return [squeezed(inputs[number].aval.shape) for number in sorted(self.parameters)]
 
     def is_parameter(self, value: Value) -> bool:
-        """Whether a value is a parameter or a part of one: cast, moved, cut or chosen, not more."""
+        """Whether a value is a parameter or a part of one, with no arithmetic done on it.
+
+        It may have been cast, moved, reshaped, sliced, or selected among parameters.
+        """
         if value not in self._is_parameter:
             self._is_parameter[value] = self._comes_from_parameters(value)
         return self._is_parameter[value]
 
     def _comes_from_parameters(self, value: Value) -> bool:
+        """Whether every way back from a value ends at a parameter."""
         found = False
         for step in _history(value, _of_parameter):
             if step.way == "argument" and step.number in self.parameters:
@@ -66,29 +72,31 @@ class Program:
         return found
 
     def is_gradient(self, value: Value) -> bool:
-        """Whether products of two arrays that are not parameters were added up to this value.
+        """Whether a value adds up products of two arrays that are not parameters.
 
-        That is how the gradient of a weight comes about: x and the cotangent of y, for y = x·w. A
-        product with a parameter is an activation, or the cotangent of one.
+        The gradient of a weight is made that way: for y = x·w it is the product of x and the
+        cotangent of y. A product with a parameter is an activation, or the cotangent of one.
         """
         for step in _history(value, _of_gradient):
             name = step.equation.primitive.name if step.way == "made" else ""
             if name in PRODUCTS and not any(map(self.is_parameter, step.values[:2])):
                 return True
+            # The gradient of a table: cotangents of rows are added where the rows were read.
             if name == "scatter-add" and not self.is_parameter(step.values[2]):
                 return True
         return False
 
     def device_bytes(self, value: Value) -> tuple[int, bool]:
-        """Bytes of a value and whether they are those of one device.
+        """The size of a value in bytes, and whether that is the size on one device.
 
-        They are where its sharding is known: on one device, in explicit mode, within a `shard_map`
-        over the whole mesh, and in auto mode for arguments and what is constrained. Else they are
-        those of all devices together.
+        It is that of one device where the sharding is known: on a single device, in explicit mode,
+        inside a `shard_map` over the whole mesh, and in auto mode for arguments, for constrained
+        values and for what is computed from these elementwise. Otherwise it is the size on all
+        devices together.
         """
         aval = value.aval
         if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
-            return 0, True
+            return 0, True  # not an array, such as a token
         whole = math.prod(aval.shape) * _itemsize(aval.dtype)
         if self.devices == 1:
             return whole, True
@@ -96,19 +104,25 @@ class Program:
         return (whole, False) if parts is None else (whole // parts, True)
 
     def _parts(self, value: Value) -> int | None:
-        """Over how many devices a value is split, None if that is not known."""
+        """How many parts the sharding splits a value into; None if that is not known."""
         sharding = getattr(value.aval, "sharding", None)
         if sharding is not None and not sharding.mesh.empty:
             kinds = set(sharding.mesh.axis_types)
+            # In explicit mode the type has the sharding; inside a shard_map it is already a part.
             if AxisType.Auto not in kinds:
                 return _split(sharding.spec, sharding.mesh.shape)
+            # A shard_map over some of the axes: the compiler chooses the sharding over the others.
             if AxisType.Manual in kinds:
                 return None
         sharding = self.sharding_of(value)
         return None if sharding is None else _split(sharding.spec, sharding.mesh.shape)
 
     def sharding_of(self, value: Value) -> NamedSharding | None:
-        """Where auto mode was told to put a value, or what it is made of entry by entry."""
+        """The sharding that the program gives a value in auto mode; None if it gives none.
+
+        It is that of a constraint or of an argument, of this value itself or of one that it is
+        computed from elementwise.
+        """
         while True:
             step = step_back(value)
             if step.way == "argument":
@@ -125,17 +139,21 @@ class Program:
                 return None
             before = passed_on(step) if step.way == "made" else step.values[0]
             if before.aval.shape != value.aval.shape:
-                return None  # a shard_map: each device's part
+                return None  # such as inside a shard_map, which has the part of one device
             value = before
 
 
 def squeezed(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape without axes of 1."""
+    """The shape without axes of size 1."""
     return tuple(size for size in shape if size != 1)
 
 
 def source_of(value: Value, through: set[str]) -> Value:
-    """The value behind calls and behind equations of these primitives, all of `SAME` or `FORM`."""
+    """The value that this one is made from by calls and by the given primitives alone.
+
+    - `value`: where to start.
+    - `through`: the primitives to go back through, all of `SAME` or `FORM`.
+    """
     while True:
         step = step_back(value)
         if step.way == "same" and len(step.values) == 1:
@@ -152,7 +170,7 @@ def shape_of(value: Value) -> str:
 
 
 def spreads_nothing(spec: P) -> bool:
-    """Whether a spec spreads nothing, or leaves everything to the compiler."""
+    """Whether a spec shards no axis, or leaves all axes to the compiler."""
     return all(entry in (None, (), P.UNCONSTRAINED) for entry in spec)
 
 
@@ -161,12 +179,17 @@ def _itemsize(dtype: Any) -> int:
 
 
 def _split(spec: P, sizes: Any) -> int:
+    """How many parts a spec splits an array into, on mesh axes of these sizes."""
     names = [n for entry in spec for n in ((entry,) if isinstance(entry, str) else entry or ())]
     return math.prod(sizes[name] for name in names if name in sizes)
 
 
 def _history(value: Value, through: Callable[[Step], Sequence[Value]]) -> Iterator[Step]:
-    """Every step back from a value: through calls and loops, and what `through` lets through."""
+    """Every step back from a value, through calls and loops and some equations.
+
+    - `through`: the operands of an equation from which to go on back, none to stop there.
+    """
+    # A carry comes from its own value at the end of a turn: without `seen` this would not end.
     seen, waiting = {value}, [value]
     while waiting:
         step = step_back(waiting.pop())
@@ -177,17 +200,18 @@ def _history(value: Value, through: Callable[[Step], Sequence[Value]]) -> Iterat
 
 
 def _of_parameter(step: Step) -> Sequence[Value]:
-    """The operands that must be parameters for a result to be one; none if it is not."""
+    """The operands that must be parameters for a result to be one; none if it cannot be."""
     if step.way != "made":
         return ()
     name = step.equation.primitive.name
     if name in SAME | FORM | PART or (name == "gather" and _chooses(step.equation)):
         return (passed_on(step),)
+    # The first operand of a select chooses between the others.
     return step.values[1:] if name == "select_n" else ()
 
 
 def _of_gradient(step: Step) -> Sequence[Value]:
-    """The operands of which a result is a sum, up to factors."""
+    """The operands that a result is a sum of, up to factors and reductions; none if it is not."""
     if step.way != "made":
         return ()
     name = step.equation.primitive.name
@@ -197,15 +221,19 @@ def _of_gradient(step: Step) -> Sequence[Value]:
 
 
 def passed_on(step: Step) -> Value:
-    """The operand that an equation of `SAME`, `FORM` or `PART` gives on."""
+    """The operand that an equation of `SAME`, `FORM` or `PART` returns.
+
+    It is the first one, or for an `optimization_barrier` that with the index of the result.
+    """
     return step.values[step.number if step.equation.primitive.name == "optimization_barrier" else 0]
 
 
 def _chooses(equation: Any) -> bool:
-    """Whether a gather reads one piece, or one for each entry of a batch: a vmapped slice.
+    """Whether a gather reads one piece, or one for each entry of a batch, as a vmapped slice does.
 
-    Looking up rows is something else: what comes out is no longer the table.
+    A lookup of many rows does not count: its result is no longer a part of the table.
     """
     numbers = equation.params["dimension_numbers"]
     batches = len(getattr(numbers, "operand_batching_dims", ()))
+    # The last axis of the indices is a position in the operand; the others count the pieces.
     return equation.invars[1].aval.ndim - 1 <= batches

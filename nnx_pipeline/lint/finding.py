@@ -1,19 +1,21 @@
-"""What a rule finds, and from which size on."""
+"""The findings of the rules, and the sizes from which they are reported."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nnx_pipeline.equations import Location
 from nnx_pipeline.errors import at_least
+from nnx_pipeline.tracing.jaxpr import Location
 
 Severity = Literal["warning", "advice"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Sizes in bytes, of one device where that is known, below which nothing is reported.
+    """Sizes below which nothing is reported, in bytes per device where the sharding is known.
 
-    large: of an array that costs something. one_hot: of a one-hot array.
+    - `large`: the limit for arrays in general.
+    - `one_hot`: the limit for one-hot arrays.
+
     Raises InputError when one is not a number of 0 or more.
     """
 
@@ -28,10 +30,16 @@ class Limits:
 class Finding:
     """Something that costs memory without need.
 
-    severity: `warning` for bytes that can be had back, `advice` for what usually is not meant.
-    bytes: of the largest array concerned; per_device: of one device, or of all devices together
-    where the sharding is not known before the compiler runs. times: how many equations of that line
-    are concerned. what, cure: a sentence each.
+    - `rule`: the name of the rule, such as `hidden-upcast`.
+    - `severity`: `warning` for memory that can be saved, `advice` for code that usually does not do
+      what was intended.
+    - `location`: the line of source.
+    - `bytes`: the size of the largest array concerned.
+    - `per_device`: whether `bytes` are those of one device; otherwise they are those of all devices
+      together, because the sharding is not known before the compiler runs.
+    - `what`: one sentence that says what was found.
+    - `cure`: one sentence that says what to do about it.
+    - `times`: how many findings of the rule at that line it stands for.
     """
 
     rule: str

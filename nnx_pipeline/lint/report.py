@@ -14,7 +14,7 @@ _STYLES = {"warning": "bold yellow", "advice": "cyan"}
 
 
 def findings_view(title: str, findings: Sequence[Finding]) -> RenderableType:
-    """One row per finding, with what to do below it."""
+    """A table with one row per finding: where it is, what it is and what to do about it."""
     if not findings:
         return Text(f"{title}: no findings")
     table = Table(title=title, title_justify="left", show_lines=True)
@@ -43,13 +43,18 @@ def _text(finding: Finding) -> Text:
 
 
 def _short(location: str) -> str:
-    """The path from the current directory, if the file is in it."""
+    """The path relative to the current directory, if the file is inside it."""
     here = f"{Path.cwd()}/"
     return location.removeprefix(here)
 
 
 def findings_json(subject: dict[str, Any], findings: Sequence[Finding], limits: Limits) -> Any:
-    """What `lint --json` writes; subject: what was looked at."""
+    """The JSON that `lint --json` writes.
+
+    - `subject`: entries that say what was linted, such as its mesh and config.
+    - `findings`: in the order in which they are written.
+    - `limits`: the sizes below which arrays were not reported.
+    """
     return {
         "schema": 1,
         **subject,

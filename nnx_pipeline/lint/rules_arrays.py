@@ -1,4 +1,4 @@
-"""Rules about single arrays: upcasts, one-hot rows, constraints that say nothing."""
+"""Rules about single arrays: hidden upcasts, one-hot arrays and trivial sharding constraints."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 from jax.sharding import NamedSharding
 
-from nnx_pipeline.equations import function_of, is_promotion, is_recomputed, is_transposed
 from nnx_pipeline.lint.facts import FORM, SAME, Program, shape_of, source_of, spreads_nothing
 from nnx_pipeline.lint.finding import Finding, Limits
 from nnx_pipeline.lint.walk import Scope, Value, calls_of, step_back
+from nnx_pipeline.tracing.jaxpr import function_of, is_promotion, is_recomputed, is_transposed
 
 HIDDEN_UPCAST, ONE_HOT, TRIVIAL = "hidden-upcast", "one-hot", "trivial-constraint"
 _BINARY = {"add", "sub", "mul", "div", "max", "min", "pow", "atan2", "rem", "select_n", "nextafter"}
@@ -18,14 +18,20 @@ _SHAPING = SAME | FORM
 
 
 def hidden_upcasts(program: Program, limits: Limits) -> Iterator[Finding]:
-    """Arrays of 8 or 16 bits made float32 because another operand is float32.
+    """Finds arrays of 8 or 16 bits that become float32 because another operand is float32.
 
-    Left out: casts that are written down, sums that are made in float32, a sum or product with a
-    float32 array that is as large itself, or with a statistic of the array in a function that gives
-    the smaller dtype on, as a layer norm does with its mean, and the gradient of a cast to the
-    smaller dtype, which is float32 as what was cast. A product of a backward pass that JAX makes is
-    the transpose of one of the forward pass, which is looked at where it is written; one that is
-    written by hand has no other at its line.
+    Not reported are:
+
+    - casts that are written in the source;
+    - reductions that JAX computes in float32;
+    - an elementwise operation with a float32 array that is as large itself;
+    - one with a statistic of the array, in a function that returns to the smaller dtype, as a layer
+      norm does with its mean;
+    - the gradient of a cast to the smaller dtype, which is float32 because what was cast is.
+
+    A matrix product that JAX makes in a backward pass is the transpose of one in the forward pass,
+    which has the same line and is checked there. One in a backward pass that is written by hand has
+    no such counterpart at its line, so it is checked itself.
     """
     looked_at = [
         (scope, equation, is_transposed([equation, *scope.calls()]))
@@ -57,21 +63,24 @@ def hidden_upcasts(program: Program, limits: Limits) -> Iterator[Finding]:
 def _upcasts(
     program: Program, scope: Scope, equation: JaxprEqn, transposed: bool
 ) -> Iterator[tuple[Value, int, bool]]:
-    """The value that a cast or a product makes larger, with its bytes as float32.
+    """The value that a cast or a matrix product widens, with its size as float32.
 
-    transposed: whether JAX made the equation of one of the forward pass.
+    - `transposed`: whether JAX derived the equation from one of the forward pass.
+
+    The size is in bytes, with whether it is that of one device.
     """
     name = equation.primitive.name
     operands = [scope.value(variable) for variable in equation.invars]
     if name == "convert_element_type":
         result = scope.value(equation.outvars[0])
-        # What makes a value larger in a backward pass is the transpose of a cast to less.
+        # A cast to more bits in a backward pass is the transpose of a cast to fewer bits.
         meant = transposed or not is_promotion(equation)
         if _is_small(operands[0]) and _is_float32(result) and not meant:
             readers = scope.readers.get(equation.outvars[0], [])
             if any(_widens(scope, reader, result) for reader in readers):
                 yield operands[0], *program.device_bytes(result)
     elif name == "dot_general" and _is_float32(scope.value(equation.outvars[0])) and not transposed:
+        # With two small operands float32 is the dtype that the product was asked to add up in.
         small = [one for one in operands if _is_small(one)]
         if len(small) == 1:
             size, per_device = program.device_bytes(small[0])
@@ -79,7 +88,11 @@ def _upcasts(
 
 
 def _widens(scope: Scope, reader: JaxprEqn, value: Value) -> bool:
-    """Whether an equation is a product, or takes a cast array together with a smaller one."""
+    """Whether a reader of a cast array needs it in float32 only because of another operand.
+
+    That is a matrix product, or an elementwise operation with a smaller float32 array other than a
+    statistic of the array.
+    """
     if reader.primitive.name == "dot_general":
         return True
     others = [scope.value(v) for v in reader.invars if v is not value.variable]
@@ -92,7 +105,7 @@ def _widens(scope: Scope, reader: JaxprEqn, value: Value) -> bool:
 
 
 def _is_statistic(value: Value, array: Value) -> bool:
-    """Whether a value is computed of this array and of numbers in the program alone."""
+    """Whether a value is computed from this array and literals alone, as its mean is."""
     waiting, seen = [value], {value}
     while waiting:
         one = source_of(waiting.pop(), _SHAPING)
@@ -107,9 +120,10 @@ def _is_statistic(value: Value, array: Value) -> bool:
 
 
 def _comes_back(scope: Scope, reader: JaxprEqn) -> bool:
-    """Whether the function that makes the float32 array gives it on in a smaller dtype.
+    """Whether the function that makes the float32 array returns to a smaller dtype.
 
-    Of what a backward pass computes again, the forward pass has the whole function.
+    A recomputation of a backward pass need not have the cast back. It is taken to return, since the
+    forward pass has the whole function and is checked itself.
     """
     if is_recomputed(reader):
         return True
@@ -118,6 +132,7 @@ def _comes_back(scope: Scope, reader: JaxprEqn) -> bool:
         for equation in scope.readers.get(waiting.pop(), []):
             result = scope.value(equation.outvars[0])
             if equation.primitive.name == "convert_element_type" and _is_small(result):
+                # Only a cast in the function itself counts, not one in what uses its result.
                 if function_of(equation) == function:
                     return True
             elif _is_float32(result) and equation.outvars[0] not in seen:
@@ -127,7 +142,7 @@ def _comes_back(scope: Scope, reader: JaxprEqn) -> bool:
 
 
 def one_hot_arrays(program: Program, limits: Limits) -> Iterator[Finding]:
-    """One-hot arrays above a limit: a comparison of integers with an iota, made into numbers."""
+    """Finds one-hot arrays above a limit: an iota compared with indices, and cast to numbers."""
     for scope, equation in program.scope.equations():
         if equation.primitive.name != "convert_element_type":
             continue
@@ -147,9 +162,11 @@ def one_hot_arrays(program: Program, limits: Limits) -> Iterator[Finding]:
 
 
 def _is_one_hot(value: Value) -> bool:
+    """Whether a value is a comparison for equality with an iota."""
     step = step_back(source_of(value, _SHAPING))
     if step.way != "made" or step.equation.primitive.name != "eq":
         return False
+    # Two iotas make an identity matrix, which is no lookup.
     return sorted(_primitive(source_of(one, _SHAPING)) == "iota" for one in step.values) == [
         False,
         True,
@@ -157,9 +174,9 @@ def _is_one_hot(value: Value) -> bool:
 
 
 def trivial_constraints(program: Program, limits: Limits) -> Iterator[Finding]:
-    """Constraints that spread nothing, though the array is not being gathered by them.
+    """Finds sharding constraints that shard no axis, unless they gather an array.
 
-    One that follows or precedes a constraint with content is half of a gather and is meant.
+    One before or after a constraint that does shard an axis is half of a gather, and is intended.
     """
     if program.devices == 1:
         return
@@ -178,7 +195,7 @@ def trivial_constraints(program: Program, limits: Limits) -> Iterator[Finding]:
                 location=scope.locate(equation),
                 bytes=size,
                 per_device=per_device,
-                what=f"the constraint on {shape_of(before)} spreads no axis: {sharding.spec}",
+                what=f"the constraint on {shape_of(before)} shards no axis: {sharding.spec}",
                 cure="leave it out when every axis of the spec is None, or name the mesh axes; as "
                 "it is, it stays in the program, holds the array whole on each device, and may be "
                 "carried through a loop",
@@ -186,6 +203,7 @@ def trivial_constraints(program: Program, limits: Limits) -> Iterator[Finding]:
 
 
 def _gathers(program: Program, before: Value, after: Value) -> bool:
+    """Whether a value is sharded before a trivial constraint, or is constrained to be after it."""
     known = program.sharding_of(before)
     if known is not None and not spreads_nothing(known.spec):
         return True
@@ -193,7 +211,7 @@ def _gathers(program: Program, before: Value, after: Value) -> bool:
 
 
 def _constrained_next(value: Value) -> Iterator[NamedSharding]:
-    """The constraints on a value, on casts of it and through calls."""
+    """The sharding constraints on a value or on casts of it, also inside and outside of calls."""
     seen, waiting = set(), [value]
     while waiting:
         one = waiting.pop()
@@ -211,11 +229,13 @@ def _constrained_next(value: Value) -> Iterator[NamedSharding]:
 
 
 def _primitive(value: Value) -> str:
+    """The name of the primitive that computes a value; empty if none does."""
     step = step_back(value)
     return step.equation.primitive.name if step.way == "made" else ""
 
 
 def _is_small(value: Value) -> bool:
+    """Whether a value is a float of 8 or 16 bits."""
     return _is_float(value) and value.aval.dtype.itemsize < 4
 
 

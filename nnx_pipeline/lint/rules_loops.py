@@ -1,4 +1,4 @@
-"""Rules about loops: parameters that go round, and gradients kept apart."""
+"""Rules about loops: parameters carried or stacked, and gradients kept for each microbatch."""
 
 from collections.abc import Iterator
 
@@ -20,10 +20,10 @@ PARAMETER_IN_LOOP, GRADIENT_PER_MICROBATCH = "parameter-in-loop", "gradient-per-
 
 
 def parameters_in_loops(program: Program, limits: Limits) -> Iterator[Finding]:
-    """Parameters carried through a loop that does not change them, or stacked by one.
+    """Finds parameters that a loop carries without changing them, or stacks once per turn.
 
-    JAX takes a carried array out of the loop by itself if the body gives back the very same one;
-    after a cast, a constraint or a barrier it cannot.
+    JAX itself takes a carried array out of the loop if the body returns the very same array; after
+    a cast, a sharding constraint or a barrier it cannot.
     """
     for scope, equation in program.scope.equations():
         loop = loop_of(scope, equation)
@@ -38,6 +38,7 @@ def parameters_in_loops(program: Program, limits: Limits) -> Iterator[Finding]:
 
 
 def _carried(program: Program, limits: Limits, loop: Loop, value: Value) -> Iterator[Finding]:
+    """The finding for a parameter that a loop carries, if it is large enough."""
     size, per_device = program.device_bytes(value)
     if size >= limits.large:
         yield Finding(
@@ -46,18 +47,20 @@ def _carried(program: Program, limits: Limits, loop: Loop, value: Value) -> Iter
             location=loop.scope.locate(loop.equation),
             bytes=size,
             per_device=per_device,
-            what=f"{shape_of(value)}, a parameter, goes from turn to turn of {_name(loop)} that "
-            "does not change it",
-            cure="close over it, or hand it in beside the carry; as a carry its gradient is one, "
-            "too, and the backward pass may keep it once per turn",
+            what=f"{shape_of(value)}, a parameter, is carried by {_name(loop)} that does not "
+            "change it",
+            cure="close over it, or pass it in outside the carry; as a carry its gradient is one, "
+            "too, and the backward pass may keep it once per iteration",
         )
 
 
 def _stacked(
     program: Program, limits: Limits, loop: Loop, whole: Value, entry: Value
 ) -> Iterator[Finding]:
+    """The finding for a parameter that a loop stacks, if the whole stack is large enough."""
     size, per_device = program.device_bytes(whole)
     if size >= limits.large:
+        # The line in the body that makes the entry says more than that of the loop.
         made, _ = entry.scope.made.get(entry.variable, (None, 0))
         place = entry.scope.locate(made) if made else loop.scope.locate(loop.equation)
         yield Finding(
@@ -66,24 +69,26 @@ def _stacked(
             location=place,
             bytes=size,
             per_device=per_device,
-            what=f"{shape_of(entry)}, a parameter or a part of one, is kept once for each turn of "
+            what=f"{shape_of(entry)}, a parameter or a part of one, is kept once per iteration of "
             f"{_name(loop)}",
-            cure="do not return it from the body; if the backward pass keeps it, choose and cast "
-            "the weight within the jax.checkpoint of the body",
+            cure="do not return it from the body; if the backward pass keeps it, index and cast "
+            "the weight inside the jax.checkpoint of the body",
         )
 
 
 def gradients_per_microbatch(program: Program, limits: Limits) -> Iterator[Finding]:
-    """Gradients of a parameter that stand side by side, one per microbatch, to be added up.
+    """Finds gradients of a parameter held side by side, one per microbatch, until they are summed.
 
-    They are stacked by a loop, or made by a product under `vmap` with a batch axis.
+    They are stacked by a loop, or made under `vmap` by a matrix product with a batch axis.
     """
     shapes = program.parameter_shapes()
+    # Without its leading axes, too: a loop over stacked layers makes the gradient of one layer.
     tails = {shape[k:] for shape in shapes for k in range(len(shape))}
     for scope, equation in program.scope.equations():
         for value, axis in _side_by_side(scope, equation):
             shape = value.aval.shape
             size, per_device = program.device_bytes(value)
+            # An array that has the shape of a parameter itself is one gradient, not several.
             is_like = squeezed(shape[:axis] + shape[axis + 1 :]) in tails
             if not is_like or squeezed(shape) in tails or size < limits.large:
                 continue
@@ -102,12 +107,13 @@ def gradients_per_microbatch(program: Program, limits: Limits) -> Iterator[Findi
 
 
 def _side_by_side(scope: Scope, equation: JaxprEqn) -> Iterator[tuple[Value, int]]:
-    """Arrays that an equation makes of independent entries, and the axis of these."""
+    """Arrays that an equation makes of independent entries, with the axis along which they lie."""
     loop = loop_of(scope, equation)
     if loop is not None:
         candidates = [(whole, 0) for whole, _ in loop.stacked]
     elif equation.primitive.name == "dot_general":
         _, (batch, _) = equation.params["dimension_numbers"]
+        # The batch axes of a product are the first axes of its result.
         candidates = [(scope.value(equation.outvars[0]), axis) for axis in range(len(batch))]
     else:
         return
@@ -117,9 +123,10 @@ def _side_by_side(scope: Scope, equation: JaxprEqn) -> Iterator[tuple[Value, int
 
 
 def _is_summed(value: Value, axis: int) -> bool:
-    """Whether a sum over this axis alone is taken, of the value itself or of multiples of it.
+    """Whether a value, or a multiple of it, is later summed over this axis alone.
 
-    What is summed over other axes too is no parameter's gradient, though it may have such a shape.
+    An array that is summed over other axes too is not the gradient of a parameter, though it may
+    have the shape of one.
     """
     seen, waiting = set(), [(value, axis)]
     while waiting:
@@ -137,16 +144,18 @@ def _is_summed(value: Value, axis: int) -> bool:
                     continue
                 if axis in params["axes"]:
                     return True
+                # Only axes of size 1 were summed; those before the axis move it forward.
                 waiting.append((result, axis - sum(other < axis for other in others)))
             elif name == "transpose":
                 waiting.append((result, params["permutation"].index(axis)))
             elif name in SAME | SUMS | FACTORS and result.aval.shape == value.aval.shape:
                 waiting.append((result, axis))
         waiting += [(same, axis) for same in calls_of(value)]
+        # A loop that stacks the value puts the axis of its turns in front.
         waiting += [(whole, axis + 1) for whole in stacks_of(value)]
     return False
 
 
 def _name(loop: Loop) -> str:
     length = loop.equation.params.get("length")
-    return f"a scan of {length} turns" if length else "a while loop"
+    return f"a scan of {length} iterations" if length else "a while loop"

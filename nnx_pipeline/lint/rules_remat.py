@@ -1,4 +1,4 @@
-"""The rule about checkpoints whose policy comes to nothing, or to everything."""
+"""The rule about `jax.checkpoint` policies that save nothing, or that save everything."""
 
 import inspect
 from collections.abc import Iterator
@@ -8,35 +8,39 @@ import jax
 from jax.extend.core import JaxprEqn
 from jax.extend.core.primitives import remat_p
 
-from nnx_pipeline.equations import is_recomputed
 from nnx_pipeline.lint.facts import FORM, SAME, Program, passed_on
 from nnx_pipeline.lint.finding import Finding, Limits
 from nnx_pipeline.lint.walk import Scope, Value, step_back
+from nnx_pipeline.tracing.jaxpr import is_recomputed
 
 REMAT = "remat-policy"
 
-# Computing these again costs no product and keeps no array from being kept.
+# Computing these again costs no matrix product and saves no array from being stored.
 _FREE = (
     SAME | FORM | {"iota", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "pjit", "jit"}
 )
-# JAX marks what a policy saves by one of these: a rounding to its own dtype, where the forward pass
-# goes on with the value, or a copy to the host.
+# JAX marks what a policy saves with one of these: a rounding of the value to its own dtype, where
+# the forward pass goes on to use it, or a copy to the host.
 _SAVED = {"reduce_precision", "device_put"}
 _CHOICES = {"dynamic_slice", "gather", "dynamic_index", "select_n", "dynamic_update_slice"}
-_NEGLIGIBLE = 0.02  # of what is kept
+_NEGLIGIBLE = 0.02  # of the bytes saved: a smaller recomputation counts as none
 
 
 def remat_policies(program: Program, limits: Limits) -> Iterator[Finding]:
-    """A policy of `jax.checkpoint` under which nothing is saved, or nothing is computed again.
+    """Finds policies of `jax.checkpoint` under which nothing is saved, or nothing is recomputed.
 
-    Both happen silently: a policy on names where no value has the name, one on products without
-    batch axes under `vmap`, which gives every product one, and one that excepts a name which is
-    not there. Only the backward pass shows it: what it computes again, and what it is handed.
+    Both happen silently:
+
+    - a policy saves by name, and no value has the name;
+    - a policy saves products without batch axes, under `vmap`, which gives every product one;
+    - a policy saves all but a name, and no value has the name.
+
+    Only the backward pass shows it, by what it recomputes and by what it receives.
     """
     there = {e.params["name"] for _, e in program.scope.equations() if e.primitive.name == "name"}
     for scope, equation in program.scope.equations():
         if not _is_backward(equation) or any(map(_is_backward, scope.calls())):
-            continue  # one within another only says in which order things are done again
+            continue  # one inside another only changes the order of recomputation
         policy = equation.params["policy"]
         if _saves_nothing_on_purpose(policy):
             continue
@@ -45,7 +49,8 @@ def remat_policies(program: Program, limits: Limits) -> Iterator[Finding]:
         kept = sum(size for size, _ in saved)
         per_device = all(known for _, known in saved)
         asked = names_of(policy) or set()
-        # A name that is there marks something that the backward pass can do without.
+        # If the program has a name that the policy saves, nothing is wrong with the policy: the
+        # backward pass does not need the value.
         if not saved and is_complete and not asked & there and again >= limits.large:
             yield Finding(
                 rule=REMAT,
@@ -53,7 +58,7 @@ def remat_policies(program: Program, limits: Limits) -> Iterator[Finding]:
                 location=scope.locate(equation),
                 bytes=again,
                 per_device=again_per_device,
-                what="the policy of this jax.checkpoint saves nothing; all is computed again",
+                what="the policy of this jax.checkpoint saves nothing; everything is recomputed",
                 cure=_why(scope, equation),
             )
         elif kept >= limits.large and again <= _NEGLIGIBLE * kept:
@@ -63,19 +68,20 @@ def remat_policies(program: Program, limits: Limits) -> Iterator[Finding]:
                 location=scope.locate(equation),
                 bytes=kept,
                 per_device=per_device,
-                what="the policy of this jax.checkpoint saves everything; nothing that costs "
-                "something is computed again",
-                cure="name what to save (save_only_these_names) rather than what not to; a name "
-                "that is to be left out marks the copy it makes, not the value before it",
+                what="the policy of this jax.checkpoint saves everything; nothing expensive is "
+                "recomputed",
+                cure="name what to save (save_only_these_names) rather than what not to save: a "
+                "name marks the copy that checkpoint_name returns, not the value that it was given",
             )
 
 
 def _is_backward(equation: JaxprEqn) -> bool:
+    """Whether an equation is the backward pass of a `jax.checkpoint`."""
     return equation.primitive is remat_p and equation.params["differentiated"]
 
 
 def _saves_nothing_on_purpose(policy: Any) -> bool:
-    """Whether a policy is none, `nothing_saveable`, or one on names that is given no names."""
+    """Whether a policy is None, `nothing_saveable`, or one that saves by name and has no names."""
     if policy is None or policy is jax.checkpoint_policies.nothing_saveable:
         return True
     asked = names_of(policy)
@@ -83,14 +89,16 @@ def _saves_nothing_on_purpose(policy: Any) -> bool:
 
 
 def names_of(policy: Any) -> set[str] | None:
-    """The names that a policy was made with, None if it is not one on names.
+    """The names that a policy was made with; None if it does not go by names.
 
-    JAX keeps them in the closure of a function or in the fields of an object, by version.
+    JAX keeps them in the closure of a function or in the fields of an object, depending on its
+    version.
     """
     held = dict(getattr(policy, "__dict__", {}))
     if inspect.isfunction(policy):
         held |= inspect.getclosurevars(policy).nonlocals
     collections = [h for h in held.values() if isinstance(h, set | frozenset | list | tuple)]
+    # A policy may combine others; it goes by names only if all of these do.
     inner = [names_of(h) for h in held.values() if callable(h)]
     if not collections or any(names is None for names in inner):
         return None
@@ -98,7 +106,7 @@ def names_of(policy: Any) -> set[str] | None:
 
 
 def _recomputed(program: Program, scope: Scope, equation: JaxprEqn) -> tuple[int, bool]:
-    """Bytes of the values that the backward pass computes again, and whether per device."""
+    """Bytes of the values that the backward pass recomputes, and whether they are per device."""
     total, known = 0, True
     for place, one in _again(scope, equation):
         if one.primitive.name not in _FREE:
@@ -111,7 +119,10 @@ def _recomputed(program: Program, scope: Scope, equation: JaxprEqn) -> tuple[int
 def _again(
     scope: Scope, equation: JaxprEqn, marked: bool = False
 ) -> Iterator[tuple[Scope, JaxprEqn]]:
-    """What is computed again in what an equation calls, checkpoints within it included."""
+    """The recomputed equations inside an equation, those of checkpoints inside it included.
+
+    - `marked`: whether the equation itself is recomputed, and so everything inside it.
+    """
     for body in scope.inner[id(equation)]:
         for one in body.jaxpr.eqns:
             is_again = marked or is_recomputed(one)
@@ -126,7 +137,7 @@ def _saved(
 ) -> tuple[list[tuple[int, bool]], bool]:
     """Sizes of the values that the policy saved, and whether the origin of every operand is known.
 
-    What a loop stacks counts with all its turns.
+    An array that a loop stacks counts with the entries of all turns.
     """
     saved, complete = [], True
     names = names_of(equation.params["policy"]) or set()
@@ -141,16 +152,17 @@ def _saved(
 def _origin(value: Value, names: set[str]) -> tuple[Literal["saved", "input", "unknown"], Value]:
     """Whether a policy saved this operand of the backward pass, and the array it is a part of.
 
-    Saved is what has one of `names`, what JAX marks (see `_SAVED`), and what a forward loop stacks
-    without a use of its own for it, as it has one for every input. Not known is what was read out
-    of a buffer that a loop carries, and what a loop within the checkpoint stacked.
+    It was saved if it has one of `names`, if JAX marks it (see `_SAVED`), or if a forward loop
+    stacks it without using it itself, as it uses every input. The origin is unknown for what is
+    read out of a buffer that a loop carries, and for what a loop inside the checkpoint stacked.
     """
     whole, via = value, None
-    depth = 0  # loops of the backward pass less those of the forward pass that were left
+    depth = 0  # backward loops left on the way back, less forward loops entered
     forward = used = unknown = False
     while True:
         step = step_back(value)
         if forward:
+            # `via` is the equation that led here; any other reader is a use in the forward loop.
             used = used or any(e is not via for e in value.scope.readers.get(value.variable, []))
         if step.way == "made":
             via, name = step.equation, step.equation.primitive.name
@@ -165,21 +177,23 @@ def _origin(value: Value, names: set[str]) -> tuple[Literal["saved", "input", "u
             value, via = step.values[-1], None
             depth += {"slice": 1, "stack": -1}.get(step.way, 0)
             forward = forward or step.way == "stack"
+            # More loops entered than left: one of them is inside the checkpoint.
             unknown = unknown or depth < 0
             if step.way == "slice":
-                whole = value
+                whole = value  # with the entries of all turns
         else:
             return "unknown" if unknown else "input", whole
 
 
 def _why(scope: Scope, equation: JaxprEqn) -> str:
+    """The probable reason why a policy saves nothing, and what to do about it."""
     again = [one for _, one in _again(scope, equation)]
     there = sorted({one.params["name"] for one in again if one.primitive.name == "name"})
     asked = names_of(equation.params["policy"])
     if asked:
         return (
-            f"it saves {', '.join(sorted(asked))}, and the names in here are "
-            f"{', '.join(there) or 'none'}: give them with jax.ad_checkpoint.checkpoint_name"
+            f"the policy saves {', '.join(sorted(asked))}, and the names inside the checkpoint are "
+            f"{', '.join(there) or 'none'}; name values with jax.ad_checkpoint.checkpoint_name"
         )
     products = [one for one in again if one.primitive.name == "dot_general"]
     if products and all(one.params["dimension_numbers"][1][0] for one in products):

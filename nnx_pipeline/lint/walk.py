@@ -1,4 +1,4 @@
-"""A jaxpr as a graph: every value with where it comes from, through calls and loops."""
+"""A jaxpr as a graph that tells where each value comes from, through calls and loops."""
 
 import functools
 from collections.abc import Iterator
@@ -7,10 +7,10 @@ from typing import Any, Literal, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
-from nnx_pipeline.equations import Location, inner_jaxprs, location_of, open_jaxpr
+from nnx_pipeline.tracing.jaxpr import Location, inner_jaxprs, location_of, open_jaxpr
 
-# Equations that call a jaxpr with their operands and give its results. Others that hold jaxprs (the
-# sum of a scatter, a kernel) do something else with them.
+# Primitives that call a jaxpr with their operands and return its results. Others that hold a jaxpr,
+# such as a scatter with its sum or a kernel, use it in another way.
 _CALLS = {
     *("jit", "pjit", "call", "core_call", "closed_call", "shard_map", "cond"),
     *("checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call"),
@@ -22,7 +22,11 @@ Way = Literal["argument", "same", "slice", "stack", "carry", "made", "constant",
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A variable (or literal) of a jaxpr at one place where that jaxpr is called."""
+    """A variable or literal of a jaxpr at one place where that jaxpr is called.
+
+    - `scope`: the jaxpr at that place.
+    - `variable`: a `Var` or a literal of the jaxpr.
+    """
 
     scope: "Scope"
     variable: Any
@@ -31,7 +35,7 @@ class Value:
     def aval(self) -> Any:
         return self.variable.aval
 
-    def __eq__(self, other: object) -> bool:  # literals have no hash: by identity
+    def __eq__(self, other: object) -> bool:  # by identity: a literal has no hash
         return isinstance(other, Value) and self._identity() == other._identity()
 
     def __hash__(self) -> int:
@@ -42,13 +46,24 @@ class Value:
 
 
 class Step(NamedTuple):
-    """How a value came to be, one step back.
+    """How a value was made, one step back.
 
-    way: `argument`: of the program, that `number`. `same`: one of `values` (several from the
-    branches of a condition). `slice`: an entry of its first axis. `stack`: it has one entry per
-    turn of a loop, of which the body gives `values`. `carry`: `values` before the first turn of a
-    loop and after each. `made`: by `equation`, as its result `number`, from the operands `values`.
-    `constant`: there when the program was traced, or part of its text.
+    - `way`: one of the names below.
+    - `values`: the values that it comes from.
+    - `equation`: the equation that made it, or the loop that carries it.
+    - `number`: its index among the arguments, the results or the carries.
+
+    The ways are:
+
+    - `argument`: the value is the argument `number` of the program.
+    - `same`: it is one of `values`; there are several for a condition, one from each branch, and
+      for a carry after its loop, which is the initial one if there was no turn.
+    - `slice`: it is one entry along the first axis of the only one of `values`.
+    - `stack`: a loop made it, with one entry per turn; `values` is that entry in the body.
+    - `carry`: a loop carries it; `values` are its values before the first turn and after each turn.
+    - `made`: it is the result `number` of `equation`, which has the operands `values`.
+    - `constant`: a literal, or an array that was captured when the program was traced.
+    - `unknown`: an input of a jaxpr that is called in a way that is not understood.
     """
 
     way: Way
@@ -61,8 +76,10 @@ class Step(NamedTuple):
 class Scope:
     """A jaxpr at one place where it is called.
 
-    equation: what calls it, in the scope `parent`; None for the program itself. inlets: how the
-    inputs get their values; those that it does not name are unknown.
+    - `jaxpr`: the jaxpr itself; the same one may be called at several places.
+    - `parent`: the scope of the equation that calls it; None for the program itself.
+    - `equation`: the equation that calls it; None for the program itself.
+    - `inlets`: how the inputs get their values; an input that is missing here is unknown.
     """
 
     jaxpr: Jaxpr
@@ -72,7 +89,7 @@ class Scope:
 
     @functools.cached_property
     def inner(self) -> dict[int, list["Scope"]]:
-        """What each equation calls, by the identity of the equation."""
+        """The scopes that each equation calls, by the `id` of the equation."""
         return {id(e): _called(self, e) for e in self.jaxpr.eqns if _calls(e)}
 
     @functools.cached_property
@@ -86,7 +103,7 @@ class Scope:
 
     @functools.cached_property
     def made(self) -> dict[Var, tuple[JaxprEqn, int]]:
-        """The equation that makes each variable, and as which of its results."""
+        """The equation that makes each variable, and the index of the variable in its results."""
         return {
             variable: (equation, index)
             for equation in self.jaxpr.eqns
@@ -94,35 +111,36 @@ class Scope:
         }
 
     def scopes(self) -> Iterator["Scope"]:
-        """This scope and all within it."""
+        """This scope and all scopes inside it."""
         yield self
         for scopes in self.inner.values():
             for scope in scopes:
                 yield from scope.scopes()
 
     def equations(self) -> Iterator[tuple["Scope", JaxprEqn]]:
-        """Every equation of this scope and of those within it, each with its scope."""
+        """Every equation of this scope and of those inside it, each with its scope."""
         for scope in self.scopes():
             for equation in scope.jaxpr.eqns:
                 yield scope, equation
 
     def value(self, variable: Any) -> Value:
+        """A variable or literal of the jaxpr as a value of this scope."""
         return Value(self, variable)
 
     def calls(self) -> Iterator[JaxprEqn]:
-        """The equations that call this scope, from the inside out."""
+        """The equations that call this scope, innermost first."""
         scope = self
         while scope.parent is not None and scope.equation is not None:
             yield scope.equation
             scope = scope.parent
 
     def locate(self, equation: JaxprEqn) -> Location:
-        """The line of an equation of this scope, or of a call around it."""
+        """The source line of an equation, or of a call around it; see `location_of`."""
         return location_of([equation, *self.calls()])
 
 
 def step_back(value: Value) -> Step:
-    """Where a value comes from, one step."""
+    """Where a value comes from, one step back."""
     scope, variable = value.scope, value.variable
     if not isinstance(variable, Var):
         return Step("constant")
@@ -131,6 +149,7 @@ def step_back(value: Value) -> Step:
     if variable not in scope.made:
         return Step("constant" if variable in scope.jaxpr.constvars else "unknown")
     equation, index = scope.made[variable]
+    # The result of a call or loop is followed into the jaxpr that computes it.
     for linked in _results(scope, equation, index):
         return linked
     operands = tuple(scope.value(operand) for operand in equation.invars)
@@ -138,7 +157,7 @@ def step_back(value: Value) -> Step:
 
 
 def calls_of(value: Value) -> Iterator[Value]:
-    """The same value in the jaxprs that are called with it, and where a call gives it as result."""
+    """The same value inside the jaxprs that take it, and outside the call that returns it."""
     scope, variable = value.scope, value.variable
     for equation in scope.readers.get(variable, []):
         for called in scope.inner.get(id(equation), []):
@@ -153,7 +172,7 @@ def calls_of(value: Value) -> Iterator[Value]:
 
 
 def stacks_of(value: Value) -> Iterator[Value]:
-    """What a loop makes of this value of its body, with one entry per turn."""
+    """The arrays in which a loop stacks this value of its body, one entry per turn."""
     scope = value.scope
     loop = loop_of(scope.parent, scope.equation) if scope.parent and scope.equation else None
     if loop is not None and loop.body is scope:
@@ -161,7 +180,7 @@ def stacks_of(value: Value) -> Iterator[Value]:
 
 
 def program_scope(program: ClosedJaxpr) -> Scope:
-    """The whole program, its inputs as arguments."""
+    """The scope of a whole program, whose inputs are the arguments."""
     jaxpr = program.jaxpr
     arguments = {variable: Step("argument", number=i) for i, variable in enumerate(jaxpr.invars)}
     return Scope(jaxpr, inlets=arguments)
@@ -169,10 +188,15 @@ def program_scope(program: ClosedJaxpr) -> Scope:
 
 @dataclass(frozen=True)
 class Loop:
-    """A `scan` or `while` equation by the parts of its inputs and results.
+    """A `scan` or `while` equation, with its inputs and results told apart.
 
-    body: the scope of one turn. consts, carry: how many of the body's inputs are the same at every
-    turn, and how many go from turn to turn; the others are slices. initial: of the carry.
+    The inputs of the body are constants, then carries, then slices.
+
+    - `scope`: the scope that the equation is in.
+    - `equation`: the loop.
+    - `body`: the scope of one turn.
+    - `consts`: how many inputs of the body are the same at every turn.
+    - `carry`: how many inputs of the body go from turn to turn.
     """
 
     scope: Scope
@@ -183,7 +207,8 @@ class Loop:
 
     @property
     def carried(self) -> list[tuple[Value, Value, Value]]:
-        """Each carried value: before the loop, at the beginning of a turn, and at its end."""
+        """Each carried value: before the loop, at the start of a turn, and at its end."""
+        # Counted from the back: a `while` has the constants of its condition in front, too.
         before = self.equation.invars[len(self.equation.invars) - self.slices - self.carry :]
         begin = self.body.jaxpr.invars[self.consts : self.consts + self.carry]
         end = self.body.jaxpr.outvars[: self.carry]
@@ -194,11 +219,12 @@ class Loop:
 
     @property
     def slices(self) -> int:
+        """How many inputs of the body are slices, one entry of an array per turn."""
         return len(self.body.jaxpr.invars) - self.consts - self.carry
 
     @property
     def stacked(self) -> list[tuple[Value, Value]]:
-        """Each result with one entry per turn: all of it, and the entry in the body."""
+        """Each result with one entry per turn: the whole array, and the entry in the body."""
         whole, entry = self.equation.outvars[self.carry :], self.body.jaxpr.outvars[self.carry :]
         return [
             (self.scope.value(a), self.body.value(b)) for a, b in zip(whole, entry, strict=True)
@@ -206,15 +232,17 @@ class Loop:
 
 
 def loop_of(scope: Scope, equation: JaxprEqn) -> Loop | None:
-    """The equation as a loop, None if it is none.
+    """The equation as a loop; None if it is not a loop.
 
-    Which input is what follows from the shapes, in every version of JAX: what is stacked or cut
-    has one axis more outside, consts come first and slices last.
+    For a `scan` the shapes tell its inputs and results apart, in every version of JAX: an array
+    that is stacked or sliced has one axis more outside the body than in it. Constants come first
+    and slices last.
     """
     name, bodies = equation.primitive.name, scope.inner.get(id(equation), [])
     if name == "scan" and bodies:
         body = bodies[0].jaxpr
         carry = _same_rank(equation.outvars, body.outvars)
+        # Inputs of the same rank inside and outside are the constants and the carries.
         return Loop(
             scope, equation, bodies[0], _same_rank(equation.invars, body.invars) - carry, carry
         )
@@ -225,6 +253,7 @@ def loop_of(scope: Scope, equation: JaxprEqn) -> Loop | None:
 
 
 def _same_rank(outside: list[Any], inside: list[Any]) -> int:
+    """How many variables have as many axes outside a loop as in its body."""
     return sum(
         a.aval.ndim == b.aval.ndim if hasattr(a.aval, "ndim") else True
         for a, b in zip(outside, inside, strict=True)
@@ -232,17 +261,18 @@ def _same_rank(outside: list[Any], inside: list[Any]) -> int:
 
 
 def _calls(equation: JaxprEqn) -> bool:
+    """Whether an equation opens scopes: a call or a loop."""
     return equation.primitive.name in _CALLS or equation.primitive.name in _LOOPS
 
 
 def _called(scope: Scope, equation: JaxprEqn) -> list[Scope]:
-    """The scopes that an equation opens, their inputs linked to its operands."""
+    """The scopes that an equation calls, with their inputs linked to its operands."""
     jaxprs = list(inner_jaxprs(equation))
     name, operands = equation.primitive.name, [scope.value(v) for v in equation.invars]
     if name == "while":
         jaxprs = [open_jaxpr(equation.params[key]) for key in ("cond_jaxpr", "body_jaxpr")]
     if name == "cond":
-        operands = operands[1:]
+        operands = operands[1:]  # the first one chooses the branch
     scopes = [Scope(jaxpr, scope, equation) for jaxpr in jaxprs]
     if name == "while":
         condition, body = scopes
@@ -266,12 +296,14 @@ def _inlets(one: Scope, equation: JaxprEqn, operands: list[Value]) -> dict[Var, 
         carry = _same_rank(equation.outvars, results)
         consts = _same_rank(equation.invars, inputs) - carry
         return _loop_inlets(one, operands, consts, carry)
+    # A call whose inputs are not its operands one by one leaves them unknown.
     if len(inputs) == len(operands):
         return {v: Step("same", (o,)) for v, o in zip(inputs, operands, strict=True)}
     return {}
 
 
 def _loop_inlets(one: Scope, operands: list[Value], consts: int, carry: int) -> dict[Var, Step]:
+    """How the inputs of a loop's body get their values, in the order constants, carries, slices."""
     found: dict[Var, Step] = {}
     for index, (variable, operand) in enumerate(zip(one.jaxpr.invars, operands, strict=True)):
         if index < consts:
@@ -285,12 +317,13 @@ def _loop_inlets(one: Scope, operands: list[Value], consts: int, carry: int) -> 
 
 
 def _results(scope: Scope, equation: JaxprEqn, index: int) -> Iterator[Step]:
-    """The link from a result of an equation that calls something into what it calls, if any."""
+    """The step from a result of a call or loop into the jaxpr that computes it, if any."""
     scopes = scope.inner.get(id(equation), [])
     loop = loop_of(scope, equation)
     if loop is not None:
         inside = loop.body.value(loop.body.jaxpr.outvars[index])
         if index < loop.carry:
+            # Without a single turn the result is the initial carry.
             yield Step("same", (loop.carried[index][0], inside))
         else:
             yield Step("stack", (inside,))

@@ -1,4 +1,4 @@
-"""NNX modules: they own parameters, names and shardings, and call `nnx_pipeline.ops`."""
+"""NNX modules: they hold the parameters, their names and shardings, and call `nnx_pipeline.ops`."""
 
 from nnx_pipeline.modules.attention import Attention
 from nnx_pipeline.modules.decoder_layer import DecoderLayer

@@ -1,11 +1,11 @@
-"""Grouped-query self-attention with rotary positions."""
+"""Grouped-query self-attention with rotary embeddings."""
 
 import functools
 
 from flax import nnx
 from jaxtyping import Array
 
-from nnx_pipeline.config import ModelConfig
+from nnx_pipeline.config.config import ModelConfig
 from nnx_pipeline.modules.parts import Parts
 from nnx_pipeline.ops.self_attention import KERNELS, Projections, self_attention
 from nnx_pipeline.remat import KEEP_ALL, Remat
@@ -13,10 +13,15 @@ from nnx_pipeline.sharding import Layout, parameter
 
 
 class Attention(nnx.Module):
-    """Self-attention `[batch, seq, embed]` to `[batch, seq, embed]`, no bias.
+    """Self-attention without biases, from `[batch, seq, embed]` to the same.
 
-    The query kernel starts smaller by sqrt(head_dim) · attention_scale, so that the scores of a new
-    model have the same spread whatever `attention_scale` says.
+    - `rngs`: its `params` stream gives the initial values.
+    - `layout`: which mesh axes each logical axis is sharded over.
+    - `parts`: functions that an experiment may replace.
+    - `remat`: what the attention itself keeps for the backward pass; see `ops.self_attention`.
+
+    The initial values of the query kernel are divided by sqrt(head_dim) · attention_scale, so that
+    the scores of a new model have the same variance whatever `attention_scale` is.
     """
 
     def __init__(
@@ -57,7 +62,12 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Array, *, positions: Array | None = None, segment_ids: Array | None = None
     ) -> Array:
-        """positions, segment_ids: [batch, seq] integers; absent: counted from 0, one segment."""
+        """The output of the attention for one batch.
+
+        - `x`: `[batch, seq, embed]`.
+        - `positions`: `[batch, seq]` integers; None counts from 0.
+        - `segment_ids`: `[batch, seq]` integers; None for one segment per row.
+        """
         config = self.config
         return self_attention(
             x,

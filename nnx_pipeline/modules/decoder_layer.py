@@ -3,7 +3,7 @@
 from flax import nnx
 from jaxtyping import Array
 
-from nnx_pipeline.config import ModelConfig
+from nnx_pipeline.config.config import ModelConfig
 from nnx_pipeline.modules.attention import Attention
 from nnx_pipeline.modules.mlp import MLP
 from nnx_pipeline.modules.moe import RoutedMoE
@@ -17,7 +17,15 @@ from nnx_pipeline.sharding import Layout
 
 
 class DecoderLayer(nnx.Module):
-    """h = x + attention(norm(x)); y = h + feed_forward(norm(h)), with dropout on both summands."""
+    """h = x + attention(norm(x)); y = h + feed_forward(norm(h)), with dropout on both updates.
+
+    - `rngs`: its `params` stream gives the initial values.
+    - `layout`: which mesh axes each logical axis is sharded over.
+    - `parts`: functions that an experiment may replace.
+    - `remat`: what attention and experts keep for the backward pass.
+
+    The feed-forward block is a routed mixture of experts, or a dense MLP if there is one expert.
+    """
 
     def __init__(
         self,
@@ -49,9 +57,13 @@ class DecoderLayer(nnx.Module):
         segment_ids: Array | None = None,
         keys: Array | None = None,
     ) -> tuple[Array, MicrobatchMean | None]:
-        """x: [batch, seq, embed] to the same, and the router's load-balance loss, if there is one.
+        """The output of the layer, and the router's load-balance loss as a metric.
 
-        keys: [batch, words] for dropout (`ops.dropout`), which is left out without them.
+        - `x`: `[batch, seq, embed]`; the output has the same shape.
+        - `positions`, `segment_ids`: as in `Attention`.
+        - `keys`: `[batch, words]`, a dropout key per sequence (`ops.dropout`); None for no dropout.
+
+        The metric is None in a layer without a router.
         """
         attended = self.attention(
             self.attention_norm(x), positions=positions, segment_ids=segment_ids
@@ -66,11 +78,11 @@ class DecoderLayer(nnx.Module):
         return self._add(h, mixed, keys, place=1), metric
 
     def _add(self, stream: Array, update: Array, keys: Array | None, *, place: int) -> Array:
+        """stream + dropout(update); `place` gives each of the two updates its own dropout mask."""
         return add_to_stream(
             stream,
             update,
-            keys=keys,
-            place=place,
+            mask=None if keys is None else (keys, place),
             rate=self.dropout_rate,
             layout=self.layout,
             constrain=self.constrain,

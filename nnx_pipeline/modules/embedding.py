@@ -3,7 +3,7 @@
 from flax import nnx
 from jaxtyping import Array
 
-from nnx_pipeline.config import ModelConfig
+from nnx_pipeline.config.config import ModelConfig
 from nnx_pipeline.ops.embedding import embed
 from nnx_pipeline.sharding import Layout, P, parameter
 
@@ -11,8 +11,10 @@ from nnx_pipeline.sharding import Layout, P, parameter
 class Embed(nnx.Module):
     """Token ids `[..., seq]` to vectors `[..., seq, embed]` in the model's dtype, unscaled.
 
-    `config.embedding` chooses how: `gather`, `one_hot`, or `auto`, which takes the one-hot product
-    unless its one-hot array would be above 2 GB.
+    - `config`: `config.embedding` chooses the method: `gather`, `one_hot`, or `auto`, which takes
+      the one-hot product unless its one-hot array would be above 2 GiB.
+    - `rngs`: its `params` stream gives the initial values.
+    - `layout`: which mesh axes each logical axis is sharded over.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, layout: Layout = Layout()) -> None:
@@ -28,7 +30,10 @@ class Embed(nnx.Module):
         )
 
     def __call__(self, tokens: Array, *, out: P | None = None) -> Array:
-        """out: sharding of the result; the default leaves it whole on every device."""
+        """The vectors of the tokens.
+
+        - `out`: sharding of the result; None leaves it whole on every device.
+        """
         return embed(
             self.embedding[...],
             tokens,

@@ -3,7 +3,7 @@
 from flax import nnx
 from jaxtyping import Array
 
-from nnx_pipeline.config import ModelConfig
+from nnx_pipeline.config.config import ModelConfig
 from nnx_pipeline.ops.mlp import gated_mlp
 from nnx_pipeline.sharding import Layout, parameter
 
@@ -11,7 +11,11 @@ FAN_IN = nnx.initializers.lecun_normal()
 
 
 class MLP(nnx.Module):
-    """SwiGLU `[batch, seq, embed]` to `[batch, seq, embed]`, no bias."""
+    """SwiGLU without biases, from `[batch, seq, embed]` to the same.
+
+    - `rngs`: its `params` stream gives the initial values.
+    - `layout`: which mesh axes each logical axis is sharded over.
+    """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, layout: Layout = Layout()) -> None:
         self.layout = layout

@@ -3,16 +3,22 @@
 from flax import nnx
 from jaxtyping import Array
 
-from nnx_pipeline.config import ModelConfig
+from nnx_pipeline.config.config import ModelConfig
 from nnx_pipeline.modules.parts import Parts
-from nnx_pipeline.ops.moe import routed_experts
+from nnx_pipeline.ops.experts import ExpertKernels
+from nnx_pipeline.ops.moe import MoEKernels, expert_parts, routed_experts
 from nnx_pipeline.ops.router import Usage
 from nnx_pipeline.remat import KEEP_ALL, Remat
 from nnx_pipeline.sharding import Layout, parameter
 
 
 class RoutedMoE(nnx.Module):
-    """Each token to its best experts, `[batch, seq, embed]` to the same, and how they were used.
+    """A mixture of experts in which a router chooses the experts of each token.
+
+    - `rngs`: its `params` stream gives the initial values.
+    - `layout`: which mesh axes each logical axis is sharded over.
+    - `parts`: functions that an experiment may replace.
+    - `remat`: what to keep of each expert for the backward pass.
 
     The router works in the dtype of its input; no token is dropped.
     """
@@ -27,9 +33,10 @@ class RoutedMoE(nnx.Module):
         remat: Remat = KEEP_ALL,
     ) -> None:
         self.config, self.layout, self.remat = config, layout, remat
-        self.parts = parts.experts
+        self.parts = expert_parts(config.experts, parts.experts)
         experts, embed, mlp = config.num_experts, config.embed_dim, config.mlp_dim
         dtype = config.param_dtype
+        # The axis of experts is not part of an expert's fan-in.
         fan_in = nnx.initializers.lecun_normal(batch_axis=0)
         into = ("expert", "embed_of_expert", "mlp")
         self.router = parameter(
@@ -47,15 +54,12 @@ class RoutedMoE(nnx.Module):
         )
 
     def __call__(self, x: Array) -> tuple[Array, Usage]:
-        """x: `[batch, seq, embed]` to the same, and the usage of each sequence."""
+        """`[batch, seq, embed]` to the same, and the usage of the experts by each sequence."""
+        experts = ExpertKernels(self.gate[...], self.up[...], self.down[...])
         return routed_experts(
             x,
-            self.router[...],
-            self.gate[...],
-            self.up[...],
-            self.down[...],
+            MoEKernels(self.router[...], experts),
             num_experts_per_token=self.config.num_experts_per_token,
-            experts=self.config.experts,
             layout=self.layout,
             remat=self.remat,
             parts=self.parts,

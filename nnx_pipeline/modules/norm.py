@@ -1,9 +1,9 @@
-"""RMSNorm with its scale."""
+"""RMSNorm and its scale parameter."""
 
 from flax import nnx
 from jaxtyping import Array
 
-from nnx_pipeline.config import ModelConfig
+from nnx_pipeline.config.config import ModelConfig
 from nnx_pipeline.modules.parts import Parts
 from nnx_pipeline.ops.norm import rms_norm
 from nnx_pipeline.sharding import Layout, parameter
@@ -12,7 +12,10 @@ from nnx_pipeline.sharding import Layout, parameter
 class RMSNorm(nnx.Module):
     """Root-mean-square normalisation of the last axis, `[..., embed]` to `[..., embed]`.
 
-    The scale starts at 1 - norm_scale_offset, so that a new layer scales by one.
+    - `layout`: which mesh axes each logical axis is sharded over.
+    - `parts`: functions that an experiment may replace.
+
+    The scale starts at 1 - norm_scale_offset, so that a new layer multiplies by one.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""The maths, as pure functions of arrays; NNX and Linen modules are shells over it."""
+"""The maths of the model as pure functions of arrays, called by both NNX and Linen modules."""

@@ -1,4 +1,4 @@
-"""Dropout whose mask belongs to the sequence, so that no mesh and no schedule changes it."""
+"""Dropout with a mask per sequence that does not depend on the mesh or on the schedule."""
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,13 @@ Keys = UInt32[Array, "batch words"]
 
 
 def sequence_keys(key: Array, batch: int) -> Keys:
-    """A key for each sequence of the batch, as words: they travel as side inputs do.
+    """A random key for each sequence of the batch, as raw words.
 
-    key: one key of `jax.random`. Raises InputError for anything else.
+    - `key`: one key of `jax.random`.
+    - `batch`: number of sequences.
+
+    Raw `uint32` words can be cut into microbatches like any other side input. Raises InputError if
+    `key` is anything but one key.
     """
     check_key(key)
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(portable_key(key), jnp.arange(batch))
@@ -21,24 +25,28 @@ def sequence_keys(key: Array, batch: int) -> Keys:
 
 
 def check_key(key: object) -> None:
-    """Raises InputError unless it is one key of `jax.random`, typed or two words as of old."""
+    """Raises InputError unless `key` is one key of `jax.random`: typed, or an old `uint32[2]`."""
     dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if shape != () if typed else (dtype, shape) != (jnp.uint32, (2,)):
         found = type(key).__name__ if dtype is None else f"{dtype}{list(shape or ())}"
         raise InputError(
-            f"key is {found}, and must be one key for dropout, as jax.random.key makes it; call a "
-            "side input of a layer something else"
+            f"key is {found}, and must be one key for dropout, such as jax.random.key(0); give a "
+            "side input of a layer another name"
         )
 
 
 def key_of(words: UInt32[Array, "words"]) -> Array:
-    """The key that these words are."""
+    """The typed key whose raw words these are."""
     return jax.random.wrap_key_data(words, impl=PORTABLE)
 
 
 def fold_in(keys: Keys, number: Array) -> Keys:
-    """Other keys for another layer, or for another place in it."""
+    """A new key for each sequence, derived from its key and a number.
+
+    - `keys`: one per sequence (`sequence_keys`).
+    - `number`: tells the uses of a key apart: the number of a layer, or of a place within a layer.
+    """
 
     def one(words: Array) -> Array:
         folded = jax.random.fold_in(key_of(words), number)
@@ -50,9 +58,12 @@ def fold_in(keys: Keys, number: Array) -> Keys:
 def dropout(
     x: Float[Array, "batch seq embed"], keys: Keys, *, rate: float, spec: P
 ) -> Float[Array, "batch seq embed"]:
-    """Each value zero with probability `rate`, and divided by 1 - rate otherwise.
+    """Sets each value to zero with probability `rate`, and divides it by 1 - rate otherwise.
 
-    keys: one per sequence (`sequence_keys`). spec: the sharding of x.
+    - `x`: any values, one row per sequence.
+    - `keys`: one per sequence (`sequence_keys`).
+    - `rate`: a Python number from 0 up to 1, 1 excluded.
+    - `spec`: the sharding of `x`.
     """
 
     def mask_of(words: Array) -> Array:

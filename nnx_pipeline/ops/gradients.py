@@ -1,4 +1,4 @@
-"""Gradients that are refused: where one would silently be zero, asking for it is an error."""
+"""Gradients that raise an error when asked for, in place of silently being zero."""
 
 import functools
 from typing import Any
@@ -14,9 +14,12 @@ from nnx_pipeline.sharding import is_explicit, place
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def no_gradient_to(message: str, tree: PyTree) -> PyTree:
-    """The tree as it is; a derivative with respect to any array of it is an InputError.
+    """Returns `tree` unchanged, and refuses to be differentiated with respect to it.
 
-    message: what the error says. tree: any arrays.
+    - `message`: the text of the error.
+    - `tree`: any arrays.
+
+    Raises InputError when a derivative with respect to any array of the tree is asked for.
     """
     del message
     return tree
@@ -36,10 +39,15 @@ no_gradient_to.defvjp(_to_forward, _to_backward, symbolic_zeros=True)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def no_gradient_of(message: str, value: PyTree, beside: PyTree) -> PyTree:
-    """The value as it is; a derivative of any array of it is an InputError.
+    """Returns `value` unchanged, and refuses to give a derivative of it.
 
-    message: what the error says. value: any arrays. beside: floating arrays whose derivative is
-    asked for wherever that of the value might be; they are not read.
+    - `message`: the text of the error.
+    - `value`: any arrays.
+    - `beside`: floating arrays that are differentiated wherever `value` might be. JAX calls the
+      backward rule, which raises the error, only if some argument is differentiated, and `value`
+      may be cut off by `stop_gradient`. Their contents are not used.
+
+    Raises InputError when a derivative of any array of `value` is asked for.
     """
     del message, beside
     return value
@@ -61,9 +69,12 @@ no_gradient_of.defvjp(_of_forward, _of_backward, symbolic_zeros=True)
 
 
 def refuse_perturbed(message: str, primals: PyTree) -> PyTree:
-    """The values of what a `jax.custom_vjp` with `symbolic_zeros` gets in its forward rule.
+    """Unwraps arguments of a forward rule that must not be differentiated.
 
-    Raises InputError with that message if a derivative with respect to one of them is asked for.
+    - `message`: the text of the error.
+    - `primals`: what the forward rule of a `jax.custom_vjp` with `symbolic_zeros` is given.
+
+    Raises InputError if a derivative with respect to one of them is asked for.
     """
     if any(leaf.perturbed for leaf in jax.tree.leaves(primals, is_leaf=is_primal)):
         raise InputError(message)
@@ -71,12 +82,15 @@ def refuse_perturbed(message: str, primals: PyTree) -> PyTree:
 
 
 def values_of(primals: PyTree) -> PyTree:
-    """The arrays of what such a forward rule gets."""
+    """Unwraps the arguments of the forward rule of a `jax.custom_vjp` with `symbolic_zeros`."""
     return jax.tree.map(lambda leaf: leaf.value, primals, is_leaf=is_primal)
 
 
 def or_zeros(cotangent: Any) -> Array:
-    """The cotangent as an array, where such a backward rule may be given none."""
+    """The cotangent as an array of zeros if it is a symbolic zero, else unchanged.
+
+    - `cotangent`: what the backward rule of a `jax.custom_vjp` with `symbolic_zeros` is given.
+    """
     if not is_symbolic_zero(cotangent):
         return cotangent
     zeros = jnp.zeros(cotangent.aval.shape, cotangent.aval.dtype)
@@ -84,16 +98,17 @@ def or_zeros(cotangent: Any) -> Array:
 
 
 def is_primal(leaf: Any) -> bool:
-    """Whether a tree traversal is at an argument of such a forward rule."""
+    """Whether a leaf is an argument as a forward rule with `symbolic_zeros` is given it."""
     return isinstance(leaf, jax.custom_derivatives.CustomVJPPrimal)
 
 
 def is_symbolic_zero(leaf: Any) -> bool:
-    """Whether a cotangent in such a backward rule is one that nobody asked for."""
+    """Whether a cotangent is a symbolic zero: the derivative does not depend on that output."""
     return isinstance(leaf, jax.custom_derivatives.SymbolicZero)
 
 
 def _nothing(leaf: Any) -> Any:
+    """The zero cotangent of an array, which for integers has dtype float0."""
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
         return jnp.zeros(leaf.shape, leaf.dtype)
     return np.zeros(leaf.shape, jax.dtypes.float0)

@@ -1,10 +1,10 @@
-"""Cross-entropy over a large vocabulary, without the logits ever existing as a whole."""
+"""Cross-entropy over a large vocabulary, computed without holding all logits at once."""
 
 import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +14,21 @@ from nnx_pipeline.ops.gradients import or_zeros, refuse_perturbed, values_of
 from nnx_pipeline.sharding import Layout, P, mesh_sizes
 
 
+class Targets(NamedTuple):
+    """The token ids to predict, and the weight of each in the loss."""
+
+    ids: Int[Array, "*batch seq"]
+    weights: Float[Array, "*batch seq"]
+
+
 class Loss(Protocol):
-    """A loss of hidden states and the head's kernel."""
+    """A loss of hidden states and the head's kernel, see `chunked_cross_entropy`."""
 
     def __call__(
         self,
         hidden: Float[Array, "*batch seq embed"],
         kernel: Float[Array, "embed vocab"],
-        targets: Int[Array, "*batch seq"],
-        weights: Float[Array, "*batch seq"],
+        targets: Targets,
         *,
         batch_axes: tuple[str, ...],
         chunks: int,
@@ -32,61 +38,77 @@ class Loss(Protocol):
 
 @dataclass(frozen=True)
 class _Plan:
-    """How the devices share the work; hashable, as a static argument must be."""
+    """How the devices share the work; hashable, because it is a static argument."""
 
     chunks: int
-    batch: P  # spec of hidden, targets and weights without their last axes
+    batch: P  # spec of targets and weights, and of hidden without its last axis
     kernel: P
-    gathered: tuple[str, ...]  # axes that spread the kernel's rows: it is gathered over them
-    turned: tuple[str, ...]  # the same, but its columns are spread over them instead
-    vocab: tuple[str, ...]  # axes that spread the kernel's columns while the loss is computed
-    shared: tuple[str, ...]  # those of them that spread the tokens too: tokens are gathered
-    tokens: tuple[str, ...]  # axes along which tokens still differ after that
+    gathered: tuple[str, ...]  # mesh axes over which rows of the kernel are sharded, then gathered
+    turned: tuple[str, ...]  # the same, but row shards are exchanged for column shards
+    vocab: tuple[str, ...]  # mesh axes over which columns are sharded while the loss is computed
+    shared: tuple[str, ...]  # the axes of `vocab` that also shard the tokens: tokens are gathered
+    tokens: tuple[str, ...]  # mesh axes over which the tokens stay sharded
 
     @property
     def hidden(self) -> P:
+        """The spec of the hidden states."""
         return P(*self.batch, None)
 
 
 def chunked_cross_entropy(
     hidden: Float[Array, "*batch seq embed"],
     kernel: Float[Array, "embed vocab"],
-    targets: Int[Array, "*batch seq"],
-    weights: Float[Array, "*batch seq"],
+    targets: Targets,
     *,
     batch_axes: tuple[str, ...],
     chunks: int,
     layout: Layout,
 ) -> Float[Array, ""]:
-    """Σ weights · (log Σ_v exp(logits_v) - logits_target), logits = hidden · kernel, in float32.
+    """Σ weights · (log Σ_v exp(logits_v) - logits_target), with logits = hidden · kernel.
 
-    The product is in the dtype of `hidden`; a target outside the vocabulary costs log Σ exp alone.
+    - `hidden`: output of the last layer, sharded by `batch_axes`; its sequence and embed axes are
+      whole on every device.
+    - `kernel`: of the head, sharded by ("embed", "vocab").
+    - `targets`: token ids and their weights, sharded as `hidden`; an id outside the vocabulary
+      costs log Σ exp alone.
+    - `batch_axes`: logical axes of `hidden` before its sequence axis.
+    - `chunks`: number of pieces into which the sequence is cut.
+    - `layout`: which mesh axes the logical axes above are sharded over.
 
-    The sequence is cut into `chunks`, one after the other. Each device has its columns of the
-    kernel and sees the tokens of all devices that share the other columns: a chunk of activations
-    travels, not the kernel. Where the rows are stored apart (fsdp), the kernel is gathered, or
-    turned to columns stored apart when fewer bytes move that way (`_tokens_travel`).
+    The product is computed in the dtype of `hidden`, everything after it in float32.
 
-    Where the gradient is asked for, the forward pass computes it on the way (the loss is a scalar,
-    its gradient is known up to a factor), so that no logits are computed twice. The gradient of
-    this device's columns, in float32, is the largest thing kept.
+    The chunks are computed one after the other. Each device computes the logits of its own columns
+    of the vocabulary, for the tokens of all devices that hold the other columns: a chunk of
+    activations is sent, not the kernel. Where the kernel's rows are sharded too (over fsdp), it is
+    either gathered, or its row shards are exchanged for column shards, whichever sends fewer bytes
+    (`_tokens_travel`).
 
-    batch_axes: logical axes of `hidden` before its sequence. Sharding: hidden, targets and weights
-    by them, sequence and embed axes whole; kernel ("embed", "vocab").
-    Gradients come back in the shardings and dtypes of their arguments; asking for one with respect
-    to the weights is an InputError.
+    If the gradient is asked for, the forward pass computes it along with the loss (which is a
+    scalar, so that its gradient is known up to a factor), and no logits are computed twice. The
+    largest array kept is the float32 gradient of this device's columns.
+
+    Gradients have the shardings and dtypes of their arguments. Raises InputError when the gradient
+    with respect to the weights of the targets is asked for.
     """
-    plan = _make_plan(hidden.shape, kernel.shape[1], batch_axes, chunks, layout)
-    return _loss(plan, hidden, kernel, targets, weights)
+    plan = make_plan(hidden.shape, kernel.shape[1], batch_axes, chunks, layout)
+    return _loss(plan, hidden, kernel, *targets)
 
 
-def _make_plan(
+def make_plan(
     hidden_shape: tuple[int, ...],
     columns: int,
     batch_axes: tuple[str, ...],
     chunks: int,
     layout: Layout,
 ) -> _Plan:
+    """How the devices of the ambient mesh share the work.
+
+    - `hidden_shape`: of all hidden states together, `[*batch, seq, embed]`.
+    - `columns`: size of the vocabulary.
+    - `batch_axes`: logical axes of the hidden states before their sequence axis.
+    - `chunks`: number of pieces into which the sequence is cut.
+    - `layout`: which mesh axes the logical axes are sharded over.
+    """
     sizes = mesh_sizes()
     spread = {axis for name in batch_axes for axis in layout.axes(name)}
     stored = layout.axes("vocab")
@@ -112,11 +134,18 @@ def _tokens_travel(
     rows: tuple[str, ...],
     spread: set[str],
 ) -> bool:
-    """Whether sending tokens along `rows` moves fewer bytes than sending the kernel.
+    """Whether sending tokens along the mesh axes `rows` moves fewer bytes than sending the kernel.
 
-    Per row of the kernel, in units of the activation's size: every token of the devices that then
-    share the columns arrives and its gradient leaves (1 + 1), or every column of this device's
-    part arrives and its float32 gradient leaves (1 + 2). Columns must split evenly.
+    - `columns`: size of the vocabulary.
+    - `stored`: mesh axes that shard the kernel's columns where it is stored.
+    - `rows`: mesh axes that shard the kernel's rows.
+    - `spread`: mesh axes that shard the tokens.
+
+    Counted per row of the kernel, in units of the size of an activation. If tokens are sent, each
+    token of the devices that then share the columns arrives and its gradient leaves: 1 + 1. If the
+    kernel is sent, each column of this device's part arrives and its gradient leaves: 1 + 2,
+    because the latter is float32. Tokens are sent only if the columns split evenly over `stored`
+    and `rows`.
     """
     sizes = mesh_sizes()
 
@@ -131,7 +160,7 @@ def _tokens_travel(
 
 
 def _over_mesh(function: Callable[..., Any], plan: _Plan, *, out_specs: Any) -> Callable[..., Any]:
-    """The function of one device, on all of them; it says itself what it sends."""
+    """Runs `function` on each device's shards; it contains the collectives itself."""
     if not mesh_sizes():
         return function
     in_specs = (plan.hidden, plan.kernel, plan.batch, plan.batch)
@@ -140,6 +169,8 @@ def _over_mesh(function: Callable[..., Any], plan: _Plan, *, out_specs: Any) -> 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss(plan: _Plan, hidden: Array, kernel: Array, targets: Array, weights: Array) -> Array:
+    """The loss when no gradient is asked for; `_loss_forward` is called otherwise."""
+
     def local(hidden: Array, kernel: Array, targets: Array, weights: Array) -> Array:
         kernel = _spread_columns(kernel.astype(hidden.dtype), plan)
 
@@ -158,6 +189,7 @@ def _loss(plan: _Plan, hidden: Array, kernel: Array, targets: Array, weights: Ar
 def _loss_forward(
     plan: _Plan, hidden: Any, kernel: Any, targets: Any, weights: Any
 ) -> tuple[Array, tuple[Array, Array]]:
+    """The loss, and its gradients with respect to `hidden` and `kernel` for a cotangent of 1."""
     weights = refuse_perturbed(
         "the loss was asked for the gradient with respect to the weights of its targets, which it "
         "does not give; use jax.lax.stop_gradient on them",
@@ -180,6 +212,8 @@ def _loss_forward(
             kernel_gradient += jnp.einsum(
                 "td,tv->dv", tokens, logits_gradient, preferred_element_type=jnp.float32
             )
+            # This device's columns give a part of the tokens' gradient; the sum over the other
+            # columns is made chunk by chunk, so that only a chunk of gathered tokens exists.
             back = jnp.einsum("tv,dv->td", logits_gradient, kernel)
             return (total + loss, kernel_gradient), _scatter_tokens(back, plan)
 
@@ -202,6 +236,7 @@ def _loss_forward(
 def _loss_backward(
     plan: _Plan, saved: tuple[Array, Array], cotangent: Any
 ) -> tuple[Array, Array, None, None]:
+    """Scales the gradients that the forward pass has computed."""
     cotangent = or_zeros(cotangent)
     hidden_gradient, kernel_gradient = (
         gradient * cotangent.astype(gradient.dtype) for gradient in saved
@@ -215,12 +250,17 @@ _loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
 def _chunk_loss(
     plan: _Plan, kernel: Array, hidden: Array, targets: Array, weights: Array
 ) -> tuple[Array, Callable[[], tuple[Array, Array]]]:
-    """One chunk on one device: its loss, and how to get its tokens and their logits' gradient.
+    """The loss of one chunk on one device, and a function that gives what its gradient needs.
 
-    hidden [tokens, embed], targets and weights [tokens], before the gather over `plan.shared`.
+    - `hidden`: `[tokens, embed]`, before the gather over `plan.shared`.
+    - `targets`, `weights`: `[tokens]`, likewise.
+
+    That function returns the gathered tokens `[tokens, embed]` and the gradient of their logits
+    `[tokens, columns]`, both in the dtype of `hidden`.
     """
     hidden, targets, weights = (_gather_tokens(x, plan) for x in (hidden, targets, weights))
     logits = (hidden @ kernel).astype(jnp.float32)
+    # The largest logit of all devices is subtracted, so that no exponential overflows.
     largest = jnp.max(logits, axis=-1)
     if plan.vocab:
         largest = jax.lax.pmax(largest, plan.vocab)
@@ -231,14 +271,14 @@ def _chunk_loss(
     loss = jnp.sum(weights * (jnp.log(total) + largest - label))
 
     def gradient() -> tuple[Array, Array]:
-        of_logits = weights[:, None] * (exponential / total[:, None] - hit.astype(jnp.float32))
-        return hidden, of_logits.astype(hidden.dtype)
+        d_logits = weights[:, None] * (exponential / total[:, None] - hit.astype(jnp.float32))
+        return hidden, d_logits.astype(hidden.dtype)
 
     return loss, gradient
 
 
 def _hit(targets: Array, logits: Array, plan: _Plan) -> Array:
-    """Where a column of this device's logits is the target of its token."""
+    """bool `[tokens, columns]`: where a column of this device is the target of the token."""
     width = logits.shape[-1]
     offset = width * jax.lax.axis_index(plan.vocab) if plan.vocab else 0
     columns = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) + offset
@@ -246,7 +286,7 @@ def _hit(targets: Array, logits: Array, plan: _Plan) -> Array:
 
 
 def _cut(plan: _Plan, hidden: Array, targets: Array, weights: Array) -> tuple[Array, Array, Array]:
-    """[*batch, seq, …] to [chunks, tokens, …], a chunk being a piece of every sequence."""
+    """`[*batch, seq, …]` to `[chunks, tokens, …]`; each chunk has a piece of every sequence."""
 
     def one(x: Array, trailing: int) -> Array:
         length = x.shape[x.ndim - 1 - trailing]
@@ -266,7 +306,7 @@ def _join(pieces: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _spread_columns(kernel: Array, plan: _Plan) -> Array:
-    """The stored part of the kernel to whole rows and this device's columns."""
+    """From the stored shard of the kernel to all rows of this device's columns."""
     if plan.turned:
         kernel = jax.lax.all_to_all(kernel, plan.turned, split_axis=1, concat_axis=0, tiled=True)
     if plan.gathered:
@@ -275,19 +315,20 @@ def _spread_columns(kernel: Array, plan: _Plan) -> Array:
 
 
 def _gather_tokens(x: Array, plan: _Plan) -> Array:
+    """The tokens of all devices that hold the other columns."""
     axes = plan.shared
     return jax.lax.all_gather(x, axes, axis=0, tiled=True) if axes else x
 
 
 def _scatter_tokens(x: Array, plan: _Plan) -> Array:
-    """The gradient of the gathered tokens: summed over the vocabulary, each device its own."""
+    """The gradient of the gathered tokens, summed over the columns; each device gets its own."""
     x = _sum(x, tuple(axis for axis in plan.vocab if axis not in plan.shared))
     axes = plan.shared
     return jax.lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True) if axes else x
 
 
 def _reduce_kernel(gradient: Array, plan: _Plan) -> Array:
-    """Sums the kernel's gradient over the tokens of other devices; the inverse of the spreading."""
+    """Sums the kernel's gradient over the tokens and brings it to the stored sharding."""
     scattered = tuple(axis for axis in plan.gathered if axis in plan.tokens)
     gradient = _sum(gradient, tuple(axis for axis in plan.tokens if axis not in scattered))
     if scattered:
@@ -300,4 +341,5 @@ def _reduce_kernel(gradient: Array, plan: _Plan) -> Array:
 
 
 def _sum(x: Array, axes: tuple[str, ...]) -> Array:
+    """The sum over mesh axes, which may be none."""
     return jax.lax.psum(x, axes) if axes else x

@@ -1,4 +1,4 @@
-"""The gated feed-forward layer (SwiGLU, Shazeer 2020) of a dense model."""
+"""The gated feed-forward block (SwiGLU, Shazeer 2020) of a dense model."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,13 @@ def gated_mlp(
     *,
     layout: Layout,
 ) -> Float[Array, "batch seq embed"]:
-    """(silu(x · gate) · (x · up)) · down, in the dtype of x; kernels as they are stored."""
+    """(silu(x · gate) · (x · up)) · down, in the dtype of `x`.
+
+    - `x`: sharded by ("batch", None, None), as the result is.
+    - `gate`, `up`, `down`: kernels as they are stored; they are cast to the dtype of `x` and
+      gathered over the axes of `embed` here.
+    - `layout`: which mesh axes the logical axes of `x` and kernels are sharded over.
+    """
 
     def gathered(kernel: Array, *names: str) -> Array:
         used = (None if name == "embed" else name for name in names)

@@ -6,16 +6,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-# (normalised x, scale, what is added to the scale) to x times the scale
+# (normalised x, scale, offset) to x times (scale + offset)
 ApplyScale = Callable[[Array, Array, float], Array]
 
 
 def multiply_scale(
     x: Float[Array, "*batch embed"], scale: Float[Array, "embed"], offset: float
 ) -> Array:
-    """Scales the last axis by a product, which XLA fuses into what stands around it.
+    """Multiplies the last axis by the scale, which XLA fuses into the operations around it.
 
-    offset: added to the scale, unless it is 0.
+    - `x`: normalised values.
+    - `scale`: as it is stored, in the dtype of `x`.
+    - `offset`: added to the scale, unless it is 0.
     """
     return x * (scale + offset if offset else scale)
 
@@ -30,8 +32,11 @@ def rms_norm(
 ) -> Float[Array, "*batch embed"]:
     """`x / sqrt(mean(x²) + epsilon)` in float32, cast to the dtype of `x`, then times the scale.
 
-    scale_offset: added to the scale; 1.0 for models whose scale is stored around 0.
-    The sharding of `x` is kept; its last axis must be whole.
+    - `x`: its last axis must be whole on every device; the result has the same sharding.
+    - `scale`: as it is stored; it is cast to the dtype of `x`.
+    - `epsilon`: keeps the square root away from 0; `ModelConfig.norm_epsilon`.
+    - `scale_offset`: added to the scale; 1.0 for models whose scale is stored around 0.
+    - `apply_scale`: multiplies by the scale; experiments replace it.
     """
     wide = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)

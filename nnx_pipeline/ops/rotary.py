@@ -10,7 +10,11 @@ def rotate(
     *,
     theta: float,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Turns the pair (x[i], x[i + head_dim/2]) by position / theta^(2i / head_dim) radians.
+    """Rotates each pair (x[i], x[i + head_dim/2]) by position / theta^(2i / head_dim) radians.
+
+    - `x`: query or key heads; `head_dim` is even.
+    - `positions`: the place of each token in its document; one row may serve the whole batch.
+    - `theta`: base of the frequencies, `ModelConfig.rope_theta`.
 
     Sine and cosine are computed in float32 and cast to the dtype of `x`.
     """

@@ -1,4 +1,4 @@
-"""Grouped-query self-attention with rotary positions, from the residual stream and back to it."""
+"""Grouped-query self-attention with rotary embeddings, including all four projections."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,13 +11,13 @@ from nnx_pipeline.ops.rotary import rotate
 from nnx_pipeline.remat import OUT, QUERY_KEY_VALUE, Remat, named
 from nnx_pipeline.sharding import Layout, gather_weight, out_sharding
 
-# (query, key, value, segment ids, *, scale, grouped) to what the heads read
+# (query, key, value, segment ids, *, scale, grouped) to the output of the heads
 Kernel = Callable[..., Array]
 KERNELS: dict[str, Kernel] = {"dot_product": dot_product_attention}
 
 
 class Projections(NamedTuple):
-    """The kernels of one attention, as they are stored."""
+    """The kernels of one attention layer, in the sharding and dtype in which they are stored."""
 
     query: Float[Array, "embed heads head_dim"]
     key: Float[Array, "embed kv_heads head_dim"]
@@ -37,10 +37,18 @@ def self_attention(
     layout: Layout,
     remat: Remat,
 ) -> Float[Array, "batch seq embed"]:
-    """Heads of x attend to each other; no bias. In the dtype of x, to which the kernels are cast.
+    """Self-attention without biases, in the dtype of `x`, to which the kernels are cast.
 
-    positions: absent, counted from 0. kernel: one of `KERNELS`. scale: of the scores. remat: what
-    the attention proper keeps for the backward pass; the projections have names.
+    - `x`: the normalised residual stream, sharded by ("batch", None, None), as the result is.
+    - `kernels`: of the projections, as they are stored.
+    - `positions`: for the rotary embedding; None counts from 0.
+    - `segment_ids`: which segment each token belongs to; None for one segment per row.
+    - `kernel`: what computes the heads from query, key and value; one of `KERNELS`.
+    - `rope_theta`: base of the rotary embedding.
+    - `scale`: multiplies the scores.
+    - `layout`: which mesh axes the logical axes of activations and kernels are sharded over.
+    - `remat`: what `kernel` keeps for the backward pass. The projections are outside it; their
+      results have the names `remat.QUERY_KEY_VALUE` and `remat.OUT`.
     """
     if positions is None:
         positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
@@ -65,6 +73,7 @@ def self_attention(
 
 
 def _project(x: Array, kernel: Array, heads: str, layout: Layout) -> Array:
+    """`[batch, seq, embed]` to `[batch, seq, heads, head_dim]`, with the kernel gathered."""
     gathered = gather_weight(
         kernel.astype(x.dtype), layout.spec("embed", heads, None), layout.spec(None, heads, None)
     )

@@ -1,37 +1,42 @@
-"""The pipeline: schedules as plain arithmetic, and the loops that follow them."""
+"""The pipeline: schedules in plain integers, and the loops over ticks that carry them out."""
 
-from nnx_pipeline.pipeline.create import Pipeline, create_pipeline
-from nnx_pipeline.pipeline.lend import AS_STORED, Lending
-from nnx_pipeline.pipeline.loop import run_pipeline
+from nnx_pipeline.pipeline.circular.run import run_pipeline
+from nnx_pipeline.pipeline.create import create_pipeline
 from nnx_pipeline.pipeline.metrics import Max, Mean, MicrobatchMean, Sum
-from nnx_pipeline.pipeline.module import CircularPipeline
-from nnx_pipeline.pipeline.one_f_one_b import run_one_f_one_b
-from nnx_pipeline.pipeline.one_f_one_b_state import Inputs, Weights
+from nnx_pipeline.pipeline.module import CircularPipeline, Pipeline
+from nnx_pipeline.pipeline.one_f_one_b.run import run_one_f_one_b
+from nnx_pipeline.pipeline.one_f_one_b.state import Inputs, ModelEnds, Weights
+from nnx_pipeline.pipeline.options import Accumulation, LoopOptions, WeightOptions
 from nnx_pipeline.pipeline.schedule import (
     SCHEDULE_NAMES,
     CircularSchedule,
     OneForwardOneBackward,
     make_schedule,
 )
-from nnx_pipeline.pipeline.stages import over_stages, run_sequential
+from nnx_pipeline.pipeline.stage.apply import map_stages, run_sequential
+from nnx_pipeline.pipeline.weights.gathered import AS_STORED, WeightGathering
 
 __all__ = [
     "AS_STORED",
     "SCHEDULE_NAMES",
+    "Accumulation",
     "CircularPipeline",
     "CircularSchedule",
     "Inputs",
-    "Lending",
+    "LoopOptions",
     "Max",
     "Mean",
     "MicrobatchMean",
+    "ModelEnds",
     "OneForwardOneBackward",
     "Pipeline",
     "Sum",
+    "WeightGathering",
+    "WeightOptions",
     "Weights",
     "create_pipeline",
     "make_schedule",
-    "over_stages",
+    "map_stages",
     "run_one_f_one_b",
     "run_pipeline",
     "run_sequential",

@@ -1,4 +1,4 @@
-"""How a batch is cut into microbatches and copies, and where its parts lie."""
+"""How a batch is cut into microbatches and copies, and where the pieces are placed."""
 
 from dataclasses import dataclass
 
@@ -12,10 +12,13 @@ from nnx_pipeline.sharding import Layout, place
 
 @dataclass(frozen=True)
 class Batches:
-    """The cut of a global batch, for arrays `[batch, …]` of any kind.
+    """How a global batch is cut into pieces, for arrays `[batch, …]` of any kind.
 
-    microbatches: their number. one_by_one: whether they go through the layers so, or together;
-    then there is no axis of microbatches, but each copy (`Layout.copy`) has its part of every one.
+    - `layout`: that of the activations, with an axis of copies where the layers run in copies
+      (`Layout.copy`).
+    - `microbatches`: how many microbatches the batch has.
+    - `one_by_one`: whether the microbatches go through the layers one by one. If they go through
+      together, there is no axis of microbatches, and each copy has its part of every microbatch.
     """
 
     layout: Layout
@@ -24,14 +27,14 @@ class Batches:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Logical axes in the place of the batch: of what the pipeline takes and gives."""
+        """The logical axes that replace the batch axis in what the pipeline takes and returns."""
         copy = ("copy",) if self.layout.axes("copy") else ()
         if self.one_by_one:
             return ("microbatch", *copy, "batch")
         return ("copy", "batch") if copy else ("whole_batch",)
 
     def check(self, batch: int) -> None:
-        """Raises InputError unless a batch of that many sequences can be cut so."""
+        """Raises InputError unless a batch of `batch` sequences can be cut in this way."""
         rule = f"a batch of {batch} does not split into {self.microbatches} microbatches"
         divides(self.microbatches, batch, rule=rule)
         parts = self.layout.size("copy") * self.layout.size("batch")
@@ -41,22 +44,31 @@ class Batches:
             divides(parts, microbatch, rule=rule)
 
     def arrange(self, x: Array) -> Array:
-        """`[batch, …]` to the axes above; microbatches lie over the stages."""
+        """Cuts `[batch, …]` into the axes of `axes`; microbatches are sharded over the stages."""
         x = as_arrays(x)
         rest = [None] * (x.ndim - 1)
         if self.one_by_one:
             x = self._cut(x)
         elif self.layout.axes("copy"):
+            # Each copy gets its part of every microbatch, as when these go through one by one.
             x = jnp.swapaxes(self._cut(x), 0, 1).reshape(self.layout.size("copy"), -1, *x.shape[1:])
         return place(x, self.layout.spec(*self.axes, *rest))
 
     def on_every_stage(self, x: Array) -> Array:
-        """`[batch, …]` to `[microbatches, microbatch, …]`, all of it on every stage."""
+        """Cuts `[batch, …]` into `[microbatches, …]`; every stage holds all microbatches.
+
+        After the axis of microbatches come those of `axes`, from the second on.
+        """
         rest = [None] * (x.ndim - 1)
         return place(self._cut(x), self.layout.spec(None, *self.axes[1:], *rest))
 
     def as_batch(self, x: Array, batch: int) -> Array:
-        """The inverse of `arrange`, the batch over every axis that can split it."""
+        """The inverse of `arrange`: back to `[batch, …]`, laid out as `whole_batch`.
+
+        - `x`: with the axes of `axes` in the place of the batch.
+        - `batch`: the number of sequences.
+        """
+        # A reshape that merges axes can keep the sharding of the first of them only.
         if self.one_by_one:
             x = place(x, self.layout.spec("microbatch", *[None] * (x.ndim - 1)))
             x = x.reshape(batch, *x.shape[len(self.axes) :])
@@ -67,7 +79,7 @@ class Batches:
         return place(x, self.layout.spec("whole_batch", *[None] * (x.ndim - 1)))
 
     def _cut(self, x: Array) -> Array:
-        """With copies, `[microbatches, copies, sequences of a copy, …]`."""
+        """`[batch, …]` to `[microbatches, …]`, with an axis of copies next if there are copies."""
         x = place(as_arrays(x), self.layout.spec(*[None] * x.ndim))
         copies = (self.layout.size("copy"),) if self.layout.axes("copy") else ()
         return x.reshape(self.microbatches, *copies, -1, *x.shape[1:])

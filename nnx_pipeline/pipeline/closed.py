@@ -1,7 +1,7 @@
-"""What the functions of a pipeline close over, turned into an argument of theirs.
+"""Turns the arrays that the functions of a pipeline close over into an explicit argument.
 
-A loop over ticks must know these arrays: no tick changes them, so that none needs a copy of its
-own, and each has a gradient, which adds up over the ticks as that of a parameter does.
+A loop over ticks must know these arrays for two reasons. No tick changes them, so that no tick
+needs a copy of its own. And each has a gradient, which is summed over the ticks like a parameter's.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,13 +19,13 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class _Program:
-    """What a function does to arrays, and the pytree that it gives."""
+    """A traced function: its jaxpr, and the structure of the pytree that it returns."""
 
     jaxpr: ClosedJaxpr
     gives: Any
 
     def __call__(self, closed: Sequence[Array], arguments: PyTree) -> Any:
-        """The same again, with `closed` in the place of the arrays that it closed over."""
+        """Runs the function with `closed` in the place of the arrays that it closed over."""
         program = ClosedJaxpr(self.jaxpr.jaxpr, [*closed])
         return jax.tree.unflatten(self.gives, jaxpr_as_fun(program)(*jax.tree.leaves(arguments)))
 
@@ -33,22 +33,23 @@ class _Program:
 def hoist(
     functions: tuple[Function, ...], call: Callable[..., Any]
 ) -> tuple[tuple[Function, ...], tuple[list[Array], ...]]:
-    """The functions with a new first argument, and for each of them what that is to be.
+    """Gives functions a new first argument for the arrays that they close over.
 
-    It is the list of the arrays that the function closes over: constants and tracers of any dtype,
-    whole on every stage. With an empty list the function is called as it stands, and the program
-    is what it would be without this.
+    Returns the new functions, and for each of them the list of arrays to pass as that argument:
+    constants and tracers of any dtype, whole on every stage. A function with an empty list is
+    called unchanged, so that the program is the one that it would be without this function.
 
-    functions: from pytrees of arrays to pytrees of arrays. call: is given one function for each of
-    them and calls all as the loop will, under `jax.eval_shape`, so that the arguments are of the
-    shapes, dtypes and shardings that they have in the loop.
+    - `functions`: each from pytrees of arrays to a pytree of arrays.
+    - `call`: is given one stand-in for each function and must call all of them as the loop will,
+      under `jax.eval_shape`, so that the arguments have the shapes, dtypes and shardings that they
+      have in the loop.
     """
     seen: list[list[_Program]] = [[] for _ in functions]
 
     def watched(index: int) -> Function:
         def look(*arguments: PyTree) -> Any:
-            # A function of its own for every trace, as JAX remembers what it traced, tracers and
-            # all, by the function.
+            # A new function object for every trace: JAX caches a trace by its function, together
+            # with the tracers that it closed over, which are not valid in another trace.
             trace = jax.make_jaxpr(lambda *given: functions[index](*given), return_shape=True)
             jaxpr, gives = trace(*arguments)
             program = _Program(jaxpr, jax.tree.structure(gives))
@@ -57,6 +58,7 @@ def hoist(
 
         return look
 
+    # The call may reach a function more than once; each time it closes over the same arrays.
     call(*map(watched, range(len(functions))))
     programs = [found[0] for found in seen]
     closed = tuple([_on_mesh(leaf) for leaf in program.jaxpr.consts] for program in programs)
@@ -72,9 +74,9 @@ def _with_closed(function: Function, program: _Program) -> Function:
 
 
 def _on_mesh(leaf: Array) -> Array:
-    """The array as the loop can add to its gradient: in explicit mode its type names the mesh.
+    """The array placed on the mesh, so that the loop can add up its gradient in explicit mode.
 
-    A constant of numpy's, or of one device, has a type without a mesh.
+    The type of a numpy constant, or of an array on one device, names no mesh.
     """
     if is_explicit() and jax.typeof(leaf).sharding.mesh.empty:
         return place(leaf, P(*[None] * leaf.ndim))

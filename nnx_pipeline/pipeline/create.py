@@ -1,28 +1,16 @@
-"""The pipeline that a config asks for."""
+"""Creates the pipeline that a config describes."""
 
-import functools
-from typing import Any
+import contextlib
 
 import jax
 from flax import nnx
 
-from nnx_pipeline.config import Config
-from nnx_pipeline.errors import InputError
+from nnx_pipeline.config.config import Config
 from nnx_pipeline.pipeline.layers import MakeLayer
-from nnx_pipeline.pipeline.module import CircularPipeline
-from nnx_pipeline.pipeline_config import PipelineConfig
-
-
-class Pipeline(CircularPipeline):
-    """The plain pipeline: a circular one in which each microbatch passes every stage once."""
-
-    def __init__(self, config: PipelineConfig, layers: MakeLayer, **options: Any) -> None:
-        if config.num_repeats != 1:
-            raise InputError(
-                f"pipeline.num_repeats={config.num_repeats} is for a CircularPipeline; "
-                "set it to 1 or use CircularPipeline (create_pipeline chooses)"
-            )
-        super().__init__(config, layers, **options)
+from nnx_pipeline.pipeline.module import CircularPipeline, Pipeline
+from nnx_pipeline.pipeline.options import WeightOptions
+from nnx_pipeline.pipeline.parts import DEFAULT_PARTS, LoopParts
+from nnx_pipeline.sharding import Layout
 
 
 def create_pipeline(
@@ -31,26 +19,35 @@ def create_pipeline(
     mesh: jax.sharding.Mesh | None = None,
     *,
     rngs: nnx.Rngs,
-    **options: Any,
+    layout: Layout = Layout(),
+    parts: LoopParts = DEFAULT_PARTS,
 ) -> CircularPipeline:
-    """The pipeline that a config asks for: `Pipeline`, or with repeats `CircularPipeline`.
+    """Creates a `Pipeline`, or a `CircularPipeline` if the config has more than one repeat.
 
-    mesh: where its parameters are born; None for the mesh of `jax.set_mesh`. Call the pipeline
-    under the same mesh. options: further arguments of `CircularPipeline`.
+    - `config`: of the whole model. It gives the number of layers, the dtypes, how gradients are
+      sharded and the settings of `pipeline`.
+    - `layers`: makes one layer, as for `CircularPipeline`.
+    - `mesh`: the mesh on which parameters are created; None for the mesh of `jax.set_mesh`. Call
+      the pipeline under the same mesh.
+    - `rngs`, `layout`, `parts`: as for `CircularPipeline`.
     """
     kind = Pipeline if config.pipeline.num_repeats == 1 else CircularPipeline
-    make = functools.partial(
-        kind,
-        config.pipeline,
-        layers,
-        num_layers=config.model.num_layers,
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        return kind(
+            config.pipeline,
+            layers,
+            num_layers=config.model.num_layers,
+            rngs=rngs,
+            layout=layout,
+            weights=weight_options(config),
+            parts=parts,
+        )
+
+
+def weight_options(config: Config) -> WeightOptions:
+    """The options for the weights of the layers that a config describes."""
+    return WeightOptions(
         dtype=config.model.dtype,
         grad_dtype=config.train.grad_dtype,
-        own=("data",) if config.train.shard_optimizer_over_data else (),
-        rngs=rngs,
-        **options,
+        zero1=("data",) if config.train.shard_optimizer_over_data else (),
     )
-    if mesh is None:
-        return make()
-    with jax.set_mesh(mesh):
-        return make()

@@ -1,8 +1,8 @@
-"""Arrays as a user gives them, moved to where the loops read them.
+"""Moves the arrays that a user gives to where the loops read them.
 
-In explicit mode the place of an array is part of its type, and the loops are written for one place
-of the axes that they cut; in auto mode the compiler moves what lies elsewhere. An array that lies
-right already is handed on as it is.
+In explicit mode the sharding of an array is part of its type, and the loops are written for one
+sharding of the axes that they cut. In auto mode the compiler moves what is placed elsewhere. An
+array that is already in place is passed on unchanged.
 """
 
 from collections.abc import Callable
@@ -14,34 +14,42 @@ from flax import nnx
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.errors import InputError
-from nnx_pipeline.pipeline.buffers import stage_axis
+from nnx_pipeline.pipeline.exchange.buffers import stage_axis
 from nnx_pipeline.sharding import Layout, P, is_explicit, place
 
 Entry = str | tuple[str, ...] | None
 
 
 def stacked(tree: PyTree) -> PyTree:
-    """Parameters `[repeats, stages, …]`, every repeat whole, the second axis over `stage`."""
+    """Moves parameters `[repeats, stages, …]`: only the second axis is sharded over `stage`.
+
+    The first axis is not sharded; the axes after the second keep their sharding over other mesh
+    axes.
+    """
     return _each(tree, "a parameter", lambda spec: [None, stage_axis(), *_off_stages(spec[2:])])
 
 
 def spread(tree: PyTree) -> PyTree:
-    """Activations `[microbatches, …]`, the first axis over `stage`."""
+    """Moves activations `[microbatches, …]`: only the first axis is sharded over `stage`."""
     return _each(tree, "a microbatch", lambda spec: [stage_axis(), *_off_stages(spec[1:])])
 
 
 def on_every_stage(tree: PyTree) -> PyTree:
-    """Inputs `[microbatches, …]` that every stage reads, all microbatches on each of them."""
+    """Moves inputs `[microbatches, …]` so that every stage holds all microbatches."""
     return _each(tree, "an input", lambda spec: [None, *_off_stages(spec[1:])])
 
 
 def as_arrays(tree: PyTree) -> PyTree:
-    """Weights that functions of the user's read: on the mesh, wherever they lie there."""
+    """Moves weights that the user's functions read onto the mesh; they keep their sharding."""
     return _each(tree, "a weight", lambda spec: spec)
 
 
 def by_names(tree: Any, layout: Layout) -> Any:
-    """A module with every variable where its logical axes say."""
+    """The module with every variable moved to the placement of its logical axes.
+
+    - `tree`: a module whose variables all have `logical_axes` in their metadata.
+    - `layout`: the mesh axes that each logical axis is sharded over.
+    """
 
     def one(variable: nnx.Variable) -> nnx.Variable:
         spec = layout.spec(*variable.get_metadata("logical_axes"))
@@ -53,7 +61,7 @@ def by_names(tree: Any, layout: Layout) -> Any:
 
 
 def _off_stages(spec: list[Entry]) -> list[Entry]:
-    """Axes that the functions of the user's see: they may be spread, but not over the stages."""
+    """The sharding of axes that the user's functions see: over any mesh axes but `stage`."""
     return [_without_stage(entry) for entry in spec]
 
 
@@ -68,13 +76,12 @@ def _each(tree: PyTree, what: str, wanted: Callable[[list[Entry]], list[Entry]])
 
 
 def _moved(leaf: Any, what: str, wanted: Callable[[list[Entry]], list[Entry]]) -> Array:
-    """The array in the place that `wanted` makes of its own; InputError where it cannot go."""
+    """Moves an array from its spec to `wanted(spec)`; raises InputError where that fails."""
     try:
         x = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
     except TypeError as error:
         raise InputError(
-            f"{what} of the pipeline is {type(leaf).__name__}, and a pipeline computes with arrays "
-            "of numbers; give it one"
+            f"{what} of the pipeline is of type {type(leaf).__name__}; give an array of numbers"
         ) from error
     if not is_explicit():
         return x
@@ -86,7 +93,7 @@ def _moved(leaf: Any, what: str, wanted: Callable[[list[Entry]], list[Entry]]) -
         return place(x, spec)
     except ValueError as error:
         raise InputError(
-            f"{what} of the pipeline, {x.dtype}{list(x.shape)}, cannot be spread by {spec} over "
-            f"the mesh: it lies on other devices, {getattr(x, 'sharding', None)}; make it under "
-            "the mesh of jax.set_mesh, or hand it over as a numpy array"
+            f"{what} of the pipeline, {x.dtype}{list(x.shape)}, cannot be sharded by {spec} over "
+            f"the mesh: it is on other devices, {getattr(x, 'sharding', None)}; make it under "
+            "the mesh of jax.set_mesh, or pass it as a numpy array"
         ) from error

@@ -1,9 +1,9 @@
-"""What layers report beside activations, and how a pipeline makes one value of each of them.
+"""Metrics that layers report beside activations, and how a pipeline combines their values.
 
 A layer reports one value per visit: for each microbatch, or for the whole batch at once where there
 is no pipeline, and for each copy where the batch is cut into copies (`Layout.copy`). Only the layer
-knows what these values are together, so it says so by the class that it wraps each of them in. The
-result is then the same on every mesh, schedule and option, and so is its gradient.
+knows how these values combine, so it wraps each of them in a class that says so. The result and its
+gradient are then the same on every mesh and with every schedule and option.
 """
 
 import math
@@ -19,7 +19,7 @@ from jaxtyping import Array, PyTree
 
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.ops.gradients import no_gradient_of
-from nnx_pipeline.pipeline.buffers import over_stage, stage_axis, where
+from nnx_pipeline.pipeline.exchange.buffers import over_stage, stage_axis, where
 from nnx_pipeline.sharding import P, is_explicit, place
 
 _register = partial(jax.tree_util.register_dataclass)
@@ -28,10 +28,10 @@ _register = partial(jax.tree_util.register_dataclass)
 @_register
 @dataclass(frozen=True)
 class Sum:
-    """A metric that adds up over layers, microbatches and copies of the batch.
+    """A metric that is summed over layers, microbatches and copies of the batch.
 
-    value: a floating array of any shape; a sum over the sequences that the layer was called with,
-    so that it does not matter in which pieces they come.
+    - `value`: a floating array of any shape: a sum over the sequences that the layer was called
+      with, so that the total does not depend on how the batch is cut.
     """
 
     value: Any
@@ -40,10 +40,10 @@ class Sum:
 @_register
 @dataclass(frozen=True)
 class Mean:
-    """A metric whose mean is taken over layers, microbatches and copies of the batch.
+    """A metric that is averaged over layers, microbatches and copies of the batch.
 
-    value: a floating array of any shape; a mean over the sequences that the layer was called with,
-    of which there are as many in every microbatch and copy.
+    - `value`: a floating array of any shape: a mean over the sequences that the layer was called
+      with. Every microbatch and copy has the same number of sequences.
     """
 
     value: Any
@@ -54,9 +54,9 @@ class Mean:
 class Max:
     """A metric whose largest value is taken over layers, microbatches and copies of the batch.
 
-    It has no gradient, on any mesh and in any schedule; asking for one is an InputError.
+    - `value`: a floating array of any shape, whose entries are compared one by one.
 
-    value: a floating array of any shape, whose entries are compared one by one.
+    It has no gradient, on any mesh and with any schedule; asking for one raises InputError.
     """
 
     value: Any
@@ -65,15 +65,15 @@ class Max:
 @_register
 @dataclass(frozen=True)
 class MicrobatchMean:
-    """A function of what a whole microbatch did in a layer; its mean over layers and microbatches.
+    """A function of one whole microbatch in one layer, averaged over layers and microbatches.
 
-    Where the function is not linear, as in the load balance of a router, it matters that it sees a
-    microbatch, and neither the part of one that a copy has nor several at once. So the layer gives
-    what the function reads sequence by sequence, and the pipeline calls it.
+    If the function is not linear, as for the load balance of a router, it must see exactly one
+    microbatch: not the part that a copy has, and not several microbatches at once. So the layer
+    gives the function's input per sequence, and the pipeline calls the function.
 
-    rows: any pytree of floating `[batch, …]`, a row per sequence; the function gets their mean over
-        the sequences of a microbatch. function: of the same pytree without the batch, to a floating
-        array of any shape.
+    - `rows`: any pytree of floating `[batch, …]`, one row per sequence; the function gets their
+      mean over the sequences of a microbatch.
+    - `function`: from that pytree without its batch axis to a floating array of any shape.
     """
 
     rows: Any
@@ -81,28 +81,33 @@ class MicrobatchMean:
 
 
 Metric = Sum | Mean | Max
-Declared = Metric | MicrobatchMean  # before the metrics of several layers are put together
+Declared = Metric | MicrobatchMean  # before the metrics of several layers are combined
 _REDUCTIONS: dict[type, Callable[..., Array]] = {Sum: jnp.sum, Max: jnp.max}
 
 
 def is_metric(leaf: Any) -> bool:
-    """Whether a tree traversal should stop here."""
+    """Whether a leaf is a wrapped metric, at which a tree traversal should stop."""
     return isinstance(leaf, Declared)
 
 
 def declared(metrics: PyTree, *, microbatches: int = 1) -> PyTree:
-    """The metrics that a call of a layer gave, fit to be put together with those of others.
+    """Prepares the metrics of one layer call for being combined with those of other calls.
 
-    They are in float32 or wider, those that have no gradient without one, and the rows of
-    `MicrobatchMean` are means over microbatches, `[microbatches, …]`. microbatches: how many the
-    call saw. Raises InputError for a metric that does not say what it is, or is not floating.
+    They come back in float32 or wider, with `stop_gradient` on each `Max`, and with the rows of
+    each `MicrobatchMean` averaged per microbatch, `[microbatches, …]`.
+
+    - `metrics`: a pytree of wrapped metrics, as the layer returned it.
+    - `microbatches`: how many microbatches the call saw.
+
+    Raises InputError for a metric that is not wrapped in one of the classes above, or is not
+    floating.
     """
 
     def one(path: Any, metric: Any) -> Declared:
         name = f"the metric {jax.tree_util.keystr(path)}" if path else "the metric"
         if not isinstance(metric, Declared):
             raise InputError(
-                f"{name} of a layer is {_type(metric)}, and nothing says what it is over all "
+                f"{name} of a layer is {_type(metric)}, and nothing says how to combine it over "
                 "layers and microbatches; wrap it, as Sum(x) if it adds up over the sequences of a "
                 "batch, as Mean(x) if it is a mean over them, or as Max(x) (from nnx_pipeline)"
             )
@@ -117,26 +122,28 @@ def declared(metrics: PyTree, *, microbatches: int = 1) -> PyTree:
 
 
 def of_visit(metrics: PyTree) -> PyTree:
-    """What the function of a stage gave, as `Sum`, `Mean` and `Max` alone; see `declared`."""
+    """The metrics of a stage function, turned into `Sum`, `Mean` and `Max` only; see `declared`."""
     stacked = jax.tree.map(lambda leaf: leaf[None], declared(metrics))
     return over_layers(stacked)
 
 
 def over_layers(metrics: PyTree, *, copies: int | None = None) -> PyTree:
-    """The metrics of several layers, `[layers, …]`, as `Sum`, `Mean` and `Max` of all of them.
+    """Combines the metrics of several layers into `Sum`, `Mean` and `Max` metrics of all of them.
 
-    copies: the place of an axis of copies, if there is one beside that of the layers.
+    - `metrics`: each `[layers, …]`, as `declared` gives them.
+    - `copies`: the position of the axis of copies; None if there is no such axis.
     """
+    # Copies first: the function of a `MicrobatchMean` must see the mean of a whole microbatch.
     if copies is not None:
         metrics = _fold(metrics, copies)
     return _fold(jax.tree.map(_finished, metrics, is_leaf=is_metric), 0)
 
 
 def over_ticks(metrics: PyTree, active: np.ndarray) -> PyTree:
-    """The metrics of all visits put together.
+    """Combines the metrics of all visits.
 
-    metrics: `[ticks, stages, …]`. active: bool `[ticks, stages]`, False in a bubble, whose metrics
-    do not count.
+    - `metrics`: each `[ticks, stages, …]`.
+    - `active`: bool `[ticks, stages]`, False in a bubble; the metrics of bubbles do not count.
     """
 
     def one(metric: Metric) -> Metric:
@@ -151,9 +158,11 @@ def over_ticks(metrics: PyTree, active: np.ndarray) -> PyTree:
 
 
 def include(active: Array, totals: PyTree, new: PyTree) -> PyTree:
-    """Puts the metrics of a tick, `[stages, …]`, to those of the ticks before.
+    """Combines the metrics of one tick with the totals of the ticks before.
 
-    active: bool `[stages]`, False in a bubble. totals: `identity` of each metric before the first.
+    - `active`: bool `[stages]`, False in a bubble; the metrics of bubbles do not count.
+    - `totals`: each `[stages, …]`; before the first tick, the `identity` of each metric.
+    - `new`: the metrics of the tick, each `[stages, …]`.
     """
 
     def one(total: Metric, metric: Metric) -> Metric:
@@ -166,27 +175,29 @@ def include(active: Array, totals: PyTree, new: PyTree) -> PyTree:
 
 
 def over_all_stages(totals: PyTree, visits: int) -> PyTree:
-    """What `include` has put together on each stage, `[stages, …]`, put together over them.
+    """Combines the totals of all stages.
 
-    visits: how often metrics were put in, over all stages.
+    - `totals`: each `[stages, …]`, as `include` has built them up.
+    - `visits`: how many visits went into them, over all stages together; bubbles are not counted.
     """
     return _total(totals, axes=(0,), visits=visits)
 
 
 def identity(metric: Metric) -> float:
-    """What changes nothing when it is put to other values of the metric."""
+    """The value that changes nothing when it is combined with other values of the metric."""
     return -math.inf if isinstance(metric, Max) else 0.0
 
 
 def values(metrics: PyTree) -> PyTree:
-    """The arrays in the place of what they are wrapped in."""
+    """The arrays of the metrics, without the classes that wrap them."""
     return jax.tree.map(lambda metric: metric.value, metrics, is_leaf=is_metric)
 
 
 def given_out(metrics: PyTree, beside: PyTree) -> PyTree:
-    """The same, where the array of a `Max` refuses its gradient.
+    """The arrays of the metrics; asking for the gradient of a `Max` raises InputError.
 
-    beside: the activations that came with them.
+    - `metrics`: wrapped metrics.
+    - `beside`: the activations that are returned together with the metrics.
     """
 
     def one(metric: Metric) -> Array:
@@ -203,10 +214,13 @@ _MAX_HAS_NONE = (
 
 
 def weights_like(weights: PyTree, metrics: PyTree) -> PyTree:
-    """What each metric counts in the loss: the tree of the metrics with a weight for each.
+    """The weight of each metric in the loss, as a tree like that of the metrics.
 
-    weights: a number for all of them, or a tree of them like that of the metrics; None is 0 in it.
-    Raises InputError for another tree, and for a weight on a `Max`.
+    - `weights`: one number for all metrics, or a tree of numbers like that of the metrics, in which
+      None means 0.
+    - `metrics`: wrapped metrics.
+
+    Raises InputError for a tree of another structure, and for a weight on a `Max`.
     """
 
     def spread(weight: Any, below: PyTree) -> PyTree:
@@ -220,13 +234,13 @@ def weights_like(weights: PyTree, metrics: PyTree) -> PyTree:
     except ValueError as error:
         names = jax.tree.map(lambda metric: type(metric).__name__, metrics, is_leaf=is_metric)
         raise InputError(
-            f"metric_weights={weights} is no tree like that of the metrics, {names}; give one "
-            "number for all of them, or one for each in the same tree"
+            f"metric_weights={weights} does not have the tree structure of the metrics, {names}; "
+            "give one number for all of them, or one for each in the same tree"
         ) from error
 
 
 def counts(weight: Any) -> bool:
-    """Whether a weight is anything but a zero that is known while the loop is traced."""
+    """Whether a metric weight may be other than 0: it is traced, or known not to be 0."""
     return isinstance(weight, jax.core.Tracer) or bool(np.any(weight))
 
 
@@ -240,7 +254,7 @@ def _checked_weight(weight: Any, metric: Metric) -> Any:
 
 
 def _fold(metrics: PyTree, axis: int) -> PyTree:
-    """Puts together what lies along an axis."""
+    """Combines the values along one array axis."""
 
     def one(metric: Declared) -> Declared:
         how = _REDUCTIONS.get(type(metric), jnp.mean)
@@ -250,7 +264,7 @@ def _fold(metrics: PyTree, axis: int) -> PyTree:
 
 
 def _finished(metric: Declared) -> Metric:
-    """`[layers, …]` of what `declared` gave, without `MicrobatchMean`."""
+    """Turns a `MicrobatchMean` of `[layers, …]` into a `Mean`; others stay as they are."""
     if not isinstance(metric, MicrobatchMean):
         return metric
     values = jax.vmap(jax.vmap(metric.function))(metric.rows)  # [layers, microbatches, …]
@@ -266,13 +280,16 @@ def _total(metrics: PyTree, *, axes: tuple[int, ...], visits: int) -> PyTree:
 
 
 def _mean_of_rows(microbatches: int, rows: Array) -> Array:
-    """`[batch, …]` to `[microbatches, …]`, whole on every device of the mesh (or of a stage)."""
+    """Means over the sequences of each microbatch: `[batch, …]` to `[microbatches, …]`.
+
+    They are whole on every device of the mesh, or of a stage.
+    """
     rows = place(rows, P(*[None] * rows.ndim))
     return jnp.mean(rows.reshape(microbatches, -1, *rows.shape[1:]), axis=1)
 
 
 def _floating(name: str, value: Any) -> Array:
-    """The value in float32 or wider."""
+    """The value in float32 or wider; raises InputError unless it is one floating array."""
     leaf = jax.tree_util.treedef_is_leaf(jax.tree.structure(value))
     if not leaf or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
         raise InputError(

@@ -1,59 +1,66 @@
-"""How stacked layers run: through the pipeline, or one after the other, whoever owns them."""
+"""Runs stacked layers, in a pipeline or one after the other, for both NNX and Linen."""
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+from nnx_pipeline.config.pipeline import PipelineConfig
 from nnx_pipeline.errors import InputError, divides
 from nnx_pipeline.mesh import ambient_mesh
 from nnx_pipeline.pipeline.batches import Batches
-from nnx_pipeline.pipeline.layers import call_layer, with_keys
-from nnx_pipeline.pipeline.lend import Lending
-from nnx_pipeline.pipeline.loop import run_pipeline
-from nnx_pipeline.pipeline.loop_parts import DEFAULT_PARTS, LoopParts
+from nnx_pipeline.pipeline.circular.run import run_pipeline
+from nnx_pipeline.pipeline.layers import with_keys
 from nnx_pipeline.pipeline.metrics import given_out, over_layers
-from nnx_pipeline.pipeline.one_f_one_b import run_one_f_one_b
-from nnx_pipeline.pipeline.one_f_one_b_state import Enter, Inputs, Leave, Weights
-from nnx_pipeline.pipeline.owners import Owners, make_owners
-from nnx_pipeline.pipeline.schedule import make_schedule
-from nnx_pipeline.pipeline.stages import OverStages, over_stages
-from nnx_pipeline.pipeline_config import PipelineConfig
-from nnx_pipeline.remat import LAYER_INPUT, LAYER_METRICS, POLICIES, named
+from nnx_pipeline.pipeline.one_f_one_b.run import run_one_f_one_b
+from nnx_pipeline.pipeline.one_f_one_b.state import Inputs, ModelEnds, Weights
+from nnx_pipeline.pipeline.options import Accumulation, LoopOptions, WeightOptions
+from nnx_pipeline.pipeline.parts import DEFAULT_PARTS, LoopParts
+from nnx_pipeline.pipeline.schedule import (
+    CircularSchedule,
+    OneForwardOneBackward,
+    Schedule,
+    make_schedule,
+)
+from nnx_pipeline.pipeline.stage.layers import LayersInTurn, Side, call_layer
+from nnx_pipeline.pipeline.weights.gathered import WeightGathering
+from nnx_pipeline.pipeline.weights.zero1 import GradientShards, Zero1Layers, gradient_shards
+from nnx_pipeline.remat import LAYER_INPUT, LAYER_METRICS, POLICIES
 from nnx_pipeline.sharding import Layout, P, mesh_sizes, place, with_layout
-
-ApplyLayer = Callable[[Array, Any], tuple[Array, PyTree]]
 
 
 @dataclass(frozen=True)
 class Runner:
-    """Everything about a pipeline but its layers; see `make_runner` and `CircularPipeline`.
+    """Runs the layers of a pipeline without owning them; `make_runner` makes one.
 
     The layers that its methods take are one callable pytree of variables `[repeats, stages, layers
-    per stage, …]` with `logical_axes`, as `make_layers` gives it.
+    per stage, …]` with `logical_axes`, as `make_layers` makes it. With ZeRO-1 it is `Zero1Layers`,
+    which holds the layers as they are stored and the shards that the gradient is computed for.
 
-    layout: that of the activations, with an axis of copies where the layers run in copies. own: the
-    axes of `CircularPipeline.own` that the mesh has.
+    - `config`: how the layers run over the stages.
+    - `num_layers`: the number of layers of the whole model.
+    - `num_stages`: the size of the mesh axis `stage`.
+    - `layout`: that of the activations, with an axis of copies where the layers run in copies.
+    - `weights`: as for `CircularPipeline`; mesh axes that do not shard the batch, or have size 1
+      on the ambient mesh, have been removed from its `zero1`.
+    - `parts`: pieces of the loop that an experiment exchanges.
     """
 
     config: PipelineConfig
     num_layers: int
     num_stages: int
     layout: Layout
-    dtype: str | None
-    grad_dtype: str | None
-    own: tuple[str, ...]
-    over: OverStages
-    loop_parts: LoopParts
+    weights: WeightOptions
+    parts: LoopParts
 
     @property
     def stack(self) -> tuple[int, int, int]:
-        """(repeats, stages, layers per stage)."""
+        """The sizes of a parameter's first axes: (repeats, stages, layers per stage)."""
         visits = self.num_stages * self.config.num_repeats
         return self.config.num_repeats, self.num_stages, self.num_layers // visits
 
@@ -63,72 +70,65 @@ class Runner:
         return self.stack[2]
 
     def run(
-        self,
-        layers: Any,
-        x: Array,
-        side: dict[str, Array | None],
-        *,
-        keys: Array | None = None,
-        owned: Any = None,
+        self, layers: Any, x: Array, side: Side, *, keys: Array | None = None
     ) -> tuple[Array, PyTree]:
-        """The layers on x, laid out by `batches.arrange`, and so is the result; and the metrics.
+        """Applies all layers to activations; returns the result and the metrics of all layers.
 
-        side: what a layer reads beside x, by the names of its arguments. keys: for dropout, as
-        `ops.dropout.sequence_keys` makes them. owned: the layers laid out by `Layout.owned`, which
-        get the gradient with `own`.
+        - `layers`: the stacked layers.
+        - `x`: activations laid out by `batches.arrange`; the result has the same layout.
+        - `side`: what a layer reads beside x, `[batch, …]` each, by the names of its arguments.
+        - `keys`: for dropout, as `ops.dropout.sequence_keys` makes them; None leaves it out.
         """
         side = with_keys(side, keys)
         if not self.in_microbatches:
             side = jax.tree.map(self.batches.arrange, side)
-            return self._run_whole_batch(layers, x, side, owned)
-        config = self.config
+            return self._run_whole_batch(layers, x, side)
         return run_pipeline(
             self._apply_stage,
-            self._stack(layers, owned),
+            self._stack(layers),
             x,
             jax.tree.map(self.batches.on_every_stage, side),
             schedule=self.schedule("circular"),
-            backward="accumulate" if config.accumulates else "autodiff",
-            parts=self.loop_parts,
-            **self._options(layers),
+            options=self._options(layers),
         )
 
     def loss(
         self,
         layers: Any,
-        enter: Enter,
-        leave: Leave,
-        weights: tuple[PyTree, PyTree],
+        ends: ModelEnds,
         inputs: tuple[PyTree, PyTree],
-        side: dict[str, Array | None],
+        side: Side,
         *,
         keys: Array | None = None,
         metric_weights: PyTree = None,
-        owned: Any = None,
     ) -> tuple[Array, tuple[Array, PyTree]]:
         """The loss of the whole model by 1F1B, and its two parts; see `run_one_f_one_b`.
 
-        weights: of `enter` and of `leave`. inputs: what they read, `[batch, …]`. Both work on one
-        microbatch, activations laid out by `batches.axes` without the first. keys, owned: as in
-        `run`.
+        - `layers`: the stacked layers.
+        - `ends`: what comes before and after the layers. Both functions work on one microbatch;
+          its activations have the axes of `batches.axes` without the first.
+        - `inputs`: what `ends.enter` and what `ends.leave` reads, each `[batch, …]`.
+        - `side`, `keys`: as in `run`.
+        - `metric_weights`: the weight of each metric of a layer in the loss.
         """
         arrays = (inputs[0], with_keys(side, keys), inputs[1])
         return run_one_f_one_b(
-            enter,
+            ends.enter,
             self._apply_stage,
-            leave,
-            Weights(enter=weights[0], stages=self._stack(layers, owned), leave=weights[1]),
+            ends.leave,
+            Weights(ends.enter_weights, self._stack(layers), ends.leave_weights),
             Inputs(*jax.tree.map(self.batches.on_every_stage, arrays)),
             schedule=self.schedule("1f1b"),
             metric_weights=metric_weights,
-            **self._options(layers),
+            options=self._options(layers),
         )
 
     @property
     def batches(self) -> Batches:
-        """How a batch is cut up and laid out on this mesh.
+        """How a batch is cut and laid out on the ambient mesh.
 
-        Raises InputError on a mesh of other stages, and when microbatches do not fit them.
+        Raises InputError on a mesh with another number of stages, and when the number of
+        microbatches does not fit the stages.
         """
         on_mesh = ambient_mesh().stage
         if on_mesh != self.num_stages:
@@ -149,8 +149,14 @@ class Runner:
         """Whether the batch goes through the layers microbatch by microbatch."""
         return _in_microbatches(self.config, self.num_stages)
 
-    def schedule(self, name: str) -> Any:
-        """The timetable of that name; InputError when its numbers do not fit together."""
+    @overload
+    def schedule(self, name: Literal["circular"]) -> CircularSchedule: ...
+
+    @overload
+    def schedule(self, name: Literal["1f1b"]) -> OneForwardOneBackward: ...
+
+    def schedule(self, name: str) -> Schedule:
+        """The schedule called `name`; raises InputError when its numbers do not fit together."""
         repeats, stages, _ = self.stack
         return make_schedule(
             name,
@@ -160,15 +166,15 @@ class Runner:
             delay=self.config.forwarding_delay,
         )
 
-    def _stack(self, layers: Any, owned: Any) -> tuple[Any, Array]:
-        """What the stages get: the layers, and the number of each.
+    def _stack(self, layers: Any) -> tuple[Any, Array]:
+        """The parameters of the stages: the layers, and the number of each.
 
-        Both are in copies if each device owns its part of the gradients.
+        Both have an axis of copies if each device gets its shard of the gradients.
         """
         numbers = self._numbers
-        if self.own:
-            layers = self._owners(layers, skip=0, axis=2).lend(layers, owned)
-            copies = math.prod(mesh_sizes()[axis] for axis in self.own)
+        if self.weights.zero1:
+            layers = self._shards(layers, skip=0, axis=2).copies(layers)
+            copies = math.prod(mesh_sizes()[axis] for axis in self.weights.zero1)
             numbers = jnp.repeat(numbers[:, :, None], copies, axis=2)
         return layers, place(numbers, self._numbers_spec)
 
@@ -178,18 +184,16 @@ class Runner:
 
     @property
     def _numbers_spec(self) -> P:
-        copies = (self.own,) if self.own else ()
+        copies = (self.weights.zero1,) if self.weights.zero1 else ()
         return P(*self.layout.spec(None, "stage"), *copies, None)
 
-    def _apply_stage(
-        self, stack: tuple[Any, Array], x: Array, side: dict[str, Array | None]
-    ) -> tuple[Array, PyTree]:
-        """The layers of one stage on one microbatch, in copies where the weights are."""
-        layout = self.layout.gathered(self._gathered_axes)
+    def _apply_stage(self, stack: tuple[Any, Array], x: Array, side: Side) -> tuple[Array, PyTree]:
+        """Applies the layers of one stage to one microbatch, once per copy of the weights."""
+        layout = self.layout.gathered(gathered_axes(self.config))
         stack = with_layout(stack[0], layout), stack[1]
 
-        def run(stack: Any, x: Array, side: dict[str, Array | None]) -> tuple[Array, PyTree]:
-            return self._run_layers(lambda x, layer: call_layer(layer, x, side), stack, x)
+        def run(stack: Any, x: Array, side: Side) -> tuple[Array, PyTree]:
+            return self._in_turn(lambda x, layer: call_layer(layer, x, side), stack, x)
 
         copies = self.layout.axes("copy")
         if not copies:
@@ -198,95 +202,78 @@ class Runner:
         x, metrics = jax.vmap(run, spmd_axis_name=copies)(stack, x, side)
         return x, over_layers(metrics, copies=0)
 
-    def _run_whole_batch(
-        self,
-        layers: Any,
-        x: Array,
-        side: dict[str, Array | None],
-        owned: Any,
-    ) -> tuple[Array, PyTree]:
-        """All layers on the whole batch, in copies if each device owns its part of gradients.
+    def _run_whole_batch(self, layers: Any, x: Array, side: Side) -> tuple[Array, PyTree]:
+        """Applies all layers to the whole batch, in copies if gradients are sharded by ZeRO-1.
 
-        Copies are made layer by layer, so that the gradient of one layer at a time exists whole.
+        Copies are made layer by layer, so that the full gradient of only one layer exists at a
+        time.
         """
         copies = self.layout.axes("copy")
-        owners = self._owners(layers, skip=3, axis=0) if copies else None
+        shards = self._shards(layers, skip=3, axis=0) if copies else None
         call = functools.partial(call_layer, microbatches=self.batches.microbatches)
 
         def apply(x: Array, stacked: Any) -> tuple[Array, PyTree]:
-            layer, owned, number = stacked
-            if owners is None:
+            layer, number = stacked
+            if shards is None:
                 return call((layer, number), x, side)
 
-            def one(layer: Any, x: Array, side: dict[str, Array | None]) -> tuple[Array, PyTree]:
+            def one(layer: Any, x: Array, side: Side) -> tuple[Array, PyTree]:
                 return call((layer, number), x, side)
 
-            return jax.vmap(one, spmd_axis_name=copies)(owners.lend(layer, owned), x, side)
+            return jax.vmap(one, spmd_axis_name=copies)(shards.copies(layer), x, side)
 
-        stack = (with_layout(layers, self.layout), owned, self._numbers)
-        stack = jax.tree.map(_in_order, stack)
-        x, metrics = self._run_layers(apply, stack, x)
+        if isinstance(layers, Zero1Layers):
+            whole = with_layout(layers.whole, self.layout)
+            layers = dataclasses.replace(layers, whole=whole)
+        else:
+            layers = with_layout(layers, self.layout)
+        # There is one stage here, and `Config` allows several repeats with several stages only.
+        stack = jax.tree.map(_in_order, (layers, self._numbers))
+        x, metrics = self._in_turn(apply, stack, x)
         return x, given_out(over_layers(metrics, copies=1 if copies else None), x)
 
-    def _run_layers(self, apply: ApplyLayer, stack: Any, x: Array) -> tuple[Array, PyTree]:
-        """The layers of one stage in turn: a scan where there are several.
-
-        Where some of what they compute is offloaded they run one after the other, because no
-        compiler brings a value out of a loop inside another loop to the host.
-        """
+    @property
+    def _in_turn(self) -> LayersInTurn:
         remat = POLICIES[self.config.remat]
-        alone = self.in_microbatches and self.layers_per_stage == 1
-        unrolled = alone or (self.in_microbatches and bool(remat.offloaded))
-        if not alone:  # else the checkpoint of a tick is that of its layer
-            apply = remat.checkpoint(apply, in_scan=not unrolled)
+        return LayersInTurn(self.layers_per_stage, remat, self.in_microbatches)
 
-        def body(x: Array, layer: Any) -> tuple[Array, PyTree]:
-            x, metrics = apply(named(x, LAYER_INPUT), layer)
-            return x, jax.tree.map(lambda leaf: named(leaf, LAYER_METRICS), metrics)
-
-        if not unrolled:
-            return jax.lax.scan(body, x, stack)
-        found = []
-        for index in range(self.layers_per_stage):
-            x, metrics = body(x, jax.tree.map(lambda leaf, at=index: leaf[at], stack))
-            found.append(metrics)
-        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
-
-    def _options(self, layers: Any) -> dict[str, Any]:
-        """What both loops are told."""
+    def _options(self, layers: Any) -> LoopOptions:
+        """The options for either loop."""
         # One layer's input is the stage's input, which is kept anyway.
         inputs = self.layers_per_stage > 1 and self.config.save_decoder_layer_input
-        return {
-            "shift_by": self.config.shift,
-            "remat": POLICIES[self.config.remat],
-            "saved_in_stage": (LAYER_METRICS, LAYER_INPUT) if inputs else (LAYER_METRICS,),
-            "grad_dtype": self.grad_dtype if self.config.accumulates else None,
-            "lending": self._lending(layers),
-            "over": self.over,
-        }
+        accumulate = None
+        if self.config.accumulates:
+            accumulate = Accumulation(
+                grad_dtype=self.weights.grad_dtype, weights=self._gathering(layers)
+            )
+        return LoopOptions(
+            shift_by=self.config.shift,
+            remat=POLICIES[self.config.remat],
+            saved_in_stage=(LAYER_METRICS, LAYER_INPUT) if inputs else (LAYER_METRICS,),
+            accumulate=accumulate,
+            parts=self.parts,
+        )
 
-    @property
-    def _gathered_axes(self) -> tuple[str, ...]:
-        return gathered_axes(self.config)
-
-    def _lending(self, layers: Any) -> Lending:
-        copies = self.layout.axes("copy")
+    def _gathering(self, layers: Any) -> WeightGathering:
+        copies, zero1 = self.layout.axes("copy"), self.weights.zero1
         ahead = self.config.fsdp_gather == "prefetch"
-        if not (copies and self.config.accumulates):
-            return Lending(ahead=ahead)
-        owners = self._owners(layers, skip=0, axis=2)
-        return Lending(
-            specs=(*(owners.lent if self.own else owners.stored), self._numbers_spec),
-            lent=self.own,
+        if not copies:
+            return WeightGathering(ahead=ahead)
+        shards, gathered = self._shards(layers, skip=0, axis=2), gathered_axes(self.config)
+        return WeightGathering(
+            specs=(*(shards.copy_specs if zero1 else shards.stored), self._numbers_spec),
+            zero1=zero1,
             copies=copies,
-            gathered=self._gathered_axes,
-            dtype=self.dtype if self._gathered_axes else None,
+            gathered=gathered,
+            dtype=self.weights.dtype if gathered else None,
             ahead=ahead,
         )
 
-    def _owners(self, layers: Any, *, skip: int, axis: int) -> Owners:
-        return make_owners(
-            layers, self.layout, self.own, skip=skip, axis=axis, dtype=self.grad_dtype
+    def _shards(self, layers: Any, *, skip: int, axis: int) -> GradientShards:
+        whole = layers.whole if isinstance(layers, Zero1Layers) else layers
+        weights = self.weights
+        return gradient_shards(
+            whole, self.layout, weights.zero1, skip=skip, axis=axis, dtype=weights.grad_dtype
         )
 
 
@@ -295,16 +282,20 @@ def make_runner(
     *,
     num_layers: int,
     layout: Layout = Layout(),
-    dtype: str | None = None,
-    grad_dtype: str | None = None,
-    own: tuple[str, ...] = (),
-    over: OverStages = over_stages,
-    loop_parts: LoopParts = DEFAULT_PARTS,
+    weights: WeightOptions = WeightOptions(),
+    parts: LoopParts = DEFAULT_PARTS,
 ) -> Runner:
-    """The runner for the ambient mesh; the arguments are those of `CircularPipeline`.
+    """Makes the runner for the ambient mesh.
 
-    Raises InputError when layers do not divide. Microbatches are a matter of the batch: weights are
-    held on meshes that the numbers of the schedule do not fit.
+    - `config`: how the layers run over the stages.
+    - `num_layers`: the number of layers of the whole model.
+    - `layout`: the mesh axes that each logical axis is sharded over.
+    - `weights`: as for `CircularPipeline`.
+    - `parts`: pieces of the loop that an experiment exchanges.
+
+    Raises InputError when the layers do not divide into stages and repeats. The number of
+    microbatches is not checked here but when a batch comes, so that a model can be created on a
+    mesh that its number of microbatches does not fit.
     """
     mesh = ambient_mesh()
     divides(
@@ -313,20 +304,20 @@ def make_runner(
         rule=f"{num_layers} layers do not split into {mesh.stage} stages × "
         f"{config.num_repeats} repeats",
     )
-    own = tuple(axis for axis in layout.axes("batch") if axis in own)
-    copies = {*own}
+    on_mesh = layout.axes("batch")
+    zero1 = tuple(axis for axis in on_mesh if axis in weights.zero1)
+    copies = {*zero1}
+    # Where the loop adds up gradients, each device adds up those of its own sequences on a copy of
+    # the weights, and the sum over devices is made once, after the ticks.
     if config.accumulates and _in_microbatches(config, mesh.stage):
         copies |= {"data", *gathered_axes(config)}
     return Runner(
         config,
         num_layers,
         mesh.stage,
-        layout.in_copies(tuple(axis for axis in layout.axes("batch") if axis in copies)),
-        dtype,
-        grad_dtype,
-        own,
-        over,
-        loop_parts,
+        layout.in_copies(tuple(axis for axis in on_mesh if axis in copies)),
+        dataclasses.replace(weights, zero1=zero1),
+        parts,
     )
 
 
@@ -336,7 +327,7 @@ def _in_order(leaf: Array) -> Array:
 
 
 def gathered_axes(config: PipelineConfig) -> tuple[str, ...]:
-    """Mesh axes over which weights are gathered before the ticks that use them."""
+    """The mesh axes over which weights are gathered before the ticks that use them."""
     return () if config.fsdp_gather == "use" else ("fsdp",)
 
 

@@ -1,4 +1,4 @@
-"""Who does what at each tick, as plain integers: no arrays, no JAX."""
+"""Schedules: what each stage does at each tick, in plain integers without arrays or JAX."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from nnx_pipeline.errors import InputError, divides, one_of
 
 @dataclass(frozen=True)
 class Work:
-    """A stage applies its layers of `repeat` to `microbatch`."""
+    """One visit: a stage applies its layers of `repeat` to `microbatch`."""
 
     microbatch: int
     repeat: int
@@ -17,13 +17,18 @@ class Work:
 
 @dataclass(frozen=True)
 class CircularSchedule:
-    """Every microbatch passes all stages, `repeats` times; one repeat is the plain pipeline.
+    """The circular schedule: every microbatch passes all S stages, R times over.
 
-    What a stage gives at a tick reaches the next one `delay` ticks later, so at tick t stage s is
-    at its own time t - delay · s. At time k it works on microbatch k mod M in repeat k // M: all M
-    microbatches of a repeat follow each other without a gap, and the pipeline fills and drains
-    once. That takes M · R + delay · (S - 1) ticks, of which the latter are a bubble on every stage.
-    With a delay of 2 the transfer of one tick runs beside the work of the next.
+    - `stages`: their number S.
+    - `microbatches`: their number M.
+    - `repeats`: how often a microbatch passes all stages, R; with 1 it is the plain pipeline.
+    - `delay`: ticks until the output of a stage reaches the next one, 1 or 2. With 2 the transfer
+      of one tick overlaps with the work of the next.
+
+    At tick t stage s is at its own time t - delay · s. At time k it works on microbatch k mod M in
+    repeat k // M: all M microbatches of a repeat follow each other without a gap, and the pipeline
+    fills and drains once. That takes M · R + delay · (S - 1) ticks, of which the second term is a
+    bubble on every stage.
 
     Raises InputError unless the microbatches are a multiple of the stages, and delay · S or more.
     """
@@ -45,17 +50,17 @@ class CircularSchedule:
 
     @property
     def ticks(self) -> int:
-        """Length of the loop."""
+        """The number of ticks of the loop."""
         return self.microbatches * self.repeats + self.bubble_ticks
 
     @property
     def bubble_ticks(self) -> int:
-        """Ticks that each stage is idle."""
+        """The number of ticks in which a stage is idle, the same for every stage."""
         return self.delay * (self.stages - 1)
 
     @property
     def bubble_share(self) -> float:
-        """The idle part of all stage-ticks, between 0 and 1."""
+        """The fraction of ticks in which a stage is idle, between 0 and 1."""
         return self.bubble_ticks / self.ticks
 
     def work(self, tick: int, stage: int) -> Work | None:
@@ -66,12 +71,12 @@ class CircularSchedule:
         return Work(time % self.microbatches, time // self.microbatches)
 
     def rows(self) -> Iterator[list[Work | None]]:
-        """The timetable, one list over the stages for each tick."""
+        """The timetable: for each tick a list with the work of every stage."""
         for tick in range(self.ticks):
             yield [self.work(tick, stage) for stage in range(self.stages)]
 
     def to_json(self) -> dict[str, Any]:
-        """Numbers and timetable, [microbatch, repeat] by tick and stage, for machines to read."""
+        """The numbers and the timetable as JSON: [microbatch, repeat] by tick and stage."""
         return {
             "schedule": "circular",
             "stages": self.stages,
@@ -84,53 +89,59 @@ class CircularSchedule:
             "timetable": _pairs(self.rows()),
         }
 
-    # A microbatch is stored by one stage while it waits: [stages, slots], microbatch m of the input
-    # at [m // slots, m mod slots]. Each tick one slot of all stages moves one stage to stage 0,
-    # which takes what it finds there, and the last stage puts something into the free place.
-    # What is put in comes out stages · slots ticks later.
+    # A microbatch that waits is stored by one stage, in a buffer [stages, slots]: microbatch m of
+    # the input at [m // slots, m mod slots]. At each tick one slot is due, the same on all stages:
+    # stage 0 takes what it has there, every other stage sends what it has there one stage towards
+    # stage 0, and the last stage puts something new into its place, which is then free. What is
+    # put in comes out stages · slots ticks later.
 
     @property
     def stream_slots(self) -> int:
-        """Slots per stage that hold inputs not yet taken, then outputs: M / S."""
+        """Slots per stage for inputs that stage 0 has not taken yet, and for outputs: M / S."""
         return self.microbatches // self.stages
 
     @property
     def queue_slots(self) -> int:
         """Slots per stage for microbatches between two repeats: M / S - delay; 0 for one repeat.
 
-        A microbatch reaches stage 0 again delay · S ticks after it entered there, and enters M
-        ticks after: it waits S · (M / S - delay) ticks. With M = delay · S it goes straight round.
+        A microbatch is back at stage 0 delay · S ticks after it entered there, and enters again M
+        ticks after: it waits for S · (M / S - delay) ticks. With M = delay · S it does not wait.
         """
         return self.stream_slots - self.delay if self.repeats > 1 else 0
 
     @property
     def is_ring(self) -> bool:
-        """Whether what leaves the last stage is at once taken by the first."""
+        """Whether the first stage takes the output of the last stage as soon as it arrives."""
         return self.repeats > 1 and self.queue_slots == 0
 
     @property
     def first_output_tick(self) -> int:
-        """The tick at whose end the last stage has finished microbatch 0."""
+        """The tick in which the last stage applies its layers to microbatch 0 for the last time."""
         return self.microbatches * (self.repeats - 1) + self.bubble_ticks
 
 
 @dataclass(frozen=True)
 class OneForwardOneBackward:
-    """Every stage forwards one microbatch and takes another one back at each tick.
+    """The 1F1B schedule: each stage makes one forward and one backward visit at each tick.
 
-    With repeats (interleaved 1F1B) a group of S microbatches goes through all of them before the
-    next group enters, so that what leaves the last stage is at once taken by the first. At tick
-    t stage s makes its forward visit t - s and its backward visit t - (S · R - 1) - (S - 1 - s),
-    counted from 0: the last stage takes a microbatch back in the tick in which it forwarded it for
-    the last time, and what a stage gives travels one stage per tick. Backward visits go through
-    the repeats from the last to the first. A stage keeps what it needs of a visit between the two,
-    2 · (S · (R - repeat) - s) - 1 ticks: never more than 2 · S · R - 1 visits, however many there
-    are.
+    - `stages`: their number S.
+    - `microbatches`: their number M.
+    - `repeats`: how often a microbatch passes all stages, R; with 2 or more it is interleaved 1F1B.
 
-    That takes M · R + S · (R + 1) - 2 ticks. In the first S · R - 1 nothing is taken back yet and
-    in the last S · R - 1 nothing is forwarded any more, so that each stage does the work of
-    M · R + S - 1 forward and as many backward visits in time, as with the circular schedule, S - 1
-    of each a bubble.
+    A group of S microbatches goes through all repeats before the next group enters, so that the
+    first stage takes the output of the last one as soon as it arrives. At tick t stage s makes its
+    forward visit t - s and its backward visit t - (S · R - 1) - (S - 1 - s), counted from 0. So the
+    last stage makes the first backward visit of a microbatch in the same tick as its last forward
+    visit, and outputs and cotangents travel one stage per tick. Backward visits go through the
+    repeats from the last to the first.
+
+    A stage keeps what the backward visit needs of the forward visit for
+    2 · (S · (R - repeat) - s) - 1 ticks, counting those of both visits. So it never keeps more than
+    2 · S · R - 1 visits, however many microbatches there are.
+
+    The loop takes M · R + S · (R + 1) - 2 ticks. The first S · R - 1 have no backward visits, and
+    the last S · R - 1 no forward visits. So in each direction a stage spends the time of
+    M · R + S - 1 visits, of which S - 1 are a bubble, as with the circular schedule.
 
     Raises InputError unless the microbatches are a multiple of the stages.
     """
@@ -145,68 +156,72 @@ class OneForwardOneBackward:
 
     @property
     def visits(self) -> int:
-        """Forward visits of each stage, and as many backward."""
+        """The number of forward visits of each stage, which makes as many backward visits."""
         return self.microbatches * self.repeats
 
     @property
     def ticks(self) -> int:
-        """Length of the loop: its three phases together."""
+        """The number of ticks of the loop: its three phases together."""
         return self.visits + self.turn + self.stages - 1
 
     @property
     def turn(self) -> int:
-        """Ticks from the first forward visit to the first backward visit, S · R - 1."""
+        """Ticks from the first forward visit of all to the first backward visit: S · R - 1."""
         return self.stages * self.repeats - 1
 
     @property
     def bubble_ticks(self) -> int:
-        """Forward visits, and as many backward ones, that each stage sits out or does in vain."""
+        """Visits per direction in which a stage idles, or computes and discards the result."""
         return self.stages - 1
 
     @property
     def bubble_share(self) -> float:
-        """The idle part of the time, between 0 and 1, whatever a backward visit costs."""
+        """The fraction of the time in which a stage is idle, between 0 and 1.
+
+        It does not depend on what a backward visit costs, as each direction has the same fraction.
+        """
         return self.bubble_ticks / (self.visits + self.bubble_ticks)
 
     @property
     def ring_slots(self) -> int:
-        """Visits of which a stage keeps something at the same time, at most."""
+        """The most visits of which a stage keeps something at the same time."""
         return 2 * self.stages * self.repeats - 1
 
     @property
     def phases(self) -> tuple[range, range, range]:
-        """Ticks that only forward, that do both, and that only take back."""
+        """The ticks with forward visits only, with both kinds, and with backward visits only."""
         first, last = self.turn, self.visits + self.stages - 1
         return range(first), range(first, last), range(last, self.ticks)
 
     def forward(self, tick: int, stage: int) -> Work | None:
-        """What `stage` forwards at `tick`; None in a bubble."""
+        """The forward visit of `stage` at `tick`; None in a bubble."""
         return self._work(tick - stage)
 
     def backward(self, tick: int, stage: int) -> Work | None:
-        """What `stage` takes back at `tick`; None in a bubble."""
+        """The backward visit of `stage` at `tick`; None in a bubble."""
+        # Backward visits have the order of forward visits, but count the repeats from the last.
         work = self._work(tick - self.turn - (self.stages - 1 - stage))
         return work and Work(work.microbatch, self.repeats - 1 - work.repeat)
 
     def forwarded_at(self, work: Work, stage: int) -> int:
-        """The tick in which `stage` forwards what it is to take back as `work`."""
+        """The tick of the forward visit of `stage` that belongs to the backward visit `work`."""
         group, place = divmod(work.microbatch, self.stages)
         return stage + (group * self.repeats + work.repeat) * self.stages + place
 
     def forward_rows(self) -> Iterator[list[Work | None]]:
-        """The forward timetable, one list over the stages for each tick."""
+        """The forward timetable: for each tick a list with the visit of every stage."""
         for tick in range(self.ticks):
             yield [self.forward(tick, stage) for stage in range(self.stages)]
 
     def backward_rows(self) -> Iterator[list[Work | None]]:
-        """The backward timetable, one list over the stages for each tick."""
+        """The backward timetable: for each tick a list with the visit of every stage."""
         for tick in range(self.ticks):
             yield [self.backward(tick, stage) for stage in range(self.stages)]
 
     def to_json(self) -> dict[str, Any]:
-        """What the circular schedule gives, and the backward timetable, phases and ring slots.
+        """The same as for the circular schedule, with backward timetable, phases and ring slots.
 
-        A phase is its first tick and the one after its last.
+        A phase is written as its first tick and the tick after its last.
         """
         names = ("forward_only", "both", "backward_only")
         return {
@@ -228,7 +243,7 @@ class OneForwardOneBackward:
         }
 
     def _work(self, visit: int) -> Work | None:
-        """The visit of that number: S microbatches, one repeat after the other, then the next S."""
+        """Visit number `visit`: S microbatches go through all repeats, and then the next S."""
         if not 0 <= visit < self.visits:
             return None
         rounds, place = divmod(visit, self.stages)
@@ -259,13 +274,20 @@ SCHEDULE_NAMES = ("circular", "1f1b")
 def make_schedule(
     name: str, *, stages: int, microbatches: int, repeats: int = 1, delay: int = 1
 ) -> Schedule:
-    """The timetable called `name`; raises InputError for numbers that it has no place for."""
+    """Makes the schedule called `name`.
+
+    - `name`: one of `SCHEDULE_NAMES`.
+    - `stages`, `microbatches`, `repeats`, `delay`: as for `CircularSchedule`; 1F1B needs a delay
+      of 1.
+
+    Raises InputError for an unknown name and for numbers that do not fit the schedule.
+    """
     one_of("schedule", name, SCHEDULE_NAMES)
     if name == "circular":
         return CircularSchedule(stages, microbatches, repeats, delay)
     if delay != 1:
         raise InputError(
-            f"schedule=1f1b hands on at every tick what a stage gives, so delay={delay} must be 1; "
-            "choose delay=1 or schedule=circular"
+            f"schedule=1f1b does not support delay={delay}: the next stage uses an output at the "
+            "next tick; choose delay=1 or schedule=circular"
         )
     return OneForwardOneBackward(stages, microbatches, repeats)

@@ -1,58 +1,29 @@
-"""A pytest plugin: the fixture `compile_memory`, and budgets of memory in `memory-budgets.toml`.
+"""A pytest plugin with the fixture `compile_memory` and memory budgets in `memory-budgets.toml`.
 
-pytest imports this file before any conftest.py, in every project of an environment that has it. It
-must therefore be quick, and must not import JAX, whose flags a conftest may still set: the fixture
-does.
+pytest imports this file before any conftest.py, in every project of an environment in which this
+package is installed. It must therefore import fast, and must not import JAX, whose flags a conftest
+may still set; the fixture imports JAX when a test asks for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nnx_pipeline import budgets
-from nnx_pipeline.budgets import Budgets, Figures, Key
 from nnx_pipeline.errors import InputError
+from nnx_pipeline.pytest_plugin import budgets
+from nnx_pipeline.pytest_plugin.budgets import Budgets, Figures, Key
+from nnx_pipeline.pytest_plugin.session import Results, SessionBudgets
 
 if TYPE_CHECKING:
-    from nnx_pipeline.budget_fixture import CompileMemory
+    from nnx_pipeline.pytest_plugin.fixture import CompileMemory
 
 UPDATE = "--update-memory-budgets"
 TOLERANCE = "memory_budget_tolerance"
-RESULTS = pytest.StashKey["Results"]()
-SESSION = pytest.StashKey["SessionBudgets"]()
-
-
-@dataclass
-class Results:
-    """What one test measured: the texts of its figures, what it asked for, and hints."""
-
-    descriptions: list[str] = field(default_factory=list)
-    asked: dict[Key, Figures] = field(default_factory=dict)
-    hints: list[str] = field(default_factory=list)
-
-
-@dataclass
-class SessionBudgets:
-    """The budgets of a test run. The process that reports collects; workers of xdist do not.
-
-    selected: whether tests of some file were left out, so that a missing one may still exist.
-    """
-
-    path: Path
-    budgets: Budgets
-    update: bool
-    tolerance: float
-    selected: bool = False
-    collected: int = 0
-    seen: set[str] = field(default_factory=set)
-    passed: dict[str, dict[Key, Figures]] = field(default_factory=dict)
-    hints: list[str] = field(default_factory=list)
-    summary: list[str] = field(default_factory=list)
+RESULTS = pytest.StashKey[Results]()
+SESSION = pytest.StashKey[SessionBudgets]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -60,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         UPDATE,
         action="store_true",
-        help=f"Write what the tests that pass measure to {budgets.FILE} instead of comparing.",
+        help=f"Write the figures of passing tests to {budgets.FILE} instead of comparing them.",
     )
     parser.addini(
         TOLERANCE,
@@ -84,33 +55,34 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _share(text: str) -> float:
+    """The tolerance in the ini file, a share such as 0.01; raises InputError for another text."""
     try:
         share = float(text)
     except ValueError:
         share = -1
     if not 0 <= share < 1:
         raise InputError(
-            f"{TOLERANCE} = {text!r} is no share of 0 or more and below 1; write 0.01 for 1 %"
+            f"{TOLERANCE} = {text!r} is not a number from 0 to below 1; write 0.01 for 1 %"
         )
     return share
 
 
 def _names_single_tests(config: pytest.Config) -> bool:
-    """Whether the command line names tests rather than files; `--lf` leaves out some silently."""
+    """Whether the command line selects single tests; `--lf` leaves out the others silently."""
     return any("::" in arg for arg in config.args) or bool(config.getoption("lf", False))
 
 
 @pytest.fixture
 def compile_memory(request: pytest.FixtureRequest) -> CompileMemory:
-    """Compiles a function for a platform and gives what it takes; nothing is computed.
+    """Compiles a function for a platform and returns the memory that it needs; nothing is computed.
 
-    `compile_memory(fn, args, mesh=…, platform=…)` with a tuple of abstract arguments, or
+    Call `compile_memory(fn, args, mesh=…, platform=…)` with a tuple of abstract arguments, or
     `compile_memory.step(config, mesh, platform)` for a training step of nnx_pipeline. The result
-    has figures (`temp_bytes`, `heap_bytes`, `peak_bytes`, `flops`, `collectives`, …),
-    `assert_at_most(temp_bytes=…)` and `within_budget()`. Skips the test where the compiler of the
-    platform is not installed.
+    has figures (`temp_bytes`, `heap_bytes`, `peak_bytes`, `flops`, `collectives`, …) and the
+    methods `assert_at_most(temp_bytes=…)` and `within_budget()`. The test is skipped where the
+    compiler of the platform is not installed.
     """
-    from nnx_pipeline.budget_fixture import CompileMemory
+    from nnx_pipeline.pytest_plugin.fixture import CompileMemory
 
     results = request.node.stash.setdefault(RESULTS, Results())
     return CompileMemory(name_of(request.node), request.config.stash[SESSION], results)
@@ -120,17 +92,19 @@ def compile_memory(request: pytest.FixtureRequest) -> CompileMemory:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Puts the figures below a failure, and what was measured into the report.
+    """Adds the figures to a failed report, and what the test measured to every report.
 
-    A report goes from the workers of xdist to the process that collects.
+    With xdist, reports travel from the workers to the process that collects them.
     """
     report = yield
     results = item.stash.get(RESULTS, Results())
+    # The message of MemoryExceeded has the figures already. The class is compared by name, because
+    # importing it would import JAX.
     shown = call.excinfo is not None and type(call.excinfo.value).__name__ == "MemoryExceeded"
     if report.failed and not shown:
         report.sections += [("compile memory", text) for text in results.descriptions]
     measured = results if report.when == "call" else Results()
-    # An attribute of a report travels with it, if it is made of lists, dicts, texts and numbers.
+    # xdist sends the attributes of a report too, if they are lists, dicts, strings and numbers.
     vars(report)["memory_budgets"] = {
         "test": name_of(item),
         "asked": [[list(key), dict(figures)] for key, figures in measured.asked.items()],
@@ -141,7 +115,7 @@ def pytest_runtest_makereport(
 
 
 def name_of(item: pytest.Item) -> str:
-    """The test without the group that xdist's `--dist=loadgroup` appends."""
+    """The id of a test without the group that `--dist=loadgroup` of xdist appends to it."""
     marker = item.get_closest_marker("xdist_group")
     if marker is None:
         return item.nodeid
@@ -155,7 +129,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """A conftest may leave out items and tell nobody."""
+    """Notes whether tests were left out.
+
+    A conftest may remove some without a call of `pytest_deselected`, so the tests are counted.
+    """
     mine = session.config.stash[SESSION]
     mine.selected |= len(session.items) < mine.collected
 
@@ -166,14 +143,19 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 
 class Collector:
-    """Collects the reports; only the process that writes the file has one."""
+    """Collects what the reports say was measured, and writes the budget file at the end.
+
+    Only the process that writes the file has one; workers of xdist do not.
+
+    - `session`: the budgets of the test run.
+    """
 
     def __init__(self, session: SessionBudgets) -> None:
         self.session = session
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         measured: dict[str, Any] | None = getattr(report, "memory_budgets", None)
-        if measured is None:  # the test of a worker that crashed
+        if measured is None:  # the report of xdist for a test in which a worker crashed
             self.session.seen.add(report.nodeid)
             return
         self.session.seen.add(measured["test"])
@@ -187,6 +169,7 @@ class Collector:
         mine = self.session
         if not mine.update:
             return
+        # Only a run that came to its end, with status 0 or 1 (tests failed), shows what is gone.
         stopped = session.shouldstop or session.shouldfail
         whole = not mine.selected and not stopped and exitstatus in (0, 1)
         try:
@@ -213,7 +196,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def _gone(test: str, session: SessionBudgets, whole: bool) -> bool:
-    """Whether a test is no more: its file is not there, or has run as a whole without it."""
+    """Whether a test no longer exists: its file is missing, or ran completely without this test.
+
+    - `test`: the id of the test.
+    - `session`: the budgets of the test run.
+    - `whole`: whether every test of each file that ran was run.
+    """
     file = test.partition("::")[0]
     if not (session.path.parent / file).exists():
         return True
@@ -222,6 +210,7 @@ def _gone(test: str, session: SessionBudgets, whole: bool) -> bool:
 
 
 def _what_changed(old: Budgets, new: Budgets) -> list[str]:
+    """Lines that say which budgets are new, changed or removed, and how many stayed the same."""
     added = [f"new: {key}" for key in sorted(set(new) - set(old))]
     removed = [f"removed: {key} ({key.compiler})" for key in sorted(set(old) - set(new))]
     changed = [
@@ -230,8 +219,9 @@ def _what_changed(old: Budgets, new: Budgets) -> list[str]:
         if old[key] != new[key]
     ]
     same = len(set(old) & set(new)) - len(changed)
-    return [*added, *changed, *removed, f"{same} budgets as they were"]
+    return [*added, *changed, *removed, f"{same} budgets unchanged"]
 
 
 def _figures(figures: Figures) -> str:
+    """The figures of a budget in one line, such as `heap 1,024, temp 2,048`."""
     return ", ".join(f"{k.removesuffix('_bytes')} {v:,}" for k, v in sorted(figures.items()))

@@ -1,30 +1,31 @@
-"""A measurement as tests use it: its figures, assertions on them, and what a failure says."""
+"""A measurement as tests use it: figures, assertions on them, and the messages of failures."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from nnx_pipeline.errors import InputError, nearest
-from nnx_pipeline.lab.attribution_view import short_operation, short_source
-from nnx_pipeline.lab.compile import Measurement
-from nnx_pipeline.lab.report import CPU_WARNING, compiler, megabytes
-from nnx_pipeline.lab.unread_view import unread_lines
+from nnx_pipeline.lab.compile.measure import Measurement
+from nnx_pipeline.lab.report.memory_tables import short_operation, short_source
+from nnx_pipeline.lab.report.tables import CPU_WARNING, compiler, megabytes
+from nnx_pipeline.lab.report.unread import unread_lines
 
 TOP = 8  # rows of buffers in a message
-SMALL = 0.01  # a smaller share of the heap is left out of it
+SMALL = 0.01  # of the heap; a message leaves out smaller buffers
 
 Budgeted = Callable[["CompiledMemory", str, float | None], None]
 
 
 class MemoryExceeded(AssertionError):
-    """A program takes more than it may; the message names its largest buffers."""
+    """A program needs more than it is allowed; the message names its largest buffers."""
 
 
 @dataclass(frozen=True, repr=False)
 class CompiledMemory:
-    """What a compiled program takes, in bytes per device; None where the compiler does not say.
+    """What a compiled program needs, in bytes per device; None where the compiler does not say.
 
-    measurement: all that is known of it. budgeted: compares it with the budget of a test.
+    - `measurement`: everything that is known about the program.
+    - `budgeted`: compares it with a budget of the test, given the budget's name and a tolerance.
     """
 
     measurement: Measurement
@@ -37,17 +38,17 @@ class CompiledMemory:
 
     @property
     def heap_bytes(self) -> int | None:
-        """The device-memory heap: what is neither argument, result nor constant."""
+        """The heap in device memory: what is neither an argument, nor a result, nor a constant."""
         return self.measurement.memory.heap_bytes
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most that is in use at once, arguments included."""
+        """The largest amount in use at the same time, including arguments."""
         return self.measurement.memory.peak_bytes
 
     @property
     def argument_bytes(self) -> int:
-        """All arguments in device memory, donated ones too."""
+        """All arguments in device memory, including donated ones."""
         return self.measurement.memory.argument_bytes
 
     @property
@@ -57,51 +58,57 @@ class CompiledMemory:
 
     @property
     def output_bytes(self) -> int:
-        """All results, those in the place of a donated argument too."""
+        """All results, including those that reuse the memory of a donated argument."""
         return self.measurement.memory.output_bytes
 
     @property
     def alias_bytes(self) -> int:
-        """The results that take the place of a donated argument."""
+        """The results that reuse the memory of a donated argument."""
         return self.measurement.memory.alias_bytes
 
     @property
     def constant_bytes(self) -> int | None:
-        """What the program brings along in device memory, such as captured arrays."""
+        """Constants of the program in device memory, such as captured arrays."""
         return self.measurement.memory.constant_bytes
 
     @property
     def account_bytes(self) -> int | None:
-        """Arguments, outputs that alias none of them, constants and heap: what must fit."""
+        """What must fit: arguments, outputs not aliased to them, constants and heap."""
         return self.measurement.memory.account_bytes
 
     @property
     def host_temp_bytes(self) -> int:
-        """What the program holds in host memory."""
+        """Temporary buffers of the program in host memory."""
         return self.measurement.memory.host_temp_bytes
 
     @property
     def flops(self) -> int | None:
-        """2·m·n·k of every matrix product, loops multiplied by their trip counts.
+        """2·m·n·k for every matrix product, those in loops times the trip count.
 
-        None if one cannot be read from the program: `measurement.unread` names it.
+        None if a product cannot be read from the program; `measurement.unread` names it.
         """
         return self.measurement.flops
 
     @property
     def collectives(self) -> dict[str, dict[str, int | None]]:
-        """`ops` in the program, times `executed` and `bytes` of results, by kind of collective."""
+        """For each kind of collective: `ops`, `executed` and `bytes`.
+
+        These are how often it is in the program, how often it runs, and the bytes of its results.
+        """
         return self.measurement.collectives
 
     def __repr__(self) -> str:
-        """Short, since pytest shows it beside each figure of an assertion."""
+        """A short text, since pytest shows it beside each figure of an assertion."""
         return f"<{_subject(self.measurement)} on {self.measurement.platform}>"
 
     def assert_at_most(self, **limits: int) -> None:
-        """Raises MemoryExceeded, with the largest buffers, unless each figure is within its limit.
+        """Asserts that each of the given figures is at most its limit.
 
-        limits: any figures of this class by name, such as `temp_bytes=100_000_000`. A figure that
-        the compiler does not give is within no limit. Raises InputError for an unknown name.
+        - `limits`: any figures of this class by name, such as `temp_bytes=100_000_000`. A figure
+          that the compiler does not give exceeds every limit.
+
+        Raises MemoryExceeded, which names the largest buffers, for a figure above its limit, and
+        InputError for an unknown name, a limit that is not finite, or no limit at all.
         """
         __tracebackhide__ = True
         if not limits:
@@ -109,13 +116,13 @@ class CompiledMemory:
         too_large = []
         for name, limit in limits.items():
             if name not in _LIMITED:
-                raise InputError(f"{name}= is no figure with a limit; {nearest(name, _LIMITED)}")
+                raise InputError(f"{name}= is not a known figure; {nearest(name, _LIMITED)}")
             if not math.isfinite(limit):
-                raise InputError(f"{name}={limit} is no limit; give a number of bytes or FLOPs")
+                raise InputError(f"{name}={limit} is not a limit; give a number of bytes or FLOPs")
             value = getattr(self, name)
             if value is None:
                 too_large.append(
-                    f"{name}: no figure of this compiler, where the limit is {limit:,}"
+                    f"{name}: this compiler gives no figure, and the limit is {limit:,}"
                 )
             elif value > limit:
                 share = f" ({value / limit - 1:.1%})" if limit else ""
@@ -126,24 +133,30 @@ class CompiledMemory:
             raise MemoryExceeded("\n".join([*too_large, "", self.description()]))
 
     def within_budget(self, name: str = "", *, tolerance: float | None = None) -> bool:
-        """Compares temp, heap, peak and account with this test's entry in `memory-budgets.toml`.
+        """Asserts that temp, heap, peak and account are within this test's budget.
 
-        name: tells several budgets of one test and platform apart. tolerance: the share by which a
-        budget may be exceeded, instead of that of the project (`memory_budget_tolerance`, 1 %).
-        Gives True or raises MemoryExceeded; skips the test where only another version of the
-        compiler has a budget. Raises InputError for a name that is no text and for a tolerance
-        below 0 or of 1 and more.
+        The budget is the entry of the test in `memory-budgets.toml`.
+
+        - `name`: tells several budgets of one test and platform apart.
+        - `tolerance`: the share by which a budget may be exceeded, instead of that of the project
+          (`memory_budget_tolerance`, 1 %).
+
+        Returns True or raises MemoryExceeded. Skips the test where only another version of the
+        compiler has a budget, and fails it where none has. Raises InputError for a name that is
+        not a string, and for a tolerance below 0 or of 1 and more.
         """
         __tracebackhide__ = True
         if not isinstance(name, str):
-            raise InputError(f"within_budget({name!r}): a name is a text; write {str(name)!r}")
+            raise InputError(
+                f"within_budget({name!r}): a name must be a string; write {str(name)!r}"
+            )
         if tolerance is not None and not 0 <= tolerance < 1:
-            raise InputError(f"tolerance={tolerance} is no share; write 0.01 for 1 %")
+            raise InputError(f"tolerance={tolerance} is not a valid share; write 0.01 for 1 %")
         self.budgeted(self, name, tolerance)
         return True
 
     def description(self) -> str:
-        """Compiler, figures and the largest buffers at the peak, as lines of text."""
+        """The compiler, the figures and the largest buffers at the peak, as lines of text."""
         memory = self.measurement.memory
         shown = ("temp", "heap", "peak", "argument", "output", "constant", "account")
         sizes = (f"{name} {megabytes(getattr(memory, f'{name}_bytes'))}" for name in shown)
@@ -165,14 +178,14 @@ _LIMITED = tuple(
 
 
 def _subject(measurement: Measurement) -> str:
-    """The name of the function, or what the training step is of."""
+    """What was measured: the name of the function, or `training step`, and the mesh."""
     name = measurement.config.get("function", "training step")
     mesh = ",".join(f"{axis}={size}" for axis, size in measurement.mesh.items() if size > 1)
     return f"{name} ({mesh})" if mesh else name
 
 
 def _largest_buffers(measurement: Measurement) -> list[str]:
-    """The rows at the peak, largest first, each with where in the source it comes from."""
+    """The largest buffers at the peak, largest first, each with its line of source."""
     attribution = measurement.attribution
     if attribution is None or not attribution.buffers:
         return ["The compiler gave no list of buffers."]

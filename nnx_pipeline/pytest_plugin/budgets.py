@@ -1,8 +1,9 @@
-"""Memory budgets of tests: the file they stand in, and what exceeds them.
+"""Memory budgets of tests: the file that holds them, and which figures exceed them.
 
 `memory-budgets.toml` holds one `[[budget]]` per test, name within the test, platform and compiler
-version, in bytes per device. It belongs to `pytest --update-memory-budgets`, which writes it sorted
-and whole, without what people add by hand; what is deleted from an entry is not watched.
+version, in bytes per device. `pytest --update-memory-budgets` writes the whole file, sorted, and
+does not keep what people added by hand, such as comments. A figure that is deleted from an entry is
+not checked.
 
 Nothing here imports JAX: pytest reads the file before any conftest can set JAX's flags.
 """
@@ -19,7 +20,7 @@ from nnx_pipeline.files import write_text
 
 FILE = "memory-budgets.toml"
 FIGURES = ("temp_bytes", "heap_bytes", "peak_bytes", "account_bytes")
-TOLERANCE = 0.01  # exceeding a budget by a smaller share of it is no change
+TOLERANCE = 0.01  # the share by which a budget may be exceeded
 
 _HEAD = """\
 # Memory budgets of tests, in bytes per device, as a compiler of this version gave them.
@@ -31,7 +32,13 @@ Figures = Mapping[str, int]
 
 
 class Key(NamedTuple):
-    """What a budget is of. name: which one of several in the test, "" for its only one."""
+    """What a budget is for.
+
+    - `test`: the id of the test.
+    - `name`: tells several budgets of one test apart; empty for the only one.
+    - `platform`: what is compiled for, such as `tpu:v5p:2x2x2`.
+    - `compiler`: the packages and versions that `compiler_of` gives.
+    """
 
     test: str
     name: str
@@ -46,7 +53,12 @@ Budgets = dict[Key, Figures]
 
 
 class Change(NamedTuple):
-    """A figure that is not what its budget says; None where the compiler gives none."""
+    """A figure that differs from its budget.
+
+    - `figure`: its name, such as `heap_bytes`.
+    - `budget`: what the budget allows, in bytes.
+    - `measured`: the figure in bytes; None where the compiler does not give it.
+    """
 
     figure: str
     budget: int
@@ -66,23 +78,33 @@ class Change(NamedTuple):
 
 
 def compiler_of(platform: str, versions: Mapping[str, str | None]) -> str:
-    """What decides how much memory a program takes, such as `jaxlib 0.10.2, libtpu 0.0.42.1`.
+    """The versions that decide how much memory a program needs.
 
-    Raises InputError for the platform `local`, which is another one on each machine.
+    An example is `jaxlib 0.10.2, libtpu 0.0.42.1`. For `cpu` the machine type comes after them.
+
+    - `platform`: what is compiled for, such as `tpu:v5p:2x2x2`.
+    - `versions`: the version of each package by its name.
+
+    Raises InputError for the platform `local`, whose devices differ between machines.
     """
     packages = _PACKAGES.get(platform.partition(":")[0])
     if packages is None:
         raise InputError(
-            f"a budget of platform={platform!r} would mean another device on each machine; choose "
+            f"platform={platform!r} cannot have a budget: devices differ between machines; choose "
             "cpu, or a compiler such as tpu:v5p:2x2x2 or cuda:h100:8"
         )
     parts = [f"{name} {versions[name]}" for name in packages]
-    # XLA makes other programs for the CPUs of a laptop than for those of a server.
+    # XLA compiles different programs for the CPUs of a laptop and for those of a server.
     return ", ".join([*parts, machine()] if platform == "cpu" else parts)
 
 
 def above(measured: Mapping[str, int | None], budget: Figures, tolerance: float) -> list[Change]:
-    """The figures that exceed their budget by more than the share `tolerance`, or are missing."""
+    """The figures that exceed their budget by more than the tolerance, or are missing.
+
+    - `measured`: each figure in bytes by its name, None where the compiler does not give it.
+    - `budget`: the figures to compare with; those that it lacks are not checked.
+    - `tolerance`: a share of the budget, such as 0.01.
+    """
     changes = [Change(name, bytes_, measured.get(name)) for name, bytes_ in budget.items()]
     return [
         change
@@ -92,7 +114,12 @@ def above(measured: Mapping[str, int | None], budget: Figures, tolerance: float)
 
 
 def below(measured: Mapping[str, int | None], budget: Figures, tolerance: float) -> list[Change]:
-    """The figures that stay under their budget by more than the share `tolerance`."""
+    """The figures below their budget by more than the tolerance.
+
+    - `measured`: each figure in bytes by its name, None where the compiler does not give it.
+    - `budget`: the figures to compare with; those that it lacks are not checked.
+    - `tolerance`: a share of the budget, such as 0.01.
+    """
     changes = [Change(name, bytes_, measured.get(name)) for name, bytes_ in budget.items()]
     return [
         change
@@ -102,7 +129,10 @@ def below(measured: Mapping[str, int | None], budget: Figures, tolerance: float)
 
 
 def read(path: Path) -> Budgets:
-    """The budgets of a file, none where there is no file. Raises InputError for a broken one."""
+    """Reads the budgets of a file; there are none if the file does not exist.
+
+    Raises InputError for a file that cannot be read or holds anything but valid budgets.
+    """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -122,10 +152,11 @@ def read(path: Path) -> Budgets:
     return budgets
 
 
-_CURE = "mend it, or delete it and run `pytest --update-memory-budgets`"
+_CURE = "correct it, or delete it and run `pytest --update-memory-budgets`"
 
 
 def _entry(path: Path, number: int, entry: Any) -> tuple[Key, Figures]:
+    """One entry of the file, number `number`; raises InputError if it is not valid."""
     where = f"{path}: budget {number}"
     if not isinstance(entry, dict):
         raise InputError(f"{where} is {entry!r} and not a table; {_CURE}")
@@ -136,24 +167,26 @@ def _entry(path: Path, number: int, entry: Any) -> tuple[Key, Figures]:
     wrong = [f"{name} = {value!r}" for name, value in texts.items() if not isinstance(value, str)]
     figures = {name: value for name, value in entry.items() if name not in Key._fields}
     for name, value in figures.items():
+        # `true` is no number of bytes, though True is an int in Python.
         whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
         if name not in FIGURES or not whole:
             wrong.append(f"{name} = {value!r}")
     if wrong:
         raise InputError(
-            f"{where} has {wrong[0]}; texts are {', '.join(Key._fields)}, and whole numbers of "
+            f"{where} has {wrong[0]}; strings are {', '.join(Key._fields)}, and whole numbers of "
             f"bytes are {', '.join(FIGURES)}; {_CURE}"
         )
     return Key(**texts), figures
 
 
 def to_toml(budgets: Mapping[Key, Figures]) -> str:
-    """The file: entries sorted by key, so that the same budgets give the same text."""
+    """The content of the file, sorted by key so that the same budgets give the same text."""
     return "\n".join([_HEAD, *(_table(key, budgets[key]) for key in sorted(budgets))])
 
 
 def _table(key: Key, figures: Figures) -> str:
-    # JSON writes a string as TOML does, but for the one control character that it lets pass.
+    # A JSON string is a TOML string, too, once the one control character is escaped that JSON
+    # lets pass.
     texts = {
         name: json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         for name, value in zip(Key._fields, key, strict=True)
@@ -164,7 +197,7 @@ def _table(key: Key, figures: Figures) -> str:
 
 
 def write(path: Path, budgets: Mapping[Key, Figures]) -> None:
-    """Writes the whole file or leaves it as it was. Raises OSError."""
+    """Writes the whole file or, where that raises an OSError, leaves it as it was."""
     write_text(str(path), to_toml(budgets))
 
 
@@ -173,11 +206,14 @@ def updated(
     passed: Mapping[str, Mapping[Key, Figures]],
     gone: Callable[[str], bool],
 ) -> Budgets:
-    """The budgets after a run that writes them.
+    """The budgets after a test run that updates them.
 
-    passed: what each test that passed asked for; entries of such a test that it did not ask for, by
-    name and platform, are removed. gone: whether a test is no more. Budgets of other compiler
-    versions stay.
+    Budgets for other compiler versions are kept.
+
+    - `old`: the budgets before the run.
+    - `passed`: for each test that passed, the figures of the budgets that it asked for. Its old
+      entries with a name and platform that it did not ask for are removed.
+    - `gone`: whether a test, given its id, no longer exists; its entries are removed.
     """
     asked = {test: {(key.name, key.platform) for key in keys} for test, keys in passed.items()}
     kept = {
@@ -192,5 +228,9 @@ def updated(
 
 
 def same_elsewhere(budgets: Iterable[Key], key: Key) -> list[str]:
-    """The other compilers for which this test has this budget on this platform."""
+    """The other compilers for which the file has this budget of the same test and platform.
+
+    - `budgets`: the keys of all budgets in the file.
+    - `key`: the budget that was looked for.
+    """
     return sorted(other.compiler for other in budgets if other[:3] == key[:3] and other != key)

@@ -1,4 +1,7 @@
-"""What the fixture `compile_memory` is. It imports JAX, so only the fixture imports it."""
+"""The object that the fixture `compile_memory` returns.
+
+This module imports JAX, so it is imported only when a test uses the fixture.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,29 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nnx_pipeline import budgets
-from nnx_pipeline.budgets import Key
-from nnx_pipeline.config import Config
+from nnx_pipeline.config.config import Config
 from nnx_pipeline.errors import InputError
-from nnx_pipeline.lab.assertions import CompiledMemory, MemoryExceeded
-from nnx_pipeline.lab.compile import Measurement, measure_step
-from nnx_pipeline.lab.functions import AnyMesh
-from nnx_pipeline.lab.own import measure
-from nnx_pipeline.lab.platform import MissingCompiler, Platform
+from nnx_pipeline.experiments.programs import measure_step
+from nnx_pipeline.lab.api import measure
+from nnx_pipeline.lab.compile.functions import AnyMesh
+from nnx_pipeline.lab.compile.measure import Measurement
+from nnx_pipeline.lab.compile.platform import MissingCompiler, Platform
 from nnx_pipeline.mesh import MeshConfig
+from nnx_pipeline.pytest_plugin import budgets
+from nnx_pipeline.pytest_plugin.assertions import CompiledMemory, MemoryExceeded
+from nnx_pipeline.pytest_plugin.budgets import Key
 
 if TYPE_CHECKING:
-    from nnx_pipeline.pytest_plugin import Results, SessionBudgets
+    from nnx_pipeline.pytest_plugin.session import Results, SessionBudgets
 
 
 class CompileMemory:
-    """Compiles within a test. See the fixture."""
+    """Compiles functions and training steps in a test; see the fixture `compile_memory`.
+
+    - `test`: the id of the test.
+    - `session`: the budgets of the test run.
+    - `results`: where measurements of the test are noted for its report.
+    """
 
     def __init__(self, test: str, session: SessionBudgets, results: Results) -> None:
         self._test, self._session, self._results = test, session, results
@@ -36,10 +45,15 @@ class CompileMemory:
         mesh: AnyMesh = None,
         platform: Platform | str = "cpu",
     ) -> CompiledMemory:
-        """`lab.measure(function, *args, …)` with assertions.
+        """Compiles a function as `lab.measure` does, and returns figures with assertions on them.
 
-        args: a tuple of pytrees of arrays or `jax.ShapeDtypeStruct`. Raises InputError when these
-        do not fit together; skips the test where the compiler is not installed.
+        - `function`: the function, jitted or not.
+        - `args`: a tuple of pytrees of arrays or `jax.ShapeDtypeStruct`.
+        - `mesh`: a JAX mesh of any devices, or a text such as `data=2,fsdp=4`; None for one device.
+        - `platform`: what to compile for, such as `tpu:v5p:2x2x2`.
+
+        Raises InputError when these do not fit together; skips the test where the compiler is not
+        installed.
         """
         __tracebackhide__ = True
         if type(args) is not tuple:
@@ -51,7 +65,14 @@ class CompileMemory:
     def step(
         self, config: Config, mesh: MeshConfig | str, platform: Platform | str = "cpu"
     ) -> CompiledMemory:
-        """The same of one training step of this package: forward, backward and optimizer."""
+        """Compiles one training step of this package: forward, backward and optimizer.
+
+        - `config`: the model, the pipeline and the training.
+        - `mesh`: sizes of the mesh axes, also as text such as `stage=4,fsdp=2`.
+        - `platform`: what to compile for, such as `tpu:v5p:2x2x2`.
+
+        Raises and skips as a call of this object does.
+        """
         __tracebackhide__ = True
         grid = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
         target = Platform.parse(platform) if isinstance(platform, str) else platform
@@ -64,20 +85,22 @@ class CompileMemory:
         except MissingCompiler as error:
             pytest.skip(f"{error}, or pip install 'nnx-pipeline[{error.extra}]'")
         except InputError as error:
+            # The message says what the test gave wrong; the frames inside this package do not help.
             raise error.with_traceback(None) from error.__cause__
         self._results.descriptions.append(result.description())
         return result
 
     def _compare(self, result: CompiledMemory, name: str, tolerance: float | None) -> None:
-        """See `CompiledMemory.within_budget`."""
+        """Compares the figures with the budget of the test; see `CompiledMemory.within_budget`."""
         __tracebackhide__ = True
         measurement, session = result.measurement, self._session
         compiler = budgets.compiler_of(measurement.platform, measurement.versions)
         key = Key(self._test, name, measurement.platform, compiler)
         figures = {figure: getattr(result, figure) for figure in budgets.FIGURES}
         given = {figure: value for figure, value in figures.items() if value is not None}
+        # To ask twice with the same figures is no contradiction.
         if self._results.asked.setdefault(key, given) != given:
-            raise InputError(f"{key} has two budgets; give each within_budget(name)")
+            raise InputError(f"{key} has two different budgets; name each by within_budget(name)")
         if session.update:
             return
         budget = session.budgets.get(key)
@@ -98,7 +121,7 @@ class CompileMemory:
 
 
 def _not_recorded(key: Key, others: list[str]) -> None:
-    """Skips where the compiler is another one than that of the budgets; fails without any."""
+    """Skips the test if the budget is recorded for other compilers only; fails it if for none."""
     __tracebackhide__ = True
     cure = f"record one: pytest --update-memory-budgets '{key.test}'"
     if others:

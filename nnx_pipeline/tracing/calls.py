@@ -1,7 +1,7 @@
-"""Calls of people's functions as JAX traces them: afresh each time, with what they declare.
+"""Traces calls of user functions, afresh each time, with the donation that they declare.
 
-JAX keeps what it traced under the identity of a function and knows nothing of what the function
-read meanwhile: a flag of a module, a helper, a default argument.
+JAX caches a trace by the identity of the function. It does not notice when something else that the
+function reads has changed, such as a flag of a module, a helper or a default argument.
 """
 
 import contextlib
@@ -16,38 +16,45 @@ from flax import nnx
 from flax.errors import TraceContextError
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from nnx_pipeline.equations import with_bodies
 from nnx_pipeline.errors import InputError
-from nnx_pipeline.nnx_state import Threaded, described, name_of, state_of, without_repeats
+from nnx_pipeline.tracing.jaxpr import with_bodies
+from nnx_pipeline.tracing.nnx_state import Threaded, described, name_of, state_of, without_repeats
 
-# Part of the keys of JAX's caches, of jitted functions inside of others too.
+# Its value is part of the keys of JAX's caches, also for jitted functions inside others.
 _TURN = jax.make_user_context(None)
+# Part of Flax's message where a module of an outer trace is used in an inner one.
 _OUTSIDE = "Cannot extract graph node from different trace level"
+# The types of what `nnx.jit` returns.
 _NNX_JIT = tuple(
     type(nnx.jit(lambda: None, graph=True, graph_updates=updates)) for updates in (True, False)
 )
 
 
 def traced_afresh() -> Any:
-    """A context in which JAX uses nothing that it has traced before, and keeps all of it.
+    """A context in which JAX reuses no trace from before, and discards none either.
 
-    Within one such context a function is traced once, as ever.
+    Within one such context a function is still traced only once.
     """
     return _TURN(object())
 
 
 def this_turn() -> Any:
-    """What stands for the present context of `traced_afresh`, for the keys of other caches."""
+    """The current context of `traced_afresh`, to be part of the keys of other caches."""
     return _TURN.value
 
 
 @dataclass(frozen=True)
 class Call:
-    """A function with all that it is given.
+    """A function with everything that it is called with.
 
-    function: where it is jitted, without the `functools.partial` or the method around it, whose
-    arrays are arguments like others then. static: identities of what else is bound. bound: whether
-    there is such.
+    A jitted function is taken out of the `functools.partial` or the method around it; the arrays
+    that these bind are then arguments like any others.
+
+    - `function`: the function.
+    - `arguments`: the positional arguments, bound ones first.
+    - `keywords`: the keyword arguments that a `functools.partial` binds.
+    - `static`: the `id` of each bound leaf that is not an array.
+    - `bound`: whether anything was bound to the function.
     """
 
     function: Callable[..., Any]
@@ -58,9 +65,9 @@ class Call:
 
     @classmethod
     def of(cls, function: Callable[..., Any], arguments: tuple[Any, ...]) -> "Call":
-        """The call of a function; what is bound to a plain one stays bound.
+        """The call of a function; whatever is bound to a function without jit stays bound.
 
-        Raises InputError for what `nnx.jit_partial` made.
+        Raises InputError for a function that `nnx.jit_partial` made.
         """
         inner: Any = function
         bound: tuple[Any, ...] = ()
@@ -73,8 +80,8 @@ class Call:
                 inner, bound = inner.func, (*inner.args, *bound)
         if getattr(inner, "partial_args", ()):
             raise InputError(
-                f"{name_of(function)} is made by nnx.jit_partial and holds arrays of this process; "
-                "give nnx.jit of the function and all its arguments"
+                f"{name_of(function)} was made by nnx.jit_partial, which keeps arrays of this "
+                "process; wrap the function in nnx.jit instead, and pass all of its arguments"
             )
         if not _lowers(inner):
             return cls(function, arguments)
@@ -84,7 +91,7 @@ class Call:
 
     @property
     def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments and keywords, one tree."""
+        """The arguments and keywords as one pytree."""
         return self.arguments, self.keywords
 
 
@@ -92,10 +99,11 @@ class Call:
 class Traced:
     """A traced call.
 
-    program: what JAX traced, to be lowered. results: dtype and shape of each array that the
-    function returns, by its place in what is returned. changed: those of the NNX state that it
-    changes in place; None where it is jitted and something is bound to it, which shifts the places.
-    notes: what was declared and is not in the program, a sentence each.
+    - `program`: what JAX traced, ready to be lowered.
+    - `results`: dtype and shape of each array that the function returns, by its path in the result.
+    - `changed`: dtype and shape of each array of NNX state that it changes in place, by its path in
+      the arguments; None for a jitted function to which something is bound, which shifts the paths.
+    - `notes`: one sentence for each thing that the function declares and the program lacks.
     """
 
     program: jax.stages.Traced
@@ -105,21 +113,22 @@ class Traced:
 
 
 def trace(call: Call) -> Traced:
-    """Traces a call, jitted as the function is, a plain one by `jax.jit` without donation.
+    """Traces a call with the function's own jit, or with `jax.jit` if it has none.
 
-    NNX state that a plain function changes in place is among the results of the program.
+    A function without jit donates nothing, and NNX state that it changes in place is added to the
+    results of the program.
 
-    Raises InputError where a function that `jax.jit` made drops such changes, and where state is
-    changed that is not among the arguments.
+    Raises InputError if a function made by `jax.jit` drops such changes, and if the function
+    changes state that is not among its arguments.
     """
     with _changes_are_of_arguments(call.function):
         return _trace_jitted(call) if hasattr(call.function, "trace") else _trace_plain(call)
 
 
 def jaxpr_of(call: Call) -> tuple[ClosedJaxpr, list[Any]]:
-    """The jaxpr of a call, and the arrays and numbers that are its inputs, in order; see `trace`.
+    """The jaxpr of a call, with the arrays and numbers that are its inputs, in order.
 
-    What the function was jitted with has no part in it.
+    The options of the function's jit have no effect on it. Raises InputError as `trace` does.
     """
     jitted = hasattr(call.function, "trace")
     used = Threaded(vars(call.function)["__wrapped__"] if jitted else call.function)
@@ -139,7 +148,7 @@ def jaxpr_of(call: Call) -> tuple[ClosedJaxpr, list[Any]]:
 
 
 def _trace_jitted(call: Call) -> Traced:
-    """Of `jax.jit` or `nnx.jit`: as they jit it."""
+    """Traces a function that `jax.jit` or `nnx.jit` made, with the options of that jit."""
     own: Any = call.function
     changed = _changes_of(call)
     traced = own.trace(*call.arguments, **call.keywords)
@@ -157,7 +166,7 @@ def _trace_jitted(call: Call) -> Traced:
 
 
 def _trace_plain(call: Call) -> Traced:
-    """Of a plain function, or of one that another library's jit made, with what it donates."""
+    """Traces a function without jit, or one that another library jitted, with its donation."""
     used = Threaded(call.function)
     arguments, keywords = used.take(call.given)
     numbers: tuple[int, ...] = ()
@@ -172,10 +181,13 @@ def _trace_plain(call: Call) -> Traced:
 
 
 def _changes_of(call: Call) -> dict[str, str]:
-    """What a jitted function changes in place of the modules that are passed to it.
+    """Dtypes and shapes, by path, of what a jitted function changes in place in its arguments.
 
-    Raises InputError where the change is lost: `jax.jit` drops it, or what is jitted inside does.
-    That must be the first trace of its turn: JAX runs what is jitted inside of it only once.
+    This must be the first trace in a context of `traced_afresh`, because JAX runs a function that
+    is jitted inside only once there.
+
+    Raises InputError if a transformation of JAX drops such a change: the function's own `jax.jit`,
+    or one inside the function.
     """
     inner = getattr(call.function, "__wrapped__", None)
     if inner is None or not state_of(call.given):
@@ -185,7 +197,8 @@ def _changes_of(call: Call) -> dict[str, str]:
     leaves, treedef = jax.tree.flatten(used.take(call.given))
     numbers = [number for number, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
 
-    def of_arrays(arrays: list[Any]) -> None:  # what is no array may be static: it stays as it is
+    # Only arrays are traced: what is not an array may be a static argument.
+    def of_arrays(arrays: list[Any]) -> None:
         filled = list(leaves)
         for number, array in zip(numbers, arrays, strict=True):
             filled[number] = array
@@ -202,25 +215,29 @@ def _changes_of(call: Call) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _changes_are_of_arguments(function: Callable[..., Any]) -> Iterator[None]:
+    """Raises InputError if NNX state is changed inside that is not among the arguments."""
     try:
         yield
     except (TraceContextError, ValueError) as error:
-        # Flax has no class of its own for a gradient, or an `nnx.jit`, of a module from outside.
+        # For a gradient or an `nnx.jit` of a module from outside, Flax raises a plain ValueError.
         if isinstance(error, ValueError) and _OUTSIDE not in str(error):
             raise
         raise InputError(
             f"{name_of(function)} changes NNX state that is not among its arguments, or not among "
-            "those of a transformation inside of it; pass the module as an argument: what a "
-            "closure, nnx.cached_partial, or a partial or method of a plain function holds is none"
+            "those of a transformation inside of it; pass the module as an argument. A module in a "
+            "closure or in nnx.cached_partial is not an argument, nor is one that a partial or a "
+            "method binds to a function without nnx.jit"
         ) from error
 
 
 def _donated_arguments(
     program: ClosedJaxpr, arguments: tuple[Any, ...]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Numbers of the arguments that the jitted functions of a call give up whole; and notes.
+    """Indices of the arguments that are donated as a whole, and notes on donation without effect.
 
-    program: of a function that another library jitted, which hands its arguments to `jax.jit`.
+    - `program`: the jaxpr of a function that another library jitted, which passes its arguments on
+      to `jax.jit`.
+    - `arguments`: the positional arguments, the first inputs of the program.
     """
     given_up = {
         id(variable)
@@ -232,6 +249,7 @@ def _donated_arguments(
     honoured: set[int] = set()
     for number, argument in enumerate(arguments):
         count = len(jax.tree.leaves(argument))
+        # `jax.jit` donates whole arguments, so that all arrays of one must be given up.
         own, inputs = inputs[:count], inputs[count:]
         if own and all(id(variable) in given_up for variable in own):
             numbers.append(number)
@@ -240,9 +258,9 @@ def _donated_arguments(
 
 
 def _ignored_donations(program: ClosedJaxpr, honoured: Collection[int] = ()) -> tuple[str, ...]:
-    """A sentence for each jitted function whose donation has no effect inside the program.
+    """One sentence for each jitted function whose donation has no effect inside the program.
 
-    honoured: identities of the variables that the program itself donates.
+    - `honoured`: the `id` of each variable that the program itself donates.
     """
     found: dict[str, None] = {}
     for equation in with_bodies(program):
@@ -257,9 +275,10 @@ def _ignored_donations(program: ClosedJaxpr, honoured: Collection[int] = ()) -> 
 
 
 def _donations(equation: JaxprEqn) -> tuple[bool, ...]:
+    """For each operand of an equation, whether it is donated; empty if it is no jitted call."""
     return tuple(equation.params.get("donated_invars", ()))
 
 
 def _lowers(function: Any) -> bool:
-    """Whether it is jitted: its program can be had without a call."""
+    """Whether a function is jitted, by any library: it can be lowered without being called."""
     return callable(getattr(function, "lower", None))

@@ -1,8 +1,8 @@
-"""Where in the source an equation of a jaxpr comes from, and the jaxprs inside of it.
+"""Where in the source an equation of a jaxpr comes from, and the jaxprs inside it.
 
-This is the one place that reads what JAX notes about an equation. `JaxprEqn` is public
-(`jax.extend.core`), what its field `source_info` holds is not written down anywhere; of it this
-file reads `traceback.as_python_traceback()` and `name_stack`.
+This is the only file that reads what JAX records about the source of an equation. `JaxprEqn` is
+public (`jax.extend.core`), but what its field `source_info` holds is not documented anywhere; of it
+this file reads `traceback.as_python_traceback()` and `name_stack`.
 """
 
 import traceback
@@ -18,19 +18,27 @@ import jaxlib
 import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-RECOMPUTED = "rematted_computation"  # what JAX writes into the name stack of a recomputation
-TRANSPOSED = "transpose("  # and of what a backward pass makes of an equation of the forward pass
+# What JAX writes into the name stack of a recomputation, and into that of an equation of a backward
+# pass that is the transpose of one of the forward pass.
+RECOMPUTED = "rematted_computation"
+TRANSPOSED = "transpose("
 
 _JAX = tuple(f"{Path(str(package.__file__)).parent}/" for package in (jax, jaxlib))
 _LIBRARIES = tuple(f"{Path(str(package.__file__)).parent}/" for package in (flax, optax))
 _NUMPY = f"{_JAX[0]}_src/numpy/"
-# Functions of jax.numpy by which a cast is asked for.
+# Functions of jax.numpy that ask for a cast.
 _CASTS = {"astype", "asarray", "array"}
 
 
 @dataclass(frozen=True, order=True)
 class Location:
-    """A line of source and the function it stands in; `caller` is the line that called it."""
+    """A line of source.
+
+    - `file`: the path of the file; empty if the line is not known.
+    - `line`: the number of the line.
+    - `function`: the name of the function that the line is in.
+    - `caller`: the line that called this function, as `file:line (function)`; empty if unknown.
+    """
 
     file: str
     line: int
@@ -45,11 +53,13 @@ NOWHERE = Location("", 0, "")
 
 
 def location_of(equations: Sequence[Any]) -> Location:
-    """The line that an equation stands for: the innermost one outside JAX, Flax and Optax.
+    """The line of source that made an equation: the innermost one outside JAX, Flax and Optax.
 
-    equations: the equation and those around it, from the inside out. A function that JAX itself
-    jits, such as `jax.nn.one_hot`, knows nothing of who calls it; the call around it does. Where
-    there is no such line, it is the innermost one outside JAX.
+    Where there is none, it is the innermost line outside JAX.
+
+    - `equations`: the equation and those around it, innermost first. They are needed because a
+      function that JAX itself jits, such as `jax.nn.one_hot`, does not record who calls it; the
+      equation of the call does.
     """
     stacks = [[frame for frame in _frames(e) if not _is_in(frame, _JAX)] for e in equations]
     for frames in stacks:
@@ -60,13 +70,13 @@ def location_of(equations: Sequence[Any]) -> Location:
 
 
 def function_of(equation: Any) -> tuple[str, str]:
-    """File and name of the innermost function outside JAX that an equation was traced in."""
+    """File and name of the innermost function outside JAX in which an equation was traced."""
     own = [frame for frame in _frames(equation) if not _is_in(frame, _JAX)]
     return (own[-1].filename, own[-1].name) if own else ("", "")
 
 
 def inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
-    """The jaxprs among the parameters of an equation: what it calls, loops over or sums with."""
+    """The jaxprs in the parameters of an equation, which it calls, loops over or reduces with."""
     for parameter in equation.params.values():
         for one in parameter if isinstance(parameter, tuple | list) else (parameter,):
             if isinstance(one, Jaxpr | ClosedJaxpr):
@@ -74,7 +84,7 @@ def inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
 
 
 def with_bodies(program: ClosedJaxpr) -> Iterator[JaxprEqn]:
-    """The equations that hold jaxprs, those inside of others too, each jaxpr once."""
+    """The equations that hold jaxprs, at any depth; each jaxpr is visited once."""
     pending, seen = [program.jaxpr], set()
     while pending:
         jaxpr = pending.pop()
@@ -93,11 +103,11 @@ def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
 
 
 def called_from_one_line(program: ClosedJaxpr) -> frozenset[str]:
-    """Names of jitted functions that one line of source alone calls, JAX's own ones included.
+    """Names of the jitted functions, JAX's own included, that only one line of source calls.
 
-    A function goes to the compiler once for all its calls, which carry the stack of the first one;
-    so only of these is that stack true. Several functions of one name count as one, and what a
-    function of JAX's own calls is called from where that one is.
+    A function goes to the compiler once for all its calls, with the stack of the first call, so
+    that stack is right only for these functions. Functions of the same name count as one. A call
+    inside one of JAX's own functions counts for the line that calls the latter.
     """
     lines: dict[str, set[tuple[str, int]]] = defaultdict(set)
     pending: list[tuple[Jaxpr, tuple[str, int]]] = [(program.jaxpr, ("", 0))]
@@ -117,14 +127,15 @@ def called_from_one_line(program: ClosedJaxpr) -> frozenset[str]:
 
 
 def is_promotion(equation: Any) -> bool:
-    """Whether a cast was made because the dtypes of operands differ, rather than written down.
+    """Whether a cast was made because dtypes of operands differ, and is not written in the source.
 
-    It is one by jax.numpy that nobody asked jax.numpy for. Flax's `promote_dtype` counts, too: a
-    layer without `dtype` takes that of its parameters. Where the stack is lost, as in what a
-    `jax.custom_vjp` was traced to, the answer is no.
+    That is a cast by jax.numpy inside a function other than `astype`, `asarray` and `array`. Flax's
+    `promote_dtype` counts too: a layer without `dtype` takes that of its parameters. Where the
+    stack is lost, as in what a `jax.custom_vjp` was traced to, the answer is no.
     """
     frames = _frames(equation)
     last = max((i for i, frame in enumerate(frames) if not _is_in(frame, _JAX)), default=-1)
+    # The cast of Flax is in a comprehension of `promote_dtype`, which may have a frame of its own.
     if any(frame.name.startswith("promote_") for frame in frames[max(last - 1, 0) :]):
         return True
     inner = [frame for frame in frames[last + 1 :] if _is_in(frame, (_NUMPY,))]
@@ -132,11 +143,13 @@ def is_promotion(equation: Any) -> bool:
 
 
 def is_transposed(equations: Sequence[Any]) -> bool:
-    """Whether a backward pass makes this of an equation of the forward pass.
+    """Whether an equation of a backward pass is the transpose of one of the forward pass.
 
-    equations: the equation and those around it, from the inside out; a loop says it for its body.
+    - `equations`: the equation and those around it, innermost first, since a mark on a loop holds
+      for its body.
     """
     for equation in equations:
+        # What a backward pass recomputes is the forward pass again, not a transpose.
         if is_recomputed(equation):
             return False
         if TRANSPOSED in str(equation.source_info.name_stack):
@@ -145,12 +158,12 @@ def is_transposed(equations: Sequence[Any]) -> bool:
 
 
 def is_recomputed(equation: Any) -> bool:
-    """Whether the equation of a backward pass computes again what the forward pass had computed."""
+    """Whether an equation of a backward pass recomputes a value of the forward pass."""
     return RECOMPUTED in str(equation.source_info.name_stack)
 
 
 def _frames(equation: Any) -> list[traceback.FrameSummary]:
-    """The stack when the equation was traced, innermost last."""
+    """The Python stack at the time an equation was traced, innermost frame last."""
     noted = equation.source_info.traceback
     if noted is None:
         return []

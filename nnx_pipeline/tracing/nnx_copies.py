@@ -1,7 +1,8 @@
-"""Changes of copies: what a transformation of JAX inside of a function makes of NNX modules.
+"""Finds changes of NNX modules that a transformation of JAX inside a function drops.
 
-`jax.jit`, `jax.checkpoint` and their like give the function inside copies of the modules and forget
-them after its call, and with them all that it changed in place. Those of NNX write it back.
+`jax.jit`, `jax.checkpoint` and other transformations of JAX pass copies of the modules to the
+function inside. They discard the copies after its call, with everything that it changed in place.
+The transformations of NNX write such changes back.
 """
 
 import contextlib
@@ -13,35 +14,45 @@ from typing import Any
 from flax import nnx
 from flax.errors import TraceContextError
 
-# Metadata that every variable has, a bool. Metadata goes with the copies that JAX makes.
+# A bool in the metadata of every variable. JAX copies the metadata with a variable, so a mark in
+# its place is found again on each copy.
 _FLAG = "eager_sharding"
 
 
 class _Watch:
-    """What was found during one call. own: the variables that are no copies, so that they live."""
+    """What is found during one call of a function.
+
+    - `found`: the paths of variables of which a copy was changed, as keys in the order found.
+    - `own`: the variables that are not copies, by their `id`. Holding them here keeps them alive,
+      so that no other object gets the same `id`.
+    """
 
     def __init__(self) -> None:
         self.found: dict[str, None] = {}
         self.own: dict[int, nnx.Variable[Any]] = {}
 
     def mark(self, variable: nnx.Variable[Any], path: str) -> None:
-        """Marks a variable of the present trace, and so the copies that JAX makes of it."""
+        """Marks a variable of the current trace, and with it the copies that JAX makes of it."""
         mark = _Mark(variable.get_metadata(_FLAG))
         mark.path, mark.variable, mark.watch = path, variable, self
         variable.set_metadata(_FLAG, mark)
         self.own[id(variable)] = variable
 
     def note(self, variable: nnx.Variable[Any]) -> None:
-        """Notes that a variable has another value, if it is a copy at a deeper trace."""
+        """Records that a variable has a new value, if it is a copy in a deeper trace."""
         mark = variable.get_metadata(_FLAG, None)
         if _is_of(self, mark) and id(variable) not in self.own and _is_deeper(mark.variable):
             self.found[mark.path] = None
 
 
 class _Mark(int):
-    """The value of `_FLAG` with the variable that copies are of, its path, and who asks for them.
+    """The value of `_FLAG` on a marked variable and its copies.
 
-    It equals the plain value, so that trees and graph definitions stay as equal as they were.
+    It equals the plain value, so that trees and graph definitions that were equal remain so.
+
+    - `path`: the path of the variable.
+    - `variable`: the variable that the copies are of.
+    - `watch`: the watch that placed the mark.
     """
 
     path: str
@@ -51,16 +62,18 @@ class _Mark(int):
 
 _WATCH: ContextVar[_Watch | None] = ContextVar("watch", default=None)
 _LOCK = threading.Lock()
-_watches = 0  # how many there are in all threads: while there is one, the methods are replaced
+_watches = 0  # in all threads; the methods are replaced while there are any
 
 
 @contextlib.contextmanager
 def changed_copies(variables: Mapping[str, nnx.Variable[Any]]) -> Iterator[dict[str, None]]:
-    """Yields the paths of the variables of which a copy is set meanwhile, at a deeper trace.
+    """Yields the paths of variables of which a copy is changed meanwhile, in a deeper trace.
 
-    variables: made in the trace that is going on, by path. What `nnx.merge` and `nnx.clone` make
-    there is no such copy: who takes modules apart says himself what is kept. An attribute of a
-    module that is another variable afterwards is not seen.
+    The paths are the keys of a dict that fills while the context lasts. What `nnx.merge` and
+    `nnx.clone` make is no such copy: code that takes modules apart decides itself what it keeps.
+    The replacement of an attribute of a module by another variable is not noticed.
+
+    - `variables`: variables made in the current trace, by path.
     """
     watch = _Watch()
     for path, variable in variables.items():
@@ -72,17 +85,19 @@ def changed_copies(variables: Mapping[str, nnx.Variable[Any]]) -> Iterator[dict[
     finally:
         _replace_methods(-1)
         _WATCH.reset(outer)
+        # A bool in place of each mark, as Flax had it.
         for variable in variables.values():
             variable.set_metadata(_FLAG, bool(variable.get_metadata(_FLAG)))
 
 
-# Both are public, but Flax's own hooks would be metadata that a variable made inside lacks: trees
-# that were equal would be so no more, and scans over them would fail. Every way to set a value in
-# place goes through `__setattr__`, whatever the attribute is called.
+# Both methods are public. Flax's own hooks would not do: they are metadata, which a variable made
+# inside the function lacks, so that trees that were equal would differ and a scan over them would
+# fail. Every way to set a value in place goes through `__setattr__`, whatever the attribute's name.
 _METHODS = {name: vars(nnx.Variable)[name] for name in ("__setattr__", "from_metadata")}
 
 
 def _set(self: Any, name: str, value: Any) -> None:
+    """`nnx.Variable.__setattr__`, which also tells the watch of a new value."""
     before = self.get_raw_value()
     _METHODS["__setattr__"](self, name, value)
     watch = _WATCH.get()
@@ -91,11 +106,13 @@ def _set(self: Any, name: str, value: Any) -> None:
 
 
 def _from_metadata(cls: Any, value: Any, attributes: dict[str, Any]) -> Any:
+    """`nnx.Variable.from_metadata`, with a mark only on a variable that NNX itself writes back."""
     mark = attributes.get(_FLAG)
     if not isinstance(mark, _Mark):
         return _METHODS["from_metadata"].__func__(cls, value, attributes)
     made = _METHODS["from_metadata"].__func__(cls, value, {**attributes, _FLAG: bool(mark)})
-    # A transformation of NNX gives its function this one and writes back what becomes of it.
+    # A transformation of NNX passes this variable to its function and writes its new value back, so
+    # it is not a copy, but JAX may make copies of it in turn.
     watch = _WATCH.get()
     if watch is not None and _is_of(watch, mark) and _is_deeper(mark.variable):
         watch.mark(made, mark.path)
@@ -106,7 +123,10 @@ _REPLACED = {"__setattr__": _set, "from_metadata": classmethod(_from_metadata)}
 
 
 def _replace_methods(change: int) -> None:
-    """Counts the watches of all threads: the first changes the methods, the last puts them back."""
+    """Replaces the methods for the first watch of all threads, and restores them after the last.
+
+    - `change`: 1 for a watch that begins, -1 for one that ends.
+    """
     global _watches
     with _LOCK:
         _watches += change
@@ -116,11 +136,13 @@ def _replace_methods(change: int) -> None:
 
 
 def _is_of(watch: _Watch, mark: Any) -> bool:
+    """Whether a value of `_FLAG` is a mark that this watch placed."""
     return isinstance(mark, _Mark) and mark.watch is watch
 
 
 def _is_deeper(variable: nnx.Variable[Any]) -> bool:
-    """Whether JAX is in another trace now than when the variable was made."""
+    """Whether the current trace is another one than that in which the variable was made."""
+    # Flax refuses to change a variable of another trace, so setting what is there already asks it.
     try:
         variable.set_metadata(_FLAG, variable.get_metadata(_FLAG))
     except TraceContextError:

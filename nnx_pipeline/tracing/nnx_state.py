@@ -1,6 +1,7 @@
-"""NNX state that a function changes in place, as `nnx.Optimizer.update` does, among its results.
+"""Adds NNX state that a function changes in place to its results.
 
-`jax.jit` sees the arrays that a function returns and drops such changes; `nnx.jit` hands them out.
+`nnx.Optimizer.update` is such a change. `jax.jit` knows only the arrays that a function returns and
+drops such changes; `nnx.jit` returns them.
 """
 
 import functools
@@ -12,40 +13,47 @@ import jax
 from flax import nnx
 from jax.extend.core import ClosedJaxpr
 
-from nnx_pipeline.equations import with_bodies
 from nnx_pipeline.errors import InputError
-from nnx_pipeline.nnx_copies import changed_copies
+from nnx_pipeline.tracing.jaxpr import with_bodies
+from nnx_pipeline.tracing.nnx_copies import changed_copies
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """`module:function`, as far as it has a name."""
+    """The name `module:function`; that of its type for a function without a name."""
     name = getattr(function, "__qualname__", type(function).__name__)
     return f"{getattr(function, '__module__', '')}:{name}"
 
 
 def holds_itself(tree: Any, around: frozenset[int] = frozenset()) -> bool:
-    """Whether something in a tree leads back to what holds it, as attributes of modules may.
+    """Whether a tree has a cycle, such as a module with an attribute that leads back to it.
 
-    To be asked first: where JAX has run into the limit of recursion, Python stays at it.
+    To be asked before JAX flattens the tree: that would run into Python's recursion limit, and
+    Python then stays close to the limit, so that later calls fail.
+
+    - `around`: the `id` of everything that holds the tree.
     """
     if id(tree) in around:
         return True
-    root = iter([False])  # what is asked first is the tree itself, everything after is in it
+    # JAX asks first whether the tree itself is a leaf (no), then the same of its children (yes).
+    root = iter([False])
     inside = jax.tree.leaves(tree, is_leaf=lambda _: next(root, True))
-    if len(inside) == 1 and inside[0] is tree:  # a leaf, or what JAX never comes to the leaves of
+    # The tree is a leaf, or a module that holds nothing but itself.
+    if len(inside) == 1 and inside[0] is tree:
         return isinstance(tree, nnx.Pytree) and any(own is tree for own in vars(tree).values())
     return any(holds_itself(one, around | {id(tree)}) for one in inside)
 
 
 def without_repeats(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """The tree with each NNX variable once, and what puts it back where it is shared.
+    """The tree with each NNX variable only once, and a function that restores the shared ones.
 
-    As a pytree, a module whose embedding is its head's weight too has that array twice. The second
-    result takes a tree of the same structure as the first one, such as what a trace makes of it.
+    As a pytree, a module whose embedding is also the weight of its head has that array twice. The
+    function takes a tree of the same structure as the first result, such as its traced form, and
+    returns it with each shared variable in all its places.
     """
     treedef: Any
     leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_variable)
     first: dict[int, int] = {}
+    # For each leaf, the index of the leaf to take for it: that of the first place of a variable.
     places = [
         first.setdefault(id(leaf), number) if _is_variable(leaf) else number
         for number, leaf in enumerate(leaves)
@@ -62,11 +70,13 @@ def without_repeats(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
 
 
 class Threaded:
-    """A function whose changes of NNX state are among its results.
+    """A function that returns the NNX state that it changes in place beside its own result.
 
-    `take` gives the arguments as they are to be passed. After a call, `results` is what the
-    function itself returned and `changed` what it changed, dtype and shape by path. lost: of what
-    it changes inside of a transformation of JAX and does not give out.
+    Call it with what `take` returns. After a call these have dtypes and shapes by path:
+
+    - `results`: what the function itself returned.
+    - `changed`: the state that it changed in place.
+    - `lost`: the state that it changed inside a transformation of JAX and did not return from it.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -79,7 +89,10 @@ class Threaded:
         self._kinds: dict[str, str] = {}
 
     def take(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        """Arguments and keywords, with each variable once."""
+        """The arguments and keywords to call this with, which have each variable only once.
+
+        - `given`: the arguments and keywords of the function itself.
+        """
         once, self._restored = without_repeats(given)
         self._counters = _paths_of(nnx.RngState, given)
         return once
@@ -92,34 +105,41 @@ class Threaded:
         seen = {id(leaf) for leaf in jax.tree.leaves(result)}
         changed = {}
         for path, leaf in state_of(given).items():
-            # What is returned too, or stands in two places, is one result and not two.
+            # An array that is also returned, or is in two places, is one result and not two.
             if leaf is not before.get(path) and id(leaf) not in seen:
                 changed[path] = leaf
                 seen.add(id(leaf))
         self.results = described(result)
         self.changed = {path: _described(leaf) for path, leaf in changed.items()}
-        # JAX runs what is jitted inside once: a second call would see no change.
+        # JAX runs a function that is jitted inside only once, so a second call sees no change.
         self.lost = self.lost or self._lost(copies, before, [result, changed])
         return (result, changed) if changed else result
 
     def _lost(self, copies: Iterable[str], before: dict[str, Any], given: Any) -> dict[str, str]:
-        """The copies that were set, without those whose new value may be among what is given out.
+        """The state of which copies were changed, without what the function may have returned.
 
-        A function may well return the state that it changed: an array of that shape and dtype,
-        other than those that came in, is taken for it.
+        A function may return the state that it changed inside. A new array of the same dtype and
+        shape among its results is taken for the changed state.
+
+        - `copies`: the paths of the variables of which a copy was changed.
+        - `before`: the arrays of the arguments by path.
+        - `given`: everything that the function returns, with the state that it changed in place.
         """
         old = {id(leaf) for leaf in before.values()}
         new = [_described(leaf) for leaf in jax.tree.leaves(given) if id(leaf) not in old]
         places = (place for path in copies for place in before if _is_in(path, place))
+        # Dropped counters of random numbers drop no work, and `changed` is in the results already.
         quiet = self._counters.union(self.changed)
         self._kinds = {place: _described(leaf) for place, leaf in before.items()}
         return without({place: self._kinds[place] for place in places if place not in quiet}, new)
 
     def refuse_lost(self, program: ClosedJaxpr) -> None:
-        """Raises InputError where a transformation of JAX inside drops changes of modules.
+        """Raises InputError if a transformation of JAX inside the function drops changed state.
 
-        program: the function as it was traced. What an equation in it that takes the modules whole
-        also gives out is not dropped there; what comes of it later is the function's own affair.
+        An array of state is not dropped if an equation that takes all arrays of the modules also
+        returns one of its dtype and shape. What the function does with that later is up to it.
+
+        - `program`: the function as it was traced.
         """
         lost = self.lost
         modules = {place.removesuffix(".value").rpartition(".")[0] for place in lost}
@@ -135,24 +155,28 @@ class Threaded:
             raise InputError(
                 f"{name_of(self.function)} changes {', '.join([*lost][:3])} of its arguments in "
                 "place inside of a transformation such as jax.jit or jax.checkpoint, which drops "
-                "that; take nnx.jit or nnx.remat there, or return the new state"
+                "the change; use nnx.jit or nnx.remat there, or return the new state"
             )
 
     def refuse_changes(self) -> None:
-        """Raises InputError where a function that `jax.jit` made drops changes of modules.
+        """Raises InputError if the function changed state in place, which its `jax.jit` drops.
 
-        Counters of random numbers are let pass: dropping them drops no work.
+        Counters of random numbers are allowed: dropping them drops no work.
         """
         dropped = [path for path in self.changed if path not in self._counters]
         if dropped:
             raise InputError(
                 f"{name_of(self.function)} changes {', '.join(dropped[:3])} of its arguments in "
-                "place, which jax.jit drops; make it with nnx.jit, or return the new state"
+                "place, which jax.jit drops; use nnx.jit, or return the new state"
             )
 
 
 def without(kinds: dict[str, str], others: Iterable[str]) -> dict[str, str]:
-    """What is left of dtypes and shapes by path when each of the others stands for one of them."""
+    """The entries that are left when each of the others has taken away one that is equal to it.
+
+    - `kinds`: dtype and shape by path.
+    - `others`: dtypes and shapes; each takes away at most one entry.
+    """
     counts = Counter(others)
     left = {}
     for path, kind in kinds.items():
@@ -164,7 +188,7 @@ def without(kinds: dict[str, str], others: Iterable[str]) -> dict[str, str]:
 
 
 def described(tree: Any) -> dict[str, str]:
-    """Dtype and shape of each array by its path."""
+    """The dtype and shape of each array of a tree, such as `float32[8,128]`, by its path."""
     return {
         jax.tree_util.keystr(path): _described(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -177,9 +201,11 @@ def _described(leaf: Any) -> str:
 
 
 def state_of(given: Any) -> dict[str, Any]:
-    """The arrays of the modules and variables in arguments and keywords, by their paths.
+    """The arrays of modules and variables in arguments and keywords, by their paths.
 
-    Variables in an `nnx.State` are left out: who takes modules apart returns what is to be kept.
+    Variables in an `nnx.State` are left out: code that takes modules apart returns what it keeps.
+
+    - `given`: a tuple of the arguments and the keywords.
     """
     nodes = jax.tree_util.tree_leaves_with_path(
         given, is_leaf=lambda node: isinstance(node, nnx.Pytree | nnx.Variable | nnx.State)
@@ -193,7 +219,7 @@ def state_of(given: Any) -> dict[str, Any]:
 
 
 def _variables_of(given: Any) -> dict[str, nnx.Variable[Any]]:
-    """The variables of modules in arguments and keywords, as `state_of` has their arrays."""
+    """The variables in arguments and keywords by their paths; see `state_of`."""
     nodes = jax.tree_util.tree_leaves_with_path(
         given, is_leaf=lambda node: isinstance(node, nnx.Variable | nnx.State)
     )
@@ -201,7 +227,7 @@ def _variables_of(given: Any) -> dict[str, nnx.Variable[Any]]:
 
 
 def _paths_of(kind: type[nnx.Variable[Any]], given: Any) -> set[str]:
-    """The paths, as `_state` has them, of the arrays of one kind of variable."""
+    """The paths of the arrays of one kind of variable, written as in `state_of`."""
     variables = jax.tree_util.tree_leaves_with_path(given, is_leaf=_is_variable)
     return {
         _path((*path, *inside))
@@ -212,12 +238,12 @@ def _paths_of(kind: type[nnx.Variable[Any]], given: Any) -> set[str]:
 
 
 def _is_in(path: str, place: str) -> bool:
-    """Whether a place is what a path names or inside of it; `[0].w_q` is not inside of `[0].w`."""
+    """Whether a place is what a path names or is inside it; `[0].w_q` is not inside `[0].w`."""
     return place.startswith(path) and place[len(path) : len(path) + 1] in ("", ".", "[")
 
 
 def _path(keys: tuple[Any, ...]) -> str:
-    """Without the first key, which tells arguments from keywords."""
+    """A path as text, without the first key, which tells arguments from keywords."""
     return jax.tree_util.keystr(keys[1:])
 
 

@@ -1,4 +1,4 @@
-"""Training: data, the step, the loop."""
+"""Training: generated data, the optimizer, the training step and the loop over steps."""
 
 from nnx_pipeline.train.optimizer import make_optimizer
 from nnx_pipeline.train.step import (

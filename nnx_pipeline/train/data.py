@@ -1,4 +1,4 @@
-"""Generated token sequences that can be learned."""
+"""Generated token sequences with a rule that a model can learn."""
 
 from collections.abc import Iterator
 
@@ -6,11 +6,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from nnx_pipeline.config import Config
+from nnx_pipeline.config.config import Config
 from nnx_pipeline.sharding import Layout
 from nnx_pipeline.train.step import Batch, batch_sharding
 
-FOLLOWS_RULE = 0.9  # the share of tokens that follow the rule; the rest are uniform
+FOLLOWS_RULE = 0.9  # the share of tokens that follow the rule; the others are drawn uniformly
 
 
 def learnable_batches(
@@ -21,11 +21,16 @@ def learnable_batches(
     layout: Layout = Layout(),
     segment_ids: bool = False,
 ) -> Iterator[Batch]:
-    """Endless batches in which a token is, nine times in ten, decided by the one before.
+    """Endless batches in which nine tokens in ten are determined by the token before them.
 
-    The rule is a fixed permutation of the vocabulary, so a model that learns it reaches an entropy
-    of about 0.1 · log(vocab) + 0.33 nats where it began at log(vocab). The same seed gives the same
-    batches on every mesh. segment_ids: whether to say that each row is one segment.
+    - `config`: gives the vocabulary, the number of sequences and their length.
+    - `mesh`: where the batches are placed, see `batch_sharding`.
+    - `seed`: of rule and tokens; the same seed gives the same batches on every mesh.
+    - `layout`: which mesh axes the batch is sharded over.
+    - `segment_ids`: whether batches have segment ids, which say that each row is one segment.
+
+    The rule is a fixed permutation of the vocabulary, so that a model which learns it goes from an
+    entropy of log(vocab) down to about 0.1 · log(vocab) + 0.33 nats.
     """
     model, train = config.model, config.train
     generator = np.random.default_rng(seed)
@@ -35,6 +40,7 @@ def learnable_batches(
     while True:
         drawn = generator.integers(model.vocab_size, size=(shape[0], shape[1] + 1), dtype=np.int32)
         ruled = generator.random(drawn.shape) < FOLLOWS_RULE
+        # From left to right, because the token before may itself have been set by the rule.
         for place in range(1, drawn.shape[1]):
             drawn[:, place] = np.where(
                 ruled[:, place], follower[drawn[:, place - 1]], drawn[:, place]

@@ -1,4 +1,4 @@
-"""AdamW as MaxText sets it up."""
+"""The optimizer: AdamW with the same setup as in MaxText."""
 
 from typing import Any
 
@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.config import TrainConfig
+from nnx_pipeline.config.config import TrainConfig
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Clips by the global norm, then AdamW with decay on every parameter."""
+    """Clipping by the global norm, followed by AdamW with weight decay on every parameter."""
     return optax.chain(
         clip_by_global_norm(config.clip_norm),
         optax.adamw(
@@ -25,16 +25,16 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 
 def global_norm(gradients: PyTree) -> Array:
-    """The length of all arrays as one vector, summed in float32 whatever their dtypes are."""
+    """The Euclidean norm of all arrays as one vector, summed in float32 whatever their dtypes."""
     leaves = [leaf.astype(jnp.float32) for leaf in jax.tree.leaves(gradients)]
     return jnp.sqrt(sum((jnp.sum(leaf**2) for leaf in leaves), jnp.float32(0)))
 
 
 def clip_by_global_norm(largest: float) -> optax.GradientTransformation:
-    """Scales gradients so that `global_norm` of them is `largest` at most; keeps their dtypes.
+    """Scales gradients down so that their `global_norm` is at most `largest`; keeps their dtypes.
 
-    `optax.clip_by_global_norm` is the same in float32. In bfloat16 it adds the squares up, and
-    rounds the norm, in bfloat16, which is percents off for a model.
+    `optax.clip_by_global_norm` does the same for float32. For bfloat16 it sums the squares and
+    rounds the norm in bfloat16, which for a model is wrong by several percent.
     """
 
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:

@@ -1,6 +1,7 @@
-"""One training step, and what goes into it and comes out, real or abstract."""
+"""One training step, and its state and batch as real or as abstract arrays."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,21 +12,26 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
-from nnx_pipeline.config import Config
+from nnx_pipeline.config.config import Config, TrainConfig
 from nnx_pipeline.decoder import Mixtral
-from nnx_pipeline.modules import Parts
 from nnx_pipeline.modules.parts import Cast, cast_to_other
 from nnx_pipeline.sharding import Layout, P
 from nnx_pipeline.train.optimizer import global_norm, make_optimizer
+
+# (config, rngs=…) to a model of that config.
+MakeModel = Callable[..., Mixtral]
 
 
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One global batch, every array `[batch, seq]`.
+    """One global batch; every array is `[batch, seq]`.
 
-    tokens, targets: token ids. weights: float32, 0 where a target does not count. positions,
-    segment_ids: where several documents share a row; absent for one document per row.
+    - `tokens`, `targets`: int32 token ids.
+    - `weights`: float32, the weight of each target in the loss; 0 where it does not count.
+    - `positions`: int32, the place of each token in its document; None counts from 0 in each row.
+    - `segment_ids`: int32, which document of the row each token belongs to; None for one document
+      per row.
     """
 
     tokens: Array
@@ -38,7 +44,12 @@ class Batch:
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """Everything a step changes. All of it is donated to the step."""
+    """Everything that a training step changes; all of it is donated to the step.
+
+    - `step`: int32 scalar, the number of steps done.
+    - `model`: the model with its parameters.
+    - `optimizer`: the state of the optimizer, sharded over `data` too with ZeRO-1.
+    """
 
     step: Array
     model: Mixtral
@@ -48,9 +59,10 @@ class TrainState:
 class Metrics(NamedTuple):
     """What a step reports, as float32 scalars.
 
-    loss: the cross-entropy. load_balance: of the router, a mean over layers and microbatches, and
-    so another one for another number of microbatches. gradient_norm: before clipping, summed in
-    float32.
+    - `loss`: the cross-entropy.
+    - `load_balance`: the router's load-balance loss, a mean over layers and microbatches; it
+      depends on the number of microbatches.
+    - `gradient_norm`: the global norm before clipping, summed in float32.
     """
 
     loss: Array
@@ -59,12 +71,14 @@ class Metrics(NamedTuple):
 
 
 def loss_of(
-    model: Mixtral, batch: Batch, key: Array | None = None, owned: Mixtral | None = None
+    model: Mixtral, batch: Batch, key: Array | None = None, shards: Mixtral | None = None
 ) -> tuple[Array, tuple[Array, Array]]:
-    """The loss to minimise, and its two parts: cross-entropy and load balance.
+    """The loss to minimise, and its two parts: cross-entropy and load-balance loss.
 
-    Cross-entropy is Σ weights · entropy / (Σ weights + 1e-8), as in MaxText. key: for dropout.
-    owned: see `Mixtral.loss`.
+    - `key`: one random key for dropout; None for no dropout.
+    - `shards`: parameters to differentiate with respect to, see `Mixtral.loss`.
+
+    Cross-entropy is Σ weights · entropy / (Σ weights + 1e-8), as in MaxText.
     """
     return model.loss(
         batch.tokens,
@@ -73,7 +87,7 @@ def loss_of(
         positions=batch.positions,
         segment_ids=batch.segment_ids,
         key=key,
-        owned=owned,
+        shards=shards,
     )
 
 
@@ -82,73 +96,90 @@ def loss_and_gradients(
 ) -> tuple[tuple[Array, tuple[Array, Array]], Mixtral]:
     """The values of `loss_of`, and the gradients as the optimizer gets them.
 
-    They are in `train.grad_dtype`, and with `train.shard_optimizer_over_data` spread over `data`.
+    - `key`: one random key for dropout; None for no dropout.
+
+    The gradients are in `train.grad_dtype`, and with `train.shard_optimizer_over_data` sharded over
+    `data` too.
     """
 
-    def loss(mine: Mixtral) -> tuple[Array, tuple[Array, Array]]:
-        return loss_of(model, batch, key, owned=mine) if owns else loss_of(mine, batch, key)
+    def loss(parameters: Mixtral) -> tuple[Array, tuple[Array, Array]]:
+        if model.zero1:
+            return loss_of(model, batch, key, shards=parameters)
+        return loss_of(parameters, batch, key)
 
-    owns = bool(model.pipeline.runner.own)
-    mine = model.owned() if owns else model
-    values, gradients = jax.value_and_grad(loss, has_aux=True)(mine)
+    values, gradients = jax.value_and_grad(loss, has_aux=True)(optimized(model))
     return values, in_dtype(gradients, model.config.train.grad_dtype, model.parts.cast_gradient)
 
 
 def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-    """Forward, backward and AdamW; to be jitted by `jit_train_step`.
+    """One step: forward pass, backward pass and AdamW; to be jitted by `jit_train_step`.
 
     With `train.shard_optimizer_over_data` everything from the gradients to the new parameters is
-    spread over `data`; these are then gathered.
+    sharded over `data` too; the new parameters are then gathered.
     """
     model, train = state.model, state.model.config.train
     key = jax.random.fold_in(jax.random.key(train.dropout_seed), state.step)
     (_, (entropy, balance)), gradients = loss_and_gradients(model, batch, key)
-    owns = bool(model.pipeline.runner.own)
-    mine = model.owned() if owns else model
+    parameters = optimized(model)
     optimizer = make_optimizer(train)
-    updates, optimizer_state = optimizer.update(gradients, state.optimizer, mine)
+    updates, optimizer_state = optimizer.update(gradients, state.optimizer, parameters)
     metrics = Metrics(entropy, balance, global_norm(gradients))
-    mine = optax.apply_updates(mine, updates)
+    parameters = optax.apply_updates(parameters, updates)
     new = TrainState(
         step=state.step + 1,
-        model=mine.stored() if owns else mine,
+        model=parameters.whole() if model.zero1 else parameters,
         optimizer=optimizer_state,
     )
     return new, metrics
 
 
+def optimized(model: Mixtral) -> Mixtral:
+    """The parameters in the sharding in which they are updated: with ZeRO-1 their shards."""
+    return model.shards() if model.zero1 else model
+
+
 def in_dtype(tree: Any, dtype: jax.typing.DTypeLike | None, cast: Cast = cast_to_other) -> Any:
-    """The arrays in `dtype`; those that have it already are left alone, and all without one."""
+    """The arrays of `tree` in `dtype`.
+
+    - `dtype`: None leaves all arrays as they are.
+    - `cast`: casts one array; the default leaves arrays alone that have the dtype already.
+    """
     if dtype is None:
         return tree
     return jax.tree.map(lambda x: cast(x, dtype), tree)
 
 
 def make_state(
-    config: Config,
-    mesh: Mesh,
-    *,
-    seed: int = 0,
-    layout: Layout = Layout(),
-    parts: Parts = Parts(),
+    config: Config, mesh: Mesh, *, seed: int = 0, make_model: MakeModel = Mixtral
 ) -> TrainState:
-    """A fresh state, every array made in its place on the mesh; call it under `jax.set_mesh`."""
-    make = functools.partial(_make_state, config, seed, layout, parts)
+    """A new training state, each array created in its sharding; call it under `jax.set_mesh`.
+
+    - `mesh`: the mesh that is set.
+    - `seed`: of the initial values.
+    - `make_model`: (config, rngs=…) to the model, such as `Mixtral` with a layout filled in.
+    """
+    make = functools.partial(_make_state, functools.partial(make_model, config), config.train, seed)
     return jax.jit(make, out_shardings=_state_shardings(jax.eval_shape(make), mesh))()
 
 
-def abstract_state(
-    config: Config, mesh: Mesh, *, layout: Layout = Layout(), parts: Parts = Parts()
-) -> TrainState:
-    """The shapes, dtypes and shardings of a state, without a byte of it."""
-    shapes = jax.eval_shape(functools.partial(_make_state, config, 0, layout, parts))
+def abstract_state(config: Config, mesh: Mesh, *, make_model: MakeModel = Mixtral) -> TrainState:
+    """The shapes, dtypes and shardings of a training state, without allocating any array.
+
+    The arguments are those of `make_state`; it too is called under `jax.set_mesh`.
+    """
+    make = functools.partial(_make_state, functools.partial(make_model, config), config.train, 0)
+    shapes = jax.eval_shape(make)
     return _with_shardings(shapes, _state_shardings(shapes, mesh))
 
 
 def abstract_batch(
     config: Config, mesh: Mesh, *, layout: Layout = Layout(), segment_ids: bool = False
 ) -> Batch:
-    """The shapes, dtypes and shardings of a batch without positions, and with segments if asked."""
+    """The shapes, dtypes and shardings of a batch without positions.
+
+    - `mesh`, `layout`: these determine the sharding, see `batch_sharding`.
+    - `segment_ids`: whether the batch has segment ids.
+    """
     shape = (config.train.global_batch, config.train.sequence_length)
     sharding = batch_sharding(mesh, layout)
     ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
@@ -162,50 +193,56 @@ def abstract_batch(
 
 
 def batch_sharding(mesh: Mesh, layout: Layout) -> NamedSharding:
-    """Where a `[batch, seq]` array enters: the batch over every axis that can split it."""
+    """The sharding of a step's `[batch, seq]` inputs: the batch over every axis that can split it.
+
+    - `layout`: its logical axis `whole_batch` names these mesh axes.
+    """
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return NamedSharding(mesh, layout.spec("whole_batch", None))
 
 
 def jit_train_step(state: TrainState, mesh: Mesh) -> Any:
-    """`train_step` jitted for states like this one (real or abstract): donated, in place.
+    """`train_step` jitted for states like `state`, which is donated to it.
 
-    The new state has the shardings of the old one in both modes.
+    - `state`: a real or an abstract state.
+
+    The new state has the shardings of the old one, on meshes with explicit and with auto axes.
     """
     shardings = _state_shardings(state, mesh)
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
 
 
-def _make_state(config: Config, seed: int, layout: Layout, parts: Parts) -> TrainState:
-    model = Mixtral(config, rngs=nnx.Rngs(seed), layout=layout, parts=parts)
-    mine = model.owned() if model.pipeline.runner.own else model
-    optimizer = make_optimizer(config.train).init(mine)
+def _make_state(make_model: Callable[..., Mixtral], train: TrainConfig, seed: int) -> TrainState:
+    """A new training state, to be jitted or evaluated for its shapes."""
+    model = make_model(rngs=nnx.Rngs(seed))
+    optimizer = make_optimizer(train).init(optimized(model))
     return TrainState(step=jnp.zeros((), jnp.int32), model=model, optimizer=optimizer)
 
 
 def _state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
-    """A NamedSharding for every leaf of a state, the optimizer's where its owners are."""
-    model = state.model
+    """A NamedSharding for every leaf of a state; with ZeRO-1 the optimizer's is over `data` too."""
+    model, on_mesh = state.model, functools.partial(NamedSharding, mesh)
     return TrainState(
-        step=_shardings(state.step, model.layout, mesh),
-        model=_shardings(model, model.layout, mesh),
-        optimizer=_shardings(state.optimizer, model.layout.owned(model.pipeline.runner.own), mesh),
+        step=_shardings(state.step, model.layout, on_mesh),
+        model=_shardings(model, model.layout, on_mesh),
+        optimizer=_shardings(state.optimizer, model.layout.zero1(model.zero1), on_mesh),
     )
 
 
-def _shardings(tree: Any, layout: Layout, mesh: Mesh) -> Any:
-    """A NamedSharding for every leaf: by the logical axes of its variable, or whole."""
+def _shardings(tree: Any, layout: Layout, on_mesh: Callable[[P], NamedSharding]) -> Any:
+    """A NamedSharding for every leaf, by the logical axes of its variable; else unsharded."""
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, nnx.Variable):
             spec = layout.spec(*leaf.get_metadata("logical_axes"))
-            return leaf.replace(NamedSharding(mesh, spec))
-        return NamedSharding(mesh, P())
+            return leaf.replace(on_mesh(spec))
+        return on_mesh(P())
 
     return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 def _with_shardings(shapes: Any, shardings: Any) -> Any:
+    """The abstract arrays of a tree with shardings added."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,

@@ -1,7 +1,7 @@
-"""`config.json` of Hugging Face's Mixtral and Llama, to this project's config and back.
+"""Converts `config.json` of Hugging Face's Mixtral and Llama to this project's config and back.
 
-Every key is mapped, allowed with one value only, or knowingly ignored; any other is refused. What
-changes what a model computes is never ignored.
+Every key is mapped, allowed with a single value, or ignored on purpose; all others are refused. A
+key that changes what a model computes is never ignored.
 """
 
 import json
@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from nnx_pipeline import Config, InputError, ModelConfig
-from nnx_pipeline.config import DTYPES
+from nnx_pipeline.config.config import DTYPES
 from nnx_pipeline.errors import divides, one_of
 
 CONFIG_FILE = "config.json"
 MIXTRAL, LLAMA = "MixtralForCausalLM", "LlamaForCausalLM"
 MODEL_TYPES = {MIXTRAL: "mixtral", LLAMA: "llama"}
-# A config.json without it means the default of transformers, up to version 5 the longest sequence.
+# Without this key config.json means transformers' default, up to version 5 the longest sequence.
 LONGEST = "max_position_embeddings"
 
 _REQUIRED = {
@@ -29,7 +29,7 @@ _REQUIRED = {
 }
 _OPTIONAL = {"rms_norm_eps": "norm_epsilon"}
 _OF_EXPERTS = {"num_local_experts": "num_experts", "num_experts_per_tok": "num_experts_per_token"}
-# What transformers takes where a key is absent.
+# The values that transformers assumes for absent keys.
 _ABSENT: dict[str, dict[str, Any]] = {
     MIXTRAL: {
         "rms_norm_eps": 1e-5,
@@ -46,14 +46,14 @@ _ABSENT: dict[str, dict[str, Any]] = {
         LONGEST: 2048,
     },
 }
-# Only the model of these values is built here; null is as good as the first.
+# The only supported value of each key, and the reason; null counts as that value.
 _ONLY: dict[str, tuple[Any, str]] = {
     "hidden_act": ("silu", "the gated MLP here has no other activation"),
     "tie_word_embeddings": (False, "embedding and head are two arrays here"),
     "attention_bias": (False, "attention has no bias here"),
     "mlp_bias": (False, "the MLP has no bias here"),
     "partial_rotary_factor": (1.0, "every dimension of a head is rotated here"),
-    "attention_dropout": (0.0, "dropout on attention weights is not there; set it to 0 to go on"),
+    "attention_dropout": (0.0, "attention weights have no dropout here; set it to 0 to go on"),
     "router_jitter_noise": (0.0, "the router adds no noise here; set it to 0 to go on"),
     "is_encoder_decoder": (False, "the model here is a decoder"),
     "quantization_config": (None, "save the model with plain float weights"),
@@ -63,10 +63,10 @@ _READ_APART = {
     *("architectures", "model_type", "num_key_value_heads", "head_dim", "sliding_window", LONGEST),
     *("rope_theta", "rope_scaling", "rope_parameters", "torch_dtype", "dtype"),
 }
-# Of a key like these it can never be said that weights do not depend on it.
+# A key like these may always affect how weights are stored, so no error advises to remove it.
 _OF_STORED_FORM = re.compile("quant|compress|pack|spars|prun|bits|adapter|lora", re.IGNORECASE)
-# About initialisation, generation, tokens, outputs and bookkeeping, or (the load-balance loss)
-# chosen in `TrainConfig`. `pretraining_tp` only cuts products into pieces.
+# These are about initialisation, generation, tokens, outputs and bookkeeping. The load-balance loss
+# is chosen in `TrainConfig` instead, and `pretraining_tp` only cuts products into pieces.
 IGNORED = {
     *("transformers_version", "_name_or_path", "_attn_implementation_autoset", "tokenizer_class"),
     *("initializer_range", "pretraining_tp", "use_cache", "torchscript", "max_sequence_length"),
@@ -78,11 +78,14 @@ IGNORED = {
 
 
 def config_from_huggingface(source: str | Path | Mapping[str, Any]) -> Config:
-    """The config of a Hugging Face model: of its folder, its `config.json`, or what that holds.
+    """The config of a Hugging Face model.
 
-    `attention_scale` is head_dim^-0.5. `dtype` and `param_dtype` are both that of the weights,
-    float32 where none is named. Training and pipeline keep their defaults. Raises InputError, with
-    the key and its value, for what is not supported, missing or unknown.
+    - `source`: the folder of the model, its `config.json`, or the contents of that file.
+
+    `attention_scale` is head_dim^-0.5. `dtype` and `param_dtype` are both the dtype of the weights,
+    float32 where none is named. Training and pipeline keep their defaults.
+
+    Raises InputError, with the key and its value, for what is not supported, missing or unknown.
     """
     values = source if isinstance(source, Mapping) else read_config(source)
     architecture = _architecture(values)
@@ -100,8 +103,8 @@ def config_from_huggingface(source: str | Path | Mapping[str, Any]) -> Config:
         fields |= {ours: values.get(key, absent[key]) for key, ours in _OF_EXPERTS.items()}
         if fields["num_experts"] == 1:
             raise InputError(
-                f"{CONFIG_FILE}: num_local_experts=1 is not supported: one expert has no router "
-                f"here; choose 2 or more, or a {LLAMA}"
+                f"{CONFIG_FILE}: num_local_experts=1 is not supported, because a model with one "
+                f"expert has no router here; choose 2 or more, or the architecture {LLAMA}"
             )
     groups = values.get("num_key_value_heads", absent["num_key_value_heads"])
     head_dim = _head_dim(values, fields["embed_dim"], fields["num_heads"])
@@ -120,17 +123,19 @@ def config_from_huggingface(source: str | Path | Mapping[str, Any]) -> Config:
 
 
 def config_to_huggingface(config: Config) -> dict[str, Any]:
-    """What `config.json` of this model holds: a Mixtral, or with one expert a Llama.
+    """The contents of `config.json` for a model: a Mixtral, or with one expert a Llama.
 
-    Keys are those that transformers 4 and 5 both read. The longest sequence is that of the model
-    where it says one, and else that of training. `attention_scale` has no key, as it is part of the
-    query kernel or head_dim^-0.5. Raises InputError for a model that transformers has not.
+    transformers 4 and 5 both read these keys. The longest sequence is that of the model where the
+    config has it, and otherwise that of training. `attention_scale` has no key, as it is either
+    part of the query kernel or head_dim^-0.5.
+
+    Raises InputError for a model that does not exist in transformers.
     """
     model = config.model
     if model.norm_scale_offset:
         raise InputError(
             f"model.norm_scale_offset={model.norm_scale_offset} has no place in a Hugging Face "
-            "model, only 0"
+            "model; only a model with 0 can be saved in this format"
         )
     architecture = MIXTRAL if model.num_experts > 1 else LLAMA
     if architecture == LLAMA:
@@ -156,9 +161,11 @@ def config_to_huggingface(config: Config) -> dict[str, Any]:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """What `config.json` holds, given its folder or itself.
+    """The contents of `config.json`.
 
-    Raises InputError when there is none, or no JSON object in it.
+    - `path`: the folder of a model, or the file itself.
+
+    Raises InputError when there is no such file, or no JSON object in it.
     """
     file = Path(path)
     if file.is_dir():
@@ -169,7 +176,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; InputError, with the file's name, when there is none."""
+    """The object in a JSON file. Raises InputError, with the file's name, when there is none."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except PermissionError as error:
@@ -203,6 +210,7 @@ def _architecture(values: Mapping[str, Any]) -> str:
 
 
 def _refuse_unknown(values: Mapping[str, Any], architecture: str) -> None:
+    """Raises InputError for a key that is neither mapped nor ignored on purpose."""
     of_experts = set(_OF_EXPERTS) if architecture == MIXTRAL else set()
     known = {*_REQUIRED, *_OPTIONAL, *of_experts, *_ONLY, *_READ_APART, *IGNORED}
     for key, value in values.items():
@@ -211,12 +219,12 @@ def _refuse_unknown(values: Mapping[str, Any], architecture: str) -> None:
             if not _OF_STORED_FORM.search(key):
                 cure += ", or remove the key if the model does not depend on it"
             raise InputError(
-                f"{CONFIG_FILE}: {key}={value!r} is not a key that is known of a {architecture}; "
-                f"{cure}"
+                f"{CONFIG_FILE}: {key}={value!r} is not a known key of a {architecture}; {cure}"
             )
 
 
 def _refuse_window(values: Mapping[str, Any], absent: Mapping[str, Any]) -> None:
+    """Raises InputError for a sliding window that is shorter than the longest sequence."""
     if values.get("sliding_window") is None:
         return
     window = _whole_or_missing(values, "sliding_window")
@@ -224,16 +232,19 @@ def _refuse_window(values: Mapping[str, Any], absent: Mapping[str, Any]) -> None
     if window < longest:
         raise InputError(
             f"{CONFIG_FILE}: sliding_window={window} is smaller than {LONGEST}={longest}: "
-            "attention here reads the whole sequence; set it to null if sequences are no longer"
+            "attention here reads the whole sequence; set it to null if no sequence is longer "
+            "than that"
         )
 
 
 def _longest(values: Mapping[str, Any], absent: Mapping[str, Any]) -> int:
+    """The longest sequence, by default that of transformers."""
     given = values.get(LONGEST)
     return _whole_or_missing({LONGEST: absent[LONGEST] if given is None else given}, LONGEST)
 
 
 def _whole_or_missing(values: Mapping[str, Any], key: str) -> Any:
+    """The value of a key. Raises InputError unless it is there and a whole number above 0."""
     if values.get(key) is None:
         raise InputError(f"{CONFIG_FILE}: {key} is missing")
     value = values[key]
@@ -243,6 +254,7 @@ def _whole_or_missing(values: Mapping[str, Any], key: str) -> Any:
 
 
 def _head_dim(values: Mapping[str, Any], embed_dim: int, heads: int) -> int:
+    """The size of a head, which without its own key is hidden_size / num_attention_heads."""
     if values.get("head_dim") is not None:
         return _whole_or_missing(values, "head_dim")
     rule = f"{CONFIG_FILE}: hidden_size={embed_dim} does not split over num_attention_heads={heads}"
@@ -251,6 +263,7 @@ def _head_dim(values: Mapping[str, Any], embed_dim: int, heads: int) -> int:
 
 
 def _dtype(values: Mapping[str, Any]) -> str:
+    """The dtype of the weights, under its older or its newer key."""
     named = {key: values[key] for key in ("torch_dtype", "dtype") if values.get(key) is not None}
     for key, value in named.items():
         one_of(f"{CONFIG_FILE}: {key}", value, DTYPES)
@@ -258,7 +271,7 @@ def _dtype(values: Mapping[str, Any]) -> str:
 
 
 def _rope_theta(values: Mapping[str, Any], absent: float) -> float:
-    """The base of the rotary angles, from the key of its own or from the newer dictionaries."""
+    """The base of the rotary angles, from its own key or from the newer dictionaries."""
     found = {}
     if values.get("rope_theta") is not None:
         found["rope_theta"] = values["rope_theta"]
@@ -276,15 +289,16 @@ def _rope_theta(values: Mapping[str, Any], absent: float) -> float:
 
 
 def _agreed(found: Mapping[str, Any], absent: Any) -> Any:
-    """The one value of several keys that mean the same, or `absent` without any."""
+    """The one value of several keys that mean the same, or `absent` if none of them is there."""
     first, *others = found.values() or (absent,)
     if any(other != first for other in others):
         said = ", ".join(f"{key}={value!r}" for key, value in found.items())
-        raise InputError(f"{CONFIG_FILE}: {said} disagree; leave all but one out")
+        raise InputError(f"{CONFIG_FILE}: {said} disagree; remove all but one of them")
     return first
 
 
 def _check_rope(name: str, key: str, value: Any) -> None:
+    """Raises InputError for an entry of a rope dictionary unless it leaves the angles unscaled."""
     allowed = {
         "rope_theta": lambda: True,
         "rope_type": lambda: value in (None, "default"),

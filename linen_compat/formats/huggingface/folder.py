@@ -1,7 +1,7 @@
-"""Folders of safetensors files, one or several with an index: read and written tensor by tensor.
+"""Folders of safetensors, one file or several with an index, read and written tensor by tensor.
 
-The library that reads them writes whole files from memory only, so the writer here lays the files
-out itself: eight bytes with the length of a JSON header, the header, then the tensors.
+The library that reads such files can write them only from memory as a whole. So the writer here
+lays the files out itself: eight bytes with the length of a JSON header, the header, the tensors.
 """
 
 import contextlib
@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from linen_compat import checksums
-from linen_compat.damage import unreadable
-from linen_compat.huggingface_config import CONFIG_FILE, read_json
-from linen_compat.streams import ArraySpec, Mismatch
+from linen_compat.formats import checksums
+from linen_compat.formats.huggingface.config import CONFIG_FILE, read_json
+from linen_compat.formats.orbax.corruption import unreadable
+from linen_compat.formats.streams import ArraySpec, Mismatch
 from nnx_pipeline import InputError
 
 ONE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-SHARD_BYTES = 5 * 10**9  # what transformers and its hub consider a file of convenient size
+SHARD_BYTES = 5 * 10**9  # the file size that transformers and its hub consider convenient
 
 DTYPES = {
     "F32": np.dtype(np.float32),
@@ -32,17 +32,21 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def holds_tensors(folder: Path) -> bool:
-    """Whether a folder has a safetensors file of a whole model, or the index of several."""
+    """Whether a folder has the safetensors file of a whole model, or the index of several."""
     return (folder / ONE_FILE).is_file() or (folder / INDEX_FILE).is_file()
 
 
 class TensorFolder:
     """The tensors of a folder, by name. `specs` has the shape and dtype of each.
 
-    Files are opened for each tensor anew, as pages of a mapped file count as memory of the process
-    until it is closed. Raises InputError when the folder is that of no model, and Mismatch, naming
-    file or tensor, when files or tensors are missing, broken or of a dtype other than `DTYPES`, or
-    not what this project wrote.
+    - `folder`: a folder with `ONE_FILE`, or with `INDEX_FILE` and the files that it names.
+
+    Files are opened anew for each tensor, since the pages of a mapped file count as memory of the
+    process until it is closed.
+
+    Raises InputError when the folder holds no model, and Mismatch, naming the file or the tensor,
+    when files or tensors are missing, broken, of a dtype other than `DTYPES`, or not what this
+    project wrote.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -64,7 +68,11 @@ class TensorFolder:
             )
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A part of a tensor, all of which is checked first where there are checksums."""
+        """A part of a tensor, which is checked as a whole first where the folder has checksums.
+
+        - `name`: the name of the tensor.
+        - `index`: a slice for each axis; empty for the whole tensor.
+        """
         if self.sums is not None and name not in self._checked:
             found = checksums.of_part(*_place(self._files[name], name))
             checksums.require(self.folder, self.sums, name, found)
@@ -73,7 +81,7 @@ class TensorFolder:
             return file.get_slice(name)[index] if index else file.get_tensor(name)
 
     def _index(self) -> dict[Path, list[str]]:
-        """The tensors that each file is said to hold."""
+        """The tensors that each file holds according to the index."""
         path = self.folder / INDEX_FILE
         try:
             places = read_json(path).get("weight_map")
@@ -84,12 +92,15 @@ class TensorFolder:
         files: dict[Path, list[str]] = {}
         for name, file in places.items():
             if not isinstance(file, str) or Path(file).name != file:
-                raise Mismatch(f"{path} places {name} in {file!r}, which is no file of the folder")
+                raise Mismatch(
+                    f"{path} places {name} in {file!r}, which is not the name of a "
+                    "file in that folder"
+                )
             files.setdefault(self.folder / file, []).append(name)
         return files
 
     def _add(self, path: Path, expected: list[str] | None) -> None:
-        """Notes what a file holds, which must be what the index says."""
+        """Notes the tensors of a file, which must be those that the index gives it."""
         if not path.is_file():
             names = expected or [""]
             raise Mismatch(
@@ -116,8 +127,12 @@ class TensorFolder:
 class NewTensorFolder:
     """Tensors that are being written to an empty folder, in any order, one at a time.
 
-    tensors: all of them. shard_bytes: the most that tensors of one file take, one tensor at least;
-    where that makes one file it has no index. Each file has its full length from the start.
+    - `folder`: the empty folder.
+    - `tensors`: shape and dtype of every tensor that will be written, by name.
+    - `shard_bytes`: the most bytes that the tensors of one file take; a larger tensor gets a file
+      of its own. Where everything fits into one file there is no index.
+
+    Each file has its full length from the start.
     """
 
     def __init__(
@@ -144,9 +159,9 @@ class NewTensorFolder:
         self._written[name] = checksums.of_bytes(content)
 
     def finish(self) -> dict[str, str]:
-        """Writes the index, if there are several files, and returns the checksums of all tensors.
+        """Writes the index if there are several files, and returns the checksums by tensor.
 
-        Raises RuntimeError unless all is there.
+        Raises RuntimeError unless every tensor has been written.
         """
         missing = [name for name in self.tensors if name not in self._written]
         if missing:
@@ -159,6 +174,7 @@ class NewTensorFolder:
         return self._written
 
     def _begin(self, file: str, shard: Mapping[str, ArraySpec]) -> None:
+        """Makes a file of its full length with the header for these tensors."""
         header, offsets = _header(shard)
         with open(self.folder / file, "wb") as stream:
             stream.write(header)
@@ -168,7 +184,7 @@ class NewTensorFolder:
 
 
 def _shards(tensors: Mapping[str, ArraySpec], limit: int) -> Iterator[dict[str, ArraySpec]]:
-    """The tensors in their order, cut where a file would get larger than `limit` bytes."""
+    """The tensors of each file: all in their order, cut where a file would exceed `limit` bytes."""
     shard: dict[str, ArraySpec] = {}
     size = 0
     for name, spec in tensors.items():
@@ -181,9 +197,10 @@ def _shards(tensors: Mapping[str, ArraySpec], limit: int) -> Iterator[dict[str, 
 
 
 def _header(shard: Mapping[str, ArraySpec]) -> tuple[bytes, dict[str, int]]:
-    """The beginning of a file, and where each tensor is after it, as the library lays them out.
+    """The beginning of a file, and the offset of each tensor after it.
 
-    Wider dtypes come first, so that every tensor is aligned. transformers 4 asks for the format.
+    The layout is that of the library. Wider dtypes come first, so that every tensor is aligned.
+    transformers 4 requires the format `pt` among the metadata.
     """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets, end = {}, 0
@@ -192,12 +209,12 @@ def _header(shard: Mapping[str, ArraySpec]) -> tuple[bytes, dict[str, int]]:
         code, shape = _CODES[spec.dtype], list(spec.shape)
         entries[name] = {"dtype": code, "shape": shape, "data_offsets": [offsets[name], end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # so that the tensors after it begin aligned
     return len(text).to_bytes(8, "little") + text, offsets
 
 
 def _place(file: Path, name: str) -> tuple[Path, int, int]:
-    """Where the bytes of a tensor are, in a file that the library could open."""
+    """The file, first byte and end of a tensor, in a file that the library could open."""
     with open(file, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         begin, end = json.loads(stream.read(length))[name]["data_offsets"]
@@ -206,11 +223,11 @@ def _place(file: Path, name: str) -> tuple[Path, int, int]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """An open safetensors file; what the library raises becomes a Mismatch with its name."""
+    """An open safetensors file; errors of the library become a Mismatch with its name."""
     try:
         with safe_open(path, framework="np") as file:
             yield file
     except SafetensorError as error:
-        raise Mismatch(f"{path} is damaged or no safetensors file: {error}") from error
+        raise Mismatch(f"{path} is damaged or is not a safetensors file: {error}") from error
     except PermissionError as error:
         raise unreadable(str(path), error) from error

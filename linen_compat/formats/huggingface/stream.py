@@ -1,6 +1,6 @@
 """Hugging Face's Mixtral and Llama, folders of safetensors, read and written as streams of layers.
 
-Folders hold weights and `config.json`; tokenizers and generation settings are not touched.
+Such a folder holds weights and `config.json`. Tokenizers and generation settings are not touched.
 """
 
 import dataclasses
@@ -11,25 +11,25 @@ from typing import Any
 
 import numpy as np
 
-from linen_compat import checksums
-from linen_compat.checkpoint import is_orbax
-from linen_compat.compare import Comparison, Difference, model_arrays
-from linen_compat.huggingface_config import (
+from linen_compat.formats import checksums
+from linen_compat.formats.comparison import Comparison, Difference, model_arrays
+from linen_compat.formats.huggingface.config import (
     CONFIG_FILE,
     IGNORED,
     config_from_huggingface,
     config_to_huggingface,
     read_config,
 )
-from linen_compat.huggingface_tensors import KNOWN_EXTRA, Index, Tensors, is_fused
-from linen_compat.new_folder import new_folder
-from linen_compat.safetensors_folder import (
+from linen_compat.formats.huggingface.folder import (
     SHARD_BYTES,
     NewTensorFolder,
     TensorFolder,
     holds_tensors,
 )
-from linen_compat.streams import (
+from linen_compat.formats.huggingface.tensors import KNOWN_EXTRA, Index, Tensors, is_fused
+from linen_compat.formats.new_folder import new_folder
+from linen_compat.formats.orbax.inspect import is_orbax
+from linen_compat.formats.streams import (
     PARAMETERS,
     QUERY,
     ArraySpec,
@@ -39,10 +39,10 @@ from linen_compat.streams import (
     scaled,
 )
 from nnx_pipeline import Config, InputError
-from nnx_pipeline.config import ModelConfig
+from nnx_pipeline.config.config import ModelConfig
 
-# What a model computes depends on these, and a `config.json` that says otherwise than its own
-# tensors is of no use to transformers either.
+# What a model computes depends on these. A `config.json` that contradicts its own tensors is of no
+# use to transformers either.
 _MUST_AGREE = (
     *("vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_experts", "num_experts_per_token"),
     *("num_heads", "num_kv_heads", "head_dim"),
@@ -51,9 +51,10 @@ _MUST_AGREE = (
 
 
 def is_huggingface(checkpoint: str | Path) -> bool:
-    """Whether a folder is a Hugging Face model, complete or not, and no Orbax checkpoint.
+    """Whether a folder is a Hugging Face model, complete or not.
 
-    A `config.json` may lie beside an Orbax checkpoint, of whatever it is the config.
+    It must have a `config.json`, and either tensors or nothing of an Orbax checkpoint, as an
+    unrelated `config.json` may lie beside an Orbax checkpoint.
     """
     folder = Path(checkpoint)
     return (folder / CONFIG_FILE).is_file() and (holds_tensors(folder) or not is_orbax(folder))
@@ -62,8 +63,8 @@ def is_huggingface(checkpoint: str | Path) -> bool:
 def own_config(folder: str | Path) -> Config:
     """The config that a folder's own `config.json` describes.
 
-    Raises Mismatch where the folder is of a model that is not supported, or its `config.json` is
-    damaged, and InputError where there is none.
+    Raises Mismatch where the model of the folder is not supported or its `config.json` is damaged,
+    and InputError where there is none.
     """
     try:
         return config_from_huggingface(folder)
@@ -74,10 +75,13 @@ def own_config(folder: str | Path) -> Config:
 
 
 def config_for(folder: str | Path, config: Config | None) -> Config:
-    """The config to read a folder with: the one given, or without one the folder's own.
+    """The config to read a folder with: the one that is given, or else the folder's own.
 
-    One that does not say the longest sequence of the model gets that of the folder, so that it is
-    there when the model is saved. Errors: of `own_config`.
+    - `folder`: a Hugging Face checkpoint, of which only `config.json` is read.
+    - `config`: None for the folder's own. If it leaves `max_position_embeddings` out it gets that
+      of the folder, so that the value is there when the model is saved.
+
+    Raises what `own_config` raises.
     """
     own = own_config(folder)
     if config is None or config.model.max_position_embeddings is not None:
@@ -95,9 +99,14 @@ def write(
     shard_bytes: int = SHARD_BYTES,
     allow_nan: bool = True,
 ) -> None:
-    """Copies a source, of a model of that config, to a new folder that `transformers` loads.
+    """Copies a source to a new folder that `transformers` can load.
 
-    shard_bytes: the most that one file takes, one tensor at least.
+    - `source`: the parameters of a model of that config.
+    - `folder`: the folder to make; it must not exist yet, or be empty.
+    - `config`: what `config.json` is written from.
+    - `shard_bytes`: the most bytes that the tensors of one file take, unless a single tensor is
+      larger.
+    - `allow_nan`: whether to copy values that are NaN or infinite instead of refusing them.
     """
     with new_folder(folder) as new:
         destination = HuggingFaceDestination(new, config, source.arrays, shard_bytes=shard_bytes)
@@ -105,16 +114,25 @@ def write(
 
 
 def compare(folder: str | Path, model: ModelConfig) -> Comparison:
-    """Compares the tensors and the config of a folder with what this model needs."""
+    """Compares the tensors and the config of a folder with what a model needs.
+
+    - `folder`: a Hugging Face checkpoint; no tensor of it is read.
+    - `model`: the config of the model that is to take its tensors.
+    """
     return _compare(folder, TensorFolder(folder), model)
 
 
 class HuggingFaceSource:
-    """A Hugging Face model to be read, once every tensor is accounted for. See `streams.Source`.
+    """A Hugging Face model as a stream of layers, once every tensor is accounted for.
 
-    model: the model that is to hold it; None for that of its own `config.json`. Arrays have the
-    dtypes that are stored, and the query kernels are scaled for `model.attention_scale`. Raises as
-    `load`.
+    - `folder`: the folder of the model.
+    - `model`: the config of the model that is to take the parameters; None for that of
+      `config.json`.
+
+    See `streams.Source`. Arrays have the dtypes that are stored, and the query kernels are scaled
+    for `model.attention_scale`.
+
+    Raises what `linen_compat.load` raises.
     """
 
     parts: tuple[str, ...] = (PARAMETERS,)
@@ -131,16 +149,21 @@ class HuggingFaceSource:
         self.arrays = {path: self._as_stored(path) for path in self._tensors.arrays}
 
     def order(self, path: str) -> Sequence[int]:
+        """See `streams.Source.order`."""
         return range(self.num_layers)
 
     def read(
         self, path: str, layer: int | None, part: str = PARAMETERS, index: Index = ()
     ) -> np.ndarray:
-        """index: a part of the array, the whole by default."""
+        """An array or a part of it; see `streams.Source.read`.
+
+        - `index`: a slice for each axis of the array; empty for the whole array.
+        """
         array = self._tensors.join(path, layer, self._files.read, index)
         return scaled(array, self._ratio) if path == QUERY and self._ratio != 1.0 else array
 
     def name(self, path: str, layer: int | None, part: str = PARAMETERS) -> str:
+        """See `streams.Source.name`."""
         names = self._tensors.names(path, layer)
         return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
@@ -148,16 +171,22 @@ class HuggingFaceSource:
         """Nothing is held between reads."""
 
     def _as_stored(self, path: str) -> ArraySpec:
+        """The shape of an array with the dtype that is stored."""
         names = self._tensors.of_kind(path)
         return ArraySpec(self._tensors.arrays[path].shape, self._files.specs[names[0]].dtype)
 
 
 class HuggingFaceDestination:
-    """A folder of safetensors and `config.json`, being written. See `streams.Destination`.
+    """A folder of safetensors and `config.json` that is being written. See `streams.Destination`.
 
-    config: of the model that is written. arrays: as of `streams.Source`, with the dtypes to write;
-    `config.json` names the one they share, else `param_dtype`. Raises InputError when transformers
-    has no such model.
+    - `folder`: an empty folder.
+    - `config`: the config of the model that is written.
+    - `arrays`: as in `streams.Source`, with the dtypes to write. If all have one dtype
+      `config.json` names that, and otherwise `param_dtype`.
+    - `shard_bytes`: the most bytes that the tensors of one file take, unless a single tensor is
+      larger.
+
+    Raises InputError when transformers has no such model.
     """
 
     parts: tuple[str, ...] = (PARAMETERS,)
@@ -182,14 +211,18 @@ class HuggingFaceDestination:
     def write(
         self, path: str, layer: int | None, array: np.ndarray, part: str = PARAMETERS
     ) -> None:
+        """See `streams.Destination.write`."""
         if part not in self.parts:
-            raise InputError(f"a Hugging Face folder has no place for {part}; leave it behind")
+            raise InputError(f"a Hugging Face folder has no place for {part}; leave it out")
         names = self._tensors.names(path, layer)
         for name, tensor in zip(names, self._tensors.split(path, array), strict=True):
             self._files.write(name, tensor)
 
     def commit(self, scalars: Mapping[str, np.ndarray]) -> None:
-        """`scalars` have no place here and are left behind."""
+        """Writes the index, `config.json` and the checksums.
+
+        - `scalars`: left behind, as the format has no place for them.
+        """
         sums = self._files.finish()
         text = json.dumps(self._values, indent=2)
         (self.folder / CONFIG_FILE).write_text(f"{text}\n", encoding="utf-8")
@@ -198,17 +231,19 @@ class HuggingFaceDestination:
 
 
 def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What of `config.json` the model depends on; the rest may be edited."""
+    """The values of `config.json` that the model depends on; all others may be edited."""
     return {key: value for key, value in values.items() if key not in IGNORED}
 
 
 def _tensors_of(model: ModelConfig, files: TensorFolder) -> Tensors:
+    """The tensors that a model needs, in the form in which these files have the experts."""
     return Tensors(model_arrays(model), model.num_layers, fused=is_fused(files.specs))
 
 
 def _compare(folder: str | Path, files: TensorFolder, model: ModelConfig) -> Comparison:
+    """Compares the tensors and the `config.json` of a folder with what a model needs."""
     own, result = own_config(folder).model, Comparison()
-    if files.sums is not None:
+    if files.sums is not None:  # this project wrote the folder
         sum_of_config = checksums.of_values(_kept(read_config(folder)))
         checksums.require(Path(folder), files.sums, CONFIG_FILE, sum_of_config)
     for name in _MUST_AGREE:
@@ -236,7 +271,7 @@ def _compare(folder: str | Path, files: TensorFolder, model: ModelConfig) -> Com
 
 
 def _mixed_dtypes(tensors: Tensors, files: TensorFolder) -> Iterator[str]:
-    """What is wrong with tensors of one kind, which are one array here, in their dtypes."""
+    """A line for each array here whose tensors do not all have one dtype."""
     for path in tensors.arrays:
         names = [name for name in tensors.of_kind(path) if name in files.specs]
         dtypes = {name: files.specs[name].dtype for name in names}

@@ -1,8 +1,8 @@
-"""Which tensors of a Hugging Face model hold an array here, and how they lie in it.
+"""Which tensors of a Hugging Face model hold each array of this project, and how they are laid out.
 
-Kernels are `[out, in]` there and `[in, out]` here, heads and their dimensions apart; experts are
-tensors of their own there and one stack here. Both rotate halves of a head, so that nothing is
-permuted. No file is read in this module.
+Kernels are `[out, in]` there; here they are `[in, out]`, with one axis for the heads and one for
+the dimensions of a head. Experts are tensors of their own there and one stack here. Both sides
+rotate halves of a head, so nothing is permuted. This module reads no file.
 """
 
 import math
@@ -12,34 +12,36 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from linen_compat.names import OUTSIDE, of_layer
-from linen_compat.streams import ArraySpec
+from linen_compat.formats.names import OUTSIDE, of_layer
+from linen_compat.formats.streams import ArraySpec
 
 Index = tuple[slice, ...]
 Read = Callable[[str, Index], np.ndarray]
 
-# transformers keeps the experts of a layer in two tensors in memory, and writes one for each matrix
-# of each expert, unless it is called with `save_original_format=False`. Both are read here.
+# In memory transformers keeps the experts of a layer in two tensors. It writes one tensor for each
+# matrix of each expert, unless called with `save_original_format=False`. Both forms are read here.
 _FUSED = {
     "feed_forward.router": "mlp.gate.weight",
     "feed_forward.gate": "mlp.experts.gate_up_proj",
     "feed_forward.up": "mlp.experts.gate_up_proj",
     "feed_forward.down": "mlp.experts.down_proj",
 }
-# Buffers that old versions saved: computed from the config, by transformers too.
+# Buffers that old versions saved; their values are computed from the config, by transformers too.
 KNOWN_EXTRA = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 _AS_IT_IS = ("embedding.embedding", "norm.scale", "attention_norm.scale", "feed_forward_norm.scale")
 _STACKED = ("feed_forward.gate", "feed_forward.up", "feed_forward.down")
-_INPUT_AXES = {"attention.out": 2}  # of a kernel here; 1 of all others
+_INPUT_AXES = {"attention.out": 2}  # how many axes of a kernel here are inputs; 1 for all others
 _EXPERT = "<expert>"
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """The tensors of a model with these arrays (as of `streams.Source`), named and shaped.
+    """The names and shapes of the tensors of a Hugging Face model.
 
-    fused: whether the experts of a layer are in two tensors, `[experts, out, in]`.
+    - `arrays`: the model's arrays as in `streams.Source`.
+    - `num_layers`: the number of its layers.
+    - `fused`: whether the experts of a layer are in two tensors, `[experts, out, in]`.
     """
 
     arrays: Mapping[str, ArraySpec]
@@ -47,7 +49,7 @@ class Tensors:
     fused: bool = False
 
     def specs(self) -> dict[str, ArraySpec]:
-        """Every tensor with its shape and dtype, layer after layer."""
+        """Shape and dtype of every tensor by its name, layer after layer."""
         first, *last = (names.nnx for names in OUTSIDE)
         layers = [path for path in self.arrays if path not in (first, *last)]
         order: list[tuple[str, int | None]] = [(first, None)]
@@ -60,7 +62,11 @@ class Tensors:
         return found
 
     def names(self, path: str, layer: int | None) -> tuple[str, ...]:
-        """The tensors of one array of one layer: one, or one for each expert."""
+        """The tensors that hold one array of one layer: a single one, or one for each expert.
+
+        - `path`: the NNX path of the array.
+        - `layer`: the number of the layer; None outside the layers.
+        """
         if layer is None:
             return (next(names.huggingface for names in OUTSIDE if names.nnx == path),)
         name = self._name(path)
@@ -70,15 +76,17 @@ class Tensors:
         )
 
     def of_kind(self, path: str) -> tuple[str, ...]:
-        """The tensors of one array in all layers."""
+        """The tensors that hold one array in all layers."""
         outside = any(path == names.nnx for names in OUTSIDE)
         layers = (None,) if outside else range(self.num_layers)
         return tuple(name for layer in layers for name in self.names(path, layer))
 
     def join(self, path: str, layer: int | None, read: Read, index: Index = ()) -> np.ndarray:
-        """One array of one layer, or the part of it that `index` names.
+        """One array of one layer, or a part of it, put together from tensors.
 
-        read: gives a part of a tensor, by name and slices.
+        - `path`, `layer`: as for `names`.
+        - `read`: gives a part of a tensor, by the tensor's name and a slice for each of its axes.
+        - `index`: a slice for each axis of the array; empty for the whole array.
         """
         shape = self.arrays[path].shape
         index = index or (slice(None),) * len(shape)
@@ -95,7 +103,7 @@ class Tensors:
         return _stack(parts, len(experts))
 
     def split(self, path: str, array: np.ndarray) -> Iterator[np.ndarray]:
-        """The tensors of one array, in the order of `names`; not of a fused form."""
+        """The tensors that hold one array, in the order of `names`; never in the fused form."""
         if path in _AS_IT_IS:
             yield array
         elif self._is_stack(path):
@@ -106,6 +114,7 @@ class Tensors:
             yield array.reshape(inputs, -1).T
 
     def _name(self, path: str) -> str:
+        """What the tensor of one array is called below `model.layers.<number>`."""
         if self.fused and path in _FUSED:
             return _FUSED[path]
         experts = 2 if self._has_experts else 1
@@ -116,9 +125,11 @@ class Tensors:
         return "feed_forward.router" in self.arrays
 
     def _is_stack(self, path: str) -> bool:
+        """Whether an array here is a stack of the matrices of several experts."""
         return self._has_experts and path in _STACKED
 
     def _shape(self, path: str) -> tuple[int, ...]:
+        """The shape of each tensor that holds an array; kernels are `[out, in]`."""
         shape = self.arrays[path].shape
         if path in _AS_IT_IS:
             return shape
@@ -134,11 +145,12 @@ class Tensors:
     def _of_expert(
         self, path: str, names: tuple[str, ...], expert: int, read: Read
     ) -> Callable[[Index], np.ndarray]:
-        """Reads parts of the kernel `[out, in]` of one expert."""
+        """A function that reads parts of one expert's kernel, `[out, in]`."""
         if not self.fused:
             return lambda index: read(names[expert], index)
         outputs = self.arrays[path].shape[2]
-        start = outputs if path.endswith("up") else 0  # gate and up, one below the other
+        # In their shared tensor the rows of gate come first, then those of up.
+        start = outputs if path.endswith("up") else 0
 
         def read_fused(index: Index) -> np.ndarray:
             rows = range(outputs)[index[0]]
@@ -149,17 +161,28 @@ class Tensors:
 
 
 def is_fused(names: Mapping[str, object]) -> bool:
-    """Whether a model has the experts of a layer in two tensors."""
+    """Whether a model has the experts of a layer in two tensors.
+
+    - `names`: the names of its tensors, as keys.
+    """
     return any(name.endswith(_FUSED["feed_forward.gate"]) for name in names)
 
 
 def _kernel(
     path: str, read: Callable[[Index], np.ndarray], index: Index, shape: tuple[int, ...]
 ) -> np.ndarray:
-    """A part of a kernel of that shape from a tensor `[out, in]`."""
+    """A part of a kernel of this shape, from its tensor `[out, in]`.
+
+    - `path`: the NNX path of the kernel, which tells input axes and output axes apart.
+    - `read`: gives a part of the tensor.
+    - `index`: the part of the kernel, a slice for each axis.
+    - `shape`: the shape of the whole kernel.
+    """
     axes = _INPUT_AXES.get(path, 1)
     chosen = [len(range(size)[cut]) for cut, size in zip(index, shape, strict=True)]
     inputs, outputs = _rows(index[:axes], shape[:axes]), _rows(index[axes:], shape[axes:])
+    # A slice of the first axis of a group is a contiguous range of the tensor, and only that is
+    # read; the other axes are cut in memory.
     flat = read((outputs, inputs)).T
     kernel = flat.reshape(chosen[0], *shape[1:axes], chosen[axes], *shape[axes + 1 :])
     rest = (slice(None) if axis in (0, axes) else cut for axis, cut in enumerate(index))
@@ -167,13 +190,13 @@ def _kernel(
 
 
 def _rows(index: Index, shape: tuple[int, ...]) -> slice:
-    """The rows of a flattened group of axes that hold what `index` says of the first of them."""
+    """The rows of a flattened group of axes that the slice of its first axis selects."""
     chosen, inner = range(shape[0])[index[0]], math.prod(shape[1:])
     return slice(chosen.start * inner, chosen.stop * inner)
 
 
 def _stack(parts: Iterator[np.ndarray], count: int) -> np.ndarray:
-    """Arrays of one shape as one, holding one of them at a time beside it."""
+    """A stack of arrays of one shape, made while one of them at a time is held beside it."""
     first = next(parts)
     stack = np.empty((count, *first.shape), first.dtype)
     stack[0] = first

@@ -1,4 +1,4 @@
-"""Arrays on disk, read and written in parts: zarr in an OCDBT database, as Orbax keeps them."""
+"""Arrays on disk, read and written in parts: zarr in an OCDBT database, as Orbax stores them."""
 
 import contextlib
 import itertools
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from linen_compat.chunks import Box, Grid, Index, box_of, checksum, contains, within
-from linen_compat.damage import (
+from linen_compat.formats.orbax.chunks import Box, Grid, Index, box_of, checksum, contains, within
+from linen_compat.formats.orbax.corruption import (
     CHUNKS,
     MANIFEST,
     MARK,
@@ -24,20 +24,23 @@ from linen_compat.damage import (
     unreadable,
     with_checksum,
 )
-from linen_compat.folders import in_folder, with_own_names
-from linen_compat.streams import ArraySpec, Mismatch
+from linen_compat.formats.paths import in_folder, with_own_names
+from linen_compat.formats.streams import ArraySpec, Mismatch
 
-_BLOCK_BYTES = 32 * 2**20  # what is compressed, written and kept in memory at a time
+_BLOCK_BYTES = 32 * 2**20  # compressed, written and kept in memory at a time
 
 
 def array_specs(items: Path) -> dict[str, ArraySpec]:
-    """Shape and dtype of every array of a folder, by the path of its leaf; no array is read.
+    """Shape and dtype of every array of a checkpoint, by the path of its leaf; no array is read.
 
-    Raises Mismatch, naming the leaf, when one cannot be opened or has a dtype that is none of a
-    model, and when the metadata are those of another checkpoint of this project.
+    - `items`: the folder that holds the arrays and `_METADATA`.
+
+    Raises Mismatch, naming the leaf, when an array cannot be opened or has a dtype that no model
+    has, and when the metadata are those of another checkpoint of this project.
     """
     metadata = read_metadata(items)
     context = ts.Context()  # one for all, so that the index of a database is read once
+    # Begin to open all of them before waiting for the first.
     opened = {
         leaf: ts.open(
             {"driver": "auto", "kvstore": _kvstore(items, leaf)},
@@ -63,14 +66,21 @@ def array_specs(items: Path) -> dict[str, ArraySpec]:
 
 
 class MissingChunk(Mismatch):
-    """An array lacks a chunk, of a kind of checkpoint that may have left out zeros."""
+    """An array lacks a chunk, so that its values there are unknown.
+
+    In checkpoints that leave out zeros it cannot be told whether the chunk was lost.
+    """
 
 
 class StoredArrays:
-    """The arrays of one folder, by the path of their leaf. Raises Mismatch without metadata.
+    """The arrays of one checkpoint, by the path of their leaf.
 
-    The array that was read last stays open, and its decoded chunks in memory, so that a stack of
-    layers in one chunk is read from disk once however many layers are asked for in turn.
+    - `items`: the folder that holds the arrays and `_METADATA`.
+
+    The array that was read last stays open, with its decoded chunks in memory. So a stack of layers
+    in one chunk is read from disk once, however many of its layers are asked for in turn.
+
+    Raises Mismatch without metadata.
     """
 
     def __init__(self, items: Path) -> None:
@@ -80,10 +90,14 @@ class StoredArrays:
         self._checked = set[tuple[str, int]]()  # chunks of which parts were asked for
 
     def read(self, leaf: str, *indices: Index) -> np.ndarray:
-        """A part of an array: each index applies to what the one before left.
+        """A part of an array, or the whole.
+
+        - `leaf`: the path of the array.
+        - `indices`: each applies to what the one before left; none for the whole array.
 
         Raises Mismatch, naming the leaf, when bytes cannot be read or decoded, or are not those
-        that this project wrote there, and MissingChunk when it cannot be told what they were.
+        that this project wrote there, and MissingChunk when a chunk is missing and its values are
+        therefore unknown.
         """
         with self._named(leaf):
             store = part = self._store(leaf, whole=not any(indices))
@@ -95,20 +109,20 @@ class StoredArrays:
         return found
 
     def in_order(self, leaf: str) -> Iterator[np.ndarray]:
-        """The chunks of an array, one after the other as they are stored."""
+        """The chunks of an array as they are stored, one after the other in row-major order."""
         with self._named(leaf):
             store = self._store(leaf, whole=True)
             for box in _grid(store).touched(box_of(store.shape, ())):
                 yield np.asarray(store[box].read().result())
 
     def close(self) -> None:
-        """Lets go of what is in memory."""
+        """Releases what is held in memory."""
         self._open = None
 
     def _check_chunks(self, leaf: str, store: ts.TensorStore, box: Box, found: np.ndarray) -> None:
-        """Raises Mismatch unless every chunk of which the box has a part is the one written there.
+        """Raises Mismatch unless every chunk that the box overlaps is the one written there.
 
-        Chunks that are in the box as a whole need no second reading.
+        Chunks that are in the box as a whole are not read a second time.
         """
         grid, sums = _grid(store), (self._metadata.chunks or {}).get(leaf, [])
         whole = found.reshape([part.stop - part.start for part in box])
@@ -118,19 +132,19 @@ class StoredArrays:
                 values = whole[within(box, chunk)]
             elif (leaf, number) in self._checked:
                 continue
-            else:
+            else:  # a checksum is that of the whole chunk, so the whole is read
                 with self._named(leaf):
                     values = np.asarray(store[chunk].read().result())
                 self._checked.add((leaf, number))
             if len(sums) != grid.size or sums[number] != checksum(values):
                 raise Mismatch(
-                    f"{leaf} in {self.items} is not what was written there, by the checksum of its "
-                    f"chunk {number}: the checkpoint is damaged; take another one"
+                    f"{leaf} in {self.items} does not match the checksum that its chunk {number} "
+                    "was written with: the checkpoint is damaged; take another one"
                 )
 
     @contextlib.contextmanager
     def _named(self, leaf: str) -> Iterator[None]:
-        """Errors of TensorStore as Mismatch with the name of the leaf."""
+        """Turns errors of TensorStore into a Mismatch with the name of the leaf."""
         try:
             yield
         except STORE_ERRORS as error:
@@ -140,25 +154,27 @@ class StoredArrays:
             if not self._metadata.zeros_left_out:
                 raise MissingChunk(str(unreadable(what, error))) from error
             raise MissingChunk(
-                f"{what} lacks a chunk, which reads as zeros: older checkpoints leave zeros out, "
-                "and whether this one did or lost a file cannot be told; restore the file, or if "
-                "the array is known to have zeros write the checkpoint again with a present "
-                "version of Orbax; where it is the step, a count or a moment, the parameters can "
-                "be had alone (linen_compat.load, or linen-compat convert --parameters-only)"
+                f"{what} lacks a chunk: either its file is lost, or it was all zeros, which older "
+                "versions of Orbax leave out; restore the file, or if zeros are known to be right, "
+                "write the checkpoint again with a current version of Orbax; where the step, a "
+                "count or a moment lacks it, the parameters can still be read alone "
+                "(linen_compat.load, or linen-compat convert --parameters-only)"
             ) from error
 
     def _store(self, leaf: str, *, whole: bool) -> ts.TensorStore:
+        """An open array; it is kept for the next read unless it is read as a whole."""
         if self._open is not None and self._open[0] == leaf:
             return self._open[1]
         self.close()  # before the next one takes memory
         spec: dict[str, Any] = {"driver": "auto", "kvstore": _kvstore(self.items, leaf)}
+        # Opened first without a cache, to learn the size and the driver.
         found = ts.open(spec, open=True, read=True).result()
         nbytes = math.prod(found.shape) * found.dtype.numpy_dtype.itemsize
         context = ts.Context({"cache_pool": {"total_bytes_limit": 0 if whole else 2 * nbytes}})
         spec = {
             **spec,
             "driver": found.spec().to_json()["driver"],
-            "fill_missing_data_reads": False,
+            "fill_missing_data_reads": False,  # a missing chunk is an error, and not zeros
             "recheck_cached_data": False,
         }
         store = ts.open(spec, open=True, read=True, context=context).result()
@@ -169,10 +185,12 @@ class StoredArrays:
 class NewArrays:
     """Arrays that are being written to an empty folder; `finish` makes it an Orbax checkpoint.
 
-    `stacked_axes` of an array are cut into chunks of one, so that a layer is written by itself.
-    Each chunk ends in its crc32c, which whoever reads it checks: it is a codec of the format. That
-    it is in its own place is shown by the checksums in `_METADATA`, and that these are of this
-    checkpoint by a mark that all of its arrays have.
+    - `folder`: the empty folder.
+
+    Each chunk ends in its crc32c, a codec of the format that every reader checks. The checksums in
+    `_METADATA` show that each chunk is in its own place, and a mark that all arrays of the
+    checkpoint have shows that these checksums belong to it.
+
     Raises OSError, naming the folder, when something cannot be written.
     """
 
@@ -190,7 +208,13 @@ class NewArrays:
     def create(
         self, leaf: str, shape: tuple[int, ...], dtype: np.dtype, stacked_axes: Iterable[int] = ()
     ) -> None:
-        """Makes room for an array."""
+        """Makes room for an array.
+
+        - `leaf`: the path of the array in the tree, keys joined by `/`.
+        - `shape`, `dtype`: those of the whole array.
+        - `stacked_axes`: axes to be cut into chunks of length 1, so that each layer is written by
+          itself.
+        """
         stacked = set(stacked_axes)
         block = _block([1 if a in stacked else size for a, size in enumerate(shape)], dtype)
         compressed = {"name": "zstd", "configuration": {"level": 1}}
@@ -205,6 +229,7 @@ class NewArrays:
                 "codecs": codecs,
                 "attributes": {MARK: self._mark},
             },
+            # Zeros are stored too, so that a missing chunk always means damage.
             "store_data_equal_to_fill_value": True,
         }
         with self._writing():
@@ -222,7 +247,12 @@ class NewArrays:
         return self._stores[leaf].dtype.numpy_dtype
 
     def write(self, leaf: str, index: Index, array: np.ndarray) -> None:
-        """Stores the part of an array that `index` names, block by block."""
+        """Stores a part of an array, block by block.
+
+        - `leaf`: the path of an array that `create` has made.
+        - `index`: the part of it; empty for the whole.
+        - `array`: the values of that part.
+        """
         store = self._in_transaction(leaf)
         part = store[index] if index else store
         chunk = [size or 1 for size in part.chunk_layout.write_chunk.shape or ()]
@@ -235,14 +265,15 @@ class NewArrays:
                 part[block].write(piece).result()
             self._pending += piece.nbytes
             if self._pending >= _BLOCK_BYTES:
-                self._flush()
+                self._flush()  # ends the transaction that the array was bound to
                 store = self._in_transaction(leaf)
                 part = store[index] if index else store
 
     def finish(self, empty: Iterable[str] = (), custom: Mapping[str, Any] | None = None) -> None:
-        """Writes the tree's metadata. empty: paths of leaves that are None. custom: own metadata.
+        """Writes the tree's metadata, with which the folder becomes a checkpoint.
 
-        The folder is a checkpoint from here on.
+        - `empty`: paths of leaves that are None.
+        - `custom`: further metadata of this project.
         """
         self._flush()
         tree = {}
@@ -267,19 +298,21 @@ class NewArrays:
         (self.folder / METADATA).write_text(text, encoding="utf-8")
 
     def _in_transaction(self, leaf: str) -> ts.TensorStore:
+        """The array, bound to the transaction that is open now."""
         if self._bound[leaf] is not self._transaction:
             self._stores[leaf] = self._stores[leaf].with_transaction(self._transaction)
             self._bound[leaf] = self._transaction
         return self._stores[leaf]
 
     def _flush(self) -> None:
+        """Commits what has been written, and opens the next transaction."""
         with self._writing():
             self._transaction.commit_async().result()
         self._transaction, self._pending = ts.Transaction(), 0
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """A full disk, say, is an error of the system, whatever TensorStore raises for it."""
+        """Turns errors of TensorStore, for a full disk or other reasons, into an OSError."""
         try:
             yield
         except STORE_ERRORS as error:
@@ -288,12 +321,14 @@ class NewArrays:
 
 
 def _grid(store: ts.TensorStore) -> Grid:
+    """The chunks of an open array."""
     shape = tuple(store.shape)
-    # An array without axes has one chunk, and none of its edges is 0.
+    # An array without axes has one chunk. No edge may be 0, as sizes are divided by them.
     return Grid(shape, tuple(edge or 1 for edge in store.chunk_layout.read_chunk.shape or ()))
 
 
 def _kvstore(items: Path, leaf: str, *, new: bool = False) -> dict[str, Any]:
+    """The key-value store of one array: in an OCDBT database, or in files of its own."""
     name = leaf.replace("/", ".") + "/"
     if new or (items / MANIFEST).exists():
         store: dict[str, Any] = {"driver": "ocdbt", "base": in_folder(items), "path": name}
@@ -304,7 +339,7 @@ def _kvstore(items: Path, leaf: str, *, new: bool = False) -> dict[str, Any]:
 
 
 def _entry(leaf: str, value: Mapping[str, Any]) -> dict[str, Any]:
-    """One leaf in Orbax's `_METADATA`; numbered keys are places in a list."""
+    """The entry of one leaf in Orbax's `_METADATA`; keys of digits are places in a list."""
     keys = leaf.split("/")
     sequence, mapping = 1, 2
     kinds = [{"key": key, "key_type": sequence if key.isdecimal() else mapping} for key in keys]
@@ -312,7 +347,7 @@ def _entry(leaf: str, value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _block(shape: list[int], dtype: np.dtype) -> list[int]:
-    """The shape cut along its first axes until it has `_BLOCK_BYTES` or less."""
+    """The shape, cut along its first axes until it takes `_BLOCK_BYTES` or less."""
     block = list(shape)
     for axis in range(len(block)):
         nbytes = math.prod(block) * dtype.itemsize
@@ -323,7 +358,7 @@ def _block(shape: list[int], dtype: np.dtype) -> list[int]:
 
 
 def _blocks(shape: tuple[int, ...], block: Iterable[int]) -> Iterator[tuple[slice, ...]]:
-    """Indices that cut an array into blocks."""
+    """Indices that cut an array into blocks of this shape or less."""
     cuts = [
         [slice(start, min(start + step, size)) for start in range(0, size, step)]
         for size, step in zip(shape, block, strict=True)

@@ -1,4 +1,4 @@
-"""Whether the files of an Orbax checkpoint are whole, beside what reading its arrays shows."""
+"""Whether the files of an Orbax checkpoint are intact, beyond what reading its arrays shows."""
 
 import ast
 import json
@@ -10,15 +10,15 @@ from typing import Any
 
 import tensorstore as ts
 
-from linen_compat import checksums
-from linen_compat.folders import in_folder, with_own_names
-from linen_compat.streams import Mismatch
+from linen_compat.formats import checksums
+from linen_compat.formats.paths import in_folder, with_own_names
+from linen_compat.formats.streams import Mismatch
 
 METADATA, MANIFEST, SHARDING = "_METADATA", "manifest.ocdbt", "_sharding"
 _OF_ARRAYS, _OF_PROCESSES = "array_metadatas", "ocdbt."
 _REMAINS = (MANIFEST, SHARDING, _OF_ARRAYS, f"{_OF_PROCESSES}process_0")
-# Among the custom metadata of what this project writes: their own checksum, those of the chunks of
-# each array, and what the arrays of this very checkpoint are marked with.
+# Custom metadata of what this project writes: the checksum of the metadata, the checksums of each
+# array's chunks, and the mark that all arrays of this very checkpoint have.
 _CHECKSUM, CHUNKS, MARK = "crc32_of_metadata", "crc32_of_chunks", "nnx_pipeline_checkpoint"
 _NO_ARRAY = ("None", "Dict", "List", "Tuple", "NamedTuple")  # empty nodes of a tree
 # What TensorStore raises for stores that are damaged, missing or not to be read.
@@ -27,13 +27,15 @@ STORE_ERRORS = (ValueError, OSError, NotImplementedError, RuntimeError, IndexErr
 
 @dataclass(frozen=True)
 class Metadata:
-    """What `_METADATA` of a checkpoint says.
+    """The contents of a checkpoint's `_METADATA`.
 
-    leaves: the path of every array, keys joined by `/`. ocdbt: whether arrays are in a database.
-    zeros_left_out: whether a chunk that is missing may mean zeros, as in older checkpoints.
-    attention_scale: of this project's own format, None in all others. chunks: the checksums of each
-    array's chunks in their order. mark: what its arrays are marked with. Both are None where
-    another program wrote.
+    - `leaves`: the path of every array, keys joined by `/`.
+    - `ocdbt`: whether the arrays are in an OCDBT database.
+    - `zeros_left_out`: whether a missing chunk may mean zeros, as in older checkpoints.
+    - `attention_scale`: that of the model in this project's own format; None in all others.
+    - `chunks`: the checksums of each array's chunks in the order of their places; None where
+      another program wrote.
+    - `mark`: the mark that the checkpoint's arrays have; None where another program wrote.
     """
 
     leaves: tuple[str, ...]
@@ -45,18 +47,19 @@ class Metadata:
 
 
 def read_metadata(items: Path) -> Metadata:
-    """Reads `_METADATA`. Raises Mismatch when it is damaged or missing."""
+    """Reads `_METADATA` of a folder. Raises Mismatch when it is damaged or missing."""
     file = items / METADATA
     values = _read_json(file)
     custom = values.get("custom_metadata") or {}
     tree = values.get("tree_metadata")
     if not isinstance(custom, dict) or not isinstance(tree, dict):
         raise _broken(file, "it has no tree of arrays")
+    # With any of the three this project wrote it, so that a checksum must be there as well.
     if {_CHECKSUM, CHUNKS, MARK} & set(custom) and custom.get(_CHECKSUM) != _checksum(values):
-        raise _broken(file, "its checksum is another one")
+        raise _broken(file, "it does not match its own checksum")
     scale = custom.get("attention_scale")
     if scale is not None and not _is_above_zero(scale):
-        raise _broken(file, f"attention_scale={scale!r} is no number above 0")
+        raise _broken(file, f"attention_scale={scale!r} is not a number above 0")
     leaves = []
     for key, entry in tree.items():
         kind = entry.get("value_metadata") if isinstance(entry, dict) else None
@@ -75,41 +78,45 @@ def read_metadata(items: Path) -> Metadata:
 
 
 def check_mark(metadata: Metadata, items: Path, leaf: str, mark: str | None) -> None:
-    """Raises Mismatch unless an array and the metadata beside it are of one checkpoint.
+    """Raises Mismatch unless an array and the metadata beside it belong to one checkpoint.
 
-    mark: of the array, None of one that another program wrote.
+    - `metadata`, `items`: the metadata and the folder that has them.
+    - `leaf`: the path of the array, for the message.
+    - `mark`: that of the array; None where another program wrote it.
     """
     if mark != metadata.mark:
         raise Mismatch(
-            f"{items / METADATA} was not written with {leaf} and does not belong to it, or has "
-            "lost its checksums: the checkpoint is damaged; restore that file, or take another one"
+            f"{items / METADATA} belongs to another checkpoint than {leaf}, or has lost its "
+            "checksums: the checkpoint is damaged; restore that file, or take another checkpoint"
         )
 
 
 def _is_above_zero(value: object) -> bool:
+    """Whether a value is a finite number above 0."""
     return type(value) in (int, float) and 0 < value < math.inf  # type: ignore[operator]
 
 
 def with_checksum(values: dict[str, Any]) -> dict[str, Any]:
-    """What `_METADATA` is to hold, and a checksum of it among its custom metadata."""
+    """The contents of `_METADATA`, with a checksum of them among the custom metadata."""
     custom = {**(values.get("custom_metadata") or {}), _CHECKSUM: _checksum(values)}
     return {**values, "custom_metadata": custom}
 
 
 def _checksum(values: dict[str, Any]) -> str:
+    """The checksum of the contents of `_METADATA` without the checksum itself."""
     custom = {k: v for k, v in (values.get("custom_metadata") or {}).items() if k != _CHECKSUM}
     return checksums.of_values({**values, "custom_metadata": custom})
 
 
 def was_orbax(folder: Path) -> bool:
-    """Whether a folder has some files of an Orbax checkpoint, which may lack others."""
+    """Whether a folder has some files of an Orbax checkpoint, even if it lacks others."""
     return any((folder / name).exists() for name in _REMAINS)
 
 
 def check_index(items: Path) -> None:
-    """Reads what says where the arrays are, and what Orbax keeps beside them, all of it small.
+    """Reads the small files that say where the arrays are, and those that Orbax keeps beside them.
 
-    Raises Mismatch, naming the file, when something of it is damaged or missing.
+    Raises Mismatch, naming the file, when one of them is damaged or missing.
     """
     metadata = read_metadata(items)
     if (items / SHARDING).exists():
@@ -126,22 +133,27 @@ def check_index(items: Path) -> None:
             raise unreadable(_database(items, metadata), error) from error
     elif metadata.ocdbt or processes:
         raise Mismatch(
-            f"{items / MANIFEST} is missing, and with it where {_arrays(metadata)} are; "
+            f"{items / MANIFEST} is missing, without which {_arrays(metadata)} cannot be found; "
             "take an earlier checkpoint, or restore that file"
         )
 
 
 def check_databases(items: Path) -> None:
-    """Reads the indices of every database and version here, the process-wise ones too.
+    """Reads the indices of every database in a checkpoint, those of single processes included.
 
-    Files end with an index, so one that was cut off shows even where nothing that the checkpoint
-    refers to is lost. Raises Mismatch, naming the folder and a leaf.
+    All versions that a database has are read. Files end with an index, so one that was truncated
+    shows even where it has lost nothing that the checkpoint refers to.
+
+    Raises Mismatch, naming the folder and a leaf.
     """
     processes = sorted(items.glob("ocdbt.process_*"))
     for folder in (items, *processes) if (items / MANIFEST).exists() else ():
         if not any(folder.glob("manifest.*")):
             arrays = _arrays(read_metadata(items))
-            raise Mismatch(f"{folder / MANIFEST} is missing, of the database of {arrays}")
+            raise Mismatch(
+                f"{folder / MANIFEST} is missing, which belongs to the database of {arrays}; "
+                "take an earlier checkpoint, or restore that file"
+            )
         base = in_folder(folder)
         try:
             manifest = ts.ocdbt.dump(ts.KvStore.open(base).result()).result()
@@ -154,13 +166,14 @@ def check_databases(items: Path) -> None:
 
 
 def unreadable(what: str, error: Exception) -> Mismatch:
-    """The error for what cannot be read: as it is damaged, or as it may not be.
+    """The error for something that cannot be read, because it is damaged or access to it is denied.
 
-    error: of TensorStore, whose reason is in the message, or of the system.
+    - `what`: what cannot be read, for the message.
+    - `error`: from TensorStore, whose reason becomes part of the message, or from the system.
     """
     if isinstance(error, PermissionError) or "PERMISSION_DENIED" in str(error):
         return Mismatch(
-            f"{what} may not be read by this user, which says nothing of what it holds; "
+            f"{what} may not be read by this user, so it could not be checked; "
             "change its permissions, or run this as its owner"
         )
     said = getattr(error, "strerror", None) or str(error)  # the system's words, without its number
@@ -169,17 +182,18 @@ def unreadable(what: str, error: Exception) -> Mismatch:
 
 
 def _database(folder: Path, metadata: Metadata) -> str:
+    """What messages call the database in a folder."""
     return f"the database of {_arrays(metadata)} in {folder}"
 
 
 def _arrays(metadata: Metadata) -> str:
-    """One array below a folder, and how many others there are."""
+    """What messages call the arrays of a checkpoint: one of them, and how many others."""
     example = next((name for name in metadata.leaves if "/" in name), "")
     return f"{example} and {len(metadata.leaves) - 1} other arrays" if example else "its arrays"
 
 
 def _path(key: str, file: Path) -> str:
-    """The path of a leaf, whose keys stand in `_METADATA` as a tuple of Python."""
+    """The path of a leaf from its key in `_METADATA`, a tuple written as Python does."""
     try:
         keys = ast.literal_eval(key)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -190,10 +204,12 @@ def _path(key: str, file: Path) -> str:
 
 
 def _broken(file: Path, reason: str) -> Mismatch:
+    """The error for a file that can be read but does not hold what it must."""
     return Mismatch(f"{file} cannot be read, the checkpoint is damaged: {reason}")
 
 
 def _read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises Mismatch when the file is missing or damaged."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -201,5 +217,5 @@ def _read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise unreadable(str(file), error) from error
     if not isinstance(values, dict):
-        raise _broken(file, "it is no JSON object")
+        raise _broken(file, "it is not a JSON object")
     return values

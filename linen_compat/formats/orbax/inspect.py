@@ -6,16 +6,27 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from linen_compat.damage import METADATA, check_index, read_metadata, unreadable, was_orbax
-from linen_compat.layouts import NNX, Layout, find_layout
-from linen_compat.stored import array_specs
-from linen_compat.streams import MOMENTS, PARAMETERS, SCALARS, Mismatch
+from linen_compat.formats.orbax.arrays import array_specs
+from linen_compat.formats.orbax.corruption import (
+    METADATA,
+    check_index,
+    read_metadata,
+    unreadable,
+    was_orbax,
+)
+from linen_compat.formats.orbax.layouts import NNX, Layout, find_layout
+from linen_compat.formats.streams import MOMENTS, PARAMETERS, SCALARS, Mismatch
 from nnx_pipeline import InputError
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One stored array. stored: its path in the checkpoint's tree, keys joined by `/`."""
+    """One stored array, without its values.
+
+    - `shape`: of the whole stored array, with the axes that stack the layers.
+    - `dtype`: the name of its dtype.
+    - `stored`: its path in the checkpoint's tree, keys joined by `/`.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -32,13 +43,18 @@ Leaves = dict[str, Leaf]
 
 @dataclass(frozen=True)
 class Inspection:
-    """A checkpoint's layout and leaves.
+    """The layout and the leaves of a checkpoint.
 
-    parameters, moments: paths below `params/params`, or below `model` for the format `nnx`; moments
-    are there by `mu` and `nu`, or not at all. scalars: by the names of `streams.SCALARS`. ignored:
-    what this project has no use for, by its whole path: the state of random number generators.
-    unknown: everything else. attention_scale: `model.attention_scale` of what was saved, 1 for
-    MaxText.
+    - `items`: the folder that holds the arrays.
+    - `layout`: the format of the checkpoint, and how it stacks its layers.
+    - `parameters`: leaves by their paths below `params/params`, or below `model` in the format
+      `nnx`.
+    - `moments`: leaves by the same paths, for each of `mu` and `nu` that is there.
+    - `scalars`: leaves by the names of `streams.SCALARS`.
+    - `ignored`: leaves that this project has no use for, the state of random number generators, by
+      their whole paths.
+    - `unknown`: all other leaves, by their whole paths.
+    - `attention_scale`: `model.attention_scale` of the model that was saved; 1 for MaxText.
     """
 
     items: Path
@@ -52,7 +68,7 @@ class Inspection:
 
     @property
     def parameter_count(self) -> int:
-        """Number of parameters."""
+        """The number of parameters, counting each element of each array."""
         return sum(leaf.size for leaf in self.parameters.values())
 
     @property
@@ -63,20 +79,24 @@ class Inspection:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts that `streams.Source` has of it."""
+        """The parts that a `streams.Source` of this checkpoint has."""
         return (PARAMETERS, *self.moments)
 
     def part(self, part: str) -> Leaves:
-        """The leaves of one part."""
+        """The leaves of one part, such as `PARAMETERS`."""
         return self.parameters if part == PARAMETERS else self.moments[part]
 
 
 def find_items(checkpoint: str | Path) -> Path:
-    """The `items` folder of a run (its latest step), of one step, or the folder itself.
+    """The folder that holds the arrays of a checkpoint.
+
+    - `checkpoint`: a run, of which the latest step is taken, one step, or the `items` folder
+      itself.
+
+    Names alone decide which step is the latest; an earlier one is never taken instead.
 
     Raises InputError when there is no Orbax checkpoint, and Mismatch, naming the step or the file,
     when there is one that was not written to its end, has lost its metadata or cannot be read.
-    Which step is the latest is decided by the names: an earlier one is never taken instead.
     """
     folder = Path(checkpoint).absolute()
     if not str(checkpoint):
@@ -95,8 +115,8 @@ def find_items(checkpoint: str | Path) -> Path:
     for candidate in (folder / "items", folder):
         if was_orbax(candidate):
             raise Mismatch(
-                f"{candidate / METADATA} is missing: the checkpoint was not written to its end, or "
-                "has lost it; take another step"
+                f"{candidate / METADATA} is missing: the checkpoint was not finished, or has lost "
+                "that file; take another step"
             )
     raise InputError(
         f"{checkpoint} holds no Orbax checkpoint (no {METADATA} in it, in items, or in a step); "
@@ -105,7 +125,7 @@ def find_items(checkpoint: str | Path) -> Path:
 
 
 def is_orbax(checkpoint: str | Path) -> bool:
-    """Whether a folder is a run, a step or the items of one, complete or not."""
+    """Whether a folder is an Orbax run, step or `items` folder, complete or not."""
     folder = Path(checkpoint)
     return any(
         (place / METADATA).is_file() or was_orbax(place) for place in (folder, folder / "items")
@@ -113,7 +133,7 @@ def is_orbax(checkpoint: str | Path) -> bool:
 
 
 def _steps(run: Path) -> list[Path]:
-    """What is named as the steps of a run are, in their order, folder or not."""
+    """Everything in a run that has the name of a step, in numerical order, folder or not."""
     try:
         steps = [child for child in run.iterdir() if re.fullmatch("[0-9]+", child.name)]
     except PermissionError as error:
@@ -122,33 +142,33 @@ def _steps(run: Path) -> list[Path]:
 
 
 def _items_of_latest(steps: list[Path]) -> Path:
-    """The folder with the arrays of the last of these steps, or Mismatch with what is wrong."""
+    """The folder with the arrays of the last step. Raises Mismatch with what is wrong."""
     step, earlier = steps[-1], [other for other in steps if int(other.name) < int(steps[-1].name)]
     example = f", such as {earlier[-1]}" if earlier else ""
     give = f"give another step by its name{example}"
-    if len(steps) - len(earlier) > 1:
+    if len(steps) - len(earlier) > 1:  # such as 7 and 007
         raise Mismatch(
-            f"{steps[-2]} and {step} are both step {int(step.name)}, the latest; "
-            "give the one that is meant"
+            f"{steps[-2]} and {step} are both step {int(step.name)}, the latest step; "
+            "give the folder of one of them"
         )
     if not step.is_dir():
-        kind = "a link to nothing" if step.is_symlink() and not step.exists() else "no folder"
+        kind = "a broken symlink" if step.is_symlink() and not step.exists() else "not a folder"
         raise Mismatch(f"{step}, the latest step, is {kind}; {give}")
     try:
-        os.listdir(step)
+        os.listdir(step)  # fails where the step may not be read
         for candidate in (step / "items", step):
             if _has_metadata(candidate):
                 return candidate
     except OSError as error:
         raise Mismatch(f"{unreadable(f'{step}, the latest step,', error)}; or {give}") from error
     raise Mismatch(
-        f"{step}, the latest step, has no {METADATA} in {step.name}/items: it was not written "
-        f"to its end, or has lost it; {give}"
+        f"{step}, the latest step, has no {METADATA} in {step.name}/items: it was not finished, "
+        f"or has lost that file; {give}"
     )
 
 
 def _has_metadata(folder: Path) -> bool:
-    """Whether there is the file. Raises OSError where that cannot be seen."""
+    """Whether a folder has the file. Raises OSError where that cannot be seen."""
     try:
         os.stat(folder / METADATA)
     except (FileNotFoundError, NotADirectoryError):
@@ -157,21 +177,23 @@ def _has_metadata(folder: Path) -> bool:
 
 
 def inspect(checkpoint: str | Path) -> Inspection:
-    """Reads names, shapes and dtypes, and finds the layout out.
+    """Reads names, shapes and dtypes of a checkpoint, and works out its layout.
+
+    - `checkpoint`: as for `find_items`.
 
     Raises InputError when there is no checkpoint, and Mismatch when it cannot be read or has no
     layout of MaxText's decoder.
     """
     items = find_items(checkpoint)
-    check_index(items)  # which names what is lost more clearly than opening an array does
+    check_index(items)  # names what is lost more clearly than opening an array does
     found: dict[str, Leaves] = {PARAMETERS: {}, "scalars": {}, "ignored": {}, "unknown": {}}
     for stored, spec in array_specs(items).items():
         group, name = _group(stored)
         first = found.get(group, {}).get(name)
         if first is not None:
             raise Mismatch(
-                f"{items} holds {name} twice, as {first.stored} and as {stored}; it cannot be said "
-                "which one is meant"
+                f"{items} holds {name} twice, as {first.stored} and as {stored}; "
+                "take a checkpoint that holds only one of them"
             )
         found.setdefault(group, {})[name] = Leaf(spec.shape, str(spec.dtype), stored)
     parameters = found[PARAMETERS]
@@ -194,8 +216,8 @@ def inspect(checkpoint: str | Path) -> Inspection:
     )
 
 
-# What a leaf is, by its path in the tree. The first that matches decides. Parameters alone, as
-# MaxText's NNX path saves them, may have no `params` around them and end in `value`.
+# What a leaf is, by its path in the tree; the first pattern that matches decides. Where MaxText's
+# NNX path saves parameters alone, there may be no `params` around them and a `value` at the end.
 _OURS = r"((?:embedding|norm|pipeline/layers)/.+|head)"
 _GROUPS = (
     ("ignored", r"(nnx_aux/.+)"),
@@ -213,7 +235,7 @@ SCALAR_PATHS = {
 
 
 def _group(stored: str) -> tuple[str, str]:
-    """Which group a leaf belongs to, and its name there."""
+    """The group that a leaf belongs to, and its name in that group."""
     for paths in SCALAR_PATHS.values():
         for name, path in paths.items():
             if stored in (path, f"{path}/value"):

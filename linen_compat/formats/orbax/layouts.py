@@ -1,8 +1,8 @@
-"""Where each layout keeps each layer of each parameter: names and indices, no arrays.
+"""Where each layout stores each layer of each parameter: names and indices, no arrays.
 
-Layers are numbered as a token passes them. A parameter of one layer is one slot: a stored array
-and an index into it. Two layouts are converted by reading the slots of one and writing those of the
-other.
+Layers are numbered in the order in which a token passes them. One layer of one parameter is one
+slot: a stored array and an index into it. A checkpoint is converted to another layout by reading
+the slots of one and writing those of the other.
 """
 
 import re
@@ -10,19 +10,19 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from linen_compat.names import ATTENTION, EXPERTS, MLP, NORMS, OUTSIDE, Names
-from linen_compat.streams import Mismatch
+from linen_compat.formats.names import ATTENTION, EXPERTS, MLP, NORMS, OUTSIDE, Names
+from linen_compat.formats.streams import Mismatch
 from nnx_pipeline.errors import InputError, one_of
 
 UNSCANNED, SCANNED, PIPELINED = "maxtext:unscanned", "maxtext:scanned", "maxtext:pipelined"
 NNX = "nnx"
 FORMATS = (UNSCANNED, SCANNED, PIPELINED, NNX)
-HUGGINGFACE = "huggingface"  # has one layout, and it is not of this kind
+HUGGINGFACE = "huggingface"  # has one layout, which no `Layout` describes
 SCAN_AXIS = 1  # where MaxText's `param_scan_axis` puts the layers of a scanned stack
 
 _PIPELINE = "decoder/pipeline_module/layers"
 _NNX_LAYERS = "pipeline/layers"
-# The number of axes of a parameter in one layer, by which axes of a stack are told apart.
+# The number of axes of each parameter in one layer: further axes are those of a stack.
 _RANKS = {
     **dict.fromkeys(NORMS, 1),
     **dict.fromkeys(ATTENTION, 3),
@@ -33,7 +33,11 @@ _RANKS = {
 
 @dataclass(frozen=True)
 class Slot:
-    """One layer of one parameter: the path of a stored array, and the index of the layer in it."""
+    """Where one layer of one parameter is stored.
+
+    - `leaf`: the path of a stored array.
+    - `index`: the index of the layer in that array; empty where it holds nothing else.
+    """
 
     leaf: str
     index: tuple[int | slice, ...] = ()
@@ -41,12 +45,20 @@ class Slot:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tree of parameters holds its layers.
+    """How a tree of parameters stores its layers.
+
+    - `format`: one of `FORMATS`.
+    - `num_layers`: the number of layers of the model.
+    - `stages`: the number of stages of the pipeline; 1 for unscanned and scanned trees.
+    - `repeats`: how often a microbatch passes through all stages; 1 for unscanned and scanned
+      trees.
 
     layer = (repeat · stages + stage) · layers_per_stage + j. `maxtext:pipelined` has one array per
     j with leading axes `[repeats, stages]`, or `[stages]` with one repeat; `nnx` has one array with
-    leading axes `[repeats, stages, layers_per_stage]`. Stages and repeats are 1 for unscanned and
-    scanned trees. Raises InputError when the numbers do not divide.
+    leading axes `[repeats, stages, layers_per_stage]`.
+
+    Raises InputError for an unknown format, for stages or repeats where the format has none, and
+    when the number of layers does not divide into them.
     """
 
     format: str
@@ -57,7 +69,10 @@ class Layout:
     def __post_init__(self) -> None:
         one_of("format", self.format, FORMATS)
         if min(self.num_layers, self.stages, self.repeats) < 1:
-            raise InputError(f"{self} needs one layer, stage and repeat or more")
+            raise InputError(
+                f"num_layers={self.num_layers}, stages={self.stages} and repeats={self.repeats} "
+                f"for {self.format}: each of them must be 1 or more"
+            )
         if self.format in (UNSCANNED, SCANNED) and (self.stages, self.repeats) != (1, 1):
             raise InputError(
                 f"stages={self.stages} and repeats={self.repeats} are for {PIPELINED} and {NNX}; "
@@ -76,12 +91,16 @@ class Layout:
         return self.num_layers // (self.stages * self.repeats)
 
     def place(self, layer: int) -> tuple[int, int, int]:
-        """The repeat, the stage and the place within the stage of a layer."""
+        """The repeat and the stage of a layer, and its place within the stage."""
         visit, j = divmod(layer, self.layers_per_stage)
         return *divmod(visit, self.stages), j
 
     def slot(self, names: Names, layer: int) -> Slot:
-        """Where one layer of a parameter is."""
+        """Where one layer of a parameter is stored.
+
+        - `names`: the names of a parameter of the layers.
+        - `layer`: the number of the layer in the whole model, from 0.
+        """
         repeat, stage, j = self.place(layer)
         if self.format == UNSCANNED:
             return Slot(f"decoder/layers_{layer}/{names.linen}")
@@ -94,11 +113,11 @@ class Layout:
         return Slot(f"{_PIPELINE}/{inner}{names.linen}", index)
 
     def outside(self, names: Names) -> Slot:
-        """Where a parameter outside the layers is."""
+        """Where a parameter outside the layers is stored."""
         return Slot(slashed(names.nnx) if self.format == NNX else names.linen)
 
     def stacked(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the array that holds layers of this shape."""
+        """The shape of the stored array whose layers have this shape each."""
         if self.format == UNSCANNED:
             return shape
         if self.format == SCANNED:
@@ -110,7 +129,12 @@ class Layout:
     def leaves(
         self, layer_names: Iterable[Names], shapes: Mapping[str, tuple[int, ...]]
     ) -> dict[str, tuple[int, ...]]:
-        """Every stored array with its shape; `shapes` are those of one layer, by NNX path."""
+        """The shape of every stored array, by its path.
+
+        - `layer_names`: the parameters of a layer, as from `names.of_layer`.
+        - `shapes`: the shape of each parameter by NNX path; parameters of the layers as in one
+          layer.
+        """
         found = {self.outside(names).leaf: shapes[names.nnx] for names in OUTSIDE}
         for names in layer_names:
             for layer in range(self.num_layers):
@@ -118,22 +142,29 @@ class Layout:
         return found
 
     def order(self) -> Sequence[int]:
-        """All layers, those of one stored array next to each other."""
+        """All layers, so that those of one stored array are next to each other."""
         if self.format != PIPELINED:
             return range(self.num_layers)
         return sorted(range(self.num_layers), key=lambda layer: (self.place(layer)[2], layer))
 
 
 def slashed(nnx_path: str) -> str:
-    """An NNX path as a path of a checkpoint's tree."""
+    """An NNX path with the slashes of a path in a checkpoint's tree."""
     return nnx_path.replace(".", "/")
 
 
 def find_layout(shapes: Mapping[str, tuple[int, ...]], where: object = "the checkpoint") -> Layout:
-    """The layout of a tree, from its names and shapes (paths below `params/params` or `model`).
+    """The layout of a tree, worked out from the names and shapes of its arrays.
 
-    One array of another shape than the rest does not change the answer. Raises Mismatch when there
-    are no layers of MaxText's decoder, or when they are stacked in a way that cannot be read.
+    - `shapes`: the shape of each array by its path below `params/params`, or below `model` for
+      `nnx`.
+    - `where`: what messages call the checkpoint.
+
+    The sizes of the stacking axes that occur most often count, so that one array of another shape
+    than the rest does not change the answer.
+
+    Raises Mismatch when there are no layers of MaxText's decoder, or when they are stacked in a way
+    that cannot be read.
     """
     _refuse_what_is_outside(shapes)
     if leading := _leading(shapes, f"{_NNX_LAYERS}/", nnx=True):
@@ -153,6 +184,7 @@ def find_layout(shapes: Mapping[str, tuple[int, ...]], where: object = "the chec
 
 
 def _pipelined(shapes: Mapping[str, tuple[int, ...]], leading: Counter) -> Layout:
+    """The layout of a pipelined tree, given how often each tuple of stacking axes occurs."""
     axes, _ = leading.most_common(1)[0]
     if len(axes) > 2:
         example = next(name for name in shapes if name.startswith(_PIPELINE))
@@ -185,6 +217,7 @@ def _leading(
 
 
 def _refuse_what_is_outside(shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises Mismatch for layers that MaxText's options put where they cannot be read."""
     piped = any(name.startswith(f"{_PIPELINE}/") for name in shapes)
     for name in shapes:
         if "layers_outside_pipeline" in name or (

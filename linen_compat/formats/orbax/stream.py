@@ -8,13 +8,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from linen_compat.checkpoint import SCALAR_PATHS, Inspection
-from linen_compat.chunks import Index
-from linen_compat.damage import check_databases
-from linen_compat.layouts import NNX, SCAN_AXIS, SCANNED, UNSCANNED, Layout
-from linen_compat.names import OUTSIDE, Names, of_layer
-from linen_compat.stored import MissingChunk, NewArrays, StoredArrays
-from linen_compat.streams import MOMENTS, PARAMETERS, SCALARS, ArraySpec, Mismatch, title
+from linen_compat.formats.names import OUTSIDE, Names, of_layer
+from linen_compat.formats.orbax.arrays import MissingChunk, NewArrays, StoredArrays
+from linen_compat.formats.orbax.chunks import Index
+from linen_compat.formats.orbax.corruption import check_databases
+from linen_compat.formats.orbax.inspect import SCALAR_PATHS, Inspection
+from linen_compat.formats.orbax.layouts import NNX, SCAN_AXIS, SCANNED, UNSCANNED, Layout
+from linen_compat.formats.streams import MOMENTS, PARAMETERS, SCALARS, ArraySpec, Mismatch, title
 
 _NAMES = {names.nnx: names for names in (*OUTSIDE, *of_layer(2))}
 _NAMES_OF_ONE_EXPERT = {**_NAMES, **{names.nnx: names for names in of_layer(1)}}
@@ -29,7 +29,10 @@ _ROUTER = "feed_forward.router"
 
 
 def names_of(arrays: Mapping[str, Any]) -> dict[str, Names]:
-    """The names of each NNX path, of a model that has these."""
+    """The names of each parameter by its NNX path: Mixtral's with a router, Llama's without one.
+
+    - `arrays`: the arrays of a model by NNX path; only the paths count.
+    """
     return _NAMES if _ROUTER in arrays else _NAMES_OF_ONE_EXPERT
 
 
@@ -40,7 +43,10 @@ def read_scalars(found: Inspection) -> dict[str, np.ndarray]:
 
 
 class OrbaxSource:
-    """A checkpoint that `compare` has found complete, to be read. See `streams.Source`."""
+    """A checkpoint as a stream of layers, once `comparison.compare` has found it complete.
+
+    See `streams.Source`.
+    """
 
     def __init__(
         self,
@@ -49,10 +55,13 @@ class OrbaxSource:
         *,
         parameters_only: bool = False,
     ) -> None:
-        """arrays: as of `compare.model_arrays`; the dtypes are those stored, whatever it says.
+        """Reads metadata alone.
 
-        parameters_only: whether to leave the state of the optimizer out, but not the step, unless
-        its chunk is missing and nobody can tell what it was.
+        - `found`: what the checkpoint holds.
+        - `arrays`: the model's arrays as from `comparison.model_arrays`; their dtypes are replaced
+          by those that are stored.
+        - `parameters_only`: whether to leave out the optimizer's state. The step is kept, unless
+          its chunk is missing and its value is therefore unknown.
         """
         self.layout, self.num_layers = found.layout, found.layout.num_layers
         self.parts = (PARAMETERS,) if parameters_only else found.parts
@@ -64,7 +73,10 @@ class OrbaxSource:
 
     @functools.cached_property
     def scalars(self) -> Mapping[str, np.ndarray]:
-        """As of `streams.Source`; not read before somebody asks, as a model alone needs none."""
+        """The scalars as in `streams.Source`.
+
+        They are read at the first access, because a model alone needs none.
+        """
         if not self._parameters_only:
             return read_scalars(self._found)
         step = self._found.scalars.get("step")
@@ -74,41 +86,50 @@ class OrbaxSource:
             return {}
 
     def order(self, path: str) -> Sequence[int]:
+        """See `streams.Source.order`."""
         return self.layout.order()
 
     def read(
         self, path: str, layer: int | None, part: str = PARAMETERS, index: Index = ()
     ) -> np.ndarray:
-        """index: a part of the array, the whole by default."""
+        """An array or a part of it; see `streams.Source.read`.
+
+        - `index`: the part of the array; the whole by default.
+        """
         slot = self._slot(path, layer)
         return self._files.read(self.name(path, layer, part), slot.index, index)
 
     def in_order(self, path: str, layer: int | None) -> Iterator[np.ndarray]:
-        """The chunks of the stored array of a parameter, as they lie beside each other.
+        """The chunks of the stored array that holds a parameter, in row-major order.
 
-        It may hold other layers too, and all of them are given then.
+        - `path`, `layer`: as in `streams.Source.read`.
+
+        That array may hold other layers too; their chunks are given as well.
         """
         return self._files.in_order(self.name(path, layer))
 
     def check_files(self) -> None:
-        """Looks for files that were cut off, besides those that reading every array finds.
+        """Looks for truncated files beyond those that reading every array finds.
 
-        To be called after that, which names what is lost.
+        Call it after reading every array, since an error of reading names the array that is lost.
         """
         check_databases(self._found.items)
 
     def close(self) -> None:
-        """Lets go of the array that was read last."""
+        """Releases the array that was read last."""
         self._files.close()
 
     def name(self, path: str, layer: int | None, part: str = PARAMETERS) -> str:
+        """See `streams.Source.name`."""
         return self._found.part(part)[self._slot(path, layer).leaf].stored
 
     def _slot(self, path: str, layer: int | None) -> Any:
+        """Where the layout stores one layer of a parameter, or one outside the layers."""
         names = self._names[path]
         return self.layout.outside(names) if layer is None else self.layout.slot(names, layer)
 
     def _as_stored(self, path: str, spec: ArraySpec) -> ArraySpec:
+        """The shape of an array with the dtype that is stored."""
         outside = self._names[path] in OUTSIDE
         leaf = self._found.parameters[self._slot(path, None if outside else 0).leaf]
         return ArraySpec(spec.shape, np.dtype(jnp.dtype(leaf.dtype)))
@@ -127,10 +148,13 @@ class OrbaxDestination:
         *,
         attention_scale: float = 1.0,
     ) -> None:
-        """arrays: what a layer has, by NNX path; only the names count.
+        """Prepares to write; nothing is written yet.
 
-        attention_scale: of the model, which this project's own format keeps beside the arrays. A
-        MaxText model always has 1.
+        - `folder`: an empty folder.
+        - `layout`: where each layer goes.
+        - `arrays`: the arrays to be written, by NNX path; only the paths count.
+        - `attention_scale`: the model's own, which this project's format keeps beside the arrays. A
+          MaxText model always has 1, whatever is given.
         """
         self.layout = layout
         self._family = "nnx" if layout.format == NNX else "maxtext"
@@ -143,25 +167,30 @@ class OrbaxDestination:
     def write(
         self, path: str, layer: int | None, array: np.ndarray, part: str = PARAMETERS
     ) -> None:
+        """See `streams.Destination.write`."""
         names = self._names[path]
         slot = self.layout.outside(names) if layer is None else self.layout.slot(names, layer)
         leaf = _PREFIXES[self._family][part] + slot.leaf
-        if leaf not in self._files:
+        if leaf not in self._files:  # the first layer decides shape and dtype for all
             shape = array.shape if layer is None else self.layout.stacked(array.shape)
             self._files.create(leaf, shape, array.dtype, self._stacked_axes(slot.index))
         if array.dtype != self._files.dtype(leaf):
             raise Mismatch(
-                f"{title(path, layer, part)} is {array.dtype} and another layer of it "
-                f"{self._files.dtype(leaf)}; {leaf} has one dtype"
+                f"{title(path, layer, part)} is {array.dtype} and another layer of it is "
+                f"{self._files.dtype(leaf)}, but {leaf} can only have one dtype; "
+                "cast one of them first"
             )
         self._files.write(leaf, slot.index, array)
         self._written.add((part, path, layer))
 
     def commit(self, scalars: Mapping[str, np.ndarray]) -> None:
-        """Raises RuntimeError when a layer of an array was never written."""
+        """Writes the scalars and the metadata, which make the folder a checkpoint.
+
+        Raises RuntimeError when a layer of an array was never written.
+        """
         self._check_complete()
         paths = SCALAR_PATHS[self._family]
-        if "count" in scalars and self._family == "maxtext":  # which keeps two, and they are equal
+        if "count" in scalars and self._family == "maxtext":  # it keeps two equal counts
             scalars = {"schedule_count": scalars["count"], **scalars}
         for name in SCALARS:
             if name in scalars:
@@ -174,6 +203,7 @@ class OrbaxDestination:
         self._files.finish(empty, custom)
 
     def _check_complete(self) -> None:
+        """Raises RuntimeError when a part that was begun lacks a layer."""
         outside = {names.nnx for names in OUTSIDE}
         for part in {part for part, _, _ in self._written}:
             for path in self._arrays:
@@ -183,6 +213,7 @@ class OrbaxDestination:
                     raise RuntimeError(f"{title(path, absent[0], part)} was never written")
 
     def _stacked_axes(self, index: Index) -> range:
+        """The axes of a stored array along which layers are stacked."""
         if self.layout.format == UNSCANNED:
             return range(0)
         if self.layout.format == SCANNED and index:

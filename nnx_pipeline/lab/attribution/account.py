@@ -1,16 +1,17 @@
-"""Everything that a program holds in the memory of a device: what decides whether it fits.
+"""Adds up all that a program holds in the memory of a device, which decides whether it fits.
 
-Where each compiler counts what, measured on small programs whose every byte is known (JAX 0.10.2,
-libtpu 0.0.42.1, H100 target, CPU):
+What the figures of each compiler include, measured on small programs of which every byte is known
+(JAX 0.10.2, libtpu 0.0.42.1, H100 target, CPU):
 
-* Arguments, outputs and aliased bytes of `memory_analysis()` are to the byte the allocations of the
-  buffer assignment. The table of pointers of several outputs is one of the outputs.
-* A captured array is an allocation of its own, `constant`, on every compiler. It is in none of
-  arguments, outputs, temp and heap. The peak counts it, and on a TPU the program code does too. A
-  TPU's compiler may keep it in bfloat16, at half the bytes. With
-  `JAX_USE_SIMPLIFIED_JAXPR_CONSTANTS` JAX makes an argument of it, and it is counted there.
-* Temporaries may lie where a result will be. They are in no heap and need no memory of their own.
-* The peak of a TPU counts its on-chip memory, which no account does.
+* The argument, output and alias bytes of `memory_analysis()` equal the allocations of the buffer
+  assignment to the byte. The table of pointers of several outputs counts as an output.
+* A captured array is an allocation of its own, `constant`, with every compiler. The bytes of
+  arguments, outputs, temp and heap do not include it. The peak includes it, and on a TPU so do the
+  bytes of the generated code. The TPU compiler may keep it in bfloat16, at half the bytes. With
+  `JAX_USE_SIMPLIFIED_JAXPR_CONSTANTS` JAX makes it an argument, and it counts as one.
+* Temporaries may use the memory of an output before the output is written. They belong to no heap
+  and need no memory of their own.
+* The peak of a TPU includes its on-chip memory, which an account never does.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from nnx_pipeline.lab.buffer_text import Allocation, BufferText, Placed
+from nnx_pipeline.lab.hlo.buffers import Allocation, BufferText, Placed
 
 ROWS = {
     "kept_argument_bytes": "arguments that are kept",
     "donated_argument_bytes": "arguments that are donated to outputs",
-    "output_bytes": "outputs with a place of their own",
+    "output_bytes": "outputs with memory of their own",
     "constant_bytes": "constants",
     "heap_bytes": "heap",
 }
@@ -34,14 +35,18 @@ _ON_CHIP = 1  # the memory space of a TPU's vector memory
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes per device, as the compiler reports them; None where it does not.
+    """Bytes per device as the compiler reports them; None for what it does not report.
 
-    argument_bytes, output_bytes, alias_bytes: alias_bytes are in both of the others. temp_bytes:
-    `temp_size_in_bytes`. heap_bytes: the device-memory heap of the buffer assignment; on a TPU they
-    are not the same, as temp counts other memory spaces too. constant_bytes: what the program
-    brings along in device memory, such as captured arrays. peak_bytes: constants are in it, and on
-    a TPU its on-chip memory. generated_code_bytes: on a TPU the constants are in it. host_…: in the
-    memory of the host, and in no other figure.
+    - `argument_bytes`, `output_bytes`: both include `alias_bytes`.
+    - `alias_bytes`: the arguments whose memory an output takes over.
+    - `temp_bytes`: the compiler's `temp_size_in_bytes`.
+    - `heap_bytes`: the device-memory heap of the buffer assignment. On a TPU it differs from
+      `temp_bytes`, which counts other memory spaces too.
+    - `constant_bytes`: what the program itself holds in device memory, such as captured arrays.
+    - `peak_bytes`: includes the constants, and on a TPU the on-chip memory.
+    - `generated_code_bytes`: on a TPU, includes the constants.
+    - `host_temp_bytes`, `host_argument_bytes`, `host_output_bytes`: in the memory of the host, and
+      included in no other figure.
     """
 
     argument_bytes: int
@@ -58,23 +63,31 @@ class Memory:
 
     @property
     def account_bytes(self) -> int | None:
-        """Arguments, outputs that alias none of them, constants and heap: what must fit."""
+        """What must fit: arguments, outputs that alias no argument, constants and heap.
+
+        None where the constants or the heap are not known.
+        """
         if self.constant_bytes is None or self.heap_bytes is None:
             return None
         own = self.argument_bytes + self.output_bytes - self.alias_bytes
         return own + self.constant_bytes + self.heap_bytes
 
     def to_json(self) -> dict[str, int | None]:
-        """Every field, and the account."""
+        """Every field by its name, and `account_bytes`."""
         return {**dataclasses.asdict(self), "account_bytes": self.account_bytes}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assigned:
-    """What the buffer assignment puts in device memory outside the heap, in bytes per device.
+    """What the buffer assignment places outside the heap, in bytes per device.
 
-    scratch_bytes: of the outputs that alias no argument, what holds temporaries before the result.
-    on_chip_bytes: temporaries in a TPU's on-chip memory; None where the text has no such memory.
+    - `argument_bytes`, `output_bytes`: allocations in device memory; both include `alias_bytes`.
+    - `alias_bytes`: allocations that hold an argument and an output.
+    - `constant_bytes`: allocations of constants in device memory.
+    - `scratch_bytes`: bytes of outputs that alias no argument, in which temporaries lie before the
+      result is written.
+    - `on_chip_bytes`: temporaries in the on-chip memory of a TPU; None where the text has no such
+      memory.
     """
 
     argument_bytes: int
@@ -87,11 +100,16 @@ class Assigned:
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """The rows that add up to `Memory.account_bytes`, and what stands beside them.
+    """The rows that add up to `Memory.account_bytes`, and further figures beside them.
 
-    output_bytes: those that alias no argument. scratch_bytes, on_chip_bytes: see `Assigned`; the
-    first are bytes of the outputs, the second are in no row. notes: where the buffer assignment has
-    other bytes than the compiler's analysis.
+    - `kept_argument_bytes`, `donated_argument_bytes`: arguments that no output aliases, and those
+      that one does.
+    - `output_bytes`: outputs that alias no argument.
+    - `constant_bytes`, `heap_bytes`: as in `Memory`.
+    - `total_bytes`: the sum of the rows, None where one of them is not known.
+    - `scratch_bytes`: see `Assigned`; these bytes are part of the outputs.
+    - `on_chip_bytes`: see `Assigned`; these bytes are in no row.
+    - `notes`: sentences that say where the buffer assignment and the compiler's analysis differ.
     """
 
     kept_argument_bytes: int
@@ -106,7 +124,11 @@ class Account:
 
     @classmethod
     def of(cls, memory: Memory, buffers: Assigned | None) -> Account:
-        """buffers: None without a buffer assignment."""
+        """The account of a program.
+
+        - `memory`: what the compiler reports.
+        - `buffers`: what its buffer assignment says, None where there is none.
+        """
         return cls(
             kept_argument_bytes=memory.argument_bytes - memory.alias_bytes,
             donated_argument_bytes=memory.alias_bytes,
@@ -120,11 +142,11 @@ class Account:
         )
 
     def rows(self) -> dict[str, int | None]:
-        """The bytes of each part, by its name in words."""
+        """The bytes of each row by its name in plain words."""
         return {words: getattr(self, name) for name, words in ROWS.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """`rows`, their sum, and what stands beside them."""
+        """The rows by field name, their sum, and the other figures."""
         return {
             "rows": {name: getattr(self, name) for name in ROWS},
             "account_bytes": self.total_bytes,
@@ -135,10 +157,11 @@ class Account:
 
 
 def _differences(memory: Memory, buffers: Assigned) -> Iterator[str]:
+    """Yields a sentence for each figure that the buffer assignment and the analysis disagree on."""
     for words, name in (
         ("arguments", "argument_bytes"),
         ("outputs", "output_bytes"),
-        ("outputs in the place of arguments", "alias_bytes"),
+        ("outputs in the memory of arguments", "alias_bytes"),
     ):
         placed, reported = getattr(buffers, name), getattr(memory, name)
         if placed != reported:
@@ -149,7 +172,7 @@ def _differences(memory: Memory, buffers: Assigned) -> Iterator[str]:
 
 
 def assigned(buffers: BufferText) -> Assigned:
-    """Adds up the allocations of device memory."""
+    """Adds up the allocations of a buffer assignment."""
     there = [part for part in buffers.allocations if part.color == 0]
     on_chip = [part for part in buffers.allocations if part.color == _ON_CHIP]
     return Assigned(
@@ -163,16 +186,17 @@ def assigned(buffers: BufferText) -> Assigned:
 
 
 def in_outputs(buffers: BufferText) -> list[tuple[Allocation, Placed, int]]:
-    """Temporaries in the place of outputs that alias no argument, and the bytes of each.
+    """Temporaries in the memory of outputs that alias no argument: allocation, value and bytes.
 
-    Bytes in which several lie one after the other count for the first of them.
+    Bytes that several temporaries use one after the other count for the first of them.
     """
     last = max(buffers.schedule, default=-1)
     found = []
     for part in buffers.allocations:
         if part.color or part.is_argument or not part.is_output:
             continue
-        # A result lives past the last instruction; what has no live range is inside a fusion.
+        # A value that lives past the last instruction is a result, and no temporary. One without a
+        # live range (last < first) is inside a fusion.
         before = [value for value in part.values if value.first <= value.last <= last]
         before.sort(key=lambda value: (value.first, -value.bytes))
         places = ((value.offset, value.offset + value.bytes) for value in before)
@@ -182,7 +206,10 @@ def in_outputs(buffers: BufferText) -> list[tuple[Allocation, Placed, int]]:
 
 
 def free_parts(pieces: Iterable[tuple[int, int]]) -> list[int]:
-    """Of each piece from start to end, how many bytes lie in none of the pieces before it."""
+    """For each piece, the number of its bytes that no earlier piece covers.
+
+    - `pieces`: start and end of each, in bytes; the end is exclusive.
+    """
     taken: list[tuple[int, int]] = []  # what the pieces so far cover; no two of them touch
     sizes = []
     for start, end in pieces:

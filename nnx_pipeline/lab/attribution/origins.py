@@ -1,20 +1,21 @@
-"""Which line of source, and which operation of JAX, asked for a value of a compiled program.
+"""Finds the source line and the JAX operation that a value of a compiled program comes from.
 
-An instruction says so itself in its metadata, as a stack of Python frames; the innermost frame that
-belongs neither to a framework nor to a helper that only places arrays is taken. Many instructions
-that own memory have no line, or only the one of the loop around them: copies, bitcasts, tuples, the
-state of loops, the buffers that a loop stacks its results in, fusions, what a compiler converts on
-its own. Their line is looked for in this order:
+The metadata of an instruction names them, with a stack of Python frames. The frame taken is the
+innermost one that belongs neither to a framework nor to a file called `sharding.py`, which by its
+name holds helpers that only place arrays. Many instructions that own memory have no line, or only
+that of the loop around them: copies, bitcasts, tuples, the state of loops, the buffers in which a
+loop stacks its results, fusions, and conversions that a compiler inserts. Their line is searched
+for in this order:
 
-1. Backwards, along `Flow.sources`: through moves, into what a fusion or a call gives back, from a
+1. Backwards, along `Flow.sources`: through moves, into the result of a fusion or a call, from a
    loop's state to what its body puts there, from an in-place update to what it writes, from an
    instruction without a line to its operands, the largest first. The first instruction with a line
-   of its own counts. Not its own is the line of the loop in which it runs (what `lax.scan` does to
-   slice and stack carries the line of the scan), and the line of whoever first called a jitted
-   function, such as `jnp.where`, which all its calls from other lines carry too.
+   of its own counts. Two kinds of line are not an instruction's own: that of the loop in which it
+   runs (the slicing and stacking of `lax.scan` carries the line of the scan), and that of the first
+   call of a jitted function such as `jnp.where`, since all calls from other lines carry it too.
 2. Forwards, along `Flow.readers`, nearest first: an array that no line makes, such as a copy of an
-   argument or a buffer without a value yet, takes the line of the first instruction that reads it.
-3. Its own line, whatever it is, or that of the loop.
+   argument or a buffer not yet written to, takes the line of the first instruction that reads it.
+3. The value's own line, whatever it is, or else that of the loop.
 """
 
 from __future__ import annotations
@@ -23,22 +24,28 @@ import re
 from collections import deque
 from dataclasses import dataclass
 
-from nnx_pipeline.lab.dataflow import Flow, Value
-from nnx_pipeline.lab.hlo import Instruction
-from nnx_pipeline.lab.hlo_frames import Frame
+from nnx_pipeline.lab.hlo.dataflow import Flow, Value
+from nnx_pipeline.lab.hlo.frames import Frame
+from nnx_pipeline.lab.hlo.module import Instruction
 
-MOST_STEPS = 4000  # of a search for one value; beyond that it has no line
+MOST_STEPS = 4000  # of a search in one direction; after that, the next rule applies
 
 _FRAMEWORKS = re.compile(r"[/\\](site|dist)-packages[/\\](jax|jaxlib|flax|optax|chex)[/\\]")
-_HELPERS = re.compile(r"[/\\]nnx_pipeline[/\\]sharding\.py$")
+_HELPERS = re.compile(r"[/\\]sharding\.py$")
 _JITTED = re.compile(r"(?:^|[/(])jit\(([^()]*)\)")
-# Their own line is that of a whole loop or call, or says nothing about what they hand on.
+# The line of these is that of a whole loop or call, or says nothing about the values they pass on.
 _CARRIERS = ("while", "fusion", "call", "conditional", "parameter", "tuple", "get-tuple-element")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The instruction whose metadata speaks for a value; `source` is None where nothing does."""
+    """The instruction, JAX operation and source line that a value comes from.
+
+    - `instruction`: the one whose metadata is taken, None where none was found.
+    - `operation`: its op_name, or the name of the program's argument that the value is a copy of;
+      "" where neither is known.
+    - `source`: the line as `file.py:12`, None where it is not known.
+    """
 
     instruction: Instruction | None
     operation: str
@@ -46,12 +53,13 @@ class Origin:
 
 
 def source_of(instruction: Instruction) -> str | None:
-    """`file.py:12` of an instruction's own metadata: the innermost frame of the user's code."""
+    """The innermost frame of the user's code in an instruction's metadata, as `file.py:12`."""
     frame = _frame_of(instruction)
     return f"{frame[0]}:{frame[1]}" if frame else None
 
 
 def _frame_of(instruction: Instruction) -> Frame | None:
+    """The innermost frame outside frameworks and helpers, else outside frameworks, else any."""
     named = [frame for frame in instruction.frames if not frame[0].startswith("<")]
     own = [frame for frame in named if not _FRAMEWORKS.search(frame[0])]
     asked = [frame for frame in own if not _HELPERS.search(frame[0])]
@@ -59,12 +67,13 @@ def _frame_of(instruction: Instruction) -> Frame | None:
 
 
 def _is_of_another_call(instruction: Instruction, one_line: frozenset[str]) -> bool:
-    """Whether the line may be that of another call of a jitted function.
+    """Whether an instruction's line may be that of another call of a jitted function.
 
-    JAX traces a jitted function, also one of its own such as `jnp.where`, once for all its calls,
-    which then all carry the frames of the first. Only frames inside of the function are right, or
-    all of them where one line alone calls it.
+    JAX traces a jitted function once for all its calls, which then all carry the frames of the
+    first call. That includes functions of JAX itself such as `jnp.where`. Only the frames inside
+    the function are right, or all frames where a single line calls it.
     """
+    # The first part of the path is the whole program, which is called once.
     inner = _JITTED.findall((instruction.op_name or "").partition("/")[2])
     if not inner or one_line.issuperset(inner):
         return False
@@ -75,9 +84,10 @@ def _is_of_another_call(instruction: Instruction, one_line: frozenset[str]) -> b
 
 
 class Origins:
-    """Looks up origins in one program.
+    """Finds the origins of the values of one program.
 
-    one_line: see `equations.called_from_one_line`.
+    - `one_line`: the names of jitted functions that a single source line calls, from
+      `tracing.jaxpr.called_from_one_line`.
     """
 
     def __init__(self, flow: Flow, one_line: frozenset[str] = frozenset()) -> None:
@@ -86,12 +96,13 @@ class Origins:
         self._found: dict[Value, Origin] = {}
 
     def of(self, value: Value) -> Origin:
-        """The origin of a value, as the head of this file says."""
+        """The origin of a value, by the rules at the head of this file."""
         if value not in self._found:
             self._found[value] = self._search(value)
         return self._found[value]
 
     def _search(self, value: Value) -> Origin:
+        """Applies the rules at the head of this file in their order."""
         seen: set[Value] = set()
         found = self._backward(value, seen) or self._forward(value, seen)
         here = self.flow.at(value)
@@ -105,7 +116,7 @@ class Origins:
         return Origin(found, self._argument_name(value) or found.op_name or "", source_of(found))
 
     def has_own_line(self, instruction: Instruction) -> bool:
-        """Whether it has a line, another one than the loop in which it runs."""
+        """Whether an instruction has a line of its own, and not that of a loop or another call."""
         source = source_of(instruction)
         if source is None or instruction.opcode in _CARRIERS:
             return False
@@ -117,6 +128,7 @@ class Origins:
         return loop is None or source_of(loop) != source
 
     def _backward(self, value: Value, seen: set[Value]) -> Instruction | None:
+        """Rule 1, depth first; `seen` are the values that were visited already."""
         pending = [value]
         while pending and len(seen) < MOST_STEPS:
             here = pending.pop()
@@ -126,26 +138,29 @@ class Origins:
             seen.add(here)
             if self.has_own_line(instruction):
                 return instruction
+            # The most informative source is put last, and so taken next.
             pending.extend(reversed(self.flow.sources(here)))
         return None
 
     def _forward(self, value: Value, seen: set[Value]) -> Instruction | None:
+        """Rule 2, breadth first, so that the nearest reader comes first."""
         pending, reached = deque([value]), {value}
         while pending and len(reached) < MOST_STEPS:
-            for reader, handed in self.flow.readers(pending.popleft()):
+            for reader, passed_on in self.flow.readers(pending.popleft()):
                 if self.has_own_line(reader):
                     return reader
-                following = handed or (reader.name, ())
+                following = passed_on or (reader.name, ())
                 if following in reached:
                     continue
                 reached.add(following)
                 pending.append(following)
-                if handed and (found := self._backward(handed, seen)):
+                # The value passed on may have other sources too, as the state of a loop has.
+                if passed_on and (found := self._backward(passed_on, seen)):
                     return found
         return None
 
     def _argument_name(self, value: Value) -> str | None:
-        """The name of the program's argument that a value is a copy of."""
+        """The name of the program's argument that a value is a copy of, or None."""
         lineage = self.flow.lineage(value)
         if not lineage or lineage[-1].opcode != "parameter":
             return None

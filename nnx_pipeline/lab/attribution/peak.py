@@ -1,4 +1,4 @@
-"""Reads what the heap holds at its peak from the compiler's buffer assignment and program."""
+"""Finds what the heap of a compiled program holds at its peak, from its buffer assignment."""
 
 from __future__ import annotations
 
@@ -6,41 +6,46 @@ import dataclasses
 from collections import defaultdict
 from dataclasses import dataclass
 
-from nnx_pipeline.lab.account import free_parts, in_outputs
-from nnx_pipeline.lab.attribution import Attribution, Buffer
-from nnx_pipeline.lab.buffer_text import BufferText, Placed
-from nnx_pipeline.lab.dataflow import Flow, Value
-from nnx_pipeline.lab.hlo import Module, shapes_of
-from nnx_pipeline.lab.origins import Origin, Origins
-from nnx_pipeline.lab.roles import Roles
+from nnx_pipeline.lab.attribution.account import free_parts, in_outputs
+from nnx_pipeline.lab.attribution.origins import Origin, Origins
+from nnx_pipeline.lab.attribution.result import Attribution, Buffer
+from nnx_pipeline.lab.attribution.roles import Roles
+from nnx_pipeline.lab.hlo.buffers import BufferText, Placed
+from nnx_pipeline.lab.hlo.dataflow import Flow, Value
+from nnx_pipeline.lab.hlo.module import Module, shapes_of
 
-MOST_POINTS = 2000  # of the timeline
+MOST_POINTS = 2000  # in a timeline
 _SPACES = {1: "on a TPU the on-chip memory", 2: "on a TPU semaphores"}
-_HOST = 5  # its memory space; the compilers count it apart, as `host_temp_size_in_bytes`
+_HOST = 5  # host memory, which the compilers count separately as `host_temp_size_in_bytes`
 
 
 def attribute(
     buffers: BufferText, module: Module, temp_bytes: int, one_line: frozenset[str] = frozenset()
 ) -> Attribution:
-    """What the heap holds at its peak, by the compiler's buffer assignment and its program.
+    """Finds what the heap of a program holds at its peak, with a source line and role for each row.
 
-    temp_bytes: the compiler's `temp_size_in_bytes`. one_line: the jitted functions of
-    `equations.called_from_one_line`.
+    - `buffers`: the compiler's buffer assignment.
+    - `module`: the program that it compiled.
+    - `temp_bytes`: the compiler's `temp_size_in_bytes`.
+    - `one_line`: the names of jitted functions that a single source line calls, from
+      `tracing.jaxpr.called_from_one_line`.
 
-    The heap is that of `heap.heap_bytes`. Its peak is the first position of the schedule at which
-    the values that live there cover the most bytes of it. Bytes that several of them share (what
-    is updated in place, the input and output of a loop) count once, for the value that lived there
-    first. What a tiled layout adds to the numbers of an array is a row of the role `padding`, with
-    the array's own line; what no living value covers is `fragmentation`: the heap is as large as
-    its highest byte at any time needs, and has holes.
+    The heap is that of `heap.heap_bytes`. Its peak is the first position in the schedule at which
+    the live values cover the most bytes of it. Bytes that several live values share (as in an
+    in-place update, or the input and output of a loop) count once, for the value that was live
+    first. The bytes that a tiled layout adds to an array are a row of the role `padding`, with the
+    source line of the array. The bytes that no live value covers are `fragmentation`: the size of
+    the heap is the highest byte that it needs at any time, and at the peak it has holes.
 
-    `other` has a row for each further memory space of the device, at full size, and one for the
-    rest of temp_bytes, which is negative where the compiler's temp is less than the sum: what a
-    TPU's compiler counts as temp is not the size of its allocations (see `heap`). `constants` and
-    `in_outputs` hold what of the account (see `account`) is neither argument nor result nor heap.
+    `other` has a row for each other memory space of the device, at its full size, and one for the
+    rest of `temp_bytes`. The rest is negative where `temp_bytes` is less than the sum: what the TPU
+    compiler counts as temp is not the size of its allocations (see `heap`). `constants` and
+    `in_outputs` list what is in device memory besides arguments, results and the heap: constants,
+    and temporaries in the memory of outputs (see `account`).
     """
     values = [_Slot(part.number, value) for part in buffers.heap for value in part.values]
     curve = _live_bytes(values)
+    # The first of the positions with the most bytes.
     peak = max(curve, key=lambda position: (curve[position], -position), default=0)
     heap = sum(part.bytes for part in buffers.heap)
     reader = _Reader(buffers, module, one_line)
@@ -65,7 +70,7 @@ def attribute(
 
 
 def _constants(buffers: BufferText, reader: _Reader) -> list[Buffer]:
-    """What the program brings along in device memory."""
+    """A row for each constant that the program itself holds in device memory."""
     parts = [part for part in buffers.allocations if part.is_constant and part.color == 0]
     return [
         dataclasses.replace(reader.buffer(part.values[0], part.bytes), role="constant")
@@ -78,7 +83,7 @@ def _constants(buffers: BufferText, reader: _Reader) -> list[Buffer]:
 
 @dataclass(frozen=True)
 class _Slot:
-    """A value in one of the allocations of the heap."""
+    """A value and the number of the heap's allocation that holds it."""
 
     allocation: int
     value: Placed
@@ -92,7 +97,7 @@ class _Slot:
 
 
 class _Reader:
-    """Origin and role of placed values."""
+    """Finds the origin and role of values of the buffer assignment."""
 
     def __init__(self, buffers: BufferText, module: Module, one_line: frozenset[str]) -> None:
         self.flow = Flow(module)
@@ -102,10 +107,11 @@ class _Reader:
         self.position = {name: position for position, name in buffers.schedule.items()}
 
     def value(self, placed: Placed) -> Value:
-        """The value as the program's text has it.
+        """The value under the name that it has in the program's text.
 
-        NVIDIA's text prints an asynchronous collective without the computation that it starts,
-        whose instructions stand right before it in the schedule.
+        The NVIDIA compiler prints an asynchronous collective without the computation that it
+        starts. In the schedule, the instructions of that computation stand just before the start,
+        so that such a value is element 1 of the result of that start.
         """
         if placed.name in self.flow.instructions or placed.name not in self.position:
             return placed.name, placed.index
@@ -117,6 +123,7 @@ class _Reader:
         return placed.name, placed.index
 
     def buffer(self, placed: Placed, held: int) -> Buffer:
+        """The row for a value that holds a number of bytes of its own."""
         value = self.value(placed)
         origin = self.origins.of(value)
         shape = None if placed.is_table else next(iter(shapes_of(placed.type)), None)
@@ -138,7 +145,7 @@ def _buffer(placed: Placed, held: int, origin: Origin, role: str) -> Buffer:
 
 
 def _live_bytes(slots: list[_Slot]) -> dict[int, int]:
-    """Bytes that living values cover, at each position where that changes."""
+    """The bytes that live values cover, at each position where a value begins or ceases to live."""
     changes = {slot.value.first for slot in slots} | {slot.value.last + 1 for slot in slots}
     places = sorted(
         (slot.allocation, slot.value.offset, slot.end, slot.value.first, slot.value.last)
@@ -148,6 +155,7 @@ def _live_bytes(slots: list[_Slot]) -> dict[int, int]:
     for position in sorted(changes):
         covered, top = 0, (0, 0)
         for allocation, start, end, first, last in places:
+            # Values come in the order of their offsets: only bytes above the highest end are new.
             if first <= position <= last and (allocation, end) > top:
                 known = top[1] if allocation == top[0] else 0
                 covered += end - max(start, known)
@@ -157,7 +165,7 @@ def _live_bytes(slots: list[_Slot]) -> dict[int, int]:
 
 
 def _covered(slots: list[_Slot]) -> list[tuple[_Slot, int]]:
-    """How many bytes each slot holds that none before it does."""
+    """Each slot with the number of its bytes that no earlier slot covers."""
     groups: dict[int, list[_Slot]] = defaultdict(list)
     for slot in slots:
         groups[slot.allocation].append(slot)
@@ -169,6 +177,8 @@ def _covered(slots: list[_Slot]) -> list[tuple[_Slot, int]]:
 
 
 def _rows(slots: list[_Slot], peak: int, reader: _Reader) -> list[Buffer]:
+    """Rows for the values that are live at the peak, and for the padding of their layouts."""
+    # Bytes that several values share count for the one that was live first.
     living = sorted(
         (slot for slot in slots if slot.lives_at(peak)),
         key=lambda slot: (slot.value.first, -slot.value.bytes),
@@ -190,10 +200,12 @@ def _rows(slots: list[_Slot], peak: int, reader: _Reader) -> list[Buffer]:
 
 
 def _holes(slots: list[_Slot], free: int, buffers: BufferText) -> list[Buffer]:
-    """Rows for the bytes that nothing covers at the peak.
+    """Rows for the bytes that no live value covers at the peak.
 
-    The tables of pointers of tuples have a place of their own above all arrays, on a TPU 16 KiB
-    for each, whether they live or not.
+    - `free`: how many bytes these are in all.
+
+    The tables of pointers of tuples are placed above all arrays, whether they are live or not; on a
+    TPU each takes 16 KiB.
     """
     arrays: dict[int, int] = {part.number: 0 for part in buffers.heap}
     for slot in slots:
@@ -201,11 +213,12 @@ def _holes(slots: list[_Slot], free: int, buffers: BufferText) -> list[Buffer]:
             arrays[slot.allocation] = max(arrays[slot.allocation], slot.end)
     above = sum(part.bytes - arrays[part.number] for part in buffers.heap)
     above = max(0, min(free, above))
-    named = {"between the buffers": free - above, "places of tuples above all arrays": above}
+    named = {"between the buffers": free - above, "tables of tuples, above all arrays": above}
     return [_plain(name, size, "fragmentation", buffers) for name, size in named.items() if size]
 
 
 def _beyond_the_heap(buffers: BufferText, beyond: int) -> list[Buffer]:
+    """Rows for the bytes by which temp exceeds the heap: other memory spaces, and the rest."""
     sizes: dict[int, int] = defaultdict(int)
     for part in buffers.allocations:
         if part.is_temp and part.color not in (0, _HOST):
@@ -224,7 +237,7 @@ def _space(color: int) -> str:
 
 
 def _plain(name: str, bytes: int, role: str, buffers: BufferText) -> Buffer:
-    """A row that is no value."""
+    """A row for bytes that are no value, such as holes in the heap."""
     last = max(buffers.schedule, default=0)
     return Buffer(
         name=name, bytes=bytes, shape="", operation="", source=None, role=role, first=0, last=last
@@ -236,10 +249,11 @@ def _largest_first(rows: list[Buffer]) -> tuple[Buffer, ...]:
 
 
 def _timeline(curve: dict[int, int], peak: int) -> tuple[tuple[int, int], ...]:
-    """The curve thinned to the highest point of each stretch of positions."""
+    """The curve thinned to the highest point of each of at most MOST_POINTS stretches."""
     points = list(curve.items())
     stretch = -(-len(points) // MOST_POINTS)
     pieces = [points[start : start + stretch] for start in range(0, len(points), stretch or 1)]
+    # The peak itself is kept even where another position of its stretch is as high.
     return tuple(
         max(piece, key=lambda point: (point[0] == peak, point[1], -point[0])) for piece in pieces
     )

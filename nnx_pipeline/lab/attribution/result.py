@@ -1,6 +1,6 @@
-"""What the device-memory heap of a compiled program holds at its peak, and what changed in it.
+"""Describes what the device-memory heap holds at its peak, and how that differs in two programs.
 
-`heap_profile.attribute` reads it from what a compiler wrote; here is what it says.
+`peak.attribute` makes these descriptions from what a compiler wrote.
 """
 
 from __future__ import annotations
@@ -37,11 +37,15 @@ _FUNCTION = re.compile(r"^jit\([^)]*\)/")
 
 @dataclass(frozen=True, kw_only=True)
 class Buffer:
-    """One row at the peak of the device-memory heap; bytes are per device.
+    """One row of what the device-memory heap holds at its peak.
 
-    name: the HLO value. shape: as in "f32[8,512,1024]", "" for a row that is no value. operation:
-    JAX's op_name, "" without one. source: "path/file.py:123", None where the compiler gives none.
-    role: one of ROLES. first, last: the positions in the program's schedule between which it lives.
+    - `name`: of the HLO value.
+    - `bytes`: per device.
+    - `shape`: such as "f32[8,512,1024]", "" for a row that is no value.
+    - `operation`: the op_name of JAX, "" where there is none.
+    - `source`: the line such as "path/file.py:123", None where the compiler gives none.
+    - `role`: one of ROLES.
+    - `first`, `last`: the positions in the program's schedule between which the value is live.
     """
 
     name: str
@@ -56,14 +60,21 @@ class Buffer:
 
 @dataclass(frozen=True, kw_only=True)
 class Attribution:
-    """The rows at the peak, largest first, and what of temp lies beyond the heap.
+    """What a program holds in the heap at its peak, and outside of it; rows are largest first.
 
-    buffers sum to heap_bytes, rows for padding and fragmentation included. other: rows of other
-    memory spaces, and whatever else explains temp_bytes. constants: what the program brings along
-    in device memory. in_outputs: temporaries where a result will be, at any time and each byte
-    once; neither is in the heap. timeline: (position in the schedule, live
-    bytes of the heap), at most 2000 points, the peak among them. peak_operation, peak_source: what
-    runs at the peak. positions: how many the schedule has.
+    - `heap_bytes`: the size of the device-memory heap, per device.
+    - `temp_bytes`: the compiler's `temp_size_in_bytes`.
+    - `peak_position`: where the peak is in the schedule.
+    - `buffers`: the rows of the heap at its peak. They sum to `heap_bytes`, with the rows for
+      padding and fragmentation.
+    - `other`: rows for other memory spaces, and for the rest of `temp_bytes`.
+    - `timeline`: pairs of a position in the schedule and the live bytes of the heap there; at most
+      2000, one of which is the peak.
+    - `peak_operation`, `peak_source`: the op_name and source line of what runs at the peak.
+    - `positions`: the number of positions in the schedule.
+    - `constants`: what the program itself holds in device memory, which is not in the heap.
+    - `in_outputs`: temporaries in the memory of outputs, which is not in the heap either; those of
+      any position in the schedule, each byte counted once.
     """
 
     heap_bytes: int
@@ -79,19 +90,22 @@ class Attribution:
     in_outputs: tuple[Buffer, ...] = ()
 
     def by_role(self) -> dict[str, int]:
-        """Bytes of each role, largest first; they sum to heap_bytes."""
+        """The bytes of each role, largest first; they sum to `heap_bytes`."""
         totals: dict[str, int] = defaultdict(int)
         for buffer in self.buffers:
             totals[buffer.role] += buffer.bytes
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
     def to_json(self) -> dict[str, Any]:
-        """Every field, and the totals by role."""
+        """Every field by its name, and the bytes by role."""
         return {**dataclasses.asdict(self), "by_role": self.by_role()}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Attribution:
-        """The inverse of `to_json`; KeyError or TypeError for what that has not written."""
+        """Restores what `to_json` wrote.
+
+        Raises KeyError or TypeError for anything that `to_json` has not written.
+        """
         fields = {name: item for name, item in value.items() if name != "by_role"}
         for name in ("buffers", "other", "constants", "in_outputs"):
             fields[name] = tuple(Buffer(**row) for row in fields[name])
@@ -101,7 +115,11 @@ class Attribution:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferDifference:
-    """Buffers of two programs that are the same line, operation and shape, summed."""
+    """The bytes that two programs hold in buffers that correspond to each other; see `difference`.
+
+    - `a_bytes`, `b_bytes`: summed over the buffers of each program, per device.
+    - `shape`, `operation`, `source`, `role`: as in `Buffer`.
+    """
 
     a_bytes: int
     b_bytes: int
@@ -112,19 +130,21 @@ class BufferDifference:
 
     @property
     def change(self) -> int:
-        """Bytes that b holds more than a."""
+        """The bytes that b holds more than a; negative where it holds less."""
         return self.b_bytes - self.a_bytes
 
 
 def difference(a: Attribution, b: Attribution) -> tuple[BufferDifference, ...]:
-    """What the peak of b holds more or less than that of a, the largest change first.
+    """What the heap of b holds more or less than that of a at its peak, the largest change first.
+
+    - `a`, `b`: the buffers of each program at its peak.
 
     Buffers are summed by source line, operation (without the name of the jitted function) and
     shape. What only one of the programs has is then paired with what only the other one has: first
-    by line and shape (another path of operations to the same line, as with recomputation), then by
-    role, last operation and shape (the same code on another line). Operation, line and role of a
-    pair are those of the larger side, at equal size those of b. Rows without a change are left out;
-    the changes of the others sum to the difference of the heaps.
+    by line and shape (the same line under another path of operations, as with recomputation), then
+    by role, last operation and shape (the same code on another line). A pair has the operation,
+    line and role of its larger side, at equal size those of b. Rows without a change are left out;
+    the changes of the others sum to the difference between the heaps.
     """
     rows = _paired(_sums(a, 0) + _sums(b, 1), _exact)
     for alike in (_same_line, _same_work):
@@ -134,7 +154,10 @@ def difference(a: Attribution, b: Attribution) -> tuple[BufferDifference, ...]:
 
 
 def _sums(attribution: Attribution, side: int) -> list[BufferDifference]:
-    """The buffers of one program, those that are the same in line, operation and shape as one."""
+    """The buffers of one program, summed by line, operation and shape.
+
+    - `side`: 0 for program a, 1 for program b.
+    """
     groups: dict[Hashable, list[Buffer]] = defaultdict(list)
     for buffer in attribution.buffers:
         key = (buffer.source, buffer.operation, buffer.shape, buffer.shape == "" and buffer.role)
@@ -153,26 +176,29 @@ def _sums(attribution: Attribution, side: int) -> list[BufferDifference]:
 
 
 def _exact(row: BufferDifference) -> Hashable:
+    """Equal for rows of the same line, operation and shape."""
     return row.source, _FUNCTION.sub("", row.operation), row.shape, _kind(row)
 
 
 def _same_line(row: BufferDifference) -> Hashable:
+    """Equal for rows of the same line and shape, by whatever path of operations."""
     return row.source, row.shape, _kind(row)
 
 
 def _same_work(row: BufferDifference) -> Hashable:
+    """Equal for rows of the same role, last operation and shape, on whatever line."""
     return row.role, row.operation.rpartition("/")[2], row.shape
 
 
 def _kind(row: BufferDifference) -> str:
-    """Rows that are no value are alike only if they have the same role."""
+    """The role of a row that is no value, so that only rows of one role are alike; else ""."""
     return "" if row.shape else row.role
 
 
 def _paired(
     rows: list[BufferDifference], alike: Callable[[BufferDifference], Hashable]
 ) -> list[BufferDifference]:
-    """Rows of one side alone, joined with rows of the other side that are alike, in order."""
+    """Joins rows that one program alone has with rows that are alike in the other, in order."""
     done = [row for row in rows if row.a_bytes and row.b_bytes]
     sides: dict[Hashable, tuple[list[BufferDifference], list[BufferDifference]]] = {}
     for row in rows:

@@ -1,37 +1,39 @@
-"""What a buffer is for: roles from the evidence in the program's text.
+"""Finds what a buffer is for, its role, from the evidence in the program's text.
 
-The rules, in the order in which they apply; the first that holds names the role.
+The rules apply in this order, and the first that matches gives the role.
 
-1.  The table of pointers of a tuple, and a value that the text does not print: `other`. The bytes
-    that a call of cuBLAS or cuDNN takes beside its result to work in: `library workspace`.
-2.  A value whose numbers came from an argument of the program through conversions, slices and
-    moves alone: `gathered weight` where an all-gather is on that way, else `parameter cast` where
-    a conversion is, else `parameter copy`. The state of a loop that its body hands on
-    unchanged is what went in.
-3.  In the state of a loop, or the value that its body writes there in place:
-    a. in a program with a backward pass, added to or written part by part, and of a parameter's
-       shape: `gradient accumulator`. Parts written must be of a backward loop (`transpose(` in the
-       operation's path), and nothing else in the loop reads what is added to, unlike a layer's
-       input that is added to its output;
-    b. written part by part by a forward loop and read by an operation of the backward pass:
+1.  The table of pointers of a tuple, and a value that the text does not print: `other`. The
+    workspace that a cuBLAS or cuDNN call takes besides its result: `library workspace`.
+2.  A value whose numbers come from an argument of the program through nothing but conversions,
+    slices, all-gathers and moves: `gathered weight` where an all-gather is among these, else
+    `parameter cast` where a conversion is, else `parameter copy`. An element of a loop's state that
+    the body passes on unchanged counts as its initial value.
+3.  An element of a loop's state, or the value that the loop's body writes to it in place:
+    a. in a program with a backward pass, of a parameter's shape, and either added to or written
+       part by part: `gradient accumulator`. Where it is written part by part, the loop must be of
+       the backward pass (`transpose(` in the operation's path). Where it is added to, nothing else
+       in the loop may read it, unlike a layer's input that is added to the layer's output;
+    b. written part by part by a forward loop, and read by an operation of the backward pass:
        `saved residual`;
-    c. what is received or summed in the loop by a collective: `collective buffer`;
+    c. received or summed by a collective in the loop: `collective buffer`;
     d. anything else: `scan carry`.
-4.  The result of a collective, or what one sends: `gradient` where it is a reduce-scatter or
-    all-reduce of a parameter's shape, else `collective buffer`.
+4.  The result of a collective, or the operand of an asynchronous one: `gradient` where it is the
+    result of a reduce-scatter or all-reduce and of a parameter's shape, else `collective buffer`.
 5.  Of a parameter's shape: `gradient` under `transpose(` unless it is recomputed, `optimizer
-    update` where a program that has a backward pass computes it outside of both passes.
-6.  With the vocabulary as a dimension, which is the larger one of a matrix among the arguments on
-    whose path stands `embedding`, `head`, `vocab` or the like (and no position): `logits`.
-7.  Made in the forward pass (`jvp(` without `transpose(`) and read in the backward one:
+    update` where a program that has a backward pass computes it outside both passes.
+6.  With the size of the vocabulary among its dimensions: `logits`. That size is the larger
+    dimension of a matrix among the arguments whose path holds `embedding`, `head`, `vocab` or the
+    like (and no position), unless it is also a size of another floating-point argument.
+7.  Made in the forward pass (`jvp(` without `transpose(`) and read in the backward pass:
     `saved residual`.
-8.  The result of a product, also of cuBLAS or cuDNN, of a reduction or of an element-wise
+8.  The result of a product (of cuBLAS or cuDNN as well), of a reduction or of an element-wise
     operation: `activation`.
 9.  The rest (constants, counters, random numbers, other custom calls): `other`.
 
-"Of a parameter's shape": the sizes above 1 are, in any order, those of a floating-point argument of
-two dimensions or more, or some of them with its two largest ones among them (a part along stacked
-dimensions); in rules 3 and 4 also those of one with a single dimension gathered.
+A buffer is "of a parameter's shape" by its sizes above 1, in any order. They are those of a
+floating-point argument with two or more dimensions, or a subset of those that includes the two
+largest (a part along stacked dimensions). In rules 3 and 4, one of the sizes may also be a multiple
+of the argument's (a dimension that is gathered).
 """
 
 from __future__ import annotations
@@ -40,10 +42,10 @@ import re
 from collections import Counter
 from functools import cached_property
 
-from nnx_pipeline.equations import RECOMPUTED
-from nnx_pipeline.lab.dataflow import RESHAPES, Flow, Value, collective
-from nnx_pipeline.lab.hlo import Instruction, Shape
-from nnx_pipeline.lab.origins import Origins
+from nnx_pipeline.lab.attribution.origins import Origins
+from nnx_pipeline.lab.hlo.dataflow import RESHAPES, Flow, Value, collective
+from nnx_pipeline.lab.hlo.module import Instruction, Shape
+from nnx_pipeline.tracing.jaxpr import RECOMPUTED
 
 _VOCABULARY = {
     "embed",
@@ -71,18 +73,22 @@ _NOT_COMPUTED = (
     "tuple",
 )
 _COPIES = ("copy", "copy-start", "copy-done")
-_MOST_READERS = 400  # steps of a search for readers in the backward pass
+_MOST_READERS = 400  # values that a search for a reader in the backward pass visits at most
 
 
 class Roles:
-    """The rules at the head of this file, for one program."""
+    """Applies the rules at the head of this file to the values of one program."""
 
     def __init__(self, flow: Flow, origins: Origins) -> None:
         self.flow = flow
         self.origins = origins
 
     def of(self, value: Value, shape: Shape | None) -> str:
-        """The role of a value; shape None for the table of a tuple."""
+        """The role of a value, one of `result.ROLES`.
+
+        - `value`: an instruction of the program and an index into its result.
+        - `shape`: of the value, None for the table of pointers of a tuple.
+        """
         instruction = self.flow.at(value)
         if instruction is None or shape is None:
             return "other"
@@ -97,6 +103,7 @@ class Roles:
         )
 
     def _of_argument(self, value: Value, shape: Shape) -> str | None:
+        """The role by rule 2, None where that does not apply."""
         lineage = self.flow.lineage(value)
         made_by = lineage[-1]
         if made_by.name not in self._arguments:
@@ -108,13 +115,14 @@ class Roles:
         return "parameter copy" if same else "parameter cast"
 
     def _in_loop(self, value: Value, shape: Shape) -> str | None:
+        """The role by rule 3, None where that does not apply."""
         slot = self._slot(value)
         if slot is None:
             return None
         loop, state = slot
         written, *initial = self.flow.sources(state)
         if not initial:
-            return None  # the body hands it on unchanged: it is what went in
+            return None  # the body passes it on unchanged, so that it is still the initial value
         writer = self._writer(written)
         backward = self._is_backward(writer) or self._is_backward(loop)
         stacked = writer.opcode == "dynamic-update-slice"
@@ -126,6 +134,7 @@ class Roles:
         return "collective buffer" if collective(writer.opcode) else "scan carry"
 
     def _of_collective(self, value: Value, shape: Shape) -> str | None:
+        """The role by rule 4, None where that does not apply."""
         lineage = self.flow.lineage(value, reshaped=False)
         kinds = [kind for item in lineage if (kind := collective(item.opcode))]
         sends = any(
@@ -138,6 +147,7 @@ class Roles:
         return "gradient" if summed and self._like_parameter(shape) else "collective buffer"
 
     def _by_shape(self, value: Value, shape: Shape) -> str | None:
+        """The role by rule 5 or 6, None where neither applies."""
         operation = self.origins.of(value).operation
         if self._like_parameter(shape, gathered=False):
             if "transpose(" in operation and RECOMPUTED not in operation:
@@ -148,6 +158,7 @@ class Roles:
         return "logits" if has_vocabulary else None
 
     def _by_pass(self, value: Value) -> str:
+        """The role by rules 7 to 9."""
         made_by = self.flow.lineage(value)[-1]
         operation = self.origins.of(value).operation
         forward = "jvp(" in operation and "transpose(" not in operation
@@ -157,9 +168,9 @@ class Roles:
         return "activation" if computed else "other"
 
     def _slot(self, value: Value) -> tuple[Instruction, Value] | None:
-        """The loop whose state holds a value, and the value as that state, or None.
+        """The loop whose state holds a value, and the element of the state that it is; or None.
 
-        A buffer without a value yet belongs to the loop for which it is copied, too.
+        A buffer that is not yet written to also belongs to the loop for which it is copied.
         """
         made = self.flow.instructions[value[0]]
         is_empty = made.opcode in ("broadcast", "custom-call") and len(made.operands) < 2
@@ -177,28 +188,28 @@ class Roles:
                 if instruction.opcode == "parameter" and caller.opcode == "while" and here[1]:
                     return caller, (caller.name, here[1])
             pending += [
-                handed
-                for reader, handed in self.flow.readers(here)
-                if handed and reader.opcode in passed
+                passed_on
+                for reader, passed_on in self.flow.readers(here)
+                if passed_on and reader.opcode in passed
             ]
         return None
 
     def _writer(self, written: Value) -> Instruction:
-        """What computes a value, looked for behind conversions too."""
+        """The instruction that computes a value, before any conversions of it."""
         writer = self.flow.lineage(written, reshaped=False)[-1]
         while writer.opcode == "convert":
             writer = self.flow.lineage((writer.operands[0], ()), reshaped=False)[-1]
         return writer
 
     def _adds_to(self, writer: Instruction, state: Value) -> bool:
-        """Whether an addition has the loop's own state as an operand, and it alone reads it."""
+        """Whether an instruction adds to a loop's state, and only additions read that state."""
         added = writer.opcode == "add" and any(
             self.flow.holds_state((operand, ()), state) for operand in writer.operands
         )
         return added and self._is_only_added_to(state)
 
     def _is_only_added_to(self, state: Value) -> bool:
-        """Whether nothing in the loop's body reads an element of its state but additions."""
+        """Whether only additions read an element of a loop's state in the loop's body."""
         loop, index = self.flow.instructions[state[0]], state[1]
         body = self.flow.module.computations[loop.called("body")[0]]
         pending = [
@@ -206,12 +217,12 @@ class Roles:
         ]
         seen = set(pending)
         while pending:
-            for reader, handed in self.flow.readers(pending.pop()):
+            for reader, passed_on in self.flow.readers(pending.pop()):
                 if reader is loop or reader.opcode == "add":
-                    continue  # the next turn, or the sum
-                if handed is None and reader.opcode not in (*RESHAPES, "select"):
+                    continue  # the next iteration, or the sum
+                if passed_on is None and reader.opcode not in (*RESHAPES, "select"):
                     return False
-                following = handed or (reader.name, ())
+                following = passed_on or (reader.name, ())
                 if following not in seen:
                     seen.add(following)
                     pending.append(following)
@@ -221,13 +232,13 @@ class Roles:
         return "transpose(" in (instruction.op_name or "")
 
     def _read_backward(self, value: Value) -> bool:
-        """Whether an operation of the backward pass reads a value, or what it is handed on as."""
+        """Whether an operation of the backward pass reads a value, also after it is passed on."""
         pending, seen = [value], {value}
         while pending and len(seen) < _MOST_READERS:
-            for reader, handed in self.flow.readers(pending.pop()):
+            for reader, passed_on in self.flow.readers(pending.pop()):
                 if self._is_backward(reader) and reader.opcode not in ("parameter", "tuple"):
                     return True
-                following = handed or (None if reader.op_name else (reader.name, ()))
+                following = passed_on or (None if reader.op_name else (reader.name, ()))
                 if following and following not in seen:
                     seen.add(following)
                     pending.append(following)
@@ -253,7 +264,7 @@ class Roles:
 
     @cached_property
     def _vocabularies(self) -> set[int]:
-        """Sizes of vocabularies, as far as no axis of another parameter has the same."""
+        """The sizes of vocabularies, without those that another parameter has as a dimension."""
         named: set[int] = set()
         others: set[int] = set()
         for item in self._arguments.values():
@@ -265,6 +276,7 @@ class Roles:
         return named - others
 
     def _like_parameter(self, shape: Shape, *, gathered: bool = True) -> bool:
+        """Whether it is "of a parameter's shape"; `gathered`: with one dimension gathered too."""
         sizes = _sizes(shape)
         for parameter in self._parameter_sizes:
             ours, theirs = list((sizes - parameter).elements()), parameter - sizes

@@ -1,21 +1,13 @@
-"""How memory, work and compile time grow with a field of the config."""
+"""Describes how the memory, work and compile time of programs grow with one swept value."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from nnx_pipeline.config import Config
 from nnx_pipeline.errors import InputError, nearest
-from nnx_pipeline.lab.arms import Experiment, Program
-from nnx_pipeline.lab.cache import Cache
-from nnx_pipeline.lab.compare import NO_CACHE, measure_program
-from nnx_pipeline.lab.compile import Measurement, Progress
-from nnx_pipeline.lab.platform import Platform
-from nnx_pipeline.mesh import MeshConfig
-from nnx_pipeline.overrides import apply_overrides, known_keys, value_of
+from nnx_pipeline.lab.compile.measure import Measurement
 
 FIGURES = (
     "temp_bytes",
@@ -29,10 +21,12 @@ FIGURES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """The straight line with the least squared distance: figure = slope · value + intercept.
+    """A straight line fitted by least squares: figure = slope · value + intercept.
 
-    r_squared: the share of the figure's variance that the line explains; None of two values, which
-    always lie on a line, and where the figure does not vary.
+    - `slope`: how much the figure grows, in its own unit, if the field's value grows by 1.
+    - `intercept`: the figure at value 0.
+    - `r_squared`: the share of the figure's variance that the line explains. None for two values,
+      through which a line always goes, and for a figure that does not vary.
     """
 
     slope: float
@@ -42,14 +36,19 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One program: the value swept, and its measurement or why there is none."""
+    """One program of a sweep.
+
+    - `value`: the value that the field has in it.
+    - `result`: its measurement, None where that failed.
+    - `error`: why it failed, "" where it did not.
+    """
 
     value: Any
     result: Measurement | None
     error: str = ""
 
     def figure(self, name: str) -> float | None:
-        """One of FIGURES, bytes and FLOPs per device; None where it is not known."""
+        """One of FIGURES, with bytes and FLOPs per device; None where it is not known."""
         if self.result is None:
             return None
         if name == "compile_seconds":
@@ -57,17 +56,19 @@ class Point:
         return self.result.flops if name == "flops" else getattr(self.result.memory, name)
 
     def to_json(self) -> dict[str, Any]:
-        """The value, the error, and the figures of the contract."""
+        """The value, the error, and the figures of the measurement."""
         figures = {"measured": self.result.measured, **self.result.to_json()} if self.result else {}
         return {"value": self.value, "error": self.error or None, **figures}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """Programs that differ in one field of the config, in the order of its values.
+    """Measurements of programs that differ in one field of the config.
 
-    field: the dotted field. arms: label and points of each arm; one arm, `step`, without an
-    experiment.
+    - `field`: the field, dotted as `pipeline.num_microbatches`.
+    - `arms`: the label of each arm, and its points in the order of the values. Without an
+      experiment there is one arm, `step`.
+    - `platform`: what the programs were compiled for.
     """
 
     field: str
@@ -85,29 +86,36 @@ class Sweep:
         ]
 
     def fit(self, figure: str, arm: str | None = None) -> Fit | None:
-        """The line through one of FIGURES against the value; without a name, of the last arm.
+        """The line through a figure against the value of the field.
 
-        None for fewer than two points, values that are not numbers, or figures that the compiler
-        does not give. InputError for a figure or an arm that is not there.
+        - `figure`: one of FIGURES.
+        - `arm`: the label of the arm to take; without it, the last one.
+
+        Points whose value is not a number or whose figure is not known are left out. The result is
+        None where fewer than two different values remain.
+
+        Raises InputError for a figure or an arm that does not exist.
         """
         if figure not in FIGURES:
             raise InputError(f"figure {figure!r} is not known; {nearest(figure, FIGURES)}")
         by_label = dict(self.arms)
         if arm is not None and arm not in by_label:
-            raise InputError(f"arm {arm!r} is not there; {nearest(arm, by_label)}")
+            raise InputError(f"arm {arm!r} is not in this sweep; {nearest(arm, by_label)}")
         points = by_label[arm] if arm is not None else self.arms[-1][1]
         pairs = [(point.value, point.figure(figure)) for point in points]
-        return _line([(x, y) for x, y in pairs if y is not None and _is_number(x)])
+        return line_through([(x, y) for x, y in pairs if y is not None and _is_number(x)])
 
     def slope(self, figure: str, arm: str | None = None) -> float:
         """How much the figure grows per unit of the value, for assertions in tests.
 
-        Raises InputError where a point failed or there is no line, so that no test passes for want
-        of figures.
+        - `figure`, `arm`: see `fit`.
+
+        Raises InputError where a point of any arm failed or there is no line, so that no test
+        passes because figures are missing.
         """
         line = self.fit(figure, arm)
         if line is None or self.errors:
-            why = "; ".join(self.errors) or "it needs two numbers with a figure for each"
+            why = "; ".join(self.errors) or "it needs two different numbers with a figure for each"
             raise InputError(f"{figure} against {self.field} has no slope: {why}")
         return line.slope
 
@@ -126,88 +134,15 @@ class Sweep:
         return {"schema": 1, "platform": self.platform, "field": self.field, "arms": arms}
 
 
-def sweep(
-    config: Config,
-    mesh: MeshConfig | str,
-    field: str,
-    values: Sequence[Any],
-    *,
-    along: Mapping[str, Sequence[Any]] | None = None,
-    experiment: Experiment | None = None,
-    platform: Platform | str = "cpu",
-    cache: Cache = NO_CACHE,
-    progress: Progress = lambda text: None,
-) -> Sweep:
-    """Compiles one training step for each value of a config field.
-
-    field: dotted, as `pipeline.num_microbatches`. along: other fields with as many values, which
-    change in step: a batch that grows with its microbatches keeps them of the same size.
-    experiment: sweeps both of its arms instead of the plain step.
-
-    Raises InputError, before anything is compiled, for a field that does not exist and for values
-    that its config, the mesh or the experiment refuse. A program that does not compile is a point
-    with an error.
-    """
-    if isinstance(mesh, str):
-        mesh = MeshConfig.parse(mesh)
-    if isinstance(platform, str):
-        platform = Platform.parse(platform)
-    configs = _configs(config, {field: values, **(along or {})})
-    for each in configs:
-        each.check_mesh(mesh)
-    labels = (experiment.a.label, experiment.b.label) if experiment else ("step",)
-    programs = [
-        experiment.programs(each, mesh) if experiment else (Program(each),) for each in configs
-    ]
-    points: dict[str, list[Point]] = {label: [] for label in labels}
-    for each, row in zip(configs, programs, strict=True):
-        value = value_of(each, field)
-        for swept in (field, *(along or ())):
-            if any(value_of(program.config, swept) != value_of(each, swept) for program in row):
-                raise InputError(
-                    f"{experiment.name if experiment else 'step'} sets {swept} itself, so that "
-                    f"{value_of(each, swept)} would not count; sweep another field"
-                )
-    for each, row in zip(configs, programs, strict=True):
-        value = value_of(each, field)
-        for label, program in zip(labels, row, strict=True):
-            named = _named(progress, f"{label}, {field}={value}")
-            result = measure_program(program, mesh, platform, cache, named)
-            found = (None, result) if isinstance(result, str) else (result, "")
-            points[label].append(Point(value=value, result=found[0], error=found[1]))
-    arms = tuple((label, tuple(points[label])) for label in labels)
-    return Sweep(field=field, arms=arms, platform=str(platform))
-
-
-def _configs(config: Config, fields: Mapping[str, Sequence[Any]]) -> list[Config]:
-    """One config per value; every field takes its values in order."""
-    known, (first, values) = known_keys(), next(iter(fields.items()))
-    for field, given in fields.items():
-        if field not in known:
-            raise InputError(f"sweep of {field}: no such config field; {nearest(field, known)}")
-        if len(given) != len(values):
-            raise InputError(
-                f"sweep of {field} has {len(given)} values and that of {first} {len(values)}; "
-                "fields that are swept together need as many"
-            )
-    rows = zip(*fields.values(), strict=True)
-    texts = [dict(zip(fields, map(str, row), strict=True)) for row in rows]
-    configs = [apply_overrides(config, row) for row in texts]
-    if len({repr(value_of(each, first)) for each in configs}) < max(len(values), 2):
-        raise InputError(f"sweep of {first} needs two different values or more, none of them twice")
-    return configs
-
-
-def _named(progress: Progress, name: str) -> Progress:
-    return lambda text: progress(f"{name}: {text}")
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _line(pairs: list[tuple[float, float]]) -> Fit | None:
-    """Ordinary least squares."""
+def line_through(pairs: list[tuple[float, float]]) -> Fit | None:
+    """Fits a line to pairs of value and figure by ordinary least squares.
+
+    None where there are fewer than two different values.
+    """
     if len({x for x, _ in pairs}) < 2:
         return None
     x, y = np.array(pairs, np.float64).T

@@ -1,4 +1,4 @@
-"""Results on disk, by the content that they came from, so that a second run compiles nothing."""
+"""A disk cache of results, keyed by their inputs, so that a second run compiles nothing."""
 
 import datetime
 import hashlib
@@ -15,17 +15,19 @@ from nnx_pipeline.files import write_text
 
 FOLDER_VARIABLE = "NNX_PIPELINE_CACHE"
 LONGEST_DAYS, MOST_BYTES = 30, 256 * 2**20
-# Entries, and the temporary files of writes that were killed.
+# Entries, and the temporary files that a write leaves which is killed.
 _OURS = re.compile(r"[0-9a-f]{64}\.json|\.nnx-pipeline\..*")
 
 
 class Cache:
-    """One JSON file per result in a folder. What cannot be read counts as not there.
+    """A folder with one JSON file per result; a file that cannot be read counts as missing.
 
-    folder: made when the first result is written; None keeps nothing. fresh: what is there is
-    ignored, and replaced by what is put. A folder that cannot be written is no error: `warn` hears
-    of it once. The first write removes entries that are older than 30 days, and the oldest ones
-    while there are more than 256 MiB.
+    - `folder`: made when the first result is written; None keeps nothing.
+    - `fresh`: whether to ignore the results that are there, and replace them by those of `put`.
+    - `warn`: called once with a message if the folder cannot be written, which is no error.
+
+    The first write removes entries that are older than 30 days, and then the oldest ones until no
+    more than 256 MiB are left.
     """
 
     def __init__(
@@ -40,10 +42,12 @@ class Cache:
 
     @classmethod
     def of_user(cls, *, fresh: bool = False) -> "Cache":
-        """That of the command line.
+        """The cache that the command line uses.
 
-        It is in $NNX_PIPELINE_CACHE, else $XDG_CACHE_HOME/nnx-pipeline, else
-        ~/.cache/nnx-pipeline.
+        - `fresh`: as for the class.
+
+        Its folder is $NNX_PIPELINE_CACHE, else $XDG_CACHE_HOME/nnx-pipeline, else
+        ~/.cache/nnx-pipeline. A user without a home folder and these variables has no cache.
         """
         if named := os.environ.get(FOLDER_VARIABLE):
             return cls(Path(named), fresh=fresh)
@@ -54,18 +58,23 @@ class Cache:
         return cls(Path(caches) / "nnx-pipeline", fresh=fresh)
 
     def get(self, key: str | None) -> tuple[Any, str] | None:
-        """The value put under that key and when, in ISO format; None without one."""
+        """The value stored under `key` and when that was, in ISO format; None if there is none."""
         if self.folder is None or self.fresh or key is None:
             return None
         try:
             entry = json.loads((self.folder / f"{key}.json").read_text(encoding="utf-8"))
+            # A damaged entry, or one that was renamed, counts as missing.
             whole = entry["key"] == key and entry["sha256"] == _hash(entry["value"])
             return (entry["value"], str(entry["measured"])) if whole else None
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
     def put(self, key: str | None, value: Any) -> None:
-        """Keeps a value that JSON can hold; without a key, nothing."""
+        """Stores a value in the cache's folder; if that fails, warns once and stores no more.
+
+        - `key`: the name to find it by, from `cache_key.key_of`; nothing is stored under None.
+        - `value`: anything that JSON can hold.
+        """
         if self.folder is None or key is None:
             return
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -77,10 +86,11 @@ class Cache:
                 self._pruned = True
                 self._prune()
         except OSError as error:
-            self.warn(f"{self.folder}: results are not kept there ({error.strerror or error})")
+            self.warn(f"{self.folder}: results cannot be kept there ({error.strerror or error})")
             self.folder = None
 
     def _prune(self) -> None:
+        """Removes entries that are too old, then the oldest ones while there are too many bytes."""
         assert self.folder is not None, "called by put alone"
         files = [path for path in self.folder.iterdir() if _OURS.fullmatch(path.name)]
         known = sorted(filter(None, map(_age_and_size, files)))
@@ -92,7 +102,7 @@ class Cache:
 
 
 def _age_and_size(path: Path) -> tuple[float, int, Path] | None:
-    """None for a file that another process has just taken away or renamed."""
+    """Time of last change, bytes and path; None if another process has just removed the file."""
     try:
         found = path.stat()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Names for what was compiled: equal only where the compiler would be given the same again."""
+"""Cache keys of compiled programs, equal only where the compiler would get the same input."""
 
 import dataclasses
 import functools
@@ -15,39 +15,47 @@ from typing import Any
 import flax
 import jax
 
-import nnx_pipeline
-from nnx_pipeline.lab.platform import Platform
+from nnx_pipeline.lab.compile.platform import Platform
 
-# What decides a compile on every platform, and what of one alone does: another compiler that is
-# installed or set up in the same process must leave a key as it is.
+# The packages that decide a compile: on every platform under "", and on one kind of platform alone.
+# Installing or setting up another compiler in the same process must not change a key.
 PACKAGES = {
     "": ("jax", "jaxlib", "flax", "optax", "numpy"),
     "tpu": ("libtpu",),
     "cuda": ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm"),
 }
-# Names, or how they begin, of the variables that the compilers, JAX and Flax read.
+# Names, or prefixes of names, of the environment variables that the compilers, JAX and Flax read.
 ENVIRONMENT = {
     "": ("XLA_", "JAX_", "FLAX_"),
     "tpu": ("TPU_", "LIBTPU_", "TF_XLA_FLAGS", "TF_JITRT_FLAGS"),
     "cuda": ("CUDA_ROOT", "CUDA_HOME", "CUDA_PATH", "TRITON_"),
 }
-# What `Platform.devices` sets itself; the number of devices is that of the mesh.
+# JAX options that `Platform.devices` sets itself and that stay out of the key; the mesh gives the
+# number of devices.
 SET_ALONG_THE_WAY = ("jax_platforms", "jax_num_cpu_devices")
-_LARGE = 16 * 2**20  # a file above this, such as a library, is known by its size and time
+# The package that holds this file, whatever its name: its source decides what a program is.
+PACKAGE, ROOT = __name__.partition(".")[0], Path(__file__).parents[2]
+_LARGE = 16 * 2**20  # bytes; a larger file, such as a library, is known by its size and time
 
 
 class Unnamed(Exception):
-    """A value that no text tells apart from every other, such as a function within a function."""
+    """Raised for a value that has no unique name as text, such as a function inside a function."""
 
 
 def key_of(platform: Platform, *values: Any) -> str | None:
-    """A hash of the values and of all else that decides what a compiler makes of them.
+    """A hash of the values and of everything else that decides what a compiler makes of them.
 
-    That is the platform, the versions of its packages, Python, the source of `nnx_pipeline`, flags
-    in the environment, in the files that it names, in `jax.config` and `flax.config`, and the CPU,
-    which the CPU compiler asks for what it can. What `Platform.devices` sets counts as set from the
-    start, so that the key is the same before and after. None where a value has no text of its own,
-    and on `local`, whose driver is not known.
+    - `platform`: what is compiled for; its kind decides which packages and flags count.
+    - `values`: what identifies the result, such as a mesh and a program; of the types that
+      `text_of` takes.
+
+    The hash also covers the versions of the platform's packages and of Python, the source and the
+    folder of this package, and the flags in environment variables, in the files that these name,
+    in `jax.config` and in `flax.config`. On `cpu` it covers the features of this CPU too, because
+    the CPU compiler queries them. What `Platform.devices` sets counts as set from the start, so
+    that the key is the same before and after that call.
+
+    Returns None where a value has no text of its own, and on `local`, whose driver is not known.
     """
     if platform.kind == "local":
         return None
@@ -55,19 +63,22 @@ def key_of(platform: Platform, *values: Any) -> str | None:
         parts = [str(platform), platform.gemm, *map(text_of, values)]
     except Unnamed:
         return None
-    # Lines of source stand in the results by their whole path, so another checkout has its own.
-    parts += [_packages(platform), str(Path(nnx_pipeline.__file__).parent), source()]
+    # Results name source lines by their whole path, so another checkout needs keys of its own.
+    parts += [packages(platform), str(ROOT), source()]
     parts += _flags(platform)
     if platform.kind == "cpu":
-        parts.append(_cpu())
+        parts.append(cpu_text())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def text_of(value: Any) -> str:
-    """The value as text: type and fields of a dataclass, module and name of a function.
+    """The value as text: a dataclass by its type and fields, a function by its module and name.
 
-    Raises Unnamed for a function that is not to be found under its name in this package, whose
-    source no hash covers, and for values of other types.
+    - `value`: None, a bool, int, float or str, a tuple of values, an instance of a dataclass of
+      this package, or a function or class of this package.
+
+    Raises Unnamed for a function that is not found under its name in this package, because no hash
+    covers its source, and for values of other types.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
@@ -83,8 +94,9 @@ def text_of(value: Any) -> str:
 
 
 def _found(value: Callable[..., Any]) -> str:
+    """Module and name of a function or class of this package; raises Unnamed for any other."""
     module, name = getattr(value, "__module__", ""), getattr(value, "__qualname__", "")
-    ours = f"{module}.".startswith("nnx_pipeline.")
+    ours = f"{module}.".startswith(f"{PACKAGE}.")
     if ours and getattr(importlib.import_module(module), name, None) is value:
         return f"{module}.{name}"
     raise Unnamed(f"{module}.{name} is not a name of this package")
@@ -92,17 +104,16 @@ def _found(value: Callable[..., Any]) -> str:
 
 @functools.cache
 def source() -> str:
-    """A hash of all source files of this package, and of the GPUs that it describes."""
+    """A hash of all source files of this package and of its descriptions of GPU targets."""
     digest = hashlib.sha256()
-    root = Path(nnx_pipeline.__file__).parent
-    for path in sorted((*root.rglob("*.py"), *root.rglob("*.txtpb"))):
+    for path in sorted((*ROOT.rglob("*.py"), *ROOT.rglob("*.txtpb"))):
         content = path.read_bytes()
-        digest.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
+        digest.update(f"{path.relative_to(ROOT)} {len(content)}\n".encode() + content)
     return digest.hexdigest()
 
 
 @functools.cache
-def _packages(platform: Platform) -> str:
+def packages(platform: Platform) -> str:
     installed = {}
     for distribution in _of(PACKAGES, platform):
         try:
@@ -119,6 +130,7 @@ def _of(table: dict[str, tuple[str, ...]], platform: Platform) -> tuple[str, ...
 def _flags(platform: Platform) -> tuple[str, ...]:
     prefixes = _of(ENVIRONMENT, platform)
     ignored = {name.upper() for name in SET_ALONG_THE_WAY}
+    # `Platform.devices` sets the variables of the platform that are missing: they count already.
     environment = {
         name: [text, *_contents(name, text)]
         for name, text in {**platform.environment, **os.environ}.items()
@@ -134,10 +146,10 @@ def _flags(platform: Platform) -> tuple[str, ...]:
 
 
 def _contents(name: str, text: str) -> Iterator[str]:
-    """What is in the files that a variable names, and in those that these name in turn.
+    """The path and state of each file that a variable names, and of those that these name in turn.
 
-    XLA takes the whole of XLA_FLAGS for the name of a file with flags unless it begins with `-`;
-    elsewhere a file is the value of a flag, such as `--flagfile=path`.
+    XLA takes the whole of XLA_FLAGS as the name of a file of flags unless it begins with `-`;
+    otherwise a file is the value of a flag, such as `--flagfile=path`.
     """
     is_path = name == "TPU_LIBRARY_PATH" or (name.endswith("_FLAGS") and text.lstrip()[:1] != "-")
     waiting, seen = [text] if is_path else _values(text), set()
@@ -148,19 +160,19 @@ def _contents(name: str, text: str) -> Iterator[str]:
             try:
                 state, content = _state(Path(path))
             except (OSError, ValueError):
-                continue  # no file, so no more than its name
+                continue  # not a file: the value itself is in the key already
             waiting += _values(content)
             yield f"{path} {state}"
 
 
 def _values(text: str) -> list[str]:
-    """Words and values of flags, but of those that name where the compiler is to write."""
+    """The values of flags and the bare words, without flags that say where to write dumps."""
     words = [word.partition("=") for word in re.split(r"[\s\"']+", text)]
     return [value or name for name, _, value in words if name and "dump" not in name]
 
 
 def _state(path: Path) -> tuple[str, str]:
-    """A text that changes with what the path holds, and its content where that may be flags."""
+    """A text that changes with what is at the path, and its content where that may hold flags."""
     files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
     if path.is_dir() or path.stat().st_size > _LARGE:
         found = [(str(file), file.stat()) for file in files]
@@ -170,12 +182,12 @@ def _state(path: Path) -> tuple[str, str]:
 
 
 @functools.cache
-def _cpu() -> str:
-    """What this CPU can, as far as the system says, and how many there are to split work over."""
+def cpu_text() -> str:
+    """The features of this CPU, as far as the system lists them, and the number of CPUs."""
     flags = ""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     except OSError:
-        pass  # not Linux: the architecture must do
+        pass  # not Linux: the architecture must be enough
     return f"{machine.machine()} {os.cpu_count()} {flags}"

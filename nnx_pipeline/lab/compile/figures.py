@@ -1,32 +1,36 @@
-"""What the text of a compiled program says: every figure read from it, and what none could read."""
+"""Reads figures from the text of a compiled program, and records what could not be read."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nnx_pipeline.lab.account import Assigned, assigned
-from nnx_pipeline.lab.attribution import Attribution
-from nnx_pipeline.lab.buffer_text import BufferText, has_allocations, read_buffers
-from nnx_pipeline.lab.heap_profile import attribute
-from nnx_pipeline.lab.hlo import parse
-from nnx_pipeline.lab.hlo_cost import (
+from nnx_pipeline.lab.attribution.account import Assigned, assigned
+from nnx_pipeline.lab.attribution.peak import attribute
+from nnx_pipeline.lab.attribution.result import Attribution
+from nnx_pipeline.lab.hlo.buffers import BufferText, has_allocations, read_buffers
+from nnx_pipeline.lab.hlo.cost import (
     COLLECTIVES,
     branch_notes,
     collective_counts,
     products_of,
     uncounted_transfers,
 )
-from nnx_pipeline.lab.hlo_loops import executions
-from nnx_pipeline.lab.hlo_unread import Unread, merged, unknown_opcodes
+from nnx_pipeline.lab.hlo.loops import executions
+from nnx_pipeline.lab.hlo.module import parse
+from nnx_pipeline.lab.hlo.unread import Unread, merged, unknown_opcodes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
     """Figures of one program, per device and step; None where the text does not give them.
 
-    flops: of all matrix products. known_flops: of those that can be read, which is `flops` unless
-    that is None. attribution, assigned: what the heap holds, and what lies outside of it. unread:
-    why a figure is None, or leaves something out. notes: what a figure holds beyond what runs.
+    - `flops`: floating-point operations of all matrix products.
+    - `known_flops`: those of the products that can be read; equal to `flops` unless that is None.
+    - `collectives`: `ops`, `executed` and `bytes` of each kind, see `collective_counts`.
+    - `attribution`: what the heap holds at its peak.
+    - `assigned`: what lies in device memory outside the heap.
+    - `unread`: why a figure is None, or what it leaves out.
+    - `notes`: what a figure counts beyond what runs, one sentence each.
     """
 
     flops: int | None = None
@@ -41,11 +45,14 @@ class Program:
 def read_program(
     text: str, buffers: str | None, temp_bytes: int, one_line: frozenset[str] = frozenset()
 ) -> Program:
-    """Reads a compiled program.
+    """Reads every figure that the text of a compiled program gives.
 
-    text: `compiled.as_text()`. buffers: see `heap.compile_with_dump`. temp_bytes, one_line: see
-    `heap_profile.attribute`. A text that cannot be read gives no figures, and its line is named:
-    the memory that the compiler itself reports does not depend on it.
+    - `text`: `compiled.as_text()`.
+    - `buffers`: the buffer assignment as `heap.compile_with_dump` gives it.
+    - `temp_bytes`, `one_line`: as for `attribution.peak.attribute`.
+
+    A text that cannot be read gives no figures, and an entry of `unread` names the line. This does
+    not raise, because the memory that the compiler itself reports does not depend on the text.
     """
     placed, unreadable = _buffers(buffers)
     beside = assigned(placed) if placed else None
@@ -74,7 +81,7 @@ def read_program(
 
 
 def _buffers(text: str | None) -> tuple[BufferText | None, tuple[Unread, ...]]:
-    """The buffer assignment, or why there is none; a compiler that wrote none is no fault."""
+    """The buffer assignment, or why it cannot be read; both empty if the compiler wrote none."""
     if text is None or not has_allocations(text):
         return None, ()
     try:

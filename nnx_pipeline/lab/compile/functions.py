@@ -1,4 +1,4 @@
-"""People's own functions: found by name, with abstract arguments, on a mesh of any devices."""
+"""User functions: found by name, given abstract arguments, and put on a mesh of any devices."""
 
 import contextlib
 import importlib
@@ -18,22 +18,23 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_pipeline.errors import InputError, nearest
-from nnx_pipeline.mesh import MeshConfig, make_mesh
-from nnx_pipeline.nnx_state import holds_itself, name_of, without_repeats
-from nnx_pipeline.sharding import is_trivial, spec_axes
+from nnx_pipeline.mesh import MeshConfig, is_trivial, make_mesh, spec_axes
+from nnx_pipeline.tracing.nnx_state import holds_itself, name_of, without_repeats
 
 AnyMesh = Mesh | AbstractMesh | MeshConfig | str | None
 
-LARGEST = 2**50  # bytes of an argument: more than any pod has, less than compilers count up to
+# Bytes of an argument: more than any pod has, and less than the largest number compilers count to.
+LARGEST = 2**50
 _ARGUMENT = re.compile(r"(?P<dtype>\w+)\[(?P<axes>[^\]]*)\]")
 _AXIS = re.compile(r"(?P<size>\d+)(@(?P<names>\w+(\+\w+)*))?")
 
 
 def find_function(text: str) -> Callable[..., Any]:
-    """The function of a text such as `package.module:function`.
+    """Imports the function that a text such as `package.module:function` names.
 
-    Modules are looked for in the current directory, too, as `python -m` does. Raises InputError
-    when there is no such module or function.
+    Modules are also looked for in the current directory, as `python -m` does.
+
+    Raises InputError when there is no such module or function.
     """
     module_name, colon, name = text.partition(":")
     if not colon or not module_name or not name:
@@ -43,7 +44,7 @@ def find_function(text: str) -> Callable[..., Any]:
         sys.path.insert(0, here)
     try:
         found: Any = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # what a module raises is its own affair
+    except (Exception, SystemExit) as error:  # a module may raise anything
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         raise InputError(f"{text!r}: the module cannot be imported ({reason})") from error
     for part in name.split("."):
@@ -57,26 +58,31 @@ def find_function(text: str) -> Callable[..., Any]:
 
 
 def parse_argument(text: str, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
-    """An abstract array of a text such as `bfloat16[8@data,128]`: axis sizes, spread over the mesh.
+    """The abstract array that a text such as `bfloat16[8@data,128]` describes.
 
-    Several mesh axes are joined by `+`. Raises InputError for an unknown dtype or mesh axis, or a
-    size that does not split.
+    - `text`: dtype and axis sizes; `@` names the mesh axis that an axis is sharded over, or several
+      of them joined by `+`.
+    - `mesh`: the mesh whose axes the text may name; None for an array without a sharding.
+
+    Raises InputError for an unknown dtype or mesh axis, or a size that does not split evenly.
     """
     match = _ARGUMENT.fullmatch(text.replace(" ", ""))
     if not match:
-        raise InputError(f"argument {text!r} is no array; write for example bfloat16[8@data,128]")
+        raise InputError(
+            f"argument {text!r} is not an array; write for example bfloat16[8@data,128]"
+        )
     try:
         dtype = jnp.dtype(match["dtype"])
     except TypeError as error:
         raise InputError(f"argument {text!r}: there is no dtype {match['dtype']!r}") from error
     if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool)):
-        raise InputError(f"argument {text!r}: JAX has no arrays of {dtype}; write a number's dtype")
+        raise InputError(f"argument {text!r}: JAX has no arrays of {dtype}; write a numeric dtype")
     _check_width(f"argument {text!r}", dtype)
     shape, entries = [], []
     for part in match["axes"].split(",") if match["axes"] else ():
         axis = _AXIS.fullmatch(part)
         if not axis:
-            raise InputError(f"argument {text!r}: {part!r} is no axis; write 8 or 8@data")
+            raise InputError(f"argument {text!r}: {part!r} is not an axis; write 8 or 8@data")
         shape.append(int(axis["size"]))
         entries.append(tuple(axis["names"].split("+")) if axis["names"] else None)
     if math.prod(shape) * dtype.itemsize > LARGEST:
@@ -85,18 +91,19 @@ def parse_argument(text: str, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
 
 
 def _check_width(what: str, dtype: Any) -> None:
-    """Raises InputError for a dtype in whose place JAX takes half of it."""
+    """Raises InputError for a dtype that JAX would replace by one of half the width."""
     if jnp.issubdtype(dtype, jnp.number) and (
         (used := jax.dtypes.canonicalize_dtype(dtype)) != dtype
     ):
         raise InputError(
-            f"{what}: JAX makes {used} of {dtype}; write that, or set JAX_ENABLE_X64=1"
+            f"{what}: JAX turns {dtype} into {used}; write {used}, or set JAX_ENABLE_X64=1"
         )
 
 
 def _sharding(
     text: str, shape: list[int], entries: list[tuple[str, ...] | None], mesh: Mesh | None
 ) -> NamedSharding | None:
+    """The sharding that the text of an argument asks for; None without a mesh."""
     names = [name for entry in entries for name in entry or ()]
     known = dict(mesh.shape) if mesh is not None else {}
     for name in names:
@@ -105,7 +112,7 @@ def _sharding(
                 f"argument {text!r}: the mesh has no axis {name!r}; {nearest(name, known)}"
             )
     if len(set(names)) < len(names):
-        raise InputError(f"argument {text!r} names a mesh axis twice; spread one axis over it")
+        raise InputError(f"argument {text!r} names a mesh axis twice; name each mesh axis once")
     if mesh is None:
         return None
     sharding = NamedSharding(mesh, P(*entries))
@@ -113,7 +120,8 @@ def _sharding(
         sharding.shard_shape(tuple(shape))
     except ValueError as error:
         raise InputError(
-            f"argument {text!r} does not split evenly over the mesh {known}"
+            f"argument {text!r} does not split evenly over the mesh {known}; choose multiples of "
+            "the sizes of the mesh axes"
         ) from error
     return sharding
 
@@ -121,10 +129,15 @@ def _sharding(
 def arguments_of(
     inputs: str | None, arguments: Sequence[str], mesh: Mesh | None
 ) -> tuple[Any, ...]:
-    """The abstract arguments: from a function that gives them, or written down one by one.
+    """The abstract arguments of a call, made by a function or each written as a text.
 
-    inputs: `module:function` of a function without arguments that gives a tuple of pytrees of
-    arrays or `jax.ShapeDtypeStruct`; it is called under the mesh.
+    - `inputs`: `module:function` of a function without arguments that returns a tuple of pytrees of
+      arrays or `jax.ShapeDtypeStruct`; it is called under the mesh. None to use `arguments`.
+    - `arguments`: one text per argument, as for `parse_argument`.
+    - `mesh`: the mesh that the arguments are sharded over; None for one device.
+
+    Raises InputError if both ways are used, and what `find_function`, `parse_argument` and
+    `check_arrays` raise.
     """
     if inputs is None:
         written = tuple(parse_argument(text, mesh) for text in arguments)
@@ -142,10 +155,13 @@ def arguments_of(
 
 @contextlib.contextmanager
 def called_with(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[None]:
-    """Raises InputError unless the function takes as many arguments; the function is called inside.
+    """A context to call the function in, which raises InputError if the arguments do not fit it.
 
-    A wrapper may bind some of what it wraps, as that of `nnx.cached_partial` does, so that what is
-    wrapped is asked only where the call has failed.
+    - `function`: what is called inside the context.
+    - `arguments`: its positional arguments; only their number counts.
+
+    A wrapper may bind some arguments of what it wraps, as that of `nnx.cached_partial` does. Behind
+    a plain function the signature of what it wraps is therefore checked only if the call fails.
     """
     _bind(function, arguments, follow_wrapped=not isinstance(function, FunctionType))
     try:
@@ -158,6 +174,7 @@ def called_with(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Ite
 def _bind(
     function: Callable[..., Any], arguments: tuple[Any, ...], *, follow_wrapped: bool = True
 ) -> None:
+    """Raises InputError unless the signature of the function accepts the arguments."""
     try:
         signature = inspect.signature(function, follow_wrapped=follow_wrapped)
     except ValueError:
@@ -172,14 +189,19 @@ def _bind(
 
 
 def mesh_on(mesh: AnyMesh, devices: Sequence[Any]) -> Mesh | None:
-    """The mesh, or one of the same axes over other devices.
+    """A JAX mesh with the axes of `mesh` over the given devices; None stays None.
 
-    A text or a `MeshConfig` has the axes of this project, in auto mode. Raises InputError when
-    there are not enough devices.
+    - `mesh`: a JAX mesh, of which only the axes count, or a text or a `MeshConfig`, which gives a
+      mesh with the axes of this project in auto mode.
+    - `devices`: the devices to lay it over, in order.
+
+    Raises InputError when there are not enough devices.
     """
     if isinstance(mesh, str):
         mesh = MeshConfig.parse(mesh)
     if isinstance(mesh, MeshConfig):
+        # A program for one device may be compiled for a topology of many, of which `make_mesh`
+        # would refuse to leave some out.
         return make_mesh(mesh, devices[:1] if mesh.num_devices == 1 else devices, sharding="auto")
     if mesh is None:
         return None
@@ -191,11 +213,17 @@ def mesh_on(mesh: AnyMesh, devices: Sequence[Any]) -> Mesh | None:
 
 
 def check_arrays(arguments: Any) -> None:
-    """Raises InputError where an argument, or all of them, are more than compilers count up to,
-    and for shapes said to be of 64 bits in whose place JAX takes 32."""
+    """Checks that arguments are of sizes and dtypes that can be compiled.
+
+    - `arguments`: pytrees of arrays or `jax.ShapeDtypeStruct`; other leaves are passed over.
+
+    Raises InputError where one argument or all together have more than `LARGEST` bytes, for a
+    `jax.ShapeDtypeStruct` whose dtype JAX would replace by one of half the width, and for a module
+    that contains itself.
+    """
     if holds_itself(arguments):
         raise InputError(
-            "an argument is a module that holds itself, which JAX cannot take apart; leave out "
+            "an argument is a module that contains itself, which JAX cannot flatten; leave out "
             "the attribute that leads back to it"
         )
     total = 0
@@ -205,7 +233,7 @@ def check_arrays(arguments: Any) -> None:
         size = math.prod(leaf.shape) * getattr(leaf.dtype, "itemsize", 0)
         total += size
         place = f"argument {jax.tree_util.keystr(path)}"
-        # Of an array with values JAX takes half of the bits when the program runs, too.
+        # JAX narrows an array with values in the same way when the program runs, so it is let pass.
         if isinstance(leaf, jax.ShapeDtypeStruct):
             _check_width(place, leaf.dtype)
         for what, held in ((place, size), ("all arguments together", total)):
@@ -216,29 +244,34 @@ def check_arrays(arguments: Any) -> None:
 
 
 def abstract(arguments: Any, mesh: Mesh | None, device: Any, *, static: Container[int] = ()) -> Any:
-    """The arguments without their values, on this mesh, or without one on this device.
+    """The arguments as shapes without values, placed on a mesh or on one device.
 
-    Variables that NNX modules share stay shared. static: identities of leaves that need not be
-    arrays and stay as they are.
+    - `arguments`: pytrees of arrays, `jax.ShapeDtypeStruct` and Python numbers, which stay as they
+      are. Variables that NNX modules share stay shared.
+    - `mesh`: the mesh that replaces the one in each leaf's sharding; None for one device.
+    - `device`: where leaves are without a mesh, and whose kinds of memory are checked.
+    - `static`: `id` of each leaf that need not be an array and stays as it is.
 
-    Raises InputError for another leaf that is no array, for a sharding over axes that the mesh
-    lacks, and for a kind of memory that the devices lack.
+    Raises InputError for any other leaf that is not an array, for a sharding over axes that the
+    mesh lacks, and for a kind of memory that the device lacks.
     """
 
     def changed(leaf: Any) -> Any:
         return leaf if id(leaf) in static else _abstract_leaf(leaf, mesh, device)
 
+    # A shared variable is made abstract once, or it would come out as several variables.
     once, restored = without_repeats(arguments)
     return restored(jax.tree.map(changed, once))
 
 
 def memory_kind(leaf: Any) -> str | None:
-    """The kind of memory that the sharding of an array names, None for that of devices."""
+    """The kind of memory that an array's sharding names; None for the memory of the device."""
     sharding: Any = getattr(leaf, "sharding", None)
     kind: str | None = getattr(sharding, "memory_kind", None)
     if kind in (None, "device"):
         return None
-    if isinstance(leaf, jax.Array):  # what an array without a kind has, on a CPU of old
+    # Older versions of JAX name a kind for arrays in the default memory of a CPU.
+    if isinstance(leaf, jax.Array):
         (device, *_) = sharding.device_set
         kind = None if kind == device.default_memory().kind else kind
     return kind
@@ -261,29 +294,32 @@ def _abstract_leaf(leaf: Any, mesh: Mesh | None, device: Any) -> Any:
 
 
 def _placed(leaf: Any, mesh: Mesh | None, device: Any) -> jax.sharding.Sharding:
+    """The leaf's sharding on `mesh` in the place of its own mesh, or on `device` without one."""
     sharding = getattr(leaf, "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else P()
     kind = _known_kind(memory_kind(leaf), device)
     if mesh is None:
         if not is_trivial(spec):
-            raise InputError("an argument is spread over a mesh and there is none; give mesh=")
+            raise InputError("an argument is sharded over a mesh and none is given; give mesh=")
         if kind is None:
             return jax.sharding.SingleDeviceSharding(device)
         mesh = Mesh(np.asarray([device]), ("device",))
     missing = sorted(spec_axes(spec) - set(mesh.axis_names))
     if missing:
-        raise InputError(f"an argument is spread over {missing}, which mesh= does not have")
+        raise InputError(f"an argument is sharded over {missing}, which mesh= does not have")
     placed = NamedSharding(mesh, spec, memory_kind=kind)
     if placed.memory_kind == kind or kind is None:
         return placed
-    # The NVIDIA topology names no memories, and JAX drops the kind; without devices it keeps it.
+    # Devices of the NVIDIA topology list no memories, so JAX drops the kind; on an abstract mesh,
+    # which has no devices, JAX keeps it.
     return NamedSharding(mesh.abstract_mesh, spec, memory_kind=kind)
 
 
 def _known_kind(kind: str | None, device: Any) -> str | None:
-    """Raises InputError where the device has no memory of this kind."""
+    """The kind of memory as it is; raises InputError if the device has no memory of this kind."""
     if kind is None:
         return None
+    # Devices of the NVIDIA topology list no memories: they are taken to have these two.
     kinds = [memory.kind for memory in device.addressable_memories()] or ["device", "pinned_host"]
     if kind not in kinds:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Compile one training step and read off what it costs."""
+"""Compiles a traced program and measures what it costs."""
 
 import dataclasses
 import math
@@ -9,40 +9,48 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
-from nnx_pipeline.config import Config, to_dict
-from nnx_pipeline.equations import called_from_one_line
-from nnx_pipeline.lab.account import Account, Assigned, Memory
-from nnx_pipeline.lab.attribution import Attribution
-from nnx_pipeline.lab.heap import compile_with_dump, heap_bytes
-from nnx_pipeline.lab.hlo import fingerprint
-from nnx_pipeline.lab.hlo_unread import Unread
-from nnx_pipeline.lab.platform import Platform
-from nnx_pipeline.lab.program import read_program
-from nnx_pipeline.mesh import MeshConfig, make_mesh
-from nnx_pipeline.modules import Parts
-from nnx_pipeline.sharding import Layout
-from nnx_pipeline.tracing import traced_afresh
-from nnx_pipeline.train import abstract_batch, abstract_state, jit_train_step
+from nnx_pipeline.lab.attribution.account import Account, Assigned, Memory
+from nnx_pipeline.lab.attribution.result import Attribution
+from nnx_pipeline.lab.compile.figures import read_program
+from nnx_pipeline.lab.compile.heap import compile_with_dump, heap_bytes
+from nnx_pipeline.lab.compile.platform import Platform
+from nnx_pipeline.lab.hlo.module import fingerprint
+from nnx_pipeline.lab.hlo.unread import Unread
+from nnx_pipeline.tracing.jaxpr import called_from_one_line
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One compiled step, field by field what `compile --json` writes.
+    """The figures of one compiled program, most of which `compile --json` writes by the same names.
 
-    hlo: its program as text, empty where the measurement comes from a cache, which keeps its
-    fingerprint instead. attribution, assigned: what its heap holds, and what lies outside of it;
-    None where the compiler wrote no buffer assignment. device_memory_bytes: what one device has,
-    None where that is not known; the NVIDIA compiler compiles programs that are larger. gemm: what
-    NVIDIA's matrix products are, see `Platform`; None elsewhere. trace_host_bytes: the most that
-    Python held on the host while the program was traced, for experiments that are about that.
-    measured: when, in ISO format, if it comes from a cache. flops: None if it is not known of every
-    product; known_flops: of those of which it is. unread: what of the program is in none of the
-    figures that it names. notes: what the program leaves out of what was declared, and what a
-    figure holds beyond what runs, a sentence each.
+    - `platform`: what it was compiled for, as `Platform.parse` reads it.
+    - `mesh`: the size of each mesh axis.
+    - `config`: what was compiled: the config, or the function and the shapes of its arguments.
+    - `memory`: bytes per device, as the compiler reports them.
+    - `flops`: floating-point operations of all matrix products, per device and step; None if they
+      are not known of every product.
+    - `xla_flops`, `bytes_accessed`: from XLA's own cost analysis; None where there is none.
+    - `collectives`: `ops`, `executed` and `bytes` of each kind, see `hlo.cost.collective_counts`.
+    - `seconds`: how long each phase took, such as `trace`, `lower` and `compile`.
+    - `versions`: the version of each package that decides what the compiler does.
+    - `hlo`: the compiled program as text; empty for a measurement from a cache.
+    - `kept_fingerprint`: the fingerprint of the program, which a cache keeps instead of `hlo`.
+    - `attribution`: what the heap holds at its peak; None where the compiler wrote no buffer
+      assignment.
+    - `assigned`: what lies in device memory outside the heap; None in the same case.
+    - `device_memory_bytes`: the memory of one device; None where that is not known. The NVIDIA
+      compiler also compiles programs that are larger.
+    - `gemm`: what NVIDIA's matrix products become, see `Platform`; None on other platforms.
+    - `trace_host_bytes`: the most bytes that Python held on the host while the program was traced,
+      in experiments that are about this figure.
+    - `measured`: when, in ISO format, if the measurement comes from a cache.
+    - `known_flops`: operations of the matrix products of which they are known.
+    - `unread`: parts of the program that are missing from the figures that each entry names.
+    - `notes`: what was declared and is not in the program, and what a figure counts beyond what
+      runs, one sentence each.
     """
 
     platform: str
@@ -69,11 +77,14 @@ class Measurement:
 
     @property
     def fingerprint(self) -> str:
-        """The same for the same program, wherever in the source it comes from."""
+        """A hash that is the same for the same program, whatever source lines it comes from."""
         return self.kept_fingerprint or fingerprint(self.hlo)
 
     def bytes_of(self, quantity: str) -> int | None:
-        """A figure that a verdict may be about, see `arms.Quantity`; None where it is not known."""
+        """A figure that a verdict may be about, in bytes; None where it is not known.
+
+        - `quantity`: one of `comparison.outcome.Quantity`, such as `temp`.
+        """
         if quantity == "trace_host":
             return self.trace_host_bytes
         size: int | None = getattr(self.memory, f"{quantity}_bytes")
@@ -81,12 +92,15 @@ class Measurement:
 
     @property
     def account(self) -> Account:
-        """What the program holds in the memory of a device, row by row."""
+        """What the program holds in device memory, row by row."""
         return Account.of(self.memory, self.assigned)
 
     @property
     def needed_bytes(self) -> int:
-        """The account; without a buffer assignment temp stands for the heap, without constants."""
+        """Bytes per device that must fit: the account, or the best that is known in its place.
+
+        Without a buffer assignment temp stands for the heap, and constants are not counted.
+        """
         memory = self.memory
         if memory.account_bytes is not None:
             return memory.account_bytes
@@ -101,10 +115,11 @@ class Measurement:
             return None
         if self.needed_bytes > size:
             return True
+        # Without the account constants are missing, so that nothing says that the program fits.
         return None if self.memory.account_bytes is None else False
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON of the contract."""
+        """The measurement as `compile --json` writes it."""
         fields = dataclasses.asdict(dataclasses.replace(self, hlo="", attribution=None))
         for name in ("hlo", "kept_fingerprint", "attribution", "assigned", "measured"):
             del fields[name]
@@ -117,14 +132,20 @@ class Measurement:
         }
 
     def to_cache(self) -> dict[str, Any]:
-        """All but the text of the program, as JSON can hold it."""
+        """Every field but the text of the program, as values that JSON can hold."""
         fields = dataclasses.asdict(dataclasses.replace(self, hlo="", attribution=None))
         attribution = self.attribution.to_json() if self.attribution else None
         return {**fields, "attribution": attribution, "kept_fingerprint": self.fingerprint}
 
     @classmethod
     def from_cache(cls, value: Mapping[str, Any], measured: str | None) -> "Measurement":
-        """The inverse of `to_cache`; KeyError or TypeError for what that has not written."""
+        """The inverse of `to_cache`.
+
+        - `value`: what `to_cache` returned.
+        - `measured`: when that was stored, in ISO format.
+
+        Raises KeyError or TypeError for a value that `to_cache` has not written.
+        """
         rows, beside = value["attribution"], value["assigned"]
         changed = {
             "memory": Memory(**value["memory"]),
@@ -138,51 +159,6 @@ class Measurement:
         return cls(**{**value, **changed})
 
 
-def measure_step(
-    config: Config,
-    mesh_config: MeshConfig,
-    platform: Platform,
-    *,
-    progress: Progress = lambda text: None,
-) -> Measurement:
-    """Traces, lowers and compiles one training step, without a byte of parameters.
-
-    Raises InputError when config, mesh and platform do not fit together.
-    """
-    mesh = mesh_of(config, mesh_config, platform)
-    clock = Clock(progress)
-    with jax.set_mesh(mesh), traced_afresh():
-        traced = trace_step(config, mesh, clock)
-        return measure_traced(traced, platform, clock, mesh_config.sizes(), to_dict(config))
-
-
-def mesh_of(config: Config, sizes: MeshConfig, platform: Platform, *, at_least: int = 1) -> Mesh:
-    """The mesh of a config on a platform; InputError when the three do not fit together.
-
-    at_least: CPU devices that other work of this process needs beside it.
-    """
-    config.check_mesh(sizes)
-    devices = platform.devices(max(at_least, sizes.num_devices if platform.kind == "cpu" else 1))
-    return make_mesh(sizes, devices, sharding=config.pipeline.sharding)
-
-
-def trace_step(
-    config: Config,
-    mesh: Mesh,
-    clock: "Clock",
-    *,
-    parts: Parts = Parts(),
-    layout: Layout = Layout(),
-    segment_ids: bool = False,
-) -> jax.stages.Traced:
-    """Traces one training step; to be called under the mesh. segment_ids: of the batch."""
-    with clock("abstract_init", "building the model abstractly"):
-        state = abstract_state(config, mesh, layout=layout, parts=parts)
-        batch = abstract_batch(config, mesh, layout=layout, segment_ids=segment_ids)
-    with clock("trace", "tracing the training step"):
-        return jit_train_step(state, mesh).trace(state, batch)
-
-
 def measure_traced(
     traced: jax.stages.Traced,
     platform: Platform,
@@ -190,9 +166,12 @@ def measure_traced(
     mesh: dict[str, int],
     config: dict[str, Any],
 ) -> Measurement:
-    """Lowers and compiles a traced program; to be called under its mesh.
+    """Lowers and compiles a traced program and measures it; to be called under its mesh.
 
-    mesh, config: what the measurement says of where it comes from.
+    - `traced`: the program, as `jax.jit(...).trace` gives it.
+    - `platform`: what to compile for.
+    - `clock`: times the phases and reports them.
+    - `mesh`, `config`: what the measurement records under these names.
     """
     with clock("lower", "lowering it"):
         lowered = traced.lower()
@@ -228,7 +207,7 @@ def measure_traced(
 
 
 def _dropped_arguments(compiled: jax.stages.Compiled) -> list[str]:
-    """JAX drops arguments that nothing reads; whoever calls the program holds them all the same."""
+    """A note on arguments that nothing reads: JAX drops them, but the caller still holds them."""
     tree: Any
     arguments, tree = jax.tree.flatten(compiled.args_info)
     places = tree.flatten_up_to(compiled.input_shardings)
@@ -241,8 +220,9 @@ def _dropped_arguments(compiled: jax.stages.Compiled) -> list[str]:
         return []
     which = f"{len(sizes)} arguments are" if len(sizes) > 1 else "1 argument is"
     return [
-        f"{which} in no figure, since nothing reads what is in {'them' if len(sizes) > 1 else 'it'}"
-        f": {sum(sizes):,} bytes of whole arrays, which the caller holds"
+        f"{which} in no figure, since the program does not read "
+        f"{'them' if len(sizes) > 1 else 'it'}: {sum(sizes):,} bytes before sharding, which the "
+        "caller still holds"
     ]
 
 
@@ -255,7 +235,7 @@ def _memory(analysis: Any, heap: int | None, buffers: Assigned | None) -> Memory
         heap_bytes=heap,
         constant_bytes=buffers.constant_bytes if buffers else None,
         peak_bytes=analysis.peak_memory_in_bytes or None,
-        # No program has no code: the NVIDIA and CPU compilers leave this field empty.
+        # Every program has code: 0 is a field that the NVIDIA and CPU compilers leave empty.
         generated_code_bytes=analysis.generated_code_size_in_bytes or None,
         host_temp_bytes=analysis.host_temp_size_in_bytes,
         host_argument_bytes=analysis.host_argument_size_in_bytes,
@@ -264,7 +244,7 @@ def _memory(analysis: Any, heap: int | None, buffers: Assigned | None) -> Memory
 
 
 def _cost_analysis(compiled: Any) -> dict[str, float]:
-    """XLA's own analysis; the deviceless NVIDIA compiler has none."""
+    """The figures of XLA's own cost analysis; the deviceless NVIDIA compiler has none."""
     costs = compiled.cost_analysis()
     if isinstance(costs, list):
         costs = costs[0] if costs else None
@@ -277,7 +257,12 @@ def _versions(platform: Platform) -> dict[str, str | None]:
 
 
 class Clock:
-    """Times named phases and says what is going on."""
+    """Times named phases, used as `with clock("lower", "lowering it"):`.
+
+    - `progress`: called with the second text when a phase begins.
+
+    `seconds` holds the duration of each phase by its name.
+    """
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress

@@ -1,7 +1,8 @@
-"""Devices to compile for: real ones, virtual CPU devices, or none but their compiler.
+"""Platforms to compile for: real devices, virtual CPU devices, or a compiler without devices.
 
-Facts about the deviceless route (JAX 0.10 to 0.12): a topology of `libtpu` or of the CUDA plugin
-gives device objects to build a mesh from; lowering and compiling work, running does not.
+How a compiler works without devices (JAX 0.10 to 0.12): a topology of `libtpu` or of the CUDA
+plugin gives device objects from which a mesh can be built. Lowering and compiling work for such a
+mesh, running does not.
 """
 
 import importlib.metadata
@@ -30,13 +31,16 @@ _TPU_ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
-# "available HBM (95.74G)" is what the compiler (libtpu 0.0.42.1) says to a program that is larger;
-# of generations that are not here it is not known.
+# For a program that is too large the compiler (libtpu 0.0.42.1) says "available HBM (95.74G)". The
+# memory of generations that are not listed here is not known.
 _TPU_MEMORY = {"v5p": int(95.74 * 2**30)}
 
 
 class MissingCompiler(InputError):
-    """The compiler of a platform is not installed; `extra` of this package brings it."""
+    """Raised when the compiler of a platform is not installed.
+
+    - `extra`: the extra of this package that installs it, such as `tpu`.
+    """
 
     def __init__(self, message: str, extra: str) -> None:
         super().__init__(message)
@@ -47,9 +51,11 @@ class MissingCompiler(InputError):
 class Platform:
     """A compiler and the devices it compiles for.
 
-    kind: `cpu`, `tpu`, `cuda` or `local`. target: the TPU generation or the GPU. topology: what the
-    target consists of, as its compiler wants it. gemm: what NVIDIA's matrix products become. Which
-    one is taken on a device is decided there by trying; without one it is Triton.
+    - `kind`: `cpu`, `tpu`, `cuda`, or `local` for the devices that JAX finds.
+    - `target`: the TPU generation, such as `v5p`, or the GPU, such as `h100`.
+    - `topology`: the shape of a TPU slice, such as `2x2x2`, or the number of GPUs.
+    - `gemm`: what NVIDIA's matrix products become, `triton` or `cublas`. On a device autotuning
+      decides between them by trying both; without one the compiler takes Triton.
     """
 
     kind: str
@@ -59,7 +65,10 @@ class Platform:
 
     @classmethod
     def parse(cls, text: str) -> "Platform":
-        """Reads `cpu`, `local`, `tpu:v5p:2x2x2`, `cuda:h100:8`."""
+        """Reads a platform from a text such as `cpu`, `local`, `tpu:v5p:2x2x2` or `cuda:h100:8`.
+
+        Raises InputError for any other text.
+        """
         kind, *rest = text.split(":")
         if kind not in KINDS:
             cure = "did you mean 'cuda'?" if kind in ("gpu", "nvidia") else nearest(kind, KINDS)
@@ -88,15 +97,19 @@ class Platform:
 
     @property
     def is_real(self) -> bool:
-        """Whether programs can run on it."""
+        """Whether programs can run on it, rather than only be compiled for it."""
         return self.kind in ("cpu", "local")
 
     def devices(self, needed: int) -> Sequence[Any]:
-        """The devices; for `cpu`, and beside a deviceless compiler, `needed` virtual ones or more.
+        """The devices to compile for.
 
-        Sets process-wide JAX options, so it must come before anything runs on a device. Raises
-        InputError when the compiler is of the wrong version or has no such topology, and
-        MissingCompiler when it is not installed.
+        - `needed`: how many virtual CPU devices the process must have: on `cpu` they are the
+          result, and with a compiler without devices they are there for other work.
+
+        Sets process-wide JAX options, so it must be called before anything runs on a device.
+
+        Raises InputError when the compiler has the wrong version or does not know the topology,
+        and MissingCompiler when it is not installed.
         """
         if self.kind == "local":
             return jax.devices()
@@ -107,25 +120,25 @@ class Platform:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that `devices` sets where they are not set already."""
+        """The environment variables that `devices` sets unless they are set already."""
         return dict(_TPU_ENVIRONMENT) if self.kind == "tpu" else {}
 
     @property
     def compiler_options(self) -> dict[str, str | bool]:
-        """What the compiler is asked for whatever XLA_FLAGS and a function's own options say."""
+        """Compiler options that override XLA_FLAGS and the options of a jitted function."""
         if self.kind != "cuda":
             return {}
         return {"xla_gpu_enable_triton_gemm": self.gemm == "triton"}
 
     def memory_bytes(self) -> int | None:
-        """Device memory of one device; None where that is not known."""
+        """Bytes of memory of one device; None where that is not known."""
         if self.kind == "cuda":
             found = re.search(r"device_memory_size: (\d+)", _target_config(self.target))
             return int(found.group(1)) if found else None
         return _TPU_MEMORY.get(self.target) if self.kind == "tpu" else None
 
     def versions(self) -> dict[str, str]:
-        """The packages that decide what the compiler does; others are left out."""
+        """The versions of the packages that decide what the compiler does; "" if not installed."""
         names = ["jax", "jaxlib", "flax"]
         names += {"tpu": ["libtpu"], "cuda": ["jax-cuda13-pjrt", "nvidia-cuda-nvcc"]}.get(
             self.kind, []
@@ -134,12 +147,13 @@ class Platform:
 
 
 def _use_virtual_cpus(needed: int) -> None:
+    """Makes JAX start with that many virtual CPU devices; InputError if it started with fewer."""
     try:
         jax.config.update("jax_platforms", "cpu")
         if needed > 1:
             jax.config.update("jax_num_cpu_devices", needed)
     except RuntimeError:
-        pass  # JAX has started: the number of devices is what it is, and is checked now.
+        pass  # JAX has started already: its number of devices is fixed, and is checked below.
     have = len(jax.devices("cpu"))
     if have < needed:
         raise InputError(
@@ -172,7 +186,7 @@ def _cuda_devices(platform: Platform) -> Sequence[Any]:
     cure = f"pip install 'jax-cuda13-plugin=={wanted}' nvidia-cuda-nvcc nvidia-nvvm"
     if not have:
         raise MissingCompiler(
-            f"platform {platform} needs the CUDA plugin, not installed; {cure}", "cuda"
+            f"platform {platform} needs the CUDA plugin, which is not installed; {cure}", "cuda"
         )
     if have != wanted:
         raise InputError(
@@ -186,7 +200,7 @@ def _cuda_devices(platform: Platform) -> Sequence[Any]:
 
 
 def _target_config(target: str) -> str:
-    targets = importlib.resources.files("nnx_pipeline") / "targets"
+    targets = importlib.resources.files("nnx_pipeline.lab") / "targets"
     return (targets / f"{target}.txtpb").read_text()
 
 
@@ -197,8 +211,9 @@ def _topology(platform: Platform, **options: str) -> Sequence[Any]:
         return topologies.get_topology_desc(platform=platform.kind, **options).devices
     except NotImplementedError as error:
         raise InputError(
-            f"platform {platform}: its compiler is gone: JAX had started before, and found no such "
-            "device; measure before jax.devices() and other uses of JAX, or set JAX_PLATFORMS=cpu"
+            f"platform {platform}: its compiler is not available, because JAX started earlier and "
+            "found no such device; measure before jax.devices() and other uses of JAX, or set "
+            "JAX_PLATFORMS=cpu"
         ) from error
     except (
         Exception

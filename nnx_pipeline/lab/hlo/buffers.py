@@ -1,6 +1,6 @@
-"""Reads the compiler's buffer assignment: where each value lies, and from when to when.
+"""Reads the compiler's buffer assignment: where each value lies in memory, and when it is live.
 
-The text (see `heap.compile_with_dump`) is the same on TPU, NVIDIA and CPU:
+The text (see `lab.compile.heap.compile_with_dump`) has the same format on TPU, NVIDIA and CPU:
 
     allocation 403: size 273236160, preallocated-temp:
      value: <4771 wide.param.19{15} (phi) @1> (size=4194304,offset=33554432): bf16[2,512]{1,0}
@@ -10,8 +10,8 @@ The text (see `heap.compile_with_dump`) is the same on TPU, NVIDIA and CPU:
       BufferLiveRange:
         lt.180{}:420-421
 
-The sequence is the whole program in one order, the instructions of loop bodies among the others, so
-that a live range is a pair of positions in it, both inclusive.
+The instruction sequence lists the whole program in one order, with the instructions of loop bodies
+among the others. A live range is a pair of positions in that sequence, both inclusive.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from nnx_pipeline.lab.hlo import Shape, shapes_of
+from nnx_pipeline.lab.hlo.module import Shape, shapes_of
 
 _ALLOCATION = re.compile(r"allocation (\d+): size (\d+)(.*):$")
 _VALUE = re.compile(
@@ -39,10 +39,15 @@ Index = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Placed:
-    """One value of an allocation.
+    """One value in an allocation.
 
-    name, index: the instruction, and which element of its result. first, last: positions in the
-    schedule, both inclusive; last < first where the text gives no live range.
+    - `name`: the instruction that defines the value.
+    - `index`: which element of its result the value is; empty for the result itself.
+    - `bytes`: its size, with the padding of a tiled layout.
+    - `offset`: where it begins in the allocation, in bytes.
+    - `type`: its HLO type with the layout, such as `bf16[2,512]{1,0}`.
+    - `first`, `last`: the positions in the schedule between which it is live, both inclusive;
+      last < first where the text gives no live range.
     """
 
     name: str
@@ -55,28 +60,36 @@ class Placed:
 
     @property
     def is_table(self) -> bool:
-        """Whether it is the table of pointers of a tuple, and no array."""
+        """Whether the value is the table of pointers of a tuple rather than an array."""
         return self.type.startswith("(")
 
     @property
     def shape(self) -> str:
-        """The type without its layout: `f32[8,512]`, or what the tuple holds."""
+        """The type without its layout: `f32[8,512]`, or `tuple of 3` for a table of pointers."""
         if self.is_table:
             return f"tuple of {len(shapes_of(self.type))}"
         return self.type.partition("{")[0]
 
     @property
     def array_bytes(self) -> int:
-        """Bytes of the numbers alone, without the padding of a tiled layout."""
+        """Bytes without the padding of a tiled layout; all `bytes` of a value that is no array."""
         shapes: tuple[Shape, ...] = () if self.is_table else shapes_of(self.type)
         return sum(shape.bytes for shape in shapes) or self.bytes
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """A piece of one memory space: color 0 is device memory, on TPU 1 is the on-chip memory.
+    """A block of one memory space, and the values that the compiler places in it.
 
-    is_temp: a heap. is_argument, is_output: both for an argument that an output aliases.
+    - `number`: its number in the text.
+    - `bytes`: its size.
+    - `color`: the memory space: 0 is device memory; on a TPU, 1 is the on-chip memory.
+    - `is_temp`: whether it is a heap, which holds temporaries.
+    - `is_argument`, `is_output`: whether it holds an argument or an output of the program; both are
+      true for an argument that an output aliases.
+    - `is_constant`: whether it holds a constant.
+    - `values`: what is placed in it, each with its offset and size; values whose lives do not
+      overlap may share bytes.
     """
 
     number: int
@@ -91,22 +104,26 @@ class Allocation:
 
 @dataclass(frozen=True)
 class BufferText:
-    """All allocations, and the instructions in the order in which they run."""
+    """A parsed buffer assignment.
+
+    - `allocations`: all blocks of memory of the program, in all memory spaces.
+    - `schedule`: the names of the instructions by position, in the order in which they run.
+    """
 
     allocations: tuple[Allocation, ...]
     schedule: Mapping[int, str]
 
     @property
     def heap(self) -> tuple[Allocation, ...]:
-        """The allocations that `heap.heap_bytes` counts."""
+        """The temporaries in device memory: the allocations that `heap.heap_bytes` counts."""
         return tuple(part for part in self.allocations if part.is_temp and part.color == 0)
 
 
 def read_buffers(text: str) -> BufferText:
-    """The buffer assignment that a compiler wrote.
+    """Parses the buffer assignment that a compiler wrote.
 
-    Raises ValueError for a text without allocations, and for a line of an allocation, of the order
-    of instructions or of the live ranges that is not understood.
+    Raises ValueError for a text without allocations, and for a line of an allocation, of the
+    instruction sequence or of the live ranges that cannot be parsed.
     """
     lines = text.splitlines()
     _check_lines(lines)
@@ -124,14 +141,15 @@ def read_buffers(text: str) -> BufferText:
 
 
 def has_allocations(text: str) -> bool:
-    """Whether a compiler wrote down where values lie."""
+    """Whether a text lists any allocation."""
     return re.search(r"^allocation ", text, re.MULTILINE) is not None
 
 
 def _check_lines(lines: list[str]) -> None:
-    """Raises ValueError for a line that should say where or when a value lives, and does not."""
+    """Raises ValueError for a line of an allocation or a live range that cannot be parsed."""
     section: re.Pattern[str] | None = None
     for number, line in enumerate(lines, start=1):
+        # A line indented by at most two spaces begins a section, whose own lines have four.
         if _SECTION.match(line):
             section = _SECTIONS.get(line)
         pattern = section if line.startswith("    ") else None
@@ -148,6 +166,7 @@ def _allocations(
 ) -> Iterator[Allocation]:
     head: re.Match[str] | None = None
     values: list[Placed] = []
+    # The line added at the end closes the last allocation.
     for line in [*lines, "allocation 0: size 0, end:"]:
         if found := _ALLOCATION.match(line):
             if head:
@@ -161,7 +180,7 @@ def _allocations(
 
 
 def _allocation(head: re.Match[str], values: list[Placed]) -> Allocation:
-    # Shapes, between bars, may hold any word.
+    # A shape is printed between bars and may hold any word, such as that of a kind.
     kinds = set(_SHAPE.sub("", head[3]).removesuffix(",").split(", "))
     color = _COLOR.search(head[3])
     return Allocation(

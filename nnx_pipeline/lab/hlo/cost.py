@@ -1,9 +1,10 @@
-"""Figures of a compiled program that its compiler does not give: what runs how often per step.
+"""Counts what a compiled program executes per step: matrix products and collectives.
 
-XLA's own cost analysis counts the body of a loop once and knows nothing of library calls. Here
-everything is multiplied by the trip counts of the loops around it. All figures are per device and
-per call of the program (one step of a train step); None means that a figure cannot be known from
-the text, for instance because it stands in a loop whose end depends on data.
+The compiler does not give these figures: XLA's own cost analysis counts the body of a loop once and
+does not know what library calls compute. Here every count is multiplied by the trip counts of the
+loops around it. All figures are per device and per call of the program (of a train step, one step).
+None means that a figure cannot be determined from the text, for instance because of a loop whose
+end depends on data.
 """
 
 from __future__ import annotations
@@ -12,27 +13,29 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nnx_pipeline.lab.hlo import Computation, Instruction, Module
-from nnx_pipeline.lab.hlo_loops import PASSES_ON, Runs, executions
-from nnx_pipeline.lab.hlo_opcodes import TRANSFERS, is_known, plain
-from nnx_pipeline.lab.hlo_products import flops_of
-from nnx_pipeline.lab.hlo_unread import Unread, unread
+from nnx_pipeline.lab.hlo.loops import PASSES_ON, Runs, executions
+from nnx_pipeline.lab.hlo.module import Computation, Instruction, Module
+from nnx_pipeline.lab.hlo.opcodes import TRANSFERS, is_known, plain
+from nnx_pipeline.lab.hlo.products import flops_of
+from nnx_pipeline.lab.hlo.unread import Unread, unread
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
-# Attributes that only an instruction between devices has.
+# Attributes that only instructions that communicate between devices have.
 _BETWEEN_DEVICES = ("channel_id", "replica_groups", "source_target_pairs")
 
 
 def matmul_flops(module: Module) -> int | None:
-    """Floating-point operations per device and step: 2·m·n·k of every matrix product, summed.
+    """Floating-point operations per device and step: the sum of 2·m·n·k over all matrix products.
 
-    Products inside fusions, loops and library calls are counted, convolutions by the kernel
-    positions that meet a real element (the TPU compiler writes every product as a convolution). A
-    product with a vector that the compiler turned into multiply and add is no matrix product any
-    more. A grouped product that the compiler expanded densely counts as what it became.
+    Products inside fusions, loops and library calls are counted. A convolution counts only the
+    kernel positions that read an element rather than padding (the TPU compiler writes every product
+    as a convolution). A product with a vector that the compiler turned into multiply and add is no
+    matrix product any more, and is not counted. A grouped product that the compiler expanded into a
+    dense one counts as the dense one.
 
-    None: a product stands in a loop of unknown length, or in what `Products.unknown` names.
+    None where a product is in a loop of unknown trip count, or may be in anything else that
+    `Products.unknown` names.
     """
     products = products_of(module, executions(module))
     return None if products.unknown else products.known
@@ -42,9 +45,11 @@ def matmul_flops(module: Module) -> int | None:
 class Products:
     """The matrix products of a program.
 
-    known: operations per device and step that the text gives. unknown: what may multiply matrices
-    in a way that it does not say: a product in a loop of unknown length, a library call whose text
-    does not describe it, a kernel written by hand, an opcode that is not known and reads two.
+    - `known`: floating-point operations per device and step of the products that the text
+      describes.
+    - `unknown`: instructions that may multiply matrices but cannot be counted: a product in a loop
+      of unknown trip count, a library call or convolution whose text does not describe the product,
+      a hand-written kernel, an unknown opcode that reads at least two matrices.
     """
 
     known: int
@@ -52,7 +57,11 @@ class Products:
 
 
 def products_of(module: Module, runs: Runs) -> Products:
-    """What `matmul_flops` sums, and what it cannot. runs: how often each computation runs."""
+    """The operations that `matmul_flops` sums, and the instructions that it cannot count.
+
+    - `module`: the compiled program.
+    - `runs`: how often each computation runs per step, from `executions(module)`.
+    """
     total, unknown = 0, []
     for name, times in runs.items():
         computation = module.computations[name]
@@ -63,7 +72,7 @@ def products_of(module: Module, runs: Runs) -> Products:
             if isinstance(flops, str):
                 unknown.append(unread(instruction, "flops", times, flops))
             else:
-                total += flops * (times or 0)
+                total += flops * (times or 0)  # times is None only where flops is 0
     return Products(total, tuple(unknown))
 
 
@@ -71,14 +80,17 @@ def products_of(module: Module, runs: Runs) -> Products:
 
 
 def collective_counts(module: Module, runs: Runs | None = None) -> dict[str, dict[str, int | None]]:
-    """For each kind of collective: `ops` in the program, `executed` and `bytes` per step.
+    """Counts each kind of collective: `ops` in the program, `executed` and `bytes` per step.
 
-    `bytes` are those of the results, per device: the gathered array of an all-gather, the piece
-    that a reduce-scatter leaves. A start and its done count once, by the done. A fusion of the
-    TPU compiler around an all-reduce and a slice of it is a reduce-scatter; an all-reduce whose
-    result is stored whole and sliced later is an all-reduce. `ragged-all-to-all` counts as
-    all-to-all. What is left out is in `uncounted_transfers`. `executed` and `bytes` are None where
-    one stands in a loop of unknown length. runs: `executions(module)`, if that is known already.
+    - `module`: the compiled program.
+    - `runs`: `executions(module)`, if it has been computed already.
+
+    `bytes` are those of the results, per device: the gathered array of an all-gather, the shard
+    that a reduce-scatter leaves. An asynchronous start and its done count once, at the done. An
+    all-reduce and a slice of its result in one fusion of the TPU compiler count as a
+    reduce-scatter; an all-reduce whose result is stored whole and sliced later is an all-reduce.
+    `ragged-all-to-all` counts as all-to-all. `executed` and `bytes` are None where one of the kind
+    is in a loop of unknown trip count. `uncounted_transfers` lists what is left out.
     """
     counts: dict[str, dict[str, int | None]] = {
         kind: {"ops": 0, "executed": 0, "bytes": 0} for kind in COLLECTIVES
@@ -89,7 +101,11 @@ def collective_counts(module: Module, runs: Runs | None = None) -> dict[str, dic
 
 
 def uncounted_transfers(module: Module, runs: Runs) -> tuple[Unread, ...]:
-    """What crosses devices and is not fully in `collective_counts`. runs: as above."""
+    """Instructions that communicate between devices but are not fully in `collective_counts`.
+
+    - `module`: the compiled program.
+    - `runs`: how often each computation runs per step, from `executions(module)`.
+    """
     reason = "a collective that runs an unknown number of times"
     found = [
         unread(instruction, "collectives", None, reason)
@@ -104,10 +120,10 @@ def uncounted_transfers(module: Module, runs: Runs) -> tuple[Unread, ...]:
 
 
 def _transfer(instruction: Instruction) -> str:
-    """Why an instruction, which may cross devices, is in no count; "" for one that does not."""
+    """Why an instruction that may communicate between devices is not counted; "" if it does not."""
     attributes, opcode = instruction.attributes, instruction.opcode
     if opcode.endswith(("-update", "-done")):
-        return ""
+        return ""  # its start has been looked at
     if plain(opcode) in TRANSFERS:
         to_host = attributes.get("is_host_transfer") == "true"
         return "" if to_host else "a transfer of a kind that is not counted"
@@ -119,7 +135,7 @@ def _transfer(instruction: Instruction) -> str:
 
 
 def _collectives(module: Module, runs: Runs) -> Iterator[tuple[Instruction, int | None, str, int]]:
-    """Each collective once, how often it runs, its kind and the bytes of its result."""
+    """Yields each collective once, how often it runs, its kind and the bytes of its result."""
     fused = {
         callee
         for computation in module.computations.values()
@@ -140,11 +156,16 @@ def _collectives(module: Module, runs: Runs) -> Iterator[tuple[Instruction, int 
 
 
 def branch_notes(module: Module, runs: Runs) -> tuple[str, ...]:
-    """A sentence where figures hold branches of which only one runs. runs: as above."""
+    """Sentences that say which figures count every branch of a conditional, though only one runs.
+
+    - `module`: the compiled program.
+    - `runs`: how often each computation runs per step, from `executions(module)`.
+    """
     found: dict[str, int] = {}
     for name in runs:
         for instruction in module.computations[name].instructions.values():
             if plain(instruction.opcode) == "conditional":
+                # What matters is whether anything inside is counted, not how often it runs.
                 once = dict.fromkeys(_reached(module, instruction), 1)
                 counts = collective_counts(module, once).values()
                 held = ["matrix products"] if products_of(module, once) != Products(0, ()) else []
@@ -159,7 +180,7 @@ def branch_notes(module: Module, runs: Runs) -> tuple[str, ...]:
 
 
 def _reached(module: Module, instruction: Instruction) -> set[str]:
-    """The computations that an instruction calls, directly or not."""
+    """The names of the computations that an instruction calls, directly or indirectly."""
     found: set[str] = set()
     pending = [*instruction.called()]
     while pending:
@@ -172,6 +193,7 @@ def _reached(module: Module, instruction: Instruction) -> set[str]:
 
 
 def _add(count: dict[str, int | None], times: int | None, size: int) -> None:
+    """Adds one collective to the count of its kind; what is unknown once stays unknown."""
     for field, per_run in (("executed", 1), ("bytes", size)):
         before = count[field]
         count[field] = None if before is None or times is None else before + times * per_run
@@ -181,7 +203,7 @@ def _add(count: dict[str, int | None], times: int | None, size: int) -> None:
 def _collective(
     computation: Computation, instruction: Instruction, *, in_fusion: bool
 ) -> tuple[str, int]:
-    """Kind and result bytes of a collective; ("", 0) for any other instruction and for a start."""
+    """The kind and result bytes of a collective; ("", 0) for a start or any other instruction."""
     kind = instruction.opcode.removesuffix("-done").removeprefix("ragged-")
     if kind not in COLLECTIVES:
         return "", 0
@@ -193,7 +215,7 @@ def _collective(
 
 
 def _slices(computation: Computation, instruction: Instruction) -> list[Instruction] | None:
-    """The dynamic slices that are all that is used of a result, None if more of it is used."""
+    """The dynamic slices that a computation takes of a result; None if it uses more of it."""
     users = computation.users[instruction.name]
     found: list[Instruction] = []
     for user in users:
@@ -206,14 +228,14 @@ def _slices(computation: Computation, instruction: Instruction) -> list[Instruct
             found += behind
         else:
             return None
-    return found if users else None
+    return found if users else None  # without users the computation returns the whole result
 
 
 def _is_repeated_step(instruction: Instruction, seen: set[tuple[str, str]]) -> bool:
-    """Whether this is a further piece of a collective that was counted already.
+    """Whether this is another copy of a collective that was counted already.
 
-    The TPU compiler may run one collective beside other work in several fusions (start, steps,
-    done). Each holds a copy of it, with the same chain and channel.
+    The TPU compiler may overlap one collective with other work by splitting it into several fusions
+    (start, steps, done). Each of them holds a copy of it with the same `chain_id` and `channel_id`.
     """
     chain = re.search(r'chain_id=\s*"(\d+)"', instruction.attributes.get("frontend_attributes", ""))
     if chain is None:

@@ -1,9 +1,10 @@
-"""Where the values of a compiled program come from and where they go, across its computations.
+"""Follows the values of a compiled program to their sources and readers, across computations.
 
 A value is an instruction and an index into its result, as in the buffer assignment: `while.3{4}` is
 the fifth element of a loop's state. Most instructions that own a large buffer at the peak compute
-nothing themselves: they hand on what another one computed. This module knows how each of them hands
-a value on, so that a buffer can be followed to the line of source that asked for it.
+nothing themselves: they pass on what another instruction computed. This module knows how each kind
+of instruction passes a value on, so that a buffer can be traced to the line of source that asked
+for it.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 
-from nnx_pipeline.lab.hlo import Instruction, Module
+from nnx_pipeline.lab.hlo.module import Instruction, Module
 
 Index = tuple[int, ...]
 Value = tuple[str, Index]
 
-# They hand their operand on as it is, under another name, or at another place.
+# They pass their operand on as it is: under another name, in another buffer or within a tuple.
 MOVES = (
     "bitcast",
     "copy",
@@ -26,7 +27,7 @@ MOVES = (
     "opt-barrier",
     "tuple",
 )
-# The same numbers in another dtype, order or shape, or a part of them.
+# Their result is the numbers of their operand in another dtype, order or shape, or some of them.
 RESHAPES = (
     "bitcast-convert",
     "convert",
@@ -51,13 +52,18 @@ _CALLS = ("call", "fusion", *_STARTS)
 
 
 def collective(opcode: str) -> str | None:
-    """The collective behind `all-gather-start` or `all-gather-done`, None for another opcode."""
+    """The name of a collective without `-start` or `-done`; None for any other opcode."""
     plain = opcode.removesuffix("-start").removesuffix("-done")
     return plain if plain in COLLECTIVES else None
 
 
 class Flow:
-    """The values of one module, forwards and backwards."""
+    """Finds the sources and readers of the values of one module.
+
+    - `instructions`: every instruction of the module by its name.
+    - `home`: for each instruction, the name of the computation that it belongs to.
+    - `callers`: for each computation, the instructions that call it.
+    """
 
     def __init__(self, module: Module) -> None:
         self.module = module
@@ -73,17 +79,22 @@ class Flow:
                     self.callers.setdefault(called, []).append(instruction)
 
     def at(self, value: Value) -> Instruction | None:
-        """The instruction of a value; None where the program's text does not print it."""
+        """The instruction that defines a value; None where the program's text does not print it."""
         return self.instructions.get(value[0])
 
     def root(self, computation: str, index: Index) -> Value | None:
-        """An element of what a computation gives back."""
+        """The value at an index of a computation's result; None if the computation is unknown.
+
+        - `computation`: its name in the text.
+        - `index`: the path through tuples to the value; () if the result is not a tuple.
+        """
         found = self.module.computations.get(computation)
         return (found.root, index) if found else None
 
     def loop_of(self, name: str) -> Instruction | None:
-        """The innermost while loop in whose body an instruction runs."""
+        """The innermost while loop in whose body or condition an instruction runs, or None."""
         computation = self.home.get(name, "")
+        # No chain of calls is longer than the number of computations that are called.
         for _ in range(len(self.callers) + 1):
             callers = self.callers.get(computation, [])
             if not callers:
@@ -94,15 +105,19 @@ class Flow:
         return None
 
     def carry(self, loop: Instruction, index: Index) -> Value | None:
-        """What the body of a loop puts at an index of its state."""
+        """The value that the body of a loop puts at an index of the loop's state.
+
+        - `loop`: a while instruction.
+        - `index`: the path through tuples to the element of the state.
+        """
         return self.root(loop.called("body")[0], index)
 
     def sources(self, value: Value) -> list[Value]:
-        """The values that an instruction hands on or computes from, the most telling first.
+        """The values that an instruction passes on or computes from, most informative first.
 
-        A loop's state comes from its body before it comes from its initial value, an in-place
-        update from what is written before what is written into; operands of the rest are in the
-        order of their size.
+        For a loop's state, the value from the loop's body precedes the initial value. For an
+        in-place update, the values written precede the buffer that they are written into. The
+        operands of all other instructions are sorted by size, largest first.
         """
         name, index = value
         instruction = self.instructions.get(name)
@@ -113,6 +128,7 @@ class Flow:
             return self._arguments(instruction, index)
         if opcode == "while":
             return self._states(instruction, index)
+        # Element 1 of a start's result is what the computation returns, element 0 the operands.
         if opcode in _STARTS and index[:1] != (1,):
             return self._operands(instruction, index)
         if opcode in _CALLS or opcode == "conditional":
@@ -127,7 +143,7 @@ class Flow:
             return [(operands[0], (int(instruction.attributes["index"]), *index))]
         if opcode == "tuple":
             return [(operands[index[0]], index[1:])] if index else []
-        if opcode == "copy-start":
+        if opcode == "copy-start":  # its element 2 is a context, which holds no data
             return [(operands[0], ())] if index[:1] in ((0,), (1,)) else []
         if opcode == "copy-done":
             return [(operands[0], (0,))]
@@ -146,11 +162,12 @@ class Flow:
         return [(operand, ()) for operand in sorted(operands, key=self._size)]
 
     def _size(self, name: str) -> int:
+        """A sort key that puts the largest operand first."""
         found = self.instructions.get(name)
         return -found.result_bytes if found else 0
 
     def _arguments(self, parameter: Instruction, index: Index) -> list[Value]:
-        """What callers hand to a parameter; for a loop, what its body left there comes first."""
+        """The values that callers pass to a parameter; for a loop, its body's own comes first."""
         found: list[Value] = []
         computation = self.home[parameter.name]
         for caller in self.callers.get(computation, []):
@@ -159,21 +176,26 @@ class Flow:
             elif caller.opcode in _CALLS and int(parameter.literal) < len(caller.operands):
                 found.append((caller.operands[int(parameter.literal)], index))
             elif caller.opcode == "conditional":
-                branch = caller.called().index(computation)
+                branch = caller.called().index(computation)  # operand 0 chooses the branch
                 found.append((caller.operands[branch + 1], index))
         return found
 
     def _states(self, loop: Instruction, index: Index) -> list[Value]:
-        """What is in a loop's state: what its body puts there unless that is the state itself."""
+        """The sources of an element of a loop's state.
+
+        These are the value that the body puts there, unless it hands the element on unchanged, and
+        then the initial value.
+        """
         initial, carried = (loop.operands[0], index), self.carry(loop, index)
         key = (loop.name, index)
         if key not in self._unchanged:
-            self._unchanged[key] = True  # what comes from itself on the way is no other value
+            # Provisional during the search below: what comes from itself has no other source.
+            self._unchanged[key] = True
             self._unchanged[key] = carried is None or self._is_state(carried, loop, index)
         return [initial] if carried is None or self._unchanged[key] else [carried, initial]
 
     def _is_state(self, value: Value, loop: Instruction, index: Index) -> bool:
-        """Whether a value in the body of a loop is the state that its turn began with."""
+        """Whether a value in a loop's body is the state with which the iteration began."""
         body, seen = loop.called("body")[0], set()
         while value not in seen:
             seen.add(value)
@@ -186,7 +208,7 @@ class Flow:
                 return False
             following = self.sources(value)
             if not following or (instruction.opcode == "while" and len(following) > 1):
-                return False
+                return False  # an inner loop with a second source changes the value
             value = following[0]
         return True
 
@@ -206,17 +228,19 @@ class Flow:
         }
 
     def readers(self, value: Value) -> Iterator[tuple[Instruction, Value | None]]:
-        """Each instruction that reads a value, and the value as which it hands it on, if it does.
+        """Yields each instruction that reads a value, and the value as it is passed on.
 
-        What a loop's body leaves in its state is read by the loop's next turn and behind the loop.
+        A tuple, for example, passes a value on as one of its own elements. The second is None where
+        the instruction computes from the value instead. What a loop's body leaves in the state is
+        read by the next iteration and by what follows the loop.
         """
         name, index = value
         if (loop := self.at(value)) and loop.opcode == "while":
             for parameter in self._turns(loop):
                 yield self.instructions[parameter], (parameter, index)
         for user in self._users.get(name, []):
-            for handed in self._handed(user, name, index):
-                yield user, handed
+            for passed_on in self._passed_on(user, name, index):
+                yield user, passed_on
         computation = self.home.get(name, "")
         if computation and self.module.computations[computation].root == name:
             for caller in self.callers.get(computation, []):
@@ -228,12 +252,13 @@ class Flow:
                     inside = (1, *index) if caller.opcode in _STARTS else index
                     yield caller, (caller.name, inside)
 
-    def _handed(self, user: Instruction, name: str, index: Index) -> Iterator[Value | None]:
+    def _passed_on(self, user: Instruction, name: str, index: Index) -> Iterator[Value | None]:
+        """Yields an operand as its user passes it on, or None where the user computes from it."""
         opcode = user.opcode
         places = [place for place, operand in enumerate(user.operands) if operand == name]
         if opcode == "get-tuple-element":
             number = int(user.attributes["index"])
-            if index[:1] in ((number,), ()):
+            if index[:1] in ((number,), ()):  # () is the table of pointers, of which it reads one
                 yield (user.name, index[1:]) if index else None
         elif opcode == "tuple":
             yield from ((user.name, (place, *index)) for place in places)
@@ -258,17 +283,20 @@ class Flow:
             yield None
 
     def _turns(self, loop: Instruction) -> list[str]:
-        """The parameters of a loop's body and condition, which are its state."""
+        """The parameters of a loop's body and condition, both of which hold the loop's state."""
         called = (loop.called("body")[0], loop.called("condition")[0])
         found = [self._parameters.get((computation, 0)) for computation in called]
         return [name for name in found if name]
 
     def lineage(self, value: Value, *, reshaped: bool = True) -> list[Instruction]:
-        """The instructions through which a value's numbers came, the one that made them last.
+        """The instructions through which the numbers of a value came; the last one made them.
 
-        Followed are moves, calls, a loop's state as in `sources`, and with `reshaped` conversions,
-        slices, transposes and all-gathers. The list ends at an instruction that computes, at a
-        collective or at an argument of the program; for a value of the text it is never empty.
+        - `value`: where to start.
+        - `reshaped`: whether to follow conversions, slices, transposes and all-gathers too, besides
+          moves, calls and a loop's state (as in `sources`).
+
+        The list ends at an instruction that computes, at a collective or at an argument of the
+        program. It is never empty for a value that the text prints.
         """
         passed: list[Instruction] = []
         seen: set[Value] = set()
@@ -294,8 +322,11 @@ class Flow:
     def holds_state(self, value: Value, state: Value) -> bool:
         """Whether a value in the body of a loop is, or selects, an element of the loop's state.
 
-        TPU programs spare themselves the zeros that a sum begins with: in the first turn they
-        select zero instead of the state.
+        - `value`: a value of an instruction in the body of the loop.
+        - `state`: the element, as a value of the while instruction.
+
+        Selects count because TPU programs do not initialise a sum with zeros: in the first
+        iteration they select zero instead of the state.
         """
         pending, seen = [value], set()
         while pending:

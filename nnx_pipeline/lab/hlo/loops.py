@@ -1,7 +1,7 @@
-"""How often each part of a compiled program runs: the trip counts of its loops.
+"""Finds how often each computation of a compiled program runs, from the trip counts of its loops.
 
-Where a compiler does not write a trip count down, the integers that a loop's end depends on are
-followed through the text.
+Where a compiler does not write a trip count down, the integers on which the end of a loop depends
+are evaluated from the text.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
-from nnx_pipeline.lab.hlo import Computation, Instruction, Module, Shape
-from nnx_pipeline.lab.hlo_opcodes import APPLIES, RUNS, plain
+from nnx_pipeline.lab.hlo.module import Computation, Instruction, Module, Shape
+from nnx_pipeline.lab.hlo.opcodes import APPLIES, RUNS, plain
 
 _LONGEST_LOOP = 100_000  # trips; beyond it, counting them one by one would take seconds
 
-# Reads an integer that a computation was given: (parameter number, tuple element) -> value, None
-# where it is not known. The element is None for a parameter that is no tuple.
+# Gives an integer argument of a computation: (parameter number, tuple element) -> value, None where
+# it is not known. The element is None for a parameter that is no tuple.
 Reader = Callable[[int, int | None], int | None]
 # How often each computation runs per step, None where that is not known.
 Runs = Mapping[str, int | None]
@@ -35,42 +36,72 @@ _COMPARE: dict[str, Callable[[int, int], bool]] = {
     direction: getattr(operator, direction.lower())
     for direction in ("LT", "LE", "GT", "GE", "EQ", "NE")
 }
-# Instructions whose result is their operand as far as its value goes.
+# Instructions whose result has the same value as their operand.
 PASSES_ON = ("copy", "bitcast", "reshape", "copy-start", "copy-done", "opt-barrier")
 
 
-def integer(
-    module: Module, computation: Computation, name: str, element: int | None, read: Reader
-) -> int | None:
-    """Value of one integer instruction (or one element of a tuple); None unless it is known."""
-    instruction = computation.instructions[name]
-    opcode = instruction.opcode
+@dataclass(frozen=True)
+class Scope:
+    """A computation together with its arguments, as far as these are known integers.
 
-    def value(operand: str, element: int | None = None) -> int | None:
-        return integer(module, computation, operand, element, read)
+    - `module`: the program.
+    - `computation`: the one whose instructions are evaluated.
+    - `read`: gives the arguments of the computation.
+    """
 
-    if opcode == "parameter":
-        return read(int(instruction.literal), element)
-    if opcode == "get-tuple-element":
-        nested = element is not None  # tuples in tuples are not followed
-        return None if nested else value(instruction.operands[0], instruction.integers("index")[0])
-    if opcode == "tuple":
-        return None if element is None else value(instruction.operands[element])
-    if opcode in PASSES_ON:
-        return value(instruction.operands[0], element)
-    if opcode in ("fusion", "call"):
-        callee = module.computations[instruction.called()[0]]
-        inner = arguments(module, computation, instruction, read)
-        return integer(module, callee, callee.root, element, inner)
-    if instruction.shapes[0].elements != 1 or instruction.shapes[0].dtype[0] not in "psu":
-        return None  # only pred, signed and unsigned scalars steer a loop
-    if opcode == "constant":
-        return _literal(instruction.literal)
-    return _calculated(instruction, [value(operand) for operand in instruction.operands])
+    module: Module
+    computation: Computation
+    read: Reader
+
+    def integer(self, name: str, element: int | None = None) -> int | None:
+        """The value of an integer instruction, or of one element of a tuple; None if not known.
+
+        - `name`: of an instruction of this computation.
+        - `element`: which element of its result to evaluate, None for a result that is no tuple.
+        """
+        instruction = self.computation.instructions[name]
+        opcode = instruction.opcode
+        if opcode == "parameter":
+            return self.read(int(instruction.literal), element)
+        if opcode == "get-tuple-element":
+            if element is not None:
+                return None  # tuples in tuples are not followed
+            return self.integer(instruction.operands[0], instruction.integers("index")[0])
+        if opcode == "tuple":
+            return None if element is None else self.integer(instruction.operands[element])
+        if opcode in PASSES_ON:
+            return self.integer(instruction.operands[0], element)
+        if opcode in ("fusion", "call"):
+            return self.called(instruction, instruction.called()[0]).root(element)
+        if instruction.shapes[0].elements != 1 or instruction.shapes[0].dtype[0] not in "psu":
+            return None  # only pred, signed and unsigned scalars steer a loop
+        if opcode == "constant":
+            return _literal(instruction.literal)
+        return _calculated(instruction, list(map(self.integer, instruction.operands)))
+
+    def root(self, element: int | None = None) -> int | None:
+        """The result of the computation, or one element of it; None if it is not known."""
+        return self.integer(self.computation.root, element)
+
+    def called(self, instruction: Instruction, name: str, first: int = 0) -> Scope:
+        """The scope of a computation that an instruction of this one runs.
+
+        - `name`: of the computation that is run.
+        - `first`: the operand that becomes parameter 0.
+        """
+
+        def read(number: int, element: int | None) -> int | None:
+            return self.integer(instruction.operands[first + number], element)
+
+        return self.of(name, read)
+
+    def of(self, name: str, read: Reader) -> Scope:
+        """The scope of another computation of the program, with the arguments that `read` gives."""
+        return Scope(self.module, self.module.computations[name], read)
 
 
 def _calculated(instruction: Instruction, operands: list[int | None]) -> int | None:
-    """Result of integer arithmetic, in the width of the result; None if it is something else."""
+    """The result of integer arithmetic in the width of its type; None if it is not known."""
     values = [operand for operand in operands if operand is not None]
     opcode = instruction.opcode
     result: int | None = None
@@ -93,7 +124,7 @@ def _calculated(instruction: Instruction, operands: list[int | None]) -> int | N
 
 
 def _wrapped(value: int, shape: Shape) -> int:
-    """The value as an integer of that type holds it."""
+    """The value wrapped around to the range of an integer type."""
     if shape.dtype == "pred":
         return int(value != 0)
     value %= 1 << shape.bits
@@ -105,85 +136,71 @@ def _literal(text: str) -> int | None:
     return {"true": 1, "false": 0}.get(text, int(text) if re.fullmatch(r"-?\d+", text) else None)
 
 
-def arguments(
-    module: Module, computation: Computation, instruction: Instruction, read: Reader, first: int = 0
-) -> Reader:
-    """Reads what an instruction, from operand `first` on, hands to the computation that it runs."""
-
-    def reader(number: int, element: int | None) -> int | None:
-        return integer(module, computation, instruction.operands[first + number], element, read)
-
-    return reader
-
-
 def executions(module: Module) -> dict[str, int | None]:
-    """How often each computation runs per step: the trip counts down the call graph multiplied.
+    """How often each computation runs per step: the trip counts multiplied down the call graph.
 
     Every branch of a conditional counts once, as if all of them were taken. Computations that are
     applied element by element (the sum in a reduce, the order in a sort) and those that nothing
-    calls are left out. None: a loop around it has no trip count that can be found, or what calls it
-    is a library, or an opcode that is not known.
+    calls are left out. The count is None where the trip count of a loop around the computation
+    cannot be found, or where a library call or an unknown opcode calls it.
     """
     counts: dict[str, int | None] = {}
 
-    def visit(computation: Computation, times: int | None, read: Reader) -> None:
-        before = counts.get(computation.name, 0)
-        counts[computation.name] = None if before is None or times is None else before + times
-        for instruction in computation.instructions.values():
-            for callee, trips, inner in _calls(module, computation, instruction, read):
-                visit(callee, None if times is None or trips is None else times * trips, inner)
+    def visit(scope: Scope, times: int | None) -> None:
+        name = scope.computation.name
+        before = counts.get(name, 0)
+        counts[name] = None if before is None or times is None else before + times
+        for instruction in scope.computation.instructions.values():
+            for callee, trips in _calls(scope, instruction):
+                visit(callee, None if times is None or trips is None else times * trips)
 
-    visit(module.computations[module.entry], 1, _nothing)
+    visit(Scope(module, module.computations[module.entry], _nothing), 1)
     return counts
 
 
-def _calls(
-    module: Module, computation: Computation, instruction: Instruction, read: Reader
-) -> Iterator[tuple[Computation, int | None, Reader]]:
-    """Each computation that one instruction runs, how often, and what it is given."""
-    callees = [module.computations[name] for name in instruction.called()]
-    opcode = instruction.opcode
+def _calls(scope: Scope, instruction: Instruction) -> Iterator[tuple[Scope, int | None]]:
+    """Yields the scope of each computation that an instruction runs, and how often it runs."""
+    callees, opcode = instruction.called(), instruction.opcode
     if opcode.endswith(("-update", "-done")):
         return  # the start has run it
     if plain(opcode) in RUNS:
-        yield callees[0], 1, arguments(module, computation, instruction, read)
+        yield scope.called(instruction, callees[0]), 1
     elif opcode == "conditional":
         for place, branch in enumerate(callees, start=1):
-            yield branch, 1, arguments(module, computation, instruction, read, first=place)
+            yield scope.called(instruction, branch, first=place), 1
     elif opcode == "while":
-        trips = _trip_count(module, computation, instruction, read)
-        condition, body, init = _loop(module, computation, instruction, read)
+        trips = _trip_count(scope, instruction)
+        condition, body = _loop(scope, instruction)
 
         def unchanged(number: int, element: int | None) -> int | None:
-            same = element is not None and _is_unchanged(body, element)
-            return init(number, element) if same else None
+            # Only what the body never changes has one value in all iterations.
+            same = element is not None and _is_unchanged(body.computation, element)
+            return body.read(number, element) if same else None
 
-        yield condition, None if trips is None else trips + 1, unchanged
-        yield body, trips, unchanged
+        # The condition runs once more than the body, when it ends the loop.
+        yield replace(condition, read=unchanged), None if trips is None else trips + 1
+        yield replace(body, read=unchanged), trips
     elif plain(opcode) not in APPLIES:
-        yield from ((callee, None, _nothing) for callee in callees)
+        yield from ((scope.of(callee, _nothing), None) for callee in callees)
     for name in instruction.mentioned():
-        if name in module.computations:
-            yield module.computations[name], None, _nothing
+        if name in scope.module.computations:
+            yield scope.of(name, _nothing), None
 
 
 def _nothing(number: int, element: int | None) -> int | None:
-    """Reads arguments of which nothing is known."""
+    """A reader of arguments of which nothing is known."""
     return None
 
 
-def _loop(
-    module: Module, computation: Computation, instruction: Instruction, read: Reader
-) -> tuple[Computation, Computation, Reader]:
-    """Condition and body of a while, and a reader of the state it starts with."""
+def _loop(scope: Scope, instruction: Instruction) -> tuple[Scope, Scope]:
+    """The condition and body of a while loop, both with the initial state as their argument."""
     (condition,) = instruction.called("condition")
     (body,) = instruction.called("body")
-    start = arguments(module, computation, instruction, read)
-    return module.computations[condition], module.computations[body], start
+    return scope.called(instruction, condition), scope.called(instruction, body)
 
 
 def _is_unchanged(body: Computation, element: int) -> bool:
-    """Whether a loop body hands this element of its state on as it was."""
+    """Whether a loop's body passes this element of the state on unchanged."""
     root = body.instructions[body.root]
     if root.opcode != "tuple":
         return False
@@ -195,54 +212,52 @@ def _is_unchanged(body: Computation, element: int) -> bool:
     return body.instructions[source.operands[0]].opcode == "parameter"
 
 
-def _trip_count(
-    module: Module, computation: Computation, instruction: Instruction, read: Reader
-) -> int | None:
-    """How often the body of a while runs, None if that cannot be known.
+def _trip_count(scope: Scope, instruction: Instruction) -> int | None:
+    """How often the body of a while loop runs; None if that cannot be found.
 
-    The NVIDIA and CPU compilers write it down. The TPU compiler does not: there the integers that
-    the condition depends on are followed from trip to trip until the condition is false.
+    The NVIDIA and CPU compilers write it down. The TPU compiler does not: for its programs, the
+    integers that the condition depends on are evaluated trip by trip until the condition is false.
     """
     known = re.search(
         r"known_trip_count\W+n\W+(\d+)", instruction.attributes.get("backend_config", "")
     )
     if known:
         return int(known.group(1))
-    condition, body, init = _loop(module, computation, instruction, read)
-    counters = _counters(module, condition, body)
-    state = {element: init(0, element) for element in counters}
+    condition, body = _loop(scope, instruction)
+    counters = _counters(condition, body)
+    state = {element: body.read(0, element) for element in counters}
 
     def current(number: int, element: int | None) -> int | None:
         return state.get(element)
 
+    condition, body = replace(condition, read=current), replace(body, read=current)
     for trips in range(_LONGEST_LOOP + 1):
-        goes_on = integer(module, condition, condition.root, None, current)
+        goes_on = condition.root()
         if not goes_on:
             return None if goes_on is None else trips
-        after = {
-            element: integer(module, body, body.root, element, current) for element in counters
-        }
+        after = {element: body.root(element) for element in counters}
         if after == state:
-            return None  # nothing moves: it would go on for ever
+            return None  # no counter changes, so the condition would stay true for ever
         state = after
     return None
 
 
-def _counters(module: Module, condition: Computation, body: Computation) -> set[int | None]:
+def _counters(condition: Scope, body: Scope) -> set[int | None]:
     """The elements of a loop's state on which its condition depends, in this trip or a later one.
 
-    A state that is no tuple is the element None.
+    A state that is no tuple counts as the element None.
     """
     found: set[int | None] = set()
 
     def note(number: int, element: int | None) -> int:
         found.add(element)
-        return 0  # any number will do: only what is asked for matters
+        return 0  # any number will do: only which elements are read matters
 
-    integer(module, condition, condition.root, None, note)
+    replace(condition, read=note).root()
     followed: set[int | None] = set()
+    # What the next value of a counter depends on is a counter as well.
     while found != followed:
         for element in found - followed:
             followed.add(element)
-            integer(module, body, body.root, element, note)
+            replace(body, read=note).root(element)
     return found

@@ -1,9 +1,10 @@
-"""Reads the optimized HLO text that a compiler gives back (`compiled.as_text()`).
+"""Parses the optimized HLO text of a compiled program (`compiled.as_text()`).
 
-One module is computations, one computation is instructions in the order in which they run. Only
-what the figures in `hlo_cost` and a memory report need is taken apart; every other attribute is
-kept as the text it was printed with. The TPU, NVIDIA and CPU compilers print the same language;
-`hlo_text` knows where its pieces end. What is not understood is a ValueError that names the line.
+A module consists of computations, and a computation of instructions in the order in which they run.
+Only what the figures in `lab.hlo.cost` and a memory report need is parsed; every other attribute is
+kept as the text that was printed. The TPU, NVIDIA and CPU compilers print the same language;
+`lab.hlo.text` finds where its parts end. Text that cannot be parsed raises ValueError with the
+line.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from nnx_pipeline.lab.hlo_frames import Frame, Frames
-from nnx_pipeline.lab.hlo_text import COMMENT, Scanner, split_at_commas
+from nnx_pipeline.lab.hlo.frames import Frame, Frames
+from nnx_pipeline.lab.hlo.text import COMMENT, Scanner, split_at_commas
 
 _ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
 _MODULE = re.compile(r"\s*HloModule\s+([^\s,]+)")
@@ -32,7 +33,7 @@ _METADATA = re.compile(
     r'(?:[^{}"]|"[^"\\]*(?:\\.[^"\\]*)*"|\{[^{}]*\})*\})',
     re.DOTALL,
 )
-# What an instruction of this kind cannot do without.
+# The attributes that an instruction of this opcode must have.
 _NEEDED = {
     "async-start": ("calls",),
     "call": ("to_apply",),
@@ -57,22 +58,26 @@ _CALLED = (
     "branch_computations",
     "called_computations",
 )
-# Attributes of a module: which arguments it may put its results into.
+# Attributes of a module that say which arguments it may put its results into.
 _DONATED = ("input_output_alias", "buffer_donor")
-# Names of instructions, and of computations that are applied to each element.
+# Attributes that name instructions, or computations that are applied to each element.
 _NOT_CALLED = ("control-predecessors", "select", "scatter")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One array: element type as HLO spells it, and its dimensions (upper bounds if dynamic)."""
+    """The dtype and dimensions of one array.
+
+    - `dtype`: as HLO spells it, such as `bf16`.
+    - `dims`: the sizes; the upper bounds of dynamic ones.
+    """
 
     dtype: str
     dims: tuple[int, ...]
 
     @property
     def elements(self) -> int:
-        """How many numbers the array holds."""
+        """The number of elements of the array."""
         return math.prod(self.dims)
 
     @property
@@ -91,12 +96,18 @@ class Shape:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One operation of a computation.
+    """One instruction of a computation.
 
-    `shapes` are the arrays of the result, tuples flattened in order. `operands` are names in the
-    same computation. `literal` is what stands between the parentheses of a constant or parameter.
-    `source_file` and `source_line` are the innermost Python frame, None if the text has none;
-    `frames` are all frames that the text has, the innermost first: file, line and function.
+    - `name`: its name in the text, without the percent sign.
+    - `opcode`: what it computes, such as `dot` or `all-gather-start`.
+    - `shapes`: the arrays of the result, tuples flattened in order.
+    - `operands`: names of instructions of the same computation.
+    - `literal`: the text between the parentheses of a constant, parameter or iota, which have no
+      operands.
+    - `attributes`: the text of every attribute by its name.
+    - `op_name`: the path of JAX operations that it comes from, None if the text has none.
+    - `source_file`, `source_line`: those of the innermost Python frame, None if the text has none.
+    - `frames`: all frames that the text has, innermost first: file, line and function.
     """
 
     name: str
@@ -112,12 +123,12 @@ class Instruction:
 
     @property
     def result_bytes(self) -> int:
-        """Bytes of the result per device, all tuple elements together."""
+        """Bytes of the result per device, summed over the elements of a tuple."""
         return sum(shape.bytes for shape in self.shapes)
 
     @property
     def window(self) -> Mapping[str, str]:
-        """The fields of `window={size=3x3 stride=2x2}` by name; empty without a window."""
+        """The fields of `window={size=3x3 stride=2x2}` by name; empty without that attribute."""
         return dict(_FIELD.findall(self.attributes.get("window", "")))
 
     def integers(self, attribute: str) -> tuple[int, ...]:
@@ -125,7 +136,7 @@ class Instruction:
         return tuple(map(int, re.findall(r"\d+", self.attributes.get(attribute, ""))))
 
     def called(self, attribute: str | None = None) -> tuple[str, ...]:
-        """Names of the computations it refers to, in all attributes or in the one named."""
+        """Names of the computations that it calls, by all of its attributes or by the one given."""
         names = (attribute,) if attribute else _CALLED
         texts = [self.attributes[name] for name in names if name in self.attributes]
         return tuple(
@@ -133,7 +144,7 @@ class Instruction:
         )
 
     def mentioned(self) -> tuple[str, ...]:
-        """Names behind a percent sign in all other attributes: what it may call, too."""
+        """Names after a percent sign in all other attributes: what it may call as well."""
         return tuple(
             name
             for key, value in self.attributes.items()
@@ -144,19 +155,24 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Computation:
-    """A function of the module: instructions by name, in the order in which they run."""
+    """A function of the module.
+
+    - `name`: its name in the text.
+    - `instructions`: by name, in the order in which they run.
+    - `root`: the name of the instruction whose result the computation returns.
+    """
 
     name: str
     instructions: Mapping[str, Instruction]
     root: str
 
     def operand_shapes(self, instruction: Instruction) -> list[tuple[Shape, ...]]:
-        """The arrays of each operand, from the computation's own symbol table."""
+        """The arrays of each operand of an instruction, tuples flattened."""
         return [self.instructions[name].shapes for name in instruction.operands]
 
     @cached_property
     def users(self) -> Mapping[str, list[Instruction]]:
-        """For each instruction, those that read it."""
+        """For each instruction of the computation, those that read its result."""
         readers: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
         for instruction in self.instructions.values():
             for operand in dict.fromkeys(instruction.operands):
@@ -166,7 +182,12 @@ class Computation:
 
 @dataclass(frozen=True)
 class Module:
-    """A compiled program: its computations by name, and the name of the one it starts with."""
+    """A compiled program.
+
+    - `name`: the name that the compiler gives the module.
+    - `computations`: by name.
+    - `entry`: the name of the computation that the program starts with.
+    """
 
     name: str
     computations: Mapping[str, Computation]
@@ -174,10 +195,10 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """The module that a compiler printed.
+    """Parses the module that a compiler printed.
 
-    Raises ValueError for text that has no ENTRY computation, which is then not an HLO module, and
-    for anything in it that is not understood, with the line.
+    Raises ValueError for text without an ENTRY computation, which is not an HLO module, and for
+    anything that cannot be parsed, with the line.
     """
     scanner = Scanner(text)
     name, frames, _, at = _head(scanner)
@@ -202,23 +223,23 @@ def _no_module(text: str) -> str:
 
 
 def fingerprint(text: str) -> str:
-    """Equal for two texts that differ only in where in the source their instructions come from.
+    """A hash that is equal for programs that differ only in their places in the source.
 
-    That is a hash of the computations and of what the program is given for its results: neither
-    metadata of instructions nor the tables before them.
+    It covers the computations and which arguments the program may put its results into. It leaves
+    out the metadata of instructions and the tables of frames before the computations.
     """
     donated = {}
     try:
         *_, attributes, at = _head(Scanner(text))
         donated = {key: value for key, value in attributes.items() if key in _DONATED}
     except ValueError:
-        at = 0  # a text that cannot be read is still equal to itself
+        at = 0  # a text that cannot be parsed is hashed whole, so that it is still equal to itself
     bare = f"{sorted(donated.items())}{_METADATA.sub('', text[at:]).strip()}"
     return hashlib.sha256(bare.encode()).hexdigest()
 
 
 def _head(scanner: Scanner) -> tuple[str, Frames, dict[str, str], int]:
-    """Name of the module, tables of Python frames, attributes, and where computations begin."""
+    """The module's name, Python frames and attributes, and where its computations begin."""
     header = _MODULE.match(scanner.text)
     if header is None:
         raise ValueError(_no_module(scanner.text))
@@ -234,7 +255,7 @@ def _head(scanner: Scanner) -> tuple[str, Frames, dict[str, str], int]:
 
 
 def _computation(scanner: Scanner, at: int, frames: Frames) -> tuple[bool, Computation, int]:
-    """Whether it is the entry, the computation that begins at a position, and where it ends."""
+    """Whether the computation at a position is the entry, the computation, and where it ends."""
     text, start = scanner.text, at
     header = _COMPUTATION.match(text, at)
     if header is None:
@@ -268,7 +289,7 @@ def _computation(scanner: Scanner, at: int, frames: Frames) -> tuple[bool, Compu
 
 
 def _instruction(scanner: Scanner, start: int, frames: Frames) -> tuple[bool, Instruction, int]:
-    """Whether it is the root, the instruction that begins at a position, and where it ends."""
+    """Whether the instruction at a position is the root, the instruction, and where it ends."""
     text = scanner.text
     named = _INSTRUCTION.match(text, start)
     if named is None:
@@ -280,6 +301,7 @@ def _instruction(scanner: Scanner, start: int, frames: Frames) -> tuple[bool, In
     end_of_operands = scanner.closing(opcode.end() - 1)
     inside = text[opcode.end() : end_of_operands - 1]
     attributes, end = scanner.attributes(end_of_operands)
+    # A conditional has either `branch_computations` or one computation each for true and false.
     needed = () if "branch_computations" in attributes else _NEEDED.get(opcode[1], ())
     if lacking := [key for key in needed if key not in attributes]:
         scanner.fail(start, f"the {opcode[1]} {named[2]} has no {' and no '.join(lacking)}")
@@ -305,7 +327,7 @@ def _instruction(scanner: Scanner, start: int, frames: Frames) -> tuple[bool, In
 
 
 def _check_calls(scanner: Scanner, computations: Mapping[str, Computation]) -> None:
-    """Every operand and every computation that an instruction names must be in the text."""
+    """Raises ValueError for an operand or a called computation that is not in the text."""
     for computation in computations.values():
         for item in computation.instructions.values():
             unknown = [name for name in item.operands if name not in computation.instructions]
@@ -319,7 +341,7 @@ def _check_calls(scanner: Scanner, computations: Mapping[str, Computation]) -> N
 
 @functools.lru_cache(maxsize=4096)
 def shapes_of(text: str) -> tuple[Shape, ...]:
-    """The arrays of a type, tuples flattened: `(f32[2]{0}, /*index=1*/s32[])`."""
+    """The arrays of a printed type such as `(f32[2]{0}, /*index=1*/s32[])`, tuples flattened."""
     return tuple(
         Shape(dtype, tuple(int(size.strip().lstrip("<=")) for size in dims.split(",") if size))
         for dtype, dims in _ARRAY.findall(COMMENT.sub("", text))
@@ -327,5 +349,5 @@ def shapes_of(text: str) -> tuple[Shape, ...]:
 
 
 def _operand_name(text: str) -> str:
-    """`%x`, `x` or `f32[2]{0} %x` gives `x`."""
+    """The name of a printed operand: `x` for `%x`, `x` and `f32[2]{0} %x`."""
     return text.split()[-1].lstrip("%")

@@ -1,17 +1,17 @@
-"""The opcodes of HLO that the readers of a program's text know, and what kind of thing each is."""
+"""The opcodes of HLO that the modules of `lab.hlo` know, grouped by what they do."""
 
 from __future__ import annotations
 
-# They run the computation that they call, once.
+# They run the computation that they call once.
 RUNS = frozenset({"async", "call", "fusion"})
-# They apply a computation to each element, or to two at a time: nothing that counts is in it.
+# They apply a computation to each element, or to two at a time: it holds nothing that is counted.
 APPLIES = frozenset(
     {
         *("all-reduce", "map", "reduce", "reduce-scatter", "reduce-window"),
         *("scatter", "select-and-scatter", "sort", "topk"),
     }
 )
-# Data that crosses devices and stands in no count of the collectives.
+# They move data between devices, and no count of the collectives includes them.
 TRANSFERS = frozenset({"collective-broadcast", "recv", "send"})
 PRODUCTS = frozenset({"convolution", "dot", "ragged-dot", "scaled-dot"})
 
@@ -32,12 +32,12 @@ _KNOWN = frozenset(_OTHERS.split()) | RUNS | APPLIES | TRANSFERS | PRODUCTS
 
 
 def plain(opcode: str) -> str:
-    """The opcode without what makes it a part of an asynchronous one: `all-gather-start`."""
+    """The opcode without the suffix of an asynchronous part: `all-gather` of `all-gather-start`."""
     for part in ("-start", "-update", "-done"):
         opcode = opcode.removesuffix(part)
     return opcode
 
 
 def is_known(opcode: str) -> bool:
-    """Whether the readers know what an instruction does."""
+    """Whether the modules of `lab.hlo` know what an instruction of this opcode does."""
     return plain(opcode) in _KNOWN

@@ -1,7 +1,7 @@
-"""Floating-point operations of one instruction: 2·m·n·k of a matrix product, where the text says.
+"""Counts the floating-point operations of one instruction: 2·m·n·k of a matrix product.
 
-A product is an instruction of its own, a convolution (the TPU compiler writes every product as
-one) or a call of a library, whose attributes describe what it multiplies.
+A product is a dot, a convolution (the TPU compiler writes every product as one) or a library call
+whose attributes describe what it multiplies.
 """
 
 from __future__ import annotations
@@ -9,18 +9,20 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from typing import NamedTuple
 
-from nnx_pipeline.lab.hlo import Computation, Instruction, Shape
-from nnx_pipeline.lab.hlo_opcodes import PRODUCTS, is_known, plain
+from nnx_pipeline.lab.hlo.module import Computation, Instruction, Shape
+from nnx_pipeline.lab.hlo.opcodes import PRODUCTS, is_known, plain
 
-# Library calls that multiply no two matrices, although two or more of their operands may look so.
+# Library calls that are no product, though two or more of their operands may look like matrices.
 _NO_PRODUCT = re.compile(
     r"AllocateBuffer|AsyncCollective|MoveTo|Sharding|SPMD|TriangularSolve|__cub\$|blas_|lapack_|"
     r"X64Combine|X64Split|annotate_device_placement|cu_threefry2x32|cusolver|xla_ffi_python|xla_python"
 )
-# Written by hand in Pallas, Mosaic or Triton: may multiply whatever it is given, also by itself.
+# Kernels written by hand in Pallas, Mosaic or Triton: they may multiply any operand, even by
+# itself, so that a single operand is enough.
 _HAND_WRITTEN = re.compile(r"tpu_custom_call|mosaic_gpu|triton")
-# Where input, kernel and output of the forward convolution stand: operand 0, operand 1 or result.
+# Where input, kernel and output of the forward convolution are: operand 0 or 1, or the result (-1).
 _CUDNN_CONVOLUTIONS = {
     "__cudnn$convForward": (0, 1, -1),
     "__cudnn$convForwardGraph": (0, 1, -1),
@@ -31,7 +33,12 @@ _CUDNN_CONVOLUTIONS = {
 
 
 def flops_of(computation: Computation, instruction: Instruction) -> int | str:
-    """Operations of one instruction: 0 if it multiplies no matrices, the reason if not known."""
+    """Floating-point operations of one instruction, or the reason as text why they are not known.
+
+    - `computation`: the one that holds the instruction.
+
+    The result is 0 for an instruction that multiplies no matrices.
+    """
     if not is_known(instruction.opcode):
         matrices = _matrices(computation, instruction)
         return "an opcode that is not known, and two matrices" if matrices >= 2 else 0
@@ -52,8 +59,8 @@ def flops_of(computation: Computation, instruction: Instruction) -> int | str:
         return _convolution_flops(lhs, rhs, result, instruction)
     contracting = instruction.integers("lhs_contracting_dims")
     ragged = instruction.integers("lhs_ragged_dims")
-    # A ragged contracted dimension is shared out among the groups, and the result has one matrix
-    # per group: all groups together do the work of one whole product.
+    # A ragged contracted dimension is divided among the groups, and the result has one matrix per
+    # group: all groups together take the operations of one dense product.
     groups = result.dims[0] if ragged and set(ragged) <= set(contracting) else 1
     return _product_flops(lhs, result, contracting) // groups
 
@@ -70,7 +77,7 @@ def _convolution_flops(
 ) -> int | str:
     """2 · batch · output features · features read per output · kernel positions on real elements.
 
-    The sizes of result and kernel hold what feature and batch groups leave of each.
+    The sizes of the result and the kernel already account for feature and batch groups.
     """
     text = instruction.attributes.get("dim_labels", "")
     labels = re.fullmatch(r"(\w+)_(\w+)->(\w+)", text)
@@ -90,36 +97,41 @@ def _convolution_flops(
             lhs.dims[of_lhs.index(label)],
             kernel.dims[of_kernel.index(label)],
             result.dims[of_result.index(label)],
-            stride=int(field("stride", "1")),
-            pad_low=int(field("pad", "0_0").split("_")[0]),
-            lhs_dilate=int(field("lhs_dilate", "1")),
-            rhs_dilate=int(field("rhs_dilate", "1")),
+            _Window(
+                stride=int(field("stride", "1")),
+                pad_low=int(field("pad", "0_0").split("_")[0]),
+                lhs_dilate=int(field("lhs_dilate", "1")),
+                rhs_dilate=int(field("rhs_dilate", "1")),
+            ),
         )
     return flops
 
 
-def _real_positions(
-    lhs: int,
-    kernel: int,
-    result: int,
-    *,
-    stride: int,
-    pad_low: int,
-    lhs_dilate: int,
-    rhs_dilate: int,
-) -> int:
-    """Pairs (output, kernel position) of one dimension that read neither padding nor a gap.
+class _Window(NamedTuple):
+    """How the kernel of a convolution moves over one dimension."""
 
-    That output `o` reads at kernel position `k` the place `o·stride + k·rhs_dilate - pad_low` of
-    the input, whose elements stand `lhs_dilate` apart. (Reversing the kernel changes no count.)
+    stride: int
+    pad_low: int
+    lhs_dilate: int
+    rhs_dilate: int
+
+
+def _real_positions(lhs: int, kernel: int, result: int, window: _Window) -> int:
+    """Counts the pairs (output, kernel position) of one dimension that read an element.
+
+    The others read padding or a gap. At kernel position `k`, output `o` reads position
+    `o·stride + k·rhs_dilate - pad_low` of the input, whose elements are `lhs_dilate` apart.
+    (Reversing the kernel does not change the count.)
     """
+    stride, pad_low, lhs_dilate, rhs_dilate = window
     count = 0
     last = (lhs - 1) * lhs_dilate
     for position in range(kernel):
         offset = position * rhs_dilate - pad_low
-        first_output = max(0, -(offset // stride))  # the first whose place is not below 0
+        first_output = max(0, -(offset // stride))  # the first that reads no position below 0
         last_output = min(result - 1, (last - offset) // stride)
-        # Outputs that meet an element follow each other at a fixed distance below lhs_dilate.
+        # Outputs that read an element are a fixed distance apart, at most lhs_dilate: the first of
+        # them is among the first lhs_dilate outputs, and the others need no search.
         meets = [
             output
             for output in range(first_output, min(first_output + lhs_dilate, last_output + 1))
@@ -131,7 +143,7 @@ def _real_positions(
 
 
 def _library_flops(computation: Computation, call: Instruction) -> int | str:
-    """Operations of a library call: 0 if harmless, the reason why not if they cannot be read."""
+    """Operations of a library call, 0 if it is no product, or why they are not known."""
     target = call.attributes["custom_call_target"].strip('"')
     operands = [shapes[0] for shapes in computation.operand_shapes(call) if shapes]
     flops: int | str | None = None
@@ -161,6 +173,7 @@ def _matrices(computation: Computation, instruction: Instruction) -> int:
 
 
 def _cublas_flops(lhs: Shape, call: Instruction) -> int | None:
+    """Operations of a cuBLAS call; None for a ragged one or without contracting dimensions."""
     config = call.attributes.get("backend_config", "")
     contracting = re.search(r"lhs_contracting_dimensions\W+\[([^\]]*)\]", config)
     if contracting is None or "ragged" in config:
@@ -170,9 +183,9 @@ def _cublas_flops(lhs: Shape, call: Instruction) -> int | None:
 
 
 def _tpu_ragged_dot_flops(operands: list[Shape], call: Instruction) -> int | None:
-    """The TPU compiler's own grouped product: [m, k] by [groups, k, n] gives [m, n].
+    """Operations of the TPU compiler's grouped product: [m, k] by [groups, k, n] gives [m, n].
 
-    The gradient of the weights is [m, k] by [m, n], which gives [groups, k, n].
+    The gradient of its weights is [m, k] by [m, n], which gives [groups, k, n].
     """
     lhs, rhs = operands[-2:]
     result = call.shapes[0]

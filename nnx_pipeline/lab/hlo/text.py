@@ -1,8 +1,9 @@
-"""Finds the pieces of HLO text: where brackets close, where an instruction and its parts end.
+"""Finds the parts of HLO text: where brackets close, where an instruction and its attributes end.
 
-Ends are decided by brackets, quotations and comments, never by lines: an attribute may hold a
-kernel's own JSON over several lines, and a quotation may hold brackets. What does not close, or
-closes something else, is a ValueError that names the line.
+Brackets, quotations and comments decide where a part ends, not lines alone: an attribute may hold
+the JSON of a kernel over several lines, and a quotation may hold brackets. A bracket, quotation or
+comment that is never closed, or a bracket closed by one of another kind, raises ValueError with the
+line.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 _CLOSES = {"(": ")", "[": "]", "{": "}"}
-# Written so that no text matches in two ways: what is left open fails at once, and in its place.
+# Written so that no text matches in two ways: an unclosed quotation fails at once, where it stands.
 _QUOTED = r'"[^"\\]*(?:\\.[^"\\]*)*"'
 _COMMENTED = r"/\*[^*]*\*+(?:[^/*][^*]*\*+)*/"
 _OPAQUE = rf"(?:{_QUOTED}|{_COMMENTED}|/(?!\*))"
@@ -30,25 +31,28 @@ _BOUNDARY = re.compile(rf"{_PLAIN}(?:{_OPAQUE}{_PLAIN})*([()\[\]{{}},\n]|\Z)", r
 
 
 class Scanner:
-    """A text and the ways to step through it; positions are offsets into the text."""
+    """Steps through a text; all positions are offsets into it."""
 
     def __init__(self, text: str) -> None:
         self.text = text
 
     def fail(self, at: int, what: str) -> NoReturn:
-        """Raises the ValueError for what cannot be read at a position."""
+        """Raises ValueError for what cannot be parsed at a position.
+
+        - `what`: what is wrong there.
+        """
         line = self.text.count("\n", 0, at) + 1
         start = self.text.rfind("\n", 0, at) + 1
         excerpt = self.text[max(start, at - 60) : at + 60].partition("\n\n")[0].strip()
         raise ValueError(f"line {line} of the HLO text: {what}: {excerpt!r}")
 
     def space(self, at: int) -> int:
-        """Position behind white space and comments."""
+        """The position after the white space and comments at a position."""
         found = _SPACE.match(self.text, at)
         return found.end() if found else at
 
     def closing(self, at: int) -> int:
-        """Position just behind the bracket that closes the one at a position."""
+        """The position just after the bracket that closes the one at a position."""
         awaited: list[str] = []
         position = at
         while True:
@@ -66,7 +70,7 @@ class Scanner:
                 return position
 
     def type(self, at: int) -> int:
-        """Position behind the type at a position: an array with its layout, a tuple or a buffer."""
+        """The position after a type: an array with its layout, a tuple or a buffer."""
         if self.text.startswith(("(", "b("), at):
             return self.closing(at + (self.text[at] == "b"))
         found = _ARRAY.match(self.text, at)
@@ -76,7 +80,7 @@ class Scanner:
         return self.closing(end) if self.text.startswith("{", end) else end
 
     def quotation_or_group(self, at: int) -> int:
-        """Position behind the quotation, or the group in braces, at a position."""
+        """The position after the quotation, or the group in braces, at a position."""
         if self.text.startswith("{", at):
             return self.closing(at)
         found = _STRING.match(self.text, at)
@@ -85,10 +89,10 @@ class Scanner:
         return found.end()
 
     def attributes(self, at: int) -> tuple[dict[str, str], int]:
-        """The `key=value` that follow at a position, each behind a comma, and where they end.
+        """The `key=value` pairs from a position on, each after a comma, and where they end.
 
-        They end with the line, unless it ends in a bracket or behind a comma or equals sign, or at
-        the brace that closes what is around them.
+        They end at the closing brace of what is around them, or at the end of a line unless that is
+        within brackets or directly after a comma or an equals sign.
         """
         pieces, end = self._pieces(at)
         (behind, first), *rest = pieces
@@ -110,7 +114,7 @@ class Scanner:
         return key
 
     def _pieces(self, at: int) -> tuple[list[tuple[int, str]], int]:
-        """Text between the commas up to the end of a statement, each with its position."""
+        """The texts between commas up to the end of the attributes, each with its position."""
         text, position, start = self.text, at, at
         pieces: list[tuple[int, str]] = []
         while True:
@@ -135,7 +139,8 @@ class Scanner:
 
 
 def split_at_commas(text: str) -> list[str]:
-    """Parts between the commas that stand in no bracket, quotation or comment, without comments."""
+    """Splits at the commas outside brackets, quotations and comments, and removes the comments."""
+    # Most lists of operands are plain names, which need no scanner.
     if "(" not in text and "{" not in text and "[" not in text and '"' not in text:
         bare = COMMENT.sub("", text) if "/*" in text else text
         return [part for part in map(str.strip, bare.split(",")) if part]

@@ -1,4 +1,4 @@
-"""What of a program's text is in no figure, by name: nothing is left out without a word."""
+"""Lists the instructions that figures leave out, so that nothing is left out silently."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nnx_pipeline.lab.hlo import Instruction, Module
-from nnx_pipeline.lab.hlo_loops import Runs
-from nnx_pipeline.lab.hlo_opcodes import is_known
+from nnx_pipeline.lab.hlo.loops import Runs
+from nnx_pipeline.lab.hlo.module import Instruction, Module
+from nnx_pipeline.lab.hlo.opcodes import is_known
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unread:
     """An instruction, or a whole text, that figures leave out.
 
-    name: of the instruction, "" for a text. what: its opcode, or the target of a custom call.
-    figures: those it is missing in, `flops`, `collectives` or `buffers` (their roles and lines),
-    `account`.
-    executed: how often it runs per step, None where that is not known.
+    - `name`: of the instruction, "" for a text.
+    - `what`: its opcode, or the target of a custom call; for a text, which one it is.
+    - `figures`: the figures that leave it out: `flops`, `collectives`, `buffers` (their roles and
+      source lines) or `account`.
+    - `executed`: how often it runs per step, None where that is not known.
+    - `reason`: why it is left out.
     """
 
     name: str
@@ -30,12 +32,15 @@ class Unread:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Unread:
-        """The inverse of `dataclasses.asdict`."""
+        """Restores what `dataclasses.asdict` made."""
         return cls(**{**value, "figures": tuple(value["figures"])})
 
 
 def unread(instruction: Instruction, figure: str, executed: int | None, reason: str) -> Unread:
-    """An instruction that one figure leaves out."""
+    """The entry for an instruction that one figure leaves out.
+
+    - `figure`, `executed`, `reason`: see `Unread`.
+    """
     target = instruction.attributes.get("custom_call_target", "").strip('"')
     return Unread(
         name=instruction.name,
@@ -47,9 +52,11 @@ def unread(instruction: Instruction, figure: str, executed: int | None, reason: 
 
 
 def unknown_opcodes(module: Module, runs: Runs) -> tuple[Unread, ...]:
-    """Instructions whose opcode is not known: a buffer's line and role are not followed into them.
+    """Instructions with an unknown opcode, through which no buffer's line and role can be traced.
 
-    Those in computations that nothing is seen to run are among them. runs: `executions(module)`.
+    - `runs`: how often each computation runs per step, from `executions(module)`.
+
+    Those in computations that `runs` leaves out are included.
     """
     return tuple(
         unread(instruction, "buffers", runs.get(name), "an opcode that is not known")
@@ -60,7 +67,7 @@ def unknown_opcodes(module: Module, runs: Runs) -> tuple[Unread, ...]:
 
 
 def merged(found: Iterable[Unread]) -> tuple[Unread, ...]:
-    """Each instruction once, with all figures that leave it out."""
+    """Each instruction once, with all the figures that leave it out."""
     by_name: dict[str, Unread] = {}
     for item in found:
         other = by_name.setdefault(item.name, item)

@@ -1,4 +1,7 @@
-"""Reports as one self-contained page: no network, no script, light and dark, phone and paper."""
+"""Reports as one self-contained HTML page, which needs no network and no script.
+
+A page follows the reader's choice of light or dark, and fits a phone as well as paper.
+"""
 
 from nnx_pipeline.lab.page.document import measurement_page, outcomes_page
 

@@ -1,23 +1,28 @@
-"""The charts of a page: shapes as inline SVG that stretches, words beside it as HTML that does not.
+"""The charts of a page: shapes as inline SVG that stretches, words as HTML that does not.
 
-An SVG that scales as a whole has letters of four points on a phone.
+Words inside an SVG would scale with it, down to letters of four points on a phone.
 """
 
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from nnx_pipeline.lab.attribution import Attribution
-from nnx_pipeline.lab.colours import role_colour
+from nnx_pipeline.lab.attribution.result import Attribution
 from nnx_pipeline.lab.page.markup import Markup, element
-from nnx_pipeline.lab.report import megabytes
+from nnx_pipeline.lab.report.colours import role_colour
+from nnx_pipeline.lab.report.tables import megabytes
 
-_MOST_POINTS = 400  # of a line: more than the pixels of a phone
-_WIDTH, _HEIGHT = 1000, 300  # of the drawing, which stretches to its place
+_MOST_POINTS = 400  # of a line: more than a phone has pixels across
+_WIDTH, _HEIGHT = 1000, 300  # of a drawing in SVG units, before it is stretched
 
 
 class Arm(NamedTuple):
-    """One program in a chart: its letter (`a` or `b`), its label, and its heap."""
+    """One program in a chart.
+
+    - `key`: its letter, `a` or `b`, which also decides its colour.
+    - `label`: its name in words.
+    - `attribution`: what its heap holds.
+    """
 
     key: str
     label: str
@@ -25,7 +30,7 @@ class Arm(NamedTuple):
 
 
 def role_bars(arms: Sequence[Arm]) -> Markup:
-    """A bar per arm, all on one scale, in pieces by role, largest role of any arm first."""
+    """A bar per arm, all on one scale, in pieces by role in the order of `roles_of`."""
     order = roles_of(arms)
     largest = max(arm.attribution.heap_bytes for arm in arms) or 1
     return element(
@@ -37,7 +42,7 @@ def role_bars(arms: Sequence[Arm]) -> Markup:
 
 
 def roles_of(arms: Sequence[Arm]) -> list[str]:
-    """Every role that an arm has bytes of, largest first."""
+    """Every role that an arm has bytes of, largest sum over all arms first."""
     totals: dict[str, int] = {}
     for arm in arms:
         for role, size in arm.attribution.by_role().items():
@@ -83,22 +88,30 @@ def _total(size: int) -> Markup:
 
 
 class Axis(NamedTuple):
-    """From `low` to `high`, with a line at each of `ticks`."""
+    """An axis from `low` to `high`.
+
+    - `ticks`: the values at which there is a grid line.
+    """
 
     low: float
     high: float
     ticks: tuple[float, ...]
 
     def share(self, value: float) -> float:
-        """Where a value stands, from 0 to 1."""
+        """The position of a value on the axis, 0 at `low` and 1 at `high`."""
         return (value - self.low) / (self.high - self.low)
 
 
 def axis_from_zero(largest: float, *, most: int = 5) -> Axis:
-    """Round numbers from zero to above the largest value."""
+    """An axis from zero to the largest value or above, with ticks at round numbers.
+
+    - `largest`: the largest value to be drawn.
+    - `most`: the most steps that the axis has.
+    """
     if largest <= 0:
         return Axis(0.0, 1.0, (0.0, 1.0))
     rough = largest / most
+    # The smallest round step of which `most` or fewer reach the largest value.
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough)
     ticks = tuple(step * index for index in range(math.ceil(largest / step) + 1))
@@ -106,11 +119,15 @@ def axis_from_zero(largest: float, *, most: int = 5) -> Axis:
 
 
 def timeline(arms: Sequence[Arm]) -> Markup:
-    """Live bytes over the schedule of each arm, from its first to its last instruction."""
+    """Live bytes of the heap over the schedule, from the first to the last instruction.
+
+    - `arms`: programs whose attribution has a timeline; each is stretched to the whole width.
+    """
     y = axis_from_zero(max(arm.attribution.heap_bytes for arm in arms) / 1e6)
     lines, marks, words = [], [], []
     for arm in arms:
         points = thinned(arm.attribution.timeline)
+        # An axis must have a length, even for a single point.
         first, last = points[0][0], max(points[-1][0], points[0][0] + 1)
         x = Axis(first, last, ())
         lines.append(element("path", d=_steps(points, x, y), class_=f"line {arm.key}"))
@@ -142,7 +159,14 @@ def plot(
     y_words: Sequence[str],
     label: str,
 ) -> Markup:
-    """A drawing area with lines at the ticks of y, whose words stand to its left."""
+    """A drawing area with grid lines at the ticks of an axis and their labels to the left.
+
+    - `shapes`: SVG elements, in units of `_WIDTH` by `_HEIGHT`.
+    - `marks`: HTML elements that lie over the drawing.
+    - `y`: the vertical axis.
+    - `y_words`: the label of each of its ticks.
+    - `label`: the drawing in words, for screen readers.
+    """
     grid, names = [], []
     for tick, word in zip(y.ticks, y_words, strict=True):
         share = 1 - y.share(tick)
@@ -167,12 +191,12 @@ def plot(
 
 
 def peak_of(attribution: Attribution) -> tuple[int, int]:
-    """Position and bytes of the highest point of the timeline."""
+    """Schedule position and live bytes of the highest point of the timeline."""
     return max(attribution.timeline, key=lambda point: point[1])
 
 
 def thinned(points: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """At most some 400 points: of neighbours the highest, so that no peak is lost."""
+    """Some 400 points at most: the highest of each group of neighbours, so that no peak is lost."""
     group = math.ceil(len(points) / _MOST_POINTS)
     if group <= 1:
         return list(points)
@@ -182,7 +206,7 @@ def thinned(points: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _steps(points: Sequence[tuple[int, int]], x: Axis, y: Axis) -> str:
-    """What is live stays so until the next instruction: a line of steps."""
+    """A path of steps, because bytes stay live until the next point."""
     path: list[str] = []
     for position, size in points:
         across, up = _WIDTH * x.share(position), _HEIGHT * (1 - y.share(size / 1e6))

@@ -1,20 +1,21 @@
 """The page as a whole: what was compared, the verdicts, and a card for each experiment."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import zip_longest
 
 from rich.text import Text
 
-from nnx_pipeline.lab.attribution import difference
-from nnx_pipeline.lab.attribution_view import beside_the_heap, grouped
-from nnx_pipeline.lab.compare import Outcome
-from nnx_pipeline.lab.compile import Measurement
+from nnx_pipeline.lab.attribution.result import difference
+from nnx_pipeline.lab.comparison.outcome import Outcome
+from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.page import tables
 from nnx_pipeline.lab.page.charts import Arm, role_bars, timeline
 from nnx_pipeline.lab.page.markup import Markup, element, joined
 from nnx_pipeline.lab.page.style import STYLE
-from nnx_pipeline.lab.report import (
+from nnx_pipeline.lab.report.memory_tables import beside_the_heap, grouped
+from nnx_pipeline.lab.report.tables import (
     COLUMNS,
     GEMM_NAMES,
     QUANTITIES,
@@ -26,7 +27,7 @@ from nnx_pipeline.lab.report import (
 )
 
 MOST_ROWS = 12  # of buffers; all of them are in the JSON
-NO_ATTRIBUTION = "This compiler gave no buffer assignment: what the bytes are is not known (–)."
+NO_ATTRIBUTION = "This compiler gave no buffer assignment: what the bytes hold is not known (–)."
 
 
 def outcomes_page(
@@ -34,23 +35,29 @@ def outcomes_page(
 ) -> str:
     """The report of `ab` or `compare` as one HTML file.
 
-    title: names model, mesh and platform. cublas: the same experiments with cuBLASLt's matrix
-    products, shown where they change something. command: what makes the page again, as given.
+    - `title`: the heading, which names model, mesh and platform.
+    - `outcomes`: the experiments.
+    - `cublas`: the same experiments with cuBLASLt's matrix products, shown where they change
+      something.
+    - `command`: the command line that makes the page again, as it was given.
     """
     measured = [m for outcome in (*outcomes, *cublas) for m in (outcome.a, outcome.b) if m]
     both = list(zip_longest(outcomes, cublas))
     summary = element("section", _summary(both), class_="card") if len(outcomes) > 1 else None
     cards = [_card(*pair) for pair in both]
     compared = [outcome.numerics for outcome in outcomes if outcome.numerics]
-    return _page(title, closing_lines(measured, compared), command, joined(summary, cards))
+    return _Page(title, closing_lines(measured, compared), command).around(joined(summary, cards))
 
 
 def measurement_page(
     title: str, *measured: Measurement, command: str = "", top: int = MOST_ROWS
 ) -> str:
-    """The report of one program as one HTML file, with the `top` largest buffers.
+    """The report of one program as one HTML file.
 
-    measured: the program with Triton's matrix products and with cuBLASLt's, or one of them.
+    - `title`: the heading, and the label of the program.
+    - `measured`: the program with Triton's matrix products and with cuBLASLt's, or one of them.
+    - `command`: the command line that makes the page again, as it was given.
+    - `top`: how many rows the lists of the largest buffers have.
     """
     arms: tables.Labelled = [("", title, measured[0])]
     if len(measured) > 1:
@@ -63,43 +70,56 @@ def measurement_page(
         _rest(arms),
         class_="card",
     )
-    return _page(title, closing_lines(measured), command, body)
+    return _Page(title, closing_lines(measured), command).around(body)
 
 
-def _page(title: str, notes: Sequence[Text], command: str, body: Markup) -> str:
-    """notes: the compiler and whatever else a reader has to know of the figures."""
-    now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-    header = element(
-        "header",
-        element("h1", title),
-        element("p", element("code", command), class_="quiet") if command else None,
-        [element("p", n.plain, class_="warning" if n.style else "quiet") for n in notes],
-    )
-    footer = element(
-        "footer",
-        element("p", f"MB are 10⁶ bytes per device; – is a figure that is not given. {now}"),
-    )
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("meta", name="color-scheme", content="light dark"),
-        element("link", rel="icon", href="data:,"),
-        element("title", title),
-        element("style", Markup(STYLE)),
-    )
-    page = element("html", head, element("body", header, element("main", body), footer), lang="en")
-    return f"<!DOCTYPE html>\n{page}\n"
+@dataclass(frozen=True)
+class _Page:
+    """The header and the footer that go around the body of a page.
+
+    - `title`: the heading.
+    - `notes`: the compiler and whatever else a reader has to know about the figures.
+    - `command`: the command line that made the page; "" leaves it out.
+    """
+
+    title: str
+    notes: Sequence[Text]
+    command: str
+
+    def around(self, body: Markup) -> str:
+        """The whole HTML document with this body."""
+        now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+        header = element(
+            "header",
+            element("h1", self.title),
+            element("p", element("code", self.command), class_="quiet") if self.command else None,
+            [element("p", n.plain, class_="warning" if n.style else "quiet") for n in self.notes],
+        )
+        footer = element(
+            "footer",
+            element("p", f"MB are 10⁶ bytes per device; – marks a figure that is not known. {now}"),
+        )
+        head = element(
+            "head",
+            element("meta", charset="utf-8"),
+            element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+            element("meta", name="color-scheme", content="light dark"),
+            element("link", rel="icon", href="data:,"),
+            element("title", self.title),
+            element("style", Markup(STYLE)),
+        )
+        page = element(
+            "html", head, element("body", header, element("main", body), footer), lang="en"
+        )
+        return f"<!DOCTYPE html>\n{page}\n"
 
 
 def _summary(both: Sequence[tuple[Outcome, Outcome | None]]) -> Markup:
     rows = []
     for outcome, other in both:
-        name = outcome.experiment.name
+        name = outcome.question.name
         link = element("a", name, href=f"#{name}")
-        rows.append(
-            ([link, " ", element("span", outcome.experiment.claim, class_="claim")], outcome)
-        )
+        rows.append(([link, " ", element("span", outcome.question.claim, class_="claim")], outcome))
         if other and differ_by_gemm(outcome, other):
             rows.append(
                 ([element("span", f"{name}, {GEMM_NAMES['cublas']}", class_="quiet")], other)
@@ -113,7 +133,7 @@ _VERDICT = ("verdict", "its b / a", *(f"{name}, MB" for name in QUANTITIES))
 
 
 def _verdict_and_memory(outcome: Outcome) -> tuple[Markup | str, ...]:
-    ratio = outcome.ratio(outcome.experiment.judged_by)
+    ratio = outcome.ratio(outcome.question.judged_by)
     return (
         _pill(outcome),
         "–" if ratio is None else f"{ratio:.3f}",
@@ -122,7 +142,7 @@ def _verdict_and_memory(outcome: Outcome) -> tuple[Markup | str, ...]:
 
 
 def _by_gemm(outcome: Outcome, other: Outcome | None) -> Markup | None:
-    """What NVIDIA's other kind of matrix product changes."""
+    """What changes with NVIDIA's other kind of matrix product; None if that was not measured."""
     if other is None:
         return None
     triton, cublas = GEMM_NAMES["triton"], GEMM_NAMES["cublas"]
@@ -145,20 +165,18 @@ def _pill(outcome: Outcome) -> Markup:
 
 
 def _card(outcome: Outcome, other: Outcome | None) -> Markup:
-    """One experiment: what differs, the verdict, and why."""
-    experiment = outcome.experiment
-    arms = [("a", experiment.a.label, outcome.a), ("b", experiment.b.label, outcome.b)]
+    """The card of one experiment: what differs, the verdict, and why."""
+    question = outcome.question
+    arms = [(key, *arm) for key, arm in zip("ab", outcome.arms, strict=True)]
     return element(
         "section",
         element(
             "header",
-            element("h2", experiment.name),
+            element("h2", question.name),
             _pill(outcome),
-            element("span", f"claim: {experiment.claim}", class_="claim")
-            if experiment.claim
-            else None,
+            element("span", f"claim: {question.claim}", class_="claim") if question.claim else None,
         ),
-        element("p", experiment.difference, class_="difference"),
+        element("p", question.difference, class_="difference"),
         _fields(outcome),
         element("p", outcome.note, class_="note") if outcome.note else None,
         _headline(arms),
@@ -168,12 +186,12 @@ def _card(outcome: Outcome, other: Outcome | None) -> Markup:
         _memory(arms, MOST_ROWS),
         _rest(arms) if outcome.a or outcome.b else None,
         class_="card",
-        id=experiment.name,
+        id=question.name,
     )
 
 
 def _fields(outcome: Outcome) -> list[Markup]:
-    """Config fields that the arms set differently."""
+    """A line for each config field that the arms set differently."""
     if not outcome.a or not outcome.b:
         return []
     return [
@@ -183,7 +201,7 @@ def _fields(outcome: Outcome) -> list[Markup]:
 
 
 def _headline(arms: tables.Labelled) -> Markup | None:
-    """The figures that people quote."""
+    """The main figures of the arms, in large print."""
     memories = [result.memory if result else None for _, _, result in arms]
     if not any(memories):
         return None
@@ -204,15 +222,17 @@ def _unit(values: Sequence[int | None]) -> Markup:
 
 
 def _memory(arms: tables.Labelled, top: int) -> Markup | None:
-    """What the heap is made of, in charts and buffer by buffer."""
+    """What the heap holds, as charts and as lists of buffers."""
     measured = [(key, label, result) for key, label, result in arms if result]
     if not measured:
         return None
+    # A program on its own has no letter; it is drawn in the colour of b.
     drawn = [Arm(k or "b", label, r.attribution) for k, label, r in measured if r.attribution]
     if not drawn:
         return element("p", NO_ATTRIBUTION, class_="quiet")
     named = [arm if len(arms) == 2 else arm._replace(label="this program") for arm in drawn]
-    moving = [arm for arm in named if arm.attribution.timeline]  # else nothing is ever held
+    # A program whose heap never holds anything has no timeline.
+    moving = [arm for arm in named if arm.attribution.timeline]
     lists = []
     if len(drawn) == 2:
         rows = difference(drawn[0].attribution, drawn[1].attribution)

@@ -1,4 +1,4 @@
-"""HTML from Python: elements of elements, every text escaped on the way."""
+"""HTML built from nested calls of Python functions, with every text escaped."""
 
 import html
 from typing import Any
@@ -7,17 +7,18 @@ _VOID = {"meta", "link", "rect", "path", "line"}
 
 
 class Markup(str):
-    """Text that is HTML already, and is not escaped again."""
+    """Text that is HTML already and is not escaped again."""
 
     __slots__ = ()
 
 
 def element(name: str, /, *content: Any, **attributes: Any) -> Markup:
-    """`<name attributes>content</name>`.
+    """The HTML element `<name attributes>content</name>`.
 
-    content: elements, lists of them, texts (escaped), or None, which is left out. attributes: an
-    underscore stands for a hyphen and one at the end is dropped (`class_`, `aria_label`); None
-    leaves an attribute out, True gives it no value.
+    - `name`: the tag; those of `_VOID` have no content.
+    - `content`: elements, lists of them, texts, which are escaped, or None, which is left out.
+    - `attributes`: an underscore in a name stands for a hyphen and one at the end is dropped
+      (`class_`, `aria_label`). None or False leaves an attribute out, True gives it no value.
     """
     begin = f"<{name}{''.join(_attribute(*pair) for pair in attributes.items())}>"
     if name in _VOID:
@@ -26,7 +27,7 @@ def element(name: str, /, *content: Any, **attributes: Any) -> Markup:
 
 
 def joined(*content: Any) -> Markup:
-    """The content of an element, without the element."""
+    """HTML of the same content as that of `element`, without an element around it."""
     return Markup("".join(_text(part) for part in content))
 
 

@@ -1,4 +1,4 @@
-"""The style of a page: light and dark as the reader has it, from 320 px to paper."""
+"""The style sheet of a page: light or dark as the reader chose, from 320 px to paper."""
 
 STYLE = """
 :root { color-scheme: light dark;

@@ -1,21 +1,21 @@
-"""The tables of a page."""
+"""The tables of an HTML page."""
 
 import json
 from collections.abc import Sequence
 from typing import Any
 
-from nnx_pipeline.lab.account_view import OTHER_ROWS, account_rows
-from nnx_pipeline.lab.attribution import Buffer, BufferDifference
-from nnx_pipeline.lab.attribution_view import short_operation, short_source
-from nnx_pipeline.lab.colours import role_colour
-from nnx_pipeline.lab.compile import Measurement
+from nnx_pipeline.lab.attribution.result import Buffer, BufferDifference
+from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.page.charts import Arm, roles_of
 from nnx_pipeline.lab.page.markup import Markup, element, joined
-from nnx_pipeline.lab.report import megabytes, teraflops
+from nnx_pipeline.lab.report.account_table import OTHER_ROWS, account_rows
+from nnx_pipeline.lab.report.colours import role_colour
+from nnx_pipeline.lab.report.memory_tables import short_operation, short_source
+from nnx_pipeline.lab.report.tables import megabytes, teraflops
 
 DASH = "–"
-_SMALLEST = 0.05e6  # bytes that are not 0.0 MB
-Labelled = Sequence[tuple[str, str, Measurement | None]]  # the letter, the label, the figures
+_SMALLEST = 0.05e6  # bytes; anything less is shown as 0.0 MB
+Labelled = Sequence[tuple[str, str, Measurement | None]]  # letter, label and figures of each arm
 
 
 def table(
@@ -26,9 +26,13 @@ def table(
     numbers: int,
     narrow: bool = False,
 ) -> Markup:
-    """Rows of cells, of which the last `numbers` are figures; the first cell heads its row.
+    """An HTML table whose first cell of each row is the heading of the row.
 
-    narrow: the table fits a phone as it is; another one becomes a list of its rows there.
+    - `caption`: the title above the table; None for none.
+    - `head`: the heading of each column.
+    - `rows`: the cells of each row, as for `element`.
+    - `numbers`: how many columns at the end hold figures.
+    - `narrow`: whether the table fits a phone as it is; any other becomes a list of its rows there.
     """
     first = len(head) - numbers
 
@@ -56,17 +60,18 @@ def table(
 
 
 def change(before: float | None, after: float | None) -> Markup | str:
-    """By how many MB the second is larger, with its sign; a dash without both."""
+    """By how many MB the second of two sizes in bytes is larger; a dash if one is missing."""
     if before is None or after is None:
         return DASH
     words = f"{(after - before) / 1e6:+,.1f}"
+    # A difference that rounds to nothing has neither a sign nor a colour.
     if words.strip("+-0.,") == "":
         return "0.0"
     return element("span", words.replace("-", "−"), class_="more" if after > before else "less")
 
 
 def roles_table(arms: Sequence[Arm]) -> Markup:
-    """The legend of the bars, with the figures that they show."""
+    """The legend of the bars, with the MB of each role."""
     sizes = [arm.attribution.by_role() for arm in arms]
     rows = []
     for role in roles_of(arms):
@@ -81,6 +86,7 @@ def roles_table(arms: Sequence[Arm]) -> Markup:
 
 
 def swatch(role: str) -> Markup:
+    """A small square in the colour of a role."""
     return element(
         "span", class_="swatch", style=f"background:{role_colour(role)}", aria_hidden="true"
     )
@@ -97,7 +103,7 @@ def what(shape: str, source: str | None, operation: str) -> list[Markup]:
 
 
 def buffers_table(caption: str, groups: Sequence[Sequence[Buffer]]) -> Markup:
-    """The largest buffers at the peak, those that read the same as one row."""
+    """A table of the largest buffers at the peak; buffers that read the same share a row."""
     rows = []
     for buffer, *more in groups:
         size = sum(one.bytes for one in (buffer, *more))
@@ -114,7 +120,7 @@ def buffers_table(caption: str, groups: Sequence[Sequence[Buffer]]) -> Markup:
 
 
 def differences_table(caption: str, rows: Sequence[BufferDifference]) -> Markup:
-    """Buffer by buffer, largest change first."""
+    """A table of what changed, buffer by buffer, largest change first."""
     cells = [
         (
             what(row.shape, row.source, row.operation),
@@ -129,7 +135,7 @@ def differences_table(caption: str, rows: Sequence[BufferDifference]) -> Markup:
 
 
 def account_table(arms: Labelled) -> Markup:
-    """What each program holds in the memory of a device; the last row is the sum of the others."""
+    """What each program holds in device memory; the last row is the sum."""
     known = [account_rows(result) if result else None for _, _, result in arms]
     labels = dict.fromkeys(label for rows in known if rows for label, _ in rows)
     total = next(label for label in reversed(labels))
@@ -151,7 +157,7 @@ def account_table(arms: Labelled) -> Markup:
 
 
 def figures_table(arms: Labelled) -> Markup:
-    """Everything else the compiler says of each arm."""
+    """Everything else that the compiler reports of each arm."""
     results = [result for _, _, result in arms]
     rows: list[list[Any]] = []
     for label, field in OTHER_ROWS:
@@ -184,7 +190,7 @@ def _traffic(result: Measurement | None, name: str) -> str:
 
 
 def config_table(arms: Labelled) -> Markup:
-    """Each field of the config once, and twice where the arms differ."""
+    """The value of each field of the config, or both values where the arms differ."""
     known = [(letter, flat(result.config)) for letter, _, result in arms if result]
     keys = dict.fromkeys(key for _, fields in known for key in fields)
     rows = []
@@ -195,7 +201,7 @@ def config_table(arms: Labelled) -> Markup:
 
 
 def changed_fields(a: Measurement, b: Measurement) -> list[tuple[str, str, str]]:
-    """Fields of the config that the arms set differently."""
+    """The fields of the config that the arms set differently, each with both values as text."""
     one, other = flat(a.config), flat(b.config)
     return [
         (key, _plain(one.get(key)), _plain(other.get(key)))
@@ -205,7 +211,7 @@ def changed_fields(a: Measurement, b: Measurement) -> list[tuple[str, str, str]]
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested fields under dotted names."""
+    """The nested fields of a config in one dict, under dotted names."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         inner = flat(value, f"{prefix}{key}.") if isinstance(value, dict) else None

@@ -1,13 +1,13 @@
-"""The account of a device's memory as a table, and what is to be known of its figures."""
+"""The account of a device's memory as a table, with remarks on its figures."""
 
 from collections.abc import Sequence
 
 from rich.table import Table
 from rich.text import Text
 
-from nnx_pipeline.lab.account import ROWS
-from nnx_pipeline.lab.attribution_view import megabytes
-from nnx_pipeline.lab.compile import Measurement
+from nnx_pipeline.lab.attribution.account import ROWS
+from nnx_pipeline.lab.compile.measure import Measurement
+from nnx_pipeline.lab.report.memory_tables import megabytes
 
 TOTAL = "the account: what must fit"
 OTHER_ROWS = (  # figures of `Memory` that are no part of the account
@@ -21,18 +21,21 @@ OTHER_ROWS = (  # figures of `Memory` that are no part of the account
 
 
 def account_rows(measurement: Measurement) -> list[tuple[str, int | None]]:
-    """The parts of the account, their sum last; what starts with spaces is of the row above it."""
+    """Label and bytes of each part of the account, with their sum last.
+
+    A label that starts with spaces is for bytes that are part of the row above it.
+    """
     account = measurement.account
     rows: list[tuple[str, int | None]] = []
     for label, size in account.rows().items():
         rows.append((label, size))
         if label == ROWS["output_bytes"] and account.scratch_bytes:
-            rows.append(("  of these, temporaries before the result", account.scratch_bytes))
+            rows.append(("  of these, used by temporaries first", account.scratch_bytes))
     return [*rows, (TOTAL, account.total_bytes)]
 
 
 def account_table(measurement: Measurement) -> Table:
-    """What the program holds in the memory of a device."""
+    """What the program holds in device memory, in MB, with the sum in the last row."""
     table = Table(title="memory per device", title_justify="left")
     table.add_column("", overflow="fold")
     table.add_column("MB", justify="right", no_wrap=True)
@@ -45,14 +48,14 @@ def account_table(measurement: Measurement) -> Table:
 
 
 def blind_spots(measured: Sequence[Measurement]) -> list[Text]:
-    """What a figure counts that one would not think, and where two reports disagree."""
+    """Remarks on what a figure counts unexpectedly, and on where two reports disagree."""
     lines = []
     on_chip = [one.account.on_chip_bytes for one in measured if one.account.on_chip_bytes]
     if on_chip:
         lines.append(
             Text(
-                f"peak counts the on-chip memory of a TPU too, here up to {megabytes(max(on_chip))}"
-                " MB; program code counts the constants"
+                "peak includes the on-chip memory of a TPU, here up to "
+                f"{megabytes(max(on_chip))} MB; program code includes the constants"
             )
         )
     notes = dict.fromkeys(note for one in measured for note in one.account.notes)

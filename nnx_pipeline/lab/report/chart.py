@@ -1,26 +1,27 @@
-"""What memory holds, as a picture for a pull request; matplotlib is imported only for one."""
+"""What memory holds, as a bar chart for a pull request, for instance.
+
+matplotlib is imported only when a chart is drawn.
+"""
 
 import textwrap
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
-from nnx_pipeline.lab.arms import Quantity
-from nnx_pipeline.lab.attribution_view import megabytes
-from nnx_pipeline.lab.colours import role_colour
-from nnx_pipeline.lab.compare import NAMES, NOT_APPLICABLE, Outcome
-from nnx_pipeline.lab.compile import Measurement
-from nnx_pipeline.lab.report import GEMM_NAMES, compiler, differ_by_gemm, verdict_words
-from nnx_pipeline.pipeline.picture import ink_on
+from nnx_pipeline.figures import ink_on
+from nnx_pipeline.lab.comparison.outcome import NAMES, NOT_APPLICABLE, Outcome, Quantity
+from nnx_pipeline.lab.compile.measure import Measurement
+from nnx_pipeline.lab.report.colours import role_colour
+from nnx_pipeline.lab.report.memory_tables import megabytes
+from nnx_pipeline.lab.report.tables import GEMM_NAMES, compiler, differ_by_gemm, verdict_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.text import Text
 
-_WIDTH = 10.0  # inches, at 150 points to the inch 1500 pixels
-_LETTER = 0.075  # inches that a letter of 9 points takes on average
-_BAR, _GAP = 0.62, 0.55  # height of a bar, and the space between experiments, in rows
+_WIDTH = 10.0  # inches; 1500 pixels at 150 dots per inch
+_LETTER = 0.075  # inches; average width of a letter of 9 points
+_BAR, _GAP = 0.62, 0.55  # height of a bar and space between experiments, in rows
 
 
 _HEAP = "heap of device memory at its peak"
@@ -28,9 +29,11 @@ _ACCOUNT = "device memory of the account: arguments, outputs, constants and heap
 
 
 class Bar(NamedTuple):
-    """A bar of the chart; sizes are the bytes of its pieces, None is a dash.
+    """A bar of the chart.
 
-    group: the experiment that it belongs to.
+    - `group`: the heading of the experiment that it belongs to.
+    - `label`: what stands beside the bar.
+    - `sizes`: bytes of each of its pieces, by role; None is drawn as a dash.
     """
 
     group: str
@@ -43,10 +46,14 @@ def outcomes_chart(
 ) -> "Figure":
     """Two bars per experiment, arm a above arm b, all on one scale.
 
-    The bars are of the heap, or of the account where every verdict is about that. cublas: the same
-    with cuBLASLt's matrix products; two more bars where they change something.
+    - `title`: what stands above the chart.
+    - `outcomes`: the experiments.
+    - `cublas`: the same experiments with cuBLASLt's matrix products, which get two more bars where
+      they change something.
+
+    The bars show the heap, or the account where every verdict is about that.
     """
-    judged = {outcome.experiment.judged_by for outcome in outcomes}
+    judged = {outcome.question.judged_by for outcome in outcomes}
     drawn: Quantity = "account" if judged == {"account"} else "heap"
     bars: list[Bar] = []
     for outcome, other in zip_longest(outcomes, cublas):
@@ -61,13 +68,17 @@ def outcomes_chart(
 
 def _bars(outcome: Outcome, heading: str, more: str, drawn: Quantity) -> list[Bar]:
     return [
-        Bar(heading, f"{key}: {arm.label}{more}", pieces(result, drawn) if result else None)
-        for key, (arm, result) in zip("ab", outcome.arms, strict=True)
+        Bar(heading, f"{key}: {label}{more}", pieces(result, drawn) if result else None)
+        for key, (label, result) in zip("ab", outcome.arms, strict=True)
     ]
 
 
 def pieces(result: Measurement, drawn: Quantity) -> dict[str, int] | None:
-    """Bytes by role; for the account those of arguments, outputs and constants too."""
+    """Bytes by role of what a bar shows; None where the compiler wrote no buffer assignment.
+
+    - `result`: the measured program.
+    - `drawn`: `heap`, or `account`, which adds arguments, outputs and constants.
+    """
     if result.attribution is None:
         return None
     heap = result.attribution.by_role()
@@ -84,7 +95,7 @@ def pieces(result: Measurement, drawn: Quantity) -> dict[str, int] | None:
 
 
 def program_chart(title: str, *measured: Measurement) -> "Figure":
-    """One bar for each kind of matrix product that was measured: its heap."""
+    """A chart of the heap, with one bar for each kind of matrix product that was measured."""
     bars = [
         Bar("", GEMM_NAMES[one.gemm] if one.gemm and len(measured) > 1 else "", pieces(one, "heap"))
         for one in measured
@@ -93,12 +104,14 @@ def program_chart(title: str, *measured: Measurement) -> "Figure":
 
 
 def group_heading(outcome: Outcome, drawn: Quantity, more: str = "") -> str:
-    """The verdict with the figures that it is about, and what the bars show if that is another.
+    """The verdict with the figures that it is about, and what the bars say if they show others.
 
-    more: to be said after the name.
+    - `outcome`: the experiment.
+    - `drawn`: the figure that the bars show.
+    - `more`: a text to put after the experiment's name.
     """
-    judged = outcome.experiment.judged_by
-    words = f"{outcome.experiment.name}{more}: {verdict_words(outcome)}"
+    judged = outcome.question.judged_by
+    words = f"{outcome.question.name}{more}: {verdict_words(outcome)}"
     if outcome.verdict == NOT_APPLICABLE:
         return words
     words += f", {' → '.join(map(megabytes, outcome.bytes_of(judged)))} MB"
@@ -110,7 +123,13 @@ def group_heading(outcome: Outcome, drawn: Quantity, more: str = "") -> str:
 
 
 def make_chart(title: str, bars: Sequence[Bar], small_print: str, what: str) -> "Figure":
-    """Horizontal bars in pieces, each with its total, and a legend below. what: they show."""
+    """A chart of horizontal bars in pieces, each with its total, and a legend below.
+
+    - `title`: what stands above the chart.
+    - `bars`: from top to bottom; bars of one group follow each other.
+    - `small_print`: the compiler, named above the legend.
+    - `what`: what the bars show, for the axis.
+    """
     from matplotlib.figure import Figure
 
     sums = totals(bars)
@@ -125,6 +144,7 @@ def make_chart(title: str, bars: Sequence[Bar], small_print: str, what: str) -> 
     places = _places(bars)
     largest = max((sum(bar.sizes.values()) for bar in bars if bar.sizes), default=0) / 1e6
     axes.set_xlim(0, largest * 1.1 or 1)
+    # From the last bar up to the first, so that the first one is at the top.
     axes.set_ylim(places[-1] + 0.5, places[0] - 0.5 - bool(bars[0].group) * _GAP)
     axes.set_yticks(places, [bar.label for bar in bars], fontsize=9)
     axes.set_xlabel(f"{what}, MB (10⁶ bytes) per device", fontsize=9)
@@ -148,7 +168,7 @@ def make_chart(title: str, bars: Sequence[Bar], small_print: str, what: str) -> 
 
 
 def totals(bars: Sequence[Bar]) -> dict[str, int]:
-    """Bytes of each piece that any bar has, all bars together, largest first."""
+    """Bytes of each role over all bars, largest first; roles without bytes are left out."""
     sums: dict[str, int] = {}
     for bar in bars:
         for role, size in (bar.sizes or {}).items():
@@ -157,7 +177,7 @@ def totals(bars: Sequence[Bar]) -> dict[str, int]:
 
 
 def _places(bars: Sequence[Bar]) -> list[float]:
-    """Where the middle of each bar stands; a gap before each experiment but the first."""
+    """The vertical position of each bar, with a gap before each experiment but the first."""
     places, at = [], 0.0
     for index, bar in enumerate(bars):
         if index:
@@ -177,6 +197,7 @@ def _draw(axes: "Axes", place: float, bar: Bar, order: Sequence[str]) -> None:
         colour = role_colour(role)
         axes.barh(place, size, _BAR, at, color=colour, edgecolor="white", linewidth=0.8)
         words = megabytes(sizes.get(role, 0))
+        # Only a piece that is wide enough for its figure gets one.
         if size / whole > 0.011 * len(words):
             ink = ink_on(colour)
             axes.text(at + size / 2, place, words, ha="center", va="center", fontsize=8, color=ink)
@@ -185,7 +206,7 @@ def _draw(axes: "Axes", place: float, bar: Bar, order: Sequence[str]) -> None:
     axes.text(at, place, total, va="center", fontsize=9, fontweight="bold")
 
 
-def _legend(figure: "Figure", sums: dict[str, int], small_print: str) -> "Text | None":
+def _legend(figure: "Figure", sums: dict[str, int], small_print: str) -> None:
     from matplotlib.patches import Patch
 
     handles = [Patch(facecolor=role_colour(role), label=role) for role in sums]
@@ -200,4 +221,3 @@ def _legend(figure: "Figure", sums: dict[str, int], small_print: str) -> "Text |
             title_fontsize=8,
             alignment="left",
         )
-    return None

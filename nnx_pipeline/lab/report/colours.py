@@ -1,7 +1,8 @@
-"""The colours of roles and arms, the same on a page and in a picture."""
+"""The colours of the roles of buffers, the same on an HTML page and in a picture."""
 
-# Of Okabe and Ito, who chose colours that colour-blind readers tell apart, then kin of them; what
-# is no value of the program is grey. What often stands side by side is far apart.
+# The colours of Okabe and Ito, which colour-blind readers can tell apart, and related ones; roles
+# that are no value of the program are grey. Roles that are often side by side have colours that are
+# far apart.
 ROLE_COLOURS = {
     "activation": "#56b4e9",
     "saved residual": "#d55e00",

@@ -1,4 +1,4 @@
-"""Tables of what the heap holds at its peak, and of what changed in it."""
+"""Tables of what the heap holds at its peak, and of how that differs between two programs."""
 
 import re
 from collections import defaultdict
@@ -9,12 +9,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from nnx_pipeline.lab.attribution import Attribution, Buffer, BufferDifference
+from nnx_pipeline.lab.attribution.result import Attribution, Buffer, BufferDifference
 
-TOP = 5  # rows of a difference below an A/B
-SMALLEST = 10_000  # bytes of a row beside the heap
+TOP = 5  # rows of the table of differences below an A/B comparison
+SMALLEST = 10_000  # bytes from which a buffer outside the heap is shown
 
-# Parts of a path of operations that say only that something was called, in a loop or under vmap.
+# Parts of an operation's path (JAX's op_name) that only say that something was called, in a loop or
+# under vmap.
 _NO_WORK = re.compile(
     r"jit\(\w+\)|\w*\(?jvp\(\)\)?|while|body|closed_call|eval_jaxpr|checkpoint|vmap\(\)"
 )
@@ -26,7 +27,12 @@ def megabytes(value: float | None) -> str:
 
 
 def memory_view(title: str, attribution: Attribution, *, top: int) -> RenderableType:
-    """The largest buffers at the peak, the totals by role, and where in the schedule it is."""
+    """The largest buffers at the peak, the totals by role, and where in the schedule the peak is.
+
+    - `title`: the first line.
+    - `attribution`: what the heap holds.
+    - `top`: the most rows that a list of buffers has; the others are summed in one row.
+    """
     heap = attribution.heap_bytes
     groups = grouped(attribution.buffers)
     table = Table(title="the heap of device memory at its peak", title_justify="left")
@@ -51,7 +57,11 @@ def memory_view(title: str, attribution: Attribution, *, top: int) -> Renderable
 def difference_view(
     title: str, rows: Sequence[BufferDifference], *, top: int = TOP
 ) -> RenderableType:
-    """The largest changes from a to b."""
+    """A table of the largest changes from a to b.
+
+    - `rows`: the changes, largest first, as `attribution.result.difference` gives them.
+    - `top`: the most rows that are shown; the others are summed in one row.
+    """
     table = Table(title=title, title_justify="left")
     for column in ("a MB", "b MB", "b − a"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -72,7 +82,11 @@ def difference_view(
 
 
 def short_operation(operation: str) -> str:
-    """`backward, recomputed: exp` of a path of operations; the name of an argument as it is."""
+    """A short name of an operation, such as `backward, recomputed: exp`.
+
+    - `operation`: JAX's op_name, a path of operations; anything else, such as the name of an
+      argument, is returned as it is.
+    """
     if not operation.startswith("jit("):
         return operation
     parts = [part for part in _parts(operation) if not _NO_WORK.fullmatch(part)]
@@ -81,29 +95,32 @@ def short_operation(operation: str) -> str:
     if "rematted_computation" in parts:
         when.append("recomputed")
     last = parts[-1] if parts and parts[-1] != "rematted_computation" else "loop"
-    if joined := re.fullmatch(r"\((.*?)(:.*)?\)", last):  # one for several, as in (a/b:c)
+    if joined := re.fullmatch(r"\((.*?)(:.*)?\)", last):  # one name for several operations: (a/b:c)
         last = joined[1].rpartition("/")[2]
     return f"{', '.join(when)}: {last}" if when else last
 
 
 def _parts(operation: str) -> list[str]:
-    """Between the slashes that stand in no bracket."""
+    """The parts of a path of operations, split at the slashes outside brackets."""
     return re.split(r"/(?![^(]*\))", operation)
 
 
 def short_source(source: str | None) -> str:
-    """The file from the current directory on, or its last three parts; a dash without one."""
+    """The last three parts of a file's path from the current directory or the root, and the line.
+
+    - `source`: as in `path/file.py:123`; None gives a dash.
+    """
     if source is None:
         return "–"
     path, _, line = source.rpartition(":")
     file = Path(path)
     if file.is_relative_to(Path.cwd()):
-        return f"{file.relative_to(Path.cwd())}:{line}"
+        file = file.relative_to(Path.cwd())
     return f"{Path(*file.parts[-3:])}:{line}"
 
 
 def grouped(buffers: Sequence[Buffer]) -> list[list[Buffer]]:
-    """Rows that read the same, as one; the largest sum first."""
+    """The buffers in groups that would read the same in a table, largest sum first."""
     groups: dict[tuple[str | None, ...], list[Buffer]] = defaultdict(list)
     for buffer in buffers:
         what = buffer.shape or ("" if buffer.source else buffer.name)
@@ -117,7 +134,7 @@ def _add_columns(table: Table) -> None:
 
 
 def _beside(attribution: Attribution, top: int) -> list[Table]:
-    """What a device holds that is neither argument nor result nor heap, by line of source."""
+    """Tables of what a device holds besides arguments, results and heap, by line of source."""
     tables = []
     for title, buffers in beside_the_heap(attribution):
         groups = grouped(buffers)
@@ -135,11 +152,14 @@ def _beside(attribution: Attribution, top: int) -> list[Table]:
 
 
 def beside_the_heap(attribution: Attribution) -> list[tuple[str, list[Buffer]]]:
-    """Constants, and temporaries in the place of outputs; small ones are in the JSON alone."""
+    """Constants, and temporaries in the place of outputs, each with the title of its table.
+
+    Buffers of less than `SMALLEST` bytes are left out; the JSON has them.
+    """
     found = []
     for title, buffers in (
-        ("Constants, beside the heap", attribution.constants),
-        ("Temporaries where a result will be, beside the heap", attribution.in_outputs),
+        ("Constants, outside the heap", attribution.constants),
+        ("Temporaries in the memory of outputs, outside the heap", attribution.in_outputs),
     ):
         if large := [buffer for buffer in buffers if buffer.bytes >= SMALLEST]:
             found.append((title, large))
@@ -152,7 +172,7 @@ def _add(table: Table, group: list[Buffer], heap: int) -> None:
 
 
 def _what(group: list[Buffer]) -> tuple[str, ...]:
-    """How many there are, and what they are."""
+    """The cells that say how many buffers a group has, and what they are."""
     buffer = group[0]
     return (
         str(len(group)) if len(group) > 1 else "",
@@ -176,7 +196,7 @@ def _roles(attribution: Attribution) -> Table:
 
 
 def _totals(attribution: Attribution) -> Table:
-    """From the heap to temp."""
+    """A table of what adds up from the heap to temp."""
     table = Table(title="heap to temp", title_justify="left", show_header=False)
     table.add_column("", no_wrap=True)
     table.add_column("MB", justify="right", no_wrap=True)
@@ -200,7 +220,7 @@ def _peak(attribution: Attribution) -> Text:
 
 
 def _without_source(attribution: Attribution) -> str:
-    """What has no line: the space between buffers has none by its nature."""
+    """The share of each role without a source line; space between buffers never has one."""
     sizes: dict[str, int] = defaultdict(int)
     for buffer in attribution.buffers:
         if not buffer.source:
@@ -215,7 +235,7 @@ def _signed(size: int) -> str:
 
 
 def _size(size: int) -> str:
-    """MB, with three decimals below one."""
+    """Bytes as MB, with three decimals below one MB."""
     return megabytes(size) if size >= 1e6 or size == 0 else f"{size / 1e6:.3f}"
 
 

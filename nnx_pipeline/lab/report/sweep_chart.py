@@ -1,21 +1,26 @@
-"""A sweep as a picture: each figure against the value, with its fitted line."""
+"""A sweep as a picture: each figure against the swept value, with its fitted line."""
 
 import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from nnx_pipeline.lab.report import compiler
-from nnx_pipeline.lab.sweep import Point, Sweep
+from nnx_pipeline.lab.comparison.sweep import Point, Sweep
+from nnx_pipeline.lab.report.tables import compiler
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-ARM_COLOURS = ("#b04f0a", "#1560b8")  # of arms a and b, as on a page
+ARM_COLOURS = ("#b04f0a", "#1560b8")  # of arms a and b, as on an HTML page
 
 
 class Panel(NamedTuple):
-    """One figure of the sweep, divided by `unit` to be drawn."""
+    """One panel of the chart, for one figure of the sweep.
+
+    - `figure`: its name in `comparison.sweep.FIGURES`.
+    - `title`: what stands above the panel, with the unit.
+    - `unit`: what the figure is divided by before it is drawn.
+    """
 
     figure: str
     title: str
@@ -31,7 +36,7 @@ PANELS = (
 
 
 def sweep_chart(title: str, sweep: Sweep) -> "Figure":
-    """A panel per figure, per device; a dashed line is the fit, its slope stands in the legend."""
+    """One panel per figure, per device; a dashed line is the fit, with its slope in the legend."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10.0, 6.4), layout="constrained")
@@ -68,7 +73,7 @@ def _draw(axes: "Axes", panel: Panel, sweep: Sweep) -> None:
 
 
 def _places(points: Sequence[Point]) -> list[float]:
-    """Where each value stands; what is no number stands side by side, in order."""
+    """The x position of each value; values that are not all numbers are spaced evenly, in order."""
     values = [point.value for point in points]
     numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
     return list(map(float, values)) if numbers else [float(at) for at in range(len(values))]

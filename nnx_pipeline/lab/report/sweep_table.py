@@ -5,16 +5,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from nnx_pipeline.lab.attribution_view import megabytes
-from nnx_pipeline.lab.report import closing_lines
-from nnx_pipeline.lab.sweep import Fit, Point, Sweep
+from nnx_pipeline.lab.comparison.sweep import Fit, Point, Sweep
+from nnx_pipeline.lab.report.memory_tables import megabytes
+from nnx_pipeline.lab.report.tables import closing_lines
 
 BYTES = ("temp_bytes", "heap_bytes", "peak_bytes", "account_bytes")
 COLUMNS = ("temp MB", "heap MB", "peak MB", "account MB", "GFLOP", "compile s")
 
 
 def sweep_view(title: str, sweep: Sweep) -> RenderableType:
-    """One line per program, and under each arm the slope of each figure with its r²."""
+    """A table per arm: one line per program, then the slope of each figure and its r²."""
     parts: list[RenderableType] = [Text(title, style="italic")]
     for label, points in sweep.arms:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)

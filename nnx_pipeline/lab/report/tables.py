@@ -1,4 +1,4 @@
-"""Tables for the terminal, and results as JSON."""
+"""Shows results as tables for the terminal, and writes them as JSON."""
 
 import contextlib
 import json
@@ -15,16 +15,15 @@ from rich.text import Text
 
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.files import write_text
-from nnx_pipeline.lab.account_view import OTHER_ROWS, account_table, blind_spots
-from nnx_pipeline.lab.arms import Quantity
-from nnx_pipeline.lab.attribution_view import difference_view, megabytes
-from nnx_pipeline.lab.compare import NAMES, NOT_APPLICABLE, Outcome
-from nnx_pipeline.lab.compile import Measurement
-from nnx_pipeline.lab.numerics import Numerics
-from nnx_pipeline.lab.unread_view import unread_lines
+from nnx_pipeline.lab.comparison.numerics import Numerics
+from nnx_pipeline.lab.comparison.outcome import NAMES, NOT_APPLICABLE, Outcome, Quantity
+from nnx_pipeline.lab.compile.measure import Measurement
+from nnx_pipeline.lab.report.account_table import OTHER_ROWS, account_table, blind_spots
+from nnx_pipeline.lab.report.memory_tables import difference_view, megabytes
+from nnx_pipeline.lab.report.unread import unread_lines
 
 CPU_WARNING = (
-    "CPU figures mislead: remat can raise them, and the peak leaves out what a loop works in. "
+    "CPU figures mislead: remat can raise them, and the peak leaves out the temporaries of a loop. "
     "Compare on a TPU or NVIDIA platform."
 )
 TOO_LARGE = " ✗"
@@ -32,19 +31,24 @@ GEMM_NAMES = {"triton": "Triton", "cublas": "cuBLASLt"}
 SAME_MEMORY = Text(f"matrix products by {GEMM_NAMES['cublas']}: the same memory")
 QUANTITIES: tuple[Quantity, ...] = ("temp", "heap", "account")
 COLUMNS = ("temp", "heap", "peak", "account")  # of a table of arms
-_FIGURE = len("account MB")  # letters of its columns
+_FIGURE = len("account MB")  # width of a column of figures, in letters
 _KEY = "  {}:"  # before the label of an arm
 _KEY_WIDTH = len(_KEY.format("a"))
 
 
 def compiler(measurement: Measurement) -> str:
-    """Names the compiler and the packages it came from."""
+    """The name of the platform, with the versions of the packages that its compiler is from."""
     versions = ", ".join(f"{name} {value}" for name, value in measurement.versions.items() if value)
     return f"{measurement.platform} ({versions})"
 
 
 def measurement_view(title: str, measurement: Measurement, *, hint: bool = True) -> RenderableType:
-    """What one training step costs. hint: whether to name the option for both matrix products."""
+    """What one program costs: memory, collectives, matrix products, and notes.
+
+    - `title`: the first line.
+    - `measurement`: the program, such as a training step.
+    - `hint`: whether to name the option that shows both kinds of matrix product.
+    """
     memory = account_table(measurement)
     memory.add_section()
     for label, field in OTHER_ROWS:
@@ -73,13 +77,18 @@ def measurement_view(title: str, measurement: Measurement, *, hint: bool = True)
 
 
 def account_view(measurement: Measurement) -> RenderableType:
-    """The account alone, with what is to be known of it."""
+    """The account alone, with remarks on its figures."""
     told = [*blind_spots([measurement]), *_too_large([measurement])]
     return Group(account_table(measurement), *told)
 
 
 def outcomes_view(title: str, outcomes: Sequence[Outcome], *, hint: bool = True) -> RenderableType:
-    """One experiment after the other: the verdict, then arm under arm. hint: as above."""
+    """One experiment after the other: the verdict, then the figures of both arms.
+
+    - `title`: the first line.
+    - `outcomes`: the experiments.
+    - `hint`: as for `measurement_view`.
+    """
     labels = [label for outcome in outcomes for label, _ in _arms(outcome)]
     letters = max(map(len, labels), default=0)
     parts: list[RenderableType] = [Text(title, style="italic"), _Rows([], letters)]
@@ -89,12 +98,12 @@ def outcomes_view(title: str, outcomes: Sequence[Outcome], *, hint: bool = True)
             for label, result in _arms(outcome)
         ]
         parts += [Text(heading(outcome), style="bold"), _Rows(rows, letters)]
-    notes = [Text(f"{o.experiment.name}: {o.note}", style="yellow") for o in outcomes if o.note]
+    notes = [Text(f"{o.question.name}: {o.note}", style="yellow") for o in outcomes if o.note]
     measured = [m for o in outcomes for m in (o.a, o.b) if m]
     notes += closing_lines(measured, [o.numerics for o in outcomes if o.numerics], hint=hint)
     changes = [
         difference_view(
-            f"{outcome.experiment.name}: what differs at the peak of the heap", outcome.buffers
+            f"{outcome.question.name}: what differs at the peak of the heap", outcome.buffers
         )
         for outcome in outcomes
         if outcome.buffers
@@ -104,9 +113,11 @@ def outcomes_view(title: str, outcomes: Sequence[Outcome], *, hint: bool = True)
 
 @dataclass(frozen=True)
 class _Rows:
-    """Labels and figures without lines, or the heads; those of all experiments stand in columns.
+    """Labels and figures of the arms, aligned in the same columns for all experiments.
 
-    letters: of the longest label. One that is longer than there is room takes several lines.
+    - `rows`: label and bytes of each arm, by `COLUMNS`; without rows the heads are shown.
+    - `letters`: the length of the longest label. A label too long for the room that there is takes
+      several lines.
     """
 
     rows: Sequence[tuple[str, Sequence[int | None]]]
@@ -128,15 +139,15 @@ class _Rows:
 
 def _arms(outcome: Outcome) -> list[tuple[str, Measurement | None]]:
     return [
-        (f"{arm.label}{TOO_LARGE if _exceeds(result) else ''}", result)
-        for arm, result in outcome.arms
+        (f"{label}{TOO_LARGE if _exceeds(result) else ''}", result)
+        for label, result in outcome.arms
     ]
 
 
 def heading(outcome: Outcome) -> str:
-    """Name and claim, the verdict with what it is about, and whether the numbers are the same."""
+    """Name and claim, the verdict and its figure, and whether both arms compute the same."""
     told = verdict_words(outcome)
-    ratio = outcome.ratio(outcome.experiment.judged_by)
+    ratio = outcome.ratio(outcome.question.judged_by)
     if ratio is not None:
         told += f", b/a {ratio:.3f}"
     if outcome.numerics:
@@ -145,17 +156,20 @@ def heading(outcome: Outcome) -> str:
 
 
 def verdict_words(outcome: Outcome) -> str:
-    """`holds by temp`: no verdict without the figure that it is about."""
+    """The verdict with the figure that it is about, such as `holds by temp`."""
     words = outcome.verdict
     if words != NOT_APPLICABLE:
-        words += f" by {NAMES[outcome.experiment.judged_by]}"
+        words += f" by {NAMES[outcome.question.judged_by]}"
     return f"{words}, failed" if outcome.failed else words
 
 
 def show_measurements(title: str, results: Sequence[Measurement], *, json_path: str | None) -> None:
-    """Prints the tables, and writes the JSON of `compile` and `measure`.
+    """Prints the tables of `compile` and `measure`, and writes their JSON.
 
-    results: the program once, or with Triton's and with cuBLASLt's matrix products.
+    - `title`: the first line of a table.
+    - `results`: the program once, or with Triton's and with cuBLASLt's matrix products.
+    - `json_path`: the file for the JSON; `-` writes it to standard output instead of the tables,
+      and None writes none.
     """
     hint = len(results) == 1
     show(measurement_view(title, results[0], hint=hint), json_path=json_path)
@@ -167,7 +181,10 @@ def show_measurements(title: str, results: Sequence[Measurement], *, json_path: 
 
 
 def with_other_gemm(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The JSON of a program, that with cuBLASLt's matrix products, if there is one, inside."""
+    """The JSON of a program, with that of its variant for cuBLASLt as the field `other_gemm`.
+
+    - `rows`: the JSON of the program, and that of the variant if there is one.
+    """
     first, *others = rows
     return {**first, "other_gemm": others[0]} if others else first
 
@@ -175,9 +192,12 @@ def with_other_gemm(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def show_outcomes(
     title: str, found: Sequence[Sequence[Outcome]], platform: str, *, json_path: str | None
 ) -> None:
-    """Prints the tables, and writes the JSON of `ab` and `compare`.
+    """Prints the tables of `ab` and `compare`, and writes their JSON.
 
-    found: the experiments once, or with Triton's and with cuBLASLt's matrix products.
+    - `title`: the first line of a table.
+    - `found`: the experiments once, or with Triton's and with cuBLASLt's matrix products.
+    - `platform`: what the JSON names as the platform.
+    - `json_path`: as for `show_measurements`.
     """
     result: dict[str, Any] = {"schema": 1, "platform": platform}
     for key, outcomes in zip(("experiments", "experiments_cublas"), found, strict=False):
@@ -197,9 +217,11 @@ def show_outcomes(
 def closing_lines(
     measured: Sequence[Measurement], compared: Sequence[Numerics] = (), *, hint: bool = True
 ) -> list[Text]:
-    """What belongs under a table: compiler, blind spots, what does not fit, what is from a cache.
+    """The lines below a table: compiler, blind spots, what does not fit, what is from a cache.
 
-    compared: checks of numbers, which count as figures of the cache too.
+    - `measured`: the programs of the table.
+    - `compared`: comparisons of numbers, which may be from a cache too.
+    - `hint`: as for `measurement_view`.
     """
     lines = [Text(f"compiler: {compiler(measured[0])}")] if measured else []
     if measured and measured[0].platform == "cpu":
@@ -216,7 +238,10 @@ def closing_lines(
     if kept:
         span = kept[0] if kept[0] == kept[-1] else f"{kept[0]} to {kept[-1]}"
         lines.append(
-            Text(f"{len(kept)} of {len(results)} results were kept, from {span}; --fresh measures")
+            Text(
+                f"{len(kept)} of {len(results)} results are from earlier runs, {span}; "
+                "--fresh measures them again"
+            )
         )
     return lines
 
@@ -226,12 +251,13 @@ def _gemm(measured: Sequence[Measurement], hint: bool) -> list[Text]:
     if not kinds:
         return []
     text = f"matrix products by {' and by '.join(GEMM_NAMES[kind] for kind in kinds)}"
-    band = ", --gemm both shows the band" if hint and len(kinds) == 1 else ""
-    return [Text(f"{text}; a device would choose by trying{band}")]
+    band = "; --gemm both shows the range" if hint and len(kinds) == 1 else ""
+    either = " or ".join(GEMM_NAMES.values())
+    return [Text(f"{text}; autotuning on a GPU may pick {either}{band}")]
 
 
 def differ_by_gemm(one: Outcome, other: Outcome) -> bool:
-    """Whether another kind of matrix product changes the memory of an arm, or the verdict."""
+    """Whether the other kind of matrix product changes the memory of an arm, or the verdict."""
 
     def figures(outcome: Outcome) -> list[Any]:
         return [m.memory if m else None for m in (outcome.a, outcome.b)]
@@ -255,7 +281,7 @@ def _exceeds(measurement: Measurement | None) -> bool:
 
 
 def _name(outcome: Outcome) -> str:
-    name, claim = outcome.experiment.name, outcome.experiment.claim
+    name, claim = outcome.question.name, outcome.question.claim
     return f"{name} ({claim})" if claim else name
 
 
@@ -280,14 +306,15 @@ def _products(measurement: Measurement) -> str:
 
 
 def teraflops(flops: int | None) -> str:
-    """The products of a step with their unit, a dash where there is no figure."""
+    """The operations of a step as a text with their unit; a dash where there is no figure."""
     return "–" if flops is None else f"{flops / 1e12:,.3f} TFLOP"
 
 
 def check_outputs(**paths: str | None) -> None:
-    """Raises InputError, before any work is done, unless each file can be written, and only once.
+    """Raises InputError, before any work is done, unless every output can be written.
 
-    paths: by the name of the option. `-`, standard output, is for `json` alone.
+    - `paths`: the path of each output by the name of its option. `-`, standard output, is for
+      `json` alone, and no two options may name the same file.
     """
     given = {f"--{name}": path for name, path in paths.items() if path is not None}
     for option, path in given.items():
@@ -301,23 +328,25 @@ def check_outputs(**paths: str | None) -> None:
 
 
 def check_writable(path: str | None, option: str) -> None:
-    """Raises InputError before any work is done if `path` cannot be written.
+    """Raises InputError, before any work is done, if `path` cannot be written.
 
-    An OSError of a name that is too long, or of links that lead in a circle, is raised as it is.
+    - `path`: a file; None and `-` can always be written.
+    - `option`: the name of the option, for the message.
+
+    An OSError for a name that is too long, or for links that lead in a circle, is raised as it is.
     """
     if path is None or path == "-":
         return
+    # Called only for the OSError of a name that is too long or of links in a circle.
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         os.stat(path)
     folder, shown = Path(path).absolute().parent, path or repr(path)
     if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InputError(
-            f"{option} {shown}: not a file in a folder that can be written; choose one"
-        )
+        raise InputError(f"{option} {shown} cannot be written; choose a file in a writable folder")
 
 
 def emit_json(path: str | None, value: Any) -> None:
-    """Writes JSON to a file, or to standard output for `-`."""
+    """Writes a value as JSON to a file, or to standard output for `-`; None writes nothing."""
     if path is None:
         return
     text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
@@ -328,7 +357,7 @@ def emit_json(path: str | None, value: Any) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN; a figure that is not a number is null."""
+    """The value with None for each NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -337,8 +366,8 @@ def _finite(value: Any) -> Any:
 
 
 def show(view: RenderableType, *, json_path: str | None) -> None:
-    """Prints to standard output, unless JSON goes there."""
+    """Prints to standard output, unless `json_path` is `-` and JSON goes there."""
     if json_path != "-":
-        # Rich takes words in square brackets for markup, and shapes and messages hold such.
+        # Rich takes words in square brackets for markup, and shapes and messages contain them.
         width = None if Console().is_terminal else 140
         Console(width=width, markup=False, emoji=False).print(view)

@@ -1,12 +1,12 @@
-"""Lines of text for what no figure of a program could read."""
+"""Lines of text on the parts of a program that are missing from its figures."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
 
-from nnx_pipeline.lab.compile import Measurement
-from nnx_pipeline.lab.hlo_unread import Unread
+from nnx_pipeline.lab.compile.measure import Measurement
+from nnx_pipeline.lab.hlo.unread import Unread
 
 FIGURES = {
     "flops": "the matrix products",
@@ -14,11 +14,14 @@ FIGURES = {
     "buffers": "the list of buffers",
     "account": "the account",
 }
-SHOWN = 3  # instructions of a line by name
+SHOWN = 3  # instructions that a line names
 
 
 def unread_lines(measured: Sequence[Measurement]) -> list[str]:
-    """One line for each kind of thing that figures leave out, each once for all programs."""
+    """One line for each kind of instruction or text that figures leave out.
+
+    - `measured`: the programs; what several of them leave out is named once.
+    """
     groups: dict[tuple[tuple[str, ...], str, str], dict[str, Unread]] = defaultdict(dict)
     for measurement in measured:
         for item in measurement.unread:

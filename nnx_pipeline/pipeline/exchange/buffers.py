@@ -1,6 +1,6 @@
-"""Buffers of the pipeline: what every stage holds, read and written at one place per tick.
+"""Buffers that every stage holds from tick to tick, read and written at one slot per tick.
 
-Every array begins with the axis of stages, which lies on the mesh axis `stage`.
+Every array begins with the axis of stages, which is sharded over the mesh axis `stage`.
 """
 
 import jax
@@ -8,23 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from nnx_pipeline.pipeline.exchange.shift import ShiftName, shift
 from nnx_pipeline.pipeline.schedule import CircularSchedule
-from nnx_pipeline.pipeline.shift import ShiftName, shift
 from nnx_pipeline.sharding import P, hold, is_explicit, mesh_sizes, place
 
 
 def mark_stage(stage: int, stages: int) -> Array:
-    """bool[stages], True at one stage."""
+    """A mask bool `[stages]` that is True at one stage."""
     return over_stage(jnp.asarray(np.arange(stages) == stage))
 
 
 def stage_axis() -> str | None:
-    """The mesh axis of the stages, None on a mesh without one."""
+    """The mesh axis `stage`; None if the ambient mesh has fewer than two stages."""
     return "stage" if mesh_sizes().get("stage", 1) > 1 else None
 
 
 def over_stage(x: Array) -> Array:
-    """Puts the first axis over `stage` and leaves the others where they are."""
+    """Shards the first axis over `stage`, and leaves the sharding of the others unchanged."""
     if stage_axis() is None:
         return x
     if is_explicit():
@@ -33,19 +33,32 @@ def over_stage(x: Array) -> Array:
 
 
 def rows(leaf: Array, microbatch: Array) -> Array:
-    """Row `microbatch[s]` for each stage s: `[microbatches, …]` to `[stages, …]`."""
+    """Row `microbatch[s]` for each stage s: `[microbatches, …]` to `[stages, …]`.
+
+    - `leaf`: `[microbatches, …]`, not sharded along its first axis.
+    - `microbatch`: int32 `[stages]`.
+    """
     spec = P(stage_axis(), *jax.typeof(leaf).sharding.spec[1:]) if is_explicit() else None
     return leaf.at[microbatch].get(mode="promise_in_bounds", out_sharding=spec)
 
 
 def slot(tree: PyTree, index: Array) -> PyTree:
+    """Reads the same slot on every stage: `[stages, slots, …]` to `[stages, …]`.
+
+    - `tree`: buffers, each `[stages, slots, …]`.
+    - `index`: an integer scalar, the number of the slot.
+    """
     return jax.tree.map(
         lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, axis=1, keepdims=False), tree
     )
 
 
 def to_stages(tree: PyTree, stages: int) -> PyTree:
-    """What every device along `stage` has, as `[stages, …]`: nothing is sent."""
+    """Adds an axis of stages to arrays that every stage holds; nothing is sent.
+
+    - `tree`: arrays that are not sharded over the mesh axis `stage`.
+    - `stages`: the length of the new first axis, which is sharded over `stage`.
+    """
 
     def one(leaf: Array) -> Array:
         spec = P(stage_axis(), *jax.typeof(leaf).sharding.spec) if is_explicit() else None
@@ -56,14 +69,25 @@ def to_stages(tree: PyTree, stages: int) -> PyTree:
 
 
 def from_stage(tree: PyTree, stage: int) -> PyTree:
-    """What one stage has of `[stages, …]`, sent to all."""
+    """The entry of one stage, sent to all stages: `[stages, …]` to `[…]`.
+
+    - `tree`: arrays whose first axis is sharded over the mesh axis `stage`.
+    - `stage`: the number of the stage.
+    """
+    # A masked sum: the other stages add zeros, so that an all-reduce brings the entry to all.
     stages = jax.tree.leaves(tree)[0].shape[0]
     tree = where(mark_stage(stage, stages), tree, jax.tree.map(jnp.zeros_like, tree))
     return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), tree)
 
 
 def empty_ring(like: jax.ShapeDtypeStruct, slots: int | None, fill: float) -> Array:
-    """`[stages, slots, …]`, or without slots, for arrays of `[stages, …]`; integers are zero."""
+    """An empty buffer for arrays that are `[stages, …]`.
+
+    - `like`: shape, dtype and sharding of such an array.
+    - `slots`: how many of them the buffer holds, which is then `[stages, slots, …]`; None for one
+      without an axis of slots.
+    - `fill`: the value of every entry; a buffer of integers is filled with 0.
+    """
     between = () if slots is None else (slots,)
     shape = (like.shape[0], *between, *like.shape[1:])
     value = fill if jnp.issubdtype(like.dtype, jnp.inexact) else 0
@@ -77,7 +101,15 @@ def empty_ring(like: jax.ShapeDtypeStruct, slots: int | None, fill: float) -> Ar
 def push(
     tree: PyTree, column: PyTree, new: PyTree, index: Array, last: Array, how: ShiftName
 ) -> PyTree:
-    """Moves the slot `column` one stage towards stage 0; the last stage's place takes `new`."""
+    """Moves the entries of one slot to the previous stage, and puts a new entry on the last stage.
+
+    - `tree`: the buffer, `[stages, slots, …]`.
+    - `column`: what the slot holds, `[stages, …]`.
+    - `new`: `[stages, …]`; the last stage's entry of it is put on the last stage.
+    - `index`: the number of the slot.
+    - `last`: bool `[stages]`, True at the last stage.
+    - `how`: how arrays are sent, as for `shift`.
+    """
 
     def one(leaf: Array, column: Array, new: Array) -> Array:
         moved = where(last, new, shift(column, by=-1, how=how))
@@ -87,7 +119,12 @@ def push(
 
 
 def where(condition: Array, one: PyTree, other: PyTree) -> PyTree:
-    """`jnp.where` with a condition on the leading axis (or none) of every leaf."""
+    """Selects between two trees, as `jnp.where` does on every leaf.
+
+    - `condition`: a bool scalar, or bool `[stages]` for leaves that are `[stages, …]`.
+    - `one`: what is taken where the condition is True.
+    - `other`: what is taken where it is False; the same tree with the same shapes.
+    """
 
     def pick(a: Array, b: Array) -> Array:
         return jnp.where(
@@ -98,10 +135,14 @@ def where(condition: Array, one: PyTree, other: PyTree) -> PyTree:
 
 
 def split(leaf: Array, schedule: CircularSchedule) -> Array:
-    """[microbatches, …] to [stages, slots, …]."""
+    """Reshapes `[microbatches, …]` to `[stages, slots, …]`.
+
+    - `leaf`: an array of the stream, sharded over `stage` along its first axis.
+    - `schedule`: gives the number of stages and of the slots of each stage.
+    """
     return leaf.reshape(schedule.stages, schedule.stream_slots, *leaf.shape[1:])
 
 
 def merge(leaf: Array) -> Array:
-    """[stages, slots, …] to [microbatches, …]."""
+    """Reshapes `[stages, slots, …]` to `[microbatches, …]`."""
     return leaf.reshape(-1, *leaf.shape[2:])

@@ -1,7 +1,8 @@
-"""Sending each stage's array to its neighbour.
+"""Sends each stage's array to a neighbouring stage.
 
-All ways take `[stages, …]` with the first axis spread over the mesh axis `stage` (or not
-spread, on a mesh without it) and give the same values; they differ in how the compiler sees it.
+All ways take `[stages, …]` with the first axis sharded over the mesh axis `stage` (or not sharded,
+on a mesh without it). They give the same values, except `pad` at the ends, and
+differ in what the compiler sees.
 """
 
 import functools
@@ -18,11 +19,16 @@ SHIFTS = ("ppermute", "slice", "pad")
 
 
 def shift(x: Array, *, by: Literal[1, -1], how: ShiftName = "ppermute") -> Array:
-    """Stage s receives the array of stage s - by; the ends are joined to a ring (not by `pad`).
+    """Stage s receives the array of stage s - by; the stages form a ring, except with `pad`.
 
-    ppermute: one collective-permute in a `shard_map` over `stage`.
-    slice: a concatenation of two slices, from which the compiler makes the transfer (seeds S1.1).
-    pad: a slice of the array with one row of zeros before or after it; the end gets the zeros.
+    - `x`: `[stages, …]`.
+    - `by`: 1 sends to the next stage, -1 to the stage before.
+    - `how`: the way of sending:
+      - `ppermute`: one collective-permute in a `shard_map` over `stage`;
+      - `slice`: a concatenation of two slices, from which the compiler makes the transfer (seeds
+        S1.1);
+      - `pad`: a slice of the array with one row of zeros added before or after it. The stage at
+        the end receives the zeros.
     """
     if how == "ppermute" and mesh_sizes().get("stage", 1) > 1:
         return _by_ppermute(x, by)

@@ -11,29 +11,29 @@ from nnx_pipeline.pipeline.schedule import OneForwardOneBackward, Work
 
 
 class Plan(NamedTuple):
-    """The schedule as arrays, one row per tick; what is not active reads something that exists."""
+    """The schedule as arrays with one row per tick; in a bubble all indices are still valid."""
 
-    forward: Array  # int32 [ticks, stages]: microbatch
+    forward: Array  # int32 [ticks, stages]: microbatch of the forward visit
     forward_repeat: Array  # int32 [ticks, stages]
-    forwards: Array  # bool [ticks, stages], False in a bubble
-    fresh: Array  # bool [ticks, stages]: takes what enters, and not what another stage gave
-    backward: Array  # int32 [ticks, stages]
+    is_forward: Array  # bool [ticks, stages], False in a bubble
+    from_input: Array  # bool [ticks, stages]: takes what enters, not the output of another stage
+    backward: Array  # int32 [ticks, stages]: microbatch of the backward visit
     backward_repeat: Array  # int32 [ticks, stages]
-    takes_back: Array  # bool [ticks, stages]
-    write: Array  # int32 [ticks]: slot of the ring
-    read: Array  # int32 [ticks, stages]
-    entering: Array  # int32 [ticks]: microbatch that the first stage takes
-    leaving: Array  # int32 [ticks]: microbatch that the last stage gives
-    leaves: Array  # bool [ticks]: whether it leaves for good
-    returning: Array  # int32 [ticks]: microbatch whose cotangent the first stage gives
-    returns: Array  # bool [ticks]: whether it has come back to where it entered
+    is_backward: Array  # bool [ticks, stages], False in a bubble
+    write: Array  # int32 [ticks]: slot of the ring that forward visits write
+    read: Array  # int32 [ticks, stages]: slot of the ring that the backward visit reads
+    entering: Array  # int32 [ticks]: microbatch of the forward visit of the first stage
+    leaving: Array  # int32 [ticks]: microbatch of the forward visit of the last stage
+    leaves: Array  # bool [ticks]: whether that is the microbatch's last forward visit
+    returning: Array  # int32 [ticks]: microbatch of the backward visit of the first stage
+    returns: Array  # bool [ticks]: whether that is the microbatch's last backward visit
 
 
 def make_plan(schedule: OneForwardOneBackward) -> Plan:
-    """Writes the schedule out.
+    """Writes a schedule out as arrays.
 
-    A slot of the ring is the tick in which it was written, modulo their number. A stage that has
-    nothing to take back reads the slot written last, where it finds something valid.
+    The slot of the ring that a visit is written to is its tick modulo the number of slots. In a
+    backward bubble a stage reads the slot written last, which holds valid values.
     """
     slots, last = schedule.ring_slots, schedule.repeats - 1
     forward = list(schedule.forward_rows())
@@ -53,16 +53,17 @@ def make_plan(schedule: OneForwardOneBackward) -> Plan:
         works = [row[stage] for row in rows]
         return jnp.asarray([work is not None and work.repeat == repeat for work in works])
 
+    # In a forward bubble a stage takes what enters, for the reason given in `Tick._forward`.
     first_stage = np.arange(schedule.stages) == 0
     indices = functools.partial(jnp.asarray, dtype=jnp.int32)
     return Plan(
         forward=indices(table(forward, "microbatch")),
         forward_repeat=indices(table(forward, "repeat")),
-        forwards=jnp.asarray(there(forward)),
-        fresh=jnp.asarray(~there(forward) | first_stage & (table(forward, "repeat") == 0)),
+        is_forward=jnp.asarray(there(forward)),
+        from_input=jnp.asarray(~there(forward) | first_stage & (table(forward, "repeat") == 0)),
         backward=indices(table(backward, "microbatch")),
         backward_repeat=indices(table(backward, "repeat")),
-        takes_back=jnp.asarray(there(backward)),
+        is_backward=jnp.asarray(there(backward)),
         write=indices(np.arange(schedule.ticks) % slots),
         read=indices(
             [

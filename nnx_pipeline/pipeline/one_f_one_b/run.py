@@ -1,4 +1,4 @@
-"""The 1F1B loop: forward, loss and backward in the same ticks, so that little is kept between."""
+"""Runs 1F1B: forward, loss and backward in the same ticks, so that few visits are kept."""
 
 import functools
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.errors import InputError, one_of
+from nnx_pipeline.errors import InputError
 from nnx_pipeline.ops.gradients import (
     is_symbolic_zero,
     no_gradient_to,
@@ -18,16 +18,16 @@ from nnx_pipeline.ops.gradients import (
     values_of,
 )
 from nnx_pipeline.pipeline import entry
-from nnx_pipeline.pipeline.checks import check_arrays, checked
 from nnx_pipeline.pipeline.closed import hoist
-from nnx_pipeline.pipeline.lend import AS_STORED, Lending
-from nnx_pipeline.pipeline.one_f_one_b_loop import Loop
-from nnx_pipeline.pipeline.one_f_one_b_state import Enter, Held, Inputs, Leave, Weights
+from nnx_pipeline.pipeline.one_f_one_b.loop import Loop
+from nnx_pipeline.pipeline.one_f_one_b.state import Enter, Held, Inputs, Leave, Weights
+from nnx_pipeline.pipeline.one_f_one_b.tick import Functions, Tick
+from nnx_pipeline.pipeline.options import Accumulation, LoopOptions
+from nnx_pipeline.pipeline.parts import LoopParts
 from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
-from nnx_pipeline.pipeline.shift import SHIFTS, ShiftName
-from nnx_pipeline.pipeline.stage_vjp import as_cotangents, is_float
-from nnx_pipeline.pipeline.stages import ApplyStage, OverStages, over_stages
-from nnx_pipeline.remat import FULL, Remat
+from nnx_pipeline.pipeline.stage.apply import ApplyStage
+from nnx_pipeline.pipeline.stage.checks import check_arrays, checked
+from nnx_pipeline.pipeline.stage.vjp import as_cotangents, is_float
 
 
 def run_one_f_one_b(
@@ -39,66 +39,69 @@ def run_one_f_one_b(
     *,
     schedule: OneForwardOneBackward,
     metric_weights: PyTree = None,
-    shift_by: ShiftName = "ppermute",
-    remat: Remat = FULL,
-    saved_in_stage: tuple[str, ...] = (),
-    grad_dtype: jax.typing.DTypeLike | None = None,
-    lending: Lending = AS_STORED,
-    over: OverStages = over_stages,
-    bubble_fill: float = 0.0,
+    options: LoopOptions = LoopOptions(),
 ) -> tuple[Array, tuple[Array, PyTree]]:
-    """The loss of a pipelined model, whose derivative is computed on the way.
+    """The loss of a pipelined model; its gradients are computed in the same loop.
 
-    The same as this, with the stages spread over the mesh axis `stage`:
+    It computes the following, with the stages spread over the mesh axis `stage`:
 
         for m in range(microbatches):
             x = enter(weights.enter, inputs.enter[m])
             for r in range(repeats):
                 for s in range(stages):
                     x, metrics = apply_stage(weights.stages[r, s], x, inputs.side[m])
-                    totals = metrics put to totals
+                    totals = totals combined with metrics
             loss += leave(weights.leave, x, inputs.leave[m])
         return loss + sum(metric_weights * totals), (loss, totals)
 
-    Where the derivative is asked for, each stage forwards a microbatch and takes another one back
-    at each tick, and the last stage's loss turns a microbatch round in the tick that brings it: a
-    stage keeps what a visit saves for at most 2 · stages · repeats - 1 visits, however many
-    microbatches there are, and one gradient buffer per parameter. `enter` and `leave` run on all
-    devices.
+    When gradients are asked for, each stage makes a forward visit of one microbatch and a backward
+    visit of another at each tick, and a microbatch starts its backward visits in the tick in which
+    the last stage gives its loss. So a stage keeps the residuals of at most
+    2 · stages · repeats - 1 visits, however many microbatches there are, and one gradient buffer
+    per parameter. `enter` and `leave` run on all devices.
 
-    Ticks: microbatches · repeats + stages · (repeats + 1) - 2, of which the first stages · repeats
-    - 1 have no backward part and as many of the last no forward part. So a stage makes as many
-    forward and backward visits, and waits as long, as in the circular schedule: stages - 1 visits
-    in vain. With remat every stage is computed once more, as there.
+    There are microbatches · repeats + stages · (repeats + 1) - 2 ticks. The first
+    stages · repeats - 1 have no backward part, and as many at the end have no forward part. So a
+    stage makes as many forward and backward visits as in the circular schedule, and as there it
+    idles, or computes and discards, for the time of stages - 1 visits in each direction. With remat
+    every stage is computed once more, also as in the circular schedule.
 
-    enter: (its weights, inputs of a microbatch) to activations, not spread over `stage`.
-    apply_stage: as for `run_pipeline`. leave: (its weights, activations of the last stage, inputs
-    of a microbatch) to a float32 scalar. metric_weights: what each metric counts in the loss: a
-    number for all, or numbers in a pytree like theirs; a metric with None or 0 is not
-    differentiated. grad_dtype: dtype in which gradients add up, None for that of the weights; they
-    come back in the weights' dtype. lending: how the stages' weights are held while the ticks go
-    by, as for `run_pipeline`. over: how a function of one stage is spread over the stages.
-    bubble_fill: what the buffers hold before anything arrives; results never depend on it. Arrays
-    may lie elsewhere, and the functions close over others, as for `run_pipeline`.
+    - `enter`: (its weights, inputs of a microbatch) to activations, not sharded over `stage`.
+    - `apply_stage`: as for `run_pipeline`.
+    - `leave`: (its weights, activations of the last stage, inputs of a microbatch) to a float32
+      scalar.
+    - `weights`: those of the three functions; the stages' are `[repeats, stages, …]`.
+    - `inputs`: those of the three functions, `[microbatches, …]`.
+    - `schedule`: which stage works on what at each tick.
+    - `metric_weights`: the weight of each metric in the loss: one number for all metrics, or a
+      pytree of numbers like that of the metrics. A metric with None or 0 is not differentiated.
+    - `options`: how the loop is run. Gradients always add up in the loop.
+
+    As for `run_pipeline`, arrays may be placed elsewhere, and the functions may close over arrays.
 
     Returns the loss, and its two parts, which have no gradient. Raises InputError for shapes that
-    do not fit the schedule, for a `remat` that offloads, for a stage or arrays as `run_pipeline`
-    does, for a weight on a `Max`, and when a gradient with respect to `inputs` or of the parts is
-    asked for.
+    do not fit the schedule, for a `remat` that offloads, for a stage or arrays that `run_pipeline`
+    would refuse, for a weight on a `Max`, and when a gradient with respect to `inputs` or of the
+    parts is asked for.
     """
-    _check_options(schedule, shift_by, remat, lending)
+    how = options.accumulate or Accumulation()
+    _check_options(schedule, options, how)
     weights, inputs = _at_entry(weights, inputs, schedule)
-    make_loop = functools.partial(
-        Loop,
-        schedule=schedule,
-        metric_weights=jax.tree.map(_without_gradient, metric_weights),
-        shift_by=shift_by,
-        grad_dtype=grad_dtype,
-        lending=lending,
-        over=over,
-        bubble_fill=bubble_fill,
+    metric_weights = jax.tree.map(_without_gradient, metric_weights)
+
+    def make_loop(*functions: Callable[..., Any]) -> Loop:
+        tick = Tick(
+            Functions(*functions),
+            schedule,
+            metric_weights,
+            options.shift_by,
+            options.parts.map_stages,
+        )
+        return Loop(tick, how, options.bubble_fill)
+
+    checkpoint = functools.partial(
+        options.remat.checkpoint, also=options.saved_in_stage, in_scan=True
     )
-    checkpoint = functools.partial(remat.checkpoint, also=saved_in_stage, in_scan=True)
     return _run(*_hoisted(make_loop, checkpoint, (enter, apply_stage, leave), weights, inputs))
 
 
@@ -109,28 +112,30 @@ def _hoisted(
     weights: Weights,
     inputs: Inputs,
 ) -> tuple[Loop, Held, Inputs]:
-    """The loop, the weights with what its functions close over beside them, and the inputs.
+    """The loop, the weights together with what the functions close over, and the inputs.
 
-    functions: `enter`, `apply_stage` and `leave`. JAX finds no way to a gradient through a function
-    that it is given a derivative for.
+    - `make_loop`: makes the loop from its three functions.
+    - `checkpoint`: is put around `apply_stage`.
+    - `functions`: `enter`, `apply_stage` and `leave`.
+
+    What the functions close over becomes an input of the loop, because JAX does not differentiate a
+    `custom_vjp` function with respect to arrays that it closes over.
     """
     functions = (functions[0], checked(functions[1]), functions[2])
 
     def call(*looks: Callable[..., Any]) -> None:
-        enter, apply_stage, leave = map(_with_nothing_closed, looks)
-        loop = make_loop(enter=enter, apply_stage=apply_stage, leave=leave)
-        loop.visit_once(weights, inputs)
+        make_loop(*map(_with_nothing_closed, looks)).visit_once(weights, inputs)
 
-    (enter, apply_stage, leave), (of_enter, of_stages, of_leave) = hoist(functions, call)
-    loop = make_loop(enter=enter, apply_stage=checkpoint(apply_stage), leave=leave)
-    ends = (weights.enter, of_enter), (weights.leave, of_leave)
-    return loop, Held(ends[0], weights.stages, ends[1], closed=of_stages), inputs
+    (enter, apply_stage, leave), (enter_closed, stage_closed, leave_closed) = hoist(functions, call)
+    loop = make_loop(enter, checkpoint(apply_stage), leave)
+    ends = (weights.enter, enter_closed), (weights.leave, leave_closed)
+    return loop, Held(ends[0], weights.stages, ends[1], closed=stage_closed), inputs
 
 
 def _at_entry(
     weights: Weights, inputs: Inputs, schedule: OneForwardOneBackward
 ) -> tuple[Weights, Inputs]:
-    """Both where the loop reads them; InputError where their shapes do not fit."""
+    """Moves both to where the loop reads them; raises InputError if their shapes do not fit."""
     check_arrays(weights.stages, None, inputs, schedule)
     placed = Weights(
         enter=entry.as_arrays(weights.enter),
@@ -141,12 +146,12 @@ def _at_entry(
 
 
 def _with_nothing_closed(look: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a loop, whose first argument is what it closes over."""
+    """The function with an ignored first argument in the place of what it closes over."""
     return lambda closed, *given: look(*given)
 
 
 def _without_gradient(weight: Any) -> Any:
-    """A weight of a metric: it may be traced, but the loop does not differentiate by it."""
+    """A metric weight that may be traced; a gradient with respect to it raises InputError."""
     if not isinstance(weight, jax.core.Tracer):
         return weight
     return no_gradient_to(
@@ -157,25 +162,29 @@ def _without_gradient(weight: Any) -> Any:
 
 
 def _check_options(
-    schedule: OneForwardOneBackward, shift_by: str, remat: Remat, lending: Lending
+    schedule: OneForwardOneBackward, options: LoopOptions, how: Accumulation
 ) -> None:
-    one_of("shift_by", shift_by, SHIFTS)
-    if remat.offloaded:
+    if options.remat.offloaded:
         raise InputError(
-            f"remat sends {remat.offloaded} to the host, and the ring of the 1F1B schedule is in "
-            "device memory; save those names or leave them out"
+            f"remat offloads {options.remat.offloaded} to the host, but the 1F1B schedule keeps "
+            "values in device memory only; save those names or leave them out"
         )
-    if schedule.repeats > 1 and shift_by == "pad":
+    if schedule.repeats > 1 and options.shift_by == "pad":
         raise InputError(
-            "shift_by='pad' loses what leaves the last stage, and with "
-            f"repeats={schedule.repeats} of the 1F1B schedule the first stage takes it at once; "
-            "use 'ppermute' or 'slice'"
+            "shift_by='pad' sends nothing from the last stage to the first, but with "
+            f"repeats={schedule.repeats} of the 1F1B schedule the first stage takes its input "
+            "directly from the last; use 'ppermute' or 'slice'"
         )
-    if schedule.repeats > 1 and lending.ahead:
+    if schedule.repeats > 1 and how.weights.ahead:
         raise InputError(
-            "lending ahead holds the weights of two repeats that follow each other, and with "
-            f"repeats={schedule.repeats} of the 1F1B schedule stages are in other repeats forward "
-            "and backward; lend them for all ticks"
+            "WeightGathering(ahead=True) holds the weights of two consecutive repeats only, but in "
+            f"the 1F1B schedule with repeats={schedule.repeats} the forward and the backward visit "
+            "of a stage may be in any two repeats; set ahead=False to hold the weights of all"
+        )
+    if options.parts != LoopParts(map_stages=options.parts.map_stages):
+        raise InputError(
+            "parts replace pieces of the circular loop, which the 1F1B schedule does not run; "
+            "leave all of them but map_stages as they are"
         )
 
 
@@ -200,15 +209,15 @@ def _run_forward(
 
 def _run_backward(loop: Loop, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Held, Inputs]:
     weights, inputs, gradients = saved
-    of_loss, of_parts = cotangents
-    if not all(map(is_symbolic_zero, jax.tree.leaves(of_parts, is_leaf=is_symbolic_zero))):
+    d_loss, d_parts = cotangents
+    if not all(map(is_symbolic_zero, jax.tree.leaves(d_parts, is_leaf=is_symbolic_zero))):
         raise InputError(
-            "the 1F1B schedule was asked for the gradient of a part of its loss; it gives that of "
-            "the loss as a whole: say by metric_weights what the metrics count in it, or use the "
-            "circular schedule"
+            "the 1F1B schedule was asked for the gradient of a part of its loss, but it computes "
+            "the gradient of the whole loss only; differentiate that, with metric_weights for the "
+            "share of each metric in it, or use the circular schedule"
         )
-    of_loss = or_zeros(of_loss)
-    scaled = jax.tree.map(lambda leaf: leaf * of_loss.astype(leaf.dtype), gradients)
+    d_loss = or_zeros(d_loss)
+    scaled = jax.tree.map(lambda leaf: leaf * d_loss.astype(leaf.dtype), gradients)
     return as_cotangents(scaled, weights), jax.tree.map(_no_cotangent, inputs)
 
 

@@ -1,4 +1,4 @@
-"""Applying stages: all at once along the mesh, or one after the other as the plain model does."""
+"""Applies stages, all at once along the mesh or one after the other as a plain model does."""
 
 import functools
 from collections.abc import Callable
@@ -13,10 +13,11 @@ from nnx_pipeline.sharding import P, manual_axes, mesh_sizes, spec_of
 
 # (parameters of one stage in one repeat, activations, side inputs) to (activations, metrics)
 ApplyStage = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
-# a function of one stage to the same over a leading axis of stages
-OverStages = Callable[[Callable[..., Any]], Callable[..., Any]]
+# a function of one stage to the same function over a leading axis of stages
+MapStages = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
+# What is known of the index of a scatter, so that XLA makes no code for other cases.
 _WITHIN: dict[str, Any] = {
     "mode": "promise_in_bounds",
     "unique_indices": True,
@@ -24,18 +25,18 @@ _WITHIN: dict[str, Any] = {
 }
 
 
-def over_stages(apply_stage: ApplyStage) -> Callable[..., Any]:
-    """The stage function over a leading axis of stages, which lies on the mesh axis `stage`."""
+def map_stages(apply_stage: ApplyStage) -> Callable[..., Any]:
+    """Maps a stage function over a leading axis of stages, sharded over the mesh axis `stage`."""
     name = "stage" if mesh_sizes().get("stage", 1) > 1 else None
     return jax.vmap(apply_stage, spmd_axis_name=name)
 
 
 def read_row(index: Array, leaf: Array) -> Array:
-    """`leaf[index]` for an array of one index, as a dynamic slice.
+    """`leaf[index]` for an index array of length 1, as a dynamic slice.
 
-    A gather holds more, where its transpose adds up the gradients of a repeat (`mixtral-small` with
-    2 repeats: temp 245 against 261 MB on a TPU v5p, libtpu 0.0.42.1, and 208 against 216 MB on an
-    H100; experiment `repeat-select`).
+    A gather needs more memory where its transpose adds up the gradients of a repeat
+    (`mixtral-small` with 2 repeats: temp 245 MB with the slice against 261 MB with a gather on a
+    TPU v5p, libtpu 0.0.42.1, and 208 against 216 MB on an H100; experiment `repeat-select`).
     """
     return jax.lax.dynamic_index_in_dim(leaf, index[0], axis=0)
 
@@ -43,10 +44,13 @@ def read_row(index: Array, leaf: Array) -> Array:
 def select_repeat(
     params: PyTree, repeat: Array, read: Callable[[Array, Array], Array] = read_row
 ) -> PyTree:
-    """Each stage's parameters of its own repeat: `[repeats, stages, …]` to `[stages, …]`.
+    """Selects the parameters of each stage's repeat: `[repeats, stages, …]` to `[stages, …]`.
 
-    repeat: int32[stages]. Every stage reads its own shard; nothing is sent. read: takes one repeat
-    out of a stage's shard.
+    Every stage reads from its own shard; nothing is sent.
+
+    - `params`: `[repeats, stages, …]`.
+    - `repeat`: int32 `[stages]`, the repeat that each stage is at.
+    - `read`: takes one repeat out of a stage's shard.
     """
     leaves = jax.tree.leaves(params)
     if leaves and leaves[0].shape[0] == 1:
@@ -55,7 +59,12 @@ def select_repeat(
 
 
 def at_repeat(params: PyTree, repeat: Array, new: PyTree) -> PyTree:
-    """`[repeats, stages, …]` with `[stages, …]` put into each stage's entry of its own repeat."""
+    """Replaces each stage's entry of its own repeat.
+
+    - `params`: `[repeats, stages, …]`.
+    - `repeat`: int32 `[stages]`, the repeat that each stage is at.
+    - `new`: the new entries, `[stages, …]`.
+    """
 
     def put(repeat: Array, leaf: Array, new: Array) -> Array:
         return jnp.expand_dims(leaf.at[repeat].set(new[None], **_WITHIN), 1)
@@ -64,7 +73,11 @@ def at_repeat(params: PyTree, repeat: Array, new: PyTree) -> PyTree:
 
 
 def select_slot(tree: PyTree, slot: Array) -> PyTree:
-    """What each stage has in its own slot: `[stages, slots, …]` to `[stages, …]`."""
+    """Reads a slot of its own on each stage: `[stages, slots, …]` to `[stages, …]`.
+
+    - `tree`: buffers, sharded over the mesh axis `stage` along their first axis.
+    - `slot`: int32 `[stages]`, the number of the slot that each stage reads.
+    """
     return _each_stage(read_row, slot, (tree,), stage_axes=(0,))
 
 
@@ -75,12 +88,16 @@ def _each_stage(
     *,
     stage_axes: tuple[int, ...],
 ) -> PyTree:
-    """`function(index, *leaves)` on each stage's own shard of the leaves, which none leaves.
+    """Calls `function(index, *leaves)` on each stage with its own shards; nothing is sent.
 
-    It gets an index as `[1]` and leaves without the axis of stages, and gives an axis of one stage.
+    - `function`: gets an index of shape `[1]` and leaves without the axis of stages; its result has
+      an axis of stages of length 1.
+    - `index`: integers `[stages]`.
+    - `trees`: pytrees with the same number of leaves, of which each call gets one of each.
+    - `stage_axes`: the position of the axis of stages, for each tree.
     """
     columns = [jax.tree.leaves(tree) for tree in trees]
-    index = index.astype(jnp.uint32)  # what cannot be negative needs no code for the case
+    index = index.astype(jnp.uint32)  # an unsigned index needs no code for negative values
 
     def one_stage(index: Array, *leaves: Array) -> Array:
         own = [jax.lax.squeeze(x, (axis,)) for x, axis in zip(leaves, stage_axes, strict=True)]
@@ -111,7 +128,7 @@ def _stage_by_stage(
     leaves: tuple[Array, ...],
     stage_axes: tuple[int, ...],
 ) -> Array:
-    """`one_stage` on the stages of whole arrays, as there is no mesh to spread them over."""
+    """Calls `one_stage` for one stage after the other, for a mesh without an axis of stages."""
     new = [
         one_stage(
             index[stage : stage + 1],
@@ -132,10 +149,16 @@ def _without(spec: P, axis: int) -> P:
 def run_sequential(
     apply_stage: ApplyStage, params: PyTree, microbatches: PyTree, side_inputs: PyTree = None
 ) -> tuple[PyTree, PyTree]:
-    """What `run_pipeline` promises, in its plainest form: the reference that tests compare with.
+    """Computes the results of `run_pipeline` by plain Python loops, as a reference for tests.
 
-    Python loops, no mesh, no overlap; the arguments and the result are those of `run_pipeline`, but
-    for metrics wrapped in `MicrobatchMean`.
+    - `apply_stage`: as for `run_pipeline`; it must wrap its metrics in `Sum`, `Mean` or `Max`, as
+      `MicrobatchMean` is not supported.
+    - `params`: `[repeats, stages, …]`.
+    - `microbatches`: the activations that enter the first stage, `[microbatches, …]`.
+    - `side_inputs`: what every stage reads besides, `[microbatches, …]`; None for nothing.
+
+    Returns the outputs `[microbatches, …]` and the metrics of all visits combined, as
+    `run_pipeline` does. It uses no mesh and no overlap.
     """
     repeats, stages = jax.tree.leaves(params)[0].shape[:2]
     count = jax.tree.leaves(microbatches)[0].shape[0]

@@ -1,4 +1,4 @@
-"""What a pipeline asks of its arrays and of the function of a stage, checked while it is traced."""
+"""Checks of a pipeline's arrays and stage function, made while the pipeline is traced."""
 
 import contextlib
 import functools
@@ -13,15 +13,17 @@ from jaxtyping import PyTree
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.pipeline.metrics import of_visit
 from nnx_pipeline.pipeline.schedule import Schedule
-from nnx_pipeline.pipeline.stages import ApplyStage
+from nnx_pipeline.pipeline.stage.apply import ApplyStage
 from nnx_pipeline.sharding import mesh_sizes
 
 
 def check_arrays(params: PyTree, activations: PyTree, inputs: PyTree, schedule: Schedule) -> None:
-    """Raises InputError unless arrays and mesh have the sizes of the schedule.
+    """Raises InputError unless arrays and mesh have the sizes that the schedule needs.
 
-    params: `[repeats, stages, …]`. activations: floating `[microbatches, …]`, None where a first
-    stage makes them. inputs: `[microbatches, …]`.
+    - `params`: must be `[repeats, stages, …]`, at least one array.
+    - `activations`: must be floating `[microbatches, …]`; None if another function makes them.
+    - `inputs`: must be `[microbatches, …]`.
+    - `schedule`: gives the numbers of repeats, stages and microbatches.
     """
     want = (schedule.repeats, schedule.stages)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -41,8 +43,8 @@ def check_arrays(params: PyTree, activations: PyTree, inputs: PyTree, schedule: 
     for leaf in jax.tree.leaves(activations):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise InputError(
-                f"the activations hold {_type(leaf)}, and what goes from stage to stage must be "
-                "floating; give the rest as side inputs, which every stage reads"
+                f"the activations hold {_type(leaf)}, and activations must be floating-point; pass "
+                "other arrays as side inputs, which every stage reads"
             )
     on_mesh = mesh_sizes().get("stage", schedule.stages)
     if on_mesh not in (1, schedule.stages):
@@ -53,11 +55,11 @@ def check_arrays(params: PyTree, activations: PyTree, inputs: PyTree, schedule: 
 
 
 def checked(apply_stage: ApplyStage) -> ApplyStage:
-    """The same function, which raises InputError for what a pipeline would get wrong.
+    """The stage function with checks that raise InputError for what a pipeline cannot support.
 
-    That is: activations of another shape or dtype than it was given, metrics that do not say what
-    they are together (see `metrics`), and a change of its parameters, which would be lost with the
-    visit. Its metrics are then `Sum`, `Mean` and `Max` alone, in float32 or wider.
+    That is: activations of another shape or dtype than it was given, metrics that do not say how
+    they combine (see `metrics`), and a change of its parameters, which would be lost after the
+    visit. It returns metrics as `Sum`, `Mean` and `Max` only, in float32 or wider.
     """
 
     @functools.wraps(apply_stage)
@@ -66,26 +68,26 @@ def checked(apply_stage: ApplyStage) -> ApplyStage:
             result = apply_stage(params, x, side)
         if not isinstance(result, tuple) or len(result) != 2:
             raise InputError(
-                f"the function of a stage gave {type(result).__name__}; it must give a pair, "
+                f"the function of a stage returned {type(result).__name__}; it must return a pair, "
                 "activations and metrics, such as (x, {})"
             )
-        given, metrics = result
-        types = jax.tree.map(_type, x), jax.tree.map(_type, given)
+        returned, metrics = result
+        types = jax.tree.map(_type, x), jax.tree.map(_type, returned)
         if types[0] != types[1]:
             raise InputError(
-                f"the function of a stage was given activations {types[0]} and gave {types[1]}; "
-                "both must be the same, as the next stage gets them"
+                f"the function of a stage was given activations {types[0]} and returned "
+                f"{types[1]}; both must be the same, as the next stage gets them"
             )
-        return given, of_visit(metrics)
+        return returned, of_visit(metrics)
 
     return apply
 
 
 @contextlib.contextmanager
 def unchanged(tree: PyTree) -> Iterator[None]:
-    """Raises InputError if an array of the tree is another one, or more or fewer, after the block.
+    """A context that raises InputError if an array of the tree was replaced, added or removed.
 
-    So it finds running statistics, counters of random numbers and what a module sows.
+    It detects running statistics, counters of random numbers and values that a module sows.
     """
     before = _arrays(tree)
     yield
@@ -95,13 +97,16 @@ def unchanged(tree: PyTree) -> Iterator[None]:
     if changed:
         raise InputError(
             f"a stage changed {changed[0]} of its parameters, and in a pipeline that would be lost "
-            "between microbatches; return it as a metric, or for random numbers hand a key in "
-            "beside the activations"
+            "between microbatches; return it as a metric, or for random numbers pass a key as a "
+            "side input"
         )
 
 
 def check_no_sharing(layer: nnx.Module) -> None:
-    """Raises InputError for a variable that a layer has in two places, which would come apart."""
+    """Raises InputError if a layer holds one variable in two places.
+
+    In a pipeline they would become two variables, each with a gradient of its own.
+    """
     places: dict[int, str] = {}
     found = jax.tree_util.tree_leaves_with_path(
         layer, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
@@ -111,8 +116,8 @@ def check_no_sharing(layer: nnx.Module) -> None:
         if first != jax.tree_util.keystr(path):
             raise InputError(
                 f"a layer has one variable in two places, {first} and "
-                f"{jax.tree_util.keystr(path)}, which would be two in a pipeline, with gradients "
-                "of their own; give it one place and call that twice"
+                f"{jax.tree_util.keystr(path)}, which a pipeline would turn into two variables "
+                "with separate gradients; keep it in one place and use that twice"
             )
 
 

@@ -1,4 +1,7 @@
-"""A visit of all stages and its derivative, apart, so that a loop can store what lies between."""
+"""The forward and the backward pass of a visit as two functions, with residuals as arrays.
+
+So a loop can store the residuals in a buffer of its own, or pass them to another loop.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.pipeline.stages import at_repeat, select_repeat
+from nnx_pipeline.pipeline.stage.apply import at_repeat, select_repeat
 
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
-class _Again:
-    """Stands for an argument that the backward pass is given again and need not be kept."""
+class _ResupplyArg:
+    """A placeholder for an argument that the backward pass gets again, so that it is not kept."""
 
     index: int
 
@@ -30,55 +33,66 @@ class _Types:
 
 
 def forward_keeping(function: Callable[..., Any], again: PyTree, x: PyTree) -> tuple[Any, PyTree]:
-    """`function(again, x)`, and what its derivative needs of it beside `again`.
+    """The result of `function(again, x)`, and the residuals of its derivative.
 
-    What is kept is what the function's own `jax.checkpoint` decides; without one it is everything.
-    It is a pytree of arrays, to be stored and handed to `backward_from` in another loop.
+    - `function`: its own `jax.checkpoint` decides what the residuals are; without one they are
+      everything that the derivative reads.
+    - `again`: arguments that `backward_from` is given again, so that they are not kept.
+    - `x`: the other argument, which is kept if the derivative reads it.
+
+    The residuals are a pytree of arrays, to be stored and given to `backward_from`, which may run
+    in another loop.
     """
     out, linear = jax.linearize(function, again, x)
+    # A residual that is an array of `again` itself is found by its identity.
     places = {id(leaf): index for index, leaf in enumerate(jax.tree.leaves(again))}
 
-    def store(leaf: Array) -> Array | _Again:
-        return _Again(places[id(leaf)]) if id(leaf) in places else leaf
+    def store(leaf: Array) -> Array | _ResupplyArg:
+        return _ResupplyArg(places[id(leaf)]) if id(leaf) in places else leaf
 
     types, tree = jax.tree.flatten(jax.eval_shape(lambda x: x, x))
     return out, (jax.tree.map(store, linear), _Types(tuple(types), tree))
 
 
 def backward_from(kept: PyTree, again: PyTree, cotangents: PyTree) -> tuple[PyTree, PyTree]:
-    """The cotangents of `again` and `x` of `forward_keeping`; None for integers.
+    """The cotangents of `again` and of `x` of a call of `forward_keeping`; None for integers.
 
-    cotangents: of its result, None for a leaf that nobody asks about. That leaf has no part in the
-    derivative then: zeros would go through it, and 0 times an infinite one is no number.
+    - `kept`: the residuals that the call returned.
+    - `again`: the same arguments as in the call.
+    - `cotangents`: of the result of the call; None for a leaf whose gradient is not asked for. The
+      derivative then leaves this leaf out: with zeros instead, an infinite derivative would give
+      0 times infinity, which is NaN.
     """
     leaves = jax.tree.leaves(again)
 
-    def restore(leaf: Array | _Again) -> Array:
-        return leaves[leaf.index] if isinstance(leaf, _Again) else leaf
+    def restore(leaf: Array | _ResupplyArg) -> Array:
+        return leaves[leaf.index] if isinstance(leaf, _ResupplyArg) else leaf
 
     linear, x = kept
-    linear = jax.tree.map(restore, linear, is_leaf=lambda leaf: isinstance(leaf, _Again))
+    linear = jax.tree.map(restore, linear, is_leaf=lambda leaf: isinstance(leaf, _ResupplyArg))
     primals, tree = jax.tree.flatten((again, jax.tree.unflatten(x.tree, x.leaves)))
     floats = [index for index, leaf in enumerate(primals) if is_float(leaf)]
     asked = _with_nones(cotangents)
 
-    def tangents_asked(*of_floats: Array) -> list[Array]:
+    # Linear in the floating arguments alone, and only the results whose gradient is asked for:
+    # integers have tangents of dtype float0, which `linear_transpose` does not accept.
+    def tangents_asked(*d_floats: Array) -> list[Array]:
         tangents = [np.zeros(leaf.shape, jax.dtypes.float0) for leaf in primals]
-        for index, tangent in zip(floats, of_floats, strict=True):
+        for index, tangent in zip(floats, d_floats, strict=True):
             tangents[index] = tangent  # type: ignore[call-overload]
-        given = _with_nones(linear(*jax.tree.unflatten(tree, tangents)))
-        return [leaf for leaf, of in zip(given, asked, strict=True) if of is not None]
+        d_outs = _with_nones(linear(*jax.tree.unflatten(tree, tangents)))
+        return [leaf for leaf, d_out in zip(d_outs, asked, strict=True) if d_out is not None]
 
     back = jax.linear_transpose(tangents_asked, *(primals[index] for index in floats))
     found: list[Array | None] = [None] * len(primals)
-    of_floats = back([of for of in asked if of is not None])
-    for index, cotangent in zip(floats, of_floats, strict=True):
+    d_floats = back([d_out for d_out in asked if d_out is not None])
+    for index, cotangent in zip(floats, d_floats, strict=True):
         found[index] = cotangent
     return jax.tree.unflatten(tree, found)
 
 
 def none_for_integers(cotangents: PyTree) -> PyTree:
-    """What a derivative gives, with None where it gives an array of float0."""
+    """The cotangents with None in the place of float0 arrays, which stand for integers."""
 
     def one(leaf: Any) -> Array | None:
         return None if leaf.dtype == jax.dtypes.float0 else leaf
@@ -91,13 +105,16 @@ def _with_nones(tree: PyTree) -> list[Any]:
 
 
 def is_float(leaf: Any) -> bool:
+    """Whether an array is of a dtype that has a gradient: floating or complex."""
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def zero_gradients(tree: PyTree, like: PyTree, dtype: jax.typing.DTypeLike | None = None) -> PyTree:
-    """Accumulators laid out as the arrays of `tree`; None for integers.
+    """Gradient accumulators of zeros, shaped and sharded like the arrays of `tree`.
 
-    They are in `dtype`, or without it in those of the arrays of `like`.
+    - `tree`: any pytree of arrays; an array of integers gets None.
+    - `like`: the same tree of arrays, for the dtypes of the accumulators.
+    - `dtype`: a dtype for all accumulators in the place of those of `like`.
     """
 
     def one(leaf: Array, like: Array) -> Array | None:
@@ -107,7 +124,12 @@ def zero_gradients(tree: PyTree, like: PyTree, dtype: jax.typing.DTypeLike | Non
 
 
 def add_at_repeat(totals: PyTree, gradients: PyTree, repeat: Array) -> PyTree:
-    """Adds each stage's `[stages, …]` to its own repeat of `[repeats, stages, …]`, in place."""
+    """Adds the gradient of each stage to the total of its own repeat, in place.
+
+    - `totals`: `[repeats, stages, …]`.
+    - `gradients`: `[stages, …]`.
+    - `repeat`: int32 `[stages]`, the repeat that each stage is at.
+    """
     leaves = jax.tree.leaves(totals)
     if not leaves or leaves[0].shape[0] == 1:
         return add(totals, jax.tree.map(lambda leaf: leaf[None], gradients))
@@ -115,14 +137,22 @@ def add_at_repeat(totals: PyTree, gradients: PyTree, repeat: Array) -> PyTree:
 
 
 def add(totals: PyTree, gradients: PyTree) -> PyTree:
-    """Σ in the dtype of the accumulators."""
+    """Adds gradients to accumulators, in the dtype of the accumulators.
+
+    - `totals`: the accumulators, from `zero_gradients`; None in the place of integers.
+    - `gradients`: the same tree with the same shapes, in any floating dtypes.
+    """
     return jax.tree.map(
         lambda total, gradient: total + gradient.astype(total.dtype), totals, gradients
     )
 
 
 def as_cotangents(gradients: PyTree, primals: PyTree) -> PyTree:
-    """Accumulators as `jax.custom_vjp` wants them: the primal's dtype, float0 for integers."""
+    """Gradients as `jax.custom_vjp` requires them: in the primal's dtype, float0 for integers.
+
+    - `gradients`: arrays of any floating dtype, and None in the place of integers.
+    - `primals`: the arguments that these are the gradients of.
+    """
 
     def one(primal: Array, gradient: Array | None) -> Array | np.ndarray:
         if gradient is None:

@@ -1,72 +1,47 @@
-"""The timetable of a schedule as a picture; matplotlib is imported only when one is wanted."""
+"""Draws the timetable of a schedule as a picture; matplotlib is imported only when needed."""
 
-import io
 import itertools
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from nnx_pipeline.errors import InputError
-from nnx_pipeline.files import write_whole
-from nnx_pipeline.pipeline.draw import Lane, lanes, phases, span, summary
+from nnx_pipeline.figures import check_picture, ink_on, save_figure
 from nnx_pipeline.pipeline.schedule import CircularSchedule, Schedule
+from nnx_pipeline.pipeline.timetable.text import Lane, lanes, phases, span, summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-KINDS = (".png", ".svg")
 _BUBBLE = "#e2e2e2"
-# Of Okabe and Ito, who chose colours that colour-blind readers tell apart. Repeats beyond their
-# number go from dark to light instead.
+# Okabe and Ito's colours, which colour-blind readers can tell apart. With more repeats than these
+# colours, repeats go from dark to light instead.
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 _LANE_COLOURS = {"F": _COLOURS[0], "B": _COLOURS[1]}
 _PHASE_BORDER = "#202020"
 _MOST_IN_LEGEND = 16
-_ROW = 0.9  # of the height between two stages
+_ROW = 0.9  # height of a stage's row, as a fraction of the distance between two stages
 _SMALLEST_FONT, _LARGEST_FONT = 4.5, 9.0  # points
-_LETTER_WIDTH, _LETTER_HEIGHT = 0.64, 1.25  # of the font size, with some air
-_MOST_NUMBERS = 3000  # more would take seconds, and nobody reads them
-
-
-def check_picture(path: str | None, option: str = "--picture") -> None:
-    """Raises InputError, before any work is done, if no picture can be made under this name."""
-    if path is None:
-        return
-    if Path(path).suffix.lower() not in KINDS:
-        raise InputError(f"{option} {path}: a picture is {' or '.join(KINDS)}; end its name so")
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise InputError(
-            f"{option} {path} needs matplotlib ({error}); pip install 'nnx-pipeline[report]'"
-        ) from error
+_LETTER_WIDTH, _LETTER_HEIGHT = 0.64, 1.25  # as fractions of the font size, with a margin
+_MOST_NUMBERS = 3000  # more would take seconds to draw, and would be too many to read
 
 
 def write_picture(schedule: Schedule, path: str) -> None:
-    """Writes the timetable as PNG or SVG, by the suffix: the whole file or nothing."""
+    """Writes the timetable as a PNG or SVG file: either the whole file or, on an error, none.
+
+    - `schedule`: what is drawn.
+    - `path`: where to write; the suffix chooses the format.
+    """
     check_picture(path)
     save_figure(make_figure(schedule), path)
 
 
-def save_figure(figure: "Figure", path: str) -> None:
-    """Writes a figure as PNG or SVG, by the suffix: the whole file or nothing."""
-    import matplotlib
-
-    kind = Path(path).suffix.lower().removeprefix(".")
-    # Words stay words in an SVG, and the same timetable gives the same bytes.
-    options = matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "nnx-pipeline"})
-    metadata = {"Date": None} if kind == "svg" else None
-    drawn = io.BytesIO()
-    with options:
-        figure.savefig(drawn, format=kind, dpi=150, metadata=metadata)
-    write_whole(path, drawn.getvalue())
-
-
 def make_figure(schedule: Schedule) -> "Figure":
-    """A row per stage, a column per tick; colours name the repeat, or forward and backward."""
+    """A figure with a row per stage and a column per tick.
+
+    Colours stand for the repeat, or with 1F1B for forward and backward.
+    """
     from matplotlib.figure import Figure
 
     rows = schedule.stages * len(lanes(schedule))
@@ -90,21 +65,21 @@ def make_figure(schedule: Schedule) -> "Figure":
         handles=handles, loc="outside lower center", ncols=columns, fontsize=9, frameon=False
     )
     _mark_phases(axes, schedule)
-    # Only now that all around them has its place is it known how large the cells are.
+    # The size of the cells is known only after everything around them has been laid out.
     figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # it would measure every number in every cell
+    figure.set_layout_engine("none")  # else it would measure every number in every cell
     _fill(axes, schedule)
     return figure
 
 
 def _step(count: int, *, most: int) -> int:
-    """The least of 1, 2, 5, 10, 20 … with which at most `most` of `count` numbers are named."""
+    """The smallest step of 1, 2, 5, 10, 20 … that labels at most `most` of `count` numbers."""
     steps = (digit * 10**zeros for zeros in itertools.count() for digit in (1, 2, 5))
     return next(step for step in steps if step * most >= count)
 
 
 def _title(schedule: Schedule, letters: int) -> str:
-    """The summary, broken after its colon when it is too long for one line."""
+    """The summary, broken after its colon if it is longer than `letters`."""
     text = summary(schedule)
     parts = [text] if len(text) <= letters else text.replace(": ", ":\n", 1).splitlines()
     return "\n".join(textwrap.fill(part, letters) for part in parts)
@@ -132,7 +107,7 @@ def _legend(schedule: Schedule) -> "list[Patch]":
 
 
 def _colour(lane: Lane, repeat: int, repeats: int) -> str:
-    """Of a repeat, or of forward and backward, lighter from repeat to repeat."""
+    """The colour of a repeat, or of forward or backward, which gets lighter with each repeat."""
     from matplotlib.colors import to_hex, to_rgb
 
     own = _LANE_COLOURS.get(lane.sign)
@@ -159,7 +134,7 @@ def _mark_phases(axes: "Axes", schedule: Schedule) -> None:
         left, right = ticks.start - 0.5, ticks.stop - 0.5
         if index:
             axes.axvline(left, color=_PHASE_BORDER, linewidth=1.4, linestyle="--", zorder=3)
-        # The outer ones may be narrower than their names, which then reach into the broad middle.
+        # The outer phases may be narrower than their names, which then extend into the middle one.
         align, x = "center", (left + right) / 2
         if len(parts) == 3 and index != 1:
             align, x = ("left", left) if index == 0 else ("right", right)
@@ -175,22 +150,22 @@ def _mark_phases(axes: "Axes", schedule: Schedule) -> None:
 
 
 class _Size(NamedTuple):
-    """In points."""
+    """The size of a cell or a bar, in points."""
 
     width: float
     height: float
 
 
 class _Bar(NamedTuple):
-    """Ticks that follow each other on one stage, all with the same colour."""
+    """Consecutive ticks of one stage that have the same colour."""
 
     ticks: range
     colour: str
-    microbatches: range
+    microbatches: range  # one per tick; empty in a bubble
 
 
 def _bars(schedule: Schedule, lane: Lane, stage: int) -> Iterator[_Bar]:
-    """The work of a stage, the microbatches of a repeat together, and its bubbles."""
+    """The bars of one stage: consecutive work of one repeat, or consecutive bubbles."""
 
     def repeat(tick: int) -> int | None:
         work = lane.work(tick, stage)
@@ -209,7 +184,7 @@ def _bars(schedule: Schedule, lane: Lane, stage: int) -> Iterator[_Bar]:
 
 
 def _fill(axes: "Axes", schedule: Schedule) -> None:
-    """Draws cells with the numbers of their microbatches, or whole bars if these have no room."""
+    """Draws cells with the numbers of their microbatches, or whole bars if there is no room."""
     kinds = lanes(schedule)
     height = _ROW / len(kinds)
     box = axes.get_window_extent()
@@ -240,7 +215,7 @@ def _fill(axes: "Axes", schedule: Schedule) -> None:
 
 
 def _number_cells(axes: "Axes", bar: _Bar, y: float, size: float) -> None:
-    """Writes its microbatch into each cell; there is none in a bubble."""
+    """Writes the number of its microbatch into each cell of a bar, and nothing into a bubble."""
     for tick, microbatch in zip(bar.ticks, bar.microbatches, strict=False):
         _write(axes, bar, tick, y, str(microbatch), size)
 
@@ -250,7 +225,7 @@ def _number_bar(axes: "Axes", bar: _Bar, y: float, cell: _Size) -> None:
     if not bar.microbatches:
         return
     text = span(bar.microbatches)
-    # With a space on either side, or the bars could not be told apart.
+    # A space on either side keeps the numbers of neighbouring bars apart.
     size = _font_size(f" {text} ", _Size(cell.width * len(bar.ticks), cell.height))
     if size is not None:
         _write(axes, bar, (bar.ticks[0] + bar.ticks[-1]) / 2, y, text, size)
@@ -262,16 +237,8 @@ def _write(axes: "Axes", bar: _Bar, x: float, y: float, text: str, size: float) 
 
 
 def _font_size(text: str, room: _Size) -> float | None:
-    """The size in points at which a text fits, None if that is too small to read."""
+    """The font size in points at which a text fits; None if that is too small to read."""
     size = min(
         room.width / (_LETTER_WIDTH * len(text)), room.height / _LETTER_HEIGHT, _LARGEST_FONT
     )
     return size if size >= _SMALLEST_FONT else None
-
-
-def ink_on(colour: str) -> str:
-    """Black or white, whichever stands out more by the rule of the web's accessibility guide."""
-    channels = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
-    weights = (0.2126, 0.7152, 0.0722)
-    luminance = sum(w * c**2.2 for w, c in zip(weights, channels, strict=True))
-    return "white" if luminance < 0.18 else "black"

@@ -1,4 +1,4 @@
-"""The timetable of a schedule, as text."""
+"""Draws the timetable of a schedule as text."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from nnx_pipeline.pipeline.schedule import CircularSchedule, Schedule, Work
 
 
 class Lane(NamedTuple):
-    """One kind of work of every stage; both drawings give it a row of its own within the stage."""
+    """One kind of work, such as forward visits; drawings give it one row within each stage."""
 
     name: str
     sign: str
-    ticks: range  # those that have such work at all: only there a stage without any is idle
-    work: Callable[[int, int], Work | None]
+    ticks: range  # the ticks that have such work at all; elsewhere no stage counts as idle
+    work: Callable[[int, int], Work | None]  # (tick, stage) to the work; None in a bubble
 
 
 def lanes(schedule: Schedule) -> tuple[Lane, ...]:
-    """The kinds of work a stage does at a tick, from top to bottom."""
+    """The kinds of work that a stage does at a tick, from top to bottom."""
     if isinstance(schedule, CircularSchedule):
         return (Lane("work", "", range(schedule.ticks), schedule.work),)
     before, both, after = schedule.phases
@@ -32,7 +32,7 @@ def lanes(schedule: Schedule) -> tuple[Lane, ...]:
 
 
 def phases(schedule: Schedule) -> list[tuple[str, str, range]]:
-    """Name, sign and ticks of each part of the loop that lasts at least a tick."""
+    """Name, sign and ticks of each phase with at least one tick; only 1F1B has phases."""
     if isinstance(schedule, CircularSchedule):
         return []
     names = (("forward only", "F"), ("both", "FB"), ("backward only", "B"))
@@ -41,7 +41,7 @@ def phases(schedule: Schedule) -> list[tuple[str, str, range]]:
 
 
 def summary(schedule: Schedule) -> str:
-    """Ticks and bubble in one line."""
+    """The numbers of ticks and of bubble ticks, in one line."""
     given = f"{schedule.stages} stages, {schedule.microbatches} microbatches"
     if isinstance(schedule, CircularSchedule):
         return (
@@ -65,7 +65,11 @@ def summary(schedule: Schedule) -> str:
 
 @dataclass(frozen=True)
 class Timetable:
-    """Prints a column per tick; the first and the last ones when there is no room for all."""
+    """A table to print with one column per tick; if there is no room, the first and last ticks.
+
+    - `schedule`: what is drawn.
+    - `most`: how many ticks are shown at most.
+    """
 
     schedule: Schedule
     most: int
@@ -74,7 +78,7 @@ class Timetable:
         stage = len("stage ")
         borders = 2 * max(0, len(phases(self.schedule)) - 1)
         room = (options.max_width - stage - borders) // (self._cell_width() + 1)
-        # One column is the dots that stand for what is left out.
+        # If ticks are left out, one column is needed for the dots in their place.
         most = self.schedule.ticks if self.schedule.ticks <= room else max(2, room - 1)
         yield self._table(min(most, self.most))
 
@@ -100,11 +104,15 @@ class Timetable:
 
 
 def timetable(schedule: Schedule, *, most: int = 64) -> Timetable:
-    """A row per stage, a column per tick: the microbatch, its repeat as a colour and a letter.
+    """A timetable to print, with a row per stage and a column per tick.
 
-    Repeats are written a, b, c …: `3b` is microbatch 3 in its second round. With one forward, one
-    backward a stage has two rows, `F3` above `B1`. A dot is a bubble. At most `most` ticks are
-    shown, the first and the last of them, and fewer where the console is too narrow.
+    A cell has the number of the microbatch, and its repeat as a colour and a letter a, b, c …: `3b`
+    is microbatch 3 in its second repeat. With 1F1B a stage has two rows, such as `F3` above `B1`. A
+    dot is a bubble.
+
+    - `schedule`: what is drawn.
+    - `most`: how many ticks are shown at most, half of them from the start and half from the end;
+      fewer are shown if the console is too narrow.
     """
     return Timetable(schedule, most)
 
@@ -137,7 +145,7 @@ def _shown(ticks: int, most: int) -> list[int | str]:
 
 
 def _with_borders(columns: list[int | str], schedule: Schedule) -> Iterator[int | str]:
-    """Puts a line before every phase but the first."""
+    """The columns, with a border before the first tick of every phase but the first."""
     starts = [ticks.start for _, _, ticks in phases(schedule)][1:]
     for column in columns:
         if column in starts:
@@ -172,7 +180,7 @@ def _label(schedule: Schedule, lane: Lane, work: Work) -> str:
 
 
 def _letters(number: int) -> str:
-    """a … z, aa, ab …"""
+    """The letters of a repeat, counted from 0: a … z, aa, ab …"""
     text = ""
     number += 1
     while number:
@@ -182,5 +190,5 @@ def _letters(number: int) -> str:
 
 
 def span(numbers: range) -> str:
-    """First and last, as in 0–7."""
+    """The first and the last number, written as in 0–7."""
     return f"{numbers[0]}–{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])

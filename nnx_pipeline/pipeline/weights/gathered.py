@@ -1,10 +1,10 @@
-"""Weights as the ticks see them: stored, or gathered once and held for many ticks.
+"""How weights are held during the loop: as stored, or gathered once and kept for many ticks.
 
-A gathered weight is the same on every device along the axes that it was gathered over, and its
-gradient is not: each device adds up that of its own sequences. Both are written as arrays with an
-axis of copies, `[repeats, stages, copies, …]`, one copy per device along these mesh axes. So
-nothing is sent while the gradient adds up, and one reduce-scatter brings it back to where it is
-stored.
+A gathered weight is the same on every device along the mesh axes that it was gathered over. Its
+gradient is not: each device adds up that of its own sequences. Both are represented as arrays with
+an axis of copies, `[repeats, stages, copies, …]`, one copy per device along these mesh axes. So
+nothing is sent while the gradient adds up, and one reduce-scatter brings it back to where the
+weight is stored.
 """
 
 from collections.abc import Callable
@@ -21,18 +21,21 @@ GatherName = Literal["use", "step", "prefetch"]
 
 
 @dataclass(frozen=True)
-class Lending:
-    """How the loop holds the weights of the stages.
+class WeightGathering:
+    """How the loop holds the weights of the stages; the defaults hold them as they are stored.
 
-    specs: where each array of the parameters is stored, `[repeats, stages, …]`, in tree order.
-    copies: mesh axes along which every device has a copy of its own and works with it on its own
-        sequences. gathered: those of them that weights are stored apart on; an axis of an array
-        that is spread over one of them is gathered whole.
-    dtype: of the copies, None for that of the parameters; a cast before the gather.
-    ahead: repeat by repeat, the next one while the present one is in use, in the place of all at
-        once.
-    lent: the first axes of `copies` if the parameters come in copies along them (see `Owners`);
-        `specs` then have that axis, and its gradients are left apart.
+    - `specs`: the partition spec of each stored parameter `[repeats, stages, …]`, in tree order.
+    - `copies`: mesh axes along which each device has a copy of the weights and applies it to its
+      own sequences.
+    - `gathered`: the subset of `copies` over which weights are sharded. An array axis that is
+      sharded over any of them is gathered whole.
+    - `dtype`: the dtype of the copies, to which weights are cast before they are gathered; None for
+      that of the parameters.
+    - `ahead`: whether to gather repeat by repeat, each while the one before it is in use, instead
+      of all repeats at once.
+    - `zero1`: the first axes of `copies`, if the parameters have an axis of copies along them
+      already (see `weights.zero1`). `specs` then include that axis, and the gradients of these
+      copies are not summed here.
     """
 
     specs: tuple[P, ...] = ()
@@ -40,14 +43,14 @@ class Lending:
     gathered: tuple[str, ...] = ()
     dtype: jax.typing.DTypeLike | None = None
     ahead: bool = False
-    lent: tuple[str, ...] = ()
+    zero1: tuple[str, ...] = ()
 
-    def lend(self, params: PyTree) -> PyTree:
-        """`[repeats, stages, …]` as stored to `[repeats, stages, copies, …]`.
+    def gather(self, params: PyTree) -> PyTree:
+        """Gathers stored weights: `[repeats, stages, …]` to `[repeats, stages, copies, …]`.
 
-        Without axes to copy along they stay as they are.
+        Without mesh axes to copy along, the weights are returned unchanged.
         """
-        if self.copies == self.lent:
+        if self.copies == self.zero1:
             return params
 
         def one(leaf: Array, spec: P) -> Array:
@@ -55,31 +58,35 @@ class Lending:
                 leaf = leaf.astype(self.dtype)
             for axis, names in self._gathered_axes(spec):
                 leaf = jax.lax.all_gather(leaf, names, axis=axis, tiled=True)
-            return leaf if self.lent else jnp.expand_dims(leaf, 2)
+            return leaf if self.zero1 else jnp.expand_dims(leaf, 2)
 
-        return self._on_each_device(one, params, params, self.specs, self._lent_specs)
+        return self._on_each_device(one, params, params, self.specs, self._copy_specs)
 
-    def give_back(self, gradients: PyTree, params: PyTree) -> PyTree:
-        """Gradients of copies to gradients of what is stored: summed, each device its part.
+    def scatter_gradients(self, gradients: PyTree, params: PyTree) -> PyTree:
+        """Sums the gradients of copies, and shards the sum as the weights are stored.
 
-        params: what was lent, for the places of its arrays; an integer has the gradient None.
-        The sum is made in the dtype of the gradients, by a reduce-scatter over the axes that the
-        weight was gathered over and an all-reduce over the other axes of the copies.
+        - `gradients`: `[repeats, stages, copies, …]`; None for an array of integers.
+        - `params`: the weights that were gathered, for the structure of their tree.
+
+        The sum is made in the dtype of the gradients, by a reduce-scatter over the mesh axes that
+        the weight was gathered over and an all-reduce over the other axes of `copies`.
         """
-        if self.copies == self.lent:
+        if self.copies == self.zero1:
             return gradients
 
         def one(leaf: Array, spec: P) -> Array:
-            leaf = leaf if self.lent else jnp.squeeze(leaf, 2)
-            scattered = [*self.lent]
+            leaf = leaf if self.zero1 else jnp.squeeze(leaf, 2)
+            scattered = [*self.zero1]
             for axis, names in self._gathered_axes(spec):
                 for name in names:
+                    # A mesh axis that was gathered but has no copies has the same gradient on each
+                    # of its devices, of which each takes its shard.
                     leaf = _scatter(leaf, axis, name, summed=name in self.copies)
                     scattered.append(name)
             rest = tuple(name for name in self.copies if name not in scattered)
             return jax.lax.psum(leaf, rest) if rest else leaf
 
-        return self._on_each_device(one, gradients, params, self._lent_specs, self.specs)
+        return self._on_each_device(one, gradients, params, self._copy_specs, self.specs)
 
     def _gathered_axes(self, spec: P) -> list[tuple[int, tuple[str, ...]]]:
         found = []
@@ -90,14 +97,14 @@ class Lending:
         return found
 
     @property
-    def _lent_specs(self) -> tuple[P, ...]:
-        """Where the copies are."""
+    def _copy_specs(self) -> tuple[P, ...]:
+        """The partition spec of each array of copies."""
         specs = []
         for spec in self.specs:
             entries = list(spec)
             for axis, _ in self._gathered_axes(spec):
                 entries[axis] = None
-            specs.append(P(*entries[:2], self.copies, *entries[3 if self.lent else 2 :]))
+            specs.append(P(*entries[:2], self.copies, *entries[3 if self.zero1 else 2 :]))
         return tuple(specs)
 
     def _on_each_device(
@@ -108,7 +115,11 @@ class Lending:
         in_specs: tuple[P, ...],
         out_specs: tuple[P, ...],
     ) -> PyTree:
-        """The function on every array and its stored spec; None, for no gradient, stays None."""
+        """Calls `function(array, stored spec)` for every array on every device.
+
+        - `tree`: the arrays; None, for no gradient, stays None.
+        - `params`: gives the tree structure.
+        """
         treedef: Any = jax.tree.structure(params)
         leaves = treedef.flatten_up_to(tree)
         there = [index for index, leaf in enumerate(leaves) if leaf is not None]
@@ -128,7 +139,13 @@ class Lending:
 
 
 def _scatter(x: Array, axis: int, name: str, *, summed: bool) -> Array:
-    """This device's part of an array axis, summed over the mesh axis if it differs along it."""
+    """This device's shard of an array axis.
+
+    - `x`: what the device holds of the array.
+    - `axis`: the array axis to shard.
+    - `name`: the mesh axis to shard it over.
+    - `summed`: whether x differs between the devices along the mesh axis and is to be summed.
+    """
     if summed:
         return jax.lax.psum_scatter(x, name, scatter_dimension=axis, tiled=True)
     size = x.shape[axis] // mesh_sizes()[name]
@@ -136,4 +153,4 @@ def _scatter(x: Array, axis: int, name: str, *, summed: bool) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
-AS_STORED = Lending()
+AS_STORED = WeightGathering()  # nothing is gathered before the loop

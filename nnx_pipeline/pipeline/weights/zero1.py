@@ -1,4 +1,4 @@
-"""Whole weights whose gradients arrive in parts, each device along `data` its own (ZeRO-1)."""
+"""ZeRO-1: weights stay whole along `data`, and each device gets only a shard of the gradients."""
 
 import dataclasses
 import functools
@@ -15,52 +15,73 @@ from nnx_pipeline.ops.gradients import or_zeros, refuse_perturbed, values_of
 from nnx_pipeline.sharding import Layout, P
 
 
+@functools.partial(jax.tree_util.register_dataclass)
 @dataclass(frozen=True)
-class Owners:
-    """Who gets which part of the gradient of weights that are the same along `over`.
+class Zero1Layers:
+    """Stacked layers whose gradient is sharded by ZeRO-1, to be used in the place of the layers.
 
-    The weights are handed out with an axis of copies over these mesh axes, one copy per device, so
-    that each device's gradient is its own until it is summed. The sum is asked of a second
-    argument, which holds the same weights with every array spread over `over` besides: its
-    gradient is made by one reduce-scatter. Were it asked of the whole weights, it would be an
-    all-reduce with twice the traffic, and XLA keeps that even if only a part is read afterwards.
+    - `whole`: the layers as they are stored; they have no gradient.
+    - `shards`: the same layers, laid out by `Layout.zero1`; the gradient is with respect to these.
+    """
 
-    stored: where each array is, in tree order. owned: where its parts are; an array that is the
-    same in both (it has no axis to spread) gets an all-reduce. axis: place of the axis of copies.
-    dtype: in which gradients are summed, None for their own.
+    whole: Any
+    shards: Any
+
+
+@dataclass(frozen=True)
+class GradientShards:
+    """Which shard of the gradient each device gets, for weights that are replicated along `over`.
+
+    - `stored`: the partition spec of each stored array, in tree order.
+    - `sharded`: the spec of each array when it is also sharded over `over`. If it equals the stored
+      spec, because the array has no axis to shard, the gradient is summed by an all-reduce.
+    - `over`: the mesh axes along which gradients are summed and sharded.
+    - `axis`: the position of the axis of copies.
+    - `dtype`: the dtype in which gradients are summed, None for their own.
+
+    The layers get weights with an axis of copies over these mesh axes, one copy per device, so that
+    each device's gradient is its own until it is summed. The gradient is taken with respect to a
+    second argument, which holds the same weights with every array also sharded over `over`; so one
+    reduce-scatter makes it. With respect to the whole weights it would be an all-reduce with twice
+    the traffic, and XLA keeps that even if only a part of the result is read afterwards.
     """
 
     stored: tuple[P, ...]
-    owned: tuple[P, ...]
+    sharded: tuple[P, ...]
     over: tuple[str, ...]
     axis: int
     dtype: jax.typing.DTypeLike | None = None
 
-    def lend(self, whole: PyTree, owned: PyTree) -> PyTree:
-        """The values of `whole` in copies; the gradient goes to `owned`.
+    def copies(self, layers: Any) -> PyTree:
+        """The values of the layers, with one copy per device along the mesh axes.
 
-        Without `owned` it goes to `whole`, by an all-reduce; with it, asking for that of `whole` is
-        an InputError.
+        - `layers`: `Zero1Layers`, whose shards get the gradient, or plain layers, which get it
+          themselves by an all-reduce.
+
+        Raises InputError when the gradient with respect to `Zero1Layers.whole` is asked for.
         """
-        leaves, tree = jax.tree.flatten(whole)
-        if owned is None:
-            owners, parts = dataclasses.replace(self, owned=self.stored), leaves
-            leaves = jax.lax.stop_gradient(leaves)
-        else:
-            owners, parts = self, jax.tree.leaves(owned)
-        return jax.tree.unflatten(tree, _lend(owners, parts, leaves))
+        if isinstance(layers, Zero1Layers):
+            leaves, tree = jax.tree.flatten(layers.whole)
+            return jax.tree.unflatten(tree, _copy(self, jax.tree.leaves(layers.shards), leaves))
+        leaves, tree = jax.tree.flatten(layers)
+        stored = dataclasses.replace(self, sharded=self.stored)
+        return jax.tree.unflatten(tree, _copy(stored, leaves, jax.lax.stop_gradient(leaves)))
 
     @property
-    def lent(self) -> tuple[P, ...]:
-        """Where the copies are."""
+    def copy_specs(self) -> tuple[P, ...]:
+        """The partition spec of each array of copies."""
         at = self.axis
         return tuple(P(*spec[:at], self.over, *spec[at:]) for spec in self.stored)
 
-    def back(self, gradient: Array, stored: P, owned: P) -> Array:
-        """On each device: its part of the sum of all copies' gradients."""
+    def shard(self, gradient: Array, stored: P, sharded: P) -> Array:
+        """This device's shard of the sum of all copies' gradients, to be called in a `shard_map`.
+
+        - `gradient`: that of this device's copy.
+        - `stored`, `sharded`: the specs of the array.
+        """
         dtype = gradient.dtype
         gradient = jnp.squeeze(gradient, self.axis).astype(self.dtype or dtype)
-        spread = [axis for axis, entry in enumerate(owned) if entry != stored[axis]]
+        spread = [axis for axis, entry in enumerate(sharded) if entry != stored[axis]]
         if spread:
             gradient = jax.lax.psum_scatter(
                 gradient, self.over, scatter_dimension=spread[0], tiled=True
@@ -70,7 +91,7 @@ class Owners:
         return gradient.astype(dtype)
 
 
-def make_owners(
+def gradient_shards(
     layers: PyTree,
     layout: Layout,
     over: tuple[str, ...],
@@ -78,14 +99,20 @@ def make_owners(
     skip: int,
     axis: int,
     dtype: jax.typing.DTypeLike | None,
-) -> Owners:
-    """The owners of stacked layers, for arrays without the first `skip` axes of the stack."""
+) -> GradientShards:
+    """The shards of the gradient of stacked layers.
+
+    - `layers`: a module whose variables all have `logical_axes` in their metadata.
+    - `layout`: the mesh axes that each logical axis is sharded over.
+    - `skip`: how many of the first axes of the stack the arrays do not have.
+    - `over`, `axis`, `dtype`: as for `GradientShards`.
+    """
     variables = jax.tree.leaves(layers, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     names = [variable.get_metadata("logical_axes")[skip:] for variable in variables]
-    spread = layout.owned(over)
-    return Owners(
+    spread = layout.zero1(over)
+    return GradientShards(
         stored=tuple(layout.spec(*axes) for axes in names),
-        owned=tuple(spread.spec(*axes) for axes in names),
+        sharded=tuple(spread.spec(*axes) for axes in names),
         over=over,
         axis=axis,
         dtype=dtype,
@@ -93,34 +120,36 @@ def make_owners(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _lend(owners: Owners, owned: list[Array], whole: list[Array]) -> list[Array]:
-    del owned  # only its gradient is of interest
+def _copy(to: GradientShards, shards: list[Array], whole: list[Array]) -> list[Array]:
+    del shards  # only their gradient is of interest
 
     def local(*leaves: Array) -> list[Array]:
-        return [jnp.expand_dims(leaf, owners.axis) for leaf in leaves]
+        return [jnp.expand_dims(leaf, to.axis) for leaf in leaves]
 
-    return _on_each_device(local, owners.stored, owners.lent)(*whole)
+    return _on_each_device(local, to.stored, to.copy_specs)(*whole)
 
 
-def _lend_forward(owners: Owners, owned: list[Any], whole: list[Any]) -> tuple[list[Array], None]:
+def _copy_forward(
+    to: GradientShards, shards: list[Any], whole: list[Any]
+) -> tuple[list[Array], None]:
     whole = refuse_perturbed(
-        "the gradient with respect to the parameters was asked for beside that of owned ones, to "
-        "which it goes; use jax.lax.stop_gradient on the parameters, or leave `owned` out",
+        "the gradient was asked for with respect to both the parameters and their shards, and goes "
+        "to the shards; use jax.lax.stop_gradient on the parameters, or leave `shards` out",
         whole,
     )
-    return _lend(owners, values_of(owned), whole), None
+    return _copy(to, values_of(shards), whole), None
 
 
-def _lend_backward(owners: Owners, _: None, gradients: list[Any]) -> tuple[list[Array], None]:
+def _copy_backward(to: GradientShards, _: None, gradients: list[Any]) -> tuple[list[Array], None]:
     gradients = [or_zeros(gradient) for gradient in gradients]
 
     def local(*leaves: Array) -> list[Array]:
-        return list(map(owners.back, leaves, owners.stored, owners.owned))
+        return list(map(to.shard, leaves, to.stored, to.sharded))
 
-    return _on_each_device(local, owners.lent, owners.owned)(*gradients), None
+    return _on_each_device(local, to.copy_specs, to.sharded)(*gradients), None
 
 
-_lend.defvjp(_lend_forward, _lend_backward, symbolic_zeros=True)
+_copy.defvjp(_copy_forward, _copy_backward, symbolic_zeros=True)
 
 
 def _on_each_device(

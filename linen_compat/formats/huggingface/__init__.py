@@ -1,0 +1,1 @@
+"""Hugging Face's Mixtral and Llama: folders of safetensors and their `config.json`."""

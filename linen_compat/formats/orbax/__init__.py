@@ -1,0 +1,1 @@
+"""Orbax checkpoints: MaxText's in every layout, and this project's own."""

@@ -1,0 +1,1 @@
+"""MaxText's configuration files."""

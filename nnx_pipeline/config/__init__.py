@@ -1,0 +1,1 @@
+"""Frozen configs that check their values when made, presets, and overrides by `--set`."""

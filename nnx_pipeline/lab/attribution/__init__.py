@@ -1,0 +1,1 @@
+"""Attributes what the device-memory heap holds at its peak to source lines and roles."""

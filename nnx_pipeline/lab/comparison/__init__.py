@@ -1,0 +1,1 @@
+"""Compares two programs: their figures, the numbers that they compute, and how figures grow."""

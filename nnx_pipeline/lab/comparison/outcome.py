@@ -1,0 +1,207 @@
+"""Defines the comparison of two programs: the question, their figures and the verdict."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from nnx_pipeline.lab.attribution.result import BufferDifference, difference
+from nnx_pipeline.lab.comparison.numerics import Numerics
+from nnx_pipeline.lab.compile.measure import Measurement
+
+# Figures of a measurement that a verdict may be about.
+Quantity = Literal["temp", "heap", "account", "trace_host"]
+Kind = Literal["step", "init", "trace"]
+
+NOT_APPLICABLE = "not applicable"
+NO_EFFECT = 0.01  # a relative difference below this is no effect
+NAMES: dict[Quantity, str] = {
+    "temp": "temp",
+    "heap": "the heap",
+    "account": "the account",
+    "trace_host": "host memory during tracing",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """The question whether the second of two programs, the arms, needs less memory than the first.
+
+    - `name`: a short name for the question.
+    - `claim`: where it is claimed that the second arm needs less, such as `S3.2`.
+    - `difference`: how the arms differ, in one sentence.
+    - `labels`: a short name for each arm.
+    - `kind`: what is measured: a training step (`step`), the creation of parameters (`init`), or
+      what the host holds while a step is traced (`trace`).
+    - `judged_by`: the figure that should be smaller for the second arm.
+    - `same_program`: why both arms are the same program even before they are compiled, "" where
+      they are not.
+    """
+
+    name: str
+    claim: str
+    difference: str
+    labels: tuple[str, str]
+    kind: Kind = "step"
+    judged_by: Quantity = "temp"
+    same_program: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The answer to a question on one platform.
+
+    - `verdict`: whether the second arm needs less; see `verdict_by`.
+    - `note`: what else there is to say, and the error of an arm that did not compile.
+    - `failed`: whether an arm did not compile, the numbers could not be compared, or the arms
+      compute different numbers.
+    - `a`, `b`: the measurement of each arm, None where it did not compile.
+    - `numerics`: how far apart the numbers that the arms compute are, None where they were not
+      compared.
+    """
+
+    question: Question
+    verdict: str
+    note: str
+    failed: bool = False
+    a: Measurement | None = None
+    b: Measurement | None = None
+    numerics: Numerics | None = None
+
+    @property
+    def arms(self) -> tuple[tuple[str, Measurement | None], tuple[str, Measurement | None]]:
+        """The label and the measurement of each arm."""
+        one, other = self.question.labels
+        return (one, self.a), (other, self.b)
+
+    @property
+    def same_program(self) -> bool | None:
+        """Whether both arms compile to the same program; None where one did not compile."""
+        return self.a.fingerprint == self.b.fingerprint if self.a and self.b else None
+
+    @property
+    def buffers(self) -> tuple[BufferDifference, ...] | None:
+        """What the heap of b holds more or less than that of a; None where one is not known."""
+        one, other = (result.attribution if result else None for result in (self.a, self.b))
+        return difference(one, other) if one and other else None
+
+    def bytes_of(self, quantity: Quantity) -> tuple[int | None, int | None]:
+        """One figure of both arms, in bytes; None for an arm of which it is not known."""
+        before, after = (
+            result.bytes_of(quantity) if result else None for result in (self.a, self.b)
+        )
+        return before, after
+
+    def ratio(self, quantity: Quantity) -> float | None:
+        """The figure of b divided by that of a; None where one is not known, or that of a is 0."""
+        before, after = self.bytes_of(quantity)
+        return after / before if before and after is not None else None
+
+    def verdict_by(self, quantity: Quantity) -> str:
+        """The verdict by one figure: `holds` where that of arm b is smaller, `opposite` if larger.
+
+        It is `no effect` where the two are equal or differ by less than NO_EFFECT of that of a, and
+        `not applicable` where one is not known.
+        """
+        before, after = self.bytes_of(quantity)
+        if before is None or after is None:
+            return NOT_APPLICABLE
+        if abs(after - before) < NO_EFFECT * before or after == before:
+            return "no effect"
+        return "holds" if after < before else "opposite"
+
+    def to_json(self) -> dict[str, Any]:
+        """One entry of `ab --json`."""
+        buffers = self.buffers
+        return {
+            "name": self.question.name,
+            "claim": self.question.claim,
+            "difference": self.question.difference,
+            "kind": self.question.kind,
+            "same_program": self.same_program,
+            "arms": {
+                key: {
+                    "label": label,
+                    **({"measured": result.measured, **result.to_json()} if result else {}),
+                }
+                for key, (label, result) in zip("ab", self.arms, strict=True)
+            },
+            **self._changes("temp"),
+            **self._changes("account"),
+            "judged_by": self.question.judged_by,
+            "numerics": dataclasses.asdict(self.numerics) if self.numerics else None,
+            "verdict": self.verdict,
+            "note": self.note,
+            "buffers": None if buffers is None else [dataclasses.asdict(row) for row in buffers],
+        }
+
+    def _changes(self, quantity: Quantity) -> dict[str, float | None]:
+        before, after = self.bytes_of(quantity)
+        delta = None if before is None or after is None else after - before
+        return {f"delta_{quantity}_bytes": delta, f"ratio_{quantity}": self.ratio(quantity)}
+
+
+def compare_measurements(question: Question, a: Measurement | str, b: Measurement | str) -> Outcome:
+    """The outcome of two arms by their figures alone, without the numbers that they compute.
+
+    - `question`: what the arms are and which figure decides.
+    - `a`, `b`: the measurement of each arm, or the error as text where it did not compile.
+    """
+    notes = []
+    for label, result in zip(question.labels, (a, b), strict=True):
+        if isinstance(result, str):
+            notes.append(f"{label} did not compile: {result}")
+    one, other = (None if isinstance(result, str) else result for result in (a, b))
+    outcome = Outcome(
+        question=question,
+        a=one,
+        b=other,
+        verdict=NOT_APPLICABLE,
+        note="",
+        failed=one is None or other is None,
+    )
+    judged_by = question.judged_by
+    verdict = outcome.verdict_by(judged_by)
+    if one and other:
+        notes += _why_no_effect(question, verdict, one, other)
+        if verdict == NOT_APPLICABLE:
+            notes.append(f"{NAMES[judged_by]} is not known")
+        if judged_by == "trace_host":
+            notes.append(_held_while_tracing(outcome))
+        else:
+            notes += _other_verdicts(outcome, verdict)
+    return dataclasses.replace(outcome, verdict=verdict, note="; ".join(notes))
+
+
+def _held_while_tracing(outcome: Outcome) -> str:
+    """A sentence with what the host holds for each arm while it traces."""
+    held = outcome.bytes_of("trace_host")
+    shown = " and ".join("–" if size is None else f"{size / 1e6:.1f} MB" for size in held)
+    return f"the verdict is about {NAMES['trace_host']}: {shown}"
+
+
+def _other_verdicts(outcome: Outcome, verdict: str) -> list[str]:
+    """The verdicts by temp and by heap, where they differ from the verdict."""
+    others: tuple[Quantity, ...] = ("temp", "heap")
+    said: dict[str, list[str]] = {}
+    for quantity in others:
+        said.setdefault(outcome.verdict_by(quantity), []).append(NAMES[quantity])
+    return [
+        f"by {' and '.join(names)}: {other}"
+        for other, names in said.items()
+        if other not in (verdict, NOT_APPLICABLE)
+    ]
+
+
+def _why_no_effect(
+    question: Question, verdict: str, one: Measurement, other: Measurement
+) -> list[str]:
+    """Why two arms hold the same: one program, or two with nearly the same figure."""
+    if one.fingerprint == other.fingerprint:
+        why = f", as {question.same_program}" if question.same_program else ""
+        return [f"both arms compile to the same program{why}"]
+    if verdict != "no effect" or question.kind == "trace":
+        return []
+    judged_by = question.judged_by
+    if one.bytes_of(judged_by) == other.bytes_of(judged_by):
+        return [f"two programs with the same {judged_by}"]
+    return [f"two programs whose {judged_by} is less than 1 % apart"]

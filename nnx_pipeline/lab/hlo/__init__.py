@@ -1,0 +1,1 @@
+"""Reads the optimized HLO text and the buffer assignment of a compiled program."""

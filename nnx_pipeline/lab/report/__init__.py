@@ -1,0 +1,1 @@
+"""Shows results as tables for the terminal, as pictures and as JSON."""

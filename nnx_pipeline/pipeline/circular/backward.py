@@ -1,0 +1,220 @@
+"""One tick of the circular loop, forward and backward, and the walk with all weights gathered."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from nnx_pipeline.pipeline.circular.plan import Plan, make_plan
+from nnx_pipeline.pipeline.circular.tick import Carry, Loop, stage_side, stage_weights
+from nnx_pipeline.pipeline.exchange.buffers import over_stage
+from nnx_pipeline.pipeline.stage.vjp import (
+    add,
+    add_at_repeat,
+    backward_from,
+    forward_keeping,
+    is_float,
+    zero_gradients,
+)
+from nnx_pipeline.pipeline.weights.gathered import WeightGathering
+
+WeightsAt = Callable[[Plan], PyTree]  # the weights of each stage at a tick, [stages, …]
+
+
+class Beside(NamedTuple):
+    """What a visit reads besides weights and activations; it is the same for all ticks."""
+
+    side: PyTree  # [microbatches, …]; each stage reads the row of its microbatch
+    closed: list[Array]  # what the stage function closes over, whole on every stage
+
+
+class Cotangents(NamedTuple):
+    """The cotangents that pass from tick to tick, besides the gradients of the weights."""
+
+    carry: Carry
+    beside: Beside  # None for integers
+
+
+@dataclass(frozen=True)
+class TwoWayTick:
+    """One tick forward, and the same tick backward from what the forward pass kept.
+
+    - `loop`: what every tick does.
+    - `apply`: makes the visits of all stages at a tick, within a `jax.checkpoint` of its own. Its
+      arguments are what the visits read, as `visit_reads` returns it, and the activations that
+      enter the stages, `[stages, …]`. It returns the outputs of the stages and their metrics.
+    - `grad_dtype`: the dtype of the gradient accumulators, None for that of the parameters.
+    - `weights`: how the weights are held during the loop.
+    """
+
+    loop: Loop
+    apply: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
+    grad_dtype: jax.typing.DTypeLike | None
+    weights: WeightGathering
+
+    def forward(
+        self, weights_at: WeightsAt, beside: Beside, keep: bool, carry: Carry, now: Plan
+    ) -> tuple[Carry, tuple[PyTree, PyTree]]:
+        """Makes one tick.
+
+        - `weights_at`: gives the weights of each stage at the tick.
+        - `beside`: what the visits read besides weights and activations.
+        - `keep`: whether to return what the derivative needs, or None in its place.
+        - `carry`: the carry before the tick.
+        - `now`: the tick's row of the timetable.
+
+        Returns the carry after the tick, and a pair: what the tick's derivative needs, and the
+        metrics of the visits.
+        """
+
+        def visit(now: Plan, x: PyTree) -> tuple[PyTree, tuple[PyTree, PyTree]]:
+            needed = visit_reads(weights_at, beside, now)
+            (y, metrics), kept = forward_keeping(self.apply, needed, x)
+            return y, (kept if keep else None, metrics)
+
+        return self.loop.tick(visit)(carry, now)
+
+    def backward(
+        self,
+        weights_at: WeightsAt,
+        beside: Beside,
+        after: Cotangents,
+        now: Plan,
+        at: tuple[PyTree, PyTree],
+    ) -> tuple[Cotangents, PyTree]:
+        """The cotangents before a tick, and the gradient of the weights that it used.
+
+        - `weights_at`, `beside`, `now`: as for `forward`.
+        - `after`: the cotangents after the tick.
+        - `at`: what the forward pass kept of the tick, and the cotangents of its metrics; None for
+          a metric whose gradient is not asked for.
+        """
+        kept, d_metrics = at
+        # A tick is linear except for the visit, so transposing the rest needs only shapes.
+        carry = jax.eval_shape(lambda carry: carry, after.carry)
+        select = functools.partial(self.loop.before_visit, now)
+        pass_on = functools.partial(self.loop.after_visit, now)
+        needed = visit_reads(weights_at, beside, now)
+        mid, x = jax.eval_shape(select, carry)
+        y, _ = jax.eval_shape(self.apply, needed, x)
+        # The three steps of the tick in reverse: outputs, visit, inputs.
+        d_mid, d_y = jax.linear_transpose(pass_on, mid, y)(after.carry)
+        (d_weights, d_rows, d_closed), d_x = backward_from(kept, needed, (d_y, d_metrics))
+        (before,) = jax.linear_transpose(select, carry)((d_mid, d_x))
+        d_side = _to_microbatches(beside.side, d_rows, now)
+        return Cotangents(before, add(after.beside, Beside(d_side, d_closed))), d_weights
+
+    def no_cotangents(self, d_stream: PyTree, beside: Beside) -> Cotangents:
+        """The cotangents after the last tick: those of the stream, and zeros for everything else.
+
+        - `d_stream`: the cotangents of the stream after the last tick.
+        - `beside`: what the visits read, for its shapes.
+        """
+        # Called only for the structure and the shapes of the carry, which then becomes zeros.
+        empty = dataclasses.replace(self.loop, bubble_fill=0.0).start(d_stream)
+        carry = jax.tree.map(jnp.zeros_like, empty)
+        d_closed = zero_gradients(beside.closed, beside.closed, self.grad_dtype)
+        d_beside = Beside(zero_gradients(beside.side, beside.side), d_closed)
+        return Cotangents(carry._replace(stream=d_stream), d_beside)
+
+
+class Passage(Protocol):
+    """The forward and the backward walk through all ticks, for one way of holding the weights."""
+
+    @property
+    def tick(self) -> TwoWayTick:
+        """What every tick of the walk does."""
+        ...
+
+    def forward(
+        self, params: PyTree, stream: PyTree, beside: Beside, *, keep: bool
+    ) -> tuple[Carry, PyTree, Any]:
+        """Makes all ticks, from the first to the last.
+
+        - `params`: the weights as they are stored, `[repeats, stages, …]`.
+        - `stream`: the microbatches, `[stages, slots, …]`.
+        - `beside`: what the visits read besides weights and activations.
+        - `keep`: whether to save what the backward walk needs of each tick.
+
+        Returns the carry after the last tick, the metrics of every tick, and what is saved for
+        `backward`.
+        """
+        ...
+
+    def backward(
+        self, params: PyTree, beside: Beside, saved: tuple[Any, PyTree], last: Cotangents
+    ) -> tuple[PyTree, Cotangents]:
+        """Differentiates all ticks, from the last to the first.
+
+        - `params`, `beside`: as for `forward`.
+        - `saved`: what `forward` saved, and the cotangents of the metrics of every tick.
+        - `last`: the cotangents after the last tick.
+
+        Returns the gradient of `params`, and the cotangents before the first tick.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class AllRepeats:
+    """The walk for which the weights of all repeats are gathered before the first tick."""
+
+    tick: TwoWayTick
+
+    def forward(
+        self, params: PyTree, stream: PyTree, beside: Beside, *, keep: bool
+    ) -> tuple[Carry, PyTree, Any]:
+        """See `Passage.forward`; it saves the gathered weights and what each tick kept."""
+        gathered = self.tick.weights.gather(params)
+        weights_at = functools.partial(stage_weights, self.tick.loop.parts, gathered)
+        step = functools.partial(self.tick.forward, weights_at, beside, keep)
+        loop = self.tick.loop
+        end, (kept, metrics) = loop.run(step, loop.start(stream))
+        return end, metrics, (gathered, kept)
+
+    def backward(
+        self, params: PyTree, beside: Beside, saved: tuple[Any, PyTree], last: Cotangents
+    ) -> tuple[PyTree, Cotangents]:
+        """See `Passage`."""
+        (gathered, kept), d_metrics = saved
+        loop = self.tick.loop
+        weights_at = functools.partial(stage_weights, loop.parts, gathered)
+
+        def step(
+            totals: tuple[PyTree, Cotangents], at: tuple[Plan, tuple[PyTree, PyTree]]
+        ) -> tuple[tuple[PyTree, Cotangents], None]:
+            d_params, after = totals
+            before, d_weights = self.tick.backward(weights_at, beside, after, *at)
+            return (add_at_repeat(d_params, d_weights, over_stage(at[0].repeat)), before), None
+
+        start = (zero_gradients(gathered, params, self.tick.grad_dtype), last)
+        rows = (make_plan(loop.schedule), (kept, d_metrics))
+        (d_params, first), _ = loop.walk(step, start, rows, reverse=True)
+        return self.tick.weights.scatter_gradients(d_params, params), first
+
+
+def visit_reads(
+    weights_at: WeightsAt, beside: Beside, now: Plan
+) -> tuple[PyTree, PyTree, list[Array]]:
+    """Everything that a visit reads besides the activations, selected for one tick.
+
+    - `weights_at`: gives the weights of each stage at a tick.
+    - `beside`: what the visits read besides weights and activations, for all microbatches.
+    - `now`: the tick's row of the timetable.
+
+    Returns the weights and the side inputs of each stage, both `[stages, …]`, and what the stage
+    function closes over.
+    """
+    return weights_at(now), stage_side(beside.side, now), beside.closed
+
+
+def _to_microbatches(side: PyTree, d_rows: PyTree, now: Plan) -> PyTree:
+    """Cotangents of the rows that the stages read, added up to those of `[microbatches, …]`."""
+    floats = jax.tree.map(lambda leaf: leaf if is_float(leaf) else None, side)
+    (d_side,) = jax.linear_transpose(functools.partial(stage_side, now=now), floats)(d_rows)
+    return d_side

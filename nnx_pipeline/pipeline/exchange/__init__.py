@@ -1,0 +1,1 @@
+"""Transfers between neighbouring stages, and buffers that live from tick to tick."""

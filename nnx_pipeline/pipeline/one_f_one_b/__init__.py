@@ -1,0 +1,1 @@
+"""The loop over ticks of the 1F1B schedule."""

@@ -1,0 +1,137 @@
+"""The loop over the ticks of 1F1B: one scan each for filling, steady state and draining."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from nnx_pipeline.pipeline.exchange.buffers import empty_ring, from_stage, to_stages
+from nnx_pipeline.pipeline.metrics import (
+    Metric,
+    counts,
+    identity,
+    is_metric,
+    over_all_stages,
+    values,
+    weights_like,
+)
+from nnx_pipeline.pipeline.one_f_one_b.plan import Plan, make_plan
+from nnx_pipeline.pipeline.one_f_one_b.state import Held, Inputs, State, Weights
+from nnx_pipeline.pipeline.one_f_one_b.tick import Phase, Tick
+from nnx_pipeline.pipeline.options import Accumulation
+from nnx_pipeline.pipeline.stage.vjp import zero_gradients
+
+
+@dataclass(frozen=True)
+class Loop:
+    """All ticks of a 1F1B schedule.
+
+    - `tick`: what every tick does.
+    - `how`: in which dtype gradients add up, and how the weights are held during the loop.
+    - `bubble_fill`: what the buffers hold before anything arrives; results do not depend on it.
+    """
+
+    tick: Tick
+    how: Accumulation
+    bubble_fill: float
+
+    def run(self, weights: Held, inputs: Inputs, *, differentiate: bool) -> State:
+        """Goes through all ticks; returns the state after the last one.
+
+        - `weights`: the weights as they are stored, and what the functions close over.
+        - `inputs`: what the microbatches bring along.
+        - `differentiate`: whether to compute gradients; without them there is no backward visit.
+        """
+        schedule = self.tick.schedule
+        filling, steady, draining = schedule.phases
+        phases = [
+            Phase(filling, forward=True, leave=False, backward=False),
+            Phase(steady, forward=True, leave=True, backward=differentiate),
+            Phase(draining, forward=False, leave=False, backward=True),
+        ]
+        plan = make_plan(schedule)
+        stored, weights = weights, weights._replace(stages=self.how.weights.gather(weights.stages))
+        state, kept_tree = self._start(weights, inputs, plan, keep=differentiate)
+        if differentiate:
+            gradients = zero_gradients(weights, stored, self.how.grad_dtype)
+            # What the stage function closes over is the same on every stage, but its gradient is
+            # not: each stage adds up its own, and these are summed over stages once, at the end.
+            each = to_stages(gradients.closed, schedule.stages)
+            gradients = gradients._replace(closed=each)
+            state = state._replace(gradients=gradients, d_inputs=state.outputs)
+        # Without gradients nothing drains: the last phase has backward visits only.
+        for phase in phases if differentiate else phases[:2]:
+            if phase.ticks:
+                state = self._scan(phase, weights, inputs, kept_tree, state, plan)
+        if state.gradients is None:
+            return state
+        scattered = self.how.weights.scatter_gradients(state.gradients.stages, stored.stages)
+        d_closed = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), state.gradients.closed)
+        gradients = state.gradients._replace(stages=scattered, closed=d_closed)
+        return state._replace(gradients=gradients)
+
+    def _scan(
+        self, phase: Phase, weights: Held, inputs: Inputs, kept_tree: Any, state: State, plan: Plan
+    ) -> State:
+        """Goes through the ticks of one phase."""
+        now = jax.tree.map(lambda leaf: leaf[phase.ticks.start : phase.ticks.stop], plan)
+        tick = functools.partial(self.tick, weights, inputs, phase, kept_tree)
+        state, _ = jax.lax.scan(lambda state, now: (tick(state, now), None), state, now)
+        return state
+
+    def visit_once(self, weights: Weights, inputs: Inputs) -> None:
+        """Calls each function with the types that it gets in the ticks; nothing is computed."""
+        tick = self.tick
+
+        def call(weights: Weights, inputs: Inputs) -> Array:
+            stages = self.how.weights.gather(weights.stages)
+            held = Held((weights.enter, []), stages, (weights.leave, []), [])
+            now = jax.tree.map(lambda leaf: leaf[0], make_plan(tick.schedule))
+            x = tick.entering(held, inputs, now)
+            (y, _), _ = tick.visit(held, inputs, now, x, keep=False)
+            return tick.leaving(held.leave, from_stage(y, tick.schedule.stages - 1), inputs, now)
+
+        jax.eval_shape(call, weights, inputs)
+
+    def total(self, state: State) -> tuple[Array, tuple[Array, PyTree]]:
+        """The loss to minimise, and its two parts: the loss of `leave`, and the metrics.
+
+        - `state`: after the last tick.
+        """
+        metrics = over_all_stages(state.metrics, self.tick.visits)
+        weights = weights_like(self.tick.metric_weights, metrics)
+
+        def share(weight: Any, metric: Metric) -> Array:
+            weighed = jnp.asarray(weight, metric.value.dtype) * metric.value
+            return jnp.sum(weighed).astype(jnp.float32) if counts(weight) else jnp.float32(0)
+
+        shares = jax.tree.map(share, weights, metrics)
+        return jax.tree.reduce(jnp.add, shares, state.loss), (state.loss, values(metrics))
+
+    def _start(self, weights: Held, inputs: Inputs, plan: Plan, *, keep: bool) -> tuple[State, Any]:
+        """The state before the first tick, and the tree structure of what a visit keeps."""
+
+        def first_visit(weights: Held, inputs: Inputs, plan: Plan) -> Any:
+            now = jax.tree.map(lambda leaf: leaf[0], plan)
+            x = self.tick.entering(weights, inputs, now)
+            return x, self.tick.visit(weights, inputs, now, x, keep=keep)
+
+        x, ((_, metrics), kept) = jax.eval_shape(first_visit, weights, inputs, plan)
+        kept, tree = jax.tree.flatten(kept)
+        nothing = jax.tree.map(lambda leaf: empty_ring(leaf, None, self.bubble_fill), x)
+        slots = self.tick.schedule.ring_slots
+        return State(
+            outputs=nothing,
+            d_inputs=None,
+            ring=[empty_ring(leaf, slots, self.bubble_fill) for leaf in kept],
+            gradients=None,
+            loss=jnp.zeros((), jnp.float32),
+            metrics=jax.tree.map(
+                lambda metric: type(metric)(empty_ring(metric.value, None, identity(metric))),
+                metrics,
+                is_leaf=is_metric,
+            ),
+        ), tree

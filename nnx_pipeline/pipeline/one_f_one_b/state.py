@@ -1,0 +1,63 @@
+"""What the 1F1B loop is given, and the state that passes from tick to tick."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jaxtyping import Array, PyTree
+
+Enter = Callable[[PyTree, PyTree], PyTree]
+Leave = Callable[[PyTree, PyTree, PyTree], Array]
+
+
+@dataclass(frozen=True)
+class ModelEnds:
+    """What comes before and after the layers of a model, each as a function and its weights.
+
+    - `enter`: (its weights, inputs of a microbatch) to activations, not sharded over `stage`.
+    - `enter_weights`: any pytree, such as the embedding table.
+    - `leave`: (its weights, activations of the last stage, inputs of a microbatch) to a float32
+      scalar, the loss of the microbatch.
+    - `leave_weights`: any pytree, such as final norm and head.
+    """
+
+    enter: Enter
+    enter_weights: PyTree
+    leave: Leave
+    leave_weights: PyTree
+
+
+class Weights(NamedTuple):
+    """The weights of a whole model, with respect to which it is differentiated."""
+
+    enter: PyTree  # of `ModelEnds.enter`, such as the embedding table
+    stages: PyTree  # [repeats, stages, …]
+    leave: PyTree  # of `ModelEnds.leave`, such as final norm and head
+
+
+class Held(NamedTuple):
+    """The weights and what the functions close over: all arrays that have a gradient."""
+
+    enter: tuple[PyTree, list[Array]]
+    stages: PyTree  # [repeats, stages, …]
+    leave: tuple[PyTree, list[Array]]
+    closed: list[Array]  # of the stage function; within the loop their gradients are [stages, …]
+
+
+class Inputs(NamedTuple):
+    """Inputs of the microbatches, `[microbatches, …]`, whole on every stage, without gradients."""
+
+    enter: PyTree
+    side: PyTree
+    leave: PyTree
+
+
+class State(NamedTuple):
+    """What passes from tick to tick; activations begin with the axis of stages."""
+
+    outputs: PyTree  # of every stage, one tick ago
+    d_inputs: PyTree  # the cotangent of the input of every stage, one tick ago
+    ring: list[Array]  # [stages, slots, …]: what the forward visits keep for the backward visits
+    gradients: Held | None  # None where only the loss is asked for
+    loss: Array
+    metrics: PyTree  # each [stages, …], combined over the ticks that were not a bubble

@@ -1,0 +1,301 @@
+"""One tick of 1F1B: every stage makes one forward visit and one backward visit.
+
+Every array of a stage begins with the axis of stages, so one line below is the work of all stages:
+
+    forward     x = output of the stage before, a tick ago; the first stage takes what enters
+                y, kept = visit(x); the ring keeps what the derivative needs
+    leave       the last stage's y gives the loss, whose cotangent starts the backward visits
+    backward    d_y = d_inputs of the stage after, a tick ago; the last stage takes the loss's
+                d_weights, d_x = derivative of the visit that the ring kept; d_weights add up
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from nnx_pipeline.pipeline.exchange.buffers import (
+    from_stage,
+    mark_stage,
+    over_stage,
+    rows,
+    to_stages,
+    where,
+)
+from nnx_pipeline.pipeline.exchange.shift import ShiftName, shift
+from nnx_pipeline.pipeline.metrics import Mean, Metric, counts, include, weights_like
+from nnx_pipeline.pipeline.one_f_one_b.plan import Plan
+from nnx_pipeline.pipeline.one_f_one_b.state import Held, Inputs, State
+from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
+from nnx_pipeline.pipeline.stage.apply import MapStages, select_repeat, select_slot
+from nnx_pipeline.pipeline.stage.vjp import (
+    add,
+    add_at_repeat,
+    backward_from,
+    forward_keeping,
+    none_for_integers,
+)
+
+
+@dataclass(frozen=True)
+class Functions:
+    """The functions of a model, each with what it closes over as a first argument (see `hoist`).
+
+    - `enter`: (closed over, weights, inputs of a microbatch) to activations.
+    - `apply_stage`: (closed over, weights, activations, side inputs) to (activations, metrics).
+    - `leave`: (closed over, weights, activations, inputs of a microbatch) to a float32 scalar.
+    """
+
+    enter: Callable[..., PyTree]
+    apply_stage: Callable[..., tuple[PyTree, PyTree]]
+    leave: Callable[..., Array]
+
+
+class Phase(NamedTuple):
+    """A range of ticks, and which parts of a tick are done in each of them."""
+
+    ticks: range
+    forward: bool
+    leave: bool
+    backward: bool
+
+
+@dataclass(frozen=True)
+class Tick:
+    """What every tick does.
+
+    - `functions`: those of the model.
+    - `schedule`: which stage works on what at each tick.
+    - `metric_weights`: the weight of each metric of a stage in the loss, as for `weights_like`.
+    - `shift_by`: how activations and cotangents are sent to a neighbouring stage.
+    - `map_stages`: how a function of one stage is mapped over the stages.
+    """
+
+    functions: Functions
+    schedule: OneForwardOneBackward
+    metric_weights: PyTree
+    shift_by: ShiftName
+    map_stages: MapStages
+
+    def __call__(
+        self, weights: Held, inputs: Inputs, phase: Phase, kept_tree: Any, state: State, now: Plan
+    ) -> State:
+        """The state after a tick.
+
+        - `weights`, `inputs`: what all ticks read, the stages' weights gathered.
+        - `phase`: which parts of the tick are done.
+        - `kept_tree`: the tree structure of what a visit keeps; its arrays are in the ring.
+        - `state`: the state before the tick.
+        - `now`: the tick's row of the timetable.
+        """
+        d_output = None
+        if phase.forward:
+            state = self._forward(weights, inputs, now, state)
+        if phase.leave:
+            state, d_output = self._leave(weights, inputs, now, state)
+        if phase.backward:
+            state = self._backward(weights, inputs, now, kept_tree, state, d_output)
+        return state
+
+    def _forward(self, weights: Held, inputs: Inputs, now: Plan, state: State) -> State:
+        """The forward visit of every stage."""
+        entering = self.entering(weights, inputs, now)
+        arrived = jax.tree.map(lambda leaf: shift(leaf, by=1, how=self.shift_by), state.outputs)
+        # A stage in a bubble works on what enters, so that the stage function gets no values at
+        # which its derivative may be undefined. Its metrics are not counted.
+        is_forward = over_stage(now.is_forward)
+        x = where(over_stage(now.from_input), entering, arrived)
+        keep = state.gradients is not None
+        (y, metrics), kept = self.visit(weights, inputs, now, x, keep=keep)
+
+        def write(ring: Array, leaf: Array) -> Array:
+            return jax.lax.dynamic_update_index_in_dim(ring, over_stage(leaf), now.write, axis=1)
+
+        return state._replace(
+            outputs=y,
+            ring=jax.tree.map(write, state.ring, jax.tree.leaves(kept)),
+            metrics=include(is_forward, state.metrics, metrics),
+        )
+
+    def _leave(
+        self, weights: Held, inputs: Inputs, now: Plan, state: State
+    ) -> tuple[State, PyTree]:
+        """Adds the loss of the microbatch that leaves; also returns the cotangent of its output.
+
+        All devices compute it.
+        """
+
+        def loss_of(weights: tuple[PyTree, list[Array]], output: PyTree) -> Array:
+            return self.leaving(weights, output, inputs, now)
+
+        def leave(loss: Array, gradients: PyTree, outputs: PyTree) -> tuple[Array, PyTree, PyTree]:
+            output = from_stage(outputs, self.schedule.stages - 1)
+            if gradients is None:
+                return loss + loss_of(weights.leave, output), None, None
+            loss_of_one, back = jax.vjp(loss_of, weights.leave, output)
+            d_weights, d_output = back(jnp.ones_like(loss_of_one))
+            d_weights = none_for_integers(d_weights)
+            return loss + loss_of_one, add(gradients, d_weights), d_output
+
+        def stay(loss: Array, gradients: PyTree, outputs: PyTree) -> tuple[Array, PyTree, PyTree]:
+            nothing = (
+                None if gradients is None else jax.tree.map(jnp.zeros_like, from_stage(outputs, 0))
+            )
+            return loss, gradients, nothing
+
+        totals = state.gradients  # None where no gradient is asked for
+        loss, d_leave, d_output = self._if_due(
+            now.leaves, leave, stay, state.loss, totals and totals.leave, state.outputs
+        )
+        gradients = totals and totals._replace(leave=d_leave)
+        return state._replace(loss=loss, gradients=gradients), d_output
+
+    def _backward(
+        self,
+        weights: Held,
+        inputs: Inputs,
+        now: Plan,
+        kept_tree: Any,
+        state: State,
+        d_output: PyTree,
+    ) -> State:
+        """The backward visit of every stage, which adds to the gradient of the stage's weights."""
+        if state.gradients is None:
+            return state
+        d_y = self._arriving_cotangents(now, state, d_output)
+        is_backward = over_stage(now.is_backward)
+        # In a bubble nothing has arrived: with zero cotangents the visit adds zero gradients.
+        d_y = where(is_backward, d_y, jax.tree.map(jnp.zeros_like, d_y))
+        d_metrics = jax.tree.map(
+            functools.partial(self._of_metric, is_backward),
+            weights_like(self.metric_weights, state.metrics),
+            state.metrics,
+        )
+        stored = jax.tree.unflatten(kept_tree, select_slot(state.ring, over_stage(now.read)))
+        reads = _stage_reads(weights, inputs, now.backward, now.backward_repeat)
+
+        def back(kept: PyTree, reads: tuple[PyTree, PyTree], given: tuple[PyTree, PyTree]) -> Any:
+            return backward_from(kept, (*reads, weights.closed), given)
+
+        (d_stages, _, d_closed), d_x = self.map_stages(back)(stored, reads, (d_y, d_metrics))
+        totals = state.gradients
+        gradients = totals._replace(
+            stages=add_at_repeat(totals.stages, d_stages, over_stage(now.backward_repeat)),
+            enter=self._return(weights.enter, inputs, now, totals.enter, d_x),
+            closed=add(totals.closed, d_closed),
+        )
+        return state._replace(d_inputs=d_x, gradients=gradients)
+
+    def _arriving_cotangents(self, now: Plan, state: State, d_output: PyTree) -> PyTree:
+        """The cotangents of all stages' outputs: of the next stage's input, or from the loss."""
+        stages = self.schedule.stages
+        arrived = jax.tree.map(lambda leaf: shift(leaf, by=-1, how=self.shift_by), state.d_inputs)
+        if d_output is None:
+            return arrived
+        turns = mark_stage(stages - 1, stages)
+        # With several repeats the last stage takes the cotangent of the loss in the microbatch's
+        # last repeat only; otherwise it takes what the first stage sends.
+        turns = turns if self.schedule.repeats == 1 else turns & now.leaves
+        return where(turns, to_stages(d_output, stages), arrived)
+
+    def _return(
+        self, held: Any, inputs: Inputs, now: Plan, gradients: PyTree, d_x: PyTree
+    ) -> PyTree:
+        """Adds the gradient of `enter` for the microbatch whose last backward visit this was."""
+        row = _row(inputs.enter, now.returning)
+
+        def enter(held: tuple[PyTree, list[Array]]) -> PyTree:
+            weights, closed = held
+            return self.functions.enter(closed, weights, row)
+
+        def back(gradients: PyTree, d_x: PyTree) -> PyTree:
+            _, enter_back = jax.vjp(enter, held)
+            (d_weights,) = enter_back(from_stage(d_x, 0))
+            return add(gradients, none_for_integers(d_weights))
+
+        return self._if_due(now.returns, back, lambda gradients, _: gradients, gradients, d_x)
+
+    def _if_due(
+        self, due: Array, function: Callable[..., Any], otherwise: Callable[..., Any], *state: Any
+    ) -> Any:
+        """Calls `function` in the ticks in which it is due, else `otherwise`.
+
+        With one repeat it is due at every tick, except in bubbles, where the cotangents are zero
+        and it adds nothing; so it needs no condition.
+        """
+        if self.schedule.repeats == 1:
+            return function(*state)
+        return jax.lax.cond(due, function, otherwise, *state)
+
+    def entering(self, weights: Held, inputs: Inputs, now: Plan) -> PyTree:
+        """The activations of the microbatch that enters, on every stage: `[stages, …]`."""
+        enter_weights, closed = weights.enter
+        x = self.functions.enter(closed, enter_weights, _row(inputs.enter, now.entering))
+        return to_stages(x, self.schedule.stages)
+
+    def leaving(self, weights: Any, output: PyTree, inputs: Inputs, now: Plan) -> Array:
+        """The loss of the microbatch that leaves, a scalar.
+
+        - `weights`: those of `leave`, and what it closes over.
+        - `output`: the activations of the last stage.
+        """
+        leave_weights, closed = weights
+        return self.functions.leave(closed, leave_weights, output, _row(inputs.leave, now.leaving))
+
+    def visit(self, weights: Held, inputs: Inputs, now: Plan, x: PyTree, *, keep: bool) -> Any:
+        """Applies every stage; returns (outputs, metrics), and what the derivatives need.
+
+        - `x`: the input of every stage, `[stages, …]`.
+        - `keep`: whether to return what the derivatives need, or None in its place.
+        """
+
+        def apply(reads: tuple[PyTree, PyTree, list[Array]], x: PyTree) -> tuple[PyTree, PyTree]:
+            stage_weights, side, closed = reads
+            y, metrics = self.functions.apply_stage(closed, stage_weights, x, side)
+            # A metric with weight 0 is not differentiated: where its derivative is infinite, 0
+            # times that would be NaN.
+            return y, jax.tree.map(
+                lambda weight, metric: metric if counts(weight) else jax.lax.stop_gradient(metric),
+                weights_like(self.metric_weights, metrics),
+                metrics,
+            )
+
+        def visit(reads: tuple[PyTree, PyTree], x: PyTree, _: None) -> Any:
+            everything = (*reads, weights.closed)
+            return forward_keeping(apply, everything, x) if keep else (apply(everything, x), None)
+
+        reads = _stage_reads(weights, inputs, now.forward, now.forward_repeat)
+        return self.map_stages(visit)(reads, x, None)
+
+    @property
+    def visits(self) -> int:
+        """The number of forward visits of all stages together, without bubbles."""
+        schedule = self.schedule
+        return schedule.microbatches * schedule.repeats * schedule.stages
+
+    def _of_metric(self, is_backward: Array, weight: Any, metric: Metric) -> Metric:
+        """The cotangent of a metric on every stage, `[stages, …]`."""
+        zeros = jnp.zeros_like(metric.value)
+        if not counts(weight):
+            return type(metric)(zeros)
+        weight = jnp.asarray(weight, zeros.dtype)
+        each = jnp.full_like(zeros, weight / self.visits if isinstance(metric, Mean) else weight)
+        return type(metric)(where(is_backward, each, zeros))
+
+
+def _stage_reads(
+    weights: Held, inputs: Inputs, microbatch: Array, repeat: Array
+) -> tuple[PyTree, PyTree]:
+    """What a visit reads besides the activations: weights and side inputs, `[stages, …]`."""
+    side = jax.tree.map(lambda leaf: rows(leaf, over_stage(microbatch)), inputs.side)
+    return select_repeat(weights.stages, over_stage(repeat)), side
+
+
+def _row(tree: PyTree, microbatch: Array) -> PyTree:
+    return jax.tree.map(
+        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, microbatch, keepdims=False), tree
+    )

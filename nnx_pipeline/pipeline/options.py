@@ -1,0 +1,69 @@
+"""Options of the loops over ticks, and of the weights that they use."""
+
+from dataclasses import dataclass
+
+import jax
+
+from nnx_pipeline.errors import one_of
+from nnx_pipeline.pipeline.exchange.shift import SHIFTS, ShiftName
+from nnx_pipeline.pipeline.parts import DEFAULT_PARTS, LoopParts
+from nnx_pipeline.pipeline.weights.gathered import AS_STORED, WeightGathering
+from nnx_pipeline.remat import FULL, Remat
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accumulation:
+    """A hand-written backward pass that goes visit by visit with one gradient buffer per parameter.
+
+    - `grad_dtype`: the dtype in which gradients add up, None for that of the parameters. They are
+      returned in the parameters' dtype.
+    - `weights`: how the loop holds the weights. Where it gathers them once for all ticks, the stage
+      function and the microbatches have an axis of copies after the stages.
+    """
+
+    grad_dtype: jax.typing.DTypeLike | None = None
+    weights: WeightGathering = AS_STORED
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopOptions:
+    """How a loop over ticks is run; except for rounding, no option changes the results.
+
+    - `shift_by`: how activations are sent to the next stage.
+    - `remat`: what to keep for the backward pass beside the input of each stage at each tick.
+    - `saved_in_stage`: names that the checkpoint around a visit keeps in addition to those of
+      `remat`, such as the inputs of the layers.
+    - `accumulate`: how the loop adds up gradients. With None, JAX differentiates the circular loop
+      by transposing its scan, and 1F1B, which always adds up gradients, uses the defaults.
+    - `parts`: pieces of the loop that an experiment exchanges.
+    - `bubble_fill`: the value that the buffers hold before anything arrives.
+
+    Raises InputError for an unknown `shift_by`.
+    """
+
+    shift_by: ShiftName = "ppermute"
+    remat: Remat = FULL
+    saved_in_stage: tuple[str, ...] = ()
+    accumulate: Accumulation | None = None
+    parts: LoopParts = DEFAULT_PARTS
+    bubble_fill: float = 0.0
+
+    def __post_init__(self) -> None:
+        one_of("shift_by", self.shift_by, SHIFTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightOptions:
+    """In which dtypes a pipeline handles its weights and gradients, and how gradients are sharded.
+
+    - `dtype`: the dtype to which weights are cast before they are gathered ahead of their use,
+      which is that of the activations; None does not cast them.
+    - `grad_dtype`: the dtype in which gradients add up in the loop, and in which their shards are
+      summed; None for that of the parameters.
+    - `zero1`: mesh axes along which each device gets only its shard of the gradients, if the
+      layers are given as `Zero1Layers`; with () gradients are sharded like the parameters.
+    """
+
+    dtype: str | None = None
+    grad_dtype: str | None = None
+    zero1: tuple[str, ...] = ()

@@ -1,0 +1,1 @@
+"""Draws the timetable of a schedule, as text and as a figure."""

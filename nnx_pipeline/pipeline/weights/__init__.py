@@ -1,0 +1,1 @@
+"""How weights are held during the loop: as stored, gathered, or with sharded gradients (ZeRO-1)."""

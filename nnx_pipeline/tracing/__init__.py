@@ -1,0 +1,1 @@
+"""How JAX traces user functions, and what their jaxprs hold."""
