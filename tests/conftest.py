@@ -5,6 +5,7 @@ arrays of different dtypes never mix silently (strict promotion), and the shapes
 of `nnx_pipeline.ops` are checked at every call.
 """
 
+import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -18,13 +19,15 @@ os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"
 os.environ["TPU_ACCELERATOR_TYPE"] = "v5p-16"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
-# The tests compile much and compute little. The first setting is about machine code alone. The
-# second leaves the CPU compiler the simpler way to make it of fusions, in a third of the time; what
-# is fused, and so the CPU's figures, differs a little, and newer versions do not know it.
+# The tests compile much and compute little. The first two settings are about machine code alone:
+# none of it is worth optimizing, and cutting it into parts for many threads takes time. The third
+# leaves the CPU compiler the simpler way to make it of fusions, in a third of the time; what is
+# fused, and so the CPU's figures, differs a little, and newer versions do not know it.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
         "--xla_backend_optimization_level=0",
+        "--xla_cpu_parallel_codegen_split_count=1",
         "--xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else "",
     ]
 )
@@ -59,18 +62,48 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fast",
         action="store_true",
-        help="Leave out the tests marked slow, and all but the first and last case of a table.",
+        help="Leave out the tests marked slow, and of a table run its first case only.",
     )
 
 
+MOST_KEPT = 2 * 10**9  # bytes of compiled programs
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps what JAX compiles for the tests of later runs, in pytest's own cache.
+
+    JAX finds a program by its text, the versions and the flags, so that a change of the code
+    compiles what it changes. The lab leaves this cache out where it measures a compile.
+    """
+    if not hasattr(config, "cache"):
+        return  # -p no:cacheprovider
+    folder = config.cache.mkdir("programs")
+    if not hasattr(config, "workerinput"):
+        newest = sorted(folder.iterdir(), key=lambda file: -file.stat().st_mtime)
+        sizes = itertools.accumulate(file.stat().st_size for file in newest)
+        for file, size_so_far in zip(newest, sizes, strict=True):
+            if size_so_far > MOST_KEPT:
+                file.unlink()
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+# By what they take: no worker is left with one of these when the others have ended.
+LONGEST_FIRST = ("option_pairs", "readme", "arms", "model", "linen_pipeline", "zero", "cli")
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    order = {f"test_{name}": number for number, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     if not config.getoption("--fast"):
         return
-    tables: dict[str, list[pytest.Item]] = {}
+    tables: dict[str, pytest.Item] = {}
     for item in items:
         if not item.get_closest_marker("slow"):
-            tables.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    kept = {id(item) for cases in tables.values() for item in (cases[0], cases[-1])}
+            tables.setdefault(item.nodeid.partition("[")[0], item)
+    kept = {id(item) for item in tables.values()}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
     items[:] = [item for item in items if id(item) in kept]
 
@@ -100,7 +133,7 @@ def command(main: Any, name: str, monkeypatch: Any, capsys: Any) -> Any:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     """Runs `nnx-pipeline`."""
-    from nnx_pipeline import cli
+    from nnx_pipeline.cli import main as cli
 
     return command(cli.main, "nnx-pipeline", monkeypatch, capsys)
 
@@ -108,6 +141,6 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.fixture
 def bridge(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     """Runs `linen-compat`."""
-    from linen_compat import cli
+    from linen_compat.cli import main as cli
 
     return command(cli.main, "linen-compat", monkeypatch, capsys)

@@ -1,6 +1,7 @@
 """What several test files share: small configs, meshes, and comparing trees of arrays."""
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
@@ -21,7 +22,8 @@ from jax.sharding import Mesh, NamedSharding
 from nnx_pipeline import Config, MeshConfig, Mixtral, ModelConfig, make_mesh
 from nnx_pipeline import PipelineConfig as Pipelined
 from nnx_pipeline import TrainConfig as Training
-from nnx_pipeline.train import Batch
+from nnx_pipeline.lab.compile.measure import Measurement
+from nnx_pipeline.train import Batch, TrainState, abstract_state
 
 ROOT = Path(__file__).parents[1]
 
@@ -81,9 +83,39 @@ def packed_batch(config: Config, *, seed: int = 0) -> Batch:
     )
 
 
+@functools.cache
+@functools.cache
+def _created(config: Config, seed: int, mesh: Any) -> tuple[list[np.ndarray], Any]:
+    del mesh  # the one that is set: what a model knows of its place depends on it
+    model = jax.jit(lambda: Mixtral(config, rngs=nnx.Rngs(seed)))()
+    leaves, treedef = jax.tree.flatten(model)
+    return [np.asarray(leaf) for leaf in leaves], treedef
+
+
 def new_model(config: Config, *, seed: int = 0) -> Mixtral:
-    """A model on one device, without a mesh."""
-    return jax.jit(lambda: Mixtral(config, rngs=nnx.Rngs(seed)))()
+    """A model on one device, without a mesh; its program is compiled once per process."""
+    leaves, treedef = _created(config, seed, jax.sharding.get_abstract_mesh())
+    return jax.tree.unflatten(treedef, map(jnp.array, leaves))
+
+
+def fresh_model(config: Config, mesh: Mesh, *, seed: int = 0) -> Mixtral:
+    """What a config creates on a mesh, from what is created once for all meshes and options."""
+    return model_on_mesh(new_model(Config(model=config.model), seed=seed), config, mesh)
+
+
+def fresh_state(config: Config, mesh: Mesh) -> TrainState:
+    """What `make_state` makes, without compiling a program for it."""
+    with jax.set_mesh(mesh):
+        abstract = abstract_state(config, mesh)
+
+    def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        return jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
+
+    return TrainState(
+        step=zeros(abstract.step),
+        model=fresh_model(config, mesh),
+        optimizer=jax.tree.map(zeros, abstract.optimizer),
+    )
 
 
 def model_on_mesh(source: Mixtral, config: Config, mesh: Mesh) -> Mixtral:
@@ -210,6 +242,24 @@ def fusions_of_a_user() -> dict[str, bool]:
     return {"xla_cpu_use_fusion_emitters": True} if faster else {}
 
 
+def assert_account_adds_up(result: Measurement) -> None:
+    """Of the memory, of the rows, and of what the compiler's two reports say of the same bytes."""
+    account, memory = result.account, result.memory
+    parts = (memory.argument_bytes, memory.output_bytes, -memory.alias_bytes)
+    assert memory.account_bytes == sum(parts) + memory.constant_bytes + memory.heap_bytes
+    assert sum(account.rows().values()) == memory.account_bytes
+    assert min(account.rows().values()) >= 0
+    assert account.notes == ()
+    assert 0 <= account.scratch_bytes <= account.output_bytes
+    assert sum(row.bytes for row in result.attribution.constants) == account.constant_bytes
+    assert sum(row.bytes for row in result.attribution.in_outputs) == account.scratch_bytes
+    written = result.to_json()
+    assert written["memory"]["account_bytes"] == memory.account_bytes
+    assert sum(written["account"]["rows"].values()) == memory.account_bytes
+    kept = Measurement.from_cache(json.loads(json.dumps(result.to_cache())), "now")
+    assert (kept.account, kept.memory) == (account, memory)
+
+
 def user_environment() -> dict[str, str]:
     """The environment of a process in which JAX begins afresh."""
     kept = {
@@ -222,7 +272,7 @@ def user_environment() -> dict[str, str]:
 
 def in_a_process(*arguments: str) -> Ended:
     """Runs a command as a user does; JAX begins afresh, with as many devices as it is told."""
-    command = [sys.executable, "-c", "from nnx_pipeline.cli import main; main()", *arguments]
+    command = [sys.executable, "-c", "from nnx_pipeline.cli.main import main; main()", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=user_environment())
     return Ended(done.returncode, done.stdout, done.stderr)
 

@@ -12,7 +12,7 @@ from helpers import arrays_by_path
 from jax.sharding import NamedSharding
 
 from linen_compat import logical_axis_rules
-from linen_compat.names import OUTSIDE, Names, of_layer
+from linen_compat.formats.names import OUTSIDE, Names, of_layer
 from nnx_pipeline import Mixtral
 
 

@@ -3,13 +3,14 @@
 import dataclasses
 from typing import Any
 
-from nnx_pipeline.config import to_dict
-from nnx_pipeline.lab.account import Memory
-from nnx_pipeline.lab.attribution import Attribution, Buffer
-from nnx_pipeline.lab.compare import Numerics, Outcome, compare_measurements
-from nnx_pipeline.lab.compile import Measurement
-from nnx_pipeline.lab.experiments import EXPERIMENTS
-from nnx_pipeline.presets import preset
+from nnx_pipeline.config.config import to_dict
+from nnx_pipeline.config.presets import preset
+from nnx_pipeline.experiments.registry import EXPERIMENTS
+from nnx_pipeline.experiments.run import Numerics
+from nnx_pipeline.lab.attribution.account import Memory
+from nnx_pipeline.lab.attribution.result import Attribution, Buffer
+from nnx_pipeline.lab.comparison.outcome import Outcome, compare_measurements
+from nnx_pipeline.lab.compile.measure import Measurement
 
 COUNT = {"ops": 3, "executed": 12, "bytes": 50_331_648}
 VALUES = (
@@ -86,7 +87,7 @@ def outcome(name: str = "stage-shift", **changes: Any) -> Outcome:
     a, b = measurement(attribution()), measurement(attribution(0.6))
     fields = b.config | {"pipeline": b.config["pipeline"] | {"shift": "slice"}}
     other = dataclasses.replace(b, config=fields, hlo="ENTRY %other")
-    made = compare_measurements(EXPERIMENTS[name], a, other)
+    made = compare_measurements(EXPERIMENTS[name].question, a, other)
     same = Numerics(
         max_abs_diff=3e-8, bitwise_equal=False, within_tolerance=True, mesh="stage=4,fsdp=2"
     )

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,20 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import missing, optax_promotion, user_environment
+from helpers import assert_account_adds_up, missing, user_environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import Array
 from page_examples import attribution, measurement
 
-from nnx_pipeline import MeshConfig, lab
-from nnx_pipeline.cli_options import configured
-from nnx_pipeline.lab.account import assigned, free_parts
-from nnx_pipeline.lab.arms import Arm, Experiment
-from nnx_pipeline.lab.buffer_text import read_buffers
-from nnx_pipeline.lab.compare import Outcome, compare_measurements
-from nnx_pipeline.lab.compile import Measurement, measure_step
-from nnx_pipeline.lab.platform import Platform
+from nnx_pipeline import lab
+from nnx_pipeline.experiments.arms import Arm, Experiment
+from nnx_pipeline.lab.attribution.account import assigned, free_parts
+from nnx_pipeline.lab.comparison.outcome import Outcome, compare_measurements
+from nnx_pipeline.lab.compile.measure import Measurement
+from nnx_pipeline.lab.hlo.buffers import read_buffers
 
 COMPILERS = {"cpu": (), "tpu:v5p:2x2x2": ("libtpu",), "cuda:h100:8": ("jax_cuda13_plugin",)}
 POINTER = {"cpu": 8, "cuda:h100:8": 8, "tpu:v5p:2x2x2": 16}  # of an entry in a table of outputs
@@ -98,36 +95,7 @@ def test_a_program_of_which_every_byte_is_known(platform: str) -> None:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_rows_add_up(name: str, platform: str) -> None:
     need(platform)
-    check_sums(measured(name, platform))
-
-
-@pytest.mark.slow
-@each_compiler
-def test_rows_of_a_training_step_add_up(platform: str) -> None:
-    need(platform)
-    with optax_promotion():
-        config = configured("tiny", ("model.num_layers=2", "train.sequence_length=16"))
-        result = measure_step(config, MeshConfig(stage=2, fsdp=4), Platform.parse(platform))
-    check_sums(result)
-    assert result.account.donated_argument_bytes > result.account.kept_argument_bytes
-
-
-def check_sums(result: Measurement) -> None:
-    """Of the memory, of the rows, and of what the compiler's two reports say of the same bytes."""
-    account, memory = result.account, result.memory
-    parts = (memory.argument_bytes, memory.output_bytes, -memory.alias_bytes)
-    assert memory.account_bytes == sum(parts) + memory.constant_bytes + memory.heap_bytes
-    assert sum(account.rows().values()) == memory.account_bytes
-    assert min(account.rows().values()) >= 0
-    assert account.notes == ()
-    assert 0 <= account.scratch_bytes <= account.output_bytes
-    assert sum(row.bytes for row in result.attribution.constants) == account.constant_bytes
-    assert sum(row.bytes for row in result.attribution.in_outputs) == account.scratch_bytes
-    written = result.to_json()
-    assert written["memory"]["account_bytes"] == memory.account_bytes
-    assert sum(written["account"]["rows"].values()) == memory.account_bytes
-    kept = Measurement.from_cache(json.loads(json.dumps(result.to_cache())), "now")
-    assert (kept.account, kept.memory) == (account, memory)
+    assert_account_adds_up(measured(name, platform))
 
 
 @each_compiler
@@ -254,7 +222,7 @@ def with_figures(temp: int, *, heap: int | None = 1000, constants: int | None = 
 def judged(a: Measurement, b: Measurement, by: Any = "temp") -> Outcome:
     arms = {"a": Arm(label="one"), "b": Arm(label="other")}
     experiment = Experiment(name="made", claim="", difference="up", judged_by=by, **arms)
-    return compare_measurements(experiment, a, b)
+    return compare_measurements(experiment.question, a, b)
 
 
 @pytest.mark.parametrize(

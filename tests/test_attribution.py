@@ -13,22 +13,23 @@ import jax.numpy as jnp
 import planted
 import pytest
 import splash
-from helpers import Run, missing, optax_promotion
+from helpers import Run, assert_account_adds_up, missing, optax_promotion
 from hlo_texts import with_line_breaks
 from jax import Array
 from rich.console import Console
 
 from nnx_pipeline import MeshConfig, lab
-from nnx_pipeline.cli_options import configured
-from nnx_pipeline.lab.attribution import ROLES, Attribution, Buffer
-from nnx_pipeline.lab.compare import Outcome
-from nnx_pipeline.lab.compile import Measurement, measure_step
-from nnx_pipeline.lab.dataflow import Flow
-from nnx_pipeline.lab.hlo import Module, parse
-from nnx_pipeline.lab.origins import Origins
-from nnx_pipeline.lab.platform import Platform
-from nnx_pipeline.lab.program import read_program
-from nnx_pipeline.lab.report import measurement_view
+from nnx_pipeline.cli.options import Chosen
+from nnx_pipeline.experiments.programs import measure_step
+from nnx_pipeline.lab.attribution.origins import Origins
+from nnx_pipeline.lab.attribution.result import ROLES, Attribution, Buffer
+from nnx_pipeline.lab.comparison.outcome import Outcome
+from nnx_pipeline.lab.compile.figures import read_program
+from nnx_pipeline.lab.compile.measure import Measurement
+from nnx_pipeline.lab.compile.platform import Platform
+from nnx_pipeline.lab.hlo.dataflow import Flow
+from nnx_pipeline.lab.hlo.module import Module, parse
+from nnx_pipeline.lab.report.tables import measurement_view
 
 COMPILERS = {"cpu": (), "tpu:v5p:2x2x2": ("libtpu",), "cuda:h100:8": ("jax_cuda13_plugin",)}
 PLANTED: dict[Callable[..., Array], tuple[tuple[Any, ...], str | None]] = {
@@ -133,7 +134,7 @@ def step() -> Callable[[str], Measurement]:
         need(platform)
         mesh = MeshConfig(stage=4, fsdp=2)
         with optax_promotion():
-            return measure_step(configured("tiny", STEP), mesh, Platform.parse(platform))
+            return measure_step(Chosen("tiny", STEP).config(), mesh, Platform.parse(platform))
 
     return measure
 
@@ -143,6 +144,8 @@ def step() -> Callable[[str], Measurement]:
 def test_a_training_step_has_lines_of_source(platform: str, step: Any) -> None:
     result = step(platform)
     check_sums(result)
+    assert_account_adds_up(result)
+    assert result.account.donated_argument_bytes > result.account.kept_argument_bytes
     found = attribution_of(result)
     named = sum(row.bytes for row in found.buffers if row.source)
     assert named >= 0.9 * found.heap_bytes
@@ -382,8 +385,11 @@ def test_an_ab_says_what_differs(run: Run) -> None:
     [
         (("--model", "tiny", "--top", "0"), "--top"),
         (("--model", "tiny", "--top", "many"), "--top"),
-        ((), "give --model PRESET or MODULE:FUNCTION"),
-        (("own_functions:tall", "--model", "tiny"), "give --model PRESET or MODULE:FUNCTION"),
+        ((), "give either --model PRESET or MODULE:FUNCTION"),
+        (
+            ("own_functions:tall", "--model", "tiny"),
+            "give either --model PRESET or MODULE:FUNCTION",
+        ),
         (("--model", "tiny", "--arg", "float32[1]"), "leave them out with --model"),
         (("own_functions:tall", "--set", "model.num_layers=2"), "a function has no config"),
         (("--model", "tiyn"), "tiny"),
@@ -400,7 +406,7 @@ def test_bad_input_ends_with_2(run: Run, words: tuple[str, ...], message: str) -
 
 def test_without_a_buffer_assignment(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a program from JAX's compilation cache."""
-    from nnx_pipeline.lab import compile
+    from nnx_pipeline.lab.compile import measure as compile
 
     plain = compile.compile_with_dump
     monkeypatch.setattr(compile, "compile_with_dump", lambda lowered, *_: (plain(lowered)[0], None))

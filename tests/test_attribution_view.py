@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console, RenderableType
 
-from nnx_pipeline.lab.attribution import Attribution, Buffer, BufferDifference
-from nnx_pipeline.lab.attribution_view import (
+from nnx_pipeline.lab.attribution.result import Attribution, Buffer, BufferDifference
+from nnx_pipeline.lab.report.memory_tables import (
     difference_view,
     memory_view,
     short_operation,
@@ -119,5 +119,6 @@ def test_short_operations(operation: str, short: str) -> None:
 def test_short_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert short_source(f"{tmp_path}/model.py:7") == "model.py:7"
+    assert short_source(f"{tmp_path}/a/b/c/model.py:7") == "b/c/model.py:7"
     assert short_source("/venv/lib/package/part/model.py:7") == "package/part/model.py:7"
     assert short_source(None) == "–"

@@ -27,30 +27,49 @@ def native() -> RMSNorm:
     ("call", "message"),
     [
         (lambda: to_linen(native()), "got an object of RMSNorm; give the class and its arguments"),
-        (lambda: to_linen(linen_compat.RMSNorm, CONFIG), "RMSNorm is Linen's already; use it"),
-        (lambda: to_linen(NORM), "RMSNorm is Linen's already; use it as it is"),
+        (lambda: to_linen(linen_compat.RMSNorm, CONFIG), "RMSNorm is already a Linen module; use"),
+        (lambda: to_linen(NORM), "RMSNorm is already a Linen module; use it as it is"),
         (lambda: to_linen(lambda: 3), "takes a class of nnx.Module and got an object of function"),
         (lambda: to_linen(dict), "got the class dict; give a class and its arguments, such as"),
-        (lambda: to_linen(RMSNorm), "the constructor of RMSNorm cannot be called so: missing a"),
+        (
+            lambda: to_linen(RMSNorm),
+            "the constructor of RMSNorm does not take these arguments: missing a",
+        ),
         (lambda: to_linen(RMSNorm, CONFIG, size=3), "unexpected keyword argument 'size'; give"),
-        (lambda: to_linen(RMSNorm, CONFIG, rngs=nnx.Rngs(0)), "got rngs=Rngs .* leave it out"),
+        (lambda: to_linen(RMSNorm, CONFIG, rngs=nnx.Rngs(0)), "got rngs=Rngs, .* leave it out"),
         (lambda: to_nnx(linen_compat.RMSNorm, X, rngs=0), r"the class RMSNorm; make one first, to"),
-        (lambda: to_nnx(native(), X, rngs=0), "got an object of RMSNorm; RMSNorm is NNX already"),
-        (lambda: to_nnx(RMSNorm, X, rngs=0), "got the class RMSNorm; RMSNorm is NNX already"),
+        (
+            lambda: to_nnx(native(), X, rngs=0),
+            "an object of RMSNorm; RMSNorm is already an NNX module",
+        ),
+        (
+            lambda: to_nnx(RMSNorm, X, rngs=0),
+            "got the class RMSNorm; RMSNorm is already an NNX module",
+        ),
         (
             lambda: to_nnx(3, X, rngs=0),
             "to_nnx takes a Linen module and got 3; give a Linen module",
         ),
-        (lambda: to_nnx(NORM, rngs=0), "RMSNorm cannot be called so: missing a required argument"),
-        (lambda: to_nnx(NORM, X, rngs=0.5), r"rngs=0.5 is no key, .* give rngs=nnx.Rngs\(params=0"),
-        (lambda: to_nnx(NORM, X, rngs=True), r"rngs=True is no key, no seed and no nnx.Rngs; give"),
+        (
+            lambda: to_nnx(NORM, rngs=0),
+            "RMSNorm does not take these arguments: missing a required argument",
+        ),
+        (
+            lambda: to_nnx(NORM, X, rngs=0.5),
+            r"rngs=0.5 is not a key, .* give rngs=nnx.Rngs\(params=0",
+        ),
+        (
+            lambda: to_nnx(NORM, X, rngs=True),
+            r"rngs=True is not a key, a seed or an nnx.Rngs; give",
+        ),
         (
             lambda: to_nnx(NORM, X, rngs={"params": jax.random.key(0)}),
-            r"is no key, no seed and no nnx.Rngs; give rngs=nnx.Rngs\(params=…\)",
+            r"is not a key, a seed or an nnx.Rngs; give rngs=nnx.Rngs\(params=…\)",
         ),
         (
             lambda: to_nnx(NORM, X, rngs=0, collect="intermediates"),
-            r"collect='intermediates' is one text; give a tuple, collect=\('intermediates',\)",
+            r"collect='intermediates' is a single string; give a tuple, "
+            r"collect=\('intermediates',\)",
         ),
         (lambda: to_nnx(NORM, X, rngs=0)(X, method="nope"), "RMSNorm has no method 'nope'; "),
     ],

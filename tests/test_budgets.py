@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nnx_pipeline import InputError, budgets
-from nnx_pipeline.budgets import Change, Key
+from nnx_pipeline import InputError
+from nnx_pipeline.pytest_plugin import budgets
+from nnx_pipeline.pytest_plugin.budgets import Change, Key
 
 STEP = Key("tests/test_a.py::test_step", "", "tpu:v5p:2x2x2", "jaxlib 1.0, libtpu 2.0")
 FIGURES = {"temp_bytes": 1_000, "heap_bytes": 900, "peak_bytes": 2_000}
@@ -69,7 +70,7 @@ ENTRY = '[[budget]]\ntest = "a"\nplatform = "cpu"\ncompiler = "jaxlib 1"\n'
         ("[[budgets]]\ntest = 1\n", r"holds \[\[budget\]\] entries only and has 'budgets'"),
         ("budget = [3]\n", "budget 1 is 3 and not a table"),
         ('[[budget]]\ntest = "a"\n', "budget 1 has no 'compiler'"),
-        (ENTRY.replace('"cpu"', "3"), "budget 1 has platform = 3; texts are"),
+        (ENTRY.replace('"cpu"', "3"), "budget 1 has platform = 3; strings are"),
         (f'{ENTRY}temp_bytes = "3"\n', "budget 1 has temp_bytes = '3'"),
         (f"{ENTRY}temp_bytes = -3\n", "budget 1 has temp_bytes = -3"),
         (f"{ENTRY}temp_bytes = true\n", "budget 1 has temp_bytes = True"),
@@ -131,7 +132,7 @@ def test_compilers(platform: str, compiler: str) -> None:
 
 
 def test_the_devices_of_a_machine_have_no_budget() -> None:
-    with pytest.raises(InputError, match=r"'local' would mean another device.*tpu:v5p:2x2x2"):
+    with pytest.raises(InputError, match=r"'local' cannot have a budget.*tpu:v5p:2x2x2"):
         budgets.compiler_of("local", VERSIONS)
 
 

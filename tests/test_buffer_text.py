@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nnx_pipeline.lab import hlo
-from nnx_pipeline.lab.attribution import ROLES, Attribution, Buffer, difference
-from nnx_pipeline.lab.buffer_text import read_buffers
-from nnx_pipeline.lab.heap_profile import MOST_POINTS, attribute
+from nnx_pipeline.lab.attribution.peak import MOST_POINTS, attribute
+from nnx_pipeline.lab.attribution.result import ROLES, Attribution, Buffer, difference
+from nnx_pipeline.lab.hlo import module as hlo
+from nnx_pipeline.lab.hlo.buffers import read_buffers
 
 TEXT = """BufferAssignment:
 allocation 0: size 64, parameter 0, shape |f32[16]| at ShapeIndex {}, maybe-live-out:
@@ -95,7 +95,7 @@ def test_the_rows_of_the_peak() -> None:
     assert found is not None
     assert (found.heap_bytes, found.peak_position, found.positions) == (2048, 2, 4)
     rows = {row.name: (row.bytes, row.role) for row in found.buffers}
-    assert rows["places of tuples above all arrays"] == (2048 - 1088 - 16, "fragmentation")
+    assert rows["tables of tuples, above all arrays"] == (2048 - 1088 - 16, "fragmentation")
     assert rows["a"] == (512, "activation")
     assert rows["padding of a"] == (512, "padding")
     assert rows["pair"] == (16, "other")

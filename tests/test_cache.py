@@ -12,20 +12,22 @@ from typing import Any
 
 import flax
 import jax
+import numpy as np
 import pytest
 from helpers import Run, optax_promotion, small_config, user_environment
 from page_examples import attribution, measurement
 
 from nnx_pipeline import MeshConfig, preset
-from nnx_pipeline.lab import cache_key, numerics
-from nnx_pipeline.lab.arms import Program
-from nnx_pipeline.lab.attribution import Attribution
-from nnx_pipeline.lab.cache import LONGEST_DAYS, Cache
-from nnx_pipeline.lab.cache_key import key_of
-from nnx_pipeline.lab.compare import measure_program
-from nnx_pipeline.lab.compile import Measurement
-from nnx_pipeline.lab.experiments import EXPERIMENTS
-from nnx_pipeline.lab.platform import Platform
+from nnx_pipeline.experiments import numerics
+from nnx_pipeline.experiments.arms import Program
+from nnx_pipeline.experiments.registry import EXPERIMENTS
+from nnx_pipeline.experiments.run import measure_program
+from nnx_pipeline.lab.attribution.result import Attribution
+from nnx_pipeline.lab.compile import cache_key
+from nnx_pipeline.lab.compile.cache import LONGEST_DAYS, Cache
+from nnx_pipeline.lab.compile.cache_key import key_of
+from nnx_pipeline.lab.compile.measure import Measurement
+from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.modules import Parts
 from nnx_pipeline.sharding import left_to_compiler
 
@@ -35,7 +37,7 @@ MESH = MeshConfig(data=2, stage=2, fsdp=2)
 EXPERT_MESH = MeshConfig(stage=2, fsdp=2, expert=2)
 PROGRAM = Program(small_config())
 KEY = "0" * 64
-COMPARE = sys.modules["nnx_pipeline.lab.compare"]  # `lab.compare` is the function
+COMPARE = sys.modules["nnx_pipeline.experiments.run"]
 
 
 def arms() -> list[Program]:
@@ -73,15 +75,15 @@ def test_what_changes_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     keys.append(key_of(TPU, MESH, PROGRAM))
     monkeypatch.setattr(cache_key, "source", lambda: "edited")
     keys.append(key_of(TPU, MESH, PROGRAM))
-    monkeypatch.setattr(cache_key, "_packages", lambda platform: "newer")
+    monkeypatch.setattr(cache_key, "packages", lambda platform: "newer")
     keys.append(key_of(TPU, MESH, PROGRAM))
     with jax.debug_nans(True):
         keys.append(key_of(TPU, MESH, PROGRAM))
     on_cpu = key_of(CPU, MESH, PROGRAM)
-    monkeypatch.setattr(cache_key, "_cpu", lambda: "another")
+    monkeypatch.setattr(cache_key, "cpu_text", lambda: "another")
     assert key_of(TPU, MESH, PROGRAM) == keys[-2], "a TPU's compiler does not ask the CPU"
     keys += [on_cpu, key_of(CPU, MESH, PROGRAM)]
-    monkeypatch.setattr(cache_key.nnx_pipeline, "__file__", "/elsewhere/nnx_pipeline/__init__.py")
+    monkeypatch.setattr(cache_key, "ROOT", Path("/elsewhere/nnx_pipeline"))
     keys.append(key_of(TPU, MESH, PROGRAM))
     assert None not in keys
     assert len(set(keys)) == len(keys)
@@ -101,7 +103,7 @@ def test_a_package_changes_keys_of_the_platforms_that_use_it(
 ) -> None:
     """Installing the extra `cuda` leaves results for the TPU where they are."""
     real = importlib.metadata.version
-    monkeypatch.setattr(cache_key, "_packages", cache_key._packages.__wrapped__)
+    monkeypatch.setattr(cache_key, "packages", cache_key.packages.__wrapped__)
     before = [key_of(platform, PROGRAM) for platform in PLATFORMS]
     monkeypatch.setattr(
         importlib.metadata, "version", lambda name: "9.9" if name == package else real(name)
@@ -116,9 +118,9 @@ IN_ORDER = """
 import json, os, sys
 import jax
 from nnx_pipeline import InputError, MeshConfig, preset
-from nnx_pipeline.lab.arms import Program
-from nnx_pipeline.lab.cache_key import key_of
-from nnx_pipeline.lab.platform import Platform
+from nnx_pipeline.experiments.arms import Program
+from nnx_pipeline.lab.compile.cache_key import key_of
+from nnx_pipeline.lab.compile.platform import Platform
 
 platforms = [Platform.parse(text) for text in ("cpu", "tpu:v5p:2x2x2", "cuda:h100:8")]
 rows = []
@@ -190,6 +192,28 @@ def test_what_is_in_a_file_that_flags_name(
     assert kinds == changed.split()
 
 
+@pytest.mark.parametrize(
+    ("variable", "changed"),
+    [
+        ("FLAX_ANY", "cpu tpu cuda"),
+        ("TPU_ANY", "tpu"),
+        ("CUDA_ROOT", "cuda"),
+        ("CUDA_HOME", "cuda"),
+        ("CUDA_PATH", "cuda"),
+        ("TRITON_ANY", "cuda"),
+        ("ANY", ""),
+    ],
+)
+def test_variables_that_compilers_read(
+    monkeypatch: pytest.MonkeyPatch, variable: str, changed: str
+) -> None:
+    before = [key_of(platform, PROGRAM) for platform in PLATFORMS]
+    monkeypatch.setenv(variable, "another value")
+    after = [key_of(platform, PROGRAM) for platform in PLATFORMS]
+    kinds = [one.kind for one, a, b in zip(PLATFORMS, before, after, strict=True) if a != b]
+    assert kinds == changed.split()
+
+
 def test_a_file_of_flags_that_names_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "flags").write_text(f"--flagfile={tmp_path / 'flags'}")
     monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags"))
@@ -203,15 +227,14 @@ from pathlib import Path
 import jax, numpy
 from page_examples import attribution, measurement
 from nnx_pipeline import MeshConfig, preset
-from nnx_pipeline.lab import compare, numerics
-from nnx_pipeline.lab.cache import Cache
-from nnx_pipeline.lab.experiments import EXPERIMENTS
-from nnx_pipeline.lab.platform import Platform
+from nnx_pipeline.experiments import numerics
+from nnx_pipeline.experiments.registry import EXPERIMENTS
+from nnx_pipeline.lab.compile.platform import Platform
 
 kept = measurement(attribution(), platform=sys.argv[1])
-module = sys.modules["nnx_pipeline.lab.compare"]
+module = sys.modules["nnx_pipeline.experiments.run"]
 module.measure = lambda *args, **options: kept
-numerics._numbers = lambda *args: {"loss": numpy.ones(len(jax.devices("cpu")))}
+numerics.values_of = lambda *args: {"loss": numpy.ones(len(jax.devices("cpu")))}
 mesh, platform = MeshConfig.parse(sys.argv[2]), Platform.parse(sys.argv[1])
 (found,) = module.run_experiments([EXPERIMENTS["norm-scale"]], preset("tiny"), mesh, platform)
 print(found.note, len(jax.devices("cpu")))
@@ -260,7 +283,7 @@ def test_the_source_of_the_package_is_part_of_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "__init__.py").write_text("one")
-    monkeypatch.setattr(cache_key.nnx_pipeline, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(cache_key, "ROOT", tmp_path)
     first = cache_key.source.__wrapped__()
     (tmp_path / "__init__.py").write_text("two")
     second = cache_key.source.__wrapped__()
@@ -302,7 +325,7 @@ def test_a_folder_that_cannot_be_written_is_named_once(
     for _ in range(2):
         cache.put(KEY, 1)
         assert cache.get(KEY) is None
-    assert capsys.readouterr().err.count("results are not kept there") == 1
+    assert capsys.readouterr().err.count("results cannot be kept there") == 1
 
 
 def test_the_first_write_removes_what_is_old_and_nothing_else(tmp_path: Path) -> None:
@@ -320,7 +343,7 @@ def test_the_first_write_removes_what_is_old_and_nothing_else(tmp_path: Path) ->
 def test_the_oldest_go_where_there_is_too_much(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("nnx_pipeline.lab.cache.MOST_BYTES", 1000)
+    monkeypatch.setattr("nnx_pipeline.lab.compile.cache.MOST_BYTES", 1000)
     now = time.time()
     for index in range(5):
         path = tmp_path / f"{str(index + 1) * 64}.json"
@@ -385,10 +408,10 @@ def test_ab_measures_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def numbers(*args: Any) -> Any:
         calls.append("numbers")
-        return {"loss": numerics.np.ones(3, "float32")}
+        return {"loss": np.ones(3, "float32")}
 
     monkeypatch.setattr(COMPARE, "measure", measured)
-    monkeypatch.setattr(numerics, "_numbers", numbers)
+    monkeypatch.setattr(numerics, "values_of", numbers)
     ask = ("ab", "norm-scale", "--json", "-")
     first = run(*ask).json["experiments"]
     assert sorted(calls) == ["measure", "measure", "numbers", "numbers"]
@@ -403,7 +426,7 @@ def test_ab_measures_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(arm.pop("measured") is None for arm in entry["arms"].values())
     assert second == first
     assert "both arms compile to the same program" in second[0]["note"]
-    assert "3 of 3 results were kept" in " ".join(run("ab", "norm-scale").out.split())
+    assert "3 of 3 results are from earlier runs" in " ".join(run("ab", "norm-scale").out.split())
     assert calls == []
     run(*ask, "--fresh")
     assert len(calls) == 4

@@ -1,4 +1,4 @@
-"""`linen-compat check`: what a model would take, and what it would begin afresh."""
+"""`linen-compat check`: what a model would take, and what would stay randomly initialised."""
 
 import json
 
@@ -18,9 +18,11 @@ from maxtext_data import (
     write,
 )
 
-from linen_compat import cli, doctor, reference
-from linen_compat.checkpoint import inspect
-from linen_compat.maxtext_config import read_config
+from linen_compat import check as doctor
+from linen_compat import reference
+from linen_compat.cli import main as cli
+from linen_compat.formats.orbax.inspect import inspect
+from linen_compat.maxtext.config import read_config
 
 CONFIG = str(DATA / "unscanned" / "config.yml")
 GATE = "params/params/decoder/layers_2/MoeBlock_0/gate/kernel"
@@ -148,12 +150,12 @@ def test_numerics_name_the_first_layer_that_differs(tmp_path, check, monkeypatch
         tmp_path / "items",
         {f"params/params/{k}": v for k, v in laid_out(parameters(), "pipelined", 2, 2).items()},
     )
-    place = reference._place
+    place = reference.place_of
 
     def swapped(found, layer):
         return place(found, {1: 2, 2: 1}.get(layer, layer))
 
-    monkeypatch.setattr(reference, "_place", swapped)
+    monkeypatch.setattr(reference, "place_of", swapped)
     ended = check(folder, "--numerics", "--json", "-")
     assert ended.code == 1
     assert "layer 1 (decoder/pipeline_module/layers[1, 0]) differs" in ended.err
@@ -219,7 +221,7 @@ def test_weights_that_are_not_floating(tmp_path, check):
     write(tmp_path / "items", leaves)
     ended = check(tmp_path)
     assert ended.code == 1
-    assert f"{GATE} is int8, and a weight must be floating" in ended.err
+    assert f"{GATE} is int8, but weights must be floating-point" in ended.err
 
 
 def test_a_leaf_that_is_there_twice(tmp_path, check):

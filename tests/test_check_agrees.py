@@ -10,10 +10,12 @@ from maxtext_data import DATA, checkpoint, full_state, read, state_in, write
 from safetensors.numpy import load_file, save_file
 
 import linen_compat
-from linen_compat import cli, doctor
-from linen_compat.huggingface import own_config
-from linen_compat.maxtext_config import read_config
-from linen_compat.streams import Mismatch
+from linen_compat import check as doctor
+from linen_compat.cli import main as cli
+from linen_compat.formats.huggingface.stream import own_config
+from linen_compat.formats.orbax.inspect import inspect
+from linen_compat.formats.streams import Mismatch
+from linen_compat.maxtext.config import read_config
 from nnx_pipeline import InputError
 
 CONFIG = str(DATA / "unscanned" / "config.yml")
@@ -44,8 +46,10 @@ def test_the_attention_scale_of_an_nnx_checkpoint(tmp_path, bridge, llama):
     config.write_text(yaml.safe_dump(values))
     ended = bridge("check", tmp_path / "nnx", "--config", config)
     assert ended.code == 1
-    assert "model.attention_scale=1.0 and the query kernels of" in ended.err
-    with pytest.raises(Mismatch, match=r"model.attention_scale=1.0 and the query kernels of"):
+    assert "model.attention_scale=1.0 does not suit the query kernels of" in ended.err
+    with pytest.raises(
+        Mismatch, match=r"model.attention_scale=1.0 does not suit the query kernels of"
+    ):
         linen_compat.load(tmp_path / "nnx", read_config(str(config)))
 
 
@@ -101,7 +105,7 @@ def test_a_config_json_beside_other_tensors(bridge, llama, key, ours):
     ("changes", "message"),
     [
         ({"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}, "is not supported"),
-        ({"new_kind_of_attention": 3}, "is not a key that is known"),
+        ({"new_kind_of_attention": 3}, "is not a known key"),
         ({"vocab_size": None}, "vocab_size is missing"),
     ],
 )
@@ -141,7 +145,7 @@ def test_numerics_are_refused_before_any_work(tmp_path, bridge, llama, monkeypat
     monkeypatch.setattr(cli, "read_everything", lambda *arguments, **options: pytest.fail("read"))
     ended = bridge("check", folder, "--config", config, "--read", "--numerics")
     assert (ended.code, ended.out) == (2, "")
-    assert "--numerics reads MaxText's names" in ended.err
+    assert "--numerics works on MaxText's formats only" in ended.err
 
 
 def scaled_state(tmp_path, bridge):
@@ -189,7 +193,7 @@ def test_the_stages_given_are_those_written(tmp_path, bridge):
     given = ["--stages", "2", "--repeats", "2"]
     assert bridge("convert", checkpoint("unscanned"), tmp_path / "a", *to, *given).code == 0
     assert bridge("convert", tmp_path / "a", tmp_path / "b", *to, "--stages", "4").code == 0
-    assert linen_compat.checkpoint.inspect(tmp_path / "b").layout.repeats == 1
+    assert inspect(tmp_path / "b").layout.repeats == 1
     ended = bridge(
         "convert", tmp_path / "a", tmp_path / "c", *to, "--stages", "4", "--repeats", "2"
     )
@@ -200,6 +204,6 @@ def test_the_stages_given_are_those_written(tmp_path, bridge):
 
 def test_no_stages_are_not_the_models_own(tmp_path):
     model = linen_compat.load(checkpoint("unscanned"), read_config(CONFIG))
-    with pytest.raises(InputError, match="one layer, stage and repeat or more"):
+    with pytest.raises(InputError, match=r"stages=0 .* each of them must be 1 or more"):
         linen_compat.save(model, tmp_path / "out", "maxtext:pipelined", stages=0)
     assert not list(tmp_path.iterdir())

@@ -22,9 +22,9 @@ from maxtext_data import (
 )
 
 import linen_compat
-from linen_compat.compare import parameter_paths
-from linen_compat.orbax_streams import OrbaxSource
-from linen_compat.streams import Mismatch
+from linen_compat.formats.comparison import parameter_paths
+from linen_compat.formats.orbax.stream import OrbaxSource
+from linen_compat.formats.streams import Mismatch
 from nnx_pipeline import InputError
 from nnx_pipeline.train import abstract_batch, abstract_state, jit_train_step
 
@@ -192,7 +192,7 @@ TABLE = "params/params/token_embedder/embedding"
             without("opt_state/0/mu/params/decoder/decoder_norm/scale"),
             "mu/params/decoder/decoder_n",
         ),
-        (renamed(GATE, f"{GATE}s"), rf"{GATE} is missing \('{GATE}s' is there\)"),
+        (renamed(GATE, f"{GATE}s"), rf"{GATE} is missing \(the checkpoint has '{GATE}s'\)"),
         (renamed("step", "steps"), "steps has no place in the model"),
         (reshaped(GATE, (32, 8)), rf"{GATE} is \[32, 8\] instead of \[32, 4\]"),
         (reshaped(TABLE, (256, 32)), rf"{TABLE} is \[256, 32\] instead of \[128, 32\]"),
@@ -232,7 +232,7 @@ def test_a_dense_model_is_not_a_routed_one():
 
 def test_another_attention_scale_is_refused():
     config = replace(config_of(), "model", attention_scale=0.5)
-    with pytest.raises(InputError, match=r"the query kernels of .* are for 1.0; set it to that"):
+    with pytest.raises(InputError, match=r"the query kernels of .* are for 1.0; set it to 1.0"):
         linen_compat.load(checkpoint("scanned_nnx"), config)
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from helpers import Ended, Run, in_a_process, missing
 
-from nnx_pipeline import cli
-from nnx_pipeline.config import SECTIONS
-from nnx_pipeline.lab import experiments
+from nnx_pipeline.cli import main as cli
+from nnx_pipeline.config.config import SECTIONS
+from nnx_pipeline.config.presets import PRESETS
+from nnx_pipeline.experiments import registry as experiments
 from nnx_pipeline.modules import Parts
-from nnx_pipeline.presets import PRESETS
 
 COMMANDS = ("models", "compile", "ab", "train", "schedule", "measure", "compare", "lint")
 SCHEDULE = ("schedule", "--stages", "2", "--microbatches", "4")
@@ -133,7 +133,7 @@ def test_a_picture_without_matplotlib(
 
 
 def test_matplotlib_is_imported_only_for_pictures() -> None:
-    script = "import sys, nnx_pipeline.cli; sys.exit('matplotlib' in sys.modules)"
+    script = "import sys, nnx_pipeline.cli.main; sys.exit('matplotlib' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     assert subprocess.run([sys.executable, "-c", script], env=environment).returncode == 0
 
@@ -195,6 +195,7 @@ def check_measurement(result: dict[str, Any], platform: str) -> None:
     assert permuted["bytes"] > 0
 
 
+@pytest.mark.slow
 def test_compile_for_cpu(run: Run, tmp_path: Path) -> None:
     arguments = ("compile", *SMALLEST, "--mesh", "stage=2,fsdp=2")
     program, path = tmp_path / "step.hlo", tmp_path / "step.json"
@@ -229,7 +230,7 @@ def test_compile_for_tpu() -> None:
 def test_compile_for_nvidia() -> None:
     ended = in_a_process(
         *("compile", *SMALLEST, "--mesh", "stage=2,fsdp=4", "--platform", "cuda:h100:8"),
-        *("--json", "-"),
+        *("--gemm", "triton", "--json", "-"),
     )
     assert ended.code == 0, ended.err
     check_measurement(ended.json, "cuda:h100:8")
@@ -337,22 +338,12 @@ def test_train(run: Run) -> None:
     assert "training" in ended.err
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_a_number_fails(run: Run) -> None:
     rate = ("--set", "train.learning_rate=1e30", "--set", "train.clip_norm=1e30")
     ended = run("train", *SMALLEST, *rate, "--steps", "3", "--json", "-")
     assert ended.code == 1
     assert "lower train.learning_rate" in ended.err.splitlines()[-1]
-    assert "Traceback" not in ended.err
-
-
-@pytest.mark.slow
-def test_a_fresh_process_makes_its_own_devices() -> None:
-    """Nothing but the result on standard output, progress on standard error."""
-    ended = in_a_process(
-        *("train", *SMALLEST, "--mesh", "stage=2,data=2", "--steps", "1", "--json", "-")
-    )
-    assert ended.code == 0, ended.err
-    assert len(ended.json["losses"]) == 1
     assert "Traceback" not in ended.err
 
 
@@ -407,7 +398,7 @@ BAD = [
     ((*SCHEDULE, "--schedule", "zigzag"), "choose one of: circular, 1f1b"),
     (("schedule", "--stages", "9999", "--microbatches", "9999"), "has more than"),
     ((*SCHEDULE, "--schedule", "1f1b", "--delay", "2"), "choose delay=1"),
-    ((*SCHEDULE, "--picture", "schedule.pdf"), "a picture is .png or .svg"),
+    ((*SCHEDULE, "--picture", "schedule.pdf"), "the name of a picture must end in .png or .svg"),
     ((*SCHEDULE, "--picture", "/no/such/folder/x.png"), "--picture /no/such/folder/x.png"),
     (("models", "--json", "/no/such/folder/x.json"), "--json /no/such/folder/x.json"),
 ]
@@ -437,7 +428,10 @@ def test_a_folder_that_may_not_be_written(
 ) -> None:
     """Said before any work is done."""
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    check_one_line(run(*COMPILE, "--json", str(tmp_path / "x.json")), "can be written")
+    check_one_line(
+        run(*COMPILE, "--json", str(tmp_path / "x.json")),
+        "cannot be written; choose a file in a writable folder",
+    )
 
 
 @pytest.mark.parametrize(
@@ -486,7 +480,7 @@ def test_an_error_inside_the_compiler_is_a_failure(
     ended = run(*COMPILE)
     assert ended.code == 1
     assert ended.err.splitlines() == [
-        "nnx-pipeline: it did not compile or run: RuntimeError: out of registers"
+        "nnx-pipeline: the program did not compile or run: RuntimeError: out of registers"
     ]
 
 

@@ -15,8 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_pipeline import Sum, create_pipeline
 from nnx_pipeline.pipeline import (
+    Accumulation,
     CircularSchedule,
     Inputs,
+    LoopOptions,
     OneForwardOneBackward,
     Weights,
     run_one_f_one_b,
@@ -61,23 +63,27 @@ def circular(run: Any, closed: dict[str, jax.Array], kernel: Any, x: Any, side: 
     return jnp.sum(weight * y) + 1e-2 * metrics["square"]
 
 
+@functools.cache
+def by_sequence() -> Any:
+    """Gradients of what is closed over, of weights and inputs."""
+    closed, (kernel, x, side) = closed_over(), arrays()
+    return jax.grad(functools.partial(circular, run_sequential), (0, 1, 2))(closed, kernel, x, side)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["full", "none"])
-@pytest.mark.parametrize("backward", ["autodiff", "accumulate"])
+@pytest.mark.parametrize("accumulate", [None, Accumulation()], ids=["autodiff", "accumulate"])
 @pytest.mark.parametrize(
     ("mesh", "mode"),
     [("", "explicit"), ("stage=2,fsdp=2", "explicit"), ("data=2,stage=2,fsdp=2", "auto")],
 )
-def test_gradients_in_the_circular_loop(mesh: str, mode: str, backward: str, remat: str) -> None:
+def test_gradients_in_the_circular_loop(mesh: str, mode: str, accumulate: Any, remat: str) -> None:
     """Of what is closed over, of weights and inputs; a bubble adds nothing (NaN in the buffers)."""
-    closed, (kernel, x, side) = closed_over(), arrays()
-    want = jax.grad(functools.partial(circular, run_sequential), (0, 1, 2))(closed, kernel, x, side)
+    want, closed, (kernel, x, side) = by_sequence(), closed_over(), arrays()
     run = functools.partial(
         run_pipeline,
         schedule=CircularSchedule(STAGES, MICROBATCHES, REPEATS),
-        backward=backward,
-        remat=POLICIES[remat],
-        bubble_fill=math.nan,
+        options=LoopOptions(accumulate=accumulate, remat=POLICIES[remat], bubble_fill=math.nan),
     )
     grid = mesh_of(mesh, mode)
     stage, rows = ("stage", "fsdp") if mesh else (None, None)
@@ -152,6 +158,14 @@ def by_loops(enter: Any, apply_stage: Any, leave: Any, weights: Weights, inputs:
     )
 
 
+@functools.cache
+def by_loops_alone(repeats: int) -> Any:
+    """Gradients of what is closed over and of the weights."""
+    closed, (kernel, x, side) = closed_over(), arrays()
+    loss = functools.partial(one_f_one_b, by_loops)
+    return jax.grad(loss, (0, 1))(closed, kernel[:repeats], x, side)
+
+
 @pytest.mark.parametrize("repeats", [1, 2])
 @pytest.mark.parametrize("remat", ["full", "none"])
 @pytest.mark.parametrize(
@@ -159,17 +173,15 @@ def by_loops(enter: Any, apply_stage: Any, leave: Any, weights: Weights, inputs:
 )
 def test_gradients_in_1f1b(mesh: str, mode: str, remat: str, repeats: int) -> None:
     """What enters, the stages and what leaves read the same arrays; their gradients add up."""
-    closed, (kernel, x, side) = closed_over(), arrays()
+    want, closed, (kernel, x, side) = by_loops_alone(repeats), closed_over(), arrays()
     kernel = kernel[:repeats]
-    want = jax.grad(functools.partial(one_f_one_b, by_loops), (0, 1))(closed, kernel, x, side)
 
     def run(*given: Any) -> jax.Array:
         return run_one_f_one_b(
             *given,
             schedule=OneForwardOneBackward(STAGES, MICROBATCHES, repeats),
             metric_weights={"square": 1e-2},
-            remat=POLICIES[remat],
-            bubble_fill=math.nan,
+            options=LoopOptions(remat=POLICIES[remat], bubble_fill=math.nan),
         )[0]
 
     grid = mesh_of(mesh, mode)
@@ -212,9 +224,9 @@ def test_what_is_closed_over_is_kept_once(schedule: str, differentiated: bool, r
 
             if schedule == "accumulate":
                 circular = CircularSchedule(STAGES, MICROBATCHES)
-                options: dict[str, Any] = {"backward": "accumulate", "remat": POLICIES[remat]}
+                options = LoopOptions(accumulate=Accumulation(), remat=POLICIES[remat])
                 return jnp.sum(
-                    run_pipeline(apply, kernel, x, side, schedule=circular, **options)[0]
+                    run_pipeline(apply, kernel, x, side, schedule=circular, options=options)[0]
                 )
             return run_one_f_one_b(
                 lambda shift, x: x + shift,
@@ -223,7 +235,7 @@ def test_what_is_closed_over_is_kept_once(schedule: str, differentiated: bool, r
                 Weights(jnp.ones(()), kernel, jnp.ones(())),
                 Inputs(x, side, side),
                 schedule=OneForwardOneBackward(STAGES, MICROBATCHES),
-                remat=POLICIES[remat],
+                options=LoopOptions(remat=POLICIES[remat]),
             )[0]
 
         if differentiated:

@@ -15,8 +15,8 @@ import pytest
 from helpers import missing, small_config, user_environment
 
 from nnx_pipeline import Config, MeshConfig
-from nnx_pipeline.lab.compile import measure_step
-from nnx_pipeline.lab.platform import Platform
+from nnx_pipeline.experiments.programs import measure_step
+from nnx_pipeline.lab.compile.platform import Platform
 
 pytestmark = pytest.mark.slow
 

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import importlib.metadata
 import math
 import re
@@ -29,13 +30,13 @@ from nnx_pipeline import (
     make_mesh,
     preset,
 )
-from nnx_pipeline.config import SECTIONS, to_dict
+from nnx_pipeline.config.config import SECTIONS, to_dict
+from nnx_pipeline.config.overrides import apply_overrides, known_keys, parse_overrides
+from nnx_pipeline.config.presets import PRESETS, count_parameters
 from nnx_pipeline.errors import nearest
-from nnx_pipeline.lab.experiments import choose
-from nnx_pipeline.lab.platform import Platform
+from nnx_pipeline.experiments.registry import choose
+from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.mesh import ambient_mesh
-from nnx_pipeline.overrides import apply_overrides, known_keys, parse_overrides
-from nnx_pipeline.presets import PRESETS, count_parameters
 from nnx_pipeline.sharding import Layout
 
 PACKAGE = Path(nnx_pipeline.__file__).parent
@@ -73,7 +74,7 @@ REFUSED = [
     bad(model(num_layers=True), "num_layers=True is not a whole number"),
     bad(model(mlp_dim="8"), "mlp_dim='8' is not a whole number"),
     bad(model(num_kv_heads=3), "num_heads=4 does not split over num_kv_heads=3", "such as 3 or 6"),
-    bad(model(head_dim=3), "head_dim=3 has no two rotary halves", "such as 2 or 4"),
+    bad(model(head_dim=3), "head_dim=3 must be even for rotary embeddings", "such as 2 or 4"),
     bad(model(num_experts_per_token=5), "exceeds num_experts=4; choose 4 or fewer"),
     bad(model(dtype="bfloat"), "dtype='bfloat' is not known; did you mean 'bfloat16'?"),
     bad(model(param_dtype="int8"), "param_dtype='int8' is not known; choose one of: bfloat16"),
@@ -99,14 +100,14 @@ REFUSED = [
     bad(pipeline(backward="hand"), "backward='hand' is not known"),
     bad(
         pipeline(schedule="1f1b", num_repeats=2, fsdp_gather="prefetch"),
-        "pipeline.fsdp_gather=prefetch holds the weights of two repeats",
+        "pipeline.fsdp_gather=prefetch holds the weights of two consecutive repeats",
         "choose use or step",
     ),
     bad(pipeline(schedule="1f1b", forwarding_delay=2), "pipeline.forwarding_delay=2 is for the"),
     bad(pipeline(schedule="1f1b", backward="accumulate"), "pipeline.backward=accumulate is for"),
     bad(
         pipeline(schedule="1f1b", remat="qkv_proj_offloaded"),
-        "pipeline.remat=qkv_proj_offloaded sends values to the host",
+        "pipeline.remat=qkv_proj_offloaded offloads values to the host",
         "choose a policy that saves or recomputes",
     ),
     bad(pipeline(fsdp_gather="step", backward="autodiff"), "pipeline.fsdp_gather=step adds"),
@@ -454,15 +455,16 @@ def test_fields_that_fit_only_together_can_be_set_together() -> None:
 
 
 # Recorded for Hugging Face, and read where its `config.json` is written.
-READ_BY = {"max_position_embeddings": PACKAGE.parent / "linen_compat" / "huggingface_config.py"}
+READ_BY = {"max_position_embeddings": PACKAGE.parent / "linen_compat/formats/huggingface/config.py"}
 
 
+@functools.cache
 def fields_read(*files: Path) -> set[str]:
     """Names read as attributes of a config, anywhere but where it checks itself."""
     found = set()
     for path in files or PACKAGE.rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        if path.name == "config.py":
+        if path.parent == PACKAGE / "config":
             checks = [
                 node
                 for node in ast.walk(tree)

@@ -14,11 +14,11 @@ import pytest
 from maxtext_data import DATA, checkpoint
 
 import linen_compat
-from linen_compat.convert import open_checkpoint, plan
-from linen_compat.doctor import diagnose, read_everything
-from linen_compat.huggingface import own_config
-from linen_compat.maxtext_config import read_config
-from linen_compat.streams import Mismatch, walk
+from linen_compat.check import diagnose, read_everything
+from linen_compat.convert import From, To, open_checkpoint, plan
+from linen_compat.formats.huggingface.stream import own_config
+from linen_compat.formats.streams import Mismatch, walk
+from linen_compat.maxtext.config import read_config
 from nnx_pipeline import InputError
 
 LLAMA = DATA.parent / "huggingface" / "llama"
@@ -96,7 +96,7 @@ DAMAGES = {
 def forms(folder):
     """Checkpoints of each kind with the config that fits: two of our own, three of others."""
     unscanned = read_config(str(DATA / "unscanned" / "config.yml"))
-    plan(checkpoint("scanned_nnx"), folder / "nnx", target_format="nnx").run()
+    plan(From(checkpoint("scanned_nnx")), To(folder / "nnx", "nnx")).run()
     linen_compat.save(linen_compat.load(LLAMA), folder / "huggingface", "huggingface")
     shutil.copytree(checkpoint("scanned_params_only_bf16") / "0" / "items", folder / "maxtext")
     shutil.copytree(LLAMA, folder / "transformers")

@@ -1,5 +1,6 @@
 """Dropout: the mask belongs to step, layer and sequence, whatever runs where and when."""
 
+import functools
 from typing import Any
 
 import jax
@@ -10,8 +11,9 @@ from flax import nnx
 from helpers import (
     assert_close,
     float_rows,
+    fresh_model,
+    fresh_state,
     mesh_of,
-    model_on_mesh,
     new_model,
     optax_promotion,
     packed_batch,
@@ -22,18 +24,18 @@ from helpers import (
 from nnx_pipeline import CircularPipeline, InputError, Mixtral, PipelineConfig, create_pipeline
 from nnx_pipeline.ops.dropout import dropout, fold_in, sequence_keys
 from nnx_pipeline.sharding import Layout, P
-from nnx_pipeline.train import jit_train_step, loss_and_gradients, loss_of, make_state
+from nnx_pipeline.train import jit_train_step, loss_and_gradients, loss_of
 from nnx_pipeline.train.step import batch_sharding
 
 CONFIG = small_config(
     model={"dropout_rate": 0.3}, train={"global_batch": 16}, pipeline={"num_microbatches": 4}
 )
+KEY = jax.random.key(3)
+# Meshes without stages, and what test_option_pairs.py has in other company.
 CASES = [
     ("fsdp=4", {}),
-    ("stage=4,fsdp=2", {}),
     ("stage=4,fsdp=2", {"sharding": "auto"}),
     ("stage=2,fsdp=2,tensor=2", {"num_repeats": 2, "backward": "accumulate"}),
-    ("data=2,stage=2,fsdp=2", {"num_repeats": 2, "fsdp_gather": "step"}),
     ("data=2,stage=2,fsdp=2", {"num_repeats": 2, "fsdp_gather": "prefetch", "sharding": "auto"}),
     ("stage=2,fsdp=2,expert=2", {"schedule": "1f1b", "remat": "minimal"}),
     ("data=2,fsdp=2", {"schedule": "1f1b", "fsdp_gather": "step", "sharding": "auto"}),
@@ -44,18 +46,24 @@ def evaluate(model: Any, batch: Any, key: Any) -> Any:
     return jax.jit(jax.value_and_grad(lambda *args: loss_of(*args)[0]))(model, batch, key)
 
 
+@functools.cache
+def sequential() -> tuple[Any, Any]:
+    """Loss and gradients on one device, with dropout and without."""
+    source, batch = new_model(CONFIG), jax.tree.map(jnp.asarray, packed_batch(CONFIG))
+    return evaluate(source, batch, KEY), evaluate(source, batch, None)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "pipeline"), CASES, ids=str)
 def test_equals_one_device(mesh: str, pipeline: dict[str, Any]) -> None:
     """Loss and gradients with dropout, against the sequential model with the same key."""
     config = replace(CONFIG, "pipeline", **pipeline)
-    source, batch, key = new_model(CONFIG), packed_batch(CONFIG), jax.random.key(3)
-    want = evaluate(source, jax.tree.map(jnp.asarray, batch), key)
-    without = evaluate(source, jax.tree.map(jnp.asarray, batch), None)
+    want, without = sequential()
     assert abs(float(want[0]) - float(without[0])) > 1e-3
     grid = mesh_of(mesh, config.pipeline.sharding)
-    model = model_on_mesh(source, config, grid)
+    model = fresh_model(config, grid)
     with jax.set_mesh(grid):
-        got = evaluate(model, batch, key)
+        got = evaluate(model, packed_batch(config), KEY)
     assert_close(got[0], want[0], 1e-5)
     assert_close(got[1], want[1], 1e-4)
 
@@ -79,6 +87,7 @@ def test_masks_differ_by_sequence_layer_place_and_step() -> None:
     assert len({tuple(row) for row in rows}) == len(rows)
 
 
+@pytest.mark.slow
 def test_a_step_draws_from_seed_and_step() -> None:
     """Two steps without learning see other masks; the same step and seed the same one."""
     config = replace(CONFIG, "train", learning_rate=0.0, weight_decay=0.0)
@@ -86,7 +95,7 @@ def test_a_step_draws_from_seed_and_step() -> None:
     with jax.set_mesh(mesh), optax_promotion():
 
         def losses(seed: int) -> list[float]:
-            state = make_state(replace(config, "train", dropout_seed=seed), mesh)
+            state = fresh_state(replace(config, "train", dropout_seed=seed), mesh)
             step = jit_train_step(state, mesh)
             batch = jax.device_put(packed_batch(config), batch_sharding(mesh, Layout()))
             found = []
@@ -150,6 +159,24 @@ def test_a_layer_of_ones_own_gets_keys() -> None:
     assert np.max(np.abs(np.asarray(got) - np.asarray(plain))) > 1e-2
 
 
+class Thin(nnx.Module):
+    """A layer that drops half of its input."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.scale = nnx.Param(jnp.ones(()))
+
+    def __call__(self, x: jax.Array, *, keys: jax.Array) -> tuple[jax.Array, None]:
+        return dropout(x * self.scale[...], keys, rate=0.5, spec=P(*[None] * 3)), None
+
+
+def test_every_layer_has_a_mask_of_its_own() -> None:
+    """With the same mask in all four layers, half of the values would be left."""
+    layers = create_pipeline(small_config(model={"num_layers": 4}), Thin, rngs=nnx.Rngs(0))
+    y, _ = layers(jnp.ones((8, 64, 32)), key=jax.random.key(1))
+    assert np.mean(np.asarray(y) != 0) == pytest.approx(1 / 2**4, abs=0.01)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["explicit", "auto"])
 def test_a_key_of_another_generator_gives_the_same_everywhere(sharding: str) -> None:
     """The bits of `rbg` depend on vmap and on how an array is spread; its keys are good enough."""

@@ -9,9 +9,9 @@ import pytest
 from maxtext_data import DATA, assert_same_leaves, checkpoint, config_of, full_state, read, write
 
 import linen_compat
-from linen_compat.folders import in_folder
-from linen_compat.new_folder import new_folder
-from linen_compat.stored import NewArrays, StoredArrays, array_specs
+from linen_compat.formats.new_folder import new_folder
+from linen_compat.formats.orbax.arrays import NewArrays, StoredArrays, array_specs
+from linen_compat.formats.paths import in_folder
 from nnx_pipeline import InputError
 
 CONFIG = str(DATA / "unscanned" / "config.yml")
@@ -88,7 +88,7 @@ def test_commands_read_and_write_what_is_named(tmp_path, bridge, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", FEW[::2])
 def test_functions_read_and_write_what_is_named(tmp_path, name):
     state = linen_compat.load_train_state(checkpoint("unscanned"), config_of())
     linen_compat.save_train_state(state, tmp_path / name, "maxtext:unscanned")
@@ -103,7 +103,7 @@ def test_functions_read_and_write_what_is_named(tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", FEW[1::2])
 def test_hugging_face_folders(tmp_path, bridge, name):
     shutil.copytree(LLAMA, tmp_path / name)
     model = linen_compat.load(tmp_path / name)
@@ -140,27 +140,27 @@ def test_a_way_through_links_and_parents_is_the_systems(tmp_path, bridge, monkey
 
 def test_links_of_this_process_have_plain_names(tmp_path, monkeypatch):
     """Where the folder for temporary files has a hard name itself, another one is taken."""
-    from linen_compat import folders
+    from linen_compat.formats import paths as folders
 
     hard = tmp_path / "a\\b"
     hard.mkdir()
     monkeypatch.setattr(folders.tempfile, "gettempdir", lambda: str(hard))
-    folders._own_folder.cache_clear()
+    folders.own_folder.cache_clear()
     try:
         path = in_folder(hard)["path"]
         assert "\\" not in path
         assert os.path.realpath(path) == str(hard)
         monkeypatch.setattr(folders.os, "access", lambda *arguments: False)
-        folders._own_folder.cache_clear()
+        folders.own_folder.cache_clear()
         with pytest.raises(InputError, match="set TMPDIR to another one"):
             in_folder(hard / "other")
     finally:
-        folders._own_folder.cache_clear()
+        folders.own_folder.cache_clear()
 
 
 @pytest.mark.parametrize("kind", ["too long", "a circle"])
 def test_names_that_the_system_does_not_take_are_one_line(tmp_path, bridge, kind):
-    name, message = tmp_path / ("x" * 300), "x is a longer name than the file system takes; give"
+    name, message = tmp_path / ("x" * 300), "x is a longer name than the file system allows; give"
     if kind == "a circle":
         name, message = tmp_path / "to", f"{tmp_path / 'to'} is a link that leads back to itself"
         name.symlink_to(tmp_path / "fro")

@@ -14,6 +14,8 @@ from helpers import (
     assert_close,
     carries,
     equations,
+    fresh_model,
+    fresh_state,
     mesh_of,
     optax_promotion,
     packed_batch,
@@ -22,7 +24,7 @@ from helpers import (
 )
 
 from nnx_pipeline import Config, Mixtral
-from nnx_pipeline.train import loss_of, make_state, step
+from nnx_pipeline.train import abstract_state, loss_of, step
 from nnx_pipeline.train.optimizer import clip_by_global_norm, global_norm
 from nnx_pipeline.train.step import in_dtype, loss_and_gradients, train_step
 
@@ -40,8 +42,8 @@ def config_of(loop: str, grad_dtype: str | None) -> Config:
 
 def gradients(config: Config, mesh: jax.sharding.Mesh) -> Any:
     batch = jax.tree.map(jnp.asarray, packed_batch(config))
+    model = fresh_model(config, mesh)
     with jax.set_mesh(mesh):
-        model = jax.jit(lambda: Mixtral(config, rngs=nnx.Rngs(0)))()
         return jax.jit(jax.grad(lambda model: loss_of(model, batch)[0]))(model)
 
 
@@ -88,7 +90,8 @@ def test_weights_held_gathered_give_their_gradients_back_in_the_dtype(dtype: str
     assert layers == {dtype or "float32"}
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["accumulate", "autodiff"])
 def test_values_in_bfloat16(loop: str) -> None:
     """Within a few roundings of bfloat16 (2⁻⁸ each) of the gradients in float32."""
     mesh = mesh_of("stage=2,fsdp=2")
@@ -118,7 +121,7 @@ def test_the_optimizer_gets_the_dtype(loop: str, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(step, "make_optimizer", make_optimizer)
     with jax.set_mesh(mesh), optax_promotion():
-        state = make_state(config, mesh)
+        state = abstract_state(config, mesh)
         batch = jax.tree.map(jnp.asarray, packed_batch(config))
         new, metrics = jax.eval_shape(train_step, state, batch)
     assert set(got) == {"bfloat16"}
@@ -152,6 +155,7 @@ def test_clipping_in_float32_is_that_of_optax() -> None:
     assert_close(ours.update(tree, None)[0], theirs.update(tree, None)[0], 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grad_dtype", ["bfloat16", None])
 def test_a_step_clips_and_reports_by_that_norm(
     grad_dtype: str | None, monkeypatch: pytest.MonkeyPatch
@@ -175,7 +179,7 @@ def test_a_step_clips_and_reports_by_that_norm(
     monkeypatch.setattr(optax, "adamw", adamw)
     mesh = mesh_of("")
     with jax.set_mesh(mesh), optax_promotion():
-        state = make_state(config, mesh)
+        state = fresh_state(config, mesh)
         batch = jax.tree.map(jnp.asarray, packed_batch(config))
 
         def step(state: Any, batch: Any) -> Any:
@@ -202,13 +206,14 @@ def test_no_cast_where_the_dtype_is_there_already() -> None:
     assert [equation.primitive.name for equation in equations(jaxpr)] == ["convert_element_type"]
 
 
+@pytest.mark.slow
 def test_training_in_bfloat16_follows_float32() -> None:
     """The loss after three steps, near that of float32 gradients."""
     mesh, found = mesh_of("stage=2,fsdp=2"), {}
     for dtype in ("float32", "bfloat16"):
         config = replace(config_of("step", dtype), "train", learning_rate=1e-2)
         with jax.set_mesh(mesh), optax_promotion():
-            state = make_state(config, mesh)
+            state = fresh_state(config, mesh)
             batch = jax.tree.map(jnp.asarray, packed_batch(config))
             run = jax.jit(train_step)
             for _ in range(3):

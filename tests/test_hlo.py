@@ -14,7 +14,10 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_pipeline.lab import heap, hlo, hlo_cost, hlo_loops
+from nnx_pipeline.lab.compile import heap
+from nnx_pipeline.lab.hlo import cost as hlo_cost
+from nnx_pipeline.lab.hlo import loops as hlo_loops
+from nnx_pipeline.lab.hlo import module as hlo
 
 # ---- snippets --------------------------------------------------------------------------------
 
@@ -585,7 +588,7 @@ def devices(platform: str) -> np.ndarray:
     if platform == "tpu":
         topology = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x2")
     else:
-        target = importlib.resources.files("nnx_pipeline") / "targets/h100.txtpb"
+        target = importlib.resources.files("nnx_pipeline.lab") / "targets/h100.txtpb"
         topology = topologies.get_topology_desc(
             platform="cuda", target_config=target.read_text(), topology="1x1x8"
         )

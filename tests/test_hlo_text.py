@@ -5,12 +5,14 @@ from collections.abc import Iterator
 import pytest
 from hlo_texts import SPLASH, Printer, with_line_breaks
 
-from nnx_pipeline.lab import hlo, hlo_cost, hlo_loops
-from nnx_pipeline.lab.dataflow import Flow
-from nnx_pipeline.lab.hlo_unread import Unread, unknown_opcodes
-from nnx_pipeline.lab.origins import Origins
-from nnx_pipeline.lab.program import read_program
-from nnx_pipeline.lab.roles import Roles
+from nnx_pipeline.lab.attribution.origins import Origins
+from nnx_pipeline.lab.attribution.roles import Roles
+from nnx_pipeline.lab.compile.figures import read_program
+from nnx_pipeline.lab.hlo import cost as hlo_cost
+from nnx_pipeline.lab.hlo import loops as hlo_loops
+from nnx_pipeline.lab.hlo import module as hlo
+from nnx_pipeline.lab.hlo.dataflow import Flow
+from nnx_pipeline.lab.hlo.unread import Unread, unknown_opcodes
 
 
 def program(*lines: str, before: str = "") -> str:

@@ -19,17 +19,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from linen_compat import huggingface, load, save
-from linen_compat.checkpoint import inspect
-from linen_compat.compare import parameter_paths
-from linen_compat.convert import plan
-from linen_compat.huggingface import HuggingFaceSource
-from linen_compat.huggingface_config import config_from_huggingface
-from linen_compat.layouts import SCANNED, Layout
+from linen_compat import load, save
+from linen_compat.convert import From, To, plan
+from linen_compat.formats.comparison import parameter_paths
+from linen_compat.formats.huggingface import stream as huggingface
+from linen_compat.formats.huggingface.config import config_from_huggingface
+from linen_compat.formats.huggingface.stream import HuggingFaceSource
+from linen_compat.formats.model_source import ModelSource
+from linen_compat.formats.orbax.inspect import inspect
+from linen_compat.formats.orbax.layouts import SCANNED, Layout
+from linen_compat.formats.streams import PARAMETERS, ArraySpec, scaled
 from linen_compat.loading import open_source
-from linen_compat.model_source import ModelSource
 from linen_compat.saving import write
-from linen_compat.streams import PARAMETERS, ArraySpec, scaled
 from nnx_pipeline import Config, Mixtral
 from nnx_pipeline.train import abstract_state
 
@@ -175,7 +176,7 @@ def test_the_longest_sequence_comes_back(tmp_path: Path) -> None:
     for number, (config, expected) in enumerate(((None, 64), (silent, 64), (other, 32))):
         saved, converted = tmp_path / f"saved{number}", tmp_path / f"converted{number}"
         save(load(folder, config), saved, "huggingface")
-        plan(folder, converted, target_format="huggingface", config=config).run()
+        plan(From(folder, config=config), To(converted, "huggingface")).run()
         assert (longest(saved), longest(converted)) == (expected, expected)
 
 
@@ -282,7 +283,7 @@ class Zeros:
 
     def __init__(self, config: Config) -> None:
         self.scalars: dict[str, np.ndarray] = {}
-        from linen_compat.compare import model_arrays
+        from linen_compat.formats.comparison import model_arrays
 
         self.arrays: dict[str, ArraySpec] = model_arrays(config.model)
         self.num_layers = config.model.num_layers

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from linen_compat import config_from_huggingface, config_to_huggingface
 from nnx_pipeline import Config, InputError, ModelConfig, TrainConfig
-from nnx_pipeline.presets import PRESETS
+from nnx_pipeline.config.presets import PRESETS
 
 # As published for Mixtral 8x7B and for Llama 2 7B, by versions of transformers before 5.
 MIXTRAL_8X7B = {
@@ -161,7 +161,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"compression_config": {"format": "pack"}}, r"compression_config=.*only None: save the model"),
     (
         {"quant_method": "awq"},
-        r"quant_method='awq' is not a key .*plain Mixtral\S+ of float weights$",
+        r"quant_method='awq' is not a known key .*plain Mixtral\S+ of float weights$",
     ),
     ({"model_type": ["mixtral"], "architectures": None}, r"model_type=\['mixtral'\] is not suppor"),
     ({"architectures": [{}]}, r"architectures=\[\{\}\] is not supported"),
@@ -178,7 +178,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_attention_heads": 33}, r"hidden_size=4096 does not split over num_attention_heads=33"),
     ({"head_dim": 0}, r"head_dim=0 is not a whole number"),
     ({"num_experts_per_tok": 9}, r"num_experts_per_token=9 exceeds num_experts=8"),
-    ({"auto_map": {"AutoModel": "x"}}, r"auto_map=.* is not a key that is known of a Mixtral"),
+    ({"auto_map": {"AutoModel": "x"}}, r"auto_map=.* is not a known key of a Mixtral"),
 ]
 
 
@@ -189,7 +189,7 @@ def test_refused_by_name_and_value(changes: dict, message: str) -> None:
 
 
 def test_keys_of_experts_are_unknown_of_a_llama() -> None:
-    with pytest.raises(InputError, match="num_local_experts=8 is not a key"):
+    with pytest.raises(InputError, match="num_local_experts=8 is not a known key"):
         config_from_huggingface({**LLAMA_2_7B, "num_local_experts": 8})
 
 

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pytest
 
-from linen_compat import cli
-from linen_compat.checkpoint import inspect
+from linen_compat.cli import main as cli
+from linen_compat.formats.orbax.inspect import inspect
 from nnx_pipeline import InputError
 
 LAYER = {"self_attention": {"query": {"kernel": (4, 2, 8)}}, "MoeBlock_0": {"wi_0": (2, 4, 6)}}

@@ -8,9 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from maxtext_data import parameter_trees
 
-from linen_compat.layouts import FORMATS, NNX, PIPELINED, SCANNED, UNSCANNED, Layout, find_layout
-from linen_compat.names import OUTSIDE, of_layer
-from linen_compat.streams import Mismatch
+from linen_compat.formats.names import OUTSIDE, of_layer
+from linen_compat.formats.orbax.layouts import (
+    FORMATS,
+    NNX,
+    PIPELINED,
+    SCANNED,
+    UNSCANNED,
+    Layout,
+    find_layout,
+)
+from linen_compat.formats.streams import Mismatch
 from nnx_pipeline import InputError
 
 TREES = parameter_trees()
@@ -150,7 +158,7 @@ def test_what_cannot_be_read_is_refused_by_name(tree, message):
         ((PIPELINED, 4, 2, 4), "do not split into 2 stages × 4 repeats"),
         ((SCANNED, 4, 2, 1), "leave them out for maxtext:scanned"),
         (("maxtext:scan", 4), "did you mean 'maxtext:scanned'"),
-        ((NNX, 0), "one layer, stage and repeat or more"),
+        ((NNX, 0), "num_layers=0, .* each of them must be 1 or more"),
     ],
 )
 def test_numbers_that_do_not_fit(arguments, message):

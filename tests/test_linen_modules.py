@@ -15,8 +15,8 @@ from linen_helpers import assert_same_bits, part_of
 
 import linen_compat as linen
 import nnx_pipeline as native
+from linen_compat.formats.names import ATTENTION, EXPERTS, MLP, NORMS, OUTSIDE, of_layer
 from linen_compat.modules.parameters import axes_of
-from linen_compat.names import ATTENTION, EXPERTS, MLP, NORMS, OUTSIDE, of_layer
 from nnx_pipeline import InputError, ModelConfig
 from nnx_pipeline.ops.dropout import sequence_keys
 
@@ -103,6 +103,7 @@ def test_values_and_gradients_equal_nnx(name: str, dtype: str) -> None:
     assert_same_bits(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes", "call"),
     [
@@ -202,8 +203,8 @@ def test_the_query_kernel_makes_up_for_the_scale_of_attention() -> None:
 @pytest.mark.parametrize(
     ("layer", "config", "message"),
     [
-        (linen.MixtralDecoderLayer, DENSE, "num_experts=1; use LlamaDecoderLayer or choose 2"),
-        (linen.LlamaDecoderLayer, MOE, "num_experts=4; use MixtralDecoderLayer or set"),
+        (linen.MixtralDecoderLayer, DENSE, "num_experts=1; use LlamaDecoderLayer, or set"),
+        (linen.LlamaDecoderLayer, MOE, "num_experts=4; use MixtralDecoderLayer, or set"),
     ],
 )
 def test_a_layer_of_another_model(layer: Any, config: ModelConfig, message: str) -> None:

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import linen as nn
 from flax import nnx
-from helpers import assert_same_placement, mesh_of, packed_batch, replace
+from helpers import mesh_of, packed_batch, replace
 from linen_helpers import LAYOUTS, as_linen, assert_same_bits
 
 from linen_compat import Transformer, logical_axis_rules
@@ -140,20 +140,18 @@ def test_tree_of_llama() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["explicit", "auto"])
 @pytest.mark.parametrize(
-    ("layout", "mesh", "repeats"),
+    ("layout", "mesh", "repeats", "mode"),
     [
-        ("unscanned", "fsdp=2,tensor=2,expert=2", 1),
-        ("scanned", "fsdp=2,tensor=2,expert=2", 1),
-        ("pipelined", "stage=2,fsdp=2,tensor=2", 1),
-        ("pipelined", "stage=2,tensor=2,expert=2", 2),
+        ("unscanned", "fsdp=2,tensor=2,expert=2", 1, "explicit"),
+        ("pipelined", "stage=2,fsdp=2,tensor=2", 1, "auto"),
+        ("pipelined", "stage=2,tensor=2,expert=2", 2, "explicit"),
     ],
 )
 def test_weights_are_born_where_the_rules_say(
     layout: Any, mesh: str, repeats: int, mode: str
 ) -> None:
-    """By Flax's own functions with the rules of the package; and a model so placed runs."""
+    """By Flax's own functions with the rules of the package; and a model takes them there."""
     grid = mesh_of(mesh, mode)
     model = Transformer(repeated(CONFIG, repeats), layout)
     tokens = packed_batch(CONFIG).tokens
@@ -161,12 +159,11 @@ def test_weights_are_born_where_the_rules_say(
         born = jax.jit(model.init)(jax.random.key(0), tokens)
         specs = nn.get_partition_spec(born)
         shardings = nn.logical_to_mesh_sharding(specs, grid, logical_axis_rules(grid))
-        placed = jax.jit(model.init, out_shardings=shardings)(jax.random.key(0), tokens)
-        assert_same_placement(nn.unbox(born), nn.unbox(placed))
-        spread = [leaf for leaf in jax.tree.leaves(placed) if not leaf.is_fully_replicated]
-        assert len(spread) > 4
-        apply = jax.jit(model.apply)
-        assert_same_bits(apply(placed, tokens), apply(born, tokens))
+        leaves = jax.tree.leaves(nn.unbox(born))
+        for leaf, wanted in zip(leaves, jax.tree.leaves(shardings), strict=True):
+            assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim)
+        assert sum(not leaf.is_fully_replicated for leaf in leaves) > 4
+        jax.eval_shape(model.apply, jax.device_put(nn.unbox(born), shardings), tokens)
 
 
 @pytest.mark.slow
@@ -224,7 +221,7 @@ def test_a_tree_of_another_layout_is_refused(layout: Any) -> None:
         model = Transformer(CONFIG, layout)
         for other in {*LAYOUTS} - {layout}:
             params = jax.eval_shape(lambda model, other=other: as_linen(model, other), source)
-            message = f"params hold the layers {other} .* choose layer_layout='{other}'"
+            message = f"params hold the layers as {other} .* choose layer_layout='{other}'"
             with pytest.raises(InputError, match=message):
                 jax.eval_shape(model.apply, {"params": params}, tokens)
 
@@ -283,5 +280,7 @@ def test_layouts_and_configs_that_do_not_fit_the_mesh(
 
 def test_an_optimizer_spread_over_data_is_not_for_linen() -> None:
     config = replace(CONFIG, "train", shard_optimizer_over_data=True)
-    with pytest.raises(InputError, match=r"is for nnx_pipeline.Mixtral.*set it to False"):
+    with pytest.raises(
+        InputError, match=r"is for nnx_pipeline.Mixtral and not for Linen.*set it to False"
+    ):
         abstract(Transformer(config))

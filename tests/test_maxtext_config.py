@@ -5,8 +5,8 @@ import yaml
 from maxtext_data import DATA, KEPT, config_of
 
 import linen_compat
-from linen_compat import maxtext_keys
-from linen_compat.maxtext_config import read_config
+from linen_compat.maxtext import keys as maxtext_keys
+from linen_compat.maxtext.config import read_config
 from nnx_pipeline import InputError, preset
 
 ONE = {"per_device_batch_size": 1}
@@ -47,7 +47,9 @@ def test_the_model_name_wins_over_defaults_and_not_over_an_override():
     assert (config.model.embed_dim, config.model.num_layers) == (4096, 32)
     assert config.model.num_experts == 8
     given = {"model_name": "llama2-7b", "vocab_size": 100}
-    with pytest.raises(InputError, match=r"vocab_size=100 and model_name='llama2-7b'.*has 32000"):
+    with pytest.raises(
+        InputError, match=r"vocab_size=100 contradicts model_name='llama2-7b'.*has 32000"
+    ):
         linen_compat.config_from_maxtext(given)
     config = linen_compat.config_from_maxtext({**given, "override_model_config": True})
     assert (config.model.vocab_size, config.model.embed_dim) == (100, 4096)
@@ -101,9 +103,12 @@ def test_global_batch(given, batch):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"base_emb_dimm": 3}, "base_emb_dimm=3 is no MaxText key .* did you mean 'base_emb_dim'"),
+        (
+            {"base_emb_dimm": 3},
+            "base_emb_dimm=3 is not a MaxText key .* did you mean 'base_emb_dim'",
+        ),
         ({"ici_pipeline_paralelism": 3}, "did you mean 'ici_pipeline_parallelism'"),
-        ({"qqqq": 1}, "qqqq=1 is no MaxText key that this project knows; remove it"),
+        ({"qqqq": 1}, "qqqq=1 is not a MaxText key that this project knows; remove it"),
         ({"decoder_block": "gemma2"}, "decoder_block='gemma2' is not known"),
         ({"decoder_block": "mixtral"}, "decoder_block='mixtral' with num_experts=1"),
         ({"num_experts": 8}, "decoder_block='llama2' with num_experts=8"),
@@ -133,7 +138,7 @@ def test_global_batch(given, batch):
         ({"model_name": "gemma2-9b"}, "model_name='gemma2-9b' is not among .* base_emb_dim"),
         ({"base_config": "base.yml"}, "base_config=.* put its keys into this one"),
         ({"remat_policy": "banana"}, "remat_policy='banana' is not known"),
-        ({"ici_bogus_parallelism": 2}, "ici_bogus_parallelism=2 is no MaxText key"),
+        ({"ici_bogus_parallelism": 2}, "ici_bogus_parallelism=2 is not a MaxText key"),
         (
             {"pipeline_fsdp_ag_once": True, "pipeline_fsdp_ag_per_repeat": True},
             "are both true; keep one of them",
@@ -171,7 +176,7 @@ def test_every_key_has_one_meaning():
     [
         ("model: {vocab_sizes: 3}", "no such config field model.vocab_sizes; did you mean"),
         ("model: {vocab_size: 3}", "missing .* required keyword"),
-        ("model: 3", "model is not a list of fields"),
+        ("model: 3", "model is not a mapping from fields"),
         ("- 1", "is not a YAML file of keys and values"),
         ("a: [", "cannot be read as YAML"),
     ],

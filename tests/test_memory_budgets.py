@@ -9,7 +9,7 @@ from flax import nnx
 from helpers import mesh_of, optax_promotion, small_config
 
 from nnx_pipeline import Config, create_pipeline
-from nnx_pipeline.budget_fixture import CompileMemory
+from nnx_pipeline.pytest_plugin.fixture import CompileMemory
 
 TPU, CUDA = "tpu:v5p:2x2x2", "cuda:h100:8"
 MESH = "stage=4,fsdp=2"

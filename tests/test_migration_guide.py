@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from maxtext_data import DATA
 
-from linen_compat.names import ATTENTION, EXPERTS, MLP, NORMS, OUTSIDE
+from linen_compat.formats.names import ATTENTION, EXPERTS, MLP, NORMS, OUTSIDE
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "migration_guide.md").read_text()
@@ -55,7 +55,7 @@ def test_commands_run_one_after_the_other(place: Path) -> None:
     for command in commands:
         program, *arguments = shlex.split(command)
         assert program == "linen-compat"
-        run("from linen_compat.cli import main; main()", place, *arguments)
+        run("from linen_compat.cli.main import main; main()", place, *arguments)
 
 
 def test_the_table_of_parameters_is_that_of_the_code() -> None:

@@ -12,17 +12,18 @@ import pytest
 from helpers import user_environment
 from maxtext_data import assert_same_leaves, checkpoint, read, state_in
 
-from linen_compat import cli, convert
-from linen_compat.convert import plan
-from linen_compat.new_folder import new_folder
+from linen_compat import convert
+from linen_compat.cli import main as cli
+from linen_compat.convert import From, To, plan
+from linen_compat.formats.new_folder import new_folder
 from nnx_pipeline import InputError
 
 SOURCE = str(checkpoint("unscanned"))
 # A process that says where it writes, and waits there.
 WRITER = """
 import sys, time
-from linen_compat.new_folder import new_folder
-from nnx_pipeline.cli_support import main_of
+from linen_compat.formats.new_folder import new_folder
+from nnx_pipeline.cli.support import main_of
 
 class Group:
     def main(self, **options):
@@ -66,11 +67,15 @@ def test_what_a_process_that_ended_leaves_behind_goes_away(tmp_path, sent, code)
     assert names(out) == ["whole"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_convert_can_be_run_again(tmp_path):
     out = tmp_path / "out"
     # Every write waits, so that the signal comes in the middle.
     slow = (
-        "import time; from linen_compat import cli, stored; write = stored.NewArrays.write\n"
+        "import time\n"
+        "from linen_compat.cli import main as cli\n"
+        "from linen_compat.formats.orbax import arrays as stored\n"
+        "write = stored.NewArrays.write\n"
         "def slowly(*a): time.sleep(0.05); write(*a)\n"
         "stored.NewArrays.write = slowly; cli.main()"
     )
@@ -85,7 +90,7 @@ def test_an_interrupted_convert_can_be_run_again(tmp_path):
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 143
     assert names(tmp_path) == []
-    plan(SOURCE, out, target_format="maxtext:scanned").run()
+    plan(From(SOURCE), To(out, "maxtext:scanned")).run()
     assert names(tmp_path) == ["out"]
     assert_same_leaves(read(out), state_in("scanned"))
 
@@ -96,7 +101,7 @@ def test_of_two_converts_at_once_one_wins_and_the_other_says_so(tmp_path, monkey
 
     def with_another(*arguments, **options):
         monkeypatch.setattr(convert, "copy", copy)
-        plan(SOURCE, out, target_format="maxtext:scanned").run()
+        plan(From(SOURCE), To(out, "maxtext:scanned")).run()
         copy(*arguments, **options)
 
     monkeypatch.setattr(convert, "copy", with_another)

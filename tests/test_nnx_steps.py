@@ -14,7 +14,7 @@ from helpers import optax_promotion
 from lint_examples import SIZE, one_by_one
 
 from nnx_pipeline import InputError, lab
-from nnx_pipeline.lab.compile import Measurement
+from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lint import lint
 
 ROWS, WIDTH = 16, 8
@@ -166,7 +166,7 @@ def test_new_variables_of_a_module_are_results() -> None:
 
 def test_what_jax_jit_drops_is_refused() -> None:
     model, optimizer = made()
-    message = "step changes .* in place, which jax.jit drops; make it with nnx.jit, or return"
+    message = "step changes .* in place, which jax.jit drops; use nnx.jit, or return"
     with pytest.raises(InputError, match=message):
         lab.measure(jax.jit(step), model, optimizer, X)
     with pytest.raises(InputError, match=message):
@@ -368,7 +368,9 @@ def test_a_module_that_holds_itself_is_refused() -> None:
             self.itself = self
 
     for tool in (lab.measure, lint):
-        with pytest.raises(InputError, match="a module that holds itself, which JAX cannot take"):
+        with pytest.raises(
+            InputError, match="a module that contains itself, which JAX cannot flatten"
+        ):
             tool(lambda circle: circle.weight[...], Circle())
 
 

@@ -11,11 +11,11 @@ from helpers import replace
 from page_examples import measurement
 
 from nnx_pipeline import MeshConfig, preset
-from nnx_pipeline.lab import numerics
-from nnx_pipeline.lab.arms import Program
-from nnx_pipeline.lab.compare import compare_measurements
-from nnx_pipeline.lab.experiments import EXPERIMENTS
-from nnx_pipeline.lab.numerics import Numerics, compare_values
+from nnx_pipeline.experiments import numerics
+from nnx_pipeline.experiments.arms import Program
+from nnx_pipeline.experiments.registry import EXPERIMENTS
+from nnx_pipeline.lab.comparison.numerics import Numerics, compare_values
+from nnx_pipeline.lab.comparison.outcome import compare_measurements
 
 A, B = Program(preset("tiny")), Program(preset("mixtral-small"))
 ONES = np.ones(3, np.float32)
@@ -93,7 +93,9 @@ def test_equal_values_of_another_dtype_are_not_the_same_bits() -> None:
 
 
 def test_arms_with_other_arrays() -> None:
-    with pytest.raises(ValueError, match=r"head of shape \(3,\) in one arm is \(1,\)"):
+    with pytest.raises(
+        ValueError, match=r"head has shape \(3,\) in one arm and \(1,\) in the other"
+    ):
         compared([ONES, ONES], [ONES, ONES[:1]])
     with pytest.raises(ValueError, match=r"one arm computes \['head'\]"):
         compared([ONES, ONES], [ONES])
@@ -108,14 +110,14 @@ def test_arms_with_other_arrays() -> None:
     ],
 )
 def test_what_an_outcome_says(monkeypatch: pytest.MonkeyPatch, wrong: float, note: str) -> None:
-    compare = sys.modules["nnx_pipeline.lab.compare"]  # `lab.compare` is the function
+    compare = sys.modules["nnx_pipeline.experiments.run"]  # `lab.compare` is the function
     programs = EXPERIMENTS["norm-scale"].programs(preset("tiny"), MeshConfig())
     values = {programs[0].parts: ONES, programs[1].parts: np.float32(wrong) * ONES}
 
     def numbers(program: Program, mesh: Any) -> dict[str, np.ndarray]:
         return {"loss": 1e6 * ONES, "head": values[program.parts], "norm": 0 * ONES}
 
-    monkeypatch.setattr(numerics, "_numbers", numbers)
+    monkeypatch.setattr(numerics, "values_of", numbers)
     monkeypatch.setattr(compare, "measure", lambda *_, **__: measurement(None, platform="cpu"))
     (found,) = compare.run_experiments(
         [EXPERIMENTS["norm-scale"]], preset("tiny"), MeshConfig(), compare.Platform("cpu")
@@ -163,7 +165,7 @@ def test_one_percent_of_temp_is_an_effect(ratio: float, verdict: str, note: str)
     a, b = measurement(None), measurement(None)
     memory = dataclasses.replace(a.memory, temp_bytes=int(a.memory.temp_bytes * ratio))
     other = dataclasses.replace(b, memory=memory, hlo="ENTRY %other")
-    found = compare_measurements(EXPERIMENTS["norm-scale"], a, other)
+    found = compare_measurements(EXPERIMENTS["norm-scale"].question, a, other)
     assert (found.verdict, found.note) == (verdict, note)
     assert found.to_json()["same_program"] is False
     assert found.to_json()["judged_by"] == "temp"
@@ -178,11 +180,13 @@ def test_no_temp_at_all_is_a_figure_too(temps: tuple[int, int], verdict: str) ->
         dataclasses.replace(made, memory=dataclasses.replace(made.memory, temp_bytes=temp))
         for temp in temps
     )
-    assert compare_measurements(EXPERIMENTS["shard-variable"], a, b).verdict == verdict
+    assert compare_measurements(EXPERIMENTS["shard-variable"].question, a, b).verdict == verdict
 
 
 def test_one_program_is_said() -> None:
-    found = compare_measurements(EXPERIMENTS["norm-scale"], measurement(None), measurement(None))
+    found = compare_measurements(
+        EXPERIMENTS["norm-scale"].question, measurement(None), measurement(None)
+    )
     assert (found.verdict, found.note) == ("no effect", "both arms compile to the same program")
     assert found.to_json()["same_program"] is True
 
@@ -195,9 +199,9 @@ def test_tracing_is_judged_by_what_the_host_holds(held: tuple[int, int], verdict
     a, b = (
         dataclasses.replace(measurement(None), trace_host_bytes=size * 1_000_000) for size in held
     )
-    found = compare_measurements(EXPERIMENTS["stage-metadata"], a, b)
+    found = compare_measurements(EXPERIMENTS["stage-metadata"].question, a, b)
     assert found.verdict == verdict
-    assert "as metadata is no part of a program" in found.note
+    assert "as metadata is not part of a program" in found.note
     assert f"{held[0]}.0 MB and {held[1]}.0 MB" in found.note
     assert found.to_json()["judged_by"] == "trace_host"
     assert found.to_json()["arms"]["a"]["trace_host_bytes"] == held[0] * 1_000_000

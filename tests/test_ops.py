@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_pipeline import Embed, ModelConfig, RMSNorm
-from nnx_pipeline.lab.variants import einsum_scale
+from nnx_pipeline.experiments.layer_variants import einsum_scale
 from nnx_pipeline.ops.attention import allowed, dot_product_attention
 from nnx_pipeline.ops.embedding import uses_one_hot
 from nnx_pipeline.ops.norm import rms_norm

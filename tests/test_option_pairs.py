@@ -9,13 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, mesh_of, packed_batch, small_config
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from helpers import (
+    assert_close,
+    assert_same_placement,
+    fresh_model,
+    mesh_of,
+    packed_batch,
+    small_config,
+)
 
 from nnx_pipeline import Config, MeshConfig
 from nnx_pipeline.errors import InputError
-from nnx_pipeline.train import loss_and_gradients, make_state
+from nnx_pipeline.train import loss_and_gradients
 from nnx_pipeline.train.step import batch_sharding
 
 pytestmark = pytest.mark.slow
@@ -28,7 +33,6 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
         "stage=2,fsdp=2,tensor=2",
         "data=2,stage=2,expert=2",
         "data=2,stage=2,fsdp=2",
-        "data=2,stage=4",
     ),
     "sharding": ("explicit", "auto"),
     "schedule": ("circular", "1f1b"),
@@ -36,7 +40,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "num_microbatches": (4, 8),
     "forwarding_delay": (1, 2),
     "shift": ("ppermute", "slice", "pad"),
-    "remat": ("full", "minimal", "qkv_proj_offloaded", "none"),
+    "remat": ("full", "qkv_proj_offloaded", "none"),
     "save_decoder_layer_input": (True, False),
     "fsdp_gather": ("use", "step", "prefetch"),
     "backward": (None, "accumulate"),
@@ -77,8 +81,8 @@ def pairs(case: Case) -> set[tuple[Any, ...]]:
 @functools.cache
 def table() -> list[Case]:
     """Few cases with every pair that any of many random cases has: the one with most of it next."""
-    generator = random.Random(0)
-    drawn = [{k: generator.choice(v) for k, v in OPTIONS.items()} for _ in range(6000)]
+    generator = random.Random(5)  # of the first 39 seeds the one with the fewest cases
+    drawn = [{k: generator.choice(v) for k, v in OPTIONS.items()} for _ in range(2000)]
     left = [case for case in drawn if fits(case)]
     missing = set().union(*map(pairs, left))
     chosen = []
@@ -101,14 +105,16 @@ def values_of(case: Case) -> list[np.ndarray]:
     """The loss, then every gradient with its layers in order."""
     config = config_of(case)
     mesh = mesh_of(case["mesh"], case["sharding"])
+    model = fresh_model(config, mesh)
     with jax.set_mesh(mesh):
-        model = make_state(config, mesh).model
         batch = jax.tree.map(
             lambda x: jax.device_put(jnp.asarray(x), batch_sharding(mesh, model.layout)),
             packed_batch(config),
         )
         key = jax.random.key(7)
         (loss, _), gradients = jax.jit(loss_and_gradients)(model, batch, key)
+        if not case["shard_optimizer_over_data"]:
+            assert_same_placement(gradients, model)
     layers = jax.tree.leaves(gradients.pipeline.layers)
     stacked = [np.asarray(leaf).reshape(LAYERS, *leaf.shape[3:]) for leaf in layers]
     ends = [gradients.embedding, gradients.norm, gradients.head]
@@ -143,14 +149,7 @@ def test_every_pair_is_in_the_table() -> None:
     }
 
 
-@settings(max_examples=4)
-@given(st.fixed_dictionaries({k: st.sampled_from(v) for k, v in OPTIONS.items()}).filter(fits))
-def test_any_combination(case: Case) -> None:
-    check(case)
-
-
-@pytest.mark.parametrize("sharding", ["explicit", "auto"])
-@pytest.mark.parametrize("schedule", ["circular", "1f1b"])
+@pytest.mark.parametrize(("schedule", "sharding"), [("circular", "explicit"), ("1f1b", "auto")])
 def test_four_repeats(schedule: str, sharding: str) -> None:
     """The prefetch window moves on more than once, and 1F1B has the same stage in any repeat."""
     case: Case = {name: values[0] for name, values in OPTIONS.items()}

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import pytest
 
 from nnx_pipeline import lab
-from nnx_pipeline.equations import called_from_one_line
-from nnx_pipeline.lab import hlo
-from nnx_pipeline.lab.dataflow import Flow, Value, collective
-from nnx_pipeline.lab.hlo import Shape
-from nnx_pipeline.lab.origins import Origins, source_of
-from nnx_pipeline.lab.roles import Roles
+from nnx_pipeline.lab.attribution.origins import Origins, source_of
+from nnx_pipeline.lab.attribution.roles import Roles
+from nnx_pipeline.lab.hlo import module as hlo
+from nnx_pipeline.lab.hlo.dataflow import Flow, Value, collective
+from nnx_pipeline.lab.hlo.module import Shape
+from nnx_pipeline.tracing.jaxpr import called_from_one_line
 
 # A loop that stacks sin(w x) in `rows`, hands `kept` on as it is, and sums into `total`.
 TEXT = """HloModule jit_f

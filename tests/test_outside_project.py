@@ -1,12 +1,13 @@
 """The pytest plugin in a project that has nothing of this one but the entry point."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from helpers import missing, pytest_in, user_environment
+from helpers import ROOT, missing, pytest_in, user_environment
 
 MODEL = """\
 import jax
@@ -116,11 +117,50 @@ def test_switched_off_by_its_name(tmp_path: Path) -> None:
     assert "fixture 'compile_memory' not found" in done.out
 
 
-@pytest.mark.parametrize("module", ["nnx_pipeline.pytest_plugin", "nnx_pipeline.budgets"])
+@pytest.mark.parametrize(
+    "module", ["nnx_pipeline.pytest_plugin", "nnx_pipeline.pytest_plugin.budgets"]
+)
 def test_importing_it_imports_no_heavy_package(module: str) -> None:
     heavy = ("jax", "numpy", "flax", "rich")
-    script = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
+    found = f"[name for name in {heavy} if name in sys.modules]"
+    script = f"import sys, {module}; print({found})"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, env=user_environment()
     )
     assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.slow
+def test_a_wheel_brings_all_that_is_needed(tmp_path: Path) -> None:
+    """Not only what is installed for editing: plugin, commands, and the files beside the code."""
+    (tmp_path / "source").mkdir()
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tmp_path / "source")
+    for package in ("nnx_pipeline", "linen_compat"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / package, tmp_path / "source" / package, ignore=ignored)
+    pip = (sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", "site")
+    subprocess.run([*pip, str(tmp_path / "source")], cwd=tmp_path, check=True)
+    shutil.rmtree(tmp_path / "source")
+    installed = tmp_path / "site"
+    scripts = sorted(path.name for path in (installed / "bin").iterdir())
+    assert scripts == ["linen-compat", "nnx-pipeline"]
+    kept = {path.relative_to(ROOT) for path in ROOT.glob("nnx_pipeline/**/*.txtpb")}
+    assert {path.relative_to(installed) for path in installed.glob("**/*.txtpb")} == kept != set()
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "test_it.py").write_text(
+        f"""
+import nnx_pipeline
+
+
+def test_it(compile_memory):
+    assert nnx_pipeline.__file__.startswith({str(installed)!r})
+    assert compile_memory(lambda x: x + 1, (1.0,)).within_budget()
+"""
+    )
+    environment = {**user_environment(), "PYTHONPATH": str(installed)}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--update-memory-budgets"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path / "project", env=environment
+    )
+    assert "1 passed" in done.stdout, done.stdout + done.stderr

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from linen_compat import overhead_arms
-from linen_compat.overhead import FIGURES, check, count_calls, measure_overhead
-from linen_compat.overhead_arms import ARMS, LOOPS, Arm, make_program
-from linen_compat.overhead_cli import configured
-from linen_compat.overhead_report import overhead_figure, overhead_view
+from linen_compat.cli.overhead import Chosen, configured
+from linen_compat.overhead import arms as overhead_arms
+from linen_compat.overhead.arms import ARMS, LOOPS, Arm, make_program
+from linen_compat.overhead.measure import FIGURES, check, count_calls, measure_overhead
+from linen_compat.overhead.report import overhead_figure, overhead_view
 from nnx_pipeline import InputError
 from tests.helpers import Ended, small_config
 
@@ -26,7 +26,7 @@ CONFIG = small_config(model={"num_layers": 2})
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> Ended:
-    from linen_compat.cli import main
+    from linen_compat.cli.main import main
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["linen-compat", *arguments])
@@ -139,15 +139,15 @@ def test_bad_input_ends_in_one_line(capsys, tmp_path: Path) -> None:
     refuse("7 layers do not split over 4 or 2 stages", "--layers", "7")
     refuse("does not split into 4 microbatches", "--set", "train.global_batch=6")
     refuse("say the same", "--layers", "4", "--set", "model.num_layers=4")
-    refuse("--picture x.pdf: a picture is .png or .svg", "--picture", "x.pdf")
-    refuse("--json /nowhere/x: not a file", "--json", "/nowhere/x")
+    refuse("--picture x.pdf: the name of a picture must end in .png or .svg", "--picture", "x.pdf")
+    refuse("--json /nowhere/x cannot be written; choose a file", "--json", "/nowhere/x")
     refuse("'circular' is not one of", "--loop", "circular")
     refuse("0 is not in the range x>=1", "--repetitions", "0")
 
 
 def test_layers_that_need_no_pipeline_may_be_odd() -> None:
-    check(configured("tiny", (), 7), ("scan",))
-    assert configured("tiny", ("train.sequence_length=6",), 3).model.num_layers == 3
+    check(configured(Chosen("tiny", (), 7)), ("scan",))
+    assert configured(Chosen("tiny", ("train.sequence_length=6",), 3)).model.num_layers == 3
     with pytest.raises(InputError, match="loop='scam' is not known; did you mean 'scan'"):
         check(CONFIG, ("scam",))
 
@@ -157,7 +157,7 @@ def test_the_command(capsys, tmp_path: Path, monkeypatch) -> None:
         progress("measuring")
         return measure_overhead(config, arms=ARMS[:1], **options)
 
-    monkeypatch.setattr("linen_compat.overhead_cli.measure_overhead", quick)
+    monkeypatch.setattr("linen_compat.cli.overhead.measure_overhead", quick)
     picture, target = tmp_path / "price.svg", tmp_path / "price.json"
     sizes = [f"model.{name}=16" for name in ("embed_dim", "mlp_dim")]
     sets = [part for size in (*sizes, "train.sequence_length=8") for part in ("--set", size)]

@@ -1,7 +1,9 @@
 """Measuring, comparing and linting functions that are not this project's."""
 
 import functools
+import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_pipeline import InputError, MeshConfig, lab
-from nnx_pipeline.lab.functions import (
+from nnx_pipeline.lab.compile.functions import (
     abstract,
     arguments_of,
     find_function,
@@ -26,6 +28,7 @@ from nnx_pipeline.lab.functions import (
     name_of,
     parse_argument,
 )
+from nnx_pipeline.lab.compile.heap import compile_with_dump
 from nnx_pipeline.lint import lint
 
 ROWS, SIZE = 64, 32
@@ -125,8 +128,8 @@ def test_what_figures_hold_or_lack_is_said() -> None:
     result = lab.measure(branching, {"a": X, "b": (None, X)}, X, WEIGHT)
     assert result.flops == 3 * 2 * ROWS * SIZE**2
     assert result.to_json()["notes"] == (
-        "2 arguments are in no figure, since nothing reads what is in them: 16,384 bytes of whole "
-        "arrays, which the caller holds",
+        "2 arguments are in no figure, since the program does not read them: 16,384 bytes before "
+        "sharding, which the caller still holds",
         "the matrix products count every branch of 1 conditional",
     )
     assert lab.measure(product, X, WEIGHT).notes == ()
@@ -186,7 +189,7 @@ def test_kinds_of_memory_that_a_device_lacks() -> None:
     x = jax.ShapeDtypeStruct((8,), "float32", sharding=on_host)
     result = lab.measure(lambda x: jax.device_put(x, jax.memory.Space.Device) + 1, x)
     assert result.notes == (
-        "1 arguments in pinned_host count as memory of the device: the CPU compiler knows no other",
+        "arguments in pinned_host (here 1) count as device memory: the CPU compiler knows no other",
     )
 
 
@@ -228,7 +231,7 @@ def test_64_bits_that_jax_would_halve_are_refused(
 ) -> None:
     given = jax.ShapeDtypeStruct((4,), dtype)
     monkeypatch.setattr(own_functions, "inputs", lambda: given)
-    message = rf"argument \[0\]: JAX makes \w+ of {dtype}; write that, or set JAX_ENABLE_X64"
+    message = rf"argument \[0\]: JAX turns {dtype} into (\w+); write \1, or set JAX_ENABLE_X64"
     with pytest.raises(InputError, match=message):
         arguments_of("own_functions:inputs", (), None)
     for tool in (lab.measure, lint):
@@ -300,7 +303,7 @@ def test_the_same_function_twice_is_the_same_program() -> None:
     assert outcome.note == "both arms compile to the same program"
     donating = jax.jit(product, donate_argnums=0)
     outcome = lab.compare(product, donating, X, WEIGHT, labels=("plain", "donating"))
-    assert [arm.label for arm, _ in outcome.arms] == ["plain", "donating"]
+    assert [label for label, _ in outcome.arms] == ["plain", "donating"]
     assert not outcome.same_program
 
 
@@ -332,16 +335,19 @@ def test_arguments_written_down(text: str, shape: Any, dtype: str, spec: P) -> N
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("float32", r"argument 'float32' is no array; write for example bfloat16\[8@data,128\]"),
+        (
+            "float32",
+            r"argument 'float32' is not an array; write for example bfloat16\[8@data,128\]",
+        ),
         ("float33[2]", "there is no dtype 'float33'"),
-        ("float64[2]", "JAX makes float32 of float64; write that, or set JAX_ENABLE_X64=1"),
-        ("float32[a]", "'a' is no axis; write 8 or 8@data"),
+        ("float64[2]", "JAX turns float64 into float32; write float32, or set JAX_ENABLE_X64=1"),
+        ("float32[a]", "'a' is not an axis; write 8 or 8@data"),
         ("float32[8@dta]", "the mesh has no axis 'dta'; did you mean 'data'"),
         ("float32[9@data]", "does not split evenly over the mesh"),
         ("float32[8@data,8@data]", "names a mesh axis twice"),
-        ("float32[8,,4]", "'' is no axis; write 8 or 8@data"),
-        ("float32[8,]", "'' is no axis; write 8 or 8@data"),
-        ("str[3]", "JAX has no arrays of <U0; write a number's dtype"),
+        ("float32[8,,4]", "'' is not an axis; write 8 or 8@data"),
+        ("float32[8,]", "'' is not an axis; write 8 or 8@data"),
+        ("str[3]", "JAX has no arrays of <U0; write a numeric dtype"),
         ("object[3]", "JAX has no arrays of object"),
         ("float32[9999999999,99999999999]", "is larger than 1,125,899,906,842,624 bytes"),
         ("int8[99999999999999999999999]", "is larger than 1,125,899,906,842,624 bytes"),
@@ -387,10 +393,10 @@ def test_arguments_that_do_not_fit() -> None:
     with pytest.raises(InputError, match="an argument holds a str; give arrays"):
         abstract(("text",), None, device)
     spread = jax.ShapeDtypeStruct((8,), "float32", sharding=NamedSharding(mesh, P("data")))
-    with pytest.raises(InputError, match="spread over a mesh and there is none; give mesh="):
+    with pytest.raises(InputError, match="sharded over a mesh and none is given; give mesh="):
         abstract((spread,), None, device)
     other = mesh_on(AbstractMesh((8,), ("rows",)), jax.devices())
-    with pytest.raises(InputError, match=r"spread over \['data'\], which mesh= does not have"):
+    with pytest.raises(InputError, match=r"sharded over \['data'\], which mesh= does not have"):
         abstract((spread,), other, device)
     with pytest.raises(InputError, match="the mesh needs 16 devices and there are 8"):
         mesh_on(AbstractMesh((16,), ("rows",)), jax.devices())
@@ -399,6 +405,7 @@ def test_arguments_that_do_not_fit() -> None:
 ARGUMENTS = ("--inputs", "own_functions:inputs")
 
 
+@pytest.mark.slow
 def test_measure_and_compare_on_the_command_line() -> None:
     ended = in_a_process("measure", "own_functions:scaled", *ARGUMENTS, "--json", "-")
     assert ended.code == 0, ended.err
@@ -423,7 +430,9 @@ def test_a_compiler_that_jax_lost_when_it_started_is_named(
         raise NotImplementedError("topology not implemented for cuda")
 
     monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", gone)
-    with pytest.raises(InputError, match=r"JAX had started before, .* or set JAX_PLATFORMS=cpu"):
+    with pytest.raises(
+        InputError, match=r"JAX started earlier and found .* or set JAX_PLATFORMS=cpu"
+    ):
         lab.measure(product, X, WEIGHT, platform="cuda:h100:1")
 
 
@@ -471,8 +480,11 @@ def test_lint_json_and_limits() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "give --model PRESET or MODULE:FUNCTION"),
-        (("own_functions:scaled", "--model", "tiny"), "give --model PRESET or MODULE:FUNCTION"),
+        ((), "give either --model PRESET or MODULE:FUNCTION; neither is given"),
+        (
+            ("own_functions:scaled", "--model", "tiny"),
+            "give either --model PRESET or MODULE:FUNCTION; both are given",
+        ),
         (("own_functions:scaled",), "own_functions:scaled cannot be called with 0 arguments"),
         (("--model", "tiny", "--arg", "float32[1]"), "leave them out with --model"),
         (("own_functions:lean", "--set", "model.num_layers=2"), "a function has no config"),
@@ -508,6 +520,11 @@ def test_functions_on_compilers_without_hardware(platform: str, compiler: str, m
 
 def test_programs_of_the_persistent_cache_are_compiled_again(tmp_path: Path) -> None:
     """A program from there has no buffer assignment; what else the process compiles is kept."""
+
+    def own(x: jax.Array, w: jax.Array) -> jax.Array:  # no other test has compiled it
+        return twice(x, w) + 1
+
+    assert jax.config.jax_enable_compilation_cache, "an earlier test left it off"
     options = {
         "jax_compilation_cache_dir": str(tmp_path),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -518,16 +535,45 @@ def test_programs_of_the_persistent_cache_are_compiled_again(tmp_path: Path) -> 
         jax.config.update(name, value)
     compilation_cache.reset_cache()
     try:
-        jax.jit(twice).lower(X, WEIGHT).compile()
+        jax.jit(own).lower(X, WEIGHT).compile()
         kept = len(list(tmp_path.iterdir()))
         assert kept
-        heaps = [lab.measure(twice, X, WEIGHT).memory.heap_bytes for _ in range(2)]
+        heaps = [lab.measure(own, X, WEIGHT).memory.heap_bytes for _ in range(2)]
         assert heaps[0]
         assert heaps[0] == heaps[1]
         assert len(list(tmp_path.iterdir())) == kept
-        jax.jit(product).lower(X, WEIGHT).compile()
+        jax.jit(lambda x, w: own(x, w) + 1).lower(X, WEIGHT).compile()
         assert len(list(tmp_path.iterdir())) > kept
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
+
+
+def test_threads_leave_the_persistent_cache_as_it_was() -> None:
+    """The first one to begin is the first one to end: the second found the cache switched off."""
+    begun, both, ended = (threading.Event() for _ in range(3))
+
+    class First:
+        def compile(self, **options: Any) -> None:
+            begun.set()
+            assert both.wait(60)
+
+    class Second:
+        def compile(self, **options: Any) -> None:
+            both.set()
+            assert ended.wait(60)
+
+    def first() -> None:
+        compile_with_dump(First())  # type: ignore[arg-type]
+        ended.set()
+
+    def second() -> None:
+        assert begun.wait(60)
+        compile_with_dump(Second())  # type: ignore[arg-type]
+
+    assert jax.config.jax_enable_compilation_cache
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(first), threads.submit(second)]:
+            done.result()
+    assert jax.config.jax_enable_compilation_cache

@@ -8,8 +8,9 @@ import jax
 import pytest
 from helpers import pytest_in
 
-from nnx_pipeline import budgets, lab
-from nnx_pipeline.lab import platform as platforms
+from nnx_pipeline import lab
+from nnx_pipeline.lab.compile import platform as platforms
+from nnx_pipeline.pytest_plugin import budgets
 
 pytest_plugins = ["pytester"]
 
@@ -147,7 +148,7 @@ def test_record_pass_and_exceed(project: Project, file: Path) -> None:
     before = file.read_bytes()
     project().assert_outcomes(passed=1)
     again = project(UPDATE)
-    assert "1 budgets as they were" in output(again)
+    assert "1 budgets unchanged" in output(again)
     assert file.read_bytes() == before
 
     exceeded = project(test_step=STEP.format("kept"))
@@ -182,7 +183,9 @@ def test_tolerance(project: Project, file: Path, share: float, code: str, ini: s
 def test_a_tolerance_that_is_no_share(project: Project, text: str) -> None:
     result = project("-o", f"memory_budget_tolerance={text}")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert f"memory_budget_tolerance = {text!r} is no share" in "\n".join(result.errlines)
+    assert f"memory_budget_tolerance = {text!r} is not a number from 0" in "\n".join(
+        result.errlines
+    )
 
 
 def test_a_budget_that_is_too_large_is_named_and_lowered(project: Project, file: Path) -> None:
@@ -334,7 +337,10 @@ def test_two_figures_need_two_names(project: Project) -> None:
     second = second.replace("    assert result", OTHER + "    assert result")
     result = project(UPDATE, test_two=second)
     result.assert_outcomes(passed=1, failed=1)
-    assert "test_second on cpu has two budgets; give each within_budget(name)" in output(result)
+    assert (
+        "test_second on cpu has two different budgets; name each by within_budget(name)"
+        in output(result)
+    )
 
 
 OTHER = """
@@ -371,20 +377,20 @@ def test_a_limit_shows_the_buffers(project: Project) -> None:
         ("(model.lean, (model.X, model.W)).assert_at_most()", "has no limit; give one"),
         (
             "(model.lean, (model.X, model.W)).assert_at_most(tmp_bytes=3)",
-            "tmp_bytes= is no figure with a limit; did you mean 'temp_bytes'?",
+            "tmp_bytes= is not a known figure; did you mean 'temp_bytes'?",
         ),
         (
             "(model.lean, (model.X, model.W)).assert_at_most(temp_bytes=float('nan'))",
-            "temp_bytes=nan is no limit",
+            "temp_bytes=nan is not a limit",
         ),
-        ("(model.lean, (model.X, model.W)).within_budget(4)", "a name is a text; write '4'"),
+        ("(model.lean, (model.X, model.W)).within_budget(4)", "a name must be a string; write '4'"),
         (
             "(model.lean, (model.X, model.W)).within_budget(tolerance=float('nan'))",
-            "tolerance=nan is no share; write 0.01 for 1 %",
+            "tolerance=nan is not a valid share; write 0.01 for 1 %",
         ),
         (
             "(model.lean, (model.X, model.W), platform='local').within_budget()",
-            "platform='local' would mean another device on each machine",
+            "platform='local' cannot have a budget: devices differ between machines",
         ),
     ],
 )

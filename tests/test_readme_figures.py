@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nnx_pipeline.lab.experiments import EXPERIMENTS
+from nnx_pipeline.experiments.registry import EXPERIMENTS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -151,7 +151,8 @@ def test_the_other_kind_of_products() -> None:
     triton, cublas = found["cuda:h100:8"], found["cuda:h100:8 cublas"]
     assert set(triton) == set(cublas)
     others = {
-        f"`{name}` alone is another: {cublas[name]['verdict']} instead of {triton[name]['verdict']}"
+        f"only the verdict of `{name}` differs: "
+        f"{cublas[name]['verdict']} instead of {triton[name]['verdict']}"
         for name in triton
         if triton[name]["verdict"] != cublas[name]["verdict"]
     }

@@ -183,14 +183,13 @@ PROMISED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("policy", NAMING)
 @pytest.mark.parametrize(
-    ("mode", "layers", "repeats", "layer_inputs"),
+    ("policy", "mode", "layers", "repeats", "layer_inputs"),
     [
-        ("explicit", 1, 2, True),
-        ("explicit", 2, 1, True),
-        ("explicit", 2, 1, False),
-        ("auto", 2, 1, True),
+        *((policy, "explicit", 2, 1, True) for policy in NAMING),
+        *((policy, "explicit", 1, 2, True) for policy in ("full", "minimal_offloaded")),
+        *((policy, "explicit", 2, 1, False) for policy in ("save_out_proj", "minimal_offloaded")),
+        *((policy, "auto", 2, 1, True) for policy in ("minimal", "qkv_proj_offloaded")),
     ],
 )
 def test_a_tick_keeps_what_the_policy_names_and_nothing_else(
@@ -246,7 +245,7 @@ def test_names_survive_the_stages(mode: str) -> None:
     assert sorted(seen) == sorted((name, shapes[name]) for name in names)
 
 
-@pytest.mark.parametrize("policy", NAMING)
+@pytest.mark.parametrize("policy", ["full", "minimal", "minimal_offloaded"])
 def test_without_a_pipeline_a_layer_keeps_the_same(policy: str) -> None:
     """The loop over layers keeps a layer's input and what the policy names."""
     config = config_of(policy, "explicit", layers=1)
@@ -276,10 +275,11 @@ def test_what_is_offloaded_goes_to_the_host_once(policy: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("platform", "compiler"),
-    [("tpu:v5p:2x2x2", "libtpu"), ("cuda:h100:8", "jax_cuda13_plugin")],
+    [(("tpu:v5p:2x2x2",), "libtpu"), (("cuda:h100:8", "--gemm", "triton"), "jax_cuda13_plugin")],
+    ids=["tpu", "cuda"],
 )
 def test_compilers_bring_several_layers_of_a_stage_to_the_host(
-    platform: str, compiler: str
+    platform: tuple[str, ...], compiler: str
 ) -> None:
     if missing(compiler):
         pytest.skip(f"{compiler} is not installed")
@@ -287,7 +287,7 @@ def test_compilers_bring_several_layers_of_a_stage_to_the_host(
     fields = [f"model.{size}" for size in sizes]
     fields += ["train.sequence_length=64", "pipeline.remat=qkv_proj_offloaded"]
     ended = in_a_process(
-        *("compile", "--model", "tiny", "--mesh", "stage=2,fsdp=4", "--platform", platform),
+        *("compile", "--model", "tiny", "--mesh", "stage=2,fsdp=4", "--platform", *platform),
         *(word for field in fields for word in ("--set", field)),
         *("--json", "-"),
     )
@@ -295,8 +295,9 @@ def test_compilers_bring_several_layers_of_a_stage_to_the_host(
     assert ended.json["memory"]["host_temp_bytes"] > 0
 
 
-CASES = [(policy, "explicit") for policy in POLICIES if policy != "full"]
-CASES += [(policy, "auto") for policy in ("minimal", "qkv_proj_offloaded", "minimal_offloaded")]
+# test_option_pairs.py has the other policies, each with every other option.
+CASES = [(policy, "explicit") for policy in PROMISED if policy.startswith("save_")]
+CASES += [("minimal_offloaded", "auto")]
 
 
 @pytest.fixture(scope="module")
@@ -347,7 +348,11 @@ def test_also_saved_gives_way_to_offloaded() -> None:
 @pytest.mark.parametrize(
     ("saved", "message"),
     [
-        (None, r"saved=None keeps everything .*offloaded=\('out_proj',\).*; name what to save"),
+        (
+            None,
+            r"saved=None keeps everything .* contradicts offloaded=\('out_proj',\); name what to "
+            "save",
+        ),
         (("out_proj", "mlp_up"), r"both name \['out_proj'\]; keep each name in one of them"),
     ],
 )

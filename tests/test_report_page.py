@@ -13,14 +13,14 @@ import pytest
 from page_examples import attribution, measurement, outcome
 
 from nnx_pipeline import files
-from nnx_pipeline.lab.attribution import ROLES
-from nnx_pipeline.lab.chart import outcomes_chart, program_chart
-from nnx_pipeline.lab.colours import role_colour
-from nnx_pipeline.lab.compare import Outcome, compare_measurements
-from nnx_pipeline.lab.experiments import EXPERIMENTS
+from nnx_pipeline.experiments.registry import EXPERIMENTS
+from nnx_pipeline.figures import save_figure
+from nnx_pipeline.lab.attribution.result import ROLES
+from nnx_pipeline.lab.comparison.outcome import Outcome, compare_measurements
 from nnx_pipeline.lab.page import charts, measurement_page, outcomes_page
 from nnx_pipeline.lab.page.style import STYLE
-from nnx_pipeline.pipeline.picture import save_figure
+from nnx_pipeline.lab.report.chart import outcomes_chart, program_chart
+from nnx_pipeline.lab.report.colours import role_colour
 
 TITLE = "tiny <on> stage=4"
 GEMM_FACTORS = (("triton", 1.0), ("cublas", 2.0))
@@ -75,8 +75,12 @@ class Reader(html.parser.HTMLParser):
 def examples() -> list[Outcome]:
     """With and without a buffer assignment, and with an arm that failed."""
     experiment = EXPERIMENTS["stage-shift"]
-    bare = compare_measurements(experiment, measurement(None), measurement(None, platform="cpu"))
-    failed = compare_measurements(experiment, measurement(attribution()), "the <compiler> gave up")
+    bare = compare_measurements(
+        experiment.question, measurement(None), measurement(None, platform="cpu")
+    )
+    failed = compare_measurements(
+        experiment.question, measurement(attribution()), "the <compiler> gave up"
+    )
     return [outcome(note="a <script>alert(1)</script> in a note"), bare, failed]
 
 
@@ -142,7 +146,9 @@ def of_own_functions() -> Outcome:
     memory = dataclasses.replace(one.memory, alias_bytes=0, constant_bytes=67_108_864)
     kept = dataclasses.replace(one, memory=memory)
     experiment = dataclasses.replace(EXPERIMENTS["stage-shift"], judged_by="account")
-    return compare_measurements(experiment, kept, dataclasses.replace(other, hlo="ENTRY %b"))
+    return compare_measurements(
+        experiment.question, kept, dataclasses.replace(other, hlo="ENTRY %b")
+    )
 
 
 def test_the_account_is_drawn_where_the_verdict_is_about_it() -> None:
@@ -266,10 +272,13 @@ def test_a_chart(tmp_path: Path, name: str) -> None:
     ("arguments", "message"),
     [
         (("--html", "-"), "--html -: only JSON goes to standard output; name a file"),
-        (("--html", "no/such/folder/x.html"), "--html no/such/folder/x.html: not a file"),
+        (
+            ("--html", "no/such/folder/x.html"),
+            "--html no/such/folder/x.html cannot be written; choose a file in a writable folder",
+        ),
         (("--chart", "x.gif"), "--chart x.gif"),
         (("--html", "x.html", "--json", "./x.html"), "--html and --json both write x.html"),
-        (("--list",), "--list does not read names"),
+        (("--list",), "--list cannot be combined with names"),
     ],
 )
 def test_files_that_cannot_be_made(run: Any, arguments: tuple[str, ...], message: str) -> None:

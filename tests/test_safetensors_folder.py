@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from linen_compat import huggingface, load, save
-from linen_compat.huggingface import HuggingFaceDestination, HuggingFaceSource
-from linen_compat.huggingface_config import config_from_huggingface
-from linen_compat.safetensors_folder import NewTensorFolder, TensorFolder
-from linen_compat.streams import ArraySpec, Mismatch
+from linen_compat import load, save
+from linen_compat.formats.huggingface import stream as huggingface
+from linen_compat.formats.huggingface.config import config_from_huggingface
+from linen_compat.formats.huggingface.folder import NewTensorFolder, TensorFolder
+from linen_compat.formats.huggingface.stream import HuggingFaceDestination, HuggingFaceSource
+from linen_compat.formats.streams import ArraySpec, Mismatch
 from nnx_pipeline import InputError
 
 QUERY = "model.layers.2.self_attn.q_proj.weight"
@@ -61,7 +62,10 @@ def as_renamed(tensors: dict[str, np.ndarray]) -> None:
     [
         (lambda t: t.pop(QUERY), f"{QUERY} is missing"),
         (lambda t: t.update(other=t[QUERY]), "other has no place in the model"),
-        (as_renamed, f"{QUERY} is missing .'model.layers.2.self_attn.query_proj.weight' is there"),
+        (
+            as_renamed,
+            f"{QUERY} is missing .the checkpoint has 'model.layers.2.self_attn.query_proj.weight'",
+        ),
         (lambda t: t.update({QUERY: t[QUERY].T.copy()}), rf"{QUERY} is \[16, 24\] instead of \[24"),
         (lambda t: t.update({QUERY: t[QUERY].astype(np.int32)}), f"{QUERY} in .* has dtype I32"),
         (lambda t: t.update({QUERY: t[QUERY].astype(np.float16)}), f"{QUERY} is float16 and"),
@@ -113,7 +117,8 @@ def test_the_comparison_lists_what_will_be_cast() -> None:
 def test_a_llama_is_no_mixtral(model: Path) -> None:
     shutil.copy(FOLDER / "llama" / "model.safetensors", model)
     with pytest.raises(
-        Mismatch, match=r"layers.0.block_sparse_moe.\S* is missing .'model.layers.0.mlp"
+        Mismatch,
+        match=r"layers.0.block_sparse_moe.\S* is missing .the checkpoint has 'model.layers.0.mlp",
     ):
         load(model)
 
@@ -125,7 +130,9 @@ def cut(file: Path, length: int) -> None:
 @pytest.mark.parametrize("length", [0, 4, 500, 50_000])
 def test_a_truncated_file_is_named(model: Path, length: int) -> None:
     cut(model / "model.safetensors", length)
-    with pytest.raises(Mismatch, match=r"model/model.safetensors is damaged or no safetensors"):
+    with pytest.raises(
+        Mismatch, match=r"model/model.safetensors is damaged or is not a safetensors"
+    ):
         load(model)
 
 

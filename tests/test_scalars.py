@@ -8,8 +8,8 @@ import pytest
 from maxtext_data import DATA, checkpoint, config_of, full_state, read, write
 
 import linen_compat
-from linen_compat.scalars import is_count
-from linen_compat.streams import Mismatch
+from linen_compat.formats.scalars import is_count
+from linen_compat.formats.streams import Mismatch
 from nnx_pipeline import InputError
 
 CONFIG = str(DATA / "unscanned" / "config.yml")
@@ -35,7 +35,7 @@ BAD = {
     "too large": (all_to(np.int64(2**40)), "the step is 1099511627776, and not a whole number"),
     "a truth": ({"step": np.bool_(True)}, "the step is True, and not a whole number"),
     "a count": ({COUNTS[0]: np.float32(np.nan)}, "the count of Adam is nan, and not a whole"),
-    "another step": ({"step": np.int32(9)}, "the step is 9 and the optimizer counts 3"),
+    "another step": ({"step": np.int32(9)}, "the step is 9 and Adam's count is 3"),
     "another count": ({COUNTS[1]: np.int32(9)}, "counts 3 steps of Adam and 9 of its learning"),
     "a square that is no number": ({NU: negative(np.nan)}, f"{NU} holds NaN or infinity in 1 of"),
     "a square below zero": ({NU: negative()}, f"{NU} is below 0 in 1 of 1024 values"),
@@ -62,7 +62,7 @@ def test_what_cannot_be_is_refused_by_all_alike(tmp_path, bridge, kind):
 def test_a_square_below_zero_of_the_own_format(tmp_path):
     state = linen_compat.load_train_state(checkpoint("unscanned"), config_of())
     moments = state.optimizer
-    nu = linen_compat.train_state._moment(moments, "nu")
+    nu = linen_compat.train_state.moment_of(moments, "nu")
     nu.head[...] = nu.head[...].at[0, 0].set(-1.0)
     with pytest.raises(Mismatch, match=r"nu of head is below 0 in 1 of 4096 values"):
         linen_compat.save_train_state(state, tmp_path / "out")
@@ -72,7 +72,7 @@ def test_a_square_below_zero_of_the_own_format(tmp_path):
 def test_a_state_that_could_not_be_read_is_not_written(tmp_path):
     state = linen_compat.load_train_state(checkpoint("unscanned"), config_of())
     other = dataclasses.replace(state, step=jnp.asarray(9, jnp.int32))
-    with pytest.raises(Mismatch, match="the step is 9 and the optimizer counts 3"):
+    with pytest.raises(Mismatch, match="the step is 9 and Adam's count is 3"):
         linen_compat.save_train_state(other, tmp_path / "out")
 
 
@@ -94,7 +94,9 @@ def test_no_step_is_invented(tmp_path, bridge):
         leaves = read(tmp_path / name)
         assert leaves
         assert "step" not in leaves
-    with pytest.raises(Mismatch, match="no full training state, mu, nu, step, count"):
+    with pytest.raises(
+        Mismatch, match="not a complete training state: it lacks mu, nu, step, count"
+    ):
         linen_compat.load_train_state(tmp_path / "saved", config_of())
 
 

@@ -17,9 +17,9 @@ from nnx_pipeline.pipeline import (
     OneForwardOneBackward,
     make_schedule,
 )
-from nnx_pipeline.pipeline.draw import legend, summary, timetable
-from nnx_pipeline.pipeline.picture import make_figure, write_picture
 from nnx_pipeline.pipeline.schedule import Schedule
+from nnx_pipeline.pipeline.timetable.figure import make_figure, write_picture
+from nnx_pipeline.pipeline.timetable.text import legend, summary, timetable
 
 
 @st.composite
@@ -181,7 +181,15 @@ def test_schedules_by_name() -> None:
 @pytest.mark.parametrize(
     ("name", "numbers", "parts"),
     [
-        ("1f1b", {"delay": 2}, ("every tick", "delay=2", "choose delay=1 or schedule=circular")),
+        (
+            "1f1b",
+            {"delay": 2},
+            (
+                "does not support",
+                "delay=2: the next stage uses an output at the next tick",
+                "choose delay=1 or schedule=circular",
+            ),
+        ),
         ("1f1c", {}, ("schedule='1f1c'", "did you mean '1f1b'?")),
         ("zigzag", {}, ("schedule='zigzag'", "choose one of: circular, 1f1b")),
     ],
@@ -401,7 +409,8 @@ def test_the_same_timetable_gives_the_same_picture(tmp_path: Path) -> None:
 def test_every_word_of_a_picture_lies_inside(schedule: Schedule) -> None:
     figure = make_figure(schedule)
     figure.draw_without_rendering()
-    around = [figure._suptitle, *figure.axes[0].texts, *figure.legends[0].texts]
+    assert [text.get_text() for text in figure.texts] == [figure.get_suptitle()]
+    around = [*figure.texts, *figure.axes[0].texts, *figure.legends[0].texts]
     for text in around:
         box = text.get_window_extent()
         assert box.x0 >= 0
@@ -431,7 +440,9 @@ def test_a_picture_that_fails_leaves_nothing(
 
 @pytest.mark.parametrize("name", ["schedule.pdf", "schedule", "-", ".png"])
 def test_a_name_that_is_no_picture(tmp_path: Path, name: str) -> None:
-    with pytest.raises(InputError, match=re.escape("a picture is .png or .svg; end its name so")):
+    with pytest.raises(
+        InputError, match=re.escape("the name of a picture must end in .png or .svg")
+    ):
         write_picture(CircularSchedule(2, 2), str(tmp_path / name))
     assert not list(tmp_path.iterdir())
 

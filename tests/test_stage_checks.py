@@ -11,7 +11,7 @@ from flax import nnx
 from helpers import assert_close, mesh_of, small_config
 
 from nnx_pipeline import InputError, create_pipeline, run_pipeline
-from nnx_pipeline.pipeline import CircularSchedule
+from nnx_pipeline.pipeline import Accumulation, CircularSchedule, LoopOptions
 
 WIDTH, STAGES, REPEATS, MICROBATCHES = 4, 2, 2, 4
 
@@ -104,9 +104,9 @@ def test_the_function_refuses_stages_that_change_what_they_are_given(odd: str, w
 @pytest.mark.parametrize(
     ("apply_stage", "words"),
     [
-        (lambda w, x, side: x @ w, "gave .*; it must give a pair"),
-        (lambda w, x, side: ((x @ w)[:1], {}), r"given activations float32\[2, 4\] and gave"),
-        (lambda w, x, side: ((x @ w).astype("bfloat16"), {}), r"gave bfloat16\[2, 4\]"),
+        (lambda w, x, side: x @ w, "returned .*; it must return a pair"),
+        (lambda w, x, side: ((x @ w)[:1], {}), r"given activations float32\[2, 4\] and returned"),
+        (lambda w, x, side: ((x @ w).astype("bfloat16"), {}), r"returned bfloat16\[2, 4\]"),
     ],
 )
 def test_what_a_stage_gives_must_fit(apply_stage: Callable[..., Any], words: str) -> None:
@@ -134,7 +134,7 @@ def test_integer_parameters_have_no_gradient_and_do_no_harm() -> None:
             scale,
             x,
             schedule=CircularSchedule(STAGES, MICROBATCHES, REPEATS),
-            backward="accumulate",
+            options=LoopOptions(accumulate=Accumulation()),
         )
         return jnp.sum(y)
 

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from page_examples import attribution, measurement
 
-from nnx_pipeline import lab
 from nnx_pipeline.errors import InputError
-from nnx_pipeline.lab.arms import Program
-from nnx_pipeline.lab.compile import Measurement
-from nnx_pipeline.lab.experiments import EXPERIMENTS
-from nnx_pipeline.lab.sweep import Point, Sweep, _line
+from nnx_pipeline.experiments import sweep
+from nnx_pipeline.experiments.arms import Program
+from nnx_pipeline.experiments.registry import EXPERIMENTS
+from nnx_pipeline.lab.comparison.sweep import Point, Sweep, line_through
+from nnx_pipeline.lab.compile.measure import Measurement
 
-COMPARE = sys.modules["nnx_pipeline.lab.compare"]  # `lab.compare` is the function
+COMPARE = sys.modules["nnx_pipeline.experiments.run"]
 SWEEP = ("ab", "--mesh", "stage=2", "--sweep")
 
 
@@ -36,21 +36,21 @@ def made_up(*values: Any, factors: tuple[float, ...]) -> Sweep:
 )
 @settings(max_examples=50)
 def test_a_line_is_found(slope: float, intercept: float, values: list[int]) -> None:
-    found = _line([(x, slope * x + intercept) for x in values])
+    found = line_through([(x, slope * x + intercept) for x in values])
     assert found is not None
     assert found.slope == pytest.approx(slope, abs=1e-3, rel=1e-6)
     assert found.r_squared is None or found.r_squared <= 1 + 1e-9
 
 
 def test_the_fit_of_points_beside_a_line() -> None:
-    found = _line([(1, 1.0), (2, 3.0), (3, 2.0)])
+    found = line_through([(1, 1.0), (2, 3.0), (3, 2.0)])
     assert found is not None
     assert (found.slope, found.intercept) == pytest.approx((0.5, 1.0))
     assert found.r_squared == pytest.approx(0.25)
-    two = _line([(1, 1.0), (2, 3.0)])
+    two = line_through([(1, 1.0), (2, 3.0)])
     assert two is not None
     assert (two.slope, two.r_squared) == (2.0, None), "two points lie on a line"
-    flat = _line([(1, 5.0), (2, 5.0)])
+    flat = line_through([(1, 5.0), (2, 5.0)])
     assert flat is not None
     assert (flat.slope, flat.intercept, flat.r_squared) == (0.0, 5.0, None)
 
@@ -58,13 +58,13 @@ def test_the_fit_of_points_beside_a_line() -> None:
 def test_a_field_is_set_or_swept(run: Run) -> None:
     ended = run("ab", "--sweep", "train.loss_chunks=2,4", "--set", "train.loss_chunks=2")
     assert ended.code == 2
-    assert "--set train.loss_chunks and --sweep train.loss_chunks: only the sweep" in ended.err
+    assert "--set train.loss_chunks has no effect beside --sweep train.loss_chunks" in ended.err
 
 
 def test_where_there_is_no_slope() -> None:
     named = made_up("slice", "pad", factors=(1.0, 2.0))
     assert named.fit("temp_bytes") is None
-    with pytest.raises(InputError, match="has no slope: it needs two numbers"):
+    with pytest.raises(InputError, match="has no slope: it needs two different numbers"):
         named.slope("temp_bytes")
     assert made_up(1, 2, factors=(1.0, 2.0)).fit("peak_bytes") is None
     point = Point(value=4, result=None, error="too large")
@@ -94,10 +94,13 @@ BAD = [
     (("pipeline.shift=slice,pad", "stage-shift"), "stage-shift sets pipeline.shift itself"),
     (("pipeline.num_microbatches",), "write for example --sweep"),
     (("pipeline.num_microbatches=2,,4",), "write for example --sweep"),
-    (("train.loss_chunks=2,4", "--sweep", "train.global_batch=8"), "need as many"),
-    (("train.loss_chunks=2,4", "--sweep", "train.loss_chunks=2,4"), "each field once"),
+    (("train.loss_chunks=2,4", "--sweep", "train.global_batch=8"), "need equally many"),
+    (
+        ("train.loss_chunks=2,4", "--sweep", "train.loss_chunks=2,4"),
+        "--sweep train.loss_chunks is given 2 times; give each field once",
+    ),
     (("train.loss_chunks=2,4", "norm-scale", "embedding"), "--sweep takes one experiment"),
-    (("train.loss_chunks=2,4", "--html", "x.html"), "--sweep goes without --html"),
+    (("train.loss_chunks=2,4", "--html", "x.html"), "--sweep cannot be combined with --html"),
     (("train.loss_chunks=2,4", "zero-1"), "give the mesh a data axis"),
 ]
 
@@ -134,7 +137,7 @@ def test_a_point_that_fails_leaves_the_others(
     assert "slope per unit" in shown
     assert f"{growth / 1e6:+,.3f}" in shown
     assert "out of everything" in shown
-    assert "results were kept" in shown
+    assert "results are from earlier runs" in shown
     for name in ("chart.png", "chart.svg"):
         assert run(*SWEEP, "train.loss_chunks=1,2,4", "--chart", str(tmp_path / name)).code == 1
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
@@ -151,12 +154,10 @@ def test_memory_per_microbatch_of_both_schedules() -> None:
         train={"sequence_length": 32},
     )
     with optax_promotion():
-        found = lab.sweep(
+        found = sweep(
             config,
             "stage=2",
-            "pipeline.num_microbatches",
-            (4, 8),
-            along={"train.global_batch": (4, 8)},
+            {"pipeline.num_microbatches": (4, 8), "train.global_batch": (4, 8)},
             experiment=EXPERIMENTS["schedule"],
         )
     assert [label for label, _ in found.arms] == ["circular", "1f1b"]

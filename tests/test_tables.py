@@ -8,16 +8,15 @@ import pytest
 from page_examples import attribution, measurement, outcome
 from rich.console import Console, RenderableType
 
-from nnx_pipeline.lab import report
-from nnx_pipeline.lab.account import Assigned
-from nnx_pipeline.lab.account_view import TOTAL
-from nnx_pipeline.lab.arms import Arm, Experiment
-from nnx_pipeline.lab.attribution import Buffer
-from nnx_pipeline.lab.attribution_view import difference_view, memory_view
-from nnx_pipeline.lab.compare import Outcome, compare_measurements
-from nnx_pipeline.lab.compile import Measurement
-from nnx_pipeline.lab.sweep import Point, Sweep
-from nnx_pipeline.lab.sweep_view import COLUMNS, sweep_view
+from nnx_pipeline.lab.attribution.account import Assigned
+from nnx_pipeline.lab.attribution.result import Buffer
+from nnx_pipeline.lab.comparison.outcome import Outcome, Question, compare_measurements
+from nnx_pipeline.lab.comparison.sweep import Point, Sweep
+from nnx_pipeline.lab.compile.measure import Measurement
+from nnx_pipeline.lab.report import tables as report
+from nnx_pipeline.lab.report.account_table import TOTAL
+from nnx_pipeline.lab.report.memory_tables import difference_view, memory_view
+from nnx_pipeline.lab.report.sweep_table import COLUMNS, sweep_view
 
 LONG = "tests.programs_of_somebody:gradients_of_every_microbatch_side_by_side"
 
@@ -37,15 +36,14 @@ def letters(shown: str) -> str:
 
 def of_two(a: Measurement, b: Measurement, **changes: Any) -> Outcome:
     """As `compare` makes it."""
-    experiment = Experiment(
+    question = Question(
         name="compare",
         claim="",
         difference="two functions",
-        a=Arm(label=LONG),
-        b=Arm(label="lean"),
+        labels=(LONG, "lean"),
         judged_by="account",
     )
-    return compare_measurements(experiment, a, dataclasses.replace(b, hlo="ENTRY %b", **changes))
+    return compare_measurements(question, a, dataclasses.replace(b, hlo="ENTRY %b", **changes))
 
 
 def donated(made: Measurement) -> Measurement:
@@ -77,7 +75,7 @@ def test_a_verdict_names_its_figure() -> None:
     one = measurement(attribution())
     other = report.heading(of_two(one, donated(one)))
     assert other.startswith("compare: opposite by the account, b/a ")
-    missing = compare_measurements(outcome().experiment, one, "it broke")
+    missing = compare_measurements(outcome().question, one, "it broke")
     assert report.heading(missing) == "stage-shift (S1.1): not applicable, failed"
 
 
@@ -93,13 +91,13 @@ def test_rows_of_the_account_add_up(width: int) -> None:
         if found := re.match(r"│ +(.*?) +│ +([\d.,]+) │$", line):
             sizes.setdefault(found[1], float(found[2].replace(",", "")))
     assert sizes["constants"] == 67.1
-    assert sizes["of these, temporaries before the result"] == 12.0
+    assert sizes["of these, used by temporaries first"] == 12.0
     assert sizes["temp"] > 0
     total = sum(sizes[label] for label in made.account.rows())
     assert total == pytest.approx(sizes[TOTAL], abs=0.3)
     assert sizes[TOTAL] == pytest.approx(memory.account_bytes / 1e6, abs=0.06)
     told = " ".join(shown.split())
-    assert "peak counts the on-chip memory of a TPU too, here up to 33.6 MB" in told
+    assert "peak includes the on-chip memory of a TPU, here up to 33.6 MB" in told
     assert "arguments: 210,000,001 bytes in the buffer assignment, 210,000,000 by the" in told
 
 
@@ -126,11 +124,11 @@ def test_constants_and_temporaries_in_outputs_have_rows() -> None:
         in_outputs=(dataclasses.replace(constant(8_400_000), role="activation"),),
     )
     shown = text(memory_view("a program", there, top=3), 140)
-    assert "Constants, beside the heap" in shown
+    assert "Constants, outside the heap" in shown
     assert re.search(r"67\.1 .*constant .*f32\[77\]", shown)
-    assert "Temporaries where a result will be, beside the heap" in shown
+    assert "Temporaries in the memory of outputs, outside the heap" in shown
     assert re.search(r"8\.4 .*activation .*f32\[77\]", shown)
-    assert "beside the heap" not in text(memory_view("a program", attribution(), top=3), 140)
+    assert "outside the heap" not in text(memory_view("a program", attribution(), top=3), 140)
 
 
 def test_buffers_have_their_whole_names() -> None:

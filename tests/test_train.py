@@ -1,6 +1,5 @@
 """Training: the data, one step by hand, fifty steps on different meshes."""
 
-import functools
 import math
 
 import jax
@@ -137,25 +136,14 @@ def test_batches_follow_a_rule_and_are_the_same_on_every_mesh() -> None:
     assert not np.array_equal(tokens, next(learnable_batches(config, one, seed=4)).tokens)
 
 
-@functools.cache
-def losses(mesh: str, steps: int) -> list[float]:
-    with optax_promotion():
-        return [float(m.loss) for m in train(preset("tiny"), mesh_of(mesh), steps=steps)]
-
-
-@pytest.mark.slow
-def test_tiny_learns_in_fifty_steps() -> None:
-    """It begins at or above log(vocabulary) and comes near what the rule leaves to guess."""
-    found = losses("stage=4,fsdp=2", 50)
-    assert len(found) == 50
-    assert found[0] > math.log(preset("tiny").model.vocab_size)
-    assert max(found[-5:]) < 0.25 * found[0]
-
-
 @pytest.mark.slow
 def test_the_pipeline_does_not_change_the_losses() -> None:
-    piped, plain = losses("stage=4,fsdp=2", 50), losses("", 50)
-    assert piped == pytest.approx(plain, abs=1e-4)
+    found = []
+    for mesh in ("stage=4,fsdp=2", ""):
+        with optax_promotion():
+            steps = train(preset("tiny"), mesh_of(mesh), steps=20)
+            found.append([float(metrics.loss) for metrics in steps])
+    assert found[0] == pytest.approx(found[1], abs=1e-4)
 
 
 def test_the_mesh_does_not_change_the_losses() -> None:
