@@ -26,12 +26,13 @@ from typing import Any
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 from nnx_pipeline import MeshConfig, preset
+from nnx_pipeline.experiments.registry import EXPERIMENTS
+from nnx_pipeline.experiments.run import run_experiments
 from nnx_pipeline.files import write_text
-from nnx_pipeline.lab.cache import Cache
-from nnx_pipeline.lab.compare import Outcome, run_experiments
-from nnx_pipeline.lab.experiments import EXPERIMENTS
-from nnx_pipeline.lab.platform import Platform
-from nnx_pipeline.lab.report import CPU_WARNING, megabytes
+from nnx_pipeline.lab.comparison.outcome import Outcome
+from nnx_pipeline.lab.compile.cache import Cache
+from nnx_pipeline.lab.compile.platform import Platform
+from nnx_pipeline.lab.report.tables import CPU_WARNING, megabytes
 
 RESULTS = Path(__file__).parent / "results" / "pipeline_claims.json"
 H100 = Platform.parse("cuda:h100:8")
@@ -187,9 +188,9 @@ def main() -> None:
 
         def keep(outcome: Outcome, platform: str = name) -> None:
             results, found = read(), entry(outcome)  # another call may have written meanwhile
-            results.setdefault(platform, {})[outcome.experiment.name] = found
+            results.setdefault(platform, {})[outcome.question.name] = found
             write(results)
-            print(line(outcome.experiment.name, found), file=sys.stderr, flush=True)
+            print(line(outcome.question.name, found), file=sys.stderr, flush=True)
 
         for key in asked.experiment or EXPERIMENTS:
             mesh = MeshConfig.parse(MESHES.get(key, MESH))

@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 from nnx_pipeline import MeshConfig, preset
+from nnx_pipeline.experiments.programs import measure_step
 from nnx_pipeline.files import write_text
-from nnx_pipeline.lab.compile import measure_step
-from nnx_pipeline.lab.platform import Platform
-from nnx_pipeline.lab.report import megabytes
+from nnx_pipeline.lab.compile.platform import Platform
+from nnx_pipeline.lab.report.tables import megabytes
 from nnx_pipeline.remat import POLICIES
 
 RESULTS = Path(__file__).parent / "results" / "remat_policies.md"

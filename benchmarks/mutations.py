@@ -1,0 +1,454 @@
+"""60 mutations of the code, and whether the tests that should catch each of them do.
+
+    python benchmarks/mutations.py [NUMBER …]   applies each in a copy of the checkout and runs its tests
+    python benchmarks/mutations.py --check      says which no longer fit the code; exit 1 if any
+
+A mutation is what a slip of the hand would do: another operator, a dropped term, a swapped axis, a
+wrong spec, a missing check. One whose tests still pass is a gap in the tests. Each runs only the
+test files that it names, whole, until the first failure: about half an hour on two cores.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+
+
+class Mutation(NamedTuple):
+    """One change of one file.
+
+    - `file`: its path in the repository.
+    - `old`, `new`: the text that is replaced wherever it stands in the file, and what it becomes.
+    - `tests`: the names of the test files that should catch it.
+    """
+
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+MUTATIONS = (
+    Mutation(
+        "nnx_pipeline/pipeline/circular/tick.py",
+        "shift(leaf, by=1, how=shift_by)",
+        "shift(leaf, by=-1, how=shift_by)",
+        "test_pipeline",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/circular/tick.py",
+        "x = where(first, entering, arrived)",
+        "x = where(last, entering, arrived)",
+        "test_pipeline",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/circular/tick.py",
+        "    x = where(over_stage(now.active), x, waiting)\n",
+        "",
+        "test_pipeline",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/circular/tick.py",
+        "queue = push(queue, returning, carry.outputs[-1],",
+        "queue = push(queue, returning, carry.outputs[0],",
+        "test_pipeline",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/circular/plan.py",
+        "from_stream=jnp.asarray(tick < schedule.microbatches)",
+        "from_stream=jnp.asarray(tick <= schedule.microbatches)",
+        "test_pipeline",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/circular/plan.py",
+        "tick % schedule.stream_slots",
+        "(tick + 1) % schedule.stream_slots",
+        "test_pipeline",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/circular/run.py",
+        "jnp.roll(stream, -turn, axis=1)",
+        "jnp.roll(stream, turn, axis=1)",
+        "test_pipeline",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/circular/backward.py",
+        "add(after.beside, Beside(d_side, d_closed))",
+        "Beside(d_side, d_closed)",
+        "test_pipeline test_closed_over",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/circular/backward.py",
+        "add_at_repeat(d_params, d_weights, over_stage(at[0].repeat))",
+        "add_at_repeat(d_params, d_weights, over_stage(0 * at[0].repeat))",
+        "test_pipeline",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/circular/prefetch.py",
+        "self._gather(params, repeat + 1)",
+        "self._gather(params, repeat)",
+        "test_model test_option_pairs",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/circular/prefetch.py",
+        "return now.repeat == now.repeat[0]",
+        "return now.repeat != now.repeat[0]",
+        "test_model test_option_pairs",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/stage/apply.py",
+        "jax.lax.dynamic_index_in_dim(leaf, index[0], axis=0)",
+        "jax.lax.dynamic_index_in_dim(leaf, 0 * index[0], axis=0)",
+        "test_pipeline",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/stage/apply.py",
+        "leaf.at[repeat].set(new[None]",
+        "leaf.at[repeat].add(new[None]",
+        "test_pipeline test_one_f_one_b",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/stage/checks.py",
+        "        if jnp.shape(leaf)[:2] != want:",
+        "        if False:",
+        "test_stage_checks test_pipeline",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/stage/checks.py",
+        "    if changed:\n",
+        "    if False:\n",
+        "test_stage_checks",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/stage/layers.py",
+        '{"keys": fold_in(keys, number)}',
+        '{"keys": keys}',
+        "test_dropout",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/stage/layers.py",
+        "apply = self.remat.checkpoint(apply, in_scan=not self._unrolled)",
+        "pass",
+        "test_remat",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/runner.py",
+        "saved_in_stage=(LAYER_METRICS, LAYER_INPUT) if inputs else (LAYER_METRICS,)",
+        "saved_in_stage=(LAYER_METRICS,)",
+        "test_remat",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/runner.py",
+        "layout = self.layout.gathered(gathered_axes(self.config))",
+        "layout = self.layout",
+        "test_collectives test_model",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/runner.py",
+        'copies |= {"data", *gathered_axes(config)}',
+        "copies |= {*gathered_axes(config)}",
+        "test_zero test_collectives test_model",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/weights/gathered.py",
+        "return jax.lax.psum(leaf, rest) if rest else leaf",
+        "return leaf",
+        "test_model test_option_pairs",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/weights/gathered.py",
+        "_scatter(leaf, axis, name, summed=name in self.copies)",
+        "_scatter(leaf, axis, name, summed=False)",
+        "test_model test_option_pairs",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/weights/zero1.py",
+        "gradient = jax.lax.psum(gradient, self.over)",
+        "pass",
+        "test_zero",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/weights/zero1.py",
+        ".astype(self.dtype or dtype)",
+        "",
+        "test_zero",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/one_f_one_b/tick.py",
+        "return loss + loss_of_one, add(gradients, d_weights), d_output",
+        "return loss_of_one, add(gradients, d_weights), d_output",
+        "test_one_f_one_b",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/one_f_one_b/tick.py",
+        "shift(leaf, by=-1, how=self.shift_by)",
+        "shift(leaf, by=1, how=self.shift_by)",
+        "test_one_f_one_b",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/one_f_one_b/tick.py",
+        "        d_y = where(is_backward, d_y, jax.tree.map(jnp.zeros_like, d_y))\n",
+        "",
+        "test_one_f_one_b",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/one_f_one_b/tick.py",
+        "weight / self.visits if isinstance(metric, Mean) else weight",
+        "weight",
+        "test_metrics test_one_f_one_b",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/one_f_one_b/loop.py",
+        "jnp.sum(leaf, axis=0), state.gradients.closed",
+        "leaf[0], state.gradients.closed",
+        "test_closed_over",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/one_f_one_b/plan.py",
+        "write=indices(np.arange(schedule.ticks) % slots)",
+        "write=indices(0 * np.arange(schedule.ticks))",
+        "test_one_f_one_b",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/exchange/buffers.py",
+        "moved = where(last, new, shift(column, by=-1, how=how))",
+        "moved = where(last, new, column)",
+        "test_pipeline",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/norm.py",
+        "axis=-1, keepdims=True) + epsilon)",
+        "axis=-1, keepdims=True)) + epsilon",
+        "test_ops",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/rotary.py",
+        "second * cosine + first * sine",
+        "second * cosine - first * sine",
+        "test_ops",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/router.py",
+        "weights = jax.nn.softmax(top.astype(jnp.float32), axis=-1)",
+        "weights = jax.nn.sigmoid(top.astype(jnp.float32))",
+        "test_ops test_checkpoint_load",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/router.py",
+        "return num_experts * jnp.sum(",
+        "return jnp.sum(",
+        "test_ops test_metrics",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/experts.py",
+        "hidden(opened * weight[:, None, :, :, None])",
+        "hidden(opened)",
+        "test_ops test_model",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/attention.py",
+        "causal = query >= key",
+        "causal = query > key",
+        "test_ops",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/attention.py",
+        "return causal & (segment_ids[:, :, None] == segment_ids[:, None, :])",
+        "return causal",
+        "test_ops test_model",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/dropout.py",
+        "x / (1.0 - rate)",
+        "x",
+        "test_dropout",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/residual.py",
+        "return constrain(stream + update, spec)",
+        "return constrain(update, spec)",
+        "test_model",
+    ),
+    Mutation(
+        "nnx_pipeline/train/optimizer.py",
+        "jnp.where(norm < largest, leaf, scaled)",
+        "jnp.where(norm > largest, leaf, scaled)",
+        "test_train test_grad_dtype",
+    ),
+    Mutation(
+        "nnx_pipeline/train/optimizer.py",
+        "b2=config.adam_b2",
+        "b2=config.adam_b1",
+        "test_train",
+    ),
+    Mutation(
+        "nnx_pipeline/train/step.py",
+        "batch.weights / (jnp.sum(batch.weights) + 1e-8)",
+        "batch.weights",
+        "test_train test_model test_train_state",
+    ),
+    Mutation(
+        "nnx_pipeline/sharding.py",
+        "return tuple(axis for axis in getattr(self, name) if sizes.get(axis, 1) > 1)",
+        "return tuple(axis for axis in getattr(self, name)[:1] if sizes.get(axis, 1) > 1)",
+        "test_model test_loss",
+    ),
+    Mutation(
+        "nnx_pipeline/lab/comparison/outcome.py",
+        "abs(after - before) < NO_EFFECT * before",
+        "abs(after - before) > NO_EFFECT * before",
+        "test_numerics test_account",
+    ),
+    Mutation(
+        "nnx_pipeline/lab/comparison/numerics.py",
+        "all(each <= tolerance for each in relative.values())",
+        "any(each <= tolerance for each in relative.values())",
+        "test_numerics test_arms",
+    ),
+    Mutation(
+        "nnx_pipeline/lab/compile/cache_key.py",
+        "parts.append(cpu_text())",
+        "pass",
+        "test_cache",
+    ),
+    Mutation(
+        "nnx_pipeline/lab/attribution/account.py",
+        "return own + self.constant_bytes + self.heap_bytes",
+        "return own + self.heap_bytes",
+        "test_account",
+    ),
+    Mutation(
+        "nnx_pipeline/lab/hlo/loops.py",
+        "times * trips",
+        "times",
+        "test_hlo",
+    ),
+    Mutation(
+        "nnx_pipeline/lab/hlo/products.py",
+        "first_output = max(0, -(offset // stride))",
+        "first_output = 0",
+        "test_hlo",
+    ),
+    Mutation(
+        "nnx_pipeline/lint/rules_arrays.py",
+        "            if size >= limits.large:\n",
+        "            if size > limits.large:\n",
+        "test_lint",
+    ),
+    Mutation(
+        "nnx_pipeline/lint/rules_loops.py",
+        "if size >= limits.large:",
+        "if size < limits.large:",
+        "test_lint",
+    ),
+    Mutation(
+        "nnx_pipeline/config/pipeline.py",
+        'one_of("shift", self.shift, ("ppermute", "slice", "pad"))',
+        "pass",
+        "test_config",
+    ),
+    Mutation(
+        "nnx_pipeline/tracing/nnx_state.py",
+        "raise InputError(",
+        "print(",
+        "test_nnx_steps",
+    ),
+    Mutation(
+        "linen_compat/formats/orbax/arrays.py",
+        "sums[number] != checksum(values)",
+        "False",
+        "test_checksums",
+    ),
+    Mutation(
+        "linen_compat/formats/orbax/corruption.py",
+        "custom.get(_CHECKSUM) != _checksum(values)",
+        "False",
+        "test_checksums test_damage",
+    ),
+    Mutation(
+        "linen_compat/formats/comparison.py",
+        "STACK_AXES = 3",
+        "STACK_AXES = 2",
+        "test_checkpoint_load",
+    ),
+    Mutation(
+        "linen_compat/modules/stacked.py",
+        "return jnp.stack(leaves, axis=2)",
+        "return jnp.stack(leaves[::-1], axis=2)",
+        "test_linen_pipeline test_linen_trees",
+    ),
+    Mutation(
+        "linen_compat/modules/embedding.py",
+        '("vocab", "embed_vocab")',
+        '("embed_vocab", "vocab")',
+        "test_linen_trees test_linen_modules",
+    ),
+    Mutation(
+        "linen_compat/formats/streams.py",
+        "array = scaled(array, ratio)",
+        "pass",
+        "test_convert test_checkpoint_save",
+    ),
+)
+
+
+def main() -> None:
+    missing = [one for one in MUTATIONS if one.old not in (ROOT / one.file).read_text("utf-8")]
+    for one in missing:
+        print(f"not in {one.file}: {one.old!r}")
+    if missing or sys.argv[1:] == ["--check"]:
+        sys.exit(bool(missing))
+    numbers = [int(number) for number in sys.argv[1:]] or range(len(MUTATIONS))
+    print("| # | file | text | becomes | caught by |\n|--:|---|---|---|---|", flush=True)
+    survivors = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", "__pycache__"))
+        for number in numbers:
+            one = MUTATIONS[number]
+            by = caught_by(one, copy)
+            survivors += not by
+            cells = (one.file, shown(one.old), shown(one.new), by or "**nothing**")
+            print(f"| {number} | {' | '.join(cells)} |", flush=True)
+    print(f"\n{len(numbers) - survivors} of {len(numbers)} are caught")
+    sys.exit(bool(survivors))
+
+
+def caught_by(one: Mutation, copy: Path) -> str:
+    """The first test that fails with the mutation, "" if none does.
+
+    - `copy`: a copy of the checkout, in which the mutation is applied and taken back.
+    """
+    whole = (ROOT / one.file).read_text("utf-8")
+    (copy / one.file).write_text(whole.replace(one.old, one.new), "utf-8")
+    options = ("-x", "-q", "-n", "0")
+    files = [f"tests/{name}.py" for name in one.tests.split()]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *files],
+        cwd=copy,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(copy)},
+    )
+    (copy / one.file).write_text(whole, "utf-8")
+    if done.returncode not in (0, 1):
+        sys.exit(f"pytest ended with {done.returncode} for {one.file}:\n{done.stdout[-2000:]}")
+    lines = (line.split()[1] for line in done.stdout.splitlines() if line.startswith("FAILED "))
+    return next((f"`{line.removeprefix('tests/')}`" for line in lines), "") or (
+        "`an error`" if done.returncode else ""
+    )
+
+
+def shown(text: str) -> str:
+    """A piece of code as a cell of a table, on one line."""
+    words = " ".join(text.split()).replace("|", "\\|")
+    return f"`{words}`" if words else "nothing"
+
+
+if __name__ == "__main__":
+    main()
