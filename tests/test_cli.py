@@ -211,29 +211,35 @@ def test_compile_for_cpu(run: Run, tmp_path: Path) -> None:
     assert (result["mesh"]["stage"], result["mesh"]["fsdp"]) == (2, 2)
 
 
+# Four layers on two stages: the compiler brings several layers of a stage to the host.
+FIELDS = (
+    *("model.vocab_size=64", "model.embed_dim=64", "model.mlp_dim=64", "model.head_dim=16"),
+    *("model.num_layers=4", "train.sequence_length=64", "pipeline.remat=qkv_proj_offloaded"),
+)
+SETTINGS = tuple(word for field in FIELDS for word in ("--set", field))
+OFFLOADED = ("--model", "tiny", "--mesh", "stage=2,fsdp=4", *SETTINGS)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(missing("libtpu"), reason="libtpu is not installed")
 def test_compile_for_tpu() -> None:
     """In its own process, as libtpu is loaded once per process and for good."""
-    ended = in_a_process(
-        *("compile", *SMALLEST, "--mesh", "stage=2,fsdp=4", "--platform", "tpu:v5p:2x2x2"),
-        *("--json", "-"),
-    )
+    ended = in_a_process("compile", *OFFLOADED, "--platform", "tpu:v5p:2x2x2", "--json", "-")
     assert ended.code == 0, ended.err
     check_measurement(ended.json, "tpu:v5p:2x2x2")
     assert ended.json["versions"]["libtpu"] == importlib.metadata.version("libtpu")
     assert ended.json["memory"]["generated_code_bytes"] > 0
+    assert ended.json["memory"]["host_temp_bytes"] > 0
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(missing("jax_cuda13_plugin"), reason="jax-cuda13-plugin is not installed")
 def test_compile_for_nvidia() -> None:
-    ended = in_a_process(
-        *("compile", *SMALLEST, "--mesh", "stage=2,fsdp=4", "--platform", "cuda:h100:8"),
-        *("--gemm", "triton", "--json", "-"),
-    )
+    platform = ("--platform", "cuda:h100:8", "--gemm", "triton")
+    ended = in_a_process("compile", *OFFLOADED, *platform, "--json", "-")
     assert ended.code == 0, ended.err
     check_measurement(ended.json, "cuda:h100:8")
+    assert ended.json["memory"]["host_temp_bytes"] > 0
     # Figures that this compiler does not give are null, never 0.
     assert ended.json["memory"]["generated_code_bytes"] is None
     assert ended.json["xla_flops"] is None

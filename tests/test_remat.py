@@ -12,9 +12,7 @@ from flax import nnx
 from helpers import (
     assert_close,
     equations,
-    in_a_process,
     mesh_of,
-    missing,
     model_on_mesh,
     new_model,
     packed_batch,
@@ -270,29 +268,6 @@ def test_what_is_offloaded_goes_to_the_host_once(policy: str) -> None:
     ]
     assert sent.count(ON_HOST) == values
     assert sent.count(ON_DEVICE) >= values
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("platform", "compiler"),
-    [(("tpu:v5p:2x2x2",), "libtpu"), (("cuda:h100:8", "--gemm", "triton"), "jax_cuda13_plugin")],
-    ids=["tpu", "cuda"],
-)
-def test_compilers_bring_several_layers_of_a_stage_to_the_host(
-    platform: tuple[str, ...], compiler: str
-) -> None:
-    if missing(compiler):
-        pytest.skip(f"{compiler} is not installed")
-    sizes = ("vocab_size=64", "embed_dim=64", "mlp_dim=64", "head_dim=16", "num_layers=4")
-    fields = [f"model.{size}" for size in sizes]
-    fields += ["train.sequence_length=64", "pipeline.remat=qkv_proj_offloaded"]
-    ended = in_a_process(
-        *("compile", "--model", "tiny", "--mesh", "stage=2,fsdp=4", "--platform", *platform),
-        *(word for field in fields for word in ("--set", field)),
-        *("--json", "-"),
-    )
-    assert ended.code == 0, ended.err
-    assert ended.json["memory"]["host_temp_bytes"] > 0
 
 
 # test_option_pairs.py has the other policies, each with every other option.

@@ -17,7 +17,7 @@ from helpers import (
     small_config,
 )
 
-from nnx_pipeline import Config, preset
+from nnx_pipeline import Config
 from nnx_pipeline.train import (
     TrainState,
     abstract_batch,
@@ -136,18 +136,7 @@ def test_batches_follow_a_rule_and_are_the_same_on_every_mesh() -> None:
     assert not np.array_equal(tokens, next(learnable_batches(config, one, seed=4)).tokens)
 
 
-@pytest.mark.slow
-def test_the_pipeline_does_not_change_the_losses() -> None:
-    found = []
-    for mesh in ("stage=4,fsdp=2", ""):
-        with optax_promotion():
-            steps = train(preset("tiny"), mesh_of(mesh), steps=20)
-            found.append([float(metrics.loss) for metrics in steps])
-    assert found[0] == pytest.approx(found[1], abs=1e-4)
-
-
 def test_the_mesh_does_not_change_the_losses() -> None:
-    """The first steps, where the slow test above takes fifty."""
     config = replace(small_config(pipeline={"num_microbatches": 2}), "train", learning_rate=1e-2)
     found = []
     for mesh in ("", "stage=2,tensor=2"):
