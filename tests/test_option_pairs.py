@@ -81,7 +81,7 @@ def pairs(case: Case) -> set[tuple[Any, ...]]:
 @functools.cache
 def table() -> list[Case]:
     """Few cases with every pair that any of many random cases has: the one with most of it next."""
-    generator = random.Random(5)  # of the first 39 seeds the one with the fewest cases
+    generator = random.Random(2)  # of the first 400 seeds the one with the fewest cases
     drawn = [{k: generator.choice(v) for k, v in OPTIONS.items()} for _ in range(2000)]
     left = [case for case in drawn if fits(case)]
     missing = set().union(*map(pairs, left))
