@@ -24,6 +24,7 @@ from helpers import (
 )
 
 from nnx_pipeline import Config, InputError, Layout
+from nnx_pipeline.lab.hlo.loops import executions
 from nnx_pipeline.lab.hlo.module import parse
 from nnx_pipeline.mesh import spec_axes
 from nnx_pipeline.train import abstract_batch, abstract_state, jit_train_step, loss_of
@@ -181,6 +182,26 @@ def test_without_the_option_it_is() -> None:
     sharded = program(*CASES[0][:2], (), True)
     assert largest(plain, "all-reduce", 4) >= 64 * 32 // 2
     assert largest(sharded, "all-reduce", 4) <= 32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "mode", "pipeline"), CASES[2:], ids=lambda value: str(value).replace(" ", "")
+)
+def test_a_loop_that_adds_up_gradients_sums_them_over_data_once(
+    mesh: str, mode: str, pipeline: dict[str, Any]
+) -> None:
+    """Without the option too: each device adds up its own, and the sum is made after the ticks."""
+    module = program(mesh, mode, tuple(pipeline.items()), False)
+    runs, beside = executions(module), 8 // mesh_of(mesh).shape["data"]
+    times = {
+        runs[name]
+        for name in runs
+        for instruction in module.computations[name].instructions.values()
+        if instruction.opcode == "all-reduce" and crosses(instruction, beside)
+        if any(len(shape.dims) > 4 for shape in instruction.shapes)  # the matrices of layers
+    }
+    assert times == {1}
 
 
 @pytest.mark.slow
