@@ -30,6 +30,7 @@ from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.hlo.dataflow import Flow
 from nnx_pipeline.lab.hlo.module import Module, parse
 from nnx_pipeline.lab.report.tables import measurement_view
+from nnx_pipeline.lab.timing.result import PASSES
 
 COMPILERS = {"cpu": (), "tpu:v5p:2x2x2": ("libtpu",), "cuda:h100:8": ("jax_cuda13_plugin",)}
 PLANTED: dict[Callable[..., Array], tuple[tuple[Any, ...], str | None]] = {
@@ -158,6 +159,25 @@ def test_a_training_step_has_lines_of_source(platform: str, step: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("platform", [one for one in COMPILERS if one != "cpu"])
+def test_the_time_of_a_training_step(platform: str, step: Any) -> None:
+    """Its parts add up, lie where they must, and those by line are all."""
+    time = step(platform).time
+    lowest, highest = time.range_seconds
+    assert 0 < lowest <= time.step_seconds <= highest
+    busy = time.compute_seconds + time.memory_wait_seconds
+    assert busy + time.exposed_seconds == pytest.approx(time.step_seconds)
+    assert busy + time.collective_seconds == pytest.approx(highest)
+    assert sum(row.seconds for row in time.rows) == pytest.approx(time.compute_seconds)
+    assert sum(row.launches for row in time.rows) == time.launches > 1000
+    assert {row.pass_name for row in time.rows} == set(PASSES)
+    assert 0 < time.mfu < time.hfu < 1
+    assert time.bubble_share == 3 / 7  # as many microbatches as stages
+    named = sum(row.seconds for row in time.rows if row.source)
+    assert named > 0.8 * time.compute_seconds
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", COMPILERS)
 def test_a_training_step_is_read_whole(platform: str, step: Any) -> None:
     """As many instructions and computations as a count of lines finds; line breaks are nothing."""
@@ -208,7 +228,7 @@ def test_what_follows_a_kernel_is_counted(attention: Measurement) -> None:
         "splash_mha_dq_no_residuals",
     }
     assert {(one.executed, one.figures) for one in kernels.values()} == {
-        (splash.LAYERS, ("flops",))
+        (splash.LAYERS, ("flops", "time"))
     }
     assert attention.to_json()["unread"][0]["what"] == "tpu_custom_call"
 
@@ -229,11 +249,15 @@ def test_a_kernel_is_named_in_the_text_and_kept_in_the_cache(attention: Measurem
     console.print(measurement_view("attention", attention))
     text = console.file.getvalue()
     assert "matrix products: – per device and step, 0.001 TFLOP of them known" in text
-    assert "not in the matrix products: tpu_custom_call splash_mha_fwd_residuals" in text
+    missing_in = "not in the matrix products and in the estimated time: tpu_custom_call"
+    assert f"{missing_in} splash_mha_fwd_residuals" in text
     assert "(3 times per step), " in text
     assert "a kernel written by hand" in text
     kept = Measurement.from_cache(json.loads(json.dumps(attention.to_cache())), "2026-01-01")
     assert (kept.unread, kept.known_flops) == (attention.unread, attention.known_flops)
+    assert kept.time == attention.time
+    assert attention.time.step_seconds is None
+    assert attention.time.known_seconds > 0
 
 
 ROWS, SIZE, VOCABULARY = 512, 256, 3001

@@ -17,6 +17,7 @@ from nnx_pipeline.cli import main as cli
 from nnx_pipeline.config.config import SECTIONS
 from nnx_pipeline.config.presets import PRESETS
 from nnx_pipeline.experiments import registry as experiments
+from nnx_pipeline.lab.timing.result import KEYS
 from nnx_pipeline.modules import Parts
 
 COMMANDS = ("models", "compile", "ab", "train", "schedule", "measure", "compare", "lint")
@@ -182,6 +183,13 @@ def check_measurement(result: dict[str, Any], platform: str) -> None:
     assert set(result["collectives"]) == COLLECTIVES
     assert all(set(c) == {"ops", "executed", "bytes"} for c in result["collectives"].values())
     assert set(result["seconds"]) == {"abstract_init", "trace", "lower", "compile"}
+    assert set(result["time"]) >= set(KEYS)
+    if platform == "cpu":
+        assert set(result["time"].values()) == {None}
+    else:  # what is offloaded goes to the host, of whose links nothing is known
+        assert result["time"]["step_seconds"] is None
+        assert result["time"]["known_seconds"] > 0
+        assert {"time"} in [set(one["figures"]) for one in result["unread"]]
     assert set(result["versions"]) >= VERSIONS
     assert result["versions"]["jax"] == importlib.metadata.version("jax")
     memory = result["memory"]

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from nnx_pipeline.experiments.registry import EXPERIMENTS
+from nnx_pipeline.lab.timing.cost import KERNEL_EFFICIENCY
+from nnx_pipeline.lab.timing.result import KEYS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -205,3 +207,12 @@ def test_time_to_compile_and_to_trace() -> None:
     traced = cells("trace_time.md")
     assert ratios == (traced["2 repeats"][0][1], traced["1F1B"][0][1])
     assert max(map(float, ratios)) <= 2
+
+
+def test_figures_of_time() -> None:
+    """README names every figure, and the part of the peak that a kernel reaches."""
+    text = (ROOT / "README.md").read_text()
+    shown = rows("### What the milliseconds are")
+    named = {name for cells in shown for cell in cells[:2] for name in re.findall(r"`(\w+)`", cell)}
+    assert named >= set(KEYS)
+    assert f"its operations at {KERNEL_EFFICIENCY:.0%} of".replace("%", " %") in text

@@ -39,6 +39,7 @@ FOLDERS = {
     "nnx_pipeline/lab": (
         ("hlo",),
         ("attribution",),
+        ("timing",),
         ("compile",),
         ("comparison",),
         ("report",),

@@ -17,6 +17,8 @@ from nnx_pipeline.lab.report import tables as report
 from nnx_pipeline.lab.report.account_table import TOTAL
 from nnx_pipeline.lab.report.memory_tables import difference_view, memory_view
 from nnx_pipeline.lab.report.sweep_table import COLUMNS, sweep_view
+from nnx_pipeline.lab.report.time_table import lines_table, time_table
+from nnx_pipeline.lab.timing.result import Row, Time
 
 LONG = "tests.programs_of_somebody:gradients_of_every_microbatch_side_by_side"
 
@@ -66,6 +68,88 @@ def test_arms_and_experiments_have_their_whole_names(width: int) -> None:
     sizes = [outcome().b.memory.to_json()[f"{name}_bytes"] for name in report.COLUMNS]
     assert figures.split()[2:] == [report.megabytes(size) for size in sizes]
     assert figures.index(".") > heads.index("temp")
+
+
+TIME = Time(
+    basis="cycles",
+    known_seconds=0.03531,
+    compute_seconds=0.03531,
+    collective_seconds=0.0114,
+    exposed_seconds=0.01089,
+    memory_wait_seconds=0.00005,
+    step_seconds=0.04625,
+    range_seconds=(0.03531, 0.04671),
+    hfu=0.124,
+    mfu=0.03,
+    bubble_share=3 / 11,
+    launches=8557,
+    peak_flops=459e12,
+)
+
+
+def test_time_is_a_column_where_any_arm_has_one() -> None:
+    one, other = measurement(attribution()), measurement(attribution())
+    found = of_two(dataclasses.replace(one, time=TIME), other)
+    shown = text(report.outcomes_view("an A/B", [found]))
+    assert max(map(len, shown.splitlines())) <= 80
+    assert LONG in letters(shown)
+    (heads,) = (line for line in shown.splitlines() if "temp MB" in line)
+    assert heads.split()[-2:] == ["step", "ms"]
+    assert any(line.endswith("46.25") for line in map(str.rstrip, shown.splitlines()))
+    (lean,) = (line for line in shown.splitlines() if "lean" in line and "b:" in line)
+    assert lean.split()[-1] == "–"
+
+
+def test_the_time_of_a_program() -> None:
+    made = dataclasses.replace(measurement(attribution()), time=TIME)
+    shown = text(report.measurement_view("a step", made))
+    figures = dict(re.findall(r"│ (.+?) +│ +([\d.,–]+) │", shown))
+    assert figures["compute"] == "35.31"
+    assert figures["+ collectives that the compute waits for"] == "10.89"
+    assert figures["+ transfers that the compute waits for"] == "0.05"
+    assert figures["= step"] == "46.25"
+    assert figures["step if none of them were"] == "46.71"
+    assert "MFU 3.0%, HFU 12.4%, bubble 27.3%, 8,557 launches" in shown
+    assert "estimated time: –" in text(
+        report.measurement_view("a step", measurement(attribution()))
+    )
+
+
+def test_where_the_time_goes() -> None:
+    """One row per line, its passes side by side; the lines that are left out are one more row."""
+    given = [
+        ("a.py:1", "products", "forward", 3e-3),
+        ("a.py:1", "products", "backward", 4e-3),
+        (None, "other", "recomputed", 2e-3),
+        ("b.py:2", "moves", "forward", 1e-3),
+        ("c.py:3", "kernels", "forward", 5e-4),
+    ]
+    rows = [
+        Row(source=source, kind=kind, pass_name=name, seconds=seconds, launches=2)
+        for source, kind, name, seconds in given
+    ]
+    shown = text(lines_table(dataclasses.replace(TIME, rows=tuple(rows)), top=2))
+    cells = [
+        [cell.strip() for cell in line.strip("│").split("│")]
+        for line in shown.splitlines()
+        if line.startswith("│")
+    ]
+    assert cells == [
+        ["7.00", "3.00", "–", "4.00", "4", "a.py:1"],
+        ["2.00", "–", "2.00", "–", "2", "–"],
+        ["1.50", "1.50", "–", "–", "4", "all others"],
+    ]
+
+
+def test_time_that_is_partly_unknown() -> None:
+    unknown = dict.fromkeys(("compute_seconds", "step_seconds", "range_seconds", "hfu", "mfu"))
+    time = dataclasses.replace(TIME, **unknown, exposed_seconds=None, launches=None)
+    shown = text(time_table(time))
+    figures = dict(re.findall(r"│ +(.+?) +│ +([\d.,–]+) │", shown))
+    assert (figures["compute"], figures["of this, known"]) == ("–", "35.31")
+    assert figures["= step"] == figures["step if all of them were hidden"] == "–"
+    assert "MFU" not in shown
+    assert "– launches" in shown
 
 
 def test_a_verdict_names_its_figure() -> None:
@@ -158,3 +242,18 @@ def test_a_sweep_has_its_whole_names() -> None:
     assert all(head in shown for head in COLUMNS)
     growth = points[1].result.memory.account_bytes - points[0].result.memory.account_bytes
     assert f"{growth / 4e6:+,.3f}" in shown
+
+
+def test_a_sweep_has_the_estimated_step() -> None:
+    points = []
+    for value in (4, 8):
+        time = dataclasses.replace(TIME, step_seconds=value * 1e-3)
+        result = dataclasses.replace(measurement(attribution()), time=time)
+        points.append(Point(value=value, result=result))
+    found = Sweep(field="train.global_batch", arms=(("step", tuple(points)),), platform="cpu")
+    assert found.slope("step_seconds") == pytest.approx(1e-3)
+    shown = text(sweep_view("a sweep", found))
+    at = COLUMNS.index("step ms") + 1
+    lines = {line.split()[0]: line.split() for line in shown.splitlines() if line.strip()}
+    assert (lines["4"][at], lines["8"][at]) == ("4.00", "8.00")
+    assert lines["slope"][-2] == "+1.000"

@@ -101,7 +101,7 @@ def _run(
             )
             for platform in target.platforms()
         ]
-    title = f"{chosen.model} on {mesh}, {target.platform}: memory of one training step per device"
+    title = f"{chosen.model} on {mesh}, {target.platform}: one training step, per device"
     report.show_outcomes(title, found, target.platform, json_path=outputs.json_path)
     outputs.write_outcomes(title, found)
     failed = [one.question.name for outcomes in found for one in outcomes if one.failed]

@@ -1,4 +1,10 @@
-"""The command `memory`: what a training step, or your own function, holds in device memory."""
+"""The command `memory`: what a training step, or your own function, holds in device memory.
+
+Below that it says where the estimated time of a step goes.
+"""
+
+import dataclasses
+from typing import Any
 
 import click
 
@@ -14,6 +20,7 @@ from nnx_pipeline.lab.compile.measure import Measurement, Progress
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.report import tables as report
 from nnx_pipeline.lab.report.memory_tables import memory_view
+from nnx_pipeline.lab.report.time_table import lines_table, time_table
 from nnx_pipeline.lab.report.unread import FIGURES, unread_lines
 from nnx_pipeline.mesh import MeshConfig
 
@@ -48,7 +55,8 @@ def memory_command(
 
     The bytes are those of the compiler's own buffer assignment, per device. The account below says
     what else the program holds there: arguments, outputs and constants. Buffers whose rows would
-    be identical share one row, which says how many they are; the JSON lists every buffer. For
+    be identical share one row, which says how many they are; the JSON lists every buffer. Below
+    that, the estimated time of a step is listed by line of source and by pass. For
     NVIDIA the program is compiled twice: with matrix products by Triton and by cuBLASLt. The JSON
     has the second program under `other_gemm`.
     """
@@ -76,13 +84,21 @@ def memory_command(
         named = f"{title}, {report.compiler(result)}{by}"
         report.show(memory_view(named, attribution, top=top), json_path=outputs.json_path)
         report.show(report.account_view(result), json_path=outputs.json_path)
+        if result.time:
+            report.show(lines_table(result.time, top=top), json_path=outputs.json_path)
+            report.show(time_table(result.time), json_path=outputs.json_path)
     rows = [
-        {**result.to_json(), "buffers": attribution.to_json()}
+        {**result.to_json(), "buffers": attribution.to_json(), "time_by_line": _by_line(result)}
         for result, attribution in zip(results, found, strict=True)
     ]
     report.emit_json(outputs.json_path, report.with_other_gemm(rows))
     shown = results if differ else results[:1]
     outputs.write_measurement(title, shown, top)
+
+
+def _by_line(result: Measurement) -> list[dict[str, Any]] | None:
+    """The estimated compute by line, kind and pass; None where there is no estimate."""
+    return None if result.time is None else [dataclasses.asdict(row) for row in result.time.rows]
 
 
 def _with_buffers(result: Measurement, platform: str) -> Attribution:

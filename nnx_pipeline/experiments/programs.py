@@ -15,6 +15,7 @@ from flax import nnx
 from nnx_pipeline.config.config import Config, ModelConfig, to_dict
 from nnx_pipeline.decoder import Mixtral
 from nnx_pipeline.experiments.arms import Program
+from nnx_pipeline.experiments.useful import bubble_share, useful_flops
 from nnx_pipeline.lab.compile.measure import Clock, Measurement, Progress, measure_traced
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.mesh import MeshConfig, make_mesh
@@ -72,7 +73,11 @@ def measure(
         held = _held_while_tracing(program, clock) if program.kind == "trace" else None
         traced = _traced(program, clock)
         found = measure_traced(traced, platform, clock, sizes.sizes(), to_dict(program.config))
-    return dataclasses.replace(found, trace_host_bytes=held)
+    time = found.time
+    if time is not None and program.kind == "step":
+        needed, discarded = useful_flops(program.config, sizes), bubble_share(program.config, sizes)
+        time = time.of_model(needed, discarded)
+    return dataclasses.replace(found, trace_host_bytes=held, time=time)
 
 
 def mesh_of(

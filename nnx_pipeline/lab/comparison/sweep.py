@@ -1,4 +1,4 @@
-"""Describes how the memory, work and compile time of programs grow with one swept value."""
+"""Describes how the memory, work and time of programs grow with one swept value."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ FIGURES = (
     "peak_bytes",
     "account_bytes",
     "flops",
+    "step_seconds",
     "compile_seconds",
 )
 
@@ -48,9 +49,14 @@ class Point:
     error: str = ""
 
     def figure(self, name: str) -> float | None:
-        """One of FIGURES, with bytes and FLOPs per device; None where it is not known."""
+        """One of FIGURES, with bytes and FLOPs per device; None where it is not known.
+
+        `step_seconds` is the estimated time of a step.
+        """
         if self.result is None:
             return None
+        if name == "step_seconds":
+            return self.result.time.step_seconds if self.result.time else None
         if name == "compile_seconds":
             return self.result.seconds.get("compile")
         return self.result.flops if name == "flops" else getattr(self.result.memory, name)

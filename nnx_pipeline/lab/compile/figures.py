@@ -18,6 +18,9 @@ from nnx_pipeline.lab.hlo.cost import (
 from nnx_pipeline.lab.hlo.loops import executions
 from nnx_pipeline.lab.hlo.module import parse
 from nnx_pipeline.lab.hlo.unread import Unread, merged, unknown_opcodes
+from nnx_pipeline.lab.timing.estimate import Estimate
+from nnx_pipeline.lab.timing.links import Links
+from nnx_pipeline.lab.timing.result import Time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,7 @@ class Program:
     - `collectives`: `ops`, `executed` and `bytes` of each kind, see `collective_counts`.
     - `attribution`: what the heap holds at its peak.
     - `assigned`: what lies in device memory outside the heap.
+    - `time`: how long a step takes, by estimate.
     - `unread`: why a figure is None, or what it leaves out.
     - `notes`: what a figure counts beyond what runs, one sentence each.
     """
@@ -38,18 +42,24 @@ class Program:
     collectives: dict[str, dict[str, int | None]]
     attribution: Attribution | None = None
     assigned: Assigned | None = None
+    time: Time | None = None
     unread: tuple[Unread, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 def read_program(
-    text: str, buffers: str | None, temp_bytes: int, one_line: frozenset[str] = frozenset()
+    text: str,
+    buffers: str | None,
+    temp_bytes: int,
+    one_line: frozenset[str] = frozenset(),
+    links: Links | None = None,
 ) -> Program:
     """Reads every figure that the text of a compiled program gives.
 
     - `text`: `compiled.as_text()`.
     - `buffers`: the buffer assignment as `heap.compile_with_dump` gives it.
     - `temp_bytes`, `one_line`: as for `attribution.peak.attribute`.
+    - `links`: the devices that it runs on, for the estimate of its time; None for no estimate.
 
     A text that cannot be read gives no figures, and an entry of `unread` names the line. This does
     not raise, because the memory that the compiler itself reports does not depend on the text.
@@ -60,14 +70,16 @@ def read_program(
         module = parse(text)
     except ValueError as error:
         nothing = {kind: dict.fromkeys(("ops", "executed", "bytes")) for kind in COLLECTIVES}
-        unread = _text("the program", error, "flops", "collectives", "buffers")
+        unread = _text("the program", error, "flops", "collectives", "buffers", "time")
         return Program(collectives=nothing, assigned=beside, unread=(unread, *unreadable))
     runs = executions(module)
     products = products_of(module, runs)
+    estimate = Estimate(module, runs, links) if links else None
     found = [
         *products.unknown,
         *uncounted_transfers(module, runs),
         *unknown_opcodes(module, runs),
+        *(estimate.unread if estimate else ()),
     ]
     return Program(
         flops=None if products.unknown else products.known,
@@ -75,6 +87,7 @@ def read_program(
         collectives=collective_counts(module, runs),
         attribution=attribute(placed, module, temp_bytes, one_line) if placed else None,
         assigned=beside,
+        time=estimate.time if estimate else None,
         unread=(*merged(found), *unreadable),
         notes=branch_notes(module, runs),
     )

@@ -17,6 +17,9 @@ from nnx_pipeline.lab.compile.heap import compile_with_dump, heap_bytes
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.hlo.module import fingerprint
 from nnx_pipeline.lab.hlo.unread import Unread
+from nnx_pipeline.lab.timing.devices import device_of
+from nnx_pipeline.lab.timing.links import Links
+from nnx_pipeline.lab.timing.result import KEYS, Time
 from nnx_pipeline.tracing.jaxpr import called_from_one_line
 
 Progress = Callable[[str], None]
@@ -41,6 +44,7 @@ class Measurement:
     - `attribution`: what the heap holds at its peak; None where the compiler wrote no buffer
       assignment.
     - `assigned`: what lies in device memory outside the heap; None in the same case.
+    - `time`: how long a step takes, by estimate; None where nothing is known of the devices.
     - `device_memory_bytes`: the memory of one device; None where that is not known. The NVIDIA
       compiler also compiles programs that are larger.
     - `gemm`: what NVIDIA's matrix products become, see `Platform`; None on other platforms.
@@ -67,6 +71,7 @@ class Measurement:
     kept_fingerprint: str = dataclasses.field(default="", repr=False)
     attribution: Attribution | None = dataclasses.field(default=None, repr=False)
     assigned: Assigned | None = dataclasses.field(default=None, repr=False)
+    time: Time | None = dataclasses.field(default=None, repr=False)
     device_memory_bytes: int | None = None
     gemm: str | None = None
     trace_host_bytes: int | None = None
@@ -123,7 +128,8 @@ class Measurement:
         fields = dataclasses.asdict(dataclasses.replace(self, hlo="", attribution=None))
         for name in ("hlo", "kept_fingerprint", "attribution", "assigned", "measured"):
             del fields[name]
-        told = {"memory": self.memory.to_json(), "account": self.account.to_json()}
+        told: dict[str, Any] = {"memory": self.memory.to_json(), "account": self.account.to_json()}
+        told["time"] = self.time.to_json() if self.time else dict.fromkeys(KEYS)
         return {
             "schema": 1,
             **fields,
@@ -149,6 +155,7 @@ class Measurement:
         rows, beside = value["attribution"], value["assigned"]
         changed = {
             "memory": Memory(**value["memory"]),
+            "time": None if value["time"] is None else Time.from_cache(value["time"]),
             "assigned": None if beside is None else Assigned(**beside),
             "attribution": None if rows is None else Attribution.from_json(rows),
             "measured": measured,
@@ -182,7 +189,7 @@ def measure_traced(
     costs = _cost_analysis(compiled)
     analysis: Any = compiled.memory_analysis()
     one_line = called_from_one_line(traced.jaxpr)
-    program = read_program(hlo, text, analysis.temp_size_in_bytes, one_line)
+    program = read_program(hlo, text, analysis.temp_size_in_bytes, one_line, _links(platform))
     memory = _memory(analysis, heap_bytes(text), program.assigned)
     return Measurement(
         platform=str(platform),
@@ -194,6 +201,7 @@ def measure_traced(
         xla_flops=costs.get("flops"),
         bytes_accessed=costs.get("bytes accessed"),
         collectives=program.collectives,
+        time=program.time,
         device_memory_bytes=platform.memory_bytes(),
         gemm=platform.gemm if platform.kind == "cuda" else None,
         seconds=clock.seconds,
@@ -204,6 +212,16 @@ def measure_traced(
         unread=program.unread,
         notes=(*_dropped_arguments(compiled), *program.notes),
     )
+
+
+def _links(platform: Platform) -> Links | None:
+    """The devices of the ambient mesh and their links; None where nothing is known of them."""
+    device = device_of(platform.kind, platform.target)
+    if device is None:
+        return None
+    mesh = jax.sharding.get_mesh()
+    devices = platform.devices(1)[:1] if mesh.empty else [*mesh.devices.flat]
+    return Links.of(device, platform.topology, devices)
 
 
 def _dropped_arguments(compiled: jax.stages.Compiled) -> list[str]:

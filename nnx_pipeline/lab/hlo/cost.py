@@ -147,7 +147,7 @@ def _collectives(module: Module, runs: Runs) -> Iterator[tuple[Instruction, int 
     for name, times in runs.items():
         computation = module.computations[name]
         for instruction in computation.instructions.values():
-            kind, size = _collective(computation, instruction, in_fusion=name in fused)
+            kind, size = collective_of(computation, instruction, in_fusion=name in fused)
             if kind and not _is_repeated_step(instruction, steps_seen):
                 yield instruction, times, kind, size
 
@@ -200,7 +200,7 @@ def _add(count: dict[str, int | None], times: int | None, size: int) -> None:
     count["ops"] = (count["ops"] or 0) + 1
 
 
-def _collective(
+def collective_of(
     computation: Computation, instruction: Instruction, *, in_fusion: bool
 ) -> tuple[str, int]:
     """The kind and result bytes of a collective; ("", 0) for a start or any other instruction."""

@@ -158,6 +158,28 @@ def executions(module: Module) -> dict[str, int | None]:
     return counts
 
 
+def loop_trips(module: Module) -> dict[tuple[str, str], int | None]:
+    """How often the body of each loop runs each time that the loop is reached.
+
+    The result has an entry for each while instruction that runs, by the names of its computation
+    and of itself. None stands for a trip count that cannot be found, and for one that is not the
+    same each time.
+    """
+    found: dict[tuple[str, str], int | None] = {}
+
+    def visit(scope: Scope) -> None:
+        for instruction in scope.computation.instructions.values():
+            if instruction.opcode == "while":
+                key = scope.computation.name, instruction.name
+                trips = _trip_count(scope, instruction)
+                found[key] = trips if found.get(key, trips) == trips else None
+            for callee, _ in _calls(scope, instruction):
+                visit(callee)
+
+    visit(Scope(module, module.computations[module.entry], _nothing))
+    return found
+
+
 def _calls(scope: Scope, instruction: Instruction) -> Iterator[tuple[Scope, int | None]]:
     """Yields the scope of each computation that an instruction runs, and how often it runs."""
     callees, opcode = instruction.called(), instruction.opcode

@@ -58,6 +58,7 @@ _CALLED = (
     "branch_computations",
     "called_computations",
 )
+_HOST_MEMORY = "S(5)"  # a layout's memory space
 # Attributes of a module that say which arguments it may put its results into.
 _DONATED = ("input_output_alias", "buffer_donor")
 # Attributes that name instructions, or computations that are applied to each element.
@@ -108,6 +109,7 @@ class Instruction:
     - `op_name`: the path of JAX operations that it comes from, None if the text has none.
     - `source_file`, `source_line`: those of the innermost Python frame, None if the text has none.
     - `frames`: all frames that the text has, innermost first: file, line and function.
+    - `in_host_memory`: whether the result, or a part of it, lies in the memory of the host.
     """
 
     name: str
@@ -120,6 +122,7 @@ class Instruction:
     source_file: str | None = None
     source_line: int | None = None
     frames: tuple[Frame, ...] = ()
+    in_host_memory: bool = False
 
     @property
     def result_bytes(self) -> int:
@@ -322,6 +325,7 @@ def _instruction(scanner: Scanner, start: int, frames: Frames) -> tuple[bool, In
         inside.strip() if takes_literal else "",
         attributes,
         *frames.describe(attributes.get("metadata", "")),
+        _HOST_MEMORY in text[named.end() : end_of_type],
     )
     return bool(named[1]), instruction, end
 

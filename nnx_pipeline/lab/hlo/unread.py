@@ -18,8 +18,8 @@ class Unread:
 
     - `name`: of the instruction, "" for a text.
     - `what`: its opcode, or the target of a custom call; for a text, which one it is.
-    - `figures`: the figures that leave it out: `flops`, `collectives`, `buffers` (their roles and
-      source lines) or `account`.
+    - `figures`: the figures that leave it out: `flops`, `collectives`, `time`, `buffers` (their
+      roles and source lines) or `account`.
     - `executed`: how often it runs per step, None where that is not known.
     - `reason`: why it is left out.
     """

@@ -12,6 +12,7 @@ from nnx_pipeline.lab.report.account_table import OTHER_ROWS, account_rows
 from nnx_pipeline.lab.report.colours import role_colour
 from nnx_pipeline.lab.report.memory_tables import short_operation, short_source
 from nnx_pipeline.lab.report.tables import megabytes, teraflops
+from nnx_pipeline.lab.report.time_table import BASES, milliseconds, shares
 
 DASH = "–"
 _SMALLEST = 0.05e6  # bytes; anything less is shown as 0.0 MB
@@ -167,6 +168,8 @@ def figures_table(arms: Labelled) -> Markup:
             rows[-1].append(change(*values))
     flops = [teraflops(r.flops) if r else DASH for r in results]
     rows.append(["matrix products", *flops])
+    if any(result and result.time for result in results):
+        rows += _time_rows(results)
     for name in _collectives(results):
         said = [_traffic(r, name) for r in results]
         rows.append([f"{name}, MB of results", *said])
@@ -178,6 +181,24 @@ def figures_table(arms: Labelled) -> Markup:
         head.append("b − a")
         rows = [[*row, ""] if len(row) < len(head) else row for row in rows]
     return table(None, head, rows, numbers=len(head) - 1)
+
+
+def _time_rows(results: Sequence[Measurement | None]) -> list[list[Any]]:
+    """The estimated time of each arm, and by what it is known."""
+    times = [result.time if result else None for result in results]
+    (basis, *_) = [time.basis for time in times if time]
+    fields = (
+        (f"estimated step, ms ({BASES[basis]})", "step_seconds"),
+        ("of this compute, ms", "compute_seconds"),
+        ("of this waiting for collectives, ms", "exposed_seconds"),
+        ("of this waiting for transfers of the memory, ms", "memory_wait_seconds"),
+        ("all collectives, ms", "collective_seconds"),
+    )
+    rows: list[list[Any]] = [
+        [label, *(milliseconds(getattr(time, field)) if time else DASH for time in times)]
+        for label, field in fields
+    ]
+    return [*rows, ["useful and launched", *(shares(time) if time else DASH for time in times)]]
 
 
 def _collectives(results: Sequence[Measurement | None]) -> list[str]:

@@ -8,9 +8,12 @@ from rich.text import Text
 from nnx_pipeline.lab.comparison.sweep import Fit, Point, Sweep
 from nnx_pipeline.lab.report.memory_tables import megabytes
 from nnx_pipeline.lab.report.tables import closing_lines
+from nnx_pipeline.lab.report.time_table import milliseconds
 
 BYTES = ("temp_bytes", "heap_bytes", "peak_bytes", "account_bytes")
-COLUMNS = ("temp MB", "heap MB", "peak MB", "account MB", "GFLOP", "compile s")
+COLUMNS = ("temp MB", "heap MB", "peak MB", "account MB", "GFLOP", "step ms", "compile s")
+# What each figure is divided by before it is shown, in the order of the columns.
+UNITS = {**dict.fromkeys(BYTES, 1e6), "flops": 1e9, "step_seconds": 1e-3, "compile_seconds": 1.0}
 
 
 def sweep_view(title: str, sweep: Sweep) -> RenderableType:
@@ -24,11 +27,9 @@ def sweep_view(title: str, sweep: Sweep) -> RenderableType:
         for point in points:
             table.add_row(str(point.value), *_figures(point))
         table.add_section()
-        fits = {name: sweep.fit(name, label) for name in (*BYTES, "flops", "compile_seconds")}
-        slopes = [_slope(fit, 1e6) for fit in (fits[name] for name in BYTES)]
-        slopes += [_slope(fits["flops"], 1e9), _slope(fits["compile_seconds"], 1)]
-        table.add_row("slope per unit", *slopes)
-        table.add_row("r²", *map(_explained, fits.values()))
+        fits = [(sweep.fit(name, label), unit) for name, unit in UNITS.items()]
+        table.add_row("slope per unit", *(_slope(fit, unit) for fit, unit in fits))
+        table.add_row("r²", *(_explained(fit) for fit, _ in fits))
         parts += [Text(f"{label}, by {sweep.field}", style="bold"), table]
     failed = [Text(error, style="red") for error in sweep.errors]
     measured = [point.result for _, points in sweep.arms for point in points if point.result]
@@ -42,6 +43,7 @@ def _figures(point: Point) -> list[str]:
     return [
         *(megabytes(getattr(point.result.memory, name)) for name in BYTES),
         "–" if flops is None else f"{flops / 1e9:,.2f}",
+        milliseconds(point.figure("step_seconds")),
         "–" if seconds is None else f"{seconds:.1f}",
     ]
 

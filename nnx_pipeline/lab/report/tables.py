@@ -20,6 +20,7 @@ from nnx_pipeline.lab.comparison.outcome import NAMES, NOT_APPLICABLE, Outcome, 
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.report.account_table import OTHER_ROWS, account_table, blind_spots
 from nnx_pipeline.lab.report.memory_tables import difference_view, megabytes
+from nnx_pipeline.lab.report.time_table import milliseconds, time_table
 from nnx_pipeline.lab.report.unread import unread_lines
 
 CPU_WARNING = (
@@ -43,7 +44,7 @@ def compiler(measurement: Measurement) -> str:
 
 
 def measurement_view(title: str, measurement: Measurement, *, hint: bool = True) -> RenderableType:
-    """What one program costs: memory, collectives, matrix products, and notes.
+    """What one program costs: memory, collectives, matrix products, time, and notes.
 
     - `title`: the first line.
     - `measurement`: the program, such as a training step.
@@ -66,6 +67,7 @@ def measurement_view(title: str, measurement: Measurement, *, hint: bool = True)
         memory,
         traffic if measurement.collectives is not None else Text("collectives: –"),
         Text(f"matrix products: {_products(measurement)}"),
+        time_table(measurement.time),
         Text("seconds: " + ", ".join(f"{k} {v:.2f}" for k, v in measurement.seconds.items())),
     ]
     if measurement.platform == "cpu":
@@ -89,14 +91,13 @@ def outcomes_view(title: str, outcomes: Sequence[Outcome], *, hint: bool = True)
     - `outcomes`: the experiments.
     - `hint`: as for `measurement_view`.
     """
-    labels = [label for outcome in outcomes for label, _ in _arms(outcome)]
-    letters = max(map(len, labels), default=0)
-    parts: list[RenderableType] = [Text(title, style="italic"), _Rows([], letters)]
+    arms = [arm for outcome in outcomes for arm in _arms(outcome)]
+    letters = max((len(label) for label, _ in arms), default=0)
+    timed = any(result and result.time for _, result in arms)
+    heads = [*(f"{name} MB" for name in COLUMNS), *(["step ms"] if timed else [])]
+    parts: list[RenderableType] = [Text(title, style="italic"), _Rows([("", heads)], letters, "")]
     for outcome in outcomes:
-        rows = [
-            (label, [getattr(result.memory, f"{c}_bytes") if result else None for c in COLUMNS])
-            for label, result in _arms(outcome)
-        ]
+        rows = [(label, _figures(result, timed)) for label, result in _arms(outcome)]
         parts += [Text(heading(outcome), style="bold"), _Rows(rows, letters)]
     notes = [Text(f"{o.question.name}: {o.note}", style="yellow") for o in outcomes if o.note]
     measured = [m for o in outcomes for m in (o.a, o.b) if m]
@@ -115,26 +116,34 @@ def outcomes_view(title: str, outcomes: Sequence[Outcome], *, hint: bool = True)
 class _Rows:
     """Labels and figures of the arms, aligned in the same columns for all experiments.
 
-    - `rows`: label and bytes of each arm, by `COLUMNS`; without rows the heads are shown.
+    - `rows`: label and figures of each arm.
     - `letters`: the length of the longest label. A label too long for the room that there is takes
       several lines.
+    - `keys`: the letter of each arm; "" for a row of heads.
     """
 
-    rows: Sequence[tuple[str, Sequence[int | None]]]
+    rows: Sequence[tuple[str, Sequence[str]]]
     letters: int
+    keys: str = "ab"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = Table.grid(padding=(0, 2, 0, 0))
-        room = options.max_width - len(COLUMNS) * (_FIGURE + 2) - (_KEY_WIDTH + 2)
+        columns = len(self.rows[0][1])
+        room = options.max_width - columns * (_FIGURE + 2) - (_KEY_WIDTH + 2)
         table.add_column("", width=_KEY_WIDTH)
         table.add_column("", width=max(8, min(self.letters, room)), overflow="fold")
-        for _ in COLUMNS:
+        for _ in range(columns):
             table.add_column(justify="right", no_wrap=True, min_width=_FIGURE)
-        if not self.rows:
-            table.add_row("", "", *(f"{name} MB" for name in COLUMNS))
-        for key, (label, sizes) in zip("ab", self.rows, strict=False):
-            table.add_row(_KEY.format(key), label, *map(megabytes, sizes))
+        for key, (label, figures) in zip(self.keys or " ", self.rows, strict=False):
+            table.add_row(_KEY.format(key) if self.keys else "", label, *figures)
         yield table
+
+
+def _figures(result: Measurement | None, timed: bool) -> list[str]:
+    """The figures of an arm: its memory, and its estimated step if any arm of the table has one."""
+    sizes = [getattr(result.memory, f"{name}_bytes") if result else None for name in COLUMNS]
+    step = result.time.step_seconds if result and result.time else None
+    return [*map(megabytes, sizes), *([milliseconds(step)] if timed else [])]
 
 
 def _arms(outcome: Outcome) -> list[tuple[str, Measurement | None]]:

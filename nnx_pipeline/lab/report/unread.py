@@ -13,6 +13,7 @@ FIGURES = {
     "collectives": "the collectives",
     "buffers": "the list of buffers",
     "account": "the account",
+    "time": "the estimated time",
 }
 SHOWN = 3  # instructions that a line names
 

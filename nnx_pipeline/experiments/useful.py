@@ -1,0 +1,51 @@
+"""What a training step needs of a model, and what its schedule discards: for a step's MFU."""
+
+from nnx_pipeline.config.config import Config, ModelConfig
+from nnx_pipeline.mesh import MeshConfig
+from nnx_pipeline.pipeline.schedule import make_schedule
+
+PASSES = 3  # forward, and twice as much backward: gradients of inputs and of weights
+
+
+def useful_flops(config: Config, mesh: MeshConfig) -> float:
+    """Operations of matrix products per device and training step that the model needs.
+
+    - `config`: gives the sizes of the model and of the batch.
+    - `mesh`: over whose devices they are divided.
+
+    Counted as MaxText counts them: only the experts that a token is sent to, only the causal half
+    of attention, nothing that is computed again, nothing in a bubble.
+    """
+    train = config.train
+    tokens = train.global_batch * train.sequence_length
+    per_token = flops_per_token(config.model, train.sequence_length)
+    return PASSES * tokens * per_token / mesh.num_devices
+
+
+def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
+    """Operations of the forward pass for one token.
+
+    - `model`: the sizes of the model.
+    - `sequence_length`: a token attends to half of so many on average.
+    """
+    projections = 2 * model.embed_dim * model.head_dim * (model.num_heads + model.num_kv_heads) * 2
+    attention = 2 * 2 * (sequence_length / 2) * model.num_heads * model.head_dim
+    experts = model.num_experts_per_token * 3 * 2 * model.embed_dim * model.mlp_dim
+    router = 2 * model.embed_dim * model.num_experts if model.num_experts > 1 else 0
+    head = 2 * model.embed_dim * model.vocab_size
+    return model.num_layers * (projections + attention + experts + router) + head
+
+
+def bubble_share(config: Config, mesh: MeshConfig) -> float:
+    """The part of the pipeline's ticks in which a stage works for nothing; 0 on one stage."""
+    if mesh.stage == 1:
+        return 0.0
+    pipeline = config.pipeline
+    schedule = make_schedule(
+        pipeline.schedule,
+        stages=mesh.stage,
+        microbatches=pipeline.microbatches_on(mesh.stage),
+        repeats=pipeline.num_repeats,
+        delay=pipeline.forwarding_delay,
+    )
+    return schedule.bubble_share

@@ -1,0 +1,84 @@
+"""Shows the estimated time of a program as tables."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from nnx_pipeline.lab.report.memory_tables import short_source
+from nnx_pipeline.lab.timing.result import PASSES, Row, Time
+
+BASES = {"cycles": "by the compiler's cycles", "roofline": "a roofline: no program reaches it"}
+
+
+def time_table(time: Time | None) -> RenderableType:
+    """Compute, collectives, what of these the compute waits for, and the step.
+
+    - `time`: the estimate; None for a line that says that there is none.
+    """
+    if time is None:
+        return Text("estimated time: –")
+    table = Table(title=f"estimated time, {BASES[time.basis]}", title_justify="left")
+    table.add_column("", no_wrap=True)
+    table.add_column("ms", justify="right", no_wrap=True)
+    table.add_row("compute", milliseconds(time.compute_seconds))
+    if time.compute_seconds is None:
+        table.add_row("  of this, known", milliseconds(time.known_seconds))
+    table.add_row("+ collectives that the compute waits for", milliseconds(time.exposed_seconds))
+    table.add_row("+ transfers that the compute waits for", milliseconds(time.memory_wait_seconds))
+    table.add_row("= step", milliseconds(time.step_seconds))
+    table.add_section()
+    table.add_row("all collectives", milliseconds(time.collective_seconds))
+    hidden, stopping = time.range_seconds or (None, None)
+    table.add_row("step if all of them were hidden", milliseconds(hidden))
+    table.add_row("step if none of them were", milliseconds(stopping))
+    return Group(table, Text(shares(time)))
+
+
+def lines_table(time: Time, *, top: int) -> Table:
+    """Where the compute goes: one row per source line, its passes side by side.
+
+    - `time`: the estimate.
+    - `top`: the most rows; the other lines are summed in one row.
+    """
+    table = Table(title="where the estimated compute goes, ms", title_justify="left")
+    for column in ("all", *PASSES, "launches"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("line", overflow="fold")
+    lines: dict[str | None, list[Row]] = defaultdict(list)
+    for row in time.rows:
+        lines[row.source].append(row)
+    ordered = sorted(lines.items(), key=lambda item: -_sum(item[1]))
+    for source, rows in ordered[:top]:
+        table.add_row(*_cells(rows), short_source(source))
+    if rest := [row for _, rows in ordered[top:] for row in rows]:
+        table.add_row(*_cells(rest), "all others")
+    return table
+
+
+def _cells(rows: Sequence[Row]) -> list[str]:
+    parts = [[row for row in rows if row.pass_name == name] for name in PASSES]
+    sums = [milliseconds(_sum(part) if part else None) for part in parts]
+    return [milliseconds(_sum(rows)), *sums, f"{sum(row.launches for row in rows):,}"]
+
+
+def _sum(rows: Sequence[Row]) -> float:
+    return sum(row.seconds for row in rows)
+
+
+def shares(time: Time) -> str:
+    """What part of the step is useful, and how many instructions are launched, as one line."""
+    told = [("MFU", time.mfu), ("HFU", time.hfu), ("bubble", time.bubble_share)]
+    parts = [f"{name} {value:.1%}" for name, value in told if value is not None]
+    count = "–" if time.launches is None else f"{time.launches:,}"
+    return ", ".join([*parts, f"{count} launches"])
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Seconds as milliseconds; a dash where there is no figure."""
+    if seconds is None:
+        return "–"
+    value = 1e3 * seconds
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"

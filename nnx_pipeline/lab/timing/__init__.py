@@ -1,0 +1,1 @@
+"""Estimates how long a compiled program runs: compute, collectives, and what of these overlaps."""

@@ -1,0 +1,263 @@
+"""How long one instruction takes, and by what that is known.
+
+- `cycles`: the TPU compiler writes into each fusion how many cycles it estimates. The few others
+  that take time, such as a sort, take their bytes at the memory's rate.
+- `kernel`: a kernel written by hand carries no estimate, or a sentinel in its place. Its time is
+  the longer of two: its operations at `KERNEL_EFFICIENCY` of the peak, and its bytes at the rate
+  of the memory. Its operations and bytes are those of its own `cost_estimate`.
+- `roofline`: an NVIDIA program has no estimates. There an instruction takes the longer of its
+  operations at the peak and its bytes at the memory's rate, which no real program reaches.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from nnx_pipeline.lab.hlo.module import Computation, Instruction, Module
+from nnx_pipeline.lab.hlo.opcodes import PRODUCTS, TRANSFERS, is_known, plain
+from nnx_pipeline.lab.hlo.products import flops_of
+from nnx_pipeline.lab.timing.collectives import called_inside, collectives_in
+from nnx_pipeline.lab.timing.devices import Device
+
+Kind = Literal["products", "kernels", "moves", "other"]
+KINDS: tuple[Kind, ...] = ("products", "kernels", "moves", "other")
+
+KERNEL_EFFICIENCY = 0.65  # of the peak: attention kernels reach 50 to 80 % of it on a v5p
+SMALL = 4096  # bytes: what is smaller and has no estimate steers the program and is left out
+NO_ESTIMATE = 2**62  # the sentinels are 2⁶³ − 1 and 2⁶⁴ − 1; no estimate comes near them
+
+_CYCLES = re.compile(r'estimated_cycles"\s*:\s*"?(\d+)')
+_OWN_COST = re.compile(r'(flops|bytes_accessed)\\*"\s*:\s*\\*"?(\d+)')
+_LIBRARY = re.compile(r'"?__(cublas|cudnn|onednn)')
+_KERNELS = re.compile(r"tpu_custom_call|mosaic|triton")
+_MOVES = frozenset(
+    {
+        *("bitcast", "broadcast", "concatenate", "copy", "dynamic-slice", "dynamic-update-slice"),
+        *("iota", "pad", "reshape", "slice", "transpose"),
+    }
+)
+_SLICES = ("dynamic-slice", "slice", "gather")
+_FREE = frozenset(
+    {
+        *("after-all", "bitcast", "conditional", "constant", "get-tuple-element", "opt-barrier"),
+        *("parameter", "partition-id", "replica-id", "tuple", "while", "call"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one run of an instruction takes.
+
+    - `seconds`: how long it runs.
+    - `kind`: what it mostly does.
+    """
+
+    seconds: float
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of the instructions of one program on one device.
+
+    - `module`: the compiled program.
+    - `device`: what it is compiled for.
+    """
+
+    module: Module
+    device: Device
+
+    def of(self, computation: Computation, instruction: Instruction) -> Cost | str | None:
+        """What an instruction takes by itself, without the computations that a loop runs.
+
+        - `computation`: the one that holds the instruction.
+
+        None for an instruction that takes no time of its own, such as a tuple, a collective, or the
+        start of a transfer (`transfer`). Why nothing is known, as text, for one that takes time and
+        says nothing of it.
+        """
+        opcode = instruction.opcode
+        if opcode in _FREE or opcode.endswith(("-update", "-done")) or _makes_nothing(instruction):
+            return None
+        if reason := self._unknown(computation, instruction):
+            return reason
+        if opcode.endswith("-start"):
+            return None if self.device.clock else self._wrapped(instruction)
+        kind = self._kind(instruction)
+        if kind == "kernels":
+            return self._of_kernel(computation, instruction)
+        found = _CYCLES.search(instruction.attributes.get("backend_config", ""))
+        if found and self.device.clock and int(found[1]) < NO_ESTIMATE:
+            return Cost(int(found[1]) / self.device.clock, kind)
+        if collectives_in(self.module, computation, instruction):
+            return None  # its time is that of the links
+        if self.device.clock is None:
+            return self._roofline(computation, instruction, kind)
+        size = _bytes(self.module, computation, instruction)
+        return Cost(size / self.device.memory, kind) if size > SMALL else None
+
+    def transfer(self, computation: Computation, instruction: Instruction) -> float:
+        """How long a start keeps the memory busy: a transfer, or work of another core of a TPU.
+
+        - `computation`: the one that holds the instruction.
+        """
+        is_start = instruction.opcode.endswith("-start") and self.device.clock is not None
+        if not is_start or collectives_in(self.module, computation, instruction):
+            return 0.0
+        return done_of(computation, instruction).result_bytes / self.device.memory
+
+    def at_peak(self, computation: Computation, instruction: Instruction) -> float | str:
+        """Seconds of the products of an instruction and of what is part of it, at the peak rate.
+
+        - `computation`: the one that holds the instruction.
+
+        Why that is not known, as text, where a product or its rate is not.
+        """
+        if inside := called_inside(instruction):
+            homes = [self.module.computations[name] for name in inside]
+            found = [
+                self.at_peak(home, one) for home in homes for one in home.instructions.values()
+            ]
+            unknown = [reason for reason in found if isinstance(reason, str)]
+            return unknown[0] if unknown else sum(map(float, found))
+        flops = flops_of(computation, instruction)
+        if isinstance(flops, str) or not flops:
+            return flops
+        (read, *_), *_ = computation.operand_shapes(instruction)
+        rate = self.device.product_rate(read.dtype)
+        return flops / rate if rate else f"a product of {read.dtype}, whose rate is not known"
+
+    def _unknown(self, computation: Computation, instruction: Instruction) -> str:
+        """Why nothing can be said of an instruction; "" where something can."""
+        if not is_known(instruction.opcode):
+            return "an opcode that is not known"
+        if plain(instruction.opcode) in TRANSFERS:
+            return "a transfer of a kind that is not counted"
+        read = (computation.instructions[name] for name in instruction.operands)
+        if any(one.in_host_memory and one.opcode != "tuple" for one in (instruction, *read)):
+            return "a transfer to or from the memory of the host"
+        return ""
+
+    def _wrapped(self, start: Instruction) -> Cost | str | None:
+        """What a GPU does on another stream, which takes no less time there."""
+        total, kinds = 0.0, list[Kind]()
+        for name in start.called():
+            home = self.module.computations[name]
+            for item in home.instructions.values():
+                found = self.of(home, item)
+                if isinstance(found, str):
+                    return found
+                if found:
+                    total += found.seconds
+                    kinds.append(found.kind)
+        return Cost(total, kinds[0]) if kinds else None
+
+    def _kind(self, instruction: Instruction) -> Kind:
+        target = instruction.attributes.get("custom_call_target", "")
+        if _KERNELS.search(target):
+            return "kernels"
+        inside = self._inside(instruction)
+        if _LIBRARY.match(target) or inside & PRODUCTS:
+            return "products"
+        return "moves" if inside <= _MOVES | _FREE else "other"
+
+    def _inside(self, instruction: Instruction) -> set[str]:
+        """The opcodes of an instruction and, if it is a fusion, of all that it fuses."""
+        names = called_inside(instruction)
+        if not names:
+            return {instruction.opcode}
+        fused = (self.module.computations[name].instructions.values() for name in names)
+        return set().union(*(self._inside(item) for items in fused for item in items))
+
+    def _of_kernel(self, computation: Computation, instruction: Instruction) -> Cost | str:
+        own = dict(_OWN_COST.findall(instruction.attributes.get("backend_config", "")))
+        if "flops" not in own:
+            return "a kernel that states no operations"
+        stated = int(own.get("bytes_accessed", 0))
+        size = stated or _bytes(self.module, computation, instruction)
+        rate = KERNEL_EFFICIENCY * self.device.flops["bf16"]
+        return Cost(max(int(own["flops"]) / rate, size / self.device.memory), "kernels")
+
+    def _roofline(
+        self, computation: Computation, instruction: Instruction, kind: Kind
+    ) -> Cost | str:
+        at_peak = self.at_peak(computation, instruction)
+        if isinstance(at_peak, str):
+            return at_peak
+        if instruction.opcode == "custom-call" and not _LIBRARY.match(
+            instruction.attributes["custom_call_target"]
+        ):
+            return "a library call that says nothing of its time"
+        size = _bytes(self.module, computation, instruction)
+        return Cost(max(at_peak, size / self.device.memory), kind)
+
+
+def done_of(computation: Computation, instruction: Instruction) -> Instruction:
+    """The instruction whose result is that of an asynchronous one: its done, if it is a start.
+
+    - `computation`: the one that holds the instruction.
+    """
+    while instruction.opcode.endswith(("-start", "-update")):
+        following = [
+            user
+            for user in computation.users[instruction.name]
+            if user.opcode.endswith(("-update", "-done"))
+        ]
+        if not following:
+            break
+        instruction = following[0]
+    return instruction
+
+
+def _makes_nothing(instruction: Instruction) -> bool:
+    """Whether a custom call only sets memory aside or tells the compiler something."""
+    return instruction.opcode == "custom-call" and bool(
+        re.search(r"Allocate|Sharding|annotate", instruction.attributes["custom_call_target"])
+    )
+
+
+def _bytes(module: Module, computation: Computation, instruction: Instruction) -> int:
+    """Bytes of what an instruction reads and makes.
+
+    A slice reads no more than it makes, and an update in place touches what it writes alone. What a
+    library call returns behind its result is its workspace.
+    """
+    if instruction.opcode == "fusion":
+        return _fused_bytes(module.computations[instruction.called()[0]])
+    read = [
+        sum(shape.bytes for shape in found) for found in computation.operand_shapes(instruction)
+    ]
+    if instruction.opcode in _SLICES:
+        return 2 * instruction.result_bytes
+    if instruction.opcode == "dynamic-update-slice":
+        return 2 * read[1]
+    is_library = _LIBRARY.match(instruction.attributes.get("custom_call_target", ""))
+    made = instruction.shapes[:1] if is_library else instruction.shapes
+    return sum(shape.bytes for shape in made) + sum(read)
+
+
+def _fused_bytes(fused: Computation) -> int:
+    """Bytes that a fusion reads and makes: of an argument that is only sliced, the slices."""
+    total = 0
+    for item in fused.instructions.values():
+        if item.opcode == "parameter":
+            users = fused.users[item.name]
+            first = [user for user in users if user.operands[0] == item.name]
+            pieces = [user for user in first if user.opcode in _SLICES]
+            written = [user for user in first if user.opcode == "dynamic-update-slice"]
+            if users and len(pieces) + len(written) == len(users):
+                total += sum(piece.result_bytes for piece in pieces)
+            else:
+                total += item.result_bytes
+    root = fused.instructions[fused.root]
+    made = (
+        [fused.instructions[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    )
+    for item in made:
+        in_place = item.opcode == "dynamic-update-slice"
+        source = fused.instructions[item.operands[1]] if in_place else item
+        total += source.result_bytes
+    return total

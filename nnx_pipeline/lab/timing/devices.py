@@ -1,0 +1,115 @@
+"""What the makers of devices say about their speed, with the source of each figure.
+
+All rates are per device, which is a chip (a TPU v5p with both of its cores). Sources:
+
+- TPU: Google Cloud, "TPU v5p", "TPU v5e", "TPU v6e" (system architecture): peak compute per chip,
+  HBM bandwidth, bidirectional bandwidth of the interconnect per chip. A link carries half of its
+  bidirectional bandwidth each way; v5p has six links in a 3D torus, v5e and v6e four in a 2D one.
+- A dimension of a v5p slice closes to a ring when it is a multiple of 4, of v5e and v6e of 16.
+- The clock follows from the peak: matrix units × their area × 2 × clock. v5p has 8 units of
+  128 × 128 and 459 TFLOP/s, v5e 4 and 197. For v6e, 4 units of 256 × 256 are assumed: Google
+  publishes 4.7 times the compute of v5e from larger units and a higher clock, and no clock.
+- NVIDIA: data sheets of H100 SXM and H200 SXM, dense rates. NVLink is 900 GB/s, half each way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+TERA, GIGA = 1e12, 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """The speed of one device.
+
+    - `flops`: operations per second of matrix products by HLO dtype.
+    - `memory`: bytes per second of its own memory.
+    - `link`: bytes per second of one link in one direction.
+    - `dimensions`: of the torus that the links form; 0 for a switch that joins every device with
+      every other, on which `link` is what one device sends.
+    - `closes_at`: a dimension of the torus whose size is a multiple of this is closed to a ring.
+    - `island`: how many devices in a row a switch joins; between two islands nothing is known.
+    - `clock`: cycles per second in which the compiler estimates; None where it estimates nothing.
+    - `launch`: seconds that a collective takes for each device that it passes, besides sending.
+    """
+
+    flops: Mapping[str, float] = field(hash=False)
+    memory: float
+    link: float
+    dimensions: int
+    closes_at: int = 1
+    island: int | None = None
+    clock: float | None
+    launch: float
+
+    def product_rate(self, dtype: str) -> float | None:
+        """Operations per second of a product of operands of an HLO dtype; None if not known.
+
+        A TPU multiplies other floats than `bf16` in passes of `bf16`.
+        """
+        return self.flops.get(dtype, self.flops["bf16"] if self.dimensions else None)
+
+
+_HOPPER = {
+    **dict.fromkeys(("bf16", "f16"), 989 * TERA),
+    **dict.fromkeys(("s8", "u8", "f8e4m3fn", "f8e5m2"), 1979 * TERA),
+    "f32": 495 * TERA,  # in TF32, which XLA takes unless a product asks for more
+    "f64": 67 * TERA,
+}
+DEVICES = {
+    ("tpu", "v5p"): Device(
+        flops={"bf16": 459 * TERA, "s8": 918 * TERA},
+        memory=2765 * GIGA,
+        link=100 * GIGA,
+        dimensions=3,
+        closes_at=4,
+        clock=1.75e9,
+        launch=1e-6,
+    ),
+    ("tpu", "v5e"): Device(
+        flops={"bf16": 197 * TERA, "s8": 393 * TERA},
+        memory=819 * GIGA,
+        link=50 * GIGA,
+        dimensions=2,
+        closes_at=16,
+        clock=1.5e9,
+        launch=1e-6,
+    ),
+    ("tpu", "v6e"): Device(
+        flops={"bf16": 918 * TERA, "s8": 1836 * TERA},
+        memory=1640 * GIGA,
+        link=100 * GIGA,
+        dimensions=2,
+        closes_at=16,
+        clock=1.75e9,
+        launch=1e-6,
+    ),
+    ("cuda", "h100"): Device(
+        flops=_HOPPER,
+        memory=3350 * GIGA,
+        link=450 * GIGA,
+        dimensions=0,
+        island=8,
+        clock=None,
+        launch=5e-6,
+    ),
+    ("cuda", "h200"): Device(
+        flops=_HOPPER,
+        memory=4800 * GIGA,
+        link=450 * GIGA,
+        dimensions=0,
+        island=8,
+        clock=None,
+        launch=5e-6,
+    ),
+}
+
+
+def device_of(kind: str, target: str) -> Device | None:
+    """The figures of a device; None where none are known, as of a CPU.
+
+    - `kind`, `target`: as a `Platform` has them, such as `tpu` and `v5p`.
+    """
+    return DEVICES.get((kind, target))

@@ -1,0 +1,694 @@
+"""Estimated time: every rule on a program that can be summed by hand, and real compilers once."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import missing, new_model, packed_batch, small_config, user_environment
+
+from nnx_pipeline import MeshConfig, lab
+from nnx_pipeline.experiments.useful import bubble_share, flops_per_token, useful_flops
+from nnx_pipeline.lab.compile.measure import Measurement
+from nnx_pipeline.lab.hlo.cost import matmul_flops
+from nnx_pipeline.lab.hlo.loops import executions
+from nnx_pipeline.lab.hlo.module import Instruction, parse
+from nnx_pipeline.lab.timing.collectives import groups_of, pairs_of
+from nnx_pipeline.lab.timing.cost import KERNEL_EFFICIENCY
+from nnx_pipeline.lab.timing.devices import DEVICES, Device, device_of
+from nnx_pipeline.lab.timing.estimate import Estimate
+from nnx_pipeline.lab.timing.links import Links
+from nnx_pipeline.lab.timing.result import KEYS, Time
+from nnx_pipeline.train import loss_of
+
+# A device on which sums are easy: 1 cycle and 1 byte on a link are 1 s each.
+SIMPLE = Device(
+    flops={"bf16": 1000.0}, memory=100.0, link=1.0, dimensions=1, closes_at=4, clock=1.0, launch=0.0
+)
+LINE = Links(SIMPLE, (2,), ((0,), (1,)))
+
+
+def cycles(number: int) -> str:
+    return f'backend_config={{"window_config":{{"estimated_cycles":"{number}"}}}}'
+
+
+def estimate(text: str, links: Links = LINE) -> Estimate:
+    module = parse(text)
+    return Estimate(module, executions(module), links)
+
+
+# ---- compute ----------------------------------------------------------------------------------
+
+LOOP = f"""HloModule loop
+
+%fused (p: f32[4]) -> f32[4] {{
+  %p = f32[4]{{0}} parameter(0)
+  ROOT %n = f32[4]{{0}} negate(%p)
+}}
+
+%body (s: (s32[], f32[4])) -> (s32[], f32[4]) {{
+  %s = (s32[], f32[4]{{0}}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %x = f32[4]{{0}} get-tuple-element(%s), index=1
+  %y = f32[4]{{0}} fusion(%x), kind=kLoop, calls=%fused, {cycles(7)}
+  ROOT %t = (s32[], f32[4]{{0}}) tuple(%next, %y)
+}}
+
+%cond (s: (s32[], f32[4])) -> pred[] {{
+  %s = (s32[], f32[4]{{0}}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %five = s32[] constant(5)
+  ROOT %less = pred[] compare(%i, %five), direction=LT
+}}
+
+ENTRY %main (x: f32[4]) -> f32[4] {{
+  %x = f32[4]{{0}} parameter(0)
+  %zero = s32[] constant(0)
+  %start = (s32[], f32[4]{{0}}) tuple(%zero, %x)
+  %loop = (s32[], f32[4]{{0}}) while(%start), condition=%cond, body=%body
+  %y = f32[4]{{0}} get-tuple-element(%loop), index=1
+  ROOT %z = f32[4]{{0}} fusion(%y), kind=kLoop, calls=%fused, {cycles(3)}
+}}
+"""
+
+
+def test_cycles_are_multiplied_by_trips() -> None:
+    time = estimate(LOOP).time
+    assert (time.basis, time.compute_seconds, time.launches) == ("cycles", 5 * 7 + 3, 6)
+    assert (time.step_seconds, time.range_seconds) == (38, (38, 38))
+    assert (time.collective_seconds, time.exposed_seconds) == (0, 0)
+    assert (time.mfu, time.bubble_share) == (None, None)
+    assert sum(row.seconds for row in time.rows) == time.known_seconds == 38
+
+
+def test_work_of_another_core_runs_beside() -> None:
+    """The TPU compiler hands scatters to another core; they carry 2⁶³ − 1 in place of cycles."""
+    text = f"""HloModule m
+
+%fused (p: f32[4]) -> f32[4] {{
+  %p = f32[4]{{0}} parameter(0)
+  ROOT %n = f32[4]{{0}} negate(%p)
+}}
+
+%called (p: f32[4]) -> f32[4] {{
+  %p = f32[4]{{0}} parameter(0)
+  ROOT %f = f32[4]{{0}} fusion(%p), kind=kCustom, calls=%fused, {cycles(2**63 - 1)}
+}}
+
+ENTRY %main (x: f32[4]) -> f32[4] {{
+  %x = f32[4]{{0}} parameter(0)
+  %s = ((f32[4]{{0}}), f32[4]{{0}}) call-start(%x), to_apply=%called
+  %y = f32[4]{{0}} fusion(%x), kind=kLoop, calls=%fused, {cycles(6)}
+  ROOT %d = f32[4]{{0}} call-done(%s)
+}}
+"""
+    time = estimate(text).time
+    assert (time.step_seconds, time.launches) == (6, 1)
+    assert sum(row.seconds for row in time.rows) == time.known_seconds
+
+
+def test_what_has_no_estimate_takes_its_bytes() -> None:
+    """A sort of 8000 bytes reads and writes them at 100 bytes/s; scalars take nothing."""
+    text = """HloModule m
+
+%order (a: f32[], b: f32[]) -> pred[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = pred[] compare(%a, %b), direction=LT
+}
+
+ENTRY %main (x: f32[2000]) -> f32[2000] {
+  %x = f32[2000]{0} parameter(0)
+  %c = s32[] constant(1)
+  %d = s32[] add(%c, %c)
+  ROOT %s = f32[2000]{0} sort(%x), dimensions={0}, to_apply=%order
+}
+"""
+    time = estimate(text).time
+    assert (time.compute_seconds, time.launches) == (2 * 8000 / 100, 1)
+
+
+def kernel(config: str) -> str:
+    return f"""HloModule m
+
+ENTRY %main (x: bf16[50,10]) -> bf16[50,10] {{
+  %x = bf16[50,10]{{1,0}} parameter(0)
+  ROOT %k = bf16[50,10]{{1,0}} custom-call(%x), custom_call_target="tpu_custom_call",
+    backend_config={config}
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("stated", "seconds"),
+    [
+        ('"flops":"6500000","bytes_accessed":"5000"', 6_500_000 / (KERNEL_EFFICIENCY * 1000)),
+        ('"flops":"65","bytes_accessed":"5000"', 50.0),
+        ('"flops":"65"', 2 * 1000 / 100),  # its operand and its result
+    ],
+)
+def test_a_kernel_takes_what_it_states(stated: str, seconds: float) -> None:
+    text = kernel(f'{{"custom_call_config":{{"cost_estimate":{{{stated}}}}}}}')
+    found = estimate(text)
+    assert found.time.compute_seconds == pytest.approx(seconds)
+    assert found.time.rows[0].kind == "kernels"
+    assert found.unread == ()
+
+
+def test_a_kernel_that_states_nothing_is_named() -> None:
+    """Nor is 2⁶⁴ − 1 a number of cycles."""
+    found = estimate(kernel('{"window_config":{"estimated_cycles":"18446744073709551615"}}'))
+    (unread,) = found.unread
+    assert (unread.figures, unread.what) == (("time",), "tpu_custom_call")
+    assert "states no operations" in unread.reason
+    time = found.time
+    assert (time.known_seconds, time.compute_seconds, time.step_seconds) == (0, None, None)
+    assert (time.range_seconds, time.hfu, time.of_model(1.0, 0.0).mfu) == (None, None, None)
+
+
+def test_a_roofline() -> None:
+    """2·64·32·16 operations at 1000/s are more than all bytes at 200/s; of a slice, the slice."""
+    text = """HloModule m
+
+%sliced (p: bf16[9,64,32], i: s32[]) -> bf16[1,64,32] {
+  %p = bf16[9,64,32]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %z = s32[] constant(0)
+  ROOT %s = bf16[1,64,32]{2,1,0} dynamic-slice(%p, %i, %z, %z), dynamic_slice_sizes={1,64,32}
+}
+
+ENTRY %main (x: bf16[64,32], y: bf16[32,16], w: bf16[9,64,32], i: s32[]) -> bf16[64,16] {
+  %x = bf16[64,32]{1,0} parameter(0)
+  %y = bf16[32,16]{1,0} parameter(1)
+  %w = bf16[9,64,32]{2,1,0} parameter(2)
+  %i = s32[] parameter(3)
+  %s = bf16[1,64,32]{2,1,0} fusion(%w, %i), kind=kLoop, calls=%sliced
+  ROOT %d = bf16[64,16]{1,0} dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+    gpu = dataclasses.replace(SIMPLE, clock=None, dimensions=0, memory=200.0)
+    time = estimate(text, Links(gpu, (1,), ((0,),))).time
+    product, sliced = 2 * 64 * 32 * 16 / 1000, (2 * 64 * 32 * 2 + 4) / 200
+    assert time.basis == "roofline"
+    assert {row.kind: row.seconds for row in time.rows} == {"products": product, "moves": sliced}
+    assert time.hfu == pytest.approx(product / (product + sliced))
+
+
+def test_rows_have_line_and_pass() -> None:
+    paths = ("jvp()/mul", "transpose(jvp())/mul", "transpose(jvp())/rematted_computation/mul")
+    lines = "\n".join(
+        f"  %n{number} = f32[4]{{0}} negate(%x), "
+        f'metadata={{op_name="jit(step)/{path}" source_file="/own/a.py" source_line={number}}}, '
+        f"{cycles(10 - number)}"
+        for number, path in enumerate(paths)
+    )
+    text = (
+        "HloModule m\n\nENTRY %main (x: f32[4]) -> f32[4] {\n  %x = f32[4]{0} parameter(0)\n"
+        f"{lines}\n}}\n"
+    )
+    rows = [(row.source, row.pass_name, row.seconds) for row in estimate(text).time.rows]
+    assert rows == [
+        ("/own/a.py:0", "forward", 10),
+        ("/own/a.py:1", "backward", 9),
+        ("/own/a.py:2", "recomputed", 8),
+    ]
+
+
+# ---- what overlaps ----------------------------------------------------------------------------
+
+
+def permute(beside: int) -> str:
+    """A permutation of 40 bytes, 40 s on the link, beside so many cycles of compute."""
+    return f"""HloModule m
+
+ENTRY %main (x: f32[10]) -> f32[10] {{
+  %x = f32[10]{{0}} parameter(0)
+  %s = (f32[10]{{0}}, f32[10]{{0}}, u32[], u32[]) collective-permute-start(%x),
+    source_target_pairs={{{{0,1}}}}
+  %n = f32[10]{{0}} negate(%x), {cycles(beside)}
+  %d = f32[10]{{0}} collective-permute-done(%s)
+  ROOT %a = f32[10]{{0}} add(%n, %d), {cycles(5)}
+}}
+"""
+
+
+@pytest.mark.parametrize(("beside", "exposed"), [(15, 25), (60, 0)])
+def test_a_start_runs_beside_what_stands_before_its_done(beside: int, exposed: int) -> None:
+    time = estimate(permute(beside)).time
+    assert (time.compute_seconds, time.collective_seconds) == (beside + 5, 40)
+    assert (time.exposed_seconds, time.step_seconds) == (exposed, beside + 5 + exposed)
+    assert time.range_seconds == (max(beside + 5, 40), beside + 5 + 40)
+    assert time.launches == 2
+
+
+def test_one_instruction_stops_the_compute() -> None:
+    """All-gather of 40 bytes over two devices: each receives 20."""
+    text = f"""HloModule m
+
+ENTRY %main (x: f32[5]) -> f32[10] {{
+  %x = f32[5]{{0}} parameter(0)
+  %n = f32[5]{{0}} negate(%x), {cycles(3)}
+  ROOT %g = f32[10]{{0}} all-gather(%n), dimensions={{0}}, replica_groups={{{{0,1}}}}
+}}
+"""
+    time = estimate(text).time
+    assert (time.collective_seconds, time.exposed_seconds, time.step_seconds) == (20, 20, 23)
+
+
+def chained(parts: int) -> str:
+    """One collective that the TPU compiler spread over fusions of 4 cycles each."""
+    fused = "\n".join(
+        f"""%part{part} (p: f32[5]) -> f32[10] {{
+  %p = f32[5]{{0}} parameter(0)
+  ROOT %g = f32[10]{{0}} all-gather(%p), channel_id=1, dimensions={{0}},
+    replica_groups={{{{0,1}}}}, frontend_attributes={{chain_id="1"}}
+}}
+"""
+        for part in range(parts)
+    )
+    run = "\n".join(
+        f"  %f{part} = f32[10]{{0}} fusion(%x), kind=kCustom, calls=%part{part}, {cycles(4)}"
+        for part in range(parts)
+    )
+    return (
+        f"HloModule m\n\n{fused}\nENTRY %main (x: f32[5]) -> f32[10] {{\n"
+        f"  %x = f32[5]{{0}} parameter(0)\n{run}\n}}\n"
+    )
+
+
+def test_a_chain_of_fusions_is_one_collective() -> None:
+    """20 s on the link, of which the three fusions that carry it hide 4 s each."""
+    time = estimate(chained(3)).time
+    assert (time.compute_seconds, time.collective_seconds, time.exposed_seconds) == (12, 20, 8)
+
+
+def test_a_branch_counts_once() -> None:
+    branch = """%{name} (p: f32[4]) -> f32[4] {{
+  %p = f32[4]{{0}} parameter(0)
+  ROOT %n = f32[4]{{0}} negate(%p), {cycles}
+}}
+"""
+    text = (
+        "HloModule m\n\n"
+        + branch.format(name="short", cycles=cycles(2))
+        + branch.format(name="long", cycles=cycles(9))
+        + """ENTRY %main (x: f32[4], c: pred[]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %c = pred[] parameter(1)
+  ROOT %y = f32[4]{0} conditional(%c, %x, %x), true_computation=%long, false_computation=%short
+}
+"""
+    )
+    time = estimate(text).time
+    assert (time.compute_seconds, time.launches) == (9, 1)
+    assert sum(row.seconds for row in time.rows) == 9
+
+
+def test_products_of_one_branch_count() -> None:
+    """Both branches multiply, and one of them runs: HFU is what that one takes at the peak."""
+    branch = """%{name} (p: bf16[10,10]) -> bf16[10,10] {{
+  %p = bf16[10,10]{{1,0}} parameter(0)
+  ROOT %d = bf16[10,10]{{1,0}} dot(%p, %p), lhs_contracting_dims={{1}},
+    rhs_contracting_dims={{0}}, {cycles}
+}}
+"""
+    text = (
+        "HloModule m\n\n"
+        + branch.format(name="short", cycles=cycles(2))
+        + branch.format(name="long", cycles=cycles(4))
+        + """ENTRY %main (x: bf16[10,10], c: pred[]) -> bf16[10,10] {
+  %x = bf16[10,10]{1,0} parameter(0)
+  %c = pred[] parameter(1)
+  ROOT %y = bf16[10,10]{1,0} conditional(%c, %x, %x), true_computation=%long,
+    false_computation=%short
+}
+"""
+    )
+    assert estimate(text).time.hfu == 2 * 10**3 / 1000 / 4
+
+
+def twice(trips: str) -> str:
+    """The body of `LOOP` in two loops; the second ends as said."""
+    second = LOOP.replace("%five = s32[] constant(5)", trips).partition("%cond")[2]
+    condition = "%cond2" + second.partition("ENTRY")[0]
+    text = LOOP.replace("ENTRY", f"{condition}ENTRY")
+    return text.replace(
+        "  %y = f32[4]{0} get-tuple-element(%loop), index=1\n  ROOT",
+        "  %again = (s32[], f32[4]{0}) tuple(%zero, %x)\n"
+        "  %loop2 = (s32[], f32[4]{0}) while(%again), condition=%cond2, body=%body\n"
+        "  %y = f32[4]{0} get-tuple-element(%loop2), index=1\n  ROOT",
+    )
+
+
+@pytest.mark.parametrize(("trips", "seconds"), [(3, (5 + 3) * 7 + 3), (0, 5 * 7 + 3)])
+def test_each_loop_has_its_own_trips(trips: int, seconds: int) -> None:
+    time = estimate(twice(f"%five = s32[] constant({trips})")).time
+    assert time.compute_seconds == sum(row.seconds for row in time.rows) == seconds
+
+
+def test_a_loop_of_unknown_length() -> None:
+    text = LOOP.replace(
+        "%five = s32[] constant(5)", '%five = s32[] custom-call(), custom_call_target="when"'
+    )
+    found = estimate(text)
+    assert {(one.name, one.executed) for one in found.unread} == {("y", None)}
+    time = found.time
+    assert (time.compute_seconds, time.step_seconds, time.launches) == (None, None, None)
+    assert time.known_seconds == sum(row.seconds for row in time.rows) == 3
+
+
+# ---- what nothing is known of -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("send(%x, %t), channel_id=1", "a transfer of a kind that is not counted"),
+        ("collective-broadcast(%x), replica_groups={{0,1}}", "a transfer of a kind"),
+        ("frobnicate(%x)", "an opcode that is not known"),
+    ],
+)
+def test_what_is_not_known_is_named(line: str, reason: str) -> None:
+    text = (
+        "HloModule m\n\nENTRY %main (x: f32[2000]) -> f32[2000] {\n"
+        "  %x = f32[2000]{0} parameter(0)\n  %t = token[] after-all()\n"
+        f"  ROOT %s = f32[2000]{{0}} {line}\n}}\n"
+    )
+    found = estimate(text)
+    (unread,) = found.unread
+    assert (unread.name, reason in unread.reason) == ("s", True)
+    assert found.time.step_seconds is None
+
+
+def moved(space: int, beside: int) -> str:
+    """4000 bytes that are brought to another memory, 40 s, beside so many cycles of compute."""
+    return f"""HloModule m
+
+ENTRY %main (x: f32[1000]) -> f32[1000] {{
+  %x = f32[1000]{{0}} parameter(0)
+  %s = (f32[1000]{{0:S({space})}}, f32[1000]{{0}}, u32[]) copy-start(%x)
+  %n = f32[1000]{{0}} negate(%x), {cycles(beside)}
+  %d = f32[1000]{{0:S({space})}} copy-done(%s)
+  ROOT %a = f32[1000]{{0}} add(%n, %n), {cycles(5)}
+}}
+"""
+
+
+@pytest.mark.parametrize(("beside", "waits"), [(15, 25), (60, 0)])
+def test_a_transfer_to_the_chip_takes_the_memory(beside: int, waits: int) -> None:
+    time = estimate(moved(1, beside)).time
+    assert (time.compute_seconds, time.memory_wait_seconds) == (beside + 5, waits)
+    assert time.step_seconds == beside + 5 + waits
+
+
+def test_a_transfer_to_the_host_is_not_known() -> None:
+    found = estimate(moved(5, 15))
+    assert {one.reason for one in found.unread} == {"a transfer to or from the memory of the host"}
+    assert found.time.step_seconds is None
+
+
+def test_two_streams_of_a_gpu_take_no_less_time() -> None:
+    text = """HloModule m
+
+%wrapped (p: bf16[10,10]) -> bf16[10,10] {
+  %p = bf16[10,10]{1,0} parameter(0)
+  ROOT %d = bf16[10,10]{1,0} dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (x: bf16[10,10]) -> bf16[10,10] {
+  %x = bf16[10,10]{1,0} parameter(0)
+  %s = ((bf16[10,10]{1,0}), bf16[10,10]{1,0}) async-start(%x), calls=%wrapped
+  ROOT %d = bf16[10,10]{1,0} async-done(%s)
+}
+"""
+    gpu = dataclasses.replace(SIMPLE, clock=None, dimensions=0, memory=10_000.0)
+    time = estimate(text, Links(gpu, (1,), ((0,),))).time
+    assert (time.compute_seconds, time.launches, time.hfu) == (2.0, 1, 1.0)
+
+
+def test_a_dtype_whose_rate_is_not_known() -> None:
+    text = """HloModule m
+
+ENTRY %main (x: c64[10,10]) -> c64[10,10] {
+  %x = c64[10,10]{1,0} parameter(0)
+  ROOT %d = c64[10,10]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+    h100 = DEVICES["cuda", "h100"]
+    found = estimate(text, Links(h100, (1,), ((0,),)))
+    assert [one.reason for one in found.unread] == ["a product of c64, whose rate is not known"]
+    assert (found.time.step_seconds, found.time.hfu) == (None, None)
+    assert h100.product_rate("f8e5m2") == 2 * h100.product_rate("bf16") + 1e12
+
+
+def test_one_collective_after_the_other() -> None:
+    """The loop's own collective waits until the links have sent what was started before it."""
+    text = f"""HloModule m
+
+%sum (a: f32[], b: f32[]) -> f32[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}}
+
+%called (p: f32[10]) -> f32[10] {{
+  %p = f32[10]{{0}} parameter(0)
+  ROOT %r = f32[10]{{0}} all-reduce(%p), replica_groups={{{{0,1}}}}, to_apply=%sum
+}}
+
+ENTRY %main (x: f32[10]) -> f32[10] {{
+  %x = f32[10]{{0}} parameter(0)
+  %s = (f32[10]{{0}}, f32[10]{{0}}) collective-permute-start(%x), source_target_pairs={{{{0,1}}}}
+  %c = f32[10]{{0}} call(%x), to_apply=%called
+  %d = f32[10]{{0}} collective-permute-done(%s)
+  ROOT %a = f32[10]{{0}} add(%c, %d), {cycles(5)}
+}}
+"""
+    time = estimate(text).time
+    assert (time.collective_seconds, time.exposed_seconds, time.step_seconds) == (80, 80, 85)
+    assert time.range_seconds == (80, 85)
+
+
+# ---- links ------------------------------------------------------------------------------------
+
+MB = 10**6
+V5P = DEVICES["tpu", "v5p"]
+CUBE = tuple((x, y, z) for x in range(4) for y in range(4) for z in range(4))  # z is the fastest
+RING, PAIRS = ((0, 1, 2, 3),), ((0, 2), (1, 3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "seconds"),
+    [
+        # A closed line of four sends both ways: 3/4 of 8 MB at 200 GB/s, and three devices on.
+        ("all-gather", RING, 6 * MB / 200e9 + 3e-6),
+        ("all-reduce", RING, 12 * MB / 200e9 + 6e-6),
+        ("reduce-scatter", RING, 24 * MB / 200e9 + 3e-6),
+        # Of an all-to-all half crosses the middle: 4 devices × 8 MB / 2, over 2 × 2 links.
+        ("all-to-all", RING, 4 * MB / 100e9 + 3e-6),
+        ("all-to-all", (tuple(range(16)),), 4 * MB / 100e9 + 6e-6),
+        ("all-to-all", (tuple(range(64)),), 4 * MB / 100e9 + 9e-6),
+        # Every other device: two groups share each link.
+        ("all-gather", PAIRS, 4 * MB / 100e9 + 1e-6),
+        # A whole plane: two closed lines at a time, six devices on.
+        ("all-gather", (tuple(range(16)),), 7.5 * MB / 400e9 + 6e-6),
+        ("all-gather", ((5,),), 0.0),
+        # Each to the next one, and the last round the corner to the first: one link each.
+        ("collective-permute", ((0, 1), (1, 2), (2, 3), (3, 0)), 8 * MB / 100e9 + 1e-6),
+        # Two pairs meet on the link from 1 to 2.
+        ("collective-permute", ((0, 2), (1, 3)), 16 * MB / 100e9 + 2e-6),
+        ("collective-permute", ((0, 0),), 0.0),
+    ],
+)
+def test_collectives_on_a_torus(kind: str, groups: Any, seconds: float) -> None:
+    found = Links(V5P, (4, 4, 4), CUBE).seconds(kind, 8 * MB, groups)
+    assert found == pytest.approx(seconds, rel=1e-12)
+
+
+def test_a_line_with_ends_sends_one_way() -> None:
+    two = Links(V5P, (2, 2, 2), ((0, 0, 0), (1, 0, 0)))
+    assert two.seconds("all-gather", 8 * MB, ((0, 1),)) == pytest.approx(4 * MB / 100e9 + 1e-6)
+    four = Links(DEVICES["tpu", "v5e"], (4, 1), tuple((x, 0) for x in range(4)))
+    across = four.seconds("all-to-all", 8 * MB, ((0, 1, 2, 3),))
+    assert across == pytest.approx(8 * MB / 50e9 + 3e-6)  # 2 × 2 parts of 2 MB over the middle
+
+
+def test_links_of_which_nothing_is_known() -> None:
+    many = Links(DEVICES["cuda", "h100"], (16,), tuple((number,) for number in range(16)))
+    assert many.seconds("all-gather", MB, (tuple(range(16)),)) is None
+    assert many.seconds("collective-permute", MB, ((7, 8),)) is None
+    assert many.seconds("all-gather", MB, (tuple(range(8)), tuple(range(8, 16)))) is not None
+    assert many.seconds("all-gather", MB, ((0, 16),)) is None  # a device that is not there
+
+
+def test_a_switch_joins_all_alike() -> None:
+    device = DEVICES["cuda", "h100"]
+    links = Links(device, (8,), tuple((number,) for number in range(8)))
+    gathered = links.seconds("all-gather", 8 * MB, ((0, 2, 4, 6),))
+    assert gathered == pytest.approx(6 * MB / 450e9 + 3 * device.launch)
+    moved = links.seconds("collective-permute", 8 * MB, ((0, 7), (7, 0)))
+    assert moved == pytest.approx(8 * MB / 450e9 + device.launch)
+
+
+def collective(attributes: dict[str, str]) -> Instruction:
+    return Instruction("c", "all-gather", (), (), "", attributes)
+
+
+@pytest.mark.parametrize(
+    ("text", "order", "groups"),
+    [
+        ("{{0,2},{1,3}}", "", ((0, 2), (1, 3))),
+        ("{}", "", ((0, 1, 2, 3),)),
+        ("[2,2]<=[4]", "", ((0, 1), (2, 3))),
+        ("[2,2]<=[2,2]T(1,0)", "", ((0, 2), (1, 3))),
+        ("mesh['a'=2,'b'=2] {'b'}", "", ((0, 1), (2, 3))),
+        ("mesh['a'=2,'b'=2] {'a'}", "", ((0, 2), (1, 3))),
+        ("mesh['a'=2,'b'=2] {'b','a'}", "", ((0, 2, 1, 3),)),
+        ("mesh['a'=2,'b'=2]", "([2,2]T(1,0)) {'b'}", ((0, 2), (1, 3))),
+        ("mesh['a'=4] {'a':(2)2}", "", None),  # a part of an axis
+        ("all of them", "", None),
+        ("[3,2]<=[4]", "", None),
+    ],
+)
+def test_groups_of_every_spelling(text: str, order: str, groups: Any) -> None:
+    beside = {"device_ids": order} if order else {}
+    assert groups_of(collective({"replica_groups": text, **beside}), 4) == groups
+
+
+def test_pairs() -> None:
+    found = pairs_of(collective({"source_target_pairs": "{{0,1},{1,0}}"}))
+    assert found == ((0, 1), (1, 0))
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "all-gather(%x), dimensions={0}, replica_groups=@new",
+        "all-gather(%x), dimensions={0}, replica_groups={{0,9}}",
+        "collective-permute(%x), source_target_pairs=@new",
+    ],
+)
+def test_groups_that_cannot_be_read_are_named(what: str) -> None:
+    text = (
+        "HloModule m\n\nENTRY %main (x: f32[5]) -> f32[10] {\n  %x = f32[5]{0} parameter(0)\n"
+        f"  ROOT %g = f32[10]{{0}} {what}\n}}\n"
+    )
+    found = estimate(text)
+    (unread,) = found.unread
+    assert (unread.name, unread.figures) == ("g", ("time",))
+    assert (found.time.compute_seconds, found.time.collective_seconds) == (0, None)
+    assert found.time.step_seconds is None
+    assert "over devices or links that are not known" in unread.reason
+
+
+# ---- the model's own figures ------------------------------------------------------------------
+
+
+def test_useful_operations_are_those_of_a_dense_model_without_remat() -> None:
+    """Counted by the compiler for one device, but for the half of attention that is masked."""
+    config = small_config(
+        model={"num_experts": 1, "num_experts_per_token": 1}, pipeline={"remat": "none"}
+    )
+    model, batch = new_model(config), jax.tree.map(jnp.asarray, packed_batch(config))
+    compiled = jax.jit(jax.grad(lambda model: loss_of(model, batch)[0])).lower(model).compile()
+    sizes, train = config.model, config.train
+    tokens = train.global_batch * train.sequence_length
+    scores = 2 * 2 * train.sequence_length * sizes.num_heads * sizes.head_dim
+    masked = 3 * tokens * sizes.num_layers * scores / 2
+    one = MeshConfig()
+    assert matmul_flops(parse(compiled.as_text())) == useful_flops(config, one) + masked
+    assert useful_flops(config, MeshConfig(fsdp=2)) == useful_flops(config, one) / 2
+
+
+def test_a_token_needs_the_experts_that_it_is_sent_to() -> None:
+    config = small_config(model={"num_experts": 4, "num_experts_per_token": 2})
+    more = dataclasses.replace(config.model, num_experts_per_token=3)
+    expert = config.model.num_layers * 3 * 2 * config.model.embed_dim * config.model.mlp_dim
+    assert flops_per_token(more, 8) - flops_per_token(config.model, 8) == expert
+
+
+def test_the_share_of_bubbles() -> None:
+    config = small_config(pipeline={"num_microbatches": 8})
+    assert bubble_share(config, MeshConfig()) == 0
+    assert bubble_share(config, MeshConfig(stage=4)) == 3 / 11
+
+
+# ---- measurements -----------------------------------------------------------------------------
+
+SAMPLE = Time(
+    basis="cycles",
+    known_seconds=1.0,
+    compute_seconds=1.0,
+    collective_seconds=2.0,
+    exposed_seconds=1.0,
+    memory_wait_seconds=0.0,
+    step_seconds=2.0,
+    range_seconds=(2.0, 3.0),
+    hfu=0.5,
+    launches=7,
+    peak_flops=100.0,
+    rows=estimate(LOOP).time.rows,
+)
+
+
+def test_time_is_kept_and_told() -> None:
+    time = SAMPLE.of_model(useful_flops=50.0, bubble_share=0.25)
+    assert (time.mfu, time.bubble_share) == (50 / (2 * 100), 0.25)
+    assert Time.from_cache(json.loads(json.dumps(dataclasses.asdict(time)))) == time
+    told = time.to_json()
+    assert tuple(told)[: len(KEYS)] == KEYS
+    assert (told["basis"], told["range_seconds"]) == ("cycles", [2.0, 3.0])
+    assert json.loads(json.dumps(told)) == told
+
+
+def test_nothing_is_known_of_a_cpu() -> None:
+    assert device_of("cpu", "") is None
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    found = lab.measure(lambda x: x @ x, x)
+    assert found.time is None
+    assert found.to_json()["time"] == dict.fromkeys(KEYS)
+    kept = json.loads(json.dumps(found.to_cache()))
+    assert Measurement.from_cache(kept, "then").time is None
+
+
+MEASURED = """
+import json, jax, jax.numpy as jnp
+from nnx_pipeline import lab
+x, w = (jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16) for _ in range(2))
+found = lab.measure(lambda x, w: x @ w, x, w, platform={platform!r})
+print(json.dumps(found.to_json()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("platform", "compiler", "least"),
+    [
+        ("tpu:v5p:2x2x1", "libtpu", 0.8),
+        ("tpu:v5e:2x2", "libtpu", 0.8),
+        ("tpu:v6e:2x2", "libtpu", 0.65),
+        ("cuda:h100:8", "jax_cuda13_plugin", 0.99),
+    ],
+)
+def test_a_large_product_comes_near_the_peak(platform: str, compiler: str, least: float) -> None:
+    """The clocks and peaks of the table fit what the compilers say."""
+    if missing(compiler):
+        pytest.skip(f"{compiler} is not installed")
+    program = [sys.executable, "-c", MEASURED.format(platform=platform)]
+    done = subprocess.run(program, capture_output=True, text=True, env=user_environment())
+    assert done.returncode == 0, done.stderr
+    time = json.loads(done.stdout)["time"]
+    assert least < time["hfu"] <= 1.0
+    assert time["known_seconds"] == time["compute_seconds"] == time["step_seconds"]
+    assert math.isclose(
+        time["step_seconds"] * time["hfu"],
+        2 * 8192**3 / DEVICES[tuple(platform.split(":")[:2])].product_rate("bf16"),
+        rel_tol=1e-6,
+    )
