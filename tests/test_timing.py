@@ -433,6 +433,30 @@ ENTRY %main (x: bf16[10,10]) -> bf16[10,10] {
     assert (time.compute_seconds, time.launches, time.hfu) == (2.0, 1, 1.0)
 
 
+def test_a_collective_of_a_gpu_is_no_launch() -> None:
+    """What an all-reduce applies to each element is no instruction of its own."""
+    text = """HloModule m
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+ENTRY %main (x: f32[10]) -> f32[10] {
+  %x = f32[10]{0} parameter(0)
+  %s = f32[10]{0} all-reduce-start(%x), replica_groups={{0,1}}, to_apply=%sum
+  %k = (f32[10]{0}, f32[10]{0}, u32[]) copy-start(%x)
+  %l = f32[10]{0} copy-done(%k)
+  ROOT %d = f32[10]{0} all-reduce-done(%s)
+}
+"""
+    gpu = dataclasses.replace(SIMPLE, clock=None, dimensions=0)
+    time = estimate(text, Links(gpu, (2,), ((0,), (1,)))).time
+    assert (time.launches, time.collective_seconds) == (1, 40)  # the copy is one
+    assert time.compute_seconds == 2 * 40 / 100
+
+
 def test_a_dtype_whose_rate_is_not_known() -> None:
     text = """HloModule m
 
@@ -554,6 +578,7 @@ def collective(attributes: dict[str, str]) -> Instruction:
         ("mesh['a'=2,'b'=2]", "([2,2]T(1,0)) {'b'}", ((0, 2), (1, 3))),
         ("mesh['a'=4] {'a':(2)2}", "", None),  # a part of an axis
         ("all of them", "", None),
+        ("{{0,1},{x}}", "", None),
         ("[3,2]<=[4]", "", None),
     ],
 )

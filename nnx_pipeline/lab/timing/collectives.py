@@ -22,6 +22,8 @@ _ARRANGED = re.compile(r"\[([\d,]+)\]\s*(?:T\(([\d,]+)\))?")
 _IOTA = re.compile(r"\[([\d,]+)\]\s*<=\s*(\[[\d,]+\]\s*(?:T\([\d,]+\))?)$")
 _MESH = re.compile(r"mesh\[([^\]]*)\]\s*(\(\[.*\].*\))?\s*\{([^}]*)\}$")
 _LISTS = re.compile(r"\{([\d,\s]*)\}")
+_GROUPS = re.compile(r"\{(\{[\d,\s]+\}[,\s]*)+\}$")
+_PAIRS = re.compile(r"\{(\{\d+,\s*\d+\}[,\s]*)*\}$")
 
 
 def collectives_in(
@@ -73,7 +75,7 @@ def groups_of(instruction: Instruction, devices: int) -> Groups | None:
     # The text says `mesh[…], device_ids=(…) {…}`, of which the last part belongs to the mesh.
     if found := _MESH.match(f"{text} {instruction.attributes.get('device_ids', '')}".strip()):
         return _axes(found[1], found[3], found[2] or "")
-    if text.startswith("{{") and text.endswith("}}"):
+    if _GROUPS.match(text):
         return tuple(_numbers(group) for group in _LISTS.findall(text[1:-1]))
     return None
 
@@ -81,7 +83,7 @@ def groups_of(instruction: Instruction, devices: int) -> Groups | None:
 def pairs_of(instruction: Instruction) -> Groups | None:
     """The (source, target) pairs of a permutation; None where the text is not understood."""
     text = instruction.attributes.get("source_target_pairs", "").strip()
-    if not re.fullmatch(r"\{(\{\d+,\s*\d+\}[,\s]*)*\}", text):
+    if not _PAIRS.match(text):
         return None
     return tuple(_numbers(pair) for pair in _LISTS.findall(text[1:-1]))
 

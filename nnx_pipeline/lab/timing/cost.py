@@ -85,7 +85,8 @@ class Costs:
         if reason := self._unknown(computation, instruction):
             return reason
         if opcode.endswith("-start"):
-            return None if self.device.clock else self._wrapped(instruction)
+            beside = self.device.clock or collectives_in(self.module, computation, instruction)
+            return None if beside else self._started(computation, instruction)
         kind = self._kind(instruction)
         if kind == "kernels":
             return self._of_kernel(computation, instruction)
@@ -141,19 +142,18 @@ class Costs:
             return "a transfer to or from the memory of the host"
         return ""
 
-    def _wrapped(self, start: Instruction) -> Cost | str | None:
+    def _started(self, computation: Computation, start: Instruction) -> Cost | str | None:
         """What a GPU does on another stream, which takes no less time there."""
-        total, kinds = 0.0, list[Kind]()
-        for name in start.called():
-            home = self.module.computations[name]
-            for item in home.instructions.values():
-                found = self.of(home, item)
-                if isinstance(found, str):
-                    return found
-                if found:
-                    total += found.seconds
-                    kinds.append(found.kind)
-        return Cost(total, kinds[0]) if kinds else None
+        if not start.called():
+            size = 2 * done_of(computation, start).result_bytes  # a copy reads it and writes it
+            return Cost(size / self.device.memory, "moves")
+        homes = [self.module.computations[name] for name in start.called()]
+        found = [self.of(home, item) for home in homes for item in home.instructions.values()]
+        unknown = [reason for reason in found if isinstance(reason, str)]
+        costs = [cost for cost in found if isinstance(cost, Cost)]
+        if unknown or not costs:
+            return unknown[0] if unknown else None
+        return Cost(sum(cost.seconds for cost in costs), costs[0].kind)
 
     def _kind(self, instruction: Instruction) -> Kind:
         target = instruction.attributes.get("custom_call_target", "")
