@@ -170,7 +170,7 @@ def test_a_text_that_cannot_be_read_gives_no_figures_and_says_why() -> None:
     assert set(read.collectives) == set(hlo_cost.COLLECTIVES)
     assert {value for count in read.collectives.values() for value in count.values()} == {None}
     (one,) = read.unread
-    assert (one.what, one.figures) == ("the program", ("flops", "collectives", "buffers"))
+    assert (one.what, one.figures) == ("the program", ("flops", "collectives", "buffers", "time"))
     assert "line 6 of the HLO text" in one.reason
     assert "what is this" in one.reason
 
