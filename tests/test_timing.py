@@ -201,6 +201,23 @@ ENTRY %main (x: bf16[64,32], y: bf16[32,16], w: bf16[9,64,32], i: s32[]) -> bf16
     assert time.hfu == pytest.approx(product / (product + sliced))
 
 
+def test_the_workspace_of_a_library_is_not_moved() -> None:
+    """cuBLAS returns its workspace behind the result; 600 bytes are read and made without it."""
+    text = """HloModule m
+
+ENTRY %main (x: bf16[10,10]) -> bf16[10,10] {
+  %x = bf16[10,10]{1,0} parameter(0)
+  %c = (bf16[10,10]{1,0}, s8[4194304]{0}) custom-call(%x, %x), custom_call_target="__cublas$gemm",
+    backend_config={"gemm_backend_config":{"dot_dimension_numbers":{
+    "lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+  ROOT %y = bf16[10,10]{1,0} get-tuple-element(%c), index=0
+}
+"""
+    gpu = dataclasses.replace(SIMPLE, clock=None, dimensions=0, memory=1.0)
+    (row,) = estimate(text, Links(gpu, (1,), ((0,),))).time.rows
+    assert (row.seconds, row.kind) == (600, "products")
+
+
 def test_rows_have_line_and_pass() -> None:
     paths = ("jvp()/mul", "transpose(jvp())/mul", "transpose(jvp())/rematted_computation/mul")
     lines = "\n".join(
@@ -287,6 +304,25 @@ def test_a_chain_of_fusions_is_one_collective() -> None:
     """20 s on the link, of which the three fusions that carry it hide 4 s each."""
     time = estimate(chained(3)).time
     assert (time.compute_seconds, time.collective_seconds, time.exposed_seconds) == (12, 20, 8)
+
+
+def test_every_collective_of_a_fusion_counts() -> None:
+    one = """  %g{name} = f32[10]{{0}} all-gather(%p), dimensions={{0}}, replica_groups={{{{0,1}}}}
+"""
+    text = (
+        "HloModule m\n\n%both (p: f32[5]) -> (f32[10], f32[10]) {\n  %p = f32[5]{0} parameter(0)\n"
+        + one.format(name="a")
+        + one.format(name="b")
+        + """  ROOT %t = (f32[10]{0}, f32[10]{0}) tuple(%ga, %gb)
+}
+
+ENTRY %main (x: f32[5]) -> (f32[10], f32[10]) {
+  %x = f32[5]{0} parameter(0)
+  ROOT %f = (f32[10]{0}, f32[10]{0}) fusion(%x), kind=kCustom, calls=%both
+}
+"""
+    )
+    assert estimate(text).time.collective_seconds == 20 + 20
 
 
 def test_a_branch_counts_once() -> None:

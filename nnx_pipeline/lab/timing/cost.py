@@ -22,7 +22,6 @@ from nnx_pipeline.lab.timing.collectives import called_inside, collectives_in
 from nnx_pipeline.lab.timing.devices import Device
 
 Kind = Literal["products", "kernels", "moves", "other"]
-KINDS: tuple[Kind, ...] = ("products", "kernels", "moves", "other")
 
 KERNEL_EFFICIENCY = 0.65  # of the peak: attention kernels reach 50 to 80 % of it on a v5p
 SMALL = 4096  # bytes: what is smaller and has no estimate steers the program and is left out

@@ -23,7 +23,7 @@ class Row:
     """The compute of one source line in one pass.
 
     - `source`: the line as `file.py:12`, None where it is not known.
-    - `kind`: what the instructions mostly do, one of `cost.KINDS`.
+    - `kind`: what the instructions mostly do, one of `cost.Kind`.
     - `pass_name`: which pass they belong to, one of `PASSES`.
     - `seconds`, `launches`: per device and step.
     """
