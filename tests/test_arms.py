@@ -23,7 +23,7 @@ from nnx_pipeline.lab.comparison.numerics import Values, compare_values
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.modules import Parts
 from nnx_pipeline.ops.attention import allowed
-from nnx_pipeline.ops.experts import ExpertParts, dense_experts
+from nnx_pipeline.ops.experts import DenseExperts, ExpertParts
 from nnx_pipeline.pipeline.parts import LoopParts
 from nnx_pipeline.pipeline.stage.apply import map_stages, select_repeat
 from nnx_pipeline.sharding import constrain
@@ -239,7 +239,7 @@ def test_an_arm_that_is_wrong_in_one_array_fails(name: str) -> None:
 def without_the_last_choice(x: Any, choice: tuple[Any, Any], *rest: Any, **options: Any) -> Any:
     """Drops one expert of each token."""
     weights, chosen = choice
-    return dense_experts(x, (weights.at[..., -1].set(0), chosen), *rest, **options)
+    return DenseExperts()(x, (weights.at[..., -1].set(0), chosen), *rest, **options)
 
 
 def first_repeat_only(params: Any, repeat: Any) -> Any:

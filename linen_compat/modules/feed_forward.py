@@ -80,5 +80,5 @@ class MoeBlock(nn.Module):
             num_experts_per_token=self.config.num_experts_per_token,
             layout=self.layout,
             remat=self.remat,
-            parts=expert_parts(self.config.experts),
+            parts=expert_parts(self.config.experts, self.config.expert_group),
         )

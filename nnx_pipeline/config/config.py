@@ -84,6 +84,14 @@ class ModelConfig:
     experts: Literal["dense"] = "dense"
     """How experts are computed, a key of `ops.moe.EXPERTS`; `dense` runs all on all tokens."""
 
+    expert_group: int | None = None
+    """How many experts of a device are computed by one product; it divides their number.
+
+    A small group saves memory, and a large one time. None takes the smallest group whose products
+    keep a device busy, see `ops.experts.group_size`: one expert of Mixtral 8x7B at a time, and all
+    eight of `mixtral-small`.
+    """
+
     embedding: Literal["auto", "gather", "one_hot"] = "gather"
     """How tokens are looked up: by a gather, or by a product with one-hot rows.
 
@@ -117,6 +125,10 @@ class ModelConfig:
         one_of("param_dtype", self.param_dtype, DTYPES)
         one_of("attention", self.attention, ("dot_product",))
         one_of("experts", self.experts, ("dense",))
+        if self.expert_group is not None:
+            whole(self, "expert_group")
+            rule = f"expert_group={self.expert_group} does not divide num_experts="
+            divides(self.expert_group, self.num_experts, rule=f"{rule}{self.num_experts}")
         one_of("embedding", self.embedding, ("auto", "gather", "one_hot"))
         if self.max_position_embeddings is not None:
             whole(self, "max_position_embeddings")

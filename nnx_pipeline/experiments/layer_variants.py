@@ -13,14 +13,13 @@ from flax import nnx
 from jaxtyping import Array
 
 from nnx_pipeline.ops.attention import allowed
-from nnx_pipeline.ops.experts import ExpertKernels, Products, by_owner
+from nnx_pipeline.ops.experts import ExpertKernels, Products
 from nnx_pipeline.ops.loss import Targets
 from nnx_pipeline.pipeline.stage.apply import ApplyStage, map_stages
 from nnx_pipeline.remat import Remat
 from nnx_pipeline.sharding import (
     Layout,
     P,
-    constrain,
     gather_weight,
     mesh_sizes,
     out_sharding,
@@ -162,33 +161,29 @@ def sum_chosen(
     hidden: Callable[[Array], Array],
     sum_dtype: str | None,
 ) -> Array:
-    """`dense_experts` by way of one array with the outputs of each token's experts (seeds S2.1).
+    """`DenseExperts` by way of one array with the outputs of each token's experts (seeds S2.1).
 
     The array is [batch, seq, chosen, embed] in the dtype of `x`. Weighted by the router, it is
     summed over the chosen experts.
 
     - `sum_dtype`: the dtype of that sum; None for that of `x`.
 
-    The other arguments are those of `dense_experts`.
+    The other arguments are those of `DenseExperts`.
     """
-    owners, shares = layout.size("expert"), layout.size("mlp")
     beside = layout.spec("batch_beside_experts", None, None)
     x, weights, chosen = (place(each, beside) for each in (x, *choice))
-    products = Products(layout)
+    products = Products(layout, group=1)
 
-    def one_expert(found: Array, operands: tuple[Array, ...]) -> tuple[Array, None]:
+    def one_expert(operands: tuple[Array, ...]) -> Array:
         gate, up, down, here = operands
         product = products.project(hidden(products.open_up(x, gate, up)), down)
         # `here` is 1 where a token chose this expert, so that each output goes to its own place.
-        return found + here[:, None, ..., None] * product[:, :, :, :, None], None
+        return here[..., 0] * product[..., None, :]
 
     takes = jax.nn.one_hot(chosen, kernels.gate.shape[0], dtype=x.dtype)
-    operands = (*products.split(*kernels), by_owner(takes, owners, layout))
-    batch, length, embed = x.shape
-    zeros = jnp.zeros((owners, shares, batch, length, chosen.shape[-1], embed), x.dtype)
-    start = constrain(zeros, P(*products.partial, None))
-    found, _ = jax.lax.scan(remat.checkpoint(one_expert), start, operands)
-    outputs, weights = (each.astype(sum_dtype or x.dtype) for each in (found.sum((0, 1)), weights))
+    operands = (*products.split(*kernels), products.split_choice(takes))
+    found = products.sum_over_steps(remat.checkpoint(one_expert), operands, x.dtype)
+    outputs, weights = (each.astype(sum_dtype or x.dtype) for each in (found, weights))
     mixed = jnp.einsum("bske,bsk->bse", outputs, weights).astype(x.dtype)
     return place(mixed, layout.spec("batch", None, None))
 

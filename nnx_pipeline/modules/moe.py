@@ -33,7 +33,7 @@ class RoutedMoE(nnx.Module):
         remat: Remat = KEEP_ALL,
     ) -> None:
         self.config, self.layout, self.remat = config, layout, remat
-        self.parts = expert_parts(config.experts, parts.experts)
+        self.parts = expert_parts(config.experts, config.expert_group, parts.experts)
         experts, embed, mlp = config.num_experts, config.embed_dim, config.mlp_dim
         dtype = config.param_dtype
         # The axis of experts is not part of an expert's fan-in.

@@ -1,4 +1,4 @@
-"""A mixture of experts computed densely: every expert on all tokens, one after the other."""
+"""A mixture of experts computed densely: every expert on all tokens, group by group."""
 
 import functools
 from collections.abc import Callable
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from nnx_pipeline.errors import divides
 from nnx_pipeline.ops.router import combine_weights
 from nnx_pipeline.remat import HIDDEN, Remat, named
 from nnx_pipeline.sharding import Layout, P, constrain, gather_weight, out_sharding, place
@@ -23,8 +24,8 @@ def as_it_is(x: Array) -> Array:
 class ExpertParts:
     """Functions of `routed_experts`; the library uses the defaults, and experiments replace them.
 
-    - `mix`: another implementation of `dense_experts`.
-    - `hidden`: applied to an expert's hidden units.
+    - `mix`: another implementation of `DenseExperts`.
+    - `hidden`: applied to the experts' hidden units.
     - `enter`: applied to the tokens before the router.
     - `leave`: applied to the output of the experts.
     """
@@ -47,7 +48,7 @@ class ExpertKernels(NamedTuple):
 
 
 class Mix(Protocol):
-    """A function that sends tokens through their experts, see `dense_experts`."""
+    """A function that sends tokens through their experts, see `DenseExperts`."""
 
     def __call__(
         self,
@@ -61,67 +62,106 @@ class Mix(Protocol):
     ) -> Array: ...
 
 
-def dense_experts(
-    x: Float[Array, "batch seq embed"],
-    choice: tuple[Float[Array, "batch seq chosen"], Int[Array, "batch seq chosen"]],
-    kernels: ExpertKernels,
-    *,
-    layout: Layout,
-    remat: Remat,
-    hidden: Callable[[Array], Array] = as_it_is,
-) -> Float[Array, "batch seq embed"]:
-    """Σ_e (combine_e · silu(x · gate_e) · (x · up_e)) · down_e, summed in float32, cast to x.dtype.
+# Below this many operations a product of one expert is too small to keep a device busy: on a TPU
+# v5p it takes less than 40 µs. See `group_size`.
+WORTHWHILE = 20e9
+
+
+@dataclass(frozen=True)
+class DenseExperts:
+    """Σ_e (combine_e · silu(x · gate_e) · (x · up_e)) · down_e, with all experts on all tokens.
 
     combine_e is the router's weight of expert e for each token, 0 where it was not chosen.
 
-    - `x`: the tokens, sharded by ("batch", None, None), as the result is.
-    - `choice`: the weights of the chosen experts of each token, and their numbers, from `route`.
-    - `kernels`: as they are stored; each expert's are gathered when it is computed.
-    - `layout`: which mesh axes the logical axes of tokens and kernels are sharded over.
-    - `remat`: what to keep of each expert for the backward pass; its hidden units have the names
-      `remat.HIDDEN`.
-    - `hidden`: applied to an expert's hidden units.
+    - `group`: how many experts are computed by one product; it divides the experts of a device.
+      None leaves it to `group_size`.
 
-    A scan runs over the experts: one expert's gathered weights and hidden units exist at a time,
-    where a single product over all of them would hold `experts` times as much. The router's weight
-    multiplies the hidden units, so that the backward pass does not need the output of the down
-    projection and does not compute it again.
+    A scan runs over the groups. The weights of one group are gathered at a time, and its hidden
+    units exist at a time. So a small group saves memory, and a large one time: fewer and larger
+    products, and fewer collectives for the same bytes. The router's weight multiplies the hidden
+    units, so that the backward pass does not need the output of the down projection and does not
+    compute it again.
 
-    The sum over experts has two leading axes, over the mesh axes `expert` and `tensor` ("o" and "t"
-    in the einsums below). Each device sums its own part there, so that one reduction follows the
-    scan instead of one per expert.
+    The sum over the experts of a group is part of its down projection. That over groups is made in
+    float32, and has two leading axes, over the mesh axes `expert` and `tensor` ("o" and "t" in the
+    einsums below). Each device sums its own part there, so that one reduction follows the scan
+    instead of one per group.
     """
-    owners, shares = layout.size("expert"), layout.size("mlp")
-    # Each device along the mesh axis `expert` applies its own experts to all tokens, so here the
-    # tokens are not sharded over that axis.
-    beside = layout.spec("batch_beside_experts", None, None)
-    combine = combine_weights(*choice, kernels.gate.shape[0])
-    x, combine = place(x, beside), place(combine, beside)
-    products = Products(layout)
 
-    def one_expert(total: Array, operands: tuple[Array, ...]) -> tuple[Array, None]:
-        gate, up, down, weight = operands
-        opened = products.open_up(x, gate, up)
-        product = products.project(hidden(opened * weight[:, None, :, :, None]), down)
-        return total + product.astype(total.dtype), None
+    group: int | None = None
 
-    operands = (*products.split(*kernels), by_owner(combine, owners, layout))
-    sums = jnp.zeros((owners, shares, *x.shape), jnp.float32)
-    start = constrain(sums, products.partial)
-    total, _ = jax.lax.scan(remat.checkpoint(one_expert), start, operands)
-    mixed = jnp.sum(total, axis=(0, 1)).astype(x.dtype)
-    return place(mixed, layout.spec("batch", None, None))
+    def __call__(
+        self,
+        x: Float[Array, "batch seq embed"],
+        choice: tuple[Float[Array, "batch seq chosen"], Int[Array, "batch seq chosen"]],
+        kernels: ExpertKernels,
+        *,
+        layout: Layout,
+        remat: Remat,
+        hidden: Callable[[Array], Array] = as_it_is,
+    ) -> Float[Array, "batch seq embed"]:
+        """Sends all tokens through all experts; the result is cast to x.dtype.
+
+        - `x`: the tokens, sharded by ("batch", None, None), as the result is.
+        - `choice`: the weights of the chosen experts of each token, and their numbers, from
+          `route`.
+        - `kernels`: as they are stored; those of a group are gathered when it is computed.
+        - `layout`: which mesh axes the logical axes of tokens and kernels are sharded over.
+        - `remat`: what to keep of each group for the backward pass; its hidden units have the names
+          `remat.HIDDEN`.
+        - `hidden`: applied to the hidden units.
+
+        Raises InputError if the group does not divide the experts of a device.
+        """
+        # Each device along the mesh axis `expert` applies its own experts to all tokens, so here
+        # the tokens are not sharded over that axis.
+        beside = layout.spec("batch_beside_experts", None, None)
+        combine = combine_weights(*choice, kernels.gate.shape[0])
+        x, combine = place(x, beside), place(combine, beside)
+        products = Products(layout, self.group or group_size(x.shape, kernels.gate.shape, layout))
+
+        def one_group(operands: tuple[Array, ...]) -> Array:
+            gate, up, down, weight = operands
+            opened = products.open_up(x, gate, up)
+            return products.project(hidden(opened * weight), down)
+
+        operands = (*products.split(*kernels), products.split_choice(combine))
+        mixed = products.sum_over_steps(remat.checkpoint(one_group), operands)
+        return place(mixed.astype(x.dtype), layout.spec("batch", None, None))
+
+
+def group_size(tokens: tuple[int, ...], kernel: tuple[int, ...], layout: Layout) -> int:
+    """The smallest group of experts whose product on a device has `WORTHWHILE` operations.
+
+    - `tokens`: the shape of the tokens, `[batch, seq, embed]`.
+    - `kernel`: the shape of the kernels, `[experts, embed, mlp]`.
+    - `layout`: which mesh axes both are sharded over.
+
+    It is a divisor of the number of experts of a device, and all of these if no group is enough.
+    """
+    batch, length, _ = tokens
+    experts, embed, mlp = kernel
+    own = experts // layout.size("expert")
+    rows = batch * length // layout.size("batch_beside_experts")
+    operations = 2 * rows * embed * mlp // layout.size("mlp")
+    enough = (size for size in range(1, own) if own % size == 0 and size * operations >= WORTHWHILE)
+    return next(enough, own)
 
 
 @dataclass(frozen=True)
 class Products:
-    """The three matrix products of one expert, with the kernels in the shape that `split` gives.
+    """The three matrix products of a group of experts, and the sum over groups.
 
-    In the shapes below, `owners` is the number of devices along the mesh axes of the experts, and
-    `parts` the number of those along the axes of the hidden units.
+    In the shapes below, `owners` is the number of devices along the mesh axes of the experts,
+    `parts` the number of those along the axes of the hidden units, and `steps` the number of groups
+    of an owner, over which a scan runs.
+
+    - `layout`: which mesh axes the experts, the hidden units and the batch are sharded over.
+    - `group`: how many experts of each owner are computed by one product.
     """
 
     layout: Layout
+    group: int
 
     @property
     def partial(self) -> P:
@@ -129,36 +169,88 @@ class Products:
         return self.layout.spec("expert", "mlp", "batch_beside_experts", None, None)
 
     def split(self, gate: Array, up: Array, down: Array) -> tuple[Array, ...]:
-        """Kernels `[experts, …]` to `[experts / owners, owners, …]`; a scan runs over the first.
+        """Kernels `[experts, …]` to `[steps, group, owners, …]`; a scan runs over the first.
 
         - `gate`, `up`: `[experts, embed, mlp]`; their mlp axis is split into (parts, mlp / parts).
         - `down`: `[experts, mlp, embed]`, likewise.
+
+        Raises InputError if the group does not divide the experts of an owner.
         """
-        return self._into.split(gate), self._into.split(up), self._out_of.split(down)
+        own = gate.shape[0] // self.layout.size("expert")
+        rule = f"model.expert_group={self.group} does not divide the {own} experts of a device"
+        divides(self.group, own, rule=rule)
+        return tuple(
+            kernel.split(array, self.group)
+            for kernel, array in ((self._into, gate), (self._into, up), (self._out_of, down))
+        )
+
+    def split_choice(self, weights: Array) -> Array:
+        """A value per token and expert, in the order in which the scan visits the experts.
+
+        - `weights`: `[batch, seq, …, experts]`; the result is
+          `[steps, owners, 1, batch, seq, …, group, 1]`, which fits the hidden units.
+        """
+        *rest, experts = weights.shape
+        owners = self.layout.size("expert")
+        steps = experts // (owners * self.group)
+        split = weights.reshape(*rest, owners, steps, self.group)
+        split = jnp.moveaxis(split, (-2, -3), (0, 1))[:, :, None, ..., None]
+        unsharded = [None] * (split.ndim - 4)
+        return place(
+            split, self.layout.spec(None, "expert", None, "batch_beside_experts", *unsharded)
+        )
 
     def open_up(self, x: Array, gate: Array, up: Array) -> Array:
-        """silu(x · gate) · (x · up): the hidden units of one expert of each owner.
+        """silu(x · gate) · (x · up): the hidden units of a group.
 
-        - `x`: `[batch, seq, embed]`; the result is `[owners, parts, batch, seq, mlp / parts]`.
-        - `gate`, `up`: one expert of each owner, `[owners, embed, parts, mlp / parts]`.
+        - `x`: `[batch, seq, embed]`; the result is
+          `[owners, parts, batch, seq, group, mlp / parts]`.
+        - `gate`, `up`: of one group, `[group, owners, embed, parts, mlp / parts]`.
         """
 
         def product(kernel: Array) -> Array:
             kernel = self._into.gathered(kernel.astype(x.dtype))
-            spec = out_sharding(self.partial)
-            return jnp.einsum("bsd,odtf->otbsf", x, kernel, out_sharding=spec)
+            spec = out_sharding(P(*self.partial, None))
+            return jnp.einsum("bsd,godtf->otbsgf", x, kernel, out_sharding=spec)
 
         opened, raised = map(named, (product(gate), product(up)), HIDDEN)
         return jax.nn.silu(opened) * raised
 
     def project(self, hidden: Array, down: Array) -> Array:
-        """The down projection, as a partial sum for each owner and part.
+        """The down projection, summed over the group: a partial sum for each owner and part.
 
-        - `hidden`: `[owners, parts, batch, seq, mlp / parts]`; the result is
+        - `hidden`: `[owners, parts, batch, seq, group, mlp / parts]`; the result is
           `[owners, parts, batch, seq, embed]`.
-        - `down`: one expert of each owner, `[owners, parts, mlp / parts, embed]`.
+        - `down`: of one group, `[group, owners, parts, mlp / parts, embed]`.
         """
         return _project(self._out_of, self.partial, hidden, down.astype(hidden.dtype))
+
+    def sum_over_steps(
+        self,
+        one_group: Callable[[tuple[Array, ...]], Array],
+        operands: tuple[Array, ...],
+        dtype: jax.typing.DTypeLike = jnp.float32,
+    ) -> Array:
+        """Σ over the groups of all owners and parts, `[batch, seq, …]`.
+
+        - `one_group`: (operands of one group) to `[owners, parts, batch, seq, …]`.
+        - `operands`: `[steps, …]` each.
+        - `dtype`: of the sum.
+        """
+        steps = operands[0].shape[0]
+        first = tuple(operand[0] for operand in operands)
+        if steps == 1:  # a scan of one step would keep a copy of what it reads
+            total = one_group(first).astype(dtype)
+        else:
+
+            def step(total: Array, operands: tuple[Array, ...]) -> tuple[Array, None]:
+                return total + one_group(operands).astype(total.dtype), None
+
+            shape = jax.eval_shape(one_group, first).shape
+            spec = P(*self.partial, *[None] * (len(shape) - len(self.partial)))
+            start = constrain(jnp.zeros(shape, dtype), spec)
+            total, _ = jax.lax.scan(step, start, operands)
+        return jnp.sum(total, axis=(0, 1))
 
     @property
     def _into(self) -> "_Kernel":
@@ -178,32 +270,34 @@ class _Kernel:
 
     @property
     def stored(self) -> P:
-        """The stored sharding of one expert per owner, with the axes in the order of `names`.
+        """The stored sharding of the kernels of a group, with the axes in the order of `names`.
 
-        These are `[owners, embed, parts, mlp / parts]` or `[owners, parts, mlp / parts, embed]`.
+        These are `[group, owners, embed, parts, mlp / parts]` or
+        `[group, owners, parts, mlp / parts, embed]`.
         """
         return self._spec(*self.names)
 
-    def split(self, kernel: Array) -> Array:
-        """`[experts, …]` to `[experts / owners, owners, …]`, with the mlp axis split into parts."""
+    def split(self, kernel: Array, group: int) -> Array:
+        """`[experts, …]` to `[steps, group, owners, …]`, with the mlp axis split into parts."""
         owners, parts = self.layout.size("expert"), self.layout.size("mlp")
-        shape = [owners, kernel.shape[0] // owners]
+        shape = [owners, kernel.shape[0] // owners // group, group]
         for name, size in zip(self.names, kernel.shape[1:], strict=True):
             shape += [parts, size // parts] if name == "mlp" else [size]
-        spec = P(self.stored[0], None, *self.stored[1:])
-        return jnp.swapaxes(jax.lax.reshape(kernel, shape, out_sharding=out_sharding(spec)), 0, 1)
+        _, owner, *rest = self.stored
+        spec = out_sharding(P(owner, None, None, *rest))
+        return jnp.moveaxis(jax.lax.reshape(kernel, shape, out_sharding=spec), 0, 2)
 
     def gathered(self, kernel: Array) -> Array:
-        """The kernel of one expert per owner, gathered over all axes but owners and parts."""
+        """The kernels of a group, gathered over all axes but owners and parts."""
         used = self._spec(*(name if name == "mlp" else None for name in self.names))
         return gather_weight(kernel, self.stored, used)
 
     def _spec(self, *names: str | None) -> P:
-        """The spec of `[owners, *names]`, with the mlp axis split into parts."""
+        """The spec of `[group, owners, *names]`, with the mlp axis split into parts."""
         axes: list[str | None] = []
         for name in names:
             axes += [name, None] if name == "mlp" else [name]
-        return self.layout.spec("expert", *axes)
+        return self.layout.spec(None, "expert", *axes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -212,11 +306,10 @@ def _project(kernel: _Kernel, out: P, hidden: Array, down: Array) -> Array:
 
     JAX would compute the gradient as `[embed, mlp]` and transpose it. With that sharded over embed,
     XLA for TPU (libtpu 0.0.42.1) makes an all-reduce, which sends twice as much as a
-    reduce-scatter. The cost of avoiding it, for `mixtral-small` on v5p, is a temp of 261 MB instead
-    of 220 with 2 repeats, and nothing with 1 repeat.
+    reduce-scatter.
     """
     return jnp.einsum(
-        "otbsf,otfd->otbsd", hidden, kernel.gathered(down), out_sharding=out_sharding(out)
+        "otbsgf,gotfd->otbsd", hidden, kernel.gathered(down), out_sharding=out_sharding(out)
     )
 
 
@@ -230,26 +323,13 @@ def _project_backward(
     kernel: _Kernel, out: P, kept: tuple[Array, Array], cotangent: Array
 ) -> tuple[Array, Array]:
     hidden, down = kept
-    to_hidden, to_down = out_sharding(out), out_sharding(kernel.stored)
+    to_hidden, to_down = out_sharding(P(*out, None)), out_sharding(kernel.stored)
     d_hidden = jnp.einsum(
-        "otbsd,otfd->otbsf", cotangent, kernel.gathered(down), out_sharding=to_hidden
+        "otbsd,gotfd->otbsgf", cotangent, kernel.gathered(down), out_sharding=to_hidden
     )
-    # "otfd" is the stored order, so that a reduce-scatter brings the sum to its shards.
-    d_down = jnp.einsum("otbsf,otbsd->otfd", hidden, cotangent, out_sharding=to_down)
+    # "gotfd" is the stored order, so that a reduce-scatter brings the sum to its shards.
+    d_down = jnp.einsum("otbsgf,otbsd->gotfd", hidden, cotangent, out_sharding=to_down)
     return d_hidden, place(d_down, kernel.stored)
 
 
 _project.defvjp(_project_forward, _project_backward)
-
-
-def by_owner(x: Array, owners: int, layout: Layout) -> Array:
-    """Moves the experts of an array to the front, in the order in which a scan visits them.
-
-    - `x`: an array with a value per token and expert, `[batch, …, experts]`; the result is
-      `[experts / owners, owners, batch, …]`, sharded over the owners and the batch.
-    - `owners`: the number of devices along the mesh axes of the experts.
-    - `layout`: which mesh axes the experts and the batch are sharded over.
-    """
-    *rest, experts = x.shape
-    x = jnp.moveaxis(x.reshape(*rest, owners, experts // owners), (-2, -1), (1, 0))
-    return place(x, layout.spec(None, "expert", "batch_beside_experts", *[None] * (len(rest) - 1)))

@@ -1,17 +1,19 @@
 """The routed mixture of experts of Mixtral (Jiang et al., 2024)."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from nnx_pipeline.ops.experts import ExpertKernels, ExpertParts, Mix, dense_experts
+from nnx_pipeline.ops.experts import DenseExperts, ExpertKernels, ExpertParts, Mix
 from nnx_pipeline.ops.router import Usage, expert_usage, route
 from nnx_pipeline.remat import Remat
 from nnx_pipeline.sharding import Layout, gather_weight, out_sharding
 
-EXPERTS: dict[str, Mix] = {"dense": dense_experts}
+# From how many experts are computed together, None for the function's own choice.
+EXPERTS: dict[str, Callable[[int | None], Mix]] = {"dense": DenseExperts}
 
 
 class MoEKernels(NamedTuple):
@@ -21,13 +23,16 @@ class MoEKernels(NamedTuple):
     experts: ExpertKernels
 
 
-def expert_parts(experts: str, parts: ExpertParts = ExpertParts()) -> ExpertParts:
+def expert_parts(
+    experts: str, group: int | None, parts: ExpertParts = ExpertParts()
+) -> ExpertParts:
     """The parts with `mix` filled in, unless they have one already.
 
     - `experts`: the key in `EXPERTS` of the function to fill in.
+    - `group`: how many experts are computed together, None for the function's own choice.
     - `parts`: what an experiment replaces; it is not changed.
     """
-    return dataclasses.replace(parts, mix=parts.mix or EXPERTS[experts])
+    return dataclasses.replace(parts, mix=parts.mix or EXPERTS[experts](group))
 
 
 def routed_experts(
@@ -58,6 +63,6 @@ def routed_experts(
     spec = out_sharding(layout.spec("batch", None, None))
     logits = jnp.einsum("bsd,de->bse", x, kernel, out_sharding=spec)
     choice = route(logits, num_experts_per_token)
-    mix = parts.mix or dense_experts
+    mix = parts.mix or DenseExperts()
     mixed = mix(x, choice, kernels.experts, layout=layout, remat=remat, hidden=parts.hidden)
     return parts.leave(mixed), expert_usage(logits, choice[1])
