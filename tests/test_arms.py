@@ -285,7 +285,7 @@ def test_pieces_of_the_loop_with_the_accumulating_backward_pass(name: str) -> No
 
 
 def test_defaults_are_the_ways_of_the_loop_itself() -> None:
-    loop = LoopParts(map_stages, select_repeat, stage_inputs=None, walk=None, is_scan=True)
+    loop = LoopParts(map_stages, select=None, stage_inputs=None, walk=None, is_scan=True)
     assert Parts() == Parts(constrain=constrain, loop=loop)
 
 

@@ -12,6 +12,7 @@ from nnx_pipeline.experiments.layer_claims import LAYERS
 from nnx_pipeline.mesh import MeshConfig
 from nnx_pipeline.modules import Parts
 from nnx_pipeline.pipeline.parts import LoopParts
+from nnx_pipeline.pipeline.stage.apply import select_repeat
 from nnx_pipeline.sharding import left_to_compiler, place
 
 
@@ -153,7 +154,7 @@ WEIGHTS = (
         difference="a stage takes the weights of its repeat by a gather, or by a dynamic slice; "
         "both with two repeats or more",
         a=Arm(label="index", parts=_loop(select=loop_variants.select_by_gather)),
-        b=Arm(label="slice"),
+        b=Arm(label="slice", parts=_loop(select=select_repeat)),
         setup=_two_repeats,
         needs=("stage",),
     ),
@@ -271,10 +272,12 @@ SHARDING = (
         a=Arm(
             label="nnx.vmap",
             parts=_loop(
-                map_stages=variants.map_stages_by_nnx_vmap, walk=loop_variants.carry_layers
+                map_stages=variants.map_stages_by_nnx_vmap,
+                walk=loop_variants.carry_layers,
+                select=select_repeat,
             ),
         ),
-        b=Arm(label="jax.vmap"),
+        b=Arm(label="jax.vmap", parts=_loop(select=select_repeat)),
         setup=_circular_by_autodiff,
         needs=("stage",),
         by_default=True,

@@ -56,12 +56,15 @@ def map_stages_by_nnx_vmap(apply_stage: ApplyStage) -> Any:
     name = "stage" if mesh_sizes().get("stage", 1) > 1 else None
 
     def apply(params: Any, x: Any, side: Any) -> Any:
-        layers, numbers = params
-        graph, state = nnx.split(layers)
+        # Of a stage's layers that are held apart, each is a pair of its own.
+        apart = isinstance(params, list)
+        layers, numbers = zip(*params if apart else [params], strict=True)
+        graph, state = nnx.split(list(layers))
 
-        def one_stage(state: Any, number: Array, x: Any, side: Any) -> Any:
+        def one_stage(state: Any, numbers: tuple[Array, ...], x: Any, side: Any) -> Any:
             own = nnx.merge(graph, state)
-            given = apply_stage((own, number), x, side)
+            pairs = list(zip(own, numbers, strict=True))
+            given = apply_stage(pairs if apart else pairs[0], x, side)
             return given, nnx.split(own)[1]
 
         given, _ = nnx.vmap(one_stage, spmd_axis_name=name)(state, numbers, x, side)

@@ -1,6 +1,8 @@
 """Grouped-query attention, computed in the dtype of its inputs."""
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,12 +65,62 @@ def dot_product_attention(
     query = jax.lax.reshape(
         query * scale if scale != 1.0 else query, shape, out_sharding=out_sharding(grouped)
     )
-    scores = jnp.einsum("bqgrd,bkgd->bgrqk", query, key)
-    masked = MASKED_HALF if scores.dtype == jnp.float16 else MASKED
-    scores = jnp.where(mask(length, segment_ids)[:, None, None], scores, masked)
-    mixed = jnp.einsum("bgrqk,bkgd->bqgrd", jax.nn.softmax(scores, axis=-1), value)
+    mixed = _attend(mask, query, key, value, segment_ids)
     # Heads merge into one axis, which stays sharded as the key-value heads were.
     whole = jax.sharding.PartitionSpec(grouped[0], grouped[1], grouped[2], None)
     return jax.lax.reshape(
         mixed, (batch, length, heads, head_dim), out_sharding=out_sharding(whole)
     )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(mask: Mask, query: Array, key: Array, value: Array, segment_ids: Array | None) -> Array:
+    """Attention of `[batch, seq, kv_heads, queries per key, head_dim]`, whose derivative keeps no
+    scores.
+
+    The forward pass keeps its result and, per query, the logarithm of the softmax's denominator.
+    From these the backward pass computes each weight again by one exponential, without the maximum
+    and the sum over keys, and takes the sum in the softmax's derivative from the result: Σ_k p · dp
+    is the product of the result and its cotangent (FlashAttention-2, Dao 2023, section 2.3).
+    """
+    return _attend_forward(mask, query, key, value, segment_ids)[0]
+
+
+def _attend_forward(
+    mask: Mask, query: Array, key: Array, value: Array, segment_ids: Array | None
+) -> tuple[Array, Any]:
+    scores = _scores(mask, query, key, segment_ids)
+    largest = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - largest)
+    total = jnp.sum(weights, axis=-1, keepdims=True, dtype=jnp.float32)
+    mixed = jnp.einsum("bgrqk,bkgd->bqgrd", weights, value)
+    mixed = mixed / jnp.moveaxis(total, 3, 1).astype(mixed.dtype)
+    normaliser = largest.astype(jnp.float32) + jnp.log(total)
+    return mixed, (query, key, value, segment_ids, mixed, normaliser)
+
+
+def _attend_backward(mask: Mask, kept: Any, d_mixed: Array) -> tuple[Array, Array, Array, None]:
+    query, key, value, segment_ids, mixed, normaliser = kept
+    # The scores depend on nothing that comes late, so that a compiler may compute them long before
+    # they are used, and hold them. The barrier makes them wait for the cotangent.
+    query, d_mixed = jax.lax.optimization_barrier((query, d_mixed))
+    scores = _scores(mask, query, key, segment_ids).astype(jnp.float32)
+    weights = jnp.exp(scores - normaliser)
+    d_weights = jnp.einsum("bqgrd,bkgd->bgrqk", d_mixed, value).astype(jnp.float32)
+    inner = jnp.einsum("bqgrd,bqgrd->bgrq", d_mixed, mixed, preferred_element_type=jnp.float32)
+    d_scores = (weights * (d_weights - inner[..., None])).astype(query.dtype)
+    weights = weights.astype(query.dtype)
+    d_value = jnp.einsum("bgrqk,bqgrd->bkgd", weights, d_mixed)
+    d_query = jnp.einsum("bgrqk,bkgd->bqgrd", d_scores, key)
+    d_key = jnp.einsum("bgrqk,bqgrd->bkgd", d_scores, query)
+    return d_query, d_key, d_value, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _scores(mask: Mask, query: Array, key: Array, segment_ids: Array | None) -> Array:
+    """The scores `[batch, kv_heads, queries per key, query, key]` in the dtype of the inputs."""
+    scores = jnp.einsum("bqgrd,bkgd->bgrqk", query, key)
+    masked = MASKED_HALF if scores.dtype == jnp.float16 else MASKED
+    return jnp.where(mask(query.shape[1], segment_ids)[:, None, None], scores, masked)

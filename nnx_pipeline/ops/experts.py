@@ -64,7 +64,7 @@ class Mix(Protocol):
 
 # Below this many operations a product of one expert is too small to keep a device busy: on a TPU
 # v5p it takes less than 40 µs. See `group_size`.
-WORTHWHILE = 20e9
+WORTHWHILE = 8e9
 
 
 @dataclass(frozen=True)
@@ -169,20 +169,20 @@ class Products:
         return self.layout.spec("expert", "mlp", "batch_beside_experts", None, None)
 
     def split(self, gate: Array, up: Array, down: Array) -> tuple[Array, ...]:
-        """Kernels `[experts, …]` to `[steps, group, owners, …]`; a scan runs over the first.
+        """Kernels to `[steps, embed, group, owners, parts, mlp / parts]`; a scan runs over steps.
 
-        - `gate`, `up`: `[experts, embed, mlp]`; their mlp axis is split into (parts, mlp / parts).
-        - `down`: `[experts, mlp, embed]`, likewise.
+        - `gate`, `up`: `[experts, embed, mlp]`.
+        - `down`: `[experts, mlp, embed]`.
+
+        The axis over which kernels are gathered comes first, in all three. What a device sends and
+        receives then lies in one piece, and no gathered kernel is copied into another order.
 
         Raises InputError if the group does not divide the experts of an owner.
         """
         own = gate.shape[0] // self.layout.size("expert")
         rule = f"model.expert_group={self.group} does not divide the {own} experts of a device"
         divides(self.group, own, rule=rule)
-        return tuple(
-            kernel.split(array, self.group)
-            for kernel, array in ((self._into, gate), (self._into, up), (self._out_of, down))
-        )
+        return self._split(gate, 1), self._split(up, 1), self._split(down, 2)
 
     def split_choice(self, weights: Array) -> Array:
         """A value per token and expert, in the order in which the scan visits the experts.
@@ -205,13 +205,13 @@ class Products:
 
         - `x`: `[batch, seq, embed]`; the result is
           `[owners, parts, batch, seq, group, mlp / parts]`.
-        - `gate`, `up`: of one group, `[group, owners, embed, parts, mlp / parts]`.
+        - `gate`, `up`: of one group, `[embed, group, owners, parts, mlp / parts]`.
         """
 
         def product(kernel: Array) -> Array:
-            kernel = self._into.gathered(kernel.astype(x.dtype))
+            kernel = gather_weight(kernel.astype(x.dtype), self._stored, self._used)
             spec = out_sharding(P(*self.partial, None))
-            return jnp.einsum("bsd,godtf->otbsgf", x, kernel, out_sharding=spec)
+            return jnp.einsum("bsd,dgotf->otbsgf", x, kernel, out_sharding=spec)
 
         opened, raised = map(named, (product(gate), product(up)), HIDDEN)
         return jax.nn.silu(opened) * raised
@@ -221,9 +221,9 @@ class Products:
 
         - `hidden`: `[owners, parts, batch, seq, group, mlp / parts]`; the result is
           `[owners, parts, batch, seq, embed]`.
-        - `down`: of one group, `[group, owners, parts, mlp / parts, embed]`.
+        - `down`: of one group, `[embed, group, owners, parts, mlp / parts]`.
         """
-        return _project(self._out_of, self.partial, hidden, down.astype(hidden.dtype))
+        return _project(self, hidden, down.astype(hidden.dtype))
 
     def sum_over_steps(
         self,
@@ -252,84 +252,59 @@ class Products:
             total, _ = jax.lax.scan(step, start, operands)
         return jnp.sum(total, axis=(0, 1))
 
-    @property
-    def _into(self) -> "_Kernel":
-        return _Kernel(self.layout, ("embed_of_expert", "mlp"))
+    def _split(self, kernel: Array, embed_axis: int) -> Array:
+        """One kernel as `split` returns it.
 
-    @property
-    def _out_of(self) -> "_Kernel":
-        return _Kernel(self.layout, ("mlp", "embed_of_expert"))
-
-
-@dataclass(frozen=True)
-class _Kernel:
-    """Layout of kernels `[experts, *names]` after `split` has given owners and parts own axes."""
-
-    layout: Layout
-    names: tuple[str, str]
-
-    @property
-    def stored(self) -> P:
-        """The stored sharding of the kernels of a group, with the axes in the order of `names`.
-
-        These are `[group, owners, embed, parts, mlp / parts]` or
-        `[group, owners, parts, mlp / parts, embed]`.
+        - `embed_axis`: which axis of the kernel is embed; the others are experts and mlp.
         """
-        return self._spec(*self.names)
-
-    def split(self, kernel: Array, group: int) -> Array:
-        """`[experts, …]` to `[steps, group, owners, …]`, with the mlp axis split into parts."""
         owners, parts = self.layout.size("expert"), self.layout.size("mlp")
-        shape = [owners, kernel.shape[0] // owners // group, group]
-        for name, size in zip(self.names, kernel.shape[1:], strict=True):
-            shape += [parts, size // parts] if name == "mlp" else [size]
-        _, owner, *rest = self.stored
-        spec = out_sharding(P(owner, None, None, *rest))
-        return jnp.moveaxis(jax.lax.reshape(kernel, shape, out_sharding=spec), 0, 2)
+        kernel = jnp.moveaxis(kernel, embed_axis, 0)
+        embed, experts, mlp = kernel.shape
+        shape = (embed, owners, experts // owners // self.group, self.group, parts, mlp // parts)
+        spec = self.layout.spec("embed_of_expert", "expert", None, None, "mlp", None)
+        kernel = jax.lax.reshape(kernel, shape, out_sharding=out_sharding(spec))
+        return jnp.transpose(kernel, (2, 0, 3, 1, 4, 5))
 
-    def gathered(self, kernel: Array) -> Array:
-        """The kernels of a group, gathered over all axes but owners and parts."""
-        used = self._spec(*(name if name == "mlp" else None for name in self.names))
-        return gather_weight(kernel, self.stored, used)
+    @property
+    def _stored(self) -> P:
+        """The stored sharding of a group's kernel `[embed, group, owners, parts, mlp / parts]`."""
+        return self.layout.spec("embed_of_expert", None, "expert", "mlp", None)
 
-    def _spec(self, *names: str | None) -> P:
-        """The spec of `[group, owners, *names]`, with the mlp axis split into parts."""
-        axes: list[str | None] = []
-        for name in names:
-            axes += [name, None] if name == "mlp" else [name]
-        return self.layout.spec(None, "expert", *axes)
+    @property
+    def _used(self) -> P:
+        """Its sharding when it is gathered over all axes but owners and parts."""
+        return self.layout.spec(None, None, "expert", "mlp", None)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _project(kernel: _Kernel, out: P, hidden: Array, down: Array) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _project(products: Products, hidden: Array, down: Array) -> Array:
     """The down projection, whose kernel gradient is computed in the kernel's own order of axes.
 
-    JAX would compute the gradient as `[embed, mlp]` and transpose it. With that sharded over embed,
+    JAX would compute the gradient in another order and transpose it. With that sharded over embed,
     XLA for TPU (libtpu 0.0.42.1) makes an all-reduce, which sends twice as much as a
     reduce-scatter.
     """
-    return jnp.einsum(
-        "otbsgf,gotfd->otbsd", hidden, kernel.gathered(down), out_sharding=out_sharding(out)
-    )
+    down = gather_weight(down, products._stored, products._used)
+    spec = out_sharding(products.partial)
+    return jnp.einsum("otbsgf,dgotf->otbsd", hidden, down, out_sharding=spec)
 
 
 def _project_forward(
-    kernel: _Kernel, out: P, hidden: Array, down: Array
+    products: Products, hidden: Array, down: Array
 ) -> tuple[Array, tuple[Array, Array]]:
-    return _project(kernel, out, hidden, down), (hidden, down)
+    return _project(products, hidden, down), (hidden, down)
 
 
 def _project_backward(
-    kernel: _Kernel, out: P, kept: tuple[Array, Array], cotangent: Array
+    products: Products, kept: tuple[Array, Array], cotangent: Array
 ) -> tuple[Array, Array]:
     hidden, down = kept
-    to_hidden, to_down = out_sharding(P(*out, None)), out_sharding(kernel.stored)
-    d_hidden = jnp.einsum(
-        "otbsd,gotfd->otbsgf", cotangent, kernel.gathered(down), out_sharding=to_hidden
-    )
-    # "gotfd" is the stored order, so that a reduce-scatter brings the sum to its shards.
-    d_down = jnp.einsum("otbsgf,otbsd->gotfd", hidden, cotangent, out_sharding=to_down)
-    return d_hidden, place(d_down, kernel.stored)
+    whole = gather_weight(down, products._stored, products._used)
+    spec = out_sharding(P(*products.partial, None))
+    d_hidden = jnp.einsum("otbsd,dgotf->otbsgf", cotangent, whole, out_sharding=spec)
+    stored = out_sharding(products._stored)
+    d_down = jnp.einsum("otbsgf,otbsd->dgotf", hidden, cotangent, out_sharding=stored)
+    return d_hidden, place(d_down, products._stored)
 
 
 _project.defvjp(_project_forward, _project_backward)

@@ -229,7 +229,11 @@ def _loss_forward(
 
     out_specs = (P(), plan.hidden, plan.kernel)
     run = _over_mesh(local, plan, out_specs=out_specs)
-    total, hidden_gradient, kernel_gradient = run(hidden, kernel, targets, weights)
+    total, *gradients = run(hidden, kernel, targets, weights)
+    # The backward pass of the layers starts when both are there. Without the barrier a compiler
+    # that hides latency puts the reduce-scatter of the kernel's gradient beside that pass, and
+    # holds the gradient of all columns unsharded until it ends.
+    hidden_gradient, kernel_gradient = jax.lax.optimization_barrier(tuple(gradients))
     return total, (hidden_gradient, kernel_gradient)
 
 

@@ -61,7 +61,7 @@ def self_attention(
         grouped = layout.spec("batch", None, "kv_heads", None, None)
         return kernel(query, key, value, segment_ids, scale=scale, grouped=grouped)
 
-    mixed = remat.checkpoint(mix)(query, key, value, segment_ids)
+    mixed = mix(query, key, value, segment_ids)
     out_kernel = gather_weight(
         kernels.out.astype(x.dtype),
         layout.spec("heads", None, "embed"),

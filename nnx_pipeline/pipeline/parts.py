@@ -12,7 +12,7 @@ from jaxtyping import Array, PyTree
 
 from nnx_pipeline.pipeline.exchange.shift import ShiftName
 from nnx_pipeline.pipeline.schedule import CircularSchedule
-from nnx_pipeline.pipeline.stage.apply import MapStages, map_stages, select_repeat
+from nnx_pipeline.pipeline.stage.apply import MapStages, map_stages
 
 
 class Walk(Protocol):
@@ -50,6 +50,7 @@ class LoopParts:
 
     - `map_stages`: how the function of one stage is mapped over all stages, in both loops.
     - `select`: (parameters `[repeats, stages, …]`, repeat of each stage) to `[stages, …]`.
+      With None the loop holds them as `stage.repeats.hold` says.
     - `stage_inputs`: takes the place of `circular.tick.stage_inputs`; None for that function.
     - `walk`: goes through the ticks; None for one scan.
     - `is_scan`: whether a tick is the body of a scan, where XLA has nothing to merge a
@@ -58,7 +59,7 @@ class LoopParts:
     """
 
     map_stages: MapStages = map_stages
-    select: Callable[[PyTree, Array], PyTree] = select_repeat
+    select: Callable[[PyTree, Array], PyTree] | None = None
     stage_inputs: StageInputs | None = None
     walk: Walk | None = None
     is_scan: bool = True

@@ -166,31 +166,46 @@ class Runner:
             delay=self.config.forwarding_delay,
         )
 
-    def _stack(self, layers: Any) -> tuple[Any, Array]:
+    def _stack(self, layers: Any) -> Any:
         """The parameters of the stages: the layers, and the number of each.
 
-        Both have an axis of copies if each device gets its shard of the gradients.
+        Both have an axis of copies if each device gets its shard of the gradients. If the layers of
+        a stage are held apart, it is a list of such pairs, one for each layer of a stage.
         """
         numbers = self._numbers
         if self.weights.zero1:
             layers = self._shards(layers, skip=0, axis=2).copies(layers)
             copies = math.prod(mesh_sizes()[axis] for axis in self.weights.zero1)
             numbers = jnp.repeat(numbers[:, :, None], copies, axis=2)
-        return layers, place(numbers, self._numbers_spec)
+        stack = layers, place(numbers, self._numbers_spec(stacked=True))
+        if not self._in_turn.apart:
+            return stack
+        axis = self._layer_axis
+        return [
+            jax.tree.map(lambda leaf, at=at: jax.lax.index_in_dim(leaf, at, axis, False), stack)
+            for at in range(self.layers_per_stage)
+        ]
+
+    @property
+    def _layer_axis(self) -> int:
+        """The position of the layers of a stage in a parameter, which may have copies before."""
+        return 3 if self.weights.zero1 else 2
 
     @property
     def _numbers(self) -> Array:
         return jnp.arange(self.num_layers, dtype=jnp.int32).reshape(self.stack)
 
-    @property
-    def _numbers_spec(self) -> P:
+    def _numbers_spec(self, *, stacked: bool) -> P:
+        """The partition spec of the numbers, with or without the axis of the layers of a stage."""
         copies = (self.weights.zero1,) if self.weights.zero1 else ()
-        return P(*self.layout.spec(None, "stage"), *copies, None)
+        return P(*self.layout.spec(None, "stage"), *copies, *[None] * stacked)
 
-    def _apply_stage(self, stack: tuple[Any, Array], x: Array, side: Side) -> tuple[Array, PyTree]:
+    def _apply_stage(self, stack: Any, x: Array, side: Side) -> tuple[Array, PyTree]:
         """Applies the layers of one stage to one microbatch, once per copy of the weights."""
         layout = self.layout.gathered(gathered_axes(self.config))
-        stack = with_layout(stack[0], layout), stack[1]
+        pairs = stack if self._in_turn.apart else [stack]
+        pairs = [(with_layout(layers, layout), numbers) for layers, numbers in pairs]
+        stack = pairs if self._in_turn.apart else pairs[0]
 
         def run(stack: Any, x: Array, side: Side) -> tuple[Array, PyTree]:
             return self._in_turn(lambda x, layer: call_layer(layer, x, side), stack, x)
@@ -260,8 +275,13 @@ class Runner:
         if not copies:
             return WeightGathering(ahead=ahead)
         shards, gathered = self._shards(layers, skip=0, axis=2), gathered_axes(self.config)
+        apart, at = self._in_turn.apart, self._layer_axis
+        specs = shards.copy_specs if zero1 else shards.stored
+        if apart:
+            specs = tuple(P(*spec[:at], *spec[at + 1 :]) for spec in specs)
+        pair = (*specs, self._numbers_spec(stacked=not apart))
         return WeightGathering(
-            specs=(*(shards.copy_specs if zero1 else shards.stored), self._numbers_spec),
+            specs=pair * (self.layers_per_stage if apart else 1),
             zero1=zero1,
             copies=copies,
             gathered=gathered,

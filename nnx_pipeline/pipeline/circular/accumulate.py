@@ -7,6 +7,7 @@ of each stage's weights in place to the repeat that they belong to. So there is 
 per parameter, and nothing else of the size of all parameters.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from nnx_pipeline.pipeline.circular.backward import (
 )
 from nnx_pipeline.pipeline.circular.plan import make_plan
 from nnx_pipeline.pipeline.circular.prefetch import RepeatWindow
-from nnx_pipeline.pipeline.circular.tick import Loop, stage_weights
+from nnx_pipeline.pipeline.circular.tick import Loop, hold_weights, stage_weights
 from nnx_pipeline.pipeline.closed import hoist
 from nnx_pipeline.pipeline.exchange.buffers import slot
 from nnx_pipeline.pipeline.stage.apply import ApplyStage
@@ -62,8 +63,7 @@ class Accumulate:
         (apply,), (closed,) = hoist((apply_stage,), call)
         tick = self._tick(apply)
         # If weights are gathered repeat by repeat, the ticks are walked in pieces.
-        ahead = self.weights.ahead and self.loop.schedule.repeats > 1
-        passage: Passage = RepeatWindow(tick) if ahead else AllRepeats(tick)
+        passage: Passage = RepeatWindow(tick) if tick.weights.ahead else AllRepeats(tick)
         return _pass(passage, params, stream, Beside(side, closed))
 
     def _tick(self, apply_stage: Callable[..., tuple[PyTree, PyTree]]) -> TwoWayTick:
@@ -74,7 +74,11 @@ class Accumulate:
             weights, side, closed = reads
             return map_stages(functools.partial(apply_stage, closed))(weights, x, side)
 
-        return TwoWayTick(self.loop, self.checkpoint(apply), self.grad_dtype, self.weights)
+        # Of a single repeat there is none to gather ahead.
+        weights = dataclasses.replace(
+            self.weights, ahead=self.weights.ahead and self.loop.schedule.repeats > 1
+        )
+        return TwoWayTick(self.loop, self.checkpoint(apply), self.grad_dtype, weights)
 
 
 def _visit_once(tick: TwoWayTick, params: PyTree, stream: PyTree, side: PyTree) -> None:
@@ -82,7 +86,8 @@ def _visit_once(tick: TwoWayTick, params: PyTree, stream: PyTree, side: PyTree) 
 
     def visit(params: PyTree, stream: PyTree, side: PyTree) -> tuple[PyTree, PyTree]:
         gathered = tick.weights.gather(params)
-        weights_at = functools.partial(stage_weights, tick.loop.parts, gathered)
+        held = hold_weights(tick.loop.parts, gathered)
+        weights_at = functools.partial(stage_weights, tick.loop.parts, held)
         now = jax.tree.map(lambda leaf: leaf[0], make_plan(tick.loop.schedule))
         reads = visit_reads(weights_at, Beside(side, []), now)
         return tick.apply(reads, slot(stream, jnp.int32(0)))

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.pipeline.circular.plan import Plan, make_plan
-from nnx_pipeline.pipeline.circular.tick import Carry, Loop, stage_side, stage_weights
+from nnx_pipeline.pipeline.circular.tick import Carry, Loop, hold_weights, stage_side, stage_weights
 from nnx_pipeline.pipeline.exchange.buffers import over_stage
+from nnx_pipeline.pipeline.stage.repeats import add_at_repeat, hold, stacked
 from nnx_pipeline.pipeline.stage.vjp import (
     add,
-    add_at_repeat,
     backward_from,
     forward_keeping,
     is_float,
@@ -170,8 +170,9 @@ class AllRepeats:
         self, params: PyTree, stream: PyTree, beside: Beside, *, keep: bool
     ) -> tuple[Carry, PyTree, Any]:
         """See `Passage.forward`; it saves the gathered weights and what each tick kept."""
-        gathered = self.tick.weights.gather(params)
-        weights_at = functools.partial(stage_weights, self.tick.loop.parts, gathered)
+        parts = self.tick.loop.parts
+        gathered = hold_weights(parts, self.tick.weights.gather(params))
+        weights_at = functools.partial(stage_weights, parts, gathered)
         step = functools.partial(self.tick.forward, weights_at, beside, keep)
         loop = self.tick.loop
         end, (kept, metrics) = loop.run(step, loop.start(stream))
@@ -182,7 +183,7 @@ class AllRepeats:
     ) -> tuple[PyTree, Cotangents]:
         """See `Passage`."""
         (gathered, kept), d_metrics = saved
-        loop = self.tick.loop
+        loop, weights = self.tick.loop, self.tick.weights
         weights_at = functools.partial(stage_weights, loop.parts, gathered)
 
         def step(
@@ -190,12 +191,13 @@ class AllRepeats:
         ) -> tuple[tuple[PyTree, Cotangents], None]:
             d_params, after = totals
             before, d_weights = self.tick.backward(weights_at, beside, after, *at)
+            d_weights = weights.of_visit(d_weights, params)
             return (add_at_repeat(d_params, d_weights, over_stage(at[0].repeat)), before), None
 
-        start = (zero_gradients(gathered, params, self.tick.grad_dtype), last)
+        start = (hold(weights.zeros(params, self.tick.grad_dtype)), last)
         rows = (make_plan(loop.schedule), (kept, d_metrics))
         (d_params, first), _ = loop.walk(step, start, rows, reverse=True)
-        return self.tick.weights.scatter_gradients(d_params, params), first
+        return weights.scatter_gradients(stacked(d_params), params), first
 
 
 def visit_reads(

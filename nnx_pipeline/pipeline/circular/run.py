@@ -13,7 +13,7 @@ from nnx_pipeline.errors import InputError
 from nnx_pipeline.pipeline import entry
 from nnx_pipeline.pipeline.circular.accumulate import Accumulate
 from nnx_pipeline.pipeline.circular.plan import Plan, active_at
-from nnx_pipeline.pipeline.circular.tick import Loop, stage_side, stage_weights
+from nnx_pipeline.pipeline.circular.tick import Loop, hold_weights, stage_side, stage_weights
 from nnx_pipeline.pipeline.exchange.buffers import merge, split
 from nnx_pipeline.pipeline.metrics import given_out, over_ticks
 from nnx_pipeline.pipeline.options import LoopOptions
@@ -126,10 +126,10 @@ class Autodiff:
         linear = functools.partial(jax.checkpoint, prevent_cse=not parts.is_scan)
 
         @self.checkpoint
-        def select_and_visit(params: PyTree, now: Plan, x: PyTree) -> tuple[PyTree, PyTree]:
-            return apply(stage_weights(parts, params, now), x, stage_side(side, now))
+        def select_and_visit(held: PyTree, now: Plan, x: PyTree) -> tuple[PyTree, PyTree]:
+            return apply(stage_weights(parts, held, now), x, stage_side(side, now))
 
-        visit = functools.partial(select_and_visit, params)
+        visit = functools.partial(select_and_visit, hold_weights(parts, params))
         tick = self.loop.tick(visit, linear=linear)
         end, metrics = self.loop.run(tick, self.loop.start(stream))
         return end.stream, metrics

@@ -22,6 +22,7 @@ from nnx_pipeline.pipeline.exchange.buffers import mark_stage, over_stage, push,
 from nnx_pipeline.pipeline.exchange.shift import ShiftName, shift
 from nnx_pipeline.pipeline.parts import DEFAULT_PARTS, LoopParts
 from nnx_pipeline.pipeline.schedule import CircularSchedule
+from nnx_pipeline.pipeline.stage.repeats import hold, select
 from nnx_pipeline.remat import ITERATION_INPUT, named
 
 # (now, input of every stage) to (output of every stage, whatever else the visit gives)
@@ -184,10 +185,10 @@ class Loop:
         - `linear`: is put around the steps before and after the visit, which are linear in the
           carry: with `jax.checkpoint`, JAX keeps nothing of them but the timetable's row.
         """
-        select, pass_on = linear(self.before_visit), linear(self.after_visit)
+        enter, pass_on = linear(self.before_visit), linear(self.after_visit)
 
         def tick(carry: Carry, now: Plan) -> tuple[Carry, PyTree]:
-            mid, x = select(now, carry)
+            mid, x = enter(now, carry)
             y, visited = visit(now, name_input(x))
             return pass_on(now, mid, y), visited
 
@@ -195,17 +196,25 @@ class Loop:
 
     def before_visit(self, now: Plan, carry: Carry) -> tuple[MidTick, PyTree]:
         """`stage_inputs` with the schedule of this loop, or the function that an arm put there."""
-        select = self.parts.stage_inputs or stage_inputs
-        return select(self.schedule, self.shift_by, now, carry)
+        choose = self.parts.stage_inputs or stage_inputs
+        return choose(self.schedule, self.shift_by, now, carry)
 
     def after_visit(self, now: Plan, mid: MidTick, outputs: PyTree) -> Carry:
         """`stage_outputs` with the schedule of this loop."""
         return stage_outputs(self.schedule, self.shift_by, now, mid, outputs)
 
 
-def stage_weights(parts: LoopParts, params: PyTree, now: Plan) -> PyTree:
-    """The parameters of each stage for the repeat that it works on, `[stages, …]`."""
-    return parts.select(params, over_stage(now.repeat))
+def hold_weights(parts: LoopParts, params: PyTree) -> PyTree:
+    """The parameters `[repeats, stages, …]` in the form that `stage_weights` reads."""
+    return params if parts.select else hold(params)
+
+
+def stage_weights(parts: LoopParts, held: PyTree, now: Plan) -> PyTree:
+    """The parameters of each stage for the repeat that it works on, `[stages, …]`.
+
+    - `held`: all parameters, as `hold_weights` returns them.
+    """
+    return (parts.select or select)(held, over_stage(now.repeat))
 
 
 def stage_side(side: PyTree, now: Plan) -> PyTree:

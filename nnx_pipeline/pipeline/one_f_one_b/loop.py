@@ -22,6 +22,7 @@ from nnx_pipeline.pipeline.one_f_one_b.plan import Plan, make_plan
 from nnx_pipeline.pipeline.one_f_one_b.state import Held, Inputs, State, Weights
 from nnx_pipeline.pipeline.one_f_one_b.tick import Phase, Tick
 from nnx_pipeline.pipeline.options import Accumulation
+from nnx_pipeline.pipeline.stage.repeats import hold, stacked
 from nnx_pipeline.pipeline.stage.vjp import zero_gradients
 
 
@@ -53,14 +54,17 @@ class Loop:
             Phase(draining, forward=False, leave=False, backward=True),
         ]
         plan = make_plan(schedule)
-        stored, weights = weights, weights._replace(stages=self.how.weights.gather(weights.stages))
+        stored, gathering = weights, self.tick.weights
+        weights = weights._replace(stages=hold(gathering.gather(stored.stages)))
         state, kept_tree = self._start(weights, inputs, plan, keep=differentiate)
         if differentiate:
-            gradients = zero_gradients(weights, stored, self.how.grad_dtype)
+            others = stored._replace(stages=None)
+            gradients = zero_gradients(others, others, self.how.grad_dtype)
+            zeros = gathering.zeros(stored.stages, self.how.grad_dtype)
             # What the stage function closes over is the same on every stage, but its gradient is
             # not: each stage adds up its own, and these are summed over stages once, at the end.
             each = to_stages(gradients.closed, schedule.stages)
-            gradients = gradients._replace(closed=each)
+            gradients = gradients._replace(stages=hold(zeros), closed=each)
             state = state._replace(gradients=gradients, d_inputs=state.outputs)
         # Without gradients nothing drains: the last phase has backward visits only.
         for phase in phases if differentiate else phases[:2]:
@@ -68,7 +72,8 @@ class Loop:
                 state = self._scan(phase, weights, inputs, kept_tree, state, plan)
         if state.gradients is None:
             return state
-        scattered = self.how.weights.scatter_gradients(state.gradients.stages, stored.stages)
+        totals = stacked(state.gradients.stages)
+        scattered = gathering.scatter_gradients(totals, stored.stages)
         d_closed = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), state.gradients.closed)
         gradients = state.gradients._replace(stages=scattered, closed=d_closed)
         return state._replace(gradients=gradients)
@@ -87,7 +92,7 @@ class Loop:
         tick = self.tick
 
         def call(weights: Weights, inputs: Inputs) -> Array:
-            stages = self.how.weights.gather(weights.stages)
+            stages = hold(tick.weights.gather(weights.stages))
             held = Held((weights.enter, []), stages, (weights.leave, []), [])
             now = jax.tree.map(lambda leaf: leaf[0], make_plan(tick.schedule))
             x = tick.entering(held, inputs, now)

@@ -1,5 +1,6 @@
 """Runs 1F1B: forward, loss and backward in the same ticks, so that few visits are kept."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -96,6 +97,7 @@ def run_one_f_one_b(
             metric_weights,
             options.shift_by,
             options.parts.map_stages,
+            dataclasses.replace(how.weights, ahead=False),  # refused above with several repeats
         )
         return Loop(tick, how, options.bubble_fill)
 

@@ -39,7 +39,7 @@ class Held(NamedTuple):
     """The weights and what the functions close over: all arrays that have a gradient."""
 
     enter: tuple[PyTree, list[Array]]
-    stages: PyTree  # [repeats, stages, …]
+    stages: PyTree  # [repeats, stages, …]; within the loop as `stage.repeats.hold` returns them
     leave: tuple[PyTree, list[Array]]
     closed: list[Array]  # of the stage function; within the loop their gradients are [stages, …]
 

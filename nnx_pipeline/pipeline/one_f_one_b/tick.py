@@ -31,14 +31,15 @@ from nnx_pipeline.pipeline.metrics import Mean, Metric, counts, include, weights
 from nnx_pipeline.pipeline.one_f_one_b.plan import Plan
 from nnx_pipeline.pipeline.one_f_one_b.state import Held, Inputs, State
 from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
-from nnx_pipeline.pipeline.stage.apply import MapStages, select_repeat, select_slot
+from nnx_pipeline.pipeline.stage.apply import MapStages, select_slot
+from nnx_pipeline.pipeline.stage.repeats import add_at_repeat, select
 from nnx_pipeline.pipeline.stage.vjp import (
     add,
-    add_at_repeat,
     backward_from,
     forward_keeping,
     none_for_integers,
 )
+from nnx_pipeline.pipeline.weights.gathered import WeightGathering
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Tick:
     - `metric_weights`: the weight of each metric of a stage in the loss, as for `weights_like`.
     - `shift_by`: how activations and cotangents are sent to a neighbouring stage.
     - `map_stages`: how a function of one stage is mapped over the stages.
+    - `weights`: how the weights of the stages are held.
     """
 
     functions: Functions
@@ -80,6 +82,7 @@ class Tick:
     metric_weights: PyTree
     shift_by: ShiftName
     map_stages: MapStages
+    weights: WeightGathering
 
     def __call__(
         self, weights: Held, inputs: Inputs, phase: Phase, kept_tree: Any, state: State, now: Plan
@@ -182,6 +185,7 @@ class Tick:
             return backward_from(kept, (*reads, weights.closed), given)
 
         (d_stages, _, d_closed), d_x = self.map_stages(back)(stored, reads, (d_y, d_metrics))
+        d_stages = self.weights.of_visit(d_stages, reads[0])
         totals = state.gradients
         gradients = totals._replace(
             stages=add_at_repeat(totals.stages, d_stages, over_stage(now.backward_repeat)),
@@ -292,7 +296,7 @@ def _stage_reads(
 ) -> tuple[PyTree, PyTree]:
     """What a visit reads besides the activations: weights and side inputs, `[stages, …]`."""
     side = jax.tree.map(lambda leaf: rows(leaf, over_stage(microbatch)), inputs.side)
-    return select_repeat(weights.stages, over_stage(repeat)), side
+    return select(weights.stages, over_stage(repeat)), side
 
 
 def _row(tree: PyTree, microbatch: Array) -> PyTree:

@@ -52,8 +52,7 @@ def select_repeat(
     - `repeat`: int32 `[stages]`, the repeat that each stage is at.
     - `read`: takes one repeat out of a stage's shard.
     """
-    leaves = jax.tree.leaves(params)
-    if leaves and leaves[0].shape[0] == 1:
+    if jax.tree.leaves(params)[0].shape[0] == 1:
         return jax.tree.map(lambda leaf: jax.lax.squeeze(leaf, (0,)), params)
     return _each_stage(read, repeat, (params,), stage_axes=(1,))
 

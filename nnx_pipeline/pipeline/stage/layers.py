@@ -17,9 +17,13 @@ Side = dict[str, Array | None]  # what a layer reads beside x, by the names of i
 ApplyLayer = Callable[[Array, Any], tuple[Array, PyTree]]
 
 
+# Up to so many layers of a stage are unrolled, and held as arrays of their own.
+UNROLLED = 4
+
+
 @dataclass(frozen=True)
 class LayersInTurn:
-    """Applies a stack of layers one after the other, by a scan if there are several.
+    """Applies several layers one after the other.
 
     - `number`: the number of layers.
     - `remat`: what to keep of each layer for the backward pass.
@@ -30,39 +34,71 @@ class LayersInTurn:
     remat: Remat
     in_ticks: bool
 
-    def __call__(self, apply: ApplyLayer, stack: Any, x: Array) -> tuple[Array, PyTree]:
+    @property
+    def apart(self) -> bool:
+        """Whether the layers are held apart and unrolled, instead of stacked and scanned.
+
+        A tick unrolls a few layers: a scan would slice the weights of each out of the stack, and
+        put its gradient into a stack of the visit, which stands beside the accumulators until the
+        visit is over. Of layers apart each gradient is added as soon as it is complete. The cost is
+        that compile time grows with the number of layers. For `mixtral-small` on a TPU v5p (libtpu
+        0.0.42.1) with 2 layers per stage, scanned and apart: temp 354 and 258 MB, 23.1 and 20.5 ms
+        of compute.
+
+        Any number is unrolled if some of what the layers compute is offloaded, because no compiler
+        sends a value from a loop inside another loop to the host.
+        """
+        return self.in_ticks and (self.number <= UNROLLED or bool(self.remat.offloaded))
+
+    def __call__(self, apply: ApplyLayer, layers: Any, x: Array) -> tuple[Array, PyTree]:
         """Applies all layers to x; returns the result, and the metrics of each, `[layers, …]`.
 
         - `apply`: (x, layer) to (x, metrics).
-        - `stack`: the layers, `[layers, …]`.
+        - `layers`: a list of the layers if they are held `apart`, else their stack `[layers, …]`.
         """
-        if not self._alone:  # a single layer in a tick has the checkpoint of the tick
-            apply = self.remat.checkpoint(apply, in_scan=not self._unrolled)
+        alone = self.in_ticks and self.number == 1
+        if not alone:  # a single layer in a tick has the checkpoint of the tick
+            apply = self.remat.checkpoint(apply, in_scan=not self.apart)
 
         def body(x: Array, layer: Any) -> tuple[Array, PyTree]:
             x, metrics = apply(named(x, LAYER_INPUT), layer)
             return x, jax.tree.map(lambda leaf: named(leaf, LAYER_METRICS), metrics)
 
-        if not self._unrolled:
-            return jax.lax.scan(body, x, stack)
+        if not self.apart:
+            return jax.lax.scan(body, x, layers)
         found = []
-        for index in range(self.number):
-            x, metrics = body(x, jax.tree.map(lambda leaf, at=index: leaf[at], stack))
+        for layer in layers:
+            x, metrics = body(*(x, layer) if alone else gradients_in_turn(x, layer))
             found.append(metrics)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
 
-    @property
-    def _alone(self) -> bool:
-        return self.in_ticks and self.number == 1
 
-    @property
-    def _unrolled(self) -> bool:
-        """Whether the layers are unrolled instead of scanned.
+@jax.custom_vjp
+def gradients_in_turn(x: PyTree, layer: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns its arguments, and makes the backward pass wait for the gradient of `layer`.
 
-        A single layer in a tick needs no scan. Several are unrolled if some of what they compute is
-        offloaded, because no compiler sends a value from a loop inside another loop to the host.
-        """
-        return self._alone or (self.in_ticks and bool(self.remat.offloaded))
+    The layers before it get their cotangent only when that gradient is complete. A compiler may
+    otherwise put off the gradients of all layers, and hold everything that they are made of: with 4
+    layers of a dense MLP per stage, the temp on a TPU v5p (libtpu 0.0.42.1) is 317 MB with it and
+    467 without, for 2 % more compute.
+    """
+    return x, layer
+
+
+def _in_turn_forward(x: PyTree, layer: PyTree) -> tuple[tuple[PyTree, PyTree], None]:
+    return (x, layer), None
+
+
+def _in_turn_backward(_: None, cotangents: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+    leaves, tree = jax.tree.flatten(cotangents)
+    floats = [at for at, leaf in enumerate(leaves) if leaf.dtype != jax.dtypes.float0]
+    barred = jax.lax.optimization_barrier([leaves[at] for at in floats])
+    for at, leaf in zip(floats, barred, strict=True):
+        leaves[at] = leaf
+    return jax.tree.unflatten(tree, leaves)
+
+
+gradients_in_turn.defvjp(_in_turn_forward, _in_turn_backward)
 
 
 def call_layer(

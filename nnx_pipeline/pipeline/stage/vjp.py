@@ -12,8 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.pipeline.stage.apply import at_repeat, select_repeat
-
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
@@ -121,19 +119,6 @@ def zero_gradients(tree: PyTree, like: PyTree, dtype: jax.typing.DTypeLike | Non
         return jnp.zeros_like(leaf, dtype=dtype or like.dtype) if is_float(leaf) else None
 
     return jax.tree.map(one, tree, like)
-
-
-def add_at_repeat(totals: PyTree, gradients: PyTree, repeat: Array) -> PyTree:
-    """Adds the gradient of each stage to the total of its own repeat, in place.
-
-    - `totals`: `[repeats, stages, …]`.
-    - `gradients`: `[stages, …]`.
-    - `repeat`: int32 `[stages]`, the repeat that each stage is at.
-    """
-    leaves = jax.tree.leaves(totals)
-    if not leaves or leaves[0].shape[0] == 1:
-        return add(totals, jax.tree.map(lambda leaf: leaf[None], gradients))
-    return at_repeat(totals, repeat, add(select_repeat(totals, repeat), gradients))
 
 
 def add(totals: PyTree, gradients: PyTree) -> PyTree:

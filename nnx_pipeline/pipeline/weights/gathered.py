@@ -2,11 +2,13 @@
 
 A gathered weight is the same on every device along the mesh axes that it was gathered over. Its
 gradient is not: each device adds up that of its own sequences. Both are represented as arrays with
-an axis of copies, `[repeats, stages, copies, …]`, one copy per device along these mesh axes. So
-nothing is sent while the gradient adds up, and one reduce-scatter brings it back to where the
-weight is stored.
+an axis of copies, `[repeats, stages, copies, …]`, one copy per device along these mesh axes. A
+reduce-scatter brings it back to where the weight is stored: that of each visit, or, where repeats
+are gathered one ahead of the other, that of a whole repeat at once. Over the other mesh axes of
+copies, such as `data`, it is summed once, after all visits.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.sharding import P, mesh_sizes
+from nnx_pipeline.pipeline.stage.vjp import is_float, zero_gradients
+from nnx_pipeline.sharding import P, mesh_sizes, place
 
 GatherName = Literal["use", "step", "prefetch"]
 
@@ -62,31 +65,90 @@ class WeightGathering:
 
         return self._on_each_device(one, params, params, self.specs, self._copy_specs)
 
+    def zeros(self, params: PyTree, dtype: jax.typing.DTypeLike | None) -> PyTree:
+        """Accumulators for what `of_visit` returns; None for an array of integers.
+
+        - `params`: the weights as they are stored, `[repeats, stages, …]`.
+        - `dtype`: that of the accumulators; None for that of the parameters.
+        """
+        if self.copies == self.zero1:
+            return zero_gradients(params, params, dtype)
+        leaves, tree = jax.tree.flatten(params)
+
+        def one(leaf: Array, spec: P) -> Array | None:
+            if not is_float(leaf):
+                return None
+            copies = () if self.zero1 else (math.prod(mesh_sizes()[name] for name in self._kept),)
+            shape = (*leaf.shape[:2], *copies, *leaf.shape[2:])
+            return place(jnp.zeros(shape, dtype or leaf.dtype), spec)
+
+        return jax.tree.unflatten(tree, map(one, leaves, self._total_specs))
+
+    def of_visit(self, gradients: PyTree, params: PyTree) -> PyTree:
+        """The gradients of one visit, in the sharding of the accumulators.
+
+        - `gradients`: `[stages, copies, …]`, of gathered weights; None for an array of integers.
+        - `params`: the weights as they are stored, for the structure of their tree.
+
+        Each is summed over the mesh axes that the weight was gathered over, by a reduce-scatter in
+        its own dtype, so that no device holds full gradients of more than one visit.
+        """
+        if self.copies == self.zero1:
+            return gradients
+
+        def one(leaf: Array, spec: P) -> Array:
+            leaf = leaf if self.zero1 else jnp.squeeze(leaf, 1)
+            for axis, names in self._gathered_axes(spec):
+                leaf = self._scattered(leaf, axis - 1, names)
+            return leaf if self.zero1 else jnp.expand_dims(leaf, 1)
+
+        of_copies, of_totals = (
+            tuple(P(*spec[1:]) for spec in specs) for specs in (self._copy_specs, self._total_specs)
+        )
+        return self._on_each_device(one, gradients, params, of_copies, of_totals)
+
     def scatter_gradients(self, gradients: PyTree, params: PyTree) -> PyTree:
-        """Sums the gradients of copies, and shards the sum as the weights are stored.
+        """Sums the accumulated gradients of copies, and shards the sum as the weights are stored.
 
-        - `gradients`: `[repeats, stages, copies, …]`; None for an array of integers.
-        - `params`: the weights that were gathered, for the structure of their tree.
+        - `gradients`: as `zeros` made the accumulators; None for an array of integers.
+        - `params`: the weights as they are stored, for the structure of their tree.
 
-        The sum is made in the dtype of the gradients, by a reduce-scatter over the mesh axes that
-        the weight was gathered over and an all-reduce over the other axes of `copies`.
+        The sum is made in the dtype of the gradients: by an all-reduce over the axes of `copies`,
+        and if repeats were gathered `ahead`, by a reduce-scatter over the mesh axes of the gather.
         """
         if self.copies == self.zero1:
             return gradients
 
         def one(leaf: Array, spec: P) -> Array:
             leaf = leaf if self.zero1 else jnp.squeeze(leaf, 2)
-            scattered = [*self.zero1]
-            for axis, names in self._gathered_axes(spec):
-                for name in names:
-                    # A mesh axis that was gathered but has no copies has the same gradient on each
-                    # of its devices, of which each takes its shard.
-                    leaf = _scatter(leaf, axis, name, summed=name in self.copies)
-                    scattered.append(name)
-            rest = tuple(name for name in self.copies if name not in scattered)
+            for axis, names in self._gathered_axes(spec) if self.ahead else ():
+                leaf = self._scattered(leaf, axis, names)
+            scattered = {name for _, names in self._gathered_axes(spec) for name in names}
+            summed = {*self.zero1, *scattered}
+            rest = tuple(name for name in self.copies if name not in summed)
             return jax.lax.psum(leaf, rest) if rest else leaf
 
-        return self._on_each_device(one, gradients, params, self._copy_specs, self.specs)
+        held = self._copy_specs if self.ahead else self._total_specs
+        return self._on_each_device(one, gradients, params, held, self.specs)
+
+    def _scattered(self, leaf: Array, axis: int, names: tuple[str, ...]) -> Array:
+        """This device's shard of an array axis that was gathered over some mesh axes."""
+        for name in names:
+            # A mesh axis that was gathered but has no copies has the same gradient on each of its
+            # devices, of which each takes its shard.
+            leaf = _scatter(leaf, axis, name, summed=name in self.copies)
+        return leaf
+
+    @property
+    def _kept(self) -> tuple[str, ...]:
+        """The axes of `copies` over which gradients are summed after all visits."""
+        return tuple(name for name in self.copies if name not in self.gathered)
+
+    @property
+    def _total_specs(self) -> tuple[P, ...]:
+        """The partition spec of each accumulator whose visits `of_visit` has summed."""
+        after = 3 if self.zero1 else 2
+        return tuple(P(*spec[:2], self._kept, *spec[after:]) for spec in self.specs)
 
     def _gathered_axes(self, spec: P) -> list[tuple[int, tuple[str, ...]]]:
         found = []

@@ -1,0 +1,82 @@
+"""How a loop over ticks holds the parameters of several repeats, selects them and adds to them."""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from nnx_pipeline.pipeline.exchange.buffers import where
+from nnx_pipeline.pipeline.stage.apply import at_repeat, select_repeat
+from nnx_pipeline.pipeline.stage.vjp import add
+
+APART = 2  # up to so many repeats are held apart
+
+
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclass(frozen=True)
+class ByRepeat:
+    """Parameters, or gradients, of a few repeats: one pytree of `[stages, …]` for each."""
+
+    trees: tuple[PyTree, ...]
+
+
+def hold(params: PyTree) -> PyTree:
+    """Parameters in the form in which a loop holds them: `ByRepeat` for one or two repeats.
+
+    - `params`: `[repeats, stages, …]`; more than two repeats are returned as they are.
+
+    Of repeats that are held apart a visit selects its weights by a `where`, and its gradient is
+    added in place to arrays of their own. With more repeats it reads a slice of one array, because
+    a `where` would read all repeats at each visit. For `mixtral-small` on a TPU v5p (libtpu
+    0.0.42.1), 2 repeats apart and as one array: temp 260 and 306 MB, 20.0 and 19.6 ms of compute; 4
+    repeats: 378 and 335 MB, 35.3 and 33.8 ms.
+    """
+    repeats = jax.tree.leaves(params)[0].shape[0]
+    if repeats > APART:
+        return params
+    return ByRepeat(
+        tuple(jax.tree.map(lambda leaf, at=at: leaf[at], params) for at in range(repeats))
+    )
+
+
+def stacked(held: PyTree) -> PyTree:
+    """The inverse of `hold`: arrays `[repeats, stages, …]`; None stays None."""
+    if not isinstance(held, ByRepeat):
+        return held
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *held.trees)
+
+
+def select(held: PyTree, repeat: Array) -> PyTree:
+    """The parameters of each stage for the repeat that it is at, `[stages, …]`.
+
+    - `held`: as `hold` returns them.
+    - `repeat`: int32 `[stages]`, sharded over `stage`.
+    """
+    if not isinstance(held, ByRepeat):
+        return select_repeat(held, repeat)
+    found = held.trees[0]
+    for number, tree in enumerate(held.trees[1:], start=1):
+        found = where(repeat == number, tree, found)
+    return found
+
+
+def add_at_repeat(totals: PyTree, gradients: PyTree, repeat: Array) -> PyTree:
+    """Adds the gradient of each stage to the total of the repeat that the stage is at, in place.
+
+    - `totals`: in the form that `hold` gives them; None in the place of integers.
+    - `gradients`: `[stages, …]`.
+    - `repeat`: int32 `[stages]`, sharded over `stage`.
+    """
+    if not isinstance(totals, ByRepeat):
+        return at_repeat(totals, repeat, add(select_repeat(totals, repeat), gradients))
+    if len(totals.trees) == 1:
+        return ByRepeat((add(totals.trees[0], gradients),))
+    zeros = jax.tree.map(jnp.zeros_like, gradients)
+    return ByRepeat(
+        tuple(
+            add(tree, where(repeat == number, gradients, zeros))
+            for number, tree in enumerate(totals.trees)
+        )
+    )
