@@ -114,7 +114,8 @@ class Decoder:
         hidden, balance = self.hidden(tokens, side, keys)
         batches = self.runner.batches
         wanted = Targets(batches.arrange(targets), batches.arrange(weights))
-        entropy = self._entropy(self.ends.head, hidden, wanted, batches.axes)
+        chunks = self.config.train.loss_chunks
+        entropy = self._entropy(self.ends.head, hidden, wanted, batches.axes, chunks)
         share = self.config.train.load_balance_weight
         return entropy + share * balance if share else entropy, (entropy, balance)
 
@@ -126,14 +127,16 @@ class Decoder:
         - `wanted`: the targets and their weights.
         """
         assert self.run_loss is not None, "1F1B runs in a pipeline alone"
-        axes = self.runner.batches.axes[1:]  # of one microbatch
+        batches = self.runner.batches
+        axes = batches.axes[1:]  # of one microbatch
+        chunks = self.config.train.loss_chunks_of(batches.microbatches)
 
         def enter(table: PyTree, tokens: Array) -> Array:
             return self._embed(table, tokens, axes)
 
         def leave(last: tuple[PyTree, Array], x: Array, wanted: Targets) -> Array:
             scale, head = last
-            return self._entropy(head, self.ends.norm(scale, x), wanted, axes)
+            return self._entropy(head, self.ends.norm(scale, x), wanted, axes, chunks)
 
         ends = ModelEnds(enter, self.ends.table, leave, (self.ends.scale, self.ends.head))
         loss, (entropy, balance) = self.run_loss(
@@ -156,14 +159,18 @@ class Decoder:
         hidden: Array,
         wanted: Targets,
         batch_axes: tuple[str, ...],
+        chunks: int,
     ) -> Array:
-        """The weighted cross-entropy of hidden states that are sharded by `batch_axes`."""
+        """The weighted cross-entropy of hidden states that are sharded by `batch_axes`.
+
+        - `chunks`: the number of pieces of the sequence, of which one has its logits at a time.
+        """
         return self.parts.loss(
             hidden,
             head,
             wanted,
             batch_axes=batch_axes,
-            chunks=self.config.train.loss_chunks,
+            chunks=chunks,
             layout=self.ends.layout,
         )
 

@@ -171,7 +171,11 @@ class TrainConfig:
     """The largest global norm of the gradients; larger ones are scaled down to it."""
 
     loss_chunks: int = 8
-    """Number of pieces into which the cross-entropy cuts the sequence; divides its length."""
+    """Number of pieces into which the cross-entropy cuts the sequence; divides its length.
+
+    The logits of one piece exist at a time. `schedule=1f1b` computes the loss of each microbatch
+    apart, and cuts it into fewer pieces, see `loss_chunks_of`.
+    """
 
     load_balance_weight: float = 0.0
     """Weight in the loss of the router's load-balance loss, averaged over layers and microbatches.
@@ -222,6 +226,16 @@ class TrainConfig:
             rule=f"sequence_length={self.sequence_length} does not split into "
             f"loss_chunks={self.loss_chunks} pieces",
         )
+
+
+    def loss_chunks_of(self, microbatches: int) -> int:
+        """The number of pieces for one of so many microbatches.
+
+        It is the smallest divisor of the sequence's length with which a piece has no more tokens
+        than one of the whole batch.
+        """
+        fewest = -(-self.loss_chunks // microbatches)
+        return next(n for n in range(fewest, self.loss_chunks + 1) if self.sequence_length % n == 0)
 
 
 @dataclass(frozen=True, kw_only=True)
