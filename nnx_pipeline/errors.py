@@ -52,6 +52,18 @@ def divides(divisor: int, value: int, *, rule: str) -> None:
         raise InputError(f"{rule}; choose a multiple of {divisor}, such as {fitting}")
 
 
+def is_divisor(value: int, whole: int, *, rule: str) -> None:
+    """Raises InputError unless `value` divides `whole`.
+
+    - `value`: a whole number of 1 or more.
+    - `whole`: the number that it must divide.
+    - `rule`: the text that says what does not divide; the error adds all values that do.
+    """
+    if whole % value:
+        fitting = ", ".join(str(one) for one in range(1, whole + 1) if whole % one == 0)
+        raise InputError(f"{rule}; choose one of: {fitting}")
+
+
 def number(config: object, name: str) -> float:
     """The value of a field; raises InputError unless it is a finite number.
 

@@ -148,12 +148,12 @@ def test_a_training_step_has_lines_of_source(platform: str, step: Any) -> None:
     assert_account_adds_up(result)
     assert result.account.donated_argument_bytes > result.account.kept_argument_bytes
     found = attribution_of(result)
+    roles = found.by_role()
     named = sum(row.bytes for row in found.buffers if row.source)
-    assert named >= 0.9 * found.heap_bytes
+    assert named >= 0.9 * (found.heap_bytes - roles.get("fragmentation", 0))
     assert found.peak_source
     assert "nnx_pipeline" in found.peak_source
     assert not any("site-packages/jax" in (row.source or "") for row in found.buffers)
-    roles = found.by_role()
     assert {"saved residual", "activation", "gradient accumulator"} <= set(roles)
     assert roles.get("other", 0) < 0.01 * found.heap_bytes
 

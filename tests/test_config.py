@@ -79,6 +79,8 @@ REFUSED = [
     bad(model(dtype="bfloat"), "dtype='bfloat' is not known; did you mean 'bfloat16'?"),
     bad(model(param_dtype="int8"), "param_dtype='int8' is not known; choose one of: bfloat16"),
     bad(model(attention="flash"), "attention='flash' is not known; choose one of: dot_product"),
+    bad(model(expert_group=3), "expert_group=3 does not divide num_experts=4", "of: 1, 2, 4"),
+    bad(model(expert_group=0), "expert_group=0 is not a whole number of 1 or more"),
     bad(model(experts="desne"), "experts='desne' is not known; did you mean 'dense'?"),
     bad(model(embedding="onehot"), "embedding='onehot' is not known; did you mean 'one_hot'?"),
     bad(model(norm_epsilon=-1.0), "norm_epsilon=-1.0 is out of range; choose 0"),
@@ -191,6 +193,11 @@ REFUSED = [
     bad(
         on_mesh("fsdp=2", model(embed_dim=15)()),
         "model.embed_dim=15 does not split over fsdp×expert=2",
+    ),
+    bad(
+        on_mesh("expert=2", model(expert_group=4)()),
+        "the 2 experts that a device of expert=2 has do not split into groups of "
+        "model.expert_group=4; choose one of: 1, 2",
     ),
     bad(on_mesh("tensor=2", model(mlp_dim=5)()), "model.mlp_dim=5 does not split over tensor=2"),
     bad(on_mesh("tensor=4"), "model.num_kv_heads=2 does not split over tensor=4"),
@@ -395,6 +402,7 @@ FIELDS = (
     ("model.attention_scale", "0.5", 0.5),
     ("model.attention", "dot_product", "dot_product"),
     ("model.experts", "dense", "dense"),
+    ("model.expert_group", "2", 2),
     ("model.embedding", "auto", "auto"),
     ("pipeline.num_microbatches", "4", 4),
     ("pipeline.num_microbatches", "None", None),

@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import linen_compat
 from nnx_pipeline import Config, InputError, Mixtral
+from nnx_pipeline.pipeline.stage import layers, repeats
 from nnx_pipeline.train import Batch, abstract_state, jit_train_step, loss_of, make_state
 from nnx_pipeline.train.step import batch_sharding
 
@@ -53,11 +54,12 @@ class Case(NamedTuple):
     schedule: str = "circular"
     backward: str | None = None
     gather: str = "use"
+    group: int | None = None
 
     @property
     def config(self) -> Config:
         return replace(
-            DENSE if self.dense else SPARSE,
+            replace(DENSE if self.dense else SPARSE, "model", expert_group=self.group),
             "pipeline",
             num_repeats=self.repeats,
             sharding=self.mode,
@@ -74,12 +76,13 @@ class Case(NamedTuple):
 # layers, no pipeline, rows of one document.
 PIPELINED = [
     Case("stage=4,fsdp=2"),
-    Case("stage=2,fsdp=2,tensor=2", repeats=2, shift="slice", mode="auto"),
-    Case("stage=2,fsdp=2,expert=2", gather="prefetch", repeats=2, delay=2, packed=False),
+    Case("stage=2,fsdp=2,tensor=2", repeats=2, shift="slice", mode="auto", group=1),
+    Case("stage=2,fsdp=2,expert=2", gather="prefetch", repeats=2, delay=2, packed=False, group=1),
     Case("stage=2,fsdp=2,tensor=2", schedule="1f1b", remat="minimal", shift="pad"),
 ]
 UNPIPELINED = [
-    Case("fsdp=2,tensor=2,expert=2", mode="auto"),
+    Case("fsdp=2,tensor=2,expert=2", mode="auto", group=2),
+    Case("data=2,fsdp=2", group=2),
     Case("data=2,fsdp=2", schedule="1f1b", gather="step"),
 ]
 DENSELY = [
@@ -147,6 +150,34 @@ def test_equals_one_device(case: Case) -> None:
     assert_close((got.loss, got.parts, got.logits), (want.loss, want.parts, want.logits), 1e-5)
     assert_close(got.gradients, want.gradients, 1e-4)
     assert_same_placement(got.gradients, got.model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("stage=2,fsdp=2"),
+        Case("stage=2,fsdp=2", repeats=2, gather="step"),
+        Case("stage=2,fsdp=2", repeats=2, schedule="1f1b"),
+    ],
+    ids=str,
+)
+def test_stacked_layers_and_repeats_give_the_same_numbers(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As stages of many layers, and more repeats, have them."""
+    monkeypatch.setattr(layers, "UNROLLED", 1)
+    monkeypatch.setattr(repeats, "APART", 0)
+    mesh, want = mesh_of(case.mesh), alone(dense=False, packed=True)
+    model = model_on_mesh(source(dense=False), case.config, mesh)
+    with jax.set_mesh(mesh):
+        batch = jax.device_put(batch_of(case), batch_sharding(mesh, model.layout))
+        program = jax.make_jaxpr(evaluate.__wrapped__)(model, batch)
+        loss, _, gradients, _ = jax.jit(evaluate.__wrapped__)(model, batch)
+    scans = [each.params["length"] for each in equations(program) if each.primitive.name == "scan"]
+    assert case.repeats == 2 or 2 in scans  # one over the two layers of a stage
+    assert_close(loss, want.loss, 1e-5)
+    assert_close(gradients, want.gradients, 1e-4)
 
 
 @pytest.mark.slow

@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from nnx_pipeline.config.pipeline import PipelineConfig
-from nnx_pipeline.errors import InputError, above_zero, at_least, divides, number, one_of, whole
+from nnx_pipeline.errors import (
+    InputError,
+    above_zero,
+    at_least,
+    divides,
+    number,
+    one_of,
+    whole,
+)
 from nnx_pipeline.mesh import MeshConfig
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -128,7 +136,7 @@ class ModelConfig:
         if self.expert_group is not None:
             whole(self, "expert_group")
             rule = f"expert_group={self.expert_group} does not divide num_experts="
-            divides(self.expert_group, self.num_experts, rule=f"{rule}{self.num_experts}")
+            is_divisor(self.expert_group, self.num_experts, rule=f"{rule}{self.num_experts}")
         one_of("embedding", self.embedding, ("auto", "gather", "one_hot"))
         if self.max_position_embeddings is not None:
             whole(self, "max_position_embeddings")
@@ -227,7 +235,6 @@ class TrainConfig:
             f"loss_chunks={self.loss_chunks} pieces",
         )
 
-
     def loss_chunks_of(self, microbatches: int) -> int:
         """The number of pieces for one of so many microbatches.
 
@@ -278,6 +285,7 @@ class Config:
     def check_mesh(self, mesh: MeshConfig) -> None:
         """Raises InputError, which says what to change, unless everything divides over `mesh`."""
         self.check_weights(mesh)
+        self._check_groups(mesh)
         self._check_pipeline(mesh)
         self._check_batch_on(mesh)
 
@@ -316,6 +324,13 @@ class Config:
             shards, size = mesh.product("fsdp", "expert", "data"), model.embed_dim
             rule = f"model.embed_dim={size} does not split over fsdp×expert×data={shards} {_ZERO1}"
             yield shards, size, rule
+
+    def _check_groups(self, mesh: MeshConfig) -> None:
+        """Checks that the experts of a device split into groups of the given size."""
+        group, own = self.model.expert_group, self.model.num_experts // mesh.expert
+        if group is not None:
+            rule = f"the {own} experts that a device of expert={mesh.expert} has do not split into "
+            is_divisor(group, own, rule=f"{rule}groups of model.expert_group={group}")
 
     def _check_pipeline(self, mesh: MeshConfig) -> None:
         """Checks the options of the pipeline, and the number of microbatches, against the mesh."""

@@ -75,13 +75,13 @@ def dot_product_attention(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(mask: Mask, query: Array, key: Array, value: Array, segment_ids: Array | None) -> Array:
-    """Attention of `[batch, seq, kv_heads, queries per key, head_dim]`, whose derivative keeps no
-    scores.
+    """Attention whose derivative keeps no scores.
 
-    The forward pass keeps its result and, per query, the logarithm of the softmax's denominator.
-    From these the backward pass computes each weight again by one exponential, without the maximum
-    and the sum over keys, and takes the sum in the softmax's derivative from the result: Σ_k p · dp
-    is the product of the result and its cotangent (FlashAttention-2, Dao 2023, section 2.3).
+    The query is `[batch, seq, kv_heads, queries per key, head_dim]`, as the result is. The forward
+    pass keeps its result and, per query, the logarithm of the softmax's denominator. From these the
+    backward pass computes each weight again by one exponential, without the maximum and the sum
+    over keys, and takes the sum in the softmax's derivative from the result: Σ_k p · dp is the
+    product of the result and its cotangent (FlashAttention-2, Dao 2023, section 2.3).
     """
     return _attend_forward(mask, query, key, value, segment_ids)[0]
 
@@ -107,8 +107,10 @@ def _attend_backward(mask: Mask, kept: Any, d_mixed: Array) -> tuple[Array, Arra
     scores = _scores(mask, query, key, segment_ids).astype(jnp.float32)
     weights = jnp.exp(scores - normaliser)
     d_weights = jnp.einsum("bqgrd,bkgd->bgrqk", d_mixed, value).astype(jnp.float32)
-    inner = jnp.einsum("bqgrd,bqgrd->bgrq", d_mixed, mixed, preferred_element_type=jnp.float32)
-    d_scores = (weights * (d_weights - inner[..., None])).astype(query.dtype)
+    inner = jnp.sum(d_mixed.astype(jnp.float32) * mixed.astype(jnp.float32), axis=-1)
+    # From [batch, query, kv_heads, queries per key] to the axes of the scores.
+    d_scores = weights * (d_weights - jnp.moveaxis(inner, 1, 3)[..., None])
+    d_scores = d_scores.astype(query.dtype)
     weights = weights.astype(query.dtype)
     d_value = jnp.einsum("bgrqk,bqgrd->bkgd", weights, d_mixed)
     d_query = jnp.einsum("bgrqk,bkgd->bqgrd", d_scores, key)

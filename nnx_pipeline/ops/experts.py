@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nnx_pipeline.errors import divides
+from nnx_pipeline.errors import is_divisor
 from nnx_pipeline.ops.router import combine_weights
 from nnx_pipeline.remat import HIDDEN, Remat, named
 from nnx_pipeline.sharding import Layout, P, constrain, gather_weight, out_sharding, place
@@ -188,7 +188,7 @@ class Products:
         """
         own = gate.shape[0] // self.layout.size("expert")
         rule = f"model.expert_group={self.group} does not divide the {own} experts of a device"
-        divides(self.group, own, rule=rule)
+        is_divisor(self.group, own, rule=rule)
         return self._split(gate, 1), self._split(up, 1), self._split(down, 2)
 
     def split_choice(self, weights: Array) -> Array:
