@@ -1,4 +1,4 @@
-"""Memory of one training step beside MaxText's, same model, shapes and compiler.
+"""Memory and time of one training step beside MaxText's, same model, shapes and compiler.
 
     python benchmarks/peer_memory.py
     python benchmarks/peer_memory.py tpu:v5p:2x2x1 --missing
@@ -9,7 +9,8 @@ so a call that was stopped goes on with --missing.
 
 MaxText's figures: its NNX path of August 2026, JAX 0.10.2 with libtpu 0.0.42.1 or jax-cuda13-pjrt
 0.10.2, remat full, dense experts, dot-product attention. Another version of a compiler gives other
-figures, so compare only at these.
+figures, so compare only at these. Its time is the sum of the TPU compiler's own cycles times trips,
+at 1.75 GHz, and ours is that sum too: compute only, without what collectives expose.
 """
 
 import argparse
@@ -36,7 +37,7 @@ SMALL = "mixtral-small"
 class Row(NamedTuple):
     """A case and MaxText's bytes per device; None where it has none or does not compile.
 
-    options: fields of the pipeline, and of the train section with its name before them.
+    options: fields of the pipeline, and of another section with its name before them.
     peer_traffic: bytes that all its collectives give per device and step, loops counted.
     """
 
@@ -53,9 +54,19 @@ class Row(NamedTuple):
 
 
 PIPELINE = "stage=4,fsdp=2"
+# MaxText's milliseconds of compute on TPU v5p, by model, mesh, repeats and batch.
+PEER_COMPUTE = {
+    (SMALL, "fsdp=8", 1, 16): 27.77,
+    (SMALL, PIPELINE, 1, 16): 23.32,
+    (SMALL, PIPELINE, 2, 16): 25.26,
+    (SMALL, PIPELINE, 1, 64): 72.41,
+    ("mixtral-8x7b", "stage=4,fsdp=16", 8, 64): 6589.0,
+    ("llama2-7b", "stage=2,fsdp=2", 16, 48): 6112.0,
+}
 ACCUMULATE = {"backward": "accumulate"}
 STEP, PREFETCH = {"fsdp_gather": "step"}, {"fsdp_gather": "prefetch"}
 ONE_F_ONE_B = {"schedule": "1f1b"}
+ONE_BY_ONE, TOGETHER = {"model.expert_group": "1"}, {"model.expert_group": "8"}
 ROWS = (
     Row(TPU, PIPELINE, 2, 16, 8, {}, 414_764_672, 674_285_888, 1_504_000_000),
     Row(TPU, PIPELINE, 2, 16, 8, ACCUMULATE, 414_764_672, 674_285_888, 1_504_000_000),
@@ -73,12 +84,14 @@ ROWS = (
     Row(TPU, PIPELINE, 2, 32, 16, {}, 688_147_456, 963_828_544),
     Row(TPU, PIPELINE, 2, 64, 32, {}, 1_292_356_544, 1_534_533_952),
     Row(TPU, "fsdp=8", 1, 16, 1, {}, 374_825_568, 553_261_376),
+    Row(TPU, "fsdp=8", 1, 16, 1, TOGETHER, 374_825_568, 553_261_376),
     Row(H100, PIPELINE, 2, 16, 8, {}, None, None),
     Row(H100, PIPELINE, 2, 16, 8, ACCUMULATE, None, None),
     Row(H100, PIPELINE, 2, 16, 8, STEP, None, None),
     Row(H100, PIPELINE, 2, 16, 8, PREFETCH, None, None),
     Row(H100, PIPELINE, 2, 16, 8, ONE_F_ONE_B, None, None),
     Row(H100, PIPELINE, 1, 16, 8, {}, 574_115_464, 931_233_840),
+    Row(H100, PIPELINE, 1, 16, 8, ONE_BY_ONE, 574_115_464, 931_233_840),
     Row(H100, PIPELINE, 1, 16, 8, ONE_F_ONE_B, 574_115_464, 931_233_840),
     Row(H100, PIPELINE, 1, 64, 32, {}, 1_049_408_392, 1_405_608_104),
     Row(H100, PIPELINE, 1, 64, 32, ONE_F_ONE_B, 1_049_408_392, 1_405_608_104),
@@ -108,9 +121,11 @@ LARGER = (
 )
 ABOUT = """# mixtral-small beside MaxText
 
-Made by `python benchmarks/peer_memory.py`; MB (10⁶ bytes) per device. Traffic is what all
-collectives give per step, loops counted. A dash: MaxText has no such option, was not measured so,
-or crashes its compiler (2 repeats on H100).
+Made by `python benchmarks/peer_memory.py`; MB (10⁶ bytes) per device. Compute is the sum of the TPU
+compiler's own cycles per step, loops counted, in ms at 1.75 GHz; on H100, where the compiler gives
+none, a roofline. Traffic is what all collectives give per step, and launches is how many there are,
+loops counted. A dash: MaxText has no such option, was not measured so, or crashes its compiler (2
+repeats on H100).
 """
 ABOUT_LARGER = """## Larger models
 
@@ -122,17 +137,13 @@ explicit) and of 50.1 with ZeRO-1 (48.3 and 48.0). No hardware has run ours.
 """
 HEAD_LARGER = (
     "| model | platform | mesh | repeats | batch | microbatches | options | arguments | temp "
-    "| heap | peak | MaxText's temp | peak | temp, of MaxText's | peak, of MaxText's |\n"
-    + "|---" * 7
-    + "|--:" * 8
-    + "|"
+    "| heap | peak | MaxText's temp | peak | temp, of MaxText's | peak, of MaxText's | compute, s "
+    "| of MaxText's |\n" + "|---" * 7 + "|--:" * 10 + "|"
 )
 HEAD = (
     "| platform | mesh | repeats | batch | microbatches | options | arguments | temp | heap | peak "
-    "| temp, of MaxText's | peak, of MaxText's | traffic | of MaxText's | TFLOP |\n"
-    + "|---" * 6
-    + "|--:" * 9
-    + "|"
+    "| temp, of MaxText's | peak, of MaxText's | compute, ms | of MaxText's | traffic "
+    "| of MaxText's | launches | TFLOP |\n" + "|---" * 6 + "|--:" * 12 + "|"
 )
 
 
@@ -177,11 +188,22 @@ def line(row: Row, found: dict[str, Any]) -> str:
         *map(megabytes, sizes),
         share(memory["temp_bytes"], row.peer_temp),
         share(memory["peak_bytes"], row.peer_peak),
+        *compute(row, found["compute_seconds"], scale=1e3),
         megabytes(traffic),
         share(traffic, row.peer_traffic),
+        found["launches"],
         "–" if found["flops"] is None else f"{found['flops'] / 1e12:.2f}",
     ]
     return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def compute(row: Row, seconds: float | None, *, scale: float) -> tuple[str, str]:
+    """The time of compute in units of 1 / `scale` seconds, and its share of MaxText's."""
+    peer = PEER_COMPUTE.get((row.model, row.mesh, row.repeats, row.batch))
+    if seconds is None or row.platform == H100:
+        peer = None
+    shown = "–" if seconds is None else f"{seconds * scale:.2f}"
+    return shown, "–" if peer is None else f"{seconds * 1e3 / peer:.2f}"
 
 
 def options_of(row: Row) -> str:
@@ -205,6 +227,7 @@ def larger_line(row: Row, found: dict[str, Any]) -> str:
         *map(gigabytes, (*sizes, row.peer_temp, row.peer_peak)),
         share(memory["temp_bytes"], row.peer_temp),
         share(memory["peak_bytes"], row.peer_peak),
+        *compute(row, found["compute_seconds"], scale=1),
     ]
     return "| " + " | ".join(map(str, cells)) + " |"
 
@@ -233,6 +256,8 @@ def main() -> None:
         results[name_of(row)] = {
             "memory": dataclasses.asdict(result.memory),
             "traffic": sum(counted["bytes"] for counted in result.collectives.values()),
+            "launches": sum(counted["executed"] for counted in result.collectives.values()),
+            "compute_seconds": result.time and result.time.compute_seconds,
             "flops": result.flops,
             "versions": {k: v for k, v in result.versions.items() if v},
         }

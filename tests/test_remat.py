@@ -44,14 +44,26 @@ Kept = Counter[tuple[tuple[int, ...], str, jax.memory.Space]]
 each_mode = pytest.mark.parametrize("mode", ["explicit", "auto"])
 
 
-def config_of(policy: str, mode: str, *, layers: int, repeats: int = 1, **pipeline: Any) -> Config:
-    """Four stages of `layers` each; sizes that differ, so that a shape says what an array is."""
+def config_of(
+    policy: str,
+    mode: str,
+    *,
+    layers: int,
+    repeats: int = 1,
+    group: int | None = None,
+    **pipeline: Any,
+) -> Config:
+    """Four stages of `layers` each; sizes that differ, so that a shape says what an array is.
+
+    group: how many of the three experts are computed at once; None for all.
+    """
     return small_config(
         model={
             "num_layers": STAGES * repeats * layers,
             "embed_dim": 24,
             "mlp_dim": 20,
             "num_experts": 3,
+            "expert_group": group,
             "dtype": "bfloat16",
         },
         pipeline={
@@ -90,7 +102,6 @@ def forward_loop(program: Any, turns: int) -> Any:
         if equation.primitive.name == "scan"
         and equation.params["length"] == turns
         and not equation.params["reverse"]
-        and any(e.primitive.name == "scan" for e in equations(equation.params["jaxpr"]))
     )
     return loop
 
@@ -128,12 +139,15 @@ def shapes_of(
 ) -> dict[str, tuple[int, ...]]:
     """The array of each name for one microbatch of all stages, from the config alone.
 
-    lead: the axis of stages, if any. Hidden units have an axis of experts, and two that are 1 here:
-    the owners of experts and the parts of the hidden axis.
+    lead: the axis of stages, if any. Hidden units have an axis of the experts of a group, and two
+    that are 1 here: the owners of experts and the parts of the hidden axis. If there are several
+    groups, a loop over them stacks the hidden units.
     """
     model, batch = config.model, (sequences, config.train.sequence_length)
     into, grouped = (*lead, *batch, model.embed_dim), (model.num_kv_heads, model.head_dim)
-    hidden = (model.num_experts, *lead, 1, 1, *batch, model.mlp_dim)
+    group = model.expert_group or model.num_experts
+    steps = (model.num_experts // group,) if group < model.num_experts else ()
+    hidden = (*steps, *lead, 1, 1, *batch, group, model.mlp_dim)
     heads = [(model.num_heads, model.head_dim), grouped, grouped]
     return {
         ITERATION_INPUT: into,
@@ -143,6 +157,15 @@ def shapes_of(
         **dict.fromkeys(HIDDEN, hidden),
         LAYER_METRICS: (*lead, 1, model.num_experts),
     }
+
+
+def each_layer(layers: int, *, offloads: bool = False) -> tuple[tuple[int, ...], int]:
+    """How a stage keeps an array of each layer: the axis of layers, if any, and how many arrays.
+
+    Up to four layers are in no loop, and any number if some of what they compute is offloaded. Each
+    then has arrays of its own.
+    """
+    return ((), layers) if layers <= 4 or offloads else ((layers,), 1)
 
 
 def expected(config: Config, on_device: tuple[str, ...], on_host: tuple[str, ...]) -> Kept:
@@ -157,11 +180,9 @@ def expected(config: Config, on_device: tuple[str, ...], on_host: tuple[str, ...
     named = [(shapes[name], dtype, ON_DEVICE) for name in on_device]
     named += [(shapes[name], dtype, ON_HOST) for name in on_host]
     named += [(shapes[LAYER_METRICS], "float32", ON_DEVICE)]  # of the choices
+    axis, number = each_layer(layers, offloads=bool(on_host))
     for shape, of, where in named:
-        if on_host or layers == 1:  # layers in no loop, each with arrays of its own
-            kept[shape, of, where] += layers
-        else:
-            kept[(layers, *shape), of, where] += 1
+        kept[(*axis, *shape), of, where] += number
     kept[(STAGES,), "float32", ON_DEVICE] += 1  # the metric of every visit, which a tick gives out
     return kept
 
@@ -182,19 +203,29 @@ PROMISED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(
-    ("policy", "mode", "layers", "repeats", "layer_inputs"),
+    ("policy", "mode", "layers", "repeats", "layer_inputs", "group"),
     [
-        *((policy, "explicit", 2, 1, True) for policy in NAMING),
-        *((policy, "explicit", 1, 2, True) for policy in ("full", "minimal_offloaded")),
-        *((policy, "explicit", 2, 1, False) for policy in ("save_out_proj", "minimal_offloaded")),
-        *((policy, "auto", 2, 1, True) for policy in ("minimal", "qkv_proj_offloaded")),
+        *((policy, "explicit", 2, 1, True, None) for policy in NAMING),
+        *((policy, "explicit", 1, 2, True, None) for policy in ("full", "minimal_offloaded")),
+        *(("save_out_proj", "explicit", layers, 1, False, None) for layers in (2, 5)),
+        *(("minimal_offloaded", "explicit", layers, 1, False, None) for layers in (2, 5)),
+        *((policy, "auto", 2, 1, True, None) for policy in ("minimal", "qkv_proj_offloaded")),
+        *(("minimal", "explicit", layers, 1, True, None) for layers in (4, 5)),
+        ("full", "explicit", 1, 3, True, None),
+        *((policy, "explicit", 2, 1, True, 1) for policy in ("full", "minimal_offloaded")),
+        *((policy, "auto", 5, 1, True, 1) for policy in ("full", "minimal")),
     ],
 )
 def test_a_tick_keeps_what_the_policy_names_and_nothing_else(
-    policy: str, mode: str, layers: int, repeats: int, layer_inputs: bool
+    policy: str, mode: str, layers: int, repeats: int, layer_inputs: bool, group: int | None
 ) -> None:
     config = config_of(
-        policy, mode, layers=layers, repeats=repeats, save_decoder_layer_input=layer_inputs
+        policy,
+        mode,
+        layers=layers,
+        repeats=repeats,
+        group=group,
+        save_decoder_layer_input=layer_inputs,
     )
     ticks = MICROBATCHES * repeats + STAGES - 1
     kept = kept_by(forward_loop(gradient_program(config), ticks))
@@ -205,48 +236,62 @@ def test_every_policy_is_spelled_out() -> None:
     assert [*PROMISED, "none"] == [*POLICIES]
 
 
-@each_mode
-def test_none_keeps_what_every_other_policy_computes_again(mode: str) -> None:
-    """The probabilities of attention are there, and more than under `minimal` in all."""
+@pytest.mark.parametrize(("mode", "layers"), [("explicit", 2), ("auto", 2), ("explicit", 5)])
+def test_none_keeps_what_every_other_policy_computes_again(mode: str, layers: int) -> None:
+    """What the derivative of attention reads is there, and more than under `minimal` in all.
+
+    Attention computes its scores again, so that even `none` does not keep them.
+    """
 
     def kept(policy: str) -> Kept:
-        config = config_of(policy, mode, layers=2)
+        config = config_of(policy, mode, layers=layers)
         return kept_by(forward_loop(gradient_program(config), MICROBATCHES + STAGES - 1))
 
-    length, kv_heads, per_group = 10, 2, 2
-    probabilities = (2, STAGES, 2, kv_heads, per_group, length, length)
+    length, kv_heads, per_group, head_dim = 10, 2, 2, 4
+    axis, number = each_layer(layers)
+    heads = (*axis, STAGES, 2, length, kv_heads, per_group, head_dim)
+    normaliser = (*axis, STAGES, 2, kv_heads, per_group, length, 1)
     everything, minimal = kept("none"), kept("minimal")
-    assert any(shape == probabilities for shape, _, _ in everything)
-    assert not any(shape == probabilities for shape, _, _ in minimal)
+    assert everything[heads, "bfloat16", ON_DEVICE] == 2 * number  # scaled query and result
+    assert everything[normaliser, "float32", ON_DEVICE] == number
+    assert not any(shape in (heads, normaliser) for shape, _, _ in minimal)
+    assert not any(shape.count(length) > 1 for shape, _, _ in everything)
     assert size(everything) > 2 * size(minimal)
 
 
+@pytest.mark.parametrize(("layers", "group"), [(2, None), (5, 1)])
 @each_mode
-def test_names_survive_the_stages(mode: str) -> None:
+def test_names_survive_the_stages(mode: str, layers: int, group: int | None) -> None:
     """Under vmap over stages every name still marks its array, with the stages in front.
 
     Elsewhere a policy was seen to save nothing because its names were gone by then.
     """
-    config = config_of("full", mode, layers=2)
+    config = config_of("full", mode, layers=layers, group=group)
     shapes = shapes_of(config)
-    shapes |= {name: shapes[name][1:] for name in HIDDEN}  # within the loop over experts
+    shapes |= {name: shapes[name][-7:] for name in HIDDEN}  # of one group
     grid = mesh_of("stage=4,fsdp=2", mode)
     with jax.set_mesh(grid):
         model = jax.eval_shape(lambda: Mixtral(config, rngs=nnx.Rngs(0)))
         program = jax.make_jaxpr(loss_of)(model, abstract_batch(config, grid))
-    seen = [
+    seen = Counter(
         (equation.params["name"], equation.outvars[0].aval.shape)
         for equation in equations(program)
         if equation.primitive.name == "name"
-    ]
-    names = (*NAMES, LAYER_METRICS, LAYER_METRICS)  # choices and probabilities
-    assert sorted(seen) == sorted((name, shapes[name]) for name in names)
+    )
+    _, number = each_layer(layers)  # of times that a layer is written out
+    want = Counter({(name, shapes[name]): number for name in NAMES})
+    want[ITERATION_INPUT, shapes[ITERATION_INPUT]] = 1  # once for the stage
+    want[LAYER_METRICS, shapes[LAYER_METRICS]] = 2 * number  # choices and probabilities
+    assert seen == want
 
 
-@pytest.mark.parametrize("policy", ["full", "minimal", "minimal_offloaded"])
-def test_without_a_pipeline_a_layer_keeps_the_same(policy: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "group"),
+    [("full", None), ("minimal", None), ("minimal", 1), ("minimal_offloaded", None)],
+)
+def test_without_a_pipeline_a_layer_keeps_the_same(policy: str, group: int | None) -> None:
     """The loop over layers keeps a layer's input and what the policy names."""
-    config = config_of(policy, "explicit", layers=1)
+    config = config_of(policy, "explicit", layers=1, group=group)
     kept = kept_by(forward_loop(gradient_program(config, "fsdp=2"), config.model.num_layers))
     shapes = shapes_of(config, (), sequences=config.train.global_batch)
     on_device, on_host = PROMISED[policy]

@@ -15,6 +15,7 @@ from nnx_pipeline.errors import (
     above_zero,
     at_least,
     divides,
+    is_divisor,
     number,
     one_of,
     whole,
