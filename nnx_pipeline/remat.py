@@ -76,15 +76,15 @@ class Remat:
 
 
 # The names are MaxText's. `minimal` keeps the result of every projection that the backward pass
-# reads, so that no projection is computed again. Attention scores are recomputed under every policy
-# but `none`.
+# reads, so that no projection is computed again. Attention scores are computed again under every
+# policy.
 #
 # XLA can offload a value from a loop only if that loop is not inside another loop of more than one
 # iteration. From a nested loop no value reaches the host: the NVIDIA compiler fails ("Expected
 # instruction to have shape equal to"), and the TPU compiler keeps the value on the device. So under
 # a policy that offloads, the layers of a stage are unrolled instead of scanned, and compile time
-# grows with their number. The experts' hidden units are computed in the loop over experts;
-# `minimal_offloaded` keeps those on the device.
+# grows with their number. The experts' hidden units may be computed in a loop over groups of
+# experts; `minimal_offloaded` keeps those on the device.
 #
 # benchmarks/results/remat_policies.md lists the memory that each policy needs at `mixtral-small`:
 # on a TPU v5p `full` 170 MB of heap, `save_qkv_proj` 220, `qkv_proj_offloaded` 188 and 40 on the

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from helpers import (
 )
 
 from nnx_pipeline import Config, Mixtral
+from nnx_pipeline.sharding import P
 from nnx_pipeline.train import abstract_state, loss_of, step
 from nnx_pipeline.train.optimizer import clip_by_global_norm, global_norm
 from nnx_pipeline.train.step import in_dtype, loss_and_gradients, train_step
@@ -32,6 +33,8 @@ LOOPS = {
     "accumulate": {"backward": "accumulate", "num_microbatches": 2},
     "1f1b": {"schedule": "1f1b", "num_microbatches": 4},
     "step": {"fsdp_gather": "step", "num_microbatches": 2, "num_repeats": 2},
+    "1f1b step": {"schedule": "1f1b", "fsdp_gather": "step", "num_microbatches": 4},
+    "prefetch": {"fsdp_gather": "prefetch", "num_microbatches": 2},
     "autodiff": {"num_microbatches": 2},
 }
 
@@ -54,17 +57,31 @@ def jaxpr_of(config: Config, mesh: jax.sharding.Mesh) -> Any:
         return jax.make_jaxpr(jax.grad(lambda model: loss_of(model, batch)[0]))(model)
 
 
-def dtypes_of_weight_buffers(jaxpr: Any, config: Config) -> set[str]:
-    """Dtypes of what a loop carries in the shape of the experts' weights of all layers."""
+class Carried(NamedTuple):
+    """What a loop carries in the shape of the experts' kernels of a stage."""
+
+    dtypes: set[str]
+    elements: int  # on one device
+
+
+def expert_accumulators(jaxpr: Any, config: Config) -> list[Carried]:
+    """Those of each loop that carries any: arrays of their own per layer and repeat, or stacked."""
     model = config.model
-    of_all = model.num_layers * model.num_experts * model.embed_dim * model.mlp_dim
-    return {
-        str(variable.aval.dtype)
-        for equation in equations(jaxpr)
-        if equation.primitive.name == "scan"
-        for variable in carries(equation)
-        if math.prod(variable.aval.shape) in (of_all, 2 * of_all)  # once per copy
-    }
+    kernel = (model.num_experts, model.embed_dim, model.mlp_dim)  # embed_dim = mlp_dim
+    found = []
+    for equation in equations(jaxpr):
+        if equation.primitive.name == "scan":
+            types = [v.aval for v in carries(equation) if v.aval.shape[-3:] == kernel]
+            local = [math.prod(x.sharding.shard_shape(x.shape)) for x in types]
+            found.append(Carried({str(x.dtype) for x in types}, sum(local)))
+    return [carried for carried in found if carried.elements]
+
+
+def elements_of_experts(config: Config, devices: int) -> int:
+    """In the kernels of all layers, spread over so many devices."""
+    model = config.model
+    kernel = model.num_experts * model.embed_dim * model.mlp_dim
+    return 3 * model.num_layers * kernel // devices
 
 
 def scattered(jaxpr: Any) -> Iterator[tuple[tuple[int, ...], str]]:
@@ -73,21 +90,104 @@ def scattered(jaxpr: Any) -> Iterator[tuple[tuple[int, ...], str]]:
             yield equation.outvars[0].aval.shape, str(equation.outvars[0].aval.dtype)
 
 
-@pytest.mark.parametrize("loop", ["accumulate", "1f1b", "step"])
+def once_or_twice(loop: str) -> int:
+    """How many loops add up gradients: of 1F1B its steady state, and its end."""
+    return 2 if "1f1b" in loop else 1
+
+
+@pytest.mark.parametrize("loop", ["accumulate", "1f1b", "step", "1f1b step", "prefetch"])
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_the_loop_adds_up_in_the_dtype(loop: str, dtype: str | None) -> None:
+    """And in the sharding of the weights: no loop carries a gradient that is whole over `fsdp`."""
     config = config_of(loop, dtype)
     jaxpr = jaxpr_of(config, mesh_of("stage=2,fsdp=2"))
-    assert dtypes_of_weight_buffers(jaxpr, config) == {dtype or "float32"}
+    each = Carried({dtype or "float32"}, elements_of_experts(config, devices=4))
+    assert expert_accumulators(jaxpr, config) == [each] * once_or_twice(loop)
 
 
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_weights_held_gathered_give_their_gradients_back_in_the_dtype(dtype: str | None) -> None:
-    """The layers' reduce-scatters; those of embedding and head stay in their own dtypes."""
-    config = config_of("step", dtype)
+@pytest.mark.parametrize("loop", ["accumulate", "1f1b", "step", "1f1b step"])
+@pytest.mark.parametrize(("layers", "repeats"), [(20, 2), (12, 3)], ids=["layers", "repeats"])
+def test_what_is_stacked_adds_up_the_same(loop: str, layers: int, repeats: int) -> None:
+    """More than 4 layers per visit are one array in the loop, and so are more than 2 repeats."""
+    config = replace(config_of(loop, "bfloat16"), "model", num_layers=layers)
+    config = replace(config, "pipeline", num_repeats=repeats)
     jaxpr = jaxpr_of(config, mesh_of("stage=2,fsdp=2"))
-    layers = {dtype for shape, dtype in scattered(jaxpr) if len(shape) > 3}
-    assert layers == {dtype or "float32"}
+    each = Carried({"bfloat16"}, elements_of_experts(config, devices=4))
+    assert expert_accumulators(jaxpr, config) == [each] * once_or_twice(loop)
+
+
+def test_prefetch_of_several_repeats_adds_up_two_whole_gradients() -> None:
+    """The gathered weights are in float32 and the gradients in bfloat16, each of one repeat."""
+    config = replace(config_of("prefetch", "bfloat16"), "model", num_layers=6)
+    config = replace(config, "pipeline", num_repeats=3)
+    jaxpr = jaxpr_of(config, mesh_of("stage=2,fsdp=2"))
+    repeat = elements_of_experts(config, devices=2) // 3
+    weights, gradient, both = {"float32"}, {"bfloat16"}, {"float32", "bfloat16"}
+    assert expert_accumulators(jaxpr, config) == [
+        Carried(weights, repeat),  # forward, from one turn to the next
+        Carried(gradient, repeat),  # backward: the last ticks,
+        Carried(both, 2 * repeat),  # from one turn to the next,
+        Carried(gradient, 2 * repeat),  # within a turn, at two repeats,
+        Carried(gradient, repeat),  # where a repeat is held,
+        Carried(gradient, repeat),  # and the first ticks
+    ]
+
+
+@pytest.mark.parametrize("loop", ["step", "1f1b step", "prefetch"])
+def test_scales_of_norms_have_an_accumulator_on_each_device(loop: str) -> None:
+    """They are not sharded over `fsdp`: each device along it adds up those of its own sequences."""
+    config = replace(config_of(loop, "bfloat16"), "model", embed_dim=48)  # found in no other size
+    jaxpr = jaxpr_of(config, mesh_of("stage=2,fsdp=2"))
+    found = [
+        (variable.aval.shape, variable.aval.sharding.spec)
+        for equation in equations(jaxpr)
+        if equation.primitive.name == "scan"
+        for variable in carries(equation)
+        if variable.aval.dtype == jnp.bfloat16 and variable.aval.shape[2:] == (48,)
+    ]
+    # Two per layer of a stage; the copies of the two devices are an axis.
+    each = ((2, 2, 48), P("stage", "fsdp", None))
+    assert found == [each] * 2 * 2 * once_or_twice(loop)
+
+
+# (fsdp_gather, repeats, grad_dtype, the dtype of the sums over fsdp)
+BACK = [
+    ("step", 2, None, "bfloat16"),
+    ("step", 2, "bfloat16", "bfloat16"),
+    ("prefetch", 1, None, "bfloat16"),
+    ("prefetch", 2, None, "float32"),
+    ("prefetch", 2, "bfloat16", "bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("gather", "repeats", "dtype", "over_fsdp"), BACK)
+def test_weights_held_gathered_give_their_gradients_back_in_the_dtype(
+    gather: str, repeats: int, dtype: str | None, over_fsdp: str
+) -> None:
+    """Over `fsdp` each visit in the dtype of the activations, where a reduce-scatter follows it.
+
+    Several repeats of `prefetch` add up a whole repeat first, and scatter it in the dtype of the
+    accumulators. Over `data` all are summed once, in that dtype too. Of each layer 8 arrays are
+    scattered. The scales of its two norms are not sharded over `fsdp`, and are summed over both
+    mesh axes at once.
+    """
+    config = small_config(
+        model={"dtype": "bfloat16", "num_layers": 2 * repeats},  # one layer per visit
+        pipeline={"fsdp_gather": gather, "num_repeats": repeats, "num_microbatches": 2},
+        train={"grad_dtype": dtype},
+    )
+    jaxpr = jaxpr_of(config, mesh_of("data=2,stage=2,fsdp=2"))
+    # A window scatters repeats in two places: in its loop, and the first repeat after it.
+    times = 2 if gather == "prefetch" and repeats > 1 else 1
+    # Those of embedding and head have fewer axes, and dtypes of their own.
+    layers = [dtype for shape, dtype in scattered(jaxpr) if len(shape) > 2]
+    assert layers == [over_fsdp] * 8 * times
+    summed = {axes: [] for axes in (("data",), ("data", "fsdp"))}
+    for equation in equations(jaxpr):
+        if equation.primitive.name == "psum" and equation.outvars[0].aval.ndim > 2:
+            summed[equation.params["axes"]].append(str(equation.outvars[0].aval.dtype))
+    total = dtype or "float32"
+    assert summed == {("data",): [total] * 8 * times, ("data", "fsdp"): [total] * 2 * times}
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 import linen_compat
 from nnx_pipeline import Config, InputError, Mixtral
 from nnx_pipeline.pipeline.stage import layers, repeats
+from nnx_pipeline.remat import LAYER_INPUT
 from nnx_pipeline.train import Batch, abstract_state, jit_train_step, loss_of, make_state
 from nnx_pipeline.train.step import batch_sharding
 
@@ -256,27 +257,32 @@ def test_remat_policies_recompute_less_and_less() -> None:
     assert len(set(counts)) == len(counts)
 
 
-def test_layer_inputs_are_kept_or_not() -> None:
-    """Of a stage with several layers, the input of each is one more array per tick, if asked."""
-    mesh = mesh_of("stage=2")
+@pytest.mark.parametrize("layers", [1, 2, 4, 10])
+def test_layer_inputs_are_kept_or_not(layers: int) -> None:
+    """Of each tick the input of the stage is kept, and if asked that of each layer of it.
 
-    def kept(save: bool) -> int:
+    Up to 4 layers of a stage are unrolled and have an array each; more have one in common.
+    """
+    mesh, ticks = mesh_of("stage=2"), 5
+
+    def kept(save: bool) -> list[tuple[int, ...]]:
         config = replace(SPARSE, "pipeline", save_decoder_layer_input=save)
+        config = replace(config, "model", num_layers=2 * layers)
         with jax.set_mesh(mesh):
             model = abstract_state(config, mesh).model
             batch = jax.tree.map(jnp.asarray, batch_of(Case("")))
             jaxpr = jax.make_jaxpr(jax.grad(lambda model: loss_of(model, batch)[0]))(model)
-        ticks, layers = 5, 2
-        return sum(
-            variable.aval.shape == (ticks, layers, 2, 4, 8, 16)
-            or variable.aval.shape == (ticks, 2, layers, 4, 8, 16)
+        shapes = [
+            variable.aval.shape
             for equation in equations(jaxpr)
             if equation.primitive.name == "scan"
             for variable in equation.outvars
-        )
+        ]
+        return [shape for shape in shapes if shape[:1] == (ticks,) and shape[-4:] == (2, 4, 8, 16)]
 
-    assert kept(True) == 1
-    assert kept(False) == 0
+    each = (ticks, 2, 4, 8, 16)
+    assert kept(True) == ([each] * layers if layers <= 4 else [(ticks, layers, 2, 4, 8, 16)])
+    assert kept(False) == [each]
 
 
 # ---- shardings ---------------------------------------------------------------------------------
@@ -350,19 +356,27 @@ def test_initial_values_do_not_depend_on_the_mesh(mesh: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "experts", "repeats", "spec"),
+    ("mesh", "experts", "layers", "repeats", "spec"),
     [
-        ("stage=4,fsdp=2", 4, 1, P("stage", "fsdp", None, None)),
-        ("stage=2,fsdp=2,tensor=2", 4, 2, P("stage", "fsdp", None, None)),
-        ("stage=2,fsdp=2,tensor=2", 1, 2, P("stage", "fsdp", None, None)),
-        ("data=2,stage=2,expert=2", 4, 1, P("stage", ("data", "expert"), None, None)),
-        ("fsdp=4,tensor=2", 1, 1, P("fsdp", None, None)),
-        ("data=2,expert=2", 4, 1, P(("data", "expert"), None, None)),
+        ("stage=4,fsdp=2", 4, 4, 1, P("stage", "fsdp", None, None)),
+        ("stage=2,fsdp=2,tensor=2", 4, 4, 2, P("stage", "fsdp", None, None)),
+        ("stage=2,fsdp=2,tensor=2", 1, 4, 2, P("stage", "fsdp", None, None)),
+        ("data=2,stage=2,expert=2", 4, 4, 1, P("stage", ("data", "expert"), None, None)),
+        ("data=2,stage=2,expert=2", 4, 10, 1, P("stage", ("data", "expert"), None, None)),
+        ("fsdp=4,tensor=2", 1, 4, 1, P("fsdp", None, None)),
+        ("data=2,expert=2", 4, 4, 1, P(("data", "expert"), None, None)),
     ],
 )
-def test_the_types_show_each_layers_output(mesh: str, experts: int, repeats: int, spec: P) -> None:
-    """In explicit mode the scan over a stage's layers carries activations of the intended spec."""
+def test_the_types_show_each_layers_output(
+    mesh: str, experts: int, layers: int, repeats: int, spec: P
+) -> None:
+    """In explicit mode every layer hands on activations of the intended spec.
+
+    Scans over ticks or over the layers of a stage carry them, and every layer gets them: layers in
+    a scan in one place of the program, layers that are unrolled in one place each.
+    """
     config = replace(SPARSE, "model", num_experts=experts, num_experts_per_token=min(experts, 2))
+    config = replace(config, "model", num_layers=layers)
     config = replace(config, "pipeline", num_repeats=repeats)
     grid = mesh_of(mesh)
     with jax.set_mesh(grid):
@@ -373,16 +387,23 @@ def test_the_types_show_each_layers_output(mesh: str, experts: int, repeats: int
         jaxpr = jax.make_jaxpr(lambda model, tokens: model.hidden(tokens)[0])(model, tokens)
     stages = grid.shape["stage"]
     shape = (stages, 4, 8, 16) if stages > 1 else (16, 8, 16)
-    carried = [
-        variable.aval.sharding.spec
-        for equation in equations(jaxpr)
-        if equation.primitive.name == "scan"
-        for variable in equation.outvars
-        if variable.aval.shape == shape
-    ]
-    loops = (stages > 1) + (config.layers_per_stage(stages) > 1)  # over ticks, over layers
-    assert len(carried) >= loops >= 1
-    assert {without_tail(found) for found in carried} == {without_tail(spec)}
+    carried, entering = [], []
+    for equation in equations(jaxpr):
+        specs = [
+            without_tail(variable.aval.sharding.spec)
+            for variable in equation.outvars
+            if variable.aval.shape == shape
+        ]
+        if equation.primitive.name == "scan":
+            carried += specs
+        elif equation.params.get("name") == LAYER_INPUT:
+            entering += specs
+    of_a_stage = config.layers_per_stage(stages)
+    unrolled = stages > 1 and of_a_stage <= 4
+    loops = (stages > 1) + (not unrolled)  # over ticks, over layers
+    assert len(carried) >= loops
+    assert entering == [without_tail(spec)] * (of_a_stage if unrolled else 1)
+    assert set(carried) == {without_tail(spec)}
     last = jaxpr.jaxpr.outvars[0].aval
     whole = ("stage", *spec[1:]) if stages > 1 else spec
     assert without_tail(last.sharding.spec) == without_tail(P(*whole))

@@ -47,7 +47,6 @@ def loops_over_ticks(jaxpr: Any) -> list[Any]:
         for equation in equations(jaxpr)
         if equation.primitive.name == "scan"
         and any(shape[:1] == (STAGES,) and shape[-1:] == (48,) for shape in carried(equation))
-        and any(inner.primitive.name == "scan" for inner in equations(equation.params["jaxpr"]))
     ]
 
 

@@ -61,10 +61,20 @@ def test_memory_beside_the_peer(peer: Any) -> None:
             (memory["peak_bytes"], row.peer_peak),
             (result["traffic"], row.peer_traffic),
         )
-        assert figures == [
+        *expected, traffic = [
             f"{megabytes(ours)} ({megabytes(theirs)})" if theirs else megabytes(ours)
             for ours, theirs in pairs
         ]
+        assert figures == [*expected, compute(peer, row, result, digits=1, scale=1e3), traffic]
+
+
+def compute(peer: Any, row: Any, found: dict[str, Any], *, digits: int, scale: float) -> str:
+    """Milliseconds, or seconds, of compute, with MaxText's in brackets; a dash for a roofline."""
+    if row.platform == peer.H100:
+        return "–"
+    theirs = peer.PEER_COMPUTE.get((row.model, row.mesh, row.repeats, row.batch))
+    ours = f"{found['compute_seconds'] * scale:.{digits}f}"
+    return f"{ours} ({theirs / 1e3 * scale:.{digits}f})" if theirs else ours
 
 
 def test_larger_models_beside_the_peer(peer: Any) -> None:
@@ -93,6 +103,7 @@ def test_larger_models_beside_the_peer(peer: Any) -> None:
                 f"{temp} ({peer.gigabytes(row.peer_temp)})",
                 heap,
                 f"{peak} ({peer.gigabytes(row.peer_peak)})",
+                compute(peer, row, found[peer.name_of(row)], digits=2, scale=1),
             ]
         )
     assert shown == expected

@@ -8,7 +8,6 @@ from jaxtyping import Array
 from linen_compat.modules.parameters import Kernel, Names
 from nnx_pipeline import Layout, ModelConfig
 from nnx_pipeline.ops.self_attention import KERNELS, Projections, self_attention
-from nnx_pipeline.remat import KEEP_ALL, Remat
 
 # MaxText draws the kernels of attention from a normal distribution that is not truncated.
 INTO_HEADS = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(1, 2))
@@ -20,7 +19,6 @@ class Attention(nn.Module):
 
     - `config`: sizes, dtypes and `attention_scale`.
     - `layout`: the mesh axes over which each logical axis is sharded.
-    - `remat`: what attention proper, without the projections, keeps for the backward pass.
 
     The query kernel starts smaller by sqrt(head_dim) · attention_scale, so that the scores of a new
     model have the same spread whatever `attention_scale` is. With 1.0 it starts as in MaxText.
@@ -28,7 +26,6 @@ class Attention(nn.Module):
 
     config: ModelConfig
     layout: Layout = Layout()
-    remat: Remat = KEEP_ALL
 
     def setup(self) -> None:
         config = self.config
@@ -71,5 +68,4 @@ class Attention(nn.Module):
             rope_theta=config.rope_theta,
             scale=config.attention_scale,
             layout=self.layout,
-            remat=self.remat,
         )

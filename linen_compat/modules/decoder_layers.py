@@ -19,7 +19,7 @@ class _DecoderLayer(nn.Module):
     h = x + attention(norm(x)); y = h + feed_forward(norm(h)), with dropout on both summands.
 
     - `layout`: the mesh axes over which each logical axis is sharded.
-    - `remat`: what attention, and the experts of Mixtral, keep for the backward pass.
+    - `remat`: what the experts of Mixtral keep for the backward pass.
     """
 
     config: ModelConfig
@@ -29,7 +29,7 @@ class _DecoderLayer(nn.Module):
     def setup(self) -> None:
         config, layout = self.config, self.layout
         self.pre_self_attention_layer_norm = RMSNorm(config, layout)
-        self.self_attention = Attention(config, layout, self.remat)
+        self.self_attention = Attention(config, layout)
         self.post_self_attention_layer_norm = RMSNorm(config, layout)
 
     def __call__(

@@ -85,8 +85,8 @@ class PipelineConfig:
     """When a stage gathers weights that are sharded over fsdp.
 
     - `use`: at each use.
-    - `step`: once per step; each device then holds all its stage's weights gathered, and their
-      full gradients.
+    - `step`: once per step; each device then holds all its stage's weights gathered. The gradient
+      of each visit is summed over fsdp at once, so that it holds full gradients of one visit only.
     - `prefetch`: repeat by repeat, the next repeat while the present one is in use; each device
       then holds gathered weights and full gradients of two repeats. With one repeat it is the same
       as `step`.

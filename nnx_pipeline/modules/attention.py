@@ -8,7 +8,6 @@ from jaxtyping import Array
 from nnx_pipeline.config.config import ModelConfig
 from nnx_pipeline.modules.parts import Parts
 from nnx_pipeline.ops.self_attention import KERNELS, Projections, self_attention
-from nnx_pipeline.remat import KEEP_ALL, Remat
 from nnx_pipeline.sharding import Layout, parameter
 
 
@@ -18,7 +17,6 @@ class Attention(nnx.Module):
     - `rngs`: its `params` stream gives the initial values.
     - `layout`: which mesh axes each logical axis is sharded over.
     - `parts`: functions that an experiment may replace.
-    - `remat`: what the attention itself keeps for the backward pass; see `ops.self_attention`.
 
     The initial values of the query kernel are divided by sqrt(head_dim) · attention_scale, so that
     the scores of a new model have the same variance whatever `attention_scale` is.
@@ -31,9 +29,8 @@ class Attention(nnx.Module):
         rngs: nnx.Rngs,
         layout: Layout = Layout(),
         parts: Parts = Parts(),
-        remat: Remat = KEEP_ALL,
     ) -> None:
-        self.config, self.layout, self.remat = config, layout, remat
+        self.config, self.layout = config, layout
         self.mask = parts.mask
         embed, head_dim, heads, groups = (
             config.embed_dim,
@@ -78,5 +75,4 @@ class Attention(nnx.Module):
             rope_theta=config.rope_theta,
             scale=config.attention_scale,
             layout=self.layout,
-            remat=self.remat,
         )

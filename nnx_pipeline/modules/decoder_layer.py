@@ -22,7 +22,7 @@ class DecoderLayer(nnx.Module):
     - `rngs`: its `params` stream gives the initial values.
     - `layout`: which mesh axes each logical axis is sharded over.
     - `parts`: functions that an experiment may replace.
-    - `remat`: what attention and experts keep for the backward pass.
+    - `remat`: what the experts keep for the backward pass.
 
     The feed-forward block is a routed mixture of experts, or a dense MLP if there is one expert.
     """
@@ -39,7 +39,7 @@ class DecoderLayer(nnx.Module):
         self.layout, self.dropout_rate = layout, config.dropout_rate
         self.constrain = parts.constrain
         self.attention_norm = RMSNorm(config, rngs=rngs, layout=layout, parts=parts)
-        self.attention = Attention(config, rngs=rngs, layout=layout, parts=parts, remat=remat)
+        self.attention = Attention(config, rngs=rngs, layout=layout, parts=parts)
         self.feed_forward_norm = RMSNorm(config, rngs=rngs, layout=layout, parts=parts)
         self.feed_forward: MLP | RoutedMoE
         if config.num_experts > 1:

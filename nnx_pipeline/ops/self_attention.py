@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from nnx_pipeline.ops.attention import dot_product_attention
 from nnx_pipeline.ops.rotary import rotate
-from nnx_pipeline.remat import OUT, QUERY_KEY_VALUE, Remat, named
+from nnx_pipeline.remat import OUT, QUERY_KEY_VALUE, named
 from nnx_pipeline.sharding import Layout, gather_weight, out_sharding
 
 # (query, key, value, segment ids, *, scale, grouped) to the output of the heads
@@ -35,7 +35,6 @@ def self_attention(
     rope_theta: float,
     scale: float,
     layout: Layout,
-    remat: Remat,
 ) -> Float[Array, "batch seq embed"]:
     """Self-attention without biases, in the dtype of `x`, to which the kernels are cast.
 
@@ -47,8 +46,9 @@ def self_attention(
     - `rope_theta`: base of the rotary embedding.
     - `scale`: multiplies the scores.
     - `layout`: which mesh axes the logical axes of activations and kernels are sharded over.
-    - `remat`: what `kernel` keeps for the backward pass. The projections are outside it; their
-      results have the names `remat.QUERY_KEY_VALUE` and `remat.OUT`.
+
+    For a remat policy, the results of the projections have the names `remat.QUERY_KEY_VALUE` and
+    `remat.OUT`.
     """
     if positions is None:
         positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
@@ -57,11 +57,8 @@ def self_attention(
     value = _project(x, kernels.value, "kv_heads", layout)
     query, key, value = map(named, (query, key, value), QUERY_KEY_VALUE)
 
-    def mix(query: Array, key: Array, value: Array, segment_ids: Array | None) -> Array:
-        grouped = layout.spec("batch", None, "kv_heads", None, None)
-        return kernel(query, key, value, segment_ids, scale=scale, grouped=grouped)
-
-    mixed = mix(query, key, value, segment_ids)
+    grouped = layout.spec("batch", None, "kv_heads", None, None)
+    mixed = kernel(query, key, value, segment_ids, scale=scale, grouped=grouped)
     out_kernel = gather_weight(
         kernels.out.astype(x.dtype),
         layout.spec("heads", None, "embed"),

@@ -75,14 +75,14 @@ class WeightGathering:
             return zero_gradients(params, params, dtype)
         leaves, tree = jax.tree.flatten(params)
 
-        def one(leaf: Array, spec: P) -> Array | None:
+        def one(leaf: Array, stored: P, spec: P) -> Array | None:
             if not is_float(leaf):
                 return None
-            copies = () if self.zero1 else (math.prod(mesh_sizes()[name] for name in self._kept),)
-            shape = (*leaf.shape[:2], *copies, *leaf.shape[2:])
+            copies = math.prod(mesh_sizes()[name] for name in self._kept(stored))
+            shape = (*leaf.shape[:2], copies, *leaf.shape[3 if self.zero1 else 2 :])
             return place(jnp.zeros(shape, dtype or leaf.dtype), spec)
 
-        return jax.tree.unflatten(tree, map(one, leaves, self._total_specs))
+        return jax.tree.unflatten(tree, map(one, leaves, self.specs, self._total_specs))
 
     def of_visit(self, gradients: PyTree, params: PyTree) -> PyTree:
         """The gradients of one visit, in the sharding of the accumulators.
@@ -123,9 +123,7 @@ class WeightGathering:
             leaf = leaf if self.zero1 else jnp.squeeze(leaf, 2)
             for axis, names in self._gathered_axes(spec) if self.ahead else ():
                 leaf = self._scattered(leaf, axis, names)
-            scattered = {name for _, names in self._gathered_axes(spec) for name in names}
-            summed = {*self.zero1, *scattered}
-            rest = tuple(name for name in self.copies if name not in summed)
+            rest = tuple(name for name in self._kept(spec) if name not in self.zero1)
             return jax.lax.psum(leaf, rest) if rest else leaf
 
         held = self._copy_specs if self.ahead else self._total_specs
@@ -139,16 +137,20 @@ class WeightGathering:
             leaf = _scatter(leaf, axis, name, summed=name in self.copies)
         return leaf
 
-    @property
-    def _kept(self) -> tuple[str, ...]:
-        """The axes of `copies` over which gradients are summed after all visits."""
-        return tuple(name for name in self.copies if name not in self.gathered)
+    def _kept(self, spec: P) -> tuple[str, ...]:
+        """The axes of `copies` over which no reduce-scatter sums the gradient of a weight.
+
+        - `spec`: that of the weight as it is stored. One that is not sharded over the mesh axes of
+          the gather has copies along these too.
+        """
+        scattered = {name for _, names in self._gathered_axes(spec) for name in names}
+        return tuple(name for name in self.copies if name not in scattered)
 
     @property
     def _total_specs(self) -> tuple[P, ...]:
         """The partition spec of each accumulator whose visits `of_visit` has summed."""
         after = 3 if self.zero1 else 2
-        return tuple(P(*spec[:2], self._kept, *spec[after:]) for spec in self.specs)
+        return tuple(P(*spec[:2], self._kept(spec), *spec[after:]) for spec in self.specs)
 
     def _gathered_axes(self, spec: P) -> list[tuple[int, tuple[str, ...]]]:
         found = []
