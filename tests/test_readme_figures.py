@@ -227,3 +227,22 @@ def test_figures_of_time() -> None:
     named = {name for cells in shown for cell in cells[:2] for name in re.findall(r"`(\w+)`", cell)}
     assert named >= set(KEYS)
     assert f"its operations at {KERNEL_EFFICIENCY:.0%} of".replace("%", " %") in text
+
+
+def test_groups_of_experts(peer: Any) -> None:
+    """Memory and time of both groups in the text."""
+    found = json.loads((RESULTS / "peer_memory.json").read_text())
+    text = " ".join((ROOT / "README.md").read_text().split())
+    (shown,) = re.findall(
+        r"takes ([\d.]+) MB of temp and ([\d.]+) ms of compute with all 8, and ([\d.]+) and "
+        r"([\d.]+) with the 4",
+        text,
+    )
+    alone = [row for row in peer.ROWS if (row.platform, row.mesh) == (peer.TPU, "fsdp=8")]
+    by_options = {tuple(row.options.items()): found[peer.name_of(row)] for row in alone}
+    expected = []
+    for options in (peer.TOGETHER, {}):
+        result = by_options[tuple(options.items())]
+        expected.append(megabytes(result["memory"]["temp_bytes"]))
+        expected.append(f"{result['compute_seconds'] * 1e3:.1f}")
+    assert list(shown) == expected
