@@ -132,7 +132,7 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/stage/layers.py",
-        "apply = self.remat.checkpoint(apply, in_scan=not self._unrolled)",
+        "apply = self.remat.checkpoint(apply, in_scan=not self.apart)",
         "pass",
         "test_remat",
     ),
@@ -246,9 +246,39 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/ops/experts.py",
-        "hidden(opened * weight[:, None, :, :, None])",
-        "hidden(opened)",
+        "hidden(products.open_up(x, gate, up) * weight)",
+        "hidden(products.open_up(x, gate, up))",
         "test_ops test_model",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/experts.py",
+        "(-2, -3), (0, 1)",
+        "(-3, -2), (0, 1)",
+        "test_model",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/attention.py",
+        "weights * (d_weights - jnp.moveaxis(inner, 1, 3)[..., None])",
+        "weights * d_weights",
+        "test_ops test_model",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/stage/repeats.py",
+        "add(tree, where(repeat == number, gradients, zeros))",
+        "add(tree, gradients)",
+        "test_pipeline test_model",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/weights/gathered.py",
+        "leaf = self._scattered(leaf, axis - 1, names)",
+        "leaf = self._scattered(leaf, axis - 1, names) * 0",
+        "test_model test_pipeline",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/stage/layers.py",
+        "x, metrics = body(*(x, layer) if alone else gradients_in_turn(x, layer))",
+        "x, metrics = body(x, layer)",
+        "test_remat",
     ),
     Mutation(
         "nnx_pipeline/ops/attention.py",

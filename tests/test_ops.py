@@ -101,6 +101,31 @@ def test_attention_reads_the_kv_head_of_its_group() -> None:
     assert_close(got, want, 1e-5)
 
 
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 3e-2)])
+def test_the_derivative_of_attention(dtype: str, tolerance: float, packed: bool) -> None:
+    """By hand, against JAX's derivative of a plain softmax in float32."""
+    query, key, value, wanted = (
+        float_rows(2, 8, heads, 4, seed=seed) for seed, heads in enumerate((4, 2, 2, 4))
+    )
+    segments = jnp.array([[1, 1, 1, 2, 2, 2, 0, 0], [1] * 8]) if packed else None
+
+    def plain(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        key, value = (jnp.repeat(x, 2, axis=2) for x in (key, value))
+        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) * 0.5
+        scores = jnp.where(allowed(8, segments)[:, None], scores, -jnp.inf)
+        return jnp.sum(wanted * jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), value))
+
+    def by_hand(*arrays: jax.Array) -> jax.Array:
+        mixed = dot_product_attention(*arrays, segments, scale=0.5, grouped=WHOLE)
+        return jnp.sum(wanted * mixed.astype(jnp.float32))
+
+    expected = jax.grad(plain, (0, 1, 2))(query, key, value)
+    found = jax.grad(by_hand, (0, 1, 2))(*(x.astype(dtype) for x in (query, key, value)))
+    assert {x.dtype for x in found} == {jnp.dtype(dtype)}
+    assert_close([x.astype(jnp.float32) for x in found], expected, tolerance)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_attention_in_half_precision_masks_finitely(dtype: str) -> None:
     query, key, value = (float_rows(1, 3, 2, 4, seed=s).astype(dtype) for s in range(3))

@@ -384,3 +384,16 @@ def test_a_policy_that_contradicts_itself(saved: tuple[str, ...] | None, message
 def test_policies_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         POLICIES["full"].saved = None  # type: ignore[misc]
+
+
+@each_mode
+def test_the_gradient_of_a_layer_is_complete_before_that_of_the_one_below(mode: str) -> None:
+    """One barrier per layer of a stage holds its cotangent together with all its gradients."""
+    config = config_of("full", mode, layers=3)
+    arrays = len(jax.tree.leaves(new_model(config).pipeline.layers))
+    barriers = [
+        equation
+        for equation in equations(gradient_program(config))
+        if equation.primitive.name == "optimization_barrier" and len(equation.invars) == arrays + 1
+    ]
+    assert len(barriers) == 3
