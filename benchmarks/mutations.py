@@ -258,7 +258,7 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/ops/attention.py",
-        "weights * (d_weights - jnp.moveaxis(inner, 1, 3)[..., None])",
+        "weights * (d_weights - jnp.moveaxis(inner, 1, 2)[..., None])",
         "weights * d_weights",
         "test_ops test_model",
     ),

@@ -250,7 +250,7 @@ def test_none_keeps_what_every_other_policy_computes_again(mode: str, layers: in
     length, kv_heads, per_group, head_dim = 10, 2, 2, 4
     axis, number = each_layer(layers)
     heads = (*axis, STAGES, 2, length, kv_heads, per_group, head_dim)
-    normaliser = (*axis, STAGES, 2, kv_heads, per_group, length, 1)
+    normaliser = (*axis, STAGES, 2, kv_heads, length, per_group, 1)
     everything, minimal = kept("none"), kept("minimal")
     assert everything[heads, "bfloat16", ON_DEVICE] == 2 * number  # scaled query and result
     assert everything[normaliser, "float32", ON_DEVICE] == number

@@ -207,8 +207,8 @@ class TrainConfig:
     `backward=accumulate`, `schedule=1f1b`, or `fsdp_gather` other than `use`), they are also
     accumulated, and summed over `data`, in this dtype; `fsdp_gather=prefetch` also sums them over
     `fsdp` in it, where the others sum those of each visit in the dtype of the model. Elsewhere they
-    are cast when they are complete, except that `shard_optimizer_over_data` sums those of the layers over `data` in this
-    dtype. The optimizer's moments keep the dtype of the parameters.
+    are cast when they are complete, except that `shard_optimizer_over_data` sums those of the
+    layers over `data` in this dtype. The optimizer's moments keep the dtype of the parameters.
     """
 
     shard_optimizer_over_data: bool = False
