@@ -181,8 +181,9 @@ class Products:
         - `gate`, `up`: `[experts, embed, mlp]`.
         - `down`: `[experts, mlp, embed]`.
 
-        The axis over which kernels are gathered comes first, in all three. What a device sends and
-        receives then lies in one piece, and no gathered kernel is copied into another order.
+        The axis over which kernels are gathered comes first, in all three, so that what a device
+        sends and receives may lie in one piece. Without a pipeline that saves 2 % of the compute of
+        `mixtral-small` on 8 TPU v5p; XLA still copies gathered gates into another order.
 
         Raises InputError if the group does not divide the experts of an owner.
         """
