@@ -36,7 +36,8 @@ def read_row(index: Array, leaf: Array) -> Array:
 
     A gather needs more memory where its transpose adds up the gradients of a repeat
     (`mixtral-small` with 2 repeats: temp 245 MB with the slice against 261 MB with a gather on a
-    TPU v5p, libtpu 0.0.42.1, and 208 against 216 MB on an H100, at 7753bd3; experiment `repeat-select`).
+    TPU v5p, libtpu 0.0.42.1, and 208 against 216 MB on an H100, at commit 7753bd3; experiment
+    `repeat-select`).
     """
     return jax.lax.dynamic_index_in_dim(leaf, index[0], axis=0)
 
