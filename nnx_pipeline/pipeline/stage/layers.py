@@ -38,7 +38,7 @@ class LayersInTurn:
     def apart(self) -> bool:
         """Whether the layers are held apart and unrolled, instead of stacked and scanned.
 
-        A tick unrolls a few layers: a scan would slice the weights of each out of the stack, and
+        A tick unrolls a few layers, but one alone is read from the stack. A scan would slice the weights of each out of the stack, and
         put its gradient into a stack of the visit, which stands beside the accumulators until the
         visit is over. Of layers apart each gradient is added as soon as it is complete. The cost is
         that compile time grows with the number of layers. For `mixtral-small` on a TPU v5p (libtpu
@@ -48,7 +48,8 @@ class LayersInTurn:
         Any number is unrolled if some of what the layers compute is offloaded, because no compiler
         sends a value from a loop inside another loop to the host.
         """
-        return self.in_ticks and (self.number <= UNROLLED or bool(self.remat.offloaded))
+        few = self.number <= UNROLLED or bool(self.remat.offloaded)
+        return self.in_ticks and self.number > 1 and few
 
     def __call__(self, apply: ApplyLayer, layers: Any, x: Array) -> tuple[Array, PyTree]:
         """Applies all layers to x; returns the result, and the metrics of each, `[layers, …]`.
@@ -56,19 +57,20 @@ class LayersInTurn:
         - `apply`: (x, layer) to (x, metrics).
         - `layers`: a list of the layers if they are held `apart`, else their stack `[layers, …]`.
         """
-        alone = self.in_ticks and self.number == 1
-        if not alone:  # a single layer in a tick has the checkpoint of the tick
-            apply = self.remat.checkpoint(apply, in_scan=not self.apart)
 
         def body(x: Array, layer: Any) -> tuple[Array, PyTree]:
             x, metrics = apply(named(x, LAYER_INPUT), layer)
             return x, jax.tree.map(lambda leaf: named(leaf, LAYER_METRICS), metrics)
 
+        if self.in_ticks and self.number == 1:  # it has the checkpoint of the tick
+            x, metrics = body(x, jax.tree.map(lambda leaf: leaf[0], layers))
+            return x, jax.tree.map(lambda leaf: leaf[None], metrics)
+        apply = self.remat.checkpoint(apply, in_scan=not self.apart)
         if not self.apart:
             return jax.lax.scan(body, x, layers)
         found = []
         for layer in layers:
-            x, metrics = body(*(x, layer) if alone else gradients_in_turn(x, layer))
+            x, metrics = body(*gradients_in_turn(x, layer))
             found.append(metrics)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
 
