@@ -8,7 +8,15 @@ import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import assert_close, assert_same_placement, float_rows, mesh_of, replace, small_config
+from helpers import (
+    assert_close,
+    assert_same_placement,
+    equations,
+    float_rows,
+    mesh_of,
+    replace,
+    small_config,
+)
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -101,10 +109,13 @@ def test_attention_reads_the_kv_head_of_its_group() -> None:
     assert_close(got, want, 1e-5)
 
 
+@pytest.mark.parametrize("block", [None, 3, 1])
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 3e-2)])
-def test_the_derivative_of_attention(dtype: str, tolerance: float, packed: bool) -> None:
-    """By hand, against JAX's derivative of a plain softmax in float32."""
+def test_attention_and_its_derivative(
+    dtype: str, tolerance: float, packed: bool, block: int | None
+) -> None:
+    """By hand and in blocks, against JAX's derivative of a plain softmax in float32."""
     query, key, value, wanted = (
         float_rows(2, 8, heads, 4, seed=seed) for seed, heads in enumerate((4, 2, 2, 4))
     )
@@ -117,13 +128,34 @@ def test_the_derivative_of_attention(dtype: str, tolerance: float, packed: bool)
         return jnp.sum(wanted * jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), value))
 
     def by_hand(*arrays: jax.Array) -> jax.Array:
-        mixed = dot_product_attention(*arrays, segments, scale=0.5, grouped=WHOLE)
+        mixed = dot_product_attention(*arrays, segments, scale=0.5, grouped=WHOLE, block=block)
         return jnp.sum(wanted * mixed.astype(jnp.float32))
 
-    expected = jax.grad(plain, (0, 1, 2))(query, key, value)
-    found = jax.grad(by_hand, (0, 1, 2))(*(x.astype(dtype) for x in (query, key, value)))
+    expected = jax.value_and_grad(plain, (0, 1, 2))(query, key, value)
+    inputs = [x.astype(dtype) for x in (query, key, value)]
+    loss, found = jax.value_and_grad(by_hand, (0, 1, 2))(*inputs)
     assert {x.dtype for x in found} == {jnp.dtype(dtype)}
-    assert_close([x.astype(jnp.float32) for x in found], expected, tolerance)
+    assert_close(
+        [loss, *(x.astype(jnp.float32) for x in found)], jax.tree.leaves(expected), tolerance
+    )
+
+
+@pytest.mark.parametrize(("length", "block", "size"), [(8, 2, 2), (8, None, 8), (1536, None, 512)])
+def test_scores_of_one_block_and_of_no_later_key(length: int, block: int | None, size: int) -> None:
+    def loss(query: jax.Array, key: jax.Array) -> jax.Array:
+        return jnp.sum(dot_product_attention(query, key, key, grouped=WHOLE, block=block))
+
+    head_dim = 3
+    x = jax.ShapeDtypeStruct((1, length, 1, head_dim), jnp.float32)
+    shapes = [
+        equation.outvars[0].aval.shape
+        for equation in equations(jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, x).jaxpr)
+        if equation.primitive.name == "dot_general"
+    ]
+    # Of each block: the scores in either pass, and the gradient of the weights.
+    scores = [(1, 1, size, 1, stop) for stop in range(size, length + 1, size)]
+    found = [shape for shape in shapes if head_dim not in shape]
+    assert sorted(found) == sorted(3 * scores)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -1,5 +1,6 @@
 """Grouped-query self-attention with rotary positions, as a Linen module."""
 
+import functools
 from typing import Any
 
 from flax import linen as nn
@@ -64,7 +65,7 @@ class Attention(nn.Module):
             Projections(self.query(), self.key(), self.value(), self.out()),
             positions=positions,
             segment_ids=segment_ids,
-            kernel=KERNELS[config.attention],
+            kernel=functools.partial(KERNELS[config.attention], block=config.attention_block),
             rope_theta=config.rope_theta,
             scale=config.attention_scale,
             layout=self.layout,

@@ -90,6 +90,13 @@ class ModelConfig:
     attention: Literal["dot_product"] = "dot_product"
     """How attention is computed, a key of `ops.self_attention.KERNELS`."""
 
+    attention_block: int | None = None
+    """How many queries of a sequence are attended at a time.
+
+    Scores exist of one block of queries, and later keys are left out. None takes 512 of a sequence
+    longer than 1024, and all queries of others, see `ops.attention.BLOCK`.
+    """
+
     experts: Literal["dense"] = "dense"
     """How experts are computed, a key of `ops.moe.EXPERTS`; `dense` runs all on all tokens."""
 
@@ -134,6 +141,8 @@ class ModelConfig:
         one_of("param_dtype", self.param_dtype, DTYPES)
         one_of("attention", self.attention, ("dot_product",))
         one_of("experts", self.experts, ("dense",))
+        if self.attention_block is not None:
+            whole(self, "attention_block")
         if self.expert_group is not None:
             whole(self, "expert_group")
             rule = f"expert_group={self.expert_group} does not divide num_experts="

@@ -71,7 +71,9 @@ class Attention(nnx.Module):
             Projections(self.query[...], self.key[...], self.value[...], self.out[...]),
             positions=positions,
             segment_ids=segment_ids,
-            kernel=functools.partial(KERNELS[config.attention], mask=self.mask),
+            kernel=functools.partial(
+                KERNELS[config.attention], mask=self.mask, block=config.attention_block
+            ),
             rope_theta=config.rope_theta,
             scale=config.attention_scale,
             layout=self.layout,

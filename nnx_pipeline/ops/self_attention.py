@@ -11,7 +11,7 @@ from nnx_pipeline.ops.rotary import rotate
 from nnx_pipeline.remat import OUT, QUERY_KEY_VALUE, named
 from nnx_pipeline.sharding import Layout, gather_weight, out_sharding
 
-# (query, key, value, segment ids, *, scale, grouped) to the output of the heads
+# (query, key, value, segment ids, *, scale, grouped, mask, block) to the output of the heads
 Kernel = Callable[..., Array]
 KERNELS: dict[str, Kernel] = {"dot_product": dot_product_attention}
 
