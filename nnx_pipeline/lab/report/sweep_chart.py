@@ -27,11 +27,11 @@ class Panel(NamedTuple):
     unit: float
 
 
+# Row by row: what fits on the left, how long it takes on the right.
 PANELS = (
-    Panel("temp_bytes", "temp, MB", 1e6),
-    Panel("heap_bytes", "heap, MB", 1e6),
-    Panel("flops", "matrix products, GFLOP", 1e9),
-    Panel("compile_seconds", "compile time, s", 1),
+    (Panel("temp_bytes", "temp, MB", 1e6), Panel("step_seconds", "estimated step, ms", 1e-3)),
+    (Panel("heap_bytes", "heap, MB", 1e6), Panel("flops", "matrix products, GFLOP", 1e9)),
+    (Panel("account_bytes", "account, MB", 1e6), Panel("compile_seconds", "compile time, s", 1)),
 )
 
 
@@ -39,11 +39,12 @@ def sweep_chart(title: str, sweep: Sweep) -> "Figure":
     """One panel per figure, per device; a dashed line is the fit, with its slope in the legend."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10.0, 6.4), layout="constrained")
+    figure = Figure(figsize=(10.0, 3.2 * len(PANELS)), layout="constrained")
     head = textwrap.fill(title, 110)
     figure.suptitle(head, x=0.01, ha="left", fontsize=11, fontweight="bold")
-    for axes, panel in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
-        _draw(axes, panel, sweep)
+    for row, panels in zip(figure.subplots(len(PANELS), 2), PANELS, strict=True):
+        for axes, panel in zip(row, panels, strict=True):
+            _draw(axes, panel, sweep)
     measured = next((p.result for _, points in sweep.arms for p in points if p.result), None)
     if measured:
         figure.supxlabel(f"compiler: {compiler(measured)}", x=0.01, ha="left", fontsize=8)
