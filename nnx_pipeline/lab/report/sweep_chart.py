@@ -70,6 +70,8 @@ def _draw(axes: "Axes", panel: Panel, sweep: Sweep) -> None:
             axes.plot(ends, line, color=colour, linestyle="--", linewidth=1)
         axes.plot([x for x, _ in found], [y for _, y in found], "o", color=colour, label=words)
     axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
+    if all(point.figure(panel.figure) is None for _, points in sweep.arms for point in points):
+        axes.set_yticks([])  # a scale would show numbers that nothing has
     axes.legend(fontsize=8, frameon=False)
 
 
