@@ -141,7 +141,7 @@ def test_changes_in_words() -> None:
     assert str(Change("step_seconds", 9e-4, 1.5e-3)) == slower
     shorter = "estimated step 12.000 µs is 3.000 (-20.0%) below its budget of 15.000"
     assert str(Change("step_seconds", 1.5e-5, 1.2e-5)) == shorter
-    unknown = "estimated step has a budget of 2,000.000 ms and has no estimate"
+    unknown = "estimated step has a budget of 2,000.000 ms and there is no estimate"
     assert str(Change("step_seconds", 2.0, None)) == unknown
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from helpers import pytest_in
+from helpers import missing, pytest_in
 
 from nnx_pipeline import lab
 from nnx_pipeline.lab.compile import platform as platforms
@@ -166,6 +166,8 @@ def test_record_pass_and_exceed(project: Project, file: Path) -> None:
 
 def test_a_step_that_takes_longer(project: Project, file: Path) -> None:
     """On a platform with an estimate the time of a step is recorded, compared and updated."""
+    if missing("libtpu"):
+        pytest.skip("libtpu is not installed")
     step = STEP.format("lean").replace("model.W)", "model.W), platform='tpu:v5p:2x2x1'")
     project(UPDATE, test_step=step).assert_outcomes(passed=1)
     ((entry, figures),) = budgets.read(file).items()

@@ -72,9 +72,11 @@ class Change(NamedTuple):
     measured: float | None
 
     def __str__(self) -> str:
-        name, unit, number = _in_words(self.figure, max(self.budget, self.measured or 0))
+        name, unit, number = _wording(self.figure, max(self.budget, self.measured or 0))
         if self.measured is None:
-            given = "the compiler gives no figure" if self.figure in BYTES else "has no estimate"
+            given = (
+                "the compiler gives no figure" if self.figure in BYTES else "there is no estimate"
+            )
             return f"{name} has a budget of {number(self.budget)} {unit} and {given}"
         difference = self.measured - self.budget
         share = f" ({difference / self.budget:+.1%})" if self.budget else ""
@@ -91,11 +93,11 @@ def in_words(figure: str, value: float) -> str:
     - `figure`: one of FIGURES.
     - `value`: the figure in bytes or seconds.
     """
-    name, unit, number = _in_words(figure, value)
+    name, unit, number = _wording(figure, value)
     return f"{name} {number(value)}" if figure in BYTES else f"{name} {number(value)} {unit}"
 
 
-def _in_words(figure: str, largest: float) -> tuple[str, str, Callable[[float], str]]:
+def _wording(figure: str, largest: float) -> tuple[str, str, Callable[[float], str]]:
     """The name and the unit of a figure, and how to write a number of it.
 
     - `largest`: the largest number to write, which decides between ms and µs.
