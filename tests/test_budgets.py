@@ -17,7 +17,12 @@ FIGURES = {"temp_bytes": 1_000, "heap_bytes": 900, "peak_bytes": 2_000}
 
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)), min_size=1)
 KEYS = st.builds(Key, TEXTS, st.one_of(st.just(""), TEXTS), TEXTS, TEXTS)
-ANY_FIGURES = st.dictionaries(st.sampled_from(budgets.FIGURES), st.integers(0, 10**15))
+ANY_BYTES = st.dictionaries(st.sampled_from(budgets.BYTES), st.integers(0, 10**15))
+# As `figures_of` rounds them: whole nanoseconds.
+ANY_SECONDS = st.dictionaries(
+    st.sampled_from(budgets.SECONDS), st.integers(0, 10**12).map(lambda ns: round(ns / 1e9, 9))
+)
+ANY_FIGURES = st.builds(lambda sizes, times: {**sizes, **times}, ANY_BYTES, ANY_SECONDS)
 
 
 @settings(max_examples=60)
@@ -32,9 +37,11 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, given
 
 def test_the_text() -> None:
     other = STEP._replace(name="small", platform="cpu", compiler="jaxlib 1.0")
-    text = budgets.to_toml({other: {"temp_bytes": 5}, STEP: FIGURES})
+    text = budgets.to_toml({other: {"temp_bytes": 5}, STEP: {**FIGURES, "step_seconds": 1.2e-5}})
     assert text == (
-        "# Memory budgets of tests, in bytes per device, as a compiler of this version gave them.\n"
+        "# Budgets of tests, per device: bytes as a compiler of this version gave them, and the "
+        "seconds of a\n"
+        "# step as estimated from the program that it made.\n"
         "# Written by `pytest --update-memory-budgets`; comments are not kept.\n"
         "\n"
         "[[budget]]\n"
@@ -44,6 +51,7 @@ def test_the_text() -> None:
         "temp_bytes = 1_000\n"
         "heap_bytes = 900\n"
         "peak_bytes = 2_000\n"
+        "step_seconds = 0.000012000\n"
         "\n"
         "[[budget]]\n"
         'test = "tests/test_a.py::test_step"\n'
@@ -75,6 +83,12 @@ ENTRY = '[[budget]]\ntest = "a"\nplatform = "cpu"\ncompiler = "jaxlib 1"\n'
         (f"{ENTRY}temp_bytes = -3\n", "budget 1 has temp_bytes = -3"),
         (f"{ENTRY}temp_bytes = true\n", "budget 1 has temp_bytes = True"),
         (f"{ENTRY}temp = 3\n", "budget 1 has temp = 3; .*whole numbers of bytes are temp_bytes"),
+        (f"{ENTRY}temp_bytes = 3.0\n", "budget 1 has temp_bytes = 3.0"),
+        (f"{ENTRY}step_seconds = -0.1\n", "budget 1 has step_seconds = -0.1; .*number of seconds"),
+        (f"{ENTRY}step_seconds = nan\n", "budget 1 has step_seconds = nan"),
+        (f"{ENTRY}step_seconds = inf\n", "budget 1 has step_seconds = inf"),
+        (f"{ENTRY}step_seconds = true\n", "budget 1 has step_seconds = True"),
+        (f'{ENTRY}step_seconds = "3"\n', "budget 1 has step_seconds = '3'"),
         (ENTRY * 2, "budget 2 is a second one for a on cpu"),
     ],
 )
@@ -102,6 +116,15 @@ def test_above_and_below() -> None:
     assert budgets.above(measured, {}, 0) == []
 
 
+def test_an_entry_without_a_time_is_not_checked_on_it() -> None:
+    """As entries are that an older version wrote, and one of a step that has become too long."""
+    slow = {**FIGURES, "step_seconds": 2.0}
+    assert budgets.above(slow, FIGURES, 0) == budgets.below(slow, FIGURES, 0) == []
+    limit = {**FIGURES, "step_seconds": 1.9}
+    assert budgets.above(slow, limit, 0.01) == [Change("step_seconds", 1.9, 2.0)]
+    assert budgets.above(slow, limit, 0.06) == []
+
+
 def test_a_figure_that_is_no_more_given_exceeds_its_budget() -> None:
     measured = {**FIGURES, "heap_bytes": None}
     (change,) = budgets.above(measured, FIGURES, 0.01)
@@ -114,6 +137,12 @@ def test_changes_in_words() -> None:
     assert str(Change("temp_bytes", 1_000, 1_500)) == above
     assert str(Change("peak_bytes", 1_000, 900)).endswith("100 (-10.0%) below its budget of 1,000")
     assert str(Change("heap_bytes", 0, 9)) == "heap 9 bytes is 9 above its budget of 0"
+    slower = "estimated step 1.500 ms is 0.600 (+66.7%) above its budget of 0.900"
+    assert str(Change("step_seconds", 9e-4, 1.5e-3)) == slower
+    shorter = "estimated step 12.000 µs is 3.000 (-20.0%) below its budget of 15.000"
+    assert str(Change("step_seconds", 1.5e-5, 1.2e-5)) == shorter
+    unknown = "estimated step has a budget of 2,000.000 ms and there is no estimate"
+    assert str(Change("step_seconds", 2.0, None)) == unknown
 
 
 VERSIONS = {"jaxlib": "1.0", "libtpu": "2.0", "jax-cuda13-pjrt": "1.0.1", "flax": "3.0"}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from helpers import pytest_in
+from helpers import missing, pytest_in
 
 from nnx_pipeline import lab
 from nnx_pipeline.lab.compile import platform as platforms
@@ -142,7 +142,8 @@ def test_record_pass_and_exceed(project: Project, file: Path) -> None:
     namespace: dict = {}
     exec(MODEL, namespace)
     memory = lab.measure(namespace["lean"], namespace["X"], namespace["W"]).memory
-    expected = {name: getattr(memory, name) for name in budgets.FIGURES}
+    # Of a CPU nothing is estimated, so that no time is recorded.
+    expected = {name: getattr(memory, name) for name in budgets.BYTES}
     assert budgets.read(file) == {key("test_step.py::test_step"): expected}
 
     before = file.read_bytes()
@@ -161,6 +162,31 @@ def test_record_pass_and_exceed(project: Project, file: Path) -> None:
     assert text.count("MB per device") == 1, "the figures are shown once"
     assert "def within_budget" not in text, "the code of the plugin is not shown"
     assert file.read_bytes() == before
+
+
+def test_a_step_that_takes_longer(project: Project, file: Path) -> None:
+    """On a platform with an estimate the time of a step is recorded, compared and updated."""
+    if missing("libtpu"):
+        pytest.skip("libtpu is not installed")
+    step = STEP.format("lean").replace("model.W)", "model.W), platform='tpu:v5p:2x2x1'")
+    project(UPDATE, test_step=step).assert_outcomes(passed=1)
+    ((entry, figures),) = budgets.read(file).items()
+    assert set(figures) == set(budgets.FIGURES)
+    budgets.write(file, {entry: {**figures, "step_seconds": figures["step_seconds"] / 2}})
+    exceeded = project(test_step=step)
+    exceeded.assert_outcomes(failed=1)
+    text = output(exceeded)
+    assert re.search(r"estimated step [\d.]+ µs is [\d.]+ \(\+100\.0%\) above its budget of", text)
+    assert re.search(r"ms by estimate: step [\d.]+, compute [\d.]+, waiting for collectives", text)
+    assert re.search(r"longest of \d+ lines of source:\n.* ms  \S*model\.py:10", text)
+    assert "buffers at the peak" not in text, "the memory is within its budget"
+    changed = output(project(UPDATE))
+    assert re.search(r"changed: .* estimated step [\d.]+ µs,.* -> .* estimated step", changed)
+    assert budgets.read(file) == {entry: figures}
+
+    limit = step.replace("within_budget()", "assert_at_most(step_seconds=1e-9)")
+    text = output(project(test_step=limit))
+    assert re.search(r"step_seconds [\d.]+ is [\d.]+ .* above its limit of 0\.000000001", text)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The figures in README.md are those of the result files."""
 
+import importlib
 import json
 import re
 import sys
@@ -28,14 +29,23 @@ def megabytes(value: int | None) -> str:
     return "–" if value is None else f"{value / 1e6:,.1f}"
 
 
-@pytest.fixture(scope="module")
-def peer() -> Any:
+def benchmark(name: str) -> Any:
+    """A module of the folder `benchmarks`, which is no package."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
-        import peer_memory
+        return importlib.import_module(name)
     finally:
         sys.path.pop(0)
-    return peer_memory
+
+
+@pytest.fixture(scope="module")
+def peer() -> Any:
+    return benchmark("peer_memory")
+
+
+@pytest.fixture(scope="module")
+def estimates() -> Any:
+    return benchmark("time_estimates")
 
 
 def test_memory_beside_the_peer(peer: Any) -> None:
@@ -142,11 +152,7 @@ def test_experiments_without_figures_are_named() -> None:
 
 def test_how_many_claims_hold() -> None:
     """The sentences about each compiler are those under its heading in the results."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        import pipeline_claims
-    finally:
-        sys.path.pop(0)
+    pipeline_claims = benchmark("pipeline_claims")
     found = json.loads((RESULTS / "pipeline_claims.json").read_text())
     assert pipeline_claims.document(found) == (RESULTS / "pipeline_claims.md").read_text()
     text = " ".join((ROOT / "README.md").read_text().split())
@@ -227,6 +233,42 @@ def test_figures_of_time() -> None:
     named = {name for cells in shown for cell in cells[:2] for name in re.findall(r"`(\w+)`", cell)}
     assert named >= set(KEYS)
     assert f"its operations at {KERNEL_EFFICIENCY:.0%} of".replace("%", " %") in text
+
+
+def test_estimates_beside_measurements(estimates: Any) -> None:
+    """Every row is measured, the page is that of the results, and README says what it says."""
+    found = json.loads((RESULTS / "time_estimates.json").read_text())
+    assert {row.what for row in estimates.ALL} == set(found)
+    assert estimates.document(found) == (RESULTS / "time_estimates.md").read_text()
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert estimates.errors(found) in text
+    assert estimates.order(found) in text
+
+
+def test_a_row_that_is_not_comparable_has_no_error(estimates: Any) -> None:
+    found = json.loads((RESULTS / "time_estimates.json").read_text())
+    for row in estimates.OTHERS:
+        cells = estimates.other_cells(row, found[row.what])
+        assert ("%" in "".join(cells)) is not estimates.is_routed(row)
+        assert (cells[-1] == "no") is estimates.is_routed(row)
+
+
+def test_pairs_in_order(estimates: Any) -> None:
+    """Of three programs, two of them measured as nearly equal."""
+    measured = (1.0, 1.01, 2.0)
+    assert estimates.in_order(measured, (1, 2, 3)) == (3, 3)
+    assert estimates.in_order(measured, (2, 1, 3)) == (2, 3)
+    assert estimates.in_order(measured, (2, 1, 3), apart=0.02) == (2, 2)
+    assert estimates.in_order(measured, (1, 1, 3)) == (2, 3), "a tie is no order"
+    assert estimates.in_order(measured, (3, 2, 1)) == (0, 3)
+
+
+def test_operations_of_an_attention_kernel(estimates: Any) -> None:
+    """Those that MaxText's own program does, 73.1 TFLOP per device and step."""
+    once = estimates.VARIANTS[1]
+    found = {"time": {"bubble_share": 1 / 129}}  # 8 microbatches 16 times through 2 stages
+    rate = KERNEL_EFFICIENCY * 459e12
+    assert estimates.kernel_seconds(once, found) * rate == pytest.approx(73.1e12, rel=1e-3)
 
 
 def test_groups_of_experts(peer: Any) -> None:

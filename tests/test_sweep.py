@@ -144,6 +144,8 @@ def test_a_point_that_fails_leaves_the_others(
     drawn = (tmp_path / "chart.svg").read_text()
     assert f"step: {growth / 1e6:+,.4g} per unit" in drawn
     assert "train.loss_chunks" in drawn
+    panels = [drawn.index(title) for title in ("temp, MB", "estimated step, ms", "heap, MB")]
+    assert panels == sorted(panels), "time stands beside memory"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A pytest plugin with the fixture `compile_memory` and memory budgets in `memory-budgets.toml`.
+"""A pytest plugin with the fixture `compile_memory`, and budgets in `memory-budgets.toml`.
 
 pytest imports this file before any conftest.py, in every project of an environment in which this
 package is installed. It must therefore import fast, and must not import JAX, whose flags a conftest
@@ -74,13 +74,13 @@ def _names_single_tests(config: pytest.Config) -> bool:
 
 @pytest.fixture
 def compile_memory(request: pytest.FixtureRequest) -> CompileMemory:
-    """Compiles a function for a platform and returns the memory that it needs; nothing is computed.
+    """Compiles a function for a platform and returns what it needs; nothing is computed.
 
     Call `compile_memory(fn, args, mesh=…, platform=…)` with a tuple of abstract arguments, or
     `compile_memory.step(config, mesh, platform)` for a training step of nnx_pipeline. The result
-    has figures (`temp_bytes`, `heap_bytes`, `peak_bytes`, `flops`, `collectives`, …) and the
-    methods `assert_at_most(temp_bytes=…)` and `within_budget()`. The test is skipped where the
-    compiler of the platform is not installed.
+    has figures (`temp_bytes`, `heap_bytes`, `peak_bytes`, `step_seconds`, `flops`, `collectives`,
+    …) and the methods `assert_at_most(temp_bytes=…)` and `within_budget()`. The test is skipped
+    where the compiler of the platform is not installed.
     """
     from nnx_pipeline.pytest_plugin.fixture import CompileMemory
 
@@ -224,4 +224,4 @@ def _what_changed(old: Budgets, new: Budgets) -> list[str]:
 
 def _figures(figures: Figures) -> str:
     """The figures of a budget in one line, such as `heap 1,024, temp 2,048`."""
-    return ", ".join(f"{k.removesuffix('_bytes')} {v:,}" for k, v in sorted(figures.items()))
+    return ", ".join(budgets.in_words(name, value) for name, value in sorted(figures.items()))

@@ -1,28 +1,29 @@
 """A measurement as tests use it: figures, assertions on them, and the messages of failures."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from nnx_pipeline.errors import InputError, nearest
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.report.memory_tables import short_operation, short_source
 from nnx_pipeline.lab.report.tables import CPU_WARNING, compiler, megabytes
+from nnx_pipeline.lab.report.time_table import milliseconds, rows_by_line, seconds_of
 from nnx_pipeline.lab.report.unread import unread_lines
 
-TOP = 8  # rows of buffers in a message
+TOP = 8  # rows of buffers, or of lines of source, in a message
 SMALL = 0.01  # of the heap; a message leaves out smaller buffers
 
 Budgeted = Callable[["CompiledMemory", str, float | None], None]
 
 
 class MemoryExceeded(AssertionError):
-    """A program needs more than it is allowed; the message names its largest buffers."""
+    """A program needs more memory or time than it is allowed; the message says what takes most."""
 
 
 @dataclass(frozen=True, repr=False)
 class CompiledMemory:
-    """What a compiled program needs, in bytes per device; None where the compiler does not say.
+    """What a compiled program needs per device, in bytes and seconds; None where nobody knows.
 
     - `measurement`: everything that is known about the program.
     - `budgeted`: compares it with a budget of the test, given the budget's name and a tolerance.
@@ -82,6 +83,20 @@ class CompiledMemory:
         return self.measurement.memory.host_temp_bytes
 
     @property
+    def step_seconds(self) -> float | None:
+        """The estimated time of one step: its compute, and what the compute waits for.
+
+        It follows from the compiled program alone and is no measured time. None on a CPU, and where
+        the time of an instruction is not known; `measurement.unread` names that.
+        """
+        return self.measurement.time.step_seconds if self.measurement.time else None
+
+    @property
+    def compute_seconds(self) -> float | None:
+        """The part of `step_seconds` in which instructions run, all but collectives."""
+        return self.measurement.time.compute_seconds if self.measurement.time else None
+
+    @property
     def flops(self) -> int | None:
         """2·m·n·k for every matrix product, those in loops times the trip count.
 
@@ -101,39 +116,40 @@ class CompiledMemory:
         """A short text, since pytest shows it beside each figure of an assertion."""
         return f"<{_subject(self.measurement)} on {self.measurement.platform}>"
 
-    def assert_at_most(self, **limits: int) -> None:
+    def assert_at_most(self, **limits: float) -> None:
         """Asserts that each of the given figures is at most its limit.
 
-        - `limits`: any figures of this class by name, such as `temp_bytes=100_000_000`. A figure
-          that the compiler does not give exceeds every limit.
+        - `limits`: any figures of this class by name, such as `temp_bytes=100_000_000` or
+          `step_seconds=0.02`. A figure that is not known exceeds every limit.
 
-        Raises MemoryExceeded, which names the largest buffers, for a figure above its limit, and
+        Raises MemoryExceeded, which says what takes most, for a figure above its limit, and
         InputError for an unknown name, a limit that is not finite, or no limit at all.
         """
         __tracebackhide__ = True
         if not limits:
             raise InputError("assert_at_most() has no limit; give one, such as temp_bytes=10**8")
-        too_large = []
+        too_large: dict[str, str] = {}
         for name, limit in limits.items():
             if name not in _LIMITED:
                 raise InputError(f"{name}= is not a known figure; {nearest(name, _LIMITED)}")
             if not math.isfinite(limit):
-                raise InputError(f"{name}={limit} is not a limit; give a number of bytes or FLOPs")
+                raise InputError(f"{name}={limit} is not a limit; give bytes, FLOPs or seconds")
             value = getattr(self, name)
+            shown = _number(limit)
             if value is None:
-                too_large.append(
-                    f"{name}: this compiler gives no figure, and the limit is {limit:,}"
-                )
+                too_large[name] = f"{name}: there is no figure here, and the limit is {shown}"
             elif value > limit:
                 share = f" ({value / limit - 1:.1%})" if limit else ""
-                too_large.append(
-                    f"{name} {value:,} is {value - limit:,}{share} above its limit of {limit:,}"
+                too_large[name] = (
+                    f"{name} {_number(value)} is {_number(value - limit)}{share} above its limit "
+                    f"of {shown}"
                 )
         if too_large:
-            raise MemoryExceeded("\n".join([*too_large, "", self.description()]))
+            described = self.description(too_large)
+            raise MemoryExceeded("\n".join([*too_large.values(), "", described]))
 
     def within_budget(self, name: str = "", *, tolerance: float | None = None) -> bool:
-        """Asserts that temp, heap, peak and account are within this test's budget.
+        """Asserts that temp, heap, peak, account and the estimated step are within the budget.
 
         The budget is the entry of the test in `memory-budgets.toml`.
 
@@ -155,15 +171,24 @@ class CompiledMemory:
         self.budgeted(self, name, tolerance)
         return True
 
-    def description(self) -> str:
-        """The compiler, the figures and the largest buffers at the peak, as lines of text."""
+    def description(self, figures: Collection[str] = ()) -> str:
+        """The compiler, the figures, and what takes most of them, as lines of text.
+
+        - `figures`: those that are too large, by name. The lines of source that take the longest
+          are shown if a time is among them, and the largest buffers if anything else is, or
+          nothing.
+        """
         memory = self.measurement.memory
+        timed = [name for name in figures if name.endswith("_seconds")]
+        has_buffers = not figures or len(timed) < len(figures)
         shown = ("temp", "heap", "peak", "argument", "output", "constant", "account")
         sizes = (f"{name} {megabytes(getattr(memory, f'{name}_bytes'))}" for name in shown)
         lines = [
             f"{_subject(self.measurement)} on {compiler(self.measurement)}",
             f"MB per device: {', '.join(sizes)}",
-            *_largest_buffers(self.measurement),
+            *_estimated(self.measurement),
+            *(_longest_lines(self.measurement) if timed else ()),
+            *(_largest_buffers(self.measurement) if has_buffers else ()),
             *unread_lines([self.measurement]),
             *self.measurement.notes,
         ]
@@ -182,6 +207,37 @@ def _subject(measurement: Measurement) -> str:
     name = measurement.config.get("function", "training step")
     mesh = ",".join(f"{axis}={size}" for axis, size in measurement.mesh.items() if size > 1)
     return f"{name} ({mesh})" if mesh else name
+
+
+def _number(value: float) -> str:
+    """A number of bytes or FLOPs in full, and one of seconds to a microsecond's thousandth."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.9f}".rstrip("0").rstrip(".")
+
+
+def _estimated(measurement: Measurement) -> list[str]:
+    """The estimated time in one line; none where nothing is known of the devices."""
+    time = measurement.time
+    if time is None:
+        return []
+    told = (
+        ("step", time.step_seconds),
+        ("compute", time.compute_seconds),
+        ("waiting for collectives", time.exposed_seconds),
+        ("waiting for transfers", time.memory_wait_seconds),
+    )
+    return ["ms by estimate: " + ", ".join(f"{name} {milliseconds(it)}" for name, it in told)]
+
+
+def _longest_lines(measurement: Measurement) -> list[str]:
+    """The lines of source that take most of the estimated compute, the longest first."""
+    if measurement.time is None or not measurement.time.rows:
+        return ["There is no list of what takes the time."]
+    lines = rows_by_line(measurement.time)
+    shown = [
+        f"{milliseconds(seconds_of(rows)):>10} ms  {short_source(source)}"
+        for source, rows in lines[:TOP]
+    ]
+    return [f"longest of {len(lines)} lines of source:", *shown]
 
 
 def _largest_buffers(measurement: Measurement) -> list[str]:

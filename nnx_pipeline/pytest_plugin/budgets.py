@@ -1,14 +1,15 @@
-"""Memory budgets of tests: the file that holds them, and which figures exceed them.
+"""Budgets of tests: the file that holds them, and which figures exceed them.
 
 `memory-budgets.toml` holds one `[[budget]]` per test, name within the test, platform and compiler
-version, in bytes per device. `pytest --update-memory-budgets` writes the whole file, sorted, and
-does not keep what people added by hand, such as comments. A figure that is deleted from an entry is
-not checked.
+version: bytes per device, and the estimated seconds of a step. `pytest --update-memory-budgets`
+writes the whole file, sorted, and does not keep what people added by hand, such as comments. A
+figure that an entry lacks is not checked.
 
 Nothing here imports JAX: pytest reads the file before any conftest can set JAX's flags.
 """
 
 import json
+import math
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -19,16 +20,22 @@ from nnx_pipeline.errors import InputError
 from nnx_pipeline.files import write_text
 
 FILE = "memory-budgets.toml"
-FIGURES = ("temp_bytes", "heap_bytes", "peak_bytes", "account_bytes")
+BYTES = ("temp_bytes", "heap_bytes", "peak_bytes", "account_bytes")
+# The whole step and not its compute alone: else a collective that nothing hides any more would cost
+# nothing. It is computed from the compiled program, so that the same program always takes the same.
+SECONDS = ("step_seconds",)
+FIGURES = (*BYTES, *SECONDS)
 TOLERANCE = 0.01  # the share by which a budget may be exceeded
+_DIGITS = 9  # of seconds behind the point: nanoseconds
 
 _HEAD = """\
-# Memory budgets of tests, in bytes per device, as a compiler of this version gave them.
+# Budgets of tests, per device: bytes as a compiler of this version gave them, and the seconds of a
+# step as estimated from the program that it made.
 # Written by `pytest --update-memory-budgets`; comments are not kept.
 """
 _PACKAGES = {"cpu": ("jaxlib",), "tpu": ("jaxlib", "libtpu"), "cuda": ("jaxlib", "jax-cuda13-pjrt")}
 
-Figures = Mapping[str, int]
+Figures = Mapping[str, float]  # bytes are whole numbers
 
 
 class Key(NamedTuple):
@@ -56,25 +63,49 @@ class Change(NamedTuple):
     """A figure that differs from its budget.
 
     - `figure`: its name, such as `heap_bytes`.
-    - `budget`: what the budget allows, in bytes.
-    - `measured`: the figure in bytes; None where the compiler does not give it.
+    - `budget`: what the budget allows, in bytes or seconds.
+    - `measured`: the figure in the same unit; None where it is not known of this program.
     """
 
     figure: str
-    budget: int
-    measured: int | None
+    budget: float
+    measured: float | None
 
     def __str__(self) -> str:
-        name = self.figure.removesuffix("_bytes")
+        name, unit, number = _wording(self.figure, max(self.budget, self.measured or 0))
         if self.measured is None:
-            return f"{name} has a budget of {self.budget:,} bytes and the compiler gives no figure"
+            given = (
+                "the compiler gives no figure" if self.figure in BYTES else "there is no estimate"
+            )
+            return f"{name} has a budget of {number(self.budget)} {unit} and {given}"
         difference = self.measured - self.budget
         share = f" ({difference / self.budget:+.1%})" if self.budget else ""
         side = "above" if difference > 0 else "below"
         return (
-            f"{name} {self.measured:,} bytes is {abs(difference):,}{share} {side} its budget of "
-            f"{self.budget:,}"
+            f"{name} {number(self.measured)} {unit} is {number(abs(difference))}{share} {side} "
+            f"its budget of {number(self.budget)}"
         )
+
+
+def in_words(figure: str, value: float) -> str:
+    """A figure with its name, and with its unit where that is not bytes: `estimated step 1.250 ms`.
+
+    - `figure`: one of FIGURES.
+    - `value`: the figure in bytes or seconds.
+    """
+    name, unit, number = _wording(figure, value)
+    return f"{name} {number(value)}" if figure in BYTES else f"{name} {number(value)} {unit}"
+
+
+def _wording(figure: str, largest: float) -> tuple[str, str, Callable[[float], str]]:
+    """The name and the unit of a figure, and how to write a number of it.
+
+    - `largest`: the largest number to write, which decides between ms and µs.
+    """
+    if figure in BYTES:
+        return figure.removesuffix("_bytes"), "bytes", lambda value: f"{value:,}"
+    unit, size = ("ms", 1e-3) if largest >= 1e-3 else ("µs", 1e-6)
+    return "estimated step", unit, lambda value: f"{value / size:,.3f}"
 
 
 def compiler_of(platform: str, versions: Mapping[str, str | None]) -> str:
@@ -98,14 +129,26 @@ def compiler_of(platform: str, versions: Mapping[str, str | None]) -> str:
     return ", ".join([*parts, machine()] if platform == "cpu" else parts)
 
 
-def above(measured: Mapping[str, int | None], budget: Figures, tolerance: float) -> list[Change]:
+def figures_of(result: Any) -> dict[str, float | None]:
+    """Each figure of FIGURES by its name, as the file holds it; None where it is not known.
+
+    - `result`: has the figures as attributes.
+    """
+    figures = {name: getattr(result, name) for name in FIGURES}
+    for name in SECONDS:
+        if figures[name] is not None:
+            figures[name] = round(figures[name], _DIGITS)
+    return figures
+
+
+def above(measured: Mapping[str, float | None], budget: Figures, tolerance: float) -> list[Change]:
     """The figures that exceed their budget by more than the tolerance, or are missing.
 
-    - `measured`: each figure in bytes by its name, None where the compiler does not give it.
+    - `measured`: each figure by its name, None where it is not known.
     - `budget`: the figures to compare with; those that it lacks are not checked.
     - `tolerance`: a share of the budget, such as 0.01.
     """
-    changes = [Change(name, bytes_, measured.get(name)) for name, bytes_ in budget.items()]
+    changes = [Change(name, allowed, measured.get(name)) for name, allowed in budget.items()]
     return [
         change
         for change in changes
@@ -113,14 +156,14 @@ def above(measured: Mapping[str, int | None], budget: Figures, tolerance: float)
     ]
 
 
-def below(measured: Mapping[str, int | None], budget: Figures, tolerance: float) -> list[Change]:
+def below(measured: Mapping[str, float | None], budget: Figures, tolerance: float) -> list[Change]:
     """The figures below their budget by more than the tolerance.
 
-    - `measured`: each figure in bytes by its name, None where the compiler does not give it.
+    - `measured`: each figure by its name, None where it is not known.
     - `budget`: the figures to compare with; those that it lacks are not checked.
     - `tolerance`: a share of the budget, such as 0.01.
     """
-    changes = [Change(name, bytes_, measured.get(name)) for name, bytes_ in budget.items()]
+    changes = [Change(name, allowed, measured.get(name)) for name, allowed in budget.items()]
     return [
         change
         for change in changes
@@ -166,17 +209,23 @@ def _entry(path: Path, number: int, entry: Any) -> tuple[Key, Figures]:
     texts = {name: entry.get(name, "") for name in Key._fields}
     wrong = [f"{name} = {value!r}" for name, value in texts.items() if not isinstance(value, str)]
     figures = {name: value for name, value in entry.items() if name not in Key._fields}
-    for name, value in figures.items():
-        # `true` is no number of bytes, though True is an int in Python.
-        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-        if name not in FIGURES or not whole:
-            wrong.append(f"{name} = {value!r}")
+    wrong += [f"{name} = {it!r}" for name, it in figures.items() if not _is_figure(name, it)]
     if wrong:
         raise InputError(
-            f"{where} has {wrong[0]}; strings are {', '.join(Key._fields)}, and whole numbers of "
-            f"bytes are {', '.join(FIGURES)}; {_CURE}"
+            f"{where} has {wrong[0]}; strings are {', '.join(Key._fields)}, whole numbers of bytes "
+            f"are {', '.join(BYTES)}, and a number of seconds is {', '.join(SECONDS)}; {_CURE}"
         )
     return Key(**texts), figures
+
+
+def _is_figure(name: str, value: Any) -> bool:
+    """Whether this is a figure of the file with a value that it may have."""
+    whole = isinstance(value, int) and not isinstance(value, bool)  # `true` is no number
+    if name in BYTES:
+        return whole and value >= 0
+    # TOML has `nan` and `inf`.
+    number = whole or (isinstance(value, float) and math.isfinite(value))
+    return name in SECONDS and number and value >= 0
 
 
 def to_toml(budgets: Mapping[Key, Figures]) -> str:
@@ -192,7 +241,9 @@ def _table(key: Key, figures: Figures) -> str:
         for name, value in zip(Key._fields, key, strict=True)
         if value
     }
-    numbers = {name: f"{figures[name]:_}" for name in FIGURES if name in figures}
+    numbers = {name: f"{figures[name]:_}" for name in BYTES if name in figures}
+    # Written out: `1.2e-05` is harder to compare with its neighbour in a diff.
+    numbers |= {name: f"{figures[name]:.{_DIGITS}f}" for name in SECONDS if name in figures}
     return "\n".join(["[[budget]]", *(f"{k} = {v}" for k, v in {**texts, **numbers}.items()), ""])
 
 

@@ -96,7 +96,7 @@ class CompileMemory:
         measurement, session = result.measurement, self._session
         compiler = budgets.compiler_of(measurement.platform, measurement.versions)
         key = Key(self._test, name, measurement.platform, compiler)
-        figures = {figure: getattr(result, figure) for figure in budgets.FIGURES}
+        figures = budgets.figures_of(result)
         given = {figure: value for figure, value in figures.items() if value is not None}
         # To ask twice with the same figures is no contradiction.
         if self._results.asked.setdefault(key, given) != given:
@@ -111,9 +111,8 @@ class CompileMemory:
         exceeded = budgets.above(figures, budget, share)
         if exceeded:
             cure = f"If that is intended: pytest --update-memory-budgets '{self._test}'"
-            raise MemoryExceeded(
-                "\n".join([*map(str, exceeded), "", result.description(), "", cure])
-            )
+            described = result.description([change.figure for change in exceeded])
+            raise MemoryExceeded("\n".join([*map(str, exceeded), "", described, "", cure]))
         self._results.hints += [
             f"{key}: {change}; pytest --update-memory-budgets lowers it"
             for change in budgets.below(figures, budget, share)

@@ -27,11 +27,11 @@ class Panel(NamedTuple):
     unit: float
 
 
+# Row by row: what fits on the left, how long it takes on the right.
 PANELS = (
-    Panel("temp_bytes", "temp, MB", 1e6),
-    Panel("heap_bytes", "heap, MB", 1e6),
-    Panel("flops", "matrix products, GFLOP", 1e9),
-    Panel("compile_seconds", "compile time, s", 1),
+    (Panel("temp_bytes", "temp, MB", 1e6), Panel("step_seconds", "estimated step, ms", 1e-3)),
+    (Panel("heap_bytes", "heap, MB", 1e6), Panel("flops", "matrix products, GFLOP", 1e9)),
+    (Panel("account_bytes", "account, MB", 1e6), Panel("compile_seconds", "compile time, s", 1)),
 )
 
 
@@ -39,11 +39,12 @@ def sweep_chart(title: str, sweep: Sweep) -> "Figure":
     """One panel per figure, per device; a dashed line is the fit, with its slope in the legend."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10.0, 6.4), layout="constrained")
+    figure = Figure(figsize=(10.0, 3.2 * len(PANELS)), layout="constrained")
     head = textwrap.fill(title, 110)
     figure.suptitle(head, x=0.01, ha="left", fontsize=11, fontweight="bold")
-    for axes, panel in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
-        _draw(axes, panel, sweep)
+    for row, panels in zip(figure.subplots(len(PANELS), 2), PANELS, strict=True):
+        for axes, panel in zip(row, panels, strict=True):
+            _draw(axes, panel, sweep)
     measured = next((p.result for _, points in sweep.arms for p in points if p.result), None)
     if measured:
         figure.supxlabel(f"compiler: {compiler(measured)}", x=0.01, ha="left", fontsize=8)
@@ -69,6 +70,8 @@ def _draw(axes: "Axes", panel: Panel, sweep: Sweep) -> None:
             axes.plot(ends, line, color=colour, linestyle="--", linewidth=1)
         axes.plot([x for x, _ in found], [y for _, y in found], "o", color=colour, label=words)
     axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
+    if all(point.figure(panel.figure) is None for _, points in sweep.arms for point in points):
+        axes.set_yticks([])  # a scale would show numbers that nothing has
     axes.legend(fontsize=8, frameon=False)
 
 

@@ -47,10 +47,7 @@ def lines_table(time: Time, *, top: int) -> Table:
     for column in ("all", *PASSES, "launches"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("line", overflow="fold")
-    lines: dict[str | None, list[Row]] = defaultdict(list)
-    for row in time.rows:
-        lines[row.source].append(row)
-    ordered = sorted(lines.items(), key=lambda item: -_sum(item[1]))
+    ordered = rows_by_line(time)
     for source, rows in ordered[:top]:
         table.add_row(*_cells(rows), short_source(source))
     if rest := [row for _, rows in ordered[top:] for row in rows]:
@@ -58,14 +55,23 @@ def lines_table(time: Time, *, top: int) -> Table:
     return table
 
 
+def rows_by_line(time: Time) -> list[tuple[str | None, list[Row]]]:
+    """Each line of source with the rows of its compute, the line that takes longest first."""
+    lines: dict[str | None, list[Row]] = defaultdict(list)
+    for row in time.rows:
+        lines[row.source].append(row)
+    return sorted(lines.items(), key=lambda item: -seconds_of(item[1]))
+
+
+def seconds_of(rows: Sequence[Row]) -> float:
+    """The compute of some rows together."""
+    return sum(row.seconds for row in rows)
+
+
 def _cells(rows: Sequence[Row]) -> list[str]:
     parts = [[row for row in rows if row.pass_name == name] for name in PASSES]
-    sums = [milliseconds(_sum(part) if part else None) for part in parts]
-    return [milliseconds(_sum(rows)), *sums, f"{sum(row.launches for row in rows):,}"]
-
-
-def _sum(rows: Sequence[Row]) -> float:
-    return sum(row.seconds for row in rows)
+    sums = [milliseconds(seconds_of(part) if part else None) for part in parts]
+    return [milliseconds(seconds_of(rows)), *sums, f"{sum(row.launches for row in rows):,}"]
 
 
 def shares(time: Time) -> str:
