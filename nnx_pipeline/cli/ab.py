@@ -37,7 +37,11 @@ class Measuring:
     fresh: bool
 
 
-@click.command("ab", epilog="Example: nnx-pipeline ab stage-vmap --platform tpu:v5p:2x2x2")
+@click.command(
+    "ab",
+    epilog="Example: nnx-pipeline ab stage-vmap --platform tpu:v5p:2x2x2, or nnx-pipeline ab "
+    "--xla-b xla_tpu_scoped_vmem_limit_kib=65536 --platform tpu:v5p:2x2x2",
+)
 @click.argument("names", nargs=-1, metavar="[EXPERIMENT …]")
 @click.option(
     "--list", "list_only", is_flag=True, help="List all experiments: name, claim and difference."

@@ -92,19 +92,20 @@ def python_with(version: str, kind: str, folder: Path, say: Progress) -> str:
     if python.exists():
         return str(python)
     _remove_abandoned(home)
+    say(f"jax {version} gets an environment of its own in {home}")
     tried = []
     for candidate in _pythons():
         tried.append(candidate)
-        say(f"jax {version}: building an environment with {candidate} in {home}")
         building = home.with_name(f"{home.name}.building-{os.getpid()}")
         remove = functools.partial(shutil.rmtree, building, ignore_errors=True)
         with cleared_away(remove):
             try:
                 said = _installed(candidate, building, needed, say)
                 if said is None:
-                    # A folder of this name without a Python: that Python was removed.
-                    shutil.rmtree(home, ignore_errors=True)
-                    building.rename(home)
+                    if not python.exists():  # else another process was faster
+                        # What is left of an environment whose Python was removed since.
+                        shutil.rmtree(home, ignore_errors=True)
+                        building.rename(home)
                     return str(python)
             finally:
                 remove()
@@ -134,9 +135,8 @@ def _installed(python: str, folder: Path, needed: Sequence[str], say: Progress) 
     quiet = ("-q", "--no-input", "--disable-pip-version-check")
     making = [python, "-m", "venv", str(folder)]
     installing = [own, "-m", "pip", "install", *quiet, *needed]
-    for doing, command in (("", making), (f"installing {', '.join(needed)}", installing)):
-        if doing:
-            say(doing)
+    for doing, command in (("building", making), ("installing into", installing)):
+        say(f"{doing} an environment with {needed[0]} on {python}")
         code, said = execute(command, say=lambda line: None)
         if code:
             return said or f"{' '.join(command[:3])} ended with {code}"
@@ -149,7 +149,8 @@ def _pythons() -> Iterator[str]:
     for minor in range(OLDEST, NEWEST + 1):
         if minor == sys.version_info.minor:
             continue
-        kept = sorted(Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python"))
+        versions = Path(os.path.expanduser("~")) / ".pyenv" / "versions"
+        kept = sorted(versions.glob(f"3.{minor}.*/bin/python"))
         on_path = shutil.which(f"python3.{minor}")
         for found in filter(None, (on_path, *map(str, kept))):
             # What pyenv puts on the path starts only the versions that are switched on.

@@ -59,7 +59,7 @@ class Target:
     mesh: str
     platform: str
     gemm: str | None
-    xla: tuple[str, ...]
+    xla: tuple[str, ...] = ()
 
     def words(self) -> list[str]:
         """These options as they are written on a command line."""
@@ -114,8 +114,8 @@ class TwoArms(Target):
     - `xla_a`, `xla_b`: settings of the compiler for one arm.
     """
 
-    xla_a: tuple[str, ...]
-    xla_b: tuple[str, ...]
+    xla_a: tuple[str, ...] = ()
+    xla_b: tuple[str, ...] = ()
 
     @property
     def options(self) -> tuple[str, str]:

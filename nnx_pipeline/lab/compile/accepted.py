@@ -52,7 +52,9 @@ def compile_with_settings(lowered: jax.stages.Lowered, platform: Platform) -> Ac
                 raise InputError(f"compiler setting {setting}: {why.format(platform)}") from error
             del options[setting.name], settings[setting.name]
             left_out.append(f"{setting} of {setting.of_set}")
-    return Accepted(compiled, text, {n: one.value for n, one in settings.items()}, tuple(left_out))
+    applied = {name: one.value for name, one in settings.items()}
+    # The compiler names them in an order that differs from process to process.
+    return Accepted(compiled, text, applied, tuple(sorted(left_out)))
 
 
 def _refused(message: str, settings: Iterable[Setting]) -> tuple[Setting | None, str]:
