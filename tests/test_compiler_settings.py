@@ -144,7 +144,7 @@ def test_matrix_products_by_a_setting() -> None:
         (("compile", *SMALLEST, "--xla", "xla_nope=1"), "cpu does not know it; correct the name"),
         (
             ("compile", *SMALLEST, "--xla", "xla_backend_optimization_level=x"),
-            "cpu says: not a valid int32 value; give another value",
+            "the compiler for cpu says: not a valid int32 value; give another value",
         ),
         (("ab", "norm-scale", "--xla-b", FAST_MATH), "differ in one thing already; leave out"),
         (

@@ -111,6 +111,7 @@ def python_with(version: str, kind: str, folder: Path, say: Progress) -> str:
                 remove()
         if not _needs_another_python(said, version):
             raise _error(said, version)
+        say(f"jax {version} does not support that Python")
     raise InputError(
         f"--across jax={version}: it supports none of the Pythons here ({', '.join(tried)}); "
         "install another one, for example by pyenv"

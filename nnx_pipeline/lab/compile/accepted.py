@@ -1,7 +1,6 @@
 """Compiles with a user's settings, and says which of them the compiler does not take."""
 
 import re
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -9,7 +8,6 @@ import jax
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.lab.compile.heap import compile_with_dump
 from nnx_pipeline.lab.compile.platform import Platform
-from nnx_pipeline.lab.compile.settings import Setting
 
 # What the compilers say of a setting before they do anything (JAX 0.10 to 0.12).
 _UNKNOWN = re.compile(r"No such compile option: '(?P<name>.*?)'")
@@ -45,30 +43,29 @@ def compile_with_settings(lowered: jax.stages.Lowered, platform: Platform) -> Ac
             compiled, text = compile_with_dump(lowered, options)
             break
         except jax.errors.JaxRuntimeError as error:
-            setting, why = _refused(str(error), settings.values())
+            name, why = _refused(str(error), platform)
+            setting = settings.get(name)
             if setting is None:
                 raise
             if not setting.of_set:
-                raise InputError(f"compiler setting {setting}: {why.format(platform)}") from error
-            del options[setting.name], settings[setting.name]
+                raise InputError(f"compiler setting {setting}: {why}") from error
+            del options[name], settings[name]
             left_out.append(f"{setting} of {setting.of_set}")
     applied = {name: one.value for name, one in settings.items()}
     # The compiler names them in an order that differs from process to process.
     return Accepted(compiled, text, applied, tuple(sorted(left_out)))
 
 
-def _refused(message: str, settings: Iterable[Setting]) -> tuple[Setting | None, str]:
-    """The setting that an error of a compiler is about, and what is wrong, with room for its name.
+def _refused(message: str, platform: Platform) -> tuple[str, str]:
+    """The name of the setting that an error of a compiler is about, and what is wrong with it.
 
-    The setting is None where the error is about something else.
+    The name is "" where the error is about something else.
     """
-    by_name = {one.name: one for one in settings}
     if found := _UNKNOWN.search(message):
-        unknown = "the compiler for {} does not know it; correct the name or leave it out"
-        return by_name.get(found["name"]), unknown
+        why = f"the compiler for {platform} does not know it; correct the name or leave it out"
+        return found["name"], why
     for pattern in _REFUSED:
         if found := pattern.search(message):
-            why = found["why"].strip().replace("{", "{{").replace("}", "}}")
-            why = why or "a value that it cannot read"
-            return by_name.get(found["name"]), f"{{}} says: {why.rstrip('.')}; give another value"
-    return None, ""
+            said = found["why"].strip().rstrip(".") or "a value that it cannot read"
+            return found["name"], f"the compiler for {platform} says: {said}; give another value"
+    return "", ""

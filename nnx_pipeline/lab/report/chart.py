@@ -137,7 +137,7 @@ def make_chart(title: str, bars: Sequence[Bar], small_print: str, what: str) -> 
 
     sums = totals(bars)
     groups = list(dict.fromkeys(bar.group for bar in bars))
-    letters = int(_WIDTH / _LETTER / 1.15)
+    letters = int(_WIDTH / _LETTER / 1.25)
     head = "\n".join(textwrap.fill(line, letters) for line in title.splitlines())
     rows = len(bars) + _GAP * len(groups)
     legend_rows = -(-len(sums) // 4)

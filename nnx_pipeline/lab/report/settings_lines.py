@@ -10,18 +10,23 @@ _NONE = "none of your own"
 
 
 def settings_lines(measured: Sequence[Measurement]) -> list[str]:
-    """A line with the settings, if all programs have the same, and one with those left out.
+    """A line with the settings that all programs have; none if they have none of their own.
 
     - `measured`: the programs. Where their settings differ, `arm_lines` says which arm has which.
     """
     texts = {written(one.xla) for one in measured}
-    given = [f"compiler settings: {text}" for text in texts if text and len(texts) == 1]
-    left_out = dict.fromkeys(
-        f"left out, because the compiler of {one.platform} does not take it: {setting}"
-        for one in measured
-        for setting in one.xla_left_out
+    return [f"compiler settings: {text}" for text in texts if text and len(texts) == 1]
+
+
+def left_out_lines(measured: Sequence[Measurement]) -> list[str]:
+    """A line for each setting of a set that a compiler does not take."""
+    return list(
+        dict.fromkeys(
+            f"left out, because the compiler for {one.platform} does not take it: {setting}"
+            for one in measured
+            for setting in one.xla_left_out
+        )
     )
-    return [*given, *left_out]
 
 
 def arm_lines(outcome: Outcome) -> list[str]:

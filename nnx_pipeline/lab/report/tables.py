@@ -20,7 +20,7 @@ from nnx_pipeline.lab.comparison.outcome import NAMES, NOT_APPLICABLE, Outcome, 
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.report.account_table import OTHER_ROWS, account_table, blind_spots
 from nnx_pipeline.lab.report.memory_tables import difference_view, megabytes
-from nnx_pipeline.lab.report.settings_lines import arm_lines, settings_lines
+from nnx_pipeline.lab.report.settings_lines import arm_lines, left_out_lines, settings_lines
 from nnx_pipeline.lab.report.time_table import milliseconds, time_table
 from nnx_pipeline.lab.report.unread import unread_lines
 
@@ -261,10 +261,8 @@ def closing_lines(
 
 
 def _settings(measured: Sequence[Measurement]) -> list[Text]:
-    return [
-        Text(line, style="yellow" if line.startswith("left out") else "")
-        for line in settings_lines(measured)
-    ]
+    left_out = [Text(line, style="yellow") for line in left_out_lines(measured)]
+    return [*map(Text, settings_lines(measured)), *left_out]
 
 
 def _gemm(measured: Sequence[Measurement], hint: bool) -> list[Text]:
