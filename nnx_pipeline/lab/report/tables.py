@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -101,7 +102,7 @@ def outcomes_view(title: str, outcomes: Sequence[Outcome], *, hint: bool = True)
     parts: list[RenderableType] = [Text(title, style="italic"), _Rows([("", heads)], letters, "")]
     for outcome in outcomes:
         rows = [(label, _figures(result, timed)) for label, result in _arms(outcome)]
-        told = [Text(f"  {line}") for line in arm_lines(outcome)]
+        told = [Padding(Text(line), (0, 0, 0, 2)) for line in arm_lines(outcome)]
         parts += [Text(heading(outcome), style="bold"), *told, _Rows(rows, letters)]
     notes = [Text(f"{o.question.name}: {o.note}", style="yellow") for o in outcomes if o.note]
     measured = [m for o in outcomes for m in (o.a, o.b) if m]
