@@ -96,6 +96,25 @@ def test_figures_are_those_of_measure(project: Project) -> None:
     result.assert_outcomes(passed=1)
 
 
+def test_settings_of_the_compiler_have_budgets_of_their_own(project: Project, file: Path) -> None:
+    files = {
+        "test_settings": """
+        import model
+        from nnx_pipeline.lab import Platform
+
+        def test_both(compile_memory):
+            fast = Platform.parse("cpu", "xla_cpu_enable_fast_math=true")
+            for platform in ("cpu", fast):
+                found = compile_memory(model.lean, (model.X, model.W), platform=platform)
+                assert found.within_budget()
+        """.replace("\n        ", "\n")
+    }
+    project("--update-memory-budgets", **files).assert_outcomes(passed=1)
+    platforms = [one.platform for one in budgets.read(file)]
+    assert platforms == ["cpu", "cpu with xla_cpu_enable_fast_math=true"]
+    project(**files).assert_outcomes(passed=1)
+
+
 def test_each_case_of_a_table_is_measured_as_it_is(project: Project, file: Path) -> None:
     """What a test replaces in a module counts, though the function is the same one."""
     result = project(

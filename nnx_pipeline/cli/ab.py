@@ -8,7 +8,7 @@ from rich.table import Table
 from nnx_pipeline import ending
 from nnx_pipeline.cli.options import (
     Chosen,
-    Target,
+    TwoArms,
     bundled,
     check_alone,
     config_options,
@@ -18,8 +18,9 @@ from nnx_pipeline.cli.reports import Outputs, report_options
 from nnx_pipeline.cli.support import Failed, compiler_errors, progress
 from nnx_pipeline.cli.sweep import run_sweep
 from nnx_pipeline.config.overrides import parse_overrides
+from nnx_pipeline.errors import InputError
 from nnx_pipeline.experiments.registry import ELSEWHERE, EXPERIMENTS, Experiment, choose
-from nnx_pipeline.experiments.run import run_experiments
+from nnx_pipeline.experiments.run import compare_settings, run_experiments
 from nnx_pipeline.lab.compile.cache import Cache
 from nnx_pipeline.lab.report import tables as report
 
@@ -36,13 +37,17 @@ class Measuring:
     fresh: bool
 
 
-@click.command("ab", epilog="Example: nnx-pipeline ab stage-vmap --platform tpu:v5p:2x2x2")
+@click.command(
+    "ab",
+    epilog="Example: nnx-pipeline ab stage-vmap --platform tpu:v5p:2x2x2, or nnx-pipeline ab "
+    "--xla-b xla_tpu_scoped_vmem_limit_kib=65536 --platform tpu:v5p:2x2x2",
+)
 @click.argument("names", nargs=-1, metavar="[EXPERIMENT …]")
 @click.option(
     "--list", "list_only", is_flag=True, help="List all experiments: name, claim and difference."
 )
 @config_options("tiny")
-@target_options("stage=4,fsdp=2")
+@target_options("stage=4,fsdp=2", kind=TwoArms)
 @bundled(
     "measuring",
     Measuring,
@@ -61,7 +66,7 @@ def ab_command(
     names: tuple[str, ...],
     list_only: bool,
     chosen: Chosen,
-    target: Target,
+    target: TwoArms,
     measuring: Measuring,
     outputs: Outputs,
 ) -> None:
@@ -71,10 +76,12 @@ def ab_command(
     with the same versions, flags and source is not measured again. For NVIDIA the arms are compiled
     twice: with matrix products by Triton and by cuBLASLt. With --sweep, a training step without an
     experiment, or both arms of one experiment, are compiled for each value of a config field. For
-    NVIDIA the matrix products of a sweep are Triton's, unless --gemm chooses cuBLASLt's. Exit 1
+    NVIDIA the matrix products of a sweep are Triton's, unless --gemm chooses cuBLASLt's. With
+    --xla-a or --xla-b the arms are one training step with other settings of the compiler. Exit 1
     when an arm did not compile or the arms do not compute the same.
     """
     outputs.check()
+    _check_settings(names, target, measuring)
     if list_only:
         check_alone("list_only", "json_path")
         _list_experiments(outputs.json_path)
@@ -88,19 +95,38 @@ def ab_command(
         _run(names, chosen, target, cache, outputs)
 
 
+def _check_settings(names: tuple[str, ...], target: TwoArms, measuring: Measuring) -> None:
+    """Raises InputError where settings of one arm would come on top of another difference."""
+    option = next(filter(None, target.options), "")
+    if option and names:
+        raise InputError(
+            f"{option} cannot be combined with {names[0]}, whose arms differ in one thing already; "
+            "leave out the name to compare a training step with and without the setting, or give "
+            "it to both arms by --xla"
+        )
+    if option and measuring.sweeps:
+        raise InputError(f"{option} cannot be combined with --sweep; use --xla instead")
+
+
 def _run(
-    names: tuple[str, ...], chosen: Chosen, target: Target, cache: Cache, outputs: Outputs
+    names: tuple[str, ...], chosen: Chosen, target: TwoArms, cache: Cache, outputs: Outputs
 ) -> None:
     """Runs these experiments and reports the results; raises Failed if one of them failed."""
     experiments, config, mesh = choose(names), chosen.config(), target.mesh_config
+    given, pairs = parse_overrides(chosen.assignments), target.pairs()
     with progress() as say, compiler_errors():
-        given = parse_overrides(chosen.assignments)
-        found = [
-            run_experiments(
-                experiments, config, mesh, platform, given=given, cache=cache, progress=say
-            )
-            for platform in target.platforms()
-        ]
+        if any(target.options):
+            found = [
+                [compare_settings(config, mesh, pair, target.labels, cache=cache, progress=say)]
+                for pair in pairs
+            ]
+        else:
+            found = [
+                run_experiments(
+                    experiments, config, mesh, platform, given=given, cache=cache, progress=say
+                )
+                for platform, _ in pairs
+            ]
     title = f"{chosen.model} on {mesh}, {target.platform}: one training step, per device"
     report.show_outcomes(title, found, target.platform, json_path=outputs.json_path)
     outputs.write_outcomes(title, found)

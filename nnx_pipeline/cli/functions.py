@@ -1,5 +1,6 @@
 """The commands `measure` and `compare` for your own functions, and `lint` for these or a preset."""
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from jax.sharding import Mesh
 from nnx_pipeline.cli.options import (
     Chosen,
     Target,
+    TwoArms,
     bundled,
     config_options,
     json_option,
@@ -131,31 +133,32 @@ def measure_command(
 @click.argument("function_a", metavar="MODULE:FUNCTION")
 @click.argument("function_b", metavar="MODULE:FUNCTION")
 @inputs_options
-@target_options("")
+@target_options("", kind=TwoArms)
 @report_options
 def compare_command(
     function_a: str,
     function_b: str,
     inputs: Inputs,
-    target: Target,
+    target: TwoArms,
     outputs: Outputs,
 ) -> None:
     """Compile two functions that take the same arguments and compare their memory.
 
-    The verdict is about the account: arguments, outputs not aliased to them, constants and heap.
-    The numbers that they compute are not compared. Exit 1 when one of them did not compile.
+    With --xla-a and --xla-b they may be one function, compiled with two settings. The verdict is
+    about the account: arguments, outputs not aliased to them, constants and heap. The numbers that
+    they compute are not compared. Exit 1 when one of them did not compile.
     """
     outputs.check()
-    targets = target.platforms()
+    pairs, names = target.pairs(), (function_a, function_b)
     with progress() as say, compiler_errors():
-        grid = _grid(target.mesh_config, targets[0])
-        labels = function_a, function_b
-        functions = [find_function(label) for label in labels]
+        grid = _grid(target.mesh_config, pairs[0][0])
+        one, other = (
+            f"{name}, {option}" if option else name
+            for name, option in zip(names, target.options, strict=True)
+        )
         given = inputs.on(grid)
-        found = [
-            [compare(*functions, *given, mesh=grid, platform=one, labels=labels, progress=say)]
-            for one in targets
-        ]
+        arms = functools.partial(compare, *map(find_function, names), *given, mesh=grid)
+        found = [[arms(platform=pair, labels=(one, other), progress=say)] for pair in pairs]
     title = f"{function_a} and {function_b} on {target.mesh_config}, {target.platform}: per device"
     report.show_outcomes(title, found, target.platform, json_path=outputs.json_path)
     outputs.write_outcomes(title, found)

@@ -13,12 +13,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from nnx_pipeline.cli.ab import ab_command
+from nnx_pipeline.cli.across import run_across
 from nnx_pipeline.cli.functions import compare_command, lint_command, measure_command
 from nnx_pipeline.cli.memory import memory_command
 from nnx_pipeline.cli.options import (
     Chosen,
     Target,
     bundled,
+    check_alone,
     config_options,
     json_option,
     mesh_option,
@@ -98,11 +100,18 @@ def models(json_path: str | None) -> None:
 @config_options(None)
 @target_options("")
 @click.option("--hlo", "hlo_path", metavar="PATH", help="Write the optimized program as text.")
+@click.option(
+    "--across",
+    metavar="jax=V,V,…",
+    help="Compile it with each of these versions of JAX and compare, such as jax=0.10.2,0.12.0.1. "
+    "Environments with them are built by pip and kept in the cache folder.",
+)
 @json_option
 def compile_command(
     chosen: Chosen,
     target: Target,
     hlo_path: str | None,
+    across: str | None,
     json_path: str | None,
 ) -> None:
     """Compile one training step and report its memory, matrix products and collectives.
@@ -110,8 +119,14 @@ def compile_command(
     For NVIDIA it is compiled twice: with matrix products by Triton and by cuBLASLt. The JSON has
     the second program under `other_gemm`.
     """
-    config, mesh_config = chosen.config(), target.mesh_config
     report.check_outputs(json=json_path, hlo=hlo_path)
+    if across is not None:
+        check_alone(
+            "across", "model", "assignments", "mesh", "platform", "gemm", "xla", "json_path"
+        )
+        run_across(across, chosen, target, json_path)
+        return
+    config, mesh_config = chosen.config(), target.mesh_config
     platforms = target.platforms()
     with progress() as say, compiler_errors():
         results = [measure_step(config, mesh_config, one, progress=say) for one in platforms]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from nnx_pipeline.config.overrides import apply_overrides, parse_overrides
 from nnx_pipeline.config.presets import preset
 from nnx_pipeline.errors import InputError, nearest
 from nnx_pipeline.lab.compile.platform import GEMMS, Platform
+from nnx_pipeline.lab.compile.settings import TRITON_GEMM, gemm_of, parse_settings
 from nnx_pipeline.mesh import AXES, MeshConfig
 
 Command = Callable[..., Any]
@@ -30,6 +31,11 @@ class Chosen:
     model: str | None
     assignments: tuple[str, ...]
 
+    def words(self) -> list[str]:
+        """These options as they are written on a command line."""
+        model = ["--model", self.model] if self.model is not None else []
+        return model + [word for text in self.assignments for word in ("--set", text)]
+
     def config(self) -> Config:
         """The config of the preset with its overrides.
 
@@ -41,17 +47,25 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Target:
-    """The values of `--mesh`, `--platform` and `--gemm`.
+    """The values of `--mesh`, `--platform`, `--gemm` and `--xla`.
 
     - `mesh`: axis sizes such as `stage=4,fsdp=2`; the empty text is one device.
     - `platform`: what to compile for, such as `tpu:v5p:2x2x2`.
     - `gemm`: what matrix products become on NVIDIA platforms: `triton`, `cublas`, `both`, or None
       where the option is not given.
+    - `xla`: settings of the compiler, `NAME=VALUE` or `@SET` each.
     """
 
     mesh: str
     platform: str
     gemm: str | None
+    xla: tuple[str, ...] = ()
+
+    def words(self) -> list[str]:
+        """These options as they are written on a command line."""
+        gemm = ["--gemm", self.gemm] if self.gemm is not None else []
+        settings = [word for text in self.xla for word in ("--xla", text)]
+        return ["--mesh", self.mesh, "--platform", self.platform, *gemm, *settings]
 
     @property
     def mesh_config(self) -> MeshConfig:
@@ -61,13 +75,16 @@ class Target:
         """
         return MeshConfig.parse(self.mesh)
 
-    def platforms(self) -> list[Platform]:
+    def platforms(self, own: Sequence[str] = ()) -> list[Platform]:
         """The platform; an NVIDIA one once for each kind of matrix products that is asked for.
 
-        Raises InputError as in `Platform.parse`, for an unknown kind of matrix products, and for
-        `--gemm` with another platform.
+        - `own`: settings of one arm, which win over those of both.
+
+        Raises InputError as in `Platform.parse`, for an unknown kind of matrix products, for
+        `--gemm` with another platform, and for a setting that contradicts it.
         """
-        platform = Platform.parse(self.platform)
+        settings = parse_settings(self.xla, own)
+        platform = Platform.parse(self.platform).with_settings(settings)
         if self.gemm is not None and self.gemm not in (*GEMMS, "both"):
             raise InputError(
                 f"--gemm {self.gemm!r} is not known; {nearest(self.gemm, [*GEMMS, 'both'])}"
@@ -80,7 +97,47 @@ class Target:
                 )
             return [platform]
         chosen = GEMMS if self.gemm in (None, "both") else (self.gemm,)
+        if (asked := gemm_of(settings)) is not None:
+            if self.gemm not in (None, asked):
+                raise InputError(
+                    f"--gemm {self.gemm} and the compiler setting {TRITON_GEMM} contradict each "
+                    "other; leave one of them out"
+                )
+            chosen = (asked,)
         return [dataclasses.replace(platform, gemm=one) for one in chosen]
+
+
+@dataclass(frozen=True)
+class TwoArms(Target):
+    """The values of `--xla-a` and `--xla-b`, beside those that both arms have in common.
+
+    - `xla_a`, `xla_b`: settings of the compiler for one arm.
+    """
+
+    xla_a: tuple[str, ...] = ()
+    xla_b: tuple[str, ...] = ()
+
+    @property
+    def options(self) -> tuple[str, str]:
+        """The option that gives each arm settings of its own; "" for an arm without."""
+        return ("--xla-a" if self.xla_a else "", "--xla-b" if self.xla_b else "")
+
+    @property
+    def labels(self) -> tuple[str, str]:
+        """What the arms are called where their settings are all that differs."""
+        one, other = self.options
+        if one and other:
+            return one, other
+        return ("with", "without") if one else ("without", "with")
+
+    def pairs(self) -> list[tuple[Platform, Platform]]:
+        """The platform of each arm; for NVIDIA once for each kind of matrix products.
+
+        An arm whose settings choose the matrix products stands beside Triton's alone.
+
+        Raises InputError as `platforms` does.
+        """
+        return list(zip(self.platforms(self.xla_a), self.platforms(self.xla_b), strict=False))
 
 
 def bundled(name: str, kind: type[Any], *options: Callable[[Command], Command]) -> Any:
@@ -138,12 +195,30 @@ def config_options(model: str | None, *, required: bool = True) -> Callable[[Com
     )
 
 
-def target_options(default_mesh: str) -> Callable[[Command], Command]:
-    """A decorator that adds `--mesh`, `--platform` and `--gemm`, received as `target`.
+def target_options(
+    default_mesh: str, *, kind: type[Target] = Target
+) -> Callable[[Command], Command]:
+    """A decorator that adds `--mesh`, `--platform`, `--gemm` and `--xla`, received as `target`.
 
     - `default_mesh`: the default of `--mesh`; the empty text is one device.
+    - `kind`: `TwoArms` for a command that also has `--xla-a` and `--xla-b`.
     """
-    return bundled("target", Target, mesh_option(default_mesh), platform_option, gemm_option)
+    options = [mesh_option(default_mesh), platform_option, gemm_option]
+    if kind is Target:
+        help = (
+            "Set an option of the compiler, such as xla_tpu_scoped_vmem_limit_kib=65536, or a set "
+            "of them that MaxText publishes, such as @host_offload_flags (@ alone lists all); may "
+            "be repeated."
+        )
+        return bundled("target", kind, *options, _xla_option("--xla", help))
+    both = "Set an option of the compiler for both arms, as for `nnx-pipeline compile`."
+    options += [_xla_option("--xla", both)]
+    options += [_xla_option(f"--xla-{arm}", f"The same for arm {arm} alone.") for arm in "ab"]
+    return bundled("target", kind, *options)
+
+
+def _xla_option(name: str, help: str) -> Callable[[Command], Command]:
+    return click.option(name, multiple=True, metavar="NAME=VALUE", help=help)
 
 
 def mesh_option(default: str) -> Callable[[Command], Command]:

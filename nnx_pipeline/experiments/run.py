@@ -13,7 +13,12 @@ from nnx_pipeline.experiments.arms import Experiment, Program
 from nnx_pipeline.experiments.numerics import VIRTUAL_CPUS, compare_numerics
 from nnx_pipeline.experiments.programs import measure
 from nnx_pipeline.lab.comparison.numerics import Numerics
-from nnx_pipeline.lab.comparison.outcome import NOT_APPLICABLE, Outcome, compare_measurements
+from nnx_pipeline.lab.comparison.outcome import (
+    NOT_APPLICABLE,
+    Outcome,
+    Question,
+    compare_measurements,
+)
 from nnx_pipeline.lab.compile.cache import Cache
 from nnx_pipeline.lab.compile.cache_key import key_of
 from nnx_pipeline.lab.compile.measure import Measurement, Progress
@@ -79,6 +84,41 @@ def run_experiments(
         # The CPU machine code of some sixty programs is more than a process can map.
         jax.clear_caches()
     return outcomes
+
+
+def compare_settings(
+    config: Config,
+    mesh: MeshConfig,
+    platforms: tuple[Platform, Platform],
+    labels: tuple[str, str],
+    *,
+    cache: Cache = NO_CACHE,
+    progress: Progress = lambda text: None,
+) -> Outcome:
+    """Compiles one training step with two settings of the compiler and compares its memory.
+
+    - `config`, `mesh`: the program of both arms.
+    - `platforms`: what to compile each arm for: one platform with two settings.
+    - `labels`: what the arms are called.
+    - `cache`, `progress`: as for `run_experiments`.
+
+    The verdict is about the account. The numbers that the arms compute are not compared, because
+    that takes the devices. Raises InputError as `run_experiments` does, and for a setting that the
+    compiler does not take.
+    """
+    config.check_mesh(mesh)
+    one, other = (
+        measure_program(Program(config), mesh, platform, cache, _named(progress, label))
+        for platform, label in zip(platforms, labels, strict=True)
+    )
+    question = Question(
+        name="step",
+        claim="",
+        difference="one training step with two settings of the compiler",
+        labels=labels,
+        judged_by="account",
+    )
+    return compare_measurements(question, one, other)
 
 
 def _overruled(

@@ -6,5 +6,6 @@ this project.
 
 from nnx_pipeline.lab.api import compare, measure
 from nnx_pipeline.lab.comparison.sweep import Sweep
+from nnx_pipeline.lab.compile.platform import Platform
 
-__all__ = ["Sweep", "compare", "measure"]
+__all__ = ["Platform", "Sweep", "compare", "measure"]

@@ -42,7 +42,8 @@ def measure(
     - `mesh`: a JAX mesh of any devices, which those of the platform replace, or a text such as
       `data=2,fsdp=4` (axes in auto mode); None for a program on one device. Constraints in the
       function must name axes (`P("data")`) rather than a mesh of their own.
-    - `platform`: what to compile for, such as `tpu:v5p:2x2x2`, see `Platform.parse`.
+    - `platform`: what to compile for, such as `tpu:v5p:2x2x2`, or with settings of the compiler
+      `Platform.parse("tpu:v5p:2x2x2", "xla_tpu_scoped_vmem_limit_kib=65536")`.
     - `progress`: called with a text when a phase begins.
 
     Raises InputError when these do not fit together, and what the compiler raises.
@@ -83,14 +84,16 @@ def compare(
     function_b: Callable[..., Any],
     *arguments: Any,
     mesh: AnyMesh = None,
-    platform: Platform | str = "cpu",
+    platform: Platform | str | tuple[Platform | str, Platform | str] = "cpu",
     labels: tuple[str, str] | None = None,
     progress: Progress = lambda text: None,
 ) -> Outcome:
     """Measures two functions of the same arguments and compares their memory.
 
     - `function_a`, `function_b`: the two functions, each as for `measure`.
-    - `arguments`, `mesh`, `platform`, `progress`: as for `measure`.
+    - `arguments`, `mesh`, `progress`: as for `measure`.
+    - `platform`: as for `measure`, or one for each function: the same platform with different
+      settings of the compiler. With one function given twice, it is these that are compared.
     - `labels`: what the two are called; None for `module:function` of each.
 
     The verdict is `holds` where the account of the second (`Memory.account_bytes`) is smaller, see
@@ -100,10 +103,16 @@ def compare(
 
     Raises InputError as `measure` does.
     """
-    target, grid, device = _place(mesh, platform)
+    targets = tuple(map(_platform, platform if isinstance(platform, tuple) else (platform,) * 2))
+    if len(targets) != 2 or str(targets[0]) != str(targets[1]):
+        raise InputError(
+            f"platform=({', '.join(map(str, targets))}): both functions are compiled for the same "
+            "platform; give it once, or twice with different settings"
+        )
+    _, grid, device = _place(mesh, targets[0])
     results: list[Measurement | str] = []
     traced: list[Traced] = []
-    for function in (function_a, function_b):
+    for function, target in zip((function_a, function_b), targets, strict=True):
         try:
             measured, call = _measured(function, arguments, grid, (target, device), Clock(progress))
             results.append(measured)
@@ -115,7 +124,11 @@ def compare(
             results.append(f"{type(error).__name__}: {lines[0][:200]}")
     labels = labels or (name_of(function_a), name_of(function_b))
     question = Question(
-        name="compare", claim="", difference="two functions", labels=labels, judged_by="account"
+        name="compare",
+        claim="",
+        difference="two functions" if function_a is not function_b else "compiler settings",
+        labels=labels,
+        judged_by="account",
     )
     outcome = compare_measurements(question, results[0], results[1])
     notes = [outcome.note, *_different_results(traced)]
@@ -130,11 +143,15 @@ def compare(
 
 def _place(mesh: AnyMesh, platform: Platform | str) -> tuple[Platform, Mesh | None, Any]:
     """The platform, the mesh laid over its devices, and the first of its devices."""
-    target = Platform.parse(platform) if isinstance(platform, str) else platform
+    target = _platform(platform)
     needed = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
     size = getattr(needed, "num_devices", None) or getattr(needed, "size", None) or 1
     devices = target.devices(size if target.kind == "cpu" else 1)
     return target, mesh_on(needed, devices), devices[0]
+
+
+def _platform(platform: Platform | str) -> Platform:
+    return Platform.parse(platform) if isinstance(platform, str) else platform
 
 
 def _different_results(traced: Sequence[Traced]) -> list[str]:

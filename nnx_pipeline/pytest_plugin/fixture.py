@@ -17,6 +17,7 @@ from nnx_pipeline.lab.api import measure
 from nnx_pipeline.lab.compile.functions import AnyMesh
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.compile.platform import MissingCompiler, Platform
+from nnx_pipeline.lab.compile.settings import written
 from nnx_pipeline.mesh import MeshConfig
 from nnx_pipeline.pytest_plugin import budgets
 from nnx_pipeline.pytest_plugin.assertions import CompiledMemory, MemoryExceeded
@@ -95,7 +96,9 @@ class CompileMemory:
         __tracebackhide__ = True
         measurement, session = result.measurement, self._session
         compiler = budgets.compiler_of(measurement.platform, measurement.versions)
-        key = Key(self._test, name, measurement.platform, compiler)
+        # With other settings a program has other figures, and so a budget of its own.
+        settings = f" with {written(measurement.xla)}" if measurement.xla else ""
+        key = Key(self._test, name, f"{measurement.platform}{settings}", compiler)
         figures = budgets.figures_of(result)
         given = {figure: value for figure, value in figures.items() if value is not None}
         # To ask twice with the same figures is no contradiction.

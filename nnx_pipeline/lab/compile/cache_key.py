@@ -45,7 +45,8 @@ class Unnamed(Exception):
 def key_of(platform: Platform, *values: Any) -> str | None:
     """A hash of the values and of everything else that decides what a compiler makes of them.
 
-    - `platform`: what is compiled for; its kind decides which packages and flags count.
+    - `platform`: what is compiled for, with which settings; its kind decides which packages and
+      flags count.
     - `values`: what identifies the result, such as a mesh and a program; of the types that
       `text_of` takes.
 
@@ -60,7 +61,8 @@ def key_of(platform: Platform, *values: Any) -> str | None:
     if platform.kind == "local":
         return None
     try:
-        parts = [str(platform), platform.gemm, *map(text_of, values)]
+        parts = [str(platform), platform.gemm, *map(text_of, platform.xla)]
+        parts += map(text_of, values)
     except Unnamed:
         return None
     # Results name source lines by their whole path, so another checkout needs keys of its own.

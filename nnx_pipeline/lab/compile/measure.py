@@ -12,8 +12,9 @@ import jax
 
 from nnx_pipeline.lab.attribution.account import Account, Assigned, Memory
 from nnx_pipeline.lab.attribution.result import Attribution
+from nnx_pipeline.lab.compile.accepted import compile_with_settings
 from nnx_pipeline.lab.compile.figures import read_program
-from nnx_pipeline.lab.compile.heap import compile_with_dump, heap_bytes
+from nnx_pipeline.lab.compile.heap import heap_bytes
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.hlo.module import fingerprint
 from nnx_pipeline.lab.hlo.unread import Unread
@@ -48,6 +49,8 @@ class Measurement:
     - `device_memory_bytes`: the memory of one device; None where that is not known. The NVIDIA
       compiler also compiles programs that are larger.
     - `gemm`: what NVIDIA's matrix products become, see `Platform`; None on other platforms.
+    - `xla`: the settings of the compiler that the user gave, by name.
+    - `xla_left_out`: those of a named set that this compiler does not take.
     - `trace_host_bytes`: the most bytes that Python held on the host while the program was traced,
       in experiments that are about this figure.
     - `measured`: when, in ISO format, if the measurement comes from a cache.
@@ -74,6 +77,8 @@ class Measurement:
     time: Time | None = dataclasses.field(default=None, repr=False)
     device_memory_bytes: int | None = None
     gemm: str | None = None
+    xla: dict[str, bool | str] = dataclasses.field(default_factory=dict)
+    xla_left_out: tuple[str, ...] = ()
     trace_host_bytes: int | None = None
     measured: str | None = None
     known_flops: int | None = None
@@ -161,6 +166,7 @@ class Measurement:
             "measured": measured,
             "unread": tuple(map(Unread.from_json, value["unread"])),
             "notes": tuple(value.get("notes", ())),
+            "xla_left_out": tuple(value["xla_left_out"]),
             "hlo": "",
         }
         return cls(**{**value, **changed})
@@ -183,7 +189,7 @@ def measure_traced(
     with clock("lower", "lowering it"):
         lowered = traced.lower()
     with clock("compile", f"compiling for {platform}"):
-        compiled, text = compile_with_dump(lowered, platform.compiler_options)
+        compiled, text, applied, left_out = compile_with_settings(lowered, platform)
     clock.progress("reading the compiled program")
     hlo = compiled.as_text() or ""
     costs = _cost_analysis(compiled)
@@ -204,6 +210,8 @@ def measure_traced(
         time=program.time,
         device_memory_bytes=platform.memory_bytes(),
         gemm=platform.gemm if platform.kind == "cuda" else None,
+        xla=applied,
+        xla_left_out=left_out,
         seconds=clock.seconds,
         versions=_versions(platform),
         hlo=hlo,

@@ -11,12 +11,19 @@ import importlib.util
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
 from nnx_pipeline.errors import InputError, nearest
+from nnx_pipeline.lab.compile.settings import (
+    TRITON_GEMM,
+    Setting,
+    check_kind,
+    gemm_of,
+    parse_settings,
+)
 
 KINDS = ("cpu", "tpu", "cuda", "local")
 CUDA_TARGETS = ("h100", "h200")
@@ -56,19 +63,28 @@ class Platform:
     - `topology`: the shape of a TPU slice, such as `2x2x2`, or the number of GPUs.
     - `gemm`: what NVIDIA's matrix products become, `triton` or `cublas`. On a device autotuning
       decides between them by trying both; without one the compiler takes Triton.
+    - `xla`: settings of the compiler that the user gave; see `with_settings`.
     """
 
     kind: str
     target: str = ""
     topology: str = ""
     gemm: str = "triton"
+    xla: tuple[Setting, ...] = ()
 
     @classmethod
-    def parse(cls, text: str) -> "Platform":
+    def parse(cls, text: str, *settings: str) -> "Platform":
         """Reads a platform from a text such as `cpu`, `local`, `tpu:v5p:2x2x2` or `cuda:h100:8`.
 
-        Raises InputError for any other text.
+        - `text`: the platform.
+        - `settings`: settings of its compiler, `NAME=VALUE` or `@SET` each, see `parse_settings`.
+
+        Raises InputError for any other text, and as `with_settings` does.
         """
+        return cls._parsed(text).with_settings(parse_settings(settings))
+
+    @classmethod
+    def _parsed(cls, text: str) -> "Platform":
         kind, *rest = text.split(":")
         if kind not in KINDS:
             cure = "did you mean 'cuda'?" if kind in ("gpu", "nvidia") else nearest(kind, KINDS)
@@ -91,6 +107,16 @@ class Platform:
         elif not re.fullmatch(r"[1-9][0-9]*(x[1-9][0-9]*)*", topology):
             raise InputError(f"platform {text!r} has no topology like 2x2x2; write {example}")
         return cls(kind, target, topology)
+
+    def with_settings(self, settings: tuple[Setting, ...]) -> "Platform":
+        """The same platform with these settings of its compiler, which win over its own.
+
+        - `settings`: as `parse_settings` gives them.
+
+        Raises InputError for a setting that would do nothing on this platform.
+        """
+        check_kind(settings, self.kind, str(self))
+        return replace(self, xla=settings, gemm=gemm_of(settings) or self.gemm)
 
     def __str__(self) -> str:
         return ":".join(filter(None, (self.kind, self.target, self.topology)))
@@ -126,9 +152,8 @@ class Platform:
     @property
     def compiler_options(self) -> dict[str, str | bool]:
         """Compiler options that override XLA_FLAGS and the options of a jitted function."""
-        if self.kind != "cuda":
-            return {}
-        return {"xla_gpu_enable_triton_gemm": self.gemm == "triton"}
+        own = {TRITON_GEMM: self.gemm == "triton"} if self.kind == "cuda" else {}
+        return {**own, **{one.name: one.value for one in self.xla}}
 
     def memory_bytes(self) -> int | None:
         """Bytes of memory of one device; None where that is not known."""

@@ -191,7 +191,7 @@ def _card(outcome: Outcome, other: Outcome | None) -> Markup:
 
 
 def _fields(outcome: Outcome) -> list[Markup]:
-    """A line for each config field that the arms set differently."""
+    """A line for each config field or compiler setting in which the arms differ."""
     if not outcome.a or not outcome.b:
         return []
     return [

@@ -212,23 +212,28 @@ def _traffic(result: Measurement | None, name: str) -> str:
 
 def config_table(arms: Labelled) -> Markup:
     """The value of each field of the config, or both values where the arms differ."""
-    known = [(letter, flat(result.config)) for letter, _, result in arms if result]
+    known = [(letter, _fields(result)) for letter, _, result in arms if result]
     keys = dict.fromkeys(key for _, fields in known for key in fields)
     rows = []
     for key in keys:
-        values = dict.fromkeys(_plain(fields.get(key)) for _, fields in known)
+        values = dict.fromkeys(_plain(fields.get(key, DASH)) for _, fields in known)
         rows.append((element("code", key), element("code", " → ".join(values))))
     return table(None, ("field", "value"), rows, numbers=0)
 
 
 def changed_fields(a: Measurement, b: Measurement) -> list[tuple[str, str, str]]:
-    """The fields of the config that the arms set differently, each with both values as text."""
-    one, other = flat(a.config), flat(b.config)
+    """The fields and compiler settings in which the arms differ, each with both values as text."""
+    one, other = _fields(a), _fields(b)
     return [
-        (key, _plain(one.get(key)), _plain(other.get(key)))
+        (key, _plain(one.get(key, DASH)), _plain(other.get(key, DASH)))
         for key in dict.fromkeys([*one, *other])
         if one.get(key) != other.get(key)
     ]
+
+
+def _fields(result: Measurement) -> dict[str, Any]:
+    """The fields of the config, and the settings of the compiler that the user gave."""
+    return {**flat(result.config), **result.xla}
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -13,6 +13,7 @@ from nnx_pipeline.lab.comparison.outcome import NAMES, NOT_APPLICABLE, Outcome, 
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.report.colours import role_colour
 from nnx_pipeline.lab.report.memory_tables import megabytes
+from nnx_pipeline.lab.report.settings_lines import headed, settings_lines
 from nnx_pipeline.lab.report.tables import GEMM_NAMES, compiler, differ_by_gemm, verdict_words
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ def outcomes_chart(
             bars += _bars(other, group_heading(other, drawn, f", {kind}"), f", {kind}", drawn)
     measured = [result for outcome in outcomes for result in (outcome.a, outcome.b) if result]
     what = _ACCOUNT if drawn == "account" else _HEAP
-    return make_chart(title, bars, compiler(measured[0]) if measured else "", what)
+    small_print = compiler(measured[0]) if measured else ""
+    return make_chart(headed(title, outcomes), bars, small_print, what)
 
 
 def _bars(outcome: Outcome, heading: str, more: str, drawn: Quantity) -> list[Bar]:
@@ -100,7 +102,8 @@ def program_chart(title: str, *measured: Measurement) -> "Figure":
         Bar("", GEMM_NAMES[one.gemm] if one.gemm and len(measured) > 1 else "", pieces(one, "heap"))
         for one in measured
     ]
-    return make_chart(title, bars, compiler(measured[0]), _HEAP)
+    head = "\n".join([title, *settings_lines(measured)])
+    return make_chart(head, bars, compiler(measured[0]), _HEAP)
 
 
 def group_heading(outcome: Outcome, drawn: Quantity, more: str = "") -> str:
@@ -125,7 +128,7 @@ def group_heading(outcome: Outcome, drawn: Quantity, more: str = "") -> str:
 def make_chart(title: str, bars: Sequence[Bar], small_print: str, what: str) -> "Figure":
     """A chart of horizontal bars in pieces, each with its total, and a legend below.
 
-    - `title`: what stands above the chart.
+    - `title`: what stands above the chart, with the settings in lines of their own.
     - `bars`: from top to bottom; bars of one group follow each other.
     - `small_print`: the compiler, named above the legend.
     - `what`: what the bars show, for the axis.
@@ -134,7 +137,8 @@ def make_chart(title: str, bars: Sequence[Bar], small_print: str, what: str) -> 
 
     sums = totals(bars)
     groups = list(dict.fromkeys(bar.group for bar in bars))
-    head = textwrap.fill(title, int(_WIDTH / _LETTER / 1.15))
+    letters = int(_WIDTH / _LETTER / 1.25)
+    head = "\n".join(textwrap.fill(line, letters) for line in title.splitlines())
     rows = len(bars) + _GAP * len(groups)
     legend_rows = -(-len(sums) // 4)
     height = 0.34 * rows + 0.27 * legend_rows + 0.2 * head.count("\n") + 1.35

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from nnx_pipeline.lab.comparison.sweep import Point, Sweep
+from nnx_pipeline.lab.report.settings_lines import settings_lines
 from nnx_pipeline.lab.report.tables import compiler
 
 if TYPE_CHECKING:
@@ -40,14 +41,14 @@ def sweep_chart(title: str, sweep: Sweep) -> "Figure":
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10.0, 3.2 * len(PANELS)), layout="constrained")
-    head = textwrap.fill(title, 110)
+    results = [p.result for _, points in sweep.arms for p in points if p.result]
+    head = "\n".join(textwrap.fill(line, 110) for line in [title, *settings_lines(results)])
     figure.suptitle(head, x=0.01, ha="left", fontsize=11, fontweight="bold")
     for row, panels in zip(figure.subplots(len(PANELS), 2), PANELS, strict=True):
         for axes, panel in zip(row, panels, strict=True):
             _draw(axes, panel, sweep)
-    measured = next((p.result for _, points in sweep.arms for p in points if p.result), None)
-    if measured:
-        figure.supxlabel(f"compiler: {compiler(measured)}", x=0.01, ha="left", fontsize=8)
+    if results:
+        figure.supxlabel(f"compiler: {compiler(results[0])}", x=0.01, ha="left", fontsize=8)
     return figure
 
 

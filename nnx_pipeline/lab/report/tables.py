@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +21,7 @@ from nnx_pipeline.lab.comparison.outcome import NAMES, NOT_APPLICABLE, Outcome, 
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.report.account_table import OTHER_ROWS, account_table, blind_spots
 from nnx_pipeline.lab.report.memory_tables import difference_view, megabytes
+from nnx_pipeline.lab.report.settings_lines import arm_lines, left_out_lines, settings_lines
 from nnx_pipeline.lab.report.time_table import milliseconds, time_table
 from nnx_pipeline.lab.report.unread import unread_lines
 
@@ -64,6 +66,7 @@ def measurement_view(title: str, measurement: Measurement, *, hint: bool = True)
     lines: list[RenderableType] = [
         Text(title, style="bold"),
         Text(f"compiler: {compiler(measurement)}"),
+        *_settings([measurement]),
         memory,
         traffic if measurement.collectives is not None else Text("collectives: –"),
         Text(f"matrix products: {_products(measurement)}"),
@@ -81,6 +84,7 @@ def measurement_view(title: str, measurement: Measurement, *, hint: bool = True)
 def account_view(measurement: Measurement) -> RenderableType:
     """The account alone, with remarks on its figures."""
     told = [*blind_spots([measurement]), *_too_large([measurement])]
+    told += _settings([measurement])
     return Group(account_table(measurement), *told)
 
 
@@ -98,7 +102,8 @@ def outcomes_view(title: str, outcomes: Sequence[Outcome], *, hint: bool = True)
     parts: list[RenderableType] = [Text(title, style="italic"), _Rows([("", heads)], letters, "")]
     for outcome in outcomes:
         rows = [(label, _figures(result, timed)) for label, result in _arms(outcome)]
-        parts += [Text(heading(outcome), style="bold"), _Rows(rows, letters)]
+        told = [Padding(Text(line), (0, 0, 0, 2)) for line in arm_lines(outcome)]
+        parts += [Text(heading(outcome), style="bold"), *told, _Rows(rows, letters)]
     notes = [Text(f"{o.question.name}: {o.note}", style="yellow") for o in outcomes if o.note]
     measured = [m for o in outcomes for m in (o.a, o.b) if m]
     notes += closing_lines(measured, [o.numerics for o in outcomes if o.numerics], hint=hint)
@@ -233,6 +238,7 @@ def closing_lines(
     - `hint`: as for `measurement_view`.
     """
     lines = [Text(f"compiler: {compiler(measured[0])}")] if measured else []
+    lines += _settings(measured)
     if measured and measured[0].platform == "cpu":
         lines.append(Text(CPU_WARNING, style="yellow"))
     lines += [*_gemm(measured, hint), *blind_spots(measured), *_too_large(measured)]
@@ -253,6 +259,11 @@ def closing_lines(
             )
         )
     return lines
+
+
+def _settings(measured: Sequence[Measurement]) -> list[Text]:
+    left_out = [Text(line, style="yellow") for line in left_out_lines(measured)]
+    return [*map(Text, settings_lines(measured)), *left_out]
 
 
 def _gemm(measured: Sequence[Measurement], hint: bool) -> list[Text]:

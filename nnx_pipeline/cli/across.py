@@ -1,0 +1,132 @@
+"""The option `compile --across`: one program with several versions of JAX."""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from packaging.version import InvalidVersion, Version
+
+from nnx_pipeline.cli import environments
+from nnx_pipeline.cli.options import Chosen, Target
+from nnx_pipeline.cli.support import BAD_INPUT, Failed, progress
+from nnx_pipeline.errors import InputError
+from nnx_pipeline.lab.compile.cache import FOLDER_VARIABLE, Cache
+from nnx_pipeline.lab.compile.measure import Progress
+from nnx_pipeline.lab.compile.platform import Platform
+from nnx_pipeline.lab.report import tables as report
+from nnx_pipeline.lab.report.versions_table import versions_view
+
+PACKAGE = Path(__file__).parents[1]
+_COMMAND = "from nnx_pipeline.cli.main import main; main()"
+
+
+def run_across(text: str, chosen: Chosen, target: Target, json_path: str | None) -> None:
+    """Compiles one training step with each version of JAX and shows what changes.
+
+    - `text`: the value of `--across`, such as `jax=0.10.2,0.12.0.1`.
+    - `chosen`, `target`: what to compile, on which mesh and for what.
+    - `json_path`: where the JSON goes.
+
+    Raises InputError for a text of another form and for versions that cannot be had, and Failed if
+    an environment could not be built or a program did not compile.
+    """
+    versions = parse_versions(text)
+    # Whatever is wrong in any version is found before environments are built.
+    chosen.config().check_mesh(target.mesh_config)
+    platform = target.platforms()[0]
+    folder = Cache.of_user().folder
+    if platform.kind == "local":
+        raise InputError(
+            "--across compiles for cpu, tpu and cuda platforms; found --platform local"
+        )
+    if folder is None:
+        raise InputError(f"--across keeps environments in a folder; set {FOLDER_VARIABLE} to one")
+    with progress() as say:
+        # All environments first: a version that does not exist is known before minutes of work.
+        pythons = [_python(version, platform, folder / "environments", say) for version in versions]
+        words = [*chosen.words(), *target.words()]
+        found = [
+            _compiled(version, python, words, say)
+            for version, python in zip(versions, pythons, strict=True)
+        ]
+    rows = [row for row, _ in found]
+    errors: dict[str, list[str]] = {}  # the versions by the error that they have in common
+    for row in rows:
+        if row["error"]:
+            errors.setdefault(row["error"], []).append(row["version"])
+    failed = "; ".join(f"jax {', '.join(those)}: {error}" for error, those in errors.items())
+    if all(code == BAD_INPUT for _, code in found):
+        raise InputError(failed)
+    title = f"one training step of {chosen.model} on {target.mesh_config}, {platform}: per device"
+    report.show(versions_view(title, rows), json_path=json_path)
+    mesh = target.mesh_config.sizes()
+    told = {"schema": 1, "platform": str(platform), "mesh": mesh, "across": rows}
+    report.emit_json(json_path, told)
+    if failed:
+        raise Failed(failed)
+
+
+def parse_versions(text: str) -> list[str]:
+    """The versions in a text such as `jax=0.10.2,0.12.0.1`.
+
+    Raises InputError for a text of another form, and for fewer than two different versions.
+    """
+    package, _, values = text.partition("=")
+    versions = [value.strip() for value in values.split(",")]
+    if package.strip() != "jax" or not all(map(_is_version, versions)):
+        raise InputError(
+            f"--across {text!r} is not of the form jax=VERSION,VERSION; write for example "
+            f"--across jax={jax.__version__},0.12.0.1"
+        )
+    if len({Version(one) for one in versions}) < max(len(versions), 2):
+        raise InputError(
+            f"--across {text} needs two different versions or more, none of them twice"
+        )
+    for version in versions:
+        environments.check_version(version)
+    return versions
+
+
+def _is_version(text: str) -> bool:
+    try:
+        return bool(Version(text))
+    except InvalidVersion:
+        return False
+
+
+def _python(version: str, platform: Platform, folder: Path, say: Progress) -> str:
+    """The Python that has this version: the running one, or that of an environment."""
+    if version == jax.__version__ and all(platform.versions().values()):
+        say(f"jax {version}: it is installed here")
+        return sys.executable
+    return environments.python_with(version, platform.kind, folder, say)
+
+
+def _compiled(
+    version: str, python: str, words: Sequence[str], say: Progress
+) -> tuple[dict[str, Any], int]:
+    """The JSON of `compile` with one version of JAX, or the error that stopped it; the exit code.
+
+    - `version`: of JAX, which `python` has.
+    - `words`: the options of `compile`.
+    - `say`: called with each line of progress.
+    """
+    with tempfile.TemporaryDirectory(prefix="nnx-pipeline-") as folder:
+        # This package alone: beside it in its folder another JAX may be installed.
+        (Path(folder) / PACKAGE.name).symlink_to(PACKAGE, target_is_directory=True)
+        # Without -P the current directory, where a user's modules may be, would come first.
+        written = Path(folder) / "result.json"
+        code, said = environments.execute(
+            [python, "-P", "-c", _COMMAND, "compile", *words, "--json", str(written)],
+            environment={**os.environ, "PYTHONPATH": folder, "PYTHONNOUSERSITE": "1"},
+            say=lambda line: say(f"jax {version}: {line}"),
+        )
+        if code == 0:
+            return {"version": version, "error": None, **json.loads(written.read_text())}, code
+    last = ([line for line in said.splitlines() if line.strip()] or [f"exit status {code}"])[-1]
+    return {"version": version, "error": last.removeprefix("nnx-pipeline: ")}, code
