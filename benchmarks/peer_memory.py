@@ -66,7 +66,8 @@ PEER_COMPUTE = {
 ACCUMULATE = {"backward": "accumulate"}
 STEP, PREFETCH = {"fsdp_gather": "step"}, {"fsdp_gather": "prefetch"}
 ONE_F_ONE_B = {"schedule": "1f1b"}
-ONE_BY_ONE, TOGETHER = {"model.expert_group": "1"}, {"model.expert_group": "8"}
+BLOCKS, TOGETHER = {"model.attention_block": "512"}, {"model.expert_group": "8"}
+ONE_BY_ONE = {"model.expert_group": "1"}
 ROWS = (
     Row(TPU, PIPELINE, 2, 16, 8, {}, 414_764_672, 674_285_888, 1_504_000_000),
     Row(TPU, PIPELINE, 2, 16, 8, ACCUMULATE, 414_764_672, 674_285_888, 1_504_000_000),
@@ -84,6 +85,7 @@ ROWS = (
     Row(TPU, PIPELINE, 2, 32, 16, {}, 688_147_456, 963_828_544),
     Row(TPU, PIPELINE, 2, 64, 32, {}, 1_292_356_544, 1_534_533_952),
     Row(TPU, "fsdp=8", 1, 16, 1, {}, 374_825_568, 553_261_376),
+    Row(TPU, "fsdp=8", 1, 16, 1, BLOCKS, 374_825_568, 553_261_376),
     Row(TPU, "fsdp=8", 1, 16, 1, TOGETHER, 374_825_568, 553_261_376),
     Row(H100, PIPELINE, 2, 16, 8, {}, None, None),
     Row(H100, PIPELINE, 2, 16, 8, ACCUMULATE, None, None),
@@ -92,13 +94,14 @@ ROWS = (
     Row(H100, PIPELINE, 2, 16, 8, ONE_F_ONE_B, None, None),
     Row(H100, PIPELINE, 1, 16, 8, {}, 574_115_464, 931_233_840),
     Row(H100, PIPELINE, 1, 16, 8, ONE_BY_ONE, 574_115_464, 931_233_840),
+    Row(H100, PIPELINE, 1, 16, 8, ONE_BY_ONE | BLOCKS, 574_115_464, 931_233_840),
     Row(H100, PIPELINE, 1, 16, 8, ONE_F_ONE_B, 574_115_464, 931_233_840),
     Row(H100, PIPELINE, 1, 64, 32, {}, 1_049_408_392, 1_405_608_104),
     Row(H100, PIPELINE, 1, 64, 32, ONE_F_ONE_B, 1_049_408_392, 1_405_608_104),
     Row(H100, "fsdp=8", 1, 16, 1, {}, 534_835_304, 744_596_236),
 )
 ZERO_1 = {"train.shard_optimizer_over_data": "true"}
-AUTO = {"sharding": "auto"}
+AUTO, BFLOAT16 = {"sharding": "auto"}, {"train.grad_dtype": "bfloat16"}
 
 
 def llama(mesh: str, options: dict[str, str], temp: int, peak: int) -> Row:
@@ -110,10 +113,11 @@ ONCE, OVER_DATA = (38_223_689_696, 49_715_651_904), (37_094_679_040, 57_604_857_
 LARGER = (
     llama("stage=2,fsdp=2", STEP, *ONCE),
     llama("stage=2,fsdp=2", STEP | AUTO, *ONCE),
-    llama("stage=2,fsdp=2", STEP | {"train.grad_dtype": "bfloat16"}, *ONCE),
+    llama("stage=2,fsdp=2", STEP | BFLOAT16, *ONCE),
     llama("stage=2,fsdp=2", {}, *ONCE),
     llama("stage=2,data=2", ZERO_1, *OVER_DATA),
     llama("stage=2,data=2", ZERO_1 | AUTO, *OVER_DATA),
+    llama("stage=2,data=2", ZERO_1 | ACCUMULATE | BFLOAT16, *OVER_DATA),
     Row(
         *(POD, "stage=4,fsdp=16", 8, 64, 4, {}, 21_722_906_976, 21_908_422_464),
         model="mixtral-8x7b",

@@ -1,0 +1,98 @@
+"""How memory grows with the number of microbatches, for each schedule and remat policy.
+
+    python benchmarks/microbatch_growth.py
+    python benchmarks/microbatch_growth.py 1f1b --policy full
+
+compile a training step of `mixtral-small` for 8 to 128 microbatches of the same size, and write
+benchmarks/results/microbatch_growth.json and, from it, microbatch_growth.md. What a call does not
+measure stays as it was, and after a row its result is on disk.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from nnx_pipeline import preset
+from nnx_pipeline.config.overrides import apply_overrides
+from nnx_pipeline.experiments import sweep
+from nnx_pipeline.files import write_text
+from nnx_pipeline.lab.report.tables import megabytes
+
+RESULTS = Path(__file__).parent / "results" / "microbatch_growth"
+PLATFORM, MESH = "tpu:v5p:2x2x2", "stage=4,fsdp=2"
+COUNTS = (8, 16, 32, 64, 128)
+SIZE = 2  # sequences of a microbatch
+SCHEDULES, POLICIES = ("1f1b", "circular"), ("full", "minimal", "minimal_offloaded", "none")
+ABOUT = f"""# Growth with the number of microbatches
+
+`mixtral-small` on `{MESH}` of `{PLATFORM}`, one repeat, microbatches of {SIZE} sequences of 1024
+tokens; MB (10⁶ bytes) per device of temp, which has no arguments in it. The last column is the
+largest growth from one column to the next. What a policy offloads is in host memory. Made by
+`python benchmarks/microbatch_growth.py`.
+
+"""
+
+
+def measure(schedule: str, policy: str) -> dict[str, Any]:
+    """Temp and host bytes for each number of microbatches, and the versions of the compiler."""
+    config = apply_overrides(
+        preset("mixtral-small"), {"pipeline.schedule": schedule, "pipeline.remat": policy}
+    )
+    fields = {
+        "pipeline.num_microbatches": COUNTS,
+        "train.global_batch": [SIZE * count for count in COUNTS],
+    }
+    found = sweep(config, MESH, fields, platform=PLATFORM, progress=_say)
+    if found.errors:
+        raise SystemExit(f"{schedule}, {policy}: {'; '.join(found.errors)}")
+    ((_, points),) = found.arms
+    results = [point.result for point in points if point.result]
+    return {
+        "versions": {name: version for name, version in results[0].versions.items() if version},
+        "temp_bytes": [result.memory.temp_bytes for result in results],
+        "host_temp_bytes": [result.memory.host_temp_bytes for result in results],
+    }
+
+
+def growth(sizes: list[int]) -> float:
+    """The largest growth from one number of microbatches to twice as many, as a share."""
+    return max(after / before - 1 for before, after in itertools.pairwise(sizes))
+
+
+def page(rows: dict[str, dict[str, Any]]) -> str:
+    """The results as Markdown."""
+    heads = ["schedule", "`remat`", *map(str, COUNTS), "on the host at 128", "most per doubling"]
+    text = ABOUT + "| " + " | ".join(heads) + " |\n|---|---" + "|--:" * (len(heads) - 2) + "|\n"
+    for schedule, policy in itertools.product(SCHEDULES, POLICIES):
+        if row := rows.get(f"{schedule} {policy}"):
+            sizes = map(megabytes, [*row["temp_bytes"], row["host_temp_bytes"][-1]])
+            most = f"{growth(row['temp_bytes']):+.1%}".replace("-", "−")
+            text += f"| `{schedule}` | `{policy}` | {' | '.join(sizes)} | {most} |\n"
+    versions = dict.fromkeys(str(row["versions"]) for row in rows.values())
+    return text + "\n" + "".join(f"- {version}\n" for version in versions)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("schedules", nargs="*", default=SCHEDULES, help=", ".join(SCHEDULES))
+    parser.add_argument("--policy", action="append", choices=POLICIES)
+    chosen = parser.parse_args()
+    if unknown := set(chosen.schedules) - set(SCHEDULES):
+        parser.error(f"there is no schedule {', '.join(unknown)}; choose {' or '.join(SCHEDULES)}")
+    file = RESULTS.with_suffix(".json")
+    rows = json.loads(file.read_text()) if file.exists() else {}
+    for schedule, policy in itertools.product(chosen.schedules, chosen.policy or POLICIES):
+        rows[f"{schedule} {policy}"] = measure(schedule, policy)
+        write_text(str(file), json.dumps(rows, indent=1, sort_keys=True) + "\n")
+        write_text(str(RESULTS.with_suffix(".md")), page(rows))
+
+
+if __name__ == "__main__":
+    main()
