@@ -1,4 +1,4 @@
-"""60 mutations of the code, and whether the tests that should catch each of them do.
+"""72 mutations of the code, and whether the tests that should catch each of them do.
 
     python benchmarks/mutations.py [NUMBER …]   applies each in a copy of the checkout and runs its tests
     python benchmarks/mutations.py --check      says which no longer fit the code; exit 1 if any
@@ -258,9 +258,51 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/ops/attention.py",
-        "weights * (d_weights - jnp.moveaxis(inner, 1, 2)[..., None])",
-        "weights * d_weights",
+        "weights * (d_weights.astype(jnp.float32) - inner[:, :, start:stop])",
+        "weights * d_weights.astype(jnp.float32)",
         "test_ops test_model",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/attention.py",
+        "total.at[:, : new.shape[1]].add(new)",
+        "total.at[:, : new.shape[1]].set(new)",
+        "test_ops",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/attention.py",
+        "reversed(_blocks(length, size))",
+        "reversed(_blocks(length, length))",
+        "test_ops",
+    ),
+    Mutation(
+        "nnx_pipeline/train/step.py",
+        "updates = updates.whole() if model.zero1 else updates",
+        "pass",
+        "test_zero",
+    ),
+    Mutation(
+        "nnx_pipeline/lab/compile/settings.py",
+        "for part in (sets, own):",
+        "for part in (own, sets):",
+        "test_compiler_settings",
+    ),
+    Mutation(
+        "nnx_pipeline/lab/compile/accepted.py",
+        "if not setting.of_set:",
+        "if False:",
+        "test_compiler_settings",
+    ),
+    Mutation(
+        "nnx_pipeline/lab/compile/cache_key.py",
+        "*map(text_of, platform.xla)]",
+        "]",
+        "test_compiler_settings",
+    ),
+    Mutation(
+        "nnx_pipeline/cli/environments.py",
+        "building.rename(home)",
+        "pass",
+        "test_across",
     ),
     Mutation(
         "nnx_pipeline/pipeline/stage/repeats.py",
@@ -276,7 +318,7 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/stage/layers.py",
-        "x, metrics = body(*(x, layer) if alone else gradients_in_turn(x, layer))",
+        "x, metrics = body(*gradients_in_turn(x, layer))",
         "x, metrics = body(x, layer)",
         "test_remat",
     ),

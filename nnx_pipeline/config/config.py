@@ -224,7 +224,8 @@ class TrainConfig:
     """Whether the optimizer's state is sharded over the mesh axis `data` (ZeRO-1).
 
     Each device along `data` gets its shard of the gradients by reduce-scatter and computes the
-    updates of that shard of the parameters, which are then gathered. It has no effect on a mesh with data=1.
+    updates of that shard of the parameters, which are then gathered. It has no effect on a mesh
+    with data=1.
     """
 
     def __post_init__(self) -> None:
