@@ -271,19 +271,20 @@ def test_operations_of_an_attention_kernel(estimates: Any) -> None:
     assert estimates.kernel_seconds(once, found) * rate == pytest.approx(73.1e12, rel=1e-3)
 
 
-def test_groups_of_experts(peer: Any) -> None:
-    """Memory and time of both groups in the text."""
+def test_groups_of_experts_and_blocks_of_queries(peer: Any) -> None:
+    """Memory and time in the text: of both groups, and of attention in blocks."""
     found = json.loads((RESULTS / "peer_memory.json").read_text())
     text = " ".join((ROOT / "README.md").read_text().split())
     (shown,) = re.findall(
         r"takes ([\d.]+) MB of temp and ([\d.]+) ms of compute with all 8, and ([\d.]+) and "
-        r"([\d.]+) with the 4",
+        r"([\d.]+) with the 4.*with blocks of 512, `mixtral-small` takes ([\d.]+) MB and "
+        r"([\d.]+) ms",
         text,
     )
     alone = [row for row in peer.ROWS if (row.platform, row.mesh) == (peer.TPU, "fsdp=8")]
     by_options = {tuple(row.options.items()): found[peer.name_of(row)] for row in alone}
     expected = []
-    for options in (peer.TOGETHER, {}):
+    for options in (peer.TOGETHER, {}, peer.BLOCKS):
         result = by_options[tuple(options.items())]
         expected.append(megabytes(result["memory"]["temp_bytes"]))
         expected.append(f"{result['compute_seconds'] * 1e3:.1f}")
