@@ -12,12 +12,14 @@ def moments(sizes: Sizes) -> tuple[Moment, ...]:
 
     - `sizes`: of the step.
 
-    A loop holds what all its layers keep until it ends, and its gradients from its first tick, so
-    that every layer has the same peak.
+    The result of a matrix product counts where a later product reads it. An operation on single
+    numbers costs nothing, and may write over what it reads: so the cotangents of scores and of
+    hidden units take the place of these. A loop holds what all its layers keep until it ends, and
+    its gradients from its first tick, so that every layer has the same peak.
     """
     if sizes.config.pipeline.schedule == "1f1b":
         always = [*_gathered(sizes), *_ring(sizes), *_accumulators(sizes, ends=True)]
-        loss, backward = always, always
+        loss, backward = [*always, *_arrived(sizes)], always
     else:
         kept = [*_gathered(sizes), *_saved(sizes)]
         loss = [*kept, *_results(sizes)]
@@ -74,11 +76,19 @@ def _ring(sizes: Sizes) -> list[Term]:
     slots = sizes.schedule.ring_slots
     size = slots * sizes.layers * sizes.stream
     formula = f"{slots} visits × {sizes.layers} layers × tokens × embed × bytes of dtype"
-    both = "outputs of the stages and cotangents of their inputs, one microbatch each"
+    output = "tokens × embed × bytes of dtype"
     return [
         _term("saved inputs of layers", size, CARRIED, formula),
-        _term("travelling microbatches", 2 * sizes.stream, CARRIED, both),
+        _term("outputs of the stages", sizes.stream, CARRIED, output),
     ]
+
+
+def _arrived(sizes: Sizes) -> list[Term]:
+    """The cotangents that 1F1B sends between stages, while the loss is computed."""
+    if sizes.mesh.stage == 1:
+        return []
+    name, formula = "cotangents between stages", "tokens × embed × bytes of dtype"
+    return [_term(name, sizes.stream, CARRIED, formula)]
 
 
 def _results(sizes: Sizes) -> list[Term]:
@@ -93,8 +103,8 @@ def _cotangents(sizes: Sizes) -> list[Term]:
     if not sizes.in_loop:
         return []
     schedule = sizes.schedule
-    count = schedule.stream_slots + schedule.queue_slots + schedule.delay
-    formula = f"{count} microbatches: stream, queue and outputs of the stages"
+    count = schedule.stream_slots + schedule.queue_slots
+    formula = f"{count} microbatches (stream and queue) × tokens × embed × bytes of dtype"
     return [_term("cotangents between stages", count * sizes.stream, CARRIED, formula)]
 
 
@@ -105,7 +115,7 @@ def _accumulators(sizes: Sizes, *, ends: bool) -> list[Term]:
     """
     model, config = sizes.state.model, sizes.config
     adds_up = config.pipeline.accumulates and sizes.in_loop
-    width = sizes.grad_itemsize if adds_up else model.head[...].dtype.itemsize
+    width = sizes.grad_itemsize if adds_up else sizes.param_itemsize
     layout = sizes.layout if sizes.in_loop else sizes.optimizer_layout
     layers = width * sizes.numbers(model.pipeline.layers, layout)
     whole = [model.head, model.embedding, model.norm] if ends else [model.head]
@@ -165,23 +175,23 @@ def _projections(sizes: Sizes) -> list[Term]:
 
 
 def _attention(sizes: Sizes) -> list[Term]:
-    """The weights of one block of queries and their cotangents, and that of the result."""
+    """The scores of one block of queries, and the cotangent of what the heads give."""
     length, head_dim = sizes.config.train.sequence_length, sizes.config.model.head_dim
     scores = sizes.sequences * sizes.heads * sizes.block * length * sizes.itemsize
     result = sizes.tokens * sizes.heads * head_dim * sizes.itemsize
-    formula = f"2 × sequences × heads × {sizes.block} queries × {length} keys × bytes of dtype"
+    formula = f"sequences × heads × {sizes.block} queries × {length} keys × bytes of dtype"
     return [
-        _term("scores and their cotangents", 2 * scores, ACTIVATION, formula),
+        _term("scores of one block", scores, ACTIVATION, formula),
         _term("cotangent of the result", result, ACTIVATION, "tokens × heads × head_dim × dtype"),
     ]
 
 
 def _feed_forward(sizes: Sizes) -> list[Term]:
-    """Both halves of the hidden units, computed again, and their cotangent."""
+    """Both halves of the hidden units, computed again, which their cotangents replace."""
     of = "mlp" if sizes.config.model.num_experts == 1 else f"{sizes.group} experts × mlp"
-    formula = f"3 (gate, up, cotangent) × tokens × {of} × bytes of dtype"
+    formula = f"2 (gate and up) × tokens × {of} × bytes of dtype"
     terms = [
-        _term("hidden units", 3 * sizes.hidden, ACTIVATION, formula),
+        _term("hidden units", 2 * sizes.hidden, ACTIVATION, formula),
         _term("stream after attention", sizes.stream, ACTIVATION, "tokens × embed × dtype"),
     ]
     wide = sizes.expert_tokens * sizes.config.model.embed_dim * sizes.itemsize

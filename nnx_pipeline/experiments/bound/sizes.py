@@ -82,6 +82,11 @@ class Sizes:
         return jnp.dtype(self.config.model.dtype).itemsize
 
     @property
+    def param_itemsize(self) -> int:
+        """Bytes of one number of a stored weight."""
+        return jnp.dtype(self.config.model.param_dtype).itemsize
+
+    @property
     def grad_itemsize(self) -> int:
         """Bytes of one number of a gradient that the optimizer reads."""
         dtype = self.config.train.grad_dtype or self.config.model.param_dtype
