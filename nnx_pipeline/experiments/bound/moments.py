@@ -78,7 +78,7 @@ def _ring(sizes: Sizes) -> list[Term]:
     formula = f"{slots} visits × {sizes.layers} layers × tokens × embed × bytes of dtype"
     output = "tokens × embed × bytes of dtype"
     return [
-        _term("saved inputs of layers", size, CARRIED, formula),
+        _term("saved inputs of layers", size, SAVED, formula),
         _term("outputs of the stages", sizes.stream, CARRIED, output),
     ]
 
@@ -95,7 +95,7 @@ def _results(sizes: Sizes) -> list[Term]:
     """The outputs of the layers, which the final norm differentiates after the loss."""
     count = sizes.microbatches // sizes.mesh.stage
     formula = f"{count} microbatches × tokens × embed × bytes of dtype"
-    return [_term("outputs of the layers", count * sizes.stream, ACTIVATION, formula)]
+    return [_term("outputs of the layers", count * sizes.stream, SAVED, formula)]
 
 
 def _cotangents(sizes: Sizes) -> list[Term]:
