@@ -123,7 +123,9 @@ def _accumulators(sizes: Sizes, *, ends: bool) -> list[Term]:
     dtype = "grad_dtype" if adds_up else "param_dtype"
     of = "embedding, norm and head" if ends else "head"
     return [
-        _term("gradients of the layers", layers, TOTALS, f"weights of the stage × bytes of {dtype}"),
+        _term(
+            "gradients of the layers", layers, TOTALS, f"weights of the stage × bytes of {dtype}"
+        ),
         _term(f"gradient of {of}", outside, TOTALS, "their weights × bytes of grad_dtype"),
     ]
 

@@ -15,7 +15,7 @@ def floors(arms: Labelled) -> Markup | None:
     known = [(key, result) for key, _, result in arms if result and result.floor]
     if not known:
         return None
-    return joined(_one(key, result) for key, result in known)
+    return joined([_one(key, result) for key, result in known])
 
 
 def _one(key: str, measured: Measurement) -> Markup:
