@@ -26,15 +26,22 @@ def moments(sizes: Sizes) -> tuple[Moment, ...]:
         backward = [*kept, *_cotangents(sizes), *_accumulators(sizes, ends=False)]
     block = [*backward, *_kernels(sizes), *_projections(sizes)]
     found = {
-        "loss": [*loss, *_loss(sizes)],
-        "backward pass of attention": [*block, *_attention(sizes)],
-        "backward pass of the feed-forward block": [*block, *_feed_forward(sizes)],
-        "optimizer": _gradients(sizes),
+        "loss": ([*loss, *_loss(sizes)], [*_casts(sizes), *_logits_again(sizes)]),
+        "backward pass of attention": ([*block, *_attention(sizes)], _casts(sizes)),
+        "backward pass of the feed-forward block": (
+            [*block, *_feed_forward(sizes)],
+            [*_casts(sizes), *_hidden_again(sizes)],
+        ),
+        "optimizer": (_gradients(sizes), []),
     }
     return tuple(
-        Moment(name=name, terms=tuple(term for term in terms if term.bytes))
-        for name, terms in found.items()
+        Moment(name=name, terms=_there(terms), added=_there(added))
+        for name, (terms, added) in found.items()
     )
+
+
+def _there(terms: list[Term]) -> tuple[Term, ...]:
+    return tuple(term for term in terms if term.bytes)
 
 
 def _term(name: str, size: int, role: str, formula: str) -> Term:
@@ -204,3 +211,33 @@ def _feed_forward(sizes: Sizes) -> list[Term]:
         what = "tokens of all devices along expert × embed × bytes of dtype, and their cotangent"
         terms.append(_term("tokens of the experts", 2 * wide, "collective buffer", what))
     return terms
+
+
+# What follows is no need. Each row was seen in what the TPU compiler (libtpu 0.0.42.1) holds.
+
+
+def _casts(sizes: Sizes) -> list[Term]:
+    """Stored weights in the dtype of products, all cast before the loop that uses them."""
+    model = sizes.config.model
+    if sizes.config.pipeline.fsdp_gather == "step" and sizes.mesh.fsdp > 1:
+        return []  # each is cast as it is gathered
+    if model.dtype == model.param_dtype:
+        return []
+    size = sizes.itemsize * sizes.numbers(sizes.state.model.pipeline.layers, sizes.layout)
+    formula = "weights of the stage × bytes of dtype, cast once before the loop"
+    return [_term("cast weights", size, "parameter cast", formula)]
+
+
+def _hidden_again(sizes: Sizes) -> list[Term]:
+    """The product that gives the cotangent of the hidden units, before it is applied to both."""
+    formula = "as one of the two hidden units, in place of which it could be written"
+    return [_term("cotangent of hidden units", sizes.hidden, ACTIVATION, formula)]
+
+
+def _logits_again(sizes: Sizes) -> list[Term]:
+    """In 1F1B the gradient of the logits is written beside them."""
+    if sizes.config.pipeline.schedule != "1f1b":
+        return []
+    size = sizes.head.chunk_tokens * sizes.head.columns * sizes.itemsize
+    formula = "as the logits, in place of which it could be written"
+    return [_term("gradient of the logits", size, "logits", formula)]

@@ -39,15 +39,22 @@ class Moment:
 
     - `name`: when that is, such as `backward pass of attention`.
     - `terms`: what must live together then.
+    - `added`: what is no need, but what compilers are known to hold beside it.
     """
 
     name: str
     terms: tuple[Term, ...]
+    added: tuple[Term, ...] = ()
 
     @property
     def bytes(self) -> int:
         """The sum of the terms."""
         return sum(term.bytes for term in self.terms)
+
+    @property
+    def with_added_bytes(self) -> int:
+        """The sum of the terms and of what compilers add."""
+        return self.bytes + sum(term.bytes for term in self.added)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +119,11 @@ class Floor:
         return self.peak.bytes if self.peak else None
 
     @property
+    def with_added_bytes(self) -> int | None:
+        """The most at any moment with what compilers are known to add; None if not known."""
+        return max((moment.with_added_bytes for moment in self.moments), default=None)
+
+    @property
     def account_bytes(self) -> int | None:
         """Arguments and heap together; None where the heap is not known."""
         return None if self.heap_bytes is None else self.argument_bytes + self.heap_bytes
@@ -125,6 +137,7 @@ class Floor:
             "argument_bytes": self.argument_bytes,
             "heap_bytes": self.heap_bytes,
             "account_bytes": self.account_bytes,
+            "with_added_bytes": self.with_added_bytes,
             "peak": self.peak.name if self.peak else None,
             **dataclasses.asdict(self),
             "time": {**dataclasses.asdict(time), **told} if time else None,
@@ -134,7 +147,8 @@ class Floor:
     def from_cache(cls, value: Mapping[str, Any]) -> Floor:
         """The inverse of `dataclasses.asdict`; raises KeyError or TypeError for anything else."""
         moments = tuple(
-            Moment(name=one["name"], terms=_terms(one["terms"])) for one in value["moments"]
+            Moment(name=one["name"], terms=_terms(one["terms"]), added=_terms(one["added"]))
+            for one in value["moments"]
         )
         time = value["time"] and LeastTime(**value["time"])
         return cls(

@@ -28,6 +28,10 @@ def _one(key: str, measured: Measurement) -> Markup:
         (term.name, term.formula, megabytes(term.bytes))
         for term in (*floor.arguments, *terms_of(floor))
     ]
+    terms += [
+        (f"+ {term.name}", f"added by compilers: {term.formula}", megabytes(term.bytes))
+        for term in floor.peak.added
+    ]
     gaps = [
         (
             (swatch(gap.role), gap.role),

@@ -41,6 +41,9 @@ def floor_lines(measurement: Measurement) -> list[str]:
         if held is not None and least:
             above = f"{held / least:.2f} times the floor of {megabytes(least)}"
             told.append(f"{name}: {megabytes(held)} MB, {above}")
+    if memory.heap_bytes is not None and floor.with_added_bytes:
+        above = f"{memory.heap_bytes / floor.with_added_bytes:.2f} times the floor"
+        told.append(f"heap: {above} with what compilers add, {megabytes(floor.with_added_bytes)}")
     if floor.time:
         least_ms = milliseconds(floor.time.step_seconds)
         parts = f"{milliseconds(floor.time.compute_seconds)} useful products at the peak"
@@ -76,9 +79,13 @@ def _terms(floor: Floor) -> RenderableType:
     table.add_section()
     for term in terms_of(floor):
         table.add_row(term.name, megabytes(term.bytes), term.formula)
+    for term in floor.peak.added if floor.peak else ():
+        table.add_row(
+            f"+ {term.name}", megabytes(term.bytes), f"added by compilers: {term.formula}"
+        )
     table.add_section()
     table.add_row("arguments", megabytes(floor.argument_bytes), "")
-    table.add_row("heap", megabytes(floor.heap_bytes), "")
+    table.add_row("heap", megabytes(floor.heap_bytes), "without what is added")
     return table
 
 
