@@ -213,7 +213,8 @@ def _feed_forward(sizes: Sizes) -> list[Term]:
     return terms
 
 
-# What follows is no need. Each row was seen in what the TPU compiler (libtpu 0.0.42.1) holds.
+# What follows is no need. Each row was seen in what the TPU compiler (libtpu 0.0.42.1) holds; what
+# fits into the on-chip memory may be held there instead of the heap.
 
 
 def _casts(sizes: Sizes) -> list[Term]:
@@ -235,9 +236,7 @@ def _hidden_again(sizes: Sizes) -> list[Term]:
 
 
 def _logits_again(sizes: Sizes) -> list[Term]:
-    """In 1F1B the gradient of the logits is written beside them."""
-    if sizes.config.pipeline.schedule != "1f1b":
-        return []
+    """The gradient of the logits, written beside them for the two products that read it."""
     size = sizes.head.chunk_tokens * sizes.head.columns * sizes.itemsize
     formula = "as the logits, in place of which it could be written"
     return [_term("gradient of the logits", size, "logits", formula)]
