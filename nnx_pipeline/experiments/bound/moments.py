@@ -48,6 +48,12 @@ def _term(name: str, size: int, role: str, formula: str) -> Term:
     return Term(name=name, bytes=size, formula=formula, role=role)
 
 
+def _number(count: int, what: str) -> str:
+    """A number of things, such as `2 layers`."""
+    ending = "es" if what.endswith("ch") else "s"
+    return f"{count} {what}{'' if count == 1 else ending}"
+
+
 def _gathered(sizes: Sizes) -> list[Term]:
     """The weights that are gathered once per step."""
     if sizes.config.pipeline.fsdp_gather == "use" or sizes.mesh.fsdp == 1:
@@ -70,10 +76,13 @@ def _kernels(sizes: Sizes) -> list[Term]:
 def _saved(sizes: Sizes) -> list[Term]:
     """The inputs of layers that the circular schedule keeps from the forward pass."""
     if not sizes.in_loop:
-        count, per = sizes.layers, f"{sizes.layers} layers"
+        count, per = sizes.layers, _number(sizes.layers, "layer")
     else:
         ticks = sizes.schedule.ticks
-        count, per = ticks * sizes.layers, f"{ticks} ticks × {sizes.layers} layers of a visit"
+        count, per = (
+            ticks * sizes.layers,
+            f"{ticks} ticks × {_number(sizes.layers, 'layer')} of a visit",
+        )
     formula = f"{per} × tokens × embed × bytes of dtype"
     return [_term("saved inputs of layers", count * sizes.stream, SAVED, formula)]
 
@@ -82,7 +91,7 @@ def _ring(sizes: Sizes) -> list[Term]:
     """What 1F1B keeps of the visits that have no backward visit yet, and what travels."""
     slots = sizes.schedule.ring_slots
     size = slots * sizes.layers * sizes.stream
-    formula = f"{slots} visits × {sizes.layers} layers × tokens × embed × bytes of dtype"
+    formula = f"{_number(slots, 'visit')} × {_number(sizes.layers, 'layer')} × tokens × embed × bytes of dtype"
     output = "tokens × embed × bytes of dtype"
     return [
         _term("saved inputs of layers", size, SAVED, formula),
@@ -101,7 +110,7 @@ def _arrived(sizes: Sizes) -> list[Term]:
 def _results(sizes: Sizes) -> list[Term]:
     """The outputs of the layers, which the final norm differentiates after the loss."""
     count = sizes.microbatches // sizes.mesh.stage
-    formula = f"{count} microbatches × tokens × embed × bytes of dtype"
+    formula = f"{_number(count, 'microbatch')} × tokens × embed × bytes of dtype"
     return [_term("outputs of the layers", count * sizes.stream, SAVED, formula)]
 
 
@@ -111,7 +120,7 @@ def _cotangents(sizes: Sizes) -> list[Term]:
         return []
     schedule = sizes.schedule
     count = schedule.stream_slots + schedule.queue_slots
-    formula = f"{count} microbatches (stream and queue) × tokens × embed × bytes of dtype"
+    formula = f"{_number(count, 'microbatch')} (stream and queue) × tokens × embed × bytes of dtype"
     return [_term("cotangents between stages", count * sizes.stream, CARRIED, formula)]
 
 
@@ -197,7 +206,7 @@ def _attention(sizes: Sizes) -> list[Term]:
 
 def _feed_forward(sizes: Sizes) -> list[Term]:
     """Both halves of the hidden units, computed again, which their cotangents replace."""
-    of = "mlp" if sizes.config.model.num_experts == 1 else f"{sizes.group} experts × mlp"
+    of = "mlp" if sizes.config.model.num_experts == 1 else f"{_number(sizes.group, 'expert')} × mlp"
     formula = f"2 (gate and up) × tokens × {of} × bytes of dtype"
     terms = [
         _term("hidden units", 2 * sizes.hidden, ACTIVATION, formula),

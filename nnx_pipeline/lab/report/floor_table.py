@@ -40,10 +40,7 @@ def floor_lines(measurement: Measurement) -> list[str]:
     for name, (held, least) in pairs.items():
         if held is not None and least:
             above = f"{held / least:.2f} times the floor of {megabytes(least)}"
-            told.append(f"{name}: {megabytes(held)} MB, {above}")
-    if memory.heap_bytes is not None and floor.with_added_bytes:
-        above = f"{memory.heap_bytes / floor.with_added_bytes:.2f} times the floor"
-        told.append(f"heap: {above} with what compilers add, {megabytes(floor.with_added_bytes)}")
+            told.append(f"{name}: {megabytes(held)} MB, {above}{_added(measurement, name)}")
     if floor.time:
         least_ms = milliseconds(floor.time.step_seconds)
         parts = f"{milliseconds(floor.time.compute_seconds)} useful products at the peak"
@@ -52,6 +49,15 @@ def floor_lines(measurement: Measurement) -> list[str]:
         above = f"{step / floor.time.step_seconds:.1f} times the floor of " if step else "floor "
         told.append(f"step: {milliseconds(step)} ms, {above}{least_ms} ({parts})")
     return told
+
+
+def _added(measurement: Measurement, name: str) -> str:
+    """How the heap stands to the floor with what compilers add, for the end of its line."""
+    held = measurement.memory.heap_bytes
+    most = measurement.floor.with_added_bytes if measurement.floor else None
+    if name != "heap" or not held or not most:
+        return ""
+    return f", and {held / most:.2f} times {megabytes(most)} with what compilers add"
 
 
 def gaps_of(measurement: Measurement) -> list[Gap]:
