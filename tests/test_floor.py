@@ -304,7 +304,8 @@ def test_a_compiled_step_holds_no_less(schedule: str) -> None:
     assert least.heap_bytes is not None
     assert found.time is not None
     assert 0.5 < least.heap_bytes / (found.memory.heap_bytes or 1) < 1
-    assert 0 <= found.memory.argument_bytes - least.argument_bytes < 10_000
+    # The compiler pads some layouts of the arguments.
+    assert 1 <= found.memory.argument_bytes / least.argument_bytes < 1.2
     assert least.time is not None
     assert least.time.step_seconds < (found.time.step_seconds or 0)
 

@@ -91,7 +91,8 @@ def _ring(sizes: Sizes) -> list[Term]:
     """What 1F1B keeps of the visits that have no backward visit yet, and what travels."""
     slots = sizes.schedule.ring_slots
     size = slots * sizes.layers * sizes.stream
-    formula = f"{_number(slots, 'visit')} × {_number(sizes.layers, 'layer')} × tokens × embed × bytes of dtype"
+    visits = f"{_number(slots, 'visit')} × {_number(sizes.layers, 'layer')}"
+    formula = f"{visits} × tokens × embed × bytes of dtype"
     output = "tokens × embed × bytes of dtype"
     return [
         _term("saved inputs of layers", size, SAVED, formula),
