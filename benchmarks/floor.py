@@ -189,7 +189,8 @@ cotangents take the place of scores and of hidden units. A TPU keeps some arrays
 in no heap, so that `arrays` may be less than the floor. `with added` also counts what the compiler
 is known to hold without need: all weights of a stage cast before the loop, the cotangent of hidden
 units beside them, and the gradient of the logits beside these. As the on-chip memory takes some of
-it, the heap may be less than that too.
+it, the heap may be less than that too. These three rows were chosen after a look at some of the
+programs below, and so was the rule that cotangents take the place of what they are made from.
 """
 ABOUT_CLASS = "The same by class, each figure a median.\n"
 ABOUT_ROLE = """What lies between floor and heap, summed over all configs, as shares of the sum. The
