@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import optax_promotion
 from page_examples import attribution, measurement
 from rich.console import Console, Group
 
@@ -296,7 +297,8 @@ def test_a_compiled_step_holds_no_less(schedule: str) -> None:
     }
     config = apply_overrides(CONFIG, larger)
     try:
-        found = measure_step(config, MeshConfig.parse(MESH), Platform.parse("tpu:v5p:2x2x1"))
+        with optax_promotion():
+            found = measure_step(config, MeshConfig.parse(MESH), Platform.parse("tpu:v5p:2x2x1"))
     except MissingCompiler as error:
         pytest.skip(str(error))
     least = found.floor
