@@ -20,8 +20,8 @@ def floor(config: Config, mesh: MeshConfig | str, platform: Platform | str | Non
     - `platform`: the device whose peak gives the time; None leaves the time out.
 
     Nothing is compiled and no device is needed. An array counts wherever it is held: a TPU may keep
-    some of them in its on-chip memory, which is no part of a heap. Raises InputError when config and mesh do not fit
-    together.
+    some of them in its on-chip memory, which is no part of a heap. Raises InputError when config
+    and mesh do not fit together.
     """
     mesh = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
     platform = Platform.parse(platform) if isinstance(platform, str) else platform
