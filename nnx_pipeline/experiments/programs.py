@@ -15,6 +15,7 @@ from flax import nnx
 from nnx_pipeline.config.config import Config, ModelConfig, to_dict
 from nnx_pipeline.decoder import Mixtral
 from nnx_pipeline.experiments.arms import Program
+from nnx_pipeline.experiments.bound.floor import floor
 from nnx_pipeline.experiments.useful import bubble_share, useful_flops
 from nnx_pipeline.lab.compile.measure import Clock, Measurement, Progress, measure_traced
 from nnx_pipeline.lab.compile.platform import Platform
@@ -74,10 +75,13 @@ def measure(
         traced = _traced(program, clock)
         found = measure_traced(traced, platform, clock, sizes.sizes(), to_dict(program.config))
     time = found.time
+    # An arm with parts of its own is another program than the one that the config describes.
+    is_own = program == Program(program.config)
+    least = floor(program.config, sizes, platform) if is_own else None
     if time is not None and program.kind == "step":
         needed, discarded = useful_flops(program.config, sizes), bubble_share(program.config, sizes)
         time = time.of_model(needed, discarded)
-    return dataclasses.replace(found, trace_host_bytes=held, time=time)
+    return dataclasses.replace(found, trace_host_bytes=held, time=time, floor=least)
 
 
 def mesh_of(

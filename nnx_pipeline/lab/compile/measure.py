@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from nnx_pipeline.lab.attribution.account import Account, Assigned, Memory
+from nnx_pipeline.lab.attribution.floor import Floor
 from nnx_pipeline.lab.attribution.result import Attribution
 from nnx_pipeline.lab.compile.accepted import compile_with_settings
 from nnx_pipeline.lab.compile.figures import read_program
@@ -58,6 +59,7 @@ class Measurement:
     - `unread`: parts of the program that are missing from the figures that each entry names.
     - `notes`: what was declared and is not in the program, and what a figure counts beyond what
       runs, one sentence each.
+    - `floor`: what any program for this step must hold and take; None for other programs.
     """
 
     platform: str
@@ -84,6 +86,7 @@ class Measurement:
     known_flops: int | None = None
     unread: tuple[Unread, ...] = ()
     notes: tuple[str, ...] = ()
+    floor: Floor | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -135,6 +138,7 @@ class Measurement:
             del fields[name]
         told: dict[str, Any] = {"memory": self.memory.to_json(), "account": self.account.to_json()}
         told["time"] = self.time.to_json() if self.time else dict.fromkeys(KEYS)
+        told["floor"] = self.floor.to_json() if self.floor else None
         return {
             "schema": 1,
             **fields,
@@ -164,6 +168,7 @@ class Measurement:
             "assigned": None if beside is None else Assigned(**beside),
             "attribution": None if rows is None else Attribution.from_json(rows),
             "measured": measured,
+            "floor": None if value.get("floor") is None else Floor.from_cache(value["floor"]),
             "unread": tuple(map(Unread.from_json, value["unread"])),
             "notes": tuple(value.get("notes", ())),
             "xla_left_out": tuple(value["xla_left_out"]),

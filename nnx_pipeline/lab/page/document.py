@@ -12,6 +12,7 @@ from nnx_pipeline.lab.comparison.outcome import Outcome
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.page import tables
 from nnx_pipeline.lab.page.charts import Arm, role_bars, timeline
+from nnx_pipeline.lab.page.floors import floors
 from nnx_pipeline.lab.page.markup import Markup, element, joined
 from nnx_pipeline.lab.page.style import STYLE
 from nnx_pipeline.lab.report.memory_tables import beside_the_heap, grouped
@@ -66,6 +67,7 @@ def measurement_page(
         "section",
         _headline(arms),
         tables.account_table(arms),
+        floors(arms),
         _memory(arms, top),
         _rest(arms),
         class_="card",
@@ -183,6 +185,7 @@ def _card(outcome: Outcome, other: Outcome | None) -> Markup:
         _by_gemm(outcome, other),
         element("p", f"Same numbers: {same_numbers(outcome)}.", class_="quiet"),
         tables.account_table(arms) if outcome.a or outcome.b else None,
+        floors(arms),
         _memory(arms, MOST_ROWS),
         _rest(arms) if outcome.a or outcome.b else None,
         class_="card",

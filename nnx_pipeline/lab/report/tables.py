@@ -20,6 +20,7 @@ from nnx_pipeline.lab.comparison.numerics import Numerics
 from nnx_pipeline.lab.comparison.outcome import NAMES, NOT_APPLICABLE, Outcome, Quantity
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.report.account_table import OTHER_ROWS, account_table, blind_spots
+from nnx_pipeline.lab.report.floor_table import floor_view
 from nnx_pipeline.lab.report.memory_tables import difference_view, megabytes
 from nnx_pipeline.lab.report.settings_lines import arm_lines, left_out_lines, settings_lines
 from nnx_pipeline.lab.report.time_table import milliseconds, time_table
@@ -71,6 +72,7 @@ def measurement_view(title: str, measurement: Measurement, *, hint: bool = True)
         traffic if measurement.collectives is not None else Text("collectives: –"),
         Text(f"matrix products: {_products(measurement)}"),
         time_table(measurement.time),
+        *floor_view(measurement),
         Text("seconds: " + ", ".join(f"{k} {v:.2f}" for k, v in measurement.seconds.items())),
     ]
     if measurement.platform == "cpu":

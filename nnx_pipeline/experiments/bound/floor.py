@@ -1,0 +1,111 @@
+"""The floor of a training step: what any program for it must hold, and how long it must take."""
+
+from nnx_pipeline.config.config import Config
+from nnx_pipeline.experiments.bound.moments import moments
+from nnx_pipeline.experiments.bound.sizes import Sizes, bytes_of, on_mesh
+from nnx_pipeline.experiments.useful import bubble_share, useful_flops
+from nnx_pipeline.lab.attribution.floor import Floor, LeastTime, Term
+from nnx_pipeline.lab.compile.platform import Platform
+from nnx_pipeline.lab.timing.devices import device_of
+from nnx_pipeline.mesh import MeshConfig
+
+HLO_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+
+
+def floor(config: Config, mesh: MeshConfig | str, platform: Platform | str | None = None) -> Floor:
+    """The bytes per device that a training step must hold at its peak, and its least time.
+
+    - `config`: of model, pipeline and training; what of it the floor does not know, it says.
+    - `mesh`: the size of each mesh axis, or a text such as `stage=4,fsdp=2`.
+    - `platform`: the device whose peak gives the time; None leaves the time out.
+
+    Nothing is compiled and no device is needed. An array counts wherever it is held: a TPU may keep
+    some of them in its on-chip memory, which is no part of a heap. Raises InputError when config
+    and mesh do not fit together.
+    """
+    mesh = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
+    platform = Platform.parse(platform) if isinstance(platform, str) else platform
+    unknown = _unknown(config, mesh)
+    with on_mesh(config, mesh) as sizes:
+        return Floor(
+            arguments=_arguments(sizes),
+            moments=() if unknown else moments(sizes),
+            time=_least_time(config, mesh, platform),
+            knows=_knows(config, mesh),
+            unknown=unknown,
+        )
+
+
+def _arguments(sizes: Sizes) -> tuple[Term, ...]:
+    """What a step reads and gives back in place: state and batch, exact from their shardings."""
+    parts = (
+        ("parameters", sizes.state.model, "weights, as they are sharded, × bytes of param_dtype"),
+        ("optimizer state", sizes.state.optimizer, "2 moments × weights × bytes of param_dtype"),
+        ("batch", sizes.batch, "3 arrays (tokens, targets, weights) × tokens × 4 bytes"),
+    )
+    return tuple(
+        Term(name=name, bytes=bytes_of(tree), formula=formula, role="argument")
+        for name, tree, formula in parts
+    )
+
+
+def _least_time(config: Config, mesh: MeshConfig, platform: Platform | None) -> LeastTime | None:
+    device = device_of(platform.kind, platform.target) if platform else None
+    rate = device.product_rate(HLO_DTYPES[config.model.dtype]) if device else None
+    if rate is None:
+        return None
+    return LeastTime(
+        useful_flops=useful_flops(config, mesh),
+        peak_flops=rate,
+        bubble_share=bubble_share(config, mesh),
+    )
+
+
+def _knows(config: Config, mesh: MeshConfig) -> tuple[str, ...]:
+    """The parts of a config that the terms of its floor stand for."""
+    pipeline = config.pipeline
+    loop = f"schedule={pipeline.schedule}" if mesh.stage > 1 else "no pipeline"
+    return (
+        "state and batch",
+        loop,
+        f"fsdp_gather={pipeline.fsdp_gather}",
+        f"remat={pipeline.remat}",
+        "attention by dot products",
+        "experts on all tokens" if config.model.num_experts > 1 else "dense MLP",
+        "loss in chunks",
+        "gradients of all weights",
+    )
+
+
+def _unknown(config: Config, mesh: MeshConfig) -> tuple[str, ...]:
+    """Why the heap is not known: one sentence for each option that no term stands for."""
+    model, pipeline, train = config.model, config.pipeline, config.train
+    several = config.layers_per_stage(mesh.stage) > 1
+    options = {
+        f"pipeline.sharding={pipeline.sharding} leaves shardings to the compiler": (
+            pipeline.sharding != "explicit"
+        ),
+        f"what pipeline.remat={pipeline.remat} keeps is not counted": pipeline.remat != "full",
+        "inputs of layers are computed again with pipeline.save_decoder_layer_input=False": (
+            several and not pipeline.save_decoder_layer_input
+        ),
+        "two repeats of gathered weights with pipeline.fsdp_gather=prefetch are not counted": (
+            pipeline.fsdp_gather == "prefetch" and pipeline.num_repeats > 1
+        ),
+        "the buffers of pipeline.forwarding_delay=2 are not counted": (
+            pipeline.forwarding_delay != 1
+        ),
+        f"the copies that pipeline.shift={pipeline.shift} makes are not counted": (
+            mesh.stage > 1 and pipeline.shift != "ppermute"
+        ),
+        f"the one-hot rows of model.embedding={model.embedding} are not counted": (
+            model.embedding != "gather"
+        ),
+        f"the masks of model.dropout_rate={model.dropout_rate} are not counted": (
+            model.dropout_rate > 0
+        ),
+        "the gradient of the router's loss is not counted": (
+            model.num_experts > 1 and train.load_balance_weight > 0
+        ),
+    }
+    return tuple(f"{reason}" for reason, applies in options.items() if applies)

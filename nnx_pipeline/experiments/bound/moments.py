@@ -1,0 +1,252 @@
+"""What the heap of a training step must hold at each moment that can be its peak."""
+
+from nnx_pipeline.experiments.bound.sizes import FULL_WIDTH, Sizes
+from nnx_pipeline.lab.attribution.floor import Moment, Term
+
+ACTIVATION, SAVED, CARRIED = "activation", "saved residual", "scan carry"
+TOTALS, GATHERED = "gradient accumulator", "gathered weight"
+
+
+def moments(sizes: Sizes) -> tuple[Moment, ...]:
+    """The loss, the backward pass of attention and of the feed-forward block, and the optimizer.
+
+    - `sizes`: of the step.
+
+    The result of a matrix product counts where a later product reads it. An operation on single
+    numbers costs nothing, and may write over what it reads: so the cotangents of scores and of
+    hidden units take the place of these. A loop holds what all its layers keep until it ends, and
+    its gradients from its first tick, so that every layer has the same peak.
+    """
+    if sizes.config.pipeline.schedule == "1f1b":
+        always = [*_gathered(sizes), *_ring(sizes), *_accumulators(sizes, ends=True)]
+        loss, backward = [*always, *_arrived(sizes)], always
+    else:
+        kept = [*_gathered(sizes), *_saved(sizes)]
+        loss = [*kept, *_results(sizes)]
+        backward = [*kept, *_cotangents(sizes), *_accumulators(sizes, ends=False)]
+    block = [*backward, *_kernels(sizes), *_projections(sizes)]
+    found = {
+        "loss": ([*loss, *_loss(sizes)], [*_casts(sizes), *_logits_again(sizes)]),
+        "backward pass of attention": ([*block, *_attention(sizes)], _casts(sizes)),
+        "backward pass of the feed-forward block": (
+            [*block, *_feed_forward(sizes)],
+            [*_casts(sizes), *_hidden_again(sizes)],
+        ),
+        "optimizer": (_gradients(sizes), []),
+    }
+    return tuple(
+        Moment(name=name, terms=_there(terms), added=_there(added))
+        for name, (terms, added) in found.items()
+    )
+
+
+def _there(terms: list[Term]) -> tuple[Term, ...]:
+    return tuple(term for term in terms if term.bytes)
+
+
+def _term(name: str, size: int, role: str, formula: str) -> Term:
+    return Term(name=name, bytes=size, formula=formula, role=role)
+
+
+def _number(count: int, what: str) -> str:
+    """A number of things, such as `2 layers`."""
+    ending = "es" if what.endswith("ch") else "s"
+    return f"{count} {what}{'' if count == 1 else ending}"
+
+
+def _gathered(sizes: Sizes) -> list[Term]:
+    """The weights that are gathered once per step."""
+    if sizes.config.pipeline.fsdp_gather == "use" or sizes.mesh.fsdp == 1:
+        return []
+    size = sizes.gathered_bytes(sizes.state.model.pipeline.layers)
+    formula = "all weights of the stage, whole along fsdp, × bytes of dtype"
+    return [_term("gathered weights", size, GATHERED, formula)]
+
+
+def _kernels(sizes: Sizes) -> list[Term]:
+    """The weight that one product of the backward pass reads, and its gradient."""
+    size = sizes.largest_kernel
+    terms = [_term("gradient of one kernel", size, "gradient", "as large as the gathered kernel")]
+    if sizes.config.pipeline.fsdp_gather == "use":
+        formula = "largest kernel of a layer (of one group of experts), whole, × bytes of dtype"
+        terms.append(_term("gathered kernel", size, GATHERED, formula))
+    return terms
+
+
+def _saved(sizes: Sizes) -> list[Term]:
+    """The inputs of layers that the circular schedule keeps from the forward pass."""
+    if not sizes.in_loop:
+        count, per = sizes.layers, _number(sizes.layers, "layer")
+    else:
+        ticks = sizes.schedule.ticks
+        count, per = (
+            ticks * sizes.layers,
+            f"{ticks} ticks × {_number(sizes.layers, 'layer')} of a visit",
+        )
+    formula = f"{per} × tokens × embed × bytes of dtype"
+    return [_term("saved inputs of layers", count * sizes.stream, SAVED, formula)]
+
+
+def _ring(sizes: Sizes) -> list[Term]:
+    """What 1F1B keeps of the visits that have no backward visit yet, and what travels."""
+    slots = sizes.schedule.ring_slots
+    size = slots * sizes.layers * sizes.stream
+    visits = f"{_number(slots, 'visit')} × {_number(sizes.layers, 'layer')}"
+    formula = f"{visits} × tokens × embed × bytes of dtype"
+    output = "tokens × embed × bytes of dtype"
+    return [
+        _term("saved inputs of layers", size, SAVED, formula),
+        _term("outputs of the stages", sizes.stream, CARRIED, output),
+    ]
+
+
+def _arrived(sizes: Sizes) -> list[Term]:
+    """The cotangents that 1F1B sends between stages, while the loss is computed."""
+    if sizes.mesh.stage == 1:
+        return []
+    name, formula = "cotangents between stages", "tokens × embed × bytes of dtype"
+    return [_term(name, sizes.stream, CARRIED, formula)]
+
+
+def _results(sizes: Sizes) -> list[Term]:
+    """The outputs of the layers, which the final norm differentiates after the loss."""
+    count = sizes.microbatches // sizes.mesh.stage
+    formula = f"{_number(count, 'microbatch')} × tokens × embed × bytes of dtype"
+    return [_term("outputs of the layers", count * sizes.stream, SAVED, formula)]
+
+
+def _cotangents(sizes: Sizes) -> list[Term]:
+    """The buffers of the circular loop's backward pass, which are as large as the forward ones."""
+    if not sizes.in_loop:
+        return []
+    schedule = sizes.schedule
+    count = schedule.stream_slots + schedule.queue_slots
+    formula = f"{_number(count, 'microbatch')} (stream and queue) × tokens × embed × bytes of dtype"
+    return [_term("cotangents between stages", count * sizes.stream, CARRIED, formula)]
+
+
+def _accumulators(sizes: Sizes, *, ends: bool) -> list[Term]:
+    """The gradients that add up, from the first backward visit to the last.
+
+    - `ends`: whether embedding and final norm have their gradients by then, beside the head.
+    """
+    model, config = sizes.state.model, sizes.config
+    adds_up = config.pipeline.accumulates and sizes.in_loop
+    width = sizes.grad_itemsize if adds_up else sizes.param_itemsize
+    layout = sizes.layout if sizes.in_loop else sizes.optimizer_layout
+    layers = width * sizes.numbers(model.pipeline.layers, layout)
+    whole = [model.head, model.embedding, model.norm] if ends else [model.head]
+    outside = sizes.grad_itemsize * sizes.numbers(whole, sizes.optimizer_layout)
+    dtype = "grad_dtype" if adds_up else "param_dtype"
+    of = "embedding, norm and head" if ends else "head"
+    return [
+        _term(
+            "gradients of the layers", layers, TOTALS, f"weights of the stage × bytes of {dtype}"
+        ),
+        _term(f"gradient of {of}", outside, TOTALS, "their weights × bytes of grad_dtype"),
+    ]
+
+
+def _gradients(sizes: Sizes) -> list[Term]:
+    """The gradients of all weights, which the global norm reads before the first update."""
+    size = sizes.grad_itemsize * sizes.numbers(sizes.state.model, sizes.optimizer_layout)
+    formula = "all weights, sharded as the moments, × bytes of grad_dtype"
+    return [_term("gradients of all weights", size, "gradient", formula)]
+
+
+def _loss(sizes: Sizes) -> list[Term]:
+    """What one chunk of the cross-entropy reads and writes, and the gradients that it adds to."""
+    head, embed, width = sizes.head, sizes.config.model.embed_dim, sizes.itemsize
+    columns = embed * head.columns
+    gathered = head.chunk_tokens * embed * width if head.tokens_move else 0
+    kernel = columns * width if head.is_moved else 0
+    return [
+        _term(
+            "logits of one chunk",
+            head.chunk_tokens * head.columns * width,
+            "logits",
+            f"{head.chunk_tokens} tokens × {head.columns} columns × bytes of dtype",
+        ),
+        _term("tokens of one chunk", gathered, "collective buffer", "tokens × embed × dtype"),
+        _term("head of these columns", kernel, GATHERED, "embed × columns × bytes of dtype"),
+        _term("its gradient", columns * FULL_WIDTH, TOTALS, "embed × columns × 4 bytes"),
+        _term(
+            "gradient of the outputs",
+            head.own_tokens * embed * width,
+            SAVED,
+            f"{head.own_tokens} tokens × embed × bytes of dtype",
+        ),
+    ]
+
+
+def _projections(sizes: Sizes) -> list[Term]:
+    """What attention has computed again, until its own backward pass is over."""
+    model = sizes.config.model
+    heads = 2 * sizes.heads + 2 * sizes.kv_heads  # query and result, key and value
+    size = sizes.tokens * heads * model.head_dim * sizes.itemsize
+    normaliser = sizes.tokens * sizes.heads * FULL_WIDTH
+    formula = "tokens × (2 · heads + 2 · kv heads) × head_dim × bytes of dtype"
+    return [
+        _term("query, key, value, result", size, ACTIVATION, formula),
+        _term("softmax denominators", normaliser, ACTIVATION, "tokens × heads × 4 bytes"),
+        _term("cotangent of the layer", sizes.stream, ACTIVATION, "tokens × embed × dtype"),
+    ]
+
+
+def _attention(sizes: Sizes) -> list[Term]:
+    """The scores of one block of queries, and the cotangent of what the heads give."""
+    length, head_dim = sizes.config.train.sequence_length, sizes.config.model.head_dim
+    scores = sizes.sequences * sizes.heads * sizes.block * length * sizes.itemsize
+    result = sizes.tokens * sizes.heads * head_dim * sizes.itemsize
+    formula = f"sequences × heads × {sizes.block} queries × {length} keys × bytes of dtype"
+    return [
+        _term("scores of one block", scores, ACTIVATION, formula),
+        _term("cotangent of the result", result, ACTIVATION, "tokens × heads × head_dim × dtype"),
+    ]
+
+
+def _feed_forward(sizes: Sizes) -> list[Term]:
+    """Both halves of the hidden units, computed again, which their cotangents replace."""
+    of = "mlp" if sizes.config.model.num_experts == 1 else f"{_number(sizes.group, 'expert')} × mlp"
+    formula = f"2 (gate and up) × tokens × {of} × bytes of dtype"
+    terms = [
+        _term("hidden units", 2 * sizes.hidden, ACTIVATION, formula),
+        _term("stream after attention", sizes.stream, ACTIVATION, "tokens × embed × dtype"),
+    ]
+    wide = sizes.expert_tokens * sizes.config.model.embed_dim * sizes.itemsize
+    if sizes.own_experts > sizes.group:
+        what = "tokens of the experts × embed × bytes of dtype, added up over groups"
+        terms.append(_term("cotangent of the groups", wide, CARRIED, what))
+    if sizes.expert_tokens > sizes.tokens:
+        what = "tokens of all devices along expert × embed × bytes of dtype, and their cotangent"
+        terms.append(_term("tokens of the experts", 2 * wide, "collective buffer", what))
+    return terms
+
+
+# What follows is no need. Each row was seen in what the TPU compiler (libtpu 0.0.42.1) holds; what
+# fits into the on-chip memory may be held there instead of the heap.
+
+
+def _casts(sizes: Sizes) -> list[Term]:
+    """Stored weights in the dtype of products, all cast before the loop that uses them."""
+    model = sizes.config.model
+    if sizes.config.pipeline.fsdp_gather == "step" and sizes.mesh.fsdp > 1:
+        return []  # each is cast as it is gathered
+    if model.dtype == model.param_dtype:
+        return []
+    size = sizes.itemsize * sizes.numbers(sizes.state.model.pipeline.layers, sizes.layout)
+    formula = "weights of the stage × bytes of dtype, cast once before the loop"
+    return [_term("cast weights", size, "parameter cast", formula)]
+
+
+def _hidden_again(sizes: Sizes) -> list[Term]:
+    """The product that gives the cotangent of the hidden units, before it is applied to both."""
+    formula = "as one of the two hidden units, in place of which it could be written"
+    return [_term("cotangent of hidden units", sizes.hidden, ACTIVATION, formula)]
+
+
+def _logits_again(sizes: Sizes) -> list[Term]:
+    """The gradient of the logits, written beside them for the two products that read it."""
+    size = sizes.head.chunk_tokens * sizes.head.columns * sizes.itemsize
+    formula = "as the logits, in place of which it could be written"
+    return [_term("gradient of the logits", size, "logits", formula)]

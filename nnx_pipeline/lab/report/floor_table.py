@@ -1,0 +1,109 @@
+"""Shows what a step must hold and take beside what its program holds and takes."""
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from nnx_pipeline.lab.attribution.floor import Floor, Gap, Term, between
+from nnx_pipeline.lab.compile.measure import Measurement
+from nnx_pipeline.lab.report.memory_tables import megabytes
+from nnx_pipeline.lab.report.time_table import milliseconds
+
+SMALLEST = 50_000  # bytes; a row below it would say 0.0 MB in every column
+ABOUT = "what any program for this step must hold"
+
+
+def floor_view(measurement: Measurement) -> list[RenderableType]:
+    """The terms of the floor, how far the program is above it, and which roles lie between.
+
+    - `measurement`: of a step; one without a floor gives [].
+    """
+    floor = measurement.floor
+    if floor is None:
+        return []
+    lines = [Text(line) for line in floor_lines(measurement)]
+    if floor.peak is None:
+        return list(lines)
+    return [_terms(floor), _gaps(measurement), *lines]
+
+
+def floor_lines(measurement: Measurement) -> list[str]:
+    """Measured over floor for heap, account and step, or why there is no floor of the heap."""
+    floor, memory, time = measurement.floor, measurement.memory, measurement.time
+    if floor is None:
+        return []
+    told = [f"floor of the heap: – ({reason})" for reason in floor.unknown]
+    pairs = {
+        "heap": (memory.heap_bytes, floor.heap_bytes),
+        "account": (memory.account_bytes, floor.account_bytes),
+    }
+    for name, (held, least) in pairs.items():
+        if held is not None and least:
+            above = f"{held / least:.2f} times the floor of {megabytes(least)}"
+            told.append(f"{name}: {megabytes(held)} MB, {above}{_added(measurement, name)}")
+    if floor.time:
+        least_ms = milliseconds(floor.time.step_seconds)
+        parts = f"{milliseconds(floor.time.compute_seconds)} useful products at the peak"
+        parts += f" + {milliseconds(floor.time.bubble_seconds)} bubble"
+        step = time.step_seconds if time else None
+        above = f"{step / floor.time.step_seconds:.1f} times the floor of " if step else "floor "
+        told.append(f"step: {milliseconds(step)} ms, {above}{least_ms} ({parts})")
+    return told
+
+
+def _added(measurement: Measurement, name: str) -> str:
+    """How the heap stands to the floor with what compilers add, for the end of its line."""
+    held = measurement.memory.heap_bytes
+    most = measurement.floor.with_added_bytes if measurement.floor else None
+    if name != "heap" or not held or not most:
+        return ""
+    return f", and {held / most:.2f} times {megabytes(most)} with what compilers add"
+
+
+def gaps_of(measurement: Measurement) -> list[Gap]:
+    """The roles between floor and heap, largest excess first, without those that round to 0."""
+    if measurement.floor is None or measurement.attribution is None:
+        return []
+    gaps = between(measurement.floor, measurement.attribution)
+    return [gap for gap in gaps if max(gap.bytes, gap.least_bytes) >= SMALLEST]
+
+
+def terms_of(floor: Floor) -> list[Term]:
+    """The terms of the floor at its peak, largest first."""
+    terms = floor.peak.terms if floor.peak else ()
+    return sorted(terms, key=lambda term: -term.bytes)
+
+
+def _terms(floor: Floor) -> RenderableType:
+    moment = floor.peak.name if floor.peak else "–"
+    table = Table(title=f"{ABOUT}; most at: {moment}", title_justify="left")
+    table.add_column("", no_wrap=True)
+    table.add_column("MB", justify="right", no_wrap=True)
+    table.add_column("formula", overflow="fold")
+    for term in floor.arguments:
+        table.add_row(term.name, megabytes(term.bytes), term.formula)
+    table.add_section()
+    for term in terms_of(floor):
+        table.add_row(term.name, megabytes(term.bytes), term.formula)
+    for term in floor.peak.added if floor.peak else ():
+        table.add_row(
+            f"+ {term.name}", megabytes(term.bytes), f"added by compilers: {term.formula}"
+        )
+    table.add_section()
+    table.add_row("arguments", megabytes(floor.argument_bytes), "")
+    table.add_row("heap", megabytes(floor.heap_bytes), "without what is added")
+    return table
+
+
+def _gaps(measurement: Measurement) -> RenderableType:
+    gaps = gaps_of(measurement)
+    if not gaps:
+        return Group()
+    table = Table(title="the heap at its peak beside the floor, by role", title_justify="left")
+    table.add_column("role", no_wrap=True)
+    for column in ("MB", "floor", "above"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for gap in gaps:
+        above = f"{gap.excess / 1e6:+,.1f}".replace("-", "−")
+        table.add_row(gap.role, megabytes(gap.bytes), megabytes(gap.least_bytes), above)
+    return table
