@@ -30,8 +30,8 @@ def hold(params: PyTree) -> PyTree:
     Of repeats that are held apart a visit selects its weights by a `where`, and its gradient is
     added in place to arrays of their own. With more repeats it reads a slice of one array, because
     a `where` would read all repeats at each visit. For `mixtral-small` on a TPU v5p (libtpu
-    0.0.42.1), 2 repeats apart and as one array: temp 238 and 273 MB, 20.1 and 21.6 ms of compute; 4
-    repeats: 379 and 335 MB, 35.2 and 35.0 ms.
+    0.0.42.1), 2 repeats apart and as one array: temp 243 and 276 MB, 20.0 and 19.6 ms of compute,
+    the peak is the same; 4 repeats: temp 378 and 335 MB, peak 453 and 416 MB, 35.3 and 33.8 ms.
     """
     leaves = jax.tree.leaves(params)
     repeats = leaves[0].shape[0] if leaves else 1  # integers alone have a gradient without arrays
