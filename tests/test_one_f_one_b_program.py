@@ -75,7 +75,7 @@ def test_nothing_that_is_kept_grows_with_the_microbatches(mode: str) -> None:
 def test_the_ring_has_two_slots_less_one_per_stage() -> None:
     """Inputs of stages, [stages, slots, microbatch, seq, embed], and nothing else of that kind."""
     (steady,) = (loop for loop in loops_over_ticks(program(16)) if loop.params["length"] == 16)
-    rings = [shape for shape in carried(steady) if len(shape) == 5 and shape[-1] == 48]
+    rings = [shape for shape in carried(steady) if shape[2:] == (SEQUENCES, 8, 48)]
     assert rings == [(STAGES, 2 * STAGES - 1, SEQUENCES, 8, 48)]
 
 
@@ -85,7 +85,7 @@ def test_interleaved_ticks_and_ring() -> None:
     lengths = [loop.params["length"] for loop in loops]
     turn = 2 * STAGES - 1
     assert lengths == [turn, 8 * 2 + STAGES - 1 - turn, turn]
-    rings = [shape for shape in carried(loops[1]) if len(shape) == 5 and shape[-1] == 48]
+    rings = [shape for shape in carried(loops[1]) if shape[2:] == (SEQUENCES, 8, 48)]
     assert rings == [(STAGES, 2 * 2 * STAGES - 1, SEQUENCES, 8, 48)]
 
 
