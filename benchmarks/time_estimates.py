@@ -136,10 +136,11 @@ What was measured are MaxText's programs and not these. Both compute the same st
 over as many chips, but for two things that this project does not have yet, and for which a row also
 says what would be left:
 
-- Flash attention. Here attention is by dot products, which write the scores to memory and compute
-  the half of them that the mask hides. `attention` is what its lines take, and `with a kernel` is
-  the step if they took what a kernel takes: {KERNEL_PRODUCTS} products of half the scores (forward,
-  recomputed, backward) at {100 * KERNEL_EFFICIENCY:.0f} % of the peak.
+- Flash attention. Here attention is by dot products, 512 queries at a time, which write the scores
+  to memory and compute some that the mask hides: a quarter of these in a sequence of 2048 tokens,
+  an eighth in one of 4096. `attention` is what its lines take, and `with a kernel` is the step if
+  they took what a kernel takes: {KERNEL_PRODUCTS} products of half the scores (forward, recomputed,
+  backward) at {100 * KERNEL_EFFICIENCY:.0f} % of the peak.
 - Experts for the tokens that are sent to them. Here each token goes through all experts, of which
   MaxText computes two of eight.
 

@@ -108,4 +108,4 @@ def _unknown(config: Config, mesh: MeshConfig) -> tuple[str, ...]:
             model.num_experts > 1 and train.load_balance_weight > 0
         ),
     }
-    return tuple(f"{reason}" for reason, applies in options.items() if applies)
+    return tuple(reason for reason, applies in options.items() if applies)
