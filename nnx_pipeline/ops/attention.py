@@ -21,8 +21,9 @@ Mask = Callable[[int, Array | None], Array]
 
 # Of a sequence up to WHOLE all queries are computed at once, of a longer one BLOCK at a time. On a
 # TPU v5p (libtpu 0.0.42.1), whole and in blocks of 512: Mixtral 8x7B at a sequence of 4096 takes
-# 4,832 and 4,613 ms of compute and a heap of 9.1 and 7.5 GB, Llama2-7B at 2048 5,739 and 5,277 ms
-# and 23.1 and 21.8 GB; `mixtral-small` at 1024 20.0 and 20.0 ms and 191 and 192 MB.
+# 4,832 and 4,616 ms of compute and a heap of 9.1 and 7.5 GB, Llama2-7B at 2048 5,739 and 5,410 ms
+# and 23.1 and 21.9 GB; `mixtral-small` at 1024 without a pipeline 15.8 and 15.4 ms and 198 and
+# 196 MB.
 WHOLE, BLOCK = 1024, 512
 
 

@@ -116,7 +116,7 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
 
     With `train.shard_optimizer_over_data` everything from the gradients to the updates is sharded
     over `data` too; the updates are then gathered. If the new parameters were, XLA for TPU would
-    copy the parameters before the step and the new ones after it (Llama2-7B: 12 GB).
+    copy the parameters before the step and the new ones after it (Llama2-7B: 13 GB).
     """
     model, train = state.model, state.model.config.train
     key = jax.random.fold_in(jax.random.key(train.dropout_seed), state.step)
