@@ -11,6 +11,7 @@ import _thread
 import contextlib
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -86,6 +87,10 @@ def answer(name: str) -> "_Answer | None":
     """
     if _answering or threading.current_thread() is not threading.main_thread():
         return None
+    # Python tries out the folder for temporary files when it is first asked for: it writes a file
+    # there and removes it. Only before the handlers are set is that removed whatever happens.
+    with contextlib.suppress(FileNotFoundError):  # no folder can be used; who needs one says so
+        tempfile.gettempdir()
     return _Answer(name)
 
 

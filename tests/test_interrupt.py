@@ -259,6 +259,26 @@ def alive(process: int) -> bool:
     return state != "Z"
 
 
+def test_the_folder_for_temporary_files_is_tried_out_before_the_handlers_are_set(
+    tmp_path: Path,
+) -> None:
+    """Python writes a file there, and a signal that came while it exists would leave it."""
+    code = """
+import os, signal, tempfile
+from nnx_pipeline import ending
+real = os.unlink
+def unlink(path):
+    print(os.path.dirname(path), signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+    real(path)
+os.unlink = unlink
+ending.answer("command")
+tempfile.gettempdir()
+"""
+    with started(tmp_path, code) as process:
+        out, err = process.communicate(timeout=LONGEST)
+    assert (process.returncode, out, err) == (0, f"{tmp_path / 'tmp'} True\n", "")
+
+
 def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
     code = """
 import os, signal, sys, time
