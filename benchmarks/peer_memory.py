@@ -117,7 +117,8 @@ LARGER = (
     llama("stage=2,fsdp=2", {}, *ONCE),
     llama("stage=2,data=2", ZERO_1, *OVER_DATA),
     llama("stage=2,data=2", ZERO_1 | AUTO, *OVER_DATA),
-    llama("stage=2,data=2", ZERO_1 | ACCUMULATE | BFLOAT16, *OVER_DATA),
+    llama("stage=2,data=2", ZERO_1 | STEP, *OVER_DATA),
+    llama("stage=2,data=2", ZERO_1 | STEP | BFLOAT16, *OVER_DATA),
     Row(
         *(POD, "stage=4,fsdp=16", 8, 64, 4, {}, 21_722_906_976, 21_908_422_464),
         model="mixtral-8x7b",

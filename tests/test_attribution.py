@@ -158,6 +158,19 @@ def test_a_training_step_has_lines_of_source(platform: str, step: Any) -> None:
     assert roles.get("other", 0) < 0.01 * found.heap_bytes
 
 
+def test_the_gradient_of_a_head_whose_tokens_travel_is_no_logits() -> None:
+    """The loss computes it in the forward pass, and an all-to-all brings it to the weight."""
+    need("tpu:v5p:2x2x2")
+    # 1000 columns of a device fill no tile of 128, so that the result is copied to its weight.
+    changes = ("model.vocab_size=8000", "train.sequence_length=16", "model.num_layers=1")
+    config = Chosen("tiny", changes).config()
+    with optax_promotion():
+        result = measure_step(config, MeshConfig(fsdp=8), Platform.parse("tpu:v5p:2x2x2"))
+    rows = [row for row in attribution_of(result).buffers if row.shape == "f32[8,8000]"]
+    assert "gradient" in {row.role for row in rows}
+    assert "logits" not in {row.role for row in rows}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("platform", [one for one in COMPILERS if one != "cpu"])
 def test_the_time_of_a_training_step(platform: str, step: Any) -> None:

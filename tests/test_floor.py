@@ -133,6 +133,22 @@ def test_zero_1_shards_the_gradients_that_the_optimizer_reads() -> None:
     assert sum(shards.values()) == sum(whole.values()) // 2
 
 
+def test_zero_1_adds_up_shards_where_weights_are_gathered() -> None:
+    train = dataclasses.replace(CONFIG.train, shard_optimizer_over_data=True)
+    config = dataclasses.replace(CONFIG, train=train)
+    by_use, once = (
+        terms(
+            "backward pass of attention",
+            dataclasses.replace(config, pipeline=one.pipeline),
+            "stage=2,data=2",
+        )
+        for one in (with_pipeline(backward="accumulate"), with_pipeline(fsdp_gather="step"))
+    )
+    assert once["gradients of the layers"] == by_use["gradients of the layers"] // 2
+    assert once["gathered weights"] == 2 * (2 * OF_LAYER + 2 * SCALES)
+    assert "gathered weights" not in by_use
+
+
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [

@@ -23,7 +23,9 @@ from helpers import (
     small_config,
 )
 
-from nnx_pipeline import Config, Mixtral
+from nnx_pipeline import Config, Layout, Mixtral
+from nnx_pipeline.ops.experts import DenseExperts, ExpertKernels
+from nnx_pipeline.remat import FULL
 from nnx_pipeline.train import abstract_state, loss_of, step
 from nnx_pipeline.train.optimizer import clip_by_global_norm, global_norm
 from nnx_pipeline.train.step import in_dtype, loss_and_gradients, train_step
@@ -320,3 +322,27 @@ def test_training_in_bfloat16_follows_float32() -> None:
         found[dtype] = float(metrics.loss)
     assert found["bfloat16"] == pytest.approx(found["float32"], rel=2e-2)
     assert found["bfloat16"] != found["float32"]
+
+
+def test_groups_of_experts_stack_gradients_in_the_dtype_of_the_model() -> None:
+    """The scan over groups returns one gradient for each; only their stack is cast."""
+    x = jnp.ones((2, 4, 8), jnp.bfloat16)
+    choice = jnp.ones((2, 4, 1), jnp.bfloat16), jnp.zeros((2, 4, 1), jnp.int32)
+    kernels = ExpertKernels(*(jnp.ones(shape) for shape in ((4, 8, 16), (4, 8, 16), (4, 16, 8))))
+    layout = Layout()
+
+    def loss(kernels: ExpertKernels) -> jax.Array:
+        mixed = DenseExperts(group=2)(x, choice, kernels, layout=layout, remat=FULL)
+        return jnp.sum(mixed.astype(jnp.float32))
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(kernels)
+    stacked = [
+        variable.aval
+        for equation in equations(jaxpr)
+        if equation.primitive.name == "scan"
+        for variable in equation.outvars[equation.params["num_carry"] :]
+        if math.prod(variable.aval.shape) == kernels.gate.size
+    ]
+    assert len(stacked) == 3
+    assert {aval.dtype for aval in stacked} == {jnp.dtype("bfloat16")}
+    assert {aval.dtype for aval in jaxpr.out_avals} == {jnp.dtype("float32")}

@@ -37,6 +37,7 @@ CASES = [
     ("data=2,stage=2,fsdp=2", "explicit", {"num_repeats": 2}),
     ("data=2,stage=2,fsdp=2", "auto", {"fsdp_gather": "step", "schedule": "1f1b"}),
     ("data=2,stage=2,expert=2", "explicit", {"backward": "accumulate"}),
+    ("data=2,stage=2,expert=2", "explicit", {"fsdp_gather": "prefetch", "num_repeats": 2}),
 ]
 each_case = pytest.mark.parametrize(
     ("mesh", "mode", "pipeline"), CASES, ids=lambda value: str(value).replace(" ", "")
@@ -205,6 +206,23 @@ def test_a_loop_that_adds_up_gradients_sums_them_over_data_once(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("case", "once"), [(CASES[2], False), (CASES[3], True)], ids=str)
+def test_shards_add_up_where_weights_are_gathered(case: Any, once: bool) -> None:
+    """Each visit's gradient is then scattered over `data`; elsewhere the sum of all visits is."""
+    mesh, mode, pipeline = case
+    module = program(mesh, mode, tuple(pipeline.items()), True)
+    runs, beside = executions(module), 8 // mesh_of(mesh).shape["data"]
+    times = {
+        runs[name]
+        for name in runs
+        for instruction in module.computations[name].instructions.values()
+        if instruction.opcode == "reduce-scatter" and crosses(instruction, beside)
+        if any(math.prod(shape.dims) >= 32 * 2 * 4 // 4 for shape in instruction.shapes)
+    }
+    assert times == {1} if once else max(times) > 1, times
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", [{}, {"schedule": "1f1b"}], ids=str)
 def test_gradients_travel_in_their_dtype(pipeline: dict[str, Any]) -> None:
     config = replace(config_of("explicit", pipeline), "train", grad_dtype="bfloat16")
@@ -241,10 +259,20 @@ def test_the_gradient_of_the_parameters_themselves(mesh: str) -> None:
     assert_close(found[0], found[1], 1e-5)
 
 
-@pytest.mark.parametrize("mesh", ["data=2,stage=2,fsdp=2", "data=4,fsdp=2"])
-def test_the_gradient_of_parameters_beside_their_shards_is_refused(mesh: str) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "pipeline"),
+    [
+        ("data=2,stage=2,fsdp=2", {}),
+        ("data=2,stage=2,fsdp=2", {"fsdp_gather": "step"}),
+        ("data=4,fsdp=2", {}),
+    ],
+    ids=str,
+)
+def test_the_gradient_of_parameters_beside_their_shards_is_refused(
+    mesh: str, pipeline: dict[str, Any]
+) -> None:
     """It goes to the shards, and would be zero."""
-    config, on = config_of("explicit", {}), mesh_of(mesh)
+    config, on = config_of("explicit", pipeline), mesh_of(mesh)
     with jax.set_mesh(on):
         model, batch = abstract_state(config, on).model, abstract_batch(config, on)
 

@@ -215,17 +215,18 @@ class TrainConfig:
     Where the loop over microbatches adds gradients up itself (`PipelineConfig.accumulates`:
     `backward=accumulate`, `schedule=1f1b`, or `fsdp_gather` other than `use`), they are also
     accumulated, and summed over `data`, in this dtype; `fsdp_gather=prefetch` also sums them over
-    `fsdp` in it, where the others sum those of each visit in the dtype of the model. Elsewhere they
-    are cast when they are complete, except that `shard_optimizer_over_data` sums those of the
-    layers over `data` in this dtype. The optimizer's moments keep the dtype of the parameters.
+    `fsdp` in it, where the others sum those of each visit in the dtype of the model (`step` with
+    `shard_optimizer_over_data` over `data` too). Elsewhere they are cast when they are complete,
+    except that `shard_optimizer_over_data` sums those of the layers over `data` in this dtype. The
+    optimizer's moments keep the dtype of the parameters.
     """
 
     shard_optimizer_over_data: bool = False
     """Whether the optimizer's state is sharded over the mesh axis `data` (ZeRO-1).
 
     Each device along `data` gets its shard of the gradients by reduce-scatter and computes the
-    updates of that shard of the parameters, which are then gathered. It has no effect on a mesh
-    with data=1.
+    updates of that shard of the parameters, which are then gathered. Where in the loop gradients
+    become shards depends on `PipelineConfig.fsdp_gather`. It has no effect on a mesh with data=1.
     """
 
     def __post_init__(self) -> None:

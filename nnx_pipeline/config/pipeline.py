@@ -90,6 +90,10 @@ class PipelineConfig:
     - `prefetch`: repeat by repeat, the next repeat while the present one is in use; each device
       then holds gathered weights and full gradients of two repeats. With one repeat it is the same
       as `step`.
+
+    With `TrainConfig.shard_optimizer_over_data`, `step` and `prefetch` gather over data too, from
+    the shards of ZeRO-1. Gradients then add up as shards, which are summed over data as they are
+    over fsdp; with `use` they add up whole, and are summed over data once per step.
     """
 
     backward: Literal["autodiff", "accumulate"] | None = None

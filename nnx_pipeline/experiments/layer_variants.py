@@ -184,7 +184,7 @@ def sum_chosen(
         return here[..., 0] * product[..., None, :]
 
     takes = jax.nn.one_hot(chosen, kernels.gate.shape[0], dtype=x.dtype)
-    operands = (*products.split(*kernels), products.split_choice(takes))
+    operands = (*products.split(kernels, x.dtype), products.split_choice(takes))
     found = products.sum_over_steps(remat.checkpoint(one_expert), operands, x.dtype)
     outputs, weights = (each.astype(sum_dtype or x.dtype) for each in (found, weights))
     mixed = jnp.einsum("bske,bsk->bse", outputs, weights).astype(x.dtype)

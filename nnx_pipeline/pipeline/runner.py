@@ -169,13 +169,15 @@ class Runner:
     def _stack(self, layers: Any) -> Any:
         """The parameters of the stages: the layers, and the number of each.
 
-        Both have an axis of copies if each device gets its shard of the gradients. If the layers of
-        a stage are held apart, it is a list of such pairs, one for each layer of a stage.
+        Both have an axis of copies along the mesh axes of `_copied`. If the layers of a stage are
+        held apart, it is a list of such pairs, one for each layer of a stage.
         """
-        numbers = self._numbers
+        numbers, copied = self._numbers, self._copied
         if self.weights.zero1:
-            layers = self._shards(layers, skip=0, axis=2).copies(layers)
-            copies = math.prod(mesh_sizes()[axis] for axis in self.weights.zero1)
+            shards = self._shards(layers, skip=0, axis=2)
+            layers = shards.copies(layers) if copied else shards.of(layers)
+        if copied:
+            copies = math.prod(mesh_sizes()[axis] for axis in copied)
             numbers = jnp.repeat(numbers[:, :, None], copies, axis=2)
         stack = layers, place(numbers, self._numbers_spec(stacked=True))
         if not self._in_turn.apart:
@@ -189,7 +191,17 @@ class Runner:
     @property
     def _layer_axis(self) -> int:
         """The position of the layers of a stage in a parameter, which may have copies before."""
-        return 3 if self.weights.zero1 else 2
+        return 3 if self._copied else 2
+
+    @property
+    def _copied(self) -> tuple[str, ...]:
+        """The mesh axes of ZeRO-1 along which the parameters are copied before the loop.
+
+        There are none where the loop itself gathers weights: it then gathers the shards of ZeRO-1,
+        and adds up gradients as shards.
+        """
+        copies = self.layout.axes("copy")
+        return copies if copies == self.weights.zero1 and not gathered_axes(self.config) else ()
 
     @property
     def _numbers(self) -> Array:
@@ -197,7 +209,7 @@ class Runner:
 
     def _numbers_spec(self, *, stacked: bool) -> P:
         """The partition spec of the numbers, with or without the axis of the layers of a stage."""
-        copies = (self.weights.zero1,) if self.weights.zero1 else ()
+        copies = (self._copied,) if self._copied else ()
         return P(*self.layout.spec(None, "stage"), *copies, *[None] * stacked)
 
     def _apply_stage(self, stack: Any, x: Array, side: Side) -> tuple[Array, PyTree]:
@@ -270,21 +282,19 @@ class Runner:
         )
 
     def _gathering(self, layers: Any) -> WeightGathering:
-        copies, zero1 = self.layout.axes("copy"), self.weights.zero1
+        copies, gathered = self.layout.axes("copy"), gathered_axes(self.config)
         ahead = self.config.fsdp_gather == "prefetch"
-        if not copies:
+        if copies == self._copied:
             return WeightGathering(ahead=ahead)
-        shards, gathered = self._shards(layers, skip=0, axis=2), gathered_axes(self.config)
         apart, at = self._in_turn.apart, self._layer_axis
-        specs = shards.copy_specs if zero1 else shards.stored
+        specs = self._shards(layers, skip=0, axis=2).sharded
         if apart:
             specs = tuple(P(*spec[:at], *spec[at + 1 :]) for spec in specs)
         pair = (*specs, self._numbers_spec(stacked=not apart))
         return WeightGathering(
             specs=pair * (self.layers_per_stage if apart else 1),
-            zero1=zero1,
             copies=copies,
-            gathered=gathered,
+            gathered=(*gathered, *self.weights.zero1),
             dtype=self.weights.dtype if gathered else None,
             ahead=ahead,
         )

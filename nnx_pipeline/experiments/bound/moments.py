@@ -56,10 +56,10 @@ def _number(count: int, what: str) -> str:
 
 def _gathered(sizes: Sizes) -> list[Term]:
     """The weights that are gathered once per step."""
-    if sizes.config.pipeline.fsdp_gather == "use" or sizes.mesh.fsdp == 1:
+    if not sizes.gathers_first:
         return []
     size = sizes.gathered_bytes(sizes.state.model.pipeline.layers)
-    formula = "all weights of the stage, whole along fsdp, × bytes of dtype"
+    formula = "all weights of the stage, whole along fsdp and data, × bytes of dtype"
     return [_term("gathered weights", size, GATHERED, formula)]
 
 
@@ -133,7 +133,8 @@ def _accumulators(sizes: Sizes, *, ends: bool) -> list[Term]:
     model, config = sizes.state.model, sizes.config
     adds_up = config.pipeline.accumulates and sizes.in_loop
     width = sizes.grad_itemsize if adds_up else sizes.param_itemsize
-    layout = sizes.layout if sizes.in_loop else sizes.optimizer_layout
+    as_shards = sizes.gathers_first or not sizes.in_loop
+    layout = sizes.optimizer_layout if as_shards else sizes.layout
     layers = width * sizes.numbers(model.pipeline.layers, layout)
     whole = [model.head, model.embedding, model.norm] if ends else [model.head]
     outside = sizes.grad_itemsize * sizes.numbers(whole, sizes.optimizer_layout)
@@ -230,7 +231,7 @@ def _feed_forward(sizes: Sizes) -> list[Term]:
 def _casts(sizes: Sizes) -> list[Term]:
     """Stored weights in the dtype of products, all cast before the loop that uses them."""
     model = sizes.config.model
-    if sizes.config.pipeline.fsdp_gather == "step" and sizes.mesh.fsdp > 1:
+    if sizes.gathers_first:
         return []  # each is cast as it is gathered
     if model.dtype == model.param_dtype:
         return []

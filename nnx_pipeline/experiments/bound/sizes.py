@@ -55,6 +55,12 @@ class Sizes:
         return self.mesh.stage > 1 or self.config.pipeline.schedule == "1f1b"
 
     @property
+    def gathers_first(self) -> bool:
+        """Whether a loop gathers weights before the ticks that use them; ZeRO-1's from shards."""
+        apart = self.mesh.fsdp > 1 or bool(self.state.model.zero1)
+        return self.config.pipeline.fsdp_gather != "use" and self.in_loop and apart
+
+    @property
     def microbatches(self) -> int:
         """How many microbatches a loop works on; 1 where the whole batch goes through at once."""
         return self.config.pipeline.microbatches_on(self.mesh.stage) if self.in_loop else 1

@@ -19,6 +19,8 @@ The rules apply in this order, and the first that matches gives the role.
     d. anything else: `scan carry`.
 4.  The result of a collective, or the operand of an asynchronous one: `gradient` where it is the
     result of a reduce-scatter or all-reduce and of a parameter's shape, else `collective buffer`.
+    The result of an all-to-all, also after it is converted or its axes are moved, is a `gradient`
+    where it is of the shape in which a parameter is stored.
 5.  Of a parameter's shape: `gradient` under `transpose(` unless it is recomputed, `optimizer
     update` where a program that has a backward pass computes it outside both passes.
 6.  With the size of the vocabulary among its dimensions: `logits`. That size is the larger
@@ -135,6 +137,11 @@ class Roles:
 
     def _of_collective(self, value: Value, shape: Shape) -> str | None:
         """The role by rule 4, None where that does not apply."""
+        # A weight's gradient by column shards becomes one by row shards: the shape tells the end
+        # of this exchange, where the pass does not, if a loss computes its gradient when called.
+        exchanged = collective(self.flow.lineage(value)[-1].opcode) == "all-to-all"
+        if exchanged and self._like_parameter(shape, gathered=False):
+            return "gradient"
         lineage = self.flow.lineage(value, reshaped=False)
         kinds = [kind for item in lineage if (kind := collective(item.opcode))]
         sends = any(

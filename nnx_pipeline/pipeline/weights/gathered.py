@@ -36,9 +36,6 @@ class WeightGathering:
       that of the parameters.
     - `ahead`: whether to gather repeat by repeat, each while the one before it is in use, instead
       of all repeats at once.
-    - `zero1`: the first axes of `copies`, if the parameters have an axis of copies along them
-      already (see `weights.zero1`). `specs` then include that axis, and the gradients of these
-      copies are not summed here.
     """
 
     specs: tuple[P, ...] = ()
@@ -46,14 +43,13 @@ class WeightGathering:
     gathered: tuple[str, ...] = ()
     dtype: jax.typing.DTypeLike | None = None
     ahead: bool = False
-    zero1: tuple[str, ...] = ()
 
     def gather(self, params: PyTree) -> PyTree:
         """Gathers stored weights: `[repeats, stages, …]` to `[repeats, stages, copies, …]`.
 
         Without mesh axes to copy along, the weights are returned unchanged.
         """
-        if self.copies == self.zero1:
+        if not self.copies:
             return params
 
         def one(leaf: Array, spec: P) -> Array:
@@ -61,7 +57,7 @@ class WeightGathering:
                 leaf = leaf.astype(self.dtype)
             for axis, names in self._gathered_axes(spec):
                 leaf = jax.lax.all_gather(leaf, names, axis=axis, tiled=True)
-            return leaf if self.zero1 else jnp.expand_dims(leaf, 2)
+            return jnp.expand_dims(leaf, 2)
 
         return self._on_each_device(one, params, params, self.specs, self._copy_specs)
 
@@ -71,7 +67,7 @@ class WeightGathering:
         - `params`: the weights as they are stored, `[repeats, stages, …]`.
         - `dtype`: that of the accumulators; None for that of the parameters.
         """
-        if self.copies == self.zero1:
+        if not self.copies:
             return zero_gradients(params, params, dtype)
         leaves, tree = jax.tree.flatten(params)
 
@@ -79,7 +75,7 @@ class WeightGathering:
             if not is_float(leaf):
                 return None
             copies = math.prod(mesh_sizes()[name] for name in self._kept(stored))
-            shape = (*leaf.shape[:2], copies, *leaf.shape[3 if self.zero1 else 2 :])
+            shape = (*leaf.shape[:2], copies, *leaf.shape[2:])
             return place(jnp.zeros(shape, dtype or leaf.dtype), spec)
 
         return jax.tree.unflatten(tree, map(one, leaves, self.specs, self._total_specs))
@@ -93,14 +89,14 @@ class WeightGathering:
         Each is summed over the mesh axes that the weight was gathered over, by a reduce-scatter in
         its own dtype, so that no device holds full gradients of more than one visit.
         """
-        if self.copies == self.zero1:
+        if not self.copies:
             return gradients
 
         def one(leaf: Array, spec: P) -> Array:
-            leaf = leaf if self.zero1 else jnp.squeeze(leaf, 1)
+            leaf = jnp.squeeze(leaf, 1)
             for axis, names in self._gathered_axes(spec):
                 leaf = self._scattered(leaf, axis - 1, names)
-            return leaf if self.zero1 else jnp.expand_dims(leaf, 1)
+            return jnp.expand_dims(leaf, 1)
 
         of_copies, of_totals = (
             tuple(P(*spec[1:]) for spec in specs) for specs in (self._copy_specs, self._total_specs)
@@ -116,14 +112,14 @@ class WeightGathering:
         The sum is made in the dtype of the gradients: by an all-reduce over the axes of `copies`,
         and if repeats were gathered `ahead`, by a reduce-scatter over the mesh axes of the gather.
         """
-        if self.copies == self.zero1:
+        if not self.copies:
             return gradients
 
         def one(leaf: Array, spec: P) -> Array:
-            leaf = leaf if self.zero1 else jnp.squeeze(leaf, 2)
+            leaf = jnp.squeeze(leaf, 2)
             for axis, names in self._gathered_axes(spec) if self.ahead else ():
                 leaf = self._scattered(leaf, axis, names)
-            rest = tuple(name for name in self._kept(spec) if name not in self.zero1)
+            rest = self._kept(spec)
             return jax.lax.psum(leaf, rest) if rest else leaf
 
         held = self._copy_specs if self.ahead else self._total_specs
@@ -149,8 +145,7 @@ class WeightGathering:
     @property
     def _total_specs(self) -> tuple[P, ...]:
         """The partition spec of each accumulator whose visits `of_visit` has summed."""
-        after = 3 if self.zero1 else 2
-        return tuple(P(*spec[:2], self._kept(spec), *spec[after:]) for spec in self.specs)
+        return tuple(P(*spec[:2], self._kept(spec), *spec[2:]) for spec in self.specs)
 
     def _gathered_axes(self, spec: P) -> list[tuple[int, tuple[str, ...]]]:
         found = []
@@ -168,7 +163,7 @@ class WeightGathering:
             entries = list(spec)
             for axis, _ in self._gathered_axes(spec):
                 entries[axis] = None
-            specs.append(P(*entries[:2], self.copies, *entries[3 if self.zero1 else 2 :]))
+            specs.append(P(*entries[:2], self.copies, *entries[2:]))
         return tuple(specs)
 
     def _on_each_device(

@@ -1,4 +1,9 @@
-"""ZeRO-1: weights stay whole along `data`, and each device gets only a shard of the gradients."""
+"""ZeRO-1: weights stay whole along `data`, and each device gets only a shard of the gradients.
+
+Where the loop gathers weights before it uses them, it gathers the shards of ZeRO-1 (`of`): to it
+they are weights that are sharded over one more mesh axis. Elsewhere each device reads the whole
+weights that it stores (`copies`), and the shards get the gradient.
+"""
 
 import dataclasses
 import functools
@@ -12,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.ops.gradients import or_zeros, refuse_perturbed, values_of
-from nnx_pipeline.sharding import Layout, P
+from nnx_pipeline.sharding import Layout, P, place
 
 
 @functools.partial(jax.tree_util.register_dataclass)
@@ -67,6 +72,19 @@ class GradientShards:
         stored = dataclasses.replace(self, sharded=self.stored)
         return jax.tree.unflatten(tree, _copy(stored, leaves, jax.lax.stop_gradient(leaves)))
 
+    def of(self, layers: Any) -> PyTree:
+        """The layers as shards, for a loop that gathers them.
+
+        - `layers`: `Zero1Layers`, whose shards are taken, or plain layers, which are sharded here.
+
+        Raises InputError when the gradient with respect to `Zero1Layers.whole` is asked for.
+        """
+        if isinstance(layers, Zero1Layers):
+            leaves, tree = jax.tree.flatten(layers.shards)
+            return jax.tree.unflatten(tree, _take(leaves, jax.tree.leaves(layers.whole)))
+        leaves, tree = jax.tree.flatten(layers)
+        return jax.tree.unflatten(tree, map(place, leaves, self.sharded))
+
     @property
     def copy_specs(self) -> tuple[P, ...]:
         """The partition spec of each array of copies."""
@@ -119,6 +137,30 @@ def gradient_shards(
     )
 
 
+_BOTH = (
+    "the gradient was asked for with respect to both the parameters and their shards, and goes to "
+    "the shards; use jax.lax.stop_gradient on the parameters, or leave `shards` out"
+)
+
+
+@jax.custom_vjp
+def _take(shards: list[Array], whole: list[Array]) -> list[Array]:
+    del whole  # only to refuse its gradient, which would be zero
+    return shards
+
+
+def _take_forward(shards: list[Any], whole: list[Any]) -> tuple[list[Array], None]:
+    refuse_perturbed(_BOTH, whole)
+    return values_of(shards), None
+
+
+def _take_backward(_: None, gradients: list[Any]) -> tuple[list[Array], None]:
+    return [or_zeros(gradient) for gradient in gradients], None
+
+
+_take.defvjp(_take_forward, _take_backward, symbolic_zeros=True)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _copy(to: GradientShards, shards: list[Array], whole: list[Array]) -> list[Array]:
     del shards  # only their gradient is of interest
@@ -132,11 +174,7 @@ def _copy(to: GradientShards, shards: list[Array], whole: list[Array]) -> list[A
 def _copy_forward(
     to: GradientShards, shards: list[Any], whole: list[Any]
 ) -> tuple[list[Array], None]:
-    whole = refuse_perturbed(
-        "the gradient was asked for with respect to both the parameters and their shards, and goes "
-        "to the shards; use jax.lax.stop_gradient on the parameters, or leave `shards` out",
-        whole,
-    )
+    whole = refuse_perturbed(_BOTH, whole)
     return _copy(to, values_of(shards), whole), None
 
 
