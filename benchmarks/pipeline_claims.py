@@ -46,7 +46,10 @@ MESH, MICROBATCHES = "stage=4,fsdp=2", 8
 MESHES = {"zero-1": "data=2,stage=4", "expert-reshard": "stage=4,expert=2"}
 HEAD = (
     "| experiment | claim | arm a | arm b | temp a | temp b | b/a | heap a | heap b | b/a "
-    "| peak a | peak b | verdict | numbers apart by |\n" + "|---" * 4 + "|--:" * 8 + "|---|--:|"
+    "| peak a | peak b | compute a | compute b | b/a | verdict | numbers apart by |\n"
+    + "|---" * 4
+    + "|--:" * 11
+    + "|---|--:|"
 )
 GEMM = {
     "cuda:h100:8": "Matrix products by Triton. A device would choose by trying: the band is from "
@@ -55,17 +58,17 @@ GEMM = {
 }
 ABOUT = f"""# The claims, measured
 
-At commit 7753bd3, when experts ran one after the other and the layers of a stage in a scan.
-
 `mixtral-small` on `{MESH}` with {MICROBATCHES} microbatches, where an experiment sets nothing else
 ({", ".join(f"`{name}` is on `{mesh}`" for name, mesh in MESHES.items())}); MB (10⁶ bytes) per
-device. Arm b does what the claim says is better: `holds` is fewer temp bytes in
-b, `opposite` more, `no effect` a difference below 1 %: a note says whether the compiler makes one
-program of both arms, or two programs. On a TPU temp counts other memory spaces
-too, and the heap is the better figure: where the two disagree, a note says so. `shard-variable` is
-about the creation of the parameters, `stage-metadata` about what the host holds while the step is
-traced. The last column is the largest difference of any loss or gradient between the arms,
-relative to the largest value of its array, at `tiny` on 8 CPU devices. Made by
+device. Arm b does what the claim says is better: `holds` is fewer temp bytes in b, `opposite` more,
+`no effect` a difference below 1 %: a note says whether the compiler makes one program of both arms,
+or two programs. On a TPU temp counts other memory spaces too, and the heap is the better figure;
+whether a program fits is decided by the account: where either disagrees, a note says so. Compute is
+ms of a step without its collectives: on a TPU by the cycles that the compiler estimates, on an H100
+by a roofline. `shard-variable` is about the creation of the parameters, `stage-metadata` about what
+the host holds while the step is traced. The last column is the largest difference of any loss or
+gradient between the arms, relative to the largest value of its array, at `tiny` on 8 CPU devices.
+Made by
 
     python benchmarks/pipeline_claims.py
 
@@ -83,6 +86,7 @@ def entry(outcome: Outcome) -> dict[str, Any]:
         arms[key] = {"label": full["arms"][key]["label"]}
         if result:
             arms[key] |= result.memory.to_json()
+            arms[key]["compute_seconds"] = result.time and result.time.compute_seconds
     measured = outcome.a or outcome.b
     return {
         "claim": full["claim"],
@@ -107,6 +111,9 @@ def line(name: str, found: dict[str, Any]) -> str:
         ratio = f"{after / before:.3f}" if before and after is not None else "–"
         cells += [megabytes(before), megabytes(after), ratio]
     cells += [megabytes(arm.get("peak_bytes")) for arm in (a, b)]
+    before, after = (arm.get("compute_seconds") for arm in (a, b))
+    cells += ["–" if seconds is None else f"{seconds * 1e3:.2f}" for seconds in (before, after)]
+    cells.append(f"{after / before:.3f}" if before and after else "–")
     apart = numerics and numerics.get("worst_relative", numerics["max_abs_diff"])
     cells += [found["verdict"], f"{apart:.1e}" if numerics else "–"]
     return "| " + " | ".join(cells) + " |"

@@ -180,8 +180,14 @@ def _held_while_tracing(outcome: Outcome) -> str:
 
 
 def _other_verdicts(outcome: Outcome, verdict: str) -> list[str]:
-    """The verdicts by temp and by heap, where they differ from the verdict."""
+    """The verdicts by temp, heap and account, where they differ from the verdict.
+
+    The account decides whether a program fits, and is larger by all arguments: that it changes by
+    less than 1 % says little about the arms, and is left out.
+    """
     others: tuple[Quantity, ...] = ("temp", "heap")
+    if outcome.verdict_by("account") != "no effect":
+        others += ("account",)
     said: dict[str, list[str]] = {}
     for quantity in others:
         said.setdefault(outcome.verdict_by(quantity), []).append(NAMES[quantity])
