@@ -466,6 +466,48 @@ MUTATIONS = (
         "pass",
         "test_convert test_checkpoint_save",
     ),
+    Mutation(
+        "nnx_pipeline/pipeline/runner.py",
+        "gathered=(*gathered, *self.weights.zero1)",
+        "gathered=gathered",
+        "test_zero",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/weights/zero1.py",
+        "    refuse_perturbed(_BOTH, whole)\n    return values_of(shards), None",
+        "    return values_of(shards), None",
+        "test_zero",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/experts.py",
+        "gate, up, down = (kernel.astype(dtype) for kernel in kernels)",
+        "gate, up, down = kernels",
+        "test_grad_dtype",
+    ),
+    Mutation(
+        "nnx_pipeline/lab/attribution/roles.py",
+        '.opcode) == "all-to-all"',
+        '.opcode) == "broadcast"',
+        "test_attribution",
+    ),
+    Mutation(
+        "nnx_pipeline/lab/comparison/outcome.py",
+        'if outcome.verdict_by("account") != "no effect":',
+        "if False:",
+        "test_account",
+    ),
+    Mutation(
+        "nnx_pipeline/experiments/bound/moments.py",
+        "as_shards = sizes.gathers_first or not sizes.in_loop",
+        "as_shards = not sizes.in_loop",
+        "test_floor",
+    ),
+    Mutation(
+        "nnx_pipeline/ending.py",
+        "        tempfile.gettempdir()\n",
+        "        pass\n",
+        "test_interrupt",
+    ),
 )
 
 

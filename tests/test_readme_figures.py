@@ -205,6 +205,16 @@ def test_growth_of_1f1b(peer: Any) -> None:
     assert all(temps[2 * count] < 1.02 * temps[count] for count in (8, 16, 32))
 
 
+def test_growth_under_other_policies() -> None:
+    growth = benchmark("microbatch_growth")
+    found = json.loads((RESULTS / "microbatch_growth.json").read_text())
+    assert set(found) == {" ".join(row) for row in growth.ROWS}
+    assert growth.page(found) == (RESULTS / "microbatch_growth.md").read_text()
+    most = max(growth.growth(row["temp_bytes"]) for name, row in found.items() if "1f1b" in name)
+    assert f"at most {most:.1%} per doubling".replace("%", " %") in (ROOT / "README.md").read_text()
+    assert most < 0.01
+
+
 def cells(name: str) -> dict[str, list[list[str]]]:
     """The rows of the tables of a result file, by their first cell."""
     found: dict[str, list[list[str]]] = {}
