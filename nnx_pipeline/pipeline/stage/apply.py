@@ -34,10 +34,9 @@ def map_stages(apply_stage: ApplyStage) -> Callable[..., Any]:
 def read_row(index: Array, leaf: Array) -> Array:
     """`leaf[index]` for an index array of length 1, as a dynamic slice.
 
-    A gather needs more memory where its transpose adds up the gradients of a repeat
-    (`mixtral-small` with 2 repeats: temp 245 MB with the slice against 261 MB with a gather on a
-    TPU v5p, libtpu 0.0.42.1, and 208 against 216 MB on an H100, at commit 7753bd3; experiment
-    `repeat-select`).
+    The transpose of a gather adds up the gradients of a repeat by a scatter, that of a slice writes
+    them. Both hold the same memory for `mixtral-small` with 2 repeats (libtpu 0.0.42.1 and XLA for
+    H100, experiment `repeat-select`).
     """
     return jax.lax.dynamic_index_in_dim(leaf, index[0], axis=0)
 
