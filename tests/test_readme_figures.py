@@ -205,6 +205,21 @@ def test_growth_of_1f1b(peer: Any) -> None:
     assert all(temps[2 * count] < 1.02 * temps[count] for count in (8, 16, 32))
 
 
+def test_what_shards_of_zero_1_save_and_cost(peer: Any) -> None:
+    found = json.loads((RESULTS / "peer_memory.json").read_text())
+    shards, whole = (
+        found[peer.name_of(row)]
+        for options in (peer.ZERO_1 | peer.STEP, peer.ZERO_1)
+        for row in peer.LARGER
+        if row.options == options
+    )
+    peaks = (peer.gigabytes(one["memory"]["peak_bytes"]) for one in (shards, whole))
+    sent = (peer.gigabytes(one["traffic"]) for one in (shards, whole))
+    text = " ".join((ROOT / "README.md").read_text().split())
+    said = "is {} GB instead of {}, and collectives give {} GB instead of {}."
+    assert said.format(*peaks, *sent) in text
+
+
 def test_growth_under_other_policies() -> None:
     growth = benchmark("microbatch_growth")
     found = json.loads((RESULTS / "microbatch_growth.json").read_text())
