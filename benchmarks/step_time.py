@@ -1,11 +1,12 @@
 """Processor time of a training step on virtual CPU devices, beside another version of the source.
 
     python benchmarks/step_time.py 7753bd3
-    python benchmarks/step_time.py 7753bd3 --case "1F1B" --rounds 31
+    python benchmarks/step_time.py 7753bd3 --case "1 repeat, 1F1B" --rounds 31
 
 checks that version out into a folder of its own, starts one process for each of the two, compiles
-every case in both, and lets them take turns, so that other work on the machine meets both. It
-writes benchmarks/results/step_time.md. A ratio is the median of those of the rounds.
+every case in both, and lets them take turns, so that other work on the machine meets both. All
+cases together are written to benchmarks/results/step_time.md; those of --case are only printed. A
+ratio is the median of those of the rounds.
 """
 
 import argparse
@@ -40,6 +41,7 @@ STAGES = "stage=4,fsdp=2"
 ROUND_THE_STAGES = {"num_microbatches": 8, "num_repeats": 2}
 MANY, LARGER = {"num_microbatches": 32}, {"global_batch": 64}
 SHORT = {"global_batch": 128, "sequence_length": 32}
+NO_EXPERTS = {"num_experts": 1, "num_experts_per_token": 1}
 # Name: mesh, changes of the pipeline, of the training and of the model.
 CASES: dict[str, tuple[str, dict, dict, dict]] = {
     "no pipeline": ("fsdp=8", {}, {}, {}),
@@ -54,10 +56,7 @@ CASES: dict[str, tuple[str, dict, dict, dict]] = {
     "32 microbatches of 2 × 128": (STAGES, MANY, LARGER, {}),
     "32 microbatches of 2 × 128, 1F1B": (STAGES, MANY | {"schedule": "1f1b"}, LARGER, {}),
     "1 repeat, bfloat16": (STAGES, {"num_microbatches": 8}, {}, {"dtype": "bfloat16"}),
-    "1 repeat, no experts": (
-        *(STAGES, {"num_microbatches": 8}, {}),
-        {"num_experts": 1, "num_experts_per_token": 1},
-    ),
+    "1 repeat, no experts": (STAGES, {"num_microbatches": 8}, {}, NO_EXPERTS),
 }
 
 
@@ -130,7 +129,9 @@ def checked_out(revision: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="nnx-pipeline-") as folder:
         tree = Path(folder) / "tree"
         git = ["git", "-C", str(ROOT), "worktree"]
-        subprocess.run([*git, "add", "--quiet", "--detach", str(tree), revision], check=True)
+        added = subprocess.run([*git, "add", "--quiet", "--detach", str(tree), revision])
+        if added.returncode:
+            raise SystemExit(f"git does not check out {revision!r}; name a commit that is here")
         try:
             yield tree
         finally:
@@ -172,6 +173,8 @@ def main() -> None:
         return serve()
     if not asked.revision:
         parser.error("name a version of the source to compare with")
+    if asked.rounds < 1:
+        parser.error(f"--rounds is {asked.rounds}; a median needs 1 or more")
     text = f"""# Processor time of a step, beside commit {asked.revision}
 
 Milliseconds of processor time of all threads, for one training step on {DEVICES} virtual CPU

@@ -4,7 +4,7 @@ import functools
 import math
 import re
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -115,18 +115,31 @@ def program(mesh: str, mode: str, pipeline: tuple[tuple[str, Any], ...], sharded
     return parse(compiled(mesh, mode, pipeline, sharded).as_text())
 
 
+class OverData(NamedTuple):
+    """What a collective over `data` gives: its largest array, and how often it runs."""
+
+    elements: int
+    axes: int
+    times: int
+
+
+def over_data(module: Any, opcode: str, data: int) -> list[OverData]:
+    """All collectives of one kind whose groups have devices that differ along `data`."""
+    return [
+        OverData(
+            max(shape.elements for shape in instruction.shapes),
+            max(len(shape.dims) for shape in instruction.shapes),
+            times,
+        )
+        for name, times in executions(module).items()
+        for instruction in module.computations[name].instructions.values()
+        if instruction.opcode == opcode and crosses(instruction, 8 // data)
+    ]
+
+
 def largest(module: Any, opcode: str, data: int) -> int:
     """Elements of the largest array that a collective of one kind over `data` gives."""
-    return max(
-        (
-            shape.elements
-            for computation in module.computations.values()
-            for instruction in computation.instructions.values()
-            if instruction.opcode == opcode and crosses(instruction, 8 // data)
-            for shape in instruction.shapes
-        ),
-        default=0,
-    )
+    return max((one.elements for one in over_data(module, opcode, data)), default=0)
 
 
 def crosses(collective: Any, beside: int) -> bool:
@@ -193,16 +206,9 @@ def test_a_loop_that_adds_up_gradients_sums_them_over_data_once(
     mesh: str, mode: str, pipeline: dict[str, Any]
 ) -> None:
     """Without the option too: each device adds up its own, and the sum is made after the ticks."""
-    module = program(mesh, mode, tuple(pipeline.items()), False)
-    runs, beside = executions(module), 8 // mesh_of(mesh).shape["data"]
-    times = {
-        runs[name]
-        for name in runs
-        for instruction in module.computations[name].instructions.values()
-        if instruction.opcode == "all-reduce" and crosses(instruction, beside)
-        if any(len(shape.dims) > 4 for shape in instruction.shapes)  # the matrices of layers
-    }
-    assert times == {1}
+    module, data = program(mesh, mode, tuple(pipeline.items()), False), mesh_of(mesh).shape["data"]
+    of_layers = [one for one in over_data(module, "all-reduce", data) if one.axes > 4]
+    assert {one.times for one in of_layers} == {1}
 
 
 @pytest.mark.slow
@@ -210,15 +216,9 @@ def test_a_loop_that_adds_up_gradients_sums_them_over_data_once(
 def test_shards_add_up_where_weights_are_gathered(case: Any, once: bool) -> None:
     """Each visit's gradient is then scattered over `data`; elsewhere the sum of all visits is."""
     mesh, mode, pipeline = case
-    module = program(mesh, mode, tuple(pipeline.items()), True)
-    runs, beside = executions(module), 8 // mesh_of(mesh).shape["data"]
-    times = {
-        runs[name]
-        for name in runs
-        for instruction in module.computations[name].instructions.values()
-        if instruction.opcode == "reduce-scatter" and crosses(instruction, beside)
-        if any(math.prod(shape.dims) >= 32 * 2 * 4 // 4 for shape in instruction.shapes)
-    }
+    module, data = program(mesh, mode, tuple(pipeline.items()), True), mesh_of(mesh).shape["data"]
+    found = over_data(module, "reduce-scatter", data)
+    times = {one.times for one in found if one.elements >= 32 * 2 * 4 // 4}
     assert times == {1} if once else max(times) > 1, times
 
 
