@@ -132,6 +132,15 @@ def ambient_mesh() -> MeshConfig:
     return MeshConfig(**sizes)
 
 
+def ambient_platform() -> str:
+    """The platform that a program is traced for: `cpu`, `tpu` or `gpu`, as JAX names them.
+
+    It is that of the devices of the ambient mesh; without a mesh it is JAX's default.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.platform if device else jax.default_backend()
+
+
 def is_trivial(spec: P) -> bool:
     """Whether a partition spec shards no axis."""
     return all(entry is None or entry == () for entry in spec)
