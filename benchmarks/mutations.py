@@ -1,4 +1,4 @@
-"""72 mutations of the code, and whether the tests that should catch each of them do.
+"""81 mutations of the code, and whether the tests that should catch each of them do.
 
     python benchmarks/mutations.py [NUMBER …]   applies each in a copy of the checkout and runs its tests
     python benchmarks/mutations.py --check      says which no longer fit the code; exit 1 if any
@@ -483,6 +483,18 @@ MUTATIONS = (
         "gate, up, down = (kernel.astype(dtype) for kernel in kernels)",
         "gate, up, down = kernels",
         "test_grad_dtype",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/experts.py",
+        'if ambient_platform() == "cpu":',
+        "if False:",
+        "test_ops",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/experts.py",
+        "return d_x, products.kernel_gradient(x, cotangent)",
+        "return d_x, 2 * products.kernel_gradient(x, cotangent)",
+        "test_model",
     ),
     Mutation(
         "nnx_pipeline/lab/attribution/roles.py",

@@ -1,5 +1,6 @@
 """The functions of `nnx_pipeline.ops`, and two modules that are little more than one of them."""
 
+import math
 from typing import Any
 
 import jax
@@ -17,18 +18,21 @@ from helpers import (
     replace,
     small_config,
 )
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_pipeline import Embed, ModelConfig, RMSNorm
+from nnx_pipeline import Embed, Layout, ModelConfig, RMSNorm
 from nnx_pipeline.experiments.layer_variants import einsum_scale
 from nnx_pipeline.ops.attention import allowed, dot_product_attention
 from nnx_pipeline.ops.embedding import uses_one_hot
+from nnx_pipeline.ops.experts import DenseExperts, ExpertKernels
 from nnx_pipeline.ops.norm import rms_norm
 from nnx_pipeline.ops.rotary import rotate
 from nnx_pipeline.ops.router import combine_weights, expert_usage, load_balance_loss, route
+from nnx_pipeline.remat import FULL
 
 WHOLE = P(None, None, None, None, None)
+EXPERTS, EMBED, MLP = 4, 8, 16  # of one layer of experts
 
 
 def test_shapes_in_the_signatures_are_checked() -> None:
@@ -302,3 +306,31 @@ def test_tokens_outside_the_table_read_nan(method: str, token: int) -> None:
     rows = embed(method)(jnp.array([[3, token]], jnp.int32))
     assert np.all(np.isfinite(rows[0, 0]))
     assert np.all(np.isnan(rows[0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("platform", "first"), [("cpu", EMBED), ("tpu", EXPERTS), ("gpu", EXPERTS)]
+)
+def test_gradients_of_expert_kernels_are_made_in_the_order_of_the_compiler(
+    platform: str, first: int
+) -> None:
+    """For the CPU in that of the kernels' rows, so that it transposes no hidden units."""
+    x = jnp.ones((3, 5, EMBED))
+    choice = jnp.ones((3, 5, 1)), jnp.zeros((3, 5, 1), jnp.int32)
+    into, out = (EXPERTS, EMBED, MLP), (EXPERTS, MLP, EMBED)
+    kernels = ExpertKernels(jnp.ones(into), jnp.ones(into), jnp.ones(out))
+    device = AbstractDevice(device_kind="any", num_cores=None, platform=platform)
+
+    def loss(kernels: ExpertKernels) -> jax.Array:
+        mixed = DenseExperts()(x, choice, kernels, layout=Layout(), remat=FULL)
+        return jnp.sum(mixed)
+
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("fsdp",), abstract_device=device)):
+        jaxpr = jax.make_jaxpr(jax.grad(loss))(kernels)
+    shapes = [
+        tuple(size for size in equation.outvars[0].aval.shape if size > 1)
+        for equation in equations(jaxpr)
+        if equation.primitive.name == "dot_general"
+    ]
+    gradients = [shape for shape in shapes if math.prod(shape) == EXPERTS * EMBED * MLP]
+    assert [shape[0] for shape in gradients] == [first] * 3
