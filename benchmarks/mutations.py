@@ -1,4 +1,4 @@
-"""81 mutations of the code, and whether the tests that should catch each of them do.
+"""84 mutations of the code, and whether the tests that should catch each of them do.
 
     python benchmarks/mutations.py [NUMBER …]   applies each in a copy of the checkout and runs its tests
     python benchmarks/mutations.py --check      says which no longer fit the code; exit 1 if any
@@ -483,6 +483,24 @@ MUTATIONS = (
         "gate, up, down = (kernel.astype(dtype) for kernel in kernels)",
         "gate, up, down = kernels",
         "test_grad_dtype",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/experts.py",
+        "if not is_explicit():  # in explicit mode",
+        "if False:  # in explicit mode",
+        "test_ops",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/experts.py",
+        "used = out_sharding(self._used)\n        gradient",
+        "used = out_sharding(self._stored)\n        gradient",
+        "test_ops",
+    ),
+    Mutation(
+        "nnx_pipeline/lab/attribution/roles.py",
+        "exchanged and self._has_backward and",
+        "exchanged and",
+        "test_attribution",
     ),
     Mutation(
         "nnx_pipeline/ops/experts.py",

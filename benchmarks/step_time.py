@@ -122,6 +122,20 @@ class Version:
         self.tell("0")
         self.process.stdout.readline()
 
+    def close(self) -> None:
+        """Ends the process."""
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def commit_of(revision: str) -> str:
+    """The short name of a commit, which stays when branches move on."""
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "--verify", "--quiet"]
+    found = subprocess.run([*git, f"{revision}^{{commit}}"], stdout=subprocess.PIPE, text=True)
+    if found.returncode:
+        raise SystemExit(f"git knows no commit {revision!r}; name one that is here")
+    return found.stdout.strip()
+
 
 @contextmanager
 def checked_out(revision: str) -> Iterator[Path]:
@@ -129,9 +143,7 @@ def checked_out(revision: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="nnx-pipeline-") as folder:
         tree = Path(folder) / "tree"
         git = ["git", "-C", str(ROOT), "worktree"]
-        added = subprocess.run([*git, "add", "--quiet", "--detach", str(tree), revision])
-        if added.returncode:
-            raise SystemExit(f"git does not check out {revision!r}; name a commit that is here")
+        subprocess.run([*git, "add", "--quiet", "--detach", str(tree), revision], check=True)
         try:
             yield tree
         finally:
@@ -175,24 +187,27 @@ def main() -> None:
         parser.error("name a version of the source to compare with")
     if asked.rounds < 1:
         parser.error(f"--rounds is {asked.rounds}; a median needs 1 or more")
-    text = f"""# Processor time of a step, beside commit {asked.revision}
+    before_that = commit_of(asked.revision)
+    text = f"""# Processor time of a step, beside commit {before_that}
 
 Milliseconds of processor time of all threads, for one training step on {DEVICES} virtual CPU
 devices: embed 128, mlp 256, vocabulary 1024, 8 layers, 8 experts of which 2 are chosen, 16
 sequences of 128 tokens in float32, where a case says nothing else; `{STAGES}`, or `fsdp=8` without
 a pipeline. Medians of {asked.rounds} rounds of about {SECONDS} s, in which both versions take
 turns; half of the ratios are in the range. Made by
-`python benchmarks/step_time.py {asked.revision}`.
+`python benchmarks/step_time.py {before_that} --rounds {asked.rounds}`.
 
 | case | before | now | ratio | range |
 |---|--:|--:|--:|---|
 """
-    with checked_out(asked.revision) as tree:
+    with checked_out(before_that) as tree:
         before, after = Version(tree), Version(ROOT)
         for name in asked.case or CASES:
             row = compare(name, before, after, asked.rounds)
             print(row, end="", file=sys.stderr, flush=True)
             text += row
+        for version in (before, after):
+            version.close()
     if not asked.case:
         RESULTS.write_text(text)
 

@@ -135,7 +135,8 @@ def ambient_mesh() -> MeshConfig:
 def ambient_platform() -> str:
     """The platform that a program is traced for: `cpu`, `tpu` or `gpu`, as JAX names them.
 
-    It is that of the devices of the ambient mesh; without a mesh it is JAX's default.
+    It is that of the devices of the ambient mesh. Without a mesh the lab says what it compiles for,
+    by an abstract mesh without axes; else it is JAX's default.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device else jax.default_backend()

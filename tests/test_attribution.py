@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import planted
 import pytest
 import splash
-from helpers import Run, assert_account_adds_up, missing, optax_promotion
+from helpers import Run, assert_account_adds_up, mesh_of, missing, optax_promotion
 from hlo_texts import with_line_breaks
 from jax import Array
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from nnx_pipeline import MeshConfig, lab
@@ -169,6 +171,25 @@ def test_the_gradient_of_a_head_whose_tokens_travel_is_no_logits() -> None:
     rows = [row for row in attribution_of(result).buffers if row.shape == "f32[8,8000]"]
     assert "gradient" in {row.role for row in rows}
     assert "logits" not in {row.role for row in rows}
+
+
+def test_a_program_without_a_backward_pass_has_no_gradient() -> None:
+    """Also where an all-to-all makes an array as large as a weight."""
+    need("tpu:v5p:2x2x2")
+    mesh, size = mesh_of("fsdp=8", "auto"), 1024
+
+    def forward(weight: Array, x: Array) -> Array:
+        columns = jax.lax.with_sharding_constraint(weight, P(None, "fsdp"))
+        hidden = jax.lax.with_sharding_constraint(jnp.tanh(x @ columns), P("fsdp", None))
+        return jnp.sin(hidden) @ weight
+
+    def array(spec: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((size, size), "float32", sharding=NamedSharding(mesh, spec))
+
+    arguments = array(P("fsdp", None)), array(P(None, None))
+    result = lab.measure(forward, *arguments, mesh=mesh, platform="tpu:v5p:2x2x2")
+    assert result.collectives["all-to-all"]["ops"]
+    assert "gradient" not in {row.role for row in attribution_of(result).buffers}
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_pipeline import Embed, Layout, ModelConfig, RMSNorm
 from nnx_pipeline.experiments.layer_variants import einsum_scale
+from nnx_pipeline.mesh import spec_axes
 from nnx_pipeline.ops.attention import allowed, dot_product_attention
 from nnx_pipeline.ops.embedding import uses_one_hot
 from nnx_pipeline.ops.experts import DenseExperts, ExpertKernels
@@ -30,6 +31,7 @@ from nnx_pipeline.ops.norm import rms_norm
 from nnx_pipeline.ops.rotary import rotate
 from nnx_pipeline.ops.router import combine_weights, expert_usage, load_balance_loss, route
 from nnx_pipeline.remat import FULL
+from nnx_pipeline.sharding import place
 
 WHOLE = P(None, None, None, None, None)
 EXPERTS, EMBED, MLP = 4, 8, 16  # of one layer of experts
@@ -308,29 +310,65 @@ def test_tokens_outside_the_table_read_nan(method: str, token: int) -> None:
     assert np.all(np.isnan(rows[0, 1]))
 
 
+def gradients_of_expert_kernels() -> tuple[list[Any], list[Any]]:
+    """The products that give gradients of expert kernels, and all equations of the program."""
+    layout = Layout()
+    tokens = layout.spec("batch", None, None)
+    into, out = ("expert", "embed_of_expert", "mlp"), ("expert", "mlp", "embed_of_expert")
+    size = {"expert": EXPERTS, "embed_of_expert": EMBED, "mlp": MLP}
+    kernels = ExpertKernels(
+        *(jnp.ones([size[name] for name in axes]) for axes in (into, into, out))
+    )
+
+    def loss(kernels: ExpertKernels) -> jax.Array:
+        x, weights = place(jnp.ones((4, 5, EMBED)), tokens), place(jnp.ones((4, 5, 1)), tokens)
+        choice = weights, place(jnp.zeros((4, 5, 1), jnp.int32), tokens)
+        stored = [layout.spec(*axes) for axes in (into, into, out)]
+        kernels = ExpertKernels(*map(place, kernels, stored))
+        return jnp.sum(DenseExperts()(x, choice, kernels, layout=layout, remat=FULL))
+
+    everything = list(equations(jax.make_jaxpr(jax.grad(loss))(kernels)))
+    products = [
+        one
+        for one in everything
+        if one.primitive.name == "dot_general"
+        and math.prod(one.outvars[0].aval.shape) == EXPERTS * EMBED * MLP
+    ]
+    assert len(products) == 3
+    return products, everything
+
+
 @pytest.mark.parametrize(
     ("platform", "first"), [("cpu", EMBED), ("tpu", EXPERTS), ("gpu", EXPERTS)]
 )
 def test_gradients_of_expert_kernels_are_made_in_the_order_of_the_compiler(
     platform: str, first: int
 ) -> None:
-    """For the CPU in that of the kernels' rows, so that it transposes no hidden units."""
-    x = jnp.ones((3, 5, EMBED))
-    choice = jnp.ones((3, 5, 1)), jnp.zeros((3, 5, 1), jnp.int32)
-    into, out = (EXPERTS, EMBED, MLP), (EXPERTS, MLP, EMBED)
-    kernels = ExpertKernels(jnp.ones(into), jnp.ones(into), jnp.ones(out))
+    """For the CPU with embed first, so that it transposes no hidden units."""
     device = AbstractDevice(device_kind="any", num_cores=None, platform=platform)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        products, _ = gradients_of_expert_kernels()
+    shapes = [[size for size in one.outvars[0].aval.shape if size > 1] for one in products]
+    assert [shape[0] for shape in shapes] == [first] * 3
 
-    def loss(kernels: ExpertKernels) -> jax.Array:
-        mixed = DenseExperts()(x, choice, kernels, layout=Layout(), remat=FULL)
-        return jnp.sum(mixed)
 
-    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("fsdp",), abstract_device=device)):
-        jaxpr = jax.make_jaxpr(jax.grad(loss))(kernels)
-    shapes = [
-        tuple(size for size in equation.outvars[0].aval.shape if size > 1)
-        for equation in equations(jaxpr)
-        if equation.primitive.name == "dot_general"
-    ]
-    gradients = [shape for shape in shapes if math.prod(shape) == EXPERTS * EMBED * MLP]
-    assert [shape[0] for shape in gradients] == [first] * 3
+@pytest.mark.parametrize("mode", ["explicit", "auto"])
+def test_gradients_of_expert_kernels_are_summed_whole(mode: str) -> None:
+    """No product is sharded over embed, which XLA for TPU would cut into one per device."""
+    with jax.set_mesh(mesh_of("fsdp=2,expert=2", mode)):
+        products, everything = gradients_of_expert_kernels()
+    for product in products:
+        value = product.outvars[0]
+        if mode == "auto":
+            value = reader_of(value, "transpose", everything).outvars[0]
+            spec = reader_of(value, "sharding_constraint", everything).params["sharding"].spec
+        else:
+            spec = value.aval.sharding.spec
+        assert spec_axes(spec) == {"expert"}
+
+
+def reader_of(value: Any, primitive: str, everything: list[Any]) -> Any:
+    """The one equation that reads a value, which has to be of this primitive."""
+    (reader,) = (one for one in everything if value in one.invars)
+    assert reader.primitive.name == primitive
+    return reader

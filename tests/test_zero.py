@@ -240,12 +240,12 @@ def test_gradients_travel_in_their_dtype(pipeline: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["data=2,stage=2,fsdp=2"])
-def test_the_gradient_of_the_parameters_themselves(mesh: str) -> None:
+@pytest.mark.parametrize("pipeline", [{}, {"fsdp_gather": "step"}], ids=str)
+def test_the_gradient_of_the_parameters_themselves(pipeline: dict[str, Any]) -> None:
     """Where nobody gives shards of the parameters, the model is what it is without the option."""
-    on, found = mesh_of(mesh), []
+    on, found = mesh_of("data=2,stage=2,fsdp=2"), []
     for sharded in (True, False):
-        config = config_of("explicit", {}, sharded=sharded)
+        config = config_of("explicit", pipeline, sharded=sharded)
         with jax.set_mesh(on):
             model = fresh_model(config, on)
             batch = jax.tree.map(jnp.asarray, packed_batch(config))

@@ -92,8 +92,9 @@ class PipelineConfig:
       as `step`.
 
     With `TrainConfig.shard_optimizer_over_data`, `step` and `prefetch` gather over data too, from
-    the shards of ZeRO-1. Gradients then add up as shards, which are summed over data as they are
-    over fsdp; with `use` they add up whole, and are summed over data once per step.
+    the shards of ZeRO-1. With `step` gradients then add up as shards, because those of each visit
+    are summed over data too. With `prefetch` the full gradients of a repeat are summed over data
+    when the repeat is finished, and with `use` those of the step, once.
     """
 
     backward: Literal["autodiff", "accumulate"] | None = None

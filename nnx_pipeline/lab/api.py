@@ -1,11 +1,13 @@
 """Measures and compares user functions, whether they use NNX, Linen or neither."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.lab.comparison.outcome import Outcome, Question, compare_measurements
@@ -65,7 +67,7 @@ def _measured(
     call = Call.of(function, arguments)
     given, keywords = abstract(call.given, mesh, device, static=call.static)
     call = dataclasses.replace(call, arguments=given, keywords=keywords)
-    with jax.set_mesh(mesh) if mesh is not None else jax.default_device(None), traced_afresh():
+    with jax.set_mesh(mesh) if mesh is not None else _alone_on(device), traced_afresh():
         with called_with(function, arguments), clock("trace", f"tracing {name_of(function)}"):
             traced = trace(call)
         result = measure_traced(
@@ -77,6 +79,17 @@ def _measured(
         )
     notes = [*traced.notes, *result.notes, *_host_notes(given, platform)]
     return dataclasses.replace(result, notes=tuple(notes)), traced
+
+
+@contextlib.contextmanager
+def _alone_on(device: Any) -> Iterator[None]:
+    """A context without a mesh, in which JAX says what kind of device a program is traced for."""
+    kind = Mesh(np.array([device]), ("device",)).abstract_mesh.abstract_device
+    with (
+        jax.default_device(None),
+        jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)),
+    ):
+        yield
 
 
 def compare(

@@ -13,7 +13,15 @@ from nnx_pipeline.errors import is_divisor
 from nnx_pipeline.mesh import ambient_platform
 from nnx_pipeline.ops.router import combine_weights
 from nnx_pipeline.remat import HIDDEN, Remat, named
-from nnx_pipeline.sharding import Layout, P, constrain, gather_weight, out_sharding, place
+from nnx_pipeline.sharding import (
+    Layout,
+    P,
+    constrain,
+    gather_weight,
+    is_explicit,
+    out_sharding,
+    place,
+)
 
 
 def as_it_is(x: Array) -> Array:
@@ -250,6 +258,8 @@ class Products:
         (left, first), (right, second) = operands
         used = out_sharding(self._used)
         gradient = jnp.einsum(f"{left},{right}->deotf", first, second, out_sharding=used)
+        if not is_explicit():  # in explicit mode the product has this sharding by its argument
+            gradient = place(gradient, self._used)
         return place(gradient, self._stored)
 
     def sum_over_steps(

@@ -58,8 +58,9 @@ class WeightOptions:
 
     - `dtype`: the dtype to which weights are cast before they are gathered ahead of their use,
       which is that of the activations; None does not cast them.
-    - `grad_dtype`: the dtype in which gradients add up in the loop, and in which their shards are
-      summed; None for that of the parameters.
+    - `grad_dtype`: the dtype in which gradients add up in the loop, and in which what has added up
+      is summed over devices; None for that of the parameters. The gradients of single visits are
+      summed over devices in their own dtype.
     - `zero1`: mesh axes along which each device gets only its shard of the gradients, if the
       layers are given as `Zero1Layers`; with () gradients are sharded like the parameters.
     """

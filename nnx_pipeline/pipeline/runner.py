@@ -338,7 +338,8 @@ def make_runner(
     zero1 = tuple(axis for axis in on_mesh if axis in weights.zero1)
     copies = {*zero1}
     # Where the loop adds up gradients, each device adds up those of its own sequences on a copy of
-    # the weights, and the sum over devices is made once, after the ticks.
+    # the weights. The sum over devices is made after the ticks, or after each visit over the axes
+    # that `fsdp_gather=step` gathers over.
     if config.accumulates and _in_microbatches(config, mesh.stage):
         copies |= {"data", *gathered_axes(config)}
     return Runner(

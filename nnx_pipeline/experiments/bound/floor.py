@@ -31,7 +31,7 @@ def floor(config: Config, mesh: MeshConfig | str, platform: Platform | str | Non
             arguments=_arguments(sizes),
             moments=() if unknown else moments(sizes),
             time=_least_time(config, mesh, platform),
-            knows=_knows(config, mesh),
+            knows=_knows(sizes),
             unknown=unknown,
         )
 
@@ -61,10 +61,10 @@ def _least_time(config: Config, mesh: MeshConfig, platform: Platform | None) -> 
     )
 
 
-def _knows(config: Config, mesh: MeshConfig) -> tuple[str, ...]:
+def _knows(sizes: Sizes) -> tuple[str, ...]:
     """The parts of a config that the terms of its floor stand for."""
-    pipeline = config.pipeline
-    loop = f"schedule={pipeline.schedule}" if mesh.stage > 1 else "no pipeline"
+    config, pipeline = sizes.config, sizes.config.pipeline
+    loop = f"schedule={pipeline.schedule}" if sizes.in_loop else "no pipeline"
     return (
         "state and batch",
         loop,

@@ -140,7 +140,7 @@ class Roles:
         # A weight's gradient by column shards becomes one by row shards: the shape tells the end
         # of this exchange, where the pass does not, if a loss computes its gradient when called.
         exchanged = collective(self.flow.lineage(value)[-1].opcode) == "all-to-all"
-        if exchanged and self._like_parameter(shape, gathered=False):
+        if exchanged and self._has_backward and self._like_parameter(shape, gathered=False):
             return "gradient"
         lineage = self.flow.lineage(value, reshaped=False)
         kinds = [kind for item in lineage if (kind := collective(item.opcode))]
