@@ -512,7 +512,7 @@ MUTATIONS = (
         "nnx_pipeline/ops/experts.py",
         "return d_x, products.kernel_gradient(x, cotangent)",
         "return d_x, 2 * products.kernel_gradient(x, cotangent)",
-        "test_model",
+        "test_ops",
     ),
     Mutation(
         "nnx_pipeline/lab/attribution/roles.py",

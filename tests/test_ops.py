@@ -372,3 +372,35 @@ def reader_of(value: Any, primitive: str, everything: list[Any]) -> Any:
     (reader,) = (one for one in everything if value in one.invars)
     assert reader.primitive.name == primitive
     return reader
+
+
+@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_experts_and_their_derivatives_against_a_sum_over_experts(
+    group: int, platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The derivatives are written by hand; those of the sum are JAX's."""
+    monkeypatch.setattr("nnx_pipeline.ops.experts.ambient_platform", lambda: platform)
+    x = float_rows(3, 5, EMBED)
+    weights = float_rows(3, 5, 2, seed=1)
+    chosen = jnp.arange(30).reshape(3, 5, 2) % EXPERTS
+    into, out = (EXPERTS, EMBED, MLP), (EXPERTS, MLP, EMBED)
+    shapes = (into, into, out)
+    kernels = ExpertKernels(*(float_rows(*one, seed=i) / 4 for i, one in enumerate(shapes, 2)))
+
+    def dense(x: jax.Array, weights: jax.Array, kernels: ExpertKernels) -> jax.Array:
+        experts = DenseExperts(group)
+        return experts(x, (weights, chosen), kernels, layout=Layout(), remat=FULL)
+
+    def summed(x: jax.Array, weights: jax.Array, kernels: ExpertKernels) -> jax.Array:
+        total = jnp.zeros_like(x)
+        for expert, (gate, up, down) in enumerate(zip(*kernels, strict=True)):
+            share = jnp.where(chosen == expert, weights, 0).sum(-1, keepdims=True)
+            total += share * ((jax.nn.silu(x @ gate) * (x @ up)) @ down)
+        return total
+
+    def with_gradients(mix: Any) -> Any:
+        result, pull_back = jax.vjp(mix, x, weights, kernels)
+        return result, pull_back(jnp.cos(result))
+
+    assert_close(with_gradients(dense), with_gradients(summed), 1e-5)
