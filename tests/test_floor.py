@@ -344,6 +344,16 @@ def test_what_compilers_add_is_above_the_floor() -> None:
     assert (least.with_added_bytes or 0) >= peak.with_added_bytes > peak.bytes
 
 
+def test_the_floor_counts_the_experts_that_the_platform_computes_at_a_time() -> None:
+    least = {on: floor(preset("mixtral-small"), "stage=4,fsdp=2", on) for on in ("cpu", V5P)}
+    tokens, mlp = 1024, 2048  # of a microbatch on a device; hidden units in bfloat16
+    hidden = {on: 2 * tokens * group * mlp * 2 for on, group in (("cpu", 1), (V5P, 4))}
+    for on, found in least.items():
+        terms = {term.name: term.bytes for one in found.moments for term in one.terms}
+        assert terms["hidden units"] == hidden[on]
+    assert floor(preset("mixtral-small"), "stage=4,fsdp=2").moments == least[V5P].moments
+
+
 def test_mixtral_small_is_known() -> None:
     found = floor(preset("mixtral-small"), "stage=4,fsdp=2")
     assert found.unknown == ()

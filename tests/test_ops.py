@@ -26,7 +26,7 @@ from nnx_pipeline.experiments.layer_variants import einsum_scale
 from nnx_pipeline.mesh import spec_axes
 from nnx_pipeline.ops.attention import allowed, dot_product_attention
 from nnx_pipeline.ops.embedding import uses_one_hot
-from nnx_pipeline.ops.experts import DenseExperts, ExpertKernels
+from nnx_pipeline.ops.experts import DenseExperts, ExpertKernels, group_size
 from nnx_pipeline.ops.norm import rms_norm
 from nnx_pipeline.ops.rotary import rotate
 from nnx_pipeline.ops.router import combine_weights, expert_usage, load_balance_loss, route
@@ -372,6 +372,25 @@ def reader_of(value: Any, primitive: str, everything: list[Any]) -> Any:
     (reader,) = (one for one in everything if value in one.invars)
     assert reader.primitive.name == primitive
     return reader
+
+
+@pytest.mark.parametrize(
+    ("platform", "rows", "group"),
+    [
+        ("cpu", 4, 8),
+        ("cpu", 64, 2),  # 2 · 64 · 128 · 256 operations are 4.2e6 of one expert
+        ("cpu", 128, 1),
+        ("tpu", 128, 8),
+        ("tpu", 62_500, 2),
+        ("gpu", 125_000, 1),
+    ],
+)
+def test_a_group_of_experts_is_large_enough_for_its_platform(
+    platform: str, rows: int, group: int
+) -> None:
+    device = AbstractDevice(device_kind="any", num_cores=None, platform=platform)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        assert group_size((rows, 1, 128), (8, 128, 256), Layout()) == group
 
 
 @pytest.mark.parametrize("group", [1, 2, 4])

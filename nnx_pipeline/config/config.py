@@ -104,8 +104,8 @@ class ModelConfig:
     """How many experts of a device are computed by one product; it divides their number.
 
     A small group saves memory, and a large one time. None takes the smallest group whose products
-    keep a device busy, see `ops.experts.group_size`: one expert of Mixtral 8x7B at a time, and all
-    eight of `mixtral-small`.
+    keep a device busy, see `ops.experts.group_size`: on a TPU or GPU one expert of Mixtral 8x7B at
+    a time, and all eight of `mixtral-small`.
     """
 
     embedding: Literal["auto", "gather", "one_hot"] = "gather"

@@ -17,7 +17,8 @@ def floor(config: Config, mesh: MeshConfig | str, platform: Platform | str | Non
 
     - `config`: of model, pipeline and training; what of it the floor does not know, it says.
     - `mesh`: the size of each mesh axis, or a text such as `stage=4,fsdp=2`.
-    - `platform`: the device whose peak gives the time; None leaves the time out.
+    - `platform`: the device whose peak gives the time, and for which the layers choose how many
+      experts they compute at a time; None leaves the time out, and they choose as for a TPU.
 
     Nothing is compiled and no device is needed. An array counts wherever it is held: a TPU may keep
     some of them in its on-chip memory, which is no part of a heap. Raises InputError when config
@@ -26,7 +27,7 @@ def floor(config: Config, mesh: MeshConfig | str, platform: Platform | str | Non
     mesh = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
     platform = Platform.parse(platform) if isinstance(platform, str) else platform
     unknown = _unknown(config, mesh)
-    with on_mesh(config, mesh) as sizes:
+    with on_mesh(config, mesh, platform.backend if platform else "tpu") as sizes:
         return Floor(
             arguments=_arguments(sizes),
             moments=() if unknown else moments(sizes),

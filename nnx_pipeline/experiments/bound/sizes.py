@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from nnx_pipeline.config.config import Config
 from nnx_pipeline.mesh import MeshConfig
@@ -239,18 +239,22 @@ def bytes_of(tree: Any) -> int:
 
 
 @contextlib.contextmanager
-def on_mesh(config: Config, mesh: MeshConfig) -> Iterator[Sizes]:
+def on_mesh(config: Config, mesh: MeshConfig, backend: str) -> Iterator[Sizes]:
     """The sizes of a step; to be read inside the context, where the mesh is the ambient one.
 
     - `config`: of the step.
     - `mesh`: the size of each mesh axis; no device is needed.
+    - `backend`: JAX's name of the devices' platform, see `mesh.ambient_platform`.
 
     Raises InputError when the two do not fit together.
     """
     config.check_mesh(mesh)
     sizes = mesh.sizes()
     kinds = (AxisType.Explicit,) * len(sizes)
-    grid: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+    device = AbstractDevice(backend, None, platform=backend)
+    grid: Any = AbstractMesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=kinds, abstract_device=device
+    )
     with jax.sharding.use_abstract_mesh(grid):
         state, batch = abstract_state(config, grid), abstract_batch(config, grid)
         yield Sizes(config, mesh, state, batch)

@@ -122,6 +122,13 @@ class Platform:
         return ":".join(filter(None, (self.kind, self.target, self.topology)))
 
     @property
+    def backend(self) -> str:
+        """JAX's name of the platform: `cpu`, `tpu` or `gpu`."""
+        if self.kind == "local":
+            return jax.default_backend()
+        return "gpu" if self.kind == "cuda" else self.kind
+
+    @property
     def is_real(self) -> bool:
         """Whether programs can run on it, rather than only be compiled for it."""
         return self.kind in ("cpu", "local")
