@@ -71,7 +71,7 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
             sizes = map(megabytes, row["temp_bytes"])
             most = f"{growth(row['temp_bytes']):+.1%}".replace("-", "−")
             text += f"| `{schedule}` | `{policy}` | {' | '.join(sizes)} | {most} |\n"
-    versions = dict.fromkeys(str(row["versions"]) for row in rows.values())
+    versions = dict.fromkeys(str(dict(sorted(row["versions"].items()))) for row in rows.values())
     return text + "\n" + "".join(f"- {version}\n" for version in versions)
 
 

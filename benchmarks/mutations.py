@@ -120,8 +120,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/stage/checks.py",
-        "    if changed:\n",
-        "    if False:\n",
+        "    if changed and (before",
+        "    if False and (before",
         "test_stage_checks",
     ),
     Mutation(
@@ -144,8 +144,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/runner.py",
-        "layout = self.layout.gathered(gathered_axes(self.config))",
-        "layout = self.layout",
+        "self.layout.gathered(gathered_axes(self.config))",
+        "self.layout",
         "test_collectives test_model",
     ),
     Mutation(
@@ -210,9 +210,63 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/one_f_one_b/plan.py",
-        "write=indices(np.arange(schedule.ticks) % slots)",
-        "write=indices(0 * np.arange(schedule.ticks))",
+        "write=indices(schedule.written)",
+        "write=indices(0 * schedule.written)",
         "test_one_f_one_b",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/schedule.py",
+        "heapq.heappush(taken, (visit + ticks, slots[-1]))",
+        "heapq.heappush(taken, (visit + ticks - 1, slots[-1]))",
+        "test_one_f_one_b_schedule",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/stage/layers.py",
+        "return cls(layer, layer // each % stages, layer // (each * stages))",
+        "return cls(layer, layer % stages, layer // (each * stages))",
+        "test_foreign_layers",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/stage/layers.py",
+        "real = number < stack.layers",
+        "real = number <= stack.layers",
+        "test_kinds_of_layers",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/metrics.py",
+        "jax.tree.map(\n            lambda metric: _added(_finished(metric), counted, layers)",
+        "jax.tree.map(\n            lambda metric: _added(_finished(metric), None, layers)",
+        "test_kinds_of_layers",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/runner.py",
+        "counts=[stack.count(kind) / calls for",
+        "counts=[stack.per_stage / stack.kinds for",
+        "test_kinds_of_layers",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/stack.py",
+        "reshape(self.repeats, self.stages, -1)[:, :, kind :: self.kinds]",
+        "reshape(self.repeats, self.stages, -1)[:, :, :: self.kinds]",
+        "test_kinds_of_layers",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/stage/layers.py",
+        'if not variable.get_metadata().get("gather_at_use"):',
+        "if True:",
+        "test_foreign_layers",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/batches.py",
+        "if shape is None or shape[:1] != (batch,):",
+        "if shape is None:",
+        "test_wrong_uses",
+    ),
+    Mutation(
+        "nnx_pipeline/config/pipeline.py",
+        "return stages > 1 or self.microbatches_on(stages) > 1 or self.accumulates",
+        "return stages > 1 or self.accumulates",
+        "test_model",
     ),
     Mutation(
         "nnx_pipeline/pipeline/exchange/buffers.py",
@@ -366,8 +420,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/sharding.py",
-        "return tuple(axis for axis in getattr(self, name) if sizes.get(axis, 1) > 1)",
-        "return tuple(axis for axis in getattr(self, name)[:1] if sizes.get(axis, 1) > 1)",
+        "return tuple(axis for axis in own if sizes.get(axis, 1) > 1)",
+        "return tuple(axis for axis in own[:1] if sizes.get(axis, 1) > 1)",
         "test_model test_loss",
     ),
     Mutation(
@@ -467,7 +521,7 @@ MUTATIONS = (
         "test_convert test_checkpoint_save",
     ),
     Mutation(
-        "nnx_pipeline/pipeline/runner.py",
+        "nnx_pipeline/pipeline/held.py",
         "gathered=(*gathered, *self.weights.zero1)",
         "gathered=gathered",
         "test_zero",
@@ -537,6 +591,42 @@ MUTATIONS = (
         "        tempfile.gettempdir()\n",
         "        pass\n",
         "test_interrupt",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/stage/state.py",
+        "    new = where(active, new, select_repeat(state.now, repeat))\n",
+        "",
+        "test_layer_state",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/stage/state.py",
+        "select_repeat(state.first, repeat))",
+        "select_repeat(state.now, repeat))",
+        "test_layer_state",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/stage/variables.py",
+        "if is_state(variable) else _as_bits(variable)",
+        "if is_state(variable) else variable",
+        "test_layer_state",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/one_f_one_b/tick.py",
+        "layers=put(state.layers, repeat, is_forward, written)",
+        "layers=put(state.layers, 0 * repeat, is_forward, written)",
+        "test_layer_state",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/stage/checks.py",
+        "        if id(leaf) in others:\n",
+        "        if False:\n",
+        "test_stage_checks",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/timetable/actions.py",
+        'kept -= action.kind in "BW"',
+        'kept -= action.kind in "BI"',
+        "test_timetable_csv",
     ),
 )
 

@@ -21,6 +21,7 @@ from nnx_pipeline.train import abstract_batch, abstract_state, jit_train_step
 ROUNDS = 5
 RESULTS = Path(__file__).parent / "results" / "trace_time.md"
 PIPELINED = "stage=4,fsdp=2"
+STAGES = 32
 PLAIN = "none, layers scanned"
 
 
@@ -50,7 +51,25 @@ def cases() -> dict[str, tuple[Config, str]]:
     for name, change in changes.items():
         pipeline = dataclasses.replace(small.pipeline, num_microbatches=8, **change)  # type: ignore[arg-type]
         made[name] = (dataclasses.replace(small, pipeline=pipeline), PIPELINED)
+    for count in (STAGES, 512):
+        for schedule in ("circular", "1f1b"):
+            made[f"{STAGES} stages, {count} microbatches, 2 repeats, {schedule}"] = (
+                many_stages(small, count, schedule),
+                f"stage={STAGES}",
+            )
     return made
+
+
+def many_stages(small: Config, count: int, schedule: str) -> Config:
+    """The config with two layers per stage and with many microbatches."""
+    return dataclasses.replace(
+        small,
+        model=dataclasses.replace(small.model, num_layers=2 * STAGES),
+        pipeline=dataclasses.replace(
+            small.pipeline, num_microbatches=count, num_repeats=2, schedule=schedule
+        ),
+        train=dataclasses.replace(small.train, global_batch=count),
+    )
 
 
 def main() -> None:
@@ -61,9 +80,9 @@ def main() -> None:
         print(f"round {turn + 1} of {ROUNDS}", file=sys.stderr, flush=True)
     text = f"""# Tracing and lowering a training step
 
-`mixtral-small`, 8 microbatches on `{PIPELINED}`, against the same model on `fsdp=8`. CPU seconds,
-the least of {ROUNDS} rounds. Made by `python benchmarks/trace_time.py`, JAX {version("jax")},
-Flax {version("flax")}.
+`mixtral-small`, 8 microbatches on `{PIPELINED}` if a row says nothing else, against the same model
+on `fsdp=8`. CPU seconds, the least of {ROUNDS} rounds. Made by `python benchmarks/trace_time.py`,
+JAX {version("jax")}, Flax {version("flax")}.
 
 | pipeline | seconds | ratio |
 |---|--:|--:|
@@ -75,5 +94,5 @@ Flax {version("flax")}.
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_num_cpu_devices", STAGES)
     main()

@@ -26,11 +26,9 @@ def load(
       not head_dim^-0.5.
     - `mesh`: None for that of `jax.set_mesh`, and without one the first device
       (`jax.devices()[0]`). It must be able to hold the weights; whether a batch splits over it is
-      checked when there is a batch. On a mesh without stages the layers run one after the other,
-      and some settings of the pipeline are reset: `num_repeats` to 1, and unless the schedule is
-      `1f1b` also `num_microbatches` and `fsdp_gather` to their defaults. On a mesh with stages, if
-      the layers do not split into the config's number of repeats, the largest smaller number that
-      fits is used. `model.config` holds the config that was used.
+      checked when there is a batch. If the layers of a stage do not split into the config's number
+      of repeats, the largest smaller number that fits is used. `model.config` holds the config
+      that was used.
 
     Arrays are read one at a time, each in its own sharding: only the shards that devices of this
     process hold are read. Values are those stored; the dtype becomes `config.model.param_dtype`. No

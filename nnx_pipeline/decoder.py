@@ -176,7 +176,7 @@ class Decoder:
 
     def _check_batch(self, tokens: Array) -> None:
         """Raises InputError unless a batch of this size fits the ambient mesh."""
-        self.config.for_batch(tokens.shape[0]).check_mesh(ambient_mesh())
+        self.config.for_batch(tokens.shape[0]).check_mesh(ambient_mesh(), tokens.shape[1])
 
 
 class Mixtral(nnx.Module):

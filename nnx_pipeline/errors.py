@@ -34,22 +34,25 @@ def one_of(field: str, value: object, choices: Iterable[object]) -> None:
     choices = tuple(choices)
     # The types are compared too, because True == 1 and 1.0 == 1.
     if not any(value == choice and type(value) is type(choice) for choice in choices):
-        raise InputError(
-            f"{field}={value!r} is not known; {nearest(str(value), map(str, choices))}"
-        )
+        cure = nearest(str(value), map(str, choices))
+        if len(choices) == 1:
+            cure = f"so far {choices[0]!r} is the only choice"
+        raise InputError(f"{field}={value!r} is not known; {cure}")
 
 
-def divides(divisor: int, value: int, *, rule: str) -> None:
+def divides(divisor: int, value: int, *, rule: str, cure: str = "") -> None:
     """Raises InputError unless `divisor` divides `value`.
 
     - `divisor`: a whole number of 1 or more.
     - `value`: the number that it must divide.
     - `rule`: the text that says what does not divide; the error adds the nearest fitting values.
+    - `cure`: another cure, which the error adds after those.
     """
     if value % divisor:
         below, above = value // divisor * divisor, -(-value // divisor) * divisor
         fitting = f"{below} or {above}" if below else f"{above}"
-        raise InputError(f"{rule}; choose a multiple of {divisor}, such as {fitting}")
+        cure = f", {cure}" if cure else ""
+        raise InputError(f"{rule}; choose a multiple of {divisor}, such as {fitting}{cure}")
 
 
 def is_divisor(value: int, whole: int, *, rule: str) -> None:

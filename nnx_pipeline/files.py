@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from nnx_pipeline.ending import cleared_away
+from nnx_pipeline.errors import InputError
 
 
 def write_whole(path: str, content: bytes) -> None:
@@ -54,3 +55,12 @@ def _umask() -> int:
 def write_text(path: str, text: str) -> None:
     """Writes text in UTF-8: the whole file or nothing, as `write_whole`."""
     write_whole(path, text.encode())
+
+
+def read_text(path: str) -> str:
+    """The text of a file that the user named; raises InputError where it cannot be read."""
+    try:
+        return Path(path).read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        raise InputError(f"{path} cannot be read: {why}; name another file") from error

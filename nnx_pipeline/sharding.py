@@ -19,10 +19,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from nnx_pipeline.errors import InputError, nearest
-from nnx_pipeline.mesh import is_trivial
+from nnx_pipeline.mesh import AXES, is_trivial
 
 PORTABLE = "threefry2x32"  # the JAX random generator whose numbers depend on the key alone
 MeshAxes = tuple[str, ...]
+AxisName = str | tuple[str, ...] | None  # of one axis of an array: see `Layout.spec`
 Constrain = Callable[[Array, P], Array]
 Module = TypeVar("Module", bound=nnx.Module)
 
@@ -130,31 +131,40 @@ class Layout:
     def axes(self, name: str) -> MeshAxes:
         """The mesh axes of a logical axis that have more than one device on the ambient mesh.
 
-        Raises InputError for a name that is not a logical axis.
+        - `name`: of a logical axis, or of a mesh axis, which stands for itself.
+
+        Raises InputError for a name that is neither.
         """
-        if name not in _LOGICAL_AXES:
-            raise InputError(f"logical axis {name!r} is not known; {nearest(name, _LOGICAL_AXES)}")
         sizes = mesh_sizes()
-        return tuple(axis for axis in getattr(self, name) if sizes.get(axis, 1) > 1)
+        if name not in _LOGICAL_AXES and name not in sizes and name not in AXES:
+            known = dict.fromkeys((*_LOGICAL_AXES, *(sizes or AXES)))
+            raise InputError(
+                f"axis {name!r} is neither a logical axis nor an axis of the mesh; "
+                f"{nearest(name, known)}"
+            )
+        own = getattr(self, name) if name in _LOGICAL_AXES else (name,)
+        return tuple(axis for axis in own if sizes.get(axis, 1) > 1)
 
     def size(self, name: str) -> int:
         """How many shards a logical axis has on the ambient mesh."""
         return math.prod(mesh_sizes()[axis] for axis in self.axes(name))
 
-    def spec(self, *names: str | None) -> P:
+    def spec(self, *names: AxisName) -> P:
         """The partition spec of an array with these logical axes.
 
-        - `names`: one logical axis per array axis; None for an axis that is not sharded.
+        - `names`: one per array axis, of a logical or a mesh axis, or a tuple of several; None for
+          an axis that is not sharded.
 
         Mesh axes of size 1 are left out, so on one device every spec is trivial.
         """
         entries: list[str | MeshAxes | None] = []
         for name in names:
-            axes = self.axes(name) if name else ()
+            several = name if isinstance(name, tuple) else (name,) if name else ()
+            axes = tuple(axis for one in several for axis in self.axes(one))
             entries.append(axes if len(axes) > 1 else axes[0] if axes else None)
         return P(*entries)
 
-    def variable(self, value: Array, logical_axes: tuple[str | None, ...]) -> nnx.Param:
+    def variable(self, value: Array, logical_axes: tuple[AxisName, ...]) -> nnx.Param:
         """A parameter whose metadata holds its logical axes.
 
         - `value`: the array, in its sharding already.
@@ -167,8 +177,15 @@ _LOGICAL_AXES = tuple(axis.name for axis in fields(Layout))
 
 
 def mesh_sizes() -> dict[str, int]:
-    """The axis sizes of the ambient mesh; empty if there is no mesh."""
-    return dict(jax.sharding.get_abstract_mesh().shape)
+    """The axis sizes of the ambient mesh; empty if there is no mesh.
+
+    Inside a `shard_map` over some of the axes these are left out: no array is sharded over them
+    there. Inside one over the whole mesh the sizes are those of all axes, for collectives.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = list(zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True))
+    free = {name: size for name, size, kind in axes if kind != AxisType.Manual}
+    return free or dict(mesh.shape)
 
 
 def is_explicit() -> bool:

@@ -69,6 +69,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="Leave out the tests marked slow, and of a table run its first case only.",
     )
+    parser.addoption(
+        "--draws", type=int, default=16, help="How many cases test_random_options.py draws."
+    )
 
 
 MOST_KEPT = 2 * 10**9  # bytes of compiled programs

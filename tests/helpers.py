@@ -122,7 +122,7 @@ def model_on_mesh(source: Mixtral, config: Config, mesh: Mesh) -> Mixtral:
     """The weights of a model without stages, in the shape and place they have on a mesh.
 
     The layers of the source are `[1, 1, layers, …]`, those of the result `[repeats, stages, layers
-    per stage, …]`: the same in row-major order, as the model promises.
+    per stage, …]`: the same in row-major order, as the model promises. Padding repeats the last.
     """
     with jax.set_mesh(mesh):
         abstract = jax.eval_shape(lambda: Mixtral(config, rngs=nnx.Rngs(0)))
@@ -131,7 +131,12 @@ def model_on_mesh(source: Mixtral, config: Config, mesh: Mesh) -> Mixtral:
 
         def put(variable: nnx.Variable, value: jax.Array) -> nnx.Variable:
             spec = abstract.layout.spec(*variable.get_metadata("logical_axes"))
-            array = np.asarray(value).reshape(variable.get_value().shape)
+            array, shape = np.asarray(value), variable.get_value().shape
+            if array.size < math.prod(shape):
+                layers = array.reshape(-1, *shape[3:])
+                places = np.arange(math.prod(shape[:3]))
+                array = layers[np.minimum(places, len(layers) - 1)]
+            array = array.reshape(shape)
             return variable.replace(jax.device_put(array, NamedSharding(mesh, spec)))
 
         placed = [put(*pair) for pair in zip(variables, jax.tree.leaves(source), strict=True)]

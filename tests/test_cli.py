@@ -109,6 +109,18 @@ def test_schedule_of_one_forward_one_backward(run: Run) -> None:
     assert result["backward_timetable"][1] == [None, [0, 0]]
 
 
+def test_layers_of_a_schedule(run: Run) -> None:
+    """30 layers over 4 stages: 30 · 4 of 32 · 7 layer times do something."""
+    arguments = ("schedule", "--stages", "4", "--microbatches", "4", "--layers", "30")
+    table = run(*arguments).out
+    assert "2 of 32 places are padding, so that bubble and padding take 46.4%" in table
+    assert "24–29 + 2 padding" in table
+    layers = run(*arguments, "--json", "-").json["layers"]
+    assert layers["idle_share"] == pytest.approx(1 - 30 * 4 / (32 * 7))
+    assert layers["of_stage"][3] == [[*range(24, 30)]]
+    assert "no padding" in run(*arguments[:-1], "8", "--schedule", "1f1b").out
+
+
 @pytest.mark.parametrize("schedule", ["circular", "1f1b"])
 def test_picture_of_a_schedule(run: Run, tmp_path: Path, schedule: str) -> None:
     path = tmp_path / "schedule.svg"
@@ -374,7 +386,7 @@ BAD = [
     ((*COMPILE, "--set", "model.grad_dtype=float32"), "no such config field"),
     ((*COMPILE, "--set", "model.num_layers"), "not of the form key=value"),
     ((*COMPILE, "--set", "model.num_layers=many"), "needs a whole number"),
-    ((*COMPILE, "--set", "model.attention=flash"), "choose one of: dot_product"),
+    ((*COMPILE, "--set", "model.attention=flash"), "so far 'dot_product' is the only choice"),
     ((*COMPILE, "--set", "train.global_batch=12", "--mesh", "stage=8"), "choose a multiple of 8"),
     ((*COMPILE, "--mesh", "stages=4"), "did you mean 'stage'?"),
     ((*COMPILE, "--mesh", "stage=3"), "choose a multiple of 3"),

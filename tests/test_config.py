@@ -78,11 +78,14 @@ REFUSED = [
     bad(model(num_experts_per_token=5), "exceeds num_experts=4; choose 4 or fewer"),
     bad(model(dtype="bfloat"), "dtype='bfloat' is not known; did you mean 'bfloat16'?"),
     bad(model(param_dtype="int8"), "param_dtype='int8' is not known; choose one of: bfloat16"),
-    bad(model(attention="flash"), "attention='flash' is not known; choose one of: dot_product"),
+    bad(
+        model(attention="flash"),
+        "attention='flash' is not known; so far 'dot_product' is the only choice",
+    ),
     bad(model(attention_block=0), "attention_block=0 is not a whole number of 1 or more"),
     bad(model(expert_group=3), "expert_group=3 does not divide num_experts=4", "of: 1, 2, 4"),
     bad(model(expert_group=0), "expert_group=0 is not a whole number of 1 or more"),
-    bad(model(experts="desne"), "experts='desne' is not known; did you mean 'dense'?"),
+    bad(model(experts="desne"), "experts='desne' is not known; so far 'dense' is the only choice"),
     bad(model(embedding="onehot"), "embedding='onehot' is not known; did you mean 'one_hot'?"),
     bad(model(norm_epsilon=-1.0), "norm_epsilon=-1.0 is out of range; choose 0"),
     bad(model(rope_theta=0.0), "rope_theta=0.0 must be above 0"),
@@ -147,11 +150,6 @@ REFUSED = [
         "choose a multiple of 5, such as 5 or 10",
     ),
     bad(on_mesh("context=2"), "context=2 is not supported by attention yet; use context=1"),
-    bad(
-        on_mesh("", pipeline(num_repeats=2)()),
-        "pipeline.num_repeats=2 needs a pipeline",
-        "set num_repeats=1 or give the mesh a stage axis",
-    ),
     bad(on_mesh("stage=3"), "model.num_layers=4 does not split into 3 stages × 1 repeats"),
     bad(
         on_mesh("stage=2", pipeline(num_repeats=3)()),
@@ -183,12 +181,20 @@ REFUSED = [
         "choose a multiple of 3, such as 15 or 18",
     ),
     bad(
-        on_mesh(
-            "data=4",
-            replace(training(shard_optimizer_over_data=True)(), "pipeline", num_microbatches=4),
+        on_mesh("data=4", pipeline(num_microbatches=4)()),
+        "a microbatch of 2 sequences does not split over data=4",
+    ),
+    bad(
+        on_mesh("", model(max_position_embeddings=4)()),
+        "sequences of 8 tokens (train.sequence_length) are longer than the model was made for, "
+        "model.max_position_embeddings=4; shorten them",
+    ),
+    bad(
+        lambda: small_config(
+            model={"num_experts": 1, "num_experts_per_token": 1},
+            train={"load_balance_weight": 0.1},
         ),
-        "global_batch=8 in 4 microbatches does not split over data=4",
-        "choose a multiple of 16",
+        "train.load_balance_weight=0.1 weighs the loss of a router, which model.num_experts=1",
     ),
     bad(on_mesh("tensor=64"), "model.vocab_size=32 does not split over stage×tensor=64"),
     bad(
@@ -248,7 +254,10 @@ REFUSED = [
     bad(lambda: preset("mixtral-smal"), "not a preset; did you mean 'mixtral-small'?"),
     bad(lambda: preset("gpt"), "model 'gpt' is not a preset; choose one of: tiny, mixtral-small"),
     bad(lambda: choose(["norm-scal"]), "is not known; did you mean 'norm-scale'?"),
-    bad(lambda: Layout().spec("vocabulary"), "logical axis 'vocabulary' is not known"),
+    bad(
+        lambda: Layout().spec("vocabulary"),
+        "axis 'vocabulary' is neither a logical axis nor an axis of the mesh",
+    ),
     # platforms
     bad(lambda: Platform.parse("gpu:h100:8"), "platform 'gpu:h100:8' is not known", "cuda"),
     bad(
@@ -409,6 +418,7 @@ FIELDS = (
     ("pipeline.num_microbatches", "4", 4),
     ("pipeline.num_microbatches", "None", None),
     ("pipeline.num_repeats", "2", 2),
+    ("pipeline.pad_layers", "true", True),
     ("pipeline.schedule", "1f1b", "1f1b"),
     ("pipeline.backward", "accumulate", "accumulate"),
     ("pipeline.fsdp_gather", "step", "step"),

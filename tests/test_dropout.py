@@ -21,7 +21,7 @@ from helpers import (
     small_config,
 )
 
-from nnx_pipeline import CircularPipeline, InputError, Mixtral, PipelineConfig, create_pipeline
+from nnx_pipeline import Mixtral, create_pipeline
 from nnx_pipeline.ops.dropout import dropout, fold_in, sequence_keys
 from nnx_pipeline.sharding import Layout, P
 from nnx_pipeline.train import jit_train_step, loss_of
@@ -108,28 +108,6 @@ def test_a_step_draws_from_seed_and_step() -> None:
     assert first == again
     assert first[0] != first[1]
     assert first[0] != other[0]
-
-
-class Noisy(nnx.Module):
-    """A layer that brings its own random state."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.scale = nnx.Param(jnp.ones(4))
-        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(dropout=rngs.params()))
-
-
-class Counting(nnx.Module):
-    """A layer with a running statistic."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.scale = nnx.Param(jax.random.normal(rngs.params(), (4,)))
-        self.mean = nnx.BatchStat(jnp.zeros(4))
-
-
-@pytest.mark.parametrize(("layer", "kind"), [(Noisy, "Rng(Key|Count)"), (Counting, "BatchStat")])
-def test_state_that_a_pipeline_would_lose_is_refused(layer: Any, kind: str) -> None:
-    with pytest.raises(InputError, match=f"variable of type {kind}.*parameters .* only"):
-        CircularPipeline(PipelineConfig(), layer, num_layers=2, rngs=nnx.Rngs(0))
 
 
 class Drop(nnx.Module):

@@ -263,9 +263,14 @@ def test_a_leaf_that_is_missing_added_or_of_another_shape_in_a_pipeline() -> Non
     ("mesh", "layout", "change", "message"),
     [
         ("stage=2", "scanned", {}, "layer_layout='scanned' .* stage=2 .* layer_layout='pipelined'"),
-        ("", "unscanned", {"schedule": "1f1b"}, "pipeline.schedule=1f1b; choose layer_layout"),
+        ("", "unscanned", {"schedule": "1f1b"}, "schedule=1f1b, .*; choose layer_layout"),
         ("", "scaned", {}, "layer_layout='scaned' is not known; did you mean 'scanned'"),
-        ("", None, {"num_repeats": 2}, "needs a pipeline"),
+        (
+            "",
+            "scanned",
+            {"fsdp_gather": "step"},
+            "fsdp_gather=step .*; choose layer",
+        ),
         ("stage=8", None, {}, "4 layers do not split|num_layers=4 does not split"),
         ("stage=2,data=2", None, {"num_microbatches": 8}, "a microbatch of 1 sequences"),
     ],

@@ -55,21 +55,22 @@ def test_the_model_name_wins_over_defaults_and_not_over_an_override():
     assert (config.model.vocab_size, config.model.embed_dim) == (100, 4096)
 
 
+STAGES = {"ici_pipeline_parallelism": 2, "base_num_decoder_layers": 8}
+
+
 @pytest.mark.parametrize(
     ("given", "field", "value"),
     [
-        ({"num_pipeline_microbatches": 6}, "num_microbatches", 6),
-        ({"num_pipeline_repeats": 2}, "num_repeats", 2),
-        ({"ici_pipeline_parallelism": 4, "base_num_decoder_layers": 8}, "num_repeats", 2),
-        (
-            {"ici_pipeline_parallelism": 2, "base_num_decoder_layers": 8}
-            | {"num_layers_per_pipeline_stage": 2},
-            "num_repeats",
-            2,
-        ),
-        ({"pipeline_delay_activation_forwarding": True}, "forwarding_delay", 2),
-        ({"pipeline_fsdp_ag_once": True}, "fsdp_gather", "step"),
-        ({"pipeline_fsdp_ag_per_repeat": True}, "fsdp_gather", "prefetch"),
+        # Without stages MaxText reads no option of the pipeline.
+        ({"num_pipeline_microbatches": 6}, "num_microbatches", None),
+        ({"num_pipeline_repeats": 2}, "num_repeats", 1),
+        ({"pipeline_fsdp_ag_once": True}, "fsdp_gather", "use"),
+        ({**STAGES, "num_pipeline_microbatches": 6}, "num_microbatches", 6),
+        ({**STAGES, "num_layers_per_pipeline_stage": 2}, "num_repeats", 2),
+        ({**STAGES, "ici_pipeline_parallelism": 4}, "num_repeats", 2),
+        ({**STAGES, "pipeline_delay_activation_forwarding": True}, "forwarding_delay", 2),
+        ({**STAGES, "pipeline_fsdp_ag_once": True}, "fsdp_gather", "step"),
+        ({**STAGES, "pipeline_fsdp_ag_per_repeat": True}, "fsdp_gather", "prefetch"),
         ({"remat_policy": "minimal"}, "remat", "minimal"),
         ({"remat_policy": "save_dot_with_context_except_mlp"}, "remat", "full"),
         ({"shard_mode": "auto"}, "sharding", "auto"),

@@ -240,7 +240,7 @@ def by_loops(kernels: Any, tree: Any, weights: Any, microbatches: int) -> Any:
     return run((jnp.asarray(kernels), before, after), *batch)
 
 
-SEEDS = (281, 377, 668, 332, 496, 12, 186, 2, 4, 10)
+SEEDS = (1, 369, 30, 186, 3, 10, 63, 52, 39, 18, 361)
 
 
 def drawn_by(seed: int) -> tuple[Case, Any, Any]:
@@ -424,8 +424,8 @@ class Named(nnx.Module):
 
 
 @pytest.mark.parametrize("mesh", ["", "stage=2"])
-@pytest.mark.parametrize("name", ["keys", "key"])
-def test_a_side_input_has_no_name_that_means_dropout(name: str, mesh: str) -> None:
+@pytest.mark.parametrize("name", ["keys", "key", "place"])
+def test_a_side_input_has_no_name_that_a_pipeline_reserves(name: str, mesh: str) -> None:
     x = float_rows(4, WIDTH)
     words = f"a side input is called '{name}'|key is float32.4, 4., and must be one key"
     with jax.set_mesh(mesh_of(mesh)):

@@ -1,4 +1,4 @@
-"""Mixtral on meshes against Mixtral on one device, and that one against plain numpy."""
+"""Mixtral on meshes against Mixtral on one device, and that one against plain formulas."""
 
 import functools
 from typing import Any, NamedTuple
@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import plain_model
 import pytest
 from flax import nnx
 from helpers import (
@@ -85,6 +86,10 @@ UNPIPELINED = [
     Case("fsdp=2,tensor=2,expert=2", mode="auto", group=2),
     Case("data=2,fsdp=2", group=2),
     Case("data=2,fsdp=2", schedule="1f1b", gather="step"),
+    # A pipeline of one stage, with the options that the same config has on several.
+    Case("", repeats=2, delay=2, shift="slice", backward="accumulate", mode="auto"),
+    Case("fsdp=2", repeats=2, gather="prefetch"),
+    Case("data=2,fsdp=2", gather="step"),
 ]
 DENSELY = [
     Case("stage=2,fsdp=2,tensor=2", repeats=2, mode="auto", dense=True),
@@ -118,7 +123,7 @@ def batch_of(case: Case) -> Batch:
 @functools.cache
 def source(dense: bool) -> Mixtral:
     """The weights of every model here, on one device; scales away from one, as after training."""
-    model = new_model(DENSE if dense else SPARSE)
+    model = new_model(replace(DENSE if dense else SPARSE, "pipeline", num_microbatches=None))
 
     def shake(path: Any, leaf: jax.Array) -> jax.Array:
         if "scale" not in jax.tree_util.keystr(path):
@@ -128,11 +133,34 @@ def source(dense: bool) -> Mixtral:
     return jax.tree_util.tree_map_with_path(shake, model)
 
 
+def loss_of_parts(model: Mixtral, batch: Batch) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """As `loss_of`, one microbatch after the other by a plain loop, in no pipeline at all."""
+    count, weights = 4, batch.weights / (jnp.sum(batch.weights) + 1e-8)
+    arrays = (batch.tokens, batch.targets, weights, batch.positions, batch.segment_ids)
+    entropies, balances = [], []
+    for part in range(count):
+        rows = len(batch.tokens) // count
+        cut = [None if x is None else x[part * rows :][:rows] for x in arrays]
+        _, (entropy, balance) = model.loss(*cut[:3], positions=cut[3], segment_ids=cut[4])
+        entropies.append(entropy)
+        balances.append(balance)
+    entropy, balance = sum(entropies), sum(balances) / count
+    return entropy + model.config.train.load_balance_weight * balance, (entropy, balance)
+
+
+@jax.jit
+def evaluate_in_parts(model: Mixtral, batch: Batch) -> tuple[Any, ...]:
+    """As `evaluate`, by `loss_of_parts`."""
+    (loss, parts), gradients = jax.value_and_grad(loss_of_parts, has_aux=True)(model, batch)
+    logits = model(batch.tokens, positions=batch.positions, segment_ids=batch.segment_ids)
+    return loss, parts, gradients, logits
+
+
 @functools.cache
 def alone(dense: bool, packed: bool) -> Results:
     model = source(dense)
     batch = jax.tree.map(jnp.asarray, batch_of(Case("", dense=dense, packed=packed)))
-    return Results(*evaluate(model, batch), model)
+    return Results(*evaluate_in_parts(model, batch), model)
 
 
 @functools.cache
@@ -151,6 +179,43 @@ def test_equals_one_device(case: Case) -> None:
     assert_close((got.loss, got.parts, got.logits), (want.loss, want.parts, want.logits), 1e-5)
     assert_close(got.gradients, want.gradients, 1e-4)
     assert_same_placement(got.gradients, got.model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("fsdp=2,tensor=2"),
+        Case("stage=2,fsdp=2", repeats=2, mode="auto"),
+        Case("stage=2,fsdp=2", gather="step"),
+        Case("stage=2,fsdp=2", schedule="1f1b"),
+    ],
+    ids=str,
+)
+def test_second_derivatives(case: Case) -> None:
+    """The Hessian of the loss times a vector: forward over reverse, and reverse over reverse."""
+
+    def product(loss: Any, model: Mixtral, batch: Batch) -> tuple[Mixtral, Mixtral]:
+        gradient, vector = (
+            jax.grad(lambda model: loss(model, batch)[0]),
+            jax.tree.map(jnp.cos, model),
+        )
+
+        def along(model: Mixtral) -> jax.Array:
+            pairs = zip(jax.tree.leaves(gradient(model)), jax.tree.leaves(vector), strict=True)
+            return sum(jnp.sum(one * other) for one, other in pairs)
+
+        return jax.jvp(gradient, (model,), (vector,))[1], jax.grad(along)(model)
+
+    alone = source(dense=False)
+    plain = jax.tree.map(jnp.asarray, batch_of(case))
+    want = jax.jit(product, static_argnums=0)(loss_of_parts, alone, plain)[0]
+    mesh = mesh_of(case.mesh, case.mode)
+    model = model_on_mesh(alone, case.config, mesh)
+    with jax.set_mesh(mesh):
+        batch = jax.device_put(batch_of(case), batch_sharding(mesh, model.layout))
+        for got in jax.jit(product, static_argnums=0)(loss_of, model, batch):
+            assert_close(got, want, 1e-4)
 
 
 @pytest.mark.slow
@@ -223,7 +288,6 @@ def test_microbatches_are_given_where_the_loss_depends_on_them(schedule: str, ki
         (config, ""),
         (replace(config, "pipeline", num_microbatches=4), "stage=4"),
         (replace(config, "train", load_balance_weight=0.0), "stage=4"),
-        (replace(config, "model", num_experts=1, num_experts_per_token=1), "stage=4"),
     ):
         traced(works, mesh)
 
@@ -375,10 +439,12 @@ def test_the_types_show_each_layers_output(
     Scans over ticks or over the layers of a stage carry them, and every layer gets them: layers in
     a scan in one place of the program, layers that are unrolled in one place each.
     """
-    config = replace(SPARSE, "model", num_experts=experts, num_experts_per_token=min(experts, 2))
+    config = replace(SPARSE, "train", load_balance_weight=0.0)
+    config = replace(config, "model", num_experts=experts, num_experts_per_token=min(experts, 2))
     config = replace(config, "model", num_layers=layers)
-    config = replace(config, "pipeline", num_repeats=repeats)
     grid = mesh_of(mesh)
+    microbatches = 4 if grid.shape["stage"] > 1 else None
+    config = replace(config, "pipeline", num_repeats=repeats, num_microbatches=microbatches)
     with jax.set_mesh(grid):
         model = abstract_state(config, grid).model
         tokens = jax.ShapeDtypeStruct(
@@ -420,74 +486,16 @@ def without_tail(spec: P) -> tuple[Any, ...]:
 # ---- the formula -------------------------------------------------------------------------------
 
 
-def by_numpy(model: Mixtral, tokens: Any, positions: Any, segments: Any) -> np.ndarray:
-    """Logits in float64, written from the rules and not from the package."""
-    config = model.config.model
-
-    def weight(variable: nnx.Variable) -> np.ndarray:
-        return np.asarray(variable.get_value(), np.float64)
-
-    def norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
-        return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + config.norm_epsilon) * scale
-
-    def softmax(x: np.ndarray) -> np.ndarray:
-        x = np.exp(x - x.max(axis=-1, keepdims=True))
-        return x / x.sum(axis=-1, keepdims=True)
-
-    def silu(x: np.ndarray) -> np.ndarray:
-        return x / (1 + np.exp(-x))
-
-    def rope(x: np.ndarray) -> np.ndarray:  # [batch, seq, heads, head_dim]
-        half = config.head_dim // 2
-        angle = positions[:, :, None] / config.rope_theta ** (np.arange(half) / half)
-        turn = np.exp(1j * angle)[:, :, None, :]
-        z = (x[..., :half] + 1j * x[..., half:]) * turn
-        return np.concatenate([z.real, z.imag], axis=-1)
-
-    def attention(x: np.ndarray, layer: int) -> np.ndarray:
-        part = model.pipeline.layers.attention
-        q, k, v = (
-            np.einsum("bsd,dhk->bshk", x, weight(kernel)[0, 0, layer])
-            for kernel in (part.query, part.key, part.value)
-        )
-        group = config.num_heads // config.num_kv_heads
-        k, v = np.repeat(rope(k), group, axis=2), np.repeat(v, group, axis=2)
-        scores = config.attention_scale * np.einsum("bqhk,bphk->bhqp", rope(q), k)
-        length = x.shape[1]
-        may = np.tril(np.ones((length, length), bool)) & (
-            segments[:, :, None] == segments[:, None, :]
-        )
-        mixed = np.einsum("bhqp,bphk->bqhk", softmax(np.where(may[:, None], scores, -1e30)), v)
-        return np.einsum("bshk,hkd->bsd", mixed, weight(part.out)[0, 0, layer])
-
-    def feed_forward(x: np.ndarray, layer: int) -> np.ndarray:
-        part = model.pipeline.layers.feed_forward
-        gate, up, down = (weight(kernel)[0, 0, layer] for kernel in (part.gate, part.up, part.down))
-        if config.num_experts == 1:
-            return (silu(x @ gate) * (x @ up)) @ down
-        logits = x @ weight(part.router)[0, 0, layer]
-        out = np.zeros_like(x)
-        for index in np.ndindex(x.shape[:2]):
-            best = np.argsort(-logits[index])[: config.num_experts_per_token]
-            for share, e in zip(softmax(logits[index][best]), best, strict=True):
-                token = x[index]
-                out[index] += share * ((silu(token @ gate[e]) * (token @ up[e])) @ down[e])
-        return out
-
-    x = weight(model.embedding.embedding)[tokens]
-    for layer in range(config.num_layers):
-        h = x + attention(
-            norm(x, weight(model.pipeline.layers.attention_norm.scale)[0, 0, layer]), layer
-        )
-        scale = weight(model.pipeline.layers.feed_forward_norm.scale)[0, 0, layer]
-        x = h + feed_forward(norm(h, scale), layer)
-    return norm(x, weight(model.norm.scale)) @ weight(model.head)
+def plainly(model: Mixtral, tokens: Any, positions: Any, segments: Any) -> jax.Array:
+    """The logits by formulas that do not come from the package."""
+    side = plain_model.Side(positions, segments)
+    return plain_model.logits(plain_model.weights_of(model), tokens, side, model.config.model)
 
 
 @pytest.mark.parametrize("dense", [False, True])
-def test_logits_equal_plain_numpy(dense: bool) -> None:
+def test_logits_equal_plain_formulas(dense: bool) -> None:
     batch = batch_of(Case("", dense=dense))
-    want = by_numpy(source(dense), batch.tokens, batch.positions, batch.segment_ids)
+    want = plainly(source(dense), batch.tokens, batch.positions, batch.segment_ids)
     assert_close(alone(dense, packed=True).logits, want, 1e-5)
 
 
@@ -500,7 +508,7 @@ def test_other_numbers_in_the_formula() -> None:
     model, batch = new_model(config), packed_batch(config)
     logits = jax.jit(lambda model, batch: model(batch.tokens))(model, batch)
     positions = np.broadcast_to(np.arange(8), batch.tokens.shape)
-    assert_close(logits, by_numpy(model, batch.tokens, positions, np.ones((8, 8))), 1e-5)
+    assert_close(logits, plainly(model, batch.tokens, positions, np.ones((8, 8))), 1e-5)
 
 
 def test_cross_entropy_and_weights() -> None:

@@ -86,7 +86,7 @@ def test_interleaved_ticks_and_ring() -> None:
     turn = 2 * STAGES - 1
     assert lengths == [turn, 8 * 2 + STAGES - 1 - turn, turn]
     rings = [shape for shape in carried(loops[1]) if shape[2:] == (SEQUENCES, 8, 48)]
-    assert rings == [(STAGES, 2 * 2 * STAGES - 1, SEQUENCES, 8, 48)]
+    assert rings == [(STAGES, STAGES * (2 + 1) - 1, SEQUENCES, 8, 48)]
 
 
 def test_parts_of_the_loss_have_no_gradient_and_say_so() -> None:

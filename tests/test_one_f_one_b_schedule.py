@@ -1,11 +1,15 @@
 """The timetable of 1F1B, plain and interleaved, by what any pipeline must keep to."""
 
+import itertools
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.pipeline import CircularSchedule, OneForwardOneBackward
+from nnx_pipeline.pipeline.schedule import Visits
 
 Visit = tuple[int, int, int]  # microbatch, repeat, stage
 
@@ -20,13 +24,14 @@ def schedules(draw: st.DrawFn, most_repeats: int = 4) -> OneForwardOneBackward:
 def when(schedule: OneForwardOneBackward, direction: str) -> dict[Visit, int]:
     """The tick of each visit; each is made only once."""
     done: dict[Visit, int] = {}
-    for tick, row in enumerate(getattr(schedule, f"{direction}_rows")()):
-        assert len(row) == schedule.stages
-        for stage, work in enumerate(row):
-            if work is not None:
-                visit = (work.microbatch, work.repeat, stage)
-                assert visit not in done
-                done[visit] = tick
+    visits: Visits = getattr(schedule, direction)
+    assert visits.active.shape == (schedule.ticks, schedule.stages)
+    for tick, stage in itertools.product(range(schedule.ticks), range(schedule.stages)):
+        work = visits.at(tick, stage)
+        if work is not None:
+            visit = (work.microbatch, work.repeat, stage)
+            assert visit not in done
+            done[visit] = tick
     return done
 
 
@@ -57,7 +62,6 @@ def test_every_visit_is_made_once_forward_and_once_back(schedule: OneForwardOneB
         _, repeat, stage = visit
         kept = 2 * (schedule.stages * (schedule.repeats - repeat) - stage) - 1
         assert backward[visit] - forward[visit] == kept - 1
-        assert kept <= schedule.ring_slots
 
 
 @given(schedules(most_repeats=1))
@@ -72,23 +76,34 @@ def test_with_one_repeat_it_is_the_textbook(schedule: OneForwardOneBackward) -> 
 
 @given(schedules())
 def test_no_slot_of_the_ring_is_overwritten_while_in_use(schedule: OneForwardOneBackward) -> None:
-    """The bookkeeping of the loop with names in the place of arrays."""
-    most = 0
+    """The bookkeeping of the loop with names in the place of arrays.
+
+    In a bubble something else is written, and something that was written is read.
+    """
+    written, read = schedule.written, schedule.read
+    filling, both, _ = schedule.phases
     for stage in range(schedule.stages):
-        ring: dict[int, tuple[int, int]] = {}
+        ring: dict[int, object] = {}
         for tick in range(schedule.ticks):
-            work, back = schedule.forward(tick, stage), schedule.backward(tick, stage)
-            if work is not None:
-                slot = tick % schedule.ring_slots
-                assert slot not in ring
-                ring[slot] = (work.microbatch, work.repeat)
-            most = max(most, len(ring))
-            if back is not None:
-                slot = schedule.forwarded_at(back, stage) % schedule.ring_slots
-                assert ring.pop(slot) == (back.microbatch, back.repeat)
-        assert not ring
-    if schedule.repeats == 1:  # enough, and with microbatches enough not one too many
-        assert most == min(schedule.ring_slots, schedule.microbatches)
+            if tick < both.stop:
+                ring[written[tick, stage]] = schedule.forward.at(tick, stage) or "bubble"
+            back = schedule.backward.at(tick, stage)
+            if tick >= filling.stop:
+                assert ring[read[tick, stage]] == back if back else read[tick, stage] in ring
+
+
+@given(schedules())
+def test_the_ring_has_as_many_slots_as_the_first_stage_needs(
+    schedule: OneForwardOneBackward,
+) -> None:
+    forward, backward = when(schedule, "forward"), when(schedule, "backward")
+    spans = [(forward[visit], backward[visit]) for visit in forward if visit[2] == 0]
+    kept = [sum(a <= tick <= b for a, b in spans) for tick in range(schedule.ticks)]
+    # After its last visit a stage writes what bubbles give, until the last stage has made its own.
+    last = schedule.visits + schedule.stages - 1
+    kept[schedule.visits : last] = [number + 1 for number in kept[schedule.visits : last]]
+    assert schedule.ring_slots == max(kept)
+    assert schedule.ring_slots <= schedule.stages * (schedule.repeats + 1) - 1
 
 
 @given(schedules())
@@ -100,20 +115,17 @@ def test_phases(schedule: OneForwardOneBackward) -> None:
     assert schedule.ticks == schedule.microbatches * repeats + stages * (repeats + 1) - 2
     assert set(when(schedule, "forward").values()) == {*filling, *both}
     assert set(when(schedule, "backward").values()) == {*both, *draining}
-    for stage in range(stages):
-        for tick in (-1, schedule.ticks):
-            assert schedule.forward(tick, stage) is schedule.backward(tick, stage) is None
 
 
 @given(schedules())
 def test_the_bubble_is_that_of_the_circular_schedule(schedule: OneForwardOneBackward) -> None:
     """Idle is a stage without work of a kind that others do in that phase."""
     filling, both, draining = schedule.phases
-    forward = [schedule.forward(t, s) for t in (*filling, *both) for s in range(schedule.stages)]
-    backward = [schedule.backward(t, s) for t in (*both, *draining) for s in range(schedule.stages)]
+    forward = schedule.forward.active[filling.start : both.stop]
+    backward = schedule.backward.active[both.start : draining.stop]
     for cells in (forward, backward):
-        assert cells.count(None) == schedule.stages * schedule.bubble_ticks
-        assert schedule.bubble_share == pytest.approx(cells.count(None) / len(cells))
+        assert np.sum(~cells) == schedule.stages * schedule.bubble_ticks
+        assert schedule.bubble_share == pytest.approx(np.mean(~cells))
     circular = CircularSchedule(schedule.stages, schedule.microbatches, schedule.repeats)
     assert schedule.bubble_share == circular.bubble_share
 

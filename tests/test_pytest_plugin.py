@@ -428,10 +428,18 @@ def test_a_limit_shows_the_buffers(project: Project) -> None:
             "(model.lean, (model.X, model.W)).assert_at_most(temp_bytes=float('nan'))",
             "temp_bytes=nan is not a limit",
         ),
+        (
+            "(model.lean, (model.X, model.W)).assert_at_most(step_seconds='a')",
+            "step_seconds='a' is not a limit",
+        ),
         ("(model.lean, (model.X, model.W)).within_budget(4)", "a name must be a string; write '4'"),
         (
             "(model.lean, (model.X, model.W)).within_budget(tolerance=float('nan'))",
             "tolerance=nan is not a valid share; write 0.01 for 1 %",
+        ),
+        (
+            "(model.lean, (model.X, model.W)).within_budget(tolerance='x')",
+            "tolerance='x' is not a valid share; write 0.01 for 1 %",
         ),
         (
             "(model.lean, (model.X, model.W), platform='local').within_budget()",

@@ -292,11 +292,12 @@ def test_names_survive_the_stages(mode: str, layers: int, group: int | None) -> 
 def test_without_a_pipeline_a_layer_keeps_the_same(policy: str, group: int | None) -> None:
     """The loop over layers keeps a layer's input and what the policy names."""
     config = config_of(policy, "explicit", layers=1, group=group)
+    config = replace(config, "pipeline", num_microbatches=None)
     kept = kept_by(forward_loop(gradient_program(config, "fsdp=2"), config.model.num_layers))
     shapes = shapes_of(config, (), sequences=config.train.global_batch)
     on_device, on_host = PROMISED[policy]
     want = [(shapes[name], "bfloat16", ON_DEVICE) for name in (LAYER_INPUT, *on_device)]
-    usage = (MICROBATCHES, config.model.num_experts)  # the loop's result beside x
+    usage = (1, config.model.num_experts)  # the loop's result beside x
     want += [(usage, "float32", ON_DEVICE)] * 2
     assert kept == Counter(want + [(shapes[name], "bfloat16", ON_HOST) for name in on_host])
 

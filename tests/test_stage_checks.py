@@ -17,6 +17,9 @@ from nnx_pipeline.pipeline import Accumulation, CircularSchedule, LoopOptions
 WIDTH, STAGES, REPEATS, MICROBATCHES = 4, 2, 2, 4
 
 
+COMMON = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+
+
 class Layer(nnx.Module):
     """A linear layer, and one thing that a pipeline cannot keep."""
 
@@ -29,6 +32,10 @@ class Layer(nnx.Module):
             self.drop = nnx.Dropout(0.5, rngs=rngs)
         if odd == "twice":
             self.again = self.linear
+        if odd == "common":
+            self.common = COMMON
+        if odd == "array":
+            self.table = jnp.ones(WIDTH)
         if odd == "counts":
             self.visits = nnx.Param(jnp.zeros(()))
 
@@ -76,14 +83,14 @@ def test_a_plain_layer_is_taken() -> None:
 @pytest.mark.parametrize(
     ("odd", "words"),
     [
-        ("statistics", "a layer holds a variable of type BatchStat"),
-        ("dropout", "a layer holds a variable of type Rng"),
         ("twice", r"one variable in two places, \.again\.bias"),
+        ("common", r"all layers hold one and the same variable, \.common\.bias.*Shared"),
+        ("array", r"a layer holds float32\[4\] in \.table, which is in no variable"),
         ("counts", r"a stage changed \.visits"),
         ("sows", r"a stage changed \.mean"),
     ],
 )
-def test_a_module_refuses_layers_with_more_than_parameters(odd: str, words: str, mesh: str) -> None:
+def test_a_module_refuses_what_it_would_lose(odd: str, words: str, mesh: str) -> None:
     with pytest.raises(InputError, match=words):
         module_call(odd, mesh)
 

@@ -75,7 +75,7 @@ def test_the_files_are_those_of_the_page(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_way_without_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     listed = re.findall(LINK, TABLE)
-    (numbers,) = re.findall(r"Without stages, .*: files ([\d, and]+)\.", PAGE, re.DOTALL)
+    (numbers,) = re.findall(r"Without stages, .*:\s+files ([\d, and]+)\.", PAGE, re.DOTALL)
     chosen = [listed[int(number) - 1] for number in re.findall(r"\d", numbers)]
     running, _ = files_to_a_layer("fsdp=2", monkeypatch)
     assert chosen == [*running, LAYER]

@@ -69,24 +69,19 @@ def for_mesh(config: Config, mesh: Mesh | None) -> Config:
     - `config`: of the model; only its pipeline changes.
     - `mesh`: axes that it lacks count as axes of size 1, and None as a mesh without stages.
 
-    On a mesh without stages `num_repeats` becomes 1, and unless the schedule is `1f1b`,
-    `num_microbatches` and `fsdp_gather` get values that need no pipeline. On a mesh with stages
-    `num_repeats` stays as it is where it divides the number of layers that a stage holds, and
-    otherwise becomes the largest smaller number that does. So the mesh decides how layers are
-    stacked, and never the layout of a checkpoint.
+    `num_repeats` stays as it is where it divides the number of layers that a stage holds or
+    `pad_layers` is set, and otherwise becomes the largest smaller number that does. So the mesh
+    decides how layers are stacked, and never the layout of a checkpoint.
 
     Raises InputError when the mesh cannot hold the weights, whose sizes the checkpoint determines.
     """
     sizes = MeshConfig(**{axis: mesh.shape.get(axis, 1) for axis in AXES} if mesh else {})
     pipeline = config.pipeline
-    if sizes.stage == 1:
-        pipeline = dataclasses.replace(pipeline, num_repeats=1)
-    if sizes.stage == 1 and pipeline.schedule != "1f1b":
-        pipeline = dataclasses.replace(pipeline, num_microbatches=None, fsdp_gather="use")
     # Layers that do not divide into stages at all are refused below, by the rules of the weights.
     per_stage = max(1, config.model.num_layers // sizes.stage)
-    fitting = (n for n in range(pipeline.num_repeats, 0, -1) if per_stage % n == 0)
-    pipeline = dataclasses.replace(pipeline, num_repeats=next(fitting))
+    if not pipeline.pad_layers:
+        fitting = (n for n in range(pipeline.num_repeats, 0, -1) if per_stage % n == 0)
+        pipeline = dataclasses.replace(pipeline, num_repeats=next(fitting))
     config = dataclasses.replace(config, pipeline=pipeline)
     for divisor, size, rule in config.weight_rules(sizes):
         if size % divisor:
@@ -173,7 +168,12 @@ def _read_shard(
     places = itertools.product(*ranges[:stack])
     layers = {int(np.ravel_multi_index(at, leaf.shape[:stack])): i for i, at in enumerate(places)}
     inner = path.removeprefix(LAYERS)
+    count = part.source.num_layers
     for layer in part.source.order(inner):  # in which each stored array is read once
         if layer in layers:
             flat[layers[layer]] = part.read(inner, layer, cut)
+    # Padding computes what nobody reads, on the numbers of the last layer.
+    padding = [at for layer, at in layers.items() if layer >= count]
+    if padding:
+        flat[padding] = part.read(inner, count - 1, cut)
     return result

@@ -1,5 +1,6 @@
 """Reads configurations into a `Config`: MaxText's, this project's own files, and presets."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -241,18 +242,26 @@ def _pipeline(values: Mapping[str, Any]) -> PipelineConfig:
     one_of("remat_policy", values["remat_policy"], _REMAT)
     microbatches, policy = values["num_pipeline_microbatches"], values["remat_policy"]
     one_of("shard_mode", values["shard_mode"], ("explicit", "auto"))
-    return PipelineConfig(
+    plain = PipelineConfig(
+        remat=policy if policy in POLICIES else "full", sharding=values["shard_mode"]
+    )
+    repeats = _repeats(values)
+    if repeats is None:  # MaxText reads no option of the pipeline then
+        return plain
+    return dataclasses.replace(
+        plain,
         num_microbatches=None if microbatches == -1 else microbatches,
-        num_repeats=_repeats(values),
+        num_repeats=repeats,
         forwarding_delay=2 if values["pipeline_delay_activation_forwarding"] else 1,
         fsdp_gather=gather,  # type: ignore[arg-type]
-        remat=policy if policy in POLICIES else "full",
-        sharding=values["shard_mode"],
     )
 
 
-def _repeats(values: Mapping[str, Any]) -> int:
-    """How often a microbatch passes through all stages, worked out where the key is -1."""
+def _repeats(values: Mapping[str, Any]) -> int | None:
+    """How often a microbatch passes through all stages, or None where there are no stages.
+
+    Where the key is -1 the number is worked out.
+    """
     layers, inside = values["base_num_decoder_layers"], values["pipeline_parallel_layers"]
     if inside not in (-1, layers):
         raise InputError(
@@ -269,8 +278,8 @@ def _repeats(values: Mapping[str, Any]) -> int:
             "set one of them to a number above 0"
         )
     stages = math.prod(parallelisms)
-    if stages == 1:  # no pipeline, so nothing has to divide
-        return max(1, repeats)
+    if stages == 1:
+        return None
     rounds = max(1, layers // max(1, stages * per_stage)) if repeats == -1 else repeats
     if stages * per_stage * rounds != layers:
         raise InputError(

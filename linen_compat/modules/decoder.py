@@ -1,5 +1,6 @@
 """The decoder and the whole model, in the layouts in which MaxText stores its layers."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from nnx_pipeline.pipeline.create import weight_options
 from nnx_pipeline.pipeline.layers import with_keys
 from nnx_pipeline.pipeline.metrics import over_layers, values
 from nnx_pipeline.pipeline.runner import Runner, make_runner
+from nnx_pipeline.pipeline.stack import make_stack
 from nnx_pipeline.pipeline.stage.layers import Side, call_layer
 from nnx_pipeline.remat import LAYER_INPUT, LAYER_METRICS, POLICIES, named
 
@@ -121,9 +123,10 @@ class Decoder(nn.Module):
         batches = self._runner.batches
         side = jax.tree.map(batches.arrange, with_keys(side, keys))
         scanned = self._where() == "scanned"
-        call = functools.partial(call_layer, microbatches=batches.microbatches)
-        visit = self._visit(lambda layer, x: call(layer, x, side), in_scan=scanned)
-        x, metrics = (self._scanned if scanned else self._unscanned)(x, visit)
+        stack = make_stack(self.config.model.num_layers, stages=1, repeats=1)
+        call = functools.partial(call_layer, stack=stack, microbatches=batches.microbatches)
+        visit = self._visit(lambda layer, x: call((*layer, []), x, side), in_scan=scanned)
+        x, (metrics, *_) = (self._scanned if scanned else self._unscanned)(x, visit)
         return x, values(over_layers(metrics))
 
     def _scanned(self, x: Array, visit: Any) -> tuple[Array, Any]:
@@ -161,12 +164,13 @@ class Decoder(nn.Module):
     @property
     def _runner(self) -> Runner:
         """How batches are laid out on the ambient mesh."""
-        return make_runner(
+        runner = make_runner(
             self.config.pipeline,
             num_layers=self.config.model.num_layers,
             layout=self.layout,
             weights=weight_options(self.config),
         )
+        return dataclasses.replace(runner, at_once=self._where() != "pipelined")
 
     def _check_parameters(self, params: Mapping[str, Any]) -> None:
         """Raises InputError when `params` hold the layers in another layout or another number.
@@ -191,7 +195,7 @@ class Decoder(nn.Module):
 
     def _where(self) -> str:
         """The layout of the layers; InputError when the mesh or the config needs another."""
-        stages, schedule = ambient_mesh().stage, self.config.pipeline.schedule
+        stages, pipeline = ambient_mesh().stage, self.config.pipeline
         where = self.layer_layout or ("pipelined" if stages > 1 else "scanned")
         one_of("layer_layout", where, LAYER_LAYOUTS)
         if self.config.train.shard_optimizer_over_data:
@@ -199,11 +203,13 @@ class Decoder(nn.Module):
                 "train.shard_optimizer_over_data=True is for nnx_pipeline.Mixtral and not for "
                 "Linen modules; set it to False"
             )
-        if where != "pipelined" and (stages > 1 or schedule == "1f1b"):
+        if where != "pipelined" and (stages > 1 or pipeline.accumulates):
             raise InputError(
-                f"layer_layout={where!r} runs the layers one after the other on the whole batch, "
-                f"and the mesh has stage={stages} with pipeline.schedule={schedule}; choose "
-                "layer_layout='pipelined', or stage=1 and the circular schedule"
+                f"layer_layout={where!r} runs the layers one after the other on all microbatches "
+                f"at once, and the mesh has stage={stages} with pipeline.schedule="
+                f"{pipeline.schedule}, pipeline.fsdp_gather={pipeline.fsdp_gather} and "
+                f"pipeline.backward={pipeline.backward}; choose layer_layout='pipelined', or "
+                "stage=1 and leave those options out"
             )
         return where
 

@@ -4,6 +4,7 @@ import functools
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, PyTree
@@ -11,11 +12,11 @@ from jaxtyping import Array, PyTree
 from linen_compat.modules.stacked import StackedLayers, StageTree, parameters_of
 from nnx_pipeline import InputError, Layout, PipelineConfig
 from nnx_pipeline.ops.dropout import sequence_keys
-from nnx_pipeline.pipeline.layers import with_keys
+from nnx_pipeline.pipeline.layers import apart, with_keys
 from nnx_pipeline.pipeline.one_f_one_b.state import ModelEnds
 from nnx_pipeline.pipeline.options import WeightOptions
 from nnx_pipeline.pipeline.runner import Runner, make_runner
-from nnx_pipeline.pipeline.stage.layers import Side
+from nnx_pipeline.pipeline.stage.layers import LayerPlace, Side, takes_place
 from nnx_pipeline.sharding import place
 
 
@@ -44,14 +45,15 @@ class CircularPipeline(nn.Module):
     weights: WeightOptions = WeightOptions()
 
     def __call__(
-        self, x: Array, *, key: Array | None = None, **side: Array | None
+        self, x: Array, *, key: Array | None = None, **side: PyTree
     ) -> tuple[Array, PyTree]:
         """`[batch, …]` through all layers, and the metrics of all of them, each one array.
 
         - `x`: `[batch, …]`; the result has the same shape.
         - `key`: for dropout.
         - `side`: what a layer reads beside x, `[batch, …]` each, by the names of its arguments,
-          which are not `key` or `keys`; None is passed on.
+          which are not `key`, `keys` or `place`; None is passed on, and `Shared(value)` as the
+          value, whole.
         """
         batch, batches = x.shape[0], self.runner.batches
         batches.check(batch)
@@ -97,12 +99,20 @@ class CircularPipeline(nn.Module):
     @property
     def runner(self) -> Runner:
         """The loop over the layers, on the ambient mesh."""
-        return make_runner(
+        runner = make_runner(
             self.config,
             num_layers=self.num_layers,
             layout=self.layout,
             weights=self.weights,
         )
+        if runner.stack.padding:
+            raise InputError(
+                f"pipeline.pad_layers=true would pad {self.num_layers} layers to "
+                f"{self.num_layers + runner.stack.padding}, which MaxText's tree of parameters has "
+                "no place for; use nnx_pipeline.CircularPipeline, or a number of layers that "
+                "divides"
+            )
+        return runner
 
     @nn.compact
     def _layers(self, batch: int, row: tuple[int, ...], dtype: Any, side: Side) -> StackedLayers:
@@ -122,13 +132,13 @@ class CircularPipeline(nn.Module):
             return place(jnp.zeros((microbatch, *row), dtype), spec)
 
         def make_layer(key: Array) -> Any:
-            example = {
-                name: None if array is None else zeros(array.shape[1:], array.dtype)
-                for name, array in side.items()
-            }
-            return parameters_of(module, key, zeros(row, dtype), example)
+            cut, shared = apart(side)
+            example = jax.tree.map(lambda x: zeros(x.shape[1:], x.dtype), cut) | shared
+            first = {"place": LayerPlace.of(jnp.int32(0), runner.stack)}
+            own = first if takes_place(module) else {}
+            return parameters_of(module, key, zeros(row, dtype), {**example, **own})
 
-        tree = StageTree(runner.stack, self.layout)
+        tree = StageTree(runner.stack.shape, self.layout)
         make = functools.partial(tree.make, make_layer=make_layer)
         if self.is_initializing():
             params = self.param("layers", make, unbox=False)

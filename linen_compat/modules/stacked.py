@@ -15,6 +15,7 @@ from jaxtyping import Array, PyTree
 from linen_compat.formats.names import of_layer
 from linen_compat.modules.parameters import Names, axes_of, in_place, is_boxed, unboxed
 from nnx_pipeline import InputError, Layout
+from nnx_pipeline.pipeline.stage.layers import takes_place
 from nnx_pipeline.sharding import place, portable_key
 
 Boxed = dict[str, Any]
@@ -140,6 +141,11 @@ class StackedLayers(nnx.Module):
     def __init__(self, module: nn.Module, paths: list[str], weights: list[nnx.Param]) -> None:
         self.module, self.paths, self.weights = module, tuple(paths), nnx.List(weights)
         self.layout = getattr(module, "layout", None)
+
+    @property
+    def takes_place(self) -> bool:
+        """Whether the Linen layer asks for its place, see `takes_place`."""
+        return takes_place(self.module)
 
     def __call__(self, x: Array, **side: Any) -> tuple[Array, PyTree]:
         values = [weight[...] for weight in self.weights]

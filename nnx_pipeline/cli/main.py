@@ -1,7 +1,6 @@
 """The command `nnx-pipeline`, with those of its subcommands that have no file of their own."""
 
 import os
-from dataclasses import dataclass
 from typing import Any
 
 # Without this the compilers warn that there is no accelerator; their errors are still printed.
@@ -19,7 +18,6 @@ from nnx_pipeline.cli.memory import memory_command
 from nnx_pipeline.cli.options import (
     Chosen,
     Target,
-    bundled,
     check_alone,
     config_options,
     json_option,
@@ -27,24 +25,17 @@ from nnx_pipeline.cli.options import (
     platform_option,
     target_options,
 )
+from nnx_pipeline.cli.schedule import schedule_command
 from nnx_pipeline.cli.support import Failed, compiler_errors, main_of, progress
 from nnx_pipeline.config.config import to_dict
 from nnx_pipeline.config.presets import PRESETS, count_parameters
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.experiments.programs import measure_step
-from nnx_pipeline.figures import check_picture
 from nnx_pipeline.files import write_text
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.report import tables as report
 from nnx_pipeline.mesh import MeshConfig, make_mesh
-from nnx_pipeline.pipeline import make_schedule
-from nnx_pipeline.pipeline.schedule import SCHEDULE_NAMES
-from nnx_pipeline.pipeline.timetable.figure import write_picture
-from nnx_pipeline.pipeline.timetable.text import legend, summary, timetable
 from nnx_pipeline.train.loop import train as run_training
-
-# stages × ticks of a timetable; this many take seconds, and tens of megabytes of JSON
-MOST_CELLS = 2_000_000
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -203,77 +194,6 @@ def _train_with_bar(metrics: Any, steps: int) -> list[float]:
     return losses
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """The options of `schedule` that give the size of its timetable.
-
-    - `stages`: the stages of the pipeline.
-    - `microbatches`: the microbatches of a step.
-    - `repeats`: how often each microbatch passes through all stages.
-    - `delay`: ticks, 1 or 2, until the output of a stage reaches the next stage.
-    """
-
-    stages: int
-    microbatches: int
-    repeats: int
-    delay: int
-
-
-@cli.command(epilog="Example: nnx-pipeline schedule --stages 4 --microbatches 8 --repeats 2")
-@bundled(
-    "numbers",
-    Numbers,
-    click.option(
-        "--stages", type=click.IntRange(min=1), required=True, help="Stages of the pipeline."
-    ),
-    click.option(
-        "--microbatches",
-        type=click.IntRange(min=1),
-        required=True,
-        help="Microbatches of a step; a multiple of the stages.",
-    ),
-    click.option(
-        "--repeats",
-        type=click.IntRange(min=1),
-        default=1,
-        show_default=True,
-        help="How often each microbatch passes through all stages.",
-    ),
-    click.option(
-        "--delay",
-        type=click.IntRange(1, 2),
-        default=1,
-        show_default=True,
-        help="Ticks until the output of a stage reaches the next stage; 1f1b needs 1.",
-    ),
-)
-@click.option(
-    "--schedule",
-    "name",
-    default="circular",
-    show_default=True,
-    metavar="NAME",
-    help=f"{' or '.join(SCHEDULE_NAMES)}.",
-)
-@click.option("--picture", "picture_path", metavar="PATH", help="Draw it also as .png or .svg.")
-@json_option
-def schedule(numbers: Numbers, name: str, picture_path: str | None, json_path: str | None) -> None:
-    """Draw what each stage does at each tick, and the bubble."""
-    plan = make_schedule(name, **vars(numbers))
-    if plan.stages * plan.ticks > MOST_CELLS:
-        raise InputError(
-            f"a timetable of {plan.stages} stages and {plan.ticks} ticks has more than "
-            f"{MOST_CELLS:,} cells; choose fewer stages, microbatches or repeats"
-        )
-    report.check_outputs(json=json_path, picture=picture_path)
-    check_picture(picture_path)
-    for view in (summary(plan), timetable(plan), legend(plan)):
-        report.show(view, json_path=json_path)
-    report.emit_json(json_path, {"schema": 1, **plan.to_json()})
-    if picture_path:
-        write_picture(plan, picture_path)
-
-
 def _count(parameters: int) -> str:
     """A parameter count in billions (B) or millions (M)."""
     if parameters >= 1e9:
@@ -281,7 +201,14 @@ def _count(parameters: int) -> str:
     return f"{parameters / 1e6:.2f} M"
 
 
-for command in (ab_command, measure_command, compare_command, memory_command, lint_command):
+for command in (
+    ab_command,
+    measure_command,
+    compare_command,
+    memory_command,
+    lint_command,
+    schedule_command,
+):
     cli.add_command(command)
 
 main = main_of(cli, "nnx-pipeline")

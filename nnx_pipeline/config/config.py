@@ -116,9 +116,9 @@ class ModelConfig:
     """
 
     max_position_embeddings: int | None = None
-    """The longest sequence that the model was made for.
+    """The longest sequence that the model was made for; None leaves any length.
 
-    Nothing here depends on it; it is read from Hugging Face's `config.json` and written back to it.
+    It is read from Hugging Face's `config.json` and written back to it.
     """
 
     def __post_init__(self) -> None:
@@ -262,7 +262,8 @@ class TrainConfig:
 class Config:
     """A model, how it is pipelined and how it is trained.
 
-    Raises InputError when the global batch does not split into the given number of microbatches.
+    Raises InputError when the global batch does not split into the given number of microbatches, or
+    one expert has a load to balance.
     """
 
     model: ModelConfig
@@ -277,6 +278,12 @@ class Config:
     def __post_init__(self) -> None:
         if self.pipeline.num_microbatches is not None:
             self._check_batch(self.pipeline.num_microbatches)
+        weight = self.train.load_balance_weight
+        if self.model.num_experts == 1 and weight > 0:
+            raise InputError(
+                f"train.load_balance_weight={weight} weighs the loss of a router, which "
+                "model.num_experts=1 does not have; set it to 0"
+            )
 
     def _check_batch(self, microbatches: int) -> None:
         """Raises InputError unless the global batch splits into that many microbatches."""
@@ -289,15 +296,20 @@ class Config:
 
     def layers_per_stage(self, stages: int) -> int:
         """How many consecutive layers each of `stages` stages applies to a microbatch per visit."""
-        return self.model.num_layers // (stages * self.pipeline.num_repeats)
+        return -(-self.model.num_layers // (stages * self.pipeline.num_repeats))
 
     def for_batch(self, batch: int) -> "Config":
         """The same config with a global batch of `batch` sequences."""
         return dataclasses.replace(self, train=dataclasses.replace(self.train, global_batch=batch))
 
-    def check_mesh(self, mesh: MeshConfig) -> None:
-        """Raises InputError, which says what to change, unless everything divides over `mesh`."""
+    def check_mesh(self, mesh: MeshConfig, length: int | None = None) -> None:
+        """Raises InputError, which says what to change, unless everything divides over `mesh`.
+
+        - `length`: of the sequences, for which the model must have been made; None for
+          `train.sequence_length`.
+        """
         self.check_weights(mesh)
+        self._check_length(self.train.sequence_length if length is None else length)
         self._check_groups(mesh)
         self._check_pipeline(mesh)
         self._check_batch_on(mesh)
@@ -307,12 +319,6 @@ class Config:
 
         The batch is not checked; `check_mesh` checks that too.
         """
-        repeats = self.pipeline.num_repeats
-        if mesh.stage == 1 and repeats > 1:
-            raise InputError(
-                f"pipeline.num_repeats={repeats} needs a pipeline; "
-                "set num_repeats=1 or give the mesh a stage axis of 2 or more"
-            )
         for divisor, size, rule in self.weight_rules(mesh):
             divides(divisor, size, rule=rule)
 
@@ -323,12 +329,13 @@ class Config:
         the text that says so.
         """
         model, repeats = self.model, self.pipeline.num_repeats
-        rule = f"model.num_layers={model.num_layers} does not split into "
-        yield (
-            mesh.stage * repeats,
-            model.num_layers,
-            f"{rule}{mesh.stage} stages × {repeats} repeats",
-        )
+        if not self.pipeline.pad_layers:
+            rule = f"model.num_layers={model.num_layers} does not split into "
+            yield (
+                mesh.stage * repeats,
+                model.num_layers,
+                f"{rule}{mesh.stage} stages × {repeats} repeats",
+            )
         for name, axes in MODEL_DIVISORS.items():
             divisor, size, spread = mesh.product(*axes), getattr(model, name), "×".join(axes)
             rule = f"model.{name}={size} does not split over {spread}={divisor} of the mesh"
@@ -337,6 +344,16 @@ class Config:
             shards, size = mesh.product("fsdp", "expert", "data"), model.embed_dim
             rule = f"model.embed_dim={size} does not split over fsdp×expert×data={shards} {_ZERO1}"
             yield shards, size, rule
+
+    def _check_length(self, length: int) -> None:
+        """Checks that the model was made for sequences of this length."""
+        longest = self.model.max_position_embeddings
+        if longest is not None and length > longest:
+            raise InputError(
+                f"sequences of {length} tokens (train.sequence_length) are longer than the model "
+                f"was made for, model.max_position_embeddings={longest}; shorten them, or set "
+                "max_position_embeddings to their length or to None"
+            )
 
     def _check_groups(self, mesh: MeshConfig) -> None:
         """Checks that the experts of a device split into groups of the given size."""
@@ -353,19 +370,13 @@ class Config:
             raise InputError(
                 f"mesh axis context={mesh.context} is not supported by attention yet; use context=1"
             )
-        if stages == 1 and self.pipeline.schedule != "1f1b" and self.pipeline.fsdp_gather != "use":
-            raise InputError(
-                f"pipeline.fsdp_gather={self.pipeline.fsdp_gather} needs a loop over microbatches, "
-                "which stage=1 does not have; set pipeline.fsdp_gather=use, give the mesh a stage "
-                "axis of 2 or more, or set pipeline.schedule=1f1b"
-            )
         divides(
             stages,
             microbatches,
             rule=f"pipeline.num_microbatches={microbatches} does not split over stage={stages}",
         )
         fewest = self.pipeline.forwarding_delay * stages
-        if stages > 1 and microbatches < fewest:
+        if microbatches < fewest:
             raise InputError(
                 f"pipeline.num_microbatches={microbatches} is too few for stage={stages} with "
                 f"pipeline.forwarding_delay={self.pipeline.forwarding_delay}; choose {fewest} or "
@@ -385,9 +396,7 @@ class Config:
         microbatches = self.pipeline.microbatches_on(mesh.stage)
         self._check_batch(microbatches)
         copies = mesh.data * mesh.fsdp * mesh.expert
-        # Without a loop over microbatches the layers run on the whole batch at once.
-        cut = mesh.stage > 1 or self.pipeline.schedule == "1f1b"
-        microbatch = self.train.global_batch // (microbatches if cut else 1)
+        microbatch = self.train.global_batch // microbatches
         divides(
             copies,
             microbatch,
@@ -396,10 +405,6 @@ class Config:
             f"train.global_batch={self.train.global_batch} in {microbatches} microbatches, "
             "change one of the two so that a microbatch fits",
         )
-        if self.train.shard_optimizer_over_data:
-            batch = f"train.global_batch={self.train.global_batch} in {microbatches} microbatches"
-            rule = f"{batch} does not split over data={mesh.data} {_ZERO1}"
-            divides(microbatches * mesh.data, self.train.global_batch, rule=rule)
 
     def check_objective(self, stages: int) -> None:
         """Raises InputError where the loss would depend on the number of stages of the mesh.
@@ -408,18 +413,18 @@ class Config:
         has a weight and the mesh has stages, the number of microbatches must therefore be given,
         and not be derived from `stages`.
         """
-        routed = self.model.num_experts > 1 and self.train.load_balance_weight > 0
         default = self.pipeline.microbatches_on(stages)
-        if routed and self.pipeline.num_microbatches is None and default > 1:
+        weight = self.train.load_balance_weight
+        if weight > 0 and self.pipeline.num_microbatches is None and default > 1:
             raise InputError(
                 "the router's loss, which train.load_balance_weight="
-                f"{self.train.load_balance_weight} adds, depends on the number of microbatches, "
+                f"{weight} adds, depends on the number of microbatches, "
                 "and pipeline.num_microbatches=None makes that depend on the mesh (here it is "
                 f"{default}); set pipeline.num_microbatches={default}, on every mesh"
             )
 
 
-# With ZeRO-1 every device along `data` needs an equal part of each weight, and of each microbatch.
+# With ZeRO-1 every device along `data` needs an equal part of each weight.
 _ZERO1 = "of the mesh, as train.shard_optimizer_over_data=True requires (False does not)"
 
 # Sizes of the model and the mesh axes over which arrays of that size are sharded (see

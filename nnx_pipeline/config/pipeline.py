@@ -15,18 +15,25 @@ class PipelineConfig:
     """
 
     num_microbatches: int | None = None
-    """Number of microbatches; None means as many as fill the pipeline.
+    """Number of microbatches; None means as many as fill the pipeline: forwarding_delay · stages.
 
-    That is forwarding_delay · stages, and one on a mesh without stages. What a model computes does
-    not depend on their number, except for the router's load-balance loss, which is computed per
-    microbatch: where it has a weight (`train.load_balance_weight`) and the mesh has stages, give
-    the number.
+    A mesh without stages is a pipeline of one stage: with several microbatches they go through all
+    layers one after the other, with one the whole batch does. What a model computes does not depend
+    on their number, except for the router's load-balance loss, which is computed per microbatch:
+    where it has a weight (`train.load_balance_weight`) and the mesh has stages, give the number.
     """
 
     num_repeats: int = 1
     """How often a microbatch goes round all stages, each time through other layers.
 
     A circular schedule with one repeat is the plain pipeline.
+    """
+
+    pad_layers: bool = False
+    """Whether layers that do not divide into stages and repeats are padded to a number that does.
+
+    The places after the last layer hold parameters, and their work takes as long as that of other
+    layers, but its results are discarded. If not, such a number of layers is an error.
     """
 
     schedule: Literal["circular", "1f1b"] = "circular"
@@ -109,6 +116,7 @@ class PipelineConfig:
         whole(self, "num_repeats")
         if self.num_microbatches is not None:
             whole(self, "num_microbatches")
+        one_of("pad_layers", self.pad_layers, (True, False))
         one_of("schedule", self.schedule, ("circular", "1f1b"))
         one_of("shift", self.shift, ("ppermute", "slice", "pad"))
         one_of("forwarding_delay", self.forwarding_delay, (1, 2))
@@ -157,4 +165,12 @@ class PipelineConfig:
 
     def microbatches_on(self, stages: int) -> int:
         """The number of microbatches on a mesh with `stages` stages."""
-        return self.num_microbatches or stages * (self.forwarding_delay if stages > 1 else 1)
+        return self.num_microbatches or stages * self.forwarding_delay
+
+    def loops_on(self, stages: int) -> bool:
+        """Whether microbatches go through the layers one by one on a mesh with `stages` stages.
+
+        If not, there is one stage, one microbatch and nothing to add up: the layers run on the
+        whole batch, and JAX differentiates them.
+        """
+        return stages > 1 or self.microbatches_on(stages) > 1 or self.accumulates

@@ -18,6 +18,7 @@ from nnx_pipeline.ops.loss import Targets
 from nnx_pipeline.pipeline.stage.apply import ApplyStage, map_stages
 from nnx_pipeline.remat import Remat
 from nnx_pipeline.sharding import (
+    AxisName,
     Layout,
     P,
     gather_weight,
@@ -114,7 +115,7 @@ class FlaxShardings(Layout):
 
     always: bool = True
 
-    def variable(self, value: Array, logical_axes: tuple[str | None, ...]) -> nnx.Param:
+    def variable(self, value: Array, logical_axes: tuple[AxisName, ...]) -> nnx.Param:
         with nnx.use_eager_sharding(self.always):
             spec = self.spec(*logical_axes)
             return nnx.Param(value, logical_axes=logical_axes, out_sharding=spec)

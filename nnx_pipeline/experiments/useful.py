@@ -16,9 +16,17 @@ def useful_flops(config: Config, mesh: MeshConfig) -> float:
     Counted as MaxText counts them: only the experts that a token is sent to, only the causal half
     of attention, nothing that is computed again, nothing in a bubble.
     """
-    train = config.train
-    tokens = train.global_batch * train.sequence_length
-    per_token = flops_per_token(config.model, train.sequence_length)
+    return _of_step(flops_per_token(config.model, config.train.sequence_length), config, mesh)
+
+
+def flops_outside_layers(config: Config, mesh: MeshConfig) -> float:
+    """Those of `useful_flops` that are not in the layers: the head's, which all devices share."""
+    return _of_step(_head(config.model), config, mesh)
+
+
+def _of_step(per_token: float, config: Config, mesh: MeshConfig) -> float:
+    """Operations per device and training step, from those of the forward pass for one token."""
+    tokens = config.train.global_batch * config.train.sequence_length
     return PASSES * tokens * per_token / mesh.num_devices
 
 
@@ -32,14 +40,15 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     attention = 2 * 2 * (sequence_length / 2) * model.num_heads * model.head_dim
     experts = model.num_experts_per_token * 3 * 2 * model.embed_dim * model.mlp_dim
     router = 2 * model.embed_dim * model.num_experts if model.num_experts > 1 else 0
-    head = 2 * model.embed_dim * model.vocab_size
-    return model.num_layers * (projections + attention + experts + router) + head
+    return model.num_layers * (projections + attention + experts + router) + _head(model)
+
+
+def _head(model: ModelConfig) -> float:
+    return 2 * model.embed_dim * model.vocab_size
 
 
 def bubble_share(config: Config, mesh: MeshConfig) -> float:
     """The part of the pipeline's ticks in which a stage works for nothing; 0 on one stage."""
-    if mesh.stage == 1:
-        return 0.0
     pipeline = config.pipeline
     schedule = make_schedule(
         pipeline.schedule,

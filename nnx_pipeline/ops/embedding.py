@@ -159,7 +159,8 @@ def _look_up(
     if not mesh_sizes():
         return local(table, tokens)
     in_specs = (layout.spec("vocab", "embed"), P(*out[: tokens.ndim]))
-    return jax.shard_map(local, in_specs=in_specs, out_specs=out)(table, tokens)
+    mapped = jax.shard_map(local, in_specs=in_specs, out_specs=out, axis_names=set(mesh_sizes()))
+    return mapped(table, tokens)
 
 
 def _only(axes: Iterable[str], among: Iterable[str]) -> tuple[str, ...]:

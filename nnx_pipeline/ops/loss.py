@@ -164,7 +164,13 @@ def _over_mesh(function: Callable[..., Any], plan: _Plan, *, out_specs: Any) -> 
     if not mesh_sizes():
         return function
     in_specs = (plan.hidden, plan.kernel, plan.batch, plan.batch)
-    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.shard_map(
+        function,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(mesh_sizes()),
+        check_vma=False,
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -267,7 +273,8 @@ def _chunk_loss(
     # The largest logit of all devices is subtracted, so that no exponential overflows.
     largest = jnp.max(logits, axis=-1)
     if plan.vocab:
-        largest = jax.lax.pmax(largest, plan.vocab)
+        # It cancels out, so that it has no derivative; `pmax` has none for second derivatives.
+        largest = jax.lax.pmax(jax.lax.stop_gradient(largest), plan.vocab)
     exponential = jnp.exp(logits - largest[:, None])
     total = _sum(jnp.sum(exponential, axis=-1), plan.vocab)
     hit = _hit(targets, logits, plan)

@@ -2,6 +2,8 @@
 
 from nnx_pipeline.pipeline.circular.run import run_pipeline
 from nnx_pipeline.pipeline.create import create_pipeline
+from nnx_pipeline.pipeline.executor.run import run_timetable
+from nnx_pipeline.pipeline.layers import Shared
 from nnx_pipeline.pipeline.metrics import Max, Mean, MicrobatchMean, Sum
 from nnx_pipeline.pipeline.module import CircularPipeline, Pipeline
 from nnx_pipeline.pipeline.one_f_one_b.run import run_one_f_one_b
@@ -14,6 +16,10 @@ from nnx_pipeline.pipeline.schedule import (
     make_schedule,
 )
 from nnx_pipeline.pipeline.stage.apply import map_stages, run_sequential
+from nnx_pipeline.pipeline.stage.layers import LayerPlace
+from nnx_pipeline.pipeline.stage.state import WithState
+from nnx_pipeline.pipeline.stage.variables import LayerState
+from nnx_pipeline.pipeline.timetable.make import make_timetable
 from nnx_pipeline.pipeline.weights.gathered import AS_STORED, WeightGathering
 
 __all__ = [
@@ -23,6 +29,8 @@ __all__ = [
     "CircularPipeline",
     "CircularSchedule",
     "Inputs",
+    "LayerPlace",
+    "LayerState",
     "LoopOptions",
     "Max",
     "Mean",
@@ -30,14 +38,18 @@ __all__ = [
     "ModelEnds",
     "OneForwardOneBackward",
     "Pipeline",
+    "Shared",
     "Sum",
     "WeightGathering",
     "WeightOptions",
     "Weights",
+    "WithState",
     "create_pipeline",
     "make_schedule",
+    "make_timetable",
     "map_stages",
     "run_one_f_one_b",
     "run_pipeline",
     "run_sequential",
+    "run_timetable",
 ]

@@ -1,11 +1,14 @@
 """How a batch is cut into microbatches and copies, and where the pieces are placed."""
 
+import math
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+import numpy as np
+from jaxtyping import Array, PyTree
 
-from nnx_pipeline.errors import divides
+from nnx_pipeline.errors import InputError, divides
 from nnx_pipeline.pipeline.entry import as_arrays
 from nnx_pipeline.sharding import Layout, place
 
@@ -33,6 +36,18 @@ class Batches:
             return ("microbatch", *copy, "batch")
         return ("copy", "batch") if copy else ("whole_batch",)
 
+    def check_inputs(self, tree: PyTree, batch: int) -> None:
+        """Raises InputError unless every array of the tree is `[batch, …]`."""
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            shape = jnp.shape(leaf) if isinstance(leaf, (jax.Array, np.ndarray)) else None
+            if shape is None or shape[:1] != (batch,):
+                found = f"{type(leaf).__name__}" if shape is None else f"an array {list(shape)}"
+                raise InputError(
+                    f"the input {jax.tree_util.keystr(path)} of a pipeline is {found}; it must be "
+                    f"an array whose first axis is the batch of {batch}, or Shared(…) if all "
+                    "sequences read the same"
+                )
+
     def check(self, batch: int) -> None:
         """Raises InputError unless a batch of `batch` sequences can be cut in this way."""
         rule = f"a batch of {batch} does not split into {self.microbatches} microbatches"
@@ -51,7 +66,9 @@ class Batches:
             x = self._cut(x)
         elif self.layout.axes("copy"):
             # Each copy gets its part of every microbatch, as when these go through one by one.
-            x = jnp.swapaxes(self._cut(x), 0, 1).reshape(self.layout.size("copy"), -1, *x.shape[1:])
+            copies = self.layout.size("copy")
+            own = (copies, x.shape[0] // copies, *x.shape[1:])
+            x = jnp.swapaxes(self._cut(x), 0, 1).reshape(own)
         return place(x, self.layout.spec(*self.axes, *rest))
 
     def on_every_stage(self, x: Array) -> Array:
@@ -74,7 +91,8 @@ class Batches:
             x = x.reshape(batch, *x.shape[len(self.axes) :])
         elif self.layout.axes("copy"):
             x = place(x, self.layout.spec(*[None] * x.ndim))
-            x = x.reshape(self.layout.size("copy"), self.microbatches, -1, *x.shape[2:])
+            own = x.shape[1] // self.microbatches
+            x = x.reshape(self.layout.size("copy"), self.microbatches, own, *x.shape[2:])
             x = jnp.swapaxes(x, 0, 1).reshape(batch, *x.shape[3:])
         return place(x, self.layout.spec("whole_batch", *[None] * (x.ndim - 1)))
 
@@ -82,4 +100,28 @@ class Batches:
         """`[batch, …]` to `[microbatches, …]`, with an axis of copies next if there are copies."""
         x = place(as_arrays(x), self.layout.spec(*[None] * x.ndim))
         copies = (self.layout.size("copy"),) if self.layout.axes("copy") else ()
-        return x.reshape(self.microbatches, *copies, -1, *x.shape[1:])
+        own = x.shape[0] // math.prod((self.microbatches, *copies))
+        return x.reshape(self.microbatches, *copies, own, *x.shape[1:])
+
+
+def batch_of(x: PyTree) -> int:
+    """The size of the batch of activations; raises InputError unless all are floating `[batch, …]`.
+
+    - `x`: an array or any pytree of arrays.
+    """
+    leaves = jax.tree.leaves(x, is_leaf=lambda leaf: leaf is None)
+    for leaf in leaves or [x]:
+        kind = getattr(leaf, "dtype", None)
+        if kind is None or not jnp.issubdtype(kind, jnp.floating) or not leaf.shape:
+            found = type(leaf).__name__ if kind is None else f"{kind}{list(leaf.shape)}"
+            raise InputError(
+                f"the activations of a pipeline hold {found}; they must be floating-point arrays "
+                "[batch, …]; pass other arrays as side inputs, which every layer reads"
+            )
+    sizes = sorted({leaf.shape[0] for leaf in leaves})
+    if len(sizes) > 1:
+        raise InputError(
+            f"the activations of a pipeline have the first axes {sizes}; that of each must be the "
+            "batch"
+        )
+    return int(sizes[0])

@@ -11,11 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AxisType
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.pipeline.exchange.buffers import stage_axis
-from nnx_pipeline.sharding import Layout, P, is_explicit, place
+from nnx_pipeline.sharding import Layout, P, is_explicit, mesh_sizes, place
 
 Entry = str | tuple[str, ...] | None
 
@@ -83,17 +84,33 @@ def _moved(leaf: Any, what: str, wanted: Callable[[list[Entry]], list[Entry]]) -
         raise InputError(
             f"{what} of the pipeline is of type {type(leaf).__name__}; give an array of numbers"
         ) from error
-    if not is_explicit():
+    sharding, mesh = jax.typeof(x).sharding, jax.sharding.get_abstract_mesh()
+    elsewhere = _is_elsewhere(x)
+    of_another_kind = bool(mesh_sizes()) and AxisType.Explicit in sharding.mesh.axis_types
+    if not is_explicit() and not elsewhere and not of_another_kind:
         return x
-    sharding = jax.typeof(x).sharding
     spec = P(*wanted([*sharding.spec]))
-    if spec == sharding.spec and sharding.mesh == jax.sharding.get_abstract_mesh():
+    if spec == sharding.spec and sharding.mesh == mesh and not elsewhere:
         return x
     try:
+        if not is_explicit():
+            raise ValueError("an array of explicit axes has no place in a mesh of auto axes")
         return place(x, spec)
     except ValueError as error:
+        where = "on other devices" if elsewhere else "from a mesh of another kind"
         raise InputError(
             f"{what} of the pipeline, {x.dtype}{list(x.shape)}, cannot be sharded by {spec} over "
-            f"the mesh: it is on other devices, {getattr(x, 'sharding', None)}; make it under "
-            "the mesh of jax.set_mesh, or pass it as a numpy array"
+            f"the mesh: it is {where}, {getattr(x, 'sharding', sharding)}; make it under the mesh "
+            "of jax.set_mesh, or pass it as a numpy array"
         ) from error
+
+
+def _is_elsewhere(x: Array) -> bool:
+    """Whether an array was put on devices that are not those of the mesh; unknown under jit."""
+    if isinstance(x, jax.core.Tracer) or not x.committed or not mesh_sizes():
+        return False
+    try:
+        devices = jax.sharding.get_mesh().devices
+    except ValueError:  # JAX gives no devices while it traces
+        return False
+    return x.sharding.device_set != {*devices.flat}

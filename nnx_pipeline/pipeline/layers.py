@@ -1,46 +1,95 @@
 """Creates the stacked layers of a pipeline, and assembles their side inputs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from nnx_pipeline.errors import InputError
-from nnx_pipeline.pipeline.stage.checks import check_no_sharing
-from nnx_pipeline.sharding import Layout, place, portable_key
+from nnx_pipeline.pipeline.stack import Stack
+from nnx_pipeline.pipeline.stage.checks import check_apart, check_variables
+from nnx_pipeline.sharding import AxisName, Layout, place, portable_key
 
 MakeLayer = Callable[[nnx.Rngs], nnx.Module]
 
+# The metadata by which Flax shards a variable, which has no axes for repeats, stages and layers.
+SHARDING = ("out_sharding", "sharding", "sharding_names", "sharding_rules", "mesh")
 
-def make_layers(
-    make_layer: MakeLayer, stack: tuple[int, int, int], *, rngs: nnx.Rngs, layout: Layout
-) -> Any:
-    """One module that holds all layers: each parameter is `[repeats, stages, layers, …]`.
 
-    - `make_layer`: makes one layer from random streams.
-    - `stack`: the sizes of the first three axes: (repeats, stages, layers per stage).
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Shared:
+    """A side input that all sequences read alike, such as a table of positions; it is not cut.
+
+    - `value`: any pytree of arrays, which every stage holds whole. It has a gradient.
+    """
+
+    value: PyTree
+
+
+def apart(side: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The side inputs that are cut as the batch is, and the values of those that are `Shared`."""
+    shared = {name: each.value for name, each in side.items() if isinstance(each, Shared)}
+    return {name: each for name, each in side.items() if name not in shared}, shared
+
+
+def as_kinds(layers: MakeLayer | Sequence[MakeLayer]) -> list[MakeLayer]:
+    """The functions that make a layer of each kind; raises InputError unless they are functions."""
+    kinds = [*layers] if isinstance(layers, Sequence) else [layers]
+    wrong = [kind for kind in kinds if not callable(kind)]
+    if wrong or not kinds:
+        found = f"{type(wrong[0]).__name__} among them" if wrong else "an empty list"
+        raise InputError(
+            f"the layers of a pipeline are given as {found}; give a function that makes a layer "
+            "from nnx.Rngs, such as its class, or a list with one for each kind of layer"
+        )
+    return kinds
+
+
+def make_layers(kinds: Sequence[MakeLayer], stack: Stack, *, rngs: nnx.Rngs, layout: Layout) -> Any:
+    """One module that holds all layers: each variable is `[repeats, stages, layers, …]`.
+
+    If there are several kinds it is a list of such modules.
+
+    - `kinds`: for each kind of layer, what makes one from random streams.
+    - `stack`: which layer is where.
     - `rngs`: whose `params` stream gives each layer a key of its own, which does not depend on the
       mesh.
     - `layout`: where the parameters are created.
 
-    Raises InputError when a layer holds a variable that is not a parameter, or holds one variable
-    in two places.
+    Raises InputError when a layer holds one variable in two places, the variable of another layer,
+    or an array in no variable.
     """
-    repeats, stages, layers = stack
-    keys = jax.random.split(portable_key(rngs.params()), repeats * stages * layers).reshape(stack)
+    keys = jax.random.split(portable_key(rngs.params()), stack.layers)
+    made = [
+        _made(make_layer, keys[np.minimum(stack.numbers(kind), stack.layers - 1)], layout)
+        for kind, make_layer in enumerate(kinds)
+    ]
+    return made[0] if stack.kinds == 1 else nnx.List(made)
+
+
+def _made(make_layer: MakeLayer, keys: Array, layout: Layout) -> Any:
+    """All layers of one kind.
+
+    - `make_layer`, `layout`: as of `make_layers`.
+    - `keys`: one for each layer, `[repeats, stages, layers]`.
+    """
     # With the keys sharded over the stages, each stage computes the values of its own layers.
     keys = place(keys, layout.spec(None, "stage", None))
 
     def make(key: Array) -> nnx.Module:
-        # A default stream, so that a layer can make a variable that is not a parameter: the check
-        # below then refuses it by the name of its type.
+        # The other stream is for what is not a parameter, such as the masks of dropout.
         layer = make_layer(nnx.Rngs(jax.random.fold_in(key, 0), params=key))
-        check_no_sharing(layer)
+        check_variables(layer)
         return layer
 
-    stage = "stage" if stages > 1 else None
+    jax.eval_shape(lambda key: check_apart(make(key), make(key)), portable_key(jax.random.key(0)))
+
+    stage = "stage" if keys.shape[1] > 1 else None
     # From outside to inside: over repeats, over stages and over the layers of a stage.
     made = jax.vmap(jax.vmap(jax.vmap(make), spmd_axis_name=stage))(keys)
     return jax.tree.map(
@@ -56,7 +105,7 @@ def with_keys(side: dict[str, Array | None], keys: Array | None) -> dict[str, Ar
     - `side`: what a layer reads beside the activations, by the names of its arguments.
     - `keys`: `[batch, words]`, one row per sequence (`ops.dropout`); None adds nothing.
 
-    Raises InputError for a side input named `key` or `keys`, which are the names for dropout.
+    Raises InputError for a side input with a name that a pipeline reserves.
     """
     for name in ("key", "keys"):
         if name in side:
@@ -64,17 +113,46 @@ def with_keys(side: dict[str, Array | None], keys: Array | None) -> dict[str, Ar
                 f"a side input is called {name!r}, a name that a pipeline reserves for the key of "
                 "dropout; give it another name, or for dropout give the pipeline a key"
             )
+    if "place" in side:
+        raise InputError(
+            "a side input is called 'place', a name that a pipeline reserves for the number of a "
+            "layer, see LayerPlace; give it another name"
+        )
     return side if keys is None else {**side, "keys": keys}
 
 
 def _stacked(variable: nnx.Variable, layout: Layout) -> nnx.Variable:
-    """The parameter, its logical axes preceded by those of the stack."""
-    if not isinstance(variable, nnx.Param):
+    """The variable, its logical axes preceded by those of the stack."""
+    if not isinstance(variable.get_value(), jax.Array):
         raise InputError(
-            f"a layer holds a variable of type {type(variable).__name__}; in a pipeline it may "
-            "hold parameters (nnx.Param) only, as its state would be lost between microbatches; "
-            "for random numbers call the pipeline with a key"
+            f"a layer holds a variable of type {type(variable).__name__} with "
+            f"{type(variable.get_value()).__name__} in it; in a pipeline each holds one array"
         )
-    value = variable.get_value()
-    own = variable.get_metadata().get("logical_axes", (None,) * (value.ndim - 3))
-    return layout.variable(value, (None, "stage", None, *own))
+    own: tuple[AxisName, ...] | None = variable.get_metadata().get("logical_axes")
+    inner = variable.get_value().ndim - 3
+    if own is not None:
+        if len(own) != inner:
+            raise InputError(
+                f"a variable of a layer has the logical axes {own}, and its shape is "
+                f"{list(variable.get_value().shape[3:])}; name each axis, or None for one that is "
+                "not sharded"
+            )
+        return _placed(variable, (None, "stage", None, *own), layout)
+    # What Flax's metadata (`nnx.with_partitioning`) says, in which Flax's own rules have replaced
+    # names by mesh axes.
+    said = tuple(nnx.get_partition_spec(variable).get_value() or ())
+    own = (*said, *[None] * (inner - len(said)))
+    found = _placed(variable, (None, "stage", None, *own), layout)
+    if any(own):
+        found.set_metadata("gather_at_use", True)
+    return found
+
+
+def _placed(variable: nnx.Variable, axes: tuple[AxisName, ...], layout: Layout) -> nnx.Variable:
+    """The variable with these logical axes, which take the place of Flax's sharding metadata."""
+    value = place(variable.get_value(), layout.spec(*axes))
+    found = type(variable)(value, logical_axes=axes)
+    for name, one in variable.get_metadata().items():
+        if name not in found.get_metadata() and name not in SHARDING:
+            found.set_metadata(name, one)
+    return found

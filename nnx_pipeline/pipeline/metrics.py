@@ -7,9 +7,9 @@ gradient are then the same on every mesh and with every schedule and option.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -139,6 +139,51 @@ def over_layers(metrics: PyTree, *, copies: int | None = None) -> PyTree:
     return _fold(jax.tree.map(_finished, metrics, is_leaf=is_metric), 0)
 
 
+def over_kinds(
+    found: Sequence[PyTree],
+    real: Sequence[Array | None],
+    *,
+    counts: Sequence[float],
+    copies: int | None = None,
+) -> PyTree:
+    """Combines the metrics of layers of several kinds, of which some may be padding.
+
+    A kind without metrics takes no part; those of all others must be alike.
+
+    - `found`: the metrics of each kind, as for `over_layers`.
+    - `real`: for each kind bool `[layers]`, False where a layer is padding, with an axis of copies
+      as the metrics have it; None without padding.
+    - `counts`: how many layers of each kind there are in a call, in the mean over all calls.
+    - `copies`: as for `over_layers`.
+
+    Raises InputError for metrics of different kinds that are not alike.
+    """
+    if len(found) == 1 and real[0] is None:
+        return over_layers(found[0], copies=copies)
+    reporting = [kind for kind, metrics in enumerate(found) if jax.tree.leaves(metrics)]
+    if not reporting:
+        return found[0]
+    layers = sum(counts[kind] for kind in reporting)
+
+    def total(kind: int) -> PyTree:
+        metrics, counted = found[kind], real[kind]
+        if copies is not None:
+            metrics = _fold(metrics, copies)
+            counted = None if counted is None else jnp.any(counted, axis=copies)
+        return jax.tree.map(
+            lambda metric: _added(_finished(metric), counted, layers), metrics, is_leaf=is_metric
+        )
+
+    totals = [total(kind) for kind in reporting]
+    _check_alike(totals)
+
+    def combined(*metrics: Metric) -> Metric:
+        add = jnp.maximum if isinstance(metrics[0], Max) else jnp.add
+        return type(metrics[0])(reduce(add, [metric.value for metric in metrics]))
+
+    return jax.tree.map(combined, *totals, is_leaf=is_metric)
+
+
 def over_ticks(metrics: PyTree, active: np.ndarray) -> PyTree:
     """Combines the metrics of all visits.
 
@@ -239,6 +284,22 @@ def weights_like(weights: PyTree, metrics: PyTree) -> PyTree:
         ) from error
 
 
+def objective(loss: Array, metrics: PyTree, weights: PyTree) -> tuple[Array, tuple[Array, PyTree]]:
+    """The loss to minimise, and its two parts: the loss alone, and the values of the metrics.
+
+    - `loss`: without the metrics.
+    - `metrics`: wrapped metrics of the whole batch.
+    - `weights`: the weight of each in the loss, as for `weights_like`.
+    """
+
+    def share(weight: Any, metric: Metric) -> Array:
+        weighed = jnp.asarray(weight, metric.value.dtype) * metric.value
+        return jnp.sum(weighed).astype(jnp.float32) if counts(weight) else jnp.float32(0)
+
+    shares = jax.tree.map(share, weights_like(weights, metrics), metrics)
+    return jax.tree.reduce(jnp.add, shares, loss), (loss, values(metrics))
+
+
 def counts(weight: Any) -> bool:
     """Whether a metric weight may be other than 0: it is traced, or known not to be 0."""
     return isinstance(weight, jax.core.Tracer) or bool(np.any(weight))
@@ -261,6 +322,40 @@ def _fold(metrics: PyTree, axis: int) -> PyTree:
         return jax.tree.map(lambda leaf: how(leaf, axis=axis), metric)
 
     return jax.tree.map(one, metrics, is_leaf=is_metric)
+
+
+def _added(metric: Metric, real: Array | None, layers: float) -> Metric:
+    """The share of the layers of one kind in a metric of all.
+
+    - `metric`: `[layers of the kind, …]`.
+    - `real`: False where a layer is padding; None without padding.
+    - `layers`: how many layers of all kinds a mean is over.
+    """
+    value = metric.value
+    if real is not None:
+        value = where(real, value, jnp.full_like(value, identity(metric)))
+    found = _REDUCTIONS.get(type(metric), jnp.sum)(value, axis=0)
+    return type(metric)(found / layers if isinstance(metric, Mean) else found)
+
+
+def _check_alike(totals: Sequence[PyTree]) -> None:
+    """Raises InputError unless the metrics of all kinds have the same structure and shapes."""
+    said = [
+        str(
+            jax.tree.map(
+                lambda metric: f"{type(metric).__name__} of {_type(metric.value)}",
+                one,
+                is_leaf=is_metric,
+            )
+        )
+        for one in totals
+    ]
+    for other in said[1:]:
+        if other != said[0]:
+            raise InputError(
+                f"layers of one kind report the metrics {said[0]}, and layers of another kind "
+                f"{other}; let each kind report the same metrics, or None"
+            )
 
 
 def _finished(metric: Declared) -> Metric:

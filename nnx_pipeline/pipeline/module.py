@@ -1,21 +1,26 @@
 """The pipeline as an NNX module, which owns the stacked layers and sends batches through them."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 from flax import nnx
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.config.pipeline import PipelineConfig
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.ops.dropout import sequence_keys
-from nnx_pipeline.pipeline.batches import Batches
+from nnx_pipeline.pipeline.batches import Batches, batch_of
 from nnx_pipeline.pipeline.entry import by_names
-from nnx_pipeline.pipeline.layers import MakeLayer, make_layers
+from nnx_pipeline.pipeline.layers import MakeLayer, as_kinds, make_layers
 from nnx_pipeline.pipeline.one_f_one_b.state import ModelEnds
 from nnx_pipeline.pipeline.options import WeightOptions
 from nnx_pipeline.pipeline.parts import DEFAULT_PARTS, LoopParts
 from nnx_pipeline.pipeline.runner import make_runner
+from nnx_pipeline.pipeline.stage.checks import untyped_explained
 from nnx_pipeline.pipeline.stage.layers import Side
+from nnx_pipeline.pipeline.stage.state import WithState
+from nnx_pipeline.pipeline.stage.variables import split_state, write_state
 from nnx_pipeline.sharding import Layout
 
 
@@ -24,35 +29,49 @@ class CircularPipeline(nnx.Module):
 
     Every parameter of `self.layers` is `[repeats, stages, layers per stage, …]`, with layer =
     (repeat · stages + stage) · layers per stage + j. Create and call the pipeline under the same
-    `jax.set_mesh`. On a mesh without stages the layers run one after the other on the whole batch
-    (with `schedule="1f1b"` microbatch by microbatch). Initial values depend on `rngs`, not on the
-    mesh.
+    `jax.set_mesh`. A mesh without stages is a pipeline of one stage, with the same options; with
+    one microbatch the layers run one after the other on the whole batch. Initial values depend on
+    `rngs`, not on the mesh.
 
     - `config`: how the layers run over the stages.
     - `layers`: makes one layer: an NNX module that is called as `layer(x, **side)` on `[batch, …]`
-      and returns `(x, metrics)`, with x of the same shape, dtype and sharding. The metrics are None
+      and returns `(x, metrics)`, with x of the same shape, dtype and sharding; x may also be a
+      pytree of such arrays, such as a stack of skip connections. The metrics are None
       or any pytree of floating arrays, each wrapped in a class such as `Sum`, `Mean` or `Max`,
       which says how its values combine over all layers and microbatches (see `pipeline.metrics`).
       If the pipeline is called with a `key`, the layer also gets `keys`, `[batch, words]`: one key
       per sequence, which depends on the key, the sequence and the layer alone (see `ops.dropout`).
+      If its call takes an argument `place`, it gets a `LayerPlace`: its number in the model, and
+      its stage and repeat.
+      Its variables that are no parameters are state if their type says so: running statistics
+      (`nnx.BatchStat`), caches, counters of random numbers, and `LayerState`. A call of the layer
+      reads what the same layer's call for the microbatch before left, and after the call of the
+      pipeline `self.layers` holds what the last one left. State has no gradient. Variables of all
+      other types are read alone, and have none either.
       Its parameters may have logical axes (`sharding.parameter`); without them they are whole on
       every device of a stage. An attribute `layout` is replaced by the layout in which the layer
       runs, which is another one where weights are gathered ahead of their use or held in copies.
-    - `num_layers`: the number of layers of the whole model.
+      A list of such functions is for layers of several kinds, which take turns: with two, layer i
+      is of the first kind if i is even. The layers of a stage are a multiple of their number, and
+      `self.layers` is a list with the stack of each kind. All kinds pass on the same activations
+      and get the same `side`, and each reports the same metrics, or None.
+    - `num_layers`: the number of layers of the whole model. With `config.pad_layers` they need not
+      divide into stages and repeats: the places that are left over, the last ones, compute on
+      parameters that are never trained, and what they compute is discarded.
     - `rngs`: whose `params` stream gives each layer a key of its own.
     - `layout`: the mesh axes that each logical axis is sharded over.
     - `weights`: the dtypes in which weights are gathered and gradients added up, and whether each
       device gets full gradients or a shard of them.
     - `parts`: pieces of the loop that an experiment exchanges.
 
-    Raises InputError when layers do not divide, when they hold state that is not a parameter, and
-    when it is called with microbatches that do not fit the stages.
+    Raises InputError when layers do not divide, when one holds a variable in two places or changes
+    one that is not state, and when it is called with microbatches that do not fit the stages.
     """
 
     def __init__(
         self,
         config: PipelineConfig,
-        layers: MakeLayer,
+        layers: MakeLayer | Sequence[MakeLayer],
         *,
         num_layers: int,
         rngs: nnx.Rngs,
@@ -61,26 +80,38 @@ class CircularPipeline(nnx.Module):
         parts: LoopParts = DEFAULT_PARTS,
     ) -> None:
         self._check_repeats(config.num_repeats)
+        kinds = as_kinds(layers)
         self.runner = make_runner(
-            config, num_layers=num_layers, layout=layout, weights=weights, parts=parts
+            config,
+            num_layers=num_layers,
+            kinds=len(kinds),
+            layout=layout,
+            weights=weights,
+            parts=parts,
         )
-        self.layers = make_layers(layers, self.runner.stack, rngs=rngs, layout=layout)
+        self.layers = make_layers(kinds, self.runner.stack, rngs=rngs, layout=layout)
 
     def __call__(
-        self, x: Array, *, key: Array | None = None, **side: Array | None
-    ) -> tuple[Array, PyTree]:
+        self, x: PyTree, *, key: Array | None = None, **side: PyTree
+    ) -> tuple[PyTree, PyTree]:
         """Applies all layers; returns the activations, and the metrics of all layers as arrays.
 
-        - `x`: floating `[batch, …]`.
+        - `x`: floating `[batch, …]`, or any pytree of such arrays; the result is like it.
         - `key`: a key for dropout, which is left out without one.
         - `side`: what a layer reads beside x, `[batch, …]` each, by the names of its arguments,
-          which are not `key` or `keys`; None is passed on as it is.
+          which are not `key`, `keys` or `place`; None is passed on as it is, and `Shared(value)` as
+          the value, whole.
         """
-        batch = x.shape[0]
-        self.batches.check(batch)
+        batches, batch = self.batches, batch_of(x)
+        batches.check(batch)
         keys = None if key is None else sequence_keys(key, batch)
-        y, metrics = self.runner.run(self.placed_layers, self.batches.arrange(x), side, keys=keys)
-        return self.batches.as_batch(y, batch), metrics
+        layers = split_state(self.placed_layers)
+        with untyped_explained():
+            found = self.runner.run(layers, jax.tree.map(batches.arrange, x), side, keys=keys)
+        y, metrics, *state = found
+        if state:
+            write_state(self.layers, *state)
+        return jax.tree.map(lambda leaf: batches.as_batch(leaf, batch), y), metrics
 
     def loss(
         self,
@@ -95,10 +126,16 @@ class CircularPipeline(nnx.Module):
 
         - `ends`, `inputs`, `side`, `keys`, `metric_weights`: as for `Runner.loss`.
         """
-        layers = self.placed_layers
-        return self.runner.loss(
-            layers, ends, inputs, side, keys=keys, metric_weights=metric_weights
-        )
+        layers = split_state(self.placed_layers)
+        with untyped_explained():
+            found = self.runner.loss(
+                layers, ends, inputs, side, keys=keys, metric_weights=metric_weights
+            )
+        if not isinstance(layers, WithState):
+            return found
+        total, state = found
+        write_state(self.layers, state)
+        return total
 
     @property
     def placed_layers(self) -> Any:

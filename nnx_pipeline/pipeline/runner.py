@@ -11,12 +11,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.config.pipeline import PipelineConfig
-from nnx_pipeline.errors import InputError, divides
+from nnx_pipeline.errors import InputError
 from nnx_pipeline.mesh import ambient_mesh
 from nnx_pipeline.pipeline.batches import Batches
 from nnx_pipeline.pipeline.circular.run import run_pipeline
-from nnx_pipeline.pipeline.layers import with_keys
-from nnx_pipeline.pipeline.metrics import given_out, over_layers
+from nnx_pipeline.pipeline.held import HeldLayers, gathered_axes
+from nnx_pipeline.pipeline.layers import apart, with_keys
+from nnx_pipeline.pipeline.metrics import given_out, over_kinds
 from nnx_pipeline.pipeline.one_f_one_b.run import run_one_f_one_b
 from nnx_pipeline.pipeline.one_f_one_b.state import Inputs, ModelEnds, Weights
 from nnx_pipeline.pipeline.options import Accumulation, LoopOptions, WeightOptions
@@ -27,11 +28,14 @@ from nnx_pipeline.pipeline.schedule import (
     Schedule,
     make_schedule,
 )
+from nnx_pipeline.pipeline.stack import Stack, make_stack
 from nnx_pipeline.pipeline.stage.layers import LayersInTurn, Side, call_layer
-from nnx_pipeline.pipeline.weights.gathered import WeightGathering
-from nnx_pipeline.pipeline.weights.zero1 import GradientShards, Zero1Layers, gradient_shards
+from nnx_pipeline.pipeline.stage.state import WithState, parted
+from nnx_pipeline.pipeline.stage.variables import state_of_kinds
+from nnx_pipeline.pipeline.stage.whole_batch import in_order, in_place
+from nnx_pipeline.pipeline.weights.zero1 import Zero1Layers
 from nnx_pipeline.remat import LAYER_INPUT, LAYER_METRICS, POLICIES
-from nnx_pipeline.sharding import Layout, P, mesh_sizes, place, with_layout
+from nnx_pipeline.sharding import Layout, P, is_explicit, place, with_layout
 
 
 @dataclass(frozen=True)
@@ -42,50 +46,52 @@ class Runner:
     per stage, …]` with `logical_axes`, as `make_layers` makes it. With ZeRO-1 it is `Zero1Layers`,
     which holds the layers as they are stored and the shards that the gradient is computed for.
 
+    If there are several kinds of layers it is a list of such pytrees, one for each kind.
+
     - `config`: how the layers run over the stages.
-    - `num_layers`: the number of layers of the whole model.
-    - `num_stages`: the size of the mesh axis `stage`.
+    - `stack`: which layer is where.
     - `layout`: that of the activations, with an axis of copies where the layers run in copies.
     - `weights`: as for `CircularPipeline`; mesh axes that do not shard the batch, or have size 1
       on the ambient mesh, have been removed from its `zero1`.
     - `parts`: pieces of the loop that an experiment exchanges.
+    - `at_once`: whether all microbatches go through the layers at once even where there are
+      several, which the caller then does, on a mesh without stages.
     """
 
     config: PipelineConfig
-    num_layers: int
-    num_stages: int
+    stack: Stack
     layout: Layout
     weights: WeightOptions
     parts: LoopParts
+    at_once: bool = False
 
     @property
-    def stack(self) -> tuple[int, int, int]:
-        """The sizes of a parameter's first axes: (repeats, stages, layers per stage)."""
-        visits = self.num_stages * self.config.num_repeats
-        return self.config.num_repeats, self.num_stages, self.num_layers // visits
-
-    @property
-    def layers_per_stage(self) -> int:
-        """How many consecutive layers a stage applies each time a microbatch visits it."""
-        return self.stack[2]
+    def num_stages(self) -> int:
+        """How many stages the layers were made for."""
+        return self.stack.stages
 
     def run(
-        self, layers: Any, x: Array, side: Side, *, keys: Array | None = None
-    ) -> tuple[Array, PyTree]:
+        self, layers: Any, x: PyTree, side: Side, *, keys: Array | None = None
+    ) -> tuple[Any, ...]:
         """Applies all layers to activations; returns the result and the metrics of all layers.
 
-        - `layers`: the stacked layers.
-        - `x`: activations laid out by `batches.arrange`; the result has the same layout.
+        - `layers`: the stacked layers, as `split_state` gives them. What the layers leave of their
+          state, if they have any, is returned last.
+        - `x`: activations laid out by `batches.arrange`, an array or any pytree of arrays; the
+          result has the same layout.
         - `side`: what a layer reads beside x, `[batch, …]` each, by the names of its arguments.
         - `keys`: for dropout, as `ops.dropout.sequence_keys` makes them; None leaves it out.
         """
-        side = with_keys(side, keys)
+        self._check_state(layers)
+        side, shared = apart(with_keys(side, keys))
+        first = jax.tree.leaves(x)[0]
+        self.batches.check_inputs(side, math.prod(first.shape[: len(self.batches.axes)]))
         if not self.in_microbatches:
             side = jax.tree.map(self.batches.arrange, side)
-            return self._run_whole_batch(layers, x, side)
+            return self._run_whole_batch(layers, x, side, shared)
         return run_pipeline(
-            self._apply_stage,
-            self._stack(layers),
+            functools.partial(self._apply_stage, shared=shared),
+            self._stacked(layers),
             x,
             jax.tree.map(self.batches.on_every_stage, side),
             schedule=self.schedule("circular"),
@@ -101,7 +107,7 @@ class Runner:
         *,
         keys: Array | None = None,
         metric_weights: PyTree = None,
-    ) -> tuple[Array, tuple[Array, PyTree]]:
+    ) -> Any:
         """The loss of the whole model by 1F1B, and its two parts; see `run_one_f_one_b`.
 
         - `layers`: the stacked layers.
@@ -111,17 +117,34 @@ class Runner:
         - `side`, `keys`: as in `run`.
         - `metric_weights`: the weight of each metric of a layer in the loss.
         """
-        arrays = (inputs[0], with_keys(side, keys), inputs[1])
+        self._check_state(layers)
+        side, shared = apart(with_keys(side, keys))
+        arrays = (inputs[0], side, inputs[1])
+        for leaf in jax.tree.leaves(inputs[0])[:1]:
+            self.batches.check_inputs(arrays, *jnp.shape(leaf)[:1])
         return run_one_f_one_b(
-            ends.enter,
-            self._apply_stage,
+            lambda *given: self._as_activations(ends.enter(*given)),
+            functools.partial(self._apply_stage, shared=shared),
             ends.leave,
-            Weights(ends.enter_weights, self._stack(layers), ends.leave_weights),
+            Weights(ends.enter_weights, self._stacked(layers), ends.leave_weights),
             Inputs(*jax.tree.map(self.batches.on_every_stage, arrays)),
             schedule=self.schedule("1f1b"),
             metric_weights=metric_weights,
             options=self._options(layers),
         )
+
+    def _as_activations(self, x: PyTree) -> PyTree:
+        """What `enter` made, with the batch sharded as in the outputs of the layers."""
+        if not is_explicit():
+            return x
+        batch = self.layout.spec(*self.batches.axes[1:])
+
+        def one(leaf: Array) -> Array:
+            spec = jax.typeof(leaf).sharding.spec
+            wanted = P(*batch, *spec[len(batch) :])
+            return leaf if spec == wanted else place(leaf, wanted)
+
+        return jax.tree.map(one, x)
 
     @property
     def batches(self) -> Batches:
@@ -147,7 +170,7 @@ class Runner:
     @property
     def in_microbatches(self) -> bool:
         """Whether the batch goes through the layers microbatch by microbatch."""
-        return _in_microbatches(self.config, self.num_stages)
+        return not self.at_once and self.config.loops_on(self.num_stages)
 
     @overload
     def schedule(self, name: Literal["circular"]) -> CircularSchedule: ...
@@ -157,96 +180,101 @@ class Runner:
 
     def schedule(self, name: str) -> Schedule:
         """The schedule called `name`; raises InputError when its numbers do not fit together."""
-        repeats, stages, _ = self.stack
         return make_schedule(
             name,
-            stages=stages,
-            microbatches=self.config.microbatches_on(stages),
-            repeats=repeats,
+            stages=self.num_stages,
+            microbatches=self.config.microbatches_on(self.num_stages),
+            repeats=self.stack.repeats,
             delay=self.config.forwarding_delay,
         )
 
-    def _stack(self, layers: Any) -> Any:
-        """The parameters of the stages: the layers, and the number of each.
+    def _check_state(self, layers: Any) -> None:
+        """Raises InputError for layers with state where these run in several copies."""
+        if isinstance(layers, WithState) and self.layout.axes("copy"):
+            raise InputError(
+                "the layers have state, such as running statistics, and run in one copy per device "
+                f"along {self.layout.axes('copy')}, each on a part of a microbatch; set "
+                "pipeline.schedule=circular, pipeline.backward=autodiff, pipeline.fsdp_gather=use "
+                "and train.shard_optimizer_over_data=false"
+            )
 
-        Both have an axis of copies along the mesh axes of `_copied`. If the layers of a stage are
-        held apart, it is a list of such pairs, one for each layer of a stage.
+    def _stacked(self, layers: Any) -> Any:
+        """The parameters of the stages, with the state of the layers if they have any."""
+        layers, state = parted(layers)
+        stacked = self._held.stacked(layers)
+        return stacked if state is None else WithState(stacked, state)
+
+    def _apply_stage(
+        self, stack: Any, x: PyTree, side: Side, state: list[Array] | None = None, *, shared: Side
+    ) -> tuple[Any, ...]:
+        """Applies the layers of one stage to one microbatch, once per copy of the weights.
+
+        - `state`: that of the layers of the stage, `[layers per stage, …]` each.
         """
-        numbers, copied = self._numbers, self._copied
-        if self.weights.zero1:
-            shards = self._shards(layers, skip=0, axis=2)
-            layers = shards.copies(layers) if copied else shards.of(layers)
-        if copied:
-            copies = math.prod(mesh_sizes()[axis] for axis in copied)
-            numbers = jnp.repeat(numbers[:, :, None], copies, axis=2)
-        stack = layers, place(numbers, self._numbers_spec(stacked=True))
-        if not self._in_turn.apart:
-            return stack
-        axis = self._layer_axis
-        return [
-            jax.tree.map(lambda leaf, at=at: jax.lax.index_in_dim(leaf, at, axis, False), stack)
-            for at in range(self.layers_per_stage)
+        layout, kinds = self.layout.gathered(gathered_axes(self.config)), self.stack.kinds
+        states = state_of_kinds([layer for layer, _ in stack[:kinds]], state)
+        if self._in_turn.apart:
+            of_layers = [divmod(at, kinds) for at in range(len(stack))]
+            states = [[leaf[at] for leaf in states[kind]] for at, kind in of_layers]
+        layers = [
+            (with_layout(layer, layout), number, state)
+            for (layer, number), state in zip(stack, states, strict=True)
         ]
+        call = functools.partial(call_layer, stack=self.stack)
 
-    @property
-    def _layer_axis(self) -> int:
-        """The position of the layers of a stage in a parameter, which may have copies before."""
-        return 3 if self._copied else 2
-
-    @property
-    def _copied(self) -> tuple[str, ...]:
-        """The mesh axes of ZeRO-1 along which the parameters are copied before the loop.
-
-        There are none where the loop itself gathers weights: it then gathers the shards of ZeRO-1,
-        and adds up gradients as shards.
-        """
-        copies = self.layout.axes("copy")
-        return copies if copies == self.weights.zero1 and not gathered_axes(self.config) else ()
-
-    @property
-    def _numbers(self) -> Array:
-        return jnp.arange(self.num_layers, dtype=jnp.int32).reshape(self.stack)
-
-    def _numbers_spec(self, *, stacked: bool) -> P:
-        """The partition spec of the numbers, with or without the axis of the layers of a stage."""
-        copies = (self._copied,) if self._copied else ()
-        return P(*self.layout.spec(None, "stage"), *copies, *[None] * stacked)
-
-    def _apply_stage(self, stack: Any, x: Array, side: Side) -> tuple[Array, PyTree]:
-        """Applies the layers of one stage to one microbatch, once per copy of the weights."""
-        layout = self.layout.gathered(gathered_axes(self.config))
-        pairs = stack if self._in_turn.apart else [stack]
-        pairs = [(with_layout(layers, layout), numbers) for layers, numbers in pairs]
-        stack = pairs if self._in_turn.apart else pairs[0]
-
-        def run(stack: Any, x: Array, side: Side) -> tuple[Array, PyTree]:
-            return self._in_turn(lambda x, layer: call_layer(layer, x, side), stack, x)
+        def run(layers: Any, x: PyTree, side: Side) -> tuple[PyTree, Any]:
+            everything = {**side, **shared}
+            return self._in_turn(lambda x, layer: call(layer, x, everything), layers, x)
 
         copies = self.layout.axes("copy")
         if not copies:
-            x, metrics = run(stack, x, side)
-            return x, over_layers(metrics)
-        x, metrics = jax.vmap(run, spmd_axis_name=copies)(stack, x, side)
-        return x, over_layers(metrics, copies=0)
+            x, found = run(tuple(layers), x, side)
+            metrics, written = self._of_kinds(found)
+            return (x, metrics, *([] if state is None else [written]))
+        x, found = jax.vmap(run, spmd_axis_name=copies)(tuple(layers), x, side)
+        metrics, _ = self._of_kinds(found, copies=0)
+        return x, metrics
 
-    def _run_whole_batch(self, layers: Any, x: Array, side: Side) -> tuple[Array, PyTree]:
+    def _of_kinds(
+        self, found: Any, *, copies: int | None = None, calls: int | None = None
+    ) -> tuple[PyTree, list[Array]]:
+        """The metrics of a call of all layers of a stage, and their state.
+
+        - `found`: what `call_layer` returned beside the activations, for each kind.
+        - `copies`: the position of the axis of copies; None if there is no such axis.
+        - `calls`: into how many calls all layers are divided; None for the visits of a loop.
+        """
+        stack = self.stack
+        calls = calls or stack.visits
+        metrics = over_kinds(
+            [metrics for metrics, _, _ in found],
+            [real for _, real, _ in found],
+            counts=[stack.count(kind) / calls for kind in range(stack.kinds)],
+            copies=copies,
+        )
+        return metrics, [leaf for _, _, written in found for leaf in written]
+
+    def _run_whole_batch(self, layers: Any, x: PyTree, side: Side, shared: Side) -> tuple[Any, ...]:
         """Applies all layers to the whole batch, in copies if gradients are sharded by ZeRO-1.
 
         Copies are made layer by layer, so that the full gradient of only one layer exists at a
         time.
         """
+        layers, state = parted(layers)
         copies = self.layout.axes("copy")
-        shards = self._shards(layers, skip=3, axis=0) if copies else None
-        call = functools.partial(call_layer, microbatches=self.batches.microbatches)
+        call = functools.partial(
+            call_layer, stack=self.stack, microbatches=self.batches.microbatches
+        )
 
-        def apply(x: Array, stacked: Any) -> tuple[Array, PyTree]:
-            layer, number = stacked
-            if shards is None:
-                return call((layer, number), x, side)
+        def apply(x: PyTree, stacked: Any) -> tuple[PyTree, Any]:
+            layer, number, state = stacked
+            if not copies:
+                return call(stacked, x, {**side, **shared})
 
-            def one(layer: Any, x: Array, side: Side) -> tuple[Array, PyTree]:
-                return call((layer, number), x, side)
+            def one(layer: Any, x: PyTree, side: Side) -> tuple[PyTree, Any]:
+                return call((layer, number, state), x, {**side, **shared})
 
+            shards = self._held.shards(layer, skip=3, axis=0)
             return jax.vmap(one, spmd_axis_name=copies)(shards.copies(layer), x, side)
 
         if isinstance(layers, Zero1Layers):
@@ -254,24 +282,34 @@ class Runner:
             layers = dataclasses.replace(layers, whole=whole)
         else:
             layers = with_layout(layers, self.layout)
-        # There is one stage here, and `Config` allows several repeats with several stages only.
-        stack = jax.tree.map(_in_order, (layers, self._numbers))
-        x, metrics = self._in_turn(apply, stack, x)
-        return x, given_out(over_layers(metrics, copies=1 if copies else None), x)
+        kinds = self._held.kinds(layers)
+        numbers = [jnp.asarray(self.stack.numbers(kind)) for kind in range(len(kinds))]
+        states = state_of_kinds(kinds, state)
+        whole = tuple(zip(kinds, numbers, states, strict=True))
+        x, found = self._in_turn(apply, in_order(whole, self.stack), x)
+        metrics, written = self._of_kinds(found, copies=1 if copies else None, calls=1)
+        total = given_out(metrics, x)
+        return (x, total) if state is None else (x, total, list(map(in_place, state, written)))
 
     @property
     def _in_turn(self) -> LayersInTurn:
         remat = POLICIES[self.config.remat]
-        return LayersInTurn(self.layers_per_stage, remat, self.in_microbatches)
+        stack = self.stack
+        return LayersInTurn(stack.per_stage, stack.kinds, remat, self.in_microbatches)
+
+    @property
+    def _held(self) -> HeldLayers:
+        apart = self._in_turn.apart
+        return HeldLayers(self.config, self.stack, self.layout, self.weights, apart)
 
     def _options(self, layers: Any) -> LoopOptions:
         """The options for either loop."""
         # One layer's input is the stage's input, which is kept anyway.
-        inputs = self.layers_per_stage > 1 and self.config.save_decoder_layer_input
+        inputs = self.stack.per_stage > 1 and self.config.save_decoder_layer_input
         accumulate = None
         if self.config.accumulates:
             accumulate = Accumulation(
-                grad_dtype=self.weights.grad_dtype, weights=self._gathering(layers)
+                grad_dtype=self.weights.grad_dtype, weights=self._held.gathering(layers)
             )
         return LoopOptions(
             shift_by=self.config.shift,
@@ -281,36 +319,12 @@ class Runner:
             parts=self.parts,
         )
 
-    def _gathering(self, layers: Any) -> WeightGathering:
-        copies, gathered = self.layout.axes("copy"), gathered_axes(self.config)
-        ahead = self.config.fsdp_gather == "prefetch"
-        if copies == self._copied:
-            return WeightGathering(ahead=ahead)
-        apart, at = self._in_turn.apart, self._layer_axis
-        specs = self._shards(layers, skip=0, axis=2).sharded
-        if apart:
-            specs = tuple(P(*spec[:at], *spec[at + 1 :]) for spec in specs)
-        pair = (*specs, self._numbers_spec(stacked=not apart))
-        return WeightGathering(
-            specs=pair * (self.layers_per_stage if apart else 1),
-            copies=copies,
-            gathered=(*gathered, *self.weights.zero1),
-            dtype=self.weights.dtype if gathered else None,
-            ahead=ahead,
-        )
-
-    def _shards(self, layers: Any, *, skip: int, axis: int) -> GradientShards:
-        whole = layers.whole if isinstance(layers, Zero1Layers) else layers
-        weights = self.weights
-        return gradient_shards(
-            whole, self.layout, weights.zero1, skip=skip, axis=axis, dtype=weights.grad_dtype
-        )
-
 
 def make_runner(
     config: PipelineConfig,
     *,
     num_layers: int,
+    kinds: int = 1,
     layout: Layout = Layout(),
     weights: WeightOptions = WeightOptions(),
     parts: LoopParts = DEFAULT_PARTS,
@@ -319,20 +333,21 @@ def make_runner(
 
     - `config`: how the layers run over the stages.
     - `num_layers`: the number of layers of the whole model.
+    - `kinds`: how many kinds of layers take turns.
     - `layout`: the mesh axes that each logical axis is sharded over.
     - `weights`: as for `CircularPipeline`.
     - `parts`: pieces of the loop that an experiment exchanges.
 
-    Raises InputError when the layers do not divide into stages and repeats. The number of
+    Raises InputError when the layers do not divide into stages, repeats and kinds. The number of
     microbatches is not checked here but when a batch comes, so that a model can be created on a
     mesh that its number of microbatches does not fit.
     """
-    mesh = ambient_mesh()
-    divides(
-        mesh.stage * config.num_repeats,
+    stack = make_stack(
         num_layers,
-        rule=f"{num_layers} layers do not split into {mesh.stage} stages × "
-        f"{config.num_repeats} repeats",
+        stages=ambient_mesh().stage,
+        repeats=config.num_repeats,
+        kinds=kinds,
+        pad=config.pad_layers,
     )
     on_mesh = layout.axes("batch")
     zero1 = tuple(axis for axis in on_mesh if axis in weights.zero1)
@@ -340,27 +355,12 @@ def make_runner(
     # Where the loop adds up gradients, each device adds up those of its own sequences on a copy of
     # the weights. The sum over devices is made after the ticks, or after each visit over the axes
     # that `fsdp_gather=step` gathers over.
-    if config.accumulates and _in_microbatches(config, mesh.stage):
+    if config.accumulates:
         copies |= {"data", *gathered_axes(config)}
     return Runner(
         config,
-        num_layers,
-        mesh.stage,
+        stack,
         layout.in_copies(tuple(axis for axis in on_mesh if axis in copies)),
         dataclasses.replace(weights, zero1=zero1),
         parts,
     )
-
-
-def _in_order(leaf: Array) -> Array:
-    """`[repeats, 1, layers per stage, …]` as `[layers, …]`: one stage has all of them."""
-    return leaf[0, 0] if leaf.shape[0] == 1 else leaf.reshape(-1, *leaf.shape[3:])
-
-
-def gathered_axes(config: PipelineConfig) -> tuple[str, ...]:
-    """The mesh axes over which weights are gathered before the ticks that use them."""
-    return () if config.fsdp_gather == "use" else ("fsdp",)
-
-
-def _in_microbatches(config: PipelineConfig, stages: int) -> bool:
-    return stages > 1 or config.schedule == "1f1b"

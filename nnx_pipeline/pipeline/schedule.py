@@ -1,18 +1,42 @@
-"""Schedules: what each stage does at each tick, in plain integers without arrays or JAX."""
+"""Schedules: what each stage does at each tick, in integers and numpy arrays, without JAX."""
 
-from collections.abc import Iterable, Iterator
+import functools
+import heapq
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
 
 from nnx_pipeline.errors import InputError, divides, one_of
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """One visit: a stage applies its layers of `repeat` to `microbatch`."""
 
     microbatch: int
     repeat: int
+
+
+class Visits(NamedTuple):
+    """The visits of all stages as arrays `[ticks, stages]`; in a bubble the numbers are 0."""
+
+    microbatch: np.ndarray  # int32
+    repeat: np.ndarray  # int32
+    active: np.ndarray  # bool, False in a bubble
+
+    def at(self, tick: int, stage: int) -> Work | None:
+        """What `stage` does at `tick`; None in a bubble."""
+        if not self.active[tick, stage]:
+            return None
+        return Work(int(self.microbatch[tick, stage]), int(self.repeat[tick, stage]))
+
+    def to_json(self) -> list[list[list[int] | None]]:
+        """`[microbatch, repeat]` by tick and stage, null in a bubble."""
+        pairs = np.stack([self.microbatch, self.repeat], axis=-1).tolist()
+        return [
+            [pair if there else None for pair, there in zip(*row, strict=True)]
+            for row in zip(pairs, self.active.tolist(), strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -63,17 +87,12 @@ class CircularSchedule:
         """The fraction of ticks in which a stage is idle, between 0 and 1."""
         return self.bubble_ticks / self.ticks
 
-    def work(self, tick: int, stage: int) -> Work | None:
-        """What `stage` does at `tick`; None in a bubble."""
-        time = tick - self.delay * stage
-        if not 0 <= time < self.microbatches * self.repeats:
-            return None
-        return Work(time % self.microbatches, time // self.microbatches)
-
-    def rows(self) -> Iterator[list[Work | None]]:
-        """The timetable: for each tick a list with the work of every stage."""
-        for tick in range(self.ticks):
-            yield [self.work(tick, stage) for stage in range(self.stages)]
+    @functools.cached_property
+    def visits(self) -> Visits:
+        """The timetable."""
+        time = np.arange(self.ticks)[:, None] - self.delay * np.arange(self.stages)
+        repeat, microbatch = np.divmod(time, self.microbatches)
+        return _visits(microbatch, repeat, _within(time, self.microbatches * self.repeats))
 
     def to_json(self) -> dict[str, Any]:
         """The numbers and the timetable as JSON: [microbatch, repeat] by tick and stage."""
@@ -86,7 +105,7 @@ class CircularSchedule:
             "ticks": self.ticks,
             "bubble_ticks": self.bubble_ticks,
             "bubble_share": self.bubble_share,
-            "timetable": _pairs(self.rows()),
+            "timetable": self.visits.to_json(),
         }
 
     # A microbatch that waits is stored by one stage, in a buffer [stages, slots]: microbatch m of
@@ -136,8 +155,8 @@ class OneForwardOneBackward:
     repeats from the last to the first.
 
     A stage keeps what the backward visit needs of the forward visit for
-    2 · (S · (R - repeat) - s) - 1 ticks, counting those of both visits. So it never keeps more than
-    2 · S · R - 1 visits, however many microbatches there are.
+    2 · (S · (R - repeat) - s) - 1 ticks, counting those of both visits. So the first stage keeps
+    the most, S · (R + 1) - 1 visits, however many microbatches there are; see `slots`.
 
     The loop takes M · R + S · (R + 1) - 2 ticks. The first S · R - 1 have no backward visits, and
     the last S · R - 1 no forward visits. So in each direction a stage spends the time of
@@ -185,7 +204,29 @@ class OneForwardOneBackward:
     @property
     def ring_slots(self) -> int:
         """The most visits of which a stage keeps something at the same time."""
-        return 2 * self.stages * self.repeats - 1
+        return int(self.slots.max()) + 1
+
+    @functools.cached_property
+    def slots(self) -> np.ndarray:
+        """The slot of its stage's ring in which each forward visit is kept: int32 `[visits, …]`.
+
+        A slot is free again in the tick after the backward visit that reads it. All stages take the
+        slots of the first one, which keeps a visit for the longest time. So there are as many as
+        the first stage needs. The S - 1 entries after the last visit are for the bubbles that
+        follow it, whose values are kept for a tick.
+        """
+        number = np.arange(self.visits + self.stages - 1)
+        repeat = number // self.stages % self.repeats
+        kept = np.where(number < self.visits, 2 * self.stages * (self.repeats - repeat) - 1, 1)
+        slots: list[int] = []
+        free: list[int] = []
+        taken: list[tuple[int, int]] = []  # the tick from which it is free again, and the slot
+        for visit, ticks in zip(number.tolist(), kept.tolist(), strict=True):
+            while taken and taken[0][0] <= visit:
+                heapq.heappush(free, heapq.heappop(taken)[1])
+            slots.append(heapq.heappop(free) if free else len(taken))
+            heapq.heappush(taken, (visit + ticks, slots[-1]))
+        return np.asarray(slots, np.int32)
 
     @property
     def phases(self) -> tuple[range, range, range]:
@@ -193,30 +234,33 @@ class OneForwardOneBackward:
         first, last = self.turn, self.visits + self.stages - 1
         return range(first), range(first, last), range(last, self.ticks)
 
-    def forward(self, tick: int, stage: int) -> Work | None:
-        """The forward visit of `stage` at `tick`; None in a bubble."""
-        return self._work(tick - stage)
+    @functools.cached_property
+    def forward(self) -> Visits:
+        """The timetable of the forward visits."""
+        return self._visits(self._ticks - np.arange(self.stages))
 
-    def backward(self, tick: int, stage: int) -> Work | None:
-        """The backward visit of `stage` at `tick`; None in a bubble."""
-        # Backward visits have the order of forward visits, but count the repeats from the last.
-        work = self._work(tick - self.turn - (self.stages - 1 - stage))
-        return work and Work(work.microbatch, self.repeats - 1 - work.repeat)
+    @functools.cached_property
+    def backward(self) -> Visits:
+        """The timetable of the backward visits."""
+        # They have the order of forward visits, but count the repeats from the last.
+        done = self._visits(self._ticks - self.turn - np.arange(self.stages)[::-1])
+        return done._replace(repeat=np.where(done.active, self.repeats - 1 - done.repeat, 0))
 
-    def forwarded_at(self, work: Work, stage: int) -> int:
-        """The tick of the forward visit of `stage` that belongs to the backward visit `work`."""
-        group, place = divmod(work.microbatch, self.stages)
-        return stage + (group * self.repeats + work.repeat) * self.stages + place
+    @property
+    def written(self) -> np.ndarray:
+        """The slot of the ring that each stage writes at each tick: int32 `[ticks, stages]`."""
+        last = len(self.slots) - 1
+        return self.slots[np.clip(self._ticks - np.arange(self.stages), 0, last)]
 
-    def forward_rows(self) -> Iterator[list[Work | None]]:
-        """The forward timetable: for each tick a list with the visit of every stage."""
-        for tick in range(self.ticks):
-            yield [self.forward(tick, stage) for stage in range(self.stages)]
+    @property
+    def read(self) -> np.ndarray:
+        """The slot that each backward visit reads: int32 `[ticks, stages]`.
 
-    def backward_rows(self) -> Iterator[list[Work | None]]:
-        """The backward timetable: for each tick a list with the visit of every stage."""
-        for tick in range(self.ticks):
-            yield [self.backward(tick, stage) for stage in range(self.stages)]
+        In a bubble a stage reads the slot of its first visit, which holds valid values by then.
+        """
+        group, place = np.divmod(self.backward.microbatch, self.stages)
+        forwarded = (group * self.repeats + self.backward.repeat) * self.stages + place
+        return self.slots[forwarded]
 
     def to_json(self) -> dict[str, Any]:
         """The same as for the circular schedule, with backward timetable, phases and ring slots.
@@ -238,21 +282,32 @@ class OneForwardOneBackward:
                 name: [ticks.start, ticks.stop]
                 for name, ticks in zip(names, self.phases, strict=True)
             },
-            "timetable": _pairs(self.forward_rows()),
-            "backward_timetable": _pairs(self.backward_rows()),
+            "timetable": self.forward.to_json(),
+            "backward_timetable": self.backward.to_json(),
         }
 
-    def _work(self, visit: int) -> Work | None:
-        """Visit number `visit`: S microbatches go through all repeats, and then the next S."""
-        if not 0 <= visit < self.visits:
-            return None
-        rounds, place = divmod(visit, self.stages)
-        group, repeat = divmod(rounds, self.repeats)
-        return Work(group * self.stages + place, repeat)
+    @property
+    def _ticks(self) -> np.ndarray:
+        return np.arange(self.ticks)[:, None]
+
+    def _visits(self, number: np.ndarray) -> Visits:
+        """The visits with these numbers: S microbatches go through all repeats, then the next S."""
+        rounds, place = np.divmod(number, self.stages)
+        group, repeat = np.divmod(rounds, self.repeats)
+        return _visits(group * self.stages + place, repeat, _within(number, self.visits))
 
 
-def _pairs(rows: Iterable[list[Work | None]]) -> list[list[list[int] | None]]:
-    return [[[work.microbatch, work.repeat] if work else None for work in row] for row in rows]
+def _within(number: np.ndarray, stop: int) -> np.ndarray:
+    return (number >= 0) & (number < stop)
+
+
+def _visits(microbatch: np.ndarray, repeat: np.ndarray, active: np.ndarray) -> Visits:
+    """The visits where `active` says so, and bubbles elsewhere."""
+
+    def table(numbers: np.ndarray) -> np.ndarray:
+        return np.where(active, numbers, 0).astype(np.int32)
+
+    return Visits(table(microbatch), table(repeat), active)
 
 
 def _check_counts(schedule: object, *names: str) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from numbers import Real
 
 from nnx_pipeline.errors import InputError, nearest
 from nnx_pipeline.lab.compile.measure import Measurement
@@ -132,8 +133,8 @@ class CompiledMemory:
         for name, limit in limits.items():
             if name not in _LIMITED:
                 raise InputError(f"{name}= is not a known figure; {nearest(name, _LIMITED)}")
-            if not math.isfinite(limit):
-                raise InputError(f"{name}={limit} is not a limit; give bytes, FLOPs or seconds")
+            if not (isinstance(limit, Real) and math.isfinite(limit)):
+                raise InputError(f"{name}={limit!r} is not a limit; give bytes, FLOPs or seconds")
             value = getattr(self, name)
             shown = _number(limit)
             if value is None:
@@ -166,8 +167,8 @@ class CompiledMemory:
             raise InputError(
                 f"within_budget({name!r}): a name must be a string; write {str(name)!r}"
             )
-        if tolerance is not None and not 0 <= tolerance < 1:
-            raise InputError(f"tolerance={tolerance} is not a valid share; write 0.01 for 1 %")
+        if tolerance is not None and not (isinstance(tolerance, Real) and 0 <= tolerance < 1):
+            raise InputError(f"tolerance={tolerance!r} is not a valid share; write 0.01 for 1 %")
         self.budgeted(self, name, tolerance)
         return True
 

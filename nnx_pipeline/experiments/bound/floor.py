@@ -3,7 +3,7 @@
 from nnx_pipeline.config.config import Config
 from nnx_pipeline.experiments.bound.moments import moments
 from nnx_pipeline.experiments.bound.sizes import Sizes, bytes_of, on_mesh
-from nnx_pipeline.experiments.useful import bubble_share, useful_flops
+from nnx_pipeline.experiments.useful import bubble_share, flops_outside_layers, useful_flops
 from nnx_pipeline.lab.attribution.floor import Floor, LeastTime, Term
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.timing.devices import device_of
@@ -57,6 +57,7 @@ def _least_time(config: Config, mesh: MeshConfig, platform: Platform | None) -> 
         return None
     return LeastTime(
         useful_flops=useful_flops(config, mesh),
+        outside_flops=flops_outside_layers(config, mesh),
         peak_flops=rate,
         bubble_share=bubble_share(config, mesh),
     )

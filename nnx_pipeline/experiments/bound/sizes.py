@@ -52,7 +52,7 @@ class Sizes:
     @property
     def in_loop(self) -> bool:
         """Whether microbatches go through the layers one by one."""
-        return self.mesh.stage > 1 or self.config.pipeline.schedule == "1f1b"
+        return self.config.pipeline.loops_on(self.mesh.stage)
 
     @property
     def gathers_first(self) -> bool:

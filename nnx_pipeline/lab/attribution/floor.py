@@ -62,11 +62,14 @@ class LeastTime:
     """The shortest time of a step: its useful operations at the device's peak, and the bubble.
 
     - `useful_flops`: operations per device and step that the model needs.
+    - `outside_flops`: those of them that are outside the layers, so that no bubble delays them: all
+      devices share them.
     - `peak_flops`: operations per second of the device.
-    - `bubble_share`: the part of the step in which a stage has nothing to do.
+    - `bubble_share`: the part of the time of the layers in which a stage has nothing to do.
     """
 
     useful_flops: float
+    outside_flops: float
     peak_flops: float
     bubble_share: float
 
@@ -77,13 +80,14 @@ class LeastTime:
 
     @property
     def bubble_seconds(self) -> float:
-        """What the bubble adds to that."""
-        return self.step_seconds - self.compute_seconds
+        """What the bubble adds to the layers, of whose time it is a share."""
+        layers = (self.useful_flops - self.outside_flops) / self.peak_flops
+        return layers * self.bubble_share / (1 - self.bubble_share)
 
     @property
     def step_seconds(self) -> float:
-        """The useful operations at the peak, divided by the share that is no bubble."""
-        return self.compute_seconds / (1 - self.bubble_share)
+        """The useful operations at the peak, and the bubble."""
+        return self.compute_seconds + self.bubble_seconds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,9 +29,10 @@ from nnx_pipeline.pipeline.circular.plan import make_plan
 from nnx_pipeline.pipeline.circular.prefetch import RepeatWindow
 from nnx_pipeline.pipeline.circular.tick import Loop, hold_weights, stage_weights
 from nnx_pipeline.pipeline.closed import hoist
-from nnx_pipeline.pipeline.exchange.buffers import slot
-from nnx_pipeline.pipeline.stage.apply import ApplyStage
-from nnx_pipeline.pipeline.stage.vjp import as_cotangents
+from nnx_pipeline.pipeline.exchange.buffers import over_stage, slot
+from nnx_pipeline.pipeline.stage.apply import ApplyMoving, Moving
+from nnx_pipeline.pipeline.stage.state import take
+from nnx_pipeline.pipeline.stage.vjp import as_cotangents, no_gradient
 from nnx_pipeline.pipeline.weights.gathered import WeightGathering
 
 
@@ -50,13 +51,13 @@ class Accumulate:
     weights: WeightGathering
 
     def __call__(
-        self, apply_stage: ApplyStage, params: PyTree, stream: PyTree, side: PyTree
-    ) -> tuple[PyTree, PyTree]:
-        """The stream after the last tick, and the metrics of every tick; see `AllTicks`."""
+        self, apply_stage: ApplyMoving, params: PyTree, moving: Moving, side: PyTree
+    ) -> tuple[Moving, PyTree]:
+        """Stream and state after the last tick, and the metrics of all; see `AllTicks`."""
 
-        def call(look: ApplyStage) -> None:
+        def call(look: ApplyMoving) -> None:
             tick = self._tick(lambda _, *arguments: look(*arguments))
-            _visit_once(tick, params, stream, side)
+            _visit_once(tick, params, moving, side)
 
         # What the stage function closes over becomes an input of the loop: JAX does not
         # differentiate a `custom_vjp` function with respect to arrays that it closes over.
@@ -64,13 +65,13 @@ class Accumulate:
         tick = self._tick(apply)
         # If weights are gathered repeat by repeat, the ticks are walked in pieces.
         passage: Passage = RepeatWindow(tick) if tick.weights.ahead else AllRepeats(tick)
-        return _pass(passage, params, stream, Beside(side, closed))
+        return _pass(passage, params, moving, Beside(side, closed))
 
     def _tick(self, apply_stage: Callable[..., tuple[PyTree, PyTree]]) -> TwoWayTick:
         """The tick for a stage function that takes what it closes over as its first argument."""
         map_stages = self.loop.parts.map_stages
 
-        def apply(reads: tuple[PyTree, PyTree, Any], x: PyTree) -> tuple[PyTree, PyTree]:
+        def apply(reads: tuple[PyTree, PyTree, Any], x: Moving) -> tuple[Moving, PyTree]:
             weights, side, closed = reads
             return map_stages(functools.partial(apply_stage, closed))(weights, x, side)
 
@@ -81,41 +82,43 @@ class Accumulate:
         return TwoWayTick(self.loop, self.checkpoint(apply), self.grad_dtype, weights)
 
 
-def _visit_once(tick: TwoWayTick, params: PyTree, stream: PyTree, side: PyTree) -> None:
+def _visit_once(tick: TwoWayTick, params: PyTree, moving: Moving, side: PyTree) -> None:
     """Calls the visit with the types that it gets in the ticks; nothing is computed."""
 
-    def visit(params: PyTree, stream: PyTree, side: PyTree) -> tuple[PyTree, PyTree]:
+    def visit(params: PyTree, moving: Moving, side: PyTree) -> tuple[Moving, PyTree]:
         gathered = tick.weights.gather(params)
         held = hold_weights(tick.loop.parts, gathered)
         weights_at = functools.partial(stage_weights, tick.loop.parts, held)
         now = jax.tree.map(lambda leaf: leaf[0], make_plan(tick.loop.schedule))
         reads = visit_reads(weights_at, Beside(side, []), now)
-        return tick.apply(reads, slot(stream, jnp.int32(0)))
+        stream, state = moving
+        at = over_stage(now.repeat), over_stage(now.active)
+        return tick.apply(reads, (slot(stream, jnp.int32(0)), take(state, *at)))
 
-    jax.eval_shape(visit, params, stream, side)
+    jax.eval_shape(visit, params, moving, side)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _pass(
-    passage: Passage, params: PyTree, stream: PyTree, beside: Beside
-) -> tuple[PyTree, PyTree]:
-    end, metrics, _ = passage.forward(params, stream, beside, keep=False)
-    return end.stream, metrics
+    passage: Passage, params: PyTree, moving: Moving, beside: Beside
+) -> tuple[Moving, PyTree]:
+    (end, state), metrics, _ = passage.forward(params, moving, beside, keep=False)
+    return (end.stream, state), metrics
 
 
 def _pass_forward(
-    passage: Passage, params: Any, stream: Any, beside: Any
-) -> tuple[tuple[PyTree, PyTree], Any]:
-    params, stream, beside = values_of((params, stream, beside))
-    end, metrics, saved = passage.forward(params, stream, beside, keep=True)
-    return (end.stream, metrics), (params, beside, saved)
+    passage: Passage, params: Any, moving: Any, beside: Any
+) -> tuple[tuple[Moving, PyTree], Any]:
+    params, moving, beside = values_of((params, moving, beside))
+    (end, state), metrics, saved = passage.forward(params, moving, beside, keep=True)
+    return ((end.stream, state), metrics), (params, moving[1], beside, saved)
 
 
 def _pass_backward(
-    passage: Passage, saved: Any, cotangents: tuple[PyTree, PyTree]
-) -> tuple[PyTree, PyTree, Beside]:
-    params, beside, saved = saved
-    d_stream, d_metrics = cotangents
+    passage: Passage, saved: Any, cotangents: tuple[tuple[PyTree, PyTree], PyTree]
+) -> tuple[PyTree, tuple[PyTree, PyTree], Beside]:
+    params, state, beside, saved = saved
+    (d_stream, _), d_metrics = cotangents  # the state has no gradient
     d_stream = jax.tree.map(or_zeros, d_stream, is_leaf=is_symbolic_zero)
     # A metric whose gradient is not asked for has the cotangent None instead of zeros: where its
     # derivative is infinite, 0 times that would be NaN.
@@ -125,7 +128,8 @@ def _pass_backward(
     last = passage.tick.no_cotangents(d_stream, beside)
     d_params, first = passage.backward(params, beside, (saved, d_metrics), last)
     d_beside = as_cotangents(first.beside, beside)
-    return as_cotangents(d_params, params), first.carry.stream, d_beside
+    d_moving = first.carry.stream, no_gradient(state)
+    return as_cotangents(d_params, params), d_moving, d_beside
 
 
 _pass.defvjp(_pass_forward, _pass_backward, symbolic_zeros=True)

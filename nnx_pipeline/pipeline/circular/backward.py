@@ -11,11 +11,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.pipeline.circular.plan import Plan, make_plan
-from nnx_pipeline.pipeline.circular.tick import Carry, Loop, hold_weights, stage_side, stage_weights
+from nnx_pipeline.pipeline.circular.tick import (
+    Carry,
+    Loop,
+    hold_weights,
+    stage_side,
+    stage_weights,
+)
 from nnx_pipeline.pipeline.exchange.buffers import over_stage
+from nnx_pipeline.pipeline.stage.apply import Moving
 from nnx_pipeline.pipeline.stage.repeats import add_at_repeat, hold, stacked
 from nnx_pipeline.pipeline.stage.vjp import (
     add,
+    argument_of,
     backward_from,
     forward_keeping,
     is_float,
@@ -53,31 +61,36 @@ class TwoWayTick:
     """
 
     loop: Loop
-    apply: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
+    apply: Callable[[PyTree, Moving], tuple[Moving, PyTree]]
     grad_dtype: jax.typing.DTypeLike | None
     weights: WeightGathering
 
     def forward(
-        self, weights_at: WeightsAt, beside: Beside, keep: bool, carry: Carry, now: Plan
-    ) -> tuple[Carry, tuple[PyTree, PyTree]]:
+        self,
+        weights_at: WeightsAt,
+        beside: Beside,
+        keep: bool,
+        before: tuple[Carry, PyTree],
+        now: Plan,
+    ) -> tuple[tuple[Carry, PyTree], tuple[PyTree, PyTree]]:
         """Makes one tick.
 
         - `weights_at`: gives the weights of each stage at the tick.
         - `beside`: what the visits read besides weights and activations.
         - `keep`: whether to return what the derivative needs, or None in its place.
-        - `carry`: the carry before the tick.
+        - `before`: the carry before the tick, and the state of all layers.
         - `now`: the tick's row of the timetable.
 
-        Returns the carry after the tick, and a pair: what the tick's derivative needs, and the
-        metrics of the visits.
+        Returns both as they are after the tick, and a pair: what the tick's derivative needs, and
+        the metrics of the visits.
         """
 
-        def visit(now: Plan, x: PyTree) -> tuple[PyTree, tuple[PyTree, PyTree]]:
+        def visit(now: Plan, x: Moving) -> tuple[Moving, tuple[PyTree, PyTree]]:
             needed = visit_reads(weights_at, beside, now)
             (y, metrics), kept = forward_keeping(self.apply, needed, x)
             return y, (kept if keep else None, metrics)
 
-        return self.loop.tick(visit)(carry, now)
+        return self.loop.tick(visit)(before, now)
 
     def backward(
         self,
@@ -100,11 +113,12 @@ class TwoWayTick:
         select = functools.partial(self.loop.before_visit, now)
         pass_on = functools.partial(self.loop.after_visit, now)
         needed = visit_reads(weights_at, beside, now)
-        mid, x = jax.eval_shape(select, carry)
-        y, _ = jax.eval_shape(self.apply, needed, x)
+        mid, _ = jax.eval_shape(select, carry)
+        (y, written), _ = jax.eval_shape(self.apply, needed, argument_of(kept))
         # The three steps of the tick in reverse: outputs, visit, inputs.
         d_mid, d_y = jax.linear_transpose(pass_on, mid, y)(after.carry)
-        (d_weights, d_rows, d_closed), d_x = backward_from(kept, needed, (d_y, d_metrics))
+        d_moving = d_y, jax.tree.map(lambda _: None, written)  # the state has no gradient
+        (d_weights, d_rows, d_closed), (d_x, _) = backward_from(kept, needed, (d_moving, d_metrics))
         (before,) = jax.linear_transpose(select, carry)((d_mid, d_x))
         d_side = _to_microbatches(beside.side, d_rows, now)
         return Cotangents(before, add(after.beside, Beside(d_side, d_closed))), d_weights
@@ -132,17 +146,17 @@ class Passage(Protocol):
         ...
 
     def forward(
-        self, params: PyTree, stream: PyTree, beside: Beside, *, keep: bool
-    ) -> tuple[Carry, PyTree, Any]:
+        self, params: PyTree, moving: Moving, beside: Beside, *, keep: bool
+    ) -> tuple[tuple[Carry, PyTree], PyTree, Any]:
         """Makes all ticks, from the first to the last.
 
         - `params`: the weights as they are stored, `[repeats, stages, …]`.
-        - `stream`: the microbatches, `[stages, slots, …]`.
+        - `moving`: the microbatches, `[stages, slots, …]`, and the state of the layers.
         - `beside`: what the visits read besides weights and activations.
         - `keep`: whether to save what the backward walk needs of each tick.
 
-        Returns the carry after the last tick, the metrics of every tick, and what is saved for
-        `backward`.
+        Returns carry and state after the last tick, the metrics of every tick, and what is saved
+        for `backward`.
         """
         ...
 
@@ -167,15 +181,15 @@ class AllRepeats:
     tick: TwoWayTick
 
     def forward(
-        self, params: PyTree, stream: PyTree, beside: Beside, *, keep: bool
-    ) -> tuple[Carry, PyTree, Any]:
+        self, params: PyTree, moving: Moving, beside: Beside, *, keep: bool
+    ) -> tuple[tuple[Carry, PyTree], PyTree, Any]:
         """See `Passage.forward`; it saves the gathered weights and what each tick kept."""
         parts = self.tick.loop.parts
         gathered = hold_weights(parts, self.tick.weights.gather(params))
         weights_at = functools.partial(stage_weights, parts, gathered)
         step = functools.partial(self.tick.forward, weights_at, beside, keep)
-        loop = self.tick.loop
-        end, (kept, metrics) = loop.run(step, loop.start(stream))
+        loop, (stream, state) = self.tick.loop, moving
+        end, (kept, metrics) = loop.run(step, (loop.start(stream), state))
         return end, metrics, (gathered, kept)
 
     def backward(

@@ -1,13 +1,12 @@
 """The timetable of the circular schedule as arrays that a scan over ticks can read."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from nnx_pipeline.pipeline.schedule import CircularSchedule, Work
+from nnx_pipeline.pipeline.schedule import CircularSchedule
 
 
 class Plan(NamedTuple):
@@ -23,22 +22,12 @@ class Plan(NamedTuple):
 
 def make_plan(schedule: CircularSchedule) -> Plan:
     """Writes a schedule out as arrays; in a bubble a stage has microbatch 0 and repeat 0."""
-    ticks = list(schedule.rows())
-    tick = np.arange(schedule.ticks, dtype=np.int32)
-
-    def table(read: Callable[[Work], int]) -> np.ndarray:
-        return np.array([[read(work) if work else 0 for work in row] for row in ticks], np.int32)
-
+    visits, tick = schedule.visits, np.arange(schedule.ticks, dtype=np.int32)
     return Plan(
-        microbatch=jnp.asarray(table(lambda work: work.microbatch)),
-        repeat=jnp.asarray(table(lambda work: work.repeat)),
-        active=jnp.asarray(active_at(schedule)),
+        microbatch=jnp.asarray(visits.microbatch),
+        repeat=jnp.asarray(visits.repeat),
+        active=jnp.asarray(visits.active),
         from_stream=jnp.asarray(tick < schedule.microbatches),
         stream_slot=jnp.asarray(tick % schedule.stream_slots),
         queue_slot=jnp.asarray(tick % max(schedule.queue_slots, 1)),
     )
-
-
-def active_at(schedule: CircularSchedule) -> np.ndarray:
-    """Which stages work at which tick: bool `[ticks, stages]`, False in a bubble."""
-    return np.array([[work is not None for work in row] for row in schedule.rows()])

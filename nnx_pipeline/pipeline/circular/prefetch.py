@@ -28,6 +28,7 @@ from nnx_pipeline.pipeline.circular.plan import Plan, make_plan
 from nnx_pipeline.pipeline.circular.tick import Carry
 from nnx_pipeline.pipeline.exchange.buffers import over_stage, where
 from nnx_pipeline.pipeline.schedule import CircularSchedule
+from nnx_pipeline.pipeline.stage.apply import Moving
 from nnx_pipeline.pipeline.stage.vjp import add, zero_gradients
 
 
@@ -50,21 +51,21 @@ class RepeatWindow:
     tick: TwoWayTick
 
     def forward(
-        self, params: PyTree, stream: PyTree, beside: Beside, *, keep: bool
-    ) -> tuple[Carry, PyTree, Any]:
+        self, params: PyTree, moving: Moving, beside: Beside, *, keep: bool
+    ) -> tuple[tuple[Carry, PyTree], PyTree, Any]:
         """See `Passage`; it saves what each tick kept, and no weights: they are gathered again."""
         schedule = self.tick.loop.schedule
         plan = _cut(schedule, make_plan(schedule))
         now = self._gather(params, jnp.int32(0))
 
-        def run(carry: Carry, plan: Plan, *window: PyTree) -> tuple[Carry, PyTree]:
+        def run(carry: Any, plan: Plan, *window: PyTree) -> tuple[Any, PyTree]:
             weights_at = functools.partial(_stage_weights, window)
             step = functools.partial(self.tick.forward, weights_at, beside, keep)
             return jax.lax.scan(step, carry, plan)
 
         def turn(
-            state: tuple[Carry, PyTree], at: tuple[Array, Plan, Plan]
-        ) -> tuple[tuple[Carry, PyTree], tuple[PyTree, PyTree]]:
+            state: tuple[Any, PyTree], at: tuple[Array, Plan, Plan]
+        ) -> tuple[tuple[Any, PyTree], tuple[PyTree, PyTree]]:
             (carry, now), (repeat, hold, turn) = state, at
             # Gathered here and first used in `turn`, so that the transfer overlaps with `hold`.
             after = self._gather(params, repeat + 1)
@@ -72,7 +73,7 @@ class RepeatWindow:
             carry, turned = run(carry, turn, now, after)
             return (carry, after), (held, turned)
 
-        carry, filled = run(self.tick.loop.start(stream), plan.fill, now)
+        carry, filled = run((self.tick.loop.start(moving[0]), moving[1]), plan.fill, now)
         at = (jnp.arange(schedule.repeats - 1, dtype=jnp.int32), plan.hold, plan.turn)
         (carry, now), (held, turned) = jax.lax.scan(turn, (carry, now), at)
         carry, finished = run(carry, plan.last, now)

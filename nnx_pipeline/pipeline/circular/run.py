@@ -12,14 +12,15 @@ from jaxtyping import Array, PyTree
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.pipeline import entry
 from nnx_pipeline.pipeline.circular.accumulate import Accumulate
-from nnx_pipeline.pipeline.circular.plan import Plan, active_at
+from nnx_pipeline.pipeline.circular.plan import Plan
 from nnx_pipeline.pipeline.circular.tick import Loop, hold_weights, stage_side, stage_weights
 from nnx_pipeline.pipeline.exchange.buffers import merge, split
 from nnx_pipeline.pipeline.metrics import given_out, over_ticks
 from nnx_pipeline.pipeline.options import LoopOptions
 from nnx_pipeline.pipeline.schedule import CircularSchedule
-from nnx_pipeline.pipeline.stage.apply import ApplyStage
-from nnx_pipeline.pipeline.stage.checks import check_arrays, checked
+from nnx_pipeline.pipeline.stage.apply import ApplyMoving, ApplyStage, Moving
+from nnx_pipeline.pipeline.stage.checks import check_arrays, check_stacked, checked
+from nnx_pipeline.pipeline.stage.state import Kept, parted
 
 
 def run_pipeline(
@@ -30,7 +31,7 @@ def run_pipeline(
     *,
     schedule: CircularSchedule,
     options: LoopOptions = LoopOptions(),
-) -> tuple[PyTree, PyTree]:
+) -> tuple[PyTree, ...]:
     """Sends every microbatch through all stages, which work at the same time.
 
     It computes the following, with the stages spread over the mesh axis `stage`:
@@ -45,7 +46,10 @@ def run_pipeline(
       and shardings; metrics are a pytree, each wrapped in `Sum`, `Mean` or `Max`, which says how
       it is combined with others (see `metrics`). In a bubble it is applied to some microbatch and
       the result is discarded.
-    - `params`: any pytree of `[repeats, stages, …]`, the second axis sharded over `stage`.
+    - `params`: any pytree of `[repeats, stages, …]`, the second axis sharded over `stage`, or
+      `WithState(params, state)`. Then `apply_stage` is (params, x, side, state) to (x, metrics,
+      state), and each visit reads what the same stage left in the same repeat a microbatch before.
+      State has no gradient.
     - `microbatches`: any pytree of floating `[microbatches, …]`, the first axis sharded over
       `stage`, so that each stage holds microbatches / stages of them.
     - `side_inputs`: any pytree of `[microbatches, …]`, whole on every stage, such as positions.
@@ -56,32 +60,39 @@ def run_pipeline(
     reads them. What the stage function closes over is whole on every stage, and has a gradient.
 
     Returns outputs, in the order of `microbatches` and sharded as those are in the loop, and the
-    metrics of all visits, each one array in float32 or wider. Raises InputError when shapes do not
+    metrics of all visits, each one array in float32 or wider; with a state also what all visits
+    left of it. Raises InputError when shapes do not
     fit the schedule, for arrays on other devices, and for a stage that changes its parameters or
     returns something that cannot be passed on.
     """
+    params, state = parted(params)
     check_arrays(params, microbatches, side_inputs, schedule)
+    check_stacked(state, "the state", schedule)
     _check_options(schedule, options)
     stream = jax.tree.map(lambda leaf: split(leaf, schedule), entry.spread(microbatches))
     params, side = entry.stacked(params), entry.on_every_stage(side_inputs)
+    state = entry.stacked(state)
     loop = Loop(schedule, options.shift_by, options.bubble_fill, options.parts)
     run = make_ticks(loop, options)
-    stream, metrics = run(checked(apply_stage), params, stream, side)
-    outputs = jax.tree.map(lambda leaf: _in_order(leaf, schedule), stream)
-    return outputs, given_out(over_ticks(metrics, active_at(schedule)), outputs)
+    stage = checked(apply_stage, has_state=state is not None)
+    moving, metrics = run(stage, params, (stream, Kept(state, state)), side)
+    outputs = jax.tree.map(lambda leaf: _in_order(leaf, schedule), moving[0])
+    metrics = given_out(over_ticks(metrics, schedule.visits.active), outputs)
+    return (outputs, metrics) if state is None else (outputs, metrics, moving[1].now)
 
 
 class AllTicks(Protocol):
     """All ticks, differentiated by JAX (`Autodiff`) or by a hand-written rule (`Accumulate`)."""
 
     def __call__(
-        self, apply_stage: ApplyStage, params: PyTree, stream: PyTree, side: PyTree
-    ) -> tuple[PyTree, PyTree]:
-        """The stream after the last tick, and the metrics of every tick, `[ticks, stages, …]`.
+        self, apply_stage: ApplyMoving, params: PyTree, moving: Moving, side: PyTree
+    ) -> tuple[Moving, PyTree]:
+        """Stream and state after the last tick, and the metrics of all, `[ticks, stages, …]`.
 
-        - `apply_stage`: as for `run_pipeline`, with metrics that are `Sum`, `Mean` and `Max` only.
+        - `apply_stage`: as `checked` makes it.
         - `params`: `[repeats, stages, …]`.
-        - `stream`: the microbatches, `[stages, slots, …]`.
+        - `moving`: the stream of microbatches, `[stages, slots, …]`, and the state of the layers,
+          `[repeats, stages, …]`.
         - `side`: the side inputs, `[microbatches, …]`.
         """
         ...
@@ -119,20 +130,21 @@ class Autodiff:
     checkpoint: Callable[[Callable[..., Any]], Callable[..., Any]]
 
     def __call__(
-        self, apply_stage: ApplyStage, params: PyTree, stream: PyTree, side: PyTree
-    ) -> tuple[PyTree, PyTree]:
+        self, apply_stage: ApplyMoving, params: PyTree, moving: Moving, side: PyTree
+    ) -> tuple[Moving, PyTree]:
         parts = self.loop.parts
         apply = parts.map_stages(apply_stage)
         linear = functools.partial(jax.checkpoint, prevent_cse=not parts.is_scan)
 
         @self.checkpoint
-        def select_and_visit(held: PyTree, now: Plan, x: PyTree) -> tuple[PyTree, PyTree]:
+        def select_and_visit(held: PyTree, now: Plan, x: Moving) -> tuple[Moving, PyTree]:
             return apply(stage_weights(parts, held, now), x, stage_side(side, now))
 
         visit = functools.partial(select_and_visit, hold_weights(parts, params))
         tick = self.loop.tick(visit, linear=linear)
-        end, metrics = self.loop.run(tick, self.loop.start(stream))
-        return end.stream, metrics
+        stream, state = moving
+        (end, state), metrics = self.loop.run(tick, (self.loop.start(stream), state))
+        return (end.stream, state), metrics
 
 
 def _in_order(stream: Array, schedule: CircularSchedule) -> Array:

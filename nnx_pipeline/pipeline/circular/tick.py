@@ -22,13 +22,15 @@ from nnx_pipeline.pipeline.exchange.buffers import mark_stage, over_stage, push,
 from nnx_pipeline.pipeline.exchange.shift import ShiftName, shift
 from nnx_pipeline.pipeline.parts import DEFAULT_PARTS, LoopParts
 from nnx_pipeline.pipeline.schedule import CircularSchedule
+from nnx_pipeline.pipeline.stage.apply import Moving
 from nnx_pipeline.pipeline.stage.repeats import hold, select
+from nnx_pipeline.pipeline.stage.state import put, take
 from nnx_pipeline.remat import ITERATION_INPUT, named
 
 # (now, input of every stage) to (output of every stage, whatever else the visit gives)
-Visit = Callable[[Plan, PyTree], tuple[PyTree, PyTree]]
-# (carry, now) to (the next carry, whatever else the tick gives)
-Tick = Callable[["Carry", Plan], tuple["Carry", Any]]
+Visit = Callable[[Plan, Moving], tuple[Moving, PyTree]]
+# ((carry, state of all layers), now) to (the next pair, whatever else the tick gives)
+Tick = Callable[[tuple["Carry", PyTree], Plan], tuple[tuple["Carry", PyTree], Any]]
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -131,11 +133,12 @@ class Loop:
     bubble_fill: float
     parts: LoopParts = DEFAULT_PARTS
 
-    def run(self, tick: Tick, start: Carry) -> tuple[Carry, Any]:
-        """Goes through all ticks; returns the last carry, and the other results of every tick.
+    def run(self, tick: Tick, start: tuple[Carry, PyTree]) -> tuple[tuple[Carry, PyTree], Any]:
+        """Goes through all ticks; returns the last pair, and the other results of every tick.
 
         - `tick`: one tick, such as `Loop.tick` makes it.
-        - `start`: the carry before the first tick, from `Loop.start`.
+        - `start`: the carry before the first tick, from `Loop.start`, and the state of the layers,
+          `[repeats, stages, …]`.
         """
         return self.walk(tick, start, make_plan(self.schedule))
 
@@ -179,7 +182,7 @@ class Loop:
         )
 
     def tick(self, visit: Visit, *, linear: Wrap = as_it_is) -> Tick:
-        """Makes one tick, from a carry to the next one and the visit's results besides outputs.
+        """Makes one tick, from carry and state to the next ones and the visit's other results.
 
         - `visit`: applies the layers of every stage.
         - `linear`: is put around the steps before and after the visit, which are linear in the
@@ -187,10 +190,12 @@ class Loop:
         """
         enter, pass_on = linear(self.before_visit), linear(self.after_visit)
 
-        def tick(carry: Carry, now: Plan) -> tuple[Carry, PyTree]:
+        def tick(before: tuple[Carry, PyTree], now: Plan) -> tuple[tuple[Carry, PyTree], PyTree]:
+            carry, state = before
+            repeat, active = over_stage(now.repeat), over_stage(now.active)
             mid, x = enter(now, carry)
-            y, visited = visit(now, name_input(x))
-            return pass_on(now, mid, y), visited
+            (y, written), visited = visit(now, (name_input(x), take(state, repeat, active)))
+            return (pass_on(now, mid, y), put(state, repeat, active, written)), visited
 
         return tick
 

@@ -145,4 +145,4 @@ def split(leaf: Array, schedule: CircularSchedule) -> Array:
 
 def merge(leaf: Array) -> Array:
     """Reshapes `[stages, slots, …]` to `[microbatches, …]`."""
-    return leaf.reshape(-1, *leaf.shape[2:])
+    return leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])

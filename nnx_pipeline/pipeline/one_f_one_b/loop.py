@@ -8,21 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.pipeline.exchange.buffers import empty_ring, from_stage, to_stages
-from nnx_pipeline.pipeline.metrics import (
-    Metric,
-    counts,
-    identity,
-    is_metric,
-    over_all_stages,
-    values,
-    weights_like,
-)
+from nnx_pipeline.pipeline.exchange.buffers import empty_ring, from_stage, over_stage, to_stages
+from nnx_pipeline.pipeline.metrics import identity, is_metric, objective, over_all_stages
 from nnx_pipeline.pipeline.one_f_one_b.plan import Plan, make_plan
 from nnx_pipeline.pipeline.one_f_one_b.state import Held, Inputs, State, Weights
 from nnx_pipeline.pipeline.one_f_one_b.tick import Phase, Tick
 from nnx_pipeline.pipeline.options import Accumulation
 from nnx_pipeline.pipeline.stage.repeats import hold, stacked
+from nnx_pipeline.pipeline.stage.state import take
 from nnx_pipeline.pipeline.stage.vjp import zero_gradients
 
 
@@ -39,11 +32,12 @@ class Loop:
     how: Accumulation
     bubble_fill: float
 
-    def run(self, weights: Held, inputs: Inputs, *, differentiate: bool) -> State:
+    def run(self, weights: Held, inputs: Inputs, layers: PyTree, *, differentiate: bool) -> State:
         """Goes through all ticks; returns the state after the last one.
 
         - `weights`: the weights as they are stored, and what the functions close over.
         - `inputs`: what the microbatches bring along.
+        - `layers`: the state of the layers, `[repeats, stages, …]`, or no arrays.
         - `differentiate`: whether to compute gradients; without them there is no backward visit.
         """
         schedule = self.tick.schedule
@@ -56,7 +50,7 @@ class Loop:
         plan = make_plan(schedule)
         stored, gathering = weights, self.tick.weights
         weights = weights._replace(stages=hold(gathering.gather(stored.stages)))
-        state, kept_tree = self._start(weights, inputs, plan, keep=differentiate)
+        state, kept_tree = self._start(weights, inputs, (layers, plan), keep=differentiate)
         if differentiate:
             others = stored._replace(stages=None)
             gradients = zero_gradients(others, others, self.how.grad_dtype)
@@ -87,19 +81,21 @@ class Loop:
         state, _ = jax.lax.scan(lambda state, now: (tick(state, now), None), state, now)
         return state
 
-    def visit_once(self, weights: Weights, inputs: Inputs) -> None:
+    def visit_once(self, weights: Weights, inputs: Inputs, layers: PyTree) -> None:
         """Calls each function with the types that it gets in the ticks; nothing is computed."""
         tick = self.tick
 
-        def call(weights: Weights, inputs: Inputs) -> Array:
+        def call(weights: Weights, inputs: Inputs, layers: PyTree) -> Array:
             stages = hold(tick.weights.gather(weights.stages))
             held = Held((weights.enter, []), stages, (weights.leave, []), [])
             now = jax.tree.map(lambda leaf: leaf[0], make_plan(tick.schedule))
             x = tick.entering(held, inputs, now)
-            (y, _), _ = tick.visit(held, inputs, now, x, keep=False)
+            at = over_stage(now.forward_repeat), over_stage(now.is_forward)
+            moving = x, take(layers, *at)
+            ((y, _), _), _ = tick.visit(held, inputs, now, moving, keep=False)
             return tick.leaving(held.leave, from_stage(y, tick.schedule.stages - 1), inputs, now)
 
-        jax.eval_shape(call, weights, inputs)
+        jax.eval_shape(call, weights, inputs, layers)
 
     def total(self, state: State) -> tuple[Array, tuple[Array, PyTree]]:
         """The loss to minimise, and its two parts: the loss of `leave`, and the metrics.
@@ -107,24 +103,25 @@ class Loop:
         - `state`: after the last tick.
         """
         metrics = over_all_stages(state.metrics, self.tick.visits)
-        weights = weights_like(self.tick.metric_weights, metrics)
+        return objective(state.loss, metrics, self.tick.metric_weights)
 
-        def share(weight: Any, metric: Metric) -> Array:
-            weighed = jnp.asarray(weight, metric.value.dtype) * metric.value
-            return jnp.sum(weighed).astype(jnp.float32) if counts(weight) else jnp.float32(0)
+    def _start(
+        self, weights: Held, inputs: Inputs, given: tuple[PyTree, Plan], *, keep: bool
+    ) -> tuple[State, Any]:
+        """The state before the first tick, and the tree structure of what a visit keeps.
 
-        shares = jax.tree.map(share, weights, metrics)
-        return jax.tree.reduce(jnp.add, shares, state.loss), (state.loss, values(metrics))
+        - `given`: the state of the layers, and the timetable.
+        """
 
-    def _start(self, weights: Held, inputs: Inputs, plan: Plan, *, keep: bool) -> tuple[State, Any]:
-        """The state before the first tick, and the tree structure of what a visit keeps."""
-
-        def first_visit(weights: Held, inputs: Inputs, plan: Plan) -> Any:
+        def first_visit(weights: Held, inputs: Inputs, given: tuple[PyTree, Plan]) -> Any:
+            layers, plan = given
             now = jax.tree.map(lambda leaf: leaf[0], plan)
             x = self.tick.entering(weights, inputs, now)
-            return x, self.tick.visit(weights, inputs, now, x, keep=keep)
+            at = over_stage(now.forward_repeat), over_stage(now.is_forward)
+            moving = x, take(layers, *at)
+            return x, self.tick.visit(weights, inputs, now, moving, keep=keep)
 
-        x, ((_, metrics), kept) = jax.eval_shape(first_visit, weights, inputs, plan)
+        x, ((_, metrics), kept) = jax.eval_shape(first_visit, weights, inputs, given)
         kept, tree = jax.tree.flatten(kept)
         nothing = jax.tree.map(lambda leaf: empty_ring(leaf, None, self.bubble_fill), x)
         slots = self.tick.schedule.ring_slots
@@ -139,4 +136,5 @@ class Loop:
                 metrics,
                 is_leaf=is_metric,
             ),
+            layers=given[0],
         ), tree

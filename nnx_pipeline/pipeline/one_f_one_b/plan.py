@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from nnx_pipeline.pipeline.schedule import OneForwardOneBackward, Work
+from nnx_pipeline.pipeline.schedule import OneForwardOneBackward, Visits
 
 
 class Plan(NamedTuple):
@@ -20,7 +20,7 @@ class Plan(NamedTuple):
     backward: Array  # int32 [ticks, stages]: microbatch of the backward visit
     backward_repeat: Array  # int32 [ticks, stages]
     is_backward: Array  # bool [ticks, stages], False in a bubble
-    write: Array  # int32 [ticks]: slot of the ring that forward visits write
+    write: Array  # int32 [ticks, stages]: slot of the ring that the forward visit writes
     read: Array  # int32 [ticks, stages]: slot of the ring that the backward visit reads
     entering: Array  # int32 [ticks]: microbatch of the forward visit of the first stage
     leaving: Array  # int32 [ticks]: microbatch of the forward visit of the last stage
@@ -30,50 +30,28 @@ class Plan(NamedTuple):
 
 
 def make_plan(schedule: OneForwardOneBackward) -> Plan:
-    """Writes a schedule out as arrays.
+    """Writes a schedule out as arrays."""
+    forward, backward = schedule.forward, schedule.backward
 
-    The slot of the ring that a visit is written to is its tick modulo the number of slots. In a
-    backward bubble a stage reads the slot written last, which holds valid values.
-    """
-    slots, last = schedule.ring_slots, schedule.repeats - 1
-    forward = list(schedule.forward_rows())
-    backward = list(schedule.backward_rows())
-    last_write = schedule.phases[1].stop - 1
-
-    def read(tick: int, stage: int, work: Work | None) -> int:
-        return schedule.forwarded_at(work, stage) if work else min(tick, last_write)
-
-    def table(rows: list[list[Work | None]], name: str) -> np.ndarray:
-        return np.array([[getattr(work or Work(0, 0), name) for work in row] for row in rows])
-
-    def there(rows: list[list[Work | None]]) -> np.ndarray:
-        return np.array([[work is not None for work in row] for row in rows])
-
-    def at(rows: list[list[Work | None]], stage: int, repeat: int) -> Array:
-        works = [row[stage] for row in rows]
-        return jnp.asarray([work is not None and work.repeat == repeat for work in works])
+    def at(visits: Visits, stage: int, repeat: int) -> Array:
+        return jnp.asarray(visits.active[:, stage] & (visits.repeat[:, stage] == repeat))
 
     # In a forward bubble a stage takes what enters, for the reason given in `Tick._forward`.
     first_stage = np.arange(schedule.stages) == 0
     indices = functools.partial(jnp.asarray, dtype=jnp.int32)
     return Plan(
-        forward=indices(table(forward, "microbatch")),
-        forward_repeat=indices(table(forward, "repeat")),
-        is_forward=jnp.asarray(there(forward)),
-        from_input=jnp.asarray(~there(forward) | first_stage & (table(forward, "repeat") == 0)),
-        backward=indices(table(backward, "microbatch")),
-        backward_repeat=indices(table(backward, "repeat")),
-        is_backward=jnp.asarray(there(backward)),
-        write=indices(np.arange(schedule.ticks) % slots),
-        read=indices(
-            [
-                [read(tick, stage, work) % slots for stage, work in enumerate(row)]
-                for tick, row in enumerate(backward)
-            ]
-        ),
-        entering=indices(table(forward, "microbatch")[:, 0]),
-        leaving=indices(table(forward, "microbatch")[:, -1]),
-        leaves=at(forward, -1, last),
-        returning=indices(table(backward, "microbatch")[:, 0]),
+        forward=jnp.asarray(forward.microbatch),
+        forward_repeat=jnp.asarray(forward.repeat),
+        is_forward=jnp.asarray(forward.active),
+        from_input=jnp.asarray(~forward.active | first_stage & (forward.repeat == 0)),
+        backward=jnp.asarray(backward.microbatch),
+        backward_repeat=jnp.asarray(backward.repeat),
+        is_backward=jnp.asarray(backward.active),
+        write=indices(schedule.written),
+        read=indices(schedule.read),
+        entering=indices(forward.microbatch[:, 0]),
+        leaving=indices(forward.microbatch[:, -1]),
+        leaves=at(forward, -1, schedule.repeats - 1),
+        returning=indices(backward.microbatch[:, 0]),
         returns=at(backward, 0, 0),
     )

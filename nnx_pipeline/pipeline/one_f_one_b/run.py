@@ -3,11 +3,9 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.errors import InputError
@@ -27,8 +25,18 @@ from nnx_pipeline.pipeline.options import Accumulation, LoopOptions
 from nnx_pipeline.pipeline.parts import LoopParts
 from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
 from nnx_pipeline.pipeline.stage.apply import ApplyStage
-from nnx_pipeline.pipeline.stage.checks import check_arrays, checked
-from nnx_pipeline.pipeline.stage.vjp import as_cotangents, is_float
+from nnx_pipeline.pipeline.stage.checks import (
+    check_arrays,
+    check_stacked,
+    checked,
+    checked_enter,
+    checked_leave,
+)
+from nnx_pipeline.pipeline.stage.state import Kept, parted
+from nnx_pipeline.pipeline.stage.vjp import as_cotangents, no_gradient
+
+# the loss, and its two parts: the loss of `leave`, and the metrics
+Total = tuple[Array, tuple[Array, PyTree]]
 
 
 def run_one_f_one_b(
@@ -41,7 +49,7 @@ def run_one_f_one_b(
     schedule: OneForwardOneBackward,
     metric_weights: PyTree = None,
     options: LoopOptions = LoopOptions(),
-) -> tuple[Array, tuple[Array, PyTree]]:
+) -> Any:
     """The loss of a pipelined model; its gradients are computed in the same loop.
 
     It computes the following, with the stages spread over the mesh axis `stage`:
@@ -57,9 +65,9 @@ def run_one_f_one_b(
 
     When gradients are asked for, each stage makes a forward visit of one microbatch and a backward
     visit of another at each tick, and a microbatch starts its backward visits in the tick in which
-    the last stage gives its loss. So a stage keeps the residuals of at most
-    2 · stages · repeats - 1 visits, however many microbatches there are, and one gradient buffer
-    per parameter. `enter` and `leave` run on all devices.
+    the last stage gives its loss. So a stage keeps the residuals of about stages · (repeats + 1)
+    visits at most (`OneForwardOneBackward.ring_slots`), however many microbatches there are, and
+    one gradient buffer per parameter. `enter` and `leave` run on all devices.
 
     There are microbatches · repeats + stages · (repeats + 1) - 2 ticks. The first
     stages · repeats - 1 have no backward part, and as many at the end have no forward part. So a
@@ -71,7 +79,8 @@ def run_one_f_one_b(
     - `apply_stage`: as for `run_pipeline`.
     - `leave`: (its weights, activations of the last stage, inputs of a microbatch) to a float32
       scalar.
-    - `weights`: those of the three functions; the stages' are `[repeats, stages, …]`.
+    - `weights`: those of the three functions; the stages' are `[repeats, stages, …]`, or such
+      parameters `WithState`, as for `run_pipeline`, which the forward visits read and write.
     - `inputs`: those of the three functions, `[microbatches, …]`.
     - `schedule`: which stage works on what at each tick.
     - `metric_weights`: the weight of each metric in the loss: one number for all metrics, or a
@@ -80,15 +89,18 @@ def run_one_f_one_b(
 
     As for `run_pipeline`, arrays may be placed elsewhere, and the functions may close over arrays.
 
-    Returns the loss, and its two parts, which have no gradient. Raises InputError for shapes that
+    Returns the loss, and its two parts, which have no gradient; with a state a pair, of these two
+    and of what all visits left of the state. Raises InputError for shapes that
     do not fit the schedule, for a `remat` that offloads, for a stage or arrays that `run_pipeline`
     would refuse, for a weight on a `Max`, and when a gradient with respect to `inputs` or of the
     parts is asked for.
     """
     how = options.accumulate or Accumulation()
     _check_options(schedule, options, how)
-    weights, inputs = _at_entry(weights, inputs, schedule)
-    metric_weights = jax.tree.map(_without_gradient, metric_weights)
+    stages, state = parted(weights.stages)
+    weights = weights._replace(stages=stages)
+    weights, inputs, layers = _at_entry(weights, inputs, state, schedule)
+    metric_weights = jax.tree.map(metric_weight, metric_weights)
 
     def make_loop(*functions: Callable[..., Any]) -> Loop:
         tick = Tick(
@@ -104,47 +116,55 @@ def run_one_f_one_b(
     checkpoint = functools.partial(
         options.remat.checkpoint, also=options.saved_in_stage, in_scan=True
     )
-    return _run(*_hoisted(make_loop, checkpoint, (enter, apply_stage, leave), weights, inputs))
+    functions = (
+        checked_enter(enter),
+        checked(apply_stage, has_state=state is not None),
+        checked_leave(leave),
+    )
+    total, layers = by_loop(*_hoisted(make_loop, checkpoint, functions, (weights, inputs, layers)))
+    return total if state is None else (total, layers.now)
 
 
 def _hoisted(
     make_loop: Callable[..., Loop],
     checkpoint: Callable[[Callable[..., Any]], Callable[..., Any]],
     functions: tuple[Callable[..., Any], ...],
-    weights: Weights,
-    inputs: Inputs,
-) -> tuple[Loop, Held, Inputs]:
-    """The loop, the weights together with what the functions close over, and the inputs.
+    given: tuple[Weights, Inputs, PyTree],
+) -> tuple[Loop, Held, Inputs, PyTree]:
+    """The loop, and what it is given: the weights together with what the functions close over.
 
     - `make_loop`: makes the loop from its three functions.
     - `checkpoint`: is put around `apply_stage`.
-    - `functions`: `enter`, `apply_stage` and `leave`.
+    - `functions`: `enter`, `apply_stage` and `leave`, with their checks.
+    - `given`: weights, inputs and the state of the layers.
 
     What the functions close over becomes an input of the loop, because JAX does not differentiate a
     `custom_vjp` function with respect to arrays that it closes over.
     """
-    functions = (functions[0], checked(functions[1]), functions[2])
+    weights, inputs, layers = given
 
     def call(*looks: Callable[..., Any]) -> None:
-        make_loop(*map(_with_nothing_closed, looks)).visit_once(weights, inputs)
+        make_loop(*map(_with_nothing_closed, looks)).visit_once(weights, inputs, layers)
 
     (enter, apply_stage, leave), (enter_closed, stage_closed, leave_closed) = hoist(functions, call)
     loop = make_loop(enter, checkpoint(apply_stage), leave)
     ends = (weights.enter, enter_closed), (weights.leave, leave_closed)
-    return loop, Held(ends[0], weights.stages, ends[1], closed=stage_closed), inputs
+    return loop, Held(ends[0], weights.stages, ends[1], closed=stage_closed), inputs, layers
 
 
 def _at_entry(
-    weights: Weights, inputs: Inputs, schedule: OneForwardOneBackward
-) -> tuple[Weights, Inputs]:
-    """Moves both to where the loop reads them; raises InputError if their shapes do not fit."""
+    weights: Weights, inputs: Inputs, state: PyTree, schedule: OneForwardOneBackward
+) -> tuple[Weights, Inputs, Kept]:
+    """Moves all to where the loop reads them; raises InputError if their shapes do not fit."""
     check_arrays(weights.stages, None, inputs, schedule)
+    check_stacked(state, "the state", schedule)
+    state = entry.stacked(state)
     placed = Weights(
         enter=entry.as_arrays(weights.enter),
         stages=entry.stacked(weights.stages),
         leave=entry.as_arrays(weights.leave),
     )
-    return placed, entry.on_every_stage(inputs)
+    return placed, entry.on_every_stage(inputs), Kept(state, state)
 
 
 def _with_nothing_closed(look: Callable[..., Any]) -> Callable[..., Any]:
@@ -152,7 +172,7 @@ def _with_nothing_closed(look: Callable[..., Any]) -> Callable[..., Any]:
     return lambda closed, *given: look(*given)
 
 
-def _without_gradient(weight: Any) -> Any:
+def metric_weight(weight: Any) -> Any:
     """A metric weight that may be traced; a gradient with respect to it raises InputError."""
     if not isinstance(weight, jax.core.Tracer):
         return weight
@@ -190,28 +210,47 @@ def _check_options(
         )
 
 
+class AnyLoop(Protocol):
+    """A loop over ticks of forward and backward visits."""
+
+    def run(self, weights: Held, inputs: Inputs, layers: PyTree, *, differentiate: bool) -> Any:
+        """The state after the last tick, with `gradients` and `layers`."""
+
+    def total(self, state: Any) -> Total:
+        """The loss and its two parts."""
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(loop: Loop, weights: Held, inputs: Inputs) -> tuple[Array, tuple[Array, PyTree]]:
-    return loop.total(loop.run(weights, inputs, differentiate=False))
+def by_loop(loop: AnyLoop, weights: Held, inputs: Inputs, layers: PyTree) -> tuple[Total, PyTree]:
+    """The loss by a loop that computes its gradients in the same ticks, if they are asked for.
+
+    - `loop`: what goes through the ticks.
+    - `weights`, `inputs`, `layers`: as for `one_f_one_b.loop.Loop.run`.
+
+    Returns the loss with its parts, and the state of the layers. Raises InputError when a gradient
+    with respect to `inputs` or of a part is asked for.
+    """
+    state = loop.run(weights, inputs, layers, differentiate=False)
+    return loop.total(state), state.layers
 
 
 def _run_forward(
-    loop: Loop, weights: Held, inputs: Inputs
-) -> tuple[tuple[Array, tuple[Array, PyTree]], Any]:
+    loop: AnyLoop, weights: Held, inputs: Inputs, layers: PyTree
+) -> tuple[tuple[Total, PyTree], Any]:
     inputs = refuse_perturbed(
         "the 1F1B schedule was asked for the gradient with respect to an input of its "
         "microbatches; it gives those of the weights alone: use jax.lax.stop_gradient on the "
         "inputs, or the circular schedule",
         inputs,
     )
-    weights = values_of(weights)
-    state = loop.run(weights, inputs, differentiate=True)
-    return loop.total(state), (weights, inputs, state.gradients)
+    weights, layers = values_of((weights, layers))
+    state = loop.run(weights, inputs, layers, differentiate=True)
+    return (loop.total(state), state.layers), (weights, inputs, layers, state.gradients)
 
 
-def _run_backward(loop: Loop, saved: Any, cotangents: tuple[Any, Any]) -> tuple[Held, Inputs]:
-    weights, inputs, gradients = saved
-    d_loss, d_parts = cotangents
+def _run_backward(loop: AnyLoop, saved: Any, cotangents: Any) -> tuple[Held, Inputs, PyTree]:
+    weights, inputs, layers, gradients = saved
+    (d_loss, d_parts), _ = cotangents  # the state of the layers has no gradient
     if not all(map(is_symbolic_zero, jax.tree.leaves(d_parts, is_leaf=is_symbolic_zero))):
         raise InputError(
             "the 1F1B schedule was asked for the gradient of a part of its loss, but it computes "
@@ -220,11 +259,7 @@ def _run_backward(loop: Loop, saved: Any, cotangents: tuple[Any, Any]) -> tuple[
         )
     d_loss = or_zeros(d_loss)
     scaled = jax.tree.map(lambda leaf: leaf * d_loss.astype(leaf.dtype), gradients)
-    return as_cotangents(scaled, weights), jax.tree.map(_no_cotangent, inputs)
+    return as_cotangents(scaled, weights), no_gradient(inputs), no_gradient(layers)
 
 
-_run.defvjp(_run_forward, _run_backward, symbolic_zeros=True)
-
-
-def _no_cotangent(leaf: Array) -> Array | np.ndarray:
-    return jnp.zeros_like(leaf) if is_float(leaf) else np.zeros(leaf.shape, jax.dtypes.float0)
+by_loop.defvjp(_run_forward, _run_backward, symbolic_zeros=True)

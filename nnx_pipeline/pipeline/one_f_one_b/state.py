@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from jaxtyping import Array, PyTree
 
+from nnx_pipeline.pipeline.stage.state import Kept
+
 Enter = Callable[[PyTree, PyTree], PyTree]
 Leave = Callable[[PyTree, PyTree, PyTree], Array]
 
@@ -61,3 +63,4 @@ class State(NamedTuple):
     gradients: Held | None  # None where only the loss is asked for
     loss: Array
     metrics: PyTree  # each [stages, …], combined over the ticks that were not a bubble
+    layers: Kept  # the state of the layers

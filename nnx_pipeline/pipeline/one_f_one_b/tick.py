@@ -31,8 +31,9 @@ from nnx_pipeline.pipeline.metrics import Mean, Metric, counts, include, weights
 from nnx_pipeline.pipeline.one_f_one_b.plan import Plan
 from nnx_pipeline.pipeline.one_f_one_b.state import Held, Inputs, State
 from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
-from nnx_pipeline.pipeline.stage.apply import MapStages, select_slot
+from nnx_pipeline.pipeline.stage.apply import MapStages, Moving, at_slot, select_slot
 from nnx_pipeline.pipeline.stage.repeats import add_at_repeat, select
+from nnx_pipeline.pipeline.stage.state import put, take
 from nnx_pipeline.pipeline.stage.vjp import (
     add,
     backward_from,
@@ -47,7 +48,8 @@ class Functions:
     """The functions of a model, each with what it closes over as a first argument (see `hoist`).
 
     - `enter`: (closed over, weights, inputs of a microbatch) to activations.
-    - `apply_stage`: (closed over, weights, activations, side inputs) to (activations, metrics).
+    - `apply_stage`: (closed over, weights, moving, side inputs) to (moving, metrics), where moving
+      is activations and the state of the layers.
     - `leave`: (closed over, weights, activations, inputs of a microbatch) to a float32 scalar.
     """
 
@@ -113,15 +115,15 @@ class Tick:
         is_forward = over_stage(now.is_forward)
         x = where(over_stage(now.from_input), entering, arrived)
         keep = state.gradients is not None
-        (y, metrics), kept = self.visit(weights, inputs, now, x, keep=keep)
-
-        def write(ring: Array, leaf: Array) -> Array:
-            return jax.lax.dynamic_update_index_in_dim(ring, over_stage(leaf), now.write, axis=1)
-
+        repeat = over_stage(now.forward_repeat)
+        moving = x, take(state.layers, repeat, is_forward)
+        ((y, written), metrics), kept = self.visit(weights, inputs, now, moving, keep=keep)
+        kept = [over_stage(leaf) for leaf in jax.tree.leaves(kept)]
         return state._replace(
             outputs=y,
-            ring=jax.tree.map(write, state.ring, jax.tree.leaves(kept)),
+            ring=at_slot(state.ring, over_stage(now.write), kept) if keep else state.ring,
             metrics=include(is_forward, state.metrics, metrics),
+            layers=put(state.layers, repeat, is_forward, written),
         )
 
     def _leave(
@@ -178,13 +180,15 @@ class Tick:
             weights_like(self.metric_weights, state.metrics),
             state.metrics,
         )
+        d_moving = d_y, jax.tree.map(lambda _: None, state.layers.now)  # the state has no gradient
         stored = jax.tree.unflatten(kept_tree, select_slot(state.ring, over_stage(now.read)))
         reads = _stage_reads(weights, inputs, now.backward, now.backward_repeat)
 
         def back(kept: PyTree, reads: tuple[PyTree, PyTree], given: tuple[PyTree, PyTree]) -> Any:
             return backward_from(kept, (*reads, weights.closed), given)
 
-        (d_stages, _, d_closed), d_x = self.map_stages(back)(stored, reads, (d_y, d_metrics))
+        given = d_moving, d_metrics
+        (d_stages, _, d_closed), (d_x, _) = self.map_stages(back)(stored, reads, given)
         d_stages = self.weights.of_visit(d_stages, reads[0])
         totals = state.gradients
         gradients = totals._replace(
@@ -250,14 +254,15 @@ class Tick:
         leave_weights, closed = weights
         return self.functions.leave(closed, leave_weights, output, _row(inputs.leave, now.leaving))
 
-    def visit(self, weights: Held, inputs: Inputs, now: Plan, x: PyTree, *, keep: bool) -> Any:
+    def visit(self, weights: Held, inputs: Inputs, now: Plan, x: Moving, *, keep: bool) -> Any:
         """Applies every stage; returns (outputs, metrics), and what the derivatives need.
 
-        - `x`: the input of every stage, `[stages, …]`.
+        - `x`: the input of every stage and the state of its layers, `[stages, …]`; the outputs are
+          such a pair too.
         - `keep`: whether to return what the derivatives need, or None in its place.
         """
 
-        def apply(reads: tuple[PyTree, PyTree, list[Array]], x: PyTree) -> tuple[PyTree, PyTree]:
+        def apply(reads: tuple[PyTree, PyTree, list[Array]], x: Moving) -> tuple[Moving, PyTree]:
             stage_weights, side, closed = reads
             y, metrics = self.functions.apply_stage(closed, stage_weights, x, side)
             # A metric with weight 0 is not differentiated: where its derivative is infinite, 0
@@ -268,7 +273,7 @@ class Tick:
                 metrics,
             )
 
-        def visit(reads: tuple[PyTree, PyTree], x: PyTree, _: None) -> Any:
+        def visit(reads: tuple[PyTree, PyTree], x: Moving, _: None) -> Any:
             everything = (*reads, weights.closed)
             return forward_keeping(apply, everything, x) if keep else (apply(everything, x), None)
 

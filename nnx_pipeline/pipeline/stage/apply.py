@@ -8,11 +8,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
+from nnx_pipeline.errors import InputError
 from nnx_pipeline.pipeline.metrics import Max, Mean, Metric, is_metric
 from nnx_pipeline.sharding import P, manual_axes, mesh_sizes, spec_of
 
-# (parameters of one stage in one repeat, activations, side inputs) to (activations, metrics)
-ApplyStage = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
+# (parameters of one stage in one repeat, activations, side inputs) to (activations, metrics); with
+# a state it is the last argument, and the last of three results
+ApplyStage = Callable[..., tuple[Any, ...]]
+# what a visit works on: the activations, and the state of the layers, which may have no arrays
+Moving = tuple[PyTree, PyTree]
+# the same function as the loops call it
+ApplyMoving = Callable[[PyTree, Moving, PyTree], tuple[Moving, PyTree]]
 # a function of one stage to the same function over a leading axis of stages
 MapStages = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -25,7 +31,7 @@ _WITHIN: dict[str, Any] = {
 }
 
 
-def map_stages(apply_stage: ApplyStage) -> Callable[..., Any]:
+def map_stages(apply_stage: Callable[..., Any]) -> Callable[..., Any]:
     """Maps a stage function over a leading axis of stages, sharded over the mesh axis `stage`."""
     name = "stage" if mesh_sizes().get("stage", 1) > 1 else None
     return jax.vmap(apply_stage, spmd_axis_name=name)
@@ -78,6 +84,20 @@ def select_slot(tree: PyTree, slot: Array) -> PyTree:
     - `slot`: int32 `[stages]`, the number of the slot that each stage reads.
     """
     return _each_stage(read_row, slot, (tree,), stage_axes=(0,))
+
+
+def at_slot(tree: PyTree, slot: Array, new: PyTree) -> PyTree:
+    """Replaces a slot of its own on each stage.
+
+    - `tree`: buffers `[stages, slots, …]`, as for `select_slot`.
+    - `slot`: int32 `[stages]`, the number of the slot that each stage writes.
+    - `new`: the new entries, `[stages, …]`.
+    """
+
+    def put(slot: Array, leaf: Array, new: Array) -> Array:
+        return jnp.expand_dims(jax.lax.dynamic_update_index_in_dim(leaf, new, slot[0], axis=0), 0)
+
+    return _each_stage(put, slot, (tree, new), stage_axes=(0, 0))
 
 
 def _each_stage(
@@ -159,7 +179,13 @@ def run_sequential(
     Returns the outputs `[microbatches, …]` and the metrics of all visits combined, as
     `run_pipeline` does. It uses no mesh and no overlap.
     """
-    repeats, stages = jax.tree.leaves(params)[0].shape[:2]
+    leaves = jax.tree.leaves(params)
+    if not all(hasattr(leaf, "shape") for leaf in leaves):
+        raise InputError(
+            f"run_sequential was given parameters of type {type(params).__name__}; give a pytree "
+            "of arrays [repeats, stages, …], without a state"
+        )
+    repeats, stages = leaves[0].shape[:2]
     count = jax.tree.leaves(microbatches)[0].shape[0]
     outputs, totals = [], []
     for microbatch in range(count):

@@ -1,21 +1,30 @@
 """Applies the layers of one stage, one after the other."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.ops.dropout import fold_in
+from nnx_pipeline.pipeline.exchange.buffers import where
 from nnx_pipeline.pipeline.metrics import declared
-from nnx_pipeline.pipeline.stage.checks import unchanged
+from nnx_pipeline.pipeline.stack import Stack
+from nnx_pipeline.pipeline.stage.checks import arrays_of, check_unchanged, passed_on
+from nnx_pipeline.pipeline.stage.state import check_written, without_gradient
+from nnx_pipeline.pipeline.stage.variables import is_state, joined, state_of
 from nnx_pipeline.remat import LAYER_INPUT, LAYER_METRICS, Remat, named
+from nnx_pipeline.sharding import AxisName, Layout, P, gather_weight, is_explicit
 
-Side = dict[str, Array | None]  # what a layer reads beside x, by the names of its arguments
-ApplyLayer = Callable[[Array, Any], tuple[Array, PyTree]]
+Side = dict[str, Any]  # what a layer reads beside x, by the names of its arguments
+ApplyLayer = Callable[[PyTree, Any], tuple[PyTree, PyTree]]
 
+
+AXES_OF_BATCH = Layout().batch  # the mesh axes over which the activations of layers are sharded
 
 # Up to so many layers of a stage are unrolled, and held as arrays of their own.
 UNROLLED = 4
@@ -26,11 +35,13 @@ class LayersInTurn:
     """Applies several layers one after the other.
 
     - `number`: the number of layers.
+    - `kinds`: how many kinds of layers take turns.
     - `remat`: what to keep of each layer for the backward pass.
     - `in_ticks`: whether a tick of a loop applies them, which has a checkpoint of its own.
     """
 
     number: int
+    kinds: int
     remat: Remat
     in_ticks: bool
 
@@ -46,34 +57,58 @@ class LayersInTurn:
         0.0.42.1) with 2 layers per stage, scanned and apart: temp 354 and 258 MB, 23.3 and 20.5 ms
         of compute.
 
-        Any number is unrolled if some of what the layers compute is offloaded, because no compiler
-        sends a value from a loop inside another loop to the host.
+        Any number is unrolled if each is of a kind of its own, and if some of what the layers
+        compute is offloaded, because no compiler sends a value from a loop inside another loop to
+        the host.
         """
-        few = self.number <= UNROLLED or bool(self.remat.offloaded)
+        few = self.number <= UNROLLED or bool(self.remat.offloaded) or self.number == self.kinds
         return self.in_ticks and self.number > 1 and few
 
-    def __call__(self, apply: ApplyLayer, layers: Any, x: Array) -> tuple[Array, PyTree]:
-        """Applies all layers to x; returns the result, and the metrics of each, `[layers, …]`.
+    def __call__(
+        self, apply: ApplyLayer, layers: Sequence[Any], x: PyTree
+    ) -> tuple[PyTree, tuple[PyTree, ...]]:
+        """Applies all layers to x; returns the result, and the metrics of each.
+
+        The metrics are a tuple with an entry `[layers of the kind, …]` for each kind.
 
         - `apply`: (x, layer) to (x, metrics).
-        - `layers`: a list of the layers if they are held `apart`, else their stack `[layers, …]`.
+        - `layers`: all of them if they are held `apart`, else the stack of each kind, `[layers of
+          the kind, …]`.
         """
 
-        def body(x: Array, layer: Any) -> tuple[Array, PyTree]:
-            x, metrics = apply(named(x, LAYER_INPUT), layer)
+        def body(x: PyTree, layer: Any) -> tuple[PyTree, PyTree]:
+            x, metrics = apply(jax.tree.map(lambda leaf: named(leaf, LAYER_INPUT), x), layer)
             return x, jax.tree.map(lambda leaf: named(leaf, LAYER_METRICS), metrics)
 
+        def one_of_each_kind(x: PyTree, layers: Any) -> tuple[PyTree, PyTree]:
+            found = []
+            for layer in layers:
+                x, metrics = body(x, layer)
+                found.append(metrics)
+            return x, tuple(found)
+
         if self.in_ticks and self.number == 1:  # it has the checkpoint of the tick
-            x, metrics = body(x, jax.tree.map(lambda leaf: leaf[0], layers))
-            return x, jax.tree.map(lambda leaf: leaf[None], metrics)
+            x, found = one_of_each_kind(x, jax.tree.map(lambda leaf: leaf[0], layers))
+            return x, jax.tree.map(lambda leaf: leaf[None], found)
         apply = self.remat.checkpoint(apply, in_scan=not self.apart)
         if not self.apart:
-            return jax.lax.scan(body, x, layers)
+            return jax.lax.scan(one_of_each_kind, x, layers)
         found = []
         for layer in layers:
             x, metrics = body(*gradients_in_turn(x, layer))
             found.append(metrics)
-        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
+        of_kinds = [found[kind :: self.kinds] for kind in range(self.kinds)]
+        return x, tuple(map(_stacked, of_kinds))
+
+
+def _stacked(trees: Sequence[PyTree]) -> PyTree:
+    """Trees of the same kind of layer as one.
+
+    The functions in them, as of a `MicrobatchMean`, may be made anew at each call, and those of the
+    first are taken, as a scan does.
+    """
+    leaves = zip(*map(jax.tree.leaves, trees), strict=True)
+    return jax.tree.unflatten(jax.tree.structure(trees[0]), [jnp.stack(each) for each in leaves])
 
 
 @jax.custom_vjp
@@ -104,20 +139,95 @@ def _in_turn_backward(_: None, cotangents: tuple[PyTree, PyTree]) -> tuple[PyTre
 gradients_in_turn.defvjp(_in_turn_forward, _in_turn_backward)
 
 
-def call_layer(
-    numbered: tuple[Any, Array], x: Array, side: Side, *, microbatches: int = 1
-) -> tuple[Array, PyTree]:
-    """Applies one layer; returns its activations, and its metrics as `declared` prepares them.
+class LayerPlace(NamedTuple):
+    """Where a layer is in its model, for layers that depend on it; int32 scalars from 0.
 
-    - `numbered`: the layer, and its number in the model. The layer's keys for dropout are made from
-      those of the batch and this number.
-    - `x`: `[batch, …]`.
-    - `side`: what the layer reads besides x, `[batch, …]` each; `keys` are those for dropout.
-    - `microbatches`: how many microbatches x holds.
+    The numbers are traced: choose by them with `jnp.where` or `jax.lax.select`, not with `if`.
     """
-    layer, number = numbered
+
+    layer: Array  # among all layers of the model
+    stage: Array  # 0 on a mesh without stages
+    repeat: Array
+
+    @classmethod
+    def of(cls, layer: Array, stack: Stack) -> "LayerPlace":
+        """The place of a layer by its number.
+
+        - `layer`: its number, an int32 scalar.
+        - `stack`: which layer is where.
+        """
+        each, stages = stack.per_stage, stack.stages
+        return cls(layer, layer // each % stages, layer // (each * stages))
+
+
+def gathered_for_use(layer: Any) -> Any:
+    """The layer with weights whole along the mesh axes that shard the batch, in explicit mode.
+
+    It is for layers that know nothing of the mesh and whose weights are sharded by Flax's metadata.
+    Types would not let them multiply activations and weights that are sharded over the same mesh
+    axis. In auto mode the compiler gathers such weights. Other layers gather their own.
+    """
+    if not is_explicit() or not isinstance(layer, nnx.Module):
+        return layer
+
+    def one(variable: nnx.Variable) -> nnx.Variable:
+        if not variable.get_metadata().get("gather_at_use"):
+            return variable
+        spec = jax.typeof(variable.get_value()).sharding.spec
+        used = P(*(_without(entry, AXES_OF_BATCH) for entry in spec))
+        return variable.replace(gather_weight(variable.get_value(), spec, used))
+
+    return jax.tree.map(one, layer, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+
+def _without(entry: AxisName, axes: tuple[str, ...]) -> AxisName:
+    if not isinstance(entry, tuple):
+        return None if entry in axes else entry
+    return tuple(name for name in entry if name not in axes) or None
+
+
+def takes_place(layer: Any) -> bool:
+    """Whether a layer's call has an argument `place`; one that wraps another says so itself."""
+    said = getattr(layer, "takes_place", None)
+    return "place" in inspect.signature(layer).parameters if said is None else said
+
+
+def call_layer(
+    numbered: tuple[Any, Array, list[Array]],
+    x: PyTree,
+    side: Side,
+    *,
+    stack: Stack,
+    microbatches: int = 1,
+) -> tuple[PyTree, tuple[PyTree, Array | None, list[Array]]]:
+    """Applies one layer; returns its activations, and its prepared metrics beside two more.
+
+    These are whether it is not padding, a bool scalar or None without padding, and its state.
+
+    - `numbered`: the layer as `split_state` gives it, its number in the model, and its state. The
+      layer's keys for dropout are made from those of the batch and this number, and so is its
+      `place`, if it takes one.
+    - `x`: `[batch, …]`, or a pytree of such arrays.
+    - `side`: what the layer reads besides x, `[batch, …]` each; `keys` are those for dropout.
+    - `stack`: which layer is where.
+    - `microbatches`: how many microbatches x holds.
+
+    A layer that is padding leaves activations and state as they are; its metrics mean nothing.
+    """
+    layer, number, state = numbered
     keys = side.get("keys")
-    own = {} if keys is None else {"keys": fold_in(keys, number)}
-    with unchanged(layer):
-        y, metrics = layer(x, **{**side, **own})
-    return y, declared(metrics, microbatches=microbatches)
+    own: dict[str, Any] = {} if keys is None else {"keys": fold_in(keys, number)}
+    if takes_place(layer):
+        own["place"] = LayerPlace.of(number, stack)
+    layer, everything = gathered_for_use(joined(layer, without_gradient(state))), {**side, **own}
+    before = arrays_of(layer, is_state)
+    result = layer(x, **everything)
+    check_unchanged(before, layer, lambda layer: layer(x, **everything), is_state)
+    y, metrics = passed_on(result, x, f"a layer, {type(layer).__name__},", "layer")
+    written = without_gradient(state_of(layer, state))
+    check_written(state, written)
+    real = None
+    if stack.padding:
+        real = number < stack.layers
+        y, written = where(real, (y, written), (x, state))
+    return y, (declared(metrics, microbatches=microbatches), real, written)

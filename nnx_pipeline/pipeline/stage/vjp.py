@@ -66,9 +66,9 @@ def backward_from(kept: PyTree, again: PyTree, cotangents: PyTree) -> tuple[PyTr
     def restore(leaf: Array | _ResupplyArg) -> Array:
         return leaves[leaf.index] if isinstance(leaf, _ResupplyArg) else leaf
 
-    linear, x = kept
+    linear, _ = kept
     linear = jax.tree.map(restore, linear, is_leaf=lambda leaf: isinstance(leaf, _ResupplyArg))
-    primals, tree = jax.tree.flatten((again, jax.tree.unflatten(x.tree, x.leaves)))
+    primals, tree = jax.tree.flatten((again, argument_of(kept)))
     floats = [index for index, leaf in enumerate(primals) if is_float(leaf)]
     asked = _with_nones(cotangents)
 
@@ -87,6 +87,12 @@ def backward_from(kept: PyTree, again: PyTree, cotangents: PyTree) -> tuple[PyTr
     for index, cotangent in zip(floats, d_floats, strict=True):
         found[index] = cotangent
     return jax.tree.unflatten(tree, found)
+
+
+def argument_of(kept: PyTree) -> PyTree:
+    """The types of the argument `x` of the call of `forward_keeping` that kept these residuals."""
+    _, x = kept
+    return jax.tree.unflatten(x.tree, x.leaves)
 
 
 def none_for_integers(cotangents: PyTree) -> PyTree:
@@ -145,3 +151,14 @@ def as_cotangents(gradients: PyTree, primals: PyTree) -> PyTree:
         return gradient.astype(primal.dtype)
 
     return jax.tree.map(one, primals, gradients)
+
+
+def no_gradient(primals: PyTree) -> PyTree:
+    """The cotangents of arrays that have no gradient, as `jax.custom_vjp` requires them."""
+
+    def one(primal: Array) -> Array | np.ndarray:
+        if is_float(primal):
+            return jnp.zeros_like(primal)
+        return np.zeros(primal.shape, jax.dtypes.float0)
+
+    return jax.tree.map(one, primals)

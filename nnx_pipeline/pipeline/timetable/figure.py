@@ -168,7 +168,7 @@ def _bars(schedule: Schedule, lane: Lane, stage: int) -> Iterator[_Bar]:
     """The bars of one stage: consecutive work of one repeat, or consecutive bubbles."""
 
     def repeat(tick: int) -> int | None:
-        work = lane.work(tick, stage)
+        work = lane.visits.at(tick, stage)
         return None if work is None else work.repeat
 
     for key, group in itertools.groupby(lane.ticks, key=repeat):
@@ -177,7 +177,7 @@ def _bars(schedule: Schedule, lane: Lane, stage: int) -> Iterator[_Bar]:
         if key is None:
             yield _Bar(ticks, _BUBBLE, range(0))
             continue
-        first = lane.work(ticks[0], stage)
+        first = lane.visits.at(ticks[0], stage)
         assert first is not None, "a bar is made of work"
         colour = _colour(lane, key, schedule.repeats)
         yield _Bar(ticks, colour, range(first.microbatch, first.microbatch + len(ticks)))

@@ -1,6 +1,6 @@
 """Draws the timetable of a schedule as text."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -8,7 +8,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from nnx_pipeline.pipeline.schedule import CircularSchedule, Schedule, Work
+from nnx_pipeline.pipeline.schedule import CircularSchedule, Schedule, Visits, Work
+from nnx_pipeline.pipeline.timetable.actions import Action, Actions
 
 
 class Lane(NamedTuple):
@@ -17,13 +18,13 @@ class Lane(NamedTuple):
     name: str
     sign: str
     ticks: range  # the ticks that have such work at all; elsewhere no stage counts as idle
-    work: Callable[[int, int], Work | None]  # (tick, stage) to the work; None in a bubble
+    visits: Visits
 
 
 def lanes(schedule: Schedule) -> tuple[Lane, ...]:
     """The kinds of work that a stage does at a tick, from top to bottom."""
     if isinstance(schedule, CircularSchedule):
-        return (Lane("work", "", range(schedule.ticks), schedule.work),)
+        return (Lane("work", "", range(schedule.ticks), schedule.visits),)
     before, both, after = schedule.phases
     return (
         Lane("forward", "F", range(before.start, both.stop), schedule.forward),
@@ -134,6 +135,49 @@ def legend(schedule: Schedule) -> str:
     )
 
 
+def summary_of_actions(actions: Actions) -> str:
+    """The numbers of a timetable that was read from a file, in one line."""
+    kept = ", ".join(map(str, actions.kept))
+    return (
+        f"{len(actions.rows)} ranks, {actions.stages} stages, {actions.microbatches} microbatches: "
+        f"{actions.steps} steps ({actions.idle_share:.1%} idle); each rank keeps at most {kept} "
+        "visits"
+    )
+
+
+@dataclass(frozen=True)
+class ActionsTable:
+    """A table to print with a row per rank; if there is no room, the first and last steps.
+
+    - `actions`: what is drawn.
+    """
+
+    actions: Actions
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        cells = (len(str(action)) for _, _, action in self.actions)
+        width = max(len(str(self.actions.steps)), *cells)
+        room = (options.max_width - len("rank ")) // (width + 1)
+        most = self.actions.steps if self.actions.steps <= room else max(2, room - 1)
+        columns = _shown(self.actions.steps, most)
+        table = Table(show_edge=False, pad_edge=False, box=None, padding=(0, 1, 0, 0))
+        table.add_column("rank", no_wrap=True)
+        for column in columns:
+            table.add_column(str(column), justify="right", no_wrap=True)
+        for rank, row in enumerate(self.actions.rows):
+            table.add_row(str(rank), *(_action_cell(row, column) for column in columns))
+        yield table
+
+
+def _action_cell(row: tuple[Action | None, ...], column: int | str) -> Text:
+    if isinstance(column, str):
+        return Text(column, style="dim")
+    action = row[column]
+    if action is None:
+        return Text("·", style="dim")
+    return Text(str(action), style=_LANE_COLOURS.get(action.kind, "magenta"))
+
+
 _BORDER, _LEFT_OUT = "│", "…"
 
 
@@ -168,7 +212,7 @@ def _cell(schedule: Schedule, lane: Lane, column: int | str, stage: int) -> Text
         return Text(column, style="dim")
     if column not in lane.ticks:
         return Text("")
-    work = lane.work(column, stage)
+    work = lane.visits.at(column, stage)
     if work is None:
         return Text("·", style="dim")
     colour = _LANE_COLOURS.get(lane.sign) or _COLOURS[work.repeat % len(_COLOURS)]
@@ -176,10 +220,10 @@ def _cell(schedule: Schedule, lane: Lane, column: int | str, stage: int) -> Text
 
 
 def _label(schedule: Schedule, lane: Lane, work: Work) -> str:
-    return f"{lane.sign}{work.microbatch}{_letters(work.repeat) if schedule.repeats > 1 else ''}"
+    return f"{lane.sign}{work.microbatch}{letters(work.repeat) if schedule.repeats > 1 else ''}"
 
 
-def _letters(number: int) -> str:
+def letters(number: int) -> str:
     """The letters of a repeat, counted from 0: a … z, aa, ab …"""
     text = ""
     number += 1

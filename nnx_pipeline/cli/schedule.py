@@ -1,0 +1,173 @@
+"""The command that draws a schedule."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from nnx_pipeline.cli.options import bundled, json_option
+from nnx_pipeline.errors import InputError
+from nnx_pipeline.figures import check_picture
+from nnx_pipeline.files import read_text, write_text
+from nnx_pipeline.lab.report import tables as report
+from nnx_pipeline.pipeline import make_schedule
+from nnx_pipeline.pipeline.schedule import SCHEDULE_NAMES
+from nnx_pipeline.pipeline.stack import make_stack
+from nnx_pipeline.pipeline.timetable.actions import actions_of, read_csv
+from nnx_pipeline.pipeline.timetable.figure import write_picture
+from nnx_pipeline.pipeline.timetable.layers import (
+    layers_table,
+    layers_to_json,
+    summary_of_layers,
+)
+from nnx_pipeline.pipeline.timetable.text import (
+    ActionsTable,
+    legend,
+    summary,
+    summary_of_actions,
+    timetable,
+)
+
+# stages × ticks of a timetable; this many take seconds, and tens of megabytes of JSON
+MOST_CELLS = 2_000_000
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The options of `schedule` that give the size of its timetable.
+
+    - `stages`: the stages of the pipeline.
+    - `microbatches`: the microbatches of a step.
+    - `repeats`: how often each microbatch passes through all stages.
+    - `delay`: ticks, 1 or 2, until the output of a stage reaches the next stage.
+    - `layers`: the layers of the model, to show which stage has which.
+    """
+
+    stages: int | None
+    microbatches: int | None
+    repeats: int
+    delay: int
+    layers: int | None
+
+
+@dataclass(frozen=True)
+class ScheduleFiles:
+    """The files of `schedule`.
+
+    - `picture`: where the timetable is drawn.
+    - `csv`: where it is written.
+    - `read`: where it is read from.
+    """
+
+    picture: str | None
+    csv: str | None
+    read: str | None
+
+
+@click.command(
+    "schedule", epilog="Example: nnx-pipeline schedule --stages 4 --microbatches 8 --repeats 2"
+)
+@bundled(
+    "numbers",
+    Numbers,
+    click.option("--stages", type=click.IntRange(min=1), help="Stages of the pipeline."),
+    click.option(
+        "--microbatches",
+        type=click.IntRange(min=1),
+        help="Microbatches of a step; a multiple of the stages.",
+    ),
+    click.option(
+        "--repeats",
+        type=click.IntRange(min=1),
+        default=1,
+        show_default=True,
+        help="How often each microbatch passes through all stages.",
+    ),
+    click.option(
+        "--delay",
+        type=click.IntRange(1, 2),
+        default=1,
+        show_default=True,
+        help="Ticks until the output of a stage reaches the next stage; 1f1b needs 1.",
+    ),
+    click.option(
+        "--layers",
+        type=click.IntRange(min=1),
+        help="Layers of the model, to show which stage has which, and what padding costs.",
+    ),
+)
+@click.option(
+    "--schedule",
+    "name",
+    default="circular",
+    show_default=True,
+    metavar="NAME",
+    help=f"{' or '.join(SCHEDULE_NAMES)}.",
+)
+@bundled(
+    "files",
+    ScheduleFiles,
+    click.option("--picture", metavar="PATH", help="Draw it also as .png or .svg."),
+    click.option(
+        "--csv", metavar="PATH", help="Write it also as CSV, in the form of PyTorch's pipelining."
+    ),
+    click.option(
+        "--read", metavar="PATH", help="Read such a CSV in the place of the other options."
+    ),
+)
+@json_option
+def schedule_command(
+    numbers: Numbers, name: str, files: ScheduleFiles, json_path: str | None
+) -> None:
+    """Draw what each stage does at each tick, and the bubble."""
+    if files.read is not None:
+        _show_actions(files, json_path)
+        return
+    if numbers.stages is None or numbers.microbatches is None:
+        raise InputError("give --stages and --microbatches, or a timetable by --read")
+    plan = make_schedule(
+        name,
+        stages=numbers.stages,
+        microbatches=numbers.microbatches,
+        repeats=numbers.repeats,
+        delay=numbers.delay,
+    )
+    if plan.stages * plan.ticks > MOST_CELLS:
+        raise InputError(
+            f"a timetable of {plan.stages} stages and {plan.ticks} ticks has more than "
+            f"{MOST_CELLS:,} cells; choose fewer stages, microbatches or repeats"
+        )
+    report.check_outputs(json=json_path, picture=files.picture, csv=files.csv)
+    check_picture(files.picture)
+    views: list[Any] = [summary(plan), timetable(plan), legend(plan)]
+    own = {}
+    if numbers.layers is not None:
+        stack = make_stack(numbers.layers, stages=plan.stages, repeats=plan.repeats, pad=True)
+        views += [summary_of_layers(stack, plan), layers_table(stack)]
+        own = {"layers": layers_to_json(stack, plan)}
+    for view in views:
+        report.show(view, json_path=json_path)
+    report.emit_json(json_path, {"schema": 1, **plan.to_json(), **own})
+    if files.picture:
+        write_picture(plan, files.picture)
+    if files.csv:
+        write_text(files.csv, actions_of(plan).to_csv())
+
+
+def _show_actions(files: ScheduleFiles, json_path: str | None) -> None:
+    """Checks and shows a timetable that is read from a file."""
+    context = click.get_current_context()
+    from_the_line = click.core.ParameterSource.COMMANDLINE
+    numbers = ("stages", "microbatches", "repeats", "delay", "layers")
+    for option in (*numbers, "name", "picture", "csv"):
+        if context.get_parameter_source(option) is from_the_line:
+            given = "schedule" if option == "name" else option
+            raise InputError(f"--{given} has no meaning with --read; leave it out")
+    report.check_outputs(json=json_path)
+    if json_path and os.path.realpath(json_path) == os.path.realpath(str(files.read)):
+        raise InputError(f"--json would write over {files.read}, which --read reads; name another")
+    actions = read_csv(read_text(str(files.read)))
+    for view in (summary_of_actions(actions), ActionsTable(actions)):
+        report.show(view, json_path=json_path)
+    report.emit_json(json_path, {"schema": 1, **actions.to_json()})

@@ -1,0 +1,167 @@
+"""Runs a model by any timetable of forward and backward visits."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from nnx_pipeline.errors import InputError, one_of
+from nnx_pipeline.pipeline import entry
+from nnx_pipeline.pipeline.closed import hoist
+from nnx_pipeline.pipeline.executor.loop import EndsOn, Functions, Loop
+from nnx_pipeline.pipeline.executor.plan import forward_only, make_plan
+from nnx_pipeline.pipeline.one_f_one_b.run import Total, by_loop, metric_weight
+from nnx_pipeline.pipeline.one_f_one_b.state import Enter, Held, Inputs, Leave, Weights
+from nnx_pipeline.pipeline.options import Accumulation, LoopOptions
+from nnx_pipeline.pipeline.stage.apply import ApplyStage
+from nnx_pipeline.pipeline.stage.checks import checked, checked_enter, checked_leave
+from nnx_pipeline.pipeline.timetable.actions import Actions
+from nnx_pipeline.sharding import is_explicit, mesh_sizes
+
+
+def run_timetable(
+    enter: Enter,
+    apply_stage: ApplyStage | Sequence[ApplyStage],
+    leave: Leave,
+    weights: Weights,
+    inputs: Inputs,
+    *,
+    actions: Actions,
+    metric_weights: PyTree = None,
+    ends_on: EndsOn = "all",
+    options: LoopOptions = LoopOptions(),
+) -> Total:
+    """The loss of a model whose stages do what a timetable says; its gradients come with it.
+
+    It computes what `run_one_f_one_b` does. There all stages make a forward and a backward visit
+    at each tick; here each rank does what its row of the timetable says, by a branch of its own, so
+    that it does nothing while it idles, and the functions of the stages may differ. It has run on
+    CPU devices only: on no TPU or GPU, where ranks would wait in different branches.
+
+    - `enter`, `leave`, `inputs`, `metric_weights`: as for `run_one_f_one_b`.
+    - `apply_stage`: as for `run_one_f_one_b`, or a list with one such function for each stage of
+      the timetable. All take and give the same activations, and report the same metrics.
+    - `weights`: as for `run_one_f_one_b`, but those of the stages are `[chunks, ranks, …]`: chunk c
+      of rank r belongs to the c-th of the stages that the timetable places on rank r.
+    - `actions`: the timetable, see `make_timetable` and `read_csv`. It places consecutive stages on
+      the same rank or on neighbours in the ring of ranks, and as many on each. Without backward
+      actions it can give no gradients.
+    - `ends_on`: with `all`, `enter` and `leave` run on all devices, in the ticks in which a
+      microbatch enters or leaves, as in the other loops. With `own` the rank of the first stage
+      runs `enter` and that of the last one `leave`, with weights and gradients that are whole over
+      `stage`, while other ranks go on.
+    - `options`: `remat`, `saved_in_stage`, `bubble_fill` and `accumulate.grad_dtype`; the others
+      must be as they are by default.
+
+    The mesh must be one of auto axes with as many stages as the timetable has ranks. Weights may be
+    sharded over other axes than `stage`, and branches gather them.
+
+    Returns the loss, and its two parts, which have no gradient. Raises InputError for a mesh of
+    explicit axes, for arrays, options or a timetable that do not fit, and where `run_one_f_one_b`
+    would.
+    """
+    functions, function_of = _functions_of(apply_stage, actions)
+    _check(actions, weights, inputs, options)
+    one_of("ends_on", ends_on, ("all", "own"))
+    plans = make_plan(actions, function_of), make_plan(forward_only(actions), function_of)
+    weights = Weights(
+        enter=entry.as_arrays(weights.enter),
+        stages=entry.stacked(weights.stages),
+        leave=entry.as_arrays(weights.leave),
+    )
+    inputs = entry.on_every_stage(inputs)
+    metric_weights = jax.tree.map(metric_weight, metric_weights)
+    how = options.accumulate
+
+    def make_loop(functions: Functions) -> Loop:
+        return Loop(
+            functions,
+            plans,
+            metric_weights,
+            actions.stages * actions.microbatches,
+            ends_on,
+            (None if how is None else how.grad_dtype, options.bubble_fill),
+        )
+
+    checkpoint = functools.partial(
+        options.remat.checkpoint, also=options.saved_in_stage, in_scan=True
+    )
+    own: Any = (checked_enter(enter), checked_leave(leave), *map(checked, functions))
+    found, closed = hoist(own, lambda *looks: make_loop(_plain(looks)).visit_once(weights, inputs))
+    loop = make_loop(Functions(found[0], tuple(map(checkpoint, found[2:])), found[1]))
+    held = Held(
+        enter=(weights.enter, closed[0]),
+        stages=weights.stages,
+        leave=(weights.leave, closed[1]),
+        closed=[*closed[2:]],  # type: ignore[list-item]  # a list for each stage function
+    )
+    total, _ = by_loop(loop, held, inputs, None)
+    return total
+
+
+def _plain(looks: tuple[Callable[..., Any], ...]) -> Functions:
+    """The functions with an ignored first argument in the place of what they close over."""
+    enter, leave, *stages = ((lambda closed, *given, f=f: f(*given)) for f in looks)
+    return Functions(enter, tuple(stages), leave)
+
+
+def _functions_of(
+    apply_stage: ApplyStage | Sequence[ApplyStage], actions: Actions
+) -> tuple[list[ApplyStage], list[int]]:
+    """The different functions, and for each stage the number of its own."""
+    every = [apply_stage] * actions.stages if callable(apply_stage) else [*apply_stage]
+    if not all(map(callable, every)) or not every:
+        raise InputError(
+            "apply_stage is neither a function nor a list of functions; give one for all stages, "
+            "or one for each"
+        )
+    different = list(dict.fromkeys(every))
+    return different, [different.index(function) for function in every]
+
+
+def _check(actions: Actions, weights: Weights, inputs: Inputs, options: LoopOptions) -> None:
+    """Raises InputError unless arrays, mesh and options fit the timetable."""
+    if is_explicit():
+        raise InputError(
+            "run_timetable needs a mesh of auto axes, because in explicit mode a shard_map over "
+            "stages would gather all weights; make the mesh with sharding='auto'"
+        )
+    ranks = len(actions.rows)
+    on_mesh = mesh_sizes().get("stage", 1)
+    if on_mesh != ranks:
+        raise InputError(
+            f"the timetable has {ranks} ranks and the mesh stage={on_mesh}; make them equal"
+        )
+    chunks = actions.stages // ranks
+    for leaf in jax.tree.leaves(weights.stages) or [None]:
+        shape = None if leaf is None else jax.numpy.shape(leaf)
+        if shape is None or shape[:2] != (chunks, ranks):
+            raise InputError(
+                f"a parameter of the stages has shape {shape}; its first axes must be (chunks, "
+                f"ranks) = {(chunks, ranks)}, as the timetable says"
+            )
+    for leaf in jax.tree.leaves(inputs):
+        if jax.numpy.shape(leaf)[:1] != (actions.microbatches,):
+            raise InputError(
+                f"an input has shape {jax.numpy.shape(leaf)}; its first axis must be the "
+                f"{actions.microbatches} microbatches of the timetable"
+            )
+    how = options.accumulate or Accumulation()
+    others = LoopOptions(
+        remat=options.remat,
+        saved_in_stage=options.saved_in_stage,
+        bubble_fill=options.bubble_fill,
+        accumulate=options.accumulate and Accumulation(grad_dtype=how.grad_dtype),
+    )
+    if options != others:
+        raise InputError(
+            "run_timetable gathers weights at their use, sends by ppermute and has no parts to "
+            "exchange; leave shift_by, parts and accumulate.weights as they are by default"
+        )
+    if options.remat.offloaded:
+        raise InputError(
+            f"remat offloads {options.remat.offloaded} to the host, but a timetable keeps values "
+            "in device memory only; save those names or leave them out"
+        )

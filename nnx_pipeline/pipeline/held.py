@@ -1,0 +1,134 @@
+"""How the loops hold the layers of a pipeline: their stacks, numbers and copies."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from nnx_pipeline.config.pipeline import PipelineConfig
+from nnx_pipeline.pipeline.options import WeightOptions
+from nnx_pipeline.pipeline.stack import Stack
+from nnx_pipeline.pipeline.stage.state import parted
+from nnx_pipeline.pipeline.weights.gathered import WeightGathering
+from nnx_pipeline.pipeline.weights.zero1 import GradientShards, Zero1Layers, gradient_shards
+from nnx_pipeline.sharding import Layout, P, mesh_sizes, place
+
+
+@dataclass(frozen=True)
+class HeldLayers:
+    """The form in which a loop reads stacked layers, and how it gathers their weights.
+
+    - `config`, `stack`, `layout`, `weights`: as of `Runner`.
+    - `apart`: whether the layers of a stage are held apart, see `LayersInTurn.apart`.
+    """
+
+    config: PipelineConfig
+    stack: Stack
+    layout: Layout
+    weights: WeightOptions
+    apart: bool
+
+    def stacked(self, layers: Any) -> Any:
+        """A pair for each kind of layers: their stack, and the number of each.
+
+        Both have an axis of copies along the mesh axes of `_copied`. If the layers of a stage are
+        held apart, there is such a pair for each layer of a stage.
+        """
+        if self.weights.zero1:
+            shards = self.shards(layers, skip=0, axis=2)
+            layers = shards.copies(layers) if self._copied else shards.of(layers)
+        pairs = tuple(
+            (of_kind, self._numbers(kind)) for kind, of_kind in enumerate(self.kinds(layers))
+        )
+        if not self.apart:
+            return pairs
+        return [self._one_layer(pairs, at) for at in range(self.stack.per_stage)]
+
+    def _one_layer(self, pairs: tuple[Any, ...], at: int) -> Any:
+        """The layer `at` of each stage, out of the stack of its kind."""
+        at, kind = divmod(at, self.stack.kinds)
+        axis = self._layer_axis
+        return jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, at, axis, False), pairs[kind])
+
+    def kinds(self, layers: Any) -> list[Any]:
+        """The stacked layers of each kind."""
+        if self.stack.kinds == 1:
+            return [layers]
+        if isinstance(layers, Zero1Layers):
+            pairs = zip(layers.whole, layers.shards, strict=True)
+            return [Zero1Layers(whole, shards) for whole, shards in pairs]
+        return [*layers]
+
+    @property
+    def _layer_axis(self) -> int:
+        """The position of the layers of a stage in a parameter, which may have copies before."""
+        return 3 if self._copied else 2
+
+    @property
+    def _copied(self) -> tuple[str, ...]:
+        """The mesh axes of ZeRO-1 along which the parameters are copied before the loop.
+
+        There are none where the loop itself gathers weights: it then gathers the shards of ZeRO-1,
+        and adds up gradients as shards.
+        """
+        copies = self.layout.axes("copy")
+        return copies if copies == self.weights.zero1 and not gathered_axes(self.config) else ()
+
+    def _numbers(self, kind: int) -> Array:
+        """The numbers of the layers of a kind, placed as their stack is."""
+        numbers = jnp.asarray(self.stack.numbers(kind))
+        if self._copied:
+            copies = math.prod(mesh_sizes()[axis] for axis in self._copied)
+            numbers = jnp.repeat(numbers[:, :, None], copies, axis=2)
+        return place(numbers, self._numbers_spec(stacked=True))
+
+    def _numbers_spec(self, *, stacked: bool) -> P:
+        """The partition spec of the numbers, with or without the axis of the layers of a stage."""
+        copies = (self._copied,) if self._copied else ()
+        return P(*self.layout.spec(None, "stage"), *copies, *[None] * stacked)
+
+    def gathering(self, layers: Any) -> WeightGathering:
+        """Which axes of the arrays of `stacked` are gathered, and when.
+
+        - `layers`: the stacked layers.
+        """
+        copies, gathered = self.layout.axes("copy"), gathered_axes(self.config)
+        ahead = self.config.fsdp_gather == "prefetch"
+        if copies == self._copied:
+            return WeightGathering(ahead=ahead)
+        apart, at = self.apart, self._layer_axis
+        layers, _ = parted(layers)
+        number = self._numbers_spec(stacked=not apart)
+        of_kinds = []
+        for of_kind in self.kinds(layers):
+            specs = self.shards(of_kind, skip=0, axis=2).sharded
+            if apart:
+                specs = tuple(P(*spec[:at], *spec[at + 1 :]) for spec in specs)
+            of_kinds.append((*specs, number))
+        return WeightGathering(
+            specs=sum(of_kinds, ()) * (self.stack.shape[2] if apart else 1),
+            copies=copies,
+            gathered=(*gathered, *self.weights.zero1),
+            dtype=self.weights.dtype if gathered else None,
+            ahead=ahead,
+        )
+
+    def shards(self, layers: Any, *, skip: int, axis: int) -> GradientShards:
+        """The shards of ZeRO-1; see `gradient_shards`.
+
+        - `layers`: layers of one kind, or the list of all kinds.
+        - `skip`, `axis`: as for `gradient_shards`.
+        """
+        whole = layers.whole if isinstance(layers, Zero1Layers) else layers
+        weights = self.weights
+        return gradient_shards(
+            whole, self.layout, weights.zero1, skip=skip, axis=axis, dtype=weights.grad_dtype
+        )
+
+
+def gathered_axes(config: PipelineConfig) -> tuple[str, ...]:
+    """The mesh axes over which weights are gathered before the ticks that use them."""
+    return () if config.fsdp_gather == "use" else ("fsdp",)

@@ -1,0 +1,147 @@
+"""The three kinds of variables of a layer: parameters, state that visits write, and the rest.
+
+A parameter (`nnx.Param`) has a gradient. State is of the types `STATE`: each visit reads what the
+same layer left a microbatch before. Every other variable is read alone, such as a table or a weight
+that is not trained; the loops hold it as they hold parameters, but it has no gradient.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from nnx_pipeline.ops.gradients import no_gradient_to
+from nnx_pipeline.pipeline.stage.state import WithState
+from nnx_pipeline.sharding import is_explicit, place
+
+
+class LayerState(nnx.Variable[Array]):
+    """State of a layer: a call may set it, and the layer's next call reads what it set.
+
+    In a pipeline the next call is that for the next microbatch. Subclass it for a kind of state of
+    your own. Flax's running statistics, caches and counters of random numbers are state too.
+    """
+
+
+STATE = (nnx.BatchStat, nnx.Cache, nnx.RngCount, LayerState)
+_STORED = "stored"  # the metadata of a variable that is read alone: the dtype of its array
+
+
+def is_state(leaf: Any) -> bool:
+    """Whether a leaf is a variable that visits write."""
+    return isinstance(leaf, STATE)
+
+
+def split_state(layers: Any) -> Any:
+    """Layers as the loops hold them: `WithState` where they have state, else the layers alone.
+
+    - `layers`: a module. In the result a variable that is read alone holds the bits of its array as
+      integers, so that a loop makes no gradient for it, and nothing but `joined` can read it. The
+      state is a list of arrays in the order of its variables.
+    """
+    variables = _variables(layers)
+    if all(isinstance(variable, nnx.Param) for variable in variables):
+        return layers
+
+    def one(variable: Any) -> Any:
+        if not isinstance(variable, nnx.Variable) or isinstance(variable, nnx.Param):
+            return variable
+        return variable.replace(None) if is_state(variable) else _as_bits(variable)
+
+    state = [variable.get_value() for variable in variables if is_state(variable)]
+    held = jax.tree.map(one, layers, is_leaf=_is_variable)
+    return WithState(held, state) if state else held
+
+
+def joined(layers: Any, state: list[Array]) -> Any:
+    """The inverse of `split_state`, for the layers of a stack or for one of them.
+
+    - `state`: arrays in the order of the variables.
+    """
+    if all(isinstance(variable, nnx.Param) for variable in _variables(layers)):
+        return layers
+    values = iter(state)
+
+    def one(variable: Any) -> Any:
+        if is_state(variable):
+            return variable.replace(next(values))
+        return _from_bits(variable) if isinstance(variable, nnx.Variable) else variable
+
+    return jax.tree.map(one, layers, is_leaf=_is_variable)
+
+
+def state_of_kinds(kinds: Sequence[Any], state: list[Array] | None) -> list[list[Array]]:
+    """The state of layers of several kinds, for each kind.
+
+    - `kinds`: a layer of each kind, or a stack of them.
+    - `state`: arrays in the order of the variables of all kinds; None as an empty list.
+    """
+    values = iter(state or [])
+    counts = [sum(map(is_state, _variables(layer))) for layer in kinds]
+    return [list(itertools.islice(values, count)) for count in counts]
+
+
+def state_of(layer: Any, before: list[Array]) -> list[Array]:
+    """The state that a call left in a layer, placed as it was before.
+
+    - `before`: the state that the call was given.
+    """
+    after = [variable.get_value() for variable in _variables(layer) if is_state(variable)]
+    if not is_explicit() or len(after) != len(before):
+        return after
+    return [
+        place(new, jax.typeof(old).sharding.spec) if jnp.shape(new) == jnp.shape(old) else new
+        for new, old in zip(after, before, strict=True)
+    ]
+
+
+def write_state(layers: Any, state: list[Array]) -> None:
+    """Sets the state of stacked layers.
+
+    - `state`: arrays in the order of the variables, as `split_state` gives them.
+    """
+    variables = [variable for variable in _variables(layers) if is_state(variable)]
+    for variable, value in zip(variables, state, strict=True):
+        variable.set_value(value)
+
+
+def _variables(tree: Any) -> list[nnx.Variable]:
+    leaves = jax.tree.leaves(tree, is_leaf=_is_variable)
+    return [leaf for leaf in leaves if isinstance(leaf, nnx.Variable)]
+
+
+def _is_variable(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable)
+
+
+def _as_bits(variable: nnx.Variable) -> nnx.Variable:
+    value = variable.get_value()
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        found = variable.replace(jax.random.key_data(value))
+        found.set_metadata(_STORED, jax.random.key_impl(value))
+        return found
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        return variable
+    value = no_gradient_to(
+        f"a gradient was asked for with respect to a variable of type {type(variable).__name__}, "
+        "which a pipeline only reads; make it an nnx.Param, or differentiate the parameters alone "
+        "(nnx.grad does)",
+        value,
+    )
+    bits = jnp.dtype(f"int{jnp.finfo(value.dtype).bits}")
+    found = variable.replace(jax.lax.bitcast_convert_type(value, bits))
+    found.set_metadata(_STORED, value.dtype)
+    return found
+
+
+def _from_bits(variable: nnx.Variable) -> nnx.Variable:
+    stored, value = variable.get_metadata().get(_STORED), variable.get_value()
+    if stored is None:
+        return variable
+    if isinstance(stored, jnp.dtype):
+        return variable.replace(jax.lax.bitcast_convert_type(value, stored))
+    return variable.replace(jax.random.wrap_key_data(value, impl=stored))

@@ -1,0 +1,157 @@
+"""Mixtral in plain `jnp`, written from the rules and not from the package: no mesh, no pipeline."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nnx_pipeline import Config, Mixtral
+from nnx_pipeline.config.config import ModelConfig
+
+Layer = dict[str, jax.Array]
+
+
+class Weights(NamedTuple):
+    """All weights as plain arrays; those of the layers are `[layers, …]` each."""
+
+    embedding: Any
+    layers: dict[str, Any]
+    norm: Any
+    head: Any
+
+
+class Side(NamedTuple):
+    """What layers read beside activations, `[batch, seq]` each, and keys `[batch, words]`."""
+
+    positions: Any
+    segments: Any
+    keys: Any = None
+
+
+def weights_of(model: Mixtral) -> Weights:
+    """The weights of a model, or the gradients in its structure, with the layers in order."""
+    part = model.pipeline.layers
+
+    def stacked(variable: Any) -> np.ndarray:
+        array = np.asarray(variable.get_value())
+        return array.reshape(-1, *array.shape[3:])[: model.config.model.num_layers]
+
+    variables = {
+        "first norm": part.attention_norm.scale,
+        "second norm": part.feed_forward_norm.scale,
+        **{name: getattr(part.attention, name) for name in ("query", "key", "value", "out")},
+        **{name: getattr(part.feed_forward, name) for name in ("gate", "up", "down")},
+    }
+    if model.config.model.num_experts > 1:
+        variables["router"] = part.feed_forward.router
+    return Weights(
+        np.asarray(model.embedding.embedding.get_value()),
+        {name: stacked(variable) for name, variable in variables.items()},
+        np.asarray(model.norm.scale.get_value()),
+        np.asarray(model.head.get_value()),
+    )
+
+
+def norm(x: jax.Array, scale: jax.Array, config: ModelConfig) -> jax.Array:
+    root = jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + config.norm_epsilon)
+    return x / root * (scale + config.norm_scale_offset)
+
+
+def rotated(x: jax.Array, positions: Any, theta: float) -> jax.Array:
+    """`[batch, seq, heads, head_dim]`, each pair of values as a complex number that is turned."""
+    half = x.shape[-1] // 2
+    angle = positions[:, :, None, None] / theta ** (np.arange(half, dtype=np.float32) / half)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    real, imaginary = x[..., :half], x[..., half:]
+    return jnp.concatenate([real * cos - imaginary * sin, real * sin + imaginary * cos], axis=-1)
+
+
+def attention(x: jax.Array, layer: Layer, side: Side, config: ModelConfig) -> jax.Array:
+    q, k, v = (jnp.einsum("bsd,dhk->bshk", x, layer[name]) for name in ("query", "key", "value"))
+    positions = jnp.asarray(side.positions, jnp.float32)
+    q, k = (rotated(each, positions, config.rope_theta) for each in (q, k))
+    group = config.num_heads // config.num_kv_heads
+    k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
+    scores = config.attention_scale * jnp.einsum("bqhk,bphk->bhqp", q, k)
+    same = side.segments[:, :, None] == side.segments[:, None, :]
+    seen = np.tri(x.shape[1], dtype=bool) & same
+    mixed = jax.nn.softmax(jnp.where(seen[:, None], scores, -1e30), axis=-1)
+    return jnp.einsum("bhqp,bphk,hkd->bqd", mixed, v, layer["out"])
+
+
+def feed_forward(x: jax.Array, layer: Layer, config: ModelConfig) -> tuple[jax.Array, Any]:
+    """Its output, and the load-balance loss of all of x as one microbatch (0 for dense layers)."""
+    if config.num_experts == 1:
+        hidden = jax.nn.silu(x @ layer["gate"]) * (x @ layer["up"])
+        return hidden @ layer["down"], jnp.zeros(())
+    logits = x @ layer["router"]
+    lowest = jnp.sort(logits, axis=-1)[..., -config.num_experts_per_token, None]
+    chosen = logits >= lowest
+    share = jax.nn.softmax(jnp.where(chosen, logits, -jnp.inf), axis=-1)
+    out = jnp.zeros_like(x)
+    for e in range(config.num_experts):
+        hidden = jax.nn.silu(x @ layer["gate"][e]) * (x @ layer["up"][e])
+        out += share[..., e, None] * (hidden @ layer["down"][e])
+    often = jnp.mean(chosen.astype(jnp.float32), axis=(0, 1))
+    probability = jnp.mean(jax.nn.softmax(logits, axis=-1), axis=(0, 1))
+    return out, config.num_experts * jnp.sum(often * probability)
+
+
+def dropped(x: jax.Array, keys: Any, numbers: tuple[int, int], rate: float) -> jax.Array:
+    """x with a mask for each sequence, from its key, the layer and the place in the layer."""
+    if keys is None or not rate:
+        return x
+
+    def kept(words: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(words, impl="threefry2x32")
+        for number in numbers:
+            key = jax.random.fold_in(key, number)
+        return jax.random.bernoulli(key, 1.0 - rate, x.shape[1:])
+
+    return jnp.where(jax.vmap(kept)(keys), x / (1.0 - rate), 0.0)
+
+
+def hidden(weights: Weights, tokens: Any, side: Side, config: ModelConfig) -> tuple[Any, Any]:
+    """The output of the last norm, and the mean over layers of their load-balance losses."""
+    x, balances = weights.embedding[tokens], []
+    for number in range(config.num_layers):
+        layer = {name: stack[number] for name, stack in weights.layers.items()}
+        update = attention(norm(x, layer["first norm"], config), layer, side, config)
+        x = x + dropped(update, side.keys, (number, 0), config.dropout_rate)
+        update, balance = feed_forward(norm(x, layer["second norm"], config), layer, config)
+        x = x + dropped(update, side.keys, (number, 1), config.dropout_rate)
+        balances.append(balance)
+    return norm(x, weights.norm, config), sum(balances) / config.num_layers
+
+
+def logits(weights: Weights, tokens: Any, side: Side, config: ModelConfig) -> jax.Array:
+    return hidden(weights, tokens, side, config)[0] @ weights.head
+
+
+def loss(
+    weights: Weights, batch: Any, config: Config, *, microbatches: int, key: Any = None
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """The loss of a batch, and its two parts, cross-entropy per target and load balance."""
+    count, length = batch.tokens.shape
+    positions, segments = batch.positions, batch.segment_ids
+    if positions is None:
+        positions = np.broadcast_to(np.arange(length), (count, length))
+    segments = np.ones((count, length), np.int32) if segments is None else segments
+    keys = None
+    if key is not None:
+        each = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(count))
+        keys = jax.random.key_data(each)
+
+    def microbatch(part: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+        tokens, targets, share, *side = part
+        x, balance = hidden(weights, tokens, Side(*side), config.model)
+        log = jax.nn.log_softmax(x @ weights.head, axis=-1)
+        of_target = jnp.take_along_axis(log, targets[..., None], axis=-1)[..., 0]
+        return -jnp.sum(share * of_target), balance
+
+    whole = (batch.tokens, batch.targets, batch.weights, positions, segments, keys)
+    parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), whole)
+    entropies, balances = jax.vmap(microbatch)(parts)
+    entropy, balance = jnp.sum(entropies) / np.sum(batch.weights), jnp.mean(balances)
+    return entropy + config.train.load_balance_weight * balance, (entropy, balance)

@@ -1,0 +1,329 @@
+"""Layers that are not this library's, in a pipeline and one after the other as their authors do."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from helpers import assert_close, float_rows, mesh_of
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import linen_compat
+from nnx_pipeline import CircularPipeline, InputError, LayerPlace, PipelineConfig, Shared
+from nnx_pipeline.pipeline import ModelEnds, WeightOptions
+
+LAYERS, BATCH, LENGTH, WIDTH = 8, 8, 6, 4
+
+
+class Form(NamedTuple):
+    """How a pipeline runs the layers."""
+
+    mesh: str
+    options: dict[str, Any]
+
+    @property
+    def config(self) -> PipelineConfig:
+        return PipelineConfig(num_microbatches=4, **self.options)
+
+
+FORMS = {
+    "no stages": Form("fsdp=2", {}),
+    "no stages, 1F1B": Form("", {"schedule": "1f1b"}),
+    "circular": Form("stage=2,fsdp=2", {}),
+    "repeats": Form("stage=2", {"num_repeats": 2}),
+    "accumulate": Form("stage=2,fsdp=2", {"num_repeats": 2, "backward": "accumulate"}),
+    "1F1B": Form("stage=2,fsdp=2", {"schedule": "1f1b", "num_repeats": 2}),
+    "auto": Form("stage=4,fsdp=2", {"sharding": "auto"}),
+}
+every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+
+
+def loss_of(y: jax.Array) -> jax.Array:
+    """A sum over the batch, so that microbatches add up to the same; nothing cancels in it."""
+    return jnp.sum(jnp.sin(y) ** 2)
+
+
+def by_layer(tree: Any) -> Any:
+    """`[repeats, stages, layers per stage, …]` as `[layers, …]` in numpy."""
+    return jax.tree.map(lambda leaf: np.asarray(leaf).reshape(LAYERS, *leaf.shape[3:]), tree)
+
+
+def in_pipeline(
+    make: Callable[[nnx.Rngs], Any],
+    form: Form,
+    x: Any,
+    *,
+    weights: WeightOptions = WeightOptions(),
+    **side: Any,
+) -> Any:
+    """Loss, gradients to a factor and to the weights, and the weights, these by layer.
+
+    The factor is that of x and of what is `Shared`.
+    """
+    with jax.set_mesh(mesh_of(form.mesh, form.config.sharding)):
+        pipeline = CircularPipeline(
+            form.config, make, num_layers=LAYERS, rngs=nnx.Rngs(0), weights=weights
+        )
+
+        def loss(pipeline: CircularPipeline, first: jax.Array) -> jax.Array:
+            shared = {
+                name: Shared(each.value * first)
+                for name, each in side.items()
+                if isinstance(each, Shared)
+            }
+            if form.config.schedule != "1f1b":
+                return loss_of(pipeline(x * first, **{**side, **shared})[0])
+            ends = ModelEnds(
+                lambda first, x: x * first, first, lambda _, y, __: loss_of(y), jnp.zeros(())
+            )
+            return pipeline.loss(ends, (x, x), {**side, **shared})[0]
+
+        found = jax.jit(jax.value_and_grad(loss, (0, 1)))(pipeline, jnp.float32(0.5))
+        value, (gradients, first) = found
+    return value, first, by_layer(nnx.state(gradients.layers)), by_layer(nnx.state(pipeline.layers))
+
+
+def one_after_the_other(
+    make: Callable[[nnx.Rngs], Any], weights: Any, call: Callable[..., jax.Array], x: Any
+) -> Any:
+    """The same of a plain loop; `call` gets a layer, x, the number of the layer, the factor."""
+    with nnx.use_eager_sharding(False):  # without a mesh
+        graph = nnx.graphdef(make(nnx.Rngs(0)))
+
+    def loss(weights: Any, first: jax.Array) -> jax.Array:
+        y = x * first
+        for number in range(LAYERS):
+            one = jax.tree.map(lambda leaf, number=number: leaf[number], weights)
+            y = call(nnx.merge(graph, one), y, number, first)
+        return loss_of(y)
+
+    value, (gradients, first) = jax.jit(jax.value_and_grad(loss, (0, 1)))(weights, 0.5)
+    return value, first, jax.tree.map(np.asarray, gradients)
+
+
+# ---- a layer that depends on where it is -------------------------------------------------------
+
+
+class Windowed(nnx.Module):
+    """Attends to the last two tokens in layers of even number, to all before in the others."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.mix = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def attend(self, x: jax.Array, window: jax.Array | int) -> jax.Array:
+        row, column = np.indices((LENGTH, LENGTH))
+        seen = (column <= row) & (row - column < window)
+        scores = jnp.where(seen, jnp.einsum("bqd,bkd->bqk", self.mix(x), x), -1e9)
+        return (x + jax.nn.softmax(scores) @ x) / 2
+
+    def __call__(self, x: jax.Array, place: LayerPlace) -> tuple[jax.Array, None]:
+        return self.attend(x, jnp.where(place.layer % 2 == 0, 2, LENGTH)), None
+
+
+@every_form
+def test_windows_alternate(form: Form) -> None:
+    x = float_rows(BATCH, LENGTH, WIDTH)
+    *got, weights = in_pipeline(Windowed, form, x)
+
+    def call(layer: Windowed, x: jax.Array, number: int, _: jax.Array) -> jax.Array:
+        return layer.attend(x, LENGTH if number % 2 else 2)
+
+    assert_close(tuple(got), one_after_the_other(Windowed, weights, call, x), 1e-5)
+
+
+def said(x: jax.Array, place: LayerPlace) -> jax.Array:
+    """Adds the place in the row of the layer's number."""
+    own = jnp.arange(LAYERS) == place.layer
+    words = jnp.stack(place)
+    return x + jnp.where(own[:, None], words, 0).astype(x.dtype)
+
+
+class Says(nnx.Module):
+    """A layer without any use but to say where it is."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.scale = nnx.Param(jax.random.normal(rngs.params(), ()))
+
+    def __call__(self, x: jax.Array, place: LayerPlace) -> tuple[jax.Array, None]:
+        return said(x, place), None
+
+
+class SaysInLinen(nn.Module):
+    """The same in Linen."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, place: LayerPlace) -> tuple[jax.Array, None]:
+        self.param("scale", nn.initializers.ones, ())
+        return said(x, place), None
+
+
+@pytest.mark.parametrize("style", ["nnx", "linen"])
+@pytest.mark.parametrize(
+    ("mesh", "repeats", "stage_of", "repeat_of"),
+    [
+        ("", 1, [0] * 8, [0] * 8),
+        ("stage=2", 1, [0, 0, 0, 0, 1, 1, 1, 1], [0] * 8),
+        ("stage=2", 2, [0, 0, 1, 1, 0, 0, 1, 1], [0, 0, 0, 0, 1, 1, 1, 1]),
+    ],
+)
+def test_a_layer_knows_its_stage_and_repeat(
+    style: str, mesh: str, repeats: int, stage_of: list[int], repeat_of: list[int]
+) -> None:
+    config, x = PipelineConfig(num_microbatches=2, num_repeats=repeats), jnp.zeros((4, LAYERS, 3))
+    with jax.set_mesh(mesh_of(mesh)):
+        if style == "nnx":
+            y, _ = CircularPipeline(config, Says, num_layers=LAYERS, rngs=nnx.Rngs(0))(x)
+        else:
+            kind = linen_compat.Pipeline if repeats == 1 else linen_compat.CircularPipeline
+            linen = kind(config, SaysInLinen(), LAYERS)
+            y, _ = linen.apply(linen.init(jax.random.key(0), x), x)
+    want = np.stack([range(LAYERS), stage_of, repeat_of], axis=-1)
+    np.testing.assert_array_equal(y, np.broadcast_to(want, (4, LAYERS, 3)))
+
+
+# ---- a side input that is not cut --------------------------------------------------------------
+
+
+class Positioned(nnx.Module):
+    """Adds a table of positions, scaled by its own weight."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.mix = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array, table: jax.Array, offset: jax.Array) -> tuple[Any, None]:
+        return x + jnp.tanh(self.mix(x) + table + offset[:, None, None]), None
+
+
+@every_form
+@pytest.mark.parametrize("zero1", [False, True])
+def test_a_side_input_may_be_shared_by_all_sequences(form: Form, zero1: bool) -> None:
+    """A table with as many rows as the batch has sequences would otherwise be cut like it."""
+    x, table = float_rows(BATCH, BATCH, WIDTH), float_rows(BATCH, WIDTH, seed=1)
+    offset = np.linspace(0, 1, BATCH, dtype=np.float32)
+    form = form._replace(mesh=form.mesh.replace("fsdp", "data")) if zero1 else form
+    options = WeightOptions(zero1=("data",) if zero1 else ())
+    *got, weights = in_pipeline(
+        Positioned, form, x, weights=options, table=Shared(table), offset=offset
+    )
+
+    def call(layer: Positioned, x: jax.Array, _: int, factor: jax.Array) -> jax.Array:
+        return layer(x, table * factor, offset)[0]
+
+    assert_close(tuple(got), one_after_the_other(Positioned, weights, call, x), 1e-5)
+
+
+# ---- weights that Flax's own metadata shards ---------------------------------------------------
+
+
+class Partitioned(nnx.Module):
+    """An MLP whose kernels are sharded as Flax has it: over a mesh axis, by a rule, by a name."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        normal = nnx.initializers.normal()
+        over_fsdp = nnx.with_partitioning(normal, (None, "fsdp"))
+        by_rule = nnx.with_partitioning(normal, ("in", None), sharding_rules=(("in", "fsdp"),))
+        named = nnx.with_metadata(
+            nnx.initializers.zeros, out_sharding=("embed",), eager_sharding=False
+        )
+        self.open = nnx.Linear(WIDTH, 8, kernel_init=over_fsdp, rngs=rngs)
+        self.close = nnx.Linear(8, WIDTH, kernel_init=by_rule, bias_init=named, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:
+        return x + self.close(jax.nn.gelu(self.open(x))), None
+
+
+@every_form
+@pytest.mark.parametrize("gather", ["use", "step"])
+def test_weights_lie_where_flax_says(form: Form, gather: str) -> None:
+    x = float_rows(BATCH, LENGTH, WIDTH)
+    form = form._replace(options={**form.options, "fsdp_gather": gather})
+    *got, weights = in_pipeline(Partitioned, form, x)
+
+    def call(layer: Partitioned, x: jax.Array, *_: Any) -> jax.Array:
+        return layer(x)[0]
+
+    assert_close(tuple(got), one_after_the_other(Partitioned, weights, call, x), 1e-5)
+    with jax.set_mesh(mesh_of(form.mesh, form.config.sharding)):
+        made = CircularPipeline(form.config, Partitioned, num_layers=LAYERS, rngs=nnx.Rngs(0))
+        fsdp = "fsdp" if "fsdp" in form.mesh else None
+        stage = "stage" if "stage" in form.mesh else None
+        for variable, own in (
+            (made.layers.open.kernel, (None, fsdp)),
+            (made.layers.close.kernel, (fsdp, None)),
+            (made.layers.close.bias, (fsdp,)),
+        ):
+            value = variable.get_value()
+            want = NamedSharding(jax.sharding.get_mesh(), P(None, stage, None, *own))
+            assert value.sharding.is_equivalent_to(want, value.ndim)
+
+
+@pytest.mark.parametrize("mode", ["explicit", "auto"])
+def test_an_axis_that_neither_layout_nor_mesh_has(mode: str) -> None:
+    def layer(rngs: nnx.Rngs) -> nnx.Module:
+        init = nnx.with_partitioning(
+            nnx.initializers.normal(), (None, "fdsp"), eager_sharding=False
+        )
+        return nnx.Linear(4, 4, kernel_init=init, rngs=rngs)
+
+    with (
+        jax.set_mesh(mesh_of("stage=2,fsdp=2", mode)),
+        pytest.raises(InputError, match=r"axis 'fdsp' is neither a logical .* did you mean 'fsdp'"),
+    ):
+        CircularPipeline(PipelineConfig(), layer, num_layers=2, rngs=nnx.Rngs(0))
+
+
+# ---- Flax's transformations inside a layer -----------------------------------------------------
+
+
+@nnx.jit
+def mixed(mix: nnx.Linear, x: jax.Array) -> jax.Array:
+    return jnp.tanh(mix(x))
+
+
+@nnx.remat
+def mixed_again(mix: nnx.Linear, x: jax.Array) -> jax.Array:
+    return jnp.sin(mixed(mix, x))
+
+
+class Transformed(nnx.Module):
+    """Applies its module under `nnx.jit` and `nnx.remat`, which write all its arrays anew."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.mix = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:
+        return x + mixed_again(self.mix, x), None
+
+
+@every_form
+def test_transformations_of_flax_inside_a_layer(form: Form) -> None:
+    x = float_rows(BATCH, LENGTH, WIDTH)
+    *got, weights = in_pipeline(Transformed, form, x)
+
+    def call(layer: Transformed, x: jax.Array, *_: Any) -> jax.Array:
+        return layer(x)[0]
+
+    assert_close(tuple(got), one_after_the_other(Transformed, weights, call, x), 1e-5)
+
+
+@nnx.jit
+def moved(mix: nnx.Linear) -> None:
+    mix.bias[...] = mix.bias[...] + 1
+
+
+def test_a_change_inside_a_transformation_is_refused() -> None:
+    class Changed(Transformed):
+        def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:
+            moved(self.mix)
+            return super().__call__(x)
+
+    with jax.set_mesh(mesh_of("stage=2")):
+        config = PipelineConfig(num_microbatches=4)
+        pipeline = CircularPipeline(config, Changed, num_layers=2, rngs=nnx.Rngs(0))
+        with pytest.raises(InputError, match=r"a stage changed .*bias.* of its parameters"):
+            pipeline(float_rows(BATCH, LENGTH, WIDTH))

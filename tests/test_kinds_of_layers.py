@@ -1,0 +1,194 @@
+"""Layers of several kinds, and numbers of layers that do not divide, beside a plain loop."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import assert_close, float_rows, mesh_of
+from test_foreign_layers import BATCH, LENGTH, WIDTH, Form, loss_of
+from test_layer_state import numbers, state_of
+
+from nnx_pipeline import CircularPipeline, LayerPlace, LayerState, Max, Mean, Sum
+from nnx_pipeline.pipeline import MicrobatchMean, ModelEnds, WeightOptions
+from nnx_pipeline.pipeline.stage.layers import takes_place
+
+MICROBATCHES = 4
+WEIGHTS = {"sum": 0.1, "mean": 0.7, "balance": 0.9, "max": 0.0}
+Kinds = Sequence[Callable[[nnx.Rngs], nnx.Module]]
+
+FORMS = {
+    "no stages": Form("fsdp=2", {"num_repeats": 2}),
+    "circular": Form("stage=2,fsdp=2", {}),
+    "repeats": Form("stage=2", {"num_repeats": 2}),
+    "gathered once": Form("stage=2,fsdp=2", {"fsdp_gather": "step"}),
+    "prefetch": Form("stage=2,fsdp=2", {"num_repeats": 2, "fsdp_gather": "prefetch"}),
+    "1F1B": Form("stage=2,data=2", {"schedule": "1f1b"}),
+    "1F1B, gathered once": Form(
+        "stage=2,fsdp=2", {"schedule": "1f1b", "num_repeats": 2, "fsdp_gather": "step"}
+    ),
+    "ZeRO-1": Form("stage=2,data=2", {"num_repeats": 2}),
+    "ZeRO-1, no stages": Form("data=2", {}),
+    "auto": Form("stage=2,fsdp=2", {"sharding": "auto", "remat": "none"}),
+}
+every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+
+
+def reported(x: jax.Array) -> dict[str, Any]:
+    """One metric of each class; that of `MicrobatchMean` is not linear in what it is a mean of."""
+    each = jnp.mean(jnp.abs(x), axis=(1, 2))
+    return {
+        "sum": Sum(jnp.sum(each)),
+        "mean": Mean(jnp.mean(each)),
+        "max": Max(jnp.max(x)),
+        "balance": MicrobatchMean(each, lambda mean: mean**3),
+    }
+
+
+class Dense(nnx.Module):
+    """A dense layer, which reports metrics."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.mix = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, Any]:
+        return x + 0.5 * jnp.tanh(self.mix(x)), reported(x)
+
+
+class Calls(LayerState):
+    """How often a layer was called."""
+
+
+class Experts(nnx.Module):
+    """A mixture of two experts, whose router reports metrics."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.router = nnx.Linear(WIDTH, 2, rngs=rngs)
+        self.experts = nnx.Param(0.5 * jax.random.normal(rngs.params(), (2, WIDTH, WIDTH)))
+
+    def __call__(self, x: jax.Array, place: LayerPlace) -> tuple[jax.Array, Any]:
+        share = jax.nn.softmax(self.router(x))
+        each = jnp.tanh(jnp.einsum("bsw,ewv->bsev", x, self.experts[...]))
+        scale = 1.0 + 0.1 * jnp.asarray(place.layer, jnp.float32)
+        return x + scale * jnp.einsum("bse,bsev->bsv", share, each), reported(share)
+
+
+class Counting(Experts):
+    """The same, which counts its calls."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        super().__init__(rngs)
+        self.calls = Calls(jnp.zeros(()))
+
+    def __call__(self, x: jax.Array, place: LayerPlace) -> tuple[jax.Array, Any]:
+        self.calls[...] += 1.0
+        return super().__call__(x, place)
+
+
+class Silent(nnx.Module):
+    """A layer without metrics that attends to all tokens."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.query = nnx.Linear(WIDTH, 3, use_bias=False, rngs=rngs)
+        self.key = nnx.Linear(WIDTH, 3, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:
+        scores = jnp.einsum("bqd,bkd->bqk", self.query(x), self.key(x))
+        return x + 0.3 * jax.nn.softmax(scores) @ x, None
+
+
+def in_pipeline(kinds: Kinds, layers: int, form: Form, x: Any) -> Any:
+    """Loss, metrics and gradients of a step, the state after it, and the layers before."""
+    options = {"pad_layers": True, **form.options}
+    config = Form(form.mesh, options).config
+
+    def loss(pipeline: CircularPipeline, x: Any) -> Any:
+        if config.schedule == "1f1b":
+            ends = ModelEnds(lambda _, x: x, None, lambda _, y, __: loss_of(y), None)
+            total, (_, metrics) = pipeline.loss(ends, (x, x), {}, metric_weights=WEIGHTS)
+            return total, metrics
+        y, metrics = pipeline(x)
+        return loss_of(y) + sum(
+            WEIGHTS[name] * metrics[name] for name in WEIGHTS if WEIGHTS[name]
+        ), metrics
+
+    @nnx.jit
+    def step(pipeline: CircularPipeline, x: Any) -> Any:
+        return nnx.value_and_grad(loss, has_aux=True)(pipeline, x)
+
+    with jax.set_mesh(mesh_of(form.mesh, config.sharding)):
+        one = kinds[0] if len(kinds) == 1 else kinds
+        zero1 = WeightOptions(zero1=("data",) if "data" in form.mesh else ())
+        pipeline = CircularPipeline(config, one, num_layers=layers, rngs=nnx.Rngs(0), weights=zero1)
+        before = nnx.clone(pipeline.layers)
+        found, gradients = step(pipeline, x)
+    return numbers(found), numbers(gradients.layers), state_of(pipeline.layers), before
+
+
+def one_after_the_other(kinds: int, stacks: Any, layers: int, x: Any) -> Any:
+    """The same by a loop over microbatches and layers that knows nothing of pipelines."""
+    stacks = [stacks] if kinds == 1 else [*stacks]
+    flat = jax.tree.map(
+        lambda leaf: jnp.asarray(np.asarray(leaf)).reshape(-1, *leaf.shape[3:]), stacks
+    )
+
+    def layer(flat: Any, number: int) -> Any:
+        at, kind = divmod(number, kinds)
+        return jax.tree.map(lambda leaf: leaf[at], flat[kind])
+
+    def loss(flat: Any) -> Any:
+        total, found = jnp.zeros(()), []
+        for microbatch in np.split(x, MICROBATCHES):
+            y = microbatch
+            for number in range(layers):
+                one = layer(flat, number)
+                own = {"place": LayerPlace(number, 0, 0)} if takes_place(one) else {}
+                y, metrics = one(y, **own)
+                if metrics is not None:
+                    found.append(metrics)
+            total += loss_of(y)
+        balance = [one["balance"].function(jnp.mean(one["balance"].rows)) for one in found]
+        metrics = {
+            "sum": sum(one["sum"].value for one in found),
+            "mean": jnp.mean(jnp.stack([one["mean"].value for one in found])),
+            "max": jnp.max(jnp.stack([one["max"].value for one in found])),
+            "balance": jnp.mean(jnp.stack(balance)),
+        }
+        return total + sum(WEIGHTS[name] * metrics[name] for name in WEIGHTS), metrics
+
+    found, gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(flat)
+    return numbers(found), numbers(gradients)
+
+
+def check(kinds: Kinds, layers: int, form: Form) -> None:
+    x = float_rows(BATCH, LENGTH, WIDTH)
+    found, gradients, state, before = in_pipeline(kinds, layers, form, x)
+    want, want_gradients = one_after_the_other(len(kinds), before, layers, x)
+    assert_close(found, want, 2e-5)
+    parameters = nnx.state(gradients, nnx.Param)
+    got = jax.tree.leaves(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), parameters))
+    plain = jax.tree.leaves(nnx.state(nnx.List(want_gradients), nnx.Param))
+    assert_close(got, plain, 2e-5)
+    for path, calls in state.items():
+        kind = path[0] if len(kinds) > 1 else 0
+        real = np.arange(calls.size) * len(kinds) + kind < layers
+        np.testing.assert_array_equal(calls.reshape(-1), np.where(real, MICROBATCHES, 0))
+
+
+@every_form
+@pytest.mark.parametrize("layers", [8, 6])
+def test_kinds_and_padding(layers: int, form: Form) -> None:
+    """Layers that attend, a dense layer and a mixture of experts in turn."""
+    check([Dense, Experts], layers, form)
+
+
+@pytest.mark.parametrize(
+    "form", [FORMS[name] for name in ("no stages", "repeats", "auto")], ids=str
+)
+@pytest.mark.parametrize("kinds", [[Counting], [Silent, Counting], [Dense, Silent, Counting]])
+@pytest.mark.parametrize("layers", [5, 12])
+def test_with_state(layers: int, kinds: Kinds, form: Form) -> None:
+    check(kinds, layers, form)

@@ -1,0 +1,143 @@
+"""Random models, meshes and options: loss, its parts and gradients are those of plain `jnp`.
+
+`--draws 300` draws so many cases instead of a few; case n is the same in every run.
+"""
+
+import random
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import plain_model
+import pytest
+from helpers import assert_close, fresh_model, mesh_of, packed_batch
+
+from nnx_pipeline import (
+    Config,
+    InputError,
+    MeshConfig,
+    Mixtral,
+    ModelConfig,
+    PipelineConfig,
+    TrainConfig,
+)
+from nnx_pipeline.remat import POLICIES
+from nnx_pipeline.train import Batch, loss_and_gradients
+from nnx_pipeline.train.step import batch_sharding
+
+MODEL: dict[str, tuple[Any, ...]] = {
+    "dtype": ("float32",),
+    "vocab_size": (32,),
+    "embed_dim": (16,),
+    "mlp_dim": (16,),
+    "num_layers": (3, 4, 6, 8, 12),
+    "num_heads": (4,),
+    "num_kv_heads": (2, 4),
+    "head_dim": (4, 6),
+    "num_experts": (1, 4),
+    "num_experts_per_token": (1, 2, 3),
+    "norm_scale_offset": (0.0, 1.0),
+    "rope_theta": (1e6, 50.0),
+    "dropout_rate": (0.0, 0.3),
+    "attention_block": (None, 4),
+    "expert_group": (None, 1, 2, 4),
+    "embedding": ("gather", "one_hot"),
+}
+PIPELINE: dict[str, tuple[Any, ...]] = {
+    "num_microbatches": (1, 2, 4, 8),
+    "num_repeats": (1, 2, 3),
+    "pad_layers": (False, True),
+    "schedule": ("circular", "1f1b"),
+    "forwarding_delay": (1, 2),
+    "shift": ("ppermute", "slice", "pad"),
+    "sharding": ("explicit", "auto"),
+    "remat": tuple(POLICIES),
+    "save_decoder_layer_input": (True, False),
+    "fsdp_gather": ("use", "step", "prefetch"),
+    "backward": (None, "autodiff", "accumulate"),
+}
+TRAIN: dict[str, tuple[Any, ...]] = {
+    "global_batch": (8, 16),
+    "sequence_length": (8,),
+    "loss_chunks": (1, 2, 4),
+    "load_balance_weight": (0.0, 0.1),
+    "shard_optimizer_over_data": (False, True),
+}
+AXES = ("data", "stage", "fsdp", "tensor", "expert")
+
+
+class Case(NamedTuple):
+    """A config, a mesh that it fits, and whether rows hold several documents."""
+
+    config: Config
+    mesh: str
+    packed: bool
+
+    @property
+    def batch(self) -> Batch:
+        batch = packed_batch(self.config)
+        if self.packed:
+            return batch
+        return Batch(tokens=batch.tokens, targets=batch.targets, weights=batch.weights)
+
+    @property
+    def microbatches(self) -> int:
+        return self.config.pipeline.microbatches_on(MeshConfig.parse(self.mesh).stage)
+
+
+def drawn(number: int) -> Case:
+    """Case `number`: the first of its random choices that do not contradict each other."""
+    source = random.Random(number)
+
+    def chosen(options: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+        return {name: source.choice(values) for name, values in options.items()}
+
+    while True:
+        sizes = dict.fromkeys(AXES, 1)
+        for axis in source.choices(AXES, weights=(1, 2, 1, 1, 1), k=3):
+            sizes[axis] *= 2
+        mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+        mesh = source.choice((mesh, mesh, mesh, "stage=2", "fsdp=2", ""))
+        try:
+            config = Config(
+                model=ModelConfig(**chosen(MODEL)),
+                pipeline=PipelineConfig(**chosen(PIPELINE)),
+                train=TrainConfig(**chosen(TRAIN)),
+            )
+            config.check_mesh(MeshConfig.parse(mesh))
+        except InputError:
+            continue
+        return Case(config, mesh, packed=source.random() < 0.7)
+
+
+def in_pipeline(case: Case, key: Any) -> tuple[Any, Any, Mixtral]:
+    """Loss and parts, gradients, and the model."""
+    mesh = mesh_of(case.mesh, case.config.pipeline.sharding)
+    model = fresh_model(case.config, mesh)
+    with jax.set_mesh(mesh):
+        batch = jax.tree.map(
+            lambda x: jax.device_put(jnp.asarray(x), batch_sharding(mesh, model.layout)), case.batch
+        )
+        found, gradients = jax.jit(loss_and_gradients)(model, batch, key)
+    return found, gradients, model
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "number" in metafunc.fixturenames:
+        metafunc.parametrize("number", range(metafunc.config.getoption("draws")))
+
+
+@pytest.mark.slow
+def test_equals_plain_jnp(number: int) -> None:
+    case, key = drawn(number), jax.random.key(7)
+    found, gradients, model = in_pipeline(case, key)
+
+    @jax.jit
+    def plain(weights: plain_model.Weights) -> Any:
+        return jax.value_and_grad(plain_model.loss, has_aux=True)(
+            weights, case.batch, case.config, microbatches=case.microbatches, key=key
+        )
+
+    want, want_gradients = plain(plain_model.weights_of(model))
+    assert_close(found, want, 1e-5)
+    assert_close(plain_model.weights_of(gradients), want_gradients, 1e-4)

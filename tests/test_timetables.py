@@ -1,0 +1,323 @@
+"""The executor of timetables: plans by simulation, and results beside a plain loop."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import assert_close, float_rows, mesh_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nnx_pipeline import InputError, Max, Mean, Sum
+from nnx_pipeline.pipeline import (
+    Accumulation,
+    Inputs,
+    LoopOptions,
+    OneForwardOneBackward,
+    Weights,
+    make_timetable,
+    run_timetable,
+)
+from nnx_pipeline.pipeline.executor.loop import EndsOn
+from nnx_pipeline.pipeline.executor.plan import Plan, forward_only, make_plan
+from nnx_pipeline.pipeline.timetable.actions import Action, Actions, actions_of, read_csv
+from nnx_pipeline.pipeline.timetable.make import TIMETABLES
+from nnx_pipeline.remat import POLICIES
+
+WIDTH, ROWS = 4, 4
+names = st.sampled_from(TIMETABLES)
+
+
+def timetable(name: str, ranks: int, microbatches: int) -> Actions:
+    repeats = 2 if name == "interleaved" else 1
+    return make_timetable(name, ranks=ranks, microbatches=microbatches, repeats=repeats)
+
+
+# ---- timetables and plans ----------------------------------------------------------------------
+
+
+@given(name=names, ranks=st.integers(1, 6), groups=st.integers(1, 4))
+def test_what_ranks_keep(name: str, ranks: int, groups: int) -> None:
+    """`Actions` checks order and completeness; here the memory that each schedule is known for."""
+    actions = timetable(name, ranks, ranks * groups)
+    most = {
+        "1f1b": [ranks - rank for rank in range(ranks)],
+        "zb-h1": [ranks] * ranks,
+        "interleaved": [2 * (ranks - 1 - rank) + ranks + 1 for rank in range(ranks)],
+        "zb-v": [2 * ranks] * ranks,
+    }[name]
+    assert all(kept <= limit for kept, limit in zip(actions.kept, most, strict=True))
+
+
+def test_1f1b_takes_as_long_as_it_must() -> None:
+    """2 · (microbatches + ranks - 1) steps, where forward and backward visits take one each."""
+    assert timetable("1f1b", 4, 8).steps == 2 * (8 + 3)
+    assert timetable("zb-v", 4, 8).idle_share < timetable("zb-h1", 4, 8).idle_share < 3 / 11
+
+
+def simulated(actions: Actions, plan: Plan) -> None:
+    """Carries out a plan with names in the place of arrays; each action must find what it reads."""
+    ranks, rows = len(actions.rows), plan.rows
+    inbox: list[dict[int, Any]] = [{} for _ in range(ranks)]
+    rings: list[dict[Any, Any]] = [{} for _ in range(ranks)]
+    last = actions.stages - 1
+    for step in range(actions.steps):
+        gave: list[Any] = [None] * ranks
+        for rank in range(ranks):
+            action, at = actions.rows[rank][step], (step, rank)
+            assert (rows.branch[at] == 0) == (action is None)
+            if action is None:
+                continue
+            branch = plan.branches[rows.branch[at] - 1]
+            stage, kind, microbatch = action
+            assert (branch.kind, rows.microbatch[at]) == (kind, microbatch)
+            assert plan.stages[rank][rows.chunk[at]] == stage
+            ring = (branch.function, int(rows.keep[at]))
+            taken = inbox[rank].get(int(rows.take[at]))
+            if kind == "F":
+                assert branch.first or taken == ("x", stage, microbatch)
+                rings[rank][ring] = (stage, microbatch)
+                gave[rank] = ("x", stage + 1, microbatch)
+                gave[rank] = ("d", stage, microbatch) if stage == last else gave[rank]
+            else:
+                assert taken == ("d", stage, microbatch)
+                assert rings[rank][ring] == (stage, microbatch)
+                gave[rank] = ("d", stage - 1, microbatch) if kind != "W" else None
+        for rank in range(ranks):
+            for column, sender in (("own", 0), ("before", -1), ("after", 1)):
+                slot = int(getattr(rows, column)[step, rank])
+                if slot < plan.inbox:
+                    inbox[rank][slot] = gave[(rank + sender) % ranks]
+
+
+@given(name=names, ranks=st.integers(1, 6), groups=st.integers(1, 4), data=st.data())
+def test_every_action_finds_what_it_reads(
+    name: str, ranks: int, groups: int, data: st.DataObject
+) -> None:
+    actions = timetable(name, ranks, ranks * groups)
+    functions = [data.draw(st.integers(0, 2)) for _ in range(actions.stages)]
+    plan = make_plan(actions, functions)
+    simulated(actions, plan)
+    passages = plan.passages
+    assert all(sorted(each.microbatch[each.due]) == [*range(ranks * groups)] for each in passages)
+    assert sum(plan.rings) >= max(actions.kept)
+    simulated(forward_only(actions), make_plan(forward_only(actions), functions))
+
+
+# ---- values and gradients ----------------------------------------------------------------------
+
+
+def mixing(params: Any, x: Any, side: Any) -> Any:
+    kernel, _ = params
+    y = (x["a"] + jnp.tanh(x["a"] @ kernel)) * side[:, None]
+    metrics = {"sum": Sum(jnp.sum(y)), "mean": Mean(jnp.mean(y**2)), "max": Max(jnp.max(y))}
+    return {"a": y, "b": x["b"] + y}, metrics
+
+
+def doubled(params: Any, x: Any, side: Any) -> Any:
+    """Another kind of stage: two layers, with a bias."""
+    kernel, bias = params
+    y, metrics = mixing((kernel.T, None), x, side)
+    return {"a": jnp.sin(y["a"] + bias), "b": y["b"]}, metrics
+
+
+def per_row(params: Any, x: Any, side: Any) -> Any:
+    """A stage with a metric of another shape."""
+    y, metrics = mixing(params, x, side)
+    return y, {**metrics, "sum": Sum(jnp.sum(y["a"], axis=0))}
+
+
+METRIC_WEIGHTS = {"sum": 0.01, "mean": 0.3, "max": None}
+
+
+class Model:
+    """Arrays and functions of a small model, whose ends close over a factor."""
+
+    def __init__(self, actions: Actions, stages: Any = mixing) -> None:
+        self.actions, self.stages = actions, stages
+        self.placed = make_plan(actions, [0] * actions.stages).stages
+        ranks, chunks = len(actions.rows), len(self.placed[0])
+        self.weights = Weights(
+            float_rows(WIDTH, WIDTH, seed=1),
+            (
+                float_rows(chunks, ranks, WIDTH, WIDTH, seed=2),
+                float_rows(chunks, ranks, WIDTH, seed=3),
+            ),
+            float_rows(WIDTH, seed=4),
+        )
+        self.x = float_rows(actions.microbatches, ROWS, WIDTH, seed=5)
+        self.side = 0.5 + 0.1 * jnp.abs(float_rows(actions.microbatches, ROWS, seed=6))
+
+    def ends(self, factor: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        def enter(weights: Any, x: Any) -> Any:
+            return {"a": x @ weights * factor, "b": x}
+
+        def leave(weights: Any, y: Any, target: Any) -> Any:
+            return jnp.sum(jnp.sin((y["a"] + y["b"]) @ weights) * target) * factor
+
+        return enter, leave
+
+    def loss(self, weights: Any, factor: Any, options: LoopOptions, ends_on: EndsOn = "all") -> Any:
+        enter, leave = self.ends(factor)
+        return run_timetable(
+            enter,
+            self.stages,
+            leave,
+            weights,
+            Inputs(self.x, self.side, self.side),
+            actions=self.actions,
+            metric_weights=METRIC_WEIGHTS,
+            ends_on=ends_on,
+            options=options,
+        )
+
+    def plain(self, weights: Any, factor: Any) -> Any:
+        (enter, leave), loss, found = self.ends(factor), jnp.zeros(()), []
+        for microbatch in range(self.actions.microbatches):
+            x = enter(weights.enter, self.x[microbatch])
+            for stage in range(self.actions.stages):
+                at = next(
+                    (own.index(stage), rank) for rank, own in enumerate(self.placed) if stage in own
+                )
+                one = jax.tree.map(lambda leaf, at=at: leaf[at], weights.stages)
+                function = self.stages if callable(self.stages) else self.stages[stage]
+                x, metrics = function(one, x, self.side[microbatch])
+                found.append(metrics)
+            loss += leave(weights.leave, x, self.side[microbatch])
+        metrics = {
+            "max": jnp.max(jnp.stack([one["max"].value for one in found])),
+            "mean": jnp.mean(jnp.stack([one["mean"].value for one in found])),
+            "sum": sum(one["sum"].value for one in found),
+        }
+        return loss + 0.01 * metrics["sum"] + 0.3 * metrics["mean"], (loss, metrics)
+
+
+def check(
+    model: Model, mesh: str, options: LoopOptions = LoopOptions(), ends_on: EndsOn = "all"
+) -> None:
+    factor = jnp.float32(0.7)
+    with jax.set_mesh(mesh_of(mesh, "auto")):
+        run = functools.partial(model.loss, options=options, ends_on=ends_on)
+        got = jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))(model.weights, factor)
+        alone = jax.jit(run)(model.weights, factor)
+    want = jax.jit(jax.value_and_grad(model.plain, (0, 1), has_aux=True))(model.weights, factor)
+    assert_close(got, want, 2e-5)
+    assert_close(alone, want[0], 2e-5)
+
+
+NAN = LoopOptions(bubble_fill=float("nan"))
+CASES = {
+    "1f1b": ("1f1b", "stage=4,fsdp=2", 8, NAN),
+    "zb-h1, two ranks": ("zb-h1", "stage=2,data=2", 4, NAN),
+    "interleaved": ("interleaved", "stage=4", 8, LoopOptions(remat=POLICIES["none"])),
+    "zb-v": ("zb-v", "stage=4,fsdp=2", 6, NAN),
+    "few microbatches": ("zb-v", "stage=4", 2, LoopOptions()),
+    "one rank": ("zb-h1", "", 3, LoopOptions()),
+}
+
+
+@pytest.mark.parametrize("ends_on", ["all", "own"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_equals_a_plain_loop(case: Any, ends_on: EndsOn) -> None:
+    name, mesh, microbatches, options = case
+    ranks = int(mesh[6]) if mesh else 1
+    check(Model(timetable(name, ranks, microbatches)), mesh, options, ends_on)
+
+
+def test_stages_that_differ() -> None:
+    """Each stage has a function of its own, some with two layers and a bias."""
+    actions = timetable("1f1b", 4, 6)
+    check(Model(actions, [mixing, doubled, doubled, mixing]), "stage=4", NAN)
+
+
+def test_a_timetable_from_a_file() -> None:
+    """The lockstep ticks of the library's 1F1B, read as CSV."""
+    actions = read_csv(actions_of(OneForwardOneBackward(2, 4)).to_csv())
+    check(Model(actions), "stage=2,tensor=2")
+
+
+def test_gradients_add_up_in_another_dtype() -> None:
+    model = Model(timetable("1f1b", 2, 4))
+    options = LoopOptions(accumulate=Accumulation(grad_dtype="bfloat16"))
+    with jax.set_mesh(mesh_of("stage=2", "auto")):
+        text = jax.jit(jax.grad(lambda weights: model.loss(weights, 0.7, options)[0])).lower(
+            model.weights
+        )
+    assert f"tensor<1x{WIDTH}x{WIDTH}xbf16>" in text.as_text()
+
+
+# ---- errors ------------------------------------------------------------------------------------
+
+
+def _run(actions: Actions, mesh: str = "stage=2", mode: str = "auto", **changes: Any) -> None:
+    model = Model(timetable("1f1b", 2, 4))
+    model.actions = actions
+    model.stages = changes.pop("stages", model.stages)
+    weights = changes.pop("weights", model.weights)
+    model.x = changes.pop("x", model.x)
+    with jax.set_mesh(mesh_of(mesh, mode)):
+        model.loss(weights, 1.0, LoopOptions(**changes))
+
+
+TWO = timetable("1f1b", 2, 4)
+APART = Actions(
+    (
+        (Action(0, "F", 0), None, None, None),
+        (None, None, None, Action(3, "F", 0)),
+        (None, Action(1, "F", 0), None, None),
+        (None, None, Action(2, "F", 0), None),
+    )
+)
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "explicit axes": (lambda: _run(TWO, mode="explicit"), "needs a mesh of auto axes"),
+    "another mesh": (lambda: _run(TWO, "stage=4"), "has 2 ranks and the mesh stage=4"),
+    "more stages": (
+        lambda: _run(timetable("zb-v", 2, 4)),
+        "its first axes must be (chunks, ranks) = (2, 2)",
+    ),
+    "other microbatches": (lambda: _run(timetable("1f1b", 2, 6)), "the 6 microbatches"),
+    "too few functions": (
+        lambda: _run(TWO, stages=[mixing]),
+        "has 2 stages, and 1 stage functions are given",
+    ),
+    "no function": (lambda: _run(TWO, stages=[mixing, 3]), "neither a function nor a list"),
+    "unlike metrics": (
+        lambda: _run(TWO, stages=[mixing, per_row]),
+        "all must report the same",
+    ),
+    "shift": (lambda: _run(TWO, shift_by="slice"), "leave shift_by, parts and"),
+    "offloaded": (
+        lambda: _run(TWO, remat=POLICIES["minimal_offloaded"]),
+        "keeps values in device memory only",
+    ),
+    "distant ranks": (lambda: make_plan(APART, [0] * 4), "ranks send to their neighbours only"),
+    "uneven ranks": (
+        lambda: make_plan(read_csv("0F0,1F0\n,,2F0"), [0] * 3),
+        "each must have as many",
+    ),
+    "unknown": (lambda: timetable("1f1c", 2, 4), "did you mean '1f1b'?"),
+    "repeats": (
+        lambda: make_timetable("1f1b", ranks=2, microbatches=4, repeats=2),
+        "repeats=2 is for the timetable interleaved",
+    ),
+    "no ranks": (lambda: timetable("zb-v", 0, 4), "ranks=0 is not a whole number"),
+    "microbatches of interleaved": (lambda: timetable("interleaved", 4, 6), "a multiple of 4"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors(name: str) -> None:
+    call, message = WRONG[name]
+    with pytest.raises(InputError, match=message.replace("(", r"\(").replace(")", r"\)")):
+        call()
+
+
+def test_a_timetable_without_backward_visits_has_no_gradient() -> None:
+    actions = forward_only(TWO)
+    _run(actions)
+    model = Model(actions)
+    with jax.set_mesh(mesh_of("stage=2", "auto")), pytest.raises(InputError, match="no backward"):
+        jax.grad(lambda weights: model.loss(weights, 1.0, LoopOptions())[0])(model.weights)

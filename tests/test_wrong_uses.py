@@ -1,0 +1,275 @@
+"""Wrong uses of the pipeline: each ends in one clear error, in both sharding modes."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import float_rows, mesh_of
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from nnx_pipeline import CircularPipeline, InputError, PipelineConfig, Sum
+from nnx_pipeline.pipeline import (
+    CircularSchedule,
+    Inputs,
+    ModelEnds,
+    OneForwardOneBackward,
+    Weights,
+    run_one_f_one_b,
+    run_pipeline,
+)
+
+STAGES, MICROBATCHES, BATCH, WIDTH = 2, 4, 8, 4
+KERNELS = np.ones((1, STAGES, WIDTH, WIDTH), np.float32)
+ROWS = np.ones((MICROBATCHES, 2, WIDTH), np.float32)
+both_modes = pytest.mark.parametrize("mode", ["explicit", "auto"])
+
+
+def stage(kernel: Any, x: Any, _: Any) -> Any:
+    return x @ kernel, {}
+
+
+def circular(function: Any = stage, *, params: Any = KERNELS, x: Any = ROWS, side: Any = None):
+    """A call of `run_pipeline` with something wrong in it."""
+    schedule = CircularSchedule(STAGES, MICROBATCHES)
+    return lambda: run_pipeline(function, params, x, side, schedule=schedule)
+
+
+def one_f_one_b(
+    enter: Any = lambda _, x: x,
+    function: Any = stage,
+    leave: Any = lambda _, y, __: jnp.sum(y),
+    *,
+    params: Any = KERNELS,
+    x: Any = ROWS,
+):
+    """A call of `run_one_f_one_b`, with gradients, with something wrong in it."""
+
+    def run() -> Any:
+        def loss(params: Any) -> Any:
+            weights = Weights(jnp.zeros(()), params, jnp.zeros(()))
+            schedule = OneForwardOneBackward(STAGES, MICROBATCHES)
+            inputs = Inputs(x, None, ROWS)
+            return run_one_f_one_b(enter, function, leave, weights, inputs, schedule=schedule)[0]
+
+        return jax.grad(loss)(params)
+
+    return run
+
+
+class Layer(nnx.Module):
+    """Returns what a function makes of its result."""
+
+    def __init__(self, rngs: nnx.Rngs, returns: Callable[[Any], Any], axes: Any) -> None:
+        self.mix, self.returns = nnx.Linear(WIDTH, WIDTH, rngs=rngs), returns
+        if axes:
+            self.mix.kernel.set_metadata(logical_axes=axes)
+
+    def __call__(self, x: Any, **side: Any) -> Any:
+        return self.returns(self.mix(x))
+
+
+def module(
+    returns: Callable[[Any], Any] = lambda x: (x, None),
+    *,
+    x: Any = np.ones((BATCH, WIDTH), np.float32),
+    layers: int = 4,
+    schedule: str = "circular",
+    axes: Any = None,
+    kinds: Callable[[Any], Any] = lambda make: make,
+    **side: Any,
+):
+    """A call of the module with something wrong in it."""
+
+    def run() -> Any:
+        config = PipelineConfig(num_microbatches=MICROBATCHES, schedule=schedule)
+        make = kinds(lambda rngs: Layer(rngs, returns, axes))
+        pipeline = CircularPipeline(config, make, num_layers=layers, rngs=nnx.Rngs(0))
+        if schedule == "circular":
+            return pipeline(x, **side)
+        ends = ModelEnds(lambda _, x: x, jnp.zeros(()), lambda _, y, __: jnp.sum(y), jnp.zeros(()))
+        return pipeline.loss(ends, (x, x), side)
+
+    return run
+
+
+def _with_a_sum(x: Any) -> Any:
+    return x, Sum(jnp.sum(x))
+
+
+def elsewhere() -> Any:
+    """Arrays on a device that is not of the mesh."""
+    return jax.device_put(ROWS, jax.devices("cpu")[7])
+
+
+def of_another_mode() -> Any:
+    """Arrays whose type names axes of a mesh in explicit mode."""
+    return jax.device_put(ROWS, NamedSharding(mesh_of("data=2,fsdp=2"), P("data")))
+
+
+ALONE = "must return a pair, activations and metrics, such as (x, None)"
+SAME = "both must be the same, as the next"
+FLOATING = "activations must be floating-point"
+LEAVE = "it must return the loss of a microbatch and nothing else, a float32 scalar"
+FIRST = "first axis is the batch of 8, or Shared(…) if all sequences read the same"
+
+# Name: what is called, and a part of the error.
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    # what a stage or a layer returns
+    "stage: x alone": (circular(lambda k, x, _: x @ k), ALONE),
+    "stage: nothing": (circular(lambda k, x, _: None), f"returned NoneType; it {ALONE}"),
+    "stage: three values": (circular(lambda k, x, _: (x, {}, {})), f"3 values; it {ALONE}"),
+    "stage: metrics first": (circular(lambda k, x, _: ({}, x)), SAME),
+    "stage: another shape": (circular(lambda k, x, _: (x[:, :2], {})), SAME),
+    "stage: another dtype": (circular(lambda k, x, _: (x.astype("bfloat16"), {})), SAME),
+    "stage: bare metric": (
+        circular(lambda k, x, _: (x, jnp.sum(x))),
+        "nothing says how to combine",
+    ),
+    "stage: metric of integers": (
+        circular(lambda k, x, _: (x, Sum(jnp.int32(1)))),
+        "must be one floating array",
+    ),
+    "1F1B: x alone": (one_f_one_b(function=lambda k, x, _: x @ k), ALONE),
+    "1F1B: another shape": (one_f_one_b(function=lambda k, x, _: (x[:, :2], {})), SAME),
+    "layer: x alone": (module(lambda x: x), f"a layer, Layer, returned float32[2, 4]; it {ALONE}"),
+    "kinds: none": (module(kinds=lambda _: []), "given as an empty list"),
+    "kinds: no function": (module(kinds=lambda make: [make, 3]), "given as int among them"),
+    "kinds: three over two layers": (
+        module(kinds=lambda make: [make] * 3),
+        "a stage has 2 layers, which do not split into 3 kinds in turn; give each stage a multiple",
+    ),
+    "kinds: unlike metrics": (
+        module(
+            lambda x: (x, {"share": Sum(jnp.sum(x))}),
+            kinds=lambda make: [make, lambda rngs: Layer(rngs, _with_a_sum, None)],
+        ),
+        "report the same metrics, or None",
+    ),
+    "layers that do not divide": (
+        module(layers=5),
+        "5 layers do not split into 2 stages × 1 repeats; choose a multiple of 2, such as 4 or 6, "
+        "or set pipeline.pad_layers=true, which pads to 6",
+    ),
+    "layer: x alone, one per stage": (module(lambda x: x, layers=2), ALONE),
+    "layer: nothing": (module(lambda x: None), f"a layer, Layer, returned NoneType; it {ALONE}"),
+    "layer: another shape": (module(lambda x: (x[:, :2], None)), f"{SAME} layer gets them"),
+    "layer: another dtype": (module(lambda x: (x.astype("bfloat16"), None)), SAME),
+    "layer: another tree": (module(lambda x: ({"x": x}, None)), SAME),
+    "layer: x alone in 1F1B": (module(lambda x: x, schedule="1f1b"), ALONE),
+    # activations
+    "activations: integers": (circular(x=ROWS.astype(np.int32)), FLOATING),
+    "activations: bool": (circular(x=ROWS > 0), FLOATING),
+    "activations: words": (circular(x=np.full((4, 2), "a")), "activations hold <U1[4, 2]"),
+    "activations: integers of a module": (
+        module(x=np.ones((BATCH, WIDTH), np.int32)),
+        "the activations of a pipeline hold int32[8, 4]; they must be floating-point arrays",
+    ),
+    "activations: nothing": (module(x={}), "the activations of a pipeline hold dict; they must be"),
+    "activations: no array": (module(x=[ROWS, None]), "hold NoneType; they must be floating"),
+    "activations: two batches": (
+        module(x={"a": np.ones((8, WIDTH), np.float32), "b": np.ones((4, WIDTH), np.float32)}),
+        "have the first axes [4, 8]; that of each must be the batch",
+    ),
+    "activations: a scalar": (module(x=np.float32(1)), "hold float32[]; they must be floating"),
+    "activations: too few": (circular(x=ROWS[:3]), "must be the 4 microbatches of the schedule"),
+    "activations: batch that does not split": (
+        module(x=np.ones((6, WIDTH), np.float32)),
+        "a batch of 6 does not split into 4 microbatches",
+    ),
+    "activations: on other devices": (
+        lambda: circular(x=elsewhere())(),
+        "it is on other devices, SingleDeviceSharding",
+    ),
+    "params: on other devices": (
+        lambda: circular(params=jax.device_put(KERNELS, jax.devices("cpu")[7]))(),
+        "a parameter of the pipeline, float32[1, 2, 4, 4], cannot be sharded",
+    ),
+    "activations of a module: on other devices": (
+        lambda: module(x=jax.device_put(np.ones((8, 4), np.float32), jax.devices("cpu")[7]))(),
+        "it is on other devices",
+    ),
+    # parameters
+    "params: none": (circular(params={}), "the stages have no parameters"),
+    "params: of another number of stages": (
+        circular(params=np.ones((1, 3, 4, 4), np.float32)),
+        "first axes must be (repeats, stages) = (1, 2)",
+    ),
+    "params: a number": (circular(params={"k": KERNELS, "c": 1.0}), "parameter ['c'] has shape ()"),
+    "params: too few logical axes": (
+        module(axes=("embed",)),
+        "has the logical axes ('embed',), and its shape is [4, 4]; name each axis",
+    ),
+    "params: an unknown logical axis": (
+        module(axes=("embed", "hidden")),
+        "axis 'hidden' is neither a logical axis nor an axis of the mesh",
+    ),
+    # side inputs
+    "side: a number": (module(scale=2.0), "['scale'] of a pipeline is float; it must be an array"),
+    "side: a scalar": (module(scale=np.float32(2)), "['scale'] of a pipeline is float32"),
+    "side: without a batch": (module(mask=np.ones((3, 3), np.float32)), "[3, 3]; it must be"),
+    "side: half a batch": (
+        module(mask=np.ones((4,), np.float32)),
+        "array [4]; it must be an array",
+    ),
+    "side: twice the batch": (module(mask=np.ones((16,), np.float32)), FIRST),
+    "side: words": (module(mask="causal"), "['mask'] of a pipeline is str"),
+    "side: of 1F1B, half a batch": (module(mask=np.ones(4), schedule="1f1b"), FIRST),
+    "side: of a function": (circular(side=np.ones(3)), "must be the 4 microbatches"),
+    # the ends of 1F1B
+    "leave: loss and more": (one_f_one_b(leave=lambda _, y, __: (jnp.sum(y), y)), LEAVE),
+    "leave: nothing": (one_f_one_b(leave=lambda *_: None), f"returned None; {LEAVE}"),
+    "leave: a loss per sequence": (one_f_one_b(leave=lambda _, y, __: jnp.sum(y, 1)), LEAVE),
+    "leave: one axis": (one_f_one_b(leave=lambda _, y, __: jnp.sum(y)[None]), LEAVE),
+    "leave: an integer": (one_f_one_b(leave=lambda *_: jnp.int32(1)), f"int32[]; {LEAVE}"),
+    "leave: a Python number": (one_f_one_b(leave=lambda *_: 0.0), f"returned float; {LEAVE}"),
+    "enter: integers": (
+        one_f_one_b(enter=lambda _, x: x.astype("int32")),
+        "`enter` returned int32",
+    ),
+    "enter: nothing": (one_f_one_b(enter=lambda *_: None), "`enter` returned NoneType"),
+    "enter: a Python number": (one_f_one_b(enter=lambda *_: 1.0), "`enter` returned float;"),
+}
+
+
+@both_modes
+@pytest.mark.parametrize("name", WRONG)
+def test_one_clear_error(name: str, mode: str) -> None:
+    call, words = WRONG[name]
+    mesh = mesh_of("stage=2", mode)
+    with jax.set_mesh(mesh), pytest.raises(InputError, match=re.escape(words)):
+        call()
+
+
+def test_a_mesh_of_explicit_axes_is_no_place_in_auto_mode() -> None:
+    x = of_another_mode()
+    refused = pytest.raises(InputError, match="it is from a mesh of another kind")
+    with jax.set_mesh(mesh_of("stage=2,fsdp=2", "auto")), refused:
+        circular(x=x)()
+    with jax.set_mesh(mesh_of("stage=2,fsdp=2")):
+        assert circular(x=x)()[0].shape == ROWS.shape
+
+
+@both_modes
+def test_nothing_is_an_array_too(mode: str) -> None:
+    """Arrays without entries pass, as they do outside a pipeline."""
+    x, side = float_rows(BATCH, 0), np.ones((BATCH, 0), np.float32)
+    config = PipelineConfig(num_microbatches=MICROBATCHES)
+
+    class Nothing(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.empty = nnx.Param(jnp.zeros((0, 3)))
+
+        def __call__(self, x: Any, side: Any) -> Any:
+            return x + side + jnp.sum(self.empty[...]), None
+
+    for mesh in ("", "stage=2", "stage=2,data=2"):
+        with jax.set_mesh(mesh_of(mesh, mode)):
+            pipeline = CircularPipeline(config, Nothing, num_layers=4, rngs=nnx.Rngs(0))
+            y, _ = jax.jit(lambda pipeline, x, side: pipeline(x, side=side))(pipeline, x, side)
+            assert y.shape == (BATCH, 0)
