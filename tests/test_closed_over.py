@@ -19,6 +19,7 @@ from nnx_pipeline.pipeline import (
     CircularSchedule,
     Inputs,
     LoopOptions,
+    ModelFunctions,
     OneForwardOneBackward,
     Weights,
     run_one_f_one_b,
@@ -147,13 +148,14 @@ def one_f_one_b(run: Any, closed: dict[str, jax.Array], kernel: Any, x: Any, sid
     ends = jnp.ones(WIDTH), 0.1 * float_rows(WIDTH, WIDTH, seed=7)
     weights = Weights(enter=ends[0], stages=kernel, leave=ends[1])
     inputs = Inputs(enter=jax.lax.stop_gradient(x), side=side, leave=jnp.cos(x))
-    return run(enter, stage_of(closed), leave, weights, inputs)
+    functions = ModelFunctions(enter, stage_of(closed), leave, {"square": 1e-2})
+    return run(functions, weights, inputs)
 
 
-def by_loops(enter: Any, apply_stage: Any, leave: Any, weights: Weights, inputs: Inputs) -> Any:
-    x = jax.vmap(enter, (None, 0))(weights.enter, inputs.enter)
-    y, metrics = run_sequential(apply_stage, weights.stages, x, inputs.side)
-    return jnp.sum(jax.vmap(leave, (None, 0, 0))(weights.leave, y, inputs.leave)) + (
+def by_loops(functions: ModelFunctions, weights: Weights, inputs: Inputs) -> Any:
+    x = jax.vmap(functions.enter, (None, 0))(weights.enter, inputs.enter)
+    y, metrics = run_sequential(functions.apply_stage, weights.stages, x, inputs.side)
+    return jnp.sum(jax.vmap(functions.leave, (None, 0, 0))(weights.leave, y, inputs.leave)) + (
         1e-2 * metrics["square"]
     )
 
@@ -180,7 +182,6 @@ def test_gradients_in_1f1b(mesh: str, mode: str, remat: str, repeats: int) -> No
         return run_one_f_one_b(
             *given,
             schedule=OneForwardOneBackward(STAGES, MICROBATCHES, repeats),
-            metric_weights={"square": 1e-2},
             options=LoopOptions(remat=POLICIES[remat], bubble_fill=math.nan),
         )[0]
 
@@ -229,9 +230,9 @@ def test_what_is_closed_over_is_kept_once(schedule: str, differentiated: bool, r
                     run_pipeline(apply, kernel, x, side, schedule=circular, options=options)[0]
                 )
             return run_one_f_one_b(
-                lambda shift, x: x + shift,
-                apply,
-                lambda scale, y, _: jnp.sum(scale * y),
+                ModelFunctions(
+                    lambda shift, x: x + shift, apply, lambda scale, y, _: jnp.sum(scale * y)
+                ),
                 Weights(jnp.ones(()), kernel, jnp.ones(())),
                 Inputs(x, side, side),
                 schedule=OneForwardOneBackward(STAGES, MICROBATCHES),

@@ -20,6 +20,7 @@ from nnx_pipeline.pipeline import (
     Inputs,
     LoopOptions,
     ModelEnds,
+    ModelFunctions,
     OneForwardOneBackward,
     Weights,
     run_one_f_one_b,
@@ -79,15 +80,17 @@ def one_f_one_b(kernel: Any, x: Any, side: Any) -> jax.Array:
 
 def with_ends(kernel: Any, ends: Any, x: Any, side: Any) -> jax.Array:
     return run_one_f_one_b(
-        lambda weights, x: x * weights["count"].astype(x.dtype) + weights["shift"],
-        apply_stage,
-        lambda weights, y, targets: jnp.sum(
-            jnp.sin(y * weights["count"].astype(y.dtype) * weights["shift"]) * targets
+        ModelFunctions(
+            lambda weights, x: x * weights["count"].astype(x.dtype) + weights["shift"],
+            apply_stage,
+            lambda weights, y, targets: jnp.sum(
+                jnp.sin(y * weights["count"].astype(y.dtype) * weights["shift"]) * targets
+            ),
+            {"sum": 1.0},
         ),
         Weights(enter=ends["enter"], stages=kernel, leave=ends["leave"]),
         Inputs(enter=x, side=side, leave=x),
         schedule=OneForwardOneBackward(STAGES, MICROBATCHES, 4 // STAGES),
-        metric_weights={"sum": 1.0},
     )[0]
 
 

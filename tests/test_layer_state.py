@@ -18,6 +18,7 @@ from nnx_pipeline.pipeline import (
     Inputs,
     LoopOptions,
     ModelEnds,
+    ModelFunctions,
     OneForwardOneBackward,
     Weights,
     WithState,
@@ -399,9 +400,7 @@ def test_a_function_with_a_state(name: str, accumulate: Any) -> None:
             y, _, left = run_pipeline(sums, params, x, schedule=schedule, options=options)
             return loss_of(y), left
         (value, _), left = run_one_f_one_b(
-            lambda _, x: x,
-            sums,
-            lambda _, y, __: loss_of(y),
+            ModelFunctions(lambda _, x: x, sums, lambda _, y, __: loss_of(y)),
             Weights(None, params, None),
             Inputs(x, None, x),
             schedule=schedule,

@@ -223,7 +223,7 @@ def run_in_a_loop(runner: Runner, layers: Any, x: Any, side: Any, *, keys: None)
         return x, declared(metrics, microbatches=runner.batches.microbatches)
 
     apply, found = POLICIES[runner.config.remat].checkpoint(visit), []
-    for number in range(runner.num_layers):
+    for number in range(runner.stack.layers):
         x, metrics = apply(jax.tree.map(lambda leaf, at=number: leaf[0, 0, at], layers), x)
         found.append(metrics)
     return x, values(over_layers(jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)))

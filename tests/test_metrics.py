@@ -31,6 +31,7 @@ from nnx_pipeline.pipeline import (
     Inputs,
     MicrobatchMean,
     ModelEnds,
+    ModelFunctions,
     OneForwardOneBackward,
     WeightOptions,
     Weights,
@@ -340,9 +341,7 @@ def test_the_functions_refuse_a_bare_metric(schedule: str) -> None:
         if schedule == "circular":
             return run_pipeline(stage, w, x, schedule=CircularSchedule(2, 4))
         return run_one_f_one_b(
-            lambda w, x: w * x,
-            stage,
-            lambda w, x, _: jnp.sum(x),
+            ModelFunctions(lambda w, x: w * x, stage, lambda w, x, _: jnp.sum(x)),
             Weights(jnp.ones(()), w, jnp.ones(())),
             Inputs(x, None, None),
             schedule=OneForwardOneBackward(2, 4),
@@ -395,13 +394,15 @@ def test_a_weight_may_be_traced_and_has_no_gradient() -> None:
 
     def loss(w: jax.Array, weight: Any) -> jax.Array:
         return run_one_f_one_b(
-            lambda w, x: w * x,
-            lambda w, x, side: (jnp.sin(x * w), Mean(jnp.mean(x**2))),
-            lambda w, x, _: jnp.sum(w * x),
+            ModelFunctions(
+                lambda w, x: w * x,
+                lambda w, x, side: (jnp.sin(x * w), Mean(jnp.mean(x**2))),
+                lambda w, x, _: jnp.sum(w * x),
+                weight,
+            ),
             Weights(jnp.ones(()), w, jnp.ones(())),
             Inputs(x, None, None),
             schedule=schedule,
-            metric_weights=weight,
         )[0]
 
     traced = jax.jit(jax.value_and_grad(loss))(w, jnp.float32(0.5))

@@ -17,6 +17,7 @@ from nnx_pipeline import MeshConfig, Sum
 from nnx_pipeline.pipeline import (
     Inputs,
     LoopOptions,
+    ModelFunctions,
     OneForwardOneBackward,
     Weights,
     run_one_f_one_b,
@@ -144,11 +145,8 @@ def by_loops(weights: Weights, inputs: Inputs) -> Any:
 def pipelined(case: Case, **options: Any) -> Any:
     return functools.partial(
         run_one_f_one_b,
-        enter,
-        apply_stage,
-        leave,
+        ModelFunctions(enter, apply_stage, leave, {"visits": None, "square": BALANCE}),
         schedule=case.schedule,
-        metric_weights={"visits": None, "square": BALANCE},
         options=LoopOptions(
             shift_by=case.shift, remat=POLICIES[case.remat], bubble_fill=case.fill, **options
         ),

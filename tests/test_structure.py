@@ -232,8 +232,8 @@ def test_rooms_and_floors() -> None:
 
 def test_parameters_and_tunnels() -> None:
     counts = [len(shape.parameters(function)) for _, function in shape.functions(TREES)]
-    assert sum(count > 6 for count in counts) <= 8
-    assert max(counts) <= 9
+    assert sum(count > 6 for count in counts) <= 7
+    assert max(counts) <= 8
     argument, *through = shape.longest_tunnel(TREES)
     assert len(through) <= 3, f"{argument} goes unread through {through}"
 

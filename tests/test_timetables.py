@@ -16,6 +16,7 @@ from nnx_pipeline.pipeline import (
     Accumulation,
     Inputs,
     LoopOptions,
+    ModelFunctions,
     OneForwardOneBackward,
     Weights,
     make_timetable,
@@ -163,13 +164,10 @@ class Model:
     def loss(self, weights: Any, factor: Any, options: LoopOptions, ends_on: EndsOn = "all") -> Any:
         enter, leave = self.ends(factor)
         return run_timetable(
-            enter,
-            self.stages,
-            leave,
+            ModelFunctions(enter, self.stages, leave, METRIC_WEIGHTS),
             weights,
             Inputs(self.x, self.side, self.side),
             actions=self.actions,
-            metric_weights=METRIC_WEIGHTS,
             ends_on=ends_on,
             options=options,
         )

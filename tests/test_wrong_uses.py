@@ -18,6 +18,7 @@ from nnx_pipeline.pipeline import (
     CircularSchedule,
     Inputs,
     ModelEnds,
+    ModelFunctions,
     OneForwardOneBackward,
     Weights,
     run_one_f_one_b,
@@ -55,7 +56,8 @@ def one_f_one_b(
             weights = Weights(jnp.zeros(()), params, jnp.zeros(()))
             schedule = OneForwardOneBackward(STAGES, MICROBATCHES)
             inputs = Inputs(x, None, ROWS)
-            return run_one_f_one_b(enter, function, leave, weights, inputs, schedule=schedule)[0]
+            functions = ModelFunctions(enter, function, leave)
+            return run_one_f_one_b(functions, weights, inputs, schedule=schedule)[0]
 
         return jax.grad(loss)(params)
 
@@ -137,6 +139,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "1F1B: x alone": (one_f_one_b(function=lambda k, x, _: x @ k), ALONE),
     "1F1B: another shape": (one_f_one_b(function=lambda k, x, _: (x[:, :2], {})), SAME),
+    "1F1B: a function for each stage": (
+        one_f_one_b(function=[stage, stage]),
+        "apply_stage is a list, but all stages of the 1F1B schedule run one function",
+    ),
     "layer: x alone": (module(lambda x: x), f"a layer, Layer, returned float32[2, 4]; it {ALONE}"),
     "kinds: none": (module(kinds=lambda _: []), "given as an empty list"),
     "kinds: no function": (module(kinds=lambda make: [make, 3]), "given as int among them"),

@@ -7,7 +7,7 @@ from nnx_pipeline.pipeline.layers import Shared
 from nnx_pipeline.pipeline.metrics import Max, Mean, MicrobatchMean, Sum
 from nnx_pipeline.pipeline.module import CircularPipeline, Pipeline
 from nnx_pipeline.pipeline.one_f_one_b.run import run_one_f_one_b
-from nnx_pipeline.pipeline.one_f_one_b.state import Inputs, ModelEnds, Weights
+from nnx_pipeline.pipeline.one_f_one_b.state import Inputs, ModelEnds, ModelFunctions, Weights
 from nnx_pipeline.pipeline.options import Accumulation, LoopOptions, WeightOptions
 from nnx_pipeline.pipeline.schedule import (
     SCHEDULE_NAMES,
@@ -36,6 +36,7 @@ __all__ = [
     "Mean",
     "MicrobatchMean",
     "ModelEnds",
+    "ModelFunctions",
     "OneForwardOneBackward",
     "Pipeline",
     "Shared",

@@ -19,7 +19,7 @@ from nnx_pipeline.pipeline.held import HeldLayers, gathered_axes
 from nnx_pipeline.pipeline.layers import apart, with_keys
 from nnx_pipeline.pipeline.metrics import given_out, over_kinds
 from nnx_pipeline.pipeline.one_f_one_b.run import run_one_f_one_b
-from nnx_pipeline.pipeline.one_f_one_b.state import Inputs, ModelEnds, Weights
+from nnx_pipeline.pipeline.one_f_one_b.state import Inputs, ModelEnds, ModelFunctions, Weights
 from nnx_pipeline.pipeline.options import Accumulation, LoopOptions, WeightOptions
 from nnx_pipeline.pipeline.parts import DEFAULT_PARTS, LoopParts
 from nnx_pipeline.pipeline.schedule import (
@@ -123,13 +123,15 @@ class Runner:
         for leaf in jax.tree.leaves(inputs[0])[:1]:
             self.batches.check_inputs(arrays, *jnp.shape(leaf)[:1])
         return run_one_f_one_b(
-            lambda *given: self._as_activations(ends.enter(*given)),
-            functools.partial(self._apply_stage, shared=shared),
-            ends.leave,
+            ModelFunctions(
+                lambda *given: self._as_activations(ends.enter(*given)),
+                functools.partial(self._apply_stage, shared=shared),
+                ends.leave,
+                metric_weights,
+            ),
             Weights(ends.enter_weights, self._stacked(layers), ends.leave_weights),
             Inputs(*jax.tree.map(self.batches.on_every_stage, arrays)),
             schedule=self.schedule("1f1b"),
-            metric_weights=metric_weights,
             options=self._options(layers),
         )
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jaxtyping import PyTree
 
 from nnx_pipeline.errors import InputError, one_of
 from nnx_pipeline.pipeline import entry
@@ -13,7 +12,7 @@ from nnx_pipeline.pipeline.closed import hoist
 from nnx_pipeline.pipeline.executor.loop import EndsOn, Functions, Loop
 from nnx_pipeline.pipeline.executor.plan import forward_only, make_plan
 from nnx_pipeline.pipeline.one_f_one_b.run import Total, by_loop, metric_weight
-from nnx_pipeline.pipeline.one_f_one_b.state import Enter, Held, Inputs, Leave, Weights
+from nnx_pipeline.pipeline.one_f_one_b.state import Held, Inputs, ModelFunctions, Weights
 from nnx_pipeline.pipeline.options import Accumulation, LoopOptions
 from nnx_pipeline.pipeline.stage.apply import ApplyStage
 from nnx_pipeline.pipeline.stage.checks import checked, checked_enter, checked_leave
@@ -22,14 +21,11 @@ from nnx_pipeline.sharding import is_explicit, mesh_sizes
 
 
 def run_timetable(
-    enter: Enter,
-    apply_stage: ApplyStage | Sequence[ApplyStage],
-    leave: Leave,
+    functions: ModelFunctions,
     weights: Weights,
     inputs: Inputs,
     *,
     actions: Actions,
-    metric_weights: PyTree = None,
     ends_on: EndsOn = "all",
     options: LoopOptions = LoopOptions(),
 ) -> Total:
@@ -40,9 +36,7 @@ def run_timetable(
     that it does nothing while it idles, and the functions of the stages may differ. It has run on
     CPU devices only: on no TPU or GPU, where ranks would wait in different branches.
 
-    - `enter`, `leave`, `inputs`, `metric_weights`: as for `run_one_f_one_b`.
-    - `apply_stage`: as for `run_one_f_one_b`, or a list with one such function for each stage of
-      the timetable. All take and give the same activations, and report the same metrics.
+    - `functions`, `inputs`: as for `run_one_f_one_b`; stages may have different functions.
     - `weights`: as for `run_one_f_one_b`, but those of the stages are `[chunks, ranks, …]`: chunk c
       of rank r belongs to the c-th of the stages that the timetable places on rank r.
     - `actions`: the timetable, see `make_timetable` and `read_csv`. It places consecutive stages on
@@ -62,7 +56,7 @@ def run_timetable(
     explicit axes, for arrays, options or a timetable that do not fit, and where `run_one_f_one_b`
     would.
     """
-    functions, function_of = _functions_of(apply_stage, actions)
+    stages, function_of = _functions_of(functions.apply_stage, actions)
     _check(actions, weights, inputs, options)
     one_of("ends_on", ends_on, ("all", "own"))
     plans = make_plan(actions, function_of), make_plan(forward_only(actions), function_of)
@@ -72,12 +66,12 @@ def run_timetable(
         leave=entry.as_arrays(weights.leave),
     )
     inputs = entry.on_every_stage(inputs)
-    metric_weights = jax.tree.map(metric_weight, metric_weights)
+    metric_weights = jax.tree.map(metric_weight, functions.metric_weights)
     how = options.accumulate
 
-    def make_loop(functions: Functions) -> Loop:
+    def make_loop(own: Functions) -> Loop:
         return Loop(
-            functions,
+            own,
             plans,
             metric_weights,
             actions.stages * actions.microbatches,
@@ -88,7 +82,11 @@ def run_timetable(
     checkpoint = functools.partial(
         options.remat.checkpoint, also=options.saved_in_stage, in_scan=True
     )
-    own: Any = (checked_enter(enter), checked_leave(leave), *map(checked, functions))
+    own: Any = (
+        checked_enter(functions.enter),
+        checked_leave(functions.leave),
+        *map(checked, stages),
+    )
     found, closed = hoist(own, lambda *looks: make_loop(_plain(looks)).visit_once(weights, inputs))
     loop = make_loop(Functions(found[0], tuple(map(checkpoint, found[2:])), found[1]))
     held = Held(

@@ -19,7 +19,14 @@ from nnx_pipeline.ops.gradients import (
 from nnx_pipeline.pipeline import entry
 from nnx_pipeline.pipeline.closed import hoist
 from nnx_pipeline.pipeline.one_f_one_b.loop import Loop
-from nnx_pipeline.pipeline.one_f_one_b.state import Enter, Held, Inputs, Leave, Weights
+from nnx_pipeline.pipeline.one_f_one_b.state import (
+    Enter,
+    Held,
+    Inputs,
+    Leave,
+    ModelFunctions,
+    Weights,
+)
 from nnx_pipeline.pipeline.one_f_one_b.tick import Functions, Tick
 from nnx_pipeline.pipeline.options import Accumulation, LoopOptions
 from nnx_pipeline.pipeline.parts import LoopParts
@@ -40,14 +47,11 @@ Total = tuple[Array, tuple[Array, PyTree]]
 
 
 def run_one_f_one_b(
-    enter: Enter,
-    apply_stage: ApplyStage,
-    leave: Leave,
+    functions: ModelFunctions,
     weights: Weights,
     inputs: Inputs,
     *,
     schedule: OneForwardOneBackward,
-    metric_weights: PyTree = None,
     options: LoopOptions = LoopOptions(),
 ) -> Any:
     """The loss of a pipelined model; its gradients are computed in the same loop.
@@ -75,16 +79,11 @@ def run_one_f_one_b(
     idles, or computes and discards, for the time of stages - 1 visits in each direction. With remat
     every stage is computed once more, also as in the circular schedule.
 
-    - `enter`: (its weights, inputs of a microbatch) to activations, not sharded over `stage`.
-    - `apply_stage`: as for `run_pipeline`.
-    - `leave`: (its weights, activations of the last stage, inputs of a microbatch) to a float32
-      scalar.
+    - `functions`: of what comes before the stages, of all stages, and of what comes after them.
     - `weights`: those of the three functions; the stages' are `[repeats, stages, …]`, or such
       parameters `WithState`, as for `run_pipeline`, which the forward visits read and write.
     - `inputs`: those of the three functions, `[microbatches, …]`.
     - `schedule`: which stage works on what at each tick.
-    - `metric_weights`: the weight of each metric in the loss: one number for all metrics, or a
-      pytree of numbers like that of the metrics. A metric with None or 0 is not differentiated.
     - `options`: how the loop is run. Gradients always add up in the loop.
 
     As for `run_pipeline`, arrays may be placed elsewhere, and the functions may close over arrays.
@@ -97,10 +96,11 @@ def run_one_f_one_b(
     """
     how = options.accumulate or Accumulation()
     _check_options(schedule, options, how)
+    enter, apply_stage, leave = _one_for_all_stages(functions)
     stages, state = parted(weights.stages)
     weights = weights._replace(stages=stages)
     weights, inputs, layers = _at_entry(weights, inputs, state, schedule)
-    metric_weights = jax.tree.map(metric_weight, metric_weights)
+    metric_weights = jax.tree.map(metric_weight, functions.metric_weights)
 
     def make_loop(*functions: Callable[..., Any]) -> Loop:
         tick = Tick(
@@ -116,13 +116,22 @@ def run_one_f_one_b(
     checkpoint = functools.partial(
         options.remat.checkpoint, also=options.saved_in_stage, in_scan=True
     )
-    functions = (
+    own = (
         checked_enter(enter),
         checked(apply_stage, has_state=state is not None),
         checked_leave(leave),
     )
-    total, layers = by_loop(*_hoisted(make_loop, checkpoint, functions, (weights, inputs, layers)))
+    total, layers = by_loop(*_hoisted(make_loop, checkpoint, own, (weights, inputs, layers)))
     return total if state is None else (total, layers.now)
+
+
+def _one_for_all_stages(functions: ModelFunctions) -> tuple[Enter, ApplyStage, Leave]:
+    if not callable(functions.apply_stage):
+        raise InputError(
+            f"apply_stage is a {type(functions.apply_stage).__name__}, but all stages of the 1F1B "
+            "schedule run one function; give that, or use run_timetable"
+        )
+    return functions.enter, functions.apply_stage, functions.leave
 
 
 def _hoisted(

@@ -1,11 +1,12 @@
 """What the 1F1B loop is given, and the state that passes from tick to tick."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxtyping import Array, PyTree
 
+from nnx_pipeline.pipeline.stage.apply import ApplyStage
 from nnx_pipeline.pipeline.stage.state import Kept
 
 Enter = Callable[[PyTree, PyTree], PyTree]
@@ -27,6 +28,25 @@ class ModelEnds:
     enter_weights: PyTree
     leave: Leave
     leave_weights: PyTree
+
+
+@dataclass(frozen=True)
+class ModelFunctions:
+    """The functions of a whole model, which share no state but may close over the same arrays.
+
+    - `enter`: (its weights, inputs of a microbatch) to activations, not sharded over `stage`.
+    - `apply_stage`: as for `run_pipeline`, or, for `run_timetable` alone, a list with one such
+      function for each stage. All take and give the same activations and metrics.
+    - `leave`: (its weights, activations of the last stage, inputs of a microbatch) to a float32
+      scalar, the loss of the microbatch.
+    - `metric_weights`: the weight of each metric in the loss: one number for all metrics, or a
+      pytree of numbers like that of the metrics. A metric with None or 0 is not differentiated.
+    """
+
+    enter: Enter
+    apply_stage: ApplyStage | Sequence[ApplyStage]
+    leave: Leave
+    metric_weights: PyTree = None
 
 
 class Weights(NamedTuple):
