@@ -36,7 +36,6 @@ CLAIMED = {
     *("S2.10d", "S2.10e", "S2.11", "S2.13a", "S2.13b", "S3.1", "S3.2", "S3.3", "S3.4"),
     *("S4.1", "S4.2", "S4.3", "MaxText"),
 }
-RUNNABLE = [name for name, experiment in EXPERIMENTS.items() if not experiment.later]
 
 
 def small() -> Config:
@@ -71,16 +70,6 @@ def test_every_claim_has_an_experiment() -> None:
     assert {experiment.claim for experiment in EXPERIMENTS.values()} == {*CLAIMED, "S5", "design"}
 
 
-def test_what_comes_later_is_listed_and_not_run() -> None:
-    later = {name for name in EXPERIMENTS if name not in RUNNABLE}
-    assert {EXPERIMENTS[name].claim for name in later} == {"S2.9a", "S3.4"}
-    for name in later:
-        with pytest.raises(
-            InputError, match="needs grouped expert matmuls, which are not implemented yet"
-        ):
-            programs(name, small())
-
-
 def test_the_short_set_is_short() -> None:
     assert 4 <= len(choose([])) <= 6
     assert [one.name for one in choose(["all"])] == list(EXPERIMENTS)
@@ -95,11 +84,13 @@ def test_claims_that_another_command_measures() -> None:
         assert name in linen_compat_cli.cli.commands
 
 
-@pytest.mark.parametrize("name", RUNNABLE)
+@pytest.mark.parametrize("name", EXPERIMENTS)
 def test_the_arms_are_two_programs(name: str) -> None:
     """Before any compiler sees them, unless the experiment says why they are not."""
-    mesh = mesh_for(name)
-    a, b = programs(name, small(), mesh)
+    mesh, config = mesh_for(name), small()
+    if name == "expert-tiles":  # no tile has more rows than there are
+        config = replace(config, "train", sequence_length=32)
+    a, b = programs(name, config, mesh)
     assert a != b
     same = lowered(a, mesh) == lowered(b, mesh)
     assert same == bool(EXPERIMENTS[name].same_program)
@@ -174,7 +165,7 @@ def options_alone(name: str) -> bool:
     return a._replace(config=b.config) == b
 
 
-OF_OWN_PARTS = [name for name in RUNNABLE if not options_alone(name)]
+OF_OWN_PARTS = [name for name in EXPERIMENTS if not options_alone(name)]
 
 
 @pytest.mark.slow

@@ -447,6 +447,19 @@ def test_a_library_call_that_cannot_be_read_is_not_dropped(target: str, flops: i
     assert product("f32[4,4]", "f32[4,4]", line) == flops
 
 
+@pytest.mark.parametrize(
+    ("target", "config"),
+    [
+        ("tpu_custom_call", '{"custom_call_config":{"cost_estimate":{"flops":"640"}}}'),
+        ("__gpu$xla.gpu.triton", r'{serialized_metadata = "{\22flops\22: \22640\22}"}'),
+        ("__gpu$xla.gpu.triton", r'{serialized_metadata = "{\"flops\": \"640\"}"}'),
+    ],
+)
+def test_a_kernel_counts_with_the_operations_that_it_states(target: str, config: str) -> None:
+    line = f'f32[4,4] custom-call(%l), custom_call_target="{target}", backend_config={config}'
+    assert product("f32[4,4]", "f32[4,4]", line) == 640
+
+
 def test_a_library_call_with_one_matrix_multiplies_none() -> None:
     line = '(f32[4,2], s32[4,2]) custom-call(%l, %r), custom_call_target="anything"'
     assert product("f32[4,8]", "s32[4]", line) == 0

@@ -46,8 +46,9 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "backward": (None, "accumulate"),
     "shard_optimizer_over_data": (False, True),
     "dropout_rate": (0.0, 0.3),
+    "experts": ("dense", "grouped"),
 }
-MODEL, TRAIN = ("dropout_rate",), ("shard_optimizer_over_data",)
+MODEL, TRAIN = ("dropout_rate", "experts"), ("shard_optimizer_over_data",)
 
 
 def config_of(case: Case) -> Config:
@@ -81,7 +82,7 @@ def pairs(case: Case) -> set[tuple[Any, ...]]:
 @functools.cache
 def table() -> list[Case]:
     """Few cases with every pair that any of many random cases has: the one with most of it next."""
-    generator = random.Random(2)  # of the first 400 seeds the one with the fewest cases
+    generator = random.Random(2)  # a seed with few cases
     drawn = [{k: generator.choice(v) for k, v in OPTIONS.items()} for _ in range(2000)]
     left = [case for case in drawn if fits(case)]
     missing = set().union(*map(pairs, left))
@@ -144,7 +145,6 @@ def test_every_pair_is_in_the_table() -> None:
     one_f_one_b = ("schedule", "1f1b")
     assert every - set().union(*map(pairs, table())) == {
         (one_f_one_b, ("forwarding_delay", 2)),
-        (one_f_one_b, ("remat", "qkv_proj_offloaded")),
         (one_f_one_b, ("backward", "accumulate")),
     }
 

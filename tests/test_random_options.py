@@ -40,6 +40,7 @@ MODEL: dict[str, tuple[Any, ...]] = {
     "rope_theta": (1e6, 50.0),
     "dropout_rate": (0.0, 0.3),
     "attention_block": (None, 4),
+    "experts": ("dense", "grouped"),
     "expert_group": (None, 1, 2, 4),
     "embedding": ("gather", "one_hot"),
 }

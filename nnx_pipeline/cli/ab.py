@@ -19,7 +19,7 @@ from nnx_pipeline.cli.support import Failed, compiler_errors, progress
 from nnx_pipeline.cli.sweep import run_sweep
 from nnx_pipeline.config.overrides import parse_overrides
 from nnx_pipeline.errors import InputError
-from nnx_pipeline.experiments.registry import ELSEWHERE, EXPERIMENTS, Experiment, choose
+from nnx_pipeline.experiments.registry import ELSEWHERE, EXPERIMENTS, choose
 from nnx_pipeline.experiments.run import compare_settings, run_experiments
 from nnx_pipeline.lab.compile.cache import Cache
 from nnx_pipeline.lab.report import tables as report
@@ -142,7 +142,7 @@ def _list_experiments(json_path: str | None) -> None:
     for column in ("experiment", "claim", "short set", "difference"):
         table.add_column(column)
     for item in EXPERIMENTS.values():
-        table.add_row(item.name, item.claim, "yes" if item.by_default else "", _about(item))
+        table.add_row(item.name, item.claim, "yes" if item.by_default else "", item.difference)
     for claim, (command, difference) in ELSEWHERE.items():
         table.add_row(command, claim, "", f"{difference} (a separate command)")
     report.show(table, json_path=json_path)
@@ -153,7 +153,6 @@ def _list_experiments(json_path: str | None) -> None:
             "difference": item.difference,
             "kind": item.kind,
             "by_default": item.by_default,
-            "not_yet": item.later or None,
         }
         for item in EXPERIMENTS.values()
     ]
@@ -162,7 +161,3 @@ def _list_experiments(json_path: str | None) -> None:
         for claim, (command, difference) in ELSEWHERE.items()
     ]
     report.emit_json(json_path, {"schema": 1, "experiments": rows, "elsewhere": elsewhere})
-
-
-def _about(item: Experiment) -> str:
-    return f"{item.difference} (not applicable: {item.later})" if item.later else item.difference

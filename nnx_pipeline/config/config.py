@@ -97,11 +97,15 @@ class ModelConfig:
     longer than 1024, and all queries of others, see `ops.attention.BLOCK`.
     """
 
-    experts: Literal["dense"] = "dense"
-    """How experts are computed, a key of `ops.moe.EXPERTS`; `dense` runs all on all tokens."""
+    experts: Literal["dense", "grouped"] = "dense"
+    """How experts are computed, a key of `ops.moe.EXPERTS`.
+
+    `dense` runs all experts on all tokens, `grouped` each on the tokens that are sent to it, of
+    which none is dropped.
+    """
 
     expert_group: int | None = None
-    """How many experts of a device are computed by one product; it divides their number.
+    """How many experts of a device one product of `dense` experts computes; a divisor of them all.
 
     A small group saves memory, and a large one time. None takes the smallest group whose products
     keep a device busy, see `ops.experts.group_size`: on a TPU or GPU one expert of Mixtral 8x7B at
@@ -140,13 +144,23 @@ class ModelConfig:
         one_of("dtype", self.dtype, DTYPES)
         one_of("param_dtype", self.param_dtype, DTYPES)
         one_of("attention", self.attention, ("dot_product",))
-        one_of("experts", self.experts, ("dense",))
+        one_of("experts", self.experts, ("dense", "grouped"))
         if self.attention_block is not None:
             whole(self, "attention_block")
         if self.expert_group is not None:
             whole(self, "expert_group")
             rule = f"expert_group={self.expert_group} does not divide num_experts="
             is_divisor(self.expert_group, self.num_experts, rule=f"{rule}{self.num_experts}")
+            if self.experts != "dense":
+                raise InputError(
+                    f"expert_group={self.expert_group} is how many experts one product of "
+                    f"experts='dense' computes, and experts={self.experts!r}; leave it at None"
+                )
+        if self.num_experts == 1 and self.experts != "dense":
+            raise InputError(
+                f"experts={self.experts!r} needs routed experts, and num_experts=1; leave it at "
+                "'dense', or set num_experts to 2 or more"
+            )
         one_of("embedding", self.embedding, ("auto", "gather", "one_hot"))
         if self.max_position_embeddings is not None:
             whole(self, "max_position_embeddings")

@@ -148,13 +148,6 @@ class PipelineConfig:
                 f"{self.num_repeats} the forward and the backward work of a stage are in different "
                 "repeats; choose use or step"
             )
-        if POLICIES[self.remat].offloaded:
-            raise InputError(
-                f"pipeline.remat={self.remat} offloads values to the host, which "
-                "pipeline.schedule=1f1b does not support: it keeps them in device memory, where "
-                "they do not grow with the number of microbatches; choose a policy that saves or "
-                "recomputes"
-            )
 
     @property
     def accumulates(self) -> bool:

@@ -95,7 +95,6 @@ class Experiment:
     - `kind`: what of the arms is measured, see `Program`.
     - `needs`: mesh axes that must have two devices or more.
     - `by_default`: whether it is in the short set, which runs if no experiment is named.
-    - `later`: why it cannot run yet; "" if it can.
     - `same_program`: why both arms are one program before any compiler sees it, where they are.
     - `tolerance`: how far apart each value may be in the arms, relative to the largest value of its
       array.
@@ -112,7 +111,6 @@ class Experiment:
     kind: Kind = "step"
     needs: tuple[str, ...] = ()
     by_default: bool = False
-    later: str = ""
     same_program: str = ""
     # In float32 no experiment's arms lie farther apart than 6e-7, and many not at all.
     tolerance: float = 2e-6
@@ -143,8 +141,6 @@ class Experiment:
         Raises InputError when the experiment says nothing there: for a mesh without the axes that
         it is about, or a config that its arms or its setup contradict.
         """
-        if self.later:
-            raise InputError(self.later)
         for axis in self.needs:
             if mesh.sizes()[axis] == 1:
                 what = _WHAT[axis]

@@ -8,8 +8,10 @@ from nnx_pipeline.experiments.config_edits import in_both, set_model, set_train
 from nnx_pipeline.mesh import MeshConfig
 from nnx_pipeline.modules import Parts
 from nnx_pipeline.ops.experts import ExpertParts
+from nnx_pipeline.ops.grouped.experts import GroupedExperts
 
-NEEDS_GROUPED = "needs grouped expert matmuls, which are not implemented yet"
+# Rows, width before and width after of each product: smaller rows in the backward pass.
+NINE_TILES = (128, 128, 128, 64, 128, 128, 64, 128, 128)
 
 
 def _routed(config: Config, mesh: MeshConfig) -> Config:
@@ -77,18 +79,19 @@ EXPERTS = (
     Experiment(
         name="expert-tiles",
         claim="S2.9a",
-        difference="the tile sizes of grouped experts are nine numbers, or the three that are read",
-        a=Arm(label="9 numbers"),
-        b=Arm(label="3 numbers"),
-        later=NEEDS_GROUPED,
+        difference="the tiles of grouped experts are nine numbers, with rows and widths of their "
+        "own for the two products of the backward pass, or three that hold for all",
+        a=Arm(label="9 numbers", parts=_experts(mix=GroupedExperts(NINE_TILES))),
+        b=Arm(label="3 numbers", parts=_experts(mix=GroupedExperts(NINE_TILES[:3]))),
+        setup=_routed,
     ),
     Experiment(
         name="grouped-experts",
         claim="S3.4",
         difference="every expert sees all tokens, or its own group of them, inside the pipeline",
         a=Arm(label="dense"),
-        b=Arm(label="grouped"),
-        later=NEEDS_GROUPED,
+        b=Arm(label="grouped", parts=_experts(mix=GroupedExperts())),
+        setup=_routed,
     ),
 )
 

@@ -8,12 +8,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from nnx_pipeline.ops.experts import DenseExperts, ExpertKernels, ExpertParts, Mix
+from nnx_pipeline.ops.grouped.experts import GroupedExperts
 from nnx_pipeline.ops.router import Usage, expert_usage, route
 from nnx_pipeline.remat import Remat
 from nnx_pipeline.sharding import Layout, gather_weight, out_sharding
 
 # From how many experts are computed together, None for the function's own choice.
-EXPERTS: dict[str, Callable[[int | None], Mix]] = {"dense": DenseExperts}
+EXPERTS: dict[str, Callable[[int | None], Mix]] = {
+    "dense": DenseExperts,
+    "grouped": lambda group: GroupedExperts(),
+}
 
 
 class MoEKernels(NamedTuple):

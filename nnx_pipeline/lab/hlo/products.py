@@ -1,7 +1,8 @@
 """Counts the floating-point operations of one instruction: 2·m·n·k of a matrix product.
 
 A product is a dot, a convolution (the TPU compiler writes every product as one) or a library call
-whose attributes describe what it multiplies.
+whose attributes describe what it multiplies. A kernel written by hand counts with the operations
+that it states.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _NO_PRODUCT = re.compile(
 )
 # Kernels written by hand in Pallas, Mosaic or Triton: they may multiply any operand, even by
 # itself, so that a single operand is enough.
-_HAND_WRITTEN = re.compile(r"tpu_custom_call|mosaic_gpu|triton")
+_HAND_WRITTEN = re.compile(r"tpu_custom_call|mosaic|triton")
+# Inside a text quotes are escaped, by backslashes or, in an attribute of MLIR, as \22.
+_OWN_COST = re.compile(r'(flops|bytes_accessed)(?:\\22|\\*")\s*:\s*(?:\\22|\\*")?(\d+)')
 # Where input, kernel and output of the forward convolution are: operand 0 or 1, or the result (-1).
 _CUDNN_CONVOLUTIONS = {
     "__cudnn$convForward": (0, 1, -1),
@@ -159,11 +162,26 @@ def _library_flops(computation: Computation, call: Instruction) -> int | str:
         flops = _convolution_flops(lhs, kernel, result, call)
     elif "ragged_dot_tiling" in call.attributes.get("frontend_attributes", ""):
         flops = _tpu_ragged_dot_flops(operands, call)
-    elif _HAND_WRITTEN.search(target):
-        return "a kernel written by hand"
+    elif is_hand_written(call):
+        flops = stated_cost(call).get("flops", "a kernel written by hand that states no operations")
     elif _matrices(computation, call) < 2 or _NO_PRODUCT.match(target):
         return 0
     return "a library call that does not say what it multiplies" if flops is None else flops
+
+
+def is_hand_written(instruction: Instruction) -> bool:
+    """Whether an instruction is a kernel written by hand, in Pallas, Mosaic or Triton."""
+    return bool(_HAND_WRITTEN.search(instruction.attributes.get("custom_call_target", "")))
+
+
+def stated_cost(kernel: Instruction) -> dict[str, int]:
+    """What a kernel written by hand says of its own cost: `flops` and `bytes_accessed`, if it does.
+
+    On a TPU that is its `cost_estimate`, as JAX writes it into the program. The NVIDIA compiler
+    gets no estimate; there a kernel states the same two names in its `metadata`.
+    """
+    config = kernel.attributes.get("backend_config", "")
+    return {name: int(digits) for name, digits in _OWN_COST.findall(config)}
 
 
 def _matrices(computation: Computation, instruction: Instruction) -> int:

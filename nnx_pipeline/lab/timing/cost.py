@@ -4,9 +4,10 @@
   that take time, such as a sort, take their bytes at the memory's rate.
 - `kernel`: a kernel written by hand carries no estimate, or a sentinel in its place. Its time is
   the longer of two: its operations at `KERNEL_EFFICIENCY` of the peak, and its bytes at the rate
-  of the memory. Its operations and bytes are those of its own `cost_estimate`.
-- `roofline`: an NVIDIA program has no estimates. There an instruction takes the longer of its
-  operations at the peak and its bytes at the memory's rate, which no real program reaches.
+  of the memory. Its operations and bytes are those that it states, see `products.stated_cost`.
+- `roofline`: an NVIDIA program has no estimates. There an instruction that is no kernel takes the
+  longer of its operations at the peak and its bytes at the memory's rate, which no real program
+  reaches.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Literal
 
 from nnx_pipeline.lab.hlo.module import Computation, Instruction, Module
 from nnx_pipeline.lab.hlo.opcodes import PRODUCTS, TRANSFERS, is_known, plain
-from nnx_pipeline.lab.hlo.products import flops_of
+from nnx_pipeline.lab.hlo.products import flops_of, is_hand_written, stated_cost
 from nnx_pipeline.lab.timing.collectives import called_inside, collectives_in
 from nnx_pipeline.lab.timing.devices import Device
 
@@ -28,9 +29,7 @@ SMALL = 4096  # bytes: what is smaller and has no estimate steers the program an
 NO_ESTIMATE = 2**62  # the sentinels are 2⁶³ − 1 and 2⁶⁴ − 1; no estimate comes near them
 
 _CYCLES = re.compile(r'estimated_cycles"\s*:\s*"?(\d+)')
-_OWN_COST = re.compile(r'(flops|bytes_accessed)\\*"\s*:\s*\\*"?(\d+)')
 _LIBRARY = re.compile(r'"?__(cublas|cudnn|onednn)')
-_KERNELS = re.compile(r"tpu_custom_call|mosaic|triton")
 _MOVES = frozenset(
     {
         *("bitcast", "broadcast", "concatenate", "copy", "dynamic-slice", "dynamic-update-slice"),
@@ -126,6 +125,8 @@ class Costs:
         flops = flops_of(computation, instruction)
         if isinstance(flops, str) or not flops:
             return flops
+        if is_hand_written(instruction):
+            return flops / self.device.flops["bf16"]
         (read, *_), *_ = computation.operand_shapes(instruction)
         rate = self.device.product_rate(read.dtype)
         return flops / rate if rate else f"a product of {read.dtype}, whose rate is not known"
@@ -156,7 +157,7 @@ class Costs:
 
     def _kind(self, instruction: Instruction) -> Kind:
         target = instruction.attributes.get("custom_call_target", "")
-        if _KERNELS.search(target):
+        if is_hand_written(instruction):
             return "kernels"
         inside = self._inside(instruction)
         if _LIBRARY.match(target) or inside & PRODUCTS:
@@ -172,13 +173,12 @@ class Costs:
         return set().union(*(self._inside(item) for items in fused for item in items))
 
     def _of_kernel(self, computation: Computation, instruction: Instruction) -> Cost | str:
-        own = dict(_OWN_COST.findall(instruction.attributes.get("backend_config", "")))
+        own = stated_cost(instruction)
         if "flops" not in own:
             return "a kernel that states no operations"
-        stated = int(own.get("bytes_accessed", 0))
-        size = stated or _bytes(self.module, computation, instruction)
+        size = own.get("bytes_accessed") or _bytes(self.module, computation, instruction)
         rate = KERNEL_EFFICIENCY * self.device.flops["bf16"]
-        return Cost(max(int(own["flops"]) / rate, size / self.device.memory), "kernels")
+        return Cost(max(own["flops"] / rate, size / self.device.memory), "kernels")
 
     def _roofline(
         self, computation: Computation, instruction: Instruction, kind: Kind

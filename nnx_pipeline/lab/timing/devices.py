@@ -1,4 +1,4 @@
-"""What the makers of devices say about their speed, with the source of each figure.
+"""What the makers of devices say about them, with the source of each figure.
 
 All rates are per device, which is a chip (a TPU v5p with both of its cores). Sources:
 
@@ -9,6 +9,8 @@ All rates are per device, which is a chip (a TPU v5p with both of its cores). So
 - The clock follows from the peak: matrix units × their area × 2 × clock. v5p has 8 units of
   128 × 128 and 459 TFLOP/s, v5e 4 and 197. For v6e, 4 units of 256 × 256 are assumed: Google
   publishes 4.7 times the compute of v5e from larger units and a higher clock, and no clock.
+- On-chip memory for arrays, v5p: a core has 64 MiB (JAX documentation, Pallas for TPU), of which
+  libtpu keeps 16 for the workspace of single operations (xla_tpu_scoped_vmem_limit_kib).
 - NVIDIA: data sheets of H100 SXM and H200 SXM, dense rates. NVLink is 900 GB/s, half each way.
 """
 
@@ -22,7 +24,7 @@ TERA, GIGA = 1e12, 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """The speed of one device.
+    """One device, above all its speed.
 
     - `flops`: operations per second of matrix products by HLO dtype.
     - `memory`: bytes per second of its own memory.
@@ -33,6 +35,7 @@ class Device:
     - `island`: how many devices in a row a switch joins; between two islands nothing is known.
     - `clock`: cycles per second in which the compiler estimates; None where it estimates nothing.
     - `launch`: seconds that a collective takes for each device that it passes, besides sending.
+    - `on_chip`: bytes of on-chip memory that a compiler gives to arrays; None if not known.
     """
 
     flops: Mapping[str, float] = field(hash=False)
@@ -43,6 +46,7 @@ class Device:
     island: int | None = None
     clock: float | None
     launch: float
+    on_chip: int | None = None
 
     def product_rate(self, dtype: str) -> float | None:
         """Operations per second of a product of operands of an HLO dtype; None if not known.
@@ -67,6 +71,7 @@ DEVICES = {
         closes_at=4,
         clock=1.75e9,
         launch=1e-6,
+        on_chip=48 * 2**20,
     ),
     ("tpu", "v5e"): Device(
         flops={"bf16": 197 * TERA, "s8": 393 * TERA},

@@ -1,0 +1,100 @@
+"""Products of groups of rows as a loop over tiles, in plain JAX: for every platform."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from nnx_pipeline.ops.grouped.order import visits
+
+
+def product(
+    rows: Float[Array, "rows into"],
+    kernels: Float[Array, "groups _ _"],
+    sizes: Int[Array, "groups"],
+    *,
+    transposed: bool,
+    tile: int,
+) -> Float[Array, "rows out_of"]:
+    """Each row times the kernel of its group; 0 in rows after the last group.
+
+    - `kernels`: `[groups, into, out_of]`, or `[groups, out_of, into]` if they are `transposed`.
+    - `sizes`: how many rows each group has, one group behind the other.
+    - `tile`: how many rows a step of the loop multiplies; it divides their number.
+
+    The products add up in float32, and the result has the dtype of `rows`.
+    """
+    tiles = rows.reshape(-1, tile, rows.shape[1])
+    of_kernel = 1 if transposed else 0  # the axis that is summed over
+
+    def visit(out: Array, group: Array, at: Array, bounds: Array) -> Array:
+        mine = _within(at, tile, bounds)
+        own = jax.lax.dynamic_index_in_dim(tiles, at, keepdims=False)
+        kernel = jax.lax.dynamic_index_in_dim(kernels, group, keepdims=False)
+        new = jax.lax.dot_general(
+            own, kernel, (((1,), (of_kernel,)), ((), ())), preferred_element_type=jnp.float32
+        ).astype(out.dtype)
+        before = jax.lax.dynamic_index_in_dim(out, at, keepdims=False)
+        new = jnp.where(mine, new, before)
+        return jax.lax.dynamic_update_index_in_dim(out, new, at, 0)
+
+    start = jnp.zeros((*tiles.shape[:2], kernels.shape[2 - of_kernel]), rows.dtype)
+    return _over_visits(visit, start, visits(sizes, len(rows), tile)).reshape(len(rows), -1)
+
+
+def outer(
+    left: Float[Array, "rows into"],
+    right: Float[Array, "rows out_of"],
+    sizes: Int[Array, "groups"],
+    tile: int,
+) -> Float[Array, "groups into out_of"]:
+    """Σ over the rows of each group of leftᵀ · right: the gradient of the kernels of `product`.
+
+    - `sizes`, `tile`: as for `product`.
+
+    Rows after the last group may hold anything. The sum is made in float32, and the result has the
+    dtype of `left`.
+    """
+    lefts = left.reshape(-1, tile, left.shape[1])
+    rights = right.reshape(-1, tile, right.shape[1])
+
+    def visit(total: Array, group: Array, at: Array, bounds: Array) -> Array:
+        mine = _within(at, tile, bounds)
+        own, other = (
+            jnp.where(mine, jax.lax.dynamic_index_in_dim(each, at, keepdims=False), 0)
+            for each in (lefts, rights)
+        )
+        new = jnp.dot(own.T, other, preferred_element_type=jnp.float32)
+        before = jax.lax.dynamic_index_in_dim(total, group, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(total, before + new, group, 0)
+
+    start = jnp.zeros((len(sizes), left.shape[1], right.shape[1]), jnp.float32)
+    return _over_visits(visit, start, visits(sizes, len(left), tile)).astype(left.dtype)
+
+
+def _over_visits(
+    visit: Callable[[Array, Array, Array, Array], Array],
+    start: Array,
+    rows: tuple[Array, Array, Array],
+) -> Array:
+    """The state after all visits; one that is not needed has no rows, and is skipped.
+
+    - `visit`: (state, group, tile, bounds) to the state.
+    - `start`: the state before.
+    - `rows`: what `visits` returns.
+    """
+
+    def step(state: Array, row: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        bounds = row[2]
+        return jax.lax.cond(
+            bounds[1] > bounds[0], visit, lambda state, *_: state, state, *row
+        ), None
+
+    return jax.lax.scan(step, start, rows)[0]
+
+
+def _within(at: Array, tile: int, bounds: Array) -> Array:
+    """Which rows of a tile belong to the group, `[tile, 1]`."""
+    row = at * tile + jnp.arange(tile)
+    return ((row >= bounds[0]) & (row < bounds[1]))[:, None]

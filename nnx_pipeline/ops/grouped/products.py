@@ -1,0 +1,163 @@
+"""Products of groups of rows with a kernel each: which implementation computes them where.
+
+Kernels written in Pallas are imported where they are used, because that takes a second.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from nnx_pipeline.errors import InputError
+from nnx_pipeline.mesh import ambient_platform
+from nnx_pipeline.ops.grouped import by_tiles
+from nnx_pipeline.ops.per_device import one_by_one
+
+Backend = Literal["megablox", "triton", "tiles"]
+
+
+Tile = tuple[int, int, int]
+
+
+class Tiles(NamedTuple):
+    """Rows, width before and width after of what a kernel computes at a time, for each product.
+
+    - `forward`: rows times kernels.
+    - `to_rows`: cotangents times transposed kernels, which give the cotangents of the rows.
+    - `to_kernels`: rows times cotangents, which give the gradients of the kernels.
+    """
+
+    forward: Tile
+    to_rows: Tile
+    to_kernels: Tile
+
+    @classmethod
+    def of(cls, numbers: tuple[int, ...]) -> "Tiles":
+        """The tiles of three numbers, which hold for all products, or of nine.
+
+        Raises InputError for another number of them, and for rows of which one does not divide the
+        other.
+        """
+        numbers = numbers * 3 if len(numbers) == 3 else numbers
+        if len(numbers) != 9 or any(max(numbers[::3]) % rows for rows in numbers[::3]):
+            raise InputError(
+                f"the tiles {numbers} of grouped experts are not (rows, width before, width after) "
+                "once or for each of three products, with rows of which one divides the other; "
+                "give powers of two"
+            )
+        forward, to_rows, to_kernels = zip(*[iter(numbers)] * 3, strict=True)
+        return cls(forward, to_rows, to_kernels)
+
+
+@dataclass(frozen=True)
+class GroupedProducts:
+    """The products of experts with the rows that were sent to them.
+
+    - `backend`: `megablox` is JAX's kernel for TPUs, `triton` that of this package for NVIDIA
+      GPUs, and `tiles` a loop in plain JAX.
+    - `tiles`: what is computed at a time; the backend `tiles` reads the numbers of rows alone.
+    - `interpret`: whether kernels are interpreted, for tests where their platform is not.
+    """
+
+    backend: Backend
+    tiles: Tiles
+    interpret: bool = False
+
+    def product(
+        self,
+        rows: Float[Array, "rows into"],
+        kernels: Float[Array, "groups _ _"],
+        sizes: Int[Array, "groups"],
+        *,
+        transposed: bool = False,
+    ) -> Float[Array, "rows out_of"]:
+        """Each row times the kernel of its group; rows after the last group may be anything.
+
+        - `kernels`: `[groups, into, out_of]`, or `[groups, out_of, into]` if they are `transposed`.
+        - `sizes`: how many rows each group has, one group behind the other.
+        """
+        tile, call = self.tiles.to_rows if transposed else self.tiles.forward, None
+        if self.backend == "tiles":
+            call = functools.partial(by_tiles.product, transposed=transposed, tile=tile[0])
+        elif self.backend == "triton":
+            from nnx_pipeline.ops.grouped import by_triton
+
+            call = functools.partial(
+                by_triton.product, transposed=transposed, tile=tile, interpret=self.interpret
+            )
+        else:
+            from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
+            call = functools.partial(
+                gmm,
+                preferred_element_type=rows.dtype,
+                tiling=_within(tile, rows.shape[1], kernels.shape[1 if transposed else 2]),
+                transpose_rhs=transposed,
+                interpret=self.interpret,
+            )
+        with jax.numpy_dtype_promotion("standard"):  # JAX's own kernel mixes dtypes
+            return one_by_one(call)(rows, kernels, sizes)
+
+    def outer(
+        self,
+        left: Float[Array, "rows into"],
+        right: Float[Array, "rows out_of"],
+        sizes: Int[Array, "groups"],
+    ) -> Float[Array, "groups into out_of"]:
+        """Σ over the rows of each group of leftᵀ · right; rows after the last may be anything.
+
+        - `sizes`: as for `product`.
+        """
+        call: Any
+        if self.backend == "tiles":
+            call = functools.partial(by_tiles.outer, tile=self.tiles.to_kernels[0])
+        elif self.backend == "triton":
+            from nnx_pipeline.ops.grouped import by_triton
+
+            call = functools.partial(
+                by_triton.outer, tile=self.tiles.to_kernels, interpret=self.interpret
+            )
+        else:
+            call = self._outer_of_megablox
+        with jax.numpy_dtype_promotion("standard"):
+            return one_by_one(call)(left, right, sizes)
+
+    def _outer_of_megablox(self, left: Array, right: Array, sizes: Array) -> Array:
+        from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+        tile = _within(self.tiles.to_kernels, left.shape[1], right.shape[1])
+        return tgmm(left.T, right, sizes, left.dtype, tile, interpret=self.interpret)
+
+    @property
+    def multiple(self) -> int:
+        """The number of rows has to be a multiple of this."""
+        return max(tile[0] for tile in self.tiles)
+
+
+def _within(tile: Tile, into: int, out_of: int) -> Tile:
+    rows, before, after = tile
+    return rows, min(before, into), min(after, out_of)
+
+
+# What computes the products on each platform, and its tiles. 512 × 1024 × 1024 is what MaxText
+# takes on a TPU; the rows of the others are as many as a product needs to be worth its start.
+ON_PLATFORM: dict[str, tuple[Backend, Tile]] = {
+    "tpu": ("megablox", (512, 1024, 1024)),
+    "gpu": ("triton", (128, 64, 128)),
+    "cpu": ("tiles", (128, 0, 0)),
+}
+
+
+def products_for(rows: int, numbers: tuple[int, ...] | None = None) -> GroupedProducts:
+    """The products as they are computed on the ambient platform.
+
+    - `rows`: how many rows all experts of a device have together; a tile has no more than the next
+      power of two.
+    - `numbers`: as for `Tiles.of`, each a power of two; None for what suits the platform.
+    """
+    backend, usual = ON_PLATFORM[ambient_platform()]
+    most = max(16, 1 << (rows - 1).bit_length())
+    tiles = Tiles.of(numbers or usual)
+    return GroupedProducts(backend, Tiles(*((min(tile[0], most), *tile[1:]) for tile in tiles)))
