@@ -2,10 +2,12 @@
 
     python benchmarks/floor.py
     python benchmarks/floor.py --missing
+    python benchmarks/floor.py --compiled
 
-compile a training step of each for eight TPU v5p, the second only where there is no result yet, and
-write benchmarks/results/floor.json and, from it, floor.md. After a config its result is on disk.
-One takes up to two minutes of two cores; no hardware runs.
+compile a training step of each for eight TPU v5p, the second only where there is no result yet, the
+third none: it takes the floors anew of what was compiled. All write benchmarks/results/floor.json
+and, from it, floor.md. After a config its result is on disk. One takes up to two minutes of two
+cores; no hardware runs.
 """
 
 import argparse
@@ -27,13 +29,14 @@ from nnx_pipeline.errors import InputError
 from nnx_pipeline.experiments import floor
 from nnx_pipeline.experiments.programs import measure_step
 from nnx_pipeline.files import write_text
-from nnx_pipeline.lab.attribution.floor import between, live_bytes
+from nnx_pipeline.lab.attribution.floor import Floor, between, live_bytes
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.compile.platform import Platform
 
 RESULTS = Path(__file__).parent / "results" / "floor.json"
 PLATFORM, SEED, COUNT = "tpu:v5p:2x2x2", 30, 30
-NEAR = 0.1  # the floor is near where the heap is above it by at most this share of the heap
+LOOKED_AT = "configs 0 to 7 of seed 31"  # whose buffers gave `bound/expected.py`
+NEAR, SO_SO = 0.1, 0.2  # of the heap: how much a floor may be less, or more, to be near it
 MESHES = (
     "stage=2,fsdp=4",
     "stage=4,fsdp=2",
@@ -44,7 +47,7 @@ MESHES = (
     "fsdp=8",
     "fsdp=4,tensor=2",
 )
-ADDED = "with_added_bytes"
+EXPECTED = "expected_bytes"
 Found = dict[str, Any]
 
 
@@ -107,8 +110,8 @@ def kept(config: Config, mesh: MeshConfig, result: Measurement) -> Found:
     - `result`: the compiled step.
     """
     least, held = floor(config, mesh, PLATFORM), result.attribution
-    if held is None or least.peak is None or least.time is None or result.time is None:
-        raise SystemExit(f"{mesh}: the compiler or the floor gives no figure")
+    if held is None or result.time is None:
+        raise SystemExit(f"{mesh}: the compiler gives no figure")
     return {
         "mesh": str(mesh),
         "config": to_dict(config),
@@ -116,15 +119,23 @@ def kept(config: Config, mesh: MeshConfig, result: Measurement) -> Found:
         "heap_bytes": result.memory.heap_bytes,
         "live_bytes": live_bytes(held),
         "step_seconds": result.time.step_seconds,
-        "floor": {
-            "argument_bytes": least.argument_bytes,
-            "heap_bytes": least.heap_bytes,
-            "with_added_bytes": least.with_added_bytes,
-            "step_seconds": least.time.step_seconds,
-            "peak": least.peak.name,
-        },
+        "floor": figures(least),
         "above": {gap.role: gap.excess for gap in between(least, held)},
         "versions": {name: one for name, one in result.versions.items() if one},
+    }
+
+
+def figures(least: Floor) -> Found:
+    """What the page is made of of a floor."""
+    if least.peak is None or least.time is None or least.expected_peak is None:
+        raise SystemExit(f"the floor gives no figure: {least.unknown}")
+    return {
+        "argument_bytes": least.argument_bytes,
+        "heap_bytes": least.heap_bytes,
+        "expected_bytes": least.expected_bytes,
+        "step_seconds": least.time.step_seconds,
+        "peak": least.peak.name,
+        "expected_peak": least.expected_peak.name,
     }
 
 
@@ -132,14 +143,14 @@ def ratio(found: Found, name: str = "heap_bytes", floor: str = "heap_bytes") -> 
     """How many times the floor of the heap a figure is.
 
     - `name`: the heap, or `live_bytes`, the arrays that are in it at its peak.
-    - `floor`: the floor, or `with_added_bytes`, what compilers are known to add included.
+    - `floor`: the floor, or `expected_bytes`, the heap that a compiler is expected to make.
     """
     return float(found[name] / found["floor"][floor])
 
 
-def is_near(found: Found, name: str = "heap_bytes", floor: str = "heap_bytes") -> bool:
-    """Whether the floor is less than a figure, or more, by at most `NEAR` of that figure."""
-    return abs(1 - 1 / ratio(found, name, floor)) <= NEAR
+def is_near(found: Found, floor: str = "heap_bytes", share: float = NEAR) -> bool:
+    """Whether the floor is less than the heap, or more, by at most a share of the heap."""
+    return abs(1 - 1 / ratio(found, floor=floor)) <= share
 
 
 def cells(number: int, found: Found) -> list[str]:
@@ -147,7 +158,8 @@ def cells(number: int, found: Found) -> list[str]:
     model, pipeline = found["config"]["model"], found["config"]["pipeline"]
     stages = MeshConfig.parse(found["mesh"]).stage
     per_visit = model["num_layers"] // (stages * pipeline["num_repeats"])
-    sizes = (found["heap_bytes"], found["live_bytes"], found["floor"]["heap_bytes"])
+    least = found["floor"]
+    sizes = (found["heap_bytes"], found["live_bytes"], least["heap_bytes"], least[EXPECTED])
     return [
         str(number),
         found["mesh"],
@@ -158,22 +170,21 @@ def cells(number: int, found: Found) -> list[str]:
         *(f"{size / 1e6:.1f}" for size in sizes),
         f"{ratio(found):.2f}",
         f"{ratio(found, 'live_bytes'):.2f}",
-        f"{ratio(found, 'heap_bytes', ADDED):.2f}",
-        f"{ratio(found, 'live_bytes', ADDED):.2f}",
-        found["floor"]["peak"],
+        f"{ratio(found, floor=EXPECTED):.2f}",
+        least["peak"],
+        least["expected_peak"],
     ]
 
 
 HEAD = (
     "| | mesh | schedule, repeats | layers of a visit | gather | feed-forward | heap, MB "
-    "| arrays, MB | floor, MB | heap / floor | arrays / floor "
-    "| heap / with added | arrays / with added | most at |\n"
-    "|--:|---|---|--:|---|---" + "|--:" * 7 + "|---|"
+    "| arrays, MB | floor, MB | expected, MB | heap / floor | arrays / floor | heap / expected "
+    "| floor most at | expected most at |\n"
+    "|--:|---|---|--:|---|---" + "|--:" * 7 + "|---|---|"
 )
 HEAD_CLASS = (
-    "| class | configs | heap / floor | arrays / floor | arrays / with added |\n|---"
-    + "|--:" * 4
-    + "|"
+    "| class | configs | heap / floor | arrays / floor | heap / expected "
+    "| within 10 % | within 20 % |\n|---" + "|--:" * 6 + "|"
 )
 HEAD_ROLE = "| role | of the excess |\n|---|--:|"
 ABOUT = f"""# The floor beside the compiled heap
@@ -186,11 +197,19 @@ factor in it was fitted to these programs. Bytes are per device.
 padding and without fragmentation: the holes between arrays, and the tables of tuples. The floor
 counts what a matrix product reads and another one wrote. Single numbers cost it nothing, so that
 cotangents take the place of scores and of hidden units. A TPU keeps some arrays on-chip, which are
-in no heap, so that `arrays` may be less than the floor. `with added` also counts what the compiler
-is known to hold without need: all weights of a stage cast before the loop, the cotangent of hidden
-units beside them, and the gradient of the logits beside these. As the on-chip memory takes some of
-it, the heap may be less than that too. These three rows were chosen after a look at some of the
-programs below, and so was the rule that cotangents take the place of what they are made from.
+in no heap, so that `arrays` may be less than the floor.
+
+`expected` is no bound but a guess at the heap, from config and mesh as well. It adds what the
+compiler holds without need: all weights of a stage cast before the loop, cotangents of scores, of
+hidden units and of logits beside these, the gradients of one visit beside the accumulators, and
+what is in flight between stages. It takes off what fits into the on-chip memory, and adds holes and
+tables. What it adds, and its constants (the shares of holes, and the number of tables), come from
+the buffers of eight other programs, {LOOKED_AT}; that holes are few beside large
+arrays was chosen with the heaps of peer_memory.md in view, too. Configs 14 and 34 of seed 32 were
+compiled afterwards: 0.96 and 1.02 times the expected. The programs below were compared with it
+once, and nothing was changed after that. An earlier form of this page, with their heaps, was known.
+The rule that cotangents take the place of what they are made from was chosen after a look at some
+of them.
 """
 ABOUT_CLASS = "The same by class, each figure a median.\n"
 ABOUT_ROLE = """What lies between floor and heap, summed over all configs, as shares of the sum. The
@@ -202,23 +221,19 @@ this role and that the compiler holds in another, or at another moment.
 def summary(results: Sequence[Found]) -> str:
     """What was reached, in sentences."""
     ratios = [ratio(found) for found in results]
-    near, arrays, added, both = (
-        sum(is_near(found, *names) for found in results)
-        for names in (
-            ("heap_bytes",),
-            ("live_bytes",),
-            ("heap_bytes", ADDED),
-            ("live_bytes", ADDED),
-        )
+    guesses = [ratio(found, floor=EXPECTED) for found in results]
+    near, close, so_so = (
+        sum(is_near(found, *which) for found in results)
+        for which in (("heap_bytes", NEAR), (EXPECTED, NEAR), (EXPECTED, SO_SO))
     )
     below = sum(one >= 1 for one in ratios)
     arguments = [found["argument_bytes"] / found["floor"]["argument_bytes"] for found in results]
     steps = [found["step_seconds"] / found["floor"]["step_seconds"] for found in results]
     sentences = (
         f"The floor is at or below the heap in {below} of {len(results)} configs, and within "
-        f"{NEAR:.0%} of it in {near}; within {NEAR:.0%} of its arrays in {arrays}. With what "
-        f"compilers are known to add it is within {NEAR:.0%} of the heap in {added}, and of its "
-        f"arrays in {both}.",
+        f"{NEAR:.0%} of it in {near}. The expected heap is within {NEAR:.0%} of the heap in "
+        f"{close} and within {SO_SO:.0%} in {so_so}: the heap is {min(guesses):.2f} to "
+        f"{max(guesses):.2f} times the expected, {statistics.median(guesses):.2f} in the median.",
         f"The heap is {min(ratios):.2f} to {max(ratios):.2f} times the floor, "
         f"{statistics.median(ratios):.2f} in the median.",
         f"Arguments are {min(arguments):.3f} to {max(arguments):.3f} times the floor, which counts "
@@ -243,7 +258,8 @@ def by_class(results: Sequence[Found]) -> list[list[str]]:
             str(len(group)),
             _median(map(ratio, group)),
             _median(ratio(found, "live_bytes") for found in group),
-            _median(ratio(found, "live_bytes", ADDED) for found in group),
+            _median(ratio(found, floor=EXPECTED) for found in group),
+            *(str(sum(is_near(one, EXPECTED, share) for one in group)) for share in (NEAR, SO_SO)),
         ]
         for name, group in sorted(groups.items())
     ]
@@ -284,10 +300,22 @@ def document(results: Sequence[Found]) -> str:
     return "\n".join(parts) + "\n"
 
 
+def again() -> None:
+    """Writes the floors anew beside what was compiled."""
+    results = json.loads(RESULTS.read_text())
+    for (config, mesh), found in zip(drawn(), results, strict=True):
+        found["floor"] = figures(floor(config, mesh, PLATFORM))
+    write_text(str(RESULTS), json.dumps(results, indent=1) + "\n")
+    write_text(str(RESULTS.with_suffix(".md")), document(results))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--missing", action="store_true", help="only what has no result yet")
+    parser.add_argument("--compiled", action="store_true", help="floors of what was compiled")
     asked = parser.parse_args()
+    if asked.compiled:
+        return again()
     results = json.loads(RESULTS.read_text()) if asked.missing and RESULTS.exists() else []
     for number, (config, mesh) in list(enumerate(drawn()))[len(results) :]:
         results.append(measure(config, mesh))

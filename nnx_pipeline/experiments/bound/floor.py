@@ -1,12 +1,13 @@
 """The floor of a training step: what any program for it must hold, and how long it must take."""
 
 from nnx_pipeline.config.config import Config
+from nnx_pipeline.experiments.bound.expected import expected
 from nnx_pipeline.experiments.bound.moments import moments
 from nnx_pipeline.experiments.bound.sizes import Sizes, bytes_of, on_mesh
 from nnx_pipeline.experiments.useful import bubble_share, flops_outside_layers, useful_flops
 from nnx_pipeline.lab.attribution.floor import Floor, LeastTime, Term
 from nnx_pipeline.lab.compile.platform import Platform
-from nnx_pipeline.lab.timing.devices import device_of
+from nnx_pipeline.lab.timing.devices import Device, device_of
 from nnx_pipeline.mesh import MeshConfig
 
 HLO_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
@@ -17,8 +18,9 @@ def floor(config: Config, mesh: MeshConfig | str, platform: Platform | str | Non
 
     - `config`: of model, pipeline and training; what of it the floor does not know, it says.
     - `mesh`: the size of each mesh axis, or a text such as `stage=4,fsdp=2`.
-    - `platform`: the device whose peak gives the time, and for which the layers choose how many
-      experts they compute at a time; None leaves the time out, and they choose as for a TPU.
+    - `platform`: the device whose peak gives the time, for which the layers choose how many experts
+      they compute at a time, and whose compiler's heap is expected. None leaves out the time and
+      what is expected, and the layers choose as for a TPU. Only for a TPU v5p is a heap expected.
 
     Nothing is compiled and no device is needed. An array counts wherever it is held: a TPU may keep
     some of them in its on-chip memory, which is no part of a heap. Raises InputError when config
@@ -27,11 +29,15 @@ def floor(config: Config, mesh: MeshConfig | str, platform: Platform | str | Non
     mesh = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
     platform = Platform.parse(platform) if isinstance(platform, str) else platform
     unknown = _unknown(config, mesh)
+    device = device_of(platform.kind, platform.target) if platform else None
     with on_mesh(config, mesh, platform.backend if platform else "tpu") as sizes:
+        least = () if unknown else moments(sizes)
+        on_chip = device.on_chip if device else None
         return Floor(
             arguments=_arguments(sizes),
-            moments=() if unknown else moments(sizes),
-            time=_least_time(config, mesh, platform),
+            moments=least,
+            expected=() if on_chip is None else expected(sizes, least, on_chip),
+            time=_least_time(config, mesh, device),
             knows=_knows(sizes),
             unknown=unknown,
         )
@@ -50,8 +56,7 @@ def _arguments(sizes: Sizes) -> tuple[Term, ...]:
     )
 
 
-def _least_time(config: Config, mesh: MeshConfig, platform: Platform | None) -> LeastTime | None:
-    device = device_of(platform.kind, platform.target) if platform else None
+def _least_time(config: Config, mesh: MeshConfig, device: Device | None) -> LeastTime | None:
     rate = device.product_rate(HLO_DTYPES[config.model.dtype]) if device else None
     if rate is None:
         return None
@@ -102,6 +107,9 @@ def _unknown(config: Config, mesh: MeshConfig) -> tuple[str, ...]:
         ),
         f"the one-hot rows of model.embedding={model.embedding} are not counted": (
             model.embedding != "gather"
+        ),
+        f"what model.experts={model.experts} holds is not counted": (
+            model.num_experts > 1 and model.experts != "dense"
         ),
         f"the masks of model.dropout_rate={model.dropout_rate} are not counted": (
             model.dropout_rate > 0

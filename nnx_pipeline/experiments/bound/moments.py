@@ -4,7 +4,12 @@ from nnx_pipeline.experiments.bound.sizes import FULL_WIDTH, Sizes
 from nnx_pipeline.lab.attribution.floor import Moment, Term
 
 ACTIVATION, SAVED, CARRIED = "activation", "saved residual", "scan carry"
-TOTALS, GATHERED = "gradient accumulator", "gathered weight"
+TOTALS, GRADIENT, GATHERED = "gradient accumulator", "gradient", "gathered weight"
+LOGITS, MOVED = "logits", "collective buffer"
+
+LOSS, OPTIMIZER = "loss", "optimizer"
+ATTENTION = "backward pass of attention"
+FEED_FORWARD = "backward pass of the feed-forward block"
 
 
 def moments(sizes: Sizes) -> tuple[Moment, ...]:
@@ -26,29 +31,23 @@ def moments(sizes: Sizes) -> tuple[Moment, ...]:
         backward = [*kept, *_cotangents(sizes), *_accumulators(sizes, ends=False)]
     block = [*backward, *_kernels(sizes), *_projections(sizes)]
     found = {
-        "loss": ([*loss, *_loss(sizes)], [*_casts(sizes), *_logits_again(sizes)]),
-        "backward pass of attention": ([*block, *_attention(sizes)], _casts(sizes)),
-        "backward pass of the feed-forward block": (
-            [*block, *_feed_forward(sizes)],
-            [*_casts(sizes), *_hidden_again(sizes)],
-        ),
-        "optimizer": (_gradients(sizes), []),
+        LOSS: [*loss, *_loss(sizes)],
+        ATTENTION: [*block, *_attention(sizes)],
+        FEED_FORWARD: [*block, *_feed_forward(sizes)],
+        OPTIMIZER: _gradients(sizes),
     }
     return tuple(
-        Moment(name=name, terms=_there(terms), added=_there(added))
-        for name, (terms, added) in found.items()
+        Moment(name=name, terms=tuple(row for row in rows if row.bytes))
+        for name, rows in found.items()
     )
 
 
-def _there(terms: list[Term]) -> tuple[Term, ...]:
-    return tuple(term for term in terms if term.bytes)
-
-
-def _term(name: str, size: int, role: str, formula: str) -> Term:
+def term(name: str, size: int, role: str, formula: str) -> Term:
+    """One row of a moment."""
     return Term(name=name, bytes=size, formula=formula, role=role)
 
 
-def _number(count: int, what: str) -> str:
+def number_of(count: int, what: str) -> str:
     """A number of things, such as `2 layers`."""
     ending = "es" if what.endswith("ch") else "s"
     return f"{count} {what}{'' if count == 1 else ending}"
@@ -60,43 +59,43 @@ def _gathered(sizes: Sizes) -> list[Term]:
         return []
     size = sizes.gathered_bytes(sizes.state.model.pipeline.layers)
     formula = "all weights of the stage, whole along fsdp and data, × bytes of dtype"
-    return [_term("gathered weights", size, GATHERED, formula)]
+    return [term("gathered weights", size, GATHERED, formula)]
 
 
 def _kernels(sizes: Sizes) -> list[Term]:
     """The weight that one product of the backward pass reads, and its gradient."""
     size = sizes.largest_kernel
-    terms = [_term("gradient of one kernel", size, "gradient", "as large as the gathered kernel")]
+    terms = [term("gradient of one kernel", size, GRADIENT, "as large as the gathered kernel")]
     if sizes.config.pipeline.fsdp_gather == "use":
         formula = "largest kernel of a layer (of one group of experts), whole, × bytes of dtype"
-        terms.append(_term("gathered kernel", size, GATHERED, formula))
+        terms.append(term("gathered kernel", size, GATHERED, formula))
     return terms
 
 
 def _saved(sizes: Sizes) -> list[Term]:
     """The inputs of layers that the circular schedule keeps from the forward pass."""
     if not sizes.in_loop:
-        count, per = sizes.layers, _number(sizes.layers, "layer")
+        count, per = sizes.layers, number_of(sizes.layers, "layer")
     else:
         ticks = sizes.schedule.ticks
         count, per = (
             ticks * sizes.layers,
-            f"{ticks} ticks × {_number(sizes.layers, 'layer')} of a visit",
+            f"{ticks} ticks × {number_of(sizes.layers, 'layer')} of a visit",
         )
     formula = f"{per} × tokens × embed × bytes of dtype"
-    return [_term("saved inputs of layers", count * sizes.stream, SAVED, formula)]
+    return [term("saved inputs of layers", count * sizes.stream, SAVED, formula)]
 
 
 def _ring(sizes: Sizes) -> list[Term]:
     """What 1F1B keeps of the visits that have no backward visit yet, and what travels."""
     slots = sizes.schedule.ring_slots
     size = slots * sizes.layers * sizes.stream
-    visits = f"{_number(slots, 'visit')} × {_number(sizes.layers, 'layer')}"
+    visits = f"{number_of(slots, 'visit')} × {number_of(sizes.layers, 'layer')}"
     formula = f"{visits} × tokens × embed × bytes of dtype"
     output = "tokens × embed × bytes of dtype"
     return [
-        _term("saved inputs of layers", size, SAVED, formula),
-        _term("outputs of the stages", sizes.stream, CARRIED, output),
+        term("saved inputs of layers", size, SAVED, formula),
+        term("outputs of the stages", sizes.stream, CARRIED, output),
     ]
 
 
@@ -105,14 +104,14 @@ def _arrived(sizes: Sizes) -> list[Term]:
     if sizes.mesh.stage == 1:
         return []
     name, formula = "cotangents between stages", "tokens × embed × bytes of dtype"
-    return [_term(name, sizes.stream, CARRIED, formula)]
+    return [term(name, sizes.stream, CARRIED, formula)]
 
 
 def _results(sizes: Sizes) -> list[Term]:
     """The outputs of the layers, which the final norm differentiates after the loss."""
     count = sizes.microbatches // sizes.mesh.stage
-    formula = f"{_number(count, 'microbatch')} × tokens × embed × bytes of dtype"
-    return [_term("outputs of the layers", count * sizes.stream, SAVED, formula)]
+    formula = f"{number_of(count, 'microbatch')} × tokens × embed × bytes of dtype"
+    return [term("outputs of the layers", count * sizes.stream, SAVED, formula)]
 
 
 def _cotangents(sizes: Sizes) -> list[Term]:
@@ -121,8 +120,10 @@ def _cotangents(sizes: Sizes) -> list[Term]:
         return []
     schedule = sizes.schedule
     count = schedule.stream_slots + schedule.queue_slots
-    formula = f"{_number(count, 'microbatch')} (stream and queue) × tokens × embed × bytes of dtype"
-    return [_term("cotangents between stages", count * sizes.stream, CARRIED, formula)]
+    formula = (
+        f"{number_of(count, 'microbatch')} (stream and queue) × tokens × embed × bytes of dtype"
+    )
+    return [term("cotangents between stages", count * sizes.stream, CARRIED, formula)]
 
 
 def _accumulators(sizes: Sizes, *, ends: bool) -> list[Term]:
@@ -141,10 +142,8 @@ def _accumulators(sizes: Sizes, *, ends: bool) -> list[Term]:
     dtype = "grad_dtype" if adds_up else "param_dtype"
     of = "embedding, norm and head" if ends else "head"
     return [
-        _term(
-            "gradients of the layers", layers, TOTALS, f"weights of the stage × bytes of {dtype}"
-        ),
-        _term(f"gradient of {of}", outside, TOTALS, "their weights × bytes of grad_dtype"),
+        term("gradients of the layers", layers, TOTALS, f"weights of the stage × bytes of {dtype}"),
+        term(f"gradient of {of}", outside, TOTALS, "their weights × bytes of grad_dtype"),
     ]
 
 
@@ -152,7 +151,7 @@ def _gradients(sizes: Sizes) -> list[Term]:
     """The gradients of all weights, which the global norm reads before the first update."""
     size = sizes.grad_itemsize * sizes.numbers(sizes.state.model, sizes.optimizer_layout)
     formula = "all weights, sharded as the moments, × bytes of grad_dtype"
-    return [_term("gradients of all weights", size, "gradient", formula)]
+    return [term("gradients of all weights", size, GRADIENT, formula)]
 
 
 def _loss(sizes: Sizes) -> list[Term]:
@@ -162,16 +161,16 @@ def _loss(sizes: Sizes) -> list[Term]:
     gathered = head.chunk_tokens * embed * width if head.tokens_move else 0
     kernel = columns * width if head.is_moved else 0
     return [
-        _term(
+        term(
             "logits of one chunk",
             head.chunk_tokens * head.columns * width,
-            "logits",
+            LOGITS,
             f"{head.chunk_tokens} tokens × {head.columns} columns × bytes of dtype",
         ),
-        _term("tokens of one chunk", gathered, "collective buffer", "tokens × embed × dtype"),
-        _term("head of these columns", kernel, GATHERED, "embed × columns × bytes of dtype"),
-        _term("its gradient", columns * FULL_WIDTH, TOTALS, "embed × columns × 4 bytes"),
-        _term(
+        term("tokens of one chunk", gathered, MOVED, "tokens × embed × dtype"),
+        term("head of these columns", kernel, GATHERED, "embed × columns × bytes of dtype"),
+        term("its gradient", columns * FULL_WIDTH, TOTALS, "embed × columns × 4 bytes"),
+        term(
             "gradient of the outputs",
             head.own_tokens * embed * width,
             SAVED,
@@ -188,9 +187,9 @@ def _projections(sizes: Sizes) -> list[Term]:
     normaliser = sizes.tokens * sizes.heads * FULL_WIDTH
     formula = "tokens × (2 · heads + 2 · kv heads) × head_dim × bytes of dtype"
     return [
-        _term("query, key, value, result", size, ACTIVATION, formula),
-        _term("softmax denominators", normaliser, ACTIVATION, "tokens × heads × 4 bytes"),
-        _term("cotangent of the layer", sizes.stream, ACTIVATION, "tokens × embed × dtype"),
+        term("query, key, value, result", size, ACTIVATION, formula),
+        term("softmax denominators", normaliser, ACTIVATION, "tokens × heads × 4 bytes"),
+        term("cotangent of the layer", sizes.stream, ACTIVATION, "tokens × embed × dtype"),
     ]
 
 
@@ -201,53 +200,28 @@ def _attention(sizes: Sizes) -> list[Term]:
     result = sizes.tokens * sizes.heads * head_dim * sizes.itemsize
     formula = f"sequences × heads × {sizes.block} queries × {length} keys × bytes of dtype"
     return [
-        _term("scores of one block", scores, ACTIVATION, formula),
-        _term("cotangent of the result", result, ACTIVATION, "tokens × heads × head_dim × dtype"),
+        term("scores of one block", scores, ACTIVATION, formula),
+        term("cotangent of the result", result, ACTIVATION, "tokens × heads × head_dim × dtype"),
     ]
 
 
 def _feed_forward(sizes: Sizes) -> list[Term]:
     """Both halves of the hidden units, computed again, which their cotangents replace."""
-    of = "mlp" if sizes.config.model.num_experts == 1 else f"{_number(sizes.group, 'expert')} × mlp"
+    of = (
+        "mlp"
+        if sizes.config.model.num_experts == 1
+        else f"{number_of(sizes.group, 'expert')} × mlp"
+    )
     formula = f"2 (gate and up) × tokens × {of} × bytes of dtype"
     terms = [
-        _term("hidden units", 2 * sizes.hidden, ACTIVATION, formula),
-        _term("stream after attention", sizes.stream, ACTIVATION, "tokens × embed × dtype"),
+        term("hidden units", 2 * sizes.hidden, ACTIVATION, formula),
+        term("stream after attention", sizes.stream, ACTIVATION, "tokens × embed × dtype"),
     ]
     wide = sizes.expert_tokens * sizes.config.model.embed_dim * sizes.itemsize
     if sizes.own_experts > sizes.group:
         what = "tokens of the experts × embed × bytes of dtype, added up over groups"
-        terms.append(_term("cotangent of the groups", wide, CARRIED, what))
+        terms.append(term("cotangent of the groups", wide, CARRIED, what))
     if sizes.expert_tokens > sizes.tokens:
         what = "tokens of all devices along expert × embed × bytes of dtype, and their cotangent"
-        terms.append(_term("tokens of the experts", 2 * wide, "collective buffer", what))
+        terms.append(term("tokens of the experts", 2 * wide, MOVED, what))
     return terms
-
-
-# What follows is no need. Each row was seen in what the TPU compiler (libtpu 0.0.42.1) holds; what
-# fits into the on-chip memory may be held there instead of the heap.
-
-
-def _casts(sizes: Sizes) -> list[Term]:
-    """Stored weights in the dtype of products, all cast before the loop that uses them."""
-    model = sizes.config.model
-    if sizes.gathers_first:
-        return []  # each is cast as it is gathered
-    if model.dtype == model.param_dtype:
-        return []
-    size = sizes.itemsize * sizes.numbers(sizes.state.model.pipeline.layers, sizes.layout)
-    formula = "weights of the stage × bytes of dtype, cast once before the loop"
-    return [_term("cast weights", size, "parameter cast", formula)]
-
-
-def _hidden_again(sizes: Sizes) -> list[Term]:
-    """The product that gives the cotangent of the hidden units, before it is applied to both."""
-    formula = "as one of the two hidden units, in place of which it could be written"
-    return [_term("cotangent of hidden units", sizes.hidden, ACTIVATION, formula)]
-
-
-def _logits_again(sizes: Sizes) -> list[Term]:
-    """The gradient of the logits, written beside them for the two products that read it."""
-    size = sizes.head.chunk_tokens * sizes.head.columns * sizes.itemsize
-    formula = "as the logits, in place of which it could be written"
-    return [_term("gradient of the logits", size, "logits", formula)]

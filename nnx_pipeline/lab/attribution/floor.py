@@ -19,10 +19,10 @@ LOST = ("padding", "fragmentation")  # roles of bytes that hold no array
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """One thing that a device must hold.
+    """One thing that a device holds.
 
     - `name`: what it is, in a few words.
-    - `bytes`: per device.
+    - `bytes`: per device; below 0 for what is elsewhere although other terms count it.
     - `formula`: how the bytes follow from sizes and dtypes.
     - `role`: one of `attribution.result.ROLES`, or `argument` for what is no part of the heap.
     """
@@ -35,26 +35,19 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """What the heap must hold at one moment of the step.
+    """What the heap holds at one moment of the step.
 
     - `name`: when that is, such as `backward pass of attention`.
-    - `terms`: what must live together then.
-    - `added`: what is no need, but what compilers are known to hold beside it.
+    - `terms`: what lives together then.
     """
 
     name: str
     terms: tuple[Term, ...]
-    added: tuple[Term, ...] = ()
 
     @property
     def bytes(self) -> int:
         """The sum of the terms."""
         return sum(term.bytes for term in self.terms)
-
-    @property
-    def with_added_bytes(self) -> int:
-        """The sum of the terms and of what compilers add."""
-        return self.bytes + sum(term.bytes for term in self.added)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +89,8 @@ class Floor:
 
     - `arguments`: what is held from the first operation to the last, outside the heap.
     - `moments`: what the heap must hold at each of them; () where that is not known.
+    - `expected`: what the heap is expected to hold at each of them, since compilers hold more than
+      they must; () where that is not known.
     - `time`: the least time; None where nothing is known of the device.
     - `knows`: what the terms cover, one phrase each.
     - `unknown`: why the heap is not known, one sentence each; () where it is.
@@ -103,6 +98,7 @@ class Floor:
 
     arguments: tuple[Term, ...]
     moments: tuple[Moment, ...]
+    expected: tuple[Moment, ...]
     time: LeastTime | None
     knows: tuple[str, ...]
     unknown: tuple[str, ...]
@@ -111,6 +107,11 @@ class Floor:
     def peak(self) -> Moment | None:
         """The moment at which the heap must hold most; None where that is not known."""
         return max(self.moments, key=lambda moment: moment.bytes, default=None)
+
+    @property
+    def expected_peak(self) -> Moment | None:
+        """The moment at which the heap is expected to hold most; None where that is not known."""
+        return max(self.expected, key=lambda moment: moment.bytes, default=None)
 
     @property
     def argument_bytes(self) -> int:
@@ -123,9 +124,9 @@ class Floor:
         return self.peak.bytes if self.peak else None
 
     @property
-    def with_added_bytes(self) -> int | None:
-        """The most at any moment with what compilers are known to add; None if not known."""
-        return max((moment.with_added_bytes for moment in self.moments), default=None)
+    def expected_bytes(self) -> int | None:
+        """The heap that a compiler is expected to make; None where that is not known."""
+        return self.expected_peak.bytes if self.expected_peak else None
 
     @property
     def account_bytes(self) -> int | None:
@@ -141,7 +142,7 @@ class Floor:
             "argument_bytes": self.argument_bytes,
             "heap_bytes": self.heap_bytes,
             "account_bytes": self.account_bytes,
-            "with_added_bytes": self.with_added_bytes,
+            "expected_bytes": self.expected_bytes,
             "peak": self.peak.name if self.peak else None,
             **dataclasses.asdict(self),
             "time": {**dataclasses.asdict(time), **told} if time else None,
@@ -150,14 +151,11 @@ class Floor:
     @classmethod
     def from_cache(cls, value: Mapping[str, Any]) -> Floor:
         """The inverse of `dataclasses.asdict`; raises KeyError or TypeError for anything else."""
-        moments = tuple(
-            Moment(name=one["name"], terms=_terms(one["terms"]), added=_terms(one["added"]))
-            for one in value["moments"]
-        )
         time = value["time"] and LeastTime(**value["time"])
         return cls(
             arguments=_terms(value["arguments"]),
-            moments=moments,
+            moments=_moments(value["moments"]),
+            expected=_moments(value["expected"]),
             time=time,
             knows=tuple(value["knows"]),
             unknown=tuple(value["unknown"]),
@@ -214,6 +212,10 @@ def between(floor: Floor, attribution: Attribution) -> tuple[Gap, ...]:
 def live_bytes(attribution: Attribution) -> int:
     """The bytes of arrays in a heap at its peak: without padding and without fragmentation."""
     return attribution.heap_bytes - sum(attribution.by_role().get(role, 0) for role in LOST)
+
+
+def _moments(rows: Any) -> tuple[Moment, ...]:
+    return tuple(Moment(name=one["name"], terms=_terms(one["terms"])) for one in rows)
 
 
 def _terms(rows: Any) -> tuple[Term, ...]:

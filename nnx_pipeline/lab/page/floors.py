@@ -3,8 +3,17 @@
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.page.markup import Markup, element, joined
 from nnx_pipeline.lab.page.tables import Labelled, change, swatch, table
-from nnx_pipeline.lab.report.floor_table import ABOUT, floor_lines, gaps_of, terms_of
+from nnx_pipeline.lab.report.floor_table import (
+    ABOUT,
+    expected_terms,
+    floor_lines,
+    gaps_of,
+    signed,
+    terms_of,
+)
 from nnx_pipeline.lab.report.memory_tables import megabytes
+
+HEAD = ("what", "formula", "MB")
 
 
 def floors(arms: Labelled) -> Markup | None:
@@ -28,10 +37,7 @@ def _one(key: str, measured: Measurement) -> Markup:
         (term.name, term.formula, megabytes(term.bytes))
         for term in (*floor.arguments, *terms_of(floor))
     ]
-    terms += [
-        (f"+ {term.name}", f"added by compilers: {term.formula}", megabytes(term.bytes))
-        for term in floor.peak.added
-    ]
+    expected = [(term.name, term.formula, signed(term.bytes)) for term in expected_terms(floor)]
     gaps = [
         (
             (swatch(gap.role), gap.role),
@@ -41,11 +47,13 @@ def _one(key: str, measured: Measurement) -> Markup:
         )
         for gap in gaps_of(measured)
     ]
+    most = floor.expected_peak
     caption = "The heap at its peak beside the floor, by role"
     return element(
         "details",
         element("summary", f"Floor{whose}: {ABOUT}"),
         lines,
         table(caption, ("role", "MB", "floor, MB", "above"), gaps, numbers=3) if gaps else None,
-        table(f"Most at: {floor.peak.name}", ("what", "formula", "MB"), terms, numbers=1),
+        table(f"Most at: {floor.peak.name}", HEAD, terms, numbers=1),
+        table(f"Expected, most at: {most.name}", HEAD, expected, numbers=1) if most else None,
     )

@@ -11,6 +11,7 @@ from nnx_pipeline.lab.report.time_table import milliseconds
 
 SMALLEST = 50_000  # bytes; a row below it would say 0.0 MB in every column
 ABOUT = "what any program for this step must hold"
+ABOUT_EXPECTED = "what the compiler is expected to hold"
 
 
 def floor_view(measurement: Measurement) -> list[RenderableType]:
@@ -24,7 +25,7 @@ def floor_view(measurement: Measurement) -> list[RenderableType]:
     lines = [Text(line) for line in floor_lines(measurement)]
     if floor.peak is None:
         return list(lines)
-    return [_terms(floor), _gaps(measurement), *lines]
+    return [_terms(floor), _expected(floor), _gaps(measurement), *lines]
 
 
 def floor_lines(measurement: Measurement) -> list[str]:
@@ -40,7 +41,9 @@ def floor_lines(measurement: Measurement) -> list[str]:
     for name, (held, least) in pairs.items():
         if held is not None and least:
             above = f"{held / least:.2f} times the floor of {megabytes(least)}"
-            told.append(f"{name}: {megabytes(held)} MB, {above}{_added(measurement, name)}")
+            told.append(
+                f"{name}: {megabytes(held)} MB, {above}{_beside_expected(measurement, name)}"
+            )
     if floor.time:
         least_ms = milliseconds(floor.time.step_seconds)
         parts = f"{milliseconds(floor.time.compute_seconds)} useful products at the peak"
@@ -51,13 +54,13 @@ def floor_lines(measurement: Measurement) -> list[str]:
     return told
 
 
-def _added(measurement: Measurement, name: str) -> str:
-    """How the heap stands to the floor with what compilers add, for the end of its line."""
+def _beside_expected(measurement: Measurement, name: str) -> str:
+    """How the heap stands to what was expected, for the end of its line."""
     held = measurement.memory.heap_bytes
-    most = measurement.floor.with_added_bytes if measurement.floor else None
-    if name != "heap" or not held or not most:
+    expected = measurement.floor.expected_bytes if measurement.floor else None
+    if name != "heap" or not held or not expected:
         return ""
-    return f", and {held / most:.2f} times {megabytes(most)} with what compilers add"
+    return f", and {held / expected:.2f} times the expected {megabytes(expected)}"
 
 
 def gaps_of(measurement: Measurement) -> list[Gap]:
@@ -74,6 +77,12 @@ def terms_of(floor: Floor) -> list[Term]:
     return sorted(terms, key=lambda term: -term.bytes)
 
 
+def expected_terms(floor: Floor) -> list[Term]:
+    """What the heap is expected to hold at its peak, largest first."""
+    terms = floor.expected_peak.terms if floor.expected_peak else ()
+    return sorted(terms, key=lambda term: -term.bytes)
+
+
 def _terms(floor: Floor) -> RenderableType:
     moment = floor.peak.name if floor.peak else "–"
     table = Table(title=f"{ABOUT}; most at: {moment}", title_justify="left")
@@ -85,14 +94,30 @@ def _terms(floor: Floor) -> RenderableType:
     table.add_section()
     for term in terms_of(floor):
         table.add_row(term.name, megabytes(term.bytes), term.formula)
-    for term in floor.peak.added if floor.peak else ():
-        table.add_row(
-            f"+ {term.name}", megabytes(term.bytes), f"added by compilers: {term.formula}"
-        )
     table.add_section()
     table.add_row("arguments", megabytes(floor.argument_bytes), "")
-    table.add_row("heap", megabytes(floor.heap_bytes), "without what is added")
+    table.add_row("heap", megabytes(floor.heap_bytes), "")
     return table
+
+
+def _expected(floor: Floor) -> RenderableType:
+    moment = floor.expected_peak
+    if moment is None:
+        return Group()
+    table = Table(title=f"{ABOUT_EXPECTED}; most at: {moment.name}", title_justify="left")
+    table.add_column("", no_wrap=True)
+    table.add_column("MB", justify="right", no_wrap=True)
+    table.add_column("formula", overflow="fold")
+    for term in expected_terms(floor):
+        table.add_row(term.name, signed(term.bytes), term.formula)
+    table.add_section()
+    table.add_row("heap", megabytes(moment.bytes), "")
+    return table
+
+
+def signed(size: int) -> str:
+    """Bytes as MB, with a minus sign in front of what is below 0."""
+    return f"−{megabytes(-size)}" if size < 0 else megabytes(size)
 
 
 def _gaps(measurement: Measurement) -> RenderableType:
