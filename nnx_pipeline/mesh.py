@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -93,11 +94,13 @@ def make_mesh(
 ) -> Mesh:
     """Makes a JAX mesh with all six axes.
 
-    Neighbours along `stage` are far apart in device order and those along the inner axes are close,
-    so that the axes with the most communication get the shortest links.
+    The axes with the most communication, which are the inner ones, get the shortest links. On a TPU
+    whose chips fill a box, `mesh_utils.create_device_mesh` lays the axes along its links; elsewhere
+    inner axes are close in the order of the devices.
 
     - `config`: the size of each axis.
-    - `devices`: what the mesh is made of; None for all devices that JAX sees.
+    - `devices`: what the mesh is made of; None for all devices that JAX sees. In a box of a TPU
+      their order does not matter.
     - `sharding`: the type of all axes, explicit or auto.
     - `dcn`: how each axis is divided over the network between the slices of a TPU, or between hosts
       where all devices are in one slice or none; the rest of an axis stays inside of a slice. None
@@ -121,7 +124,7 @@ def make_mesh(
         raise InputError("the devices of a mesh name one device twice; name each once")
     kind = AxisType.Explicit if sharding == "explicit" else AxisType.Auto
     if dcn is None:
-        grid = np.array(devices[: config.num_devices]).reshape(tuple(config.sizes().values()))
+        grid = _along_links(devices[: config.num_devices], [*config.sizes().values()])
     else:
         grid = _over_slices(config, devices, dcn)
     return Mesh(grid, AXES, axis_types=(kind,) * len(AXES))
@@ -147,12 +150,33 @@ def _over_slices(config: MeshConfig, devices: Sequence[Any], dcn: MeshConfig) ->
             f"are {len(slices)} of {' or '.join(map(str, sizes))}; make the product of its axes "
             "equal to the number of slices, or of hosts where there is one slice"
         )
-    ordered = [device for number in sorted(slices) for device in slices[number]]
     outside = tuple(dcn.sizes().values())
-    grid = np.array(ordered).reshape(*outside, *inside)
+    grid = np.array([_along_links(slices[number], inside) for number in sorted(slices)])
+    grid = grid.reshape(*outside, *inside)
     # From (parts of every axis, then rests of every axis) to (part, rest) of each axis in turn.
     turns = [at + shift for at in range(len(outside)) for shift in (0, len(outside))]
     return grid.transpose(turns).reshape(tuple(config.sizes().values()))
+
+
+def _along_links(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
+    """The devices of one slice by mesh axis, on a TPU along the links between its chips.
+
+    - `sizes`: of each mesh axis, the one with the most communication last.
+    """
+    if not _fill_a_box(devices):
+        return np.array(devices).reshape(sizes)
+    return create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+
+
+def _fill_a_box(devices: Sequence[Any]) -> bool:
+    """Whether devices are chips of a TPU whose coordinates begin at 0, and none is left out.
+
+    A GPU has an attribute `coords` too, and no `core_on_chip`.
+    """
+    if not all(hasattr(one, "coords") and hasattr(one, "core_on_chip") for one in devices):
+        return False
+    places = np.array([(*device.coords, device.core_on_chip) for device in devices])
+    return len(devices) == math.prod(places.max(axis=0) + 1)
 
 
 def _spare(devices: Sequence[Any]) -> bool:

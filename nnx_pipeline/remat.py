@@ -84,7 +84,11 @@ class Remat:
 # instruction to have shape equal to"), and the TPU compiler keeps the value on the device. So under
 # a policy that offloads, the layers of a stage are unrolled instead of scanned, and compile time
 # grows with their number. The experts' hidden units may be computed in a loop over groups of
-# experts; `minimal_offloaded` keeps those on the device.
+# experts; `minimal_offloaded` keeps those on the device. 1F1B keeps its residuals in a ring that
+# its loop carries; both compilers carry such a ring in host memory, too, and move a slot at a time:
+# for `mixtral-small` in 8 microbatches on a TPU v5p, 224 MB of heap and 40 on the host with
+# `qkv_proj_offloaded`, 265 of heap with `save_qkv_proj`. For `tiny` the heap is larger with it,
+# because other arrays leave the on-chip memory.
 #
 # benchmarks/results/remat_policies.md lists the memory that each policy needs at `mixtral-small`:
 # on a TPU v5p `full` 196 MB of heap, `save_qkv_proj` 232, `qkv_proj_offloaded` 201 and 40 on the

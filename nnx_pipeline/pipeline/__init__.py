@@ -17,7 +17,7 @@ from nnx_pipeline.pipeline.schedule import (
 )
 from nnx_pipeline.pipeline.stage.apply import map_stages, run_sequential
 from nnx_pipeline.pipeline.stage.layers import LayerPlace
-from nnx_pipeline.pipeline.stage.state import WithState
+from nnx_pipeline.pipeline.stage.state import PerMicrobatch, WithState
 from nnx_pipeline.pipeline.stage.variables import LayerState
 from nnx_pipeline.pipeline.timetable.make import make_timetable
 from nnx_pipeline.pipeline.weights.gathered import AS_STORED, WeightGathering
@@ -38,6 +38,7 @@ __all__ = [
     "ModelEnds",
     "ModelFunctions",
     "OneForwardOneBackward",
+    "PerMicrobatch",
     "Pipeline",
     "Shared",
     "Sum",

@@ -50,6 +50,8 @@ class Batches:
 
     def check(self, batch: int) -> None:
         """Raises InputError unless a batch of `batch` sequences can be cut in this way."""
+        if not batch:
+            raise InputError("the batch of a pipeline has no sequences; give one or more")
         rule = f"a batch of {batch} does not split into {self.microbatches} microbatches"
         divides(self.microbatches, batch, rule=rule)
         parts = self.layout.size("copy") * self.layout.size("batch")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, PyTree
@@ -12,6 +13,7 @@ from jaxtyping import Array, PyTree
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.pipeline.stack import Stack
 from nnx_pipeline.pipeline.stage.checks import check_apart, check_variables
+from nnx_pipeline.pipeline.stage.variables import is_per_microbatch
 from nnx_pipeline.sharding import AxisName, Layout, place, portable_key
 
 MakeLayer = Callable[[nnx.Rngs], nnx.Module]
@@ -31,16 +33,20 @@ class Shared:
     value: PyTree
 
 
+def _is_shared(value: Any) -> bool:
+    return isinstance(value, Shared)
+
+
 def apart(side: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The side inputs that are cut as the batch is, and the values of those that are `Shared`."""
-    shared = {name: each.value for name, each in side.items() if isinstance(each, Shared)}
+    shared = {name: each.value for name, each in side.items() if _is_shared(each)}
     return {name: each for name, each in side.items() if name not in shared}, shared
 
 
 def as_kinds(layers: MakeLayer | Sequence[MakeLayer]) -> list[MakeLayer]:
     """The functions that make a layer of each kind; raises InputError unless they are functions."""
     kinds = [*layers] if isinstance(layers, Sequence) else [layers]
-    wrong = [kind for kind in kinds if not callable(kind)]
+    wrong = [kind for kind in kinds if not callable(kind) or isinstance(kind, nnx.Module)]
     if wrong or not kinds:
         found = f"{type(wrong[0]).__name__} among them" if wrong else "an empty list"
         raise InputError(
@@ -50,26 +56,54 @@ def as_kinds(layers: MakeLayer | Sequence[MakeLayer]) -> list[MakeLayer]:
     return kinds
 
 
-def make_layers(kinds: Sequence[MakeLayer], stack: Stack, *, rngs: nnx.Rngs, layout: Layout) -> Any:
+def make_layers(
+    kinds: Sequence[MakeLayer],
+    stack: Stack,
+    *,
+    microbatches: int,
+    rngs: nnx.Rngs,
+    layout: Layout,
+) -> Any:
     """One module that holds all layers: each variable is `[repeats, stages, layers, …]`.
 
     If there are several kinds it is a list of such modules.
 
     - `kinds`: for each kind of layer, what makes one from random streams.
     - `stack`: which layer is where.
+    - `microbatches`: how many there are: each has its own caches, `[repeats, stages, layers,
+      microbatches, …]`.
     - `rngs`: whose `params` stream gives each layer a key of its own, which does not depend on the
       mesh.
     - `layout`: where the parameters are created.
 
     Raises InputError when a layer holds one variable in two places, the variable of another layer,
-    or an array in no variable.
+    or an array in no variable, and for `rngs` without a stream of that name.
     """
+    if not isinstance(rngs, nnx.Rngs) or not hasattr(rngs, "params"):
+        raise InputError(
+            f"the layers of a pipeline are made with rngs={rngs!r}; give nnx.Rngs with a stream "
+            "called params or default, such as nnx.Rngs(0)"
+        )
     keys = jax.random.split(portable_key(rngs.params()), stack.layers)
     made = [
         _made(make_layer, keys[np.minimum(stack.numbers(kind), stack.layers - 1)], layout)
         for kind, make_layer in enumerate(kinds)
     ]
+
+    def of_microbatches(variable: Any) -> Any:
+        return _repeated(variable, microbatches) if is_per_microbatch(variable) else variable
+
+    made = jax.tree.map(of_microbatches, made, is_leaf=is_per_microbatch)
     return made[0] if stack.kinds == 1 else nnx.List(made)
+
+
+def _repeated(variable: nnx.Variable, microbatches: int) -> nnx.Variable:
+    """A variable `[repeats, stages, layers, …]` with an axis of microbatches after the layers."""
+    axes = variable.get_metadata("logical_axes")
+    value = jnp.repeat(variable.get_value()[:, :, :, None], microbatches, axis=3)
+    found = variable.replace(value)
+    found.set_metadata("logical_axes", (*axes[:3], None, *axes[3:]))
+    return found
 
 
 def _made(make_layer: MakeLayer, keys: Array, layout: Layout) -> Any:
@@ -84,6 +118,11 @@ def _made(make_layer: MakeLayer, keys: Array, layout: Layout) -> Any:
     def make(key: Array) -> nnx.Module:
         # The other stream is for what is not a parameter, such as the masks of dropout.
         layer = make_layer(nnx.Rngs(jax.random.fold_in(key, 0), params=key))
+        if not isinstance(layer, nnx.Module) or not callable(layer):
+            raise InputError(
+                f"the function that makes a layer returned {type(layer).__name__}; it must return "
+                "an nnx.Module with a method __call__(x, …)"
+            )
         check_variables(layer)
         return layer
 
@@ -107,11 +146,23 @@ def with_keys(side: dict[str, Array | None], keys: Array | None) -> dict[str, Ar
 
     Raises InputError for a side input with a name that a pipeline reserves.
     """
+    if not isinstance(side, dict):
+        raise InputError(
+            f"the side inputs of a pipeline are {type(side).__name__}; give a dict of arrays by "
+            "the names of the arguments of a layer, or {}"
+        )
     for name in ("key", "keys"):
         if name in side:
             raise InputError(
                 f"a side input is called {name!r}, a name that a pipeline reserves for the key of "
                 "dropout; give it another name, or for dropout give the pipeline a key"
+            )
+    for name, value in side.items():
+        leaves = jax.tree.leaves(value, is_leaf=_is_shared)
+        if any(map(_is_shared, leaves)) and not _is_shared(value):
+            raise InputError(
+                f"the side input {name!r} has Shared(…) inside of it, and other arrays are cut as "
+                "the batch is; wrap the whole of it, or make two side inputs of it"
             )
     if "place" in side:
         raise InputError(

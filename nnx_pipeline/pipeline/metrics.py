@@ -112,7 +112,7 @@ def declared(metrics: PyTree, *, microbatches: int = 1) -> PyTree:
                 "batch, as Mean(x) if it is a mean over them, or as Max(x) (from nnx_pipeline)"
             )
         if isinstance(metric, MicrobatchMean):
-            rows = jax.tree.map(partial(_floating, name), metric.rows)
+            rows = jax.tree.map(partial(_rows, name), metric.rows)
             means = jax.tree.map(partial(_mean_of_rows, microbatches), rows)
             return MicrobatchMean(means, metric.function)
         value = _floating(name, metric.value)
@@ -381,6 +381,16 @@ def _mean_of_rows(microbatches: int, rows: Array) -> Array:
     """
     rows = place(rows, P(*[None] * rows.ndim))
     return jnp.mean(rows.reshape(microbatches, -1, *rows.shape[1:]), axis=1)
+
+
+def _rows(name: str, value: Any) -> Array:
+    """Rows of a `MicrobatchMean`; raises InputError unless they are floating `[batch, …]`."""
+    if not jnp.ndim(value):
+        raise InputError(
+            f"{name} of a layer is a MicrobatchMean of {_type(value)}; its rows must have the axis "
+            "of the batch first, one row per sequence"
+        )
+    return _floating(name, value)
 
 
 def _floating(name: str, value: Any) -> Array:

@@ -17,7 +17,7 @@ from nnx_pipeline.pipeline.one_f_one_b.state import ModelEnds
 from nnx_pipeline.pipeline.options import WeightOptions
 from nnx_pipeline.pipeline.parts import DEFAULT_PARTS, LoopParts
 from nnx_pipeline.pipeline.runner import make_runner
-from nnx_pipeline.pipeline.stage.checks import untyped_explained
+from nnx_pipeline.pipeline.stage.checks import explained
 from nnx_pipeline.pipeline.stage.layers import Side
 from nnx_pipeline.pipeline.stage.state import WithState
 from nnx_pipeline.pipeline.stage.variables import split_state, write_state
@@ -44,10 +44,14 @@ class CircularPipeline(nnx.Module):
       If its call takes an argument `place`, it gets a `LayerPlace`: its number in the model, and
       its stage and repeat.
       Its variables that are no parameters are state if their type says so: running statistics
-      (`nnx.BatchStat`), caches, counters of random numbers, and `LayerState`. A call of the layer
+      (`nnx.BatchStat`), counters of random numbers, and `LayerState`. A call of the layer
       reads what the same layer's call for the microbatch before left, and after the call of the
-      pipeline `self.layers` holds what the last one left. State has no gradient. Variables of all
-      other types are read alone, and have none either.
+      pipeline `self.layers` holds what the last one left. With the metadata
+      `over_microbatches="mean"` of a variable, all microbatches read what it was before the call,
+      and the mean of what they left is kept. Of a cache (`nnx.Cache`) each microbatch
+      has its own, `[repeats, stages, layers per stage, microbatches, …]`, so that the next call of
+      the pipeline reads what this one left of the same sequences. State has no gradient. Variables
+      of all other types are read alone, and have none either.
       Its parameters may have logical axes (`sharding.parameter`); without them they are whole on
       every device of a stage. An attribute `layout` is replaced by the layout in which the layer
       runs, which is another one where weights are gathered ahead of their use or held in copies.
@@ -79,6 +83,11 @@ class CircularPipeline(nnx.Module):
         weights: WeightOptions = WeightOptions(),
         parts: LoopParts = DEFAULT_PARTS,
     ) -> None:
+        if not isinstance(config, PipelineConfig):
+            raise InputError(
+                f"the config of a pipeline is {type(config).__name__}; give a PipelineConfig, such "
+                "as the field pipeline of a Config"
+            )
         self._check_repeats(config.num_repeats)
         kinds = as_kinds(layers)
         self.runner = make_runner(
@@ -89,7 +98,13 @@ class CircularPipeline(nnx.Module):
             weights=weights,
             parts=parts,
         )
-        self.layers = make_layers(kinds, self.runner.stack, rngs=rngs, layout=layout)
+        self.layers = make_layers(
+            kinds,
+            self.runner.stack,
+            microbatches=config.microbatches_on(self.runner.num_stages),
+            rngs=rngs,
+            layout=layout,
+        )
 
     def __call__(
         self, x: PyTree, *, key: Array | None = None, **side: PyTree
@@ -105,8 +120,8 @@ class CircularPipeline(nnx.Module):
         batches, batch = self.batches, batch_of(x)
         batches.check(batch)
         keys = None if key is None else sequence_keys(key, batch)
-        layers = split_state(self.placed_layers)
-        with untyped_explained():
+        layers = split_state(self.placed_layers, self.batches.microbatches)
+        with explained():
             found = self.runner.run(layers, jax.tree.map(batches.arrange, x), side, keys=keys)
         y, metrics, *state = found
         if state:
@@ -126,8 +141,8 @@ class CircularPipeline(nnx.Module):
 
         - `ends`, `inputs`, `side`, `keys`, `metric_weights`: as for `Runner.loss`.
         """
-        layers = split_state(self.placed_layers)
-        with untyped_explained():
+        layers = split_state(self.placed_layers, self.batches.microbatches)
+        with explained():
             found = self.runner.loss(
                 layers, ends, inputs, side, keys=keys, metric_weights=metric_weights
             )

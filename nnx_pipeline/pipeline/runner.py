@@ -30,7 +30,7 @@ from nnx_pipeline.pipeline.schedule import (
 )
 from nnx_pipeline.pipeline.stack import Stack, make_stack
 from nnx_pipeline.pipeline.stage.layers import LayersInTurn, Side, call_layer
-from nnx_pipeline.pipeline.stage.state import WithState, parted
+from nnx_pipeline.pipeline.stage.state import PerMicrobatch, WithState, parted
 from nnx_pipeline.pipeline.stage.variables import state_of_kinds
 from nnx_pipeline.pipeline.stage.whole_batch import in_order, in_place
 from nnx_pipeline.pipeline.weights.zero1 import Zero1Layers
@@ -119,12 +119,15 @@ class Runner:
         """
         self._check_state(layers)
         side, shared = apart(with_keys(side, keys))
+        self._check_model(ends, inputs)
         arrays = (inputs[0], side, inputs[1])
         for leaf in jax.tree.leaves(inputs[0])[:1]:
-            self.batches.check_inputs(arrays, *jnp.shape(leaf)[:1])
+            batch = (*jnp.shape(leaf), 0)[0]
+            self.batches.check_inputs(arrays, batch)
+            self.batches.check(batch)
         return run_one_f_one_b(
             ModelFunctions(
-                lambda *given: self._as_activations(ends.enter(*given)),
+                lambda weights, rows: self._as_activations(ends.enter(weights, rows), rows),
                 functools.partial(self._apply_stage, shared=shared),
                 ends.leave,
                 metric_weights,
@@ -135,8 +138,21 @@ class Runner:
             options=self._options(layers),
         )
 
-    def _as_activations(self, x: PyTree) -> PyTree:
-        """What `enter` made, with the batch sharded as in the outputs of the layers."""
+    def _as_activations(self, x: PyTree, rows: PyTree) -> PyTree:
+        """What `enter` made, with the batch sharded as in the outputs of the layers.
+
+        - `rows`: the inputs that it was made from.
+
+        Raises InputError unless it has the axes of the batch that the inputs have.
+        """
+        number = len(self.batches.axes) - 1
+        for leaf in jax.tree.leaves(x):
+            want = [jnp.shape(row)[:number] for row in jax.tree.leaves(rows)[:1]]
+            if want and jnp.shape(leaf)[:number] != want[0]:
+                raise InputError(
+                    f"`enter` was given a microbatch {[*want[0]]} and returned an array "
+                    f"{[*jnp.shape(leaf)]}; its first {number} axes must be those of the microbatch"
+                )
         if not is_explicit():
             return x
         batch = self.layout.spec(*self.batches.axes[1:])
@@ -198,6 +214,23 @@ class Runner:
                 f"along {self.layout.axes('copy')}, each on a part of a microbatch; set "
                 "pipeline.schedule=circular, pipeline.backward=autodiff, pipeline.fsdp_gather=use "
                 "and train.shard_optimizer_over_data=false"
+            )
+
+    def _check_model(self, ends: Any, inputs: Any) -> None:
+        """Raises InputError for arguments of `loss` of other types, or another schedule."""
+        if not isinstance(ends, ModelEnds) or not callable(ends.enter):
+            raise InputError(f"the ends of a model are {ends!r}; give ModelEnds with two functions")
+        if not isinstance(inputs, (tuple, list)) or len(inputs) != 2:
+            several = isinstance(inputs, (tuple, list))
+            found = f"{len(inputs)} values" if several else type(inputs).__name__
+            raise InputError(
+                f"the inputs of a model are {found}; give a pair, what `enter` reads and what "
+                "`leave` reads"
+            )
+        if self.config.schedule != "1f1b":
+            raise InputError(
+                f"the loss is computed by 1F1B, and pipeline.schedule={self.config.schedule}; set "
+                "it to 1f1b, or call the pipeline and compute the loss from its result"
             )
 
     def _stacked(self, layers: Any) -> Any:
@@ -262,7 +295,8 @@ class Runner:
         Copies are made layer by layer, so that the full gradient of only one layer exists at a
         time.
         """
-        layers, state = parted(layers)
+        layers, kept = parted(layers)
+        state = None if kept is None else self._of_one_microbatch(kept)
         copies = self.layout.axes("copy")
         call = functools.partial(
             call_layer, stack=self.stack, microbatches=self.batches.microbatches
@@ -291,7 +325,30 @@ class Runner:
         x, found = self._in_turn(apply, in_order(whole, self.stack), x)
         metrics, written = self._of_kinds(found, copies=1 if copies else None, calls=1)
         total = given_out(metrics, x)
-        return (x, total) if state is None else (x, total, list(map(in_place, state, written)))
+        if state is None:
+            return x, total
+        left = [
+            PerMicrobatch(new[:, :, None]) if isinstance(old, PerMicrobatch) else new
+            for old, new in zip(kept, map(in_place, state, written), strict=True)
+        ]
+        return x, total, left
+
+    def _of_one_microbatch(self, state: list[Any]) -> list[Array]:
+        """The state of layers that all microbatches go through at once.
+
+        Raises InputError for caches of several microbatches.
+        """
+        found = []
+        for leaf in state:
+            if isinstance(leaf, PerMicrobatch):
+                if leaf.value.shape[2] != 1:
+                    raise InputError(
+                        f"the layers have caches for {leaf.value.shape[2]} microbatches, which go "
+                        "through them at once; set pipeline.num_microbatches=1"
+                    )
+                leaf = jnp.squeeze(leaf.value, 2)
+            found.append(leaf)
+        return found
 
     @property
     def _in_turn(self) -> LayersInTurn:

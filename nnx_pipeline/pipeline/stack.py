@@ -61,6 +61,8 @@ def make_stack(
     Raises InputError unless the layers split into stages and repeats, and the layers of a stage
     into kinds.
     """
+    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
+        raise InputError(f"num_layers={layers!r} is not a whole number of 1 or more")
     visits = stages * repeats
     per_stage = -(-layers // visits)
     if not pad:

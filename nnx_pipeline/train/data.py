@@ -1,10 +1,14 @@
 """Generated token sequences with a rule that a model can learn."""
 
-from collections.abc import Iterator
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from nnx_pipeline.config.config import Config
 from nnx_pipeline.sharding import Layout
@@ -24,7 +28,8 @@ def learnable_batches(
     """Endless batches in which nine tokens in ten are determined by the token before them.
 
     - `config`: gives the vocabulary, the number of sequences and their length.
-    - `mesh`: where the batches are placed, see `batch_sharding`.
+    - `mesh`: where the batches are placed, see `batch_sharding`. Each process makes the sequences
+      of its own devices alone.
     - `seed`: of rule and tokens; the same seed gives the same batches on every mesh.
     - `layout`: which mesh axes the batch is sharded over.
     - `segment_ids`: whether batches have segment ids, which say that each row is one segment.
@@ -32,23 +37,79 @@ def learnable_batches(
     The rule is a fixed permutation of the vocabulary, so that a model which learns it goes from an
     entropy of log(vocab) down to about 0.1 · log(vocab) + 0.33 nats.
     """
-    model, train = config.model, config.train
-    generator = np.random.default_rng(seed)
-    follower = generator.permutation(model.vocab_size).astype(np.int32)
-    shape = (train.global_batch, train.sequence_length)
-    sharding = batch_sharding(mesh, layout)
-    while True:
-        drawn = generator.integers(model.vocab_size, size=(shape[0], shape[1] + 1), dtype=np.int32)
-        ruled = generator.random(drawn.shape) < FOLLOWS_RULE
-        # From left to right, because the token before may itself have been set by the rule.
-        for place in range(1, drawn.shape[1]):
-            drawn[:, place] = np.where(
-                ruled[:, place], follower[drawn[:, place - 1]], drawn[:, place]
-            )
-        weights, segments = np.ones(shape, np.float32), np.ones(shape, np.int32)
-        yield Batch(
-            tokens=jax.device_put(drawn[:, :-1], sharding),
-            targets=jax.device_put(drawn[:, 1:], sharding),
-            weights=jax.device_put(weights, sharding),
-            segment_ids=jax.device_put(segments, sharding) if segment_ids else None,
+    length = config.train.sequence_length
+    placed = _Placed((config.train.global_batch, length), batch_sharding(mesh, layout))
+    rule = Rule(seed, config.model.vocab_size)
+
+    def ones(dtype: type) -> jax.Array:
+        return placed(lambda start, stop: np.ones((stop - start, length), dtype))
+
+    def batch(number: int) -> Batch:
+        # Several devices, and tokens and targets, read the same sequences.
+        @functools.cache
+        def drawn(start: int, stop: int) -> np.ndarray:
+            return rule.sequences(number, range(start, stop), length + 1)
+
+        return Batch(
+            tokens=placed(lambda start, stop: drawn(start, stop)[:, :-1]),
+            targets=placed(lambda start, stop: drawn(start, stop)[:, 1:]),
+            weights=ones(np.float32),
+            segment_ids=ones(np.int32) if segment_ids else None,
         )
+
+    return map(batch, itertools.count())
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """Places an array of which each process makes the rows of its own devices.
+
+    - `shape`, `sharding`: of the array, `[rows, columns]`.
+    """
+
+    shape: tuple[int, int]
+    sharding: NamedSharding
+
+    def __call__(self, make: Callable[[int, int], np.ndarray]) -> jax.Array:
+        """The array whose rows `start` to `stop` are `make(start, stop)`."""
+
+        def of_device(index: Any) -> np.ndarray:
+            rows, columns = index
+            start, stop, _ = rows.indices(self.shape[0])
+            return make(start, stop)[:, columns]
+
+        return jax.make_array_from_callback(self.shape, self.sharding, of_device)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The rule of generated sequences.
+
+    - `seed`: of the rule and of all sequences.
+    - `vocab_size`: tokens are below it.
+    """
+
+    seed: int
+    vocab_size: int
+
+    @functools.cached_property
+    def follower(self) -> np.ndarray:
+        """The token that follows each token, int32 `[vocab]`: a permutation."""
+        return np.random.default_rng(self.seed).permutation(self.vocab_size).astype(np.int32)
+
+    def sequences(self, batch: int, rows: range, length: int) -> np.ndarray:
+        """Sequences of a batch, int32 `[rows, length]`; each depends on seed, batch and row alone.
+
+        - `batch`: the number of the batch.
+        - `rows`: the numbers of the sequences in it.
+        """
+        generators = [np.random.default_rng((self.seed, batch, row)) for row in rows]
+        drawn = np.stack(
+            [one.integers(self.vocab_size, size=length, dtype=np.int32) for one in generators]
+        )
+        ruled = np.stack([one.random(length) < FOLLOWS_RULE for one in generators])
+        # From left to right, because the token before may itself have been set by the rule.
+        for place in range(1, length):
+            follows = self.follower[drawn[:, place - 1]]
+            drawn[:, place] = np.where(ruled[:, place], follows, drawn[:, place])
+        return drawn

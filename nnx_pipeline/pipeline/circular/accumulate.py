@@ -29,7 +29,7 @@ from nnx_pipeline.pipeline.circular.plan import make_plan
 from nnx_pipeline.pipeline.circular.prefetch import RepeatWindow
 from nnx_pipeline.pipeline.circular.tick import Loop, hold_weights, stage_weights
 from nnx_pipeline.pipeline.closed import hoist
-from nnx_pipeline.pipeline.exchange.buffers import over_stage, slot
+from nnx_pipeline.pipeline.exchange.buffers import slot
 from nnx_pipeline.pipeline.stage.apply import ApplyMoving, Moving
 from nnx_pipeline.pipeline.stage.state import take
 from nnx_pipeline.pipeline.stage.vjp import as_cotangents, no_gradient
@@ -92,8 +92,9 @@ def _visit_once(tick: TwoWayTick, params: PyTree, moving: Moving, side: PyTree) 
         now = jax.tree.map(lambda leaf: leaf[0], make_plan(tick.loop.schedule))
         reads = visit_reads(weights_at, Beside(side, []), now)
         stream, state = moving
-        at = over_stage(now.repeat), over_stage(now.active)
-        return tick.apply(reads, (slot(stream, jnp.int32(0)), take(state, *at)))
+        return tick.apply(
+            reads, (slot(stream, jnp.int32(0)), take(state, tick.loop.visits_at(now)))
+        )
 
     jax.eval_shape(visit, params, moving, side)
 

@@ -20,7 +20,7 @@ from nnx_pipeline.pipeline.options import LoopOptions
 from nnx_pipeline.pipeline.schedule import CircularSchedule
 from nnx_pipeline.pipeline.stage.apply import ApplyMoving, ApplyStage, Moving
 from nnx_pipeline.pipeline.stage.checks import check_arrays, check_stacked, checked
-from nnx_pipeline.pipeline.stage.state import Kept, parted
+from nnx_pipeline.pipeline.stage.state import hold_state, parted
 
 
 def run_pipeline(
@@ -71,14 +71,16 @@ def run_pipeline(
     _check_options(schedule, options)
     stream = jax.tree.map(lambda leaf: split(leaf, schedule), entry.spread(microbatches))
     params, side = entry.stacked(params), entry.on_every_stage(side_inputs)
-    state = entry.stacked(state)
+    kept = hold_state(entry.stacked(state), schedule)
     loop = Loop(schedule, options.shift_by, options.bubble_fill, options.parts)
     run = make_ticks(loop, options)
     stage = checked(apply_stage, has_state=state is not None)
-    moving, metrics = run(stage, params, (stream, Kept(state, state)), side)
+    moving, metrics = run(stage, params, (stream, kept), side)
     outputs = jax.tree.map(lambda leaf: _in_order(leaf, schedule), moving[0])
     metrics = given_out(over_ticks(metrics, schedule.visits.active), outputs)
-    return (outputs, metrics) if state is None else (outputs, metrics, moving[1].now)
+    if state is None:
+        return outputs, metrics
+    return outputs, metrics, moving[1].given_out(schedule.microbatches)
 
 
 class AllTicks(Protocol):

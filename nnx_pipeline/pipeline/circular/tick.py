@@ -24,7 +24,7 @@ from nnx_pipeline.pipeline.parts import DEFAULT_PARTS, LoopParts
 from nnx_pipeline.pipeline.schedule import CircularSchedule
 from nnx_pipeline.pipeline.stage.apply import Moving
 from nnx_pipeline.pipeline.stage.repeats import hold, select
-from nnx_pipeline.pipeline.stage.state import put, take
+from nnx_pipeline.pipeline.stage.state import At, put, take
 from nnx_pipeline.remat import ITERATION_INPUT, named
 
 # (now, input of every stage) to (output of every stage, whatever else the visit gives)
@@ -192,12 +192,17 @@ class Loop:
 
         def tick(before: tuple[Carry, PyTree], now: Plan) -> tuple[tuple[Carry, PyTree], PyTree]:
             carry, state = before
-            repeat, active = over_stage(now.repeat), over_stage(now.active)
+            at = self.visits_at(now)
             mid, x = enter(now, carry)
-            (y, written), visited = visit(now, (name_input(x), take(state, repeat, active)))
-            return (pass_on(now, mid, y), put(state, repeat, active, written)), visited
+            (y, written), visited = visit(now, (name_input(x), take(state, at)))
+            return (pass_on(now, mid, y), put(state, at, written)), visited
 
         return tick
+
+    def visits_at(self, now: Plan) -> At:
+        """Which visits a tick makes."""
+        row = now.repeat * self.schedule.microbatches + now.microbatch
+        return At(over_stage(now.repeat), over_stage(row), over_stage(now.active))
 
     def before_visit(self, now: Plan, carry: Carry) -> tuple[MidTick, PyTree]:
         """`stage_inputs` with the schedule of this loop, or the function that an arm put there."""

@@ -3,6 +3,8 @@
 Every array begins with the axis of stages, which is sharded over the mesh axis `stage`.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,6 +98,18 @@ def empty_ring(like: jax.ShapeDtypeStruct, slots: int | None, fill: float) -> Ar
         rest = P(*like.sharding.spec)[1:]
         full = place(full, P(None, *[None] * len(between), *rest))
     return over_stage(full)
+
+
+def empty_host_ring(like: jax.ShapeDtypeStruct, slots: int, fill: float) -> Array:
+    """An empty buffer in host memory, as `empty_ring` makes one on the device.
+
+    - `like`, `slots`, `fill`: as for `empty_ring`.
+    """
+    # Slot by slot: of a buffer that is sent as a whole, the device would hold a copy first.
+    one = empty_ring(like, None, fill)
+    send = functools.partial(jax.device_put, device=jax.memory.Space.Host)
+    _, ring = jax.lax.scan(lambda one, _: (one, send(one)), one, None, length=slots)
+    return jnp.swapaxes(ring, 0, 1)
 
 
 def push(

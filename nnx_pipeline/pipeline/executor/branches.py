@@ -157,8 +157,12 @@ class Branches:
     ) -> tuple[State, PyTree]:
         """A forward visit; a last rank that has the end gives the cotangent of its output."""
         x = read(state.inbox, row.take)
-        if branch.first:
-            x = given.entering if given.ends is None else given.ends.enter(row.microbatch)
+        if given.ends is None:
+            x = jax.tree.map(
+                lambda new, old: jnp.where(row.enters > 0, new, old), given.entering, x
+            )
+        elif branch.enters:
+            x = given.ends.enter(row.microbatch)
         (y, metrics), kept = self.visit(branch.function, given, row, x)
         rings = list(state.rings)
         if self.differentiate:
@@ -168,7 +172,7 @@ class Branches:
             ]
         totals = jax.tree.map(_together, state.metrics, metrics, is_leaf=is_metric)
         state = state._replace(rings=rings, metrics=totals)
-        if given.ends is None or not branch.last:
+        if given.ends is None or not branch.leaves:
             return state, y
         ends = given.ends.leave(state.ends, row.microbatch, y)
         return state._replace(ends=ends), ends.d_output if self.differentiate else y
@@ -192,7 +196,7 @@ class Branches:
             state = state._replace(totals=(_add_at(stages, row.chunk, d_stage), closed))
         if branch.kind in "BI":
             payload = d_x
-            if branch.first and given.ends is not None:
+            if branch.enters and given.ends is not None:
                 state = state._replace(ends=given.ends.back(state.ends, row.microbatch, d_x))
         return state, payload
 

@@ -12,7 +12,7 @@ stages and one row of the timetable:
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +22,10 @@ from nnx_pipeline.errors import InputError
 from nnx_pipeline.pipeline.exchange.buffers import from_stage, stage_axis
 from nnx_pipeline.pipeline.executor.branches import Branches, Given, State, first_row
 from nnx_pipeline.pipeline.executor.ends import Ends, EndTotals
-from nnx_pipeline.pipeline.executor.plan import Passage, Passages, Plan, Rows
+from nnx_pipeline.pipeline.executor.plan import EndsOn, Passage, Passages, Plan, Rows
 from nnx_pipeline.pipeline.metrics import Max, Metric, is_metric, objective, over_all_stages
 from nnx_pipeline.pipeline.one_f_one_b.state import Held, Inputs
 from nnx_pipeline.sharding import P
-
-EndsOn = Literal["all", "own"]
 
 
 @dataclass(frozen=True)

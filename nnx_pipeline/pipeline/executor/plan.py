@@ -9,21 +9,27 @@ are given out by how long each array is needed, so that there are as few as the 
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.pipeline.timetable.actions import Action, Actions
 
+# Who runs `enter` and `leave`: all devices together, or the ranks of the first and the last stage.
+EndsOn = Literal["all", "own"]
+
 
 class Branch(NamedTuple):
-    """One of the things that a rank may do in a tick."""
+    """One of the things that a rank may do in a tick.
+
+    What differs between ranks in arrays alone is no other branch: compilers compile each.
+    """
 
     kind: str  # F, B, I or W
     function: int  # which of the stage functions
-    first: bool  # whether the stage is the first one, which takes what enters
-    last: bool  # whether it is the last one, which gives the loss
+    enters: bool  # whether the rank itself runs `enter` before a visit, or its derivative after
+    leaves: bool  # whether the rank itself runs `leave` after a visit
 
 
 class Rows(NamedTuple):
@@ -37,6 +43,7 @@ class Rows(NamedTuple):
     microbatch: np.ndarray
     take: Any  # the slot of the inbox that the action reads
     keep: Any  # the slot of the ring that it writes or reads
+    enters: Any  # 1 for a forward visit of the first stage, which takes what enters
     own: Any  # the slot of the inbox for what the action itself gives
     before: Any  # the slot for what the rank before sends
     after: Any  # the slot for what the rank after sends
@@ -80,16 +87,17 @@ class Plan:
     stages: tuple[tuple[int, ...], ...]
 
 
-def make_plan(actions: Actions, functions: Sequence[int]) -> Plan:
+def make_plan(actions: Actions, functions: Sequence[int], ends_on: EndsOn = "all") -> Plan:
     """The plan of a timetable.
 
     - `actions`: the timetable.
     - `functions`: for each stage the number of its stage function.
+    - `ends_on`: who runs both ends of the model.
 
     Raises InputError where ranks have different numbers of stages, and where what a stage gives is
     needed by a rank that is neither the same nor a neighbour.
     """
-    return _Planning(actions, functions).plan()
+    return _Planning(actions, functions, ends_on).plan()
 
 
 def forward_only(actions: Actions) -> Actions:
@@ -108,8 +116,8 @@ class _Wait(NamedTuple):
 
 
 class _Planning:
-    def __init__(self, actions: Actions, functions: Sequence[int]) -> None:
-        self.actions, self.functions = actions, functions
+    def __init__(self, actions: Actions, functions: Sequence[int], ends_on: EndsOn) -> None:
+        self.actions, self.functions, self.own_ends = actions, functions, ends_on == "own"
         self.step = {action: step for _, step, action in actions}
         self.rank = {action.stage: rank for rank, _, action in actions}
         self.ranks, self.last = len(actions.rows), actions.stages - 1
@@ -136,13 +144,9 @@ class _Planning:
         rings = self._give_rings(rows)
         branches: dict[Branch, int] = {}
         for rank, step, action in self.actions:
-            branch = Branch(
-                action.kind,
-                self.functions[action.stage],
-                action.stage == 0,
-                action.stage == self.last,
-            )
+            branch = self._branch(action)
             rows.branch[step, rank] = 1 + branches.setdefault(branch, len(branches))
+            rows.enters[step, rank] = action.kind == "F" and action.stage == 0
             rows.chunk[step, rank] = self.stages[rank].index(action.stage)
             rows.microbatch[step, rank] = action.microbatch
         passages = Passages(
@@ -150,6 +154,12 @@ class _Planning:
         )
         ends = self.rank[0], self.rank[self.last]
         return Plan(rows, passages, ends, tuple(branches), inbox, rings, self.stages)
+
+    def _branch(self, action: Action) -> Branch:
+        stage, kind, _ = action
+        enters = self.own_ends and stage == 0 and kind in "FBI"
+        leaves = self.own_ends and stage == self.last and kind == "F"
+        return Branch(kind, self.functions[stage], enters, leaves)
 
     def _passage(self, kinds: str, stage: int) -> Passage:
         due = np.zeros(self.actions.steps, bool)
@@ -162,10 +172,12 @@ class _Planning:
     def _give_inbox(self, rows: Rows) -> int:
         """Fills in where arrays arrive and are read; returns the number of slots."""
         waits = [(by, self._wait_for(by)) for by in self.step if self._gives(by)]
+        of_ranks: list[list[tuple[Action, _Wait]]] = [[] for _ in range(self.ranks)]
+        for by, wait in waits:
+            of_ranks[self.rank[wait.reads[0].stage]].append((by, wait))
         slots: dict[Action, int] = {}
         count = 0
-        for rank in range(self.ranks):
-            mine = [(by, wait) for by, wait in waits if self.rank[wait.reads[0].stage] == rank]
+        for mine in of_ranks:
             found, most = _slots([wait for _, wait in mine])
             slots |= dict(zip((by for by, _ in mine), found, strict=True))
             count = max(count, most)
@@ -213,21 +225,18 @@ class _Planning:
     def _give_rings(self, rows: Rows) -> tuple[int, ...]:
         """Fills in where forward visits keep what the others read; returns the numbers of slots."""
         counts = [0] * (1 + max(self.functions))
-        for rank in range(self.ranks if self.trains else 0):
-            for function in range(len(counts)):
-                visits = [
-                    action
-                    for action in self.step
-                    if action.kind == "F"
-                    and self.rank[action.stage] == rank
-                    and self.functions[action.stage] == function
-                ]
-                waits = [self._kept(action) for action in visits]
-                found, most = _slots(waits)
-                counts[function] = max(counts[function], most)
-                for action, wait, slot in zip(visits, waits, found, strict=True):
-                    for each in (action, *wait.reads):
-                        rows.keep[self.step[each], rank] = slot
+        of_rings: dict[tuple[int, int], list[Action]] = {}
+        for action in self.step if self.trains else ():
+            if action.kind == "F":
+                ring = self.rank[action.stage], self.functions[action.stage]
+                of_rings.setdefault(ring, []).append(action)
+        for (rank, function), visits in of_rings.items():
+            waits = [self._kept(action) for action in visits]
+            found, most = _slots(waits)
+            counts[function] = max(counts[function], most)
+            for action, wait, slot in zip(visits, waits, found, strict=True):
+                for each in (action, *wait.reads):
+                    rows.keep[self.step[each], rank] = slot
         return tuple(counts)
 
     def _kept(self, visit: Action) -> _Wait:

@@ -9,8 +9,8 @@ import jax
 from nnx_pipeline.errors import InputError, one_of
 from nnx_pipeline.pipeline import entry
 from nnx_pipeline.pipeline.closed import hoist
-from nnx_pipeline.pipeline.executor.loop import EndsOn, Functions, Loop
-from nnx_pipeline.pipeline.executor.plan import forward_only, make_plan
+from nnx_pipeline.pipeline.executor.loop import Functions, Loop
+from nnx_pipeline.pipeline.executor.plan import EndsOn, forward_only, make_plan
 from nnx_pipeline.pipeline.one_f_one_b.run import Total, by_loop, metric_weight
 from nnx_pipeline.pipeline.one_f_one_b.state import Held, Inputs, ModelFunctions, Weights
 from nnx_pipeline.pipeline.options import Accumulation, LoopOptions
@@ -36,6 +36,12 @@ def run_timetable(
     that it does nothing while it idles, and the functions of the stages may differ. It has run on
     CPU devices only: on no TPU or GPU, where ranks would wait in different branches.
 
+    Ranks exchange activations with their neighbours after every step, so that a step takes as long
+    as the longest action of any rank. Steps in which some ranks go forward and others back cost all
+    of them a backward visit: by the estimates of the compilers such timetables take longer than
+    `run_one_f_one_b`, although with 1f1b each rank computes less. And W computes again what I has
+    computed on its way to the gradient of the input.
+
     - `functions`, `inputs`: as for `run_one_f_one_b`; stages may have different functions.
     - `weights`: as for `run_one_f_one_b`, but those of the stages are `[chunks, ranks, …]`: chunk c
       of rank r belongs to the c-th of the stages that the timetable places on rank r.
@@ -59,7 +65,10 @@ def run_timetable(
     stages, function_of = _functions_of(functions.apply_stage, actions)
     _check(actions, weights, inputs, options)
     one_of("ends_on", ends_on, ("all", "own"))
-    plans = make_plan(actions, function_of), make_plan(forward_only(actions), function_of)
+    plans = (
+        make_plan(actions, function_of, ends_on),
+        make_plan(forward_only(actions), function_of, ends_on),
+    )
     weights = Weights(
         enter=entry.as_arrays(weights.enter),
         stages=entry.stacked(weights.stages),

@@ -8,15 +8,33 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.pipeline.exchange.buffers import empty_ring, from_stage, over_stage, to_stages
+from nnx_pipeline.pipeline.exchange.buffers import (
+    empty_host_ring,
+    empty_ring,
+    from_stage,
+    to_stages,
+)
 from nnx_pipeline.pipeline.metrics import identity, is_metric, objective, over_all_stages
 from nnx_pipeline.pipeline.one_f_one_b.plan import Plan, make_plan
-from nnx_pipeline.pipeline.one_f_one_b.state import Held, Inputs, State, Weights
-from nnx_pipeline.pipeline.one_f_one_b.tick import Phase, Tick
+from nnx_pipeline.pipeline.one_f_one_b.state import NOTHING, Held, Inputs, State, Weights
+from nnx_pipeline.pipeline.one_f_one_b.tick import Phase, Tick, row_of
 from nnx_pipeline.pipeline.options import Accumulation
 from nnx_pipeline.pipeline.stage.repeats import hold, stacked
 from nnx_pipeline.pipeline.stage.state import take
 from nnx_pipeline.pipeline.stage.vjp import zero_gradients
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _OnHost:
+    """Which arrays are in host memory: of this `jax.eval_shape` tells nothing by itself."""
+
+    marks: tuple[bool, ...]
+
+
+def _on_host(tree: PyTree) -> _OnHost:
+    spaces = (jax.typeof(leaf).memory_space for leaf in jax.tree.leaves(tree))
+    return _OnHost(tuple(space == jax.memory.Space.Host for space in spaces))
 
 
 @dataclass(frozen=True)
@@ -26,11 +44,13 @@ class Loop:
     - `tick`: what every tick does.
     - `how`: in which dtype gradients add up, and how the weights are held during the loop.
     - `bubble_fill`: what the buffers hold before anything arrives; results do not depend on it.
+    - `asked`: for each input of the microbatches, whether its gradient is asked for; None for none.
     """
 
     tick: Tick
     how: Accumulation
     bubble_fill: float
+    asked: Inputs | None = None
 
     def run(self, weights: Held, inputs: Inputs, layers: PyTree, *, differentiate: bool) -> State:
         """Goes through all ticks; returns the state after the last one.
@@ -59,7 +79,11 @@ class Loop:
             # not: each stage adds up its own, and these are summed over stages once, at the end.
             each = to_stages(gradients.closed, schedule.stages)
             gradients = gradients._replace(stages=hold(zeros), closed=each)
-            state = state._replace(gradients=gradients, d_inputs=state.outputs)
+            state = state._replace(
+                gradients=gradients,
+                d_inputs=state.outputs,
+                of_inputs=self._no_gradients_yet(inputs),
+            )
         # Without gradients nothing drains: the last phase has backward visits only.
         for phase in phases if differentiate else phases[:2]:
             if phase.ticks:
@@ -70,7 +94,19 @@ class Loop:
         scattered = gathering.scatter_gradients(totals, stored.stages)
         d_closed = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), state.gradients.closed)
         gradients = state.gradients._replace(stages=scattered, closed=d_closed)
-        return state._replace(gradients=gradients)
+        d_side = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), state.of_inputs.side)
+        of_inputs = state.of_inputs._replace(side=d_side)
+        return state._replace(gradients=gradients, of_inputs=of_inputs)
+
+    def _no_gradients_yet(self, inputs: Inputs) -> Inputs:
+        """The accumulators of the gradients that are asked for of inputs."""
+        if self.asked is None:
+            return NOTHING
+        zeros = jax.tree.map(
+            lambda asked, leaf: jnp.zeros_like(leaf) if asked else None, self.asked, inputs
+        )
+        # Each stage adds up what its layers read, and these are summed over stages at the end.
+        return zeros._replace(side=to_stages(zeros.side, self.tick.schedule.stages))
 
     def _scan(
         self, phase: Phase, weights: Held, inputs: Inputs, kept_tree: Any, state: State, plan: Plan
@@ -90,10 +126,10 @@ class Loop:
             held = Held((weights.enter, []), stages, (weights.leave, []), [])
             now = jax.tree.map(lambda leaf: leaf[0], make_plan(tick.schedule))
             x = tick.entering(held, inputs, now)
-            at = over_stage(now.forward_repeat), over_stage(now.is_forward)
-            moving = x, take(layers, *at)
+            moving = x, take(layers, tick.visits_at(now))
             ((y, _), _), _ = tick.visit(held, inputs, now, moving, keep=False)
-            return tick.leaving(held.leave, from_stage(y, tick.schedule.stages - 1), inputs, now)
+            row = row_of(inputs.leave, now.leaving)
+            return tick.leaving(held.leave, from_stage(y, tick.schedule.stages - 1), row)
 
         jax.eval_shape(call, weights, inputs, layers)
 
@@ -117,18 +153,21 @@ class Loop:
             layers, plan = given
             now = jax.tree.map(lambda leaf: leaf[0], plan)
             x = self.tick.entering(weights, inputs, now)
-            at = over_stage(now.forward_repeat), over_stage(now.is_forward)
-            moving = x, take(layers, *at)
-            return x, self.tick.visit(weights, inputs, now, moving, keep=keep)
+            moving = x, take(layers, self.tick.visits_at(now))
+            (_, metrics), kept = self.tick.visit(weights, inputs, now, moving, keep=keep)
+            return x, metrics, kept, _on_host(kept)
 
-        x, ((_, metrics), kept) = jax.eval_shape(first_visit, weights, inputs, given)
+        x, metrics, kept, on_host = jax.eval_shape(first_visit, weights, inputs, given)
         kept, tree = jax.tree.flatten(kept)
         nothing = jax.tree.map(lambda leaf: empty_ring(leaf, None, self.bubble_fill), x)
         slots = self.tick.schedule.ring_slots
         return State(
             outputs=nothing,
             d_inputs=None,
-            ring=[empty_ring(leaf, slots, self.bubble_fill) for leaf in kept],
+            ring=[
+                (empty_host_ring if host else empty_ring)(leaf, slots, self.bubble_fill)
+                for leaf, host in zip(kept, on_host.marks, strict=True)
+            ],
             gradients=None,
             loss=jnp.zeros((), jnp.float32),
             metrics=jax.tree.map(
@@ -137,4 +176,5 @@ class Loop:
                 is_leaf=is_metric,
             ),
             layers=given[0],
+            of_inputs=NOTHING,
         ), tree

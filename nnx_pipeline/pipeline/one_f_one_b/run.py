@@ -10,6 +10,7 @@ from jaxtyping import Array, PyTree
 
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.ops.gradients import (
+    is_primal,
     is_symbolic_zero,
     no_gradient_to,
     or_zeros,
@@ -39,7 +40,7 @@ from nnx_pipeline.pipeline.stage.checks import (
     checked_enter,
     checked_leave,
 )
-from nnx_pipeline.pipeline.stage.state import Kept, parted
+from nnx_pipeline.pipeline.stage.state import Kept, hold_state, parted
 from nnx_pipeline.pipeline.stage.vjp import as_cotangents, no_gradient
 
 # the loss, and its two parts: the loss of `leave`, and the metrics
@@ -82,17 +83,18 @@ def run_one_f_one_b(
     - `functions`: of what comes before the stages, of all stages, and of what comes after them.
     - `weights`: those of the three functions; the stages' are `[repeats, stages, …]`, or such
       parameters `WithState`, as for `run_pipeline`, which the forward visits read and write.
-    - `inputs`: those of the three functions, `[microbatches, …]`.
+    - `inputs`: those of the three functions, `[microbatches, …]`. Their gradients cost memory only
+      where they are asked for, as by an encoder that makes what the layers of a decoder read; each
+      stage then holds those of all microbatches' side inputs.
     - `schedule`: which stage works on what at each tick.
     - `options`: how the loop is run. Gradients always add up in the loop.
 
     As for `run_pipeline`, arrays may be placed elsewhere, and the functions may close over arrays.
 
     Returns the loss, and its two parts, which have no gradient; with a state a pair, of these two
-    and of what all visits left of the state. Raises InputError for shapes that
-    do not fit the schedule, for a `remat` that offloads, for a stage or arrays that `run_pipeline`
-    would refuse, for a weight on a `Max`, and when a gradient with respect to `inputs` or of the
-    parts is asked for.
+    and of what all visits left of the state. Raises InputError for shapes that do not fit the
+    schedule, for a stage or arrays that `run_pipeline` would refuse, for a weight on a `Max`, and
+    when a gradient of the parts is asked for.
     """
     how = options.accumulate or Accumulation()
     _check_options(schedule, options, how)
@@ -122,7 +124,7 @@ def run_one_f_one_b(
         checked_leave(leave),
     )
     total, layers = by_loop(*_hoisted(make_loop, checkpoint, own, (weights, inputs, layers)))
-    return total if state is None else (total, layers.now)
+    return total if state is None else (total, layers.given_out(schedule.microbatches))
 
 
 def _one_for_all_stages(functions: ModelFunctions) -> tuple[Enter, ApplyStage, Leave]:
@@ -131,6 +133,11 @@ def _one_for_all_stages(functions: ModelFunctions) -> tuple[Enter, ApplyStage, L
             f"apply_stage is a {type(functions.apply_stage).__name__}, but all stages of the 1F1B "
             "schedule run one function; give that, or use run_timetable"
         )
+    for name in ("enter", "leave"):
+        if not callable(getattr(functions, name)):
+            raise InputError(
+                f"`{name}` is {getattr(functions, name)!r}; give a function, see ModelFunctions"
+            )
     return functions.enter, functions.apply_stage, functions.leave
 
 
@@ -167,13 +174,12 @@ def _at_entry(
     """Moves all to where the loop reads them; raises InputError if their shapes do not fit."""
     check_arrays(weights.stages, None, inputs, schedule)
     check_stacked(state, "the state", schedule)
-    state = entry.stacked(state)
     placed = Weights(
         enter=entry.as_arrays(weights.enter),
         stages=entry.stacked(weights.stages),
         leave=entry.as_arrays(weights.leave),
     )
-    return placed, entry.on_every_stage(inputs), Kept(state, state)
+    return placed, entry.on_every_stage(inputs), hold_state(entry.stacked(state), schedule)
 
 
 def _with_nothing_closed(look: Callable[..., Any]) -> Callable[..., Any]:
@@ -195,11 +201,6 @@ def metric_weight(weight: Any) -> Any:
 def _check_options(
     schedule: OneForwardOneBackward, options: LoopOptions, how: Accumulation
 ) -> None:
-    if options.remat.offloaded:
-        raise InputError(
-            f"remat offloads {options.remat.offloaded} to the host, but the 1F1B schedule keeps "
-            "values in device memory only; save those names or leave them out"
-        )
     if schedule.repeats > 1 and options.shift_by == "pad":
         raise InputError(
             "shift_by='pad' sends nothing from the last stage to the first, but with "
@@ -237,7 +238,7 @@ def by_loop(loop: AnyLoop, weights: Held, inputs: Inputs, layers: PyTree) -> tup
     - `weights`, `inputs`, `layers`: as for `one_f_one_b.loop.Loop.run`.
 
     Returns the loss with its parts, and the state of the layers. Raises InputError when a gradient
-    with respect to `inputs` or of a part is asked for.
+    of a part is asked for, or by another loop than that of 1F1B one with respect to `inputs`.
     """
     state = loop.run(weights, inputs, layers, differentiate=False)
     return loop.total(state), state.layers
@@ -246,15 +247,22 @@ def by_loop(loop: AnyLoop, weights: Held, inputs: Inputs, layers: PyTree) -> tup
 def _run_forward(
     loop: AnyLoop, weights: Held, inputs: Inputs, layers: PyTree
 ) -> tuple[tuple[Total, PyTree], Any]:
-    inputs = refuse_perturbed(
-        "the 1F1B schedule was asked for the gradient with respect to an input of its "
-        "microbatches; it gives those of the weights alone: use jax.lax.stop_gradient on the "
-        "inputs, or the circular schedule",
-        inputs,
-    )
+    if isinstance(loop, Loop):
+        asked = jax.tree.map(lambda leaf: bool(leaf.perturbed), inputs, is_leaf=is_primal)
+        loop = dataclasses.replace(loop, asked=asked if any(jax.tree.leaves(asked)) else None)
+        inputs = values_of(inputs)
+    else:
+        inputs = refuse_perturbed(
+            "a timetable was asked for the gradient with respect to an input of its microbatches; "
+            "it gives those of the weights alone: use jax.lax.stop_gradient on the inputs, or "
+            "run_one_f_one_b",
+            inputs,
+        )
     weights, layers = values_of((weights, layers))
     state = loop.run(weights, inputs, layers, differentiate=True)
-    return (loop.total(state), state.layers), (weights, inputs, layers, state.gradients)
+    d_inputs = state.of_inputs if isinstance(loop, Loop) and loop.asked else None
+    saved = weights, inputs, layers, (state.gradients, d_inputs)
+    return (loop.total(state), state.layers), saved
 
 
 def _run_backward(loop: AnyLoop, saved: Any, cotangents: Any) -> tuple[Held, Inputs, PyTree]:
@@ -267,8 +275,16 @@ def _run_backward(loop: AnyLoop, saved: Any, cotangents: Any) -> tuple[Held, Inp
             "share of each metric in it, or use the circular schedule"
         )
     d_loss = or_zeros(d_loss)
-    scaled = jax.tree.map(lambda leaf: leaf * d_loss.astype(leaf.dtype), gradients)
-    return as_cotangents(scaled, weights), no_gradient(inputs), no_gradient(layers)
+    scaled, d_asked = jax.tree.map(lambda leaf: leaf * d_loss.astype(leaf.dtype), gradients)
+    d_inputs = no_gradient(inputs)
+    if d_asked is not None:
+        d_inputs = jax.tree.map(
+            lambda new, none: none if new is None else new,
+            d_asked,
+            d_inputs,
+            is_leaf=lambda leaf: leaf is None,
+        )
+    return as_cotangents(scaled, weights), d_inputs, no_gradient(layers)
 
 
 by_loop.defvjp(_run_forward, _run_backward, symbolic_zeros=True)

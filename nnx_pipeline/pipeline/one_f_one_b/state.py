@@ -67,11 +67,14 @@ class Held(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Inputs of the microbatches, `[microbatches, …]`, whole on every stage, without gradients."""
+    """Inputs of the microbatches, `[microbatches, …]`, whole on every stage."""
 
     enter: PyTree
     side: PyTree
     leave: PyTree
+
+
+NOTHING = Inputs(None, None, None)
 
 
 class State(NamedTuple):
@@ -81,6 +84,7 @@ class State(NamedTuple):
     d_inputs: PyTree  # the cotangent of the input of every stage, one tick ago
     ring: list[Array]  # [stages, slots, …]: what the forward visits keep for the backward visits
     gradients: Held | None  # None where only the loss is asked for
+    of_inputs: Inputs  # gradients; those of `side` are [stages, …], and None if not asked for
     loss: Array
     metrics: PyTree  # each [stages, …], combined over the ticks that were not a bubble
     layers: Kept  # the state of the layers

@@ -33,7 +33,7 @@ from nnx_pipeline.pipeline.one_f_one_b.state import Held, Inputs, State
 from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
 from nnx_pipeline.pipeline.stage.apply import MapStages, Moving, at_slot, select_slot
 from nnx_pipeline.pipeline.stage.repeats import add_at_repeat, select
-from nnx_pipeline.pipeline.stage.state import put, take
+from nnx_pipeline.pipeline.stage.state import At, put, take
 from nnx_pipeline.pipeline.stage.vjp import (
     add,
     backward_from,
@@ -115,15 +115,15 @@ class Tick:
         is_forward = over_stage(now.is_forward)
         x = where(over_stage(now.from_input), entering, arrived)
         keep = state.gradients is not None
-        repeat = over_stage(now.forward_repeat)
-        moving = x, take(state.layers, repeat, is_forward)
+        at = self.visits_at(now)
+        moving = x, take(state.layers, at)
         ((y, written), metrics), kept = self.visit(weights, inputs, now, moving, keep=keep)
         kept = [over_stage(leaf) for leaf in jax.tree.leaves(kept)]
         return state._replace(
             outputs=y,
             ring=at_slot(state.ring, over_stage(now.write), kept) if keep else state.ring,
             metrics=include(is_forward, state.metrics, metrics),
-            layers=put(state.layers, repeat, is_forward, written),
+            layers=put(state.layers, at, written),
         )
 
     def _leave(
@@ -134,30 +134,44 @@ class Tick:
         All devices compute it.
         """
 
-        def loss_of(weights: tuple[PyTree, list[Array]], output: PyTree) -> Array:
-            return self.leaving(weights, output, inputs, now)
+        row = row_of(inputs.leave, now.leaving)
+        asked, with_asked = _asked(row, state.of_inputs.leave)
 
-        def leave(loss: Array, gradients: PyTree, outputs: PyTree) -> tuple[Array, PyTree, PyTree]:
+        def loss_of(weights: Any, output: PyTree, asked: list[Array]) -> Array:
+            return self.leaving(weights, output, with_asked(asked))
+
+        def leave(loss: Array, gradients: Any, outputs: PyTree) -> tuple[Array, Any, PyTree]:
             output = from_stage(outputs, self.schedule.stages - 1)
             if gradients is None:
-                return loss + loss_of(weights.leave, output), None, None
-            loss_of_one, back = jax.vjp(loss_of, weights.leave, output)
-            d_weights, d_output = back(jnp.ones_like(loss_of_one))
-            d_weights = none_for_integers(d_weights)
-            return loss + loss_of_one, add(gradients, d_weights), d_output
+                return loss + loss_of(weights.leave, output, asked), None, None
+            loss_of_one, back = jax.vjp(loss_of, weights.leave, output, asked)
+            d_weights, d_output, d_row = back(jnp.ones_like(loss_of_one))
+            d_leave, d_rows = gradients
+            gradients = (
+                add(d_leave, none_for_integers(d_weights)),
+                _add_row(d_rows, d_row, now.leaving),
+            )
+            return loss + loss_of_one, gradients, d_output
 
-        def stay(loss: Array, gradients: PyTree, outputs: PyTree) -> tuple[Array, PyTree, PyTree]:
+        def stay(loss: Array, gradients: Any, outputs: PyTree) -> tuple[Array, Any, PyTree]:
             nothing = (
                 None if gradients is None else jax.tree.map(jnp.zeros_like, from_stage(outputs, 0))
             )
             return loss, gradients, nothing
 
         totals = state.gradients  # None where no gradient is asked for
-        loss, d_leave, d_output = self._if_due(
-            now.leaves, leave, stay, state.loss, totals and totals.leave, state.outputs
+        so_far = None if totals is None else (totals.leave, state.of_inputs.leave)
+        loss, so_far, d_output = self._if_due(
+            now.leaves, leave, stay, state.loss, so_far, state.outputs
         )
-        gradients = totals and totals._replace(leave=d_leave)
-        return state._replace(loss=loss, gradients=gradients), d_output
+        if totals is None:
+            return state._replace(loss=loss), d_output
+        d_leave, d_rows = so_far
+        return state._replace(
+            loss=loss,
+            gradients=totals._replace(leave=d_leave),
+            of_inputs=state.of_inputs._replace(leave=d_rows),
+        ), d_output
 
     def _backward(
         self,
@@ -180,7 +194,7 @@ class Tick:
             weights_like(self.metric_weights, state.metrics),
             state.metrics,
         )
-        d_moving = d_y, jax.tree.map(lambda _: None, state.layers.now)  # the state has no gradient
+        d_moving = d_y, jax.tree.map(lambda _: None, state.layers.of_visit())  # has no gradient
         stored = jax.tree.unflatten(kept_tree, select_slot(state.ring, over_stage(now.read)))
         reads = _stage_reads(weights, inputs, now.backward, now.backward_repeat)
 
@@ -188,15 +202,19 @@ class Tick:
             return backward_from(kept, (*reads, weights.closed), given)
 
         given = d_moving, d_metrics
-        (d_stages, _, d_closed), (d_x, _) = self.map_stages(back)(stored, reads, given)
+        (d_stages, d_side, d_closed), (d_x, _) = self.map_stages(back)(stored, reads, given)
         d_stages = self.weights.of_visit(d_stages, reads[0])
-        totals = state.gradients
+        totals, of_inputs = state.gradients, state.of_inputs
+        so_far = totals.enter, of_inputs.enter
+        d_enter, d_rows = self._return(weights.enter, inputs, now, so_far, d_x)
         gradients = totals._replace(
             stages=add_at_repeat(totals.stages, d_stages, over_stage(now.backward_repeat)),
-            enter=self._return(weights.enter, inputs, now, totals.enter, d_x),
+            enter=d_enter,
             closed=add(totals.closed, d_closed),
         )
-        return state._replace(d_inputs=d_x, gradients=gradients)
+        d_side = _add_rows(of_inputs.side, d_side, over_stage(now.backward))
+        of_inputs = of_inputs._replace(enter=d_rows, side=d_side)
+        return state._replace(d_inputs=d_x, gradients=gradients, of_inputs=of_inputs)
 
     def _arriving_cotangents(self, now: Plan, state: State, d_output: PyTree) -> PyTree:
         """The cotangents of all stages' outputs: of the next stage's input, or from the loss."""
@@ -213,17 +231,23 @@ class Tick:
     def _return(
         self, held: Any, inputs: Inputs, now: Plan, gradients: PyTree, d_x: PyTree
     ) -> PyTree:
-        """Adds the gradient of `enter` for the microbatch whose last backward visit this was."""
-        row = _row(inputs.enter, now.returning)
+        """Adds the gradients of `enter` for the microbatch whose last backward visit this was.
 
-        def enter(held: tuple[PyTree, list[Array]]) -> PyTree:
+        - `gradients`: those of its weights so far, and of its inputs.
+        """
+        row = row_of(inputs.enter, now.returning)
+        asked, with_asked = _asked(row, gradients[1])
+
+        def enter(held: tuple[PyTree, list[Array]], asked: list[Array]) -> PyTree:
             weights, closed = held
-            return self.functions.enter(closed, weights, row)
+            return self.functions.enter(closed, weights, with_asked(asked))
 
         def back(gradients: PyTree, d_x: PyTree) -> PyTree:
-            _, enter_back = jax.vjp(enter, held)
-            (d_weights,) = enter_back(from_stage(d_x, 0))
-            return add(gradients, none_for_integers(d_weights))
+            _, enter_back = jax.vjp(enter, held, asked)
+            d_weights, d_row = enter_back(from_stage(d_x, 0))
+            so_far, d_rows = gradients
+            d_weights = add(so_far, none_for_integers(d_weights))
+            return d_weights, _add_row(d_rows, d_row, now.returning)
 
         return self._if_due(now.returns, back, lambda gradients, _: gradients, gradients, d_x)
 
@@ -239,20 +263,26 @@ class Tick:
             return function(*state)
         return jax.lax.cond(due, function, otherwise, *state)
 
+    def visits_at(self, now: Plan) -> At:
+        """Which forward visits a tick makes."""
+        row = now.forward_repeat * self.schedule.microbatches + now.forward
+        return At(over_stage(now.forward_repeat), over_stage(row), over_stage(now.is_forward))
+
     def entering(self, weights: Held, inputs: Inputs, now: Plan) -> PyTree:
         """The activations of the microbatch that enters, on every stage: `[stages, …]`."""
         enter_weights, closed = weights.enter
-        x = self.functions.enter(closed, enter_weights, _row(inputs.enter, now.entering))
+        x = self.functions.enter(closed, enter_weights, row_of(inputs.enter, now.entering))
         return to_stages(x, self.schedule.stages)
 
-    def leaving(self, weights: Any, output: PyTree, inputs: Inputs, now: Plan) -> Array:
+    def leaving(self, weights: Any, output: PyTree, row: PyTree) -> Array:
         """The loss of the microbatch that leaves, a scalar.
 
         - `weights`: those of `leave`, and what it closes over.
         - `output`: the activations of the last stage.
+        - `row`: the inputs of the microbatch.
         """
         leave_weights, closed = weights
-        return self.functions.leave(closed, leave_weights, output, _row(inputs.leave, now.leaving))
+        return self.functions.leave(closed, leave_weights, output, row)
 
     def visit(self, weights: Held, inputs: Inputs, now: Plan, x: Moving, *, keep: bool) -> Any:
         """Applies every stage; returns (outputs, metrics), and what the derivatives need.
@@ -304,7 +334,56 @@ def _stage_reads(
     return select(weights.stages, over_stage(repeat)), side
 
 
-def _row(tree: PyTree, microbatch: Array) -> PyTree:
+def _asked(row: PyTree, totals: PyTree) -> tuple[list[Array], Callable[[list[Array]], PyTree]]:
+    """The arrays of a row whose gradients are asked for, and a function that puts them back.
+
+    - `totals`: the gradients so far, None in the place of an array, or of all.
+    """
+    leaves, tree = jax.tree.flatten(row)
+    wanted = [total is not None for total in _each(totals, tree)]
+
+    def with_asked(asked: list[Array]) -> PyTree:
+        new = iter(asked)
+        mixed = [next(new) if one else leaf for leaf, one in zip(leaves, wanted, strict=True)]
+        return jax.tree.unflatten(tree, mixed)
+
+    return [leaf for leaf, one in zip(leaves, wanted, strict=True) if one], with_asked
+
+
+def _each(totals: PyTree, tree: Any) -> list[Any]:
+    """The gradients of each leaf of a tree, None where they are not asked for."""
+    return [None] * tree.num_leaves if totals is None else tree.flatten_up_to(totals)
+
+
+def _add_row(totals: PyTree, asked: list[Array], microbatch: Array) -> PyTree:
+    """Adds the gradients of one microbatch to those of all.
+
+    - `totals`: `[microbatches, …]`, as for `_asked`.
+    - `asked`: `[…]`, of the arrays whose gradients are asked for.
+    """
+    new = iter(asked)
+    return jax.tree.map(lambda total: total.at[microbatch].add(next(new)), totals)
+
+
+def _add_rows(totals: PyTree, new: PyTree, microbatch: Array) -> PyTree:
+    """Adds the gradients of each stage's microbatch to those of all, where they are asked for.
+
+    - `totals`: `[stages, microbatches, …]`, as for `_asked`.
+    - `new`: `[stages, …]` of all arrays, None for integers.
+    - `microbatch`: int32 `[stages]`.
+    """
+    gradients, tree = jax.tree.flatten(new, is_leaf=lambda leaf: leaf is None)
+    pairs = zip(_each(totals, tree), gradients, strict=True)
+    asked = iter([gradient for total, gradient in pairs if total is not None])
+
+    def one(total: Array) -> Array:
+        return at_slot(total, microbatch, select_slot(total, microbatch) + next(asked))
+
+    return jax.tree.map(one, totals)
+
+
+def row_of(tree: PyTree, microbatch: Array) -> PyTree:
+    """The inputs of one microbatch: `[microbatches, …]` to `[…]`."""
     return jax.tree.map(
         lambda leaf: jax.lax.dynamic_index_in_dim(leaf, microbatch, keepdims=False), tree
     )

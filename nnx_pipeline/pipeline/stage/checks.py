@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import inspect
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,18 +59,38 @@ def check_arrays(params: PyTree, activations: PyTree, inputs: PyTree, schedule: 
 
 
 @contextlib.contextmanager
-def untyped_explained() -> Iterator[None]:
-    """Raises InputError for an operation that JAX cannot type on a mesh with explicit axes."""
+def explained() -> Iterator[None]:
+    """Raises InputError with the cure for two errors of JAX.
+
+    They are for an operation that it cannot type on a mesh with explicit axes, and for forward mode
+    through a derivative that is written by hand.
+    """
     try:
         yield
+    except InputError:
+        raise
     except Exception as error:
-        if type(error).__name__ != "ShardingTypeError":  # JAX does not export the class
+        if isinstance(error, TypeError) and "custom_vjp" in str(error):
+            raise InputError(_FORWARD_MODE) from error
+        # JAX does not export the class; other errors name the type of an array that is sharded.
+        names_one = isinstance(error, (TypeError, ValueError)) and _SHARDED.search(str(error))
+        if type(error).__name__ != "ShardingTypeError" and not names_one:
             raise
         raise InputError(
             "the model does what JAX cannot type on a mesh with explicit axes, such as a "
-            f"convolution that is mapped over stages: {error}; set pipeline.sharding=auto, and "
-            "make the mesh with sharding='auto'"
+            "convolution that is mapped over stages, or a scan that begins with zeros which are "
+            f"not sharded: {error}; set pipeline.sharding=auto, and make the mesh with "
+            "sharding='auto'"
         ) from error
+
+
+_FORWARD_MODE = (
+    "a pipeline was differentiated in forward mode (jax.jvp or jax.jacfwd), in which derivatives "
+    "that are written by hand have no rule; use jax.grad, and for a Hessian-vector product jax.jvp "
+    "of jax.grad, or for own layers set pipeline.schedule=circular, pipeline.backward=autodiff and "
+    "pipeline.fsdp_gather=use"
+)
+_SHARDED = re.compile(r"\w+\[[\d,]*\d@\w")  # such as float32[2@fsdp,4]
 
 
 def check_stacked(tree: PyTree, what: str, schedule: Schedule) -> None:
@@ -251,6 +273,9 @@ def _origin(jaxpr: Any, var: Any) -> Any:
     return None if origin is None else _origin(jaxpr, made.invars[inner.invars.index(origin)])
 
 
+_IN_A_VARIABLE = "hold it in an nnx.Param, or in an nnx.Variable if it is not trained"
+
+
 def check_apart(layer: nnx.Module, another: nnx.Module) -> None:
     """Raises InputError if two layers hold the same variable, which would become one for each."""
     others = {id(leaf) for _, leaf in _variables(another)}
@@ -268,13 +293,22 @@ def check_variables(layer: nnx.Module) -> None:
 
     In a pipeline the two places would become two variables, each with a gradient of its own.
     """
+    for path, module in nnx.iter_modules(layer):
+        for attribute, value in vars(module).items():
+            # While JAX traces, Flax does not take such an array as a part of the tree.
+            if isinstance(value, jax.Array):
+                parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+                name = f"{''.join(parts)}.{attribute}"
+                raise InputError(
+                    f"a layer holds {_words(value)} in {name}, which is in no variable; "
+                    f"{_IN_A_VARIABLE}"
+                )
     places: dict[int, str] = {}
     for path, leaf in _variables(layer):
         name = jax.tree_util.keystr(path)
         if not isinstance(leaf, nnx.Variable):
             raise InputError(
-                f"a layer holds {_words(leaf)} in {name}, which is in no variable; hold it in an "
-                "nnx.Param, or in an nnx.Variable if it is not trained"
+                f"a layer holds {_words(leaf)} in {name}, which is in no variable; {_IN_A_VARIABLE}"
             )
         first = places.setdefault(id(leaf), name)
         if first != name:
@@ -283,6 +317,28 @@ def check_variables(layer: nnx.Module) -> None:
                 "would turn into two variables with separate gradients; keep it in one place and "
                 "use that twice"
             )
+
+
+@contextlib.contextmanager
+def call_explained(
+    function: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any], rule: str
+) -> Iterator[None]:
+    """Raises InputError if a call failed because the function does not take its arguments.
+
+    - `given`, `named`: the arguments, of which the names and the number count.
+    - `rule`: says what is called with what.
+    """
+    try:
+        yield
+    except TypeError as error:
+        signature = inspect.signature(function)
+        try:
+            signature.bind(*given, **named)
+        except TypeError as why:
+            raise InputError(
+                f"{rule}, and its arguments are {signature}: {why}; make them agree"
+            ) from error
+        raise
 
 
 def _variables(layer: nnx.Module) -> list[tuple[Any, Any]]:

@@ -14,7 +14,7 @@ from nnx_pipeline.ops.dropout import fold_in
 from nnx_pipeline.pipeline.exchange.buffers import where
 from nnx_pipeline.pipeline.metrics import declared
 from nnx_pipeline.pipeline.stack import Stack
-from nnx_pipeline.pipeline.stage.checks import arrays_of, check_unchanged, passed_on
+from nnx_pipeline.pipeline.stage.checks import arrays_of, call_explained, check_unchanged, passed_on
 from nnx_pipeline.pipeline.stage.state import check_written, without_gradient
 from nnx_pipeline.pipeline.stage.variables import is_state, joined, state_of
 from nnx_pipeline.remat import LAYER_INPUT, LAYER_METRICS, Remat, named
@@ -220,8 +220,10 @@ def call_layer(
     if takes_place(layer):
         own["place"] = LayerPlace.of(number, stack)
     layer, everything = gathered_for_use(joined(layer, without_gradient(state))), {**side, **own}
+    rule = f"a layer, {type(layer).__name__}, is called with x and {[*everything] or 'no more'}"
     before = arrays_of(layer, is_state)
-    result = layer(x, **everything)
+    with call_explained(layer, (x,), everything, rule):
+        result = layer(x, **everything)
     check_unchanged(before, layer, lambda layer: layer(x, **everything), is_state)
     y, metrics = passed_on(result, x, f"a layer, {type(layer).__name__},", "layer")
     written = without_gradient(state_of(layer, state))

@@ -2,9 +2,11 @@
 
 Running statistics and the counters of random numbers are such state. A stage works on the
 microbatches one after the other, so it leaves a state as a loop over microbatches would: the
-visit of one microbatch reads what the one before it wrote. State has no gradient.
+visit of one microbatch reads what the one before it wrote, or, of what is `PerMicrobatch`, what was
+there of this microbatch. State has no gradient.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ from jaxtyping import Array, PyTree
 
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.pipeline.exchange.buffers import where
+from nnx_pipeline.pipeline.schedule import Schedule
 from nnx_pipeline.pipeline.stage.apply import at_repeat, select_repeat
 
 
@@ -22,7 +25,8 @@ class WithState:
     """Stacked parameters with a state that the visits of the stages read and write.
 
     - `params`: any pytree of `[repeats, stages, …]`.
-    - `state`: another, sharded as the parameters are.
+    - `state`: another, sharded as the parameters are. What of it is wrapped in `PerMicrobatch` is
+      `[repeats, stages, microbatches, …]`.
     """
 
     params: PyTree
@@ -34,40 +38,126 @@ def parted(params: Any) -> tuple[PyTree, PyTree]:
     return (params.params, params.state) if isinstance(params, WithState) else (params, None)
 
 
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclass(frozen=True)
+class PerMicrobatch:
+    """State of which each microbatch has its own, such as a cache of keys and values.
+
+    - `value`: a pytree of `[repeats, stages, microbatches, …]`. A visit gets, and leaves, what
+      belongs to its microbatch, `[…]`.
+    """
+
+    value: PyTree
+
+
+class At(NamedTuple):
+    """Which visit each stage makes at a tick, `[stages]` each, sharded over `stage`."""
+
+    repeat: Array  # int32
+    row: Array  # int32, repeat · microbatches + microbatch
+    active: Array  # bool, False in a bubble
+
+
 class Kept(NamedTuple):
-    """The state of all layers in a loop, `[repeats, stages, …]`; it may have no arrays."""
+    """The state of all layers in a loop, `[repeats, stages, …]`; it may have no arrays.
+
+    What is `PerMicrobatch` is `[repeats · microbatches, stages, …]` here.
+    """
 
     now: PyTree
-    first: PyTree  # as it was before the loop
+    first: PyTree  # as it was before the loop, without what is `PerMicrobatch`
+
+    def of_visit(self) -> PyTree:
+        """A tree like the state of one visit, with other arrays."""
+        return jax.tree.map(_value, self.now, is_leaf=_is_own)
+
+    def given_out(self, microbatches: int) -> PyTree:
+        """The state after the loop, as `hold_state` was given it."""
+
+        def one(leaf: Any) -> Any:
+            if not isinstance(leaf, PerMicrobatch):
+                return leaf
+            return jax.tree.map(
+                lambda x: jnp.moveaxis(x.reshape(-1, microbatches, *x.shape[1:]), 1, 2), leaf
+            )
+
+        return jax.tree.map(one, self.now, is_leaf=_is_own)
 
 
-def take(state: Kept, repeat: Array, active: Array) -> PyTree:
+def hold_state(state: PyTree, schedule: Schedule) -> Kept:
+    """The state of all layers as the loops hold it.
+
+    - `state`: `[repeats, stages, …]`, or `PerMicrobatch`; None for no state.
+    - `schedule`: gives the numbers of repeats, stages and microbatches.
+
+    Raises InputError for arrays of other shapes.
+    """
+
+    def as_rows(x: Array) -> Array:
+        if jnp.shape(x)[2:3] != (schedule.microbatches,):
+            raise InputError(
+                f"a state PerMicrobatch has shape {jnp.shape(x)}; its third axis must be the "
+                f"{schedule.microbatches} microbatches of the schedule"
+            )
+        return jnp.moveaxis(x, 2, 1).reshape(-1, x.shape[1], *x.shape[3:])
+
+    def one(leaf: Any) -> Any:
+        return jax.tree.map(as_rows, leaf) if isinstance(leaf, PerMicrobatch) else leaf
+
+    def shared(leaf: Any) -> Any:
+        return None if isinstance(leaf, PerMicrobatch) else leaf
+
+    now = jax.tree.map(one, state, is_leaf=_is_own)
+    return Kept(now, jax.tree.map(shared, state, is_leaf=_is_own))
+
+
+def take(state: Kept, at: At) -> PyTree:
     """The state that each stage reads, `[stages, …]`.
 
     - `state`: of all layers.
-    - `repeat`: int32 `[stages]`, sharded over `stage`: the repeat that each stage is at.
-    - `active`: bool `[stages]`, False in a bubble. There a stage reads its first state: what the
-      last visit left may hold the microbatch that the stage works on in the bubble, and a
-      derivative need not be defined where both are equal.
+    - `at`: the visits of the tick. In a bubble a stage reads its first state: what the last visit
+      left may hold the microbatch that the stage works on in the bubble, and a derivative need not
+      be defined where both are equal. Of what is `PerMicrobatch` it reads any row there, because a
+      first state would be a second copy of it.
     """
-    if not jax.tree.leaves(state.now):
-        return state.now
-    return where(active, select_repeat(state.now, repeat), select_repeat(state.first, repeat))
+
+    def one(now: Any, first: Any) -> Any:
+        if isinstance(now, PerMicrobatch):
+            return select_repeat(now.value, at.row)
+        return where(at.active, select_repeat(now, at.repeat), select_repeat(first, at.repeat))
+
+    return jax.tree.map(one, state.now, state.first, is_leaf=_is_own)
 
 
-def put(state: Kept, repeat: Array, active: Array, new: PyTree) -> Kept:
+def put(state: Kept, at: At, new: PyTree) -> Kept:
     """Writes the state of each stage back, except in a bubble.
 
-    - `state`, `repeat`, `active`: as for `take`.
+    - `state`, `at`: as for `take`.
     - `new`: what the visits left, `[stages, …]`.
     """
-    leaves = jax.tree.leaves(state.now)
-    if not leaves:
-        return state
-    new = where(active, new, select_repeat(state.now, repeat))
-    if leaves[0].shape[0] == 1:
-        return state._replace(now=jax.tree.map(lambda leaf: leaf[None], new))
-    return state._replace(now=at_repeat(state.now, repeat, new))
+
+    def written(before: PyTree, row: Array, new: PyTree) -> PyTree:
+        if not jax.tree.leaves(before):
+            return before
+        new = where(at.active, new, select_repeat(before, row))
+        if jax.tree.leaves(before)[0].shape[0] == 1:
+            return jax.tree.map(lambda leaf: leaf[None], new)
+        return at_repeat(before, row, new)
+
+    def one(now: Any, new: Any) -> Any:
+        if isinstance(now, PerMicrobatch):
+            return PerMicrobatch(written(now.value, at.row, new))
+        return written(now, at.repeat, new)
+
+    return state._replace(now=jax.tree.map(one, state.now, new, is_leaf=_is_own))
+
+
+def _is_own(leaf: Any) -> bool:
+    return isinstance(leaf, PerMicrobatch)
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.value if isinstance(leaf, PerMicrobatch) else leaf
 
 
 def without_gradient(tree: PyTree) -> PyTree:

@@ -1,8 +1,9 @@
 """The three kinds of variables of a layer: parameters, state that visits write, and the rest.
 
 A parameter (`nnx.Param`) has a gradient. State is of the types `STATE`: each visit reads what the
-same layer left a microbatch before. Every other variable is read alone, such as a table or a weight
-that is not trained; the loops hold it as they hold parameters, but it has no gradient.
+same layer left a microbatch before, or for a cache what it left of the same microbatch. Every other
+variable is read alone, such as a table or a weight that is not trained; the loops hold it as they
+hold parameters, but it has no gradient.
 """
 
 import itertools
@@ -14,8 +15,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
+from nnx_pipeline.errors import InputError, one_of
 from nnx_pipeline.ops.gradients import no_gradient_to
-from nnx_pipeline.pipeline.stage.state import WithState
+from nnx_pipeline.pipeline.stage.state import PerMicrobatch, WithState
 from nnx_pipeline.sharding import is_explicit, place
 
 
@@ -23,11 +25,13 @@ class LayerState(nnx.Variable[Array]):
     """State of a layer: a call may set it, and the layer's next call reads what it set.
 
     In a pipeline the next call is that for the next microbatch. Subclass it for a kind of state of
-    your own. Flax's running statistics, caches and counters of random numbers are state too.
+    your own. Flax's running statistics and counters of random numbers are state too, and so are
+    caches, of which each microbatch has its own.
     """
 
 
 STATE = (nnx.BatchStat, nnx.Cache, nnx.RngCount, LayerState)
+OVER_MICROBATCHES = "over_microbatches"  # the metadata of state: "mean", or "last" as without it
 _STORED = "stored"  # the metadata of a variable that is read alone: the dtype of its array
 
 
@@ -36,12 +40,35 @@ def is_state(leaf: Any) -> bool:
     return isinstance(leaf, STATE)
 
 
-def split_state(layers: Any) -> Any:
+def is_per_microbatch(leaf: Any) -> bool:
+    """Whether a leaf is a variable of state of which each microbatch has its own."""
+    return isinstance(leaf, nnx.Cache)
+
+
+def is_averaged(variable: nnx.Variable) -> bool:
+    """Whether all microbatches read what was before the first, and the mean of theirs is left.
+
+    Raises InputError for another value of its metadata `over_microbatches`, and for integers.
+    """
+    said = variable.get_metadata().get(OVER_MICROBATCHES, "last")
+    one_of(OVER_MICROBATCHES, said, ("last", "mean"))
+    kind = variable.get_value().dtype
+    if said == "mean" and not jnp.issubdtype(kind, jnp.floating):
+        raise InputError(
+            f"a variable of type {type(variable).__name__} has {OVER_MICROBATCHES}='mean' and "
+            f"holds {kind}, which has no mean; leave it at 'last'"
+        )
+    return said == "mean"
+
+
+def split_state(layers: Any, microbatches: int) -> Any:
     """Layers as the loops hold them: `WithState` where they have state, else the layers alone.
 
     - `layers`: a module. In the result a variable that is read alone holds the bits of its array as
       integers, so that a loop makes no gradient for it, and nothing but `joined` can read it. The
-      state is a list of arrays in the order of its variables.
+      state is a list of arrays in the order of its variables; that of a cache, and what is averaged
+      over microbatches, is `PerMicrobatch`, `[repeats, stages, microbatches, layers per stage, …]`.
+    - `microbatches`: how many there are.
     """
     variables = _variables(layers)
     if all(isinstance(variable, nnx.Param) for variable in variables):
@@ -52,7 +79,15 @@ def split_state(layers: Any) -> Any:
             return variable
         return variable.replace(None) if is_state(variable) else _as_bits(variable)
 
-    state = [variable.get_value() for variable in variables if is_state(variable)]
+    def value(variable: nnx.Variable) -> Any:
+        own = variable.get_value()
+        if is_per_microbatch(variable):
+            return PerMicrobatch(jnp.moveaxis(own, 3, 2))
+        if is_averaged(variable):
+            return PerMicrobatch(jnp.repeat(own[:, :, None], microbatches, axis=2))
+        return own
+
+    state = [value(variable) for variable in variables if is_state(variable)]
     held = jax.tree.map(one, layers, is_leaf=_is_variable)
     return WithState(held, state) if state else held
 
@@ -99,13 +134,17 @@ def state_of(layer: Any, before: list[Array]) -> list[Array]:
     ]
 
 
-def write_state(layers: Any, state: list[Array]) -> None:
+def write_state(layers: Any, state: list[Any]) -> None:
     """Sets the state of stacked layers.
 
     - `state`: arrays in the order of the variables, as `split_state` gives them.
     """
     variables = [variable for variable in _variables(layers) if is_state(variable)]
     for variable, value in zip(variables, state, strict=True):
+        if is_per_microbatch(variable):
+            value = jnp.moveaxis(value.value, 2, 3)
+        elif is_averaged(variable):
+            value = jnp.mean(value.value, axis=2)
         variable.set_value(value)
 
 

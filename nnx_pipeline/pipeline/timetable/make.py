@@ -6,7 +6,8 @@ and otherwise the gradient of some weights. The limits and the placement of the 
 schedule.
 """
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from nnx_pipeline.errors import InputError, divides, one_of
@@ -54,7 +55,7 @@ def make_timetable(name: str, *, ranks: int, microbatches: int, repeats: int = 1
     return _Making(rank_of, limits, microbatches, split=name.startswith("zb")).actions()
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Making:
     """A timetable in the making.
 
@@ -68,24 +69,34 @@ class _Making:
     limits: Sequence[int]
     microbatches: int
     split: bool
-    done: set[Action] = field(default_factory=set)
 
     def actions(self) -> Actions:
-        ranks, kept = len(self.limits), [0] * len(self.limits)
-        waiting = [self._all_of(rank) for rank in range(ranks)]
+        ranks = [
+            _Rank(limit, urgency)
+            for limit, urgency in zip(self.limits, self._orders(), strict=True)
+        ]
+        for microbatch in range(self.microbatches):
+            self._offer(ranks, Action(0, "F", microbatch))
+        done: set[Action] = set()
+        left = sum(len(rank.urgency) for rank in ranks)
         columns = []
-        while any(waiting):
-            column = [
-                self._chosen(waiting[rank], self.limits[rank] - kept[rank]) for rank in range(ranks)
-            ]
-            assert any(column), "a limit that lets no action through"
-            for rank, action in enumerate(column):
-                if action is not None:
-                    waiting[rank].remove(action)
-                    self.done.add(action)
-                    kept[rank] += (action.kind == "F") - (action.kind in "BW")
+        while left:
+            column = [rank.take() for rank in ranks]
+            found = [action for action in column if action is not None]
+            assert found, "a limit that lets no action through"
+            left -= len(found)
+            # What a step gives is there for the next one.
+            done.update(found)
+            for action in found:
+                for freed in self._freed_by(action, done):
+                    self._offer(ranks, freed)
             columns.append(column)
         return Actions(tuple(zip(*columns, strict=True)))
+
+    def _orders(self) -> list[dict[Action, int]]:
+        """For each rank the place of each of its actions, the most urgent first."""
+        everything = map(self._all_of, range(len(self.limits)))
+        return [{action: place for place, action in enumerate(own)} for own in everything]
 
     def _all_of(self, rank: int) -> list[Action]:
         """The actions of a rank, the most urgent first."""
@@ -98,25 +109,71 @@ class _Making:
         if self.rank_of[-1] == 0 and len(stages) > 1:
             forward = sorted(visits, key=lambda visit: (-visit[0], visit[1]))
         backward = sorted(visits, key=lambda visit: (visit[1] // group, -visit[0], visit[1]))
-        first = [Action(stage, "I" if self.split else "B", number) for stage, number in backward]
+        first = [Action(stage, self._turned, number) for stage, number in backward]
         last = [Action(stage, "W", number) for stage, number in backward] if self.split else []
         return [*first, *(Action(stage, "F", number) for stage, number in forward), *last]
 
-    def _chosen(self, waiting: list[Action], room: int) -> Action | None:
-        for action in waiting:
-            # Room is left for the visits that a microbatch still makes on the rank before it can
-            # turn back, or none could.
-            later = self.rank_of[action.stage + 1 :].count(self.rank_of[action.stage])
-            if self._is_ready(action) and (action.kind != "F" or room > later):
-                return action
-        return None
+    def _offer(self, ranks: list["_Rank"], action: Action) -> None:
+        rank = self.rank_of[action.stage]
+        # Room is left for the visits that a microbatch still makes on the rank before it can turn
+        # back, or none could.
+        later = self.rank_of[action.stage + 1 :].count(rank) if action.kind == "F" else 0
+        ranks[rank].offer(action, later)
 
-    def _is_ready(self, action: Action) -> bool:
+    @property
+    def _turned(self) -> str:
+        return "I" if self.split else "B"
+
+    def _freed_by(self, action: Action, done: set[Action]) -> Iterator[Action]:
+        """The actions that read what this one gives, and that now have all that they read.
+
+        - `done`: the actions until now, with this one.
+        """
         stage, kind, microbatch = action
         last = len(self.rank_of) - 1
         if kind == "F":
-            return not stage or Action(stage - 1, "F", microbatch) in self.done
-        if kind == "W":
-            return Action(stage, "I", microbatch) in self.done
-        ready = Action(stage, "F", microbatch) in self.done
-        return ready and (stage == last or Action(stage + 1, kind, microbatch) in self.done)
+            if stage < last:
+                yield Action(stage + 1, "F", microbatch)
+            if stage == last or Action(stage + 1, self._turned, microbatch) in done:
+                yield Action(stage, self._turned, microbatch)
+        elif kind != "W":
+            if self.split:
+                yield Action(stage, "W", microbatch)
+            if stage:  # whose own forward visit came long before
+                yield Action(stage - 1, kind, microbatch)
+
+
+@dataclass
+class _Rank:
+    """The actions of a rank that have all that they read, the most urgent first.
+
+    - `limit`: how many visits it may keep.
+    - `urgency`: the place of each of its actions, the most urgent first.
+    """
+
+    limit: int
+    urgency: dict[Action, int]
+    kept: int = 0
+    ready: dict[tuple[bool, int], list[tuple[int, Action]]] = field(default_factory=dict)
+
+    def offer(self, action: Action, later: int) -> None:
+        """Adds an action.
+
+        - `later`: how many visits it must leave room for.
+        """
+        queue = self.ready.setdefault((action.kind == "F", later), [])
+        heapq.heappush(queue, (self.urgency[action], action))
+
+    def take(self) -> Action | None:
+        """Takes the most urgent action that there is room for."""
+        room = self.limit - self.kept
+        queues = [
+            queue
+            for (is_forward, later), queue in self.ready.items()
+            if queue and (not is_forward or room > later)
+        ]
+        if not queues:
+            return None
+        _, action = heapq.heappop(min(queues))
+        self.kept += (action.kind == "F") - (action.kind in "BW")
+        return action
