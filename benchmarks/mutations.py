@@ -1,4 +1,4 @@
-"""84 mutations of the code, and whether the tests that should catch each of them do.
+"""107 mutations of the code, and whether the tests that should catch each of them do.
 
     python benchmarks/mutations.py [NUMBER …]   applies each in a copy of the checkout and runs its tests
     python benchmarks/mutations.py --check      says which no longer fit the code; exit 1 if any
@@ -180,8 +180,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/one_f_one_b/tick.py",
-        "return loss + loss_of_one, add(gradients, d_weights), d_output",
-        "return loss_of_one, add(gradients, d_weights), d_output",
+        "return loss + loss_of_one, gradients, d_output",
+        "return loss_of_one, gradients, d_output",
         "test_one_f_one_b",
     ),
     Mutation(
@@ -594,14 +594,14 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/stage/state.py",
-        "    new = where(active, new, select_repeat(state.now, repeat))\n",
+        "        new = where(at.active, new, select_repeat(before, row))\n",
         "",
         "test_layer_state",
     ),
     Mutation(
         "nnx_pipeline/pipeline/stage/state.py",
-        "select_repeat(state.first, repeat))",
-        "select_repeat(state.now, repeat))",
+        "select_repeat(first, at.repeat))",
+        "select_repeat(now, at.repeat))",
         "test_layer_state",
     ),
     Mutation(
@@ -611,9 +611,33 @@ MUTATIONS = (
         "test_layer_state",
     ),
     Mutation(
+        "nnx_pipeline/pipeline/stage/state.py",
+        "return select_repeat(now.value, at.row)",
+        "return select_repeat(now.value, 0 * at.row)",
+        "test_layer_state",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/stage/variables.py",
+        "value = jnp.mean(value.value, axis=2)",
+        "value = value.value[:, :, -1]",
+        "test_layer_state",
+    ),
+    Mutation(
         "nnx_pipeline/pipeline/one_f_one_b/tick.py",
-        "layers=put(state.layers, repeat, is_forward, written)",
-        "layers=put(state.layers, 0 * repeat, is_forward, written)",
+        "_add_rows(of_inputs.side, d_side, over_stage(now.backward))",
+        "_add_rows(of_inputs.side, d_side, over_stage(now.forward))",
+        "test_foreign_models",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/one_f_one_b/tick.py",
+        "return d_weights, _add_row(d_rows, d_row, now.returning)",
+        "return d_weights, _add_row(d_rows, d_row, now.entering)",
+        "test_foreign_models",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/one_f_one_b/tick.py",
+        "layers=put(state.layers, at, written)",
+        "layers=put(state.layers, at._replace(repeat=0 * at.repeat), written)",
         "test_layer_state",
     ),
     Mutation(
@@ -627,6 +651,30 @@ MUTATIONS = (
         'kept -= action.kind in "BW"',
         'kept -= action.kind in "BI"',
         "test_timetable_csv",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/grouped/order.py",
+        "jnp.where((places < order.used)[:, None], own, 0)",
+        "own",
+        "test_grouped_experts",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/grouped/experts.py",
+        "return jax.lax.psum(gradient, rest) if rest else gradient",
+        "return gradient",
+        "test_grouped_experts",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/grouped/experts.py",
+        "y = jax.lax.psum(y, self.mlp) if self.mlp else y",
+        "y = y",
+        "test_grouped_experts",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/grouped/by_triton.py",
+        "mine = ((row >= start) & (row < end))[:, None]",
+        "mine = (row >= start)[:, None]",
+        "test_grouped_experts",
     ),
 )
 

@@ -1,5 +1,6 @@
 """Other kinds of models, each in a pipeline and as a plain loop over microbatches and layers."""
 
+import dataclasses
 from typing import Any
 
 import equinox as eqx
@@ -96,7 +97,7 @@ def test_tied_embeddings_in_one_f_one_b(repeats: int) -> None:
     def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
         return jax.nn.one_hot(tokens, 11) @ table
 
-    def score(table: jax.Array, y: jax.Array, tokens: jax.Array) -> jax.Array:
+    def entropy(table: jax.Array, y: jax.Array, tokens: jax.Array) -> jax.Array:
         log = jax.nn.log_softmax(y @ table.T)
         return -jnp.sum(jnp.where(jnp.arange(11) == tokens[..., None], log, 0))
 
@@ -104,7 +105,7 @@ def test_tied_embeddings_in_one_f_one_b(repeats: int) -> None:
         pipeline = CircularPipeline(form.config, Adapted, num_layers=LAYERS, rngs=nnx.Rngs(0))
 
         def loss(table: jax.Array) -> jax.Array:
-            ends = ModelEnds(embed, table, score, table)
+            ends = ModelEnds(embed, table, entropy, table)
             return pipeline.loss(ends, (tokens, tokens), {})[0]
 
         got = jax.jit(jax.value_and_grad(loss))(table)
@@ -117,9 +118,79 @@ def test_tied_embeddings_in_one_f_one_b(repeats: int) -> None:
         y = embed(table, tokens)
         for number in range(LAYERS):
             y, _ = jax.tree.map(lambda leaf, number=number: leaf[number], flat)(y)
-        return score(table, y, tokens)
+        return entropy(table, y, tokens)
 
     assert_close(got, jax.value_and_grad(plain)(table), 2e-5)
+
+
+class Reads(nnx.Module):
+    """A layer of a decoder, which attends to what an encoder made."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.query = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array, memory: jax.Array, at: jax.Array) -> tuple[jax.Array, None]:
+        scores = jnp.einsum("bqd,bkd->bqk", self.query(x), memory)
+        scores += at.astype(x.dtype)[:, None, None]
+        return x + 0.5 * jax.nn.softmax(scores) @ memory, None
+
+
+def score(y: jax.Array, inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
+    targets, weights = inputs
+    return jnp.sum(weights[..., None, None] * jnp.sin(y - targets) ** 2)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        Form("stage=2", {"schedule": "1f1b", "num_repeats": 2}),
+        Form("stage=2,data=2", {"schedule": "1f1b", "sharding": "auto"}),
+    ],
+    ids=["repeats", "auto"],
+)
+def test_encoder_and_decoder_in_two_rings(form: Form) -> None:
+    """1F1B gives gradients to all that its microbatches bring: also to what another ring made."""
+    at, layers = np.arange(BATCH), 4
+    given = float_rows(3, BATCH, LENGTH, WIDTH), float_rows(BATCH, seed=1)
+    with jax.set_mesh(mesh_of(form.mesh, form.config.sharding)):
+        first = dataclasses.replace(form.config, schedule="circular")
+        encoder = CircularPipeline(first, Adapted, num_layers=layers, rngs=nnx.Rngs(0))
+        decoder = CircularPipeline(form.config, Reads, num_layers=layers, rngs=nnx.Rngs(1))
+
+        def loss(rings: Any, given: Any) -> jax.Array:
+            (encoder, decoder), (texts, weights) = rings, given
+            memory, _ = encoder(texts[0])
+            ends = ModelEnds(
+                lambda _, x: x["text"], None, lambda _, y, inputs: score(y, inputs), None
+            )
+            inputs = {"text": texts[1], "at": at}, (texts[2], weights)
+            return decoder.loss(ends, inputs, {"memory": memory, "at": at})[0]
+
+        rings = encoder, decoder
+        value, (d_rings, d_given) = jax.jit(jax.value_and_grad(loss, (0, 1)))(rings, given)
+
+    def stacks(rings: Any) -> Any:
+        return jax.tree.map(np.asarray, [nnx.state(ring.layers) for ring in rings])
+
+    graphs = [nnx.graphdef(ring.layers) for ring in rings]
+
+    def plain(weights: Any, given: Any) -> jax.Array:
+        texts, scale = jax.tree.map(jnp.asarray, given)
+        flat = jax.tree.map(lambda leaf: leaf.reshape(layers, *leaf.shape[3:]), weights)
+
+        def layer(ring: int, number: int) -> Any:
+            one = jax.tree.map(lambda leaf: leaf[number], flat[ring])
+            return nnx.merge(graphs[ring], one)
+
+        memory, y = texts[0], texts[1]
+        for number in range(layers):
+            memory, _ = layer(0, number)(memory)
+        for number in range(layers):
+            y, _ = layer(1, number)(y, memory, at)
+        return score(y, (texts[2], scale))
+
+    want = jax.jit(jax.value_and_grad(plain, (0, 1)))(stacks(rings), given)
+    assert_close((value, (stacks(d_rings), d_given)), want, 2e-5)
 
 
 class DenseThenExperts(nnx.Module):

@@ -134,7 +134,7 @@ class Normalised(nnx.Module):
 
 
 class Called(LayerState):
-    """How often a layer was called."""
+    """What the calls of a layer left."""
 
 
 class Table(nnx.Variable):
@@ -158,7 +158,7 @@ class Attentive(nnx.Module):
         self.table = Table(jax.random.normal(rngs.params(), (WIDTH,)))
         self.mask = Table(jax.random.bernoulli(rngs.params(), 0.5, (WIDTH,)))
         self.calls = Called(jnp.zeros((), jnp.int32))
-        self.largest = nnx.Cache(jnp.zeros((WIDTH,)))
+        self.largest = Called(jnp.zeros((WIDTH,)))
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:
         self.calls.set_value(self.calls.get_value() + 1)
@@ -195,6 +195,23 @@ def test_what_jax_cannot_type_is_refused_with_the_cure() -> None:
         pipeline = CircularPipeline(PipelineConfig(), Normalised, num_layers=2, rngs=nnx.Rngs(0))
         with pytest.raises(InputError, match=r"explicit.*sharding=auto"):
             pipeline(float_rows(BATCH, LENGTH, WIDTH))
+
+
+class Recurrent(nnx.Module):
+    """`nnx.RNN`, whose scan begins with zeros that Flax does not shard."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.rnn = nnx.RNN(nnx.GRUCell(WIDTH, WIDTH, rngs=rngs))
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:
+        return x + self.rnn(x), None
+
+
+def test_a_scan_that_jax_cannot_type_is_refused_with_the_cure() -> None:
+    with jax.set_mesh(mesh_of("fsdp=2")):
+        pipeline = CircularPipeline(PipelineConfig(), Recurrent, num_layers=2, rngs=nnx.Rngs(0))
+        with pytest.raises(InputError, match=r"\[8@fsdp,4\](?s:.*)sharding=auto"):
+            jax.eval_shape(pipeline, jax.ShapeDtypeStruct((BATCH, LENGTH, WIDTH), "float32"))
 
 
 class Writes(nnx.Module):
@@ -335,7 +352,7 @@ def test_a_gradient_of_what_is_read_alone_is_refused() -> None:
 
 def test_a_variable_without_an_array_is_refused() -> None:
     def make(_: nnx.Rngs) -> nnx.Module:
-        return nnx.Dict(kept=Called(None))
+        return Writes(lambda _: Called(None), ())
 
     with jax.set_mesh(mesh_of("stage=2")), pytest.raises(InputError, match="Called with NoneType"):
         CircularPipeline(PipelineConfig(), make, num_layers=2, rngs=nnx.Rngs(0))
@@ -366,6 +383,97 @@ def test_a_pytree_class_as_activations_and_as_state() -> None:
         y, _, left = run_pipeline(apply_stage, params, x, schedule=SCHEDULES["circular"])
     np.testing.assert_array_equal(y.one, np.full((4, 3), 16.0))
     np.testing.assert_array_equal(left.one, np.full((2, 2), 4.0))
+
+
+class Averaged(nnx.Module):
+    """`nnx.BatchNorm` whose running statistics are averaged over the microbatches."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.BatchNorm(WIDTH, momentum=0.5, rngs=rngs)
+        for variable in (self.norm.mean, self.norm.var):
+            variable.set_metadata(over_microbatches="mean")
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:
+        return x + jnp.tanh(self.norm(x)), None
+
+
+@pytest.mark.parametrize("form", [FORMS["repeats"], FORMS["no stages, 1F1B"]], ids=str)
+def test_running_statistics_that_are_averaged(form: Form) -> None:
+    """As by layers that forget, after each microbatch, what it left; momentum is that of a step."""
+    x = float_rows(BATCH, LENGTH, WIDTH)
+    *(_, got), _ = in_pipeline(Averaged, form, x)
+    means = np.zeros((LAYERS, WIDTH)), np.ones((LAYERS, WIDTH))
+    for _ in range(2):
+        left = []
+        for y in np.split(x, MICROBATCHES):
+            layers = [Averaged(nnx.Rngs(0)) for _ in range(LAYERS)]
+            for number, layer in enumerate(layers):
+                layer.norm.mean[...], layer.norm.var[...] = (one[number] for one in means)
+                y, _ = layer(y)
+            left.append([(one.norm.mean[...], one.norm.var[...]) for one in layers])
+        means = tuple(np.mean(np.asarray(left), 0).swapaxes(0, 1))
+    found = [got["norm", name].reshape(LAYERS, WIDTH) for name in ("mean", "var")]
+    assert_close(found, [*means], 1e-5)
+
+
+def test_what_has_no_mean_is_refused() -> None:
+    def make(how: str) -> Any:
+        layer = Writes(lambda _: Called(jnp.zeros((), jnp.int32), over_microbatches=how), ())
+        return lambda _: nnx.clone(layer)
+
+    x = float_rows(BATCH, LENGTH, WIDTH)
+    for how, words in (("mean", "holds int32, which has no mean"), ("sum", "'sum' is not known")):
+        with jax.set_mesh(mesh_of("stage=2")), pytest.raises(InputError, match=words):
+            CircularPipeline(PipelineConfig(), make(how), num_layers=2, rngs=nnx.Rngs(0))(x)
+
+
+class Decoding(nnx.Module):
+    """`nnx.MultiHeadAttention` with a cache of keys and values, for one token at a time."""
+
+    def __init__(self, rngs: nnx.Rngs, batch: int) -> None:
+        self.attention = nnx.MultiHeadAttention(
+            num_heads=2, in_features=WIDTH, decode=True, use_bias=False, rngs=rngs
+        )
+        self.attention.init_cache((batch, LENGTH, WIDTH))
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:
+        return x + self.attention(x), None
+
+
+# In explicit mode a cache has to be sharded as the batch is, which Flax's is not.
+CACHES = {
+    "no stages": ("", {}, 1),
+    "no stages, one by one": ("fsdp=2", {"sharding": "auto"}, 4),
+    "repeats": ("stage=2", {"num_repeats": 2}, 4),
+}
+
+
+@pytest.mark.parametrize(("mesh", "options", "microbatches"), CACHES.values(), ids=CACHES)
+def test_each_microbatch_has_its_own_cache(mesh: str, options: Any, microbatches: int) -> None:
+    """Tokens are decoded one by one, as by layers that have caches for the whole batch."""
+    config = PipelineConfig(num_microbatches=microbatches, **options)
+    tokens = float_rows(3, BATCH, 1, WIDTH)
+    each = BATCH // microbatches
+    with jax.set_mesh(mesh_of(mesh, config.sharding)):
+        pipeline = CircularPipeline(
+            config, lambda rngs: Decoding(rngs, each), num_layers=4, rngs=nnx.Rngs(0)
+        )
+        flat = jax.tree.map(
+            lambda leaf: np.asarray(leaf).reshape(4, *leaf.shape[3:]),
+            nnx.state(pipeline.layers, nnx.Param),
+        )
+        decode = nnx.jit(lambda pipeline, x: pipeline(x)[0])
+        got = [np.asarray(decode(pipeline, x)) for x in tokens]
+    layers = [Decoding(nnx.Rngs(0), BATCH) for _ in range(4)]
+    for number, layer in enumerate(layers):
+        nnx.update(layer, jax.tree.map(lambda leaf, number=number: leaf[number], flat))
+    for x, found in zip(tokens, got, strict=True):
+        for layer in layers:
+            x, _ = layer(x)
+        assert_close(found, np.asarray(x), 1e-5)
+    assert (pipeline.layers.attention.cache_index[...] == 3).all()
+    shape = pipeline.layers.attention.cached_key.shape
+    assert shape[3:5] == (microbatches, each)
 
 
 # ---- functions with a state --------------------------------------------------------------------

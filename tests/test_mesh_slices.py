@@ -21,6 +21,15 @@ class Device:
     platform: str = "tpu"
 
 
+@dataclass(frozen=True)
+class Chip(Device):
+    """A chip of a TPU, which has links to its neighbours."""
+
+    coords: tuple[int, int, int] = (0, 0, 0)
+    core_on_chip: int = 0
+    device_kind: str = "TPU v6 lite"
+
+
 def grid(mesh: str, dcn: str, devices: list[Any]) -> np.ndarray:
     return make_mesh(MeshConfig.parse(mesh), devices, dcn=MeshConfig.parse(dcn)).devices
 
@@ -55,6 +64,36 @@ def test_only_what_dcn_names_crosses_slices(devices: list[Any], mesh: str, dcn: 
         number = device.process_index if device.slice_index is None else device.slice_index
         assert slice_of.setdefault(part, number) == number
     assert sorted(slice_of.values()) == [0, 1, 2, 3]
+
+
+def board(slice_index: int) -> list[Chip]:
+    """A slice of 4 × 4 chips on four hosts, in the order in which JAX gives them: host by host."""
+    corners = product((0, 2), (0, 2))
+    chips = [(x + i, y + j, 0) for x, y in corners for j in (0, 1) for i in (0, 1)]
+    return [
+        Chip(16 * slice_index + number, number // 4, slice_index, coords=at)
+        for number, at in enumerate(chips)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dcn"), [("stage=4,fsdp=4", ""), ("data=2,stage=4,fsdp=4", "data=2")]
+)
+def test_neighbours_along_an_axis_are_linked(mesh: str, dcn: str) -> None:
+    devices = board(0) if not dcn else [*board(1), *board(0)]
+    stages = make_mesh(MeshConfig.parse(mesh), devices, dcn=MeshConfig.parse(dcn) if dcn else None)
+    for copy in stages.devices.reshape(-1, 4, 4):
+        at = np.array([[device.coords for device in row] for row in copy])
+        for axis in (0, 1):
+            assert (np.abs(np.diff(at, axis=axis)).sum(-1) == 1).all()
+            apart = np.abs(np.take(at, 0, axis) - np.take(at, -1, axis))
+            assert (apart.sum(-1) == 3).all(), "the last is linked to the first, round the torus"
+
+
+def test_a_part_of_a_slice_is_taken_in_the_order_given() -> None:
+    devices = board(0)[::2]
+    placed = make_mesh(MeshConfig(stage=2, fsdp=4), devices).devices
+    assert [*placed.flat] == devices
 
 
 def test_slices_of_the_tpu_compiler() -> None:

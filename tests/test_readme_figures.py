@@ -82,7 +82,7 @@ def compute(peer: Any, row: Any, found: dict[str, Any], *, digits: int, scale: f
     """Milliseconds, or seconds, of compute, with MaxText's in brackets; a dash for a roofline."""
     if row.platform == peer.H100:
         return "–"
-    theirs = peer.PEER_COMPUTE.get((row.model, row.mesh, row.repeats, row.batch))
+    theirs = peer.peer_compute(row)
     ours = f"{found['compute_seconds'] * scale:.{digits}f}"
     return f"{ours} ({theirs / 1e3 * scale:.{digits}f})" if theirs else ours
 
@@ -327,3 +327,56 @@ def test_groups_of_experts_and_blocks_of_queries(peer: Any) -> None:
         expected.append(megabytes(result["memory"]["temp_bytes"]))
         expected.append(f"{result['compute_seconds'] * 1e3:.1f}")
     assert list(shown) == expected
+
+
+def test_timetables() -> None:
+    """The page is what the results give, and the README has its figures."""
+    bench = benchmark("timetables")
+    found = json.loads((RESULTS / "timetables.json").read_text())
+    assert bench.document(found) == (RESULTS / "timetables.md").read_text()
+    lockstep, by_turns, zero_bubble = (
+        bench.Row(bench.TPU, name, ends, 1, 8)
+        for name, ends in (("1f1b", ""), ("1f1b", "all"), ("zb-h1", "all"))
+    )
+    held = [megabytes(found[row.name]["memory"]["account_bytes"]) for row in (by_turns, lockstep)]
+    took = [
+        f"{bench.step_by(row, found).cost.step * 1e3:.1f}"
+        for row in (by_turns, lockstep, zero_bubble)
+    ]
+    text = (
+        f"holds {held[0]} MB instead of {held[1]} and takes {took[0]} ms instead of {took[1]}; "
+        f"zb-h1 takes {took[2]}"
+    )
+    assert text in " ".join((ROOT / "README.md").read_text().split())
+
+
+def test_a_block_of_experts() -> None:
+    """What grouped experts take of dense ones, in the text."""
+    moe = benchmark("moe_block")
+    found = json.loads((RESULTS / "moe_block.json").read_text())
+    text = " ".join((ROOT / "README.md").read_text().split())
+    (shown,) = re.findall(
+        r"Mixtral 8x7B take ([\d.]+) times the temp and ([\d.]+) times the compute of `dense` on a "
+        r"TPU v5p, and ([\d.]+) and ([\d.]+) times on an H100",
+        text,
+    )
+    expected = []
+    for platform in moe.PLATFORMS:
+        dense, grouped = (found[f"{platform} mixtral-8x7b {kind}"] for kind in moe.KINDS)
+        for figure in ("temp", "compute_seconds"):
+            expected.append(f"{grouped[figure] / dense[figure]:.2f}")
+        assert grouped["flops"] == pytest.approx(grouped["flops_of_active"], rel=0.01)
+    assert list(shown) == expected
+    peer = json.loads((RESULTS / "peer_memory.json").read_text())
+    pod = benchmark("peer_memory").LARGER[-2:]
+    assert [row.options for row in pod] == [{}, {"model.experts": "grouped"}]
+    dense, grouped = (peer[benchmark("peer_memory").name_of(row)] for row in pod)
+    said = "takes {:.2f} s of compute instead of {:.2f}, and a peak of {:.1f} GB instead of {:.1f}."
+    took = (one["compute_seconds"] for one in (grouped, dense))
+    held = (one["memory"]["peak_bytes"] / 1e9 for one in (grouped, dense))
+    assert said.format(*took, *held) in text
+    claims = json.loads((RESULTS / "pipeline_claims.json").read_text())["tpu:v5p:2x2x2"]
+    arms = claims["grouped-experts"]["arms"]
+    took = (1e3 * arms[key]["compute_seconds"] for key in "ba")
+    assert "above: {:.1f} ms instead of {:.1f})".format(*took) in text
+    assert moe.table(found) == (RESULTS / "moe_block.md").read_text()

@@ -11,16 +11,22 @@ import pytest
 from flax import nnx
 from helpers import (
     assert_close,
+    carries,
     equations,
     mesh_of,
     model_on_mesh,
     new_model,
+    optax_promotion,
     packed_batch,
     replace,
     small_config,
 )
 
-from nnx_pipeline import Config, InputError, Mixtral
+from nnx_pipeline import Config, InputError, MeshConfig, Mixtral, preset
+from nnx_pipeline.config.overrides import apply_overrides
+from nnx_pipeline.experiments.programs import measure_step
+from nnx_pipeline.lab.compile.platform import MissingCompiler, Platform
+from nnx_pipeline.pipeline.schedule import make_schedule
 from nnx_pipeline.remat import (
     HIDDEN,
     ITERATION_INPUT,
@@ -31,7 +37,7 @@ from nnx_pipeline.remat import (
     QUERY_KEY_VALUE,
     Remat,
 )
-from nnx_pipeline.train import Batch, abstract_batch
+from nnx_pipeline.train import Batch, abstract_batch, loss_and_gradients
 
 STAGES, MICROBATCHES = 4, 8
 NAMES = (ITERATION_INPUT, LAYER_INPUT, *QUERY_KEY_VALUE, OUT, *HIDDEN)
@@ -314,6 +320,41 @@ def test_what_is_offloaded_goes_to_the_host_once(policy: str) -> None:
     ]
     assert sent.count(ON_HOST) == values
     assert sent.count(ON_DEVICE) >= values
+
+
+@each_mode
+def test_1f1b_keeps_what_is_offloaded_in_rings_on_the_host(mode: str) -> None:
+    """In both loops over ticks that write them (draining only reads), and nothing else is there."""
+    config = config_of("qkv_proj_offloaded", mode, layers=2, schedule="1f1b")
+    grid = mesh_of("stage=4,fsdp=2", mode)
+    with jax.set_mesh(grid):
+        model = jax.eval_shape(lambda: Mixtral(config, rngs=nnx.Rngs(0)))
+        program = jax.make_jaxpr(loss_and_gradients)(model, abstract_batch(config, grid))
+    slots = make_schedule("1f1b", stages=STAGES, microbatches=MICROBATCHES).ring_slots
+    shapes = shapes_of(config)
+    rings = Counter((STAGES, slots, *shapes[name][1:]) for name in QUERY_KEY_VALUE * 2)  # layers
+    found = []
+    for equation in equations(program):
+        if equation.primitive.name == "scan":
+            host = (one for one in carries(equation) if one.aval.memory_space == ON_HOST)
+            found += [Counter(one.aval.shape for one in host)]
+    assert [one for one in found if one] == 2 * [rings]  # filling and steady state
+
+
+@pytest.mark.slow
+def test_1f1b_offloads_for_a_tpu() -> None:
+    """The compiler carries the rings in host memory; what that saves is in `microbatch_growth`."""
+    asked = {"pipeline.schedule": "1f1b", "pipeline.remat": "qkv_proj_offloaded"}
+    config = apply_overrides(preset("tiny"), asked)
+    try:
+        with optax_promotion():
+            memory = measure_step(
+                config, MeshConfig.parse("stage=4,fsdp=2"), Platform.parse("tpu:v5p:2x2x2")
+            ).memory
+    except MissingCompiler as error:
+        pytest.skip(str(error))
+    assert memory.host_temp_bytes
+    assert memory.host_temp_bytes > 0
 
 
 # test_option_pairs.py has the other policies, each with every other option.

@@ -22,8 +22,7 @@ from nnx_pipeline.pipeline import (
     make_timetable,
     run_timetable,
 )
-from nnx_pipeline.pipeline.executor.loop import EndsOn
-from nnx_pipeline.pipeline.executor.plan import Plan, forward_only, make_plan
+from nnx_pipeline.pipeline.executor.plan import EndsOn, Plan, forward_only, make_plan
 from nnx_pipeline.pipeline.timetable.actions import Action, Actions, actions_of, read_csv
 from nnx_pipeline.pipeline.timetable.make import TIMETABLES
 from nnx_pipeline.remat import POLICIES
@@ -79,7 +78,7 @@ def simulated(actions: Actions, plan: Plan) -> None:
             ring = (branch.function, int(rows.keep[at]))
             taken = inbox[rank].get(int(rows.take[at]))
             if kind == "F":
-                assert branch.first or taken == ("x", stage, microbatch)
+                assert rows.enters[at] or taken == ("x", stage, microbatch)
                 rings[rank][ring] = (stage, microbatch)
                 gave[rank] = ("x", stage + 1, microbatch)
                 gave[rank] = ("d", stage, microbatch) if stage == last else gave[rank]
@@ -92,6 +91,13 @@ def simulated(actions: Actions, plan: Plan) -> None:
                 slot = int(getattr(rows, column)[step, rank])
                 if slot < plan.inbox:
                     inbox[rank][slot] = gave[(rank + sender) % ranks]
+
+
+@pytest.mark.parametrize(("ends_on", "count"), [("all", 2), ("own", 5)])
+def test_ranks_share_branches(ends_on: EndsOn, count: int) -> None:
+    """Compilers compile each branch, so that ranks have one of their own only at their own ends."""
+    actions = timetable("1f1b", 4, 8)
+    assert len(make_plan(actions, [0] * 4, ends_on).branches) == count
 
 
 @given(name=names, ranks=st.integers(1, 6), groups=st.integers(1, 4), data=st.data())

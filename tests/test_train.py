@@ -27,7 +27,7 @@ from nnx_pipeline.train import (
     make_optimizer,
     make_state,
 )
-from nnx_pipeline.train.data import learnable_batches
+from nnx_pipeline.train.data import Rule, learnable_batches
 from nnx_pipeline.train.loop import train
 from nnx_pipeline.train.step import train_step
 
@@ -134,6 +134,14 @@ def test_batches_follow_a_rule_and_are_the_same_on_every_mesh() -> None:
     followed = np.mean([follower[t] == n for t, n in zip(tokens.flat, targets.flat, strict=True)])
     assert 0.8 < followed < 0.97
     assert not np.array_equal(tokens, next(learnable_batches(config, one, seed=4)).tokens)
+
+
+def test_a_process_can_make_its_own_sequences_alone() -> None:
+    """A sequence does not depend on which others are made with it."""
+    rule = Rule(seed=3, vocab_size=32)
+    whole = rule.sequences(2, range(8), 17)
+    np.testing.assert_array_equal(rule.sequences(2, range(3, 5), 17), whole[3:5])
+    assert not np.array_equal(whole, rule.sequences(1, range(8), 17))
 
 
 def test_the_mesh_does_not_change_the_losses() -> None:

@@ -26,7 +26,14 @@ jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=int(
 
 from nnx_pipeline import MeshConfig, make_mesh, preset
 from nnx_pipeline.config.overrides import apply_overrides
+from nnx_pipeline.train.data import Rule
 from nnx_pipeline.train.loop import train
+
+made, whole = set(), Rule.sequences
+def sequences(self, batch, rows, length):
+    made.update((batch, row) for row in rows)
+    return whole(self, batch, rows, length)
+Rule.sequences = sequences
 
 found = {}
 for name, options in json.loads(overrides).items():
@@ -35,6 +42,8 @@ for name, options in json.loads(overrides).items():
         grid = make_mesh(MeshConfig.parse(mesh), jax.devices(), dcn=MeshConfig.parse(dcn))
         losses = [float(metrics.loss) for metrics in train(config, grid, steps=3)]
         found[f"{name}, {dcn}"] = losses
+        assert len(made) == 3 * config.train.global_batch // 2, "whole batches on a host"
+        made.clear()
 print("found", json.dumps(found))
 """
 
@@ -60,7 +69,11 @@ def test_two_processes_train_as_one() -> None:
         )
         for rank in range(2)
     ]
-    ended = [host.communicate(timeout=300) for host in hosts]
+    try:
+        ended = [host.communicate(timeout=1500) for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
     for out, error in ended:
         assert "found" in out, error[-2000:]
     first, second = (json.loads(out.split("found ", 1)[1]) for out, _ in ended)

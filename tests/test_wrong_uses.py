@@ -13,10 +13,11 @@ from helpers import float_rows, mesh_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_pipeline import CircularPipeline, InputError, PipelineConfig, Sum
+from nnx_pipeline import CircularPipeline, InputError, PipelineConfig, Shared, Sum, preset
 from nnx_pipeline.pipeline import (
     CircularSchedule,
     Inputs,
+    MicrobatchMean,
     ModelEnds,
     ModelFunctions,
     OneForwardOneBackward,
@@ -100,6 +101,56 @@ def module(
     return run
 
 
+def model(
+    ends: Any = None,
+    inputs: Any = (ROWS[0].repeat(4, 0), ROWS[0].repeat(4, 0)),
+    side: Any = None,
+    schedule: str = "1f1b",
+):
+    """A loss of the module with something wrong in it."""
+
+    def run() -> Any:
+        config = PipelineConfig(num_microbatches=MICROBATCHES, schedule=schedule)
+        pipeline = CircularPipeline(config, plain, num_layers=4, rngs=nnx.Rngs(0))
+        return pipeline.loss(ends or ModelEnds(_same, None, _summed, None), inputs, side or {})
+
+    return run
+
+
+def plain(rngs: nnx.Rngs) -> nnx.Module:
+    return Layer(rngs, lambda x: (x, None), None)
+
+
+def _same(_: Any, x: Any) -> Any:
+    return x
+
+
+def _summed(_: Any, y: Any, __: Any) -> Any:
+    return jnp.sum(y)
+
+
+class Bare(nnx.Module):
+    """Holds an array in no variable, which Flax takes for a constant while JAX traces."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.scale = jnp.ones(WIDTH)
+
+    def __call__(self, x: Any) -> Any:
+        return x * self.scale, None
+
+
+class Named(Layer):
+    """Takes one side input."""
+
+    def __call__(self, x: Any, scale: Any) -> Any:
+        return x * scale, None
+
+
+def named(**side: Any):
+    """A call of layers that take a side input `scale`."""
+    return module(kinds=lambda _: lambda rngs: Named(rngs, lambda x: (x, None), None), **side)
+
+
 def _with_a_sum(x: Any) -> Any:
     return x, Sum(jnp.sum(x))
 
@@ -156,6 +207,33 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
             kinds=lambda make: [make, lambda rngs: Layer(rngs, _with_a_sum, None)],
         ),
         "report the same metrics, or None",
+    ),
+    "kinds: an instance": (
+        module(kinds=lambda _: plain(nnx.Rngs(0))),
+        "given as Layer among them; give a function that makes a layer",
+    ),
+    "kinds: makes nothing": (module(kinds=lambda _: lambda rngs: None), "returned NoneType; it"),
+    "kinds: makes a parameter": (
+        module(kinds=lambda _: lambda rngs: nnx.Param(jnp.ones(3))),
+        "returned Param; it must return an nnx.Module",
+    ),
+    "kinds: makes what has no call": (
+        module(kinds=lambda _: lambda rngs: nnx.Dict(mix=nnx.Linear(4, 4, rngs=rngs))),
+        "returned Dict; it must return an nnx.Module with a method __call__",
+    ),
+    "kinds: a bare array under jit": (
+        lambda: jax.eval_shape(module(kinds=lambda _: Bare)),
+        "a layer holds float32[4] in .scale, which is in no variable",
+    ),
+    "layers: none": (module(layers=0), "num_layers=0 is not a whole number of 1 or more"),
+    "layers: a fraction": (module(layers=4.0), "num_layers=4.0 is not a whole number"),
+    "config: of the whole model": (
+        lambda: CircularPipeline(preset("tiny"), plain, num_layers=4, rngs=nnx.Rngs(0)),
+        "the config of a pipeline is Config; give a PipelineConfig",
+    ),
+    "rngs: a number": (
+        lambda: CircularPipeline(PipelineConfig(), plain, num_layers=4, rngs=0),
+        "made with rngs=0; give nnx.Rngs",
     ),
     "layers that do not divide": (
         module(layers=5),
@@ -227,6 +305,39 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "side: words": (module(mask="causal"), "['mask'] of a pipeline is str"),
     "side: of 1F1B, half a batch": (module(mask=np.ones(4), schedule="1f1b"), FIRST),
     "side: of a function": (circular(side=np.ones(3)), "must be the 4 microbatches"),
+    "side: unknown": (
+        named(scale=np.ones((BATCH, 1), np.float32), shift=np.ones((BATCH, 1), np.float32)),
+        "is called with x and ['scale', 'shift'], and its arguments are (x: Any, scale: Any)",
+    ),
+    "side: missing": (named(), "missing a required argument: 'scale'"),
+    "side: Shared within": (
+        named(scale={"table": Shared(np.ones((BATCH, WIDTH), np.float32))}),
+        "the side input 'scale' has Shared(…) inside of it",
+    ),
+    "rows: a scalar": (
+        module(lambda x: (x, MicrobatchMean(jnp.sum(x), lambda mean: mean))),
+        "is a MicrobatchMean of float32[]; its rows must have the axis of the batch first",
+    ),
+    "activations: no sequences": (module(x=np.ones((0, WIDTH), np.float32)), "has no sequences"),
+    # the loss of a module
+    "loss: no ends": (model(ends=(_same, _summed)), "give ModelEnds with two functions"),
+    "loss: one input": (model(inputs=ROWS), "the inputs of a model are ndarray; give a pair"),
+    "loss: three inputs": (model(inputs=(ROWS, ROWS, ROWS)), "are 3 values; give a pair"),
+    "loss: a scalar": (model(inputs=(np.float32(1), None)), "is float32; it must be an array"),
+    "loss: numbers": (model(inputs=([1.0, 2.0], None)), "is float; it must be an array"),
+    "loss: a list of side inputs": (model(side=[ROWS]), "are list; give a dict of arrays"),
+    "loss: a batch that does not split": (
+        model(inputs=(np.ones((6, 4), np.float32), None)),
+        "a batch of 6 does not split into 4 microbatches",
+    ),
+    "loss: of the circular schedule": (
+        model(schedule="circular"),
+        "the loss is computed by 1F1B, and pipeline.schedule=circular; set it to 1f1b",
+    ),
+    "enter: another batch": (
+        model(ends=ModelEnds(lambda _, x: x[:1], None, _summed, None)),
+        "`enter` was given a microbatch [2] and returned an array [1, 4]",
+    ),
     # the ends of 1F1B
     "leave: loss and more": (one_f_one_b(leave=lambda _, y, __: (jnp.sum(y), y)), LEAVE),
     "leave: nothing": (one_f_one_b(leave=lambda *_: None), f"returned None; {LEAVE}"),
@@ -250,6 +361,27 @@ def test_one_clear_error(name: str, mode: str) -> None:
     mesh = mesh_of("stage=2", mode)
     with jax.set_mesh(mesh), pytest.raises(InputError, match=re.escape(words)):
         call()
+
+
+@both_modes
+@pytest.mark.parametrize("schedule", ["circular", "1f1b"])
+def test_forward_mode_through_a_derivative_by_hand_is_refused(schedule: str, mode: str) -> None:
+    config = PipelineConfig(
+        num_microbatches=2,
+        schedule=schedule,
+        backward="accumulate" if schedule == "circular" else None,
+    )
+    x = np.ones((4, WIDTH), np.float32)
+    with jax.set_mesh(mesh_of("stage=2", mode)):
+        pipeline = CircularPipeline(config, plain, num_layers=2, rngs=nnx.Rngs(0))
+
+        def loss(pipeline: CircularPipeline) -> Any:
+            if schedule == "circular":
+                return jnp.sum(pipeline(x)[0])
+            return pipeline.loss(ModelEnds(_same, None, _summed, None), (x, x), {})[0]
+
+        with pytest.raises(InputError, match=r"forward mode .* set pipeline.schedule=circular"):
+            jax.jvp(loss, (pipeline,), (pipeline,))
 
 
 def test_a_mesh_of_explicit_axes_is_no_place_in_auto_mode() -> None:
