@@ -11,7 +11,7 @@ import numpy as np
 from linen_compat.formats.orbax.arrays import StoredArrays
 from linen_compat.formats.orbax.chunks import Index
 from linen_compat.formats.orbax.inspect import Inspection
-from nnx_pipeline.config.config import ModelConfig
+from nnx_pipeline.config.model import ModelConfig
 
 Weight = Callable[[str], np.ndarray]
 

@@ -4,7 +4,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nnx_pipeline.config.config import Config, ModelConfig, TrainConfig
+    from nnx_pipeline.config.config import Config, TrainConfig
+    from nnx_pipeline.config.model import ModelConfig
     from nnx_pipeline.config.pipeline import PipelineConfig
     from nnx_pipeline.config.presets import preset
     from nnx_pipeline.decoder import Mixtral
@@ -57,7 +58,8 @@ __all__ = [
 # Where each name comes from when it is first asked for. Importing the package alone must not import
 # JAX: pytest does so for the plugin in it before any conftest.py can set JAX's flags.
 _HOME = {
-    "config.config": ("Config", "ModelConfig", "TrainConfig"),
+    "config.config": ("Config", "TrainConfig"),
+    "config.model": ("ModelConfig",),
     "config.pipeline": ("PipelineConfig",),
     "config.presets": ("preset",),
     "decoder": ("Mixtral",),

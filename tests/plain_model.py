@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx_pipeline import Config, Mixtral
-from nnx_pipeline.config.config import ModelConfig
+from nnx_pipeline.config.model import ModelConfig
 
 Layer = dict[str, jax.Array]
 

@@ -17,7 +17,7 @@ from linen_compat.formats.orbax.inspect import SCALAR_PATHS, Inspection, Leaves
 from linen_compat.formats.orbax.layouts import NNX, PIPELINED, SCANNED, UNSCANNED, Layout
 from linen_compat.formats.streams import PARAMETERS, ArraySpec, Mismatch
 from nnx_pipeline import Config, Mixtral
-from nnx_pipeline.config.config import ModelConfig
+from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.config.pipeline import PipelineConfig
 from nnx_pipeline.errors import nearest
 

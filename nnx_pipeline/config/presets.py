@@ -5,7 +5,8 @@ The sizes of Mixtral 8x7B, Mixtral 8x22B and Llama 2 are those of their publishe
 
 from dataclasses import dataclass
 
-from nnx_pipeline.config.config import Config, ModelConfig, TrainConfig
+from nnx_pipeline.config.config import Config, TrainConfig
+from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.config.pipeline import PipelineConfig
 from nnx_pipeline.errors import InputError, nearest
 

@@ -12,7 +12,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from nnx_pipeline.config.config import Config, ModelConfig, to_dict
+from nnx_pipeline.config.config import Config, to_dict
+from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.decoder import Mixtral
 from nnx_pipeline.experiments.arms import Program
 from nnx_pipeline.experiments.bound.floor import floor

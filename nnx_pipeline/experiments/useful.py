@@ -1,6 +1,7 @@
 """What a training step needs of a model, and what its schedule discards: for a step's MFU."""
 
-from nnx_pipeline.config.config import Config, ModelConfig
+from nnx_pipeline.config.config import Config
+from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.mesh import MeshConfig
 from nnx_pipeline.pipeline.schedule import make_schedule
 

@@ -5,7 +5,7 @@ import functools
 from flax import nnx
 from jaxtyping import Array
 
-from nnx_pipeline.config.config import ModelConfig
+from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.modules.parts import Parts
 from nnx_pipeline.ops.self_attention import KERNELS, Projections, self_attention
 from nnx_pipeline.sharding import Layout, parameter

@@ -3,7 +3,7 @@
 from flax import nnx
 from jaxtyping import Array
 
-from nnx_pipeline.config.config import ModelConfig
+from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.modules.attention import Attention
 from nnx_pipeline.modules.mlp import MLP
 from nnx_pipeline.modules.moe import RoutedMoE

@@ -3,7 +3,7 @@
 from flax import nnx
 from jaxtyping import Array
 
-from nnx_pipeline.config.config import ModelConfig
+from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.ops.embedding import embed
 from nnx_pipeline.sharding import Layout, P, parameter
 

@@ -3,7 +3,7 @@
 from flax import nnx
 from jaxtyping import Array
 
-from nnx_pipeline.config.config import ModelConfig
+from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.modules.parts import Parts
 from nnx_pipeline.ops.experts import ExpertKernels
 from nnx_pipeline.ops.moe import MoEKernels, expert_parts, routed_experts

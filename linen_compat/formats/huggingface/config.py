@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nnx_pipeline import Config, InputError, ModelConfig
-from nnx_pipeline.config.config import DTYPES
+from nnx_pipeline.config.model import DTYPES
 from nnx_pipeline.errors import divides, one_of
 
 CONFIG_FILE = "config.json"

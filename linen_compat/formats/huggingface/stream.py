@@ -39,7 +39,7 @@ from linen_compat.formats.streams import (
     scaled,
 )
 from nnx_pipeline import Config, InputError
-from nnx_pipeline.config.config import ModelConfig
+from nnx_pipeline.config.model import ModelConfig
 
 # What a model computes depends on these. A `config.json` that contradicts its own tensors is of no
 # use to transformers either.
