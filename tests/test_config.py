@@ -86,11 +86,6 @@ REFUSED = [
     bad(model(expert_group=3), "expert_group=3 does not divide num_experts=4", "of: 1, 2, 4"),
     bad(model(expert_group=0), "expert_group=0 is not a whole number of 1 or more"),
     bad(
-        model(experts="grouped", expert_group=2),
-        "expert_group=2 is how many experts one product of experts='dense' computes",
-        "leave it at None",
-    ),
-    bad(
         model(experts="grouped", num_experts=1, num_experts_per_token=1),
         "experts='grouped' needs routed experts",
         "leave it at 'dense'",

@@ -390,7 +390,7 @@ def test_a_group_of_experts_is_large_enough_for_its_platform(
 ) -> None:
     device = AbstractDevice(device_kind="any", num_cores=None, platform=platform)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        assert group_size((rows, 1, 128), (8, 128, 256), Layout()) == group
+        assert group_size(rows, (8, 128, 256), Layout()) == group
 
 
 @pytest.mark.parametrize("group", [1, 2, 4])

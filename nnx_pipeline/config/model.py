@@ -97,11 +97,12 @@ class ModelConfig:
     """
 
     expert_group: int | None = None
-    """How many experts of a device one product of `dense` experts computes; a divisor of them all.
+    """How many experts of a device are computed at a time; a divisor of their number.
 
-    A small group saves memory, and a large one time. None takes the smallest group whose products
-    keep a device busy, see `ops.experts.group_size`: on a TPU or GPU one expert of Mixtral 8x7B at
-    a time, and all eight of `mixtral-small`.
+    The kernels of so many experts are gathered together. A small group saves memory, and a large
+    one time. None takes the smallest group whose products keep a device busy, see
+    `ops.experts.group_size`: on a TPU or GPU one expert of Mixtral 8x7B at a time, and all eight of
+    `mixtral-small`. `grouped` experts whose kernels are not gathered are all computed at once.
     """
 
     embedding: Literal["auto", "gather", "one_hot"] = "gather"
@@ -143,11 +144,6 @@ class ModelConfig:
             whole(self, "expert_group")
             rule = f"expert_group={self.expert_group} does not divide num_experts="
             is_divisor(self.expert_group, self.num_experts, rule=f"{rule}{self.num_experts}")
-            if self.experts != "dense":
-                raise InputError(
-                    f"expert_group={self.expert_group} is how many experts one product of "
-                    f"experts='dense' computes, and experts={self.experts!r}; leave it at None"
-                )
         if self.num_experts == 1 and self.experts != "dense":
             raise InputError(
                 f"experts={self.experts!r} needs routed experts, and num_experts=1; leave it at "

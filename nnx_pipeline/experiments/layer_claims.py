@@ -81,8 +81,8 @@ EXPERTS = (
         claim="S2.9a",
         difference="the tiles of grouped experts are nine numbers, with rows and widths of their "
         "own for the two products of the backward pass, or three that hold for all",
-        a=Arm(label="9 numbers", parts=_experts(mix=GroupedExperts(NINE_TILES))),
-        b=Arm(label="3 numbers", parts=_experts(mix=GroupedExperts(NINE_TILES[:3]))),
+        a=Arm(label="9 numbers", parts=_experts(mix=GroupedExperts(tiles=NINE_TILES))),
+        b=Arm(label="3 numbers", parts=_experts(mix=GroupedExperts(tiles=NINE_TILES[:3]))),
         setup=_routed,
     ),
     Experiment(

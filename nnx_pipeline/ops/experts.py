@@ -130,7 +130,8 @@ class DenseExperts:
         experts = kernels.gate.shape[0]
         combine = combine_weights(*choice, experts)
         x, combine = place(x, beside), place(combine, beside)
-        products = Products(layout, self.group or group_size(x.shape, kernels.gate.shape, layout))
+        rows = x.shape[0] * x.shape[1] // layout.size("batch_beside_experts")
+        products = Products(layout, self.group or group_size(rows, kernels.gate.shape, layout))
 
         def one_group(operands: tuple[Array, ...]) -> Array:
             gate, up, down, weight = operands
@@ -148,19 +149,17 @@ class DenseExperts:
         return place(mixed.astype(x.dtype), layout.spec("batch", None, None))
 
 
-def group_size(tokens: tuple[int, ...], kernel: tuple[int, ...], layout: Layout) -> int:
+def group_size(rows: int, kernel: tuple[int, ...], layout: Layout) -> int:
     """The smallest group of experts whose product on a device has `WORTHWHILE` operations.
 
-    - `tokens`: the shape of the tokens, `[batch, seq, embed]`.
+    - `rows`: how many tokens an expert of a device computes.
     - `kernel`: the shape of the kernels, `[experts, embed, mlp]`.
-    - `layout`: which mesh axes both are sharded over.
+    - `layout`: which mesh axes they are sharded over.
 
     It is a divisor of the number of experts of a device, and all of these if no group is enough.
     """
-    batch, length, _ = tokens
     experts, embed, mlp = kernel
     own = experts // layout.size("expert")
-    rows = batch * length // layout.size("batch_beside_experts")
     operations = 2 * rows * embed * mlp // layout.size("mlp")
     least = WORTHWHILE_ON_CPU if ambient_platform() == "cpu" else WORTHWHILE
     enough = (size for size in range(1, own) if own % size == 0 and size * operations >= least)

@@ -16,7 +16,7 @@ from nnx_pipeline.sharding import Layout, gather_weight, out_sharding
 # From how many experts are computed together, None for the function's own choice.
 EXPERTS: dict[str, Callable[[int | None], Mix]] = {
     "dense": DenseExperts,
-    "grouped": lambda group: GroupedExperts(),
+    "grouped": GroupedExperts,
 }
 
 

@@ -145,13 +145,11 @@ class Sizes:
     @property
     def group(self) -> int:
         """Experts of a device that one product computes; 1 for a dense MLP."""
-        model, train = self.config.model, self.config.train
+        model = self.config.model
         if model.num_experts == 1:
             return 1
-        batch = train.global_batch // self.microbatches // self.layout.size("copy")
-        tokens = (batch, train.sequence_length, model.embed_dim)
         kernel = (model.num_experts, model.embed_dim, model.mlp_dim)
-        return model.expert_group or group_size(tokens, kernel, self.layout)
+        return model.expert_group or group_size(self.expert_tokens, kernel, self.layout)
 
     @property
     def hidden(self) -> int:

@@ -6,21 +6,25 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nnx_pipeline.ops.grouped.order import visits
+from nnx_pipeline.ops.grouped.order import Some, visits
 
 
 def product(
     rows: Float[Array, "rows into"],
-    kernels: Float[Array, "groups _ _"],
+    kernels: Float[Array, "some _ _"],
     sizes: Int[Array, "groups"],
+    first: Int[Array, ""] | int = 0,
+    out: Float[Array, "rows out_of"] | None = None,
     *,
     transposed: bool,
     tile: int,
 ) -> Float[Array, "rows out_of"]:
-    """Each row times the kernel of its group; 0 in rows after the last group.
+    """Each row of some groups times the kernel of its group; other rows are those of `out`, or 0.
 
-    - `kernels`: `[groups, into, out_of]`, or `[groups, out_of, into]` if they are `transposed`.
-    - `sizes`: how many rows each group has, one group behind the other.
+    - `kernels`: `[some, into, out_of]`, or `[some, out_of, into]` if they are `transposed`.
+    - `sizes`: how many rows each of all groups has, one group behind the other.
+    - `first`: the group of the first kernel.
+    - `out`: in the dtype of `rows`, or None.
     - `tile`: how many rows a step of the loop multiplies; it divides their number.
 
     The products add up in float32, and the result has the dtype of `rows`.
@@ -39,21 +43,27 @@ def product(
         new = jnp.where(mine, new, before)
         return jax.lax.dynamic_update_index_in_dim(out, new, at, 0)
 
-    start = jnp.zeros((*tiles.shape[:2], kernels.shape[2 - of_kernel]), rows.dtype)
-    return _over_visits(visit, start, visits(sizes, len(rows), tile)).reshape(len(rows), -1)
+    plan = visits(Some(first, len(kernels)), sizes, len(rows), tile)
+    if out is None:
+        out = jnp.zeros((len(rows), kernels.shape[2 - of_kernel]), rows.dtype)
+    return _over_visits(visit, out.reshape(*tiles.shape[:2], -1), plan).reshape(len(rows), -1)
 
 
 def outer(
     left: Float[Array, "rows into"],
     right: Float[Array, "rows out_of"],
     sizes: Int[Array, "groups"],
+    first: Int[Array, ""] | int = 0,
+    *,
+    count: int,
     tile: int,
-) -> Float[Array, "groups into out_of"]:
-    """Σ over the rows of each group of leftᵀ · right: the gradient of the kernels of `product`.
+) -> Float[Array, "count into out_of"]:
+    """Σ over the rows of each of some groups of leftᵀ · right: the gradient of their kernels.
 
-    - `sizes`, `tile`: as for `product`.
+    - `sizes`, `first`, `tile`: as for `product`.
+    - `count`: the number of these groups.
 
-    Rows after the last group may hold anything. The sum is made in float32, and the result has the
+    Rows of other groups may hold anything. The sum is made in float32, and the result has the
     dtype of `left`.
     """
     lefts = left.reshape(-1, tile, left.shape[1])
@@ -69,8 +79,9 @@ def outer(
         before = jax.lax.dynamic_index_in_dim(total, group, keepdims=False)
         return jax.lax.dynamic_update_index_in_dim(total, before + new, group, 0)
 
-    start = jnp.zeros((len(sizes), left.shape[1], right.shape[1]), jnp.float32)
-    return _over_visits(visit, start, visits(sizes, len(left), tile)).astype(left.dtype)
+    start = jnp.zeros((count, left.shape[1], right.shape[1]), jnp.float32)
+    plan = visits(Some(first, count), sizes, len(left), tile)
+    return _over_visits(visit, start, plan).astype(left.dtype)
 
 
 def _over_visits(

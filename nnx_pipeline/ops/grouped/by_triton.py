@@ -4,7 +4,7 @@ XLA for NVIDIA expands `jax.lax.ragged_dot` to a product of all rows with all ke
 0.12), which is the work of dense experts.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,43 +12,61 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
-from nnx_pipeline.ops.grouped.order import visits
+from nnx_pipeline.ops.grouped.order import Some, visits
 
 Tile = tuple[int, int, int]  # rows, width before, width after
 SHARED_MEMORY = 200 * 2**10  # bytes for what is loaded ahead; a multiprocessor of an H100 has 227
 
 
+class How(NamedTuple):
+    """How a kernel runs.
+
+    - `tile`: what one program of `product` multiplies, where the first number divides the rows; of
+      `outer` the rows that a step of the sum takes, and the part of a kernel that it computes.
+    - `share`: 1 / `share` of all rows belong to the groups of the call; it is for what the kernel
+      states of its cost.
+    - `interpret`: whether to run without a GPU, for tests.
+    """
+
+    tile: Tile
+    share: int = 1
+    interpret: bool = False
+
+
 def product(
     rows: Float[Array, "rows into"],
-    kernels: Float[Array, "groups _ _"],
+    kernels: Float[Array, "some _ _"],
     sizes: Int[Array, "groups"],
+    first: Int[Array, ""] | int = 0,
+    out: Float[Array, "rows out_of"] | None = None,
     *,
     transposed: bool,
-    tile: Tile,
-    interpret: bool,
+    how: How,
 ) -> Float[Array, "rows out_of"]:
-    """Each row times the kernel of its group; rows after the last group may be anything.
+    """Each row of some groups times the kernel of its group, see `by_tiles.product`.
 
-    - `kernels`, `sizes`, `transposed`: as for `by_tiles.product`.
-    - `tile`: what one program multiplies; the first number divides the rows.
-    - `interpret`: whether to run without a GPU, for tests.
+    Other rows are those of `out`; without it they may be anything.
+
+    - `kernels`, `sizes`, `first`, `out`, `transposed`: as there.
+    - `how`: see `How`.
 
     The products add up in float32, and the result has the dtype of `rows`.
     """
     many, into = rows.shape
     out_of = kernels.shape[1 if transposed else 2]
-    high, deep, wide = tile
-    group, at, bounds = visits(sizes, many, high)
+    high, deep, wide = how.tile
+    group, at, bounds = visits(Some(first, len(kernels)), sizes, many, high)
 
-    def kernel(group: Any, at: Any, bounds: Any, rows: Any, kernels: Any, out: Any) -> None:
+    def kernel(group: Any, at: Any, bounds: Any, rows: Any, kernels: Any, *out: Any) -> None:
+        *_, written = out  # where nothing is written it holds what it held before
         visit, column = pl.program_id(0), pl.program_id(1) * wide
-        mine, first = group[visit], at[visit] * high
+        mine, top = group[visit], at[visit] * high
         columns = column + jnp.arange(wide)
 
         def step(k: Any, total: Array) -> Array:
             depth = k * deep + jnp.arange(deep)
             left = triton.load(
-                rows.at[pl.ds(first, high), pl.ds(k * deep, deep)],
+                rows.at[pl.ds(top, high), pl.ds(k * deep, deep)],
                 mask=(depth < into)[None],
                 other=0.0,
             )
@@ -63,13 +81,14 @@ def product(
 
         start = jnp.zeros((high, wide), jnp.float32)
         # A visit that is not needed has no rows, and multiplies nothing.
-        steps = jnp.where(bounds[visit, 1] > bounds[visit, 0], pl.cdiv(into, deep), 0)
-        total = jax.lax.fori_loop(0, steps, step, start)
-        row = first + jnp.arange(high)
+        needed = bounds[visit, 1] > bounds[visit, 0]
+        steps = jnp.where(needed, jnp.int32(pl.cdiv(into, deep)), jnp.int32(0))
+        total = jax.lax.fori_loop(jnp.int32(0), steps, step, start)
+        row = top + jnp.arange(high)
         inside = (row >= bounds[visit, 0]) & (row < bounds[visit, 1])
         triton.store(
-            out.at[pl.ds(first, high), pl.ds(column, wide)],
-            total.astype(out.dtype),
+            written.at[pl.ds(top, high), pl.ds(column, wide)],
+            total.astype(written.dtype),
             mask=inside[:, None] & (columns < out_of)[None],
         )
 
@@ -78,30 +97,30 @@ def product(
         grid=(len(group), pl.cdiv(out_of, wide)),
         out_shape=jax.ShapeDtypeStruct((many, out_of), rows.dtype),
         compiler_params=_parameters(high * deep + deep * wide, rows.dtype),
-        metadata=_cost(many, into, out_of, len(sizes), rows.dtype),
-        interpret=interpret,
+        metadata=_cost(many // how.share, into, out_of, len(kernels), rows.dtype),
+        input_output_aliases={} if out is None else {5: 0},
+        interpret=how.interpret,
         name="grouped_product",
-    )(group, at, bounds, rows, kernels)
+    )(group, at, bounds, rows, kernels, *([] if out is None else [out]))
 
 
 def outer(
     left: Float[Array, "rows into"],
     right: Float[Array, "rows out_of"],
     sizes: Int[Array, "groups"],
+    first: Int[Array, ""] | int = 0,
     *,
-    tile: Tile,
-    interpret: bool,
-) -> Float[Array, "groups into out_of"]:
-    """Σ over the rows of each group of leftᵀ · right, see `by_tiles.outer`.
+    count: int,
+    how: How,
+) -> Float[Array, "count into out_of"]:
+    """Σ over the rows of each of some groups of leftᵀ · right, see `by_tiles.outer`.
 
-    - `tile`: the first number is how many rows a step of the sum takes, the others are the part of
-      a kernel that one program computes.
-    - `interpret`: as for `product`.
+    - `sizes`, `first`, `count`: as there.
+    - `how`: see `How`.
     """
-    (many, into), out_of, groups = left.shape, right.shape[1], len(sizes)
-    high, deep, wide = tile
-    ends = jnp.cumsum(sizes)
-    starts = ends - sizes
+    (many, into), out_of = left.shape, right.shape[1]
+    high, deep, wide = how.tile
+    starts, ends = Some(first, count).bounds(sizes)
 
     def kernel(starts: Any, ends: Any, left: Any, right: Any, out: Any) -> None:
         group = pl.program_id(0)
@@ -111,14 +130,14 @@ def outer(
         columns = (column + jnp.arange(wide) < out_of)[None]
 
         def step(at: Any, total: Array) -> Array:
-            first = at * high
-            row = first + jnp.arange(high)
+            top = at * high
+            row = top + jnp.arange(high)
             mine = ((row >= start) & (row < end))[:, None]
             before = triton.load(
-                left.at[pl.ds(first, high), pl.ds(line, deep)], mask=mine & lines, other=0.0
+                left.at[pl.ds(top, high), pl.ds(line, deep)], mask=mine & lines, other=0.0
             )
             after = triton.load(
-                right.at[pl.ds(first, high), pl.ds(column, wide)], mask=mine & columns, other=0.0
+                right.at[pl.ds(top, high), pl.ds(column, wide)], mask=mine & columns, other=0.0
             )
             return total + triton.dot(before.T, after)
 
@@ -132,11 +151,11 @@ def outer(
 
     return pl.pallas_call(
         kernel,
-        grid=(groups, pl.cdiv(into, deep), pl.cdiv(out_of, wide)),
-        out_shape=jax.ShapeDtypeStruct((groups, into, out_of), left.dtype),
+        grid=(count, pl.cdiv(into, deep), pl.cdiv(out_of, wide)),
+        out_shape=jax.ShapeDtypeStruct((count, into, out_of), left.dtype),
         compiler_params=_parameters(high * deep + high * wide, left.dtype),
-        metadata=_cost(many, into, out_of, groups, left.dtype),
-        interpret=interpret,
+        metadata=_cost(many // how.share, into, out_of, count, left.dtype),
+        interpret=how.interpret,
         name="grouped_outer",
     )(starts, ends, left, right)
 
@@ -151,7 +170,7 @@ def _parameters(elements: int, dtype: Any) -> triton.CompilerParams:
 
 
 def _cost(many: int, into: int, out_of: int, groups: int, dtype: Any) -> dict[str, str]:
-    """What a product costs if every row belongs to a group, for readers of compiled programs.
+    """What a product costs if so many rows belong to its groups, for readers of compiled programs.
 
     The lowering through Triton drops a `cost_estimate`, and keeps metadata.
     """

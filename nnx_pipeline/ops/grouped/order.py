@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -81,22 +82,47 @@ def of_rows(values: Float[Array, "tokens chosen"], order: Order) -> Float[Array,
     return values.reshape(-1).at[order.choices].get(mode="promise_in_bounds")
 
 
-def visits(
-    sizes: Int[Array, "groups"], rows: int, tile: int
-) -> tuple[Int[Array, "visits"], Int[Array, "visits"], Int[Array, "visits 2"]]:
-    """Cuts rows into tiles, and says which group computes which tile.
+class Some(NamedTuple):
+    """Consecutive groups of rows.
 
-    - `sizes`: how many rows each group has, one group behind the other.
+    - `first`: the number of the first one.
+    - `number`: how many they are.
+    """
+
+    first: Int[Array, ""] | int
+    number: int
+
+    def bounds(self, sizes: Int[Array, "groups"]) -> tuple[Int[Array, "some"], Int[Array, "some"]]:
+        """The first row of each of these groups, and the one after its last.
+
+        - `sizes`: how many rows each of all groups has, one group behind the other.
+        """
+        ends = jnp.cumsum(sizes)
+        starts, ends = (
+            jax.lax.dynamic_slice_in_dim(each, self.first, self.number)
+            for each in (ends - sizes, ends)
+        )
+        return starts, ends
+
+
+def visits(
+    some: Some, sizes: Int[Array, "groups"], rows: int, tile: int
+) -> tuple[Int[Array, "visits"], Int[Array, "visits"], Int[Array, "visits 2"]]:
+    """Cuts rows into tiles, and says which of some groups computes which tile.
+
+    - `some`: the groups that compute.
+    - `sizes`: how many rows each of all groups has, one group behind the other.
     - `rows`: the number of all rows, a multiple of `tile`.
     - `tile`: the rows of a tile.
 
     A tile that holds rows of several groups is visited by each of them. Returns for each visit its
-    group, its tile, and the range of the group's rows. There are as many visits as may be needed
-    (rows / tile + groups - 1); the range of one that is not needed is empty.
+    group, counted from the first of these, its tile, and the range of the group's rows. There are
+    as many visits as may be needed (rows / tile + groups - 1); the range of one that is not needed
+    is empty.
     """
-    groups = len(sizes)
-    ends = jnp.cumsum(sizes)
-    starts = ends - sizes
+    groups = some.number
+    starts, ends = some.bounds(sizes)
+    sizes = ends - starts
     first = starts // tile
     count = jnp.where(sizes > 0, -(-ends // tile) - first, 0)
     stop = jnp.cumsum(count)

@@ -3,16 +3,20 @@
 Kernels written in Pallas are imported where they are used, because that takes a second.
 """
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.mesh import ambient_platform
 from nnx_pipeline.ops.grouped import by_tiles
+from nnx_pipeline.ops.grouped.order import Some
 from nnx_pipeline.ops.per_device import one_by_one
 
 Backend = Literal["megablox", "triton", "tiles"]
@@ -58,25 +62,32 @@ class GroupedProducts:
     - `backend`: `megablox` is JAX's kernel for TPUs, `triton` that of this package for NVIDIA
       GPUs, and `tiles` a loop in plain JAX.
     - `tiles`: what is computed at a time; the backend `tiles` reads the numbers of rows alone.
+    - `share`: the part of all rows that belong to the groups of one call, if all groups have as
+      many: 1 / `share`. JAX's kernels state the cost of all rows; the name that they are called
+      under tells a reader of the program which part of it is theirs, see `lab.hlo.products`.
     - `interpret`: whether kernels are interpreted, for tests where their platform is not.
     """
 
     backend: Backend
     tiles: Tiles
+    share: int = 1
     interpret: bool = False
 
     def product(
         self,
         rows: Float[Array, "rows into"],
-        kernels: Float[Array, "groups _ _"],
+        kernels: Float[Array, "some _ _"],
         sizes: Int[Array, "groups"],
+        into: tuple[Array, Array] | None = None,
         *,
         transposed: bool = False,
     ) -> Float[Array, "rows out_of"]:
-        """Each row times the kernel of its group; rows after the last group may be anything.
+        """Each row times the kernel of its group; rows of no group may be anything.
 
-        - `kernels`: `[groups, into, out_of]`, or `[groups, out_of, into]` if they are `transposed`.
+        - `kernels`: `[some, into, out_of]`, or `[some, out_of, into]` if they are `transposed`.
         - `sizes`: how many rows each group has, one group behind the other.
+        - `into`: where the kernels are those of some groups only, the first of these groups and an
+          array of results, which keeps the rows of the other groups.
         """
         tile, call = self.tiles.to_rows if transposed else self.tiles.forward, None
         if self.backend == "tiles":
@@ -84,51 +95,86 @@ class GroupedProducts:
         elif self.backend == "triton":
             from nnx_pipeline.ops.grouped import by_triton
 
-            call = functools.partial(
-                by_triton.product, transposed=transposed, tile=tile, interpret=self.interpret
-            )
+            how = by_triton.How(tile, self.share, self.interpret)
+            call = functools.partial(by_triton.product, transposed=transposed, how=how)
         else:
-            from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
-
-            call = functools.partial(
-                gmm,
-                preferred_element_type=rows.dtype,
-                tiling=_within(tile, rows.shape[1], kernels.shape[1 if transposed else 2]),
-                transpose_rhs=transposed,
-                interpret=self.interpret,
-            )
-        with jax.numpy_dtype_promotion("standard"):  # JAX's own kernel mixes dtypes
-            return one_by_one(call)(rows, kernels, sizes)
+            call = functools.partial(self._product_of_megablox, transposed=transposed, tile=tile)
+        return one_by_one(call)(rows, kernels, sizes, *(into or ()))
 
     def outer(
         self,
         left: Float[Array, "rows into"],
         right: Float[Array, "rows out_of"],
         sizes: Int[Array, "groups"],
-    ) -> Float[Array, "groups into out_of"]:
-        """Σ over the rows of each group of leftᵀ · right; rows after the last may be anything.
+        some: Some | None = None,
+    ) -> Float[Array, "some into out_of"]:
+        """Σ over the rows of each group of leftᵀ · right; rows of no group may be anything.
 
         - `sizes`: as for `product`.
+        - `some`: the groups; None for all.
         """
         call: Any
+        first, count = some or Some(jnp.int32(0), len(sizes))
         if self.backend == "tiles":
-            call = functools.partial(by_tiles.outer, tile=self.tiles.to_kernels[0])
+            call = functools.partial(by_tiles.outer, tile=self.tiles.to_kernels[0], count=count)
         elif self.backend == "triton":
             from nnx_pipeline.ops.grouped import by_triton
 
-            call = functools.partial(
-                by_triton.outer, tile=self.tiles.to_kernels, interpret=self.interpret
-            )
+            how = by_triton.How(self.tiles.to_kernels, self.share, self.interpret)
+            call = functools.partial(by_triton.outer, count=count, how=how)
         else:
-            call = self._outer_of_megablox
-        with jax.numpy_dtype_promotion("standard"):
-            return one_by_one(call)(left, right, sizes)
+            call = functools.partial(self._outer_of_megablox, count=count)
+        return one_by_one(call)(left, right, sizes, first)
 
-    def _outer_of_megablox(self, left: Array, right: Array, sizes: Array) -> Array:
+    @contextlib.contextmanager
+    def _calling_megablox(self) -> Iterator[None]:
+        """Lets JAX's kernels mix dtypes, and calls them under a name with their share."""
+        share = jax.named_scope(f"share_1_of_{self.share}")
+        with share, jax.numpy_dtype_promotion("standard"):
+            yield
+
+    def _product_of_megablox(
+        self,
+        rows: Array,
+        kernels: Array,
+        sizes: Array,
+        first: Array | None = None,
+        out: Array | None = None,
+        *,
+        transposed: bool,
+        tile: Tile,
+    ) -> Array:
+        from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
+        with self._calling_megablox():
+            return gmm(
+                rows,
+                kernels,
+                sizes,
+                preferred_element_type=rows.dtype,
+                tiling=_within(tile, rows.shape[1], kernels.shape[1 if transposed else 2]),
+                group_offset=first,
+                existing_out=out,
+                transpose_rhs=transposed,
+                interpret=self.interpret,
+            )
+
+    def _outer_of_megablox(
+        self, left: Array, right: Array, sizes: Array, first: Array, *, count: int
+    ) -> Array:
         from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
-        tile = _within(self.tiles.to_kernels, left.shape[1], right.shape[1])
-        return tgmm(left.T, right, sizes, left.dtype, tile, interpret=self.interpret)
+        with self._calling_megablox():
+            return tgmm(
+                left.T,
+                right,
+                sizes,
+                left.dtype,
+                _within(self.tiles.to_kernels, left.shape[1], right.shape[1]),
+                group_offset=first,
+                num_actual_groups=count,
+                interpret=self.interpret,
+            )
 
     @property
     def multiple(self) -> int:
@@ -150,14 +196,18 @@ ON_PLATFORM: dict[str, tuple[Backend, Tile]] = {
 }
 
 
-def products_for(rows: int, numbers: tuple[int, ...] | None = None) -> GroupedProducts:
+def products_for(
+    rows: int, numbers: tuple[int, ...] | None = None, *, share: int = 1
+) -> GroupedProducts:
     """The products as they are computed on the ambient platform.
 
     - `rows`: how many rows all experts of a device have together; a tile has no more than the next
       power of two.
+    - `share`: as for `GroupedProducts`.
     - `numbers`: as for `Tiles.of`, each a power of two; None for what suits the platform.
     """
     backend, usual = ON_PLATFORM[ambient_platform()]
     most = max(16, 1 << (rows - 1).bit_length())
     tiles = Tiles.of(numbers or usual)
-    return GroupedProducts(backend, Tiles(*((min(tile[0], most), *tile[1:]) for tile in tiles)))
+    tiles = Tiles(*((min(tile[0], most), *tile[1:]) for tile in tiles))
+    return GroupedProducts(backend, tiles, share)
