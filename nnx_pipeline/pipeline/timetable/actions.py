@@ -47,8 +47,9 @@ class Actions:
         self._check_numbers()
         self._check_places()
         self._check_order()
-        for rank in np.flatnonzero(~self.kind.any(axis=1)).tolist():
-            raise InputError(f"rank {rank} has no action in any step; leave its line out")
+        idle = np.flatnonzero(~self.kind.any(axis=1))
+        if len(idle):
+            raise InputError(f"rank {idle[0]} has no action in any step; leave its line out")
         self._check_whole()
 
     def __eq__(self, other: object) -> bool:
@@ -182,11 +183,12 @@ class Actions:
             name = text_of(*actions[:, order[first]].tolist())
             raise InputError(f"{name} is in the steps {before} and {after}; keep one")
         elsewhere = self.rank_of[self.stage] != np.arange(self.ranks)[:, None]
-        ranks, steps = np.nonzero(elsewhere & (self.kind > IDLE))
-        for here, stage in zip(ranks, self.stage[ranks, steps], strict=True):
+        wrong = np.argwhere(elsewhere & (self.kind > IDLE))
+        if len(wrong):
+            stage = self.stage[*wrong[0]]
             raise InputError(
-                f"stage {stage} is on the ranks {here} and {self.rank_of[stage]}; keep each stage "
-                "on one rank"
+                f"stage {stage} is on the ranks {wrong[0, 0]} and {self.rank_of[stage]}; keep each "
+                "stage on one rank"
             )
 
     def _check_order(self) -> None:
@@ -226,14 +228,11 @@ class Actions:
     def _check_whole(self) -> None:
         """Raises InputError unless all microbatches pass all stages, forward and perhaps back."""
         there = self.when >= 0
-        found = sum(there[kind] * (1 << kind) for kind in range(1, len(LETTERS)))
-        whole = [1 << FORWARD]
-        if self.trains:
-            both = 1 << OF_INPUT | 1 << OF_WEIGHTS
-            whole = [whole[0] | 1 << BACKWARD, whole[0] | both]
-        lacking = ~np.isin(found, whole)
-        if lacking.any():
-            stage, microbatch = (int(one[0]) for one in np.nonzero(lacking))
+        one, of_input, of_weights = (there[kind] for kind in (BACKWARD, OF_INPUT, OF_WEIGHTS))
+        back = np.where(one, ~of_input & ~of_weights, of_input & of_weights)
+        lacking = np.argwhere(~(there[FORWARD] & (back | (not self.trains))))
+        if len(lacking):
+            stage, microbatch = lacking[0].tolist()
             letters = [LETTERS[kind] for kind in np.flatnonzero(there[:, stage, microbatch])]
             self._refuse_part(stage, microbatch, ", ".join(letters))
 
