@@ -146,6 +146,15 @@ def test_1f1b_takes_as_long_as_it_must() -> None:
     assert timetable("zb-v", 4, 8).idle_share < timetable("zb-h1", 4, 8).idle_share < 3 / 11
 
 
+def test_interleaved_idles_more_than_in_its_paper() -> None:
+    """As the docstring says: for more than 2 · (ranks - 1) steps, and more with more microbatches.
+
+    A timetable of the paper's order fails here, and then the words go with the test.
+    """
+    idle = [timetable("interleaved", 4, count).steps - 4 * count for count in (8, 16, 32)]
+    assert 2 * 3 < idle[0] < idle[1] < idle[2]
+
+
 def simulated(actions: Actions, plan: Plan) -> None:
     """Carries out a plan with names in the place of arrays; each action must find what it reads."""
     ranks, rows = actions.ranks, plan.rows

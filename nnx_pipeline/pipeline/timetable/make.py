@@ -31,7 +31,9 @@ def make_timetable(name: str, *, ranks: int, microbatches: int, repeats: int = 1
       - `zb-h1`: the same with B split into I and W, and with as many visits kept until W (Zero
         Bubble, Qi et al., 2023);
       - `interleaved`: 1F1B with `repeats` stages per rank, stage g on rank g mod ranks (Narayanan
-        et al., 2021);
+        et al., 2021), and with as many visits kept; but a rank takes what is ready where in the
+        paper it waits for the next visit of a fixed order, and so idles for more steps: the paper's
+        2 · (ranks - 1) do not grow with the microbatches, and these do;
       - `zb-v`: two stages per rank, the second ones in reverse, B split (Qi et al., 2024).
     - `ranks`: how many ranks there are.
     - `microbatches`: their number; for `interleaved` a multiple of the ranks.
