@@ -648,9 +648,21 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/timetable/actions.py",
-        'kept -= action.kind in "BW"',
-        'kept -= action.kind in "BI"',
+        "ends = np.isin(self.kind, (BACKWARD, OF_WEIGHTS))",
+        "ends = np.isin(self.kind, (BACKWARD, OF_INPUT))",
         "test_timetable_csv",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/timetable/make.py",
+        "grows[row] * ((number + 1) % ranks == 0)",
+        "grows[row] * (number % ranks == 0)",
+        "test_timetables",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/executor/slots.py",
+        'starts[by_start], side="right")',
+        'starts[by_start], side="left")',
+        "test_timetables",
     ),
     Mutation(
         "nnx_pipeline/ops/grouped/order.py",

@@ -5,13 +5,8 @@
 
 compile the training step of mixtral-small, the second what is for one platform and has no result
 yet, and write benchmarks/results/timetables.json and, from it, timetables.md. After a row its
-result is on disk, so a call that was stopped goes on with --missing.
-
-A compiled program says what a branch costs, and its timetable says which rank takes it how often.
-So the program is taken apart (`Parts`): what each branch of its conditionals costs when it runs
-once, what a tick costs beside them, and what runs outside the loop. A rank's operations and traffic
-are those of the branches that it takes. The time of a tick is that of the rank that takes longest,
-because ranks exchange activations with their neighbours after every tick.
+result is on disk, so a call that was stopped goes on with --missing, and makes the page again if
+nothing is missing. How a program is counted is in `timetable_costs.py`.
 """
 
 import argparse
@@ -22,9 +17,23 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from timetable_costs import (
+    MESH,
+    STAGES,
+    Cost,
+    Parts,
+    Row,
+    Step,
+    bubble_of,
+    from_json,
+    in_step,
+    step_of,
+    timetable_of,
+    to_json,
+)
 
 from nnx_pipeline import Config, MeshConfig, preset
 from nnx_pipeline.config.overrides import apply_overrides
@@ -33,47 +42,13 @@ from nnx_pipeline.experiments.programs import measure
 from nnx_pipeline.files import write_text
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.compile.platform import Platform
-from nnx_pipeline.lab.hlo.cost import collective_counts, products_of
-from nnx_pipeline.lab.hlo.loops import executions
-from nnx_pipeline.lab.hlo.module import Module, parse
 from nnx_pipeline.lab.report.tables import megabytes
-from nnx_pipeline.lab.timing.devices import device_of
-from nnx_pipeline.lab.timing.estimate import Estimate
-from nnx_pipeline.lab.timing.links import Links
-from nnx_pipeline.pipeline import Accumulation, LoopOptions, make_timetable, run_timetable, runner
-from nnx_pipeline.pipeline.executor.plan import Branch, Plan, make_plan
-from nnx_pipeline.pipeline.schedule import (
-    CircularSchedule,
-    OneForwardOneBackward,
-    Schedule,
-    make_schedule,
-)
-from nnx_pipeline.pipeline.timetable.actions import Action, Actions, actions_of
+from nnx_pipeline.pipeline import Accumulation, LoopOptions, run_timetable, runner
+from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
 
 RESULTS = Path(__file__).parent / "results" / "timetables.json"
 TPU, H100 = "tpu:v5p:2x2x2", "cuda:h100:8"
-MESH, STAGES = "stage=4,fsdp=2", 4
 TIMETABLES = ("1f1b", "zb-h1", "interleaved", "zb-v")
-
-
-class Row(NamedTuple):
-    """A training step of mixtral-small in auto mode.
-
-    schedule: of the lockstep loops `circular` or `1f1b`, else a timetable.
-    ends: "" for a lockstep loop, else who runs embedding, head and loss in a timetable.
-    """
-
-    platform: str
-    schedule: str
-    ends: str
-    chunks: int
-    microbatches: int
-    remat: str = "full"
-
-    @property
-    def name(self) -> str:
-        """What it is called in the file of results."""
-        return " ".join(str(part) for part in self if part != "")
 
 
 def rows_of(platform: str, microbatches: int) -> list[Row]:
@@ -102,12 +77,6 @@ ROWS = (
 
 
 # ---- programs ----------------------------------------------------------------------------------
-
-
-def timetable_of(schedule: str, microbatches: int) -> Actions:
-    """The timetable called `schedule` for the ranks of the mesh."""
-    repeats = 2 if schedule == "interleaved" else 1
-    return make_timetable(schedule, ranks=STAGES, microbatches=microbatches, repeats=repeats)
 
 
 @contextlib.contextmanager
@@ -159,241 +128,16 @@ def compiled(row: Row) -> Measurement:
     return measure(program, MeshConfig.parse(MESH), Platform.parse(row.platform))
 
 
-# ---- what the parts of a program cost ------------------------------------------------------------
-
-
-class Cost(NamedTuple):
-    """What a part of a program costs a device.
-
-    flops: of matrix products.
-    traffic: bytes that collectives give.
-    collectives: how many there are.
-    compute: seconds for which instructions run.
-    step: seconds with the waits for collectives and transfers.
-    """
-
-    flops: float = 0.0
-    traffic: float = 0.0
-    collectives: float = 0.0
-    compute: float = 0.0
-    step: float = 0.0
-
-    def plus(self, other: "Cost", times: float = 1) -> "Cost":
-        """This cost, and another one so many times."""
-        return Cost(*(mine + times * its for mine, its in zip(self, other, strict=True)))
-
-
-@dataclass(frozen=True)
-class Parts:
-    """A program taken apart.
-
-    - `beside`: everything but the branches of conditionals.
-    - `loops`: for each loop of the program's entry its trips, and what a trip costs, which is part
-      of `beside`.
-    - `ends`: what a microbatch costs on all devices where it enters, leaves and is back. Loops in
-      which every tick does this have it in their trips.
-    - `branches`: what one run of each branch of a timetable costs, by its name.
-    """
-
-    beside: Cost
-    loops: tuple[tuple[int, Cost], ...]
-    ends: Cost
-    branches: Mapping[str, Cost]
-
-    @classmethod
-    def of(cls, hlo: str, row: Row) -> "Parts":
-        """Reads them from the text of a compiled program.
-
-        A conditional of two branches is one that does its work once for each microbatch.
-        """
-        module = parse(hlo)
-        cost = functools.partial(_cost, module, _links(Platform.parse(row.platform)))
-        runs = executions(module)
-        beside, ends, switch = cost(module.entry), Cost(), ()
-        inside: dict[str, Cost] = {}  # of each computation, what its conditionals cost by the lab
-        for name, times in runs.items():
-            for item in module.computations[name].instructions.values():
-                if item.opcode == "conditional":
-                    assert times is not None, "a conditional in a loop of unknown trips"
-                    branches = tuple(map(cost, item.called()))
-                    beside = beside.plus(_by_lab(branches), -times)
-                    inside[name] = inside.get(name, Cost()).plus(_by_lab(branches))
-                    if len(branches) > 2:
-                        switch = branches
-                    else:
-                        ends = ends.plus(max(branches, key=lambda one: one.step))
-        entry = module.computations[module.entry].instructions.values()
-        bodies = [item.called("body")[0] for item in entry if item.opcode == "while"]
-        loops = [(runs[one] or 0, cost(one).plus(inside.get(one, Cost()), -1)) for one in bodies]
-        names = names_of(plan_of(row, row.microbatches)) if row.ends else []
-        return cls(beside, tuple(loops), ends, dict(zip(names, switch, strict=True)))
-
-    def at(self, row: Row, microbatches: int) -> Cost:
-        """What a step of the same loop with so many microbatches costs, without its branches."""
-        total = self.beside.plus(self.ends, microbatches)
-        trips = dict(zip(trips_of(row, row.microbatches), trips_of(row, microbatches), strict=True))
-        for before, trip in self.loops:
-            total = total.plus(trip, trips.get(before, before) - before)
-        return total
-
-
-def _cost(module: Module, links: Links, entry: str) -> Cost:
-    """The cost of one computation with all that it calls, as the lab counts it.
-
-    Of a conditional that is operations and collectives of every branch, and the longest one's time.
-    """
-    part = dataclasses.replace(module, entry=entry)
-    runs = executions(part)
-    time = Estimate(part, runs, links).time
-    assert time.compute_seconds is not None, time.rows
-    assert time.step_seconds is not None, time.rows
-    sent = collective_counts(part, runs).values()
-    return Cost(
-        products_of(part, runs).known,
-        sum(one["bytes"] or 0 for one in sent),
-        sum(one["executed"] or 0 for one in sent),
-        time.compute_seconds,
-        time.step_seconds,
-    )
-
-
-def _by_lab(branches: tuple[Cost, ...]) -> Cost:
-    longest = max(branches, key=lambda cost: cost.step)
-    everything = functools.reduce(Cost.plus, branches)
-    return everything._replace(compute=longest.compute, step=longest.step)
-
-
-def _links(platform: Platform) -> Links:
-    device = device_of(platform.kind, platform.target)
-    assert device is not None, "nothing is known of the device"
-    devices = platform.devices(1)[: MeshConfig.parse(MESH).num_devices]
-    return Links.of(device, platform.topology, devices)
-
-
-def trips_of(row: Row, microbatches: int) -> list[int]:
-    """The trips of the loops over ticks."""
-    if row.ends:
-        return [timetable_of(row.schedule, microbatches).steps]
-    schedule = lockstep_of(row, microbatches)
-    if isinstance(schedule, CircularSchedule):
-        return [schedule.ticks]
-    return [len(ticks) for ticks in schedule.phases]
-
-
-def lockstep_of(row: Row, microbatches: int) -> Schedule:
-    """The schedule of a lockstep loop."""
-    return make_schedule(row.schedule, stages=STAGES, microbatches=microbatches, repeats=row.chunks)
-
-
-# ---- what ranks do -------------------------------------------------------------------------------
-
-
-def plan_of(row: Row, microbatches: int, actions: Actions | None = None) -> Plan:
-    """The plan of a timetable, by default that of the row."""
-    actions = actions or timetable_of(row.schedule, microbatches)
-    return make_plan(actions, [0] * actions.stages, "own" if row.ends == "own" else "all")
-
-
-def names_of(plan: Plan) -> list[str]:
-    """The names of the branches of a plan, the idle one first."""
-
-    def name(branch: Branch) -> str:
-        return branch.kind + " enters" * branch.enters + " leaves" * branch.leaves
-
-    return ["idle", *map(name, plan.branches)]
-
-
-class Step(NamedTuple):
-    """What a training step costs by the branches that ranks take.
-
-    cost: operations and collectives of the rank with the most, and the time of all.
-    waiting: the share of the time of branches for which a rank idles or waits, on average.
-    """
-
-    cost: Cost
-    waiting: float
-
-
-def by_branches(beside: Cost, branches: Mapping[str, Cost], plan: Plan) -> Step:
-    """Weighs branches by how often ranks take them; a tick takes as long as its slowest rank.
-
-    - `beside`: what the step costs without branches.
-    - `branches`: what each costs, by its name.
-    """
-    costs = [branches[name] for name in names_of(plan)]
-    taken = plan.rows.branch
-    ranks = [functools.reduce(Cost.plus, [costs[one] for one in own], Cost()) for own in taken.T]
-    slowest = [max((costs[one] for one in row), key=lambda cost: cost.step) for row in taken]
-    compute, step = (sum(getattr(one, name) for one in slowest) for name in ("compute", "step"))
-    total = beside.plus(max(ranks)._replace(compute=compute, step=step))
-    return Step(total, 1 - sum(rank.step for rank in ranks) / len(ranks) / step)
-
-
-def step_of(row: Row, parts: Parts, microbatches: int, actions: Actions | None = None) -> Step:
-    """What a step costs.
-
-    - `parts`: of the row's program.
-    - `microbatches`: how many there are.
-    - `actions`: a timetable other than that of the row, of the same kinds of actions.
-    """
-    beside = parts.at(row, microbatches)
-    if not row.ends:
-        return Step(beside, lockstep_of(row, microbatches).bubble_share)
-    if actions is not None:
-        ((_, tick),) = (loop for loop in parts.loops if loop[0] in trips_of(row, row.microbatches))
-        beside = beside.plus(tick, actions.steps - trips_of(row, microbatches)[0])
-    return by_branches(beside, parts.branches, plan_of(row, microbatches, actions))
-
-
-def bubble_of(row: Row) -> float:
-    """The idle share of a schedule, where every action takes one step."""
-    if row.ends:
-        return timetable_of(row.schedule, row.microbatches).idle_share
-    return lockstep_of(row, row.microbatches).bubble_share
-
-
-def in_step(microbatches: int, *, split: bool) -> Actions:
-    """The lockstep 1F1B as a timetable: forward visits in one step, backward ones in the next.
-
-    - `split`: whether the weights' gradients of a microbatch are computed on all ranks in one step,
-      after the first stage has the gradient of its input: (M + S - 1) · (F + I) + M · W.
-    """
-    columns: list[tuple[Action | None, ...]] = []
-    actions = actions_of(OneForwardOneBackward(STAGES, microbatches))
-    for column in zip(*actions.rows, strict=True):
-        first = column[0]
-        kinds = {"F": "F", "B": "I" if split else "B"}
-        columns.append(tuple(one and one._replace(kind=kinds[one.kind]) for one in column))
-        if split and first is not None and first.kind == "B":
-            own = [Action(rank, "W", first.microbatch) for rank in range(STAGES)]
-            columns.append(tuple(own))
-    return Actions(tuple(zip(*columns, strict=True)))
-
-
 # ---- results -------------------------------------------------------------------------------------
 
 
-def to_json(row: Row, result: Measurement) -> dict[str, Any]:
+def result_of(row: Row, compiled: Measurement) -> dict[str, Any]:
     """What is written down of a compiled row."""
-    parts = Parts.of(result.hlo, row)
     return {
-        "memory": result.memory.to_json(),
-        "beside": parts.beside._asdict(),
-        "loops": [[trips, trip._asdict()] for trips, trip in parts.loops],
-        "ends": parts.ends._asdict(),
-        "branches": {name: one._asdict() for name, one in parts.branches.items()},
-        "versions": {k: v for k, v in result.versions.items() if v},
+        "memory": compiled.memory.to_json(),
+        **to_json(Parts.of(compiled.hlo, row)),
+        "versions": {k: v for k, v in compiled.versions.items() if v},
     }
-
-
-def parts_of(found: Mapping[str, Any]) -> Parts:
-    """The inverse, of what is written down of the program."""
-    return Parts(
-        Cost(**found["beside"]),
-        tuple((trips, Cost(**trip)) for trips, trip in found["loops"]),
-        Cost(**found["ends"]),
-        {name: Cost(**one) for name, one in found["branches"].items()},
-    )
 
 
 Results = Mapping[str, Mapping[str, Any]]
@@ -407,12 +151,13 @@ says who runs embedding, head and loss while ranks carry out a timetable by bran
 
 No timetable is a schedule of the config, because none of them wins. With 1f1b and interleaved a
 rank computes less than in the lockstep loop, where it computes in the bubble too, but no step is
-over sooner. In 1F1B one rank
-goes forward while its neighbour goes back, so that each step takes as long as a backward visit,
-which with remat is almost three forward ones. zb-h1 and zb-v need visits that take equally long,
-and here W computes again what I has computed. Memory is a little less than in lockstep with one
-chunk, and not with two: with remat full a visit keeps little, so that fewer visits kept save
-little. Timetables stay in reach by `run_timetable`.
+over sooner. In 1F1B one rank goes forward while its neighbour goes back, so that each step takes as
+long as a backward visit, which with remat is almost three forward ones. zb-h1 and zb-v need visits
+that take equally long, and here W computes again what I has computed. interleaved idles more than
+the fixed order of its paper, which has a bubble of 2 · (S - 1) steps, because ranks take what is
+ready. Memory is a little less than in lockstep with one chunk, and not with two: with remat full a
+visit keeps little, so that fewer visits kept save little. Timetables stay in reach by
+`run_timetable`.
 
 How a program with branches is counted: each computation that a conditional runs is measured as if
 it were a program, and taken from the whole as often as the lab has counted it (operations and
@@ -488,7 +233,7 @@ def row_line(row: Row, results: Results) -> str:
 
 def step_by(row: Row, results: Results) -> Step:
     """What the step of a compiled row costs."""
-    return step_of(row, parts_of(results[row.name]), row.microbatches)
+    return step_of(row, from_json(results[row.name]), row.microbatches)
 
 
 def branch_lines(results: Results) -> Iterator[str]:
@@ -498,7 +243,7 @@ def branch_lines(results: Results) -> Iterator[str]:
     for row in ROWS:
         if not row.ends or row.microbatches != 8 or row.name not in results:
             continue
-        parts = parts_of(results[row.name])
+        parts = from_json(results[row.name])
         for name, cost in {**parts.branches, "both ends": parts.ends}.items():
             cells = [row.platform, row.schedule, row.ends, row.chunks, row.remat, name]
             cells += [f"{cost.flops / 1e9:.1f}", f"{cost.traffic / 1e6:.1f}"]
@@ -513,7 +258,7 @@ def other_lines(results: Results, platform: str) -> Iterator[str]:
     )
     if not all(row.name in results for row in (loop, whole, split)):
         return
-    of_loop, of_whole, of_split = (parts_of(results[row.name]) for row in (loop, whole, split))
+    of_loop, of_whole, of_split = (from_json(results[row.name]) for row in (loop, whole, split))
     later = of_whole.branches["B"].plus(of_split.branches["I"], -1)  # W alone
     alone = dataclasses.replace(of_split, branches={**of_split.branches, "W": later})
     steps: dict[str, list[Cost]] = {}
@@ -549,7 +294,7 @@ def kept_lines(results: Results) -> list[str]:
     heaps = [results[row.name]["memory"]["heap_bytes"] / 1e6 for row in (none, full)]
     more, slots = heaps[0] - heaps[1], OneForwardOneBackward(STAGES, 8).ring_slots
     took = [step_by(row, results).cost.step * 1e3 for row in (turns, none)]
-    idle = parts_of(results[turns.name]).branches["idle"].step * 1e3
+    idle = from_json(results[turns.name]).branches["idle"].step * 1e3
     text = (
         f"What W reads of a visit is about what remat none keeps of it: on H100 {slots} visits "
         f"take {more:,.0f} MB of heap more than with remat full, {more / slots:,.0f} MB "
@@ -586,10 +331,10 @@ def main() -> None:
     for row in ROWS:
         if row.platform not in asked.platforms or (asked.missing and row.name in results):
             continue
-        results[row.name] = to_json(row, compiled(row))
+        results[row.name] = result_of(row, compiled(row))
         write_text(str(RESULTS), json.dumps(results, indent=1) + "\n")
-        write_text(str(RESULTS.with_suffix(".md")), document(results))
         print(row_line(row, results), file=sys.stderr, flush=True)
+    write_text(str(RESULTS.with_suffix(".md")), document(results))
 
 
 if __name__ == "__main__":

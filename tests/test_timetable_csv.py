@@ -27,7 +27,7 @@ def test_what_is_written_is_read(name: str, stages: int, groups: int, repeats: i
     actions = actions_of(schedule)
     assert read_csv(actions.to_csv()) == actions
     assert (actions.stages, actions.microbatches) == (stages * repeats, stages * groups)
-    assert sum(1 for _ in actions) == 2 * stages * repeats * stages * groups
+    assert actions.count == 2 * stages * repeats * stages * groups
     assert actions.idle_share == pytest.approx(schedule.bubble_share)
     if isinstance(schedule, OneForwardOneBackward):
         # With one group of microbatches the loop also has a slot for what a bubble writes.
@@ -72,6 +72,11 @@ def test_stages_in_the_form_of_a_v() -> None:
         ("9" * 20 + "F0", "has the cell"),
         ("\u0660F\u0660", "has the cell"),
         ("0F1", "stage 0 has nothing of microbatch 0; it must have F"),
+        ("0F0,0F1\n,1F1", "stage 1 has nothing of microbatch 0; it must have F"),
+        (
+            "0F0,,0B0\n,999999999F999999999",
+            "stage 1 has nothing of microbatch 0; it must have F and B",
+        ),
         ('"0F0', "the timetable is not CSV"),
     ],
 )

@@ -6,15 +6,23 @@ that reads it. What a forward visit keeps for its backward visit waits in the sl
 are given out by how long each array is needed, so that there are as few as the timetable allows.
 """
 
-import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from nnx_pipeline.errors import InputError
-from nnx_pipeline.pipeline.timetable.actions import Action, Actions
+from nnx_pipeline.pipeline.executor.slots import share_slots
+from nnx_pipeline.pipeline.timetable.actions import (
+    BACKWARD,
+    FORWARD,
+    LETTERS,
+    OF_INPUT,
+    OF_WEIGHTS,
+    Actions,
+    text_of,
+)
 
 # Who runs `enter` and `leave`: all devices together, or the ranks of the first and the last stage.
 EndsOn = Literal["all", "own"]
@@ -102,165 +110,154 @@ def make_plan(actions: Actions, functions: Sequence[int], ends_on: EndsOn = "all
 
 def forward_only(actions: Actions) -> Actions:
     """The forward visits of a timetable, without steps in which no rank has any."""
-    rows = [[a if a and a.kind == "F" else None for a in row] for row in actions.rows]
-    columns = [column for column in zip(*rows, strict=True) if any(column)]
-    return Actions(tuple(zip(*columns, strict=True)))
+    there = actions.kind == FORWARD
+    steps = there.any(axis=0)
+    tables = (actions.kind, actions.stage, actions.microbatch)
+    return Actions(*((table * there)[:, steps] for table in tables))
 
 
-class _Wait(NamedTuple):
-    """An array that waits in a slot."""
+class _Waits(NamedTuple):
+    """Arrays that wait in inboxes, one for each of some stages and each microbatch."""
 
-    start: int  # the tick in which it is written
-    end: int  # the last tick in which it is read
-    reads: tuple[Action, ...]
+    sender: np.ndarray  # the stages that give them, [n]
+    to: np.ndarray  # the stages that read them, [n]
+    start: np.ndarray  # the ticks in which they are written, [n, microbatches]
+    end: np.ndarray  # the last ticks in which they are read, [n, microbatches]
 
 
 class _Planning:
     def __init__(self, actions: Actions, functions: Sequence[int], ends_on: EndsOn) -> None:
         self.actions, self.functions, self.own_ends = actions, functions, ends_on == "own"
-        self.step = {action: step for _, step, action in actions}
-        self.rank = {action.stage: rank for rank, _, action in actions}
-        self.ranks, self.last = len(actions.rows), actions.stages - 1
+        self.when, self.rank_of, self.last = actions.when, actions.rank_of, actions.stages - 1
         if len(functions) != actions.stages:
             raise InputError(
                 f"the timetable has {actions.stages} stages, and {len(functions)} stage functions "
                 "are given; give one for each stage, or one for all"
             )
-        self.trains = any(action.kind != "F" for action in self.step)
         self.stages = tuple(
-            tuple(stage for stage in sorted(self.rank) if self.rank[stage] == rank)
-            for rank in range(self.ranks)
+            tuple(np.flatnonzero(self.rank_of == rank).tolist()) for rank in range(actions.ranks)
         )
         if len({len(own) for own in self.stages}) > 1:
             raise InputError(
                 f"the ranks have the stages {[*map(list, self.stages)]}; each must have as many, "
                 "because their weights are one array"
             )
+        # By stage and microbatch: when the cotangent of the input is there, and when no action
+        # needs the visit any more; -1 in a timetable of forward visits.
+        self.back = np.maximum(self.when[BACKWARD], self.when[OF_INPUT])
+        self.over = np.maximum(self.back, self.when[OF_WEIGHTS])
 
     def plan(self) -> Plan:
-        shape = (self.actions.steps, self.ranks)
-        rows = Rows(*(np.zeros(shape, np.int32) for _ in Rows._fields))
-        inbox = self._give_inbox(rows)
-        rings = self._give_rings(rows)
-        branches: dict[Branch, int] = {}
-        for rank, step, action in self.actions:
-            branch = self._branch(action)
-            rows.branch[step, rank] = 1 + branches.setdefault(branch, len(branches))
-            rows.enters[step, rank] = action.kind == "F" and action.stage == 0
-            rows.chunk[step, rank] = self.stages[rank].index(action.stage)
-            rows.microbatch[step, rank] = action.microbatch
-        passages = Passages(
-            self._passage("F", 0), self._passage("F", self.last), self._passage("BI", 0)
+        actions, branches = self.actions, self._branches()
+        kind, stage = actions.kind.T, actions.stage.T
+        place = {branch: 1 + at for at, branch in enumerate(dict.fromkeys(branches.values()))}
+        branch_of = np.zeros((len(LETTERS), actions.stages), np.int32)
+        for own, branch in branches.items():
+            branch_of[own] = place[branch]
+        chunk_of = np.zeros(actions.stages, np.int32)
+        for stages in self.stages:
+            chunk_of[[*stages]] = range(len(stages))
+        empty = {name: np.zeros(kind.shape, np.int32) for name in Rows._fields}
+        rows = Rows(**empty)._replace(
+            branch=branch_of[kind, stage],
+            chunk=chunk_of[stage],
+            microbatch=actions.microbatch.T,
+            enters=((kind == FORWARD) & (stage == 0)).astype(np.int32),
         )
-        ends = self.rank[0], self.rank[self.last]
-        return Plan(rows, passages, ends, tuple(branches), inbox, rings, self.stages)
+        inbox, rings = self._give_inbox(rows), self._give_rings(rows)
+        forward = self.when[FORWARD]
+        passages = Passages(*map(self._passage, (forward[0], forward[-1], self.back[0])))
+        ends = int(self.rank_of[0]), int(self.rank_of[-1])
+        return Plan(rows, passages, ends, tuple(place), inbox, rings, self.stages)
 
-    def _branch(self, action: Action) -> Branch:
-        stage, kind, _ = action
-        enters = self.own_ends and stage == 0 and kind in "FBI"
-        leaves = self.own_ends and stage == self.last and kind == "F"
-        return Branch(kind, self.functions[stage], enters, leaves)
+    def _branches(self) -> dict[tuple[int, int], Branch]:
+        """The branch of each kind and stage, in the order in which they come rank by rank."""
+        first = np.where(self.when < 0, self.actions.steps, self.when).min(axis=-1)
+        there = np.argwhere(first < self.actions.steps).tolist()
 
-    def _passage(self, kinds: str, stage: int) -> Passage:
+        def branch(kind: int, stage: int) -> Branch:
+            enters = self.own_ends and stage == 0 and kind != OF_WEIGHTS
+            leaves = self.own_ends and stage == self.last and kind == FORWARD
+            return Branch(LETTERS[kind], self.functions[stage], enters, leaves)
+
+        there.sort(key=lambda own: (self.rank_of[own[1]], first[*own]))
+        return {(kind, stage): branch(kind, stage) for kind, stage in there}
+
+    def _passage(self, step: np.ndarray) -> Passage:
+        """When microbatches pass; -1 for one that does not."""
         due = np.zeros(self.actions.steps, bool)
         microbatch = np.zeros(self.actions.steps, np.int32)
-        for action, step in self.step.items():
-            if action.stage == stage and action.kind in kinds:
-                due[step], microbatch[step] = True, action.microbatch
+        (there,) = np.nonzero(step >= 0)
+        due[step[there]], microbatch[step[there]] = True, there
         return Passage(due, microbatch)
 
     def _give_inbox(self, rows: Rows) -> int:
         """Fills in where arrays arrive and are read; returns the number of slots."""
-        waits = [(by, self._wait_for(by)) for by in self.step if self._gives(by)]
-        of_ranks: list[list[tuple[Action, _Wait]]] = [[] for _ in range(self.ranks)]
-        for by, wait in waits:
-            of_ranks[self.rank[wait.reads[0].stage]].append((by, wait))
-        slots: dict[Action, int] = {}
-        count = 0
-        for mine in of_ranks:
-            found, most = _slots([wait for _, wait in mine])
-            slots |= dict(zip((by for by, _ in mine), found, strict=True))
-            count = max(count, most)
+        waits = self._waits()
+        shape = waits.start.shape
+        to = np.broadcast_to(self.rank_of[waits.to][:, None], shape)
+        slot, counts = share_slots(to, waits.start, waits.end, owners=self.actions.ranks)
+        count = int(counts.max())
         for column in (rows.own, rows.before, rows.after, rows.loss):
             column[:] = count  # where what nobody needs goes
-        for by, wait in waits:
-            to, sender = self.rank[wait.reads[0].stage], self.rank[by.stage]
-            self._column(rows, sender, to, by)[wait.start, to] = slots[by]
-            for action in wait.reads:
-                rows.take[self.step[action], to] = slots[by]
-            if by.kind == "F" and by.stage == self.last:
-                rows.loss[wait.start + 1, to] = slots[by]
+        for column, sent in self._columns(rows, waits):
+            column[waits.start[sent], to[sent]] = slot[sent]
+        activations = self.last  # of all stages but the first
+        self._fill(rows.take, (FORWARD,), waits.to[:activations], slot[:activations])
+        if self.actions.trains:
+            kinds = (BACKWARD, OF_INPUT, OF_WEIGHTS)
+            self._fill(rows.take, kinds, waits.to[activations:], slot[activations:])
+            rows.loss[self.when[FORWARD, -1] + 1, self.rank_of[-1]] = slot[-1]
         return count
 
-    def _column(self, rows: Rows, sender: int, to: int, by: Action) -> np.ndarray:
-        """The column of what arrives from a sender."""
-        if sender == to:
-            return rows.own
-        if (sender + 1) % self.ranks == to:
-            return rows.before
-        if (sender - 1) % self.ranks == to:
-            return rows.after
-        raise InputError(
-            f"{by} on rank {sender} gives something to rank {to}, and ranks send to their "
-            "neighbours only; place consecutive stages on the same rank or on neighbours"
-        )
+    def _waits(self) -> _Waits:
+        """The activations that wait for stages 1 and on, then the cotangents for all stages."""
+        stages, forward = np.arange(self.last + 1), self.when[FORWARD]
+        parts = [_Waits(stages[:-1], stages[1:], forward[:-1], forward[1:])]
+        if self.actions.trains:
+            # The last forward visit gives the cotangent of the loss to its own stage.
+            start = np.concatenate([self.back[1:], forward[-1:]])
+            parts.append(_Waits(np.minimum(stages + 1, self.last), stages, start, self.over))
+        return _Waits(*map(np.concatenate, zip(*parts, strict=True)))
 
-    def _gives(self, action: Action) -> bool:
-        """Whether something waits for what an action gives: activations, or a cotangent."""
-        if action.kind == "F":
-            return action.stage != self.last or self.trains
-        return action.kind in "BI" and action.stage > 0
+    def _columns(self, rows: Rows, waits: _Waits) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The columns of what arrives from each sender, and which of the waits those are."""
+        ranks = self.actions.ranks
+        sender, to = self.rank_of[waits.sender], self.rank_of[waits.to]
+        own, before, after = sender == to, (sender + 1) % ranks == to, (sender - 1) % ranks == to
+        for at in np.flatnonzero(~(own | before | after)).tolist():
+            stage = int(waits.sender[at])
+            split = self.when[OF_INPUT, stage, 0] >= 0
+            kind = FORWARD if at < self.last else OF_INPUT if split else BACKWARD
+            raise InputError(
+                f"{text_of(kind, stage, 0)} on rank {sender[at]} gives something to rank {to[at]}, "
+                "and ranks send to their neighbours only; place consecutive stages on the same "
+                "rank or on neighbours"
+            )
+        return [
+            (rows.own, own),
+            (rows.before, before & ~own),
+            (rows.after, after & ~before & ~own),  # of two ranks each is before and after the other
+        ]
 
-    def _wait_for(self, by: Action) -> _Wait:
-        """How long what an action gives waits, and for which actions."""
-        stage, kind, microbatch = by
-        if kind == "F" and stage != self.last:
-            reads = [Action(stage + 1, "F", microbatch)]
-        else:  # the last forward visit gives the cotangent of the loss to its own stage
-            to = stage if kind == "F" else stage - 1
-            reads = [Action(to, k, microbatch) for k in "BIW"]
-        there = tuple(action for action in reads if action in self.step)
-        return _Wait(self.step[by], max(self.step[action] for action in there), there)
+    def _fill(
+        self, column: np.ndarray, kinds: Sequence[int], stages: np.ndarray, slot: np.ndarray
+    ) -> None:
+        """Writes the slots of some stages, `[n, microbatches]`, where their actions are."""
+        rank = np.broadcast_to(self.rank_of[stages][:, None], slot.shape)
+        for kind in kinds:
+            step = self.when[kind, stages]
+            there = step >= 0
+            column[step[there], rank[there]] = slot[there]
 
     def _give_rings(self, rows: Rows) -> tuple[int, ...]:
         """Fills in where forward visits keep what the others read; returns the numbers of slots."""
-        counts = [0] * (1 + max(self.functions))
-        of_rings: dict[tuple[int, int], list[Action]] = {}
-        for action in self.step if self.trains else ():
-            if action.kind == "F":
-                ring = self.rank[action.stage], self.functions[action.stage]
-                of_rings.setdefault(ring, []).append(action)
-        for (rank, function), visits in of_rings.items():
-            waits = [self._kept(action) for action in visits]
-            found, most = _slots(waits)
-            counts[function] = max(counts[function], most)
-            for action, wait, slot in zip(visits, waits, found, strict=True):
-                for each in (action, *wait.reads):
-                    rows.keep[self.step[each], rank] = slot
-        return tuple(counts)
-
-    def _kept(self, visit: Action) -> _Wait:
-        reads = [visit._replace(kind=kind) for kind in "BIW"]
-        there = tuple(action for action in reads if action in self.step)
-        return _Wait(self.step[visit], max(self.step[action] for action in there), there)
-
-
-def _slots(waits: Iterable[_Wait]) -> tuple[list[int], int]:
-    """A slot for each array, and how many there are.
-
-    A slot is free again in the tick in which it is read last: a tick reads before it writes.
-    """
-    waits = list(waits)
-    order = sorted(range(len(waits)), key=lambda at: waits[at].start)
-    found, count = [0] * len(waits), 0
-    free: list[int] = []
-    busy: list[tuple[int, int]] = []
-    for at in order:
-        while busy and busy[0][0] <= waits[at].start:
-            heapq.heappush(free, heapq.heappop(busy)[1])
-        if not free:
-            heapq.heappush(free, count)
-            count += 1
-        found[at] = heapq.heappop(free)
-        heapq.heappush(busy, (waits[at].end, found[at]))
-    return found, count
+        ranks, functions = self.actions.ranks, 1 + max(self.functions)
+        if not self.actions.trains:
+            return (0,) * functions
+        own = np.asarray(self.functions) + functions * self.rank_of
+        owner = np.broadcast_to(own[:, None], self.over.shape)
+        slot, counts = share_slots(owner, self.when[FORWARD], self.over, owners=ranks * functions)
+        kinds = (FORWARD, BACKWARD, OF_INPUT, OF_WEIGHTS)
+        self._fill(rows.keep, kinds, np.arange(self.last + 1), slot)
+        return tuple(counts.reshape(ranks, functions).max(axis=0).tolist())

@@ -135,7 +135,7 @@ def _check(actions: Actions, weights: Weights, inputs: Inputs, options: LoopOpti
             "run_timetable needs a mesh of auto axes, because in explicit mode a shard_map over "
             "stages would gather all weights; make the mesh with sharding='auto'"
         )
-    ranks = len(actions.rows)
+    ranks = actions.ranks
     on_mesh = mesh_sizes().get("stage", 1)
     if on_mesh != ranks:
         raise InputError(

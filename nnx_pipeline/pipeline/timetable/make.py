@@ -6,12 +6,19 @@ and otherwise the gradient of some weights. The limits and the placement of the 
 schedule.
 """
 
-import heapq
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import numpy as np
 
 from nnx_pipeline.errors import InputError, divides, one_of
-from nnx_pipeline.pipeline.timetable.actions import Action, Actions
+from nnx_pipeline.pipeline.timetable.actions import (
+    BACKWARD,
+    FORWARD,
+    IDLE,
+    OF_INPUT,
+    OF_WEIGHTS,
+    Actions,
+)
 
 TIMETABLES = ("1f1b", "zb-h1", "interleaved", "zb-v")
 
@@ -24,7 +31,9 @@ def make_timetable(name: str, *, ranks: int, microbatches: int, repeats: int = 1
       - `zb-h1`: the same with B split into I and W, and with as many visits kept until W (Zero
         Bubble, Qi et al., 2023);
       - `interleaved`: 1F1B with `repeats` stages per rank, stage g on rank g mod ranks (Narayanan
-        et al., 2021);
+        et al., 2021), and with as many visits kept; but a rank takes what is ready where in the
+        paper it waits for the next visit of a fixed order, and so idles for more steps: the paper's
+        2 · (ranks - 1) do not grow with the microbatches, and these do;
       - `zb-v`: two stages per rank, the second ones in reverse, B split (Qi et al., 2024).
     - `ranks`: how many ranks there are.
     - `microbatches`: their number; for `interleaved` a multiple of the ranks.
@@ -40,140 +49,129 @@ def make_timetable(name: str, *, ranks: int, microbatches: int, repeats: int = 1
         raise InputError(
             f"repeats={repeats} is for the timetable interleaved; leave it out for {name}"
         )
-    backwards = list(reversed(range(ranks)))
+    rank = np.arange(ranks)
+    stages = np.arange(ranks * repeats).reshape(repeats, ranks)
+    limits = ranks - (rank if name == "1f1b" else 0 * rank)
     if name == "interleaved":
         rule = f"{microbatches} microbatches do not split over {ranks} ranks"
         divides(ranks, microbatches, rule=rule)
-        limits = [2 * (ranks - 1 - rank) + (repeats - 1) * ranks + 1 for rank in range(ranks)]
-        rank_of = list(range(ranks)) * repeats
+        limits = 2 * (ranks - 1 - rank) + (repeats - 1) * ranks + 1
     elif name == "zb-v":
-        limits = [2 * ranks] * ranks
-        rank_of = [*range(ranks), *backwards]
-    else:
-        limits = [ranks - (rank if name == "1f1b" else 0) for rank in range(ranks)]
-        rank_of = list(range(ranks))
-    return _Making(rank_of, limits, microbatches, split=name.startswith("zb")).actions()
+        limits = np.full(ranks, 2 * ranks)
+        stages = np.stack([rank, 2 * ranks - 1 - rank])
+    return _Making(stages, limits, microbatches, split=name.startswith("zb")).actions()
+
+
+_KINDS = 3  # of the rows of a rank: turned back (B or I), F and W
+_NEVER = 1 << 62
 
 
 @dataclass(frozen=True)
 class _Making:
-    """A timetable in the making.
+    """A timetable in the making: all ranks at once, one step after the other.
 
-    - `rank_of`: the rank of each stage.
-    - `limits`: how many visits each rank may keep.
+    A rank has a row for being idle, and then one for each kind of action and each of its stages,
+    the chunks. Microbatches pass a row in order, so that a number says which ones wait in it. A
+    cell is a row of a rank, counted as row · ranks + rank.
+
+    - `stages`: the stage of each chunk of each rank, `[chunks, ranks]`.
+    - `limits`: how many visits each rank may keep, `[ranks]`.
     - `microbatches`: their number.
     - `split`: whether B is split into I and W.
     """
 
-    rank_of: Sequence[int]
-    limits: Sequence[int]
+    stages: np.ndarray
+    limits: np.ndarray
     microbatches: int
     split: bool
 
     def actions(self) -> Actions:
-        ranks = [
-            _Rank(limit, urgency)
-            for limit, urgency in zip(self.limits, self._orders(), strict=True)
-        ]
-        for microbatch in range(self.microbatches):
-            self._offer(ranks, Action(0, "F", microbatch))
-        done: set[Action] = set()
-        left = sum(len(rank.urgency) for rank in ranks)
-        columns = []
+        """The timetable."""
+        (rows, number), rank = self._run(), np.arange(len(self.limits))
+        kinds = (OF_INPUT if self.split else BACKWARD, FORWARD, OF_WEIGHTS)
+        kind = np.array([IDLE, *np.repeat(kinds, len(self.stages))])[rows]
+        stage = np.concatenate([0 * self.stages[:1], *[self.stages] * _KINDS])[rows, rank]
+        tables = (kind, stage, np.where(rows, number, 0))
+        return Actions(*(np.ascontiguousarray(table.T, np.int32) for table in tables))
+
+    def _run(self) -> tuple[np.ndarray, np.ndarray]:
+        """The row that each rank takes in each step, and how often it has before.
+
+        `[steps, ranks]` both; as microbatches pass a row in order, the latter is their number.
+        """
+        chunks, ranks = self.stages.shape
+        rank, kept = np.arange(ranks), np.zeros(ranks, int)
+        waiting = np.zeros((1 + _KINDS * chunks, ranks), int)
+        done, (urgency, grows) = np.zeros(waiting.size, int), self._urgency()
+        room, change, (next_visit, weights) = self._room(), self._change(), self._freed()
+        waiting[1 + chunks, self.stages[0] == 0] = self.microbatches
+        left = self.stages.size * self.microbatches * (3 if self.split else 2)
+        taken, numbers = [], []
         while left:
-            column = [rank.take() for rank in ranks]
-            found = [action for action in column if action is not None]
+            may = (waiting > 0) & (kept < room)
+            row = np.where(may, urgency, _NEVER).argmin(axis=0)  # the first row where none may
+            found = int(np.count_nonzero(row))
             assert found, "a limit that lets no action through"
-            left -= len(found)
+            left -= found
+            kept += change[row]
+            cell = row * ranks + rank
+            number = done[cell]
+            taken.append(row)
+            numbers.append(number)
+            done[cell] = number + 1
+            waiting.reshape(-1)[cell] -= 1
             # What a step gives is there for the next one.
-            done.update(found)
-            for action in found:
-                for freed in self._freed_by(action, done):
-                    self._offer(ranks, freed)
-            columns.append(column)
-        return Actions(tuple(zip(*columns, strict=True)))
+            waiting.reshape(-1)[next_visit[cell]] += 1
+            if self.split:
+                waiting.reshape(-1)[weights[cell]] += 1
+            if chunks > 1:
+                urgency.reshape(-1)[cell] += grows[row] * ((number + 1) % ranks == 0)
+        return np.stack(taken), np.stack(numbers)
 
-    def _orders(self) -> list[dict[Action, int]]:
-        """For each rank the place of each of its actions, the most urgent first."""
-        everything = map(self._all_of, range(len(self.limits)))
-        return [{action: place for place, action in enumerate(own)} for own in everything]
+    def _urgency(self) -> tuple[np.ndarray, np.ndarray]:
+        """How urgent the next action of each cell is, the smallest most.
 
-    def _all_of(self, rank: int) -> list[Action]:
-        """The actions of a rank, the most urgent first."""
-        group = len(self.limits)
-        stages = [stage for stage, own in enumerate(self.rank_of) if own == rank]
-        visits = [(stage, number) for number in range(self.microbatches) for stage in stages]
+        Returns the numbers before the first step, `[rows, ranks]`, and by how much each row's
+        number grows after as many microbatches as there are ranks.
+        """
+        chunks, ranks = self.stages.shape
         # Forward, a group of microbatches passes a stage before it enters the rank's next one, and
         # in a V each goes on as soon as it can. Backward the stages go from the last to the first.
-        forward = sorted(visits, key=lambda visit: (visit[1] // group, visit))
-        if self.rank_of[-1] == 0 and len(stages) > 1:
-            forward = sorted(visits, key=lambda visit: (-visit[0], visit[1]))
-        backward = sorted(visits, key=lambda visit: (visit[1] // group, -visit[0], visit[1]))
-        first = [Action(stage, self._turned, number) for stage, number in backward]
-        last = [Action(stage, "W", number) for stage, number in backward] if self.split else []
-        return [*first, *(Action(stage, "F", number) for stage, number in forward), *last]
+        first, last = np.arange(chunks), np.arange(chunks)[::-1]
+        in_v = chunks > 1 and self.stages[-1, 0] == self.stages.size - 1
+        order = np.stack([last, last if in_v else first, last])
+        most = chunks * (self.microbatches // ranks + 1)
+        of_rows = np.array([_NEVER, *(order + most * np.arange(_KINDS)[:, None]).flat])
+        grows = np.repeat([0, chunks, 0 if in_v else chunks, chunks], [1, *[chunks] * _KINDS])
+        return np.repeat(of_rows[:, None], ranks, axis=1), grows
 
-    def _offer(self, ranks: list["_Rank"], action: Action) -> None:
-        rank = self.rank_of[action.stage]
-        # Room is left for the visits that a microbatch still makes on the rank before it can turn
-        # back, or none could.
-        later = self.rank_of[action.stage + 1 :].count(rank) if action.kind == "F" else 0
-        ranks[rank].offer(action, later)
+    def _room(self) -> np.ndarray:
+        """How many visits a rank may keep before an action, `[rows, ranks]`.
 
-    @property
-    def _turned(self) -> str:
-        return "I" if self.split else "B"
-
-    def _freed_by(self, action: Action, done: set[Action]) -> Iterator[Action]:
-        """The actions that read what this one gives, and that now have all that they read.
-
-        - `done`: the actions until now, with this one.
+        Before a forward visit room is left for the visits that the microbatch still makes on the
+        rank before it can turn back, or none could.
         """
-        stage, kind, microbatch = action
-        last = len(self.rank_of) - 1
-        if kind == "F":
-            if stage < last:
-                yield Action(stage + 1, "F", microbatch)
-            if stage == last or Action(stage + 1, self._turned, microbatch) in done:
-                yield Action(stage, self._turned, microbatch)
-        elif kind != "W":
-            if self.split:
-                yield Action(stage, "W", microbatch)
-            if stage:  # whose own forward visit came long before
-                yield Action(stage - 1, kind, microbatch)
+        chunks, ranks = self.stages.shape
+        room = np.full((1 + _KINDS * chunks, ranks), _NEVER)
+        room[1 + chunks : 1 + 2 * chunks] = self.limits - np.arange(chunks)[::-1, None]
+        return room
 
+    def _change(self) -> np.ndarray:
+        """By how much the number of visits kept changes with an action of each row."""
+        turned = 0 if self.split else -1
+        return np.repeat([0, turned, 1, -1], [1, *[len(self.stages)] * _KINDS])
 
-@dataclass
-class _Rank:
-    """The actions of a rank that have all that they read, the most urgent first.
+    def _freed(self) -> tuple[np.ndarray, np.ndarray]:
+        """The cells that an action of a cell lets go on: a visit, and the gradient of weights.
 
-    - `limit`: how many visits it may keep.
-    - `urgency`: the place of each of its actions, the most urgent first.
-    """
-
-    limit: int
-    urgency: dict[Action, int]
-    kept: int = 0
-    ready: dict[tuple[bool, int], list[tuple[int, Action]]] = field(default_factory=dict)
-
-    def offer(self, action: Action, later: int) -> None:
-        """Adds an action.
-
-        - `later`: how many visits it must leave room for.
+        Where there is none it is cell 0, in which waiting means nothing.
         """
-        queue = self.ready.setdefault((action.kind == "F", later), [])
-        heapq.heappush(queue, (self.urgency[action], action))
-
-    def take(self) -> Action | None:
-        """Takes the most urgent action that there is room for."""
-        room = self.limit - self.kept
-        queues = [
-            queue
-            for (is_forward, later), queue in self.ready.items()
-            if queue and (not is_forward or room > later)
-        ]
-        if not queues:
-            return None
-        _, action = heapq.heappop(min(queues))
-        self.kept += (action.kind == "F") - (action.kind in "BW")
-        return action
+        cells = np.arange((1 + _KINDS * len(self.stages)) * len(self.limits))
+        of_stages = np.zeros((_KINDS, self.stages.size), int)
+        of_stages[:, self.stages] = cells[len(self.limits) :].reshape(_KINDS, *self.stages.shape)
+        turned, forward, later = of_stages
+        visit, weights = 0 * cells, 0 * cells
+        visit[forward] = [*forward[1:], turned[-1]]
+        visit[turned[1:]] = turned[:-1]
+        weights[turned] = later
+        return visit, weights

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nnx_pipeline.pipeline.schedule import CircularSchedule, Schedule, Visits, Work
-from nnx_pipeline.pipeline.timetable.actions import Action, Actions
+from nnx_pipeline.pipeline.timetable.actions import LETTERS, Actions
 
 
 class Lane(NamedTuple):
@@ -139,7 +139,7 @@ def summary_of_actions(actions: Actions) -> str:
     """The numbers of a timetable that was read from a file, in one line."""
     kept = ", ".join(map(str, actions.kept))
     return (
-        f"{len(actions.rows)} ranks, {actions.stages} stages, {actions.microbatches} microbatches: "
+        f"{actions.ranks} ranks, {actions.stages} stages, {actions.microbatches} microbatches: "
         f"{actions.steps} steps ({actions.idle_share:.1%} idle); each rank keeps at most {kept} "
         "visits"
     )
@@ -155,8 +155,9 @@ class ActionsTable:
     actions: Actions
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        cells = (len(str(action)) for _, _, action in self.actions)
-        width = max(len(str(self.actions.steps)), *cells)
+        # All stages have all microbatches, and so the longest numbers meet in a cell.
+        longest = f"{self.actions.stages - 1}F{self.actions.microbatches - 1}"
+        width = max(len(str(self.actions.steps)), len(longest))
         room = (options.max_width - len("rank ")) // (width + 1)
         most = self.actions.steps if self.actions.steps <= room else max(2, room - 1)
         columns = _shown(self.actions.steps, most)
@@ -164,18 +165,18 @@ class ActionsTable:
         table.add_column("rank", no_wrap=True)
         for column in columns:
             table.add_column(str(column), justify="right", no_wrap=True)
-        for rank, row in enumerate(self.actions.rows):
-            table.add_row(str(rank), *(_action_cell(row, column) for column in columns))
+        for rank in range(self.actions.ranks):
+            table.add_row(str(rank), *(self._cell(rank, column) for column in columns))
         yield table
 
-
-def _action_cell(row: tuple[Action | None, ...], column: int | str) -> Text:
-    if isinstance(column, str):
-        return Text(column, style="dim")
-    action = row[column]
-    if action is None:
-        return Text("·", style="dim")
-    return Text(str(action), style=_LANE_COLOURS.get(action.kind, "magenta"))
+    def _cell(self, rank: int, column: int | str) -> Text:
+        if isinstance(column, str):
+            return Text(column, style="dim")
+        cell = self.actions.cell(rank, column)
+        if not cell:
+            return Text("·", style="dim")
+        letter = LETTERS[self.actions.kind[rank, column]]
+        return Text(cell, style=_LANE_COLOURS.get(letter, "magenta"))
 
 
 _BORDER, _LEFT_OUT = "│", "…"
