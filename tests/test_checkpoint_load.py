@@ -336,10 +336,13 @@ def test_the_batch_is_checked_when_it_is_given():
     np.testing.assert_array_equal(logits[:4], logits[4:])
 
 
-@pytest.mark.parametrize(("stages", "repeats"), [(4, 1), (2, 2), (1, 4)])
 @pytest.mark.parametrize(
-    ("axes", "asked", "stack"),
-    [("stage=2", 1, (1, 2, 2)), ("stage=2", 2, (2, 2, 1)), ("stage=4", 3, (1, 4, 1))],
+    ("stages", "repeats", "axes", "asked", "stack"),
+    [
+        (4, 1, "stage=2", 2, (2, 2, 1)),
+        (2, 2, "stage=4", 3, (1, 4, 1)),
+        (1, 4, "stage=2", 1, (1, 2, 2)),
+    ],
 )
 def test_more_or_fewer_stages_and_repeats_than_stored(
     tmp_path, stages, repeats, axes, asked, stack
