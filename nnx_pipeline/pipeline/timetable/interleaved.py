@@ -42,8 +42,8 @@ def interleaved(ranks: int, microbatches: int, repeats: int) -> Actions:
 def _places(ranks: int, visits: int, repeats: int) -> np.ndarray:
     """The place of each action in the order of its rank: `[ranks, 2 * visits]`.
 
-    First those of the forward visits, then those of the backward visits. How many forward visits a
-    rank begins with is not in the paper's text; it is the number in Megatron-LM, of its authors.
+    First those of the forward visits, then those of the backward visits. A rank begins with as many
+    forward visits as in Megatron-LM, the code of the paper's authors.
     """
     rank, visit = np.arange(ranks)[:, None], np.arange(visits)
     first = np.minimum(2 * (ranks - 1 - rank) + (repeats - 1) * ranks, visits)
