@@ -1,4 +1,4 @@
-"""107 mutations of the code, and whether the tests that should catch each of them do.
+"""110 mutations of the code, and whether the tests that should catch each of them do.
 
     python benchmarks/mutations.py [NUMBER …]   applies each in a copy of the checkout and runs its tests
     python benchmarks/mutations.py --check      says which no longer fit the code; exit 1 if any
@@ -656,6 +656,12 @@ MUTATIONS = (
         "nnx_pipeline/pipeline/timetable/make.py",
         "grows[row] * ((number + 1) % ranks == 0)",
         "grows[row] * (number % ranks == 0)",
+        "test_timetables",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/timetable/interleaved.py",
+        "2 * (ranks - 1 - rank)",
+        "(ranks - 1 - rank)",
         "test_timetables",
     ),
     Mutation(

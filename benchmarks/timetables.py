@@ -153,11 +153,11 @@ No timetable is a schedule of the config, because none of them wins. With 1f1b a
 rank computes less than in the lockstep loop, where it computes in the bubble too, but no step is
 over sooner. In 1F1B one rank goes forward while its neighbour goes back, so that each step takes as
 long as a backward visit, which with remat is almost three forward ones. zb-h1 and zb-v need visits
-that take equally long, and here W computes again what I has computed. interleaved idles more than
-the fixed order of its paper, which has a bubble of 2 · (S - 1) steps, because ranks take what is
-ready. Memory is a little less than in lockstep with one chunk, and not with two: with remat full a
-visit keeps little, so that fewer visits kept save little. Timetables stay in reach by
-`run_timetable`.
+that take equally long, and here W computes again what I has computed. interleaved has little more
+than half the bubble of 1f1b and yet takes longer: it has nearly twice the steps, a visit of half
+the layers takes more than half as long, and after each step ranks exchange activations. Memory is a
+little less than in lockstep with one chunk, and not with two: with remat full a visit keeps little,
+so that fewer visits kept save little. Timetables stay in reach by `run_timetable`.
 
 How a program with branches is counted: each computation that a conditional runs is measured as if
 it were a program, and taken from the whole as often as the lab has counted it (operations and

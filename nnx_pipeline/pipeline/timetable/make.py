@@ -1,9 +1,9 @@
-"""Timetables of the field, made by one rule: each rank takes the most urgent action it can do.
+"""Timetables of the field, most of them made by one rule: a rank takes what is most urgent.
 
 A rank prefers a backward visit (or the gradient of an input), which frees what the forward visit
 kept. If none is ready it makes a forward visit, as long as it keeps fewer visits than its limit,
 and otherwise the gradient of some weights. The limits and the placement of the stages make the
-schedule.
+schedule. Only interleaved has a fixed order of its own (`interleaved.py`).
 """
 
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from nnx_pipeline.pipeline.timetable.actions import (
     OF_WEIGHTS,
     Actions,
 )
+from nnx_pipeline.pipeline.timetable.interleaved import interleaved
 
 TIMETABLES = ("1f1b", "zb-h1", "interleaved", "zb-v")
 
@@ -31,13 +32,13 @@ def make_timetable(name: str, *, ranks: int, microbatches: int, repeats: int = 1
       - `zb-h1`: the same with B split into I and W, and with as many visits kept until W (Zero
         Bubble, Qi et al., 2023);
       - `interleaved`: 1F1B with `repeats` stages per rank, stage g on rank g mod ranks (Narayanan
-        et al., 2021), and with as many visits kept; but a rank takes what is ready where in the
-        paper it waits for the next visit of a fixed order, and so idles for more steps: the paper's
-        2 · (ranks - 1) do not grow with the microbatches, and these do;
+        et al., 2021). A rank idles for 2 · (ranks - 1) steps, however many microbatches there are,
+        and rank r keeps at most 2 · (ranks - 1 - r) + (repeats - 1) · ranks + 1 visits;
       - `zb-v`: two stages per rank, the second ones in reverse, B split (Qi et al., 2024).
     - `ranks`: how many ranks there are.
     - `microbatches`: their number; for `interleaved` a multiple of the ranks.
-    - `repeats`: stages per rank, which only `interleaved` chooses.
+    - `repeats`: stages per rank, which only `interleaved` chooses. With 1 it idles like `1f1b` and
+      keeps more.
 
     Raises InputError for a name or numbers that do not fit.
     """
@@ -49,13 +50,14 @@ def make_timetable(name: str, *, ranks: int, microbatches: int, repeats: int = 1
         raise InputError(
             f"repeats={repeats} is for the timetable interleaved; leave it out for {name}"
         )
-    rank = np.arange(ranks)
-    stages = np.arange(ranks * repeats).reshape(repeats, ranks)
-    limits = ranks - (rank if name == "1f1b" else 0 * rank)
     if name == "interleaved":
         rule = f"{microbatches} microbatches do not split over {ranks} ranks"
         divides(ranks, microbatches, rule=rule)
-        limits = 2 * (ranks - 1 - rank) + (repeats - 1) * ranks + 1
+        return interleaved(ranks, microbatches, repeats)
+    rank = np.arange(ranks)
+    stages, limits = rank[None], np.full(ranks, ranks)
+    if name == "1f1b":
+        limits = ranks - rank
     elif name == "zb-v":
         limits = np.full(ranks, 2 * ranks)
         stages = np.stack([rank, 2 * ranks - 1 - rank])
@@ -135,14 +137,12 @@ class _Making:
         number grows after as many microbatches as there are ranks.
         """
         chunks, ranks = self.stages.shape
-        # Forward, a group of microbatches passes a stage before it enters the rank's next one, and
-        # in a V each goes on as soon as it can. Backward the stages go from the last to the first.
-        first, last = np.arange(chunks), np.arange(chunks)[::-1]
-        in_v = chunks > 1 and self.stages[-1, 0] == self.stages.size - 1
-        order = np.stack([last, last if in_v else first, last])
+        # In a V a rank's later stage goes first: always in forward visits, which so turn back
+        # soonest, and otherwise among as many microbatches as there are ranks.
+        order = np.arange(chunks)[::-1]
         most = chunks * (self.microbatches // ranks + 1)
         of_rows = np.array([_NEVER, *(order + most * np.arange(_KINDS)[:, None]).flat])
-        grows = np.repeat([0, chunks, 0 if in_v else chunks, chunks], [1, *[chunks] * _KINDS])
+        grows = np.repeat([0, chunks, 0, chunks], [1, *[chunks] * _KINDS])
         return np.repeat(of_rows[:, None], ranks, axis=1), grows
 
     def _room(self) -> np.ndarray:
