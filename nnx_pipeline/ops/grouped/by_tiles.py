@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from nnx_pipeline.ops.grouped.how import How
 from nnx_pipeline.ops.grouped.order import Some, visits
 
 
@@ -16,21 +17,21 @@ def product(
     first: Int[Array, ""] | int = 0,
     out: Float[Array, "rows out_of"] | None = None,
     *,
-    transposed: bool,
-    tile: int,
+    how: How,
 ) -> Float[Array, "rows out_of"]:
     """Each row of some groups times the kernel of its group; other rows are those of `out`, or 0.
 
-    - `kernels`: `[some, into, out_of]`, or `[some, out_of, into]` if they are `transposed`.
+    - `kernels`: `[some, into, out_of]`, or `[some, out_of, into]` if `how.transposed`.
     - `sizes`: how many rows each of all groups has, one group behind the other.
     - `first`: the group of the first kernel.
     - `out`: in the dtype of `rows`, or None.
-    - `tile`: how many rows a step of the loop multiplies; it divides their number.
+    - `how`: a step of the loop multiplies the rows of a tile.
 
     The products add up in float32, and the result has the dtype of `rows`.
     """
+    tile, *_ = how.tile
     tiles = rows.reshape(-1, tile, rows.shape[1])
-    of_kernel = 1 if transposed else 0  # the axis that is summed over
+    of_kernel = 1 if how.transposed else 0  # the axis that is summed over
 
     def visit(out: Array, group: Array, at: Array, bounds: Array) -> Array:
         mine = _within(at, tile, bounds)
@@ -56,16 +57,17 @@ def outer(
     first: Int[Array, ""] | int = 0,
     *,
     count: int,
-    tile: int,
+    how: How,
 ) -> Float[Array, "count into out_of"]:
     """Σ over the rows of each of some groups of leftᵀ · right: the gradient of their kernels.
 
-    - `sizes`, `first`, `tile`: as for `product`.
+    - `sizes`, `first`, `how`: as for `product`.
     - `count`: the number of these groups.
 
     Rows of other groups may hold anything. The sum is made in float32, and the result has the
     dtype of `left`.
     """
+    tile, *_ = how.tile
     lefts = left.reshape(-1, tile, left.shape[1])
     rights = right.reshape(-1, tile, right.shape[1])
 

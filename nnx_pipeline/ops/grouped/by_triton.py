@@ -4,7 +4,7 @@ XLA for NVIDIA expands `jax.lax.ragged_dot` to a product of all rows with all ke
 0.12), which is the work of dense experts.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,25 +12,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
+from nnx_pipeline.ops.grouped.how import How
 from nnx_pipeline.ops.grouped.order import Some, visits
 
-Tile = tuple[int, int, int]  # rows, width before, width after
 SHARED_MEMORY = 200 * 2**10  # bytes for what is loaded ahead; a multiprocessor of an H100 has 227
-
-
-class How(NamedTuple):
-    """How a kernel runs.
-
-    - `tile`: what one program of `product` multiplies, where the first number divides the rows; of
-      `outer` the rows that a step of the sum takes, and the part of a kernel that it computes.
-    - `share`: 1 / `share` of all rows belong to the groups of the call; it is for what the kernel
-      states of its cost.
-    - `interpret`: whether to run without a GPU, for tests.
-    """
-
-    tile: Tile
-    share: int = 1
-    interpret: bool = False
 
 
 def product(
@@ -40,20 +25,18 @@ def product(
     first: Int[Array, ""] | int = 0,
     out: Float[Array, "rows out_of"] | None = None,
     *,
-    transposed: bool,
     how: How,
 ) -> Float[Array, "rows out_of"]:
     """Each row of some groups times the kernel of its group, see `by_tiles.product`.
 
     Other rows are those of `out`; without it they may be anything.
 
-    - `kernels`, `sizes`, `first`, `out`, `transposed`: as there.
-    - `how`: see `How`.
+    - `kernels`, `sizes`, `first`, `out`, `how`: as there.
 
     The products add up in float32, and the result has the dtype of `rows`.
     """
     many, into = rows.shape
-    out_of = kernels.shape[1 if transposed else 2]
+    out_of = kernels.shape[1 if how.transposed else 2]
     high, deep, wide = how.tile
     group, at, bounds = visits(Some(first, len(kernels)), sizes, many, high)
 
@@ -71,7 +54,7 @@ def product(
                 other=0.0,
             )
             inside = (depth < into)[:, None] & (columns < out_of)[None]
-            if transposed:
+            if how.transposed:
                 block = kernels.at[mine, pl.ds(column, wide), pl.ds(k * deep, deep)]
                 right = triton.load(block, mask=inside.T, other=0.0).T
             else:
@@ -115,8 +98,7 @@ def outer(
 ) -> Float[Array, "count into out_of"]:
     """Σ over the rows of each of some groups of leftᵀ · right, see `by_tiles.outer`.
 
-    - `sizes`, `first`, `count`: as there.
-    - `how`: see `How`.
+    - `sizes`, `first`, `count`, `how`: as there.
     """
     (many, into), out_of = left.shape, right.shape[1]
     high, deep, wide = how.tile

@@ -16,13 +16,11 @@ from jaxtyping import Array, Float, Int
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.mesh import ambient_platform
 from nnx_pipeline.ops.grouped import by_tiles
+from nnx_pipeline.ops.grouped.how import How, Tile
 from nnx_pipeline.ops.grouped.order import Some
 from nnx_pipeline.ops.per_device import one_by_one
 
 Backend = Literal["megablox", "triton", "tiles"]
-
-
-Tile = tuple[int, int, int]
 
 
 class Tiles(NamedTuple):
@@ -89,16 +87,16 @@ class GroupedProducts:
         - `into`: where the kernels are those of some groups only, the first of these groups and an
           array of results, which keeps the rows of the other groups.
         """
-        tile, call = self.tiles.to_rows if transposed else self.tiles.forward, None
+        tile = self.tiles.to_rows if transposed else self.tiles.forward
+        how = How(tile, transposed, self.share, self.interpret)
+        function: Any = _product_of_megablox
         if self.backend == "tiles":
-            call = functools.partial(by_tiles.product, transposed=transposed, tile=tile[0])
+            function = by_tiles.product
         elif self.backend == "triton":
             from nnx_pipeline.ops.grouped import by_triton
 
-            how = by_triton.How(tile, self.share, self.interpret)
-            call = functools.partial(by_triton.product, transposed=transposed, how=how)
-        else:
-            call = functools.partial(self._product_of_megablox, transposed=transposed, tile=tile)
+            function = by_triton.product
+        call = functools.partial(function, how=how)
         return one_by_one(call)(rows, kernels, sizes, *(into or ()))
 
     def outer(
@@ -113,73 +111,73 @@ class GroupedProducts:
         - `sizes`: as for `product`.
         - `some`: the groups; None for all.
         """
-        call: Any
         first, count = some or Some(jnp.int32(0), len(sizes))
+        how = How(self.tiles.to_kernels, share=self.share, interpret=self.interpret)
+        function: Any = _outer_of_megablox
         if self.backend == "tiles":
-            call = functools.partial(by_tiles.outer, tile=self.tiles.to_kernels[0], count=count)
+            function = by_tiles.outer
         elif self.backend == "triton":
             from nnx_pipeline.ops.grouped import by_triton
 
-            how = by_triton.How(self.tiles.to_kernels, self.share, self.interpret)
-            call = functools.partial(by_triton.outer, count=count, how=how)
-        else:
-            call = functools.partial(self._outer_of_megablox, count=count)
+            function = by_triton.outer
+        call = functools.partial(function, count=count, how=how)
         return one_by_one(call)(left, right, sizes, first)
-
-    @contextlib.contextmanager
-    def _calling_megablox(self) -> Iterator[None]:
-        """Lets JAX's kernels mix dtypes, and calls them under a name with their share."""
-        share = jax.named_scope(f"share_1_of_{self.share}")
-        with share, jax.numpy_dtype_promotion("standard"):
-            yield
-
-    def _product_of_megablox(
-        self,
-        rows: Array,
-        kernels: Array,
-        sizes: Array,
-        first: Array | None = None,
-        out: Array | None = None,
-        *,
-        transposed: bool,
-        tile: Tile,
-    ) -> Array:
-        from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
-
-        with self._calling_megablox():
-            return gmm(
-                rows,
-                kernels,
-                sizes,
-                preferred_element_type=rows.dtype,
-                tiling=_within(tile, rows.shape[1], kernels.shape[1 if transposed else 2]),
-                group_offset=first,
-                existing_out=out,
-                transpose_rhs=transposed,
-                interpret=self.interpret,
-            )
-
-    def _outer_of_megablox(
-        self, left: Array, right: Array, sizes: Array, first: Array, *, count: int
-    ) -> Array:
-        from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
-
-        with self._calling_megablox():
-            return tgmm(
-                left.T,
-                right,
-                sizes,
-                left.dtype,
-                _within(self.tiles.to_kernels, left.shape[1], right.shape[1]),
-                group_offset=first,
-                num_actual_groups=count,
-                interpret=self.interpret,
-            )
 
     @property
     def multiple(self) -> int:
         """The number of rows has to be a multiple of this."""
         return max(tile[0] for tile in self.tiles)
+
+
+def _product_of_megablox(
+    rows: Array,
+    kernels: Array,
+    sizes: Array,
+    first: Array | None = None,
+    out: Array | None = None,
+    *,
+    how: How,
+) -> Array:
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
+    with _calling_megablox(how):
+        return gmm(
+            rows,
+            kernels,
+            sizes,
+            preferred_element_type=rows.dtype,
+            tiling=_within(how.tile, rows.shape[1], kernels.shape[1 if how.transposed else 2]),
+            group_offset=first,
+            existing_out=out,
+            transpose_rhs=how.transposed,
+            interpret=how.interpret,
+        )
+
+
+def _outer_of_megablox(
+    left: Array, right: Array, sizes: Array, first: Array, *, count: int, how: How
+) -> Array:
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+    with _calling_megablox(how):
+        return tgmm(
+            left.T,
+            right,
+            sizes,
+            left.dtype,
+            _within(how.tile, left.shape[1], right.shape[1]),
+            group_offset=first,
+            num_actual_groups=count,
+            interpret=how.interpret,
+        )
+
+
+@contextlib.contextmanager
+def _calling_megablox(how: How) -> Iterator[None]:
+    """Lets JAX's kernels mix dtypes, and calls them under a name with their share."""
+    share = jax.named_scope(f"share_1_of_{how.share}")
+    with share, jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 def _within(tile: Tile, into: int, out_of: int) -> Tile:
