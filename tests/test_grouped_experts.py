@@ -7,11 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from expert_mixtures import (
+    EMBED,
+    EXPERTS,
+    MLP,
+    kernels_of,
+    kernels_on_mesh,
+    put,
+    summed,
+    with_gradients,
+)
 from helpers import assert_close, float_rows, mesh_of
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from nnx_pipeline import InputError, Layout
 from nnx_pipeline.ops.experts import ExpertKernels
@@ -20,14 +28,6 @@ from nnx_pipeline.ops.grouped.order import from_rows, sort_by_expert, to_rows, v
 from nnx_pipeline.ops.grouped.products import GroupedProducts, Tiles
 from nnx_pipeline.pipeline.stage.apply import map_stages
 from nnx_pipeline.remat import FULL
-
-EXPERTS, EMBED, MLP = 4, 8, 16
-
-
-def put(x: Any, spec: P) -> Any:
-    """An array on the ambient mesh."""
-    return jax.device_put(x, NamedSharding(jax.sharding.get_mesh(), spec))
-
 
 BACKENDS = {
     "tiles": GroupedProducts("tiles", Tiles.of((8, 0, 0))),
@@ -92,28 +92,9 @@ def test_rows_come_back_to_their_tokens_without_those_of_other_devices() -> None
 # ---- the mixture ---------------------------------------------------------------------------------
 
 
-def kernels_of(*leading: int) -> ExpertKernels:
-    into, out = (*leading, EXPERTS, EMBED, MLP), (*leading, EXPERTS, MLP, EMBED)
-    return ExpertKernels(*(float_rows(*one, seed=i) / 4 for i, one in enumerate((into, into, out))))
-
-
-def summed(x: Any, weights: Any, kernels: ExpertKernels, chosen: Any) -> Any:
-    """A plain sum over experts, whose derivative is JAX's."""
-    total = jnp.zeros_like(x)
-    for expert, (gate, up, down) in enumerate(zip(*kernels, strict=True)):
-        share = jnp.where(chosen == expert, weights, 0).sum(-1, keepdims=True)
-        total += share * ((jax.nn.silu(x @ gate) * (x @ up)) @ down)
-    return total
-
-
 def grouped(x: Any, weights: Any, kernels: ExpertKernels, chosen: Any) -> Any:
     mix = GroupedExperts((8, 0, 0))
-    return mix(x, (weights, chosen), kernels, layout=Layout(), remat=FULL)
-
-
-def with_gradients(mix: Any, *args: Any) -> Any:
-    result, pull_back = jax.vjp(mix, *args)
-    return result, pull_back(jnp.cos(result))
+    return mix(x, (weights, chosen), kernels, layout=Layout(), remat=FULL).output
 
 
 # The experts of each token: all of them, one alone, and those of the first device of two.
@@ -143,9 +124,7 @@ def test_a_mixture_and_its_derivatives_against_a_sum_over_experts(
         return
     with jax.set_mesh(mesh_of(mesh, mode)):
         spec = Layout().spec
-        tokens, stored = spec("batch", None, None), spec("expert", "embed_of_expert", "mlp")
-        out = spec("expert", "mlp", "embed_of_expert")
-        kernels = ExpertKernels(*map(put, kernels_of(), (stored, stored, out)))
+        tokens, kernels = spec("batch", None, None), kernels_on_mesh()
         mix = functools.partial(grouped, chosen=put(experts, tokens))
         found = jax.jit(functools.partial(with_gradients, mix))(
             put(x, tokens), put(weights, tokens), kernels
@@ -163,11 +142,7 @@ def test_a_mixture_mapped_over_stages(mode: str) -> None:
     with jax.set_mesh(mesh_of("stage=2,fsdp=2,expert=2", mode)):
         spec = Layout().spec
         tokens = spec("stage", "batch", None, None)
-        into, out = (
-            spec("stage", "expert", *axes)
-            for axes in (("embed_of_expert", "mlp"), ("mlp", "embed_of_expert"))
-        )
-        kernels = ExpertKernels(*map(put, kernels_of(2), (into, into, out)))
+        kernels = kernels_on_mesh("stage")
         args = put(x, tokens), put(weights, tokens), kernels, put(experts, tokens)
         step = jax.jit(functools.partial(with_gradients, map_stages(grouped)))
         assert_close(step(*args)[0], wanted[0], 1e-5)

@@ -29,7 +29,7 @@ from nnx_pipeline.ops.embedding import uses_one_hot
 from nnx_pipeline.ops.experts import DenseExperts, ExpertKernels, group_size
 from nnx_pipeline.ops.norm import rms_norm
 from nnx_pipeline.ops.rotary import rotate
-from nnx_pipeline.ops.router import combine_weights, expert_usage, load_balance_loss, route
+from nnx_pipeline.ops.router import Routing, combine_weights, expert_usage, load_balance_loss, route
 from nnx_pipeline.remat import FULL
 from nnx_pipeline.sharding import place
 
@@ -174,7 +174,7 @@ def test_attention_in_half_precision_masks_finitely(dtype: str) -> None:
 
 def test_the_router_takes_the_softmax_of_the_best() -> None:
     logits = jnp.array([[1.0, 4.0, 2.0, 3.0], [0.0, 0.0, -1.0, 5.0]])
-    weights, experts = route(logits, 2)
+    weights, experts = route(logits, Routing(2))
     np.testing.assert_array_equal(experts, [[1, 3], [3, 0]])
     share = np.exp([4.0, 3.0]) / np.exp([4.0, 3.0]).sum()
     assert_close(weights[0], share, 1e-6)
@@ -198,7 +198,7 @@ def test_load_balance_by_hand() -> None:
 
     def of_microbatches(count: int) -> jax.Array:
         return load_balance_loss(
-            jax.tree.map(lambda rows: rows.reshape(count, -1, 3).mean(axis=1), usage)
+            jax.tree.map(lambda rows: rows.reshape(count, -1, *rows.shape[1:]).mean(axis=1), usage)
         )
 
     whole, halves = of_microbatches(1), of_microbatches(2)
@@ -325,7 +325,7 @@ def gradients_of_expert_kernels() -> tuple[list[Any], list[Any]]:
         choice = weights, place(jnp.zeros((4, 5, 1), jnp.int32), tokens)
         stored = [layout.spec(*axes) for axes in (into, into, out)]
         kernels = ExpertKernels(*map(place, kernels, stored))
-        return jnp.sum(DenseExperts()(x, choice, kernels, layout=layout, remat=FULL))
+        return jnp.sum(DenseExperts()(x, choice, kernels, layout=layout, remat=FULL).output)
 
     everything = list(equations(jax.make_jaxpr(jax.grad(loss))(kernels)))
     products = [
@@ -409,7 +409,7 @@ def test_experts_and_their_derivatives_against_a_sum_over_experts(
 
     def dense(x: jax.Array, weights: jax.Array, kernels: ExpertKernels) -> jax.Array:
         experts = DenseExperts(group)
-        return experts(x, (weights, chosen), kernels, layout=Layout(), remat=FULL)
+        return experts(x, (weights, chosen), kernels, layout=Layout(), remat=FULL).output
 
     def summed(x: jax.Array, weights: jax.Array, kernels: ExpertKernels) -> jax.Array:
         total = jnp.zeros_like(x)

@@ -34,15 +34,24 @@ MODEL: dict[str, tuple[Any, ...]] = {
     "num_heads": (4,),
     "num_kv_heads": (2, 4),
     "head_dim": (4, 6),
-    "num_experts": (1, 4),
-    "num_experts_per_token": (1, 2, 3),
+    "num_experts": (1, 4, 4, 4),
     "norm_scale_offset": (0.0, 1.0),
     "rope_theta": (1e6, 50.0),
     "dropout_rate": (0.0, 0.3),
     "attention_block": (None, 4),
-    "experts": ("dense", "grouped"),
-    "expert_group": (None, 1, 2, 4),
     "embedding": ("gather", "one_hot"),
+}
+ROUTED: dict[str, tuple[Any, ...]] = {  # of a model with several experts
+    "num_experts_per_token": (1, 2, 3),
+    "experts": ("dense", "grouped", "capacity"),
+    "router_score": ("softmax", "sigmoid"),
+    "router_normalize": (True, False),
+    "router_scale": (1.0, 1.5),
+}
+OF_EXPERTS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "dense": {"expert_group": (None, 1, 2, 4)},
+    "grouped": {},
+    "capacity": {"capacity_factor": (None, 0.8, 4.0)},
 }
 PIPELINE: dict[str, tuple[Any, ...]] = {
     "num_microbatches": (1, 2, 4, 8),
@@ -61,8 +70,11 @@ TRAIN: dict[str, tuple[Any, ...]] = {
     "global_batch": (8, 16),
     "sequence_length": (8,),
     "loss_chunks": (1, 2, 4),
-    "load_balance_weight": (0.0, 0.1),
     "shard_optimizer_over_data": (False, True),
+}
+WEIGHTS: dict[str, tuple[Any, ...]] = {
+    "load_balance_weight": (0.0, 0.1),
+    "router_z_loss_weight": (0.0, 0.01),
 }
 AXES = ("data", "stage", "fsdp", "tensor", "expert")
 
@@ -99,11 +111,16 @@ def drawn(number: int) -> Case:
             sizes[axis] *= 2
         mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
         mesh = source.choice((mesh, mesh, mesh, "stage=2", "fsdp=2", ""))
+        model, train = chosen(MODEL), chosen(TRAIN)
+        if model["num_experts"] > 1:
+            model |= chosen(ROUTED)
+            model |= chosen(OF_EXPERTS[model["experts"]])
+            train |= chosen(WEIGHTS)
         try:
             config = Config(
-                model=ModelConfig(**chosen(MODEL)),
+                model=ModelConfig(**model),
                 pipeline=PipelineConfig(**chosen(PIPELINE)),
-                train=TrainConfig(**chosen(TRAIN)),
+                train=TrainConfig(**train),
             )
             config.check_mesh(MeshConfig.parse(mesh))
         except InputError:

@@ -85,11 +85,11 @@ def config_of(
 
 def loss_of(model: Mixtral, batch: Batch) -> jax.Array:
     """A scalar that depends on every hidden state, each with its own weight."""
-    hidden, balance = model.hidden(
+    hidden, router = model.hidden(
         batch.tokens, positions=batch.positions, segment_ids=batch.segment_ids
     )
     hidden = hidden.astype(jnp.float32)
-    return jnp.sum(hidden**2 * jnp.linspace(-1.0, 1.0, hidden.shape[-1])) + balance
+    return jnp.sum(hidden**2 * jnp.linspace(-1.0, 1.0, hidden.shape[-1])) + router.load_balance
 
 
 def gradient_program(config: Config, mesh: str = "stage=4,fsdp=2") -> Any:

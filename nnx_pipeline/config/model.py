@@ -89,11 +89,18 @@ class ModelConfig:
     longer than 1024, and all queries of others, see `ops.attention.BLOCK`.
     """
 
-    experts: Literal["dense", "grouped"] = "dense"
+    experts: Literal["dense", "grouped", "capacity"] = "dense"
     """How experts are computed, a key of `ops.moe.EXPERTS`.
 
     `dense` runs all experts on all tokens, `grouped` each on the tokens that are sent to it, of
-    which none is dropped.
+    which none is dropped, and `capacity` each on as many of these as `capacity_factor` allows.
+    """
+
+    capacity_factor: float | None = None
+    """How many choices of a sequence each of the `capacity` experts takes, over an even share.
+
+    Of a sequence an expert takes ⌈tokens · num_experts_per_token · factor / num_experts⌉ choices;
+    later ones are dropped, see `ops.capacity.experts`. None takes 1.25.
     """
 
     expert_group: int | None = None
@@ -103,6 +110,18 @@ class ModelConfig:
     keep a device busy, see `ops.experts.group_size`: on a TPU or GPU one expert of Mixtral 8x7B at
     a time, and all eight of `mixtral-small`.
     """
+
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    """How the router scores experts: a softmax over all of them, or a sigmoid of each.
+
+    See `ops.router.route` for the weights that the chosen experts get.
+    """
+
+    router_normalize: bool = True
+    """Whether the weights of the chosen experts are divided by their sum."""
+
+    router_scale: float = 1.0
+    """Multiplies the weights of the chosen experts."""
 
     embedding: Literal["auto", "gather", "one_hot"] = "gather"
     """How tokens are looked up: by a gather, or by a product with one-hot rows.
@@ -136,9 +155,21 @@ class ModelConfig:
         one_of("dtype", self.dtype, DTYPES)
         one_of("param_dtype", self.param_dtype, DTYPES)
         one_of("attention", self.attention, ("dot_product",))
-        one_of("experts", self.experts, ("dense", "grouped"))
+        self._check_experts()
         if self.attention_block is not None:
             whole(self, "attention_block")
+        one_of("embedding", self.embedding, ("auto", "gather", "one_hot"))
+        if self.max_position_embeddings is not None:
+            whole(self, "max_position_embeddings")
+        at_least(self, 0.0, "norm_epsilon")
+        number(self, "norm_scale_offset")
+        above_zero(self, "rope_theta", "attention_scale")
+        if not 0 <= number(self, "dropout_rate") < 1:
+            raise InputError(f"dropout_rate={self.dropout_rate} must be at least 0 and below 1")
+
+    def _check_experts(self) -> None:
+        """Raises InputError for experts and a router that contradict each other."""
+        one_of("experts", self.experts, ("dense", "grouped", "capacity"))
         if self.expert_group is not None:
             whole(self, "expert_group")
             rule = f"expert_group={self.expert_group} does not divide num_experts="
@@ -148,16 +179,25 @@ class ModelConfig:
                     f"expert_group={self.expert_group} is how many experts one product of "
                     f"experts='dense' computes, and experts={self.experts!r}; leave it at None"
                 )
+        if self.capacity_factor is not None:
+            above_zero(self, "capacity_factor")
+            if self.experts != "capacity":
+                raise InputError(
+                    f"capacity_factor={self.capacity_factor} is how much each of "
+                    f"experts='capacity' takes, and experts={self.experts!r}; leave it at None"
+                )
+        one_of("router_score", self.router_score, ("softmax", "sigmoid"))
+        one_of("router_normalize", self.router_normalize, (True, False))
+        above_zero(self, "router_scale")
+        router = {"router_score": "softmax", "router_normalize": True, "router_scale": 1.0}
+        for name, default in router.items():
+            if self.num_experts == 1 and getattr(self, name) != default:
+                raise InputError(
+                    f"{name}={getattr(self, name)!r} is about a router, which num_experts=1 does "
+                    f"not have; leave it at {default!r}, or set num_experts to 2 or more"
+                )
         if self.num_experts == 1 and self.experts != "dense":
             raise InputError(
                 f"experts={self.experts!r} needs routed experts, and num_experts=1; leave it at "
                 "'dense', or set num_experts to 2 or more"
             )
-        one_of("embedding", self.embedding, ("auto", "gather", "one_hot"))
-        if self.max_position_embeddings is not None:
-            whole(self, "max_position_embeddings")
-        at_least(self, 0.0, "norm_epsilon")
-        number(self, "norm_scale_offset")
-        above_zero(self, "rope_theta", "attention_scale")
-        if not 0 <= number(self, "dropout_rate") < 1:
-            raise InputError(f"dropout_rate={self.dropout_rate} must be at least 0 and below 1")

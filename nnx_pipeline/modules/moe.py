@@ -7,7 +7,7 @@ from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.modules.parts import Parts
 from nnx_pipeline.ops.experts import ExpertKernels
 from nnx_pipeline.ops.moe import MoEKernels, expert_parts, routed_experts
-from nnx_pipeline.ops.router import Usage
+from nnx_pipeline.ops.router import Routing, Usage
 from nnx_pipeline.remat import KEEP_ALL, Remat
 from nnx_pipeline.sharding import Layout, parameter
 
@@ -20,7 +20,7 @@ class RoutedMoE(nnx.Module):
     - `parts`: functions that an experiment may replace.
     - `remat`: what to keep of each expert for the backward pass.
 
-    The router works in the dtype of its input; no token is dropped.
+    The router works in the dtype of its input.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class RoutedMoE(nnx.Module):
         remat: Remat = KEEP_ALL,
     ) -> None:
         self.config, self.layout, self.remat = config, layout, remat
-        self.parts = expert_parts(config.experts, config.expert_group, parts.experts)
+        self.parts = expert_parts(config, parts.experts)
         experts, embed, mlp = config.num_experts, config.embed_dim, config.mlp_dim
         dtype = config.param_dtype
         # The axis of experts is not part of an expert's fan-in.
@@ -59,7 +59,7 @@ class RoutedMoE(nnx.Module):
         return routed_experts(
             x,
             MoEKernels(self.router[...], experts),
-            num_experts_per_token=self.config.num_experts_per_token,
+            routing=Routing.of(self.config),
             layout=self.layout,
             remat=self.remat,
             parts=self.parts,

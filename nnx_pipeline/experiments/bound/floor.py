@@ -115,7 +115,8 @@ def _unknown(config: Config, mesh: MeshConfig) -> tuple[str, ...]:
             model.dropout_rate > 0
         ),
         "the gradient of the router's loss is not counted": (
-            model.num_experts > 1 and train.load_balance_weight > 0
+            model.num_experts > 1
+            and (train.load_balance_weight > 0 or train.router_z_loss_weight > 0)
         ),
     }
     return tuple(reason for reason, applies in options.items() if applies)
