@@ -29,7 +29,16 @@ from nnx_pipeline.ops.embedding import uses_one_hot
 from nnx_pipeline.ops.experts import DenseExperts, ExpertKernels, group_size
 from nnx_pipeline.ops.norm import rms_norm
 from nnx_pipeline.ops.rotary import rotate
-from nnx_pipeline.ops.router import Routing, combine_weights, expert_usage, load_balance_loss, route
+from nnx_pipeline.ops.router import (
+    RouterMetrics,
+    Routing,
+    Usage,
+    combine_weights,
+    expert_usage,
+    load_balance_loss,
+    route,
+    router_metrics,
+)
 from nnx_pipeline.remat import FULL
 from nnx_pipeline.sharding import place
 
@@ -181,6 +190,44 @@ def test_the_router_takes_the_softmax_of_the_best() -> None:
     combined = combine_weights(weights, experts, 4)
     assert_close(combined[0], np.array([0, share[0], 0, share[1]]), 1e-6)
     assert_close(jnp.sum(combined, axis=-1), jnp.ones(2), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("score", "normalize", "expected"),
+    [
+        ("softmax", True, (4 / 7, 3 / 7)),
+        ("softmax", False, (4 / 10, 3 / 10)),
+        ("sigmoid", True, (4 / 5 / 1.55, 3 / 4 / 1.55)),
+        ("sigmoid", False, (4 / 5, 3 / 4)),
+    ],
+)
+def test_weights_of_the_router(score: str, normalize: bool, expected: tuple[float, ...]) -> None:
+    """Of scores whose exponentials are 1, 3, 2 and 4."""
+    logits = jnp.log(jnp.array([[1.0, 3.0, 2.0, 4.0]]))
+    weights, experts = route(logits, Routing(2, score, normalize, scale=2.5))
+    assert experts.tolist() == [[3, 1]]
+    assert_close(weights, 2.5 * np.array([expected], np.float32), 1e-6)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_what_a_router_reports(score: str) -> None:
+    """By its formulas in float64, and through one array."""
+    logits, dropped = 3 * float_rows(2, 5, 4), jnp.array([0.25, 0.0])
+    usage = expert_usage(logits, jax.lax.top_k(logits, 2)[1], dropped, score=score)
+    wide = np.asarray(logits, np.float64)
+    scores = np.exp(wide) if score == "softmax" else 1 / (1 + np.exp(-wide))
+    p = scores / scores.sum(axis=-1, keepdims=True)
+    assert_close(usage.probability, p.mean(axis=1), 1e-5)
+    assert_close(usage.entropy, -(p * np.log(p)).sum(axis=-1).mean(axis=1), 1e-5)
+    squared = np.log(np.exp(wide).sum(axis=-1)) ** 2
+    assert_close(usage.squared_log_sum, squared.mean(axis=1), 1e-5)
+    assert_close(Usage.unpacked(usage.packed()), usage, 0.0)
+    mean = jax.tree.map(lambda each: each.mean(axis=0), usage)
+    found = RouterMetrics.unpacked(router_metrics(mean.packed()))
+    load = mean.chosen / 2
+    expected = (load_balance_loss(mean), mean.squared_log_sum, mean.dropped, mean.entropy, load)
+    assert_close(found, RouterMetrics(*expected), 1e-6)
+    assert_close(jnp.sum(found.load), 1.0, 1e-6)
 
 
 def test_load_balance_by_hand() -> None:

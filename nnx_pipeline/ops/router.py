@@ -140,12 +140,16 @@ def expert_usage(
     certain = jax.lax.stop_gradient(probability)
     entropy = jnp.sum(jax.scipy.special.entr(certain), axis=-1)
     chosen = jnp.sum(jax.nn.one_hot(experts, num_experts, dtype=jnp.float32), axis=-2)
+    if dropped is None:
+        # 0, computed from an array that a map over stages maps: in explicit mode JAX joins no array
+        # that is mapped with one that is not.
+        dropped = jnp.mean((experts < 0).astype(jnp.float32), axis=(1, 2))
     return Usage(
         chosen=jnp.mean(chosen, axis=1),
         probability=jnp.mean(probability, axis=1),
         squared_log_sum=jnp.mean(log_sum**2, axis=1),
         entropy=jnp.mean(entropy, axis=1),
-        dropped=jnp.zeros_like(log_sum[:, 0]) if dropped is None else dropped,
+        dropped=dropped,
     )
 
 
