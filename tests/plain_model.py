@@ -46,6 +46,13 @@ def weights_of(model: Mixtral) -> Weights:
     }
     if model.config.model.num_experts > 1:
         variables["router"] = part.feed_forward.router
+        if model.config.model.router_bias:
+            variables["router bias"] = part.feed_forward.router_bias
+        if model.config.model.num_shared_experts:
+            shared = part.feed_forward.shared
+            variables |= {
+                f"shared {name}": getattr(shared, name) for name in ("gate", "up", "down")
+            }
     return Weights(
         np.asarray(model.embedding.embedding.get_value()),
         {name: stacked(variable) for name, variable in variables.items()},
@@ -97,14 +104,23 @@ def feed_forward(x: jax.Array, layer: Layer, config: ModelConfig) -> tuple[jax.A
         hidden = jax.nn.silu(x @ layer["gate"]) * (x @ layer["up"])
         return hidden @ layer["down"], Reported(*jnp.zeros(4), jnp.zeros(0))
     logits = x @ layer["router"]
+    score = jnp.exp(logits) if config.router_score == "softmax" else jax.nn.sigmoid(logits)
+    total = jnp.sum(score, axis=-1, keepdims=True)
+    rank = score if config.router_score == "sigmoid" else score / total
+    if config.router_bias:
+        rank = rank + layer["router bias"]
+    if config.router_groups > 1:
+        in_groups = jnp.stack(jnp.split(rank, config.router_groups, axis=-1), axis=-2)
+        sums = jnp.sum(jnp.sort(in_groups, axis=-1)[..., -2:], axis=-1)
+        least = jnp.sort(sums, axis=-1)[..., -config.router_groups_per_token, None]
+        size = config.num_experts // config.router_groups
+        rank = jnp.where(jnp.repeat(sums >= least, size, axis=-1), rank, -jnp.inf)
     takes = jax.nn.one_hot(
-        jnp.argsort(-logits, axis=-1)[..., : config.num_experts_per_token],
+        jnp.argsort(-rank, axis=-1)[..., : config.num_experts_per_token],
         config.num_experts,
         dtype=logits.dtype,
     )
     chosen = jnp.sum(takes, axis=-2)
-    score = jnp.exp(logits) if config.router_score == "softmax" else jax.nn.sigmoid(logits)
-    total = jnp.sum(score, axis=-1, keepdims=True)
     among = jnp.sum(score * chosen, axis=-1, keepdims=True)
     weights = score / (among if config.router_normalize else 1.0)
     if config.router_score == "softmax" and not config.router_normalize:
@@ -115,6 +131,9 @@ def feed_forward(x: jax.Array, layer: Layer, config: ModelConfig) -> tuple[jax.A
     for e in range(config.num_experts):
         hidden = jax.nn.silu(x @ layer["gate"][e]) * (x @ layer["up"][e])
         out += share[..., e, None] * (hidden @ layer["down"][e])
+    if config.num_shared_experts:
+        hidden = jax.nn.silu(x @ layer["shared gate"]) * (x @ layer["shared up"])
+        out += hidden @ layer["shared down"]
     often, p = jnp.mean(chosen, axis=(0, 1)), score / total
     return out, Reported(
         load_balance=config.num_experts * jnp.sum(often * jnp.mean(p, axis=(0, 1))),

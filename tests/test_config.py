@@ -99,6 +99,26 @@ REFUSED = [
     bad(model(router_score="tanh"), "router_score='tanh' is not known; choose one of: softmax"),
     bad(model(router_normalize=1), "router_normalize=1 is not known"),
     bad(model(router_scale=0.0), "router_scale=0.0 must be above 0"),
+    bad(model(router_bias=1), "router_bias=1 is not known"),
+    bad(model(num_shared_experts=-1), "num_shared_experts=-1 is not a whole number of 0 or more"),
+    bad(
+        model(router_score="sigmoid", router_groups=2, router_groups_per_token=3),
+        "router_groups_per_token=3 exceeds router_groups=2; choose 2 or fewer",
+    ),
+    bad(model(router_groups=2), "router_groups=2 needs router_score='sigmoid'"),
+    bad(
+        model(router_score="sigmoid", router_groups=3),
+        "num_experts=4 does not split into router_groups=3",
+    ),
+    bad(
+        model(router_score="sigmoid", router_groups=2, num_experts_per_token=3),
+        "router_groups=2 leaves 2 experts in each of 1 groups per token",
+        "num_experts_per_token=3; choose fewer groups, or more per token",
+    ),
+    bad(
+        model(num_shared_experts=1, num_experts=1, num_experts_per_token=1),
+        "num_shared_experts=1 is about a router, which num_experts=1 does not have",
+    ),
     bad(
         model(router_score="sigmoid", num_experts=1, num_experts_per_token=1),
         "router_score='sigmoid' is about a router, which num_experts=1 does not have",
@@ -472,6 +492,10 @@ FIELDS = (
     ("model.router_score", "sigmoid", "sigmoid"),
     ("model.router_normalize", "false", False),
     ("model.router_scale", "2.5", 2.5),
+    ("model.router_bias", "true", True),
+    ("model.router_groups", "2", 2),
+    ("model.router_groups_per_token", "2", 2),
+    ("model.num_shared_experts", "1", 1),
     ("train.grad_dtype", "bfloat16", "bfloat16"),
     ("train.shard_optimizer_over_data", "true", True),
     ("train.grad_dtype", "None", None),
@@ -480,7 +504,13 @@ FIELDS = (
 
 
 # Fields that are refused without another one.
-BEFORE = {"model.capacity_factor": small_config(model={"experts": "capacity"})}
+BEFORE = {
+    "model.capacity_factor": small_config(model={"experts": "capacity"}),
+    "model.router_groups": small_config(model={"router_score": "sigmoid"}),
+    "model.router_groups_per_token": small_config(
+        model={"router_score": "sigmoid", "router_groups": 2}
+    ),
+}
 
 
 @pytest.mark.parametrize(("key", "text", "value"), FIELDS)

@@ -1,5 +1,6 @@
 """The functions of `nnx_pipeline.ops`, and two modules that are little more than one of them."""
 
+import functools
 import math
 from typing import Any
 
@@ -207,6 +208,21 @@ def test_weights_of_the_router(score: str, normalize: bool, expected: tuple[floa
     weights, experts = route(logits, Routing(2, score, normalize, scale=2.5))
     assert experts.tolist() == [[3, 1]]
     assert_close(weights, 2.5 * np.array([expected], np.float32), 1e-6)
+
+
+def test_a_bias_and_groups_choose_and_do_not_weigh() -> None:
+    """Groups {0, 1}, {2, 3} and {4, 5}: the two best scores of a group count, and not its best."""
+    scores = jnp.array([[0.9, 0.1, 0.6, 0.7, 0.2, 0.8]])
+    logits, bias = jnp.log(scores / (1 - scores)), jnp.array([0.0, 0.0, 0.0, 0.0, 0.55, 0.0])
+    of = functools.partial(Routing, 2, "sigmoid", False)
+    assert route(logits, of())[1].tolist() == [[0, 5]]
+    assert route(logits, of(groups=3))[1].tolist() == [[3, 2]]
+    assert route(logits, of(groups=3, groups_per_token=2))[1].tolist() == [[0, 3]]
+    weights, experts = route(logits, of(groups=3), bias)
+    assert experts.tolist() == [[5, 4]]
+    assert_close(weights, jnp.array([[0.8, 0.2]]), 1e-6)
+    gradient = jax.grad(lambda bias: jnp.sum(route(logits, of(groups=3), bias)[0]))(bias)
+    assert gradient.tolist() == [0.0] * 6
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import plain_model
 import pytest
 from helpers import assert_close, fresh_model, mesh_of, packed_batch
@@ -47,6 +48,10 @@ ROUTED: dict[str, tuple[Any, ...]] = {  # of a model with several experts
     "router_score": ("softmax", "sigmoid"),
     "router_normalize": (True, False),
     "router_scale": (1.0, 1.5),
+    "router_bias": (False, True),
+    "router_groups": (1, 2),
+    "router_groups_per_token": (1, 2),
+    "num_shared_experts": (0, 2),
 }
 OF_EXPERTS: dict[str, dict[str, tuple[Any, ...]]] = {
     "dense": {"expert_group": (None, 1, 2, 4)},
@@ -132,6 +137,10 @@ def in_pipeline(case: Case, key: Any) -> tuple[Any, Any, Mixtral]:
     """Loss and parts, gradients, and the model."""
     mesh = mesh_of(case.mesh, case.config.pipeline.sharding)
     model = fresh_model(case.config, mesh)
+    if case.config.model.num_experts > 1 and case.config.model.router_bias:
+        bias = model.pipeline.layers.feed_forward.router_bias
+        values = 0.3 * np.sin(np.arange(bias.get_value().size, dtype=np.float32))
+        bias[...] = jax.device_put(values.reshape(bias.shape), bias.get_value().sharding)
     with jax.set_mesh(mesh):
         batch = jax.tree.map(
             lambda x: jax.device_put(jnp.asarray(x), batch_sharding(mesh, model.layout)), case.batch

@@ -3,6 +3,7 @@
 from flax import linen as nn
 from jaxtyping import Array
 
+from linen_compat.formats.names import check_names
 from linen_compat.modules.parameters import Kernel, Names, Weight, parameter
 from nnx_pipeline import Layout, ModelConfig
 from nnx_pipeline.ops.experts import ExpertKernels
@@ -58,6 +59,7 @@ class MoeBlock(nn.Module):
 
     def setup(self) -> None:
         config = self.config
+        check_names(config)
         experts, embed, mlp = config.num_experts, config.embed_dim, config.mlp_dim
         dtype, layout = config.param_dtype, self.layout
         into: Names = ("exp", "embed_moe", "mlp_moe")

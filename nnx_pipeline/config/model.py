@@ -123,6 +123,30 @@ class ModelConfig:
     router_scale: float = 1.0
     """Multiplies the weights of the chosen experts."""
 
+    router_bias: bool = False
+    """Whether a bias per expert is added to the scores by which experts are chosen.
+
+    The weights of the chosen experts do not depend on it, it has no gradient, and the optimizer
+    leaves it as it is (the correction bias of DeepSeek-V3).
+    """
+
+    router_groups: int = 1
+    """Groups of consecutive experts that the router chooses from first; needs `sigmoid` scores.
+
+    The experts of a token are chosen from the `router_groups_per_token` groups in which the two
+    largest scores have the largest sum (DeepSeek-V3).
+    """
+
+    router_groups_per_token: int = 1
+    """Groups that the experts of a token are chosen from; at most `router_groups`."""
+
+    num_shared_experts: int = 0
+    """Experts that every token goes through, beside those that the router chooses.
+
+    Together they are a dense MLP with `num_shared_experts · mlp_dim` hidden units, whose output is
+    added with weight 1.
+    """
+
     embedding: Literal["auto", "gather", "one_hot"] = "gather"
     """How tokens are looked up: by a gather, or by a product with one-hot rows.
 
@@ -189,15 +213,56 @@ class ModelConfig:
         one_of("router_score", self.router_score, ("softmax", "sigmoid"))
         one_of("router_normalize", self.router_normalize, (True, False))
         above_zero(self, "router_scale")
-        router = {"router_score": "softmax", "router_normalize": True, "router_scale": 1.0}
-        for name, default in router.items():
+        one_of("router_bias", self.router_bias, (True, False))
+        shared = self.num_shared_experts
+        if isinstance(shared, bool) or not isinstance(shared, int) or shared < 0:
+            raise InputError(f"num_shared_experts={shared!r} is not a whole number of 0 or more")
+        for name, default in _OF_ROUTER.items():
             if self.num_experts == 1 and getattr(self, name) != default:
                 raise InputError(
                     f"{name}={getattr(self, name)!r} is about a router, which num_experts=1 does "
                     f"not have; leave it at {default!r}, or set num_experts to 2 or more"
                 )
+        self._check_groups()
         if self.num_experts == 1 and self.experts != "dense":
             raise InputError(
                 f"experts={self.experts!r} needs routed experts, and num_experts=1; leave it at "
                 "'dense', or set num_experts to 2 or more"
             )
+
+    def _check_groups(self) -> None:
+        """Raises InputError for groups from which the router cannot choose."""
+        whole(self, "router_groups", "router_groups_per_token")
+        groups, some = self.router_groups, self.router_groups_per_token
+        if some > groups:
+            raise InputError(
+                f"router_groups_per_token={some} exceeds router_groups={groups}; choose {groups} "
+                "or fewer"
+            )
+        if groups == 1:
+            return
+        if self.router_score != "sigmoid":
+            raise InputError(
+                f"router_groups={groups} needs router_score='sigmoid', and it is "
+                f"{self.router_score!r}; set one of them to another value"
+            )
+        rule = f"num_experts={self.num_experts} does not split into router_groups={groups}"
+        divides(groups, self.num_experts, rule=rule)
+        size, chosen = self.num_experts // groups, self.num_experts_per_token
+        if size < 2 or chosen > some * size:
+            raise InputError(
+                f"router_groups={groups} leaves {size} experts in each of "
+                f"{some} groups per token, and a group needs 2, and all of them "
+                f"num_experts_per_token={chosen}; choose fewer groups, or more per token"
+            )
+
+
+# The fields that are about a router, with their defaults.
+_OF_ROUTER = {
+    "router_score": "softmax",
+    "router_normalize": True,
+    "router_scale": 1.0,
+    "router_bias": False,
+    "router_groups": 1,
+    "num_shared_experts": 0,
+}

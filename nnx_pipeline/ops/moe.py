@@ -29,6 +29,7 @@ class MoEKernels(NamedTuple):
 
     router: Float[Array, "embed experts"]
     experts: ExpertKernels
+    bias: Float[Array, "experts"] | None = None
 
 
 def expert_parts(config: ModelConfig, parts: ExpertParts = ExpertParts()) -> ExpertParts:
@@ -67,7 +68,7 @@ def routed_experts(
     )
     spec = out_sharding(layout.spec("batch", None, None))
     logits = jnp.einsum("bsd,de->bse", x, kernel, out_sharding=spec)
-    choice = route(logits, routing)
+    choice = route(logits, routing, kernels.bias)
     mix = parts.mix or DenseExperts()
     mixed = mix(x, choice, kernels.experts, layout=layout, remat=remat, hidden=parts.hidden)
     usage = expert_usage(logits, choice[1], mixed.dropped, score=routing.score)

@@ -19,12 +19,16 @@ class Routing:
     - `score`: `softmax` over all experts, or `sigmoid` of each expert alone.
     - `normalize`: whether the weights of the chosen experts are divided by their sum.
     - `scale`: multiplies the weights.
+    - `groups`: into how many groups of consecutive experts these are divided.
+    - `groups_per_token`: from how many of the groups the experts of a token are chosen.
     """
 
     chosen: int
     score: str = "softmax"
     normalize: bool = True
     scale: float = 1.0
+    groups: int = 1
+    groups_per_token: int = 1
 
     @classmethod
     def of(cls, config: ModelConfig) -> "Routing":
@@ -34,19 +38,24 @@ class Routing:
             config.router_score,
             config.router_normalize,
             config.router_scale,
+            config.router_groups,
+            config.router_groups_per_token,
         )
 
 
 def route(
-    logits: Float[Array, "*batch experts"], routing: Routing
+    logits: Float[Array, "*batch experts"],
+    routing: Routing,
+    bias: Float[Array, "experts"] | None = None,
 ) -> tuple[Float[Array, "*batch chosen"], Int[Array, "*batch chosen"]]:
     """The weights of the experts chosen for each token, and their numbers, the best one first.
 
     - `logits`: the router's output for every expert.
     - `routing`: how experts are chosen, and what weights they get.
+    - `bias`: added to the scores by which experts are chosen; it has no gradient.
 
-    A token goes to the experts with its largest scores, which are those with its largest logits.
-    Weights are computed in float32 and cast back to the dtype of the logits:
+    A token goes to the experts with its largest scores, after the bias and within its best groups,
+    see `choose`. Weights are computed in float32 and cast back to the dtype of the logits:
 
         softmax, normalized:  the softmax of the chosen logits (Mixtral), which is the softmax of
                               all logits divided by the sum over the chosen ones (Qwen3-MoE with
@@ -55,8 +64,16 @@ def route(
         sigmoid:              the sigmoid of each logit, divided by the sum over the chosen ones
                               if normalized (DeepSeek-V3)
     """
-    top, experts = jax.lax.top_k(logits, routing.chosen)
-    top = top.astype(jnp.float32)
+    if bias is None and routing.groups == 1:  # the largest scores are those of the largest logits
+        top, experts = jax.lax.top_k(logits, routing.chosen)
+        top = top.astype(jnp.float32)
+    else:
+        wide = logits.astype(jnp.float32)
+        sigmoid = routing.score == "sigmoid"
+        scores = jax.nn.sigmoid(wide) if sigmoid else jax.nn.softmax(wide, axis=-1)
+        experts = choose(jax.lax.stop_gradient(scores), routing, bias)
+        takes = jax.nn.one_hot(experts, logits.shape[-1], dtype=jnp.float32)
+        top = jnp.sum(takes * wide[..., None, :], axis=-1)
     if routing.score == "sigmoid":
         weights = jax.nn.sigmoid(top)
         if routing.normalize:
@@ -70,6 +87,30 @@ def route(
     if routing.scale != 1.0:
         weights = weights * routing.scale
     return weights.astype(logits.dtype), experts
+
+
+def choose(
+    scores: Float[Array, "*batch experts"],
+    routing: Routing,
+    bias: Float[Array, "experts"] | None,
+) -> Int[Array, "*batch chosen"]:
+    """The experts with the largest scores, the best one first, as DeepSeek-V3 chooses them.
+
+    - `scores`: of every expert.
+    - `routing`: how many experts are chosen, and from how many groups.
+    - `bias`: added to the scores.
+
+    The best groups of a token are those in which the two largest scores have the largest sum.
+    """
+    if bias is not None:
+        scores = scores + jax.lax.stop_gradient(bias)
+    if routing.groups > 1:
+        grouped = scores.reshape(*scores.shape[:-1], routing.groups, -1)
+        best_two = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
+        best = jax.lax.top_k(best_two, routing.groups_per_token)[1]
+        among = jnp.sum(jax.nn.one_hot(best, routing.groups, dtype=jnp.int32), axis=-2) > 0
+        scores = jnp.where(among[..., None], grouped, -jnp.inf).reshape(scores.shape)
+    return jax.lax.top_k(scores, routing.chosen)[1]
 
 
 def combine_weights(

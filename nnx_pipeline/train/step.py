@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from nnx_pipeline.config.config import Config, TrainConfig
 from nnx_pipeline.decoder import Mixtral
+from nnx_pipeline.modules.moe import SelectionBias
 from nnx_pipeline.modules.parts import Cast, cast_to_other
 from nnx_pipeline.ops.router import RouterMetrics
 from nnx_pipeline.sharding import Layout, P
@@ -124,13 +125,24 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     optimizer = make_optimizer(train)
     updates, optimizer_state = optimizer.update(gradients, state.optimizer, optimized(model))
     metrics = Metrics(entropy, global_norm(gradients), router)
-    updates = updates.whole() if model.zero1 else updates
+    updates = _without_selection_bias(updates.whole() if model.zero1 else updates)
     new = TrainState(
         step=state.step + 1,
         model=optax.apply_updates(model, updates),
         optimizer=optimizer_state,
     )
     return new, metrics
+
+
+def _without_selection_bias(updates: Mixtral) -> Mixtral:
+    """The updates with 0 for what is not trained, which weight decay would change."""
+
+    def one(variable: Any) -> Any:
+        if not isinstance(variable, SelectionBias):
+            return variable
+        return variable.replace(jnp.zeros_like(variable.get_value()))
+
+    return jax.tree.map(one, updates, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 def optimized(model: Mixtral) -> Mixtral:

@@ -34,6 +34,9 @@ _FIXED = {
     "router_score": "softmax",
     "router_normalize": True,
     "router_scale": 1.0,
+    "router_bias": False,
+    "router_groups": 1,
+    "num_shared_experts": 0,
 }
 _OF_EXPERTS = {"num_local_experts": "num_experts", "num_experts_per_tok": "num_experts_per_token"}
 # The values that transformers assumes for absent keys.
