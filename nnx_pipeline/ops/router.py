@@ -172,14 +172,14 @@ def expert_usage(
     """
     num_experts = logits.shape[-1]
     logits = logits.astype(jnp.float32)
+    log_sum = jax.nn.logsumexp(logits, axis=-1)
     if score == "sigmoid":
         scores = jax.nn.sigmoid(logits)
         probability = scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
+        entropy = jnp.sum(jax.scipy.special.entr(probability), axis=-1)
     else:
-        probability = jax.nn.softmax(logits, axis=-1)
-    log_sum = jax.nn.logsumexp(logits, axis=-1)
-    certain = jax.lax.stop_gradient(probability)
-    entropy = jnp.sum(jax.scipy.special.entr(certain), axis=-1)
+        probability = jnp.exp(logits - log_sum[..., None])
+        entropy = log_sum - jnp.sum(probability * logits, axis=-1)
     chosen = jnp.sum(jax.nn.one_hot(experts, num_experts, dtype=jnp.float32), axis=-2)
     if dropped is None:
         # 0, computed from an array that a map over stages maps: in explicit mode JAX joins no array
@@ -189,7 +189,7 @@ def expert_usage(
         chosen=jnp.mean(chosen, axis=1),
         probability=jnp.mean(probability, axis=1),
         squared_log_sum=jnp.mean(log_sum**2, axis=1),
-        entropy=jnp.mean(entropy, axis=1),
+        entropy=jax.lax.stop_gradient(jnp.mean(entropy, axis=1)),
         dropped=dropped,
     )
 
