@@ -154,6 +154,12 @@ def test_zero_1_adds_up_shards_where_weights_are_gathered() -> None:
     assert "gathered weights" not in by_use
 
 
+def test_it_does_not_know_shared_experts() -> None:
+    routed = {"model.num_experts": "4", "model.num_shared_experts": "2"}
+    found = floor(apply_overrides(CONFIG, routed), MESH)
+    assert found.unknown == ("what model.num_shared_experts=2 hold is not counted",)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
