@@ -1,4 +1,4 @@
-"""What one block of Mixtral's experts costs, with all experts on all tokens and grouped.
+"""What one block of Mixtral's experts costs: all on all tokens, grouped, and of limited capacity.
 
     python benchmarks/moe_block.py [PLATFORM …]
 
@@ -20,16 +20,17 @@ from nnx_pipeline import RoutedMoE, lab, preset
 
 PLATFORMS = ("tpu:v5p:2x2x1", "cuda:h100:1")
 MODELS = ("mixtral-8x7b", "mixtral-small")
-KINDS = ("dense", "grouped")
+KINDS = ("dense", "grouped", "capacity")
 BATCH, SEQUENCE = 2, 4096
 RESULTS = Path(__file__).parent / "results" / "moe_block.json"
 
 
-ABOUT = """# A block of experts, dense and grouped
+ABOUT = """# A block of experts: dense, grouped, and of limited capacity
 
 Router and experts alone, forward and backward, 8,192 tokens in bfloat16 on one device. `dense` runs
-every expert on every token, `grouped` each on those that are sent to it. Both keep their hidden
-units for the backward pass. MB are 10⁶ bytes. Operations are those of matrix products, with what
+every expert on every token, `grouped` each on those that are sent to it, and `capacity` each on as
+many as 1.25 times an even share, with empty slots computed. All keep their hidden units for the
+backward pass. MB are 10⁶ bytes. Operations are those of matrix products, with what
 kernels state of themselves; `active` is what the chosen experts need: two products forward (no
 gradient needs the down projection) and six backward. Compute is the sum of the TPU compiler's
 cycles, with kernels at 65 % of the peak; on H100 kernels count in the same way, and all else is a

@@ -1,4 +1,4 @@
-"""110 mutations of the code, and whether the tests that should catch each of them do.
+"""115 mutations of the code, and whether the tests that should catch each of them do.
 
     python benchmarks/mutations.py [NUMBER …]   applies each in a copy of the checkout and runs its tests
     python benchmarks/mutations.py --check      says which no longer fit the code; exit 1 if any
@@ -288,8 +288,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/ops/router.py",
-        "weights = jax.nn.softmax(top.astype(jnp.float32), axis=-1)",
-        "weights = jax.nn.sigmoid(top.astype(jnp.float32))",
+        "weights = jax.nn.softmax(top, axis=-1)",
+        "weights = jax.nn.sigmoid(top)",
         "test_ops test_checkpoint_load",
     ),
     Mutation(
@@ -330,8 +330,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/train/step.py",
-        "updates = updates.whole() if model.zero1 else updates",
-        "pass",
+        "updates.whole() if model.zero1 else updates",
+        "updates",
         "test_zero",
     ),
     Mutation(
@@ -677,15 +677,15 @@ MUTATIONS = (
         "test_grouped_experts",
     ),
     Mutation(
-        "nnx_pipeline/ops/grouped/experts.py",
+        "nnx_pipeline/ops/expert_axes.py",
         "return jax.lax.psum(gradient, rest) if rest else gradient",
         "return gradient",
         "test_grouped_experts",
     ),
     Mutation(
-        "nnx_pipeline/ops/grouped/experts.py",
-        "y = jax.lax.psum(y, self.mlp) if self.mlp else y",
-        "y = y",
+        "nnx_pipeline/ops/expert_axes.py",
+        "return jax.lax.psum(y, self.mlp) if self.mlp else y",
+        "return y",
         "test_grouped_experts",
     ),
     Mutation(
@@ -693,6 +693,36 @@ MUTATIONS = (
         "mine = ((row >= start) & (row < end))[:, None]",
         "mine = (row >= start)[:, None]",
         "test_grouped_experts",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/capacity/slots.py",
+        "sort_by_expert(experts.T,",
+        "sort_by_expert(experts.reshape(experts.T.shape),",
+        "test_capacity_experts",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/capacity/slots.py",
+        "rank < capacity,",
+        "rank <= capacity,",
+        "test_capacity_experts",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/capacity/experts.py",
+        "split_axis=1, concat_axis=0",
+        "split_axis=0, concat_axis=1",
+        "test_capacity_experts",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/router.py",
+        "squared_log_sum=jnp.mean(log_sum**2, axis=1)",
+        "squared_log_sum=jnp.mean(log_sum, axis=1) ** 2",
+        "test_ops",
+    ),
+    Mutation(
+        "nnx_pipeline/train/step.py",
+        "        if not isinstance(variable, SelectionBias):\n            return variable\n",
+        "        return variable\n",
+        "test_train",
     ),
 )
 

@@ -19,7 +19,7 @@ from nnx_pipeline.modules import DecoderLayer, Embed, Parts, RMSNorm
 from nnx_pipeline.ops.dropout import sequence_keys
 from nnx_pipeline.ops.head import logits_of
 from nnx_pipeline.ops.loss import Targets
-from nnx_pipeline.ops.router import or_zero
+from nnx_pipeline.ops.router import RouterMetrics, loss_weights
 from nnx_pipeline.pipeline.create import create_pipeline
 from nnx_pipeline.pipeline.one_f_one_b.state import ModelEnds
 from nnx_pipeline.pipeline.runner import Runner
@@ -28,7 +28,7 @@ from nnx_pipeline.pipeline.weights.zero1 import Zero1Layers
 from nnx_pipeline.remat import POLICIES
 from nnx_pipeline.sharding import Layout, P, parameter, place_by, with_layout
 
-Loss = tuple[Array, tuple[Array, Array]]
+Loss = tuple[Array, tuple[Array, RouterMetrics]]
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,10 @@ class Decoder:
         hidden = self.runner.batches.as_batch(hidden, tokens.shape[0])
         return logits_of(hidden, self.ends.head, layout=self.ends.layout)
 
-    def hidden(self, tokens: Array, side: Side, keys: Array | None = None) -> tuple[Array, Array]:
-        """The output of the final norm, and the router's load-balance loss.
+    def hidden(
+        self, tokens: Array, side: Side, keys: Array | None = None
+    ) -> tuple[Array, RouterMetrics]:
+        """The output of the final norm, and what the routers report.
 
         - `tokens`: `[batch, seq]`.
         - `side`: as in `logits`.
@@ -92,13 +94,13 @@ class Decoder:
         self._check_batch(tokens)
         batches = self.runner.batches
         x = self._embed(self.ends.table, batches.arrange(tokens), batches.axes)
-        x, balance = self.run_layers(x, side, keys=keys)
-        return self.ends.norm(self.ends.scale, x), or_zero(balance)
+        x, metrics = self.run_layers(x, side, keys=keys)
+        return self.ends.norm(self.ends.scale, x), RouterMetrics.unpacked(metrics)
 
     def loss(
         self, tokens: Array, targets: Array, weights: Array, side: Side, key: Array | None
     ) -> Loss:
-        """The loss to minimise, and its two parts: cross-entropy and load-balance loss.
+        """The loss to minimise, the cross-entropy in it, and what the routers report.
 
         - `tokens`, `targets`, `weights`: `[batch, seq]`.
         - `side`: as in `logits`.
@@ -111,13 +113,17 @@ class Decoder:
             keys = sequence_keys(key, tokens.shape[0])
         if self.config.pipeline.schedule == "1f1b":
             return self._loss_by_one_f_one_b(tokens, Targets(targets, weights), side, keys)
-        hidden, balance = self.hidden(tokens, side, keys)
+        hidden, router = self.hidden(tokens, side, keys)
         batches = self.runner.batches
         wanted = Targets(batches.arrange(targets), batches.arrange(weights))
         chunks = self.config.train.loss_chunks
         entropy = self._entropy(self.ends.head, hidden, wanted, batches.axes, chunks)
-        share = self.config.train.load_balance_weight
-        return entropy + share * balance if share else entropy, (entropy, balance)
+        loss, train = entropy, self.config.train
+        if train.load_balance_weight:
+            loss = loss + train.load_balance_weight * router.load_balance
+        if train.router_z_loss_weight:
+            loss = loss + train.router_z_loss_weight * router.z_loss
+        return loss, (entropy, router)
 
     def _loss_by_one_f_one_b(
         self, tokens: Array, wanted: Targets, side: Side, keys: Array | None
@@ -139,14 +145,17 @@ class Decoder:
             return self._entropy(head, self.ends.norm(scale, x), wanted, axes, chunks)
 
         ends = ModelEnds(enter, self.ends.table, leave, (self.ends.scale, self.ends.head))
-        loss, (entropy, balance) = self.run_loss(
+        train = self.config.train
+        loss, (entropy, metrics) = self.run_loss(
             ends,
             (tokens, wanted),
             side,
             keys=keys,
-            metric_weights=self.config.train.load_balance_weight,
+            metric_weights=loss_weights(
+                train.load_balance_weight, train.router_z_loss_weight, self.config.model.num_experts
+            ),
         )
-        return loss, (entropy, or_zero(balance))
+        return loss, (entropy, RouterMetrics.unpacked(metrics))
 
     def _embed(self, table: PyTree, tokens: Array, batch_axes: tuple[str, ...]) -> Array:
         """The embedded tokens, sharded by the logical axes `batch_axes`."""
@@ -246,16 +255,15 @@ class Mixtral(nnx.Module):
         *,
         positions: Array | None = None,
         segment_ids: Array | None = None,
-    ) -> tuple[Array, Array]:
-        """The output of the final norm, and the router's load-balance loss.
+    ) -> tuple[Array, RouterMetrics]:
+        """The output of the final norm, and what the routers report.
 
         - `tokens`, `positions`, `segment_ids`: `[batch, seq]` integers, as in a call.
 
         The output has the axes `self.pipeline.batches.axes`:
         it is `[batch, seq, embed]`, or on a mesh with stages `[microbatches, microbatch, seq,
         embed]` with the first axis sharded over `stage`; where the layers run in copies
-        (`Layout.copy`), the batch or microbatch is preceded by an axis of copies. The loss is
-        averaged over layers and microbatches.
+        (`Layout.copy`), the batch or microbatch is preceded by an axis of copies.
         """
         side = {"positions": positions, "segment_ids": segment_ids}
         return self._decoder().hidden(tokens, side)
@@ -271,7 +279,7 @@ class Mixtral(nnx.Module):
         key: Array | None = None,
         shards: "Mixtral | None" = None,
     ) -> Loss:
-        """The loss to minimise, and its two parts: cross-entropy and load-balance loss.
+        """The loss to minimise, the cross-entropy in it, and what the routers report.
 
         - `tokens`, `targets`, `weights`, `positions`, `segment_ids`: `[batch, seq]`.
         - `key`: one random key for dropout; None for no dropout.
@@ -279,10 +287,10 @@ class Mixtral(nnx.Module):
           Differentiate with respect to these: the gradient then arrives in their sharding, by
           reduce-scatters.
 
-        Cross-entropy is Σ weights · entropy of the targets; the load-balance loss is added with the
-        weight `train.load_balance_weight`. The loss is differentiable with respect to the
-        parameters. With `pipeline.schedule="1f1b"` the forward pass computes its gradient too, and
-        the two parts cannot be differentiated.
+        Cross-entropy is Σ weights · entropy of the targets; the router's losses are added with the
+        weights `train.load_balance_weight` and `train.router_z_loss_weight`. The loss is
+        differentiable with respect to the parameters. With `pipeline.schedule="1f1b"` the forward
+        pass computes its gradient too, and the two parts cannot be differentiated.
 
         Raises InputError when the gradient with respect to `weights` is asked for.
         """

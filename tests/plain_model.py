@@ -1,5 +1,6 @@
 """Mixtral in plain `jnp`, written from the rules and not from the package: no mesh, no pipeline."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -45,6 +46,13 @@ def weights_of(model: Mixtral) -> Weights:
     }
     if model.config.model.num_experts > 1:
         variables["router"] = part.feed_forward.router
+        if model.config.model.router_bias:
+            variables["router bias"] = part.feed_forward.router_bias
+        if model.config.model.num_shared_experts:
+            shared = part.feed_forward.shared
+            variables |= {
+                f"shared {name}": getattr(shared, name) for name in ("gate", "up", "down")
+            }
     return Weights(
         np.asarray(model.embedding.embedding.get_value()),
         {name: stacked(variable) for name, variable in variables.items()},
@@ -80,22 +88,72 @@ def attention(x: jax.Array, layer: Layer, side: Side, config: ModelConfig) -> ja
     return jnp.einsum("bhqp,bphk,hkd->bqd", mixed, v, layer["out"])
 
 
-def feed_forward(x: jax.Array, layer: Layer, config: ModelConfig) -> tuple[jax.Array, Any]:
-    """Its output, and the load-balance loss of all of x as one microbatch (0 for dense layers)."""
+class Reported(NamedTuple):
+    """What the routers report, under the names of `RouterMetrics`."""
+
+    load_balance: Any
+    z_loss: Any
+    dropped: Any
+    entropy: Any
+    load: Any
+
+
+def feed_forward(x: jax.Array, layer: Layer, config: ModelConfig) -> tuple[jax.Array, Reported]:
+    """Its output, and what the router reports of all of x as one microbatch (0 without one)."""
     if config.num_experts == 1:
         hidden = jax.nn.silu(x @ layer["gate"]) * (x @ layer["up"])
-        return hidden @ layer["down"], jnp.zeros(())
+        return hidden @ layer["down"], Reported(*jnp.zeros(4), jnp.zeros(0))
     logits = x @ layer["router"]
-    lowest = jnp.sort(logits, axis=-1)[..., -config.num_experts_per_token, None]
-    chosen = logits >= lowest
-    share = jax.nn.softmax(jnp.where(chosen, logits, -jnp.inf), axis=-1)
+    score = jnp.exp(logits) if config.router_score == "softmax" else jax.nn.sigmoid(logits)
+    total = jnp.sum(score, axis=-1, keepdims=True)
+    rank = score if config.router_score == "sigmoid" else score / total
+    if config.router_bias:
+        rank = rank + layer["router bias"]
+    if config.router_groups > 1:
+        in_groups = jnp.stack(jnp.split(rank, config.router_groups, axis=-1), axis=-2)
+        sums = jnp.sum(jnp.sort(in_groups, axis=-1)[..., -2:], axis=-1)
+        least = jnp.sort(sums, axis=-1)[..., -config.router_groups_per_token, None]
+        size = config.num_experts // config.router_groups
+        rank = jnp.where(jnp.repeat(sums >= least, size, axis=-1), rank, -jnp.inf)
+    takes = jax.nn.one_hot(
+        jnp.argsort(-rank, axis=-1)[..., : config.num_experts_per_token],
+        config.num_experts,
+        dtype=logits.dtype,
+    )
+    chosen = jnp.sum(takes, axis=-2)
+    among = jnp.sum(score * chosen, axis=-1, keepdims=True)
+    weights = score / (among if config.router_normalize else 1.0)
+    if config.router_score == "softmax" and not config.router_normalize:
+        weights = score / total
+    kept = within_capacity(takes, config) if config.experts == "capacity" else chosen
+    share = config.router_scale * weights * kept
     out = jnp.zeros_like(x)
     for e in range(config.num_experts):
         hidden = jax.nn.silu(x @ layer["gate"][e]) * (x @ layer["up"][e])
         out += share[..., e, None] * (hidden @ layer["down"][e])
-    often = jnp.mean(chosen.astype(jnp.float32), axis=(0, 1))
-    probability = jnp.mean(jax.nn.softmax(logits, axis=-1), axis=(0, 1))
-    return out, config.num_experts * jnp.sum(often * probability)
+    if config.num_shared_experts:
+        hidden = jax.nn.silu(x @ layer["shared gate"]) * (x @ layer["shared up"])
+        out += hidden @ layer["shared down"]
+    often, p = jnp.mean(chosen, axis=(0, 1)), score / total
+    return out, Reported(
+        load_balance=config.num_experts * jnp.sum(often * jnp.mean(p, axis=(0, 1))),
+        z_loss=jnp.mean(jnp.log(jnp.sum(jnp.exp(logits), axis=-1)) ** 2),
+        dropped=1 - jnp.sum(kept) / jnp.sum(chosen),
+        entropy=-jnp.mean(jnp.sum(p * jnp.log(p), axis=-1)),
+        load=often / config.num_experts_per_token,
+    )
+
+
+def within_capacity(takes: jax.Array, config: ModelConfig) -> jax.Array:
+    """Which experts take which tokens, `[batch, seq, experts]`, counted as GShard does.
+
+    - `takes`: one-hot `[batch, seq, chosen, experts]`.
+    """
+    _, length, chosen, experts = takes.shape
+    capacity = math.ceil(length * chosen * (config.capacity_factor or 1.25) / experts)
+    in_turn = jnp.swapaxes(takes, 1, 2).reshape(-1, chosen * length, experts)
+    kept = jnp.where(jnp.cumsum(in_turn, axis=1) <= capacity, in_turn, 0)
+    return jnp.sum(kept.reshape(-1, chosen, length, experts), axis=1)
 
 
 def dropped(x: jax.Array, keys: Any, numbers: tuple[int, int], rate: float) -> jax.Array:
@@ -113,16 +171,17 @@ def dropped(x: jax.Array, keys: Any, numbers: tuple[int, int], rate: float) -> j
 
 
 def hidden(weights: Weights, tokens: Any, side: Side, config: ModelConfig) -> tuple[Any, Any]:
-    """The output of the last norm, and the mean over layers of their load-balance losses."""
-    x, balances = weights.embedding[tokens], []
+    """The output of the last norm, and the mean over layers of what their routers report."""
+    x, reported = weights.embedding[tokens], []
     for number in range(config.num_layers):
         layer = {name: stack[number] for name, stack in weights.layers.items()}
         update = attention(norm(x, layer["first norm"], config), layer, side, config)
         x = x + dropped(update, side.keys, (number, 0), config.dropout_rate)
-        update, balance = feed_forward(norm(x, layer["second norm"], config), layer, config)
+        update, router = feed_forward(norm(x, layer["second norm"], config), layer, config)
         x = x + dropped(update, side.keys, (number, 1), config.dropout_rate)
-        balances.append(balance)
-    return norm(x, weights.norm, config), sum(balances) / config.num_layers
+        reported.append(router)
+    mean = jax.tree.map(lambda *each: sum(each) / config.num_layers, *reported)
+    return norm(x, weights.norm, config), mean
 
 
 def logits(weights: Weights, tokens: Any, side: Side, config: ModelConfig) -> jax.Array:
@@ -131,8 +190,8 @@ def logits(weights: Weights, tokens: Any, side: Side, config: ModelConfig) -> ja
 
 def loss(
     weights: Weights, batch: Any, config: Config, *, microbatches: int, key: Any = None
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """The loss of a batch, and its two parts, cross-entropy per target and load balance."""
+) -> tuple[jax.Array, tuple[jax.Array, Reported]]:
+    """The loss of a batch, the cross-entropy per target in it, and what routers report."""
     count, length = batch.tokens.shape
     positions, segments = batch.positions, batch.segment_ids
     if positions is None:
@@ -143,15 +202,18 @@ def loss(
         each = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(count))
         keys = jax.random.key_data(each)
 
-    def microbatch(part: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+    def microbatch(part: tuple[Any, ...]) -> tuple[jax.Array, Reported]:
         tokens, targets, share, *side = part
-        x, balance = hidden(weights, tokens, Side(*side), config.model)
+        x, router = hidden(weights, tokens, Side(*side), config.model)
         log = jax.nn.log_softmax(x @ weights.head, axis=-1)
         of_target = jnp.take_along_axis(log, targets[..., None], axis=-1)[..., 0]
-        return -jnp.sum(share * of_target), balance
+        return -jnp.sum(share * of_target), router
 
     whole = (batch.tokens, batch.targets, batch.weights, positions, segments, keys)
     parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), whole)
-    entropies, balances = jax.vmap(microbatch)(parts)
-    entropy, balance = jnp.sum(entropies) / np.sum(batch.weights), jnp.mean(balances)
-    return entropy + config.train.load_balance_weight * balance, (entropy, balance)
+    entropies, reported = jax.vmap(microbatch)(parts)
+    entropy = jnp.sum(entropies) / np.sum(batch.weights)
+    router = jax.tree.map(lambda each: jnp.mean(each, axis=0), reported)
+    routers = config.train.load_balance_weight * router.load_balance
+    routers += config.train.router_z_loss_weight * router.z_loss
+    return entropy + routers, (entropy, router)

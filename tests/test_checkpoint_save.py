@@ -5,7 +5,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from helpers import arrays_by_path, mesh_of, replace, small_config
+from helpers import arrays_by_path, mesh_of, new_model, replace, small_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from maxtext_data import (
@@ -197,3 +197,10 @@ def test_arguments_that_cannot_be_used(tmp_path, arguments, message):
     with pytest.raises(InputError, match=message):
         linen_compat.save(model, tmp_path / "out", **arguments)
     assert not list(tmp_path.iterdir())
+
+
+def test_parameters_without_a_name_are_refused(tmp_path):
+    model = new_model(small_config(model={"num_layers": 1, "num_shared_experts": 1}))
+    with pytest.raises(InputError, match=r"num_shared_experts=1 gives layers parameters that have"):
+        linen_compat.save(model, tmp_path / "new")
+    assert not (tmp_path / "new").exists()

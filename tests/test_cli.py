@@ -361,6 +361,10 @@ def test_train(run: Run) -> None:
     assert ended.code == 0, ended.err
     assert len(ended.json["losses"]) == ended.json["steps"] == 3
     assert all(loss > 0 for loss in ended.json["losses"])
+    router = ended.json["router"]
+    assert sorted(router) == ["dropped", "entropy", "load", "load_balance", "z_loss"]
+    assert router["dropped"] == 0
+    assert sum(router["load"]) == pytest.approx(1, abs=1e-6)
     assert "training" in ended.err
 
 

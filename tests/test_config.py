@@ -86,6 +86,45 @@ REFUSED = [
     bad(model(expert_group=3), "expert_group=3 does not divide num_experts=4", "of: 1, 2, 4"),
     bad(model(expert_group=0), "expert_group=0 is not a whole number of 1 or more"),
     bad(
+        model(experts="capacity", expert_group=2),
+        "expert_group=2 is how many experts are computed at a time, and experts='capacity'",
+        "leave it at None",
+    ),
+    bad(
+        model(experts="grouped", capacity_factor=1.5),
+        "capacity_factor=1.5 is how much each of experts='capacity' takes",
+        "experts='grouped'; leave it at None",
+    ),
+    bad(model(experts="capacity", capacity_factor=0.0), "capacity_factor=0.0 must be above 0"),
+    bad(model(router_score="tanh"), "router_score='tanh' is not known; choose one of: softmax"),
+    bad(model(router_normalize=1), "router_normalize=1 is not known"),
+    bad(model(router_scale=0.0), "router_scale=0.0 must be above 0"),
+    bad(model(router_bias=1), "router_bias=1 is not known"),
+    bad(model(num_shared_experts=-1), "num_shared_experts=-1 is not a whole number of 0 or more"),
+    bad(
+        model(router_score="sigmoid", router_groups=2, router_groups_per_token=3),
+        "router_groups_per_token=3 exceeds router_groups=2; choose 2 or fewer",
+    ),
+    bad(model(router_groups=2), "router_groups=2 needs router_score='sigmoid'"),
+    bad(
+        model(router_score="sigmoid", router_groups=3),
+        "num_experts=4 does not split into router_groups=3",
+    ),
+    bad(
+        model(router_score="sigmoid", router_groups=2, num_experts_per_token=3),
+        "router_groups=2 leaves 2 experts in each of 1 groups per token",
+        "num_experts_per_token=3; choose fewer groups, or more per token",
+    ),
+    bad(
+        model(num_shared_experts=1, num_experts=1, num_experts_per_token=1),
+        "num_shared_experts=1 is about a router, which num_experts=1 does not have",
+    ),
+    bad(
+        model(router_score="sigmoid", num_experts=1, num_experts_per_token=1),
+        "router_score='sigmoid' is about a router, which num_experts=1 does not have",
+        "leave it at 'softmax'",
+    ),
+    bad(
         model(experts="grouped", num_experts=1, num_experts_per_token=1),
         "experts='grouped' needs routed experts",
         "leave it at 'dense'",
@@ -135,6 +174,7 @@ REFUSED = [
     bad(training(adam_b1="x"), "adam_b1='x' is not a finite number"),
     bad(training(weight_decay="0.1"), "weight_decay='0.1' is not a finite number"),
     bad(training(load_balance_weight=-1.0), "load_balance_weight=-1.0 is out of range"),
+    bad(training(router_z_loss_weight=-1.0), "router_z_loss_weight=-1.0 is out of range"),
     bad(training(dropout_seed=0.5), "dropout_seed=0.5 is not a whole number"),
     bad(training(dropout_seed=-1), "dropout_seed=-1 is not a whole number from 0"),
     bad(training(dropout_seed=2**32), "dropout_seed=4294967296 is not a whole number from 0"),
@@ -195,6 +235,13 @@ REFUSED = [
             train={"load_balance_weight": 0.1},
         ),
         "train.load_balance_weight=0.1 weighs the loss of a router, which model.num_experts=1",
+    ),
+    bad(
+        lambda: small_config(
+            model={"num_experts": 1, "num_experts_per_token": 1},
+            train={"router_z_loss_weight": 0.1},
+        ),
+        "train.router_z_loss_weight=0.1 weighs the loss of a router, which model.num_experts=1",
     ),
     bad(on_mesh("tensor=64"), "model.vocab_size=32 does not split over stage×tensor=64"),
     bad(
@@ -440,6 +487,15 @@ FIELDS = (
     ("train.clip_norm", "2", 2.0),
     ("train.loss_chunks", "4", 4),
     ("train.load_balance_weight", "0.01", 0.01),
+    ("train.router_z_loss_weight", "1e-3", 1e-3),
+    ("model.capacity_factor", "1.5", 1.5),
+    ("model.router_score", "sigmoid", "sigmoid"),
+    ("model.router_normalize", "false", False),
+    ("model.router_scale", "2.5", 2.5),
+    ("model.router_bias", "true", True),
+    ("model.router_groups", "2", 2),
+    ("model.router_groups_per_token", "2", 2),
+    ("model.num_shared_experts", "1", 1),
     ("train.grad_dtype", "bfloat16", "bfloat16"),
     ("train.shard_optimizer_over_data", "true", True),
     ("train.grad_dtype", "None", None),
@@ -447,15 +503,26 @@ FIELDS = (
 )
 
 
+# Fields that are refused without another one.
+BEFORE = {
+    "model.capacity_factor": small_config(model={"experts": "capacity"}),
+    "model.router_groups": small_config(model={"router_score": "sigmoid"}),
+    "model.router_groups_per_token": small_config(
+        model={"router_score": "sigmoid", "router_groups": 2}
+    ),
+}
+
+
 @pytest.mark.parametrize(("key", "text", "value"), FIELDS)
 def test_every_field_can_be_set(key: str, text: str, value: object) -> None:
     section, name = key.split(".")
-    changed = apply_overrides(SMALL, parse_overrides([f"{key}={text}"]))
+    before = BEFORE.get(key, SMALL)
+    changed = apply_overrides(before, parse_overrides([f"{key}={text}"]))
     got = getattr(getattr(changed, section), name)
     assert got == value
     assert type(got) is type(value)
     other = {(s, f): v for s, fields in to_dict(changed).items() for f, v in fields.items()}
-    start = {(s, f): v for s, fields in to_dict(SMALL).items() for f, v in fields.items()}
+    start = {(s, f): v for s, fields in to_dict(before).items() for f, v in fields.items()}
     assert {place for place in start if start[place] != other[place]} <= {(section, name)}
 
 

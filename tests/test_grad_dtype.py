@@ -332,7 +332,7 @@ def test_groups_of_experts_stack_gradients_in_the_dtype_of_the_model() -> None:
     layout = Layout()
 
     def loss(kernels: ExpertKernels) -> jax.Array:
-        mixed = DenseExperts(group=2)(x, choice, kernels, layout=layout, remat=FULL)
+        mixed = DenseExperts(group=2)(x, choice, kernels, layout=layout, remat=FULL).output
         return jnp.sum(mixed.astype(jnp.float32))
 
     jaxpr = jax.make_jaxpr(jax.grad(loss))(kernels)

@@ -7,11 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from expert_mixtures import (
+    EMBED,
+    EXPERTS,
+    MLP,
+    kernels_of,
+    kernels_on_mesh,
+    put,
+    summed,
+    with_gradients,
+)
 from helpers import assert_close, float_rows, mesh_of, missing
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from nnx_pipeline import InputError, Layout, lab
 from nnx_pipeline.ops.experts import ExpertKernels
@@ -20,14 +28,6 @@ from nnx_pipeline.ops.grouped.order import Some, from_rows, sort_by_expert, to_r
 from nnx_pipeline.ops.grouped.products import GroupedProducts, Tiles
 from nnx_pipeline.pipeline.stage.apply import map_stages
 from nnx_pipeline.remat import FULL
-
-EXPERTS, EMBED, MLP = 4, 8, 16
-
-
-def put(x: Any, spec: P) -> Any:
-    """An array on the ambient mesh."""
-    return jax.device_put(x, NamedSharding(jax.sharding.get_mesh(), spec))
-
 
 BACKENDS = {
     "tiles": GroupedProducts("tiles", Tiles.of((8, 0, 0))),
@@ -100,30 +100,11 @@ def test_rows_come_back_to_their_tokens_without_those_of_other_devices() -> None
 # ---- the mixture ---------------------------------------------------------------------------------
 
 
-def kernels_of(*leading: int) -> ExpertKernels:
-    into, out = (*leading, EXPERTS, EMBED, MLP), (*leading, EXPERTS, MLP, EMBED)
-    return ExpertKernels(*(float_rows(*one, seed=i) / 4 for i, one in enumerate((into, into, out))))
-
-
-def summed(x: Any, weights: Any, kernels: ExpertKernels, chosen: Any) -> Any:
-    """A plain sum over experts, whose derivative is JAX's."""
-    total = jnp.zeros_like(x)
-    for expert, (gate, up, down) in enumerate(zip(*kernels, strict=True)):
-        share = jnp.where(chosen == expert, weights, 0).sum(-1, keepdims=True)
-        total += share * ((jax.nn.silu(x @ gate) * (x @ up)) @ down)
-    return total
-
-
 def grouped(
     x: Any, weights: Any, kernels: ExpertKernels, chosen: Any, group: int | None = None
 ) -> Any:
     mix = GroupedExperts(group, tiles=(8, 0, 0))
-    return mix(x, (weights, chosen), kernels, layout=Layout(), remat=FULL)
-
-
-def with_gradients(mix: Any, *args: Any) -> Any:
-    result, pull_back = jax.vjp(mix, *args)
-    return result, pull_back(jnp.cos(result))
+    return mix(x, (weights, chosen), kernels, layout=Layout(), remat=FULL).output
 
 
 # The experts of each token: all of them, one alone, and those of the first device of two.
@@ -156,9 +137,7 @@ def test_a_mixture_and_its_derivatives_against_a_sum_over_experts(
         return
     with jax.set_mesh(mesh_of(mesh, mode)):
         spec = Layout().spec
-        tokens, stored = spec("batch", None, None), spec("expert", "embed_of_expert", "mlp")
-        out = spec("expert", "mlp", "embed_of_expert")
-        kernels = ExpertKernels(*map(put, kernels_of(), (stored, stored, out)))
+        tokens, kernels = spec("batch", None, None), kernels_on_mesh()
         mix = functools.partial(grouped, chosen=put(experts, tokens), group=group)
         found = jax.jit(functools.partial(with_gradients, mix))(
             put(x, tokens), put(weights, tokens), kernels
@@ -176,11 +155,7 @@ def test_a_mixture_mapped_over_stages(mode: str, group: int) -> None:
     with jax.set_mesh(mesh_of("stage=2,fsdp=2,expert=2", mode)):
         spec = Layout().spec
         tokens = spec("stage", "batch", None, None)
-        into, out = (
-            spec("stage", "expert", *axes)
-            for axes in (("embed_of_expert", "mlp"), ("mlp", "embed_of_expert"))
-        )
-        kernels = ExpertKernels(*map(put, kernels_of(2), (into, into, out)))
+        kernels = kernels_on_mesh("stage")
         args = put(x, tokens), put(weights, tokens), kernels, put(experts, tokens)
         mix = map_stages(functools.partial(grouped, group=group))
         step = jax.jit(functools.partial(with_gradients, mix))
@@ -209,7 +184,8 @@ def test_kernels_compile_and_state_the_operations_of_their_rows(
     def step(x: Any, weights: Any, chosen: Any, kernels: ExpertKernels) -> Any:
         def mix(x: Any, weights: Any, kernels: ExpertKernels) -> Any:
             choice = (weights, chosen)
-            return GroupedExperts(group)(x, choice, kernels, layout=Layout(), remat=FULL)
+            found = GroupedExperts(group)(x, choice, kernels, layout=Layout(), remat=FULL)
+            return found.output
 
         return jax.vjp(mix, x, weights, kernels)[1](x)
 

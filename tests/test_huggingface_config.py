@@ -259,7 +259,11 @@ def test_the_longest_sequence_is_that_of_transformers_where_it_is_absent(absent:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"norm_scale_offset": 1.0}, "norm_scale_offset=1.0 has no place in a Hugging Face model"),
+        (
+            {"norm_scale_offset": 1.0},
+            "norm_scale_offset=1.0 has no place in a Hugging Face",
+        ),
+        ({"num_experts": 8, "router_scale": 2.5}, "router_scale=2.5 has no place in"),
         ({"num_heads": 7, "num_kv_heads": 7}, "embed_dim=4096 is not a multiple of model.num_h"),
     ],
 )

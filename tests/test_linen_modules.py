@@ -205,6 +205,16 @@ def test_the_query_kernel_makes_up_for_the_scale_of_attention() -> None:
     [
         (linen.MixtralDecoderLayer, DENSE, "num_experts=1; use LlamaDecoderLayer, or set"),
         (linen.LlamaDecoderLayer, MOE, "num_experts=4; use MixtralDecoderLayer, or set"),
+        (
+            linen.MixtralDecoderLayer,
+            with_fields(MOE, router_bias=True),
+            "router_bias=True gives layers parameters that have no name in Linen",
+        ),
+        (
+            linen.MixtralDecoderLayer,
+            with_fields(MOE, num_shared_experts=1),
+            "num_shared_experts=1 gives layers parameters .* only a model with 0 can be converted",
+        ),
     ],
 )
 def test_a_layer_of_another_model(layer: Any, config: ModelConfig, message: str) -> None:

@@ -134,15 +134,19 @@ def loss_of_parts(model: Mixtral, batch: Batch) -> tuple[jax.Array, tuple[jax.Ar
     """As `loss_of`, one microbatch after the other by a plain loop, in no pipeline at all."""
     count, weights = 4, batch.weights / (jnp.sum(batch.weights) + 1e-8)
     arrays = (batch.tokens, batch.targets, weights, batch.positions, batch.segment_ids)
-    entropies, balances = [], []
+    entropies, reported = [], []
     for part in range(count):
         rows = len(batch.tokens) // count
         cut = [None if x is None else x[part * rows :][:rows] for x in arrays]
-        _, (entropy, balance) = model.loss(*cut[:3], positions=cut[3], segment_ids=cut[4])
+        _, (entropy, router) = model.loss(*cut[:3], positions=cut[3], segment_ids=cut[4])
         entropies.append(entropy)
-        balances.append(balance)
-    entropy, balance = sum(entropies), sum(balances) / count
-    return entropy + model.config.train.load_balance_weight * balance, (entropy, balance)
+        reported.append(router)
+    entropy = sum(entropies)
+    router = jax.tree.map(lambda *each: sum(each) / count, *reported)
+    train = model.config.train
+    routers = train.load_balance_weight * router.load_balance
+    routers += train.router_z_loss_weight * router.z_loss
+    return entropy + routers, (entropy, router)
 
 
 @jax.jit
@@ -268,11 +272,11 @@ def test_explicit_and_auto_give_the_same_numbers(case: Case) -> None:
 
 
 def test_load_balance_counts_in_the_loss() -> None:
-    entropy, balance = alone(dense=False, packed=True).parts
+    entropy, router = alone(dense=False, packed=True).parts
     assert float(alone(dense=False, packed=True).loss) == pytest.approx(
-        float(entropy) + 0.1 * float(balance), rel=1e-6
+        float(entropy) + 0.1 * float(router.load_balance), rel=1e-6
     )
-    assert float(balance) > SPARSE.model.num_experts_per_token
+    assert float(router.load_balance) > SPARSE.model.num_experts_per_token
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The functions of `nnx_pipeline.ops`, and two modules that are little more than one of them."""
 
+import functools
 import math
 from typing import Any
 
@@ -29,7 +30,16 @@ from nnx_pipeline.ops.embedding import uses_one_hot
 from nnx_pipeline.ops.experts import DenseExperts, ExpertKernels, group_size
 from nnx_pipeline.ops.norm import rms_norm
 from nnx_pipeline.ops.rotary import rotate
-from nnx_pipeline.ops.router import combine_weights, expert_usage, load_balance_loss, route
+from nnx_pipeline.ops.router import (
+    RouterMetrics,
+    Routing,
+    Usage,
+    combine_weights,
+    expert_usage,
+    load_balance_loss,
+    route,
+    router_metrics,
+)
 from nnx_pipeline.remat import FULL
 from nnx_pipeline.sharding import place
 
@@ -174,13 +184,66 @@ def test_attention_in_half_precision_masks_finitely(dtype: str) -> None:
 
 def test_the_router_takes_the_softmax_of_the_best() -> None:
     logits = jnp.array([[1.0, 4.0, 2.0, 3.0], [0.0, 0.0, -1.0, 5.0]])
-    weights, experts = route(logits, 2)
+    weights, experts = route(logits, Routing(2))
     np.testing.assert_array_equal(experts, [[1, 3], [3, 0]])
     share = np.exp([4.0, 3.0]) / np.exp([4.0, 3.0]).sum()
     assert_close(weights[0], share, 1e-6)
     combined = combine_weights(weights, experts, 4)
     assert_close(combined[0], np.array([0, share[0], 0, share[1]]), 1e-6)
     assert_close(jnp.sum(combined, axis=-1), jnp.ones(2), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("score", "normalize", "expected"),
+    [
+        ("softmax", True, (4 / 7, 3 / 7)),
+        ("softmax", False, (4 / 10, 3 / 10)),
+        ("sigmoid", True, (4 / 5 / 1.55, 3 / 4 / 1.55)),
+        ("sigmoid", False, (4 / 5, 3 / 4)),
+    ],
+)
+def test_weights_of_the_router(score: str, normalize: bool, expected: tuple[float, ...]) -> None:
+    """Of scores whose exponentials are 1, 3, 2 and 4."""
+    logits = jnp.log(jnp.array([[1.0, 3.0, 2.0, 4.0]]))
+    weights, experts = route(logits, Routing(2, score, normalize, scale=2.5))
+    assert experts.tolist() == [[3, 1]]
+    assert_close(weights, 2.5 * np.array([expected], np.float32), 1e-6)
+
+
+def test_a_bias_and_groups_choose_and_do_not_weigh() -> None:
+    """Groups {0, 1}, {2, 3} and {4, 5}: the two best scores of a group count, and not its best."""
+    scores = jnp.array([[0.9, 0.1, 0.6, 0.7, 0.2, 0.8]])
+    logits, bias = jnp.log(scores / (1 - scores)), jnp.array([0.0, 0.0, 0.0, 0.0, 0.55, 0.0])
+    of = functools.partial(Routing, 2, "sigmoid", False)
+    assert route(logits, of())[1].tolist() == [[0, 5]]
+    assert route(logits, of(groups=3))[1].tolist() == [[3, 2]]
+    assert route(logits, of(groups=3, groups_per_token=2))[1].tolist() == [[0, 3]]
+    weights, experts = route(logits, of(groups=3), bias)
+    assert experts.tolist() == [[5, 4]]
+    assert_close(weights, jnp.array([[0.8, 0.2]]), 1e-6)
+    gradient = jax.grad(lambda bias: jnp.sum(route(logits, of(groups=3), bias)[0]))(bias)
+    assert gradient.tolist() == [0.0] * 6
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_what_a_router_reports(score: str) -> None:
+    """By its formulas in float64, and through one array."""
+    logits, dropped = 3 * float_rows(2, 5, 4), jnp.array([0.25, 0.0])
+    usage = expert_usage(logits, jax.lax.top_k(logits, 2)[1], dropped, score=score)
+    wide = np.asarray(logits, np.float64)
+    scores = np.exp(wide) if score == "softmax" else 1 / (1 + np.exp(-wide))
+    p = scores / scores.sum(axis=-1, keepdims=True)
+    assert_close(usage.probability, p.mean(axis=1), 1e-5)
+    assert_close(usage.entropy, -(p * np.log(p)).sum(axis=-1).mean(axis=1), 1e-5)
+    squared = np.log(np.exp(wide).sum(axis=-1)) ** 2
+    assert_close(usage.squared_log_sum, squared.mean(axis=1), 1e-5)
+    assert_close(Usage.unpacked(usage.packed()), usage, 0.0)
+    mean = jax.tree.map(lambda each: each.mean(axis=0), usage)
+    found = RouterMetrics.unpacked(router_metrics(mean.packed()))
+    load = mean.chosen / 2
+    expected = (load_balance_loss(mean), mean.squared_log_sum, mean.dropped, mean.entropy, load)
+    assert_close(found, RouterMetrics(*expected), 1e-6)
+    assert_close(jnp.sum(found.load), 1.0, 1e-6)
 
 
 def test_load_balance_by_hand() -> None:
@@ -198,7 +261,7 @@ def test_load_balance_by_hand() -> None:
 
     def of_microbatches(count: int) -> jax.Array:
         return load_balance_loss(
-            jax.tree.map(lambda rows: rows.reshape(count, -1, 3).mean(axis=1), usage)
+            jax.tree.map(lambda rows: rows.reshape(count, -1, *rows.shape[1:]).mean(axis=1), usage)
         )
 
     whole, halves = of_microbatches(1), of_microbatches(2)
@@ -325,7 +388,7 @@ def gradients_of_expert_kernels() -> tuple[list[Any], list[Any]]:
         choice = weights, place(jnp.zeros((4, 5, 1), jnp.int32), tokens)
         stored = [layout.spec(*axes) for axes in (into, into, out)]
         kernels = ExpertKernels(*map(place, kernels, stored))
-        return jnp.sum(DenseExperts()(x, choice, kernels, layout=layout, remat=FULL))
+        return jnp.sum(DenseExperts()(x, choice, kernels, layout=layout, remat=FULL).output)
 
     everything = list(equations(jax.make_jaxpr(jax.grad(loss))(kernels)))
     products = [
@@ -409,7 +472,7 @@ def test_experts_and_their_derivatives_against_a_sum_over_experts(
 
     def dense(x: jax.Array, weights: jax.Array, kernels: ExpertKernels) -> jax.Array:
         experts = DenseExperts(group)
-        return experts(x, (weights, chosen), kernels, layout=Layout(), remat=FULL)
+        return experts(x, (weights, chosen), kernels, layout=Layout(), remat=FULL).output
 
     def summed(x: jax.Array, weights: jax.Array, kernels: ExpertKernels) -> jax.Array:
         total = jnp.zeros_like(x)

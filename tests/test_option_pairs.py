@@ -46,7 +46,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "backward": (None, "accumulate"),
     "shard_optimizer_over_data": (False, True),
     "dropout_rate": (0.0, 0.3),
-    "experts": ("dense", "grouped"),
+    "experts": ("dense", "grouped", "capacity"),
 }
 MODEL, TRAIN = ("dropout_rate", "experts"), ("shard_optimizer_over_data",)
 
@@ -54,12 +54,15 @@ MODEL, TRAIN = ("dropout_rate", "experts"), ("shard_optimizer_over_data",)
 def config_of(case: Case) -> Config:
     """The config of a case; InputError where its options do not go together."""
     pipeline = {k: v for k, v in case.items() if k not in (*MODEL, *TRAIN, "mesh")}
+    # With this room no choice is dropped.
+    room = {"capacity_factor": 2.0} if case["experts"] == "capacity" else {}
     config = small_config(
-        model={"num_layers": LAYERS, **{name: case[name] for name in MODEL}},
+        model={"num_layers": LAYERS, **{name: case[name] for name in MODEL}, **room},
         pipeline=pipeline,
         train={
             "global_batch": BATCH,
             "load_balance_weight": 0.1,
+            "router_z_loss_weight": 0.01,
             **{name: case[name] for name in TRAIN},
         },
     )

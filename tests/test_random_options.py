@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import plain_model
 import pytest
 from helpers import assert_close, fresh_model, mesh_of, packed_batch
@@ -34,15 +35,28 @@ MODEL: dict[str, tuple[Any, ...]] = {
     "num_heads": (4,),
     "num_kv_heads": (2, 4),
     "head_dim": (4, 6),
-    "num_experts": (1, 4),
-    "num_experts_per_token": (1, 2, 3),
+    "num_experts": (1, 4, 4, 4),
     "norm_scale_offset": (0.0, 1.0),
     "rope_theta": (1e6, 50.0),
     "dropout_rate": (0.0, 0.3),
     "attention_block": (None, 4),
-    "experts": ("dense", "grouped"),
-    "expert_group": (None, 1, 2, 4),
     "embedding": ("gather", "one_hot"),
+}
+ROUTED: dict[str, tuple[Any, ...]] = {  # of a model with several experts
+    "num_experts_per_token": (1, 2, 3),
+    "experts": ("dense", "grouped", "capacity"),
+    "router_score": ("softmax", "sigmoid"),
+    "router_normalize": (True, False),
+    "router_scale": (1.0, 1.5),
+    "router_bias": (False, True),
+    "router_groups": (1, 2),
+    "router_groups_per_token": (1, 2),
+    "num_shared_experts": (0, 2),
+}
+OF_EXPERTS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "dense": {"expert_group": (None, 1, 2, 4)},
+    "grouped": {},
+    "capacity": {"capacity_factor": (None, 0.8, 4.0)},
 }
 PIPELINE: dict[str, tuple[Any, ...]] = {
     "num_microbatches": (1, 2, 4, 8),
@@ -61,8 +75,11 @@ TRAIN: dict[str, tuple[Any, ...]] = {
     "global_batch": (8, 16),
     "sequence_length": (8,),
     "loss_chunks": (1, 2, 4),
-    "load_balance_weight": (0.0, 0.1),
     "shard_optimizer_over_data": (False, True),
+}
+WEIGHTS: dict[str, tuple[Any, ...]] = {
+    "load_balance_weight": (0.0, 0.1),
+    "router_z_loss_weight": (0.0, 0.01),
 }
 AXES = ("data", "stage", "fsdp", "tensor", "expert")
 
@@ -99,11 +116,16 @@ def drawn(number: int) -> Case:
             sizes[axis] *= 2
         mesh = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
         mesh = source.choice((mesh, mesh, mesh, "stage=2", "fsdp=2", ""))
+        model, train = chosen(MODEL), chosen(TRAIN)
+        if model["num_experts"] > 1:
+            model |= chosen(ROUTED)
+            model |= chosen(OF_EXPERTS[model["experts"]])
+            train |= chosen(WEIGHTS)
         try:
             config = Config(
-                model=ModelConfig(**chosen(MODEL)),
+                model=ModelConfig(**model),
                 pipeline=PipelineConfig(**chosen(PIPELINE)),
-                train=TrainConfig(**chosen(TRAIN)),
+                train=TrainConfig(**train),
             )
             config.check_mesh(MeshConfig.parse(mesh))
         except InputError:
@@ -115,6 +137,10 @@ def in_pipeline(case: Case, key: Any) -> tuple[Any, Any, Mixtral]:
     """Loss and parts, gradients, and the model."""
     mesh = mesh_of(case.mesh, case.config.pipeline.sharding)
     model = fresh_model(case.config, mesh)
+    if case.config.model.num_experts > 1 and case.config.model.router_bias:
+        bias = model.pipeline.layers.feed_forward.router_bias
+        values = 0.3 * np.sin(np.arange(bias.get_value().size, dtype=np.float32))
+        bias[...] = jax.device_put(values.reshape(bias.shape), bias.get_value().sharding)
     with jax.set_mesh(mesh):
         batch = jax.tree.map(
             lambda x: jax.device_put(jnp.asarray(x), batch_sharding(mesh, model.layout)), case.batch

@@ -351,22 +351,24 @@ def test_timetables() -> None:
 
 
 def test_a_block_of_experts() -> None:
-    """What grouped experts take of dense ones, in the text."""
+    """What grouped experts, and those of limited capacity, take of dense ones, in the text."""
     moe = benchmark("moe_block")
     found = json.loads((RESULTS / "moe_block.json").read_text())
     text = " ".join((ROOT / "README.md").read_text().split())
-    (shown,) = re.findall(
-        r"Mixtral 8x7B take ([\d.]+) times the temp and ([\d.]+) times the compute of `dense` on a "
-        r"TPU v5p, and ([\d.]+) and ([\d.]+) times on an H100",
+    shown = re.findall(
+        r"Mixtral 8x7B(?:, as above,)? take ([\d.]+) times the temp and ([\d.]+) times the compute "
+        r"of `dense` on a TPU v5p, and ([\d.]+) and ([\d.]+) times on an H100",
         text,
     )
-    expected = []
-    for platform in moe.PLATFORMS:
-        dense, grouped = (found[f"{platform} mixtral-8x7b {kind}"] for kind in moe.KINDS)
-        for figure in ("temp", "compute_seconds"):
-            expected.append(f"{grouped[figure] / dense[figure]:.2f}")
-        assert grouped["flops"] == pytest.approx(grouped["flops_of_active"], rel=0.01)
-    assert list(shown) == expected
+    assert moe.KINDS == ("dense", "grouped", "capacity")
+    for kind, work, figures in zip(moe.KINDS[1:], (1.0, 1.25), shown, strict=True):
+        expected = []
+        for platform in moe.PLATFORMS:
+            dense, other = (found[f"{platform} mixtral-8x7b {name}"] for name in ("dense", kind))
+            for figure in ("temp", "compute_seconds"):
+                expected.append(f"{other[figure] / dense[figure]:.2f}")
+            assert other["flops"] == pytest.approx(work * other["flops_of_active"], rel=0.01)
+        assert list(figures) == expected
     peer = json.loads((RESULTS / "peer_memory.json").read_text())
     pod = benchmark("peer_memory").LARGER[-2:]
     assert [row.options for row in pod] == [{}, {"model.experts": "grouped"}]

@@ -85,11 +85,11 @@ def config_of(
 
 def loss_of(model: Mixtral, batch: Batch) -> jax.Array:
     """A scalar that depends on every hidden state, each with its own weight."""
-    hidden, balance = model.hidden(
+    hidden, router = model.hidden(
         batch.tokens, positions=batch.positions, segment_ids=batch.segment_ids
     )
     hidden = hidden.astype(jnp.float32)
-    return jnp.sum(hidden**2 * jnp.linspace(-1.0, 1.0, hidden.shape[-1])) + balance
+    return jnp.sum(hidden**2 * jnp.linspace(-1.0, 1.0, hidden.shape[-1])) + router.load_balance
 
 
 def gradient_program(config: Config, mesh: str = "stage=4,fsdp=2") -> Any:
@@ -161,7 +161,8 @@ def shapes_of(
         **{name: (*lead, *batch, *last) for name, last in zip(QUERY_KEY_VALUE, heads, strict=True)},
         OUT: into,
         **dict.fromkeys(HIDDEN, hidden),
-        LAYER_METRICS: (*lead, 1, model.num_experts),
+        # Choices and probability of each expert, and three numbers.
+        LAYER_METRICS: (*lead, 1, 2 * model.num_experts + 3),
     }
 
 
@@ -185,11 +186,12 @@ def expected(config: Config, on_device: tuple[str, ...], on_host: tuple[str, ...
         kept = Counter([(shapes[ITERATION_INPUT], dtype, ON_DEVICE)])
     named = [(shapes[name], dtype, ON_DEVICE) for name in on_device]
     named += [(shapes[name], dtype, ON_HOST) for name in on_host]
-    named += [(shapes[LAYER_METRICS], "float32", ON_DEVICE)]  # of the choices
+    named += [(shapes[LAYER_METRICS], "float32", ON_DEVICE)]
     axis, number = each_layer(layers, offloads=bool(on_host))
     for shape, of, where in named:
         kept[(*axis, *shape), of, where] += number
-    kept[(STAGES,), "float32", ON_DEVICE] += 1  # the metric of every visit, which a tick gives out
+    # The metrics of every visit, which a tick gives out: four numbers and the load of each expert.
+    kept[(STAGES, 4 + config.model.num_experts), "float32", ON_DEVICE] += 1
     return kept
 
 
@@ -287,7 +289,7 @@ def test_names_survive_the_stages(mode: str, layers: int, group: int | None) -> 
     _, number = each_layer(layers)  # of times that a layer is written out
     want = Counter({(name, shapes[name]): number for name in NAMES})
     want[ITERATION_INPUT, shapes[ITERATION_INPUT]] = 1  # once for the stage
-    want[LAYER_METRICS, shapes[LAYER_METRICS]] = 2 * number  # choices and probabilities
+    want[LAYER_METRICS, shapes[LAYER_METRICS]] = number
     assert seen == want
 
 
@@ -303,8 +305,7 @@ def test_without_a_pipeline_a_layer_keeps_the_same(policy: str, group: int | Non
     shapes = shapes_of(config, (), sequences=config.train.global_batch)
     on_device, on_host = PROMISED[policy]
     want = [(shapes[name], "bfloat16", ON_DEVICE) for name in (LAYER_INPUT, *on_device)]
-    usage = (1, config.model.num_experts)  # the loop's result beside x
-    want += [(usage, "float32", ON_DEVICE)] * 2
+    want += [(shapes[LAYER_METRICS], "float32", ON_DEVICE)]  # the loop's result beside x
     assert kept == Counter(want + [(shapes[name], "bfloat16", ON_HOST) for name in on_host])
 
 

@@ -86,6 +86,28 @@ def test_a_step_is_adamw_with_clipping(clip_norm: float) -> None:
     assert int(state.step) == 2
 
 
+def test_the_bias_of_a_router_is_left_as_it_is() -> None:
+    """Weight decay changes every parameter but that one, which has no gradient."""
+    config = small_config(
+        model={"num_layers": 1, "router_bias": True},
+        train={"learning_rate": 0.1, "weight_decay": 0.3},
+    )
+    model, batch = new_model(config), jax.tree.map(jnp.asarray, packed_batch(config))
+    bias = model.pipeline.layers.feed_forward.router_bias
+    bias[...] = jnp.arange(1.0, 5.0).reshape(bias.shape)
+    optimizer = make_optimizer(config.train).init(model)
+    state = TrainState(step=jnp.zeros((), jnp.int32), model=model, optimizer=optimizer)
+    with optax_promotion():
+        new = jax.jit(train_step)(state, batch)[0]
+    changed = {
+        path: bool(jnp.any(leaf != arrays_by_path(state.model)[path]))
+        for path, leaf in arrays_by_path(new.model).items()
+    }
+    assert [path for path in changed if not changed[path]] == [
+        path for path in changed if "router_bias" in path
+    ]
+
+
 def test_the_state_is_donated() -> None:
     """The old state is gone after the step, and the program writes the new one in its place."""
     config = small_config(pipeline={"num_microbatches": 2})
@@ -102,7 +124,7 @@ def test_the_state_is_donated() -> None:
         for leaf in jax.tree.leaves(new)
     )
     assert compiled.memory_analysis().alias_size_in_bytes >= per_device
-    assert all(metric.dtype == jnp.float32 for metric in metrics)
+    assert all(metric.dtype == jnp.float32 for metric in jax.tree.leaves(metrics))
 
 
 def test_abstract_arguments_are_the_real_ones() -> None:

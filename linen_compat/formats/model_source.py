@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from linen_compat.formats.comparison import LAYERS, STACK_AXES, parameter_paths
+from linen_compat.formats.names import check_names
 from linen_compat.formats.streams import PARAMETERS, ArraySpec, title
 from nnx_pipeline import InputError, Mixtral
 
@@ -18,12 +19,14 @@ class ModelSource:
       `PARAMETERS` must be among them.
     - `scalars`: the step and the counts, by the names of `streams.SCALARS`.
 
-    One array at a time is gathered to the host.
+    One array at a time is gathered to the host. Raises InputError for a model with parameters that
+    no format has a name for.
     """
 
     def __init__(
         self, model: Mixtral, trees: Mapping[str, Mixtral], scalars: Mapping[str, np.ndarray]
     ) -> None:
+        check_names(model.config.model)
         self.num_layers = model.config.model.num_layers
         self.attention_scale = model.config.model.attention_scale
         self.parts, self.scalars = tuple(trees), scalars

@@ -6,6 +6,8 @@ layer; `orbax.layouts` knows where each layout puts its layers.
 
 from dataclasses import dataclass
 
+from nnx_pipeline import InputError, ModelConfig
+
 
 @dataclass(frozen=True)
 class Names:
@@ -53,6 +55,16 @@ MLP = (
     Names("feed_forward.up", "mlp/wi_1/kernel", "mlp.up_proj.weight"),
     Names("feed_forward.down", "mlp/wo/kernel", "mlp.down_proj.weight"),
 )
+
+
+def check_names(model: ModelConfig) -> None:
+    """Raises InputError for a model with parameters that have no name in the tables above."""
+    for name, none in {"router_bias": False, "num_shared_experts": 0}.items():
+        if getattr(model, name) != none:
+            raise InputError(
+                f"model.{name}={getattr(model, name)!r} gives layers parameters that have no name "
+                f"in Linen or in a checkpoint yet; only a model with {none!r} can be converted"
+            )
 
 
 def of_layer(num_experts: int) -> tuple[Names, ...]:

@@ -21,6 +21,7 @@ from nnx_pipeline import decoder as functional
 from nnx_pipeline.errors import one_of
 from nnx_pipeline.mesh import ambient_mesh
 from nnx_pipeline.modules import Parts
+from nnx_pipeline.ops.router import RouterMetrics
 from nnx_pipeline.pipeline.create import weight_options
 from nnx_pipeline.pipeline.layers import with_keys
 from nnx_pipeline.pipeline.metrics import over_layers, values
@@ -261,8 +262,8 @@ class Transformer(nn.Module):
         positions: Array | None = None,
         segment_ids: Array | None = None,
         key: Array | None = None,
-    ) -> tuple[Array, tuple[Array, Array]]:
-        """The loss to minimise, and its two parts: cross-entropy and load balance.
+    ) -> tuple[Array, tuple[Array, RouterMetrics]]:
+        """The loss to minimise, the cross-entropy in it, and what the routers report.
 
         Call it as `apply(variables, …, method="loss")`. Arguments and result are those of
         `nnx_pipeline.Mixtral.loss`, without `shards`.

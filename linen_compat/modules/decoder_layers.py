@@ -8,7 +8,7 @@ from linen_compat.modules.feed_forward import MlpBlock, MoeBlock
 from linen_compat.modules.norm import RMSNorm
 from nnx_pipeline import InputError, Layout, ModelConfig
 from nnx_pipeline.ops.residual import add_to_stream
-from nnx_pipeline.ops.router import load_balance_loss
+from nnx_pipeline.ops.router import router_metrics
 from nnx_pipeline.pipeline import MicrobatchMean
 from nnx_pipeline.remat import KEEP_ALL, Remat
 
@@ -40,7 +40,7 @@ class _DecoderLayer(nn.Module):
         segment_ids: Array | None = None,
         keys: Array | None = None,
     ) -> tuple[Array, MicrobatchMean | None]:
-        """The output of one layer, and the router's load-balance loss if there is a router.
+        """The output of one layer, and what its router reports, see `router_metrics`.
 
         - `x`: `[batch, seq, embed]`; the result has the same shape.
         - `positions`, `segment_ids`: `[batch, seq]` integers, as of `Attention`.
@@ -55,7 +55,7 @@ class _DecoderLayer(nn.Module):
         return self._add(h, mixed, keys, place=1), metric
 
     def feed_forward(self, x: Array) -> tuple[Array, MicrobatchMean | None]:
-        """What follows attention, and the load-balance loss of its router or None."""
+        """What follows attention, and what its router reports, or None."""
         raise NotImplementedError
 
     def _add(self, stream: Array, update: Array, keys: Array | None, *, place: int) -> Array:
@@ -78,7 +78,7 @@ class MixtralDecoderLayer(_DecoderLayer):
 
     def feed_forward(self, x: Array) -> tuple[Array, MicrobatchMean]:
         mixed, usage = self.MoeBlock_0(x)
-        return mixed, MicrobatchMean(usage, load_balance_loss)
+        return mixed, MicrobatchMean(usage.packed(), router_metrics)
 
 
 class LlamaDecoderLayer(_DecoderLayer):

@@ -3,12 +3,13 @@
 from flax import linen as nn
 from jaxtyping import Array
 
+from linen_compat.formats.names import check_names
 from linen_compat.modules.parameters import Kernel, Names, Weight, parameter
 from nnx_pipeline import Layout, ModelConfig
 from nnx_pipeline.ops.experts import ExpertKernels
 from nnx_pipeline.ops.mlp import gated_mlp
 from nnx_pipeline.ops.moe import MoEKernels, expert_parts, routed_experts
-from nnx_pipeline.ops.router import Usage
+from nnx_pipeline.ops.router import Routing, Usage
 from nnx_pipeline.remat import KEEP_ALL, Remat
 
 FAN_IN = nn.initializers.lecun_normal()
@@ -49,7 +50,7 @@ class MoeBlock(nn.Module):
     - `layout`: the mesh axes over which each logical axis is sharded.
     - `remat`: what to keep of each expert for the backward pass.
 
-    The router works in the dtype of its input; no token is dropped.
+    The router works in the dtype of its input.
     """
 
     config: ModelConfig
@@ -58,6 +59,7 @@ class MoeBlock(nn.Module):
 
     def setup(self) -> None:
         config = self.config
+        check_names(config)
         experts, embed, mlp = config.num_experts, config.embed_dim, config.mlp_dim
         dtype, layout = config.param_dtype, self.layout
         into: Names = ("exp", "embed_moe", "mlp_moe")
@@ -77,8 +79,8 @@ class MoeBlock(nn.Module):
         return routed_experts(
             x,
             MoEKernels(self.gate(), ExpertKernels(self.wi_0, self.wi_1, self.wo)),
-            num_experts_per_token=self.config.num_experts_per_token,
+            routing=Routing.of(self.config),
             layout=self.layout,
             remat=self.remat,
-            parts=expert_parts(self.config.experts, self.config.expert_group),
+            parts=expert_parts(self.config),
         )

@@ -7,6 +7,7 @@ from typing import Any
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import click
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -35,6 +36,7 @@ from nnx_pipeline.files import write_text
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.report import tables as report
 from nnx_pipeline.mesh import MeshConfig, make_mesh
+from nnx_pipeline.ops.router import RouterMetrics
 from nnx_pipeline.train.loop import train as run_training
 
 
@@ -158,7 +160,7 @@ def train(
     devices = target.devices(mesh_config.num_devices)
     with compiler_errors():
         grid = make_mesh(mesh_config, devices, sharding=config.pipeline.sharding)
-        losses = _train_with_bar(run_training(config, grid, steps=steps, seed=seed), steps)
+        losses, router = _train_with_bar(run_training(config, grid, steps=steps, seed=seed), steps)
     if losses[-1] != losses[-1]:  # true of NaN alone
         raise Failed(f"the loss is not a number after {steps} steps; lower train.learning_rate")
     result = {
@@ -167,6 +169,7 @@ def train(
         "config": to_dict(config),
         "steps": steps,
         "losses": losses,
+        "router": _of_router(router) if config.model.num_experts > 1 else None,
     }
     first, last = losses[0], losses[-1]
     line = (
@@ -176,8 +179,11 @@ def train(
     report.emit_json(json_path, result)
 
 
-def _train_with_bar(metrics: Any, steps: int) -> list[float]:
-    """The loss of each step, with a progress bar on standard error while the steps run."""
+def _train_with_bar(metrics: Any, steps: int) -> tuple[list[float], RouterMetrics]:
+    """The loss of each step, with a progress bar on standard error while the steps run.
+
+    Returns what the routers reported in the last step too.
+    """
     losses = []
     columns = (
         TextColumn("training"),
@@ -191,7 +197,12 @@ def _train_with_bar(metrics: Any, steps: int) -> list[float]:
         for metric in metrics:
             losses.append(float(metric.loss))
             bar.update(task, advance=1, loss=f"{losses[-1]:.4f}")
-    return losses
+    return losses, metric.router
+
+
+def _of_router(router: RouterMetrics) -> dict[str, object]:
+    """What the routers reported, as plain numbers."""
+    return {name: np.asarray(value).tolist() for name, value in router._asdict().items()}
 
 
 def _count(parameters: int) -> str:

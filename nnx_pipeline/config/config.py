@@ -70,6 +70,13 @@ class TrainConfig:
     microbatches, whatever its weight.
     """
 
+    router_z_loss_weight: float = 0.0
+    """Weight in the loss of the router's z-loss, averaged over layers and tokens.
+
+    It is the mean of the squared logarithm of the sum of the exponentials of a token's logits
+    (ST-MoE, Zoph et al., 2022), which keeps these small; the authors take 0.001.
+    """
+
     dropout_seed: int = 0
     """Seed of dropout, from 0 to 2**32 - 1.
 
@@ -99,6 +106,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         whole(self, "global_batch", "sequence_length", "loss_chunks")
         at_least(self, 0.0, "learning_rate", "adam_eps", "weight_decay", "load_balance_weight")
+        at_least(self, 0.0, "router_z_loss_weight")
         seed = self.dropout_seed
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
             raise InputError(f"dropout_seed={seed!r} is not a whole number from 0 to 2**32 - 1")
@@ -145,12 +153,13 @@ class Config:
     def __post_init__(self) -> None:
         if self.pipeline.num_microbatches is not None:
             self._check_batch(self.pipeline.num_microbatches)
-        weight = self.train.load_balance_weight
-        if self.model.num_experts == 1 and weight > 0:
-            raise InputError(
-                f"train.load_balance_weight={weight} weighs the loss of a router, which "
-                "model.num_experts=1 does not have; set it to 0"
-            )
+        for name in ("load_balance_weight", "router_z_loss_weight"):
+            weight = getattr(self.train, name)
+            if self.model.num_experts == 1 and weight > 0:
+                raise InputError(
+                    f"train.{name}={weight} weighs the loss of a router, which "
+                    "model.num_experts=1 does not have; set it to 0"
+                )
 
     def _check_batch(self, microbatches: int) -> None:
         """Raises InputError unless the global batch splits into that many microbatches."""

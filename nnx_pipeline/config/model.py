@@ -89,11 +89,18 @@ class ModelConfig:
     longer than 1024, and all queries of others, see `ops.attention.BLOCK`.
     """
 
-    experts: Literal["dense", "grouped"] = "dense"
+    experts: Literal["dense", "grouped", "capacity"] = "dense"
     """How experts are computed, a key of `ops.moe.EXPERTS`.
 
     `dense` runs all experts on all tokens, `grouped` each on the tokens that are sent to it, of
-    which none is dropped.
+    which none is dropped, and `capacity` each on as many of these as `capacity_factor` allows.
+    """
+
+    capacity_factor: float | None = None
+    """How many choices of a sequence each of the `capacity` experts takes, over an even share.
+
+    Of a sequence an expert takes ⌈tokens · num_experts_per_token · factor / num_experts⌉ choices;
+    later ones are dropped, see `ops.capacity.experts`. None takes 1.25.
     """
 
     expert_group: int | None = None
@@ -102,7 +109,44 @@ class ModelConfig:
     The kernels of so many experts are gathered together. A small group saves memory, and a large
     one time. None takes the smallest group whose products keep a device busy, see
     `ops.experts.group_size`: on a TPU or GPU one expert of Mixtral 8x7B at a time, and all eight of
-    `mixtral-small`. `grouped` experts whose kernels are not gathered are all computed at once.
+    `mixtral-small`. `grouped` experts whose kernels are not gathered are all computed at once, and
+    so are those of `capacity`.
+    """
+
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    """How the router scores experts: a softmax over all of them, or a sigmoid of each.
+
+    See `ops.router.route` for the weights that the chosen experts get.
+    """
+
+    router_normalize: bool = True
+    """Whether the weights of the chosen experts are divided by their sum."""
+
+    router_scale: float = 1.0
+    """Multiplies the weights of the chosen experts."""
+
+    router_bias: bool = False
+    """Whether a bias per expert is added to the scores by which experts are chosen.
+
+    The weights of the chosen experts do not depend on it, it has no gradient, and the optimizer
+    leaves it as it is (the correction bias of DeepSeek-V3).
+    """
+
+    router_groups: int = 1
+    """Groups of consecutive experts that the router chooses from first; needs `sigmoid` scores.
+
+    The experts of a token are chosen from the `router_groups_per_token` groups in which the two
+    largest scores have the largest sum (DeepSeek-V3).
+    """
+
+    router_groups_per_token: int = 1
+    """Groups that the experts of a token are chosen from; at most `router_groups`."""
+
+    num_shared_experts: int = 0
+    """Experts that every token goes through, beside those that the router chooses.
+
+    Together they are a dense MLP with `num_shared_experts · mlp_dim` hidden units, whose output is
+    added with weight 1.
     """
 
     embedding: Literal["auto", "gather", "one_hot"] = "gather"
@@ -137,18 +181,9 @@ class ModelConfig:
         one_of("dtype", self.dtype, DTYPES)
         one_of("param_dtype", self.param_dtype, DTYPES)
         one_of("attention", self.attention, ("dot_product",))
-        one_of("experts", self.experts, ("dense", "grouped"))
+        self._check_experts()
         if self.attention_block is not None:
             whole(self, "attention_block")
-        if self.expert_group is not None:
-            whole(self, "expert_group")
-            rule = f"expert_group={self.expert_group} does not divide num_experts="
-            is_divisor(self.expert_group, self.num_experts, rule=f"{rule}{self.num_experts}")
-        if self.num_experts == 1 and self.experts != "dense":
-            raise InputError(
-                f"experts={self.experts!r} needs routed experts, and num_experts=1; leave it at "
-                "'dense', or set num_experts to 2 or more"
-            )
         one_of("embedding", self.embedding, ("auto", "gather", "one_hot"))
         if self.max_position_embeddings is not None:
             whole(self, "max_position_embeddings")
@@ -157,3 +192,79 @@ class ModelConfig:
         above_zero(self, "rope_theta", "attention_scale")
         if not 0 <= number(self, "dropout_rate") < 1:
             raise InputError(f"dropout_rate={self.dropout_rate} must be at least 0 and below 1")
+
+    def _check_experts(self) -> None:
+        """Raises InputError for experts and a router that contradict each other."""
+        one_of("experts", self.experts, ("dense", "grouped", "capacity"))
+        if self.expert_group is not None:
+            whole(self, "expert_group")
+            rule = f"expert_group={self.expert_group} does not divide num_experts="
+            is_divisor(self.expert_group, self.num_experts, rule=f"{rule}{self.num_experts}")
+            if self.experts == "capacity":
+                raise InputError(
+                    f"expert_group={self.expert_group} is how many experts are computed at a time, "
+                    "and experts='capacity' computes all of a device at once; leave it at None"
+                )
+        if self.capacity_factor is not None:
+            above_zero(self, "capacity_factor")
+            if self.experts != "capacity":
+                raise InputError(
+                    f"capacity_factor={self.capacity_factor} is how much each of "
+                    f"experts='capacity' takes, and experts={self.experts!r}; leave it at None"
+                )
+        one_of("router_score", self.router_score, ("softmax", "sigmoid"))
+        one_of("router_normalize", self.router_normalize, (True, False))
+        above_zero(self, "router_scale")
+        one_of("router_bias", self.router_bias, (True, False))
+        shared = self.num_shared_experts
+        if isinstance(shared, bool) or not isinstance(shared, int) or shared < 0:
+            raise InputError(f"num_shared_experts={shared!r} is not a whole number of 0 or more")
+        for name, default in _OF_ROUTER.items():
+            if self.num_experts == 1 and getattr(self, name) != default:
+                raise InputError(
+                    f"{name}={getattr(self, name)!r} is about a router, which num_experts=1 does "
+                    f"not have; leave it at {default!r}, or set num_experts to 2 or more"
+                )
+        self._check_groups()
+        if self.num_experts == 1 and self.experts != "dense":
+            raise InputError(
+                f"experts={self.experts!r} needs routed experts, and num_experts=1; leave it at "
+                "'dense', or set num_experts to 2 or more"
+            )
+
+    def _check_groups(self) -> None:
+        """Raises InputError for groups from which the router cannot choose."""
+        whole(self, "router_groups", "router_groups_per_token")
+        groups, some = self.router_groups, self.router_groups_per_token
+        if some > groups:
+            raise InputError(
+                f"router_groups_per_token={some} exceeds router_groups={groups}; choose {groups} "
+                "or fewer"
+            )
+        if groups == 1:
+            return
+        if self.router_score != "sigmoid":
+            raise InputError(
+                f"router_groups={groups} needs router_score='sigmoid', and it is "
+                f"{self.router_score!r}; set one of them to another value"
+            )
+        rule = f"num_experts={self.num_experts} does not split into router_groups={groups}"
+        divides(groups, self.num_experts, rule=rule)
+        size, chosen = self.num_experts // groups, self.num_experts_per_token
+        if size < 2 or chosen > some * size:
+            raise InputError(
+                f"router_groups={groups} leaves {size} experts in each of "
+                f"{some} groups per token, and a group needs 2, and all of them "
+                f"num_experts_per_token={chosen}; choose fewer groups, or more per token"
+            )
+
+
+# The fields that are about a router, with their defaults.
+_OF_ROUTER = {
+    "router_score": "softmax",
+    "router_normalize": True,
+    "router_scale": 1.0,
+    "router_bias": False,
+    "router_groups": 1,
+    "num_shared_experts": 0,
+}

@@ -116,7 +116,8 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
     attention = 2 * model.embed_dim * model.head_dim * (model.num_heads + model.num_kv_heads)
     expert = 3 * model.embed_dim * model.mlp_dim
     router = model.embed_dim * model.num_experts if model.num_experts > 1 else 0
-    shared = attention + router + 2 * model.embed_dim
+    router += model.num_experts if model.router_bias else 0
+    shared = attention + router + model.num_shared_experts * expert + 2 * model.embed_dim
     outside = 2 * model.vocab_size * model.embed_dim + model.embed_dim
 
     def with_experts(experts: int) -> int:

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from nnx_pipeline.ops.attention import allowed
-from nnx_pipeline.ops.experts import ExpertKernels, Products
+from nnx_pipeline.ops.experts import ExpertKernels, Mixed, Products
 from nnx_pipeline.ops.loss import Targets
 from nnx_pipeline.pipeline.stage.apply import ApplyStage, map_stages
 from nnx_pipeline.remat import Remat
@@ -164,7 +164,7 @@ def sum_chosen(
     remat: Remat,
     hidden: Callable[[Array], Array],
     sum_dtype: str | None,
-) -> Array:
+) -> Mixed:
     """`DenseExperts` by way of one array with the outputs of each token's experts (seeds S2.1).
 
     The array is [batch, seq, chosen, embed] in the dtype of `x`. Weighted by the router, it is
@@ -189,15 +189,15 @@ def sum_chosen(
     found = products.sum_over_steps(remat.checkpoint(one_expert), operands, x.dtype)
     outputs, weights = (each.astype(sum_dtype or x.dtype) for each in (found, weights))
     mixed = jnp.einsum("bske,bsk->bse", outputs, weights).astype(x.dtype)
-    return place(mixed, layout.spec("batch", None, None))
+    return Mixed(place(mixed, layout.spec("batch", None, None)))
 
 
-def sum_chosen_in_float32(*args: Any, **options: Any) -> Array:
+def sum_chosen_in_float32(*args: Any, **options: Any) -> Mixed:
     """`sum_chosen` with the outputs of the experts and their weights cast to float32."""
     return sum_chosen(*args, **options, sum_dtype="float32")
 
 
-def sum_chosen_in_model_dtype(*args: Any, **options: Any) -> Array:
+def sum_chosen_in_model_dtype(*args: Any, **options: Any) -> Mixed:
     """`sum_chosen` with the sum in the dtype of the model."""
     return sum_chosen(*args, **options, sum_dtype=None)
 

@@ -81,14 +81,17 @@ def at_tiny(experiment: Experiment, config: Config, mesh: MeshConfig) -> tuple[P
     """Both arms at the preset `tiny`, as programs whose values can be compared on this machine.
 
     - `experiment`: gives the two arms.
-    - `config`: gives the pipeline, the weight of the load-balance loss and the fields of the model
+    - `config`: gives the pipeline, the weights of the router's losses and the fields of the model
       in `SWITCHES`. Where the pipeline does not fit `tiny` on this mesh, it gets two repeats and
       two microbatches per stage.
     - `mesh`: the sizes of the mesh axes.
     """
     tiny = preset("tiny")
     switches = {name: getattr(config.model, name) for name in SWITCHES}
-    train = dataclasses.replace(tiny.train, load_balance_weight=config.train.load_balance_weight)
+    router = ("load_balance_weight", "router_z_loss_weight")
+    train = dataclasses.replace(
+        tiny.train, **{name: getattr(config.train, name) for name in router}
+    )
     tiny = dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, **switches), train=train)
     # Twice the stages: enough for a delay of two, few enough for every mesh to split a microbatch.
     microbatches = 2 * mesh.stage

@@ -39,7 +39,8 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     """
     projections = 2 * model.embed_dim * model.head_dim * (model.num_heads + model.num_kv_heads) * 2
     attention = 2 * 2 * (sequence_length / 2) * model.num_heads * model.head_dim
-    experts = model.num_experts_per_token * 3 * 2 * model.embed_dim * model.mlp_dim
+    active = model.num_experts_per_token + model.num_shared_experts
+    experts = active * 3 * 2 * model.embed_dim * model.mlp_dim
     router = 2 * model.embed_dim * model.num_experts if model.num_experts > 1 else 0
     return model.num_layers * (projections + attention + experts + router) + _head(model)
 

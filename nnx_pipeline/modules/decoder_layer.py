@@ -10,7 +10,7 @@ from nnx_pipeline.modules.moe import RoutedMoE
 from nnx_pipeline.modules.norm import RMSNorm
 from nnx_pipeline.modules.parts import Parts
 from nnx_pipeline.ops.residual import add_to_stream
-from nnx_pipeline.ops.router import load_balance_loss
+from nnx_pipeline.ops.router import router_metrics
 from nnx_pipeline.pipeline.metrics import MicrobatchMean
 from nnx_pipeline.remat import KEEP_ALL, Remat
 from nnx_pipeline.sharding import Layout
@@ -57,7 +57,7 @@ class DecoderLayer(nnx.Module):
         segment_ids: Array | None = None,
         keys: Array | None = None,
     ) -> tuple[Array, MicrobatchMean | None]:
-        """The output of the layer, and the router's load-balance loss as a metric.
+        """The output of the layer, and what its router reports, see `router_metrics`.
 
         - `x`: `[batch, seq, embed]`; the output has the same shape.
         - `positions`, `segment_ids`: as in `Attention`.
@@ -72,7 +72,7 @@ class DecoderLayer(nnx.Module):
         normed = self.feed_forward_norm(h)
         if isinstance(self.feed_forward, RoutedMoE):
             mixed, usage = self.feed_forward(normed)
-            metric = MicrobatchMean(usage, load_balance_loss)
+            metric = MicrobatchMean(usage.packed(), router_metrics)
         else:
             mixed, metric = self.feed_forward(normed), None
         return self._add(h, mixed, keys, place=1), metric

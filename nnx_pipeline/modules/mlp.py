@@ -15,11 +15,15 @@ class MLP(nnx.Module):
 
     - `rngs`: its `params` stream gives the initial values.
     - `layout`: which mesh axes each logical axis is sharded over.
+    - `times`: how many times `config.mlp_dim` hidden units it has.
     """
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, layout: Layout = Layout()) -> None:
+    def __init__(
+        self, config: ModelConfig, *, rngs: nnx.Rngs, layout: Layout = Layout(), times: int = 1
+    ) -> None:
         self.layout = layout
-        into, out_of = (config.embed_dim, config.mlp_dim), (config.mlp_dim, config.embed_dim)
+        width = times * config.mlp_dim
+        into, out_of = (config.embed_dim, width), (width, config.embed_dim)
         dtype = config.param_dtype
         self.gate = parameter(rngs, FAN_IN, into, dtype, ("embed", "mlp"), layout)
         self.up = parameter(rngs, FAN_IN, into, dtype, ("embed", "mlp"), layout)

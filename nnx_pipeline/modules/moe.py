@@ -4,12 +4,20 @@ from flax import nnx
 from jaxtyping import Array
 
 from nnx_pipeline.config.model import ModelConfig
+from nnx_pipeline.modules.mlp import MLP
 from nnx_pipeline.modules.parts import Parts
 from nnx_pipeline.ops.experts import ExpertKernels
 from nnx_pipeline.ops.moe import MoEKernels, expert_parts, routed_experts
-from nnx_pipeline.ops.router import Usage
+from nnx_pipeline.ops.router import Routing, Usage
 from nnx_pipeline.remat import KEEP_ALL, Remat
-from nnx_pipeline.sharding import Layout, parameter
+from nnx_pipeline.sharding import Layout, initial_value, parameter
+
+
+class SelectionBias(nnx.Param):
+    """A bias that takes part in choosing experts alone, so that it has no gradient.
+
+    A training step leaves it as it is.
+    """
 
 
 class RoutedMoE(nnx.Module):
@@ -20,7 +28,7 @@ class RoutedMoE(nnx.Module):
     - `parts`: functions that an experiment may replace.
     - `remat`: what to keep of each expert for the backward pass.
 
-    The router works in the dtype of its input; no token is dropped.
+    The router works in the dtype of its input.
     """
 
     def __init__(
@@ -33,7 +41,7 @@ class RoutedMoE(nnx.Module):
         remat: Remat = KEEP_ALL,
     ) -> None:
         self.config, self.layout, self.remat = config, layout, remat
-        self.parts = expert_parts(config.experts, config.expert_group, parts.experts)
+        self.parts = expert_parts(config, parts.experts)
         experts, embed, mlp = config.num_experts, config.embed_dim, config.mlp_dim
         dtype = config.param_dtype
         # The axis of experts is not part of an expert's fan-in.
@@ -53,14 +61,24 @@ class RoutedMoE(nnx.Module):
             layout,
         )
 
+        if config.router_bias:
+            start = initial_value(
+                rngs.params(), nnx.initializers.zeros, (experts,), "float32", layout.spec(None)
+            )
+            self.router_bias = SelectionBias(start, logical_axes=(None,))
+        if config.num_shared_experts:
+            self.shared = MLP(config, rngs=rngs, layout=layout, times=config.num_shared_experts)
+
     def __call__(self, x: Array) -> tuple[Array, Usage]:
         """`[batch, seq, embed]` to the same, and the usage of the experts by each sequence."""
         experts = ExpertKernels(self.gate[...], self.up[...], self.down[...])
-        return routed_experts(
+        bias = self.router_bias[...] if self.config.router_bias else None
+        mixed, usage = routed_experts(
             x,
-            MoEKernels(self.router[...], experts),
-            num_experts_per_token=self.config.num_experts_per_token,
+            MoEKernels(self.router[...], experts, bias),
+            routing=Routing.of(self.config),
             layout=self.layout,
             remat=self.remat,
             parts=self.parts,
         )
+        return mixed + self.shared(x) if self.config.num_shared_experts else mixed, usage

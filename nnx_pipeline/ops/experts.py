@@ -55,6 +55,17 @@ class ExpertKernels(NamedTuple):
     down: Float[Array, "experts mlp embed"]
 
 
+class Mixed(NamedTuple):
+    """What a mixture of experts gives.
+
+    - `output`: `[batch, seq, embed]`.
+    - `dropped`: the share of each sequence's choices that no expert took, or None if all are taken.
+    """
+
+    output: Float[Array, "batch seq embed"]
+    dropped: Float[Array, "batch"] | None = None
+
+
 class Mix(Protocol):
     """A function that sends tokens through their experts, see `DenseExperts`."""
 
@@ -67,7 +78,7 @@ class Mix(Protocol):
         layout: Layout,
         remat: Remat,
         hidden: Callable[[Array], Array],
-    ) -> Array: ...
+    ) -> Mixed: ...
 
 
 # Below this many operations a product of one expert is too small to keep a device busy: on a TPU
@@ -110,7 +121,7 @@ class DenseExperts:
         layout: Layout,
         remat: Remat,
         hidden: Callable[[Array], Array] = as_it_is,
-    ) -> Float[Array, "batch seq embed"]:
+    ) -> Mixed:
         """Sends all tokens through all experts; the result is cast to x.dtype.
 
         - `x`: the tokens, sharded by ("batch", None, None), as the result is.
@@ -146,7 +157,7 @@ class DenseExperts:
 
         operands = (*products.split(kernels, x.dtype), products.split_choice(combine))
         mixed = products.sum_over_steps(remat.checkpoint(one_group), operands)
-        return place(mixed.astype(x.dtype), layout.spec("batch", None, None))
+        return Mixed(place(mixed.astype(x.dtype), layout.spec("batch", None, None)))
 
 
 def group_size(rows: int, kernel: tuple[int, ...], layout: Layout) -> int:

@@ -7,16 +7,20 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from nnx_pipeline.config.model import ModelConfig
+from nnx_pipeline.ops.capacity.experts import CapacityExperts
 from nnx_pipeline.ops.experts import DenseExperts, ExpertKernels, ExpertParts, Mix
 from nnx_pipeline.ops.grouped.experts import GroupedExperts
-from nnx_pipeline.ops.router import Usage, expert_usage, route
+from nnx_pipeline.ops.router import Routing, Usage, expert_usage, route
 from nnx_pipeline.remat import Remat
 from nnx_pipeline.sharding import Layout, gather_weight, out_sharding
 
-# From how many experts are computed together, None for the function's own choice.
-EXPERTS: dict[str, Callable[[int | None], Mix]] = {
-    "dense": DenseExperts,
-    "grouped": GroupedExperts,
+# What an expert takes over what it gets when all get the same, where the config does not say it.
+CAPACITY_FACTOR = 1.25
+EXPERTS: dict[str, Callable[[ModelConfig], Mix]] = {
+    "dense": lambda config: DenseExperts(config.expert_group),
+    "grouped": lambda config: GroupedExperts(config.expert_group),
+    "capacity": lambda config: CapacityExperts(config.capacity_factor or CAPACITY_FACTOR),
 }
 
 
@@ -25,25 +29,23 @@ class MoEKernels(NamedTuple):
 
     router: Float[Array, "embed experts"]
     experts: ExpertKernels
+    bias: Float[Array, "experts"] | None = None
 
 
-def expert_parts(
-    experts: str, group: int | None, parts: ExpertParts = ExpertParts()
-) -> ExpertParts:
+def expert_parts(config: ModelConfig, parts: ExpertParts = ExpertParts()) -> ExpertParts:
     """The parts with `mix` filled in, unless they have one already.
 
-    - `experts`: the key in `EXPERTS` of the function to fill in.
-    - `group`: how many experts are computed together, None for the function's own choice.
+    - `config`: says how experts are computed.
     - `parts`: what an experiment replaces; it is not changed.
     """
-    return dataclasses.replace(parts, mix=parts.mix or EXPERTS[experts](group))
+    return dataclasses.replace(parts, mix=parts.mix or EXPERTS[config.experts](config))
 
 
 def routed_experts(
     x: Float[Array, "batch seq embed"],
     kernels: MoEKernels,
     *,
-    num_experts_per_token: int,
+    routing: Routing,
     layout: Layout,
     remat: Remat,
     parts: ExpertParts,
@@ -52,13 +54,13 @@ def routed_experts(
 
     - `x`: the tokens, sharded by ("batch", None, None), as the result is.
     - `kernels`: of the router and the experts, as they are stored.
-    - `num_experts_per_token`: how many experts the router chooses for each token.
+    - `routing`: how the router chooses experts for each token.
     - `layout`: which mesh axes the logical axes of tokens and kernels are sharded over.
     - `remat`: what to keep of each expert for the backward pass.
     - `parts`: functions that an experiment may replace, from `expert_parts`.
 
     Returns the weighted sum of the experts' outputs and the usage of each sequence. The router
-    works in the dtype of `x`; no token is dropped.
+    works in the dtype of `x`.
     """
     x = parts.enter(x)
     kernel = gather_weight(
@@ -66,7 +68,8 @@ def routed_experts(
     )
     spec = out_sharding(layout.spec("batch", None, None))
     logits = jnp.einsum("bsd,de->bse", x, kernel, out_sharding=spec)
-    choice = route(logits, num_experts_per_token)
+    choice = route(logits, routing, kernels.bias)
     mix = parts.mix or DenseExperts()
     mixed = mix(x, choice, kernels.experts, layout=layout, remat=remat, hidden=parts.hidden)
-    return parts.leave(mixed), expert_usage(logits, choice[1])
+    usage = expert_usage(logits, choice[1], mixed.dropped, score=routing.score)
+    return parts.leave(mixed.output), usage

@@ -1,26 +1,116 @@
 """The router: which experts each token goes to, with which weights, and how evenly."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
+
+from nnx_pipeline.config.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How experts are chosen, and what weights they get.
+
+    - `chosen`: how many experts are chosen for each token.
+    - `score`: `softmax` over all experts, or `sigmoid` of each expert alone.
+    - `normalize`: whether the weights of the chosen experts are divided by their sum.
+    - `scale`: multiplies the weights.
+    - `groups`: into how many groups of consecutive experts these are divided.
+    - `groups_per_token`: from how many of the groups the experts of a token are chosen.
+    """
+
+    chosen: int
+    score: str = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    groups_per_token: int = 1
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> "Routing":
+        """The routing of a model."""
+        return cls(
+            config.num_experts_per_token,
+            config.router_score,
+            config.router_normalize,
+            config.router_scale,
+            config.router_groups,
+            config.router_groups_per_token,
+        )
 
 
 def route(
-    logits: Float[Array, "*batch experts"], num_experts_per_token: int
+    logits: Float[Array, "*batch experts"],
+    routing: Routing,
+    bias: Float[Array, "experts"] | None = None,
 ) -> tuple[Float[Array, "*batch chosen"], Int[Array, "*batch chosen"]]:
-    """The weights of the experts chosen for each token, and their numbers.
+    """The weights of the experts chosen for each token, and their numbers, the best one first.
 
     - `logits`: the router's output for every expert.
-    - `num_experts_per_token`: how many experts are chosen for each token.
+    - `routing`: how experts are chosen, and what weights they get.
+    - `bias`: added to the scores by which experts are chosen; it has no gradient.
 
-    A token goes to the `num_experts_per_token` experts with its largest logits. The weights are the
-    softmax of these logits, computed in float32 and cast back to the dtype of the logits.
+    A token goes to the experts with its largest scores, after the bias and within its best groups,
+    see `choose`. Weights are computed in float32 and cast back to the dtype of the logits:
+
+        softmax, normalized:  the softmax of the chosen logits (Mixtral), which is the softmax of
+                              all logits divided by the sum over the chosen ones (Qwen3-MoE with
+                              `norm_topk_prob`)
+        softmax:              the softmax of all logits (Qwen3-MoE without it)
+        sigmoid:              the sigmoid of each logit, divided by the sum over the chosen ones
+                              if normalized (DeepSeek-V3)
     """
-    top, experts = jax.lax.top_k(logits, num_experts_per_token)
-    weights = jax.nn.softmax(top.astype(jnp.float32), axis=-1)
+    if bias is None and routing.groups == 1:  # the largest scores are those of the largest logits
+        top, experts = jax.lax.top_k(logits, routing.chosen)
+        top = top.astype(jnp.float32)
+    else:
+        wide = logits.astype(jnp.float32)
+        sigmoid = routing.score == "sigmoid"
+        scores = jax.nn.sigmoid(wide) if sigmoid else jax.nn.softmax(wide, axis=-1)
+        experts = choose(jax.lax.stop_gradient(scores), routing, bias)
+        takes = jax.nn.one_hot(experts, logits.shape[-1], dtype=jnp.float32)
+        top = jnp.sum(takes * wide[..., None, :], axis=-1)
+    if routing.score == "sigmoid":
+        weights = jax.nn.sigmoid(top)
+        if routing.normalize:
+            # As DeepSeek-V3 does: the sum may underflow to 0 where every sigmoid does.
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    elif routing.normalize:
+        weights = jax.nn.softmax(top, axis=-1)
+    else:
+        every = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1, keepdims=True)
+        weights = jnp.exp(top - every)
+    if routing.scale != 1.0:
+        weights = weights * routing.scale
     return weights.astype(logits.dtype), experts
+
+
+def choose(
+    scores: Float[Array, "*batch experts"],
+    routing: Routing,
+    bias: Float[Array, "experts"] | None,
+) -> Int[Array, "*batch chosen"]:
+    """The experts with the largest scores, the best one first, as DeepSeek-V3 chooses them.
+
+    - `scores`: of every expert.
+    - `routing`: how many experts are chosen, and from how many groups.
+    - `bias`: added to the scores.
+
+    The best groups of a token are those in which the two largest scores have the largest sum.
+    """
+    if bias is not None:
+        scores = scores + jax.lax.stop_gradient(bias)
+    if routing.groups > 1:
+        grouped = scores.reshape(*scores.shape[:-1], routing.groups, -1)
+        best_two = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
+        best = jax.lax.top_k(best_two, routing.groups_per_token)[1]
+        among = jnp.sum(jax.nn.one_hot(best, routing.groups, dtype=jnp.int32), axis=-2) > 0
+        scores = jnp.where(among[..., None], grouped, -jnp.inf).reshape(scores.shape)
+    return jax.lax.top_k(scores, routing.chosen)[1]
 
 
 def combine_weights(
@@ -39,27 +129,69 @@ class Usage(NamedTuple):
     """How a router used its experts, as means over the tokens of one or several sequences.
 
     - `chosen`: how often each expert was chosen per token; sums to the number of choices.
-    - `probability`: the mean probability of each expert, from a softmax over all of them.
+    - `probability`: the mean probability of each expert: its score by the sum of all scores.
+    - `squared_log_sum`: the mean of (log Σ_e exp(logit_e))².
+    - `entropy`: the mean of -Σ_e p_e · log p_e over the probabilities of a token; no gradient.
+    - `dropped`: the share of the choices that no expert took.
     """
 
     chosen: Float[Array, "*sequences experts"]
     probability: Float[Array, "*sequences experts"]
+    squared_log_sum: Float[Array, "*sequences"]
+    entropy: Float[Array, "*sequences"]
+    dropped: Float[Array, "*sequences"]
+
+    def packed(self) -> Float[Array, "*sequences numbers"]:
+        """All numbers in one array, because each array that is averaged is sent on its own."""
+        others = jnp.stack([self.squared_log_sum, self.entropy, self.dropped], axis=-1)
+        return jnp.concatenate([self.chosen, self.probability, others], axis=-1)
+
+    @classmethod
+    def unpacked(cls, numbers: Float[Array, "*sequences numbers"]) -> "Usage":
+        """The inverse of `packed`."""
+        experts = (numbers.shape[-1] - 3) // 2
+        others = (numbers[..., 2 * experts + place] for place in range(3))
+        return cls(numbers[..., :experts], numbers[..., experts : 2 * experts], *others)
 
 
 def expert_usage(
-    logits: Float[Array, "batch seq experts"], experts: Int[Array, "batch seq chosen"]
+    logits: Float[Array, "batch seq experts"],
+    experts: Int[Array, "batch seq chosen"],
+    dropped: Float[Array, "batch"] | None = None,
+    *,
+    score: str = "softmax",
 ) -> Usage:
-    """The usage of the experts by each sequence, in float32; the load-balance loss is made of it.
+    """The usage of the experts by each sequence, in float32; the router's losses are made of it.
 
     - `logits`: the router's output for every expert, in any floating dtype.
     - `experts`: the numbers of the chosen experts, from `route`.
+    - `dropped`: the share of the choices that no expert took; None if all are taken.
+    - `score`: as of `Routing`.
 
     The mean over the sequences of a microbatch is the usage of that microbatch.
     """
     num_experts = logits.shape[-1]
-    probability = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+    logits = logits.astype(jnp.float32)
+    log_sum = jax.nn.logsumexp(logits, axis=-1)
+    if score == "sigmoid":
+        scores = jax.nn.sigmoid(logits)
+        probability = scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
+        entropy = jnp.sum(jax.scipy.special.entr(probability), axis=-1)
+    else:
+        probability = jnp.exp(logits - log_sum[..., None])
+        entropy = log_sum - jnp.sum(probability * logits, axis=-1)
     chosen = jnp.sum(jax.nn.one_hot(experts, num_experts, dtype=jnp.float32), axis=-2)
-    return Usage(jnp.mean(chosen, axis=1), jnp.mean(probability, axis=1))
+    if dropped is None:
+        # 0, computed from an array that a map over stages maps: in explicit mode JAX joins no array
+        # that is mapped with one that is not.
+        dropped = jnp.mean((experts < 0).astype(jnp.float32), axis=(1, 2))
+    return Usage(
+        chosen=jnp.mean(chosen, axis=1),
+        probability=jnp.mean(probability, axis=1),
+        squared_log_sum=jnp.mean(log_sum**2, axis=1),
+        entropy=jax.lax.stop_gradient(jnp.mean(entropy, axis=1)),
+        dropped=dropped,
+    )
 
 
 def load_balance_loss(usage: Usage) -> Float[Array, "*microbatches"]:
@@ -74,6 +206,47 @@ def load_balance_loss(usage: Usage) -> Float[Array, "*microbatches"]:
     return num_experts * jnp.sum(usage.chosen * usage.probability, axis=-1)
 
 
-def or_zero(balance: Float[Array, ""] | None) -> Float[Array, ""]:
-    """The load-balance loss that a pipeline returns, or 0 if its layers have no router."""
-    return jnp.zeros((), jnp.float32) if balance is None else balance
+class RouterMetrics(NamedTuple):
+    """What routers report, as float32 means over layers and microbatches; 0 without a router.
+
+    - `load_balance`: `load_balance_loss` of each microbatch; it depends on their number.
+    - `z_loss`: the mean over tokens of (log Σ_e exp(logit_e))² (ST-MoE, Zoph et al., 2022).
+    - `dropped`: the share of the choices that no expert took.
+    - `entropy`: of the router's distribution over the experts, in nats; log(experts) at most.
+    - `load`: the share of the choices that each expert got, dropped ones included, `[experts]`;
+      empty without a router.
+    """
+
+    load_balance: Float[Array, ""]
+    z_loss: Float[Array, ""]
+    dropped: Float[Array, ""]
+    entropy: Float[Array, ""]
+    load: Float[Array, "experts"]
+
+    @classmethod
+    def unpacked(cls, metrics: Float[Array, "numbers"] | None) -> "RouterMetrics":
+        """The metrics that a pipeline returns as one array, see `router_metrics`.
+
+        - `metrics`: None if the layers have no router.
+        """
+        metrics = jnp.zeros(4, jnp.float32) if metrics is None else metrics
+        return cls(metrics[0], metrics[1], metrics[2], metrics[3], metrics[4:])
+
+
+def router_metrics(numbers: Float[Array, "numbers"]) -> Float[Array, "metrics"]:
+    """The `RouterMetrics` of one microbatch in one layer, as one array.
+
+    - `numbers`: a packed `Usage` of the microbatch.
+    """
+    usage = Usage.unpacked(numbers)
+    first = (load_balance_loss(usage), usage.squared_log_sum, usage.dropped, usage.entropy)
+    return jnp.concatenate([jnp.stack(first), usage.chosen / jnp.sum(usage.chosen)])
+
+
+def loss_weights(load_balance: float, z_loss: float, experts: int) -> np.ndarray:
+    """The weight of each number of `router_metrics` in the loss, float32.
+
+    - `load_balance`, `z_loss`: the weights of these two; all others have 0.
+    - `experts`: how many experts a router has.
+    """
+    return np.array([load_balance, z_loss, *[0.0] * (2 + experts)], np.float32)

@@ -14,7 +14,9 @@ from jaxtyping import Array
 
 from nnx_pipeline.config.config import Config, TrainConfig
 from nnx_pipeline.decoder import Mixtral
+from nnx_pipeline.modules.moe import SelectionBias
 from nnx_pipeline.modules.parts import Cast, cast_to_other
+from nnx_pipeline.ops.router import RouterMetrics
 from nnx_pipeline.sharding import Layout, P
 from nnx_pipeline.train.optimizer import global_norm, make_optimizer
 
@@ -57,23 +59,22 @@ class TrainState:
 
 
 class Metrics(NamedTuple):
-    """What a step reports, as float32 scalars.
+    """What a step reports, in float32.
 
     - `loss`: the cross-entropy.
-    - `load_balance`: the router's load-balance loss, a mean over layers and microbatches; it
-      depends on the number of microbatches.
     - `gradient_norm`: the global norm before clipping, summed in float32.
+    - `router`: what the routers report, among it the load-balance loss.
     """
 
     loss: Array
-    load_balance: Array
     gradient_norm: Array
+    router: RouterMetrics
 
 
 def loss_of(
     model: Mixtral, batch: Batch, key: Array | None = None, shards: Mixtral | None = None
-) -> tuple[Array, tuple[Array, Array]]:
-    """The loss to minimise, and its two parts: cross-entropy and load-balance loss.
+) -> tuple[Array, tuple[Array, RouterMetrics]]:
+    """The loss to minimise, the cross-entropy in it, and what the routers report.
 
     - `key`: one random key for dropout; None for no dropout.
     - `shards`: parameters to differentiate with respect to, see `Mixtral.loss`.
@@ -93,7 +94,7 @@ def loss_of(
 
 def loss_and_gradients(
     model: Mixtral, batch: Batch, key: Array | None = None
-) -> tuple[tuple[Array, tuple[Array, Array]], Mixtral]:
+) -> tuple[tuple[Array, tuple[Array, RouterMetrics]], Mixtral]:
     """The values of `loss_of`, and the gradients as the optimizer gets them.
 
     - `key`: one random key for dropout; None for no dropout.
@@ -102,7 +103,7 @@ def loss_and_gradients(
     `data` too.
     """
 
-    def loss(parameters: Mixtral) -> tuple[Array, tuple[Array, Array]]:
+    def loss(parameters: Mixtral) -> tuple[Array, tuple[Array, RouterMetrics]]:
         if model.zero1:
             return loss_of(model, batch, key, shards=parameters)
         return loss_of(parameters, batch, key)
@@ -120,17 +121,28 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     """
     model, train = state.model, state.model.config.train
     key = jax.random.fold_in(jax.random.key(train.dropout_seed), state.step)
-    (_, (entropy, balance)), gradients = loss_and_gradients(model, batch, key)
+    (_, (entropy, router)), gradients = loss_and_gradients(model, batch, key)
     optimizer = make_optimizer(train)
     updates, optimizer_state = optimizer.update(gradients, state.optimizer, optimized(model))
-    metrics = Metrics(entropy, balance, global_norm(gradients))
-    updates = updates.whole() if model.zero1 else updates
+    metrics = Metrics(entropy, global_norm(gradients), router)
+    updates = _without_selection_bias(updates.whole() if model.zero1 else updates)
     new = TrainState(
         step=state.step + 1,
         model=optax.apply_updates(model, updates),
         optimizer=optimizer_state,
     )
     return new, metrics
+
+
+def _without_selection_bias(updates: Mixtral) -> Mixtral:
+    """The updates with 0 for what is not trained, which weight decay would change."""
+
+    def one(variable: Any) -> Any:
+        if not isinstance(variable, SelectionBias):
+            return variable
+        return variable.replace(jnp.zeros_like(variable.get_value()))
+
+    return jax.tree.map(one, updates, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 def optimized(model: Mixtral) -> Mixtral:

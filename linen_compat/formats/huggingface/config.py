@@ -28,6 +28,16 @@ _REQUIRED = {
     "num_attention_heads": "num_heads",
 }
 _OPTIONAL = {"rms_norm_eps": "norm_epsilon"}
+# What a model must have to be one of these two; there is no key for another value.
+_FIXED = {
+    "norm_scale_offset": 0.0,
+    "router_score": "softmax",
+    "router_normalize": True,
+    "router_scale": 1.0,
+    "router_bias": False,
+    "router_groups": 1,
+    "num_shared_experts": 0,
+}
 _OF_EXPERTS = {"num_local_experts": "num_experts", "num_experts_per_tok": "num_experts_per_token"}
 # The values that transformers assumes for absent keys.
 _ABSENT: dict[str, dict[str, Any]] = {
@@ -132,11 +142,12 @@ def config_to_huggingface(config: Config) -> dict[str, Any]:
     Raises InputError for a model that does not exist in transformers.
     """
     model = config.model
-    if model.norm_scale_offset:
-        raise InputError(
-            f"model.norm_scale_offset={model.norm_scale_offset} has no place in a Hugging Face "
-            "model; only a model with 0 can be saved in this format"
-        )
+    for name, only in _FIXED.items():
+        if getattr(model, name) != only:
+            raise InputError(
+                f"model.{name}={getattr(model, name)!r} has no place in a Hugging Face "
+                f"{MIXTRAL} or {LLAMA}; only a model with {only!r} can be saved in this format"
+            )
     architecture = MIXTRAL if model.num_experts > 1 else LLAMA
     if architecture == LLAMA:
         divides(

@@ -111,11 +111,15 @@ def _unknown(config: Config, mesh: MeshConfig) -> tuple[str, ...]:
         f"what model.experts={model.experts} holds is not counted": (
             model.num_experts > 1 and model.experts != "dense"
         ),
+        f"what model.num_shared_experts={model.num_shared_experts} hold is not counted": (
+            model.num_shared_experts > 0
+        ),
         f"the masks of model.dropout_rate={model.dropout_rate} are not counted": (
             model.dropout_rate > 0
         ),
         "the gradient of the router's loss is not counted": (
-            model.num_experts > 1 and train.load_balance_weight > 0
+            model.num_experts > 1
+            and (train.load_balance_weight > 0 or train.router_z_loss_weight > 0)
         ),
     }
     return tuple(reason for reason, applies in options.items() if applies)

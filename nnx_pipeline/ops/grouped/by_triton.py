@@ -64,9 +64,11 @@ def product(
 
         start = jnp.zeros((high, wide), jnp.float32)
         # A visit that is not needed has no rows, and multiplies nothing.
+        # Both numbers have a dtype: of a choice between Python numbers Triton's lowering makes a
+        # bool (JAX 0.10.2), which it then refuses as the bound of a loop.
         needed = bounds[visit, 1] > bounds[visit, 0]
         steps = jnp.where(needed, jnp.int32(pl.cdiv(into, deep)), jnp.int32(0))
-        total = jax.lax.fori_loop(jnp.int32(0), steps, step, start)
+        total = jax.lax.fori_loop(0, steps, step, start)
         row = top + jnp.arange(high)
         inside = (row >= bounds[visit, 0]) & (row < bounds[visit, 1])
         triton.store(

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from nnx_pipeline.errors import InputError, is_divisor
+from nnx_pipeline.errors import is_divisor
 from nnx_pipeline.ops import per_device as devices
-from nnx_pipeline.ops.experts import ExpertKernels, as_it_is, group_size
+from nnx_pipeline.ops.expert_axes import ExpertAxes
+from nnx_pipeline.ops.experts import ExpertKernels, Mixed, as_it_is, group_size
 from nnx_pipeline.ops.grouped.order import (
     Order,
     Some,
@@ -71,7 +72,7 @@ class GroupedExperts:
         layout: Layout,
         remat: Remat,
         hidden: Callable[[Array], Array] = as_it_is,
-    ) -> Float[Array, "batch seq embed"]:
+    ) -> Mixed:
         """Sends all tokens through their experts; arguments are as for `DenseExperts`.
 
         Raises InputError for a layout in which devices that share the experts, or the width of a
@@ -87,22 +88,14 @@ class GroupedExperts:
             group = group_size(rows // every, kernels.gate.shape, layout) if gathers else own
         rule = f"model.expert_group={group} does not divide the {own} experts of a device"
         is_divisor(group, own, rule=rule)
-        grouped = OnDevice(
-            products_for(rows, self.tiles, share=every // group),
-            own,
-            group,
-            batch=layout.axes("batch"),
-            owners=layout.axes("expert"),
-            embed=layout.axes("embed_of_expert"),
-            mlp=layout.axes("mlp"),
-        )
-        grouped.check()
+        products = products_for(rows, self.tiles, share=every // group)
+        grouped = OnDevice.of("grouped", every, layout, products=products, group=group)
         order = grouped.sort(experts)
         # Cast here, kernels have gradients in the dtype of the model, which become those of the
         # parameters where they are added up.
         gate, up, down = (kernel.astype(x.dtype) for kernel in kernels)
         opened, raised = map(named, _open(grouped, x, order, gate, up), HIDDEN)
-        return _close(grouped, hidden(jax.nn.silu(opened) * raised), weights, order, down)
+        return Mixed(_close(grouped, hidden(jax.nn.silu(opened) * raised), weights, order, down))
 
 
 class Groups(NamedTuple):
@@ -140,34 +133,18 @@ class Groups(NamedTuple):
 OfSome = Callable[..., tuple[list[Array], tuple[Array, ...]]]
 
 
-@dataclass(frozen=True)
-class OnDevice:
+@dataclass(frozen=True, kw_only=True)
+class OnDevice(ExpertAxes):
     """What a device computes for its own tokens, and what it exchanges with others.
 
-    Arrays of rows are `[devices, rows, …]`: each device has its own rows. The fields below are
-    found where the layer is called; inside the functions of one device the mesh looks different.
+    Arrays of rows are `[devices, rows, …]`: each device has its own rows.
 
     - `products`: how groups of rows are multiplied.
-    - `own`: how many experts a device has.
-    - `group`: for how many of them kernels are gathered at a time.
-    - `batch`: mesh axes over which the tokens are sharded.
-    - `owners`: mesh axes over which the experts are sharded, the last ones of `batch`.
-    - `embed`: mesh axes over which the kernels are sharded along embed.
-    - `mlp`: mesh axes over which the hidden units are sharded.
+    - `group`: for how many of a device's experts kernels are gathered at a time.
     """
 
     products: GroupedProducts
-    own: int
     group: int
-    batch: tuple[str, ...]
-    owners: tuple[str, ...]
-    embed: tuple[str, ...]
-    mlp: tuple[str, ...]
-
-    @property
-    def tokens(self) -> P:
-        """The sharding of `[batch, seq, …]`."""
-        return P(self.batch or None, None, None)
 
     @property
     def rows(self) -> P:
@@ -179,30 +156,6 @@ class OnDevice:
         """The sharding of the arrays of an `Order`, which have an axis of devices."""
         batch = self.batch or None
         return P(batch, None), P(batch, None, None), P(batch, None)
-
-    @property
-    def into(self) -> P:
-        """The sharding of the kernels gate and up."""
-        return P(self.owners or None, self.embed or None, self.mlp or None)
-
-    @property
-    def down(self) -> P:
-        """The sharding of the kernel down."""
-        return P(self.owners or None, self.mlp or None, self.embed or None)
-
-    def check(self) -> None:
-        """Raises InputError unless the tokens are sharded over what shards experts and width.
-
-        Only then do sums over these mesh axes add up other tokens, and no token twice.
-        """
-        same = [name for name in (*self.owners, *self.embed) if name not in self.batch]
-        if same:
-            raise InputError(
-                f"the layout shards the experts or their kernels' width over {', '.join(same)}, "
-                f"along which grouped experts need other tokens, and the batch over "
-                f"{', '.join(self.batch) or 'nothing'}; name it in Layout.batch, or set "
-                "model.experts='dense'"
-            )
 
     def sort(self, experts: Int[Array, "batch seq chosen"]) -> Order:
         """The order of the choices on each device; its arrays have an axis of devices."""
@@ -257,33 +210,10 @@ class OnDevice:
         - `y`: float32 `[tokens, …]`, this device's part.
         - `like`: gives batch and sequence of the tokens of this device, and the dtype of the sum.
         """
-        y = jax.lax.psum(y, self.mlp) if self.mlp else y
-        y = y.reshape(-1, like.shape[1], y.shape[-1])
+        y = self.over_parts(y).reshape(-1, like.shape[1], y.shape[-1])
         if self.owners:
             y = jax.lax.psum_scatter(y, self.owners, scatter_dimension=0, tiled=True)
         return y.astype(like.dtype)
-
-    def gathered(self, kernel: Array, axis: int) -> Array:
-        """A kernel of this device's experts, whole along embed.
-
-        - `axis`: that of embed.
-        """
-        return (
-            jax.lax.all_gather(kernel, self.embed, axis=axis, tiled=True) if self.embed else kernel
-        )
-
-    def summed(self, gradient: Array, axis: int) -> Array:
-        """The gradient of a kernel, summed over the devices that have other tokens.
-
-        - `gradient`: of this device's tokens; the result is sharded as the kernel is stored.
-        - `axis`: that of embed.
-        """
-        rest = [name for name in self.batch if name not in (*self.embed, *self.owners)]
-        if self.embed:
-            gradient = jax.lax.psum_scatter(
-                gradient, self.embed, scatter_dimension=axis, tiled=True
-            )
-        return jax.lax.psum(gradient, rest) if rest else gradient
 
 
 def _flat(x: Array) -> Array:

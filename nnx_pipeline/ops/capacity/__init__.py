@@ -1,0 +1,1 @@
+"""Experts that each take a limited number of choices, and exchange rows of fixed shapes."""
