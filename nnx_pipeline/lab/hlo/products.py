@@ -25,6 +25,8 @@ _NO_PRODUCT = re.compile(
 _HAND_WRITTEN = re.compile(r"tpu_custom_call|mosaic|triton")
 # Inside a text quotes are escaped, by backslashes or, in an attribute of MLIR, as \22.
 _OWN_COST = re.compile(r'(flops|bytes_accessed)(?:\\22|\\*")\s*:\s*(?:\\22|\\*")?(\d+)')
+# What is said of a kernel where it is called: a frontend attribute that bears its name.
+_SAID_OF_IT = re.compile(r'(\w+)="flops=(\d+) bytes_accessed=(\d+)"')
 # Where input, kernel and output of the forward convolution are: operand 0 or 1, or the result (-1).
 _CUDNN_CONVOLUTIONS = {
     "__cudnn$convForward": (0, 1, -1),
@@ -178,10 +180,16 @@ def stated_cost(kernel: Instruction) -> dict[str, int]:
     """What a kernel written by hand says of its own cost: `flops` and `bytes_accessed`, if it does.
 
     On a TPU that is its `cost_estimate`, as JAX writes it into the program. The NVIDIA compiler
-    gets no estimate; there a kernel states the same two names in its `metadata`.
+    gets no estimate; there a kernel states the same two names in its `metadata`. For a kernel that
+    states nothing its caller may: `set_xla_metadata(NAME="flops=1 bytes_accessed=2")` around the
+    call is about the kernels whose name begins with NAME.
     """
     config = kernel.attributes.get("backend_config", "")
-    return {name: int(digits) for name, digits in _OWN_COST.findall(config)}
+    stated = {name: int(digits) for name, digits in _OWN_COST.findall(config)}
+    for name, *digits in _SAID_OF_IT.findall(kernel.attributes.get("frontend_attributes", "")):
+        if not stated and kernel.name.startswith(name):
+            return dict(zip(("flops", "bytes_accessed"), map(int, digits), strict=True))
+    return stated
 
 
 def _matrices(computation: Computation, instruction: Instruction) -> int:
