@@ -1,6 +1,7 @@
 """Attention whose scores never exist as a whole, beside a plain softmax and JAX's derivative."""
 
 import functools
+import io
 from typing import Any
 
 import jax
@@ -18,10 +19,12 @@ from helpers import (
 )
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from rich.console import Console
 
 from nnx_pipeline import Config, InputError, Layout, MeshConfig
 from nnx_pipeline.experiments.programs import measure_step
 from nnx_pipeline.lab.compile.platform import Platform
+from nnx_pipeline.lab.report.tables import measurement_view
 from nnx_pipeline.ops.attention import Mask, Options, Span, allowed, dot_product_attention
 from nnx_pipeline.ops.fast_attention import cudnn, kernels
 from nnx_pipeline.ops.fast_attention.chunked import tiles_needed
@@ -320,6 +323,11 @@ def test_flash_in_a_pipeline_for_tpus() -> None:
             measure_step(long_config(attention=kind), mesh, tpu) for kind in ("auto", "dot_product")
         )
     assert (flash.to_json()["attention"], dense.to_json()["attention"]) == ("flash", "dot_product")
+    console = Console(width=200, file=io.StringIO())
+    console.print(measurement_view("step", flash))
+    assert "attention: flash\n" in console.file.getvalue()
+    assert flash.floor is not None
+    assert "what model.attention=auto holds is not counted" in flash.floor.unknown
     names = ("splash_mqa_fwd", "splash_mqa_dkv", "splash_mqa_dq")
     assert all(name in flash.hlo for name in names)
     # One product of scores of a layer and sequence, of which a visit has one on each device. The

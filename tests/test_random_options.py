@@ -41,7 +41,7 @@ MODEL: dict[str, tuple[Any, ...]] = {
     "dropout_rate": (0.0, 0.3),
     "attention": ("dot_product", "chunked", "auto"),
     "attention_block": (None, 3, 4),
-    "sliding_window": (None, 1, 3),
+    "sliding_window": (None, 3, 5),
     "experts": ("dense", "grouped"),
     "expert_group": (None, 1, 2, 4),
     "embedding": ("gather", "one_hot"),

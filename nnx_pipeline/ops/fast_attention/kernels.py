@@ -22,8 +22,9 @@ from nnx_pipeline.sharding import P, mesh_sizes
 
 TILE = 512  # queries and keys of a tile of `chunked`
 # Up to so many tokens `auto` takes `dot_product` where it does not take `flash`. For one layer of
-# Mixtral 8x7B at 4096 tokens its estimated time is 0.7 times that of `chunked` on a TPU v5p and 0.5
-# times on an H100, and its temp 3.2 and 2.5 times as much. Its program grows with the sequence.
+# Mixtral 8x7B at 4096 tokens its estimated time is 0.7 times that of `chunked` on a TPU v5p (the
+# estimate for an H100 is too long for `chunked`), and its temp 3.2 times as much there, and 2.5
+# times on an H100. Its program grows with the sequence.
 SHORT = 4096
 REFUSAL = (
     "attention by a kernel has first derivatives in reverse mode only; "
