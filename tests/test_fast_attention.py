@@ -246,6 +246,10 @@ def test_what_flash_refuses(options: dict[str, Any], length: int, dtype: str, me
         attend(flash_attention, *heads_of(length, dtype=dtype), **options)
 
 
+def not_found(name: str) -> None:
+    raise OSError(f"{name}: cannot open shared object file")
+
+
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "packed", "message"),
     [
@@ -259,6 +263,7 @@ def test_what_flash_refuses_for_nvidia(
     monkeypatch: pytest.MonkeyPatch, head_dim: int, dtype: str, packed: bool, message: str
 ) -> None:
     monkeypatch.setattr(cudnn.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(cudnn.ctypes, "CDLL", not_found)
     with pytest.raises(InputError, match=message):
         cudnn.check(head_dim, dtype, packed=packed)
 

@@ -1,5 +1,10 @@
-"""Attention by NVIDIA's cuDNN, on what one device holds. It has not been compiled or run here."""
+"""Attention by NVIDIA's cuDNN, on what one device holds. It has not been compiled or run here.
 
+JAX loads the library of the wheel `nvidia-cudnn-cu13` when it starts on a GPU, or what the loader
+of the system finds. To compile without a device, its `lib` folder has to be on `LD_LIBRARY_PATH`.
+"""
+
+import ctypes
 import importlib.util
 from dataclasses import dataclass
 
@@ -71,8 +76,14 @@ def check(head_dim: int, dtype: jax.typing.DTypeLike, *, packed: bool) -> None:
 
 
 def _is_installed() -> bool:
-    """Whether the wheel is there."""
+    """Whether the wheel is there, or the loader of the system finds the library."""
     try:
-        return importlib.util.find_spec("nvidia.cudnn") is not None
+        if importlib.util.find_spec("nvidia.cudnn") is not None:
+            return True
     except ModuleNotFoundError:  # no wheel of NVIDIA at all
+        pass
+    try:
+        ctypes.CDLL("libcudnn.so.9")
+    except OSError:
         return False
+    return True
