@@ -27,7 +27,7 @@ from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.report.tables import measurement_view
 from nnx_pipeline.ops.attention import Mask, Options, Span, allowed, dot_product_attention
 from nnx_pipeline.ops.fast_attention import cudnn, kernels
-from nnx_pipeline.ops.fast_attention.chunked import tiles_needed
+from nnx_pipeline.ops.fast_attention.chunked import Tiling, computed_tiles, tiles_needed
 from nnx_pipeline.ops.fast_attention.kernels import (
     auto_attention,
     chosen,
@@ -125,9 +125,9 @@ def test_only_tiles_in_which_something_is_read(length: int, window: int | None) 
     padded = np.pad(readable, (0, -length % block))
     # What fills the sequence up reads at least itself: its own block is needed for its neighbours.
     tiles = padded.reshape(len(padded) // block, block, -1, block).any((1, 3))
-    assert [tuple(tile) for tile in tiles_needed(length, block, window)] == [
-        tuple(tile) for tile in np.argwhere(tiles)
-    ]
+    np.testing.assert_array_equal(tiles_needed(length, block, window), np.argwhere(tiles))
+    computed = computed_tiles(Tiling(allowed, window, block), length)
+    np.testing.assert_array_equal(computed, np.argwhere(tiles))
 
 
 def numbers_held(length: int, attention: Any = chunked_attention) -> int:
@@ -301,7 +301,7 @@ def test_splash_states_the_operations_of_its_tiles() -> None:
     query = jnp.zeros((2, 1536, KEYS, 3, 64), jnp.bfloat16)
     for window, tiles in ((None, 6), (512, 5)):
         one = 2 * 512 * 512 * 64 * tiles * 2 * KEYS * 3  # a product: two rows, all heads
-        stated = Splash(window).stated(query, 512)
+        stated = Splash(window).stated(query)
         for name, products in (("fwd", 2), ("dkv", 4), ("dq", 3)):
             assert stated[f"splash_mqa_{name}"].startswith(
                 f"flops={products * one} bytes_accessed="

@@ -125,7 +125,7 @@ def _attend_forward(
         jnp.full(per_query, MASKED, jnp.float32),
         jnp.zeros(per_query, jnp.float32),
     )
-    (mixed, normaliser, *_), _ = jax.lax.scan(one_tile, carry, _tiles(tiling, length))
+    (mixed, normaliser, *_), _ = jax.lax.scan(one_tile, carry, computed_tiles(tiling, length))
     return mixed, (query, key, value, segment_ids, mixed, normaliser)
 
 
@@ -165,23 +165,37 @@ def _attend_backward(tiling: Tiling, kept: Any, d_mixed: Array) -> tuple[Array, 
         jnp.zeros(value.shape, jnp.float32),
         jnp.zeros((batch, block, *rest), jnp.float32),
     )
-    (d_query, d_key, d_value, _), _ = jax.lax.scan(one_tile, carry, _tiles(tiling, length))
+    (d_query, d_key, d_value, _), _ = jax.lax.scan(one_tile, carry, computed_tiles(tiling, length))
     return d_query, d_key.astype(key.dtype), d_value.astype(value.dtype), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _tiles(tiling: Tiling, length: int) -> Array:
-    return jnp.asarray(tiles_needed(length, tiling.block, tiling.window))
+def computed_tiles(tiling: Tiling, length: int) -> Int[Array, "tiles 2"]:
+    """`tiles_needed` without a constant array.
+
+    A loop over microbatches makes constants of its layers arguments, which differ from stage to
+    stage for all that JAX knows; the rule of a `custom_vmap` accepts none of these.
+    """
+    number = -(-length // tiling.block)
+    rows = jnp.arange(number, dtype=jnp.int32)
+    ends = jnp.cumsum(rows - _first_column(rows, tiling) + 1, dtype=jnp.int32)
+    place = jnp.arange(len(tiles_needed(length, tiling.block, tiling.window)), dtype=jnp.int32)
+    row = jnp.searchsorted(ends, place, side="right").astype(jnp.int32)
+    return jnp.stack([row, row + place + 1 - ends[row]], axis=1)
+
+
+def _first_column(rows: Array, tiling: Tiling) -> Array:
+    """The first block of keys that blocks of queries read."""
+    if tiling.window is None:
+        return jnp.zeros_like(rows)
+    return jnp.maximum(rows - (tiling.window + tiling.block - 2) // tiling.block, 0)
 
 
 def _is_first(tile: Array, tiling: Tiling) -> Array:
     """Whether a tile is the first one of its block of queries, see `tiles_needed`."""
-    if tiling.window is None:
-        return tile[1] == 0
-    reach = (tiling.window + tiling.block - 2) // tiling.block
-    return tile[1] == jnp.maximum(tile[0] - reach, 0)
+    return tile[1] == _first_column(tile[0], tiling)
 
 
 def _block(x: Array, number: Array, size: int, *, axis: int = 1) -> Array:

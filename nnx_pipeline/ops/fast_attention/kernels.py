@@ -1,6 +1,7 @@
 """The kinds of attention that a config names, and how those of one device enter a layer."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -87,11 +88,13 @@ def flash_attention(
             f"{'another mask' if options.block is None else block}; leave that out, or set "
             "model.attention='chunked'"
         )
-    platform = ambient_platform()
+    platform, masks = ambient_platform(), list[Array]()
     kernel: Callable[..., Array]
     if options.interpret or platform == "tpu":
         splash.check(query.shape[1], query.dtype)
-        kernel = splash.Splash(options.window, options.interpret)
+        own = splash.Splash(options.window, options.interpret)
+        masks, structure = own.masks(query.shape[1], query.shape[2] // key.shape[2])
+        kernel = functools.partial(own.attend, structure)
     elif platform == "gpu":
         cudnn.check(query.shape[3], query.dtype, packed=segment_ids is not None)
         kernel = cudnn.CuDNN(options.window)
@@ -101,7 +104,7 @@ def flash_attention(
             f"{platform}; set model.attention='chunked', which computes the same"
         )
     query = in_groups(query, key.shape[2], scale=options.scale, grouped=grouped)
-    return _on_devices(kernel, (query, key, value, segment_ids), grouped)
+    return _on_devices(kernel, (query, key, value, segment_ids), grouped, masks)
 
 
 def auto_attention(query: Heads, key: KeyHeads, value: KeyHeads, *rest: Any, **how: Any) -> Heads:
@@ -135,20 +138,25 @@ def chosen(kind: str, length: int, dtype: jax.typing.DTypeLike) -> str:
 
 
 def _on_devices(
-    kernel: Callable[..., Array], arrays: tuple[Array, Array, Array, Array | None], grouped: P
+    kernel: Callable[..., Array],
+    arrays: tuple[Array, Array, Array, Array | None],
+    grouped: P,
+    whole: Sequence[Array] = (),
 ) -> Array:
     """Each device computes its own sequences and heads.
 
     - `kernel`: of the arrays of one device, without segment ids where there are none.
     - `arrays`: query in groups, key, value and segment ids.
     - `grouped`: sharding of the query and of what the kernel returns.
+    - `whole`: further arguments, which every device has whole.
     """
     keys = P(*grouped[:3], None)
     specs = [grouped, keys, keys, P(grouped[0], None)]
     given = [array for array in arrays if array is not None]
+    specs = [*specs[: len(given)], *(P() for _ in whole)]
     shards = tuple(axis for entry in grouped for axis in _axes(entry) if axis in mesh_sizes())
-    attend = differentiable(kernel, specs[: len(given)], grouped, shards=shards, refusal=REFUSAL)
-    return out_of_groups(attend(*given), grouped)
+    attend = differentiable(kernel, specs, grouped, shards=shards, refusal=REFUSAL)
+    return out_of_groups(attend(*given, *whole), grouped)
 
 
 def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -2,10 +2,11 @@
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.ops.fast_attention.chunked import tiles_needed
@@ -47,27 +48,21 @@ class Splash:
             return "model.dtype=float16 is no dtype of the kernel; take bfloat16 or float32"
         return None
 
-    def __call__(
-        self,
-        query: Float[Array, "batch seq kv_heads queries_per_key head_dim"],
-        key: Float[Array, "batch seq kv_heads head_dim"],
-        value: Float[Array, "batch seq kv_heads head_dim"],
-        segment_ids: Int[Array, "batch seq"] | None = None,
-    ) -> Float[Array, "batch seq kv_heads queries_per_key head_dim"]:
-        """softmax(query · keyᵀ, masked) · value, with the kernel's own derivative.
+    def masks(self, length: int, queries: int) -> tuple[list[Array], Any]:
+        """The arrays of the kernel, which say what its tiles are, and their structure.
 
-        - `query`: multiplied by the scale of the scores.
-        - `segment_ids`: a query reads keys of its own segment; None for one segment per row.
+        - `length`: tokens of a sequence.
+        - `queries`: query heads of a key-value head.
+
+        They are arguments of the function of one device: see `chunked.computed_tiles`.
         """
         # Importing Pallas takes a second.
         from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-        length, queries = query.shape[1], query.shape[3]
-        block = next(size for size in BLOCKS if length % size == 0)
-        shape, window = (length, length), self.window
+        block, shape = _block(length), (length, length)
         mask: splash.Mask = splash.CausalMask(shape)
-        if window is not None:
-            mask = splash.LocalMask(shape, (window - 1, 0), 0)
+        if self.window is not None:
+            mask = splash.LocalMask(shape, (self.window - 1, 0), 0)
         sizes = splash.BlockSizes(
             block_q=block,
             block_kv=block,
@@ -83,12 +78,33 @@ class Splash:
             q_seq_shards=1,
             interpret=self.interpret,
         )
+        return jax.tree.flatten(kernel)
+
+    def attend(
+        self,
+        structure: Any,
+        query: Float[Array, "batch seq kv_heads queries_per_key head_dim"],
+        key: Float[Array, "batch seq kv_heads head_dim"],
+        value: Float[Array, "batch seq kv_heads head_dim"],
+        *rest: Array,
+    ) -> Float[Array, "batch seq kv_heads queries_per_key head_dim"]:
+        """softmax(query · keyᵀ, masked) · value, with the kernel's own derivative.
+
+        - `structure`: of `masks`.
+        - `query`: multiplied by the scale of the scores.
+        - `rest`: the arrays of `masks`, before them int32[batch, seq] segment ids, if there are
+          any: a query reads keys of its own segment.
+        """
+        from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+        at = len(rest) - structure.num_leaves
+        segment_ids, kernel = (rest[0] if at else None), jax.tree.unflatten(structure, rest[at:])
 
         def one_row(query: Array, key: Array, value: Array, ids: Array | None) -> Array:
             segments = None if ids is None else splash.SegmentIds(ids, ids)
             return jax.vmap(functools.partial(kernel, segment_ids=segments))(query, key, value)
 
-        with set_xla_metadata(**self.stated(query, block)):
+        with set_xla_metadata(**self.stated(query)):
             mixed = jax.vmap(one_row)(
                 query.transpose(0, 2, 3, 1, 4),
                 key.swapaxes(1, 2),
@@ -97,12 +113,13 @@ class Splash:
             )
         return mixed.transpose(0, 3, 1, 2, 4)
 
-    def stated(self, query: Array, block: int) -> dict[str, str]:
+    def stated(self, query: Array) -> dict[str, str]:
         """What each kernel says of its cost, by its name: it says nothing itself.
 
         A tile counts in full, also where the mask leaves a part of it out.
         """
         batch, length, kv_heads, queries, head_dim = query.shape
+        block = _block(length)
         tiles = batch * kv_heads * queries * len(tiles_needed(length, block, self.window))
         flops = 2 * tiles * block**2 * head_dim
         # Each tile reads its keys and values; all else is read or written about once per query.
@@ -111,6 +128,11 @@ class Splash:
             name: f"flops={products * flops} bytes_accessed={size}"
             for name, products in PRODUCTS.items()
         }
+
+
+def _block(length: int) -> int:
+    """Queries, and keys, of a tile."""
+    return next(size for size in BLOCKS if length % size == 0)
 
 
 def check(length: int, dtype: jax.typing.DTypeLike) -> None:
