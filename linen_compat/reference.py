@@ -90,7 +90,10 @@ def _attention(x: np.ndarray, weight: Weight, config: ModelConfig) -> np.ndarray
     key, value = np.repeat(key, group, axis=1), np.repeat(value, group, axis=1)
     scores = np.einsum("bhsk,bhtk->bhst", query, key)
     length = x.shape[1]
-    scores = np.where(np.tri(length, dtype=bool), scores, -np.inf)
+    seen = np.tri(length, dtype=bool)
+    if config.sliding_window is not None:
+        seen &= ~np.tri(length, k=-config.sliding_window, dtype=bool)
+    scores = np.where(seen, scores, -np.inf)
     mixed = np.einsum("bhst,bhtk->bshk", _softmax(scores), value)
     return np.einsum("bshk,hkd->bsd", mixed, weight("self_attention/out/kernel"))
 

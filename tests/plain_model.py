@@ -83,7 +83,9 @@ def attention(x: jax.Array, layer: Layer, side: Side, config: ModelConfig) -> ja
     k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
     scores = config.attention_scale * jnp.einsum("bqhk,bphk->bhqp", q, k)
     same = side.segments[:, :, None] == side.segments[:, None, :]
-    seen = np.tri(x.shape[1], dtype=bool) & same
+    length = x.shape[1]
+    apart = np.arange(length)[:, None] - np.arange(length)
+    seen = (apart >= 0) & (apart < (config.sliding_window or length)) & same
     mixed = jax.nn.softmax(jnp.where(seen[:, None], scores, -1e30), axis=-1)
     return jnp.einsum("bhqp,bphk,hkd->bqd", mixed, v, layer["out"])
 

@@ -237,8 +237,8 @@ def first_repeat_only(params: Any, repeat: Any) -> Any:
     return select_repeat(params, 0 * repeat)
 
 
-def all_may_read(length: int, segment_ids: Any) -> Any:
-    return allowed(length, segment_ids) | True
+def all_may_read(*spans_and_window: Any) -> Any:
+    return allowed(*spans_and_window) | True
 
 
 def through_bfloat16(x: Any, dtype: Any) -> Any:

@@ -79,9 +79,18 @@ REFUSED = [
     bad(model(dtype="bfloat"), "dtype='bfloat' is not known; did you mean 'bfloat16'?"),
     bad(model(param_dtype="int8"), "param_dtype='int8' is not known; choose one of: bfloat16"),
     bad(
-        model(attention="flash"),
-        "attention='flash' is not known; so far 'dot_product' is the only choice",
+        model(attention="dot"),
+        "attention='dot' is not known; choose one of: dot_product, chunked, flash, auto",
     ),
+    *(
+        bad(
+            model(attention=kind, attention_block=128),
+            f"attention_block=128 is for attention='dot_product' and 'chunked', and "
+            f"attention='{kind}'; leave it at None",
+        )
+        for kind in ("flash", "auto")
+    ),
+    bad(model(sliding_window=0), "sliding_window=0 is not a whole number of 1 or more"),
     bad(model(attention_block=0), "attention_block=0 is not a whole number of 1 or more"),
     bad(model(expert_group=3), "expert_group=3 does not divide num_experts=4", "of: 1, 2, 4"),
     bad(model(expert_group=0), "expert_group=0 is not a whole number of 1 or more"),
@@ -460,6 +469,7 @@ FIELDS = (
     ("model.attention", "dot_product", "dot_product"),
     ("model.experts", "dense", "dense"),
     ("model.attention_block", "128", 128),
+    ("model.sliding_window", "128", 128),
     ("model.expert_group", "2", 2),
     ("model.embedding", "auto", "auto"),
     ("pipeline.num_microbatches", "4", 4),

@@ -308,6 +308,18 @@ def test_splash_attention_in_a_scanned_layer() -> None:
     assert names == [("splash_mha_fwd_no_residuals.1", 3, ("flops",))]
 
 
+def test_what_the_caller_of_a_kernel_says_of_it() -> None:
+    """The attribute that bears the kernel's name counts, and that of another kernel does not."""
+    said = 'frontend_attributes={splash_mha_dq="flops=5 bytes_accessed=6",'
+    said += 'splash_mha_fwd="flops=1000 bytes_accessed=20",'
+    lines = [
+        line.replace("frontend_attributes={", said) if "tpu_custom_call" in line else line
+        for line in SPLASH.splitlines()
+    ]
+    read = read_program("\n".join(lines), None, 0)
+    assert (read.flops, read.unread) == (3 * (4 * 2 * 256**3 + 1000), ())
+
+
 def test_lines_and_roles_behind_the_kernel() -> None:
     flow = Flow(hlo.parse(SPLASH))
     origins = Origins(flow)

@@ -142,6 +142,22 @@ def test_a_window_that_no_sequence_leaves_is_fine() -> None:
     assert config_from_huggingface(values) == config_from_huggingface(MIXTRAL_8X7B)
 
 
+def test_a_window_that_is_read_and_written() -> None:
+    config = config_from_huggingface({**MIXTRAL_8X7B, "sliding_window": 4096})
+    assert config.model.sliding_window == 4096
+    assert config_to_huggingface(config)["sliding_window"] == 4096
+
+
+def test_the_window_of_a_llama_is_refused() -> None:
+    """Its class in transformers reads the whole sequence, whatever the key says."""
+    with pytest.raises(InputError, match=r"sliding_window=512 is smaller than .*set it to null"):
+        config_from_huggingface({**LLAMA_2_7B, "sliding_window": 512})
+    config = config_from_huggingface(LLAMA_2_7B)
+    windowed = dataclasses.replace(config.model, sliding_window=512)
+    with pytest.raises(InputError, match=r"model\.sliding_window=512 has no place in a Llama"):
+        config_to_huggingface(dataclasses.replace(config, model=windowed))
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"rope_scaling.rope_type='llama3'"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, r"rope_scaling.type='linear' is not"),
@@ -165,7 +181,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"model_type": ["mixtral"], "architectures": None}, r"model_type=\['mixtral'\] is not suppor"),
     ({"architectures": [{}]}, r"architectures=\[\{\}\] is not supported"),
-    ({"sliding_window": 4096}, r"sliding_window=4096 is smaller than max_position_emb\w+=32768"),
     ({"sliding_window": "4k"}, r"sliding_window='4k' is not a whole number"),
     ({"num_local_experts": 1}, r"num_local_experts=1 is not supported"),
     ({"torch_dtype": "float64"}, r"torch_dtype='float64' is not known"),

@@ -110,6 +110,7 @@ def test_values_and_gradients_equal_nnx(name: str, dtype: str) -> None:
         ("norm", {"norm_scale_offset": 1.0, "norm_epsilon": 0.1}, {}),
         ("embed", {"embedding": "one_hot"}, {}),
         ("attention", {"attention_scale": 0.3, "rope_theta": 10.0}, {}),
+        ("attention", {"attention": "chunked", "attention_block": 2, "sliding_window": 3}, {}),
         ("mixtral", {}, {**PACKED, "keys": sequence_keys(jax.random.key(5), BATCH)}),
     ],
 )

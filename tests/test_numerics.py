@@ -132,7 +132,13 @@ def test_what_an_outcome_says(monkeypatch: pytest.MonkeyPatch, wrong: float, not
 
 def test_switches_of_the_config_are_those_of_the_numbers() -> None:
     small = preset("mixtral-small")
-    model = dataclasses.replace(small.model, embedding="one_hot", norm_scale_offset=1.0)
+    model = dataclasses.replace(
+        small.model,
+        embedding="one_hot",
+        norm_scale_offset=1.0,
+        attention="flash",
+        sliding_window=7,
+    )
     train = dataclasses.replace(small.train, load_balance_weight=0.5)
     config = dataclasses.replace(small, model=model, train=train)
     programs = numerics.at_tiny(EXPERIMENTS["norm-scale"], config, MeshConfig(stage=4, fsdp=2))
@@ -140,6 +146,8 @@ def test_switches_of_the_config_are_those_of_the_numbers() -> None:
         assert program.config.model.embed_dim == preset("tiny").model.embed_dim
         assert program.config.model.embedding == "one_hot"
         assert program.config.model.norm_scale_offset == 1.0
+        assert program.config.model.attention == "chunked", "CPU devices have no kernel"
+        assert program.config.model.sliding_window == 7
         assert program.config.train.load_balance_weight == 0.5
 
 

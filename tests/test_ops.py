@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from nnx_pipeline import Embed, Layout, ModelConfig, RMSNorm
 from nnx_pipeline.experiments.layer_variants import einsum_scale
 from nnx_pipeline.mesh import spec_axes
-from nnx_pipeline.ops.attention import allowed, dot_product_attention
+from nnx_pipeline.ops.attention import Options, Span, allowed, dot_product_attention
 from nnx_pipeline.ops.embedding import uses_one_hot
 from nnx_pipeline.ops.experts import DenseExperts, ExpertKernels, group_size
 from nnx_pipeline.ops.norm import rms_norm
@@ -105,14 +105,15 @@ def test_allowed_reads_backwards_and_within_the_segment() -> None:
         ],
         bool,
     )
-    np.testing.assert_array_equal(allowed(5, segments)[0], want)
-    np.testing.assert_array_equal(allowed(5, None)[0], np.tril(np.ones((5, 5), bool)))
+    packed, whole = Span(0, 5, segments), Span(0, 5, None)
+    np.testing.assert_array_equal(allowed(packed, packed)[0], want)
+    np.testing.assert_array_equal(allowed(whole, whole)[0], np.tri(5, dtype=bool))
 
 
 def test_attention_reads_the_kv_head_of_its_group() -> None:
     query, key = float_rows(1, 4, 6, 5), float_rows(1, 4, 2, 5, seed=1)
     value = float_rows(1, 4, 2, 5, seed=2)
-    got = dot_product_attention(query, key, value, scale=0.3, grouped=WHOLE)
+    got = dot_product_attention(query, key, value, grouped=WHOLE, options=Options(scale=0.3))
     want = np.zeros(got.shape)
     for head in range(6):
         q, k, v = (
@@ -140,11 +141,12 @@ def test_attention_and_its_derivative(
     def plain(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         key, value = (jnp.repeat(x, 2, axis=2) for x in (key, value))
         scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) * 0.5
-        scores = jnp.where(allowed(8, segments)[:, None], scores, -jnp.inf)
+        scores = jnp.where(allowed(*[Span(0, 8, segments)] * 2)[:, None], scores, -jnp.inf)
         return jnp.sum(wanted * jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), value))
 
     def by_hand(*arrays: jax.Array) -> jax.Array:
-        mixed = dot_product_attention(*arrays, segments, scale=0.5, grouped=WHOLE, block=block)
+        options = Options(scale=0.5, block=block)
+        mixed = dot_product_attention(*arrays, segments, grouped=WHOLE, options=options)
         return jnp.sum(wanted * mixed.astype(jnp.float32))
 
     expected = jax.value_and_grad(plain, (0, 1, 2))(query, key, value)
@@ -159,7 +161,9 @@ def test_attention_and_its_derivative(
 @pytest.mark.parametrize(("length", "block", "size"), [(8, 2, 2), (8, None, 8), (1536, None, 512)])
 def test_scores_of_one_block_and_of_no_later_key(length: int, block: int | None, size: int) -> None:
     def loss(query: jax.Array, key: jax.Array) -> jax.Array:
-        return jnp.sum(dot_product_attention(query, key, key, grouped=WHOLE, block=block))
+        return jnp.sum(
+            dot_product_attention(query, key, key, grouped=WHOLE, options=Options(block=block))
+        )
 
     head_dim = 3
     x = jax.ShapeDtypeStruct((1, length, 1, head_dim), jnp.float32)

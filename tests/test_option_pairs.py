@@ -47,8 +47,10 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "shard_optimizer_over_data": (False, True),
     "dropout_rate": (0.0, 0.3),
     "experts": ("dense", "grouped", "capacity"),
+    "attention": ("dot_product", "chunked"),
 }
-MODEL, TRAIN = ("dropout_rate", "experts"), ("shard_optimizer_over_data",)
+MODEL = ("dropout_rate", "experts", "attention")
+TRAIN = ("shard_optimizer_over_data",)
 
 
 def config_of(case: Case) -> Config:

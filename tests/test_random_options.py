@@ -39,7 +39,9 @@ MODEL: dict[str, tuple[Any, ...]] = {
     "norm_scale_offset": (0.0, 1.0),
     "rope_theta": (1e6, 50.0),
     "dropout_rate": (0.0, 0.3),
-    "attention_block": (None, 4),
+    "attention": ("dot_product", "chunked", "auto"),
+    "attention_block": (None, 3, 4),
+    "sliding_window": (None, 3, 5),
     "embedding": ("gather", "one_hot"),
 }
 ROUTED: dict[str, tuple[Any, ...]] = {  # of a model with several experts
@@ -55,7 +57,7 @@ ROUTED: dict[str, tuple[Any, ...]] = {  # of a model with several experts
 }
 OF_EXPERTS: dict[str, dict[str, tuple[Any, ...]]] = {
     "dense": {"expert_group": (None, 1, 2, 4)},
-    "grouped": {},
+    "grouped": {"expert_group": (None, 1, 2, 4)},
     "capacity": {"capacity_factor": (None, 0.8, 4.0)},
 }
 PIPELINE: dict[str, tuple[Any, ...]] = {

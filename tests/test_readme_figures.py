@@ -12,6 +12,7 @@ import pytest
 from nnx_pipeline.experiments.registry import EXPERIMENTS
 from nnx_pipeline.lab.timing.cost import KERNEL_EFFICIENCY
 from nnx_pipeline.lab.timing.result import KEYS
+from nnx_pipeline.ops.fast_attention.kernels import SHORT
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -348,6 +349,33 @@ def test_timetables() -> None:
         f"zb-h1 takes {took[2]}"
     )
     assert text in " ".join((ROOT / "README.md").read_text().split())
+
+
+def test_attention_as_the_sequence_grows() -> None:
+    """The table is that of the results, and neither `chunked` nor `flash` grows by the square."""
+    bench = benchmark("attention_memory")
+    found = json.loads((RESULTS / "attention_memory.json").read_text())
+    assert bench.table(found) == (RESULTS / "attention_memory.md").read_text()
+    assert rows("hold so many MB of temp") == bench.readme(found)
+    for platform in bench.PLATFORMS:
+        for kind in ("chunked", "flash"):
+            temps = [
+                found[f"{platform} {kind} {length}"]["temp"]
+                for name, length in bench.names(platform)
+                if name == kind
+            ]
+            # Eight times the tokens; the square would be 64 times as much.
+            assert not temps or temps[-1] < 10 * temps[0]
+    # What `auto` goes by, in the comment on its limit.
+    for platform, ratio in (("tpu:v5p:2x2x1", 3.2), ("cuda:h100:1", 2.5)):
+        dense, tiles = (found[f"{platform} {kind} {SHORT}"] for kind in ("dot_product", "chunked"))
+        assert dense["temp"] / tiles["temp"] == pytest.approx(ratio, abs=0.1)
+        assert dense["compute_seconds"] < tiles["compute_seconds"]
+    # By hand: three forward projections, twice that backward, and splash's 9 products of 36 tiles.
+    projections = 2 * SHORT * 4096 * (4096 + 1024 + 1024)
+    products = 9 * 2 * 36 * 512 * 512 * 32 * 128
+    flops = 3 * projections + 2 * 2 * SHORT * 4096 * 4096 + products
+    assert found[f"tpu:v5p:2x2x1 flash {SHORT}"]["flops"] == flops
 
 
 def test_a_block_of_experts() -> None:

@@ -672,6 +672,18 @@ def test_useful_operations_are_those_of_a_dense_model_without_remat() -> None:
     assert useful_flops(config, MeshConfig(fsdp=2)) == useful_flops(config, one) / 2
 
 
+def test_a_token_needs_the_keys_of_its_window() -> None:
+    """Half of the sequence on average; of 8 tokens with a window of 2 about 1.75 of 4."""
+    model = small_config().model
+    causal, whole, narrow = (
+        flops_per_token(dataclasses.replace(model, sliding_window=window), 8)
+        for window in (None, 8, 2)
+    )
+    assert causal == whole
+    of_a_key = model.num_layers * 2 * 2 * model.num_heads * model.head_dim
+    assert causal - narrow == of_a_key * (4 - 1.75)
+
+
 def test_a_token_needs_the_experts_that_it_is_sent_to() -> None:
     config = small_config(model={"num_experts": 4, "num_experts_per_token": 2})
     more = dataclasses.replace(config.model, num_experts_per_token=3)

@@ -8,7 +8,9 @@ from jaxtyping import Array
 
 from linen_compat.modules.parameters import Kernel, Names
 from nnx_pipeline import Layout, ModelConfig
-from nnx_pipeline.ops.self_attention import KERNELS, Projections, self_attention
+from nnx_pipeline.ops.attention import Options
+from nnx_pipeline.ops.fast_attention.kernels import KERNELS
+from nnx_pipeline.ops.self_attention import Projections, self_attention
 
 # MaxText draws the kernels of attention from a normal distribution that is not truncated.
 INTO_HEADS = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(1, 2))
@@ -65,8 +67,14 @@ class Attention(nn.Module):
             Projections(self.query(), self.key(), self.value(), self.out()),
             positions=positions,
             segment_ids=segment_ids,
-            kernel=functools.partial(KERNELS[config.attention], block=config.attention_block),
+            kernel=functools.partial(
+                KERNELS[config.attention],
+                options=Options(
+                    scale=config.attention_scale,
+                    window=config.sliding_window,
+                    block=config.attention_block,
+                ),
+            ),
             rope_theta=config.rope_theta,
-            scale=config.attention_scale,
             layout=self.layout,
         )

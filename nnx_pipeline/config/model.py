@@ -79,15 +79,24 @@ class ModelConfig:
     Dropout acts in training only.
     """
 
-    attention: Literal["dot_product"] = "dot_product"
-    """How attention is computed, a key of `ops.self_attention.KERNELS`."""
+    attention: Literal["dot_product", "chunked", "flash", "auto"] = "dot_product"
+    """How attention is computed, a key of `ops.fast_attention.kernels.KERNELS`.
+
+    `dot_product` holds the scores of one block of queries. `chunked` holds one tile of scores, on
+    every platform; `flash` is the kernel of a TPU or NVIDIA GPU. `auto` takes what suits the
+    platform and the sequence, see `ops.fast_attention.kernels.chosen`.
+    """
 
     attention_block: int | None = None
-    """How many queries of a sequence are attended at a time.
+    """How many queries of a sequence are attended at a time, and with `chunked` how many keys.
 
-    Scores exist of one block of queries, and later keys are left out. None takes 512 of a sequence
-    longer than 1024, and all queries of others, see `ops.attention.BLOCK`.
+    `dot_product` holds the scores of one block of queries, and leaves later keys out. None takes
+    512 of a sequence longer than 1024, and all queries of others, see `ops.attention.BLOCK`;
+    `chunked` takes `ops.fast_attention.kernels.TILE`. `flash` has blocks of its own.
     """
+
+    sliding_window: int | None = None
+    """How many tokens a query reads: itself and those before it; None for all before it."""
 
     experts: Literal["dense", "grouped", "capacity"] = "dense"
     """How experts are computed, a key of `ops.moe.EXPERTS`.
@@ -180,10 +189,17 @@ class ModelConfig:
             )
         one_of("dtype", self.dtype, DTYPES)
         one_of("param_dtype", self.param_dtype, DTYPES)
-        one_of("attention", self.attention, ("dot_product",))
+        one_of("attention", self.attention, ("dot_product", "chunked", "flash", "auto"))
         self._check_experts()
         if self.attention_block is not None:
             whole(self, "attention_block")
+            if self.attention not in ("dot_product", "chunked"):
+                raise InputError(
+                    f"attention_block={self.attention_block} is for attention='dot_product' and "
+                    f"'chunked', and attention={self.attention!r}; leave it at None"
+                )
+        if self.sliding_window is not None:
+            whole(self, "sliding_window")
         one_of("embedding", self.embedding, ("auto", "gather", "one_hot"))
         if self.max_position_embeddings is not None:
             whole(self, "max_position_embeddings")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from nnx_pipeline.ops.attention import allowed
+from nnx_pipeline.ops.attention import Span, allowed
 from nnx_pipeline.ops.experts import ExpertKernels, Mixed, Products
 from nnx_pipeline.ops.loss import Targets
 from nnx_pipeline.pipeline.stage.apply import ApplyStage, map_stages
@@ -33,16 +33,15 @@ def einsum_scale(x: Array, scale: Array, offset: float) -> Array:
     return jnp.einsum("...k,k->...k", x, scale + offset)
 
 
-def mask_array(length: int, segment_ids: Array | None) -> Array:
+def mask_array(queries: Span, keys: Span, window: int | None) -> Array:
     """The mask of `allowed`, built as an array of numbers, s32[batch, seq, seq] (seeds S2.8).
 
-    - `length`: the number of tokens in a row.
-    - `segment_ids`: int32[batch, seq], or None for one segment per row.
+    - `queries`, `keys`, `window`: as for `allowed`.
 
     A kernel that takes a mask takes it as an array. The barrier stands for such a kernel: it keeps
     the compiler from fusing the comparison into what reads the mask.
     """
-    return jax.lax.optimization_barrier(allowed(length, segment_ids).astype(jnp.int32)) != 0
+    return jax.lax.optimization_barrier(allowed(queries, keys, window).astype(jnp.int32)) != 0
 
 
 def map_stages_by_nnx_vmap(apply_stage: ApplyStage) -> Any:

@@ -21,6 +21,7 @@ from nnx_pipeline.experiments.useful import bubble_share, useful_flops
 from nnx_pipeline.lab.compile.measure import Clock, Measurement, Progress, measure_traced
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.mesh import MeshConfig, make_mesh
+from nnx_pipeline.ops.fast_attention.kernels import chosen
 from nnx_pipeline.sharding import variable_shardings
 from nnx_pipeline.tracing.calls import traced_afresh
 from nnx_pipeline.train import (
@@ -75,6 +76,8 @@ def measure(
         held = _held_while_tracing(program, clock) if program.kind == "trace" else None
         traced = _traced(program, clock)
         found = measure_traced(traced, platform, clock, sizes.sizes(), to_dict(program.config))
+        model, length = program.config.model, program.config.train.sequence_length
+        taken = {"attention": chosen(model.attention, length, model.dtype)}
     time = found.time
     # An arm with parts of its own is another program than the one that the config describes.
     is_own = program == Program(program.config)
@@ -82,7 +85,7 @@ def measure(
     if time is not None and program.kind == "step":
         needed, discarded = useful_flops(program.config, sizes), bubble_share(program.config, sizes)
         time = time.of_model(needed, discarded)
-    return dataclasses.replace(found, trace_host_bytes=held, time=time, floor=least)
+    return dataclasses.replace(found, trace_host_bytes=held, time=time, floor=least, choices=taken)
 
 
 def mesh_of(

@@ -35,10 +35,12 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     """Operations of the forward pass for one token.
 
     - `model`: the sizes of the model.
-    - `sequence_length`: a token attends to half of so many on average.
+    - `sequence_length`: a token attends to half of so many on average, or to those of its window.
     """
+    window = min(model.sliding_window or sequence_length, sequence_length)
+    keys = window - window**2 / (2 * sequence_length)  # the first tokens have fewer
     projections = 2 * model.embed_dim * model.head_dim * (model.num_heads + model.num_kv_heads) * 2
-    attention = 2 * 2 * (sequence_length / 2) * model.num_heads * model.head_dim
+    attention = 2 * 2 * keys * model.num_heads * model.head_dim
     active = model.num_experts_per_token + model.num_shared_experts
     experts = active * 3 * 2 * model.embed_dim * model.mlp_dim
     router = 2 * model.embed_dim * model.num_experts if model.num_experts > 1 else 0

@@ -7,7 +7,9 @@ from jaxtyping import Array
 
 from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.modules.parts import Parts
-from nnx_pipeline.ops.self_attention import KERNELS, Projections, self_attention
+from nnx_pipeline.ops.attention import Options
+from nnx_pipeline.ops.fast_attention.kernels import KERNELS
+from nnx_pipeline.ops.self_attention import Projections, self_attention
 from nnx_pipeline.sharding import Layout, parameter
 
 
@@ -72,9 +74,14 @@ class Attention(nnx.Module):
             positions=positions,
             segment_ids=segment_ids,
             kernel=functools.partial(
-                KERNELS[config.attention], mask=self.mask, block=config.attention_block
+                KERNELS[config.attention],
+                options=Options(
+                    scale=config.attention_scale,
+                    mask=self.mask,
+                    window=config.sliding_window,
+                    block=config.attention_block,
+                ),
             ),
             rope_theta=config.rope_theta,
-            scale=config.attention_scale,
             layout=self.layout,
         )

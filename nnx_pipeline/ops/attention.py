@@ -2,7 +2,8 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,23 @@ from nnx_pipeline.sharding import out_sharding
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 MASKED_HALF = -0.7 * float(jnp.finfo(jnp.float16).max)
 
-# From (length, segment ids [batch, seq] or None) to the keys each query may read, see `allowed`. No
-# query may read a key after itself: scores of later keys are not computed.
-Mask = Callable[[int, Array | None], Array]
+
+class Span(NamedTuple):
+    """Consecutive tokens of a sequence.
+
+    - `start`: the place of the first one in the sequence.
+    - `size`: how many there are.
+    - `segments`: int32[batch, size], which segment each belongs to; None for one per row.
+    """
+
+    start: int | Int[Array, ""]
+    size: int
+    segments: Int[Array, "batch size"] | None
+
+
+# From queries, keys and the window to the keys that each query may read, see `allowed`. No query
+# may read a key after itself: scores of later keys are not computed.
+Mask = Callable[[Span, Span, int | None], Array]
 
 # Of a sequence up to WHOLE all queries are computed at once, of a longer one BLOCK at a time. On a
 # TPU v5p (libtpu 0.0.42.1), whole and in blocks of 512: Mixtral 8x7B at a sequence of 4096 takes
@@ -28,23 +43,53 @@ WHOLE, BLOCK = 1024, 512
 
 
 def allowed(
-    length: int, segment_ids: Int[Array, "batch seq"] | None
-) -> Bool[Array, "#batch seq seq"]:
+    queries: Span, keys: Span, window: int | None = None
+) -> Bool[Array, "#batch queries keys"]:
     """The attention mask: a query may read no key after itself and none of another segment.
 
-    - `length`: tokens of a sequence.
-    - `segment_ids`: which segment each token belongs to; None for one segment per row.
+    - `queries`, `keys`: tokens of the same sequences.
+    - `window`: a query reads itself and the `window - 1` tokens before it, as in Mistral; None for
+      all tokens before it.
 
     Which token is later is decided by the order in the array, not by positions. Padding (segment 0)
     may read padding. Without segment ids the mask is a comparison of two iotas, which XLA fuses: no
     mask array is built.
     """
-    query = jax.lax.broadcasted_iota(jnp.int32, (1, length, length), 1)
-    key = jax.lax.broadcasted_iota(jnp.int32, (1, length, length), 2)
-    causal = query >= key
-    if segment_ids is None:
-        return causal
-    return causal & (segment_ids[:, :, None] == segment_ids[:, None, :])
+    shape = (1, queries.size, keys.size)
+    query, key = (
+        _places(span, jax.lax.broadcasted_iota(jnp.int32, shape, dimension))
+        for dimension, span in enumerate((queries, keys), 1)
+    )
+    readable = query >= key
+    if window is not None:
+        readable &= query - key < window
+    if queries.segments is None or keys.segments is None:
+        return readable
+    return readable & (queries.segments[:, :, None] == keys.segments[:, None, :])
+
+
+def _places(span: Span, counted: Array) -> Array:
+    """Places in the sequence, from those within the span."""
+    return counted if isinstance(span.start, int) and span.start == 0 else counted + span.start
+
+
+@dataclass(frozen=True)
+class Options:
+    """How attention is computed, for every kind of it.
+
+    - `scale`: multiplies the scores.
+    - `mask`: which keys each query may read, none of them after itself; functions other than
+      `allowed` are used by experiments.
+    - `window`: see `allowed`.
+    - `block`: how many tokens are computed at a time; None for what the kind finds best.
+    - `interpret`: whether a kernel for TPUs is interpreted, for tests where there is none.
+    """
+
+    scale: float = 1.0
+    mask: Mask = allowed
+    window: int | None = None
+    block: int | None = None
+    interpret: bool = False
 
 
 def dot_product_attention(
@@ -53,10 +98,8 @@ def dot_product_attention(
     value: Float[Array, "batch seq kv_heads head_dim"],
     segment_ids: Int[Array, "batch seq"] | None = None,
     *,
-    scale: float = 1.0,
     grouped: jax.sharding.PartitionSpec,
-    mask: Mask = allowed,
-    block: int | None = None,
+    options: Options = Options(),
 ) -> Float[Array, "batch seq heads head_dim"]:
     """softmax(scale · query · keyᵀ, masked) · value, for one block of queries after the other.
 
@@ -65,35 +108,59 @@ def dot_product_attention(
     - `query`, `key`, `value`: the projected heads; query head n reads key-value head
       n // (heads / kv_heads).
     - `segment_ids`: see `allowed`.
-    - `scale`: multiplies the scores.
     - `grouped`: sharding of the query as `[batch, seq, kv_heads, heads / kv_heads, head_dim]`.
-    - `mask`: which keys each query may read, none of them after itself; functions other than
-      `allowed` are used by experiments.
-    - `block`: queries of a sequence that are computed at a time; None for `BLOCK` of them in
-      sequences longer than `WHOLE`, and all of them in others.
+    - `options`: its `block` is how many queries of a sequence are computed at a time; None for
+      `BLOCK` of them in sequences longer than `WHOLE`, and all of them in others.
+    """
+    length = query.shape[1]
+    how = (options.mask, options.window, options.block or (length if length <= WHOLE else BLOCK))
+    query = in_groups(query, key.shape[2], scale=options.scale, grouped=grouped)
+    return out_of_groups(_attend(how, query, key, value, segment_ids), grouped)
+
+
+def in_groups(
+    query: Float[Array, "batch seq heads head_dim"],
+    kv_heads: int,
+    *,
+    scale: float,
+    grouped: jax.sharding.PartitionSpec,
+) -> Float[Array, "batch seq kv_heads queries_per_key head_dim"]:
+    """The query heads by the key-value head that they read, multiplied by the scale of the scores.
+
+    - `kv_heads`: the number of key-value heads.
+    - `scale`: multiplies the scores.
+    - `grouped`: sharding of the result.
     """
     batch, length, heads, head_dim = query.shape
-    kv_heads = key.shape[2]
-    shape = (batch, length, kv_heads, heads // kv_heads, head_dim)
-    query = jax.lax.reshape(
-        query * scale if scale != 1.0 else query, shape, out_sharding=out_sharding(grouped)
-    )
-    size = block or (length if length <= WHOLE else BLOCK)
-    mixed = _attend((mask, size), query, key, value, segment_ids)
-    # Heads merge into one axis, which stays sharded as the key-value heads were.
-    whole = jax.sharding.PartitionSpec(grouped[0], grouped[1], grouped[2], None)
     return jax.lax.reshape(
-        mixed, (batch, length, heads, head_dim), out_sharding=out_sharding(whole)
+        query * scale if scale != 1.0 else query,
+        (batch, length, kv_heads, heads // kv_heads, head_dim),
+        out_sharding=out_sharding(grouped),
     )
+
+
+def out_of_groups(
+    mixed: Float[Array, "batch seq kv_heads queries_per_key head_dim"],
+    grouped: jax.sharding.PartitionSpec,
+) -> Float[Array, "batch seq heads head_dim"]:
+    """The heads as one axis, which stays sharded as the key-value heads were.
+
+    - `grouped`: sharding of `mixed`.
+    """
+    batch, length, kv_heads, queries, head_dim = mixed.shape
+    whole = jax.sharding.PartitionSpec(grouped[0], grouped[1], grouped[2], None)
+    shape = (batch, length, kv_heads * queries, head_dim)
+    return jax.lax.reshape(mixed, shape, out_sharding=out_sharding(whole))
+
+
+How = tuple[Mask, int | None, int]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
-    how: tuple[Mask, int], query: Array, key: Array, value: Array, segment_ids: Array | None
-) -> Array:
+def _attend(how: How, query: Array, key: Array, value: Array, segment_ids: Array | None) -> Array:
     """Attention whose derivative keeps no scores.
 
-    - `how`: the mask, and the number of queries that are computed at a time.
+    - `how`: the mask, the window, and the number of queries that are computed at a time.
     - `query`: `[batch, seq, kv_heads, queries per key, head_dim]`, as the result is.
 
     The forward pass keeps its result and, per query, the logarithm of the softmax's denominator.
@@ -105,11 +172,12 @@ def _attend(
 
 
 def _attend_forward(
-    how: tuple[Mask, int], query: Array, key: Array, value: Array, segment_ids: Array | None
+    how: How, query: Array, key: Array, value: Array, segment_ids: Array | None
 ) -> tuple[Array, Any]:
-    mask, size = how
+    mask, window, size = how
     length = query.shape[1]
-    readable = mask(length, segment_ids)
+    every = Span(0, length, segment_ids)
+    readable = mask(every, every, window)
     results, normalisers = [], []
     for start, stop in _blocks(length, size):
         scores = _scores(query[:, start:stop], key[:, :stop], readable[:, start:stop, :stop])
@@ -123,16 +191,15 @@ def _attend_forward(
     return mixed, (query, key, value, segment_ids, mixed, normaliser)
 
 
-def _attend_backward(
-    how: tuple[Mask, int], kept: Any, d_mixed: Array
-) -> tuple[Array, Array, Array, None]:
-    mask, size = how
+def _attend_backward(how: How, kept: Any, d_mixed: Array) -> tuple[Array, Array, Array, None]:
+    mask, window, size = how
     query, key, value, segment_ids, mixed, normaliser = kept
     # The scores depend on nothing that comes late, so that a compiler may compute them long before
     # they are used, and hold them. The barrier makes them wait for the cotangent.
     query, d_mixed = jax.lax.optimization_barrier((query, d_mixed))
     length = query.shape[1]
-    readable = mask(length, segment_ids)
+    every = Span(0, length, segment_ids)
+    readable = mask(every, every, window)
     inner = jnp.sum(d_mixed.astype(jnp.float32) * mixed.astype(jnp.float32), axis=-1)
     # From [batch, query, kv_heads, queries per key] to the order of the scores.
     inner = jnp.moveaxis(inner, 1, 2)[..., None]

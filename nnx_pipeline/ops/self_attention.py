@@ -1,19 +1,14 @@
 """Grouped-query self-attention with rotary embeddings, including all four projections."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from nnx_pipeline.ops.attention import dot_product_attention
+from nnx_pipeline.ops.fast_attention.kernels import Kernel
 from nnx_pipeline.ops.rotary import rotate
 from nnx_pipeline.remat import OUT, QUERY_KEY_VALUE, named
 from nnx_pipeline.sharding import Layout, gather_weight, out_sharding
-
-# (query, key, value, segment ids, *, scale, grouped, mask, block) to the output of the heads
-Kernel = Callable[..., Array]
-KERNELS: dict[str, Kernel] = {"dot_product": dot_product_attention}
 
 
 class Projections(NamedTuple):
@@ -33,7 +28,6 @@ def self_attention(
     segment_ids: Int[Array, "batch seq"] | None,
     kernel: Kernel,
     rope_theta: float,
-    scale: float,
     layout: Layout,
 ) -> Float[Array, "batch seq embed"]:
     """Self-attention without biases, in the dtype of `x`, to which the kernels are cast.
@@ -42,9 +36,9 @@ def self_attention(
     - `kernels`: of the projections, as they are stored.
     - `positions`: for the rotary embedding; None counts from 0.
     - `segment_ids`: which segment each token belongs to; None for one segment per row.
-    - `kernel`: what computes the heads from query, key and value; one of `KERNELS`.
+    - `kernel`: what computes the heads from query, key and value; one of
+      `fast_attention.kernels.KERNELS`, with its options.
     - `rope_theta`: base of the rotary embedding.
-    - `scale`: multiplies the scores.
     - `layout`: which mesh axes the logical axes of activations and kernels are sharded over.
 
     For a remat policy, the results of the projections have the names `remat.QUERY_KEY_VALUE` and
@@ -58,7 +52,7 @@ def self_attention(
     query, key, value = map(named, (query, key, value), QUERY_KEY_VALUE)
 
     grouped = layout.spec("batch", None, "kv_heads", None, None)
-    mixed = kernel(query, key, value, segment_ids, scale=scale, grouped=grouped)
+    mixed = kernel(query, key, value, segment_ids, grouped=grouped)
     out_kernel = gather_weight(
         kernels.out.astype(x.dtype),
         layout.spec("heads", None, "embed"),

@@ -106,7 +106,6 @@ def config_from_huggingface(source: str | Path | Mapping[str, Any]) -> Config:
                 f"{CONFIG_FILE}: {key}={values[key]!r} is not supported, only {only!r}: {reason}"
             )
     absent = _ABSENT[architecture]
-    _refuse_window(values, absent)
     fields = {ours: _whole_or_missing(values, key) for key, ours in _REQUIRED.items()}
     fields |= {ours: values.get(key, absent[key]) for key, ours in _OPTIONAL.items()}
     if architecture == MIXTRAL:
@@ -128,6 +127,7 @@ def config_from_huggingface(source: str | Path | Mapping[str, Any]) -> Config:
         dtype=dtype,
         param_dtype=dtype,
         max_position_embeddings=_longest(values, absent),
+        sliding_window=_window(values, absent, architecture),
     )
     return Config(model=model)
 
@@ -150,6 +150,12 @@ def config_to_huggingface(config: Config) -> dict[str, Any]:
             )
     architecture = MIXTRAL if model.num_experts > 1 else LLAMA
     if architecture == LLAMA:
+        if model.sliding_window is not None:
+            raise InputError(
+                f"model.sliding_window={model.sliding_window} has no place in a {LLAMA} of "
+                "transformers; only a model without a window, or with experts, can be saved in "
+                "this format"
+            )
         divides(
             model.num_heads,
             model.embed_dim,
@@ -166,6 +172,7 @@ def config_to_huggingface(config: Config) -> dict[str, Any]:
         "hidden_act": "silu",
         "rope_theta": model.rope_theta,
         LONGEST: model.max_position_embeddings or config.train.sequence_length,
+        **({} if architecture == LLAMA else {"sliding_window": model.sliding_window}),
         "tie_word_embeddings": False,
         "torch_dtype": model.param_dtype,
     }
@@ -234,18 +241,23 @@ def _refuse_unknown(values: Mapping[str, Any], architecture: str) -> None:
             )
 
 
-def _refuse_window(values: Mapping[str, Any], absent: Mapping[str, Any]) -> None:
-    """Raises InputError for a sliding window that is shorter than the longest sequence."""
+def _window(values: Mapping[str, Any], absent: Mapping[str, Any], architecture: str) -> int | None:
+    """The sliding window; None for one that the longest sequence does not leave.
+
+    Raises InputError for the window of a Llama, which transformers does not read.
+    """
     if values.get("sliding_window") is None:
-        return
-    window = _whole_or_missing(values, "sliding_window")
+        return None
+    window: int = _whole_or_missing(values, "sliding_window")
     longest = _longest(values, absent)
-    if window < longest:
+    if window >= longest:
+        return None
+    if architecture == LLAMA:
         raise InputError(
-            f"{CONFIG_FILE}: sliding_window={window} is smaller than {LONGEST}={longest}: "
-            "attention here reads the whole sequence; set it to null if no sequence is longer "
-            "than that"
+            f"{CONFIG_FILE}: sliding_window={window} is smaller than {LONGEST}={longest}, and a "
+            f"{LLAMA} of transformers reads the whole sequence; set it to null"
         )
+    return window
 
 
 def _longest(values: Mapping[str, Any], absent: Mapping[str, Any]) -> int:

@@ -77,7 +77,7 @@ def _knows(sizes: Sizes) -> tuple[str, ...]:
         loop,
         f"fsdp_gather={pipeline.fsdp_gather}",
         f"remat={pipeline.remat}",
-        "attention by dot products",
+        f"attention={sizes.config.model.attention}",
         "experts on all tokens" if config.model.num_experts > 1 else "dense MLP",
         "loss in chunks",
         "gradients of all weights",
@@ -104,6 +104,9 @@ def _unknown(config: Config, mesh: MeshConfig) -> tuple[str, ...]:
         ),
         f"the copies that pipeline.shift={pipeline.shift} makes are not counted": (
             mesh.stage > 1 and pipeline.shift != "ppermute"
+        ),
+        f"what model.attention={model.attention} holds is not counted": (
+            model.attention != "dot_product"
         ),
         f"the one-hot rows of model.embedding={model.embedding} are not counted": (
             model.embedding != "gather"

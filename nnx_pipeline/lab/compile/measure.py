@@ -60,6 +60,8 @@ class Measurement:
     - `notes`: what was declared and is not in the program, and what a figure counts beyond what
       runs, one sentence each.
     - `floor`: what any program for this step must hold and take; None for other programs.
+    - `choices`: what was taken where the config leaves something open, by name; its entries are
+      keys of the JSON.
     """
 
     platform: str
@@ -87,6 +89,7 @@ class Measurement:
     unread: tuple[Unread, ...] = ()
     notes: tuple[str, ...] = ()
     floor: Floor | None = None
+    choices: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
@@ -134,7 +137,7 @@ class Measurement:
     def to_json(self) -> dict[str, Any]:
         """The measurement as `compile --json` writes it."""
         fields = dataclasses.asdict(dataclasses.replace(self, hlo="", attribution=None))
-        for name in ("hlo", "kept_fingerprint", "attribution", "assigned", "measured"):
+        for name in ("hlo", "kept_fingerprint", "attribution", "assigned", "measured", "choices"):
             del fields[name]
         told: dict[str, Any] = {"memory": self.memory.to_json(), "account": self.account.to_json()}
         told["time"] = self.time.to_json() if self.time else dict.fromkeys(KEYS)
@@ -143,6 +146,7 @@ class Measurement:
             "schema": 1,
             **fields,
             **told,
+            **self.choices,
             "exceeds_device_memory": self.exceeds_device_memory,
         }
 

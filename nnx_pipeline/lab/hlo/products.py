@@ -25,7 +25,8 @@ _NO_PRODUCT = re.compile(
 _HAND_WRITTEN = re.compile(r"tpu_custom_call|mosaic|triton")
 # Inside a text quotes are escaped, by backslashes or, in an attribute of MLIR, as \22.
 _OWN_COST = re.compile(r'(flops|bytes_accessed)(?:\\22|\\*")\s*:\s*(?:\\22|\\*")?(\d+)')
-_SHARE = re.compile(r"\bshare_1_of_(\d+)\b")
+# What is said of a kernel where it is called: a frontend attribute that bears its name.
+_SAID_OF_IT = re.compile(r'(\w+)="flops=(\d+) bytes_accessed=(\d+)"')
 # Where input, kernel and output of the forward convolution are: operand 0 or 1, or the result (-1).
 _CUDNN_CONVOLUTIONS = {
     "__cudnn$convForward": (0, 1, -1),
@@ -181,13 +182,15 @@ def stated_cost(kernel: Instruction) -> dict[str, int]:
     On a TPU that is its `cost_estimate`, as JAX writes it into the program. The NVIDIA compiler
     gets no estimate; there a kernel states the same two names in its `metadata`.
 
-    A kernel that is called for a part of its rows may state the cost of all of them, because how
-    many rows that will be is not known before the program runs. A caller says so with a
-    `jax.named_scope` such as `share_1_of_8`, and an eighth of what is stated counts.
+    Its caller may know better, such as how many of the rows it will read, or state what a kernel
+    does not: `set_xla_metadata(NAME="flops=1 bytes_accessed=2")` around the call is about the
+    kernels whose name begins with NAME, and counts in place of what these say.
     """
+    for name, *digits in _SAID_OF_IT.findall(kernel.attributes.get("frontend_attributes", "")):
+        if kernel.name.startswith(name):
+            return dict(zip(("flops", "bytes_accessed"), map(int, digits), strict=True))
     config = kernel.attributes.get("backend_config", "")
-    parts = int((_SHARE.findall(kernel.op_name or "") or ["1"])[-1])
-    return {name: int(digits) // parts for name, digits in _OWN_COST.findall(config)}
+    return {name: int(digits) for name, digits in _OWN_COST.findall(config)}
 
 
 def _matrices(computation: Computation, instruction: Instruction) -> int:

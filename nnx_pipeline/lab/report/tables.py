@@ -67,6 +67,7 @@ def measurement_view(title: str, measurement: Measurement, *, hint: bool = True)
     lines: list[RenderableType] = [
         Text(title, style="bold"),
         Text(f"compiler: {compiler(measurement)}"),
+        *(Text(f"{name}: {taken}") for name, taken in measurement.choices.items()),
         *_settings([measurement]),
         memory,
         traffic if measurement.collectives is not None else Text("collectives: –"),

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.xla_metadata import set_xla_metadata
 from jaxtyping import Array, Float, Int
 
 from nnx_pipeline.errors import InputError
@@ -61,8 +62,7 @@ class GroupedProducts:
       GPUs, and `tiles` a loop in plain JAX.
     - `tiles`: what is computed at a time; the backend `tiles` reads the numbers of rows alone.
     - `share`: the part of all rows that belong to the groups of one call, if all groups have as
-      many: 1 / `share`. JAX's kernels state the cost of all rows; the name that they are called
-      under tells a reader of the program which part of it is theirs, see `lab.hlo.products`.
+      many: 1 / `share`. It is for what is stated of the cost of kernels.
     - `interpret`: whether kernels are interpreted, for tests where their platform is not.
     """
 
@@ -140,13 +140,18 @@ def _product_of_megablox(
 ) -> Array:
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
-    with _calling_megablox(how):
+    into, out_of = rows.shape[1], kernels.shape[1 if how.transposed else 2]
+    tile = _within(how.tile, into, out_of)
+    own, (high, _, wide) = len(rows) // how.share, tile
+    visits = -(-own // high) + len(kernels) - 1
+    read = own * into * -(-out_of // wide) + visits * into * out_of
+    with _calling("gmm", 2 * own * into * out_of, rows.itemsize * (read + own * out_of)):
         return gmm(
             rows,
             kernels,
             sizes,
             preferred_element_type=rows.dtype,
-            tiling=_within(how.tile, rows.shape[1], kernels.shape[1 if how.transposed else 2]),
+            tiling=tile,
             group_offset=first,
             existing_out=out,
             transpose_rhs=how.transposed,
@@ -159,13 +164,18 @@ def _outer_of_megablox(
 ) -> Array:
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
-    with _calling_megablox(how):
+    (rows, into), out_of = left.shape, right.shape[1]
+    tile = _within(how.tile, into, out_of)
+    own, (_, deep, wide) = rows // how.share, tile
+    read = own * into * -(-out_of // wide) + own * out_of * -(-into // deep)
+    size = left.itemsize * (read + count * into * out_of)
+    with _calling("tgmm", 2 * own * into * out_of, size):
         return tgmm(
             left.T,
             right,
             sizes,
             left.dtype,
-            _within(how.tile, left.shape[1], right.shape[1]),
+            tile,
             group_offset=first,
             num_actual_groups=count,
             interpret=how.interpret,
@@ -173,10 +183,17 @@ def _outer_of_megablox(
 
 
 @contextlib.contextmanager
-def _calling_megablox(how: How) -> Iterator[None]:
-    """Lets JAX's kernels mix dtypes, and calls them under a name with their share."""
-    share = jax.named_scope(f"share_1_of_{how.share}")
-    with share, jax.numpy_dtype_promotion("standard"):
+def _calling(kernel: str, flops: int, size: int) -> Iterator[None]:
+    """Calls one of JAX's kernels, which mix dtypes, and states its cost for `lab.hlo.products`.
+
+    By themselves they state that of all rows, though they skip those of other groups.
+
+    - `kernel`: its name.
+    - `flops`: its operations.
+    - `size`: the bytes that it reads and writes, tile by tile.
+    """
+    cost = {kernel: f"flops={flops} bytes_accessed={size}"}
+    with set_xla_metadata(**cost), jax.numpy_dtype_promotion("standard"):
         yield
 
 

@@ -1,0 +1,164 @@
+"""The kinds of attention that a config names, and how those of one device enter a layer."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from nnx_pipeline.errors import InputError
+from nnx_pipeline.mesh import ambient_platform
+from nnx_pipeline.ops.attention import (
+    Options,
+    allowed,
+    dot_product_attention,
+    in_groups,
+    out_of_groups,
+)
+from nnx_pipeline.ops.fast_attention import cudnn, splash
+from nnx_pipeline.ops.fast_attention.chunked import Tiling, attend_by_tiles
+from nnx_pipeline.ops.per_device import differentiable
+from nnx_pipeline.sharding import P, mesh_sizes
+
+TILE = 512  # queries and keys of a tile of `chunked`
+# Up to so many tokens `auto` takes `dot_product` where it does not take `flash`. For one layer of
+# Mixtral 8x7B at 4096 tokens its estimated time is 0.7 times that of `chunked` on a TPU v5p (the
+# estimate for an H100 is too long for `chunked`), and its temp 3.2 times as much there, and 2.5
+# times on an H100. Its program grows with the sequence.
+SHORT = 4096
+REFUSAL = (
+    "attention by a kernel has first derivatives in reverse mode only; "
+    "set model.attention='dot_product' for second derivatives and for forward mode"
+)
+
+Heads = Float[Array, "batch seq heads head_dim"]
+KeyHeads = Float[Array, "batch seq kv_heads head_dim"]
+Segments = Int[Array, "batch seq"] | None
+# (query, key, value, segment ids, *, grouped, options) to the output of the heads
+Kernel = Callable[..., Array]
+
+
+def chunked_attention(
+    query: Heads,
+    key: KeyHeads,
+    value: KeyHeads,
+    segment_ids: Segments = None,
+    *,
+    grouped: P,
+    options: Options = Options(),
+) -> Heads:
+    """`dot_product_attention` in memory that is linear in the sequence, on every platform.
+
+    - `options`: its `block` is how many queries and keys a tile of scores has; None for `TILE`. The
+      mask is computed tile by tile.
+
+    The other arguments are those of `dot_product_attention`.
+    """
+    tiling = Tiling(options.mask, options.window, options.block or TILE)
+
+    def kernel(*arrays: Array) -> Array:
+        return attend_by_tiles(tiling, *arrays)
+
+    query = in_groups(query, key.shape[2], scale=options.scale, grouped=grouped)
+    return _on_devices(kernel, (query, key, value, segment_ids), grouped)
+
+
+def flash_attention(
+    query: Heads,
+    key: KeyHeads,
+    value: KeyHeads,
+    segment_ids: Segments = None,
+    *,
+    grouped: P,
+    options: Options = Options(),
+) -> Heads:
+    """`dot_product_attention` by the platform's kernel: splash on a TPU, cuDNN on an NVIDIA GPU.
+
+    - `options`: its `mask` has to be `allowed`, which kernels compute themselves, and its `block`
+      None, because they have blocks of their own.
+
+    The other arguments are those of `dot_product_attention`. Raises InputError for what the kernel
+    of the platform does not support, and on a CPU, which has none.
+    """
+    if options.block is not None or options.mask is not allowed:
+        block = f"attention_block={options.block}"
+        raise InputError(
+            "model.attention='flash' is a kernel with blocks and a mask of its own, and got "
+            f"{'another mask' if options.block is None else block}; leave that out, or set "
+            "model.attention='chunked'"
+        )
+    platform, masks = ambient_platform(), list[Array]()
+    kernel: Callable[..., Array]
+    if options.interpret or platform == "tpu":
+        splash.check(query.shape[1], query.dtype)
+        own = splash.Splash(options.window, options.interpret)
+        masks, structure = own.masks(query.shape[1], query.shape[2] // key.shape[2])
+        kernel = functools.partial(own.attend, structure)
+    elif platform == "gpu":
+        cudnn.check(query.shape[3], query.dtype, packed=segment_ids is not None)
+        kernel = cudnn.CuDNN(options.window)
+    else:
+        raise InputError(
+            "model.attention='flash' is a kernel for TPUs and NVIDIA GPUs, and the platform is "
+            f"{platform}; set model.attention='chunked', which computes the same"
+        )
+    query = in_groups(query, key.shape[2], scale=options.scale, grouped=grouped)
+    return _on_devices(kernel, (query, key, value, segment_ids), grouped, masks)
+
+
+def auto_attention(query: Heads, key: KeyHeads, value: KeyHeads, *rest: Any, **how: Any) -> Heads:
+    """Attention as `chosen` says for these arrays; the arguments are those of the others."""
+    kind = chosen("auto", query.shape[1], query.dtype)
+    return KERNELS[kind](query, key, value, *rest, **how)
+
+
+# What `model.attention` may be.
+KERNELS: dict[str, Kernel] = {
+    "dot_product": dot_product_attention,
+    "chunked": chunked_attention,
+    "flash": flash_attention,
+    "auto": auto_attention,
+}
+
+
+def chosen(kind: str, length: int, dtype: jax.typing.DTypeLike) -> str:
+    """The kind of attention that is computed on the ambient platform.
+
+    - `kind`: of `KERNELS`. `auto` is `flash` on a TPU whose kernel takes the sequence, and
+      elsewhere `dot_product` up to `SHORT` tokens and `chunked` for more.
+    - `length`: tokens of a sequence.
+    - `dtype`: of queries, keys and values.
+    """
+    if kind != "auto":
+        return kind
+    if ambient_platform() == "tpu" and splash.Splash.obstacle(length, dtype) is None:
+        return "flash"
+    return "dot_product" if length <= SHORT else "chunked"
+
+
+def _on_devices(
+    kernel: Callable[..., Array],
+    arrays: tuple[Array, Array, Array, Array | None],
+    grouped: P,
+    whole: Sequence[Array] = (),
+) -> Array:
+    """Each device computes its own sequences and heads.
+
+    - `kernel`: of the arrays of one device, without segment ids where there are none.
+    - `arrays`: query in groups, key, value and segment ids.
+    - `grouped`: sharding of the query and of what the kernel returns.
+    - `whole`: further arguments, which every device has whole.
+    """
+    keys = P(*grouped[:3], None)
+    specs = [grouped, keys, keys, P(grouped[0], None)]
+    given = [array for array in arrays if array is not None]
+    specs = [*specs[: len(given)], *(P() for _ in whole)]
+    shards = tuple(axis for entry in grouped for axis in _axes(entry) if axis in mesh_sizes())
+    attend = differentiable(kernel, specs, grouped, shards=shards, refusal=REFUSAL)
+    return out_of_groups(attend(*given, *whole), grouped)
+
+
+def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes of one entry of a spec."""
+    return (entry,) if isinstance(entry, str) else entry or ()
