@@ -11,6 +11,7 @@ from linen_compat.formats.orbax.layouts import FORMATS, HUGGINGFACE, NNX, PIPELI
 from linen_compat.formats.orbax.stream import OrbaxDestination
 from linen_compat.formats.scalars import LARGEST, check_scalars, is_count
 from linen_compat.formats.streams import PARAMETERS, Source, copy
+from linen_compat.maxtext.families import check_maxtext
 from nnx_pipeline import InputError, Mixtral
 from nnx_pipeline.errors import one_of
 
@@ -66,7 +67,11 @@ def layout_for(model: Mixtral, format: str, stages: int | None, repeats: int | N
     - `format`: one of the formats of `save` except `huggingface`.
     - `stages`, `repeats`: None for the model's own in `maxtext:pipelined` and `nnx`, and for 1 in
       the other formats.
+
+    Raises InputError where MaxText has no such model, for its formats.
     """
+    if format != NNX:
+        check_maxtext(model.config.model)
     layers = model.config.model.num_layers
     own = (1, 1)
     if format in (PIPELINED, NNX):

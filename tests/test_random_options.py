@@ -38,12 +38,28 @@ MODEL: dict[str, tuple[Any, ...]] = {
     "num_experts_per_token": (1, 2, 3),
     "norm_scale_offset": (0.0, 1.0),
     "rope_theta": (1e6, 50.0),
+    "rope_interleaved": (False, True),
+    "qk_norm": (False, True),
     "dropout_rate": (0.0, 0.3),
     "attention_block": (None, 4),
     "experts": ("dense", "grouped"),
     "expert_group": (None, 1, 2, 4),
     "embedding": ("gather", "one_hot"),
 }
+# Fields that belong together, of which each case has one set of either kind.
+LLAMA3 = {
+    "rope_scaling": "llama3",
+    "rope_factor": 8.0,
+    "rope_original_length": 16,
+    "rope_low_frequency": 0.5,
+    "rope_high_frequency": 2.0,
+}
+ROPE: tuple[dict[str, Any], ...] = ({}, {"rope_scaling": "linear", "rope_factor": 4.0}, LLAMA3)
+HEAD: tuple[dict[str, Any], ...] = (
+    {},
+    {"tied_embeddings": True},
+    {"tied_embeddings": True, "tied_head_dtype": "bfloat16"},
+)
 PIPELINE: dict[str, tuple[Any, ...]] = {
     "num_microbatches": (1, 2, 4, 8),
     "num_repeats": (1, 2, 3),
@@ -101,7 +117,7 @@ def drawn(number: int) -> Case:
         mesh = source.choice((mesh, mesh, mesh, "stage=2", "fsdp=2", ""))
         try:
             config = Config(
-                model=ModelConfig(**chosen(MODEL)),
+                model=ModelConfig(**chosen(MODEL), **source.choice(ROPE), **source.choice(HEAD)),
                 pipeline=PipelineConfig(**chosen(PIPELINE)),
                 train=TrainConfig(**chosen(TRAIN)),
             )

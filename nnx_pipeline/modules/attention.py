@@ -6,8 +6,10 @@ from flax import nnx
 from jaxtyping import Array
 
 from nnx_pipeline.config.model import ModelConfig
+from nnx_pipeline.modules.norm import RMSNorm
 from nnx_pipeline.modules.parts import Parts
-from nnx_pipeline.ops.self_attention import KERNELS, Projections, self_attention
+from nnx_pipeline.ops.rotary import rotary_of
+from nnx_pipeline.ops.self_attention import KERNELS, Projections, QueryKey, self_attention
 from nnx_pipeline.sharding import Layout, parameter
 
 
@@ -19,7 +21,8 @@ class Attention(nnx.Module):
     - `parts`: functions that an experiment may replace.
 
     The initial values of the query kernel are divided by sqrt(head_dim) · attention_scale, so that
-    the scores of a new model have the same variance whatever `attention_scale` is.
+    the scores of a new model have the same variance whatever `attention_scale` is. With
+    `config.qk_norm` so is the scale of the query's norm.
     """
 
     def __init__(
@@ -55,6 +58,11 @@ class Attention(nnx.Module):
         self.key = kernel(into, (embed, groups, head_dim), of_group)
         self.value = kernel(into, (embed, groups, head_dim), of_group)
         self.out = kernel(out_of, (heads, head_dim, embed), ("heads", "head_dim", "embed"))
+        norm = functools.partial(
+            RMSNorm, config, rngs=rngs, width=(head_dim, "head_dim"), layout=layout, parts=parts
+        )
+        self.query_norm = norm(start=query_gain) if config.qk_norm else None
+        self.key_norm = norm() if config.qk_norm else None
 
     def __call__(
         self, x: Array, *, positions: Array | None = None, segment_ids: Array | None = None
@@ -74,7 +82,7 @@ class Attention(nnx.Module):
             kernel=functools.partial(
                 KERNELS[config.attention], mask=self.mask, block=config.attention_block
             ),
-            rope_theta=config.rope_theta,
+            query_key=QueryKey(rotary_of(config), self.query_norm, self.key_norm),
             scale=config.attention_scale,
             layout=self.layout,
         )

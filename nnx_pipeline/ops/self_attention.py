@@ -7,13 +7,24 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from nnx_pipeline.ops.attention import dot_product_attention
-from nnx_pipeline.ops.rotary import rotate
 from nnx_pipeline.remat import OUT, QUERY_KEY_VALUE, named
 from nnx_pipeline.sharding import Layout, gather_weight, out_sharding
 
 # (query, key, value, segment ids, *, scale, grouped, mask, block) to the output of the heads
 Kernel = Callable[..., Array]
 KERNELS: dict[str, Kernel] = {"dot_product": dot_product_attention}
+
+
+class QueryKey(NamedTuple):
+    """What query and key go through between their projections and their scores.
+
+    - `rotate`: (heads `[batch, seq, heads, head_dim]`, positions) to heads: the rotary embedding.
+    - `query_norm`, `key_norm`: normalise each head before that; None leaves them as they are.
+    """
+
+    rotate: Callable[[Array, Array], Array]
+    query_norm: Callable[[Array], Array] | None = None
+    key_norm: Callable[[Array], Array] | None = None
 
 
 class Projections(NamedTuple):
@@ -32,7 +43,7 @@ def self_attention(
     positions: Int[Array, "#batch seq"] | None,
     segment_ids: Int[Array, "batch seq"] | None,
     kernel: Kernel,
-    rope_theta: float,
+    query_key: QueryKey,
     scale: float,
     layout: Layout,
 ) -> Float[Array, "batch seq embed"]:
@@ -43,7 +54,7 @@ def self_attention(
     - `positions`: for the rotary embedding; None counts from 0.
     - `segment_ids`: which segment each token belongs to; None for one segment per row.
     - `kernel`: what computes the heads from query, key and value; one of `KERNELS`.
-    - `rope_theta`: base of the rotary embedding.
+    - `query_key`: the rotary embedding, and the norms before it where there are any.
     - `scale`: multiplies the scores.
     - `layout`: which mesh axes the logical axes of activations and kernels are sharded over.
 
@@ -52,8 +63,11 @@ def self_attention(
     """
     if positions is None:
         positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
-    query = rotate(_project(x, kernels.query, "heads", layout), positions, theta=rope_theta)
-    key = rotate(_project(x, kernels.key, "kv_heads", layout), positions, theta=rope_theta)
+    query = _project(x, kernels.query, "heads", layout)
+    key = _project(x, kernels.key, "kv_heads", layout)
+    query = query_key.query_norm(query) if query_key.query_norm else query
+    key = query_key.key_norm(key) if query_key.key_norm else key
+    query, key = query_key.rotate(query, positions), query_key.rotate(key, positions)
     value = _project(x, kernels.value, "kv_heads", layout)
     query, key, value = map(named, (query, key, value), QUERY_KEY_VALUE)
 
