@@ -11,6 +11,7 @@ import plain_model
 import pytest
 from helpers import assert_close, mesh_of, new_model, replace, small_config
 from maxtext_data import DATA, Leaves
+from safetensors.numpy import load_file, save_file
 from test_random_options import LLAMA3, Case, in_pipeline
 
 import linen_compat
@@ -117,6 +118,65 @@ def test_an_attention_scale_that_a_qk_norm_would_undo(tmp_path: Path) -> None:
     model = new_model(small_config(model={"qk_norm": True, "attention_scale": 1.0}))
     with pytest.raises(InputError, match=r"a model with qk_norm cannot hold.* head_dim\^-0.5"):
         linen_compat.save(model, tmp_path / "new", format="maxtext:scanned")
+
+
+# ---- Hugging Face --------------------------------------------------------------------------------
+
+
+def test_neighbours_become_halves_at_hugging_face(tmp_path: Path) -> None:
+    """A Llama 3.1 of MaxText, saved and loaded as it is there, has the same logits, and is back."""
+    config, leaves, reference = family("llama3_1")
+    source = maxtext_data.write(tmp_path / "source", stored(leaves))
+    linen_compat.save(linen_compat.load(source, config), tmp_path / "model", "huggingface")
+    other = linen_compat.load(tmp_path / "model")
+    assert not other.config.model.rope_interleaved
+    tokens, side = sides(reference)
+    with jax.default_matmul_precision("highest"):
+        found = jax.jit(lambda model: model(tokens, **side))(other)
+    np.testing.assert_allclose(found, reference["logits"], rtol=0, atol=TOLERANCE)
+    again = linen_compat.load(
+        tmp_path / "model",
+        replace(config, "model", attention_scale=other.config.model.attention_scale),
+    )
+    with pytest.raises(InputError, match=r"set model\.rope_interleaved to True"):
+        linen_compat.save(other, tmp_path / "new", "maxtext:scanned")
+    linen_compat.save(again, tmp_path / "back", "maxtext:unscanned")
+    back = maxtext_data.read(tmp_path / "back")
+    for path, leaf in stored(leaves).items():  # the query kernel was scaled, to and fro
+        np.testing.assert_allclose(back[path], leaf, rtol=3e-7)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_qwen3_at_hugging_face(name: str, tmp_path: Path) -> None:
+    config, leaves, _ = family(name)
+    config = replace(config, "model", tied_head_dtype=None)
+    source = maxtext_data.write(tmp_path / "source", stored(leaves))
+    linen_compat.save(linen_compat.load(source, config), tmp_path / "model", "huggingface")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    assert ("lm_head.weight" in tensors) == (name == "qwen3_moe")
+    scale = leaves["decoder/layers_2/self_attention/query_norm/scale"]
+    np.testing.assert_array_equal(tensors["model.layers.2.self_attn.q_norm.weight"], scale)
+    if name == "qwen3_moe":
+        expert = tensors["model.layers.1.mlp.experts.5.down_proj.weight"]
+        np.testing.assert_array_equal(expert.T, leaves["decoder/layers_1/moe_block/wo"][5])
+    model = linen_compat.load(tmp_path / "model")
+    linen_compat.save(model, tmp_path / "back", "maxtext:unscanned")
+    maxtext_data.assert_same_leaves(maxtext_data.read(tmp_path / "back"), stored(leaves))
+
+
+def test_a_head_that_a_tied_model_does_not_read(tmp_path: Path) -> None:
+    """Of a tied model transformers ignores a stored head, and so does this project."""
+    config, leaves, _ = family("qwen3")
+    config = replace(config, "model", tied_head_dtype=None)
+    source = maxtext_data.write(tmp_path / "source", stored(leaves))
+    linen_compat.save(linen_compat.load(source, config), tmp_path / "model", "huggingface")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    for leftover in (tmp_path / "model").iterdir():  # checksums of the files as they were
+        if leftover.name not in ("config.json", "model.safetensors"):
+            leftover.unlink()
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}, file)
+    assert linen_compat.load(tmp_path / "model").head is None
 
 
 # ---- gradients, of all that is new at once -------------------------------------------------------
