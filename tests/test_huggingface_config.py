@@ -277,6 +277,13 @@ def test_what_is_not_computed_of_qwen3(changes: dict, message: str) -> None:
         config_from_huggingface(without(QWEN3_MOE, "norm_topk_prob"))
 
 
+def test_the_number_of_experts_under_both_names() -> None:
+    values = {**without(QWEN3_MOE, "num_experts"), "num_local_experts": 128}
+    assert config_from_huggingface(values) == config_from_huggingface(QWEN3_MOE)
+    with pytest.raises(InputError, match="num_experts=128, num_local_experts=8 disagree"):
+        config_from_huggingface({**QWEN3_MOE, "num_local_experts": 8})
+
+
 def test_a_mistral_has_a_window_unless_it_says_none() -> None:
     values = {**LLAMA_2_7B, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
     assert config_from_huggingface({**values, "sliding_window": None}).model.num_experts == 1

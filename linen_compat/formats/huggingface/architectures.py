@@ -21,6 +21,7 @@ class Architecture:
     - `absent`: the values that transformers assumes for absent keys.
     - `experts`: the keys of experts, and the fields of `ModelConfig` that they become; none for a
       dense model.
+    - `other_names`: keys by the names that other versions of transformers give them.
     - `only`: keys of this class alone that have supported values only, and the reason. The first
       value is the one that is written. An absent key counts as the value of `absent`, or as null.
     - `qk_norm`: whether queries and keys are normalised.
@@ -32,6 +33,7 @@ class Architecture:
     model_type: str
     absent: Mapping[str, Any]
     experts: Mapping[str, str] = field(default_factory=dict)
+    other_names: Mapping[str, str] = field(default_factory=dict)
     only: Only = field(default_factory=dict)
     qk_norm: bool = False
     is_written: bool = True
@@ -111,6 +113,7 @@ QWEN3_MOE = Architecture(
         "num_experts_per_tok": "num_experts_per_token",
         "moe_intermediate_size": "mlp_dim",
     },
+    other_names={"num_local_experts": "num_experts"},  # of transformers 5
     only={
         **_OF_QWEN3,
         "norm_topk_prob": ((True,), "the weights of a token's experts add up to 1 here"),

@@ -74,6 +74,7 @@ def config_from_huggingface(source: str | Path | Mapping[str, Any]) -> Config:
     """
     values = source if isinstance(source, Mapping) else read_config(source)
     architecture = _architecture(values)
+    values = _renamed(values, architecture)
     _refuse_unknown(values, architecture)
     _refuse_values(values, architecture)
     absent = architecture.absent
@@ -199,6 +200,14 @@ def _architecture(values: Mapping[str, Any]) -> Architecture:
             "correct one of them"
         )
     return ARCHITECTURES[names[0]]
+
+
+def _renamed(values: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
+    """The values with every key under the name that `architecture` gives it."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        found.setdefault(architecture.other_names.get(key, key), {})[key] = value
+    return {key: agreed(given, None, CONFIG_FILE) for key, given in found.items()}
 
 
 def _refuse_unknown(values: Mapping[str, Any], architecture: Architecture) -> None:
