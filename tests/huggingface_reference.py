@@ -46,6 +46,7 @@ LLAMA3_1 = {
 # What a kept model has besides the sizes.
 CHANGES: dict[str, dict[str, Any]] = {
     "llama3_1": {"rope_scaling": LLAMA3_1},
+    "mistral": {"sliding_window": None},
     "qwen3": {"tie_word_embeddings": True},
 }
 # Name of the folder: the class, the dtype of weights, and how it is saved.
@@ -55,6 +56,7 @@ KEPT: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral_sharded": ("Mixtral", "bfloat16", {"max_shard_size": "12KB"}),
     "llama": ("Llama", "float32", {}),
     "llama3_1": ("Llama", "float32", {}),
+    "mistral": ("Mistral", "float32", {}),
     "qwen3": ("Qwen3", "float32", {}),
     "qwen3_moe": ("Qwen3Moe", "float32", {}),
 }

@@ -16,6 +16,7 @@ from page_examples import attribution, measurement
 from rich.console import Console, Group
 
 from nnx_pipeline import Config, MeshConfig, ModelConfig, PipelineConfig, TrainConfig, preset
+from nnx_pipeline.config.config import SECTIONS
 from nnx_pipeline.config.overrides import apply_overrides
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.experiments import floor
@@ -292,7 +293,9 @@ def test_the_page_of_results(benchmark: Any) -> None:
     assert len(found) == len(drawn) == benchmark.COUNT
     for (config, mesh), one in zip(drawn, found, strict=True):
         assert one["mesh"] == str(mesh)
-        assert one["config"] == benchmark.to_dict(config)
+        # Fields that are younger than the file are at their defaults.
+        kept = {section: SECTIONS[section](**fields) for section, fields in one["config"].items()}
+        assert Config(**kept) == config
     for (config, mesh), one in list(zip(drawn, found, strict=True))[::6]:
         least = floor(config, mesh, V5P)
         assert one["floor"] == benchmark.figures(least)
