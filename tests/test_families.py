@@ -1,5 +1,6 @@
 """Models of MaxText other than Mixtral: their logits, their checkpoints, and their gradients."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,25 @@ import maxtext_data
 import numpy as np
 import plain_model
 import pytest
-from helpers import assert_close, mesh_of, new_model, replace, small_config
+from flax import linen as nn
+from helpers import (
+    assert_close,
+    fresh_model,
+    fresh_state,
+    mesh_of,
+    new_model,
+    packed_batch,
+    replace,
+    small_config,
+)
+from linen_helpers import as_linen
 from maxtext_data import DATA, Leaves
 from safetensors.numpy import load_file, save_file
 from test_random_options import LLAMA3, Case, in_pipeline
 
 import linen_compat
 from nnx_pipeline import Config, InputError
+from nnx_pipeline.experiments import floor
 from nnx_pipeline.ops.head import head_of_table
 
 FAMILIES = ("llama2", "llama3_1", "mistral", "qwen3", "qwen3_moe")
@@ -68,6 +81,27 @@ def test_linen_modules_read_the_same_trees(name: str) -> None:
     with jax.default_matmul_precision("highest"):
         found = jax.jit(lambda params: model.apply({"params": params}, tokens, **side))(params)
     np.testing.assert_allclose(found, reference["logits"], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_linen_trees_are_those_of_maxtext(name: str) -> None:
+    """Names, shapes and logical axes."""
+    config, _, _ = family(name)
+    tokens = jax.ShapeDtypeStruct((4, 16), jnp.int32)
+    model = linen_compat.Transformer(config, "unscanned")
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+    boxes = jax.tree_util.tree_leaves_with_path(
+        params, is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned)
+    )
+    found = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): {
+            "shape": list(box.value.shape),
+            "axes": list(box.names),
+        }
+        for path, box in boxes
+    }
+    trees = json.loads((DATA / "families" / "trees.json").read_text(encoding="utf-8"))
+    assert found == trees[name]
 
 
 @pytest.mark.parametrize("name", ["llama3_1", "qwen3", "qwen3_moe"])
@@ -214,6 +248,60 @@ def test_equals_plain_jnp(case: str) -> None:
     assert_close(found, want, 1e-5)
     assert_close(plain_model.weights_of(gradients), want_gradients, 1e-4)
     assert np.any(want_gradients.layers["query norm"])
+
+
+def test_linen_modules_in_a_pipeline_equal_plain_jnp() -> None:
+    """The same gradients by the Linen modules, in 1F1B, with experts of Qwen3's names."""
+    config = small_config(model=NEW, pipeline={"schedule": "1f1b", "num_microbatches": 2})
+    mesh, linen = mesh_of("stage=2,fsdp=2"), linen_compat.Transformer(config)
+    batch = packed_batch(config)
+    with jax.set_mesh(mesh):
+        model = fresh_model(config, mesh)
+        params = as_linen(model, "pipelined")
+
+        @jax.jit
+        def evaluate(params: Any) -> Any:
+            def loss(params: Any) -> Any:
+                side = {"positions": batch.positions, "segment_ids": batch.segment_ids}
+                weights = batch.weights / np.sum(batch.weights)
+                whole = (batch.tokens, batch.targets, weights)
+                return linen.apply({"params": params}, *whole, **side, method="loss")[0]
+
+            return jax.value_and_grad(loss)(params)
+
+        found, gradients = evaluate(params)
+    weights = plain_model.weights_of(model)
+
+    def plain(weights: plain_model.Weights) -> Any:
+        return plain_model.loss(weights, batch, config, microbatches=2)[0]
+
+    want, of_plain = jax.jit(jax.value_and_grad(plain))(weights)
+    assert_close(found, want, 1e-5)
+    assert_close(gradients["token_embedder"]["embedding"], of_plain.embedding, 1e-4)
+    attention = gradients["decoder"]["pipeline_module"]["layers"]["layers_1"]["self_attention"]
+    of_layers = of_plain.layers["query norm"].reshape(2, 2, -1)[:, 1]  # stages, layers per stage
+    assert_close(attention["query_norm"]["scale"], of_layers, 1e-4)
+
+
+def test_a_training_state_is_saved_and_loaded_to_the_bit(tmp_path: Path) -> None:
+    sizes = {"qk_norm": True, "tied_embeddings": True, "attention_scale": 4**-0.5}
+    config, mesh = small_config(model=sizes), mesh_of("stage=2,fsdp=2")
+    state = fresh_state(config, mesh)
+    for format in ("maxtext:scanned", "nnx"):
+        folder = tmp_path / format.replace(":", "_")
+        linen_compat.save_train_state(state, folder, format)
+        again = linen_compat.load_train_state(folder, config, mesh=mesh)
+        jax.tree.map(np.testing.assert_array_equal, again, state)
+        with pytest.raises(InputError, match=r"decoder/logits_dense/kernel is missing|head is miss"):
+            linen_compat.load(folder, replace(config, "model", tied_embeddings=False), mesh=mesh)
+
+
+def test_the_floor_of_tied_embeddings() -> None:
+    """It holds one table less, and its gradient until both uses have theirs."""
+    configs = [small_config(model={"tied_embeddings": tied}) for tied in (False, True)]
+    apart, tied = (floor(config, "stage=2") for config in configs)
+    table = 32 * 16 * 4 // 2  # vocabulary × embed × float32, over the stages
+    assert apart.arguments[0].bytes - tied.arguments[0].bytes == table
 
 
 def test_the_tied_head_is_rounded_and_its_gradient_is_not() -> None:

@@ -231,6 +231,8 @@ def test_the_query_kernel_makes_up_for_the_scale_of_attention() -> None:
     [
         (linen.MixtralDecoderLayer, DENSE, "num_experts=1; use LlamaDecoderLayer, or set"),
         (linen.LlamaDecoderLayer, MOE, "num_experts=4; use MixtralDecoderLayer, or set"),
+        (linen.MixtralDecoderLayer, QWEN3, "needs qk_norm=False, .* use Qwen3MoeDecoderLayer, or"),
+        (linen.Qwen3MoeDecoderLayer, MOE, "needs qk_norm=True, .* use MixtralDecoderLayer, or set"),
     ],
 )
 def test_a_layer_of_another_model(layer: Any, config: ModelConfig, message: str) -> None:
