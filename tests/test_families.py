@@ -292,7 +292,7 @@ def test_a_training_state_is_saved_and_loaded_to_the_bit(tmp_path: Path) -> None
         linen_compat.save_train_state(state, folder, format)
         again = linen_compat.load_train_state(folder, config, mesh=mesh)
         jax.tree.map(np.testing.assert_array_equal, again, state)
-        with pytest.raises(InputError, match=r"decoder/logits_dense/kernel is missing|head is miss"):
+        with pytest.raises(InputError, match=r"(logits_dense/kernel|head) is missing"):
             linen_compat.load(folder, replace(config, "model", tied_embeddings=False), mesh=mesh)
 
 
