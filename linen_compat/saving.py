@@ -38,11 +38,13 @@ def save(
 
     Values and dtypes are those of the model, gathered one array at a time. Only query kernels can
     change: where the format has another `attention_scale` than the model, they are multiplied by
-    the model's scale divided by the format's. That is 1 for MaxText's formats and head_dim^-0.5 for
-    Hugging Face; `nnx` stores the model's own.
+    the model's scale divided by the format's. That is 1 for MaxText's formats, but head_dim^-0.5
+    with `qk_norm`, and head_dim^-0.5 for Hugging Face; `nnx` stores the model's own. With
+    `rope_interleaved` query and key are in another order in a Hugging Face folder.
 
     Raises InputError when the folder is not empty, when the arrays are spread over several
-    processes, or when transformers has no such model. Nothing is left behind when it fails.
+    processes, or when MaxText or transformers has no such model. Nothing is left behind when it
+    fails.
     """
     one_of("format", format, (*FORMATS, HUGGINGFACE))
     if format == HUGGINGFACE:

@@ -63,6 +63,9 @@ def config_from_maxtext(source: str | Path | Mapping[str, Any]) -> Config:
     how a run is carried out are ignored (`maxtext.keys`): kernels, machines, data, logs. So is the
     schedule of the learning rate, which is constant here.
 
+    The decoder blocks that are read, and what else than sizes they decide, are in
+    `maxtext.families`.
+
     `num_pipeline_repeats=-1` is worked out from the pipeline parallelism, as in MaxText. The global
     batch is worked out from all parallelisms, where -1 counts as 1. A remat policy without a
     counterpart becomes `full`, which changes no value.

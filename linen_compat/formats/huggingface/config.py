@@ -127,7 +127,7 @@ def config_to_huggingface(config: Config) -> dict[str, Any]:
         raise InputError(
             f"model.tied_head_dtype={model.tied_head_dtype!r} has no place in a Hugging Face "
             "model, which does not round the table of tied embeddings; set it to None to save the "
-            "model without rounding"
+            "model without rounding (it is None of a MaxText YAML with dtype: bfloat16)"
         )
     architecture = written_as(model)
     if architecture.heads_divide:
