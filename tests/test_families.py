@@ -230,6 +230,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_equals_plain_jnp(case: str) -> None:
     """The table gets the gradients of both of its uses, and the norms theirs."""
