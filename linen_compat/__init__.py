@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from linen_compat.modules import MlpBlock as MlpBlock
     from linen_compat.modules import MoeBlock as MoeBlock
     from linen_compat.modules import Pipeline as Pipeline
+    from linen_compat.modules import Qwen3MoeDecoderLayer as Qwen3MoeDecoderLayer
     from linen_compat.modules import RMSNorm as RMSNorm
     from linen_compat.modules import Transformer as Transformer
     from linen_compat.modules import logical_axis_rules as logical_axis_rules
@@ -42,6 +43,7 @@ _PUBLIC = {
     "MlpBlock": "modules",
     "MoeBlock": "modules",
     "Pipeline": "modules",
+    "Qwen3MoeDecoderLayer": "modules",
     "RMSNorm": "modules",
     "Transformer": "modules",
     "logical_axis_rules": "modules",

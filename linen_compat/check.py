@@ -17,7 +17,7 @@ from linen_compat.formats.huggingface.folder import TensorFolder
 from linen_compat.formats.huggingface.stream import is_huggingface
 from linen_compat.formats.huggingface.tensors import KNOWN_EXTRA
 from linen_compat.formats.load_shards import for_mesh
-from linen_compat.formats.names import NORMS, OUTSIDE, TOKENS
+from linen_compat.formats.names import NORMS, OUTSIDE, QK_NORMS, TOKENS
 from linen_compat.formats.orbax.arrays import StoredArrays
 from linen_compat.formats.orbax.inspect import Inspection, inspect
 from linen_compat.formats.orbax.layouts import HUGGINGFACE, NNX
@@ -219,7 +219,7 @@ def _zeros_as_stored(diagnosis: Diagnosis, config: Config) -> dict[str, str]:
 
 def _may_be_zero(config: Config) -> set[str]:
     """NNX paths of the arrays that are zero before training: norm scales with an offset."""
-    norms = (*NORMS, *(names for names in OUTSIDE if names.nnx == "norm.scale"))
+    norms = (*NORMS, *QK_NORMS, *(names for names in OUTSIDE if names.nnx == "norm.scale"))
     return {names.nnx for names in norms} if config.model.norm_scale_offset else set()
 
 

@@ -12,6 +12,7 @@ from linen_compat.formats.orbax.layouts import FORMATS, HUGGINGFACE, NNX, PIPELI
 from linen_compat.formats.orbax.stream import OrbaxDestination, OrbaxSource
 from linen_compat.formats.scalars import check_scalars
 from linen_compat.formats.streams import PARAMETERS, Mismatch, Progress, Source, copy
+from linen_compat.maxtext.families import check_maxtext
 from nnx_pipeline import Config, InputError
 from nnx_pipeline.errors import one_of
 
@@ -157,6 +158,8 @@ def plan(source: From, target: To) -> Plan:
         layout = None
     else:
         layout = _target_layout(opened, target)
+        if target.format != NNX and opened.config is not None:
+            check_maxtext(opened.config.model)
     return Plan(opened, Path(target.path), layout)
 
 

@@ -1,4 +1,4 @@
-"""MaxText's Mixtral and Llama in plain numpy, as a reference to compare loaded models with.
+"""MaxText's Mixtral, Qwen3 and Llama in plain numpy, as a reference to compare loaded models with.
 
 It reads MaxText's own names and shares neither formulas nor the places of layers with the rest of
 the project. One layer of weights is in memory at a time; everything is computed in float32.
@@ -6,6 +6,7 @@ the project. One layer of weights is in memory at a time; everything is computed
 
 from collections.abc import Callable, Iterator
 
+import jax.numpy as jnp
 import numpy as np
 
 from linen_compat.formats.orbax.arrays import StoredArrays
@@ -43,7 +44,15 @@ def hidden_states(
         x = _layer(x, of_layer, config)
         yield f"layer {layer} ({prefix}{list(index) if index else ''})", x
     x = _norm(x, weight("decoder/decoder_norm/scale"), config)
-    yield "logits", x @ weight("decoder/logits_dense/kernel")
+    yield "logits", x @ _head(weight, config)
+
+
+def _head(weight: Weight, config: ModelConfig) -> np.ndarray:
+    if not config.tied_embeddings:
+        return weight("decoder/logits_dense/kernel")
+    table = weight("token_embedder/embedding").T
+    rounded = config.tied_head_dtype
+    return table.astype(jnp.dtype(rounded)).astype(np.float32) if rounded else table
 
 
 def place_of(found: Inspection, layer: int) -> tuple[str, Index]:
@@ -85,6 +94,10 @@ def _attention(x: np.ndarray, weight: Weight, config: ModelConfig) -> np.ndarray
         np.einsum("bsd,dhk->bhsk", x, weight(f"self_attention/{name}/kernel"))
         for name in ("query", "key", "value")
     )
+    if config.qk_norm:
+        query = _norm(query, weight("self_attention/query_norm/scale"), config)
+        query = query * np.float32(config.head_dim**-0.5)
+        key = _norm(key, weight("self_attention/key_norm/scale"), config)
     query, key = _rotate(query, config), _rotate(key, config)
     group = config.num_heads // config.num_kv_heads
     key, value = np.repeat(key, group, axis=1), np.repeat(value, group, axis=1)
@@ -100,19 +113,42 @@ def _attention(x: np.ndarray, weight: Weight, config: ModelConfig) -> np.ndarray
 
 def _rotate(x: np.ndarray, config: ModelConfig) -> np.ndarray:
     half = config.head_dim // 2
-    rates = config.rope_theta ** (-np.arange(half) / half)
-    angles = np.arange(x.shape[2])[:, None] * rates
+    angles = np.arange(x.shape[2])[:, None] * _rates(config)
     sine, cosine = np.sin(angles).astype(np.float32), np.cos(angles).astype(np.float32)
+    if config.rope_interleaved:
+        turned = np.empty_like(x)
+        first, second = x[..., 0::2], x[..., 1::2]
+        turned[..., 0::2] = first * cosine - second * sine
+        turned[..., 1::2] = second * cosine + first * sine
+        return turned
     first, second = x[..., :half], x[..., half:]
     return np.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
 
 
+def _rates(config: ModelConfig) -> np.ndarray:
+    """Radians per position of each pair, in float64."""
+    half = config.head_dim // 2
+    rates = config.rope_theta ** (-np.arange(half) / half)
+    if config.rope_scaling is None:
+        return rates
+    slow = rates / config.rope_slowing
+    if config.rope_scaling == "linear":
+        return slow
+    length, low, high = config.rope_limits
+    wavelength = 2 * np.pi / rates
+    smooth = (length / wavelength - low) / (high - low)
+    mixed = (1 - smooth) * slow + smooth * rates
+    long, short = wavelength > length / low, wavelength < length / high
+    return np.where(long, slow, np.where(short, rates, mixed))
+
+
 def _experts(x: np.ndarray, weight: Weight, config: ModelConfig) -> np.ndarray:
-    scores = x @ weight("MoeBlock_0/gate/kernel")
+    block = "moe_block" if config.qk_norm else "MoeBlock_0"
+    scores = x @ weight(f"{block}/gate/kernel")
     # A stable sort gives ties to the lower index, as `jax.lax.top_k` does.
     chosen = np.argsort(-scores, axis=-1, kind="stable")[..., : config.num_experts_per_token]
     shares = _softmax(np.take_along_axis(scores, chosen, axis=-1))
-    gate, up, down = (weight(f"MoeBlock_0/{name}") for name in ("wi_0", "wi_1", "wo"))
+    gate, up, down = (weight(f"{block}/{name}") for name in ("wi_0", "wi_1", "wo"))
     result = np.zeros_like(x)
     for expert in range(config.num_experts):
         share = np.sum(np.where(chosen == expert, shares, 0), axis=-1, keepdims=True)

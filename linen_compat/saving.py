@@ -11,6 +11,7 @@ from linen_compat.formats.orbax.layouts import FORMATS, HUGGINGFACE, NNX, PIPELI
 from linen_compat.formats.orbax.stream import OrbaxDestination
 from linen_compat.formats.scalars import LARGEST, check_scalars, is_count
 from linen_compat.formats.streams import PARAMETERS, Source, copy
+from linen_compat.maxtext.families import check_maxtext
 from nnx_pipeline import InputError, Mixtral
 from nnx_pipeline.errors import one_of
 
@@ -37,11 +38,13 @@ def save(
 
     Values and dtypes are those of the model, gathered one array at a time. Only query kernels can
     change: where the format has another `attention_scale` than the model, they are multiplied by
-    the model's scale divided by the format's. That is 1 for MaxText's formats and head_dim^-0.5 for
-    Hugging Face; `nnx` stores the model's own.
+    the model's scale divided by the format's. That is 1 for MaxText's formats, but head_dim^-0.5
+    with `qk_norm`, and head_dim^-0.5 for Hugging Face; `nnx` stores the model's own. With
+    `rope_interleaved` query and key are in another order in a Hugging Face folder.
 
     Raises InputError when the folder is not empty, when the arrays are spread over several
-    processes, or when transformers has no such model. Nothing is left behind when it fails.
+    processes, or when MaxText or transformers has no such model. Nothing is left behind when it
+    fails.
     """
     one_of("format", format, (*FORMATS, HUGGINGFACE))
     if format == HUGGINGFACE:
@@ -66,7 +69,11 @@ def layout_for(model: Mixtral, format: str, stages: int | None, repeats: int | N
     - `format`: one of the formats of `save` except `huggingface`.
     - `stages`, `repeats`: None for the model's own in `maxtext:pipelined` and `nnx`, and for 1 in
       the other formats.
+
+    Raises InputError where MaxText has no such model, for its formats.
     """
+    if format != NNX:
+        check_maxtext(model.config.model)
     layers = model.config.model.num_layers
     own = (1, 1)
     if format in (PIPELINED, NNX):

@@ -17,7 +17,7 @@ from nnx_pipeline.errors import InputError
 from nnx_pipeline.mesh import ambient_mesh
 from nnx_pipeline.modules import DecoderLayer, Embed, Parts, RMSNorm
 from nnx_pipeline.ops.dropout import sequence_keys
-from nnx_pipeline.ops.head import logits_of
+from nnx_pipeline.ops.head import head_of_table, logits_of
 from nnx_pipeline.ops.loss import Targets
 from nnx_pipeline.ops.router import RouterMetrics, loss_weights
 from nnx_pipeline.pipeline.create import create_pipeline
@@ -224,14 +224,7 @@ class Mixtral(nnx.Module):
         self.pipeline = create_pipeline(config, layer, rngs=rngs, layout=layout, parts=parts.loop)
         self.layout = self.pipeline.runner.layout
         self.norm = RMSNorm(model, rngs=rngs, layout=layout, parts=parts)
-        self.head = parameter(
-            rngs,
-            nnx.initializers.lecun_normal(),
-            (model.embed_dim, model.vocab_size),
-            model.param_dtype,
-            ("embed", "vocab"),
-            layout,
-        )
+        self.head = None if model.tied_embeddings else self._new_head(rngs)
 
     def __call__(
         self,
@@ -315,6 +308,12 @@ class Mixtral(nnx.Module):
         # the optimizer's update.
         return place_by(self.shards(), self.layout)
 
+    def _new_head(self, rngs: nnx.Rngs) -> nnx.Param:
+        """The kernel of a head that is not tied to the embedding table."""
+        model, initializer = self.config.model, nnx.initializers.lecun_normal()
+        shape, axes = (model.embed_dim, model.vocab_size), ("embed", "vocab")
+        return parameter(rngs, initializer, shape, model.param_dtype, axes, self.layout)
+
     def _decoder(self, shards: "Mixtral | None" = None) -> Decoder:
         """The decoder over this module's weights, or over `shards` of them (see `loss`)."""
         runner, layout = self.pipeline.runner, self.layout
@@ -334,12 +333,13 @@ class Mixtral(nnx.Module):
             embedding = with_layout(shards.embedding, layout)
             norm, head = place_by(shards.norm, self.layout), shards.head
             layers = Zero1Layers(layers, shards.pipeline.layers)
+        table = embedding.embedding[...]
         ends = Ends(
             embed=lambda table, tokens, spec: table(tokens, out=spec),
             norm=lambda scale, x: scale(x),
             table=embedding,
             scale=norm,
-            head=head[...],
+            head=head_of_table(table, self.config.model) if head is None else head[...],
             layout=layout,
         )
         run_layers = functools.partial(runner.run, layers)

@@ -1,11 +1,13 @@
 """Tiny random models of `transformers`, and the logits that it computes from them.
 
-`python tests/huggingface_reference.py` makes `tests/data/huggingface` again (transformers 5 and
-torch, which the tests can do without: they read what is kept there).
+`python tests/huggingface_reference.py` makes `tests/data/huggingface` again, or with names of its
+folders those alone (transformers 5 and torch, which the tests can do without: they read what is
+kept there).
 """
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +26,39 @@ SIZES = {
     "max_position_embeddings": 64,
     "rope_theta": 100.0,  # so that far positions matter within a short sequence
 }
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "norm_topk_prob": True,
+    },
+}
+# Of the three pairs of a head, one keeps its angles, one is between, and one is slowed in full.
+LLAMA3_1 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+# What a kept model has besides the sizes.
+CHANGES: dict[str, dict[str, Any]] = {
+    "llama3_1": {"rope_scaling": LLAMA3_1},
+    "mistral": {"sliding_window": None},
+    "qwen3": {"tie_word_embeddings": True},
+}
 # Name of the folder: the class, the dtype of weights, and how it is saved.
 KEPT: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", "float32", {}),
     "mixtral_fused": ("Mixtral", "float32", {"save_original_format": False}),
     "mixtral_sharded": ("Mixtral", "bfloat16", {"max_shard_size": "12KB"}),
     "llama": ("Llama", "float32", {}),
+    "llama3_1": ("Llama", "float32", {}),
+    "mistral": ("Mistral", "float32", {}),
+    "qwen3": ("Qwen3", "float32", {}),
+    "qwen3_moe": ("Qwen3Moe", "float32", {}),
 }
 
 
@@ -40,7 +68,7 @@ def random_model(kind: str, *, seed: int, **changes: Any) -> Any:
     import transformers
 
     torch.manual_seed(seed)
-    sizes = {**SIZES, **(EXPERTS if kind == "Mixtral" else {}), **changes}
+    sizes = {**SIZES, **EXPERTS.get(kind, {}), **changes}
     config = getattr(transformers, f"{kind}Config")(**sizes)
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     with torch.no_grad():
@@ -63,12 +91,13 @@ def random_tokens(*, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(SIZES["vocab_size"], size=(2, 20))
 
 
-def main() -> None:
+def main(*names: str) -> None:
     import torch
 
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    for name, (kind, dtype, options) in KEPT.items():
-        model = random_model(kind, seed=0)
+    for name in names or KEPT:
+        kind, dtype, options = KEPT[name]
+        shutil.rmtree(FOLDER / name, ignore_errors=True)
+        model = random_model(kind, seed=0, **CHANGES.get(name, {}))
         for parameter in model.parameters():  # and not buffers, such as the rotary frequencies
             parameter.data = parameter.data.to(getattr(torch, dtype))
         model.save_pretrained(FOLDER / name, **options)
@@ -79,4 +108,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -81,8 +81,10 @@ LAYOUTS: dict[str, Callable[[Any, str], dict[str, Any]]] = {
 
 def as_linen(model: Mixtral, layer_layout: str) -> dict[str, Any]:
     """`params` of `linen_compat.Transformer` with the arrays of a model (or of its gradients)."""
-    flat = {names.linen: at(model, names.nnx) for names in OUTSIDE}
-    for names in of_layer(model.config.model.num_experts):
+    config = model.config.model
+    outside = [names for names in OUTSIDE if not (config.tied_embeddings and names.nnx == "head")]
+    flat = {names.linen: at(model, names.nnx) for names in outside}
+    for names in of_layer(config.num_experts, qk_norm=config.qk_norm):
         stacked = at(model.pipeline.layers, names.nnx)
         for path, value in LAYOUTS[layer_layout](stacked, names.linen).items():
             flat[f"decoder/{path}"] = value

@@ -19,7 +19,7 @@ class Weights(NamedTuple):
     embedding: Any
     layers: dict[str, Any]
     norm: Any
-    head: Any
+    head: Any  # None with tied embeddings
 
 
 class Side(NamedTuple):
@@ -53,11 +53,14 @@ def weights_of(model: Mixtral) -> Weights:
             variables |= {
                 f"shared {name}": getattr(shared, name) for name in ("gate", "up", "down")
             }
+    if model.config.model.qk_norm:
+        variables["query norm"] = part.attention.query_norm.scale
+        variables["key norm"] = part.attention.key_norm.scale
     return Weights(
         np.asarray(model.embedding.embedding.get_value()),
         {name: stacked(variable) for name, variable in variables.items()},
         np.asarray(model.norm.scale.get_value()),
-        np.asarray(model.head.get_value()),
+        None if model.head is None else np.asarray(model.head.get_value()),
     )
 
 
@@ -66,19 +69,36 @@ def norm(x: jax.Array, scale: jax.Array, config: ModelConfig) -> jax.Array:
     return x / root * (scale + config.norm_scale_offset)
 
 
-def rotated(x: jax.Array, positions: Any, theta: float) -> jax.Array:
+def rotated(x: jax.Array, positions: Any, config: ModelConfig) -> jax.Array:
     """`[batch, seq, heads, head_dim]`, each pair of values as a complex number that is turned."""
-    half = x.shape[-1] // 2
-    angle = positions[:, :, None, None] / theta ** (np.arange(half, dtype=np.float32) / half)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    real, imaginary = x[..., :half], x[..., half:]
-    return jnp.concatenate([real * cos - imaginary * sin, real * sin + imaginary * cos], axis=-1)
+    half, speeds = x.shape[-1] // 2, []
+    for pair in range(half):
+        speed = config.rope_theta ** (-pair / half)
+        if config.rope_scaling == "linear":
+            speed /= config.rope_factor
+        elif config.rope_scaling == "llama3":
+            turns = config.rope_original_length * speed / (2 * np.pi)
+            low, high = config.rope_low_frequency, config.rope_high_frequency
+            share = 0 if turns < low else 1 if turns > high else (turns - low) / (high - low)
+            speed = share * speed + (1 - share) * speed / config.rope_factor
+        speeds.append(speed)
+    angle = positions[:, :, None, None] * np.asarray(speeds, np.float32)
+    if config.rope_interleaved:
+        real, imaginary = x[..., 0::2], x[..., 1::2]
+    else:
+        real, imaginary = x[..., :half], x[..., half:]
+    turned = jax.lax.complex(real, imaginary) * jax.lax.complex(jnp.cos(angle), jnp.sin(angle))
+    if config.rope_interleaved:
+        return jnp.stack([turned.real, turned.imag], axis=-1).reshape(x.shape)
+    return jnp.concatenate([turned.real, turned.imag], axis=-1)
 
 
 def attention(x: jax.Array, layer: Layer, side: Side, config: ModelConfig) -> jax.Array:
     q, k, v = (jnp.einsum("bsd,dhk->bshk", x, layer[name]) for name in ("query", "key", "value"))
+    if config.qk_norm:
+        q, k = norm(q, layer["query norm"], config), norm(k, layer["key norm"], config)
     positions = jnp.asarray(side.positions, jnp.float32)
-    q, k = (rotated(each, positions, config.rope_theta) for each in (q, k))
+    q, k = (rotated(each, positions, config) for each in (q, k))
     group = config.num_heads // config.num_kv_heads
     k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
     scores = config.attention_scale * jnp.einsum("bqhk,bphk->bhqp", q, k)
@@ -187,7 +207,18 @@ def hidden(weights: Weights, tokens: Any, side: Side, config: ModelConfig) -> tu
 
 
 def logits(weights: Weights, tokens: Any, side: Side, config: ModelConfig) -> jax.Array:
-    return hidden(weights, tokens, side, config)[0] @ weights.head
+    return of_hidden(weights, hidden(weights, tokens, side, config)[0], config)
+
+
+def of_hidden(weights: Weights, x: jax.Array, config: ModelConfig) -> jax.Array:
+    """The logits of hidden states."""
+    head = weights.head
+    if head is None:
+        head = jnp.asarray(weights.embedding).T
+        if config.tied_head_dtype:  # rounded values, and the gradient as if they were not
+            error = head.astype(config.tied_head_dtype).astype(head.dtype) - head
+            head = head + jax.lax.stop_gradient(error)
+    return x @ head
 
 
 def loss(
@@ -207,7 +238,7 @@ def loss(
     def microbatch(part: tuple[Any, ...]) -> tuple[jax.Array, Reported]:
         tokens, targets, share, *side = part
         x, router = hidden(weights, tokens, Side(*side), config.model)
-        log = jax.nn.log_softmax(x @ weights.head, axis=-1)
+        log = jax.nn.log_softmax(of_hidden(weights, x, config.model), axis=-1)
         of_target = jnp.take_along_axis(log, targets[..., None], axis=-1)[..., 0]
         return -jnp.sum(share * of_target), router
 

@@ -58,6 +58,7 @@ PAIRS = {
     "MoeBlock": (RoutedMoE, modules.MoeBlock),
     "MlpBlock": (MLP, modules.MlpBlock),
     "MixtralDecoderLayer": (DecoderLayer, modules.MixtralDecoderLayer),
+    "Qwen3MoeDecoderLayer": (DecoderLayer, modules.Qwen3MoeDecoderLayer),
     "LlamaDecoderLayer": (DecoderLayer, modules.LlamaDecoderLayer),
 }
 
@@ -69,6 +70,7 @@ def test_classes_of_this_project_have_the_tree_of_their_linen_class_boxes_and_al
     ours, native = PAIRS[name]
     dense = dataclasses.replace(CONFIG, num_experts=1, num_experts_per_token=1)
     config = dense if name == "LlamaDecoderLayer" else CONFIG
+    config = dataclasses.replace(config, qk_norm=name.startswith("Qwen3"))
     x = jnp.zeros((2, 3), jnp.int32) if ours is Embed else x_of()
 
     def tree(module: nn.Module) -> dict:

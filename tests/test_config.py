@@ -41,6 +41,12 @@ from nnx_pipeline.sharding import Layout
 
 PACKAGE = Path(nnx_pipeline.__file__).parent
 SMALL = small_config()
+LLAMA3 = {
+    "rope_scaling": "llama3",
+    "rope_factor": 8.0,
+    "rope_low_frequency": 1.0,
+    "rope_high_frequency": 4.0,
+}
 
 
 def model(**changes: Any) -> Callable[[], Any]:
@@ -142,6 +148,24 @@ REFUSED = [
     bad(model(embedding="onehot"), "embedding='onehot' is not known; did you mean 'one_hot'?"),
     bad(model(norm_epsilon=-1.0), "norm_epsilon=-1.0 is out of range; choose 0"),
     bad(model(rope_theta=0.0), "rope_theta=0.0 must be above 0"),
+    bad(model(rope_interleaved=1), "rope_interleaved=1 is not known"),
+    bad(model(rope_scaling="yarn"), "rope_scaling='yarn' is not known"),
+    bad(model(rope_scaling="linear"), "rope_scaling='linear' needs rope_factor"),
+    bad(model(rope_factor=2.0), "rope_factor=2.0 has no effect with rope_scaling=None; leave it"),
+    bad(
+        model(rope_scaling="linear", rope_factor=2.0, rope_original_length=8),
+        "rope_original_length=8 has no effect with rope_scaling='linear'",
+    ),
+    bad(model(rope_scaling="linear", rope_factor=0.5), "rope_factor=0.5 is out of range"),
+    bad(model(**LLAMA3, rope_original_length=0), "rope_original_length=0 is not a whole number"),
+    bad(
+        model(**{**LLAMA3, "rope_low_frequency": 4.0}, rope_original_length=8),
+        "rope_low_frequency=4.0 must be below rope_high_frequency=4.0",
+    ),
+    bad(model(qk_norm="yes"), "qk_norm='yes' is not known"),
+    bad(model(tied_embeddings=1), "tied_embeddings=1 is not known"),
+    bad(model(tied_embeddings=True, tied_head_dtype="float16"), "tied_head_dtype='float16' is not"),
+    bad(model(tied_head_dtype="bfloat16"), "has no effect with tied_embeddings=False"),
     bad(model(attention_scale=-0.5), "attention_scale=-0.5 must be above 0"),
     bad(model(norm_epsilon=math.nan), "norm_epsilon=nan is not a finite number"),
     bad(model(rope_theta=math.nan), "rope_theta=nan is not a finite number"),
@@ -465,6 +489,15 @@ FIELDS = (
     ("model.norm_epsilon", "1e-6", 1e-6),
     ("model.norm_scale_offset", "1", 1.0),
     ("model.rope_theta", "10000", 1e4),
+    ("model.rope_interleaved", "true", True),
+    ("model.rope_scaling", "linear", "linear"),
+    ("model.rope_factor", "4", 4.0),
+    ("model.rope_original_length", "4096", 4096),
+    ("model.rope_low_frequency", "0.5", 0.5),
+    ("model.rope_high_frequency", "8", 8.0),
+    ("model.qk_norm", "true", True),
+    ("model.tied_embeddings", "true", True),
+    ("model.tied_head_dtype", "bfloat16", "bfloat16"),
     ("model.attention_scale", "0.5", 0.5),
     ("model.attention", "dot_product", "dot_product"),
     ("model.experts", "dense", "dense"),
@@ -513,27 +546,39 @@ FIELDS = (
 )
 
 
-# Fields that are refused without another one.
-BEFORE = {
-    "model.capacity_factor": small_config(model={"experts": "capacity"}),
-    "model.router_groups": small_config(model={"router_score": "sigmoid"}),
-    "model.router_groups_per_token": small_config(
-        model={"router_score": "sigmoid", "router_groups": 2}
-    ),
+_LLAMA3 = {
+    "model.rope_scaling": "llama3",
+    "model.rope_factor": "8",
+    "model.rope_original_length": "8192",
+    "model.rope_low_frequency": "1",
+    "model.rope_high_frequency": "4",
+}
+# What some fields need beside themselves.
+BESIDE = {
+    "model.rope_scaling": {"model.rope_factor": "2"},
+    **dict.fromkeys(list(_LLAMA3)[1:], _LLAMA3),
+    "model.tied_head_dtype": {"model.tied_embeddings": "true"},
+    "model.capacity_factor": {"model.experts": "capacity"},
+    "model.router_groups": {"model.router_score": "sigmoid"},
+    "model.router_groups_per_token": {
+        "model.router_score": "sigmoid",
+        "model.router_groups": "2",
+    },
 }
 
 
 @pytest.mark.parametrize(("key", "text", "value"), FIELDS)
 def test_every_field_can_be_set(key: str, text: str, value: object) -> None:
     section, name = key.split(".")
-    before = BEFORE.get(key, SMALL)
-    changed = apply_overrides(before, parse_overrides([f"{key}={text}"]))
+    beside = BESIDE.get(key, {})
+    changed = apply_overrides(SMALL, {**beside, **parse_overrides([f"{key}={text}"])})
     got = getattr(getattr(changed, section), name)
     assert got == value
     assert type(got) is type(value)
     other = {(s, f): v for s, fields in to_dict(changed).items() for f, v in fields.items()}
-    start = {(s, f): v for s, fields in to_dict(before).items() for f, v in fields.items()}
-    assert {place for place in start if start[place] != other[place]} <= {(section, name)}
+    start = {(s, f): v for s, fields in to_dict(SMALL).items() for f, v in fields.items()}
+    allowed = {tuple(place.split(".")) for place in (key, *beside)}
+    assert {place for place in start if start[place] != other[place]} <= allowed
 
 
 def test_no_field_was_left_out_above() -> None:
@@ -598,6 +643,20 @@ def test_published_parameter_counts(name: str, total: float, active: float) -> N
     count = count_parameters(PRESETS[name].model)
     assert count.total == pytest.approx(total, rel=2e-3)
     assert count.active == pytest.approx(active, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "total"),
+    [
+        ("llama3.1-8b", 8_030_261_248),
+        ("mistral-7b", 7_241_732_096),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-30b-a3b", 30_532_122_624),
+    ],
+)
+def test_published_parameter_counts_to_the_last(name: str, total: int) -> None:
+    """The numbers of elements that Hugging Face shows for the published weights."""
+    assert count_parameters(PRESETS[name].model).total == total
 
 
 @pytest.mark.parametrize("name", PRESETS)

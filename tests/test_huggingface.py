@@ -1,4 +1,4 @@
-"""Hugging Face's Mixtral and Llama: the same logits, and back to the bit.
+"""Hugging Face's Mixtral, Llama and Qwen3: the same logits, and back to the bit.
 
 The kept folders were written by transformers; with transformers and torch installed other random
 models are compared directly.
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_same_placement, mesh_of, missing, replace
-from huggingface_reference import FOLDER, KEPT, logits_of, random_model, random_tokens
+from huggingface_reference import FOLDER, KEPT, LLAMA3_1, logits_of, random_model, random_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
@@ -85,6 +85,9 @@ def test_logits_are_those_of_transformers(name: str) -> None:
         ("Mixtral", {"num_key_value_heads": 4, "num_experts_per_tok": 3, "rms_norm_eps": 1e-3}),
         ("Llama", {}),
         ("Llama", {"num_key_value_heads": 1, "head_dim": 8, "rope_theta": 10.0}),
+        ("Llama", {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}),
+        ("Mistral", {"sliding_window": None, "tie_word_embeddings": True}),
+        ("Qwen3", {"rope_scaling": LLAMA3_1}),
     ],
 )
 def test_logits_of_other_models(tmp_path: Path, kind: str, changes: dict) -> None:

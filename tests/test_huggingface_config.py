@@ -67,13 +67,81 @@ LLAMA_2_7B = {
 }
 
 
+# As Qwen/Qwen3-30B-A3B has them; but for sizes and names the dense ones have no others.
+QWEN3_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 262144,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+LLAMA_3_1_8B: dict[str, Any] = {
+    **LLAMA_2_7B,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_key_value_heads": 8,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+ROPE_OF_LLAMA3_1: dict[str, Any] = {
+    "rope_scaling": "llama3",
+    "rope_factor": 8.0,
+    "rope_original_length": 8192,
+    "rope_low_frequency": 1.0,
+    "rope_high_frequency": 4.0,
+}
+
+
 def without(values: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in keys}
 
 
 @pytest.mark.parametrize(
     ("values", "preset", "dtype"),
-    [(MIXTRAL_8X7B, "mixtral-8x7b", "bfloat16"), (LLAMA_2_7B, "llama2-7b", "float16")],
+    [
+        (MIXTRAL_8X7B, "mixtral-8x7b", "bfloat16"),
+        (LLAMA_2_7B, "llama2-7b", "float16"),
+        (LLAMA_3_1_8B, "llama3.1-8b", "bfloat16"),
+        (QWEN3_MOE, "qwen3-30b-a3b", "bfloat16"),
+    ],
 )
 def test_published_configs_are_the_presets(values: dict, preset: str, dtype: str) -> None:
     expected = dataclasses.replace(
@@ -154,19 +222,32 @@ def test_the_window_of_a_llama_is_refused() -> None:
         config_from_huggingface({**LLAMA_2_7B, "sliding_window": 512})
     config = config_from_huggingface(LLAMA_2_7B)
     windowed = dataclasses.replace(config.model, sliding_window=512)
-    with pytest.raises(InputError, match=r"model\.sliding_window=512 has no place in a Llama"):
-        config_to_huggingface(dataclasses.replace(config, model=windowed))
+    written = config_to_huggingface(dataclasses.replace(config, model=windowed))
+    assert written["architectures"] == ["MistralForCausalLM"]
+    assert config_from_huggingface(written).model.sliding_window == 512
+    normed = dataclasses.replace(windowed, qk_norm=True)
+    with pytest.raises(InputError, match=r"model\.sliding_window=512 has no place .* with qk_norm"):
+        config_to_huggingface(dataclasses.replace(config, model=normed))
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"rope_scaling.rope_type='llama3'"),
-    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, r"rope_scaling.type='linear' is not"),
+    (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        r"rope_scaling of rope_type='llama3' has no original_max_position_embeddings; add it",
+    ),
+    (
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "low_freq_factor": 1.0}},
+        r"rope_scaling.low_freq_factor=1.0 is not supported with rope_type='linear'",
+    ),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"rope_scaling.type='dynamic' is not"),
+    ({"rope_scaling": {"type": "linear", "rope_type": "llama3"}}, r"type='linear' disagree"),
     ({"rope_parameters": {"rope_type": "yarn"}}, r"rope_parameters.rope_type='yarn' is not"),
     ({"rope_parameters": {"factor": 2.0}}, r"rope_parameters.factor=2.0 is not supported"),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor=0.5"),
     ({"rope_parameters": "default"}, r"rope_parameters='default' is not a dictionary"),
     ({"rope_parameters": {"rope_theta": 1e4}}, r"rope_theta=1000000.0, rope_parameters.rope_th"),
-    ({"tie_word_embeddings": True}, r"tie_word_embeddings=True is not supported, only False"),
+    ({"tie_word_embeddings": "yes"}, r"tie_word_embeddings='yes' is not true or false"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types has 'sliding_att"),
     ({"attention_bias": True}, r"attention_bias=True is not supported"),
     ({"mlp_bias": True}, r"mlp_bias=True is not supported"),
     ({"hidden_act": "gelu"}, r"hidden_act='gelu' is not supported, only 'silu'"),
@@ -185,9 +266,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_local_experts": 1}, r"num_local_experts=1 is not supported"),
     ({"torch_dtype": "float64"}, r"torch_dtype='float64' is not known"),
     ({"dtype": "float32"}, r"torch_dtype='bfloat16', dtype='float32' disagree"),
-    ({"architectures": ["MistralForCausalLM"]}, r"architectures=\['MistralForCausalLM'\] is not"),
+    ({"architectures": ["Qwen2ForCausalLM"]}, r"architectures=\['Qwen2ForCausalLM'\] is not"),
     ({"architectures": ["LlamaForCausalLM"]}, r"model_type='mixtral' contradicts"),
-    ({"architectures": None, "model_type": "qwen3"}, r"model_type='qwen3' is not supported"),
+    ({"architectures": None, "model_type": "qwen2"}, r"model_type='qwen2' is not supported"),
     ({"hidden_size": None}, r"hidden_size is missing"),
     ({"hidden_size": 4096.0}, r"hidden_size=4096.0 is not a whole number"),
     ({"num_attention_heads": 33}, r"hidden_size=4096 does not split over num_attention_heads=33"),
@@ -195,6 +276,53 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_experts_per_tok": 9}, r"num_experts_per_token=9 exceeds num_experts=8"),
     ({"auto_map": {"AutoModel": "x"}}, r"auto_map=.* is not a known key of a Mixtral"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_topk_prob": False}, "norm_topk_prob=False is not supported, only True"),
+        ({"norm_topk_prob": None}, "norm_topk_prob=None is not supported"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported, only 1: every layer"),
+        ({"mlp_only_layers": [3]}, r"mlp_only_layers=\[3\] is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window=True is not supported"),
+        ({"attention_bias": True}, "attention_bias=True is not supported"),
+    ],
+)
+def test_what_is_not_computed_of_qwen3(changes: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        config_from_huggingface({**QWEN3_MOE, **changes})
+    with pytest.raises(InputError, match="norm_topk_prob=False"):  # as transformers assumes
+        config_from_huggingface(without(QWEN3_MOE, "norm_topk_prob"))
+
+
+def test_the_number_of_experts_under_both_names() -> None:
+    values = {**without(QWEN3_MOE, "num_experts"), "num_local_experts": 128}
+    assert config_from_huggingface(values) == config_from_huggingface(QWEN3_MOE)
+    with pytest.raises(InputError, match="num_experts=128, num_local_experts=8 disagree"):
+        config_from_huggingface({**QWEN3_MOE, "num_local_experts": 8})
+
+
+def test_a_mistral_has_a_window_unless_it_says_none() -> None:
+    values = {**LLAMA_2_7B, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    assert config_from_huggingface({**values, "sliding_window": None}).model.sliding_window is None
+    longer = config_from_huggingface({**values, "max_position_embeddings": 8192})
+    assert longer.model.sliding_window == 4096
+
+
+@pytest.mark.parametrize(
+    ("scaling", "fields"),
+    [
+        ({"type": "linear", "factor": 2.0}, {"rope_scaling": "linear", "rope_factor": 2.0}),
+        (LLAMA_3_1_8B["rope_scaling"], {"rope_scaling": "llama3", "rope_original_length": 8192}),
+    ],
+)
+def test_rope_scaling(scaling: dict, fields: dict) -> None:
+    for name in ("rope_scaling", "rope_parameters"):
+        config = config_from_huggingface({**MIXTRAL_8X7B, "rope_scaling": None, name: scaling})
+        assert {ours: getattr(config.model, ours) for ours in fields} == fields
+        kind = {"rope_type": scaling.get("rope_type", "linear")}
+        assert config_to_huggingface(config)["rope_scaling"] == {**without(scaling, "type"), **kind}
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
@@ -245,6 +373,9 @@ def test_there_and_back(data: st.DataObject) -> None:
         param_dtype=dtype,
         norm_epsilon=draw(1e-6, 1e-5),
         rope_theta=draw(1e4, 1e6),
+        qk_norm=draw(False, True),
+        tied_embeddings=draw(False, True),
+        **draw({}, {"rope_scaling": "linear", "rope_factor": 4.0}, ROPE_OF_LLAMA3_1),
         attention_scale=head_dim**-0.5,
         max_position_embeddings=draw(1, 131_072),
     )
@@ -275,9 +406,10 @@ def test_the_longest_sequence_is_that_of_transformers_where_it_is_absent(absent:
     ("changes", "message"),
     [
         (
-            {"norm_scale_offset": 1.0},
-            "norm_scale_offset=1.0 has no place in a Hugging Face",
+            {"tied_embeddings": True, "tied_head_dtype": "bfloat16"},
+            "tied_head_dtype='bfloat16' has no place in a Hugging Face model.* set it to None",
         ),
+        ({"norm_scale_offset": 1.0}, "norm_scale_offset=1.0 has no place in a Hugging Face model"),
         ({"num_experts": 8, "router_scale": 2.5}, "router_scale=2.5 has no place in"),
         ({"num_heads": 7, "num_kv_heads": 7}, "embed_dim=4096 is not a multiple of model.num_h"),
     ],

@@ -1,5 +1,6 @@
 """Each Linen class against its NNX counterpart, to the bit; what it starts with and refuses."""
 
+import dataclasses
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -12,10 +13,19 @@ from flax import nnx
 from flax.errors import ScopeParamShapeError
 from helpers import float_rows, fusions_of_a_user, small_config
 from linen_helpers import assert_same_bits, part_of
+from test_random_options import LLAMA3
 
 import linen_compat as linen
 import nnx_pipeline as native
-from linen_compat.formats.names import ATTENTION, EXPERTS, MLP, NORMS, OUTSIDE, of_layer
+from linen_compat.formats.names import (
+    ATTENTION,
+    EXPERTS,
+    MLP,
+    NORMS,
+    OUTSIDE,
+    QK_NORMS,
+    of_layer,
+)
 from linen_compat.modules.parameters import axes_of
 from nnx_pipeline import InputError, ModelConfig
 from nnx_pipeline.ops.dropout import sequence_keys
@@ -23,6 +33,9 @@ from nnx_pipeline.ops.dropout import sequence_keys
 BATCH, LENGTH = 2, 6
 MOE = small_config(model={"dropout_rate": 0.25}).model
 DENSE = small_config(model={"num_experts": 1, "num_experts_per_token": 1}).model
+QWEN3 = dataclasses.replace(MOE, qk_norm=True)
+QK_ATTENTION = (*ATTENTION, *QK_NORMS)
+QWEN3_LAYER = of_layer(4, qk_norm=True)
 TOKENS = jnp.asarray(np.random.default_rng(1).integers(32, size=(BATCH, LENGTH)), jnp.int32)
 POSITIONS = jnp.asarray([[0, 1, 2, 0, 1, 0], [0, 0, 1, 2, 3, 4]], jnp.int32)
 SEGMENTS = jnp.asarray([[1, 1, 1, 2, 2, 0], [1, 2, 2, 2, 2, 2]], jnp.int32)
@@ -49,9 +62,21 @@ PAIRS = {
     "attention": Pair(
         linen.Attention, native.Attention, MOE, ATTENTION, "attention", "self_attention", PACKED
     ),
+    "qk norm": Pair(
+        linen.Attention,
+        native.Attention,
+        QWEN3,
+        QK_ATTENTION,
+        "attention",
+        "self_attention",
+        PACKED,
+    ),
     "mlp": Pair(linen.MlpBlock, native.MLP, DENSE, MLP, "feed_forward", "mlp"),
     "moe": Pair(linen.MoeBlock, native.RoutedMoE, MOE, EXPERTS, "feed_forward", "MoeBlock_0"),
     "mixtral": Pair(linen.MixtralDecoderLayer, native.DecoderLayer, MOE, of_layer(4), call=PACKED),
+    "qwen3 moe": Pair(
+        linen.Qwen3MoeDecoderLayer, native.DecoderLayer, QWEN3, QWEN3_LAYER, call=PACKED
+    ),
     "llama": Pair(linen.LlamaDecoderLayer, native.DecoderLayer, DENSE, of_layer(1), call=PACKED),
 }
 
@@ -111,6 +136,7 @@ def test_values_and_gradients_equal_nnx(name: str, dtype: str) -> None:
         ("embed", {"embedding": "one_hot"}, {}),
         ("attention", {"attention_scale": 0.3, "rope_theta": 10.0}, {}),
         ("attention", {"attention": "chunked", "attention_block": 2, "sliding_window": 3}, {}),
+        ("qk norm", {"attention_scale": 0.3, "norm_scale_offset": 1.0, **LLAMA3}, {}),
         ("mixtral", {}, {**PACKED, "keys": sequence_keys(jax.random.key(5), BATCH)}),
     ],
 )
@@ -216,6 +242,8 @@ def test_the_query_kernel_makes_up_for_the_scale_of_attention() -> None:
             with_fields(MOE, num_shared_experts=1),
             "num_shared_experts=1 gives layers parameters .* only a model with 0 can be converted",
         ),
+        (linen.MixtralDecoderLayer, QWEN3, "needs qk_norm=False, .* use Qwen3MoeDecoderLayer, or"),
+        (linen.Qwen3MoeDecoderLayer, MOE, "needs qk_norm=True, .* use MixtralDecoderLayer, or set"),
     ],
 )
 def test_a_layer_of_another_model(layer: Any, config: ModelConfig, message: str) -> None:

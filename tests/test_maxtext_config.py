@@ -34,7 +34,7 @@ def test_kept_files(name):
     assert linen_compat.config_from_maxtext(yaml.safe_load(text)) == config
 
 
-@pytest.mark.parametrize("name", ["mixtral-8x7b", "mixtral-8x22b", "llama2-7b"])
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "mixtral-8x22b", "llama2-7b", "qwen3-8b"])
 def test_model_names_bring_their_sizes(name):
     config = linen_compat.config_from_maxtext({"model_name": name})
     assert config.model == preset(name).model
@@ -53,6 +53,52 @@ def test_the_model_name_wins_over_defaults_and_not_over_an_override():
         linen_compat.config_from_maxtext(given)
     config = linen_compat.config_from_maxtext({**given, "override_model_config": True})
     assert (config.model.vocab_size, config.model.embed_dim) == (100, 4096)
+
+
+ROPE_OF_LLAMA3_1 = {
+    "rope_interleaved": True,
+    "rope_scaling": "llama3",
+    "rope_factor": 8.0,
+    "rope_original_length": 8192,
+    "rope_low_frequency": 1.0,
+    "rope_high_frequency": 4.0,
+}
+QWEN3 = {"decoder_block": "qwen3", "use_qk_norm": True, "head_dim": 64}
+TIED = {"logits_via_embedding": True, "normalize_embedding_logits": False}
+
+
+@pytest.mark.parametrize(
+    ("given", "fields"),
+    [
+        ({"rope_type": "llama3.1"}, ROPE_OF_LLAMA3_1),
+        (
+            {"model_name": "llama3.1-8b"},
+            {**ROPE_OF_LLAMA3_1, "embed_dim": 4096, "rope_theta": 5e5, "vocab_size": 128_256},
+        ),
+        (
+            {"rope_type": "llama3.1", "rope_use_scale": False},
+            {"rope_interleaved": True, "rope_scaling": None},
+        ),
+        (
+            {"rope_linear_scaling_factor": 8.0},
+            {"rope_interleaved": False, "rope_scaling": "linear", "rope_factor": 8.0},
+        ),
+        (QWEN3, {"qk_norm": True, "attention_scale": 64**-0.5, "num_experts": 1}),
+        (
+            {**QWEN3, "decoder_block": "qwen3_moe", "num_experts": 4, "base_moe_mlp_dim": 24},
+            {"qk_norm": True, "mlp_dim": 24, "num_experts": 4},
+        ),
+        ({**TIED}, {"tied_embeddings": True, "tied_head_dtype": None}),  # dtype is bfloat16
+        ({**TIED, "dtype": "float32"}, {"tied_embeddings": True, "tied_head_dtype": "bfloat16"}),
+        (
+            {"model_name": "mistral-7b", "decoder_block": "mistral"},
+            {"mlp_dim": 14_336, "qk_norm": False},
+        ),
+    ],
+)
+def test_families(given, fields):
+    model = linen_compat.config_from_maxtext(given).model
+    assert {name: getattr(model, name) for name in fields} == fields
 
 
 STAGES = {"ici_pipeline_parallelism": 2, "base_num_decoder_layers": 8}
@@ -119,12 +165,27 @@ def test_global_batch(given, batch):
         ({"capacity_factor": 1.25}, "capacity_factor=1.25 is not supported; .*capacity_factor=-1"),
         ({"final_logits_soft_cap": 30.0}, "final_logits_soft_cap=30.0 is not supported"),
         ({"attn_logits_soft_cap": 50.0}, "attn_logits_soft_cap=50.0 is not supported"),
-        ({"logits_via_embedding": True}, "logits_via_embedding=True is not supported"),
+        (
+            {"logits_via_embedding": True},
+            "normalize_embedding_logits=True, MaxText's default, .* set normalize_embedding_logits",
+        ),
+        ({"decoder_block": "qwen3"}, "use_qk_norm=False with decoder_block='qwen3' is not"),
+        ({"use_qk_norm": True}, "use_qk_norm=True with decoder_block='llama2' is not supported"),
+        ({**MIXTRAL, "use_qk_norm": True}, "computes mixtral with use_qk_norm=False"),
+        (
+            {"decoder_block": "qwen3_moe", "use_qk_norm": True},
+            "decoder_block='qwen3_moe' with num_experts=1 .* qwen3_moe has two experts or more",
+        ),
+        ({"qk_norm_with_scale": False}, "qk_norm_with_scale=False is not supported"),
+        (
+            {"rope_linear_scaling_factor": 0.5},
+            "rope_factor=0.5 .* rope_factor is rope_linear_scaling_factor",
+        ),
         ({"mlp_activations": ["gelu"]}, r"mlp_activations=\['gelu'\] is not supported"),
         ({"mlp_activations": "['gelu','linear']"}, "mlp_activations=.* is not supported"),
         ({"float32_logits": True}, "float32_logits=True is not supported"),
         ({"quantization": "int8"}, "quantization='int8' is not supported"),
-        ({"rope_type": "yarn"}, "rope_type='yarn' is not supported"),
+        ({"rope_type": "yarn"}, "rope_type='yarn' is not known; choose one of: default, llama3.1"),
         ({"opt_type": "sgd"}, "opt_type='sgd' is not supported"),
         ({"dropout_rate": 0.1}, "dropout_rate=0.1 with enable_dropout"),
         ({"gradient_clipping_threshold": 0}, "clip_norm=0.0 .* is gradient_clipping_threshold"),

@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 from maxtext_data import DATA
 
-from linen_compat.formats.names import ATTENTION, EXPERTS, MLP, NORMS, OUTSIDE
+from linen_compat.formats.names import (
+    ATTENTION,
+    EXPERTS,
+    EXPERTS_OF_QWEN3,
+    MLP,
+    NORMS,
+    OUTSIDE,
+    QK_NORMS,
+)
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "migration_guide.md").read_text()
@@ -59,7 +67,7 @@ def test_commands_run_one_after_the_other(place: Path) -> None:
 
 
 def test_the_table_of_parameters_is_that_of_the_code() -> None:
-    names = (*OUTSIDE, *NORMS, *ATTENTION, *EXPERTS, *MLP)
+    names = (*OUTSIDE, *NORMS, *ATTENTION, *QK_NORMS, *EXPERTS, *EXPERTS_OF_QWEN3, *MLP)
     expected = [[name.linen, name.nnx, name.huggingface] for name in names]
     assert table("parameter in Linen") == expected
 

@@ -29,7 +29,7 @@ from nnx_pipeline.ops.attention import Options, Span, allowed, dot_product_atten
 from nnx_pipeline.ops.embedding import uses_one_hot
 from nnx_pipeline.ops.experts import DenseExperts, ExpertKernels, group_size
 from nnx_pipeline.ops.norm import rms_norm
-from nnx_pipeline.ops.rotary import rotate
+from nnx_pipeline.ops.rotary import rotary_of, timescales
 from nnx_pipeline.ops.router import (
     RouterMetrics,
     Routing,
@@ -81,16 +81,43 @@ def test_scale_offset_of_a_new_norm() -> None:
         assert_close(norm(x), rms_norm(x, jnp.ones(16), epsilon=1e-5), 1e-6)
 
 
-def test_rotary_turns_half_split_pairs() -> None:
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_turns_pairs(interleaved: bool) -> None:
     x, theta = float_rows(2, 3, 2, 6), 100.0
     positions = jnp.array([[0, 1, 2], [7, 5, 0]], jnp.int32)
     want = np.array(x, np.float64)
     for i in range(3):
+        one, other = (2 * i, 2 * i + 1) if interleaved else (i, i + 3)
         angle = np.asarray(positions, np.float64)[:, :, None] / theta ** (2 * i / 6)
-        a, b = np.array(x[..., i], np.float64), np.array(x[..., i + 3], np.float64)
-        want[..., i] = a * np.cos(angle) - b * np.sin(angle)
-        want[..., i + 3] = b * np.cos(angle) + a * np.sin(angle)
-    assert_close(rotate(x, positions, theta=theta), want, 1e-6)
+        a, b = np.array(x[..., one], np.float64), np.array(x[..., other], np.float64)
+        want[..., one] = a * np.cos(angle) - b * np.sin(angle)
+        want[..., other] = b * np.cos(angle) + a * np.sin(angle)
+    config = small_config(
+        model={"head_dim": 6, "rope_theta": theta, "rope_interleaved": interleaved}
+    )
+    assert_close(rotary_of(config.model)(x, positions), want, 1e-6)
+
+
+def test_rotary_scaling() -> None:
+    """Wavelengths of Llama 3.1: kept, slowed by 8, and between; and all of them slowed by 3."""
+    sizes = {"head_dim": 8, "rope_theta": 1e4}
+    llama3 = {"rope_scaling": "llama3", "rope_factor": 8.0, "rope_original_length": 600}
+    limits = {"rope_low_frequency": 1.0, "rope_high_frequency": 4.0}
+    wavelengths = 2 * np.pi * np.array([1, 10, 100, 1000])
+    # Up to 600 / 4 they are kept, and above 600 slowed in full; here that is two and two.
+    want = wavelengths * [1, 1, 8, 8]
+    found = timescales(small_config(model={**sizes, **llama3, **limits}).model)
+    np.testing.assert_allclose(2 * np.pi * found, want, rtol=1e-6)
+    # With an original length of 1,500 the third is between the limits, as it turns 2.39 times.
+    turns = 1500 / wavelengths[2]
+    share = (turns - 1) / (4 - 1)
+    want = 1 / (share / wavelengths[2] + (1 - share) / (8 * wavelengths[2]))
+    between = {**sizes, **llama3, **limits, "rope_original_length": 1500}
+    found = timescales(small_config(model=between).model)
+    np.testing.assert_allclose(2 * np.pi * found[2], want, rtol=1e-6)
+    linear = {"rope_scaling": "linear", "rope_factor": 3.0}
+    found = timescales(small_config(model={**sizes, **linear}).model)
+    np.testing.assert_allclose(2 * np.pi * found, 3 * wavelengths, rtol=1e-6)
 
 
 def test_allowed_reads_backwards_and_within_the_segment() -> None:

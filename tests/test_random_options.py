@@ -38,6 +38,8 @@ MODEL: dict[str, tuple[Any, ...]] = {
     "num_experts": (1, 4, 4, 4),
     "norm_scale_offset": (0.0, 1.0),
     "rope_theta": (1e6, 50.0),
+    "rope_interleaved": (False, True),
+    "qk_norm": (False, True),
     "dropout_rate": (0.0, 0.3),
     "attention": ("dot_product", "chunked", "auto"),
     "attention_block": (None, 3, 4),
@@ -60,6 +62,20 @@ OF_EXPERTS: dict[str, dict[str, tuple[Any, ...]]] = {
     "grouped": {"expert_group": (None, 1, 2, 4)},
     "capacity": {"capacity_factor": (None, 0.8, 4.0)},
 }
+# Fields that belong together, of which each case has one set of either kind.
+LLAMA3 = {
+    "rope_scaling": "llama3",
+    "rope_factor": 8.0,
+    "rope_original_length": 16,
+    "rope_low_frequency": 0.5,
+    "rope_high_frequency": 2.0,
+}
+ROPE: tuple[dict[str, Any], ...] = ({}, {"rope_scaling": "linear", "rope_factor": 4.0}, LLAMA3)
+HEAD: tuple[dict[str, Any], ...] = (
+    {},
+    {"tied_embeddings": True},
+    {"tied_embeddings": True, "tied_head_dtype": "bfloat16"},
+)
 PIPELINE: dict[str, tuple[Any, ...]] = {
     "num_microbatches": (1, 2, 4, 8),
     "num_repeats": (1, 2, 3),
@@ -125,7 +141,7 @@ def drawn(number: int) -> Case:
             train |= chosen(WEIGHTS)
         try:
             config = Config(
-                model=ModelConfig(**model),
+                model=ModelConfig(**model, **source.choice(ROPE), **source.choice(HEAD)),
                 pipeline=PipelineConfig(**chosen(PIPELINE)),
                 train=TrainConfig(**train),
             )

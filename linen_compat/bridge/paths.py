@@ -16,7 +16,7 @@ from nnx_pipeline import MLP, Attention, DecoderLayer, Embed, InputError, RMSNor
 Path = tuple[str, ...]
 Tree = Mapping[str, Any]
 
-_LAYER = (*names.NORMS, *names.ATTENTION)
+_LAYER = (*names.NORMS, *names.ATTENTION, *names.QK_NORMS)
 
 
 def _below(table: Iterable[Names], nnx_prefix: str, linen_prefix: str) -> tuple[Names, ...]:
@@ -35,7 +35,7 @@ def _below(table: Iterable[Names], nnx_prefix: str, linen_prefix: str) -> tuple[
 _OF_CLASS: dict[type, tuple[Names, ...]] = {
     RMSNorm: (Names("scale", "scale", ""),),
     Embed: (Names("embedding", "embedding", ""),),
-    Attention: _below(names.ATTENTION, "attention.", "self_attention/"),
+    Attention: _below((*names.ATTENTION, *names.QK_NORMS), "attention.", "self_attention/"),
     RoutedMoE: _below(names.EXPERTS, "feed_forward.", "MoeBlock_0/"),
     MLP: _below(names.MLP, "feed_forward.", "mlp/"),
 }
@@ -46,6 +46,7 @@ _OF_LINEN_CLASS: dict[type, tuple[Names, ...]] = {
     modules.MoeBlock: _OF_CLASS[RoutedMoE],
     modules.MlpBlock: _OF_CLASS[MLP],
     modules.MixtralDecoderLayer: (*_LAYER, *names.EXPERTS),
+    modules.Qwen3MoeDecoderLayer: (*_LAYER, *names.EXPERTS_OF_QWEN3),
     modules.LlamaDecoderLayer: (*_LAYER, *names.MLP),
 }
 
@@ -53,7 +54,8 @@ _OF_LINEN_CLASS: dict[type, tuple[Names, ...]] = {
 def table_of(module: nnx.Module) -> tuple[Names, ...] | None:
     """The names of the parameters in a module of this project; None for any other module."""
     if isinstance(module, DecoderLayer):
-        return (*_LAYER, *(names.EXPERTS if "router" in vars(module.feed_forward) else names.MLP))
+        routed, qk_norm = "router" in vars(module.feed_forward), module.attention.config.qk_norm
+        return names.of_layer(2 if routed else 1, qk_norm=qk_norm)
     return next((table for kind, table in _OF_CLASS.items() if isinstance(module, kind)), None)
 
 

@@ -12,11 +12,27 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from linen_compat.formats.names import EXPERTS, OUTSIDE, Names, of_layer
+from linen_compat.formats.names import (
+    EXPERTS,
+    EXPERTS_OF_QWEN3,
+    OUTSIDE,
+    QK_NORMS,
+    Names,
+    of_layer,
+    of_model,
+)
 from linen_compat.formats.orbax.inspect import SCALAR_PATHS, Inspection, Leaves
-from linen_compat.formats.orbax.layouts import NNX, PIPELINED, SCANNED, UNSCANNED, Layout
+from linen_compat.formats.orbax.layouts import (
+    NNX,
+    PIPELINED,
+    SCANNED,
+    UNSCANNED,
+    Layout,
+    slashed,
+)
 from linen_compat.formats.streams import PARAMETERS, ArraySpec, Mismatch
-from nnx_pipeline import Config, Mixtral
+from linen_compat.maxtext.families import check_maxtext
+from nnx_pipeline import Config, InputError, Mixtral
 from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.config.pipeline import PipelineConfig
 from nnx_pipeline.errors import nearest
@@ -24,6 +40,7 @@ from nnx_pipeline.errors import nearest
 LAYERS = "pipeline.layers."
 STACK_AXES = 3  # axes of a layer's parameters before its own: repeats, stages, layers per stage
 _SHOWN = 3
+_TIED = "a model with tied embeddings has no head: give its config, which says so"
 # In NNX the experts have the names of an MLP; a router and one more axis tell them apart.
 _NNX_ROUTER, _NNX_GATE = "pipeline/layers/feed_forward/router", "pipeline/layers/feed_forward/gate"
 
@@ -142,6 +159,11 @@ def compare_to_load(found: Inspection, config: ModelConfig) -> Comparison:
     checkpoint are not scaled when it is loaded.
     """
     result = compare(found, config)
+    if found.layout.format != NNX:
+        try:
+            check_maxtext(config)
+        except InputError as error:
+            result.notes.append(str(error))
     if found.attention_scale != config.attention_scale:
         result.notes.append(
             f"model.attention_scale={config.attention_scale} does not suit the query kernels of "
@@ -153,6 +175,9 @@ def compare_to_load(found: Inspection, config: ModelConfig) -> Comparison:
 
 def compare_with_itself(found: Inspection) -> tuple[Comparison, Mapping[str, ArraySpec]]:
     """Compares every layer with the first one, where there is no config to say what is right.
+
+    Without a config a head that was lost cannot be told from tied embeddings, so a checkpoint
+    without one does not fit.
 
     Returns the comparison, and the shape and dtype of each parameter as `model_arrays` gives them.
     """
@@ -170,21 +195,27 @@ def compare_with_itself(found: Inspection) -> tuple[Comparison, Mapping[str, Arr
         slots = [
             (found.layout.slot(n, 0) if n in kinds else found.layout.outside(n)) for n in absent
         ]
-        return Comparison(missing=[slot.leaf for slot in slots]), arrays
+        notes = [_TIED] if absent == [OUTSIDE[-1]] else []
+        return Comparison(missing=[slot.leaf for slot in slots], notes=notes), arrays
     return _compare(found, arrays, found.layout.num_layers), arrays
 
 
 def layer_names(found: Inspection) -> tuple[Names, ...]:
-    """The parameters that a layer of this checkpoint has: Mixtral's or Llama's.
+    """The parameters that a layer of this checkpoint has: Mixtral's, Qwen3's or Llama's.
 
-    Any parameter of the experts makes it Mixtral's, so a lost router is reported as missing.
+    Any parameter of the experts makes it routed, so a lost router is reported as missing; and any
+    scale of a QK norm, or the name of Qwen3's experts, makes it Qwen3's.
     """
-    experts = tuple(names.linen for names in EXPERTS)
-    for name, leaf in found.parameters.items():
-        stacked = name == _NNX_GATE and len(_unstacked(found.layout, leaf.shape)) == 3
-        if stacked or name == _NNX_ROUTER or name.endswith(experts):
-            return of_layer(2)
-    return of_layer(1)
+
+    def has(*ends: str) -> bool:
+        return any(name.endswith(ends) for name in found.parameters)
+
+    gate = found.parameters.get(_NNX_GATE)
+    stacked = gate is not None and len(_unstacked(found.layout, gate.shape)) == 3
+    of_qwen3 = tuple(names.linen for names in EXPERTS_OF_QWEN3)
+    routed = stacked or has(_NNX_ROUTER, *of_qwen3, *(names.linen for names in EXPERTS))
+    scales = (end for names in QK_NORMS for end in (names.linen, slashed(names.nnx)))
+    return of_layer(2 if routed else 1, qk_norm=has(*of_qwen3, *scales))
 
 
 def _unstacked(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -222,7 +253,7 @@ def _compare(found: Inspection, arrays: Mapping[str, ArraySpec], num_layers: int
 
 def layer_kinds(arrays: Mapping[str, ArraySpec]) -> tuple[Names, ...]:
     """The names of the parameters of a layer, for a model that has these arrays."""
-    return of_layer(2 if EXPERTS[0].nnx in arrays else 1)
+    return of_model(arrays)[1]
 
 
 def _expected_layout(found: Layout, num_layers: int) -> Layout | None:
@@ -245,8 +276,9 @@ def _first_layer_leaf(found: Inspection) -> str:
 
 def _dtypes(layout: Layout, arrays: Mapping[str, ArraySpec]) -> dict[str, np.dtype]:
     """The dtype that the model gives each stored array, by leaf."""
-    found = {layout.outside(names).leaf: arrays[names.nnx].dtype for names in OUTSIDE}
-    for names in layer_kinds(arrays):
+    outside, of_layers = of_model(arrays)
+    found = {layout.outside(names).leaf: arrays[names.nnx].dtype for names in outside}
+    for names in of_layers:
         for layer in range(layout.num_layers):
             found[layout.slot(names, layer).leaf] = arrays[names.nnx].dtype
     return found

@@ -4,6 +4,7 @@ There is one table, read in both directions. The path of a parameter of a layer 
 layer; `orbax.layouts` knows where each layout puts its layers.
 """
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from nnx_pipeline import InputError, ModelConfig
@@ -36,6 +37,12 @@ ATTENTION = (
     Names("attention.value", "self_attention/value/kernel", "self_attn.v_proj.weight"),
     Names("attention.out", "self_attention/out/kernel", "self_attn.o_proj.weight"),
 )
+QK_NORMS = (
+    Names(
+        "attention.query_norm.scale", "self_attention/query_norm/scale", "self_attn.q_norm.weight"
+    ),
+    Names("attention.key_norm.scale", "self_attention/key_norm/scale", "self_attn.k_norm.weight"),
+)
 NORMS = (
     Names("attention_norm.scale", "pre_self_attention_layer_norm/scale", "input_layernorm.weight"),
     Names(
@@ -49,6 +56,12 @@ EXPERTS = (
     Names("feed_forward.gate", "MoeBlock_0/wi_0", "block_sparse_moe.experts.<expert>.w1.weight"),
     Names("feed_forward.up", "MoeBlock_0/wi_1", "block_sparse_moe.experts.<expert>.w3.weight"),
     Names("feed_forward.down", "MoeBlock_0/wo", "block_sparse_moe.experts.<expert>.w2.weight"),
+)
+EXPERTS_OF_QWEN3 = (
+    Names("feed_forward.router", "moe_block/gate/kernel", "mlp.gate.weight"),
+    Names("feed_forward.gate", "moe_block/wi_0", "mlp.experts.<expert>.gate_proj.weight"),
+    Names("feed_forward.up", "moe_block/wi_1", "mlp.experts.<expert>.up_proj.weight"),
+    Names("feed_forward.down", "moe_block/wo", "mlp.experts.<expert>.down_proj.weight"),
 )
 MLP = (
     Names("feed_forward.gate", "mlp/wi_0/kernel", "mlp.gate_proj.weight"),
@@ -67,6 +80,28 @@ def check_names(model: ModelConfig) -> None:
             )
 
 
-def of_layer(num_experts: int) -> tuple[Names, ...]:
-    """The parameters of one layer: Mixtral's with two experts or more, Llama's with one."""
-    return (*NORMS, *ATTENTION, *(EXPERTS if num_experts > 1 else MLP))
+def of_layer(num_experts: int, *, qk_norm: bool = False) -> tuple[Names, ...]:
+    """The parameters of one layer.
+
+    - `num_experts`: with two or more the layer is routed.
+    - `qk_norm`: whether queries and keys are normalised. Routed layers have Qwen3's names with it,
+      and Mixtral's without.
+    """
+    experts = EXPERTS_OF_QWEN3 if qk_norm else EXPERTS
+    attention = (*ATTENTION, *QK_NORMS) if qk_norm else ATTENTION
+    return (*NORMS, *attention, *(experts if num_experts > 1 else MLP))
+
+
+def of_model(paths: Container[str]) -> tuple[tuple[Names, ...], tuple[Names, ...]]:
+    """The parameters outside the layers, and those of a layer, of a model that has these paths.
+
+    - `paths`: the NNX paths of the model's parameters.
+
+    A model without a head has tied embeddings.
+    """
+    outside = tuple(names for names in OUTSIDE if names.nnx in paths)
+    experts = 2 if EXPERTS[0].nnx in paths else 1
+    return outside, of_layer(experts, qk_norm=QK_NORMS[0].nnx in paths)
+
+
+ALL_OF_LAYERS = (*NORMS, *ATTENTION, *QK_NORMS, *EXPERTS, *EXPERTS_OF_QWEN3, *MLP)

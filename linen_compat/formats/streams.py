@@ -5,13 +5,13 @@ their paths in `nnx_pipeline.Mixtral` (`names.Names.nnx`). Each format implement
 `copy` depends on no particular format.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from linen_compat.formats.names import OUTSIDE
+from linen_compat.formats.names import OUTSIDE, QK_NORMS
 from nnx_pipeline import InputError
 
 # The parts of a checkpoint: the parameters, then Adam's first and second moments.
@@ -165,6 +165,7 @@ def copy(
             "would no longer fit them; convert the parameters alone with --parameters-only, or "
             "save the model alone with linen_compat.save"
         )
+    check_ratio(source.arrays, ratio)
     for part in parts:
         for path, layer in walk(source):
             name = source.name(path, layer, part)
@@ -191,6 +192,20 @@ def walk(source: Source) -> Iterator[tuple[str, int | None]]:
         else:
             for layer in source.order(path):
                 yield path, layer
+
+
+def check_ratio(paths: Container[str], ratio: float) -> None:
+    """Raises InputError where query kernels cannot be scaled, because queries are normalised.
+
+    - `paths`: the NNX paths of the model's parameters.
+    - `ratio`: the factor that the query kernels would be multiplied by.
+    """
+    if ratio != 1.0 and QK_NORMS[0].nnx in paths:
+        raise InputError(
+            f"the two attention scales differ by a factor of {ratio}, which the query kernels of a "
+            "model with qk_norm cannot hold, as its queries are normalised; set "
+            "model.attention_scale to head_dim^-0.5"
+        )
 
 
 def title(path: str, layer: int | None, part: str = PARAMETERS) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from linen_compat.maxtext import keys
+from linen_compat.maxtext.families import fields_of_block, keys_of_preset
 from linen_compat.maxtext.values import DEFAULTS, number, typed, wrong_type
 from nnx_pipeline import Config, InputError, ModelConfig, PipelineConfig, TrainConfig, preset
 from nnx_pipeline.config.config import SECTIONS
@@ -17,7 +18,6 @@ from nnx_pipeline.config.presets import PRESETS
 from nnx_pipeline.errors import nearest, one_of
 from nnx_pipeline.remat import POLICIES
 
-_BLOCKS = ("mixtral", "llama2")
 # MaxText's keys for the sizes of a model, and the fields of `ModelConfig` that they become.
 _SIZES = {
     "vocab_size": "vocab_size",
@@ -42,6 +42,7 @@ _RENAMED = {key: field for key, field in _SIZES.items() if key != field} | {
     "adam_weight_decay": "weight_decay",
     "load_balance_loss_weight": "load_balance_weight",
     "weight_dtype": "param_dtype",
+    "rope_linear_scaling_factor": "rope_factor",
 }
 # MaxText's remat policies; those without a counterpart become `full`, which changes no value.
 _REMAT = (
@@ -61,6 +62,9 @@ def config_from_maxtext(source: str | Path | Mapping[str, Any]) -> Config:
     other values must not contradict them unless `override_model_config` is true. Keys that only say
     how a run is carried out are ignored (`maxtext.keys`): kernels, machines, data, logs. So is the
     schedule of the learning rate, which is constant here.
+
+    The decoder blocks that are read, and what else than sizes they decide, are in
+    `maxtext.families`.
 
     `num_pipeline_repeats=-1` is worked out from the pipeline parallelism, as in MaxText. The global
     batch is worked out from all parallelisms, where -1 counts as 1. A remat policy without a
@@ -186,18 +190,13 @@ def _sizes_of(model_name: str) -> dict[str, Any]:
         return {}
     model = PRESETS[model_name].model
     own = {key: getattr(model, field) for key, field in _SIZES.items()}
-    return {"decoder_block": "mixtral" if model.num_experts > 1 else "llama2", **own}
+    if model.num_experts > 1:
+        own["base_moe_mlp_dim"] = model.mlp_dim
+    return {**keys_of_preset(model_name, model), **own}
 
 
 def _model(values: Mapping[str, Any]) -> ModelConfig:
     """The model's part of the config."""
-    one_of("decoder_block", values["decoder_block"], _BLOCKS)
-    experts = values["num_experts"]
-    if (values["decoder_block"] == "mixtral") != (experts != 1):
-        raise InputError(
-            f"decoder_block={values['decoder_block']!r} with num_experts={experts} is not "
-            "supported; mixtral has two experts or more, llama2 one"
-        )
     if values["dropout_rate"] and values["enable_dropout"]:
         raise InputError(
             f"dropout_rate={values['dropout_rate']} with enable_dropout is not supported, as "
@@ -206,29 +205,18 @@ def _model(values: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(
         vocab_size=values["vocab_size"],
         embed_dim=values["base_emb_dim"],
-        mlp_dim=_mlp_dim(values) if experts != 1 else values["base_mlp_dim"],
         num_layers=values["base_num_decoder_layers"],
         num_heads=values["base_num_query_heads"],
         num_kv_heads=values["base_num_kv_heads"],
         head_dim=values["head_dim"],
-        num_experts=experts,
+        num_experts=values["num_experts"],
         num_experts_per_token=values["num_experts_per_tok"],
         dtype=values["dtype"],
         param_dtype=values["weight_dtype"],
         norm_epsilon=float(values["normalization_layer_epsilon"]),
         rope_theta=float(values["rope_max_timescale"]),
+        **fields_of_block(values),
     )
-
-
-def _mlp_dim(values: Mapping[str, Any]) -> int:
-    """The hidden size of each expert, for which MaxText has two keys that must agree."""
-    dense, routed = values["base_mlp_dim"], values["base_moe_mlp_dim"]
-    if routed not in (-1, dense):
-        raise InputError(
-            f"base_moe_mlp_dim={routed} differs from base_mlp_dim={dense}, but both are the size "
-            "of an expert here, where every layer is routed; make them equal"
-        )
-    return dense
 
 
 def _pipeline(values: Mapping[str, Any]) -> PipelineConfig:

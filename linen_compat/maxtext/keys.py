@@ -25,7 +25,8 @@ MAPPED = _words(
     pipeline_fsdp_ag_per_repeat remat_policy shard_mode ici_pipeline_parallelism
     dcn_pipeline_parallelism per_device_batch_size max_target_length learning_rate adam_b1 adam_b2
     adam_eps adam_weight_decay gradient_clipping_threshold load_balance_loss_weight grad_dtype
-    shard_optimizer_over_data enable_dropout dropout_rate
+    shard_optimizer_over_data enable_dropout dropout_rate rope_type rope_use_scale
+    rope_linear_scaling_factor use_qk_norm logits_via_embedding normalize_embedding_logits
     """
 )
 
@@ -66,7 +67,6 @@ FIXED: dict[str, tuple[object, ...]] = {
     "local_rope_max_timescale": (-1,),
     "global_rope_max_timescale": (-1,),
     "logits_dot_in_fp32": (False,),
-    "logits_via_embedding": (False,),
     "mhc_expansion_rate": (1,),
     "mlp_activations": (["silu", "linear"],),
     "mlp_activations_limit": (-1.0,),
@@ -77,17 +77,17 @@ FIXED: dict[str, tuple[object, ...]] = {
     "mu_dtype": ("", None, "float32"),
     "n_routing_groups": (-1,),
     "nope_layer_interval": (-1,),
-    "norm_topk_prob": (False,),
+    "norm_topk_prob": (False, True),  # the same values: a softmax over the chosen adds up to 1
     "num_kv_shared_layers": (0,),
     "opt_type": ("adamw",),
     "param_scan_axis": (1,),
     "partial_rotary_factor": (1.0,),
     "q_lora_rank": (0,),
+    "qk_norm_with_scale": (True,),
     "quantization": _NOTHING,
     "ragged_buffer_factor": (-1.0,),
     "rope_min_timescale": (1,),
     "rope_pairwise": (False,),
-    "rope_type": ("default",),
     "routed_bias": (False,),
     "routed_scaling_factor": (1.0,),
     "routed_score_func": _NOTHING,
@@ -110,7 +110,6 @@ FIXED: dict[str, tuple[object, ...]] = {
     "use_post_attn_norm": (False,),
     "use_post_ffw_norm": (False,),
     "use_qk_clip": (False,),
-    "use_qk_norm": (False,),
     "use_random_routing": (False,),
     "use_untrainable_positional_embedding": (False,),
     "vocab_size_per_layer_input": (0,),
@@ -159,18 +158,18 @@ _IGNORED = _words(
     mlpwi mlpwi_0 mlpwi_1 mlpwo model_call_mode moe_chunk_barrier moe_dispatch_no_expert_sharding
     moe_fsdp_use_two_stage_all_gather moe_mlpwi_0 moe_mlpwi_1 moe_mlpwo mrope_section mscale
     mtc_data_parallelism mtp_eval_target_module mtp_loss_scaling_factor multi_sampling
-    normalize_embedding_logits num_communication_overlapping_steps num_diloco_fragments num_epoch
+    num_communication_overlapping_steps num_diloco_fragments num_epoch
     num_moe_emb_chunks num_moe_token_chunks num_slices num_vocab_tiling o_groups o_lora_rank
     optimize_mesh_for_tpu_v6e optimizer_memory_host_offload original_max_position_embeddings
     out_proj override_logical_axis_rules override_model_config packing
     parameter_memory_host_offload position_id_per_seconds prefill_cache_axis_order
     prefill_cache_dir prefill_chunk_size prefill_slice prometheus_port prompt pure_nnx
-    pure_nnx_decoder qk_clip_threshold qk_nope_head_dim qk_norm_with_scale qk_rope_head_dim
+    pure_nnx_decoder qk_clip_threshold qk_nope_head_dim qk_rope_head_dim
     qkv_proj quant_cfg_path quantization_local_shard_count quantize_kvcache query_proj
     query_wa_proj ragged_block_size record_internal_nn_metrics remove_size_one_mesh_axis_from_type
     replicate_quant_scale reshape_q return_log_prob reuse_example_batch ring_scan_unroll
-    rope_attention_scaling rope_factor rope_interleave rope_linear_scaling_factor rope_truncate
-    rope_use_scale routed_bias_update_rate run_name save_config_to_gcs save_quantized_params_path
+    rope_attention_scaling rope_factor rope_interleave rope_truncate
+    routed_bias_update_rate run_name save_config_to_gcs save_quantized_params_path
     scan_layers scan_pipeline_iterations scan_pipeline_repeats
     set_remat_policy_on_layers_per_stage set_remat_policy_on_pipeline_iterations
     sft_train_on_completion_only shard_exp_on_fsdp sharding_tolerance shardy sinkhorn_iterations

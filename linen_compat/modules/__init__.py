@@ -2,7 +2,11 @@
 
 from linen_compat.modules.attention import Attention
 from linen_compat.modules.decoder import Decoder, Transformer
-from linen_compat.modules.decoder_layers import LlamaDecoderLayer, MixtralDecoderLayer
+from linen_compat.modules.decoder_layers import (
+    LlamaDecoderLayer,
+    MixtralDecoderLayer,
+    Qwen3MoeDecoderLayer,
+)
 from linen_compat.modules.embedding import Embed
 from linen_compat.modules.feed_forward import MlpBlock, MoeBlock
 from linen_compat.modules.norm import RMSNorm
@@ -19,6 +23,7 @@ __all__ = [
     "MlpBlock",
     "MoeBlock",
     "Pipeline",
+    "Qwen3MoeDecoderLayer",
     "RMSNorm",
     "Transformer",
     "logical_axis_rules",

@@ -6,11 +6,13 @@ from typing import Any
 from flax import linen as nn
 from jaxtyping import Array
 
+from linen_compat.modules.norm import RMSNorm
 from linen_compat.modules.parameters import Kernel, Names
 from nnx_pipeline import Layout, ModelConfig
 from nnx_pipeline.ops.attention import Options
 from nnx_pipeline.ops.fast_attention.kernels import KERNELS
-from nnx_pipeline.ops.self_attention import Projections, self_attention
+from nnx_pipeline.ops.rotary import rotary_of
+from nnx_pipeline.ops.self_attention import Projections, QueryKey, self_attention
 
 # MaxText draws the kernels of attention from a normal distribution that is not truncated.
 INTO_HEADS = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(1, 2))
@@ -24,7 +26,8 @@ class Attention(nn.Module):
     - `layout`: the mesh axes over which each logical axis is sharded.
 
     The query kernel starts smaller by sqrt(head_dim) · attention_scale, so that the scores of a new
-    model have the same spread whatever `attention_scale` is. With 1.0 it starts as in MaxText.
+    model have the same spread whatever `attention_scale` is. With 1.0 it starts as in MaxText. With
+    `config.qk_norm` the scale of the query's norm starts smaller by the same factor.
     """
 
     config: ModelConfig
@@ -51,6 +54,9 @@ class Attention(nn.Module):
         self.out = kernel(
             OUT_OF_HEADS, (config.num_heads, head_dim, embed), ("heads", "kv", "embed")
         )
+        if config.qk_norm:
+            self.query_norm = RMSNorm(config, self.layout, head_dim, gain)
+            self.key_norm = RMSNorm(config, self.layout, head_dim)
 
     def __call__(
         self, x: Array, *, positions: Array | None = None, segment_ids: Array | None = None
@@ -75,6 +81,10 @@ class Attention(nn.Module):
                     block=config.attention_block,
                 ),
             ),
-            rope_theta=config.rope_theta,
+            query_key=QueryKey(
+                rotary_of(config),
+                self.query_norm if config.qk_norm else None,
+                self.key_norm if config.qk_norm else None,
+            ),
             layout=self.layout,
         )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array
 
-from linen_compat.modules.decoder_layers import LlamaDecoderLayer, MixtralDecoderLayer
+from linen_compat.modules.decoder_layers import layer_class
 from linen_compat.modules.embedding import Embed
 from linen_compat.modules.feed_forward import FAN_IN
 from linen_compat.modules.norm import RMSNorm
@@ -21,6 +21,7 @@ from nnx_pipeline import decoder as functional
 from nnx_pipeline.errors import one_of
 from nnx_pipeline.mesh import ambient_mesh
 from nnx_pipeline.modules import Parts
+from nnx_pipeline.ops.head import head_of_table
 from nnx_pipeline.ops.router import RouterMetrics
 from nnx_pipeline.pipeline.create import weight_options
 from nnx_pipeline.pipeline.layers import with_keys
@@ -55,7 +56,7 @@ class Decoder(nn.Module):
     def setup(self) -> None:
         config, model = self.config, self.config.model
         where = self._where()
-        kind = MixtralDecoderLayer if model.num_experts > 1 else LlamaDecoderLayer
+        kind = layer_class(model)
         options = (model, self.layout, POLICIES[config.pipeline.remat])
         if where == "pipelined":
             pipeline = Pipeline if config.pipeline.num_repeats == 1 else CircularPipeline
@@ -71,13 +72,14 @@ class Decoder(nn.Module):
         else:
             self.layers = [kind(*options) for _ in range(model.num_layers)]  # type: ignore
         self.decoder_norm = RMSNorm(model, self.layout)
-        self.logits_dense = Kernel(
-            FAN_IN,
-            (model.embed_dim, model.vocab_size),
-            model.param_dtype,
-            ("embed_vocab", "vocab"),
-            self.layout,
-        )
+        if not model.tied_embeddings:
+            self.logits_dense = Kernel(
+                FAN_IN,
+                (model.embed_dim, model.vocab_size),
+                model.param_dtype,
+                ("embed_vocab", "vocab"),
+                self.layout,
+            )
 
     def __call__(
         self,
@@ -104,18 +106,19 @@ class Decoder(nn.Module):
         if not self.is_initializing():
             self._check_parameters(self.variables.get("params", {}))
         runner, pipelined = self._runner, self._where() == "pipelined"
+        table, model = embedding.embedding, self.config.model
         ends = functional.Ends(
             embed=lambda table, tokens, spec: embedding.look_up(table, tokens, out=spec),
             norm=lambda scale, x: self.decoder_norm.scaled_by(scale, x),
-            table=embedding.embedding,
+            table=table,
             scale=self.decoder_norm.scale,
-            head=self.logits_dense(),
+            head=head_of_table(table, model) if model.tied_embeddings else self.logits_dense(),
             layout=runner.layout,
         )
         run_layers = self.pipeline_module.run if pipelined else self._run_layers
         run_loss = None
         if pipelined:
-            width = (self.config.model.embed_dim,)
+            width = (model.embed_dim,)
             run_loss = functools.partial(self.pipeline_module.loss, width=width)
         return functional.Decoder(self.config, runner, ends, run_layers, run_loss, Parts())
 

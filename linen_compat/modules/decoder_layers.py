@@ -1,4 +1,4 @@
-"""One decoder layer of Mixtral, and one of Llama."""
+"""One decoder layer of each kind: of Mixtral, of Qwen3-MoE, and of Llama and other dense models."""
 
 from flax import linen as nn
 from jaxtyping import Array
@@ -68,30 +68,68 @@ class MixtralDecoderLayer(_DecoderLayer):
     """A decoder layer with routed experts; it is called as `_DecoderLayer`."""
 
     def setup(self) -> None:
-        if self.config.num_experts < 2:
-            raise InputError(
-                "MixtralDecoderLayer needs two experts or more, and the config has num_experts=1; "
-                "use LlamaDecoderLayer, or set num_experts to 2 or more"
-            )
+        _check_kind(self, qk_norm=False)
         super().setup()
         self.MoeBlock_0 = MoeBlock(self.config, self.layout, self.remat)
 
     def feed_forward(self, x: Array) -> tuple[Array, MicrobatchMean]:
-        mixed, usage = self.MoeBlock_0(x)
-        return mixed, MicrobatchMean(usage.packed(), router_metrics)
+        return _routed(self.MoeBlock_0, x)
+
+
+class Qwen3MoeDecoderLayer(_DecoderLayer):
+    """A decoder layer with routed experts and QK norm; it is called as `_DecoderLayer`.
+
+    It differs from Mixtral's with QK norm by the name of its experts alone, `moe_block`.
+    """
+
+    def setup(self) -> None:
+        _check_kind(self, qk_norm=True)
+        super().setup()
+        self.moe_block = MoeBlock(self.config, self.layout, self.remat)
+
+    def feed_forward(self, x: Array) -> tuple[Array, MicrobatchMean]:
+        return _routed(self.moe_block, x)
 
 
 class LlamaDecoderLayer(_DecoderLayer):
-    """A decoder layer with a dense MLP; it is called as `_DecoderLayer`."""
+    """A decoder layer with a dense MLP, with or without QK norm; called as `_DecoderLayer`."""
 
     def setup(self) -> None:
-        if self.config.num_experts > 1:
-            raise InputError(
-                "LlamaDecoderLayer needs num_experts=1, and the config has "
-                f"num_experts={self.config.num_experts}; use MixtralDecoderLayer, or set it to 1"
-            )
+        _check_kind(self)
         super().setup()
         self.mlp = MlpBlock(self.config, self.layout)
 
     def feed_forward(self, x: Array) -> tuple[Array, None]:
         return self.mlp(x), None
+
+
+def layer_class(config: ModelConfig) -> type[_DecoderLayer]:
+    """The class whose parameters have the names that MaxText gives a layer of this model."""
+    if config.num_experts == 1:
+        return LlamaDecoderLayer
+    return Qwen3MoeDecoderLayer if config.qk_norm else MixtralDecoderLayer
+
+
+def _routed(experts: MoeBlock, x: Array) -> tuple[Array, MicrobatchMean]:
+    mixed, usage = experts(x)
+    return mixed, MicrobatchMean(usage.packed(), router_metrics)
+
+
+def _check_kind(layer: _DecoderLayer, *, qk_norm: bool | None = None) -> None:
+    """Raises InputError for a config that is for another class of layer.
+
+    - `qk_norm`: what the class with routed experts needs; None for the class without.
+    """
+    config, name = layer.config, type(layer).__name__
+    wanted, routed = layer_class(config).__name__, qk_norm is not None
+    if routed != (config.num_experts > 1):
+        needs, other = ("two experts or more", "2 or more") if routed else ("num_experts=1", "1")
+        raise InputError(
+            f"{name} needs {needs}, and the config has num_experts={config.num_experts}; "
+            f"use {wanted}, or set {'num_experts' if routed else 'it'} to {other}"
+        )
+    if routed and qk_norm != config.qk_norm:
+        raise InputError(
+            f"{name} needs qk_norm={qk_norm}, and the config has qk_norm={config.qk_norm}; "
+            f"use {wanted}, or set it to {qk_norm}"
+        )

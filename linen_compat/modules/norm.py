@@ -9,21 +9,24 @@ from nnx_pipeline.ops.norm import rms_norm
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation of the last axis, `[..., embed]` to `[..., embed]`.
+    """Root-mean-square normalisation of the last axis, `[..., width]` to `[..., width]`.
 
     - `config`: sizes, dtypes, `norm_epsilon` and `norm_scale_offset`.
     - `layout`: the mesh axes over which each logical axis is sharded.
-
-    The scale starts at 1 - norm_scale_offset, so that a new layer scales by one.
+    - `width`: size of that axis; None for the residual stream's.
+    - `start`: by what a new layer multiplies; the scale starts at `start` - norm_scale_offset.
     """
 
     config: ModelConfig
     layout: Layout = Layout()
+    width: int | None = None
+    start: float = 1.0
 
     def setup(self) -> None:
         config = self.config
-        start = nn.initializers.constant(1.0 - config.norm_scale_offset)
-        weight = Weight(start, (config.embed_dim,), config.param_dtype, ("norm",))
+        initial = nn.initializers.constant(self.start - config.norm_scale_offset)
+        size = self.width or config.embed_dim
+        weight = Weight(initial, (size,), config.param_dtype, ("norm",))
         self.scale = parameter(self, "scale", weight, self.layout)
 
     def __call__(self, x: Array) -> Array:
@@ -32,8 +35,8 @@ class RMSNorm(nn.Module):
     def scaled_by(self, scale: Array, x: Array) -> Array:
         """As `__call__`, with a scale that is passed in.
 
-        - `scale`: `[embed]`, without the offset.
-        - `x`: `[…, embed]`; the result has the same shape, dtype and sharding.
+        - `scale`: `[width]`, without the offset.
+        - `x`: `[…, width]`; the result has the same shape, dtype and sharding.
         """
         epsilon, offset = self.config.norm_epsilon, self.config.norm_scale_offset
         return rms_norm(x, scale, epsilon=epsilon, scale_offset=offset)

@@ -12,7 +12,7 @@ from flax.core import unfreeze
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, PyTree
 
-from linen_compat.formats.names import of_layer
+from linen_compat.formats.names import ALL_OF_LAYERS
 from linen_compat.modules.parameters import Names, axes_of, in_place, is_boxed, unboxed
 from nnx_pipeline import InputError, Layout
 from nnx_pipeline.pipeline.stage.layers import takes_place
@@ -197,4 +197,4 @@ def _place_in_nnx(path: str) -> tuple[str, ...]:
     return tuple(_NNX_PATHS.get(path, path.replace("/", ".")).split("."))
 
 
-_NNX_PATHS = {names.linen: names.nnx for experts in (1, 2) for names in of_layer(experts)}
+_NNX_PATHS = {names.linen: names.nnx for names in ALL_OF_LAYERS}

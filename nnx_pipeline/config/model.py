@@ -15,6 +15,16 @@ from nnx_pipeline.errors import (
 )
 
 DTYPES = ("bfloat16", "float16", "float32")
+# The fields that each `rope_scaling` reads, with their values in Llama 3.1.
+ROPE_SCALINGS: dict[str, dict[str, float]] = {
+    "linear": {"rope_factor": 8.0},
+    "llama3": {
+        "rope_factor": 8.0,
+        "rope_original_length": 8192,
+        "rope_low_frequency": 1.0,
+        "rope_high_frequency": 4.0,
+    },
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +76,51 @@ class ModelConfig:
     rope_theta: float = 1e6
     """Base of the rotary embedding: pair i turns by position / theta^(2i / head_dim) radians."""
 
+    rope_interleaved: bool = False
+    """Whether a pair is two neighbours, x[2i] and x[2i+1], rather than x[i] and x[i + head_dim/2].
+
+    In MaxText the models with `rope_type: llama3.1` are of this kind. Of a Hugging Face model,
+    whose pairs are never neighbours, query and key are reordered when it is read and written.
+    """
+
+    rope_scaling: Literal["linear", "llama3"] | None = None
+    """How the rotary angles are slowed down for longer sequences; None leaves them as they are.
+
+    `linear` divides all of them by `rope_factor`. `llama3` (Llama 3.1) divides those of pairs that
+    turn `rope_low_frequency` times or less in `rope_original_length` tokens, leaves those that turn
+    `rope_high_frequency` times or more, and takes a mean in between, see `ops.rotary.timescales`.
+    """
+
+    rope_factor: float | None = None
+    """By how much `rope_scaling` slows angles down, 1 or more; 8 in Llama 3.1."""
+
+    rope_original_length: int | None = None
+    """Tokens of the sequences that the model was first trained on; for `rope_scaling=llama3`."""
+
+    rope_low_frequency: float | None = None
+    """Turns in the original length up to which `llama3` slows a pair down in full."""
+
+    rope_high_frequency: float | None = None
+    """Turns in the original length from which on `llama3` leaves a pair as it is."""
+
+    qk_norm: bool = False
+    """Whether each query and each key is normalised by an RMSNorm before the rotary embedding."""
+
+    tied_embeddings: bool = False
+    """Whether the embedding table is also the head: logits are hidden states · tableᵀ."""
+
+    tied_head_dtype: Literal["bfloat16"] | None = None
+    """Dtype to which the table of `tied_embeddings` is rounded for the head; None for `dtype`.
+
+    MaxText rounds it to bfloat16 whatever its `dtype` is. The product is in `dtype` in any case.
+    """
+
     attention_scale: float = 1.0
     """Multiplies the attention scores.
 
     The default is 1.0 because, as in MaxText, the factor 1/sqrt(head_dim) is part of the query
-    kernel's initial values.
+    kernel's initial values. With `qk_norm` no kernel can hold that factor, and MaxText's models
+    have head_dim^-0.5 here.
     """
 
     dropout_rate: float = 0.0
@@ -206,6 +256,15 @@ class ModelConfig:
         at_least(self, 0.0, "norm_epsilon")
         number(self, "norm_scale_offset")
         above_zero(self, "rope_theta", "attention_scale")
+        self._check_rope()
+        one_of("qk_norm", self.qk_norm, (True, False))
+        one_of("tied_embeddings", self.tied_embeddings, (True, False))
+        one_of("tied_head_dtype", self.tied_head_dtype, (None, "bfloat16"))
+        if self.tied_head_dtype is not None and not self.tied_embeddings:
+            raise InputError(
+                f"tied_head_dtype={self.tied_head_dtype!r} has no effect with "
+                "tied_embeddings=False; leave it out, or set tied_embeddings to True"
+            )
         if not 0 <= number(self, "dropout_rate") < 1:
             raise InputError(f"dropout_rate={self.dropout_rate} must be at least 0 and below 1")
 
@@ -273,6 +332,49 @@ class ModelConfig:
                 f"{some} groups per token, and a group needs 2, and all of them "
                 f"num_experts_per_token={chosen}; choose fewer groups, or more per token"
             )
+
+    @property
+    def rope_slowing(self) -> float:
+        """By how much `rope_scaling` slows an angle down at most; 1 without one."""
+        return 1.0 if self.rope_factor is None else self.rope_factor
+
+    @property
+    def rope_limits(self) -> tuple[int, float, float]:
+        """The original length of `rope_scaling=llama3`, and its two limits in turns."""
+        length = self.rope_original_length
+        limits = (self.rope_low_frequency, self.rope_high_frequency)
+        low, high = (limit for limit in limits if limit is not None)
+        assert length is not None, "only rope_scaling=llama3 has them"
+        return length, low, high
+
+    def _check_rope(self) -> None:
+        """Raises InputError unless `rope_scaling` has the fields that it reads, and no others."""
+        one_of("rope_interleaved", self.rope_interleaved, (True, False))
+        one_of("rope_scaling", self.rope_scaling, (None, *ROPE_SCALINGS))
+        read = ROPE_SCALINGS.get(self.rope_scaling or "", {})
+        for name, example in ROPE_SCALINGS["llama3"].items():
+            value = getattr(self, name)
+            if name in read and value is None:
+                raise InputError(
+                    f"rope_scaling={self.rope_scaling!r} needs {name}, which is not given; "
+                    f"Llama 3.1 has {example}"
+                )
+            if name not in read and value is not None:
+                raise InputError(
+                    f"{name}={value!r} has no effect with rope_scaling={self.rope_scaling!r}; "
+                    "leave it out, or choose a rope_scaling that reads it"
+                )
+        if "rope_factor" in read:
+            at_least(self, 1.0, "rope_factor")
+        if "rope_original_length" in read:
+            whole(self, "rope_original_length")
+            above_zero(self, "rope_low_frequency", "rope_high_frequency")
+            low, high = number(self, "rope_low_frequency"), number(self, "rope_high_frequency")
+            if low >= high:
+                raise InputError(
+                    f"rope_low_frequency={low} must be below rope_high_frequency={high}, as pairs "
+                    "between them are slowed down in part; exchange them"
+                )
 
 
 # The fields that are about a router, with their defaults.

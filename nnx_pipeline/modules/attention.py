@@ -6,10 +6,12 @@ from flax import nnx
 from jaxtyping import Array
 
 from nnx_pipeline.config.model import ModelConfig
+from nnx_pipeline.modules.norm import RMSNorm
 from nnx_pipeline.modules.parts import Parts
 from nnx_pipeline.ops.attention import Options
 from nnx_pipeline.ops.fast_attention.kernels import KERNELS
-from nnx_pipeline.ops.self_attention import Projections, self_attention
+from nnx_pipeline.ops.rotary import rotary_of
+from nnx_pipeline.ops.self_attention import Projections, QueryKey, self_attention
 from nnx_pipeline.sharding import Layout, parameter
 
 
@@ -21,7 +23,8 @@ class Attention(nnx.Module):
     - `parts`: functions that an experiment may replace.
 
     The initial values of the query kernel are divided by sqrt(head_dim) · attention_scale, so that
-    the scores of a new model have the same variance whatever `attention_scale` is.
+    the scores of a new model have the same variance whatever `attention_scale` is. With
+    `config.qk_norm` so is the scale of the query's norm.
     """
 
     def __init__(
@@ -57,6 +60,11 @@ class Attention(nnx.Module):
         self.key = kernel(into, (embed, groups, head_dim), of_group)
         self.value = kernel(into, (embed, groups, head_dim), of_group)
         self.out = kernel(out_of, (heads, head_dim, embed), ("heads", "head_dim", "embed"))
+        norm = functools.partial(
+            RMSNorm, config, rngs=rngs, width=(head_dim, "head_dim"), layout=layout, parts=parts
+        )
+        self.query_norm = norm(start=query_gain) if config.qk_norm else None
+        self.key_norm = norm() if config.qk_norm else None
 
     def __call__(
         self, x: Array, *, positions: Array | None = None, segment_ids: Array | None = None
@@ -82,6 +90,6 @@ class Attention(nnx.Module):
                     block=config.attention_block,
                 ),
             ),
-            rope_theta=config.rope_theta,
+            query_key=QueryKey(rotary_of(config), self.query_norm, self.key_norm),
             layout=self.layout,
         )

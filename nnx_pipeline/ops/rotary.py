@@ -1,28 +1,67 @@
-"""Rotary position embedding (Su et al., 2021) in the half-split layout of Mixtral and Llama."""
+"""Rotary position embedding (Su et al., 2021), with angles that may be slowed down."""
+
+import functools
+import math
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from nnx_pipeline.config.model import ModelConfig
+
+
+def timescales(config: ModelConfig) -> Float[Array, "half"]:
+    """How many positions each pair of a head takes to turn by one radian, in float32.
+
+    - `config`: its fields `rope_…` and `head_dim`.
+
+    Pair i takes theta^(2i / head_dim). `rope_scaling` multiplies that by up to `rope_factor`:
+    `linear` in full (Chen et al., 2023), and `llama3` by how often the pair turns in the original
+    length, as in the reference implementation of Llama 3.1. There the frequency of a pair between
+    the two limits is the mean of the slowed and the original one, weighted by where between them
+    its number of turns lies.
+    """
+    half = config.head_dim // 2
+    plain = config.rope_theta ** (jnp.arange(half, dtype=jnp.float32) / half)
+    if config.rope_scaling is None:
+        return plain
+    slowed = plain * config.rope_slowing
+    if config.rope_scaling == "linear":
+        return slowed
+    length, low, high = config.rope_limits
+    turns = length / (2 * math.pi * plain)
+    kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+    return 1.0 / ((1.0 - kept) / slowed + kept / plain)
 
 
 def rotate(
     x: Float[Array, "batch seq heads head_dim"],
     positions: Int[Array, "#batch seq"],
     *,
-    theta: float,
+    timescale: Float[Array, "half"],
+    interleaved: bool = False,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Rotates each pair (x[i], x[i + head_dim/2]) by position / theta^(2i / head_dim) radians.
+    """Rotates each pair of values of a head by position / timescale radians.
 
     - `x`: query or key heads; `head_dim` is even.
     - `positions`: the place of each token in its document; one row may serve the whole batch.
-    - `theta`: base of the frequencies, `ModelConfig.rope_theta`.
+    - `timescale`: of each pair, as from `timescales`.
+    - `interleaved`: whether pair i is (x[2i], x[2i + 1]) rather than (x[i], x[i + head_dim/2]).
 
     Sine and cosine are computed in float32 and cast to the dtype of `x`.
     """
     half = x.shape[-1] // 2
-    timescale = theta ** (jnp.arange(half, dtype=jnp.float32) / half)
     angle = positions[:, :, None, None].astype(jnp.float32) / timescale
     sine, cosine = jnp.sin(angle).astype(x.dtype), jnp.cos(angle).astype(x.dtype)
-    first, second = x[..., :half], x[..., half:]
-    return jnp.concatenate(
-        [first * cosine - second * sine, second * cosine + first * sine], axis=-1
+    first, second = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
+    turned = first * cosine - second * sine, second * cosine + first * sine
+    if not interleaved:
+        return jnp.concatenate(turned, axis=-1)
+    return jnp.stack(turned, axis=-1).reshape(x.shape)
+
+
+def rotary_of(config: ModelConfig) -> Callable[[Array, Array], Array]:
+    """The rotary embedding of a model: `rotate` for given heads and positions."""
+    return functools.partial(
+        rotate, timescale=timescales(config), interleaved=config.rope_interleaved
     )

@@ -1,14 +1,26 @@
 """Grouped-query self-attention with rotary embeddings, including all four projections."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from nnx_pipeline.ops.fast_attention.kernels import Kernel
-from nnx_pipeline.ops.rotary import rotate
 from nnx_pipeline.remat import OUT, QUERY_KEY_VALUE, named
 from nnx_pipeline.sharding import Layout, gather_weight, out_sharding
+
+
+class QueryKey(NamedTuple):
+    """What query and key go through between their projections and their scores.
+
+    - `rotate`: (heads `[batch, seq, heads, head_dim]`, positions) to heads: the rotary embedding.
+    - `query_norm`, `key_norm`: normalise each head before that; None leaves them as they are.
+    """
+
+    rotate: Callable[[Array, Array], Array]
+    query_norm: Callable[[Array], Array] | None = None
+    key_norm: Callable[[Array], Array] | None = None
 
 
 class Projections(NamedTuple):
@@ -27,7 +39,7 @@ def self_attention(
     positions: Int[Array, "#batch seq"] | None,
     segment_ids: Int[Array, "batch seq"] | None,
     kernel: Kernel,
-    rope_theta: float,
+    query_key: QueryKey,
     layout: Layout,
 ) -> Float[Array, "batch seq embed"]:
     """Self-attention without biases, in the dtype of `x`, to which the kernels are cast.
@@ -38,7 +50,7 @@ def self_attention(
     - `segment_ids`: which segment each token belongs to; None for one segment per row.
     - `kernel`: what computes the heads from query, key and value; one of
       `fast_attention.kernels.KERNELS`, with its options.
-    - `rope_theta`: base of the rotary embedding.
+    - `query_key`: the rotary embedding, and the norms before it where there are any.
     - `layout`: which mesh axes the logical axes of activations and kernels are sharded over.
 
     For a remat policy, the results of the projections have the names `remat.QUERY_KEY_VALUE` and
@@ -46,8 +58,11 @@ def self_attention(
     """
     if positions is None:
         positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
-    query = rotate(_project(x, kernels.query, "heads", layout), positions, theta=rope_theta)
-    key = rotate(_project(x, kernels.key, "kv_heads", layout), positions, theta=rope_theta)
+    query = _project(x, kernels.query, "heads", layout)
+    key = _project(x, kernels.key, "kv_heads", layout)
+    query = query_key.query_norm(query) if query_key.query_norm else query
+    key = query_key.key_norm(key) if query_key.key_norm else key
+    query, key = query_key.rotate(query, positions), query_key.rotate(key, positions)
     value = _project(x, kernels.value, "kv_heads", layout)
     query, key, value = map(named, (query, key, value), QUERY_KEY_VALUE)
 

@@ -1,1 +1,1 @@
-"""Hugging Face's Mixtral and Llama: folders of safetensors and their `config.json`."""
+"""Hugging Face's models of this kind: folders of safetensors and their `config.json`."""

@@ -1,4 +1,4 @@
-"""Converts `config.json` of Hugging Face's Mixtral and Llama to this project's config and back.
+"""Converts `config.json` of Hugging Face's models to this project's config and back.
 
 Every key is mapped, allowed with a single value, or ignored on purpose; all others are refused. A
 key that changes what a model computes is never ignored.
@@ -10,16 +10,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from linen_compat.formats.huggingface.architectures import (
+    ARCHITECTURES,
+    LLAMA,
+    LONGEST,
+    WINDOW,
+    Architecture,
+    written_as,
+)
+from linen_compat.formats.huggingface.rope import KEYS, agreed, fields_of_rope, rope_keys
 from nnx_pipeline import Config, InputError, ModelConfig
 from nnx_pipeline.config.model import DTYPES
 from nnx_pipeline.errors import divides, one_of
 
 CONFIG_FILE = "config.json"
-MIXTRAL, LLAMA = "MixtralForCausalLM", "LlamaForCausalLM"
-MODEL_TYPES = {MIXTRAL: "mixtral", LLAMA: "llama"}
-# Without this key config.json means transformers' default, up to version 5 the longest sequence.
-LONGEST = "max_position_embeddings"
-
 _REQUIRED = {
     "vocab_size": "vocab_size",
     "hidden_size": "embed_dim",
@@ -28,7 +32,7 @@ _REQUIRED = {
     "num_attention_heads": "num_heads",
 }
 _OPTIONAL = {"rms_norm_eps": "norm_epsilon"}
-# What a model must have to be one of these two; there is no key for another value.
+# What a model must have to be one of these classes; there is no key for another value.
 _FIXED = {
     "norm_scale_offset": 0.0,
     "router_score": "softmax",
@@ -38,28 +42,9 @@ _FIXED = {
     "router_groups": 1,
     "num_shared_experts": 0,
 }
-_OF_EXPERTS = {"num_local_experts": "num_experts", "num_experts_per_tok": "num_experts_per_token"}
-# The values that transformers assumes for absent keys.
-_ABSENT: dict[str, dict[str, Any]] = {
-    MIXTRAL: {
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        LONGEST: 131_072,
-    },
-    LLAMA: {
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e4,
-        "num_key_value_heads": None,
-        LONGEST: 2048,
-    },
-}
-# The only supported value of each key, and the reason; null counts as that value.
+# The only supported value of each key in any class, and the reason; null counts as that value.
 _ONLY: dict[str, tuple[Any, str]] = {
     "hidden_act": ("silu", "the gated MLP here has no other activation"),
-    "tie_word_embeddings": (False, "embedding and head are two arrays here"),
     "attention_bias": (False, "attention has no bias here"),
     "mlp_bias": (False, "the MLP has no bias here"),
     "partial_rotary_factor": (1.0, "every dimension of a head is rotated here"),
@@ -70,8 +55,8 @@ _ONLY: dict[str, tuple[Any, str]] = {
     "compression_config": (None, "save the model with plain float weights"),
 }
 _READ_APART = {
-    *("architectures", "model_type", "num_key_value_heads", "head_dim", "sliding_window", LONGEST),
-    *("rope_theta", "rope_scaling", "rope_parameters", "torch_dtype", "dtype"),
+    *("architectures", "model_type", "num_key_value_heads", "head_dim", WINDOW, LONGEST),
+    *(*KEYS, "torch_dtype", "dtype", "tie_word_embeddings", "layer_types"),
 }
 # A key like these may always affect how weights are stored, so no error advises to remove it.
 _OF_STORED_FORM = re.compile("quant|compress|pack|spars|prun|bits|adapter|lora", re.IGNORECASE)
@@ -99,41 +84,42 @@ def config_from_huggingface(source: str | Path | Mapping[str, Any]) -> Config:
     """
     values = source if isinstance(source, Mapping) else read_config(source)
     architecture = _architecture(values)
+    values = _renamed(values, architecture)
     _refuse_unknown(values, architecture)
-    for key, (only, reason) in _ONLY.items():
-        if values.get(key) not in (only, None):
-            raise InputError(
-                f"{CONFIG_FILE}: {key}={values[key]!r} is not supported, only {only!r}: {reason}"
-            )
-    absent = _ABSENT[architecture]
+    _refuse_values(values, architecture)
+    absent = architecture.absent
     fields = {ours: _whole_or_missing(values, key) for key, ours in _REQUIRED.items()}
     fields |= {ours: values.get(key, absent[key]) for key, ours in _OPTIONAL.items()}
-    if architecture == MIXTRAL:
-        fields |= {ours: values.get(key, absent[key]) for key, ours in _OF_EXPERTS.items()}
-        if fields["num_experts"] == 1:
-            raise InputError(
-                f"{CONFIG_FILE}: num_local_experts=1 is not supported, because a model with one "
-                f"expert has no router here; choose 2 or more, or the architecture {LLAMA}"
-            )
+    fields |= {ours: values.get(key, absent[key]) for key, ours in architecture.experts.items()}
+    if architecture.is_routed and fields["num_experts"] == 1:
+        key = next(iter(architecture.experts))
+        raise InputError(
+            f"{CONFIG_FILE}: {key}=1 is not supported, because a model with one "
+            f"expert has no router here; choose 2 or more, or the architecture {LLAMA.name}"
+        )
     groups = values.get("num_key_value_heads", absent["num_key_value_heads"])
-    head_dim = _head_dim(values, fields["embed_dim"], fields["num_heads"])
+    head_dim = _head_dim(values, absent, fields["embed_dim"], fields["num_heads"])
     dtype = _dtype(values)
     model = ModelConfig(
         **fields,
+        **fields_of_rope(values, absent["rope_theta"], CONFIG_FILE),
         num_kv_heads=fields["num_heads"] if groups is None else groups,
         head_dim=head_dim,
-        rope_theta=_rope_theta(values, absent["rope_theta"]),
+        qk_norm=architecture.qk_norm,
+        tied_embeddings=bool(values.get("tie_word_embeddings")),
         attention_scale=head_dim**-0.5,
         dtype=dtype,
         param_dtype=dtype,
         max_position_embeddings=_longest(values, absent),
-        sliding_window=_window(values, absent, architecture),
+        sliding_window=_window(values, architecture),
     )
     return Config(model=model)
 
 
 def config_to_huggingface(config: Config) -> dict[str, Any]:
     """The contents of `config.json` for a model: a Mixtral, or with one expert a Llama.
+
+    With QK norm it is a Qwen3 instead, with experts or without.
 
     transformers 4 and 5 both read these keys. The longest sequence is that of the model where the
     config has it, and otherwise that of training. `attention_scale` has no key, as it is either
@@ -145,35 +131,36 @@ def config_to_huggingface(config: Config) -> dict[str, Any]:
     for name, only in _FIXED.items():
         if getattr(model, name) != only:
             raise InputError(
-                f"model.{name}={getattr(model, name)!r} has no place in a Hugging Face "
-                f"{MIXTRAL} or {LLAMA}; only a model with {only!r} can be saved in this format"
+                f"model.{name}={getattr(model, name)!r} has no place in a Hugging Face model; only "
+                f"a model with {only!r} can be saved in this format"
             )
-    architecture = MIXTRAL if model.num_experts > 1 else LLAMA
-    if architecture == LLAMA:
-        if model.sliding_window is not None:
-            raise InputError(
-                f"model.sliding_window={model.sliding_window} has no place in a {LLAMA} of "
-                "transformers; only a model without a window, or with experts, can be saved in "
-                "this format"
-            )
+    if model.tied_head_dtype is not None:
+        raise InputError(
+            f"model.tied_head_dtype={model.tied_head_dtype!r} has no place in a Hugging Face "
+            "model, which does not round the table of tied embeddings; set it to None to save the "
+            "model without rounding (it is None of a MaxText YAML with dtype: bfloat16)"
+        )
+    architecture = written_as(model)
+    if architecture.heads_divide:
         divides(
             model.num_heads,
             model.embed_dim,
             rule=f"model.embed_dim={model.embed_dim} is not a multiple of "
             f"model.num_heads={model.num_heads}, as transformers asks of a Llama",
         )
-    keys = {**_REQUIRED, **_OPTIONAL, **(_OF_EXPERTS if architecture == MIXTRAL else {})}
+    keys = {**_REQUIRED, **_OPTIONAL, **architecture.experts}
     return {
-        "architectures": [architecture],
-        "model_type": MODEL_TYPES[architecture],
+        "architectures": [architecture.name],
+        "model_type": architecture.model_type,
         **{key: getattr(model, ours) for key, ours in keys.items()},
+        **{key: allowed[0] for key, (allowed, _) in architecture.only.items() if allowed},
         "num_key_value_heads": model.num_kv_heads,
         "head_dim": model.head_dim,
         "hidden_act": "silu",
-        "rope_theta": model.rope_theta,
+        **rope_keys(model),
         LONGEST: model.max_position_embeddings or config.train.sequence_length,
-        **({} if architecture == LLAMA else {"sliding_window": model.sliding_window}),
-        "tie_word_embeddings": False,
+        **({WINDOW: model.sliding_window} if architecture.reads_window else {}),
+        "tie_word_embeddings": model.tied_embeddings,
         "torch_dtype": model.param_dtype,
     }
 
@@ -208,54 +195,90 @@ def read_json(file: Path) -> dict[str, Any]:
     return values
 
 
-def _architecture(values: Mapping[str, Any]) -> str:
+def _architecture(values: Mapping[str, Any]) -> Architecture:
     """The class of the model, from `architectures` or else from `model_type`."""
     names, kind = values.get("architectures"), values.get("model_type")
-    known = ", ".join(MODEL_TYPES)
+    known = ", ".join(ARCHITECTURES)
     if names is None:
-        by_type = {model_type: name for name, model_type in MODEL_TYPES.items()}
-        if not isinstance(kind, str) or kind not in by_type:
+        found = [one for one in ARCHITECTURES.values() if one.model_type == kind]
+        if not found:
             raise InputError(f"{CONFIG_FILE}: model_type={kind!r} is not supported, only {known}")
-        return by_type[kind]
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in [*MODEL_TYPES]:
+        return found[0]
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in [*ARCHITECTURES]:
         raise InputError(f"{CONFIG_FILE}: architectures={names!r} is not supported, only {known}")
-    if kind not in (None, MODEL_TYPES[names[0]]):
+    if kind not in (None, ARCHITECTURES[names[0]].model_type):
         raise InputError(
             f"{CONFIG_FILE}: model_type={kind!r} contradicts architectures={names!r}; "
             "correct one of them"
         )
-    return names[0]
+    return ARCHITECTURES[names[0]]
 
 
-def _refuse_unknown(values: Mapping[str, Any], architecture: str) -> None:
+def _renamed(values: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
+    """The values with every key under the name that `architecture` gives it."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        found.setdefault(architecture.other_names.get(key, key), {})[key] = value
+    return {key: agreed(given, None, CONFIG_FILE) for key, given in found.items()}
+
+
+def _refuse_unknown(values: Mapping[str, Any], architecture: Architecture) -> None:
     """Raises InputError for a key that is neither mapped nor ignored on purpose."""
-    of_experts = set(_OF_EXPERTS) if architecture == MIXTRAL else set()
-    known = {*_REQUIRED, *_OPTIONAL, *of_experts, *_ONLY, *_READ_APART, *IGNORED}
+    name, own = architecture.name, {*architecture.experts, *architecture.only}
+    known = {*_REQUIRED, *_OPTIONAL, *own, *_ONLY, *_READ_APART, *IGNORED}
     for key, value in values.items():
         if key not in known:
-            cure = f"save the model with transformers as a plain {architecture} of float weights"
+            cure = (
+                f"save the model with transformers as a plain {architecture.name} of float weights"
+            )
             if not _OF_STORED_FORM.search(key):
                 cure += ", or remove the key if the model does not depend on it"
             raise InputError(
-                f"{CONFIG_FILE}: {key}={value!r} is not a known key of a {architecture}; {cure}"
+                f"{CONFIG_FILE}: {key}={value!r} is not a known key of a {name}; {cure}"
             )
 
 
-def _window(values: Mapping[str, Any], absent: Mapping[str, Any], architecture: str) -> int | None:
+def _refuse_values(values: Mapping[str, Any], architecture: Architecture) -> None:
+    """Raises InputError for keys whose value is not computed here."""
+    for key, (only, reason) in _ONLY.items():
+        if values.get(key) not in (only, None):
+            raise InputError(
+                f"{CONFIG_FILE}: {key}={values[key]!r} is not supported, only {only!r}: {reason}"
+            )
+    for key, (allowed, reason) in architecture.only.items():
+        value = values.get(key, architecture.absent.get(key))
+        if allowed and value not in allowed:
+            raise InputError(
+                f"{CONFIG_FILE}: {key}={value!r} is not supported, only {allowed[0]!r}: {reason}"
+            )
+    if (tied := values.get("tie_word_embeddings")) not in (None, True, False):
+        raise InputError(f"{CONFIG_FILE}: tie_word_embeddings={tied!r} is not true or false")
+    kinds = values.get("layer_types") or []
+    others = [kind for kind in kinds if kind != "full_attention"]
+    if others:
+        raise InputError(
+            f"{CONFIG_FILE}: layer_types has {others[0]!r}, which is not supported, only "
+            "'full_attention'; convert another model"
+        )
+
+
+def _window(values: Mapping[str, Any], architecture: Architecture) -> int | None:
     """The sliding window; None for one that the longest sequence does not leave.
 
-    Raises InputError for the window of a Llama, which transformers does not read.
+    Raises InputError for a window of a class that does not read it.
     """
-    if values.get("sliding_window") is None:
+    absent = architecture.absent
+    # Qwen3's window has no effect: it needs use_sliding_window, which is refused.
+    if "use_sliding_window" in architecture.only or values.get(WINDOW, absent.get(WINDOW)) is None:
         return None
-    window: int = _whole_or_missing(values, "sliding_window")
+    window: int = _whole_or_missing({**absent, **values}, WINDOW)
     longest = _longest(values, absent)
     if window >= longest:
         return None
-    if architecture == LLAMA:
+    if not architecture.reads_window:
         raise InputError(
-            f"{CONFIG_FILE}: sliding_window={window} is smaller than {LONGEST}={longest}, and a "
-            f"{LLAMA} of transformers reads the whole sequence; set it to null"
+            f"{CONFIG_FILE}: {WINDOW}={window} is smaller than {LONGEST}={longest}, and a "
+            f"{architecture.name} of transformers reads the whole sequence; set it to null"
         )
     return window
 
@@ -276,10 +299,13 @@ def _whole_or_missing(values: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _head_dim(values: Mapping[str, Any], embed_dim: int, heads: int) -> int:
-    """The size of a head, which without its own key is hidden_size / num_attention_heads."""
-    if values.get("head_dim") is not None:
-        return _whole_or_missing(values, "head_dim")
+def _head_dim(
+    values: Mapping[str, Any], absent: Mapping[str, Any], embed_dim: int, heads: int
+) -> int:
+    """The size of a head: its own key, transformers' default, or hidden_size / heads."""
+    own = {"head_dim": values.get("head_dim", absent.get("head_dim"))}
+    if own["head_dim"] is not None:
+        return _whole_or_missing(own, "head_dim")
     rule = f"{CONFIG_FILE}: hidden_size={embed_dim} does not split over num_attention_heads={heads}"
     divides(heads, embed_dim, rule=f"{rule} and there is no head_dim")
     return embed_dim // heads
@@ -290,46 +316,4 @@ def _dtype(values: Mapping[str, Any]) -> str:
     named = {key: values[key] for key in ("torch_dtype", "dtype") if values.get(key) is not None}
     for key, value in named.items():
         one_of(f"{CONFIG_FILE}: {key}", value, DTYPES)
-    return _agreed(named, "float32")
-
-
-def _rope_theta(values: Mapping[str, Any], absent: float) -> float:
-    """The base of the rotary angles, from its own key or from the newer dictionaries."""
-    found = {}
-    if values.get("rope_theta") is not None:
-        found["rope_theta"] = values["rope_theta"]
-    for name in ("rope_scaling", "rope_parameters"):
-        rope = values.get(name)
-        if rope is None:
-            continue
-        if not isinstance(rope, Mapping):
-            raise InputError(f"{CONFIG_FILE}: {name}={rope!r} is not a dictionary")
-        for key, value in rope.items():
-            _check_rope(name, key, value)
-        if rope.get("rope_theta") is not None:
-            found[f"{name}.rope_theta"] = rope["rope_theta"]
-    return _agreed(found, absent)
-
-
-def _agreed(found: Mapping[str, Any], absent: Any) -> Any:
-    """The one value of several keys that mean the same, or `absent` if none of them is there."""
-    first, *others = found.values() or (absent,)
-    if any(other != first for other in others):
-        said = ", ".join(f"{key}={value!r}" for key, value in found.items())
-        raise InputError(f"{CONFIG_FILE}: {said} disagree; remove all but one of them")
-    return first
-
-
-def _check_rope(name: str, key: str, value: Any) -> None:
-    """Raises InputError for an entry of a rope dictionary unless it leaves the angles unscaled."""
-    allowed = {
-        "rope_theta": lambda: True,
-        "rope_type": lambda: value in (None, "default"),
-        "type": lambda: value in (None, "default"),
-        "partial_rotary_factor": lambda: value in (None, 1.0),
-    }
-    if key not in allowed or not allowed[key]():
-        raise InputError(
-            f"{CONFIG_FILE}: {name}.{key}={value!r} is not supported, only rope_type='default': "
-            "rotary angles here are not scaled"
-        )
+    return agreed(named, "float32", CONFIG_FILE)

@@ -1,4 +1,4 @@
-"""Hugging Face's Mixtral and Llama, folders of safetensors, read and written as streams of layers.
+"""Hugging Face's models, folders of safetensors, read and written as streams of layers.
 
 Such a folder holds weights and `config.json`. Tokenizers and generation settings are not touched.
 """
@@ -27,6 +27,7 @@ from linen_compat.formats.huggingface.folder import (
     holds_tensors,
 )
 from linen_compat.formats.huggingface.tensors import KNOWN_EXTRA, Index, Tensors, is_fused
+from linen_compat.formats.names import OUTSIDE
 from linen_compat.formats.new_folder import new_folder
 from linen_compat.formats.orbax.inspect import is_orbax
 from linen_compat.formats.streams import (
@@ -35,18 +36,20 @@ from linen_compat.formats.streams import (
     ArraySpec,
     Mismatch,
     Source,
+    check_ratio,
     copy,
     scaled,
 )
 from nnx_pipeline import Config, InputError
-from nnx_pipeline.config.model import ModelConfig
+from nnx_pipeline.config.model import ROPE_SCALINGS, ModelConfig
 
 # What a model computes depends on these. A `config.json` that contradicts its own tensors is of no
 # use to transformers either.
 _MUST_AGREE = (
     *("vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_experts", "num_experts_per_token"),
     *("num_heads", "num_kv_heads", "head_dim"),
-    *("norm_epsilon", "norm_scale_offset", "rope_theta"),
+    *("norm_epsilon", "norm_scale_offset", "qk_norm", "tied_embeddings"),
+    *("rope_theta", "rope_scaling", *ROPE_SCALINGS["llama3"]),
 )
 
 
@@ -146,6 +149,7 @@ class HuggingFaceSource:
         self.scalars: Mapping[str, np.ndarray] = {}
         self._ratio = own.attention_scale / model.attention_scale
         self._tensors = _tensors_of(model, self._files)
+        check_ratio(self._tensors.arrays, self._ratio)
         self.arrays = {path: self._as_stored(path) for path in self._tensors.arrays}
 
     def order(self, path: str) -> Sequence[int]:
@@ -205,7 +209,8 @@ class HuggingFaceDestination:
         dtypes = {spec.dtype.name for spec in arrays.values()}
         if len(dtypes) == 1:
             self._values["torch_dtype"] = dtypes.pop()
-        self._tensors = Tensors(arrays, config.model.num_layers)
+        model = config.model
+        self._tensors = Tensors(arrays, model.num_layers, interleaved=model.rope_interleaved)
         self._files = NewTensorFolder(folder, self._tensors.specs(), shard_bytes)
 
     def write(
@@ -237,7 +242,12 @@ def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _tensors_of(model: ModelConfig, files: TensorFolder) -> Tensors:
     """The tensors that a model needs, in the form in which these files have the experts."""
-    return Tensors(model_arrays(model), model.num_layers, fused=is_fused(files.specs))
+    return Tensors(
+        model_arrays(model),
+        model.num_layers,
+        fused=is_fused(files.specs),
+        interleaved=model.rope_interleaved,
+    )
 
 
 def _compare(folder: str | Path, files: TensorFolder, model: ModelConfig) -> Comparison:
@@ -265,7 +275,10 @@ def _compare(folder: str | Path, files: TensorFolder, model: ModelConfig) -> Com
                 result.recast.append(Difference(name, found.dtype.name, spec.dtype.name))
     for name in files.specs:
         if name not in expected:
-            (result.ignored if KNOWN_EXTRA.fullmatch(name) else result.extra).append(name)
+            # Of a tied model transformers ignores a head that is stored all the same.
+            unused = model.tied_embeddings and name == OUTSIDE[-1].huggingface
+            known = unused or KNOWN_EXTRA.fullmatch(name)
+            (result.ignored if known else result.extra).append(name)
     result.notes.extend(_mixed_dtypes(tensors, files))
     return result
 

@@ -2,7 +2,8 @@
 
 Kernels are `[out, in]` there; here they are `[in, out]`, with one axis for the heads and one for
 the dimensions of a head. Experts are tensors of their own there and one stack here. Both sides
-rotate halves of a head, so nothing is permuted. This module reads no file.
+rotate halves of a head; only where a model here rotates neighbours, the values of a head are put in
+another order. This module reads no file.
 """
 
 import math
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from linen_compat.formats.names import OUTSIDE, of_layer
+from linen_compat.formats.names import OUTSIDE, QK_NORMS, of_model
 from linen_compat.formats.streams import ArraySpec
 
 Index = tuple[slice, ...]
@@ -29,7 +30,12 @@ _FUSED = {
 # Buffers that old versions saved; their values are computed from the config, by transformers too.
 KNOWN_EXTRA = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
-_AS_IT_IS = ("embedding.embedding", "norm.scale", "attention_norm.scale", "feed_forward_norm.scale")
+_NORMS_OF_HEADS = tuple(names.nnx for names in QK_NORMS)
+_AS_IT_IS = (
+    *("embedding.embedding", "norm.scale", "attention_norm.scale", "feed_forward_norm.scale"),
+    *_NORMS_OF_HEADS,
+)
+_ROTATED = ("attention.query", "attention.key", *_NORMS_OF_HEADS)  # their last axis is head_dim
 _STACKED = ("feed_forward.gate", "feed_forward.up", "feed_forward.down")
 _INPUT_AXES = {"attention.out": 2}  # how many axes of a kernel here are inputs; 1 for all others
 _EXPERT = "<expert>"
@@ -42,15 +48,17 @@ class Tensors:
     - `arrays`: the model's arrays as in `streams.Source`.
     - `num_layers`: the number of its layers.
     - `fused`: whether the experts of a layer are in two tensors, `[experts, out, in]`.
+    - `interleaved`: whether the arrays are for `ModelConfig.rope_interleaved`.
     """
 
     arrays: Mapping[str, ArraySpec]
     num_layers: int
     fused: bool = False
+    interleaved: bool = False
 
     def specs(self) -> dict[str, ArraySpec]:
         """Shape and dtype of every tensor by its name, layer after layer."""
-        first, *last = (names.nnx for names in OUTSIDE)
+        first, *last = (names.nnx for names in of_model(self.arrays)[0])
         layers = [path for path in self.arrays if path not in (first, *last)]
         order: list[tuple[str, int | None]] = [(first, None)]
         order += [(path, layer) for layer in range(self.num_layers) for path in layers]
@@ -90,6 +98,14 @@ class Tensors:
         """
         shape = self.arrays[path].shape
         index = index or (slice(None),) * len(shape)
+        if self.interleaved and path in _ROTATED:  # of a head its values are read together
+            whole = self._join(path, layer, read, (*index[:-1], slice(None)))
+            return whole[..., _interleaving(shape[-1])][..., index[-1]]
+        return self._join(path, layer, read, index)
+
+    def _join(self, path: str, layer: int | None, read: Read, index: Index) -> np.ndarray:
+        """As `join`, without another order within a head."""
+        shape = self.arrays[path].shape
         names = self.names(path, layer)
         if path in _AS_IT_IS:
             return read(names[0], index)
@@ -104,6 +120,8 @@ class Tensors:
 
     def split(self, path: str, array: np.ndarray) -> Iterator[np.ndarray]:
         """The tensors that hold one array, in the order of `names`; never in the fused form."""
+        if self.interleaved and path in _ROTATED:
+            array = array[..., np.argsort(_interleaving(array.shape[-1]))]
         if path in _AS_IT_IS:
             yield array
         elif self._is_stack(path):
@@ -117,8 +135,8 @@ class Tensors:
         """What the tensor of one array is called below `model.layers.<number>`."""
         if self.fused and path in _FUSED:
             return _FUSED[path]
-        experts = 2 if self._has_experts else 1
-        return next(names.huggingface for names in of_layer(experts) if names.nnx == path)
+        _, of_layers = of_model(self.arrays)
+        return next(names.huggingface for names in of_layers if names.nnx == path)
 
     @property
     def _has_experts(self) -> bool:
@@ -166,6 +184,11 @@ def is_fused(names: Mapping[str, object]) -> bool:
     - `names`: the names of its tensors, as keys.
     """
     return any(name.endswith(_FUSED["feed_forward.gate"]) for name in names)
+
+
+def _interleaving(head_dim: int) -> np.ndarray:
+    """For each value of a head whose pairs are neighbours, its place where pairs are halves."""
+    return np.arange(head_dim).reshape(2, -1).T.reshape(-1)
 
 
 def _kernel(

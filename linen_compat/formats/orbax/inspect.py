@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from linen_compat.formats.names import QK_NORMS
 from linen_compat.formats.orbax.arrays import array_specs
 from linen_compat.formats.orbax.corruption import (
     METADATA,
@@ -14,7 +15,13 @@ from linen_compat.formats.orbax.corruption import (
     unreadable,
     was_orbax,
 )
-from linen_compat.formats.orbax.layouts import NNX, Layout, find_layout
+from linen_compat.formats.orbax.layouts import (
+    NNX,
+    SCANNED,
+    Layout,
+    find_layout,
+    scale_of_maxtext,
+)
 from linen_compat.formats.streams import MOMENTS, PARAMETERS, SCALARS, Mismatch
 from nnx_pipeline import InputError
 
@@ -54,7 +61,8 @@ class Inspection:
     - `ignored`: leaves that this project has no use for, the state of random number generators, by
       their whole paths.
     - `unknown`: all other leaves, by their whole paths.
-    - `attention_scale`: `model.attention_scale` of the model that was saved; 1 for MaxText.
+    - `attention_scale`: `model.attention_scale` of the model that was saved; for MaxText that of
+      `layouts.scale_of_maxtext`.
     """
 
     items: Path
@@ -212,8 +220,18 @@ def inspect(checkpoint: str | Path) -> Inspection:
         scalars=found["scalars"],
         ignored=found["ignored"],
         unknown=found["unknown"],
-        attention_scale=1.0 if scale is None else scale,
+        attention_scale=_scale_of_maxtext(parameters, layout) if scale is None else scale,
     )
+
+
+def _scale_of_maxtext(parameters: Leaves, layout: Layout) -> float:
+    """The attention scale of a checkpoint of MaxText with these parameters."""
+    name = QK_NORMS[0].linen
+    shapes = (leaf.shape for path, leaf in parameters.items() if path.endswith(f"/{name}"))
+    shape = next(shapes, None)
+    if not shape:
+        return scale_of_maxtext(None)
+    return scale_of_maxtext(shape[0] if layout.format == SCANNED else shape[-1])
 
 
 # What a leaf is, by its path in the tree; the first pattern that matches decides. Where MaxText's

@@ -10,7 +10,16 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from linen_compat.formats.names import ATTENTION, EXPERTS, MLP, NORMS, OUTSIDE, Names
+from linen_compat.formats.names import (
+    ATTENTION,
+    EXPERTS,
+    EXPERTS_OF_QWEN3,
+    MLP,
+    NORMS,
+    OUTSIDE,
+    QK_NORMS,
+    Names,
+)
 from linen_compat.formats.streams import Mismatch
 from nnx_pipeline.errors import InputError, one_of
 
@@ -24,9 +33,9 @@ _PIPELINE = "decoder/pipeline_module/layers"
 _NNX_LAYERS = "pipeline/layers"
 # The number of axes of each parameter in one layer: further axes are those of a stack.
 _RANKS = {
-    **dict.fromkeys(NORMS, 1),
+    **dict.fromkeys((*NORMS, *QK_NORMS), 1),
     **dict.fromkeys(ATTENTION, 3),
-    **{names: 2 if "gate/kernel" in names.linen else 3 for names in EXPERTS},
+    **{names: 2 if "gate/kernel" in names.linen else 3 for names in (*EXPERTS, *EXPERTS_OF_QWEN3)},
     **dict.fromkeys(MLP, 2),
 }
 
@@ -133,9 +142,10 @@ class Layout:
 
         - `layer_names`: the parameters of a layer, as from `names.of_layer`.
         - `shapes`: the shape of each parameter by NNX path; parameters of the layers as in one
-          layer.
+          layer. Without one of a head, the embeddings are tied.
         """
-        found = {self.outside(names).leaf: shapes[names.nnx] for names in OUTSIDE}
+        outside = [names for names in OUTSIDE if names.nnx in shapes]
+        found = {self.outside(names).leaf: shapes[names.nnx] for names in outside}
         for names in layer_names:
             for layer in range(self.num_layers):
                 found[self.slot(names, layer).leaf] = self.stacked(shapes[names.nnx])
@@ -146,6 +156,17 @@ class Layout:
         if self.format != PIPELINED:
             return range(self.num_layers)
         return sorted(range(self.num_layers), key=lambda layer: (self.place(layer)[2], layer))
+
+
+def scale_of_maxtext(head_dim_of_norm: int | None) -> float:
+    """The `model.attention_scale` with which MaxText's models compute.
+
+    - `head_dim_of_norm`: the size of a head in a model with QK norm; None for a model without.
+
+    It is 1 where the factor head_dim^-0.5 is part of the query kernel. A norm of the queries would
+    undo that, so that models with QK norm multiply by the factor after it.
+    """
+    return 1.0 if head_dim_of_norm is None else head_dim_of_norm**-0.5
 
 
 def slashed(nnx_path: str) -> str:

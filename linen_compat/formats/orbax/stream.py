@@ -8,16 +8,21 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from linen_compat.formats.names import OUTSIDE, Names, of_layer
+from linen_compat.formats.names import OUTSIDE, QK_NORMS, Names, of_model
 from linen_compat.formats.orbax.arrays import MissingChunk, NewArrays, StoredArrays
 from linen_compat.formats.orbax.chunks import Index
 from linen_compat.formats.orbax.corruption import check_databases
 from linen_compat.formats.orbax.inspect import SCALAR_PATHS, Inspection
-from linen_compat.formats.orbax.layouts import NNX, SCAN_AXIS, SCANNED, UNSCANNED, Layout
+from linen_compat.formats.orbax.layouts import (
+    NNX,
+    SCAN_AXIS,
+    SCANNED,
+    UNSCANNED,
+    Layout,
+    scale_of_maxtext,
+)
 from linen_compat.formats.streams import MOMENTS, PARAMETERS, SCALARS, ArraySpec, Mismatch, title
 
-_NAMES = {names.nnx: names for names in (*OUTSIDE, *of_layer(2))}
-_NAMES_OF_ONE_EXPERT = {**_NAMES, **{names.nnx: names for names in of_layer(1)}}
 _PREFIXES = {
     "maxtext": {
         PARAMETERS: "params/params/",
@@ -25,15 +30,14 @@ _PREFIXES = {
     },
     "nnx": {PARAMETERS: "model/", **{moment: f"optimizer/{moment}/" for moment in MOMENTS}},
 }
-_ROUTER = "feed_forward.router"
 
 
 def names_of(arrays: Mapping[str, Any]) -> dict[str, Names]:
-    """The names of each parameter by its NNX path: Mixtral's with a router, Llama's without one.
+    """The names of each parameter of a model by its NNX path.
 
-    - `arrays`: the arrays of a model by NNX path; only the paths count.
+    - `arrays`: the arrays of the model by NNX path; only the paths count.
     """
-    return _NAMES if _ROUTER in arrays else _NAMES_OF_ONE_EXPERT
+    return {names.nnx: names for group in of_model(arrays) for names in group}
 
 
 def read_scalars(found: Inspection) -> dict[str, np.ndarray]:
@@ -144,7 +148,7 @@ class OrbaxDestination:
         self,
         folder: Path,
         layout: Layout,
-        arrays: Mapping[str, Any],
+        arrays: Mapping[str, ArraySpec],
         *,
         attention_scale: float = 1.0,
     ) -> None:
@@ -152,13 +156,15 @@ class OrbaxDestination:
 
         - `folder`: an empty folder.
         - `layout`: where each layer goes.
-        - `arrays`: the arrays to be written, by NNX path; only the paths count.
+        - `arrays`: shape and dtype of the arrays to be written, by NNX path.
         - `attention_scale`: the model's own, which this project's format keeps beside the arrays. A
-          MaxText model always has 1, whatever is given.
+          MaxText model has that of `layouts.scale_of_maxtext`, whatever is given.
         """
         self.layout = layout
         self._family = "nnx" if layout.format == NNX else "maxtext"
-        self.attention_scale = attention_scale if self._family == "nnx" else 1.0
+        norm = arrays.get(QK_NORMS[0].nnx)
+        of_maxtext = scale_of_maxtext(None if norm is None else norm.shape[0])
+        self.attention_scale = attention_scale if self._family == "nnx" else of_maxtext
         self._names = names_of(arrays)
         self._files = NewArrays(folder)
         self._written = set[tuple[str, str, int | None]]()

@@ -137,7 +137,9 @@ def _accumulators(sizes: Sizes, *, ends: bool) -> list[Term]:
     as_shards = sizes.gathers_first or not sizes.in_loop
     layout = sizes.optimizer_layout if as_shards else sizes.layout
     layers = width * sizes.numbers(model.pipeline.layers, layout)
-    whole = [model.head, model.embedding, model.norm] if ends else [model.head]
+    # A tied table has a gradient from either use until both are there.
+    head = model.embedding if model.head is None else model.head
+    whole = [head, model.embedding, model.norm] if ends else [head]
     outside = sizes.grad_itemsize * sizes.numbers(whole, sizes.optimizer_layout)
     dtype = "grad_dtype" if adds_up else "param_dtype"
     of = "embedding, norm and head" if ends else "head"
