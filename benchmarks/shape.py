@@ -128,11 +128,16 @@ def longest_tunnel(trees: dict[str, ast.Module]) -> list[str]:
     A call, the creation of an object and a `functools.partial` pass an argument on. Where several
     functions have the name that is called, any of them may be meant: the longest way counts, so
     that the figure is at least that of the code. The last function, which reads it, does not count.
+
+    `rngs` is left out: in Flax it goes down the tree of modules, however deep that is, and it is no
+    option.
     """
     known = takers(trees)
     following: dict[tuple[str, str], set[str]] = defaultdict(set)
     for taker in (taker for same in known.values() for taker in same):
         for name in taker.names if isinstance(taker.node, Function) else ():
+            if name == "rngs":
+                continue
             inside = [node for statement in taker.node.body for node in ast.walk(statement)]
             uses = [node for node in inside if isinstance(node, ast.Name) and node.id == name]
             passed = list(_passed_on(taker, name, known))

@@ -227,7 +227,7 @@ def test_the_optimizer_gets_the_dtype(loop: str, monkeypatch: pytest.MonkeyPatch
         new, metrics = jax.eval_shape(train_step, state, batch)
     assert set(got) == {"bfloat16"}
     assert [x.dtype for x in jax.tree.leaves(new)] == [x.dtype for x in jax.tree.leaves(state)]
-    assert all(metric.dtype == jnp.float32 for metric in metrics)
+    assert all(metric.dtype == jnp.float32 for metric in jax.tree.leaves(metrics))
 
 
 @pytest.mark.parametrize("largest", [0.1, 1e4], ids=["clipped", "left alone"])
