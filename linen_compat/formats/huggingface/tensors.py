@@ -96,17 +96,19 @@ class Tensors:
         - `read`: gives a part of a tensor, by the tensor's name and a slice for each of its axes.
         - `index`: a slice for each axis of the array; empty for the whole array.
         """
-        shape = self.arrays[path].shape
+        shape, names = self.arrays[path].shape, self.names(path, layer)
         index = index or (slice(None),) * len(shape)
         if self.interleaved and path in _ROTATED:  # of a head its values are read together
-            whole = self._join(path, layer, read, (*index[:-1], slice(None)))
+            whole = self._joined(path, names, read, (*index[:-1], slice(None)))
             return whole[..., _interleaving(shape[-1])][..., index[-1]]
-        return self._join(path, layer, read, index)
+        return self._joined(path, names, read, index)
 
-    def _join(self, path: str, layer: int | None, read: Read, index: Index) -> np.ndarray:
-        """As `join`, without another order within a head."""
+    def _joined(self, path: str, names: tuple[str, ...], read: Read, index: Index) -> np.ndarray:
+        """A part of an array, without another order within a head.
+
+        - `names`: the tensors that hold it.
+        """
         shape = self.arrays[path].shape
-        names = self.names(path, layer)
         if path in _AS_IT_IS:
             return read(names[0], index)
         if not self._is_stack(path):
