@@ -68,7 +68,8 @@ STEP, PREFETCH = {"fsdp_gather": "step"}, {"fsdp_gather": "prefetch"}
 ONE_F_ONE_B = {"schedule": "1f1b"}
 BLOCKS, TOGETHER = {"model.attention_block": "512"}, {"model.expert_group": "8"}
 ONE_BY_ONE = {"model.expert_group": "1"}
-GROUPED = {"model.experts": "grouped"}
+GROUPED, FLASH = {"model.experts": "grouped"}, {"model.attention": "flash"}
+TWO_BY_TWO = {"model.expert_group": "2"}
 ROWS = (
     Row(TPU, PIPELINE, 2, 16, 8, {}, 414_764_672, 674_285_888, 1_504_000_000),
     Row(TPU, PIPELINE, 2, 16, 8, ACCUMULATE, 414_764_672, 674_285_888, 1_504_000_000),
@@ -124,9 +125,12 @@ LARGER = (
         *(POD, "stage=4,fsdp=16", 8, 64, 4, {}, 21_722_906_976, 21_908_422_464),
         model="mixtral-8x7b",
     ),
-    Row(
-        *(POD, "stage=4,fsdp=16", 8, 64, 4, GROUPED, 14_178_721_152, 18_672_855_872),
-        model="mixtral-8x7b",
+    *(
+        Row(
+            *(POD, "stage=4,fsdp=16", 8, 64, 4, options, 14_178_721_152, 18_672_855_872),
+            model="mixtral-8x7b",
+        )
+        for options in (GROUPED, GROUPED | FLASH, GROUPED | FLASH | TWO_BY_TWO)
     ),
 )
 ABOUT = """# mixtral-small beside MaxText

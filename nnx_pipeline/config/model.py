@@ -166,10 +166,10 @@ class ModelConfig:
     """How many experts of a device are computed at a time; a divisor of their number.
 
     The kernels of so many experts are gathered together. A small group saves memory, and a large
-    one time. None takes the smallest group whose products keep a device busy, see
-    `ops.experts.group_size`: on a TPU or GPU one expert of Mixtral 8x7B at a time, and all eight of
-    `mixtral-small`. `grouped` experts whose kernels are not gathered are all computed at once, and
-    so are those of `capacity`.
+    one time. None takes, of `dense` experts, the smallest group whose products keep a device busy,
+    see `ops.experts.group_size`: on a TPU or GPU one expert of Mixtral 8x7B at a time, and all
+    eight of `mixtral-small`. `grouped` experts are then computed all at once, see
+    `ops.grouped.experts.GroupedExperts`, and those of `capacity` always are.
     """
 
     router_score: Literal["softmax", "sigmoid"] = "softmax"
