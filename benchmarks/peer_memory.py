@@ -215,7 +215,7 @@ def line(row: Row, found: dict[str, Any]) -> str:
 
 def peer_compute(row: Row) -> float | None:
     """MaxText's milliseconds of compute; None where they are not those of the same kernels."""
-    if row.platform == H100 or row.options == GROUPED:
+    if row.platform == H100 or GROUPED.items() <= row.options.items():
         return None
     return PEER_COMPUTE.get((row.model, row.mesh, row.repeats, row.batch))
 

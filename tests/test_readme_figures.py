@@ -398,13 +398,16 @@ def test_a_block_of_experts() -> None:
             assert other["flops"] == pytest.approx(work * other["flops_of_active"], rel=0.01)
         assert list(figures) == expected
     peer = json.loads((RESULTS / "peer_memory.json").read_text())
-    pod = benchmark("peer_memory").LARGER[-2:]
-    assert [row.options for row in pod] == [{}, {"model.experts": "grouped"}]
-    dense, grouped = (peer[benchmark("peer_memory").name_of(row)] for row in pod)
+    pod = benchmark("peer_memory").LARGER[-4:]
+    kinds = [row.options.get("model.experts") for row in pod]
+    assert kinds == [None, "grouped", "grouped", "grouped"]
+    ours = [peer[benchmark("peer_memory").name_of(row)] for row in pod]
+    dense, grouped, flash, by_two = (one["compute_seconds"] for one in ours)
+    peaks = [one["memory"]["peak_bytes"] / 1e9 for one in ours]
     said = "takes {:.2f} s of compute instead of {:.2f}, and a peak of {:.1f} GB instead of {:.1f}."
-    took = (one["compute_seconds"] for one in (grouped, dense))
-    held = (one["memory"]["peak_bytes"] / 1e9 for one in (grouped, dense))
-    assert said.format(*took, *held) in text
+    assert said.format(grouped, dense, peaks[1], peaks[0]) in text
+    said = "then {:.1f} GB instead of {:.1f}, and compute takes {:.2f} s instead of {:.2f}."
+    assert said.format(peaks[3], peaks[2], by_two, flash) in text
     claims = json.loads((RESULTS / "pipeline_claims.json").read_text())["tpu:v5p:2x2x2"]
     arms = claims["grouped-experts"]["arms"]
     took = (1e3 * arms[key]["compute_seconds"] for key in "ba")
