@@ -125,7 +125,7 @@ def test_values_and_gradients_equal_nnx(name: str, dtype: str) -> None:
     config = with_fields(pair.config, dtype=dtype)
     rows = float_rows(BATCH, LENGTH, config.embed_dim).astype(dtype)
     got, want = both(pair, config, TOKENS if name == "embed" else rows, pair.call)
-    assert_same_bits(got, want)
+    assert_same_bits(got, want, zero="dropped")  # dense experts take every choice
 
 
 @pytest.mark.slow

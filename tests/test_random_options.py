@@ -148,7 +148,24 @@ def drawn(number: int) -> Case:
             config.check_mesh(MeshConfig.parse(mesh))
         except InputError:
             continue
+        if not _router_matters(config):
+            continue
         return Case(config, mesh, packed=source.random() < 0.7)
+
+
+def _router_matters(config: Config) -> bool:
+    """Whether a router, where there is one, has a gradient that is not zero but for rounding.
+
+    The weight of a single expert is 1 once it is normalized, whatever the router says; then only
+    its own losses depend on it.
+    """
+    model, train = config.model, config.train
+    decides = model.num_experts_per_token > 1 or not model.router_normalize
+    return (
+        model.num_experts == 1
+        or decides
+        or bool(train.load_balance_weight or train.router_z_loss_weight)
+    )
 
 
 def in_pipeline(case: Case, key: Any) -> tuple[Any, Any, Mixtral]:
