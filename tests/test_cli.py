@@ -390,7 +390,7 @@ BAD = [
     ((*COMPILE, "--set", "model.grad_dtype=float32"), "no such config field"),
     ((*COMPILE, "--set", "model.num_layers"), "not of the form key=value"),
     ((*COMPILE, "--set", "model.num_layers=many"), "needs a whole number"),
-    ((*COMPILE, "--set", "model.attention=flash"), "so far 'dot_product' is the only choice"),
+    ((*COMPILE, "--set", "model.attention=flash"), "set model.attention='chunked'"),
     ((*COMPILE, "--set", "train.global_batch=12", "--mesh", "stage=8"), "choose a multiple of 8"),
     ((*COMPILE, "--mesh", "stages=4"), "did you mean 'stage'?"),
     ((*COMPILE, "--mesh", "stage=3"), "choose a multiple of 3"),

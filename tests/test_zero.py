@@ -192,10 +192,9 @@ def test_no_gradient_is_summed_whole(mesh: str, mode: str, pipeline: dict[str, A
 
 @pytest.mark.slow
 def test_without_the_option_it_is() -> None:
+    """Then whole gradients are summed over `data`, so that the test above can fail."""
     plain = program(*CASES[0][:2], (), False)
-    sharded = program(*CASES[0][:2], (), True)
     assert largest(plain, "all-reduce", 4) >= 64 * 32 // 2
-    assert largest(sharded, "all-reduce", 4) <= 32
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from nnx_pipeline.experiments.useful import bubble_share, useful_flops
 from nnx_pipeline.lab.compile.measure import Clock, Measurement, Progress, measure_traced
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.mesh import MeshConfig, make_mesh
-from nnx_pipeline.ops.fast_attention.kernels import chosen
+from nnx_pipeline.ops.fast_attention.kernels import check_platform, chosen
 from nnx_pipeline.sharding import variable_shardings
 from nnx_pipeline.tracing.calls import traced_afresh
 from nnx_pipeline.train import (
@@ -101,6 +101,7 @@ def mesh_of(
     Raises InputError when the three do not fit together.
     """
     config.check_mesh(sizes)
+    check_platform(config.model.attention, platform.backend)
     devices = platform.devices(max(at_least, sizes.num_devices if platform.kind == "cpu" else 1))
     return make_mesh(sizes, devices, sharding=config.pipeline.sharding)
 

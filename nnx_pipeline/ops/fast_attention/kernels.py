@@ -89,20 +89,17 @@ def flash_attention(
             "model.attention='chunked'"
         )
     platform, masks = ambient_platform(), list[Array]()
+    if not options.interpret:
+        check_platform("flash", platform)
     kernel: Callable[..., Array]
     if options.interpret or platform == "tpu":
         splash.check(query.shape[1], query.dtype)
         own = splash.Splash(options.window, options.interpret)
         masks, structure = own.masks(query.shape[1], query.shape[2] // key.shape[2])
         kernel = functools.partial(own.attend, structure)
-    elif platform == "gpu":
+    else:
         cudnn.check(query.shape[3], query.dtype, packed=segment_ids is not None)
         kernel = cudnn.CuDNN(options.window)
-    else:
-        raise InputError(
-            "model.attention='flash' is a kernel for TPUs and NVIDIA GPUs, and the platform is "
-            f"{platform}; set model.attention='chunked', which computes the same"
-        )
     query = in_groups(query, key.shape[2], scale=options.scale, grouped=grouped)
     return _on_devices(kernel, (query, key, value, segment_ids), grouped, masks)
 
@@ -120,6 +117,19 @@ KERNELS: dict[str, Kernel] = {
     "flash": flash_attention,
     "auto": auto_attention,
 }
+
+
+def check_platform(kind: str, platform: str) -> None:
+    """Raises InputError for a kind of attention that a platform has no kernel for.
+
+    - `kind`: of `KERNELS`.
+    - `platform`: as `mesh.ambient_platform` names it.
+    """
+    if kind == "flash" and platform not in ("tpu", "gpu"):
+        raise InputError(
+            "model.attention='flash' is a kernel for TPUs and NVIDIA GPUs, and the platform is "
+            f"{platform}; set model.attention='chunked', which computes the same"
+        )
 
 
 def chosen(kind: str, length: int, dtype: jax.typing.DTypeLike) -> str:
