@@ -9,10 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from flax import nnx
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.config.config import Config
+from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.mesh import ambient_mesh
 from nnx_pipeline.modules import DecoderLayer, Embed, Parts, RMSNorm
@@ -21,11 +23,13 @@ from nnx_pipeline.ops.head import head_of_table, logits_of
 from nnx_pipeline.ops.loss import Targets
 from nnx_pipeline.ops.router import RouterMetrics, loss_weights
 from nnx_pipeline.pipeline.create import create_pipeline
+from nnx_pipeline.pipeline.early import EarlyLayers
+from nnx_pipeline.pipeline.layers import with_keys
 from nnx_pipeline.pipeline.one_f_one_b.state import ModelEnds
 from nnx_pipeline.pipeline.runner import Runner
 from nnx_pipeline.pipeline.stage.layers import Side
 from nnx_pipeline.pipeline.weights.zero1 import Zero1Layers
-from nnx_pipeline.remat import POLICIES
+from nnx_pipeline.remat import POLICIES, Remat
 from nnx_pipeline.sharding import Layout, P, parameter, place_by, with_layout
 
 Loss = tuple[Array, tuple[Array, RouterMetrics]]
@@ -40,6 +44,8 @@ class Ends:
     - `table`, `scale`: the weights of these two functions, any pytrees.
     - `head`: the head's kernel, `[embed, vocab]`.
     - `layout`: which mesh axes the logical axes of these weights are sharded over.
+    - `early`: runs layers between the embedding and the pipeline; None if there are none.
+    - `early_layers`: these layers, see `EarlyLayers`.
     """
 
     embed: Callable[[PyTree, Array, P], Array]
@@ -48,6 +54,8 @@ class Ends:
     scale: PyTree
     head: Array
     layout: Layout
+    early: EarlyLayers | None = None
+    early_layers: PyTree = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +101,8 @@ class Decoder:
         """
         self._check_batch(tokens)
         batches = self.runner.batches
-        x = self._embed(self.ends.table, batches.arrange(tokens), batches.axes)
+        read = jax.tree.map(batches.arrange, (tokens, self._early_side(side, keys)))
+        x = self._enter((self.ends.table, self.ends.early_layers), read, batches.axes)
         x, metrics = self.run_layers(x, side, keys=keys)
         return self.ends.norm(self.ends.scale, x), RouterMetrics.unpacked(metrics)
 
@@ -137,18 +146,22 @@ class Decoder:
         axes = batches.axes[1:]  # of one microbatch
         chunks = self.config.train.loss_chunks_of(batches.microbatches)
 
-        def enter(table: PyTree, tokens: Array) -> Array:
-            return self._embed(table, tokens, axes)
+        def enter(weights: PyTree, read: tuple[Array, Side]) -> Array:
+            return self._enter(weights, read, axes)
 
         def leave(last: tuple[PyTree, Array], x: Array, wanted: Targets) -> Array:
             scale, head = last
             return self._entropy(head, self.ends.norm(scale, x), wanted, axes, chunks)
 
-        ends = ModelEnds(enter, self.ends.table, leave, (self.ends.scale, self.ends.head))
+        first, last = (
+            (self.ends.table, self.ends.early_layers),
+            (self.ends.scale, self.ends.head),
+        )
+        ends = ModelEnds(enter, first, leave, last)
         train = self.config.train
         loss, (entropy, metrics) = self.run_loss(
             ends,
-            (tokens, wanted),
+            ((tokens, self._early_side(side, keys)), wanted),
             side,
             keys=keys,
             metric_weights=loss_weights(
@@ -157,10 +170,22 @@ class Decoder:
         )
         return loss, (entropy, RouterMetrics.unpacked(metrics))
 
-    def _embed(self, table: PyTree, tokens: Array, batch_axes: tuple[str, ...]) -> Array:
-        """The embedded tokens, sharded by the logical axes `batch_axes`."""
+    def _early_side(self, side: Side, keys: Array | None) -> Side:
+        """What the layers before the pipeline read beside activations; {} if there are none."""
+        return {} if self.ends.early is None else with_keys(side, keys)
+
+    def _enter(
+        self, weights: PyTree, read: tuple[Array, Side], batch_axes: tuple[str, ...]
+    ) -> Array:
+        """What the layers of the pipeline read, sharded by the logical axes `batch_axes`.
+
+        - `weights`: those of the embedding, and of the layers before the pipeline.
+        - `read`: the tokens, and what these layers read beside activations.
+        """
+        (table, layers), (tokens, side) = weights, read
         spec = self.runner.layout.spec(*batch_axes, None, None)
-        return self.parts.constrain(self.ends.embed(table, tokens, spec), spec)
+        x = self.parts.constrain(self.ends.embed(table, tokens, spec), spec)
+        return x if self.ends.early is None else self.ends.early(layers, x, side, batch_axes)
 
     def _entropy(
         self,
@@ -188,8 +213,26 @@ class Decoder:
         self.config.for_batch(tokens.shape[0]).check_mesh(ambient_mesh(), tokens.shape[1])
 
 
+def early_layers(config: Config, layout: Layout, copied: Layout) -> EarlyLayers:
+    """What runs the dense first layers of a model, which has some.
+
+    - `layout`: the mesh axes that each logical axis is sharded over.
+    - `copied`: that of the activations of the pipeline, see `EarlyLayers`.
+    """
+    model = config.model
+    remat = POLICIES[config.pipeline.remat]
+    first = model.num_pipeline_layers
+    return EarlyLayers(model.num_dense_layers, first, layout, copied, remat)
+
+
+def _new_layer(
+    model: ModelConfig, rngs: nnx.Rngs, *, layout: Layout, parts: Parts, remat: Remat
+) -> DecoderLayer:
+    return DecoderLayer(model, rngs=rngs, layout=layout, parts=parts, remat=remat)
+
+
 class Mixtral(nnx.Module):
-    """A decoder-only transformer of Mixtral or Llama, pipelined when the mesh has stages.
+    """A decoder-only transformer of Mixtral, Llama or DeepSeek, pipelined when the mesh has stages.
 
     - `config`: of the model, the pipeline and the training.
     - `rngs`: its `params` stream gives the initial values, which do not depend on the mesh.
@@ -198,7 +241,8 @@ class Mixtral(nnx.Module):
 
     Made and called under `jax.set_mesh`, its parameters are created in their shardings; without a
     mesh it is an ordinary single-device model. All layers are one stacked module in
-    `self.pipeline`, see `CircularPipeline`.
+    `self.pipeline`, see `CircularPipeline`, except for dense layers before layers with experts,
+    which are one in `self.dense_layers`, see `EarlyLayers`.
 
     Raises InputError when the mesh cannot hold the weights; a batch is checked when the model is
     called with it.
@@ -216,13 +260,18 @@ class Mixtral(nnx.Module):
         self.config, self.parts = config, parts
         model = config.model
         self.embedding = Embed(model, rngs=rngs, layout=layout)
-
-        def layer(rngs: nnx.Rngs) -> DecoderLayer:
-            remat = POLICIES[config.pipeline.remat]
-            return DecoderLayer(model, rngs=rngs, layout=layout, parts=parts, remat=remat)
-
-        self.pipeline = create_pipeline(config, layer, rngs=rngs, layout=layout, parts=parts.loop)
+        layer = functools.partial(
+            _new_layer, layout=layout, parts=parts, remat=POLICIES[config.pipeline.remat]
+        )
+        self.pipeline = create_pipeline(
+            config, functools.partial(layer, model), rngs=rngs, layout=layout, parts=parts.loop
+        )
         self.layout = self.pipeline.runner.layout
+        self.early = None
+        if model.num_dense_layers:
+            self.early = early_layers(config, layout, self.layout)
+            make = functools.partial(layer, model.of_dense_layers)
+            self.dense_layers = self.early.make(make, rngs)
         self.norm = RMSNorm(model, rngs=rngs, layout=layout, parts=parts)
         self.head = None if model.tied_embeddings else self._new_head(rngs)
 
@@ -318,6 +367,7 @@ class Mixtral(nnx.Module):
         """The decoder over this module's weights, or over `shards` of them (see `loss`)."""
         runner, layout = self.pipeline.runner, self.layout
         embedding, norm, head = self.embedding, self.norm, self.head
+        early: Any = self.dense_layers if self.early else None
         layers: Any = self.pipeline.placed_layers
         if shards is not None:
             if not self.zero1:
@@ -328,10 +378,13 @@ class Mixtral(nnx.Module):
                 )
             # Embedding and head are used in the shards of ZeRO-1: tokens are sent along `data`, or
             # the head's kernel one more time, and each gradient is computed where the optimizer
-            # needs it. The scale of the norm is small, so it is gathered.
+            # needs it. The scale of the norm is small, so it is gathered; so are the few layers
+            # before the pipeline.
             layout = layout.zero1(self.zero1)
             embedding = with_layout(shards.embedding, layout)
             norm, head = place_by(shards.norm, self.layout), shards.head
+            if self.early is not None:
+                early = place_by(shards.dense_layers, self.layout)
             layers = Zero1Layers(layers, shards.pipeline.layers)
         table = embedding.embedding[...]
         ends = Ends(
@@ -341,6 +394,8 @@ class Mixtral(nnx.Module):
             scale=norm,
             head=head_of_table(table, self.config.model) if head is None else head[...],
             layout=layout,
+            early=self.early,
+            early_layers=early,
         )
         run_layers = functools.partial(runner.run, layers)
         run_loss = functools.partial(runner.loss, layers)

@@ -48,6 +48,9 @@ class Layout:
     embed_of_expert: MeshAxes = ("fsdp",)
     """The residual stream's width in a kernel of the experts, which has the axis `expert` too."""
 
+    latent: MeshAxes = ("fsdp", "expert")
+    """The latent vectors of multi-head latent attention, in the kernels that read them."""
+
     heads: MeshAxes = ("tensor",)
     """The query heads, in the query and output kernels and in the results of these projections."""
 
@@ -111,7 +114,7 @@ class Layout:
 
         - `over`: the mesh axes; a weight axis sharded over any of them is then whole.
         """
-        weights = {name: getattr(self, name) for name in ("embed", "embed_of_expert")}
+        weights = {name: getattr(self, name) for name in ("embed", "embed_of_expert", "latent")}
         whole = {name: () for name, axes in weights.items() if set(axes) & set(over)}
         return dataclasses.replace(self, **whole)
 
@@ -123,7 +126,7 @@ class Layout:
         - `over`: the additional mesh axes.
         """
         # The new axes come last, so that a device's shard is a slice of what it stores already.
-        weights = ("embed", "embed_of_expert", "norm")
+        weights = ("embed", "embed_of_expert", "latent", "norm")
         return dataclasses.replace(
             self, **{name: (*getattr(self, name), *over) for name in weights}
         )

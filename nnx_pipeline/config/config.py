@@ -172,7 +172,7 @@ class Config:
 
     def layers_per_stage(self, stages: int) -> int:
         """How many consecutive layers each of `stages` stages applies to a microbatch per visit."""
-        return -(-self.model.num_layers // (stages * self.pipeline.num_repeats))
+        return -(-self.model.num_pipeline_layers // (stages * self.pipeline.num_repeats))
 
     def for_batch(self, batch: int) -> "Config":
         """The same config with a global batch of `batch` sequences."""
@@ -206,20 +206,27 @@ class Config:
         """
         model, repeats = self.model, self.pipeline.num_repeats
         if not self.pipeline.pad_layers:
-            rule = f"model.num_layers={model.num_layers} does not split into "
+            dense = f" - num_dense_layers={model.num_dense_layers}"
+            which = f"{model.num_layers}{dense if model.num_dense_layers else ''}"
+            rule = f"model.num_layers={which} does not split into "
             yield (
                 mesh.stage * repeats,
-                model.num_layers,
+                model.num_pipeline_layers,
                 f"{rule}{mesh.stage} stages × {repeats} repeats",
             )
         for name, axes in MODEL_DIVISORS.items():
             divisor, size, spread = mesh.product(*axes), getattr(model, name), "×".join(axes)
+            if size is None:
+                continue
             rule = f"model.{name}={size} does not split over {spread}={divisor} of the mesh"
             yield divisor, size, rule
         if self.train.shard_optimizer_over_data:
-            shards, size = mesh.product("fsdp", "expert", "data"), model.embed_dim
-            rule = f"model.embed_dim={size} does not split over fsdp×expert×data={shards} {_ZERO1}"
-            yield shards, size, rule
+            shards = mesh.product("fsdp", "expert", "data")
+            for name in ("embed_dim", "kv_lora_rank", "q_lora_rank"):
+                size = getattr(model, name)
+                rule = f"model.{name}={size} does not split over fsdp×expert×data={shards} {_ZERO1}"
+                if size is not None:
+                    yield shards, size, rule
 
     def _check_length(self, length: int) -> None:
         """Checks that the model was made for sequences of this length."""
@@ -308,7 +315,10 @@ _ZERO1 = "of the mesh, as train.shard_optimizer_over_data=True requires (False d
 MODEL_DIVISORS = {
     "vocab_size": ("stage", "tensor"),
     "embed_dim": ("fsdp", "expert"),
+    "kv_lora_rank": ("fsdp", "expert"),
+    "q_lora_rank": ("fsdp", "expert"),
     "mlp_dim": ("tensor",),
+    "dense_mlp_dim": ("tensor",),
     "num_heads": ("tensor",),
     "num_kv_heads": ("tensor",),
     "num_experts": ("expert",),

@@ -1,35 +1,32 @@
 """The architecture of a model: a frozen config that checks its values when it is made."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from nnx_pipeline.config.model_rules import (
+    OF_ROUTER,
+    check_dense_layers,
+    check_experts,
+    check_latent,
+    check_rope,
+)
 from nnx_pipeline.errors import (
     InputError,
     above_zero,
     at_least,
     divides,
-    is_divisor,
     number,
     one_of,
     whole,
 )
 
 DTYPES = ("bfloat16", "float16", "float32")
-# The fields that each `rope_scaling` reads, with their values in Llama 3.1.
-ROPE_SCALINGS: dict[str, dict[str, float]] = {
-    "linear": {"rope_factor": 8.0},
-    "llama3": {
-        "rope_factor": 8.0,
-        "rope_original_length": 8192,
-        "rope_low_frequency": 1.0,
-        "rope_high_frequency": 4.0,
-    },
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The architecture of a decoder-only transformer of the Mixtral or Llama kind.
+    """The architecture of a decoder-only transformer of the Mixtral, Llama or DeepSeek kind.
 
     Raises InputError for values that are out of range or contradict each other.
     """
@@ -46,6 +43,16 @@ class ModelConfig:
     num_layers: int
     """Decoder layers of the whole model, over all stages and repeats."""
 
+    num_dense_layers: int = 0
+    """How many of the first layers have a dense MLP although the others have experts (DeepSeek).
+
+    They run before the pipeline, on all devices at once, so that the layers of the stages are all
+    alike; the other `num_layers - num_dense_layers` are divided over stages and repeats.
+    """
+
+    dense_mlp_dim: int | None = None
+    """Hidden units of the MLP of the `num_dense_layers`; None if there are none."""
+
     num_heads: int
     """Query heads of a layer; a multiple of `num_kv_heads`."""
 
@@ -53,7 +60,28 @@ class ModelConfig:
     """Key-value heads of a layer, each read by `num_heads / num_kv_heads` query heads."""
 
     head_dim: int
-    """Width of one head; even, because rotary embeddings rotate pairs of values."""
+    """Width of one head; even, because rotary embeddings rotate pairs of values.
+
+    With `kv_lora_rank` it is the width of a query and of a key, of which the last `rope_head_dim`
+    numbers are rotated.
+    """
+
+    kv_lora_rank: int | None = None
+    """Width of the latent vector from which all heads' keys and values are made; None for none.
+
+    With it attention is multi-head latent attention (DeepSeek-V2, 2024, section 2.1), for which
+    `rope_head_dim` and `value_head_dim` are needed and each query head has a key and a value of its
+    own (`num_kv_heads = num_heads`).
+    """
+
+    q_lora_rank: int | None = None
+    """Width of the latent vector from which queries are made; None makes them from the stream."""
+
+    rope_head_dim: int | None = None
+    """How many numbers of a head are rotated, with `kv_lora_rank`; their key is the same in all."""
+
+    value_head_dim: int | None = None
+    """Width of a value head, with `kv_lora_rank`."""
 
     num_experts: int = 1
     """Experts of a layer; 1 means an ordinary dense MLP without a router."""
@@ -83,25 +111,27 @@ class ModelConfig:
     whose pairs are never neighbours, query and key are reordered when it is read and written.
     """
 
-    rope_scaling: Literal["linear", "llama3"] | None = None
+    rope_scaling: Literal["linear", "llama3", "yarn"] | None = None
     """How the rotary angles are slowed down for longer sequences; None leaves them as they are.
 
-    `linear` divides all of them by `rope_factor`. `llama3` (Llama 3.1) divides those of pairs that
-    turn `rope_low_frequency` times or less in `rope_original_length` tokens, leaves those that turn
-    `rope_high_frequency` times or more, and takes a mean in between, see `ops.rotary.timescales`.
+    `linear` divides all of them by `rope_factor`. `llama3` (Llama 3.1) and `yarn` (DeepSeek) divide
+    those of pairs that turn `rope_low_frequency` times or less in `rope_original_length` tokens,
+    leave those that turn `rope_high_frequency` times or more, and take a mean in between, which is
+    weighted by the number of turns or by the number of the pair, see `ops.rotary.timescales`. What
+    `yarn` multiplies the scores by is part of `attention_scale`.
     """
 
     rope_factor: float | None = None
     """By how much `rope_scaling` slows angles down, 1 or more; 8 in Llama 3.1."""
 
     rope_original_length: int | None = None
-    """Tokens of the sequences that the model was first trained on; for `rope_scaling=llama3`."""
+    """Tokens of the sequences that the model was first trained on; for `llama3` and `yarn`."""
 
     rope_low_frequency: float | None = None
-    """Turns in the original length up to which `llama3` slows a pair down in full."""
+    """Turns in the original length up to which `llama3` and `yarn` slow a pair down in full."""
 
     rope_high_frequency: float | None = None
-    """Turns in the original length from which on `llama3` leaves a pair as it is."""
+    """Turns in the original length from which on `llama3` and `yarn` leave a pair as it is."""
 
     qk_norm: bool = False
     """Whether each query and each key is normalised by an RMSNorm before the rotary embedding."""
@@ -191,6 +221,12 @@ class ModelConfig:
     leaves it as it is (the correction bias of DeepSeek-V3).
     """
 
+    router_bias_in_weights: bool = False
+    """Whether the chosen experts' weights contain the bias too, which then has a gradient.
+
+    MaxText computes so unless its `model_name` begins with `deepseek3`.
+    """
+
     router_groups: int = 1
     """Groups of consecutive experts that the router chooses from first; needs `sigmoid` scores.
 
@@ -221,6 +257,34 @@ class ModelConfig:
     It is read from Hugging Face's `config.json` and written back to it.
     """
 
+    @property
+    def num_pipeline_layers(self) -> int:
+        """The layers that are divided over stages and repeats: all but the dense first ones."""
+        return self.num_layers - self.num_dense_layers
+
+    @property
+    def of_dense_layers(self) -> "ModelConfig":
+        """The config of a model whose layers are all like the dense first layers of this one."""
+        return dataclasses.replace(
+            self,
+            num_layers=self.num_dense_layers,
+            num_dense_layers=0,
+            mlp_dim=self.dense_mlp_dim or self.mlp_dim,
+            dense_mlp_dim=None,
+            num_experts=1,
+            num_experts_per_token=1,
+            experts="dense",
+            capacity_factor=None,
+            expert_group=None,
+            router_groups_per_token=1,
+            **OF_ROUTER,
+        )
+
+    @property
+    def rope_dim(self) -> int:
+        """How many numbers of a query or key are rotated."""
+        return self.head_dim if self.rope_head_dim is None else self.rope_head_dim
+
     def __post_init__(self) -> None:
         whole(self, "vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_heads")
         whole(self, "num_kv_heads", "head_dim", "num_experts", "num_experts_per_token")
@@ -240,7 +304,9 @@ class ModelConfig:
         one_of("dtype", self.dtype, DTYPES)
         one_of("param_dtype", self.param_dtype, DTYPES)
         one_of("attention", self.attention, ("dot_product", "chunked", "flash", "auto"))
-        self._check_experts()
+        check_latent(self)
+        check_dense_layers(self)
+        check_experts(self)
         if self.attention_block is not None:
             whole(self, "attention_block")
             if self.attention not in ("dot_product", "chunked"):
@@ -256,7 +322,7 @@ class ModelConfig:
         at_least(self, 0.0, "norm_epsilon")
         number(self, "norm_scale_offset")
         above_zero(self, "rope_theta", "attention_scale")
-        self._check_rope()
+        check_rope(self)
         one_of("qk_norm", self.qk_norm, (True, False))
         one_of("tied_embeddings", self.tied_embeddings, (True, False))
         one_of("tied_head_dtype", self.tied_head_dtype, (None, "bfloat16"))
@@ -268,71 +334,6 @@ class ModelConfig:
         if not 0 <= number(self, "dropout_rate") < 1:
             raise InputError(f"dropout_rate={self.dropout_rate} must be at least 0 and below 1")
 
-    def _check_experts(self) -> None:
-        """Raises InputError for experts and a router that contradict each other."""
-        one_of("experts", self.experts, ("dense", "grouped", "capacity"))
-        if self.expert_group is not None:
-            whole(self, "expert_group")
-            rule = f"expert_group={self.expert_group} does not divide num_experts="
-            is_divisor(self.expert_group, self.num_experts, rule=f"{rule}{self.num_experts}")
-            if self.experts == "capacity":
-                raise InputError(
-                    f"expert_group={self.expert_group} is how many experts are computed at a time, "
-                    "and experts='capacity' computes all of a device at once; leave it at None"
-                )
-        if self.capacity_factor is not None:
-            above_zero(self, "capacity_factor")
-            if self.experts != "capacity":
-                raise InputError(
-                    f"capacity_factor={self.capacity_factor} is how much each of "
-                    f"experts='capacity' takes, and experts={self.experts!r}; leave it at None"
-                )
-        one_of("router_score", self.router_score, ("softmax", "sigmoid"))
-        one_of("router_normalize", self.router_normalize, (True, False))
-        above_zero(self, "router_scale")
-        one_of("router_bias", self.router_bias, (True, False))
-        shared = self.num_shared_experts
-        if isinstance(shared, bool) or not isinstance(shared, int) or shared < 0:
-            raise InputError(f"num_shared_experts={shared!r} is not a whole number of 0 or more")
-        for name, default in _OF_ROUTER.items():
-            if self.num_experts == 1 and getattr(self, name) != default:
-                raise InputError(
-                    f"{name}={getattr(self, name)!r} is about a router, which num_experts=1 does "
-                    f"not have; leave it at {default!r}, or set num_experts to 2 or more"
-                )
-        self._check_groups()
-        if self.num_experts == 1 and self.experts != "dense":
-            raise InputError(
-                f"experts={self.experts!r} needs routed experts, and num_experts=1; leave it at "
-                "'dense', or set num_experts to 2 or more"
-            )
-
-    def _check_groups(self) -> None:
-        """Raises InputError for groups from which the router cannot choose."""
-        whole(self, "router_groups", "router_groups_per_token")
-        groups, some = self.router_groups, self.router_groups_per_token
-        if some > groups:
-            raise InputError(
-                f"router_groups_per_token={some} exceeds router_groups={groups}; choose {groups} "
-                "or fewer"
-            )
-        if groups == 1:
-            return
-        if self.router_score != "sigmoid":
-            raise InputError(
-                f"router_groups={groups} needs router_score='sigmoid', and it is "
-                f"{self.router_score!r}; set one of them to another value"
-            )
-        rule = f"num_experts={self.num_experts} does not split into router_groups={groups}"
-        divides(groups, self.num_experts, rule=rule)
-        size, chosen = self.num_experts // groups, self.num_experts_per_token
-        if size < 2 or chosen > some * size:
-            raise InputError(
-                f"router_groups={groups} leaves {size} experts in each of "
-                f"{some} groups per token, and a group needs 2, and all of them "
-                f"num_experts_per_token={chosen}; choose fewer groups, or more per token"
-            )
-
     @property
     def rope_slowing(self) -> float:
         """By how much `rope_scaling` slows an angle down at most; 1 without one."""
@@ -340,49 +341,9 @@ class ModelConfig:
 
     @property
     def rope_limits(self) -> tuple[int, float, float]:
-        """The original length of `rope_scaling=llama3`, and its two limits in turns."""
+        """The original length of `rope_scaling=llama3` or `yarn`, and the two limits in turns."""
         length = self.rope_original_length
         limits = (self.rope_low_frequency, self.rope_high_frequency)
         low, high = (limit for limit in limits if limit is not None)
-        assert length is not None, "only rope_scaling=llama3 has them"
+        assert length is not None, "only rope_scaling=llama3 and yarn have them"
         return length, low, high
-
-    def _check_rope(self) -> None:
-        """Raises InputError unless `rope_scaling` has the fields that it reads, and no others."""
-        one_of("rope_interleaved", self.rope_interleaved, (True, False))
-        one_of("rope_scaling", self.rope_scaling, (None, *ROPE_SCALINGS))
-        read = ROPE_SCALINGS.get(self.rope_scaling or "", {})
-        for name, example in ROPE_SCALINGS["llama3"].items():
-            value = getattr(self, name)
-            if name in read and value is None:
-                raise InputError(
-                    f"rope_scaling={self.rope_scaling!r} needs {name}, which is not given; "
-                    f"Llama 3.1 has {example}"
-                )
-            if name not in read and value is not None:
-                raise InputError(
-                    f"{name}={value!r} has no effect with rope_scaling={self.rope_scaling!r}; "
-                    "leave it out, or choose a rope_scaling that reads it"
-                )
-        if "rope_factor" in read:
-            at_least(self, 1.0, "rope_factor")
-        if "rope_original_length" in read:
-            whole(self, "rope_original_length")
-            above_zero(self, "rope_low_frequency", "rope_high_frequency")
-            low, high = number(self, "rope_low_frequency"), number(self, "rope_high_frequency")
-            if low >= high:
-                raise InputError(
-                    f"rope_low_frequency={low} must be below rope_high_frequency={high}, as pairs "
-                    "between them are slowed down in part; exchange them"
-                )
-
-
-# The fields that are about a router, with their defaults.
-_OF_ROUTER = {
-    "router_score": "softmax",
-    "router_normalize": True,
-    "router_scale": 1.0,
-    "router_bias": False,
-    "router_groups": 1,
-    "num_shared_experts": 0,
-}

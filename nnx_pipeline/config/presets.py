@@ -4,15 +4,25 @@ The sizes are those of the published configurations (`config.json` on Hugging Fa
 mistralai/Mixtral-8x7B-v0.1, mistralai/Mixtral-8x22B-v0.1, meta-llama/Llama-2-7b-hf,
 meta-llama/Llama-3.1-8B (8,030,261,248 parameters), mistralai/Mistral-7B-v0.2 (7,241,732,096),
 Qwen/Qwen3-8B (8,190,735,360) and Qwen/Qwen3-30B-A3B-Instruct-2507 (30,532,122,624; the first
-Qwen3-30B-A3B has a rope_theta of 1e6). The numbers are the parameter counts published there.
+Qwen3-30B-A3B has a rope_theta of 1e6), deepseek-ai/DeepSeek-V2-Lite (15.7 billion, 2.4 active) and
+deepseek-ai/DeepSeek-V3 (671 billion, 37 active, without the module for multi-token prediction). The
+numbers are the parameter counts published there. DeepSeek's attention scale is that of their code:
+head_dim^-0.5 · (0.1 · mscale_all_dim · ln(factor) + 1)².
 """
 
+import math
 from dataclasses import dataclass
 
 from nnx_pipeline.config.config import Config, TrainConfig
 from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.config.pipeline import PipelineConfig
 from nnx_pipeline.errors import InputError, nearest
+
+
+def _yarn_scale(head_dim: int, factor: float, all_dim: float) -> float:
+    """DeepSeek's attention scale: head_dim^-0.5 · (0.1 · mscale_all_dim · ln(factor) + 1)²."""
+    return head_dim**-0.5 * (0.1 * all_dim * math.log(factor) + 1.0) ** 2
+
 
 PRESETS: dict[str, Config] = {
     "tiny": Config(
@@ -153,6 +163,99 @@ PRESETS: dict[str, Config] = {
         ),
         train=TrainConfig(global_batch=64, sequence_length=4096, loss_chunks=32),
     ),
+    "deepseek-small": Config(
+        model=ModelConfig(
+            vocab_size=32_000,
+            embed_dim=512,
+            mlp_dim=512,
+            num_layers=9,
+            num_dense_layers=1,
+            dense_mlp_dim=1024,
+            num_heads=8,
+            num_kv_heads=8,
+            head_dim=96,
+            kv_lora_rank=64,
+            q_lora_rank=128,
+            rope_head_dim=32,
+            value_head_dim=64,
+            num_experts=16,
+            num_experts_per_token=4,
+            num_shared_experts=1,
+            router_score="sigmoid",
+            router_scale=2.5,
+            router_bias=True,
+            norm_epsilon=1e-6,
+            rope_theta=1e4,
+            rope_interleaved=True,
+            attention_scale=96**-0.5,
+        ),
+        train=TrainConfig(global_batch=16, sequence_length=1024),
+    ),
+    "deepseek-v2-lite": Config(
+        model=ModelConfig(
+            vocab_size=102_400,
+            embed_dim=2048,
+            mlp_dim=1408,
+            num_layers=27,
+            num_dense_layers=1,
+            dense_mlp_dim=10_944,
+            num_heads=16,
+            num_kv_heads=16,
+            head_dim=192,
+            kv_lora_rank=512,
+            rope_head_dim=64,
+            value_head_dim=128,
+            num_experts=64,
+            num_experts_per_token=6,
+            num_shared_experts=2,
+            router_normalize=False,
+            norm_epsilon=1e-6,
+            rope_theta=1e4,
+            rope_interleaved=True,
+            rope_scaling="yarn",
+            rope_factor=40.0,
+            rope_original_length=4096,
+            rope_low_frequency=1.0,
+            rope_high_frequency=32.0,
+            attention_scale=_yarn_scale(192, 40.0, 0.707),
+        ),
+        train=TrainConfig(global_batch=64, sequence_length=4096, loss_chunks=32),
+    ),
+    "deepseek-v3": Config(
+        model=ModelConfig(
+            vocab_size=129_280,
+            embed_dim=7168,
+            mlp_dim=2048,
+            num_layers=61,
+            num_dense_layers=3,
+            dense_mlp_dim=18_432,
+            num_heads=128,
+            num_kv_heads=128,
+            head_dim=192,
+            kv_lora_rank=512,
+            q_lora_rank=1536,
+            rope_head_dim=64,
+            value_head_dim=128,
+            num_experts=256,
+            num_experts_per_token=8,
+            num_shared_experts=1,
+            router_score="sigmoid",
+            router_scale=2.5,
+            router_bias=True,
+            router_groups=8,
+            router_groups_per_token=4,
+            norm_epsilon=1e-6,
+            rope_theta=1e4,
+            rope_interleaved=True,
+            rope_scaling="yarn",
+            rope_factor=40.0,
+            rope_original_length=4096,
+            rope_low_frequency=1.0,
+            rope_high_frequency=32.0,
+            attention_scale=_yarn_scale(192, 40.0, 1.0),
+        ),
+        train=TrainConfig(global_batch=64, sequence_length=4096, loss_chunks=32),
+    ),
 }
 
 
@@ -182,18 +285,35 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
 
     A test holds it equal to the size of the real parameter tree.
     """
-    attention = 2 * model.embed_dim * model.head_dim * (model.num_heads + model.num_kv_heads)
     expert = 3 * model.embed_dim * model.mlp_dim
     router = model.embed_dim * model.num_experts if model.num_experts > 1 else 0
     router += model.num_experts if model.router_bias else 0
-    norms = 2 * model.embed_dim + (2 * model.head_dim if model.qk_norm else 0)
-    shared = attention + router + model.num_shared_experts * expert + norms
+    attention = _attention(model)
+    shared = attention + router + model.num_shared_experts * expert
+    dense = model.num_dense_layers * (attention + 3 * model.embed_dim * (model.dense_mlp_dim or 0))
     tables = 1 if model.tied_embeddings else 2
     outside = tables * model.vocab_size * model.embed_dim + model.embed_dim
 
     def with_experts(experts: int) -> int:
-        return outside + model.num_layers * (shared + experts * expert)
+        return outside + dense + model.num_pipeline_layers * (shared + experts * expert)
 
     return ParameterCount(
         with_experts(model.num_experts), with_experts(model.num_experts_per_token)
     )
+
+
+def _attention(model: ModelConfig) -> int:
+    """The parameters of the attention of a layer, and of the layer's norms."""
+    norms = 2 * model.embed_dim + (2 * model.head_dim if model.qk_norm else 0)
+    if model.kv_lora_rank is None:
+        heads = 2 * (model.num_heads + model.num_kv_heads)
+        return heads * model.embed_dim * model.head_dim + norms
+    rank, value_dim = model.kv_lora_rank, model.value_head_dim or 0
+    source, query = model.embed_dim, 0
+    if model.q_lora_rank is not None:
+        source, query = model.q_lora_rank, model.embed_dim * model.q_lora_rank + model.q_lora_rank
+    query += source * model.num_heads * model.head_dim
+    plain = model.head_dim - model.rope_dim
+    keys = model.embed_dim * (rank + model.rope_dim) + rank
+    keys += rank * model.num_heads * (plain + value_dim)
+    return query + keys + model.num_heads * value_dim * model.embed_dim + norms

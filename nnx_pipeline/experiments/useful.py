@@ -39,12 +39,35 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     """
     window = min(model.sliding_window or sequence_length, sequence_length)
     keys = window - window**2 / (2 * sequence_length)  # the first tokens have fewer
-    projections = 2 * model.embed_dim * model.head_dim * (model.num_heads + model.num_kv_heads) * 2
-    attention = 2 * 2 * keys * model.num_heads * model.head_dim
+    attention = _projections(model) + 2 * keys * model.num_heads * _scores_and_values(model)
     active = model.num_experts_per_token + model.num_shared_experts
     experts = active * 3 * 2 * model.embed_dim * model.mlp_dim
     router = 2 * model.embed_dim * model.num_experts if model.num_experts > 1 else 0
-    return model.num_layers * (projections + attention + experts + router) + _head(model)
+    dense = model.num_dense_layers * 3 * 2 * model.embed_dim * (model.dense_mlp_dim or 0)
+    routed = model.num_pipeline_layers * (experts + router)
+    return model.num_layers * attention + routed + dense + _head(model)
+
+
+def _projections(model: ModelConfig) -> int:
+    """Operations of the projections of one layer's attention for one token."""
+    if model.kv_lora_rank is None:
+        heads = 2 * (model.num_heads + model.num_kv_heads)
+        return 2 * heads * model.embed_dim * model.head_dim
+    rank, value_dim = model.kv_lora_rank, model.value_head_dim or 0
+    source = model.q_lora_rank or model.embed_dim
+    sizes = (
+        model.embed_dim * (model.q_lora_rank or 0),
+        source * model.num_heads * model.head_dim,
+        model.embed_dim * (rank + model.rope_dim),
+        rank * model.num_heads * (model.head_dim - model.rope_dim + value_dim),
+        model.num_heads * value_dim * model.embed_dim,
+    )
+    return 2 * sum(sizes)
+
+
+def _scores_and_values(model: ModelConfig) -> int:
+    """The width of a key and that of a value, which each query and key multiply once."""
+    return model.head_dim + (model.value_head_dim or model.head_dim)
 
 
 def _head(model: ModelConfig) -> float:

@@ -3,6 +3,7 @@
 from nnx_pipeline.modules.attention import Attention
 from nnx_pipeline.modules.decoder_layer import DecoderLayer
 from nnx_pipeline.modules.embedding import Embed
+from nnx_pipeline.modules.latent_attention import LatentAttention
 from nnx_pipeline.modules.mlp import MLP
 from nnx_pipeline.modules.moe import RoutedMoE
 from nnx_pipeline.modules.norm import RMSNorm
@@ -13,6 +14,7 @@ __all__ = [
     "Attention",
     "DecoderLayer",
     "Embed",
+    "LatentAttention",
     "Parts",
     "RMSNorm",
     "RoutedMoE",

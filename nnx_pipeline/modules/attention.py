@@ -8,11 +8,25 @@ from jaxtyping import Array
 from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.modules.norm import RMSNorm
 from nnx_pipeline.modules.parts import Parts
-from nnx_pipeline.ops.attention import Options
-from nnx_pipeline.ops.fast_attention.kernels import KERNELS
+from nnx_pipeline.ops.attention import Mask, Options, allowed
+from nnx_pipeline.ops.fast_attention.kernels import KERNELS, Kernel
 from nnx_pipeline.ops.rotary import rotary_of
 from nnx_pipeline.ops.self_attention import Projections, QueryKey, self_attention
 from nnx_pipeline.sharding import Layout, parameter
+
+
+def kernel_of(config: ModelConfig, mask: Mask = allowed) -> Kernel:
+    """What computes the heads of a model from query, key and value, with the model's options.
+
+    - `mask`: which keys a query may read.
+    """
+    options = Options(
+        scale=config.attention_scale,
+        mask=mask,
+        window=config.sliding_window,
+        block=config.attention_block,
+    )
+    return functools.partial(KERNELS[config.attention], options=options)
 
 
 class Attention(nnx.Module):
@@ -81,15 +95,7 @@ class Attention(nnx.Module):
             Projections(self.query[...], self.key[...], self.value[...], self.out[...]),
             positions=positions,
             segment_ids=segment_ids,
-            kernel=functools.partial(
-                KERNELS[config.attention],
-                options=Options(
-                    scale=config.attention_scale,
-                    mask=self.mask,
-                    window=config.sliding_window,
-                    block=config.attention_block,
-                ),
-            ),
+            kernel=kernel_of(config, self.mask),
             query_key=QueryKey(rotary_of(config), self.query_norm, self.key_norm),
             layout=self.layout,
         )

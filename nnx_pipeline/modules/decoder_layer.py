@@ -1,10 +1,11 @@
-"""One decoder layer of Mixtral, or of Llama when there is one expert."""
+"""One decoder layer of Mixtral or DeepSeek, or of Llama when there is one expert."""
 
 from flax import nnx
 from jaxtyping import Array
 
 from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.modules.attention import Attention
+from nnx_pipeline.modules.latent_attention import LatentAttention
 from nnx_pipeline.modules.mlp import MLP
 from nnx_pipeline.modules.moe import RoutedMoE
 from nnx_pipeline.modules.norm import RMSNorm
@@ -39,7 +40,8 @@ class DecoderLayer(nnx.Module):
         self.layout, self.dropout_rate = layout, config.dropout_rate
         self.constrain = parts.constrain
         self.attention_norm = RMSNorm(config, rngs=rngs, layout=layout, parts=parts)
-        self.attention = Attention(config, rngs=rngs, layout=layout, parts=parts)
+        attention = Attention if config.kv_lora_rank is None else LatentAttention
+        self.attention = attention(config, rngs=rngs, layout=layout, parts=parts)
         self.feed_forward_norm = RMSNorm(config, rngs=rngs, layout=layout, parts=parts)
         self.feed_forward: MLP | RoutedMoE
         if config.num_experts > 1:

@@ -15,14 +15,19 @@ class MLP(nnx.Module):
 
     - `rngs`: its `params` stream gives the initial values.
     - `layout`: which mesh axes each logical axis is sharded over.
-    - `times`: how many times `config.mlp_dim` hidden units it has.
+    - `width`: its number of hidden units; None for `config.mlp_dim`.
     """
 
     def __init__(
-        self, config: ModelConfig, *, rngs: nnx.Rngs, layout: Layout = Layout(), times: int = 1
+        self,
+        config: ModelConfig,
+        *,
+        rngs: nnx.Rngs,
+        layout: Layout = Layout(),
+        width: int | None = None,
     ) -> None:
         self.layout = layout
-        width = times * config.mlp_dim
+        width = config.mlp_dim if width is None else width
         into, out_of = (config.embed_dim, width), (width, config.embed_dim)
         dtype = config.param_dtype
         self.gate = parameter(rngs, FAN_IN, into, dtype, ("embed", "mlp"), layout)

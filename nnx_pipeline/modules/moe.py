@@ -65,9 +65,12 @@ class RoutedMoE(nnx.Module):
             start = initial_value(
                 rngs.params(), nnx.initializers.zeros, (experts,), "float32", layout.spec(None)
             )
-            self.router_bias = SelectionBias(start, logical_axes=(None,))
+            kind = nnx.Param if config.router_bias_in_weights else SelectionBias
+            self.router_bias = kind(start, logical_axes=(None,))
         if config.num_shared_experts:
-            self.shared = MLP(config, rngs=rngs, layout=layout, times=config.num_shared_experts)
+            self.shared = MLP(
+                config, rngs=rngs, layout=layout, width=config.num_shared_experts * mlp
+            )
 
     def __call__(self, x: Array) -> tuple[Array, Usage]:
         """`[batch, seq, embed]` to the same, and the usage of the experts by each sequence."""

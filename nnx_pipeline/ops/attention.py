@@ -95,18 +95,18 @@ class Options:
 def dot_product_attention(
     query: Float[Array, "batch seq heads head_dim"],
     key: Float[Array, "batch seq kv_heads head_dim"],
-    value: Float[Array, "batch seq kv_heads head_dim"],
+    value: Float[Array, "batch seq kv_heads value_dim"],
     segment_ids: Int[Array, "batch seq"] | None = None,
     *,
     grouped: jax.sharding.PartitionSpec,
     options: Options = Options(),
-) -> Float[Array, "batch seq heads head_dim"]:
+) -> Float[Array, "batch seq heads value_dim"]:
     """softmax(scale · query · keyᵀ, masked) · value, for one block of queries after the other.
 
     The scores of one block exist at a time, and only those of keys up to the block's last query.
 
     - `query`, `key`, `value`: the projected heads; query head n reads key-value head
-      n // (heads / kv_heads).
+      n // (heads / kv_heads). Values may have another width than queries and keys.
     - `segment_ids`: see `allowed`.
     - `grouped`: sharding of the query as `[batch, seq, kv_heads, heads / kv_heads, head_dim]`.
     - `options`: its `block` is how many queries of a sequence are computed at a time; None for

@@ -13,15 +13,16 @@ from nnx_pipeline.config.model import ModelConfig
 def timescales(config: ModelConfig) -> Float[Array, "half"]:
     """How many positions each pair of a head takes to turn by one radian, in float32.
 
-    - `config`: its fields `rope_…` and `head_dim`.
+    - `config`: its fields `rope_…`, and `head_dim` where the whole head is rotated.
 
-    Pair i takes theta^(2i / head_dim). `rope_scaling` multiplies that by up to `rope_factor`:
-    `linear` in full (Chen et al., 2023), and `llama3` by how often the pair turns in the original
-    length, as in the reference implementation of Llama 3.1. There the frequency of a pair between
-    the two limits is the mean of the slowed and the original one, weighted by where between them
-    its number of turns lies.
+    Of d rotated numbers pair i takes theta^(2i / d). `rope_scaling` multiplies that by up to
+    `rope_factor`: `linear` in full (Chen et al., 2023), `llama3` by how often the pair turns in the
+    original length, as in the reference implementation of Llama 3.1. There the frequency of a pair
+    between the two limits is the mean of the slowed and the original one, weighted by where between
+    them its number of turns lies. `yarn` (Peng et al., 2023, section 3.2) takes this mean by where
+    its number i lies between those of the pairs at the limits, rounded outwards.
     """
-    half = config.head_dim // 2
+    half = config.rope_dim // 2
     plain = config.rope_theta ** (jnp.arange(half, dtype=jnp.float32) / half)
     if config.rope_scaling is None:
         return plain
@@ -29,9 +30,27 @@ def timescales(config: ModelConfig) -> Float[Array, "half"]:
     if config.rope_scaling == "linear":
         return slowed
     length, low, high = config.rope_limits
-    turns = length / (2 * math.pi * plain)
-    kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+    if config.rope_scaling == "yarn":
+        kept = 1.0 - _slowed_share(config)
+    else:
+        turns = length / (2 * math.pi * plain)
+        kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
     return 1.0 / ((1.0 - kept) / slowed + kept / plain)
+
+
+def _slowed_share(config: ModelConfig) -> Float[Array, "half"]:
+    """By how much of the whole `yarn` slows each pair down, from 0 to 1."""
+    length, low, high = config.rope_limits
+
+    def pair_with(turns: float) -> float:
+        """The number, with a fraction, of the pair that turns so often in the original length."""
+        turned = math.log(length / (2 * math.pi * turns))
+        return config.rope_dim * turned / (2 * math.log(config.rope_theta))
+
+    first = max(math.floor(pair_with(high)), 0)
+    last = min(math.ceil(pair_with(low)), config.rope_dim - 1)
+    width = max(last - first, 0.001)  # where both are one pair, all after it are slowed in full
+    return jnp.clip((jnp.arange(config.rope_dim // 2) - first) / width, 0.0, 1.0)
 
 
 def rotate(

@@ -21,6 +21,7 @@ class Routing:
     - `scale`: multiplies the weights.
     - `groups`: into how many groups of consecutive experts these are divided.
     - `groups_per_token`: from how many of the groups the experts of a token are chosen.
+    - `weighs_bias`: whether the weights contain the bias of the chosen experts too.
     """
 
     chosen: int
@@ -29,6 +30,7 @@ class Routing:
     scale: float = 1.0
     groups: int = 1
     groups_per_token: int = 1
+    weighs_bias: bool = False
 
     @classmethod
     def of(cls, config: ModelConfig) -> "Routing":
@@ -40,6 +42,7 @@ class Routing:
             config.router_scale,
             config.router_groups,
             config.router_groups_per_token,
+            config.router_bias_in_weights,
         )
 
 
@@ -52,7 +55,8 @@ def route(
 
     - `logits`: the router's output for every expert.
     - `routing`: how experts are chosen, and what weights they get.
-    - `bias`: added to the scores by which experts are chosen; it has no gradient.
+    - `bias`: added to the scores by which experts are chosen; it has no gradient, unless
+      `routing.weighs_bias`: then the weights are made of the same sums.
 
     A token goes to the experts with its largest scores, after the bias and within its best groups,
     see `choose`. Weights are computed in float32 and cast back to the dtype of the logits:
@@ -73,12 +77,14 @@ def route(
         scores = jax.nn.sigmoid(wide) if sigmoid else jax.nn.softmax(wide, axis=-1)
         experts = choose(jax.lax.stop_gradient(scores), routing, bias)
         takes = jax.nn.one_hot(experts, logits.shape[-1], dtype=jnp.float32)
-        top = jnp.sum(takes * wide[..., None, :], axis=-1)
-    if routing.score == "sigmoid":
+        kept = scores + bias if bias is not None and routing.weighs_bias else wide
+        top = jnp.sum(takes * kept[..., None, :], axis=-1)
+    if routing.weighs_bias:
+        weights = _shares(top) if routing.normalize else top
+    elif routing.score == "sigmoid":
         weights = jax.nn.sigmoid(top)
         if routing.normalize:
-            # As DeepSeek-V3 does: the sum may underflow to 0 where every sigmoid does.
-            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+            weights = _shares(weights)
     elif routing.normalize:
         weights = jax.nn.softmax(top, axis=-1)
     else:
@@ -87,6 +93,11 @@ def route(
     if routing.scale != 1.0:
         weights = weights * routing.scale
     return weights.astype(logits.dtype), experts
+
+
+def _shares(weights: Float[Array, "*batch chosen"]) -> Float[Array, "*batch chosen"]:
+    """The weights divided by their sum, which may underflow to 0 where every sigmoid does."""
+    return weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
 
 
 def choose(

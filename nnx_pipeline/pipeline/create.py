@@ -24,7 +24,8 @@ def create_pipeline(
 ) -> CircularPipeline:
     """Creates a `Pipeline`, or a `CircularPipeline` if the config has more than one repeat.
 
-    - `config`: of the whole model. It gives the number of layers, the dtypes, how gradients are
+    - `config`: of the whole model. It gives the number of layers, without those that run before
+      the pipeline (`num_dense_layers`), the dtypes, how gradients are
       sharded and the settings of `pipeline`.
     - `layers`: makes one layer, as for `CircularPipeline`.
     - `mesh`: the mesh on which parameters are created; None for the mesh of `jax.set_mesh`. Call
@@ -36,7 +37,7 @@ def create_pipeline(
         return kind(
             config.pipeline,
             layers,
-            num_layers=config.model.num_layers,
+            num_layers=config.model.num_pipeline_layers,
             rngs=rngs,
             layout=layout,
             weights=weight_options(config),

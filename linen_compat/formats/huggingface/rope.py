@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nnx_pipeline import InputError, ModelConfig
-from nnx_pipeline.config.model import ROPE_SCALINGS
+from nnx_pipeline.config.model_rules import ROPE_SCALINGS
 
 # The entries of a rope dictionary besides its type and its base, and their fields.
 _FIELDS = {

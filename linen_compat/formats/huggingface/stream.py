@@ -41,7 +41,8 @@ from linen_compat.formats.streams import (
     scaled,
 )
 from nnx_pipeline import Config, InputError
-from nnx_pipeline.config.model import ROPE_SCALINGS, ModelConfig
+from nnx_pipeline.config.model import ModelConfig
+from nnx_pipeline.config.model_rules import ROPE_SCALINGS
 
 # What a model computes depends on these. A `config.json` that contradicts its own tensors is of no
 # use to transformers either.

@@ -114,6 +114,12 @@ def _unknown(config: Config, mesh: MeshConfig) -> tuple[str, ...]:
         f"what model.experts={model.experts} holds is not counted": (
             model.num_experts > 1 and model.experts != "dense"
         ),
+        f"what model.num_dense_layers={model.num_dense_layers} hold is not counted": (
+            model.num_dense_layers > 0
+        ),
+        f"the latent vectors of model.kv_lora_rank={model.kv_lora_rank} are not counted": (
+            model.kv_lora_rank is not None
+        ),
         f"what model.num_shared_experts={model.num_shared_experts} hold is not counted": (
             model.num_shared_experts > 0
         ),

@@ -22,7 +22,11 @@ from nnx_pipeline.sharding import Layout
 from nnx_pipeline.train import Batch, TrainState, abstract_batch, abstract_state
 
 FULL_WIDTH = 4  # bytes of a float32
-GATHERED = ("embed", "embed_of_expert")  # logical axes over which a product needs a weight whole
+GATHERED = (
+    "embed",
+    "embed_of_expert",
+    "latent",
+)  # logical axes over which a product needs a weight whole
 
 
 @dataclass(frozen=True)

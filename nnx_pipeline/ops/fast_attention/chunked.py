@@ -5,7 +5,8 @@ The softmax over the keys of a query is made up from tile to tile, by the larges
 "FlashAttention"). All functions are of what one device holds, in grouped heads:
 
 - queries and results `[batch, seq, kv_heads, queries per key, head_dim]`,
-- keys and values `[batch, seq, kv_heads, head_dim]`,
+- keys and values `[batch, seq, kv_heads, head_dim]`, where values and results may have a width of
+  their own,
 - scores `[batch, kv_heads, queries, queries per key, keys]`.
 """
 
@@ -54,9 +55,9 @@ def attend_by_tiles(
     tiling: Tiling,
     query: Float[Array, "batch seq kv_heads queries_per_key head_dim"],
     key: Float[Array, "batch seq kv_heads head_dim"],
-    value: Float[Array, "batch seq kv_heads head_dim"],
+    value: Float[Array, "batch seq kv_heads value_dim"],
     segment_ids: Int[Array, "batch seq"] | None = None,
-) -> Float[Array, "batch seq kv_heads queries_per_key head_dim"]:
+) -> Float[Array, "batch seq kv_heads queries_per_key value_dim"]:
     """softmax(query · keyᵀ, masked) · value, of which one tile of scores exists at a time.
 
     - `tiling`: the mask, and the size of a tile.
@@ -95,8 +96,9 @@ def _attend_forward(
     tiling: Tiling, query: Array, key: Array, value: Array, segment_ids: Array | None
 ) -> tuple[Array, Any]:
     block = tiling.block
-    batch, length, kv_heads, queries, head_dim = query.shape
+    batch, length, kv_heads, queries, _ = query.shape
     per_query = (batch, kv_heads, block, queries, 1)
+    value_dim = value.shape[-1]
 
     def one_tile(carry: Carry, tile: Array) -> tuple[Carry, None]:
         mixed, normaliser, total, largest, share = carry
@@ -119,9 +121,9 @@ def _attend_forward(
         return (mixed, normaliser, total, new, share), None
 
     carry: Carry = (
-        jnp.zeros(query.shape, query.dtype),
+        jnp.zeros((*query.shape[:-1], value_dim), query.dtype),
         jnp.zeros((batch, kv_heads, length, queries, 1), jnp.float32),
-        jnp.zeros((*per_query[:-1], head_dim), jnp.float32),
+        jnp.zeros((*per_query[:-1], value_dim), jnp.float32),
         jnp.full(per_query, MASKED, jnp.float32),
         jnp.zeros(per_query, jnp.float32),
     )

@@ -52,18 +52,24 @@ class CuDNN:
         return mixed.reshape(query.shape)
 
 
-def check(head_dim: int, dtype: jax.typing.DTypeLike, *, packed: bool) -> None:
+def check(head_dims: tuple[int, int], dtype: jax.typing.DTypeLike, *, packed: bool) -> None:
     """Raises InputError if cuDNN is not installed, or cannot compute attention of these arrays.
 
-    - `head_dim`: width of a head.
+    - `head_dims`: width of a query or key head, and of a value head.
     - `dtype`: of queries, keys and values.
     - `packed`: whether there are segment ids.
     """
-    name, reason = jax.numpy.dtype(dtype).name, None
+    (head_dim, value_dim), reason = head_dims, None
+    name = jax.numpy.dtype(dtype).name
     if packed:
         reason = "it gets no segment ids here; give batches without segment_ids"
     elif name not in DTYPES:
         reason = f"model.dtype={name} is no dtype of it; take bfloat16 or float16"
+    elif head_dim != value_dim:
+        reason = (
+            f"query heads of {head_dim} and value heads of {value_dim}, as of multi-head latent "
+            "attention, are not given to it; take heads of one width"
+        )
     elif head_dim % 8 or head_dim > WIDEST:
         reason = f"model.head_dim={head_dim} is not a multiple of 8 up to {WIDEST}; change it"
     elif not _is_installed():

@@ -34,6 +34,8 @@ REFUSAL = (
 
 Heads = Float[Array, "batch seq heads head_dim"]
 KeyHeads = Float[Array, "batch seq kv_heads head_dim"]
+ValueHeads = Float[Array, "batch seq kv_heads value_dim"]
+Mixed = Float[Array, "batch seq heads value_dim"]
 Segments = Int[Array, "batch seq"] | None
 # (query, key, value, segment ids, *, grouped, options) to the output of the heads
 Kernel = Callable[..., Array]
@@ -42,12 +44,12 @@ Kernel = Callable[..., Array]
 def chunked_attention(
     query: Heads,
     key: KeyHeads,
-    value: KeyHeads,
+    value: ValueHeads,
     segment_ids: Segments = None,
     *,
     grouped: P,
     options: Options = Options(),
-) -> Heads:
+) -> Mixed:
     """`dot_product_attention` in memory that is linear in the sequence, on every platform.
 
     - `options`: its `block` is how many queries and keys a tile of scores has; None for `TILE`. The
@@ -67,12 +69,12 @@ def chunked_attention(
 def flash_attention(
     query: Heads,
     key: KeyHeads,
-    value: KeyHeads,
+    value: ValueHeads,
     segment_ids: Segments = None,
     *,
     grouped: P,
     options: Options = Options(),
-) -> Heads:
+) -> Mixed:
     """`dot_product_attention` by the platform's kernel: splash on a TPU, cuDNN on an NVIDIA GPU.
 
     - `options`: its `mask` has to be `allowed`, which kernels compute themselves, and its `block`
@@ -98,13 +100,13 @@ def flash_attention(
         masks, structure = own.masks(query.shape[1], query.shape[2] // key.shape[2])
         kernel = functools.partial(own.attend, structure)
     else:
-        cudnn.check(query.shape[3], query.dtype, packed=segment_ids is not None)
+        cudnn.check((query.shape[3], value.shape[3]), query.dtype, packed=segment_ids is not None)
         kernel = cudnn.CuDNN(options.window)
     query = in_groups(query, key.shape[2], scale=options.scale, grouped=grouped)
     return _on_devices(kernel, (query, key, value, segment_ids), grouped, masks)
 
 
-def auto_attention(query: Heads, key: KeyHeads, value: KeyHeads, *rest: Any, **how: Any) -> Heads:
+def auto_attention(query: Heads, key: KeyHeads, value: ValueHeads, *rest: Any, **how: Any) -> Mixed:
     """Attention as `chosen` says for these arrays; the arguments are those of the others."""
     kind = chosen("auto", query.shape[1], query.dtype)
     return KERNELS[kind](query, key, value, *rest, **how)

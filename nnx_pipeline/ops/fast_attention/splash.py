@@ -13,9 +13,10 @@ from nnx_pipeline.ops.fast_attention.chunked import tiles_needed
 
 LANES = 128  # a block of keys is a multiple of what a TPU's vector unit reads at a time
 BLOCKS = (512, 384, 256, LANES)  # of queries and of keys; the first that divides the sequence
-# Matrix products per tile of scores: scores and results; scores, gradient of the weights and the
-# gradients of keys and values; scores, gradient of the weights and the gradient of queries.
-PRODUCTS = {"splash_mqa_fwd": 2, "splash_mqa_dkv": 4, "splash_mqa_dq": 3}
+# Matrix products per tile of scores, over the width of keys and over that of values: scores, and
+# results; scores and gradient of keys, and gradients of weights and values; scores and gradient of
+# queries, and gradient of weights.
+PRODUCTS = {"splash_mqa_fwd": (1, 1), "splash_mqa_dkv": (2, 2), "splash_mqa_dq": (2, 1)}
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,9 @@ class Splash:
         structure: Any,
         query: Float[Array, "batch seq kv_heads queries_per_key head_dim"],
         key: Float[Array, "batch seq kv_heads head_dim"],
-        value: Float[Array, "batch seq kv_heads head_dim"],
+        value: Float[Array, "batch seq kv_heads value_dim"],
         *rest: Array,
-    ) -> Float[Array, "batch seq kv_heads queries_per_key head_dim"]:
+    ) -> Float[Array, "batch seq kv_heads queries_per_key value_dim"]:
         """softmax(query · keyᵀ, masked) · value, with the kernel's own derivative.
 
         - `structure`: of `masks`.
@@ -104,7 +105,7 @@ class Splash:
             segments = None if ids is None else splash.SegmentIds(ids, ids)
             return jax.vmap(functools.partial(kernel, segment_ids=segments))(query, key, value)
 
-        with set_xla_metadata(**self.stated(query)):
+        with set_xla_metadata(**self.stated(query, value)):
             mixed = jax.vmap(one_row)(
                 query.transpose(0, 2, 3, 1, 4),
                 key.swapaxes(1, 2),
@@ -113,7 +114,7 @@ class Splash:
             )
         return mixed.transpose(0, 3, 1, 2, 4)
 
-    def stated(self, query: Array) -> dict[str, str]:
+    def stated(self, query: Array, value: Array) -> dict[str, str]:
         """What each kernel says of its cost, by its name: it says nothing itself.
 
         A tile counts in full, also where the mask leaves a part of it out.
@@ -121,12 +122,14 @@ class Splash:
         batch, length, kv_heads, queries, head_dim = query.shape
         block = _block(length)
         tiles = batch * kv_heads * queries * len(tiles_needed(length, block, self.window))
-        flops = 2 * tiles * block**2 * head_dim
+        value_dim = value.shape[-1]
         # Each tile reads its keys and values; all else is read or written about once per query.
-        size = 2 * query.dtype.itemsize * (tiles * block * head_dim + query.size)
+        per_tile = tiles * block * (head_dim + value_dim)
+        size = query.dtype.itemsize * (per_tile + query.size // head_dim * (head_dim + value_dim))
         return {
-            name: f"flops={products * flops} bytes_accessed={size}"
-            for name, products in PRODUCTS.items()
+            name: f"flops={2 * tiles * block**2 * (of_key * head_dim + of_value * value_dim)} "
+            f"bytes_accessed={size}"
+            for name, (of_key, of_value) in PRODUCTS.items()
         }
 
 

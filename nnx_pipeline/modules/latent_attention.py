@@ -1,0 +1,92 @@
+"""Multi-head latent attention, as DeepSeek has it."""
+
+import functools
+
+from flax import nnx
+from jaxtyping import Array
+
+from nnx_pipeline.config.model import ModelConfig
+from nnx_pipeline.modules.attention import kernel_of
+from nnx_pipeline.modules.norm import RMSNorm
+from nnx_pipeline.modules.parts import Parts
+from nnx_pipeline.ops.latent_attention import Latent, LatentProjections, latent_attention
+from nnx_pipeline.ops.rotary import rotary_of
+from nnx_pipeline.sharding import Layout, parameter
+
+
+class LatentAttention(nnx.Module):
+    """Self-attention through latent vectors, from `[batch, seq, embed]` to the same, no biases.
+
+    - `rngs`: its `params` stream gives the initial values.
+    - `layout`: which mesh axes each logical axis is sharded over.
+    - `parts`: functions that an experiment may replace.
+
+    As in `Attention`, the initial values of the query kernel are divided by sqrt(head_dim) ·
+    attention_scale.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        rngs: nnx.Rngs,
+        layout: Layout = Layout(),
+        parts: Parts = Parts(),
+    ) -> None:
+        assert config.kv_lora_rank is not None, "the config has checked it"
+        assert config.value_head_dim is not None, "the config has checked it"
+        self.config, self.layout, self.mask = config, layout, parts.mask
+        embed, heads, head_dim = config.embed_dim, config.num_heads, config.head_dim
+        rank, value_dim = config.kv_lora_rank, config.value_head_dim
+        down = nnx.initializers.lecun_normal()
+        up = nnx.initializers.lecun_normal(in_axis=0, out_axis=(1, 2))
+        back = nnx.initializers.lecun_normal(in_axis=(0, 1), out_axis=2)
+        gain = head_dim**-0.5 / config.attention_scale
+        kernel = functools.partial(parameter, rngs, dtype=config.param_dtype, layout=layout)
+        norm = functools.partial(RMSNorm, config, rngs=rngs, layout=layout, parts=parts)
+
+        def query_init(*args: object, **kwargs: object) -> Array:
+            return up(*args, **kwargs) * gain  # type: ignore[arg-type]
+
+        source, of_query = embed, ("embed", "heads", "head_dim")
+        if config.q_lora_rank is not None:
+            source, of_query = config.q_lora_rank, ("latent", "heads", "head_dim")
+            self.query_down = kernel(down, shape=(embed, source), logical_axes=("embed", None))
+            self.query_norm = norm(width=(source, "norm"))
+        self.query = kernel(query_init, shape=(source, heads, head_dim), logical_axes=of_query)
+        self.kv_down = kernel(
+            down, shape=(embed, rank + config.rope_dim), logical_axes=("embed", None)
+        )
+        self.kv_norm = norm(width=(rank, "norm"))
+        self.kv_up = kernel(
+            up,
+            shape=(rank, heads, head_dim - config.rope_dim + value_dim),
+            logical_axes=("latent", "heads", "head_dim"),
+        )
+        self.out = kernel(
+            back, shape=(heads, value_dim, embed), logical_axes=("heads", "head_dim", "embed")
+        )
+
+    def __call__(
+        self, x: Array, *, positions: Array | None = None, segment_ids: Array | None = None
+    ) -> Array:
+        """The output of the attention for one batch.
+
+        - `x`: `[batch, seq, embed]`.
+        - `positions`: `[batch, seq]` integers; None counts from 0.
+        - `segment_ids`: `[batch, seq]` integers; None for one segment per row.
+        """
+        config = self.config
+        is_latent = config.q_lora_rank is not None
+        down = self.query_down[...] if is_latent else None
+        query_norm = self.query_norm if is_latent else None
+        return latent_attention(
+            x,
+            LatentProjections(
+                down, self.query[...], self.kv_down[...], self.kv_up[...], self.out[...]
+            ),
+            places=(positions, segment_ids),
+            kernel=kernel_of(config, self.mask),
+            latent=Latent(rotary_of(config), config.rope_dim, query_norm, self.kv_norm),
+            layout=self.layout,
+        )

@@ -1,0 +1,124 @@
+"""Layers that run before a pipeline, on all of its devices, such as dense ones before experts."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from nnx_pipeline.pipeline.layers import MakeLayer
+from nnx_pipeline.pipeline.stack import Stack
+from nnx_pipeline.pipeline.stage.layers import LayersInTurn, Side, call_layer
+from nnx_pipeline.remat import Remat
+from nnx_pipeline.sharding import Layout, P, mesh_sizes, out_sharding, place, portable_key
+
+
+@dataclass(frozen=True)
+class EarlyLayers:
+    """Runs layers before those of a pipeline, on all devices at once.
+
+    Before the pipeline a batch is spread over the stages, each of which has some of its
+    microbatches. These layers work on it where it lies, on one microbatch of each stage at a time,
+    with weights that every stage has. What 1F1B puts into its loop is one microbatch, for which all
+    stages compute the same.
+
+    - `number`: how many there are.
+    - `first`: the number by which the first one makes its dropout keys; no layer of the pipeline
+      has this number or a later one.
+    - `layout`: that of activations and weights, without copies.
+    - `copied`: that of the activations of the pipeline, with an axis of copies where it has one.
+    - `remat`: what is kept of each layer for the backward pass.
+    """
+
+    number: int
+    first: int
+    layout: Layout
+    copied: Layout
+    remat: Remat
+
+    def make(self, layer: MakeLayer, rngs: nnx.Rngs) -> Any:
+        """One module with all layers, in which each variable is `[layers, …]`.
+
+        - `layer`: makes one layer from random streams; its variables have logical axes.
+        - `rngs`: its `params` stream gives each layer a key of its own.
+        """
+        keys = jax.random.split(portable_key(rngs.params()), self.number)
+        made = jax.vmap(lambda key: layer(nnx.Rngs(params=key)))(keys)
+
+        def stacked(variable: nnx.Variable) -> nnx.Variable:
+            axes = (None, *variable.get_metadata("logical_axes"))
+            found = variable.replace(place(variable.get_value(), self.layout.spec(*axes)))
+            found.set_metadata("logical_axes", axes)
+            return found
+
+        return jax.tree.map(stacked, made, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+    def __call__(self, layers: Any, x: Array, side: Side, axes: tuple[str, ...]) -> Array:
+        """All layers, one after the other, applied to a batch or to one microbatch.
+
+        - `layers`: a callable pytree of variables `[layers, …]`, as from `make`.
+        - `x`: activations, whose first axes are `axes`; the result is like it.
+        - `side`: what a layer reads beside x, with the same first axes; dropout keys as `keys`.
+        - `axes`: the logical axes in the place of the batch, as of `Batches.axes`, or without the
+          first those of one microbatch.
+        """
+        plain = tuple(axis for axis in axes if axis != "copy")
+
+        def together(leaf: Array) -> Array:
+            """The axis of copies and that of the batch as one, which is sharded as both were."""
+            if plain == axes:
+                return leaf
+            at = axes.index("copy")
+            shape = (*leaf.shape[:at], leaf.shape[at] * leaf.shape[at + 1], *leaf.shape[at + 2 :])
+            return _reshaped(leaf, shape, self._spec(self.layout, plain, len(shape)))
+
+        run = self._on_stages if plain[0] == "microbatch" else self._on_batch
+        y = run(layers, *jax.tree.map(together, (x, side)))
+        return y if plain == axes else _reshaped(y, x.shape, self._spec(self.copied, axes, x.ndim))
+
+    def _on_batch(self, layers: Any, x: Array, side: Side) -> Array:
+        """All layers applied to `[batch, …]`."""
+        stack = Stack(1, 1, self.number, self.number)
+        in_turn = LayersInTurn(self.number, 1, self.remat, in_ticks=False)
+
+        def one(x: Array, numbered: Any) -> tuple[Array, None]:
+            return call_layer((*numbered, []), x, side, stack=stack)[0], None
+
+        numbers = jnp.arange(self.first, self.first + self.number, dtype=jnp.int32)
+        return in_turn(one, ((layers, numbers),), x)[0]
+
+    def _on_stages(self, layers: Any, x: Array, side: Side) -> Array:
+        """All layers applied to `[microbatches, batch, …]`, of which each stage has its own."""
+        stages = self.layout.size("microbatch")
+        name = "stage" if stages > 1 else None
+        apply = jax.vmap(functools.partial(self._on_batch, layers), spmd_axis_name=name)
+
+        def of_stages(leaf: Array) -> Array:
+            """`[microbatches, …]` as `[microbatches of a stage, stages, …]`."""
+            shape = (stages, leaf.shape[0] // stages, *leaf.shape[1:])
+            axes = ("microbatch", None, "batch")
+            cut = _reshaped(leaf, shape, self._spec(self.layout, axes, len(shape)))
+            return jnp.swapaxes(cut, 0, 1)
+
+        given = jax.tree.map(of_stages, (x, side))
+        _, y = jax.lax.scan(lambda _, one: (None, apply(*one)), None, given)
+        y = jnp.swapaxes(y, 0, 1)
+        return _reshaped(y, x.shape, self._spec(self.layout, ("microbatch", "batch"), x.ndim))
+
+    @staticmethod
+    def _spec(layout: Layout, axes: tuple[str | None, ...], number: int) -> P:
+        """The spec of an array with so many axes, of which the first have names."""
+        return layout.spec(*axes, *[None] * (number - len(axes)))
+
+
+def _reshaped(x: Array, shape: tuple[int, ...], spec: P) -> Array:
+    """A reshape after which each device has the numbers that it had before.
+
+    - `spec`: the sharding of the result. In explicit mode no type says this of a reshape that
+      merges or splits sharded axes, so that it has to be given.
+    """
+    y = jax.lax.reshape(x, shape, out_sharding=out_sharding(spec))
+    return place(y, spec) if mesh_sizes() else y
