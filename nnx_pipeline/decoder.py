@@ -263,9 +263,8 @@ class Mixtral(nnx.Module):
         layer = functools.partial(
             _new_layer, layout=layout, parts=parts, remat=POLICIES[config.pipeline.remat]
         )
-        self.pipeline = create_pipeline(
-            config, functools.partial(layer, model), rngs=rngs, layout=layout, parts=parts.loop
-        )
+        kinds = [functools.partial(layer, kind) for kind in model.of_kinds]
+        self.pipeline = create_pipeline(config, kinds, rngs=rngs, layout=layout, parts=parts.loop)
         self.layout = self.pipeline.runner.layout
         self.early = None
         if model.num_dense_layers:

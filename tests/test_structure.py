@@ -51,7 +51,7 @@ FOLDERS = {
         ("closed", "exchange", "timetable"),
         ("entry", "metrics"),
         ("batches", "stage"),
-        ("layers", "parts", "weights"),
+        ("early", "layers", "parts", "weights"),
         ("options",),
         ("held",),
         ("circular", "one_f_one_b"),

@@ -90,7 +90,9 @@ class LayersInTurn:
         if self.in_ticks and self.number == 1:  # it has the checkpoint of the tick
             x, found = one_of_each_kind(x, jax.tree.map(lambda leaf: leaf[0], layers))
             return x, jax.tree.map(lambda leaf: leaf[None], found)
-        apply = self.remat.checkpoint(apply, in_scan=not self.apart)
+        # A scan over one layer is no loop to a compiler, which would merge what is computed again.
+        in_scan = not self.apart and self.number > 1
+        apply = self.remat.checkpoint(apply, in_scan=in_scan)
         if not self.apart:
             return jax.lax.scan(one_of_each_kind, x, layers)
         found = []
