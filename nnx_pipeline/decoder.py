@@ -23,10 +23,10 @@ from nnx_pipeline.ops.head import head_of_table, logits_of
 from nnx_pipeline.ops.loss import Targets
 from nnx_pipeline.ops.router import RouterMetrics, loss_weights
 from nnx_pipeline.pipeline.create import create_pipeline
-from nnx_pipeline.pipeline.early import EarlyLayers
 from nnx_pipeline.pipeline.layers import with_keys
 from nnx_pipeline.pipeline.one_f_one_b.state import ModelEnds
 from nnx_pipeline.pipeline.runner import Runner
+from nnx_pipeline.pipeline.stage.early import EarlyLayers
 from nnx_pipeline.pipeline.stage.layers import Side
 from nnx_pipeline.pipeline.weights.zero1 import Zero1Layers
 from nnx_pipeline.remat import POLICIES, Remat

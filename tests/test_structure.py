@@ -51,7 +51,7 @@ FOLDERS = {
         ("closed", "exchange", "timetable"),
         ("entry", "metrics"),
         ("batches", "stage"),
-        ("early", "layers", "parts", "weights"),
+        ("layers", "parts", "weights"),
         ("options",),
         ("held",),
         ("circular", "one_f_one_b"),
