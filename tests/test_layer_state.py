@@ -249,6 +249,21 @@ def test_what_is_refused(mesh: str, options: Any, layer: nnx.Module, words: str)
             pipeline(float_rows(BATCH, LENGTH, WIDTH))
 
 
+def test_state_needs_a_number_of_microbatches_that_no_mesh_changes() -> None:
+    """Else a mesh without stages would see the whole batch as one microbatch."""
+    x = float_rows(BATCH, LENGTH, WIDTH)
+    for mesh in ("", "stage=2"):
+        with jax.set_mesh(mesh_of(mesh)):
+            pipeline = CircularPipeline(
+                PipelineConfig(), lambda _: Writes(Called, ()), num_layers=2, rngs=nnx.Rngs(0)
+            )
+            if not mesh:
+                pipeline(x)
+                continue
+            with pytest.raises(InputError, match=r"set pipeline.num_microbatches=2, on every mesh"):
+                pipeline(x)
+
+
 def test_what_is_not_trained_has_no_accumulator() -> None:
     """Frozen weights cost no gradient in a loop that adds up gradients itself."""
 
