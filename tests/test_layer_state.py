@@ -192,7 +192,8 @@ def test_running_statistics(form: Form) -> None:
 
 def test_what_jax_cannot_type_is_refused_with_the_cure() -> None:
     with jax.set_mesh(mesh_of("stage=2")):
-        pipeline = CircularPipeline(PipelineConfig(), Normalised, num_layers=2, rngs=nnx.Rngs(0))
+        config = PipelineConfig(num_microbatches=2)
+        pipeline = CircularPipeline(config, Normalised, num_layers=2, rngs=nnx.Rngs(0))
         with pytest.raises(InputError, match=r"explicit.*sharding=auto"):
             pipeline(float_rows(BATCH, LENGTH, WIDTH))
 
