@@ -86,10 +86,10 @@ def make_layers(
     that name.
     """
     if not isinstance(rngs, nnx.Rngs) or not hasattr(rngs, "params"):
-        streams = isinstance(rngs, nnx.Rngs) and f"nnx.Rngs with the streams {[*rngs]}"
+        streams = f" with the streams {[*rngs]}" if isinstance(rngs, nnx.Rngs) else ""
         raise InputError(
-            f"the layers of a pipeline are made with rngs={streams or repr(rngs)}; give nnx.Rngs "
-            "with a stream called params or default, such as nnx.Rngs(0)"
+            f"the layers of a pipeline are made with rngs of type {type(rngs).__name__}{streams}; "
+            "give nnx.Rngs with a stream called params or default, such as nnx.Rngs(0)"
         )
     keys = jax.random.split(portable_key(rngs.params()), stack.layers)
     made = [

@@ -91,7 +91,8 @@ class CircularPipeline(nnx.Module):
         for name, value, kind in (("layout", layout, Layout), ("weights", weights, WeightOptions)):
             if not isinstance(value, kind):
                 raise InputError(
-                    f"{name} of a pipeline is {value!r}; give {kind.__name__}, or leave it out"
+                    f"{name} of a pipeline is of type {type(value).__name__}; give "
+                    f"{kind.__name__}, or leave it out"
                 )
         self._check_repeats(config.num_repeats)
         kinds = as_kinds(layers)

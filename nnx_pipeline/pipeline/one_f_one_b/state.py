@@ -98,7 +98,8 @@ def check_model(ends: Any, inputs: Any, schedule: str) -> None:
     - `schedule`: the name of the schedule.
     """
     if not isinstance(ends, ModelEnds) or not callable(ends.enter):
-        raise InputError(f"the ends of a model are {ends!r}; give ModelEnds with two functions")
+        found = type(ends).__name__
+        raise InputError(f"the ends of a model are a {found}; give ModelEnds with two functions")
     if not isinstance(inputs, (tuple, list)) or len(inputs) != 2:
         several = isinstance(inputs, (tuple, list))
         found = f"{len(inputs)} values" if several else type(inputs).__name__

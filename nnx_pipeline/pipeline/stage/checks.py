@@ -76,10 +76,11 @@ def explained() -> Iterator[None]:
         names_one = isinstance(error, (TypeError, ValueError)) and _SHARDED.search(str(error))
         if type(error).__name__ != "ShardingTypeError" and not names_one:
             raise
+        said = " ".join(str(error).partition("\n---")[0].split())  # without JAX's note on frames
         raise InputError(
             "the model does what JAX cannot type on a mesh with explicit axes, such as a "
             "convolution that is mapped over stages, or a scan that begins with zeros which are "
-            f"not sharded: {error}; set pipeline.sharding=auto, and make the mesh with "
+            f"not sharded: {said}; set pipeline.sharding=auto, and make the mesh with "
             "sharding='auto'"
         ) from error
 
