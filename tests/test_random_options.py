@@ -40,6 +40,9 @@ MODEL: dict[str, tuple[Any, ...]] = {
     "rope_theta": (1e6, 50.0),
     "rope_interleaved": (False, True),
     "qk_norm": (False, True),
+    "attention_bias": (None, "qkv", "all"),
+    "attention_soft_cap": (None, 1.5),
+    "logits_soft_cap": (None, 2.0),
     "dropout_rate": (0.0, 0.3),
     "attention": ("dot_product", "chunked", "auto"),
     "attention_block": (None, 3, 4),
@@ -172,8 +175,11 @@ def in_pipeline(case: Case, key: Any) -> tuple[Any, Any, Mixtral]:
     """Loss and parts, gradients, and the model."""
     mesh = mesh_of(case.mesh, case.config.pipeline.sharding)
     model = fresh_model(case.config, mesh)
-    if case.config.model.num_experts > 1 and case.config.model.router_bias:
-        bias = model.pipeline.layers.feed_forward.router_bias
+    layers = model.pipeline.layers
+    biases = [getattr(layers.attention, name) for name in plain_model.BIASES]
+    if case.config.model.num_experts > 1:
+        biases.append(layers.feed_forward.router_bias)
+    for bias in (bias for bias in biases if bias is not None):
         values = 0.3 * np.sin(np.arange(bias.get_value().size, dtype=np.float32))
         bias[...] = jax.device_put(values.reshape(bias.shape), bias.get_value().sharding)
     with jax.set_mesh(mesh):

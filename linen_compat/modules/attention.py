@@ -6,6 +6,7 @@ from typing import Any
 from flax import linen as nn
 from jaxtyping import Array
 
+from linen_compat.formats.names import check_names
 from linen_compat.modules.norm import RMSNorm
 from linen_compat.modules.parameters import Kernel, Names
 from nnx_pipeline import Layout, ModelConfig
@@ -35,6 +36,7 @@ class Attention(nn.Module):
 
     def setup(self) -> None:
         config = self.config
+        check_names(config)
         embed, head_dim = config.embed_dim, config.head_dim
         gain = head_dim**-0.5 / config.attention_scale
 
@@ -79,6 +81,7 @@ class Attention(nn.Module):
                     scale=config.attention_scale,
                     window=config.sliding_window,
                     block=config.attention_block,
+                    soft_cap=config.attention_soft_cap,
                 ),
             ),
             query_key=QueryKey(

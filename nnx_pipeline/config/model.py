@@ -106,6 +106,25 @@ class ModelConfig:
     qk_norm: bool = False
     """Whether each query and each key is normalised by an RMSNorm before the rotary embedding."""
 
+    attention_bias: Literal["qkv", "all"] | None = None
+    """Which projections of attention have a bias; None for none of them.
+
+    `qkv` are those of query, key and value (Qwen2), `all` are these and that of the output
+    (GPT-OSS). A bias is added right after the product, before the norm of `qk_norm`.
+    """
+
+    attention_soft_cap: float | None = None
+    """The bound of the attention scores, cap · tanh(scores / cap); None for no bound.
+
+    Gemma 2 has 50. It is applied after `attention_scale` and before the mask.
+    """
+
+    logits_soft_cap: float | None = None
+    """The bound of the head's logits, cap · tanh(logits / cap); None for no bound.
+
+    Gemma 2 has 30.
+    """
+
     tied_embeddings: bool = False
     """Whether the embedding table is also the head: logits are hidden states · tableᵀ."""
 
@@ -258,6 +277,10 @@ class ModelConfig:
         above_zero(self, "rope_theta", "attention_scale")
         self._check_rope()
         one_of("qk_norm", self.qk_norm, (True, False))
+        one_of("attention_bias", self.attention_bias, (None, "qkv", "all"))
+        for name in ("attention_soft_cap", "logits_soft_cap"):
+            if getattr(self, name) is not None:
+                above_zero(self, name)
         one_of("tied_embeddings", self.tied_embeddings, (True, False))
         one_of("tied_head_dtype", self.tied_head_dtype, (None, "bfloat16"))
         if self.tied_head_dtype is not None and not self.tied_embeddings:

@@ -183,6 +183,9 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
     A test holds it equal to the size of the real parameter tree.
     """
     attention = 2 * model.embed_dim * model.head_dim * (model.num_heads + model.num_kv_heads)
+    if model.attention_bias:
+        attention += model.head_dim * (model.num_heads + 2 * model.num_kv_heads)
+        attention += model.embed_dim if model.attention_bias == "all" else 0
     expert = 3 * model.embed_dim * model.mlp_dim
     router = model.embed_dim * model.num_experts if model.num_experts > 1 else 0
     router += model.num_experts if model.router_bias else 0

@@ -32,9 +32,22 @@ class Projections(NamedTuple):
     out: Float[Array, "heads head_dim embed"]
 
 
+class Biases(NamedTuple):
+    """What is added to the result of each projection, as it is stored; None adds nothing.
+
+    - `out`: GPT-OSS has one, and Qwen2 none.
+    """
+
+    query: Float[Array, "heads head_dim"] | None = None
+    key: Float[Array, "kv_heads head_dim"] | None = None
+    value: Float[Array, "kv_heads head_dim"] | None = None
+    out: Float[Array, "embed"] | None = None
+
+
 def self_attention(
     x: Float[Array, "batch seq embed"],
     kernels: Projections,
+    biases: Biases = Biases(),
     *,
     positions: Int[Array, "#batch seq"] | None,
     segment_ids: Int[Array, "batch seq"] | None,
@@ -42,10 +55,10 @@ def self_attention(
     query_key: QueryKey,
     layout: Layout,
 ) -> Float[Array, "batch seq embed"]:
-    """Self-attention without biases, in the dtype of `x`, to which the kernels are cast.
+    """Self-attention in the dtype of `x`, to which kernels and biases are cast.
 
     - `x`: the normalised residual stream, sharded by ("batch", None, None), as the result is.
-    - `kernels`: of the projections, as they are stored.
+    - `kernels`, `biases`: of the projections, as they are stored.
     - `positions`: for the rotary embedding; None counts from 0.
     - `segment_ids`: which segment each token belongs to; None for one segment per row.
     - `kernel`: what computes the heads from query, key and value; one of
@@ -58,12 +71,12 @@ def self_attention(
     """
     if positions is None:
         positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
-    query = _project(x, kernels.query, "heads", layout)
-    key = _project(x, kernels.key, "kv_heads", layout)
+    query = _biased(_project(x, kernels.query, "heads", layout), biases.query)
+    key = _biased(_project(x, kernels.key, "kv_heads", layout), biases.key)
     query = query_key.query_norm(query) if query_key.query_norm else query
     key = query_key.key_norm(key) if query_key.key_norm else key
     query, key = query_key.rotate(query, positions), query_key.rotate(key, positions)
-    value = _project(x, kernels.value, "kv_heads", layout)
+    value = _biased(_project(x, kernels.value, "kv_heads", layout), biases.value)
     query, key, value = map(named, (query, key, value), QUERY_KEY_VALUE)
 
     grouped = layout.spec("batch", None, "kv_heads", None, None)
@@ -75,7 +88,7 @@ def self_attention(
     )
     out = layout.spec("batch", None, None)
     result = jnp.einsum("bshk,hkd->bsd", mixed, out_kernel, out_sharding=out_sharding(out))
-    return named(result, OUT)
+    return named(_biased(result, biases.out), OUT)
 
 
 def _project(x: Array, kernel: Array, heads: str, layout: Layout) -> Array:
@@ -85,3 +98,8 @@ def _project(x: Array, kernel: Array, heads: str, layout: Layout) -> Array:
     )
     out = layout.spec("batch", None, heads, None)
     return jnp.einsum("bsd,dhk->bshk", x, gathered, out_sharding=out_sharding(out))
+
+
+def _biased(x: Array, bias: Array | None) -> Array:
+    """`x` with the bias added to its last axes."""
+    return x if bias is None else x + bias.astype(x.dtype)

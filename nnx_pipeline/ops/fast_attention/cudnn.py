@@ -52,16 +52,21 @@ class CuDNN:
         return mixed.reshape(query.shape)
 
 
-def check(head_dim: int, dtype: jax.typing.DTypeLike, *, packed: bool) -> None:
+def check(
+    head_dim: int, dtype: jax.typing.DTypeLike, *, packed: bool, soft_cap: float | None = None
+) -> None:
     """Raises InputError if cuDNN is not installed, or cannot compute attention of these arrays.
 
     - `head_dim`: width of a head.
     - `dtype`: of queries, keys and values.
     - `packed`: whether there are segment ids.
+    - `soft_cap`: the bound of the scores; None for no bound.
     """
     name, reason = jax.numpy.dtype(dtype).name, None
     if packed:
         reason = "it gets no segment ids here; give batches without segment_ids"
+    elif soft_cap is not None:
+        reason = f"it has no model.attention_soft_cap={soft_cap}; set that to None"
     elif name not in DTYPES:
         reason = f"model.dtype={name} is no dtype of it; take bfloat16 or float16"
     elif head_dim % 8 or head_dim > WIDEST:
