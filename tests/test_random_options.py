@@ -177,8 +177,7 @@ def in_pipeline(case: Case, key: Any) -> tuple[Any, Any, Mixtral]:
     model = fresh_model(case.config, mesh)
     layers = model.pipeline.layers
     biases = [getattr(layers.attention, name) for name in plain_model.BIASES]
-    if case.config.model.num_experts > 1:
-        biases.append(layers.feed_forward.router_bias)
+    biases.append(getattr(layers.feed_forward, "router_bias", None))
     for bias in (bias for bias in biases if bias is not None):
         values = 0.3 * np.sin(np.arange(bias.get_value().size, dtype=np.float32))
         bias[...] = jax.device_put(values.reshape(bias.shape), bias.get_value().sharding)

@@ -12,6 +12,7 @@ from linen_compat.modules.parameters import Kernel, Names
 from nnx_pipeline import Layout, ModelConfig
 from nnx_pipeline.ops.attention import Options
 from nnx_pipeline.ops.fast_attention.kernels import KERNELS
+from nnx_pipeline.ops.low_precision import product_of
 from nnx_pipeline.ops.rotary import rotary_of
 from nnx_pipeline.ops.self_attention import Projections, QueryKey, self_attention
 
@@ -72,7 +73,9 @@ class Attention(nn.Module):
         config = self.config
         return self_attention(
             x,
-            Projections(self.query(), self.key(), self.value(), self.out()),
+            Projections(
+                self.query(), self.key(), self.value(), self.out(), product=product_of(config)
+            ),
             positions=positions,
             segment_ids=segment_ids,
             kernel=functools.partial(

@@ -167,6 +167,14 @@ class ModelConfig:
     sliding_window: int | None = None
     """How many tokens a query reads: itself and those before it; None for all before it."""
 
+    quantization: Literal["int8", "fp8"] | None = None
+    """In what precision activations are multiplied with kernels; None for `dtype`.
+
+    It needs a dense model and the extra `quantization`, and holds for the projections of attention
+    and for the MLP, forward and for the gradients of activations, see `ops.low_precision`. The
+    gradients of kernels, attention itself, the embedding and the head keep `dtype`.
+    """
+
     experts: Literal["dense", "grouped", "capacity"] = "dense"
     """How experts are computed, a key of `ops.moe.EXPERTS`.
 
@@ -269,6 +277,7 @@ class ModelConfig:
                 )
         if self.sliding_window is not None:
             whole(self, "sliding_window")
+        self._check_quantization()
         one_of("embedding", self.embedding, ("auto", "gather", "one_hot"))
         if self.max_position_embeddings is not None:
             whole(self, "max_position_embeddings")
@@ -290,6 +299,24 @@ class ModelConfig:
             )
         if not 0 <= number(self, "dropout_rate") < 1:
             raise InputError(f"dropout_rate={self.dropout_rate} must be at least 0 and below 1")
+
+    def _check_quantization(self) -> None:
+        """Raises InputError for a model whose products have no low precision."""
+        one_of("quantization", self.quantization, (None, "int8", "fp8"))
+        if self.quantization is None:
+            return
+        if self.num_experts > 1:
+            raise InputError(
+                f"quantization={self.quantization!r} needs a dense model, and "
+                f"num_experts={self.num_experts}: the products of experts, which have derivatives "
+                "or kernels of their own, have no low precision; leave it at None, or set "
+                "num_experts to 1"
+            )
+        if self.dtype == "float16":
+            raise InputError(
+                f"quantization={self.quantization!r} is not for dtype='float16', of which small "
+                "scales are rounded to 0; set dtype to 'bfloat16' or 'float32'"
+            )
 
     def _check_experts(self) -> None:
         """Raises InputError for experts and a router that contradict each other."""

@@ -10,6 +10,7 @@ from nnx_pipeline.modules.norm import RMSNorm
 from nnx_pipeline.modules.parts import Parts
 from nnx_pipeline.ops.attention import Options
 from nnx_pipeline.ops.fast_attention.kernels import KERNELS
+from nnx_pipeline.ops.low_precision import product_of
 from nnx_pipeline.ops.rotary import rotary_of
 from nnx_pipeline.ops.self_attention import (
     Biases,
@@ -94,8 +95,14 @@ class Attention(nnx.Module):
         biases = (self.query_bias, self.key_bias, self.value_bias, self.out_bias)
         return self_attention(
             x,
-            Projections(self.query[...], self.key[...], self.value[...], self.out[...]),
-            Biases(*(None if bias is None else bias[...] for bias in biases)),
+            Projections(
+                self.query[...],
+                self.key[...],
+                self.value[...],
+                self.out[...],
+                Biases(*(None if bias is None else bias[...] for bias in biases)),
+                product_of(config),
+            ),
             positions=positions,
             segment_ids=segment_ids,
             kernel=functools.partial(
