@@ -57,7 +57,7 @@ TODO
 LOSS = """## What it does to a loss
 
 The cross-entropy of `tiny` with a dense MLP, in float32 on a CPU, which learns sequences of which
-nine tokens in ten follow a rule: the mean over {seeds} seeds, and in brackets the lowest and highest.
+nine tokens in ten follow a rule: the mean over {seeds} seeds, and in brackets lowest and highest.
 """
 
 
