@@ -1,6 +1,7 @@
 """Products in 8 bits: their values and gradients, that they are there, and what is refused."""
 
 import collections
+import functools
 import importlib.util
 from typing import Any
 
@@ -18,12 +19,13 @@ from helpers import (
     replace,
     small_config,
 )
+from jax.sharding import NamedSharding
 
 from linen_compat import modules as linen
 from nnx_pipeline import Config, InputError
 from nnx_pipeline.experiments import floor
 from nnx_pipeline.ops.low_precision import KINDS, product_of, quantized_product
-from nnx_pipeline.sharding import P
+from nnx_pipeline.sharding import Layout, P
 from nnx_pipeline.train import loss_and_gradients
 from nnx_pipeline.train.step import batch_sharding
 
@@ -113,7 +115,11 @@ def test_linen_modules_compute_the_same() -> None:
     ],
 )
 def test_a_mesh_changes_nothing(mesh: str, mode: str, options: dict[str, Any]) -> None:
-    """Sums in another order let a few operands be rounded the other way, by 1/127 at most."""
+    """Up to rounding: a sum in another order may round an operand to a neighbour, 1/127 away.
+
+    What is computed from that operand may then be rounded to neighbours too. A product of the same
+    operands is the same on every mesh, see below.
+    """
 
     def results(kind: str | None, text: str, mode: str, options: dict[str, Any]) -> Any:
         config = config_of(kind, sharding=mode, **options)
@@ -129,9 +135,48 @@ def test_a_mesh_changes_nothing(mesh: str, mode: str, options: dict[str, Any]) -
 
     alone, apart = results("int8", "", "explicit", {}), results("int8", mesh, mode, options)
     full = results(None, "", "explicit", {})
-    assert_close(apart[0], alone[0], 1e-4)
-    assert_close(apart[1:], alone[1:], 1e-2)
+    assert_close(apart[0], alone[0], 1e-3)
+    assert_close(apart[1:], alone[1:], 2e-2)
     assert abs(float(full[0] - alone[0])) > 1e-5, "rounding to 8 bits is seen in the loss"
+
+
+@QWIX
+@pytest.mark.parametrize("mode", ["explicit", "auto"])
+@pytest.mark.parametrize(
+    ("equation", "shapes", "names"),
+    [
+        (
+            "bsd,dhk->bshk",
+            ((4, 3, 8), (8, 2, 4)),
+            (("batch", None, None), (None, "heads", None), ("batch", None, "heads", None)),
+        ),
+        (
+            "bshk,hkd->bsd",  # the sum runs over an axis that is sharded
+            ((4, 3, 2, 4), (2, 4, 8)),
+            (("batch", None, "heads", None), ("heads", None, None), ("batch", None, None)),
+        ),
+    ],
+)
+def test_a_product_on_a_mesh(equation: str, shapes: Any, names: Any, mode: str) -> None:
+    x, kernel = (float_rows(*shape, seed=seed) for seed, shape in enumerate(shapes))
+
+    def with_gradients(out: P, x: Any, kernel: Any) -> Any:
+        def product(x: Any, kernel: Any) -> Any:
+            return quantized_product(KINDS["int8"], equation, x, kernel, out)
+
+        result, pull_back = jax.vjp(product, x, kernel)
+        return result, *pull_back(result)
+
+    alone = with_gradients(P(), x, kernel)
+    mesh = mesh_of("fsdp=2,tensor=2", mode)
+    with jax.set_mesh(mesh):
+        specs = [Layout().spec(*each) for each in names]
+        placed = [
+            jax.device_put(array, NamedSharding(mesh, spec))
+            for array, spec in zip((x, kernel), specs, strict=False)
+        ]
+        found = jax.jit(functools.partial(with_gradients, specs[-1]))(*placed)
+    assert_close(found, alone, 1e-6)
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

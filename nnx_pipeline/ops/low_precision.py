@@ -53,14 +53,22 @@ def product_of(config: ModelConfig) -> Product:
 
     Raises InputError if that needs Qwix, and it is not installed.
     """
+    check_package(config)
     if config.quantization is None:
         return full_product
-    if importlib.util.find_spec("qwix") is None:
+    return functools.partial(quantized_product, KINDS[config.quantization])
+
+
+def check_package(config: ModelConfig) -> None:
+    """Raises InputError if the products of a model need Qwix, and it is not installed.
+
+    - `config`: says by `quantization` whether they do.
+    """
+    if config.quantization is not None and importlib.util.find_spec("qwix") is None:
         raise InputError(
             f"model.quantization={config.quantization!r} needs Qwix, which is not installed; "
             "pip install 'nnx-pipeline[quantization]', or set it to None"
         )
-    return functools.partial(quantized_product, KINDS[config.quantization])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 4))
