@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import plain_model
 import pytest
-from helpers import assert_close, fresh_model, mesh_of, packed_batch
+from helpers import assert_close, fresh_model, mesh_of, packed_batch, small_config
 
 from nnx_pipeline import (
     Config,
@@ -196,7 +196,25 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.mark.slow
 def test_equals_plain_jnp(number: int) -> None:
-    case, key = drawn(number), jax.random.key(7)
+    check(drawn(number))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "schedule"), [("stage=2,tensor=2", "circular"), ("stage=2,fsdp=2", "1f1b")]
+)
+def test_biases_and_soft_caps_in_a_pipeline(mesh: str, schedule: str) -> None:
+    layers = {"num_layers": 2, "num_experts": 1, "num_experts_per_token": 1}
+    caps = {"attention_soft_cap": 1.5, "logits_soft_cap": 2.0}
+    config = small_config(
+        model={**layers, "attention_bias": "all", **caps}, pipeline={"schedule": schedule}
+    )
+    check(Case(config, mesh, packed=True))
+
+
+def check(case: Case) -> None:
+    """Compares loss, its parts and gradients with those of plain `jnp`."""
+    key = jax.random.key(7)
     found, gradients, model = in_pipeline(case, key)
 
     @jax.jit
