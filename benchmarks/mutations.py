@@ -1,4 +1,4 @@
-"""115 mutations of the code, and whether the tests that should catch each of them do.
+"""119 mutations of the code, and whether the tests that should catch each of them do.
 
     python benchmarks/mutations.py [NUMBER …]   applies each in a copy of the checkout and runs its tests
     python benchmarks/mutations.py --check      says which no longer fit the code; exit 1 if any
@@ -281,7 +281,7 @@ MUTATIONS = (
         "test_ops",
     ),
     Mutation(
-        "nnx_pipeline/ops/rotary.py",
+        "nnx_pipeline/ops/self_attention/rotary.py",
         "second * cosine + first * sine",
         "second * cosine - first * sine",
         "test_ops",
@@ -378,14 +378,14 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/ops/attention.py",
-        "causal = query >= key",
-        "causal = query > key",
+        "readable = query >= key",
+        "readable = query > key",
         "test_ops",
     ),
     Mutation(
         "nnx_pipeline/ops/attention.py",
-        "return causal & (segment_ids[:, :, None] == segment_ids[:, None, :])",
-        "return causal",
+        "return readable & (queries.segments[:, :, None] == keys.segments[:, None, :])",
+        "return readable",
         "test_ops test_model",
     ),
     Mutation(
@@ -723,6 +723,30 @@ MUTATIONS = (
         "        if not isinstance(variable, SelectionBias):\n            return variable\n",
         "        return variable\n",
         "test_train",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/soft_cap.py",
+        "1 - jnp.square(capped.astype(jnp.float32) / cap)",
+        "1 - capped.astype(jnp.float32) / cap",
+        "test_fast_attention test_loss",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/loss.py",
+        "            d_logits *= soft_cap_slope(logits, plan.cap)\n",
+        "            pass\n",
+        "test_loss",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/low_precision.py",
+        'dtypes = f"{result},{of_kernel}->{of_x}", (kind.cotangents, kind.values)',
+        'dtypes = f"{result},{of_kernel}->{of_x}", (kind.values, kind.values)',
+        "test_low_precision",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/low_precision.py",
+        "if axis in result]\n            # The scales",
+        "if axis not in result]\n            # The scales",
+        "test_low_precision",
     ),
 )
 

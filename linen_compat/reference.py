@@ -44,7 +44,7 @@ def hidden_states(
         x = _layer(x, of_layer, config)
         yield f"layer {layer} ({prefix}{list(index) if index else ''})", x
     x = _norm(x, weight("decoder/decoder_norm/scale"), config)
-    yield "logits", x @ _head(weight, config)
+    yield "logits", _capped(x @ _head(weight, config), config.logits_soft_cap)
 
 
 def _head(weight: Weight, config: ModelConfig) -> np.ndarray:
@@ -102,6 +102,7 @@ def _attention(x: np.ndarray, weight: Weight, config: ModelConfig) -> np.ndarray
     group = config.num_heads // config.num_kv_heads
     key, value = np.repeat(key, group, axis=1), np.repeat(value, group, axis=1)
     scores = np.einsum("bhsk,bhtk->bhst", query, key)
+    scores = _capped(scores, config.attention_soft_cap)
     length = x.shape[1]
     seen = np.tri(length, dtype=bool)
     if config.sliding_window is not None:
@@ -109,6 +110,10 @@ def _attention(x: np.ndarray, weight: Weight, config: ModelConfig) -> np.ndarray
     scores = np.where(seen, scores, -np.inf)
     mixed = np.einsum("bhst,bhtk->bshk", _softmax(scores), value)
     return np.einsum("bshk,hkd->bsd", mixed, weight("self_attention/out/kernel"))
+
+
+def _capped(x: np.ndarray, cap: float | None) -> np.ndarray:
+    return x if cap is None else np.float32(cap) * np.tanh(x / np.float32(cap))
 
 
 def _rotate(x: np.ndarray, config: ModelConfig) -> np.ndarray:

@@ -20,7 +20,7 @@ from nnx_pipeline.mesh import ambient_mesh
 from nnx_pipeline.modules import DecoderLayer, Embed, Parts, RMSNorm
 from nnx_pipeline.ops.dropout import sequence_keys
 from nnx_pipeline.ops.head import head_of_table, logits_of
-from nnx_pipeline.ops.loss import Targets
+from nnx_pipeline.ops.loss import LossOptions, Targets
 from nnx_pipeline.ops.router import RouterMetrics, loss_weights
 from nnx_pipeline.pipeline.create import create_pipeline
 from nnx_pipeline.pipeline.layers import with_keys
@@ -86,7 +86,8 @@ class Decoder:
         self._check_batch(tokens)
         hidden, _ = self.hidden(tokens, side)
         hidden = self.runner.batches.as_batch(hidden, tokens.shape[0])
-        return logits_of(hidden, self.ends.head, layout=self.ends.layout)
+        cap = self.config.model.logits_soft_cap
+        return logits_of(hidden, self.ends.head, cap=cap, layout=self.ends.layout)
 
     def hidden(
         self, tokens: Array, side: Side, keys: Array | None = None
@@ -204,7 +205,7 @@ class Decoder:
             head,
             wanted,
             batch_axes=batch_axes,
-            chunks=chunks,
+            options=LossOptions(chunks, self.config.model.logits_soft_cap),
             layout=self.ends.layout,
         )
 

@@ -72,7 +72,8 @@ MLP = (
 
 def check_names(model: ModelConfig) -> None:
     """Raises InputError for a model with parameters that have no name in the tables above."""
-    for name, none in {"router_bias": False, "num_shared_experts": 0}.items():
+    nothing = {"router_bias": False, "num_shared_experts": 0, "attention_bias": None}
+    for name, none in nothing.items():
         if getattr(model, name) != none:
             raise InputError(
                 f"model.{name}={getattr(model, name)!r} gives layers parameters that have no name "

@@ -10,8 +10,14 @@ from nnx_pipeline.modules.norm import RMSNorm
 from nnx_pipeline.modules.parts import Parts
 from nnx_pipeline.ops.attention import Mask, Options, allowed
 from nnx_pipeline.ops.fast_attention.kernels import KERNELS, Kernel
-from nnx_pipeline.ops.rotary import rotary_of
-from nnx_pipeline.ops.self_attention import Projections, QueryKey, self_attention
+from nnx_pipeline.ops.low_precision import product_of
+from nnx_pipeline.ops.self_attention.grouped_query import (
+    Biases,
+    Projections,
+    QueryKey,
+    self_attention,
+)
+from nnx_pipeline.ops.self_attention.rotary import rotary_of
 from nnx_pipeline.sharding import Layout, parameter
 
 
@@ -25,12 +31,13 @@ def kernel_of(config: ModelConfig, mask: Mask = allowed) -> Kernel:
         mask=mask,
         window=config.sliding_window,
         block=config.attention_block,
+        soft_cap=config.attention_soft_cap,
     )
     return functools.partial(KERNELS[config.attention], options=options)
 
 
 class Attention(nnx.Module):
-    """Self-attention without biases, from `[batch, seq, embed]` to the same.
+    """Self-attention from `[batch, seq, embed]` to the same, without biases by default.
 
     - `rngs`: its `params` stream gives the initial values.
     - `layout`: which mesh axes each logical axis is sharded over.
@@ -38,7 +45,8 @@ class Attention(nnx.Module):
 
     The initial values of the query kernel are divided by sqrt(head_dim) · attention_scale, so that
     the scores of a new model have the same variance whatever `attention_scale` is. With
-    `config.qk_norm` so is the scale of the query's norm.
+    `config.qk_norm` so is the scale of the query's norm. Biases
+    (`config.attention_bias`) start at 0.
     """
 
     def __init__(
@@ -74,6 +82,15 @@ class Attention(nnx.Module):
         self.key = kernel(into, (embed, groups, head_dim), of_group)
         self.value = kernel(into, (embed, groups, head_dim), of_group)
         self.out = kernel(out_of, (heads, head_dim, embed), ("heads", "head_dim", "embed"))
+
+        def bias(shape: tuple[int, ...], *names: str) -> nnx.Param:
+            return kernel(nnx.initializers.zeros, shape, names)
+
+        inside, outside = config.attention_bias is not None, config.attention_bias == "all"
+        self.query_bias = bias((heads, head_dim), "heads", "head_dim") if inside else None
+        self.key_bias = bias((groups, head_dim), "kv_heads", "head_dim") if inside else None
+        self.value_bias = bias((groups, head_dim), "kv_heads", "head_dim") if inside else None
+        self.out_bias = bias((embed,), "norm") if outside else None
         norm = functools.partial(
             RMSNorm, config, rngs=rngs, width=(head_dim, "head_dim"), layout=layout, parts=parts
         )
@@ -90,9 +107,17 @@ class Attention(nnx.Module):
         - `segment_ids`: `[batch, seq]` integers; None for one segment per row.
         """
         config = self.config
+        biases = (self.query_bias, self.key_bias, self.value_bias, self.out_bias)
         return self_attention(
             x,
-            Projections(self.query[...], self.key[...], self.value[...], self.out[...]),
+            Projections(
+                self.query[...],
+                self.key[...],
+                self.value[...],
+                self.out[...],
+                Biases(*(None if bias is None else bias[...] for bias in biases)),
+                product_of(config),
+            ),
             positions=positions,
             segment_ids=segment_ids,
             kernel=kernel_of(config, self.mask),

@@ -9,8 +9,8 @@ from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.modules.attention import kernel_of
 from nnx_pipeline.modules.norm import RMSNorm
 from nnx_pipeline.modules.parts import Parts
-from nnx_pipeline.ops.latent_attention import Latent, LatentProjections, latent_attention
-from nnx_pipeline.ops.rotary import rotary_of
+from nnx_pipeline.ops.self_attention.latent import Latent, LatentProjections, latent_attention
+from nnx_pipeline.ops.self_attention.rotary import rotary_of
 from nnx_pipeline.sharding import Layout, parameter
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from nnx_pipeline.ops.soft_cap import soft_cap, soft_cap_slope
 from nnx_pipeline.sharding import out_sharding
 
 # The score of a key that a query may not read: far below any real score, and finite in the dtype of
@@ -82,6 +83,7 @@ class Options:
       `allowed` are used by experiments.
     - `window`: see `allowed`.
     - `block`: how many tokens are computed at a time; None for what the kind finds best.
+    - `soft_cap`: the bound of the scores, see `ops.soft_cap`; None for no bound.
     - `interpret`: whether a kernel for TPUs is interpreted, for tests where there is none.
     """
 
@@ -89,6 +91,7 @@ class Options:
     mask: Mask = allowed
     window: int | None = None
     block: int | None = None
+    soft_cap: float | None = None
     interpret: bool = False
 
 
@@ -113,7 +116,8 @@ def dot_product_attention(
       `BLOCK` of them in sequences longer than `WHOLE`, and all of them in others.
     """
     length = query.shape[1]
-    how = (options.mask, options.window, options.block or (length if length <= WHOLE else BLOCK))
+    size = options.block or (length if length <= WHOLE else BLOCK)
+    how = How(options.mask, options.window, size, options.soft_cap)
     query = in_groups(query, key.shape[2], scale=options.scale, grouped=grouped)
     return out_of_groups(_attend(how, query, key, value, segment_ids), grouped)
 
@@ -153,14 +157,26 @@ def out_of_groups(
     return jax.lax.reshape(mixed, shape, out_sharding=out_sharding(whole))
 
 
-How = tuple[Mask, int | None, int]
+class How(NamedTuple):
+    """How scores are computed.
+
+    - `mask`: which keys a query may read, none of them after itself.
+    - `window`: as for `allowed`.
+    - `size`: the number of queries that are computed at a time.
+    - `cap`: the bound of the scores; None for no bound.
+    """
+
+    mask: Mask
+    window: int | None
+    size: int
+    cap: float | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(how: How, query: Array, key: Array, value: Array, segment_ids: Array | None) -> Array:
     """Attention whose derivative keeps no scores.
 
-    - `how`: the mask, the window, and the number of queries that are computed at a time.
+    - `how`: how the scores are computed.
     - `query`: `[batch, seq, kv_heads, queries per key, head_dim]`, as the result is.
 
     The forward pass keeps its result and, per query, the logarithm of the softmax's denominator.
@@ -174,13 +190,12 @@ def _attend(how: How, query: Array, key: Array, value: Array, segment_ids: Array
 def _attend_forward(
     how: How, query: Array, key: Array, value: Array, segment_ids: Array | None
 ) -> tuple[Array, Any]:
-    mask, window, size = how
-    length = query.shape[1]
+    size, length = how.size, query.shape[1]
     every = Span(0, length, segment_ids)
-    readable = mask(every, every, window)
+    readable = how.mask(every, every, how.window)
     results, normalisers = [], []
     for start, stop in _blocks(length, size):
-        scores = _scores(query[:, start:stop], key[:, :stop], readable[:, start:stop, :stop])
+        scores = _scores(how, query[:, start:stop], key[:, :stop], readable[:, start:stop, :stop])
         largest = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - largest)
         total = jnp.sum(weights, axis=-1, keepdims=True, dtype=jnp.float32)
@@ -192,14 +207,14 @@ def _attend_forward(
 
 
 def _attend_backward(how: How, kept: Any, d_mixed: Array) -> tuple[Array, Array, Array, None]:
-    mask, window, size = how
+    size = how.size
     query, key, value, segment_ids, mixed, normaliser = kept
     # The scores depend on nothing that comes late, so that a compiler may compute them long before
     # they are used, and hold them. The barrier makes them wait for the cotangent.
     query, d_mixed = jax.lax.optimization_barrier((query, d_mixed))
     length = query.shape[1]
     every = Span(0, length, segment_ids)
-    readable = mask(every, every, window)
+    readable = how.mask(every, every, how.window)
     inner = jnp.sum(d_mixed.astype(jnp.float32) * mixed.astype(jnp.float32), axis=-1)
     # From [batch, query, kv_heads, queries per key] to the order of the scores.
     inner = jnp.moveaxis(inner, 1, 2)[..., None]
@@ -212,10 +227,12 @@ def _attend_backward(how: How, kept: Any, d_mixed: Array) -> tuple[Array, Array,
             rows, d_rows, totals, d_queries[-1] = jax.lax.optimization_barrier(
                 (rows, d_rows, totals, d_queries[-1])
             )
-        scores = _scores(rows, key[:, :stop], readable[:, start:stop, :stop])
+        scores = _scores(how, rows, key[:, :stop], readable[:, start:stop, :stop])
         weights = jnp.exp(scores.astype(jnp.float32) - normaliser[:, :, start:stop])
         d_weights = jnp.einsum("bqgrd,bkgd->bgqrk", d_rows, value[:, :stop])
         d_scores = weights * (d_weights.astype(jnp.float32) - inner[:, :, start:stop])
+        if how.cap is not None:
+            d_scores *= soft_cap_slope(scores, how.cap)
         d_scores, weights = d_scores.astype(query.dtype), weights.astype(query.dtype)
         d_queries.append(jnp.einsum("bgqrk,bkgd->bqgrd", d_scores, key[:, :stop]))
         # Several blocks are added up in float32; of a single one the product does that.
@@ -243,7 +260,7 @@ def _added(total: Array, new: Array) -> Array:
     return total.at[:, : new.shape[1]].add(new)
 
 
-def _scores(query: Array, key: Array, readable: Array) -> Array:
+def _scores(how: How, query: Array, key: Array, readable: Array) -> Array:
     """The scores `[batch, kv_heads, query, queries per key, key]` in the dtype of the inputs.
 
     That is the order in which the product gives them. In another one XLA for NVIDIA GPUs transposes
@@ -253,5 +270,7 @@ def _scores(query: Array, key: Array, readable: Array) -> Array:
     - `readable`: bool `[batch or 1, query, key]`.
     """
     scores = jnp.einsum("bqgrd,bkgd->bgqrk", query, key)
+    if how.cap is not None:
+        scores = soft_cap(scores, how.cap)
     masked = MASKED_HALF if scores.dtype == jnp.float16 else MASKED
     return jnp.where(readable[:, None, :, None], scores, masked)

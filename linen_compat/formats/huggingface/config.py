@@ -41,11 +41,14 @@ _FIXED = {
     "router_bias": False,
     "router_groups": 1,
     "num_shared_experts": 0,
+    "attention_bias": None,
+    "attention_soft_cap": None,
+    "logits_soft_cap": None,
 }
 # The only supported value of each key in any class, and the reason; null counts as that value.
 _ONLY: dict[str, tuple[Any, str]] = {
     "hidden_act": ("silu", "the gated MLP here has no other activation"),
-    "attention_bias": (False, "attention has no bias here"),
+    "attention_bias": (False, "it is not read yet, and attention would have no bias here"),
     "mlp_bias": (False, "the MLP has no bias here"),
     "partial_rotary_factor": (1.0, "every dimension of a head is rotated here"),
     "attention_dropout": (0.0, "attention weights have no dropout here; set it to 0 to go on"),
