@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, PyTree
 
@@ -69,15 +70,22 @@ class Decoder:
     run_loss: Callable[..., tuple[Array, tuple[Array, PyTree]]] | None
     parts: Parts
 
-    def logits(self, tokens: Array, side: Side) -> Array:
+    def logits(self, tokens: Array, side: Side, at: Array | None = None) -> Array:
         """Token ids `[batch, seq]` to float32 logits `[batch, seq, vocab]`.
 
         - `tokens`: integers `[batch, seq]`; the batch must divide as the config and the mesh need.
         - `side`: `positions` and `segment_ids`, each `[batch, seq]` or None.
+        - `at`: int32 `[batch]`, the place of the one token of each sequence whose logits, `[batch,
+          1, vocab]`, are computed; None for all tokens.
         """
         self._check_batch(tokens)
         hidden, _ = self.hidden(tokens, side)
         hidden = self.runner.batches.as_batch(hidden, tokens.shape[0])
+        if at is not None:
+            # A sum of one value and zeros: a gather has no sharding rule for these axes.
+            wanted = at[:, None] == jnp.arange(tokens.shape[1], dtype=at.dtype)
+            zero = jnp.zeros((), hidden.dtype)
+            hidden = jnp.sum(jnp.where(wanted[:, :, None], hidden, zero), axis=1, keepdims=True)
         return logits_of(hidden, self.ends.head, layout=self.ends.layout)
 
     def hidden(
@@ -232,15 +240,18 @@ class Mixtral(nnx.Module):
         *,
         positions: Array | None = None,
         segment_ids: Array | None = None,
+        at: Array | None = None,
     ) -> Array:
         """Token ids `[batch, seq]` to float32 logits `[batch, seq, vocab]`.
 
         - `positions`: `[batch, seq]` integers; None for a token's place in the sequence.
         - `segment_ids`: `[batch, seq]` integers; None if each row is one segment, and then no mask
           array is made.
+        - `at`: int32 `[batch]`, the place of the one token of each sequence whose logits, `[batch,
+          1, vocab]`, are wanted; None for all tokens.
         """
         side = {"positions": positions, "segment_ids": segment_ids}
-        return self._decoder().logits(tokens, side)
+        return self._decoder().logits(tokens, side, at)
 
     def hidden(
         self,
@@ -319,6 +330,7 @@ class Mixtral(nnx.Module):
         runner, layout = self.pipeline.runner, self.layout
         embedding, norm, head = self.embedding, self.norm, self.head
         layers: Any = self.pipeline.placed_layers
+        run_layers: Callable[..., tuple[Array, PyTree]] = self.pipeline.run
         if shards is not None:
             if not self.zero1:
                 raise InputError(
@@ -333,6 +345,7 @@ class Mixtral(nnx.Module):
             embedding = with_layout(shards.embedding, layout)
             norm, head = place_by(shards.norm, self.layout), shards.head
             layers = Zero1Layers(layers, shards.pipeline.layers)
+            run_layers = functools.partial(runner.run, layers)
         table = embedding.embedding[...]
         ends = Ends(
             embed=lambda table, tokens, spec: table(tokens, out=spec),
@@ -342,6 +355,5 @@ class Mixtral(nnx.Module):
             head=head_of_table(table, self.config.model) if head is None else head[...],
             layout=layout,
         )
-        run_layers = functools.partial(runner.run, layers)
         run_loss = functools.partial(runner.loss, layers)
         return Decoder(self.config, runner, ends, run_layers, run_loss, self.parts)

@@ -6,6 +6,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from nnx_pipeline.config.model import ModelConfig
+from nnx_pipeline.modules.cache import KeyValueCache
 from nnx_pipeline.modules.norm import RMSNorm
 from nnx_pipeline.modules.parts import Parts
 from nnx_pipeline.ops.attention import Options
@@ -65,6 +66,14 @@ class Attention(nnx.Module):
         )
         self.query_norm = norm(start=query_gain) if config.qk_norm else None
         self.key_norm = norm() if config.qk_norm else None
+        self.cache: KeyValueCache | None = nnx.data(None)
+
+    def new_cache(self, *, batch: int, slots: int) -> KeyValueCache:
+        """An empty cache for this layer, which reads and writes it once it is its `cache`.
+
+        - `batch`, `slots`: the number of sequences, and of tokens for which there is room.
+        """
+        return KeyValueCache(self.config, batch=batch, slots=slots)
 
     def __call__(
         self, x: Array, *, positions: Array | None = None, segment_ids: Array | None = None
@@ -74,15 +83,22 @@ class Attention(nnx.Module):
         - `x`: `[batch, seq, embed]`.
         - `positions`: `[batch, seq]` integers; None counts from 0.
         - `segment_ids`: `[batch, seq]` integers; None for one segment per row.
+
+        A layer with a cache stores the keys and values of these tokens. Without positions they are
+        the first ones of their sequences; else each sequence has one new token, which reads what is
+        stored of the tokens before it, see `KeyValueCache`.
         """
         config = self.config
+        kernel = KERNELS[config.attention]
+        if self.cache is not None:
+            kernel = self.cache.through(kernel, positions)
         return self_attention(
             x,
             Projections(self.query[...], self.key[...], self.value[...], self.out[...]),
             positions=positions,
             segment_ids=segment_ids,
             kernel=functools.partial(
-                KERNELS[config.attention],
+                kernel,
                 options=Options(
                     scale=config.attention_scale,
                     mask=self.mask,
