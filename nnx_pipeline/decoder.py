@@ -222,6 +222,7 @@ class Mixtral(nnx.Module):
     ) -> None:
         config.check_weights(ambient_mesh())
         self.config, self.parts = config, parts
+        self.cached = False  # whether the layers have caches, which a call writes
         model = config.model
         self.embedding = Embed(model, rngs=rngs, layout=layout)
 
@@ -330,7 +331,6 @@ class Mixtral(nnx.Module):
         runner, layout = self.pipeline.runner, self.layout
         embedding, norm, head = self.embedding, self.norm, self.head
         layers: Any = self.pipeline.placed_layers
-        run_layers: Callable[..., tuple[Array, PyTree]] = self.pipeline.run
         if shards is not None:
             if not self.zero1:
                 raise InputError(
@@ -345,7 +345,6 @@ class Mixtral(nnx.Module):
             embedding = with_layout(shards.embedding, layout)
             norm, head = place_by(shards.norm, self.layout), shards.head
             layers = Zero1Layers(layers, shards.pipeline.layers)
-            run_layers = functools.partial(runner.run, layers)
         table = embedding.embedding[...]
         ends = Ends(
             embed=lambda table, tokens, spec: table(tokens, out=spec),
@@ -355,5 +354,8 @@ class Mixtral(nnx.Module):
             head=head_of_table(table, self.config.model) if head is None else head[...],
             layout=layout,
         )
+        run_layers: Callable[..., tuple[Array, PyTree]] = functools.partial(runner.run, layers)
+        if self.cached:
+            run_layers = self.pipeline.run
         run_loss = functools.partial(runner.loss, layers)
         return Decoder(self.config, runner, ends, run_layers, run_loss, self.parts)

@@ -76,6 +76,7 @@ def cached_model(model: Mixtral, *, batch: int, slots: int) -> Mixtral:
     layout, parts = model.embedding.layout, model.parts
     made = jax.eval_shape(lambda: Mixtral(config, rngs=nnx.Rngs(0), layout=layout, parts=parts))
     cached: Mixtral = jax.tree.unflatten(jax.tree.structure(made), jax.tree.leaves(model))
+    cached.cached = True
     microbatches = cached.pipeline.batches.microbatches
     each = batch // microbatches
     for attention in _with_caches(cached):
