@@ -8,8 +8,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from helpers import mesh_of, new_model, small_config
+from helpers import Run, mesh_of, new_model, small_config
 
+from linen_compat import checkpoints as linen_checkpoints
 from nnx_pipeline import Config, InputError
 from nnx_pipeline.train.data import batches
 from nnx_pipeline.train.text import Windows, bigram_entropy, entropy_of, read_texts
@@ -99,3 +100,30 @@ def test_the_bigram_model_by_counting() -> None:
     want = min(entropy(2.0**power) for power in range(8))
     assert bigram_entropy(*tokens, length=5) == pytest.approx(want, rel=1e-9)
     assert entropy(1.0) > want, "the smoothing is chosen"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--data", "no-such"), "no-such cannot be read"),
+        (("--data", "text", "--set", "model.vocab_size=128"), "--set model.vocab_size=256"),
+        (("--data", "text", "--set", "train.sequence_length=4096"), "or lower train.sequence"),
+        (("--checkpoint-dir", "."), ". exists already"),
+        (("--checkpoint-dir", ""), "the destination's name is empty"),
+    ],
+)
+def test_training_refuses_before_it_begins(
+    run: Run,
+    options: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("nnx_pipeline.cli.train.checkpoints", lambda: linen_checkpoints)
+    Path("text").write_text("abc " * 300)
+    small = ("--model", "tiny", "--set", "model.vocab_size=256", "--steps", "1")
+    ended = run("train", *small, *options)
+    assert (ended.code, ended.out) == (2, "")
+    assert message in ended.err
+    assert len(ended.err.splitlines()) == 1, ended.err
