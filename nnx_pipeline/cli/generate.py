@@ -145,7 +145,13 @@ def _ids(option: str, text: str) -> tuple[int, ...]:
 @bundled(
     "prompts",
     Prompts,
-    click.option("--prompt", "texts", multiple=True, metavar="TEXT", help="May be repeated."),
+    click.option(
+        "--prompt",
+        "texts",
+        multiple=True,
+        metavar="TEXT",
+        help="A text to continue; may be repeated.",
+    ),
     click.option(
         "--tokens",
         "token_lists",
