@@ -1,4 +1,4 @@
-"""119 mutations of the code, and whether the tests that should catch each of them do.
+"""126 mutations of the code, and whether the tests that should catch each of them do.
 
     python benchmarks/mutations.py [NUMBER …]   applies each in a copy of the checkout and runs its tests
     python benchmarks/mutations.py --check      says which no longer fit the code; exit 1 if any
@@ -747,6 +747,48 @@ MUTATIONS = (
         "if axis in result]\n            # The scales",
         "if axis not in result]\n            # The scales",
         "test_low_precision",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/attention.py",
+        "readable = behind >= 0",
+        "readable = behind > 0",
+        "test_generate",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/attention.py",
+        "readable &= behind < options.window",
+        "readable &= behind <= options.window",
+        "test_generate",
+    ),
+    Mutation(
+        "nnx_pipeline/generate/loop.py",
+        "positions=positions[:, None])",
+        "positions=positions[:, None] + 1)",
+        "test_generate",
+    ),
+    Mutation(
+        "nnx_pipeline/generate/loop.py",
+        "at=lengths - 1",
+        "at=lengths * 0 + tokens.shape[1] - 1",
+        "test_generate",
+    ),
+    Mutation(
+        "nnx_pipeline/generate/sampling.py",
+        "before < sampling.top_p",
+        "before + likely < sampling.top_p",
+        "test_generate",
+    ),
+    Mutation(
+        "nnx_pipeline/generate/sampling.py",
+        "logits / sampling.temperature",
+        "logits * sampling.temperature",
+        "test_generate",
+    ),
+    Mutation(
+        "nnx_pipeline/train/text.py",
+        "min(batch, count - first)",
+        "batch",
+        "test_text",
     ),
 )
 

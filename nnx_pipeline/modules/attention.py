@@ -6,9 +6,10 @@ from flax import nnx
 from jaxtyping import Array
 
 from nnx_pipeline.config.model import ModelConfig
+from nnx_pipeline.modules.cache import KeyValueCache
 from nnx_pipeline.modules.norm import RMSNorm
 from nnx_pipeline.modules.parts import Parts
-from nnx_pipeline.ops.attention import Mask, Options, allowed
+from nnx_pipeline.ops.attention import Mask, Options
 from nnx_pipeline.ops.fast_attention.kernels import KERNELS, Kernel
 from nnx_pipeline.ops.low_precision import product_of
 from nnx_pipeline.ops.self_attention.grouped_query import (
@@ -21,19 +22,32 @@ from nnx_pipeline.ops.self_attention.rotary import rotary_of
 from nnx_pipeline.sharding import Layout, parameter
 
 
-def kernel_of(config: ModelConfig, mask: Mask = allowed) -> Kernel:
-    """What computes the heads of a model from query, key and value, with the model's options.
+def options_of(config: ModelConfig, mask: Mask) -> Options:
+    """How a model computes attention.
 
     - `mask`: which keys a query may read.
     """
-    options = Options(
+    return Options(
         scale=config.attention_scale,
         mask=mask,
         window=config.sliding_window,
         block=config.attention_block,
         soft_cap=config.attention_soft_cap,
     )
-    return functools.partial(KERNELS[config.attention], options=options)
+
+
+def kernel_of(
+    config: ModelConfig, mask: Mask, cache: KeyValueCache | None, positions: Array | None
+) -> Kernel:
+    """What computes the heads of a model from query, key and value, with the model's options.
+
+    - `mask`: which keys a query may read.
+    - `cache`: where keys and values are stored, if they are.
+    - `positions`: as of `KeyValueCache.through`.
+    """
+    options = options_of(config, mask)
+    kernel = functools.partial(KERNELS[config.attention], options=options)
+    return kernel if cache is None else cache.through(kernel, positions, options)
 
 
 class Attention(nnx.Module):
@@ -96,6 +110,14 @@ class Attention(nnx.Module):
         )
         self.query_norm = norm(start=query_gain) if config.qk_norm else None
         self.key_norm = norm() if config.qk_norm else None
+        self.cache: KeyValueCache | None = nnx.data(None)
+
+    def new_cache(self, *, batch: int, slots: int) -> KeyValueCache:
+        """An empty cache for this layer, which reads and writes it once it is its `cache`.
+
+        - `batch`, `slots`: the number of sequences, and of tokens for which there is room.
+        """
+        return KeyValueCache(self.config, batch=batch, slots=slots)
 
     def __call__(
         self, x: Array, *, positions: Array | None = None, segment_ids: Array | None = None
@@ -105,6 +127,10 @@ class Attention(nnx.Module):
         - `x`: `[batch, seq, embed]`.
         - `positions`: `[batch, seq]` integers; None counts from 0.
         - `segment_ids`: `[batch, seq]` integers; None for one segment per row.
+
+        A layer with a cache stores the keys and values of these tokens. Without positions they are
+        the first ones of their sequences; else each sequence has one new token, which reads what is
+        stored of the tokens before it, see `KeyValueCache`.
         """
         config = self.config
         biases = (self.query_bias, self.key_bias, self.value_bias, self.out_bias)
@@ -120,7 +146,7 @@ class Attention(nnx.Module):
             ),
             positions=positions,
             segment_ids=segment_ids,
-            kernel=kernel_of(config, self.mask),
+            kernel=kernel_of(config, self.mask, self.cache, positions),
             query_key=QueryKey(rotary_of(config), self.query_norm, self.key_norm),
             layout=self.layout,
         )

@@ -122,6 +122,55 @@ def dot_product_attention(
     return out_of_groups(_attend(how, query, key, value, segment_ids), grouped)
 
 
+def cached_attention(
+    query: Float[Array, "batch 1 heads head_dim"],
+    key: Float[Array, "batch slots kv_heads head_dim"],
+    value: Float[Array, "batch slots kv_heads value_dim"],
+    positions: Int[Array, "batch 1"],
+    *,
+    grouped: jax.sharding.PartitionSpec,
+    options: Options = Options(),
+) -> Float[Array, "batch 1 heads value_dim"]:
+    """Attention of one new token of each sequence over the tokens before it and over itself.
+
+    - `query`: of the new tokens.
+    - `key`, `value`: those of the token at position p of its sequence are in slot p. Slots after
+      that of the new token may hold anything finite: they are not read.
+    - `positions`: of the new tokens.
+    - `grouped`: sharding of the query, as for `dot_product_attention`.
+    - `options`: its `scale`, `window` and `soft_cap` count; tokens are in the order of their
+      positions here, so that no other mask can be asked for.
+    """
+    query = in_groups(query, key.shape[2], scale=options.scale, grouped=grouped)
+    behind = positions[:, :, None] - jnp.arange(key.shape[1], dtype=jnp.int32)
+    readable = behind >= 0
+    if options.window is not None:
+        readable &= behind < options.window
+    how = How(options.mask, options.window, 1, options.soft_cap)
+    scores = _scores(how, query, key, readable)
+    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    total = jnp.sum(weights, axis=-1, keepdims=True, dtype=jnp.float32)
+    mixed = jnp.einsum("bgqrk,bkgd->bqgrd", weights, value)
+    return out_of_groups(mixed / jnp.moveaxis(total, 1, 2).astype(mixed.dtype), grouped)
+
+
+def in_slots(
+    stored: Float[Array, "batch slots kv_heads head_dim"],
+    new: Float[Array, "batch 1 kv_heads head_dim"],
+    positions: Int[Array, "batch 1"],
+) -> Float[Array, "batch slots kv_heads head_dim"]:
+    """Stored keys or values, with those of one new token of each sequence in its own slot.
+
+    - `stored`: of earlier tokens, see `cached_attention`.
+    - `new`: of the new tokens.
+    - `positions`: of the new tokens; one outside the slots is not stored.
+    """
+    # A choice for each slot keeps every array in its sharding. It reads and writes all slots, as
+    # many bytes as attention reads; a scatter would write one, but has no sharding rule.
+    slots = jnp.arange(stored.shape[1], dtype=jnp.int32)
+    return jnp.where((positions == slots)[:, :, None, None], new, stored)
+
+
 def in_groups(
     query: Float[Array, "batch seq heads head_dim"],
     kv_heads: int,

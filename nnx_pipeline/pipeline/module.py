@@ -126,13 +126,21 @@ class CircularPipeline(nnx.Module):
         batches, batch = self.batches, batch_of(x)
         batches.check(batch)
         keys = None if key is None else sequence_keys(key, batch)
+        y, metrics = self.run(jax.tree.map(batches.arrange, x), side, keys=keys)
+        return jax.tree.map(lambda leaf: batches.as_batch(leaf, batch), y), metrics
+
+    def run(self, x: PyTree, side: Side, *, keys: Array | None = None) -> tuple[PyTree, PyTree]:
+        """As a call, of activations that are laid out by `batches.arrange`, as the result is.
+
+        - `x`: an array or any pytree of arrays.
+        - `side`, `keys`: as for `Runner.run`.
+        """
         layers = split_state(self.placed_layers, self.batches.microbatches)
         with explained():
-            found = self.runner.run(layers, jax.tree.map(batches.arrange, x), side, keys=keys)
-        y, metrics, *state = found
+            y, metrics, *state = self.runner.run(layers, x, side, keys=keys)
         if state:
             write_state(self.layers, *state)
-        return jax.tree.map(lambda leaf: batches.as_batch(leaf, batch), y), metrics
+        return y, metrics
 
     def loss(
         self,
