@@ -168,7 +168,7 @@ def test_draws_have_the_probabilities_of_the_temperature() -> None:
         (lambda: generate_with({"max_position_embeddings": 7}), "a prompt of 2 tokens and 6 new"),
         (lambda: generate_with({"experts": "capacity"}), "model.experts='capacity' drops tokens"),
         (
-            lambda: generate_with({"num_dense_layers": 1, "dense_mlp_dim": 8}),
+            lambda: generate_with({"num_layers": 2, "num_dense_layers": 1, "dense_mlp_dim": 8}),
             "num_dense_layers=1 run before the pipeline, where layers have no caches yet",
         ),
         (lambda: call_cached({"segment_ids": jnp.ones((1, 4), int)}), "called with segment ids"),
