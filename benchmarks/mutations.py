@@ -1,4 +1,4 @@
-"""126 mutations of the code, and whether the tests that should catch each of them do.
+"""128 mutations of the code, and whether the tests that should catch each of them do.
 
     python benchmarks/mutations.py [NUMBER …]   applies each in a copy of the checkout and runs its tests
     python benchmarks/mutations.py --check      says which no longer fit the code; exit 1 if any
@@ -645,6 +645,18 @@ MUTATIONS = (
         "        if id(leaf) in others:\n",
         "        if False:\n",
         "test_stage_checks",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/layers.py",
+        "        check_same(one, other)\n",
+        "",
+        "test_wrong_uses",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/runner.py",
+        "self.config.num_microbatches is None and default > 1",
+        "self.config.num_microbatches is None and default > 2",
+        "test_layer_state",
     ),
     Mutation(
         "nnx_pipeline/pipeline/timetable/actions.py",

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.config.pipeline import PipelineConfig
-from nnx_pipeline.errors import InputError
+from nnx_pipeline.errors import InputError, of_type
 from nnx_pipeline.ops.dropout import sequence_keys
 from nnx_pipeline.pipeline.batches import Batches, batch_of
 from nnx_pipeline.pipeline.entry import by_names
@@ -88,12 +88,8 @@ class CircularPipeline(nnx.Module):
                 f"the config of a pipeline is {type(config).__name__}; give a PipelineConfig, such "
                 "as the field pipeline of a Config"
             )
-        for name, value, kind in (("layout", layout, Layout), ("weights", weights, WeightOptions)):
-            if not isinstance(value, kind):
-                raise InputError(
-                    f"{name} of a pipeline is of type {type(value).__name__}; give "
-                    f"{kind.__name__}, or leave it out"
-                )
+        of_type("layout of a pipeline", layout, Layout)
+        of_type("weights of a pipeline", weights, WeightOptions)
         self._check_repeats(config.num_repeats)
         kinds = as_kinds(layers)
         self.runner = make_runner(
