@@ -45,8 +45,8 @@ matrix products in TFLOP, and milliseconds of compute: on a TPU the sum of the c
 H100 a roofline.
 """
 READ = """Why fp8, for which a TPU v5p has no units, takes fewer cycles there than bfloat16, and
-which arrays the H100's program holds in addition, was not looked into. No kernel was timed. A training
-step of a whole model has not been compiled yet: `step` rows are ready for it.
+which arrays the H100 program holds in addition, was not looked into. No kernel was timed. A
+training step of a whole model has not been compiled yet: `step` rows are ready for it.
 """
 STEP = """## A training step
 
