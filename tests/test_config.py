@@ -168,7 +168,10 @@ REFUSED = [
         model(quantization="int8", num_experts=4),
         "quantization='int8' needs a dense model, and num_experts=4",
     ),
-    bad(model(quantization="fp8", dtype="float16"), "'fp8' is not for dtype='float16'"),
+    bad(
+        model(quantization="fp8", dtype="float16", num_experts=1, num_experts_per_token=1),
+        "'fp8' is not for dtype='float16'",
+    ),
     bad(model(attention_bias=True), "attention_bias=True is not known"),
     bad(model(attention_soft_cap=0.0), "attention_soft_cap=0.0 must be above 0"),
     bad(model(logits_soft_cap=-30.0), "logits_soft_cap=-30.0 must be above 0"),
@@ -571,6 +574,7 @@ BESIDE = {
     "model.rope_scaling": {"model.rope_factor": "2"},
     **dict.fromkeys(list(_LLAMA3)[1:], _LLAMA3),
     "model.tied_head_dtype": {"model.tied_embeddings": "true"},
+    "model.quantization": {"model.num_experts": "1", "model.num_experts_per_token": "1"},
     "model.capacity_factor": {"model.experts": "capacity"},
     "model.router_groups": {"model.router_score": "sigmoid"},
     "model.router_groups_per_token": {
