@@ -737,7 +737,7 @@ MUTATIONS = (
         "test_train",
     ),
     Mutation(
-        "nnx_pipeline/ops/soft_cap.py",
+        "nnx_pipeline/ops/attention.py",
         "1 - jnp.square(capped.astype(jnp.float32) / cap)",
         "1 - capped.astype(jnp.float32) / cap",
         "test_fast_attention test_loss",

@@ -622,6 +622,7 @@ BESIDE = {
     "model.rope_scaling": {"model.rope_factor": "2"},
     **dict.fromkeys(list(_LLAMA3)[1:], _LLAMA3),
     "model.tied_head_dtype": {"model.tied_embeddings": "true"},
+    "model.quantization": {"model.num_experts": "1", "model.num_experts_per_token": "1"},
     "model.capacity_factor": {"model.experts": "capacity"},
     "model.router_groups": {"model.router_score": "sigmoid"},
     "model.router_groups_per_token": {

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from nnx_pipeline.ops.attention import Span, allowed
+from nnx_pipeline.ops.attention import Span, allowed, soft_cap
 from nnx_pipeline.ops.experts import ExpertKernels, Mixed, Products
 from nnx_pipeline.ops.loss import LossOptions, Targets
-from nnx_pipeline.ops.soft_cap import soft_cap
 from nnx_pipeline.pipeline.stage.apply import ApplyStage, map_stages
 from nnx_pipeline.remat import Remat
 from nnx_pipeline.sharding import (

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from nnx_pipeline.ops.soft_cap import soft_cap, soft_cap_slope
 from nnx_pipeline.sharding import out_sharding
 
 # The score of a key that a query may not read: far below any real score, and finite in the dtype of
@@ -83,7 +82,7 @@ class Options:
       `allowed` are used by experiments.
     - `window`: see `allowed`.
     - `block`: how many tokens are computed at a time; None for what the kind finds best.
-    - `soft_cap`: the bound of the scores, see `ops.soft_cap`; None for no bound.
+    - `soft_cap`: the bound of the scores, see `soft_cap`; None for no bound.
     - `interpret`: whether a kernel for TPUs is interpreted, for tests where there is none.
     """
 
@@ -297,6 +296,25 @@ def _attend_backward(how: How, kept: Any, d_mixed: Array) -> tuple[Array, Array,
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
+
+
+def soft_cap(x: Float[Array, "*shape"], cap: float) -> Float[Array, "*shape"]:
+    """cap · tanh(x / cap), computed in float32 and in the dtype of `x` (Gemma 2, section 2).
+
+    - `x`: scores or logits.
+    - `cap`: the bound of the result, above 0.
+    """
+    return (cap * jnp.tanh(x.astype(jnp.float32) / cap)).astype(x.dtype)
+
+
+def soft_cap_slope(capped: Float[Array, "*shape"], cap: float) -> Float[Array, "*shape"]:
+    """The derivative of `soft_cap` from its result, 1 - (capped / cap)², in float32.
+
+    - `capped`: the result of `soft_cap`. Values beyond the cap, such as the score of a key that is
+      masked, have the derivative 0.
+    - `cap`: as of `soft_cap`.
+    """
+    return jnp.maximum(1 - jnp.square(capped.astype(jnp.float32) / cap), 0)
 
 
 def _blocks(length: int, size: int) -> list[tuple[int, int]]:

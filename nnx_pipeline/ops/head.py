@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from nnx_pipeline.config.model import ModelConfig
-from nnx_pipeline.ops.soft_cap import soft_cap
+from nnx_pipeline.ops.attention import soft_cap
 from nnx_pipeline.sharding import Layout, gather_weight, out_sharding
 
 
@@ -20,7 +20,7 @@ def logits_of(
 
     - `hidden`: the output of the final norm.
     - `kernel`: sharded by ("embed", "vocab").
-    - `cap`: the bound of the logits, see `ops.soft_cap`; None for no bound.
+    - `cap`: the bound of the logits, see `ops.attention.soft_cap`; None for no bound.
     - `layout`: which mesh axes the logical axes of kernel and result are sharded over.
 
     The batch of the result is sharded by the logical axis `whole_batch`.

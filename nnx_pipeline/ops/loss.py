@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from nnx_pipeline.ops.attention import soft_cap, soft_cap_slope
 from nnx_pipeline.ops.gradients import or_zeros, refuse_perturbed, values_of
-from nnx_pipeline.ops.soft_cap import soft_cap, soft_cap_slope
 from nnx_pipeline.sharding import Layout, P, mesh_sizes
 
 
@@ -27,7 +27,7 @@ class LossOptions(NamedTuple):
     """How the loss is computed.
 
     - `chunks`: number of pieces into which the sequence is cut.
-    - `soft_cap`: the bound of the logits, see `ops.soft_cap`; None for no bound.
+    - `soft_cap`: the bound of the logits, see `ops.attention.soft_cap`; None for no bound.
     """
 
     chunks: int

@@ -18,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from nnx_pipeline.ops.attention import MASKED, Mask, Span
-from nnx_pipeline.ops.soft_cap import soft_cap, soft_cap_slope
+from nnx_pipeline.ops.attention import MASKED, Mask, Span, soft_cap, soft_cap_slope
 
 Carry = tuple[Array, ...]
 

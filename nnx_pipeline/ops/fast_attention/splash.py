@@ -27,7 +27,7 @@ class Splash:
     repeating them.
 
     - `window`: as for `attention.allowed`.
-    - `cap`: the bound of the scores, see `ops.soft_cap`; None for no bound.
+    - `cap`: the bound of the scores, see `ops.attention.soft_cap`; None for no bound.
     - `interpret`: whether the kernel is interpreted, for tests where there is no TPU.
     """
 
