@@ -384,8 +384,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/ops/attention.py",
-        "return causal & (segment_ids[:, :, None] == segment_ids[:, None, :])",
-        "return causal",
+        "return readable & (queries.segments[:, :, None] == keys.segments[:, None, :])",
+        "return readable",
         "test_ops test_model",
     ),
     Mutation(
@@ -714,8 +714,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/ops/router.py",
-        "squared_log_sum=jnp.mean(log_sum**2, axis=1)",
-        "squared_log_sum=jnp.mean(log_sum, axis=1) ** 2",
+        "softmax * log_sum**2)",
+        "softmax * log_sum)",
         "test_ops",
     ),
     Mutation(
