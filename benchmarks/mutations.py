@@ -726,8 +726,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/ops/router.py",
-        "squared_log_sum=jnp.mean(log_sum**2, axis=1)",
-        "squared_log_sum=jnp.mean(log_sum, axis=1) ** 2",
+        "softmax * log_sum**2)",
+        "softmax * log_sum)",
         "test_ops",
     ),
     Mutation(
