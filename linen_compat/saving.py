@@ -74,7 +74,7 @@ def layout_for(model: Mixtral, format: str, stages: int | None, repeats: int | N
     """
     if format != NNX:
         check_maxtext(model.config.model)
-    layers = model.config.model.num_layers
+    layers, dense = model.config.model.num_layers, model.config.model.num_dense_layers
     own = (1, 1)
     if format in (PIPELINED, NNX):
         own = model.pipeline.num_stages, model.pipeline.config.num_repeats
@@ -82,7 +82,7 @@ def layout_for(model: Mixtral, format: str, stages: int | None, repeats: int | N
         default if given is None else given
         for given, default in zip((stages, repeats), own, strict=True)
     )
-    return Layout(format, layers, stages, repeats)
+    return Layout(format, layers, stages, repeats, dense)
 
 
 def write(source: Source, checkpoint: str | Path, layout: Layout) -> None:
