@@ -1,10 +1,11 @@
 """What one attention layer of Mixtral 8x7B holds as the sequence grows, by kind of attention.
 
-    python benchmarks/attention_memory.py [PLATFORM …]
+    python benchmarks/attention_memory.py [PLATFORM …] [--missing]
 
 The layer is compiled alone for one device, forward and backward, for one sequence in bfloat16. The
 page is `benchmarks/results/attention_memory.md`, and beside it are the figures as JSON. A platform
-that is not named keeps its rows.
+that is not named keeps its rows, and with `--missing` so does every row that has figures.
+`flash` for an H100 needs the extra `cudnn`.
 """
 
 import dataclasses
@@ -39,10 +40,11 @@ Projections, rotary embedding and attention of one layer of Mixtral 8x7B (32 que
 heads of 128), forward and backward, one sequence in bfloat16 on one device: temp in MB (10⁶ bytes),
 matrix products in TFLOP, and milliseconds of compute. Operations of a kernel are those that it
 states: tiles that the mask leaves out do not count, and the others in full. `flash` on a TPU is
-JAX's splash attention; on H100 it is cuDNN, which needs a wheel and was not compiled. With a window
-only sequences are shown that are longer. `dot_product` writes its blocks of 512 queries out one by
-one, and was not compiled for more than 8,192 tokens: for 16,384 it had taken the TPU compiler more
-than six minutes on a busy machine.
+JAX's splash attention; on H100 it is cuDNN, of which every pair of a query and a key that it may
+read counts, because the library says nothing of its tiles. With a window only sequences are shown
+that are longer. `dot_product` writes its blocks of 512 queries out one by one, and was not compiled
+for more than 8,192 tokens: for 16,384 it had taken the TPU compiler more than six minutes on a busy
+machine.
 
 Compute on a TPU is the sum of the compiler's cycles, with kernels at 65 % of the peak. On H100 it
 is a roofline, which counts some arrays of the whole sequence, of which `chunked` writes one block
@@ -80,7 +82,7 @@ def names(platform: str) -> list[tuple[str, int]]:
         for kind, (attention, window) in KINDS.items()
         for length in SEQUENCES
         if (window is None or length > window)
-        and (attention != "flash" or platform.startswith("tpu"))
+        and (attention != "flash" or platform != "cpu")
         and (attention != "dot_product" or length <= LONGEST_UNROLLED)
     ]
     return sorted(rows, key=lambda row: row[0] == "dot_product")
@@ -126,9 +128,12 @@ def readme(results: dict[str, dict[str, Any]]) -> list[list[str]]:
 
 def main() -> None:
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for platform in sys.argv[1:] or PLATFORMS:
+    named = [word for word in sys.argv[1:] if word != "--missing"]
+    for platform in named or PLATFORMS:
         for kind, length in names(platform):
             name = f"{platform} {kind} {length}"
+            if "--missing" in sys.argv and name in results:
+                continue
             results[name] = measured(*KINDS[kind], length, platform)
             print(name, results[name], file=sys.stderr, flush=True)
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")

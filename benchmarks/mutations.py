@@ -300,7 +300,7 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/ops/experts.py",
-        "hidden(products.open_up(x, gate, up) * weight)",
+        "hidden(weighed(products.open_up(x, gate, up), weight))",
         "hidden(products.open_up(x, gate, up))",
         "test_ops test_model",
     ),

@@ -23,10 +23,10 @@ from nnx_pipeline.ops.head import head_of_table, logits_of
 from nnx_pipeline.ops.loss import Targets
 from nnx_pipeline.ops.router import RouterMetrics, loss_weights
 from nnx_pipeline.pipeline.create import create_pipeline
-from nnx_pipeline.pipeline.early import EarlyLayers
 from nnx_pipeline.pipeline.layers import with_keys
 from nnx_pipeline.pipeline.one_f_one_b.state import ModelEnds
 from nnx_pipeline.pipeline.runner import Runner
+from nnx_pipeline.pipeline.stage.early import EarlyLayers
 from nnx_pipeline.pipeline.stage.layers import Side
 from nnx_pipeline.pipeline.weights.zero1 import Zero1Layers
 from nnx_pipeline.remat import POLICIES, Remat
@@ -263,9 +263,8 @@ class Mixtral(nnx.Module):
         layer = functools.partial(
             _new_layer, layout=layout, parts=parts, remat=POLICIES[config.pipeline.remat]
         )
-        self.pipeline = create_pipeline(
-            config, functools.partial(layer, model), rngs=rngs, layout=layout, parts=parts.loop
-        )
+        kinds = [functools.partial(layer, kind) for kind in model.of_kinds]
+        self.pipeline = create_pipeline(config, kinds, rngs=rngs, layout=layout, parts=parts.loop)
         self.layout = self.pipeline.runner.layout
         self.early = None
         if model.num_dense_layers:

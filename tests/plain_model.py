@@ -1,5 +1,6 @@
 """Mixtral in plain `jnp`, written from the rules and not from the package: no mesh, no pipeline."""
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -32,12 +33,26 @@ class Side(NamedTuple):
 
 def weights_of(model: Mixtral) -> Weights:
     """The weights of a model, or the gradients in its structure, with the layers in order."""
-    part = model.pipeline.layers
+    kinds = (
+        model.pipeline.layers if len(model.config.model.of_kinds) > 1 else [model.pipeline.layers]
+    )
+    found = [_variables(model, part) for part in kinds]
 
-    def stacked(variable: Any) -> np.ndarray:
-        array = np.asarray(variable.get_value())
-        return array.reshape(-1, *array.shape[3:])[: model.config.model.num_layers]
+    def stacked(*variables: Any) -> np.ndarray:
+        arrays = [np.asarray(variable.get_value()) for variable in variables]
+        in_turn = np.stack([array.reshape(-1, *array.shape[3:]) for array in arrays], axis=1)
+        return in_turn.reshape(-1, *in_turn.shape[2:])[: model.config.model.num_layers]
 
+    return Weights(
+        np.asarray(model.embedding.embedding.get_value()),
+        {name: stacked(*(each[name] for each in found)) for name in found[0]},
+        np.asarray(model.norm.scale.get_value()),
+        None if model.head is None else np.asarray(model.head.get_value()),
+    )
+
+
+def _variables(model: Mixtral, part: Any) -> dict[str, Any]:
+    """The variables of all layers of one kind."""
     variables = {
         "first norm": part.attention_norm.scale,
         "second norm": part.feed_forward_norm.scale,
@@ -56,12 +71,7 @@ def weights_of(model: Mixtral) -> Weights:
     if model.config.model.qk_norm:
         variables["query norm"] = part.attention.query_norm.scale
         variables["key norm"] = part.attention.key_norm.scale
-    return Weights(
-        np.asarray(model.embedding.embedding.get_value()),
-        {name: stacked(variable) for name, variable in variables.items()},
-        np.asarray(model.norm.scale.get_value()),
-        None if model.head is None else np.asarray(model.head.get_value()),
-    )
+    return variables
 
 
 def norm(x: jax.Array, scale: jax.Array, config: ModelConfig) -> jax.Array:
@@ -197,7 +207,13 @@ def hidden(weights: Weights, tokens: Any, side: Side, config: ModelConfig) -> tu
     x, reported = weights.embedding[tokens], []
     for number in range(config.num_layers):
         layer = {name: stack[number] for name, stack in weights.layers.items()}
-        update = attention(norm(x, layer["first norm"], config), layer, side, config)
+        full = config.full_attention_every and (number + 1) % config.full_attention_every == 0
+        own = dataclasses.replace(
+            config,
+            sliding_window=None if full else config.sliding_window,
+            full_attention_every=None,
+        )
+        update = attention(norm(x, layer["first norm"], config), layer, side, own)
         x = x + dropped(update, side.keys, (number, 0), config.dropout_rate)
         update, router = feed_forward(norm(x, layer["second norm"], config), layer, config)
         x = x + dropped(update, side.keys, (number, 1), config.dropout_rate)

@@ -95,7 +95,7 @@ def test_what_changes_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
         *((name, "cpu tpu cuda") for name in ("jax", "jaxlib", "flax", "optax", "numpy")),
         ("libtpu", "tpu"),
         *((name, "cuda") for name in ("jax-cuda13-plugin", "jax-cuda13-pjrt")),
-        *((name, "cuda") for name in ("nvidia-cuda-nvcc", "nvidia-nvvm")),
+        *((name, "cuda") for name in ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cudnn-cu13")),
     ],
 )
 def test_a_package_changes_keys_of_the_platforms_that_use_it(

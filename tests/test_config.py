@@ -47,6 +47,7 @@ LLAMA3 = {
     "rope_low_frequency": 1.0,
     "rope_high_frequency": 4.0,
 }
+LATENT = {"num_kv_heads": 4, "kv_lora_rank": 8, "rope_head_dim": 2, "value_head_dim": 6}
 
 
 def model(**changes: Any) -> Callable[[], Any]:
@@ -149,7 +150,26 @@ REFUSED = [
     bad(model(norm_epsilon=-1.0), "norm_epsilon=-1.0 is out of range; choose 0"),
     bad(model(rope_theta=0.0), "rope_theta=0.0 must be above 0"),
     bad(model(rope_interleaved=1), "rope_interleaved=1 is not known"),
-    bad(model(rope_scaling="yarn"), "rope_scaling='yarn' is not known"),
+    bad(model(rope_scaling="ntk"), "rope_scaling='ntk' is not known"),
+    bad(model(rope_scaling="yarn"), "rope_factor, which is not given; DeepSeek-V3 has 40.0"),
+    bad(model(kv_lora_rank=8), "kv_lora_rank=8 needs rope_head_dim, which is not given"),
+    bad(model(q_lora_rank=8), "q_lora_rank=8 is for multi-head latent attention"),
+    bad(model(**{**LATENT, "rope_head_dim": 3}), "rope_head_dim=3 must be even"),
+    bad(model(**{**LATENT, "rope_head_dim": 4}), "rope_head_dim=4 is a part of head_dim=4"),
+    bad(model(**{**LATENT, "num_kv_heads": 2}), "num_kv_heads=2 differs from num_heads=4"),
+    bad(model(**LATENT, qk_norm=True), "the latent vectors are normalised instead"),
+    bad(model(num_dense_layers=-1), "num_dense_layers=-1 is not a whole number of 0 or more"),
+    bad(model(num_dense_layers=1), "num_dense_layers=1 and dense_mlp_dim=None go together"),
+    bad(
+        model(num_dense_layers=4, dense_mlp_dim=8),
+        "num_dense_layers=4 leaves no layer with experts of num_layers=4",
+    ),
+    bad(
+        model(num_dense_layers=1, dense_mlp_dim=8, num_experts=1, num_experts_per_token=1),
+        "and num_experts=1; leave it at 0",
+    ),
+    bad(model(full_attention_every=2), "and sliding_window=None; give a window and 2 or more"),
+    bad(model(router_bias_in_weights=True), "needs a bias, and router_bias=False"),
     bad(model(rope_scaling="linear"), "rope_scaling='linear' needs rope_factor"),
     bad(model(rope_factor=2.0), "rope_factor=2.0 has no effect with rope_scaling=None; leave it"),
     bad(
@@ -505,6 +525,14 @@ FIELDS = (
     ("model.sliding_window", "128", 128),
     ("model.expert_group", "2", 2),
     ("model.embedding", "auto", "auto"),
+    ("model.full_attention_every", "2", 2),
+    ("model.num_dense_layers", "1", 1),
+    ("model.dense_mlp_dim", "48", 48),
+    ("model.kv_lora_rank", "16", 16),
+    ("model.q_lora_rank", "24", 24),
+    ("model.rope_head_dim", "2", 2),
+    ("model.value_head_dim", "6", 6),
+    ("model.router_bias_in_weights", "true", True),
     ("pipeline.num_microbatches", "4", 4),
     ("pipeline.num_microbatches", "None", None),
     ("pipeline.num_repeats", "2", 2),
@@ -553,8 +581,20 @@ _LLAMA3 = {
     "model.rope_low_frequency": "1",
     "model.rope_high_frequency": "4",
 }
+_LATENT = {
+    "model.num_kv_heads": "4",
+    "model.kv_lora_rank": "8",
+    "model.rope_head_dim": "2",
+    "model.value_head_dim": "8",
+}
+_DENSE = {"model.num_dense_layers": "1", "model.dense_mlp_dim": "24"}
 # What some fields need beside themselves.
 BESIDE = {
+    **dict.fromkeys([*_LATENT][1:], _LATENT),
+    "model.q_lora_rank": _LATENT,
+    **dict.fromkeys(_DENSE, _DENSE),
+    "model.full_attention_every": {"model.sliding_window": "4"},
+    "model.router_bias_in_weights": {"model.router_bias": "true"},
     "model.rope_scaling": {"model.rope_factor": "2"},
     **dict.fromkeys(list(_LLAMA3)[1:], _LLAMA3),
     "model.tied_head_dtype": {"model.tied_embeddings": "true"},
@@ -637,6 +677,7 @@ def test_every_field_is_read(key: str) -> None:
         ("mixtral-8x7b", 46.70e9, 12.88e9),
         ("mixtral-8x22b", 140.6e9, 39.2e9),
         ("llama2-7b", 6.738e9, 6.738e9),
+        ("deepseek-v3", 671e9, 37.55e9),  # published as 37: without the embedding table
     ],
 )
 def test_published_parameter_counts(name: str, total: float, active: float) -> None:
@@ -652,6 +693,7 @@ def test_published_parameter_counts(name: str, total: float, active: float) -> N
         ("mistral-7b", 7_241_732_096),
         ("qwen3-8b", 8_190_735_360),
         ("qwen3-30b-a3b", 30_532_122_624),
+        ("deepseek-v2-lite", 15_706_484_224),
     ],
 )
 def test_published_parameter_counts_to_the_last(name: str, total: int) -> None:
@@ -673,7 +715,9 @@ def test_counted_parameters_are_those_of_the_model(name: str) -> None:
         experts = [
             math.prod(leaf.shape)
             for leaf in leaves
-            if config.model.num_experts in leaf.shape and config.model.mlp_dim in leaf.shape
+            if leaf.ndim == 6
+            and leaf.shape[3] == config.model.num_experts
+            and config.model.mlp_dim in leaf.shape[4:]
         ]
         share = config.model.num_experts_per_token / config.model.num_experts
         assert count.active == count.total - sum(experts) + share * sum(experts)
@@ -687,6 +731,9 @@ def test_counted_parameters_are_those_of_the_model(name: str) -> None:
         ("mixtral-8x7b", "stage=4,fsdp=16"),
         ("mixtral-8x22b", "stage=4,fsdp=16"),
         ("llama2-7b", "fsdp=4"),
+        ("deepseek-small", "stage=4,fsdp=2"),
+        ("deepseek-v2-lite", "stage=2,fsdp=4"),
+        ("deepseek-v3", "stage=2,fsdp=32"),
     ],
 )
 def test_presets_fit_their_meshes(name: str, mesh: str) -> None:

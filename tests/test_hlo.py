@@ -432,6 +432,29 @@ def test_ragged_dot_kernel_of_the_tpu_compiler() -> None:
 
 
 @pytest.mark.parametrize(
+    ("mask", "window", "pairs"),
+    [
+        ("CAUSAL", 0, sum(range(1, 9))),
+        ("CAUSAL", 3, 1 + 2 + 6 * 3),
+        ("CAUSAL", 20, sum(range(1, 9))),
+        ("NO_MASK", 0, 64),
+        ("NO_MASK", 3, None),
+        ("PADDING_CAUSAL", 0, None),
+    ],
+)
+def test_cudnn_attention(mask: str, window: int, pairs: int | None) -> None:
+    """Two sequences of 8 tokens, with 6 query heads that read 2 key heads of width 4."""
+    for target, products in (("fmhaSoftmax", 2), ("fmhaSoftmaxBackward", 5)):
+        line = (
+            f'bf16[2,6,8,4] custom-call(%l, %r), custom_call_target="__cudnn${target}", '
+            'backend_config={"cudnn_fmha_backend_config": {"fmha_scale": 1.0, '
+            f'"mask_type": "{mask}", "sliding_window_length": {window}}}}}'
+        )
+        found = product("bf16[2,8,6,4]", "bf16[2,8,2,4]", line)
+        assert found == (pairs and 2 * products * 2 * 6 * 4 * pairs)
+
+
+@pytest.mark.parametrize(
     ("target", "flops"),
     [
         ("tpu_custom_call", None),

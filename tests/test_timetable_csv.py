@@ -59,7 +59,8 @@ def test_stages_in_the_form_of_a_v() -> None:
     [
         ("", "the timetable has no action; write cells such as 0F0"),
         ("0F0,0X0", r"line 1 .* cell '0X0'; write a stage, one of F, B, I, W and a microbatch"),
-        ("0F0\n0SEND_F0", "line 2 .* lines with sends and receives cannot be read"),
+        ("0F0\n0SEND_F0", "line 2 .* sends, receives and pairs .* format='compute_only'"),
+        ("(0F1;0B0)OVERLAP_F_B", "pairs of actions that overlap cannot be read"),
         ("0F0,0F0", "0F0 is in the steps 0 and 1; keep one"),
         ("0F0,1F0\n0F1,1F1", "stage 0 is on the ranks .*; keep each stage on one rank"),
         ("0F0\n1F0", "1F0 in step 0 needs 0F0, which is in step 0; move it to an earlier step"),

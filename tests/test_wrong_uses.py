@@ -1,5 +1,7 @@
 """Wrong uses of the pipeline: each ends in one clear error, in both sharding modes."""
 
+import functools
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +15,7 @@ from helpers import float_rows, mesh_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_pipeline import CircularPipeline, InputError, PipelineConfig, Shared, Sum, preset
+from nnx_pipeline import CircularPipeline, InputError, Mean, PipelineConfig, Shared, Sum, preset
 from nnx_pipeline.pipeline import (
     CircularSchedule,
     Inputs,
@@ -21,6 +23,7 @@ from nnx_pipeline.pipeline import (
     ModelEnds,
     ModelFunctions,
     OneForwardOneBackward,
+    WeightOptions,
     Weights,
     run_one_f_one_b,
     run_pipeline,
@@ -146,6 +149,50 @@ class Named(Layer):
         return x * scale, None
 
 
+class Counts(Layer):
+    """Counts its calls in an attribute of Python."""
+
+    calls = 0
+
+    def __call__(self, x: Any) -> Any:
+        self.calls += 1
+        return x, None
+
+
+class Window(Layer):
+    """Has a number of its own."""
+
+    def __init__(self, rngs: nnx.Rngs, window: int) -> None:
+        super().__init__(rngs, lambda x: (x, None), None)
+        self.window = window
+
+
+def alternating() -> Callable[[nnx.Rngs], nnx.Module]:
+    """Makes layers by a counter of Python, which JAX calls once for all of them."""
+    windows = itertools.cycle((2, 8))
+    return lambda rngs: Window(rngs, next(windows))
+
+
+def widening() -> Callable[[nnx.Rngs], nnx.Module]:
+    """Makes wider and wider layers."""
+    widths = itertools.count(1)
+
+    def make(rngs: nnx.Rngs) -> nnx.Module:
+        layer = plain(rngs)
+        layer.mix = nnx.Linear(WIDTH, next(widths), rngs=rngs)
+        return layer
+
+    return make
+
+
+def replaced() -> Any:
+    """A call of a pipeline whose layers are one layer of the user's."""
+    config = PipelineConfig(num_microbatches=MICROBATCHES)
+    pipeline = CircularPipeline(config, plain, num_layers=4, rngs=nnx.Rngs(0))
+    pipeline.layers.mix.kernel = nnx.Param(jnp.ones((WIDTH, WIDTH)))
+    return pipeline(np.ones((BATCH, WIDTH), np.float32))
+
+
 def named(**side: Any):
     """A call of layers that take a side input `scale`."""
     return module(kinds=lambda _: lambda rngs: Named(rngs, lambda x: (x, None), None), **side)
@@ -231,9 +278,56 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: CircularPipeline(preset("tiny"), plain, num_layers=4, rngs=nnx.Rngs(0)),
         "the config of a pipeline is Config; give a PipelineConfig",
     ),
+    "layers: more than one argument": (
+        module(kinds=lambda _: functools.partial(Window, window=2, size=3)),
+        "window: int) -> None: got an unexpected keyword argument 'size'; make them agree",
+    ),
+    "layers: no argument": (
+        module(kinds=lambda _: lambda: Bare(nnx.Rngs(0))),
+        "as by lambda rngs: Layer(8, rngs=rngs), and its arguments are (): too many positional",
+    ),
+    "layers: made by a counter": (
+        module(kinds=lambda _: alternating()),
+        "the function that makes a layer gave one with .window=2 and then one with 8",
+    ),
+    "layers: of other variables": (
+        module(kinds=lambda _: widening()),
+        "gave one with .mix.bias=float32[1] and then one with float32[2]",
+    ),
+    "layer: counts in an attribute": (
+        module(kinds=lambda _: lambda rngs: Counts(rngs, lambda x: (x, None), None)),
+        "a call of a layer set .calls to 1, and JAX traces one call for all layers",
+    ),
+    "layers: replaced": (replaced, "hold a Param of shape [4, 4] that the pipeline did not make"),
+    "rngs: another stream": (
+        lambda: CircularPipeline(
+            PipelineConfig(), plain, num_layers=4, rngs=nnx.Rngs(dropout=jax.random.key(0))
+        ),
+        "made with rngs of type Rngs with the streams ['dropout']; give nnx.Rngs with a stream",
+    ),
+    "weights: an unknown axis": (
+        lambda: WeightOptions(zero1=("dta",)),
+        "zero1='dta' is not known; did you mean 'data'?",
+    ),
+    "weights: axes as a text": (lambda: WeightOptions(zero1="data"), "is no tuple of mesh axes"),
+    "weights: an unknown dtype": (
+        lambda: WeightOptions(grad_dtype="float3"),
+        "grad_dtype='float3' is no floating dtype",
+    ),
+    "weights: integers": (lambda: WeightOptions(dtype="int8"), "dtype='int8' is no floating dtype"),
+    "weights: a dtype alone": (
+        lambda: CircularPipeline(
+            PipelineConfig(), plain, num_layers=4, rngs=nnx.Rngs(0), weights="bfloat16"
+        ),
+        "weights of a pipeline is of type str; give WeightOptions, or leave it out",
+    ),
+    "metric: nothing": (
+        module(lambda x: (x, {"load": Mean(None)})),
+        "the metric ['load'] of a layer is NoneType; it must be one floating array",
+    ),
     "rngs: a number": (
         lambda: CircularPipeline(PipelineConfig(), plain, num_layers=4, rngs=0),
-        "made with rngs=0; give nnx.Rngs",
+        "made with rngs of type int; give nnx.Rngs",
     ),
     "layers that do not divide": (
         module(layers=5),
@@ -354,13 +448,17 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+JAX_ADDS = "\n--------------------\n"  # that it has removed its own frames from the traceback
+
+
 @both_modes
 @pytest.mark.parametrize("name", WRONG)
 def test_one_clear_error(name: str, mode: str) -> None:
     call, words = WRONG[name]
     mesh = mesh_of("stage=2", mode)
-    with jax.set_mesh(mesh), pytest.raises(InputError, match=re.escape(words)):
+    with jax.set_mesh(mesh), pytest.raises(InputError, match=re.escape(words)) as found:
         call()
+    assert "\n" not in str(found.value.args[0]).split(JAX_ADDS)[0]
 
 
 @both_modes
@@ -382,6 +480,22 @@ def test_forward_mode_through_a_derivative_by_hand_is_refused(schedule: str, mod
 
         with pytest.raises(InputError, match=r"forward mode .* set pipeline.schedule=circular"):
             jax.jvp(loss, (pipeline,), (pipeline,))
+
+
+@both_modes
+def test_forward_mode_with_respect_to_a_number_that_an_end_reads_is_refused(mode: str) -> None:
+    x = np.ones((4, WIDTH), np.float32)
+    with jax.set_mesh(mesh_of("stage=2", mode)):
+        config = PipelineConfig(num_microbatches=2, schedule="1f1b")
+        pipeline = CircularPipeline(config, plain, num_layers=2, rngs=nnx.Rngs(0))
+
+        def loss(factor: float) -> Any:
+            ends = ModelEnds(lambda _, x: x * factor, None, _summed, None)
+            return pipeline.loss(ends, (x, x), {})[0]
+
+        assert jax.grad(loss)(2.0).shape == ()
+        with pytest.raises(InputError, match="forward mode"):
+            jax.jvp(loss, (2.0,), (1.0,))
 
 
 def test_a_mesh_of_explicit_axes_is_no_place_in_auto_mode() -> None:

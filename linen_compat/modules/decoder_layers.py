@@ -143,7 +143,7 @@ def layer_class(config: ModelConfig) -> type[_DecoderLayer]:
 
 def _routed(experts: MoeBlock | DeepSeekMoeBlock, x: Array) -> tuple[Array, MicrobatchMean]:
     mixed, usage = experts(x)
-    return mixed, MicrobatchMean(usage.packed(), router_metrics)
+    return mixed, MicrobatchMean(usage, router_metrics)
 
 
 def _check_kind(layer: _DecoderLayer, *, qk_norm: bool | None = None) -> None:

@@ -214,6 +214,12 @@ class Config:
                 model.num_pipeline_layers,
                 f"{rule}{mesh.stage} stages × {repeats} repeats",
             )
+            kinds = len(model.of_kinds)
+            per_stage = self.layers_per_stage(mesh.stage)
+            rule = (
+                f"a stage has {per_stage} layers, which do not split by model.full_attention_every="
+            )
+            yield kinds, per_stage, f"{rule}{model.full_attention_every}"
         for name, axes in MODEL_DIVISORS.items():
             divisor, size, spread = mesh.product(*axes), getattr(model, name), "×".join(axes)
             if size is None:

@@ -8,6 +8,7 @@ from nnx_pipeline.config.model_rules import (
     OF_ROUTER,
     check_dense_layers,
     check_experts,
+    check_kinds,
     check_latent,
     check_rope,
 )
@@ -178,6 +179,14 @@ class ModelConfig:
     sliding_window: int | None = None
     """How many tokens a query reads: itself and those before it; None for all before it."""
 
+    full_attention_every: int | None = None
+    """Every how many layers one reads all tokens before, and not those of the `sliding_window`.
+
+    With n it is the layers n - 1, 2n - 1, …, counted from 0 (2 as in GPT-OSS, 6 as in Gemma 3).
+    Each stage then has a multiple of n layers, and in the model's `pipeline.layers`, which is a
+    list, the j-th stack has the layers j, n + j, …. None gives all layers the same window.
+    """
+
     experts: Literal["dense", "grouped", "capacity"] = "dense"
     """How experts are computed, a key of `ops.moe.EXPERTS`.
 
@@ -263,11 +272,21 @@ class ModelConfig:
         return self.num_layers - self.num_dense_layers
 
     @property
+    def of_kinds(self) -> tuple["ModelConfig", ...]:
+        """The configs of the layers of a stage, which take turns in this order."""
+        if self.full_attention_every is None:
+            return (self,)
+        windowed = dataclasses.replace(self, full_attention_every=None)
+        full = dataclasses.replace(windowed, sliding_window=None)
+        return (*[windowed] * (self.full_attention_every - 1), full)
+
+    @property
     def of_dense_layers(self) -> "ModelConfig":
         """The config of a model whose layers are all like the dense first layers of this one."""
         return dataclasses.replace(
             self,
             num_layers=self.num_dense_layers,
+            full_attention_every=None,
             num_dense_layers=0,
             mlp_dim=self.dense_mlp_dim or self.mlp_dim,
             dense_mlp_dim=None,
@@ -306,6 +325,7 @@ class ModelConfig:
         one_of("attention", self.attention, ("dot_product", "chunked", "flash", "auto"))
         check_latent(self)
         check_dense_layers(self)
+        check_kinds(self)
         check_experts(self)
         if self.attention_block is not None:
             whole(self, "attention_block")

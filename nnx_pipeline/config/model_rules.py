@@ -1,6 +1,9 @@
-"""What the fields of a `ModelConfig` must satisfy together, as checks that raise InputError."""
+"""What the fields of a `ModelConfig` must satisfy together, as checks that raise InputError.
 
-from typing import TYPE_CHECKING, Any
+`ModelConfig` imports this module, so that the checks take any object with its fields.
+"""
+
+from typing import Any
 
 from nnx_pipeline.errors import (
     InputError,
@@ -12,9 +15,6 @@ from nnx_pipeline.errors import (
     one_of,
     whole,
 )
-
-if TYPE_CHECKING:
-    from nnx_pipeline.config.model import ModelConfig
 
 # The fields that each `rope_scaling` reads, with their values in a model that has it: Llama 3.1
 # (which scales by parts), and DeepSeek-V3.
@@ -45,7 +45,7 @@ OF_ROUTER: dict[str, Any] = {
 }
 
 
-def check_latent(model: "ModelConfig") -> None:
+def check_latent(model: Any) -> None:
     """Raises InputError for sizes that multi-head latent attention lacks or does not read."""
     sizes = {"rope_head_dim": 64, "value_head_dim": 128}
     if model.kv_lora_rank is None:
@@ -82,7 +82,7 @@ def check_latent(model: "ModelConfig") -> None:
         )
 
 
-def check_dense_layers(model: "ModelConfig") -> None:
+def check_dense_layers(model: Any) -> None:
     """Raises InputError for dense first layers that contradict the other sizes."""
     number = model.num_dense_layers
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
@@ -107,7 +107,20 @@ def check_dense_layers(model: "ModelConfig") -> None:
         )
 
 
-def check_experts(model: "ModelConfig") -> None:
+def check_kinds(model: Any) -> None:
+    """Raises InputError for full attention in turn with a window that is not there."""
+    if model.full_attention_every is None:
+        return
+    whole(model, "full_attention_every")
+    if model.full_attention_every == 1 or model.sliding_window is None:
+        raise InputError(
+            f"full_attention_every={model.full_attention_every} lets layers with a window take "
+            f"turns with one without, and sliding_window={model.sliding_window}; give a window and "
+            "2 or more, or leave it at None"
+        )
+
+
+def check_experts(model: Any) -> None:
     """Raises InputError for experts and a router that contradict each other."""
     one_of("experts", model.experts, ("dense", "grouped", "capacity"))
     if model.expert_group is not None:
@@ -152,7 +165,7 @@ def check_experts(model: "ModelConfig") -> None:
         )
 
 
-def _check_groups(model: "ModelConfig") -> None:
+def _check_groups(model: Any) -> None:
     """Raises InputError for groups from which the router cannot choose."""
     whole(model, "router_groups", "router_groups_per_token")
     groups, some = model.router_groups, model.router_groups_per_token
@@ -179,7 +192,7 @@ def _check_groups(model: "ModelConfig") -> None:
         )
 
 
-def check_rope(model: "ModelConfig") -> None:
+def check_rope(model: Any) -> None:
     """Raises InputError unless `rope_scaling` has the fields that it reads, and no others."""
     one_of("rope_interleaved", model.rope_interleaved, (True, False))
     one_of("rope_scaling", model.rope_scaling, (None, *ROPE_SCALINGS))

@@ -19,8 +19,10 @@ class PipelineConfig:
 
     A mesh without stages is a pipeline of one stage: with several microbatches they go through all
     layers one after the other, with one the whole batch does. What a model computes does not depend
-    on their number, except for the router's load-balance loss, which is computed per microbatch:
-    where it has a weight (`train.load_balance_weight`) and the mesh has stages, give the number.
+    on their number, except for what is computed per microbatch: the router's load-balance loss, a
+    `MicrobatchMean`, and the state of layers, such as running statistics. So that the numbers are
+    the same on every mesh, it must be given where the mesh has stages and the load-balance loss has
+    a weight (`train.load_balance_weight`) or the layers have state.
     """
 
     num_repeats: int = 1

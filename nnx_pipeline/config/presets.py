@@ -4,10 +4,10 @@ The sizes are those of the published configurations (`config.json` on Hugging Fa
 mistralai/Mixtral-8x7B-v0.1, mistralai/Mixtral-8x22B-v0.1, meta-llama/Llama-2-7b-hf,
 meta-llama/Llama-3.1-8B (8,030,261,248 parameters), mistralai/Mistral-7B-v0.2 (7,241,732,096),
 Qwen/Qwen3-8B (8,190,735,360) and Qwen/Qwen3-30B-A3B-Instruct-2507 (30,532,122,624; the first
-Qwen3-30B-A3B has a rope_theta of 1e6), deepseek-ai/DeepSeek-V2-Lite (15.7 billion, 2.4 active) and
-deepseek-ai/DeepSeek-V3 (671 billion, 37 active, without the module for multi-token prediction). The
-numbers are the parameter counts published there. DeepSeek's attention scale is that of their code:
-head_dim^-0.5 · (0.1 · mscale_all_dim · ln(factor) + 1)².
+Qwen3-30B-A3B has a rope_theta of 1e6), deepseek-ai/DeepSeek-V2-Lite
+(15,706,484,224; 2.4 billion active without the embedding table) and deepseek-ai/DeepSeek-V3 (671
+billion, 37 active, without the module for multi-token prediction). The numbers are the parameter
+counts published there.
 """
 
 import math

@@ -37,8 +37,8 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     - `model`: the sizes of the model.
     - `sequence_length`: a token attends to half of so many on average, or to those of its window.
     """
-    window = min(model.sliding_window or sequence_length, sequence_length)
-    keys = window - window**2 / (2 * sequence_length)  # the first tokens have fewer
+    kinds = [_keys(kind.sliding_window, sequence_length) for kind in model.of_kinds]
+    keys = sum(kinds) / len(kinds)
     attention = _projections(model) + 2 * keys * model.num_heads * _scores_and_values(model)
     active = model.num_experts_per_token + model.num_shared_experts
     experts = active * 3 * 2 * model.embed_dim * model.mlp_dim
@@ -46,6 +46,12 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     dense = model.num_dense_layers * 3 * 2 * model.embed_dim * (model.dense_mlp_dim or 0)
     routed = model.num_pipeline_layers * (experts + router)
     return model.num_layers * attention + routed + dense + _head(model)
+
+
+def _keys(window: int | None, sequence_length: int) -> float:
+    """How many keys a query reads in the mean; the first tokens of a window have fewer."""
+    window = min(window or sequence_length, sequence_length)
+    return window - window**2 / (2 * sequence_length)
 
 
 def _projections(model: ModelConfig) -> int:

@@ -74,7 +74,7 @@ class DecoderLayer(nnx.Module):
         normed = self.feed_forward_norm(h)
         if isinstance(self.feed_forward, RoutedMoE):
             mixed, usage = self.feed_forward(normed)
-            metric = MicrobatchMean(usage.packed(), router_metrics)
+            metric = MicrobatchMean(usage, router_metrics)
         else:
             mixed, metric = self.feed_forward(normed), None
         return self._add(h, mixed, keys, place=1), metric

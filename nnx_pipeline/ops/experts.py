@@ -146,7 +146,7 @@ class DenseExperts:
 
         def one_group(operands: tuple[Array, ...]) -> Array:
             gate, up, down, weight = operands
-            opened = hidden(products.open_up(x, gate, up) * weight)
+            opened = hidden(weighed(products.open_up(x, gate, up), weight))
             if products.group < experts // layout.size("expert"):
                 # The products of a group are large then, and read what they multiply several times.
                 # A compiler that fuses the hidden units into the product computes them each time:
@@ -326,8 +326,43 @@ class Products:
         return self.layout.spec(None, None, "expert", "mlp", None)
 
 
-# The products are differentiated by hand for the sake of `Products.kernel_gradient`. Their rules
-# call functions that JAX can differentiate once more, for second derivatives.
+def weighed(hidden: Array, weight: Array) -> Array:
+    """The hidden units times the router's weight of their expert.
+
+    - `hidden`: `[owners, parts, batch, seq, group, mlp / parts]`, as the result is.
+    - `weight`: `[owners, 1, batch, seq, group, 1]`, of the same dtype.
+    """
+    return _weighed_on_cpu(hidden, weight) if ambient_platform() == "cpu" else hidden * weight
+
+
+# What follows is differentiated by hand, the products for the sake of `Products.kernel_gradient`.
+# The rules call functions that JAX can differentiate once more, for second derivatives.
+
+
+@jax.custom_vjp
+def _weighed_on_cpu(hidden: Array, weight: Array) -> Array:
+    """As `weighed`; the gradient of the weights is computed as products of matrices.
+
+    XLA for the CPU makes one loop of the multiplication and the sum over a token's hidden units
+    that JAX would use, and this loop takes as long as several products of the experts.
+    """
+    return hidden * weight
+
+
+def _weigh_forward(hidden: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
+    return hidden * weight, (hidden, weight)
+
+
+def _weigh_backward(kept: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
+    hidden, weight = kept
+    d_weight = jnp.einsum(
+        "otbsef,otbsef->otbse", cotangent, hidden, preferred_element_type=jnp.float32
+    )
+    d_weight = jnp.sum(d_weight, axis=1, keepdims=True)[..., None]
+    return cotangent * weight, d_weight.astype(weight.dtype)
+
+
+_weighed_on_cpu.defvjp(_weigh_forward, _weigh_backward)
 
 
 def _opened(products: Products, x: Array, kernel: Array) -> Array:

@@ -139,30 +139,41 @@ def combine_weights(
 class Usage(NamedTuple):
     """How a router used its experts, as means over the tokens of one or several sequences.
 
-    - `chosen`: how often each expert was chosen per token; sums to the number of choices.
-    - `probability`: the mean probability of each expert: its score by the sum of all scores.
-    - `squared_log_sum`: the mean of (log Σ_e exp(logit_e))².
-    - `entropy`: the mean of -Σ_e p_e · log p_e over the probabilities of a token; no gradient.
-    - `dropped`: the share of the choices that no expert took.
+    - `numbers`: the means of four numbers per expert, see `expert_usage`. They are one array,
+      because a TPU takes more than a microsecond for each array that is averaged on its own, which
+      is longer than averaging takes.
+    - `share_dropped`: the share of the choices that no expert took; None if all were taken.
     """
 
-    chosen: Float[Array, "*sequences experts"]
-    probability: Float[Array, "*sequences experts"]
-    squared_log_sum: Float[Array, "*sequences"]
-    entropy: Float[Array, "*sequences"]
-    dropped: Float[Array, "*sequences"]
+    numbers: Float[Array, "*sequences 4 experts"]
+    share_dropped: Float[Array, "*sequences"] | None = None
 
-    def packed(self) -> Float[Array, "*sequences numbers"]:
-        """All numbers in one array, because each array that is averaged is sent on its own."""
-        others = jnp.stack([self.squared_log_sum, self.entropy, self.dropped], axis=-1)
-        return jnp.concatenate([self.chosen, self.probability, others], axis=-1)
+    @property
+    def chosen(self) -> Float[Array, "*sequences experts"]:
+        """How often each expert was chosen per token; sums to the number of choices."""
+        return self.numbers[..., 0, :]
 
-    @classmethod
-    def unpacked(cls, numbers: Float[Array, "*sequences numbers"]) -> "Usage":
-        """The inverse of `packed`."""
-        experts = (numbers.shape[-1] - 3) // 2
-        others = (numbers[..., 2 * experts + place] for place in range(3))
-        return cls(numbers[..., :experts], numbers[..., experts : 2 * experts], *others)
+    @property
+    def probability(self) -> Float[Array, "*sequences experts"]:
+        """The mean probability of each expert: its score by the sum of all scores."""
+        return self.numbers[..., 1, :]
+
+    @property
+    def entropy(self) -> Float[Array, "*sequences"]:
+        """The mean of -Σ_e p_e · log p_e over the probabilities of a token; it has no gradient."""
+        return jnp.sum(self.numbers[..., 2, :], axis=-1)
+
+    @property
+    def squared_log_sum(self) -> Float[Array, "*sequences"]:
+        """The mean of (log Σ_e exp(logit_e))²."""
+        return jnp.sum(self.numbers[..., 3, :], axis=-1)
+
+    @property
+    def dropped(self) -> Float[Array, "*sequences"]:
+        """The share of the choices that no expert took."""
+        # If there are none, 0 is computed from an array that a map over stages maps: in explicit
+        # mode JAX joins no array that is mapped with one that is not.
+        return self.numbers[..., 0, 0] * 0 if self.share_dropped is None else self.share_dropped
 
 
 def expert_usage(
@@ -179,30 +190,23 @@ def expert_usage(
     - `dropped`: the share of the choices that no expert took; None if all are taken.
     - `score`: as of `Routing`.
 
-    The mean over the sequences of a microbatch is the usage of that microbatch.
+    Its four numbers of a token and an expert are whether the expert was chosen, its probability
+    p_e, its part -p_e · log p_e of the entropy, and its part s_e · (log Σ_e exp(logit_e))² of the
+    squared log-sum, where s is the softmax, whose sum is 1. The mean over the sequences of a
+    microbatch is the usage of that microbatch.
     """
-    num_experts = logits.shape[-1]
     logits = logits.astype(jnp.float32)
-    log_sum = jax.nn.logsumexp(logits, axis=-1)
+    largest = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    log_sum = largest + jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1, keepdims=True))
+    softmax = probability = jnp.exp(logits - log_sum)
+    entropy = softmax * (log_sum - logits)
     if score == "sigmoid":
         scores = jax.nn.sigmoid(logits)
         probability = scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
-        entropy = jnp.sum(jax.scipy.special.entr(probability), axis=-1)
-    else:
-        probability = jnp.exp(logits - log_sum[..., None])
-        entropy = log_sum - jnp.sum(probability * logits, axis=-1)
-    chosen = jnp.sum(jax.nn.one_hot(experts, num_experts, dtype=jnp.float32), axis=-2)
-    if dropped is None:
-        # 0, computed from an array that a map over stages maps: in explicit mode JAX joins no array
-        # that is mapped with one that is not.
-        dropped = jnp.mean((experts < 0).astype(jnp.float32), axis=(1, 2))
-    return Usage(
-        chosen=jnp.mean(chosen, axis=1),
-        probability=jnp.mean(probability, axis=1),
-        squared_log_sum=jnp.mean(log_sum**2, axis=1),
-        entropy=jax.lax.stop_gradient(jnp.mean(entropy, axis=1)),
-        dropped=dropped,
-    )
+        entropy = jax.scipy.special.entr(probability)
+    chosen = jnp.sum(jax.nn.one_hot(experts, logits.shape[-1], dtype=jnp.float32), axis=-2)
+    each = (chosen, probability, jax.lax.stop_gradient(entropy), softmax * log_sum**2)
+    return Usage(jnp.mean(jnp.stack(each, axis=-2), axis=1), dropped)
 
 
 def load_balance_loss(usage: Usage) -> Float[Array, "*microbatches"]:
@@ -244,12 +248,11 @@ class RouterMetrics(NamedTuple):
         return cls(metrics[0], metrics[1], metrics[2], metrics[3], metrics[4:])
 
 
-def router_metrics(numbers: Float[Array, "numbers"]) -> Float[Array, "metrics"]:
+def router_metrics(usage: Usage) -> Float[Array, "metrics"]:
     """The `RouterMetrics` of one microbatch in one layer, as one array.
 
-    - `numbers`: a packed `Usage` of the microbatch.
+    - `usage`: of the microbatch.
     """
-    usage = Usage.unpacked(numbers)
     first = (load_balance_loss(usage), usage.squared_log_sum, usage.dropped, usage.entropy)
     return jnp.concatenate([jnp.stack(first), usage.chosen / jnp.sum(usage.chosen)])
 

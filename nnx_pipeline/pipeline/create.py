@@ -1,6 +1,7 @@
 """Creates the pipeline that a config describes."""
 
 import contextlib
+from collections.abc import Sequence
 
 import jax
 from flax import nnx
@@ -15,7 +16,7 @@ from nnx_pipeline.sharding import Layout
 
 def create_pipeline(
     config: Config,
-    layers: MakeLayer,
+    layers: MakeLayer | Sequence[MakeLayer],
     mesh: jax.sharding.Mesh | None = None,
     *,
     rngs: nnx.Rngs,
@@ -27,7 +28,7 @@ def create_pipeline(
     - `config`: of the whole model. It gives the number of layers, without those that run before
       the pipeline (`num_dense_layers`), the dtypes, how gradients are
       sharded and the settings of `pipeline`.
-    - `layers`: makes one layer, as for `CircularPipeline`.
+    - `layers`: makes one layer, or a list for layers of several kinds, as for `CircularPipeline`.
     - `mesh`: the mesh on which parameters are created; None for the mesh of `jax.set_mesh`. Call
       the pipeline under the same mesh.
     - `rngs`, `layout`, `parts`: as for `CircularPipeline`.

@@ -50,10 +50,19 @@ def by_names(tree: Any, layout: Layout) -> Any:
 
     - `tree`: a module whose variables all have `logical_axes` in their metadata.
     - `layout`: the mesh axes that each logical axis is sharded over.
+
+    Raises InputError for a variable without them, which the pipeline has not made.
     """
 
     def one(variable: nnx.Variable) -> nnx.Variable:
-        spec = layout.spec(*variable.get_metadata("logical_axes"))
+        axes = variable.get_metadata().get("logical_axes")
+        if axes is None:
+            raise InputError(
+                f"the layers of a pipeline hold a {type(variable).__name__} of shape "
+                f"{list(jnp.shape(variable.get_value()))} that the pipeline did not make; set the "
+                "value of its own variable, [repeats, stages, layers per stage, …], by set_value"
+            )
+        spec = layout.spec(*axes)
         old = variable.get_value()
         new = _moved(old, "a parameter", lambda _: [*spec])
         return variable if new is old else variable.replace(new)

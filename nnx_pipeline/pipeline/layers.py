@@ -12,7 +12,12 @@ from jaxtyping import Array, PyTree
 
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.pipeline.stack import Stack
-from nnx_pipeline.pipeline.stage.checks import check_apart, check_variables
+from nnx_pipeline.pipeline.stage.checks import (
+    call_explained,
+    check_apart,
+    check_same,
+    check_variables,
+)
 from nnx_pipeline.pipeline.stage.variables import is_per_microbatch
 from nnx_pipeline.sharding import AxisName, Layout, place, portable_key
 
@@ -77,12 +82,14 @@ def make_layers(
     - `layout`: where the parameters are created.
 
     Raises InputError when a layer holds one variable in two places, the variable of another layer,
-    or an array in no variable, and for `rngs` without a stream of that name.
+    or an array in no variable, when the layers of a kind differ, and for `rngs` without a stream of
+    that name.
     """
     if not isinstance(rngs, nnx.Rngs) or not hasattr(rngs, "params"):
+        streams = f" with the streams {[*rngs]}" if isinstance(rngs, nnx.Rngs) else ""
         raise InputError(
-            f"the layers of a pipeline are made with rngs={rngs!r}; give nnx.Rngs with a stream "
-            "called params or default, such as nnx.Rngs(0)"
+            f"the layers of a pipeline are made with rngs of type {type(rngs).__name__}{streams}; "
+            "give nnx.Rngs with a stream called params or default, such as nnx.Rngs(0)"
         )
     keys = jax.random.split(portable_key(rngs.params()), stack.layers)
     made = [
@@ -117,7 +124,10 @@ def _made(make_layer: MakeLayer, keys: Array, layout: Layout) -> Any:
 
     def make(key: Array) -> nnx.Module:
         # The other stream is for what is not a parameter, such as the masks of dropout.
-        layer = make_layer(nnx.Rngs(jax.random.fold_in(key, 0), params=key))
+        rngs = nnx.Rngs(jax.random.fold_in(key, 0), params=key)
+        rule = "a layer is made by one argument, as by lambda rngs: Layer(8, rngs=rngs)"
+        with call_explained(make_layer, (rngs,), {}, rule):
+            layer = make_layer(rngs)
         if not isinstance(layer, nnx.Module) or not callable(layer):
             raise InputError(
                 f"the function that makes a layer returned {type(layer).__name__}; it must return "
@@ -126,7 +136,12 @@ def _made(make_layer: MakeLayer, keys: Array, layout: Layout) -> Any:
         check_variables(layer)
         return layer
 
-    jax.eval_shape(lambda key: check_apart(make(key), make(key)), portable_key(jax.random.key(0)))
+    def check_two(key: Array) -> None:
+        one, other = make(key), make(key)
+        check_apart(one, other)
+        check_same(one, other)
+
+    jax.eval_shape(check_two, portable_key(jax.random.key(0)))
 
     stage = "stage" if keys.shape[1] > 1 else None
     # From outside to inside: over repeats, over stages and over the layers of a stage.

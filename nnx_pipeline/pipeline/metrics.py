@@ -395,8 +395,7 @@ def _rows(name: str, value: Any) -> Array:
 
 def _floating(name: str, value: Any) -> Array:
     """The value in float32 or wider; raises InputError unless it is one floating array."""
-    leaf = jax.tree_util.treedef_is_leaf(jax.tree.structure(value))
-    if not leaf or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+    if not _is_array(value) or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
         raise InputError(
             f"{name} of a layer is {_type(value)}; it must be one floating array, such as "
             "metric.astype('float32')"
@@ -406,7 +405,11 @@ def _floating(name: str, value: Any) -> Array:
     return jax.lax.convert_element_type(value, wide)
 
 
+def _is_array(value: Any) -> bool:
+    return isinstance(value, jax.Array | np.ndarray | np.generic | int | float | complex)
+
+
 def _type(leaf: Any) -> str:
-    if not jax.tree_util.treedef_is_leaf(jax.tree.structure(leaf)):
+    if not _is_array(leaf):
         return type(leaf).__name__
     return f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"

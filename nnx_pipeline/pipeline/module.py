@@ -88,6 +88,12 @@ class CircularPipeline(nnx.Module):
                 f"the config of a pipeline is {type(config).__name__}; give a PipelineConfig, such "
                 "as the field pipeline of a Config"
             )
+        for name, value, kind in (("layout", layout, Layout), ("weights", weights, WeightOptions)):
+            if not isinstance(value, kind):
+                raise InputError(
+                    f"{name} of a pipeline is of type {type(value).__name__}; give "
+                    f"{kind.__name__}, or leave it out"
+                )
         self._check_repeats(config.num_repeats)
         kinds = as_kinds(layers)
         self.runner = make_runner(

@@ -1,14 +1,17 @@
 """Options of the loops over ticks, and of the weights that they use."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from nnx_pipeline.errors import one_of
+from nnx_pipeline.errors import InputError, one_of
 from nnx_pipeline.pipeline.exchange.shift import SHIFTS, ShiftName
 from nnx_pipeline.pipeline.parts import DEFAULT_PARTS, LoopParts
 from nnx_pipeline.pipeline.weights.gathered import AS_STORED, WeightGathering
 from nnx_pipeline.remat import FULL, Remat
+from nnx_pipeline.sharding import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +66,27 @@ class WeightOptions:
       summed over devices in their own dtype.
     - `zero1`: mesh axes along which each device gets only its shard of the gradients, if the
       layers are given as `Zero1Layers`; with () gradients are sharded like the parameters.
+
+    Raises InputError for dtypes that are not floating, and for axes that do not shard the batch.
     """
 
     dtype: str | None = None
     grad_dtype: str | None = None
     zero1: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("dtype", "grad_dtype"):
+            value = getattr(self, name)
+            if value is not None and not _is_floating(value):
+                raise InputError(f"{name}={value!r} is no floating dtype; give one, as 'bfloat16'")
+        if not isinstance(self.zero1, tuple):
+            raise InputError(f"zero1={self.zero1!r} is no tuple of mesh axes; write ('data',)")
+        for axis in self.zero1:
+            one_of("zero1", axis, Layout().batch)
+
+
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
+    except TypeError:
+        return False

@@ -19,7 +19,13 @@ from nnx_pipeline.pipeline.held import HeldLayers, gathered_axes
 from nnx_pipeline.pipeline.layers import apart, with_keys
 from nnx_pipeline.pipeline.metrics import given_out, over_kinds
 from nnx_pipeline.pipeline.one_f_one_b.run import run_one_f_one_b
-from nnx_pipeline.pipeline.one_f_one_b.state import Inputs, ModelEnds, ModelFunctions, Weights
+from nnx_pipeline.pipeline.one_f_one_b.state import (
+    Inputs,
+    ModelEnds,
+    ModelFunctions,
+    Weights,
+    check_model,
+)
 from nnx_pipeline.pipeline.options import Accumulation, LoopOptions, WeightOptions
 from nnx_pipeline.pipeline.parts import DEFAULT_PARTS, LoopParts
 from nnx_pipeline.pipeline.schedule import (
@@ -119,7 +125,7 @@ class Runner:
         """
         self._check_state(layers)
         side, shared = apart(with_keys(side, keys))
-        self._check_model(ends, inputs)
+        check_model(ends, inputs, self.config.schedule)
         arrays = (inputs[0], side, inputs[1])
         for leaf in jax.tree.leaves(inputs[0])[:1]:
             batch = (*jnp.shape(leaf), 0)[0]
@@ -207,30 +213,22 @@ class Runner:
         )
 
     def _check_state(self, layers: Any) -> None:
-        """Raises InputError for layers with state where these run in several copies."""
-        if isinstance(layers, WithState) and self.layout.axes("copy"):
+        """Raises InputError for layers with state that depends on the mesh, or runs in copies."""
+        if not isinstance(layers, WithState):
+            return
+        default = self.config.microbatches_on(self.num_stages)
+        if self.config.num_microbatches is None and default > 1:
+            raise InputError(
+                "the layers have state, such as running statistics, which depends on the number of "
+                "microbatches, and pipeline.num_microbatches=None makes that depend on the mesh "
+                f"(here it is {default}); set pipeline.num_microbatches={default}, on every mesh"
+            )
+        if self.layout.axes("copy"):
             raise InputError(
                 "the layers have state, such as running statistics, and run in one copy per device "
                 f"along {self.layout.axes('copy')}, each on a part of a microbatch; set "
                 "pipeline.schedule=circular, pipeline.backward=autodiff, pipeline.fsdp_gather=use "
                 "and train.shard_optimizer_over_data=false"
-            )
-
-    def _check_model(self, ends: Any, inputs: Any) -> None:
-        """Raises InputError for arguments of `loss` of other types, or another schedule."""
-        if not isinstance(ends, ModelEnds) or not callable(ends.enter):
-            raise InputError(f"the ends of a model are {ends!r}; give ModelEnds with two functions")
-        if not isinstance(inputs, (tuple, list)) or len(inputs) != 2:
-            several = isinstance(inputs, (tuple, list))
-            found = f"{len(inputs)} values" if several else type(inputs).__name__
-            raise InputError(
-                f"the inputs of a model are {found}; give a pair, what `enter` reads and what "
-                "`leave` reads"
-            )
-        if self.config.schedule != "1f1b":
-            raise InputError(
-                f"the loss is computed by 1F1B, and pipeline.schedule={self.config.schedule}; set "
-                "it to 1f1b, or call the pipeline and compute the loss from its result"
             )
 
     def _stacked(self, layers: Any) -> Any:

@@ -22,7 +22,10 @@ from nnx_pipeline.lab.compile.platform import Platform
 PACKAGES = {
     "": ("jax", "jaxlib", "flax", "optax", "numpy"),
     "tpu": ("libtpu",),
-    "cuda": ("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm"),
+    "cuda": (
+        *("jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm"),
+        "nvidia-cudnn-cu13",
+    ),
 }
 # Names, or prefixes of names, of the environment variables that the compilers, JAX and Flax read.
 ENVIRONMENT = {

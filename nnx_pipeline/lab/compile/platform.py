@@ -172,9 +172,8 @@ class Platform:
     def versions(self) -> dict[str, str]:
         """The versions of the packages that decide what the compiler does; "" if not installed."""
         names = ["jax", "jaxlib", "flax"]
-        names += {"tpu": ["libtpu"], "cuda": ["jax-cuda13-pjrt", "nvidia-cuda-nvcc"]}.get(
-            self.kind, []
-        )
+        of_cuda = ["jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-cudnn-cu13"]
+        names += {"tpu": ["libtpu"], "cuda": of_cuda}.get(self.kind, [])
         return {name: _version(name) for name in names}
 
 

@@ -35,6 +35,9 @@ _CUDNN_CONVOLUTIONS = {
     "__cudnn$convBackwardFilter": (0, -1, 1),
     "__cudnn$convBackwardInput": (-1, 1, 0),
 }
+# Matrix products of scores in cuDNN's attention: scores and results; the scores again, the gradient
+# of the weights, and those of queries, keys and values.
+_CUDNN_ATTENTION = {"__cudnn$fmhaSoftmax": 2, "__cudnn$fmhaSoftmaxBackward": 5}
 
 
 def flops_of(computation: Computation, instruction: Instruction) -> int | str:
@@ -162,6 +165,8 @@ def _library_flops(computation: Computation, call: Instruction) -> int | str:
         arrays = [*operands[:2], call.shapes[0]]
         lhs, kernel, result = (arrays[place] for place in _CUDNN_CONVOLUTIONS[target])
         flops = _convolution_flops(lhs, kernel, result, call)
+    elif target in _CUDNN_ATTENTION:
+        flops = _cudnn_attention_flops(operands[:2], call, _CUDNN_ATTENTION[target])
     elif "ragged_dot_tiling" in call.attributes.get("frontend_attributes", ""):
         flops = _tpu_ragged_dot_flops(operands, call)
     elif is_hand_written(call):
@@ -207,6 +212,31 @@ def _cublas_flops(lhs: Shape, call: Instruction) -> int | None:
         return None
     dims = tuple(int(digits) for digits in re.findall(r"\d+", contracting.group(1)))
     return _product_flops(lhs, call.shapes[0], dims)
+
+
+def _cudnn_attention_flops(read: list[Shape], call: Instruction, products: int) -> int | None:
+    """Operations of cuDNN's attention: those of the pairs of a query and a key that it may read.
+
+    - `read`: queries and keys, `[batch, sequence, heads, head_dim]`.
+    - `products`: how many matrix products of all scores the call makes.
+
+    None for a mask other than a causal one, with a window or without, of one sequence, or none.
+    """
+    config = call.attributes.get("backend_config", "")
+    mask = re.search(r"mask_type\W+(\w+)", config)
+    window = re.search(r"sliding_window_length\W+(\d+)", config)
+    if mask is None or any(len(shape.dims) != 4 for shape in read):
+        return None
+    batch, queries, heads, head_dim = read[0].dims
+    keys, width = read[1].dims[1], int(window[1]) if window else 0
+    if mask[1] == "NO_MASK" and not width:
+        pairs = queries * keys
+    elif mask[1] == "CAUSAL" and queries == keys:
+        width = min(width or keys, keys)
+        pairs = width * (width + 1) // 2 + (queries - width) * width
+    else:
+        return None
+    return 2 * products * batch * heads * pairs * head_dim
 
 
 def _tpu_ragged_dot_flops(operands: list[Shape], call: Instruction) -> int | None:

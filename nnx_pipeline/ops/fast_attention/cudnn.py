@@ -1,7 +1,8 @@
-"""Attention by NVIDIA's cuDNN, on what one device holds. It has not been compiled or run here.
+"""Attention by NVIDIA's cuDNN, on what one device holds.
 
-JAX loads the library of the wheel `nvidia-cudnn-cu13` when it starts on a GPU, or what the loader
-of the system finds. To compile without a device, its `lib` folder has to be on `LD_LIBRARY_PATH`.
+It was compiled for an H100 without one (JAX 0.10.2, `nvidia-cudnn-cu13` 9.28; figures are in
+`benchmarks/results/attention_memory.md`), and has never run. JAX's CUDA plugin loads the library of
+that wheel where it is installed, with a device or without; else the loader of the system finds it.
 """
 
 import ctypes

@@ -136,7 +136,8 @@ def _one_for_all_stages(functions: ModelFunctions) -> tuple[Enter, ApplyStage, L
     for name in ("enter", "leave"):
         if not callable(getattr(functions, name)):
             raise InputError(
-                f"`{name}` is {getattr(functions, name)!r}; give a function, see ModelFunctions"
+                f"`{name}` is of type {type(getattr(functions, name)).__name__}; give a function, "
+                "see ModelFunctions"
             )
     return functions.enter, functions.apply_stage, functions.leave
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxtyping import Array, PyTree
 
+from nnx_pipeline.errors import InputError
 from nnx_pipeline.pipeline.stage.apply import ApplyStage
 from nnx_pipeline.pipeline.stage.state import Kept
 
@@ -88,3 +89,26 @@ class State(NamedTuple):
     loss: Array
     metrics: PyTree  # each [stages, …], combined over the ticks that were not a bubble
     layers: Kept  # the state of the layers
+
+
+def check_model(ends: Any, inputs: Any, schedule: str) -> None:
+    """Raises InputError for arguments of a pipeline's loss of other types, or another schedule.
+
+    - `ends`, `inputs`: the arguments.
+    - `schedule`: the name of the schedule.
+    """
+    if not isinstance(ends, ModelEnds) or not callable(ends.enter):
+        found = type(ends).__name__
+        raise InputError(f"the ends of a model are a {found}; give ModelEnds with two functions")
+    if not isinstance(inputs, (tuple, list)) or len(inputs) != 2:
+        several = isinstance(inputs, (tuple, list))
+        found = f"{len(inputs)} values" if several else type(inputs).__name__
+        raise InputError(
+            f"the inputs of a model are {found}; give a pair, what `enter` reads and what "
+            "`leave` reads"
+        )
+    if schedule != "1f1b":
+        raise InputError(
+            f"the loss is computed by 1F1B, and pipeline.schedule={schedule}; set "
+            "it to 1f1b, or call the pipeline and compute the loss from its result"
+        )

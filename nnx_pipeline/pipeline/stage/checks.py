@@ -76,10 +76,11 @@ def explained() -> Iterator[None]:
         names_one = isinstance(error, (TypeError, ValueError)) and _SHARDED.search(str(error))
         if type(error).__name__ != "ShardingTypeError" and not names_one:
             raise
+        said = " ".join(str(error).partition("\n---")[0].split())  # without JAX's note on frames
         raise InputError(
             "the model does what JAX cannot type on a mesh with explicit axes, such as a "
             "convolution that is mapped over stages, or a scan that begins with zeros which are "
-            f"not sharded: {error}; set pipeline.sharding=auto, and make the mesh with "
+            f"not sharded: {said}; set pipeline.sharding=auto, and make the mesh with "
             "sharding='auto'"
         ) from error
 
@@ -288,6 +289,53 @@ def check_apart(layer: nnx.Module, another: nnx.Module) -> None:
             )
 
 
+def check_same(layer: nnx.Module, another: nnx.Module) -> None:
+    """Raises InputError if a function made two layers that differ in more than their values.
+
+    It is called once for all layers of a kind, so that all would be like the first one.
+    """
+    one, other = _described(layer), _described(another)
+    for name in {**one, **other}:
+        if one.get(name) != other.get(name):
+            raise InputError(
+                f"the function that makes a layer gave one with {name}={one.get(name, 'nothing')} "
+                f"and then one with {other.get(name, 'nothing')}, but all layers are made by one "
+                "call; give a list with a function for each kind of layer, or let the layer's call "
+                "take `place`"
+            )
+
+
+def _described(layer: nnx.Module) -> dict[str, str]:
+    """The types of the variables of a layer by their paths, and its plain attributes."""
+    types = {jax.tree_util.keystr(path): _words(leaf) for path, leaf in _variables(layer)}
+    return types | plain_attributes(layer)
+
+
+def check_attributes(before: dict[str, str], layer: Any) -> None:
+    """Raises InputError if a call changed a plain attribute of a layer, which would be lost.
+
+    - `before`: what `plain_attributes` gave before the call.
+    """
+    for name, value in plain_attributes(layer).items():
+        if before.get(name) != value:
+            raise InputError(
+                f"a call of a layer set {name} to {value}, and JAX traces one call for all layers "
+                "and microbatches; keep what changes in a variable of state, such as a LayerState"
+            )
+
+
+def plain_attributes(layer: Any) -> dict[str, str]:
+    """The attributes of a layer, and of the modules in it, that are numbers, texts or None."""
+    if not isinstance(layer, nnx.Module):
+        return {}
+    return {
+        ".".join(["", *map(str, path), name]): repr(value)
+        for path, module in nnx.iter_modules(layer)
+        for name, value in vars(module).items()
+        if value is None or isinstance(value, bool | int | float | str)
+    }
+
+
 def check_variables(layer: nnx.Module) -> None:
     """Raises InputError if a layer holds one variable in two places, or an array in none.
 
@@ -331,7 +379,10 @@ def call_explained(
     try:
         yield
     except TypeError as error:
-        signature = inspect.signature(function)
+        while isinstance(function, functools.partial):
+            given, named = (*function.args, *given), {**function.keywords, **named}
+            function = function.func
+        signature = _signature(function)
         try:
             signature.bind(*given, **named)
         except TypeError as why:
@@ -339,6 +390,14 @@ def call_explained(
                 f"{rule}, and its arguments are {signature}: {why}; make them agree"
             ) from error
         raise
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    if not isinstance(function, type):
+        return inspect.signature(function)
+    # That of a class of Flax is of its metaclass, which takes anything.
+    found = inspect.signature(function.__init__)  # type: ignore[misc]
+    return found.replace(parameters=[*found.parameters.values()][1:])
 
 
 def _variables(layer: nnx.Module) -> list[tuple[Any, Any]]:

@@ -14,7 +14,14 @@ from nnx_pipeline.ops.dropout import fold_in
 from nnx_pipeline.pipeline.exchange.buffers import where
 from nnx_pipeline.pipeline.metrics import declared
 from nnx_pipeline.pipeline.stack import Stack
-from nnx_pipeline.pipeline.stage.checks import arrays_of, call_explained, check_unchanged, passed_on
+from nnx_pipeline.pipeline.stage.checks import (
+    arrays_of,
+    call_explained,
+    check_attributes,
+    check_unchanged,
+    passed_on,
+    plain_attributes,
+)
 from nnx_pipeline.pipeline.stage.state import check_written, without_gradient
 from nnx_pipeline.pipeline.stage.variables import is_state, joined, state_of
 from nnx_pipeline.remat import LAYER_INPUT, LAYER_METRICS, Remat, named
@@ -90,7 +97,9 @@ class LayersInTurn:
         if self.in_ticks and self.number == 1:  # it has the checkpoint of the tick
             x, found = one_of_each_kind(x, jax.tree.map(lambda leaf: leaf[0], layers))
             return x, jax.tree.map(lambda leaf: leaf[None], found)
-        apply = self.remat.checkpoint(apply, in_scan=not self.apart)
+        # A scan over one layer is no loop to a compiler, which would merge what is computed again.
+        in_scan = not self.apart and self.number > 1
+        apply = self.remat.checkpoint(apply, in_scan=in_scan)
         if not self.apart:
             return jax.lax.scan(one_of_each_kind, x, layers)
         found = []
@@ -221,10 +230,11 @@ def call_layer(
         own["place"] = LayerPlace.of(number, stack)
     layer, everything = gathered_for_use(joined(layer, without_gradient(state))), {**side, **own}
     rule = f"a layer, {type(layer).__name__}, is called with x and {[*everything] or 'no more'}"
-    before = arrays_of(layer, is_state)
+    before, attributes = arrays_of(layer, is_state), plain_attributes(layer)
     with call_explained(layer, (x,), everything, rule):
         result = layer(x, **everything)
     check_unchanged(before, layer, lambda layer: layer(x, **everything), is_state)
+    check_attributes(attributes, layer)
     y, metrics = passed_on(result, x, f"a layer, {type(layer).__name__},", "layer")
     written = without_gradient(state_of(layer, state))
     check_written(state, written)

@@ -309,7 +309,8 @@ def _parsed(cell: str, line: int) -> tuple[int, int, int]:
     if found is None:
         raise InputError(
             f"line {line} of the timetable has the cell {cell!r}; write a stage, one of "
-            f"{', '.join(LETTERS.strip())} and a microbatch, such as 2F0, or nothing; lines with "
-            "sends and receives cannot be read"
+            f"{', '.join(LETTERS.strip())} and a microbatch, such as 2F0, or nothing; sends, "
+            "receives and pairs of actions that overlap cannot be read (PyTorch leaves sends and "
+            "receives out with format='compute_only')"
         )
     return LETTERS.index(found[2]), int(found[1]), int(found[3])

@@ -1,6 +1,7 @@
 """Layers that run before a pipeline, on all of its devices, such as dense ones before experts."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from nnx_pipeline.pipeline.layers import MakeLayer
 from nnx_pipeline.pipeline.stack import Stack
 from nnx_pipeline.pipeline.stage.layers import LayersInTurn, Side, call_layer
 from nnx_pipeline.remat import Remat
@@ -39,7 +39,7 @@ class EarlyLayers:
     copied: Layout
     remat: Remat
 
-    def make(self, layer: MakeLayer, rngs: nnx.Rngs) -> Any:
+    def make(self, layer: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> Any:
         """One module with all layers, in which each variable is `[layers, …]`.
 
         - `layer`: makes one layer from random streams; its variables have logical axes.

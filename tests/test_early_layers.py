@@ -1,0 +1,88 @@
+"""Dense layers before layers with experts: before the pipeline, on all devices, as one device."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import mesh_of, packed_batch, replace, small_config
+
+from nnx_pipeline import Config, Mixtral
+from nnx_pipeline.train import loss_and_gradients
+from nnx_pipeline.train.step import Batch
+
+MODEL = {
+    "num_layers": 6,
+    "num_dense_layers": 2,
+    "dense_mlp_dim": 24,
+    "num_kv_heads": 4,
+    "head_dim": 6,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 16,
+    "rope_head_dim": 2,
+    "value_head_dim": 4,
+    "num_shared_experts": 1,
+    "router_score": "sigmoid",
+    "router_scale": 2.5,
+    "router_bias": True,
+}
+
+
+def of_deepseek(**pipeline: Any) -> Config:
+    config = small_config(model=MODEL, train={"load_balance_weight": 0.01, "global_batch": 16})
+    return replace(config, "pipeline", num_microbatches=4, **pipeline)
+
+
+def results(config: Config, mesh: str, *, key: int | None = None) -> dict[str, np.ndarray]:
+    """The loss, its parts, and all gradients, with layers `[layers, …]`."""
+    grid = mesh_of(mesh, sharding=config.pipeline.sharding)
+    with jax.set_mesh(grid):
+        model = jax.jit(lambda: Mixtral(config, rngs=nnx.Rngs(0)))()
+        batch = Batch(**jax.tree.map(jnp.asarray, vars(packed_batch(config))))
+        keys = None if key is None else jax.random.key(key)
+        (loss, parts), gradients = jax.jit(loss_and_gradients)(model, batch, keys)
+    found = {"loss": loss, "parts": jnp.concatenate([jnp.ravel(x) for x in jax.tree.leaves(parts)])}
+    for path, leaf in nnx.to_flat_state(nnx.state(gradients)):
+        name, value = ".".join(map(str, path)), np.asarray(leaf[...])
+        found[name] = value.reshape(-1, *value.shape[3:]) if "pipeline." in name else value
+    return jax.tree.map(np.asarray, found)
+
+
+@functools.cache
+def on_one_device(key: int | None) -> dict[str, np.ndarray]:
+    config = of_deepseek()
+    config = replace(config, "model", dropout_rate=0.0 if key is None else 0.3)
+    return results(config, "", key=key)
+
+
+CASES = [
+    ("stage=2,fsdp=2", {}),
+    ("stage=4,fsdp=2", {"sharding": "auto"}),
+    ("stage=2,fsdp=2", {"schedule": "1f1b", "num_repeats": 2}),
+    ("data=2,stage=2,expert=2", {"fsdp_gather": "prefetch", "schedule": "1f1b"}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "pipeline"), CASES, ids=str)
+def test_equals_one_device(mesh: str, pipeline: dict[str, Any]) -> None:
+    check(results(of_deepseek(**pipeline), mesh), on_one_device(None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", [{}, {"backward": "accumulate"}], ids=str)
+def test_dropout_and_zero1_equal_one_device(pipeline: dict[str, Any]) -> None:
+    config = replace(of_deepseek(**pipeline), "train", shard_optimizer_over_data=True)
+    config = replace(config, "model", dropout_rate=0.3)
+    check(results(config, "data=2,stage=2,fsdp=2", key=3), on_one_device(3))
+
+
+def check(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        scale = max(np.abs(value).max(), 1e-6)
+        np.testing.assert_allclose(found[name] / scale, value / scale, atol=2e-5, err_msg=name)
+    assert np.abs(wanted["dense_layers.feed_forward.up"]).max() > 1e-4
