@@ -1,4 +1,4 @@
-"""115 mutations of the code, and whether the tests that should catch each of them do.
+"""119 mutations of the code, and whether the tests that should catch each of them do.
 
     python benchmarks/mutations.py [NUMBER …]   applies each in a copy of the checkout and runs its tests
     python benchmarks/mutations.py --check      says which no longer fit the code; exit 1 if any
@@ -498,9 +498,33 @@ MUTATIONS = (
     ),
     Mutation(
         "linen_compat/formats/comparison.py",
-        "STACK_AXES = 3",
-        "STACK_AXES = 2",
+        "return 3 if path.startswith(LAYERS)",
+        "return 2 if path.startswith(LAYERS)",
         "test_checkpoint_load",
+    ),
+    Mutation(
+        "linen_compat/formats/orbax/layouts.py",
+        "if self.format == SCANNED or names.is_early:\n            index",
+        "if self.format == SCANNED:\n            index",
+        "test_deepseek_checkpoints",
+    ),
+    Mutation(
+        "linen_compat/maxtext/deepseek.py",
+        'return {"router_bias_in_weights": values["routed_bias"]}',
+        "return {}",
+        "test_deepseek_checkpoints",
+    ),
+    Mutation(
+        "linen_compat/modules/early.py",
+        "jnp.moveaxis(leaves[0], 1, 0)",
+        "jnp.moveaxis(leaves[0], 1, 0)[::-1]",
+        "test_deepseek_linen",
+    ),
+    Mutation(
+        "linen_compat/formats/huggingface/deepseek.py",
+        'return _mscale(rope["factor"], rope["mscale_all_dim"]) ** 2',
+        'return _mscale(rope["factor"], rope["mscale_all_dim"])',
+        "test_huggingface_config test_huggingface",
     ),
     Mutation(
         "linen_compat/modules/stacked.py",

@@ -20,6 +20,7 @@ from linen_compat.formats.names import (
     OUTSIDE,
     QK_NORMS,
     Names,
+    check_names,
     of_deepseek,
     of_layer,
     of_model,
@@ -120,6 +121,7 @@ def model_arrays(config: ModelConfig) -> Mapping[str, ArraySpec]:
     result is cached, because tracing the model takes longer than everything else that is done to
     compare a small checkpoint.
     """
+    check_names(config)
     plain = Config(model=config, pipeline=PipelineConfig())
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         model = jax.eval_shape(lambda: Mixtral(plain, rngs=nnx.Rngs(0)))

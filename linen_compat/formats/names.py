@@ -129,6 +129,12 @@ def _grouped(names: Iterable[Names], group: str, start: str = "") -> tuple[Names
 
 def check_names(model: ModelConfig) -> None:
     """Raises InputError for a model with parameters that have no name in the tables above."""
+    if model.full_attention_every is not None:
+        raise InputError(
+            f"model.full_attention_every={model.full_attention_every} makes layers of several "
+            "kinds that take turns, which have no names in Linen or in a checkpoint; only a model "
+            "with None can be converted"
+        )
     if model.kv_lora_rank is not None:
         if model.num_experts == 1:
             raise InputError(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array
 
+from linen_compat.formats.names import check_names
 from linen_compat.modules.decoder_layers import layer_class
 from linen_compat.modules.early import EarlyTree
 from linen_compat.modules.embedding import Embed
@@ -57,6 +58,7 @@ class Decoder(nn.Module):
 
     def setup(self) -> None:
         config, model = self.config, self.config.model
+        check_names(model)
         where = self._where()
         kind = layer_class(model)
         options = (model, self.layout, POLICIES[config.pipeline.remat])
