@@ -188,7 +188,8 @@ def _every_array(diagnosis: Diagnosis, config: Config) -> Iterator[_Read]:
         for name in files.specs:
             part = None if KNOWN_EXTRA.fullmatch(name) else PARAMETERS
             of_tokens = any(names.huggingface == name for names in TOKENS)
-            yield _Read(name, files.read(name, ()), part, of_tokens)
+            is_bias = name.endswith(ROUTER_BIAS.huggingface)
+            yield _Read(name, files.read(name, ()), part, of_tokens, is_bias)
         return
     found = inspect(diagnosis.checkpoint)
     source = OrbaxSource(found, model_arrays(config.model))

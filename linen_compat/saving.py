@@ -40,7 +40,8 @@ def save(
     change: where the format has another `attention_scale` than the model, they are multiplied by
     the model's scale divided by the format's. That is 1 for MaxText's formats, but head_dim^-0.5
     with `qk_norm`, and head_dim^-0.5 for Hugging Face; `nnx` stores the model's own. With
-    `rope_interleaved` query and key are in another order in a Hugging Face folder.
+    `rope_interleaved` query and key are in another order in a Hugging Face folder. Of a model with
+    latent attention nothing changes in any format, as each multiplies scores by what a config says.
 
     Raises InputError when the folder is not empty, when the arrays are spread over several
     processes, or when MaxText or transformers has no such model. Nothing is left behind when it

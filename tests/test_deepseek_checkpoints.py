@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import yaml
 from helpers import fresh_state, mesh_of, replace
+from huggingface_reference import FOLDER
 from maxtext_data import DATA, Leaves
+from safetensors.numpy import load_file
 from test_deepseek_linen import deepseek
 
 import linen_compat
@@ -140,6 +142,7 @@ def test_a_router_as_of_deepseek3_is_checked_by_its_numerics(tmp_path: Path, bri
     assert ended.code == 0, ended.err
 
 
+@pytest.mark.slow
 def test_a_training_state_is_saved_and_loaded_to_the_bit(tmp_path: Path) -> None:
     config, mesh = deepseek({"num_repeats": 2}), mesh_of("stage=2,fsdp=2")
     state = fresh_state(config, mesh)
@@ -174,6 +177,33 @@ def test_layers_outside_the_pipeline_stay_refused(tmp_path: Path) -> None:
     source = maxtext_data.write(tmp_path / "source", stored(piped))
     with pytest.raises(Mismatch, match=rf"decoder/{path} is a layer outside the pipeline"):
         linen_compat.load(source, config)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_from_hugging_face_to_maxtext_and_back(name: str, tmp_path: Path) -> None:
+    """Both multiply scores by what the config says, and rotate the same neighbours."""
+    model = linen_compat.load(FOLDER / name)
+    linen_compat.save(model, tmp_path / "maxtext", "maxtext:unscanned")
+    again = linen_compat.load(tmp_path / "maxtext", model.config)
+    linen_compat.save(again, tmp_path / "back", "huggingface")
+    found, want = (load_file(at / "model.safetensors") for at in (tmp_path / "back", FOLDER / name))
+    maxtext_data.assert_same_leaves(found, want)
+    first = maxtext_data.read(tmp_path / "maxtext")
+    kernel = first[f"{PREFIX}decoder/moe_layers_1/self_attention/wkv_b/kernel"]
+    values = want["model.layers.3.self_attn.kv_b_proj.weight"].T.reshape(kernel.shape)
+    np.testing.assert_array_equal(kernel, values)
+
+
+def test_another_score_than_of_the_folder_is_named() -> None:
+    """No kernel is scaled or reordered to make up for it."""
+    config = linen_compat.config_from_huggingface(FOLDER / "deepseek_v3")
+    for changes, message in (
+        ({"attention_scale": 0.1}, "has attention_scale=0.32.*, the model 0.1"),
+        ({"rope_interleaved": False}, "has rope_interleaved=True, the model False"),
+        ({"router_bias_in_weights": True}, "has router_bias_in_weights=False, the model True"),
+    ):
+        with pytest.raises(Mismatch, match=message):
+            linen_compat.load(FOLDER / "deepseek_v3", replace(config, "model", **changes))
 
 
 # ---- configs -------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from helpers import assert_close, fresh_model, mesh_of, packed_batch, small_conf
 from linen_helpers import as_linen
 
 import linen_compat
-from nnx_pipeline import Config
+from nnx_pipeline import Config, InputError
 
 DEEPSEEK = {
     "num_layers": 6,
@@ -80,6 +80,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_gradients_are_those_of_nnx(case: str) -> None:
     layout, axes, pipeline = CASES[case]
@@ -96,6 +97,7 @@ def test_losses_and_gradients_are_those_of_nnx(case: str) -> None:
     assert_close(of_linen, as_linen(gradients, layout), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["unscanned", "circular"])
 def test_new_parameters_fit_the_tree_and_their_shardings(case: str) -> None:
     layout, axes, pipeline = CASES[case]
@@ -112,3 +114,30 @@ def test_new_parameters_fit_the_tree_and_their_shardings(case: str) -> None:
         lambda box: box.value.shape, params, is_leaf=lambda leaf: hasattr(leaf, "names")
     )
     assert boxed == wanted
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "message"),
+    [
+        (
+            "scanned",
+            {"num_layers": 5, "num_dense_layers": 1},
+            r"have shape \(\d+, 2\D.* \(\d+, 1\D",
+        ),
+        ("unscanned", {"dense_mlp_dim": 12}, r"mlp/wi_0/kernel have shape \(16, 24\) and must"),
+        (
+            "unscanned",
+            {"q_lora_rank": None},
+            "dense_layers/self_attention/query/kernel are mis",
+        ),
+        ("unscanned", {"num_layers": 5}, "params hold 4 layers and .*=5 - num_dense_layers=2;"),
+    ],
+)
+def test_dense_layers_of_another_model(layout: Any, changes: dict, message: str) -> None:
+    config, tokens = deepseek(), jax.ShapeDtypeStruct((8, 8), jnp.int32)
+    params = jax.eval_shape(
+        linen_compat.Transformer(config, layout).init, jax.random.key(0), tokens
+    )
+    other = linen_compat.Transformer(deepseek(**changes), layout)
+    with pytest.raises(InputError, match=message):
+        jax.eval_shape(other.apply, params, tokens)

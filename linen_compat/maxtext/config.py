@@ -62,13 +62,14 @@ def config_from_maxtext(source: str | Path | Mapping[str, Any]) -> Config:
     - `source`: a YAML file or a dictionary.
 
     Keys that are left out have MaxText's defaults, but for `shard_mode`, whose default here is
-    `explicit`. With a `model_name` among this project's presets the sizes are those of the preset;
+    `explicit`. With a `model_name` among this project's presets the sizes are those of the preset,
+    and with `deepseek2-16b` or `deepseek3-671b` those of `deepseek-v2-lite` or `deepseek-v3`;
     other values must not contradict them unless `override_model_config` is true. Keys that only say
     how a run is carried out are ignored (`maxtext.keys`): kernels, machines, data, logs. So is the
     schedule of the learning rate, which is constant here.
 
     The decoder blocks that are read, and what else than sizes they decide, are in
-    `maxtext.families`.
+    `maxtext.families` and `maxtext.deepseek`.
 
     `num_pipeline_repeats=-1` is worked out from the pipeline parallelism, as in MaxText. The global
     batch is worked out from all parallelisms, where -1 counts as 1. A remat policy without a

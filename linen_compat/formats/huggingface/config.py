@@ -68,7 +68,8 @@ def config_from_huggingface(source: str | Path | Mapping[str, Any]) -> Config:
 
     - `source`: the folder of the model, its `config.json`, or the contents of that file.
 
-    `attention_scale` is head_dim^-0.5. `dtype` and `param_dtype` are both the dtype of the weights,
+    `attention_scale` is head_dim^-0.5, for DeepSeek times the factor that `mscale_all_dim` and the
+    factor of yarn give. `dtype` and `param_dtype` are both the dtype of the weights,
     float32 where none is named. Training and pipeline keep their defaults.
 
     Raises InputError, with the key and its value, for what is not supported, missing or unknown.
@@ -122,7 +123,7 @@ def config_to_huggingface(config: Config) -> dict[str, Any]:
 
     transformers 4 and 5 both read these keys. The longest sequence is that of the model where the
     config has it, and otherwise that of training. `attention_scale` has no key, as it is either
-    part of the query kernel or head_dim^-0.5.
+    part of the query kernel or head_dim^-0.5; for DeepSeek `mscale_all_dim` says it.
 
     Raises InputError for a model that does not exist in transformers.
     """
