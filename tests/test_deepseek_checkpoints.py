@@ -1,7 +1,9 @@
 """DeepSeek 2 and 3 of MaxText: configs, logits, and checkpoints with layers of two kinds."""
 
 import dataclasses
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import yaml
 from helpers import fresh_state, mesh_of, replace
 from huggingface_reference import FOLDER
 from maxtext_data import DATA, Leaves
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from test_deepseek_linen import deepseek
 
 import linen_compat
@@ -192,6 +194,29 @@ def test_from_hugging_face_to_maxtext_and_back(name: str, tmp_path: Path) -> Non
     kernel = first[f"{PREFIX}decoder/moe_layers_1/self_attention/wkv_b/kernel"]
     values = want["model.layers.3.self_attn.kv_b_proj.weight"].T.reshape(kernel.shape)
     np.testing.assert_array_equal(kernel, values)
+
+
+def test_tensors_that_predict_further_tokens_are_named(tmp_path: Path, bridge: Any) -> None:
+    """transformers leaves them out without a word; and a new bias of zeros is no lost block."""
+    for file in ("config.json", "model.safetensors"):
+        shutil.copy(FOLDER / "deepseek_v3" / file, tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    config = linen_compat.config_from_huggingface({**values, "num_nextn_predict_layers": 1})
+    bias = "model.layers.2.mlp.gate.e_score_correction_bias"
+    tensors = {**load_file(tmp_path / "model.safetensors"), bias: np.zeros(8, np.float32)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    linen_compat.load(tmp_path, config)
+    (tmp_path / "own.yml").write_text(
+        yaml.safe_dump({"model": dataclasses.asdict(config.model)}), encoding="utf-8"
+    )
+    ended = bridge("check", tmp_path, "--config", str(tmp_path / "own.yml"), "--read")
+    assert ended.code == 0, ended.err
+    further = {"model.layers.4.enorm.weight": np.ones(16, np.float32)}
+    save_file({**tensors, **further}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        Mismatch, match=r"model\.layers\.4\.enorm\.weight has no place in the model"
+    ):
+        linen_compat.load(tmp_path, config)
 
 
 def test_another_score_than_of_the_folder_is_named() -> None:

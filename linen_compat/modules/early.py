@@ -44,12 +44,14 @@ class EarlyTree:
     apart: bool
 
     def declared(self, module: nn.Module) -> list[Boxed]:
-        """The parameters of all layers, or of each, which `init` makes now.
+        """The parameters of all layers, or of each; `init` makes them now.
 
         - `module`: the decoder, in whose `setup` this is called.
         """
         numbers = range(self.model.num_dense_layers)
         names = [f"{_NAME}_{number}" for number in numbers] if self.apart else [_NAME]
+        if not module.is_initializing():  # `stacked` checks them with a message of its own
+            return [module.get_variable("params", name, {}) for name in names]
         make = self._make_layer if self.apart else self._make
         return [module.param(name, make, unbox=False) for name in names]
 
