@@ -1,4 +1,4 @@
-"""128 mutations of the code, and whether the tests that should catch each of them do.
+"""139 mutations of the code, and whether the tests that should catch each of them do.
 
     python benchmarks/mutations.py [NUMBER …]   applies each in a copy of the checkout and runs its tests
     python benchmarks/mutations.py --check      says which no longer fit the code; exit 1 if any
@@ -132,7 +132,7 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/stage/layers.py",
-        "apply = self.remat.checkpoint(apply, in_scan=not self.apart)",
+        "apply = self.remat.checkpoint(apply, in_scan=in_scan)",
         "pass",
         "test_remat",
     ),
@@ -498,9 +498,33 @@ MUTATIONS = (
     ),
     Mutation(
         "linen_compat/formats/comparison.py",
-        "STACK_AXES = 3",
-        "STACK_AXES = 2",
+        "return 3 if path.startswith(LAYERS)",
+        "return 2 if path.startswith(LAYERS)",
         "test_checkpoint_load",
+    ),
+    Mutation(
+        "linen_compat/formats/orbax/layouts.py",
+        "if self.format == SCANNED or names.is_early:\n            index",
+        "if self.format == SCANNED:\n            index",
+        "test_deepseek_checkpoints",
+    ),
+    Mutation(
+        "linen_compat/maxtext/deepseek.py",
+        'return {"router_bias_in_weights": values["routed_bias"]}',
+        "return {}",
+        "test_deepseek_checkpoints",
+    ),
+    Mutation(
+        "linen_compat/modules/early.py",
+        "jnp.moveaxis(leaves[0], 1, 0)",
+        "jnp.moveaxis(leaves[0], 1, 0)[::-1]",
+        "test_deepseek_linen",
+    ),
+    Mutation(
+        "linen_compat/formats/huggingface/deepseek.py",
+        'return _mscale(rope["factor"], rope["mscale_all_dim"]) ** 2',
+        'return _mscale(rope["factor"], rope["mscale_all_dim"])',
+        "test_huggingface_config test_huggingface",
     ),
     Mutation(
         "linen_compat/modules/stacked.py",
@@ -653,9 +677,9 @@ MUTATIONS = (
         "test_wrong_uses",
     ),
     Mutation(
-        "nnx_pipeline/pipeline/runner.py",
-        "self.config.num_microbatches is None and default > 1",
-        "self.config.num_microbatches is None and default > 2",
+        "nnx_pipeline/pipeline/held.py",
+        "config.num_microbatches is None and default > 1",
+        "config.num_microbatches is None and default > 2",
         "test_layer_state",
     ),
     Mutation(
@@ -801,6 +825,48 @@ MUTATIONS = (
         "min(batch, count - first)",
         "batch",
         "test_text",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/stage/layers.py",
+        "in_scan = not self.apart and self.number > 1",
+        "in_scan = not self.apart",
+        "test_remat",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/stage/early.py",
+        "jnp.arange(self.first, self.first + self.number, dtype=jnp.int32)",
+        "jnp.arange(self.number, dtype=jnp.int32)",
+        "test_early_layers",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/self_attention/rotary.py",
+        "last = min(math.ceil(pair_with(low)), config.rope_dim - 1)",
+        "last = min(math.floor(pair_with(low)), config.rope_dim - 1)",
+        "test_families",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/self_attention/latent.py",
+        "turned = latent.rotate(narrow[..., None, rank:], positions)",
+        "turned = narrow[..., None, rank:]",
+        "test_families",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/router.py",
+        "kept = scores + bias if bias is not None and routing.weighs_bias else wide",
+        "kept = scores if bias is not None and routing.weighs_bias else wide",
+        "test_families",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/stage/split.py",
+        "value / self.parts if is_mean else value",
+        "value",
+        "test_batch_split",
+    ),
+    Mutation(
+        "nnx_pipeline/config/model.py",
+        "full = dataclasses.replace(windowed, sliding_window=None)",
+        "full = windowed",
+        "test_mixed_windows",
     ),
 )
 

@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from linen_compat.modules import Attention as Attention
     from linen_compat.modules import CircularPipeline as CircularPipeline
     from linen_compat.modules import Decoder as Decoder
+    from linen_compat.modules import DeepSeekDenseLayer as DeepSeekDenseLayer
+    from linen_compat.modules import DeepSeekMoeBlock as DeepSeekMoeBlock
+    from linen_compat.modules import DeepSeekMoELayer as DeepSeekMoELayer
     from linen_compat.modules import Embed as Embed
+    from linen_compat.modules import LatentAttention as LatentAttention
     from linen_compat.modules import LlamaDecoderLayer as LlamaDecoderLayer
     from linen_compat.modules import MixtralDecoderLayer as MixtralDecoderLayer
     from linen_compat.modules import MlpBlock as MlpBlock
@@ -37,7 +41,11 @@ _PUBLIC = {
     "Attention": "modules",
     "CircularPipeline": "modules",
     "Decoder": "modules",
+    "DeepSeekDenseLayer": "modules",
+    "DeepSeekMoELayer": "modules",
+    "DeepSeekMoeBlock": "modules",
     "Embed": "modules",
+    "LatentAttention": "modules",
     "LlamaDecoderLayer": "modules",
     "MixtralDecoderLayer": "modules",
     "MlpBlock": "modules",

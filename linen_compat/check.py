@@ -17,7 +17,7 @@ from linen_compat.formats.huggingface.folder import TensorFolder
 from linen_compat.formats.huggingface.stream import is_huggingface
 from linen_compat.formats.huggingface.tensors import KNOWN_EXTRA
 from linen_compat.formats.load_shards import for_mesh
-from linen_compat.formats.names import NORMS, OUTSIDE, QK_NORMS, TOKENS
+from linen_compat.formats.names import OUTSIDE, ROUTER_BIAS, TOKENS
 from linen_compat.formats.orbax.arrays import StoredArrays
 from linen_compat.formats.orbax.inspect import Inspection, inspect
 from linen_compat.formats.orbax.layouts import HUGGINGFACE, NNX
@@ -188,7 +188,8 @@ def _every_array(diagnosis: Diagnosis, config: Config) -> Iterator[_Read]:
         for name in files.specs:
             part = None if KNOWN_EXTRA.fullmatch(name) else PARAMETERS
             of_tokens = any(names.huggingface == name for names in TOKENS)
-            yield _Read(name, files.read(name, ()), part, of_tokens)
+            is_bias = name.endswith(ROUTER_BIAS.huggingface)
+            yield _Read(name, files.read(name, ()), part, of_tokens, is_bias)
         return
     found = inspect(diagnosis.checkpoint)
     source = OrbaxSource(found, model_arrays(config.model))
@@ -218,9 +219,11 @@ def _zeros_as_stored(diagnosis: Diagnosis, config: Config) -> dict[str, str]:
 
 
 def _may_be_zero(config: Config) -> set[str]:
-    """NNX paths of the arrays that are zero before training: norm scales with an offset."""
-    norms = (*NORMS, *QK_NORMS, *(names for names in OUTSIDE if names.nnx == "norm.scale"))
-    return {names.nnx for names in norms} if config.model.norm_scale_offset else set()
+    """NNX paths of arrays that are zero before training: router biases, scales with an offset."""
+    if not config.model.norm_scale_offset:
+        return {ROUTER_BIAS.nnx}
+    paths = model_arrays(config.model)
+    return {ROUTER_BIAS.nnx, *(path for path in paths if path.endswith("norm.scale"))}
 
 
 def check_names(diagnosis: Diagnosis) -> None:
@@ -271,7 +274,10 @@ def _states_of(model: Mixtral, tokens: jax.Array) -> Iterator[jax.Array]:
     x = jax.jit(lambda embedding, tokens: embedding(tokens))(model.embedding, tokens)
     yield x
     apply = jax.jit(lambda layer, x: layer(x)[0])
-    for number in range(model.config.model.num_layers):
+    for number in range(model.config.model.num_dense_layers):
+        x = apply(jax.tree.map(lambda leaf, at=number: leaf[at], model.dense_layers), x)
+        yield x
+    for number in range(model.config.model.num_pipeline_layers):
         # Without a mesh there is one repeat and one stage: parameters are [1, 1, layers, …].
         layer = jax.tree.map(lambda leaf, at=number: leaf[0, 0, at], model.pipeline.layers)
         x = apply(layer, x)

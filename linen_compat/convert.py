@@ -57,7 +57,7 @@ class Plan:
         parts = [part for part in source.parts if self.layout or part == PARAMETERS]
         outside = {names.nnx for names in OUTSIDE}
         each = sum(
-            spec.nbytes * (1 if path in outside else source.num_layers)
+            spec.nbytes * (1 if path in outside else len(source.order(path)))
             for path, spec in source.arrays.items()
         )
         return each * len(parts)
@@ -203,12 +203,12 @@ def open_checkpoint(
 
 
 def _target_layout(opened: Opened, target: To) -> Layout:
-    layers, own = opened.source.num_layers, opened.layout
+    layers, own, dense = opened.source.num_layers, opened.layout, opened.source.num_dense_layers
     stages, repeats = target.stages, target.repeats
     if (stages, repeats) == (None, None) and own and own.format in (PIPELINED, NNX):
         stages, repeats = own.stages, own.repeats
     if target.format == PIPELINED and stages is None:
         raise InputError(f"--to {PIPELINED} needs --stages, how many stages the pipeline has")
     if target.format not in (PIPELINED, NNX):
-        return Layout(target.format, layers)
-    return Layout(target.format, layers, stages or 1, repeats or 1)
+        return Layout(target.format, layers, num_dense_layers=dense)
+    return Layout(target.format, layers, stages or 1, repeats or 1, dense)

@@ -23,7 +23,8 @@ def load(
       be those of the mesh and the config.
     - `config`: the config of the model. For a Hugging Face folder None means that of its
       `config.json`; with another one the query kernels are scaled where its `attention_scale` is
-      not head_dim^-0.5, and query and key are reordered where it has `rope_interleaved`.
+      not head_dim^-0.5, and query and key are reordered where it has `rope_interleaved`. With
+      latent attention it must agree with `config.json` in both.
     - `mesh`: None for that of `jax.set_mesh`, and without one the first device
       (`jax.devices()[0]`). It must be able to hold the weights; whether a batch splits over it is
       checked when there is a batch. If the layers of a stage do not split into the config's number

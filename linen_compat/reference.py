@@ -15,6 +15,7 @@ from linen_compat.formats.orbax.inspect import Inspection
 from nnx_pipeline.config.model import ModelConfig
 
 Weight = Callable[[str], np.ndarray]
+_KERNELS = ("wi_0", "wi_1", "wo")
 
 
 def hidden_states(
@@ -41,7 +42,8 @@ def hidden_states(
         def of_layer(name: str, prefix: str = prefix, index: Index = index) -> np.ndarray:
             return weight(f"{prefix}/{name}", index)
 
-        x = _layer(x, of_layer, config)
+        early = layer < config.num_dense_layers
+        x = _layer(x, of_layer, config.of_dense_layers if early else config)
         yield f"layer {layer} ({prefix}{list(index) if index else ''})", x
     x = _norm(x, weight("decoder/decoder_norm/scale"), config)
     yield "logits", _capped(x @ _head(weight, config), config.logits_soft_cap)
@@ -58,10 +60,17 @@ def _head(weight: Weight, config: ModelConfig) -> np.ndarray:
 def place_of(found: Inspection, layer: int) -> tuple[str, Index]:
     """The path and the index of a layer, found by counting the layers in their order."""
     layout = found.layout
+    dense, group = layout.num_dense_layers, "moe_layers" if found.is_latent else "layers"
+    if layer < dense and layout.format == "maxtext:pipelined":
+        return "decoder/dense_layers", (slice(None), layer)
+    if layer < dense:
+        group = "dense_layers"
+    else:
+        layer -= dense
     if layout.format == "maxtext:unscanned":
-        return f"decoder/layers_{layer}", ()
+        return f"decoder/{group}_{layer}", ()
     if layout.format == "maxtext:scanned":
-        return "decoder/layers", (slice(None), layer)
+        return f"decoder/{group}", (slice(None), layer)
     number, base = 0, "decoder/pipeline_module/layers"
     for repeat in range(layout.repeats):
         for stage in range(layout.stages):
@@ -74,12 +83,14 @@ def place_of(found: Inspection, layer: int) -> tuple[str, Index]:
 
 
 def _layer(x: np.ndarray, weight: Weight, config: ModelConfig) -> np.ndarray:
-    x = x + _attention(
+    attention = _attention if config.kv_lora_rank is None else _latent_attention
+    x = x + attention(
         _norm(x, weight("pre_self_attention_layer_norm/scale"), config), weight, config
     )
     normed = _norm(x, weight("post_self_attention_layer_norm/scale"), config)
     if config.num_experts > 1:
-        return x + _experts(normed, weight, config)
+        experts = _experts if config.kv_lora_rank is None else _experts_of_deepseek
+        return x + experts(normed, weight, config)
     names = ("mlp/wi_0/kernel", "mlp/wi_1/kernel", "mlp/wo/kernel")
     return x + _mlp(normed, *(weight(name) for name in names))
 
@@ -101,15 +112,46 @@ def _attention(x: np.ndarray, weight: Weight, config: ModelConfig) -> np.ndarray
     query, key = _rotate(query, config), _rotate(key, config)
     group = config.num_heads // config.num_kv_heads
     key, value = np.repeat(key, group, axis=1), np.repeat(value, group, axis=1)
+    mixed = _mixed(query, key, value, config)
+    return np.einsum("bshk,hkd->bsd", mixed, weight("self_attention/out/kernel"))
+
+
+def _mixed(
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, config: ModelConfig
+) -> np.ndarray:
+    """Values mixed by the scores of queries and keys, `[batch, heads, seq, …]` each."""
     scores = np.einsum("bhsk,bhtk->bhst", query, key)
     scores = _capped(scores, config.attention_soft_cap)
-    length = x.shape[1]
+    length = query.shape[2]
     seen = np.tri(length, dtype=bool)
     if config.sliding_window is not None:
         seen &= ~np.tri(length, k=-config.sliding_window, dtype=bool)
     scores = np.where(seen, scores, -np.inf)
-    mixed = np.einsum("bhst,bhtk->bshk", _softmax(scores), value)
-    return np.einsum("bshk,hkd->bsd", mixed, weight("self_attention/out/kernel"))
+    return np.einsum("bhst,bhtk->bshk", _softmax(scores), value)
+
+
+def _latent_attention(x: np.ndarray, weight: Weight, config: ModelConfig) -> np.ndarray:
+    """Attention through latent vectors; what is rotated of a key is one for all heads."""
+
+    def of(name: str) -> np.ndarray:
+        return weight(f"self_attention/{name}")
+
+    rank, plain = config.kv_lora_rank, config.head_dim - config.rope_dim
+    if config.q_lora_rank is None:
+        query = np.einsum("bsd,dhk->bhsk", x, of("query/kernel"))
+    else:
+        latent = _norm(x @ of("wq_a/kernel"), of("q_norm/scale"), config)
+        query = np.einsum("bsr,rhk->bhsk", latent, of("wq_b/kernel"))
+    low = x @ of("wkv_a/kernel")
+    latent = _norm(low[..., :rank], of("kv_norm/scale"), config)
+    both = np.einsum("bsr,rhk->bhsk", latent, of("wkv_b/kernel"))
+    turned = _rotate(low[:, None, :, rank:], config)
+    turned = np.broadcast_to(turned, (*both.shape[:-1], config.rope_dim))
+    key = np.concatenate([both[..., :plain], turned], axis=-1)
+    query = np.concatenate([query[..., :plain], _rotate(query[..., plain:], config)], axis=-1)
+    query = query * np.float32(config.attention_scale)
+    mixed = _mixed(query, key, both[..., plain:], config)
+    return np.einsum("bshk,hkd->bsd", mixed, of("out/kernel"))
 
 
 def _capped(x: np.ndarray, cap: float | None) -> np.ndarray:
@@ -117,7 +159,7 @@ def _capped(x: np.ndarray, cap: float | None) -> np.ndarray:
 
 
 def _rotate(x: np.ndarray, config: ModelConfig) -> np.ndarray:
-    half = config.head_dim // 2
+    half = config.rope_dim // 2
     angles = np.arange(x.shape[2])[:, None] * _rates(config)
     sine, cosine = np.sin(angles).astype(np.float32), np.cos(angles).astype(np.float32)
     if config.rope_interleaved:
@@ -132,7 +174,7 @@ def _rotate(x: np.ndarray, config: ModelConfig) -> np.ndarray:
 
 def _rates(config: ModelConfig) -> np.ndarray:
     """Radians per position of each pair, in float64."""
-    half = config.head_dim // 2
+    half = config.rope_dim // 2
     rates = config.rope_theta ** (-np.arange(half) / half)
     if config.rope_scaling is None:
         return rates
@@ -140,6 +182,15 @@ def _rates(config: ModelConfig) -> np.ndarray:
     if config.rope_scaling == "linear":
         return slow
     length, low, high = config.rope_limits
+    if config.rope_scaling == "yarn":
+        # The places at which a pair would turn so often, counted in numbers, not in pairs.
+        base = 2 * np.log(config.rope_theta)
+        start, end = (
+            config.rope_dim * np.log(length / (turns * 2 * np.pi)) / base for turns in (high, low)
+        )
+        start, end = max(np.floor(start), 0), min(np.ceil(end), config.rope_dim - 1)
+        ramp = np.clip((np.arange(half) - start) / max(end - start, 1e-3), 0, 1)
+        return slow * ramp + rates * (1 - ramp)
     wavelength = 2 * np.pi / rates
     smooth = (length / wavelength - low) / (high - low)
     mixed = (1 - smooth) * slow + smooth * rates
@@ -153,9 +204,42 @@ def _experts(x: np.ndarray, weight: Weight, config: ModelConfig) -> np.ndarray:
     # A stable sort gives ties to the lower index, as `jax.lax.top_k` does.
     chosen = np.argsort(-scores, axis=-1, kind="stable")[..., : config.num_experts_per_token]
     shares = _softmax(np.take_along_axis(scores, chosen, axis=-1))
-    gate, up, down = (weight(f"{block}/{name}") for name in ("wi_0", "wi_1", "wo"))
+    return _mix_of_experts(x, chosen, shares, [weight(f"{block}/{name}") for name in _KERNELS])
+
+
+def _experts_of_deepseek(x: np.ndarray, weight: Weight, config: ModelConfig) -> np.ndarray:
+    """Routed experts by scores, a correction of which may choose alone; and shared experts."""
+    block = "DeepSeekMoeBlock_0"
+    logits = x @ weight(f"{block}/MoeBlock_0/gate/kernel")
+    scores = 1 / (1 + np.exp(-logits)) if config.router_score == "sigmoid" else _softmax(logits)
+    bias = weight(f"{block}/MoeBlock_0/gate/bias") if config.router_bias else np.float32(0)
+    ranked = scores + bias
+    if config.router_groups > 1:
+        grouped = ranked.reshape(*ranked.shape[:-1], config.router_groups, -1)
+        best = np.sum(np.sort(grouped, axis=-1)[..., -2:], axis=-1)
+        kept = np.argsort(-best, axis=-1, kind="stable")[..., : config.router_groups_per_token]
+        open_ = np.zeros(best.shape, dtype=bool)
+        np.put_along_axis(open_, kept, values=True, axis=-1)
+        grouped = np.where(open_[..., None], grouped, -np.inf)
+        ranked = grouped.reshape(ranked.shape)
+    chosen = np.argsort(-ranked, axis=-1, kind="stable")[..., : config.num_experts_per_token]
+    weighed = scores + bias if config.router_bias_in_weights else scores
+    shares = np.take_along_axis(weighed, chosen, axis=-1)
+    if config.router_score == "sigmoid":
+        shares = shares / (np.sum(shares, axis=-1, keepdims=True) + 1e-20)
+    shares = shares * np.float32(config.router_scale)
+    kernels = [weight(f"{block}/MoeBlock_0/{name}") for name in _KERNELS]
+    shared = (weight(f"{block}/shared_experts/{name}/kernel") for name in _KERNELS)
+    return _mix_of_experts(x, chosen, shares, kernels) + _mlp(x, *shared)
+
+
+def _mix_of_experts(
+    x: np.ndarray, chosen: np.ndarray, shares: np.ndarray, kernels: list[np.ndarray]
+) -> np.ndarray:
+    """The sum of the chosen experts' results, each times its share."""
+    gate, up, down = kernels
     result = np.zeros_like(x)
-    for expert in range(config.num_experts):
+    for expert in range(len(gate)):
         share = np.sum(np.where(chosen == expert, shares, 0), axis=-1, keepdims=True)
         result += share * _mlp(x, gate[expert], up[expert], down[expert])
     return result

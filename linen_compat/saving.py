@@ -40,7 +40,8 @@ def save(
     change: where the format has another `attention_scale` than the model, they are multiplied by
     the model's scale divided by the format's. That is 1 for MaxText's formats, but head_dim^-0.5
     with `qk_norm`, and head_dim^-0.5 for Hugging Face; `nnx` stores the model's own. With
-    `rope_interleaved` query and key are in another order in a Hugging Face folder.
+    `rope_interleaved` query and key are in another order in a Hugging Face folder. Of a model with
+    latent attention nothing changes in any format, as each multiplies scores by what a config says.
 
     Raises InputError when the folder is not empty, when the arrays are spread over several
     processes, or when MaxText or transformers has no such model. Nothing is left behind when it
@@ -74,7 +75,7 @@ def layout_for(model: Mixtral, format: str, stages: int | None, repeats: int | N
     """
     if format != NNX:
         check_maxtext(model.config.model)
-    layers = model.config.model.num_layers
+    layers, dense = model.config.model.num_layers, model.config.model.num_dense_layers
     own = (1, 1)
     if format in (PIPELINED, NNX):
         own = model.pipeline.num_stages, model.pipeline.config.num_repeats
@@ -82,7 +83,7 @@ def layout_for(model: Mixtral, format: str, stages: int | None, repeats: int | N
         default if given is None else given
         for given, default in zip((stages, repeats), own, strict=True)
     )
-    return Layout(format, layers, stages, repeats)
+    return Layout(format, layers, stages, repeats, dense)
 
 
 def write(source: Source, checkpoint: str | Path, layout: Layout) -> None:

@@ -11,7 +11,15 @@ if TYPE_CHECKING:
     from nnx_pipeline.decoder import Mixtral
     from nnx_pipeline.errors import InputError
     from nnx_pipeline.mesh import MeshConfig, make_mesh
-    from nnx_pipeline.modules import MLP, Attention, DecoderLayer, Embed, RMSNorm, RoutedMoE
+    from nnx_pipeline.modules import (
+        MLP,
+        Attention,
+        DecoderLayer,
+        Embed,
+        LatentAttention,
+        RMSNorm,
+        RoutedMoE,
+    )
     from nnx_pipeline.pipeline import (
         CircularPipeline,
         LayerPlace,
@@ -34,6 +42,7 @@ __all__ = [
     "DecoderLayer",
     "Embed",
     "InputError",
+    "LatentAttention",
     "LayerPlace",
     "LayerState",
     "Layout",
@@ -65,7 +74,15 @@ _HOME = {
     "decoder": ("Mixtral",),
     "errors": ("InputError",),
     "mesh": ("MeshConfig", "make_mesh"),
-    "modules": ("MLP", "Attention", "DecoderLayer", "Embed", "RMSNorm", "RoutedMoE"),
+    "modules": (
+        "MLP",
+        "Attention",
+        "DecoderLayer",
+        "Embed",
+        "LatentAttention",
+        "RMSNorm",
+        "RoutedMoE",
+    ),
     "pipeline": (
         "CircularPipeline",
         "LayerPlace",

@@ -26,6 +26,31 @@ SIZES = {
     "max_position_embeddings": 64,
     "rope_theta": 100.0,  # so that far positions matter within a short sequence
 }
+# Of the four rotated pairs two are slowed down in part.
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+    "beta_fast": 2.0,
+    "beta_slow": 0.25,
+    "original_max_position_embeddings": 16,
+}
+_OF_DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 20,
+    "kv_lora_rank": 18,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "v_head_dim": 5,
+    "first_k_dense_replace": 2,
+    "routed_scaling_factor": 1.5,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": {**YARN, "rope_theta": 100.0},
+}
 EXPERTS: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Qwen3Moe": {
@@ -33,6 +58,16 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 20,
         "norm_topk_prob": True,
+    },
+    "DeepseekV2": {**_OF_DEEPSEEK, "q_lora_rank": None, "num_experts_per_tok": 3},
+    "DeepseekV3": {
+        **_OF_DEEPSEEK,
+        "q_lora_rank": 11,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_mtp_layers": 0,
     },
 }
 # Of the three pairs of a head, one keeps its angles, one is between, and one is slowed in full.
@@ -59,6 +94,8 @@ KEPT: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral": ("Mistral", "float32", {}),
     "qwen3": ("Qwen3", "float32", {}),
     "qwen3_moe": ("Qwen3Moe", "float32", {}),
+    "deepseek_v2": ("DeepseekV2", "float32", {}),
+    "deepseek_v3": ("DeepseekV3", "float32", {}),
 }
 
 
@@ -74,6 +111,9 @@ def random_model(kind: str, *, seed: int, **changes: Any) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.3)
+        for name, buffer in model.named_buffers():  # which chooses experts in a DeepSeek-V3
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.3)
     return model.eval()
 
 

@@ -12,7 +12,8 @@ from helpers import arrays_by_path
 from jax.sharding import NamedSharding
 
 from linen_compat import logical_axis_rules
-from linen_compat.formats.names import OUTSIDE, Names, of_layer
+from linen_compat.formats.comparison import model_arrays
+from linen_compat.formats.names import Names, of_model
 from nnx_pipeline import Mixtral
 
 
@@ -48,6 +49,14 @@ def part_of(module: nnx.Module, names: Iterable[Names], nnx_part: str, linen_par
     )
 
 
+def dense_layers(model: Mixtral, layer_layout: str, names: Names) -> dict[str, Any]:
+    """One parameter of the layers before the pipeline, below `decoder`."""
+    stacked = at(model, names.nnx)
+    if layer_layout == "unscanned":
+        return {f"dense_layers_{i}/{names.linen}": layer for i, layer in enumerate(stacked)}
+    return {f"dense_layers/{names.linen}": jnp.moveaxis(stacked, 0, 1)}
+
+
 def stage_of_layers(stacked: Any, path: str) -> dict[str, Any]:
     """`[repeats, stages, layers per stage, …]` as MaxText's `pipeline_module/layers` has it."""
     value = stacked[0] if stacked.shape[0] == 1 else stacked
@@ -81,13 +90,16 @@ LAYOUTS: dict[str, Callable[[Any, str], dict[str, Any]]] = {
 
 def as_linen(model: Mixtral, layer_layout: str) -> dict[str, Any]:
     """`params` of `linen_compat.Transformer` with the arrays of a model (or of its gradients)."""
-    config = model.config.model
-    outside = [names for names in OUTSIDE if not (config.tied_embeddings and names.nnx == "head")]
+    outside, of_layers = of_model(model_arrays(model.config.model))
     flat = {names.linen: at(model, names.nnx) for names in outside}
-    for names in of_layer(config.num_experts, qk_norm=config.qk_norm):
-        stacked = at(model.pipeline.layers, names.nnx)
-        for path, value in LAYOUTS[layer_layout](stacked, names.linen).items():
-            flat[f"decoder/{path}"] = value
+    for names in of_layers:
+        if names.is_early:
+            found = dense_layers(model, layer_layout, names)
+        else:
+            found = LAYOUTS[layer_layout](at(model.pipeline.layers, names.nnx), names.linen)
+            if names.group != "layers" and layer_layout != "pipelined":
+                found = {f"moe_{path}": value for path, value in found.items()}
+        flat |= {f"decoder/{path}": value for path, value in found.items()}
     return nested(flat)
 
 

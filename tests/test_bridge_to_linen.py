@@ -14,7 +14,9 @@ from linen_compat.bridge import to_linen
 from linen_compat.bridge.blueprint import blueprint
 from linen_compat.bridge.paths import flatten
 from nnx_pipeline import MLP, Attention, DecoderLayer, Embed, InputError, RMSNorm, RoutedMoE
+from nnx_pipeline.modules import LatentAttention
 from tests.helpers import arrays_by_path, float_rows, mesh_of, small_config
+from tests.test_deepseek_linen import DEEPSEEK
 
 CONFIG = small_config().model
 MADE: list[str] = []
@@ -60,7 +62,11 @@ PAIRS = {
     "MixtralDecoderLayer": (DecoderLayer, modules.MixtralDecoderLayer),
     "Qwen3MoeDecoderLayer": (DecoderLayer, modules.Qwen3MoeDecoderLayer),
     "LlamaDecoderLayer": (DecoderLayer, modules.LlamaDecoderLayer),
+    "LatentAttention": (LatentAttention, modules.LatentAttention),
+    "DeepSeekMoELayer": (DecoderLayer, modules.DeepSeekMoELayer),
+    "DeepSeekDenseLayer": (DecoderLayer, modules.DeepSeekDenseLayer),
 }
+DEEPSEEK_CONFIG = small_config(model=DEEPSEEK).model
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -71,6 +77,10 @@ def test_classes_of_this_project_have_the_tree_of_their_linen_class_boxes_and_al
     dense = dataclasses.replace(CONFIG, num_experts=1, num_experts_per_token=1)
     config = dense if name == "LlamaDecoderLayer" else CONFIG
     config = dataclasses.replace(config, qk_norm=name.startswith("Qwen3"))
+    if "DeepSeek" in name or name == "LatentAttention":
+        config = DEEPSEEK_CONFIG
+    if name == "DeepSeekDenseLayer":
+        config = dataclasses.replace(config.of_dense_layers, q_lora_rank=None)
     x = jnp.zeros((2, 3), jnp.int32) if ours is Embed else x_of()
 
     def tree(module: nn.Module) -> dict:

@@ -72,10 +72,18 @@ def test_logits_and_checkpoints_of_maxtext(name: str, tmp_path: Path) -> None:
         maxtext_data.assert_same_leaves(maxtext_data.read(tmp_path / layout), want)
 
 
-@pytest.mark.parametrize("name", ["llama3_1", "qwen3", "qwen3_moe"])
+LINEN = ("llama3_1", "qwen3", "qwen3_moe", "deepseek2", "deepseek3_scanned")
+DEEPSEEK = ("deepseek2", "deepseek2_scanned", "deepseek3", "deepseek3_scanned")
+
+
+def layout_of(name: str) -> Any:
+    return "scanned" if name.endswith("_scanned") else "unscanned"
+
+
+@pytest.mark.parametrize("name", LINEN)
 def test_linen_modules_read_the_same_trees(name: str) -> None:
     config, leaves, reference = family(name)
-    model = linen_compat.Transformer(config, "unscanned")
+    model = linen_compat.Transformer(config, layout_of(name))
     tokens, side = sides(reference)
     params = maxtext_data.nested(leaves)
     with jax.default_matmul_precision("highest"):
@@ -83,12 +91,12 @@ def test_linen_modules_read_the_same_trees(name: str) -> None:
     np.testing.assert_allclose(found, reference["logits"], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *DEEPSEEK])
 def test_linen_trees_are_those_of_maxtext(name: str) -> None:
     """Names, shapes and logical axes."""
     config, _, _ = family(name)
     tokens = jax.ShapeDtypeStruct((4, 16), jnp.int32)
-    model = linen_compat.Transformer(config, "unscanned")
+    model = linen_compat.Transformer(config, layout_of(name))
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
     boxes = jax.tree_util.tree_leaves_with_path(
         params, is_leaf=lambda leaf: isinstance(leaf, nn.LogicallyPartitioned)

@@ -88,6 +88,9 @@ def test_logits_are_those_of_transformers(name: str) -> None:
         ("Llama", {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}),
         ("Mistral", {"sliding_window": None, "tie_word_embeddings": True}),
         ("Qwen3", {"rope_scaling": LLAMA3_1}),
+        ("DeepseekV2", {"q_lora_rank": 12, "first_k_dense_replace": 1, "n_shared_experts": 1}),
+        ("DeepseekV3", {"rope_interleave": False, "n_group": 1, "topk_group": 1}),
+        ("DeepseekV3", {"first_k_dense_replace": 0, "norm_topk_prob": False, "q_lora_rank": None}),
     ],
 )
 def test_logits_of_other_models(tmp_path: Path, kind: str, changes: dict) -> None:

@@ -121,6 +121,80 @@ LLAMA_3_1_8B: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "vocab_size": 128256,
 }
+# As published for DeepSeek-V3 and DeepSeek-V2-Lite, the first without its `quantization_config`.
+DEEPSEEK_V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    "aux_loss_alpha": 0.001,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+DEEPSEEK_V2_LITE: dict[str, Any] = {
+    **DEEPSEEK_V3,
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "first_k_dense_replace": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "model_type": "deepseek_v2",
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "rope_scaling": {**DEEPSEEK_V3["rope_scaling"], "mscale": 0.707, "mscale_all_dim": 0.707},
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "vocab_size": 102400,
+}
 ROPE_OF_LLAMA3_1: dict[str, Any] = {
     "rope_scaling": "llama3",
     "rope_factor": 8.0,
@@ -197,6 +271,89 @@ def test_absent_keys_are_those_of_transformers() -> None:
 def test_rotary_base_in_old_and_new_places(rope: dict) -> None:
     values = {**without(MIXTRAL_8X7B, "rope_theta"), **rope}
     assert config_from_huggingface(values).model.rope_theta == 5e5
+
+
+@pytest.mark.parametrize(
+    ("values", "name"), [(DEEPSEEK_V3, "deepseek-v3"), (DEEPSEEK_V2_LITE, "deepseek-v2-lite")]
+)
+def test_published_configs_of_deepseek(values: dict, name: str) -> None:
+    """They are the presets, and are written so that transformers computes the same."""
+    expected = dataclasses.replace(
+        PRESETS[name].model, param_dtype="bfloat16", max_position_embeddings=163_840
+    )
+    config = config_from_huggingface(values)
+    assert config.model == expected
+    written = config_to_huggingface(config)
+    scores = {"mscale", "mscale_all_dim", "beta_fast", "beta_slow", "factor"}
+    for key in scores:
+        assert written["rope_scaling"][key] == values["rope_scaling"][key]
+    for key in {*written} & {*values} - {"rope_scaling", "num_nextn_predict_layers"}:
+        assert written[key] == values[key], key
+    assert config_from_huggingface(written) == config
+
+
+YARN = DEEPSEEK_V3["rope_scaling"]
+
+
+@pytest.mark.parametrize(
+    ("values", "changes", "message"),
+    [
+        (DEEPSEEK_V2_LITE, {"topk_method": "group_limited_greedy"}, "only 'greedy': experts are"),
+        (DEEPSEEK_V2_LITE, {"norm_topk_prob": True}, "norm_topk_prob=True .* only False"),
+        (DEEPSEEK_V2_LITE, {"scoring_func": "sigmoid"}, "scoring_func='sigmoid' .* softmax"),
+        (DEEPSEEK_V3, {"topk_method": "greedy"}, "topk_method='greedy' .* only 'noaux_tc'"),
+        (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func='softmax' .* only 'sigmoid'"),
+        (DEEPSEEK_V3, {"n_group": 7}, "num_experts=256 does not split into router_groups=7"),
+        (DEEPSEEK_V3, {"moe_layer_freq": 2}, "moe_layer_freq=2 .* only 1"),
+        (DEEPSEEK_V3, {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05 .* only 1e-06"),
+        (DEEPSEEK_V3, {"head_dim": 128}, "head_dim=128 contradicts .* make it 64"),
+        (DEEPSEEK_V3, {"qk_nope_head_dim": 0}, "qk_nope_head_dim=0 is not a whole number"),
+        (DEEPSEEK_V3, {"num_key_value_heads": 8}, "num_kv_heads=8 differs from num_heads=128"),
+        (DEEPSEEK_V3, {"first_k_dense_replace": 61}, "num_dense_layers=61 leaves no layer"),
+        (
+            DEEPSEEK_V3,
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantization_config=.*fp8.* plain float weights",
+        ),
+        (DEEPSEEK_V3, {"rope_scaling": {**YARN, "mscale": 0.5}}, "multiplies the rotated part"),
+        (
+            DEEPSEEK_V3,
+            {"rope_scaling": without(YARN, "mscale", "mscale_all_dim")},
+            "multiplies the rotated part of each head by 1.36889",
+        ),
+        (DEEPSEEK_V3, {"rope_scaling": {**YARN, "truncate": False}}, "truncate=False is not"),
+        (DEEPSEEK_V3, {"rope_scaling": {**YARN, "mscale": "1"}}, "mscale='1' is not a number"),
+        (DEEPSEEK_V3, {"index_topk": 3}, "index_topk=3 is not a known key of a DeepseekV3"),
+    ],
+)
+def test_what_is_not_computed_of_deepseek(values: dict, changes: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        config_from_huggingface({**values, **changes})
+
+
+def test_yarn_that_multiplies_nothing_has_the_plain_scale() -> None:
+    rope = {**without(YARN, "mscale", "mscale_all_dim"), "attention_factor": 1.0}
+    config = config_from_huggingface({**DEEPSEEK_V3, "rope_scaling": rope})
+    assert config.model.attention_scale == 192**-0.5
+    assert config_to_huggingface(config)["rope_scaling"]["attention_factor"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_epsilon": 1e-5}, "norm_epsilon=1e-05 has no place in a DeepSeek"),
+        ({"num_shared_experts": 0}, "num_shared_experts=0 has no place in a DeepSeek"),
+        ({"router_bias": False}, "router_bias=False has no place in a DeepseekV3ForCausalLM"),
+        ({"router_bias_in_weights": True}, "router_bias_in_weights=True has no place"),
+        ({"attention_scale": 0.01}, "attention_scale=0.01 has no place .* with yarn more"),
+        ({"sliding_window": 8}, "sliding_window=8 has no place .* with kv_lora_rank"),
+    ],
+)
+def test_what_transformers_has_no_deepseek_for(changes: dict, message: str) -> None:
+    config = config_from_huggingface(DEEPSEEK_V3)
+    model = dataclasses.replace(config.model, **changes)
+    with pytest.raises(InputError, match=message):
+        config_to_huggingface(dataclasses.replace(config, model=model))
 
 
 @pytest.mark.parametrize("key", ["torch_dtype", "dtype"])

@@ -13,6 +13,7 @@ from flax import nnx
 from flax.errors import ScopeParamShapeError
 from helpers import float_rows, fusions_of_a_user, small_config
 from linen_helpers import assert_same_bits, part_of
+from test_deepseek_linen import DEEPSEEK
 from test_random_options import LLAMA3
 
 import linen_compat as linen
@@ -20,9 +21,11 @@ import nnx_pipeline as native
 from linen_compat.formats.names import (
     ATTENTION,
     EXPERTS,
+    EXPERTS_OF_DEEPSEEK,
     MLP,
     NORMS,
     OUTSIDE,
+    PLAIN_QUERY,
     QK_NORMS,
     of_layer,
 )
@@ -34,6 +37,11 @@ BATCH, LENGTH = 2, 6
 MOE = small_config(model={"dropout_rate": 0.25}).model
 DENSE = small_config(model={"num_experts": 1, "num_experts_per_token": 1}).model
 QWEN3 = dataclasses.replace(MOE, qk_norm=True)
+# The bias has a gradient, and queries are made without a latent vector.
+OF_DEEPSEEK = dataclasses.replace(
+    small_config(model=DEEPSEEK).model, router_bias_in_weights=True, q_lora_rank=None
+)
+DEEPSEEK_LAYER = (*NORMS, *PLAIN_QUERY, *EXPERTS_OF_DEEPSEEK)
 QK_ATTENTION = (*ATTENTION, *QK_NORMS)
 QWEN3_LAYER = of_layer(4, qk_norm=True)
 TOKENS = jnp.asarray(np.random.default_rng(1).integers(32, size=(BATCH, LENGTH)), jnp.int32)
@@ -78,6 +86,9 @@ PAIRS = {
         linen.Qwen3MoeDecoderLayer, native.DecoderLayer, QWEN3, QWEN3_LAYER, call=PACKED
     ),
     "llama": Pair(linen.LlamaDecoderLayer, native.DecoderLayer, DENSE, of_layer(1), call=PACKED),
+    "deepseek": Pair(
+        linen.DeepSeekMoELayer, native.DecoderLayer, OF_DEEPSEEK, DEEPSEEK_LAYER, call=PACKED
+    ),
 }
 
 
@@ -249,6 +260,12 @@ def test_the_query_kernel_makes_up_for_the_scale_of_attention() -> None:
         ),
         (linen.MixtralDecoderLayer, QWEN3, "needs qk_norm=False, .* use Qwen3MoeDecoderLayer, or"),
         (linen.Qwen3MoeDecoderLayer, MOE, "needs qk_norm=True, .* use MixtralDecoderLayer, or set"),
+        (
+            linen.MixtralDecoderLayer,
+            OF_DEEPSEEK,
+            "has no latent attention, .* DeepSeekMoELayer, or",
+        ),
+        (linen.DeepSeekMoELayer, MOE, "needs latent attention, .* use MixtralDecoderLayer, or set"),
     ],
 )
 def test_a_layer_of_another_model(layer: Any, config: ModelConfig, message: str) -> None:

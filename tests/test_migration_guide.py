@@ -13,7 +13,9 @@ from maxtext_data import DATA
 from linen_compat.formats.names import (
     ATTENTION,
     EXPERTS,
+    EXPERTS_OF_DEEPSEEK,
     EXPERTS_OF_QWEN3,
+    LATENT_ATTENTION,
     MLP,
     NORMS,
     OUTSIDE,
@@ -68,6 +70,7 @@ def test_commands_run_one_after_the_other(place: Path) -> None:
 
 def test_the_table_of_parameters_is_that_of_the_code() -> None:
     names = (*OUTSIDE, *NORMS, *ATTENTION, *QK_NORMS, *EXPERTS, *EXPERTS_OF_QWEN3, *MLP)
+    names += (*LATENT_ATTENTION, *EXPERTS_OF_DEEPSEEK)
     expected = [[name.linen, name.nnx, name.huggingface] for name in names]
     assert table("parameter in Linen") == expected
 

@@ -11,10 +11,16 @@ Axes = tuple[str | None, ...]
 # By the end of the Linen path. The first match is taken, so more specific ends come first.
 _MAXTEXT: tuple[tuple[str, Axes], ...] = (
     ("query/kernel", ("embed", "q_heads", "kv")),
+    ("wq_a/kernel", ("embed", "q_lora_up_proj")),
+    ("wq_b/kernel", ("q_lora", "q_heads", "kv")),
+    ("wkv_a/kernel", ("embed", "kv_lora_up_proj")),
+    ("wkv_b/kernel", ("kv_lora", "kv_heads", "kv_head_dim")),
     ("key/kernel", ("embed", "kv_heads", "kv_head_dim")),
     ("value/kernel", ("embed", "kv_heads", "kv_head_dim")),
     ("out/kernel", ("heads", "kv", "embed")),
+    ("DeepSeekMoeBlock_0/MoeBlock_0/gate/kernel", ("embed_moe", None)),
     ("gate/kernel", ("embed", None)),
+    ("gate/bias", (None,)),
     ("wi_0/kernel", ("embed", "mlp")),
     ("wi_1/kernel", ("embed", "mlp")),
     ("wo/kernel", ("mlp", "embed")),

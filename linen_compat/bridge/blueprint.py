@@ -14,6 +14,7 @@ from jaxtyping import Array
 from linen_compat.bridge.axes import linen_axes
 from linen_compat.bridge.paths import Path, linen_paths
 from nnx_pipeline import InputError
+from nnx_pipeline.modules.moe import SelectionBias
 from nnx_pipeline.tracing.calls import this_turn
 
 
@@ -172,7 +173,12 @@ def forget_blueprints() -> None:
 
 
 def collection_of(variable: nnx.Variable) -> str:
-    """The Linen collection of a variable, by its type: `params`, `batch_stats`, `cache` …"""
+    """The Linen collection of a variable, by its type: `params`, `batch_stats`, `cache` …
+
+    In Linen a bias that only chooses experts is one of the `params`, where it gets no gradient.
+    """
+    if isinstance(variable, SelectionBias):
+        return "params"
     return nnx.variable_name_from_type(type(variable), allow_register=True)
 
 

@@ -12,11 +12,18 @@ from linen_compat import modules
 from linen_compat.formats import names
 from linen_compat.formats.names import Names
 from nnx_pipeline import MLP, Attention, DecoderLayer, Embed, InputError, RMSNorm, RoutedMoE
+from nnx_pipeline.modules import LatentAttention
 
 Path = tuple[str, ...]
 Tree = Mapping[str, Any]
 
 _LAYER = (*names.NORMS, *names.ATTENTION, *names.QK_NORMS)
+# With a latent vector of queries or without: no module has both.
+_LATENT = {
+    True: names.LATENT_ATTENTION,
+    False: names.PLAIN_QUERY,
+}
+_DEEPSEEK = "DeepSeekMoeBlock_0/"
 
 
 def _below(table: Iterable[Names], nnx_prefix: str, linen_prefix: str) -> tuple[Names, ...]:
@@ -45,6 +52,7 @@ _OF_LINEN_CLASS: dict[type, tuple[Names, ...]] = {
     modules.Attention: _OF_CLASS[Attention],
     modules.MoeBlock: _OF_CLASS[RoutedMoE],
     modules.MlpBlock: _OF_CLASS[MLP],
+    modules.DeepSeekMoeBlock: _below(names.EXPERTS_OF_DEEPSEEK, "feed_forward.", _DEEPSEEK),
     modules.MixtralDecoderLayer: (*_LAYER, *names.EXPERTS),
     modules.Qwen3MoeDecoderLayer: (*_LAYER, *names.EXPERTS_OF_QWEN3),
     modules.LlamaDecoderLayer: (*_LAYER, *names.MLP),
@@ -54,8 +62,16 @@ _OF_LINEN_CLASS: dict[type, tuple[Names, ...]] = {
 def table_of(module: nnx.Module) -> tuple[Names, ...] | None:
     """The names of the parameters in a module of this project; None for any other module."""
     if isinstance(module, DecoderLayer):
-        routed, qk_norm = "router" in vars(module.feed_forward), module.attention.config.qk_norm
-        return names.of_layer(2 if routed else 1, qk_norm=qk_norm)
+        routed, config = "router" in vars(module.feed_forward), module.attention.config
+        if config.kv_lora_rank is not None:
+            experts = names.EXPERTS_OF_DEEPSEEK if routed else names.MLP
+            return (*names.NORMS, *_LATENT[config.q_lora_rank is not None], *experts)
+        return names.of_layer(2 if routed else 1, qk_norm=config.qk_norm)
+    if isinstance(module, LatentAttention):
+        table = _LATENT[module.config.q_lora_rank is not None]
+        return _below(table, "attention.", "self_attention/")
+    if isinstance(module, RoutedMoE) and module.config.kv_lora_rank is not None:
+        return _below(names.EXPERTS_OF_DEEPSEEK, "feed_forward.", _DEEPSEEK)
     return next((table for kind, table in _OF_CLASS.items() if isinstance(module, kind)), None)
 
 
@@ -154,6 +170,21 @@ def _nearest(name: str, known: list[str]) -> str:
     return f"the nearest known one is {close[0]}"
 
 
+def _table_of_linen(module: nn.Module) -> tuple[Names, ...]:
+    """The names of the parameters in a Linen module of this project; none for any other module."""
+    if isinstance(module, modules.DeepSeekDenseLayer | modules.DeepSeekMoELayer):
+        routed = isinstance(module, modules.DeepSeekMoELayer)
+        latent = _LATENT[module.config.q_lora_rank is not None]
+        return (*names.NORMS, *latent, *(names.EXPERTS_OF_DEEPSEEK if routed else names.MLP))
+    if isinstance(module, modules.LatentAttention):
+        table = _LATENT[module.config.q_lora_rank is not None]
+        return _below(table, "attention.", "self_attention/")
+    if isinstance(module, modules.MoeBlock) and module.config.kv_lora_rank is not None:
+        return _below(names.EXPERTS_OF_DEEPSEEK, "feed_forward.", f"{_DEEPSEEK}MoeBlock_0/")
+    tables = (table for kind, table in _OF_LINEN_CLASS.items() if isinstance(module, kind))
+    return next(tables, ())
+
+
 def nnx_path(module: nn.Module, path: Path) -> Path:
     """The NNX path of a parameter of a Linen module.
 
@@ -162,9 +193,7 @@ def nnx_path(module: nn.Module, path: Path) -> Path:
     return next(
         (
             tuple(entry.nnx.split("."))
-            for kind, table in _OF_LINEN_CLASS.items()
-            if isinstance(module, kind)
-            for entry in table
+            for entry in _table_of_linen(module)
             if tuple(entry.linen.split("/")) == path
         ),
         path,

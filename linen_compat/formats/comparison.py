@@ -13,11 +13,15 @@ import numpy as np
 from flax import nnx
 
 from linen_compat.formats.names import (
+    EARLY,
     EXPERTS,
     EXPERTS_OF_QWEN3,
+    OF_DEEPSEEK,
     OUTSIDE,
     QK_NORMS,
     Names,
+    check_names,
+    of_deepseek,
     of_layer,
     of_model,
 )
@@ -38,7 +42,6 @@ from nnx_pipeline.config.pipeline import PipelineConfig
 from nnx_pipeline.errors import nearest
 
 LAYERS = "pipeline.layers."
-STACK_AXES = 3  # axes of a layer's parameters before its own: repeats, stages, layers per stage
 _SHOWN = 3
 _TIED = "a model with tied embeddings has no head: give its config, which says so"
 # In NNX the experts have the names of an MLP; a router and one more axis tell them apart.
@@ -118,14 +121,25 @@ def model_arrays(config: ModelConfig) -> Mapping[str, ArraySpec]:
     result is cached, because tracing the model takes longer than everything else that is done to
     compare a small checkpoint.
     """
+    check_names(config)
     plain = Config(model=config, pipeline=PipelineConfig())
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         model = jax.eval_shape(lambda: Mixtral(plain, rngs=nnx.Rngs(0)))
     arrays = {}
     for path, leaf in parameter_paths(model).items():
-        stack = STACK_AXES if path.startswith(LAYERS) else 0
-        arrays[path.removeprefix(LAYERS)] = ArraySpec(leaf.shape[stack:], np.dtype(leaf.dtype))
+        shape = leaf.shape[stack_axes(path) :]
+        arrays[path.removeprefix(LAYERS)] = ArraySpec(shape, np.dtype(leaf.dtype))
     return MappingProxyType(arrays)
+
+
+def stack_axes(path: str) -> int:
+    """How many axes a parameter of a model has before those that it has in one layer.
+
+    They are those of repeats, stages and layers per stage, or of the layers before the pipeline.
+
+    - `path`: of the parameter in the model, as from `parameter_paths`.
+    """
+    return 3 if path.startswith(LAYERS) else 1 if path.startswith(EARLY) else 0
 
 
 def parameter_paths(model: Mixtral) -> dict[str, jax.Array]:
@@ -147,7 +161,7 @@ def compare(found: Inspection, config: ModelConfig) -> Comparison:
 
     The result lists what fits and what does not; its `require` raises Mismatch for the latter.
     """
-    return _compare(found, model_arrays(config), config.num_layers)
+    return _compare(found, model_arrays(config), (config.num_layers, config.num_dense_layers))
 
 
 def compare_to_load(found: Inspection, config: ModelConfig) -> Comparison:
@@ -164,7 +178,7 @@ def compare_to_load(found: Inspection, config: ModelConfig) -> Comparison:
             check_maxtext(config)
         except InputError as error:
             result.notes.append(str(error))
-    if found.attention_scale != config.attention_scale:
+    if found.attention_scale not in (None, config.attention_scale):
         result.notes.append(
             f"model.attention_scale={config.attention_scale} does not suit the query kernels of "
             f"{found.items}, which are for {found.attention_scale}; "
@@ -188,7 +202,7 @@ def compare_with_itself(found: Inspection) -> tuple[Comparison, Mapping[str, Arr
         slot = found.layout.slot(names, 0) if inside else found.layout.outside(names)
         leaf = found.parameters.get(slot.leaf)
         if leaf is not None:
-            shape = _unstacked(found.layout, leaf.shape) if inside else leaf.shape
+            shape = found.layout.unstacked(names, leaf.shape) if inside else leaf.shape
             arrays[names.nnx] = ArraySpec(shape, np.dtype(jnp.dtype(leaf.dtype)))
     absent = [names for names in (*OUTSIDE, *kinds) if names.nnx not in arrays]
     if absent:
@@ -197,36 +211,46 @@ def compare_with_itself(found: Inspection) -> tuple[Comparison, Mapping[str, Arr
         ]
         notes = [_TIED] if absent == [OUTSIDE[-1]] else []
         return Comparison(missing=[slot.leaf for slot in slots], notes=notes), arrays
-    return _compare(found, arrays, found.layout.num_layers), arrays
+    layers = (found.layout.num_layers, found.layout.num_dense_layers)
+    return _compare(found, arrays, layers), arrays
 
 
 def layer_names(found: Inspection) -> tuple[Names, ...]:
-    """The parameters that a layer of this checkpoint has: Mixtral's, Qwen3's or Llama's.
+    """The parameters of a layer of this checkpoint: Mixtral's, Qwen3's, Llama's or DeepSeek's.
 
     Any parameter of the experts makes it routed, so a lost router is reported as missing; and any
     scale of a QK norm, or the name of Qwen3's experts, makes it Qwen3's.
     """
+    if found.is_latent:
+        return of_deepseek(_latent_paths(found))
 
     def has(*ends: str) -> bool:
         return any(name.endswith(ends) for name in found.parameters)
 
     gate = found.parameters.get(_NNX_GATE)
-    stacked = gate is not None and len(_unstacked(found.layout, gate.shape)) == 3
+    stacked = gate is not None and len(found.layout.unstacked(EXPERTS[1], gate.shape)) == 3
     of_qwen3 = tuple(names.linen for names in EXPERTS_OF_QWEN3)
     routed = stacked or has(_NNX_ROUTER, *of_qwen3, *(names.linen for names in EXPERTS))
     scales = (end for names in QK_NORMS for end in (names.linen, slashed(names.nnx)))
     return of_layer(2 if routed else 1, qk_norm=has(*of_qwen3, *scales))
 
 
-def _unstacked(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that one layer has in a stored array of this shape."""
-    if layout.format == SCANNED:
-        return (*shape[:1], *shape[2:])
-    return shape[len(layout.stacked(())) :] if layout.format != UNSCANNED else shape
+def _latent_paths(found: Inspection) -> set[str]:
+    """The NNX paths of the parameters that some layer of a checkpoint with latent attention has."""
+
+    def places(names: Names) -> set[str]:
+        return {found.layout.slot(names, at).leaf for at in range(found.layout.count(names))}
+
+    return {names.nnx for names in OF_DEEPSEEK if places(names) & found.parameters.keys()}
 
 
-def _compare(found: Inspection, arrays: Mapping[str, ArraySpec], num_layers: int) -> Comparison:
-    """Compares a checkpoint with a model that has these arrays, in the checkpoint's layout."""
+def _compare(
+    found: Inspection, arrays: Mapping[str, ArraySpec], layers: tuple[int, int]
+) -> Comparison:
+    """Compares a checkpoint with a model that has these arrays, in the checkpoint's layout.
+
+    - `layers`: how many layers the model has, and how many of them are before the pipeline.
+    """
     result = Comparison(ignored=[leaf.stored for leaf in found.ignored.values()])
     result.extra.extend(leaf.stored for leaf in found.unknown.values())
     for leaf in found.scalars.values():
@@ -234,12 +258,14 @@ def _compare(found: Inspection, arrays: Mapping[str, ArraySpec], num_layers: int
             result.matched.append(leaf.stored)
         else:
             result.reshaped.append(Difference(leaf.stored, _text(leaf.shape), _text(())))
-    layout = _expected_layout(found.layout, num_layers)
+    layout = _expected_layout(found.layout, *layers)
     if layout is None:  # say so once, then compare the leaves as they are stacked
         has, what = found.layout, f"{found.layout.num_layers} layers"
+        dense = f", {has.num_dense_layers} of them dense" if has.num_dense_layers else ""
+        wanted = f"{layers[0]}{f', {layers[1]} of them dense' if layers[1] else ''}"
         result.notes.append(
-            f"{_first_layer_leaf(found)}: the checkpoint holds {what} ({has.repeats} repeats × "
-            f"{has.stages} stages × {has.layers_per_stage}), the model has {num_layers}"
+            f"{_first_layer_leaf(found)}: the checkpoint holds {what}{dense} ({has.repeats} "
+            f"repeats × {has.stages} stages × {has.layers_per_stage}), the model has {wanted}"
         )
         layout = found.layout
     expected = layout.leaves(layer_kinds(arrays), {k: a.shape for k, a in arrays.items()})
@@ -256,15 +282,15 @@ def layer_kinds(arrays: Mapping[str, ArraySpec]) -> tuple[Names, ...]:
     return of_model(arrays)[1]
 
 
-def _expected_layout(found: Layout, num_layers: int) -> Layout | None:
-    """The layout of this kind for that many layers.
+def _expected_layout(found: Layout, num_layers: int, dense: int) -> Layout | None:
+    """The layout of this kind for that many layers, of which some are dense ones at first.
 
     None for a pipelined one that holds another number, as its stages and repeats are fixed.
     """
-    if found.num_layers == num_layers:
+    if (found.num_layers, found.num_dense_layers) == (num_layers, dense):
         return found
     if found.format in (UNSCANNED, SCANNED):
-        return dataclasses.replace(found, num_layers=num_layers)
+        return dataclasses.replace(found, num_layers=num_layers, num_dense_layers=dense)
     return None
 
 
@@ -279,7 +305,7 @@ def _dtypes(layout: Layout, arrays: Mapping[str, ArraySpec]) -> dict[str, np.dty
     outside, of_layers = of_model(arrays)
     found = {layout.outside(names).leaf: arrays[names.nnx].dtype for names in outside}
     for names in of_layers:
-        for layer in range(layout.num_layers):
+        for layer in range(layout.count(names)):
             found[layout.slot(names, layer).leaf] = arrays[names.nnx].dtype
     return found
 

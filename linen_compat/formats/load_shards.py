@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from linen_compat.formats.comparison import LAYERS, STACK_AXES, nnx_path
+from linen_compat.formats.comparison import LAYERS, nnx_path, stack_axes
 from linen_compat.formats.streams import PARAMETERS, Source, check_finite, check_sign
 from nnx_pipeline import Config, InputError, MeshConfig, Mixtral
 from nnx_pipeline.mesh import AXES
@@ -78,7 +78,7 @@ def for_mesh(config: Config, mesh: Mesh | None) -> Config:
     sizes = MeshConfig(**{axis: mesh.shape.get(axis, 1) for axis in AXES} if mesh else {})
     pipeline = config.pipeline
     # Layers that do not divide into stages at all are refused below, by the rules of the weights.
-    per_stage = max(1, config.model.num_layers // sizes.stage)
+    per_stage = max(1, config.model.num_pipeline_layers // sizes.stage)
     if not pipeline.pad_layers:
         fitting = (n for n in range(pipeline.num_repeats, 0, -1) if per_stage % n == 0)
         pipeline = dataclasses.replace(pipeline, num_repeats=next(fitting))
@@ -138,8 +138,9 @@ class _Part:
 def _read_array(path: str, leaf: jax.ShapeDtypeStruct, place: Sharding, part: _Part) -> jax.Array:
     """One parameter as a JAX array, of which each device of this process reads its own shard.
 
-    A parameter of the layers has the shape `[repeats, stages, layers per stage, …]`. Row-major
-    order of the first three axes is the order of the layers, whatever the sizes of these axes.
+    A parameter of the layers has the shape `[repeats, stages, layers per stage, …]`, or `[layers,
+    …]` before the pipeline. Row-major order of the axes before its own is the order of the layers,
+    whatever the sizes of these axes.
     """
     read: dict[Any, np.ndarray] = {}
 
@@ -158,7 +159,7 @@ def _read_shard(
     path: str, leaf: jax.ShapeDtypeStruct, ranges: list[range], part: _Part
 ) -> np.ndarray:
     """One shard of a parameter, which has these ranges of indices along its axes."""
-    stack = STACK_AXES if path.startswith(LAYERS) else 0
+    stack = stack_axes(path)
     cut = tuple(slice(span.start, span.stop) for span in ranges[stack:])
     if not stack:
         return part.read(path, None, cut).astype(leaf.dtype, copy=False)
@@ -168,12 +169,12 @@ def _read_shard(
     places = itertools.product(*ranges[:stack])
     layers = {int(np.ravel_multi_index(at, leaf.shape[:stack])): i for i, at in enumerate(places)}
     inner = path.removeprefix(LAYERS)
-    count = part.source.num_layers
-    for layer in part.source.order(inner):  # in which each stored array is read once
+    order = part.source.order(inner)
+    for layer in order:  # in which each stored array is read once
         if layer in layers:
             flat[layers[layer]] = part.read(inner, layer, cut)
     # Padding computes what nobody reads, on the numbers of the last layer.
-    padding = [at for layer, at in layers.items() if layer >= count]
+    padding = [at for layer, at in layers.items() if layer >= len(order)]
     if padding:
-        flat[padding] = part.read(inner, count - 1, cut)
+        flat[padding] = part.read(inner, len(order) - 1, cut)
     return result

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
-from linen_compat.formats.comparison import LAYERS, STACK_AXES, parameter_paths
-from linen_compat.formats.names import check_names
-from linen_compat.formats.streams import PARAMETERS, ArraySpec, title
+from linen_compat.formats.comparison import LAYERS, parameter_paths, stack_axes
+from linen_compat.formats.names import EARLY, check_names
+from linen_compat.formats.streams import PARAMETERS, ArraySpec, scale_in_arrays, title
 from nnx_pipeline import InputError, Mixtral
 
 
@@ -28,18 +28,20 @@ class ModelSource:
     ) -> None:
         check_names(model.config.model)
         self.num_layers = model.config.model.num_layers
-        self.attention_scale = model.config.model.attention_scale
+        self.num_dense_layers = model.config.model.num_dense_layers
         self.parts, self.scalars = tuple(trees), scalars
         self._arrays = {part: parameter_paths(tree) for part, tree in trees.items()}
         self._gathered: tuple[tuple[str, str], np.ndarray] | None = None
         self.arrays = {}
         for path, array in self._arrays[PARAMETERS].items():
-            shape = array.shape[STACK_AXES:] if path.startswith(LAYERS) else array.shape
+            shape = array.shape[stack_axes(path) :]
             self.arrays[path.removeprefix(LAYERS)] = ArraySpec(shape, np.dtype(array.dtype))
+        self.attention_scale = scale_in_arrays(self.arrays, model.config.model.attention_scale)
 
     def order(self, path: str) -> Sequence[int]:
         """See `streams.Source.order`."""
-        return range(self.num_layers)
+        dense = self.num_dense_layers
+        return range(dense if path.startswith(EARLY) else self.num_layers - dense)
 
     def name(self, path: str, layer: int | None, part: str = PARAMETERS) -> str:
         """See `streams.Source.name`."""
@@ -47,14 +49,16 @@ class ModelSource:
 
     def read(self, path: str, layer: int | None, part: str = PARAMETERS) -> np.ndarray:
         """See `streams.Source.read`."""
-        full = path if layer is None else LAYERS + path
+        full = path if layer is None or path.startswith(EARLY) else LAYERS + path
         # Layers of one array are read in turn, so the array stays here for the next of them.
         if self._gathered is None or self._gathered[0] != (part, full):
             self._gathered = None  # before the next one takes memory
             self._gathered = (part, full), _on_host(self._arrays[part][full], full)
         array = self._gathered[1]
         # Row-major order of repeats, stages and layers per stage is the order of the layers.
-        return array if layer is None else array.reshape(-1, *array.shape[STACK_AXES:])[layer]
+        return (
+            array if layer is None else array.reshape(-1, *array.shape[stack_axes(full) :])[layer]
+        )
 
 
 def _on_host(array: jax.Array, path: str) -> np.ndarray:

@@ -2,9 +2,13 @@
 
 There is one table, read in both directions. The path of a parameter of a layer starts below the
 layer; `orbax.layouts` knows where each layout puts its layers.
+
+A model may have layers of two kinds, dense ones before those of the pipeline (DeepSeek). Each kind
+has names of its own, and layers are numbered from 0 within their kind.
 """
 
-from collections.abc import Container
+import dataclasses
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from nnx_pipeline import InputError, ModelConfig
@@ -14,17 +18,31 @@ from nnx_pipeline import InputError, ModelConfig
 class Names:
     """The three names of one parameter.
 
-    - `nnx`: the path in `nnx_pipeline.Mixtral`, or below `pipeline.layers`.
+    - `nnx`: the path in `nnx_pipeline.Mixtral`, or below `pipeline.layers`. That of a layer before
+      the pipeline begins with `EARLY`.
     - `linen`: the path below `params/params`, or below a layer.
     - `huggingface`: the name of the tensor, or what follows `model.layers.<number>`. A name with
       `<expert>` stands for one tensor for each expert.
+    - `group`: what MaxText calls the layers of this kind, where they are not in a pipeline.
     """
 
     nnx: str
     linen: str
     huggingface: str
+    group: str = "layers"
+
+    @property
+    def is_early(self) -> bool:
+        """Whether the parameter belongs to a layer before the pipeline."""
+        return self.nnx.startswith(EARLY)
 
 
+EARLY = "dense_layers."  # the beginning of the NNX paths of layers before the pipeline
+
+
+_ROUTED, _SHARED = "DeepSeekMoeBlock_0/MoeBlock_0", "DeepSeekMoeBlock_0/shared_experts"
+_HF_SHARED = "mlp.shared_experts"
+_HF_QUERY_NORM, _HF_KV_NORM = "self_attn.q_a_layernorm.weight", "self_attn.kv_a_layernorm.weight"
 OUTSIDE = (
     Names("embedding.embedding", "token_embedder/embedding", "model.embed_tokens.weight"),
     Names("norm.scale", "decoder/decoder_norm/scale", "model.norm.weight"),
@@ -70,19 +88,77 @@ MLP = (
 )
 
 
+LATENT_ATTENTION = (
+    Names("attention.query_down", "self_attention/wq_a/kernel", "self_attn.q_a_proj.weight"),
+    Names("attention.query_norm.scale", "self_attention/q_norm/scale", _HF_QUERY_NORM),
+    Names("attention.query", "self_attention/wq_b/kernel", "self_attn.q_b_proj.weight"),
+    Names(
+        "attention.kv_down", "self_attention/wkv_a/kernel", "self_attn.kv_a_proj_with_mqa.weight"
+    ),
+    Names("attention.kv_norm.scale", "self_attention/kv_norm/scale", _HF_KV_NORM),
+    Names("attention.kv_up", "self_attention/wkv_b/kernel", "self_attn.kv_b_proj.weight"),
+    Names("attention.out", "self_attention/out/kernel", "self_attn.o_proj.weight"),
+)
+# Without a latent vector of queries, which some models have not.
+PLAIN_QUERY = (
+    Names("attention.query", "self_attention/query/kernel", "self_attn.q_proj.weight"),
+    *LATENT_ATTENTION[3:],
+)
+EXPERTS_OF_DEEPSEEK = (
+    Names("feed_forward.router", f"{_ROUTED}/gate/kernel", "mlp.gate.weight"),
+    Names("feed_forward.router_bias", f"{_ROUTED}/gate/bias", "mlp.gate.e_score_correction_bias"),
+    Names("feed_forward.gate", f"{_ROUTED}/wi_0", "mlp.experts.<expert>.gate_proj.weight"),
+    Names("feed_forward.up", f"{_ROUTED}/wi_1", "mlp.experts.<expert>.up_proj.weight"),
+    Names("feed_forward.down", f"{_ROUTED}/wo", "mlp.experts.<expert>.down_proj.weight"),
+    Names("feed_forward.shared.gate", f"{_SHARED}/wi_0/kernel", f"{_HF_SHARED}.gate_proj.weight"),
+    Names("feed_forward.shared.up", f"{_SHARED}/wi_1/kernel", f"{_HF_SHARED}.up_proj.weight"),
+    Names("feed_forward.shared.down", f"{_SHARED}/wo/kernel", f"{_HF_SHARED}.down_proj.weight"),
+)
+ROUTER_BIAS = EXPERTS_OF_DEEPSEEK[1]
+_ROUTED_ALWAYS = (EXPERTS_OF_DEEPSEEK[0], *EXPERTS_OF_DEEPSEEK[2:5])
+KV_DOWN = LATENT_ATTENTION[3]
+
+
+def _grouped(names: Iterable[Names], group: str, start: str = "") -> tuple[Names, ...]:
+    """The same names for the layers of a kind that MaxText calls `group`.
+
+    - `start`: the beginning of their NNX paths.
+    """
+    return tuple(dataclasses.replace(one, nnx=start + one.nnx, group=group) for one in names)
+
+
 def check_names(model: ModelConfig) -> None:
     """Raises InputError for a model with parameters that have no name in the tables above."""
-    nothing = {"router_bias": False, "num_shared_experts": 0, "attention_bias": None}
-    for name, none in nothing.items():
+    if model.full_attention_every is not None:
+        raise InputError(
+            f"model.full_attention_every={model.full_attention_every} makes layers of several "
+            "kinds that take turns, which have no names in Linen or in a checkpoint; only a model "
+            "with None can be converted"
+        )
+    if model.kv_lora_rank is not None:
+        if model.num_experts == 1:
+            raise InputError(
+                f"model.kv_lora_rank={model.kv_lora_rank} with num_experts=1 has no names in Linen "
+                "or in a checkpoint, where layers with latent attention have experts; set "
+                "num_experts to 2 or more"
+            )
+        return
+    for name, none in {
+        "router_bias": False,
+        "num_shared_experts": 0,
+        "num_dense_layers": 0,
+        "attention_bias": None,
+    }.items():
         if getattr(model, name) != none:
             raise InputError(
                 f"model.{name}={getattr(model, name)!r} gives layers parameters that have no name "
-                f"in Linen or in a checkpoint yet; only a model with {none!r} can be converted"
+                "in Linen or in a checkpoint without latent attention (kv_lora_rank); only a model "
+                f"with {none!r} can be converted"
             )
 
 
 def of_layer(num_experts: int, *, qk_norm: bool = False) -> tuple[Names, ...]:
-    """The parameters of one layer.
+    """The parameters of one layer without latent attention.
 
     - `num_experts`: with two or more the layer is routed.
     - `qk_norm`: whether queries and keys are normalised. Routed layers have Qwen3's names with it,
@@ -93,16 +169,39 @@ def of_layer(num_experts: int, *, qk_norm: bool = False) -> tuple[Names, ...]:
     return (*NORMS, *attention, *(experts if num_experts > 1 else MLP))
 
 
+def of_deepseek(paths: Container[str]) -> tuple[Names, ...]:
+    """The parameters of the layers with latent attention: of those with experts, then dense ones.
+
+    - `paths`: the NNX paths of the model's parameters, which say what these layers have: a latent
+      vector of queries, a bias of the router, shared experts, dense layers before them.
+    """
+    attention = LATENT_ATTENTION if LATENT_ATTENTION[0].nnx in paths else PLAIN_QUERY
+    named = (n for n in EXPERTS_OF_DEEPSEEK if n in _ROUTED_ALWAYS or n.nnx in paths)
+    routed = _grouped((*NORMS, *attention, *named), "moe_layers")
+    dense = _grouped((*NORMS, *attention, *MLP), "dense_layers", EARLY)
+    return (*routed, *(dense if any(one.nnx in paths for one in dense) else ()))
+
+
 def of_model(paths: Container[str]) -> tuple[tuple[Names, ...], tuple[Names, ...]]:
-    """The parameters outside the layers, and those of a layer, of a model that has these paths.
+    """The parameters outside the layers, and those of a layer of each kind, of a model.
 
     - `paths`: the NNX paths of the model's parameters.
 
     A model without a head has tied embeddings.
     """
     outside = tuple(names for names in OUTSIDE if names.nnx in paths)
+    if KV_DOWN.nnx in paths:
+        return outside, of_deepseek(paths)
     experts = 2 if EXPERTS[0].nnx in paths else 1
     return outside, of_layer(experts, qk_norm=QK_NORMS[0].nnx in paths)
 
 
-ALL_OF_LAYERS = (*NORMS, *ATTENTION, *QK_NORMS, *EXPERTS, *EXPERTS_OF_QWEN3, *MLP)
+# Each parameter of a layer of any model, with the group of layers that it can be in.
+OF_DEEPSEEK = (
+    *_grouped((*NORMS, *LATENT_ATTENTION, PLAIN_QUERY[0], *EXPERTS_OF_DEEPSEEK), "moe_layers"),
+    *_grouped((*NORMS, *LATENT_ATTENTION, PLAIN_QUERY[0], *MLP), "dense_layers", EARLY),
+)
+ALL_OF_LAYERS = (
+    *(*NORMS, *ATTENTION, *QK_NORMS, *EXPERTS, *EXPERTS_OF_QWEN3, *MLP),
+    *OF_DEEPSEEK,
+)

@@ -1,8 +1,9 @@
 """How weights pass from one format to another: layer by layer, never a whole model in memory.
 
 A `Source` reads and a `Destination` writes one array of one layer at a time. Arrays are named by
-their paths in `nnx_pipeline.Mixtral` (`names.Names.nnx`). Each format implements both classes, and
-`copy` depends on no particular format.
+their paths in `nnx_pipeline.Mixtral` (`names.Names.nnx`), and layers are numbered from 0 among
+those that have the array: those before the pipeline, or those in it. Each format implements both
+classes, and `copy` depends on no particular format.
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from linen_compat.formats.names import OUTSIDE, QK_NORMS
+from linen_compat.formats.names import EARLY, KV_DOWN, OUTSIDE, QK_NORMS
 from nnx_pipeline import InputError
 
 # The parts of a checkpoint: the parameters, then Adam's first and second moments.
@@ -51,17 +52,20 @@ class Source(Protocol):
     """A checkpoint to read from, one array of one layer at a time.
 
     - `num_layers`: how many layers the checkpoint has.
+    - `num_dense_layers`: how many of them are dense ones before the pipeline.
     - `parts`: `(PARAMETERS,)`, followed by `MOMENTS` where the optimizer's state is there.
     - `attention_scale`: the factor on attention scores that the stored query kernels are made for
-      (`model.attention_scale`).
+      (`model.attention_scale`). None where no format folds it into them: with latent attention, of
+      which the config says it.
     - `arrays`: shape and dtype by NNX path: those of one layer, or of the whole model for paths of
       `names.OUTSIDE`.
     - `scalars`: those of `SCALARS` that are there, as arrays without axes.
     """
 
     num_layers: int
+    num_dense_layers: int
     parts: tuple[str, ...]
-    attention_scale: float
+    attention_scale: float | None
 
     @property
     def arrays(self) -> Mapping[str, ArraySpec]:
@@ -76,7 +80,7 @@ class Source(Protocol):
     def order(self, path: str) -> Sequence[int]:
         """The numbers of the layers, in an order in which each stored array is read once.
 
-        - `path`: the NNX path of a parameter of the layers.
+        - `path`: the NNX path of a parameter of the layers; only layers that have it count.
         """
         ...
 
@@ -84,7 +88,7 @@ class Source(Protocol):
         """One array of one layer.
 
         - `path`: an NNX path, one of `arrays`.
-        - `layer`: the number of the layer; None for paths outside the layers.
+        - `layer`: the number of the layer among those that have it; None outside the layers.
         - `part`: one of `parts`.
 
         Raises Mismatch, naming the stored array, when bytes are missing.
@@ -103,11 +107,12 @@ class Destination(Protocol):
     """A checkpoint to write, in a new folder of its own (see `new_folder.new_folder`).
 
     - `parts`: those that the format has a place for; other parts of a source are left out.
-    - `attention_scale`: the factor on attention scores that the written query kernels must suit.
+    - `attention_scale`: the factor on attention scores that the written query kernels must suit;
+      None for a model of which no format folds it into them.
     """
 
     parts: tuple[str, ...]
-    attention_scale: float
+    attention_scale: float | None
 
     def write(
         self, path: str, layer: int | None, array: np.ndarray, part: str = PARAMETERS
@@ -155,8 +160,7 @@ def copy(
     Raises Mismatch, naming the array, when it holds a value that is not finite or a second moment
     below 0, and InputError when the optimizer's state would have to be scaled too.
     """
-    # Scores are scale · query · key: this factor on the query kernel leaves them the same.
-    ratio = source.attention_scale / destination.attention_scale
+    ratio = ratio_of(source.attention_scale, destination.attention_scale)
     parts = [part for part in source.parts if part in destination.parts]
     if ratio != 1.0 and len(parts) > 1:
         raise InputError(
@@ -194,6 +198,26 @@ def walk(source: Source) -> Iterator[tuple[str, int | None]]:
                 yield path, layer
 
 
+def ratio_of(source: float | None, destination: float | None) -> float:
+    """What the query kernels are multiplied by, for scores that stay the same.
+
+    - `source`, `destination`: the attention scales that the kernels are and will be for; None where
+      these are not folded into them, which then stay as they are.
+
+    Scores are scale · query · key.
+    """
+    return 1.0 if source is None or destination is None else source / destination
+
+
+def scale_in_arrays(paths: Container[str], scale: float) -> float | None:
+    """The attention scale that query kernels are for; None with latent attention.
+
+    - `paths`: the NNX paths of the model's parameters.
+    - `scale`: that of the model's config.
+    """
+    return None if KV_DOWN.nnx in paths else scale
+
+
 def check_ratio(paths: Container[str], ratio: float) -> None:
     """Raises InputError where query kernels cannot be scaled, because queries are normalised.
 
@@ -213,7 +237,9 @@ def title(path: str, layer: int | None, part: str = PARAMETERS) -> str:
 
     - `path`, `layer`, `part`: as for `Source.read`.
     """
-    place = path if layer is None else f"{path} of layer {layer}"
+    early, inner = path.startswith(EARLY), path.removeprefix(EARLY)
+    kind = "dense layer" if early else "layer"
+    place = path if layer is None else f"{inner} of {kind} {layer}"
     return place if part == PARAMETERS else f"{part} of {place}"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from linen_compat.maxtext import keys
+from linen_compat.maxtext import deepseek, keys
 from linen_compat.maxtext.families import fields_of_block, keys_of_preset
 from linen_compat.maxtext.values import DEFAULTS, number, typed, wrong_type
 from nnx_pipeline import Config, InputError, ModelConfig, PipelineConfig, TrainConfig, preset
@@ -44,6 +44,10 @@ _RENAMED = {key: field for key, field in _SIZES.items() if key != field} | {
     "weight_dtype": "param_dtype",
     "rope_linear_scaling_factor": "rope_factor",
 }
+# The presets by MaxText's names; of DeepSeek those that MaxText has.
+_PRESETS = {name: name for name in PRESETS if not name.startswith("deepseek")} | {
+    name: ours for name, (ours, _) in deepseek.NAMED.items()
+}
 # MaxText's remat policies; those without a counterpart become `full`, which changes no value.
 _REMAT = (
     *POLICIES,
@@ -58,13 +62,14 @@ def config_from_maxtext(source: str | Path | Mapping[str, Any]) -> Config:
     - `source`: a YAML file or a dictionary.
 
     Keys that are left out have MaxText's defaults, but for `shard_mode`, whose default here is
-    `explicit`. With a `model_name` among this project's presets the sizes are those of the preset;
+    `explicit`. With a `model_name` among this project's presets the sizes are those of the preset,
+    and with `deepseek2-16b` or `deepseek3-671b` those of `deepseek-v2-lite` or `deepseek-v3`;
     other values must not contradict them unless `override_model_config` is true. Keys that only say
     how a run is carried out are ignored (`maxtext.keys`): kernels, machines, data, logs. So is the
     schedule of the learning rate, which is constant here.
 
     The decoder blocks that are read, and what else than sizes they decide, are in
-    `maxtext.families`.
+    `maxtext.families` and `maxtext.deepseek`.
 
     `num_pipeline_repeats=-1` is worked out from the pipeline parallelism, as in MaxText. The global
     batch is worked out from all parallelisms, where -1 counts as 1. A remat policy without a
@@ -79,7 +84,10 @@ def config_from_maxtext(source: str | Path | Mapping[str, Any]) -> Config:
     try:
         return Config(model=_model(values), pipeline=_pipeline(values), train=_train(values))
     except InputError as error:
-        named = [f"{ours} is {key}" for key, ours in _RENAMED.items() if ours in str(error)]
+        renamed = _RENAMED
+        if values["decoder_block"] == deepseek.BLOCK:
+            renamed = {**renamed, "rope_factor": "rope_factor", **deepseek.RENAMED}
+        named = [f"{ours} is {key}" for key, ours in renamed.items() if ours in str(error)]
         raise InputError(
             f"{error}" + (f" (in MaxText {', '.join(named)})" if named else "")
         ) from error
@@ -166,10 +174,13 @@ def _with_sizes(given: dict[str, Any]) -> dict[str, Any]:
         raise wrong_type("model_name", name, str)
     sizes = _sizes_of(name)
     if not sizes and name != "default":
-        missing = sorted(set(_SIZES) - set(given))
+        needed = set(_SIZES)
+        if given.get("decoder_block") == deepseek.BLOCK:
+            needed = needed - {"head_dim"} | {*deepseek.NEEDED}
+        missing = sorted(needed - set(given))
         if missing:
             raise InputError(
-                f"model_name={name!r} is not among {', '.join(PRESETS)}, so the file must say "
+                f"model_name={name!r} is not among {', '.join(_PRESETS)}, so the file must say "
                 f"{', '.join(missing)}"
             )
     if given.get("override_model_config") is True:
@@ -186,13 +197,15 @@ def _with_sizes(given: dict[str, Any]) -> dict[str, Any]:
 
 def _sizes_of(model_name: str) -> dict[str, Any]:
     """MaxText's keys with the sizes of a preset; none for any other name."""
-    if model_name not in PRESETS:
+    if model_name not in _PRESETS:
         return {}
-    model = PRESETS[model_name].model
+    model = PRESETS[_PRESETS[model_name]].model
     own = {key: getattr(model, field) for key, field in _SIZES.items()}
     if model.num_experts > 1:
         own["base_moe_mlp_dim"] = model.mlp_dim
-    return {**keys_of_preset(model_name, model), **own}
+    if model_name in deepseek.NAMED:
+        del own["head_dim"]  # MaxText adds two other keys up instead
+    return {**own, **keys_of_preset(model_name, model)}
 
 
 def _model(values: Mapping[str, Any]) -> ModelConfig:
@@ -208,7 +221,6 @@ def _model(values: Mapping[str, Any]) -> ModelConfig:
         num_layers=values["base_num_decoder_layers"],
         num_heads=values["base_num_query_heads"],
         num_kv_heads=values["base_num_kv_heads"],
-        head_dim=values["head_dim"],
         num_experts=values["num_experts"],
         num_experts_per_token=values["num_experts_per_tok"],
         dtype=values["dtype"],
@@ -251,11 +263,14 @@ def _repeats(values: Mapping[str, Any]) -> int | None:
     Where the key is -1 the number is worked out.
     """
     layers, inside = values["base_num_decoder_layers"], values["pipeline_parallel_layers"]
-    if inside not in (-1, layers):
+    dense = values["first_num_dense_layers"]
+    if inside not in (-1, layers - dense):
         raise InputError(
             f"pipeline_parallel_layers={inside} of base_num_decoder_layers={layers} leaves layers "
             "outside the pipeline, which is not supported; set it to -1"
         )
+    which = f"{layers} - first_num_dense_layers={dense}" if dense else f"{layers}"
+    layers -= dense
     parallelisms = [values[f"{net}_pipeline_parallelism"] for net in ("ici", "dcn")]
     repeats, per_stage = values["num_pipeline_repeats"], values["num_layers_per_pipeline_stage"]
     if -1 in parallelisms:
@@ -272,7 +287,7 @@ def _repeats(values: Mapping[str, Any]) -> int | None:
     if stages * per_stage * rounds != layers:
         raise InputError(
             f"{stages} stages × num_pipeline_repeats={rounds} × num_layers_per_pipeline_stage="
-            f"{per_stage} are not base_num_decoder_layers={layers}; make them equal"
+            f"{per_stage} are not base_num_decoder_layers={which}; make them equal"
         )
     return rounds
 

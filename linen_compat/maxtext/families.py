@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from linen_compat.maxtext import deepseek
 from nnx_pipeline import InputError, ModelConfig
 from nnx_pipeline.errors import one_of
 
@@ -27,6 +28,7 @@ BLOCKS = {
     "mistral": Block(routed=False, qk_norm=False),
     "qwen3": Block(routed=False, qk_norm=True),
     "qwen3_moe": Block(routed=True, qk_norm=True),
+    deepseek.BLOCK: Block(routed=True, qk_norm=False),
 }
 _LLAMA3_1 = "llama3.1"  # the rotary embedding of `rope_type`, and of models whose name begins so
 # MaxText has these numbers in its code, for any size of model.
@@ -39,12 +41,23 @@ _ROPE_OF_LLAMA3_1 = {
 }
 
 
+# How the routers of all blocks but DeepSeek's work.
+_ROUTER = {
+    "router_score": "softmax",
+    "router_normalize": True,
+    "router_scale": 1.0,
+    "router_groups": 1,
+}
+
+
 def keys_of_preset(name: str, model: ModelConfig) -> dict[str, Any]:
     """The keys that MaxText's file for a named model has beside its sizes.
 
     - `name`: MaxText's `model_name`.
     - `model`: the preset of that name.
     """
+    if name in deepseek.NAMED:
+        return deepseek.keys_of_named(name, model)
     same = Block(routed=model.num_experts > 1, qk_norm=model.qk_norm)
     blocks = [block for block, kind in BLOCKS.items() if kind == same]
     # Two blocks compute the same; MaxText's models have that of their own name.
@@ -69,6 +82,14 @@ def fields_of_block(values: Mapping[str, Any]) -> dict[str, Any]:
             f"decoder_block={name!r} with num_experts={experts} is not supported; {name} has "
             f"{needs}"
         )
+    if name == deepseek.BLOCK:
+        return {**deepseek.fields_of_deepseek(values), **_head(values)}
+    for key, accepted in deepseek.ELSEWHERE.items():
+        if values[key] not in accepted:
+            raise InputError(
+                f"{key}={values[key]!r} with decoder_block={name!r} is not supported; this project "
+                f"computes with {key}={accepted[0]!r}"
+            )
     if block.qk_norm != values["use_qk_norm"]:
         raise InputError(
             f"use_qk_norm={values['use_qk_norm']} with decoder_block={name!r} is not supported; "
@@ -76,6 +97,7 @@ def fields_of_block(values: Mapping[str, Any]) -> dict[str, Any]:
         )
     scale = {"qk_norm": True, "attention_scale": values["head_dim"] ** -0.5}
     return {
+        "head_dim": values["head_dim"],
         "mlp_dim": _mlp_dim(values, block),
         **(scale if block.qk_norm else {}),
         **_rope(values),
@@ -125,6 +147,15 @@ def check_maxtext(model: ModelConfig) -> None:
 
     - `model`: of the arrays that are read from, or written in, one of MaxText's formats.
     """
+    if model.kv_lora_rank is not None:
+        deepseek.check_deepseek(model)
+        return
+    for field, only in _ROUTER.items():
+        if getattr(model, field) != only:
+            raise InputError(
+                f"model.{field}={getattr(model, field)!r} without kv_lora_rank does not exist in "
+                f"MaxText; set it to {only!r}"
+            )
     scaling, interleaved = model.rope_scaling, model.rope_interleaved
     if scaling in ((None, "llama3") if interleaved else (None, "linear")):
         return

@@ -27,6 +27,11 @@ MAPPED = _words(
     adam_eps adam_weight_decay gradient_clipping_threshold load_balance_loss_weight grad_dtype
     shard_optimizer_over_data enable_dropout dropout_rate rope_type rope_use_scale
     rope_linear_scaling_factor use_qk_norm logits_via_embedding normalize_embedding_logits
+    attention_type first_num_dense_layers q_lora_rank kv_lora_rank qk_nope_head_dim
+    qk_rope_head_dim v_head_dim shared_experts routed_score_func routed_scaling_factor routed_bias
+    routed_bias_update_rate n_routing_groups topk_routing_group max_position_embeddings
+    original_max_position_embeddings rope_factor beta_fast beta_slow mscale rope_interleave
+    rope_truncate rope_attention_scaling
     """
 )
 
@@ -39,7 +44,6 @@ FIXED: dict[str, tuple[object, ...]] = {
     "attention_bias": (False,),
     "attention_output_dim": (-1,),
     "attention_sink": (False,),
-    "attention_type": ("global",),
     "attn_logits_soft_cap": (0.0, None),
     "capacity_factor": (-1.0,),
     "cast_logits_to_fp32": (True,),
@@ -49,7 +53,6 @@ FIXED: dict[str, tuple[object, ...]] = {
     "dense_init_scale": (1.0,),
     "engram_layers": _NOTHING,
     "final_logits_soft_cap": (0.0, None),
-    "first_num_dense_layers": (0,),
     "first_num_hash_layers": (0,),
     "float32_gate_logits": (False,),
     "float32_logits": (False,),
@@ -75,28 +78,21 @@ FIXED: dict[str, tuple[object, ...]] = {
     "moe_expert_input_dim": (-1,),
     "mtp_num_layers": (0,),
     "mu_dtype": ("", None, "float32"),
-    "n_routing_groups": (-1,),
     "nope_layer_interval": (-1,),
     "norm_topk_prob": (False, True),  # the same values: a softmax over the chosen adds up to 1
     "num_kv_shared_layers": (0,),
     "opt_type": ("adamw",),
     "param_scan_axis": (1,),
     "partial_rotary_factor": (1.0,),
-    "q_lora_rank": (0,),
     "qk_norm_with_scale": (True,),
     "quantization": _NOTHING,
     "ragged_buffer_factor": (-1.0,),
     "rope_min_timescale": (1,),
     "rope_pairwise": (False,),
-    "routed_bias": (False,),
-    "routed_scaling_factor": (1.0,),
-    "routed_score_func": _NOTHING,
     "scan_layers_per_stage": (False,),
     "share_kv_projections": (False,),
-    "shared_experts": (0,),
     "sliding_window_size": (0,),
     "temperature_tuning": (False,),
-    "topk_routing_group": (-1,),
     "trainable_parameters_mask": _NOTHING,
     "trainable_position_size": (-1,),
     "training_objective": ("causal_lm",),
@@ -126,15 +122,14 @@ _IGNORED = _words(
     abort_on_inf_loss abort_on_nan_loss act_quantization_calibration_method add_bos add_eos
     allow_split_physical_axes ar_cache_axis_order async_checkpointing attention attention_out
     audio_path audio_placeholder autoregressive_decode_assert base_output_directory
-    batch_split_factor beta_fast beta_slow bwd_quantization_calibration_method causal_block_size
-    chat_template chat_template_path check_vma colocated_python_checkpointing
-    colocated_python_data_input communication_overlapping_alpha compile_topology
-    compile_topology_num_slices compile_xla_flags compiled_trainstep_file
-    compressed_rope_max_timescale compute_axis_order constant_bound_config context
-    cost_estimate_flops_bwd cost_estimate_flops_fwd custom_mesh custom_mesh_and_rule
-    custom_mesh_and_rule_for_eval data_sharding data_shuffle_seed debug_sharding
-    decoder_layer_input default_prompt dense_fsdp_use_two_stage_all_gather diloco_outer_lr
-    diloco_outer_momentum diloco_sync_period dq_reduction_steps dtype_mm enable_autocheckpoint
+    batch_split_factor bwd_quantization_calibration_method causal_block_size chat_template
+    chat_template_path check_vma colocated_python_checkpointing colocated_python_data_input
+    communication_overlapping_alpha compile_topology compile_topology_num_slices compile_xla_flags
+    compiled_trainstep_file compressed_rope_max_timescale compute_axis_order constant_bound_config
+    context cost_estimate_flops_bwd cost_estimate_flops_fwd custom_mesh custom_mesh_and_rule
+    custom_mesh_and_rule_for_eval data_sharding data_shuffle_seed debug_sharding decoder_layer_input
+    default_prompt dense_fsdp_use_two_stage_all_gather diloco_outer_lr diloco_outer_momentum
+    diloco_sync_period dq_reduction_steps dtype_mm enable_autocheckpoint
     enable_checkpoint_cloud_logger enable_checkpointing enable_continuous_checkpointing
     enable_data_shuffling enable_emergency_checkpoint enable_gcp_goodput_metrics
     enable_gcp_step_deviation_metrics enable_goodput_recording enable_jax_profiler
@@ -146,42 +141,37 @@ _IGNORED = _words(
     force_unroll freeze_audio_encoder_params freeze_vision_encoder_params gcs_metrics
     generate_padding_batch_eval generate_padding_batch_train generate_slice global_rampup_samples
     global_rope_proportion hardware image_path image_placeholder indexer_cutoff_threshold
-    init_weights_seed input_data_sharding_logical_axes internal_compile
-    internal_compile_num_devices jax_cache_dir jax_debug_log_modules
-    jax_distributed_initialization_timeout jax_profiler_port key_proj kv_lora_rank kv_proj
-    kv_quant_axis kv_quant_dtype kv_wa_proj load_from_prefill_dir load_full_state_path
-    load_parameters_path local_rope_proportion log_config log_period logical_axis_rules
-    logical_axis_rules_for_eval lr_schedule_type matmul_precision max_checkify max_corpus_chars
-    max_inflight_computations max_num_checkpoints_to_keep max_num_images_per_example
-    max_position_embeddings max_prefill_predict_length max_segments_per_seq megablox
+    init_weights_seed input_data_sharding_logical_axes internal_compile internal_compile_num_devices
+    jax_cache_dir jax_debug_log_modules jax_distributed_initialization_timeout jax_profiler_port
+    key_proj kv_proj kv_quant_axis kv_quant_dtype kv_wa_proj load_from_prefill_dir
+    load_full_state_path load_parameters_path local_rope_proportion log_config log_period
+    logical_axis_rules logical_axis_rules_for_eval lr_schedule_type matmul_precision max_checkify
+    max_corpus_chars max_inflight_computations max_num_checkpoints_to_keep
+    max_num_images_per_example max_prefill_predict_length max_segments_per_seq megablox
     merge_gating_gmm mesh_axes metrics_file mla_kv mla_naive_kvcache mla_q mla_qk_head_chunk_size
     mlpwi mlpwi_0 mlpwi_1 mlpwo model_call_mode moe_chunk_barrier moe_dispatch_no_expert_sharding
-    moe_fsdp_use_two_stage_all_gather moe_mlpwi_0 moe_mlpwi_1 moe_mlpwo mrope_section mscale
+    moe_fsdp_use_two_stage_all_gather moe_mlpwi_0 moe_mlpwi_1 moe_mlpwo mrope_section
     mtc_data_parallelism mtp_eval_target_module mtp_loss_scaling_factor multi_sampling
-    num_communication_overlapping_steps num_diloco_fragments num_epoch
-    num_moe_emb_chunks num_moe_token_chunks num_slices num_vocab_tiling o_groups o_lora_rank
-    optimize_mesh_for_tpu_v6e optimizer_memory_host_offload original_max_position_embeddings
-    out_proj override_logical_axis_rules override_model_config packing
-    parameter_memory_host_offload position_id_per_seconds prefill_cache_axis_order
-    prefill_cache_dir prefill_chunk_size prefill_slice prometheus_port prompt pure_nnx
-    pure_nnx_decoder qk_clip_threshold qk_nope_head_dim qk_rope_head_dim
-    qkv_proj quant_cfg_path quantization_local_shard_count quantize_kvcache query_proj
-    query_wa_proj ragged_block_size record_internal_nn_metrics remove_size_one_mesh_axis_from_type
-    replicate_quant_scale reshape_q return_log_prob reuse_example_batch ring_scan_unroll
-    rope_attention_scaling rope_factor rope_interleave rope_truncate
-    routed_bias_update_rate run_name save_config_to_gcs save_quantized_params_path
-    scan_layers scan_pipeline_iterations scan_pipeline_repeats
-    set_remat_policy_on_layers_per_stage set_remat_policy_on_pipeline_iterations
-    sft_train_on_completion_only shard_exp_on_fsdp sharding_tolerance shardy sinkhorn_iterations
-    skip_jax_distributed_system skip_step_interval skip_step_scaling_factor
-    source_checkpoint_layout sparse_matmul stack_prefill_result_cache steps subslice_shape
-    target_eval_loss te_comm_gemm_overlap ulysses_context_sharding upload_all_profiler_results
-    use_2d_fsdp_sharding use_audio_in_video use_batch_split_schedule use_chat_template
-    use_chunked_prefill use_custom_sort_vjp use_gather_mosaic_kernel use_gmm_v2 use_jax_splash
-    use_manual_quantization use_max_logit_estimate use_mhc_pallas_kernel use_qk_norm_in_gdn
-    use_qwix_quantization use_ragged_attention use_ragged_sort use_ring_of_experts
-    use_sequential_layers use_sft use_sliced_mla_proj use_splash_scheduler use_tokamax_gmm
-    use_tokamax_splash use_truncation use_vertex_tensorboard v_head_dim v_norm_with_scale
+    num_communication_overlapping_steps num_diloco_fragments num_epoch num_moe_emb_chunks
+    num_moe_token_chunks num_slices num_vocab_tiling o_groups o_lora_rank optimize_mesh_for_tpu_v6e
+    optimizer_memory_host_offload out_proj override_logical_axis_rules override_model_config packing
+    parameter_memory_host_offload position_id_per_seconds prefill_cache_axis_order prefill_cache_dir
+    prefill_chunk_size prefill_slice prometheus_port prompt pure_nnx pure_nnx_decoder
+    qk_clip_threshold qkv_proj quant_cfg_path quantization_local_shard_count quantize_kvcache
+    query_proj query_wa_proj ragged_block_size record_internal_nn_metrics
+    remove_size_one_mesh_axis_from_type replicate_quant_scale reshape_q return_log_prob
+    reuse_example_batch ring_scan_unroll run_name save_config_to_gcs save_quantized_params_path
+    scan_layers scan_pipeline_iterations scan_pipeline_repeats set_remat_policy_on_layers_per_stage
+    set_remat_policy_on_pipeline_iterations sft_train_on_completion_only shard_exp_on_fsdp
+    sharding_tolerance shardy sinkhorn_iterations skip_jax_distributed_system skip_step_interval
+    skip_step_scaling_factor source_checkpoint_layout sparse_matmul stack_prefill_result_cache steps
+    subslice_shape target_eval_loss te_comm_gemm_overlap ulysses_context_sharding
+    upload_all_profiler_results use_2d_fsdp_sharding use_audio_in_video use_batch_split_schedule
+    use_chat_template use_chunked_prefill use_custom_sort_vjp use_gather_mosaic_kernel use_gmm_v2
+    use_jax_splash use_manual_quantization use_max_logit_estimate use_mhc_pallas_kernel
+    use_qk_norm_in_gdn use_qwix_quantization use_ragged_attention use_ragged_sort
+    use_ring_of_experts use_sequential_layers use_sft use_sliced_mla_proj use_splash_scheduler
+    use_tokamax_gmm use_tokamax_splash use_truncation use_vertex_tensorboard v_norm_with_scale
     value_proj video_path video_placeholder vocab_tiling_ag_once warmup_steps_fraction
     weight_quantization_calibration_method weight_sparsity_start_step weight_sparsity_update_step
     write_estimator_result wsd_decay_steps_fraction wsd_decay_style

@@ -1,6 +1,5 @@
 """Grouped-query self-attention with rotary positions, as a Linen module."""
 
-import functools
 from typing import Any
 
 from flax import linen as nn
@@ -10,8 +9,7 @@ from linen_compat.formats.names import check_names
 from linen_compat.modules.norm import RMSNorm
 from linen_compat.modules.parameters import Kernel, Names
 from nnx_pipeline import Layout, ModelConfig
-from nnx_pipeline.ops.attention import Options
-from nnx_pipeline.ops.fast_attention.kernels import KERNELS
+from nnx_pipeline.modules.attention import kernel_of
 from nnx_pipeline.ops.low_precision import product_of
 from nnx_pipeline.ops.self_attention.grouped_query import Projections, QueryKey, self_attention
 from nnx_pipeline.ops.self_attention.rotary import rotary_of
@@ -78,15 +76,7 @@ class Attention(nn.Module):
             ),
             positions=positions,
             segment_ids=segment_ids,
-            kernel=functools.partial(
-                KERNELS[config.attention],
-                options=Options(
-                    scale=config.attention_scale,
-                    window=config.sliding_window,
-                    block=config.attention_block,
-                    soft_cap=config.attention_soft_cap,
-                ),
-            ),
+            kernel=kernel_of(config),
             query_key=QueryKey(
                 rotary_of(config),
                 self.query_norm if config.qk_norm else None,

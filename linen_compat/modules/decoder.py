@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array
 
+from linen_compat.formats.names import check_names
 from linen_compat.modules.decoder_layers import layer_class
+from linen_compat.modules.early import EarlyTree
 from linen_compat.modules.embedding import Embed
 from linen_compat.modules.feed_forward import FAN_IN
 from linen_compat.modules.norm import RMSNorm
@@ -43,7 +45,8 @@ class Decoder(nn.Module):
       of its own, `layers_0 …`. `scanned`: one subtree `layers`, where the second axis of every
       array is that of the layers. `pipelined`: in `pipeline_module` (see `CircularPipeline`), with
       the stages of the mesh. None: as MaxText by default, pipelined on a mesh with stages, else
-      scanned.
+      scanned. Layers of DeepSeek are called `moe_layers` instead, and the dense ones before them
+      are in `dense_layers_0 …`, or scanned in `dense_layers`.
     - `layout`: the mesh axes over which each logical axis is sharded.
 
     `init` and `apply` it under the same `jax.set_mesh`, or both without one.
@@ -55,6 +58,7 @@ class Decoder(nn.Module):
 
     def setup(self) -> None:
         config, model = self.config, self.config.model
+        check_names(model)
         where = self._where()
         kind = layer_class(model)
         options = (model, self.layout, POLICIES[config.pipeline.remat])
@@ -63,14 +67,15 @@ class Decoder(nn.Module):
             self.pipeline_module = pipeline(
                 config.pipeline,
                 kind(*options, parent=None),  # unbound: the pipeline makes the parameters
-                model.num_layers,
+                model.num_pipeline_layers,
                 layout=self.layout,
                 weights=weight_options(config),
             )
-        elif where == "scanned":
-            self.layers = kind(*options)
         else:
-            self.layers = [kind(*options) for _ in range(model.num_layers)]  # type: ignore
+            apart = [kind(*options) for _ in range(model.num_pipeline_layers)]
+            setattr(self, self._group, kind(*options) if where == "scanned" else apart)
+        if model.num_dense_layers:
+            self.dense_layers = self._early_tree.declared(self)
         self.decoder_norm = RMSNorm(model, self.layout)
         if not model.tied_embeddings:
             self.logits_dense = Kernel(
@@ -114,6 +119,7 @@ class Decoder(nn.Module):
             scale=self.decoder_norm.scale,
             head=head_of_table(table, model) if model.tied_embeddings else self.logits_dense(),
             layout=runner.layout,
+            **self._early(runner),
         )
         run_layers = self.pipeline_module.run if pipelined else self._run_layers
         run_loss = None
@@ -122,12 +128,30 @@ class Decoder(nn.Module):
             run_loss = functools.partial(self.pipeline_module.loss, width=width)
         return functional.Decoder(self.config, runner, ends, run_layers, run_loss, Parts())
 
+    def _early(self, runner: Runner) -> dict[str, Any]:
+        """The fields of `Ends` about the layers before the pipeline."""
+        if not self.config.model.num_dense_layers:
+            return {}
+        early = functional.early_layers(self.config, self.layout, runner.layout)
+        return {"early": early, "early_layers": self._early_tree.stacked(self.dense_layers)}
+
+    @property
+    def _early_tree(self) -> EarlyTree:
+        """The parameters of the layers before the pipeline."""
+        remat, apart = POLICIES[self.config.pipeline.remat], self._where() == "unscanned"
+        return EarlyTree(self.config.model, self.layout, remat, apart)
+
+    @property
+    def _group(self) -> str:
+        """What MaxText calls the layers of the pipeline where they are not in one."""
+        return "layers" if self.config.model.kv_lora_rank is None else "moe_layers"
+
     def _run_layers(self, x: Array, side: Side, *, keys: Array | None = None) -> tuple[Array, Any]:
         """Runs layers that are not in a pipeline, one after the other on the whole batch."""
         batches = self._runner.batches
         side = jax.tree.map(batches.arrange, with_keys(side, keys))
         scanned = self._where() == "scanned"
-        stack = make_stack(self.config.model.num_layers, stages=1, repeats=1)
+        stack = make_stack(self.config.model.num_pipeline_layers, stages=1, repeats=1)
         call = functools.partial(
             call_layer,
             stack=stack,
@@ -143,13 +167,14 @@ class Decoder(nn.Module):
             visit,
             variable_axes={"params": 1},  # where MaxText's `param_scan_axis` puts the layers
             split_rngs={"params": True},
-            metadata_params={nn.PARTITION_NAME: "layers"},
+            metadata_params={nn.PARTITION_NAME: self._group},
         )
-        return scan(self.layers, x, jnp.arange(self.config.model.num_layers, dtype=jnp.int32))
+        numbers = jnp.arange(self.config.model.num_pipeline_layers, dtype=jnp.int32)
+        return scan(getattr(self, self._group), x, numbers)
 
     def _unscanned(self, x: Array, visit: Any) -> tuple[Array, Any]:
         usages = []
-        for number, layer in enumerate(self.layers):
+        for number, layer in enumerate(getattr(self, self._group)):
             x, usage = visit(layer, x, jnp.int32(number))
             usages.append(usage)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *usages)
@@ -175,7 +200,7 @@ class Decoder(nn.Module):
         """How batches are laid out on the ambient mesh."""
         runner = make_runner(
             self.config.pipeline,
-            num_layers=self.config.model.num_layers,
+            num_layers=self.config.model.num_pipeline_layers,
             layout=self.layout,
             weights=weight_options(self.config),
         )
@@ -186,20 +211,23 @@ class Decoder(nn.Module):
 
         Flax would not report this, or not plainly.
         """
-        where, layers = self._where(), self.config.model.num_layers
-        marks = {"pipelined": "pipeline_module", "scanned": "layers", "unscanned": "layers_0"}
+        where, model, group = self._where(), self.config.model, self._group
+        layers = model.num_pipeline_layers
+        marks = {"pipelined": "pipeline_module", "scanned": group, "unscanned": f"{group}_0"}
         stored = next((name for name in marks if marks[name] in params), where)
         if stored != where:
             raise InputError(
                 f"params hold the layers as {stored} ({marks[stored]}), but "
                 f"layer_layout={where!r}; choose layer_layout={stored!r} or convert the parameters"
             )
-        found = sum(name.startswith("layers_") for name in params)
-        if where == "scanned" and "layers" in params:
-            found = unboxed(params["layers"]["pre_self_attention_layer_norm"]["scale"]).shape[1]
+        found = sum(name.startswith(f"{group}_") for name in params)
+        if where == "scanned" and group in params:
+            found = unboxed(params[group]["pre_self_attention_layer_norm"]["scale"]).shape[1]
+        dense = f" - num_dense_layers={model.num_dense_layers}" if model.num_dense_layers else ""
         if where != "pipelined" and found != layers:  # else the pipeline checks its own
             raise InputError(
-                f"params hold {found} layers and model.num_layers={layers}; make them equal"
+                f"params hold {found} layers and model.num_layers={model.num_layers}{dense}; make "
+                "them equal"
             )
 
     def _where(self) -> str:

@@ -1,10 +1,11 @@
-"""One decoder layer of each kind: of Mixtral, of Qwen3-MoE, and of Llama and other dense models."""
+"""One decoder layer of each kind: of Mixtral, Qwen3-MoE and DeepSeek, and of dense models."""
 
 from flax import linen as nn
 from jaxtyping import Array
 
 from linen_compat.modules.attention import Attention
-from linen_compat.modules.feed_forward import MlpBlock, MoeBlock
+from linen_compat.modules.feed_forward import DeepSeekMoeBlock, MlpBlock, MoeBlock
+from linen_compat.modules.latent_attention import LatentAttention
 from linen_compat.modules.norm import RMSNorm
 from nnx_pipeline import InputError, Layout, ModelConfig
 from nnx_pipeline.ops.residual import add_to_stream
@@ -29,7 +30,8 @@ class _DecoderLayer(nn.Module):
     def setup(self) -> None:
         config, layout = self.config, self.layout
         self.pre_self_attention_layer_norm = RMSNorm(config, layout)
-        self.self_attention = Attention(config, layout)
+        attention = Attention if config.kv_lora_rank is None else LatentAttention
+        self.self_attention = attention(config, layout)
         self.post_self_attention_layer_norm = RMSNorm(config, layout)
 
     def __call__(
@@ -103,14 +105,43 @@ class LlamaDecoderLayer(_DecoderLayer):
         return self.mlp(x), None
 
 
+class DeepSeekDenseLayer(_DecoderLayer):
+    """A decoder layer with latent attention and a dense MLP; called as `_DecoderLayer`."""
+
+    def setup(self) -> None:
+        _check_kind(self)
+        super().setup()
+        self.mlp = MlpBlock(self.config, self.layout)
+
+    def feed_forward(self, x: Array) -> tuple[Array, None]:
+        return self.mlp(x), None
+
+
+class DeepSeekMoELayer(_DecoderLayer):
+    """A decoder layer with latent attention, routed and shared experts; as `_DecoderLayer`."""
+
+    def setup(self) -> None:
+        _check_kind(self, qk_norm=False)
+        super().setup()
+        self.DeepSeekMoeBlock_0 = DeepSeekMoeBlock(self.config, self.layout, self.remat)
+
+    def feed_forward(self, x: Array) -> tuple[Array, MicrobatchMean]:
+        return _routed(self.DeepSeekMoeBlock_0, x)
+
+
 def layer_class(config: ModelConfig) -> type[_DecoderLayer]:
-    """The class whose parameters have the names that MaxText gives a layer of this model."""
+    """The class whose parameters have the names that MaxText gives a layer of this model.
+
+    - `config`: of the model; for its dense first layers `ModelConfig.of_dense_layers`.
+    """
+    if config.kv_lora_rank is not None:
+        return DeepSeekDenseLayer if config.num_experts == 1 else DeepSeekMoELayer
     if config.num_experts == 1:
         return LlamaDecoderLayer
     return Qwen3MoeDecoderLayer if config.qk_norm else MixtralDecoderLayer
 
 
-def _routed(experts: MoeBlock, x: Array) -> tuple[Array, MicrobatchMean]:
+def _routed(experts: MoeBlock | DeepSeekMoeBlock, x: Array) -> tuple[Array, MicrobatchMean]:
     mixed, usage = experts(x)
     return mixed, MicrobatchMean(usage, router_metrics)
 
@@ -127,6 +158,13 @@ def _check_kind(layer: _DecoderLayer, *, qk_norm: bool | None = None) -> None:
         raise InputError(
             f"{name} needs {needs}, and the config has num_experts={config.num_experts}; "
             f"use {wanted}, or set {'num_experts' if routed else 'it'} to {other}"
+        )
+    if wanted != name and "DeepSeek" in wanted + name:
+        latent = "DeepSeek" in name
+        raise InputError(
+            f"{name} {'needs' if latent else 'has no'} latent attention, and the config has "
+            f"kv_lora_rank={config.kv_lora_rank}; use {wanted}, or {'set' if latent else 'leave'} "
+            f"it{'' if latent else ' at None'}"
         )
     if routed and qk_norm != config.qk_norm:
         raise InputError(

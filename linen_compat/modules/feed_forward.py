@@ -1,4 +1,4 @@
-"""The part of a layer after attention: Llama's dense MLP, and Mixtral's routed experts."""
+"""The part of a layer after attention: a dense MLP, or routed experts, with others or without."""
 
 from flax import linen as nn
 from jaxtyping import Array
@@ -24,14 +24,16 @@ class MlpBlock(nn.Module):
 
     - `config`: sizes and dtypes.
     - `layout`: the mesh axes over which each logical axis is sharded.
+    - `width`: its number of hidden units; None for `config.mlp_dim`.
     """
 
     config: ModelConfig
     layout: Layout = Layout()
+    width: int | None = None
 
     def setup(self) -> None:
-        config = self.config
-        into, out_of = (config.embed_dim, config.mlp_dim), (config.mlp_dim, config.embed_dim)
+        config, width = self.config, self.width or self.config.mlp_dim
+        into, out_of = (config.embed_dim, width), (width, config.embed_dim)
 
         def kernel(shape: tuple[int, ...], names: Names) -> Kernel:
             return Kernel(FAN_IN, shape, config.param_dtype, names, self.layout)
@@ -43,6 +45,33 @@ class MlpBlock(nn.Module):
     def __call__(self, x: Array) -> Array:
         kernels = (self.wi_0(), self.wi_1(), self.wo())
         return gated_mlp(x, *kernels, product=product_of(self.config), layout=self.layout)
+
+
+class Gate(nn.Module):
+    """The kernel of a router, and its bias where it has one.
+
+    - `config`: sizes and dtypes.
+    - `layout`: the mesh axes over which each logical axis is sharded.
+    """
+
+    config: ModelConfig
+    layout: Layout = Layout()
+
+    def setup(self) -> None:
+        config, layout = self.config, self.layout
+        # The kernels of DeepSeek's routers have another name of this axis.
+        names: Names = ("embed_moe" if config.kv_lora_rank else "embed", None)
+        shape = (config.embed_dim, config.num_experts)
+        self.kernel = parameter(
+            self, "kernel", Weight(FAN_IN, shape, config.param_dtype, names), layout
+        )
+        if config.router_bias:
+            zeros = Weight(nn.initializers.zeros, shape[1:], "float32", (None,))
+            self.bias = parameter(self, "bias", zeros, layout)
+
+    def __call__(self) -> tuple[Array, Array | None]:
+        """The kernel, `[embed, experts]`, and the bias, `[experts]` or None."""
+        return self.kernel, self.bias if self.config.router_bias else None
 
 
 class MoeBlock(nn.Module):
@@ -66,7 +95,7 @@ class MoeBlock(nn.Module):
         dtype, layout = config.param_dtype, self.layout
         into: Names = ("exp", "embed_moe", "mlp_moe")
         out_of: Names = ("exp", "mlp_moe", "embed_moe")
-        self.gate = Kernel(FAN_IN, (embed, experts), dtype, ("embed", None), layout)
+        self.gate = Gate(config, layout)
         of_input = Weight(OF_EXPERTS, (experts, embed, mlp), dtype, into)
         of_output = Weight(OF_EXPERTS, (experts, mlp, embed), dtype, out_of)
         self.wi_0 = parameter(self, "wi_0", of_input, layout)
@@ -78,11 +107,40 @@ class MoeBlock(nn.Module):
 
         - `x`: `[batch, seq, embed]`; the result has the same shape.
         """
+        router, bias = self.gate()
         return routed_experts(
             x,
-            MoEKernels(self.gate(), ExpertKernels(self.wi_0, self.wi_1, self.wo)),
+            MoEKernels(router, ExpertKernels(self.wi_0, self.wi_1, self.wo), bias),
             routing=Routing.of(self.config),
             layout=self.layout,
             remat=self.remat,
             parts=expert_parts(self.config),
         )
+
+
+class DeepSeekMoeBlock(nn.Module):
+    """Routed experts, and beside them a dense MLP for the shared ones, whose results are added.
+
+    - `config`: sizes, dtypes, and how experts are chosen.
+    - `layout`: the mesh axes over which each logical axis is sharded.
+    - `remat`: what to keep of each expert for the backward pass.
+    """
+
+    config: ModelConfig
+    layout: Layout = Layout()
+    remat: Remat = KEEP_ALL
+
+    def setup(self) -> None:
+        config, layout = self.config, self.layout
+        self.MoeBlock_0 = MoeBlock(config, layout, self.remat)
+        if config.num_shared_experts:
+            width = config.num_shared_experts * config.mlp_dim
+            self.shared_experts = MlpBlock(config, layout, width)
+
+    def __call__(self, x: Array) -> tuple[Array, Usage]:
+        """The sum of both results, and the usage of the routed experts by each sequence.
+
+        - `x`: `[batch, seq, embed]`; the result has the same shape.
+        """
+        mixed, usage = self.MoeBlock_0(x)
+        return mixed + self.shared_experts(x) if self.config.num_shared_experts else mixed, usage

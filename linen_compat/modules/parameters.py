@@ -30,7 +30,13 @@ AXES: dict[str, str | None] = {
     "mlp_moe": "mlp",
     "exp": "expert",
     "norm": "norm",
+    "q_lora": "latent",
+    "kv_lora": "latent",
+    "q_lora_up_proj": None,
+    "kv_lora_up_proj": None,
     "layers": "stage",
+    "moe_layers": None,
+    "dense_layers": None,
     "circular_repeats": None,
 }
 

@@ -87,9 +87,9 @@ class CircularPipeline(nn.Module):
 
         - `ends`, `inputs`, `side`, `keys`, `metric_weights`: as for `Runner.loss`.
         - `width`: the shape of the activations of one token, whose dtype is `weights.dtype`. What
-          `ends.enter` reads is an array of tokens, `[batch, …]`.
+          `ends.enter` reads begins with an array of tokens, `[batch, …]`.
         """
-        batch, *row = inputs[0].shape
+        batch, *row = jax.tree.leaves(inputs[0])[0].shape
         beside = with_keys(side, keys)
         layers = self._layers(batch, (*row, *width), self.weights.dtype, beside)
         return self.runner.loss(

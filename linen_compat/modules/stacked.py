@@ -12,7 +12,7 @@ from flax.core import unfreeze
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, PyTree
 
-from linen_compat.formats.names import ALL_OF_LAYERS
+from linen_compat.formats.names import ALL_OF_LAYERS, EARLY
 from linen_compat.modules.parameters import Names, axes_of, in_place, is_boxed, unboxed
 from nnx_pipeline import InputError, Layout
 from nnx_pipeline.pipeline.stage.layers import takes_place
@@ -85,12 +85,12 @@ class StageTree:
             return jnp.stack(leaves, axis=2)
 
         apart = [tree] if per_stage == 1 else [tree[f"layers_{j}"] for j in range(per_stage)]
-        flat = [{path: unboxed(leaf) for path, leaf in _flat(layer).items()} for layer in apart]
-        boxes = _flat(one)
-        paths = sorted(boxes, key=_place_in_nnx)
+        flat = [{path: unboxed(leaf) for path, leaf in leaves_of(layer).items()} for layer in apart]
+        boxes = leaves_of(one)
+        paths = sorted(boxes, key=place_in_nnx)
         weights = []
         for path in paths:
-            axes = (None, "stage", None, *_axes(boxes[path]))
+            axes = (None, "stage", None, *axes_of_box(boxes[path]))
             stacked = in_place(stack(*(layer[path] for layer in flat)), self.layout.spec(*axes))
             weights.append(nnx.Param(stacked, logical_axes=axes))
         return StackedLayers(module, paths, weights)
@@ -135,7 +135,8 @@ class StackedLayers(nnx.Module):
 
     - `module`: the Linen layer.
     - `paths`: where each weight belongs in the tree of a layer, with `/` between names.
-    - `weights`: one for each path, `[repeats, stages, layers per stage, …]`.
+    - `weights`: one for each path, `[repeats, stages, layers per stage, …]`, or before the pipeline
+      `[layers, …]`.
     """
 
     def __init__(self, module: nn.Module, paths: list[str], weights: list[nnx.Param]) -> None:
@@ -176,19 +177,21 @@ def parameters_of(module: nn.Module, key: Array, x: Array, side: dict[str, Any])
     return variables["params"]
 
 
-def _flat(tree: Boxed) -> dict[str, Any]:
+def leaves_of(tree: Boxed) -> dict[str, Any]:
+    """The leaves of a tree by their paths, with `/` between names."""
     return flatten_dict(unfreeze(tree), sep="/")
 
 
 def _shapes(tree: Boxed) -> dict[str, tuple[int, ...]]:
-    return {path: unboxed(leaf).shape for path, leaf in _flat(tree).items()}
+    return {path: unboxed(leaf).shape for path, leaf in leaves_of(tree).items()}
 
 
-def _axes(leaf: Any) -> Names:
+def axes_of_box(leaf: Any) -> Names:
+    """The names in `Layout` of the axes of a parameter that may be in a box."""
     return axes_of(leaf.names) if is_boxed(leaf) else (None,) * leaf.ndim
 
 
-def _place_in_nnx(path: str) -> tuple[str, ...]:
+def place_in_nnx(path: str) -> tuple[str, ...]:
     """A sort key that puts the weights of a decoder layer in the order of the NNX layer.
 
     Compilers fuse by the order of what a loop carries: in another order the same sums are rounded
@@ -197,4 +200,4 @@ def _place_in_nnx(path: str) -> tuple[str, ...]:
     return tuple(_NNX_PATHS.get(path, path.replace("/", ".")).split("."))
 
 
-_NNX_PATHS = {names.linen: names.nnx for names in ALL_OF_LAYERS}
+_NNX_PATHS = {names.linen: names.nnx.removeprefix(EARLY) for names in ALL_OF_LAYERS}

@@ -12,6 +12,15 @@ LONGEST = "max_position_embeddings"
 WINDOW = "sliding_window"
 
 Only = Mapping[str, tuple[tuple[Any, ...], str]]
+PLAIN_ROUTER: Mapping[str, Any] = {
+    "router_score": "softmax",
+    "router_normalize": True,
+    "router_scale": 1.0,
+    "router_bias": False,
+    "router_groups": 1,
+    "num_shared_experts": 0,
+    "num_dense_layers": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -20,8 +29,9 @@ class Architecture:
 
     - `name`, `model_type`: as in `config.json`.
     - `absent`: the values that transformers assumes for absent keys.
-    - `experts`: the keys of experts, and the fields of `ModelConfig` that they become; none for a
-      dense model.
+    - `experts`: the keys of experts and of latent attention, and the fields of `ModelConfig` that
+      they become; none for a dense model.
+    - `fixed`: what else a model of this class must have; there is no key for another value.
     - `other_names`: keys by the names that other versions of transformers give them.
     - `only`: keys of this class alone that have supported values only, and the reason. The first
       value is the one that is written. An absent key counts as the value of `absent`, or as null.
@@ -30,6 +40,7 @@ class Architecture:
       as an equal one.
     - `reads_window`: whether it has a sliding window.
     - `heads_divide`: whether transformers asks that the heads divide the residual stream's width.
+    - `latent`: whether it has multi-head latent attention.
     """
 
     name: str
@@ -42,6 +53,8 @@ class Architecture:
     is_written: bool = True
     reads_window: bool = False
     heads_divide: bool = False
+    latent: bool = False
+    fixed: Mapping[str, Any] = field(default_factory=lambda: PLAIN_ROUTER)
 
     @property
     def is_routed(self) -> bool:
@@ -128,7 +141,114 @@ QWEN3_MOE = Architecture(
     },
     qk_norm=True,
 )
-ARCHITECTURES = {one.name: one for one in (MIXTRAL, LLAMA, MISTRAL, QWEN3, QWEN3_MOE)}
+_LATENT_KEYS = {
+    "n_routed_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_token",
+    "moe_intermediate_size": "mlp_dim",
+    "n_shared_experts": "num_shared_experts",
+    "routed_scaling_factor": "router_scale",
+    "first_k_dense_replace": "num_dense_layers",
+    "kv_lora_rank": "kv_lora_rank",
+    "q_lora_rank": "q_lora_rank",
+    "qk_rope_head_dim": "rope_head_dim",
+    "v_head_dim": "value_head_dim",
+}
+_OF_LATENT: Only = {
+    # transformers normalises latent vectors with this one whatever the key says.
+    "rms_norm_eps": ((1e-6,), "transformers has this value in the norms of latent vectors"),
+    "moe_layer_freq": ((1, None), "all layers after the dense ones are routed here"),
+    "aux_loss_alpha": ((), "the load-balance loss is chosen in TrainConfig"),
+    "seq_aux": ((), "the load-balance loss is chosen in TrainConfig"),
+    "ep_size": ((), "it only places experts on devices"),
+    "auto_map": ((), "it names code that transformers does not need"),
+    # Modules for multi-token prediction are read by no model here; their tensors are refused.
+    "num_nextn_predict_layers": ((), "it has no effect on the other layers"),
+    "num_mtp_layers": ((), "it has no effect on the other layers"),
+}
+DEEPSEEK_V2 = Architecture(
+    name="DeepseekV2ForCausalLM",
+    model_type="deepseek_v2",
+    absent={
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "num_key_value_heads": None,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": None,
+        "moe_intermediate_size": 1407,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 0,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "topk_method": "greedy",
+        LONGEST: 2048,
+    },
+    experts=_LATENT_KEYS,
+    other_names={"num_experts": "n_routed_experts"},
+    only={
+        **_OF_LATENT,
+        "topk_method": (("greedy",), "experts are chosen from all groups here"),
+        "scoring_func": (("softmax", None), "transformers takes a softmax of the logits"),
+        "norm_topk_prob": ((False, None), "transformers does not divide the weights by their sum"),
+        "n_group": ((), "it has no effect with topk_method='greedy'"),
+        "topk_group": ((), "it has no effect with topk_method='greedy'"),
+    },
+    heads_divide=True,
+    latent=True,
+    fixed={
+        "router_score": "softmax",
+        "router_normalize": False,
+        "router_bias": False,
+        "router_groups": 1,
+        "rope_interleaved": True,
+    },
+)
+DEEPSEEK_V3 = Architecture(
+    name="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    absent={
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "num_key_value_heads": 128,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 3,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "norm_topk_prob": True,
+        "n_group": 8,
+        "topk_group": 4,
+        "rope_interleave": True,
+        LONGEST: 4096,
+    },
+    experts={
+        **_LATENT_KEYS,
+        "norm_topk_prob": "router_normalize",
+        "n_group": "router_groups",
+        "topk_group": "router_groups_per_token",
+        "rope_interleave": "rope_interleaved",
+    },
+    other_names={"num_local_experts": "n_routed_experts"},
+    only={
+        **_OF_LATENT,
+        "topk_method": (("noaux_tc", None), "a bias corrects which experts are chosen"),
+        "scoring_func": (("sigmoid", None), "transformers takes a sigmoid of the logits"),
+    },
+    latent=True,
+    fixed={"router_score": "sigmoid", "router_bias": True, "router_bias_in_weights": False},
+)
+ARCHITECTURES = {
+    one.name: one for one in (MIXTRAL, LLAMA, MISTRAL, QWEN3, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3)
+}
 
 
 def written_as(model: ModelConfig) -> Architecture:
@@ -137,11 +257,15 @@ def written_as(model: ModelConfig) -> Architecture:
     Raises InputError for a sliding window that no class has beside what else the model has.
     """
     windowed = model.sliding_window is not None
+    if model.kv_lora_rank is not None and not windowed:
+        return DEEPSEEK_V2 if model.router_score == "softmax" else DEEPSEEK_V3
     for one in ARCHITECTURES.values():
         same = (one.is_routed, one.qk_norm) == (model.num_experts > 1, model.qk_norm)
+        same = same and not one.latent and model.kv_lora_rank is None
         if same and (one.reads_window if windowed else one.is_written):
             return one
     raise InputError(
         f"model.sliding_window={model.sliding_window} has no place in a Hugging Face model with "
-        "qk_norm; only one without a window can be saved in this format"
+        f"{'qk_norm' if model.qk_norm else 'kv_lora_rank'}; only one without a window can be saved "
+        "in this format"
     )

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from linen_compat.formats.huggingface import deepseek
 from linen_compat.formats.huggingface.architectures import (
     ARCHITECTURES,
     LLAMA,
@@ -32,18 +33,13 @@ _REQUIRED = {
     "num_attention_heads": "num_heads",
 }
 _OPTIONAL = {"rms_norm_eps": "norm_epsilon"}
-# What a model must have to be one of these classes; there is no key for another value.
+# What a model of any class must have; there is no key for another value.
 _FIXED = {
     "norm_scale_offset": 0.0,
-    "router_score": "softmax",
-    "router_normalize": True,
-    "router_scale": 1.0,
-    "router_bias": False,
-    "router_groups": 1,
-    "num_shared_experts": 0,
     "attention_bias": None,
     "attention_soft_cap": None,
     "logits_soft_cap": None,
+    "full_attention_every": None,
 }
 # The only supported value of each key in any class, and the reason; null counts as that value.
 _ONLY: dict[str, tuple[Any, str]] = {
@@ -80,7 +76,8 @@ def config_from_huggingface(source: str | Path | Mapping[str, Any]) -> Config:
 
     - `source`: the folder of the model, its `config.json`, or the contents of that file.
 
-    `attention_scale` is head_dim^-0.5. `dtype` and `param_dtype` are both the dtype of the weights,
+    `attention_scale` is head_dim^-0.5, for DeepSeek times the factor that `mscale_all_dim` and the
+    factor of yarn give. `dtype` and `param_dtype` are both the dtype of the weights,
     float32 where none is named. Training and pipeline keep their defaults.
 
     Raises InputError, with the key and its value, for what is not supported, missing or unknown.
@@ -101,16 +98,23 @@ def config_from_huggingface(source: str | Path | Mapping[str, Any]) -> Config:
             f"expert has no router here; choose 2 or more, or the architecture {LLAMA.name}"
         )
     groups = values.get("num_key_value_heads", absent["num_key_value_heads"])
-    head_dim = _head_dim(values, absent, fields["embed_dim"], fields["num_heads"])
+    rope = fields_of_rope(values, absent["rope_theta"], CONFIG_FILE, latent=architecture.latent)
+    if architecture.latent:
+        head_dim, scale = deepseek.head_dim(values, absent), deepseek.attention_scale_in(values)
+        if fields["num_dense_layers"]:
+            fields["dense_mlp_dim"] = values["intermediate_size"]
+    else:
+        head_dim = _head_dim(values, absent, fields["embed_dim"], fields["num_heads"])
+        scale = 1.0
     dtype = _dtype(values)
     model = ModelConfig(
-        **fields,
-        **fields_of_rope(values, absent["rope_theta"], CONFIG_FILE),
+        **{**architecture.fixed, **fields},
+        **rope,
         num_kv_heads=fields["num_heads"] if groups is None else groups,
         head_dim=head_dim,
         qk_norm=architecture.qk_norm,
         tied_embeddings=bool(values.get("tie_word_embeddings")),
-        attention_scale=head_dim**-0.5,
+        attention_scale=head_dim**-0.5 * scale,
         dtype=dtype,
         param_dtype=dtype,
         max_position_embeddings=_longest(values, absent),
@@ -122,19 +126,22 @@ def config_from_huggingface(source: str | Path | Mapping[str, Any]) -> Config:
 def config_to_huggingface(config: Config) -> dict[str, Any]:
     """The contents of `config.json` for a model: a Mixtral, or with one expert a Llama.
 
-    With QK norm it is a Qwen3 instead, with experts or without.
+    With QK norm it is a Qwen3 instead, with experts or without, and with latent attention a
+    DeepSeek-V2 or, with sigmoid scores, a DeepSeek-V3.
 
     transformers 4 and 5 both read these keys. The longest sequence is that of the model where the
     config has it, and otherwise that of training. `attention_scale` has no key, as it is either
-    part of the query kernel or head_dim^-0.5.
+    part of the query kernel or head_dim^-0.5; for DeepSeek `mscale_all_dim` says it.
 
     Raises InputError for a model that does not exist in transformers.
     """
     model = config.model
-    for name, only in _FIXED.items():
+    architecture = written_as(model)
+    for name, only in {**_FIXED, **architecture.fixed}.items():
         if getattr(model, name) != only:
+            what = architecture.name if architecture.latent else "Hugging Face model"
             raise InputError(
-                f"model.{name}={getattr(model, name)!r} has no place in a Hugging Face model; only "
+                f"model.{name}={getattr(model, name)!r} has no place in a {what}; only "
                 f"a model with {only!r} can be saved in this format"
             )
     if model.tied_head_dtype is not None:
@@ -143,13 +150,15 @@ def config_to_huggingface(config: Config) -> dict[str, Any]:
             "model, which does not round the table of tied embeddings; set it to None to save the "
             "model without rounding (it is None of a MaxText YAML with dtype: bfloat16)"
         )
-    architecture = written_as(model)
+    if architecture.latent:
+        deepseek.check(model)
     if architecture.heads_divide:
         divides(
             model.num_heads,
             model.embed_dim,
             rule=f"model.embed_dim={model.embed_dim} is not a multiple of "
-            f"model.num_heads={model.num_heads}, as transformers asks of a Llama",
+            f"model.num_heads={model.num_heads}, as transformers asks of a "
+            f"{'DeepSeek-V2' if architecture.latent else 'Llama'}",
         )
     keys = {**_REQUIRED, **_OPTIONAL, **architecture.experts}
     return {
@@ -158,8 +167,8 @@ def config_to_huggingface(config: Config) -> dict[str, Any]:
         **{key: getattr(model, ours) for key, ours in keys.items()},
         **{key: allowed[0] for key, (allowed, _) in architecture.only.items() if allowed},
         "num_key_value_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
         "hidden_act": "silu",
+        **(deepseek.keys(model) if architecture.latent else {"head_dim": model.head_dim}),
         **rope_keys(model),
         LONGEST: model.max_position_embeddings or config.train.sequence_length,
         **({WINDOW: model.sliding_window} if architecture.reads_window else {}),
@@ -228,6 +237,7 @@ def _renamed(values: Mapping[str, Any], architecture: Architecture) -> dict[str,
 def _refuse_unknown(values: Mapping[str, Any], architecture: Architecture) -> None:
     """Raises InputError for a key that is neither mapped nor ignored on purpose."""
     name, own = architecture.name, {*architecture.experts, *architecture.only}
+    own |= {*deepseek.READ_APART} if architecture.latent else set()
     known = {*_REQUIRED, *_OPTIONAL, *own, *_ONLY, *_READ_APART, *IGNORED}
     for key, value in values.items():
         if key not in known:

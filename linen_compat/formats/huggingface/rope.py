@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from linen_compat.formats.huggingface import deepseek
 from nnx_pipeline import InputError, ModelConfig
 from nnx_pipeline.config.model_rules import ROPE_SCALINGS
 
@@ -13,16 +14,23 @@ _FIELDS = {
     "low_freq_factor": "rope_low_frequency",
     "high_freq_factor": "rope_high_frequency",
 }
+# Those of yarn, with transformers' defaults; some of them are about the scores alone.
+_OF_YARN = {"beta_slow": "rope_low_frequency", "beta_fast": "rope_high_frequency"}
+_ABSENT_IN_YARN = {"beta_slow": 1.0, "beta_fast": 32.0}
+_OF_SCORES = ("mscale", "mscale_all_dim", "attention_factor")
 _DICTIONARIES = ("rope_scaling", "rope_parameters")  # of transformers 4 and 5
 KEYS = ("rope_theta", *_DICTIONARIES)
 
 
-def fields_of_rope(values: Mapping[str, Any], absent_theta: float, file: str) -> dict[str, Any]:
+def fields_of_rope(
+    values: Mapping[str, Any], absent_theta: float, file: str, *, latent: bool = False
+) -> dict[str, Any]:
     """The fields `rope_…` of a model.
 
     - `values`: the contents of `config.json`.
     - `absent_theta`: the base where no key names one.
     - `file`: what messages call the file.
+    - `latent`: whether the model has latent attention; others are not read with yarn.
 
     Raises InputError for a rotary embedding that is not computed here, and where keys disagree.
     """
@@ -35,7 +43,7 @@ def fields_of_rope(values: Mapping[str, Any], absent_theta: float, file: str) ->
             continue
         if not isinstance(rope, Mapping):
             raise InputError(f"{file}: {name}={rope!r} is not a dictionary")
-        scalings[name] = _scaling(rope, f"{file}: {name}")
+        scalings[name] = _scaling(rope, f"{file}: {name}", latent=latent)
         if rope.get("rope_theta") is not None:
             bases[f"{name}.rope_theta"] = rope["rope_theta"]
     return {"rope_theta": agreed(bases, absent_theta, file), **agreed(scalings, {}, file)}
@@ -45,8 +53,15 @@ def rope_keys(model: ModelConfig) -> dict[str, Any]:
     """The keys of `config.json` for a model's rotary embedding; transformers 4 and 5 read both."""
     keys: dict[str, Any] = {"rope_theta": model.rope_theta}
     if model.rope_scaling is not None:
-        read = ROPE_SCALINGS[model.rope_scaling]
-        numbers = {key: getattr(model, ours) for key, ours in _FIELDS.items() if ours in read}
+        numbers = {key: getattr(model, ours) for key, ours in _fields(model.rope_scaling).items()}
+        if model.rope_scaling == "yarn":
+            if model.kv_lora_rank is None:
+                raise InputError(
+                    "model.rope_scaling='yarn' has no place in a Hugging Face model without "
+                    "latent attention, of which it would multiply the scores too; only one with "
+                    "kv_lora_rank can be saved in this format"
+                )
+            numbers |= deepseek.keys_of_yarn(model)
         keys["rope_scaling"] = {"rope_type": model.rope_scaling, **numbers}
     return keys
 
@@ -64,28 +79,48 @@ def agreed(found: Mapping[str, Any], absent: Any, file: str) -> Any:
     return first
 
 
-def _scaling(rope: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _fields(kind: str) -> dict[str, str]:
+    """The entries of a rope dictionary of this type, and their fields."""
+    read = ROPE_SCALINGS.get(kind, {})
+    return {
+        key: ours
+        for key, ours in {**_FIELDS, **_OF_YARN}.items()
+        if ours in read
+        and (key in _OF_YARN or kind != "yarn" or "freq" not in key)
+        and (key not in _OF_YARN or kind == "yarn")
+    }
+
+
+def _scaling(rope: Mapping[str, Any], name: str, *, latent: bool) -> dict[str, Any]:
     """The fields of one rope dictionary, without its base."""
     kinds = {key: rope[key] for key in ("rope_type", "type") if rope.get(key) is not None}
     kind = agreed(kinds, "default", name)
-    known = ("default", *ROPE_SCALINGS)
+    known = ("default", *(one for one in ROPE_SCALINGS if latent or one != "yarn"))
     if kind not in known:
         raise InputError(
             f"{name}.{next(iter(kinds))}={kind!r} is not supported, only {', '.join(known)}"
         )
-    read = ROPE_SCALINGS.get(kind, {})
+    read, yarn = _fields(kind), kind == "yarn"
     for key, value in rope.items():
-        read_here = key in ("rope_type", "type", "rope_theta") or _FIELDS.get(key) in read
+        read_here = key in ("rope_type", "type", "rope_theta") or key in read
         whole = key == "partial_rotary_factor" and value in (None, 1.0)
-        if not read_here and not whole:
+        of_yarn = yarn and (key in _OF_SCORES or (key == "truncate" and value in (None, True)))
+        if not read_here and not whole and not of_yarn:
             raise InputError(
                 f"{name}.{key}={value!r} is not supported with rope_type={kind!r}: the angles "
                 "here do not depend on it; remove it if those of the model do not either"
             )
     if not read:
         return {}
-    missing = [key for key, ours in _FIELDS.items() if ours in read and rope.get(key) is None]
+    absent = _ABSENT_IN_YARN if yarn else {}
+    rope = {**rope, **{key: value for key, value in absent.items() if not rope.get(key)}}
+    missing = [key for key in read if rope.get(key) is None]
     if missing:
         raise InputError(f"{name} of rope_type={kind!r} has no {missing[0]}; add it")
-    own = {ours: rope[key] for key, ours in _FIELDS.items() if ours in read}
-    return {"rope_scaling": kind, **own}
+    own = {ours: rope[key] for key, ours in read.items()}
+    made = {"rope_scaling": kind, **own}
+    if yarn:
+        if isinstance(rope["factor"], bool) or not isinstance(rope["factor"], int | float):
+            raise InputError(f"{name}.factor={rope['factor']!r} is not a number")
+        deepseek.check_turns_alone(rope, name)
+    return made

@@ -5,6 +5,7 @@ Such a folder holds weights and `config.json`. Tokenizers and generation setting
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,13 @@ from linen_compat.formats.streams import (
     Source,
     check_ratio,
     copy,
+    ratio_of,
+    scale_in_arrays,
     scaled,
 )
 from nnx_pipeline import Config, InputError
 from nnx_pipeline.config.model import ModelConfig
-from nnx_pipeline.config.model_rules import ROPE_SCALINGS
+from nnx_pipeline.config.model_rules import OF_ROUTER, ROPE_SCALINGS
 
 # What a model computes depends on these. A `config.json` that contradicts its own tensors is of no
 # use to transformers either.
@@ -51,6 +54,8 @@ _MUST_AGREE = (
     *("num_heads", "num_kv_heads", "head_dim"),
     *("norm_epsilon", "norm_scale_offset", "qk_norm", "tied_embeddings"),
     *("rope_theta", "rope_scaling", *ROPE_SCALINGS["llama3"]),
+    *("num_dense_layers", "dense_mlp_dim", *OF_ROUTER, "router_groups_per_token"),
+    *("kv_lora_rank", "q_lora_rank", "rope_head_dim", "value_head_dim"),
 )
 
 
@@ -146,16 +151,19 @@ class HuggingFaceSource:
         model = model or own
         self._files = TensorFolder(folder)
         _compare(folder, self._files, model).require(folder)
-        self.num_layers, self.attention_scale = model.num_layers, model.attention_scale
+        self.num_layers, self.num_dense_layers = model.num_layers, model.num_dense_layers
         self.scalars: Mapping[str, np.ndarray] = {}
-        self._ratio = own.attention_scale / model.attention_scale
         self._tensors = _tensors_of(model, self._files)
+        arrays = self._tensors.arrays
+        self.attention_scale = scale_in_arrays(arrays, model.attention_scale)
+        own_scale = scale_in_arrays(arrays, own.attention_scale)
+        self._ratio = ratio_of(own_scale, self.attention_scale)
         check_ratio(self._tensors.arrays, self._ratio)
         self.arrays = {path: self._as_stored(path) for path in self._tensors.arrays}
 
     def order(self, path: str) -> Sequence[int]:
         """See `streams.Source.order`."""
-        return range(self.num_layers)
+        return range(self._tensors.count(path))
 
     def read(
         self, path: str, layer: int | None, part: str = PARAMETERS, index: Index = ()
@@ -205,13 +213,15 @@ class HuggingFaceDestination:
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
         self.folder = folder
-        self.attention_scale = config.model.head_dim**-0.5
+        self.attention_scale = scale_in_arrays(arrays, config.model.head_dim**-0.5)
         self._values = config_to_huggingface(config)
         dtypes = {spec.dtype.name for spec in arrays.values()}
         if len(dtypes) == 1:
             self._values["torch_dtype"] = dtypes.pop()
         model = config.model
-        self._tensors = Tensors(arrays, model.num_layers, interleaved=model.rope_interleaved)
+        self._tensors = Tensors(
+            arrays, model.num_layers, model.num_dense_layers, interleaved=_reordered(model)
+        )
         self._files = NewTensorFolder(folder, self._tensors.specs(), shard_bytes)
 
     def write(
@@ -246,9 +256,18 @@ def _tensors_of(model: ModelConfig, files: TensorFolder) -> Tensors:
     return Tensors(
         model_arrays(model),
         model.num_layers,
+        model.num_dense_layers,
         fused=is_fused(files.specs),
-        interleaved=model.rope_interleaved,
+        interleaved=_reordered(model),
     )
+
+
+def _reordered(model: ModelConfig) -> bool:
+    """Whether the rotated numbers of a model are in another order than in transformers.
+
+    Its models rotate halves, but for those with latent attention, whose config says what they do.
+    """
+    return model.rope_interleaved and model.kv_lora_rank is None
 
 
 def _compare(folder: str | Path, files: TensorFolder, model: ModelConfig) -> Comparison:
@@ -262,6 +281,8 @@ def _compare(folder: str | Path, files: TensorFolder, model: ModelConfig) -> Com
             result.notes.append(
                 f"{CONFIG_FILE} has {name}={getattr(own, name)}, the model {getattr(model, name)}"
             )
+    if model.kv_lora_rank is not None:
+        result.notes.extend(_differing_scores(own, model))
     tensors = _tensors_of(model, files)
     expected = tensors.specs()
     for name, spec in expected.items():
@@ -282,6 +303,23 @@ def _compare(folder: str | Path, files: TensorFolder, model: ModelConfig) -> Com
             (result.ignored if known else result.extra).append(name)
     result.notes.extend(_mixed_dtypes(tensors, files))
     return result
+
+
+def _differing_scores(own: ModelConfig, model: ModelConfig) -> Iterator[str]:
+    """A line for what latent attention computes otherwise than a folder's own model.
+
+    No kernel is scaled or reordered to make up for it.
+    """
+    if own.rope_interleaved != model.rope_interleaved:
+        yield (
+            f"{CONFIG_FILE} has rope_interleaved={own.rope_interleaved}, the model "
+            f"{model.rope_interleaved}"
+        )
+    if not math.isclose(own.attention_scale, model.attention_scale, rel_tol=1e-9):
+        yield (
+            f"{CONFIG_FILE} has attention_scale={own.attention_scale}, the model "
+            f"{model.attention_scale}"
+        )
 
 
 def _mixed_dtypes(tensors: Tensors, files: TensorFolder) -> Iterator[str]:

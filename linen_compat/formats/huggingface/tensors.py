@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from linen_compat.formats.names import OUTSIDE, QK_NORMS, of_model
+from linen_compat.formats.names import EARLY, OUTSIDE, QK_NORMS, ROUTER_BIAS, of_model
 from linen_compat.formats.streams import ArraySpec
 
 Index = tuple[slice, ...]
@@ -30,10 +30,10 @@ _FUSED = {
 # Buffers that old versions saved; their values are computed from the config, by transformers too.
 KNOWN_EXTRA = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
-_NORMS_OF_HEADS = tuple(names.nnx for names in QK_NORMS)
+_NORMS_OF_HEADS = tuple(names.nnx for names in QK_NORMS)  # or of the latent vectors of queries
 _AS_IT_IS = (
     *("embedding.embedding", "norm.scale", "attention_norm.scale", "feed_forward_norm.scale"),
-    *_NORMS_OF_HEADS,
+    *(*_NORMS_OF_HEADS, "attention.kv_norm.scale", ROUTER_BIAS.nnx),
 )
 _ROTATED = ("attention.query", "attention.key", *_NORMS_OF_HEADS)  # their last axis is head_dim
 _STACKED = ("feed_forward.gate", "feed_forward.up", "feed_forward.down")
@@ -47,12 +47,15 @@ class Tensors:
 
     - `arrays`: the model's arrays as in `streams.Source`.
     - `num_layers`: the number of its layers.
+    - `num_dense_layers`: how many of them are dense ones before those with experts.
     - `fused`: whether the experts of a layer are in two tensors, `[experts, out, in]`.
-    - `interleaved`: whether the arrays are for `ModelConfig.rope_interleaved`.
+    - `interleaved`: whether the arrays are for `ModelConfig.rope_interleaved`, where a model of
+      transformers has halves. With latent attention both sides have the same order.
     """
 
     arrays: Mapping[str, ArraySpec]
     num_layers: int
+    num_dense_layers: int = 0
     fused: bool = False
     interleaved: bool = False
 
@@ -61,7 +64,10 @@ class Tensors:
         first, *last = (names.nnx for names in of_model(self.arrays)[0])
         layers = [path for path in self.arrays if path not in (first, *last)]
         order: list[tuple[str, int | None]] = [(first, None)]
-        order += [(path, layer) for layer in range(self.num_layers) for path in layers]
+        for early in (True, False):
+            paths = [path for path in layers if path.startswith(EARLY) == early]
+            count = self.count(paths[0]) if paths else 0
+            order += [(path, layer) for layer in range(count) for path in paths]
         order += [(path, None) for path in last]
         found = {}
         for path, layer in order:
@@ -69,24 +75,30 @@ class Tensors:
                 found[name] = ArraySpec(self._shape(path), self.arrays[path].dtype)
         return found
 
+    def count(self, path: str) -> int:
+        """How many layers have an array: the dense ones before the others, or those."""
+        dense = self.num_dense_layers
+        return dense if path.startswith(EARLY) else self.num_layers - dense
+
     def names(self, path: str, layer: int | None) -> tuple[str, ...]:
         """The tensors that hold one array of one layer: a single one, or one for each expert.
 
         - `path`: the NNX path of the array.
-        - `layer`: the number of the layer; None outside the layers.
+        - `layer`: the number of the layer among those of its kind; None outside the layers.
         """
         if layer is None:
             return (next(names.huggingface for names in OUTSIDE if names.nnx == path),)
         name = self._name(path)
         experts = range(self.arrays[path].shape[0]) if _EXPERT in name else range(1)
+        number = layer if path.startswith(EARLY) else layer + self.num_dense_layers
         return tuple(
-            f"model.layers.{layer}.{name.replace(_EXPERT, str(expert))}" for expert in experts
+            f"model.layers.{number}.{name.replace(_EXPERT, str(expert))}" for expert in experts
         )
 
     def of_kind(self, path: str) -> tuple[str, ...]:
         """The tensors that hold one array in all layers."""
         outside = any(path == names.nnx for names in OUTSIDE)
-        layers = (None,) if outside else range(self.num_layers)
+        layers = (None,) if outside else range(self.count(path))
         return tuple(name for layer in layers for name in self.names(path, layer))
 
     def join(self, path: str, layer: int | None, read: Read, index: Index = ()) -> np.ndarray:
@@ -109,7 +121,7 @@ class Tensors:
         - `names`: the tensors that hold it.
         """
         shape = self.arrays[path].shape
-        if path in _AS_IT_IS:
+        if _inner(path) in _AS_IT_IS:
             return read(names[0], index)
         if not self._is_stack(path):
             return _kernel(path, lambda cut: read(names[0], cut), index, shape)
@@ -124,13 +136,13 @@ class Tensors:
         """The tensors that hold one array, in the order of `names`; never in the fused form."""
         if self.interleaved and path in _ROTATED:
             array = array[..., np.argsort(_interleaving(array.shape[-1]))]
-        if path in _AS_IT_IS:
+        if _inner(path) in _AS_IT_IS:
             yield array
         elif self._is_stack(path):
             for expert in array:
                 yield expert.T
         else:
-            inputs = math.prod(array.shape[: _INPUT_AXES.get(path, 1)])
+            inputs = math.prod(array.shape[: _INPUT_AXES.get(_inner(path), 1)])
             yield array.reshape(inputs, -1).T
 
     def _name(self, path: str) -> str:
@@ -151,7 +163,7 @@ class Tensors:
     def _shape(self, path: str) -> tuple[int, ...]:
         """The shape of each tensor that holds an array; kernels are `[out, in]`."""
         shape = self.arrays[path].shape
-        if path in _AS_IT_IS:
+        if _inner(path) in _AS_IT_IS:
             return shape
         if self._is_stack(path):
             experts, inputs, outputs = shape
@@ -159,7 +171,7 @@ class Tensors:
                 return outputs, inputs
             halves = 1 if path.endswith("down") else 2
             return experts, halves * outputs, inputs
-        inputs = math.prod(shape[: _INPUT_AXES.get(path, 1)])
+        inputs = math.prod(shape[: _INPUT_AXES.get(_inner(path), 1)])
         return math.prod(shape) // inputs, inputs
 
     def _of_expert(
@@ -178,6 +190,11 @@ class Tensors:
             return read(names[0], (slice(expert, expert + 1), cut, *index[1:]))[0]
 
         return read_fused
+
+
+def _inner(path: str) -> str:
+    """The NNX path of an array below its layer, of whatever kind that is."""
+    return path.removeprefix(EARLY)
 
 
 def is_fused(names: Mapping[str, object]) -> bool:
@@ -203,7 +220,7 @@ def _kernel(
     - `index`: the part of the kernel, a slice for each axis.
     - `shape`: the shape of the whole kernel.
     """
-    axes = _INPUT_AXES.get(path, 1)
+    axes = _INPUT_AXES.get(_inner(path), 1)
     chosen = [len(range(size)[cut]) for cut, size in zip(index, shape, strict=True)]
     inputs, outputs = _rows(index[:axes], shape[:axes]), _rows(index[axes:], shape[axes:])
     # A slice of the first axis of a group is a contiguous range of the tensor, and only that is

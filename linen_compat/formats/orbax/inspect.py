@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from linen_compat.formats.names import QK_NORMS
+from linen_compat.formats.names import KV_DOWN, QK_NORMS
 from linen_compat.formats.orbax.arrays import array_specs
 from linen_compat.formats.orbax.corruption import (
     METADATA,
@@ -21,6 +21,7 @@ from linen_compat.formats.orbax.layouts import (
     Layout,
     find_layout,
     scale_of_maxtext,
+    slashed,
 )
 from linen_compat.formats.streams import MOMENTS, PARAMETERS, SCALARS, Mismatch
 from nnx_pipeline import InputError
@@ -62,7 +63,7 @@ class Inspection:
       their whole paths.
     - `unknown`: all other leaves, by their whole paths.
     - `attention_scale`: `model.attention_scale` of the model that was saved; for MaxText that of
-      `layouts.scale_of_maxtext`.
+      `layouts.scale_of_maxtext`. None with latent attention, of which its config says it.
     """
 
     items: Path
@@ -72,7 +73,12 @@ class Inspection:
     scalars: Leaves
     ignored: Leaves
     unknown: Leaves
-    attention_scale: float = 1.0
+    attention_scale: float | None = 1.0
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether the layers have multi-head latent attention."""
+        return any(map(_is_latent, self.parameters))
 
     @property
     def parameter_count(self) -> int:
@@ -207,7 +213,8 @@ def inspect(checkpoint: str | Path) -> Inspection:
     parameters = found[PARAMETERS]
     layout = find_layout({name: leaf.shape for name, leaf in parameters.items()}, items)
     scale = read_metadata(items).attention_scale
-    if layout.format == NNX and scale is None:
+    latent = any(map(_is_latent, parameters))
+    if layout.format == NNX and scale is None and not latent:
         raise Mismatch(
             f"{items / METADATA} does not say the attention_scale that the query kernels are for; "
             "the checkpoint is damaged: take another one"
@@ -220,8 +227,13 @@ def inspect(checkpoint: str | Path) -> Inspection:
         scalars=found["scalars"],
         ignored=found["ignored"],
         unknown=found["unknown"],
-        attention_scale=_scale_of_maxtext(parameters, layout) if scale is None else scale,
+        attention_scale=None if latent else scale or _scale_of_maxtext(parameters, layout),
     )
+
+
+def _is_latent(path: str) -> bool:
+    """Whether a path is of a parameter that only latent attention has."""
+    return path.endswith((KV_DOWN.linen, slashed(KV_DOWN.nnx)))
 
 
 def _scale_of_maxtext(parameters: Leaves, layout: Layout) -> float:
@@ -236,7 +248,7 @@ def _scale_of_maxtext(parameters: Leaves, layout: Layout) -> float:
 
 # What a leaf is, by its path in the tree; the first pattern that matches decides. Where MaxText's
 # NNX path saves parameters alone, there may be no `params` around them and a `value` at the end.
-_OURS = r"((?:embedding|norm|pipeline/layers)/.+|head)"
+_OURS = r"((?:embedding|norm|pipeline/layers|dense_layers)/.+|head)"
 _GROUPS = (
     ("ignored", r"(nnx_aux/.+)"),
     ("ignored", r"((?:.+/)?rngs/[^/]+/(?:count|key)(?:/value)?)"),

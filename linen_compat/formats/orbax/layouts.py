@@ -1,8 +1,9 @@
 """Where each layout stores each layer of each parameter: names and indices, no arrays.
 
-Layers are numbered in the order in which a token passes them. One layer of one parameter is one
-slot: a stored array and an index into it. A checkpoint is converted to another layout by reading
-the slots of one and writing those of the other.
+Layers are numbered in the order in which a token passes them, those before the pipeline apart from
+those of the pipeline. One layer of one parameter is one slot: a stored array and an index into it.
+A checkpoint is converted to another layout by reading the slots of one and writing those of the
+other.
 """
 
 import re
@@ -13,10 +14,13 @@ from dataclasses import dataclass
 from linen_compat.formats.names import (
     ATTENTION,
     EXPERTS,
+    EXPERTS_OF_DEEPSEEK,
     EXPERTS_OF_QWEN3,
+    LATENT_ATTENTION,
     MLP,
     NORMS,
     OUTSIDE,
+    PLAIN_QUERY,
     QK_NORMS,
     Names,
 )
@@ -31,12 +35,23 @@ SCAN_AXIS = 1  # where MaxText's `param_scan_axis` puts the layers of a scanned 
 
 _PIPELINE = "decoder/pipeline_module/layers"
 _NNX_LAYERS = "pipeline/layers"
+_NNX_EARLY = "dense_layers"
+# MaxText's groups of layers: most models have the first alone, those of DeepSeek the other two.
+_LATER_GROUPS = ("layers", "moe_layers")
 # The number of axes of each parameter in one layer: further axes are those of a stack.
 _RANKS = {
     **dict.fromkeys((*NORMS, *QK_NORMS), 1),
     **dict.fromkeys(ATTENTION, 3),
     **{names: 2 if "gate/kernel" in names.linen else 3 for names in (*EXPERTS, *EXPERTS_OF_QWEN3)},
     **dict.fromkeys(MLP, 2),
+    **{
+        names: 1 if "norm" in names.linen else 2 if "_a/kernel" in names.linen else 3
+        for names in (*LATENT_ATTENTION, PLAIN_QUERY[0])
+    },
+    **{
+        names: 1 if names.linen.endswith("bias") else 2 if names.linen.endswith("kernel") else 3
+        for names in EXPERTS_OF_DEEPSEEK
+    },
 }
 
 
@@ -61,10 +76,13 @@ class Layout:
     - `stages`: the number of stages of the pipeline; 1 for unscanned and scanned trees.
     - `repeats`: how often a microbatch passes through all stages; 1 for unscanned and scanned
       trees.
+    - `num_dense_layers`: how many of the layers are dense ones before the pipeline.
 
-    layer = (repeat · stages + stage) · layers_per_stage + j. `maxtext:pipelined` has one array per
-    j with leading axes `[repeats, stages]`, or `[stages]` with one repeat; `nnx` has one array with
-    leading axes `[repeats, stages, layers_per_stage]`.
+    Of the layers of the pipeline, layer = (repeat · stages + stage) · layers_per_stage + j.
+    `maxtext:pipelined` has one array per j with leading axes `[repeats, stages]`, or `[stages]`
+    with one repeat; `nnx` has one array with leading axes `[repeats, stages, layers_per_stage]`.
+    The layers before the pipeline are scanned in both: with their axis first in `nnx`, and second
+    in `maxtext:pipelined`.
 
     Raises InputError for an unknown format, for stages or repeats where the format has none, and
     when the number of layers does not divide into them.
@@ -74,6 +92,7 @@ class Layout:
     num_layers: int
     stages: int = 1
     repeats: int = 1
+    num_dense_layers: int = 0
 
     def __post_init__(self) -> None:
         one_of("format", self.format, FORMATS)
@@ -87,20 +106,32 @@ class Layout:
                 f"stages={self.stages} and repeats={self.repeats} are for {PIPELINED} and {NNX}; "
                 f"leave them out for {self.format}"
             )
-        if self.num_layers % (self.stages * self.repeats):
+        if self.num_pipeline_layers % (self.stages * self.repeats):
+            dense = (
+                f", without {self.num_dense_layers} dense ones," if self.num_dense_layers else ""
+            )
             raise InputError(
-                f"{self.num_layers} layers do not split into {self.stages} stages × "
+                f"{self.num_layers} layers{dense} do not split into {self.stages} stages × "
                 f"{self.repeats} repeats; choose --stages and --repeats (or stages, repeats) whose "
-                f"product divides {self.num_layers}"
+                f"product divides {self.num_pipeline_layers}"
             )
 
     @property
     def layers_per_stage(self) -> int:
         """How many consecutive layers a stage applies at each visit."""
-        return self.num_layers // (self.stages * self.repeats)
+        return self.num_pipeline_layers // (self.stages * self.repeats)
+
+    @property
+    def num_pipeline_layers(self) -> int:
+        """How many layers are stacked by stages and repeats: all but the dense first ones."""
+        return self.num_layers - self.num_dense_layers
+
+    def count(self, names: Names) -> int:
+        """How many layers have a parameter: those before the pipeline, or those in it."""
+        return self.num_dense_layers if names.is_early else self.num_pipeline_layers
 
     def place(self, layer: int) -> tuple[int, int, int]:
-        """The repeat and the stage of a layer, and its place within the stage."""
+        """The repeat and the stage of a layer of the pipeline, and its place within the stage."""
         visit, j = divmod(layer, self.layers_per_stage)
         return *divmod(visit, self.stages), j
 
@@ -108,63 +139,88 @@ class Layout:
         """Where one layer of a parameter is stored.
 
         - `names`: the names of a parameter of the layers.
-        - `layer`: the number of the layer in the whole model, from 0.
+        - `layer`: the number of the layer among those of its kind, from 0.
         """
-        repeat, stage, j = self.place(layer)
         if self.format == UNSCANNED:
-            return Slot(f"decoder/layers_{layer}/{names.linen}")
-        if self.format == SCANNED:
-            return Slot(f"decoder/layers/{names.linen}", (slice(None),) * SCAN_AXIS + (layer,))
+            return Slot(f"decoder/{names.group}_{layer}/{names.linen}")
+        if self.format == NNX and names.is_early:
+            return Slot(slashed(names.nnx), (layer,))
+        if self.format == SCANNED or names.is_early:
+            index = (slice(None),) * SCAN_AXIS + (layer,)
+            return Slot(f"decoder/{names.group}/{names.linen}", index)
+        repeat, stage, j = self.place(layer)
         if self.format == NNX:
             return Slot(f"{_NNX_LAYERS}/{slashed(names.nnx)}", (repeat, stage, j))
         inner = f"layers_{j}/" if self.layers_per_stage > 1 else ""
-        index = (repeat, stage) if self.repeats > 1 else (stage,)
-        return Slot(f"{_PIPELINE}/{inner}{names.linen}", index)
+        at = (repeat, stage) if self.repeats > 1 else (stage,)
+        return Slot(f"{_PIPELINE}/{inner}{names.linen}", at)
 
     def outside(self, names: Names) -> Slot:
         """Where a parameter outside the layers is stored."""
         return Slot(slashed(names.nnx) if self.format == NNX else names.linen)
 
-    def stacked(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the stored array whose layers have this shape each."""
+    def stacked(self, names: Names, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the stored array of a parameter whose layers have this shape each.
+
+        - `names`: the names of a parameter of the layers.
+        """
         if self.format == UNSCANNED:
             return shape
-        if self.format == SCANNED:
-            return (*shape[:SCAN_AXIS], self.num_layers, *shape[SCAN_AXIS:])
+        if self.format == NNX and names.is_early:
+            return (self.num_dense_layers, *shape)
+        if self.format == SCANNED or names.is_early:
+            return (*shape[:SCAN_AXIS], self.count(names), *shape[SCAN_AXIS:])
         if self.format == NNX:
             return (self.repeats, self.stages, self.layers_per_stage, *shape)
         return ((self.repeats, self.stages) if self.repeats > 1 else (self.stages,)) + shape
+
+    def stacked_axes(self, names: Names) -> range:
+        """The axes of a stored array along which layers are stacked."""
+        if self.format == UNSCANNED:
+            return range(0)
+        if self.format == NNX:
+            return range(1 if names.is_early else 3)
+        if self.format == SCANNED or names.is_early:
+            return range(SCAN_AXIS, SCAN_AXIS + 1)
+        return range(2 if self.repeats > 1 else 1)
+
+    def unstacked(self, names: Names, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that one layer has in a stored array of this shape: undoes `stacked`."""
+        axes = self.stacked_axes(names)
+        return tuple(size for axis, size in enumerate(shape) if axis not in axes)
 
     def leaves(
         self, layer_names: Iterable[Names], shapes: Mapping[str, tuple[int, ...]]
     ) -> dict[str, tuple[int, ...]]:
         """The shape of every stored array, by its path.
 
-        - `layer_names`: the parameters of a layer, as from `names.of_layer`.
+        - `layer_names`: the parameters of a layer of each kind, as from `names.of_model`.
         - `shapes`: the shape of each parameter by NNX path; parameters of the layers as in one
           layer. Without one of a head, the embeddings are tied.
         """
         outside = [names for names in OUTSIDE if names.nnx in shapes]
         found = {self.outside(names).leaf: shapes[names.nnx] for names in outside}
         for names in layer_names:
-            for layer in range(self.num_layers):
-                found[self.slot(names, layer).leaf] = self.stacked(shapes[names.nnx])
+            for layer in range(self.count(names)):
+                found[self.slot(names, layer).leaf] = self.stacked(names, shapes[names.nnx])
         return found
 
-    def order(self) -> Sequence[int]:
-        """All layers, so that those of one stored array are next to each other."""
-        if self.format != PIPELINED:
-            return range(self.num_layers)
-        return sorted(range(self.num_layers), key=lambda layer: (self.place(layer)[2], layer))
+    def order(self, names: Names) -> Sequence[int]:
+        """All layers that have a parameter, those of one stored array next to each other."""
+        layers = range(self.count(names))
+        if self.format != PIPELINED or names.is_early:
+            return layers
+        return sorted(layers, key=lambda layer: (self.place(layer)[2], layer))
 
 
 def scale_of_maxtext(head_dim_of_norm: int | None) -> float:
-    """The `model.attention_scale` with which MaxText's models compute.
+    """The `model.attention_scale` with which MaxText's models without latent attention compute.
 
     - `head_dim_of_norm`: the size of a head in a model with QK norm; None for a model without.
 
     It is 1 where the factor head_dim^-0.5 is part of the query kernel. A norm of the queries would
-    undo that, so that models with QK norm multiply by the factor after it.
+    undo that, so that models with QK norm multiply by the factor after it. With latent attention
+    they multiply by what their config says (`maxtext.deepseek`).
     """
     return 1.0 if head_dim_of_norm is None else head_dim_of_norm**-0.5
 
@@ -188,24 +244,45 @@ def find_layout(shapes: Mapping[str, tuple[int, ...]], where: object = "the chec
     that cannot be read.
     """
     _refuse_what_is_outside(shapes)
+    dense = _dense_layers(shapes)
     if leading := _leading(shapes, f"{_NNX_LAYERS}/", nnx=True):
         (repeats, stages, per_stage), _ = leading.most_common(1)[0]
-        return Layout(NNX, repeats * stages * per_stage, stages, repeats)
+        return Layout(NNX, repeats * stages * per_stage + dense, stages, repeats, dense)
     if leading := _leading(shapes, f"{_PIPELINE}/"):
-        return _pipelined(shapes, leading)
-    if scanned := _leading(shapes, "decoder/layers/", axis=SCAN_AXIS):
-        return Layout(SCANNED, scanned.most_common(1)[0][0][0])
-    numbers = [re.match(r"decoder/layers_(\d+)/", name) for name in shapes]
-    if found := {int(number.group(1)) for number in numbers if number}:
-        return Layout(UNSCANNED, max(found) + 1)
+        return _pipelined(shapes, leading, dense)
+    for group in _LATER_GROUPS:
+        if scanned := _leading(shapes, f"decoder/{group}/", axis=SCAN_AXIS):
+            layers = scanned.most_common(1)[0][0][0]
+            return Layout(SCANNED, layers + dense, num_dense_layers=dense)
+        if apart := _apart(shapes, f"decoder/{group}_"):
+            return Layout(UNSCANNED, apart + dense, num_dense_layers=dense)
     raise Mismatch(
         f"{where} has no layers of MaxText's decoder (decoder/layers_0, decoder/layers or "
         "decoder/pipeline_module/layers); is it a checkpoint of another model?"
     )
 
 
-def _pipelined(shapes: Mapping[str, tuple[int, ...]], leading: Counter) -> Layout:
-    """The layout of a pipelined tree, given how often each tuple of stacking axes occurs."""
+def _dense_layers(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """How many layers before the pipeline a tree has."""
+    if leading := _leading(shapes, f"{_NNX_EARLY}/", nnx=True):
+        return leading.most_common(1)[0][0][0]
+    if leading := _leading(shapes, f"decoder/{_NNX_EARLY}/", axis=SCAN_AXIS):
+        return leading.most_common(1)[0][0][0]
+    return _apart(shapes, f"decoder/{_NNX_EARLY}_")
+
+
+def _apart(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> int:
+    """How many layers a tree holds apart from each other, whose paths begin with `prefix`."""
+    numbers = [re.match(rf"{prefix}(\d+)/", name) for name in shapes]
+    return max((int(number.group(1)) + 1 for number in numbers if number), default=0)
+
+
+def _pipelined(shapes: Mapping[str, tuple[int, ...]], leading: Counter, dense: int) -> Layout:
+    """The layout of a pipelined tree.
+
+    - `leading`: how often each tuple of stacking axes occurs.
+    - `dense`: how many layers are before the pipeline.
+    """
     axes, _ = leading.most_common(1)[0]
     if len(axes) > 2:
         example = next(name for name in shapes if name.startswith(_PIPELINE))
@@ -214,10 +291,9 @@ def _pipelined(shapes: Mapping[str, tuple[int, ...]], leading: Counter) -> Layou
             "MaxText's scan_layers_per_stage is not supported: convert it with "
             "scan_layers_per_stage=false"
         )
-    numbers = [re.match(rf"{_PIPELINE}/layers_(\d+)/", name) for name in shapes]
-    per_stage = max((int(number.group(1)) + 1 for number in numbers if number), default=1)
+    per_stage = _apart(shapes, f"{_PIPELINE}/layers_") or 1
     repeats, stages = axes if len(axes) == 2 else (1, *axes)
-    return Layout(PIPELINED, per_stage * repeats * stages, stages, repeats)
+    return Layout(PIPELINED, per_stage * repeats * stages + dense, stages, repeats, dense)
 
 
 def _leading(
@@ -242,7 +318,7 @@ def _refuse_what_is_outside(shapes: Mapping[str, tuple[int, ...]]) -> None:
     piped = any(name.startswith(f"{_PIPELINE}/") for name in shapes)
     for name in shapes:
         if "layers_outside_pipeline" in name or (
-            piped and re.match(r"decoder/layers(_\d+)?/", name)
+            piped and re.match(r"decoder/(moe_)?layers(_\d+)?/", name)
         ):
             raise Mismatch(
                 f"{name} is a layer outside the pipeline, which is not supported; "

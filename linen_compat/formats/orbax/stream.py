@@ -13,15 +13,16 @@ from linen_compat.formats.orbax.arrays import MissingChunk, NewArrays, StoredArr
 from linen_compat.formats.orbax.chunks import Index
 from linen_compat.formats.orbax.corruption import check_databases
 from linen_compat.formats.orbax.inspect import SCALAR_PATHS, Inspection
-from linen_compat.formats.orbax.layouts import (
-    NNX,
-    SCAN_AXIS,
-    SCANNED,
-    UNSCANNED,
-    Layout,
-    scale_of_maxtext,
+from linen_compat.formats.orbax.layouts import NNX, Layout, scale_of_maxtext
+from linen_compat.formats.streams import (
+    MOMENTS,
+    PARAMETERS,
+    SCALARS,
+    ArraySpec,
+    Mismatch,
+    scale_in_arrays,
+    title,
 )
-from linen_compat.formats.streams import MOMENTS, PARAMETERS, SCALARS, ArraySpec, Mismatch, title
 
 _PREFIXES = {
     "maxtext": {
@@ -68,6 +69,7 @@ class OrbaxSource:
           its chunk is missing and its value is therefore unknown.
         """
         self.layout, self.num_layers = found.layout, found.layout.num_layers
+        self.num_dense_layers = found.layout.num_dense_layers
         self.parts = (PARAMETERS,) if parameters_only else found.parts
         self._found, self._names = found, names_of(arrays)
         self._files = StoredArrays(found.items)
@@ -91,7 +93,7 @@ class OrbaxSource:
 
     def order(self, path: str) -> Sequence[int]:
         """See `streams.Source.order`."""
-        return self.layout.order()
+        return self.layout.order(self._names[path])
 
     def read(
         self, path: str, layer: int | None, part: str = PARAMETERS, index: Index = ()
@@ -150,20 +152,23 @@ class OrbaxDestination:
         layout: Layout,
         arrays: Mapping[str, ArraySpec],
         *,
-        attention_scale: float = 1.0,
+        attention_scale: float | None = 1.0,
     ) -> None:
         """Prepares to write; nothing is written yet.
 
         - `folder`: an empty folder.
         - `layout`: where each layer goes.
         - `arrays`: shape and dtype of the arrays to be written, by NNX path.
-        - `attention_scale`: the model's own, which this project's format keeps beside the arrays. A
-          MaxText model has that of `layouts.scale_of_maxtext`, whatever is given.
+        - `attention_scale`: the model's own, which this project's format keeps beside the arrays,
+          unless it is None. A MaxText model has that of `layouts.scale_of_maxtext`, whatever is
+          given.
         """
         self.layout = layout
         self._family = "nnx" if layout.format == NNX else "maxtext"
         norm = arrays.get(QK_NORMS[0].nnx)
-        of_maxtext = scale_of_maxtext(None if norm is None else norm.shape[0])
+        of_maxtext = scale_in_arrays(
+            arrays, scale_of_maxtext(None if norm is None else norm.shape[0])
+        )
         self.attention_scale = attention_scale if self._family == "nnx" else of_maxtext
         self._names = names_of(arrays)
         self._files = NewArrays(folder)
@@ -178,8 +183,11 @@ class OrbaxDestination:
         slot = self.layout.outside(names) if layer is None else self.layout.slot(names, layer)
         leaf = _PREFIXES[self._family][part] + slot.leaf
         if leaf not in self._files:  # the first layer decides shape and dtype for all
-            shape = array.shape if layer is None else self.layout.stacked(array.shape)
-            self._files.create(leaf, shape, array.dtype, self._stacked_axes(slot.index))
+            shape, axes = array.shape, range(0)
+            if layer is not None:
+                shape = self.layout.stacked(names, array.shape)
+                axes = self.layout.stacked_axes(names)
+            self._files.create(leaf, shape, array.dtype, axes)
         if array.dtype != self._files.dtype(leaf):
             raise Mismatch(
                 f"{title(path, layer, part)} is {array.dtype} and another layer of it is "
@@ -205,7 +213,8 @@ class OrbaxDestination:
                 self._files.write(paths[name], (), value)
         # MaxText's optimizer is a list of three, and the second of them, weight decay, is empty.
         empty = ("opt_state/1",) if self._family == "maxtext" and "count" in scalars else ()
-        custom = {"attention_scale": self.attention_scale} if self._family == "nnx" else None
+        scale = self.attention_scale
+        custom = {"attention_scale": scale} if self._family == "nnx" and scale is not None else None
         self._files.finish(empty, custom)
 
     def _check_complete(self) -> None:
@@ -213,15 +222,7 @@ class OrbaxDestination:
         outside = {names.nnx for names in OUTSIDE}
         for part in {part for part, _, _ in self._written}:
             for path in self._arrays:
-                layers = [None] if path in outside else range(self.layout.num_layers)
+                layers = [None] if path in outside else self.layout.order(self._names[path])
                 absent = [layer for layer in layers if (part, path, layer) not in self._written]
                 if absent:
                     raise RuntimeError(f"{title(path, absent[0], part)} was never written")
-
-    def _stacked_axes(self, index: Index) -> range:
-        """The axes of a stored array along which layers are stacked."""
-        if self.layout.format == UNSCANNED:
-            return range(0)
-        if self.layout.format == SCANNED and index:
-            return range(SCAN_AXIS, SCAN_AXIS + 1)
-        return range(len(index))
