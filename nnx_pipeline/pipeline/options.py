@@ -35,6 +35,7 @@ class LoopOptions:
       `remat`, such as the inputs of the layers.
     - `accumulate`: how the loop adds up gradients. With None, JAX differentiates the circular loop
       by transposing its scan, and 1F1B, which always adds up gradients, uses the defaults.
+    - `cast_at_use`: as in `WeightOptions`.
     - `parts`: pieces of the loop that an experiment exchanges.
     - `bubble_fill`: the value that the buffers hold before anything arrives.
 
@@ -45,6 +46,7 @@ class LoopOptions:
     remat: Remat = FULL
     saved_in_stage: tuple[str, ...] = ()
     accumulate: Accumulation | None = None
+    cast_at_use: bool = False
     parts: LoopParts = DEFAULT_PARTS
     bubble_fill: float = 0.0
 
@@ -63,8 +65,11 @@ class WeightOptions:
       summed over devices in their own dtype.
     - `zero1`: mesh axes along which each device gets only its shard of the gradients, if the
       layers are given as `Zero1Layers`; with () gradients are sharded like the parameters.
+    - `cast_at_use`: whether layers keep the compiler from casting weights before the loop, as
+      grouped experts do; see `stage.repeats.hold_to_read`.
     """
 
     dtype: str | None = None
     grad_dtype: str | None = None
     zero1: tuple[str, ...] = ()
+    cast_at_use: bool = False
