@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nnx_pipeline import InputError, Layout, lab
+from nnx_pipeline.ops.cast import cast_at_use, of_slices
 from nnx_pipeline.ops.experts import ExpertKernels
 from nnx_pipeline.ops.grouped.experts import GroupedExperts
 from nnx_pipeline.ops.grouped.order import Some, from_rows, sort_by_expert, to_rows, visits
@@ -243,3 +244,20 @@ def test_devices_with_the_same_tokens_are_refused(layout: Layout, mesh: str) -> 
 def test_tiles_that_are_refused(numbers: tuple[int, ...]) -> None:
     with pytest.raises(InputError, match="give powers of two"):
         Tiles.of(numbers)
+
+
+# ---- casts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_cast_of_a_slice_is_a_cast(dtype: str) -> None:
+    """To the bit, of any float32; in bfloat16 alone it is rounded first."""
+    bits = np.random.default_rng(0).integers(2**32, size=100_000, dtype=np.uint32)
+    edges = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 3.4e38, 1e-40, 6e-6], np.float32)
+    x = jnp.asarray(np.concatenate([bits.view(np.float32), edges]))
+    cast = functools.partial(cast_at_use, dtype=dtype)
+    sliced = of_slices(lambda x: cast(x))
+    found, wanted = (np.asarray(f(x)) for f in (sliced, lambda x: x.astype(dtype)))
+    assert found.tobytes() == wanted.tobytes()
+    assert ("reduce_precision" in str(jax.make_jaxpr(sliced)(x))) == (dtype == "bfloat16")
+    assert "reduce_precision" not in str(jax.make_jaxpr(cast)(x))

@@ -52,4 +52,5 @@ def weight_options(config: Config) -> WeightOptions:
         dtype=config.model.dtype,
         grad_dtype=config.train.grad_dtype,
         zero1=("data",) if config.train.shard_optimizer_over_data else (),
+        cast_at_use=config.model.experts == "grouped",
     )

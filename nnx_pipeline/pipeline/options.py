@@ -38,6 +38,7 @@ class LoopOptions:
       `remat`, such as the inputs of the layers.
     - `accumulate`: how the loop adds up gradients. With None, JAX differentiates the circular loop
       by transposing its scan, and 1F1B, which always adds up gradients, uses the defaults.
+    - `cast_at_use`: as in `WeightOptions`.
     - `parts`: pieces of the loop that an experiment exchanges.
     - `bubble_fill`: the value that the buffers hold before anything arrives.
 
@@ -48,6 +49,7 @@ class LoopOptions:
     remat: Remat = FULL
     saved_in_stage: tuple[str, ...] = ()
     accumulate: Accumulation | None = None
+    cast_at_use: bool = False
     parts: LoopParts = DEFAULT_PARTS
     bubble_fill: float = 0.0
 
@@ -66,6 +68,8 @@ class WeightOptions:
       summed over devices in their own dtype.
     - `zero1`: mesh axes along which each device gets only its shard of the gradients, if the
       layers are given as `Zero1Layers`; with () gradients are sharded like the parameters.
+    - `cast_at_use`: whether layers keep the compiler from casting weights before the loop, as
+      grouped experts do; see `stage.repeats.hold_to_read`.
 
     Raises InputError for dtypes that are not floating, and for axes that do not shard the batch.
     """
@@ -73,6 +77,7 @@ class WeightOptions:
     dtype: str | None = None
     grad_dtype: str | None = None
     zero1: tuple[str, ...] = ()
+    cast_at_use: bool = False
 
     def __post_init__(self) -> None:
         for name in ("dtype", "grad_dtype"):

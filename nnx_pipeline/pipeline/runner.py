@@ -368,6 +368,7 @@ class Runner:
             remat=POLICIES[self.config.remat],
             saved_in_stage=(LAYER_METRICS, LAYER_INPUT) if inputs else (LAYER_METRICS,),
             accumulate=accumulate,
+            cast_at_use=self.weights.cast_at_use,
             parts=self.parts,
         )
 

@@ -87,7 +87,7 @@ def _visit_once(tick: TwoWayTick, params: PyTree, moving: Moving, side: PyTree) 
 
     def visit(params: PyTree, moving: Moving, side: PyTree) -> tuple[Moving, PyTree]:
         gathered = tick.weights.gather(params)
-        held = hold_weights(tick.loop.parts, gathered)
+        held = hold_weights(tick.loop, gathered)
         weights_at = functools.partial(stage_weights, tick.loop.parts, held)
         now = jax.tree.map(lambda leaf: leaf[0], make_plan(tick.loop.schedule))
         reads = visit_reads(weights_at, Beside(side, []), now)

@@ -185,7 +185,7 @@ class AllRepeats:
     ) -> tuple[tuple[Carry, PyTree], PyTree, Any]:
         """See `Passage.forward`; it saves the gathered weights and what each tick kept."""
         parts = self.tick.loop.parts
-        gathered = hold_weights(parts, self.tick.weights.gather(params))
+        gathered = hold_weights(self.tick.loop, self.tick.weights.gather(params))
         weights_at = functools.partial(stage_weights, parts, gathered)
         step = functools.partial(self.tick.forward, weights_at, beside, keep)
         loop, (stream, state) = self.tick.loop, moving

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.errors import InputError, of_type
+from nnx_pipeline.ops.cast import of_slices
 from nnx_pipeline.pipeline import entry
 from nnx_pipeline.pipeline.circular.accumulate import Accumulate
 from nnx_pipeline.pipeline.circular.plan import Plan
@@ -74,9 +75,12 @@ def run_pipeline(
     stream = jax.tree.map(lambda leaf: split(leaf, schedule), entry.spread(microbatches))
     params, side = entry.stacked(params), entry.on_every_stage(side_inputs)
     kept = hold_state(entry.stacked(state), schedule)
-    loop = Loop(schedule, options.shift_by, options.bubble_fill, options.parts)
+    how = options.bubble_fill, options.parts, options.cast_at_use
+    loop = Loop(schedule, options.shift_by, *how)
     run = make_ticks(loop, options)
     stage = checked(apply_stage, has_state=state is not None)
+    if options.cast_at_use and schedule.repeats > 1:
+        stage = of_slices(stage)
     moving, metrics = run(stage, params, (stream, kept), side)
     outputs = jax.tree.map(lambda leaf: _in_order(leaf, schedule), moving[0])
     metrics = given_out(over_ticks(metrics, schedule.visits.active), outputs)
@@ -144,7 +148,7 @@ class Autodiff:
         def select_and_visit(held: PyTree, now: Plan, x: Moving) -> tuple[Moving, PyTree]:
             return apply(stage_weights(parts, held, now), x, stage_side(side, now))
 
-        visit = functools.partial(select_and_visit, hold_weights(parts, params))
+        visit = functools.partial(select_and_visit, hold_weights(self.loop, params))
         tick = self.loop.tick(visit, linear=linear)
         stream, state = moving
         (end, state), metrics = self.loop.run(tick, (self.loop.start(stream), state))

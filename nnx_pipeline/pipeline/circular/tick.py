@@ -23,7 +23,7 @@ from nnx_pipeline.pipeline.exchange.shift import ShiftName, shift
 from nnx_pipeline.pipeline.parts import DEFAULT_PARTS, LoopParts
 from nnx_pipeline.pipeline.schedule import CircularSchedule
 from nnx_pipeline.pipeline.stage.apply import Moving
-from nnx_pipeline.pipeline.stage.repeats import hold, select
+from nnx_pipeline.pipeline.stage.repeats import hold_to_read, select
 from nnx_pipeline.pipeline.stage.state import At, put, take
 from nnx_pipeline.remat import ITERATION_INPUT, named
 
@@ -126,12 +126,14 @@ class Loop:
     - `shift_by`: how outputs are sent to the next stage.
     - `bubble_fill`: what the buffers hold before anything arrives; results do not depend on it.
     - `parts`: pieces that an experiment exchanges.
+    - `cast_at_use`: as in `WeightOptions`.
     """
 
     schedule: CircularSchedule
     shift_by: ShiftName
     bubble_fill: float
     parts: LoopParts = DEFAULT_PARTS
+    cast_at_use: bool = False
 
     def run(self, tick: Tick, start: tuple[Carry, PyTree]) -> tuple[tuple[Carry, PyTree], Any]:
         """Goes through all ticks; returns the last pair, and the other results of every tick.
@@ -214,9 +216,9 @@ class Loop:
         return stage_outputs(self.schedule, self.shift_by, now, mid, outputs)
 
 
-def hold_weights(parts: LoopParts, params: PyTree) -> PyTree:
+def hold_weights(loop: Loop, params: PyTree) -> PyTree:
     """The parameters `[repeats, stages, …]` in the form that `stage_weights` reads."""
-    return params if parts.select else hold(params)
+    return params if loop.parts.select else hold_to_read(params, cast_at_use=loop.cast_at_use)
 
 
 def stage_weights(parts: LoopParts, held: PyTree, now: Plan) -> PyTree:

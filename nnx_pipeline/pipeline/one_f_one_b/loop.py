@@ -19,7 +19,7 @@ from nnx_pipeline.pipeline.one_f_one_b.plan import Plan, make_plan
 from nnx_pipeline.pipeline.one_f_one_b.state import NOTHING, Held, Inputs, State, Weights
 from nnx_pipeline.pipeline.one_f_one_b.tick import Phase, Tick, row_of
 from nnx_pipeline.pipeline.options import Accumulation
-from nnx_pipeline.pipeline.stage.repeats import hold, stacked
+from nnx_pipeline.pipeline.stage.repeats import hold, hold_to_read, stacked
 from nnx_pipeline.pipeline.stage.state import take
 from nnx_pipeline.pipeline.stage.vjp import zero_gradients
 
@@ -44,12 +44,14 @@ class Loop:
     - `tick`: what every tick does.
     - `how`: in which dtype gradients add up, and how the weights are held during the loop.
     - `bubble_fill`: what the buffers hold before anything arrives; results do not depend on it.
+    - `cast_at_use`: as in `WeightOptions`.
     - `asked`: for each input of the microbatches, whether its gradient is asked for; None for none.
     """
 
     tick: Tick
     how: Accumulation
     bubble_fill: float
+    cast_at_use: bool = False
     asked: Inputs | None = None
 
     def run(self, weights: Held, inputs: Inputs, layers: PyTree, *, differentiate: bool) -> State:
@@ -69,7 +71,7 @@ class Loop:
         ]
         plan = make_plan(schedule)
         stored, gathering = weights, self.tick.weights
-        weights = weights._replace(stages=hold(gathering.gather(stored.stages)))
+        weights = weights._replace(stages=self._held(stored.stages))
         state, kept_tree = self._start(weights, inputs, (layers, plan), keep=differentiate)
         if differentiate:
             others = stored._replace(stages=None)
@@ -98,6 +100,10 @@ class Loop:
         of_inputs = state.of_inputs._replace(side=d_side)
         return state._replace(gradients=gradients, of_inputs=of_inputs)
 
+    def _held(self, stored: PyTree) -> PyTree:
+        """The weights of the stages as the ticks read them."""
+        return hold_to_read(self.tick.weights.gather(stored), cast_at_use=self.cast_at_use)
+
     def _no_gradients_yet(self, inputs: Inputs) -> Inputs:
         """The accumulators of the gradients that are asked for of inputs."""
         if self.asked is None:
@@ -122,7 +128,7 @@ class Loop:
         tick = self.tick
 
         def call(weights: Weights, inputs: Inputs, layers: PyTree) -> Array:
-            stages = hold(tick.weights.gather(weights.stages))
+            stages = self._held(weights.stages)
             held = Held((weights.enter, []), stages, (weights.leave, []), [])
             now = jax.tree.map(lambda leaf: leaf[0], make_plan(tick.schedule))
             x = tick.entering(held, inputs, now)

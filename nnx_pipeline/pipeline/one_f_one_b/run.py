@@ -9,6 +9,7 @@ import jax
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.errors import InputError, of_type
+from nnx_pipeline.ops.cast import of_slices
 from nnx_pipeline.ops.gradients import (
     is_primal,
     is_symbolic_zero,
@@ -101,6 +102,8 @@ def run_one_f_one_b(
     how = options.accumulate or Accumulation()
     _check_options(schedule, options, how)
     enter, apply_stage, leave = _one_for_all_stages(functions)
+    if options.cast_at_use and schedule.repeats > 1:
+        apply_stage = of_slices(apply_stage)
     stages, state = parted(weights.stages)
     weights = weights._replace(stages=stages)
     weights, inputs, layers = _at_entry(weights, inputs, state, schedule)
@@ -115,7 +118,7 @@ def run_one_f_one_b(
             options.parts.map_stages,
             dataclasses.replace(how.weights, ahead=False),  # refused above with several repeats
         )
-        return Loop(tick, how, options.bubble_fill)
+        return Loop(tick, how, options.bubble_fill, options.cast_at_use)
 
     checkpoint = functools.partial(
         options.remat.checkpoint, also=options.saved_in_stage, in_scan=True
