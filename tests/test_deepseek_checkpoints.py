@@ -213,9 +213,8 @@ def test_tensors_that_predict_further_tokens_are_named(tmp_path: Path, bridge: A
     assert ended.code == 0, ended.err
     further = {"model.layers.4.enorm.weight": np.ones(16, np.float32)}
     save_file({**tensors, **further}, tmp_path / "model.safetensors")
-    with pytest.raises(
-        Mismatch, match=r"model\.layers\.4\.enorm\.weight has no place in the model"
-    ):
+    message = r"model\.layers\.4\.enorm\.weight has no place in the model"
+    with pytest.raises(Mismatch, match=message):
         linen_compat.load(tmp_path, config)
 
 
