@@ -1,4 +1,4 @@
-"""119 mutations of the code, and whether the tests that should catch each of them do.
+"""132 mutations of the code, and whether the tests that should catch each of them do.
 
     python benchmarks/mutations.py [NUMBER …]   applies each in a copy of the checkout and runs its tests
     python benchmarks/mutations.py --check      says which no longer fit the code; exit 1 if any
@@ -281,7 +281,7 @@ MUTATIONS = (
         "test_ops",
     ),
     Mutation(
-        "nnx_pipeline/ops/rotary.py",
+        "nnx_pipeline/ops/self_attention/rotary.py",
         "second * cosine + first * sine",
         "second * cosine - first * sine",
         "test_ops",
@@ -378,14 +378,14 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/ops/attention.py",
-        "causal = query >= key",
-        "causal = query > key",
+        "readable = query >= key",
+        "readable = query > key",
         "test_ops",
     ),
     Mutation(
         "nnx_pipeline/ops/attention.py",
-        "return causal & (segment_ids[:, :, None] == segment_ids[:, None, :])",
-        "return causal",
+        "return readable & (queries.segments[:, :, None] == keys.segments[:, None, :])",
+        "return readable",
         "test_ops test_model",
     ),
     Mutation(
@@ -671,6 +671,18 @@ MUTATIONS = (
         "test_stage_checks",
     ),
     Mutation(
+        "nnx_pipeline/pipeline/layers.py",
+        "        check_same(one, other)\n",
+        "",
+        "test_wrong_uses",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/runner.py",
+        "self.config.num_microbatches is None and default > 1",
+        "self.config.num_microbatches is None and default > 2",
+        "test_layer_state",
+    ),
+    Mutation(
         "nnx_pipeline/pipeline/timetable/actions.py",
         "ends = np.isin(self.kind, (BACKWARD, OF_WEIGHTS))",
         "ends = np.isin(self.kind, (BACKWARD, OF_INPUT))",
@@ -738,8 +750,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/ops/router.py",
-        "squared_log_sum=jnp.mean(log_sum**2, axis=1)",
-        "squared_log_sum=jnp.mean(log_sum, axis=1) ** 2",
+        "softmax * log_sum**2)",
+        "softmax * log_sum)",
         "test_ops",
     ),
     Mutation(
@@ -747,6 +759,72 @@ MUTATIONS = (
         "        if not isinstance(variable, SelectionBias):\n            return variable\n",
         "        return variable\n",
         "test_train",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/attention.py",
+        "1 - jnp.square(capped.astype(jnp.float32) / cap)",
+        "1 - capped.astype(jnp.float32) / cap",
+        "test_fast_attention test_loss",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/loss.py",
+        "            d_logits *= soft_cap_slope(logits, plan.cap)\n",
+        "            pass\n",
+        "test_loss",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/low_precision.py",
+        'dtypes = f"{result},{of_kernel}->{of_x}", (kind.cotangents, kind.values)',
+        'dtypes = f"{result},{of_kernel}->{of_x}", (kind.values, kind.values)',
+        "test_low_precision",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/low_precision.py",
+        "if axis in result]\n            # The scales",
+        "if axis not in result]\n            # The scales",
+        "test_low_precision",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/attention.py",
+        "readable = behind >= 0",
+        "readable = behind > 0",
+        "test_generate",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/attention.py",
+        "readable &= behind < options.window",
+        "readable &= behind <= options.window",
+        "test_generate",
+    ),
+    Mutation(
+        "nnx_pipeline/generate/loop.py",
+        "positions=positions[:, None])",
+        "positions=positions[:, None] + 1)",
+        "test_generate",
+    ),
+    Mutation(
+        "nnx_pipeline/generate/loop.py",
+        "at=lengths - 1",
+        "at=lengths * 0 + tokens.shape[1] - 1",
+        "test_generate",
+    ),
+    Mutation(
+        "nnx_pipeline/generate/sampling.py",
+        "before < sampling.top_p",
+        "before + likely < sampling.top_p",
+        "test_generate",
+    ),
+    Mutation(
+        "nnx_pipeline/generate/sampling.py",
+        "logits / sampling.temperature",
+        "logits * sampling.temperature",
+        "test_generate",
+    ),
+    Mutation(
+        "nnx_pipeline/train/text.py",
+        "min(batch, count - first)",
+        "batch",
+        "test_text",
     ),
 )
 

@@ -117,6 +117,7 @@ LARGER = (
     llama("stage=2,fsdp=2", STEP | AUTO, *ONCE),
     llama("stage=2,fsdp=2", STEP | BFLOAT16, *ONCE),
     llama("stage=2,fsdp=2", {}, *ONCE),
+    llama("stage=2,fsdp=2", PREFETCH, *ONCE),
     llama("stage=2,data=2", ZERO_1, *OVER_DATA),
     llama("stage=2,data=2", ZERO_1 | AUTO, *OVER_DATA),
     llama("stage=2,data=2", ZERO_1 | STEP, *OVER_DATA),

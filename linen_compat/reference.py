@@ -46,7 +46,7 @@ def hidden_states(
         x = _layer(x, of_layer, config.of_dense_layers if early else config)
         yield f"layer {layer} ({prefix}{list(index) if index else ''})", x
     x = _norm(x, weight("decoder/decoder_norm/scale"), config)
-    yield "logits", x @ _head(weight, config)
+    yield "logits", _capped(x @ _head(weight, config), config.logits_soft_cap)
 
 
 def _head(weight: Weight, config: ModelConfig) -> np.ndarray:
@@ -121,6 +121,7 @@ def _mixed(
 ) -> np.ndarray:
     """Values mixed by the scores of queries and keys, `[batch, heads, seq, …]` each."""
     scores = np.einsum("bhsk,bhtk->bhst", query, key)
+    scores = _capped(scores, config.attention_soft_cap)
     length = query.shape[2]
     seen = np.tri(length, dtype=bool)
     if config.sliding_window is not None:
@@ -151,6 +152,10 @@ def _latent_attention(x: np.ndarray, weight: Weight, config: ModelConfig) -> np.
     query = query * np.float32(config.attention_scale)
     mixed = _mixed(query, key, both[..., plain:], config)
     return np.einsum("bshk,hkd->bsd", mixed, of("out/kernel"))
+
+
+def _capped(x: np.ndarray, cap: float | None) -> np.ndarray:
+    return x if cap is None else np.float32(cap) * np.tanh(x / np.float32(cap))
 
 
 def _rotate(x: np.ndarray, config: ModelConfig) -> np.ndarray:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, PyTree
 
@@ -20,7 +21,7 @@ from nnx_pipeline.mesh import ambient_mesh
 from nnx_pipeline.modules import DecoderLayer, Embed, Parts, RMSNorm
 from nnx_pipeline.ops.dropout import sequence_keys
 from nnx_pipeline.ops.head import head_of_table, logits_of
-from nnx_pipeline.ops.loss import Targets
+from nnx_pipeline.ops.loss import LossOptions, Targets
 from nnx_pipeline.ops.router import RouterMetrics, loss_weights
 from nnx_pipeline.pipeline.create import create_pipeline
 from nnx_pipeline.pipeline.layers import with_keys
@@ -77,16 +78,24 @@ class Decoder:
     run_loss: Callable[..., tuple[Array, tuple[Array, PyTree]]] | None
     parts: Parts
 
-    def logits(self, tokens: Array, side: Side) -> Array:
+    def logits(self, tokens: Array, side: Side, at: Array | None = None) -> Array:
         """Token ids `[batch, seq]` to float32 logits `[batch, seq, vocab]`.
 
         - `tokens`: integers `[batch, seq]`; the batch must divide as the config and the mesh need.
         - `side`: `positions` and `segment_ids`, each `[batch, seq]` or None.
+        - `at`: int32 `[batch]`, the place of the one token of each sequence whose logits, `[batch,
+          1, vocab]`, are computed; None for all tokens.
         """
         self._check_batch(tokens)
         hidden, _ = self.hidden(tokens, side)
         hidden = self.runner.batches.as_batch(hidden, tokens.shape[0])
-        return logits_of(hidden, self.ends.head, layout=self.ends.layout)
+        if at is not None:
+            # A sum of one value and zeros: a gather has no sharding rule for these axes.
+            wanted = at[:, None] == jnp.arange(tokens.shape[1], dtype=at.dtype)
+            zero = jnp.zeros((), hidden.dtype)
+            hidden = jnp.sum(jnp.where(wanted[:, :, None], hidden, zero), axis=1, keepdims=True)
+        cap = self.config.model.logits_soft_cap
+        return logits_of(hidden, self.ends.head, cap=cap, layout=self.ends.layout)
 
     def hidden(
         self, tokens: Array, side: Side, keys: Array | None = None
@@ -204,7 +213,7 @@ class Decoder:
             head,
             wanted,
             batch_axes=batch_axes,
-            chunks=chunks,
+            options=LossOptions(chunks, self.config.model.logits_soft_cap),
             layout=self.ends.layout,
         )
 
@@ -258,6 +267,7 @@ class Mixtral(nnx.Module):
     ) -> None:
         config.check_weights(ambient_mesh())
         self.config, self.parts = config, parts
+        self.cached = False  # whether the layers have caches, which a call writes
         model = config.model
         self.embedding = Embed(model, rngs=rngs, layout=layout)
         layer = functools.partial(
@@ -280,15 +290,18 @@ class Mixtral(nnx.Module):
         *,
         positions: Array | None = None,
         segment_ids: Array | None = None,
+        at: Array | None = None,
     ) -> Array:
         """Token ids `[batch, seq]` to float32 logits `[batch, seq, vocab]`.
 
         - `positions`: `[batch, seq]` integers; None for a token's place in the sequence.
         - `segment_ids`: `[batch, seq]` integers; None if each row is one segment, and then no mask
           array is made.
+        - `at`: int32 `[batch]`, the place of the one token of each sequence whose logits, `[batch,
+          1, vocab]`, are wanted; None for all tokens.
         """
         side = {"positions": positions, "segment_ids": segment_ids}
-        return self._decoder().logits(tokens, side)
+        return self._decoder().logits(tokens, side, at)
 
     def hidden(
         self,
@@ -396,6 +409,8 @@ class Mixtral(nnx.Module):
             early=self.early,
             early_layers=early,
         )
-        run_layers = functools.partial(runner.run, layers)
+        run_layers: Callable[..., tuple[Array, PyTree]] = functools.partial(runner.run, layers)
+        if self.cached:
+            run_layers = self.pipeline.run
         run_loss = functools.partial(runner.loss, layers)
         return Decoder(self.config, runner, ends, run_layers, run_loss, self.parts)

@@ -40,6 +40,15 @@ def one_of(field: str, value: object, choices: Iterable[object]) -> None:
         raise InputError(f"{field}={value!r} is not known; {cure}")
 
 
+def of_type(name: str, value: object, kind: type) -> None:
+    """Raises InputError unless a value is of a type.
+
+    - `name`: what to call the value in the error message.
+    """
+    if not isinstance(value, kind):
+        raise InputError(f"{name} is of type {type(value).__name__}; give {kind.__name__}")
+
+
 def divides(divisor: int, value: int, *, rule: str, cure: str = "") -> None:
     """Raises InputError unless `divisor` divides `value`.
 

@@ -12,6 +12,7 @@ from nnx_pipeline import Config, Mixtral
 from nnx_pipeline.config.model import ModelConfig
 
 Layer = dict[str, jax.Array]
+BIASES = ("query_bias", "key_bias", "value_bias", "out_bias")
 
 
 class Weights(NamedTuple):
@@ -68,6 +69,8 @@ def _variables(model: Mixtral, part: Any) -> dict[str, Any]:
             variables |= {
                 f"shared {name}": getattr(shared, name) for name in ("gate", "up", "down")
             }
+    biased = {None: (), "qkv": BIASES[:3], "all": BIASES}[model.config.model.attention_bias]
+    variables |= {name: getattr(part.attention, name) for name in biased}
     if model.config.model.qk_norm:
         variables["query norm"] = part.attention.query_norm.scale
         variables["key norm"] = part.attention.key_norm.scale
@@ -104,7 +107,10 @@ def rotated(x: jax.Array, positions: Any, config: ModelConfig) -> jax.Array:
 
 
 def attention(x: jax.Array, layer: Layer, side: Side, config: ModelConfig) -> jax.Array:
-    q, k, v = (jnp.einsum("bsd,dhk->bshk", x, layer[name]) for name in ("query", "key", "value"))
+    q, k, v = (
+        jnp.einsum("bsd,dhk->bshk", x, layer[name]) + layer.get(f"{name}_bias", 0.0)
+        for name in ("query", "key", "value")
+    )
     if config.qk_norm:
         q, k = norm(q, layer["query norm"], config), norm(k, layer["key norm"], config)
     positions = jnp.asarray(side.positions, jnp.float32)
@@ -112,12 +118,14 @@ def attention(x: jax.Array, layer: Layer, side: Side, config: ModelConfig) -> ja
     group = config.num_heads // config.num_kv_heads
     k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
     scores = config.attention_scale * jnp.einsum("bqhk,bphk->bhqp", q, k)
+    if config.attention_soft_cap:
+        scores = config.attention_soft_cap * jnp.tanh(scores / config.attention_soft_cap)
     same = side.segments[:, :, None] == side.segments[:, None, :]
     length = x.shape[1]
     apart = np.arange(length)[:, None] - np.arange(length)
     seen = (apart >= 0) & (apart < (config.sliding_window or length)) & same
     mixed = jax.nn.softmax(jnp.where(seen[:, None], scores, -1e30), axis=-1)
-    return jnp.einsum("bhqp,bphk,hkd->bqd", mixed, v, layer["out"])
+    return jnp.einsum("bhqp,bphk,hkd->bqd", mixed, v, layer["out"]) + layer.get("out_bias", 0.0)
 
 
 class Reported(NamedTuple):
@@ -234,7 +242,8 @@ def of_hidden(weights: Weights, x: jax.Array, config: ModelConfig) -> jax.Array:
         if config.tied_head_dtype:  # rounded values, and the gradient as if they were not
             error = head.astype(config.tied_head_dtype).astype(head.dtype) - head
             head = head + jax.lax.stop_gradient(error)
-    return x @ head
+    cap = config.logits_soft_cap
+    return cap * jnp.tanh(x @ head / cap) if cap else x @ head
 
 
 def loss(

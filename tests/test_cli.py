@@ -20,7 +20,9 @@ from nnx_pipeline.experiments import registry as experiments
 from nnx_pipeline.lab.timing.result import KEYS
 from nnx_pipeline.modules import Parts
 
-COMMANDS = ("models", "compile", "ab", "train", "schedule", "measure", "compare", "lint")
+COMMANDS = (
+    *("models", "compile", "ab", "train", "generate", "schedule", "measure", "compare", "lint"),
+)
 SCHEDULE = ("schedule", "--stages", "2", "--microbatches", "4")
 SMALLEST = ("--model", "tiny", "--set", "model.num_layers=2", "--set", "train.sequence_length=16")
 MEMORY = {

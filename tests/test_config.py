@@ -168,6 +168,7 @@ REFUSED = [
         model(num_dense_layers=1, dense_mlp_dim=8, num_experts=1, num_experts_per_token=1),
         "and num_experts=1; leave it at 0",
     ),
+    bad(pipeline(batch_split=0), "batch_split=0 is not a whole number of 1 or more"),
     bad(model(full_attention_every=2), "and sliding_window=None; give a window and 2 or more"),
     bad(model(router_bias_in_weights=True), "needs a bias, and router_bias=False"),
     bad(model(rope_scaling="linear"), "rope_scaling='linear' needs rope_factor"),
@@ -183,6 +184,23 @@ REFUSED = [
         "rope_low_frequency=4.0 must be below rope_high_frequency=4.0",
     ),
     bad(model(qk_norm="yes"), "qk_norm='yes' is not known"),
+    bad(model(quantization="int4"), "quantization='int4' is not known"),
+    bad(
+        model(quantization="int8", num_experts=4),
+        "quantization='int8' needs a dense model, and num_experts=4",
+    ),
+    bad(
+        model(quantization="fp8", dtype="float16", num_experts=1, num_experts_per_token=1),
+        "'fp8' is not for dtype='float16'",
+    ),
+    bad(
+        model(**LATENT, quantization="fp8", num_experts=1, num_experts_per_token=1),
+        "'fp8' is not for multi-head latent attention",
+    ),
+    bad(model(**LATENT, attention_bias="qkv"), "attention_bias='qkv' is not for multi-head latent"),
+    bad(model(attention_bias=True), "attention_bias=True is not known"),
+    bad(model(attention_soft_cap=0.0), "attention_soft_cap=0.0 must be above 0"),
+    bad(model(logits_soft_cap=-30.0), "logits_soft_cap=-30.0 must be above 0"),
     bad(model(tied_embeddings=1), "tied_embeddings=1 is not known"),
     bad(model(tied_embeddings=True, tied_head_dtype="float16"), "tied_head_dtype='float16' is not"),
     bad(model(tied_head_dtype="bfloat16"), "has no effect with tied_embeddings=False"),
@@ -516,6 +534,10 @@ FIELDS = (
     ("model.rope_low_frequency", "0.5", 0.5),
     ("model.rope_high_frequency", "8", 8.0),
     ("model.qk_norm", "true", True),
+    ("model.quantization", "int8", "int8"),
+    ("model.attention_bias", "qkv", "qkv"),
+    ("model.attention_soft_cap", "50", 50.0),
+    ("model.logits_soft_cap", "30", 30.0),
     ("model.tied_embeddings", "true", True),
     ("model.tied_head_dtype", "bfloat16", "bfloat16"),
     ("model.attention_scale", "0.5", 0.5),
@@ -536,6 +558,7 @@ FIELDS = (
     ("pipeline.num_microbatches", "4", 4),
     ("pipeline.num_microbatches", "None", None),
     ("pipeline.num_repeats", "2", 2),
+    ("pipeline.batch_split", "2", 2),
     ("pipeline.pad_layers", "true", True),
     ("pipeline.schedule", "1f1b", "1f1b"),
     ("pipeline.backward", "accumulate", "accumulate"),
@@ -593,11 +616,13 @@ BESIDE = {
     **dict.fromkeys([*_LATENT][1:], _LATENT),
     "model.q_lora_rank": _LATENT,
     **dict.fromkeys(_DENSE, _DENSE),
+    "model.quantization": {"model.num_experts": "1", "model.num_experts_per_token": "1"},
     "model.full_attention_every": {"model.sliding_window": "4"},
     "model.router_bias_in_weights": {"model.router_bias": "true"},
     "model.rope_scaling": {"model.rope_factor": "2"},
     **dict.fromkeys(list(_LLAMA3)[1:], _LLAMA3),
     "model.tied_head_dtype": {"model.tied_embeddings": "true"},
+    "model.quantization": {"model.num_experts": "1", "model.num_experts_per_token": "1"},
     "model.capacity_factor": {"model.experts": "capacity"},
     "model.router_groups": {"model.router_score": "sigmoid"},
     "model.router_groups_per_token": {
@@ -721,6 +746,14 @@ def test_counted_parameters_are_those_of_the_model(name: str) -> None:
         ]
         share = config.model.num_experts_per_token / config.model.num_experts
         assert count.active == count.total - sum(experts) + share * sum(experts)
+
+
+@pytest.mark.parametrize("kind", ["qkv", "all"])
+def test_counted_parameters_of_biases(kind: str) -> None:
+    config = replace(preset("tiny"), "model", attention_bias=kind)
+    abstract = jax.eval_shape(lambda: Mixtral(config, rngs=nnx.Rngs(0)))
+    size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract))
+    assert count_parameters(config.model).total == size
 
 
 @pytest.mark.parametrize(

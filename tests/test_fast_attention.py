@@ -56,7 +56,9 @@ def segments_of(length: int) -> Any:
     return jnp.array([packed, np.where(place < length - 3, 1, 0)], jnp.int32)
 
 
-def plain(query: Any, key: Any, value: Any, segments: Any, window: int | None) -> Any:
+def plain(
+    query: Any, key: Any, value: Any, segments: Any, window: int | None, cap: float | None = None
+) -> Any:
     """A softmax over all keys, with the rule of what may be read written out."""
     length = query.shape[1]
     key, value = (jnp.repeat(x, HEADS // KEYS, axis=2) for x in (key, value))
@@ -65,6 +67,7 @@ def plain(query: Any, key: Any, value: Any, segments: Any, window: int | None) -
     if segments is not None:
         seen = seen & (segments[:, :, None] == segments[:, None, :])
     scores = SCALE * jnp.einsum("bqhd,bkhd->bhqk", query, key)
+    scores = cap * jnp.tanh(scores / cap) if cap else scores
     scores = jnp.where(jnp.broadcast_to(seen, (len(query), length, length))[:, None], scores, -1e30)
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), value)
 
@@ -81,7 +84,8 @@ def check(attention: Any, length: int, packed: bool, window: int | None, **optio
     def attend(*arrays: Any) -> Any:
         return attention(*arrays, segments, grouped=WHOLE, options=how)
 
-    expected = with_gradients(lambda *a: plain(*a, segments, window), *arrays)
+    cap = how.soft_cap
+    expected = with_gradients(lambda *a: plain(*a, segments, window, cap), *arrays)
     assert_close(jax.jit(functools.partial(with_gradients, attend))(*arrays), expected, 1e-5)
 
 
@@ -105,6 +109,15 @@ def test_chunked_is_a_softmax(length: int, block: int, packed: bool, window: int
 @pytest.mark.parametrize("window", [3, 100])
 def test_dot_product_with_a_window(window: int) -> None:
     check(dot_product_attention, 9, True, window, block=4)
+
+
+CAP = 0.7  # most scores here are between -2 and 2
+
+
+@pytest.mark.parametrize("kind", [chunked_attention, dot_product_attention])
+@pytest.mark.parametrize("block", [4, 64])
+def test_a_soft_cap(kind: Any, block: int) -> None:
+    check(kind, 13, True, 6, block=block, soft_cap=CAP)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -173,6 +186,10 @@ def test_another_mask_is_read_tile_by_tile() -> None:
 def test_splash_is_a_softmax(packed: bool, window: int | None) -> None:
     """The kernel for TPUs, interpreted; two blocks of keys for each of the last queries."""
     check(flash_attention, 256, packed, window, interpret=True)
+
+
+def test_splash_with_a_soft_cap() -> None:
+    check(flash_attention, 256, True, None, interpret=True, soft_cap=CAP)
 
 
 @pytest.mark.parametrize("mode", ["explicit", "auto"])
@@ -251,21 +268,23 @@ def not_found(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "dtype", "packed", "message"),
+    ("head_dim", "dtype", "other", "message"),
     [
-        (64, "bfloat16", True, "no segment ids here; give batches without segment_ids, or set"),
-        (64, "float32", False, "float32 is no dtype of it; take bfloat16 or float16, or set"),
-        (20, "float16", False, "head_dim=20 is not a multiple of 8 up to 128; change it, or set"),
-        (64, "float16", False, r"not installed; pip install 'nvidia-cudnn-cu13>=9\.2', or set"),
+        (64, "bfloat16", {"head_dims": (64, 32)}, "value heads of 32, as of multi-head latent"),
+        (64, "bfloat16", {"packed": True}, "no segment ids here; give batches without segment_ids"),
+        (64, "bfloat16", {"soft_cap": 50.0}, r"attention_soft_cap=50\.0; set that to None"),
+        (64, "float32", {}, "float32 is no dtype of it; take bfloat16 or float16, or set"),
+        (20, "float16", {}, "head_dim=20 is not a multiple of 8 up to 128; change it, or set"),
+        (64, "float16", {}, r"not installed; pip install 'nvidia-cudnn-cu13>=9\.2', or set"),
     ],
 )
 def test_what_flash_refuses_for_nvidia(
-    monkeypatch: pytest.MonkeyPatch, head_dim: int, dtype: str, packed: bool, message: str
+    monkeypatch: pytest.MonkeyPatch, head_dim: int, dtype: str, other: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setattr(cudnn.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(cudnn.ctypes, "CDLL", not_found)
     with pytest.raises(InputError, match=message):
-        cudnn.check(head_dim, dtype, packed=packed)
+        cudnn.check(**{"head_dims": (head_dim, head_dim), "packed": False, **other}, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -299,9 +318,10 @@ def test_what_auto_takes(
 def test_splash_states_the_operations_of_its_tiles() -> None:
     """Of 3 blocks of 512 keys, causal: 6 tiles of 9, and 5 with a window of 512."""
     query = jnp.zeros((2, 1536, KEYS, 3, 64), jnp.bfloat16)
+    value = jnp.zeros((2, 1536, KEYS, 64), jnp.bfloat16)
     for window, tiles in ((None, 6), (512, 5)):
         one = 2 * 512 * 512 * 64 * tiles * 2 * KEYS * 3  # a product: two rows, all heads
-        stated = Splash(window).stated(query)
+        stated = Splash(window).stated(query, value)
         for name, products in (("fwd", 2), ("dkv", 4), ("dq", 3)):
             assert stated[f"splash_mqa_{name}"].startswith(
                 f"flops={products * one} bytes_accessed="

@@ -253,6 +253,11 @@ def test_the_query_kernel_makes_up_for_the_scale_of_attention() -> None:
             with_fields(MOE, num_shared_experts=1),
             "num_shared_experts=1 gives layers parameters .* only a model with 0 can be converted",
         ),
+        (
+            linen.LlamaDecoderLayer,
+            with_fields(DENSE, attention_bias="qkv"),
+            "attention_bias='qkv' gives layers parameters that have no name in Linen",
+        ),
         (linen.MixtralDecoderLayer, QWEN3, "needs qk_norm=False, .* use Qwen3MoeDecoderLayer, or"),
         (linen.Qwen3MoeDecoderLayer, MOE, "needs qk_norm=True, .* use MixtralDecoderLayer, or set"),
         (

@@ -1,6 +1,7 @@
 """The chunked cross-entropy against optax on whole logits, wherever its arrays lie."""
 
 import contextlib
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ from helpers import assert_close, assert_same_placement, largest_array, mesh_of
 from jax.sharding import NamedSharding
 
 from nnx_pipeline.experiments.layer_variants import full_cross_entropy
-from nnx_pipeline.ops.loss import Targets, chunked_cross_entropy, make_plan
+from nnx_pipeline.ops.loss import LossOptions, Targets, chunked_cross_entropy, make_plan
 from nnx_pipeline.sharding import Layout
 
 LAYOUT = Layout()
@@ -29,6 +30,7 @@ class Case(NamedTuple):
     turned: tuple[str, ...]  # axes along which tokens travel in the place of the kernel's rows
     gathered: tuple[str, ...]  # axes over which the kernel is gathered
     chunks: int = 2
+    cap: float | None = None
     mode: str = "explicit"
     whole_on_stages: bool = False  # every stage has all tokens
 
@@ -54,6 +56,8 @@ TABLE = [
     Case("stage=4,fsdp=2", (8, 8), 16, (), ("fsdp",), mode="auto", whole_on_stages=True),
     Case("data=2,stage=2,tensor=2", (4, 2), 16, (), (), whole_on_stages=True),
     Case("tensor=8", (2, 4), 64, (), ()),
+    Case("", (4, 6), 24, (), (), cap=1.5),
+    Case("fsdp=8", (8, 2), 64, ("fsdp",), (), cap=1.5),
 ]
 
 
@@ -68,8 +72,11 @@ def arrays(case: Case, dtype: str = "float32") -> tuple[np.ndarray, ...]:
     return hidden, kernel, targets, weights
 
 
-def by_optax(hidden: Any, kernel: Any, targets: Any, weights: Any) -> jax.Array:
+def by_optax(
+    hidden: Any, kernel: Any, targets: Any, weights: Any, cap: float | None = None
+) -> jax.Array:
     logits = (hidden @ kernel.astype(hidden.dtype)).astype(jnp.float32)
+    logits = cap * jnp.tanh(logits / cap) if cap else logits
     return jnp.sum(weights * optax.softmax_cross_entropy_with_integer_labels(logits, targets))
 
 
@@ -87,7 +94,7 @@ def placed(case: Case, mesh: jax.sharding.Mesh) -> list[jax.Array]:
 @pytest.mark.parametrize("case", TABLE, ids=str)
 def test_equals_optax(case: Case) -> None:
     """Value, gradients, where they lie, and which of tokens and kernel travels."""
-    want = jax.value_and_grad(by_optax, (0, 1))(*map(jnp.asarray, arrays(case)))
+    want = jax.value_and_grad(by_optax, (0, 1))(*map(jnp.asarray, arrays(case)), case.cap)
     mesh = mesh_of(case.mesh, case.mode)
     with jax.set_mesh(mesh):
         plan = make_plan((*case.shape, EMBED), case.vocab, case.batch_axes, case.chunks, LAYOUT)
@@ -99,7 +106,7 @@ def test_equals_optax(case: Case) -> None:
                 kernel,
                 Targets(targets, weights),
                 batch_axes=case.batch_axes,
-                chunks=case.chunks,
+                options=LossOptions(case.chunks, case.cap),
                 layout=LAYOUT,
             )
 
@@ -119,7 +126,12 @@ def test_without_a_mesh() -> None:
     def run(*arguments: Any) -> jax.Array:
         hidden, kernel, *targets = arguments
         loss = chunked_cross_entropy(
-            hidden, kernel, Targets(*targets), batch_axes=WHOLE, chunks=3, layout=LAYOUT
+            hidden,
+            kernel,
+            Targets(*targets),
+            batch_axes=WHOLE,
+            options=LossOptions(3),
+            layout=LAYOUT,
         )
         return 3.0 * loss + 1.0
 
@@ -137,7 +149,10 @@ def test_bfloat16(loss: Any) -> None:
 
     def run(*arguments: Any) -> jax.Array:
         hidden, kernel, *targets = arguments
-        return loss(hidden, kernel, Targets(*targets), batch_axes=WHOLE, chunks=2, layout=LAYOUT)
+        options = LossOptions(2)
+        return loss(
+            hidden, kernel, Targets(*targets), batch_axes=WHOLE, options=options, layout=LAYOUT
+        )
 
     value, gradients = jax.value_and_grad(run, (0, 1))(*arguments)
     want, want_gradients = jax.value_and_grad(by_optax, (0, 1))(*arguments)
@@ -152,7 +167,7 @@ def test_large_logits_do_not_overflow() -> None:
     kernel = jnp.stack([jnp.full(EMBED, 1.0), jnp.full(EMBED, -1.0)], axis=1)
     targets = Targets(jnp.array([[0, 1]]), jnp.ones((1, 2)))
     value, gradient = jax.value_and_grad(chunked_cross_entropy)(
-        hidden, kernel, targets, batch_axes=WHOLE, chunks=1, layout=LAYOUT
+        hidden, kernel, targets, batch_axes=WHOLE, options=LossOptions(1), layout=LAYOUT
     )
     assert float(value) == pytest.approx(2 * EMBED * 1e3)
     assert np.all(np.isfinite(gradient))
@@ -164,8 +179,24 @@ def test_a_target_outside_the_vocabulary() -> None:
     hidden, kernel, targets, _ = map(jnp.asarray, arrays(case))
     targets = targets.at[0, 0].set(-1).at[0, 1].set(5)
     wanted = Targets(targets, jnp.ones((1, 2)))
-    value = chunked_cross_entropy(hidden, kernel, wanted, batch_axes=WHOLE, chunks=1, layout=LAYOUT)
+    value = chunked_cross_entropy(
+        hidden, kernel, wanted, batch_axes=WHOLE, options=LossOptions(1), layout=LAYOUT
+    )
     assert_close(value, jnp.sum(jax.nn.logsumexp(hidden @ kernel, axis=-1)), 1e-6)
+
+
+def test_full_logits_have_the_soft_cap() -> None:
+    """The loss that an experiment compares with the one in chunks."""
+    arguments = tuple(map(jnp.asarray, arrays(Case("", (3, 6), 11, (), ()))))
+
+    def run(hidden: Any, kernel: Any, *targets: Any) -> jax.Array:
+        options = LossOptions(2, 1.5)
+        return full_cross_entropy(
+            hidden, kernel, Targets(*targets), batch_axes=WHOLE, options=options, layout=LAYOUT
+        )
+
+    want = jax.value_and_grad(functools.partial(by_optax, cap=1.5), (0, 1))(*arguments)
+    assert_close(jax.value_and_grad(run, (0, 1))(*arguments), want, 1e-5)
 
 
 @pytest.mark.parametrize("mesh", [None, "fsdp=8"])
@@ -178,7 +209,8 @@ def test_the_logits_never_exist_as_a_whole(mesh: str | None) -> None:
     def largest(loss: Any, chunks: int) -> int:
         def run(hidden: Any, kernel: Any, targets: Any, weights: Any) -> jax.Array:
             wanted = Targets(targets, weights)
-            return loss(hidden, kernel, wanted, batch_axes=WHOLE, chunks=chunks, layout=LAYOUT)
+            options = LossOptions(chunks)
+            return loss(hidden, kernel, wanted, batch_axes=WHOLE, options=options, layout=LAYOUT)
 
         return largest_array(jax.make_jaxpr(jax.value_and_grad(run, (0, 1)))(*arrays(case)))
 

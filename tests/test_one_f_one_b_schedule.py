@@ -133,9 +133,9 @@ def test_the_bubble_is_that_of_the_circular_schedule(schedule: OneForwardOneBack
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
-        ((0, 1), "stages=0 must be 1 or more"),
-        ((2, 0), "microbatches=0 must be 1 or more"),
-        ((2, 2, 0), "repeats=0 must be 1 or more"),
+        ((0, 1), "stages=0 is not a whole number of 1 or more"),
+        ((2, 0), "microbatches=0 is not a whole number of 1 or more"),
+        ((2, 2, 0), "repeats=0 is not a whole number of 1 or more"),
         ((4, 6), "6 microbatches do not split over 4 stages; choose a multiple of 4"),
     ],
 )

@@ -29,7 +29,6 @@ from nnx_pipeline.ops.attention import Options, Span, allowed, dot_product_atten
 from nnx_pipeline.ops.embedding import uses_one_hot
 from nnx_pipeline.ops.experts import DenseExperts, ExpertKernels, group_size
 from nnx_pipeline.ops.norm import rms_norm
-from nnx_pipeline.ops.rotary import rotary_of, timescales
 from nnx_pipeline.ops.router import (
     RouterMetrics,
     Routing,
@@ -39,6 +38,7 @@ from nnx_pipeline.ops.router import (
     route,
     router_metrics,
 )
+from nnx_pipeline.ops.self_attention.rotary import rotary_of, timescales
 from nnx_pipeline.remat import FULL
 from nnx_pipeline.sharding import place
 

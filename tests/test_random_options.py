@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import plain_model
 import pytest
-from helpers import assert_close, fresh_model, mesh_of, packed_batch
+from helpers import assert_close, fresh_model, mesh_of, packed_batch, small_config
 
 from nnx_pipeline import (
     Config,
@@ -40,6 +40,9 @@ MODEL: dict[str, tuple[Any, ...]] = {
     "rope_theta": (1e6, 50.0),
     "rope_interleaved": (False, True),
     "qk_norm": (False, True),
+    "attention_bias": (None, "qkv", "all"),
+    "attention_soft_cap": (None, 1.5),
+    "logits_soft_cap": (None, 2.0),
     "dropout_rate": (0.0, 0.3),
     "attention": ("dot_product", "chunked", "auto"),
     "attention_block": (None, 3, 4),
@@ -172,8 +175,10 @@ def in_pipeline(case: Case, key: Any) -> tuple[Any, Any, Mixtral]:
     """Loss and parts, gradients, and the model."""
     mesh = mesh_of(case.mesh, case.config.pipeline.sharding)
     model = fresh_model(case.config, mesh)
-    if case.config.model.num_experts > 1 and case.config.model.router_bias:
-        bias = model.pipeline.layers.feed_forward.router_bias
+    layers = model.pipeline.layers
+    biases = [getattr(layers.attention, name) for name in plain_model.BIASES]
+    biases.append(getattr(layers.feed_forward, "router_bias", None))
+    for bias in (bias for bias in biases if bias is not None):
         values = 0.3 * np.sin(np.arange(bias.get_value().size, dtype=np.float32))
         bias[...] = jax.device_put(values.reshape(bias.shape), bias.get_value().sharding)
     with jax.set_mesh(mesh):
@@ -191,7 +196,25 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.mark.slow
 def test_equals_plain_jnp(number: int) -> None:
-    case, key = drawn(number), jax.random.key(7)
+    check(drawn(number))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "schedule"), [("stage=2,tensor=2", "circular"), ("stage=2,fsdp=2", "1f1b")]
+)
+def test_biases_and_soft_caps_in_a_pipeline(mesh: str, schedule: str) -> None:
+    layers = {"num_layers": 2, "num_experts": 1, "num_experts_per_token": 1}
+    caps = {"attention_soft_cap": 1.5, "logits_soft_cap": 2.0}
+    config = small_config(
+        model={**layers, "attention_bias": "all", **caps}, pipeline={"schedule": schedule}
+    )
+    check(Case(config, mesh, packed=True))
+
+
+def check(case: Case) -> None:
+    """Compares loss, its parts and gradients with those of plain `jnp`."""
+    key = jax.random.key(7)
     found, gradients, model = in_pipeline(case, key)
 
     @jax.jit

@@ -24,7 +24,9 @@ SETUP = [line for line in SHELL if line.startswith("python3 -m venv")]
 TRAINING = "nnx-pipeline train --model tiny --mesh stage=4,fsdp=2 --steps 50"
 # It needs a package registry and another Python; tests/test_across.py runs what it does.
 ACROSS = [line for line in SHELL if "--across" in line]
-COMMANDS = [line for line in SHELL if line not in (*SETUP, *ACROSS)]
+# They belong together, in this order: one trains on a text, and the others continue prompts.
+TEXT = [line for line in SHELL if "--data" in line or "nnx-pipeline generate" in line]
+COMMANDS = [line for line in SHELL if line not in (*SETUP, *ACROSS, *TEXT)]
 
 
 @pytest.mark.slow
@@ -171,3 +173,36 @@ def test_commands_run(command, cache, tmp_path):
         if lines[0].split("jax ")[0] in done.stdout:  # the same compiler
             found = {line.rstrip() for line in done.stdout.splitlines()}
             assert [line for line in lines[1:] if line not in found] == []
+
+
+@pytest.mark.slow
+def test_a_model_learns_the_text_of_this_repository(tmp_path):
+    """Better than a bigram model, as the text says, and what it makes are words of that text."""
+    for path in (ROOT / "README.md", ROOT / "migration_guide.md", *(ROOT / "docs").glob("*.md")):
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text(path.read_text())
+    said = []
+    for command in TEXT:
+        script = "from nnx_pipeline.cli.main import main; main()"
+        done = subprocess.run(
+            [sys.executable, "-c", script, *shlex.split(command)[1:]],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=user_environment(),  # as fast as for a user
+        )
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
+    trained, greedy, drawn = said
+    loss, bigram = map(float, re.findall(r"([\d.]+) in nats per byte, .* ([\d.]+)\n", trained)[0])
+    assert loss < bigram - 0.5
+    shown = re.search(r"about ([\d.]+) nats per byte .*?is about ([\d.]+) there", README, re.DOTALL)
+    assert shown is not None
+    assert [loss, bigram] == pytest.approx(list(map(float, shown.groups())), abs=0.1)
+    assert greedy.startswith("The pipeline")
+    assert "\nA microbatch is" in greedy
+    assert drawn.startswith("The pipeline")
+    assert len(drawn) == len("The pipeline") + 40 + len("\n")
+    made = set(re.findall(r"[a-z]{2,}", greedy[len("The pipeline") :]))
+    assert made & set(re.findall(r"[a-z]{2,}", README)) - {"microbatch", "is"}

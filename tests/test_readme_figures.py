@@ -127,6 +127,20 @@ def test_every_row_of_the_peer_is_measured(peer: Any) -> None:
     assert peer.document(found) == (RESULTS / "peer_memory.md").read_text()
 
 
+def test_the_buffers_of_llama() -> None:
+    """The page is that of the results, and the program is that of the row beside MaxText."""
+    buffers, found = (
+        benchmark("llama2_buffers"),
+        json.loads((RESULTS / "peer_memory.json").read_text()),
+    )
+    results = json.loads((RESULTS / "llama2_buffers.json").read_text())
+    assert buffers.document(results) == (RESULTS / "llama2_buffers.md").read_text()
+    rows = {row.options["fsdp_gather"]: row for row in buffers.rows()}
+    for name, result in results.items():
+        memory = found[buffers.peer_memory.name_of(rows[name])]["memory"]
+        assert result["heap_bytes"] == memory["heap_bytes"] == sum(result["by_role"].values())
+
+
 def test_claims() -> None:
     found = json.loads((RESULTS / "pipeline_claims.json").read_text())
     shown = {row[0].strip("`"): row[1:] for row in rows("An experiment is two arms")}

@@ -14,7 +14,7 @@ from page_examples import attribution, measurement, outcome
 
 from nnx_pipeline import files
 from nnx_pipeline.experiments.registry import EXPERIMENTS
-from nnx_pipeline.figures import save_figure
+from nnx_pipeline.files import save_figure
 from nnx_pipeline.lab.attribution.result import ROLES
 from nnx_pipeline.lab.comparison.outcome import Outcome, compare_measurements
 from nnx_pipeline.lab.page import charts, measurement_page, outcomes_page

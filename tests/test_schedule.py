@@ -143,9 +143,9 @@ def test_what_leaves_the_last_stage_is_taken_at_once() -> None:
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
-        ((0, 1, 1), "stages=0 must be 1 or more"),
-        ((1, 0, 1), "microbatches=0 must be 1 or more"),
-        ((1, 1, -1), "repeats=-1 must be 1 or more"),
+        ((0, 1, 1), "stages=0 is not a whole number of 1 or more"),
+        ((1, 0, 1), "microbatches=0 is not a whole number of 1 or more"),
+        ((1, 1, -1), "repeats=-1 is not a whole number of 1 or more"),
         ((4, 4, 1, 0), "forwarding delay=0 must be 1 or 2"),
         ((4, 8, 1, 3), "forwarding delay=3 must be 1 or 2"),
         ((4, 4, 1, 2), "too few for 4 stages with a forwarding delay of 2; choose 8 or more"),

@@ -22,6 +22,7 @@ from nnx_pipeline.pipeline import (
     ModelFunctions,
     OneForwardOneBackward,
     Weights,
+    WithState,
     make_timetable,
     run_timetable,
 )
@@ -424,6 +425,12 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: make_timetable("1f1b", ranks=2, microbatches=4, repeats=2),
         "repeats=2 is for the timetable interleaved",
     ),
+    "state": (
+        lambda: _run(TWO, weights=Weights(None, WithState(np.ones((1, 2)), np.ones((1, 2))), None)),
+        "was given layers WithState, and has no state",
+    ),
+    "no timetable": (lambda: run_timetable(None, None, None, actions="0F0"), "give Actions"),
+    "a fraction": (lambda: timetable("zb-v", 2.0, 4), "ranks=2.0 is not a whole number"),
     "no ranks": (lambda: timetable("zb-v", 0, 4), "ranks=0 is not a whole number"),
     "microbatches of interleaved": (lambda: timetable("interleaved", 4, 6), "a multiple of 4"),
 }

@@ -171,5 +171,7 @@ def test_the_mesh_does_not_change_the_losses() -> None:
     found = []
     for mesh in ("", "stage=2,tensor=2"):
         with optax_promotion():
-            found.append([float(m.loss) for m in train(config, mesh_of(mesh), steps=4)])
+            found.append(
+                [float(step.metrics.loss) for step in train(config, mesh_of(mesh), steps=4)]
+            )
     assert found[1] == pytest.approx(found[0], abs=1e-5)

@@ -58,7 +58,7 @@ for options, dcn in json.loads(cases):
         for name, seen in hosts.items():
             seen.add((at[grid.axis_names.index(name)], device.process_index))
     across = [name for name, seen in hosts.items() if len(seen) == 2]
-    losses = [float(metrics.loss) for metrics in train(config, grid, steps=int(steps))]
+    losses = [float(step.metrics.loss) for step in train(config, grid, steps=int(steps))]
     assert len(made) == int(steps) * config.train.global_batch // 2, "whole batches on a host"
     made.clear()
     found.append([across, losses])
@@ -97,6 +97,6 @@ def test_two_processes_train_as_one() -> None:
         mesh = mesh_of(MESH)
         with optax_promotion():
             config = apply_overrides(preset("tiny"), options)
-            alone = [float(metrics.loss) for metrics in train(config, mesh, steps=STEPS)]
+            alone = [float(step.metrics.loss) for step in train(config, mesh, steps=STEPS)]
         assert losses == pytest.approx(alone, rel=1e-5)
         assert losses[0] != losses[1]

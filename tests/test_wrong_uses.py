@@ -120,6 +120,10 @@ def model(
     return run
 
 
+FUNCTIONS = ModelFunctions(lambda _, x: x, stage, lambda _, y, __: jnp.sum(y))
+WEIGHTS, INPUTS = Weights(None, KERNELS, None), Inputs(ROWS, None, ROWS)
+
+
 def plain(rngs: nnx.Rngs) -> nnx.Module:
     return Layer(rngs, lambda x: (x, None), None)
 
@@ -241,6 +245,29 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         one_f_one_b(function=[stage, stage]),
         "apply_stage is a list, but all stages of the 1F1B schedule run one function",
     ),
+    "stage: two arguments": (
+        circular(lambda k, x: (x @ k, {})),
+        "the function of a stage is called with 3 arguments, and its arguments are (k, x)",
+    ),
+    "stage: no function": (circular(3), "3 arguments, and is of type int; give a function"),
+    "schedule: of 1F1B": (
+        lambda: run_pipeline(stage, KERNELS, ROWS, schedule=OneForwardOneBackward(2, 4)),
+        "the schedule of run_pipeline is of type OneForwardOneBackward; give CircularSchedule",
+    ),
+    "schedule: a fraction": (
+        lambda: CircularSchedule(2.0, 4),
+        "stages=2.0 is not a whole number of 1 or more",
+    ),
+    "1F1B: the circular schedule": (
+        lambda: run_one_f_one_b(FUNCTIONS, WEIGHTS, INPUTS, schedule=CircularSchedule(2, 4)),
+        "run_one_f_one_b is of type CircularSchedule; give OneForwardOneBackward",
+    ),
+    "1F1B: a tuple of weights": (
+        lambda: run_one_f_one_b(
+            FUNCTIONS, tuple(WEIGHTS), INPUTS, schedule=OneForwardOneBackward(2, 4)
+        ),
+        "weights is of type tuple; give Weights",
+    ),
     "layer: x alone": (module(lambda x: x), f"a layer, Layer, returned float32[2, 4]; it {ALONE}"),
     "kinds: none": (module(kinds=lambda _: []), "given as an empty list"),
     "kinds: no function": (module(kinds=lambda make: [make, 3]), "given as int among them"),
@@ -319,7 +346,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: CircularPipeline(
             PipelineConfig(), plain, num_layers=4, rngs=nnx.Rngs(0), weights="bfloat16"
         ),
-        "weights of a pipeline is of type str; give WeightOptions, or leave it out",
+        "weights of a pipeline is of type str; give WeightOptions",
     ),
     "metric: nothing": (
         module(lambda x: (x, {"load": Mean(None)})),

@@ -11,7 +11,7 @@ from nnx_pipeline import Config, InputError, preset
 from nnx_pipeline.cli.options import bundled
 from nnx_pipeline.cli.support import Failed, progress
 from nnx_pipeline.config.overrides import apply_overrides, parse_overrides
-from nnx_pipeline.figures import check_picture
+from nnx_pipeline.files import check_picture
 from nnx_pipeline.lab.report import tables as report
 
 READ = ("train.global_batch", "train.sequence_length")

@@ -135,6 +135,11 @@ def check_names(model: ModelConfig) -> None:
             "kinds that take turns, which have no names in Linen or in a checkpoint; only a model "
             "with None can be converted"
         )
+    if model.attention_bias is not None:
+        raise InputError(
+            f"model.attention_bias={model.attention_bias!r} gives layers parameters that have no "
+            "name in Linen or in a checkpoint; only a model with None can be converted"
+        )
     if model.kv_lora_rank is not None:
         if model.num_experts == 1:
             raise InputError(

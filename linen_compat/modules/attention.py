@@ -5,12 +5,15 @@ from typing import Any
 from flax import linen as nn
 from jaxtyping import Array
 
+from linen_compat.formats.names import check_names
 from linen_compat.modules.norm import RMSNorm
 from linen_compat.modules.parameters import Kernel, Names
 from nnx_pipeline import Layout, ModelConfig
 from nnx_pipeline.modules.attention import kernel_of
-from nnx_pipeline.ops.rotary import rotary_of
-from nnx_pipeline.ops.self_attention import Projections, QueryKey, self_attention
+from nnx_pipeline.ops.attention import allowed
+from nnx_pipeline.ops.low_precision import product_of
+from nnx_pipeline.ops.self_attention.grouped_query import Projections, QueryKey, self_attention
+from nnx_pipeline.ops.self_attention.rotary import rotary_of
 
 # MaxText draws the kernels of attention from a normal distribution that is not truncated.
 INTO_HEADS = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(1, 2))
@@ -33,6 +36,7 @@ class Attention(nn.Module):
 
     def setup(self) -> None:
         config = self.config
+        check_names(config)
         embed, head_dim = config.embed_dim, config.head_dim
         gain = head_dim**-0.5 / config.attention_scale
 
@@ -68,10 +72,12 @@ class Attention(nn.Module):
         config = self.config
         return self_attention(
             x,
-            Projections(self.query(), self.key(), self.value(), self.out()),
+            Projections(
+                self.query(), self.key(), self.value(), self.out(), product=product_of(config)
+            ),
             positions=positions,
             segment_ids=segment_ids,
-            kernel=kernel_of(config),
+            kernel=kernel_of(config, allowed, None, None),
             query_key=QueryKey(
                 rotary_of(config),
                 self.query_norm if config.qk_norm else None,

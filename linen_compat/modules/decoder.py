@@ -152,7 +152,12 @@ class Decoder(nn.Module):
         side = jax.tree.map(batches.arrange, with_keys(side, keys))
         scanned = self._where() == "scanned"
         stack = make_stack(self.config.model.num_pipeline_layers, stages=1, repeats=1)
-        call = functools.partial(call_layer, stack=stack, microbatches=batches.microbatches)
+        call = functools.partial(
+            call_layer,
+            stack=stack,
+            microbatches=batches.microbatches,
+            split=self._runner.split({}),
+        )
         visit = self._visit(lambda layer, x: call((*layer, []), x, side), in_scan=scanned)
         x, (metrics, *_) = (self._scanned if scanned else self._unscanned)(x, visit)
         return x, values(over_layers(metrics))

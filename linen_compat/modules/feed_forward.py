@@ -7,6 +7,7 @@ from linen_compat.formats.names import check_names
 from linen_compat.modules.parameters import Kernel, Names, Weight, parameter
 from nnx_pipeline import Layout, ModelConfig
 from nnx_pipeline.ops.experts import ExpertKernels
+from nnx_pipeline.ops.low_precision import product_of
 from nnx_pipeline.ops.mlp import gated_mlp
 from nnx_pipeline.ops.moe import MoEKernels, expert_parts, routed_experts
 from nnx_pipeline.ops.router import Routing, Usage
@@ -42,7 +43,8 @@ class MlpBlock(nn.Module):
         self.wo = kernel(out_of, ("mlp", "embed"))
 
     def __call__(self, x: Array) -> Array:
-        return gated_mlp(x, self.wi_0(), self.wi_1(), self.wo(), layout=self.layout)
+        kernels = (self.wi_0(), self.wi_1(), self.wo())
+        return gated_mlp(x, *kernels, product=product_of(self.config), layout=self.layout)
 
 
 class Gate(nn.Module):

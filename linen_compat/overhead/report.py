@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from linen_compat.overhead.measure import Overhead, Row
-from nnx_pipeline.figures import save_figure
+from nnx_pipeline.files import save_figure
 from nnx_pipeline.lab.report.tables import megabytes
 
 if TYPE_CHECKING:

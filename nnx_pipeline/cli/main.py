@@ -1,20 +1,17 @@
 """The command `nnx-pipeline`, with those of its subcommands that have no file of their own."""
 
 import os
-from typing import Any
 
 # Without this the compilers warn that there is no accelerator; their errors are still printed.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import click
-import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from nnx_pipeline.cli.ab import ab_command
 from nnx_pipeline.cli.across import run_across
 from nnx_pipeline.cli.functions import compare_command, lint_command, measure_command
+from nnx_pipeline.cli.generate import generate_command
 from nnx_pipeline.cli.memory import memory_command
 from nnx_pipeline.cli.options import (
     Chosen,
@@ -22,22 +19,16 @@ from nnx_pipeline.cli.options import (
     check_alone,
     config_options,
     json_option,
-    mesh_option,
-    platform_option,
     target_options,
 )
 from nnx_pipeline.cli.schedule import schedule_command
-from nnx_pipeline.cli.support import Failed, compiler_errors, main_of, progress
+from nnx_pipeline.cli.support import compiler_errors, main_of, progress
+from nnx_pipeline.cli.train import train_command
 from nnx_pipeline.config.config import to_dict
 from nnx_pipeline.config.presets import PRESETS, count_parameters
-from nnx_pipeline.errors import InputError
 from nnx_pipeline.experiments.programs import measure_step
 from nnx_pipeline.files import write_text
-from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.report import tables as report
-from nnx_pipeline.mesh import MeshConfig, make_mesh
-from nnx_pipeline.ops.router import RouterMetrics
-from nnx_pipeline.train.loop import train as run_training
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -129,82 +120,6 @@ def compile_command(
         write_text(hlo_path, results[0].hlo)
 
 
-@cli.command(epilog="Example: nnx-pipeline train --model tiny --mesh stage=4,fsdp=2 --steps 50")
-@config_options(None)
-@mesh_option("")
-@click.option("--steps", type=click.IntRange(min=1), required=True, help="Training steps.")
-@click.option(
-    "--seed",
-    type=click.IntRange(0, 2**32 - 1),
-    default=0,
-    show_default=True,
-    help="Seed of the initial values and of the generated sequences.",
-)
-@platform_option
-@json_option
-def train(
-    chosen: Chosen,
-    mesh: str,
-    steps: int,
-    seed: int,
-    platform: str,
-    json_path: str | None,
-) -> None:
-    """Train a fresh model on generated sequences that follow a rule it can learn."""
-    config, mesh_config = chosen.config(), MeshConfig.parse(mesh)
-    report.check_writable(json_path, "--json")
-    target = Platform.parse(platform)
-    if not target.is_real:
-        raise InputError(f"--platform {platform} has no devices to train on; use cpu or local")
-    config.check_mesh(mesh_config)
-    devices = target.devices(mesh_config.num_devices)
-    with compiler_errors():
-        grid = make_mesh(mesh_config, devices, sharding=config.pipeline.sharding)
-        losses, router = _train_with_bar(run_training(config, grid, steps=steps, seed=seed), steps)
-    if losses[-1] != losses[-1]:  # true of NaN alone
-        raise Failed(f"the loss is not a number after {steps} steps; lower train.learning_rate")
-    result = {
-        "schema": 1,
-        "mesh": mesh_config.sizes(),
-        "config": to_dict(config),
-        "steps": steps,
-        "losses": losses,
-        "router": _of_router(router) if config.model.num_experts > 1 else None,
-    }
-    first, last = losses[0], losses[-1]
-    line = (
-        f"{chosen.model} on {mesh_config}: loss {first:.4f} at step 1, {last:.4f} at step {steps}"
-    )
-    report.show(line, json_path=json_path)
-    report.emit_json(json_path, result)
-
-
-def _train_with_bar(metrics: Any, steps: int) -> tuple[list[float], RouterMetrics]:
-    """The loss of each step, with a progress bar on standard error while the steps run.
-
-    Returns what the routers reported in the last step too.
-    """
-    losses = []
-    columns = (
-        TextColumn("training"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("training", total=steps, loss="–")
-        for metric in metrics:
-            losses.append(float(metric.loss))
-            bar.update(task, advance=1, loss=f"{losses[-1]:.4f}")
-    return losses, metric.router
-
-
-def _of_router(router: RouterMetrics) -> dict[str, object]:
-    """What the routers reported, as plain numbers."""
-    return {name: np.asarray(value).tolist() for name, value in router._asdict().items()}
-
-
 def _count(parameters: int) -> str:
     """A parameter count in billions (B) or millions (M)."""
     if parameters >= 1e9:
@@ -219,6 +134,8 @@ for command in (
     memory_command,
     lint_command,
     schedule_command,
+    train_command,
+    generate_command,
 ):
     cli.add_command(command)
 

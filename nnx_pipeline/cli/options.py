@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
+from jax.sharding import Mesh
 
 from nnx_pipeline.config.config import Config
 from nnx_pipeline.config.overrides import apply_overrides, parse_overrides
@@ -15,7 +16,7 @@ from nnx_pipeline.config.presets import preset
 from nnx_pipeline.errors import InputError, nearest
 from nnx_pipeline.lab.compile.platform import GEMMS, Platform
 from nnx_pipeline.lab.compile.settings import TRITON_GEMM, gemm_of, parse_settings
-from nnx_pipeline.mesh import AXES, MeshConfig
+from nnx_pipeline.mesh import AXES, MeshConfig, make_mesh
 
 Command = Callable[..., Any]
 
@@ -105,6 +106,36 @@ class Target:
                 )
             chosen = (asked,)
         return [dataclasses.replace(platform, gemm=one) for one in chosen]
+
+
+@dataclass(frozen=True)
+class Place:
+    """The values of `--mesh` and `--platform`, for a command that runs on devices.
+
+    - `mesh`: axis sizes such as `stage=4,fsdp=2`; the empty text is one device.
+    - `platform`: `cpu` or `local`.
+    """
+
+    mesh: str
+    platform: str
+
+    @property
+    def mesh_config(self) -> MeshConfig:
+        """The sizes of the mesh axes; raises InputError for a text that is no mesh."""
+        return MeshConfig.parse(self.mesh)
+
+    def devices(self) -> Sequence[Any]:
+        """The devices of the platform; raises InputError for a platform without devices."""
+        target, number = Platform.parse(self.platform), self.mesh_config.num_devices
+        if not target.is_real:
+            raise InputError(
+                f"--platform {self.platform} has no devices to run on; use cpu or local"
+            )
+        return target.devices(number)
+
+    def grid(self, devices: Sequence[Any], config: Config) -> Mesh:
+        """The mesh over these devices, with the kind of axes that the config says."""
+        return make_mesh(self.mesh_config, devices, sharding=config.pipeline.sharding)
 
 
 @dataclass(frozen=True)
@@ -239,6 +270,8 @@ platform_option = click.option(
     metavar="PLATFORM",
     help="cpu, local, tpu:v5p:2x2x2, cuda:h100:8 …",
 )
+
+place_options = bundled("place", Place, mesh_option(""), platform_option)
 
 gemm_option = click.option(
     "--gemm",

@@ -8,8 +8,7 @@ import click
 from click.core import ParameterSource
 
 from nnx_pipeline.cli.options import bundled, json_option
-from nnx_pipeline.figures import check_picture, save_figure
-from nnx_pipeline.files import write_text
+from nnx_pipeline.files import check_picture, save_figure, write_text
 from nnx_pipeline.lab.comparison.outcome import Outcome
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.page import measurement_page, outcomes_page

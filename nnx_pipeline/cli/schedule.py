@@ -8,8 +8,7 @@ import click
 
 from nnx_pipeline.cli.options import bundled, json_option
 from nnx_pipeline.errors import InputError
-from nnx_pipeline.figures import check_picture
-from nnx_pipeline.files import read_text, write_text
+from nnx_pipeline.files import check_picture, read_text, write_text
 from nnx_pipeline.lab.report import tables as report
 from nnx_pipeline.pipeline import make_schedule
 from nnx_pipeline.pipeline.schedule import SCHEDULE_NAMES

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import click
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from nnx_pipeline import ending
 from nnx_pipeline.errors import InputError
@@ -84,6 +85,26 @@ def progress() -> Iterator[Callable[[str], None]]:
                 yield lambda text: status.update(text)
         else:
             yield lambda text: print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def bar(what: str, total: int, text: str) -> Iterator[Callable[[str], None]]:
+    """Yields a function that moves a progress bar on standard error by one.
+
+    - `what`: is being done.
+    - `total`: how many steps there are.
+    - `text`: beside the bar until the first step; the function takes that for the next ones.
+    """
+    columns = (
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[text]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as shown:
+        task = shown.add_task(what, total=total, text=text)
+        yield lambda text: shown.update(task, advance=1, text=text)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from nnx_pipeline.config.overrides import parse_overrides
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.experiments.growth import sweep
 from nnx_pipeline.experiments.registry import choose
-from nnx_pipeline.figures import save_figure
+from nnx_pipeline.files import save_figure
 from nnx_pipeline.lab.compile.cache import Cache
 from nnx_pipeline.lab.report import tables as report
 from nnx_pipeline.lab.report.sweep_chart import sweep_chart

@@ -294,6 +294,13 @@ class Config:
             f"train.global_batch={self.train.global_batch} in {microbatches} microbatches, "
             "change one of the two so that a microbatch fits",
         )
+        parts, own = self.pipeline.batch_split, microbatch // copies
+        is_divisor(
+            parts,
+            own,
+            rule=f"the {own} sequences of a microbatch that a device has do not split into "
+            f"pipeline.batch_split={parts} parts",
+        )
 
     def check_objective(self, stages: int) -> None:
         """Raises InputError where the loss would depend on the number of stages of the mesh.

@@ -10,6 +10,7 @@ from nnx_pipeline.config.model_rules import (
     check_experts,
     check_kinds,
     check_latent,
+    check_quantization,
     check_rope,
 )
 from nnx_pipeline.errors import (
@@ -118,8 +119,9 @@ class ModelConfig:
     `linear` divides all of them by `rope_factor`. `llama3` (Llama 3.1) and `yarn` (DeepSeek) divide
     those of pairs that turn `rope_low_frequency` times or less in `rope_original_length` tokens,
     leave those that turn `rope_high_frequency` times or more, and take a mean in between, which is
-    weighted by the number of turns or by the number of the pair, see `ops.rotary.timescales`. What
-    `yarn` multiplies the scores by is part of `attention_scale`.
+    weighted by the number of turns or by the number of the pair, see
+    `ops.self_attention.rotary.timescales`. What `yarn` multiplies the scores by is part of
+    `attention_scale`.
     """
 
     rope_factor: float | None = None
@@ -136,6 +138,25 @@ class ModelConfig:
 
     qk_norm: bool = False
     """Whether each query and each key is normalised by an RMSNorm before the rotary embedding."""
+
+    attention_bias: Literal["qkv", "all"] | None = None
+    """Which projections of attention have a bias; None for none of them.
+
+    `qkv` are those of query, key and value (Qwen2), `all` are these and that of the output
+    (GPT-OSS). A bias is added right after the product, before the norm of `qk_norm`.
+    """
+
+    attention_soft_cap: float | None = None
+    """The bound of the attention scores, cap · tanh(scores / cap); None for no bound.
+
+    Gemma 2 has 50. It is applied after `attention_scale` and before the mask.
+    """
+
+    logits_soft_cap: float | None = None
+    """The bound of the head's logits, cap · tanh(logits / cap); None for no bound.
+
+    Gemma 2 has 30.
+    """
 
     tied_embeddings: bool = False
     """Whether the embedding table is also the head: logits are hidden states · tableᵀ."""
@@ -185,6 +206,14 @@ class ModelConfig:
     With n it is the layers n - 1, 2n - 1, …, counted from 0 (2 as in GPT-OSS, 6 as in Gemma 3).
     Each stage then has a multiple of n layers, and in the model's `pipeline.layers`, which is a
     list, the j-th stack has the layers j, n + j, …. None gives all layers the same window.
+    """
+
+    quantization: Literal["int8", "fp8"] | None = None
+    """In what precision activations are multiplied with kernels; None for `dtype`.
+
+    It needs a dense model and the extra `quantization`, and holds for the projections of attention
+    and for the MLP, forward and for the gradients of activations, see `ops.low_precision`. The
+    gradients of kernels, attention itself, the embedding and the head keep `dtype`.
     """
 
     experts: Literal["dense", "grouped", "capacity"] = "dense"
@@ -336,6 +365,7 @@ class ModelConfig:
                 )
         if self.sliding_window is not None:
             whole(self, "sliding_window")
+        check_quantization(self)
         one_of("embedding", self.embedding, ("auto", "gather", "one_hot"))
         if self.max_position_embeddings is not None:
             whole(self, "max_position_embeddings")
@@ -344,6 +374,10 @@ class ModelConfig:
         above_zero(self, "rope_theta", "attention_scale")
         check_rope(self)
         one_of("qk_norm", self.qk_norm, (True, False))
+        one_of("attention_bias", self.attention_bias, (None, "qkv", "all"))
+        for name in ("attention_soft_cap", "logits_soft_cap"):
+            if getattr(self, name) is not None:
+                above_zero(self, name)
         one_of("tied_embeddings", self.tied_embeddings, (True, False))
         one_of("tied_head_dtype", self.tied_head_dtype, (None, "bfloat16"))
         if self.tied_head_dtype is not None and not self.tied_embeddings:

@@ -75,6 +75,11 @@ def check_latent(model: Any) -> None:
             f"with kv_lora_rank each query head has its own key, and num_kv_heads="
             f"{model.num_kv_heads} differs from num_heads={model.num_heads}; make them equal"
         )
+    if model.attention_bias is not None:
+        raise InputError(
+            f"attention_bias={model.attention_bias!r} is not for multi-head latent attention, "
+            "whose projections have none; set it to None"
+        )
     if model.qk_norm:
         raise InputError(
             "qk_norm=True normalises query and key heads, and with kv_lora_rank the latent "
@@ -117,6 +122,30 @@ def check_kinds(model: Any) -> None:
             f"full_attention_every={model.full_attention_every} lets layers with a window take "
             f"turns with one without, and sliding_window={model.sliding_window}; give a window and "
             "2 or more, or leave it at None"
+        )
+
+
+def check_quantization(model: Any) -> None:
+    """Raises InputError for a model whose products have no low precision."""
+    one_of("quantization", model.quantization, (None, "int8", "fp8"))
+    if model.quantization is None:
+        return
+    if model.num_experts > 1:
+        raise InputError(
+            f"quantization={model.quantization!r} needs a dense model, and "
+            f"num_experts={model.num_experts}: the products of experts, which have derivatives "
+            "or kernels of their own, have no low precision; leave it at None, or set "
+            "num_experts to 1"
+        )
+    if model.kv_lora_rank is not None:
+        raise InputError(
+            f"quantization={model.quantization!r} is not for multi-head latent attention, whose "
+            "projections have no low precision; leave it at None, or kv_lora_rank"
+        )
+    if model.dtype == "float16":
+        raise InputError(
+            f"quantization={model.quantization!r} is not for dtype='float16', of which small "
+            "scales are rounded to 0; set dtype to 'bfloat16' or 'float32'"
         )
 
 

@@ -90,6 +90,14 @@ class PipelineConfig:
     If not, it computes these inputs again, which runs the layers before them once more.
     """
 
+    batch_split: int = 1
+    """Into how many parts each device cuts its sequences of a microbatch, layer by layer.
+
+    The parts go through a layer side by side, so that a part may compute while another waits for a
+    collective, such as the all-to-all of experts (DeepSeek-V3, 2024, section 3.2.1). It is for
+    layers without state, and not for those that run before the pipeline.
+    """
+
     fsdp_gather: Literal["use", "step", "prefetch"] = "use"
     """When a stage gathers weights that are sharded over fsdp.
 
@@ -115,7 +123,7 @@ class PipelineConfig:
     """
 
     def __post_init__(self) -> None:
-        whole(self, "num_repeats")
+        whole(self, "num_repeats", "batch_split")
         if self.num_microbatches is not None:
             whole(self, "num_microbatches")
         one_of("pad_layers", self.pad_layers, (True, False))

@@ -307,7 +307,10 @@ def _attention(model: ModelConfig) -> int:
     norms = 2 * model.embed_dim + (2 * model.head_dim if model.qk_norm else 0)
     if model.kv_lora_rank is None:
         heads = 2 * (model.num_heads + model.num_kv_heads)
-        return heads * model.embed_dim * model.head_dim + norms
+        biases = model.head_dim * (model.num_heads + 2 * model.num_kv_heads)
+        biases += model.embed_dim if model.attention_bias == "all" else 0
+        biases = biases if model.attention_bias else 0
+        return heads * model.embed_dim * model.head_dim + biases + norms
     rank, value_dim = model.kv_lora_rank, model.value_head_dim or 0
     source, query = model.embed_dim, 0
     if model.q_lora_rank is not None:

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from nnx_pipeline.ops.attention import Span, allowed
+from nnx_pipeline.ops.attention import Span, allowed, soft_cap
 from nnx_pipeline.ops.experts import ExpertKernels, Mixed, Products
-from nnx_pipeline.ops.loss import Targets
+from nnx_pipeline.ops.loss import LossOptions, Targets
 from nnx_pipeline.pipeline.stage.apply import ApplyStage, map_stages
 from nnx_pipeline.remat import Remat
 from nnx_pipeline.sharding import (
@@ -207,14 +207,13 @@ def full_cross_entropy(
     targets: Targets,
     *,
     batch_axes: tuple[str, ...],
-    chunks: int,
+    options: LossOptions,
     layout: Layout,
 ) -> Array:
     """`chunked_cross_entropy` without chunks: all logits as one array, differentiated by JAX.
 
-    The arguments are those of `chunked_cross_entropy`; `chunks` has no effect.
+    The arguments are those of `chunked_cross_entropy`; the number of chunks has no effect.
     """
-    del chunks
     kernel = gather_weight(
         kernel.astype(hidden.dtype),
         layout.spec("embed", "vocab"),
@@ -222,6 +221,8 @@ def full_cross_entropy(
     )
     spec = out_sharding(layout.spec(*batch_axes, None, "vocab_of_logits"))
     logits = jnp.einsum("...d,dv->...v", hidden, kernel, out_sharding=spec).astype(jnp.float32)
+    if options.soft_cap is not None:
+        logits = soft_cap(logits, options.soft_cap)
     shape = (*[1] * (logits.ndim - 1), logits.shape[-1])
     columns = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
     label = jnp.sum(jnp.where(columns == targets.ids[..., None], logits, 0.0), axis=-1)

@@ -22,6 +22,7 @@ from nnx_pipeline.lab.compile.measure import Clock, Measurement, Progress, measu
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.mesh import MeshConfig, make_mesh
 from nnx_pipeline.ops.fast_attention.kernels import check_platform, chosen
+from nnx_pipeline.ops.low_precision import check_package
 from nnx_pipeline.sharding import variable_shardings
 from nnx_pipeline.tracing.calls import traced_afresh
 from nnx_pipeline.train import (
@@ -98,10 +99,11 @@ def mesh_of(
     - `platform`: gives the devices.
     - `at_least`: how many CPU devices other work of this process needs.
 
-    Raises InputError when the three do not fit together.
+    Raises InputError when the three do not fit together, or a package is missing.
     """
     config.check_mesh(sizes)
     check_platform(config.model.attention, platform.backend)
+    check_package(config.model)
     devices = platform.devices(max(at_least, sizes.num_devices if platform.kind == "cpu" else 1))
     return make_mesh(sizes, devices, sharding=config.pipeline.sharding)
 

@@ -6,31 +6,52 @@ from flax import nnx
 from jaxtyping import Array
 
 from nnx_pipeline.config.model import ModelConfig
+from nnx_pipeline.modules.cache import KeyValueCache
 from nnx_pipeline.modules.norm import RMSNorm
 from nnx_pipeline.modules.parts import Parts
-from nnx_pipeline.ops.attention import Mask, Options, allowed
+from nnx_pipeline.ops.attention import Mask, Options
 from nnx_pipeline.ops.fast_attention.kernels import KERNELS, Kernel
-from nnx_pipeline.ops.rotary import rotary_of
-from nnx_pipeline.ops.self_attention import Projections, QueryKey, self_attention
+from nnx_pipeline.ops.low_precision import product_of
+from nnx_pipeline.ops.self_attention.grouped_query import (
+    Biases,
+    Projections,
+    QueryKey,
+    self_attention,
+)
+from nnx_pipeline.ops.self_attention.rotary import rotary_of
 from nnx_pipeline.sharding import Layout, parameter
 
 
-def kernel_of(config: ModelConfig, mask: Mask = allowed) -> Kernel:
-    """What computes the heads of a model from query, key and value, with the model's options.
+def options_of(config: ModelConfig, mask: Mask) -> Options:
+    """How a model computes attention.
 
     - `mask`: which keys a query may read.
     """
-    options = Options(
+    return Options(
         scale=config.attention_scale,
         mask=mask,
         window=config.sliding_window,
         block=config.attention_block,
+        soft_cap=config.attention_soft_cap,
     )
-    return functools.partial(KERNELS[config.attention], options=options)
+
+
+def kernel_of(
+    config: ModelConfig, mask: Mask, cache: KeyValueCache | None, positions: Array | None
+) -> Kernel:
+    """What computes the heads of a model from query, key and value, with the model's options.
+
+    - `mask`: which keys a query may read.
+    - `cache`: where keys and values are stored, if they are.
+    - `positions`: as of `KeyValueCache.through`.
+    """
+    options = options_of(config, mask)
+    kernel = functools.partial(KERNELS[config.attention], options=options)
+    return kernel if cache is None else cache.through(kernel, positions, options)
 
 
 class Attention(nnx.Module):
-    """Self-attention without biases, from `[batch, seq, embed]` to the same.
+    """Self-attention from `[batch, seq, embed]` to the same, without biases by default.
 
     - `rngs`: its `params` stream gives the initial values.
     - `layout`: which mesh axes each logical axis is sharded over.
@@ -38,7 +59,8 @@ class Attention(nnx.Module):
 
     The initial values of the query kernel are divided by sqrt(head_dim) · attention_scale, so that
     the scores of a new model have the same variance whatever `attention_scale` is. With
-    `config.qk_norm` so is the scale of the query's norm.
+    `config.qk_norm` so is the scale of the query's norm. Biases
+    (`config.attention_bias`) start at 0.
     """
 
     def __init__(
@@ -74,11 +96,28 @@ class Attention(nnx.Module):
         self.key = kernel(into, (embed, groups, head_dim), of_group)
         self.value = kernel(into, (embed, groups, head_dim), of_group)
         self.out = kernel(out_of, (heads, head_dim, embed), ("heads", "head_dim", "embed"))
+
+        def bias(shape: tuple[int, ...], *names: str) -> nnx.Param:
+            return kernel(nnx.initializers.zeros, shape, names)
+
+        inside, outside = config.attention_bias is not None, config.attention_bias == "all"
+        self.query_bias = bias((heads, head_dim), "heads", "head_dim") if inside else None
+        self.key_bias = bias((groups, head_dim), "kv_heads", "head_dim") if inside else None
+        self.value_bias = bias((groups, head_dim), "kv_heads", "head_dim") if inside else None
+        self.out_bias = bias((embed,), "norm") if outside else None
         norm = functools.partial(
             RMSNorm, config, rngs=rngs, width=(head_dim, "head_dim"), layout=layout, parts=parts
         )
         self.query_norm = norm(start=query_gain) if config.qk_norm else None
         self.key_norm = norm() if config.qk_norm else None
+        self.cache: KeyValueCache | None = nnx.data(None)
+
+    def new_cache(self, *, batch: int, slots: int) -> KeyValueCache:
+        """An empty cache for this layer, which reads and writes it once it is its `cache`.
+
+        - `batch`, `slots`: the number of sequences, and of tokens for which there is room.
+        """
+        return KeyValueCache(self.config, batch=batch, slots=slots)
 
     def __call__(
         self, x: Array, *, positions: Array | None = None, segment_ids: Array | None = None
@@ -88,14 +127,26 @@ class Attention(nnx.Module):
         - `x`: `[batch, seq, embed]`.
         - `positions`: `[batch, seq]` integers; None counts from 0.
         - `segment_ids`: `[batch, seq]` integers; None for one segment per row.
+
+        A layer with a cache stores the keys and values of these tokens. Without positions they are
+        the first ones of their sequences; else each sequence has one new token, which reads what is
+        stored of the tokens before it, see `KeyValueCache`.
         """
         config = self.config
+        biases = (self.query_bias, self.key_bias, self.value_bias, self.out_bias)
         return self_attention(
             x,
-            Projections(self.query[...], self.key[...], self.value[...], self.out[...]),
+            Projections(
+                self.query[...],
+                self.key[...],
+                self.value[...],
+                self.out[...],
+                Biases(*(None if bias is None else bias[...] for bias in biases)),
+                product_of(config),
+            ),
             positions=positions,
             segment_ids=segment_ids,
-            kernel=kernel_of(config, self.mask),
+            kernel=kernel_of(config, self.mask, self.cache, positions),
             query_key=QueryKey(rotary_of(config), self.query_norm, self.key_norm),
             layout=self.layout,
         )

@@ -7,10 +7,11 @@ from jaxtyping import Array
 
 from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.modules.attention import kernel_of
+from nnx_pipeline.modules.cache import KeyValueCache
 from nnx_pipeline.modules.norm import RMSNorm
 from nnx_pipeline.modules.parts import Parts
-from nnx_pipeline.ops.latent_attention import Latent, LatentProjections, latent_attention
-from nnx_pipeline.ops.rotary import rotary_of
+from nnx_pipeline.ops.self_attention.latent import Latent, LatentProjections, latent_attention
+from nnx_pipeline.ops.self_attention.rotary import rotary_of
 from nnx_pipeline.sharding import Layout, parameter
 
 
@@ -36,6 +37,7 @@ class LatentAttention(nnx.Module):
         assert config.kv_lora_rank is not None, "the config has checked it"
         assert config.value_head_dim is not None, "the config has checked it"
         self.config, self.layout, self.mask = config, layout, parts.mask
+        self.cache: KeyValueCache | None = nnx.data(None)
         embed, heads, head_dim = config.embed_dim, config.num_heads, config.head_dim
         rank, value_dim = config.kv_lora_rank, config.value_head_dim
         down = nnx.initializers.lecun_normal()
@@ -67,6 +69,15 @@ class LatentAttention(nnx.Module):
             back, shape=(heads, value_dim, embed), logical_axes=("heads", "head_dim", "embed")
         )
 
+    def new_cache(self, *, batch: int, slots: int) -> KeyValueCache:
+        """An empty cache for this layer, which reads and writes it once it is its `cache`.
+
+        It holds the keys and values of all heads, not the latent vectors that they are made from.
+
+        - `batch`, `slots`: the number of sequences, and of tokens for which there is room.
+        """
+        return KeyValueCache(self.config, batch=batch, slots=slots)
+
     def __call__(
         self, x: Array, *, positions: Array | None = None, segment_ids: Array | None = None
     ) -> Array:
@@ -86,7 +97,7 @@ class LatentAttention(nnx.Module):
                 down, self.query[...], self.kv_down[...], self.kv_up[...], self.out[...]
             ),
             places=(positions, segment_ids),
-            kernel=kernel_of(config, self.mask),
+            kernel=kernel_of(config, self.mask, self.cache, positions),
             latent=Latent(rotary_of(config), config.rope_dim, query_norm, self.kv_norm),
             layout=self.layout,
         )

@@ -4,6 +4,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from nnx_pipeline.config.model import ModelConfig
+from nnx_pipeline.ops.low_precision import product_of
 from nnx_pipeline.ops.mlp import gated_mlp
 from nnx_pipeline.sharding import Layout, parameter
 
@@ -26,7 +27,7 @@ class MLP(nnx.Module):
         layout: Layout = Layout(),
         width: int | None = None,
     ) -> None:
-        self.layout = layout
+        self.config, self.layout = config, layout
         width = config.mlp_dim if width is None else width
         into, out_of = (config.embed_dim, width), (width, config.embed_dim)
         dtype = config.param_dtype
@@ -35,4 +36,5 @@ class MLP(nnx.Module):
         self.down = parameter(rngs, FAN_IN, out_of, dtype, ("mlp", "embed"), layout)
 
     def __call__(self, x: Array) -> Array:
-        return gated_mlp(x, self.gate[...], self.up[...], self.down[...], layout=self.layout)
+        kernels = (self.gate[...], self.up[...], self.down[...])
+        return gated_mlp(x, *kernels, product=product_of(self.config), layout=self.layout)

@@ -82,6 +82,7 @@ class Options:
       `allowed` are used by experiments.
     - `window`: see `allowed`.
     - `block`: how many tokens are computed at a time; None for what the kind finds best.
+    - `soft_cap`: the bound of the scores, see `soft_cap`; None for no bound.
     - `interpret`: whether a kernel for TPUs is interpreted, for tests where there is none.
     """
 
@@ -89,6 +90,7 @@ class Options:
     mask: Mask = allowed
     window: int | None = None
     block: int | None = None
+    soft_cap: float | None = None
     interpret: bool = False
 
 
@@ -113,9 +115,59 @@ def dot_product_attention(
       `BLOCK` of them in sequences longer than `WHOLE`, and all of them in others.
     """
     length = query.shape[1]
-    how = (options.mask, options.window, options.block or (length if length <= WHOLE else BLOCK))
+    size = options.block or (length if length <= WHOLE else BLOCK)
+    how = How(options.mask, options.window, size, options.soft_cap)
     query = in_groups(query, key.shape[2], scale=options.scale, grouped=grouped)
     return out_of_groups(_attend(how, query, key, value, segment_ids), grouped)
+
+
+def cached_attention(
+    query: Float[Array, "batch 1 heads head_dim"],
+    key: Float[Array, "batch slots kv_heads head_dim"],
+    value: Float[Array, "batch slots kv_heads value_dim"],
+    positions: Int[Array, "batch 1"],
+    *,
+    grouped: jax.sharding.PartitionSpec,
+    options: Options = Options(),
+) -> Float[Array, "batch 1 heads value_dim"]:
+    """Attention of one new token of each sequence over the tokens before it and over itself.
+
+    - `query`: of the new tokens.
+    - `key`, `value`: those of the token at position p of its sequence are in slot p. Slots after
+      that of the new token may hold anything finite: they are not read.
+    - `positions`: of the new tokens.
+    - `grouped`: sharding of the query, as for `dot_product_attention`.
+    - `options`: its `scale`, `window` and `soft_cap` count; tokens are in the order of their
+      positions here, so that no other mask can be asked for.
+    """
+    query = in_groups(query, key.shape[2], scale=options.scale, grouped=grouped)
+    behind = positions[:, :, None] - jnp.arange(key.shape[1], dtype=jnp.int32)
+    readable = behind >= 0
+    if options.window is not None:
+        readable &= behind < options.window
+    how = How(options.mask, options.window, 1, options.soft_cap)
+    scores = _scores(how, query, key, readable)
+    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    total = jnp.sum(weights, axis=-1, keepdims=True, dtype=jnp.float32)
+    mixed = jnp.einsum("bgqrk,bkgd->bqgrd", weights, value)
+    return out_of_groups(mixed / jnp.moveaxis(total, 1, 2).astype(mixed.dtype), grouped)
+
+
+def in_slots(
+    stored: Float[Array, "batch slots kv_heads head_dim"],
+    new: Float[Array, "batch 1 kv_heads head_dim"],
+    positions: Int[Array, "batch 1"],
+) -> Float[Array, "batch slots kv_heads head_dim"]:
+    """Stored keys or values, with those of one new token of each sequence in its own slot.
+
+    - `stored`: of earlier tokens, see `cached_attention`.
+    - `new`: of the new tokens.
+    - `positions`: of the new tokens; one outside the slots is not stored.
+    """
+    # A choice for each slot keeps every array in its sharding. It reads and writes all slots, as
+    # many bytes as attention reads; a scatter would write one, but has no sharding rule.
+    slots = jnp.arange(stored.shape[1], dtype=jnp.int32)
+    return jnp.where((positions == slots)[:, :, None, None], new, stored)
 
 
 def in_groups(
@@ -153,14 +205,26 @@ def out_of_groups(
     return jax.lax.reshape(mixed, shape, out_sharding=out_sharding(whole))
 
 
-How = tuple[Mask, int | None, int]
+class How(NamedTuple):
+    """How scores are computed.
+
+    - `mask`: which keys a query may read, none of them after itself.
+    - `window`: as for `allowed`.
+    - `size`: the number of queries that are computed at a time.
+    - `cap`: the bound of the scores; None for no bound.
+    """
+
+    mask: Mask
+    window: int | None
+    size: int
+    cap: float | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(how: How, query: Array, key: Array, value: Array, segment_ids: Array | None) -> Array:
     """Attention whose derivative keeps no scores.
 
-    - `how`: the mask, the window, and the number of queries that are computed at a time.
+    - `how`: how the scores are computed.
     - `query`: `[batch, seq, kv_heads, queries per key, head_dim]`, as the result is.
 
     The forward pass keeps its result and, per query, the logarithm of the softmax's denominator.
@@ -174,13 +238,12 @@ def _attend(how: How, query: Array, key: Array, value: Array, segment_ids: Array
 def _attend_forward(
     how: How, query: Array, key: Array, value: Array, segment_ids: Array | None
 ) -> tuple[Array, Any]:
-    mask, window, size = how
-    length = query.shape[1]
+    size, length = how.size, query.shape[1]
     every = Span(0, length, segment_ids)
-    readable = mask(every, every, window)
+    readable = how.mask(every, every, how.window)
     results, normalisers = [], []
     for start, stop in _blocks(length, size):
-        scores = _scores(query[:, start:stop], key[:, :stop], readable[:, start:stop, :stop])
+        scores = _scores(how, query[:, start:stop], key[:, :stop], readable[:, start:stop, :stop])
         largest = jnp.max(scores, axis=-1, keepdims=True)
         weights = jnp.exp(scores - largest)
         total = jnp.sum(weights, axis=-1, keepdims=True, dtype=jnp.float32)
@@ -192,14 +255,14 @@ def _attend_forward(
 
 
 def _attend_backward(how: How, kept: Any, d_mixed: Array) -> tuple[Array, Array, Array, None]:
-    mask, window, size = how
+    size = how.size
     query, key, value, segment_ids, mixed, normaliser = kept
     # The scores depend on nothing that comes late, so that a compiler may compute them long before
     # they are used, and hold them. The barrier makes them wait for the cotangent.
     query, d_mixed = jax.lax.optimization_barrier((query, d_mixed))
     length = query.shape[1]
     every = Span(0, length, segment_ids)
-    readable = mask(every, every, window)
+    readable = how.mask(every, every, how.window)
     inner = jnp.sum(d_mixed.astype(jnp.float32) * mixed.astype(jnp.float32), axis=-1)
     # From [batch, query, kv_heads, queries per key] to the order of the scores.
     inner = jnp.moveaxis(inner, 1, 2)[..., None]
@@ -212,10 +275,12 @@ def _attend_backward(how: How, kept: Any, d_mixed: Array) -> tuple[Array, Array,
             rows, d_rows, totals, d_queries[-1] = jax.lax.optimization_barrier(
                 (rows, d_rows, totals, d_queries[-1])
             )
-        scores = _scores(rows, key[:, :stop], readable[:, start:stop, :stop])
+        scores = _scores(how, rows, key[:, :stop], readable[:, start:stop, :stop])
         weights = jnp.exp(scores.astype(jnp.float32) - normaliser[:, :, start:stop])
         d_weights = jnp.einsum("bqgrd,bkgd->bgqrk", d_rows, value[:, :stop])
         d_scores = weights * (d_weights.astype(jnp.float32) - inner[:, :, start:stop])
+        if how.cap is not None:
+            d_scores *= soft_cap_slope(scores, how.cap)
         d_scores, weights = d_scores.astype(query.dtype), weights.astype(query.dtype)
         d_queries.append(jnp.einsum("bgqrk,bkgd->bqgrd", d_scores, key[:, :stop]))
         # Several blocks are added up in float32; of a single one the product does that.
@@ -233,6 +298,25 @@ def _attend_backward(how: How, kept: Any, d_mixed: Array) -> tuple[Array, Array,
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
+def soft_cap(x: Float[Array, "*shape"], cap: float) -> Float[Array, "*shape"]:
+    """cap · tanh(x / cap), computed in float32 and in the dtype of `x` (Gemma 2, section 2).
+
+    - `x`: scores or logits.
+    - `cap`: the bound of the result, above 0.
+    """
+    return (cap * jnp.tanh(x.astype(jnp.float32) / cap)).astype(x.dtype)
+
+
+def soft_cap_slope(capped: Float[Array, "*shape"], cap: float) -> Float[Array, "*shape"]:
+    """The derivative of `soft_cap` from its result, 1 - (capped / cap)², in float32.
+
+    - `capped`: the result of `soft_cap`. Values beyond the cap, such as the score of a key that is
+      masked, have the derivative 0.
+    - `cap`: as of `soft_cap`.
+    """
+    return jnp.maximum(1 - jnp.square(capped.astype(jnp.float32) / cap), 0)
+
+
 def _blocks(length: int, size: int) -> list[tuple[int, int]]:
     """The first query of each block, and the one after its last."""
     return [(start, min(start + size, length)) for start in range(0, length, size)]
@@ -243,7 +327,7 @@ def _added(total: Array, new: Array) -> Array:
     return total.at[:, : new.shape[1]].add(new)
 
 
-def _scores(query: Array, key: Array, readable: Array) -> Array:
+def _scores(how: How, query: Array, key: Array, readable: Array) -> Array:
     """The scores `[batch, kv_heads, query, queries per key, key]` in the dtype of the inputs.
 
     That is the order in which the product gives them. In another one XLA for NVIDIA GPUs transposes
@@ -253,5 +337,7 @@ def _scores(query: Array, key: Array, readable: Array) -> Array:
     - `readable`: bool `[batch or 1, query, key]`.
     """
     scores = jnp.einsum("bqgrd,bkgd->bgqrk", query, key)
+    if how.cap is not None:
+        scores = soft_cap(scores, how.cap)
     masked = MASKED_HALF if scores.dtype == jnp.float16 else MASKED
     return jnp.where(readable[:, None, :, None], scores, masked)

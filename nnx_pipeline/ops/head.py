@@ -5,16 +5,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from nnx_pipeline.config.model import ModelConfig
+from nnx_pipeline.ops.attention import soft_cap
 from nnx_pipeline.sharding import Layout, gather_weight, out_sharding
 
 
 def logits_of(
-    hidden: Float[Array, "batch seq embed"], kernel: Float[Array, "embed vocab"], *, layout: Layout
+    hidden: Float[Array, "batch seq embed"],
+    kernel: Float[Array, "embed vocab"],
+    *,
+    cap: float | None,
+    layout: Layout,
 ) -> Float[Array, "batch seq vocab"]:
     """The logits hidden · kernel, computed in the dtype of `hidden` and cast to float32.
 
     - `hidden`: the output of the final norm.
     - `kernel`: sharded by ("embed", "vocab").
+    - `cap`: the bound of the logits, see `ops.attention.soft_cap`; None for no bound.
     - `layout`: which mesh axes the logical axes of kernel and result are sharded over.
 
     The batch of the result is sharded by the logical axis `whole_batch`.
@@ -26,7 +32,8 @@ def logits_of(
     )
     spec = layout.spec("whole_batch", None, "vocab_of_logits")
     logits = jnp.einsum("bsd,dv->bsv", hidden, kernel, out_sharding=out_sharding(spec))
-    return logits.astype(jnp.float32)
+    logits = logits.astype(jnp.float32)
+    return logits if cap is None else soft_cap(logits, cap)
 
 
 def head_of_table(

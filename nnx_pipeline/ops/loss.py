@@ -1,5 +1,6 @@
 """Cross-entropy over a large vocabulary, computed without holding all logits at once."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from nnx_pipeline.ops.attention import soft_cap, soft_cap_slope
 from nnx_pipeline.ops.gradients import or_zeros, refuse_perturbed, values_of
 from nnx_pipeline.sharding import Layout, P, mesh_sizes
 
@@ -19,6 +21,17 @@ class Targets(NamedTuple):
 
     ids: Int[Array, "*batch seq"]
     weights: Float[Array, "*batch seq"]
+
+
+class LossOptions(NamedTuple):
+    """How the loss is computed.
+
+    - `chunks`: number of pieces into which the sequence is cut.
+    - `soft_cap`: the bound of the logits, see `ops.attention.soft_cap`; None for no bound.
+    """
+
+    chunks: int
+    soft_cap: float | None = None
 
 
 class Loss(Protocol):
@@ -31,7 +44,7 @@ class Loss(Protocol):
         targets: Targets,
         *,
         batch_axes: tuple[str, ...],
-        chunks: int,
+        options: LossOptions,
         layout: Layout,
     ) -> Float[Array, ""]: ...
 
@@ -48,6 +61,7 @@ class _Plan:
     vocab: tuple[str, ...]  # mesh axes over which columns are sharded while the loss is computed
     shared: tuple[str, ...]  # the axes of `vocab` that also shard the tokens: tokens are gathered
     tokens: tuple[str, ...]  # mesh axes over which the tokens stay sharded
+    cap: float | None = None  # the bound of the logits
 
     @property
     def hidden(self) -> P:
@@ -61,7 +75,7 @@ def chunked_cross_entropy(
     targets: Targets,
     *,
     batch_axes: tuple[str, ...],
-    chunks: int,
+    options: LossOptions,
     layout: Layout,
 ) -> Float[Array, ""]:
     """Σ weights · (log Σ_v exp(logits_v) - logits_target), with logits = hidden · kernel.
@@ -72,7 +86,7 @@ def chunked_cross_entropy(
     - `targets`: token ids and their weights, sharded as `hidden`; an id outside the vocabulary
       costs log Σ exp alone.
     - `batch_axes`: logical axes of `hidden` before its sequence axis.
-    - `chunks`: number of pieces into which the sequence is cut.
+    - `options`: the number of chunks of the sequence, and the bound of the logits.
     - `layout`: which mesh axes the logical axes above are sharded over.
 
     The product is computed in the dtype of `hidden`, everything after it in float32.
@@ -90,7 +104,8 @@ def chunked_cross_entropy(
     Gradients have the shardings and dtypes of their arguments. Raises InputError when the gradient
     with respect to the weights of the targets is asked for.
     """
-    plan = make_plan(hidden.shape, kernel.shape[1], batch_axes, chunks, layout)
+    plan = make_plan(hidden.shape, kernel.shape[1], batch_axes, options.chunks, layout)
+    plan = dataclasses.replace(plan, cap=options.soft_cap)
     return _loss(plan, hidden, kernel, *targets)
 
 
@@ -270,6 +285,8 @@ def _chunk_loss(
     """
     hidden, targets, weights = (_gather_tokens(x, plan) for x in (hidden, targets, weights))
     logits = (hidden @ kernel).astype(jnp.float32)
+    if plan.cap is not None:
+        logits = soft_cap(logits, plan.cap)
     # The largest logit of all devices is subtracted, so that no exponential overflows.
     largest = jnp.max(logits, axis=-1)
     if plan.vocab:
@@ -283,6 +300,8 @@ def _chunk_loss(
 
     def gradient() -> tuple[Array, Array]:
         d_logits = weights[:, None] * (exponential / total[:, None] - hit.astype(jnp.float32))
+        if plan.cap is not None:
+            d_logits *= soft_cap_slope(logits, plan.cap)
         return hidden, d_logits.astype(hidden.dtype)
 
     return loss, gradient

@@ -1,11 +1,11 @@
 """The gated feed-forward block (SwiGLU, Shazeer 2020) of a dense model."""
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from nnx_pipeline.ops.low_precision import Product, full_product
 from nnx_pipeline.remat import HIDDEN, named
-from nnx_pipeline.sharding import Layout, gather_weight, out_sharding
+from nnx_pipeline.sharding import Layout, gather_weight
 
 
 def gated_mlp(
@@ -14,6 +14,7 @@ def gated_mlp(
     up: Float[Array, "embed mlp"],
     down: Float[Array, "mlp embed"],
     *,
+    product: Product = full_product,
     layout: Layout,
 ) -> Float[Array, "batch seq embed"]:
     """(silu(x · gate) · (x · up)) · down, in the dtype of `x`.
@@ -21,6 +22,7 @@ def gated_mlp(
     - `x`: sharded by ("batch", None, None), as the result is.
     - `gate`, `up`, `down`: kernels as they are stored; they are cast to the dtype of `x` and
       gathered over the axes of `embed` here.
+    - `product`: multiplies activations and kernels, see `low_precision.product_of`.
     - `layout`: which mesh axes the logical axes of `x` and kernels are sharded over.
     """
 
@@ -30,7 +32,8 @@ def gated_mlp(
 
     gate, up = gathered(gate, "embed", "mlp"), gathered(up, "embed", "mlp")
     down = gathered(down, "mlp", "embed")
-    opened, raised = map(named, (x @ gate, x @ up), HIDDEN)
+    wide = layout.spec("batch", None, "mlp")
+    both = (product("bsd,df->bsf", x, kernel, wide) for kernel in (gate, up))
+    opened, raised = map(named, both, HIDDEN)
     hidden = jax.nn.silu(opened) * raised
-    out = out_sharding(layout.spec("batch", None, None))
-    return jnp.einsum("...f,fd->...d", hidden, down, out_sharding=out)
+    return product("bsf,fd->bsd", hidden, down, layout.spec("batch", None, None))

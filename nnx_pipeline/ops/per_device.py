@@ -98,8 +98,8 @@ def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
     call = custom_vmap(function)
 
     @call.def_vmap
-    def _rule(size: int, batched: list[bool], *args: Array) -> tuple[Any, Any]:
-        def at(entries: tuple[Array, ...]) -> Any:
+    def _rule(size: int, batched: list[bool], *args: Any) -> tuple[Any, Any]:
+        def at(entries: tuple[Any, ...]) -> Any:
             own = iter(entries)
             rest = [next(own) if yes else arg for arg, yes in zip(args, batched, strict=True)]
             return call(*rest)

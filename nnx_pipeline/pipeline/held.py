@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from nnx_pipeline.config.pipeline import PipelineConfig
+from nnx_pipeline.errors import InputError
 from nnx_pipeline.pipeline.options import WeightOptions
 from nnx_pipeline.pipeline.stack import Stack
-from nnx_pipeline.pipeline.stage.state import parted
+from nnx_pipeline.pipeline.stage.state import WithState, parted
 from nnx_pipeline.pipeline.weights.gathered import WeightGathering
 from nnx_pipeline.pipeline.weights.zero1 import GradientShards, Zero1Layers, gradient_shards
 from nnx_pipeline.sharding import Layout, P, mesh_sizes, place
@@ -132,3 +133,33 @@ class HeldLayers:
 def gathered_axes(config: PipelineConfig) -> tuple[str, ...]:
     """The mesh axes over which weights are gathered before the ticks that use them."""
     return () if config.fsdp_gather == "use" else ("fsdp",)
+
+
+def check_state(layers: Any, config: PipelineConfig, layout: Layout, stages: int) -> None:
+    """Raises InputError for layers with state that depends on the mesh, or runs in copies.
+
+    - `layers`: the stacked layers.
+    - `config`, `layout`: as of `Runner`.
+    - `stages`: how many stages the layers were made for.
+    """
+    if not isinstance(layers, WithState):
+        return
+    if config.batch_split > 1:
+        raise InputError(
+            "the layers have state, such as running statistics, and pipeline.batch_split="
+            f"{config.batch_split} calls them several times per microbatch; set it to 1"
+        )
+    default = config.microbatches_on(stages)
+    if config.num_microbatches is None and default > 1:
+        raise InputError(
+            "the layers have state, such as running statistics, which depends on the number of "
+            "microbatches, and pipeline.num_microbatches=None makes that depend on the mesh "
+            f"(here it is {default}); set pipeline.num_microbatches={default}, on every mesh"
+        )
+    if layout.axes("copy"):
+        raise InputError(
+            "the layers have state, such as running statistics, and run in one copy per device "
+            f"along {layout.axes('copy')}, each on a part of a microbatch; set "
+            "pipeline.schedule=circular, pipeline.backward=autodiff, pipeline.fsdp_gather=use "
+            "and train.shard_optimizer_over_data=false"
+        )

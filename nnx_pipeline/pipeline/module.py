@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.config.pipeline import PipelineConfig
-from nnx_pipeline.errors import InputError
+from nnx_pipeline.errors import InputError, of_type
 from nnx_pipeline.ops.dropout import sequence_keys
 from nnx_pipeline.pipeline.batches import Batches, batch_of
 from nnx_pipeline.pipeline.entry import by_names
@@ -88,12 +88,8 @@ class CircularPipeline(nnx.Module):
                 f"the config of a pipeline is {type(config).__name__}; give a PipelineConfig, such "
                 "as the field pipeline of a Config"
             )
-        for name, value, kind in (("layout", layout, Layout), ("weights", weights, WeightOptions)):
-            if not isinstance(value, kind):
-                raise InputError(
-                    f"{name} of a pipeline is of type {type(value).__name__}; give "
-                    f"{kind.__name__}, or leave it out"
-                )
+        of_type("layout of a pipeline", layout, Layout)
+        of_type("weights of a pipeline", weights, WeightOptions)
         self._check_repeats(config.num_repeats)
         kinds = as_kinds(layers)
         self.runner = make_runner(
@@ -126,13 +122,21 @@ class CircularPipeline(nnx.Module):
         batches, batch = self.batches, batch_of(x)
         batches.check(batch)
         keys = None if key is None else sequence_keys(key, batch)
+        y, metrics = self.run(jax.tree.map(batches.arrange, x), side, keys=keys)
+        return jax.tree.map(lambda leaf: batches.as_batch(leaf, batch), y), metrics
+
+    def run(self, x: PyTree, side: Side, *, keys: Array | None = None) -> tuple[PyTree, PyTree]:
+        """As a call, of activations that are laid out by `batches.arrange`, as the result is.
+
+        - `x`: an array or any pytree of arrays.
+        - `side`, `keys`: as for `Runner.run`.
+        """
         layers = split_state(self.placed_layers, self.batches.microbatches)
         with explained():
-            found = self.runner.run(layers, jax.tree.map(batches.arrange, x), side, keys=keys)
-        y, metrics, *state = found
+            y, metrics, *state = self.runner.run(layers, x, side, keys=keys)
         if state:
             write_state(self.layers, *state)
-        return jax.tree.map(lambda leaf: batches.as_batch(leaf, batch), y), metrics
+        return y, metrics
 
     def loss(
         self,

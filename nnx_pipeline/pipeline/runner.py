@@ -15,7 +15,7 @@ from nnx_pipeline.errors import InputError
 from nnx_pipeline.mesh import ambient_mesh
 from nnx_pipeline.pipeline.batches import Batches
 from nnx_pipeline.pipeline.circular.run import run_pipeline
-from nnx_pipeline.pipeline.held import HeldLayers, gathered_axes
+from nnx_pipeline.pipeline.held import HeldLayers, check_state, gathered_axes
 from nnx_pipeline.pipeline.layers import apart, with_keys
 from nnx_pipeline.pipeline.metrics import given_out, over_kinds
 from nnx_pipeline.pipeline.one_f_one_b.run import run_one_f_one_b
@@ -36,6 +36,7 @@ from nnx_pipeline.pipeline.schedule import (
 )
 from nnx_pipeline.pipeline.stack import Stack, make_stack
 from nnx_pipeline.pipeline.stage.layers import LayersInTurn, Side, call_layer
+from nnx_pipeline.pipeline.stage.split import BatchSplit
 from nnx_pipeline.pipeline.stage.state import PerMicrobatch, WithState, parted
 from nnx_pipeline.pipeline.stage.variables import state_of_kinds
 from nnx_pipeline.pipeline.stage.whole_batch import in_order, in_place
@@ -88,7 +89,7 @@ class Runner:
         - `side`: what a layer reads beside x, `[batch, …]` each, by the names of its arguments.
         - `keys`: for dropout, as `ops.dropout.sequence_keys` makes them; None leaves it out.
         """
-        self._check_state(layers)
+        check_state(layers, self.config, self.layout, self.num_stages)
         side, shared = apart(with_keys(side, keys))
         first = jax.tree.leaves(x)[0]
         self.batches.check_inputs(side, math.prod(first.shape[: len(self.batches.axes)]))
@@ -123,7 +124,7 @@ class Runner:
         - `side`, `keys`: as in `run`.
         - `metric_weights`: the weight of each metric of a layer in the loss.
         """
-        self._check_state(layers)
+        check_state(layers, self.config, self.layout, self.num_stages)
         side, shared = apart(with_keys(side, keys))
         check_model(ends, inputs, self.config.schedule)
         arrays = (inputs[0], side, inputs[1])
@@ -212,24 +213,15 @@ class Runner:
             delay=self.config.forwarding_delay,
         )
 
-    def _check_state(self, layers: Any) -> None:
-        """Raises InputError for layers with state that depends on the mesh, or runs in copies."""
-        if not isinstance(layers, WithState):
-            return
-        default = self.config.microbatches_on(self.num_stages)
-        if self.config.num_microbatches is None and default > 1:
-            raise InputError(
-                "the layers have state, such as running statistics, which depends on the number of "
-                "microbatches, and pipeline.num_microbatches=None makes that depend on the mesh "
-                f"(here it is {default}); set pipeline.num_microbatches={default}, on every mesh"
-            )
-        if self.layout.axes("copy"):
-            raise InputError(
-                "the layers have state, such as running statistics, and run in one copy per device "
-                f"along {self.layout.axes('copy')}, each on a part of a microbatch; set "
-                "pipeline.schedule=circular, pipeline.backward=autodiff, pipeline.fsdp_gather=use "
-                "and train.shard_optimizer_over_data=false"
-            )
+    def split(self, shared: Side) -> BatchSplit | None:
+        """How the layers cut the batch of a call into parts.
+
+        - `shared`: what they read besides that has no axis of the batch.
+        """
+        if self.config.batch_split == 1:
+            return None
+        devices = self.layout.size("batch")
+        return BatchSplit(self.config.batch_split, devices, frozenset({"place", *shared}))
 
     def _stacked(self, layers: Any) -> Any:
         """The parameters of the stages, with the state of the layers if they have any."""
@@ -253,7 +245,7 @@ class Runner:
             (with_layout(layer, layout), number, state)
             for (layer, number), state in zip(stack, states, strict=True)
         ]
-        call = functools.partial(call_layer, stack=self.stack)
+        call = functools.partial(call_layer, stack=self.stack, split=self.split(shared))
 
         def run(layers: Any, x: PyTree, side: Side) -> tuple[PyTree, Any]:
             everything = {**side, **shared}
@@ -297,7 +289,10 @@ class Runner:
         state = None if kept is None else self._of_one_microbatch(kept)
         copies = self.layout.axes("copy")
         call = functools.partial(
-            call_layer, stack=self.stack, microbatches=self.batches.microbatches
+            call_layer,
+            stack=self.stack,
+            microbatches=self.batches.microbatches,
+            split=self.split(shared),
         )
 
         def apply(x: PyTree, stacked: Any) -> tuple[PyTree, Any]:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from nnx_pipeline.errors import InputError, divides, one_of
+from nnx_pipeline.errors import InputError, divides, one_of, whole
 
 
 class Work(NamedTuple):
@@ -311,9 +311,7 @@ def _visits(microbatch: np.ndarray, repeat: np.ndarray, active: np.ndarray) -> V
 
 
 def _check_counts(schedule: object, *names: str) -> None:
-    for name in names:
-        if getattr(schedule, name) < 1:
-            raise InputError(f"{name}={getattr(schedule, name)} must be 1 or more")
+    whole(schedule, *names)
     stages, microbatches = (getattr(schedule, name) for name in ("stages", "microbatches"))
     divides(
         stages,

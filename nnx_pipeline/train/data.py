@@ -1,10 +1,10 @@
-"""Generated token sequences with a rule that a model can learn."""
+"""Batches on a mesh, and generated sequences with a rule that a model can learn."""
 
 import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -17,29 +17,38 @@ from nnx_pipeline.train.step import Batch, batch_sharding
 FOLLOWS_RULE = 0.9  # the share of tokens that follow the rule; the others are drawn uniformly
 
 
-def learnable_batches(
+class Source(Protocol):
+    """Where the sequences of batches come from."""
+
+    def sequences(self, batch: int, rows: range, length: int) -> np.ndarray:
+        """Sequences of a batch, int32 `[rows, length]`; each depends on batch and row alone.
+
+        - `batch`: the number of the batch, from 0.
+        - `rows`: the numbers of the sequences in it.
+        - `length`: tokens of a sequence.
+        """
+        ...
+
+
+def batches(
     config: Config,
     mesh: Mesh,
+    source: Source,
     *,
-    seed: int = 0,
     layout: Layout = Layout(),
     segment_ids: bool = False,
 ) -> Iterator[Batch]:
-    """Endless batches in which nine tokens in ten are determined by the token before them.
+    """Endless batches of a source, in which the target of a token is the one after it.
 
-    - `config`: gives the vocabulary, the number of sequences and their length.
+    - `config`: gives the number of sequences and their length.
     - `mesh`: where the batches are placed, see `batch_sharding`. Each process makes the sequences
       of its own devices alone.
-    - `seed`: of rule and tokens; the same seed gives the same batches on every mesh.
+    - `source`: of the sequences; it decides what is in them, and the mesh does not.
     - `layout`: which mesh axes the batch is sharded over.
     - `segment_ids`: whether batches have segment ids, which say that each row is one segment.
-
-    The rule is a fixed permutation of the vocabulary, so that a model which learns it goes from an
-    entropy of log(vocab) down to about 0.1 · log(vocab) + 0.33 nats.
     """
     length = config.train.sequence_length
-    placed = _Placed((config.train.global_batch, length), batch_sharding(mesh, layout))
-    rule = Rule(seed, config.model.vocab_size)
+    placed = Placed((config.train.global_batch, length), batch_sharding(mesh, layout))
 
     def ones(dtype: type) -> jax.Array:
         return placed(lambda start, stop: np.ones((stop - start, length), dtype))
@@ -48,7 +57,7 @@ def learnable_batches(
         # Several devices, and tokens and targets, read the same sequences.
         @functools.cache
         def drawn(start: int, stop: int) -> np.ndarray:
-            return rule.sequences(number, range(start, stop), length + 1)
+            return source.sequences(number, range(start, stop), length + 1)
 
         return Batch(
             tokens=placed(lambda start, stop: drawn(start, stop)[:, :-1]),
@@ -60,8 +69,29 @@ def learnable_batches(
     return map(batch, itertools.count())
 
 
+def learnable_batches(
+    config: Config,
+    mesh: Mesh,
+    *,
+    seed: int = 0,
+    layout: Layout = Layout(),
+    segment_ids: bool = False,
+) -> Iterator[Batch]:
+    """Endless batches in which nine tokens in ten are determined by the token before them.
+
+    - `config`: gives the vocabulary too.
+    - `seed`: of rule and tokens; the same seed gives the same batches on every mesh.
+    - `mesh`, `layout`, `segment_ids`: as for `batches`.
+
+    The rule is a fixed permutation of the vocabulary, so that a model which learns it goes from an
+    entropy of log(vocab) down to about 0.1 · log(vocab) + 0.33 nats.
+    """
+    rule = Rule(seed, config.model.vocab_size)
+    return batches(config, mesh, rule, layout=layout, segment_ids=segment_ids)
+
+
 @dataclass(frozen=True)
-class _Placed:
+class Placed:
     """Places an array of which each process makes the rows of its own devices.
 
     - `shape`, `sharding`: of the array, `[rows, columns]`.
@@ -98,11 +128,7 @@ class Rule:
         return np.random.default_rng(self.seed).permutation(self.vocab_size).astype(np.int32)
 
     def sequences(self, batch: int, rows: range, length: int) -> np.ndarray:
-        """Sequences of a batch, int32 `[rows, length]`; each depends on seed, batch and row alone.
-
-        - `batch`: the number of the batch.
-        - `rows`: the numbers of the sequences in it.
-        """
+        """Sequences of a batch, see `Source`; they depend on the seed too."""
         generators = [np.random.default_rng((self.seed, batch, row)) for row in rows]
         drawn = np.stack(
             [one.integers(self.vocab_size, size=length, dtype=np.int32) for one in generators]

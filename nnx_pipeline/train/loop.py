@@ -1,33 +1,49 @@
-"""The training loop on generated data."""
+"""The training loop, on generated data or on a text."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
 from nnx_pipeline.config.config import Config
-from nnx_pipeline.train.data import learnable_batches
-from nnx_pipeline.train.step import Metrics, jit_train_step, make_state
+from nnx_pipeline.train.data import Rule, Source, batches
+from nnx_pipeline.train.step import Metrics, TrainState, jit_train_step, make_state
 
 
-def train(config: Config, mesh: Mesh, *, steps: int, seed: int = 0) -> Iterator[Metrics]:
-    """Trains a new model on generated sequences and yields the metrics of each step.
+class Step(NamedTuple):
+    """What a step leaves.
+
+    - `state`: is donated to the next step, so that it can be read only until that begins.
+    - `metrics`: what the step reports.
+    """
+
+    state: TrainState
+    metrics: Metrics
+
+
+def train(
+    config: Config, mesh: Mesh, *, steps: int, seed: int = 0, source: Source | None = None
+) -> Iterator[Step]:
+    """Trains a new model and yields what each step leaves.
 
     - `config`: of the model, the pipeline and the training.
     - `mesh`: the JAX mesh to train on.
     - `steps`: number of training steps.
-    - `seed`: of the initial values and of the data.
+    - `seed`: of the initial values and of generated sequences.
+    - `source`: of the sequences; None for those of a `Rule`, which are generated.
 
-    The losses depend on config and seed; the mesh changes them by rounding only. The load balance
-    is that of the microbatches, whose number follows from the number of stages if the config does
-    not give it. Raises InputError where the loss would then depend on it (`check_objective`).
+    The losses depend on config, seed and source; the mesh changes them by rounding only. The load
+    balance is that of the microbatches, whose number follows from the number of stages if the
+    config does not give it. Raises InputError where the loss would then depend on it
+    (`check_objective`).
     """
     with jax.set_mesh(mesh):
         state = make_state(config, mesh, seed=seed)
         step = jit_train_step(state, mesh)
-    batches = learnable_batches(config, mesh, seed=seed)
+    given = batches(config, mesh, source or Rule(seed, config.model.vocab_size))
     for _ in range(steps):
         # The mesh is set for each step only: the caller's code runs between the steps.
         with jax.set_mesh(mesh):
-            state, metrics = step(state, next(batches))
-        yield metrics
+            state, metrics = step(state, next(given))
+        yield Step(state, metrics)

@@ -33,10 +33,17 @@ _REQUIRED = {
     "num_attention_heads": "num_heads",
 }
 _OPTIONAL = {"rms_norm_eps": "norm_epsilon"}
+# What a model of any class must have; there is no key for another value.
+_FIXED: dict[str, Any] = {
+    "norm_scale_offset": 0.0,
+    "attention_bias": None,
+    "attention_soft_cap": None,
+    "logits_soft_cap": None,
+}
 # The only supported value of each key in any class, and the reason; null counts as that value.
 _ONLY: dict[str, tuple[Any, str]] = {
     "hidden_act": ("silu", "the gated MLP here has no other activation"),
-    "attention_bias": (False, "attention has no bias here"),
+    "attention_bias": (False, "it is not read yet, and attention would have no bias here"),
     "mlp_bias": (False, "the MLP has no bias here"),
     "partial_rotary_factor": (1.0, "every dimension of a head is rotated here"),
     "attention_dropout": (0.0, "attention weights have no dropout here; set it to 0 to go on"),
@@ -129,7 +136,7 @@ def config_to_huggingface(config: Config) -> dict[str, Any]:
     """
     model = config.model
     architecture = written_as(model)
-    for name, only in {"norm_scale_offset": 0.0, **architecture.fixed}.items():
+    for name, only in {**_FIXED, **architecture.fixed}.items():
         if getattr(model, name) != only:
             what = architecture.name if architecture.latent else "Hugging Face model"
             raise InputError(

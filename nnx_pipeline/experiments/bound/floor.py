@@ -58,7 +58,8 @@ def _arguments(sizes: Sizes) -> tuple[Term, ...]:
 
 def _least_time(config: Config, mesh: MeshConfig, device: Device | None) -> LeastTime | None:
     rate = device.product_rate(HLO_DTYPES[config.model.dtype]) if device else None
-    if rate is None:
+    # Quantized products may be faster than those of dtype, which gives no bound then.
+    if rate is None or config.model.quantization:
         return None
     return LeastTime(
         useful_flops=useful_flops(config, mesh),
@@ -107,6 +108,9 @@ def _unknown(config: Config, mesh: MeshConfig) -> tuple[str, ...]:
         ),
         f"what model.attention={model.attention} holds is not counted": (
             model.attention != "dot_product"
+        ),
+        f"what model.quantization={model.quantization} holds is not counted": (
+            model.quantization is not None
         ),
         f"the one-hot rows of model.embedding={model.embedding} are not counted": (
             model.embedding != "gather"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
-from nnx_pipeline.figures import ink_on
+from nnx_pipeline.files import ink_on
 from nnx_pipeline.lab.comparison.outcome import NAMES, NOT_APPLICABLE, Outcome, Quantity
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.report.colours import role_colour

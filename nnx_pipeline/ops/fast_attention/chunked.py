@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from nnx_pipeline.ops.attention import MASKED, Mask, Span
+from nnx_pipeline.ops.attention import MASKED, Mask, Span, soft_cap, soft_cap_slope
 
 Carry = tuple[Array, ...]
 
@@ -29,11 +29,13 @@ class Tiling(NamedTuple):
     - `mask`: which keys a query may read, none of them after itself.
     - `window`: as for `attention.allowed`.
     - `block`: how many queries, and how many keys, a tile has.
+    - `cap`: the bound of the scores; None for no bound.
     """
 
     mask: Mask
     window: int | None
     block: int
+    cap: float | None = None
 
 
 def tiles_needed(length: int, block: int, window: int | None) -> Int[np.ndarray, "tiles 2"]:
@@ -150,6 +152,8 @@ def _attend_backward(tiling: Tiling, kept: Any, d_mixed: Array) -> tuple[Array, 
         weights = jnp.exp(scores - _block(normaliser, tile[0], block, axis=2))
         d_weights = jnp.einsum("bqgrd,bkgd->bgqrk", d_rows, values).astype(jnp.float32)
         d_scores = weights * (d_weights - _block(inner, tile[0], block, axis=2))
+        if tiling.cap is not None:
+            d_scores *= soft_cap_slope(scores, tiling.cap)
         total = jnp.where(_is_first(tile, tiling), 0.0, total)
         total = total + _product("bgqrk,bkgd->bqgrd", d_scores, columns)
         start = tile[1] * block
@@ -227,4 +231,6 @@ def _scores(
     )
     readable = tiling.mask(queries, keys, tiling.window)
     scores = jnp.einsum("bqgrd,bkgd->bgqrk", rows, columns).astype(jnp.float32)
+    if tiling.cap is not None:
+        scores = soft_cap(scores, tiling.cap)
     return jnp.where(readable[:, None, :, None], scores, MASKED)

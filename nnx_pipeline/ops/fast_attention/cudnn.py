@@ -53,17 +53,26 @@ class CuDNN:
         return mixed.reshape(query.shape)
 
 
-def check(head_dims: tuple[int, int], dtype: jax.typing.DTypeLike, *, packed: bool) -> None:
+def check(
+    head_dims: tuple[int, int],
+    dtype: jax.typing.DTypeLike,
+    *,
+    packed: bool,
+    soft_cap: float | None = None,
+) -> None:
     """Raises InputError if cuDNN is not installed, or cannot compute attention of these arrays.
 
     - `head_dims`: width of a query or key head, and of a value head.
     - `dtype`: of queries, keys and values.
     - `packed`: whether there are segment ids.
+    - `soft_cap`: the bound of the scores; None for no bound.
     """
     (head_dim, value_dim), reason = head_dims, None
     name = jax.numpy.dtype(dtype).name
     if packed:
         reason = "it gets no segment ids here; give batches without segment_ids"
+    elif soft_cap is not None:
+        reason = f"it has no model.attention_soft_cap={soft_cap}; set that to None"
     elif name not in DTYPES:
         reason = f"model.dtype={name} is no dtype of it; take bfloat16 or float16"
     elif head_dim != value_dim:

@@ -57,7 +57,7 @@ def chunked_attention(
 
     The other arguments are those of `dot_product_attention`.
     """
-    tiling = Tiling(options.mask, options.window, options.block or TILE)
+    tiling = Tiling(options.mask, options.window, options.block or TILE, options.soft_cap)
 
     def kernel(*arrays: Array) -> Array:
         return attend_by_tiles(tiling, *arrays)
@@ -96,11 +96,12 @@ def flash_attention(
     kernel: Callable[..., Array]
     if options.interpret or platform == "tpu":
         splash.check(query.shape[1], query.dtype)
-        own = splash.Splash(options.window, options.interpret)
+        own = splash.Splash(options.window, options.soft_cap, options.interpret)
         masks, structure = own.masks(query.shape[1], query.shape[2] // key.shape[2])
         kernel = functools.partial(own.attend, structure)
     else:
-        cudnn.check((query.shape[3], value.shape[3]), query.dtype, packed=segment_ids is not None)
+        packed, head_dims = segment_ids is not None, (query.shape[3], value.shape[3])
+        cudnn.check(head_dims, query.dtype, packed=packed, soft_cap=options.soft_cap)
         kernel = cudnn.CuDNN(options.window)
     query = in_groups(query, key.shape[2], scale=options.scale, grouped=grouped)
     return _on_devices(kernel, (query, key, value, segment_ids), grouped, masks)

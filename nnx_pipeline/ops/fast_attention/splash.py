@@ -27,10 +27,12 @@ class Splash:
     repeating them.
 
     - `window`: as for `attention.allowed`.
+    - `cap`: the bound of the scores, see `ops.attention.soft_cap`; None for no bound.
     - `interpret`: whether the kernel is interpreted, for tests where there is no TPU.
     """
 
     window: int | None = None
+    cap: float | None = None
     interpret: bool = False
 
     @staticmethod
@@ -75,6 +77,7 @@ class Splash:
         kernel = splash.make_splash_mqa(
             splash.MultiHeadMask([mask] * queries),
             block_sizes=sizes,
+            attn_logits_soft_cap=self.cap,
             head_shards=1,
             q_seq_shards=1,
             interpret=self.interpret,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.errors import InputError
+from nnx_pipeline.errors import InputError, of_type
 from nnx_pipeline.pipeline import entry
 from nnx_pipeline.pipeline.circular.accumulate import Accumulate
 from nnx_pipeline.pipeline.circular.plan import Plan
@@ -65,6 +65,8 @@ def run_pipeline(
     fit the schedule, for arrays on other devices, and for a stage that changes its parameters or
     returns something that cannot be passed on.
     """
+    of_type("the schedule of run_pipeline", schedule, CircularSchedule)
+    of_type("options", options, LoopOptions)
     params, state = parted(params)
     check_arrays(params, microbatches, side_inputs, schedule)
     check_stacked(state, "the state", schedule)

@@ -6,16 +6,17 @@ from typing import Any
 
 import jax
 
-from nnx_pipeline.errors import InputError, one_of
+from nnx_pipeline.errors import InputError, of_type, one_of
 from nnx_pipeline.pipeline import entry
 from nnx_pipeline.pipeline.closed import hoist
 from nnx_pipeline.pipeline.executor.loop import Functions, Loop
 from nnx_pipeline.pipeline.executor.plan import EndsOn, forward_only, make_plan
-from nnx_pipeline.pipeline.one_f_one_b.run import Total, by_loop, metric_weight
+from nnx_pipeline.pipeline.one_f_one_b.run import Total, by_loop, check_bundles, metric_weight
 from nnx_pipeline.pipeline.one_f_one_b.state import Held, Inputs, ModelFunctions, Weights
 from nnx_pipeline.pipeline.options import Accumulation, LoopOptions
 from nnx_pipeline.pipeline.stage.apply import ApplyStage
 from nnx_pipeline.pipeline.stage.checks import checked, checked_enter, checked_leave
+from nnx_pipeline.pipeline.stage.state import WithState
 from nnx_pipeline.pipeline.timetable.actions import Actions
 from nnx_pipeline.sharding import is_explicit, mesh_sizes
 
@@ -62,6 +63,12 @@ def run_timetable(
     explicit axes, for arrays, options or a timetable that do not fit, and where `run_one_f_one_b`
     would.
     """
+    of_type("actions", actions, Actions)
+    check_bundles(functions, weights, inputs, options)
+    if isinstance(weights.stages, WithState):
+        raise InputError(
+            "run_timetable was given layers WithState, and has no state; use run_one_f_one_b"
+        )
     stages, function_of = _functions_of(functions.apply_stage, actions)
     _check(actions, weights, inputs, options)
     one_of("ends_on", ends_on, ("all", "own"))

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import jax
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.errors import InputError
+from nnx_pipeline.errors import InputError, of_type
 from nnx_pipeline.ops.gradients import (
     is_primal,
     is_symbolic_zero,
@@ -96,6 +96,8 @@ def run_one_f_one_b(
     schedule, for a stage or arrays that `run_pipeline` would refuse, for a weight on a `Max`, and
     when a gradient of the parts is asked for.
     """
+    of_type("the schedule of run_one_f_one_b", schedule, OneForwardOneBackward)
+    check_bundles(functions, weights, inputs, options)
     how = options.accumulate or Accumulation()
     _check_options(schedule, options, how)
     enter, apply_stage, leave = _one_for_all_stages(functions)
@@ -125,6 +127,14 @@ def run_one_f_one_b(
     )
     total, layers = by_loop(*_hoisted(make_loop, checkpoint, own, (weights, inputs, layers)))
     return total if state is None else (total, layers.given_out(schedule.microbatches))
+
+
+def check_bundles(functions: Any, weights: Any, inputs: Any, options: Any) -> None:
+    """Raises InputError unless the arguments of a loop over a whole model have their types."""
+    of_type("functions", functions, ModelFunctions)
+    of_type("weights", weights, Weights)
+    of_type("inputs", inputs, Inputs)
+    of_type("options", options, LoopOptions)
 
 
 def _one_for_all_stages(functions: ModelFunctions) -> tuple[Enter, ApplyStage, Leave]:

@@ -124,8 +124,9 @@ def checked(apply_stage: ApplyStage, *, has_state: bool = False) -> ApplyMoving:
     def apply(params: PyTree, moving: Moving, side: PyTree) -> tuple[Moving, PyTree]:
         x, state = moving[0], without_gradient(moving[1])
         given = (x, side, state) if has_state else (x, side)
-        before = arrays_of(params)
-        result = apply_stage(params, *given)
+        before, rule = arrays_of(params), f"the function of a stage is called with {1 + len(given)}"
+        with call_explained(apply_stage, (params, *given), {}, f"{rule} arguments"):
+            result = apply_stage(params, *given)
         check_unchanged(before, params, lambda params: apply_stage(params, *given))
         if has_state:
             result, written = _with_state(result)
@@ -382,6 +383,9 @@ def call_explained(
         while isinstance(function, functools.partial):
             given, named = (*function.args, *given), {**function.keywords, **named}
             function = function.func
+        if not callable(function):
+            found = type(function).__name__
+            raise InputError(f"{rule}, and is of type {found}; give a function") from error
         signature = _signature(function)
         try:
             signature.bind(*given, **named)

@@ -22,6 +22,7 @@ from nnx_pipeline.pipeline.stage.checks import (
     passed_on,
     plain_attributes,
 )
+from nnx_pipeline.pipeline.stage.split import BatchSplit
 from nnx_pipeline.pipeline.stage.state import check_written, without_gradient
 from nnx_pipeline.pipeline.stage.variables import is_state, joined, state_of
 from nnx_pipeline.remat import LAYER_INPUT, LAYER_METRICS, Remat, named
@@ -208,6 +209,7 @@ def call_layer(
     *,
     stack: Stack,
     microbatches: int = 1,
+    split: BatchSplit | None = None,
 ) -> tuple[PyTree, tuple[PyTree, Array | None, list[Array]]]:
     """Applies one layer; returns its activations, and its prepared metrics beside two more.
 
@@ -220,6 +222,7 @@ def call_layer(
     - `side`: what the layer reads besides x, `[batch, …]` each; `keys` are those for dropout.
     - `stack`: which layer is where.
     - `microbatches`: how many microbatches x holds.
+    - `split`: how the batch is cut into parts; None computes it at once.
 
     A layer that is padding leaves activations and state as they are; its metrics mean nothing.
     """
@@ -232,7 +235,7 @@ def call_layer(
     rule = f"a layer, {type(layer).__name__}, is called with x and {[*everything] or 'no more'}"
     before, attributes = arrays_of(layer, is_state), plain_attributes(layer)
     with call_explained(layer, (x,), everything, rule):
-        result = layer(x, **everything)
+        result = layer(x, **everything) if split is None else split(layer, x, **everything)
     check_unchanged(before, layer, lambda layer: layer(x, **everything), is_state)
     check_attributes(attributes, layer)
     y, metrics = passed_on(result, x, f"a layer, {type(layer).__name__},", "layer")

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from nnx_pipeline.figures import check_picture, ink_on, save_figure
+from nnx_pipeline.files import check_picture, ink_on, save_figure
 from nnx_pipeline.pipeline.schedule import CircularSchedule, Schedule
 from nnx_pipeline.pipeline.timetable.text import Lane, lanes, phases, span, summary
 

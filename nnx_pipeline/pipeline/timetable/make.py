@@ -44,8 +44,8 @@ def make_timetable(name: str, *, ranks: int, microbatches: int, repeats: int = 1
     """
     one_of("timetable", name, TIMETABLES)
     for what, value in (("ranks", ranks), ("microbatches", microbatches), ("repeats", repeats)):
-        if value < 1:
-            raise InputError(f"{what}={value} is not a whole number of 1 or more")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(f"{what}={value!r} is not a whole number of 1 or more")
     if name != "interleaved" and repeats != 1:
         raise InputError(
             f"repeats={repeats} is for the timetable interleaved; leave it out for {name}"

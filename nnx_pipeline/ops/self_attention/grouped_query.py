@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from nnx_pipeline.ops.fast_attention.kernels import Kernel
+from nnx_pipeline.ops.low_precision import Product, full_product
 from nnx_pipeline.remat import OUT, QUERY_KEY_VALUE, named
-from nnx_pipeline.sharding import Layout, gather_weight, out_sharding
+from nnx_pipeline.sharding import Layout, gather_weight
 
 
 class QueryKey(NamedTuple):
@@ -23,13 +24,32 @@ class QueryKey(NamedTuple):
     key_norm: Callable[[Array], Array] | None = None
 
 
+class Biases(NamedTuple):
+    """What is added to the result of each projection, as it is stored; None adds nothing.
+
+    - `out`: GPT-OSS has one, and Qwen2 none.
+    """
+
+    query: Float[Array, "heads head_dim"] | None = None
+    key: Float[Array, "kv_heads head_dim"] | None = None
+    value: Float[Array, "kv_heads head_dim"] | None = None
+    out: Float[Array, "embed"] | None = None
+
+
 class Projections(NamedTuple):
-    """The kernels of one attention layer, in the sharding and dtype in which they are stored."""
+    """The projections of one attention layer.
+
+    - `query`, `key`, `value`, `out`: the kernels as they are stored, in sharding and dtype.
+    - `biases`: what is added to the results.
+    - `product`: multiplies activations and kernels, see `low_precision.product_of`.
+    """
 
     query: Float[Array, "embed heads head_dim"]
     key: Float[Array, "embed kv_heads head_dim"]
     value: Float[Array, "embed kv_heads head_dim"]
     out: Float[Array, "heads head_dim embed"]
+    biases: Biases = Biases()
+    product: Product = full_product
 
 
 def self_attention(
@@ -42,10 +62,10 @@ def self_attention(
     query_key: QueryKey,
     layout: Layout,
 ) -> Float[Array, "batch seq embed"]:
-    """Self-attention without biases, in the dtype of `x`, to which the kernels are cast.
+    """Self-attention in the dtype of `x`, to which kernels and biases are cast.
 
     - `x`: the normalised residual stream, sharded by ("batch", None, None), as the result is.
-    - `kernels`: of the projections, as they are stored.
+    - `kernels`: of the projections, with their biases.
     - `positions`: for the rotary embedding; None counts from 0.
     - `segment_ids`: which segment each token belongs to; None for one segment per row.
     - `kernel`: what computes the heads from query, key and value; one of
@@ -58,12 +78,12 @@ def self_attention(
     """
     if positions is None:
         positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
-    query = _project(x, kernels.query, "heads", layout)
-    key = _project(x, kernels.key, "kv_heads", layout)
+    query = _project(x, "query", kernels, layout)
+    key = _project(x, "key", kernels, layout)
     query = query_key.query_norm(query) if query_key.query_norm else query
     key = query_key.key_norm(key) if query_key.key_norm else key
     query, key = query_key.rotate(query, positions), query_key.rotate(key, positions)
-    value = _project(x, kernels.value, "kv_heads", layout)
+    value = _project(x, "value", kernels, layout)
     query, key, value = map(named, (query, key, value), QUERY_KEY_VALUE)
 
     grouped = layout.spec("batch", None, "kv_heads", None, None)
@@ -74,14 +94,25 @@ def self_attention(
         layout.spec("heads", None, None),
     )
     out = layout.spec("batch", None, None)
-    result = jnp.einsum("bshk,hkd->bsd", mixed, out_kernel, out_sharding=out_sharding(out))
-    return named(result, OUT)
+    result = kernels.product("bshk,hkd->bsd", mixed, out_kernel, out)
+    return named(_biased(result, kernels.biases.out), OUT)
 
 
-def _project(x: Array, kernel: Array, heads: str, layout: Layout) -> Array:
-    """`[batch, seq, embed]` to `[batch, seq, heads, head_dim]`, with the kernel gathered."""
+def _project(x: Array, name: str, kernels: Projections, layout: Layout) -> Array:
+    """`[batch, seq, embed]` to `[batch, seq, heads, head_dim]`, with the kernel gathered.
+
+    - `name`: of a projection, `query`, `key` or `value`.
+    """
+    kernel: Array = getattr(kernels, name)
+    heads = "heads" if name == "query" else "kv_heads"
     gathered = gather_weight(
         kernel.astype(x.dtype), layout.spec("embed", heads, None), layout.spec(None, heads, None)
     )
     out = layout.spec("batch", None, heads, None)
-    return jnp.einsum("bsd,dhk->bshk", x, gathered, out_sharding=out_sharding(out))
+    result = kernels.product("bsd,dhk->bshk", x, gathered, out)
+    return _biased(result, getattr(kernels.biases, name))
+
+
+def _biased(x: Array, bias: Array | None) -> Array:
+    """`x` with the bias added to its last axes."""
+    return x if bias is None else x + bias.astype(x.dtype)

@@ -1,0 +1,62 @@
+"""Checkpoints for the commands: another package offers them, by an entry point.
+
+This package reads and writes no checkpoint itself. `linen_compat`, which does, knows this package,
+and not the other way, so that it declares an entry point of the group `nnx_pipeline.checkpoints`: a
+module with the functions of `Checkpoints`.
+"""
+
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Protocol
+
+from jax.sharding import Mesh
+
+from nnx_pipeline.config.config import Config
+from nnx_pipeline.decoder import Mixtral
+from nnx_pipeline.errors import InputError
+from nnx_pipeline.train.step import TrainState
+
+GROUP = "nnx_pipeline.checkpoints"
+
+
+class Checkpoints(Protocol):
+    """What the module behind the entry point has."""
+
+    def read_config(self, name: str) -> Config:
+        """The config of a file or a preset; raises InputError for a name that is neither."""
+        ...
+
+    def config_of(self, checkpoint: str | Path) -> Config | None:
+        """The config that a checkpoint holds; None where it holds none.
+
+        Raises InputError where there is no such folder.
+        """
+        ...
+
+    def load(self, checkpoint: str | Path, config: Config, *, mesh: Mesh) -> Mixtral:
+        """The model with the parameters of the checkpoint, all of them, placed on the mesh.
+
+        Raises InputError where they do not fit.
+        """
+        ...
+
+    def check_free(self, folder: str | Path) -> None:
+        """Raises InputError unless a run can be saved in this folder."""
+        ...
+
+    def save_run(self, state: TrainState, folder: str | Path) -> None:
+        """Saves a training state with its config as a run, from which `load` can load."""
+        ...
+
+
+def checkpoints() -> Checkpoints:
+    """What the installed package offers; raises InputError unless there is exactly one."""
+    found = {entry.value: entry for entry in entry_points(group=GROUP)}
+    if len(found) != 1:
+        raise InputError(
+            f"{', '.join(found) or 'no installed package'} offers checkpoints (the entry points "
+            f"{GROUP}), and exactly one must; install nnx-pipeline again, and only one such package"
+        )
+    (entry,) = found.values()
+    offered: Checkpoints = entry.load()
+    return offered

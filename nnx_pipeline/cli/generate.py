@@ -1,0 +1,254 @@
+"""`nnx-pipeline generate`: continues prompts with a model from a checkpoint."""
+
+from dataclasses import dataclass
+
+import click
+import jax
+
+from nnx_pipeline.cli.checkpoints import Checkpoints, checkpoints
+from nnx_pipeline.cli.options import (
+    Chosen,
+    Place,
+    bundled,
+    config_options,
+    json_option,
+    place_options,
+)
+from nnx_pipeline.cli.support import bar, compiler_errors, progress
+from nnx_pipeline.config.config import Config, to_dict
+from nnx_pipeline.config.overrides import apply_overrides, parse_overrides
+from nnx_pipeline.errors import InputError
+from nnx_pipeline.generate.caches import check_generation
+from nnx_pipeline.generate.loop import Request, generate
+from nnx_pipeline.generate.sampling import Sampling
+from nnx_pipeline.generate.tokenizers import Tokenizer, tokenizer_for
+from nnx_pipeline.lab.report import tables as report
+from nnx_pipeline.ops.fast_attention.kernels import check_platform
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The values of `--checkpoint` and `--config`."""
+
+    checkpoint: str
+    config_name: str | None
+
+    def config(self, chosen: Chosen, offered: Checkpoints) -> Config:
+        """The config of the model: of `--config`, of `--model`, or of the checkpoint itself.
+
+        - `chosen`: `--model`, and the overrides of `--set`.
+
+        Raises InputError where there is none, and for both options at once.
+        """
+        if self.config_name is not None and chosen.model is not None:
+            raise InputError("--config and --model name one config each; leave one of them out")
+        own = offered.config_of(self.checkpoint)  # first, so that a missing checkpoint is named
+        if chosen.model is not None:
+            return chosen.config()
+        found = own if self.config_name is None else offered.read_config(self.config_name)
+        if found is None:
+            raise InputError(
+                f"{self.checkpoint} does not hold the config of its model; give it with --config "
+                "FILE or --model PRESET"
+            )
+        return apply_overrides(found, parse_overrides(chosen.assignments))
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The values of `--prompt`, `--tokens` and `--tokenizer`."""
+
+    texts: tuple[str, ...]
+    token_lists: tuple[str, ...]
+    tokenizer: str | None
+
+    def tokenizer_of(self, checkpoint: str, vocab_size: int) -> Tokenizer | None:
+        """The tokenizer; None where prompts are tokens and `--tokenizer` is not given."""
+        if bool(self.texts) == bool(self.token_lists):
+            raise InputError("give either --prompt or --tokens, once or several times")
+        if self.token_lists and self.tokenizer is None:
+            return None
+        return tokenizer_for(self.tokenizer, checkpoint, vocab_size)
+
+    def tokens(self, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each prompt."""
+        if tokenizer is not None and self.texts:
+            return tuple(tuple(tokenizer.encode(text)) for text in self.texts)
+        return tuple(_ids("--tokens", text) for text in self.token_lists)
+
+    def shown(self) -> tuple[str, ...]:
+        """What is shown before the new text of each prompt: its text, or nothing for tokens."""
+        return self.texts or ("",) * len(self.token_lists)
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """The values of the options that say how tokens are drawn, and how many."""
+
+    new_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    seed: int
+    end_token: str | None
+
+    def request(self, prompts: tuple[tuple[int, ...], ...], ends: tuple[int, ...]) -> Request:
+        """What is asked of the model.
+
+        - `prompts`: the tokens of each.
+        - `ends`: the end tokens where `--end-token` is not given.
+        """
+        if self.end_token is not None:
+            ends = () if self.end_token == "none" else _ids("--end-token", self.end_token)
+        sampling = Sampling(
+            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed
+        )
+        return Request(
+            prompts=prompts, new_tokens=self.new_tokens, end_tokens=ends, sampling=sampling
+        )
+
+
+def _ids(option: str, text: str) -> tuple[int, ...]:
+    """The token ids in a text such as `1,2,3`."""
+    parts = [part.strip() for part in text.split(",")] if text.strip() else []
+    if not all(part.isdecimal() for part in parts):
+        raise InputError(
+            f"{option} {text!r} is not a list of token ids; write whole numbers with commas "
+            "between them, such as 1,2,3"
+        )
+    return tuple(map(int, parts))
+
+
+@click.command(
+    "generate",
+    epilog='Example: nnx-pipeline generate --checkpoint run --prompt "The pipeline"',
+)
+@bundled(
+    "stored",
+    Stored,
+    click.option(
+        "--checkpoint",
+        required=True,
+        metavar="CKPT",
+        help="A run of `nnx-pipeline train --checkpoint-dir`, a MaxText checkpoint or a Hugging "
+        "Face folder.",
+    ),
+    click.option(
+        "--config",
+        "config_name",
+        metavar="FILE",
+        help="The config of the model, where the checkpoint does not hold it: a MaxText YAML, a "
+        "YAML with model, pipeline and train, or a preset.",
+    ),
+)
+@config_options(None, required=False)
+@bundled(
+    "prompts",
+    Prompts,
+    click.option(
+        "--prompt",
+        "texts",
+        multiple=True,
+        metavar="TEXT",
+        help="A text to continue; may be repeated.",
+    ),
+    click.option(
+        "--tokens",
+        "token_lists",
+        multiple=True,
+        metavar="IDS",
+        help="A prompt as token ids, such as 1,2,3; may be repeated.",
+    ),
+    click.option(
+        "--tokenizer",
+        metavar="FILE",
+        help="A tokenizer.json or its folder, or `bytes`. By default that in the checkpoint; bytes "
+        "where there is none and the vocabulary has 256 tokens.",
+    ),
+)
+@bundled(
+    "drawing",
+    Drawing,
+    click.option(
+        "--new-tokens",
+        type=click.IntRange(min=1),
+        default=64,
+        show_default=True,
+        help="How many tokens to make for each prompt at most.",
+    ),
+    click.option(
+        "--temperature",
+        type=float,
+        default=0.0,
+        show_default=True,
+        help="Divides the logits; 0 takes the likeliest token.",
+    ),
+    click.option("--top-k", type=int, help="Draw from so many of the likeliest tokens."),
+    click.option(
+        "--top-p", type=float, help="Draw from the likeliest tokens with this probability together."
+    ),
+    click.option(
+        "--seed",
+        type=click.IntRange(0, 2**32 - 1),
+        default=0,
+        show_default=True,
+        help="Seed of the draws.",
+    ),
+    click.option(
+        "--end-token",
+        metavar="IDS",
+        help="Tokens after which a text ends, or `none`. By default those of the tokenizer.",
+    ),
+)
+@place_options
+@json_option
+def generate_command(
+    stored: Stored,
+    chosen: Chosen,
+    prompts: Prompts,
+    drawing: Drawing,
+    place: Place,
+    json_path: str | None,
+) -> None:
+    """Continue prompts with a model from a checkpoint.
+
+    Prompts of different lengths are one batch, and what comes out for one does not depend on the
+    others. On a mesh with stages each stage works on other prompts at a time.
+    """
+    report.check_writable(json_path, "--json")
+    offered = checkpoints()
+    config = stored.config(chosen, offered)
+    model_config = config.model
+    tokenizer = prompts.tokenizer_of(stored.checkpoint, model_config.vocab_size)
+    request = drawing.request(prompts.tokens(tokenizer), tokenizer.end_tokens if tokenizer else ())
+    request.check(model_config.vocab_size, model_config.max_position_embeddings)
+    check_generation(config, place.mesh_config, request.length + request.new_tokens)
+    devices = place.devices()
+    check_platform(model_config.attention, devices[0].platform)
+    with compiler_errors():
+        grid = place.grid(devices, config)
+        with progress() as say:
+            say(f"loading {stored.checkpoint}")
+            model = offered.load(stored.checkpoint, config, mesh=grid)
+        with jax.set_mesh(grid), bar("generating", request.new_tokens, "compiling") as advance:
+            made = generate(model, request, progress=lambda: advance("tokens"))
+    texts = [tokenizer.decode(tokens) if tokenizer else None for tokens in made]
+    if json_path != "-":
+        for before, tokens, text in zip(prompts.shown(), made, texts, strict=True):
+            click.echo(",".join(map(str, tokens)) if text is None else f"{before}{text}")
+    result = {
+        "schema": 1,
+        "checkpoint": stored.checkpoint,
+        "mesh": place.mesh_config.sizes(),
+        "config": to_dict(config),
+        "results": [
+            {
+                "prompt_tokens": list(prompt),
+                "tokens": tokens,
+                "text": text,
+                "ended": tokens[-1] in request.end_tokens,
+            }
+            for prompt, tokens, text in zip(request.prompts, made, texts, strict=True)
+        ],
+    }
+    report.emit_json(json_path, result)

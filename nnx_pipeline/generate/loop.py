@@ -1,0 +1,176 @@
+"""Continues prompts: their tokens are read at once, and then each step makes one more of each."""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array
+
+from nnx_pipeline.decoder import Mixtral
+from nnx_pipeline.errors import InputError, whole
+from nnx_pipeline.generate.caches import cached_model, rows_on
+from nnx_pipeline.generate.sampling import Sampling, keys_of, next_tokens
+from nnx_pipeline.mesh import ambient_mesh
+from nnx_pipeline.sharding import P, place, place_by
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked of a model.
+
+    - `prompts`: the token ids of each prompt, which may have different lengths.
+    - `new_tokens`: how many tokens to make for each prompt at most.
+    - `end_tokens`: tokens after which a sequence ends; the end token is part of the result.
+    - `sampling`: how tokens are drawn.
+
+    Raises InputError for a request without prompts, with an empty one, or for no new token.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    new_tokens: int
+    end_tokens: tuple[int, ...] = ()
+    sampling: Sampling = field(default_factory=Sampling)
+
+    def __post_init__(self) -> None:
+        whole(self, "new_tokens")
+        if not self.prompts:
+            raise InputError("there is no prompt; give one or more")
+        for number, prompt in enumerate(self.prompts, 1):
+            if not prompt:
+                raise InputError(
+                    f"prompt {number} has no tokens, and the first new token follows a token; give "
+                    "it one or more"
+                )
+
+    @property
+    def length(self) -> int:
+        """The number of tokens of the longest prompt."""
+        return max(map(len, self.prompts))
+
+    def check(self, vocab_size: int, longest: int | None) -> None:
+        """Raises InputError for tokens outside a vocabulary, or more than a model was made for.
+
+        - `vocab_size`: tokens are below it.
+        - `longest`: `model.max_position_embeddings`.
+        """
+        tokens = [*(token for prompt in self.prompts for token in prompt), *self.end_tokens]
+        for token in tokens:
+            if not 0 <= token < vocab_size:
+                raise InputError(
+                    f"token {token} is not in the model's vocabulary; give tokens from 0 to "
+                    f"{vocab_size - 1} (model.vocab_size={vocab_size})"
+                )
+        total = self.length + self.new_tokens
+        if longest is not None and total > longest:
+            raise InputError(
+                f"a prompt of {self.length} tokens and {self.new_tokens} new ones are {total}, and "
+                f"the model was made for {longest} (model.max_position_embeddings); shorten the "
+                "prompt, or ask for fewer new tokens"
+            )
+
+
+def generate(
+    model: Mixtral, request: Request, *, progress: Callable[[], None] = lambda: None
+) -> list[list[int]]:
+    """The new tokens of each prompt, without those of the prompt.
+
+    - `model`: called under the `jax.set_mesh` that it was made under; it is not changed.
+    - `request`: the prompts, and how to go on from them.
+    - `progress`: is called after each token, of which all sequences have one more then.
+
+    The tokens of a prompt depend neither on the other prompts nor, but for rounding, on the mesh.
+    Raises InputError as `Request.check` does, and for experts that drop tokens.
+    """
+    request.check(model.config.model.vocab_size, model.config.model.max_position_embeddings)
+    prefill, decode = _programs(model, request.sampling, _Prompts.of(request))
+    found: list[list[int]] = [[] for _ in request.prompts]
+    going, state = list(range(len(found))), prefill()
+    for number in range(request.new_tokens):
+        if number:
+            state = decode(state)
+        tokens = np.asarray(state[1]).tolist()
+        for sequence in going:
+            found[sequence].append(tokens[sequence])
+        progress()
+        going = [one for one in going if found[one][-1] not in request.end_tokens]
+        if not going:
+            break
+    return found
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """The prompts as arrays. Rows that the mesh needs beyond the prompts repeat the first one.
+
+    - `tokens`: int32 `[batch, seq]`, with zeros after the end of a shorter prompt.
+    - `lengths`: int32 `[batch]`.
+    - `slots`: the number of tokens of a sequence, new ones included.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    slots: int
+
+    @classmethod
+    def of(cls, request: Request) -> "_Prompts":
+        rows = rows_on(ambient_mesh())
+        batch = math.ceil(len(request.prompts) / rows) * rows
+        tokens = np.zeros((batch, request.length), np.int32)
+        lengths = np.empty(batch, np.int32)
+        for row in range(batch):
+            prompt = request.prompts[row if row < len(request.prompts) else 0]
+            tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+        return cls(tokens, lengths, request.length + request.new_tokens)
+
+
+# The state between two steps: caches, the tokens `[batch]` made last, and their positions.
+_State = tuple[Any, Array, Array]
+
+
+def _programs(
+    model: Mixtral, sampling: Sampling, prompts: _Prompts
+) -> tuple[Callable[[], _State], Callable[[_State], _State]]:
+    """The two programs: one reads the prompts, and one makes another token of each sequence."""
+    batch = len(prompts.lengths)
+    keys = keys_of(sampling.seed, batch)
+    make = functools.partial(cached_model, batch=batch, slots=prompts.slots)
+    # Checks the model and its config before anything is compiled.
+    graph, *states = nnx.split(jax.eval_shape(make, model), nnx.Cache, ...)
+    weights = jax.tree.unflatten(jax.tree.structure(states[1]), jax.tree.leaves(model))
+
+    def chosen(logits: Array, positions: Array) -> Array:
+        # Few numbers, of which every device then has all: each chooses the same tokens.
+        logits = place(logits[:, 0], P(None, None))
+        return next_tokens(logits, sampling, keys, positions)
+
+    def kept(model: Mixtral) -> Any:
+        # In auto mode the compiler would choose where the caches are, and copy them at every step.
+        model.pipeline.layers = place_by(model.pipeline.layers, model.layout)
+        return nnx.split(model, nnx.Cache, ...)[1]
+
+    @jax.jit
+    def prefill(model: Mixtral, tokens: Array, lengths: Array) -> _State:
+        cached = make(model)
+        logits = cached(tokens, at=lengths - 1)
+        return kept(cached), chosen(logits, lengths), lengths
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def decode(caches: Any, weights: Any, tokens: Array, positions: Array) -> _State:
+        cached = nnx.merge(graph, caches, weights)
+        logits = cached(tokens[:, None], positions=positions[:, None])
+        return kept(cached), chosen(logits, positions + 1), positions + 1
+
+    def first() -> _State:
+        return prefill(model, jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths))
+
+    def further(state: _State) -> _State:
+        caches, tokens, positions = state
+        return decode(caches, weights, tokens, positions)
+
+    return first, further

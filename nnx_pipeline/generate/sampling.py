@@ -1,0 +1,101 @@
+"""How the next token is chosen from its logits."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from nnx_pipeline.errors import InputError, at_least, number, whole
+from nnx_pipeline.sharding import PORTABLE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn.
+
+    Raises InputError for values that are out of range or have no effect.
+    """
+
+    temperature: float = 0.0
+    """Divides the logits; 0 takes the likeliest token, of equal ones that with the lowest id."""
+
+    top_k: int | None = None
+    """Only so many of the likeliest tokens are drawn from, and those as likely as the last."""
+
+    top_p: float | None = None
+    """Only the likeliest tokens that together have this probability are drawn from.
+
+    Those are the fewest whose probability is `top_p` or more (nucleus sampling, Holtzman et al.,
+    2020), and the tokens as likely as the last of them. Where `top_k` is given too, probabilities
+    are those among the tokens that it leaves.
+    """
+
+    seed: int = 0
+    """Seed of the draws, from 0 to 2**32 - 1."""
+
+    def __post_init__(self) -> None:
+        at_least(self, 0.0, "temperature")
+        if self.top_k is not None:
+            whole(self, "top_k")
+        if self.top_p is not None and not 0 < number(self, "top_p") <= 1:
+            raise InputError(
+                f"top_p={self.top_p} is out of range; choose a number above 0, up to 1"
+            )
+        seed = self.seed
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+            raise InputError(f"seed={seed!r} is not a whole number from 0 to 2**32 - 1")
+        for name in ("top_k", "top_p"):
+            if self.temperature == 0 and getattr(self, name) is not None:
+                raise InputError(
+                    f"{name}={getattr(self, name)} has no effect with temperature=0, which takes "
+                    "the likeliest token; set a temperature above 0, or leave it out"
+                )
+
+
+def keys_of(seed: int, sequences: int) -> Array:
+    """A random key for each sequence, which depends on the seed and its number alone.
+
+    - `seed`: of the draws.
+    - `sequences`: how many there are.
+    """
+    key = jax.random.key(seed, impl=PORTABLE)
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(sequences, dtype=jnp.uint32))
+
+
+def next_tokens(logits: Array, sampling: Sampling, keys: Array, positions: Array) -> Array:
+    """The next token of each sequence, int32 `[batch]`.
+
+    - `logits`: float32 `[batch, vocab]`, whole on every device.
+    - `sampling`: how they are drawn.
+    - `keys`: one per sequence, as from `keys_of`.
+    - `positions`: int32 `[batch]`, the place of the new token; each has random numbers of its own.
+    """
+    if sampling.temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    kept = restricted(logits / sampling.temperature, sampling)
+    own = jax.vmap(jax.random.fold_in)(keys, positions)
+    return jax.vmap(jax.random.categorical)(own, kept).astype(jnp.int32)
+
+
+def restricted(logits: Array, sampling: Sampling) -> Array:
+    """The logits with -inf for tokens that `top_k` and `top_p` leave out.
+
+    - `logits`: float32 `[batch, vocab]`, divided by the temperature.
+    - `sampling`: gives both.
+    """
+    if sampling.top_k is None and sampling.top_p is None:
+        return logits
+    descending = jnp.sort(logits, axis=-1, descending=True)
+    if sampling.top_k is not None:
+        last = descending[:, min(sampling.top_k, logits.shape[-1]) - 1, None]
+        logits = jnp.where(logits >= last, logits, -jnp.inf)
+        descending = jnp.where(descending >= last, descending, -jnp.inf)
+    if sampling.top_p is not None:
+        likely = jax.nn.softmax(descending, axis=-1)
+        before = jnp.cumsum(likely, axis=-1) - likely
+        # A token is needed while those before it have less than `top_p`; the first one always is.
+        needed = (before < sampling.top_p).at[:, 0].set(True)
+        last = jnp.min(jnp.where(needed, descending, jnp.inf), axis=-1, keepdims=True)
+        logits = jnp.where(logits >= last, logits, -jnp.inf)
+    return logits

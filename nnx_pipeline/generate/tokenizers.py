@@ -1,0 +1,129 @@
+"""Texts as tokens: their bytes, or what a `tokenizer.json` says."""
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+from nnx_pipeline.errors import InputError
+from nnx_pipeline.train.text import BYTES, END
+
+FILE = "tokenizer.json"
+# Where Hugging Face folders say which tokens end a text, the first that says so.
+_ENDS = ("generation_config.json", "config.json")
+
+
+class Tokenizer(Protocol):
+    """Turns texts into tokens and back."""
+
+    vocab_size: int
+    """Token ids are below it."""
+
+    end_tokens: tuple[int, ...]
+    """Tokens that end a text."""
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, with those that a text begins with."""
+        ...
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of some tokens, without those that are no text, such as end tokens."""
+        ...
+
+
+class Bytes:
+    """The bytes of a text in UTF-8, as `nnx-pipeline train --data` reads texts."""
+
+    vocab_size: int = BYTES
+    end_tokens: tuple[int, ...] = (END,)
+
+    def encode(self, text: str) -> list[int]:
+        """See `Tokenizer`. Raises InputError for a text with the end token in it."""
+        tokens = list(text.encode("utf-8", "surrogateescape"))
+        if END in tokens:
+            raise InputError("the prompt contains a byte 0, which ends a document; remove it")
+        return tokens
+
+    def decode(self, tokens: list[int]) -> str:
+        """See `Tokenizer`; bytes that are no UTF-8 become U+FFFD, as do tokens that are no byte."""
+        parts = (bytes([token]) if token < BYTES else b"\xff" for token in tokens if token != END)
+        return b"".join(parts).decode("utf-8", "replace")
+
+
+class FromFile:
+    """The tokenizer of a `tokenizer.json`, by the package `tokenizers`.
+
+    - `path`: the file. The tokens that end a text are those of the files beside it.
+
+    Raises InputError without the package, and for a file that it cannot read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise InputError(
+                f"{path} needs the package tokenizers ({error}); pip install "
+                "'nnx-pipeline[huggingface]', or give the prompt as --tokens"
+            ) from error
+        try:
+            self._own: Any = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises Exception itself
+            raise InputError(f"{path} is not a tokenizer: {error}; name another file") from error
+        self.vocab_size = self._own.get_vocab_size()
+        self.end_tokens = _end_tokens(path.parent)
+
+    def encode(self, text: str) -> list[int]:
+        """See `Tokenizer`."""
+        return list(self._own.encode(text).ids)
+
+    def decode(self, tokens: list[int]) -> str:
+        """See `Tokenizer`."""
+        return str(self._own.decode(tokens))
+
+
+def tokenizer_for(name: str | None, checkpoint: str, vocab_size: int) -> Tokenizer:
+    """The tokenizer for a model.
+
+    - `name`: `bytes`, or a `tokenizer.json` or the folder of one; None for the `tokenizer.json` of
+      the checkpoint, or where there is none for bytes if the vocabulary is that of bytes.
+    - `checkpoint`: the folder of the model.
+    - `vocab_size`: of the model.
+
+    Raises InputError where there is none, and for one with more tokens than the model.
+    """
+    if name is None and (Path(checkpoint) / FILE).is_file():
+        name = checkpoint
+    if name is None and vocab_size != BYTES:
+        raise InputError(
+            f"{checkpoint} has no {FILE}, and with model.vocab_size={vocab_size} its tokens are "
+            "not bytes; give --tokenizer FILE, or the prompt as --tokens"
+        )
+    if name in (None, "bytes"):
+        found: Tokenizer = Bytes()
+    else:
+        path = Path(str(name))
+        path = path / FILE if path.is_dir() else path
+        if not path.is_file():
+            raise InputError(
+                f"--tokenizer {name} is neither 'bytes' nor a {FILE} nor a folder with one; "
+                "name another file"
+            )
+        found = FromFile(path)
+    if found.vocab_size > vocab_size:
+        raise InputError(
+            f"the tokenizer has {found.vocab_size} tokens and the model {vocab_size} "
+            "(model.vocab_size); give --tokenizer with that of the model, or --tokens"
+        )
+    return found
+
+
+def _end_tokens(folder: Path) -> tuple[int, ...]:
+    """The `eos_token_id` of a Hugging Face folder, which may be several; none where it has none."""
+    for name in _ENDS:
+        try:
+            said = json.loads((folder / name).read_text("utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError):
+            continue  # files that need not be there
+        if said is not None:
+            return tuple(said) if isinstance(said, list) else (said,)
+    return ()

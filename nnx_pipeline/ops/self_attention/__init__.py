@@ -1,0 +1,1 @@
+"""Self-attention with its projections and rotary embedding: grouped-query, and latent."""

@@ -1,0 +1,112 @@
+"""Sends the batch of a layer through it in parts, whose work a compiler may then interleave."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from nnx_pipeline.errors import InputError
+from nnx_pipeline.pipeline.metrics import Max, MicrobatchMean, Sum, is_metric
+from nnx_pipeline.sharding import P, is_explicit
+
+
+@dataclass(frozen=True)
+class BatchSplit:
+    """How the sequences of a layer's call are cut into parts.
+
+    Each device cuts its own sequences, so that none is sent to another device. No part waits for
+    another: while one waits for a collective, such as the all-to-all of experts, another computes.
+
+    - `parts`: how many there are.
+    - `devices`: over how many devices the batch of a call is spread.
+    - `whole`: the names of what a layer reads beside activations that has no axis of the batch.
+    """
+
+    parts: int
+    devices: int
+    whole: frozenset[str]
+
+    def __call__(self, layer: Callable[..., Any], x: PyTree, **side: Any) -> Any:
+        """What `layer(x, **side)` returns, computed part by part.
+
+        - `x`: activations `[batch, …]`, or a pytree of them.
+        - `side`: what the layer reads beside x.
+
+        Raises InputError for sequences of a device that do not split into the parts.
+        """
+        xs = self._cut(x)
+        sides: list[dict[str, Any]] = [{} for _ in xs]
+        for name, value in side.items():
+            values = [value] * self.parts if name in self.whole else self._cut(value)
+            for at, own in enumerate(values):
+                sides[at][name] = own
+        results = [layer(own, **beside) for own, beside in zip(xs, sides, strict=True)]
+        if not all(isinstance(result, tuple) and len(result) == 2 for result in results):
+            return results[0]  # the caller says what is wrong with it
+        outputs, metrics = zip(*results, strict=True)
+        return self._joined(outputs), self._metrics(metrics)
+
+    def _cut(self, tree: PyTree) -> list[PyTree]:
+        """The parts of arrays `[batch, …]`."""
+        leaves, structure = jax.tree.flatten(tree)
+        parts = [self._parts_of(leaf) for leaf in leaves]
+        return [
+            jax.tree.unflatten(structure, [each[at] for each in parts]) for at in range(self.parts)
+        ]
+
+    def _parts_of(self, leaf: Array) -> list[Array]:
+        own = leaf.shape[0] // self.devices
+        if own % self.parts:
+            raise InputError(
+                f"each device has {own} sequences of a call of a layer, which do not split into "
+                f"pipeline.batch_split={self.parts} parts; choose a divisor, or larger microbatches"
+            )
+        small, kept = own // self.parts, leaf.ndim - 1
+        cut = _reshaped(leaf, (self.devices, self.parts, small), kept)
+        return [_reshaped(cut[:, at], (self.devices * small,), kept) for at in range(self.parts)]
+
+    def _joined(self, trees: Sequence[PyTree]) -> PyTree:
+        """Trees of arrays `[part of the batch, …]` as one of `[batch, …]`."""
+
+        def one(*parts: Array) -> Array:
+            small, kept = parts[0].shape[0] // self.devices, parts[0].ndim - 1
+            apart = [_reshaped(part, (self.devices, small), kept) for part in parts]
+            every = jnp.concatenate(apart, axis=1)
+            return _reshaped(every, (every.shape[0] * every.shape[1],), kept)
+
+        return jax.tree.map(one, *trees)
+
+    def _metrics(self, trees: Sequence[PyTree]) -> PyTree:
+        """What the layer would report of the whole batch."""
+
+        def one(*parts: Any) -> Any:
+            if isinstance(parts[0], MicrobatchMean):
+                rows = self._joined([part.rows for part in parts])
+                return MicrobatchMean(rows, parts[0].function)
+            if not is_metric(parts[0]):
+                return parts[0]  # the caller refuses it
+            add = jnp.maximum if isinstance(parts[0], Max) else jnp.add
+            value = reduce(add, [part.value for part in parts])
+            is_mean = not isinstance(parts[0], Max | Sum)
+            return type(parts[0])(value / self.parts if is_mean else value)
+
+        return jax.tree.map(one, *trees, is_leaf=is_metric)
+
+
+def _reshaped(x: Array, leading: tuple[int, ...], kept: int) -> Array:
+    """An array with other leading axes, of which the first stays on the devices that it is on.
+
+    - `leading`: the new ones.
+    - `kept`: how many of the last axes stay as they are.
+    """
+    shape = (*leading, *x.shape[x.ndim - kept :])
+    if not is_explicit():
+        return x.reshape(shape)
+    spec = jax.typeof(x).sharding.spec
+    rest = spec[x.ndim - kept :]
+    out = P(spec[0], *[None] * (len(leading) - 1), *rest)
+    return jax.lax.reshape(x, shape, out_sharding=out)
