@@ -165,7 +165,7 @@ def test_other_numbers_of_layers_are_named(tmp_path: Path) -> None:
     message = "holds 4 layers, 1 of them dense .* the model has 4, 2 of them dense"
     with pytest.raises(Mismatch, match=message):
         linen_compat.load(tmp_path / "piped", replace(config, "model", num_dense_layers=2))
-    with pytest.raises(InputError, match="4 layers, without 1 dense ones, do not split into 2 st"):
+    with pytest.raises(InputError, match="4 layers, 1 of them before the pipeline, do not split"):
         linen_compat.save(model, tmp_path / "new", "maxtext:pipelined", stages=2)
 
 
