@@ -1,4 +1,4 @@
-"""132 mutations of the code, and whether the tests that should catch each of them do.
+"""139 mutations of the code, and whether the tests that should catch each of them do.
 
     python benchmarks/mutations.py [NUMBER …]   applies each in a copy of the checkout and runs its tests
     python benchmarks/mutations.py --check      says which no longer fit the code; exit 1 if any
@@ -132,7 +132,7 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/stage/layers.py",
-        "apply = self.remat.checkpoint(apply, in_scan=not self.apart)",
+        "apply = self.remat.checkpoint(apply, in_scan=in_scan)",
         "pass",
         "test_remat",
     ),
@@ -677,9 +677,9 @@ MUTATIONS = (
         "test_wrong_uses",
     ),
     Mutation(
-        "nnx_pipeline/pipeline/runner.py",
-        "self.config.num_microbatches is None and default > 1",
-        "self.config.num_microbatches is None and default > 2",
+        "nnx_pipeline/pipeline/held.py",
+        "config.num_microbatches is None and default > 1",
+        "config.num_microbatches is None and default > 2",
         "test_layer_state",
     ),
     Mutation(
@@ -825,6 +825,48 @@ MUTATIONS = (
         "min(batch, count - first)",
         "batch",
         "test_text",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/stage/layers.py",
+        "in_scan = not self.apart and self.number > 1",
+        "in_scan = not self.apart",
+        "test_remat",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/stage/early.py",
+        "jnp.arange(self.first, self.first + self.number, dtype=jnp.int32)",
+        "jnp.arange(self.number, dtype=jnp.int32)",
+        "test_early_layers",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/self_attention/rotary.py",
+        "last = min(math.ceil(pair_with(low)), config.rope_dim - 1)",
+        "last = min(math.floor(pair_with(low)), config.rope_dim - 1)",
+        "test_families",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/self_attention/latent.py",
+        "turned = latent.rotate(narrow[..., None, rank:], positions)",
+        "turned = narrow[..., None, rank:]",
+        "test_families",
+    ),
+    Mutation(
+        "nnx_pipeline/ops/router.py",
+        "kept = scores + bias if bias is not None and routing.weighs_bias else wide",
+        "kept = scores if bias is not None and routing.weighs_bias else wide",
+        "test_families",
+    ),
+    Mutation(
+        "nnx_pipeline/pipeline/stage/split.py",
+        "value / self.parts if is_mean else value",
+        "value",
+        "test_batch_split",
+    ),
+    Mutation(
+        "nnx_pipeline/config/model.py",
+        "full = dataclasses.replace(windowed, sliding_window=None)",
+        "full = windowed",
+        "test_mixed_windows",
     ),
 )
 

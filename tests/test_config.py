@@ -616,7 +616,6 @@ BESIDE = {
     **dict.fromkeys([*_LATENT][1:], _LATENT),
     "model.q_lora_rank": _LATENT,
     **dict.fromkeys(_DENSE, _DENSE),
-    "model.quantization": {"model.num_experts": "1", "model.num_experts_per_token": "1"},
     "model.full_attention_every": {"model.sliding_window": "4"},
     "model.router_bias_in_weights": {"model.router_bias": "true"},
     "model.rope_scaling": {"model.rope_factor": "2"},

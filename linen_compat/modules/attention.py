@@ -10,7 +10,6 @@ from linen_compat.modules.norm import RMSNorm
 from linen_compat.modules.parameters import Kernel, Names
 from nnx_pipeline import Layout, ModelConfig
 from nnx_pipeline.modules.attention import kernel_of
-from nnx_pipeline.ops.attention import allowed
 from nnx_pipeline.ops.low_precision import product_of
 from nnx_pipeline.ops.self_attention.grouped_query import Projections, QueryKey, self_attention
 from nnx_pipeline.ops.self_attention.rotary import rotary_of
@@ -77,7 +76,7 @@ class Attention(nn.Module):
             ),
             positions=positions,
             segment_ids=segment_ids,
-            kernel=kernel_of(config, allowed, None, None),
+            kernel=kernel_of(config),
             query_key=QueryKey(
                 rotary_of(config),
                 self.query_norm if config.qk_norm else None,

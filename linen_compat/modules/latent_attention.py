@@ -11,7 +11,6 @@ from linen_compat.modules.norm import RMSNorm
 from linen_compat.modules.parameters import Kernel
 from nnx_pipeline import Layout, ModelConfig
 from nnx_pipeline.modules.attention import kernel_of
-from nnx_pipeline.ops.attention import allowed
 from nnx_pipeline.ops.self_attention.latent import Latent, LatentProjections, latent_attention
 from nnx_pipeline.ops.self_attention.rotary import rotary_of
 
@@ -77,7 +76,7 @@ class LatentAttention(nn.Module):
             x,
             LatentProjections(query_down, query, self.wkv_a(), self.wkv_b(), self.out()),
             places=(positions, segment_ids),
-            kernel=kernel_of(config, allowed, None, None),
+            kernel=kernel_of(config),
             latent=Latent(rotary_of(config), config.rope_dim, query_norm, self.kv_norm),
             layout=self.layout,
         )

@@ -9,7 +9,7 @@ from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.modules.cache import KeyValueCache
 from nnx_pipeline.modules.norm import RMSNorm
 from nnx_pipeline.modules.parts import Parts
-from nnx_pipeline.ops.attention import Mask, Options
+from nnx_pipeline.ops.attention import Mask, Options, allowed
 from nnx_pipeline.ops.fast_attention.kernels import KERNELS, Kernel
 from nnx_pipeline.ops.low_precision import product_of
 from nnx_pipeline.ops.self_attention.grouped_query import (
@@ -37,7 +37,10 @@ def options_of(config: ModelConfig, mask: Mask) -> Options:
 
 
 def kernel_of(
-    config: ModelConfig, mask: Mask, cache: KeyValueCache | None, positions: Array | None
+    config: ModelConfig,
+    mask: Mask = allowed,
+    cache: KeyValueCache | None = None,
+    positions: Array | None = None,
 ) -> Kernel:
     """What computes the heads of a model from query, key and value, with the model's options.
 

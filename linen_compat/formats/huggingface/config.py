@@ -34,11 +34,12 @@ _REQUIRED = {
 }
 _OPTIONAL = {"rms_norm_eps": "norm_epsilon"}
 # What a model of any class must have; there is no key for another value.
-_FIXED: dict[str, Any] = {
+_FIXED = {
     "norm_scale_offset": 0.0,
     "attention_bias": None,
     "attention_soft_cap": None,
     "logits_soft_cap": None,
+    "full_attention_every": None,
 }
 # The only supported value of each key in any class, and the reason; null counts as that value.
 _ONLY: dict[str, tuple[Any, str]] = {
