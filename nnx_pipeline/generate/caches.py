@@ -31,19 +31,13 @@ def generation_config(config: Config) -> Config:
       mesh axes. What else it says is about training.
 
     There are as many microbatches as the mesh has stages, so that each stage has one to work on.
-    Raises InputError for experts that drop tokens, and for layers before the pipeline.
+    Raises InputError for experts that drop tokens.
     """
     if config.model.experts == "capacity":
         raise InputError(
             "model.experts='capacity' drops tokens by how many of a sequence are computed at once, "
             "so that one token at a time would get other results than the whole sequence; set "
             "model.experts='grouped' or 'dense', which have the same weights and drop none"
-        )
-    if config.model.num_dense_layers:
-        raise InputError(
-            f"model.num_dense_layers={config.model.num_dense_layers} run before the pipeline, "
-            "where layers have no caches yet, so that such a model cannot generate; compute the "
-            "logits of the whole sequence instead"
         )
     pipeline = PipelineConfig(
         num_repeats=config.pipeline.num_repeats,
@@ -86,33 +80,53 @@ def cached_model(model: Mixtral, *, batch: int, slots: int) -> Mixtral:
     made = jax.eval_shape(lambda: Mixtral(config, rngs=nnx.Rngs(0), layout=layout, parts=parts))
     cached: Mixtral = jax.tree.unflatten(jax.tree.structure(made), jax.tree.leaves(model))
     cached.cached = True
-    each = batch // microbatches
-    for attention in _with_caches(cached):
-        one = jax.eval_shape(lambda layer: layer.new_cache(batch=each, slots=slots), attention)
+    empty = functools.partial(_empty_cache, batch=batch // microbatches, slots=slots)
+    for attention in _with_caches(cached.pipeline.layers):
         # As the layer's parameters, `[repeats, stages, layers per stage, …]`.
         stack = (*jax.tree.leaves(attention)[0].shape[:3], microbatches)
-        stacked = functools.partial(_stacked, stack=stack, layout=cached.layout)
-        attention.cache = jax.tree.map(stacked, one, is_leaf=_is_variable)
+        attention.cache = empty(attention, stack, (None, "stage", None, None), cached.layout)
+    if cached.early is not None:  # one microbatch for each stage
+        several = microbatches > 1
+        stack = (cached.early.number, *([microbatches] if several else []))
+        names = (None, *(["microbatch"] if several else []))
+        for attention in _with_caches(cached.dense_layers):
+            attention.cache = empty(attention, stack, names, cached.layout)
     return cached
 
 
-def _stacked(variable: nnx.Variable, *, stack: tuple[int, ...], layout: Layout) -> nnx.Variable:
-    """The caches of all layers and microbatches, empty.
+def _empty_cache(
+    attention: Any,
+    stack: tuple[int, ...],
+    names: tuple[str | None, ...],
+    layout: Layout,
+    *,
+    batch: int,
+    slots: int,
+) -> Any:
+    """The empty caches of stacked layers.
 
-    - `variable`: that of one layer and microbatch, abstract.
-    - `stack`: repeats, stages, layers per stage, microbatches.
+    - `attention`: theirs.
+    - `stack`: the sizes of the axes before those of one cache.
+    - `names`: the logical axes of these.
     - `layout`: which mesh axes each logical axis is sharded over.
+    - `batch`, `slots`: of one cache.
     """
-    one, own = variable.get_value(), variable.get_metadata("logical_axes")
-    axes = (None, "stage", None, None, *own)
-    spec = layout.spec(*axes)
-    zeros = jnp.zeros((*stack, *one.shape), one.dtype, out_sharding=out_sharding(spec))
-    return nnx.Cache(place(zeros, spec) if mesh_sizes() else zeros, logical_axes=axes)
+    one = jax.eval_shape(lambda layer: layer.new_cache(batch=batch, slots=slots), attention)
+
+    def stacked(variable: nnx.Variable) -> nnx.Variable:
+        inner = variable.get_value()
+        axes = (*names, *variable.get_metadata("logical_axes"))
+        spec = layout.spec(*axes)
+        shape = (*stack, *inner.shape)
+        zeros = jnp.zeros(shape, inner.dtype, out_sharding=out_sharding(spec))
+        return nnx.Cache(place(zeros, spec) if mesh_sizes() else zeros, logical_axes=axes)
+
+    return jax.tree.map(stacked, one, is_leaf=_is_variable)
 
 
-def _with_caches(model: Mixtral) -> list[Any]:
+def _with_caches(layers: Any) -> list[Any]:
     """The modules of the layers that may have a cache."""
-    modules = [module for _, module in nnx.iter_modules(model.pipeline.layers)]
+    modules = [module for _, module in nnx.iter_modules(layers)]
     return [module for module in modules if hasattr(module, "new_cache")]
 
 

@@ -152,6 +152,8 @@ def _programs(
     def kept(model: Mixtral) -> Any:
         # In auto mode the compiler would choose where the caches are, and copy them at every step.
         model.pipeline.layers = place_by(model.pipeline.layers, model.layout)
+        if model.early is not None:
+            model.dense_layers = place_by(model.dense_layers, model.layout)
         return nnx.split(model, nnx.Cache, ...)[1]
 
     @jax.jit

@@ -12,6 +12,7 @@ from jaxtyping import Array
 
 from nnx_pipeline.pipeline.stack import Stack
 from nnx_pipeline.pipeline.stage.layers import LayersInTurn, Side, call_layer
+from nnx_pipeline.pipeline.stage.variables import is_state, joined
 from nnx_pipeline.remat import Remat
 from nnx_pipeline.sharding import Layout, P, mesh_sizes, out_sharding, place, portable_key
 
@@ -64,8 +65,12 @@ class EarlyLayers:
         - `side`: what a layer reads beside x, with the same first axes; dropout keys as `keys`.
         - `axes`: the logical axes in the place of the batch, as of `Batches.axes`, or without the
           first those of one microbatch.
+
+        Layers with caches, `[layers, batch, …]` or `[layers, microbatches, batch, …]`, find there
+        what the call before left, and leave what the next one reads.
         """
         plain = tuple(axis for axis in axes if axis != "copy")
+        caches = _caches(layers)
 
         def together(leaf: Array) -> Array:
             """The axis of copies and that of the batch as one, which is sharded as both were."""
@@ -76,25 +81,50 @@ class EarlyLayers:
             return _reshaped(leaf, shape, self._spec(self.layout, plain, len(shape)))
 
         run = self._on_stages if plain[0] == "microbatch" else self._on_batch
-        y = run(layers, *jax.tree.map(together, (x, side)))
+        before: list[Any] = [cache.get_value() for cache in caches]
+        held = joined(layers, [None for _ in before]) if caches else layers
+        x_of_devices, side = jax.tree.map(together, (x, side))
+        y, after = run(held, x_of_devices, side, before)
+        for cache, value in zip(caches, after, strict=True):
+            cache.set_value(value)
         return y if plain == axes else _reshaped(y, x.shape, self._spec(self.copied, axes, x.ndim))
 
-    def _on_batch(self, layers: Any, x: Array, side: Side) -> Array:
-        """All layers applied to `[batch, …]`."""
+    def _on_batch(
+        self, layers: Any, x: Array, side: Side, caches: list[Array]
+    ) -> tuple[Array, list[Array]]:
+        """All layers applied to `[batch, …]`, and what they leave in their caches.
+
+        - `caches`: `[layers, batch, …]` each.
+        """
         stack = Stack(1, 1, self.number, self.number)
         in_turn = LayersInTurn(self.number, 1, self.remat, in_ticks=False)
 
-        def one(x: Array, numbered: Any) -> tuple[Array, None]:
-            return call_layer((*numbered, []), x, side, stack=stack)[0], None
+        def one(x: Array, numbered: Any) -> tuple[Array, list[Array]]:
+            y, (_, _, written) = call_layer(numbered, x, side, stack=stack)
+            return y, written
 
         numbers = jnp.arange(self.first, self.first + self.number, dtype=jnp.int32)
-        return in_turn(one, ((layers, numbers),), x)[0]
+        y, (written,) = in_turn(one, ((layers, numbers, caches),), x)
+        return y, written
 
-    def _on_stages(self, layers: Any, x: Array, side: Side) -> Array:
-        """All layers applied to `[microbatches, batch, …]`, of which each stage has its own."""
+    def _on_stages(
+        self, layers: Any, x: Array, side: Side, caches: list[Array]
+    ) -> tuple[Array, list[Array]]:
+        """All layers applied to `[microbatches, batch, …]`, of which each stage has its own.
+
+        - `caches`: `[layers, microbatches, batch, …]` each, with a microbatch for each stage.
+        """
         stages = self.layout.size("microbatch")
         name = "stage" if stages > 1 else None
-        apply = jax.vmap(functools.partial(self._on_batch, layers), spmd_axis_name=name)
+        if caches:
+            apply = functools.partial(self._on_batch, layers)
+            with_caches = jax.vmap(apply, in_axes=(0, 0, 1), out_axes=(0, 1), spmd_axis_name=name)
+            return with_caches(x, side, caches)
+
+        def one_of_each(x: Array, side: Side) -> Array:
+            return self._on_batch(layers, x, side, [])[0]
+
+        mapped = jax.vmap(one_of_each, spmd_axis_name=name)
 
         def of_stages(leaf: Array) -> Array:
             """`[microbatches, …]` as `[microbatches of a stage, stages, …]`."""
@@ -104,14 +134,21 @@ class EarlyLayers:
             return jnp.swapaxes(cut, 0, 1)
 
         given = jax.tree.map(of_stages, (x, side))
-        _, y = jax.lax.scan(lambda _, one: (None, apply(*one)), None, given)
+        _, y = jax.lax.scan(lambda _, one: (None, mapped(*one)), None, given)
         y = jnp.swapaxes(y, 0, 1)
-        return _reshaped(y, x.shape, self._spec(self.layout, ("microbatch", "batch"), x.ndim))
+        spec = self._spec(self.layout, ("microbatch", "batch"), x.ndim)
+        return _reshaped(y, x.shape, spec), []
 
     @staticmethod
     def _spec(layout: Layout, axes: tuple[str | None, ...], number: int) -> P:
         """The spec of an array with so many axes, of which the first have names."""
         return layout.spec(*axes, *[None] * (number - len(axes)))
+
+
+def _caches(layers: Any) -> list[nnx.Variable]:
+    """The caches of stacked layers, `[layers, …]` each; a call of the layers writes them."""
+    leaves = jax.tree.leaves(layers, is_leaf=is_state)
+    return [leaf for leaf in leaves if is_state(leaf)]
 
 
 def _reshaped(x: Array, shape: tuple[int, ...], spec: P) -> Array:

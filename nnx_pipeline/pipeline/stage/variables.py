@@ -92,10 +92,10 @@ def split_state(layers: Any, microbatches: int) -> Any:
     return WithState(held, state) if state else held
 
 
-def joined(layers: Any, state: list[Array]) -> Any:
+def joined(layers: Any, state: Sequence[Array | None]) -> Any:
     """The inverse of `split_state`, for the layers of a stack or for one of them.
 
-    - `state`: arrays in the order of the variables.
+    - `state`: arrays in the order of the variables; None leaves one empty.
     """
     if all(isinstance(variable, nnx.Param) for variable in _variables(layers)):
         return layers
