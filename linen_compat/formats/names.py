@@ -152,7 +152,6 @@ def check_names(model: ModelConfig) -> None:
         "router_bias": False,
         "num_shared_experts": 0,
         "num_dense_layers": 0,
-        "attention_bias": None,
     }.items():
         if getattr(model, name) != none:
             raise InputError(
