@@ -135,6 +135,11 @@ def check_names(model: ModelConfig) -> None:
             "kinds that take turns, which have no names in Linen or in a checkpoint; only a model "
             "with None can be converted"
         )
+    if model.attention_bias is not None:
+        raise InputError(
+            f"model.attention_bias={model.attention_bias!r} gives layers parameters that have no "
+            "name in Linen or in a checkpoint; only a model with None can be converted"
+        )
     if model.kv_lora_rank is not None:
         if model.num_experts == 1:
             raise InputError(
@@ -147,7 +152,6 @@ def check_names(model: ModelConfig) -> None:
         "router_bias": False,
         "num_shared_experts": 0,
         "num_dense_layers": 0,
-        "attention_bias": None,
     }.items():
         if getattr(model, name) != none:
             raise InputError(

@@ -107,9 +107,8 @@ class Layout:
                 f"leave them out for {self.format}"
             )
         if self.num_pipeline_layers % (self.stages * self.repeats):
-            dense = (
-                f", without {self.num_dense_layers} dense ones," if self.num_dense_layers else ""
-            )
+            which = f", {self.num_dense_layers} of them before the pipeline,"
+            dense = which if self.num_dense_layers else ""
             raise InputError(
                 f"{self.num_layers} layers{dense} do not split into {self.stages} stages × "
                 f"{self.repeats} repeats; choose --stages and --repeats (or stages, repeats) whose "
