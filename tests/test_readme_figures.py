@@ -122,8 +122,7 @@ def test_larger_models_beside_the_peer(peer: Any) -> None:
 
 def test_every_row_of_the_peer_is_measured(peer: Any) -> None:
     found = json.loads((RESULTS / "peer_memory.json").read_text())
-    rows = (*peer.ROWS, *peer.LARGER)
-    assert {peer.name_of(row) for row in rows} == set(found)
+    assert {peer.name_of(row) for row in peer.EVERY} == set(found)
     assert peer.document(found) == (RESULTS / "peer_memory.md").read_text()
 
 

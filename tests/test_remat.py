@@ -27,7 +27,9 @@ from nnx_pipeline.config.overrides import apply_overrides
 from nnx_pipeline.experiments.programs import measure_step
 from nnx_pipeline.lab.compile.platform import MissingCompiler, Platform
 from nnx_pipeline.pipeline.schedule import make_schedule
+from nnx_pipeline.pipeline.stage.layers import LayersInTurn
 from nnx_pipeline.remat import (
+    FULL,
     HIDDEN,
     ITERATION_INPUT,
     LAYER_INPUT,
@@ -162,7 +164,7 @@ def shapes_of(
         OUT: into,
         **dict.fromkeys(HIDDEN, hidden),
         # Choices and probability of each expert, and three numbers.
-        LAYER_METRICS: (*lead, 1, 2 * model.num_experts + 3),
+        LAYER_METRICS: (*lead, 1, 4, model.num_experts),
     }
 
 
@@ -440,3 +442,19 @@ def test_the_gradient_of_a_layer_is_complete_before_that_of_the_one_below(mode: 
         if equation.primitive.name == "optimization_barrier" and len(equation.invars) == arrays + 1
     ]
     assert len(barriers) == 3
+
+
+def test_one_layer_in_a_scan_is_computed_again() -> None:
+    """A scan over one layer is no loop to XLA, so that a barrier must keep both passes apart."""
+
+    def jaxpr_of(number: int) -> str:
+        in_turn = LayersInTurn(number, 1, FULL, in_ticks=False)
+
+        def run(weights: jax.Array, x: jax.Array) -> jax.Array:
+            y, _ = in_turn(lambda x, weight: (jnp.sin(weight * x), None), (weights,), x)
+            return jnp.sum(y)
+
+        return str(jax.make_jaxpr(jax.grad(run))(jnp.ones(number), jnp.ones(3)))
+
+    assert "prevent_cse=True" in jaxpr_of(1)
+    assert "prevent_cse=False" in jaxpr_of(2)
