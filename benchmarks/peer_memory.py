@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from nnx_pipeline import Config, MeshConfig, preset
 from nnx_pipeline.config.overrides import apply_overrides
 from nnx_pipeline.experiments.programs import measure_step
+from nnx_pipeline.experiments.useful import bubble_share, flops_outside_layers, useful_flops
 from nnx_pipeline.files import write_text
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.compile.platform import Platform
@@ -179,6 +180,18 @@ rows with grouped experts are of the code before kernels were cast where a repea
 was measured since by hand, with flash attention and all experts at once: temp 12.3, heap 7.7, peak
 16.1, and 0.43 s of compute without kernels, of which MaxText has 0.59.
 """
+ABOUT_OPERATIONS = """## What a step with grouped experts multiplies
+
+TFLOP of matrix products per device and step, term by term, beside what the lab counts in the
+compiled program, kernels by what they state of themselves. `parameters` are 6 · (parameters that a
+token passes, without the embedding table) · tokens; `attention` is its causal half, forward and
+twice that backward; `again` is the forward pass of the layers that remat `full` repeats; `bubble`
+is what the stages compute and discard.
+"""
+HEAD_OPERATIONS = (
+    "| model | repeats | options | parameters | attention | again | bubble | sum | counted "
+    "| of the sum |\n" + "|---" * 3 + "|--:" * 7 + "|"
+)
 HEAD_LARGER = (
     "| model | platform | mesh | repeats | batch | microbatches | options | arguments | temp "
     "| heap | peak | MaxText's temp | peak | temp, of MaxText's | peak, of MaxText's | compute, s "
@@ -215,7 +228,7 @@ def measure(row: Row) -> Measurement:
     return measure_step(config_of(row), mesh, platform)
 
 
-def share(ours: int | None, peer: int | None) -> str:
+def share(ours: float | None, peer: float | None) -> str:
     """Ours as a share of MaxText's."""
     return "–" if peer is None or ours is None else f"{ours / peer:.2f}"
 
@@ -290,6 +303,34 @@ def larger_line(row: Row, found: dict[str, Any]) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
+def operations(row: Row) -> dict[str, float]:
+    """What a step of grouped experts needs and does besides, in operations per device.
+
+    The sum of the terms is what its program should multiply.
+    """
+    config, mesh = config_of(row), MeshConfig.parse(row.mesh)
+    model, length = config.model, config.train.sequence_length
+    needed, head = useful_flops(config, mesh), flops_outside_layers(config, mesh)
+    tokens = config.train.global_batch * length / mesh.num_devices
+    scores = 2 * 2 * length / 2 * model.num_heads * model.head_dim
+    attention = 3 * tokens * model.num_layers * scores
+    again, idle = (needed - head) / 3, bubble_share(config, mesh)
+    return {
+        "parameters": needed - attention,
+        "attention": attention,
+        "again": again,
+        "bubble": (needed - head + again) * idle / (1 - idle),
+    }
+
+
+def operations_line(row: Row, found: dict[str, Any]) -> str:
+    """The row of the table of operations, in TFLOP."""
+    terms = [*operations(row).values()]
+    figures = [f"{value / 1e12:.3f}" for value in (*terms, sum(terms), found["flops"])]
+    cells = [row.model, row.repeats, options_of(row), *figures, share(found["flops"], sum(terms))]
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
 def document(results: dict[str, dict[str, Any]]) -> str:
     """The Markdown file of what has been measured."""
     there = [(row, results[name_of(row)]) for row in EVERY if name_of(row) in results]
@@ -298,7 +339,10 @@ def document(results: dict[str, dict[str, Any]]) -> str:
     larger = "\n".join(larger_line(row, found) for row, found in there if row in LARGER)
     compilers = dict.fromkeys(f"- {row.platform}: {found['versions']}" for row, found in there)
     small = f"{ABOUT}\n{HEAD}\n{lines}\n\n{ABOUT_DEEPSEEK}\n{HEAD}\n{deepseek}\n\n"
+    kinds = [(row, found) for row, found in there if GROUPED.items() <= row.options.items()]
+    products = "\n".join(operations_line(row, found) for row, found in kinds)
     tables = f"{small}{ABOUT_LARGER}\n{HEAD_LARGER}\n{larger}\n\n"
+    tables += f"{ABOUT_OPERATIONS}\n{HEAD_OPERATIONS}\n{products}\n\n"
     return tables + "\n".join(compilers) + "\n"
 
 

@@ -126,6 +126,15 @@ def test_every_row_of_the_peer_is_measured(peer: Any) -> None:
     assert peer.document(found) == (RESULTS / "peer_memory.md").read_text()
 
 
+def test_grouped_experts_multiply_what_active_parameters_need(peer: Any) -> None:
+    found = json.loads((RESULTS / "peer_memory.json").read_text())
+    grouped = [row for row in peer.EVERY if peer.GROUPED.items() <= row.options.items()]
+    assert {row.model for row in grouped} == {"mixtral-small", "mixtral-8x7b"}
+    for row in grouped:
+        expected = sum(peer.operations(row).values())
+        assert found[peer.name_of(row)]["flops"] == pytest.approx(expected, rel=0.1)
+
+
 def test_the_buffers_of_llama() -> None:
     """The page is that of the results, and the program is that of the row beside MaxText."""
     buffers, found = (
