@@ -126,6 +126,20 @@ def test_every_row_of_the_peer_is_measured(peer: Any) -> None:
     assert peer.document(found) == (RESULTS / "peer_memory.md").read_text()
 
 
+def test_deepseek_beside_the_peer(peer: Any) -> None:
+    found = json.loads((RESULTS / "peer_memory.json").read_text())
+    text = " ".join((ROOT / "README.md").read_text().split())
+    for row in peer.DEEPSEEK:
+        result = found[peer.name_of(row)]
+        memory = result["memory"]
+        ours = (megabytes(memory["temp_bytes"]), megabytes(memory["peak_bytes"]))
+        time = f"{result['compute_seconds'] * 1e3:.1f}"
+        theirs = (megabytes(row.peer_temp), megabytes(row.peer_peak), peer.peer_compute(row))
+        assert f"(MaxText: {theirs[0]}, {theirs[1]} and {theirs[2]:.1f})" in text
+        shown = text.partition(f"(MaxText: {theirs[0]},")[0][-150:]
+        assert all(figure in shown for figure in (*ours, time)), (row, ours, time)
+
+
 def test_grouped_experts_multiply_what_active_parameters_need(peer: Any) -> None:
     found = json.loads((RESULTS / "peer_memory.json").read_text())
     grouped = [row for row in peer.EVERY if peer.GROUPED.items() <= row.options.items()]

@@ -228,15 +228,6 @@ def _mine(order: tuple[Array, ...]) -> Order:
     return Order(*(leaf[0] for leaf in order))
 
 
-def _one_after_the_other(kernel: Array, result: Array) -> tuple[Array, Array]:
-    """Both unchanged, and what is done with the kernel has to wait for the result.
-
-    Kernels are gathered as early as they can be, so that all of them would be there together.
-    """
-    kernel, result = jax.lax.optimization_barrier((kernel, result))
-    return kernel, result
-
-
 def _no_gradients(order: Order) -> Any:
     return Order(*(np.zeros(leaf.shape, jax.dtypes.float0) for leaf in order))  # type: ignore[arg-type]
 
@@ -251,10 +242,9 @@ def _opened(on: OnDevice, x: Array, order: Order, gate: Array, up: Array) -> tup
         order, kernels = _mine(rest[:3]), rest[3:]
         rows = to_rows(_flat(on.from_owners(x)), order)
 
-        def some(groups: Groups, gate: Array, up: Array) -> tuple[Any, tuple[()]]:
-            opened = groups.product(0, rows, on.gathered(gate, 1))
-            up, opened = _one_after_the_other(up, opened)
-            return [opened, groups.product(1, rows, on.gathered(up, 1))], ()
+        def some(groups: Groups, *kernels: Array) -> tuple[Any, tuple[()]]:
+            whole = (on.gathered(kernel, 1) for kernel in kernels)
+            return [groups.product(place, rows, one) for place, one in enumerate(whole)], ()
 
         return tuple(rows[None] for rows in on.in_turn(some, order, kernels)[0])
 
@@ -275,11 +265,8 @@ def _open_backward(on: OnDevice, kept: Any, cotangents: tuple[Array, Array]) -> 
         rows = to_rows(_flat(on.from_owners(x)), order)
 
         def some(groups: Groups, *kernels: Array) -> tuple[Any, Any]:
-            parts: list[Array] = []
-            d_kernels = []
+            parts, d_kernels = [], []
             for place, (kernel, d_row) in enumerate(zip(kernels, d_rows, strict=True)):
-                if parts:
-                    kernel, parts[-1] = _one_after_the_other(kernel, parts[-1])
                 whole = on.gathered(kernel, 1)
                 parts.append(groups.product(place, d_row, whole, transposed=True))
                 d_kernels.append(on.summed(groups.outer(rows, d_row), 1))
