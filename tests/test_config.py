@@ -232,6 +232,11 @@ REFUSED = [
     bad(pipeline(remat="some"), "remat='some' is not known; choose one of: full, save_out_proj"),
     bad(pipeline(forwarding_delay=3), "forwarding_delay=3 is not known; choose one of: 1, 2"),
     bad(pipeline(save_decoder_layer_input="no"), "save_decoder_layer_input='no'"),
+    bad(
+        pipeline(remat="inputs_offloaded", save_decoder_layer_input=False),
+        "sends the input of each layer to the host",
+        "would not keep; leave that out",
+    ),
     # train
     bad(training(global_batch=0), "global_batch=0 is not a whole number"),
     bad(training(loss_chunks=3), "sequence_length=8 does not split into loss_chunks=3 pieces"),

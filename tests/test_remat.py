@@ -45,6 +45,7 @@ STAGES, MICROBATCHES = 4, 8
 NAMES = (ITERATION_INPUT, LAYER_INPUT, *QUERY_KEY_VALUE, OUT, *HIDDEN)
 ON_HOST, ON_DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 NAMING = [name for name in POLICIES if name != "none"]
+OFFLOADING = ("inputs_offloaded", "minimal_offloaded")
 
 # Shape, dtype and memory of the arrays that a tick keeps, each with how often it does.
 Kept = Counter[tuple[tuple[int, ...], str, jax.memory.Space]]
@@ -181,9 +182,11 @@ def expected(config: Config, on_device: tuple[str, ...], on_host: tuple[str, ...
     """What a tick is to keep: the input of the stage or of its layers, and the named values."""
     layers = config.layers_per_stage(STAGES)
     shapes, dtype = shapes_of(config), config.model.dtype
-    if layers > 1 and config.pipeline.save_decoder_layer_input:
+    if LAYER_INPUT in on_host:
+        kept: Kept = Counter()  # the input of the stage is that of its first layer
+    elif layers > 1 and config.pipeline.save_decoder_layer_input:
         on_device = (LAYER_INPUT, *on_device)  # the first of them is the input of the stage
-        kept: Kept = Counter()
+        kept = Counter()
     else:
         kept = Counter([(shapes[ITERATION_INPUT], dtype, ON_DEVICE)])
     named = [(shapes[name], dtype, ON_DEVICE) for name in on_device]
@@ -204,6 +207,7 @@ PROMISED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "save_qkv_proj": (("query_proj", "key_proj", "value_proj"), ()),
     "save_dot_except_mlp": (("query_proj", "key_proj", "value_proj", "out_proj"), ()),
     "minimal": (("query_proj", "key_proj", "value_proj", "out_proj", "mlp_gate", "mlp_up"), ()),
+    "inputs_offloaded": ((), ("decoder_layer_input",)),
     "qkv_proj_offloaded": ((), ("query_proj", "key_proj", "value_proj")),
     "minimal_offloaded": (
         ("mlp_gate", "mlp_up"),
@@ -216,7 +220,7 @@ PROMISED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ("policy", "mode", "layers", "repeats", "layer_inputs", "group"),
     [
         *((policy, "explicit", 2, 1, True, None) for policy in NAMING),
-        *((policy, "explicit", 1, 2, True, None) for policy in ("full", "minimal_offloaded")),
+        *((policy, "explicit", 1, 2, True, None) for policy in ("full", *OFFLOADING)),
         *(("save_out_proj", "explicit", layers, 1, False, None) for layers in (2, 5)),
         *(("minimal_offloaded", "explicit", layers, 1, False, None) for layers in (2, 5)),
         *((policy, "auto", 2, 1, True, None) for policy in ("minimal", "qkv_proj_offloaded")),
@@ -297,7 +301,7 @@ def test_names_survive_the_stages(mode: str, layers: int, group: int | None) -> 
 
 @pytest.mark.parametrize(
     ("policy", "group"),
-    [("full", None), ("minimal", None), ("minimal", 1), ("minimal_offloaded", None)],
+    [("full", None), ("minimal", None), ("minimal", 1), *((one, None) for one in OFFLOADING)],
 )
 def test_without_a_pipeline_a_layer_keeps_the_same(policy: str, group: int | None) -> None:
     """The loop over layers keeps a layer's input and what the policy names."""
@@ -306,7 +310,8 @@ def test_without_a_pipeline_a_layer_keeps_the_same(policy: str, group: int | Non
     kept = kept_by(forward_loop(gradient_program(config, "fsdp=2"), config.model.num_layers))
     shapes = shapes_of(config, (), sequences=config.train.global_batch)
     on_device, on_host = PROMISED[policy]
-    want = [(shapes[name], "bfloat16", ON_DEVICE) for name in (LAYER_INPUT, *on_device)]
+    inputs = () if LAYER_INPUT in on_host else (LAYER_INPUT,)
+    want = [(shapes[name], "bfloat16", ON_DEVICE) for name in inputs + on_device]
     want += [(shapes[LAYER_METRICS], "float32", ON_DEVICE)]  # the loop's result beside x
     assert kept == Counter(want + [(shapes[name], "bfloat16", ON_HOST) for name in on_host])
 
@@ -362,7 +367,7 @@ def test_1f1b_offloads_for_a_tpu() -> None:
 
 # test_option_pairs.py has the other policies, each with every other option.
 CASES = [(policy, "explicit") for policy in PROMISED if policy.startswith("save_")]
-CASES += [("minimal_offloaded", "auto")]
+CASES += [("minimal_offloaded", "auto"), ("inputs_offloaded", "explicit")]
 
 
 @pytest.fixture(scope="module")

@@ -77,6 +77,7 @@ TIME = Time(
     collective_seconds=0.0114,
     exposed_seconds=0.01089,
     memory_wait_seconds=0.00005,
+    host_seconds=0.0,
     step_seconds=0.04625,
     range_seconds=(0.03531, 0.04671),
     hfu=0.124,

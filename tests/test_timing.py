@@ -28,7 +28,14 @@ from nnx_pipeline.train import loss_of
 
 # A device on which sums are easy: 1 cycle and 1 byte on a link are 1 s each.
 SIMPLE = Device(
-    flops={"bf16": 1000.0}, memory=100.0, link=1.0, dimensions=1, closes_at=4, clock=1.0, launch=0.0
+    flops={"bf16": 1000.0},
+    memory=100.0,
+    link=1.0,
+    dimensions=1,
+    closes_at=4,
+    clock=1.0,
+    host=40.0,
+    launch=0.0,
 )
 LINE = Links(SIMPLE, (2,), ((0,), (1,)))
 
@@ -444,9 +451,48 @@ def test_a_transfer_to_the_chip_takes_the_memory(beside: int, waits: int) -> Non
     assert time.step_seconds == beside + 5 + waits
 
 
-def test_a_transfer_to_the_host_is_not_known() -> None:
-    found = estimate(moved(5, 15))
-    assert {one.reason for one in found.unread} == {"a transfer to or from the memory of the host"}
+@pytest.mark.parametrize(("beside", "waits"), [(15, 85), (160, 0)])
+def test_a_transfer_to_the_host_takes_the_way_there(beside: int, waits: int) -> None:
+    time = estimate(moved(5, beside)).time  # 4000 bytes at 40 bytes per second
+    assert (time.compute_seconds, time.memory_wait_seconds) == (beside + 5, waits)
+    assert time.host_seconds == 100
+    assert time.step_seconds == beside + 5 + waits
+
+
+HOST_RING = f"""HloModule m
+
+ENTRY %main (x: f32[1000], i: s32[]) -> f32[1000] {{
+  %x = f32[1000]{{0}} parameter(0)
+  %i = s32[] parameter(1)
+  %r = f32[8000]{{0:S(5)}} custom-call(), custom_call_target="AllocateBuffer"
+  %u = ((f32[8000]{{0:S(5)}}, f32[1000]{{0}}, s32[]), f32[8000]{{0:S(5)}}, u32[])
+    dynamic-update-slice-start(%r, %x, %i)
+  %n = f32[1000]{{0}} negate(%x), {cycles(30)}
+  %w = f32[8000]{{0:S(5)}} dynamic-update-slice-done(%u)
+  %s = ((f32[8000]{{0:S(5)}}, s32[]), f32[1000]{{0}}, u32[]) dynamic-slice-start(%w, %i)
+  %d = f32[1000]{{0}} dynamic-slice-done(%s)
+  ROOT %a = f32[1000]{{0}} add(%n, %d), {cycles(5)}
+}}
+""".replace("\n    dynamic", " dynamic")
+
+
+def test_of_a_ring_on_the_host_only_the_slot_that_is_used_moves() -> None:
+    time = estimate(HOST_RING).time
+    assert time.host_seconds == 200  # one slot there and one back, not 8 of them
+    assert time.memory_wait_seconds == 100 - 30 + 100
+    assert (time.compute_seconds, time.step_seconds) == (35, 205)
+
+
+def test_work_in_the_memory_of_the_host_is_not_known() -> None:
+    text = """HloModule m
+
+ENTRY %main (x: f32[1000]) -> f32[1000] {
+  %x = f32[1000]{0:S(5)} parameter(0)
+  ROOT %n = f32[1000]{0:S(5)} negate(%x)
+}
+"""
+    found = estimate(text)
+    assert {one.reason for one in found.unread} == {"work in the memory of the host"}
     assert found.time.step_seconds is None
 
 
@@ -706,6 +752,7 @@ SAMPLE = Time(
     collective_seconds=2.0,
     exposed_seconds=1.0,
     memory_wait_seconds=0.0,
+    host_seconds=0.0,
     step_seconds=2.0,
     range_seconds=(2.0, 3.0),
     hfu=0.5,

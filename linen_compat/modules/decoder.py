@@ -183,14 +183,14 @@ class Decoder(nn.Module):
         """A function of (layer, x, its number) to (x, metrics), with the config's remat."""
 
         def visit(layer: nn.Module, x: Array, number: Array) -> tuple[Array, Any]:
-            return call((layer, number), x)
+            return call((layer, number), named(x, LAYER_INPUT))
 
         policy = POLICIES[self.config.pipeline.remat].policy()
         # In the body of a scan there is nothing to merge a recomputation with.
         kept = visit if policy is None else nn.remat(visit, policy=policy, prevent_cse=not in_scan)
 
         def body(layer: nn.Module, x: Array, number: Array) -> tuple[Array, Any]:
-            x, usage = kept(layer, named(x, LAYER_INPUT), number)
+            x, usage = kept(layer, x, number)
             return x, jax.tree.map(lambda leaf: named(leaf, LAYER_METRICS), usage)
 
         return body

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nnx_pipeline.errors import InputError, one_of, whole
-from nnx_pipeline.remat import POLICIES
+from nnx_pipeline.remat import LAYER_INPUT, POLICIES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +74,15 @@ class PipelineConfig:
         "save_qkv_proj",
         "save_dot_except_mlp",
         "minimal",
+        "inputs_offloaded",
         "qkv_proj_offloaded",
         "minimal_offloaded",
         "none",
     ] = "full"
     """What the backward pass keeps, beside the input of a stage at each tick.
+
+    With `inputs_offloaded` that is the inputs of layers, in host memory, and nothing in the
+    device's.
 
     A name from `remat.POLICIES`, which also decides between device and host memory, and where the
     comments say what compilers do with offloaded values.
@@ -140,6 +144,11 @@ class PipelineConfig:
                 "pipeline.backward=autodiff does not; leave backward out or set it to accumulate"
             )
         one_of("save_decoder_layer_input", self.save_decoder_layer_input, (True, False))
+        if LAYER_INPUT in POLICIES[self.remat].offloaded and not self.save_decoder_layer_input:
+            raise InputError(
+                f"pipeline.remat={self.remat} sends the input of each layer to the host, which "
+                "pipeline.save_decoder_layer_input=False would not keep; leave that out"
+            )
         if self.schedule == "1f1b":
             self._check_one_f_one_b()
 

@@ -193,6 +193,7 @@ def _time_rows(results: Sequence[Measurement | None]) -> list[list[Any]]:
         ("of this waiting for collectives, ms", "exposed_seconds"),
         ("of this waiting for transfers of the memory, ms", "memory_wait_seconds"),
         ("all collectives, ms", "collective_seconds"),
+        ("all transfers to and from the host, ms", "host_seconds"),
     )
     rows: list[list[Any]] = [
         [label, *(milliseconds(getattr(time, field)) if time else DASH for time in times)]

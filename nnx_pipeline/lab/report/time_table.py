@@ -34,6 +34,8 @@ def time_table(time: Time | None) -> RenderableType:
     hidden, stopping = time.range_seconds or (None, None)
     table.add_row("step if all of them were hidden", milliseconds(hidden))
     table.add_row("step if none of them were", milliseconds(stopping))
+    if time.host_seconds:
+        table.add_row("all transfers to and from the host", milliseconds(time.host_seconds))
     return Group(table, Text(shares(time)))
 
 

@@ -8,6 +8,9 @@
 - `roofline`: an NVIDIA program has no estimates. There an instruction that is no kernel takes the
   longer of its operations at the peak and its bytes at the memory's rate, which no real program
   reaches.
+
+A copy to or from the memory of the host, or an update or a slice of an array there, is no compute:
+it takes what it moves at the rate of the way to the host (`Costs.transfer`).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from nnx_pipeline.lab.hlo.opcodes import PRODUCTS, TRANSFERS, is_known, plain
 from nnx_pipeline.lab.hlo.products import flops_of, is_hand_written, stated_cost
 from nnx_pipeline.lab.timing.collectives import called_inside, collectives_in
 from nnx_pipeline.lab.timing.devices import Device
+from nnx_pipeline.lab.timing.schedule import Transfer, Way
 
 Kind = Literal["products", "kernels", "moves", "other"]
 
@@ -37,6 +41,8 @@ _MOVES = frozenset(
     }
 )
 _SLICES = ("dynamic-slice", "slice", "gather")
+_UPDATE = "dynamic-update-slice"
+_HOST_MOVES = frozenset({"copy", "dynamic-slice", _UPDATE})
 _FREE = frozenset(
     {
         *("after-all", "bitcast", "conditional", "constant", "get-tuple-element", "opt-barrier"),
@@ -82,6 +88,8 @@ class Costs:
             return None
         if reason := self._unknown(computation, instruction):
             return reason
+        if self._host_transfer(computation, instruction) is not None:
+            return None
         if opcode.endswith("-start"):
             beside = self.device.clock or collectives_in(self.module, computation, instruction)
             return None if beside else self._started(computation, instruction)
@@ -98,15 +106,31 @@ class Costs:
         size = _bytes(self.module, computation, instruction)
         return Cost(size / self.device.memory, kind) if size > SMALL else None
 
-    def transfer(self, computation: Computation, instruction: Instruction) -> float:
-        """How long a start keeps the memory busy: a transfer, or work of another core of a TPU.
+    def transfer(self, computation: Computation, instruction: Instruction) -> Transfer | None:
+        """What an instruction moves beside the compute: to or from the host, or within a TPU.
+
+        The start of what another core of a TPU does counts as such a transfer, too.
 
         - `computation`: the one that holds the instruction.
         """
+        if to_host := self._host_transfer(computation, instruction):
+            return to_host
         is_start = instruction.opcode.endswith("-start") and self.device.clock is not None
         if not is_start or collectives_in(self.module, computation, instruction):
-            return 0.0
-        return done_of(computation, instruction).result_bytes / self.device.memory
+            return None
+        return Transfer("on-chip", _moved(computation, instruction) / self.device.memory)
+
+    def _host_transfer(self, computation: Computation, instruction: Instruction) -> Transfer | None:
+        """The transfer of a copy, slice or update between host and device; None if it is none."""
+        name = plain(instruction.opcode)
+        if name not in _HOST_MOVES or instruction.opcode.endswith(("-done", "-update")):
+            return None
+        source = computation.instructions[instruction.operands[1 if name == _UPDATE else 0]]
+        to_host = done_of(computation, instruction).in_host_memory
+        if source.in_host_memory == to_host:
+            return None
+        way: Way = "to host" if to_host else "from host"
+        return Transfer(way, _moved(computation, instruction) / self.device.host)
 
     def at_peak(self, computation: Computation, instruction: Instruction) -> float | str:
         """Seconds of the products of an instruction and of what is part of it, at the peak rate.
@@ -138,8 +162,9 @@ class Costs:
         if plain(instruction.opcode) in TRANSFERS:
             return "a transfer of a kind that is not counted"
         read = (computation.instructions[name] for name in instruction.operands)
-        if any(one.in_host_memory and one.opcode != "tuple" for one in (instruction, *read)):
-            return "a transfer to or from the memory of the host"
+        on_host = any(one.in_host_memory and one.opcode != "tuple" for one in (instruction, *read))
+        if on_host and self._host_transfer(computation, instruction) is None:
+            return "work in the memory of the host"
         return ""
 
     def _started(self, computation: Computation, start: Instruction) -> Cost | str | None:
@@ -209,6 +234,14 @@ def done_of(computation: Computation, instruction: Instruction) -> Instruction:
             break
         instruction = following[0]
     return instruction
+
+
+def _moved(computation: Computation, instruction: Instruction) -> int:
+    """Bytes that a copy, a slice or an update moves, or the result of what else is started."""
+    if plain(instruction.opcode) == _UPDATE:
+        _, update, *_ = computation.operand_shapes(instruction)
+        return sum(shape.bytes for shape in update)
+    return done_of(computation, instruction).result_bytes
 
 
 def _makes_nothing(instruction: Instruction) -> bool:

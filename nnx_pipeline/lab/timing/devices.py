@@ -11,7 +11,10 @@ All rates are per device, which is a chip (a TPU v5p with both of its cores). So
   publishes 4.7 times the compute of v5e from larger units and a higher clock, and no clock.
 - On-chip memory for arrays, v5p: a core has 64 MiB (JAX documentation, Pallas for TPU), of which
   libtpu keeps 16 for the workspace of single operations (xla_tpu_scoped_vmem_limit_kib).
-- NVIDIA: data sheets of H100 SXM and H200 SXM, dense rates. NVLink is 900 GB/s, half each way.
+- NVIDIA: data sheets of H100 SXM and H200 SXM, dense rates. NVLink is 900 GB/s, PCIe 128 GB/s, half
+  of it each way.
+- The host of a TPU: Google publishes no figure for each kind. The chapter on TPUs of "How to Scale
+  Your Model" (2025) gives 16 to 32 GB/s for a chip; the lower one stands here for all.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ class Device:
     - `closes_at`: a dimension of the torus whose size is a multiple of this is closed to a ring.
     - `island`: how many devices in a row a switch joins; between two islands nothing is known.
     - `clock`: cycles per second in which the compiler estimates; None where it estimates nothing.
+    - `host`: bytes per second between its memory and that of the host, in one direction.
     - `launch`: seconds that a collective takes for each device that it passes, besides sending.
     - `on_chip`: bytes of on-chip memory that a compiler gives to arrays; None if not known.
     """
@@ -45,6 +49,7 @@ class Device:
     closes_at: int = 1
     island: int | None = None
     clock: float | None
+    host: float
     launch: float
     on_chip: int | None = None
 
@@ -70,6 +75,7 @@ DEVICES = {
         dimensions=3,
         closes_at=4,
         clock=1.75e9,
+        host=16 * GIGA,
         launch=1e-6,
         on_chip=48 * 2**20,
     ),
@@ -80,6 +86,7 @@ DEVICES = {
         dimensions=2,
         closes_at=16,
         clock=1.5e9,
+        host=16 * GIGA,
         launch=1e-6,
     ),
     ("tpu", "v6e"): Device(
@@ -89,6 +96,7 @@ DEVICES = {
         dimensions=2,
         closes_at=16,
         clock=1.75e9,
+        host=16 * GIGA,
         launch=1e-6,
     ),
     ("cuda", "h100"): Device(
@@ -98,6 +106,7 @@ DEVICES = {
         dimensions=0,
         island=8,
         clock=None,
+        host=64 * GIGA,
         launch=5e-6,
     ),
     ("cuda", "h200"): Device(
@@ -107,6 +116,7 @@ DEVICES = {
         dimensions=0,
         island=8,
         clock=None,
+        host=64 * GIGA,
         launch=5e-6,
     ),
 }

@@ -51,6 +51,7 @@ class Estimate:
             collective_seconds=span.collective if all_sent else None,
             exposed_seconds=span.exposed if known else None,
             memory_wait_seconds=span.stalled if known else None,
+            host_seconds=span.to_host + span.from_host if whole else None,
             step_seconds=span.total if known else None,
             range_seconds=(max(busy, span.collective), busy + span.collective) if known else None,
             hfu=at_peak / span.total if known and at_peak is not None and span.total else None,

@@ -46,7 +46,10 @@ class Time:
     - `compute_seconds`: the same where that is all of them, else None, as `step_seconds` then is.
     - `collective_seconds`: the sum over all collectives, from their bytes and the links.
     - `exposed_seconds`: how long the compute waits for collectives.
-    - `memory_wait_seconds`: how long it waits for transfers between the memory and the chip.
+    - `memory_wait_seconds`: how long it waits for transfers between the memory and the chip, and
+      between the memory and that of the host.
+    - `host_seconds`: how long transfers to and from the memory of the host go on, waited for or
+      not.
     - `step_seconds`: compute and both waits.
     - `range_seconds`: the step if every collective ran beside the compute, and if none did; None
       where the step is not known.
@@ -67,6 +70,7 @@ class Time:
     collective_seconds: float | None
     exposed_seconds: float | None
     memory_wait_seconds: float | None
+    host_seconds: float | None
     step_seconds: float | None
     range_seconds: tuple[float, float] | None
     hfu: float | None
@@ -90,7 +94,8 @@ class Time:
         told = {key: getattr(self, key) for key in KEYS}
         around = self.range_seconds and list(self.range_seconds)
         beside = {"basis": self.basis, "known_seconds": self.known_seconds, "range_seconds": around}
-        return {**told, **beside, "memory_wait_seconds": self.memory_wait_seconds}
+        waits = {"memory_wait_seconds": self.memory_wait_seconds, "host_seconds": self.host_seconds}
+        return {**told, **beside, **waits}
 
     @classmethod
     def from_cache(cls, value: Mapping[str, Any]) -> Time:

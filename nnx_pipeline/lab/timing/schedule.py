@@ -1,8 +1,9 @@
 """Walks a program in the order in which it runs, and overlaps what it lets overlap.
 
-Three things go on at a time: compute, one instruction after the other; the links, one collective
-after the other; and the memory, one transfer to or from the on-chip memory after the other. A
-collective that is one instruction stops the compute until it is over. What is split into a start
+Several things go on at a time: compute, one instruction after the other; the links, one collective
+after the other; and transfers, one after the other between the memory and the on-chip memory, one
+after the other to the memory of the host, and one after the other from it. A collective that is one
+instruction stops the compute until it is over. What is split into a start
 and a done runs beside what stands between the two, and the compute waits at the done for what is
 left. The TPU compiler also spreads a collective over several fusions, which carry the same
 `chain_id`: it starts with the first of them, and the last one waits for its end. A loop takes what
@@ -11,11 +12,13 @@ its body takes times its trips. Of a conditional the longest branch runs.
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from nnx_pipeline.lab.hlo.module import Computation, Instruction, Module
 from nnx_pipeline.lab.timing.collectives import collectives_in
@@ -23,12 +26,22 @@ from nnx_pipeline.lab.timing.collectives import collectives_in
 _CHAIN = re.compile(r'chain_id=\s*"(\d+)"')
 
 
+Way = Literal["on-chip", "to host", "from host"]  # what a transfer goes over
+
+
+class Transfer(NamedTuple):
+    """A transfer that a start begins, and that its done waits for."""
+
+    way: Way
+    seconds: float
+
+
 class Work(NamedTuple):
-    """Seconds for which an instruction keeps the compute, the links and the memory busy."""
+    """Seconds for which an instruction keeps the compute and the links busy, and its transfer."""
 
     compute: float = 0.0
     links: float = 0.0
-    memory: float = 0.0
+    transfer: Transfer | None = None
 
 
 @dataclass(frozen=True)
@@ -40,6 +53,7 @@ class Span:
     - `collective`: how long the links are in use.
     - `exposed`: how long the compute waits for the links.
     - `stalled`: how long the compute waits for transfers of the memory.
+    - `to_host`, `from_host`: how long transfers to the memory of the host, and from it, go on.
     """
 
     total: float = 0.0
@@ -47,26 +61,28 @@ class Span:
     collective: float = 0.0
     exposed: float = 0.0
     stalled: float = 0.0
+    to_host: float = 0.0
+    from_host: float = 0.0
 
     def times(self, runs: int) -> Span:
         """The span of so many runs, one after the other."""
-        parts = self.total, self.compute, self.collective, self.exposed, self.stalled
-        return Span(*(runs * part for part in parts))
+        return Span(*(runs * part for part in dataclasses.astuple(self)))
 
 
 @dataclass
 class _Clock:
-    """When the compute, the links and the memory are free again, and what was spent until then."""
+    """When the compute, the links and the transfers are free, and what was spent until then."""
 
     now: float = 0.0
     links_free: float = 0.0
-    memory_free: float = 0.0
+    free: dict[Way, float] = field(default_factory=dict)  # when the next transfer may begin
+    busy: dict[Way, float] = field(default_factory=lambda: defaultdict(float))
     compute: float = 0.0
     collective: float = 0.0
     exposed: float = 0.0
     stalled: float = 0.0
     sent: dict[str, float] = field(default_factory=dict)  # ends of collectives, by their start
-    moved: dict[str, float] = field(default_factory=dict)  # ends of transfers of the memory
+    moved: dict[str, float] = field(default_factory=dict)  # ends of transfers
 
     def run(self, seconds: float) -> None:
         self.now += seconds
@@ -77,9 +93,11 @@ class _Clock:
         self.collective += seconds
         self.sent[name] = self.links_free
 
-    def move(self, name: str, seconds: float) -> None:
-        self.memory_free = max(self.now, self.memory_free) + seconds
-        self.moved[name] = self.memory_free
+    def move(self, name: str, transfer: Transfer) -> None:
+        way, seconds = transfer
+        self.free[way] = max(self.now, self.free.get(way, 0.0)) + seconds
+        self.busy[way] += seconds
+        self.moved[name] = self.free[way]
 
     def wait(self, name: str) -> None:
         self._expose(self.sent.pop(name, self.now))
@@ -101,11 +119,16 @@ class _Clock:
         self.collective += span.collective
         self.exposed += span.exposed
         self.stalled += span.stalled
+        self.busy["to host"] += span.to_host
+        self.busy["from host"] += span.from_host
 
     def span(self) -> Span:
         for name in [*self.sent, *self.moved]:
             self.wait(name)
-        return Span(self.now, self.compute, self.collective, self.exposed, self.stalled)
+        return Span(
+            *(self.now, self.compute, self.collective, self.exposed, self.stalled),
+            *(self.busy["to host"], self.busy["from host"]),
+        )
 
     def _expose(self, end: float) -> None:
         waited = max(0.0, end - self.now)
@@ -185,9 +208,11 @@ class Walk:
         elif opcode.endswith("-update"):
             clock.rename(instruction.operands[0], name)
         else:
-            compute, links, memory = self.work(computation, instruction)
-            if memory:
-                clock.move(name, memory)
+            compute, links, transfer = self.work(computation, instruction)
+            if transfer is not None:
+                clock.move(name, transfer)
+                if not opcode.endswith("-start"):
+                    clock.wait(name)
             if chain is None and links:
                 clock.send(name, links)
                 if not opcode.endswith("-start"):

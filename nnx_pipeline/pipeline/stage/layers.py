@@ -84,8 +84,13 @@ class LayersInTurn:
           the kind, …]`.
         """
 
+        def of_named(apply: ApplyLayer) -> ApplyLayer:
+            return lambda x, layer: apply(
+                jax.tree.map(lambda leaf: named(leaf, LAYER_INPUT), x), layer
+            )
+
         def body(x: PyTree, layer: Any) -> tuple[PyTree, PyTree]:
-            x, metrics = apply(jax.tree.map(lambda leaf: named(leaf, LAYER_INPUT), x), layer)
+            x, metrics = apply(x, layer)
             return x, jax.tree.map(lambda leaf: named(leaf, LAYER_METRICS), metrics)
 
         def one_of_each_kind(x: PyTree, layers: Any) -> tuple[PyTree, PyTree]:
@@ -96,11 +101,17 @@ class LayersInTurn:
             return x, tuple(found)
 
         if self.in_ticks and self.number == 1:  # it has the checkpoint of the tick
+            apply = of_named(apply)
             x, found = one_of_each_kind(x, jax.tree.map(lambda leaf: leaf[0], layers))
             return x, jax.tree.map(lambda leaf: leaf[None], found)
         # A scan over one layer is no loop to a compiler, which would merge what is computed again.
         in_scan = not self.apart and self.number > 1
-        apply = self.remat.checkpoint(apply, in_scan=in_scan)
+        # A checkpoint decides over the names within it: that of a tick over the inputs of all its
+        # layers, else that of a layer over its own.
+        if self.in_ticks:
+            apply = of_named(self.remat.checkpoint(apply, in_scan=in_scan))
+        else:
+            apply = self.remat.checkpoint(of_named(apply), in_scan=in_scan)
         if not self.apart:
             return jax.lax.scan(one_of_each_kind, x, layers)
         found = []
