@@ -181,9 +181,9 @@ figures are those of its pipeline with the same mesh, batch, microbatches and re
 ours; on Llama2-7B with its weights gathered once per step, or with ZeRO-1. On four v5p chips its
 pull request 2744 measured a peak of 50.1 GB in the first case (48.2 with auto sharding, 50.9
 explicit) and of 50.1 with ZeRO-1 (48.3 and 48.0). No hardware has run ours. Beside grouped experts
-stands MaxText at its best: flash attention, grouped experts, loss in tiles of the vocabulary. `wait`
-is the part of the estimated step in which compute waits for transfers: between device and on-chip
-memory, and, with `remat=inputs_offloaded`, between device and host, at 16 GB/s each way.
+stands MaxText at its best: flash attention, grouped experts, loss in tiles of the vocabulary.
+`wait` is the part of the estimated step in which compute waits for transfers: between device and
+on-chip memory, and, with `remat=inputs_offloaded`, between device and host, at 16 GB/s each way.
 """
 ABOUT_OPERATIONS = """## What a step with grouped experts multiplies
 
