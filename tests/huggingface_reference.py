@@ -1,4 +1,4 @@
-"""Tiny random models of `transformers`, and the logits that it computes from them.
+"""Tiny random models of `transformers`, and the logits and gradients that it computes from them.
 
 `python tests/huggingface_reference.py` makes `tests/data/huggingface` again, or with names of its
 folders those alone (transformers 5 and torch, which the tests can do without: they read what is
@@ -80,6 +80,8 @@ LLAMA3_1 = {
 }
 # What a kept model has besides the sizes.
 CHANGES: dict[str, dict[str, Any]] = {
+    "mixtral_empty": {"num_local_experts": 5},
+    "mixtral_single": {"num_experts_per_tok": 1},
     "llama3_1": {"rope_scaling": LLAMA3_1},
     "mistral": {"sliding_window": None},
     "qwen3": {"tie_word_embeddings": True},
@@ -87,6 +89,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 # Name of the folder: the class, the dtype of weights, and how it is saved.
 KEPT: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", "float32", {}),
+    "mixtral_empty": ("Mixtral", "float32", {}),
+    "mixtral_single": ("Mixtral", "float32", {}),
     "mixtral_fused": ("Mixtral", "float32", {"save_original_format": False}),
     "mixtral_sharded": ("Mixtral", "bfloat16", {"max_shard_size": "12KB"}),
     "llama": ("Llama", "float32", {}),
@@ -117,6 +121,46 @@ def random_model(kind: str, *, seed: int, **changes: Any) -> Any:
     return model.eval()
 
 
+# The kept models of which the gradients of `loss_of` are kept, too: a model of its own, in a folder
+# inside, whose values are the gradients.
+WITH_GRADIENTS = ("mixtral", "mixtral_empty", "mixtral_single")
+
+
+def unbalance(model: Any, name: str) -> None:
+    """Makes routers that never choose the last of five experts, or always the second of four.
+
+    The logits of `mixtral_empty` are a, −a, b, −b and 0, of which two are above 0. In
+    `mixtral_single` every token has a large first number, by which one expert stands out.
+    """
+    import torch
+
+    with torch.no_grad():
+        for layer in model.model.layers:
+            rows = layer.mlp.gate.weight
+            if name == "mixtral_empty":
+                rows[1], rows[3], rows[4] = -rows[0], -rows[2], 0.0
+            elif name == "mixtral_single":
+                layer.post_attention_layernorm.weight[0] = 1.0
+                rows[:, 0] = torch.tensor([-2.0, 2.0, -2.0, -2.0])
+        if name == "mixtral_single":
+            model.model.embed_tokens.weight[:, 0] = 10.0
+
+
+def keep_gradients(model: Any, tokens: np.ndarray, folder: Path) -> None:
+    """Saves the gradients of the mean loss of the next token, as a model with these as values."""
+    import torch
+
+    model.set_attn_implementation("eager")
+    ids = torch.from_numpy(tokens)
+    logits = model(ids).logits[:, :-1]
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink()
+
+
 def logits_of(model: Any, tokens: np.ndarray) -> np.ndarray:
     """`[batch, seq, vocab]` in float32, computed in float32, attention in its plainest form."""
     import torch
@@ -138,12 +182,15 @@ def main(*names: str) -> None:
         kind, dtype, options = KEPT[name]
         shutil.rmtree(FOLDER / name, ignore_errors=True)
         model = random_model(kind, seed=0, **CHANGES.get(name, {}))
+        unbalance(model, name)
         for parameter in model.parameters():  # and not buffers, such as the rotary frequencies
             parameter.data = parameter.data.to(getattr(torch, dtype))
         model.save_pretrained(FOLDER / name, **options)
         (FOLDER / name / "generation_config.json").unlink()
         tokens = random_tokens(seed=1)
         np.savez(FOLDER / name / "reference.npz", tokens=tokens, logits=logits_of(model, tokens))
+        if name in WITH_GRADIENTS:
+            keep_gradients(model, tokens, FOLDER / name / "gradients")
         print(name, json.loads((FOLDER / name / "config.json").read_text())["transformers_version"])
 
 
