@@ -1,4 +1,4 @@
-"""What each remat policy holds, on the device and on the host.
+"""What each remat policy holds, on the device and on the host, and what time it takes.
 
     python benchmarks/remat_policies.py
 
@@ -22,10 +22,12 @@ PLATFORMS = ("tpu:v5p:2x2x2", "cuda:h100:8")
 ABOUT = """# Remat policies
 
 `mixtral-small` on `stage=4,fsdp=2` with 8 microbatches and 2 repeats, one layer per stage; MB (10⁶
-bytes) per device. Made by `python benchmarks/remat_policies.py`.
+bytes) per device. The times are by estimate, in ms: on a TPU by the compiler's cycles, on H100 a
+roofline; `wait` is for transfers between memories, those of the host among them. A dash where
+something has no known time. Made by `python benchmarks/remat_policies.py`.
 
-| policy | platform | heap | host | TFLOP |
-|---|---|--:|--:|--:|
+| policy | platform | heap | host | TFLOP | compute | wait | step |
+|---|---|--:|--:|--:|--:|--:|--:|
 """
 
 
@@ -46,7 +48,11 @@ def main() -> None:
             versions[platform] = {name: found for name, found in result.versions.items() if found}
             sizes = (result.memory.heap_bytes, result.memory.host_temp_bytes)
             flops = "–" if result.flops is None else f"{result.flops / 1e12:.2f}"
-            cells = [f"`{policy}`", platform, *map(megabytes, sizes), flops]
+            time = result.time
+            assert time is not None
+            parts = time.compute_seconds, time.memory_wait_seconds, time.step_seconds
+            times = ["–" if part is None else f"{part * 1e3:.2f}" for part in parts]
+            cells = [f"`{policy}`", platform, *map(megabytes, sizes), flops, *times]
             text += "| " + " | ".join(cells) + " |\n"
             print(text.splitlines()[-1], file=sys.stderr, flush=True)
     text += "\n" + "".join(f"- {platform}: {found}\n" for platform, found in versions.items())
