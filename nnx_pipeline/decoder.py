@@ -21,7 +21,7 @@ from nnx_pipeline.mesh import ambient_mesh
 from nnx_pipeline.modules import DecoderLayer, Embed, Parts, RMSNorm
 from nnx_pipeline.ops.dropout import sequence_keys
 from nnx_pipeline.ops.head import head_of_table, logits_of
-from nnx_pipeline.ops.loss import LossOptions, Targets
+from nnx_pipeline.ops.loss import LossOptions, Targets, hold_columns
 from nnx_pipeline.ops.router import RouterMetrics, loss_weights
 from nnx_pipeline.pipeline.create import create_pipeline
 from nnx_pipeline.pipeline.layers import with_keys
@@ -135,7 +135,8 @@ class Decoder:
         batches = self.runner.batches
         wanted = Targets(batches.arrange(targets), batches.arrange(weights))
         chunks = self.config.train.loss_chunks
-        entropy = self._entropy(self.ends.head, hidden, wanted, batches.axes, chunks)
+        head = self.ends.head, self.ends.layout
+        entropy = self._entropy(head, hidden, wanted, batches.axes, chunks)
         loss, train = entropy, self.config.train
         if train.load_balance_weight:
             loss = loss + train.load_balance_weight * router.load_balance
@@ -154,17 +155,21 @@ class Decoder:
         batches = self.runner.batches
         axes = batches.axes[1:]  # of one microbatch
         chunks = self.config.train.loss_chunks_of(batches.microbatches)
+        sequences = jax.eval_shape(batches.arrange, tokens).shape[1:]
+        shape = (*sequences, self.config.model.embed_dim)
+        head, layout = hold_columns(self.ends.head, shape, axes, self.ends.layout)
 
         def enter(weights: PyTree, read: tuple[Array, Side]) -> Array:
             return self._enter(weights, read, axes)
 
         def leave(last: tuple[PyTree, Array], x: Array, wanted: Targets) -> Array:
             scale, head = last
-            return self._entropy(head, self.ends.norm(scale, x), wanted, axes, chunks)
+            x = self.ends.norm(scale, x)
+            return self._entropy((head, layout), x, wanted, axes, chunks)
 
         first, last = (
             (self.ends.table, self.ends.early_layers),
-            (self.ends.scale, self.ends.head),
+            (self.ends.scale, head),
         )
         ends = ModelEnds(enter, first, leave, last)
         train = self.config.train
@@ -198,7 +203,7 @@ class Decoder:
 
     def _entropy(
         self,
-        head: Array,
+        head: tuple[Array, Layout],
         hidden: Array,
         wanted: Targets,
         batch_axes: tuple[str, ...],
@@ -206,15 +211,17 @@ class Decoder:
     ) -> Array:
         """The weighted cross-entropy of hidden states that are sharded by `batch_axes`.
 
+        - `head`: its kernel, and the layout that this is in.
         - `chunks`: the number of pieces of the sequence, of which one has its logits at a time.
         """
+        kernel, layout = head
         return self.parts.loss(
             hidden,
-            head,
+            kernel,
             wanted,
             batch_axes=batch_axes,
             options=LossOptions(chunks, self.config.model.logits_soft_cap),
-            layout=self.ends.layout,
+            layout=layout,
         )
 
     def _check_batch(self, tokens: Array) -> None:

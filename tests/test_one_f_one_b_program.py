@@ -72,6 +72,22 @@ def test_nothing_that_is_kept_grows_with_the_microbatches(mode: str) -> None:
             assert len(loop.outvars) == len(carried(loop))
 
 
+@pytest.mark.parametrize("mode", ["explicit", "auto"])
+def test_the_head_is_spread_over_its_columns_once(mode: str) -> None:
+    """No tick exchanges the shards of the head's kernel, [48, 64], or those of its gradient.
+
+    A device stores 24 rows of 16 columns of it, and computes the logits of 8 columns.
+    """
+    sent = {
+        one.invars[0].aval.shape
+        for loop in loops_over_ticks(program(8, mode=mode))
+        for one in equations(loop.params["jaxpr"].jaxpr)
+        if one.primitive.name == "all_to_all"
+    }
+    assert sent, "the rows of the embedding are sent at each tick"
+    assert not sent & {(24, 16), (48, 8)}
+
+
 def test_the_ring_has_two_slots_less_one_per_stage() -> None:
     """Inputs of stages, [stages, slots, microbatch, seq, embed], and nothing else of that kind."""
     (steady,) = (loop for loop in loops_over_ticks(program(16)) if loop.params["length"] == 16)

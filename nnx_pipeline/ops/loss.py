@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from nnx_pipeline.ops.attention import soft_cap, soft_cap_slope
 from nnx_pipeline.ops.gradients import or_zeros, refuse_perturbed, values_of
-from nnx_pipeline.sharding import Layout, P, mesh_sizes
+from nnx_pipeline.sharding import Layout, P, mesh_sizes, place
 
 
 class Targets(NamedTuple):
@@ -107,6 +107,28 @@ def chunked_cross_entropy(
     plan = make_plan(hidden.shape, kernel.shape[1], batch_axes, options.chunks, layout)
     plan = dataclasses.replace(plan, cap=options.soft_cap)
     return _loss(plan, hidden, kernel, *targets)
+
+
+def hold_columns(
+    kernel: Float[Array, "embed vocab"],
+    hidden_shape: tuple[int, ...],
+    batch_axes: tuple[str, ...],
+    layout: Layout,
+) -> tuple[Float[Array, "embed vocab"], Layout]:
+    """The kernel as a loop holds it that computes a loss at each turn, and its layout.
+
+    - `kernel`, `batch_axes`, `layout`: as for `chunked_cross_entropy`.
+    - `hidden_shape`: of the hidden states of one turn together, `[*batch, seq, embed]`.
+
+    Row shards that each turn would exchange for column shards are exchanged here, once; the
+    gradients of all turns then add up in column shards, which are as large. A kernel that a turn
+    gathers is left as it is, because the loop would hold all of it.
+    """
+    plan = make_plan(hidden_shape, kernel.shape[1], batch_axes, 1, layout)
+    if not plan.turned:
+        return kernel, layout
+    layout = dataclasses.replace(layout, vocab=plan.vocab, embed=())
+    return place(kernel, layout.spec("embed", "vocab")), layout
 
 
 def make_plan(
