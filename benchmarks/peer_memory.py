@@ -76,6 +76,7 @@ STEP, PREFETCH = {"fsdp_gather": "step"}, {"fsdp_gather": "prefetch"}
 ONE_F_ONE_B = {"schedule": "1f1b"}
 GROUPED, FLASH = {"model.experts": "grouped"}, {"model.attention": "flash"}
 BLOCKS, TOGETHER = {"model.attention_block": "512"}, {"model.expert_group": "8"}
+OFFLOADED = {"remat": "inputs_offloaded"}
 ONE_BY_ONE = {"model.expert_group": "1"}
 TWO_BY_TWO = {"model.expert_group": "2"}
 ROWS = (
@@ -97,6 +98,10 @@ ROWS = (
     # MaxText with flash attention, grouped experts and the loss in tiles.
     Row(TPU, PIPELINE, 2, 16, 8, GROUPED | FLASH, 346_351_072, 574_187_328),
     Row(TPU, PIPELINE, 1, 64, 32, ONE_F_ONE_B | GROUPED | FLASH, 497_046_368, 712_915_936),
+    Row(
+        *(TPU, PIPELINE, 1, 64, 32, ONE_F_ONE_B | GROUPED | FLASH | OFFLOADED),
+        *(497_046_368, 712_915_936),
+    ),
     Row(TPU, "fsdp=8", 1, 16, 1, {}, 374_825_568, 553_261_376),
     Row(TPU, "fsdp=8", 1, 16, 1, BLOCKS, 374_825_568, 553_261_376),
     Row(TPU, "fsdp=8", 1, 16, 1, TOGETHER, 374_825_568, 553_261_376),
@@ -122,7 +127,6 @@ DEEPSEEK = tuple(
     )
 )
 ZERO_1 = {"train.shard_optimizer_over_data": "true"}
-OFFLOADED = {"remat": "inputs_offloaded"}
 AUTO, BFLOAT16 = {"sharding": "auto"}, {"train.grad_dtype": "bfloat16"}
 
 
