@@ -294,7 +294,7 @@ def compute(row: Row, found: dict[str, Any], *, scale: float) -> tuple[str, str]
     peer = peer_compute(row)
     if GROUPED.items() | FLASH.items() <= row.options.items() and kernels is not None:
         peer = PEER_BESIDE_KERNELS.get((row.model, row.mesh, row.repeats, row.batch))
-        seconds -= kernels
+        seconds = None if seconds is None else seconds - kernels
     return shown, "–" if seconds is None or peer is None else f"{seconds * 1e3 / peer:.2f}"
 
 
