@@ -134,7 +134,7 @@ def test_importing_it_imports_no_heavy_package(module: str) -> None:
 def test_a_wheel_brings_all_that_is_needed(tmp_path: Path) -> None:
     """Not only what is installed for editing: plugin, commands, and the files beside the code."""
     (tmp_path / "source").mkdir()
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path / "source")
     for package in ("nnx_pipeline", "linen_compat"):
         ignored = shutil.ignore_patterns("__pycache__")
