@@ -48,7 +48,7 @@ def test_gradients(compile_memory, platform):
     args = (model, jax.ShapeDtypeStruct((8, 4096, 512), "float32"))
     assert compile_memory(gradients, args, platform=platform).within_budget()
 """
-# The TPU compiler has its turn in the test of README.md.
+# The TPU compiler has its turn in the tests of the documents.
 PLATFORMS = ["cpu"] if missing("jax_cuda13_plugin") else ["cpu", "cuda"]
 
 
