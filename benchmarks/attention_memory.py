@@ -115,7 +115,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def readme(results: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """The cells of the table in README.md: kind, compiler, and temp at each sequence in MB."""
+    """The cells of the table in docs/model.md: kind, compiler, and temp at each sequence in MB."""
     rows = []
     for kind, (_, window) in KINDS.items():
         for platform, compiler in zip(PLATFORMS, ("CPU", "TPU v5p", "H100"), strict=True):

@@ -98,7 +98,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # By what they take: no worker is left with one of these when the others have ended.
-LONGEST_FIRST = ("option_pairs", "readme", "arms", "model", "linen_pipeline", "zero", "cli")
+LONGEST_FIRST = ("option_pairs", "documents", "arms", "model", "linen_pipeline", "zero", "cli")
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,6 +1,5 @@
 """What a step must hold and take: the terms by hand, what is not known, and the report."""
 
-import contextlib
 import dataclasses
 import importlib
 import io
@@ -10,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import documents
 import pytest
 from helpers import optax_promotion
 from page_examples import attribution, measurement
@@ -314,23 +314,9 @@ def test_the_page_of_results(benchmark: Any) -> None:
         assert one["floor"] == benchmark.figures(least)
 
 
-def test_readme_shows_what_it_prints() -> None:
-    text = (ROOT / "README.md").read_text()
-    (code, output) = re.findall(
-        r"```python\n(from nnx_pipeline import preset\n.*?floor\(.*?)```.*?```text\n(.*?)```",
-        text,
-        re.DOTALL,
-    )[0]
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(code, {})
-    assert printed.getvalue() == output
-
-
-def test_readme_says_what_the_benchmark_found(benchmark: Any) -> None:
-    text = " ".join((ROOT / "README.md").read_text().split())
+def test_the_page_says_what_the_benchmark_found(benchmark: Any) -> None:
     told = " ".join(benchmark.summary(json.loads(RESULTS.read_text())).split())
-    assert told.partition(" Arguments are ")[0] in text
+    assert told.partition(" Arguments are ")[0] in documents.WORDS
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ def test_gradients(compile_memory, platform):
     args = (model, jax.ShapeDtypeStruct((8, 4096, 512), "float32"))
     assert compile_memory(gradients, args, platform=platform).within_budget()
 """
-# The TPU compiler has its turn in the test of README.md.
+# The TPU compiler has its turn in the tests of the documents.
 PLATFORMS = ["cpu"] if missing("jax_cuda13_plugin") else ["cpu", "cuda"]
 
 
@@ -134,7 +134,7 @@ def test_importing_it_imports_no_heavy_package(module: str) -> None:
 def test_a_wheel_brings_all_that_is_needed(tmp_path: Path) -> None:
     """Not only what is installed for editing: plugin, commands, and the files beside the code."""
     (tmp_path / "source").mkdir()
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path / "source")
     for package in ("nnx_pipeline", "linen_compat"):
         ignored = shutil.ignore_patterns("__pycache__")

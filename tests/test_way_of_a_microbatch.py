@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "microbatch.md").read_text(encoding="utf-8")
 THERE, _, CALLED = PAGE.partition("## There")[2].partition("## What these call")
 TABLE = "\n".join(line for line in THERE.splitlines() if line.startswith("|"))
-MOST_FILES, MOST_TERMS = 8, 20
+MOST_FILES = 8
 LINK = r"\]\(\.\./([\w/.]+)\)"
 LAYER = "nnx_pipeline/modules/decoder_layer.py"  # its first line is where the way ends
 
@@ -91,10 +91,3 @@ def test_the_functions_are_there() -> None:
         for name in re.findall(r"`([\w.]+)`", functions):
             last = name.rpartition(".")[2]
             assert re.search(rf"(def|class) {last}\b", text), f"{files} has no {name}"
-
-
-def test_links_lead_somewhere_and_terms_are_few() -> None:
-    for link in re.findall(LINK, PAGE):
-        assert (ROOT / link).is_file(), link
-    terms = PAGE.partition("## Terms")[2].count("\n| ") - 1  # but for the head
-    assert 10 <= terms <= MOST_TERMS

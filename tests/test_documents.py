@@ -1,4 +1,4 @@
-"""Everything README.md shows is run: code blocks, commands, and the figures' form."""
+"""Everything that README.md and docs/ show is run: code, commands, and the output below them."""
 
 import math
 import os
@@ -10,50 +10,73 @@ import sys
 import tomllib
 from pathlib import Path
 
+import command_reference
 import pytest
+from documents import BLOCKS, PAGES, ROOT, TEXT, WORDS, table
 from helpers import Ended, pytest_in, user_environment
 
-ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
-BLOCKS_OF_PYTHON = [text for language, text in BLOCKS if language == "python"]
-TESTS = [text for text in BLOCKS_OF_PYTHON if "def test_" in text]
-PYTHON = [text for text in BLOCKS_OF_PYTHON if text not in TESTS]
-SHELL = [line for language, text in BLOCKS if language == "sh" for line in text.splitlines()]
-SETUP = [line for line in SHELL if line.startswith("python3 -m venv")]
+# The blocks of these pages belong together, and run in their order in one folder.
+IN_ORDER = ["docs/checkpoints.md"]
+ALONE = [block for block in BLOCKS if block.page not in IN_ORDER]
+BLOCKS_OF_PYTHON = [block for block in ALONE if block.language == "python"]
+TESTS = [block for block in BLOCKS_OF_PYTHON if "def test_" in block.text]
+PYTHON = [block for block in BLOCKS_OF_PYTHON if block not in TESTS]
+SHELL = [(line, block) for block in ALONE if block.language == "sh" for line in block.lines]
+SETUP = [line for line, _ in SHELL if line.startswith("python3 -m venv")]
 TRAINING = "nnx-pipeline train --model tiny --mesh stage=4,fsdp=2 --steps 50"
 # It needs a package registry and another Python; tests/test_across.py runs what it does.
-ACROSS = [line for line in SHELL if "--across" in line]
+ACROSS = [line for line, _ in SHELL if "--across" in line]
 # They belong together, in this order: one trains on a text, and the others continue prompts.
-TEXT = [line for line in SHELL if "--data" in line or "nnx-pipeline generate" in line]
-COMMANDS = [line for line in SHELL if line not in (*SETUP, *ACROSS, *TEXT)]
+TEXTS = [line for line, _ in SHELL if "--data" in line] + [
+    line for line, _ in SHELL if "nnx-pipeline generate" in line
+]
+# Each once, with the output that a page shows of it.
+COMMANDS = {line: block.shown for line, block in SHELL if line not in (*SETUP, *ACROSS, *TEXTS)}
+RUN = "from {}.cli.main import main; main()"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))
-def test_python_blocks_run(code, tmp_path):
+@pytest.mark.parametrize("block", PYTHON, ids=[f"{Path(one.page).stem}" for one in PYTHON])
+def test_python_blocks_run(block, tmp_path):
     script = tmp_path / "example.py"
-    script.write_text(code)
+    script.write_text(block.text)
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert block.shown in ("", done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", IN_ORDER)
+def test_blocks_run_one_after_the_other(page, tmp_path):
+    for block in (block for block in BLOCKS if block.page == page):
+        if block.language == "python":
+            calls = [["-c", block.text]]
+        else:
+            split = map(shlex.split, block.lines)
+            calls = [["-c", RUN.format(name.replace("-", "_")), *rest] for name, *rest in split]
+        for call in calls:
+            done = subprocess.run(
+                [sys.executable, *call], capture_output=True, text=True, cwd=tmp_path
+            )
+            assert done.returncode == 0, (call[2:], done.stderr)
 
 
 @pytest.mark.slow
 def test_the_budget_is_recorded_and_then_exceeded(tmp_path):
     """As the text beside it says, down to the figures of the message."""
     (code,) = TESTS
-    file = tmp_path / "test_memory.py"
-    file.write_text(code)
+    file = tmp_path / code.file
+    file.write_text(code.text)
     recorded = pytest_in(tmp_path, "--update-memory-budgets")
     if "1 skipped" in recorded.out:
         pytest.skip("the TPU compiler is not installed")
     assert "1 passed" in recorded.out, recorded.out
-    changed = code.replace("    @jax.checkpoint\n", "")
-    assert changed != code
+    changed = code.text.replace("    @jax.checkpoint\n", "")
+    assert changed != code.text
     file.write_text(changed)
     exceeded = pytest_in(tmp_path).out
-    (shown,) = (text for _, text in BLOCKS if text.startswith("MemoryExceeded"))
-    (version,) = re.findall(r"\(libtpu (\S+)\):\n\n```text\nMemoryExceeded", README)
+    (shown,) = (block.text for block in BLOCKS if block.text.startswith("MemoryExceeded"))
+    (version,) = re.findall(r"\(libtpu (\S+)\):\n\n```text\nMemoryExceeded", TEXT)
     assert re.search("test_memory.py:7 +saved residual", exceeded), exceeded
     if f"libtpu {version}," in exceeded:
         missing = [line for line in shown.splitlines() if line not in exceeded]
@@ -62,8 +85,9 @@ def test_the_budget_is_recorded_and_then_exceeded(tmp_path):
 
 def write_modules(folder):
     """The files that the text names before their code, such as `my_step.py`:."""
-    for name, code in re.findall(r"`(\w+\.py)`:\n\n```python\n(.*?)```", README, re.DOTALL):
-        (folder / name).write_text(code)
+    for block in BLOCKS:
+        if block.file:
+            (folder / block.file).write_text(block.text)
 
 
 def test_setup_commands_name_what_exists():
@@ -71,6 +95,7 @@ def test_setup_commands_name_what_exists():
         "optional-dependencies"
     ]
     job, tests = SETUP
+    assert all(line in PAGES["README.md"] for line in SETUP)
     for line in SETUP:
         named = re.search(r"\.\[([\w,]+)\]", line)
         assert named is not None
@@ -79,6 +104,7 @@ def test_setup_commands_name_what_exists():
     assert TRAINING in COMMANDS
     ci = (ROOT / ".ci" / "run").read_text().replace('"', "")
     assert f"/{tests.split('/')[-1]}\n" in ci
+    assert tests in (ROOT / "CONTRIBUTING.md").read_text("utf-8")
 
 
 COMMANDS_OF_THE_JOB = ".venv/bin/nnx-pipeline ab --platform tpu:v5p:2x2x2"
@@ -149,11 +175,10 @@ def test_commands_run(command, cache, tmp_path):
     write_modules(tmp_path)
     if "cuda" in command:
         pytest.importorskip("jax_plugins.xla_cuda13", reason="the CUDA compiler is not installed")
-    script = "from nnx_pipeline.cli.main import main; main()"
     # The CPU compiler is as fast here as in other tests; TPU figures are those a user has.
     environment = user_environment() if "tpu" in command else os.environ
     done = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
+        [sys.executable, "-c", RUN.format("nnx_pipeline"), *arguments],
         capture_output=True,
         text=True,
         cwd=tmp_path,
@@ -167,9 +192,8 @@ def test_commands_run(command, cache, tmp_path):
         )
         assert first > math.log(128)
         assert last < 0.25 * first
-    if arguments[0] == "memory":
-        (shown,) = (text for _, text in BLOCKS if text.startswith("one training step of"))
-        lines = [line for line in shown.splitlines() if line != "…"]
+    if COMMANDS[command]:
+        lines = [line for line in COMMANDS[command].splitlines() if line != "…"]
         if lines[0].split("jax ")[0] in done.stdout:  # the same compiler
             found = {line.rstrip() for line in done.stdout.splitlines()}
             assert [line for line in lines[1:] if line not in found] == []
@@ -178,15 +202,14 @@ def test_commands_run(command, cache, tmp_path):
 @pytest.mark.slow
 def test_a_model_learns_the_text_of_this_repository(tmp_path):
     """Better than a bigram model, as the text says, and what it makes are words of that text."""
-    for path in (ROOT / "README.md", ROOT / "migration_guide.md", *(ROOT / "docs").glob("*.md")):
-        copy = tmp_path / path.relative_to(ROOT)
+    for path in (*PAGES, "migration_guide.md"):
+        copy = tmp_path / path
         copy.parent.mkdir(exist_ok=True)
-        copy.write_text(path.read_text())
+        copy.write_text((ROOT / path).read_text("utf-8"), "utf-8")
     said = []
-    for command in TEXT:
-        script = "from nnx_pipeline.cli.main import main; main()"
+    for command in TEXTS:
         done = subprocess.run(
-            [sys.executable, "-c", script, *shlex.split(command)[1:]],
+            [sys.executable, "-c", RUN.format("nnx_pipeline"), *shlex.split(command)[1:]],
             capture_output=True,
             text=True,
             cwd=tmp_path,
@@ -197,7 +220,7 @@ def test_a_model_learns_the_text_of_this_repository(tmp_path):
     trained, greedy, drawn = said
     loss, bigram = map(float, re.findall(r"([\d.]+) in nats per byte, .* ([\d.]+)\n", trained)[0])
     assert loss < bigram - 0.5
-    shown = re.search(r"about ([\d.]+) nats per byte .*?is about ([\d.]+) there", README, re.DOTALL)
+    shown = re.search(r"about ([\d.]+) nats per byte .*?is about ([\d.]+) there", WORDS)
     assert shown is not None
     assert [loss, bigram] == pytest.approx(list(map(float, shown.groups())), abs=0.1)
     assert greedy.startswith("The pipeline")
@@ -205,4 +228,59 @@ def test_a_model_learns_the_text_of_this_repository(tmp_path):
     assert drawn.startswith("The pipeline")
     assert len(drawn) == len("The pipeline") + 40 + len("\n")
     made = set(re.findall(r"[a-z]{2,}", greedy[len("The pipeline") :]))
-    assert made & set(re.findall(r"[a-z]{2,}", README)) - {"microbatch", "is"}
+    assert made & set(re.findall(r"[a-z]{2,}", TEXT)) - {"microbatch", "is"}
+
+
+LONGEST_README, MOST_TERMS, LANGUAGES = 150, 25, {"python", "sh", "text"}
+LINKED = {
+    **PAGES,
+    **{
+        name: (ROOT / name).read_text("utf-8")
+        for name in ("migration_guide.md", "CONTRIBUTING.md", "CHANGELOG.md")
+    },
+}
+
+
+def test_readme_is_short_and_names_the_pages():
+    readme = PAGES["README.md"]
+    assert len(readme.splitlines()) <= LONGEST_README
+    assert set(PAGES) - {"README.md"} <= set(re.findall(r"\]\((docs/\w+\.md)", readme))
+    files = re.findall(r"^\d\. \[([\w/.]+)\]\(\1\)", readme, re.MULTILINE)
+    assert len(files) == 6
+
+
+def test_every_block_is_of_a_kind_that_is_run():
+    """Output that is shown below no code is that of the budget, whose test reads it."""
+    assert {block.language for block in BLOCKS} <= LANGUAGES
+    alone = [block.text.split()[0] for block in BLOCKS if block.language == "text"]
+    assert alone == ["MemoryExceeded:"]
+    shown = sum(1 for block in BLOCKS if block.shown)
+    assert TEXT.count("```") == 2 * (len(BLOCKS) + shown)
+
+
+def headings(text: str) -> set[str]:
+    """The anchors of a page, as GitHub makes them."""
+    found = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in found}
+
+
+@pytest.mark.parametrize("page", LINKED)
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)\s]+)\)", LINKED[page])
+    for link in links:
+        file, _, anchor = link.partition("#")
+        if file.startswith("https://"):
+            continue
+        path = (ROOT / page).parent / file if file else ROOT / page
+        assert path.is_file(), link
+        if anchor:
+            assert anchor in headings(path.read_text("utf-8")), link
+
+
+def test_terms_are_few_and_each_once():
+    terms = [term for term, _ in table("# Glossary", PAGES["docs/glossary.md"])]
+    assert 10 <= len(terms) == len(set(terms)) <= MOST_TERMS
+
+
+def test_the_page_of_commands_is_that_of_the_commands():
+    assert PAGES["docs/commands.md"] == command_reference.document()
