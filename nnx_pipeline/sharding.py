@@ -252,9 +252,12 @@ def hold(x: Array, spec: P) -> Array:
     """
     if is_explicit():
         return jax.sharding.reshard(x, spec)
-    if mesh_sizes():
-        return jax.lax.with_sharding_constraint(x, spec)
-    return x
+    return _constrained(x, spec) if mesh_sizes() else x
+
+
+# Outside of a program a constraint refuses an array that was made before the mesh was set; as an
+# argument of a program it is moved. Within a program `inline` leaves the constraint alone.
+_constrained = jax.jit(jax.lax.with_sharding_constraint, static_argnums=1, inline=True)
 
 
 def constrain(x: Array, spec: P) -> Array:

@@ -120,6 +120,21 @@ def model(
     return run
 
 
+def weighed(weight: Any):
+    """A loss of the module with a wrong weight for a metric."""
+
+    def run() -> Any:
+        config = PipelineConfig(num_microbatches=MICROBATCHES, schedule="1f1b")
+        pipeline = CircularPipeline(
+            config, lambda rngs: Layer(rngs, _with_a_sum, None), num_layers=4, rngs=nnx.Rngs(0)
+        )
+        x = np.ones((BATCH, WIDTH), np.float32)
+        ends = ModelEnds(_same, None, _summed, None)
+        return pipeline.loss(ends, (x, x), {}, metric_weights=weight)
+
+    return run
+
+
 FUNCTIONS = ModelFunctions(lambda _, x: x, stage, lambda _, y, __: jnp.sum(y))
 WEIGHTS, INPUTS = Weights(None, KERNELS, None), Inputs(ROWS, None, ROWS)
 
@@ -464,6 +479,15 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "leave: nothing": (one_f_one_b(leave=lambda *_: None), f"returned None; {LEAVE}"),
     "leave: a loss per sequence": (one_f_one_b(leave=lambda _, y, __: jnp.sum(y, 1)), LEAVE),
     "leave: one axis": (one_f_one_b(leave=lambda _, y, __: jnp.sum(y)[None]), LEAVE),
+    "leave: a bfloat16 loss": (
+        one_f_one_b(leave=lambda _, y, __: jnp.sum(y.astype("bfloat16"))),
+        f"returned bfloat16[]; {LEAVE}",
+    ),
+    "weights of metrics: a word": (
+        weighed("0.01"),
+        "metric_weights have '0.01' among them; give each metric a real number",
+    ),
+    "weights of metrics: a complex number": (weighed(1j), "metric_weights have 1j among them"),
     "leave: an integer": (one_f_one_b(leave=lambda *_: jnp.int32(1)), f"int32[]; {LEAVE}"),
     "leave: a Python number": (one_f_one_b(leave=lambda *_: 0.0), f"returned float; {LEAVE}"),
     "enter: integers": (
@@ -523,6 +547,28 @@ def test_forward_mode_with_respect_to_a_number_that_an_end_reads_is_refused(mode
         assert jax.grad(loss)(2.0).shape == ()
         with pytest.raises(InputError, match="forward mode"):
             jax.jvp(loss, (2.0,), (1.0,))
+
+
+@both_modes
+@pytest.mark.parametrize("schedule", ["circular", "1f1b"])
+def test_arrays_made_before_the_mesh_is_set_are_moved(schedule: str, mode: str) -> None:
+    """Outside of `jax.jit`, where JAX in auto mode takes no constraint for such an array."""
+    x, side = jnp.asarray(float_rows(BATCH, WIDTH)), jnp.linspace(1, 2, BATCH)[:, None]
+    config = PipelineConfig(num_microbatches=MICROBATCHES, schedule=schedule)
+    with jax.set_mesh(mesh_of("stage=2,fsdp=2", mode)):
+        pipeline = CircularPipeline(
+            config, lambda rngs: Named(rngs, None, None), num_layers=4, rngs=nnx.Rngs(0)
+        )
+
+        def loss(x: Any) -> Any:
+            if schedule == "circular":
+                return jnp.sum(pipeline(x, scale=side)[0] ** 2)
+            ends = ModelEnds(_same, None, lambda _, y, __: jnp.sum(y**2), None)
+            return pipeline.loss(ends, (x, x), {"scale": side})[0]
+
+        value, gradient = jax.value_and_grad(loss)(x)
+    np.testing.assert_allclose(value, jnp.sum((x * side**4) ** 2), rtol=1e-5)
+    np.testing.assert_allclose(gradient, 2 * x * side**8, rtol=1e-5)
 
 
 def test_a_mesh_of_explicit_axes_is_no_place_in_auto_mode() -> None:

@@ -86,6 +86,14 @@ def values_of(primals: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf.value, primals, is_leaf=is_primal)
 
 
+def asked_of(primals: PyTree) -> PyTree:
+    """Whether the gradient of each array is asked for, in its place.
+
+    - `primals`: what the forward rule of a `jax.custom_vjp` with `symbolic_zeros` is given.
+    """
+    return jax.tree.map(lambda leaf: bool(leaf.perturbed), primals, is_leaf=is_primal)
+
+
 def or_zeros(cotangent: Any) -> Array:
     """The cotangent as an array of zeros if it is a symbolic zero, else unchanged.
 

@@ -68,6 +68,10 @@ class CircularPipeline(nnx.Module):
       device gets full gradients or a shard of them.
     - `parts`: pieces of the loop that an experiment exchanges.
 
+    With `backward=accumulate`, `fsdp_gather` other than `use` and the 1F1B schedule there is no
+    forward mode (`jax.jvp`). Outside of `jax.jit` it raises InputError with the cure; within it JAX
+    raises an error of its own, and no public interface of JAX lets a library replace that.
+
     Raises InputError when layers do not divide, when one holds a variable in two places or changes
     one that is not state, and when it is called with microbatches that do not fit the stages.
     """

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from nnx_pipeline.ops.gradients import is_symbolic_zero, or_zeros, values_of
+from nnx_pipeline.ops.gradients import asked_of, is_symbolic_zero, or_zeros, values_of
 from nnx_pipeline.pipeline.circular.backward import (
     AllRepeats,
     Beside,
@@ -99,6 +99,14 @@ def _visit_once(tick: TwoWayTick, params: PyTree, moving: Moving, side: PyTree) 
     jax.eval_shape(visit, params, moving, side)
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Asked:
+    """Of which arrays of parameters and `Beside` the gradient is asked for, in tree order."""
+
+    leaves: tuple[bool, ...]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _pass(
     passage: Passage, params: PyTree, moving: Moving, beside: Beside
@@ -110,15 +118,16 @@ def _pass(
 def _pass_forward(
     passage: Passage, params: Any, moving: Any, beside: Any
 ) -> tuple[tuple[Moving, PyTree], Any]:
+    asked = _Asked(tuple(jax.tree.leaves(asked_of((params, beside)))))
     params, moving, beside = values_of((params, moving, beside))
     (end, state), metrics, saved = passage.forward(params, moving, beside, keep=True)
-    return ((end.stream, state), metrics), (params, moving[1], beside, saved)
+    return ((end.stream, state), metrics), (params, moving[1], beside, saved, asked)
 
 
 def _pass_backward(
     passage: Passage, saved: Any, cotangents: tuple[tuple[PyTree, PyTree], PyTree]
 ) -> tuple[PyTree, tuple[PyTree, PyTree], Beside]:
-    params, state, beside, saved = saved
+    params, state, beside, saved, asked = saved
     (d_stream, _), d_metrics = cotangents  # the state has no gradient
     d_stream = jax.tree.map(or_zeros, d_stream, is_leaf=is_symbolic_zero)
     # A metric whose gradient is not asked for has the cotangent None instead of zeros: where its
@@ -126,6 +135,8 @@ def _pass_backward(
     d_metrics = jax.tree.map(
         lambda leaf: None if is_symbolic_zero(leaf) else leaf, d_metrics, is_leaf=is_symbolic_zero
     )
+    asked = jax.tree.unflatten(jax.tree.structure((params, beside)), asked.leaves)
+    passage = passage.of_asked(asked)
     last = passage.tick.no_cotangents(d_stream, beside)
     d_params, first = passage.backward(params, beside, (saved, d_metrics), last)
     d_beside = as_cotangents(first.beside, beside)

@@ -26,7 +26,7 @@ from nnx_pipeline.pipeline.stage.vjp import (
     argument_of,
     backward_from,
     forward_keeping,
-    is_float,
+    only,
     zero_gradients,
 )
 from nnx_pipeline.pipeline.weights.gathered import WeightGathering
@@ -58,12 +58,15 @@ class TwoWayTick:
       enter the stages, `[stages, …]`. It returns the outputs of the stages and their metrics.
     - `grad_dtype`: the dtype of the gradient accumulators, None for that of the parameters.
     - `weights`: how the weights are held during the loop.
+    - `asked`: whether the gradient of each parameter, and of each array of `Beside`, is asked for;
+      None in the forward pass, which does not read it.
     """
 
     loop: Loop
     apply: Callable[[PyTree, Moving], tuple[Moving, PyTree]]
     grad_dtype: jax.typing.DTypeLike | None
     weights: WeightGathering
+    asked: tuple[PyTree, Beside] | None = None
 
     def forward(
         self,
@@ -120,6 +123,9 @@ class TwoWayTick:
         d_moving = d_y, jax.tree.map(lambda _: None, written)  # the state has no gradient
         (d_weights, d_rows, d_closed), (d_x, _) = backward_from(kept, needed, (d_moving, d_metrics))
         (before,) = jax.linear_transpose(select, carry)((d_mid, d_x))
+        asked, asked_beside = self._asked
+        d_weights = only(asked, d_weights)
+        d_rows, d_closed = only(asked_beside, Beside(d_rows, d_closed))
         d_side = _to_microbatches(beside.side, d_rows, now)
         return Cotangents(before, add(after.beside, Beside(d_side, d_closed))), d_weights
 
@@ -134,7 +140,25 @@ class TwoWayTick:
         carry = jax.tree.map(jnp.zeros_like, empty)
         d_closed = zero_gradients(beside.closed, beside.closed, self.grad_dtype)
         d_beside = Beside(zero_gradients(beside.side, beside.side), d_closed)
-        return Cotangents(carry._replace(stream=d_stream), d_beside)
+        return Cotangents(carry._replace(stream=d_stream), only(self._asked[1], d_beside))
+
+    def zeros(self, params: PyTree) -> PyTree:
+        """The accumulators of the gradients of all weights, None where none is asked for.
+
+        - `params`: the weights as they are stored, `[repeats, stages, …]`.
+        """
+        return only(self._asked[0], self.weights.zeros(params, self.grad_dtype))
+
+    def zeros_of_repeat(self, gathered: PyTree, params: PyTree) -> PyTree:
+        """As `zeros`, for one repeat of gathered weights, `[stages, …]`."""
+        # One repeat of the parameters, for the dtypes of the accumulators.
+        one_repeat = jax.tree.map(lambda leaf: leaf[0], params)
+        return only(self._asked[0], zero_gradients(gathered, one_repeat, self.grad_dtype))
+
+    @property
+    def _asked(self) -> tuple[PyTree, Beside]:
+        assert self.asked is not None, "the backward pass sets it"
+        return self.asked
 
 
 class Passage(Protocol):
@@ -143,6 +167,10 @@ class Passage(Protocol):
     @property
     def tick(self) -> TwoWayTick:
         """What every tick of the walk does."""
+        ...
+
+    def of_asked(self, asked: tuple[PyTree, Beside]) -> "Passage":
+        """The walk for what `asked` says, as of `TwoWayTick`; `backward` needs it."""
         ...
 
     def forward(
@@ -180,6 +208,10 @@ class AllRepeats:
 
     tick: TwoWayTick
 
+    def of_asked(self, asked: tuple[PyTree, Beside]) -> "AllRepeats":
+        """See `Passage`."""
+        return AllRepeats(dataclasses.replace(self.tick, asked=asked))
+
     def forward(
         self, params: PyTree, moving: Moving, beside: Beside, *, keep: bool
     ) -> tuple[tuple[Carry, PyTree], PyTree, Any]:
@@ -208,7 +240,7 @@ class AllRepeats:
             d_weights = weights.of_visit(d_weights, params)
             return (add_at_repeat(d_params, d_weights, over_stage(at[0].repeat)), before), None
 
-        start = (hold(weights.zeros(params, self.tick.grad_dtype)), last)
+        start = (hold(self.tick.zeros(params)), last)
         rows = (make_plan(loop.schedule), (kept, d_metrics))
         (d_params, first), _ = loop.walk(step, start, rows, reverse=True)
         return weights.scatter_gradients(stacked(d_params), params), first
@@ -230,7 +262,15 @@ def visit_reads(
 
 
 def _to_microbatches(side: PyTree, d_rows: PyTree, now: Plan) -> PyTree:
-    """Cotangents of the rows that the stages read, added up to those of `[microbatches, …]`."""
-    floats = jax.tree.map(lambda leaf: leaf if is_float(leaf) else None, side)
-    (d_side,) = jax.linear_transpose(functools.partial(stage_side, now=now), floats)(d_rows)
+    """Cotangents of the rows that the stages read, added up to those of `[microbatches, …]`.
+
+    - `d_rows`: None in the place of integers, and of what has no gradient asked for.
+    """
+    wanted = jax.tree.map(
+        lambda d_row, leaf: None if d_row is None else leaf,
+        d_rows,
+        side,
+        is_leaf=lambda leaf: leaf is None,
+    )
+    (d_side,) = jax.linear_transpose(functools.partial(stage_side, now=now), wanted)(d_rows)
     return d_side

@@ -14,6 +14,7 @@ pieces in reverse: for `turn` it gathers r while it still holds r + 1. After `tu
 r + 1 is complete, and is scattered during the ticks of `hold`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from nnx_pipeline.pipeline.circular.tick import Carry
 from nnx_pipeline.pipeline.exchange.buffers import over_stage, where
 from nnx_pipeline.pipeline.schedule import CircularSchedule
 from nnx_pipeline.pipeline.stage.apply import Moving
-from nnx_pipeline.pipeline.stage.vjp import add, zero_gradients
+from nnx_pipeline.pipeline.stage.vjp import add
 
 
 class _Pieces(NamedTuple):
@@ -49,6 +50,10 @@ class RepeatWindow:
     """The walk that holds the gathered weights of the repeat in use and of the one after it."""
 
     tick: TwoWayTick
+
+    def of_asked(self, asked: tuple[PyTree, Beside]) -> "RepeatWindow":
+        """See `Passage`."""
+        return RepeatWindow(dataclasses.replace(self.tick, asked=asked))
 
     def forward(
         self, params: PyTree, moving: Moving, beside: Beside, *, keep: bool
@@ -89,11 +94,9 @@ class RepeatWindow:
         # What was kept of every tick, and the cotangents of its metrics.
         at_ticks = _Pieces(*zip(saved[0], _cut(schedule, saved[1]), strict=True))
         run = self._run_backward(beside)
-        # One repeat of the parameters, for the dtypes of the accumulators.
-        one_repeat = jax.tree.map(lambda leaf: leaf[0], params)
 
         def zeros(gathered: PyTree) -> PyTree:
-            return zero_gradients(gathered, one_repeat, self.tick.grad_dtype)
+            return self.tick.zeros_of_repeat(gathered, params)
 
         def turn_back(state: Any, at: Any) -> tuple[Any, PyTree]:
             cotangents, later, d_later = state

@@ -21,7 +21,7 @@ from nnx_pipeline.pipeline.one_f_one_b.tick import Phase, Tick, row_of
 from nnx_pipeline.pipeline.options import Accumulation
 from nnx_pipeline.pipeline.stage.repeats import hold, hold_to_read, stacked
 from nnx_pipeline.pipeline.stage.state import take
-from nnx_pipeline.pipeline.stage.vjp import zero_gradients
+from nnx_pipeline.pipeline.stage.vjp import only, zero_gradients
 
 
 @jax.tree_util.register_static
@@ -77,6 +77,9 @@ class Loop:
             others = stored._replace(stages=None)
             gradients = zero_gradients(others, others, self.how.grad_dtype)
             zeros = gathering.zeros(stored.stages, self.how.grad_dtype)
+            if self.tick.asked is not None:
+                gradients = only(self.tick.asked, gradients._replace(stages=zeros))
+                zeros = gradients.stages
             # What the stage function closes over is the same on every stage, but its gradient is
             # not: each stage adds up its own, and these are summed over stages once, at the end.
             each = to_stages(gradients.closed, schedule.stages)

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.errors import InputError, of_type
 from nnx_pipeline.ops.cast import of_slices
 from nnx_pipeline.ops.gradients import (
-    is_primal,
+    asked_of,
     is_symbolic_zero,
     no_gradient_to,
     or_zeros,
@@ -41,7 +43,7 @@ from nnx_pipeline.pipeline.stage.checks import (
     checked_enter,
     checked_leave,
 )
-from nnx_pipeline.pipeline.stage.state import Kept, hold_state, parted
+from nnx_pipeline.pipeline.stage.state import Kept, hold_state, parted, type_of
 from nnx_pipeline.pipeline.stage.vjp import as_cotangents, no_gradient
 
 # the loss, and its two parts: the loss of `leave`, and the metrics
@@ -82,8 +84,9 @@ def run_one_f_one_b(
     every stage is computed once more, also as in the circular schedule.
 
     - `functions`: of what comes before the stages, of all stages, and of what comes after them.
-    - `weights`: those of the three functions; the stages' are `[repeats, stages, …]`, or such
-      parameters `WithState`, as for `run_pipeline`, which the forward visits read and write.
+    - `weights`: those of the three functions. Those whose gradient is not asked for, such as the
+      frozen ones beside LoRA, have no gradient buffer. The stages' are `[repeats, stages, …]`, or
+      such parameters `WithState`, as for `run_pipeline`, which the forward visits read and write.
     - `inputs`: those of the three functions, `[microbatches, …]`. Their gradients cost memory only
       where they are asked for, as by an encoder that makes what the layers of a decoder read; each
       stage then holds those of all microbatches' side inputs.
@@ -202,7 +205,16 @@ def _with_nothing_closed(look: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def metric_weight(weight: Any) -> Any:
-    """A metric weight that may be traced; a gradient with respect to it raises InputError."""
+    """A metric weight that may be traced; a gradient with respect to it raises InputError.
+
+    Raises InputError unless it is a real number, or an array of them.
+    """
+    is_number = isinstance(weight, (int, float, np.number, np.ndarray, jax.Array))
+    if not is_number or isinstance(weight, bool) or not _is_real(weight):
+        found = type_of(weight) if is_number else repr(weight)
+        raise InputError(
+            f"metric_weights have {found} among them; give each metric a real number, such as 0.01"
+        )
     if not isinstance(weight, jax.core.Tracer):
         return weight
     return no_gradient_to(
@@ -210,6 +222,11 @@ def metric_weight(weight: Any) -> Any:
         "does not give; use jax.lax.stop_gradient on them",
         weight,
     )
+
+
+def _is_real(weight: Any) -> bool:
+    kind = jnp.result_type(weight)
+    return jnp.issubdtype(kind, jnp.floating) or jnp.issubdtype(kind, jnp.integer)
 
 
 def _check_options(
@@ -262,8 +279,12 @@ def _run_forward(
     loop: AnyLoop, weights: Held, inputs: Inputs, layers: PyTree
 ) -> tuple[tuple[Total, PyTree], Any]:
     if isinstance(loop, Loop):
-        asked = jax.tree.map(lambda leaf: bool(leaf.perturbed), inputs, is_leaf=is_primal)
-        loop = dataclasses.replace(loop, asked=asked if any(jax.tree.leaves(asked)) else None)
+        asked = asked_of(inputs)
+        loop = dataclasses.replace(
+            loop,
+            asked=asked if any(jax.tree.leaves(asked)) else None,
+            tick=dataclasses.replace(loop.tick, asked=asked_of(weights)),
+        )
         inputs = values_of(inputs)
     else:
         inputs = refuse_perturbed(

@@ -39,6 +39,7 @@ from nnx_pipeline.pipeline.stage.vjp import (
     backward_from,
     forward_keeping,
     none_for_integers,
+    only,
 )
 from nnx_pipeline.pipeline.weights.gathered import WeightGathering
 
@@ -77,6 +78,7 @@ class Tick:
     - `shift_by`: how activations and cotangents are sent to a neighbouring stage.
     - `map_stages`: how a function of one stage is mapped over the stages.
     - `weights`: how the weights of the stages are held.
+    - `asked`: whether the gradient of each weight is asked for; None for all of them.
     """
 
     functions: Functions
@@ -85,6 +87,7 @@ class Tick:
     shift_by: ShiftName
     map_stages: MapStages
     weights: WeightGathering
+    asked: Held | None = None
 
     def __call__(
         self, weights: Held, inputs: Inputs, phase: Phase, kept_tree: Any, state: State, now: Plan
@@ -203,6 +206,8 @@ class Tick:
 
         given = d_moving, d_metrics
         (d_stages, d_side, d_closed), (d_x, _) = self.map_stages(back)(stored, reads, given)
+        if self.asked is not None:
+            d_stages = only(self.asked.stages, d_stages)
         d_stages = self.weights.of_visit(d_stages, reads[0])
         totals, of_inputs = state.gradients, state.of_inputs
         so_far = totals.enter, of_inputs.enter

@@ -63,7 +63,9 @@ def explained() -> Iterator[None]:
     """Raises InputError with the cure for two errors of JAX.
 
     They are for an operation that it cannot type on a mesh with explicit axes, and for forward mode
-    through a derivative that is written by hand.
+    through a derivative that is written by hand. Where the call of the pipeline is within a
+    `jax.jit`, JAX differentiates the program when this library has returned, and gives its own
+    error; to its public rules forward mode looks like the first half of reverse mode.
     """
     try:
         yield
@@ -193,16 +195,20 @@ def checked_enter(enter: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 def checked_leave(leave: Callable[..., Array]) -> Callable[..., Array]:
-    """The function with an InputError unless it returns one floating number."""
+    """The function with an InputError unless it returns one float32 number.
+
+    The losses of the microbatches add up in float32; one in bfloat16 would have lost digits before.
+    """
 
     @functools.wraps(leave)
     def apply(*given: Any) -> Array:
         loss = leave(*given)
-        if not _is_floating(loss) or jnp.shape(loss):
+        if not _is_floating(loss) or jnp.shape(loss) or loss.dtype != jnp.float32:
             found = jax.tree.map(_words, loss) if loss is not None else loss
             raise InputError(
                 f"`leave` returned {found}; it must return the loss of a microbatch and nothing "
-                "else, a float32 scalar; other values can be metrics of a layer"
+                "else, a float32 scalar (cast before taking the mean, as by x.astype('float32')); "
+                "other values can be metrics of a layer"
             )
         return loss
 

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from nnx_pipeline.sharding import is_explicit, place
+
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
@@ -130,35 +132,48 @@ def zero_gradients(tree: PyTree, like: PyTree, dtype: jax.typing.DTypeLike | Non
 def add(totals: PyTree, gradients: PyTree) -> PyTree:
     """Adds gradients to accumulators, in the dtype of the accumulators.
 
-    - `totals`: the accumulators, from `zero_gradients`; None in the place of integers.
+    - `totals`: the accumulators, from `zero_gradients`; None in the place of integers, and of what
+      has no gradient asked for, of which the gradient is dropped.
     - `gradients`: the same tree with the same shapes, in any floating dtypes.
     """
-    return jax.tree.map(
-        lambda total, gradient: total + gradient.astype(total.dtype), totals, gradients
-    )
+
+    def one(total: Array | None, gradient: Any) -> Array | None:
+        return None if total is None else total + gradient.astype(total.dtype)
+
+    return jax.tree.map(one, totals, gradients, is_leaf=lambda leaf: leaf is None)
+
+
+def only(asked: PyTree, totals: PyTree) -> PyTree:
+    """The accumulators of what has a gradient asked for, and None for everything else.
+
+    - `asked`: bool in the place of each array.
+    - `totals`: a tree of arrays, and perhaps None, of the same structure.
+    """
+    return jax.tree.map(lambda yes, total: total if yes else None, asked, totals)
 
 
 def as_cotangents(gradients: PyTree, primals: PyTree) -> PyTree:
     """Gradients as `jax.custom_vjp` requires them: in the primal's dtype, float0 for integers.
 
-    - `gradients`: arrays of any floating dtype, and None in the place of integers.
+    - `gradients`: arrays of any floating dtype, and None in the place of integers, and of arrays
+      whose gradient is not asked for, which get zeros that JAX drops.
     - `primals`: the arguments that these are the gradients of.
     """
 
     def one(primal: Array, gradient: Array | None) -> Array | np.ndarray:
-        if gradient is None:
-            return np.zeros(primal.shape, jax.dtypes.float0)
-        return gradient.astype(primal.dtype)
+        return _none_of(primal) if gradient is None else gradient.astype(primal.dtype)
 
     return jax.tree.map(one, primals, gradients)
 
 
 def no_gradient(primals: PyTree) -> PyTree:
     """The cotangents of arrays that have no gradient, as `jax.custom_vjp` requires them."""
+    return jax.tree.map(_none_of, primals)
 
-    def one(primal: Array) -> Array | np.ndarray:
-        if is_float(primal):
-            return jnp.zeros_like(primal)
+
+def _none_of(primal: Array) -> Array | np.ndarray:
+    if not is_float(primal):
         return np.zeros(primal.shape, jax.dtypes.float0)
-
-    return jax.tree.map(one, primals)
+    # A jitted function may close over the primal, and `zeros_like` would forget its sharding.
+    zeros = jnp.zeros(primal.shape, primal.dtype)
+    return place(zeros, jax.typeof(primal).sharding.spec) if is_explicit() else zeros

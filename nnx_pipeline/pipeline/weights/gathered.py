@@ -182,6 +182,8 @@ class WeightGathering:
         treedef: Any = jax.tree.structure(params)
         leaves = treedef.flatten_up_to(tree)
         there = [index for index, leaf in enumerate(leaves) if leaf is not None]
+        if not there:
+            return tree
 
         def local(*arrays: Array) -> tuple[Array, ...]:
             return tuple(map(function, arrays, [self.specs[index] for index in there]))
