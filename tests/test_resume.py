@@ -1,6 +1,8 @@
 """Training that goes on after a saved step: with the same losses, or not at all."""
 
 import dataclasses
+import re
+import shlex
 import shutil
 import signal
 import sys
@@ -221,6 +223,37 @@ def test_progress_without_a_terminal(
         "training: 3 of 5, 0:41, loss 2.5",
         "training: 5 of 5, 1:01:40, loss 2.125",
     ]
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_a_number_is_not_saved(run: Run, tmp_path: Path) -> None:
+    rate = ("--set", "train.learning_rate=1e30", "--set", "train.clip_norm=1e30")
+    to = ("--checkpoint-dir", tmp_path / "run", "--save-every", 1)
+    ended = run("train", *SETTINGS, *rate, "--steps", "5", *to)
+    assert ended.code == 1
+    number = re.search(r"at step (\d) .* is not a number to go on with", ended.err.splitlines()[-1])
+    assert number is not None, ended.err
+    steps = sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir())
+    assert steps == [str(step) for step in range(1, int(number[1]))]
+
+
+@pytest.mark.slow
+def test_the_page_shows_what_the_commands_print(run: Run, tmp_path: Path) -> None:
+    """Its commands run one after the other; losses may differ a little with the compiler."""
+    text = (ROOT / "docs" / "train.md").read_text("utf-8")
+    (shown,) = re.findall(r"```text\n(\$ nnx-pipeline train.*?)```", text, re.DOTALL)
+    lines = shown.splitlines()
+    for command, printed in zip(lines[::2], lines[1::2], strict=True):
+        _, _, *arguments = shlex.split(command)
+        ended = run(*[str(tmp_path / "run") if word == "run" else word for word in arguments])
+        assert ended.code == 0, ended.err
+        number = r"[\d.]{6,}"
+        assert re.sub(number, "N", ended.out) == re.sub(number, "N", printed) + "\n"
+        found, want = (list(map(float, re.findall(number, one))) for one in (ended.out, printed))
+        assert found == pytest.approx(want, abs=0.02)
+    named = re.findall(r"^\| (`.*`) \|", text, re.MULTILINE)
+    files = {word for cell in named for word in re.findall(r"`([^`]+)`", cell)} - {"run"}
+    assert files == {path.name for path in (tmp_path / "run").iterdir()}
 
 
 @pytest.mark.slow
