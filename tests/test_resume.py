@@ -136,7 +136,7 @@ def test_what_is_loaded_is_what_was_saved(saved: Path) -> None:
         (("--checkpoint-dir", "run"), "run holds a run up to step 3 already; add --resume"),
         (
             ("--resume", "--checkpoint-dir", "run", "--set", "model.mlp_dim=32"),
-            "model.mlp_dim=32, but the run in DIR/run has 16; give the --model and --set",
+            "model.mlp_dim=32, but the run in HERE/run has 16; give the --model and --set",
         ),
         (
             (
@@ -151,7 +151,7 @@ def test_what_is_loaded_is_what_was_saved(saved: Path) -> None:
             "--set 'x' is not of the form",
         ),
         (("--resume", "--checkpoint-dir", "run", "--steps", "2"), "give --steps 3 or more"),
-        (("--resume", "--checkpoint-dir", "damaged"), "or remove DIR/damaged/3, and --resume"),
+        (("--resume", "--checkpoint-dir", "damaged"), "or remove HERE/damaged/3, and --resume"),
         (("--resume", "--checkpoint-dir", "unread"), "training.yml cannot be read"),
         (("--resume", "--checkpoint-dir", "no_step"), "holds no Orbax checkpoint"),
     ],
@@ -177,7 +177,7 @@ def test_what_cannot_be_resumed(
     before = sorted(tmp_path.rglob("*"))
     ended = run("train", *SETTINGS, "--steps", "5", *options)
     assert (ended.code, ended.out) == (2, ""), ended.err
-    assert message.replace("DIR", str(tmp_path)) in ended.err
+    assert message.replace("HERE", str(tmp_path)) in ended.err
     assert len(ended.err.splitlines()) == 1, ended.err
     assert sorted(tmp_path.rglob("*")) == before
 
