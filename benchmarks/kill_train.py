@@ -38,6 +38,7 @@ from nnx_pipeline.files import write_text
 RESULTS = Path(__file__).parent / "results" / "kill_train.md"
 logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of metadata it can do without
 LONGEST = 300.0  # seconds until a process must have ended, on a machine that is busy
+FOREVER = float("inf")  # minutes
 MODEL = (
     *("--model", "tiny", "--set", "model.num_layers=2", "--set", "model.vocab_size=64"),
     *("--set", "train.sequence_length=16", "--set", "model.dropout_rate=0.1"),
@@ -289,7 +290,7 @@ def kill_again_and_again(
     steps: int = 12,
     every: int = 2,
     seed: int = 0,
-    minutes: float = 1e9,
+    minutes: float = FOREVER,
 ) -> Tally:
     """Kills trainings and resumes them, one after the other; see above for what must hold.
 
@@ -348,13 +349,19 @@ def _check(task: Task, whole: Whole, ended: Ended, before: int, tally: Tally) ->
 
 def page(tally: Tally, options: argparse.Namespace) -> str:
     """The page of results."""
-    versions = ", ".join(f"{name} {version(name)}" for name in ("jax", "flax", "orbax-checkpoint"))
+    versions = ", ".join(version(name) for name in ("jax", "flax", "orbax-checkpoint"))
     rows = "\n".join(f"| {moment} | {count} |" for moment, count in sorted(tally.kills.items()))
+    limit = f" --minutes {options.minutes:g}" if options.minutes < FOREVER else ""
     return f"""# Trainings killed while they save checkpoints
 
-`nnx-pipeline train {" ".join(MODEL)} --steps {options.steps} --save-every {options.every}`, killed
-by SIGKILL at random moments and resumed each time, on virtual CPU devices. Made by
-`python benchmarks/kill_train.py --kills {options.kills}`, {versions}.
+```sh
+nnx-pipeline train {" ".join(MODEL[:6])} \\
+  {" ".join(MODEL[6:])} --steps {options.steps} --save-every {options.every}
+```
+
+was killed by SIGKILL at random moments and resumed each time, on virtual CPU devices. Made by
+`python benchmarks/kill_train.py --kills {options.kills}{limit}`, which had time for {tally.killed}
+kills; jax, flax and orbax-checkpoint {versions}.
 
 | a process was killed | kills |
 |---|--:|
@@ -375,7 +382,7 @@ network, and several processes that train together.
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--minutes", type=float, default=1e9, help="end after so many minutes")
+    parser.add_argument("--minutes", type=float, default=FOREVER, help="end after so many minutes")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--every", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
