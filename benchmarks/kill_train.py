@@ -359,9 +359,9 @@ nnx-pipeline train {" ".join(MODEL[:6])} \\
   {" ".join(MODEL[6:])} --steps {options.steps} --save-every {options.every}
 ```
 
-was killed by SIGKILL at random moments and resumed each time, on virtual CPU devices. Made by
-`python benchmarks/kill_train.py --kills {options.kills}{limit}`, which had time for {tally.killed}
-kills; jax, flax and orbax-checkpoint {versions}.
+This command was killed by SIGKILL at random moments and resumed each time, on virtual CPU devices.
+Made by `python benchmarks/kill_train.py --kills {options.kills}{limit}`, which had time for
+{tally.killed} kills; jax, flax and orbax-checkpoint {versions}.
 
 | a process was killed | kills |
 |---|--:|

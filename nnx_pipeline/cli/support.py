@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 from nnx_pipeline import ending
@@ -92,13 +93,16 @@ def progress() -> Iterator[Callable[[str], None]]:
 LINE_EVERY = 10.0  # seconds between lines about the progress, where there is no terminal
 
 
-class _Count(ProgressColumn):
-    """Such as `2 of 5, 0:41, 1:02 left`; the first time is that since the beginning."""
+class _Words(ProgressColumn):
+    """Such as `2 of 5, 0:41, 1:02 left, loss 4.1`; the first time is that since the beginning."""
+
+    def __init__(self) -> None:
+        super().__init__(table_column=Column(no_wrap=True))
 
     def render(self, task: Task) -> Text:
         shown = _count(int(task.completed), int(task.total or 0), task.elapsed or 0.0)
-        left = task.time_remaining
-        return Text(shown if not left else f"{shown}, {_time(left)} left")
+        left = f", {_time(task.time_remaining)} left" if task.time_remaining else ""
+        return Text(f"{shown}{left}, {task.fields['text']}")
 
 
 def _count(done: int, total: int, seconds: float) -> str:
@@ -127,12 +131,7 @@ def bar(what: str, total: int, text: str, done: int = 0) -> Iterator[Callable[..
     if not console.is_terminal:
         yield _lines(what, total, text, done)
         return
-    columns = (
-        TextColumn(what),
-        BarColumn(bar_width=None),
-        _Count(),
-        TextColumn("{task.fields[text]}"),
-    )
+    columns = (TextColumn(what), BarColumn(bar_width=None), _Words())
     with Progress(*columns, console=console, expand=True) as shown:
         task = shown.add_task(what, total=total, text=text, completed=done)
         yield lambda text, by=1: shown.update(task, advance=by, text=text)

@@ -198,7 +198,7 @@ def _trained(
             losses.append(loss)
             advance(f"loss {loss:.4f}")
             if saver is not None and saver.is_due(number, run.steps):
-                advance(f"loss {loss:.4f}, saving step {number}", 0)
+                advance("saving", 0)
                 saver.save(state)
     assert state is not None, "a new training has at least one step"
     return Trained(first, losses, state, router)
