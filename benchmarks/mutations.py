@@ -1,4 +1,4 @@
-"""139 mutations of the code, and whether the tests that should catch each of them do.
+"""142 mutations of the code, and whether the tests that should catch each of them do.
 
     python benchmarks/mutations.py [NUMBER …]   applies each in a copy of the checkout and runs its tests
     python benchmarks/mutations.py --check      says which no longer fit the code; exit 1 if any
@@ -819,6 +819,24 @@ MUTATIONS = (
         "logits / sampling.temperature",
         "logits * sampling.temperature",
         "test_generate",
+    ),
+    Mutation(
+        "nnx_pipeline/train/loop.py",
+        "batches(config, mesh, source, first=done)",
+        "batches(config, mesh, source)",
+        "test_resume",
+    ),
+    Mutation(
+        "nnx_pipeline/train/saved.py",
+        "if field.name not in HOW[section]",
+        "if field.name in HOW[section]",
+        "test_resume",
+    ),
+    Mutation(
+        "nnx_pipeline/cli/saving.py",
+        "step % self.every == 0",
+        "step % self.every == 1",
+        "test_resume",
     ),
     Mutation(
         "nnx_pipeline/train/text.py",

@@ -45,8 +45,9 @@ def cleared_away(undo: Callable[[], object]) -> Iterator[None]:
 
 
 def note(text: str) -> None:
-    """Adds `text` to the line printed when the command is ended, such as what it has kept."""
-    _notes.append(text)
+    """Adds `text`, once, to the line printed when the command is ended: such as what it kept."""
+    if text not in _notes:
+        _notes.append(text)
 
 
 def line(name: str, code: int, cleared: str = CLEARED) -> str:

@@ -92,7 +92,7 @@ def test_training_in_its_first_compile(tmp_path: Path, seconds: float) -> None:
     with started(tmp_path, script("nnx_pipeline"), *arguments, stderr=end, stdin=end) as process:
         os.close(end)
         shown = b""
-        while b"loss" not in shown:
+        while b"compiling" not in shown:
             shown += os.read(terminal, 1000)
         time.sleep(seconds)
         process.send_signal(signal.SIGINT)

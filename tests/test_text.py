@@ -120,7 +120,7 @@ def test_training_refuses_before_it_begins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("nnx_pipeline.cli.train.checkpoints", lambda: linen_checkpoints)
+    monkeypatch.setattr("nnx_pipeline.cli.saving.checkpoints", lambda: linen_checkpoints)
     Path("text").write_text("abc " * 300)
     small = ("--model", "tiny", "--set", "model.vocab_size=256", "--steps", "1")
     ended = run("train", *small, *options)

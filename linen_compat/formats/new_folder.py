@@ -36,7 +36,7 @@ def new_folder(destination: str | Path) -> Iterator[Path]:
     final = _place(destination)
     # Parents to be made here, nearest first: after an error they are removed in this order.
     made = [parent for parent in final.parents if not parent.exists()]
-    _clear_left_behind(final)
+    _clear(final.parent, f"{glob.escape(_short(final))}.*{_SUFFIX}")
     temporary = final.with_name(f"{_short(final)}.{secrets.token_hex(4)}{_SUFFIX}")
     undo = functools.partial(_remove, temporary, made)
     with cleared_away(undo):
@@ -121,9 +121,14 @@ def _marked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _clear_left_behind(final: Path) -> None:
-    """Deletes what earlier attempts at this destination left and nobody is writing to."""
-    for folder in final.parent.glob(f"{glob.escape(_short(final))}.*{_SUFFIX}"):
+def clear_left_behind(parent: str | Path) -> None:
+    """Deletes what killed processes left of folders that they were making in this one."""
+    _clear(Path(parent), f"*{_SUFFIX}")
+
+
+def _clear(parent: Path, pattern: str) -> None:
+    """Deletes unfinished folders with such names that nobody is writing to."""
+    for folder in parent.glob(pattern):
         with contextlib.suppress(OSError), open(folder / _MARK, "r+b") as mark:
             if _lock(mark.fileno()):  # so the process that wrote here has ended
                 shutil.rmtree(folder, ignore_errors=True)

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from nnx_pipeline.config.config import Config
 from nnx_pipeline.decoder import Mixtral
 from nnx_pipeline.errors import InputError
+from nnx_pipeline.train.saved import Origin, SavedRun
 from nnx_pipeline.train.step import TrainState
 
 GROUP = "nnx_pipeline.checkpoints"
@@ -44,8 +45,23 @@ class Checkpoints(Protocol):
         """Raises InputError unless a run can be saved in this folder."""
         ...
 
-    def save_run(self, state: TrainState, folder: str | Path) -> None:
-        """Saves a training state with its config as a run, from which `load` can load."""
+    def check_savable(self, config: Config) -> None:
+        """Raises InputError unless the states of a model of this config can be saved."""
+        ...
+
+    def save_step(self, state: TrainState, folder: str | Path, origin: Origin) -> None:
+        """Saves a training state as a new step of a run, from which `load` can load.
+
+        The first step makes the run. Neither a step nor a run is ever there unfinished.
+        """
+        ...
+
+    def saved_run(self, folder: str | Path) -> SavedRun | None:
+        """The run in a folder that `save_step` filled, or None; InputError for a damaged one."""
+        ...
+
+    def load_newest(self, run: SavedRun, config: Config, mesh: Mesh) -> TrainState:
+        """The state of the newest step, on a mesh; raises InputError for a damaged one."""
         ...
 
 

@@ -3,11 +3,14 @@
 import contextlib
 import errno
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Column
+from rich.text import Text
 
 from nnx_pipeline import ending
 from nnx_pipeline.errors import InputError
@@ -87,24 +90,70 @@ def progress() -> Iterator[Callable[[str], None]]:
             yield lambda text: print(text, file=sys.stderr, flush=True)
 
 
+LINE_EVERY = 10.0  # seconds between lines about the progress, where there is no terminal
+
+
+class _Words(ProgressColumn):
+    """Such as `2 of 5, 0:41, 1:02 left, loss 4.1`; the first time is that since the beginning."""
+
+    def __init__(self) -> None:
+        super().__init__(table_column=Column(no_wrap=True))
+
+    def render(self, task: Task) -> Text:
+        shown = _count(int(task.completed), int(task.total or 0), task.elapsed or 0.0)
+        left = f", {_time(task.time_remaining)} left" if task.time_remaining else ""
+        return Text(f"{shown}{left}, {task.fields['text']}")
+
+
+def _count(done: int, total: int, seconds: float) -> str:
+    return f"{done} of {total}, {_time(seconds)}"
+
+
+def _time(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 @contextlib.contextmanager
-def bar(what: str, total: int, text: str) -> Iterator[Callable[[str], None]]:
-    """Yields a function that moves a progress bar on standard error by one.
+def bar(what: str, total: int, text: str, done: int = 0) -> Iterator[Callable[..., None]]:
+    """Yields a function (text, by=1) that moves a progress bar on standard error.
 
     - `what`: is being done.
     - `total`: how many steps there are.
     - `text`: beside the bar until the first step; the function takes that for the next ones.
+    - `done`: how many steps were done before.
+
+    Where standard error is no terminal, there are lines in place of a bar: the first, the last, and
+    one every ten seconds.
     """
-    columns = (
-        TextColumn(what),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[text]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as shown:
-        task = shown.add_task(what, total=total, text=text)
-        yield lambda text: shown.update(task, advance=1, text=text)
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines(what, total, text, done)
+        return
+    columns = (TextColumn(what), BarColumn(bar_width=None), _Words())
+    with Progress(*columns, console=console, expand=True) as shown:
+        task = shown.add_task(what, total=total, text=text, completed=done)
+        yield lambda text, by=1: shown.update(task, advance=by, text=text)
+
+
+def _lines(what: str, total: int, text: str, done: int) -> Callable[..., None]:
+    """What `bar` yields where there is no terminal."""
+    began = said = time.monotonic()
+
+    def say(text: str) -> None:
+        count = _count(done, total, time.monotonic() - began)
+        print(f"{what}: {count}, {text}", file=sys.stderr, flush=True)
+
+    def advance(text: str, by: int = 1) -> None:
+        nonlocal done, said
+        done += by
+        if done == total or time.monotonic() - said >= LINE_EVERY:
+            said = time.monotonic()
+            say(text)
+
+    say(text)
+    return advance
 
 
 @contextlib.contextmanager

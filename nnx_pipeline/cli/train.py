@@ -1,6 +1,6 @@
 """`nnx-pipeline train`: trains a model on generated sequences or on texts."""
 
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,6 @@ import click
 import numpy as np
 from jax.sharding import Mesh
 
-from nnx_pipeline.cli.checkpoints import checkpoints
 from nnx_pipeline.cli.options import (
     Chosen,
     Place,
@@ -17,45 +16,75 @@ from nnx_pipeline.cli.options import (
     json_option,
     place_options,
 )
+from nnx_pipeline.cli.saving import Folder, Saver
 from nnx_pipeline.cli.support import Failed, bar, compiler_errors, progress
 from nnx_pipeline.config.config import Config, to_dict
 from nnx_pipeline.lab.report import tables as report
 from nnx_pipeline.ops.router import RouterMetrics
-from nnx_pipeline.train.loop import Step, train
+from nnx_pipeline.train.loop import train
+from nnx_pipeline.train.saved import Origin
+from nnx_pipeline.train.step import TrainState
 from nnx_pipeline.train.text import Texts, Windows, bigram_entropy, entropy_of, read_texts
 
 
 @dataclass(frozen=True)
 class Run:
-    """The values of `--steps`, `--seed`, `--data` and `--checkpoint-dir`.
+    """The values of `--steps`, `--seed` and `--data`.
 
-    - `steps`: training steps.
+    - `steps`: the number of the last training step.
     - `seed`: of the initial values, and of generated sequences or of where in a text they begin.
     - `data`: text files; none for generated sequences.
-    - `checkpoint_dir`: the folder to save the trained model in; None for none.
     """
 
     steps: int
     seed: int
     data: tuple[str, ...]
-    checkpoint_dir: str | None
 
     def texts(self, config: Config) -> Texts | None:
         """The texts of `--data`, or None; raises InputError where they cannot be used."""
         return read_texts(self.data, config) if self.data else None
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What a training came to.
+
+    - `first`: how many steps were done before it began.
+    - `losses`: of the steps that it did.
+    - `state`: at its end.
+    - `router`: what the routers reported at the last step; None where no step was left to do.
+    """
+
+    first: int
+    losses: list[float]
+    state: TrainState
+    router: RouterMetrics | None
+
+    def words(self) -> str:
+        """The losses of the first and of the last step."""
+        last = self.first + len(self.losses)
+        if not self.losses:
+            return f"at step {last} already, so that nothing was left to train"
+        begin = f"loss {self.losses[0]:.4f} at step {self.first + 1}"
+        return f"{begin}, {self.losses[-1]:.4f} at step {last}"
+
+
 @click.command(
     "train",
     epilog="Example: nnx-pipeline train --model tiny --set model.vocab_size=256 --steps 300 "
-    "--data README.md --checkpoint-dir run",
+    "--data README.md --checkpoint-dir run --save-every 100",
 )
 @config_options(None)
 @place_options
 @bundled(
     "run",
     Run,
-    click.option("--steps", type=click.IntRange(min=1), required=True, help="Training steps."),
+    click.option(
+        "--steps",
+        type=click.IntRange(min=1),
+        required=True,
+        help="Training steps, counted from the beginning also with --resume.",
+    ),
     click.option(
         "--seed",
         type=click.IntRange(0, 2**32 - 1),
@@ -70,15 +99,35 @@ class Run:
         help="Train on the bytes of a text file; may be repeated. A tenth of each is held out. "
         "Without it sequences are generated.",
     ),
+)
+@bundled(
+    "folder",
+    Folder,
     click.option(
         "--checkpoint-dir",
+        "name",
         metavar="DIR",
-        help="Save the model, the optimizer's state and the config in this new folder.",
+        help="Save the model, the optimizer's state, the step and the config in this new folder.",
+    ),
+    click.option(
+        "--save-every",
+        "every",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Save every N steps, and not at the end alone.",
+    ),
+    click.option(
+        "--resume",
+        is_flag=True,
+        help="Go on after the newest step in --checkpoint-dir. The mesh and options of the "
+        "pipeline may be others than before.",
     ),
 )
 @json_option
-def train_command(chosen: Chosen, place: Place, run: Run, json_path: str | None) -> None:
-    """Train a fresh model on generated sequences that follow a rule it can learn, or on texts.
+def train_command(
+    chosen: Chosen, place: Place, run: Run, folder: Folder, json_path: str | None
+) -> None:
+    """Train a model on generated sequences that follow a rule it can learn, or on texts.
 
     Of a text the loss on the held-out part is given, beside that of a bigram model, which knows of
     each byte how often every other one follows it.
@@ -88,27 +137,20 @@ def train_command(chosen: Chosen, place: Place, run: Run, json_path: str | None)
     devices = place.devices()
     config.check_mesh(place.mesh_config)
     texts = run.texts(config)
-    if run.checkpoint_dir is not None:
-        checkpoints().check_free(run.checkpoint_dir)
+    origin = Origin(run.seed, texts.digest if texts else None)
+    saver = folder.opened(config, origin, place.mesh_config.stage)
+    if saver is not None:
+        saver.check_steps(run.steps)
     with compiler_errors():
         grid = place.grid(devices, config)
-        source = None if texts is None else Windows(texts.training, run.seed)
-        steps = train(config, grid, steps=run.steps, seed=run.seed, source=source)
-        losses, last = _with_bar(steps, run.steps)
-    if losses[-1] != losses[-1]:  # true of NaN alone
-        raise Failed(f"the loss is not a number after {run.steps} steps; lower train.learning_rate")
+        source = Windows(texts.training, run.seed) if texts else None
+        trained = _trained(config, grid, run, source, saver)
     held_out = None
-    with progress() as say, compiler_errors():
-        if texts is not None:
+    if texts is not None:
+        with progress() as say, compiler_errors():
             say("computing the loss of the held-out text")
-            held_out = _held_out(last, texts, grid)
-        if run.checkpoint_dir is not None:
-            say(f"saving {run.checkpoint_dir}")
-            checkpoints().save_run(last.state, run.checkpoint_dir)
-    line = (
-        f"{chosen.model} on {place.mesh_config}: loss {losses[0]:.4f} at step 1, "
-        f"{losses[-1]:.4f} at step {run.steps}"
-    )
+            held_out = _held_out(trained.state, texts, grid)
+    line = f"{chosen.model} on {place.mesh_config}: {trained.words()}"
     report.show(line, json_path=json_path)
     if held_out is not None:
         report.show(
@@ -121,35 +163,60 @@ def train_command(chosen: Chosen, place: Place, run: Run, json_path: str | None)
         "mesh": place.mesh_config.sizes(),
         "config": to_dict(config),
         "steps": run.steps,
-        "losses": losses,
-        "router": _of_router(last.metrics.router) if config.model.num_experts > 1 else None,
+        "resumed_after": trained.first,
+        "losses": trained.losses,
+        "router": _of_router(trained.router) if config.model.num_experts > 1 else None,
         "held_out": held_out,
-        "checkpoint": run.checkpoint_dir,
+        "checkpoint": folder.name,
     }
     report.emit_json(json_path, result)
 
 
-def _held_out(last: Step, texts: Texts, grid: Mesh) -> dict[str, Any]:
+def _trained(
+    config: Config, grid: Mesh, run: Run, source: Windows | None, saver: Saver | None
+) -> Trained:
+    """Trains and saves, with a progress bar on standard error.
+
+    Raises Failed at the first step that leaves numbers with which no training can go on, before
+    they are saved.
+    """
+    state = saver.first_state(config, grid) if saver else None
+    first = 0 if state is None else int(state.step)
+    if state is not None and first == run.steps:
+        return Trained(first, [], state, None)
+    steps = train(config, grid, steps=run.steps, seed=run.seed, source=source, state=state)
+    losses: list[float] = []
+    router = None
+    with bar("training", run.steps, "compiling", first) as advance:
+        for number, (state, metrics) in enumerate(steps, first + 1):
+            loss, norm, router = float(metrics.loss), float(metrics.gradient_norm), metrics.router
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise Failed(
+                    f"the loss is {loss} at step {number} and the norm of the gradients {norm}, "
+                    "which is not a number to go on with; lower train.learning_rate"
+                )
+            losses.append(loss)
+            advance(f"loss {loss:.4f}")
+            if saver is not None and saver.is_due(number, run.steps):
+                advance("saving", 0)
+                saver.save(state)
+    assert state is not None, "a new training has at least one step"
+    return Trained(first, losses, state, router)
+
+
+def _held_out(state: TrainState, texts: Texts, grid: Mesh) -> dict[str, Any]:
     """The loss of a model on the held-out text, and that of a bigram model, for JSON."""
-    length = last.state.model.config.train.sequence_length
+    length = state.model.config.train.sequence_length
     return {
-        "loss": entropy_of(last.state.model, texts.held_out, grid),
+        "loss": entropy_of(state.model, texts.held_out, grid),
         "bigram_loss": bigram_entropy(texts.training, texts.held_out, length),
         "bytes": len(texts.held_out),
         "training_bytes": len(texts.training),
     }
 
 
-def _with_bar(steps: Iterator[Step], number: int) -> tuple[list[float], Step]:
-    """The loss of each step and the last step, with a progress bar on standard error."""
-    losses: list[float] = []
-    with bar("training", number, "loss –") as advance:
-        for step in steps:
-            losses.append(float(step.metrics.loss))
-            advance(f"loss {losses[-1]:.4f}")
-    return losses, step
-
-
-def _of_router(router: RouterMetrics) -> dict[str, object]:
+def _of_router(router: RouterMetrics | None) -> dict[str, object] | None:
     """What the routers reported, as plain numbers."""
+    if router is None:
+        return None
     return {name: np.asarray(value).tolist() for name, value in router._asdict().items()}

@@ -1,5 +1,11 @@
-"""Training: generated data, the optimizer, the training step and the loop over steps."""
+"""Training: batches, the optimizer, the training step and the loop over steps.
 
+What is listed here is public: `make_state` and `jit_train_step` for a loop of your own, `batches`
+of a `Source` for its data, and `train` for the whole. `linen_compat` saves and loads their states.
+"""
+
+from nnx_pipeline.train.data import Source, batches, learnable_batches
+from nnx_pipeline.train.loop import Step, train
 from nnx_pipeline.train.optimizer import make_optimizer
 from nnx_pipeline.train.step import (
     Batch,
@@ -16,12 +22,17 @@ from nnx_pipeline.train.step import (
 __all__ = [
     "Batch",
     "Metrics",
+    "Source",
+    "Step",
     "TrainState",
     "abstract_batch",
     "abstract_state",
+    "batches",
     "jit_train_step",
+    "learnable_batches",
     "loss_and_gradients",
     "loss_of",
     "make_optimizer",
     "make_state",
+    "train",
 ]

@@ -35,6 +35,7 @@ def batches(
     mesh: Mesh,
     source: Source,
     *,
+    first: int = 0,
     layout: Layout = Layout(),
     segment_ids: bool = False,
 ) -> Iterator[Batch]:
@@ -44,6 +45,8 @@ def batches(
     - `mesh`: where the batches are placed, see `batch_sharding`. Each process makes the sequences
       of its own devices alone.
     - `source`: of the sequences; it decides what is in them, and the mesh does not.
+    - `first`: the number of the first batch. A batch depends on its number alone, so that training
+      goes on after k steps with batch k.
     - `layout`: which mesh axes the batch is sharded over.
     - `segment_ids`: whether batches have segment ids, which say that each row is one segment.
     """
@@ -66,7 +69,7 @@ def batches(
             segment_ids=ones(np.int32) if segment_ids else None,
         )
 
-    return map(batch, itertools.count())
+    return map(batch, itertools.count(first))
 
 
 def learnable_batches(
@@ -74,6 +77,7 @@ def learnable_batches(
     mesh: Mesh,
     *,
     seed: int = 0,
+    first: int = 0,
     layout: Layout = Layout(),
     segment_ids: bool = False,
 ) -> Iterator[Batch]:
@@ -81,13 +85,13 @@ def learnable_batches(
 
     - `config`: gives the vocabulary too.
     - `seed`: of rule and tokens; the same seed gives the same batches on every mesh.
-    - `mesh`, `layout`, `segment_ids`: as for `batches`.
+    - `mesh`, `first`, `layout`, `segment_ids`: as for `batches`.
 
     The rule is a fixed permutation of the vocabulary, so that a model which learns it goes from an
     entropy of log(vocab) down to about 0.1 · log(vocab) + 0.33 nats.
     """
     rule = Rule(seed, config.model.vocab_size)
-    return batches(config, mesh, rule, layout=layout, segment_ids=segment_ids)
+    return batches(config, mesh, rule, first=first, layout=layout, segment_ids=segment_ids)
 
 
 @dataclass(frozen=True)

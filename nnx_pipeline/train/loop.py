@@ -23,26 +23,38 @@ class Step(NamedTuple):
 
 
 def train(
-    config: Config, mesh: Mesh, *, steps: int, seed: int = 0, source: Source | None = None
+    config: Config,
+    mesh: Mesh,
+    *,
+    steps: int,
+    seed: int = 0,
+    source: Source | None = None,
+    state: TrainState | None = None,
 ) -> Iterator[Step]:
-    """Trains a new model and yields what each step leaves.
+    """Trains a model, a new one or one that was saved, and yields what each step leaves.
 
     - `config`: of the model, the pipeline and the training.
     - `mesh`: the JAX mesh to train on.
-    - `steps`: number of training steps.
+    - `steps`: the number of the last step, counted from the beginning of training.
     - `seed`: of the initial values and of generated sequences.
     - `source`: of the sequences; None for those of a `Rule`, which are generated.
+    - `state`: after which training goes on, on the mesh; it is donated to the first step. None for
+      a new one.
 
-    The losses depend on config, seed and source; the mesh changes them by rounding only. The load
-    balance is that of the microbatches, whose number follows from the number of stages if the
+    The losses depend on config, seed and source; the mesh changes them by rounding only. Batches
+    and random numbers are functions of seed and step, so that the losses after a state that was
+    saved and loaded again on the same mesh are those of training without a stop, to the bit. The
+    load balance is that of the microbatches, whose number follows from the number of stages if the
     config does not give it. Raises InputError where the loss would then depend on it
     (`check_objective`).
     """
     with jax.set_mesh(mesh):
-        state = make_state(config, mesh, seed=seed)
+        state = make_state(config, mesh, seed=seed) if state is None else state
         step = jit_train_step(state, mesh)
-    given = batches(config, mesh, source or Rule(seed, config.model.vocab_size))
-    for _ in range(steps):
+    done = int(state.step)
+    source = source or Rule(seed, config.model.vocab_size)
+    given = batches(config, mesh, source, first=done)
+    for _ in range(done, steps):
         # The mesh is set for each step only: the caller's code runs between the steps.
         with jax.set_mesh(mesh):
             state, metrics = step(state, next(given))

@@ -1,5 +1,6 @@
 """Texts as training data: their bytes are the tokens, and a tenth of each is held out."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,12 @@ class Texts:
 
     training: np.ndarray
     held_out: np.ndarray
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the tokens; files in another order are another text."""
+        # Every document ends with a byte that no document has, so that the cuts count too.
+        return hashlib.sha256(self.training.tobytes() + self.held_out.tobytes()).hexdigest()
 
 
 def read_texts(paths: Sequence[str], config: Config) -> Texts:

@@ -1,0 +1,298 @@
+"""Training that goes on after a saved step: with the same losses, or not at all."""
+
+import dataclasses
+import re
+import shlex
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from helpers import ROOT, Run, arrays_by_path, assert_close, mesh_of, optax_promotion, small_config
+from maxtext_data import read
+from test_interrupt import LONGEST, script, started
+
+from linen_compat import checkpoints as offered
+from nnx_pipeline import InputError
+from nnx_pipeline.cli.support import bar
+from nnx_pipeline.train import learnable_batches, make_state
+from nnx_pipeline.train.saved import Origin
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import kill_train
+
+# With dropout, so that random numbers count, and gradients that are clipped from the beginning.
+SMALL = (
+    *("--model", "tiny", "--set", "model.num_layers=4", "--set", "model.vocab_size=256"),
+    *("--set", "train.sequence_length=16", "--set", "train.global_batch=8"),
+    *("--set", "model.dropout_rate=0.2", "--set", "train.loss_chunks=2"),
+)
+
+
+@pytest.fixture(autouse=True)
+def own_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of this checkout, whatever the environment has installed."""
+    monkeypatch.setattr("nnx_pipeline.cli.saving.checkpoints", lambda: offered)
+
+
+def losses_of(run: Run, *arguments: object) -> list[float]:
+    ended = run("train", *SMALL, *arguments, "--json", "-")
+    assert ended.code == 0, ended.err
+    return ended.json["losses"]
+
+
+@pytest.mark.slow
+def test_the_losses_after_a_resume_are_those_without_a_stop(run: Run, tmp_path: Path) -> None:
+    """To the last digit, and so is every array; on other meshes and in other layouts to rounding.
+
+    The losses on another mesh are compared with those of the whole training, which has the same
+    model and the same batches, and not with those of a resume.
+    """
+    (tmp_path / "text").write_text("".join(map(chr, range(32, 127))) * 20)
+    data, whole = ("--data", tmp_path / "text"), tmp_path / "whole"
+    pipelined = ("--mesh", "stage=2,fsdp=2", *data, "--steps", 5)
+    losses = losses_of(run, *pipelined, "--checkpoint-dir", whole, "--save-every", 2)
+    assert sorted(path.name for path in whole.iterdir()) == [
+        *("2", "4", "5", "config.yml", "training.yml")
+    ]
+    for mesh, options, tolerance in (
+        ("stage=2,fsdp=2", (), 0.0),
+        ("", (), 1e-5),
+        ("stage=4,tensor=2", ("pipeline.schedule=1f1b", "pipeline.num_microbatches=4"), 1e-5),
+        ("data=2,fsdp=2", ("train.shard_optimizer_over_data=true",), 1e-5),
+        ("stage=2", ("pipeline.num_repeats=2", "pipeline.sharding=auto"), 1e-5),
+    ):
+        part = tmp_path / "part"
+        shutil.copytree(whole, part)
+        for step in ("4", "5"):
+            shutil.rmtree(part / step)
+        settings = [word for option in options for word in ("--set", option)]
+        place = ("--mesh", mesh, *settings, *data, "--steps", 5)
+        found = losses_of(run, *place, "--checkpoint-dir", part, "--resume")
+        assert found == pytest.approx(losses[2:], rel=0, abs=tolerance), mesh
+        if not tolerance:
+            assert_close(read(part / "5" / "items"), read(whole / "5" / "items"), 0.0)
+        shutil.rmtree(part)
+
+
+CONFIG = small_config(model={"num_layers": 2})
+SETTINGS = (
+    *("--model", "tiny"),
+    *(
+        word
+        for section in ("model", "train")
+        for name, value in vars(getattr(CONFIG, section)).items()
+        for word in ("--set", f"{section}.{name}={value}")
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run at step 0 and step 3, neither of which was trained."""
+    folder, mesh = tmp_path_factory.mktemp("run") / "run", mesh_of("")
+    with jax.set_mesh(mesh), optax_promotion():
+        state = make_state(CONFIG, mesh)
+    for step in (0, 3):
+        counted = jax.tree.map(
+            lambda leaf, step=step: np.asarray(step, leaf.dtype) if leaf.dtype == "int32" else leaf,
+            state,
+        )
+        offered.save_step(counted, folder, Origin(seed=0, text=None))
+    return folder
+
+
+def test_what_is_loaded_is_what_was_saved(saved: Path) -> None:
+    """On another mesh with other stages, and for Orbax's own manager too."""
+    found = offered.saved_run(saved)
+    assert (found.step, found.config, found.origin) == (3, CONFIG, Origin(0, None))
+    with optax_promotion():
+        state = offered.load_newest(found, CONFIG, mesh_of("stage=2,fsdp=2"))
+        with jax.set_mesh(mesh_of("")):
+            made = make_state(CONFIG, mesh_of(""))
+    assert int(state.step) == 3
+    want = {k: np.asarray(v).reshape(-1) for k, v in arrays_by_path(made.model).items()}
+    assert_close(
+        {k: np.asarray(v).reshape(-1) for k, v in arrays_by_path(state.model).items()}, want, 0.0
+    )
+    handlers = {"items": ocp.PyTreeCheckpointHandler()}
+    with ocp.CheckpointManager(saved, item_handlers=handlers) as manager:
+        assert manager.latest_step() == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--resume", "--checkpoint-dir", "none"), "none does not exist, so that there is nothing"),
+        (("--resume", "--checkpoint-dir", "empty"), "empty is empty, so that there is nothing"),
+        (("--resume", "--checkpoint-dir", "."), ". is not a run of nnx-pipeline train"),
+        (("--resume", "--checkpoint-dir", "run/3"), "run/3 is not a run of nnx-pipeline train"),
+        (("--resume",), "--resume needs a folder; give it with --checkpoint-dir DIR"),
+        (("--save-every", "2"), "--save-every needs a folder"),
+        (("--checkpoint-dir", "run"), "run holds a run up to step 3 already; add --resume"),
+        (
+            ("--resume", "--checkpoint-dir", "run", "--set", "model.mlp_dim=32"),
+            "model.mlp_dim=32, but the run in HERE/run has 16; give the --model and --set",
+        ),
+        (
+            (
+                *("--resume", "--checkpoint-dir", "run", "--set", "train.learning_rate=1"),
+                *("--set", "model.mlp_dim=8"),
+            ),
+            "has 16 (1 more of its fields differ)",
+        ),
+        (("--resume", "--checkpoint-dir", "run", "--seed", "1"), "began with 0, and its batches"),
+        (("--resume", "--checkpoint-dir", "run", "--steps", "2"), "give --steps 3 or more"),
+        (("--resume", "--checkpoint-dir", "damaged"), "or remove HERE/damaged/3, and --resume"),
+        (("--resume", "--checkpoint-dir", "unread"), "training.yml cannot be read"),
+        (("--resume", "--checkpoint-dir", "no_step"), "holds no Orbax checkpoint"),
+    ],
+)
+def test_what_cannot_be_resumed(
+    run: Run,
+    saved: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    message: str,
+) -> None:
+    """One line, before any work, and nothing in the folder changes."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("run", "damaged", "unread", "no_step"):
+        shutil.copytree(saved, name)
+    Path("empty").mkdir()
+    damaged = next(Path("damaged/3/items").glob("d/*"))
+    damaged.write_bytes(damaged.read_bytes()[:-50])
+    Path("unread/training.yml").write_text("seed: [")
+    for step in ("0", "3"):
+        shutil.rmtree(f"no_step/{step}")
+    before = sorted(tmp_path.rglob("*"))
+    ended = run("train", *SETTINGS, "--steps", "5", *options)
+    assert (ended.code, ended.out) == (2, ""), ended.err
+    assert message.replace("HERE", str(tmp_path)) in ended.err
+    assert len(ended.err.splitlines()) == 1, ended.err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "message"),
+    [
+        (None, "a", "--data is given, but .* on generated sequences; leave it out"),
+        ("a", "b", "--data is another text than that on which"),
+        ("a", None, "--data is missing: there is a text on which"),
+        ("a", "a", None),
+    ],
+)
+def test_the_text_is_the_same(
+    saved: Path, was: str | None, now: str | None, message: str | None
+) -> None:
+    found = offered.saved_run(saved)
+    run = dataclasses.replace(found, origin=Origin(0, was))
+    if message is None:
+        run.check(CONFIG, Origin(0, now), 1)
+        return
+    with pytest.raises(InputError, match=message):
+        run.check(CONFIG, Origin(0, now), 1)
+
+
+def test_batches_go_on_where_they_stopped() -> None:
+    whole, part = (learnable_batches(CONFIG, mesh_of(""), first=first) for first in (0, 2))
+    next(whole), next(whole)
+    for _ in range(2):
+        assert_close(next(part), next(whole), 0.0)
+
+
+def test_progress_without_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter((0.0, 0.0, 5.0, 41.0, 41.0, 41.0, 42.0, 3700.0, 3700.0)).__next__
+    monkeypatch.setattr("nnx_pipeline.cli.support.time.monotonic", clock)
+    with bar("training", 5, "compiling", done=1) as advance:
+        for loss in (3.0, 2.5, 2.25, 2.125):
+            advance(f"loss {loss}")
+    assert capsys.readouterr().err.splitlines() == [
+        "training: 1 of 5, 0:00, compiling",
+        "training: 3 of 5, 0:41, loss 2.5",
+        "training: 5 of 5, 1:01:40, loss 2.125",
+    ]
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_a_number_is_not_saved(run: Run, tmp_path: Path) -> None:
+    rate = ("--set", "train.learning_rate=1e30", "--set", "train.clip_norm=1e30")
+    to = ("--checkpoint-dir", tmp_path / "run", "--save-every", 1)
+    ended = run("train", *SETTINGS, *rate, "--steps", "5", *to)
+    assert ended.code == 1
+    number = re.search(r"at step (\d) .* is not a number to go on with", ended.err.splitlines()[-1])
+    assert number is not None, ended.err
+    steps = sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir())
+    assert steps == [str(step) for step in range(1, int(number[1]))]
+
+
+@pytest.mark.slow
+def test_the_page_shows_what_the_commands_print(run: Run, tmp_path: Path) -> None:
+    """Its commands run one after the other; losses may differ a little with the compiler."""
+    text = (ROOT / "docs" / "train.md").read_text("utf-8")
+    (shown,) = re.findall(r"```text\n(\$ nnx-pipeline train.*?)```", text, re.DOTALL)
+    lines = shown.splitlines()
+    for command, printed in zip(lines[::2], lines[1::2], strict=True):
+        _, _, *arguments = shlex.split(command)
+        ended = run(*[str(tmp_path / "run") if word == "run" else word for word in arguments])
+        assert ended.code == 0, ended.err
+        number = r"[\d.]{6,}"
+        assert re.sub(number, "N", ended.out) == re.sub(number, "N", printed) + "\n"
+        found, want = (list(map(float, re.findall(number, one))) for one in (ended.out, printed))
+        assert found == pytest.approx(want, abs=0.02)
+    named = re.findall(r"^\| (`[^|]*`) \|", text, re.MULTILINE)
+    files = {word for cell in named for word in re.findall(r"`([^`]+)`", cell)} - {"run"}
+    assert files == {path.name for path in (tmp_path / "run").iterdir()}
+
+
+@pytest.mark.slow
+def test_training_that_is_interrupted_keeps_whole_steps(tmp_path: Path) -> None:
+    """SIGINT in the middle of saves: one line, exit code 130, and every step there is whole."""
+    code = f"""
+from nnx_pipeline.cli import saving
+from linen_compat import checkpoints as offered
+from linen_compat.formats.orbax import arrays as stored
+import sys
+real, calls = stored.NewArrays.write, []
+def write(self, *arguments):
+    calls.append(arguments)
+    if len(calls) in (1, 200):
+        print("writing", len(calls), file=sys.stderr, flush=True)
+        if len(calls) == 200:
+            import time; time.sleep(60)
+    real(self, *arguments)
+stored.NewArrays.write = write
+saving.checkpoints = lambda: offered
+{script("nnx_pipeline")}"""
+    options = (*SETTINGS, "--steps", "1000000", "--checkpoint-dir", "run", "--save-every", "1")
+    with started(tmp_path, code, "train", *options) as process:
+        for line in process.stderr:
+            if line == "writing 200\n":
+                break
+        assert list((tmp_path / "run").glob("*.incomplete"))
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=LONGEST)
+    assert process.returncode == 130
+    assert err.splitlines()[-1].endswith(
+        "interrupted; no unfinished file is left; saved steps are kept; the same command with "
+        "--resume goes on after the newest"
+    )
+    steps = sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir())
+    assert all(name.isdecimal() for name in steps)
+    assert offered.saved_run(tmp_path / "run").step == int(steps[-1])
+
+
+@pytest.mark.slow
+def test_training_that_is_killed(tmp_path: Path) -> None:
+    """`benchmarks/kill_train.py` with a few kills: it checks losses, arrays and what is lost."""
+    tally = kill_train.kill_again_and_again(tmp_path, kills=3, steps=6, seed=1)
+    assert tally.killed == 3
+    assert tally.runs >= 1
+    assert tally.losses >= 6
