@@ -483,6 +483,44 @@ def test_of_a_ring_on_the_host_only_the_slot_that_is_used_moves() -> None:
     assert (time.compute_seconds, time.step_seconds) == (35, 205)
 
 
+def test_a_fusion_may_be_a_transfer_to_the_host_or_from_it() -> None:
+    """So NVIDIA's compiler writes them, and turns the array before or after the transfer."""
+    text = f"""HloModule m
+
+%send (r: f32[8,10,100], x: f32[100,10], i: s32[]) -> f32[8,10,100] {{
+  %r = f32[8,10,100]{{2,1,0:S(5)}} parameter(0)
+  %x = f32[100,10]{{1,0}} parameter(1)
+  %i = s32[] parameter(2)
+  %t = f32[10,100]{{1,0}} transpose(%x), dimensions={{1,0}}
+  %b = f32[1,10,100]{{2,1,0}} bitcast(%t)
+  ROOT %u = f32[8,10,100]{{2,1,0:S(5)}} dynamic-update-slice(%r, %b, %i, %i, %i)
+}}
+
+%fetch (r: f32[8,10,100], i: s32[]) -> f32[1,10,100] {{
+  %r = f32[8,10,100]{{2,1,0:S(5)}} parameter(0)
+  %i = s32[] parameter(1)
+  %s = f32[1,10,100]{{2,1,0}} dynamic-slice(%r, %i, %i, %i), dynamic_slice_sizes={{1,10,100}}
+  ROOT %c = f32[1,10,100]{{1,2,0}} copy(%s)
+}}
+
+ENTRY %main (x: f32[100,10], i: s32[]) -> f32[1,10,100] {{
+  %x = f32[100,10]{{1,0}} parameter(0)
+  %i = s32[] parameter(1)
+  %r = f32[8,10,100]{{2,1,0:S(5)}} custom-call(), custom_call_target="AllocateBuffer"
+  %s = ((f32[8,10,100]{{2,1,0:S(5)}}), f32[8,10,100]{{2,1,0:S(5)}}, u32[]) fusion-start(%r, %x, %i)
+    , kind=kCustom, calls=%send
+  %n = f32[100,10]{{1,0}} negate(%x), {cycles(30)}
+  %d = f32[8,10,100]{{2,1,0:S(5)}} fusion-done(%s)
+  %g = ((f32[8,10,100]{{2,1,0:S(5)}}, s32[]), f32[1,10,100]{{1,2,0}}, u32[]) fusion-start(%d, %i)
+    , kind=kCustom, calls=%fetch
+  ROOT %f = f32[1,10,100]{{1,2,0}} fusion-done(%g)
+}}
+""".replace("\n    , kind", ", kind")
+    time = estimate(text).time
+    assert (time.host_seconds, time.memory_wait_seconds) == (200, 170)
+    assert (time.compute_seconds, time.step_seconds) == (30, 200)
+
+
 def test_work_in_the_memory_of_the_host_is_not_known() -> None:
     text = """HloModule m
 

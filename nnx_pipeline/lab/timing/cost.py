@@ -121,9 +121,25 @@ class Costs:
         return Transfer("on-chip", _moved(computation, instruction) / self.device.memory)
 
     def _host_transfer(self, computation: Computation, instruction: Instruction) -> Transfer | None:
-        """The transfer of a copy, slice or update between host and device; None if it is none."""
+        """The transfer of a copy, slice or update between host and device; None if it is none.
+
+        A fusion is one if it moves arrays and does nothing else, one of them to or from the host.
+        """
+        if instruction.opcode.endswith(("-done", "-update")):
+            return None
+        if plain(instruction.opcode) != "fusion":
+            return self._crossing(computation, instruction)
+        if not self._inside(instruction) <= _MOVES | _FREE:
+            return None
+        fused = self.module.computations[instruction.called()[0]]
+        found = [self._crossing(fused, item) for item in fused.instructions.values()]
+        crossings = [transfer for transfer in found if transfer is not None]
+        return crossings[0] if len(crossings) == 1 else None
+
+    def _crossing(self, computation: Computation, instruction: Instruction) -> Transfer | None:
+        """What an instruction by itself sends to the memory of the host, or brings from it."""
         name = plain(instruction.opcode)
-        if name not in _HOST_MOVES or instruction.opcode.endswith(("-done", "-update")):
+        if name not in _HOST_MOVES:
             return None
         source = computation.instructions[instruction.operands[1 if name == _UPDATE else 0]]
         to_host = done_of(computation, instruction).in_host_memory
