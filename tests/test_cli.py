@@ -200,10 +200,10 @@ def check_measurement(result: dict[str, Any], platform: str) -> None:
     assert set(result["time"]) >= set(KEYS)
     if platform == "cpu":
         assert set(result["time"].values()) == {None}
-    else:  # what is offloaded goes to the host, of whose links nothing is known
-        assert result["time"]["step_seconds"] is None
-        assert result["time"]["known_seconds"] > 0
-        assert {"time"} in [set(one["figures"]) for one in result["unread"]]
+    else:
+        assert result["time"]["step_seconds"] > result["time"]["compute_seconds"] > 0
+        assert result["time"]["host_seconds"] > 0  # what is offloaded goes there and back
+        assert not any("time" in one["figures"] for one in result["unread"])
     assert set(result["versions"]) >= VERSIONS
     assert result["versions"]["jax"] == importlib.metadata.version("jax")
     memory = result["memory"]

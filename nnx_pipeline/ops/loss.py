@@ -127,8 +127,10 @@ def hold_columns(
     plan = make_plan(hidden_shape, kernel.shape[1], batch_axes, 1, layout)
     if not plan.turned:
         return kernel, layout
-    layout = dataclasses.replace(layout, vocab=plan.vocab, embed=())
-    return place(kernel, layout.spec("embed", "vocab")), layout
+    spread = dataclasses.replace(layout, vocab=plan.vocab, embed=())
+    # With auto axes the transpose of a constraint is the same one: the first is for the gradient.
+    kernel = place(kernel, layout.spec("embed", "vocab"))
+    return place(kernel, spread.spec("embed", "vocab")), spread
 
 
 def make_plan(
