@@ -132,7 +132,7 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/stage/layers.py",
-        "apply = self.remat.checkpoint(apply, in_scan=in_scan)",
+        "apply = of_named(self.remat.checkpoint(apply, in_scan=in_scan))",
         "pass",
         "test_remat",
     ),
