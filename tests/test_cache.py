@@ -1,12 +1,14 @@
 """Results on disk: found again only where nothing that matters has changed."""
 
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,8 @@ from page_examples import attribution, measurement
 from nnx_pipeline import MeshConfig, preset
 from nnx_pipeline.experiments import numerics
 from nnx_pipeline.experiments.arms import Program
+from nnx_pipeline.experiments.measuring import measure_programs
 from nnx_pipeline.experiments.registry import EXPERIMENTS
-from nnx_pipeline.experiments.run import measure_program
 from nnx_pipeline.lab.attribution.result import Attribution
 from nnx_pipeline.lab.compile import cache_key
 from nnx_pipeline.lab.compile.cache import LONGEST_DAYS, Cache
@@ -37,7 +39,7 @@ MESH = MeshConfig(data=2, stage=2, fsdp=2)
 EXPERT_MESH = MeshConfig(stage=2, fsdp=2, expert=2)
 PROGRAM = Program(small_config())
 KEY = "0" * 64
-COMPARE = sys.modules["nnx_pipeline.experiments.run"]
+MEASURING = sys.modules["nnx_pipeline.experiments.measuring"]
 
 
 def arms() -> list[Program]:
@@ -233,7 +235,7 @@ from nnx_pipeline.lab.compile.platform import Platform
 
 kept = measurement(attribution(), platform=sys.argv[1])
 module = sys.modules["nnx_pipeline.experiments.run"]
-module.measure = lambda *args, **options: kept
+sys.modules["nnx_pipeline.experiments.measuring"].prepare = lambda *args, **options: lambda: kept
 numerics.values_of = lambda *args: {"loss": numpy.ones(len(jax.devices("cpu")))}
 mesh, platform = MeshConfig.parse(sys.argv[2]), Platform.parse(sys.argv[1])
 (found,) = module.run_experiments([EXPERIMENTS["norm-scale"]], preset("tiny"), mesh, platform)
@@ -402,15 +404,15 @@ def test_ab_measures_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures are made up here: what counts is who is asked for them."""
     calls: list[str] = []
 
-    def measured(*args: Any, **options: Any) -> Measurement:
+    def prepared(*args: Any, **options: Any) -> Callable[[], Measurement]:
         calls.append("measure")
-        return measurement(attribution(), platform="cpu")
+        return lambda: measurement(attribution(), platform="cpu")
 
     def numbers(*args: Any) -> Any:
         calls.append("numbers")
         return {"loss": np.ones(3, "float32")}
 
-    monkeypatch.setattr(COMPARE, "measure", measured)
+    monkeypatch.setattr(MEASURING, "prepare", prepared)
     monkeypatch.setattr(numerics, "values_of", numbers)
     ask = ("ab", "norm-scale", "--json", "-")
     first = run(*ask).json["experiments"]
@@ -437,12 +439,13 @@ def test_ab_measures_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_a_real_measurement_comes_back(tmp_path: Path) -> None:
     cache, said = Cache(tmp_path), []
-    ask = (PROGRAM, MeshConfig(), CPU, cache, said.append)
+    job = (PROGRAM, MeshConfig())
+    ask = functools.partial(measure_programs, {job: "step"}, CPU, cache=cache, progress=said.append)
     with optax_promotion():
-        first = measure_program(*ask)
+        first = ask()[job]
         assert said
         said.clear()
-        second = measure_program(*ask)
+        second = ask()[job]
     assert not said
     assert isinstance(first, Measurement)
     assert isinstance(second, Measurement)
@@ -454,7 +457,8 @@ def test_a_real_measurement_comes_back(tmp_path: Path) -> None:
 def test_an_entry_of_another_form_is_measured_again(tmp_path: Path) -> None:
     cache = Cache(tmp_path)
     cache.put(key_of(CPU, "measurement", MeshConfig(), PROGRAM), {"memory": 3})
+    job = (PROGRAM, MeshConfig())
     with optax_promotion():
-        found = measure_program(PROGRAM, MeshConfig(), CPU, cache, lambda text: None)
+        found = measure_programs({job: "step"}, CPU, cache=cache)[job]
     assert isinstance(found, Measurement)
     assert found.measured is None

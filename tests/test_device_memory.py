@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -57,8 +58,13 @@ def replaced(
         found = larger if platform.gemm == "cublas" else result
         return dataclasses.replace(found, gemm=platform.gemm if platform.kind == "cuda" else None)
 
-    for module, name in (("cli.main", "measure_step"), ("experiments.run", "measure")):
-        monkeypatch.setattr(importlib.import_module(f"nnx_pipeline.{module}"), name, measured)
+    def prepared(*arguments: Any, **options: Any) -> Callable[[], Measurement]:
+        return lambda: measured(*arguments, **options)
+
+    main = importlib.import_module("nnx_pipeline.cli.main")
+    monkeypatch.setattr(main, "measure_step", measured)
+    measuring = importlib.import_module("nnx_pipeline.experiments.measuring")
+    monkeypatch.setattr(measuring, "prepare", prepared)
     same = {"loss": np.ones(1, "float32")}
     monkeypatch.setattr(numerics, "values_of", lambda *args: same)
     return asked

@@ -1,6 +1,7 @@
 """What counts as computing the same."""
 
 import dataclasses
+import functools
 import math
 import sys
 from typing import Any
@@ -109,7 +110,9 @@ def test_arms_with_other_arrays() -> None:
     ],
 )
 def test_what_an_outcome_says(monkeypatch: pytest.MonkeyPatch, wrong: float, note: str) -> None:
-    compare = sys.modules["nnx_pipeline.experiments.run"]  # `lab.compare` is the function
+    run = sys.modules["nnx_pipeline.experiments.run"]
+    measuring = sys.modules["nnx_pipeline.experiments.measuring"]
+    made_up = functools.partial(measurement, None, platform="cpu")
     programs = EXPERIMENTS["norm-scale"].programs(preset("tiny"), MeshConfig())
     values = {programs[0].parts: ONES, programs[1].parts: np.float32(wrong) * ONES}
 
@@ -117,9 +120,9 @@ def test_what_an_outcome_says(monkeypatch: pytest.MonkeyPatch, wrong: float, not
         return {"loss": 1e6 * ONES, "head": values[program.parts], "norm": 0 * ONES}
 
     monkeypatch.setattr(numerics, "values_of", numbers)
-    monkeypatch.setattr(compare, "measure", lambda *_, **__: measurement(None, platform="cpu"))
-    (found,) = compare.run_experiments(
-        [EXPERIMENTS["norm-scale"]], preset("tiny"), MeshConfig(), compare.Platform("cpu")
+    monkeypatch.setattr(measuring, "prepare", lambda *_, **__: made_up)
+    (found,) = run.run_experiments(
+        [EXPERIMENTS["norm-scale"]], preset("tiny"), MeshConfig(), run.Platform("cpu")
     )
     assert found.failed == bool(note)
     assert note in found.note

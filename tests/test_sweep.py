@@ -1,6 +1,7 @@
 """Figures against a field of the config, and the line through them."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from page_examples import attribution, measurement
 
+from nnx_pipeline import MeshConfig
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.experiments import sweep
 from nnx_pipeline.experiments.arms import Program
@@ -17,7 +19,7 @@ from nnx_pipeline.experiments.registry import EXPERIMENTS
 from nnx_pipeline.lab.comparison.sweep import Point, Sweep, line_through
 from nnx_pipeline.lab.compile.measure import Measurement
 
-COMPARE = sys.modules["nnx_pipeline.experiments.run"]
+MEASURING = sys.modules["nnx_pipeline.experiments.measuring"]
 SWEEP = ("ab", "--mesh", "stage=2", "--sweep")
 
 
@@ -102,6 +104,7 @@ BAD = [
     (("train.loss_chunks=2,4", "norm-scale", "embedding"), "--sweep takes one experiment"),
     (("train.loss_chunks=2,4", "--html", "x.html"), "--sweep cannot be combined with --html"),
     (("train.loss_chunks=2,4", "zero-1"), "give the mesh a data axis"),
+    (("mesh=stage=2/fsdp=2",), "--mesh has no effect beside --sweep mesh"),
 ]
 
 
@@ -117,13 +120,17 @@ def test_bad_input(run: Run, arguments: tuple[str, ...], message: str) -> None:
 def test_a_point_that_fails_leaves_the_others(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measured(program: Program, *args: Any, **options: Any) -> Measurement:
+    def prepared(program: Program, *args: Any, **options: Any) -> Callable[[], Measurement]:
         chunks = program.config.train.loss_chunks
-        if chunks == 4:
-            raise RuntimeError("out of everything\nand more")
-        return measurement(attribution(chunks), platform="cpu")
 
-    monkeypatch.setattr(COMPARE, "measure", measured)
+        def measured() -> Measurement:
+            if chunks == 4:
+                raise RuntimeError("out of everything\nand more")
+            return measurement(attribution(chunks), platform="cpu")
+
+        return measured
+
+    monkeypatch.setattr(MEASURING, "prepare", prepared)
     ended = run(*SWEEP, "train.loss_chunks=1,2,4", "--json", "-")
     assert ended.code == 1
     assert "train.loss_chunks=4: out of everything" in ended.err.splitlines()[-1]
@@ -146,6 +153,29 @@ def test_a_point_that_fails_leaves_the_others(
     assert "train.loss_chunks" in drawn
     panels = [drawn.index(title) for title in ("temp, MB", "estimated step, ms", "heap, MB")]
     assert panels == sorted(panels), "time stands beside memory"
+
+
+def test_meshes_are_swept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One program for each, and no slope, because they are no numbers."""
+
+    def prepared(program: Program, mesh: MeshConfig, *_: Any, **__: Any) -> Any:
+        return lambda: measurement(attribution(mesh.stage + 10 * mesh.fsdp), platform="cpu")
+
+    monkeypatch.setattr(MEASURING, "prepare", prepared)
+    asked = ("ab", "--model", "tiny", "--sweep", "mesh=stage=2,fsdp=2/fsdp=4/ stage=4", "--json")
+    ended = run(*asked, "-")
+    (arm,) = ended.json["arms"]
+    assert [point["value"] for point in arm["points"]] == ["stage=2,fsdp=2", "fsdp=4", "stage=4"]
+    held = [point["memory"]["temp_bytes"] for point in arm["points"]]
+    assert held == [measurement(attribution(by)).memory.temp_bytes for by in (22, 41, 14)]
+    assert arm["fits"]["temp_bytes"] is None
+    for wrong, message in (
+        ("mesh=stage=4/stage=4", "two different values or more"),
+        ("mesh=stage=4/stages=2", "'stages'"),
+        ("mesh=stage=4/stage=3", "num_layers"),
+    ):
+        ended = run("ab", "--model", "tiny", "--sweep", wrong)
+        assert (ended.code, message in ended.err) == (2, True), ended.err
 
 
 @pytest.mark.slow

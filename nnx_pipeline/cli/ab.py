@@ -57,7 +57,7 @@ class Measuring:
         multiple=True,
         metavar="FIELD=V,V,…",
         help="Compile for each value of a config field and fit a slope; the field of a further "
-        "--sweep changes in step with the first.",
+        "--sweep changes in step with the first. mesh=AXES/AXES compiles for each mesh.",
     ),
     click.option("--fresh", is_flag=True, help="Do not reuse results of earlier runs."),
 )

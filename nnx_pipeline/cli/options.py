@@ -282,6 +282,12 @@ gemm_option = click.option(
 )
 
 
+def is_given(option: str) -> bool:
+    """Whether the command line has the option that fills this parameter."""
+    context = click.get_current_context()
+    return context.get_parameter_source(option) is ParameterSource.COMMANDLINE
+
+
 def check_alone(option: str, *besides: str) -> None:
     """Raises InputError if the command line has options that would be ignored beside this one.
 
@@ -293,9 +299,7 @@ def check_alone(option: str, *besides: str) -> None:
     unread = [
         flag
         for name, flag in flags.items()
-        if name
-        and name not in (option, *besides)
-        and context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        if name and name not in (option, *besides) and is_given(name)
     ]
     if unread:
         raise InputError(

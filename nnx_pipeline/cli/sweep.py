@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
-from nnx_pipeline.cli.options import Chosen, Target
+from nnx_pipeline.cli.options import Chosen, Target, is_given
 from nnx_pipeline.cli.reports import Outputs
 from nnx_pipeline.cli.support import Failed, compiler_errors, progress
 from nnx_pipeline.config.overrides import parse_overrides
 from nnx_pipeline.errors import InputError
-from nnx_pipeline.experiments.growth import sweep
+from nnx_pipeline.experiments.growth import MESH, sweep
 from nnx_pipeline.experiments.registry import choose
 from nnx_pipeline.files import save_figure
 from nnx_pipeline.lab.compile.cache import Cache
@@ -27,8 +27,8 @@ def run_sweep(
     """Compiles a program for each value of a config field and reports the figures.
 
     - `names`: one experiment, both arms of which are compiled, or none for the plain training step.
-    - `texts`: `field=value,value` for each field. The first field is the one that figures are given
-      for; the others change in step with it.
+    - `texts`: `field=value,value` for each field, or `mesh=axes/axes`. The first field is the one
+      that figures are given for; the others change in step with it.
     - `chosen`: the preset and its overrides, which must not name a swept field.
     - `target`: the mesh and the platform; figures of one kind of matrix products only.
     - `cache`: where figures are kept and looked up.
@@ -55,7 +55,8 @@ def run_sweep(
             cache=cache,
             progress=say,
         )
-    title = f"{', '.join(names) or 'training step'} of {chosen.model} on {mesh}: per device"
+    on = "several meshes" if MESH in fields else mesh
+    title = f"{', '.join(names) or 'training step'} of {chosen.model} on {on}: per device"
     report.show(sweep_view(title, found), json_path=outputs.json_path)
     report.emit_json(outputs.json_path, found.to_json())
     if outputs.chart_path:
@@ -68,6 +69,8 @@ def _check_fields(
     fields: Mapping[str, object], texts: Sequence[str], assignments: Sequence[str]
 ) -> None:
     """Raises InputError for a field that is swept twice, or both set and swept."""
+    if MESH in fields and is_given("mesh"):
+        raise InputError("--mesh has no effect beside --sweep mesh; leave out one of the two")
     for key in parse_overrides(assignments):
         if key in fields:
             raise InputError(
@@ -82,12 +85,13 @@ def _check_fields(
 
 
 def _parsed(text: str) -> tuple[str, list[str]]:
-    """The field and the values of `field=value,value`."""
+    """The field and the values of `field=value,value`; meshes have commas, and slashes between."""
     field, separator, values = text.partition("=")
-    parts = [part.strip() for part in values.split(",")]
+    parts = [part.strip() for part in values.split("/" if field.strip() == MESH else ",")]
     if not separator or not field.strip() or not all(parts):
         raise InputError(
             f"--sweep {text!r} is not of the form field=value,value; "
-            "write for example --sweep pipeline.num_microbatches=4,8,16"
+            "write for example --sweep pipeline.num_microbatches=4,8,16, or --sweep "
+            "mesh=stage=4,fsdp=2/fsdp=8"
         )
     return field.strip(), parts

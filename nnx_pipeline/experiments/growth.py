@@ -1,18 +1,20 @@
-"""How memory, work and compile time grow with a field of the config."""
+"""How memory, work and compile time grow with a field of the config, or differ between meshes."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from nnx_pipeline.config.config import Config
 from nnx_pipeline.config.overrides import apply_overrides, known_keys, value_of
 from nnx_pipeline.errors import InputError, nearest
 from nnx_pipeline.experiments.arms import Experiment, Program
-from nnx_pipeline.experiments.run import NO_CACHE, measure_program
+from nnx_pipeline.experiments.measuring import NO_CACHE, Job, measure_programs
 from nnx_pipeline.lab.comparison.sweep import Point, Sweep
 from nnx_pipeline.lab.compile.cache import Cache
 from nnx_pipeline.lab.compile.measure import Progress
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.mesh import MeshConfig
+
+MESH = "mesh"  # swept like a field of the config
 
 
 def sweep(
@@ -31,7 +33,8 @@ def sweep(
     - `mesh`: the mesh, or a text such as `stage=4,fsdp=2`.
     - `fields`: the values of the field by its dotted name, such as `pipeline.num_microbatches`.
       Further fields must have as many values and change along with it: a batch that grows with the
-      number of microbatches keeps microbatches of the same size.
+      number of microbatches keeps microbatches of the same size. The name `mesh` sweeps meshes,
+      such as `stage=4,fsdp=2`, in the place of the argument.
     - `experiment`: sweeps both of its arms instead of the plain step.
     - `platform`: what to compile for, such as `tpu:v5p:2x2x2`.
     - `cache`: where figures are kept and looked up.
@@ -46,37 +49,41 @@ def sweep(
     if isinstance(platform, str):
         platform = Platform.parse(platform)
     field = next(iter(fields))
-    configs = _configs(config, fields)
-    for each in configs:
-        each.check_mesh(mesh)
+    rows = _rows(config, mesh, fields)
+    for row in rows:
+        row.config.check_mesh(row.mesh)
     labels = (experiment.a.label, experiment.b.label) if experiment else ("step",)
-    programs = [
-        experiment.programs(each, mesh) if experiment else (Program(each),) for each in configs
-    ]
+    # All of them before any is compiled: what an experiment refuses is said at once.
+    programs = [_programs(row, experiment, fields) for row in rows]
+    names = dict[Job, str]()
+    for row, arms in zip(rows, programs, strict=True):
+        for label, program in zip(labels, arms, strict=True):
+            names.setdefault((program, row.mesh), f"{label}, {field}={row.value}")
+    measured = measure_programs(names, platform, cache=cache, progress=progress)
     points: dict[str, list[Point]] = {label: [] for label in labels}
-    # Checked for all values first: an arm that sets a swept field would give one program for all.
-    for each, row in zip(configs, programs, strict=True):
-        value = value_of(each, field)
-        for swept in fields:
-            if any(value_of(program.config, swept) != value_of(each, swept) for program in row):
-                raise InputError(
-                    f"{experiment.name if experiment else 'step'} sets {swept} itself, so that "
-                    f"{value_of(each, swept)} would have no effect; sweep another field"
-                )
-    for each, row in zip(configs, programs, strict=True):
-        value = value_of(each, field)
-        for label, program in zip(labels, row, strict=True):
-            named = _named(progress, f"{label}, {field}={value}")
-            result = measure_program(program, mesh, platform, cache, named)
+    for row, arms in zip(rows, programs, strict=True):
+        for label, program in zip(labels, arms, strict=True):
+            result = measured[program, row.mesh]
             found = (None, result) if isinstance(result, str) else (result, "")
-            points[label].append(Point(value=value, result=found[0], error=found[1]))
-    arms = tuple((label, tuple(points[label])) for label in labels)
-    return Sweep(field=field, arms=arms, platform=str(platform))
+            points[label].append(Point(value=row.value, result=found[0], error=found[1]))
+    return Sweep(
+        field=field,
+        arms=tuple((label, tuple(points[label])) for label in labels),
+        platform=str(platform),
+    )
 
 
-def _configs(config: Config, fields: Mapping[str, Sequence[Any]]) -> list[Config]:
-    """One config per value; all fields take their values in the same order."""
-    known, (first, values) = known_keys(), next(iter(fields.items()))
+class _Row(NamedTuple):
+    """One value of a sweep, with the config and the mesh that it gives."""
+
+    value: Any
+    config: Config
+    mesh: MeshConfig
+
+
+def _rows(config: Config, mesh: MeshConfig, fields: Mapping[str, Sequence[Any]]) -> list[_Row]:
+    """One row per value; all fields take their values in the same order."""
+    known, (first, values) = [*known_keys(), MESH], next(iter(fields.items()))
     for field, given in fields.items():
         if field not in known:
             raise InputError(f"sweep of {field}: no such config field; {nearest(field, known)}")
@@ -85,13 +92,30 @@ def _configs(config: Config, fields: Mapping[str, Sequence[Any]]) -> list[Config
                 f"sweep of {field} has {len(given)} values and that of {first} {len(values)}; "
                 "fields that are swept together need equally many"
             )
-    rows = zip(*fields.values(), strict=True)
-    texts = [dict(zip(fields, map(str, row), strict=True)) for row in rows]
-    configs = [apply_overrides(config, row) for row in texts]
-    if len({repr(value_of(each, first)) for each in configs}) < max(len(values), 2):
+    rows = []
+    for at in range(len(values)):
+        texts = {field: str(given[at]) for field, given in fields.items()}
+        on = MeshConfig.parse(texts.pop(MESH)) if MESH in texts else mesh
+        each = apply_overrides(config, texts)
+        rows.append(_Row(str(on) if first == MESH else value_of(each, first), each, on))
+    if len({repr(row.value) for row in rows}) < max(len(values), 2):
         raise InputError(f"sweep of {first} needs two different values or more, none of them twice")
-    return configs
+    return rows
 
 
-def _named(progress: Progress, name: str) -> Progress:
-    return lambda text: progress(f"{name}: {text}")
+def _programs(
+    row: _Row, experiment: Experiment | None, fields: Collection[str]
+) -> tuple[Program, ...]:
+    """The programs of a row, one per arm; InputError where an arm sets a swept field itself."""
+    if experiment is None:
+        return (Program(row.config),)
+    programs = experiment.programs(row.config, row.mesh)
+    for swept in (field for field in fields if field != MESH):
+        value = value_of(row.config, swept)
+        if any(value_of(program.config, swept) != value for program in programs):
+            # Every value would give the same program.
+            raise InputError(
+                f"{experiment.name} sets {swept} itself, so that {value} would have no effect; "
+                "sweep another field"
+            )
+    return programs

@@ -18,7 +18,7 @@ from nnx_pipeline.decoder import Mixtral
 from nnx_pipeline.experiments.arms import Program
 from nnx_pipeline.experiments.bound.floor import floor
 from nnx_pipeline.experiments.useful import bubble_share, useful_flops
-from nnx_pipeline.lab.compile.measure import Clock, Measurement, Progress, measure_traced
+from nnx_pipeline.lab.compile.measure import Clock, Measurement, Progress, lower_traced
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.mesh import MeshConfig, make_mesh
 from nnx_pipeline.ops.fast_attention.kernels import check_platform, chosen
@@ -63,11 +63,31 @@ def measure(
 ) -> Measurement:
     """Traces, lowers and compiles a program without allocating any parameters.
 
+    - `program`, `sizes`, `platform`, `virtual_cpus`, `progress`: as for `prepare`.
+
+    Raises InputError as `prepare` does.
+    """
+    return prepare(program, sizes, platform, virtual_cpus=virtual_cpus, progress=progress)()
+
+
+def prepare(
+    program: Program,
+    sizes: MeshConfig,
+    platform: Platform,
+    *,
+    virtual_cpus: int = 1,
+    progress: Progress = lambda text: None,
+) -> Callable[[], Measurement]:
+    """Traces and lowers a program, and returns the function that compiles and measures it.
+
     - `program`: what to compile, and which kind of figure counts.
     - `sizes`: the size of each mesh axis.
     - `platform`: what to compile for.
     - `virtual_cpus`: how many CPU devices other work of this process needs.
     - `progress`: called with a text when a phase begins.
+
+    JAX's options may differ from thread to thread. They count here, and no longer in the function
+    that is returned, which any thread may call.
 
     Raises InputError when config, mesh and platform do not fit together.
     """
@@ -76,17 +96,27 @@ def measure(
     with jax.set_mesh(mesh), _context_of(program), traced_afresh():
         held = _held_while_tracing(program, clock) if program.kind == "trace" else None
         traced = _traced(program, clock)
-        found = measure_traced(traced, platform, clock, sizes.sizes(), to_dict(program.config))
+        lowered = lower_traced(traced, platform, clock, sizes.sizes(), to_dict(program.config))
         model, length = program.config.model, program.config.train.sequence_length
         taken = {"attention": chosen(model.attention, length, model.dtype)}
-    time = found.time
     # An arm with parts of its own is another program than the one that the config describes.
     is_own = program == Program(program.config)
-    least = floor(program.config, sizes, platform) if is_own else None
-    if time is not None and program.kind == "step":
-        needed, discarded = useful_flops(program.config, sizes), bubble_share(program.config, sizes)
-        time = time.of_model(needed, discarded)
-    return dataclasses.replace(found, trace_host_bytes=held, time=time, floor=least, choices=taken)
+
+    def measured() -> Measurement:
+        found = lowered.measure()
+        time = found.time
+        if time is not None and program.kind == "step":
+            needed = useful_flops(program.config, sizes)
+            time = time.of_model(needed, bubble_share(program.config, sizes))
+        return dataclasses.replace(
+            found,
+            trace_host_bytes=held,
+            time=time,
+            floor=floor(program.config, sizes, platform) if is_own else None,
+            choices=taken,
+        )
+
+    return measured
 
 
 def mesh_of(

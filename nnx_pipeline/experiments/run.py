@@ -10,8 +10,8 @@ from nnx_pipeline.config.config import Config
 from nnx_pipeline.config.overrides import value_of
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.experiments.arms import Experiment, Program
+from nnx_pipeline.experiments.measuring import NO_CACHE, measure_programs
 from nnx_pipeline.experiments.numerics import VIRTUAL_CPUS, compare_numerics
-from nnx_pipeline.experiments.programs import measure
 from nnx_pipeline.lab.comparison.numerics import Numerics
 from nnx_pipeline.lab.comparison.outcome import (
     NOT_APPLICABLE,
@@ -20,12 +20,9 @@ from nnx_pipeline.lab.comparison.outcome import (
     compare_measurements,
 )
 from nnx_pipeline.lab.compile.cache import Cache
-from nnx_pipeline.lab.compile.cache_key import key_of
 from nnx_pipeline.lab.compile.measure import Measurement, Progress
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.mesh import MeshConfig
-
-NO_CACHE = Cache(None)
 
 
 def run_experiments(
@@ -48,42 +45,63 @@ def run_experiments(
       another value nevertheless.
     - `cache`: where figures are kept and looked up.
     - `progress`: called with a text when a phase begins.
-    - `finished`: called with each outcome as soon as it is known.
+    - `finished`: called with each outcome, one after the other, once all programs are compiled.
 
     Arms that are the same program are compiled once. Input errors of the shared config are raised.
     An experiment that says nothing on this config and mesh is not applicable, and what goes wrong
     inside one arm is in the note of the outcome, with the figures of the other arm.
     """
     config.check_mesh(mesh)
-    results: dict[Program, Measurement | str] = {}
     # Either compiling or comparing numbers comes first and starts JAX, which fixes the number of
     # devices: it must be enough for both.
     virtual_cpus = max(VIRTUAL_CPUS, mesh.num_devices if platform.kind == "cpu" else 1)
     numbers = functools.partial(
         compare_numerics, config=config, cache=cache, virtual_cpus=virtual_cpus
     )
+    pairs = [_programs(experiment, config, mesh) for experiment in experiments]
+    results = measure_programs(
+        _jobs(experiments, pairs, mesh), platform, cache=cache, progress=progress
+    )
     outcomes = []
-    for experiment in experiments:
-        try:
-            programs = experiment.programs(config, mesh)
-        except InputError as error:
-            outcomes.append(
-                Outcome(question=experiment.question, verdict=NOT_APPLICABLE, note=str(error))
+    for experiment, programs in zip(experiments, pairs, strict=True):
+        if isinstance(programs, InputError):
+            outcome = Outcome(
+                question=experiment.question, verdict=NOT_APPLICABLE, note=str(programs)
             )
-            finished(outcomes[-1])
-            continue
-        for arm, program in zip((experiment.a, experiment.b), programs, strict=True):
-            if program not in results:
-                named = _named(progress, f"{experiment.name}, {arm.label}")
-                results[program] = measure_program(program, mesh, platform, cache, named)
-        measured = (results[programs[0]], results[programs[1]])
-        outcome = _outcome(experiment, measured, platform, numbers, progress)
-        notes = [outcome.note, *_overruled(experiment, config, programs, given)]
-        outcomes.append(dataclasses.replace(outcome, note="; ".join(filter(None, notes))))
-        finished(outcomes[-1])
-        # The CPU machine code of some sixty programs is more than a process can map.
-        jax.clear_caches()
+        else:
+            measured = (results[programs[0], mesh], results[programs[1], mesh])
+            outcome = _outcome(experiment, measured, platform, numbers, progress)
+            notes = [outcome.note, *_overruled(experiment, config, programs, given)]
+            outcome = dataclasses.replace(outcome, note="; ".join(filter(None, notes)))
+            # The CPU machine code of some sixty programs is more than a process can map.
+            jax.clear_caches()
+        outcomes.append(outcome)
+        finished(outcome)
     return outcomes
+
+
+def _programs(
+    experiment: Experiment, config: Config, mesh: MeshConfig
+) -> tuple[Program, Program] | InputError:
+    """The programs of both arms, or why the experiment says nothing here."""
+    try:
+        return experiment.programs(config, mesh)
+    except InputError as error:
+        return error
+
+
+def _jobs(
+    experiments: Sequence[Experiment],
+    pairs: Sequence[tuple[Program, Program] | InputError],
+    mesh: MeshConfig,
+) -> dict[tuple[Program, MeshConfig], str]:
+    """Each program once, with the name of the first arm that it is."""
+    named: dict[tuple[Program, MeshConfig], str] = {}
+    for experiment, programs in zip(experiments, pairs, strict=True):
+        if not isinstance(programs, InputError):
+            for arm, program in zip((experiment.a, experiment.b), programs, strict=True):
+                named.setdefault((program, mesh), f"{experiment.name}, {arm.label}")
+    return named
 
 
 def compare_settings(
@@ -107,8 +125,9 @@ def compare_settings(
     compiler does not take.
     """
     config.check_mesh(mesh)
+    job = (Program(config), mesh)
     one, other = (
-        measure_program(Program(config), mesh, platform, cache, _named(progress, label))
+        measure_programs({job: label}, platform, cache=cache, progress=progress)[job]
         for platform, label in zip(platforms, labels, strict=True)
     )
     question = Question(
@@ -136,38 +155,6 @@ def _overruled(
         if values:
             notes.append(f"{key}={chosen} is overridden: {', '.join(sorted(values))}")
     return notes
-
-
-def _named(progress: Progress, name: str) -> Progress:
-    return lambda text: progress(f"{name}: {text}")
-
-
-def measure_program(
-    program: Program, mesh: MeshConfig, platform: Platform, cache: Cache, progress: Progress
-) -> Measurement | str:
-    """The measurement of a program, or the first line of the error that stopped it.
-
-    - `program`, `mesh`, `platform`: what to compile, on which mesh and for what.
-    - `cache`: looked up first, and given the new measurement.
-    - `progress`: called with a text when a phase begins.
-
-    Raises InputError when program, mesh and platform do not fit together.
-    """
-    key = key_of(platform, "measurement", mesh, program)
-    if (known := cache.get(key)) is not None:
-        try:
-            return Measurement.from_cache(*known)
-        except (KeyError, TypeError, ValueError):
-            pass  # an entry that something else has written
-    try:
-        result = measure(program, mesh, platform, virtual_cpus=VIRTUAL_CPUS, progress=progress)
-    except InputError:
-        raise
-    except Exception as error:  # an arm may break any compiler in any way: the report says how
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        return lines[0][:200]
-    cache.put(key, result.to_cache())
-    return result
 
 
 def _outcome(

@@ -19,7 +19,7 @@ from nnx_pipeline.lab.compile.functions import (
     memory_kind,
     mesh_on,
 )
-from nnx_pipeline.lab.compile.measure import Clock, Measurement, Progress, measure_traced
+from nnx_pipeline.lab.compile.measure import Clock, Measurement, Progress, lower_traced
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.mesh import MeshConfig
 from nnx_pipeline.tracing.calls import Call, Traced, trace, traced_afresh
@@ -70,13 +70,13 @@ def _measured(
     with jax.set_mesh(mesh) if mesh is not None else _alone_on(device), traced_afresh():
         with called_with(function, arguments), clock("trace", f"tracing {name_of(function)}"):
             traced = trace(call)
-        result = measure_traced(
+        result = lower_traced(
             traced.program,
             platform,
             clock,
             dict(mesh.shape) if mesh is not None else {},
             {"function": name_of(function), "arguments": _shapes(given)},
-        )
+        ).measure()
     notes = [*traced.notes, *result.notes, *_host_notes(given, platform)]
     return dataclasses.replace(result, notes=tuple(notes)), traced
 

@@ -1,4 +1,4 @@
-"""Compiles a traced program and measures what it costs."""
+"""Lowers a traced program, compiles it and measures what it costs."""
 
 import dataclasses
 import math
@@ -181,14 +181,67 @@ class Measurement:
         return cls(**{**value, **changed})
 
 
-def measure_traced(
+@dataclass(frozen=True, kw_only=True)
+class Lowered:
+    """A lowered program, which any thread can compile and measure.
+
+    - `program`: the program.
+    - `one_line`: see `called_from_one_line`.
+    - `links`: the devices and their links; None where nothing is known of them.
+    - `platform`, `clock`, `mesh`, `config`: as for `lower_traced`.
+    """
+
+    program: jax.stages.Lowered
+    one_line: Any
+    links: Links | None
+    platform: Platform
+    clock: "Clock"
+    mesh: dict[str, int]
+    config: dict[str, Any]
+
+    def measure(self) -> Measurement:
+        """Compiles the program and measures it."""
+        platform, clock = self.platform, self.clock
+        with clock("compile", f"compiling for {platform}"):
+            compiled, text, applied, left_out = compile_with_settings(self.program, platform)
+        clock.progress("reading the compiled program")
+        hlo = compiled.as_text() or ""
+        costs = _cost_analysis(compiled)
+        analysis: Any = compiled.memory_analysis()
+        program = read_program(hlo, text, analysis.temp_size_in_bytes, self.one_line, self.links)
+        return Measurement(
+            platform=str(platform),
+            mesh=self.mesh,
+            config=self.config,
+            memory=_memory(analysis, heap_bytes(text), program.assigned),
+            flops=program.flops,
+            known_flops=program.known_flops,
+            xla_flops=costs.get("flops"),
+            bytes_accessed=costs.get("bytes accessed"),
+            collectives=program.collectives,
+            time=program.time,
+            device_memory_bytes=platform.memory_bytes(),
+            gemm=platform.gemm if platform.kind == "cuda" else None,
+            xla=applied,
+            xla_left_out=left_out,
+            seconds=clock.seconds,
+            versions=_versions(platform),
+            hlo=hlo,
+            attribution=program.attribution,
+            assigned=program.assigned,
+            unread=program.unread,
+            notes=(*_dropped_arguments(compiled), *program.notes),
+        )
+
+
+def lower_traced(
     traced: jax.stages.Traced,
     platform: Platform,
     clock: "Clock",
     mesh: dict[str, int],
     config: dict[str, Any],
-) -> Measurement:
-    """Lowers and compiles a traced program and measures it; to be called under its mesh.
+) -> Lowered:
+    """Lowers a traced program; to be called under its mesh.
 
     - `traced`: the program, as `jax.jit(...).trace` gives it.
     - `platform`: what to compile for.
@@ -196,38 +249,15 @@ def measure_traced(
     - `mesh`, `config`: what the measurement records under these names.
     """
     with clock("lower", "lowering it"):
-        lowered = traced.lower()
-    with clock("compile", f"compiling for {platform}"):
-        compiled, text, applied, left_out = compile_with_settings(lowered, platform)
-    clock.progress("reading the compiled program")
-    hlo = compiled.as_text() or ""
-    costs = _cost_analysis(compiled)
-    analysis: Any = compiled.memory_analysis()
-    one_line = called_from_one_line(traced.jaxpr)
-    program = read_program(hlo, text, analysis.temp_size_in_bytes, one_line, _links(platform))
-    memory = _memory(analysis, heap_bytes(text), program.assigned)
-    return Measurement(
-        platform=str(platform),
+        program = traced.lower()
+    return Lowered(
+        program=program,
+        one_line=called_from_one_line(traced.jaxpr),
+        links=_links(platform),
+        platform=platform,
+        clock=clock,
         mesh=mesh,
         config=config,
-        memory=memory,
-        flops=program.flops,
-        known_flops=program.known_flops,
-        xla_flops=costs.get("flops"),
-        bytes_accessed=costs.get("bytes accessed"),
-        collectives=program.collectives,
-        time=program.time,
-        device_memory_bytes=platform.memory_bytes(),
-        gemm=platform.gemm if platform.kind == "cuda" else None,
-        xla=applied,
-        xla_left_out=left_out,
-        seconds=clock.seconds,
-        versions=_versions(platform),
-        hlo=hlo,
-        attribution=program.attribution,
-        assigned=program.assigned,
-        unread=program.unread,
-        notes=(*_dropped_arguments(compiled), *program.notes),
     )
 
 
