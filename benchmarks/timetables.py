@@ -38,7 +38,7 @@ from timetable_costs import (
 from nnx_pipeline import Config, MeshConfig, preset
 from nnx_pipeline.config.overrides import apply_overrides
 from nnx_pipeline.experiments.arms import Program
-from nnx_pipeline.experiments.programs import measure
+from nnx_pipeline.experiments.programs import prepare
 from nnx_pipeline.files import write_text
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.compile.platform import Platform
@@ -125,7 +125,7 @@ def compiled(row: Row) -> Measurement:
     )
     under = functools.partial(by_timetable, row) if row.ends else None
     program = Program(config, under=under)
-    return measure(program, MeshConfig.parse(MESH), Platform.parse(row.platform))
+    return prepare(program, MeshConfig.parse(MESH), Platform.parse(row.platform))()
 
 
 # ---- results -------------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ def test_tracing_is_measured() -> None:
     a, b = programs("stage-metadata", small_config())
     with optax_promotion():
         first, second = (
-            of_programs.measure(program, MeshConfig.parse(MESH), Platform("cpu"))
+            of_programs.prepare(program, MeshConfig.parse(MESH), Platform("cpu"))()
             for program in (a, b)
         )
     assert first.fingerprint == second.fingerprint

@@ -50,24 +50,7 @@ def measure_step(
 
     Raises InputError when config, mesh and platform do not fit together.
     """
-    return measure(Program(config), mesh_config, platform, progress=progress)
-
-
-def measure(
-    program: Program,
-    sizes: MeshConfig,
-    platform: Platform,
-    *,
-    virtual_cpus: int = 1,
-    progress: Progress = lambda text: None,
-) -> Measurement:
-    """Traces, lowers and compiles a program without allocating any parameters.
-
-    - `program`, `sizes`, `platform`, `virtual_cpus`, `progress`: as for `prepare`.
-
-    Raises InputError as `prepare` does.
-    """
-    return prepare(program, sizes, platform, virtual_cpus=virtual_cpus, progress=progress)()
+    return prepare(Program(config), mesh_config, platform, progress=progress)()
 
 
 def prepare(
