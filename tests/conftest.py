@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# pytest-xdist sets it in its workers; what a command prints must not depend on how tests are run.
+os.environ.pop("COLUMNS", None)
 # libtpu: no metadata server, no warnings about a host that is not there, several users at once.
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"

@@ -236,11 +236,18 @@ def test_a_sweep_has_its_whole_names() -> None:
         arms=((LONG, points), ("lean", points)),
         platform="cuda:h100:8",
     )
-    shown = text(sweep_view("a sweep", found))
-    assert "…" not in shown
-    assert max(map(len, shown.splitlines())) <= 80
-    assert letters(f"{LONG}, by pipeline.num_microbatches") in letters(shown)
-    assert all(head in shown for head in COLUMNS)
+    for width in (60, 80, 120):
+        shown = text(sweep_view("a sweep", found), width)
+        assert "…" not in shown
+        assert max(map(len, shown.splitlines())) <= width
+        assert letters(f"{LONG}, by pipeline.num_microbatches") in letters(shown)
+        gone = re.findall(rf"left out at {width} columns: (.*)", shown)
+        assert len(gone) == (0 if width == 120 else 2), "one line for each arm"
+        missing = gone[0].strip().split(", ") if gone else []
+        assert [head for head in COLUMNS if head in shown.split("left out")[0]] == [
+            head for head in COLUMNS if head not in missing
+        ]
+        assert all(COLUMNS[head] for head in missing)
     growth = points[1].result.memory.account_bytes - points[0].result.memory.account_bytes
     assert f"{growth / 4e6:+,.3f}" in shown
 
@@ -253,8 +260,8 @@ def test_a_sweep_has_the_estimated_step() -> None:
         points.append(Point(value=value, result=result))
     found = Sweep(field="train.global_batch", arms=(("step", tuple(points)),), platform="cpu")
     assert found.slope("step_seconds") == pytest.approx(1e-3)
-    shown = text(sweep_view("a sweep", found))
-    at = COLUMNS.index("step ms") + 1
+    shown = text(sweep_view("a sweep", found), 120)
+    at = list(COLUMNS).index("step ms") + 1
     lines = {line.split()[0]: line.split() for line in shown.splitlines() if line.strip()}
     assert (lines["4"][at], lines["8"][at]) == ("4.00", "8.00")
     assert lines["slope"][-2] == "+1.000"

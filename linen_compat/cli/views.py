@@ -6,7 +6,6 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
 from linen_compat.check import NUMERICS_TOLERANCE, Diagnosis, FirstDifference
@@ -14,15 +13,14 @@ from linen_compat.convert import Plan
 from linen_compat.formats.orbax.inspect import Inspection
 from linen_compat.formats.orbax.layouts import HUGGINGFACE
 from linen_compat.formats.streams import Progress as Passed
+from nnx_pipeline.lab.report.columns import Column, Columns, figures
 
 _SHOWN = 40  # lines about single leaves
 
 
-def inspection(found: Inspection) -> Table:
+def inspection(found: Inspection) -> Columns:
     """A table of all parameters with their shapes and dtypes."""
-    table = Table()
-    for column in ("parameter", "shape", "dtype"):
-        table.add_column(column, no_wrap=True)
+    table = Columns([Column("parameter"), Column("shape", 1), Column("dtype", 2)])
     for name, leaf in found.parameters.items():
         table.add_row(name, "×".join(map(str, leaf.shape)), leaf.dtype)
     return table
@@ -45,8 +43,9 @@ def diagnosis(found: Diagnosis) -> RenderableType:
     head = (
         f"{found.format}: {found.num_layers} layers, {found.stages} stages, {found.repeats} repeats"
     )
-    table = Table(*counts)
-    table.add_row(*map(str, counts.values()))
+    table = Columns([Column("leaves"), *figures("number")])
+    for row in counts.items():
+        table.add_row(*map(str, row))
     rows = [f"  recast: {d.leaf} from {d.found} to {d.expected}" for d in result.recast]
     rows += [f"  {problem}" for problem in result.problems]
     if len(rows) > _SHOWN:

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from linen_compat.overhead.measure import Overhead, Row
 from nnx_pipeline.files import save_figure
+from nnx_pipeline.lab.report.columns import Column, Columns
 from nnx_pipeline.lab.report.tables import megabytes
 
 if TYPE_CHECKING:
@@ -52,12 +52,25 @@ def _title(result: Overhead) -> str:
     )
 
 
-def _table(loop: str, rows: Sequence[Row]) -> Table:
-    table = Table(title=loop, title_justify="left")
-    table.add_column("style", no_wrap=True)
-    columns = ("init", "trace", "lower", "both", "× both", "× calls", "compile", "temp MB")
-    for column in (*columns, "HLO", "call µs", "host MB"):
-        table.add_column(column, justify="right", no_wrap=True)
+# The figures of a style, and the order in which a narrow screen leaves them out.
+_COLUMNS = {
+    "init": 8,
+    "trace": 6,
+    "lower": 5,
+    "both": 0,
+    "× both": 0,
+    "× calls": 4,
+    "compile": 3,
+    "temp MB": 0,
+    "HLO": 9,
+    "call µs": 1,
+    "host MB": 7,
+}
+
+
+def _table(loop: str, rows: Sequence[Row]) -> Columns:
+    heads = [Column(name, order, is_number=True) for name, order in _COLUMNS.items()]
+    table = Columns([Column("style"), *heads], title=loop)
     for row in rows:
         figures = row.figures
         table.add_row(

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import click
-from rich.table import Table
 
 from nnx_pipeline import ending
 from nnx_pipeline.cli.options import (
@@ -12,6 +11,7 @@ from nnx_pipeline.cli.options import (
     bundled,
     check_alone,
     config_options,
+    step_title,
     target_options,
 )
 from nnx_pipeline.cli.reports import Outputs, report_options
@@ -23,6 +23,8 @@ from nnx_pipeline.experiments.registry import ELSEWHERE, EXPERIMENTS, choose
 from nnx_pipeline.experiments.run import compare_settings, run_experiments
 from nnx_pipeline.lab.compile.cache import Cache
 from nnx_pipeline.lab.report import tables as report
+from nnx_pipeline.lab.report import words
+from nnx_pipeline.lab.report.columns import Column, Columns
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Measuring:
 @click.option(
     "--list", "list_only", is_flag=True, help="List all experiments: name, claim and difference."
 )
-@config_options("tiny")
+@config_options("mixtral-small")
 @target_options("stage=4,fsdp=2", kind=TwoArms)
 @bundled(
     "measuring",
@@ -127,8 +129,9 @@ def _run(
                 )
                 for platform, _ in pairs
             ]
-    title = f"{chosen.model} on {mesh}, {target.platform}: one training step, per device"
+    title = f"{step_title(chosen.model, config, mesh)}; {target.platform}, per device"
     report.show_outcomes(title, found, target.platform, json_path=outputs.json_path)
+    outputs.say_words(words.MEMORY, words.TIME, words.VERDICTS, words.BUFFERS)
     outputs.write_outcomes(title, found)
     failed = [one.question.name for outcomes in found for one in outcomes if one.failed]
     if failed:
@@ -138,9 +141,8 @@ def _run(
 
 def _list_experiments(json_path: str | None) -> None:
     """Shows all experiments, and the claims that a command outside of `ab` measures."""
-    table = Table()
-    for column in ("experiment", "claim", "short set", "difference"):
-        table.add_column(column)
+    heads = [Column("experiment"), Column("claim", 2), Column("short set", 1)]
+    table = Columns([*heads, Column("difference", is_prose=True)])
     for item in EXPERIMENTS.values():
         table.add_row(item.name, item.claim, "yes" if item.by_default else "", item.difference)
     for claim, (command, difference) in ELSEWHERE.items():

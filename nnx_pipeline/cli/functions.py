@@ -18,7 +18,7 @@ from nnx_pipeline.cli.options import (
     mesh_option,
     target_options,
 )
-from nnx_pipeline.cli.reports import Outputs, report_options
+from nnx_pipeline.cli.reports import Outputs, explain_option, report_options, say_words
 from nnx_pipeline.cli.support import Failed, compiler_errors, progress
 from nnx_pipeline.config.config import Config, to_dict
 from nnx_pipeline.errors import InputError
@@ -27,6 +27,7 @@ from nnx_pipeline.lab.api import compare, measure
 from nnx_pipeline.lab.compile.functions import arguments_of, find_function, mesh_on
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.report import tables as report
+from nnx_pipeline.lab.report import words
 from nnx_pipeline.lint import Finding, Limits, lint, lint_step
 from nnx_pipeline.lint.report import findings_json, findings_view
 from nnx_pipeline.mesh import MeshConfig, make_mesh
@@ -99,14 +100,16 @@ def check_subject(function: str | None, inputs: Inputs, chosen: Chosen) -> None:
 @target_options("")
 @click.option("--hlo", "hlo_path", metavar="PATH", help="Write the optimized program as text.")
 @json_option
+@explain_option
 def measure_command(
     function: str,
     inputs: Inputs,
     target: Target,
     hlo_path: str | None,
     json_path: str | None,
+    explain: bool,
 ) -> None:
-    """Compile your own function and report its memory, matrix products and collectives.
+    """Compile your own function: memory, time, and whether it fits.
 
     For NVIDIA it is compiled twice: with matrix products by Triton and by cuBLASLt. The JSON has
     the second program under `other_gemm`.
@@ -121,6 +124,7 @@ def measure_command(
         results = [measure(own, *given, mesh=grid, platform=one, progress=say) for one in targets]
     title = f"{function} on {target.mesh_config}"
     report.show_measurements(title, results, json_path=json_path)
+    say_words(explain, json_path, words.MEMORY, words.TIME)
     if hlo_path:
         write_text(hlo_path, results[0].hlo)
 
@@ -161,6 +165,7 @@ def compare_command(
         found = [[arms(platform=pair, labels=(one, other), progress=say)] for pair in pairs]
     title = f"{function_a} and {function_b} on {target.mesh_config}, {target.platform}: per device"
     report.show_outcomes(title, found, target.platform, json_path=outputs.json_path)
+    outputs.say_words(words.MEMORY, words.TIME, words.VERDICTS, words.BUFFERS)
     outputs.write_outcomes(title, found)
     if failed := [outcome.note for (outcome,) in found if outcome.failed]:
         # Both kinds of matrix products may fail for the same reason, which is then given once.

@@ -6,7 +6,6 @@ import os
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import click
-from rich.table import Table
 
 from nnx_pipeline.cli.ab import ab_command
 from nnx_pipeline.cli.across import run_across
@@ -19,16 +18,34 @@ from nnx_pipeline.cli.options import (
     check_alone,
     config_options,
     json_option,
+    step_title,
     target_options,
 )
+from nnx_pipeline.cli.reports import explain_option, say_words
 from nnx_pipeline.cli.schedule import schedule_command
 from nnx_pipeline.cli.support import compiler_errors, main_of, progress
 from nnx_pipeline.cli.train import train_command
 from nnx_pipeline.config.config import to_dict
 from nnx_pipeline.config.presets import PRESETS, count_parameters
+from nnx_pipeline.experiments.advice import ADVICE
 from nnx_pipeline.experiments.programs import measure_step
 from nnx_pipeline.files import write_text
 from nnx_pipeline.lab.report import tables as report
+from nnx_pipeline.lab.report import words
+from nnx_pipeline.lab.report.columns import Column, Columns
+
+# The columns of `models` after the name, and the order in which a narrow screen leaves them out.
+_OF_MODELS = (
+    ("parameters", 0),
+    ("active", 0),
+    ("layers", 1),
+    ("embed", 2),
+    ("mlp", 6),
+    ("heads", 5),
+    ("kv", 7),
+    ("experts", 3),
+    ("vocab", 4),
+)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -42,11 +59,7 @@ def cli() -> None:
 def models(json_path: str | None) -> None:
     """List the presets with their parameter counts."""
     report.check_writable(json_path, "--json")
-    table = Table()
-    table.add_column("model", no_wrap=True)
-    columns = ("parameters", "active", "layers", "embed", "mlp", "heads", "kv", "experts", "vocab")
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
+    table = Columns([Column("model"), *(Column(*one, is_number=True) for one in _OF_MODELS)])
     rows = []
     for name, config in PRESETS.items():
         model, count = config.model, count_parameters(config.model)
@@ -91,14 +104,16 @@ def models(json_path: str | None) -> None:
     "Environments with them are built by pip and kept in the cache folder.",
 )
 @json_option
+@explain_option
 def compile_command(
     chosen: Chosen,
     target: Target,
     hlo_path: str | None,
     across: str | None,
     json_path: str | None,
+    explain: bool,
 ) -> None:
-    """Compile one training step and report its memory, matrix products and collectives.
+    """Compile one training step: memory, time, and whether it fits.
 
     For NVIDIA it is compiled twice: with matrix products by Triton and by cuBLASLt. The JSON has
     the second program under `other_gemm`.
@@ -114,8 +129,9 @@ def compile_command(
     platforms = target.platforms()
     with progress() as say, compiler_errors():
         results = [measure_step(config, mesh_config, one, progress=say) for one in platforms]
-    title = f"one training step of {chosen.model} on {mesh_config}"
-    report.show_measurements(title, results, json_path=json_path)
+    title = step_title(chosen.model, config, mesh_config)
+    report.show_measurements(title, results, json_path=json_path, advice=ADVICE)
+    say_words(explain, json_path, words.MEMORY, words.TIME)
     if hlo_path:
         write_text(hlo_path, results[0].hlo)
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from nnx_pipeline.cli.functions import Inputs, check_subject, inputs_options
-from nnx_pipeline.cli.options import Chosen, Target, config_options, target_options
+from nnx_pipeline.cli.options import Chosen, Target, config_options, step_title, target_options
 from nnx_pipeline.cli.reports import Outputs, report_options
 from nnx_pipeline.cli.support import Failed, compiler_errors, progress
 from nnx_pipeline.experiments.programs import measure_step
@@ -19,6 +19,7 @@ from nnx_pipeline.lab.compile.functions import find_function, mesh_on
 from nnx_pipeline.lab.compile.measure import Measurement, Progress
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.report import tables as report
+from nnx_pipeline.lab.report import words
 from nnx_pipeline.lab.report.memory_tables import memory_view
 from nnx_pipeline.lab.report.time_table import lines_table, time_table
 from nnx_pipeline.lab.report.unread import FIGURES, unread_lines
@@ -67,7 +68,7 @@ def memory_command(
         if function is None:
             config = chosen.config()
             results = [measure_step(config, mesh_config, one, progress=say) for one in targets]
-            title = f"one training step of {chosen.model} on {mesh_config}"
+            title = step_title(chosen.model, config, mesh_config)
         else:
             results = [
                 _measure_function(function, inputs, mesh_config, one, say) for one in targets
@@ -87,6 +88,7 @@ def memory_command(
         if result.time:
             report.show(lines_table(result.time, top=top), json_path=outputs.json_path)
             report.show(time_table(result.time), json_path=outputs.json_path)
+    outputs.say_words(words.BUFFERS, words.MEMORY, words.TIME)
     rows = [
         {**result.to_json(), "buffers": attribution.to_json(), "time_by_line": _by_line(result)}
         for result, attribution in zip(results, found, strict=True)

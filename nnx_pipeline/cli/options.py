@@ -288,6 +288,18 @@ def is_given(option: str) -> bool:
     return context.get_parameter_source(option) is ParameterSource.COMMANDLINE
 
 
+def step_title(model: str | None, config: Config, mesh: MeshConfig) -> str:
+    """What is compiled: one training step of a preset on a mesh, and the shape of its batch."""
+    train, pipeline = config.train, config.pipeline
+    microbatches = pipeline.num_microbatches or mesh.stage
+    told = f"batch {train.global_batch} × {train.sequence_length}"
+    if mesh.stage > 1:
+        told += f", {microbatches} microbatches"
+        told += f" × {pipeline.num_repeats} repeats" if pipeline.num_repeats > 1 else ""
+        told += f", {pipeline.schedule}"
+    return f"one training step of {model} on {mesh}: {told}"
+
+
 def check_alone(option: str, *besides: str) -> None:
     """Raises InputError if the command line has options that would be ignored beside this one.
 

@@ -1,11 +1,12 @@
 """The options `--html` and `--chart`, which write a result as a page and as a picture."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import click
 from click.core import ParameterSource
+from rich.text import Text
 
 from nnx_pipeline.cli.options import bundled, json_option
 from nnx_pipeline.files import check_picture, save_figure, write_text
@@ -13,9 +14,11 @@ from nnx_pipeline.lab.comparison.outcome import Outcome
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.page import measurement_page, outcomes_page
 from nnx_pipeline.lab.report.chart import outcomes_chart, program_chart
-from nnx_pipeline.lab.report.tables import check_outputs
+from nnx_pipeline.lab.report.tables import check_outputs, show
+from nnx_pipeline.lab.report.words import HINT, explained
 
-_OUTPUTS = ("html_path", "chart_path", "json_path")  # where results go; they change no result
+# Where results go, and what is said beside them; they change no result.
+_OUTPUTS = ("html_path", "chart_path", "json_path", "explain")
 
 
 @dataclass(frozen=True)
@@ -24,11 +27,17 @@ class Outputs:
 
     - `html_path`, `chart_path`, `json_path`: the values of `--html`, `--chart` and `--json`, None
       where the option is not given.
+    - `explain`: the value of `--explain`.
     """
 
     html_path: str | None
     chart_path: str | None
     json_path: str | None
+    explain: bool
+
+    def say_words(self, *groups: Mapping[str, str]) -> None:
+        """Shows what the words of the tables mean, or the option that would; see `say_words`."""
+        say_words(self.explain, self.json_path, *groups)
 
     def check(self) -> None:
         """Raises InputError, before any work is done, if one of the files cannot be written."""
@@ -62,6 +71,22 @@ class Outputs:
             save_figure(program_chart(title, *measured), self.chart_path)
 
 
+explain_option = click.option(
+    "--explain", is_flag=True, help="Say below the tables what their words mean."
+)
+
+
+def say_words(explain: bool, json_path: str | None, *groups: Mapping[str, str]) -> None:
+    """Shows what the words of the tables mean, or names the option that does.
+
+    - `explain`: the value of `--explain`.
+    - `json_path`: the value of `--json`; nothing is shown where JSON goes to standard output.
+    - `groups`: words and their meanings, from `report.words`.
+    """
+    view = explained(*(group.items() for group in groups)) if explain else Text(HINT, style="dim")
+    show(view, json_path=json_path)
+
+
 report_options = bundled(
     "outputs",
     Outputs,
@@ -78,6 +103,7 @@ report_options = bundled(
         help="Draw memory by role as .png or .svg, for a pull request.",
     ),
     json_option,
+    explain_option,
 )
 
 

@@ -135,7 +135,6 @@ TRANSFERS = (
         a=Arm(label="ppermute", configure=set_pipeline(shift="ppermute")),
         b=Arm(label="slice", configure=set_pipeline(shift="slice")),
         needs=("stage",),
-        by_default=True,
     ),
     Experiment(
         name="stage-shift-pad",
@@ -167,6 +166,7 @@ WEIGHTS = (
         b=Arm(label="per step", configure=set_pipeline(fsdp_gather="step")),
         setup=in_both(backward="accumulate"),
         needs=("stage", "fsdp"),
+        by_default=True,
     ),
     Experiment(
         name="weights-ahead",

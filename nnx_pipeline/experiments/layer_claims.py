@@ -112,7 +112,6 @@ LAYERS = (
         "[batch, seq, seq], or is one segment, for which comparing positions is enough",
         a=Arm(label="segment ids", segment_ids=True, parts=Parts(mask=variants.mask_array)),
         b=Arm(label="causal only"),
-        by_default=True,
     ),
     Experiment(
         name="norm-scale",
@@ -121,7 +120,6 @@ LAYERS = (
         "nothing and applies it by a product",
         a=Arm(label="einsum", parts=Parts(apply_norm_scale=variants.einsum_scale)),
         b=Arm(label="multiply"),
-        by_default=True,
     ),
     *EXPERTS,
     Experiment(

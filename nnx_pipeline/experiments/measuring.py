@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import TypeVar
 
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.experiments.arms import Program
@@ -20,6 +21,7 @@ MOST_AT_ONCE = 4
 
 Job = tuple[Program, MeshConfig]
 Found = Measurement | str
+_Made = TypeVar("_Made")
 
 
 def measure_programs(
@@ -48,9 +50,15 @@ def measure_programs(
     }
     missing = [job for job in jobs if job not in found]
 
-    def say(job: Job) -> Progress:
-        count = f"{len(found)} of {len(jobs)} programs, " if len(jobs) > 1 else ""
-        return lambda text: progress(f"{count}{jobs[job]}: {text}")
+    def ready(job: Job) -> Callable[[], Found]:
+        """Traces a program, and returns what compiles it or returns why it has no trace."""
+
+        def say(text: str) -> None:
+            count = f"{len(found)} of {len(jobs)} programs, " if len(jobs) > 1 else ""
+            progress(f"{count}{jobs[job]}: {text}")
+
+        traced = _or_error(lambda: prepare(*job, platform, virtual_cpus=VIRTUAL_CPUS, progress=say))
+        return (lambda: traced) if isinstance(traced, str) else traced
 
     def keep(job: Job, result: Found) -> None:
         if not isinstance(result, str):
@@ -59,12 +67,10 @@ def measure_programs(
 
     # While memory on the host is measured, nothing else may run.
     for job in [job for job in missing if job[0].kind == "trace"]:
-        keep(job, _finished(_prepared(job, platform, say(job))))
+        keep(job, _or_error(ready(job)))
     together = [job for job in missing if job not in found]
     with ThreadPoolExecutor(max_workers=_at_once(len(together))) as pool:
-        started = {
-            pool.submit(_finished, _prepared(job, platform, say(job))): job for job in together
-        }
+        started = {pool.submit(_or_error, ready(job)): job for job in together}
         for future in as_completed(started):
             keep(started[future], future.result())
     return {job: found[job] for job in jobs}
@@ -85,28 +91,15 @@ def _known(cache: Cache, key: str | None) -> Measurement | None:
         return None
 
 
-def _prepared(job: Job, platform: Platform, progress: Progress) -> Callable[[], Found]:
-    """What compiles and measures a program, or returns the error of its trace."""
-    program, mesh = job
+def _or_error(make: Callable[[], _Made]) -> _Made | str:
+    """What a function returns, or the first line of its error, other than an InputError.
+
+    An arm may break any compiler in any way: the report says how.
+    """
     try:
-        return prepare(program, mesh, platform, virtual_cpus=VIRTUAL_CPUS, progress=progress)
+        return make()
     except InputError:
         raise
     except Exception as error:
-        told = _first_line(error)
-        return lambda: told
-
-
-def _finished(measure: Callable[[], Found]) -> Found:
-    try:
-        return measure()
-    except InputError:
-        raise
-    except Exception as error:
-        return _first_line(error)
-
-
-def _first_line(error: Exception) -> str:
-    """What the report says of an arm that breaks a compiler, in whatever way."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:200]
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return lines[0][:200]

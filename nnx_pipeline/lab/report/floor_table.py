@@ -6,10 +6,12 @@ from rich.text import Text
 
 from nnx_pipeline.lab.attribution.floor import Floor, Gap, Term, between
 from nnx_pipeline.lab.compile.measure import Measurement
+from nnx_pipeline.lab.report.columns import Column, Columns
 from nnx_pipeline.lab.report.memory_tables import megabytes
 from nnx_pipeline.lab.report.time_table import milliseconds
 
 SMALLEST = 50_000  # bytes; a row below it would say 0.0 MB in every column
+_OF_TERMS = (Column(""), Column("MB", is_number=True), Column("formula", 1, is_prose=True))
 ABOUT = "what any program for this step must hold"
 ABOUT_EXPECTED = "what the compiler is expected to hold"
 
@@ -85,10 +87,7 @@ def expected_terms(floor: Floor) -> list[Term]:
 
 def _terms(floor: Floor) -> RenderableType:
     moment = floor.peak.name if floor.peak else "–"
-    table = Table(title=f"{ABOUT}; most at: {moment}", title_justify="left")
-    table.add_column("", no_wrap=True)
-    table.add_column("MB", justify="right", no_wrap=True)
-    table.add_column("formula", overflow="fold")
+    table = Columns(_OF_TERMS, title=f"{ABOUT}; most at: {moment}")
     for term in floor.arguments:
         table.add_row(term.name, megabytes(term.bytes), term.formula)
     table.add_section()
@@ -104,10 +103,7 @@ def _expected(floor: Floor) -> RenderableType:
     moment = floor.expected_peak
     if moment is None:
         return Group()
-    table = Table(title=f"{ABOUT_EXPECTED}; most at: {moment.name}", title_justify="left")
-    table.add_column("", no_wrap=True)
-    table.add_column("MB", justify="right", no_wrap=True)
-    table.add_column("formula", overflow="fold")
+    table = Columns(_OF_TERMS, title=f"{ABOUT_EXPECTED}; most at: {moment.name}")
     for term in expected_terms(floor):
         table.add_row(term.name, signed(term.bytes), term.formula)
     table.add_section()

@@ -10,9 +10,18 @@ from rich.table import Table
 from rich.text import Text
 
 from nnx_pipeline.lab.attribution.result import Attribution, Buffer, BufferDifference
+from nnx_pipeline.lab.report.columns import Column, Columns, figures
 
 TOP = 5  # rows of the table of differences below an A/B comparison
 SMALLEST = 10_000  # bytes from which a buffer outside the heap is shown
+
+# What a buffer is. The line of source stays as long as anything does: it says what to change.
+_WHAT = (
+    Column("role"),
+    Column("shape", 3),
+    Column("operation", 2),
+    Column("source", 1, shorter=lambda source: "/".join(source.split("/")[-2:])),
+)
 
 # Parts of an operation's path (JAX's op_name) that only say that something was called, in a loop or
 # under vmap.
@@ -35,10 +44,8 @@ def memory_view(title: str, attribution: Attribution, *, top: int) -> Renderable
     """
     heap = attribution.heap_bytes
     groups = grouped(attribution.buffers)
-    table = Table(title="the heap of device memory at its peak", title_justify="left")
-    for column in ("MB", "share", "×"):
-        table.add_column(column, justify="right", no_wrap=True)
-    _add_columns(table)
+    heads = [*figures("MB"), Column("share", 4, is_number=True), *figures("×")]
+    table = Columns([*heads, *_WHAT], title="the heap of device memory at its peak")
     for group in groups[:top]:
         _add(table, group, heap)
     if rest := [buffer for group in groups[top:] for buffer in group]:
@@ -54,18 +61,13 @@ def memory_view(title: str, attribution: Attribution, *, top: int) -> Renderable
     )
 
 
-def difference_view(
-    title: str, rows: Sequence[BufferDifference], *, top: int = TOP
-) -> RenderableType:
+def difference_view(title: str, rows: Sequence[BufferDifference], *, top: int = TOP) -> Columns:
     """A table of the largest changes from a to b.
 
     - `rows`: the changes, largest first, as `attribution.result.difference` gives them.
     - `top`: the most rows that are shown; the others are summed in one row.
     """
-    table = Table(title=title, title_justify="left")
-    for column in ("a MB", "b MB", "b − a"):
-        table.add_column(column, justify="right", no_wrap=True)
-    _add_columns(table)
+    table = Columns([*figures("a MB", "b MB", "b − a"), *_WHAT], title=title)
     for row in rows[:top]:
         table.add_row(
             _size(row.a_bytes),
@@ -128,20 +130,12 @@ def grouped(buffers: Sequence[Buffer]) -> list[list[Buffer]]:
     return sorted(groups.values(), key=lambda group: -sum(buffer.bytes for buffer in group))
 
 
-def _add_columns(table: Table) -> None:
-    for column in ("role", "shape", "operation", "source"):
-        table.add_column(column, overflow="fold")
-
-
-def _beside(attribution: Attribution, top: int) -> list[Table]:
+def _beside(attribution: Attribution, top: int) -> list[Columns]:
     """Tables of what a device holds besides arguments, results and heap, by line of source."""
     tables = []
     for title, buffers in beside_the_heap(attribution):
         groups = grouped(buffers)
-        table = Table(title=title, title_justify="left")
-        for column in ("MB", "×"):
-            table.add_column(column, justify="right", no_wrap=True)
-        _add_columns(table)
+        table = Columns([*figures("MB", "×"), *_WHAT], title=title)
         for group in groups[:top]:
             table.add_row(_size(sum(buffer.bytes for buffer in group)), *_what(group))
         if rest := [buffer for group in groups[top:] for buffer in group]:
@@ -166,7 +160,7 @@ def beside_the_heap(attribution: Attribution) -> list[tuple[str, list[Buffer]]]:
     return found
 
 
-def _add(table: Table, group: list[Buffer], heap: int) -> None:
+def _add(table: Columns, group: list[Buffer], heap: int) -> None:
     size = sum(buffer.bytes for buffer in group)
     table.add_row(_size(size), _share(size, heap), *_what(group))
 

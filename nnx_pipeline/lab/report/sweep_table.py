@@ -1,17 +1,25 @@
 """A sweep as a table for the terminal."""
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from nnx_pipeline.lab.comparison.sweep import Fit, Point, Sweep
+from nnx_pipeline.lab.report.columns import Column, Columns
 from nnx_pipeline.lab.report.memory_tables import megabytes
 from nnx_pipeline.lab.report.tables import closing_lines
 from nnx_pipeline.lab.report.time_table import milliseconds
 
 BYTES = ("temp_bytes", "heap_bytes", "peak_bytes", "account_bytes")
-COLUMNS = ("temp MB", "heap MB", "peak MB", "account MB", "GFLOP", "step ms", "compile s")
+# The columns, and the order in which a narrow screen leaves them out.
+COLUMNS = {
+    "temp MB": 0,
+    "heap MB": 1,
+    "peak MB": 3,
+    "account MB": 0,
+    "GFLOP": 2,
+    "step ms": 0,
+    "compile s": 4,
+}
 # What each figure is divided by before it is shown, in the order of the columns.
 UNITS = {**dict.fromkeys(BYTES, 1e6), "flops": 1e9, "step_seconds": 1e-3, "compile_seconds": 1.0}
 
@@ -20,10 +28,8 @@ def sweep_view(title: str, sweep: Sweep) -> RenderableType:
     """A table per arm: one line per program, then the slope of each figure and its r²."""
     parts: list[RenderableType] = [Text(title, style="italic")]
     for label, points in sweep.arms:
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-        table.add_column("", overflow="fold")
-        for column in COLUMNS:
-            table.add_column(column, justify="right", no_wrap=True)
+        heads = [Column(name, order, is_number=True) for name, order in COLUMNS.items()]
+        table = Columns([Column(""), *heads], is_bare=True)
         for point in points:
             table.add_row(str(point.value), *_figures(point))
         table.add_section()

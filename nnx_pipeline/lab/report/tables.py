@@ -1,10 +1,11 @@
 """Shows results as tables for the terminal, and writes them as JSON."""
 
 import contextlib
+import functools
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from nnx_pipeline.lab.comparison.numerics import Numerics
 from nnx_pipeline.lab.comparison.outcome import NAMES, NOT_APPLICABLE, Outcome, Quantity
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.report.account_table import OTHER_ROWS, account_table, blind_spots
+from nnx_pipeline.lab.report.fit import ADVICE, fit_lines
 from nnx_pipeline.lab.report.floor_table import floor_view
 from nnx_pipeline.lab.report.memory_tables import difference_view, megabytes
+from nnx_pipeline.lab.report.sentences import closing_sentences
 from nnx_pipeline.lab.report.settings_lines import arm_lines, left_out_lines, settings_lines
 from nnx_pipeline.lab.report.time_table import milliseconds, time_table
 from nnx_pipeline.lab.report.unread import unread_lines
@@ -35,7 +38,10 @@ GEMM_NAMES = {"triton": "Triton", "cublas": "cuBLASLt"}
 SAME_MEMORY = Text(f"matrix products by {GEMM_NAMES['cublas']}: the same memory")
 QUANTITIES: tuple[Quantity, ...] = ("temp", "heap", "account")
 COLUMNS = ("temp", "heap", "peak", "account")  # of a table of arms
+LEFT_OUT = ("peak MB", "heap MB")  # on a narrow screen, the first one first
+_LABEL = 14  # letters of a label that a figure may take no room from
 _FIGURE = len("account MB")  # width of a column of figures, in letters
+WIDTH_OF_FILES = 140  # columns, where the output is no terminal
 _KEY = "  {}:"  # before the label of an arm
 _KEY_WIDTH = len(_KEY.format("a"))
 
@@ -46,12 +52,19 @@ def compiler(measurement: Measurement) -> str:
     return f"{measurement.platform} ({versions})"
 
 
-def measurement_view(title: str, measurement: Measurement, *, hint: bool = True) -> RenderableType:
+def measurement_view(
+    title: str,
+    measurement: Measurement,
+    *,
+    hint: bool = True,
+    advice: Mapping[str, str] = ADVICE,
+) -> RenderableType:
     """What one program costs: memory, collectives, matrix products, time, and notes.
 
     - `title`: the first line.
     - `measurement`: the program, such as a training step.
     - `hint`: whether to name the option that shows both kinds of matrix product.
+    - `advice`: what to try where it does not fit, see `fit.fit_lines`.
     """
     memory = account_table(measurement)
     memory.add_section()
@@ -79,16 +92,15 @@ def measurement_view(title: str, measurement: Measurement, *, hint: bool = True)
     if measurement.platform == "cpu":
         lines.append(Text(CPU_WARNING, style="yellow"))
     lines += [*_gemm([measurement], hint), *blind_spots([measurement])]
-    lines += [*_too_large([measurement]), *_unread([measurement])]
+    lines += _unread([measurement])
     lines += [Text(note, style="yellow") for note in measurement.notes]
-    return Group(*lines)
+    return Group(*lines, *fit_lines(measurement, advice))
 
 
 def account_view(measurement: Measurement) -> RenderableType:
     """The account alone, with remarks on its figures."""
-    told = [*blind_spots([measurement]), *_too_large([measurement])]
-    told += _settings([measurement])
-    return Group(account_table(measurement), *told)
+    told = [*blind_spots([measurement]), *_settings([measurement])]
+    return Group(account_table(measurement), *told, *fit_lines(measurement))
 
 
 def outcomes_view(title: str, outcomes: Sequence[Outcome], *, hint: bool = True) -> RenderableType:
@@ -102,11 +114,14 @@ def outcomes_view(title: str, outcomes: Sequence[Outcome], *, hint: bool = True)
     letters = max((len(label) for label, _ in arms), default=0)
     timed = any(result and result.time for _, result in arms)
     heads = [*(f"{name} MB" for name in COLUMNS), *(["step ms"] if timed else [])]
-    parts: list[RenderableType] = [Text(title, style="italic"), _Rows([("", heads)], letters, "")]
+    parts: list[RenderableType] = [
+        Text(title, style="italic"),
+        _Rows([("", heads)], letters, heads, keys=""),
+    ]
     for outcome in outcomes:
         rows = [(label, _figures(result, timed)) for label, result in _arms(outcome)]
         told = [Padding(Text(line), (0, 0, 0, 2)) for line in arm_lines(outcome)]
-        parts += [Text(heading(outcome), style="bold"), *told, _Rows(rows, letters)]
+        parts += [Text(heading(outcome), style="bold"), *told, _Rows(rows, letters, heads)]
     notes = [Text(f"{o.question.name}: {o.note}", style="yellow") for o in outcomes if o.note]
     measured = [m for o in outcomes for m in (o.a, o.b) if m]
     notes += closing_lines(measured, [o.numerics for o in outcomes if o.numerics], hint=hint)
@@ -117,7 +132,7 @@ def outcomes_view(title: str, outcomes: Sequence[Outcome], *, hint: bool = True)
         for outcome in outcomes
         if outcome.buffers
     ]
-    return Group(*parts, *changes, *notes)
+    return Group(*parts, *changes, *notes, *closing_sentences(outcomes))
 
 
 @dataclass(frozen=True)
@@ -126,25 +141,40 @@ class _Rows:
 
     - `rows`: label and figures of each arm.
     - `letters`: the length of the longest label. A label too long for the room that there is takes
-      several lines.
+      several lines, once the figures that a narrow screen leaves out are gone.
+    - `heads`: what the figures are.
     - `keys`: the letter of each arm; "" for a row of heads.
     """
 
     rows: Sequence[tuple[str, Sequence[str]]]
     letters: int
+    heads: Sequence[str]
     keys: str = "ab"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = Table.grid(padding=(0, 2, 0, 0))
-        columns = len(self.rows[0][1])
-        room = options.max_width - columns * (_FIGURE + 2) - (_KEY_WIDTH + 2)
+        shown = self._shown(options.max_width)
         table.add_column("", width=_KEY_WIDTH)
+        room = self._room(options.max_width, len(shown))
         table.add_column("", width=max(8, min(self.letters, room)), overflow="fold")
-        for _ in range(columns):
+        for _ in shown:
             table.add_column(justify="right", no_wrap=True, min_width=_FIGURE)
         for key, (label, figures) in zip(self.keys or " ", self.rows, strict=False):
-            table.add_row(_KEY.format(key) if self.keys else "", label, *figures)
+            kept = (figures[at] for at in shown)
+            table.add_row(_KEY.format(key) if self.keys else "", label, *kept)
         yield table
+
+    def _shown(self, width: int) -> list[int]:
+        """Which figures there is room for, beside a label of `_LABEL` letters at most."""
+        shown = list(range(len(self.heads)))
+        for name in LEFT_OUT:
+            if name in self.heads and self._room(width, len(shown)) < min(self.letters, _LABEL):
+                shown.remove(self.heads.index(name))
+        return shown
+
+    def _room(self, width: int, columns: int) -> int:
+        """The letters that are left for the label beside so many figures."""
+        return width - columns * (_FIGURE + 2) - (_KEY_WIDTH + 2)
 
 
 def _figures(result: Measurement | None, timed: bool) -> list[str]:
@@ -180,20 +210,26 @@ def verdict_words(outcome: Outcome) -> str:
     return f"{words}, failed" if outcome.failed else words
 
 
-def show_measurements(title: str, results: Sequence[Measurement], *, json_path: str | None) -> None:
+def show_measurements(
+    title: str,
+    results: Sequence[Measurement],
+    *,
+    json_path: str | None,
+    advice: Mapping[str, str] = ADVICE,
+) -> None:
     """Prints the tables of `compile` and `measure`, and writes their JSON.
 
     - `title`: the first line of a table.
     - `results`: the program once, or with Triton's and with cuBLASLt's matrix products.
     - `json_path`: the file for the JSON; `-` writes it to standard output instead of the tables,
       and None writes none.
+    - `advice`: as for `measurement_view`.
     """
-    hint = len(results) == 1
-    show(measurement_view(title, results[0], hint=hint), json_path=json_path)
+    view = functools.partial(measurement_view, title, hint=len(results) == 1, advice=advice)
+    show(view(results[0]), json_path=json_path)
     for other in results[1:]:
         differs = other.memory != results[0].memory
-        view = measurement_view(title, other, hint=hint) if differs else SAME_MEMORY
-        show(view, json_path=json_path)
+        show(view(other) if differs else SAME_MEMORY, json_path=json_path)
     emit_json(json_path, with_other_gemm([result.to_json() for result in results]))
 
 
@@ -391,6 +427,7 @@ def _finite(value: Any) -> Any:
 def show(view: RenderableType, *, json_path: str | None) -> None:
     """Prints to standard output, unless `json_path` is `-` and JSON goes there."""
     if json_path != "-":
+        # A terminal has its own width, and COLUMNS sets that of a file or a pipe.
+        width = None if Console().is_terminal or os.environ.get("COLUMNS") else WIDTH_OF_FILES
         # Rich takes words in square brackets for markup, and shapes and messages contain them.
-        width = None if Console().is_terminal else 140
         Console(width=width, markup=False, emoji=False).print(view)

@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from nnx_pipeline.lab.report.columns import Column, Columns, figures
 from nnx_pipeline.lab.report.memory_tables import short_source
 from nnx_pipeline.lab.timing.result import PASSES, Row, Time
 
@@ -39,16 +40,15 @@ def time_table(time: Time | None) -> RenderableType:
     return Group(table, Text(shares(time)))
 
 
-def lines_table(time: Time, *, top: int) -> Table:
+def lines_table(time: Time, *, top: int) -> Columns:
     """Where the compute goes: one row per source line, its passes side by side.
 
     - `time`: the estimate.
     - `top`: the most rows; the other lines are summed in one row.
     """
-    table = Table(title="where the estimated compute goes, ms", title_justify="left")
-    for column in ("all", *PASSES, "launches"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("line", overflow="fold")
+    passes = [Column(name, at, is_number=True) for at, name in enumerate(PASSES, 2)]
+    heads = [*figures("all"), *passes, Column("launches", 1, is_number=True), Column("line")]
+    table = Columns(heads, title="where the estimated compute goes, ms")
     ordered = rows_by_line(time)
     for source, rows in ordered[:top]:
         table.add_row(*_cells(rows), short_source(source))

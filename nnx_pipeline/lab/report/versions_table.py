@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from nnx_pipeline.lab.compile.settings import written
+from nnx_pipeline.lab.report.columns import Column, Columns
 from nnx_pipeline.lab.report.memory_tables import megabytes
 from nnx_pipeline.lab.report.tables import CPU_WARNING, GEMM_NAMES, SAME_MEMORY
 from nnx_pipeline.lab.report.time_table import milliseconds
@@ -23,7 +23,6 @@ FIGURES: dict[str, tuple[str, str, Callable[[Any], str]]] = {
     "step ms": ("time", "step_seconds", milliseconds),
     "compile s": ("seconds", "compile", lambda s: "–" if s is None else f"{s:.1f}"),
 }
-_WIDTH = max(len(word) for name in FIGURES for word in name.split())
 
 
 def versions_view(title: str, rows: Sequence[Row]) -> RenderableType:
@@ -45,29 +44,26 @@ def versions_view(title: str, rows: Sequence[Row]) -> RenderableType:
     return Group(*parts, *_remarks(rows, done))
 
 
-def _packages(rows: Sequence[Row]) -> Table:
+def _packages(rows: Sequence[Row]) -> Columns:
     """The version of each package that decides what a compiler does."""
     names = dict.fromkeys(
         name for row in rows for name, value in row.get("versions", {}).items() if value
     )
-    table = Table.grid(padding=(0, 2, 0, 0))
     heads = ["jax", *(name for name in names if name != "jax")]
-    table.add_row(*(Text(name, style="bold") for name in heads))
+    table = Columns([Column(name, order) for order, name in enumerate(heads)], is_bare=True)
     for row in rows:
         known = {**row.get("versions", {}), "jax": row["version"]}
         table.add_row(*(known.get(name) or "–" for name in heads))
     return table
 
 
-def _figures(rows: Sequence[Row]) -> Table:
+def _figures(rows: Sequence[Row]) -> Columns:
     """A line of figures for each version, and below it the differences to the first version."""
-    table = Table.grid(padding=(0, 1, 0, 0))
-    table.add_column("", no_wrap=True)
-    for _ in FIGURES:
-        table.add_column(justify="right", no_wrap=True, min_width=_WIDTH)
-    heads = [name.rpartition(" ") for name in FIGURES]
-    for part in (0, 2):
-        table.add_row("", *(Text(head[part], style="bold") for head in heads))
+    # The first ones stay longest.
+    heads = [
+        Column(name.replace(" ", "\n"), order, is_number=True) for order, name in enumerate(FIGURES)
+    ]
+    table = Columns([Column(""), *heads], is_bare=True)
     first = _values(rows[0])
     for row in rows:
         values = _values(row)
@@ -75,7 +71,7 @@ def _figures(rows: Sequence[Row]) -> Table:
         table.add_row(row["version"], *shown)
         if row is not rows[0] and not row["error"]:
             changes = (_change(*pair) for pair in zip(first, values, strict=True))
-            table.add_row("", *(Text(change, style="dim") for change in changes))
+            table.add_row("", *changes)
     return table
 
 

@@ -1,0 +1,111 @@
+"""A table that leaves out whole columns where a screen is too narrow, rather than cut words."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+Rows = list[list[str] | None]  # the cells of each row; None is a line between two sections
+SHORTEST_PROSE = 28  # letters; prose in a narrower column is no longer read with ease
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a `Columns`.
+
+    - `name`: its head.
+    - `left_out`: the column with the largest number is left out first; one with 0 always stays.
+    - `is_number`: whether its cells are aligned to the right.
+    - `is_prose`: whether its cells may take several lines, broken between words.
+    - `shorter`: makes a cell shorter, which is tried before the column is left out.
+    """
+
+    name: str
+    left_out: int = 0
+    is_number: bool = False
+    is_prose: bool = False
+    shorter: Callable[[str], str] | None = None
+
+
+def figures(*names: str) -> list[Column]:
+    """Columns of numbers that always stay, with these heads."""
+    return [Column(name, is_number=True) for name in names]
+
+
+class Columns:
+    """A table of text that fits any screen.
+
+    - `columns`: the columns from left to right.
+    - `title`: stands above the table, with a line below it that names the columns that are left
+      out.
+    - `is_bare`: whether it has no frame.
+    """
+
+    def __init__(
+        self, columns: Sequence[Column], *, title: str = "", is_bare: bool = False
+    ) -> None:
+        self.columns, self.title, self.is_bare = list(columns), title, is_bare
+        self.rows: Rows = []
+
+    def add_row(self, *cells: str) -> None:
+        """Adds a row; cells that are not given are empty."""
+        missing = len(self.columns) - len(cells)
+        self.rows.append([*cells, *[""] * missing])
+
+    def add_section(self) -> None:
+        """Draws a line below the last row."""
+        self.rows.append(None)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        shown, rows = list(range(len(self.columns))), self.rows
+        # A table is never measured to be wider than what it may take.
+        wide = options.update(max_width=10_000)
+        while Measurement.get(console, wide, self._table(shown, rows)).minimum > options.max_width:
+            order = [at for at in shown if self.columns[at].left_out]
+            if not order:
+                break
+            next_one = max(order, key=lambda at: self.columns[at].left_out)
+            shorter = self._shortened(next_one)
+            if shorter in (None, rows):
+                shown.remove(next_one)
+            else:
+                rows = shorter
+        if self.title:
+            yield Text(self.title, style="italic")
+        yield self._table(shown, rows)
+        if missing := [at for at in range(len(self.columns)) if at not in shown]:
+            names = ", ".join(self.columns[at].name for at in missing)
+            yield Text(f"left out at {options.max_width} columns: {names}", style="dim")
+
+    def _shortened(self, at: int) -> Rows | None:
+        """The rows with the cells of one column shorter; None where the column has no such way."""
+        shorter = self.columns[at].shorter
+        if shorter is None:
+            return None
+        return [row and [*row[:at], shorter(row[at]), *row[at + 1 :]] for row in self.rows]
+
+    def _table(self, shown: Sequence[int], rows: Rows) -> Table:
+        table = Table(
+            box=box.SIMPLE_HEAD if self.is_bare else box.HEAVY_HEAD,
+            padding=(0, 1, 0, 0) if self.is_bare else (0, 1),
+            pad_edge=not self.is_bare,
+        )
+        for column in (self.columns[at] for at in shown):
+            table.add_column(
+                column.name,
+                justify="right" if column.is_number else "left",
+                # What is not prose may still be folded, where nothing is left to leave out.
+                overflow="fold",
+                no_wrap=not column.is_prose and any(self.columns[at].left_out for at in shown),
+                min_width=SHORTEST_PROSE if column.is_prose else None,
+            )
+        for row in rows:
+            if row is None:
+                table.add_section()
+            else:
+                table.add_row(*(row[at] for at in shown))
+        return table

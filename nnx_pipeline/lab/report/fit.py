@@ -1,0 +1,73 @@
+"""Says whether a program fits on a device, and if not, what takes the room and what to try."""
+
+from collections.abc import Mapping
+
+from rich.text import Text
+
+from nnx_pipeline.lab.compile.measure import Measurement
+from nnx_pipeline.lab.report.memory_tables import grouped, megabytes, short_source
+
+NAMED = 3  # the largest buffers that are named
+_PARTS = {
+    "kept_argument_bytes": "arguments",
+    "donated_argument_bytes": "arguments",
+    "output_bytes": "outputs",
+    "constant_bytes": "constants",
+    "heap_bytes": "heap",
+}
+# What makes buffers of a role smaller, in any program.
+ADVICE = {
+    "saved residual": "jax.checkpoint, so that the backward pass computes values again",
+    "activation": "fewer rows at a time, such as gradients of one microbatch after the other",
+    "logits": "the loss computed for a part of the sequence at a time",
+    "gathered weight": "weights gathered one layer at a time, in a jax.lax.scan over layers",
+    "gradient accumulator": "gradients sharded as their parameters are",
+    "arguments": "more devices along the mesh axis that the parameters are split over",
+}
+
+
+def fit_lines(measurement: Measurement, advice: Mapping[str, str] = ADVICE) -> list[Text]:
+    """What must fit beside what a device has, as the last words about a program.
+
+    - `measurement`: the program.
+    - `advice`: for one that does not fit: what makes the buffers of each role smaller, and under
+      `arguments` what makes these smaller.
+    """
+    if not measurement.exceeds_device_memory:
+        return [Text(_sum(measurement), style="bold")]
+    lines = [Text(_sum(measurement), style="bold red")]
+    found = measurement.attribution
+    largest = grouped(found.buffers)[:NAMED] if found else []
+    lines += [
+        Text(
+            f"  {megabytes(sum(one.bytes for one in group))} MB: {group[0].role}, "
+            f"{group[0].shape or 'no array'}, {short_source(group[0].source)}"
+        )
+        for group in largest
+    ]
+    account = measurement.account
+    arguments = account.kept_argument_bytes + account.donated_argument_bytes
+    roles = [group[0].role for group in largest]
+    if arguments > measurement.needed_bytes / 2:
+        roles.insert(0, "arguments")
+    tried = dict.fromkeys(advice[role] for role in roles if role in advice)
+    lines += [Text(f"  to try: {what}") for what in tried]
+    return lines
+
+
+def _sum(measurement: Measurement) -> str:
+    """Such as `arguments 20.1 + heap 4.5 = 24.6 of 102.8 GB: fits`."""
+    account, size = measurement.account, measurement.device_memory_bytes
+    parts: dict[str, int] = {}
+    for field, name in _PARTS.items():
+        parts[name] = parts.get(name, 0) + (getattr(account, field) or 0)
+    largest = max(size or 0, measurement.needed_bytes)
+    unit, scale = ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6)
+    digits = 2 if measurement.needed_bytes < 0.1 * scale * 100 else 1
+    shown = [f"{name} {part / scale:,.{digits}f}" for name, part in parts.items() if part]
+    told = f"{' + '.join(shown)} = {measurement.needed_bytes / scale:,.{digits}f}"
+    if size is None:
+        return f"{told} {unit} per device, whose memory is not known here"
+    told += f" of {size / scale:,.{digits}f} {unit}"
+    verdict = {True: "does not fit ✗", False: "fits", None: "fits, if it holds no constants"}
+    return f"{told}: {verdict[measurement.exceeds_device_memory]}"

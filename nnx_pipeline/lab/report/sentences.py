@@ -1,0 +1,89 @@
+"""Says in words what a comparison has shown."""
+
+from collections.abc import Callable, Sequence
+
+from rich.text import Text
+
+from nnx_pipeline.lab.comparison.outcome import NO_EFFECT, Outcome
+from nnx_pipeline.lab.compile.measure import Measurement
+from nnx_pipeline.lab.report.memory_tables import megabytes
+from nnx_pipeline.lab.report.time_table import milliseconds
+
+Figure = Callable[[Measurement], float | None]
+
+
+def closing_sentences(outcomes: Sequence[Outcome]) -> list[Text]:
+    """What each comparison means for the account and the step, and which has the largest effects.
+
+    - `outcomes`: one without the figures of both arms has no sentence.
+    """
+    known = [one for one in outcomes if one.a and one.b and one.question.kind == "step"]
+    told = [Text(_sentence(one), style="bold") for one in known]
+    if len(known) < 2:
+        return told
+    parts = []
+    for figure, show, what, per in (
+        (_needed, _as_memory, "memory", "per device"),
+        (_step, _as_time, "time", "per step"),
+    ):
+        saved = {index: _saved(one, figure) for index, one in enumerate(known)}
+        best = max(saved, key=lambda index: saved[index])
+        if saved[best] > 0 and not _is_small(known[best], figure):
+            name = known[best].question.name
+            parts.append(f"{name} saves most {what}, {show(saved[best])} {per}")
+    summary = f"Of these {len(known)} changes " + ", and ".join(parts) + "."
+    return [*told, Text(summary, style="bold")] if parts else told
+
+
+def _sentence(outcome: Outcome) -> str:
+    """Such as: with chunked, the account falls from 534.2 to 431.6 MB (−19.2 %)."""
+    a, b = outcome.question.labels
+    parts = [_change("the account", outcome, _needed, _as_memory)]
+    if outcome.a and outcome.b and outcome.a.time and outcome.b.time:
+        parts.append(_change("the estimated step", outcome, _step, _as_time))
+    name = outcome.question.name
+    return f"{name}: from {a} to {b} {' and '.join(filter(None, parts))}."
+
+
+def _change(name: str, outcome: Outcome, figure: Figure, show: Callable[[float], str]) -> str:
+    before, after = _pair(outcome, figure)
+    if before is None or after is None:
+        return f"{name} is not known"
+    if before == after:
+        return f"{name} stays at {show(after)}"
+    part = f"{after / before - 1:+.1%}".replace("-", "−") if before else "from nothing"
+    verb = "falls" if after < before else "rises"
+    if _is_small(outcome, figure):
+        verb = "hardly changes,"
+    return f"{name} {verb} from {show(before)} to {show(after)} ({part})"
+
+
+def _saved(outcome: Outcome, figure: Figure) -> float:
+    before, after = _pair(outcome, figure)
+    return 0.0 if before is None or after is None else before - after
+
+
+def _is_small(outcome: Outcome, figure: Figure) -> bool:
+    before, after = _pair(outcome, figure)
+    return before is None or after is None or abs(after - before) < NO_EFFECT * before
+
+
+def _pair(outcome: Outcome, figure: Figure) -> tuple[float | None, float | None]:
+    one, other = (figure(result) if result else None for result in (outcome.a, outcome.b))
+    return one, other
+
+
+def _needed(result: Measurement) -> float | None:
+    return result.memory.account_bytes
+
+
+def _step(result: Measurement) -> float | None:
+    return result.time.step_seconds if result.time else None
+
+
+def _as_memory(size: float) -> str:
+    return f"{megabytes(size)} MB"
+
+
+def _as_time(seconds: float) -> str:
+    return f"{milliseconds(seconds)} ms"
