@@ -11,6 +11,7 @@ from nnx_pipeline.lab.attribution.account import Memory
 from nnx_pipeline.lab.attribution.result import Attribution, Buffer
 from nnx_pipeline.lab.comparison.outcome import Outcome, compare_measurements
 from nnx_pipeline.lab.compile.measure import Measurement
+from nnx_pipeline.lab.timing.result import Time
 
 COUNT = {"ops": 3, "executed": 12, "bytes": 50_331_648}
 VALUES = (
@@ -20,6 +21,23 @@ VALUES = (
     ("gathered weight", "bf16[512,1024]", "all_gather", 8_388_608),
     ("activation", "bf16[2,8,1024,1024]", "attention/softmax", 6_291_456),
     ("padding", "", "", 4_096),
+)
+
+TIME = Time(
+    basis="cycles",
+    known_seconds=0.03531,
+    compute_seconds=0.03531,
+    collective_seconds=0.0114,
+    exposed_seconds=0.01089,
+    memory_wait_seconds=0.00005,
+    host_seconds=0.0,
+    step_seconds=0.04625,
+    range_seconds=(0.03531, 0.04671),
+    hfu=0.124,
+    mfu=0.03,
+    bubble_share=3 / 11,
+    launches=8557,
+    peak_flops=459e12,
 )
 
 

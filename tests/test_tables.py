@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 import pytest
-from page_examples import attribution, measurement, outcome
+from page_examples import TIME, attribution, measurement, outcome
 from rich.console import Console, RenderableType
 
 from nnx_pipeline.lab.attribution.account import Assigned
@@ -18,7 +18,7 @@ from nnx_pipeline.lab.report.account_table import TOTAL
 from nnx_pipeline.lab.report.memory_tables import difference_view, memory_view
 from nnx_pipeline.lab.report.sweep_table import COLUMNS, sweep_view
 from nnx_pipeline.lab.report.time_table import lines_table, time_table
-from nnx_pipeline.lab.timing.result import Row, Time
+from nnx_pipeline.lab.timing.result import Row
 
 LONG = "tests.programs_of_somebody:gradients_of_every_microbatch_side_by_side"
 
@@ -68,24 +68,6 @@ def test_arms_and_experiments_have_their_whole_names(width: int) -> None:
     sizes = [outcome().b.memory.to_json()[f"{name}_bytes"] for name in report.COLUMNS]
     assert figures.split()[2:] == [report.megabytes(size) for size in sizes]
     assert figures.index(".") > heads.index("temp")
-
-
-TIME = Time(
-    basis="cycles",
-    known_seconds=0.03531,
-    compute_seconds=0.03531,
-    collective_seconds=0.0114,
-    exposed_seconds=0.01089,
-    memory_wait_seconds=0.00005,
-    host_seconds=0.0,
-    step_seconds=0.04625,
-    range_seconds=(0.03531, 0.04671),
-    hfu=0.124,
-    mfu=0.03,
-    bubble_share=3 / 11,
-    launches=8557,
-    peak_flops=459e12,
-)
 
 
 def test_time_is_a_column_where_any_arm_has_one() -> None:

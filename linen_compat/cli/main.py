@@ -48,7 +48,11 @@ def cli() -> None:
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of metadata it can do without
 
 
-@cli.command("inspect", epilog="Example: linen-compat inspect runs/mixtral/checkpoints")
+@cli.command(
+    "inspect",
+    short_help="Show the tree of a checkpoint.",
+    epilog="Example: linen-compat inspect runs/mixtral/checkpoints",
+)
 @click.argument("checkpoint", metavar="CKPT")
 @click.option("--json", "json_path", metavar="PATH", help="Write JSON; - is standard output.")
 def inspect_command(checkpoint: str, json_path: str | None) -> None:
@@ -87,7 +91,10 @@ def _as_json(found: Inspection) -> dict[str, object]:
     }
 
 
-@cli.command(epilog="Example: linen-compat check runs/mixtral/checkpoints --config mixtral.yml")
+@cli.command(
+    short_help="Say what a model would take from one.",
+    epilog="Example: linen-compat check runs/mixtral/checkpoints --config mixtral.yml",
+)
 @click.argument("checkpoint", metavar="CKPT")
 @click.option(
     "--config",
@@ -167,8 +174,9 @@ class Source:
 
 
 @cli.command(
+    short_help="Write it in another format.",
     epilog="Example: linen-compat convert runs/7/items circular --to maxtext:pipelined "
-    "--stages 4 --repeats 2"
+    "--stages 4 --repeats 2",
 )
 @bundled(
     "source",

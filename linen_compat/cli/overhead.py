@@ -31,7 +31,10 @@ class Chosen:
     layers: int | None
 
 
-@click.command(epilog="Example: linen-compat overhead --layers 8 --loop scan --picture price.svg")
+@click.command(
+    short_help="Measure what the other style costs.",
+    epilog="Example: linen-compat overhead --layers 8 --loop scan --picture price.svg",
+)
 @bundled(
     "chosen",
     Chosen,

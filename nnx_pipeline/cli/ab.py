@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import click
 
 from nnx_pipeline import ending
+from nnx_pipeline.cli import completion
 from nnx_pipeline.cli.options import (
     Chosen,
     TwoArms,
@@ -41,10 +42,11 @@ class Measuring:
 
 @click.command(
     "ab",
+    short_help="Compare two programs in memory and time.",
     epilog="Example: nnx-pipeline ab stage-vmap --platform tpu:v5p:2x2x2, or nnx-pipeline ab "
     "--xla-b xla_tpu_scoped_vmem_limit_kib=65536 --platform tpu:v5p:2x2x2",
 )
-@click.argument("names", nargs=-1, metavar="[EXPERIMENT …]")
+@click.argument("names", nargs=-1, metavar="[EXPERIMENT …]", shell_complete=completion.experiments)
 @click.option(
     "--list", "list_only", is_flag=True, help="List all experiments: name, claim and difference."
 )

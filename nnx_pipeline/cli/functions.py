@@ -92,6 +92,7 @@ def check_subject(function: str | None, inputs: Inputs, chosen: Chosen) -> None:
 
 @click.command(
     "measure",
+    short_help="Compile a function: what it costs.",
     epilog="Example: nnx-pipeline measure my_model:train_step --inputs my_model:abstract_inputs "
     "--mesh data=8 --platform tpu:v5p:2x2x2",
 )
@@ -131,6 +132,7 @@ def measure_command(
 
 @click.command(
     "compare",
+    short_help="Compare two functions of your own.",
     epilog="Example: nnx-pipeline compare my_model:step my_model:step_with_remat "
     "--inputs my_model:abstract_inputs --platform tpu:v5p:2x2x2",
 )
@@ -204,6 +206,7 @@ class LimitsInMB:
 
 @click.command(
     "lint",
+    short_help="Find memory that is wasted.",
     epilog="Example: nnx-pipeline lint --model mixtral-small --mesh stage=4,fsdp=2, or "
     "nnx-pipeline lint my_model:train_step --inputs my_model:abstract_inputs",
 )

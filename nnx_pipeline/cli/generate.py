@@ -121,6 +121,7 @@ def _ids(option: str, text: str) -> tuple[int, ...]:
 
 @click.command(
     "generate",
+    short_help="Continue prompts with a trained model.",
     epilog='Example: nnx-pipeline generate --checkpoint run --prompt "The pipeline"',
 )
 @bundled(

@@ -54,7 +54,7 @@ def cli() -> None:
     """Pipelined Mixtral-class models in Flax NNX, and what they cost, without an accelerator."""
 
 
-@cli.command(epilog="Example: nnx-pipeline models --json -")
+@cli.command(short_help="List the presets.", epilog="Example: nnx-pipeline models --json -")
 @json_option
 def models(json_path: str | None) -> None:
     """List the presets with their parameter counts."""
@@ -91,6 +91,7 @@ def models(json_path: str | None) -> None:
 
 @cli.command(
     "compile",
+    short_help="Compile a training step: what it costs.",
     epilog="Example: nnx-pipeline compile --model mixtral-small --mesh stage=4,fsdp=2 "
     "--platform tpu:v5p:2x2x2 --set pipeline.num_microbatches=8",
 )

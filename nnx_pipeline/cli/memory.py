@@ -28,6 +28,7 @@ from nnx_pipeline.mesh import MeshConfig
 
 @click.command(
     "memory",
+    short_help="Say what the memory holds at its peak.",
     epilog="Example: nnx-pipeline memory --model mixtral-small --mesh stage=4,fsdp=2 "
     "--platform tpu:v5p:2x2x2, or nnx-pipeline memory my_model:step --inputs my_model:inputs",
 )

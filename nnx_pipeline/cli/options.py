@@ -10,6 +10,7 @@ import click
 from click.core import ParameterSource
 from jax.sharding import Mesh
 
+from nnx_pipeline.cli import completion
 from nnx_pipeline.config.config import Config
 from nnx_pipeline.config.overrides import apply_overrides, parse_overrides
 from nnx_pipeline.config.presets import preset
@@ -214,6 +215,7 @@ def config_options(model: str | None, *, required: bool = True) -> Callable[[Com
             "--model",
             metavar="PRESET",
             help="A preset; `nnx-pipeline models` lists them.",
+            shell_complete=completion.presets,
             **(needed if model else {"required": required}),
         ),
         click.option(
@@ -222,6 +224,7 @@ def config_options(model: str | None, *, required: bool = True) -> Callable[[Com
             multiple=True,
             metavar="KEY=VALUE",
             help="Override a config field, such as model.num_layers=8; may be repeated.",
+            shell_complete=completion.fields,
         ),
     )
 
@@ -260,6 +263,7 @@ def mesh_option(default: str) -> Callable[[Command], Command]:
         show_default=default or "one device",
         metavar="AXES",
         help=f"Sizes of the mesh axes {', '.join(AXES)}; those left out are 1.",
+        shell_complete=completion.axes,
     )
 
 
@@ -269,6 +273,7 @@ platform_option = click.option(
     show_default=True,
     metavar="PLATFORM",
     help="cpu, local, tpu:v5p:2x2x2, cuda:h100:8 …",
+    shell_complete=completion.platforms,
 )
 
 place_options = bundled("place", Place, mesh_option(""), platform_option)

@@ -8,12 +8,13 @@ import click
 
 from nnx_pipeline.cli.options import bundled, json_option
 from nnx_pipeline.errors import InputError
-from nnx_pipeline.files import check_picture, read_text, write_text
+from nnx_pipeline.files import check_picture, read_text, save_figure, write_text
 from nnx_pipeline.lab.report import tables as report
 from nnx_pipeline.pipeline import make_schedule
 from nnx_pipeline.pipeline.schedule import SCHEDULE_NAMES
 from nnx_pipeline.pipeline.stack import make_stack
 from nnx_pipeline.pipeline.timetable.actions import actions_of, read_csv
+from nnx_pipeline.pipeline.timetable.both import make_both
 from nnx_pipeline.pipeline.timetable.figure import write_picture
 from nnx_pipeline.pipeline.timetable.layers import (
     layers_table,
@@ -55,17 +56,21 @@ class ScheduleFiles:
     """The files of `schedule`.
 
     - `picture`: where the timetable is drawn.
+    - `both`: where circular and 1f1b are drawn in one picture.
     - `csv`: where it is written.
     - `read`: where it is read from.
     """
 
     picture: str | None
+    both: str | None
     csv: str | None
     read: str | None
 
 
 @click.command(
-    "schedule", epilog="Example: nnx-pipeline schedule --stages 4 --microbatches 8 --repeats 2"
+    "schedule",
+    short_help="Draw what each stage does at each tick.",
+    epilog="Example: nnx-pipeline schedule --stages 4 --microbatches 8 --repeats 2",
 )
 @bundled(
     "numbers",
@@ -109,6 +114,11 @@ class ScheduleFiles:
     ScheduleFiles,
     click.option("--picture", metavar="PATH", help="Draw it also as .png or .svg."),
     click.option(
+        "--both",
+        metavar="PATH",
+        help="Draw circular above 1f1b, with both passes and the live microbatches of each.",
+    ),
+    click.option(
         "--csv", metavar="PATH", help="Write it also as CSV, in the form of PyTorch's pipelining."
     ),
     click.option(
@@ -137,8 +147,11 @@ def schedule_command(
             f"a timetable of {plan.stages} stages and {plan.ticks} ticks has more than "
             f"{MOST_CELLS:,} cells; choose fewer stages, microbatches or repeats"
         )
-    report.check_outputs(json=json_path, picture=files.picture, csv=files.csv)
+    report.check_outputs(json=json_path, picture=files.picture, both=files.both, csv=files.csv)
     check_picture(files.picture)
+    check_picture(files.both, "--both")
+    if files.both and numbers.delay != 1:
+        raise InputError(f"--both draws no delay; leave out --delay {numbers.delay}")
     views: list[Any] = [summary(plan), timetable(plan), legend(plan)]
     own = {}
     if numbers.layers is not None:
@@ -150,6 +163,9 @@ def schedule_command(
     report.emit_json(json_path, {"schema": 1, **plan.to_json(), **own})
     if files.picture:
         write_picture(plan, files.picture)
+    if files.both:
+        sizes = {"stages": plan.stages, "microbatches": plan.microbatches}
+        save_figure(make_both(**sizes, repeats=plan.repeats), files.both)
     if files.csv:
         write_text(files.csv, actions_of(plan).to_csv())
 
@@ -159,7 +175,7 @@ def _show_actions(files: ScheduleFiles, json_path: str | None) -> None:
     context = click.get_current_context()
     from_the_line = click.core.ParameterSource.COMMANDLINE
     numbers = ("stages", "microbatches", "repeats", "delay", "layers")
-    for option in (*numbers, "name", "picture", "csv"):
+    for option in (*numbers, "name", "picture", "both", "csv"):
         if context.get_parameter_source(option) is from_the_line:
             given = "schedule" if option == "name" else option
             raise InputError(f"--{given} has no meaning with --read; leave it out")

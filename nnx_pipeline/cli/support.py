@@ -8,7 +8,16 @@ from collections.abc import Callable, Iterator
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Column
 from rich.text import Text
 
@@ -78,16 +87,24 @@ def _end(message: str, code: int) -> None:
 def progress() -> Iterator[Callable[[str], None]]:
     """Yields a function that shows on standard error what the command is doing.
 
-    In a terminal each text replaces the one before it, elsewhere each is a line of its own. What
-    user functions print meanwhile goes to standard error too, since standard output may be JSON.
+    In a terminal each text replaces the one before it, elsewhere each is a line of its own. Before
+    it stands the time since the beginning. What user functions print meanwhile goes to standard
+    error too, since standard output may be JSON.
     """
     console = Console(stderr=True, markup=False, emoji=False)
+    began = time.monotonic()
+
+    def timed(text: str) -> str:
+        return f"{_time(time.monotonic() - began)} {text}"
+
     with contextlib.redirect_stdout(sys.stderr):
         if console.is_terminal:
-            with console.status("starting") as status:
-                yield lambda text: status.update(text)
+            columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+            with Progress(*columns, console=console, transient=True) as shown:
+                task = shown.add_task("starting", total=None)
+                yield lambda text: shown.update(task, description=escape(text))
         else:
-            yield lambda text: print(text, file=sys.stderr, flush=True)
+            yield lambda text: print(timed(text), file=sys.stderr, flush=True)
 
 
 LINE_EVERY = 10.0  # seconds between lines about the progress, where there is no terminal

@@ -71,6 +71,7 @@ class Trained:
 
 @click.command(
     "train",
+    short_help="Train a model, and go on after a stop.",
     epilog="Example: nnx-pipeline train --model tiny --set model.vocab_size=256 --steps 300 "
     "--data README.md --checkpoint-dir run --save-every 100",
 )
