@@ -4,12 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 Rows = list[list[str] | None]  # the cells of each row; None is a line between two sections
+SHORTEST_TEXT = 8  # letters of what is folded
 SHORTEST_PROSE = 28  # letters; prose in a narrower column is no longer read with ease
 
 
@@ -64,9 +66,11 @@ class Columns:
         shown, rows = list(range(len(self.columns))), self.rows
         # A table is never measured to be wider than what it may take.
         wide = options.update(max_width=10_000)
+        is_whole = True
         while Measurement.get(console, wide, self._table(shown, rows)).minimum > options.max_width:
             order = [at for at in shown if self.columns[at].left_out]
             if not order:
+                is_whole = False
                 break
             next_one = max(order, key=lambda at: self.columns[at].left_out)
             shorter = self._shortened(next_one)
@@ -76,7 +80,7 @@ class Columns:
                 rows = shorter
         if self.title:
             yield Text(self.title, style="italic")
-        yield self._table(shown, rows)
+        yield self._table(shown, rows, is_whole)
         if missing := [at for at in range(len(self.columns)) if at not in shown]:
             names = ", ".join(self.columns[at].name for at in missing)
             yield Text(f"left out at {options.max_width} columns: {names}", style="dim")
@@ -88,20 +92,23 @@ class Columns:
             return None
         return [row and [*row[:at], shorter(row[at]), *row[at + 1 :]] for row in self.rows]
 
-    def _table(self, shown: Sequence[int], rows: Rows) -> Table:
+    def _table(self, shown: Sequence[int], rows: Rows, is_whole: bool = True) -> Table:
+        """The columns `shown`; unless `is_whole`, long texts are folded, where nothing else helps."""
         table = Table(
             box=box.SIMPLE_HEAD if self.is_bare else box.HEAVY_HEAD,
             padding=(0, 1, 0, 0) if self.is_bare else (0, 1),
             pad_edge=not self.is_bare,
         )
-        for column in (self.columns[at] for at in shown):
+        for at in shown:
+            column = self.columns[at]
+            cells = [column.name, *(row[at] for row in rows if row is not None)]
+            whole = max(cell_len(line) for cell in cells for line in cell.split("\n"))
+            most = SHORTEST_PROSE if column.is_prose else whole if is_whole else SHORTEST_TEXT
             table.add_column(
                 column.name,
                 justify="right" if column.is_number else "left",
-                # What is not prose may still be folded, where nothing is left to leave out.
                 overflow="fold",
-                no_wrap=not column.is_prose and any(self.columns[at].left_out for at in shown),
-                min_width=SHORTEST_PROSE if column.is_prose else None,
+                min_width=whole if column.is_number or whole < most else most,
             )
         for row in rows:
             if row is None:
