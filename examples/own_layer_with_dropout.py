@@ -38,7 +38,8 @@ def train_step(pipeline, optimizer, x, y):
     return loss
 
 
-jax.config.update("jax_num_cpu_devices", 8)  # or real devices
+jax.config.update("jax_platforms", "cpu")  # on real devices leave out both lines
+jax.config.update("jax_num_cpu_devices", 8)
 with jax.set_mesh(make_mesh(MeshConfig(stage=4, fsdp=2))):
     config = PipelineConfig(num_microbatches=MICROBATCHES)
     pipeline = CircularPipeline(config, Block, num_layers=LAYERS, rngs=nnx.Rngs(0))

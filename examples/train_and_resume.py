@@ -15,7 +15,8 @@ import linen_compat
 from nnx_pipeline import MeshConfig, make_mesh, preset
 from nnx_pipeline.train import jit_train_step, learnable_batches, make_state
 
-jax.config.update("jax_num_cpu_devices", 8)  # or real devices
+jax.config.update("jax_platforms", "cpu")  # on real devices leave out both lines
+jax.config.update("jax_num_cpu_devices", 8)
 config = preset("tiny")
 config = dataclasses.replace(
     config,

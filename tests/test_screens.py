@@ -2,12 +2,14 @@
 
 import dataclasses
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import Run, in_a_process
+from helpers import Run, in_a_process, user_environment
 from page_examples import TIME, attribution, measurement, outcome
 from rich.console import Console, RenderableType
 
@@ -231,3 +233,19 @@ def test_both_schedules_in_one_picture(run: Run, tmp_path: Path) -> None:
         assert told in drawn
     assert "leave out --delay 2" in run(*asked, "--delay", 2).err
     assert run(*asked[:-1], tmp_path / "both.txt").code == 2
+
+
+@pytest.mark.slow
+def test_a_plugin_without_a_device_is_one_line() -> None:
+    """The logger of JAX that is made brief is named in `platform.py`, and is JAX's own."""
+    script = (
+        "from nnx_pipeline.lab.compile.platform import Platform; "
+        "print(len(Platform('local').devices(1)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=user_environment()
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 1
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) <= 4, done.stderr

@@ -8,10 +8,12 @@ mesh, running does not.
 import importlib.metadata
 import importlib.resources
 import importlib.util
+import logging
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -145,7 +147,7 @@ class Platform:
         and MissingCompiler when it is not installed.
         """
         if self.kind == "local":
-            return jax.devices()
+            return _local_devices()
         _use_virtual_cpus(needed)
         if self.kind == "cpu":
             return jax.devices("cpu")
@@ -191,6 +193,27 @@ def _use_virtual_cpus(needed: int) -> None:
             f"the mesh needs {needed} virtual CPU devices and this process started with {have}; "
             f"set jax_num_cpu_devices={needed} before JAX runs anything"
         )
+
+
+def _local_devices() -> Sequence[Any]:
+    """The devices that JAX sees. A plugin that finds none of its kind is told in one line.
+
+    JAX logs such a plugin with a traceback, and libtpu asks for a machine that is not there.
+    """
+    if not any(Path("/dev").glob("accel*")) and not Path("/dev/vfio").exists():
+        for name, value in _TPU_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+
+    def without_traceback(record: logging.LogRecord) -> bool:
+        record.exc_info = None
+        return True
+
+    log = logging.getLogger("jax._src.xla_bridge")  # the name is JAX's own, and may change
+    log.addFilter(without_traceback)
+    try:
+        return jax.devices()
+    finally:
+        log.removeFilter(without_traceback)
 
 
 def _tpu_devices(platform: Platform) -> Sequence[Any]:

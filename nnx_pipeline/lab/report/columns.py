@@ -93,7 +93,7 @@ class Columns:
         return [row and [*row[:at], shorter(row[at]), *row[at + 1 :]] for row in self.rows]
 
     def _table(self, shown: Sequence[int], rows: Rows, is_whole: bool = True) -> Table:
-        """The columns `shown`; unless `is_whole`, long texts are folded, where nothing else helps."""
+        """These columns; unless `is_whole`, long texts are folded, since nothing else helps."""
         table = Table(
             box=box.SIMPLE_HEAD if self.is_bare else box.HEAVY_HEAD,
             padding=(0, 1, 0, 0) if self.is_bare else (0, 1),
