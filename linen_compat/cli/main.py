@@ -22,7 +22,7 @@ from linen_compat.maxtext.config import read_config
 from nnx_pipeline import InputError
 from nnx_pipeline.cli.options import bundled
 from nnx_pipeline.cli.support import Failed, main_of
-from nnx_pipeline.lab.report import tables as report
+from nnx_pipeline.lab.report.output import check_writable, emit_json, show
 
 _FORMATS = ", ".join(TARGETS)
 
@@ -60,19 +60,19 @@ def inspect_command(checkpoint: str, json_path: str | None) -> None:
 
     CKPT is a run (its latest step is taken), a step, or an items folder. No array is read.
     """
-    report.check_writable(json_path, "--json")
+    check_writable(json_path, "--json")
     found = inspect(checkpoint)
     layout = found.layout
     dtypes = Counter(leaf.dtype for leaf in found.parameters.values())
     kinds = ", ".join(f"{dtype} ({count} leaves)" for dtype, count in dtypes.items())
-    report.show(
+    show(
         f"{layout.format}: {layout.num_layers} layers, {layout.stages} stages, {layout.repeats} "
         f"repeats; {found.parameter_count:,} parameters in {kinds}; "
         f"{len(found.other)} other leaves",
         json_path=json_path,
     )
-    report.show(views.inspection(found), json_path=json_path)
-    report.emit_json(json_path, _as_json(found))
+    show(views.inspection(found), json_path=json_path)
+    emit_json(json_path, _as_json(found))
 
 
 def _as_json(found: Inspection) -> dict[str, object]:
@@ -124,13 +124,13 @@ def check(
     """
     if allow_nan and not read:
         raise InputError("--allow-nan has no effect without --read; add --read or leave it out")
-    report.check_writable(json_path, "--json")
+    check_writable(json_path, "--json")
     config = read_config(config_name)
     found = diagnose(checkpoint, config)
     if numerics:
         check_names(found)
     result: dict[str, Any] = {**found.to_json(), "read_bytes": None, "numerics": None}
-    report.show(views.diagnosis(found), json_path=json_path)
+    show(views.diagnosis(found), json_path=json_path)
     problems = list(found.comparison.problems)
     if read and not problems:
         try:
@@ -143,11 +143,11 @@ def check(
     if numerics and not problems:
         first_difference = compare_numerics(checkpoint, config)
         result["numerics"] = vars(first_difference)
-        report.show(views.first_difference(first_difference), json_path=json_path)
+        show(views.first_difference(first_difference), json_path=json_path)
         if first_difference.place is not None:
             problems.append(f"{first_difference.place} differs from MaxText's mathematics")
     result = {**result, "problems": problems, "fits": not problems}
-    report.emit_json(json_path, views.printable(result))
+    emit_json(json_path, views.printable(result))
     if problems:
         raise Failed(f"{checkpoint} does not fit {config_name}: {views.first_of(problems)}")
 
@@ -217,7 +217,7 @@ def convert(source: Source, target: To, allow_nan: bool) -> None:
     prepared = plan(source.opened(), target)
     with views.byte_bar("converting", prepared.nbytes) as passed:
         prepared.run(allow_nan=allow_nan, progress=passed)
-    report.show(views.conversion(prepared), json_path=None)
+    show(views.conversion(prepared), json_path=None)
 
 
 cli.add_command(overhead)

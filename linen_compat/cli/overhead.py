@@ -12,7 +12,7 @@ from nnx_pipeline.cli.options import bundled
 from nnx_pipeline.cli.support import Failed, progress
 from nnx_pipeline.config.overrides import apply_overrides, parse_overrides
 from nnx_pipeline.files import check_picture
-from nnx_pipeline.lab.report import tables as report
+from nnx_pipeline.lab.report.output import check_writable, emit_json, show
 
 READ = ("train.global_batch", "train.sequence_length")
 
@@ -90,15 +90,15 @@ def overhead(
     minutes. Exit 1 when a style without Flax's wrapper could not be measured.
     """
     config = configured(chosen)
-    report.check_writable(json_path, "--json")
-    report.check_writable(picture_path, "--picture")
+    check_writable(json_path, "--json")
+    check_writable(picture_path, "--picture")
     check_picture(picture_path)
     in_loops = tuple(loop for loop in LOOPS if loop in loops) or LOOPS
     check(config, in_loops)
     with progress() as say:
         result = measure_overhead(config, repetitions=repetitions, loops=in_loops, progress=say)
-    report.show(overhead_view(result), json_path=json_path)
-    report.emit_json(json_path, result.to_json())
+    show(overhead_view(result), json_path=json_path)
+    emit_json(json_path, result.to_json())
     if picture_path:
         write_overhead_picture(result, picture_path)
     failed = [row for row in result.rows if row.error and not row.arm.startswith("Flax")]

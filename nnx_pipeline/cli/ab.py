@@ -26,6 +26,7 @@ from nnx_pipeline.lab.compile.cache import Cache
 from nnx_pipeline.lab.report import tables as report
 from nnx_pipeline.lab.report import words
 from nnx_pipeline.lab.report.columns import Column, Columns
+from nnx_pipeline.lab.report.output import emit_json, show
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ def _list_experiments(json_path: str | None) -> None:
         table.add_row(item.name, item.claim, "yes" if item.by_default else "", item.difference)
     for claim, (command, difference) in ELSEWHERE.items():
         table.add_row(command, claim, "", f"{difference} (a separate command)")
-    report.show(table, json_path=json_path)
+    show(table, json_path=json_path)
     rows = [
         {
             "name": item.name,
@@ -164,4 +165,4 @@ def _list_experiments(json_path: str | None) -> None:
         {"command": command, "claim": claim, "difference": difference}
         for claim, (command, difference) in ELSEWHERE.items()
     ]
-    report.emit_json(json_path, {"schema": 1, "experiments": rows, "elsewhere": elsewhere})
+    emit_json(json_path, {"schema": 1, "experiments": rows, "elsewhere": elsewhere})

@@ -18,7 +18,7 @@ from nnx_pipeline.errors import InputError
 from nnx_pipeline.lab.compile.cache import FOLDER_VARIABLE, Cache
 from nnx_pipeline.lab.compile.measure import Progress
 from nnx_pipeline.lab.compile.platform import Platform
-from nnx_pipeline.lab.report import tables as report
+from nnx_pipeline.lab.report.output import emit_json, show
 from nnx_pipeline.lab.report.versions_table import versions_view
 
 PACKAGE = Path(__file__).parents[1]
@@ -63,10 +63,10 @@ def run_across(text: str, chosen: Chosen, target: Target, json_path: str | None)
     if all(code == BAD_INPUT for _, code in found):
         raise InputError(failed)
     title = f"one training step of {chosen.model} on {target.mesh_config}, {platform}: per device"
-    report.show(versions_view(title, rows), json_path=json_path)
+    show(versions_view(title, rows), json_path=json_path)
     mesh = target.mesh_config.sizes()
     told = {"schema": 1, "platform": str(platform), "mesh": mesh, "across": rows}
-    report.emit_json(json_path, told)
+    emit_json(json_path, told)
     if failed:
         raise Failed(failed)
 

@@ -28,6 +28,7 @@ from nnx_pipeline.lab.compile.functions import arguments_of, find_function, mesh
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.report import tables as report
 from nnx_pipeline.lab.report import words
+from nnx_pipeline.lab.report.output import check_outputs, check_writable, emit_json, show
 from nnx_pipeline.lint import Finding, Limits, lint, lint_step
 from nnx_pipeline.lint.report import findings_json, findings_view
 from nnx_pipeline.mesh import MeshConfig, make_mesh
@@ -115,7 +116,7 @@ def measure_command(
     For NVIDIA it is compiled twice: with matrix products by Triton and by cuBLASLt. The JSON has
     the second program under `other_gemm`.
     """
-    report.check_outputs(json=json_path, hlo=hlo_path)
+    check_outputs(json=json_path, hlo=hlo_path)
     targets = target.platforms()
     with progress() as say, compiler_errors():
         # The targets differ only in the kind of matrix products, so one mesh serves them all.
@@ -258,7 +259,7 @@ def lint_command(
     together. The parameters of your own function are the nnx.Params of its first argument, or, if
     that has no NNX variables, all of its floating-point arrays. Exit 1 when there are findings.
     """
-    report.check_writable(json_path, "--json")
+    check_writable(json_path, "--json")
     check_subject(function, inputs, chosen)
     sizes, mesh_config = limits.limits(), MeshConfig.parse(mesh)
     with progress() as say, compiler_errors():
@@ -272,9 +273,9 @@ def lint_command(
             title = f"{function} on {mesh_config}"
             findings = _lint_function(function, inputs, mesh_config, sizes)
             subject = {"function": function}
-    report.show(findings_view(title, findings), json_path=json_path)
+    show(findings_view(title, findings), json_path=json_path)
     subject = {"mesh": mesh_config.sizes(), **subject}
-    report.emit_json(json_path, findings_json(subject, findings, sizes))
+    emit_json(json_path, findings_json(subject, findings, sizes))
     if findings:
         raise Failed(f"{len(findings)} finding{'s' if len(findings) > 1 else ''}")
 

@@ -22,7 +22,7 @@ from nnx_pipeline.generate.caches import check_generation
 from nnx_pipeline.generate.loop import Request, generate
 from nnx_pipeline.generate.sampling import Sampling
 from nnx_pipeline.generate.tokenizers import Tokenizer, tokenizer_for
-from nnx_pipeline.lab.report import tables as report
+from nnx_pipeline.lab.report.output import check_writable, emit_json
 from nnx_pipeline.ops.fast_attention.kernels import check_platform
 
 
@@ -216,7 +216,7 @@ def generate_command(
     Prompts of different lengths are one batch, and what comes out for one does not depend on the
     others. On a mesh with stages each stage works on other prompts at a time.
     """
-    report.check_writable(json_path, "--json")
+    check_writable(json_path, "--json")
     offered = checkpoints()
     config = stored.config(chosen, offered)
     model_config = config.model
@@ -252,4 +252,4 @@ def generate_command(
             for prompt, tokens, text in zip(request.prompts, made, texts, strict=True)
         ],
     }
-    report.emit_json(json_path, result)
+    emit_json(json_path, result)

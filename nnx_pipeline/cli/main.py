@@ -33,6 +33,7 @@ from nnx_pipeline.files import write_text
 from nnx_pipeline.lab.report import tables as report
 from nnx_pipeline.lab.report import words
 from nnx_pipeline.lab.report.columns import Column, Columns
+from nnx_pipeline.lab.report.output import check_outputs, check_writable, emit_json, show
 
 # The columns of `models` after the name, and the order in which a narrow screen leaves them out.
 _OF_MODELS = (
@@ -58,7 +59,7 @@ def cli() -> None:
 @json_option
 def models(json_path: str | None) -> None:
     """List the presets with their parameter counts."""
-    report.check_writable(json_path, "--json")
+    check_writable(json_path, "--json")
     table = Columns([Column("model"), *(Column(*one, is_number=True) for one in _OF_MODELS)])
     rows = []
     for name, config in PRESETS.items():
@@ -85,8 +86,8 @@ def models(json_path: str | None) -> None:
                 "config": to_dict(config),
             }
         )
-    report.show(table, json_path=json_path)
-    report.emit_json(json_path, {"schema": 1, "models": rows})
+    show(table, json_path=json_path)
+    emit_json(json_path, {"schema": 1, "models": rows})
 
 
 @cli.command(
@@ -119,7 +120,7 @@ def compile_command(
     For NVIDIA it is compiled twice: with matrix products by Triton and by cuBLASLt. The JSON has
     the second program under `other_gemm`.
     """
-    report.check_outputs(json=json_path, hlo=hlo_path)
+    check_outputs(json=json_path, hlo=hlo_path)
     if across is not None:
         check_alone(
             "across", "model", "assignments", "mesh", "platform", "gemm", "xla", "json_path"

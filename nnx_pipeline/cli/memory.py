@@ -21,6 +21,7 @@ from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.report import tables as report
 from nnx_pipeline.lab.report import words
 from nnx_pipeline.lab.report.memory_tables import memory_view
+from nnx_pipeline.lab.report.output import emit_json, show
 from nnx_pipeline.lab.report.time_table import lines_table, time_table
 from nnx_pipeline.lab.report.unread import FIGURES, unread_lines
 from nnx_pipeline.mesh import MeshConfig
@@ -80,21 +81,21 @@ def memory_command(
     for result, attribution in zip(results, found, strict=True):
         # A second program with the same memory is one line rather than the same table again.
         if result is not results[0] and not differ:
-            report.show(report.SAME_MEMORY, json_path=outputs.json_path)
+            show(report.SAME_MEMORY, json_path=outputs.json_path)
             continue
         by = f", matrix products by {report.GEMM_NAMES[result.gemm]}" if result.gemm else ""
         named = f"{title}, {report.compiler(result)}{by}"
-        report.show(memory_view(named, attribution, top=top), json_path=outputs.json_path)
-        report.show(report.account_view(result), json_path=outputs.json_path)
+        show(memory_view(named, attribution, top=top), json_path=outputs.json_path)
+        show(report.account_view(result), json_path=outputs.json_path)
         if result.time:
-            report.show(lines_table(result.time, top=top), json_path=outputs.json_path)
-            report.show(time_table(result.time), json_path=outputs.json_path)
+            show(lines_table(result.time, top=top), json_path=outputs.json_path)
+            show(time_table(result.time), json_path=outputs.json_path)
     outputs.say_words(words.BUFFERS, words.MEMORY, words.TIME)
     rows = [
         {**result.to_json(), "buffers": attribution.to_json(), "time_by_line": _by_line(result)}
         for result, attribution in zip(results, found, strict=True)
     ]
-    report.emit_json(outputs.json_path, report.with_other_gemm(rows))
+    emit_json(outputs.json_path, report.with_other_gemm(rows))
     shown = results if differ else results[:1]
     outputs.write_measurement(title, shown, top)
 

@@ -14,7 +14,7 @@ from nnx_pipeline.lab.comparison.outcome import Outcome
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.page import measurement_page, outcomes_page
 from nnx_pipeline.lab.report.chart import outcomes_chart, program_chart
-from nnx_pipeline.lab.report.tables import check_outputs, show
+from nnx_pipeline.lab.report.output import check_outputs, show
 from nnx_pipeline.lab.report.words import HINT, explained
 
 # Where results go, and what is said beside them; they change no result.

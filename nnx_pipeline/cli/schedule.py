@@ -9,7 +9,7 @@ import click
 from nnx_pipeline.cli.options import bundled, json_option
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.files import check_picture, read_text, save_figure, write_text
-from nnx_pipeline.lab.report import tables as report
+from nnx_pipeline.lab.report.output import check_outputs, emit_json, show
 from nnx_pipeline.pipeline import make_schedule
 from nnx_pipeline.pipeline.schedule import SCHEDULE_NAMES
 from nnx_pipeline.pipeline.stack import make_stack
@@ -147,7 +147,7 @@ def schedule_command(
             f"a timetable of {plan.stages} stages and {plan.ticks} ticks has more than "
             f"{MOST_CELLS:,} cells; choose fewer stages, microbatches or repeats"
         )
-    report.check_outputs(json=json_path, picture=files.picture, both=files.both, csv=files.csv)
+    check_outputs(json=json_path, picture=files.picture, both=files.both, csv=files.csv)
     check_picture(files.picture)
     check_picture(files.both, "--both")
     if files.both and numbers.delay != 1:
@@ -159,8 +159,8 @@ def schedule_command(
         views += [summary_of_layers(stack, plan), layers_table(stack)]
         own = {"layers": layers_to_json(stack, plan)}
     for view in views:
-        report.show(view, json_path=json_path)
-    report.emit_json(json_path, {"schema": 1, **plan.to_json(), **own})
+        show(view, json_path=json_path)
+    emit_json(json_path, {"schema": 1, **plan.to_json(), **own})
     if files.picture:
         write_picture(plan, files.picture)
     if files.both:
@@ -179,10 +179,10 @@ def _show_actions(files: ScheduleFiles, json_path: str | None) -> None:
         if context.get_parameter_source(option) is from_the_line:
             given = "schedule" if option == "name" else option
             raise InputError(f"--{given} has no meaning with --read; leave it out")
-    report.check_outputs(json=json_path)
+    check_outputs(json=json_path)
     if json_path and os.path.realpath(json_path) == os.path.realpath(str(files.read)):
         raise InputError(f"--json would write over {files.read}, which --read reads; name another")
     actions = read_csv(read_text(str(files.read)))
     for view in (summary_of_actions(actions), ActionsTable(actions)):
-        report.show(view, json_path=json_path)
-    report.emit_json(json_path, {"schema": 1, **actions.to_json()})
+        show(view, json_path=json_path)
+    emit_json(json_path, {"schema": 1, **actions.to_json()})

@@ -11,7 +11,7 @@ from nnx_pipeline.experiments.growth import MESH, sweep
 from nnx_pipeline.experiments.registry import choose
 from nnx_pipeline.files import save_figure
 from nnx_pipeline.lab.compile.cache import Cache
-from nnx_pipeline.lab.report import tables as report
+from nnx_pipeline.lab.report.output import emit_json, show
 from nnx_pipeline.lab.report.sweep_chart import sweep_chart
 from nnx_pipeline.lab.report.sweep_table import sweep_view
 
@@ -57,8 +57,8 @@ def run_sweep(
         )
     on = "several meshes" if MESH in fields else mesh
     title = f"{', '.join(names) or 'training step'} of {chosen.model} on {on}: per device"
-    report.show(sweep_view(title, found), json_path=outputs.json_path)
-    report.emit_json(outputs.json_path, found.to_json())
+    show(sweep_view(title, found), json_path=outputs.json_path)
+    emit_json(outputs.json_path, found.to_json())
     if outputs.chart_path:
         save_figure(sweep_chart(title, found), outputs.chart_path)
     if found.errors:

@@ -19,7 +19,7 @@ from nnx_pipeline.cli.options import (
 from nnx_pipeline.cli.saving import Folder, Saver
 from nnx_pipeline.cli.support import Failed, bar, compiler_errors, progress
 from nnx_pipeline.config.config import Config, to_dict
-from nnx_pipeline.lab.report import tables as report
+from nnx_pipeline.lab.report.output import check_writable, emit_json, show
 from nnx_pipeline.ops.router import RouterMetrics
 from nnx_pipeline.train.loop import train
 from nnx_pipeline.train.saved import Origin
@@ -134,7 +134,7 @@ def train_command(
     each byte how often every other one follows it.
     """
     config = chosen.config()
-    report.check_writable(json_path, "--json")
+    check_writable(json_path, "--json")
     devices = place.devices()
     config.check_mesh(place.mesh_config)
     texts = run.texts(config)
@@ -152,9 +152,9 @@ def train_command(
             say("computing the loss of the held-out text")
             held_out = _held_out(trained.state, texts, grid)
     line = f"{chosen.model} on {place.mesh_config}: {trained.words()}"
-    report.show(line, json_path=json_path)
+    show(line, json_path=json_path)
     if held_out is not None:
-        report.show(
+        show(
             f"held-out text: loss {held_out['loss']:.4f} in nats per byte, of a bigram model "
             f"{held_out['bigram_loss']:.4f}",
             json_path=json_path,
@@ -170,7 +170,7 @@ def train_command(
         "held_out": held_out,
         "checkpoint": folder.name,
     }
-    report.emit_json(json_path, result)
+    emit_json(json_path, result)
 
 
 def _trained(

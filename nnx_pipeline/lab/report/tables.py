@@ -1,13 +1,8 @@
 """Shows results as tables for the terminal, and writes them as JSON."""
 
-import contextlib
 import functools
-import json
-import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -15,8 +10,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from nnx_pipeline.errors import InputError
-from nnx_pipeline.files import write_text
 from nnx_pipeline.lab.comparison.numerics import Numerics
 from nnx_pipeline.lab.comparison.outcome import NAMES, NOT_APPLICABLE, Outcome, Quantity
 from nnx_pipeline.lab.compile.measure import Measurement
@@ -24,6 +17,7 @@ from nnx_pipeline.lab.report.account_table import OTHER_ROWS, account_table, bli
 from nnx_pipeline.lab.report.fit import ADVICE, fit_lines
 from nnx_pipeline.lab.report.floor_table import floor_view
 from nnx_pipeline.lab.report.memory_tables import difference_view, megabytes
+from nnx_pipeline.lab.report.output import emit_json, show
 from nnx_pipeline.lab.report.sentences import closing_sentences
 from nnx_pipeline.lab.report.settings_lines import arm_lines, left_out_lines, settings_lines
 from nnx_pipeline.lab.report.time_table import milliseconds, time_table
@@ -41,7 +35,6 @@ COLUMNS = ("temp", "heap", "peak", "account")  # of a table of arms
 LEFT_OUT = ("peak MB", "heap MB")  # on a narrow screen, the first one first
 _LABEL = 14  # letters of a label that a figure may take no room from
 _FIGURE = len("account MB")  # width of a column of figures, in letters
-WIDTH_OF_FILES = 140  # columns, where the output is no terminal
 _KEY = "  {}:"  # before the label of an arm
 _KEY_WIDTH = len(_KEY.format("a"))
 
@@ -367,67 +360,3 @@ def _products(measurement: Measurement) -> str:
 def teraflops(flops: int | None) -> str:
     """The operations of a step as a text with their unit; a dash where there is no figure."""
     return "–" if flops is None else f"{flops / 1e12:,.3f} TFLOP"
-
-
-def check_outputs(**paths: str | None) -> None:
-    """Raises InputError, before any work is done, unless every output can be written.
-
-    - `paths`: the path of each output by the name of its option. `-`, standard output, is for
-      `json` alone, and no two options may name the same file.
-    """
-    given = {f"--{name}": path for name, path in paths.items() if path is not None}
-    for option, path in given.items():
-        if path == "-" and option != "--json":
-            raise InputError(f"{option} -: only JSON goes to standard output; name a file")
-        check_writable(path, option)
-        same = [o for o, p in given.items() if Path(p).resolve() == Path(path).resolve()]
-        is_device = Path(path).exists() and not Path(path).is_file()
-        if len(same) > 1 and not is_device:
-            raise InputError(f"{' and '.join(same)} both write {path}; name two files")
-
-
-def check_writable(path: str | None, option: str) -> None:
-    """Raises InputError, before any work is done, if `path` cannot be written.
-
-    - `path`: a file; None and `-` can always be written.
-    - `option`: the name of the option, for the message.
-
-    An OSError for a name that is too long, or for links that lead in a circle, is raised as it is.
-    """
-    if path is None or path == "-":
-        return
-    # Called only for the OSError of a name that is too long or of links in a circle.
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-        os.stat(path)
-    folder, shown = Path(path).absolute().parent, path or repr(path)
-    if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InputError(f"{option} {shown} cannot be written; choose a file in a writable folder")
-
-
-def emit_json(path: str | None, value: Any) -> None:
-    """Writes a value as JSON to a file, or to standard output for `-`; None writes nothing."""
-    if path is None:
-        return
-    text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    if path == "-":
-        print(text, end="")
-    else:
-        write_text(path, text)
-
-
-def _finite(value: Any) -> Any:
-    """The value with None for each NaN and infinity, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def show(view: RenderableType, *, json_path: str | None) -> None:
-    """Prints to standard output, unless `json_path` is `-` and JSON goes there."""
-    if json_path != "-":
-        # A terminal has its own width, and COLUMNS sets that of a file or a pipe.
-        width = None if Console().is_terminal or os.environ.get("COLUMNS") else WIDTH_OF_FILES
-        # Rich takes words in square brackets for markup, and shapes and messages contain them.
-        Console(width=width, markup=False, emoji=False).print(view)
