@@ -71,7 +71,7 @@ def test_every_claim_has_an_experiment() -> None:
 
 
 def test_the_short_set_is_short() -> None:
-    assert 4 <= len(choose([])) <= 6
+    assert 2 <= len(choose([])) <= 4  # two minutes on two cores
     assert [one.name for one in choose(["all"])] == list(EXPERIMENTS)
     assert [one.name for one in choose(["delay", "ticks", "delay"])] == ["delay", "ticks"]
 
