@@ -1,6 +1,6 @@
 """The page as a whole: what was compared, the verdicts, and a card for each experiment."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import zip_longest
@@ -16,6 +16,7 @@ from nnx_pipeline.lab.page.floors import floors
 from nnx_pipeline.lab.page.markup import Markup, element, joined
 from nnx_pipeline.lab.page.style import STYLE
 from nnx_pipeline.lab.report.memory_tables import beside_the_heap, grouped
+from nnx_pipeline.lab.report.sentences import closing_sentences
 from nnx_pipeline.lab.report.tables import (
     COLUMNS,
     GEMM_NAMES,
@@ -26,6 +27,7 @@ from nnx_pipeline.lab.report.tables import (
     same_numbers,
     verdict_words,
 )
+from nnx_pipeline.lab.report.words import BUFFERS, MEMORY, TIME, VERDICTS
 
 MOST_ROWS = 12  # of buffers; all of them are in the JSON
 NO_ATTRIBUTION = "This compiler gave no buffer assignment: what the bytes hold is not known (–)."
@@ -47,7 +49,11 @@ def outcomes_page(
     summary = element("section", _summary(both), class_="card") if len(outcomes) > 1 else None
     cards = [_card(*pair) for pair in both]
     compared = [outcome.numerics for outcome in outcomes if outcome.numerics]
-    return _Page(title, closing_lines(measured, compared), command).around(joined(summary, cards))
+    told = [element("p", line.plain) for line in closing_sentences(outcomes)]
+    shown = element("section", told, class_="card") if told else None
+    words = (MEMORY, TIME, VERDICTS, BUFFERS)
+    page = _Page(title, closing_lines(measured, compared), command, words)
+    return page.around(joined(shown, summary, cards))
 
 
 def measurement_page(
@@ -72,7 +78,7 @@ def measurement_page(
         _rest(arms),
         class_="card",
     )
-    return _Page(title, closing_lines(measured), command).around(body)
+    return _Page(title, closing_lines(measured), command, (MEMORY, TIME, BUFFERS)).around(body)
 
 
 @dataclass(frozen=True)
@@ -82,11 +88,13 @@ class _Page:
     - `title`: the heading.
     - `notes`: the compiler and whatever else a reader has to know about the figures.
     - `command`: the command line that made the page; "" leaves it out.
+    - `words`: the words that the footer explains, in groups.
     """
 
     title: str
     notes: Sequence[Text]
     command: str
+    words: Sequence[Mapping[str, str]]
 
     def around(self, body: Markup) -> str:
         """The whole HTML document with this body."""
@@ -97,8 +105,14 @@ class _Page:
             element("p", element("code", self.command), class_="quiet") if self.command else None,
             [element("p", n.plain, class_="warning" if n.style else "quiet") for n in self.notes],
         )
+        explained = [
+            (element("dt", word), element("dd", sentence))
+            for group in self.words
+            for word, sentence in group.items()
+        ]
         footer = element(
             "footer",
+            element("details", element("summary", "What the words mean"), element("dl", explained)),
             element("p", f"MB are 10⁶ bytes per device; – marks a figure that is not known. {now}"),
         )
         head = element(

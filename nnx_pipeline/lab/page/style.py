@@ -82,6 +82,8 @@ section > table { margin-top: 1.4rem; }
 .more { color: var(--bad); } .less { color: var(--good); }
 details { margin-top: 1.2rem; } summary { cursor: pointer; font-weight: 600; padding: .25rem 0; }
 details > *:not(summary) { margin-top: .6rem; }
+footer dl { display: grid; grid-template-columns: max-content 1fr; gap: .3rem 1rem; }
+footer dt { font-weight: 600; } footer dd { margin: 0; max-width: 50rem; }
 :focus-visible { outline: 3px solid var(--link); outline-offset: 2px; }
 @media (max-width: 40rem) {
   main, body > header, body > footer { padding-left: .75rem; padding-right: .75rem; }
