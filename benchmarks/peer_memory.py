@@ -102,6 +102,14 @@ ROWS = (
         *(TPU, PIPELINE, 1, 64, 32, ONE_F_ONE_B | GROUPED | FLASH | OFFLOADED),
         *(497_046_368, 712_915_936),
     ),
+    # One layer per visit, beside the same figures of MaxText: those of one repeat.
+    *(
+        Row(TPU, PIPELINE, 2, 64, 32, options, 497_046_368, 712_915_936)
+        for options in (
+            ONE_F_ONE_B | GROUPED | FLASH,
+            ONE_F_ONE_B | GROUPED | FLASH | OFFLOADED,
+        )
+    ),
     Row(TPU, "fsdp=8", 1, 16, 1, {}, 374_825_568, 553_261_376),
     Row(TPU, "fsdp=8", 1, 16, 1, BLOCKS, 374_825_568, 553_261_376),
     Row(TPU, "fsdp=8", 1, 16, 1, TOGETHER, 374_825_568, 553_261_376),
@@ -173,15 +181,17 @@ loops counted. A dash: MaxText has no such option, was not measured so, or crash
 repeats on H100). With grouped experts and flash attention, MaxText's compute is known without its
 kernels only; the share is then of ours without ours.
 
-The last row with 1F1B, grouped experts and `remat=inputs_offloaded` was meant to have 0.5 of
-MaxText's temp. It holds, in MB: gradients of all weights 52, copies of weights in bfloat16 35,
+With 32 microbatches, 1F1B and grouped experts, one repeat has more than half of MaxText's temp, also
+with `remat=inputs_offloaded`, and two repeats have less: a visit is then one layer. Both stand
+beside MaxText's one repeat, because its best with two was not compiled. With one repeat and inputs
+on the host the step holds, in MB: gradients of all weights 52, copies of weights in bfloat16 35,
 gradients of one layer in float32 25, gathered kernels of another 27, accumulators of embedding and
 head 16, tables of tuples 25; and temp counts 50 of on-chip memory and 27 that no allocation holds.
 The gradients of a layer stand beside the gathered kernels of the next one, because the compiler
 starts these gathers first to hide them. Tried, and worse in temp: kernels of 4 or 2 experts at a
 time (325 and 315), gradients that leave a layer in bfloat16 (307), no order between layers (532),
 kernels cast where a visit reads them (266, with copies of all weights in float32, and a peak of 387
-in the place of 376), the same out of one stack of both layers (299). What would have to change: a
+in the place of 376), the same out of one stack of both layers (299). What would have to change for one repeat: a
 visit that adds the gradients of a layer up before it goes on to the next, as a hand-written loop
 over layers would.
 """
