@@ -174,11 +174,17 @@ class LayerPlace(NamedTuple):
     def of(cls, layer: Array, stack: Stack) -> "LayerPlace":
         """The place of a layer by its number.
 
-        - `layer`: its number, an int32 scalar.
+        - `layer`: its number, an int32 scalar. Padding is told that it is the last layer of its
+          kind: of a number that the model does not have, a layer may make what is infinite, as by
+          1 / (layers - number), and then even a discarded result makes a gradient NaN.
         - `stack`: which layer is where.
         """
         each, stages = stack.per_stage, stack.stages
-        return cls(layer, layer // each % stages, layer // (each * stages))
+        real = layer
+        if stack.padding:
+            beyond = jnp.maximum(layer - (stack.layers - 1), 0)
+            real = jnp.maximum(layer - -(-beyond // stack.kinds) * stack.kinds, 0)
+        return cls(real, layer // each % stages, layer // (each * stages))
 
 
 def gathered_for_use(layer: Any) -> Any:
