@@ -277,6 +277,41 @@ def test_an_axis_that_neither_layout_nor_mesh_has(mode: str) -> None:
         CircularPipeline(PipelineConfig(), layer, num_layers=2, rngs=nnx.Rngs(0))
 
 
+class Nested(nnx.Module):
+    """A layer that is a pipeline itself."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.inner = CircularPipeline(PipelineConfig(), Windowed, num_layers=2, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> Any:
+        return self.inner(x)
+
+
+def sharded(axes: tuple[Any, ...], size: int = 4) -> Callable[[nnx.Rngs], nnx.Module]:
+    """Makes a layer with a kernel `[size, 4]` that is sharded over these axes."""
+    init = nnx.with_partitioning(nnx.initializers.normal(), axes, eager_sharding=False)
+    return lambda rngs: nnx.Linear(size, 4, kernel_init=init, rngs=rngs)
+
+
+@pytest.mark.parametrize("mode", ["explicit", "auto"])
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (sharded((None, "stage")), r"\.kernel.*\[4, 4\].*twice over the mesh axis 'stage' \(a pipe"),
+        (sharded(("fsdp", ("tensor", "fsdp"))), "twice over the mesh axis 'fsdp'; name each"),
+        (sharded(("embed", "fsdp")), "twice over the mesh axis 'fsdp'; name each"),
+        (sharded(("fsdp", None), 3), "3 entries do not split over 2 devices; .*or None for an"),
+        (Nested, r"\.inner.*twice over the mesh axis 'stage' \(a pipeline .* no pipeline in a"),
+    ],
+)
+def test_axes_that_do_not_fit_the_mesh(make: Any, words: str, mode: str) -> None:
+    with (
+        jax.set_mesh(mesh_of("stage=2,fsdp=2", mode)),
+        pytest.raises(InputError, match=words),
+    ):
+        CircularPipeline(PipelineConfig(), make, num_layers=2, rngs=nnx.Rngs(0))
+
+
 # ---- Flax's transformations inside a layer -----------------------------------------------------
 
 
