@@ -297,7 +297,10 @@ def sharded(axes: tuple[Any, ...], size: int = 4) -> Callable[[nnx.Rngs], nnx.Mo
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (sharded((None, "stage")), r"\.kernel.*\[4, 4\].*twice over the mesh axis 'stage' \(a pipe"),
+        (
+            sharded((None, "stage")),
+            r"\.kernel.*\[4, 4\].*twice over the mesh axis 'stage' \(a pipe",
+        ),
         (sharded(("fsdp", ("tensor", "fsdp"))), "twice over the mesh axis 'fsdp'; name each"),
         (sharded(("embed", "fsdp")), "twice over the mesh axis 'fsdp'; name each"),
         (sharded(("fsdp", None), 3), "3 entries do not split over 2 devices; .*or None for an"),
