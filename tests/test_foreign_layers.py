@@ -349,6 +349,31 @@ def test_transformations_of_flax_inside_a_layer(form: Form) -> None:
     assert_close(tuple(got), one_after_the_other(Transformed, weights, call, x), 1e-5)
 
 
+@pytest.mark.parametrize("mesh", ["", "stage=2", "stage=4,fsdp=2"])
+def test_forward_mode(mesh: str) -> None:
+    """Also with several layers per stage, of which each waits for the gradient of the next."""
+    x = jnp.asarray(float_rows(BATCH, LENGTH, WIDTH))
+    form = Form(mesh, {"num_repeats": 1})
+
+    def derivatives(function: Callable[[jax.Array], jax.Array]) -> Any:
+        def along(function: Any) -> Any:
+            return lambda x: jax.jvp(function, (x,), (jnp.cos(x),))
+
+        return jax.jit(lambda x: (along(function)(x), along(jax.grad(function))(x)))(x)
+
+    with jax.set_mesh(mesh_of(mesh)):
+        pipeline = CircularPipeline(form.config, Transformed, num_layers=LAYERS, rngs=nnx.Rngs(0))
+        got = derivatives(lambda x: loss_of(pipeline(x)[0]))
+        weights = by_layer(pipeline.layers)
+
+    def plain(x: jax.Array) -> jax.Array:
+        for number in range(LAYERS):
+            x, _ = jax.tree.map(lambda leaf, number=number: leaf[number], weights)(x)
+        return loss_of(x)
+
+    assert_close(got, derivatives(plain), 2e-5)
+
+
 @nnx.jit
 def moved(mix: nnx.Linear) -> None:
     mix.bias[...] = mix.bias[...] + 1
