@@ -84,7 +84,6 @@ def packed_batch(config: Config, *, seed: int = 0) -> Batch:
 
 
 @functools.cache
-@functools.cache
 def _created(config: Config, seed: int, mesh: Any) -> tuple[list[np.ndarray], Any]:
     del mesh  # the one that is set: what a model knows of its place depends on it
     model = jax.jit(lambda: Mixtral(config, rngs=nnx.Rngs(seed)))()

@@ -277,6 +277,44 @@ def test_an_axis_that_neither_layout_nor_mesh_has(mode: str) -> None:
         CircularPipeline(PipelineConfig(), layer, num_layers=2, rngs=nnx.Rngs(0))
 
 
+class Nested(nnx.Module):
+    """A layer that is a pipeline itself."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.inner = CircularPipeline(PipelineConfig(), Windowed, num_layers=2, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> Any:
+        return self.inner(x)
+
+
+def sharded(axes: tuple[Any, ...], size: int = 4) -> Callable[[nnx.Rngs], nnx.Module]:
+    """Makes a layer with a kernel `[size, 4]` that is sharded over these axes."""
+    init = nnx.with_partitioning(nnx.initializers.normal(), axes, eager_sharding=False)
+    return lambda rngs: nnx.Linear(size, 4, kernel_init=init, rngs=rngs)
+
+
+@pytest.mark.parametrize("mode", ["explicit", "auto"])
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            sharded((None, "stage")),
+            r"\.kernel.*\[4, 4\].*twice over the mesh axis 'stage' \(a pipe",
+        ),
+        (sharded(("fsdp", ("tensor", "fsdp"))), "twice over the mesh axis 'fsdp'; name each"),
+        (sharded(("embed", "fsdp")), "twice over the mesh axis 'fsdp'; name each"),
+        (sharded(("fsdp", None), 3), "3 entries do not split over 2 devices; .*or None for an"),
+        (Nested, r"\.inner.*twice over the mesh axis 'stage' \(a pipeline .* no pipeline in a"),
+    ],
+)
+def test_axes_that_do_not_fit_the_mesh(make: Any, words: str, mode: str) -> None:
+    with (
+        jax.set_mesh(mesh_of("stage=2,fsdp=2", mode)),
+        pytest.raises(InputError, match=words),
+    ):
+        CircularPipeline(PipelineConfig(), make, num_layers=2, rngs=nnx.Rngs(0))
+
+
 # ---- Flax's transformations inside a layer -----------------------------------------------------
 
 
@@ -309,6 +347,31 @@ def test_transformations_of_flax_inside_a_layer(form: Form) -> None:
         return layer(x)[0]
 
     assert_close(tuple(got), one_after_the_other(Transformed, weights, call, x), 1e-5)
+
+
+@pytest.mark.parametrize("mesh", ["", "stage=2", "stage=4,fsdp=2"])
+def test_forward_mode(mesh: str) -> None:
+    """Also with several layers per stage, of which each waits for the gradient of the next."""
+    x = jnp.asarray(float_rows(BATCH, LENGTH, WIDTH))
+    form = Form(mesh, {"num_repeats": 1})
+
+    def derivatives(function: Callable[[jax.Array], jax.Array]) -> Any:
+        def along(function: Any) -> Any:
+            return lambda x: jax.jvp(function, (x,), (jnp.cos(x),))
+
+        return jax.jit(lambda x: (along(function)(x), along(jax.grad(function))(x)))(x)
+
+    with jax.set_mesh(mesh_of(mesh)):
+        pipeline = CircularPipeline(form.config, Transformed, num_layers=LAYERS, rngs=nnx.Rngs(0))
+        got = derivatives(lambda x: loss_of(pipeline(x)[0]))
+        weights = by_layer(pipeline.layers)
+
+    def plain(x: jax.Array) -> jax.Array:
+        for number in range(LAYERS):
+            x, _ = jax.tree.map(lambda leaf, number=number: leaf[number], weights)(x)
+        return loss_of(x)
+
+    assert_close(got, derivatives(plain), 2e-5)
 
 
 @nnx.jit

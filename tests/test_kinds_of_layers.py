@@ -192,3 +192,21 @@ def test_kinds_and_padding(layers: int, form: Form) -> None:
 @pytest.mark.parametrize("layers", [5, 12])
 def test_with_state(layers: int, kinds: Kinds, form: Form) -> None:
     check(kinds, layers, form)
+
+
+class Deep(nnx.Module):
+    """A layer whose scale depends on how many layers follow, and is infinite after the last."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.mix = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array, place: LayerPlace) -> tuple[jax.Array, Any]:
+        scale = 1 / jnp.sqrt(jnp.asarray(5 - place.layer, x.dtype))
+        y = x + scale * jnp.tanh(self.mix(x))
+        return y, reported(y)
+
+
+@pytest.mark.parametrize("form", [FORMS[name] for name in ("circular", "1F1B")], ids=str)
+@pytest.mark.parametrize("kinds", [1, 2])
+def test_padding_is_in_the_place_of_a_layer_of_the_model(kinds: int, form: Form) -> None:
+    check([Deep] * kinds, 5, form)

@@ -1,5 +1,6 @@
 """Layers with state, unchanged in a pipeline, equal to a loop over the microbatches."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -396,7 +397,8 @@ def test_a_pytree_class_as_activations_and_as_state() -> None:
     params = WithState(jnp.full((2, 2), 2.0), Pair(jnp.zeros((2, 2)), jnp.ones((2, 2))))
     x = Pair(jnp.ones((4, 3)), jnp.zeros((4, 1)))
     with jax.set_mesh(mesh_of("stage=2")):
-        y, _, left = run_pipeline(apply_stage, params, x, schedule=SCHEDULES["circular"])
+        run = jax.jit(functools.partial(run_pipeline, apply_stage, schedule=SCHEDULES["circular"]))
+        y, _, left = run(params, x)
     np.testing.assert_array_equal(y.one, np.full((4, 3), 16.0))
     np.testing.assert_array_equal(left.one, np.full((2, 2), 4.0))
 

@@ -221,9 +221,9 @@ def _with_a_sum(x: Any) -> Any:
     return x, Sum(jnp.sum(x))
 
 
-def elsewhere() -> Any:
+def elsewhere(rows: Any = ROWS) -> Any:
     """Arrays on a device that is not of the mesh."""
-    return jax.device_put(ROWS, jax.devices("cpu")[7])
+    return jax.device_put(rows, jax.devices("cpu")[7])
 
 
 def of_another_mode() -> Any:
@@ -453,6 +453,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "rows: a scalar": (
         module(lambda x: (x, MicrobatchMean(jnp.sum(x), lambda mean: mean))),
         "is a MicrobatchMean of float32[]; its rows must have the axis of the batch first",
+    ),
+    "activations: elsewhere, of a module": (
+        lambda: module(x=elsewhere(ROWS.reshape(BATCH, WIDTH)))(),
+        "an input of the pipeline, float32[8, 4], cannot be sharded",
     ),
     "activations: no sequences": (module(x=np.ones((0, WIDTH), np.float32)), "has no sequences"),
     # the loss of a module

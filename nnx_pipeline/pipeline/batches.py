@@ -62,7 +62,7 @@ class Batches:
 
     def arrange(self, x: Array) -> Array:
         """Cuts `[batch, …]` into the axes of `axes`; microbatches are sharded over the stages."""
-        x = as_arrays(x)
+        x = as_arrays(x, "an input")
         rest = [None] * (x.ndim - 1)
         if self.one_by_one:
             x = self._cut(x)
@@ -100,7 +100,7 @@ class Batches:
 
     def _cut(self, x: Array) -> Array:
         """`[batch, …]` to `[microbatches, …]`, with an axis of copies next if there are copies."""
-        x = place(as_arrays(x), self.layout.spec(*[None] * x.ndim))
+        x = place(as_arrays(x, "an input"), self.layout.spec(*[None] * x.ndim))
         copies = (self.layout.size("copy"),) if self.layout.axes("copy") else ()
         own = x.shape[0] // math.prod((self.microbatches, *copies))
         return x.reshape(self.microbatches, *copies, own, *x.shape[1:])

@@ -40,9 +40,14 @@ def on_every_stage(tree: PyTree) -> PyTree:
     return _each(tree, "an input", lambda spec: [None, *_off_stages(spec[1:])])
 
 
-def as_arrays(tree: PyTree) -> PyTree:
-    """Moves weights that the user's functions read onto the mesh; they keep their sharding."""
-    return _each(tree, "a weight", lambda spec: spec)
+def as_arrays(tree: PyTree, what: str = "a weight") -> PyTree:
+    """Moves arrays, such as weights that the user's functions read, onto the mesh as they are.
+
+    They keep their sharding.
+
+    - `what`: what to call one of them in an error.
+    """
+    return _each(tree, what, lambda spec: spec)
 
 
 def by_names(tree: Any, layout: Layout) -> Any:

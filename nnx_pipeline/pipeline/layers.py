@@ -1,5 +1,6 @@
 """Creates the stacked layers of a pipeline, and assembles their side inputs."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.errors import InputError
+from nnx_pipeline.errors import InputError, divides
 from nnx_pipeline.pipeline.stack import Stack
 from nnx_pipeline.pipeline.stage.checks import (
     call_explained,
@@ -19,7 +20,7 @@ from nnx_pipeline.pipeline.stage.checks import (
     check_variables,
 )
 from nnx_pipeline.pipeline.stage.variables import is_per_microbatch
-from nnx_pipeline.sharding import AxisName, Layout, place, portable_key
+from nnx_pipeline.sharding import AxisName, Layout, mesh_sizes, place, portable_key
 
 MakeLayer = Callable[[nnx.Rngs], nnx.Module]
 
@@ -139,6 +140,7 @@ def _made(make_layer: MakeLayer, keys: Array, layout: Layout) -> Any:
     def check_two(key: Array) -> None:
         one, other = make(key), make(key)
         check_apart(one, other)
+        _check_axes(one, layout)
         check_same(one, other)
 
     jax.eval_shape(check_two, portable_key(jax.random.key(0)))
@@ -194,24 +196,59 @@ def _stacked(variable: nnx.Variable, layout: Layout) -> nnx.Variable:
             f"a layer holds a variable of type {type(variable).__name__} with "
             f"{type(variable.get_value()).__name__} in it; in a pipeline each holds one array"
         )
-    own: tuple[AxisName, ...] | None = variable.get_metadata().get("logical_axes")
-    inner = variable.get_value().ndim - 3
-    if own is not None:
-        if len(own) != inner:
-            raise InputError(
-                f"a variable of a layer has the logical axes {own}, and its shape is "
-                f"{list(variable.get_value().shape[3:])}; name each axis, or None for one that is "
-                "not sharded"
-            )
-        return _placed(variable, (None, "stage", None, *own), layout)
-    # What Flax's metadata (`nnx.with_partitioning`) says, in which Flax's own rules have replaced
-    # names by mesh axes.
-    said = tuple(nnx.get_partition_spec(variable).get_value() or ())
-    own = (*said, *[None] * (inner - len(said)))
+    own = _own_axes(variable, variable.get_value().ndim - 3)
     found = _placed(variable, (None, "stage", None, *own), layout)
-    if any(own):
+    if any(own) and variable.get_metadata().get("logical_axes") is None:
         found.set_metadata("gather_at_use", True)
     return found
+
+
+def _own_axes(variable: nnx.Variable, number: int) -> tuple[AxisName, ...]:
+    """The axes that the metadata of a variable of a layer names; None for one that is whole.
+
+    - `number`: how many axes it has in one layer.
+
+    Raises InputError for logical axes of another number.
+    """
+    own: tuple[AxisName, ...] | None = variable.get_metadata().get("logical_axes")
+    if own is None:
+        # What Flax's metadata (`nnx.with_partitioning`) says, in which Flax's own rules have
+        # replaced names by mesh axes.
+        said = tuple(nnx.get_partition_spec(variable).get_value() or ())
+        return (*said, *[None] * (number - len(said)))
+    if len(own) != number:
+        shape = jnp.shape(variable.get_value())
+        raise InputError(
+            f"a variable of a layer has the logical axes {own}, and its shape is "
+            f"{list(shape[len(shape) - number :])}; name each axis, or None for one that is not "
+            "sharded"
+        )
+    return own
+
+
+def _check_axes(layer: nnx.Module, layout: Layout) -> None:
+    """Raises InputError if a variable of one layer cannot be sharded as its metadata says."""
+    variables = jax.tree_util.tree_leaves_with_path(
+        layer, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
+    )
+    for path, variable in variables:
+        shape = getattr(variable.get_value(), "shape", ())  # `_stacked` refuses what is no array
+        axes = _own_axes(variable, len(shape))
+        what = f"the variable {jax.tree_util.keystr(path)} of a layer, {[*shape]}, has the axes"
+        used = [layout.axes("stage")]
+        for size, entry in zip(shape, layout.spec(*axes), strict=False):
+            used.append((entry,) if isinstance(entry, str) else entry or ())
+            shards = math.prod(mesh_sizes()[name] for name in used[-1])
+            rule = f"{what} {axes}, and {size} entries do not split over {shards} devices"
+            divides(shards, size, rule=rule, cure="or None for an axis that is not sharded")
+        every = [name for names in used for name in names]
+        twice = [name for name in every if every.count(name) > 1]
+        if twice:
+            own = " (a pipeline shards its layers over stage, and holds no pipeline in a layer)"
+            raise InputError(
+                f"{what} {axes}, which shard it twice over the mesh axis {twice[0]!r}"
+                f"{own if twice[0] == 'stage' else ''}; name each mesh axis once"
+            )
 
 
 def _placed(variable: nnx.Variable, axes: tuple[AxisName, ...], layout: Layout) -> nnx.Variable:

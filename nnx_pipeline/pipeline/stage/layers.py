@@ -132,7 +132,7 @@ def _stacked(trees: Sequence[PyTree]) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(trees[0]), [jnp.stack(each) for each in leaves])
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def gradients_in_turn(x: PyTree, layer: PyTree) -> tuple[PyTree, PyTree]:
     """Returns its arguments, and makes the backward pass wait for the gradient of `layer`.
 
@@ -144,20 +144,21 @@ def gradients_in_turn(x: PyTree, layer: PyTree) -> tuple[PyTree, PyTree]:
     return x, layer
 
 
-def _in_turn_forward(x: PyTree, layer: PyTree) -> tuple[tuple[PyTree, PyTree], None]:
-    return (x, layer), None
-
-
-def _in_turn_backward(_: None, cotangents: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-    leaves, tree = jax.tree.flatten(cotangents)
-    floats = [at for at, leaf in enumerate(leaves) if leaf.dtype != jax.dtypes.float0]
-    barred = jax.lax.optimization_barrier([leaves[at] for at in floats])
-    for at, leaf in zip(floats, barred, strict=True):
+def _in_turn_tangents(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    """A barrier over the tangents, whose transpose is one over the cotangents."""
+    leaves, tree = jax.tree.flatten(tangents, is_leaf=_is_zero_tangent)
+    there = [at for at, leaf in enumerate(leaves) if not _is_zero_tangent(leaf)]
+    barred = jax.lax.optimization_barrier([leaves[at] for at in there])
+    for at, leaf in zip(there, barred, strict=True):
         leaves[at] = leaf
-    return jax.tree.unflatten(tree, leaves)
+    return primals, jax.tree.unflatten(tree, leaves)
 
 
-gradients_in_turn.defvjp(_in_turn_forward, _in_turn_backward)
+def _is_zero_tangent(leaf: Any) -> bool:
+    return isinstance(leaf, jax.custom_derivatives.SymbolicZero)
+
+
+gradients_in_turn.defjvp(_in_turn_tangents, symbolic_zeros=True)
 
 
 class LayerPlace(NamedTuple):
@@ -174,11 +175,17 @@ class LayerPlace(NamedTuple):
     def of(cls, layer: Array, stack: Stack) -> "LayerPlace":
         """The place of a layer by its number.
 
-        - `layer`: its number, an int32 scalar.
+        - `layer`: its number, an int32 scalar. Padding is told that it is the last layer of its
+          kind: of a number that the model does not have, a layer may make what is infinite, as by
+          1 / (layers - number), and then even a discarded result makes a gradient NaN.
         - `stack`: which layer is where.
         """
         each, stages = stack.per_stage, stack.stages
-        return cls(layer, layer // each % stages, layer // (each * stages))
+        real = layer
+        if stack.padding:
+            beyond = jnp.maximum(layer - (stack.layers - 1), 0)
+            real = jnp.maximum(layer - -(-beyond // stack.kinds) * stack.kinds, 0)
+        return cls(real, layer // each % stages, layer // (each * stages))
 
 
 def gathered_for_use(layer: Any) -> Any:

@@ -6,7 +6,6 @@ visit of one microbatch reads what the one before it wrote, or, of what is `PerM
 there of this microbatch. State has no gradient.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,9 +19,10 @@ from nnx_pipeline.pipeline.schedule import Schedule
 from nnx_pipeline.pipeline.stage.apply import at_repeat, select_repeat
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class WithState:
-    """Stacked parameters with a state that the visits of the stages read and write.
+    """Stacked parameters with a state that the visits of the stages read and write; a pytree.
 
     - `params`: any pytree of `[repeats, stages, …]`.
     - `state`: another, sharded as the parameters are. What of it is wrapped in `PerMicrobatch` is
@@ -38,7 +38,7 @@ def parted(params: Any) -> tuple[PyTree, PyTree]:
     return (params.params, params.state) if isinstance(params, WithState) else (params, None)
 
 
-@functools.partial(jax.tree_util.register_dataclass)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PerMicrobatch:
     """State of which each microbatch has its own, such as a cache of keys and values.
