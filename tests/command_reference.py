@@ -51,7 +51,7 @@ def _metavar(parameter: click.Parameter) -> str:
 def _names(option: click.Option) -> str:
     value = option.metavar
     if value is None and isinstance(option.type, click.Choice):
-        value = "\\|".join(map(str, option.type.choices))
+        value = "|".join(map(str, option.type.choices))
     if value is None and not option.is_flag:
         value = "NUMBER" if _is_number(option.type) else "TEXT"
     names = "`, `".join(option.opts)

@@ -5,19 +5,22 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, user_environment
+from documents import TEXT
+from helpers import ROOT, pytest_in, user_environment
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+SCRIPTS = [path for path in EXAMPLES if not path.name.startswith("test_")]
 
 
-def test_there_are_examples_and_each_is_short() -> None:
+def test_each_example_is_short_and_a_page_leads_to_it() -> None:
     assert EXAMPLES
+    assert [path.name for path in EXAMPLES if f"(../examples/{path.name})" not in TEXT] == []
     lengths = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES}
     assert max(lengths.values()) <= 80, lengths
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_an_example_runs(path: Path, tmp_path: Path) -> None:
     """It has assertions of its own about what it shows."""
     assert "assert " in path.read_text()
@@ -26,3 +29,19 @@ def test_an_example_runs(path: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+@pytest.mark.slow
+def test_the_example_of_a_budget_fails_without_donation(tmp_path: Path) -> None:
+    """As the comment in it says, and passes as it is."""
+    (source,) = (path.read_text() for path in EXAMPLES if path not in SCRIPTS)
+    file = tmp_path / "test_budget.py"
+    file.write_text(source)
+    assert "2 passed" in pytest_in(tmp_path, "--update-memory-budgets").out
+    assert "2 passed" in pytest_in(tmp_path).out
+    without = source.replace('@nnx.jit(donate_argnames=("model", "optimizer"))', "@nnx.jit")
+    assert without != source
+    file.write_text(without)
+    exceeded = pytest_in(tmp_path).out
+    assert "2 failed" in exceeded
+    assert exceeded.count("MemoryExceeded: ") == 2

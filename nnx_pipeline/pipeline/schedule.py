@@ -322,6 +322,7 @@ def _check_counts(schedule: object, *names: str) -> None:
 
 Schedule = CircularSchedule | OneForwardOneBackward
 SCHEDULE_NAMES = ("circular", "1f1b")
+"""The values of `pipeline.schedule`."""
 
 
 def make_schedule(

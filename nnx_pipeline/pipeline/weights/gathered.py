@@ -214,4 +214,5 @@ def _scatter(x: Array, axis: int, name: str, *, summed: bool) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
-AS_STORED = WeightGathering()  # nothing is gathered before the loop
+AS_STORED = WeightGathering()
+"""Nothing is gathered before the loop."""
