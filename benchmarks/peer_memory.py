@@ -181,8 +181,8 @@ loops counted. A dash: MaxText has no such option, was not measured so, or crash
 repeats on H100). With grouped experts and flash attention, MaxText's compute is known without its
 kernels only; the share is then of ours without ours.
 
-With 32 microbatches, 1F1B and grouped experts, one repeat has more than half of MaxText's temp, also
-with `remat=inputs_offloaded`, and two repeats have less: a visit is then one layer. Both stand
+With 32 microbatches, 1F1B and grouped experts, one repeat has more than half of MaxText's temp,
+also with `remat=inputs_offloaded`, and two repeats have less: a visit is then one layer. Both stand
 beside MaxText's one repeat, because its best with two was not compiled. With one repeat and inputs
 on the host the step holds, in MB: gradients of all weights 52, copies of weights in bfloat16 35,
 gradients of one layer in float32 25, gathered kernels of another 27, accumulators of embedding and
@@ -191,9 +191,9 @@ The gradients of a layer stand beside the gathered kernels of the next one, beca
 starts these gathers first to hide them. Tried, and worse in temp: kernels of 4 or 2 experts at a
 time (325 and 315), gradients that leave a layer in bfloat16 (307), no order between layers (532),
 kernels cast where a visit reads them (266, with copies of all weights in float32, and a peak of 387
-in the place of 376), the same out of one stack of both layers (299). What would have to change for one repeat: a
-visit that adds the gradients of a layer up before it goes on to the next, as a hand-written loop
-over layers would.
+in the place of 376), the same out of one stack of both layers (299). What would have to change for
+one repeat: a visit that adds the gradients of a layer up before it goes on to the next, as a
+hand-written loop over layers would.
 """
 ABOUT_DEEPSEEK = """## deepseek-small beside MaxText
 
