@@ -27,6 +27,7 @@ from nnx_pipeline.lab.report.tables import (
     same_numbers,
     verdict_words,
 )
+from nnx_pipeline.lab.report.time_table import milliseconds
 from nnx_pipeline.lab.report.words import BUFFERS, MEMORY, TIME, VERDICTS
 
 MOST_ROWS = 12  # of buffers; all of them are in the JSON
@@ -142,10 +143,10 @@ def _summary(both: Sequence[tuple[Outcome, Outcome | None]]) -> Markup:
             )
     head = ("experiment", *_VERDICT)
     cells = [(named, *_verdict_and_memory(outcome)) for named, outcome in rows]
-    return tables.table(f"{len(both)} experiments", head, cells, numbers=len(QUANTITIES) + 1)
+    return tables.table(f"{len(both)} experiments", head, cells, numbers=len(_VERDICT) - 1)
 
 
-_VERDICT = ("verdict", "its b / a", *(f"{name}, MB" for name in QUANTITIES))
+_VERDICT = ("verdict", "its b / a", *(f"{name}, MB" for name in QUANTITIES), "step, ms")
 
 
 def _verdict_and_memory(outcome: Outcome) -> tuple[Markup | str, ...]:
@@ -154,6 +155,7 @@ def _verdict_and_memory(outcome: Outcome) -> tuple[Markup | str, ...]:
         _pill(outcome),
         "–" if ratio is None else f"{ratio:.3f}",
         *(_pair(outcome.bytes_of(name)) for name in QUANTITIES),
+        _pair_of_steps((outcome.a, outcome.b)),
     )
 
 
@@ -168,11 +170,20 @@ def _by_gemm(outcome: Outcome, other: Outcome | None) -> Markup | None:
     rows = [(triton, *_verdict_and_memory(outcome)), (cublas, *_verdict_and_memory(other))]
     head = ("matrix products", *_VERDICT)
     why = element("p", f"{cublas}: {other.note}", class_="note") if other.note else None
-    return element("section", tables.table(None, head, rows, numbers=len(QUANTITIES) + 1), why)
+    return element("section", tables.table(None, head, rows, numbers=len(_VERDICT) - 1), why)
 
 
 def _pair(values: Sequence[int | None]) -> str:
     return " → ".join(map(megabytes, values))
+
+
+def _pair_of_steps(results: Sequence[Measurement | None]) -> str:
+    """The estimated step of each program, a dash where nothing is known of it."""
+    return " → ".join(milliseconds(_step(result)) for result in results)
+
+
+def _step(result: Measurement | None) -> float | None:
+    return result.time.step_seconds if result and result.time else None
 
 
 def _pill(outcome: Outcome) -> Markup:
@@ -226,13 +237,18 @@ def _headline(arms: tables.Labelled) -> Markup | None:
     for label in COLUMNS:
         values = [getattr(memory, f"{label}_bytes") if memory else None for memory in memories]
         items.append(
-            element("div", element("dt", label), element("dd", _pair(values), _unit(values)))
+            element("div", element("dt", label), element("dd", _pair(values), _unit(values, "MB")))
         )
+    results = [result for _, _, result in arms]
+    steps = list(map(_step, results))
+    if any(steps):
+        shown = element("dd", _pair_of_steps(results), _unit(steps, "ms"))
+        items.append(element("div", element("dt", "estimated step"), shown))
     return element("dl", items, class_="headline")
 
 
-def _unit(values: Sequence[int | None]) -> Markup:
-    words = " MB"
+def _unit(values: Sequence[float | None], unit: str) -> Markup:
+    words = f" {unit}"
     if len(values) == 2 and values[0] and values[1] is not None:
         words += f" ({values[1] / values[0] - 1:+.1%})".replace("-", "−")
     return element("small", words)
