@@ -101,7 +101,8 @@ def _as_json(found: Inspection) -> dict[str, object]:
     "config_name",
     required=True,
     metavar="FILE",
-    help="A MaxText YAML, a YAML with model, pipeline and train, or a preset.",
+    help="A MaxText YAML, a YAML with model, pipeline and train, a config.json of Hugging Face, or "
+    "a preset.",
 )
 @click.option("--read", is_flag=True, help="Read every byte too, to find damage and NaN.")
 @click.option(
