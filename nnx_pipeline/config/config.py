@@ -289,10 +289,10 @@ class Config:
         divides(
             copies * microbatches,
             self.train.global_batch,
-            rule=f"a microbatch of {microbatch} sequences (train.global_batch="
-            f"{self.train.global_batch} in {microbatches} microbatches) does not split over "
-            f"data={mesh.data} × fsdp={mesh.fsdp} × expert={mesh.expert}; change "
-            "train.global_batch or pipeline.num_microbatches: with as many microbatches",
+            rule=f"a microbatch of {microbatch} sequences does not split over "
+            f"data={mesh.data} × fsdp={mesh.fsdp} × expert={mesh.expert}, with "
+            f"train.global_batch={self.train.global_batch} in {microbatches} microbatches",
+            cure="for train.global_batch, or change pipeline.num_microbatches",
         )
         parts, own = self.pipeline.batch_split, microbatch // copies
         is_divisor(
