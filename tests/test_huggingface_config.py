@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from linen_compat import config_from_huggingface, config_to_huggingface
-from linen_compat.maxtext.config import read_config
+from linen_compat.named_config import read_config
 from nnx_pipeline import Config, InputError, ModelConfig, TrainConfig
 from nnx_pipeline.config.presets import PRESETS
 

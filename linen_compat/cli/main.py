@@ -18,7 +18,7 @@ from linen_compat.cli.overhead import overhead
 from linen_compat.convert import TARGETS, From, To, plan
 from linen_compat.formats.orbax.inspect import Inspection, inspect
 from linen_compat.formats.streams import Mismatch
-from linen_compat.maxtext.config import read_config
+from linen_compat.named_config import read_config
 from nnx_pipeline import InputError
 from nnx_pipeline.cli.options import bundled
 from nnx_pipeline.cli.support import Failed, main_of

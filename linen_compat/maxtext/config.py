@@ -8,7 +8,6 @@ from typing import Any
 
 import yaml
 
-from linen_compat.formats.huggingface.config import config_from_huggingface
 from linen_compat.maxtext import deepseek, keys
 from linen_compat.maxtext.families import fields_of_block, keys_of_preset
 from linen_compat.maxtext.values import DEFAULTS, number, typed, wrong_type
@@ -97,8 +96,7 @@ def config_from_maxtext(source: str | Path | Mapping[str, Any]) -> Config:
 def read_config(name: str) -> Config:
     """The config that the command-line option `--config` names.
 
-    - `name`: a MaxText YAML file, a YAML file of this project's sections, the `config.json` of a
-      Hugging Face model, or a preset.
+    - `name`: a MaxText YAML file, a YAML file of this project's sections, or a preset.
 
     Raises InputError when it is none of them.
     """
@@ -112,8 +110,6 @@ def read_config(name: str) -> Config:
     given = _read_yaml(name)
     if "model" in given and set(given) <= set(SECTIONS):
         return _own_config(name, given)
-    if "architectures" in given and "model_type" in given:
-        return config_from_huggingface(name)
     return config_from_maxtext(given)
 
 
