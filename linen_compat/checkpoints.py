@@ -17,7 +17,7 @@ from linen_compat.formats.new_folder import check_free, clear_left_behind, new_f
 from linen_compat.formats.orbax.inspect import find_items
 from linen_compat.formats.orbax.layouts import NNX
 from linen_compat.loading import load
-from linen_compat.maxtext.config import read_config
+from linen_compat.named_config import read_config
 from linen_compat.train_state import load_train_state, save_train_state
 from nnx_pipeline import Config, InputError
 from nnx_pipeline.train import TrainState

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from linen_compat import config_from_huggingface, config_to_huggingface
+from linen_compat.named_config import read_config
 from nnx_pipeline import Config, InputError, ModelConfig, TrainConfig
 from nnx_pipeline.config.presets import PRESETS
 
@@ -584,3 +585,9 @@ def test_configs_written_by_transformers_5() -> None:
     model = config_from_huggingface(FOLDER / "mixtral").model
     assert (model.head_dim, model.rope_theta, model.num_experts) == (6, 100.0, 4)
     assert model.attention_scale == 6**-0.5
+
+
+def test_a_command_takes_it_as_its_config(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(MIXTRAL_8X7B))
+    assert read_config(str(file)) == config_from_huggingface(MIXTRAL_8X7B)

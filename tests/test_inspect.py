@@ -72,6 +72,7 @@ def test_latest_step_is_taken(tmp_path):
     ("prepare", "message"),
     [
         (lambda folder: None, "holds no Orbax checkpoint"),
+        (lambda folder: (folder / "config.json").write_text("{}"), "looks like a Hugging Face"),
         (lambda folder: (folder / "_METADATA").write_text("{"), "cannot be read"),
         (lambda folder: save(folder, {"blocks": jnp.zeros(3)}), "no layers of MaxText's decoder"),
     ],

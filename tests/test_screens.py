@@ -91,7 +91,8 @@ def test_figures_of_arms_are_left_out_for_their_names(width: int) -> None:
     found = [outcome("stage-shift-pad")]
     shown = text(tables.outcomes_view("an A/B", found), width)
     assert max(map(len, shown.splitlines())) <= width
-    assert ("peak MB" in shown) == (width > 60)
+    assert ("peak MB" in shown.splitlines()[1]) == (width > 60)
+    assert ("left out at 60 columns: peak MB" in shown) == (width == 60)
     assert "temp MB" in shown
     assert "account MB" in shown
     assert all(label in shown for label, _ in found[0].arms)

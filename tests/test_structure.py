@@ -63,7 +63,7 @@ FOLDERS = {
     ),
     "linen_compat": (
         ("formats", "maxtext"),
-        ("convert", "loading", "modules", "reference", "saving"),
+        ("convert", "named_config", "loading", "modules", "reference", "saving"),
         ("bridge", "check", "train_state"),
         ("checkpoints",),
         ("overhead",),

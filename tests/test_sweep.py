@@ -169,6 +169,7 @@ def test_meshes_are_swept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     held = [point["memory"]["temp_bytes"] for point in arm["points"]]
     assert held == [measurement(attribution(by)).memory.temp_bytes for by in (22, 41, 14)]
     assert arm["fits"]["temp_bytes"] is None
+    assert "slope" not in run(*asked[:-1]).out
     for wrong, message in (
         ("mesh=stage=4/stage=4", "two different values or more"),
         ("mesh=stage=4/stages=2", "'stages'"),

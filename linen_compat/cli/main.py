@@ -18,7 +18,7 @@ from linen_compat.cli.overhead import overhead
 from linen_compat.convert import TARGETS, From, To, plan
 from linen_compat.formats.orbax.inspect import Inspection, inspect
 from linen_compat.formats.streams import Mismatch
-from linen_compat.maxtext.config import read_config
+from linen_compat.named_config import read_config
 from nnx_pipeline import InputError
 from nnx_pipeline.cli.options import bundled
 from nnx_pipeline.cli.support import Failed, main_of
@@ -101,7 +101,8 @@ def _as_json(found: Inspection) -> dict[str, object]:
     "config_name",
     required=True,
     metavar="FILE",
-    help="A MaxText YAML, a YAML with model, pipeline and train, or a preset.",
+    help="A MaxText YAML, a YAML with model, pipeline and train, a config.json of Hugging Face, or "
+    "a preset.",
 )
 @click.option("--read", is_flag=True, help="Read every byte too, to find damage and NaN.")
 @click.option(

@@ -116,7 +116,8 @@ class ScheduleFiles:
     click.option(
         "--both",
         metavar="PATH",
-        help="Draw circular above 1f1b, with both passes and the live microbatches of each.",
+        help="Draw circular above 1f1b as .png or .svg, with both passes and the live "
+        "microbatches of each.",
     ),
     click.option(
         "--csv", metavar="PATH", help="Write it also as CSV, in the form of PyTorch's pipelining."

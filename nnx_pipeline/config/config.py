@@ -287,12 +287,12 @@ class Config:
         copies = mesh.data * mesh.fsdp * mesh.expert
         microbatch = self.train.global_batch // microbatches
         divides(
-            copies,
-            microbatch,
+            copies * microbatches,
+            self.train.global_batch,
             rule=f"a microbatch of {microbatch} sequences does not split over "
-            f"data={mesh.data} × fsdp={mesh.fsdp} × expert={mesh.expert}: with "
-            f"train.global_batch={self.train.global_batch} in {microbatches} microbatches, "
-            "change one of the two so that a microbatch fits",
+            f"data={mesh.data} × fsdp={mesh.fsdp} × expert={mesh.expert}, with "
+            f"train.global_batch={self.train.global_batch} in {microbatches} microbatches",
+            cure="for train.global_batch, or change pipeline.num_microbatches",
         )
         parts, own = self.pipeline.batch_split, microbatch // copies
         is_divisor(

@@ -132,9 +132,15 @@ def find_items(checkpoint: str | Path) -> Path:
                 f"{candidate / METADATA} is missing: the checkpoint was not finished, or has lost "
                 "that file; take another step"
             )
+    cure = "give a run, a step or its items folder"
+    if (folder / "config.json").is_file():
+        cure = (
+            "it looks like a Hugging Face folder, which has no state of an optimizer; "
+            "linen_compat.load, linen-compat check and linen-compat convert read it"
+        )
     raise InputError(
         f"{checkpoint} holds no Orbax checkpoint (no {METADATA} in it, in items, or in a step); "
-        "give a run, a step or its items folder"
+        f"{cure}"
     )
 
 

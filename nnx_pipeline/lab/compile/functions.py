@@ -184,7 +184,8 @@ def _bind(
     except TypeError as error:
         raise InputError(
             f"{name_of(function)} cannot be called with {len(arguments)} arguments: {error}; give "
-            "its arrays in order and bind the rest with functools.partial"
+            "its arrays in order (a command takes them from --arg or --inputs) and bind the rest "
+            "with functools.partial"
         ) from error
 
 

@@ -25,17 +25,18 @@ UNITS = {**dict.fromkeys(BYTES, 1e6), "flops": 1e9, "step_seconds": 1e-3, "compi
 
 
 def sweep_view(title: str, sweep: Sweep) -> RenderableType:
-    """A table per arm: one line per program, then the slope of each figure and its r²."""
+    """A table per arm: one line per program, then slopes where the field is a number."""
     parts: list[RenderableType] = [Text(title, style="italic")]
     for label, points in sweep.arms:
         heads = [Column(name, order, is_number=True) for name, order in COLUMNS.items()]
         table = Columns([Column(""), *heads], is_bare=True)
         for point in points:
             table.add_row(str(point.value), *_figures(point))
-        table.add_section()
         fits = [(sweep.fit(name, label), unit) for name, unit in UNITS.items()]
-        table.add_row("slope per unit", *(_slope(fit, unit) for fit, unit in fits))
-        table.add_row("r²", *(_explained(fit) for fit, _ in fits))
+        if any(fit for fit, _ in fits):
+            table.add_section()
+            table.add_row("slope per unit", *(_slope(fit, unit) for fit, unit in fits))
+            table.add_row("r²", *(_explained(fit) for fit, _ in fits))
         parts += [Text(f"{label}, by {sweep.field}", style="bold"), table]
     failed = [Text(error, style="red") for error in sweep.errors]
     measured = [point.result for _, points in sweep.arms for point in points if point.result]

@@ -115,6 +115,7 @@ def outcomes_view(title: str, outcomes: Sequence[Outcome], *, hint: bool = True)
         rows = [(label, _figures(result, timed)) for label, result in _arms(outcome)]
         told = [Padding(Text(line), (0, 0, 0, 2)) for line in arm_lines(outcome)]
         parts += [Text(heading(outcome), style="bold"), *told, _Rows(rows, letters, heads)]
+    parts.append(_LeftOut(_Rows([], letters, heads)))
     notes = [Text(f"{o.question.name}: {o.note}", style="yellow") for o in outcomes if o.note]
     measured = [m for o in outcomes for m in (o.a, o.b) if m]
     notes += closing_lines(measured, [o.numerics for o in outcomes if o.numerics], hint=hint)
@@ -157,6 +158,11 @@ class _Rows:
             table.add_row(_KEY.format(key) if self.keys else "", label, *kept)
         yield table
 
+    def missing(self, width: int) -> list[str]:
+        """The heads of the figures that there is no room for."""
+        shown = self._shown(width)
+        return [head for at, head in enumerate(self.heads) if at not in shown]
+
     def _shown(self, width: int) -> list[int]:
         """Which figures there is room for, beside a label of `_LABEL` letters at most."""
         shown = list(range(len(self.heads)))
@@ -168,6 +174,18 @@ class _Rows:
     def _room(self, width: int, columns: int) -> int:
         """The letters that are left for the label beside so many figures."""
         return width - columns * (_FIGURE + 2) - (_KEY_WIDTH + 2)
+
+
+@dataclass(frozen=True)
+class _LeftOut:
+    """One line that names the figures which `rows` leaves out; nothing where it shows all."""
+
+    rows: _Rows
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if missing := self.rows.missing(options.max_width):
+            names = ", ".join(missing)
+            yield Text(f"left out at {options.max_width} columns: {names}", style="dim")
 
 
 def _figures(result: Measurement | None, timed: bool) -> list[str]:

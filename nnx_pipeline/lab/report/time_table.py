@@ -47,7 +47,7 @@ def lines_table(time: Time, *, top: int) -> Columns:
     - `top`: the most rows; the other lines are summed in one row.
     """
     passes = [Column(name, at, is_number=True) for at, name in enumerate(PASSES, 2)]
-    heads = [*figures("all"), *passes, Column("launches", 1, is_number=True), Column("line")]
+    heads = [*figures("all"), *passes, Column("launches", 5, is_number=True), Column("line")]
     table = Columns(heads, title="where the estimated compute goes, ms")
     ordered = rows_by_line(time)
     for source, rows in ordered[:top]:

@@ -28,6 +28,8 @@ TIME = {
     "the model needs, and all that run.",
 }
 VERDICTS = {
+    "claim": "What stands in brackets behind the name of an experiment says where its claim is "
+    "from: a section of this project's source documents, such as S4.3, MaxText, or its own design.",
     "holds": "Arm b needs at least 1 % less than arm a of the figure that the verdict names, as "
     "the claim says.",
     "no effect": "The arms differ by less than 1 %.",
