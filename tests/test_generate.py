@@ -170,6 +170,19 @@ def test_draws_have_the_probabilities_of_the_temperature() -> None:
     assert few.tolist() != next_tokens(rows[:50], how, keys_of(7, 50), positions[:50] + 1).tolist()
 
 
+def test_each_new_token_has_random_numbers_of_its_own() -> None:
+    """Where all tokens are equally likely, what is drawn depends on sequence and place alone."""
+    model = new_model(small_config(model={"num_layers": 1}))
+    model.head[...] = jnp.zeros_like(model.head[...])
+    how = Sampling(temperature=1.0, seed=3)
+    request = Request(prompts=PROMPTS, new_tokens=4, sampling=how)
+    places = jnp.asarray([len(prompt) for prompt in PROMPTS], jnp.int32)
+    alike, keys = jnp.zeros((len(PROMPTS), 32)), keys_of(3, len(PROMPTS))
+    want = [next_tokens(alike, how, keys, places + number) for number in range(4)]
+    assert generate(model, request) == np.stack(want, axis=1).tolist()
+    assert len({tuple(tokens.tolist()) for tokens in want}) == 4
+
+
 def test_a_low_temperature_draws_the_likeliest() -> None:
     """The lowest one divides most float32 logits to infinity."""
     logits = jnp.asarray([[10.0, 30.0, 20.0], [-5.0, 7.0, 7.5]])
