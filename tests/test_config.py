@@ -170,6 +170,14 @@ REFUSED = [
     ),
     bad(pipeline(batch_split=0), "batch_split=0 is not a whole number of 1 or more"),
     bad(model(full_attention_every=2), "and sliding_window=None; give a window and 2 or more"),
+    bad(
+        model(full_attention_every=2, sliding_window=2, num_dense_layers=1, dense_mlp_dim=8),
+        "and num_dense_layers=1 come before these; leave one of them out",
+    ),
+    bad(
+        model(expert_group=1, num_experts=1, num_experts_per_token=1),
+        "expert_group=1 is how many of several experts are computed at a time, and num_experts=1",
+    ),
     bad(model(router_bias_in_weights=True), "needs a bias, and router_bias=False"),
     bad(model(rope_scaling="linear"), "rope_scaling='linear' needs rope_factor"),
     bad(model(rope_factor=2.0), "rope_factor=2.0 has no effect with rope_scaling=None; leave it"),

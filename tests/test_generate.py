@@ -170,6 +170,28 @@ def test_draws_have_the_probabilities_of_the_temperature() -> None:
     assert few.tolist() != next_tokens(rows[:50], how, keys_of(7, 50), positions[:50] + 1).tolist()
 
 
+def test_each_new_token_has_random_numbers_of_its_own() -> None:
+    """Where all tokens are equally likely, what is drawn depends on sequence and place alone."""
+    model = new_model(small_config(model={"num_layers": 1}))
+    model.head[...] = jnp.zeros_like(model.head[...])
+    how = Sampling(temperature=1.0, seed=3)
+    request = Request(prompts=PROMPTS, new_tokens=4, sampling=how)
+    places = jnp.asarray([len(prompt) for prompt in PROMPTS], jnp.int32)
+    alike, keys = jnp.zeros((len(PROMPTS), 32)), keys_of(3, len(PROMPTS))
+    want = [next_tokens(alike, how, keys, places + number) for number in range(4)]
+    assert generate(model, request) == np.stack(want, axis=1).tolist()
+    assert len({tuple(tokens.tolist()) for tokens in want}) == 4
+
+
+def test_a_low_temperature_draws_the_likeliest() -> None:
+    """The lowest one divides most float32 logits to infinity."""
+    logits = jnp.asarray([[10.0, 30.0, 20.0], [-5.0, 7.0, 7.5]])
+    for temperature in (1e-3, 1e-20, 1.2e-38):
+        how = Sampling(temperature=temperature)
+        drawn = next_tokens(logits, how, keys_of(0, 2), jnp.zeros(2, jnp.int32))
+        assert drawn.tolist() == [1, 2], temperature
+
+
 # ---- errors ------------------------------------------------------------------------------------
 
 
@@ -177,11 +199,16 @@ def test_draws_have_the_probabilities_of_the_temperature() -> None:
     ("make", "message"),
     [
         (lambda: Sampling(temperature=-0.5), "temperature=-0.5 is out of range"),
+        (lambda: Sampling(temperature=1e-39), "temperature=1e-39 is below 1.2e-38"),
         (lambda: Sampling(temperature=1.0, top_p=0.0), "top_p=0.0 is out of range"),
         (lambda: Sampling(top_k=3), "top_k=3 has no effect with temperature=0"),
         (lambda: Sampling(seed=-1), "seed=-1 is not a whole number"),
         (lambda: Request(prompts=(), new_tokens=1), "there is no prompt"),
         (lambda: Request(prompts=((1,), ()), new_tokens=1), "prompt 2 has no tokens"),
+        (lambda: generate_with(prompts=((1.7, 2),)), r"prompt 1 is \(1.7, 2\), and not a tuple of"),
+        (lambda: generate_with(prompts=((1,), "ab")), "prompt 2 is 'ab', and not a tuple of token"),
+        (lambda: generate_with(prompts=(5,)), "prompt 1 is 5, and not a tuple of token ids"),
+        (lambda: generate_with(end_tokens=7), "end_tokens is 7, and not a tuple of token ids"),
         (lambda: generate_with(prompts=((1, 32),)), "token 32 is not in the model's vocabulary"),
         (lambda: generate_with(end_tokens=(40,)), "token 40 is not in the model's vocabulary"),
         (lambda: generate_with({"max_position_embeddings": 7}), "a prompt of 2 tokens and 6 new"),
@@ -342,6 +369,17 @@ def test_a_tokenizer_of_a_folder(
     assert found.encode("b a nothing") == [2, 1, 0]
     assert found.decode([2, 1]) == "b a"
     assert found.end_tokens == (3,)
+    for text, message in (
+        ('{"eos_token_id": "b"}', "has the eos_token_id 'b', and not a token id or a list"),
+        ('{"eos_token_id": [3, null]}', r"has the eos_token_id \[3, None\], and not a token id"),
+        ('{"eos_token_id": 3', "generation_config.json is not JSON"),
+        ("[3]", "generation_config.json holds no object with named values"),
+    ):
+        (tmp_path / "generation_config.json").write_text(text)
+        with pytest.raises(InputError, match=message):
+            tokenizer_for(None, str(tmp_path), 32)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 1]}')
+    assert tokenizer_for(None, str(tmp_path), 32).end_tokens == (3, 1)
     with pytest.raises(InputError, match="the tokenizer has 4 tokens and the model 3"):
         tokenizer_for(None, str(tmp_path), 3)
     path.write_text("{")

@@ -119,6 +119,19 @@ def test_rotary_scaling() -> None:
     np.testing.assert_allclose(2 * np.pi * found, 3 * wavelengths, rtol=1e-6)
 
 
+def test_rotary_scaling_by_yarn() -> None:
+    """Each pair turns 10 times less than the one before, so that a limit lies at a fraction."""
+    sizes = {"head_dim": 12, "rope_theta": 1e6, "rope_scaling": "yarn", "rope_factor": 4.0}
+    # The first pair turns 300 times in the original length, and pair i so often over 10^i: 30
+    # turns are pair 1, and 0.5 are pair 2.78, rounded outwards 3. Between them is pair 2.
+    limits = {"rope_low_frequency": 0.5, "rope_high_frequency": 29.9}
+    length = {"rope_original_length": round(300 * 2 * np.pi)}
+    found = timescales(small_config(model={**sizes, **limits, **length}).model)
+    slowed = np.array([0, 0, 1 / 2, 1, 1, 1])
+    want = 1 / (10.0 ** -np.arange(6) * (slowed / 4 + 1 - slowed))
+    np.testing.assert_allclose(found, want, rtol=1e-5)
+
+
 def test_allowed_reads_backwards_and_within_the_segment() -> None:
     segments = jnp.array([[1, 1, 2, 0, 0]], jnp.int32)
     want = np.array(

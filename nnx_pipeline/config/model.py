@@ -205,7 +205,8 @@ class ModelConfig:
 
     With n it is the layers n - 1, 2n - 1, …, counted from 0 (2 as in GPT-OSS, 6 as in Gemma 3).
     Each stage then has a multiple of n layers, and in the model's `pipeline.layers`, which is a
-    list, the j-th stack has the layers j, n + j, …. None gives all layers the same window.
+    list, the j-th stack has the layers j, n + j, …. None gives all layers the same window. Models
+    with `num_dense_layers` do not have it.
     """
 
     quantization: Literal["int8", "fp8"] | None = None

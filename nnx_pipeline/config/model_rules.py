@@ -113,7 +113,11 @@ def check_dense_layers(model: Any) -> None:
 
 
 def check_kinds(model: Any) -> None:
-    """Raises InputError for full attention in turn with a window that is not there."""
+    """Raises InputError for full attention in turn with a window that is not there.
+
+    Dense first layers would shift the turns: the n-th layer of the pipeline is not that of the
+    model.
+    """
     if model.full_attention_every is None:
         return
     whole(model, "full_attention_every")
@@ -122,6 +126,12 @@ def check_kinds(model: Any) -> None:
             f"full_attention_every={model.full_attention_every} lets layers with a window take "
             f"turns with one without, and sliding_window={model.sliding_window}; give a window and "
             "2 or more, or leave it at None"
+        )
+    if model.num_dense_layers > 0:
+        raise InputError(
+            f"full_attention_every={model.full_attention_every} counts the layers of the pipeline "
+            f"alone, and num_dense_layers={model.num_dense_layers} come before these; leave one of "
+            "them out"
         )
 
 
@@ -156,6 +166,11 @@ def check_experts(model: Any) -> None:
         whole(model, "expert_group")
         rule = f"expert_group={model.expert_group} does not divide num_experts="
         is_divisor(model.expert_group, model.num_experts, rule=f"{rule}{model.num_experts}")
+        if model.num_experts == 1:
+            raise InputError(
+                f"expert_group={model.expert_group} is how many of several experts are computed at "
+                "a time, and num_experts=1; leave it at None, or set num_experts to 2 or more"
+            )
         if model.experts == "capacity":
             raise InputError(
                 f"expert_group={model.expert_group} is how many experts are computed at a time, "

@@ -29,7 +29,8 @@ class Request:
     - `end_tokens`: tokens after which a sequence ends; the end token is part of the result.
     - `sampling`: how tokens are drawn.
 
-    Raises InputError for a request without prompts, with an empty one, or for no new token.
+    Raises InputError for a request without prompts, with an empty one, for no new token, and for
+    tokens that are not whole numbers in a tuple or list.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -39,9 +40,11 @@ class Request:
 
     def __post_init__(self) -> None:
         whole(self, "new_tokens")
+        _check_ids("end_tokens", self.end_tokens)
         if not self.prompts:
             raise InputError("there is no prompt; give one or more")
         for number, prompt in enumerate(self.prompts, 1):
+            _check_ids(f"prompt {number}", prompt)
             if not prompt:
                 raise InputError(
                     f"prompt {number} has no tokens, and the first new token follows a token; give "
@@ -73,6 +76,20 @@ class Request:
                 f"the model was made for {longest} (model.max_position_embeddings); shorten the "
                 "prompt, or ask for fewer new tokens"
             )
+
+
+def _check_ids(name: str, ids: object) -> None:
+    """Raises InputError unless something is a tuple or list of whole numbers.
+
+    - `name`: what it is called in the message.
+    - `ids`: token ids, if all is well.
+    """
+    if not isinstance(ids, tuple | list) or any(
+        isinstance(token, bool) or not isinstance(token, int | np.integer) for token in ids
+    ):
+        raise InputError(
+            f"{name} is {ids!r}, and not a tuple of token ids; give whole numbers, such as (1, 2)"
+        )
 
 
 def generate(

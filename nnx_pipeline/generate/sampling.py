@@ -9,6 +9,8 @@ from jaxtyping import Array
 from nnx_pipeline.errors import InputError, at_least, number, whole
 from nnx_pipeline.sharding import PORTABLE
 
+SMALLEST = float(jnp.finfo(jnp.float32).tiny)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -18,7 +20,10 @@ class Sampling:
     """
 
     temperature: float = 0.0
-    """Divides the logits; 0 takes the likeliest token, of equal ones that with the lowest id."""
+    """Divides the logits; 0 takes the likeliest token, of equal ones that with the lowest id.
+
+    It is 0 or at least `SMALLEST`: float32 has no smaller number by which logits could be divided.
+    """
 
     top_k: int | None = None
     """Only so many of the likeliest tokens are drawn from, and those as likely as the last."""
@@ -36,6 +41,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         at_least(self, 0.0, "temperature")
+        if 0 < self.temperature < SMALLEST:
+            raise InputError(
+                f"temperature={self.temperature} is below {SMALLEST:.2g}, the smallest float32 "
+                "that divides logits; set it to 0, which takes the likeliest token"
+            )
         if self.top_k is not None:
             whole(self, "top_k")
         if self.top_p is not None and not 0 < number(self, "top_p") <= 1:
@@ -73,6 +83,9 @@ def next_tokens(logits: Array, sampling: Sampling, keys: Array, positions: Array
     """
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    # With the largest logit at 0, division by a small temperature gives -inf, and no inf, of which
+    # several would be equally likely.
+    logits = logits - jnp.max(logits, axis=-1, keepdims=True)
     kept = restricted(logits / sampling.temperature, sampling)
     own = jax.vmap(jax.random.fold_in)(keys, positions)
     return jax.vmap(jax.random.categorical)(own, kept).astype(jnp.int32)

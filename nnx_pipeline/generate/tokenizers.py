@@ -54,7 +54,8 @@ class FromFile:
 
     - `path`: the file. The tokens that end a text are those of the files beside it.
 
-    Raises InputError without the package, and for a file that it cannot read.
+    Raises InputError without the package, for a file that it cannot read, and for files beside it
+    from which the end tokens cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -118,12 +119,28 @@ def tokenizer_for(name: str | None, checkpoint: str, vocab_size: int) -> Tokeniz
 
 
 def _end_tokens(folder: Path) -> tuple[int, ...]:
-    """The `eos_token_id` of a Hugging Face folder, which may be several; none where it has none."""
-    for name in _ENDS:
+    """The `eos_token_id` of a Hugging Face folder, which may be several; none where it has none.
+
+    Raises InputError for a file that cannot be read, or that says something else there: without its
+    end token a text would go on after its end.
+    """
+    for path in (folder / name for name in _ENDS):
+        if not path.is_file():
+            continue
         try:
-            said = json.loads((folder / name).read_text("utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError):
-            continue  # files that need not be there
-        if said is not None:
-            return tuple(said) if isinstance(said, list) else (said,)
+            values = json.loads(path.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path} is not JSON: {error}; restore the file") from error
+        if not isinstance(values, dict):
+            raise InputError(f"{path} holds no object with named values; restore the file")
+        said = values.get("eos_token_id")
+        if said is None:
+            continue
+        ids = said if isinstance(said, list) else [said]
+        if any(type(one) is not int for one in ids):
+            raise InputError(
+                f"{path} has the eos_token_id {said!r}, and not a token id or a list of them; "
+                "correct the file"
+            )
+        return tuple(ids)
     return ()
