@@ -166,7 +166,6 @@ WEIGHTS = (
         b=Arm(label="per step", configure=set_pipeline(fsdp_gather="step")),
         setup=in_both(backward="accumulate"),
         needs=("stage", "fsdp"),
-        by_default=True,
     ),
     Experiment(
         name="weights-ahead",
