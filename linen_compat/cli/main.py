@@ -65,14 +65,22 @@ def inspect_command(checkpoint: str, json_path: str | None) -> None:
     layout = found.layout
     dtypes = Counter(leaf.dtype for leaf in found.parameters.values())
     kinds = ", ".join(f"{dtype} ({count} leaves)" for dtype, count in dtypes.items())
+    dense = f" ({layout.num_dense_layers} of them dense)" if layout.num_dense_layers else ""
     show(
-        f"{layout.format}: {layout.num_layers} layers, {layout.stages} stages, {layout.repeats} "
-        f"repeats; {found.parameter_count:,} parameters in {kinds}; "
-        f"{len(found.other)} other leaves",
+        f"{layout.format}: {views.counted(layout.num_layers, 'layer')}{dense}, "
+        f"{views.counted(layout.stages, 'stage')}, {views.counted(layout.repeats, 'repeat')}; "
+        f"{found.parameter_count:,} parameters in {kinds}; {_others(list(found.other))}",
         json_path=json_path,
     )
     show(views.inspection(found), json_path=json_path)
     emit_json(json_path, _as_json(found))
+
+
+def _others(names: list[str]) -> str:
+    """How many leaves are no parameters, and what they are, as the optimizer's state and a step."""
+    roots = ", ".join(dict.fromkeys(name.partition("/")[0] for name in names))
+    count = "1 other leaf" if len(names) == 1 else f"{len(names)} other leaves"
+    return f"{count} ({roots})" if names else "no other leaves"
 
 
 def _as_json(found: Inspection) -> dict[str, object]:

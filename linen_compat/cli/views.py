@@ -18,9 +18,18 @@ from nnx_pipeline.lab.report.columns import Column, Columns, figures
 _SHOWN = 40  # lines about single leaves
 
 
+def counted(number: int | None, what: str) -> str:
+    """Such as `1 stage` and `2 stages`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def inspection(found: Inspection) -> Columns:
-    """A table of all parameters with their shapes and dtypes."""
-    table = Columns([Column("parameter"), Column("shape", 1), Column("dtype", 2)])
+    """A table of all parameters with their shapes and dtypes.
+
+    On a narrow screen names have their last four parts.
+    """
+    head = Column("parameter", shorter=lambda name: "/".join(["…", *name.split("/")[-4:]]))
+    table = Columns([head, Column("shape", 1), Column("dtype", 2)])
     for name, leaf in found.parameters.items():
         table.add_row(name, "×".join(map(str, leaf.shape)), leaf.dtype)
     return table
@@ -41,7 +50,8 @@ def diagnosis(found: Diagnosis) -> RenderableType:
         "randomly initialised": len(result.fresh),
     }
     head = (
-        f"{found.format}: {found.num_layers} layers, {found.stages} stages, {found.repeats} repeats"
+        f"{found.format}: {counted(found.num_layers, 'layer')}, {counted(found.stages, 'stage')}, "
+        f"{counted(found.repeats, 'repeat')}"
     )
     table = Columns([Column("leaves"), *figures("number")])
     for row in counts.items():
@@ -68,7 +78,8 @@ def conversion(plan: Plan) -> Text:
     layout = plan.layout
     what = HUGGINGFACE
     if layout is not None:
-        what = f"{layout.format}, {layout.stages} stages, {layout.repeats} repeats"
+        parts = (counted(layout.stages, "stage"), counted(layout.repeats, "repeat"))
+        what = ", ".join([layout.format, *parts])
     left = plan.left_behind
     rest = f"; left behind: {', '.join(left[:3])}{' …' if len(left) > 3 else ''}" if left else ""
     more = f" ({len(left)} in all)" if len(left) > 3 else ""

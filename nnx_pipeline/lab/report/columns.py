@@ -1,6 +1,6 @@
 """A table that leaves out whole columns where a screen is too narrow, rather than cut words."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from rich import box
@@ -23,7 +23,8 @@ class Column:
     - `left_out`: the column with the largest number is left out first; one with 0 always stays.
     - `is_number`: whether its cells are aligned to the right.
     - `is_prose`: whether its cells may take several lines, broken between words.
-    - `shorter`: makes a cell shorter, which is tried before the column is left out.
+    - `shorter`: makes a cell shorter. That is tried before the column is left out; of one that
+      always stays, before any column is.
     """
 
     name: str
@@ -63,21 +64,20 @@ class Columns:
         self.rows.append(None)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        shown, rows = list(range(len(self.columns))), self.rows
+        shown, rows, shortened = list(range(len(self.columns))), self.rows, set[int]()
         # A table is never measured to be wider than what it may take.
         wide = options.update(max_width=10_000)
         is_whole = True
         while Measurement.get(console, wide, self._table(shown, rows)).minimum > options.max_width:
-            order = [at for at in shown if self.columns[at].left_out]
-            if not order:
+            at = self._next(shown, shortened)
+            if at is None:
                 is_whole = False
                 break
-            next_one = max(order, key=lambda at: self.columns[at].left_out)
-            shorter = self._shortened(next_one)
-            if shorter in (None, rows):
-                shown.remove(next_one)
+            if self.columns[at].shorter and at not in shortened:
+                rows = self._shortened(rows, at)
+                shortened.add(at)
             else:
-                rows = shorter
+                shown.remove(at)
         if self.title:
             yield Text(self.title, style="italic")
         yield self._table(shown, rows, is_whole)
@@ -85,12 +85,19 @@ class Columns:
             names = ", ".join(self.columns[at].name for at in missing)
             yield Text(f"left out at {options.max_width} columns: {names}", style="dim")
 
-    def _shortened(self, at: int) -> Rows | None:
-        """The rows with the cells of one column shorter; None where the column has no such way."""
+    def _next(self, shown: Sequence[int], shortened: Collection[int]) -> int | None:
+        """The column to be shortened or left out next; None where nothing more can be."""
+        for at in shown:
+            if self.columns[at].shorter and not self.columns[at].left_out and at not in shortened:
+                return at
+        order = [at for at in shown if self.columns[at].left_out]
+        return max(order, key=lambda at: self.columns[at].left_out, default=None)
+
+    def _shortened(self, rows: Rows, at: int) -> Rows:
+        """The rows with the cells of one column shorter."""
         shorter = self.columns[at].shorter
-        if shorter is None:
-            return None
-        return [row and [*row[:at], shorter(row[at]), *row[at + 1 :]] for row in self.rows]
+        assert shorter is not None, "asked for of columns that have a shorter form"
+        return [row and [*row[:at], shorter(row[at]), *row[at + 1 :]] for row in rows]
 
     def _table(self, shown: Sequence[int], rows: Rows, is_whole: bool = True) -> Table:
         """These columns; unless `is_whole`, long texts are folded, since nothing else helps."""
