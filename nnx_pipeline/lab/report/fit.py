@@ -63,7 +63,7 @@ def _sum(measurement: Measurement) -> str:
         parts[name] = parts.get(name, 0) + (getattr(account, field) or 0)
     largest = max(size or 0, measurement.needed_bytes)
     unit, scale = ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6)
-    digits = 2 if measurement.needed_bytes < 0.1 * scale * 100 else 1
+    digits = 2 if measurement.needed_bytes < 10 * scale else 1
     shown = [f"{name} {part / scale:,.{digits}f}" for name, part in parts.items() if part]
     told = f"{' + '.join(shown)} = {measurement.needed_bytes / scale:,.{digits}f}"
     if size is None:

@@ -30,7 +30,8 @@ def closing_sentences(outcomes: Sequence[Outcome]) -> list[Text]:
         best = max(saved, key=lambda index: saved[index])
         if saved[best] > 0 and not _is_small(known[best], figure):
             name = known[best].question.name
-            parts.append(f"{name} saves most {what}, {show(saved[best])} {per}")
+            who = "" if parts and parts[-1].startswith(f"{name} ") else f"{name} saves "
+            parts.append(f"{who}most {what}, {show(saved[best])} {per}")
     summary = f"Of these {len(known)} changes " + ", and ".join(parts) + "."
     return [*told, Text(summary, style="bold")] if parts else told
 
