@@ -96,3 +96,23 @@ def test_command(tmp_path, monkeypatch, capsys):
         cli.main()
     assert exit_.value.code == 2
     assert "is not a folder" in capsys.readouterr().err
+
+
+def test_a_narrow_screen_keeps_the_end_of_names(tmp_path, monkeypatch, capsys):
+    """And says in words what else is in the checkpoint."""
+    save(tmp_path, LAYOUTS["several per stage"][0])
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr("sys.argv", ["linen-compat", "inspect", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        cli.main()
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 60
+    words = " ".join(shown.split())
+    assert "6 layers, 3 stages, 1 repeat; " in words
+    assert "1 other leaf (step)" in words
+    for name, shape in (
+        ("layers_0/self_attention/query/kernel", "3×4×2×8"),
+        ("layers/layers_1/MoeBlock_0/wi_0", "3×2×4×6"),
+    ):
+        assert f"│ …/{name} " in shown
+        assert shape in shown

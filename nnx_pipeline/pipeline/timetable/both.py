@@ -7,14 +7,13 @@ import numpy as np
 from nnx_pipeline.files import ink_on
 from nnx_pipeline.pipeline.schedule import SCHEDULE_NAMES, make_schedule
 from nnx_pipeline.pipeline.timetable.actions import BACKWARD, FORWARD, Actions, actions_of
+from nnx_pipeline.pipeline.timetable.figure import BUBBLE, LANE_COLOURS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours for forward, backward and idle, as in the picture of one schedule.
-_COLOURS = {FORWARD: "#0072b2", BACKWARD: "#e69f00"}
-_IDLE = "#e2e2e2"
+_COLOURS = {FORWARD: LANE_COLOURS["F"], BACKWARD: LANE_COLOURS["B"]}
 _LINES = ("#202020", "#009e73")
 _MOST_NUMBERS = 1500  # more cells are too small for a number
 
@@ -79,7 +78,7 @@ def _draw(axes: "Axes", actions: Actions) -> None:
     numbered = actions.ranks * actions.steps <= _MOST_NUMBERS
     for rank in range(actions.ranks):
         kinds = actions.kind[rank]
-        colours = [_COLOURS.get(int(kind), _IDLE) for kind in kinds]
+        colours = [_COLOURS.get(int(kind), BUBBLE) for kind in kinds]
         axes.broken_barh(
             [(step - 0.5, 1) for step in range(actions.steps)],
             (rank - 0.45, 0.9),
@@ -102,6 +101,6 @@ def _draw(axes: "Axes", actions: Actions) -> None:
 def _legend(figure: "Figure") -> None:
     from matplotlib.patches import Patch
 
-    named = {"forward": _COLOURS[FORWARD], "backward": _COLOURS[BACKWARD], "idle": _IDLE}
+    named = {"forward": _COLOURS[FORWARD], "backward": _COLOURS[BACKWARD], "idle": BUBBLE}
     handles = [Patch(facecolor=colour, label=name) for name, colour in named.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9, frameon=False)

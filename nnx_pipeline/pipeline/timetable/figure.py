@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-_BUBBLE = "#e2e2e2"
+BUBBLE = "#e2e2e2"
 # Okabe and Ito's colours, which colour-blind readers can tell apart. With more repeats than these
 # colours, repeats go from dark to light instead.
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
-_LANE_COLOURS = {"F": _COLOURS[0], "B": _COLOURS[1]}
+LANE_COLOURS = {"F": _COLOURS[0], "B": _COLOURS[1]}
 _PHASE_BORDER = "#202020"
 _MOST_IN_LEGEND = 16
 _ROW = 0.9  # height of a stage's row, as a fraction of the distance between two stages
@@ -88,12 +88,12 @@ def _title(schedule: Schedule, letters: int) -> str:
 def _legend(schedule: Schedule) -> "list[Patch]":
     from matplotlib.patches import Patch
 
-    bubble = Patch(facecolor=_BUBBLE, label="bubble")
+    bubble = Patch(facecolor=BUBBLE, label="bubble")
     later = ", lighter in later repeats" if schedule.repeats > 1 else ""
     if not isinstance(schedule, CircularSchedule):
         return [
-            Patch(facecolor=_LANE_COLOURS["F"], label=f"forward (upper half){later}"),
-            Patch(facecolor=_LANE_COLOURS["B"], label=f"backward (lower half){later}"),
+            Patch(facecolor=LANE_COLOURS["F"], label=f"forward (upper half){later}"),
+            Patch(facecolor=LANE_COLOURS["B"], label=f"backward (lower half){later}"),
             bubble,
             Patch(facecolor="white", edgecolor="#b0b0b0", label="no such work in this phase"),
         ]
@@ -110,7 +110,7 @@ def _colour(lane: Lane, repeat: int, repeats: int) -> str:
     """The colour of a repeat, or of forward or backward, which gets lighter with each repeat."""
     from matplotlib.colors import to_hex, to_rgb
 
-    own = _LANE_COLOURS.get(lane.sign)
+    own = LANE_COLOURS.get(lane.sign)
     if own is None:
         return _repeat_colour(repeat, repeats)
     white = 0.65 * repeat / max(repeats - 1, 1)
@@ -175,7 +175,7 @@ def _bars(schedule: Schedule, lane: Lane, stage: int) -> Iterator[_Bar]:
         members = list(group)
         ticks = range(members[0], members[-1] + 1)
         if key is None:
-            yield _Bar(ticks, _BUBBLE, range(0))
+            yield _Bar(ticks, BUBBLE, range(0))
             continue
         first = lane.visits.at(ticks[0], stage)
         assert first is not None, "a bar is made of work"
