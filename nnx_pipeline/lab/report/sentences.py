@@ -21,7 +21,7 @@ def closing_sentences(outcomes: Sequence[Outcome]) -> list[Text]:
     told = [Text(_sentence(one), style="bold") for one in known]
     if len(known) < 2:
         return told
-    parts = []
+    parts: list[str] = []
     for figure, show, what, per in (
         (_needed, _as_memory, "memory", "per device"),
         (_step, _as_time, "time", "per step"),
