@@ -217,8 +217,8 @@ TFLOP of matrix products per device and step, term by term, beside what the lab 
 compiled program, kernels by what they state of themselves. `parameters` are 6 · (parameters that a
 token passes, without the embedding table) · tokens; `attention` is its causal half, forward and
 twice that backward; `again` is the forward pass of the layers that remat `full` repeats; `bubble`
-is what the stages compute and discard, and `head` what the head does: 1F1B computes it at every
-tick with a forward visit, and with repeats a microbatch leaves only in its last one.
+is what the stages compute and discard, and `head` what the head does in the bubble: 1F1B with one
+repeat computes it at every tick with a forward visit.
 """
 HEAD_OPERATIONS = (
     "| model | repeats | options | parameters | attention | again | bubble | head | sum "
@@ -361,14 +361,13 @@ def operations(row: Row) -> dict[str, float]:
 def idle_heads(config: Config, mesh: MeshConfig) -> float:
     """How often the head works for nothing, for each time that a microbatch needs it.
 
-    1F1B computes it at every tick with a forward visit, and a microbatch leaves the last stage only
-    in its last repeat.
+    1F1B computes it at every tick with a forward visit, and with repeats only when a microbatch
+    leaves.
     """
     pipeline = config.pipeline
-    if pipeline.schedule != "1f1b" or mesh.stage == 1:
+    if pipeline.schedule != "1f1b" or mesh.stage == 1 or pipeline.num_repeats > 1:
         return 0.0
-    count = pipeline.microbatches_on(mesh.stage)
-    return (count * pipeline.num_repeats + mesh.stage - 1) / count - 1
+    return (mesh.stage - 1) / pipeline.microbatches_on(mesh.stage)
 
 
 def operations_line(row: Row, found: dict[str, Any]) -> str:

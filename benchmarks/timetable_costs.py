@@ -21,7 +21,7 @@ from nnx_pipeline import MeshConfig
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.hlo.cost import collective_counts, products_of
 from nnx_pipeline.lab.hlo.loops import executions
-from nnx_pipeline.lab.hlo.module import Module, parse
+from nnx_pipeline.lab.hlo.module import Instruction, Module, parse
 from nnx_pipeline.lab.timing.devices import device_of
 from nnx_pipeline.lab.timing.estimate import Estimate
 from nnx_pipeline.lab.timing.links import Links
@@ -118,26 +118,21 @@ class Parts:
         A conditional of two branches is one that does its work once for each microbatch.
         """
         module = parse(hlo)
-        cost = functools.partial(_cost, module, _links(Platform.parse(row.platform)))
-        runs = executions(module)
-        beside, ends, switch = cost(module.entry), Cost(), ()
-        inside: dict[str, Cost] = {}  # of each computation, what its conditionals cost by the lab
-        for name, times in runs.items():
-            for item in module.computations[name].instructions.values():
-                if item.opcode == "conditional":
-                    assert times is not None, "a conditional in a loop of unknown trips"
-                    branches = tuple(map(cost, item.called()))
-                    beside = beside.plus(_by_lab(branches), -times)
-                    inside[name] = inside.get(name, Cost()).plus(_by_lab(branches))
-                    if len(branches) > 2:
-                        switch = branches
-                    else:
-                        ends = ends.plus(max(branches, key=lambda one: one.step))
-        entry = module.computations[module.entry].instructions.values()
+        bare, conditionals = _without_conditionals(module)
+        links = _links(Platform.parse(row.platform))
+        ends, switch = Cost(), ()
+        for conditional in conditionals:
+            branches = tuple(_cost(module, links, name) for name in conditional.called())
+            if len(branches) > 2:
+                switch = branches
+            else:
+                ends = ends.plus(max(branches, key=lambda one: one.step))
+        runs, entry = executions(bare), bare.computations[bare.entry].instructions.values()
         bodies = [item.called("body")[0] for item in entry if item.opcode == "while"]
-        loops = [(runs[one] or 0, cost(one).plus(inside.get(one, Cost()), -1)) for one in bodies]
+        loops = tuple((runs[one] or 0, _cost(bare, links, one)) for one in bodies)
+        beside = _cost(bare, links, bare.entry)
         names = names_of(plan_of(row, row.microbatches)) if row.ends else []
-        return cls(beside, tuple(loops), ends, dict(zip(names, switch, strict=True)))
+        return cls(beside, loops, ends, dict(zip(names, switch, strict=True)))
 
     def at(self, row: Row, microbatches: int) -> Cost:
         """What a step of the same loop with so many microbatches costs, without its branches."""
@@ -148,11 +143,23 @@ class Parts:
         return total
 
 
-def _cost(module: Module, links: Links, entry: str) -> Cost:
-    """The cost of one computation with all that it calls, as the lab counts it.
+def _without_conditionals(module: Module) -> tuple[Module, list[Instruction]]:
+    """The program with nothing in the place of its conditionals, and the conditionals that run."""
+    runs = executions(module)
+    found: list[Instruction] = []
+    computations = dict(module.computations)
+    for name, computation in module.computations.items():
+        instructions = dict(computation.instructions)
+        for item in computation.instructions.values():
+            if item.opcode == "conditional":
+                found += [item] if name in runs else []
+                instructions[item.name] = dataclasses.replace(item, opcode="tuple", attributes={})
+        computations[name] = dataclasses.replace(computation, instructions=instructions)
+    return dataclasses.replace(module, computations=computations), found
 
-    Of a conditional that is operations and collectives of every branch, and the longest one's time.
-    """
+
+def _cost(module: Module, links: Links, entry: str) -> Cost:
+    """The cost of one computation with all that it calls, as the lab counts it."""
     part = dataclasses.replace(module, entry=entry)
     runs = executions(part)
     time = Estimate(part, runs, links).time
@@ -166,12 +173,6 @@ def _cost(module: Module, links: Links, entry: str) -> Cost:
         time.compute_seconds,
         time.step_seconds,
     )
-
-
-def _by_lab(branches: tuple[Cost, ...]) -> Cost:
-    longest = max(branches, key=lambda cost: cost.step)
-    everything = functools.reduce(Cost.plus, branches)
-    return everything._replace(compute=longest.compute, step=longest.step)
 
 
 def _links(platform: Platform) -> Links:

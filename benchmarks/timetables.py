@@ -159,9 +159,9 @@ the layers takes more than half as long, and after each step ranks exchange acti
 little less than in lockstep with one chunk, and not with two: with remat full a visit keeps little,
 so that fewer visits kept save little. Timetables stay in reach by `run_timetable`.
 
-How a program with branches is counted: each computation that a conditional runs is measured as if
-it were a program, and taken from the whole as often as the lab has counted it (operations and
-collectives of every branch, the time of the longest). What is left is what all ranks do. Then
+How a program with branches is counted: which branch a rank takes depends on the rank, so that no
+reading of the program tells how often it does. Each computation that a conditional runs is measured
+as if it were a program, and so is the whole without its conditionals, which all ranks do. Then
 operations, traffic and collectives are those of the rank that has the most of them, each branch as
 often as its row of the timetable takes it. A tick takes as long as the branch of its slowest rank,
 since each rank exchanges activations with its neighbours after each tick. What enters and what

@@ -17,6 +17,7 @@ from nnx_pipeline.lab.compile.accepted import compile_with_settings
 from nnx_pipeline.lab.compile.figures import read_program
 from nnx_pipeline.lab.compile.heap import heap_bytes
 from nnx_pipeline.lab.compile.platform import Platform
+from nnx_pipeline.lab.compile.tables import with_tables
 from nnx_pipeline.lab.hlo.module import fingerprint
 from nnx_pipeline.lab.hlo.unread import Unread
 from nnx_pipeline.lab.timing.devices import device_of
@@ -205,7 +206,7 @@ class Lowered:
         with clock("compile", f"compiling for {platform}"):
             compiled, text, applied, left_out = compile_with_settings(self.program, platform)
         clock.progress("reading the compiled program")
-        hlo = compiled.as_text() or ""
+        hlo = with_tables(compiled.as_text() or "", compiled)
         costs = _cost_analysis(compiled)
         analysis: Any = compiled.memory_analysis()
         program = read_program(hlo, text, analysis.temp_size_in_bytes, self.one_line, self.links)

@@ -13,7 +13,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nnx_pipeline.lab.hlo.loops import PASSES_ON, Runs, executions
+from nnx_pipeline.lab.hlo.branches import branch_shares
+from nnx_pipeline.lab.hlo.integers import PASSES_ON
+from nnx_pipeline.lab.hlo.loops import Runs, executions
 from nnx_pipeline.lab.hlo.module import Computation, Instruction, Module
 from nnx_pipeline.lab.hlo.opcodes import TRANSFERS, is_known, plain
 from nnx_pipeline.lab.hlo.products import flops_of
@@ -158,13 +160,16 @@ def _collectives(module: Module, runs: Runs) -> Iterator[tuple[Instruction, int 
 def branch_notes(module: Module, runs: Runs) -> tuple[str, ...]:
     """Sentences that say which figures count every branch of a conditional, though only one runs.
 
+    They are about conditionals of which `branch_shares` does not know how often each branch runs.
+
     - `module`: the compiled program.
     - `runs`: how often each computation runs per step, from `executions(module)`.
     """
     found: dict[str, int] = {}
+    shares = branch_shares(module)
     for name in runs:
         for instruction in module.computations[name].instructions.values():
-            if plain(instruction.opcode) == "conditional":
+            if instruction.opcode == "conditional" and shares.get((name, instruction.name)) is None:
                 # What matters is whether anything inside is counted, not how often it runs.
                 once = dict.fromkeys(_reached(module, instruction), 1)
                 counts = collective_counts(module, once).values()

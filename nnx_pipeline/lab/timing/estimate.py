@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from nnx_pipeline.lab.attribution.origins import source_of
+from nnx_pipeline.lab.hlo.branches import branch_shares
 from nnx_pipeline.lab.hlo.cost import collective_of
 from nnx_pipeline.lab.hlo.loops import Runs, loop_trips
 from nnx_pipeline.lab.hlo.module import Computation, Instruction, Module
@@ -143,7 +144,7 @@ class Estimate:
 
     @cached_property
     def _walk(self) -> Walk:
-        return Walk(self.module, loop_trips(self.module), self._work)
+        return Walk(self.module, loop_trips(self.module), branch_shares(self.module), self._work)
 
     @cached_property
     def _cost_model(self) -> Costs:

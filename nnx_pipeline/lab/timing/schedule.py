@@ -7,7 +7,8 @@ instruction stops the compute until it is over. What is split into a start
 and a done runs beside what stands between the two, and the compute waits at the done for what is
 left. The TPU compiler also spreads a collective over several fusions, which carry the same
 `chain_id`: it starts with the first of them, and the last one waits for its end. A loop takes what
-its body takes times its trips. Of a conditional the longest branch runs.
+its body takes times its trips. A conditional takes what its branches take times their shares, and
+where these are not known, what its longest branch takes.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from nnx_pipeline.lab.hlo.branches import Shares
 from nnx_pipeline.lab.hlo.module import Computation, Instruction, Module
 from nnx_pipeline.lab.timing.collectives import collectives_in
 
@@ -64,9 +67,9 @@ class Span:
     to_host: float = 0.0
     from_host: float = 0.0
 
-    def times(self, runs: int) -> Span:
+    def times(self, runs: Fraction | int) -> Span:
         """The span of so many runs, one after the other."""
-        return Span(*(runs * part for part in dataclasses.astuple(self)))
+        return Span(*(float(runs) * part for part in dataclasses.astuple(self)))
 
 
 @dataclass
@@ -143,11 +146,13 @@ class Walk:
     - `module`: the compiled program.
     - `trips`: how often the body of each loop runs, from `loop_trips(module)`; a loop of which that
       is not known is left out.
+    - `shares`: how often each branch of each conditional is taken, from `branch_shares(module)`.
     - `work`: what an instruction keeps busy by itself.
     """
 
     module: Module
     trips: Mapping[tuple[str, str], int | None]
+    shares: Shares
     work: Callable[[Computation, Instruction], Work]
 
     def step(self) -> Span:
@@ -156,18 +161,20 @@ class Walk:
 
     def runs(self) -> dict[str, int]:
         """How often each computation runs on the way that the walk takes."""
-        counts: dict[str, int] = {}
-        pending = [(self.module.entry, 1)]
+        counts: dict[str, Fraction] = {}
+        pending = [(self.module.entry, Fraction(1))]
         while pending:
             name, times = pending.pop()
-            counts[name] = counts.get(name, 0) + times
+            counts[name] = counts.get(name, Fraction(0)) + times
             computation = self.module.computations[name]
             for instruction in computation.instructions.values():
                 inside = self._inside(computation, instruction)
                 pending += [(callee, times * runs) for callee, runs in inside]
-        return counts
+        return {name: int(times) for name, times in counts.items()}
 
-    def _inside(self, computation: Computation, instruction: Instruction) -> list[tuple[str, int]]:
+    def _inside(
+        self, computation: Computation, instruction: Instruction
+    ) -> list[tuple[str, Fraction | int]]:
         """The computations that run instruction by instruction in one, and how often."""
         called = instruction.called()
         if instruction.opcode == "while":
@@ -177,6 +184,9 @@ class Walk:
             (condition,), (body,) = instruction.called("condition"), instruction.called("body")
             return [(condition, trips + 1), (body, trips)]
         if instruction.opcode == "conditional":
+            shares = self.shares.get((computation.name, instruction.name))
+            if shares is not None:
+                return list(zip(called, shares, strict=True))
             return [(max(called, key=lambda name: self._span(name).total), 1)]
         return [(called[0], 1)] if instruction.opcode == "call" else []
 

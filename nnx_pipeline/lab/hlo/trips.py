@@ -1,0 +1,128 @@
+"""Finds how often the body of a loop runs, and the integers of its state in each trip.
+
+Where a compiler does not write a trip count down, the integers on which the end of a loop depends
+are evaluated from the text.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+
+from nnx_pipeline.lab.hlo.integers import PASSES_ON, Scope, Value
+from nnx_pipeline.lab.hlo.module import Computation, Instruction
+
+_LONGEST_LOOP = 100_000  # trips; beyond it, counting them one by one would take seconds
+
+
+def loop_of(scope: Scope, instruction: Instruction) -> tuple[Scope, Scope]:
+    """The condition and body of a while loop, both with the initial state as their argument."""
+    (condition,) = instruction.called("condition")
+    (body,) = instruction.called("body")
+    return scope.called(instruction, condition), scope.called(instruction, body)
+
+
+def in_all_trips(part: Scope, body: Scope) -> Scope:
+    """The condition or the body with what has one value in all trips: what no trip changes.
+
+    - `part`: the condition or the body, with the initial state.
+    - `body`: the body, with the initial state.
+    """
+
+    def unchanged(number: int, element: int | None) -> Value | None:
+        same = element is not None and _is_unchanged(body.computation, element)
+        return body.read(number, element) if same else None
+
+    return replace(part, read=unchanged)
+
+
+def trips_one_by_one(body: Scope, trips: int) -> list[Scope]:
+    """The body in each of its trips, with the state before that trip.
+
+    - `body`: the body, with the initial state.
+    - `trips`: how often it runs.
+
+    Empty for more trips than can be gone through. An element of the state is evaluated when it is
+    asked for: the integers that steer a program are few among the arrays of a state.
+    """
+    if trips > _LONGEST_LOOP:
+        return []
+    scopes: list[Scope] = []
+
+    @cache
+    def state(trip: int, number: int, element: int | None) -> Value | None:
+        same = element is not None and _is_unchanged(body.computation, element)
+        if trip == 0 or same:
+            return body.read(number, element)
+        return scopes[trip - 1].root(element)
+
+    def at(trip: int) -> Scope:
+        return replace(body, read=lambda number, element: state(trip, number, element))
+
+    scopes.extend(map(at, range(trips)))
+    return scopes
+
+
+def _is_unchanged(body: Computation, element: int) -> bool:
+    """Whether a loop's body passes this element of the state on unchanged."""
+    root = body.instructions[body.root]
+    if root.opcode != "tuple":
+        return False
+    source = body.instructions[root.operands[element]]
+    while source.opcode in PASSES_ON:
+        source = body.instructions[source.operands[0]]
+    if source.opcode != "get-tuple-element" or source.integers("index") != (element,):
+        return False
+    return body.instructions[source.operands[0]].opcode == "parameter"
+
+
+def trip_count(scope: Scope, instruction: Instruction) -> int | None:
+    """How often the body of a while loop runs; None if that cannot be found.
+
+    The NVIDIA and CPU compilers write it down. The TPU compiler does not: for its programs, the
+    integers that the condition depends on are evaluated trip by trip until the condition is false.
+    """
+    known = re.search(
+        r"known_trip_count\W+n\W+(\d+)", instruction.attributes.get("backend_config", "")
+    )
+    if known:
+        return int(known.group(1))
+    condition, body = loop_of(scope, instruction)
+    counters = _counters(condition, body)
+    state = {element: body.read(0, element) for element in counters}
+
+    def current(number: int, element: int | None) -> Value | None:
+        return state.get(element)
+
+    condition, body = replace(condition, read=current), replace(body, read=current)
+    for trips in range(_LONGEST_LOOP + 1):
+        goes_on = condition.root()
+        if not goes_on:
+            return None if goes_on is None else trips
+        after = {element: body.root(element) for element in counters}
+        if after == state:
+            return None  # no counter changes, so the condition would stay true for ever
+        state = after
+    return None
+
+
+def _counters(condition: Scope, body: Scope) -> set[int | None]:
+    """The elements of a loop's state on which its condition depends, in this trip or a later one.
+
+    A state that is no tuple counts as the element None.
+    """
+    found: set[int | None] = set()
+
+    def note(number: int, element: int | None) -> int:
+        found.add(element)
+        return 0  # any number will do: only which elements are read matters
+
+    replace(condition, read=note).root()
+    followed: set[int | None] = set()
+    # What the next value of a counter depends on is a counter as well.
+    while found != followed:
+        for element in found - followed:
+            followed.add(element)
+            replace(body, read=note).root(element)
+    return found
