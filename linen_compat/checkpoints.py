@@ -20,6 +20,7 @@ from linen_compat.loading import load
 from linen_compat.named_config import read_config
 from linen_compat.train_state import load_train_state, save_train_state
 from nnx_pipeline import Config, InputError
+from nnx_pipeline.files import no_folder
 from nnx_pipeline.train import TrainState
 from nnx_pipeline.train.saved import Origin, SavedRun
 
@@ -48,8 +49,10 @@ def config_of(checkpoint: str | Path) -> Config | None:
     Raises InputError where there is no such folder.
     """
     folder = Path(checkpoint)
-    if not str(checkpoint) or not folder.is_dir():
-        raise InputError(f"{checkpoint or 'an empty name'} is not a folder; give a checkpoint")
+    if not str(checkpoint):
+        raise InputError("the checkpoint's name is empty; give a run, a step or its items folder")
+    if not folder.is_dir():
+        raise InputError(f"{no_folder(folder)}; give a run, a step or its items folder")
     if is_huggingface(folder):
         return own_config(folder)
     whole = folder.resolve()

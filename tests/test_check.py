@@ -198,7 +198,7 @@ def test_hugging_face_folders_too(check):
     ("folder", "arguments", "message"),
     [
         ("empty", ["--config", CONFIG], "holds no Orbax checkpoint"),
-        ("none", ["--config", CONFIG], "is not a folder"),
+        ("none", ["--config", CONFIG], "none does not exist; give a run"),
         ("empty", ["--config", "nothing"], "neither a file nor a preset"),
         ("empty", ["--config", ""], "an empty name is neither a file nor a preset"),
         ("", ["--config", CONFIG], "the checkpoint's name is empty"),

@@ -278,7 +278,7 @@ HOT = ("--prompt", "a", "--temperature", "1")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--prompt", "a", "--checkpoint", "no-such"), "no-such is not a folder"),
+        (("--prompt", "a", "--checkpoint", "no-such"), "no-such does not exist; give a run"),
         (("--prompt", "a", "--checkpoint", str(ROOT)), "does not hold the config of its model"),
         ((), "give either --prompt or --tokens"),
         (("--prompt", "a", "--tokens", "1"), "give either --prompt or --tokens"),

@@ -95,7 +95,7 @@ def test_command(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main()
     assert exit_.value.code == 2
-    assert "is not a folder" in capsys.readouterr().err
+    assert "nowhere does not exist; give a run" in capsys.readouterr().err
 
 
 def test_a_narrow_screen_keeps_the_end_of_names(tmp_path, monkeypatch, capsys):

@@ -210,9 +210,13 @@ def test_buffers_have_their_whole_names() -> None:
 
 
 def test_a_sweep_has_its_whole_names() -> None:
-    points = tuple(
-        Point(value=4 * factor, result=measurement(attribution(factor))) for factor in (1, 2)
-    )
+    def point(factor: int) -> Point:
+        result = measurement(attribution(factor))
+        memory = dataclasses.replace(result.memory, peak_bytes=10**6 * factor)
+        whole = dataclasses.replace(result, memory=memory, time=TIME, flops=10**9)
+        return Point(value=4 * factor, result=whole)
+
+    points = (point(1), point(2))
     found = Sweep(
         field="pipeline.num_microbatches",
         arms=((LONG, points), ("lean", points)),
@@ -235,15 +239,18 @@ def test_a_sweep_has_its_whole_names() -> None:
 
 
 def test_a_sweep_has_the_estimated_step() -> None:
-    points = []
-    for value in (4, 8):
-        time = dataclasses.replace(TIME, step_seconds=value * 1e-3)
+    def point(value: int, milliseconds: int) -> Point:
+        time = dataclasses.replace(TIME, step_seconds=milliseconds * 1e-3)
         result = dataclasses.replace(measurement(attribution()), time=time)
-        points.append(Point(value=value, result=result))
+        return Point(value=value, result=result)
+
+    points = [point(4, 4), point(8, 8)]
     found = Sweep(field="train.global_batch", arms=(("step", tuple(points)),), platform="cpu")
     assert found.slope("step_seconds") == pytest.approx(1e-3)
     shown = text(sweep_view("a sweep", found), 120)
-    at = list(COLUMNS).index("step ms") + 1
+    assert [head for head in COLUMNS if head not in shown] == ["peak MB"], "known of no point"
     lines = {line.split()[0]: line.split() for line in shown.splitlines() if line.strip()}
-    assert (lines["4"][at], lines["8"][at]) == ("4.00", "8.00")
+    assert (lines["4"][-2], lines["8"][-2]) == ("4.00", "8.00")
     assert lines["slope"][-2] == "+1.000"
+    falling = dataclasses.replace(found, arms=(("step", (point(4, 8), point(8, 4))),))
+    assert "−1.000" in text(sweep_view("a sweep", falling), 120)

@@ -81,7 +81,8 @@ def conversion(plan: Plan) -> Text:
         parts = (counted(layout.stages, "stage"), counted(layout.repeats, "repeat"))
         what = ", ".join([layout.format, *parts])
     left = plan.left_behind
-    rest = f"; left behind: {', '.join(left[:3])}{' …' if len(left) > 3 else ''}" if left else ""
+    some = f"{', '.join(left[:3])}{' …' if len(left) > 3 else ''}"
+    rest = f"; left behind: {some}, for which it has no place" if left else ""
     more = f" ({len(left)} in all)" if len(left) > 3 else ""
     layers = plan.opened.source.num_layers
     return _text(f"{plan.destination}: {layers} layers as {what}{rest}{more}")

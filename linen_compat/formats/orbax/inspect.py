@@ -25,6 +25,7 @@ from linen_compat.formats.orbax.layouts import (
 )
 from linen_compat.formats.streams import MOMENTS, PARAMETERS, SCALARS, Mismatch
 from nnx_pipeline import InputError
+from nnx_pipeline.files import no_folder
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def find_items(checkpoint: str | Path) -> Path:
     if not str(checkpoint):
         raise InputError("the checkpoint's name is empty; give a run, a step or its items folder")
     if not folder.is_dir():
-        raise InputError(f"{checkpoint} is not a folder; give a run, a step or its items folder")
+        raise InputError(f"{no_folder(Path(checkpoint))}; give a run, a step or its items folder")
     steps = _steps(folder)
     if steps:
         return _items_of_latest(steps)

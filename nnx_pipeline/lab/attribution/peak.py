@@ -15,7 +15,11 @@ from nnx_pipeline.lab.hlo.dataflow import Flow, Value
 from nnx_pipeline.lab.hlo.module import Module, shapes_of
 
 MOST_POINTS = 2000  # in a timeline
-_SPACES = {1: "on a TPU the on-chip memory", 2: "on a TPU semaphores"}
+_SPACES = {
+    1: "on a TPU the on-chip memory",
+    2: "on a TPU semaphores",
+    6: "on a TPU the memory of scalars",
+}
 _HOST = 5  # host memory, which the compilers count separately as `host_temp_size_in_bytes`
 
 

@@ -1,5 +1,7 @@
 """A sweep as a table for the terminal."""
 
+from collections.abc import Sequence
+
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -20,6 +22,7 @@ COLUMNS = {
     "step ms": 0,
     "compile s": 4,
 }
+UNKNOWN = "–"
 # What each figure is divided by before it is shown, in the order of the columns.
 UNITS = {**dict.fromkeys(BYTES, 1e6), "flops": 1e9, "step_seconds": 1e-3, "compile_seconds": 1.0}
 
@@ -28,36 +31,47 @@ def sweep_view(title: str, sweep: Sweep) -> RenderableType:
     """A table per arm: one line per program, then slopes where the field is a number."""
     parts: list[RenderableType] = [Text(title, style="italic")]
     for label, points in sweep.arms:
-        heads = [Column(name, order, is_number=True) for name, order in COLUMNS.items()]
-        table = Columns([Column(""), *heads], is_bare=True)
-        for point in points:
-            table.add_row(str(point.value), *_figures(point))
-        fits = [(sweep.fit(name, label), unit) for name, unit in UNITS.items()]
-        if any(fit for fit, _ in fits):
-            table.add_section()
-            table.add_row("slope per unit", *(_slope(fit, unit) for fit, unit in fits))
-            table.add_row("r²", *(_explained(fit) for fit, _ in fits))
+        table = _table(points, [sweep.fit(name, label) for name in UNITS])
         parts += [Text(f"{label}, by {sweep.field}", style="bold"), table]
     failed = [Text(error, style="red") for error in sweep.errors]
     measured = [point.result for _, points in sweep.arms for point in points if point.result]
     return Group(*parts, *failed, *closing_lines(measured, hint=False))
 
 
+def _table(points: Sequence[Point], fits: Sequence[Fit | None]) -> Columns:
+    """One line per program, then slopes; without the columns of which nothing is known."""
+    rows = [_figures(point) for point in points]
+    known = [at for at in range(len(COLUMNS)) if any(row[at] != UNKNOWN for row in rows)]
+    heads = [Column(name, order, is_number=True) for name, order in COLUMNS.items()]
+    table = Columns([Column(""), *(heads[at] for at in known)], is_bare=True)
+
+    def add(name: str, cells: Sequence[str]) -> None:
+        table.add_row(name, *(cells[at] for at in known))
+
+    for point, row in zip(points, rows, strict=True):
+        add(str(point.value), row)
+    if any(fits):
+        table.add_section()
+        add("slope per unit", list(map(_slope, fits, UNITS.values())))
+        add("r²", list(map(_explained, fits)))
+    return table
+
+
 def _figures(point: Point) -> list[str]:
     if point.result is None:
-        return ["–"] * len(COLUMNS)
+        return [UNKNOWN] * len(COLUMNS)
     flops, seconds = point.figure("flops"), point.figure("compile_seconds")
     return [
         *(megabytes(getattr(point.result.memory, name)) for name in BYTES),
-        "–" if flops is None else f"{flops / 1e9:,.2f}",
+        UNKNOWN if flops is None else f"{flops / 1e9:,.2f}",
         milliseconds(point.figure("step_seconds")),
-        "–" if seconds is None else f"{seconds:.1f}",
+        UNKNOWN if seconds is None else f"{seconds:.1f}",
     ]
 
 
 def _slope(fit: Fit | None, unit: float) -> str:
-    return "–" if fit is None else f"{fit.slope / unit:+,.3f}"
+    return UNKNOWN if fit is None else f"{fit.slope / unit:+,.3f}".replace("-", "−")
 
 
 def _explained(fit: Fit | None) -> str:
-    return "–" if fit is None or fit.r_squared is None else f"{fit.r_squared:.3f}"
+    return UNKNOWN if fit is None or fit.r_squared is None else f"{fit.r_squared:.3f}"
