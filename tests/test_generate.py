@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import sys
 import tomllib
 from importlib import import_module
@@ -342,6 +343,12 @@ def test_a_hugging_face_folder_by_token_ids(run: Run, folder: Path) -> None:
     ended = run("generate", "--checkpoint", folder, *words, *drawing, "--json", "-")
     assert [one["tokens"] for one in ended.json["results"]] == want
     assert [one["text"] for one in ended.json["results"]] == [None, None]
+    assert "where the checkpoint" not in ended.err
+    ended = run(
+        "generate", "--checkpoint", folder, *words, *drawing, "--set", "model.sliding_window=2"
+    )
+    assert "model.sliding_window is 2, where the checkpoint's config says null" in ended.err
+    assert len(re.findall("where the checkpoint", ended.err)) == 1
 
 
 def test_a_tokenizer_of_a_folder(

@@ -1,5 +1,6 @@
 """`nnx-pipeline generate`: continues prompts with a model from a checkpoint."""
 
+import json
 from dataclasses import dataclass
 
 import click
@@ -52,6 +53,22 @@ class Stored:
                 "FILE or --model PRESET"
             )
         return apply_overrides(found, parse_overrides(chosen.assignments))
+
+    def departures(self, config: Config, offered: Checkpoints) -> list[str]:
+        """A sentence on each field of the model that is not as the checkpoint's own config says.
+
+        - `config`: that of the model which is built.
+        """
+        own = offered.config_of(self.checkpoint)
+        if own is None:
+            return []
+        said, taken = to_dict(own)["model"], to_dict(config)["model"]
+        return [
+            f"model.{name} is {json.dumps(value)}, where the checkpoint's config says "
+            f"{json.dumps(said[name])}"
+            for name, value in taken.items()
+            if value != said[name]
+        ]
 
 
 @dataclass(frozen=True)
@@ -226,6 +243,8 @@ def generate_command(
     check_generation(config, place.mesh_config, request.length + request.new_tokens)
     devices = place.devices()
     check_platform(model_config.attention, devices[0].platform)
+    for sentence in stored.departures(config, offered):
+        click.echo(sentence, err=True)
     with compiler_errors():
         grid = place.grid(devices, config)
         with progress() as say:
