@@ -25,13 +25,15 @@ os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 # The tests compile much and compute little. The first two settings are about machine code alone:
 # none of it is worth optimizing, and cutting it into parts for many threads takes time. The third
 # leaves the CPU compiler the simpler way to make it of fusions, in a third of the time; what is
-# fused, and so the CPU's figures, differs a little, and newer versions do not know it.
+# fused, and so the CPU's figures, differs a little, and newer versions do not know it. The last one
+# leaves in a loop what does not change in it: looking for that takes a sixth of a compilation.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
         "--xla_backend_optimization_level=0",
         "--xla_cpu_parallel_codegen_split_count=1",
         "--xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else "",
+        "--xla_disable_hlo_passes=while-loop-invariant-code-motion",
     ]
 )
 
@@ -72,7 +74,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="Leave out the tests marked slow, and of a table run its first case only.",
     )
     parser.addoption(
-        "--draws", type=int, default=16, help="How many cases test_random_options.py draws."
+        "--draws", type=int, default=6, help="How many cases test_random_options.py draws."
     )
 
 

@@ -23,7 +23,7 @@ from nnx_pipeline.train import loss_and_gradients
 from nnx_pipeline.train.step import Batch
 
 CONFIG = small_config(
-    model={"num_shared_experts": 1, "dropout_rate": 0.3},
+    model={"num_layers": 2, "num_shared_experts": 1, "dropout_rate": 0.3},
     train={"load_balance_weight": 0.1, "global_batch": 16},
 )
 

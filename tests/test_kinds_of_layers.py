@@ -179,19 +179,25 @@ def check(kinds: Kinds, layers: int, form: Form) -> None:
 
 
 @every_form
-@pytest.mark.parametrize("layers", [8, 6])
-def test_kinds_and_padding(layers: int, form: Form) -> None:
-    """Layers that attend, a dense layer and a mixture of experts in turn."""
-    check([Dense, Experts], layers, form)
+def test_kinds_and_padding(form: Form) -> None:
+    """Layers that attend, a dense layer and a mixture of experts in turn, the last visit half."""
+    check([Dense, Experts], 6, form)
 
 
-@pytest.mark.parametrize(
-    "form", [FORMS[name] for name in ("no stages", "repeats", "auto")], ids=str
-)
+@pytest.mark.parametrize("name", ["circular", "1F1B"])
+def test_kinds_without_padding(name: str) -> None:
+    check([Dense, Experts], 8, FORMS[name])
+
+
 @pytest.mark.parametrize("kinds", [[Counting], [Silent, Counting], [Dense, Silent, Counting]])
 @pytest.mark.parametrize("layers", [5, 12])
-def test_with_state(layers: int, kinds: Kinds, form: Form) -> None:
-    check(kinds, layers, form)
+def test_with_state(layers: int, kinds: Kinds) -> None:
+    check(kinds, layers, FORMS["repeats"])
+
+
+@pytest.mark.parametrize("name", ["no stages", "auto"])
+def test_with_state_in_other_forms(name: str) -> None:
+    check([Dense, Silent, Counting], 5, FORMS[name])
 
 
 class Deep(nnx.Module):

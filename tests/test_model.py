@@ -186,9 +186,7 @@ def test_equals_one_device(case: Case) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case("fsdp=2,tensor=2"),
         Case("stage=2,fsdp=2", repeats=2, mode="auto"),
-        Case("stage=2,fsdp=2", gather="step"),
         Case("stage=2,fsdp=2", schedule="1f1b"),
     ],
     ids=str,
