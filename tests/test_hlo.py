@@ -18,6 +18,7 @@ from nnx_pipeline.lab.compile import heap
 from nnx_pipeline.lab.hlo import cost as hlo_cost
 from nnx_pipeline.lab.hlo import loops as hlo_loops
 from nnx_pipeline.lab.hlo import module as hlo
+from nnx_pipeline.lab.hlo.branches import branch_shares
 
 # ---- snippets --------------------------------------------------------------------------------
 
@@ -279,7 +280,7 @@ def test_branches_count_once_each_and_reducers_not_at_all() -> None:
     assert runs == {"main": 1, "one": 1, "two": 1}
     assert hlo_cost.matmul_flops(module) == 2 * 128
     told = "the matrix products count every branch of 1 conditional"
-    assert hlo_cost.branch_notes(module, runs) == (told,)
+    assert hlo_cost.branch_notes(module, runs, branch_shares(module)) == (told,)
 
 
 def test_parts_of_complex_numbers_on_a_tpu_are_no_product() -> None:

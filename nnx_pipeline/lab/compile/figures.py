@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from nnx_pipeline.lab.attribution.account import Assigned, assigned
 from nnx_pipeline.lab.attribution.peak import attribute
 from nnx_pipeline.lab.attribution.result import Attribution
+from nnx_pipeline.lab.hlo.branches import branch_shares
 from nnx_pipeline.lab.hlo.buffers import BufferText, has_allocations, read_buffers
 from nnx_pipeline.lab.hlo.cost import (
     COLLECTIVES,
@@ -72,9 +73,10 @@ def read_program(
         nothing = {kind: dict.fromkeys(("ops", "executed", "bytes")) for kind in COLLECTIVES}
         unread = _text("the program", error, "flops", "collectives", "buffers", "time")
         return Program(collectives=nothing, assigned=beside, unread=(unread, *unreadable))
-    runs = executions(module)
+    shares = branch_shares(module)
+    runs = executions(module, shares)
     products = products_of(module, runs)
-    estimate = Estimate(module, runs, links) if links else None
+    estimate = Estimate(module, runs, links, shares) if links else None
     found = [
         *products.unknown,
         *uncounted_transfers(module, runs),
@@ -89,7 +91,7 @@ def read_program(
         assigned=beside,
         time=estimate.time if estimate else None,
         unread=(*merged(found), *unreadable),
-        notes=branch_notes(module, runs),
+        notes=branch_notes(module, runs, shares),
     )
 
 

@@ -9,22 +9,37 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Collection
 from typing import Any
 
 import jax
+import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 _LEFT_OUT = re.compile(
-    r"^(\s*(?:ROOT )?%?([\w.$-]+) = (?:pred|s32|u32)\[\d+\]\S* constant\()\{\.\.\.\}", re.MULTILINE
+    r"^(\s*(?:ROOT )?%?([\w.$-]+) = (?:pred|[su](?:8|16|32|64))\[(\d+)\]\S* constant\()\{\.\.\.\}",
+    re.MULTILINE,
 )
-_INTEGERS = {"preds": (2, "BOOL"), "s32s": (4, "INT32"), "u32s": (6, "UINT32")}
+_MOST_ENTRIES = 10_000  # as many as the trips of which `branch_shares` makes use
+# The fields of a literal that hold integers: their number and type, and how bytes are to be read.
+_INTEGERS: dict[str, tuple[int, str, str]] = {
+    "preds": (2, "BOOL", ""),
+    "u8s": (3, "BYTES", "u1"),
+    "s32s": (4, "INT32", ""),
+    "s64s": (5, "INT64", ""),
+    "u32s": (6, "UINT32", ""),
+    "u64s": (7, "UINT64", ""),
+    "s8s": (15, "BYTES", "i1"),
+    "u16s": (16, "BYTES", "<u2"),
+    "s16s": (17, "BYTES", "<i2"),
+}
 # The parts of XLA's `hlo.proto` and `xla_data.proto` that are read: for each message its fields,
 # with their number and the message, or the type of the values, that they hold.
 _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     "Module": {"computations": (3, "Computation")},
     "Computation": {"instructions": (2, "Instruction")},
     "Instruction": {"name": (1, "STRING"), "literal": (8, "Literal")},
-    "Literal": _INTEGERS,
+    "Literal": {name: (number, held) for name, (number, held, _) in _INTEGERS.items()},
 }
 
 
@@ -33,29 +48,29 @@ def with_tables(text: str, compiled: jax.stages.Compiled) -> str:
 
     - `text`: `compiled.as_text()`.
     - `compiled`: the program.
+
+    A table has one axis, and at most 10,000 entries.
     """
     executable: Any = compiled.runtime_executable()
-    if " conditional(" not in text or not _LEFT_OUT.search(text) or executable is None:
+    wanted = {one[2] for one in _LEFT_OUT.finditer(text) if int(one[3]) <= _MOST_ENTRIES}
+    if " conditional(" not in text or not wanted or executable is None:
         return text
     tables: dict[str, str] = {}
     for module in executable.hlo_modules():
-        tables |= _tables(module.as_serialized_hlo_module_proto())
-
-    def entries(found: re.Match[str]) -> str:
-        return found.group(1) + tables.get(found.group(2), "{...}")
-
-    return _LEFT_OUT.sub(entries, text)
+        tables |= _tables(module.as_serialized_hlo_module_proto(), wanted)
+    return _LEFT_OUT.sub(lambda found: found[1] + tables.get(found[2], "{...}"), text)
 
 
-def _tables(module: bytes) -> dict[str, str]:
-    """The entries of each constant that holds integers, as its program's text would show them."""
+def _tables(module: bytes, wanted: Collection[str]) -> dict[str, str]:
+    """The entries of the constants that are wanted, as their program's text would show them."""
     found: dict[str, str] = {}
     for computation in _module_type().FromString(module).computations:
         for instruction in computation.instructions:
-            for kind in _INTEGERS if instruction.HasField("literal") else ():
+            for kind, (_, _, read_as) in _INTEGERS.items() if instruction.name in wanted else ():
                 entries = getattr(instruction.literal, kind)
                 if entries:
-                    found[instruction.name] = f"{{{', '.join(str(int(one)) for one in entries)}}}"
+                    numbers = np.frombuffer(entries, read_as) if read_as else entries
+                    found[instruction.name] = f"{{{', '.join(str(int(one)) for one in numbers)}}}"
     return found
 
 
@@ -68,7 +83,7 @@ def _module_type() -> Any:
     for message, fields in _MESSAGES.items():
         described = file.message_type.add(name=message)
         for name, (number, held) in fields.items():
-            single = held == "STRING" or name == "literal"
+            single = held in ("STRING", "BYTES") or name == "literal"
             label = kinds.LABEL_OPTIONAL if single else kinds.LABEL_REPEATED
             field = described.field.add(name=name, number=number, label=label)
             if held in _MESSAGES:

@@ -1,7 +1,7 @@
 """Finds how often each branch of a conditional is taken.
 
-What chooses the branch often depends on nothing but the trip of the loop around it, as where a
-scan reads a table of flags or counts. It is then evaluated in every trip.
+What chooses the branch often depends on nothing but the trips of the loops around it, as where a
+scan reads a table of flags, or a loop counts. It is then evaluated each time.
 """
 
 from __future__ import annotations
@@ -20,23 +20,41 @@ from nnx_pipeline.lab.hlo.trips import in_all_trips, loop_of, trip_count, trips_
 Shares = Mapping[tuple[str, str], tuple[Fraction, ...] | None]
 
 
-def branch_shares(module: Module) -> dict[tuple[str, str], tuple[Fraction, ...] | None]:
+_MOST_TRIPS = 10_000  # that are gone through one by one; more would take seconds
+
+
+def branch_shares(module: Module) -> Shares:
     """How often each branch is taken, of all the times that its conditional is reached.
 
     - `module`: the compiled program.
 
-    It is known where the choice can be evaluated in each trip of the loop around the conditional,
-    or outside all loops, and None where it depends on data, on the device or on a loop farther out.
+    It is known where the choice can be evaluated each time: from the trips of the loops around it,
+    from constants, tables of one axis and arithmetic on integers. It is None where it depends on
+    data or on the device, and for more than 10,000 times.
     """
     found: dict[tuple[str, str], tuple[Fraction, ...] | None] = {}
 
-    def note(scope: Scope, instruction: Instruction, trips: list[Scope]) -> None:
+    def note(scope: Scope, instruction: Instruction, times: list[Scope]) -> list[list[Scope]]:
+        """Notes a conditional; returns those of its times in which each branch is taken."""
         key = scope.computation.name, instruction.name
-        shares = _shares(instruction, trips)
+        branches = len(instruction.called())
+        taken = _taken(instruction, times)
+        shares = None
+        if taken:
+            counted = Counter(taken)
+            shares = tuple(Fraction(counted[one], len(taken)) for one in range(branches))
         found[key] = shares if found.get(key, shares) == shares else None
+        each: list[list[Scope]] = [[] for _ in range(branches)]
+        for time, branch in zip(times, taken or (), strict=False):
+            each[branch].append(time)
+        return each
 
-    def visit(scope: Scope, trips: list[Scope]) -> None:
-        """Visits a computation, of which `trips` has one scope for each trip of the loop."""
+    def visit(scope: Scope, times: list[Scope]) -> None:
+        """Visits a computation.
+
+        - `scope`: it with what is the same each time that it runs.
+        - `times`: it with all that is known, each time that it runs; empty if that is not known.
+        """
         if scope.computation.name not in with_conditionals:
             return
         for instruction in scope.computation.instructions.values():
@@ -45,16 +63,16 @@ def branch_shares(module: Module) -> dict[tuple[str, str], tuple[Fraction, ...] 
                 continue  # the start has run what it calls
             if instruction.opcode == "while":
                 body = loop_of(scope, instruction)[1]
-                count = trip_count(scope, instruction)
-                visit(in_all_trips(body, body), trips_one_by_one(body, count or 0))
+                each = _trips(instruction, times) or _trips(instruction, [scope])
+                visit(in_all_trips(body, body), each)
             elif plain(instruction.opcode) in RUNS:
-                inside = [trip.called(instruction, callees[0]) for trip in trips]
+                inside = [one.called(instruction, callees[0]) for one in times]
                 visit(scope.called(instruction, callees[0]), inside)
             elif instruction.opcode == "conditional":
-                note(scope, instruction, trips)
-                for place, branch in enumerate(callees, start=1):
-                    # In which trips this branch is taken is not followed further.
-                    visit(scope.called(instruction, branch, first=place), [])
+                taken = note(scope, instruction, times)
+                for place, (branch, of_branch) in enumerate(zip(callees, taken, strict=True), 1):
+                    inside = [one.called(instruction, branch, first=place) for one in of_branch]
+                    visit(scope.called(instruction, branch, first=place), inside)
 
     with_conditionals = _that_reach_conditionals(module)
     entry = Scope(module, module.computations[module.entry], lambda number, element: None)
@@ -62,15 +80,29 @@ def branch_shares(module: Module) -> dict[tuple[str, str], tuple[Fraction, ...] 
     return found
 
 
-def _shares(instruction: Instruction, trips: list[Scope]) -> tuple[Fraction, ...] | None:
-    """The shares of the branches of one conditional; None if one choice is not known."""
-    branches = len(instruction.called())
-    chosen = [trip.integer(instruction.operands[0]) for trip in trips]
-    known = [choice for choice in chosen if choice is not None]
-    if not known or len(known) < len(chosen):
-        return None
-    times = Counter(_branch(instruction, choice, branches) for choice in known)
-    return tuple(Fraction(times[branch], len(known)) for branch in range(branches))
+def _trips(instruction: Instruction, times: list[Scope]) -> list[Scope]:
+    """The body of a loop in all of its trips each time that it is reached; empty if not known."""
+    found: list[Scope] = []
+    for scope in times:
+        count = trip_count(scope, instruction)
+        if count is None or len(found) + count > _MOST_TRIPS:
+            return []
+        found += trips_one_by_one(loop_of(scope, instruction)[1], count)
+    return found
+
+
+def _taken(instruction: Instruction, times: list[Scope]) -> list[int] | None:
+    """Which branch of a conditional is taken each time; None if one of them is not known."""
+    found = []
+    for scope in times:
+        try:
+            choice = scope.integer(instruction.operands[0])
+        except RecursionError:
+            return None  # a longer chain of arithmetic than Python follows
+        if choice is None:
+            return None
+        found.append(_branch(instruction, choice, len(instruction.called())))
+    return found
 
 
 def _branch(instruction: Instruction, choice: int, branches: int) -> int:

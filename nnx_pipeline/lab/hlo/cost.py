@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nnx_pipeline.lab.hlo.branches import branch_shares
+from nnx_pipeline.lab.hlo.branches import Shares
 from nnx_pipeline.lab.hlo.integers import PASSES_ON
 from nnx_pipeline.lab.hlo.loops import Runs, executions
 from nnx_pipeline.lab.hlo.module import Computation, Instruction, Module
@@ -157,18 +157,18 @@ def _collectives(module: Module, runs: Runs) -> Iterator[tuple[Instruction, int 
 # ---- conditionals ----------------------------------------------------------------------------
 
 
-def branch_notes(module: Module, runs: Runs) -> tuple[str, ...]:
+def branch_notes(module: Module, runs: Runs, shares: Shares) -> tuple[str, ...]:
     """Sentences that say which figures count every branch of a conditional, though only one runs.
 
     They are about conditionals of which `branch_shares` does not know how often each branch runs.
 
     - `module`: the compiled program.
     - `runs`: how often each computation runs per step, from `executions(module)`.
+    - `shares`: `branch_shares(module)`.
     """
     found: dict[str, int] = {}
-    shares = branch_shares(module)
-    for name in runs:
-        for instruction in module.computations[name].instructions.values():
+    for name, times in runs.items():
+        for instruction in module.computations[name].instructions.values() if times != 0 else ():
             if instruction.opcode == "conditional" and shares.get((name, instruction.name)) is None:
                 # What matters is whether anything inside is counted, not how often it runs.
                 once = dict.fromkeys(_reached(module, instruction), 1)

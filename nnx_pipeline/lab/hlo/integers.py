@@ -3,15 +3,16 @@ that choose a branch."""
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nnx_pipeline.lab.hlo.module import Computation, Instruction, Module, Shape
 from nnx_pipeline.lab.hlo.opcodes import RUNS, plain
 
-# An integer, or a table of integers: an array of one axis.
+# An integer, or the integers of an array in their order, the last axis fastest.
 Value = int | tuple[int, ...]
 # Gives an argument of a computation: (parameter number, tuple element) -> value, None where it is
 # not known. The element is None for a parameter that is no tuple.
@@ -27,11 +28,21 @@ _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "or": operator.or_,
     "xor": operator.xor,
 }
+_OF_ONE: dict[str, Callable[[int], int]] = {
+    "abs": abs,
+    "convert": lambda value: value,
+    "negate": operator.neg,
+    "not": operator.invert,
+    "sign": lambda value: (value > 0) - (value < 0),
+}
 _COMPARE: dict[str, Callable[[int, int], bool]] = {
     direction: getattr(operator, direction.lower())
     for direction in ("LT", "LE", "GT", "GE", "EQ", "NE")
 }
-# Instructions whose result has the same value as their operand.
+_SHIFTS = ("shift-left", "shift-right-arithmetic", "shift-right-logical")
+_OTHERS = ("clamp", "compare", "divide", "dynamic-slice", "remainder", "select", "slice")
+_EVALUATED = frozenset({*_ARITHMETIC, *_OF_ONE, *_SHIFTS, *_OTHERS})
+# Instructions whose result has the same value as their operand; of a bitcast see `passes_on`.
 PASSES_ON = ("copy", "bitcast", "reshape", "copy-start", "copy-done", "opt-barrier")
 
 
@@ -47,6 +58,7 @@ class Scope:
     module: Module
     computation: Computation
     read: Reader
+    _known: dict[tuple[str, int | None], Value | None] = field(default_factory=dict, repr=False)
 
     def value(self, name: str, element: int | None = None) -> Value | None:
         """The value of an instruction, or of one element of a tuple; None if it is not known.
@@ -54,7 +66,12 @@ class Scope:
         - `name`: of an instruction of this computation.
         - `element`: which element of its result to evaluate, None for a result that is no tuple.
         """
-        instruction = self.computation.instructions[name]
+        key = name, element
+        if key not in self._known:
+            self._known[key] = self._evaluated(self.computation.instructions[name], element)
+        return self._known[key]
+
+    def _evaluated(self, instruction: Instruction, element: int | None) -> Value | None:
         opcode = instruction.opcode
         if opcode == "parameter":
             return self.read(int(instruction.literal), element)
@@ -65,23 +82,30 @@ class Scope:
         if opcode == "tuple":
             return None if element is None else self.value(instruction.operands[element])
         if opcode in PASSES_ON:
-            return self.value(instruction.operands[0], element)
-        if opcode in RUNS:
-            return self.called(instruction, instruction.called()[0]).root(element)
-        if opcode.endswith(("-update", "-done")) and plain(opcode) in RUNS:
-            (start,) = instruction.operands
-            runs = self.computation.instructions[start]
-            if runs.opcode.endswith("-update"):
-                return self.value(start, element)
-            return self.called(runs, runs.called()[0]).root(element)
+            passes = passes_on(self.computation, instruction)
+            return self.value(instruction.operands[0], element) if passes else None
+        if plain(opcode) in RUNS:
+            return self._of_called(instruction, element)
         shape = instruction.shapes[0]
         if shape.dtype[0] not in "psu":
             return None  # only pred, signed and unsigned integers steer a program
         if opcode == "constant":
-            return _literal(instruction.literal, shape)
-        if shape.elements != 1:
+            return _literal(instruction.literal, shape.elements)
+        if opcode not in _EVALUATED:
             return None
-        return _calculated(instruction, list(map(self.value, instruction.operands)))
+        operands: list[Value] = []
+        for operand in instruction.operands:
+            value = self.value(operand)
+            if value is None:
+                return None
+            operands.append(value)
+        return _calculated(instruction, operands)
+
+    def _of_called(self, instruction: Instruction, element: int | None) -> Value | None:
+        """The result of what a fusion or a call runs, or of the start that this is the end of."""
+        while instruction.opcode.endswith(("-update", "-done")):
+            instruction = self.computation.instructions[instruction.operands[0]]
+        return self.called(instruction, instruction.called()[0]).root(element)
 
     def integer(self, name: str) -> int | None:
         """The value of an instruction if it is one integer, else None."""
@@ -109,41 +133,73 @@ class Scope:
         return Scope(self.module, self.module.computations[name], read)
 
 
-def _calculated(instruction: Instruction, operands: list[Value | None]) -> int | None:
-    """The one integer that an instruction computes; None if it is not known."""
-    opcode = instruction.opcode
-    if opcode == "dynamic-slice" and len(operands) == 2:
-        return _entry(*operands)
+def passes_on(computation: Computation, instruction: Instruction) -> bool:
+    """Whether the result of an instruction has the values of its operand, in their order.
+
+    A bitcast reads the same bytes in another way, so that it may be a transpose or turn unsigned
+    integers into signed ones. It passes on arrays of one type with a single axis longer than 1.
+    """
+    if instruction.opcode not in PASSES_ON:
+        return False
+    if instruction.opcode != "bitcast":
+        return True
+    before, after = computation.operand_shapes(instruction)[0][0], instruction.shapes[0]
+    is_long = [sum(size > 1 for size in shape.dims) > 1 for shape in (before, after)]
+    return before.dtype == after.dtype and not any(is_long)
+
+
+def _calculated(instruction: Instruction, operands: list[Value]) -> Value | None:
+    """What an instruction computes of integers; None if it is not known."""
+    opcode, shape = instruction.opcode, instruction.shapes[0]
+    if opcode in ("slice", "dynamic-slice"):
+        return _part(instruction, operands)
     values = [operand for operand in operands if isinstance(operand, int)]
+    if len(values) < len(operands) or shape.elements != 1:
+        return None  # arithmetic on arrays is not followed
     result: int | None = None
-    if len(values) < len(operands):
-        return None
     if opcode in _ARITHMETIC:
         result = _ARITHMETIC[opcode](*values)
+    elif opcode in _OF_ONE:
+        result = _OF_ONE[opcode](*values)
+        if shape.dtype == "pred" and opcode == "not":
+            result = 1 - values[0]
+    elif opcode in _SHIFTS:
+        result = _shifted(opcode, values[0], values[1], shape.bits)
     elif opcode in ("divide", "remainder"):
         result = _divided(opcode, *values)
     elif opcode == "compare":
         compare = _COMPARE.get(instruction.attributes["direction"])
-        return None if compare is None else int(compare(*values))
+        result = None if compare is None else int(compare(*values))
     elif opcode == "select":
         result = values[1] if values[0] else values[2]
     elif opcode == "clamp":
         result = min(max(values[0], values[1]), values[2])
-    elif opcode == "convert":
-        result = values[0]
-    elif opcode == "negate":
-        result = -values[0]
-    elif opcode == "not" and instruction.shapes[0].dtype == "pred":
-        result = 1 - values[0]
-    return None if result is None else _wrapped(result, instruction.shapes[0])
+    return None if result is None else _wrapped(result, shape)
 
 
-def _entry(table: Value | None, index: Value | None) -> int | None:
-    """The entry of a table at an index, which HLO moves to the nearest one that there is."""
-    if not isinstance(index, int) or table is None:
-        return None
+def _part(instruction: Instruction, operands: list[Value]) -> Value | None:
+    """A part of an array of one axis; None of others, and where it is not a part without gaps."""
+    table, *starts = operands
     entries = table if isinstance(table, tuple) else (table,)
-    return entries[min(max(index, 0), len(entries) - 1)]
+    shape = instruction.shapes[0]
+    if len(shape.dims) != 1 or shape.elements > len(entries):
+        return None
+    if instruction.opcode == "dynamic-slice":
+        start = starts[0]
+        if len(starts) != 1 or not isinstance(start, int):
+            return None
+        # HLO moves a start out of range to the nearest one that there is.
+        start = min(max(start, 0), len(entries) - shape.elements)
+    else:
+        bounds = re.fullmatch(r"\{\[(\d+):(\d+)(?::1)?\]\}", instruction.attributes["slice"])
+        if bounds is None:
+            return None
+        start = int(bounds.group(1))
+    return _of(entries[start : start + shape.elements])
+
+
+def _of(entries: tuple[int, ...]) -> Value:
+    return entries if len(entries) != 1 else entries[0]
 
 
 def _divided(opcode: str, value: int, by: int) -> int | None:
@@ -154,6 +210,15 @@ def _divided(opcode: str, value: int, by: int) -> int | None:
     return quotient if opcode == "divide" else value - quotient * by
 
 
+def _shifted(opcode: str, value: int, by: int, bits: int) -> int | None:
+    """The value shifted by fewer bits than it has; None for more."""
+    if not 0 <= by < bits:
+        return None
+    if opcode == "shift-left":
+        return value << by
+    return (value if opcode == "shift-right-arithmetic" else value % (1 << bits)) >> by
+
+
 def _wrapped(value: int, shape: Shape) -> int:
     """The value wrapped around to the range of an integer type."""
     if shape.dtype == "pred":
@@ -162,11 +227,11 @@ def _wrapped(value: int, shape: Shape) -> int:
     return value - (1 << shape.bits) if shape.dtype[0] == "s" and value >> shape.bits - 1 else value
 
 
-def _literal(text: str, shape: Shape) -> Value | None:
-    """What a constant holds; None for an array of several axes and one that is not written out."""
+@functools.lru_cache(maxsize=256)  # a table is read in every trip of a loop
+def _literal(text: str, elements: int) -> Value | None:
+    """What a constant holds; None for one that is not written out."""
     known = {"true": 1, "false": 0}
     found = re.findall(r"true|false|-?\d+", text)
-    if len(found) != shape.elements or not found or len(shape.dims) > 1:
+    if len(found) != elements or "..." in text:
         return None
-    values = tuple(known[entry] if entry in known else int(entry) for entry in found)
-    return values if len(values) > 1 else values[0]
+    return _of(tuple(known[entry] if entry in known else int(entry) for entry in found))

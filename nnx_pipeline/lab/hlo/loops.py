@@ -19,8 +19,11 @@ from nnx_pipeline.lab.hlo.trips import in_all_trips, loop_of, trip_count
 Runs = Mapping[str, int | None]
 
 
-def executions(module: Module) -> dict[str, int | None]:
+def executions(module: Module, shares: Shares | None = None) -> dict[str, int | None]:
     """How often each computation runs per step: the trip counts multiplied down the call graph.
+
+    - `module`: the compiled program.
+    - `shares`: `branch_shares(module)`, if it has been computed already.
 
     Of a conditional of which `branch_shares` knows nothing, every branch counts once each time, as
     if all of them were taken. Computations that are applied element by element (the sum in a
@@ -29,14 +32,14 @@ def executions(module: Module) -> dict[str, int | None]:
     unknown opcode calls it.
     """
     counts: dict[str, Fraction | None] = {}
-    shares = branch_shares(module)
+    known = branch_shares(module) if shares is None else shares
 
     def visit(scope: Scope, times: Fraction | None) -> None:
         name = scope.computation.name
         before = counts.get(name, Fraction(0))
         counts[name] = None if before is None or times is None else before + times
         for instruction in scope.computation.instructions.values():
-            for callee, trips in _calls(scope, instruction, shares):
+            for callee, trips in _calls(scope, instruction, known):
                 visit(callee, None if times is None or trips is None else times * trips)
 
     visit(Scope(module, module.computations[module.entry], _nothing), Fraction(1))

@@ -7,10 +7,8 @@ are evaluated from the text.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
-from functools import cache
 
-from nnx_pipeline.lab.hlo.integers import PASSES_ON, Scope, Value
+from nnx_pipeline.lab.hlo.integers import Scope, Value, passes_on
 from nnx_pipeline.lab.hlo.module import Computation, Instruction
 
 _LONGEST_LOOP = 100_000  # trips; beyond it, counting them one by one would take seconds
@@ -34,7 +32,7 @@ def in_all_trips(part: Scope, body: Scope) -> Scope:
         same = element is not None and _is_unchanged(body.computation, element)
         return body.read(number, element) if same else None
 
-    return replace(part, read=unchanged)
+    return part.of(part.computation.name, unchanged)
 
 
 def trips_one_by_one(body: Scope, trips: int) -> list[Scope]:
@@ -43,22 +41,19 @@ def trips_one_by_one(body: Scope, trips: int) -> list[Scope]:
     - `body`: the body, with the initial state.
     - `trips`: how often it runs.
 
-    Empty for more trips than can be gone through. An element of the state is evaluated when it is
-    asked for: the integers that steer a program are few among the arrays of a state.
+    An element of the state is evaluated when it is asked for: the integers that steer a program are
+    few among the arrays of a state. To be asked for in the order of the trips.
     """
-    if trips > _LONGEST_LOOP:
-        return []
     scopes: list[Scope] = []
 
-    @cache
-    def state(trip: int, number: int, element: int | None) -> Value | None:
-        same = element is not None and _is_unchanged(body.computation, element)
-        if trip == 0 or same:
-            return body.read(number, element)
-        return scopes[trip - 1].root(element)
-
     def at(trip: int) -> Scope:
-        return replace(body, read=lambda number, element: state(trip, number, element))
+        def read(number: int, element: int | None) -> Value | None:
+            same = element is not None and _is_unchanged(body.computation, element)
+            if trip == 0 or same:
+                return body.read(number, element)
+            return scopes[trip - 1].root(element)
+
+        return body.of(body.computation.name, read)
 
     scopes.extend(map(at, range(trips)))
     return scopes
@@ -70,7 +65,7 @@ def _is_unchanged(body: Computation, element: int) -> bool:
     if root.opcode != "tuple":
         return False
     source = body.instructions[root.operands[element]]
-    while source.opcode in PASSES_ON:
+    while passes_on(body, source):
         source = body.instructions[source.operands[0]]
     if source.opcode != "get-tuple-element" or source.integers("index") != (element,):
         return False
@@ -88,19 +83,25 @@ def trip_count(scope: Scope, instruction: Instruction) -> int | None:
     )
     if known:
         return int(known.group(1))
-    condition, body = loop_of(scope, instruction)
+    try:
+        return _counted(*loop_of(scope, instruction))
+    except RecursionError:
+        return None  # a longer chain of arithmetic than Python follows
+
+
+def _counted(condition: Scope, body: Scope) -> int | None:
     counters = _counters(condition, body)
     state = {element: body.read(0, element) for element in counters}
 
     def current(number: int, element: int | None) -> Value | None:
         return state.get(element)
 
-    condition, body = replace(condition, read=current), replace(body, read=current)
     for trips in range(_LONGEST_LOOP + 1):
-        goes_on = condition.root()
+        goes_on = condition.of(condition.computation.name, current).root()
         if not goes_on:
             return None if goes_on is None else trips
-        after = {element: body.root(element) for element in counters}
+        trip = body.of(body.computation.name, current)
+        after = {element: trip.root(element) for element in counters}
         if after == state:
             return None  # no counter changes, so the condition would stay true for ever
         state = after
@@ -116,13 +117,13 @@ def _counters(condition: Scope, body: Scope) -> set[int | None]:
 
     def note(number: int, element: int | None) -> int:
         found.add(element)
-        return 0  # any number will do: only which elements are read matters
+        return 1  # any number but 0, by which nothing is divided: what is read is what matters
 
-    replace(condition, read=note).root()
+    condition.of(condition.computation.name, note).root()
     followed: set[int | None] = set()
     # What the next value of a counter depends on is a counter as well.
     while found != followed:
         for element in found - followed:
             followed.add(element)
-            replace(body, read=note).root(element)
+            body.of(body.computation.name, note).root(element)
     return found

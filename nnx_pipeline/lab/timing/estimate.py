@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from nnx_pipeline.lab.attribution.origins import source_of
-from nnx_pipeline.lab.hlo.branches import branch_shares
+from nnx_pipeline.lab.hlo.branches import Shares, branch_shares
 from nnx_pipeline.lab.hlo.cost import collective_of
 from nnx_pipeline.lab.hlo.loops import Runs, loop_trips
 from nnx_pipeline.lab.hlo.module import Computation, Instruction, Module
@@ -31,11 +31,13 @@ class Estimate:
     - `module`: the compiled program.
     - `runs`: how often each computation runs per step, from `executions(module)`.
     - `links`: the devices and the links between them.
+    - `shares`: `branch_shares(module)`, if it has been computed already.
     """
 
     module: Module
     runs: Runs
     links: Links
+    shares: Shares | None = None
 
     @property
     def time(self) -> Time:
@@ -144,7 +146,8 @@ class Estimate:
 
     @cached_property
     def _walk(self) -> Walk:
-        return Walk(self.module, loop_trips(self.module), branch_shares(self.module), self._work)
+        shares = branch_shares(self.module) if self.shares is None else self.shares
+        return Walk(self.module, loop_trips(self.module), shares, self._work)
 
     @cached_property
     def _cost_model(self) -> Costs:
