@@ -1,4 +1,4 @@
-"""142 mutations of the code, and whether the tests that should catch each of them do.
+"""148 mutations of the code, and whether the tests that should catch each of them do.
 
     python benchmarks/mutations.py [NUMBER …]   applies each in a copy of the checkout and runs its tests
     python benchmarks/mutations.py --check      says which no longer fit the code; exit 1 if any
@@ -222,8 +222,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/stage/layers.py",
-        "return cls(layer, layer // each % stages, layer // (each * stages))",
-        "return cls(layer, layer % stages, layer // (each * stages))",
+        "return cls(real, layer // each % stages, layer // (each * stages))",
+        "return cls(real, layer % stages, layer // (each * stages))",
         "test_foreign_layers",
     ),
     Mutation(
@@ -453,6 +453,42 @@ MUTATIONS = (
         "times * trips",
         "times",
         "test_hlo",
+    ),
+    Mutation(
+        "nnx_pipeline/lab/hlo/branches.py",
+        "        if choice is None:\n            return None\n",
+        "        if choice is None:\n            continue\n",
+        "test_branches",
+    ),
+    Mutation(
+        "nnx_pipeline/lab/hlo/branches.py",
+        "found[key] = shares if found.get(key, shares) == shares else None",
+        "found[key] = shares",
+        "test_branches",
+    ),
+    Mutation(
+        "nnx_pipeline/lab/hlo/integers.py",
+        "return before.dtype == after.dtype and not any(is_long)",
+        "return not any(is_long)",
+        "test_branches",
+    ),
+    Mutation(
+        "nnx_pipeline/lab/hlo/integers.py",
+        "return before.dtype == after.dtype and not any(is_long)",
+        "return before.dtype == after.dtype",
+        "test_branches",
+    ),
+    Mutation(
+        "nnx_pipeline/lab/hlo/integers.py",
+        "start = min(max(start, 0), len(entries) - shape.elements)",
+        "start = start",
+        "test_branches",
+    ),
+    Mutation(
+        "nnx_pipeline/lab/timing/schedule.py",
+        "            if shares is not None:\n",
+        "            if False:\n",
+        "test_branches",
     ),
     Mutation(
         "nnx_pipeline/lab/hlo/products.py",
