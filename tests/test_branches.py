@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from nnx_pipeline.experiments.programs import prepare
 from nnx_pipeline.lab import api as lab
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.compile.platform import Platform
+from nnx_pipeline.lab.compile.tables import with_tables
 from nnx_pipeline.lab.hlo.branches import branch_shares
 from nnx_pipeline.lab.hlo.loops import executions
 from nnx_pipeline.lab.hlo.module import parse
@@ -210,6 +212,19 @@ def test_long_arithmetic_is_followed_once_or_not_at_all(loop: Loop, platform: st
     shares = [*branch_shares(parse(result.hlo)).values()]
     assert len(shares) == 1
     assert result.notes == (UNKNOWN if shares[0] is None else ())
+
+
+def test_a_runtime_without_the_binary_form_leaves_the_text_as_it_is() -> None:
+    class Runtime:
+        def hlo_modules(self) -> list[Any]:
+            raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: no modules")
+
+    class Compiled:
+        def runtime_executable(self) -> Runtime:
+            return Runtime()
+
+    text = "  %t = pred[60]{0} constant({...})\n  %c = f32[] conditional(%f, %x, %x), …"
+    assert with_tables(text, Compiled()) == text  # type: ignore[arg-type]
 
 
 # ---- what decides, evaluated from the text -----------------------------------------------------

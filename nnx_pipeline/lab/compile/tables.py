@@ -49,14 +49,19 @@ def with_tables(text: str, compiled: jax.stages.Compiled) -> str:
     - `text`: `compiled.as_text()`.
     - `compiled`: the program.
 
-    A table has one axis, and at most 10,000 entries.
+    A table has one axis, and at most 10,000 entries. The text stays as it is where the runtime does
+    not give the program in its binary form.
     """
     executable: Any = compiled.runtime_executable()
     wanted = {one[2] for one in _LEFT_OUT.finditer(text) if int(one[3]) <= _MOST_ENTRIES}
     if " conditional(" not in text or not wanted or executable is None:
         return text
     tables: dict[str, str] = {}
-    for module in executable.hlo_modules():
+    try:
+        modules = executable.hlo_modules()
+    except jax.errors.JaxRuntimeError:
+        return text  # a runtime without them; a note then says how branches are counted
+    for module in modules:
         tables |= _tables(module.as_serialized_hlo_module_proto(), wanted)
     return _LEFT_OUT.sub(lambda found: found[1] + tables.get(found[2], "{...}"), text)
 
