@@ -25,15 +25,13 @@ os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 # The tests compile much and compute little. The first two settings are about machine code alone:
 # none of it is worth optimizing, and cutting it into parts for many threads takes time. The third
 # leaves the CPU compiler the simpler way to make it of fusions, in a third of the time; what is
-# fused, and so the CPU's figures, differs a little, and newer versions do not know it. The last one
-# leaves in a loop what does not change in it: looking for that takes a sixth of a compilation.
+# fused, and so the CPU's figures, differs a little, and newer versions do not know it.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
         "--xla_backend_optimization_level=0",
         "--xla_cpu_parallel_codegen_split_count=1",
         "--xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else "",
-        "--xla_disable_hlo_passes=while-loop-invariant-code-motion",
     ]
 )
 

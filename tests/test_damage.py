@@ -106,7 +106,7 @@ LATEST = {
     ),
     "a link to nothing": (lambda p: p.symlink_to(p.parent / "gone"), "is a broken symlink"),
     "a link to itself": (lambda p: p.symlink_to(p), "is a broken symlink"),
-    "a file": (lambda p: p.write_text(""), "is a file and not a folder"),
+    "a file": (lambda p: p.write_text(""), "is not a folder"),
     "an empty folder": (lambda p: p.mkdir(), "has no _METADATA in 13/items"),
     "a link to itself inside": (
         lambda p: (p.mkdir(), (p / "items").symlink_to(p / "items")),
