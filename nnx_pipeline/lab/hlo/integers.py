@@ -81,6 +81,10 @@ class Scope:
             return self.value(instruction.operands[0], instruction.integers("index")[0])
         if opcode == "tuple":
             return None if element is None else self.value(instruction.operands[element])
+        if opcode == "while":
+            body = self.module.computations[instruction.called("body")[0]]
+            same = element is not None and is_unchanged(body, element)
+            return self.value(instruction.operands[0], element) if same else None
         if opcode in PASSES_ON:
             passes = passes_on(self.computation, instruction)
             return self.value(instruction.operands[0], element) if passes else None
@@ -146,6 +150,19 @@ def passes_on(computation: Computation, instruction: Instruction) -> bool:
     before, after = computation.operand_shapes(instruction)[0][0], instruction.shapes[0]
     is_long = [sum(size > 1 for size in shape.dims) > 1 for shape in (before, after)]
     return before.dtype == after.dtype and not any(is_long)
+
+
+def is_unchanged(body: Computation, element: int) -> bool:
+    """Whether a loop's body passes this element of the state on unchanged."""
+    root = body.instructions[body.root]
+    if root.opcode != "tuple":
+        return False
+    source = body.instructions[root.operands[element]]
+    while passes_on(body, source):
+        source = body.instructions[source.operands[0]]
+    if source.opcode != "get-tuple-element" or source.integers("index") != (element,):
+        return False
+    return body.instructions[source.operands[0]].opcode == "parameter"
 
 
 def _calculated(instruction: Instruction, operands: list[Value]) -> Value | None:

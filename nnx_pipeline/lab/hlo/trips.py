@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 
-from nnx_pipeline.lab.hlo.integers import Scope, Value, passes_on
-from nnx_pipeline.lab.hlo.module import Computation, Instruction
+from nnx_pipeline.lab.hlo.integers import Scope, Value, is_unchanged
+from nnx_pipeline.lab.hlo.module import Instruction
 
 _LONGEST_LOOP = 100_000  # trips; beyond it, counting them one by one would take seconds
 
@@ -29,7 +29,7 @@ def in_all_trips(part: Scope, body: Scope) -> Scope:
     """
 
     def unchanged(number: int, element: int | None) -> Value | None:
-        same = element is not None and _is_unchanged(body.computation, element)
+        same = element is not None and is_unchanged(body.computation, element)
         return body.read(number, element) if same else None
 
     return part.of(part.computation.name, unchanged)
@@ -48,7 +48,7 @@ def trips_one_by_one(body: Scope, trips: int) -> list[Scope]:
 
     def at(trip: int) -> Scope:
         def read(number: int, element: int | None) -> Value | None:
-            same = element is not None and _is_unchanged(body.computation, element)
+            same = element is not None and is_unchanged(body.computation, element)
             if trip == 0 or same:
                 return body.read(number, element)
             return scopes[trip - 1].root(element)
@@ -57,19 +57,6 @@ def trips_one_by_one(body: Scope, trips: int) -> list[Scope]:
 
     scopes.extend(map(at, range(trips)))
     return scopes
-
-
-def _is_unchanged(body: Computation, element: int) -> bool:
-    """Whether a loop's body passes this element of the state on unchanged."""
-    root = body.instructions[body.root]
-    if root.opcode != "tuple":
-        return False
-    source = body.instructions[root.operands[element]]
-    while passes_on(body, source):
-        source = body.instructions[source.operands[0]]
-    if source.opcode != "get-tuple-element" or source.integers("index") != (element,):
-        return False
-    return body.instructions[source.operands[0]].opcode == "parameter"
 
 
 def trip_count(scope: Scope, instruction: Instruction) -> int | None:
