@@ -14,13 +14,12 @@ from jax.sharding import Mesh
 from linen_compat.formats.huggingface.stream import is_huggingface, own_config
 from linen_compat.formats.names import check_names
 from linen_compat.formats.new_folder import check_free, clear_left_behind, new_folder
-from linen_compat.formats.orbax.inspect import find_items
+from linen_compat.formats.orbax.inspect import existing_folder, find_items
 from linen_compat.formats.orbax.layouts import NNX
 from linen_compat.loading import load
 from linen_compat.named_config import read_config
 from linen_compat.train_state import load_train_state, save_train_state
 from nnx_pipeline import Config, InputError
-from nnx_pipeline.files import no_folder
 from nnx_pipeline.train import TrainState
 from nnx_pipeline.train.saved import Origin, SavedRun
 
@@ -48,11 +47,7 @@ def config_of(checkpoint: str | Path) -> Config | None:
 
     Raises InputError where there is no such folder.
     """
-    folder = Path(checkpoint)
-    if not str(checkpoint):
-        raise InputError("the checkpoint's name is empty; give a run, a step or its items folder")
-    if not folder.is_dir():
-        raise InputError(f"{no_folder(folder)}; give a run, a step or its items folder")
+    folder = existing_folder(checkpoint)
     if is_huggingface(folder):
         return own_config(folder)
     whole = folder.resolve()

@@ -76,11 +76,6 @@ def read_text(path: str) -> str:
         raise InputError(f"{path} cannot be read: {why}; name another file") from error
 
 
-def no_folder(path: Path) -> str:
-    """Why a path is no folder, as the first half of an error's sentence."""
-    return f"{path} is a file and not a folder" if path.exists() else f"{path} does not exist"
-
-
 def check_picture(path: str | None, option: str = "--picture") -> None:
     """Raises InputError if no picture can be written to `path`; to be called before any work.
 

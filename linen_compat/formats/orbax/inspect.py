@@ -25,7 +25,6 @@ from linen_compat.formats.orbax.layouts import (
 )
 from linen_compat.formats.streams import MOMENTS, PARAMETERS, SCALARS, Mismatch
 from nnx_pipeline import InputError
-from nnx_pipeline.files import no_folder
 
 
 @dataclass(frozen=True)
@@ -102,6 +101,17 @@ class Inspection:
         return self.parameters if part == PARAMETERS else self.moments[part]
 
 
+def existing_folder(checkpoint: str | Path) -> Path:
+    """The folder of this name; raises InputError where there is none."""
+    folder, cure = Path(checkpoint), "give a run, a step or its items folder"
+    if not str(checkpoint):
+        raise InputError(f"the checkpoint's name is empty; {cure}")
+    if not folder.is_dir():
+        why = "is a file and not a folder" if folder.exists() else "does not exist"
+        raise InputError(f"{folder} {why}; {cure}")
+    return folder
+
+
 def find_items(checkpoint: str | Path) -> Path:
     """The folder that holds the arrays of a checkpoint.
 
@@ -113,11 +123,7 @@ def find_items(checkpoint: str | Path) -> Path:
     Raises InputError when there is no Orbax checkpoint, and Mismatch, naming the step or the file,
     when there is one that was not written to its end, has lost its metadata or cannot be read.
     """
-    folder = Path(checkpoint).absolute()
-    if not str(checkpoint):
-        raise InputError("the checkpoint's name is empty; give a run, a step or its items folder")
-    if not folder.is_dir():
-        raise InputError(f"{no_folder(Path(checkpoint))}; give a run, a step or its items folder")
+    folder = existing_folder(checkpoint).absolute()
     steps = _steps(folder)
     if steps:
         return _items_of_latest(steps)

@@ -16,11 +16,12 @@ import jax
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
+from nnx_pipeline.lab.hlo.branches import MOST_TRIPS
+
 _LEFT_OUT = re.compile(
     r"^(\s*(?:ROOT )?%?([\w.$-]+) = (?:pred|[su](?:8|16|32|64))\[(\d+)\]\S* constant\()\{\.\.\.\}",
     re.MULTILINE,
 )
-_MOST_ENTRIES = 10_000  # as many as the trips of which `branch_shares` makes use
 # The fields of a literal that hold integers: their number and type, and how bytes are to be read.
 _INTEGERS: dict[str, tuple[int, str, str]] = {
     "preds": (2, "BOOL", ""),
@@ -49,11 +50,11 @@ def with_tables(text: str, compiled: jax.stages.Compiled) -> str:
     - `text`: `compiled.as_text()`.
     - `compiled`: the program.
 
-    A table has one axis, and at most 10,000 entries. The text stays as it is where the runtime does
-    not give the program in its binary form.
+    A table has one axis, and no more entries than the trips that `branch_shares` goes through. The
+    text stays as it is where the runtime does not give the program in its binary form.
     """
     executable: Any = compiled.runtime_executable()
-    wanted = {one[2] for one in _LEFT_OUT.finditer(text) if int(one[3]) <= _MOST_ENTRIES}
+    wanted = {one[2] for one in _LEFT_OUT.finditer(text) if int(one[3]) <= MOST_TRIPS}
     if " conditional(" not in text or not wanted or executable is None:
         return text
     tables: dict[str, str] = {}

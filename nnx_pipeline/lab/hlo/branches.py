@@ -18,9 +18,7 @@ from nnx_pipeline.lab.hlo.trips import in_all_trips, loop_of, trip_count, trips_
 # For each conditional, by the names of its computation and of itself: the share of each branch, in
 # the order of `Instruction.called`. The shares of one add up to 1; None where they are not known.
 Shares = Mapping[tuple[str, str], tuple[Fraction, ...] | None]
-
-
-_MOST_TRIPS = 10_000  # that are gone through one by one; more would take seconds
+MOST_TRIPS = 10_000  # that are gone through one by one; more would take seconds
 
 
 def branch_shares(module: Module) -> Shares:
@@ -85,7 +83,7 @@ def _trips(instruction: Instruction, times: list[Scope]) -> list[Scope]:
     found: list[Scope] = []
     for scope in times:
         count = trip_count(scope, instruction)
-        if count is None or len(found) + count > _MOST_TRIPS:
+        if count is None or len(found) + count > MOST_TRIPS:
             return []
         found += trips_one_by_one(loop_of(scope, instruction)[1], count)
     return found
