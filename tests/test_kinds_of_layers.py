@@ -180,7 +180,7 @@ def check(kinds: Kinds, layers: int, form: Form) -> None:
 
 @every_form
 def test_kinds_and_padding(form: Form) -> None:
-    """Layers that attend, a dense layer and a mixture of experts in turn, the last visit half."""
+    """A dense layer and a mixture of experts in turn; in most forms some places are padding."""
     check([Dense, Experts], 6, form)
 
 
