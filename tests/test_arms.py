@@ -28,6 +28,8 @@ from nnx_pipeline.pipeline.parts import LoopParts
 from nnx_pipeline.pipeline.stage.apply import map_stages, select_repeat
 from nnx_pipeline.sharding import constrain
 
+pytestmark = pytest.mark.numbers
+
 MESH = "stage=2,fsdp=2"
 # Rows of the source documents about memory. S2.6 goes with S2.4a, S2.10a to c are S1.1 to S1.3;
 # S2.12 has four arms and a command of its own.

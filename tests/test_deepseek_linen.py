@@ -12,6 +12,8 @@ from linen_helpers import as_linen
 import linen_compat
 from nnx_pipeline import Config, InputError
 
+pytestmark = pytest.mark.numbers
+
 DEEPSEEK = {
     "num_layers": 6,
     "num_dense_layers": 2,

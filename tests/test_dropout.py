@@ -27,6 +27,8 @@ from nnx_pipeline.sharding import Layout, P
 from nnx_pipeline.train import jit_train_step, loss_of
 from nnx_pipeline.train.step import batch_sharding
 
+pytestmark = pytest.mark.numbers
+
 CONFIG = small_config(
     model={"dropout_rate": 0.3}, train={"global_batch": 16}, pipeline={"num_microbatches": 4}
 )

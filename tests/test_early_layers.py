@@ -14,6 +14,8 @@ from nnx_pipeline import Config, Mixtral
 from nnx_pipeline.train import loss_and_gradients
 from nnx_pipeline.train.step import Batch
 
+pytestmark = pytest.mark.numbers
+
 MODEL = {
     "num_layers": 6,
     "num_dense_layers": 2,

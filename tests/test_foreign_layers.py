@@ -17,7 +17,9 @@ import linen_compat
 from nnx_pipeline import CircularPipeline, InputError, LayerPlace, PipelineConfig, Shared
 from nnx_pipeline.pipeline import ModelEnds, WeightOptions
 
-LAYERS, BATCH, LENGTH, WIDTH = 8, 8, 6, 4
+pytestmark = pytest.mark.numbers
+
+LAYERS, BATCH, LENGTH, WIDTH = 4, 8, 6, 4
 
 
 class Form(NamedTuple):
@@ -136,9 +138,12 @@ def test_windows_alternate(form: Form) -> None:
     assert_close(tuple(got), one_after_the_other(Windowed, weights, call, x), 1e-5)
 
 
+PLACES = 8  # so that two layers are in each visit of two stages with two repeats
+
+
 def said(x: jax.Array, place: LayerPlace) -> jax.Array:
     """Adds the place in the row of the layer's number."""
-    own = jnp.arange(LAYERS) == place.layer
+    own = jnp.arange(PLACES) == place.layer
     words = jnp.stack(place)
     return x + jnp.where(own[:, None], words, 0).astype(x.dtype)
 
@@ -174,16 +179,16 @@ class SaysInLinen(nn.Module):
 def test_a_layer_knows_its_stage_and_repeat(
     style: str, mesh: str, repeats: int, stage_of: list[int], repeat_of: list[int]
 ) -> None:
-    config, x = PipelineConfig(num_microbatches=2, num_repeats=repeats), jnp.zeros((4, LAYERS, 3))
+    config, x = PipelineConfig(num_microbatches=2, num_repeats=repeats), jnp.zeros((4, PLACES, 3))
     with jax.set_mesh(mesh_of(mesh)):
         if style == "nnx":
-            y, _ = CircularPipeline(config, Says, num_layers=LAYERS, rngs=nnx.Rngs(0))(x)
+            y, _ = CircularPipeline(config, Says, num_layers=PLACES, rngs=nnx.Rngs(0))(x)
         else:
             kind = linen_compat.Pipeline if repeats == 1 else linen_compat.CircularPipeline
-            linen = kind(config, SaysInLinen(), LAYERS)
+            linen = kind(config, SaysInLinen(), PLACES)
             y, _ = linen.apply(linen.init(jax.random.key(0), x), x)
-    want = np.stack([range(LAYERS), stage_of, repeat_of], axis=-1)
-    np.testing.assert_array_equal(y, np.broadcast_to(want, (4, LAYERS, 3)))
+    want = np.stack([range(PLACES), stage_of, repeat_of], axis=-1)
+    np.testing.assert_array_equal(y, np.broadcast_to(want, (4, PLACES, 3)))
 
 
 # ---- a side input that is not cut --------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Layers of several kinds, and numbers of layers that do not divide, beside a plain loop."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from test_layer_state import numbers, state_of
 from nnx_pipeline import CircularPipeline, LayerPlace, LayerState, Max, Mean, Sum
 from nnx_pipeline.pipeline import MicrobatchMean, ModelEnds, WeightOptions
 from nnx_pipeline.pipeline.stage.layers import takes_place
+
+pytestmark = pytest.mark.numbers
 
 MICROBATCHES = 4
 WEIGHTS = {"sum": 0.1, "mean": 0.7, "balance": 0.9, "max": 0.0}
@@ -128,20 +131,17 @@ def in_pipeline(kinds: Kinds, layers: int, form: Form, x: Any) -> Any:
     return numbers(found), numbers(gradients.layers), state_of(pipeline.layers), before
 
 
-def one_after_the_other(kinds: int, stacks: Any, layers: int, x: Any) -> Any:
-    """The same by a loop over microbatches and layers that knows nothing of pipelines."""
-    stacks = [stacks] if kinds == 1 else [*stacks]
-    flat = jax.tree.map(
-        lambda leaf: jnp.asarray(np.asarray(leaf)).reshape(-1, *leaf.shape[3:]), stacks
-    )
+@functools.cache
+def plain_step(kinds: int, layers: int) -> Callable[..., Any]:
+    """Loss, metrics and gradients by a loop that knows nothing of pipelines, compiled once."""
 
     def layer(flat: Any, number: int) -> Any:
         at, kind = divmod(number, kinds)
         return jax.tree.map(lambda leaf: leaf[at], flat[kind])
 
-    def loss(flat: Any) -> Any:
+    def loss(flat: Any, x: jax.Array) -> Any:
         total, found = jnp.zeros(()), []
-        for microbatch in np.split(x, MICROBATCHES):
+        for microbatch in jnp.split(x, MICROBATCHES):
             y = microbatch
             for number in range(layers):
                 one = layer(flat, number)
@@ -159,7 +159,16 @@ def one_after_the_other(kinds: int, stacks: Any, layers: int, x: Any) -> Any:
         }
         return total + sum(WEIGHTS[name] * metrics[name] for name in WEIGHTS), metrics
 
-    found, gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(flat)
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+def one_after_the_other(kinds: int, stacks: Any, layers: int, x: Any) -> Any:
+    """The same of `plain_step`, from the layers of a pipeline."""
+    stacks = [stacks] if kinds == 1 else [*stacks]
+    flat = jax.tree.map(
+        lambda leaf: jnp.asarray(np.asarray(leaf)).reshape(-1, *leaf.shape[3:]), stacks
+    )
+    found, gradients = plain_step(kinds, layers)(flat, x)
     return numbers(found), numbers(gradients)
 
 

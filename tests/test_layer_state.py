@@ -28,6 +28,8 @@ from nnx_pipeline.pipeline import (
 )
 from nnx_pipeline.pipeline.stage.layers import takes_place
 
+pytestmark = pytest.mark.numbers
+
 MICROBATCHES = 4
 Make = Callable[[nnx.Rngs], nnx.Module]
 
@@ -79,8 +81,26 @@ def in_pipeline(make: Make, form: Form, x: Any, around: Around = Around()) -> An
     return results, state_of(pipeline.layers), before
 
 
+@functools.cache
+def plain_step(around: Around) -> Callable[..., Any]:
+    """Loss and gradients by a loop that knows nothing of pipelines, compiled once for all forms."""
+
+    def loss(each: list[nnx.Module], x: Any) -> jax.Array:
+        total = jnp.zeros(())
+        for microbatch in jnp.split(x, MICROBATCHES):
+            y = around.start(microbatch)
+            for number, layer in enumerate(each):
+                y, _ = layer(
+                    y, **({"place": LayerPlace(number, 0, 0)} if takes_place(layer) else {})
+                )
+            total += around.end(y)
+        return total
+
+    return nnx.jit(nnx.value_and_grad(loss, argnums=nnx.DiffState(0, around.trained)))
+
+
 def one_after_the_other(layers: nnx.Module, x: Any, around: Around = Around()) -> Any:
-    """The same by a loop over microbatches and layers that knows nothing of pipelines."""
+    """The same of `plain_step`, and the state that it leaves."""
     stack = jax.tree.leaves(layers)[0].shape[:3]
 
     def whole(leaf: jax.Array) -> jax.Array:
@@ -93,17 +113,6 @@ def one_after_the_other(layers: nnx.Module, x: Any, around: Around = Around()) -
     flat = jax.tree.map(whole, layers)
     each = [jax.tree.map(lambda leaf, at=at: leaf[at], flat) for at in range(LAYERS)]
 
-    def loss(each: list[nnx.Module], x: Any) -> jax.Array:
-        total = jnp.zeros(())
-        for microbatch in np.split(x, MICROBATCHES):
-            y = around.start(microbatch)
-            for number, layer in enumerate(each):
-                y, _ = layer(
-                    y, **({"place": LayerPlace(number, 0, 0)} if takes_place(layer) else {})
-                )
-            total += around.end(y)
-        return total
-
     def joined(each: Any) -> Any:
         return jax.tree.map(
             lambda *leaves: jnp.stack(leaves).reshape(*stack, *leaves[0].shape), *each
@@ -111,8 +120,7 @@ def one_after_the_other(layers: nnx.Module, x: Any, around: Around = Around()) -
 
     results = []
     for _ in range(2):
-        trained = nnx.DiffState(0, around.trained)
-        value, gradients = nnx.jit(nnx.value_and_grad(loss, argnums=trained))(each, x)
+        value, gradients = plain_step(around)(each, x)
         results.append((float(value), numbers(joined([*gradients]))))
     return results, state_of(joined(each))
 
@@ -423,7 +431,7 @@ def test_running_statistics_that_are_averaged(form: Form) -> None:
     means = np.zeros((LAYERS, WIDTH)), np.ones((LAYERS, WIDTH))
     for _ in range(2):
         left = []
-        for y in np.split(x, MICROBATCHES):
+        for y in jnp.split(x, MICROBATCHES):
             layers = [Averaged(nnx.Rngs(0)) for _ in range(LAYERS)]
             for number, layer in enumerate(layers):
                 layer.norm.mean[...], layer.norm.var[...] = (one[number] for one in means)

@@ -36,6 +36,8 @@ from nnx_pipeline.sharding import P
 from nnx_pipeline.train import Batch, loss_of
 from nnx_pipeline.train.step import batch_sharding
 
+pytestmark = pytest.mark.numbers
+
 SPARSE = small_config(
     train={"load_balance_weight": 0.1, "global_batch": 16}, pipeline={"num_microbatches": 4}
 )

@@ -14,6 +14,8 @@ from nnx_pipeline import InputError, Mixtral
 from nnx_pipeline.train import loss_and_gradients
 from nnx_pipeline.train.step import Batch
 
+pytestmark = pytest.mark.numbers
+
 CONFIG = small_config(model={"num_layers": 8, "sliding_window": 2, "full_attention_every": 2})
 
 

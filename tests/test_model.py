@@ -32,6 +32,8 @@ from nnx_pipeline.remat import LAYER_INPUT
 from nnx_pipeline.train import Batch, abstract_state, jit_train_step, loss_of, make_state
 from nnx_pipeline.train.step import batch_sharding
 
+pytestmark = pytest.mark.numbers
+
 SPARSE = small_config(
     train={"load_balance_weight": 0.1, "global_batch": 16}, pipeline={"num_microbatches": 4}
 )

@@ -25,6 +25,8 @@ from nnx_pipeline.pipeline import (
 from nnx_pipeline.remat import POLICIES
 from nnx_pipeline.sharding import gather_weight, mesh_sizes, out_sharding
 
+pytestmark = pytest.mark.numbers
+
 WIDTH, VOCABULARY, BATCH = 4, 6, 8
 BALANCE = 1e-2
 

@@ -23,9 +23,9 @@ from nnx_pipeline.errors import InputError
 from nnx_pipeline.train import loss_and_gradients
 from nnx_pipeline.train.step import batch_sharding
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.numbers]
 
-LAYERS, BATCH = 8, 32
+BATCH = 32
 Case = dict[str, Any]
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "mesh": (
@@ -53,13 +53,25 @@ MODEL = ("dropout_rate", "experts", "attention")
 TRAIN = ("shard_optimizer_over_data",)
 
 
-def config_of(case: Case) -> Config:
+def layers_of(case: Case) -> int:
+    """One per visit of a stage, or four, which are two per visit on two stages without repeats.
+
+    Compiling them is what a case takes.
+    """
+    return max(4, MeshConfig.parse(case["mesh"]).stage * case["num_repeats"])
+
+
+def config_of(case: Case, layers: int | None = None) -> Config:
     """The config of a case; InputError where its options do not go together."""
     pipeline = {k: v for k, v in case.items() if k not in (*MODEL, *TRAIN, "mesh")}
     # With this room no choice is dropped.
     room = {"capacity_factor": 2.0} if case["experts"] == "capacity" else {}
     config = small_config(
-        model={"num_layers": LAYERS, **{name: case[name] for name in MODEL}, **room},
+        model={
+            "num_layers": layers or layers_of(case),
+            **{name: case[name] for name in MODEL},
+            **room,
+        },
         pipeline=pipeline,
         train={
             "global_batch": BATCH,
@@ -100,16 +112,16 @@ def table() -> list[Case]:
 
 
 @functools.cache
-def sequential(dropout_rate: float, microbatches: int) -> list[np.ndarray]:
+def sequential(dropout_rate: float, microbatches: int, layers: int) -> list[np.ndarray]:
     """Loss and gradients on one device, the layers one after the other."""
     case: Case = {name: values[0] for name, values in OPTIONS.items()}
     case |= {"mesh": "", "dropout_rate": dropout_rate, "num_microbatches": microbatches}
-    return values_of(case)
+    return values_of(case, layers)
 
 
-def values_of(case: Case) -> list[np.ndarray]:
+def values_of(case: Case, layers: int | None = None) -> list[np.ndarray]:
     """The loss, then every gradient with its layers in order."""
-    config = config_of(case)
+    config = config_of(case, layers)
     mesh = mesh_of(case["mesh"], case["sharding"])
     model = fresh_model(config, mesh)
     with jax.set_mesh(mesh):
@@ -121,8 +133,8 @@ def values_of(case: Case) -> list[np.ndarray]:
         (loss, _), gradients = jax.jit(loss_and_gradients)(model, batch, key)
         if not case["shard_optimizer_over_data"]:
             assert_same_placement(gradients, model)
-    layers = jax.tree.leaves(gradients.pipeline.layers)
-    stacked = [np.asarray(leaf).reshape(LAYERS, *leaf.shape[3:]) for leaf in layers]
+    weights = jax.tree.leaves(gradients.pipeline.layers)
+    stacked = [np.asarray(leaf).reshape(-1, *leaf.shape[3:]) for leaf in weights]
     ends = [gradients.embedding, gradients.norm, gradients.head]
     return [np.asarray(loss), *stacked, *map(np.asarray, jax.tree.leaves(ends))]
 
@@ -130,7 +142,8 @@ def values_of(case: Case) -> list[np.ndarray]:
 def check(case: Case) -> None:
     config = config_of(case)
     found = values_of(case)
-    expected = sequential(case["dropout_rate"], config.pipeline.num_microbatches)
+    layers, microbatches = config.model.num_layers, config.pipeline.num_microbatches
+    expected = sequential(case["dropout_rate"], microbatches, layers)
     assert_close(found[0], expected[0], 1e-5)
     assert_close(found[1:], expected[1:], 1e-4)
 

@@ -26,6 +26,8 @@ from nnx_pipeline.remat import POLICIES
 from nnx_pipeline.train import Batch, loss_and_gradients
 from nnx_pipeline.train.step import batch_sharding
 
+pytestmark = pytest.mark.numbers
+
 MODEL: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32",),
     "vocab_size": (32,),

@@ -30,6 +30,8 @@ from nnx_pipeline.mesh import spec_axes
 from nnx_pipeline.train import abstract_batch, abstract_state, jit_train_step, loss_of
 from nnx_pipeline.train.step import batch_sharding, train_step
 
+pytestmark = pytest.mark.numbers
+
 # The large epsilon keeps gradients near zero from deciding the sign of a whole update.
 TRAIN = {"global_batch": 16, "learning_rate": 1e-2, "adam_eps": 1e-3, "load_balance_weight": 0.1}
 CASES = [
