@@ -72,7 +72,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="Leave out the tests marked slow, and of a table run its first case only.",
     )
     parser.addoption(
-        "--draws", type=int, default=6, help="How many cases test_random_options.py draws."
+        "--draws", type=int, default=4, help="How many cases test_random_options.py draws."
     )
 
 
@@ -100,7 +100,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # By what they take: no worker is left with one of these when the others have ended.
-LONGEST_FIRST = ("option_pairs", "documents", "arms", "model", "linen_pipeline", "zero", "cli")
+LONGEST_FIRST = ("documents", "collectives", "option_pairs", "arms", "model", "linen_pipeline")
 
 
 @pytest.hookimpl(trylast=True)

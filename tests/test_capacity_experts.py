@@ -179,6 +179,7 @@ def test_mapped_over_stages(mode: str) -> None:
         assert "{0,1,2,3,4,5,6,7}" not in compiled.as_text()
 
 
+@pytest.mark.slow
 def test_a_layer_reports_what_it_drops() -> None:
     """By the count of a loop over what its router chooses."""
     config = small_config(model={"experts": "capacity", "capacity_factor": 0.6}).model

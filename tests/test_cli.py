@@ -358,6 +358,7 @@ def test_an_experiment_that_needs_stages(run: Run) -> None:
 # ---- train -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_train(run: Run) -> None:
     ended = run("train", *SMALLEST, "--mesh", "stage=2,fsdp=2", "--steps", "3", "--json", "-")
     assert ended.code == 0, ended.err
@@ -496,6 +497,7 @@ def test_a_compiler_that_is_missing_or_wrong(
     check_one_line(ended, expected, "pip install")
 
 
+@pytest.mark.slow
 def test_bad_input_in_a_fresh_process() -> None:
     check_one_line(in_a_process(*COMPILE, "--mesh", "stage=5"), "choose a multiple of 5")
 

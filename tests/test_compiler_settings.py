@@ -161,6 +161,7 @@ def test_one_line_of_bad_input(run: Run, words: tuple[str, ...], message: str) -
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.slow
 def test_ab_compares_a_step_with_and_without(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("ab", *SMALLEST, "--mesh", "data=2", "--xla-b", FAST_MATH)
     ended = run(*words, "--json", "-")

@@ -107,6 +107,7 @@ def test_logits_and_checkpoints_of_maxtext(name: str, tmp_path: Path) -> None:
         jax.tree.map(np.testing.assert_array_equal, again, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek2", "deepseek3_scanned"])
 def test_check_and_convert(name: str, tmp_path: Path, bridge: Any) -> None:
     """The numerics of every layer are MaxText's, with a config and without one."""
@@ -131,6 +132,7 @@ def test_check_and_convert(name: str, tmp_path: Path, bridge: Any) -> None:
     assert bridge("check", source, "--config", file, "--numerics").code == 0
 
 
+@pytest.mark.slow
 def test_a_router_as_of_deepseek3_is_checked_by_its_numerics(tmp_path: Path, bridge: Any) -> None:
     """With this name of the model the bias only chooses, and experts are chosen from groups."""
     _, leaves, _ = family("deepseek3")

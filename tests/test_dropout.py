@@ -125,6 +125,7 @@ class Drop(nnx.Module):
         return x + y, None
 
 
+@pytest.mark.slow
 def test_a_layer_of_ones_own_gets_keys() -> None:
     config = small_config(pipeline={"num_microbatches": 4})
     x, key = float_rows(8, 6, 4), jax.random.key(1)

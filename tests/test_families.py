@@ -259,6 +259,7 @@ def test_equals_plain_jnp(case: str) -> None:
     assert np.any(want_gradients.layers["query norm"])
 
 
+@pytest.mark.slow
 def test_linen_modules_in_a_pipeline_equal_plain_jnp() -> None:
     """The same gradients by the Linen modules, in 1F1B, with experts of Qwen3's names."""
     config = small_config(model=NEW, pipeline={"schedule": "1f1b", "num_microbatches": 2})

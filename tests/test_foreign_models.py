@@ -142,6 +142,7 @@ def score(y: jax.Array, inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.sum(weights[..., None, None] * jnp.sin(y - targets) ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form",
     [

@@ -98,6 +98,7 @@ def test_greedy_is_the_argmax_of_the_full_forward_pass(mesh, model, pipeline) ->
     assert len({token for new in found for token in new}) > 3, "they would be equal by chance"
 
 
+@pytest.mark.slow
 def test_a_prompt_does_not_depend_on_the_others_and_ends_with_its_end_token() -> None:
     model = new_model(small_config())
     together = generate(model, Request(prompts=PROMPTS, new_tokens=6))
@@ -171,6 +172,7 @@ def test_draws_have_the_probabilities_of_the_temperature() -> None:
     assert few.tolist() != next_tokens(rows[:50], how, keys_of(7, 50), positions[:50] + 1).tolist()
 
 
+@pytest.mark.slow
 def test_each_new_token_has_random_numbers_of_its_own() -> None:
     """Where all tokens are equally likely, what is drawn depends on sequence and place alone."""
     model = new_model(small_config(model={"num_layers": 1}))
@@ -324,6 +326,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("installed")
 def test_a_hugging_face_folder_by_token_ids(run: Run, folder: Path) -> None:
     """The command makes what `generate` makes of the same model, on a mesh too."""

@@ -193,17 +193,20 @@ def test_kinds_and_padding(form: Form) -> None:
     check([Dense, Experts], 6, form)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["circular", "1F1B"])
 def test_kinds_without_padding(name: str) -> None:
     check([Dense, Experts], 8, FORMS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", [[Counting], [Silent, Counting], [Dense, Silent, Counting]])
 @pytest.mark.parametrize("layers", [5, 12])
 def test_with_state(layers: int, kinds: Kinds) -> None:
     check(kinds, layers, FORMS["repeats"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["no stages", "auto"])
 def test_with_state_in_other_forms(name: str) -> None:
     check([Dense, Silent, Counting], 5, FORMS[name])

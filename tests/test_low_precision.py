@@ -95,6 +95,7 @@ def test_the_products_of_a_layer_are_in_8_bits(kind: str) -> None:
     assert low == wanted + collections.Counter({(cotangents, values): PRODUCTS})
 
 
+@pytest.mark.slow
 @QWIX
 def test_linen_modules_compute_the_same() -> None:
     model = config_of("int8").model

@@ -36,6 +36,7 @@ def test_a_training_step(compile_memory: CompileMemory, options: dict[str, Any])
         assert compile_memory.step(config(**options), MESH, TPU).within_budget()
 
 
+@pytest.mark.slow
 def test_1f1b_does_not_grow(compile_memory: CompileMemory) -> None:
     """Twice the microbatches of the same size take the same memory, but for the batch itself."""
     with optax_promotion():
@@ -64,6 +65,7 @@ def pipeline() -> nnx.Module:
     return create_pipeline(config(num_repeats=2), Block, mesh_of(MESH), rngs=nnx.Rngs(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", [TPU, CUDA, "cpu"])
 def test_gradients_of_other_layers(
     compile_memory: CompileMemory, pipeline: nnx.Module, platform: str

@@ -260,6 +260,7 @@ def test_the_seeds_have_every_metric_in_the_loss_of_both_schedules() -> None:
     assert found == set(itertools.product(OPTIONS["schedule"], counting))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_metrics_under_random_options(seed: int) -> None:
     """Values and gradients, against plain loops over layers and microbatches."""
@@ -288,6 +289,7 @@ WAYS: dict[str, Case] = {
 each_way = pytest.mark.parametrize("way", WAYS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["autodiff", "accumulate", "prefetch", "1f1b"])
 def test_what_the_loss_does_not_count_has_no_derivative(way: str) -> None:
     """A metric that overflows, whose derivative is infinite, leaves all gradients as they are."""

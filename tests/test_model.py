@@ -120,9 +120,10 @@ def batch_of(case: Case) -> Batch:
 
 
 @functools.cache
-def source(dense: bool) -> Mixtral:
+def source(dense: bool, layers: int = 4) -> Mixtral:
     """The weights of every model here, on one device; scales away from one, as after training."""
-    model = new_model(replace(DENSE if dense else SPARSE, "pipeline", num_microbatches=None))
+    config = replace(DENSE if dense else SPARSE, "model", num_layers=layers)
+    model = new_model(replace(config, "pipeline", num_microbatches=None))
 
     def shake(path: Any, leaf: jax.Array) -> jax.Array:
         if "scale" not in jax.tree_util.keystr(path):
@@ -194,7 +195,11 @@ def test_equals_one_device(case: Case) -> None:
     ids=str,
 )
 def test_second_derivatives(case: Case) -> None:
-    """The Hessian of the loss times a vector: forward over reverse, and reverse over reverse."""
+    """The Hessian of the loss times a vector: forward over reverse, and reverse over reverse.
+
+    With one layer per visit: these programs take long to compile.
+    """
+    layers = 2 * case.repeats
 
     def twice_back(model: Mixtral, batch: Batch) -> Mixtral:
         vector = jax.tree.leaves(jax.tree.map(jnp.cos, model))
@@ -210,12 +215,13 @@ def test_second_derivatives(case: Case) -> None:
         return hessian_times_cosines(loss_of, model, batch), twice_back(model, batch)
 
     mesh = mesh_of(case.mesh, case.mode)
-    model = model_on_mesh(source(dense=False), case.config, mesh)
+    config = replace(case.config, "model", num_layers=layers)
+    model = model_on_mesh(source(dense=False, layers=layers), config, mesh)
     with jax.set_mesh(mesh):
         batch = jax.device_put(batch_of(case), batch_sharding(mesh, model.layout))
         found = jax.jit(both)(model, batch)
     for got in found:
-        assert_close(got, hessian_alone(), 1e-4)
+        assert_close(got, hessian_alone(layers), 1e-4)
 
 
 def hessian_times_cosines(loss: Any, model: Mixtral, batch: Batch) -> Mixtral:
@@ -225,11 +231,11 @@ def hessian_times_cosines(loss: Any, model: Mixtral, batch: Batch) -> Mixtral:
 
 
 @functools.cache
-def hessian_alone() -> Mixtral:
+def hessian_alone(layers: int) -> Mixtral:
     """The same on one device, in no pipeline."""
     batch = jax.tree.map(jnp.asarray, packed_batch(SPARSE))
     product = jax.jit(functools.partial(hessian_times_cosines, loss_of_parts))
-    return product(source(dense=False), batch)
+    return product(source(dense=False, layers=layers), batch)
 
 
 @pytest.mark.slow
@@ -327,6 +333,7 @@ def matrix_products(config: Config) -> int:
     return sum(equation.primitive.name == "dot_general" for equation in equations(jaxpr))
 
 
+@pytest.mark.slow
 def test_remat_policies_recompute_less_and_less() -> None:
     """Every policy that keeps more computes fewer products again."""
     names = ("full", "save_out_proj", "save_dot_except_mlp", "minimal", "none")
@@ -402,6 +409,7 @@ def test_a_step_keeps_every_array_in_its_place(mesh: str, mode: str) -> None:
             assert moment.sharding.is_equivalent_to(leaf.sharding, leaf.ndim), path
 
 
+@pytest.mark.slow
 def test_where_the_weights_lie() -> None:
     """Embedding and head are spread over the stages too; every layer lies on its stage."""
     _, _, after = stepped(*MESHES[0])

@@ -52,6 +52,7 @@ def test_gradients(compile_memory, platform):
 PLATFORMS = ["cpu"] if missing("jax_cuda13_plugin") else ["cpu", "cuda"]
 
 
+@pytest.mark.slow
 def test_a_regression_is_caught_by_its_line(tmp_path: Path) -> None:
     """Recorded, within its budget, then without remat: the message names what is kept instead."""
     (tmp_path / "model.py").write_text(MODEL)
@@ -104,6 +105,7 @@ def test_flags_count(compile_memory):
 """
 
 
+@pytest.mark.slow
 def test_flags_of_a_conftest_count(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_flags.py").write_text(FLAGS)

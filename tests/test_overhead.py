@@ -48,6 +48,7 @@ def calls(name: str, loop: str) -> int:
         return count_calls(program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", LOOPS)
 def test_wrappers_add_few_calls_to_tracing_and_lowering(loop: str) -> None:
     """The bounds are those that hold for the seconds: 1.10 and 1.05 times the native style."""
@@ -56,6 +57,7 @@ def test_wrappers_add_few_calls_to_tracing_and_lowering(loop: str) -> None:
     assert calls("Linen as NNX", loop) <= 1.05 * calls("native Linen", loop)
 
 
+@pytest.mark.slow
 def test_a_constructor_at_every_apply_is_seen_in_the_calls() -> None:
     """What the bounds above would say of a wrapper that runs the constructor each time."""
     assert calls("Flax ToLinen", "unrolled") > 1.05 * calls("NNX as Linen", "unrolled")
@@ -88,6 +90,7 @@ def measured():
     return measure_overhead(CONFIG, repetitions=1, loops=("scan",), arms=arms)
 
 
+@pytest.mark.slow
 def test_every_figure_is_measured_and_held_to_the_native_style(measured) -> None:
     rows = {row.arm: row for row in measured.rows}
     for row in measured.rows[:2]:
@@ -152,6 +155,7 @@ def test_layers_that_need_no_pipeline_may_be_odd() -> None:
         check(CONFIG, ("scam",))
 
 
+@pytest.mark.slow
 def test_the_command(capsys, tmp_path: Path, monkeypatch) -> None:
     def quick(config, *, progress, **options):
         progress("measuring")

@@ -287,6 +287,7 @@ def test_files_that_cannot_be_made(run: Any, arguments: tuple[str, ...], message
     assert message in ended.err
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_old_page(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -410,7 +410,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: _run(TWO, stages=[mixing, per_row]),
         "all must report the same",
     ),
-    "shift": (lambda: _run(TWO, shift_by="slice"), "leave shift_by, parts and"),
+    "shift": (lambda: _run(TWO, shift_by="slice"), "leave shift_by, parts, cast_at_use and"),
     "offloaded": (
         lambda: _run(TWO, remat=POLICIES["minimal_offloaded"]),
         "keeps values in device memory only",

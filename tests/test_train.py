@@ -56,6 +56,7 @@ def by_hand(config: Config, steps: int) -> tuple[dict[str, np.ndarray], list[flo
     return weights, norms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip_norm", [0.05, 1e3])
 def test_a_step_is_adamw_with_clipping(clip_norm: float) -> None:
     """Two steps, so that the moments and their correction count."""
@@ -86,6 +87,7 @@ def test_a_step_is_adamw_with_clipping(clip_norm: float) -> None:
     assert int(state.step) == 2
 
 
+@pytest.mark.slow
 def test_the_bias_of_a_router_is_left_as_it_is() -> None:
     """Weight decay changes every parameter but that one, which has no gradient."""
     config = small_config(
@@ -108,6 +110,7 @@ def test_the_bias_of_a_router_is_left_as_it_is() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_state_is_donated() -> None:
     """The old state is gone after the step, and the program writes the new one in its place."""
     config = small_config(pipeline={"num_microbatches": 2})

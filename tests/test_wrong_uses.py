@@ -553,6 +553,7 @@ def test_forward_mode_with_respect_to_a_number_that_an_end_reads_is_refused(mode
             jax.jvp(loss, (2.0,), (1.0,))
 
 
+@pytest.mark.slow
 @both_modes
 @pytest.mark.parametrize("schedule", ["circular", "1f1b"])
 def test_arrays_made_before_the_mesh_is_set_are_moved(schedule: str, mode: str) -> None:

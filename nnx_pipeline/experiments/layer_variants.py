@@ -56,15 +56,14 @@ def map_stages_by_nnx_vmap(apply_stage: ApplyStage) -> Any:
     name = "stage" if mesh_sizes().get("stage", 1) > 1 else None
 
     def apply(params: Any, x: Any, side: Any) -> Any:
-        # Of a stage's layers that are held apart, each is a pair of its own.
-        apart = isinstance(params, list)
-        layers, numbers = zip(*params if apart else [params], strict=True)
+        # A pair for each layer that is held apart, or for the stack of each kind of layers.
+        layers, numbers = zip(*params, strict=True)
         graph, state = nnx.split(list(layers))
 
         def one_stage(state: Any, numbers: tuple[Array, ...], x: Any, side: Any) -> Any:
             own = nnx.merge(graph, state)
-            pairs = list(zip(own, numbers, strict=True))
-            given = apply_stage(pairs if apart else pairs[0], x, side)
+            pairs = type(params)(zip(own, numbers, strict=True))
+            given = apply_stage(pairs, x, side)
             return given, nnx.split(own)[1]
 
         given, _ = nnx.vmap(one_stage, spmd_axis_name=name)(state, numbers, x, side)

@@ -142,13 +142,28 @@ def numbers(program: Program, sizes: MeshConfig, devices: Sequence[Any]) -> dict
     with jax.set_mesh(mesh), _context_of(program):
         create = _creation(program)
         if weights is None:
-            return _by_name(jax.jit(create, out_shardings=_shardings_of(create))())
+            initial = jax.jit(
+                create, out_shardings=_shardings_of(create), **_soon_compiled(devices)
+            )
+            return _by_name(initial())
         model = _placed(weights, create)
         batch = next(
             learnable_batches(config, mesh, layout=layout, segment_ids=program.segment_ids)
         )
-        (loss, _), gradients = jax.jit(loss_and_gradients)(model, batch)
+        step = jax.jit(loss_and_gradients, **_soon_compiled(devices))
+        (loss, _), gradients = step(model, batch)
         return {"loss": np.asarray(loss), **_by_name(gradients)}
+
+
+def _soon_compiled(devices: Sequence[Any]) -> dict[str, Any]:
+    """Options of `jax.jit` for a small program that runs once: machine code that is not optimized.
+
+    XLA optimizes and partitions the program as ever; its CPU compiler alone knows these options.
+    """
+    if devices[0].platform != "cpu":
+        return {}
+    options = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
+    return {"compiler_options": options}
 
 
 @functools.lru_cache(maxsize=4)
@@ -158,7 +173,8 @@ def _initial_weights(model: ModelConfig, device: Any) -> list[np.ndarray]:
     Created once for all arms: that takes longer to compile than the gradients of a small model.
     """
     with jax.default_device(device):
-        created = jax.jit(lambda: Mixtral(Config(model=model), rngs=nnx.Rngs(0)))()
+        options = _soon_compiled([device])
+        created = jax.jit(lambda: Mixtral(Config(model=model), rngs=nnx.Rngs(0)), **options)()
     return [np.asarray(leaf) for leaf in jax.tree.leaves(created)]
 
 

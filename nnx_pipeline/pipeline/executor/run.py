@@ -162,17 +162,18 @@ def _check(actions: Actions, weights: Weights, inputs: Inputs, options: LoopOpti
                 f"an input has shape {jax.numpy.shape(leaf)}; its first axis must be the "
                 f"{actions.microbatches} microbatches of the timetable"
             )
-    how = options.accumulate or Accumulation()
-    others = LoopOptions(
-        remat=options.remat,
-        saved_in_stage=options.saved_in_stage,
-        bubble_fill=options.bubble_fill,
-        accumulate=options.accumulate and Accumulation(grad_dtype=how.grad_dtype),
-    )
-    if options != others:
+    defaults, how = LoopOptions(), options.accumulate or Accumulation()
+    unread = [
+        options.shift_by != defaults.shift_by,
+        options.parts != defaults.parts,
+        options.cast_at_use != defaults.cast_at_use,
+        how != Accumulation(grad_dtype=how.grad_dtype),
+    ]
+    if any(unread):
         raise InputError(
             "run_timetable gathers weights at their use, sends by ppermute and has no parts to "
-            "exchange; leave shift_by, parts and accumulate.weights as they are by default"
+            "exchange; leave shift_by, parts, cast_at_use and accumulate.weights as they are by "
+            "default"
         )
     if options.remat.offloaded:
         raise InputError(
