@@ -22,6 +22,8 @@ from nnx_pipeline import (
 from nnx_pipeline.train import loss_and_gradients
 from nnx_pipeline.train.step import Batch
 
+pytestmark = pytest.mark.numbers
+
 CONFIG = small_config(
     model={"num_layers": 2, "num_shared_experts": 1, "dropout_rate": 0.3},
     train={"load_balance_weight": 0.1, "global_batch": 16},

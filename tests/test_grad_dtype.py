@@ -30,6 +30,8 @@ from nnx_pipeline.train import abstract_state, loss_of, step
 from nnx_pipeline.train.optimizer import clip_by_global_norm, global_norm
 from nnx_pipeline.train.step import in_dtype, loss_and_gradients, train_step
 
+pytestmark = pytest.mark.numbers
+
 LOOPS = {
     "accumulate": {"backward": "accumulate", "num_microbatches": 2},
     "1f1b": {"schedule": "1f1b", "num_microbatches": 4},

@@ -16,7 +16,7 @@ from nnx_pipeline.errors import InputError
 from nnx_pipeline.ops.fast_attention import kernels
 from nnx_pipeline.train import loss_and_gradients
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.numbers]
 
 OPTIONS: dict[str, tuple[str, ...]] = {
     "experts": ("dense", "grouped", "capacity"),
