@@ -21,6 +21,7 @@ from nnx_pipeline.pipeline import (
     LoopOptions,
     ModelFunctions,
     OneForwardOneBackward,
+    WeightGathering,
     Weights,
     WithState,
     make_timetable,
@@ -411,6 +412,11 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         "all must report the same",
     ),
     "shift": (lambda: _run(TWO, shift_by="slice"), "leave shift_by, parts, cast_at_use and"),
+    "cast at use": (lambda: _run(TWO, cast_at_use=True), "leave shift_by, parts, cast_at_use and"),
+    "weights gathered before": (
+        lambda: _run(TWO, accumulate=Accumulation(weights=WeightGathering(ahead=True))),
+        "leave shift_by, parts, cast_at_use and accumulate.weights",
+    ),
     "offloaded": (
         lambda: _run(TWO, remat=POLICIES["minimal_offloaded"]),
         "keeps values in device memory only",
