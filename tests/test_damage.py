@@ -55,8 +55,12 @@ def test_a_leaf_is_named_whichever_file_is_cut_or_removed(tmp_path, step, bridge
     files = [*items.rglob("d/*"), items / "ocdbt.process_0" / "manifest.ocdbt"]
     whole = {path: path.read_bytes() for path in files}
     assert len(whole) > 3
+    # On a busy machine a store has several files, and what ends all but the last is read no more.
+    written = {path: path.stat().st_mtime_ns for path in files}
+    last = {max(folder.iterdir(), key=written.__getitem__) for folder in items.rglob("d")}
     for path, content in whole.items():
-        for kept in (None, 0, len(content) // 3, len(content) - 1):
+        ends = [len(content) - 1] if path in {*last, files[-1]} else []
+        for kept in (None, 0, len(content) // 3, *ends):
             path.unlink() if kept is None else cut(path, kept)
             ended = bridge("convert", step, tmp_path / "out", "--to", "maxtext:scanned")
             assert (ended.code, len(re.findall(LEAF, ended.err))) == (1, 1), (path, kept)

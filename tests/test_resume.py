@@ -165,8 +165,9 @@ def test_what_cannot_be_resumed(
     for name in ("run", "damaged", "unread", "no_step"):
         shutil.copytree(saved, name)
     Path("empty").mkdir()
-    damaged = next(Path("damaged/3/items").glob("d/*"))
-    damaged.write_bytes(damaged.read_bytes()[:-50])
+    # On a busy machine the arrays are in two files, and what ends the first one is read no more.
+    for damaged in Path("damaged/3/items").glob("d/*"):
+        damaged.write_bytes(damaged.read_bytes()[:-50])
     Path("unread/training.yml").write_text("seed: [")
     for step in ("0", "3"):
         shutil.rmtree(f"no_step/{step}")
