@@ -5,6 +5,7 @@ import functools
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from helpers import assert_account_adds_up, missing, user_environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import Array
+from packaging.version import Version
 from page_examples import attribution, measurement
 
 from nnx_pipeline import lab
@@ -104,6 +106,10 @@ def test_temporaries_in_the_place_of_outputs(platform: str) -> None:
     need(platform)
     assert measured("plain", platform).account.scratch_bytes == 0
     found = measured("squares", platform)
+    if platform.startswith("tpu") and Version(version("libtpu")) >= Version("0.0.50"):
+        # It gives them memory of their own.
+        assert (found.account.scratch_bytes, found.account.heap_bytes >= ARRAY) == (0, True)
+        return
     assert ARRAY <= found.account.scratch_bytes <= 2 * ARRAY
     lines = {row.source for row in found.attribution.in_outputs}
     assert any(line and "test_account.py" in line for line in lines)
