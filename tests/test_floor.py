@@ -326,7 +326,6 @@ def test_a_compiled_step_holds_no_less(schedule: str) -> None:
         "pipeline.schedule": schedule,
         "train.global_batch": "64",
         "train.sequence_length": "512",
-        "model.num_layers": "2",
     }
     config = apply_overrides(CONFIG, larger)
     try:
