@@ -123,7 +123,7 @@ LINES = jax.config.jax_traceback_in_locations_limit
 
 @pytest.fixture(autouse=True, scope="module")
 def leave_out_what_no_number_needs(request: pytest.FixtureRequest) -> None:
-    """A file marked `numbers` compiles a fifth faster.
+    """A file marked `numbers` is traced and compiled without what decides no number.
 
     Checking the shapes of each call takes a third of the time of tracing, and what says where each
     operation of a program comes from a tenth of the time of compiling.

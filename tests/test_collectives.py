@@ -27,27 +27,28 @@ WEIGHTS = 2 * EMBED * HEAD_DIM * (HEADS + KV_HEADS) + EMBED * EXPERTS + 3 * EXPE
 BFLOAT16, FLOAT32 = 2, 4
 GATHERED = BFLOAT16 * WEIGHTS  # bytes of one layer as it is gathered
 
-CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "use": (3, {}),
-    "accumulate": (3, {"backward": "accumulate"}),
-    "step": (3, {"fsdp_gather": "step"}),
-    "prefetch": (3, {"fsdp_gather": "prefetch"}),
-    "prefetch of 2": (2, {"fsdp_gather": "prefetch"}),
-    "use of 2": (2, {}),
-    "prefetch of 4": (4, {"fsdp_gather": "prefetch"}),
-    "use of 4": (4, {}),
+CASES: dict[str, tuple[int, dict[str, Any], str | None]] = {
+    "use": (3, {}, None),
+    "accumulate": (3, {"backward": "accumulate"}, None),
+    "step": (3, {"fsdp_gather": "step"}, None),
+    "prefetch": (3, {"fsdp_gather": "prefetch"}, None),
+    "prefetch in bfloat16": (3, {"fsdp_gather": "prefetch"}, "bfloat16"),
+    "prefetch of 2": (2, {"fsdp_gather": "prefetch"}, None),
+    "use of 2": (2, {}, None),
+    "prefetch of 4": (4, {"fsdp_gather": "prefetch"}, None),
+    "use of 4": (4, {}, None),
 }
 EVERYWHERE = ("use", "step", "prefetch", "use of 2")
 
 
 def config_of(name: str) -> Config:
     """One layer per visit, so that layers = repeats · stages."""
-    repeats, pipeline = CASES[name]
+    repeats, pipeline, grad_dtype = CASES[name]
     sizes = {"vocab_size": 256, "embed_dim": EMBED, "mlp_dim": EMBED, "head_dim": HEAD_DIM}
     return small_config(
         model={**sizes, "num_layers": STAGES * repeats, "dtype": "bfloat16"},
         pipeline={"num_microbatches": MICROBATCHES, "num_repeats": repeats, **pipeline},
-        train={"global_batch": 16, "sequence_length": 128},
+        train={"global_batch": 16, "sequence_length": 128, "grad_dtype": grad_dtype},
     )
 
 
@@ -149,6 +150,13 @@ def on_tpu() -> dict[str, dict[str, Any]]:
 def test_the_hand_written_backward_pass_sends_the_same(on_tpu: dict[str, Any]) -> None:
     kinds = on_tpu["use"].keys() - {"name", "heap", "gathered"}
     assert {k: on_tpu["use"][k] for k in kinds} == {k: on_tpu["accumulate"][k] for k in kinds}
+
+
+def test_gradients_of_bfloat16_come_back_as_such(on_tpu: dict[str, Any]) -> None:
+    """The sums of `prefetch`; a visit's gradient has the dtype of activations in any case."""
+    narrower = scattered(on_tpu, "prefetch", than="prefetch in bfloat16")
+    assert narrower == pytest.approx(3 * (FLOAT32 - BFLOAT16) * PART, abs=3 * SMALL)
+    assert gathers(on_tpu, "prefetch in bfloat16", than="prefetch") == 0
 
 
 def test_the_window_holds_two_repeats_at_most(on_tpu: dict[str, Any]) -> None:

@@ -431,7 +431,7 @@ def test_running_statistics_that_are_averaged(form: Form) -> None:
     means = np.zeros((LAYERS, WIDTH)), np.ones((LAYERS, WIDTH))
     for _ in range(2):
         left = []
-        for y in jnp.split(x, MICROBATCHES):
+        for y in np.split(x, MICROBATCHES):
             layers = [Averaged(nnx.Rngs(0)) for _ in range(LAYERS)]
             for number, layer in enumerate(layers):
                 layer.norm.mean[...], layer.norm.var[...] = (one[number] for one in means)

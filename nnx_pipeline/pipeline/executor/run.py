@@ -162,6 +162,7 @@ def _check(actions: Actions, weights: Weights, inputs: Inputs, options: LoopOpti
                 f"an input has shape {jax.numpy.shape(leaf)}; its first axis must be the "
                 f"{actions.microbatches} microbatches of the timetable"
             )
+    # Field by field: `bubble_fill`, which is read, may be NaN, and NaN is not equal to itself.
     defaults, how = LoopOptions(), options.accumulate or Accumulation()
     unread = [
         options.shift_by != defaults.shift_by,
