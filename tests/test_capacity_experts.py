@@ -73,6 +73,7 @@ def test_capacity(length: int, chosen: int, experts: int, factor: float, capacit
     assert capacity_of(length, chosen, experts, factor) == capacity
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     best=st.lists(st.permutations(range(EXPERTS)), min_size=12, max_size=12),
@@ -103,6 +104,7 @@ def test_first_choices_come_before_second_ones() -> None:
     assert slots.dropped.tolist() == [1 / 8]
 
 
+@pytest.mark.slow
 def test_slots_go_back_to_their_tokens() -> None:
     """`from_slots` is the transpose of `to_slots`, and leaves nothing of dropped choices."""
     x, experts = tokens_of()[0], chosen_of("one")
@@ -153,6 +155,7 @@ def test_on_a_mesh_as_on_one_device(best: str, factor: float, mesh: str, mode: s
         assert found[1][2].gate.sharding.is_equivalent_to(kernels.gate.sharding, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["explicit", "auto"])
 def test_mapped_over_stages(mode: str) -> None:
     """Each stage has its own kernels and tokens, and sends nothing to others."""

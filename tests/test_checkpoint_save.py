@@ -199,6 +199,7 @@ def test_arguments_that_cannot_be_used(tmp_path, arguments, message):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_parameters_without_a_name_are_refused(tmp_path):
     model = new_model(small_config(model={"num_layers": 1, "num_shared_experts": 1}))
     with pytest.raises(InputError, match=r"num_shared_experts=1 gives layers parameters that have"):

@@ -147,6 +147,7 @@ def test_a_picture_without_matplotlib(
     assert run(*SCHEDULE).code == 0  # needed for pictures only
 
 
+@pytest.mark.slow
 def test_matplotlib_is_imported_only_for_pictures() -> None:
     script = "import sys, nnx_pipeline.cli.main; sys.exit('matplotlib' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

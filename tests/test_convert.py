@@ -40,6 +40,7 @@ WALK = (
 )
 
 
+@pytest.mark.slow
 def test_from_every_format_into_every_format_to_the_bit(tmp_path, bridge):
     """Parameters, moments, counts and step, on a walk that comes by every known state again."""
     assert {*itertools.pairwise(WALK)} == {*itertools.product(TARGETS, TARGETS)}

@@ -33,12 +33,9 @@ CONFIG = small_config(
     model={"dropout_rate": 0.3}, train={"global_batch": 16}, pipeline={"num_microbatches": 4}
 )
 KEY = jax.random.key(3)
-# Meshes without stages, and what test_option_pairs.py has in other company.
+# Meshes without stages, and a policy and a mesh that test_option_pairs.py does not have.
 CASES = [
     ("fsdp=4", {}),
-    ("stage=4,fsdp=2", {"sharding": "auto"}),
-    ("stage=2,fsdp=2,tensor=2", {"num_repeats": 2, "backward": "accumulate"}),
-    ("data=2,stage=2,fsdp=2", {"num_repeats": 2, "fsdp_gather": "prefetch", "sharding": "auto"}),
     ("stage=2,fsdp=2,expert=2", {"schedule": "1f1b", "remat": "minimal"}),
     ("data=2,fsdp=2", {"schedule": "1f1b", "fsdp_gather": "step", "sharding": "auto"}),
 ]

@@ -238,6 +238,7 @@ def test_dense_then_experts(form: Form) -> None:
     assert_close(got, (value, nnx.state(first), nnx.state(stack)), 2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["stage=4", "stage=2,data=2"])
 def test_equinox(mesh: str) -> None:
     """Modules of Equinox as stages of `run_pipeline`."""

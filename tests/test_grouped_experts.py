@@ -147,6 +147,7 @@ def test_a_mixture_and_its_derivatives_against_a_sum_over_experts(
         assert found[1][2].gate.sharding.is_equivalent_to(kernels.gate.sharding, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "group"), [("explicit", 2), ("auto", 1), ("explicit", 1)])
 def test_a_mixture_mapped_over_stages(mode: str, group: int) -> None:
     """Each stage multiplies by its own kernels, and no stage gathers what others hold."""

@@ -187,6 +187,7 @@ def check(kinds: Kinds, layers: int, form: Form) -> None:
         np.testing.assert_array_equal(calls.reshape(-1), np.where(real, MICROBATCHES, 0))
 
 
+@pytest.mark.slow
 @every_form
 def test_kinds_and_padding(form: Form) -> None:
     """A dense layer and a mixture of experts in turn; in most forms some places are padding."""

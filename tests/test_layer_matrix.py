@@ -1,4 +1,4 @@
-"""Kinds of experts × kinds of attention × schedules × gather modes: all trace, or say why not."""
+"""Kinds of experts × schedules × gather modes with flash attention: all trace, or say why not."""
 
 import dataclasses
 import functools
@@ -20,7 +20,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.numbers]
 
 OPTIONS: dict[str, tuple[str, ...]] = {
     "experts": ("dense", "grouped", "capacity"),
-    "attention": ("dot_product", "chunked", "flash"),
     "schedule": ("circular", "1f1b"),
     "fsdp_gather": ("use", "step", "prefetch"),
 }
@@ -30,7 +29,8 @@ CASES = [dict(zip(OPTIONS, case, strict=True)) for case in itertools.product(*OP
 def test_every_combination_traces_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """1F1B refuses to prefetch weights of two repeats, by name; all else traces with gradients.
 
-    Values of every pair, of `flash` those beside its own derivative, are in other tests.
+    `flash` is the kind of attention whose kernel has a derivative of its own. Every pair of these
+    options, with the values and with the other kinds, is in test_option_pairs.py.
     """
     plain = kernels.KERNELS["flash"]
 
@@ -52,10 +52,9 @@ def test_every_combination_traces_or_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 def trace(case: dict[str, str]) -> None:
     """Traces loss and gradients with two repeats on four devices."""
-    model = {name: case[name] for name in ("experts", "attention")}
     pipeline: dict[str, Any] = {name: case[name] for name in ("schedule", "fsdp_gather")}
     config = small_config(
-        model={"num_layers": 4, "head_dim": 8, **model},
+        model={"num_layers": 4, "head_dim": 8, "attention": "flash", "experts": case["experts"]},
         pipeline={"num_repeats": 2, "num_microbatches": 2, **pipeline},
         train={"global_batch": 4, "sequence_length": 128},
     )

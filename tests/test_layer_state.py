@@ -178,6 +178,7 @@ class Attentive(nnx.Module):
         return x + 0.3 * self.dropout(jnp.tanh(self.attention(x) * scale + seen)), None
 
 
+@pytest.mark.slow
 @every_form
 def test_layers_with_state(form: Form) -> None:
     check(Attentive, form)
@@ -274,6 +275,7 @@ def test_state_needs_a_number_of_microbatches_that_no_mesh_changes() -> None:
                 pipeline(x)
 
 
+@pytest.mark.slow
 def test_what_is_not_trained_has_no_accumulator() -> None:
     """Frozen weights cost no gradient in a loop that adds up gradients itself."""
 

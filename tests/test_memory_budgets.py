@@ -30,6 +30,7 @@ def config(microbatches: int = 8, **pipeline: Any) -> Config:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options), "default"))
 def test_a_training_step(compile_memory: CompileMemory, options: dict[str, Any]) -> None:
     with optax_promotion():

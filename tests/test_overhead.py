@@ -107,6 +107,7 @@ def test_every_figure_is_measured_and_held_to_the_native_style(measured) -> None
     assert len(set(sizes)) == 1, "the styles compile to the same program"
 
 
+@pytest.mark.slow
 def test_an_arm_that_fails_is_noted_and_the_others_are_measured(measured) -> None:
     broken = measured.rows[2]
     assert broken.error == "RuntimeError: no such layer"
@@ -114,6 +115,7 @@ def test_an_arm_that_fails_is_noted_and_the_others_are_measured(measured) -> Non
     assert set(broken.ratios.values()) == {None}
 
 
+@pytest.mark.slow
 def test_the_table_the_json_and_the_picture(measured) -> None:
     console = Console(width=150, record=True, file=io.StringIO())
     console.print(overhead_view(measured))

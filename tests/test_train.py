@@ -169,6 +169,7 @@ def test_a_process_can_make_its_own_sequences_alone() -> None:
     assert not np.array_equal(whole, rule.sequences(1, range(8), 17))
 
 
+@pytest.mark.slow
 def test_the_mesh_does_not_change_the_losses() -> None:
     config = replace(small_config(pipeline={"num_microbatches": 2}), "train", learning_rate=1e-2)
     found = []
