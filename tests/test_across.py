@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -39,13 +40,15 @@ class Machine:
     """Stands for the processes that are started, and keeps their commands.
 
     - `pip`: what pip says by the Python that it runs on; nothing where it succeeds.
-    - `heaps`: how many times as large the heap is by the version of JAX; None does not compile.
+    - `heaps`: how many times as large the heap is by the version of JAX.
+    - `failures`: exit status and last words of what does not compile, by the version of JAX.
     """
 
     def __init__(self) -> None:
         self.commands: list[list[str]] = []
         self.pip: dict[str, str] = {}
-        self.heaps: dict[str, float | None] = {}
+        self.heaps: dict[str, float] = {}
+        self.failures: dict[str, tuple[int, str]] = {}
         self.made: dict[str, str] = {}
 
     def execute(self, command: Sequence[str], *, say: Any, environment: Any = None) -> Any:
@@ -62,11 +65,11 @@ class Machine:
         if "--json" not in rest:  # asks a Python for its version
             return 0, ""
         say("compiling")
-        version = next((v for v in self.heaps if f"jax-{v}-" in python), HERE)
-        heap = self.heaps.get(version, 1.0)
-        if heap is None:
-            return 1, "compiling\nnnx-pipeline: the program did not compile or run: too large\n"
-        made = measurement(attribution(heap), platform="cpu")
+        version = next((v for v in (OLD, NEW) if f"jax-{v}-" in python), HERE)
+        if version in self.failures:
+            code, said = self.failures[version]
+            return code, f"compiling\n{said}\n"
+        made = measurement(attribution(self.heaps.get(version, 1.0)), platform="cpu")
         made = dataclasses.replace(made, versions={**made.versions, "jax": version})
         Path(rest[rest.index("--json") + 1]).write_text(json.dumps(made.to_json()))
         assert (Path(environment["PYTHONPATH"]) / "nnx_pipeline" / "cli").is_dir()
@@ -168,12 +171,29 @@ def test_what_pip_says(run: Run, machine: Machine, said: str, code: int, message
     assert list(folder().iterdir()) == []
 
 
-def test_a_version_that_does_not_compile(run: Run, machine: Machine) -> None:
-    machine.heaps = {OLD: None}
+ABORTED = """F1125 10:00:00.000000    7 emitter.cc:12] Check failed: x == y
+*** Check failure stack trace: ***
+    @     0x7f5a3c0b8d64  absl::log_internal::LogMessage::Die()"""
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "message"),
+    [
+        (1, "nnx-pipeline: it did not compile: too large", "it did not compile: too large"),
+        (-signal.SIGABRT, ABORTED, f"the process was ended by SIGABRT, and said: {ABORTED[:20]}"),
+        (-signal.SIGKILL, "", "the process was ended by SIGKILL, and said: compiling"),
+    ],
+)
+def test_a_version_that_does_not_compile(
+    run: Run, machine: Machine, code: int, said: str, message: str
+) -> None:
+    """The others are shown; of a compiler that ends its process, what it found wrong."""
+    machine.failures = {OLD: (code, said)}
     ended = across(run, HERE, OLD)
     assert ended.code == 1
-    assert f"jax {OLD}: the program did not compile or run: too large" in ended.err
-    assert f"jax {OLD}: the program did not compile" in ended.out
+    assert f"jax {OLD}: {message}" in ended.err
+    assert "Die()" not in ended.err.splitlines()[-1]
+    assert f"jax {OLD}: {message[:30]}" in ended.out
     assert HERE in ended.out
 
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -128,5 +130,20 @@ def _compiled(
         )
         if code == 0:
             return {"version": version, "error": None, **json.loads(written.read_text())}, code
-    last = ([line for line in said.splitlines() if line.strip()] or [f"exit status {code}"])[-1]
-    return {"version": version, "error": last.removeprefix("nnx-pipeline: ")}, code
+    return {"version": version, "error": _reason(code, said)}, code
+
+
+def _reason(code: int, said: str) -> str:
+    """Why a process gave no figures, in one line.
+
+    - `code`: its exit status; below zero for the signal that ended it.
+    - `said`: all that it printed to standard error.
+    """
+    lines = [line for line in said.splitlines() if line.strip()] or [f"exit status {code}"]
+    if code >= 0:
+        return lines[-1].removeprefix("nnx-pipeline: ")
+    # A compiler that finds a fault of its own ends the process, and C++ says why in a line that
+    # begins with F and the date; then comes its stack.
+    fatal = [line for line in lines if re.match(r"F\d{4} ", line)]
+    name = signal.Signals(-code).name
+    return f"the process was ended by {name}, and said: {(fatal or lines[-1:])[0]}"
