@@ -72,7 +72,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="Leave out the tests marked slow, and of a table run its first case only.",
     )
     parser.addoption(
-        "--draws", type=int, default=3, help="How many cases test_random_options.py draws."
+        "--draws", type=int, default=2, help="How many cases test_random_options.py draws."
     )
 
 
