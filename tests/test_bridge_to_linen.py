@@ -18,6 +18,8 @@ from nnx_pipeline.modules import LatentAttention
 from tests.helpers import arrays_by_path, float_rows, mesh_of, small_config
 from tests.test_deepseek_linen import DEEPSEEK
 
+pytestmark = pytest.mark.jax_alone
+
 CONFIG = small_config().model
 MADE: list[str] = []
 

@@ -27,6 +27,8 @@ from nnx_pipeline.pipeline import CircularPipeline, CircularSchedule, run_pipeli
 from nnx_pipeline.sharding import Layout, with_layout
 from tests.helpers import arrays_by_path, float_rows, mesh_of, small_config
 
+pytestmark = pytest.mark.jax_alone
+
 MADE: list[str] = []
 
 

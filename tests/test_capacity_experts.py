@@ -21,6 +21,8 @@ from nnx_pipeline.ops.capacity.slots import Slots, assign_slots, capacity_of, fr
 from nnx_pipeline.pipeline.stage.apply import map_stages
 from nnx_pipeline.remat import FULL
 
+pytestmark = pytest.mark.jax_alone
+
 BATCH, SEQ = 8, 5
 # The two experts of each token: all evenly, two of them alone, and one that every token chooses.
 BEST = {

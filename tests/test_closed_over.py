@@ -28,6 +28,8 @@ from nnx_pipeline.pipeline import (
 )
 from nnx_pipeline.remat import POLICIES
 
+pytestmark = pytest.mark.jax_alone
+
 WIDTH, BATCH, STAGES = 4, 4, 2
 MICROBATCHES, REPEATS = 4, 2
 TABLE = np.random.default_rng(5).normal(size=(3, WIDTH)).astype(np.float32)  # never differentiated

@@ -27,6 +27,8 @@ from nnx_pipeline.pipeline import (
     run_pipeline,
 )
 
+pytestmark = pytest.mark.jax_alone
+
 STAGES, MICROBATCHES, BATCH, WIDTH = 2, 4, 4, 4
 MESHES = [
     ("stage=2,data=2", "explicit"),

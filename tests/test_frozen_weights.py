@@ -12,6 +12,8 @@ from helpers import assert_close, equations, float_rows, mesh_of
 from nnx_pipeline import CircularPipeline, PipelineConfig
 from nnx_pipeline.pipeline import ModelEnds
 
+pytestmark = pytest.mark.jax_alone
+
 WIDTH, STAGES = 24, 2
 
 

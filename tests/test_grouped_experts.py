@@ -30,6 +30,8 @@ from nnx_pipeline.ops.grouped.products import GroupedProducts, Tiles
 from nnx_pipeline.pipeline.stage.apply import map_stages
 from nnx_pipeline.remat import FULL
 
+pytestmark = pytest.mark.jax_alone
+
 BACKENDS = {
     "tiles": GroupedProducts("tiles", Tiles.of((8, 0, 0))),
     "triton": GroupedProducts("triton", Tiles.of((16, 16, 16)), interpret=True),

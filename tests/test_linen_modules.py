@@ -33,6 +33,8 @@ from linen_compat.modules.parameters import axes_of
 from nnx_pipeline import InputError, ModelConfig
 from nnx_pipeline.ops.dropout import sequence_keys
 
+pytestmark = pytest.mark.jax_alone
+
 BATCH, LENGTH = 2, 6
 MOE = small_config(model={"dropout_rate": 0.25}).model
 DENSE = small_config(model={"num_experts": 1, "num_experts_per_token": 1}).model

@@ -16,6 +16,8 @@ from nnx_pipeline.experiments.layer_variants import full_cross_entropy
 from nnx_pipeline.ops.loss import LossOptions, Targets, chunked_cross_entropy, make_plan
 from nnx_pipeline.sharding import Layout
 
+pytestmark = pytest.mark.jax_alone
+
 LAYOUT = Layout()
 WHOLE = ("whole_batch",)
 EMBED = 8

@@ -39,6 +39,8 @@ from nnx_pipeline.pipeline import (
 )
 from nnx_pipeline.sharding import Layout, P, gather_weight, parameter
 
+pytestmark = pytest.mark.jax_alone
+
 LAYERS, BATCH, LENGTH, WIDTH = 8, 32, 3, 4
 Case = dict[str, Any]
 Metrics = Callable[[jax.Array, jax.Array], Any]

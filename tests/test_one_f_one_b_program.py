@@ -11,6 +11,8 @@ from nnx_pipeline import Mixtral
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.train import abstract_batch, loss_of
 
+pytestmark = pytest.mark.jax_alone
+
 MESH, STAGES, SEQUENCES = "stage=4,fsdp=2", 4, 2
 WIDTHS = {"vocab_size": 64, "embed_dim": 48, "num_layers": STAGES}  # found in no other size
 

@@ -473,8 +473,13 @@ def test_gradients_of_expert_kernels_are_summed_whole(mode: str) -> None:
 
 
 def reader_of(value: Any, primitive: str, everything: list[Any]) -> Any:
-    """The one equation that reads a value, which has to be of this primitive."""
+    """The one equation that reads a value, which has to be of this primitive.
+
+    Since JAX 0.12 a sharding constraint is in a jitted function of its own.
+    """
     (reader,) = (one for one in everything if value in one.invars)
+    if reader.primitive.name == "jit":
+        (reader,) = reader.params["jaxpr"].eqns
     assert reader.primitive.name == primitive
     return reader
 

@@ -25,6 +25,8 @@ from nnx_pipeline.pipeline import (
 from nnx_pipeline.remat import POLICIES
 from nnx_pipeline.sharding import gather_weight, mesh_sizes
 
+pytestmark = pytest.mark.jax_alone
+
 WIDTH = 4
 BATCH = 8  # sequences of one microbatch
 

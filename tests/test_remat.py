@@ -41,6 +41,8 @@ from nnx_pipeline.remat import (
 )
 from nnx_pipeline.train import Batch, abstract_batch, loss_and_gradients
 
+pytestmark = pytest.mark.jax_alone
+
 STAGES, MICROBATCHES = 4, 8
 NAMES = (ITERATION_INPUT, LAYER_INPUT, *QUERY_KEY_VALUE, OUT, *HIDDEN)
 ON_HOST, ON_DEVICE = jax.memory.Space.Host, jax.memory.Space.Device

@@ -14,6 +14,8 @@ from helpers import assert_close, mesh_of, small_config
 from nnx_pipeline import InputError, create_pipeline, run_pipeline
 from nnx_pipeline.pipeline import Accumulation, CircularSchedule, LoopOptions
 
+pytestmark = pytest.mark.jax_alone
+
 WIDTH, STAGES, REPEATS, MICROBATCHES = 4, 2, 2, 4
 
 

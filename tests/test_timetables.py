@@ -33,6 +33,8 @@ from nnx_pipeline.pipeline.timetable.actions import LETTERS, Actions, actions_of
 from nnx_pipeline.pipeline.timetable.make import TIMETABLES
 from nnx_pipeline.remat import POLICIES
 
+pytestmark = pytest.mark.jax_alone
+
 WIDTH, ROWS = 4, 4
 names = st.sampled_from(TIMETABLES)
 

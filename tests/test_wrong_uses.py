@@ -29,6 +29,8 @@ from nnx_pipeline.pipeline import (
     run_pipeline,
 )
 
+pytestmark = pytest.mark.jax_alone
+
 STAGES, MICROBATCHES, BATCH, WIDTH = 2, 4, 8, 4
 KERNELS = np.ones((1, STAGES, WIDTH, WIDTH), np.float32)
 ROWS = np.ones((MICROBATCHES, 2, WIDTH), np.float32)
