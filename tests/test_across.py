@@ -180,8 +180,8 @@ ABORTED = """F1125 10:00:00.000000    7 emitter.cc:12] Check failed: x == y
     ("code", "said", "message"),
     [
         (1, "nnx-pipeline: it did not compile: too large", "it did not compile: too large"),
-        (-signal.SIGABRT, ABORTED, f"the process was ended by SIGABRT, and said: {ABORTED[:20]}"),
-        (-signal.SIGKILL, "", "the process was ended by SIGKILL, and said: compiling"),
+        (-signal.SIGABRT, ABORTED, f"the process was ended by a signal (Aborted): {ABORTED[:20]}"),
+        (-signal.SIGKILL, "", "the process was ended by a signal (Killed): compiling"),
     ],
 )
 def test_a_version_that_does_not_compile(

@@ -31,8 +31,6 @@ from nnx_pipeline import Config, InputError
 from nnx_pipeline.experiments import floor
 from nnx_pipeline.ops.head import head_of_table
 
-pytestmark = pytest.mark.numbers
-
 FAMILIES = ("llama2", "llama3_1", "mistral", "qwen3", "qwen3_moe")
 TOLERANCE = 2e-5
 PREFIX = "params/params/"

@@ -37,8 +37,6 @@ from nnx_pipeline.ops.fast_attention.kernels import (
 from nnx_pipeline.ops.fast_attention.splash import Splash
 from nnx_pipeline.pipeline.stage.apply import map_stages
 
-pytestmark = pytest.mark.jax_alone
-
 WHOLE = P(None, None, None, None, None)
 HEADS, KEYS, SCALE = 6, 2, 0.5
 

@@ -33,8 +33,6 @@ from nnx_pipeline.lab.report.floor_table import (
     terms_of,
 )
 
-pytestmark = pytest.mark.jax_alone
-
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "floor.json"
 V5P = "tpu:v5p:2x2x2"

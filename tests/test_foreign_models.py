@@ -17,8 +17,6 @@ from test_layer_state import Around, check
 from nnx_pipeline import CircularPipeline, LayerPlace, run_pipeline
 from nnx_pipeline.pipeline import CircularSchedule, ModelEnds
 
-pytestmark = pytest.mark.numbers
-
 some_forms = pytest.mark.parametrize(
     "form", [FORMS[name] for name in ("circular", "repeats", "1F1B", "auto")], ids=str
 )

@@ -29,8 +29,6 @@ from nnx_pipeline.sharding import Layout, P
 from nnx_pipeline.train import loss_and_gradients
 from nnx_pipeline.train.step import batch_sharding
 
-pytestmark = pytest.mark.jax_alone
-
 QWIX = pytest.mark.skipif(missing("qwix"), reason="qwix is not installed")
 DENSE = {"num_experts": 1, "num_experts_per_token": 1}
 PRODUCTS = 7  # of a layer: four projections of attention and three of the MLP

@@ -15,8 +15,6 @@ from linen_compat import load
 from linen_compat.formats.huggingface.config import config_from_huggingface
 from nnx_pipeline import Mixtral
 
-pytestmark = pytest.mark.jax_alone
-
 
 def model_of(name: str, experts: str) -> tuple[Mixtral, Mixtral]:
     """The model of a kept folder, and its gradients as a model of the same form."""

@@ -17,8 +17,6 @@ from nnx_pipeline import InputError, lab
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lint import lint
 
-pytestmark = pytest.mark.jax_alone
-
 ROWS, WIDTH = 16, 8
 X = jax.ShapeDtypeStruct((ROWS, WIDTH), "float32")
 

@@ -139,11 +139,11 @@ def _reason(code: int, said: str) -> str:
     - `code`: its exit status; below zero for the signal that ended it.
     - `said`: all that it printed to standard error.
     """
-    lines = [line for line in said.splitlines() if line.strip()] or [f"exit status {code}"]
+    lines = [line for line in said.splitlines() if line.strip()]
     if code >= 0:
-        return lines[-1].removeprefix("nnx-pipeline: ")
+        return (lines or [f"exit status {code}"])[-1].removeprefix("nnx-pipeline: ")
     # A compiler that finds a fault of its own ends the process, and C++ says why in a line that
     # begins with F and the date; then comes its stack.
     fatal = [line for line in lines if re.match(r"F\d{4} ", line)]
-    name = signal.Signals(-code).name
-    return f"the process was ended by {name}, and said: {(fatal or lines[-1:])[0]}"
+    ended = f"the process was ended by a signal ({signal.strsignal(-code)})"
+    return ": ".join([ended, *(fatal[:1] or lines[-1:])])
