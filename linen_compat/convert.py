@@ -153,7 +153,8 @@ def plan(source: From, target: To) -> Plan:
             raise InputError(
                 "--to huggingface needs --config, as config.json states values that an Orbax "
                 "checkpoint does not hold, such as rope_theta and the number of experts per token; "
-                "give the config of the model"
+                "give the config of the model, which for a run of `nnx-pipeline train` is its "
+                "config.yml"
             )
         layout = None
     else:

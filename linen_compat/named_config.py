@@ -1,19 +1,42 @@
 """The config that the command-line option `--config` names, in any form that is read."""
 
+import dataclasses
 from pathlib import Path
 
 from linen_compat.formats.huggingface.config import CONFIG_FILE, config_from_huggingface
+from linen_compat.formats.huggingface.stream import is_huggingface
+from linen_compat.formats.orbax.inspect import inspect
+from linen_compat.formats.streams import Mismatch
 from linen_compat.maxtext import config
 from nnx_pipeline import Config
 
 
-def read_config(name: str) -> Config:
+def read_config(name: str, checkpoint: str | Path | None = None) -> Config:
     """The config of a file or a preset.
 
-    - `name`: the `config.json` of a Hugging Face model, or what `maxtext.config.read_config` takes.
+    - `name`: the `config.json` of a Hugging Face model or the folder that holds it, or what
+      `maxtext.config.read_config` takes.
+    - `checkpoint`: that of the model; None where the config is for no checkpoint in particular. A
+      `config.json` does not say for which attention scale the query kernels of an Orbax checkpoint
+      are, so that `model.attention_scale` is then what that checkpoint is for.
 
-    Raises InputError when it is none of them.
+    Raises InputError when it is none of them, and where there is no checkpoint.
     """
-    if Path(name).name == CONFIG_FILE and Path(name).is_file():
-        return config_from_huggingface(name)
-    return config.read_config(name)
+    file = Path(name, CONFIG_FILE) if name and Path(name).is_dir() else Path(name)
+    if file.name != CONFIG_FILE or not file.is_file():
+        return config.read_config(name)
+    read = config_from_huggingface(file)
+    scale = None if checkpoint is None else _scale_of(checkpoint)
+    if scale is None:
+        return read
+    return dataclasses.replace(read, model=dataclasses.replace(read.model, attention_scale=scale))
+
+
+def _scale_of(checkpoint: str | Path) -> float | None:
+    """The attention scale that an Orbax checkpoint is for; None where it does not say one."""
+    if is_huggingface(checkpoint):
+        return None
+    try:
+        return inspect(checkpoint).attention_scale
+    except Mismatch:
+        return None  # whoever reads the checkpoint says what is wrong with it

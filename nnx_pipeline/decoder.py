@@ -118,7 +118,7 @@ class Decoder:
     def loss(
         self, tokens: Array, targets: Array, weights: Array, side: Side, key: Array | None
     ) -> Loss:
-        """The loss to minimise, the cross-entropy in it, and what the routers report.
+        """The loss to minimise, and a pair: the cross-entropy in it, and what the routers report.
 
         - `tokens`, `targets`, `weights`: `[batch, seq]`.
         - `side`: as in `logits`.
@@ -340,7 +340,7 @@ class Mixtral(nnx.Module):
         key: Array | None = None,
         shards: "Mixtral | None" = None,
     ) -> Loss:
-        """The loss to minimise, the cross-entropy in it, and what the routers report.
+        """The loss to minimise, and a pair: the cross-entropy in it, and what the routers report.
 
         - `tokens`, `targets`, `weights`, `positions`, `segment_ids`: `[batch, seq]`.
         - `key`: one random key for dropout; None for no dropout.

@@ -2,7 +2,11 @@
 
 import difflib
 import math
+import os
+import sysconfig
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class InputError(ValueError):
@@ -13,6 +17,26 @@ class InputError(ValueError):
     """
 
 
+def described(error: BaseException, most: int = 300) -> str:
+    """Type and first line of an exception, and the line of the user's source that it came from.
+
+    - `error`: with its traceback. The line is the innermost one outside of Python, installed
+      packages and this project, such as `(step.py:12, in loss)`; it is left out if there is none.
+    - `most`: characters of the first line.
+    """
+    first = (str(error).strip().splitlines() or [""])[0][:most]
+    paths, project = sysconfig.get_paths(), Path(__file__).parents[1]
+    folders = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders += [str(project / name) for name in ("nnx_pipeline", "linen_compat")]
+    others = ("<", *(f"{folder}{os.sep}" for folder in folders))  # such as `<frozen importlib>`
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(others)]
+    if not own:
+        return f"{type(error).__name__}: {first}"
+    place = f"{os.path.relpath(own[-1].filename)}:{own[-1].lineno}, in {own[-1].name}"
+    return f"{type(error).__name__}: {first} ({place})"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A suggestion for an unknown name: the nearest known one, or the list of all known ones.
 
@@ -20,7 +44,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     "did you mean 'mixtral-small'?"
     """
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.65)
     return f"did you mean {close[0]!r}?" if close else f"choose one of: {', '.join(known)}"
 
 

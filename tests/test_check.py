@@ -21,6 +21,7 @@ from maxtext_data import (
 from linen_compat import check as doctor
 from linen_compat import reference
 from linen_compat.cli import main as cli
+from linen_compat.convert import From, To, plan
 from linen_compat.formats.orbax.inspect import inspect
 from linen_compat.maxtext.config import read_config
 
@@ -194,12 +195,28 @@ def test_hugging_face_folders_too(check):
     assert ended.json["layout"] == "huggingface"
 
 
+def test_a_config_of_hugging_face_has_the_scale_of_the_checkpoint(tmp_path, check):
+    """It says none, and MaxText folds that of the model into the query kernels."""
+    source = DATA.parent / "huggingface" / "mixtral"
+    for layout, name in (("maxtext:scanned", "scanned"), ("nnx", "own")):
+        plan(From(source), To(tmp_path / name, layout)).run()
+        for config in (source, source / "config.json"):
+            ended = check(tmp_path / name, config=config)
+            assert ended.code == 0, ended.err
+    assert check(tmp_path / "scanned", "--numerics", config=source).code == 0
+
+
 @pytest.mark.parametrize(
     ("folder", "arguments", "message"),
     [
         ("empty", ["--config", CONFIG], "holds no Orbax checkpoint"),
         ("none", ["--config", CONFIG], "none does not exist; give a run"),
         ("empty", ["--config", "nothing"], "neither a file nor a preset"),
+        (
+            "empty",
+            ["--config", "."],
+            ". is a folder, and a config is a file; give the file",
+        ),
         ("empty", ["--config", ""], "an empty name is neither a file nor a preset"),
         ("", ["--config", CONFIG], "the checkpoint's name is empty"),
         ("empty", [], "Missing option '--config'"),

@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -506,7 +507,7 @@ def test_bad_input_in_a_fresh_process() -> None:
 def test_an_error_inside_the_compiler_is_a_failure(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exit 1, with the first line of what went wrong."""
+    """Exit 1, with the first line of what went wrong, and where."""
 
     def fail(*args: object, **kwargs: object) -> None:
         raise RuntimeError("out of registers\nand a long story")
@@ -514,9 +515,9 @@ def test_an_error_inside_the_compiler_is_a_failure(
     monkeypatch.setattr(cli, "measure_step", fail)
     ended = run(*COMPILE)
     assert ended.code == 1
-    assert ended.err.splitlines() == [
-        "nnx-pipeline: the program did not compile or run: RuntimeError: out of registers"
-    ]
+    (line,) = ended.err.splitlines()
+    said = "nnx-pipeline: the program did not compile or run: RuntimeError: out of registers"
+    assert re.fullmatch(said + r" \(.*test_cli\.py:\d+, in fail\)", line)
 
 
 def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,7 +246,19 @@ class Writes(nnx.Module):
             "stage=2,data=2",
             {"schedule": "circular", "backward": "accumulate"},
             Writes(Called, ()),
-            r"state.*one copy per device along \('data',\).*pipeline.backward=autodiff",
+            r"along data, .*because of pipeline.backward=accumulate; set pipeline.backward=autodiff",
+        ),
+        (
+            "stage=2,data=2",
+            {"schedule": "1f1b"},
+            Writes(Called, ()),
+            r"because of pipeline.schedule=1f1b; set pipeline.schedule=circular, or take a mesh in",
+        ),
+        (
+            "stage=2,fsdp=2",
+            {"fsdp_gather": "step"},
+            Writes(Called, ()),
+            r"along fsdp, .*because of pipeline.fsdp_gather=step; set pipeline.fsdp_gather=use, or",
         ),
     ],
 )

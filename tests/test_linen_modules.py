@@ -131,6 +131,16 @@ def both(pair: Pair, config: ModelConfig, x: jax.Array, call: dict[str, Any]) ->
     return got, ((as_params(of_model), *rest), result)
 
 
+def test_what_orbax_restores_is_applied_without_jit() -> None:
+    """It restores arrays of NumPy."""
+    model = linen.Transformer(small_config(model={"num_layers": 1}))
+    variables = nn.unbox(model.init(jax.random.key(0), TOKENS))
+    restored = jax.tree.map(np.asarray, variables)
+    np.testing.assert_allclose(
+        model.apply(restored, TOKENS), model.apply(variables, TOKENS), rtol=0, atol=1e-6
+    )
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", PAIRS)
 def test_values_and_gradients_equal_nnx(name: str, dtype: str) -> None:

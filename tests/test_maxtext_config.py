@@ -6,7 +6,7 @@ from maxtext_data import DATA, KEPT, config_of
 
 import linen_compat
 from linen_compat.maxtext import keys as maxtext_keys
-from linen_compat.maxtext.config import read_config
+from linen_compat.maxtext.config import config_from_maxtext, read_config
 from nnx_pipeline import InputError, preset
 
 ONE = {"per_device_batch_size": 1}
@@ -254,3 +254,5 @@ def test_neither_a_file_nor_a_preset():
     with pytest.raises(InputError, match=r"no\.yml is neither a file nor a preset"):
         read_config("no.yml")
     assert read_config("tiny") == preset("tiny")
+    with pytest.raises(InputError, match=r"no\.yml cannot be read \(No such file.*give a file of"):
+        config_from_maxtext("no.yml")

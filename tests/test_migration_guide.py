@@ -1,5 +1,7 @@
 """Everything migration_guide.md shows is run, in its order, on a kept checkpoint of MaxText."""
 
+import dataclasses
+import inspect
 import re
 import shlex
 import shutil
@@ -75,13 +77,27 @@ def test_the_table_of_parameters_is_that_of_the_code() -> None:
     assert table("parameter in Linen") == expected
 
 
+MADE_WITH = {
+    "config": "Config",
+    "config.model": "ModelConfig",
+    "config.pipeline": "PipelineConfig",
+}
+
+
 def test_the_table_of_classes_names_what_there_is() -> None:
     import linen_compat
     import nnx_pipeline
 
-    for linen, nnx in table("Linen (`linen_compat`)"):
+    for linen, nnx, made_with, called_with in table("Linen (`linen_compat`)"):
         for name in re.findall(r"\w+", linen):
-            assert hasattr(linen_compat, name)
+            found = getattr(linen_compat, name)
+            first, *_ = dataclasses.fields(found)
+            assert first.type.__name__ == MADE_WITH[made_with.partition(",")[0].strip("`")]
+            given = inspect.signature(found.__call__).parameters
+            wanted = ["embedding"] if "Embed" in called_with else []
+            wanted.append("tokens" if "tokens" in called_with else "x")
+            needed = [name for name, one in given.items() if one.kind == one.POSITIONAL_OR_KEYWORD]
+            assert needed == ["self", *wanted]
         if "of" not in nnx:
             assert all(hasattr(nnx_pipeline, name) for name in re.findall(r"\w+", nnx))
 

@@ -362,7 +362,9 @@ def test_arguments_that_cannot_be_read(text: str, message: str) -> None:
     ("text", "message"),
     [
         ("own_functions", "names no function; write module:function"),
-        ("own_function:scaled", "the module cannot be imported .ModuleNotFoundError"),
+        ("own_function:scaled", r"cannot be imported \(ModuleNotFoundError.*in the current folder"),
+        ("own_functions.py:scaled", r"names a file.*write own_functions:scaled"),
+        ("./here/own_functions.py:scaled", r"names a file.*write here.own_functions:scaled"),
         ("own_functions:scald", "there is no 'scald'; did you mean 'scaled'"),
         ("own_functions:not_a_function", "is a int and cannot be called"),
     ],
@@ -442,7 +444,9 @@ def test_what_breaks_is_one_line_and_1() -> None:
     assert ended.code == 1
     assert "own_functions:broken did not compile: TypeError" in ended.err
     assert "Traceback" not in ended.err
-    assert in_a_process("measure", "own_functions:broken", *ARGUMENTS).code == 1
+    ended = in_a_process("measure", "own_functions:broken", *ARGUMENTS)
+    assert ended.code == 1
+    assert ended.err.rstrip().endswith("own_functions.py:31, in broken)")
 
 
 def lint_command(*words: str) -> Ended:

@@ -147,7 +147,10 @@ def test_what_is_loaded_is_what_was_saved(saved: Path) -> None:
         ),
         (("--resume", "--checkpoint-dir", "run", "--seed", "1"), "began with 0, and its batches"),
         (("--resume", "--checkpoint-dir", "run", "--steps", "2"), "give --steps 3 or more"),
-        (("--resume", "--checkpoint-dir", "damaged"), "or remove HERE/damaged/3, and --resume"),
+        (
+            ("--resume", "--checkpoint-dir", "damaged"),
+            "from the step before it, remove HERE/damaged/3",
+        ),
         (("--resume", "--checkpoint-dir", "unread"), "training.yml cannot be read"),
         (("--resume", "--checkpoint-dir", "no_step"), "holds no Orbax checkpoint"),
     ],

@@ -17,7 +17,7 @@ from helpers import (
     small_config,
 )
 
-from nnx_pipeline import Config
+from nnx_pipeline import Config, InputError
 from nnx_pipeline.train import (
     TrainState,
     abstract_batch,
@@ -159,6 +159,11 @@ def test_batches_follow_a_rule_and_are_the_same_on_every_mesh() -> None:
     followed = np.mean([follower[t] == n for t, n in zip(tokens.flat, targets.flat, strict=True)])
     assert 0.8 < followed < 0.97
     assert not np.array_equal(tokens, next(learnable_batches(config, one, seed=4)).tokens)
+
+
+def test_a_batch_that_does_not_split() -> None:
+    with pytest.raises(InputError, match=r"global_batch=8 does not split over the 3 devices.*9"):
+        learnable_batches(small_config(), mesh_of("stage=3"))
 
 
 def test_a_process_can_make_its_own_sequences_alone() -> None:

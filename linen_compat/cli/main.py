@@ -134,7 +134,7 @@ def check(
     if allow_nan and not read:
         raise InputError("--allow-nan has no effect without --read; add --read or leave it out")
     check_writable(json_path, "--json")
-    config = read_config(config_name)
+    config = read_config(config_name, checkpoint)
     found = diagnose(checkpoint, config)
     if numerics:
         check_names(found)

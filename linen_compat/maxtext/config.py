@@ -107,6 +107,11 @@ def read_config(name: str) -> Config:
             f"{name or 'an empty name'} is neither a file nor a preset; give a MaxText YAML, a "
             f"YAML with {', '.join(SECTIONS)}, or one of: {', '.join(PRESETS)}"
         )
+    if Path(name).is_dir():
+        raise InputError(
+            f"{name} is a folder, and a config is a file; give the file, such as the config.yml of "
+            "a run or the config.json of a Hugging Face model"
+        )
     given = _read_yaml(name)
     if "model" in given and set(given) <= set(SECTIONS):
         return _own_config(name, given)
@@ -117,7 +122,11 @@ def _read_yaml(path: str | Path) -> dict[str, Any]:
     """The keys and values of a YAML file. Raises InputError when it holds none."""
     try:
         given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be read ({error.strerror}); give a file of MaxText's keys"
+        ) from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"{path} cannot be read as YAML: {reason}") from error
     if not isinstance(given, dict):

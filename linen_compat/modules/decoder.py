@@ -299,7 +299,7 @@ class Transformer(nn.Module):
         segment_ids: Array | None = None,
         key: Array | None = None,
     ) -> tuple[Array, tuple[Array, RouterMetrics]]:
-        """The loss to minimise, the cross-entropy in it, and what the routers report.
+        """The loss to minimise, and a pair: the cross-entropy in it, and what the routers report.
 
         Call it as `apply(variables, …, method="loss")`. Arguments and result are those of
         `nnx_pipeline.Mixtral.loss`, without `shards`.

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -99,7 +100,8 @@ def parameter(module: nn.Module, name: str, weight: Weight, layout: Layout) -> A
     def make(key: Array) -> nn.LogicallyPartitioned:
         return nn.LogicallyPartitioned(initial_value(key, initializer, shape, dtype, spec), names)
 
-    return in_place(unboxed(module.param(name, make, unbox=False)), spec)
+    # Orbax restores arrays of NumPy, which have not all methods of those of JAX.
+    return in_place(jnp.asarray(unboxed(module.param(name, make, unbox=False))), spec)
 
 
 def in_place(weight: Array, spec: P) -> Array:

@@ -23,8 +23,11 @@ GROUP = "nnx_pipeline.checkpoints"
 class Checkpoints(Protocol):
     """What the module behind the entry point has."""
 
-    def read_config(self, name: str) -> Config:
-        """The config of a file or a preset; raises InputError for a name that is neither."""
+    def read_config(self, name: str, checkpoint: str | Path) -> Config:
+        """The config of a file or a preset, for the model of a checkpoint.
+
+        Raises InputError for a name that is neither.
+        """
         ...
 
     def config_of(self, checkpoint: str | Path) -> Config | None:

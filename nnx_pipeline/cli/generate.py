@@ -46,7 +46,9 @@ class Stored:
         own = offered.config_of(self.checkpoint)  # first, so that a missing checkpoint is named
         if chosen.model is not None:
             return chosen.config()
-        found = own if self.config_name is None else offered.read_config(self.config_name)
+        found = own
+        if self.config_name is not None:
+            found = offered.read_config(self.config_name, self.checkpoint)
         if found is None:
             raise InputError(
                 f"{self.checkpoint} does not hold the config of its model; give it with --config "

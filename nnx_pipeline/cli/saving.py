@@ -130,5 +130,5 @@ def _cure(run: SavedRun) -> Iterator[None]:
         yield
     except InputError as error:
         raise InputError(
-            f"{error}; or remove {run.newest}, and --resume goes on from the step before it"
+            f"{error}; to go on from the step before it, remove {run.newest} and use --resume again"
         ) from error

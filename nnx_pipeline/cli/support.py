@@ -22,7 +22,7 @@ from rich.table import Column
 from rich.text import Text
 
 from nnx_pipeline import ending
-from nnx_pipeline.errors import InputError
+from nnx_pipeline.errors import InputError, described
 
 FAILED, BAD_INPUT = 1, 2
 
@@ -104,7 +104,13 @@ def progress() -> Iterator[Callable[[str], None]]:
                 task = shown.add_task("starting", total=None)
                 yield lambda text: shown.update(task, description=escape(text))
         else:
-            yield lambda text: print(timed(text), file=sys.stderr, flush=True)
+            yield lambda text: _write_line(timed(text))
+
+
+def _write_line(text: str) -> None:
+    """Writes a line to standard error at once, as `print` does not: other threads write too."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 LINE_EVERY = 10.0  # seconds between lines about the progress, where there is no terminal
@@ -160,7 +166,7 @@ def _lines(what: str, total: int, text: str, done: int) -> Callable[..., None]:
 
     def say(text: str) -> None:
         count = _count(done, total, time.monotonic() - began)
-        print(f"{what}: {count}, {text}", file=sys.stderr, flush=True)
+        _write_line(f"{what}: {count}, {text}")
 
     def advance(text: str, by: int = 1) -> None:
         nonlocal done, said
@@ -177,8 +183,9 @@ def _lines(what: str, total: int, text: str, done: int) -> Callable[..., None]:
 def compiler_errors() -> Iterator[None]:
     """Turns an exception of tracing, compiling or running into `Failed` with its first line.
 
-    InputError, Failed, the errors of Click, KeyboardInterrupt and OSError pass unchanged. A call of
-    `sys.exit` in a user function counts as a failure.
+    The message ends with the line of the user's source from which the exception came. InputError,
+    Failed, the errors of Click, KeyboardInterrupt and OSError pass unchanged. A call of `sys.exit`
+    in a user function counts as a failure.
     """
     try:
         yield
@@ -187,7 +194,4 @@ def compiler_errors() -> Iterator[None]:
     except SystemExit as error:
         raise Failed(f"the function exited: sys.exit({error.code!r})") from error
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        raise Failed(
-            f"the program did not compile or run: {type(error).__name__}: {lines[0][:300]}"
-        ) from error
+        raise Failed(f"the program did not compile or run: {described(error)}") from error

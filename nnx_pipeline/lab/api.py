@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from nnx_pipeline.errors import InputError
+from nnx_pipeline.errors import InputError, described
 from nnx_pipeline.lab.comparison.outcome import Outcome, Question, compare_measurements
 from nnx_pipeline.lab.compile.functions import (
     AnyMesh,
@@ -133,8 +133,7 @@ def compare(
         except InputError:
             raise
         except Exception as error:  # a function may break any compiler in any way
-            lines = str(error).strip().splitlines() or [""]
-            results.append(f"{type(error).__name__}: {lines[0][:200]}")
+            results.append(described(error, most=200))
     labels = labels or (name_of(function_a), name_of(function_b))
     question = Question(
         name="compare",

@@ -157,9 +157,21 @@ def check_state(layers: Any, config: PipelineConfig, layout: Layout, stages: int
             f"(here it is {default}); set pipeline.num_microbatches={default}, on every mesh"
         )
     if layout.axes("copy"):
+        reason, cure = _why_in_copies(config)
+        axes = " and ".join(layout.axes("copy"))
         raise InputError(
             "the layers have state, such as running statistics, and run in one copy per device "
-            f"along {layout.axes('copy')}, each on a part of a microbatch; set "
-            "pipeline.schedule=circular, pipeline.backward=autodiff, pipeline.fsdp_gather=use "
-            "and train.shard_optimizer_over_data=false"
+            f"along {axes}, each on a part of a microbatch, because of {reason}; set {cure}, or "
+            f"take a mesh in which {axes} is 1"
         )
+
+
+def _why_in_copies(config: PipelineConfig) -> tuple[str, str]:
+    """The option by which layers run in copies, and what to set in its place."""
+    if not config.accumulates:
+        return "train.shard_optimizer_over_data=true", "train.shard_optimizer_over_data=false"
+    if config.backward is not None:
+        return "pipeline.backward=accumulate", "pipeline.backward=autodiff"
+    if config.schedule == "1f1b":
+        return "pipeline.schedule=1f1b", "pipeline.schedule=circular"
+    return f"pipeline.fsdp_gather={config.fsdp_gather}", "pipeline.fsdp_gather=use"

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from nnx_pipeline.config.config import Config
+from nnx_pipeline.errors import divides
 from nnx_pipeline.sharding import Layout
 from nnx_pipeline.train.step import Batch, batch_sharding
 
@@ -49,9 +50,19 @@ def batches(
       goes on after k steps with batch k.
     - `layout`: which mesh axes the batch is sharded over.
     - `segment_ids`: whether batches have segment ids, which say that each row is one segment.
+
+    Raises InputError where the batch does not split over the devices that share it.
     """
-    length = config.train.sequence_length
-    placed = Placed((config.train.global_batch, length), batch_sharding(mesh, layout))
+    size, length = config.train.global_batch, config.train.sequence_length
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        devices = layout.size("whole_batch")
+    divides(
+        devices,
+        size,
+        rule=f"train.global_batch={size} does not split over the {devices} devices that share a "
+        "batch",
+    )
+    placed = Placed((size, length), batch_sharding(mesh, layout))
 
     def ones(dtype: type) -> jax.Array:
         return placed(lambda start, stop: np.ones((stop - start, length), dtype))

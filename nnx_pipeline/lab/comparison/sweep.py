@@ -16,7 +16,7 @@ FIGURES = (
     "account_bytes",
     "flops",
     "step_seconds",
-    "compile_seconds",
+    "collective_seconds",
 )
 
 
@@ -51,14 +51,14 @@ class Point:
     def figure(self, name: str) -> float | None:
         """One of FIGURES, with bytes and FLOPs per device; None where it is not known.
 
-        `step_seconds` is the estimated time of a step.
+        `step_seconds` is the estimated time of a step, `collective_seconds` that of its
+        collectives. How long a program takes to compile is no figure, because several are compiled
+        at the same time.
         """
         if self.result is None:
             return None
-        if name == "step_seconds":
-            return self.result.time.step_seconds if self.result.time else None
-        if name == "compile_seconds":
-            return self.result.seconds.get("compile")
+        if name in ("step_seconds", "collective_seconds"):
+            return getattr(self.result.time, name) if self.result.time else None
         return self.result.flops if name == "flops" else getattr(self.result.memory, name)
 
     def to_json(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_pipeline.errors import InputError, nearest
+from nnx_pipeline.errors import InputError, described, nearest
 from nnx_pipeline.mesh import MeshConfig, is_trivial, make_mesh, spec_axes
 from nnx_pipeline.tracing.nnx_state import holds_itself, name_of, without_repeats
 
@@ -39,14 +39,22 @@ def find_function(text: str) -> Callable[..., Any]:
     module_name, colon, name = text.partition(":")
     if not colon or not module_name or not name:
         raise InputError(f"{text!r} names no function; write module:function")
+    if "/" in module_name or module_name.endswith(".py"):
+        module = ".".join(Path(module_name.removesuffix(".py")).parts).lstrip("./")
+        raise InputError(
+            f"{text!r} names a file, and what is imported is a module; write {module}:{name}, from "
+            "the folder in which `python -m` would find it"
+        )
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
         found: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a module may raise anything
-        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        raise InputError(f"{text!r}: the module cannot be imported ({reason})") from error
+        raise InputError(
+            f"{text!r}: the module cannot be imported ({described(error)}); modules are looked for "
+            "in the current folder and where Python finds them"
+        ) from error
     for part in name.split("."):
         if not hasattr(found, part):
             known = [known for known in vars(found) if not known.startswith("_")]

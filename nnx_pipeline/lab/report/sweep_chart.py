@@ -32,7 +32,10 @@ class Panel(NamedTuple):
 PANELS = (
     (Panel("temp_bytes", "temp, MB", 1e6), Panel("step_seconds", "estimated step, ms", 1e-3)),
     (Panel("heap_bytes", "heap, MB", 1e6), Panel("flops", "matrix products, GFLOP", 1e9)),
-    (Panel("account_bytes", "account, MB", 1e6), Panel("compile_seconds", "compile time, s", 1)),
+    (
+        Panel("account_bytes", "account, MB", 1e6),
+        Panel("collective_seconds", "estimated collectives, ms", 1e-3),
+    ),
 )
 
 

@@ -21,7 +21,7 @@ class ModelEnds:
     - `enter`: (its weights, inputs of a microbatch) to activations, not sharded over `stage`.
     - `enter_weights`: any pytree, such as the embedding table.
     - `leave`: (its weights, activations of the last stage, inputs of a microbatch) to a float32
-      scalar, the loss of the microbatch.
+      scalar, the loss of the microbatch. The losses of all microbatches are added up.
     - `leave_weights`: any pytree, such as final norm and head.
     """
 
@@ -39,7 +39,7 @@ class ModelFunctions:
     - `apply_stage`: as for `run_pipeline`, or, for `run_timetable` alone, a list with one such
       function for each stage. All take and give the same activations and metrics.
     - `leave`: (its weights, activations of the last stage, inputs of a microbatch) to a float32
-      scalar, the loss of the microbatch.
+      scalar, the loss of the microbatch. The losses of all microbatches are added up.
     - `metric_weights`: the weight of each metric in the loss: one number for all metrics, or a
       pytree of numbers like that of the metrics. A metric with None or 0 is not differentiated.
     """

@@ -82,8 +82,8 @@ def explained() -> Iterator[None]:
         raise InputError(
             "the model does what JAX cannot type on a mesh with explicit axes, such as a "
             "convolution that is mapped over stages, or a scan that begins with zeros which are "
-            f"not sharded: {said}; set pipeline.sharding=auto, and make the mesh with "
-            "sharding='auto'"
+            f"not sharded: {said}; make the mesh with sharding='auto' (on the command line set "
+            "pipeline.sharding=auto)"
         ) from error
 
 
