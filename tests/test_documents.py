@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import command_reference
+import field_reference
 import pytest
 from documents import BLOCKS, PAGES, ROOT, TEXT, WORDS, table
 from helpers import Ended, pytest_in, user_environment
@@ -285,6 +286,10 @@ def test_links_lead_somewhere(page):
 def test_terms_are_few_and_each_once():
     terms = [term for term, _ in table("# Glossary", PAGES["docs/glossary.md"])]
     assert 10 <= len(terms) == len(set(terms)) <= MOST_TERMS
+
+
+def test_the_page_of_fields_is_that_of_the_configs():
+    assert PAGES["docs/fields.md"] == field_reference.document()
 
 
 def test_the_page_of_commands_is_that_of_the_commands():

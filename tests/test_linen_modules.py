@@ -232,6 +232,8 @@ def test_weights_start_as_in_maxtext() -> None:
 def test_weights_outside_layers_and_of_the_mlp_start_as_in_maxtext() -> None:
     table = initial(linen.Embed(WIDE), jnp.zeros((1, 4), jnp.int32))
     assert_distributed(table["embedding"], 1.0, False)
+    tied = initial(linen.Embed(with_fields(WIDE, tied_embeddings=True)), jnp.zeros((1, 4), int))
+    assert_distributed(tied["embedding"], 1 / np.sqrt(128), False)
     dense = with_fields(WIDE, num_experts=1, num_experts_per_token=1)
     for path, values in initial(linen.MlpBlock(dense), jnp.zeros((1, 4, 128))).items():
         assert_distributed(values, 1 / np.sqrt(256 if path == "wo/kernel" else 128), True)

@@ -1,6 +1,7 @@
 """Mixtral on meshes against Mixtral on one device, and that one against plain formulas."""
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -545,6 +546,15 @@ def test_cross_entropy_and_weights() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_loss_of_a_new_model_is_near_that_of_guessing(tied: bool) -> None:
+    config = small_config(model={"tied_embeddings": tied, "embed_dim": 64, "vocab_size": 96})
+    model = Mixtral(config, rngs=nnx.Rngs(0))
+    tokens = jnp.arange(8 * 16).reshape(8, 16) % 96
+    loss, _ = jax.jit(Mixtral.loss)(model, tokens, tokens[::-1], jnp.full((8, 16), 1 / 128))
+    assert abs(float(loss) - math.log(96)) < 1
+
+
 def test_a_batch_without_any_target_costs_nothing() -> None:
     batch = batch_of(Case(""))
     batch = Batch(tokens=batch.tokens, targets=batch.targets, weights=0 * batch.weights)

@@ -33,8 +33,8 @@ def test_the_last_tenth_of_each_file_is_held_out(tmp_path: Path) -> None:
     ("content", "config", "message"),
     [
         (b"a" * 500, small_config(), "--set model.vocab_size=256"),
-        (b"a" * 80, OF_BYTES, "9 bytes are held out, a tenth of each file, and a sequence needs 9"),
-        (b"a" * 70, OF_BYTES, "8 bytes are held out"),
+        (b"a" * 70, OF_BYTES, "makes 8 tokens, and a sequence needs 9"),
+        (b"", OF_BYTES, "makes 1 tokens, and"),
         (b"a" * 500 + b"\0", OF_BYTES, "contains a byte 0"),
         (b"\xff" * 500, OF_BYTES, "it is not text in UTF-8"),
         (None, OF_BYTES, "No such file"),
@@ -46,11 +46,13 @@ def test_text_that_cannot_be_used(
     path = tmp_path / "text"
     if content is not None:
         path.write_bytes(content)
-    if message.startswith("9 bytes"):
-        read_texts([str(path)], config)  # just enough: one sequence with its targets
-        return
     with pytest.raises(InputError, match=message):
         read_texts([str(path)], config)
+
+
+def test_one_sequence_with_its_targets_is_enough(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"a" * 80)
+    assert len(read_texts([str(tmp_path / "text")], OF_BYTES).held_out) == 9
 
 
 def test_batches_are_windows_of_the_text_and_the_same_on_every_mesh() -> None:

@@ -22,7 +22,7 @@ class Embed(nn.Module):
     def setup(self) -> None:
         config = self.config
         weight = Weight(
-            nn.initializers.normal(stddev=1.0),
+            nn.initializers.normal(stddev=config.embedding_deviation),
             (config.vocab_size, config.embed_dim),
             config.param_dtype,
             ("vocab", "embed_vocab"),

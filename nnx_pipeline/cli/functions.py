@@ -262,17 +262,16 @@ def lint_command(
     check_writable(json_path, "--json")
     check_subject(function, inputs, chosen)
     sizes, mesh_config = limits.limits(), MeshConfig.parse(mesh)
+    if function is None:
+        title, config = f"one training step of {chosen.model} on {mesh_config}", chosen.config()
+        subject: dict[str, Any] = {"config": to_dict(config)}
+        find = functools.partial(_lint_model, config)
+    else:
+        title, subject = f"{function} on {mesh_config}", {"function": function}
+        find = functools.partial(_lint_function, function, inputs)
     with progress() as say, compiler_errors():
         say("tracing")
-        if function is None:
-            title = f"one training step of {chosen.model} on {mesh_config}"
-            config = chosen.config()
-            findings = _lint_model(config, mesh_config, sizes)
-            subject: dict[str, Any] = {"config": to_dict(config)}
-        else:
-            title = f"{function} on {mesh_config}"
-            findings = _lint_function(function, inputs, mesh_config, sizes)
-            subject = {"function": function}
+        findings = find(mesh_config, sizes)
     show(findings_view(title, findings), json_path=json_path)
     subject = {"mesh": mesh_config.sizes(), **subject}
     emit_json(json_path, findings_json(subject, findings, sizes))

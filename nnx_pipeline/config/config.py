@@ -121,6 +121,7 @@ class TrainConfig:
             self.sequence_length,
             rule=f"sequence_length={self.sequence_length} does not split into "
             f"loss_chunks={self.loss_chunks} pieces",
+            cure="or set train.loss_chunks to a number that divides it, such as 1",
         )
 
     def loss_chunks_of(self, microbatches: int) -> int:
@@ -196,7 +197,7 @@ class Config:
         The batch is not checked; `check_mesh` checks that too.
         """
         for divisor, size, rule in self.weight_rules(mesh):
-            divides(divisor, size, rule=rule)
+            divides(divisor, size, rule=rule, cure="or another mesh")
 
     def weight_rules(self, mesh: MeshConfig) -> Iterator[tuple[int, int, str]]:
         """The conditions under which `mesh` can hold the weights.

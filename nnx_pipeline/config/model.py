@@ -159,7 +159,11 @@ class ModelConfig:
     """
 
     tied_embeddings: bool = False
-    """Whether the embedding table is also the head: logits are hidden states · tableᵀ."""
+    """Whether the embedding table is also the head: logits are hidden states · tableᵀ.
+
+    A new table then begins with a standard deviation of embed_dim^-0.5, and else of 1, that of
+    MaxText.
+    """
 
     tied_head_dtype: Literal["bfloat16"] | None = None
     """Dtype to which the table of `tied_embeddings` is rounded for the head; None for `dtype`.
@@ -328,6 +332,15 @@ class ModelConfig:
             router_groups_per_token=1,
             **OF_ROUTER,
         )
+
+    @property
+    def embedding_deviation(self) -> float:
+        """The standard deviation with which a new embedding table begins.
+
+        It is MaxText's, 1, unless the table is the head too: then the logits of a new model have a
+        variance of 1, and its loss begins near log(vocab_size).
+        """
+        return self.embed_dim**-0.5 if self.tied_embeddings else 1.0
 
     @property
     def rope_dim(self) -> int:

@@ -22,7 +22,7 @@ class Embed(nnx.Module):
         self.dtype = config.dtype
         self.embedding = parameter(
             rngs,
-            nnx.initializers.normal(stddev=1.0),
+            nnx.initializers.normal(stddev=config.embedding_deviation),
             (config.vocab_size, config.embed_dim),
             config.param_dtype,
             ("vocab", "embed"),

@@ -151,9 +151,17 @@ class CircularPipeline(nnx.Module):
         keys: Array | None = None,
         metric_weights: PyTree = None,
     ) -> tuple[Array, tuple[Array, PyTree]]:
-        """The loss of a whole model by 1F1B, and its two parts.
+        """The loss of a whole model by 1F1B, and a pair: that of `ends.leave`, and the metrics.
 
-        - `ends`, `inputs`, `side`, `keys`, `metric_weights`: as for `Runner.loss`.
+        - `ends`: what comes before and after the layers. Both functions work on one microbatch;
+          its activations have the axes of `batches.axes` without the first.
+        - `inputs`: what `ends.enter` and what `ends.leave` reads, each `[batch, …]`.
+        - `side`: what layers read beside activations, by the names of their arguments, as in a
+          call; {} for nothing.
+        - `keys`: dropout keys of the sequences, `[batch, words]`, for layers whose call takes
+          `keys`, as `ops.dropout.sequence_keys` makes them; None leaves dropout out.
+        - `metric_weights`: the weight of each metric in the loss, one number for all of them or a
+          pytree like theirs; None leaves metrics out of the loss.
         """
         layers = split_state(self.placed_layers, self.batches.microbatches)
         with explained():

@@ -66,8 +66,9 @@ def read_texts(paths: Sequence[str], config: Config) -> Texts:
     found = Texts(*(_tokens(b"".join(parts)) for parts in (training, held_out)))
     if len(found.held_out) <= length:
         raise InputError(
-            f"of --data {len(found.held_out)} bytes are held out, a tenth of each file, and a "
-            f"sequence needs {length + 1}; give more text, or lower train.sequence_length"
+            "the tenth of each file of --data that is held out, with a token that ends it, makes "
+            f"{len(found.held_out)} tokens, and a sequence needs {length + 1}; give more text, or "
+            "lower train.sequence_length"
         )
     return found
 
