@@ -11,11 +11,12 @@ from jax.sharding import Mesh
 from linen_compat.formats.load_shards import fill, for_mesh, mesh_in_use
 from linen_compat.formats.model_source import ModelSource
 from linen_compat.formats.orbax.inspect import Inspection, inspect
+from linen_compat.formats.orbax.layouts import FORMATS, HUGGINGFACE
 from linen_compat.formats.scalars import check_scalars
 from linen_compat.formats.streams import MOMENTS, PARAMETERS, Mismatch
 from linen_compat.loading import open_source
 from linen_compat.saving import layout_for, write
-from nnx_pipeline import Config, MeshConfig, make_mesh
+from nnx_pipeline import Config, InputError, MeshConfig, make_mesh
 from nnx_pipeline.train import TrainState, abstract_state
 
 
@@ -71,7 +72,15 @@ def save_train_state(
     - `format`: one of the Orbax formats of `save`. The moments and the count are in MaxText's
       `opt_state`, or for `nnx` in `optimizer`.
     - `stages`, `repeats`: as for `save`.
+
+    Raises InputError for `huggingface`, which has no optimizer's state, and what `save` raises.
     """
+    if format == HUGGINGFACE:
+        raise InputError(
+            f"format={format!r} has no place for the optimizer's state and the step; save the "
+            "model alone by linen_compat.save(state.model, …), or give one of: "
+            f"{', '.join(FORMATS)}"
+        )
     trees = {PARAMETERS: state.model, **{m: moment_of(state.optimizer, m) for m in MOMENTS}}
     count = np.asarray(moment_of(state.optimizer, "count"))
     scalars = {"step": np.asarray(state.step), "count": count}

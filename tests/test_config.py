@@ -270,7 +270,7 @@ REFUSED = [
     # together
     bad(
         pipeline(num_microbatches=5),
-        "global_batch=8 does not split into 5 microbatches",
+        "a batch of 8 (train.global_batch) does not split into 5 microbatches",
         "choose a multiple of 5, such as 5 or 10",
     ),
     bad(on_mesh("context=2"), "context=2 is not supported by attention yet; use context=1"),
@@ -290,14 +290,18 @@ REFUSED = [
     ),
     bad(
         on_mesh("stage=4", training(global_batch=6)()),
-        "global_batch=6 does not split into 4 microbatches; choose a multiple of 4",
+        "a batch of 6 (train.global_batch) does not split into 4 microbatches; choose a",
     ),
     bad(
         on_mesh("stage=4,fsdp=4"),
         "a microbatch of 2 sequences does not split over data=1 × fsdp=4 × expert=1",
-        "train.global_batch=8 in 4 microbatches",
+        "a batch of 8 (train.global_batch) in 4 microbatches",
     ),
-    bad(on_mesh("fsdp=16"), "does not split over data=1 × fsdp=16", "global_batch=8"),
+    bad(
+        on_mesh("fsdp=16"),
+        "does not split over data=1 × fsdp=16",
+        "a batch of 8",
+    ),
     bad(
         on_mesh("data=3", training(shard_optimizer_over_data=True, global_batch=12)()),
         "model.embed_dim=16 does not split over fsdp×expert×data=3",
@@ -379,7 +383,7 @@ REFUSED = [
     bad(setting("model.grad_dtype=float32"), "no such config field"),
     bad(
         setting("train.global_batch=12", "pipeline.num_microbatches=8"),
-        "global_batch=12 does not split into 8 microbatches; choose a multiple of 8",
+        "a batch of 12 (train.global_batch) does not split into 8 microbatches; choose a",
     ),
     # presets, experiments, layouts
     bad(lambda: preset("mixtral-smal"), "not a preset; did you mean 'mixtral-small'?"),

@@ -11,7 +11,7 @@ from maxtext_data import DATA, assert_same_leaves, checkpoint, config_of, full_s
 
 import linen_compat
 from linen_compat.formats.streams import Mismatch
-from nnx_pipeline import Mixtral
+from nnx_pipeline import InputError, Mixtral, preset
 from nnx_pipeline.train import Batch, abstract_state, jit_train_step
 
 TOLERANCE = 2e-5
@@ -108,6 +108,12 @@ def test_what_is_no_full_state_is_refused(tmp_path, lacks, message):
     write(tmp_path / "items", leaves)
     with pytest.raises(Mismatch, match=message):
         linen_compat.load_train_state(tmp_path, config_of())
+
+
+def test_hugging_face_has_no_training_state(tmp_path):
+    state = abstract_state(preset("tiny"), mesh_of(""))
+    with pytest.raises(InputError, match=r"no place for the optimizer's.*give one of: maxtext"):
+        linen_compat.save_train_state(state, tmp_path / "out", "huggingface")
 
 
 def test_counts_that_differ_are_refused(tmp_path):

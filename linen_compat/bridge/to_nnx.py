@@ -154,7 +154,9 @@ class LinenAsNNX(nnx.Module):
             raise InputError(
                 f"{type(self.linen_module).__name__} draws random numbers from a stream that it "
                 f"was not given ({str(error).split(' (http')[0]}); give to_nnx one, such as "
-                "rngs=nnx.Rngs(params=0, dropout=1), or call the module with rngs={'dropout': key}"
+                "rngs=nnx.Rngs(params=0, dropout=1), in the constructor of a module for to_linen "
+                "nnx.Rngs(params=rngs.params(), dropout=rngs.dropout()), or call the module with "
+                "rngs={'dropout': key}"
             ) from error
         if not self.linen_collections:
             return out

@@ -37,7 +37,7 @@ _RENAMED = {key: field for key, field in _SIZES.items() if key != field} | {
     "num_pipeline_repeats": "num_repeats",
     "num_pipeline_microbatches": "num_microbatches",
     "gradient_clipping_threshold": "clip_norm",
-    "per_device_batch_size": "global_batch",
+    "per_device_batch_size times all parallelisms": "global_batch",
     "max_target_length": "sequence_length",
     "adam_weight_decay": "weight_decay",
     "load_balance_loss_weight": "load_balance_weight",

@@ -167,7 +167,7 @@ class Config:
         divides(
             microbatches,
             self.train.global_batch,
-            rule=f"global_batch={self.train.global_batch} does not split into "
+            rule=f"a batch of {self.train.global_batch} (train.global_batch) does not split into "
             f"{microbatches} microbatches",
         )
 
@@ -291,9 +291,9 @@ class Config:
             copies * microbatches,
             self.train.global_batch,
             rule=f"a microbatch of {microbatch} sequences does not split over "
-            f"data={mesh.data} × fsdp={mesh.fsdp} × expert={mesh.expert}, with "
-            f"train.global_batch={self.train.global_batch} in {microbatches} microbatches",
-            cure="for train.global_batch, or change pipeline.num_microbatches",
+            f"data={mesh.data} × fsdp={mesh.fsdp} × expert={mesh.expert}, with a batch of "
+            f"{self.train.global_batch} (train.global_batch) in {microbatches} microbatches",
+            cure="for the batch, or change pipeline.num_microbatches",
         )
         parts, own = self.pipeline.batch_split, microbatch // copies
         is_divisor(
