@@ -118,7 +118,8 @@ def make_mesh(
     ):
         raise InputError(
             f"mesh {config} needs {config.num_devices} devices and there are {len(devices)}; "
-            "make the product of its axes equal to the number of devices"
+            "make the product of its axes equal to the number of devices, or begin with virtual "
+            f"ones: jax_num_cpu_devices={config.num_devices}, before JAX runs anything"
         )
     if len({*devices}) < len(devices):
         raise InputError("the devices of a mesh name one device twice; name each once")

@@ -398,8 +398,13 @@ def test_arguments_that_do_not_fit() -> None:
     with pytest.raises(InputError, match="sharded over a mesh and none is given; give mesh="):
         abstract((spread,), None, device)
     other = mesh_on(AbstractMesh((8,), ("rows",)), jax.devices())
-    with pytest.raises(InputError, match=r"sharded over \['data'\], which mesh= does not have"):
+    with pytest.raises(InputError, match=r"over the mesh axis 'data', and the mesh has rows; name"):
         abstract((spread,), other, device)
+    smaller = mesh_of("data=4,fsdp=2", "auto")
+    with pytest.raises(
+        InputError, match=r"sharded over data=8, and the mesh has data=4; give both"
+    ):
+        abstract((spread,), smaller, device)
     with pytest.raises(InputError, match="the mesh needs 16 devices and there are 8"):
         mesh_on(AbstractMesh((16,), ("rows",)), jax.devices())
 

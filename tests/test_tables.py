@@ -17,7 +17,7 @@ from nnx_pipeline.lab.report import tables as report
 from nnx_pipeline.lab.report.account_table import TOTAL
 from nnx_pipeline.lab.report.memory_tables import difference_view, memory_view
 from nnx_pipeline.lab.report.sweep_table import COLUMNS, sweep_view
-from nnx_pipeline.lab.report.time_table import lines_table, time_table
+from nnx_pipeline.lab.report.time_table import lines_table, milliseconds, time_table
 from nnx_pipeline.lab.timing.result import Row
 
 LONG = "tests.programs_of_somebody:gradients_of_every_microbatch_side_by_side"
@@ -209,6 +209,14 @@ def test_buffers_have_their_whole_names() -> None:
             assert column in shown
 
 
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(None, "–"), (0.0, "0.00"), (6.8e-7, "0.0007"), (3e-8, "3e-05"), (1e-4, "0.10"), (2, "2,000")],
+)
+def test_a_time_keeps_a_digit(seconds: float | None, shown: str) -> None:
+    assert milliseconds(seconds) == shown
+
+
 def test_a_sweep_has_its_whole_names() -> None:
     def point(factor: int) -> Point:
         result = measurement(attribution(factor))
@@ -252,5 +260,11 @@ def test_a_sweep_has_the_estimated_step() -> None:
     lines = {line.split()[0]: line.split() for line in shown.splitlines() if line.strip()}
     assert (lines["4"][-2], lines["8"][-2]) == ("4.00", "8.00")
     assert lines["slope"][-2] == "+1.000"
+    meshes = dataclasses.replace(found, along=(("mesh", ("data=4", "data=8")),))
+    shown = text(sweep_view("a sweep", meshes), 120)
+    assert "step, by train.global_batch; mesh" in shown
+    assert [f"{n}; data={n}" in shown for n in (4, 8)] == [True, True]
+    assert "slope per global_batch" in shown
+    assert meshes.to_json()["along"] == {"mesh": ["data=4", "data=8"]}
     falling = dataclasses.replace(found, arms=(("step", (point(4, 8), point(8, 4))),))
     assert "−1.000" in text(sweep_view("a sweep", falling), 120)

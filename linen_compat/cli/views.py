@@ -23,12 +23,18 @@ def counted(number: int | None, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
+def _last_names(path: str) -> str:
+    """A path of more than five names by the last four."""
+    names = path.split("/")
+    return path if len(names) <= 5 else "/".join(["…", *names[-4:]])
+
+
 def inspection(found: Inspection) -> Columns:
     """A table of all parameters with their shapes and dtypes.
 
     On a narrow screen names have their last four parts.
     """
-    head = Column("parameter", shorter=lambda name: "/".join(["…", *name.split("/")[-4:]]))
+    head = Column("parameter", shorter=_last_names)
     table = Columns([head, Column("shape", 1), Column("dtype", 2)])
     for name, leaf in found.parameters.items():
         table.add_row(name, "×".join(map(str, leaf.shape)), leaf.dtype)

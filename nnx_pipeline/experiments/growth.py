@@ -1,4 +1,4 @@
-"""How memory, work and compile time grow with a field of the config, or differ between meshes."""
+"""How memory, work and time grow with a field of the config, or differ between meshes."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -70,7 +70,15 @@ def sweep(
         field=field,
         arms=tuple((label, tuple(points[label])) for label in labels),
         platform=str(platform),
+        along=tuple(
+            (name, tuple(_value_in(row, name) for row in rows)) for name in list(fields)[1:]
+        ),
     )
+
+
+def _value_in(row: "_Row", field: str) -> Any:
+    """The value that a swept field has in a row."""
+    return str(row.mesh) if field == MESH else value_of(row.config, field)
 
 
 class _Row(NamedTuple):

@@ -75,11 +75,23 @@ class Sweep:
     - `arms`: the label of each arm, and its points in the order of the values. Without an
       experiment there is one arm, `step`.
     - `platform`: what the programs were compiled for.
+    - `along`: further fields that changed with it, each with its values in the same order.
     """
 
     field: str
     arms: tuple[tuple[str, tuple[Point, ...]], ...]
     platform: str
+    along: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+
+    def names(self) -> list[str]:
+        """What each program is called: the values of all swept fields."""
+        columns = [values for _, values in self.along]
+        firsts = [point.value for point in self.arms[0][1]]
+        return ["; ".join(map(str, row)) for row in zip(firsts, *columns, strict=True)]
+
+    def heading(self) -> str:
+        """All swept fields, in the order of `names`."""
+        return "; ".join([self.field, *(field for field, _ in self.along)])
 
     @property
     def errors(self) -> list[str]:
@@ -137,7 +149,9 @@ class Sweep:
                     "fits": {n: dataclasses.asdict(f) if f else None for n, f in fits.items()},
                 }
             )
-        return {"schema": 1, "platform": self.platform, "field": self.field, "arms": arms}
+        along = {field: list(values) for field, values in self.along}
+        found = {"schema": 1, "platform": self.platform, "field": self.field}
+        return {**found, "along": along, "arms": arms}
 
 
 def _is_number(value: Any) -> bool:

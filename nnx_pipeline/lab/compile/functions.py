@@ -25,6 +25,11 @@ AnyMesh = Mesh | AbstractMesh | MeshConfig | str | None
 
 # Bytes of an argument: more than any pod has, and less than the largest number compilers count to.
 LARGEST = 2**50
+# What an unknown dtype is compared with.
+_DTYPES = (
+    *(jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64, jnp.bool_),
+    *(jnp.int8, jnp.int16, jnp.int32, jnp.int64, jnp.uint8, jnp.uint16, jnp.uint32, jnp.uint64),
+)
 _ARGUMENT = re.compile(r"(?P<dtype>\w+)\[(?P<axes>[^\]]*)\]")
 _AXIS = re.compile(r"(?P<size>\d+)(@(?P<names>\w+(\+\w+)*))?")
 
@@ -82,7 +87,11 @@ def parse_argument(text: str, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
     try:
         dtype = jnp.dtype(match["dtype"])
     except TypeError as error:
-        raise InputError(f"argument {text!r}: there is no dtype {match['dtype']!r}") from error
+        known = [kind.__name__ for kind in _DTYPES]
+        raise InputError(
+            f"argument {text!r}: there is no dtype {match['dtype']!r}; "
+            f"{nearest(match['dtype'], known)}"
+        ) from error
     if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool)):
         raise InputError(f"argument {text!r}: JAX has no arrays of {dtype}; write a numeric dtype")
     _check_width(f"argument {text!r}", dtype)
@@ -305,7 +314,9 @@ def _abstract_leaf(leaf: Any, mesh: Mesh | None, device: Any) -> Any:
 def _placed(leaf: Any, mesh: Mesh | None, device: Any) -> jax.sharding.Sharding:
     """The leaf's sharding on `mesh` in the place of its own mesh, or on `device` without one."""
     sharding = getattr(leaf, "sharding", None)
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else P()
+    spec, own = P(), dict[str, int]()
+    if isinstance(sharding, NamedSharding):
+        spec, own = sharding.spec, dict(sharding.mesh.shape)
     kind = _known_kind(memory_kind(leaf), device)
     if mesh is None:
         if not is_trivial(spec):
@@ -313,9 +324,20 @@ def _placed(leaf: Any, mesh: Mesh | None, device: Any) -> jax.sharding.Sharding:
         if kind is None:
             return jax.sharding.SingleDeviceSharding(device)
         mesh = Mesh(np.asarray([device]), ("device",))
-    missing = sorted(spec_axes(spec) - set(mesh.axis_names))
-    if missing:
-        raise InputError(f"an argument is sharded over {missing}, which mesh= does not have")
+    sizes = dict(mesh.shape)
+    for axis in sorted(spec_axes(spec)):
+        if axis not in sizes:
+            raise InputError(
+                f"an argument is sharded over the mesh axis {axis!r}, and the mesh has "
+                f"{', '.join(sizes)}; name one of these, or in Python give a mesh of JAX that has "
+                "this axis"
+            )
+        if own[axis] != sizes[axis]:
+            # Else an argument would be in other pieces than it says, and nobody would see it.
+            raise InputError(
+                f"an argument is sharded over {axis}={own[axis]}, and the mesh has "
+                f"{axis}={sizes[axis]}; give both the same size"
+            )
     placed = NamedSharding(mesh, spec, memory_kind=kind)
     if placed.memory_kind == kind or kind is None:
         return placed

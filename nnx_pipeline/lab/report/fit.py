@@ -61,8 +61,9 @@ def _sum(measurement: Measurement) -> str:
     parts: dict[str, int] = {}
     for field, name in _PARTS.items():
         parts[name] = parts.get(name, 0) + (getattr(account, field) or 0)
-    largest = max(size or 0, measurement.needed_bytes)
-    unit, scale = ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6)
+    # Not GB for a small program on a large device: each of its parts would be 0.00.
+    is_large = max(size or 0, measurement.needed_bytes) >= 1e9 and measurement.needed_bytes >= 1e8
+    unit, scale = ("GB", 1e9) if is_large else ("MB", 1e6)
     digits = 2 if measurement.needed_bytes < 10 * scale else 1
     shown = [f"{name} {part / scale:,.{digits}f}" for name, part in parts.items() if part]
     told = f"{' + '.join(shown)} = {measurement.needed_bytes / scale:,.{digits}f}"

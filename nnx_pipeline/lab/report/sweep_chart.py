@@ -57,12 +57,12 @@ def sweep_chart(title: str, sweep: Sweep) -> "Figure":
 
 def _draw(axes: "Axes", panel: Panel, sweep: Sweep) -> None:
     axes.set_title(panel.title, loc="left", fontsize=9, fontweight="bold")
-    axes.set_xlabel(sweep.field, fontsize=8)
+    axes.set_xlabel(sweep.heading(), fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e2e5ea", linewidth=0.8)
     axes.tick_params(labelsize=8)
     places = _places(sweep.arms[0][1])
-    axes.set_xticks(places, [str(point.value) for point in sweep.arms[0][1]])
+    axes.set_xticks(places, sweep.names())
     for colour, (label, points) in zip(ARM_COLOURS, sweep.arms, strict=False):
         figures = [point.figure(panel.figure) for point in points]
         found = [(x, y / panel.unit) for x, y in zip(places, figures, strict=True) if y is not None]

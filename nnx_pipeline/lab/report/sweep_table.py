@@ -1,6 +1,6 @@
 """A sweep as a table for the terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -32,16 +32,22 @@ def sweep_view(title: str, sweep: Sweep) -> RenderableType:
     """A table per arm: one line per program, then slopes where the field is a number."""
     parts: list[RenderableType] = [Text(title, style="italic")]
     for label, points in sweep.arms:
-        table = _table(points, [sweep.fit(name, label) for name in UNITS])
-        parts += [Text(f"{label}, by {sweep.field}", style="bold"), table]
+        fits = [sweep.fit(name, label) for name in UNITS]
+        table = _table(dict(zip(sweep.names(), points, strict=True)), fits, sweep.field)
+        parts += [Text(f"{label}, by {sweep.heading()}", style="bold"), table]
     failed = [Text(error, style="red") for error in sweep.errors]
     measured = [point.result for _, points in sweep.arms for point in points if point.result]
     return Group(*parts, *failed, *closing_lines(measured, hint=False))
 
 
-def _table(points: Sequence[Point], fits: Sequence[Fit | None]) -> Columns:
-    """One line per program, then slopes; without the columns of which nothing is known."""
-    rows = [_figures(point) for point in points]
+def _table(points: Mapping[str, Point], fits: Sequence[Fit | None], field: str) -> Columns:
+    """One line per program, then slopes; without the columns of which nothing is known.
+
+    - `points`: by what each is called.
+    - `fits`: the line of each column.
+    - `field`: what slopes are against.
+    """
+    rows = [_figures(point) for point in points.values()]
     known = [at for at in range(len(COLUMNS)) if any(row[at] != UNKNOWN for row in rows)]
     heads = [Column(name, order, is_number=True) for name, order in COLUMNS.items()]
     table = Columns([Column(""), *(heads[at] for at in known)], is_bare=True)
@@ -49,11 +55,14 @@ def _table(points: Sequence[Point], fits: Sequence[Fit | None]) -> Columns:
     def add(name: str, cells: Sequence[str]) -> None:
         table.add_row(name, *(cells[at] for at in known))
 
-    for point, row in zip(points, rows, strict=True):
-        add(str(point.value), row)
+    for name, row in zip(points, rows, strict=True):
+        add(name, row)
     if any(fits):
         table.add_section()
-        add("slope per unit", list(map(_slope, fits, UNITS.values())))
+        unit = (
+            f"per {field.rpartition('.')[2]}" if any(";" in name for name in points) else "per unit"
+        )
+        add(f"slope {unit}", list(map(_slope, fits, UNITS.values())))
         add("r²", list(map(_explained, fits)))
     return table
 

@@ -89,4 +89,6 @@ def milliseconds(seconds: float | None) -> str:
     if seconds is None:
         return "–"
     value = 1e3 * seconds
+    if 0 < value < 0.01:
+        return f"{value:.1g}" if value >= 1e-4 else f"{value:.0e}"
     return f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
