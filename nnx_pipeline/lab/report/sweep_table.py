@@ -33,19 +33,20 @@ def sweep_view(title: str, sweep: Sweep) -> RenderableType:
     parts: list[RenderableType] = [Text(title, style="italic")]
     for label, points in sweep.arms:
         fits = [sweep.fit(name, label) for name in UNITS]
-        table = _table(dict(zip(sweep.names(), points, strict=True)), fits, sweep.field)
+        unit = sweep.field.rpartition(".")[2] if sweep.along else "unit"
+        table = _table(dict(zip(sweep.names(), points, strict=True)), fits, unit)
         parts += [Text(f"{label}, by {sweep.heading()}", style="bold"), table]
     failed = [Text(error, style="red") for error in sweep.errors]
     measured = [point.result for _, points in sweep.arms for point in points if point.result]
     return Group(*parts, *failed, *closing_lines(measured, hint=False))
 
 
-def _table(points: Mapping[str, Point], fits: Sequence[Fit | None], field: str) -> Columns:
+def _table(points: Mapping[str, Point], fits: Sequence[Fit | None], unit: str) -> Columns:
     """One line per program, then slopes; without the columns of which nothing is known.
 
     - `points`: by what each is called.
     - `fits`: the line of each column.
-    - `field`: what slopes are against.
+    - `unit`: what slopes are per.
     """
     rows = [_figures(point) for point in points.values()]
     known = [at for at in range(len(COLUMNS)) if any(row[at] != UNKNOWN for row in rows)]
@@ -59,10 +60,7 @@ def _table(points: Mapping[str, Point], fits: Sequence[Fit | None], field: str) 
         add(name, row)
     if any(fits):
         table.add_section()
-        unit = (
-            f"per {field.rpartition('.')[2]}" if any(";" in name for name in points) else "per unit"
-        )
-        add(f"slope {unit}", list(map(_slope, fits, UNITS.values())))
+        add(f"slope per {unit}", list(map(_slope, fits, UNITS.values())))
         add("r²", list(map(_explained, fits)))
     return table
 
