@@ -118,8 +118,8 @@ def make_mesh(
     ):
         raise InputError(
             f"mesh {config} needs {config.num_devices} devices and there are {len(devices)}; "
-            "make the product of its axes equal to the number of devices, or begin with virtual "
-            f"ones: jax_num_cpu_devices={config.num_devices}, before JAX runs anything"
+            "make the product of its axes equal to the number of devices"
+            f"{_virtual(config, devices)}"
         )
     if len({*devices}) < len(devices):
         raise InputError("the devices of a mesh name one device twice; name each once")
@@ -183,6 +183,16 @@ def _fill_a_box(devices: Sequence[Any]) -> bool:
 def _spare(devices: Sequence[Any]) -> bool:
     """Whether a mesh may leave some devices unused: virtual CPU devices cost nothing."""
     return all(device.platform == "cpu" for device in devices)
+
+
+def _virtual(config: MeshConfig, devices: Sequence[Any]) -> str:
+    """How there would be enough devices, for the end of a message; "" for a TPU or a GPU."""
+    if not _spare(devices):
+        return ""
+    return (
+        f", or begin with virtual ones: jax_num_cpu_devices={config.num_devices}, before JAX runs "
+        "anything"
+    )
 
 
 def ambient_mesh() -> MeshConfig:

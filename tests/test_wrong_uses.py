@@ -290,7 +290,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "kinds: no function": (module(kinds=lambda make: [make, 3]), "given as int among them"),
     "kinds: three over two layers": (
         module(kinds=lambda make: [make] * 3),
-        "a stage has 2 layers, which do not split into 3 kinds in turn; give each stage a multiple",
+        "4 layers do not split into 2 stages × 1 repeats × 3 kinds in turn; choose a multiple of 6",
     ),
     "kinds: unlike metrics": (
         module(

@@ -66,16 +66,13 @@ def make_stack(
     visits = stages * repeats
     per_stage = -(-layers // visits)
     if not pad:
+        in_turn = f" × {kinds} kinds in turn" if kinds > 1 else ""
         divides(
-            visits,
+            visits * kinds,
             layers,
-            rule=f"{layers} layers do not split into {stages} stages × {repeats} repeats",
-            cure=f"or set pipeline.pad_layers=true, which pads to {visits * per_stage}",
+            rule=f"{layers} layers do not split into {stages} stages × {repeats} repeats{in_turn}",
+            cure="or set pipeline.pad_layers=true, which pads to "
+            f"{visits * (-(-per_stage // kinds) * kinds)}",
         )
-    per_stage = -(-per_stage // kinds) * kinds if pad else per_stage
-    if per_stage % kinds:
-        raise InputError(
-            f"a stage has {per_stage} layers, which do not split into {kinds} kinds in turn; give "
-            "each stage a multiple of them, or set pipeline.pad_layers=true"
-        )
+    per_stage = -(-per_stage // kinds) * kinds
     return Stack(repeats, stages, per_stage, layers, kinds)

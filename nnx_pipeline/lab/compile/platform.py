@@ -275,7 +275,8 @@ def _topology(platform: Platform, **options: str) -> Sequence[Any]:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
             f"platform {platform}: the compiler does not offer this topology ({reason[:160]}); "
-            "try one such as tpu:v5p:2x2x2 or cuda:h100:8"
+            "try one such as tpu:v5p:2x2x2 or cuda:h100:8; for one chip of a TPU give a whole "
+            "host, such as tpu:v5p:2x2x1, and no mesh"
         ) from error
 
 

@@ -77,7 +77,11 @@ def _figures(point: Point) -> list[str]:
 
 
 def _slope(fit: Fit | None, unit: float) -> str:
-    return UNKNOWN if fit is None else f"{fit.slope / unit:+,.3f}".replace("-", "−")
+    if fit is None:
+        return UNKNOWN
+    value = fit.slope / unit
+    shown = f"{value:+,.3f}" if abs(value) >= 0.1 or not value else f"{value:+.2g}"
+    return shown.replace("-", "−")
 
 
 def _explained(fit: Fit | None) -> str:

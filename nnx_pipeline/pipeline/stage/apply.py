@@ -10,6 +10,7 @@ from jaxtyping import Array, PyTree
 
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.pipeline.metrics import Max, Mean, Metric, is_metric
+from nnx_pipeline.pipeline.stage.convolutions import without_convolutions
 from nnx_pipeline.sharding import P, manual_axes, mesh_sizes, spec_of
 
 # (parameters of one stage in one repeat, activations, side inputs) to (activations, metrics); with
@@ -32,9 +33,12 @@ _WITHIN: dict[str, Any] = {
 
 
 def map_stages(apply_stage: Callable[..., Any]) -> Callable[..., Any]:
-    """Maps a stage function over a leading axis of stages, sharded over the mesh axis `stage`."""
+    """Maps a stage function over a leading axis of stages, sharded over the mesh axis `stage`.
+
+    Raises InputError for a convolution on a mesh on which XLA gets its gradient wrong.
+    """
     name = "stage" if mesh_sizes().get("stage", 1) > 1 else None
-    return jax.vmap(apply_stage, spmd_axis_name=name)
+    return jax.vmap(without_convolutions(apply_stage), spmd_axis_name=name)
 
 
 def read_row(index: Array, leaf: Array) -> Array:
