@@ -1,5 +1,7 @@
 """Convolutions in a pipeline: where their gradients are right, and where they are refused."""
 
+from typing import Any, Literal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from flax import nnx
 from helpers import assert_close, float_rows, mesh_of
 
 from nnx_pipeline import CircularPipeline, InputError, PipelineConfig
+from nnx_pipeline.pipeline import ModelEnds
 
 pytestmark = pytest.mark.jax_alone
 
@@ -20,25 +23,36 @@ class Convolution(nnx.Module):
         return x + jnp.tanh(self.conv(x)), None
 
 
-def gradients_on(mesh: str, schedule: str) -> jax.Array:
+def by_call(pipeline: CircularPipeline, x: jax.Array) -> jax.Array:
+    return jnp.sum(pipeline(x)[0] ** 2)
+
+
+def by_1f1b(pipeline: CircularPipeline, x: jax.Array) -> jax.Array:
+    ends = ModelEnds(lambda _, x: x, None, lambda _, y, x: jnp.sum(y**2), None)
+    return pipeline.loss(ends, (x, x), {})[0]
+
+
+LOSSES = {"circular": by_call, "1f1b": by_1f1b}
+
+
+def gradients_on(mesh: str, schedule: Literal["circular", "1f1b"]) -> np.ndarray:
     """The gradient of all kernels, one layer after the other."""
-    config = PipelineConfig(num_microbatches=4, schedule=schedule)  # type: ignore[arg-type]
+    config = PipelineConfig(num_microbatches=4, schedule=schedule)
     with jax.set_mesh(mesh_of(mesh, "auto")):
         pipeline = CircularPipeline(config, Convolution, num_layers=4, rngs=nnx.Rngs(0))
-        x = float_rows(16, 6, 8)
-        loss = lambda pipeline: jnp.mean(pipeline(x)[0] ** 2)  # noqa: E731
-        kernel = jax.jit(jax.grad(loss))(pipeline).layers.conv.kernel[...]
-        return np.asarray(kernel).reshape(4, 3, 8, 8)
+        gradients = jax.jit(jax.grad(LOSSES[schedule]))(pipeline, float_rows(16, 6, 8))
+        return np.asarray(gradients.layers.conv.kernel[...]).reshape(4, 3, 8, 8)
 
 
+@pytest.mark.parametrize("schedule", LOSSES)
 @pytest.mark.parametrize("mesh", ["stage=2,fsdp=2,expert=2", "stage=2,tensor=2", "fsdp=2,tensor=2"])
-def test_gradients_are_those_of_one_device(mesh: str) -> None:
-    assert_close(gradients_on(mesh, "circular"), gradients_on("", "circular"), 1e-5)
+def test_gradients_are_those_of_one_device(mesh: str, schedule: Any) -> None:
+    assert_close(gradients_on(mesh, schedule), gradients_on("", "circular"), 1e-5)
 
 
-@pytest.mark.parametrize("schedule", ["circular", "1f1b"])
+@pytest.mark.parametrize("schedule", LOSSES)
 @pytest.mark.parametrize("mesh", ["stage=2,fsdp=2,tensor=2", "stage=2,data=2,context=2"])
-def test_a_convolution_is_refused_where_xla_is_wrong(mesh: str, schedule: str) -> None:
+def test_a_convolution_is_refused_where_xla_is_wrong(mesh: str, schedule: Any) -> None:
     with pytest.raises(InputError, match=r"gets the gradient of its kernel wrong.* is 1, or write"):
         gradients_on(mesh, schedule)
 

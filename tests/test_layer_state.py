@@ -256,7 +256,7 @@ class Writes(nnx.Module):
         ),
         (
             "stage=2,fsdp=2",
-            {"fsdp_gather": "step"},
+            {"fsdp_gather": "step", "backward": "accumulate"},
             Writes(Called, ()),
             r"along fsdp, .*because of pipeline.fsdp_gather=step; set pipeline.fsdp_gather=use, or",
         ),

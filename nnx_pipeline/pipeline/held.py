@@ -157,7 +157,7 @@ def check_state(layers: Any, config: PipelineConfig, layout: Layout, stages: int
             f"(here it is {default}); set pipeline.num_microbatches={default}, on every mesh"
         )
     if layout.axes("copy"):
-        reason, cure = _why_in_copies(config)
+        reason, cure = _why_in_copies(config, layout.axes("copy"))
         axes = " and ".join(layout.axes("copy"))
         raise InputError(
             "the layers have state, such as running statistics, and run in one copy per device "
@@ -166,8 +166,13 @@ def check_state(layers: Any, config: PipelineConfig, layout: Layout, stages: int
         )
 
 
-def _why_in_copies(config: PipelineConfig) -> tuple[str, str]:
-    """The option by which layers run in copies, and what to set in its place."""
+def _why_in_copies(config: PipelineConfig, axes: tuple[str, ...]) -> tuple[str, str]:
+    """The option by which layers run in copies, and what to set in its place.
+
+    - `axes`: the mesh axes along which they do.
+    """
+    if set(axes) & set(gathered_axes(config)):
+        return f"pipeline.fsdp_gather={config.fsdp_gather}", "pipeline.fsdp_gather=use"
     if not config.accumulates:
         return "train.shard_optimizer_over_data=true", "train.shard_optimizer_over_data=false"
     if config.backward is not None:
