@@ -29,6 +29,11 @@ def lean(x, w):
 def kept(x, w):
     everything = jnp.tanh(x[:, :, None] * w)  # 64 x 256 x 256
     return jnp.sum(jnp.sort(everything, axis=0), axis=1)
+
+
+def several(x, w):
+    parts = [jnp.sort(x * factor, axis=0) for factor in (2.0, 3.0, 5.0)]  # 64 x 256 each
+    return jnp.sort(jnp.concatenate(parts), axis=0) @ w
 """
 STEP = """
 import model
@@ -411,6 +416,12 @@ def test_a_limit_shows_the_buffers(project: Project) -> None:
     assert re.search(r"temp_bytes [\d,]+ is [\d,]+ \([\d.]+%\) above its limit of 1,000,000", text)
     assert re.search(r"16\.8 MB +f32\[64,256,256\] +model.py:1[45]", text)
     assert text.count("MB per device") == 1
+
+
+def test_buffers_that_read_the_same_are_one_row(project: Project) -> None:
+    step = STEP.format("several").replace("within_budget()", "assert_at_most(temp_bytes=10**4)")
+    text = output(project(test_step=step))
+    assert re.search(r"0\.2 MB in 3 buffers +f32\[64,256\] +model.py:19 +activation +mul\n", text)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from numbers import Real
 
 from nnx_pipeline.errors import InputError, nearest
 from nnx_pipeline.lab.compile.measure import Measurement
-from nnx_pipeline.lab.report.memory_tables import short_operation, short_source
+from nnx_pipeline.lab.report.memory_tables import grouped, short_operation, short_source
 from nnx_pipeline.lab.report.tables import CPU_WARNING, compiler, megabytes
 from nnx_pipeline.lab.report.time_table import milliseconds, rows_by_line, seconds_of
 from nnx_pipeline.lab.report.unread import unread_lines
@@ -242,25 +242,25 @@ def _longest_lines(measurement: Measurement) -> list[str]:
 
 
 def _largest_buffers(measurement: Measurement) -> list[str]:
-    """The largest buffers at the peak, largest first, each with its line of source."""
+    """The buffers at the peak, largest first, those that read the same in one row."""
     attribution = measurement.attribution
     if attribution is None or not attribution.buffers:
         return ["The compiler gave no list of buffers."]
-    rows = attribution.buffers
-    shown = [row for row in rows[:TOP] if row.bytes >= SMALL * attribution.heap_bytes]
+    sizes = [(sum(it.bytes for it in group), group) for group in grouped(attribution.buffers)]
+    shown = [row for row in sizes[:TOP] if row[0] >= SMALL * attribution.heap_bytes]
     cells = [
         (
-            f"{megabytes(row.bytes):>10} MB",
-            row.shape or row.name,
-            short_source(row.source),
-            row.role,
-            short_operation(row.operation),
+            f"{megabytes(size):>10} MB" + (f" in {len(group)} buffers" if len(group) > 1 else ""),
+            group[0].shape or group[0].name,
+            short_source(group[0].source),
+            group[0].role,
+            short_operation(group[0].operation),
         )
-        for row in shown
+        for size, group in shown
     ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
         "  ".join(map(str.ljust, row, widths)).rstrip()  # one column below the other
         for row in cells
     ]
-    return [f"largest of {len(rows)} buffers at the peak of the heap:", *lines]
+    return [f"largest of {len(attribution.buffers)} buffers at the peak of the heap:", *lines]
