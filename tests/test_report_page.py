@@ -227,6 +227,18 @@ def test_bars_and_line_are_to_scale() -> None:
     assert min(heights) == pytest.approx(300 * (1 - sizes["a"] / 1e6 / axis.high), abs=0.1)
 
 
+def test_the_line_is_over_the_whole_schedule() -> None:
+    """The position of the peak is the one that `memory` prints, wherever the first value begins."""
+    whole = attribution()
+    late = dataclasses.replace(whole, positions=1200, timeline=whole.timeline[100:])
+    drawing = charts.timeline([charts.Arm("a", "late", late)])
+    assert "position 300 of 1200 in the schedule" in drawing
+    assert "left:25.00%" in drawing
+    (path,) = re.findall(r' d="([^"]+)"', drawing)
+    assert path.startswith("M0.0 300.0H83.3V")
+    assert re.search(r"H1000\.0V[\d.]+$", path)
+
+
 def test_the_change_has_its_sign() -> None:
     text = Reader(outcomes_page(TITLE, [outcome()])).text
     before, after = (attribution(factor).heap_bytes for factor in (1.0, 0.6))

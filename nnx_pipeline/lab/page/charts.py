@@ -127,16 +127,18 @@ def timeline(arms: Sequence[Arm]) -> Markup:
     lines, marks, words = [], [], []
     for arm in arms:
         points = thinned(arm.attribution.timeline)
-        # An axis must have a length, even for a single point.
-        first, last = points[0][0], max(points[-1][0], points[0][0] + 1)
-        x = Axis(first, last, ())
+        last = max(arm.attribution.positions, points[-1][0], 1)
+        if points[0][0] > 0:
+            points = [(0, 0), *points]
+        points.append((last, points[-1][1]))
+        x = Axis(0, last, ())
         lines.append(element("path", d=_steps(points, x, y), class_=f"line {arm.key}"))
         position, size = peak_of(arm.attribution)
         place = f"left:{100 * x.share(position):.2f}%;top:{100 * (1 - y.share(size / 1e6)):.2f}%"
         marks.append(element("span", class_=f"peak {arm.key}", style=place, aria_hidden="true"))
         words.append(
             f"{arm.key} ({arm.label}) peaks at {megabytes(size)} MB, "
-            f"instruction {position - first} of {last - first}"
+            f"position {position} of {last} in the schedule"
         )
     said = "; ".join(words)
     return element(
