@@ -366,7 +366,7 @@ def test_arguments_that_cannot_be_read(text: str, message: str) -> None:
         ("own_functions.py:scaled", r"names a file.*write own_functions:scaled"),
         ("./here/own_functions.py:scaled", r"names a file.*write here.own_functions:scaled"),
         ("own_functions:scald", "there is no 'scald'; did you mean 'scaled'"),
-        ("own_functions:not_a_function", "is a int and cannot be called"),
+        ("own_functions:not_a_function", "has the type int, which cannot be called; name a func"),
     ],
 )
 def test_functions_that_are_not_found(text: str, message: str) -> None:
@@ -380,15 +380,31 @@ def test_functions_and_inputs_by_name() -> None:
     assert [leaf.shape for leaf in given] == [shape for shape, _ in own_functions.SHAPES]
     with pytest.raises(InputError, match="--inputs and --arg both give the arguments"):
         arguments_of("own_functions:inputs", ("float32[2]",), None)
+    with pytest.raises(InputError, match="'builtins:print' returned None; return the tuple of the"):
+        arguments_of("builtins:print", (), None)
     assert name_of(own_functions.scaled) == "own_functions:scaled"
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ({"mesh": 8}, "mesh=8 is no mesh; give a mesh of JAX, a MeshConfig, or a text such as"),
+        ({"platform": None}, "platform=None is no platform; give a text such as 'tpu:v5p:2x2x2'"),
+    ],
+)
+def test_a_place_that_is_none(place: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        lab.measure(own_functions.scaled, X, **place)
 
 
 def test_arguments_that_do_not_fit() -> None:
     wrapped = functools.wraps(product)(lambda *arguments: product(*arguments))
     for function in (product, wrapped, jax.value_and_grad(product)):
         for tool in (lab.measure, lint):
-            with pytest.raises(InputError, match="cannot be called with 1 arguments: missing"):
+            with pytest.raises(InputError, match="cannot be called with 1 argument: missing"):
                 tool(function, X)
+    with pytest.raises(InputError, match="a list is one argument, the arguments themselves are"):
+        lab.measure(product, [X, WEIGHT])
     bound = functools.wraps(product)(lambda x: product(x, jnp.ones(WEIGHT.shape, WEIGHT.dtype)))
     assert lab.measure(bound, X).flops == lab.measure(product, X, WEIGHT).flops
     device, mesh = jax.devices()[0], mesh_of("data=8", "auto")

@@ -428,7 +428,7 @@ def test_buffers_that_read_the_same_are_one_row(project: Project) -> None:
     ("call", "message"),
     [
         ("(model.lean, [model.X])", "args= is a list; give a tuple of the arguments"),
-        ("(model.lean, (model.X,))", "cannot be called with 1 arguments"),
+        ("(model.lean, (model.X,))", "cannot be called with 1 argument:"),
         ("(model.lean, (), platform='gpu')", "did you mean 'cuda'?"),
         ("(model.lean, (model.X, model.W)).assert_at_most()", "has no limit; give one"),
         (

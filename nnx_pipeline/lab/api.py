@@ -163,7 +163,14 @@ def _place(mesh: AnyMesh, platform: Platform | str) -> tuple[Platform, Mesh | No
 
 
 def _platform(platform: Platform | str) -> Platform:
-    return Platform.parse(platform) if isinstance(platform, str) else platform
+    if isinstance(platform, str):
+        return Platform.parse(platform)
+    if not isinstance(platform, Platform):
+        raise InputError(
+            f"platform={platform!r} is no platform; give a text such as 'tpu:v5p:2x2x2', or a "
+            "Platform"
+        )
+    return platform
 
 
 def _different_results(traced: Sequence[Traced]) -> list[str]:

@@ -66,7 +66,9 @@ def find_function(text: str) -> Callable[..., Any]:
             raise InputError(f"{text!r}: there is no {part!r}; {nearest(part, known)}")
         found = getattr(found, part)
     if not callable(found):
-        raise InputError(f"{text!r} is a {type(found).__name__} and cannot be called")
+        raise InputError(
+            f"{text!r} has the type {type(found).__name__}, which cannot be called; name a function"
+        )
     return found
 
 
@@ -165,6 +167,10 @@ def arguments_of(
     make = find_function(inputs)
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
         made = make()
+    if made is None:
+        raise InputError(
+            f"{inputs!r} returned None; return the tuple of the arguments, () where there are none"
+        )
     given = made if isinstance(made, tuple) else (made,)
     check_arrays(given)
     return given
@@ -199,10 +205,13 @@ def _bind(
     try:
         signature.bind(*arguments)
     except TypeError as error:
+        lists = any(isinstance(argument, list) for argument in arguments)
+        given = f"{len(arguments)} argument{'' if len(arguments) == 1 else 's'}"
         raise InputError(
-            f"{name_of(function)} cannot be called with {len(arguments)} arguments: {error}; give "
-            "its arrays in order (a command takes them from --arg or --inputs) and bind the rest "
-            "with functools.partial"
+            f"{name_of(function)} cannot be called with {given}: {error}; give its arrays in "
+            "order (a command takes them from --arg or --inputs) and bind the rest with "
+            "functools.partial"
+            + ("; a list is one argument, the arguments themselves are in a tuple" if lists else "")
         ) from error
 
 
@@ -213,7 +222,7 @@ def mesh_on(mesh: AnyMesh, devices: Sequence[Any]) -> Mesh | None:
       mesh with the axes of this project in auto mode.
     - `devices`: the devices to lay it over, in order.
 
-    Raises InputError when there are not enough devices.
+    Raises InputError for what is no mesh, and when there are not enough devices.
     """
     if isinstance(mesh, str):
         mesh = MeshConfig.parse(mesh)
@@ -223,6 +232,11 @@ def mesh_on(mesh: AnyMesh, devices: Sequence[Any]) -> Mesh | None:
         return make_mesh(mesh, devices[:1] if mesh.num_devices == 1 else devices, sharding="auto")
     if mesh is None:
         return None
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise InputError(
+            f"mesh={mesh!r} is no mesh; give a mesh of JAX, a MeshConfig, or a text such as "
+            "'data=2,fsdp=4'"
+        )
     sizes, needed = tuple(mesh.shape.values()), mesh.size
     if len(devices) < needed:
         raise InputError(f"the mesh needs {needed} devices and there are {len(devices)}")
