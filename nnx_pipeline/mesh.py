@@ -190,8 +190,8 @@ def _virtual(config: MeshConfig, devices: Sequence[Any]) -> str:
     if not _spare(devices):
         return ""
     return (
-        f", or begin with virtual ones: jax_num_cpu_devices={config.num_devices}, before JAX runs "
-        "anything"
+        f", or begin with virtual ones: jax_num_cpu_devices={config.num_devices} before JAX runs "
+        f"anything, or JAX_NUM_CPU_DEVICES={config.num_devices} in the environment"
     )
 
 

@@ -88,7 +88,7 @@ def test_where_there_is_no_slope() -> None:
 
 BAD = [
     (("pipeline.num_microbatch=2,4",), "did you mean 'pipeline.num_microbatches'?"),
-    (("pipeline.num_microbatches=2,x",), "needs a whole number"),
+    (("pipeline.num_microbatches=2,x",), ": pipeline.num_microbatches=x needs a whole number"),
     (("pipeline.num_microbatches=2,3",), "choose a multiple of 3"),
     (("pipeline.num_microbatches=2",), "two different values or more"),
     (("pipeline.num_microbatches=2,2",), "two different values or more"),

@@ -63,12 +63,12 @@ def _convert(key: str, text: str, hint: Any) -> object:
     if hint is bool:
         if text.lower() in ("true", "false"):
             return text.lower() == "true"
-        raise InputError(f"--set {key}={text} needs true or false")
+        raise InputError(f"{key}={text} needs true or false")
     try:
         return hint(text)
     except ValueError:
         kind = "a whole number" if hint is int else "a number"
-        raise InputError(f"--set {key}={text} needs {kind}") from None
+        raise InputError(f"{key}={text} needs {kind}") from None
 
 
 def apply_overrides(config: Config, overrides: Mapping[str, str]) -> Config:
@@ -86,7 +86,7 @@ def apply_overrides(config: Config, overrides: Mapping[str, str]) -> Config:
     sections: dict[str, dict[str, object]] = {}
     for key, text in overrides.items():
         if key not in keys:
-            raise InputError(f"--set {key}={text}: no such config field; {nearest(key, keys)}")
+            raise InputError(f"{key}={text}: no such config field; {nearest(key, keys)}")
         section, name = key.split(".")
         sections.setdefault(section, {})[name] = _convert(key, text, keys[key])
     replaced = {

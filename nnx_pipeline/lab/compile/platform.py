@@ -127,7 +127,7 @@ class Platform:
     def backend(self) -> str:
         """JAX's name of the platform: `cpu`, `tpu` or `gpu`."""
         if self.kind == "local":
-            return jax.default_backend()
+            return _local_devices()[0].platform
         return "gpu" if self.kind == "cuda" else self.kind
 
     @property
@@ -191,7 +191,8 @@ def _use_virtual_cpus(needed: int) -> None:
     if have < needed:
         raise InputError(
             f"the mesh needs {needed} virtual CPU devices and this process started with {have}; "
-            f"set jax_num_cpu_devices={needed} before JAX runs anything"
+            f"set jax_num_cpu_devices={needed} before JAX runs anything, or JAX_NUM_CPU_DEVICES="
+            f"{needed} in the environment"
         )
 
 
