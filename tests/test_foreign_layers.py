@@ -267,6 +267,53 @@ def test_weights_lie_where_flax_says(form: Form, gather: str) -> None:
             assert value.sharding.is_equivalent_to(want, value.ndim)
 
 
+class Columns(nnx.Module):
+    """An MLP whose hidden features are sharded, so that the second product sums over devices."""
+
+    says_where = True
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        normal = nnx.initializers.normal()
+        columns = nnx.with_partitioning(normal, (None, "tensor"))
+        rows = nnx.with_partitioning(normal, ("tensor", None))
+        self.up = nnx.Linear(WIDTH, 8, kernel_init=columns, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(8, WIDTH, kernel_init=rows, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:
+        where = jax.typeof(x).sharding if self.says_where else None
+        hidden = jax.nn.gelu(self.up(x))
+        return x + jnp.matmul(hidden, self.down.kernel[...], out_sharding=where), None
+
+
+class SaysNothing(Columns):
+    says_where = False
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        Form("tensor=2", {}),
+        Form("stage=2,tensor=2", {"num_repeats": 2}),
+        Form("stage=2,data=2,tensor=2", {"backward": "accumulate"}),
+        Form("stage=2,fsdp=2,tensor=2", {"schedule": "1f1b"}),
+        Form("stage=2,fsdp=2,tensor=2", {"sharding": "auto"}),
+    ],
+    ids=str,
+)
+def test_a_product_over_a_sharded_axis(form: Form) -> None:
+    x = float_rows(BATCH, LENGTH, WIDTH)
+    make = SaysNothing if form.config.sharding == "auto" else Columns
+    *got, weights = in_pipeline(make, form, x)
+    want = one_after_the_other(SaysNothing, weights, lambda layer, x, *_: layer(x)[0], x)
+    assert_close(tuple(got), want, 1e-5)
+
+
+def test_a_product_that_does_not_say_where_its_result_is() -> None:
+    words = r"contracting_spec.*sharding='auto'.*or give the product in the layer an out_sharding"
+    with pytest.raises(InputError, match=words):
+        in_pipeline(SaysNothing, Form("stage=2,tensor=2", {}), float_rows(BATCH, LENGTH, WIDTH))
+
+
 @pytest.mark.parametrize("mode", ["explicit", "auto"])
 def test_an_axis_that_neither_layout_nor_mesh_has(mode: str) -> None:
     def layer(rngs: nnx.Rngs) -> nnx.Module:

@@ -83,7 +83,7 @@ def explained() -> Iterator[None]:
             "the model does what JAX cannot type on a mesh with explicit axes, such as a "
             "convolution that is mapped over stages, or a scan that begins with zeros which are "
             f"not sharded: {said}; make the mesh with sharding='auto' (on the command line set "
-            "pipeline.sharding=auto)"
+            f"pipeline.sharding=auto){_OUT_SHARDING if 'out_sharding' in said else ''}"
         ) from error
 
 
@@ -93,6 +93,7 @@ _FORWARD_MODE = (
     "of jax.grad, or for own layers set pipeline.schedule=circular, pipeline.backward=autodiff and "
     "pipeline.fsdp_gather=use"
 )
+_OUT_SHARDING = ", or give the product in the layer an out_sharding, such as jax.typeof(x).sharding"
 _SHARDED = re.compile(r"\w+\[[\d,]*\d@\w")  # such as float32[2@fsdp,4]
 
 
