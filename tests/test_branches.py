@@ -61,6 +61,16 @@ def by_number(x: jax.Array, w: jax.Array) -> jax.Array:
     )
 
 
+def by_numbers(backwards: bool, x: jax.Array, w: jax.Array) -> jax.Array:
+    """A product in the trips whose number in an array, one of 1, 3, … 19, is 5 or less."""
+    numbers = 2 * jnp.arange(10) + 1
+
+    def trip(x: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
+        return jax.lax.cond(number <= 5, product, idle, x, w), None
+
+    return jax.lax.scan(trip, x, numbers[::-1] if backwards else numbers)[0]
+
+
 def by_choice(x: jax.Array, w: jax.Array) -> jax.Array:
     """No product in seven trips, one in two and two in four; JAX clamps the choices."""
     choices = jnp.asarray([0, 2, 1, 2, 2, 9, -1, 1, 0, 0, 0, 0, 0])
@@ -176,6 +186,8 @@ KNOWN = {
     "few flags": (partial(by_flags, [True, False, True]), 2),
     "never": (partial(by_flags, [False] * 5), 0),
     "number": (by_number, 3),
+    "calculated numbers": (partial(by_numbers, False), 3),
+    "numbers backwards": (partial(by_numbers, True), 3),
     "choice": (by_choice, 2 + 2 * 4),
     "inside another loop": (inside_an_outer_loop, 4 * 3),
     "outer loop": (by_the_outer_loop, 2 * 3),
@@ -347,6 +359,21 @@ EVALUATED = {
         "%second = pred[1]{0} slice(%pair), slice={[1:2]}\n%flag = pred[] reshape(%second)",
         [4, 2],
     ),
+    "an array that is calculated": (
+        "%up = s32[6]{0} iota(), iota_dimension=0\n%down = s32[6]{0} reverse(%up), dimensions={0}\n"
+        "%four = s32[] constant(4)\n%fours = s32[6]{0} broadcast(%four), dimensions={}\n"
+        "%late = pred[6]{0} compare(%down, %fours), direction=LT\n"
+        "%entry = pred[1]{0} dynamic-slice(%late, %i), dynamic_slice_sizes={1}\n"
+        "%flag = pred[] bitcast(%entry)",
+        [4, 2],  # 5 and 4 come first
+    ),
+    "an array that wraps around": (
+        "%up = s2[6]{0} iota(), iota_dimension=0\n"
+        "%entry = s2[1]{0} dynamic-slice(%up, %i), dynamic_slice_sizes={1}\n"
+        "%e = s2[] bitcast(%entry)\n%z = s2[] constant(0)\n"
+        "%flag = pred[] compare(%e, %z), direction=LT",
+        [2, 4],  # 0, 1, -2, -1, 0, 1
+    ),
     "a fusion that runs beside others": (
         "%f-start = ((s32[]), pred[], u32[]) fusion-start(%i), kind=kLoop, calls=%odd\n"
         "%flag = pred[] fusion-done(%f-start)",
@@ -382,6 +409,13 @@ NOT_EVALUATED = {
     "a table that is not written out": "%table = pred[6]{0} constant({...})\n"
     "%entry = pred[1]{0} dynamic-slice(%table, %i), dynamic_slice_sizes={1}\n"
     "%flag = pred[] bitcast(%entry)",
+    "an array of two axes": "%up = s32[6,1]{1,0} iota(), iota_dimension=0\n"
+    "%flat = s32[6]{0} reshape(%up)\n"
+    "%entry = s32[1]{0} dynamic-slice(%flat, %i), dynamic_slice_sizes={1}\n"
+    "%e = s32[] bitcast(%entry)\n%flag = pred[] compare(%e, %one), direction=EQ",
+    "an array too long to calculate": "%up = s32[20000]{0} iota(), iota_dimension=0\n"
+    "%entry = s32[1]{0} dynamic-slice(%up, %i), dynamic_slice_sizes={1}\n"
+    "%e = s32[] bitcast(%entry)\n%flag = pred[] compare(%e, %one), direction=EQ",
     "what no one knows": '%y = pred[] custom-call(%i), custom_call_target="unreadable"\n'
     "%flag = pred[] and(%y, %y)",
     # The first five trips are known, and the last one is not.

@@ -40,8 +40,10 @@ _COMPARE: dict[str, Callable[[int, int], bool]] = {
     for direction in ("LT", "LE", "GT", "GE", "EQ", "NE")
 }
 _SHIFTS = ("shift-left", "shift-right-arithmetic", "shift-right-logical")
-_OTHERS = ("clamp", "compare", "divide", "dynamic-slice", "remainder", "select", "slice")
-_EVALUATED = frozenset({*_ARITHMETIC, *_OF_ONE, *_SHIFTS, *_OTHERS})
+_OTHERS = ("clamp", "compare", "divide", "remainder", "select")
+_OF_ARRAYS = ("broadcast", "dynamic-slice", "iota", "reverse", "slice")
+_EVALUATED = frozenset({*_ARITHMETIC, *_OF_ONE, *_SHIFTS, *_OTHERS, *_OF_ARRAYS})
+MOST_ENTRIES = 10_000  # of an array that is calculated; those of tables have no limit
 # Instructions whose result has the same value as their operand; of a bitcast see `passes_on`.
 PASSES_ON = ("copy", "bitcast", "reshape", "copy-start", "copy-done", "opt-barrier")
 
@@ -95,7 +97,7 @@ class Scope:
             return None  # only pred, signed and unsigned integers steer a program
         if opcode == "constant":
             return _literal(instruction.literal, shape.elements)
-        if opcode not in _EVALUATED:
+        if opcode not in _EVALUATED or shape.elements > MOST_ENTRIES:
             return None
         operands: list[Value] = []
         for operand in instruction.operands:
@@ -170,35 +172,67 @@ def _calculated(instruction: Instruction, operands: list[Value]) -> Value | None
     opcode, shape = instruction.opcode, instruction.shapes[0]
     if opcode in ("slice", "dynamic-slice"):
         return _part(instruction, operands)
-    values = [operand for operand in operands if isinstance(operand, int)]
-    if len(values) < len(operands) or shape.elements != 1:
-        return None  # arithmetic on arrays is not followed
-    result: int | None = None
+    if opcode == "iota":
+        counted = tuple(_wrapped(entry, shape) for entry in range(shape.elements))
+        return _of(counted) if len(shape.dims) == 1 else None
+    if opcode == "reverse":
+        (table,) = operands
+        one_axis = isinstance(table, int) or len(shape.dims) == 1
+        return _of(_entries(table)[::-1]) if one_axis else None
+    if opcode == "broadcast":
+        (table,) = operands
+        if isinstance(table, int):
+            return _of((table,) * shape.elements)
+        return table if len(table) == shape.elements else None
+    return _by_entry(opcode, instruction.attributes.get("direction"), shape, tuple(operands))
+
+
+@functools.lru_cache(maxsize=256)  # the arrays that a loop reads are the same in all of its trips
+def _by_entry(
+    opcode: str, direction: str | None, shape: Shape, operands: tuple[Value, ...]
+) -> Value | None:
+    """What an instruction computes of the entries at each place; None if one is not known.
+
+    - `direction`: how a comparison compares.
+    - `operands`: arrays of the result's size, or scalars, which count at each place.
+    """
+    if any(isinstance(one, tuple) and len(one) != shape.elements for one in operands):
+        return None
+    columns = [one if isinstance(one, tuple) else (one,) * shape.elements for one in operands]
+    found: list[int] = []
+    for values in zip(*columns, strict=True):
+        result = _of_integers(opcode, direction, shape, values)
+        if result is None:
+            return None
+        found.append(_wrapped(result, shape))
+    return _of(tuple(found))
+
+
+def _of_integers(
+    opcode: str, direction: str | None, shape: Shape, values: tuple[int, ...]
+) -> int | None:
+    """The same of one place, not yet wrapped around to the range of its type."""
     if opcode in _ARITHMETIC:
-        result = _ARITHMETIC[opcode](*values)
-    elif opcode in _OF_ONE:
-        result = _OF_ONE[opcode](*values)
-        if shape.dtype == "pred" and opcode == "not":
-            result = 1 - values[0]
-    elif opcode in _SHIFTS:
-        result = _shifted(opcode, values[0], values[1], shape.bits)
-    elif opcode in ("divide", "remainder"):
-        result = _divided(opcode, *values)
-    elif opcode == "compare":
-        compare = _COMPARE.get(instruction.attributes["direction"])
-        result = None if compare is None else int(compare(*values))
-    elif opcode == "select":
-        result = values[1] if values[0] else values[2]
-    elif opcode == "clamp":
-        result = min(max(values[0], values[1]), values[2])
-    return None if result is None else _wrapped(result, shape)
+        return _ARITHMETIC[opcode](*values)
+    if opcode in _OF_ONE:
+        is_not = shape.dtype == "pred" and opcode == "not"
+        return 1 - values[0] if is_not else _OF_ONE[opcode](*values)
+    if opcode in _SHIFTS:
+        return _shifted(opcode, values[0], values[1], shape.bits)
+    if opcode in ("divide", "remainder"):
+        return _divided(opcode, *values)
+    if opcode == "compare":
+        compare = _COMPARE.get(direction or "")
+        return None if compare is None else int(compare(*values))
+    if opcode == "select":
+        return values[1] if values[0] else values[2]
+    return min(max(values[0], values[1]), values[2])  # clamp
 
 
 def _part(instruction: Instruction, operands: list[Value]) -> Value | None:
     """A part of an array of one axis; None of others, and where it is not a part without gaps."""
     table, *starts = operands
-    entries = table if isinstance(table, tuple) else (table,)
-    shape = instruction.shapes[0]
+    entries, shape = _entries(table), instruction.shapes[0]
     if len(shape.dims) != 1 or shape.elements > len(entries):
         return None
     if instruction.opcode == "dynamic-slice":
@@ -213,6 +247,10 @@ def _part(instruction: Instruction, operands: list[Value]) -> Value | None:
             return None
         start = int(bounds.group(1))
     return _of(entries[start : start + shape.elements])
+
+
+def _entries(value: Value) -> tuple[int, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _of(entries: tuple[int, ...]) -> Value:
