@@ -193,7 +193,7 @@ class CompiledMemory:
             *unread_lines([self.measurement]),
             *self.measurement.notes,
         ]
-        return "\n".join([*lines, CPU_WARNING] if self.measurement.platform == "cpu" else lines)
+        return "\n".join([*lines, CPU_WARNING] if self.measurement.is_of_cpu else lines)
 
 
 _LIMITED = tuple(

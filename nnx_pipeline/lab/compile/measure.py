@@ -41,7 +41,8 @@ class Measurement:
     - `xla_flops`, `bytes_accessed`: from XLA's own cost analysis; None where there is none.
     - `collectives`: `ops`, `executed` and `bytes` of each kind, see `hlo.cost.collective_counts`.
     - `seconds`: how long each phase took, such as `trace`, `lower` and `compile`.
-    - `versions`: the version of each package that decides what the compiler does.
+    - `versions`: the version of each package that decides what the compiler does; for the platform
+      `local` also the kind of `device`.
     - `hlo`: the compiled program as text; empty for a measurement from a cache.
     - `kept_fingerprint`: the fingerprint of the program, which a cache keeps instead of `hlo`.
     - `attribution`: what the heap holds at its peak; None where the compiler wrote no buffer
@@ -96,6 +97,11 @@ class Measurement:
     def fingerprint(self) -> str:
         """A hash that is the same for the same program, whatever source lines it comes from."""
         return self.kept_fingerprint or fingerprint(self.hlo)
+
+    @property
+    def is_of_cpu(self) -> bool:
+        """Whether it is XLA's compiler for CPUs that gave the figures."""
+        return "cpu" in (self.platform, self.versions.get("device"))
 
     def bytes_of(self, quantity: str) -> int | None:
         """A figure that a verdict may be about, in bytes; None where it is not known.

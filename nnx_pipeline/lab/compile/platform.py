@@ -172,11 +172,15 @@ class Platform:
         return _TPU_MEMORY.get(self.target) if self.kind == "tpu" else None
 
     def versions(self) -> dict[str, str]:
-        """The versions of the packages that decide what the compiler does; "" if not installed."""
+        """The versions of the packages that decide what the compiler does; "" if not installed.
+
+        Of the devices that JAX sees it also has the kind, as the entry `device`.
+        """
+        seen = {"device": _local_devices()[0].device_kind} if self.kind == "local" else {}
         names = ["jax", "jaxlib", "flax"]
         of_cuda = ["jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-cudnn-cu13"]
         names += {"tpu": ["libtpu"], "cuda": of_cuda}.get(self.kind, [])
-        return {name: _version(name) for name in names}
+        return {**seen, **{name: _version(name) for name in names}}
 
 
 def _use_virtual_cpus(needed: int) -> None:

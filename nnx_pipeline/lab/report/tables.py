@@ -82,7 +82,7 @@ def measurement_view(
         *floor_view(measurement),
         Text("seconds: " + ", ".join(f"{k} {v:.2f}" for k, v in measurement.seconds.items())),
     ]
-    if measurement.platform == "cpu":
+    if measurement.is_of_cpu:
         lines.append(Text(CPU_WARNING, style="yellow"))
     lines += [*_gemm([measurement], hint), *blind_spots([measurement])]
     lines += _unread([measurement])
@@ -92,7 +92,8 @@ def measurement_view(
 
 def account_view(measurement: Measurement) -> RenderableType:
     """The account alone, with remarks on its figures."""
-    told = [*blind_spots([measurement]), *_settings([measurement])]
+    warning = [Text(CPU_WARNING, style="yellow")] if measurement.is_of_cpu else []
+    told = [*warning, *blind_spots([measurement]), *_settings([measurement])]
     return Group(account_table(measurement), *told, *fit_lines(measurement))
 
 
@@ -289,7 +290,7 @@ def closing_lines(
     """
     lines = [Text(f"compiler: {compiler(measured[0])}")] if measured else []
     lines += _settings(measured)
-    if measured and measured[0].platform == "cpu":
+    if measured and measured[0].is_of_cpu:
         lines.append(Text(CPU_WARNING, style="yellow"))
     lines += [*_gemm(measured, hint), *blind_spots(measured), *_too_large(measured)]
     lines += _unread(measured)
