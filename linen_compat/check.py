@@ -47,6 +47,7 @@ class Diagnosis:
     - `format`: such as `maxtext:scanned` or `huggingface`.
     - `num_layers`, `stages`, `repeats`: what the checkpoint holds.
     - `comparison`: which leaves fit the model and which do not.
+    - `optimizer`: what becomes of the optimizer's state, where that needs to be said; else None.
 
     `format` and the three numbers are None for a checkpoint that cannot be read or belongs to
     another model.
@@ -58,6 +59,7 @@ class Diagnosis:
     stages: int | None
     repeats: int | None
     comparison: Comparison
+    optimizer: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The diagnosis and its comparison as one dictionary of plain values, schema 1."""
@@ -70,6 +72,7 @@ class Diagnosis:
             "stages": self.stages,
             "repeats": self.repeats,
             "fits": not found.problems,
+            "optimizer": self.optimizer,
             **dataclasses.asdict(found),
             "fresh": found.fresh,
         }
@@ -92,7 +95,7 @@ def diagnose(checkpoint: str | Path, config: Config) -> Diagnosis:
     """Compares a checkpoint's names, shapes, dtypes and optimizer counts with what a model needs.
 
     Apart from these counts no array is read. What does not fit, or cannot be read, is in the
-    result.
+    result. The state of an optimizer that is not AdamW's is no misfit, as `load` leaves it out.
 
     - `checkpoint`: a folder of any format.
     - `config`: the config of the model that is to take the arrays.
@@ -105,15 +108,40 @@ def diagnose(checkpoint: str | Path, config: Config) -> Diagnosis:
             layers = huggingface.own_config(checkpoint).model.num_layers
             return Diagnosis(Path(checkpoint), HUGGINGFACE, layers, 1, 1, comparison)
         found = inspect(checkpoint)
-        layout, comparison = found.layout, compare_to_load(found, config.model)
+        layout, judged = found.layout, _judged(found)
+        comparison = compare_to_load(judged, config.model)
+        optimizer = _of_optimizer(found, comparison, config)
         if not comparison.problems:
-            wrong = problem_of(read_scalars(found))
+            wrong = problem_of(read_scalars(judged))
             comparison.notes.extend([wrong] if wrong else [])
     except Mismatch as error:
         none = Comparison(notes=[str(error)])
         return Diagnosis(Path(checkpoint), None, None, None, None, none)
     numbers = (layout.num_layers, layout.stages, layout.repeats)
-    return Diagnosis(found.items, layout.format, *numbers, comparison)
+    return Diagnosis(found.items, layout.format, *numbers, comparison, optimizer)
+
+
+def _judged(found: Inspection) -> Inspection:
+    """What of a checkpoint must fit: all of it, or its parameters beside another optimizer's."""
+    return found.parameters_alone if found.other_optimizer else found
+
+
+def _of_optimizer(found: Inspection, comparison: Comparison, config: Config) -> str | None:
+    """What becomes of the optimizer's state, where that needs to be said; else None.
+
+    - `comparison`: how what `_judged` gives fits.
+    """
+    if other := found.other_optimizer:
+        return (
+            f"{other}: linen_compat.load and convert --parameters-only leave it out, "
+            "linen_compat.load_train_state refuses it"
+        )
+    if not found.optimizer or not comparison.problems:
+        return None
+    alone = compare_to_load(found.parameters_alone, config.model)
+    if alone.problems:
+        return None
+    return "the parameters alone fit: linen_compat.load and convert --parameters-only take them"
 
 
 def read_everything(
@@ -131,15 +159,14 @@ def read_everything(
     - `progress`: called with the name and the bytes of each array that has been read.
 
     Raises Mismatch, naming the leaf, when bytes are missing or differ from those that were written,
-    a value is NaN or infinite, a second moment is below 0, or training cannot have produced an
-    array (`plausible`).
+    a parameter or a moment is NaN or infinite, a second moment is below 0, or training cannot have
+    produced an array (`plausible`).
     """
     total, strange = 0, dict[str, str]()
     for read in _every_array(diagnosis, config):
         array = read.array
-        if jnp.issubdtype(array.dtype, jnp.floating):
-            check_finite(array, read.name, allow_nan=allow_nan)
         if read.part is not None:
+            check_finite(array, read.name, allow_nan=allow_nan)
             check_sign(array, read.name, read.part)
             found = suspicion(
                 array,
@@ -191,7 +218,7 @@ def _every_array(diagnosis: Diagnosis, config: Config) -> Iterator[_Read]:
             is_bias = name.endswith(ROUTER_BIAS.huggingface)
             yield _Read(name, files.read(name, ()), part, of_tokens, is_bias)
         return
-    found = inspect(diagnosis.checkpoint)
+    found = _judged(inspect(diagnosis.checkpoint))
     source = OrbaxSource(found, model_arrays(config.model))
     stored = StoredArrays(found.items)
     for leaf in (*found.scalars.values(), *found.ignored.values()):

@@ -7,11 +7,11 @@ from linen_compat.formats.comparison import compare, compare_with_itself, model_
 from linen_compat.formats.huggingface import stream as huggingface
 from linen_compat.formats.names import OUTSIDE
 from linen_compat.formats.new_folder import check_free, new_folder
-from linen_compat.formats.orbax.inspect import inspect
+from linen_compat.formats.orbax.inspect import inspect, optimizer_names
 from linen_compat.formats.orbax.layouts import FORMATS, HUGGINGFACE, NNX, PIPELINED, Layout
 from linen_compat.formats.orbax.stream import OrbaxDestination, OrbaxSource
 from linen_compat.formats.scalars import check_scalars
-from linen_compat.formats.streams import PARAMETERS, Mismatch, Progress, Source, copy
+from linen_compat.formats.streams import Mismatch, Progress, Source, copy
 from linen_compat.maxtext.families import check_maxtext
 from nnx_pipeline import Config, InputError
 from nnx_pipeline.errors import one_of
@@ -27,14 +27,18 @@ class Opened:
 
     - `source`: reads its arrays, layer by layer.
     - `layout`: how it stacks its layers; None for Hugging Face.
-    - `ignored`: leaves and parts that it holds and does not give.
     - `config`: the config of the model; None where it is not known.
+    - `unused`: leaves that this project has no use for.
+    - `optimizer`: parts of the optimizer's state that it holds and does not give.
+    - `step_is_lost`: whether it has a step whose value cannot be read.
     """
 
     source: Source
     layout: Layout | None
-    ignored: tuple[str, ...]
     config: Config | None
+    unused: tuple[str, ...] = ()
+    optimizer: tuple[str, ...] = ()
+    step_is_lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,19 +58,24 @@ class Plan:
     def nbytes(self) -> int:
         """Bytes to be copied, where the moments are taken to be as large as the parameters."""
         source = self.opened.source
-        parts = [part for part in source.parts if self.layout or part == PARAMETERS]
         outside = {names.nnx for names in OUTSIDE}
         each = sum(
             spec.nbytes * (1 if path in outside else len(source.order(path)))
             for path, spec in source.arrays.items()
         )
-        return each * len(parts)
+        return each * len(source.parts)
 
     @property
-    def left_behind(self) -> tuple[str, ...]:
-        """What the source holds and the destination has no place for."""
-        parts = () if self.layout else self.opened.source.parts[1:]
-        return (*self.opened.ignored, *parts)
+    def left_behind(self) -> dict[str, tuple[str, ...]]:
+        """What the source holds and the destination does not get, by the reason for that."""
+        opened, lost = self.opened, ("step",) if self.opened.step_is_lost else ()
+        unused = {"of which this project makes no use": opened.unused}
+        if self.layout is not None:
+            asked = {"as --parameters-only asks": opened.optimizer}
+            return _without_empty({**asked, "whose chunk is missing": lost, **unused})
+        step = lost or tuple({"step"} & opened.source.scalars.keys())
+        place = {"for which a Hugging Face folder has no place": (*opened.optimizer, *step)}
+        return _without_empty({**place, **unused})
 
     def run(
         self, *, allow_nan: bool = False, progress: Progress = lambda name, nbytes: None
@@ -93,6 +102,10 @@ class Plan:
                 source.check_files()  # after the arrays, whose errors name what is lost
 
 
+def _without_empty(left: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    return {reason: names for reason, names in left.items() if names}
+
+
 @dataclass(frozen=True)
 class From:
     """The checkpoint to convert.
@@ -101,7 +114,7 @@ class From:
     - `format`: `maxtext:unscanned`, `maxtext:scanned`, `maxtext:pipelined`, `nnx`, `huggingface`,
       or `auto` to recognise it.
     - `config`: what the checkpoint must fit; without one its layers must agree with each other.
-    - `parameters_only`: leaves the optimizer's state behind.
+    - `parameters_only`: leaves the optimizer's state behind, which may then be of any optimizer.
     """
 
     path: str | Path
@@ -145,9 +158,9 @@ def plan(source: From, target: To) -> Plan:
             f"leave them out for --to {target.format}"
         )
     check_free(target.path)
-    opened = open_checkpoint(
-        source.path, source.format, source.config, parameters_only=source.parameters_only
-    )
+    # A Hugging Face folder has no place for the optimizer's state, whichever it is.
+    alone = source.parameters_only or target.format == HUGGINGFACE
+    opened = open_checkpoint(source.path, source.format, source.config, parameters_only=alone)
     if target.format == HUGGINGFACE:
         if opened.config is None:
             raise InputError(
@@ -185,11 +198,18 @@ def open_checkpoint(
     ):
         config = huggingface.config_for(checkpoint, config)
         source = huggingface.HuggingFaceSource(checkpoint, config.model)
-        return Opened(source, None, (), config)
-    found = inspect(checkpoint)
+        return Opened(source, None, config)
+    found = whole = inspect(checkpoint)
     if source_format not in (AUTO, found.layout.format):
         raise Mismatch(
             f"{found.items} is {found.layout.format}; pass --from {found.layout.format} or auto"
+        )
+    if parameters_only:
+        found = whole.parameters_alone
+    elif whole.other_optimizer:
+        raise Mismatch(
+            f"{found.items} has a state that cannot be converted: {whole.other_optimizer}; "
+            "convert the parameters alone with --parameters-only"
         )
     if config is None:
         comparison, arrays = compare_with_itself(found)
@@ -198,9 +218,14 @@ def open_checkpoint(
     comparison.require(found.items)
     given = OrbaxSource(found, arrays, parameters_only=parameters_only)
     check_scalars(given.scalars)
-    left = [part for part in found.parts if part not in given.parts]
-    left += ["step"] if "step" in found.scalars and "step" not in given.scalars else []
-    return Opened(given, found.layout, (*comparison.ignored, *left), config)
+    return Opened(
+        given,
+        found.layout,
+        config,
+        unused=tuple(leaf.stored for leaf in whole.ignored.values()),
+        optimizer=tuple(optimizer_names(whole.optimizer)) if parameters_only else (),
+        step_is_lost="step" in found.scalars and "step" not in given.scalars,
+    )
 
 
 def _target_layout(opened: Opened, target: To) -> Layout:

@@ -18,8 +18,9 @@ def load(
     """The model of a config with the parameters of a checkpoint, placed on a mesh.
 
     - `checkpoint`: a checkpoint of MaxText, in any layout, or of this project, given as a run (its
-      latest step is taken), a step or an items folder; it may hold a full training state or
-      parameters alone. Or a Hugging Face folder. The stages and repeats of the checkpoint need not
+      latest step is taken), a step or an items folder; it may hold parameters alone, or beside them
+      the state of any optimizer (below `opt_state` or `optimizer`), which is left out. Or a Hugging
+      Face folder. The stages and repeats of the checkpoint need not
       be those of the mesh and the config.
     - `config`: the config of the model. For a Hugging Face folder None means that of its
       `config.json`; with another one the query kernels are scaled where its `attention_scale` is
@@ -47,7 +48,7 @@ def load(
             f"{checkpoint} does not hold the config of its model; give one, such as the result of "
             "config_from_maxtext"
         )
-    return load_from(open_source(inspect(checkpoint), config), config, mesh)
+    return load_from(open_source(inspect(checkpoint).parameters_alone, config), config, mesh)
 
 
 def open_source(found: Inspection, config: Config) -> OrbaxSource:

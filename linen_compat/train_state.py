@@ -25,7 +25,9 @@ def load_train_state(
 ) -> TrainState:
     """The training state of a checkpoint, placed on a mesh, from which training continues.
 
-    - `checkpoint`: as for `load`, with a full training state.
+    - `checkpoint`: an Orbax checkpoint as for `load`, with a full training state: the step, and
+      AdamW's state as `optax.adamw` makes it and as MaxText and this project save it
+      (`opt_state/0/mu`, `nu` and `count`, or for `nnx` `optimizer/mu`, `nu` and `count`).
     - `config`: the config of the model, the pipeline and the training.
     - `mesh`: None for that of `jax.set_mesh`, and without one a mesh of one device. The mesh of the
       result is `state.step.sharding.mesh`.
@@ -34,8 +36,9 @@ def load_train_state(
     counts the steps of training, of Adam and of its learning rate separately; here they are one
     number.
 
-    Raises the errors of `load`, and refuses a checkpoint in which these counts differ, in which a
-    second moment is below 0, or in which a moment is NaN or infinite.
+    Raises the errors of `load`, and refuses a checkpoint with the state of another optimizer, one
+    in which these counts differ, in which a leaf of the state is missing, unknown or of another
+    shape, in which a second moment is below 0, or in which a moment is NaN or infinite.
     """
     found = inspect(checkpoint)
     _check_state(found)
@@ -89,7 +92,12 @@ def save_train_state(
 
 
 def _check_state(found: Inspection) -> None:
-    """Raises Mismatch unless the checkpoint has both moments, the count and the step."""
+    """Raises Mismatch unless there are AdamW's moments and count, nothing else, and the step."""
+    if other := found.other_optimizer:
+        raise Mismatch(
+            f"{found.items} is not a training state that is read: {other}; "
+            "load the parameters alone with linen_compat.load"
+        )
     absent = [name for name in MOMENTS if name not in found.moments]
     absent += [name for name in ("step", "count") if name not in found.scalars]
     if absent:

@@ -180,7 +180,6 @@ def reshaped(leaf, shape):
 
 
 GATE = "params/params/decoder/layers_2/MoeBlock_0/gate/kernel"
-MOMENT = "opt_state/0/mu/params/decoder/decoder_norm/scale"
 TABLE = "params/params/token_embedder/embedding"
 
 
@@ -189,10 +188,6 @@ TABLE = "params/params/token_embedder/embedding"
     [
         (without(GATE), f"{GATE} is missing"),
         (without(TABLE), f"{TABLE} is missing"),
-        (
-            without("opt_state/0/mu/params/decoder/decoder_norm/scale"),
-            "mu/params/decoder/decoder_n",
-        ),
         (renamed(GATE, f"{GATE}s"), rf"{GATE} is missing \(the checkpoint has '{GATE}s'\)"),
         (renamed("step", "steps"), "steps has no place in the model"),
         (reshaped(GATE, (32, 8)), rf"{GATE} is \[32, 8\] instead of \[32, 4\]"),

@@ -95,7 +95,10 @@ def test_moments_of_bfloat16_parameters_are_bfloat16():
     ("lacks", "message"),
     [
         ("opt_state/", "not a complete training state: it lacks mu, nu, count; load"),
-        ("opt_state/0/nu", "not a complete training state: it lacks nu; load"),
+        (
+            "opt_state/0/nu",
+            "the optimizer's state is opt_state/0/mu, opt_state/0/count, opt_state/2/count, and",
+        ),
         ("step", "not a complete training state: it lacks step; load"),
         (
             "opt_state/0/mu/params/decoder/logits_dense/kernel",

@@ -66,6 +66,7 @@ def diagnosis(found: Diagnosis) -> RenderableType:
     rows += [f"  {problem}" for problem in result.problems]
     if len(rows) > _SHOWN:
         rows = [*rows[:_SHOWN], f"  and {len(rows) - _SHOWN} more; --json PATH has them all"]
+    rows += [f"  {found.optimizer}"] if found.optimizer else []
     return Group(head, table, *map(_text, rows))
 
 
@@ -86,12 +87,17 @@ def conversion(plan: Plan) -> Text:
     if layout is not None:
         parts = (counted(layout.stages, "stage"), counted(layout.repeats, "repeat"))
         what = ", ".join([layout.format, *parts])
-    left = plan.left_behind
-    some = f"{', '.join(left[:3])}{' …' if len(left) > 3 else ''}"
-    rest = f"; left behind: {some}, for which it has no place" if left else ""
-    more = f" ({len(left)} in all)" if len(left) > 3 else ""
+    left = "; ".join(_named(*item) for item in plan.left_behind.items())
+    rest = f"; left behind: {left}" if left else ""
     layers = plan.opened.source.num_layers
-    return _text(f"{plan.destination}: {layers} layers as {what}{rest}{more}")
+    return _text(f"{plan.destination}: {layers} layers as {what}{rest}")
+
+
+def _named(reason: str, names: tuple[str, ...], shown: int = 5) -> str:
+    """Names in one line, and why they are named; of more than `shown` the first three."""
+    if len(names) <= shown:
+        return f"{', '.join(names)}, {reason}"
+    return f"{', '.join(names[:3])} … ({len(names)} in all), {reason}"
 
 
 def _text(words: str) -> Text:

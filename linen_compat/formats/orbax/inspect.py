@@ -1,5 +1,6 @@
 """What a checkpoint holds, from its metadata alone: no array is read."""
 
+import dataclasses
 import math
 import os
 import re
@@ -59,8 +60,8 @@ class Inspection:
       `nnx`.
     - `moments`: leaves by the same paths, for each of `mu` and `nu` that is there.
     - `scalars`: leaves by the names of `streams.SCALARS`.
-    - `ignored`: leaves that this project has no use for, the state of random number generators, by
-      their whole paths.
+    - `ignored`: leaves that are of no use, by their whole paths: the state of random number
+      generators, and for `parameters_alone` that of the optimizer.
     - `unknown`: all other leaves, by their whole paths.
     - `attention_scale`: `model.attention_scale` of the model that was saved; for MaxText that of
       `layouts.scale_of_maxtext`. None with latent attention, of which its config says it.
@@ -92,6 +93,45 @@ class Inspection:
         return {leaf.stored: leaf for group in groups for leaf in group.values()}
 
     @property
+    def optimizer(self) -> Leaves:
+        """Every leaf of the state of an optimizer, whichever it is, by its whole path."""
+        return {name: leaf for name, leaf in self.other.items() if _OPTIMIZER.match(name)}
+
+    @property
+    def other_optimizer(self) -> str | None:
+        """Which state of an optimizer is here, where it is not the one that is read; else None.
+
+        One that has both moments and nothing foreign is taken for AdamW's; if it is not complete,
+        it is damaged.
+        """
+        known = len(self.moments) == len(MOMENTS)
+        if not self.optimizer or (known and not any(map(_OPTIMIZER.match, self.unknown))):
+            return None
+        place = "optimizer" if self.layout.format == NNX else "opt_state/0"
+        names = optimizer_names(self.optimizer)
+        shown = ", ".join([*names[:4], *(["…"] if len(names) > 4 else [])])
+        return (
+            f"the optimizer's state is {shown}, and only that of optax.adamw is read "
+            f"({place}/mu, {place}/nu and {place}/count)"
+        )
+
+    @property
+    def parameters_alone(self) -> "Inspection":
+        """The same checkpoint with every leaf of the optimizer's state among those of no use."""
+        state = self.optimizer
+
+        def rest(leaves: Leaves) -> Leaves:
+            return {name: leaf for name, leaf in leaves.items() if leaf.stored not in state}
+
+        return dataclasses.replace(
+            self,
+            moments={},
+            scalars=rest(self.scalars),
+            ignored={**self.ignored, **state},
+            unknown=rest(self.unknown),
+        )
+
+    @property
     def parts(self) -> tuple[str, ...]:
         """The parts that a `streams.Source` of this checkpoint has."""
         return (PARAMETERS, *self.moments)
@@ -99,6 +139,22 @@ class Inspection:
     def part(self, part: str) -> Leaves:
         """The leaves of one part, such as `PARAMETERS`."""
         return self.parameters if part == PARAMETERS else self.moments[part]
+
+
+# Where the state of an optimizer is, and what of a leaf's path is that of the parameter it is for.
+_OPTIMIZER = re.compile("(?:opt_state|optimizer)/")
+_OF_PARAMETER = re.compile(
+    "/(?:params|model|decoder|token_embedder|embedding|norm|pipeline|dense_layers|head|value)"
+    "(?:/.*)?$"
+)
+
+
+def optimizer_names(state: Leaves) -> list[str]:
+    """The names of the parts of an optimizer's state, such as `opt_state/0/mu`, each once.
+
+    - `state`: its leaves, by their whole paths.
+    """
+    return list(dict.fromkeys(_OF_PARAMETER.sub("", name) for name in state))
 
 
 def existing_folder(checkpoint: str | Path) -> Path:
