@@ -86,10 +86,10 @@ class Decoder:
         - `at`: int32 `[batch]`, the place of the one token of each sequence whose logits, `[batch,
           1, vocab]`, are computed; None for all tokens.
         """
-        self._check_batch(tokens)
         hidden, _ = self.hidden(tokens, side)
         hidden = self.runner.batches.as_batch(hidden, tokens.shape[0])
         if at is not None:
+            _check_array("at", at, tokens.shape[:1])
             # A sum of one value and zeros: a gather has no sharding rule for these axes.
             wanted = at[:, None] == jnp.arange(tokens.shape[1], dtype=at.dtype)
             zero = jnp.zeros((), hidden.dtype)
@@ -108,7 +108,7 @@ class Decoder:
 
         The output has the axes and the sharding of `Batches.axes` in the place of the batch.
         """
-        self._check_batch(tokens)
+        self._check_batch(tokens, side)
         batches = self.runner.batches
         read = jax.tree.map(batches.arrange, (tokens, self._early_side(side, keys)))
         x = self._enter((self.ends.table, self.ends.early_layers), read, batches.axes)
@@ -124,8 +124,11 @@ class Decoder:
         - `side`: as in `logits`.
         - `key`: one random key for dropout; None for no dropout.
         """
-        self._check_batch(tokens)
+        self._check_batch(tokens, side)
+        _check_array("targets", targets, tokens.shape)
+        _check_array("weights", weights, tokens.shape, kind=jnp.floating)
         self.config.check_objective(ambient_mesh().stage)
+        train = self.config.for_batch(*tokens.shape).train
         keys = None
         if key is not None and self.config.model.dropout_rate:
             keys = sequence_keys(key, tokens.shape[0])
@@ -134,10 +137,9 @@ class Decoder:
         hidden, router = self.hidden(tokens, side, keys)
         batches = self.runner.batches
         wanted = Targets(batches.arrange(targets), batches.arrange(weights))
-        chunks = self.config.train.loss_chunks
         head = self.ends.head, self.ends.layout
-        entropy = self._entropy(head, hidden, wanted, batches.axes, chunks)
-        loss, train = entropy, self.config.train
+        entropy = self._entropy(head, hidden, wanted, batches.axes, train.loss_chunks)
+        loss = entropy
         if train.load_balance_weight:
             loss = loss + train.load_balance_weight * router.load_balance
         if train.router_z_loss_weight:
@@ -154,7 +156,8 @@ class Decoder:
         assert self.run_loss is not None, "1F1B runs in a pipeline alone"
         batches = self.runner.batches
         axes = batches.axes[1:]  # of one microbatch
-        chunks = self.config.train.loss_chunks_of(batches.microbatches)
+        train = self.config.for_batch(*tokens.shape).train
+        chunks = train.loss_chunks_of(batches.microbatches)
         sequences = jax.eval_shape(batches.arrange, tokens).shape[1:]
         shape = (*sequences, self.config.model.embed_dim)
         head, layout = hold_columns(self.ends.head, shape, axes, self.ends.layout)
@@ -172,7 +175,6 @@ class Decoder:
             (self.ends.scale, head),
         )
         ends = ModelEnds(enter, first, leave, last)
-        train = self.config.train
         loss, (entropy, metrics) = self.run_loss(
             ends,
             ((tokens, self._early_side(side, keys)), wanted),
@@ -224,9 +226,44 @@ class Decoder:
             layout=layout,
         )
 
-    def _check_batch(self, tokens: Array) -> None:
-        """Raises InputError unless a batch of this size fits the ambient mesh."""
+    def _check_batch(self, tokens: Array, side: Side) -> None:
+        """Raises InputError unless these are arrays of one batch, which fits the ambient mesh."""
+        _check_array("tokens", tokens, None)
+        for name, array in side.items():
+            if array is not None:
+                _check_array(name, array, tokens.shape)
         self.config.for_batch(tokens.shape[0]).check_mesh(ambient_mesh(), tokens.shape[1])
+
+
+def _check_array(
+    name: str, array: object, shape: tuple[int, ...] | None, *, kind: Any = jnp.integer
+) -> None:
+    """Raises InputError unless an argument of a model is an array of this shape and kind.
+
+    Both are known while JAX traces, so that a step has nothing more to do.
+
+    - `name`: of the argument.
+    - `shape`: what it must be, that of the tokens or of their batch; None for the tokens.
+    - `kind`: of its numbers, `jnp.integer` or `jnp.floating`.
+    """
+    dtype, found = getattr(array, "dtype", None), getattr(array, "shape", ())
+    what = type(array).__name__ if dtype is None else f"{dtype}{[*found]}"
+    numbers, cast = ("integers", "int32") if kind is jnp.integer else ("floats", "float32")
+    must = "[batch, seq]" if shape is None else f"{[*shape]}, one for each {_ONE[len(shape)]}"
+    if dtype is None:
+        cure = "give an array, as by jnp.asarray"
+    elif not jnp.issubdtype(dtype, kind):
+        cure = f"cast them, as by {name}.astype({cast!r})"
+    elif shape is None and len(found) != 2:
+        cure = "one sequence is given as tokens[None]"
+    elif shape is not None and found != shape:
+        cure = f"give `{name}` that shape"
+    else:
+        return
+    raise InputError(f"`{name}` of a model is {what} and must be {numbers} {must}; {cure}")
+
+
+_ONE = {1: "sequence", 2: "token"}  # what each number of an array with so many axes belongs to
 
 
 def early_layers(config: Config, layout: Layout, copied: Layout) -> EarlyLayers:
@@ -353,7 +390,8 @@ class Mixtral(nnx.Module):
         differentiable with respect to the parameters. With `pipeline.schedule="1f1b"` the forward
         pass computes its gradient too, and the two parts cannot be differentiated.
 
-        Raises InputError when the gradient with respect to `weights` is asked for.
+        Raises InputError for sequences that `train.loss_chunks` does not divide, and when the
+        gradient with respect to `weights` is asked for.
         """
         side = {"positions": positions, "segment_ids": segment_ids}
         return self._decoder(shards).loss(tokens, targets, weights, side, key)

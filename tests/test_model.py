@@ -645,3 +645,53 @@ def test_another_sequence_length_than_configured() -> None:
     """The config's sequence length is that of training; a call may have any."""
     tokens = jnp.zeros((8, 5), jnp.int32)
     assert jax.eval_shape(lambda m: m(tokens), source(dense=False)).shape == (8, 5, 32)
+
+
+INTS, FLOATS = jnp.zeros((8, 12), jnp.int32), jnp.zeros((8, 12))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: m(FLOATS), r"`tokens` of a model is float32\[8, 12\].*tokens.astype\('int32'\)"),
+        (lambda m: m(INTS[0]), r"int32\[12\] and must be integers \[batch, seq\].*tokens\[None\]"),
+        (lambda m: m([[1, 2]]), r"`tokens` of a model is list .*; give an array"),
+        (lambda m: m.hidden(FLOATS), r"`tokens` of a model is float32"),
+        (lambda m: m(INTS, positions=FLOATS), r"`positions` .* float32.*positions.astype"),
+        (
+            lambda m: m(INTS, segment_ids=INTS[:, :8]),
+            r"`segment_ids` .* integers \[8, 12\], one for",
+        ),
+        (lambda m: m(INTS, at=INTS), r"`at` .* must be integers \[8\], one for each sequence"),
+        (lambda m: m.loss(INTS, INTS[:, :8], FLOATS), r"`targets` .* int32\[8, 8\] .* \[8, 12\]"),
+        (lambda m: m.loss(INTS, FLOATS, FLOATS), r"`targets` .* float32.*targets.astype"),
+        (
+            lambda m: m.loss(INTS, INTS, FLOATS[:, 0]),
+            r"`weights` .* float32\[8\] and must be floats",
+        ),
+        (lambda m: m.loss(INTS, INTS, INTS), r"`weights` .* floats .*weights.astype\('float32'\)"),
+        (
+            lambda m: loss_of(m, Batch(tokens=INTS, targets=INTS, weights=FLOATS[:, :8])),
+            r"`weights` .* float32\[8, 8\] .* \[8, 12\], one for each token",
+        ),
+    ],
+)
+def test_what_is_no_batch_of_a_model_is_refused(call: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message) as error:
+        jax.eval_shape(call, source(dense=False))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("schedule", ["circular", "1f1b"])
+def test_a_loss_whose_pieces_do_not_divide_the_sequence_is_refused(schedule: str) -> None:
+    """It counts the tokens that it is given, and not those of the config."""
+    config = replace(replace(SPARSE, "train", loss_chunks=4), "pipeline", schedule=schedule)
+    model = jax.eval_shape(lambda: Mixtral(config, rngs=nnx.Rngs(0)))
+
+    def loss(length: int) -> Any:
+        ids = jnp.zeros((16, length), jnp.int32)
+        return jax.eval_shape(lambda m: m.loss(ids, ids, jnp.zeros(ids.shape))[0], model)
+
+    assert loss(12).shape == ()
+    with pytest.raises(InputError, match=r"=13 does not split into loss_chunks=4 .* 12 or 16"):
+        loss(13)

@@ -175,9 +175,16 @@ class Config:
         """How many consecutive layers each of `stages` stages applies to a microbatch per visit."""
         return -(-self.model.num_pipeline_layers // (stages * self.pipeline.num_repeats))
 
-    def for_batch(self, batch: int) -> "Config":
-        """The same config with a global batch of `batch` sequences."""
-        return dataclasses.replace(self, train=dataclasses.replace(self.train, global_batch=batch))
+    def for_batch(self, batch: int, length: int | None = None) -> "Config":
+        """The same config with a global batch of `batch` sequences.
+
+        - `length`: tokens of each; None for `train.sequence_length`.
+
+        Raises InputError where the batch, or the loss of that length, does not split.
+        """
+        length = self.train.sequence_length if length is None else length
+        train = dataclasses.replace(self.train, global_batch=batch, sequence_length=length)
+        return dataclasses.replace(self, train=train)
 
     def check_mesh(self, mesh: MeshConfig, length: int | None = None) -> None:
         """Raises InputError, which says what to change, unless everything divides over `mesh`.
