@@ -1,6 +1,8 @@
 """Training: the data, one step by hand, fifty steps on different meshes."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +29,7 @@ from nnx_pipeline.train import (
     make_optimizer,
     make_state,
 )
-from nnx_pipeline.train.data import Rule, learnable_batches
+from nnx_pipeline.train.data import Rule, batches, learnable_batches
 from nnx_pipeline.train.loop import train
 from nnx_pipeline.train.step import train_step
 
@@ -164,6 +166,47 @@ def test_batches_follow_a_rule_and_are_the_same_on_every_mesh() -> None:
 def test_a_batch_that_does_not_split() -> None:
     with pytest.raises(InputError, match=r"global_batch=8 does not split over the 3 devices.*9"):
         learnable_batches(small_config(), mesh_of("stage=3"))
+
+
+class Given:
+    """A source that gives what a function makes of the shape that is asked for."""
+
+    def __init__(self, make: Callable[[tuple[int, int]], Any]) -> None:
+        self.make = make
+
+    def sequences(self, batch: int, rows: range, length: int) -> Any:
+        return self.make((len(rows), length))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda shape: np.zeros((shape[0], shape[1] - 1), np.int32),
+            r"Given gave int32\[2, 8\] for 2 rows of 9 tokens; .* must return .* integers \[2, 9\]",
+        ),
+        (lambda shape: np.zeros(shape), r"Given gave float64\[2, 9\] .*integers \[2, 9\]"),
+        (lambda shape: np.zeros(shape, bool), r"Given gave bool\[2, 9\]"),
+        (lambda shape: np.zeros(shape, int).tolist(), "Given gave list for 2 rows"),
+        (lambda shape: np.full(shape, 32), "Given gave the token 32, .* give tokens from 0 to 31"),
+        (lambda shape: np.full(shape, -1), r"Given gave the token -1, .* \(model.vocab_size=32\)"),
+    ],
+)
+def test_a_source_that_gives_no_tokens_is_named(make: Any, message: str) -> None:
+    given = batches(small_config(), mesh_of("stage=2,fsdp=2"), Given(make))
+    with pytest.raises(InputError, match=message):
+        next(given)
+    with pytest.raises(InputError, match=message):
+        next(train(small_config(), mesh_of("stage=2,fsdp=2"), steps=1, source=Given(make)))
+
+
+def test_a_source_may_give_other_integers() -> None:
+    """Every token of the vocabulary, from the first to the last; a batch is int32."""
+    for dtype in (np.uint8, np.int64):
+        source = Given(lambda shape, dtype=dtype: np.linspace(0, 31, shape[1], dtype=dtype)[None])
+        batch = next(batches(small_config(train={"global_batch": 1}), mesh_of(""), source))
+        assert (batch.tokens.dtype, batch.targets.dtype) == (jnp.int32, jnp.int32)
+        assert (int(batch.tokens.min()), int(batch.targets.max())) == (0, 31)
 
 
 def test_a_process_can_make_its_own_sequences_alone() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from nnx_pipeline.config.config import Config
-from nnx_pipeline.errors import divides
+from nnx_pipeline.errors import InputError, divides
 from nnx_pipeline.sharding import Layout
 from nnx_pipeline.train.step import Batch, batch_sharding
 
@@ -22,7 +22,9 @@ class Source(Protocol):
     """Where the sequences of batches come from."""
 
     def sequences(self, batch: int, rows: range, length: int) -> np.ndarray:
-        """Sequences of a batch, int32 `[rows, length]`; each depends on batch and row alone.
+        """Sequences of a batch, integers `[rows, length]`; each depends on batch and row alone.
+
+        Tokens are from 0 up to `model.vocab_size`, that excluded.
 
         - `batch`: the number of the batch, from 0.
         - `rows`: the numbers of the sequences in it.
@@ -51,7 +53,8 @@ def batches(
     - `layout`: which mesh axes the batch is sharded over.
     - `segment_ids`: whether batches have segment ids, which say that each row is one segment.
 
-    Raises InputError where the batch does not split over the devices that share it.
+    Raises InputError where the batch does not split over the devices that share it, and at a batch
+    for which the source gives anything but token ids of that number of rows and that length.
     """
     size, length = config.train.global_batch, config.train.sequence_length
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -71,7 +74,8 @@ def batches(
         # Several devices, and tokens and targets, read the same sequences.
         @functools.cache
         def drawn(start: int, stop: int) -> np.ndarray:
-            return source.sequences(number, range(start, stop), length + 1)
+            given = source.sequences(number, range(start, stop), length + 1)
+            return _token_ids(given, (stop - start, length + 1), config, type(source).__name__)
 
         return Batch(
             tokens=placed(lambda start, stop: drawn(start, stop)[:, :-1]),
@@ -81,6 +85,32 @@ def batches(
         )
 
     return map(batch, itertools.count(first))
+
+
+def _token_ids(given: Any, shape: tuple[int, int], config: Config, source: str) -> np.ndarray:
+    """What a source gave, as int32; raises InputError unless it is token ids of this shape.
+
+    A step would compute with a token that the model does not have, and its loss would be nan.
+
+    - `source`: its name in the message.
+    """
+    dtype = getattr(given, "dtype", None)
+    what = type(given).__name__ if dtype is None else f"{dtype}{[*given.shape]}"
+    if dtype is None or given.shape != shape or not np.issubdtype(dtype, np.integer):
+        raise InputError(
+            f"the source {source} gave {what} for {shape[0]} rows of {shape[1]} tokens; its "
+            f"`sequences` must return an array of integers {[*shape]} (a row has "
+            f"train.sequence_length={shape[1] - 1} tokens, and the target of the last one)"
+        )
+    tokens, vocabulary = np.asarray(given), config.model.vocab_size
+    for token in (tokens.min(), tokens.max()):
+        if not 0 <= token < vocabulary:
+            raise InputError(
+                f"the source {source} gave the token {token}, which is not in the model's "
+                f"vocabulary; give tokens from 0 to {vocabulary - 1} "
+                f"(model.vocab_size={vocabulary})"
+            )
+    return tokens.astype(np.int32)
 
 
 def learnable_batches(
