@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         create_pipeline,
         run_pipeline,
     )
-    from nnx_pipeline.sharding import Layout
+    from nnx_pipeline.sharding import Layout, abstract
 
 __all__ = [
     "MLP",
@@ -58,6 +58,7 @@ __all__ = [
     "Shared",
     "Sum",
     "TrainConfig",
+    "abstract",
     "create_pipeline",
     "make_mesh",
     "preset",
@@ -95,7 +96,7 @@ _HOME = {
         "create_pipeline",
         "run_pipeline",
     ),
-    "sharding": ("Layout",),
+    "sharding": ("Layout", "abstract"),
 }
 
 

@@ -26,6 +26,7 @@ MeshAxes = tuple[str, ...]
 AxisName = str | tuple[str, ...] | None  # of one axis of an array: see `Layout.spec`
 Constrain = Callable[[Array, P], Array]
 Module = TypeVar("Module", bound=nnx.Module)
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -370,6 +371,31 @@ def variable_shardings(tree: nnx.Module, layout: Layout, mesh: jax.sharding.Mesh
         return variable.replace(NamedSharding(mesh, spec))
 
     return jax.tree.map(sharding, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+
+def abstract(make: Callable[[], Made], layout: Layout = Layout()) -> Made:
+    """What a function makes, with a sharded `jax.ShapeDtypeStruct` in the place of each array.
+
+    - `make`: a function without arguments that returns modules, optimizers, arrays, or a pytree of
+      them; it is traced, and nothing is computed.
+    - `layout`: the mesh axes that each logical axis is sharded over, as of the modules.
+
+    It is called under `jax.set_mesh`. `nnx.eval_shape`, which it calls, reads the metadata of Flax:
+    on a mesh with auto axes, whose arrays have no sharding in their types, it leaves the variables
+    of this package unsharded.
+    """
+    made: Made = nnx.eval_shape(make)
+    mesh = jax.sharding.get_abstract_mesh()
+    for _, variable in nnx.iter_graph(made) if mesh_sizes() else ():
+        if not isinstance(variable, nnx.Variable):
+            continue
+        axes = variable.get_metadata().get("logical_axes")
+        value = variable.get_value()
+        # A factored moment has the metadata of its parameter, and fewer axes.
+        if axes is not None and len(axes) == value.ndim:
+            sharding = NamedSharding(mesh, layout.spec(*axes))
+            variable.set_value(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
+    return made
 
 
 def place_by(tree: Module, layout: Layout) -> Module:

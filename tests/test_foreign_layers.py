@@ -6,16 +6,27 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from helpers import assert_close, float_rows, mesh_of
+from helpers import assert_close, float_rows, mesh_of, optax_promotion
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import linen_compat
-from nnx_pipeline import CircularPipeline, InputError, LayerPlace, PipelineConfig, Shared
+from nnx_pipeline import (
+    CircularPipeline,
+    InputError,
+    LayerPlace,
+    Mixtral,
+    PipelineConfig,
+    Shared,
+    abstract,
+    preset,
+)
 from nnx_pipeline.pipeline import ModelEnds, WeightOptions
+from nnx_pipeline.train import abstract_state
 
 pytestmark = pytest.mark.numbers
 
@@ -312,6 +323,42 @@ def test_a_product_that_does_not_say_where_its_result_is() -> None:
     words = r"contracting_spec.*sharding='auto'.*or give the product in the layer an out_sharding"
     with pytest.raises(InputError, match=words):
         in_pipeline(SaysNothing, Form("stage=2,tensor=2", {}), float_rows(BATCH, LENGTH, WIDTH))
+
+
+@pytest.mark.parametrize("mode", ["explicit", "auto"])
+@pytest.mark.parametrize("factored", [False, True], ids=["adam", "adafactor"])
+def test_an_abstract_pipeline_is_sharded_as_a_real_one(mode: str, factored: bool) -> None:
+    optimizer = optax.adafactor(1e-3, min_dim_size_to_factor=2) if factored else optax.adam(1e-3)
+
+    def make() -> Any:
+        pipeline = CircularPipeline(PipelineConfig(), Partitioned, num_layers=8, rngs=nnx.Rngs(0))
+        table = nnx.Param(jnp.ones((4, 4)))
+        return pipeline, nnx.Optimizer(pipeline, optimizer, wrt=nnx.Param), table
+
+    with jax.set_mesh(mesh_of("stage=2,fsdp=4", mode)), optax_promotion():
+        found, real = abstract(make), make()
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(real), strict=True):
+        assert isinstance(one, jax.ShapeDtypeStruct)
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        # Of a factored moment no metadata says how it is sharded.
+        if not factored or one.ndim == real[0].layers.open.kernel.ndim:
+            places = one.sharding, other.sharding
+            assert len({place.shard_shape(one.shape) for place in places}) == 1, places
+
+
+def test_an_abstract_model_is_that_of_the_training_state() -> None:
+    config = preset("tiny")
+    mesh = mesh_of("stage=2,fsdp=2", "auto")
+    with jax.set_mesh(mesh):
+        found = abstract(lambda: Mixtral(config, rngs=nnx.Rngs(0)))
+        state = abstract_state(config, mesh)
+    places = [
+        [leaf.sharding.spec for leaf in jax.tree.leaves(tree)] for tree in (found, state.model)
+    ]
+    assert places[0] == places[1]
+    assert any(map(any, places[0]))
+    unsharded = abstract(lambda: Mixtral(config, rngs=nnx.Rngs(0)))  # without a mesh
+    assert all(leaf.sharding is None for leaf in jax.tree.leaves(unsharded))
 
 
 @pytest.mark.parametrize("mode", ["explicit", "auto"])

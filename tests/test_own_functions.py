@@ -421,8 +421,29 @@ def test_arguments_that_do_not_fit() -> None:
         InputError, match=r"sharded over data=8, and the mesh has data=4; give both"
     ):
         abstract((spread,), smaller, device)
+    assert lab.measure(product, X, WEIGHT, mesh="data=8").notes == (
+        "no argument is sharded: each of the 8 devices holds all of the arguments whole",
+    )
     with pytest.raises(InputError, match="the mesh needs 16 devices and there are 8"):
         mesh_on(AbstractMesh((16,), ("rows",)), jax.devices())
+
+
+@pytest.mark.parametrize("form", ["text", "mesh"])
+def test_a_shard_map_takes_the_mesh_of_the_measurement(form: str) -> None:
+    """One with a mesh of its own is refused; the words of JAX that it is known by may change."""
+    own = AbstractMesh((8,), ("data",))
+
+    def summed(x: jax.Array, **places: Any) -> jax.Array:
+        add = jax.shard_map(
+            lambda x: jax.lax.psum(x, "data"), in_specs=P("data"), out_specs=P(), **places
+        )
+        return add(x)
+
+    mesh = "data=8" if form == "text" else own
+    found = lab.measure(summed, X, mesh=mesh).collectives["all-reduce"]
+    assert found["bytes"] == X.size * X.dtype.itemsize // 8
+    with pytest.raises(InputError, match=r"a mesh of its own.*; leave mesh= out of the shard_map"):
+        lab.measure(functools.partial(summed, mesh=own), X, mesh=mesh)
 
 
 ARGUMENTS = ("--inputs", "own_functions:inputs")

@@ -77,7 +77,8 @@ def _measured(
             dict(mesh.shape) if mesh is not None else {},
             {"function": name_of(function), "arguments": _shapes(given)},
         ).measure()
-    notes = [*traced.notes, *result.notes, *_host_notes(given, platform)]
+    places = [*_host_notes(given, platform), *_whole_notes((given, keywords), mesh)]
+    notes = [*traced.notes, *result.notes, *places]
     return dataclasses.replace(result, notes=tuple(notes)), traced
 
 
@@ -193,6 +194,18 @@ def _different_results(traced: Sequence[Traced]) -> list[str]:
         if places:
             notes.append(f"warning: what is {kind} differs: {', '.join([*shown, *more])}")
     return notes
+
+
+def _whole_notes(arguments: Any, mesh: Mesh | None) -> list[str]:
+    """A note where each device holds all arguments whole, which is seldom meant on a mesh."""
+    leaves = jax.tree.leaves(arguments)
+    if mesh is None or mesh.size == 1 or not leaves:
+        return []
+    if any(any(getattr(leaf.sharding, "spec", ())) for leaf in leaves):
+        return []
+    return [
+        f"no argument is sharded: each of the {mesh.size} devices holds all of the arguments whole"
+    ]
 
 
 def _host_notes(arguments: Any, platform: Platform) -> list[str]:

@@ -183,6 +183,8 @@ def called_with(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Ite
     - `function`: what is called inside the context.
     - `arguments`: its positional arguments; only their number counts.
 
+    It also does so for a `jax.shard_map` with a mesh of its own, which JAX refuses.
+
     A wrapper may bind some arguments of what it wraps, as that of `nnx.cached_partial` does. Behind
     a plain function the signature of what it wraps is therefore checked only if the call fails.
     """
@@ -192,6 +194,14 @@ def called_with(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Ite
     except TypeError:
         _bind(function, arguments)
         raise
+    except ValueError as error:
+        if "mesh passed to shard_map" not in str(error):  # the words of JAX
+            raise
+        raise InputError(
+            f"{name_of(function)} calls jax.shard_map with a mesh of its own, and is compiled for "
+            "the devices of another one; leave mesh= out of the shard_map, which then takes the "
+            "mesh that mesh= of the measurement, or --mesh, gives"
+        ) from error
 
 
 def _bind(
