@@ -163,6 +163,28 @@ def test_batches_follow_a_rule_and_are_the_same_on_every_mesh() -> None:
     assert not np.array_equal(tokens, next(learnable_batches(config, one, seed=4)).tokens)
 
 
+@pytest.mark.parametrize("make", [make_state, abstract_state])
+def test_a_state_of_a_mesh_that_is_not_set_is_refused(make: Any) -> None:
+    """It would have one stage, and be whole on every device."""
+    config, mesh = small_config(), mesh_of("stage=2,fsdp=2")
+    with pytest.raises(InputError, match=r"stage=2,fsdp=2, .* one device; .* jax.set_mesh\(mesh\)"):
+        make(config, mesh)
+    with (
+        jax.set_mesh(mesh_of("stage=4")),
+        pytest.raises(InputError, match=r"that is set is stage=4"),
+    ):
+        make(config, mesh)
+
+
+def test_a_step_for_a_mesh_that_is_not_set_is_refused() -> None:
+    """It would leave all parameters whole on every device."""
+    config, mesh = small_config(), mesh_of("fsdp=2", "auto")
+    with jax.set_mesh(mesh):
+        state = abstract_state(config, mesh)
+    with pytest.raises(InputError, match="the mesh fsdp=2, and the mesh that is set is one device"):
+        jit_train_step(state, mesh)
+
+
 def test_a_batch_that_does_not_split() -> None:
     with pytest.raises(InputError, match=r"global_batch=8 does not split over the 3 devices.*9"):
         learnable_batches(small_config(), mesh_of("stage=3"))

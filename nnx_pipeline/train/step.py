@@ -14,6 +14,8 @@ from jaxtyping import Array
 
 from nnx_pipeline.config.config import Config, TrainConfig
 from nnx_pipeline.decoder import Mixtral
+from nnx_pipeline.errors import InputError
+from nnx_pipeline.mesh import ambient_mesh
 from nnx_pipeline.modules.moe import SelectionBias
 from nnx_pipeline.modules.parts import Cast, cast_to_other
 from nnx_pipeline.ops.router import RouterMetrics
@@ -169,6 +171,8 @@ def make_state(
     - `mesh`: the mesh that is set.
     - `seed`: of the initial values.
     - `make_model`: (config, rngs=…) to the model, such as `Mixtral` with a layout filled in.
+
+    Raises InputError where another mesh is set, or none.
     """
     make = functools.partial(_make_state, functools.partial(make_model, config), config.train, seed)
     return jax.jit(make, out_shardings=_state_shardings(jax.eval_shape(make), mesh))()
@@ -217,8 +221,10 @@ def jit_train_step(state: TrainState, mesh: Mesh) -> Any:
     """`train_step` jitted for states like `state`, which is donated to it.
 
     - `state`: a real or an abstract state.
+    - `mesh`: the mesh that is set.
 
     The new state has the shardings of the old one, on meshes with explicit and with auto axes.
+    Raises InputError where another mesh is set, or none.
     """
     shardings = _state_shardings(state, mesh)
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
@@ -232,7 +238,19 @@ def _make_state(make_model: Callable[..., Mixtral], train: TrainConfig, seed: in
 
 
 def _state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
-    """A NamedSharding for every leaf of a state; with ZeRO-1 the optimizer's is over `data` too."""
+    """A NamedSharding for every leaf of a state; with ZeRO-1 the optimizer's is over `data` too.
+
+    Raises InputError unless the mesh is the one that is set. Without it a state would have one
+    stage, or be whole on every device, as would be what a step leaves.
+    """
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        given = ambient_mesh()
+    if given != ambient_mesh():
+        raise InputError(
+            f"a training state is given the mesh {given}, and the mesh that is set is "
+            f"{ambient_mesh()}; call make_state, abstract_state and jit_train_step under "
+            "jax.set_mesh(mesh)"
+        )
     model, on_mesh = state.model, functools.partial(NamedSharding, mesh)
     return TrainState(
         step=_shardings(state.step, model.layout, on_mesh),
