@@ -13,7 +13,16 @@ from linen_compat import modules
 from linen_compat.bridge import to_linen
 from linen_compat.bridge.blueprint import blueprint
 from linen_compat.bridge.paths import flatten
-from nnx_pipeline import MLP, Attention, DecoderLayer, Embed, InputError, RMSNorm, RoutedMoE
+from nnx_pipeline import (
+    MLP,
+    Attention,
+    DecoderLayer,
+    Embed,
+    InputError,
+    Mixtral,
+    RMSNorm,
+    RoutedMoE,
+)
 from nnx_pipeline.modules import LatentAttention
 from tests.helpers import arrays_by_path, float_rows, mesh_of, small_config
 from tests.test_deepseek_linen import DEEPSEEK
@@ -107,6 +116,15 @@ def test_a_layer_is_the_program_and_the_numbers_of_the_linen_layer_to_the_bit() 
     assert str(programs[0]) == str(programs[1])
     ours, theirs = (jax.jit(step(module))(variables, x_of()) for module in (wrapped, native))
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_the_tree_of_the_whole_model_has_linens_names_in_its_layers_alone() -> None:
+    config = small_config()
+    wrapped = to_linen(Mixtral, config)
+    made = jax.eval_shape(wrapped.init, jax.random.key(0), jnp.zeros((2, 3), jnp.int32))
+    paths = {"/".join(path) for path in flatten(made)}
+    assert "params/pipeline/layers/self_attention/query/kernel" in paths
+    assert {"params/embedding/embedding", "params/norm/scale", "params/head"} <= paths
 
 
 def test_paths_of_other_classes_are_joined_and_known_classes_inside_keep_their_names() -> None:

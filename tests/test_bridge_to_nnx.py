@@ -54,6 +54,27 @@ def x_of(batch: int = 2) -> jax.Array:
     return float_rows(batch, 3, 16)
 
 
+def test_the_names_of_nnx_are_those_of_the_wrapped_module_alone() -> None:
+    """Below another module, and in the whole model, paths stay Linen's."""
+
+    class Outer(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return modules.MixtralDecoderLayer(config, name="layer")(x)[0]
+
+    def paths(module: nn.Module, x: jax.Array) -> set[str]:
+        wrapped = nnx.eval_shape(lambda: to_nnx(module, x, rngs=nnx.Rngs(0)))
+        return {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(wrapped))}
+
+    config = small_config().model
+    x = float_rows(2, 3, config.embed_dim)
+    assert "attention.query" in paths(modules.MixtralDecoderLayer(config), x)
+    assert "layer.self_attention.query.kernel" in paths(Outer(), x)
+    whole = paths(modules.Transformer(small_config()), jnp.zeros((2, 3), jnp.int32))
+    assert "decoder.layers.self_attention.query.kernel" in whole
+    assert "token_embedder.embedding" in whole
+
+
 def test_variables_have_linens_paths_types_and_axes() -> None:
     model = to_nnx(Layer(), x_of(), rngs=0)
     assert sorted(arrays_by_path(nnx.state(model))) == [

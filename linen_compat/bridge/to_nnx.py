@@ -52,8 +52,10 @@ def to_nnx(
 
     What becomes of the parts of the module:
 
-    - Parameters of classes of this project have the names of the corresponding NNX class; every
-      other path is that of Linen.
+    - Where `module` itself is of a class of this project with a table of names (`bridge.paths`: a
+      norm, an embedding, attention, a feed-forward block, a decoder layer), its parameters have the
+      names of the corresponding NNX class. Every other path is that of Linen: in `Transformer`,
+      `Decoder` and the pipelines, and for such modules inside another one.
     - A variable is of the type of its collection: `nnx.Param`, `nnx.BatchStat` … Each call updates
       the variables that it changes and that are no parameters.
     - `nn.LogicallyPartitioned` become `logical_axes` in `Layout`'s names; other metadata boxes are
