@@ -4,6 +4,7 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
+from linen_compat.arguments import check_to_load
 from linen_compat.formats.comparison import compare_to_load, model_arrays
 from linen_compat.formats.huggingface.stream import HuggingFaceSource, config_for, is_huggingface
 from linen_compat.formats.load_shards import load_from
@@ -36,10 +37,11 @@ def load(
     process hold are read. Values are those stored; the dtype becomes `config.model.param_dtype`. No
     parameter is ever left at an initial value.
 
-    Raises InputError when the checkpoint cannot be read, when a leaf is missing, unknown or of
-    another shape (`streams.Mismatch`, which names it), or when the `config.json` of a Hugging Face
-    folder is of a model that computes something else.
+    Raises InputError for an argument of another type, when the checkpoint cannot be read, when a
+    leaf is missing, unknown or of another shape (`streams.Mismatch`, which names it), or when the
+    `config.json` of a Hugging Face folder is of a model that computes something else.
     """
+    check_to_load(checkpoint, config, mesh)
     if is_huggingface(checkpoint):
         config = config_for(checkpoint, config)
         return load_from(HuggingFaceSource(checkpoint, config.model), config, mesh)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
+from linen_compat.arguments import check_folder, check_model
 from linen_compat.formats.huggingface import stream as huggingface
 from linen_compat.formats.model_source import ModelSource
 from linen_compat.formats.new_folder import new_folder
@@ -47,6 +48,8 @@ def save(
     processes, or when MaxText or transformers has no such model. Nothing is left behind when it
     fails.
     """
+    check_model(model)
+    check_folder("checkpoint", checkpoint)
     one_of("format", format, (*FORMATS, HUGGINGFACE))
     if format == HUGGINGFACE:
         if (stages, repeats, step) != (None, None, None):

@@ -8,6 +8,7 @@ from flax import linen as nn
 from flax import nnx
 from jaxtyping import Array
 
+from linen_compat.arguments import check_configs
 from linen_compat.bridge.blueprint import (
     Blueprint,
     Recipe,
@@ -40,8 +41,10 @@ def to_linen(
 
     What becomes of the parts of the module:
 
-    - Parameters of classes of this project have the names of the corresponding Linen class,
-      wherever they are in the module (`formats.names`); every other path is that of NNX.
+    - Where a norm, an embedding, attention, a feed-forward module or a decoder layer of this
+      project is, in the module or the module itself, its parameters have the names of the
+      corresponding Linen class (`bridge.paths`); the outermost of them decides. The path to it and
+      every other path is that of NNX, so that the tree of `Mixtral` is not that of `Transformer`.
     - A variable is in the collection of its type: `nnx.Param` in `params`, `nnx.BatchStat` in
       `batch_stats`. InputError is raised when a call changes a variable whose collection is not
       mutable.
@@ -60,6 +63,7 @@ def to_linen(
         )
     given = {**options, "rngs": None} if takes_rngs(kind) else options
     check_arguments(kind.__init__, args, given, of=f"the constructor of {kind.__name__}")
+    check_configs(kind.__init__, args, given, of=kind.__name__)
     recipe = Recipe(kind, args, tuple(sorted(options.items())))
     try:
         hash(recipe)

@@ -7,7 +7,7 @@ from jaxtyping import Array
 
 from linen_compat.formats.names import check_names
 from linen_compat.modules.norm import RMSNorm
-from linen_compat.modules.parameters import Kernel, Names
+from linen_compat.modules.parameters import Configured, Kernel, Names
 from nnx_pipeline import Layout, ModelConfig
 from nnx_pipeline.modules.attention import kernel_of
 from nnx_pipeline.ops.low_precision import product_of
@@ -19,7 +19,7 @@ INTO_HEADS = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0
 OUT_OF_HEADS = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=(0, 1), out_axis=2)
 
 
-class Attention(nn.Module):
+class Attention(Configured):
     """Self-attention from `[batch, seq, embed]` to `[batch, seq, embed]`, without bias.
 
     - `config`: sizes, dtypes and `attention_scale`.

@@ -16,7 +16,7 @@ from linen_compat.modules.early import EarlyTree
 from linen_compat.modules.embedding import Embed
 from linen_compat.modules.feed_forward import FAN_IN
 from linen_compat.modules.norm import RMSNorm
-from linen_compat.modules.parameters import Kernel, unboxed
+from linen_compat.modules.parameters import Configured, Kernel, unboxed
 from linen_compat.modules.pipeline import CircularPipeline, Pipeline
 from nnx_pipeline import Config, InputError, Layout
 from nnx_pipeline import decoder as functional
@@ -37,7 +37,7 @@ LayerLayout = Literal["unscanned", "scanned", "pipelined"]
 LAYER_LAYOUTS = ("unscanned", "scanned", "pipelined")
 
 
-class Decoder(nn.Module):
+class Decoder(Configured):
     """Layers, norm and head: the model after the embedding, which is passed to it.
 
     - `config`: the config of the model, the pipeline and the training.
@@ -251,7 +251,7 @@ class Decoder(nn.Module):
         return where
 
 
-class Transformer(nn.Module):
+class Transformer(Configured):
     """MaxText's model over the functions of `nnx_pipeline.Mixtral`, with the same results.
 
     - `config`: the config of the model, the pipeline and the training.

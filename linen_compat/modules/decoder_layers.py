@@ -1,12 +1,12 @@
 """One decoder layer of each kind: of Mixtral, Qwen3-MoE and DeepSeek, and of dense models."""
 
-from flax import linen as nn
 from jaxtyping import Array
 
 from linen_compat.modules.attention import Attention
 from linen_compat.modules.feed_forward import DeepSeekMoeBlock, MlpBlock, MoeBlock
 from linen_compat.modules.latent_attention import LatentAttention
 from linen_compat.modules.norm import RMSNorm
+from linen_compat.modules.parameters import Configured
 from nnx_pipeline import InputError, Layout, ModelConfig
 from nnx_pipeline.ops.residual import add_to_stream
 from nnx_pipeline.ops.router import router_metrics
@@ -14,7 +14,7 @@ from nnx_pipeline.pipeline import MicrobatchMean
 from nnx_pipeline.remat import KEEP_ALL, Remat
 
 
-class _DecoderLayer(nn.Module):
+class _DecoderLayer(Configured):
     """A decoder layer: attention and a feed-forward part, each added to the residual stream.
 
     h = x + attention(norm(x)); y = h + feed_forward(norm(h)), with dropout on both summands.

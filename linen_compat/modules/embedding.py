@@ -3,13 +3,13 @@
 from flax import linen as nn
 from jaxtyping import Array
 
-from linen_compat.modules.parameters import Weight, parameter
+from linen_compat.modules.parameters import Configured, Weight, parameter
 from nnx_pipeline import Layout, ModelConfig
 from nnx_pipeline.ops.embedding import embed
 from nnx_pipeline.sharding import P
 
 
-class Embed(nn.Module):
+class Embed(Configured):
     """Token ids `[..., seq]` to vectors `[..., seq, embed]` in the model's dtype, unscaled.
 
     - `config`: sizes and dtypes; `config.embedding` chooses how rows are looked up.

@@ -4,7 +4,7 @@ from flax import linen as nn
 from jaxtyping import Array
 
 from linen_compat.formats.names import check_names
-from linen_compat.modules.parameters import Kernel, Names, Weight, parameter
+from linen_compat.modules.parameters import Configured, Kernel, Names, Weight, parameter
 from nnx_pipeline import Layout, ModelConfig
 from nnx_pipeline.ops.experts import ExpertKernels
 from nnx_pipeline.ops.low_precision import product_of
@@ -19,7 +19,7 @@ FAN_IN = nn.initializers.lecun_normal()
 OF_EXPERTS = nn.initializers.lecun_normal(in_axis=0, out_axis=1)
 
 
-class MlpBlock(nn.Module):
+class MlpBlock(Configured):
     """SwiGLU from `[batch, seq, embed]` to `[batch, seq, embed]`, without bias.
 
     - `config`: sizes and dtypes.
@@ -47,7 +47,7 @@ class MlpBlock(nn.Module):
         return gated_mlp(x, *kernels, product=product_of(self.config), layout=self.layout)
 
 
-class Gate(nn.Module):
+class Gate(Configured):
     """The kernel of a router, and its bias where it has one.
 
     - `config`: sizes and dtypes.
@@ -74,7 +74,7 @@ class Gate(nn.Module):
         return self.kernel, self.bias if self.config.router_bias else None
 
 
-class MoeBlock(nn.Module):
+class MoeBlock(Configured):
     """Sends each token to its best experts, and reports how the experts were used.
 
     - `config`: sizes, dtypes and the number of experts per token.
@@ -118,7 +118,7 @@ class MoeBlock(nn.Module):
         )
 
 
-class DeepSeekMoeBlock(nn.Module):
+class DeepSeekMoeBlock(Configured):
     """Routed experts, and beside them a dense MLP for the shared ones, whose results are added.
 
     - `config`: sizes, dtypes, and how experts are chosen.

@@ -8,7 +8,7 @@ from jaxtyping import Array
 
 from linen_compat.modules.attention import INTO_HEADS, OUT_OF_HEADS
 from linen_compat.modules.norm import RMSNorm
-from linen_compat.modules.parameters import Kernel
+from linen_compat.modules.parameters import Configured, Kernel
 from nnx_pipeline import Layout, ModelConfig
 from nnx_pipeline.modules.attention import kernel_of
 from nnx_pipeline.ops.self_attention.latent import Latent, LatentProjections, latent_attention
@@ -17,7 +17,7 @@ from nnx_pipeline.ops.self_attention.rotary import rotary_of
 _DOWN = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(Configured):
     """Self-attention through latent vectors, from `[batch, seq, embed]` to the same, without bias.
 
     - `config`: sizes, dtypes and `attention_scale`.

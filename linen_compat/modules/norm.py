@@ -3,12 +3,12 @@
 from flax import linen as nn
 from jaxtyping import Array
 
-from linen_compat.modules.parameters import Weight, parameter
+from linen_compat.modules.parameters import Configured, Weight, parameter
 from nnx_pipeline import Layout, ModelConfig
 from nnx_pipeline.ops.norm import rms_norm
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Configured):
     """Root-mean-square normalisation of the last axis, `[..., width]` to `[..., width]`.
 
     - `config`: sizes, dtypes, `norm_epsilon` and `norm_scale_offset`.

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
+from linen_compat.arguments import check_config
 from nnx_pipeline import InputError, Layout
 from nnx_pipeline.errors import nearest
 from nnx_pipeline.mesh import is_trivial
@@ -126,6 +127,20 @@ def unboxed(value: Any) -> Array:
 def is_boxed(leaf: Any) -> bool:
     """Whether a leaf of `params` is in a metadata box that names its axes."""
     return isinstance(leaf, nn.LogicallyPartitioned)
+
+
+class Configured(nn.Module):
+    """A module with a config, whose kind is checked when the module is made.
+
+    - `config`: of the kind that the class says.
+    """
+
+    config: Any
+
+    def __post_init__(self) -> None:
+        kind = type(self).__dataclass_fields__["config"].type
+        check_config(f"the config of {type(self).__name__}", self.config, kind)
+        super().__post_init__()
 
 
 class Kernel(nn.Module):

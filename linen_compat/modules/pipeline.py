@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, PyTree
 
+from linen_compat.modules.parameters import Configured
 from linen_compat.modules.stacked import StackedLayers, StageTree, parameters_of
 from nnx_pipeline import InputError, Layout, PipelineConfig
 from nnx_pipeline.ops.dropout import sequence_keys
@@ -20,7 +21,7 @@ from nnx_pipeline.pipeline.stage.layers import LayerPlace, Side, takes_place
 from nnx_pipeline.sharding import place
 
 
-class CircularPipeline(nn.Module):
+class CircularPipeline(Configured):
     """Layers of one kind, where each microbatch goes round the stages `num_repeats` times.
 
     - `config`: how the layers run over the stages.
@@ -151,9 +152,9 @@ class Pipeline(CircularPipeline):
     """The plain pipeline: a circular one in which each microbatch passes every stage once."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.config.num_repeats != 1:
             raise InputError(
                 f"pipeline.num_repeats={self.config.num_repeats} is for a CircularPipeline; "
                 "set it to 1 or use CircularPipeline"
             )
-        super().__post_init__()
