@@ -431,7 +431,7 @@ def test_arguments_that_do_not_fit() -> None:
 @pytest.mark.parametrize("form", ["text", "mesh"])
 def test_a_shard_map_takes_the_mesh_of_the_measurement(form: str) -> None:
     """One with a mesh of its own is refused; the words of JAX that it is known by may change."""
-    own = AbstractMesh((8,), ("data",))
+    own = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
     def summed(x: jax.Array, **places: Any) -> jax.Array:
         add = jax.shard_map(
