@@ -21,8 +21,9 @@ from helpers import (
     small_config,
 )
 
-from nnx_pipeline import Mixtral, create_pipeline
+from nnx_pipeline import InputError, Mixtral, create_pipeline
 from nnx_pipeline.ops.dropout import dropout, fold_in, sequence_keys
+from nnx_pipeline.pipeline import ModelEnds
 from nnx_pipeline.sharding import Layout, P
 from nnx_pipeline.train import jit_train_step, loss_of
 from nnx_pipeline.train.step import batch_sharding
@@ -109,6 +110,28 @@ def test_a_step_draws_from_seed_and_step() -> None:
     assert first[0] != other[0]
 
 
+def test_numbers_tell_the_calls_in_a_layer_apart() -> None:
+    x, keys = jnp.ones((8, 64)), sequence_keys(jax.random.key(0), 8)
+    masks = [np.asarray(dropout(x, keys, rate=0.5, number=number)) for number in (0, 1, 0)]
+    assert np.array_equal(masks[0], masks[2])
+    assert np.mean(masks[0] != masks[1]) == pytest.approx(0.5, abs=0.1)
+    assert dropout(x, None, rate=0.5) is x
+
+
+@pytest.mark.parametrize(
+    ("keys", "rate", "message"),
+    [
+        (sequence_keys(KEY, 8), 1.0, "rate=1.0 of dropout must be at least 0 and below 1"),
+        (KEY, 0.5, r"keys of dropout are key<fry>\[\] for 8 sequences; .* `keys` of a layer"),
+        (sequence_keys(KEY, 4), 0.5, r"uint32\[4, 2\] for 8 sequences"),
+        (3, 0.5, "keys of dropout are int for 8"),
+    ],
+)
+def test_what_is_no_dropout_is_refused(keys: Any, rate: float, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        dropout(jnp.ones((8, 4)), keys, rate=rate)
+
+
 class Drop(nnx.Module):
     """A layer of one's own with dropout."""
 
@@ -116,10 +139,7 @@ class Drop(nnx.Module):
         self.kernel = nnx.Param(0.3 * jax.random.normal(rngs.params(), (4, 4)))
 
     def __call__(self, x: jax.Array, *, keys: jax.Array | None = None) -> tuple[jax.Array, None]:
-        y = jnp.tanh(x @ self.kernel[...])
-        if keys is not None:
-            y = dropout(y, keys, rate=0.5, spec=P(*[None] * 3))
-        return x + y, None
+        return x + dropout(jnp.tanh(x @ self.kernel[...]), keys, rate=0.5), None
 
 
 @pytest.mark.slow
@@ -137,6 +157,31 @@ def test_a_layer_of_ones_own_gets_keys() -> None:
     assert np.max(np.abs(np.asarray(got) - np.asarray(plain))) > 1e-2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["explicit", "auto"])
+def test_the_loss_of_a_pipeline_takes_a_key(sharding: str) -> None:
+    """By 1F1B on a mesh, against a call of the pipeline on one device."""
+    x, key = float_rows(8, 6, 4), jax.random.key(1)
+
+    def loss_on(mesh: str, schedule: str, key: Any) -> Any:
+        config = small_config(pipeline={"num_microbatches": 4, "schedule": schedule})
+        with jax.set_mesh(mesh_of(mesh, sharding)):
+            pipeline = create_pipeline(config, Drop, rngs=nnx.Rngs(0))
+
+            def loss(pipeline: Any) -> Any:
+                if schedule == "circular":
+                    return jnp.sum(pipeline(x, key=key)[0] ** 2)
+                ends = ModelEnds(lambda _, x: x, None, lambda _, y, __: jnp.sum(y**2), None)
+                return pipeline.loss(ends, (x, x), {}, key=key)[0]
+
+            return jax.jit(jax.value_and_grad(loss))(pipeline)
+
+    want, got = loss_on("", "circular", key), loss_on("stage=2,fsdp=2", "1f1b", key)
+    assert_close(got, want, 1e-4)
+    without = loss_on("stage=2,fsdp=2", "1f1b", None)
+    assert abs(float(got[0]) - float(without[0])) > 1e-2
+
+
 class Thin(nnx.Module):
     """A layer that drops half of its input."""
 
@@ -144,7 +189,7 @@ class Thin(nnx.Module):
         self.scale = nnx.Param(jnp.ones(()))
 
     def __call__(self, x: jax.Array, *, keys: jax.Array) -> tuple[jax.Array, None]:
-        return dropout(x * self.scale[...], keys, rate=0.5, spec=P(*[None] * 3)), None
+        return dropout(x * self.scale[...], keys, rate=0.5), None
 
 
 def test_every_layer_has_a_mask_of_its_own() -> None:
@@ -152,6 +197,12 @@ def test_every_layer_has_a_mask_of_its_own() -> None:
     layers = create_pipeline(small_config(model={"num_layers": 4}), Thin, rngs=nnx.Rngs(0))
     y, _ = layers(jnp.ones((8, 64, 32)), key=jax.random.key(1))
     assert np.mean(np.asarray(y) != 0) == pytest.approx(1 / 2**4, abs=0.01)
+
+
+def test_a_layer_without_its_keys_says_where_they_come_from() -> None:
+    layers = create_pipeline(small_config(model={"num_layers": 4}), Thin, rngs=nnx.Rngs(0))
+    with pytest.raises(InputError, match=r"is called with a key: key=jax.random.key\(0\)"):
+        layers(jnp.ones((8, 6, 4)))
 
 
 @pytest.mark.slow

@@ -1,11 +1,13 @@
 """Dropout with a mask per sequence that does not depend on the mesh or on the schedule."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
 from nnx_pipeline.errors import InputError
-from nnx_pipeline.sharding import PORTABLE, P, place, portable_key
+from nnx_pipeline.sharding import PORTABLE, P, is_explicit, place, portable_key
 
 Keys = UInt32[Array, "batch words"]
 
@@ -56,18 +58,44 @@ def fold_in(keys: Keys, number: Array) -> Keys:
 
 
 def dropout(
-    x: Float[Array, "batch seq embed"], keys: Keys, *, rate: float, spec: P
-) -> Float[Array, "batch seq embed"]:
+    x: Float[Array, "batch *rest"],
+    keys: Keys | None,
+    *,
+    rate: float,
+    number: int = 0,
+    spec: P | None = None,
+) -> Float[Array, "batch *rest"]:
     """Sets each value to zero with probability `rate`, and divides it by 1 - rate otherwise.
 
-    - `x`: any values, one row per sequence.
-    - `keys`: one per sequence (`sequence_keys`).
+    - `x`: any values, `[batch, …]`.
+    - `keys`: one per sequence, `[batch, words]`, which a layer gets where its pipeline is called
+      with a key; None leaves `x` as it is.
     - `rate`: a Python number from 0 up to 1, 1 excluded.
-    - `spec`: the sharding of `x`.
+    - `number`: tells the calls within a layer apart: each number has a mask of its own.
+    - `spec`: the sharding of `x`; None for that of its type, on a mesh with explicit axes.
+
+    The mask of a sequence depends on its key and the number alone. Raises InputError for another
+    rate, and for what is no such keys.
     """
+    if not 0 <= rate < 1:
+        raise InputError(f"rate={rate} of dropout must be at least 0 and below 1")
+    if keys is None:
+        return x
+    dtype: Any = getattr(keys, "dtype", None)
+    shape: tuple[int, ...] = getattr(keys, "shape", ())
+    if dtype != jnp.uint32 or len(shape) != 2 or shape[0] != x.shape[0]:
+        found = type(keys).__name__ if dtype is None else f"{dtype}{[*shape]}"
+        raise InputError(
+            f"the keys of dropout are {found} for {x.shape[0]} sequences; give the argument `keys` "
+            "of a layer, which its pipeline makes of the key that it is called with"
+        )
 
     def mask_of(words: Array) -> Array:
         return jax.random.bernoulli(key_of(words), 1.0 - rate, x.shape[1:])
 
-    mask = place(jax.vmap(mask_of)(keys), spec)
+    mask = jax.vmap(mask_of)(fold_in(keys, jnp.int32(number)))
+    if spec is None and is_explicit():
+        spec = jax.typeof(x).sharding.spec
+    if spec is not None:
+        mask = place(mask, spec)
     return jnp.where(mask, x / (1.0 - rate), jnp.zeros_like(x))

@@ -1,9 +1,8 @@
 """The residual stream of a decoder layer."""
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from nnx_pipeline.ops.dropout import Keys, dropout, fold_in
+from nnx_pipeline.ops.dropout import Keys, dropout
 from nnx_pipeline.sharding import Constrain, Layout, constrain
 
 
@@ -29,5 +28,5 @@ def add_to_stream(
     spec = layout.spec("batch", None, None)
     if mask is not None and rate:
         keys, place = mask
-        update = dropout(update, fold_in(keys, jnp.int32(place)), rate=rate, spec=spec)
+        update = dropout(update, keys, rate=rate, number=place, spec=spec)
     return constrain(stream + update, spec)

@@ -1,5 +1,6 @@
 """The pipeline: schedules in plain integers, and the loops over ticks that carry them out."""
 
+from nnx_pipeline.ops.dropout import dropout
 from nnx_pipeline.pipeline.circular.run import run_pipeline
 from nnx_pipeline.pipeline.create import create_pipeline
 from nnx_pipeline.pipeline.executor.run import run_timetable
@@ -47,6 +48,7 @@ __all__ = [
     "Weights",
     "WithState",
     "create_pipeline",
+    "dropout",
     "make_schedule",
     "make_timetable",
     "map_stages",

@@ -40,7 +40,8 @@ class CircularPipeline(nnx.Module):
       or any pytree of floating arrays, each wrapped in a class such as `Sum`, `Mean` or `Max`,
       which says how its values combine over all layers and microbatches (see `pipeline.metrics`).
       If the pipeline is called with a `key`, the layer also gets `keys`, `[batch, words]`: one key
-      per sequence, which depends on the key, the sequence and the layer alone (see `ops.dropout`).
+      per sequence, which depends on the key, the sequence and the layer alone, for
+      `pipeline.dropout`.
       If its call takes an argument `place`, it gets a `LayerPlace`: its number in the model, and
       its stage and repeat.
       Its variables that are no parameters are state if their type says so: running statistics
@@ -148,7 +149,7 @@ class CircularPipeline(nnx.Module):
         inputs: tuple[PyTree, PyTree],
         side: Side,
         *,
-        keys: Array | None = None,
+        key: Array | None = None,
         metric_weights: PyTree = None,
     ) -> tuple[Array, tuple[Array, PyTree]]:
         """The loss of a whole model by 1F1B, and a pair: that of `ends.leave`, and the metrics.
@@ -158,12 +159,12 @@ class CircularPipeline(nnx.Module):
         - `inputs`: what `ends.enter` and what `ends.leave` reads, each `[batch, …]`.
         - `side`: what layers read beside activations, by the names of their arguments, as in a
           call; {} for nothing.
-        - `keys`: dropout keys of the sequences, `[batch, words]`, for layers whose call takes
-          `keys`, as `ops.dropout.sequence_keys` makes them; None leaves dropout out.
+        - `key`: a key for dropout, which is left out without one, as in a call.
         - `metric_weights`: the weight of each metric in the loss, one number for all of them or a
           pytree like theirs; None leaves metrics out of the loss.
         """
         layers = split_state(self.placed_layers, self.batches.microbatches)
+        keys = None if key is None else sequence_keys(key, _sequences_of(inputs))
         with explained():
             found = self.runner.loss(
                 layers, ends, inputs, side, keys=keys, metric_weights=metric_weights
@@ -196,6 +197,15 @@ class CircularPipeline(nnx.Module):
 
     def _check_repeats(self, repeats: int) -> None:
         """Accepts any number; `Pipeline` overrides it."""
+
+
+def _sequences_of(inputs: PyTree) -> int:
+    """The number of sequences of a batch `[batch, …]`; 0 for what is none, which is refused later.
+
+    - `inputs`: any pytree of arrays.
+    """
+    shapes = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(inputs)]
+    return int((*(shapes or [()])[0], 0)[0])
 
 
 class Pipeline(CircularPipeline):

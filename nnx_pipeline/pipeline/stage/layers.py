@@ -217,7 +217,11 @@ def _without(entry: AxisName, axes: tuple[str, ...]) -> AxisName:
 def takes_place(layer: Any) -> bool:
     """Whether a layer's call has an argument `place`; one that wraps another says so itself."""
     said = getattr(layer, "takes_place", None)
-    return "place" in inspect.signature(layer).parameters if said is None else said
+    return _takes(layer, "place") if said is None else said
+
+
+def _takes(layer: Any, name: str) -> bool:
+    return name in inspect.signature(layer).parameters
 
 
 def call_layer(
@@ -251,6 +255,8 @@ def call_layer(
         own["place"] = LayerPlace.of(number, stack)
     layer, everything = gathered_for_use(joined(layer, without_gradient(state))), {**side, **own}
     rule = f"a layer, {type(layer).__name__}, is called with x and {[*everything] or 'no more'}"
+    if keys is None and _takes(layer, "keys"):
+        rule += " (it gets `keys` where the pipeline is called with a key: key=jax.random.key(0))"
     before, attributes = arrays_of(layer, is_state), plain_attributes(layer)
     with call_explained(layer, (x,), everything, rule):
         result = layer(x, **everything) if split is None else split(layer, x, **everything)
