@@ -245,6 +245,14 @@ def test_the_change_has_its_sign() -> None:
     assert f"({after / before - 1:+.1%})".replace("-", "−") in text
 
 
+def test_a_program_on_its_own_has_no_letter() -> None:
+    page = measurement_page(TITLE, measurement(attribution()))
+    text = Reader(page).text
+    assert "this program peaks at" in text
+    assert "b (this program)" not in text
+    assert "letter b" not in page.partition("</style>")[2]
+
+
 def test_a_program_that_holds_nothing() -> None:
     nothing = dataclasses.replace(attribution(), heap_bytes=0, buffers=(), timeline=())
     text = Reader(measurement_page(TITLE, measurement(nothing))).text

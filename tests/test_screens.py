@@ -159,6 +159,22 @@ def test_advice_names_options_that_exist() -> None:
             apply_overrides(preset("tiny"), parse_overrides([setting.replace("=N", "=4")]))
 
 
+def closing_of_small() -> str:
+    """Of two programs whose sizes and times would read the same if they were rounded."""
+    found = outcome("norm-scale")
+
+    def arm(size: int, seconds: float) -> Any:
+        assert found.a
+        sizes = {**dict.fromkeys(vars(found.a.memory), 0), "heap_bytes": size}
+        time = dataclasses.replace(TIME, step_seconds=seconds)
+        return dataclasses.replace(
+            found.a, memory=dataclasses.replace(found.a.memory, **sizes), time=time
+        )
+
+    small = dataclasses.replace(found, a=arm(41_000, 2.04e-5), b=arm(38_000, 2.01e-5))
+    return closing_sentences([small])[0].plain
+
+
 def test_sentences_say_what_a_comparison_has_shown() -> None:
     def made(name: str, factor: float, seconds: float) -> Any:
         found = outcome(name)
@@ -183,6 +199,8 @@ def test_sentences_say_what_a_comparison_has_shown() -> None:
     assert "norm-scale saves most time, 5.00 ms per step" in last
     hardly = made("norm-scale", 1.0, 0.00999)
     assert "hardly changes" in closing_sentences([hardly])[0].plain
+    assert "the account falls from 41,000 bytes to 38,000 bytes (−7.3%)" in closing_of_small()
+    assert "the estimated step falls from 20.400 µs to 20.100 µs (−1.5%)" in closing_of_small()
     assert len(closing_sentences([hardly])) == 1
     assert closing_sentences([dataclasses.replace(hardly, a=None)]) == []
 

@@ -63,6 +63,11 @@ def test_a_field_is_set_or_swept(run: Run) -> None:
     assert "--set train.loss_chunks has no effect beside --sweep train.loss_chunks" in ended.err
 
 
+def test_a_sweep_of_nothing() -> None:
+    with pytest.raises(InputError, match="a sweep of no field; give one, as"):
+        sweep(small_config(), "", {})
+
+
 def test_where_there_is_no_slope() -> None:
     named = made_up("slice", "pad", factors=(1.0, 2.0))
     assert named.fit("temp_bytes") is None

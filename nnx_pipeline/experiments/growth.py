@@ -48,8 +48,8 @@ def sweep(
         mesh = MeshConfig.parse(mesh)
     if isinstance(platform, str):
         platform = Platform.parse(platform)
-    field = next(iter(fields))
     rows = _rows(config, mesh, fields)
+    field = next(iter(fields))
     for row in rows:
         row.config.check_mesh(row.mesh)
     labels = (experiment.a.label, experiment.b.label) if experiment else ("step",)
@@ -91,6 +91,8 @@ class _Row(NamedTuple):
 
 def _rows(config: Config, mesh: MeshConfig, fields: Mapping[str, Sequence[Any]]) -> list[_Row]:
     """One row per value; all fields take their values in the same order."""
+    if not fields:
+        raise InputError("a sweep of no field; give one, as {'pipeline.num_microbatches': [4, 8]}")
     known, (first, values) = [*known_keys(), MESH], next(iter(fields.items()))
     for field, given in fields.items():
         if field not in known:

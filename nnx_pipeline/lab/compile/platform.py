@@ -102,7 +102,7 @@ class Platform:
         if kind == "cuda":
             if target not in CUDA_TARGETS:
                 raise InputError(
-                    f"platform {text!r} has no such GPU; {nearest(target, CUDA_TARGETS)}"
+                    f"platform {text!r} has no such GPU; choose one of: {', '.join(CUDA_TARGETS)}"
                 )
             if not re.fullmatch(r"[1-9][0-9]*", topology):
                 raise InputError(f"platform {text!r} needs a number of GPUs; write {example}")

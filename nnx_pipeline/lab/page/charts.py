@@ -22,11 +22,13 @@ class Arm(NamedTuple):
     - `key`: its letter, `a` or `b`, which also decides its colour.
     - `label`: its name in words.
     - `attribution`: what its heap holds.
+    - `is_alone`: whether it is the only one, whose letter nobody asks for.
     """
 
     key: str
     label: str
     attribution: Attribution
+    is_alone: bool = False
 
 
 def role_bars(arms: Sequence[Arm]) -> Markup:
@@ -78,9 +80,8 @@ def _bar(arm: Arm, order: Sequence[str], largest: int) -> Markup:
 
 
 def _letter(arm: Arm) -> Markup:
-    return element(
-        "span", element("b", arm.key, class_=f"letter {arm.key}"), " " + arm.label, class_="arm"
-    )
+    letter = [] if arm.is_alone else [element("b", arm.key, class_=f"letter {arm.key}"), " "]
+    return element("span", letter, arm.label, class_="arm")
 
 
 def _total(size: int) -> Markup:
@@ -137,7 +138,8 @@ def timeline(arms: Sequence[Arm]) -> Markup:
         place = f"left:{100 * x.share(position):.2f}%;top:{100 * (1 - y.share(size / 1e6)):.2f}%"
         marks.append(element("span", class_=f"peak {arm.key}", style=place, aria_hidden="true"))
         words.append(
-            f"{arm.key} ({arm.label}) peaks at {megabytes(size)} MB, "
+            f"{arm.label if arm.is_alone else f'{arm.key} ({arm.label})'} peaks at "
+            f"{megabytes(size)} MB, "
             f"position {position} of {last} in the schedule"
         )
     said = "; ".join(words)

@@ -82,7 +82,11 @@ def roles_table(arms: Sequence[Arm]) -> Markup:
         if len(arms) == 2:
             row.append(change(sizes[0].get(role, 0), sizes[1].get(role, 0)))
         rows.append(row)
-    head = ["role", *(f"{arm.key}, MB" for arm in arms), *["b − a"] * (len(arms) == 2)]
+    head = [
+        "role",
+        *("MB" if arm.is_alone else f"{arm.key}, MB" for arm in arms),
+        *["b − a"] * (len(arms) == 2),
+    ]
     return table(None, head, rows, numbers=len(head) - 1, narrow=True)
 
 

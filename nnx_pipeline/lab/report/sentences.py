@@ -56,6 +56,8 @@ def _change(name: str, outcome: Outcome, figure: Figure, show: Callable[[float],
     verb = "falls" if after < before else "rises"
     if _is_small(outcome, figure):
         verb = "hardly changes,"
+    if show(before) == show(after):
+        show = {_as_memory: _as_bytes, _as_time: _as_microseconds}[show]
     return f"{name} {verb} from {show(before)} to {show(after)} ({part})"
 
 
@@ -84,6 +86,14 @@ def _step(result: Measurement) -> float | None:
 
 def _as_memory(size: float) -> str:
     return f"{megabytes(size)} MB"
+
+
+def _as_bytes(size: float) -> str:
+    return f"{size:,.0f} bytes"
+
+
+def _as_microseconds(seconds: float) -> str:
+    return f"{1e6 * seconds:,.3f} µs"
 
 
 def _as_time(seconds: float) -> str:
