@@ -263,8 +263,9 @@ def _memory(arms: tables.Labelled, top: int) -> Markup | None:
     drawn = [Arm(k or "b", label, r.attribution) for k, label, r in measured if r.attribution]
     if not drawn:
         return element("p", NO_ATTRIBUTION, class_="quiet")
-    alone = {"label": "this program", "is_alone": True}
-    named = [arm if len(arms) == 2 else arm._replace(**alone) for arm in drawn]
+    named = drawn
+    if len(arms) == 1:
+        named = [arm._replace(label="this program", is_alone=True) for arm in drawn]
     # A program whose heap never holds anything has no timeline.
     moving = [arm for arm in named if arm.attribution.timeline]
     lists = []
