@@ -293,6 +293,9 @@ def test_one_line_is_one_finding() -> None:
     assert [finding.location.function for finding in found] == ["scale", "scale"]
     assert {finding.location.caller.split(" ")[-1] for finding in found} == {"(loss)"}
     assert sorted(finding.times for finding in found) == [1, 3]
+    with jax.numpy_dtype_promotion("standard"):
+        (direct,) = lint(scale, half(512, SIZE), array(SIZE))
+    assert not re.search(r"nnx_pipeline/(lint|tracing)/", direct.location.caller)
 
 
 def test_parameters_are_the_params_of_a_module() -> None:

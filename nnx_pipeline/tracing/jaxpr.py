@@ -25,6 +25,7 @@ TRANSPOSED = "transpose("
 
 _JAX = tuple(f"{Path(str(package.__file__)).parent}/" for package in (jax, jaxlib))
 _LIBRARIES = tuple(f"{Path(str(package.__file__)).parent}/" for package in (flax, optax))
+_TRACING = (f"{Path(__file__).parent}/",)  # what calls a user's function is no line of the user's
 _NUMPY = f"{_JAX[0]}_src/numpy/"
 # Functions of jax.numpy that ask for a cast.
 _CASTS = {"astype", "asarray", "array"}
@@ -177,5 +178,6 @@ def _is_in(frame: traceback.FrameSummary, folders: tuple[str, ...]) -> bool:
 
 def _location(frames: list[traceback.FrameSummary]) -> Location:
     *around, frame = frames
+    around = [one for one in around if not _is_in(one, _TRACING)]
     caller = f"{around[-1].filename}:{around[-1].lineno} ({around[-1].name})" if around else ""
     return Location(frame.filename, frame.lineno or 0, frame.name, caller)
