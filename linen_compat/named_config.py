@@ -8,7 +8,7 @@ from linen_compat.formats.huggingface.stream import is_huggingface
 from linen_compat.formats.orbax.inspect import inspect
 from linen_compat.formats.streams import Mismatch
 from linen_compat.maxtext import config
-from nnx_pipeline import Config
+from nnx_pipeline import Config, InputError
 
 
 def read_config(name: str, checkpoint: str | Path | None = None) -> Config:
@@ -22,7 +22,14 @@ def read_config(name: str, checkpoint: str | Path | None = None) -> Config:
 
     Raises InputError when it is none of them, and where there is no checkpoint.
     """
-    file = Path(name, CONFIG_FILE) if name and Path(name).is_dir() else Path(name)
+    file = Path(name)
+    if name and file.is_dir():
+        file /= CONFIG_FILE
+        if not file.is_file():
+            raise InputError(
+                f"{name} is a folder and holds no {CONFIG_FILE}; give the folder of a Hugging Face "
+                "model that holds one, or a file, such as the config.yml of a run"
+            )
     if file.name != CONFIG_FILE or not file.is_file():
         return config.read_config(name)
     read = config_from_huggingface(file)

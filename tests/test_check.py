@@ -215,7 +215,7 @@ def test_a_config_of_hugging_face_has_the_scale_of_the_checkpoint(tmp_path, chec
         (
             "empty",
             ["--config", "."],
-            ". is a folder, and a config is a file; give the file",
+            ". is a folder and holds no config.json; give the folder of a Hugging Face model",
         ),
         ("empty", ["--config", ""], "an empty name is neither a file nor a preset"),
         ("", ["--config", CONFIG], "the checkpoint's name is empty"),
@@ -239,6 +239,32 @@ def test_weights_that_are_not_floating(tmp_path, check):
     ended = check(tmp_path)
     assert ended.code == 1
     assert f"{GATE} is int8, but weights must be floating-point" in ended.err
+
+
+def test_what_cannot_be_compared_is_said_once(tmp_path, check):
+    write(tmp_path / "items", {"params/blocks/kernel": np.zeros((3, 4))})
+    ended = check(tmp_path, "--json", tmp_path / "found.json")
+    assert (ended.code, ended.out, ended.err.count("another model")) == (1, "", 1)
+    assert "another model" in json.loads((tmp_path / "found.json").read_text())["problems"][0]
+
+
+def test_norms_of_queries_that_are_not_there_are_named_before_the_scale(check, tmp_path):
+    """Their scale differs because they are there, so that it is not what is wrong."""
+    own = tmp_path / "own.yml"
+    model = {**vars(read_config(CONFIG).model), "qk_norm": True, "attention_scale": 8**-0.5}
+    own.write_text(yaml.safe_dump({"model": model}))
+    ended = check(checkpoint("unscanned"), config=own)
+    assert (ended.code, "query_norm/scale is missing" in ended.err) == (1, True)
+    assert "attention_scale" not in ended.err
+
+
+def test_a_hugging_face_folder_without_its_config_is_no_config(check, tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    ended = check(checkpoint("unscanned"), config=tmp_path)
+    assert (ended.code, f"{tmp_path} is a folder and holds no config.json" in ended.err) == (
+        2,
+        True,
+    )
 
 
 def test_a_leaf_that_is_there_twice(tmp_path, check):

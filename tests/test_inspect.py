@@ -116,3 +116,9 @@ def test_a_narrow_screen_keeps_the_end_of_names(tmp_path, monkeypatch, capsys):
     ):
         assert f"│ …/{name} " in shown
         assert shape in shown
+
+
+def test_a_hugging_face_folder_is_said_not_to_be_inspected(tmp_path, bridge):
+    (tmp_path / "config.json").write_text("{}")
+    ended = bridge("inspect", tmp_path)
+    assert (ended.code, "which inspect and load_train_state do not read" in ended.err) == (2, True)

@@ -109,8 +109,8 @@ def _as_json(found: Inspection) -> dict[str, object]:
     "config_name",
     required=True,
     metavar="FILE",
-    help="A MaxText YAML, a YAML with model, pipeline and train, a config.json of Hugging Face, or "
-    "a preset.",
+    help="A MaxText YAML, a YAML with model, pipeline and train, a config.json of Hugging Face or "
+    "its folder, or a preset.",
 )
 @click.option("--read", is_flag=True, help="Read every byte too, to find damage and NaN.")
 @click.option(
@@ -129,7 +129,8 @@ def check(
     """Say which leaves a model would take from a checkpoint and which stay randomly initialised.
 
     Reads only metadata and the step counts, unless --read or --numerics is given. Exit 1 unless
-    everything fits.
+    everything fits. The state of another optimizer than AdamW is no misfit: what becomes of it is
+    said.
     """
     if allow_nan and not read:
         raise InputError("--allow-nan has no effect without --read; add --read or leave it out")
@@ -139,7 +140,8 @@ def check(
     if numerics:
         check_names(found)
     result: dict[str, Any] = {**found.to_json(), "read_bytes": None, "numerics": None}
-    show(views.diagnosis(found), json_path=json_path)
+    if found.format is not None:  # else the error says all there is to say
+        show(views.diagnosis(found), json_path=json_path)
     problems = list(found.comparison.problems)
     if read and not problems:
         try:
@@ -200,7 +202,11 @@ class Source:
         help=f"The format of SRC: {_FORMATS}; auto recognises it.",
     ),
     click.option("--config", "config_name", metavar="FILE", help="The config that SRC must fit."),
-    click.option("--parameters-only", is_flag=True, help="Leave the optimizer's state behind."),
+    click.option(
+        "--parameters-only",
+        is_flag=True,
+        help="Leave the optimizer's state behind, whichever optimizer's it is.",
+    ),
 )
 @bundled(
     "target",
@@ -209,11 +215,13 @@ class Source:
     click.option(
         "--to", "format", required=True, metavar="FORMAT", help=f"The format of DST: {_FORMATS}."
     ),
-    click.option("--stages", type=click.IntRange(min=1), help="Stages of a pipelined target."),
+    click.option(
+        "--stages", type=click.IntRange(min=1), help="Stages of maxtext:pipelined or nnx."
+    ),
     click.option(
         "--repeats",
         type=click.IntRange(min=1),
-        help="Repeats of a pipelined target; 2 or more make it circular.",
+        help="Repeats of maxtext:pipelined or nnx; 2 or more make the pipeline circular.",
     ),
 )
 @click.option("--allow-nan", is_flag=True, help="Keep NaN and infinity.")

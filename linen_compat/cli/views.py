@@ -44,8 +44,6 @@ def inspection(found: Inspection) -> Columns:
 def diagnosis(found: Diagnosis) -> RenderableType:
     """A table that counts leaves by how they fit, and below it the leaves that do not."""
     result = found.comparison
-    if found.format is None:
-        return Group(*map(_text, result.problems))
     counts = {
         "matched": len(result.matched),
         "missing": len(result.missing),

@@ -178,7 +178,10 @@ def compare_to_load(found: Inspection, config: ModelConfig) -> Comparison:
             check_maxtext(config)
         except InputError as error:
             result.notes.append(str(error))
-    if found.attention_scale not in (None, config.attention_scale):
+    # Where norms of queries are missing or left over, they are what is wrong, and not the scale.
+    norms = tuple(slashed(names.nnx).removeprefix("attention/") for names in QK_NORMS)
+    other = any(name.endswith(norms) for name in (*result.missing, *result.extra))
+    if found.attention_scale not in (None, config.attention_scale) and not other:
         result.notes.append(
             f"model.attention_scale={config.attention_scale} does not suit the query kernels of "
             f"{found.items}, which are for {found.attention_scale}; "

@@ -107,11 +107,6 @@ def read_config(name: str) -> Config:
             f"{name or 'an empty name'} is neither a file nor a preset; give a MaxText YAML, a "
             f"YAML with {', '.join(SECTIONS)}, or one of: {', '.join(PRESETS)}"
         )
-    if Path(name).is_dir():
-        raise InputError(
-            f"{name} is a folder, and a config is a file; give the file, such as the config.yml of "
-            "a run or the config.json of a Hugging Face model"
-        )
     given = _read_yaml(name)
     if "model" in given and set(given) <= set(SECTIONS):
         return _own_config(name, given)

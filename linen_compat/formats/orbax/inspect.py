@@ -198,8 +198,8 @@ def find_items(checkpoint: str | Path) -> Path:
     cure = "give a run, a step or its items folder"
     if (folder / "config.json").is_file():
         cure = (
-            "it looks like a Hugging Face folder, which has no state of an optimizer; "
-            "linen_compat.load, linen-compat check and linen-compat convert read it"
+            "it looks like a Hugging Face folder, which inspect and load_train_state do not read; "
+            "linen_compat.load, linen-compat check and linen-compat convert do"
         )
     raise InputError(
         f"{checkpoint} holds no Orbax checkpoint (no {METADATA} in it, in items, or in a step); "
