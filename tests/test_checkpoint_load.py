@@ -106,6 +106,17 @@ def test_forms_of_parameters_alone(tmp_path, form, where):
     assert logits_error(model) <= TOLERANCE
 
 
+def test_a_step_that_orbax_has_not_finished_is_passed_over(tmp_path):
+    """It has another name, unlike a step with a number, which is the latest whatever it holds."""
+    scanned = {f"params/{k}": v for k, v in laid_out(parameters(), "scanned").items()}
+    write(tmp_path / "3" / "items", scanned)
+    (tmp_path / "7.orbax-checkpoint-tmp-123" / "items").mkdir(parents=True)
+    assert logits_error(linen_compat.load(tmp_path, config_of())) <= TOLERANCE
+    (tmp_path / "7" / "items").mkdir(parents=True)
+    with pytest.raises(Mismatch, match=r"7, the latest step, .* was not finished"):
+        linen_compat.load(tmp_path, config_of())
+
+
 def test_generators_beside_parameters_are_ignored(tmp_path):
     leaves = {f"{k}/value": v for k, v in laid_out(parameters(), "scanned").items()}
     leaves["decoder/dropout/rngs/params/key/value"] = np.zeros(4, np.uint32)

@@ -87,6 +87,7 @@ def test_logits_are_those_of_transformers(name: str) -> None:
         ("Llama", {"num_key_value_heads": 1, "head_dim": 8, "rope_theta": 10.0}),
         ("Llama", {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}),
         ("Mistral", {"sliding_window": None, "tie_word_embeddings": True}),
+        ("Mistral", {"sliding_window": 5}),
         ("Qwen3", {"rope_scaling": LLAMA3_1}),
         ("DeepseekV2", {"q_lora_rank": 12, "first_k_dense_replace": 1, "n_shared_experts": 1}),
         ("DeepseekV3", {"rope_interleave": False, "n_group": 1, "topk_group": 1}),

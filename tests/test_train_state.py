@@ -12,7 +12,7 @@ from maxtext_data import DATA, assert_same_leaves, checkpoint, config_of, full_s
 import linen_compat
 from linen_compat.formats.streams import Mismatch
 from nnx_pipeline import InputError, Mixtral, preset
-from nnx_pipeline.train import Batch, abstract_state, jit_train_step
+from nnx_pipeline.train import Batch, abstract_state, jit_train_step, make_state
 
 TOLERANCE = 2e-5
 KEPT = dict(np.load(DATA / "unscanned" / "train_batch.npz"))
@@ -111,6 +111,19 @@ def test_what_is_no_full_state_is_refused(tmp_path, lacks, message):
     write(tmp_path / "items", leaves)
     with pytest.raises(Mismatch, match=message):
         linen_compat.load_train_state(tmp_path, config_of())
+
+
+def test_training_begins_from_parameters_alone():
+    """As migration_guide.md does it, with the loss that the loaded model has."""
+    config, mesh, source = config_of(), mesh_of("stage=2,fsdp=2"), checkpoint("unscanned") / "1"
+    with jax.set_mesh(mesh):
+        fresh = dataclasses.replace(make_state(config, mesh), model=None)
+        state = dataclasses.replace(fresh, model=linen_compat.load(source, config))
+        assert_same_placement(state, abstract_state(config, mesh))
+        saved = linen_compat.load_train_state(source, config)
+        with optax_promotion():
+            losses = [jit_train_step(one, mesh)(one, batch())[1].loss for one in (state, saved)]
+    assert losses[0] == losses[1]
 
 
 def test_hugging_face_has_no_training_state(tmp_path):
