@@ -62,7 +62,7 @@ FOLDERS = {
         ("create",),
     ),
     "linen_compat": (
-        ("formats", "maxtext"),
+        ("arguments", "formats", "maxtext"),
         ("convert", "named_config", "loading", "modules", "reference", "saving"),
         ("bridge", "check", "train_state"),
         ("checkpoints",),
