@@ -404,7 +404,7 @@ BAD = [
     ((*COMPILE, "--mesh", "stage=4,fsdp=2", "--platform", "cuda:h100:4"), "there are 4"),
     ((*COMPILE, "--platform", "tpu"), "write for example tpu:v5p:2x2x2"),
     ((*COMPILE, "--platform", "tpu:v5q:2x2x2"), "tpu:v5p:2x2x2"),
-    ((*COMPILE, "--platform", "cuda:a100:8"), "did you mean 'h100'?"),
+    ((*COMPILE, "--platform", "cuda:a100:8"), "choose one of: h100, h200"),
     ((*COMPILE, "--platform", "gpus"), "'gpus' is not known"),
     ((*COMPILE, "--json", "/no/such/folder/x.json"), "--json /no/such/folder/x.json"),
     ((*COMPILE, "--hlo", "/no/such/folder/x.hlo"), "--hlo /no/such/folder/x.hlo"),
