@@ -21,8 +21,8 @@ def load(
     - `checkpoint`: a checkpoint of MaxText, in any layout, or of this project, given as a run (its
       latest step is taken), a step or an items folder; it may hold parameters alone, or beside them
       the state of any optimizer (below `opt_state` or `optimizer`), which is left out. Or a Hugging
-      Face folder. The stages and repeats of the checkpoint need not
-      be those of the mesh and the config.
+      Face folder. The stages and repeats of the checkpoint need not be those of the mesh and the
+      config.
     - `config`: the config of the model. For a Hugging Face folder None means that of its
       `config.json`; with another one the query kernels are scaled where its `attention_scale` is
       not head_dim^-0.5, and query and key are reordered where it has `rope_interleaved`. With

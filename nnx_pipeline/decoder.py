@@ -16,7 +16,7 @@ from jaxtyping import Array, PyTree
 
 from nnx_pipeline.config.config import Config
 from nnx_pipeline.config.model import ModelConfig
-from nnx_pipeline.errors import InputError
+from nnx_pipeline.errors import InputError, kind_of
 from nnx_pipeline.mesh import ambient_mesh
 from nnx_pipeline.modules import DecoderLayer, Embed, Parts, RMSNorm
 from nnx_pipeline.ops.dropout import sequence_keys
@@ -247,7 +247,6 @@ def _check_array(
     - `kind`: of its numbers, `jnp.integer` or `jnp.floating`.
     """
     dtype, found = getattr(array, "dtype", None), getattr(array, "shape", ())
-    what = type(array).__name__ if dtype is None else f"{dtype}{[*found]}"
     numbers, cast = ("integers", "int32") if kind is jnp.integer else ("floats", "float32")
     must = "[batch, seq]" if shape is None else f"{[*shape]}, one for each {_ONE[len(shape)]}"
     if dtype is None:
@@ -260,7 +259,9 @@ def _check_array(
         cure = f"give `{name}` that shape"
     else:
         return
-    raise InputError(f"`{name}` of a model is {what} and must be {numbers} {must}; {cure}")
+    raise InputError(
+        f"`{name}` of a model is {kind_of(array)} and must be {numbers} {must}; {cure}"
+    )
 
 
 _ONE = {1: "sequence", 2: "token"}  # what each number of an array with so many axes belongs to

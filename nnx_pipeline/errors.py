@@ -48,6 +48,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"choose one of: {', '.join(known)}"
 
 
+def kind_of(value: object) -> str:
+    """What a value is, in a message: dtype and shape of an array, of anything else its type.
+
+    >>> kind_of([1, 2])
+    'list'
+    """
+    dtype = getattr(value, "dtype", None)
+    return type(value).__name__ if dtype is None else f"{dtype}{[*getattr(value, 'shape', ())]}"
+
+
 def one_of(field: str, value: object, choices: Iterable[object]) -> None:
     """Raises InputError unless `value` is among `choices`.
 

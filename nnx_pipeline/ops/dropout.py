@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-from nnx_pipeline.errors import InputError
+from nnx_pipeline.errors import InputError, kind_of
 from nnx_pipeline.sharding import PORTABLE, P, is_explicit, place, portable_key
 
 Keys = UInt32[Array, "batch words"]
@@ -31,10 +31,9 @@ def check_key(key: object) -> None:
     dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if shape != () if typed else (dtype, shape) != (jnp.uint32, (2,)):
-        found = type(key).__name__ if dtype is None else f"{dtype}{list(shape or ())}"
         raise InputError(
-            f"key is {found}, and must be one key for dropout, such as jax.random.key(0); give a "
-            "side input of a layer another name"
+            f"key is {kind_of(key)}, and must be one key for dropout, such as jax.random.key(0); "
+            "give a side input of a layer another name"
         )
 
 
@@ -84,10 +83,9 @@ def dropout(
     dtype: Any = getattr(keys, "dtype", None)
     shape: tuple[int, ...] = getattr(keys, "shape", ())
     if dtype != jnp.uint32 or len(shape) != 2 or shape[0] != x.shape[0]:
-        found = type(keys).__name__ if dtype is None else f"{dtype}{[*shape]}"
         raise InputError(
-            f"the keys of dropout are {found} for {x.shape[0]} sequences; give the argument `keys` "
-            "of a layer, which its pipeline makes of the key that it is called with"
+            f"the keys of dropout are {kind_of(keys)} for {x.shape[0]} sequences; give the "
+            "argument `keys` of a layer, which its pipeline makes of the key that it is called with"
         )
 
     def mask_of(words: Array) -> Array:

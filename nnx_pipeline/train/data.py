@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from nnx_pipeline.config.config import Config
-from nnx_pipeline.errors import InputError, divides
+from nnx_pipeline.errors import InputError, divides, kind_of
 from nnx_pipeline.sharding import Layout
 from nnx_pipeline.train.step import Batch, batch_sharding
 
@@ -95,11 +95,10 @@ def _token_ids(given: Any, shape: tuple[int, int], config: Config, source: str) 
     - `source`: its name in the message.
     """
     dtype = getattr(given, "dtype", None)
-    what = type(given).__name__ if dtype is None else f"{dtype}{[*given.shape]}"
     if dtype is None or given.shape != shape or not np.issubdtype(dtype, np.integer):
         raise InputError(
-            f"the source {source} gave {what} for {shape[0]} rows of {shape[1]} tokens; its "
-            f"`sequences` must return an array of integers {[*shape]} (a row has "
+            f"the source {source} gave {kind_of(given)} for {shape[0]} rows of {shape[1]} tokens; "
+            f"its `sequences` must return an array of integers {[*shape]} (a row has "
             f"train.sequence_length={shape[1] - 1} tokens, and the target of the last one)"
         )
     tokens, vocabulary = np.asarray(given), config.model.vocab_size

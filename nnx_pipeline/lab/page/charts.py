@@ -129,19 +129,18 @@ def timeline(arms: Sequence[Arm]) -> Markup:
     for arm in arms:
         points = thinned(arm.attribution.timeline)
         last = max(arm.attribution.positions, points[-1][0], 1)
+        # The timeline has the positions at which bytes change; the line is over all positions.
         if points[0][0] > 0:
-            points = [(0, 0), *points]
+            points.insert(0, (0, 0))
         points.append((last, points[-1][1]))
         x = Axis(0, last, ())
         lines.append(element("path", d=_steps(points, x, y), class_=f"line {arm.key}"))
         position, size = peak_of(arm.attribution)
         place = f"left:{100 * x.share(position):.2f}%;top:{100 * (1 - y.share(size / 1e6)):.2f}%"
         marks.append(element("span", class_=f"peak {arm.key}", style=place, aria_hidden="true"))
-        words.append(
-            f"{arm.label if arm.is_alone else f'{arm.key} ({arm.label})'} peaks at "
-            f"{megabytes(size)} MB, "
-            f"position {position} of {last} in the schedule"
-        )
+        who = arm.label if arm.is_alone else f"{arm.key} ({arm.label})"
+        where = f"position {position} of {last} in the schedule"
+        words.append(f"{who} peaks at {megabytes(size)} MB, {where}")
     said = "; ".join(words)
     return element(
         "figure",

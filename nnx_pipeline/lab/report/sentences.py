@@ -46,7 +46,8 @@ def _sentence(outcome: Outcome) -> str:
     return f"{name}: from {a} to {b} {' and '.join(filter(None, parts))}."
 
 
-def _change(name: str, outcome: Outcome, figure: Figure, show: Callable[[float], str]) -> str:
+def _change(name: str, outcome: Outcome, figure: Figure, show: Callable[..., str]) -> str:
+    """What became of a figure; two values that would read the same are written out."""
     before, after = _pair(outcome, figure)
     if before is None or after is None:
         return f"{name} is not known"
@@ -56,9 +57,9 @@ def _change(name: str, outcome: Outcome, figure: Figure, show: Callable[[float],
     verb = "falls" if after < before else "rises"
     if _is_small(outcome, figure):
         verb = "hardly changes,"
-    if show(before) == show(after):
-        show = {_as_memory: _as_bytes, _as_time: _as_microseconds}[show]
-    return f"{name} {verb} from {show(before)} to {show(after)} ({part})"
+    exactly = show(before) == show(after)
+    told = (show(value, exactly=exactly) for value in (before, after))
+    return f"{name} {verb} from {' to '.join(told)} ({part})"
 
 
 def _saved(outcome: Outcome, figure: Figure) -> float:
@@ -84,17 +85,9 @@ def _step(result: Measurement) -> float | None:
     return result.time.step_seconds if result.time else None
 
 
-def _as_memory(size: float) -> str:
-    return f"{megabytes(size)} MB"
+def _as_memory(size: float, *, exactly: bool = False) -> str:
+    return f"{size:,.0f} bytes" if exactly else f"{megabytes(size)} MB"
 
 
-def _as_bytes(size: float) -> str:
-    return f"{size:,.0f} bytes"
-
-
-def _as_microseconds(seconds: float) -> str:
-    return f"{1e6 * seconds:,.3f} µs"
-
-
-def _as_time(seconds: float) -> str:
-    return f"{milliseconds(seconds)} ms"
+def _as_time(seconds: float, *, exactly: bool = False) -> str:
+    return f"{1e6 * seconds:,.3f} µs" if exactly else f"{milliseconds(seconds)} ms"
