@@ -11,13 +11,12 @@ from pathlib import Path
 import yaml
 from jax.sharding import Mesh
 
-from linen_compat.formats.huggingface.stream import is_huggingface, own_config
 from linen_compat.formats.names import check_names
 from linen_compat.formats.new_folder import check_free, clear_left_behind, new_folder
-from linen_compat.formats.orbax.inspect import existing_folder, find_items
+from linen_compat.formats.orbax.inspect import find_items
 from linen_compat.formats.orbax.layouts import NNX
 from linen_compat.loading import load
-from linen_compat.named_config import read_config
+from linen_compat.named_config import RUN_CONFIG, config_of, read_config
 from linen_compat.train_state import load_train_state, save_train_state
 from nnx_pipeline import Config, InputError
 from nnx_pipeline.train import TrainState
@@ -34,30 +33,9 @@ __all__ = [
     "saved_run",
 ]
 
-CONFIG_FILE, ORIGIN_FILE = "config.yml", "training.yml"
+ORIGIN_FILE = "training.yml"
 
 logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of metadata it can do without
-
-
-def config_of(checkpoint: str | Path) -> Config | None:
-    """The config that a checkpoint holds; None where it holds none.
-
-    - `checkpoint`: a Hugging Face folder, whose `config.json` says it, or a run, a step or an items
-      folder: `save_run` puts a `config.yml` into a run.
-
-    Raises InputError where there is no such folder.
-    """
-    folder = existing_folder(checkpoint)
-    if is_huggingface(folder):
-        return own_config(folder)
-    whole = folder.resolve()
-    run = whole.parents[1] if whole.name == "items" else whole.parent if _is_step(whole) else whole
-    file = run / CONFIG_FILE
-    return read_config(str(file)) if file.is_file() else None
-
-
-def _is_step(folder: Path) -> bool:
-    return folder.name.isdecimal()
 
 
 def check_savable(config: Config) -> None:
@@ -82,7 +60,7 @@ def save_step(state: TrainState, folder: str | Path, origin: Origin) -> None:
         return
     with new_folder(folder) as run:
         save_train_state(state, run / step / "items", NNX)
-        for name, kept in ((CONFIG_FILE, state.model.config), (ORIGIN_FILE, origin)):
+        for name, kept in ((RUN_CONFIG, state.model.config), (ORIGIN_FILE, origin)):
             text = yaml.safe_dump(dataclasses.asdict(kept), sort_keys=False)
             (run / name).write_text(text, encoding="utf-8")
 
@@ -105,7 +83,7 @@ def saved_run(folder: str | Path) -> SavedRun | None:
             "batches; begin another run"
         ) from error
     newest = find_items(folder).parent
-    return SavedRun(newest, read_config(str(file.with_name(CONFIG_FILE))), origin)
+    return SavedRun(newest, read_config(str(file.with_name(RUN_CONFIG))), origin)
 
 
 def load_newest(run: SavedRun, config: Config, mesh: Mesh) -> TrainState:

@@ -10,6 +10,7 @@ from linen_compat.formats.huggingface.stream import HuggingFaceSource, config_fo
 from linen_compat.formats.load_shards import load_from
 from linen_compat.formats.orbax.inspect import Inspection, inspect
 from linen_compat.formats.orbax.stream import OrbaxSource
+from linen_compat.named_config import config_of
 from nnx_pipeline import Config, InputError, Mixtral
 
 
@@ -23,8 +24,9 @@ def load(
       the state of any optimizer (below `opt_state` or `optimizer`), which is left out. Or a Hugging
       Face folder. The stages and repeats of the checkpoint need not be those of the mesh and the
       config.
-    - `config`: the config of the model. For a Hugging Face folder None means that of its
-      `config.json`; with another one the query kernels are scaled where its `attention_scale` is
+    - `config`: the config of the model. None means that of the checkpoint: the `config.json` of a
+      Hugging Face folder, or the `config.yml` of a run of `nnx-pipeline train`. With another one
+      than that of a Hugging Face folder the query kernels are scaled where its `attention_scale` is
       not head_dim^-0.5, and query and key are reordered where it has `rope_interleaved`. With
       latent attention it must agree with `config.json` in both.
     - `mesh`: None for that of `jax.set_mesh`, and without one the first device
@@ -45,6 +47,7 @@ def load(
     if is_huggingface(checkpoint):
         config = config_for(checkpoint, config)
         return load_from(HuggingFaceSource(checkpoint, config.model), config, mesh)
+    config = config_of(checkpoint) if config is None else config
     if config is None:
         raise InputError(
             f"{checkpoint} does not hold the config of its model; give one, such as the result of "

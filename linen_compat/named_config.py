@@ -1,14 +1,16 @@
-"""The config that the command-line option `--config` names, in any form that is read."""
+"""The config that the command-line option `--config` names, and the one that a checkpoint holds."""
 
 import dataclasses
 from pathlib import Path
 
 from linen_compat.formats.huggingface.config import CONFIG_FILE, config_from_huggingface
-from linen_compat.formats.huggingface.stream import is_huggingface
-from linen_compat.formats.orbax.inspect import inspect
+from linen_compat.formats.huggingface.stream import is_huggingface, own_config
+from linen_compat.formats.orbax.inspect import existing_folder, inspect
 from linen_compat.formats.streams import Mismatch
 from linen_compat.maxtext import config
 from nnx_pipeline import Config, InputError
+
+RUN_CONFIG = "config.yml"  # of a run, beside its steps
 
 
 def read_config(name: str, checkpoint: str | Path | None = None) -> Config:
@@ -37,6 +39,27 @@ def read_config(name: str, checkpoint: str | Path | None = None) -> Config:
     if scale is None:
         return read
     return dataclasses.replace(read, model=dataclasses.replace(read.model, attention_scale=scale))
+
+
+def config_of(checkpoint: str | Path) -> Config | None:
+    """The config that a checkpoint holds; None where it holds none.
+
+    - `checkpoint`: a Hugging Face folder, whose `config.json` says it, or a run, a step or an items
+      folder: a run of `nnx-pipeline train` has a `config.yml`.
+
+    Raises InputError where there is no such folder.
+    """
+    folder = existing_folder(checkpoint)
+    if is_huggingface(folder):
+        return own_config(folder)
+    whole = folder.resolve()
+    run = whole.parents[1] if whole.name == "items" else whole.parent if _is_step(whole) else whole
+    file = run / RUN_CONFIG
+    return read_config(str(file)) if file.is_file() else None
+
+
+def _is_step(folder: Path) -> bool:
+    return folder.name.isdecimal()
 
 
 def _scale_of(checkpoint: str | Path) -> float | None:

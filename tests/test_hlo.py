@@ -463,6 +463,7 @@ def test_cudnn_attention(mask: str, window: int, pairs: int | None) -> None:
         ("__cudnn$fmhaSoftmax", None),
         ("__cublas$lt$matmul", None),  # without dimension numbers
         ("AsyncCollectiveDone", 0),
+        ("ConcatBitcast", 0),
         ("xla_ffi_python_cpu_callback", 0),
     ],
 )

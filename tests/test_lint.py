@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import lint_examples
+import numpy as np
 import pytest
 from flax import linen, nnx
 from helpers import Run, mesh_of, optax_promotion, replace
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lint_examples import SIZE, X, array, examples, half
 
@@ -217,6 +218,18 @@ def test_a_dtype_that_is_forgotten_in_a_linen_model_is_found(forgotten: str, rem
     assert {finding.rule for finding in found} == {"hidden-upcast"}
 
 
+def test_a_constant_is_found_in_the_gradient_too() -> None:
+    """The cast back that the backward pass ends with is not the function's own."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean(((x @ w) / np.float32(8)) ** 2)  # here
+
+    with jax.numpy_dtype_promotion("standard"):
+        for function in (loss, jax.grad(loss), jax.value_and_grad(loss)):
+            (found,) = lint(function, half(SIZE, SIZE), half(512, SIZE), limits=Limits(large=1e3))
+            assert (found.rule, found.bytes) == ("hidden-upcast", 4 * 512 * SIZE)
+
+
 def test_a_scale_beside_a_statistic_is_found() -> None:
     """A mean of the array is let pass, times a float32 parameter it is not."""
 
@@ -251,6 +264,18 @@ def test_bytes_are_of_one_device_in_explicit_mode() -> None:
     with jax.numpy_dtype_promotion("standard"):
         (finding,) = lint(lint_examples.scaled, scale, x, mesh=mesh, limits=Limits(large=1e5))
     assert (finding.bytes, finding.per_device) == (512 * SIZE * 4 // 8, True)
+
+
+def test_a_mesh_needs_no_devices_and_has_the_axes_of_the_arguments() -> None:
+    mesh = AbstractMesh((64,), ("data",), axis_types=(AxisType.Explicit,))
+    x = jax.ShapeDtypeStruct((512, SIZE), "bfloat16", sharding=NamedSharding(mesh, P("data")))
+    with jax.numpy_dtype_promotion("standard"):
+        found = lint(lint_examples.scaled, array(SIZE), x, mesh=mesh, limits=Limits(large=1e3))
+    assert [(one.bytes, one.per_device) for one in found] == [(512 * SIZE * 4 // 64, True)]
+    with pytest.raises(InputError, match="over data=64, and the mesh has data=8; give both the"):
+        lint(lint_examples.scaled, array(SIZE), x, mesh=mesh_of("data=8"))
+    with pytest.raises(InputError, match="over the mesh axis 'data', and the mesh has other; name"):
+        lint(lint_examples.scaled, array(SIZE), x, mesh=AbstractMesh((8,), ("other",)))
 
 
 @pytest.mark.parametrize("spread", [True, False])

@@ -16,6 +16,7 @@ from helpers import ROOT, Run, arrays_by_path, assert_close, mesh_of, optax_prom
 from maxtext_data import read
 from test_interrupt import LONGEST, script, started
 
+import linen_compat
 from linen_compat import checkpoints as offered
 from nnx_pipeline import InputError
 from nnx_pipeline.cli.support import bar
@@ -80,6 +81,24 @@ def test_the_losses_after_a_resume_are_those_without_a_stop(run: Run, tmp_path: 
 
 
 CONFIG = small_config(model={"num_layers": 2})
+
+
+def test_a_run_is_loaded_with_its_own_config(tmp_path: Path) -> None:
+    """From the run, from a step and from its items, without being told what it is a model of."""
+    mesh = mesh_of("fsdp=2")
+    with jax.set_mesh(mesh):
+        state = make_state(CONFIG, mesh)
+    offered.save_step(state, tmp_path / "run", Origin(0, None))
+    step = Path(str(int(state.step)))
+    for place in (".", step, step / "items"):
+        loaded = linen_compat.load(tmp_path / "run" / place)
+        assert loaded.config == CONFIG
+        assert_close(arrays_by_path(loaded), arrays_by_path(state.model), 0.0)
+    (tmp_path / "run" / "config.yml").unlink()
+    with pytest.raises(InputError, match="does not hold the config of its model; give one"):
+        linen_compat.load(tmp_path / "run")
+
+
 SETTINGS = (
     *("--model", "tiny"),
     *(

@@ -98,6 +98,8 @@ def test_buffers_of_old_versions_are_ignored(model: Path) -> None:
         ({"norm_epsilon": 1e-6}, r"config.json has norm_epsilon=1e-05, the model 1e-06"),
         ({"num_experts_per_token": 1}, r"config.json has num_experts_per_token=2, the model 1"),
         ({"norm_scale_offset": 1.0}, r"config.json has norm_scale_offset=0.0, the model 1.0"),
+        ({"sliding_window": 5}, r"config.json has sliding_window=None, the model 5"),
+        ({"logits_soft_cap": 30.0}, r"config.json has logits_soft_cap=None, the model 30.0"),
     ],
 )
 def test_another_config_than_that_of_the_folder(changes: dict, message: str) -> None:

@@ -97,8 +97,8 @@ class Trained:
         "--data",
         multiple=True,
         metavar="FILE",
-        help="Train on the bytes of a text file; may be repeated. A tenth of each is held out. "
-        "Without it sequences are generated.",
+        help="Train on the bytes of a text file; may be repeated. The last tenth of each is held "
+        "out. Without it sequences are generated.",
     ),
 )
 @bundled(

@@ -144,13 +144,7 @@ def compare(
         judged_by="account",
     )
     outcome = compare_measurements(question, results[0], results[1])
-    notes = [outcome.note, *_different_results(traced)]
-    notes += [
-        f"{label}: {note}"
-        for label, result in zip(labels, results, strict=True)
-        if not isinstance(result, str)
-        for note in result.notes
-    ]
+    notes = [*_different_results(traced), outcome.note]
     return dataclasses.replace(outcome, note="; ".join(filter(None, notes)))
 
 

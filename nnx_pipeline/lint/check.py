@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from nnx_pipeline.config.config import Config
-from nnx_pipeline.lab.compile.functions import called_with, check_arrays
+from nnx_pipeline.lab.compile.functions import called_with, check_arrays, check_places
 from nnx_pipeline.lint.facts import Program
 from nnx_pipeline.lint.finding import Finding, Limits
 from nnx_pipeline.lint.rules_arrays import hidden_upcasts, one_hot_arrays, trivial_constraints
@@ -35,7 +35,7 @@ RULES: tuple[Rule, ...] = (
 def lint(
     function: Callable[..., Any],
     *arguments: Any,
-    mesh: Mesh | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
     parameters: Any = None,
     limits: Limits = Limits(),
 ) -> list[Finding]:
@@ -44,17 +44,20 @@ def lint(
     - `function`: jitted or not, see `lab.measure`. It is traced afresh. To have the backward pass
       checked, give a function that contains it, such as a training step.
     - `arguments`: pytrees of arrays or of `jax.ShapeDtypeStruct`, with a sharding where it matters.
-    - `mesh`: the mesh under which the function is traced.
+    - `mesh`: the mesh under which the function is traced, which needs no devices.
     - `parameters`: the part of the arguments, as the same objects, whose arrays are the parameters.
       Without it they are the `nnx.Param`s of the first argument, or, if that has no variables, its
       floating-point arrays.
     - `limits`: the sizes in bytes below which nothing is reported.
+
+    Raises InputError for arguments that are no arrays, or not sharded over this mesh.
     """
     check_arrays(arguments)
+    if mesh is not None:
+        check_places(arguments, mesh)
     chosen = _parameters_of(arguments) if parameters is None else jax.tree.leaves(parameters)
     wanted = {id(leaf) for leaf in chosen}
-    on_mesh = jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext()
-    with on_mesh, traced_afresh(), called_with(function, arguments):
+    with _under(mesh), traced_afresh(), called_with(function, arguments):
         traced, leaves = jaxpr_of(Call.of(function, arguments))
     program = Program(
         traced,
@@ -63,6 +66,12 @@ def lint(
         mesh.size if mesh is not None else 1,
     )
     return check(program, limits)
+
+
+def _under(mesh: Mesh | AbstractMesh | None) -> contextlib.AbstractContextManager[Any]:
+    if isinstance(mesh, AbstractMesh):
+        return jax.sharding.use_abstract_mesh(mesh)
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def lint_step(config: Config, mesh: Mesh, *, limits: Limits = Limits()) -> list[Finding]:

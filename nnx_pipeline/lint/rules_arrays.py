@@ -123,14 +123,19 @@ def _comes_back(scope: Scope, reader: JaxprEqn) -> bool:
     """Whether the function that makes the float32 array returns to a smaller dtype.
 
     A recomputation of a backward pass need not have the cast back. It is taken to return, since the
-    forward pass has the whole function and is checked itself.
+    forward pass has the whole function and is checked itself. A cast in the backward pass is the
+    gradient of what was widened, and no return of the forward pass.
     """
     if is_recomputed(reader):
         return True
+    calls = [*scope.calls()]
+    in_backward = is_transposed([reader, *calls])
     function, waiting, seen = function_of(reader), list(reader.outvars), set(reader.outvars)
     while waiting:
         for equation in scope.readers.get(waiting.pop(), []):
             result = scope.value(equation.outvars[0])
+            if is_transposed([equation, *calls]) and not in_backward:
+                continue
             if equation.primitive.name == "convert_element_type" and _is_small(result):
                 # Only a cast in the function itself counts, not one in what uses its result.
                 if function_of(equation) == function:

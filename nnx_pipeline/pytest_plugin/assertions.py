@@ -34,7 +34,7 @@ class CompiledMemory:
     budgeted: Budgeted = field(compare=False)
 
     @property
-    def temp_bytes(self) -> int:
+    def temp_bytes(self) -> int | None:
         """The compiler's `temp_size_in_bytes`; on a TPU it is not the heap."""
         return self.measurement.memory.temp_bytes
 

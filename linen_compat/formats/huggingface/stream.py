@@ -56,6 +56,7 @@ _MUST_AGREE = (
     *("rope_theta", "rope_scaling", *ROPE_SCALINGS["llama3"]),
     *("num_dense_layers", "dense_mlp_dim", *OF_ROUTER, "router_groups_per_token"),
     *("kv_lora_rank", "q_lora_rank", "rope_head_dim", "value_head_dim"),
+    *("sliding_window", "full_attention_every", "attention_soft_cap", "logits_soft_cap"),
 )
 
 

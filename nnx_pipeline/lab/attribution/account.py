@@ -31,6 +31,7 @@ ROWS = {
     "heap_bytes": "heap",
 }
 _ON_CHIP = 1  # the memory space of a TPU's vector memory
+HOST = 5  # that of the host, which the compilers count separately
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class Memory:
 
     - `argument_bytes`, `output_bytes`: both include `alias_bytes`.
     - `alias_bytes`: the arguments whose memory an output takes over.
-    - `temp_bytes`: the compiler's `temp_size_in_bytes`.
+    - `temp_bytes`: the compiler's `temp_size_in_bytes`; None for a program that it refused.
     - `heap_bytes`: the device-memory heap of the buffer assignment. On a TPU it differs from
       `temp_bytes`, which counts other memory spaces too.
     - `constant_bytes`: what the program itself holds in device memory, such as captured arrays.
@@ -52,7 +53,7 @@ class Memory:
     argument_bytes: int
     output_bytes: int
     alias_bytes: int
-    temp_bytes: int
+    temp_bytes: int | None
     heap_bytes: int | None
     constant_bytes: int | None
     peak_bytes: int | None
@@ -88,6 +89,7 @@ class Assigned:
       result is written.
     - `on_chip_bytes`: temporaries in the on-chip memory of a TPU; None where the text has no such
       memory.
+    - `host_temp_bytes`, `host_argument_bytes`, `host_output_bytes`: in the memory of the host.
     """
 
     argument_bytes: int
@@ -96,6 +98,28 @@ class Assigned:
     constant_bytes: int
     scratch_bytes: int
     on_chip_bytes: int | None
+    host_temp_bytes: int = 0
+    host_argument_bytes: int = 0
+    host_output_bytes: int = 0
+
+    def memory(self, heap: int) -> Memory:
+        """The memory of a program of which the compiler itself reports nothing.
+
+        - `heap`: the bytes of its heap.
+        """
+        return Memory(
+            argument_bytes=self.argument_bytes,
+            output_bytes=self.output_bytes,
+            alias_bytes=self.alias_bytes,
+            temp_bytes=None,
+            heap_bytes=heap,
+            constant_bytes=self.constant_bytes,
+            peak_bytes=None,
+            generated_code_bytes=None,
+            host_temp_bytes=self.host_temp_bytes,
+            host_argument_bytes=self.host_argument_bytes,
+            host_output_bytes=self.host_output_bytes,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +199,7 @@ def assigned(buffers: BufferText) -> Assigned:
     """Adds up the allocations of a buffer assignment."""
     there = [part for part in buffers.allocations if part.color == 0]
     on_chip = [part for part in buffers.allocations if part.color == _ON_CHIP]
+    on_host = [part for part in buffers.allocations if part.color == HOST]
     return Assigned(
         argument_bytes=sum(part.bytes for part in there if part.is_argument),
         output_bytes=sum(part.bytes for part in there if part.is_output),
@@ -182,6 +207,9 @@ def assigned(buffers: BufferText) -> Assigned:
         constant_bytes=sum(part.bytes for part in there if part.is_constant),
         scratch_bytes=sum(held for *_, held in in_outputs(buffers)),
         on_chip_bytes=sum(part.bytes for part in on_chip if part.is_temp) if on_chip else None,
+        host_temp_bytes=sum(part.bytes for part in on_host if part.is_temp),
+        host_argument_bytes=sum(part.bytes for part in on_host if part.is_argument),
+        host_output_bytes=sum(part.bytes for part in on_host if part.is_output),
     )
 
 

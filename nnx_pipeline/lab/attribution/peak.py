@@ -6,7 +6,7 @@ import dataclasses
 from collections import defaultdict
 from dataclasses import dataclass
 
-from nnx_pipeline.lab.attribution.account import free_parts, in_outputs
+from nnx_pipeline.lab.attribution.account import HOST, free_parts, in_outputs
 from nnx_pipeline.lab.attribution.origins import Origin, Origins
 from nnx_pipeline.lab.attribution.result import Attribution, Buffer
 from nnx_pipeline.lab.attribution.roles import Roles
@@ -20,17 +20,19 @@ _SPACES = {
     2: "on a TPU semaphores",
     6: "on a TPU the memory of scalars",
 }
-_HOST = 5  # host memory, which the compilers count separately as `host_temp_size_in_bytes`
 
 
 def attribute(
-    buffers: BufferText, module: Module, temp_bytes: int, one_line: frozenset[str] = frozenset()
+    buffers: BufferText,
+    module: Module,
+    temp_bytes: int | None,
+    one_line: frozenset[str] = frozenset(),
 ) -> Attribution:
     """Finds what the heap of a program holds at its peak, with a source line and role for each row.
 
     - `buffers`: the compiler's buffer assignment.
     - `module`: the program that it compiled.
-    - `temp_bytes`: the compiler's `temp_size_in_bytes`.
+    - `temp_bytes`: the compiler's `temp_size_in_bytes`; None if it gave none.
     - `one_line`: the names of jitted functions that a single source line calls, from
       `tracing.jaxpr.called_from_one_line`.
 
@@ -61,7 +63,7 @@ def attribute(
         temp_bytes=temp_bytes,
         peak_position=peak,
         buffers=_largest_first(rows),
-        other=_largest_first(_beyond_the_heap(buffers, temp_bytes - heap)),
+        other=_largest_first(_beyond_the_heap(buffers, heap, temp_bytes)),
         timeline=_timeline(curve, peak),
         peak_operation=there.operation,
         peak_source=there.source,
@@ -221,15 +223,15 @@ def _holes(slots: list[_Slot], free: int, buffers: BufferText) -> list[Buffer]:
     return [_plain(name, size, "fragmentation", buffers) for name, size in named.items() if size]
 
 
-def _beyond_the_heap(buffers: BufferText, beyond: int) -> list[Buffer]:
+def _beyond_the_heap(buffers: BufferText, heap: int, temp: int | None) -> list[Buffer]:
     """Rows for the bytes by which temp exceeds the heap: other memory spaces, and the rest."""
     sizes: dict[int, int] = defaultdict(int)
     for part in buffers.allocations:
-        if part.is_temp and part.color not in (0, _HOST):
+        if part.is_temp and part.color not in (0, HOST):
             sizes[part.color] += part.bytes
     role = "other memory space"
     rows = [_plain(_space(color), size, role, buffers) for color, size in sizes.items() if size]
-    if rest := beyond - sum(sizes.values()):
+    if temp is not None and (rest := temp - heap - sum(sizes.values())):
         name = "in temp, in no allocation" if rest > 0 else "in an allocation, not in temp"
         rows.append(_plain(name, rest, "other", buffers))
     return rows

@@ -63,7 +63,7 @@ class Attribution:
     """What a program holds in the heap at its peak, and outside of it; rows are largest first.
 
     - `heap_bytes`: the size of the device-memory heap, per device.
-    - `temp_bytes`: the compiler's `temp_size_in_bytes`.
+    - `temp_bytes`: the compiler's `temp_size_in_bytes`; None if it gave none.
     - `peak_position`: where the peak is in the schedule.
     - `buffers`: the rows of the heap at its peak. They sum to `heap_bytes`, with the rows for
       padding and fragmentation.
@@ -78,7 +78,7 @@ class Attribution:
     """
 
     heap_bytes: int
-    temp_bytes: int
+    temp_bytes: int | None
     peak_position: int
     buffers: tuple[Buffer, ...]
     other: tuple[Buffer, ...]

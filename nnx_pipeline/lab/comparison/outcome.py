@@ -169,7 +169,17 @@ def compare_measurements(question: Question, a: Measurement | str, b: Measuremen
             notes.append(_held_while_tracing(outcome))
         else:
             notes += _other_verdicts(outcome, verdict)
+    notes += _notes_of_arms(outcome)
     return dataclasses.replace(outcome, verdict=verdict, note="; ".join(notes))
+
+
+def _notes_of_arms(outcome: Outcome) -> list[str]:
+    """What is to be known about the figures of each program; of both, where it is the same."""
+    labels: dict[str, list[str]] = {}
+    for label, result in outcome.arms:
+        for note in result.notes if result else ():
+            labels.setdefault(note, []).append(label)
+    return [f"{' and '.join(those)}: {note}" for note, those in labels.items()]
 
 
 def _held_while_tracing(outcome: Outcome) -> str:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 
 from nnx_pipeline.errors import InputError
-from nnx_pipeline.lab.compile.heap import compile_with_dump
+from nnx_pipeline.lab.compile.heap import TooLarge, compile_with_dump
 from nnx_pipeline.lab.compile.platform import Platform
 
 # What the compilers say of a setting before they do anything (JAX 0.10 to 0.12).
@@ -20,7 +20,7 @@ _REFUSED = (
 class Accepted(NamedTuple):
     """A compiled program, and what its compiler made of the settings."""
 
-    compiled: jax.stages.Compiled
+    compiled: jax.stages.Compiled | TooLarge
     buffer_assignment: str | None  # see `compile_with_dump`
     applied: dict[str, bool | str]  # what the user set
     left_out: tuple[str, ...]  # settings of a set that the compiler does not take

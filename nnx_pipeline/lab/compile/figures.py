@@ -51,13 +51,13 @@ class Program:
 def read_program(
     text: str,
     buffers: str | None,
-    temp_bytes: int,
+    temp_bytes: int | None,
     one_line: frozenset[str] = frozenset(),
     links: Links | None = None,
 ) -> Program:
     """Reads every figure that the text of a compiled program gives.
 
-    - `text`: `compiled.as_text()`.
+    - `text`: `compiled.as_text()`, or that of a `TooLarge`.
     - `buffers`: the buffer assignment as `heap.compile_with_dump` gives it.
     - `temp_bytes`, `one_line`: as for `attribution.peak.attribute`.
     - `links`: the devices that it runs on, for the estimate of its time; None for no estimate.

@@ -6,7 +6,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -348,7 +348,32 @@ def _placed(leaf: Any, mesh: Mesh | None, device: Any) -> jax.sharding.Sharding:
         if kind is None:
             return jax.sharding.SingleDeviceSharding(device)
         mesh = Mesh(np.asarray([device]), ("device",))
-    sizes = dict(mesh.shape)
+    _check_axes(spec, own, dict(mesh.shape))
+    placed = NamedSharding(mesh, spec, memory_kind=kind)
+    if placed.memory_kind == kind or kind is None:
+        return placed
+    # Devices of the NVIDIA topology list no memories, so JAX drops the kind; on an abstract mesh,
+    # which has no devices, JAX keeps it.
+    return NamedSharding(mesh.abstract_mesh, spec, memory_kind=kind)
+
+
+def check_places(arguments: Any, mesh: Mesh | AbstractMesh) -> None:
+    """Raises InputError unless arrays are sharded over axes of a mesh, of the same sizes.
+
+    - `arguments`: a pytree of arrays or of `jax.ShapeDtypeStruct`.
+    """
+    for leaf in jax.tree.leaves(arguments):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            _check_axes(sharding.spec, dict(sharding.mesh.shape), dict(mesh.shape))
+
+
+def _check_axes(spec: P, own: Mapping[str, int], sizes: Mapping[str, int]) -> None:
+    """Raises InputError unless the axes of a spec have the sizes on a mesh that they are for.
+
+    - `own`: the axes of the mesh that the spec is for.
+    - `sizes`: those of the mesh that it goes to.
+    """
     for axis in sorted(spec_axes(spec)):
         if axis not in sizes:
             raise InputError(
@@ -362,12 +387,6 @@ def _placed(leaf: Any, mesh: Mesh | None, device: Any) -> jax.sharding.Sharding:
                 f"an argument is sharded over {axis}={own[axis]}, and the mesh has "
                 f"{axis}={sizes[axis]}; give both the same size"
             )
-    placed = NamedSharding(mesh, spec, memory_kind=kind)
-    if placed.memory_kind == kind or kind is None:
-        return placed
-    # Devices of the NVIDIA topology list no memories, so JAX drops the kind; on an abstract mesh,
-    # which has no devices, JAX keeps it.
-    return NamedSharding(mesh.abstract_mesh, spec, memory_kind=kind)
 
 
 def _known_kind(kind: str | None, device: Any) -> str | None:

@@ -24,6 +24,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -33,12 +34,32 @@ from nnx_pipeline.ending import cleared_away
 
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*)$", re.MULTILINE)
 _COLOR = re.compile(r", color (\d+)")
+_ASSIGNMENT = "-buffer-assignment.txt"
+# With these words the TPU compiler refuses what does not fit, when it has placed every buffer.
+_TOO_LARGE = "RESOURCE_EXHAUSTED"
+
+
+@dataclass(frozen=True)
+class TooLarge:
+    """A program that its compiler refused because it does not fit on a device.
+
+    - `hlo`: the program as it would have been, as text.
+    - `error`: what the compiler raised.
+    """
+
+    hlo: str
+    error: jax.errors.JaxRuntimeError
+
+    @property
+    def reason(self) -> str:
+        """What the compiler said, in one line without the name of the error."""
+        return " ".join(str(self.error).partition(": ")[2].split()).rstrip(".")
 
 
 def compile_with_dump(
     lowered: jax.stages.Lowered,
     compiler_options: Mapping[str, str | bool] | None = None,
-) -> tuple[jax.stages.Compiled, str | None]:
+) -> tuple[jax.stages.Compiled | TooLarge, str | None]:
     """Compiles a program and returns it with its buffer assignment, None if none was written.
 
     - `lowered`: the program to compile.
@@ -50,6 +71,9 @@ def compile_with_dump(
     and last of them between which each value lives. The colour is the memory space: 0 is device
     memory, and on a TPU 1 is the on-chip memory.
 
+    The TPU compiler raises an error for a program that does not fit, and writes this text first.
+    Then the result is a `TooLarge`. Every other error is raised.
+
     JAX's persistent compilation cache is bypassed, because a program from there has no such text.
     """
     with (
@@ -58,8 +82,15 @@ def compile_with_dump(
         _PERSISTENT_CACHE.off(),
     ):
         dump: dict[str, str | bool] = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        compiled = lowered.compile(compiler_options={**(compiler_options or {}), **dump})
-        return compiled, _main_module_text(Path(folder))
+        written = functools.partial(_main_module, Path(folder))
+        try:
+            compiled = lowered.compile(compiler_options={**(compiler_options or {}), **dump})
+        except jax.errors.JaxRuntimeError as error:
+            hlo, text = written()
+            if _TOO_LARGE not in str(error) or not hlo or not text:
+                raise
+            return TooLarge(hlo, error), text
+        return compiled, written()[1]
 
 
 class _PersistentCache:
@@ -95,20 +126,22 @@ class _PersistentCache:
 _PERSISTENT_CACHE = _PersistentCache()
 
 
-def _main_module_text(folder: Path) -> str | None:
-    """Buffer assignment and live ranges of the largest program in the dump.
+def _main_module(folder: Path) -> tuple[str | None, str | None]:
+    """The largest program in the dump: its own text, and its buffer assignment and live ranges.
 
     A compiler may also compile small helper programs, such as those for constants that it folds.
     """
-    assignments = sorted(
-        folder.glob("*buffer-assignment.txt"), key=lambda path: path.stat().st_size
-    )
+    assignments = sorted(folder.glob(f"*{_ASSIGNMENT}"), key=lambda path: path.stat().st_size)
     if not assignments:
-        return None
+        return None, None
     main = assignments[-1]
-    live_range = main.with_name(main.name.replace("buffer-assignment.txt", "live-range.txt"))
-    parts = [main, live_range] if live_range.exists() else [main]
-    return "\n".join(part.read_text(encoding="utf-8", errors="replace") for part in parts)
+
+    def beside(ending: str) -> str | None:
+        path = main.with_name(main.name.removesuffix(_ASSIGNMENT) + ending)
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
+
+    parts = beside(_ASSIGNMENT), beside("-live-range.txt")
+    return beside(".txt"), "\n".join(part for part in parts if part is not None)
 
 
 def heap_bytes(buffer_assignment: str | None) -> int | None:

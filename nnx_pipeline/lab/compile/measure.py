@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -14,8 +14,8 @@ from nnx_pipeline.lab.attribution.account import Account, Assigned, Memory
 from nnx_pipeline.lab.attribution.floor import Floor
 from nnx_pipeline.lab.attribution.result import Attribution
 from nnx_pipeline.lab.compile.accepted import compile_with_settings
-from nnx_pipeline.lab.compile.figures import read_program
-from nnx_pipeline.lab.compile.heap import heap_bytes
+from nnx_pipeline.lab.compile.figures import Program, read_program
+from nnx_pipeline.lab.compile.heap import TooLarge, heap_bytes
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.compile.tables import with_tables
 from nnx_pipeline.lab.hlo.module import fingerprint
@@ -128,11 +128,13 @@ class Measurement:
         if memory.account_bytes is not None:
             return memory.account_bytes
         working = memory.temp_bytes if memory.heap_bytes is None else memory.heap_bytes
-        return memory.argument_bytes + memory.output_bytes - memory.alias_bytes + working
+        return memory.argument_bytes + memory.output_bytes - memory.alias_bytes + (working or 0)
 
     @property
     def exceeds_device_memory(self) -> bool | None:
         """Whether the program is too large for a device; None where that is not known."""
+        if self.memory.temp_bytes is None:
+            return True  # the compiler has refused it
         size = self.device_memory_bytes
         if size is None:
             return None
@@ -188,6 +190,16 @@ class Measurement:
         return cls(**{**value, **changed})
 
 
+class _Read(NamedTuple):
+    """What the results of a compiler say."""
+
+    hlo: str
+    program: Program
+    memory: Memory
+    costs: dict[str, float]
+    notes: list[str]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Lowered:
     """A lowered program, which any thread can compile and measure.
@@ -207,24 +219,29 @@ class Lowered:
     config: dict[str, Any]
 
     def measure(self) -> Measurement:
-        """Compiles the program and measures it."""
+        """Compiles the program and measures it.
+
+        A program that the TPU compiler refuses as too large has the figures that do not need the
+        rest of its work. Raises what the compiler raises for every other reason.
+        """
         platform, clock = self.platform, self.clock
         with clock("compile", f"compiling for {platform}"):
             compiled, text, applied, left_out = compile_with_settings(self.program, platform)
         clock.progress("reading the compiled program")
-        hlo = with_tables(compiled.as_text() or "", compiled)
-        costs = _cost_analysis(compiled)
-        analysis: Any = compiled.memory_analysis()
-        program = read_program(hlo, text, analysis.temp_size_in_bytes, self.one_line, self.links)
+        if isinstance(compiled, TooLarge):
+            found = self._refused(compiled, text)
+        else:
+            found = self._compiled(compiled, text)
+        program = found.program
         return Measurement(
             platform=str(platform),
             mesh=self.mesh,
             config=self.config,
-            memory=_memory(analysis, heap_bytes(text), program.assigned),
+            memory=found.memory,
             flops=program.flops,
             known_flops=program.known_flops,
-            xla_flops=costs.get("flops"),
-            bytes_accessed=costs.get("bytes accessed"),
+            xla_flops=found.costs.get("flops"),
+            bytes_accessed=found.costs.get("bytes accessed"),
             collectives=program.collectives,
             time=program.time,
             device_memory_bytes=platform.memory_bytes(),
@@ -233,12 +250,36 @@ class Lowered:
             xla_left_out=left_out,
             seconds=clock.seconds,
             versions=_versions(platform),
-            hlo=hlo,
+            hlo=found.hlo,
             attribution=program.attribution,
             assigned=program.assigned,
             unread=program.unread,
-            notes=(*_dropped_arguments(compiled), *program.notes),
+            notes=(*found.notes, *program.notes),
         )
+
+    def _compiled(self, compiled: jax.stages.Compiled, text: str | None) -> _Read:
+        """What a program and its buffer assignment say."""
+        hlo = with_tables(compiled.as_text() or "", compiled)
+        analysis: Any = compiled.memory_analysis()
+        temp = analysis.temp_size_in_bytes
+        program = read_program(hlo, text, temp, self.one_line, self.links)
+        memory = _memory(analysis, heap_bytes(text), program.assigned)
+        return _Read(hlo, program, memory, _cost_analysis(compiled), _dropped_arguments(compiled))
+
+    def _refused(self, refused: TooLarge, text: str | None) -> _Read:
+        """What is known of a program that the compiler refused when it had placed all buffers.
+
+        It stopped before it counted the cycles, so that there is no estimate of the time.
+        """
+        program = read_program(refused.hlo, text, None, self.one_line, links=None)
+        heap, assigned = heap_bytes(text), program.assigned
+        if heap is None or assigned is None:
+            raise refused.error
+        note = (
+            f"the compiler refused the program when it had placed all buffers ({refused.reason}), "
+            "so that its time, temp, peak and code are not known"
+        )
+        return _Read(refused.hlo, program, assigned.memory(heap), {}, [note])
 
 
 def lower_traced(

@@ -40,9 +40,17 @@ _TPU_ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
-# For a program that is too large the compiler (libtpu 0.0.42.1) says "available HBM (95.74G)". The
-# memory of generations that are not listed here is not known.
-_TPU_MEMORY = {"v5p": int(95.74 * 2**30)}
+# The memory of one device in GiB: for a program that is too large the compiler (libtpu 0.0.42.1)
+# says "available HBM (95.74G)". A chip of v2, v3, v4 and tpu7x is two devices there.
+_TPU_MEMORY = {
+    "v2": 7.48,
+    "v3": 15.48,
+    "v4": 15.25,
+    "v5e": 15.75,
+    "v5p": 95.74,
+    "v6e": 31.25,
+    "tpu7x": 94.75,
+}
 
 
 class MissingCompiler(InputError):
@@ -169,7 +177,8 @@ class Platform:
         if self.kind == "cuda":
             found = re.search(r"device_memory_size: (\d+)", _target_config(self.target))
             return int(found.group(1)) if found else None
-        return _TPU_MEMORY.get(self.target) if self.kind == "tpu" else None
+        size = _TPU_MEMORY.get(self.target) if self.kind == "tpu" else None
+        return None if size is None else int(size * 2**30)
 
     def versions(self) -> dict[str, str]:
         """The versions of the packages that decide what the compiler does; "" if not installed.

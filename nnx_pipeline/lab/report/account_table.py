@@ -50,7 +50,8 @@ def account_table(measurement: Measurement) -> Table:
 def blind_spots(measured: Sequence[Measurement]) -> list[Text]:
     """Remarks on what a figure counts unexpectedly, and on where two reports disagree."""
     lines = []
-    on_chip = [one.account.on_chip_bytes for one in measured if one.account.on_chip_bytes]
+    peaks = [one for one in measured if one.memory.peak_bytes is not None]
+    on_chip = [one.account.on_chip_bytes for one in peaks if one.account.on_chip_bytes]
     if on_chip:
         lines.append(
             Text(

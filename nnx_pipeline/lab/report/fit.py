@@ -8,6 +8,7 @@ from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.report.memory_tables import grouped, megabytes, short_source
 
 NAMED = 3  # the largest buffers that are named
+_WORTH_NAMING = 0.01  # of what must fit
 _PARTS = {
     "kept_argument_bytes": "arguments",
     "donated_argument_bytes": "arguments",
@@ -37,13 +38,16 @@ def fit_lines(measurement: Measurement, advice: Mapping[str, str] = ADVICE) -> l
         return [Text(_sum(measurement), style="bold")]
     lines = [Text(_sum(measurement), style="bold red")]
     found = measurement.attribution
-    largest = grouped(found.buffers)[:NAMED] if found else []
+    groups = grouped(found.buffers)[:NAMED] if found else []
+    sizes = [sum(one.bytes for one in group) for group in groups]
+    least = _WORTH_NAMING * measurement.needed_bytes
+    largest = [group for group, size in zip(groups, sizes, strict=True) if size >= least]
     lines += [
         Text(
-            f"  {megabytes(sum(one.bytes for one in group))} MB: {group[0].role}, "
+            f"  {megabytes(size)} MB: {group[0].role}, "
             f"{group[0].shape or 'no array'}, {short_source(group[0].source)}"
         )
-        for group in largest
+        for group, size in zip(largest, sizes, strict=False)
     ]
     account = measurement.account
     arguments = account.kept_argument_bytes + account.donated_argument_bytes

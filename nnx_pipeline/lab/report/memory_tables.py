@@ -56,7 +56,7 @@ def memory_view(title: str, attribution: Attribution, *, top: int) -> Renderable
         table,
         *_beside(attribution, top),
         _roles(attribution),
-        _totals(attribution),
+        *_totals(attribution),
         _peak(attribution),
     )
 
@@ -189,8 +189,10 @@ def _roles(attribution: Attribution) -> Table:
     return table
 
 
-def _totals(attribution: Attribution) -> Table:
-    """A table of what adds up from the heap to temp."""
+def _totals(attribution: Attribution) -> list[Table]:
+    """A table of what adds up from the heap to temp, where temp is known."""
+    if attribution.temp_bytes is None:
+        return []
     table = Table(title="heap to temp", title_justify="left", show_header=False)
     table.add_column("", no_wrap=True)
     table.add_column("MB", justify="right", no_wrap=True)
@@ -199,7 +201,7 @@ def _totals(attribution: Attribution) -> Table:
         table.add_row(row.name, _signed(row.bytes))
     table.add_section()
     table.add_row("temp", _size(attribution.temp_bytes))
-    return table
+    return [table]
 
 
 def _peak(attribution: Attribution) -> Text:

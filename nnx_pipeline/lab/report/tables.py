@@ -94,6 +94,7 @@ def account_view(measurement: Measurement) -> RenderableType:
     """The account alone, with remarks on its figures."""
     warning = [Text(CPU_WARNING, style="yellow")] if measurement.is_of_cpu else []
     told = [*warning, *blind_spots([measurement]), *_settings([measurement])]
+    told += [Text(note, style="yellow") for note in measurement.notes]
     return Group(account_table(measurement), *told, *fit_lines(measurement))
 
 

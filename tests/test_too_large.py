@@ -1,0 +1,116 @@
+"""A program that the TPU compiler refuses as too large is shown like one that it compiles."""
+
+import dataclasses
+import functools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import too_large
+from helpers import Run, missing
+
+from nnx_pipeline import lab
+from nnx_pipeline.lab.compile.heap import compile_with_dump
+from nnx_pipeline.lab.compile.measure import Measurement
+from nnx_pipeline.lab.compile.platform import Platform
+
+pytestmark = pytest.mark.skipif(missing("libtpu"), reason="libtpu is not installed")
+
+V5E = "tpu:v5e:2x2"
+GENERATIONS = ("v2:2x2x1", "v3:2x2x1", "v4:2x2x1", V5E[4:], "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
+PART = too_large.ROWS * too_large.WIDTH * 2
+SCORES = too_large.ROWS**2 * 2
+
+
+@functools.cache
+def refused(platform: str) -> Measurement:
+    return lab.measure(too_large.whole, *too_large.inputs(), platform=platform)
+
+
+@pytest.mark.parametrize("topology", GENERATIONS)
+def test_a_device_has_what_its_compiler_says(topology: str) -> None:
+    (note,) = refused(f"tpu:{topology}").notes
+    needed, there = map(float, re.findall(r"\(([\d.]+)G\)", note))
+    assert Platform.parse(f"tpu:{topology}").memory_bytes() == int(there * 2**30)
+    # The compiler's own sum has two decimals.
+    assert refused(f"tpu:{topology}").needed_bytes / 2**30 == pytest.approx(needed, abs=0.006)
+
+
+def test_it_has_an_account_and_no_figure_that_nobody_knows() -> None:
+    found = refused(V5E)
+    memory = found.memory
+    assert (memory.argument_bytes, memory.output_bytes, memory.alias_bytes) == (PART, PART, 0)
+    assert memory.heap_bytes == pytest.approx(SCORES, rel=1e-3)
+    assert (memory.temp_bytes, memory.peak_bytes, memory.generated_code_bytes) == (None,) * 3
+    assert found.exceeds_device_memory is True
+    assert found.flops == 3 * 2 * too_large.ROWS**2 * too_large.WIDTH
+    assert found.time is None
+    largest = found.attribution.buffers[0]  # type: ignore[union-attr]
+    lines = Path(too_large.__file__).read_text().splitlines()
+    here = next(number for number, line in enumerate(lines, 1) if "# here" in line)
+    assert largest.source.endswith(f"too_large.py:{here}")  # type: ignore[union-attr]
+
+
+def test_the_account_is_that_of_the_analysis_where_there_is_one() -> None:
+    """On a program that fits, with arguments given up and with arrays in the host's memory."""
+
+    def step(w: jax.Array, kept: jax.Array, x: jax.Array) -> Any:
+        given = jax.device_put(kept, jax.memory.Space.Device) + x.T @ jnp.tanh(x @ w)
+        return w - given, jax.device_put(given, jax.memory.Space.Host)
+
+    mesh = jax.sharding.AbstractMesh((1,), ("data",))
+    whole = jax.sharding.NamedSharding(mesh, jax.P())
+    in_host = whole.with_memory_kind("pinned_host")
+    w = jax.ShapeDtypeStruct((512, 512), "float32", sharding=whole)
+    kept = jax.ShapeDtypeStruct((512, 512), "float32", sharding=in_host)
+    x = jax.ShapeDtypeStruct((4096, 512), "float32", sharding=whole)
+    donating = jax.jit(step, donate_argnums=(0, 1))
+    found = lab.measure(donating, w, kept, x, mesh=mesh, platform=V5E)
+    memory = found.memory
+    assert memory.host_argument_bytes == memory.host_output_bytes == 512 * 512 * 4
+    assert memory.alias_bytes == 512 * 512 * 4
+    unknown = dict.fromkeys(("temp_bytes", "peak_bytes", "generated_code_bytes"))
+    by_buffers = found.assigned.memory(memory.heap_bytes)  # type: ignore[union-attr, arg-type]
+    assert by_buffers == dataclasses.replace(memory, **unknown)
+
+
+def test_commands_say_what_takes_the_room(run: Run) -> None:
+    words = ("too_large:whole", "--inputs", "too_large:inputs", "--platform", V5E)
+    for command in ("measure", "memory"):
+        ended = run(command, *words)
+        assert ended.code == 0, ended.err
+        text = " ".join(ended.out.split())
+        assert "of 16.9 GB: does not fit ✗ 137,439.0 MB: activation" in text
+        assert "to try: fewer rows at a time" in text
+        assert "exceeds available HBM (15.75G)), so that its time, temp, peak" in text
+        assert "heap to temp" not in text
+    ended = run("measure", *words, "--json", "-")
+    assert ended.json["memory"]["temp_bytes"] is None
+    assert ended.json["exceeds_device_memory"] is True
+
+
+def test_it_is_compared_and_drawn(run: Run, tmp_path: Path) -> None:
+    words = ("too_large:whole", "too_large:in_parts", "--inputs", "too_large:inputs")
+    kept = tmp_path / "kept.json"
+    page = ("--html", tmp_path / "page.html", "--chart", tmp_path / "chart.png", "--json", kept)
+    ended = run("compare", *words, "--platform", V5E, *page)
+    assert ended.code == 0, ended.err
+    assert "a: too_large:whole ✗ – 137," in " ".join(ended.out.split())
+    assert "the compiler refused the program" in ended.out
+    (outcome,) = json.loads(kept.read_text())["experiments"]
+    assert outcome["arms"]["a"]["exceeds_device_memory"] is True
+    assert outcome["arms"]["b"]["exceeds_device_memory"] is False
+    assert "the compiler refused the program" in (tmp_path / "page.html").read_text()
+
+
+def test_an_error_without_a_placed_program_is_raised() -> None:
+    class Lowered:
+        def compile(self, compiler_options: Any) -> Any:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory on this host")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no memory on this host"):
+        compile_with_dump(Lowered())  # type: ignore[arg-type]
