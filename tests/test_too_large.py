@@ -35,7 +35,10 @@ def refused(platform: str) -> Measurement:
 def test_a_device_has_what_its_compiler_says(topology: str) -> None:
     (note,) = refused(f"tpu:{topology}").notes
     needed, there = map(float, re.findall(r"\(([\d.]+)G\)", note))
-    assert Platform.parse(f"tpu:{topology}").memory_bytes() == int(there * 2**30)
+    # Newer versions than that of the table say 0.01 G less of some generations.
+    known = Platform.parse(f"tpu:{topology}").memory_bytes()
+    assert known is not None
+    assert known / 2**30 == pytest.approx(there, abs=0.011)
     # The compiler's own sum has two decimals.
     assert refused(f"tpu:{topology}").needed_bytes / 2**30 == pytest.approx(needed, abs=0.006)
 

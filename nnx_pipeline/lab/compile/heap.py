@@ -37,6 +37,7 @@ _COLOR = re.compile(r", color (\d+)")
 _ASSIGNMENT = "-buffer-assignment.txt"
 # With these words the TPU compiler refuses what does not fit, when it has placed every buffer.
 _TOO_LARGE = "RESOURCE_EXHAUSTED"
+_SENTENCE = re.compile(r"Ran out of memory.*?exceeds available \w+ \([^)]*\)")
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,10 @@ class TooLarge:
 
     @property
     def reason(self) -> str:
-        """What the compiler said, in one line without the name of the error."""
-        return " ".join(str(self.error).partition(": ")[2].split()).rstrip(".")
+        """What the compiler said, in one line."""
+        said = " ".join(str(self.error).split())
+        found = _SENTENCE.search(said)
+        return found.group() if found else said
 
 
 def compile_with_dump(
