@@ -345,7 +345,9 @@ def _too_large(measured: Sequence[Measurement]) -> list[Text]:
     text = (
         f"does not fit{TOO_LARGE}: {megabytes(most)} MB of arguments, outputs, constants and heap"
     )
-    return [Text(f"{text}, and a device has {megabytes(size)} MB", style="red")]
+    refused = any(one.memory.temp_bytes is None for one in large)
+    why = "; the compiler refused it, so that temp, peak and time are not known" if refused else ""
+    return [Text(f"{text}, and a device has {megabytes(size)} MB{why}", style="red")]
 
 
 def _exceeds(measurement: Measurement | None) -> bool:
