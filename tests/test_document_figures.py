@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from documents import PAGES, ROOT, TEXT, WORDS, table
+from page_examples import attribution, measurement
 
 from nnx_pipeline import MeshConfig
 from nnx_pipeline.experiments.registry import EXPERIMENTS
@@ -470,3 +471,10 @@ def test_a_block_of_experts() -> None:
     took = (1e3 * arms[key]["compute_seconds"] for key in "ba")
     assert "`grouped-experts`: {:.1f} ms instead of {:.1f})".format(*took) in WORDS
     assert moe.table(found) == (RESULTS / "moe_block.md").read_text()
+
+
+def test_every_key_of_the_json_is_explained() -> None:
+    section = PAGES["docs/figures.md"].split("## The JSON of a program")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE)
+    explained = [key for row in rows for key in re.findall(r"`(\w+)`", row)]
+    assert sorted(explained) == sorted(measurement(attribution()).to_json())
