@@ -58,6 +58,16 @@ def test_it_has_an_account_and_no_figure_that_nobody_knows() -> None:
     assert largest.source.endswith(f"too_large.py:{here}")  # type: ignore[union-attr]
 
 
+def test_arguments_that_nothing_reads_are_said() -> None:
+    def first(a: jax.Array, unread: jax.Array) -> jax.Array:
+        return too_large.whole(a)
+
+    (a,) = too_large.inputs()
+    found = lab.measure(first, a, a, platform=V5E)
+    assert found.memory.argument_bytes == PART
+    assert found.notes[1] == "1 argument is in no figure, since the program does not read it"
+
+
 def test_the_account_is_that_of_the_analysis_where_there_is_one() -> None:
     """On a program that fits, with arguments given up and with arrays in the host's memory."""
 

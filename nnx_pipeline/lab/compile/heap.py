@@ -85,15 +85,14 @@ def compile_with_dump(
         _PERSISTENT_CACHE.off(),
     ):
         dump: dict[str, str | bool] = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        written = functools.partial(_main_module, Path(folder))
         try:
             compiled = lowered.compile(compiler_options={**(compiler_options or {}), **dump})
         except jax.errors.JaxRuntimeError as error:
-            hlo, text = written()
+            hlo, text = _main_module(Path(folder))
             if _TOO_LARGE not in str(error) or not hlo or not text:
                 raise
             return TooLarge(hlo, error), text
-        return compiled, written()[1]
+        return compiled, _main_module(Path(folder))[1]
 
 
 class _PersistentCache:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -279,7 +280,9 @@ class Lowered:
             f"the compiler refused the program when it had placed all buffers ({refused.reason}), "
             "so that its time, temp, peak and code are not known"
         )
-        return _Read(refused.hlo, program, assigned.memory(heap), {}, [note])
+        dropped = len(jax.tree.leaves(self.program.args_info)) - _parameters(refused.hlo)
+        notes = [note, *([_in_no_figure(dropped)] if dropped else [])]
+        return _Read(refused.hlo, program, assigned.memory(heap), {}, notes)
 
 
 def lower_traced(
@@ -331,12 +334,19 @@ def _dropped_arguments(compiled: jax.stages.Compiled) -> list[str]:
     ]
     if not sizes:
         return []
-    which = f"{len(sizes)} arguments are" if len(sizes) > 1 else "1 argument is"
-    return [
-        f"{which} in no figure, since the program does not read "
-        f"{'them' if len(sizes) > 1 else 'it'}: {sum(sizes):,} bytes before sharding, which the "
-        "caller still holds"
-    ]
+    held = f"{sum(sizes):,} bytes before sharding, which the caller still holds"
+    return [f"{_in_no_figure(len(sizes))}: {held}"]
+
+
+def _in_no_figure(count: int) -> str:
+    """That arguments were dropped, in words."""
+    which, them = (f"{count} arguments are", "them") if count > 1 else ("1 argument is", "it")
+    return f"{which} in no figure, since the program does not read {them}"
+
+
+def _parameters(hlo: str) -> int:
+    """How many arguments a program reads, by its text."""
+    return len(re.findall(r" parameter\(\d+\)", hlo[hlo.index("\nENTRY ") :]))
 
 
 def _memory(analysis: Any, heap: int | None, buffers: Assigned | None) -> Memory:
