@@ -2,6 +2,8 @@
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 SHAPES = ((1024,), "float32"), ((512, 1024), "bfloat16")
 
@@ -33,6 +35,18 @@ def broken(scale: jax.Array, x: jax.Array) -> jax.Array:
 
 def inputs() -> tuple[jax.ShapeDtypeStruct, ...]:
     return tuple(jax.ShapeDtypeStruct(*shape) for shape in SHAPES)
+
+
+def computed_inputs() -> tuple[jax.Array, jax.ShapeDtypeStruct]:
+    key = jax.random.key(0)
+    return jnp.ones(1024), jax.eval_shape(
+        lambda: jax.random.normal(key, SHAPES[1][0], SHAPES[1][1])
+    )
+
+
+def placed_inputs() -> tuple[jax.Array, jax.Array]:
+    x = jnp.ones(*SHAPES[1])
+    return jnp.ones(1024), jax.device_put(x, NamedSharding(jax.sharding.get_mesh(), P("data")))
 
 
 not_a_function = 3

@@ -218,6 +218,37 @@ def test_a_dtype_that_is_forgotten_in_a_linen_model_is_found(forgotten: str, rem
     assert {finding.rule for finding in found} == {"hidden-upcast"}
 
 
+@pytest.mark.parametrize(
+    ("shape", "part"),
+    [
+        ((512, SIZE), lambda w: w),
+        ((SIZE, 512), lambda w: w.T),
+        ((2, 512, SIZE), lambda w: w[1]),
+        ((512, 2 * SIZE), lambda w: w[:, SIZE:]),
+        ((512, 8, SIZE // 8), lambda w: w.reshape(512, SIZE)),
+    ],
+    ids=["a matrix", "its transpose", "one of a stack", "a part", "reshaped"],
+)
+def test_gradients_side_by_side_are_found_of_every_shape(shape: Any, part: Any) -> None:
+    """Whatever the product is made with, what is added up is the gradient of the parameter."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.tanh(x @ part(w)) ** 2)
+
+    def by_vmap(w: jax.Array, xs: jax.Array) -> jax.Array:
+        return w - jnp.sum(jax.vmap(jax.grad(loss), (None, 0))(w, xs), axis=0)
+
+    def by_scan(w: jax.Array, xs: jax.Array) -> jax.Array:
+        def add(total: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+            return total + jax.grad(loss)(w, x), None
+
+        return w - jax.lax.scan(add, jnp.zeros_like(w), xs)[0]
+
+    (found,) = lint(by_vmap, array(*shape), array(4, 64, 512))
+    assert (found.rule, found.bytes) == ("gradient-per-microbatch", 4 * 4 * 512 * SIZE)
+    assert lint(by_scan, array(*shape), array(4, 64, 512)) == []
+
+
 def test_a_constant_is_found_in_the_gradient_too() -> None:
     """The cast back that the backward pass ends with is not the function's own."""
 

@@ -564,6 +564,18 @@ def test_functions_on_compilers_without_hardware(platform: str, compiler: str, m
     assert ended.json["memory"]["output_bytes"] == 2 * 512 * 1024 // (8 if mesh else 1)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(missing("libtpu"), reason="libtpu is not installed")
+@pytest.mark.parametrize(("inputs", "rows"), [("computed_inputs", 512), ("placed_inputs", 64)])
+def test_inputs_may_compute_arrays_beside_a_compiler_without_devices(
+    inputs: str, rows: int
+) -> None:
+    words = ("--inputs", f"own_functions:{inputs}", "--mesh", "data=8", "--json", "-")
+    ended = in_a_process("measure", "own_functions:lean", *words, "--platform", "tpu:v5p:2x2x2")
+    assert ended.code == 0, ended.err
+    assert ended.json["memory"]["output_bytes"] == 2 * rows * 1024
+
+
 def test_programs_of_the_persistent_cache_are_compiled_again(tmp_path: Path) -> None:
     """A program from there has no buffer assignment; what else the process compiles is kept."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import click
+import jax
 from jax.sharding import Mesh
 
 from nnx_pipeline.cli.options import (
@@ -45,12 +46,20 @@ class Inputs:
     inputs: str | None
     arguments: tuple[str, ...]
 
-    def on(self, mesh: Mesh | None) -> tuple[Any, ...]:
-        """The abstract arguments, sharded over the mesh as they say.
+    def on(self, config: MeshConfig, platform: Platform) -> tuple[Mesh | None, tuple[Any, ...]]:
+        """The mesh over the devices of a platform, and the arguments, sharded as they say.
+
+        - `config`: the axes of the mesh.
+        - `platform`: what is compiled for. Where it has no devices, the function of `--inputs` runs
+          on virtual CPU devices, as it may compute arrays.
 
         Raises InputError as in `arguments_of`.
         """
-        return arguments_of(self.inputs, self.arguments, mesh)
+        apart = self.inputs is not None and not platform.is_real
+        needed = config.num_devices if apart or platform.kind == "cpu" else 1
+        mesh = mesh_on(config, platform.devices(needed))
+        place = mesh_on(config, jax.devices("cpu")) if apart else mesh
+        return mesh, arguments_of(self.inputs, self.arguments, place)
 
 
 inputs_options = bundled(
@@ -120,8 +129,7 @@ def measure_command(
     targets = target.platforms()
     with progress() as say, compiler_errors():
         # The targets differ only in the kind of matrix products, so one mesh serves them all.
-        grid = _grid(target.mesh_config, targets[0])
-        given = inputs.on(grid)
+        grid, given = inputs.on(target.mesh_config, targets[0])
         own = find_function(function)
         results = [measure(own, *given, mesh=grid, platform=one, progress=say) for one in targets]
     title = f"{function} on {target.mesh_config}"
@@ -158,12 +166,11 @@ def compare_command(
     outputs.check()
     pairs, names = target.pairs(), (function_a, function_b)
     with progress() as say, compiler_errors():
-        grid = _grid(target.mesh_config, pairs[0][0])
+        grid, given = inputs.on(target.mesh_config, pairs[0][0])
         one, other = (
             f"{name}, {option}" if option else name
             for name, option in zip(names, target.options, strict=True)
         )
-        given = inputs.on(grid)
         arms = functools.partial(compare, *map(find_function, names), *given, mesh=grid)
         found = [[arms(platform=pair, labels=(one, other), progress=say)] for pair in pairs]
     title = f"{function_a} and {function_b} on {target.mesh_config}, {target.platform}: per device"
@@ -173,12 +180,6 @@ def compare_command(
     if failed := [outcome.note for (outcome,) in found if outcome.failed]:
         # Both kinds of matrix products may fail for the same reason, which is then given once.
         raise Failed("; ".join(dict.fromkeys(failed)))
-
-
-def _grid(config: MeshConfig, platform: Platform) -> Mesh | None:
-    """The mesh over the devices of a platform."""
-    # `cpu` needs a virtual device for each of the mesh; beside another platform one is enough.
-    return mesh_on(config, platform.devices(config.num_devices if platform.kind == "cpu" else 1))
 
 
 @dataclass(frozen=True)
@@ -290,5 +291,6 @@ def _lint_model(config: Config, mesh_config: MeshConfig, limits: Limits) -> list
 def _lint_function(
     function: str, inputs: Inputs, mesh_config: MeshConfig, limits: Limits
 ) -> list[Finding]:
-    grid = mesh_on(mesh_config, Platform("cpu").devices(mesh_config.num_devices))
-    return lint(find_function(function), *inputs.on(grid), mesh=grid, limits=limits)
+    # Linting only traces, so virtual CPU devices can stand for any others.
+    grid, given = inputs.on(mesh_config, Platform("cpu"))
+    return lint(find_function(function), *given, mesh=grid, limits=limits)

@@ -15,7 +15,7 @@ from nnx_pipeline.cli.support import Failed, compiler_errors, progress
 from nnx_pipeline.experiments.programs import measure_step
 from nnx_pipeline.lab.api import measure
 from nnx_pipeline.lab.attribution.result import Attribution
-from nnx_pipeline.lab.compile.functions import find_function, mesh_on
+from nnx_pipeline.lab.compile.functions import find_function
 from nnx_pipeline.lab.compile.measure import Measurement, Progress
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.report import tables as report
@@ -120,7 +120,5 @@ def _with_buffers(result: Measurement, platform: str) -> Attribution:
 def _measure_function(
     function: str, inputs: Inputs, mesh: MeshConfig, platform: Platform, say: Progress
 ) -> Measurement:
-    # `cpu` needs a virtual device for each of the mesh; beside another platform one is enough.
-    grid = mesh_on(mesh, platform.devices(mesh.num_devices if platform.kind == "cpu" else 1))
-    given = inputs.on(grid)
+    grid, given = inputs.on(mesh, platform)
     return measure(find_function(function), *given, mesh=grid, platform=platform, progress=say)

@@ -1,5 +1,6 @@
 """Rules about loops: parameters carried or stacked, and gradients kept for each microbatch."""
 
+import math
 from collections.abc import Iterator
 
 from jax.extend.core import JaxprEqn
@@ -82,17 +83,17 @@ def gradients_per_microbatch(program: Program, limits: Limits) -> Iterator[Findi
     They are stacked by a loop, or made under `vmap` by a matrix product with a batch axis.
     """
     shapes = program.parameter_shapes()
-    # Without its leading axes, too: a loop over stacked layers makes the gradient of one layer.
-    tails = {shape[k:] for shape in shapes for k in range(len(shape))}
+    # Without its leading axes, too: a loop over stacked layers makes the gradient of one layer. In
+    # any order: the product that makes the gradient of a weight may give its transpose.
+    tails = {_sizes(shape[k:]) for shape in shapes for k in range(len(shape))}
     for scope, equation in program.scope.equations():
         for value, axis in _side_by_side(scope, equation):
             shape = value.aval.shape
             size, per_device = program.device_bytes(value)
             # An array that has the shape of a parameter itself is one gradient, not several.
-            is_like = squeezed(shape[:axis] + shape[axis + 1 :]) in tails
-            if not is_like or squeezed(shape) in tails or size < limits.large:
+            if size < limits.large or _sizes(shape) in tails or not program.is_gradient(value):
                 continue
-            if program.is_gradient(value) and _is_summed(value, axis):
+            if any(_sizes(total) in tails for total in _sums(value, axis)):
                 yield Finding(
                     rule=GRADIENT_PER_MICROBATCH,
                     severity="warning",
@@ -122,11 +123,17 @@ def _side_by_side(scope: Scope, equation: JaxprEqn) -> Iterator[tuple[Value, int
             yield value, axis
 
 
-def _is_summed(value: Value, axis: int) -> bool:
-    """Whether a value, or a multiple of it, is later summed over this axis alone.
+def _sizes(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes above 1 of a shape, in order of size."""
+    return tuple(sorted(squeezed(shape)))
 
-    An array that is summed over other axes too is not the gradient of a parameter, though it may
-    have the shape of one.
+
+def _sums(value: Value, axis: int) -> Iterator[tuple[int, ...]]:
+    """The shapes of the sums of a value, or of a multiple of it, over this axis alone.
+
+    On the way the value may become a part of a larger array, such as the gradient of one layer of
+    that of the stack. An array that is summed over other axes too is not the gradient of a
+    parameter, though it may have the shape of one.
     """
     seen, waiting = set(), [(value, axis)]
     while waiting:
@@ -135,25 +142,44 @@ def _is_summed(value: Value, axis: int) -> bool:
             continue
         seen.add(one)
         value, axis = one
+        shape = value.aval.shape
         for equation in value.scope.readers.get(value.variable, []):
-            name, params = equation.primitive.name, equation.params
+            if equation.primitive.name != "reduce_sum":
+                waiting += _passed_on(equation, value, axis)
+                continue
+            others = [other for other in equation.params["axes"] if other != axis]
+            if any(shape[other] > 1 for other in others):
+                continue
+            if axis in equation.params["axes"]:
+                yield shape[:axis] + shape[axis + 1 :]
+                continue
+            # Only axes of size 1 were summed; those before the axis move it forward.
             result = value.scope.value(equation.outvars[0])
-            if name == "reduce_sum":
-                others = [other for other in params["axes"] if other != axis]
-                if any(value.aval.shape[other] > 1 for other in others):
-                    continue
-                if axis in params["axes"]:
-                    return True
-                # Only axes of size 1 were summed; those before the axis move it forward.
-                waiting.append((result, axis - sum(other < axis for other in others)))
-            elif name == "transpose":
-                waiting.append((result, params["permutation"].index(axis)))
-            elif name in SAME | SUMS | FACTORS and result.aval.shape == value.aval.shape:
-                waiting.append((result, axis))
+            waiting.append((result, axis - sum(other < axis for other in others)))
         waiting += [(same, axis) for same in calls_of(value)]
         # A loop that stacks the value puts the axis of its turns in front.
         waiting += [(whole, axis + 1) for whole in stacks_of(value)]
-    return False
+
+
+def _passed_on(equation: JaxprEqn, value: Value, axis: int) -> Iterator[tuple[Value, int]]:
+    """The result that holds an operand, with the place of its axis; nothing if it is cut there."""
+    name, params = equation.primitive.name, equation.params
+    result = value.scope.value(equation.outvars[0])
+    before, after = value.aval.shape, getattr(result.aval, "shape", ())
+    if name == "transpose":
+        yield result, params["permutation"].index(axis)
+    elif name == "broadcast_in_dim":
+        place = params["broadcast_dimensions"][axis]
+        if after[place] == before[axis]:
+            yield result, place
+    elif name in ("reshape", "squeeze"):
+        ahead = math.prod(before[:axis])
+        for place, size in enumerate(after):
+            if size == before[axis] and math.prod(after[:place]) == ahead:
+                yield result, place
+                return
+    elif name in SAME | SUMS | FACTORS and after[axis : axis + 1] == before[axis : axis + 1]:
+        yield result, axis
 
 
 def _name(loop: Loop) -> str:
