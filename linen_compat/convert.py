@@ -11,7 +11,7 @@ from linen_compat.formats.orbax.inspect import inspect, optimizer_names
 from linen_compat.formats.orbax.layouts import FORMATS, HUGGINGFACE, NNX, PIPELINED, Layout
 from linen_compat.formats.orbax.stream import OrbaxDestination, OrbaxSource
 from linen_compat.formats.scalars import check_scalars
-from linen_compat.formats.streams import Mismatch, Progress, Source, copy
+from linen_compat.formats.streams import ArraySpec, Mismatch, Progress, Source, copy
 from linen_compat.maxtext.families import check_maxtext
 from nnx_pipeline import Config, InputError
 from nnx_pipeline.errors import one_of
@@ -56,14 +56,15 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to be copied, where the moments are taken to be as large as the parameters."""
+        """Bytes to be copied, without the scalars."""
         source = self.opened.source
         outside = {names.nnx for names in OUTSIDE}
-        each = sum(
-            spec.nbytes * (1 if path in outside else len(source.order(path)))
+        return sum(
+            ArraySpec(spec.shape, source.dtype(path, part)).nbytes
+            * (1 if path in outside else len(source.order(path)))
+            for part in source.parts
             for path, spec in source.arrays.items()
         )
-        return each * len(source.parts)
 
     @property
     def left_behind(self) -> dict[str, tuple[str, ...]]:

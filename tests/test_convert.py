@@ -3,6 +3,7 @@
 import itertools
 import re
 
+import ml_dtypes
 import numpy as np
 import pytest
 from maxtext_data import (
@@ -104,6 +105,20 @@ def test_one_array_of_one_layer_at_a_time(tmp_path, monkeypatch):
     largest_of_a_layer = ArraySpec((4, 32, 64), np.dtype(np.float32)).nbytes
     assert max(sizes) == largest_of_a_layer
     assert sum(sizes) == prepared.nbytes
+
+
+@pytest.mark.parametrize("wide", ["params/", "opt_state/"])
+def test_the_bytes_to_be_copied_are_those_of_each_part(tmp_path, wide):
+    """Parameters and moments may be stored in different dtypes."""
+    leaves = {
+        name: leaf if name.startswith(wide) or not leaf.ndim else leaf.astype(ml_dtypes.bfloat16)
+        for name, leaf in full_state().items()
+    }
+    prepared = plan(From(write(tmp_path / "in", leaves)), To(tmp_path / "out", "nnx"))
+    copied = []
+    prepared.run(progress=lambda name, nbytes: copied.append(nbytes))
+    assert sum(copied) == prepared.nbytes
+    assert prepared.nbytes == sum(leaf.nbytes for leaf in leaves.values() if leaf.ndim)
 
 
 def test_each_stored_array_is_opened_once(tmp_path, monkeypatch):

@@ -383,6 +383,15 @@ def test_cublas(target: str) -> None:
     assert product("bf16[6,3,5]", "bf16[6,3,7]", line) == 2 * 6 * 5 * 7 * 3
 
 
+@pytest.mark.parametrize("dtype", ["c64", "c128"])
+def test_a_product_of_complex_numbers_takes_four_times_as_much(dtype: str) -> None:
+    """Four products of real numbers and two sums, and two more for the sum of the products."""
+    line = f"{dtype}[5,7] dot(%l, %r), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"
+    assert product(f"{dtype}[5,3]", f"{dtype}[3,7]", line) == 8 * 5 * 7 * 3
+    line = f"{dtype}[2,4,5] convolution(%l, %r), window={{size=1}}, dim_labels=b0f_0io->b0f"
+    assert product(f"{dtype}[2,4,3]", f"{dtype}[1,3,5]", line) == 8 * 2 * 4 * 5 * 3
+
+
 def test_onednn() -> None:
     line = 'f32[5,7] custom-call(%l, %r), custom_call_target="__onednn$matmul"'
     assert product("f32[5,3]", "f32[3,7]", line) == 2 * 5 * 7 * 3

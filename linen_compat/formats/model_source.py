@@ -43,6 +43,11 @@ class ModelSource:
         dense = self.num_dense_layers
         return range(dense if path.startswith(EARLY) else self.num_layers - dense)
 
+    def dtype(self, path: str, part: str = PARAMETERS) -> np.dtype:
+        """See `streams.Source.dtype`."""
+        arrays = self._arrays[part]
+        return np.dtype(arrays[path if path in arrays else LAYERS + path].dtype)
+
     def name(self, path: str, layer: int | None, part: str = PARAMETERS) -> str:
         """See `streams.Source.name`."""
         return title(path, layer, part)

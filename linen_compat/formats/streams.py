@@ -84,6 +84,13 @@ class Source(Protocol):
         """
         ...
 
+    def dtype(self, path: str, part: str = PARAMETERS) -> np.dtype:
+        """The dtype of what `read` gives, which that of a moment need not share.
+
+        - `path`, `part`: as for `read`.
+        """
+        ...
+
     def read(self, path: str, layer: int | None, part: str = PARAMETERS) -> np.ndarray:
         """One array of one layer.
 

@@ -26,8 +26,9 @@ def create_pipeline(
     """Creates a `Pipeline`, or a `CircularPipeline` if the config has more than one repeat.
 
     - `config`: of the whole model. It gives the number of layers, without those that run before
-      the pipeline (`num_dense_layers`), the dtypes, how gradients are
-      sharded and the settings of `pipeline`.
+      the pipeline (`num_dense_layers`), how gradients are sharded, the settings of `pipeline`, and
+      two dtypes: `model.dtype` is that of the activations, in which weights are gathered ahead of
+      their use, and `train.grad_dtype` that in which gradients add up.
     - `layers`: makes one layer, or a list for layers of several kinds, as for `CircularPipeline`.
     - `mesh`: the mesh on which parameters are created; None for the mesh of `jax.set_mesh`. Call
       the pipeline under the same mesh.

@@ -176,6 +176,10 @@ class HuggingFaceSource:
         array = self._tensors.join(path, layer, self._files.read, index)
         return scaled(array, self._ratio) if path == QUERY and self._ratio != 1.0 else array
 
+    def dtype(self, path: str, part: str = PARAMETERS) -> np.dtype:
+        """See `streams.Source.dtype`."""
+        return self.arrays[path].dtype
+
     def name(self, path: str, layer: int | None, part: str = PARAMETERS) -> str:
         """See `streams.Source.name`."""
         names = self._tensors.names(path, layer)

@@ -74,7 +74,9 @@ class OrbaxSource:
         self._found, self._names = found, names_of(arrays)
         self._files = StoredArrays(found.items)
         self.attention_scale = found.attention_scale
-        self.arrays = {path: self._as_stored(path, spec) for path, spec in arrays.items()}
+        self.arrays = {
+            path: ArraySpec(spec.shape, self.dtype(path)) for path, spec in arrays.items()
+        }
         self._parameters_only = parameters_only
 
     @functools.cached_property
@@ -94,6 +96,12 @@ class OrbaxSource:
     def order(self, path: str) -> Sequence[int]:
         """See `streams.Source.order`."""
         return self.layout.order(self._names[path])
+
+    def dtype(self, path: str, part: str = PARAMETERS) -> np.dtype:
+        """See `streams.Source.dtype`."""
+        outside = self._names[path] in OUTSIDE
+        leaf = self._found.part(part)[self._slot(path, None if outside else 0).leaf]
+        return np.dtype(jnp.dtype(leaf.dtype))
 
     def read(
         self, path: str, layer: int | None, part: str = PARAMETERS, index: Index = ()
@@ -133,12 +141,6 @@ class OrbaxSource:
         """Where the layout stores one layer of a parameter, or one outside the layers."""
         names = self._names[path]
         return self.layout.outside(names) if layer is None else self.layout.slot(names, layer)
-
-    def _as_stored(self, path: str, spec: ArraySpec) -> ArraySpec:
-        """The shape of an array with the dtype that is stored."""
-        outside = self._names[path] in OUTSIDE
-        leaf = self._found.parameters[self._slot(path, None if outside else 0).leaf]
-        return ArraySpec(spec.shape, np.dtype(jnp.dtype(leaf.dtype)))
 
 
 class OrbaxDestination:

@@ -74,10 +74,15 @@ def flops_of(computation: Computation, instruction: Instruction) -> int | str:
 
 
 def _product_flops(lhs: Shape, result: Shape, contracting: tuple[int, ...]) -> int:
-    flops = 2 * result.elements
+    flops = _per_pair(result) * result.elements
     for dimension in contracting:
         flops *= lhs.dims[dimension]
     return flops
+
+
+def _per_pair(result: Shape) -> int:
+    """Operations to multiply two numbers and to add the product: four times those for complex."""
+    return 8 if result.dtype in ("c64", "c128") else 2
 
 
 def _convolution_flops(
@@ -92,7 +97,8 @@ def _convolution_flops(
     if labels is None:
         return f"a convolution with dim_labels={text}"
     of_lhs, of_kernel, of_result = labels.groups()
-    flops = 2 * result.dims[of_result.index("b")] * result.dims[of_result.index("f")]
+    flops = _per_pair(result) * result.dims[of_result.index("b")]
+    flops *= result.dims[of_result.index("f")]
     flops *= kernel.dims[of_kernel.index("i")]
     window = instruction.window
     for dimension in range(len(of_result) - 2):
