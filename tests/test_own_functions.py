@@ -446,7 +446,43 @@ def test_a_shard_map_takes_the_mesh_of_the_measurement(form: str) -> None:
         lab.measure(functools.partial(summed, mesh=own), X, mesh=mesh)
 
 
+@pytest.mark.skipif(missing("libtpu"), reason="libtpu is not installed")
+@pytest.mark.parametrize("kind", ["concrete", "abstract"])
+def test_shardings_of_its_own_that_a_function_has(kind: str) -> None:
+    """Over devices of their own they are refused, over an abstract mesh all but those of inputs."""
+    abstract_mesh = AbstractMesh((8,), ("data",))
+    mesh = abstract_mesh if kind == "abstract" else mesh_of("data=8", "auto")
+    own = NamedSharding(mesh, P("data"))
+    placed = NamedSharding(abstract_mesh, P("data"))
+    x = jax.ShapeDtypeStruct((1024, 128), "float32", sharding=placed)
+
+    def constrained(x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x * 2, own)
+
+    def double(x: jax.Array) -> jax.Array:
+        return x * 2
+
+    for function, message in (
+        (constrained, "constrained has a sharding constraint with devices of its own; write it"),
+        (jax.jit(double, out_shardings=own), "double has an out_sharding with devices of its own"),
+        (jax.jit(double, in_shardings=own), "double has in_shardings that its arguments do not"),
+    ):
+        measure = functools.partial(lab.measure, function, x, mesh=abstract_mesh)
+        if kind == "concrete" or "in_shardings" in message:
+            with pytest.raises(InputError, match=message):
+                measure(platform="tpu:v5p:2x2x2")
+        else:
+            assert measure(platform="tpu:v5p:2x2x2").memory.argument_bytes == 1024 * 128 * 4 // 8
+
+
 ARGUMENTS = ("--inputs", "own_functions:inputs")
+
+
+def line_of(text: str) -> str:
+    """The only line of `own_functions.py` that holds a text, as a report names it."""
+    lines = Path(own_functions.__file__).read_text().splitlines()
+    (number,) = (number for number, line in enumerate(lines, 1) if text in line)
+    return f"own_functions.py:{number}"
 
 
 @pytest.mark.slow
@@ -488,7 +524,7 @@ def test_what_breaks_is_one_line_and_1() -> None:
     assert "Traceback" not in ended.err
     ended = in_a_process("measure", "own_functions:broken", *ARGUMENTS)
     assert ended.code == 1
-    assert ended.err.rstrip().endswith("own_functions.py:31, in broken)")
+    assert ended.err.rstrip().endswith(f"{line_of('scale[:3]')}, in broken)")
 
 
 def lint_command(*words: str) -> Ended:
@@ -506,7 +542,7 @@ def test_lint_on_the_command_line() -> None:
         "own_functions:scaled", "--arg", "float32[1024]", "--arg", "bfloat16[512,1024]"
     )
     assert ended.code == 1
-    assert "own_functions.py:10 (scaled)" in ended.out
+    assert f"{line_of('tanh(x * scale)')} (scaled)" in ended.out
     assert ended.err.splitlines()[-1] == "nnx-pipeline: 1 finding"
 
 
@@ -515,7 +551,8 @@ def test_lint_json_and_limits() -> None:
     words = ("own_functions:scaled", *ARGUMENTS, "--json", "-")
     (finding,) = lint_command(*words).json["findings"]
     assert finding["rule"] == "hidden-upcast"
-    assert (finding["line"], finding["function"]) == (10, "scaled")
+    assert line_of("tanh(x * scale)") == f"own_functions.py:{finding['line']}"
+    assert finding["function"] == "scaled"
     assert (finding["bytes"], finding["bytes_of"]) == (4 * 512 * 1024, "one device")
     ended = lint_command(*words, "--large", "3")
     assert ended.code == 0

@@ -16,6 +16,7 @@ from nnx_pipeline.lab.compile.functions import (
     abstract,
     called_with,
     check_arrays,
+    lowered_for_other_devices,
     memory_kind,
     mesh_on,
 )
@@ -70,13 +71,15 @@ def _measured(
     with jax.set_mesh(mesh) if mesh is not None else _alone_on(device), traced_afresh():
         with called_with(function, arguments), clock("trace", f"tracing {name_of(function)}"):
             traced = trace(call)
-        result = lower_traced(
-            traced.program,
-            platform,
-            clock,
-            dict(mesh.shape) if mesh is not None else {},
-            {"function": name_of(function), "arguments": _shapes(given)},
-        ).measure()
+        with lowered_for_other_devices(name_of(function)):
+            lowered = lower_traced(
+                traced.program,
+                platform,
+                clock,
+                dict(mesh.shape) if mesh is not None else {},
+                {"function": name_of(function), "arguments": _shapes(given)},
+            )
+        result = lowered.measure()
     places = [*_host_notes(given, platform), *_whole_notes((given, keywords), mesh)]
     notes = [*traced.notes, *result.notes, *places]
     return dataclasses.replace(result, notes=tuple(notes)), traced

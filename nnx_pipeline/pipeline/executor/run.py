@@ -43,7 +43,8 @@ def run_timetable(
     `run_one_f_one_b`, although with 1f1b each rank computes less. And W computes again what I has
     computed on its way to the gradient of the input.
 
-    - `functions`, `inputs`: as for `run_one_f_one_b`; stages may have different functions.
+    - `functions`: as for `run_one_f_one_b`; stages may have different functions.
+    - `inputs`: as for `run_one_f_one_b`, but without gradients: those of weights alone are given.
     - `weights`: as for `run_one_f_one_b`, but those of the stages are `[chunks, ranks, …]`: chunk c
       of rank r belongs to the c-th of the stages that the timetable places on rank r.
     - `actions`: the timetable, see `make_timetable` and `read_csv`. It places consecutive stages on
@@ -60,8 +61,8 @@ def run_timetable(
     sharded over other axes than `stage`, and branches gather them.
 
     Returns the loss, and its two parts, which have no gradient. Raises InputError for a mesh of
-    explicit axes, for arrays, options or a timetable that do not fit, and where `run_one_f_one_b`
-    would.
+    explicit axes, for arrays, options or a timetable that do not fit, where a gradient of an input
+    is asked for, and where `run_one_f_one_b` would.
     """
     of_type("actions", actions, Actions)
     check_bundles(functions, weights, inputs, options)
