@@ -5,7 +5,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    FileSizeColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from linen_compat.check import NUMERICS_TOLERANCE, Diagnosis, FirstDifference
@@ -129,7 +136,8 @@ def byte_bar(title: str, total: int | None) -> Iterator[Passed]:
 
     - `total`: in bytes, None where it is not known.
     """
-    columns = (TextColumn(title), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    done = FileSizeColumn() if total is None else DownloadColumn()
+    columns = (TextColumn(title), BarColumn(), done, TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(title, total=total)
         yield lambda name, nbytes: bar.update(task, advance=nbytes)
