@@ -23,7 +23,7 @@ from nnx_pipeline.ops.dropout import sequence_keys
 from nnx_pipeline.ops.head import head_of_table, logits_of
 from nnx_pipeline.ops.loss import LossOptions, Targets, hold_columns
 from nnx_pipeline.ops.router import RouterMetrics, loss_weights
-from nnx_pipeline.pipeline.create import create_pipeline
+from nnx_pipeline.pipeline.create import pipeline_of, weight_options
 from nnx_pipeline.pipeline.layers import with_keys
 from nnx_pipeline.pipeline.one_f_one_b.state import ModelEnds
 from nnx_pipeline.pipeline.runner import Runner
@@ -319,7 +319,10 @@ class Mixtral(nnx.Module):
             _new_layer, layout=layout, parts=parts, remat=POLICIES[config.pipeline.remat]
         )
         kinds = [functools.partial(layer, kind) for kind in model.of_kinds]
-        self.pipeline = create_pipeline(config, kinds, rngs=rngs, layout=layout, parts=parts.loop)
+        weights = weight_options(config)
+        self.pipeline = pipeline_of(
+            config, kinds, weights, rngs=rngs, layout=layout, parts=parts.loop
+        )
         self.layout = self.pipeline.runner.layout
         self.early = None
         if model.num_dense_layers:

@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from helpers import assert_close, float_rows, mesh_of, optax_promotion
+from helpers import assert_close, float_rows, mesh_of, optax_promotion, small_config
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -23,6 +23,7 @@ from nnx_pipeline import (
     PipelineConfig,
     Shared,
     abstract,
+    create_pipeline,
     preset,
 )
 from nnx_pipeline.pipeline import ModelEnds, WeightOptions
@@ -489,3 +490,26 @@ def test_a_change_inside_a_transformation_is_refused() -> None:
         pipeline = CircularPipeline(config, Changed, num_layers=2, rngs=nnx.Rngs(0))
         with pytest.raises(InputError, match=r"a stage changed .*bias.* of its parameters"):
             pipeline(float_rows(BATCH, LENGTH, WIDTH))
+
+
+@pytest.mark.parametrize("gather", ["use", "step", "prefetch"])
+def test_weights_are_not_rounded_for_layers_of_another_dtype_than_the_model(gather: str) -> None:
+    """A config of bfloat16 says nothing of layers that compute in float32."""
+
+    class Layer(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            start = nnx.initializers.constant(1.001)  # no number of bfloat16
+            self.linear = nnx.Linear(4, 4, use_bias=False, kernel_init=start, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:
+            return self.linear(x), None
+
+    config = small_config(
+        model={"num_layers": 2, "dtype": "bfloat16"},
+        pipeline={"num_microbatches": 2, "fsdp_gather": gather},
+    )
+    mesh = mesh_of("stage=2,fsdp=2")
+    pipeline = create_pipeline(config, Layer, mesh, rngs=nnx.Rngs(0))
+    with jax.set_mesh(mesh):
+        y, _ = jax.jit(lambda pipeline, x: pipeline(x))(pipeline, jnp.ones((4, 4)))
+    np.testing.assert_allclose(y, (4 * 1.001) ** 2, rtol=1e-6)

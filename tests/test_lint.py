@@ -249,6 +249,47 @@ def test_gradients_side_by_side_are_found_of_every_shape(shape: Any, part: Any) 
     assert lint(by_scan, array(*shape), array(4, 64, 512)) == []
 
 
+def test_a_cotangent_that_is_added_up_is_no_gradient_of_a_parameter() -> None:
+    """Keys that all heads share, of as many tokens as the model is wide, look like a weight."""
+
+    def loss(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        queries = jnp.einsum("sd,dhk->hsk", x, weights["query"])
+        keys = x @ weights["key"]
+        scores = jax.nn.softmax(jnp.einsum("hsk,tk->hst", queries, keys))
+        return jnp.mean(jnp.einsum("hst,tk->shk", scores, keys) ** 2)
+
+    weights = {"query": array(SIZE, 4, 128), "key": array(SIZE, 128)}
+    assert lint(jax.grad(loss), weights, array(SIZE, SIZE), limits=Limits(large=1e3)) == []
+
+
+def test_gradients_of_one_parameter_that_look_like_another_are_found() -> None:
+    def step(weights: tuple[jax.Array, jax.Array], xs: jax.Array) -> jax.Array:
+        def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+            return jnp.mean((x @ w) ** 2)
+
+        return jax.lax.map(lambda x: jax.grad(loss)(weights[0], x), xs).sum(axis=0)
+
+    weights = array(512, SIZE), array(4, SIZE, 512)
+    (found,) = lint(step, weights, array(4, 64, 512))
+    assert (found.rule, found.bytes) == ("gradient-per-microbatch", 4 * 4 * 512 * SIZE)
+
+
+def test_what_returns_nothing_is_walked_past() -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        wide = (x @ w) * jnp.float32(2)
+        jax.debug.print("{}", wide)
+        return jnp.mean(wide**2)
+
+    def by_vmap(w: jax.Array, xs: jax.Array) -> jax.Array:
+        gradients = jax.vmap(jax.grad(loss), (None, 0))(w, xs)
+        jax.debug.print("{}", gradients)
+        return w - jnp.sum(gradients, axis=0).astype(w.dtype)
+
+    with jax.numpy_dtype_promotion("standard"):
+        found = lint(by_vmap, half(512, SIZE), half(4, 64, 512), limits=Limits(large=1e3))
+    assert {one.rule for one in found} == {"hidden-upcast", "gradient-per-microbatch"}
+
+
 def test_a_constant_is_found_in_the_gradient_too() -> None:
     """The cast back that the backward pass ends with is not the function's own."""
 

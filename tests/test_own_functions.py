@@ -462,7 +462,16 @@ def test_shardings_of_its_own_that_a_function_has(kind: str) -> None:
     def double(x: jax.Array) -> jax.Array:
         return x * 2
 
+    def doubled_inside(x: jax.Array) -> jax.Array:
+        return jax.jit(double, in_shardings=own)(x + 1)
+
+    def put_inside(x: jax.Array) -> jax.Array:
+        return jax.device_put(x * 2, own)
+
+    inside = "a jit, or a device_put, inside with devices of its own; leave"
     for function, message in (
+        (doubled_inside, f"doubled_inside has {inside}"),
+        (put_inside, f"put_inside has {inside}"),
         (constrained, "constrained has a sharding constraint with devices of its own; write it"),
         (jax.jit(double, out_shardings=own), "double has an out_sharding with devices of its own"),
         (jax.jit(double, in_shardings=own), "double has in_shardings that its arguments do not"),

@@ -17,6 +17,7 @@ from nnx_pipeline import lab
 from nnx_pipeline.lab.compile.heap import compile_with_dump
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.compile.platform import Platform
+from nnx_pipeline.pytest_plugin.assertions import MemoryExceeded
 
 pytestmark = pytest.mark.skipif(missing("libtpu"), reason="libtpu is not installed")
 
@@ -120,10 +121,28 @@ def test_it_is_compared_and_drawn(run: Run, tmp_path: Path) -> None:
     assert "the compiler refused the program" in (tmp_path / "page.html").read_text()
 
 
+def test_a_test_of_such_a_program_fails(compile_memory: Any) -> None:
+    with pytest.raises(MemoryExceeded, match=r"account 137,640\.3[\s\S]*the compiler refused"):
+        compile_memory(too_large.whole, too_large.inputs(), platform=V5E)
+
+
 def test_an_error_without_a_placed_program_is_raised() -> None:
     class Lowered:
         def compile(self, compiler_options: Any) -> Any:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory on this host")
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM")
 
-    with pytest.raises(jax.errors.JaxRuntimeError, match="no memory on this host"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Ran out of memory on HBM"):
         compile_with_dump(Lowered())  # type: ignore[arg-type]
+
+
+def test_a_kernel_that_needs_too_much_on_chip_memory_is_no_such_program(run: Run) -> None:
+    words = ("measure", "too_large:kernel", "--inputs", "too_large:inputs", "--platform", V5E)
+    ended = run(*words)
+    assert ended.code == 1
+    assert re.search("out of memory in memory space vmem", ended.err)
+
+
+def test_what_to_try_where_arguments_and_results_take_the_room(run: Run) -> None:
+    words = ("measure", "too_large:twice", "--arg", "bfloat16[8000000,1024]", "--platform", V5E)
+    shown = " ".join(run(*words).out.split())
+    assert "does not fit ✗ to try: more devices along the mesh axis" in shown

@@ -90,19 +90,14 @@ def module(
     schedule: str = "circular",
     axes: Any = None,
     kinds: Callable[[Any], Any] = lambda make: make,
-    gather: dict[str, Any] | None = None,
     **side: Any,
 ):
     """A call of the module with something wrong in it."""
 
     def run() -> Any:
-        dtype, when = (gather or {}).get("dtype"), (gather or {}).get("when", "use")
-        config = PipelineConfig(num_microbatches=MICROBATCHES, schedule=schedule, fsdp_gather=when)
+        config = PipelineConfig(num_microbatches=MICROBATCHES, schedule=schedule)
         make = kinds(lambda rngs: Layer(rngs, returns, axes))
-        weights = WeightOptions(dtype=dtype)
-        pipeline = CircularPipeline(
-            config, make, num_layers=layers, rngs=nnx.Rngs(0), weights=weights
-        )
+        pipeline = CircularPipeline(config, make, num_layers=layers, rngs=nnx.Rngs(0))
         if schedule == "circular":
             return pipeline(x, **side)
         ends = ModelEnds(lambda _, x: x, jnp.zeros(()), lambda _, y, __: jnp.sum(y), jnp.zeros(()))
@@ -397,15 +392,6 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         module(x=np.ones((BATCH, WIDTH), np.int32)),
         "the activations of a pipeline hold int32[8, 4]; they must be floating-point arrays",
     ),
-    **{
-        f"activations: wider than gathered weights, {when}, {schedule}": (
-            module(gather={"dtype": "bfloat16", "when": when}, schedule=schedule),
-            f"the activations are float32, and pipeline.fsdp_gather={when} gathers weights in "
-            "bfloat16",
-        )
-        for when in ("step", "prefetch")
-        for schedule in ("circular", "1f1b")
-    },
     "activations: nothing": (module(x={}), "the activations of a pipeline hold dict; they must be"),
     "activations: no array": (module(x=[ROWS, None]), "hold NoneType; they must be floating"),
     "activations: two batches": (

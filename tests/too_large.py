@@ -1,7 +1,11 @@
 """Functions that need more memory than a small device has, and one that does the same with less."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas
+from jax.experimental.pallas import tpu as pltpu
 
 ROWS, WIDTH = 262_144, 128
 
@@ -16,6 +20,23 @@ def in_parts(a: jax.Array) -> jax.Array:
         return jnp.tanh(rows @ a.T) @ a
 
     return jax.lax.map(attend, a.reshape(-1, 4096, WIDTH)).reshape(a.shape)
+
+
+def twice(a: jax.Array) -> jax.Array:
+    return a * 2
+
+
+def kernel(a: jax.Array) -> jax.Array:
+    def copy(source: Any, target: Any, scratch: Any) -> None:
+        scratch[...] = source[...]
+        target[...] = scratch[...]
+
+    rows = pallas.BlockSpec((ROWS // 2, WIDTH), lambda step: (step, 0))
+    scratch = pltpu.VMEM((ROWS // 2, WIDTH), a.dtype)
+    call = pallas.pallas_call(
+        copy, grid=(2,), in_specs=[rows], out_specs=rows, out_shape=a, scratch_shapes=[scratch]
+    )
+    return call(a)
 
 
 def inputs() -> tuple[jax.ShapeDtypeStruct]:

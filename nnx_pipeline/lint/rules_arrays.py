@@ -133,6 +133,8 @@ def _comes_back(scope: Scope, reader: JaxprEqn) -> bool:
     function, waiting, seen = function_of(reader), list(reader.outvars), set(reader.outvars)
     while waiting:
         for equation in scope.readers.get(waiting.pop(), []):
+            if not equation.outvars:
+                continue  # it prints, or calls back
             result = scope.value(equation.outvars[0])
             if is_transposed([equation, *calls]) and not in_backward:
                 continue

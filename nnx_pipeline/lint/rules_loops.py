@@ -7,6 +7,7 @@ from jax.extend.core import JaxprEqn
 
 from nnx_pipeline.lint.facts import (
     FACTORS,
+    PRODUCTS,
     SAME,
     SUMS,
     Program,
@@ -16,6 +17,7 @@ from nnx_pipeline.lint.facts import (
 )
 from nnx_pipeline.lint.finding import Finding, Limits
 from nnx_pipeline.lint.walk import Loop, Scope, Value, calls_of, loop_of, stacks_of
+from nnx_pipeline.tracing.jaxpr import is_transposed
 
 PARAMETER_IN_LOOP, GRADIENT_PER_MICROBATCH = "parameter-in-loop", "gradient-per-microbatch"
 
@@ -83,17 +85,19 @@ def gradients_per_microbatch(program: Program, limits: Limits) -> Iterator[Findi
     They are stacked by a loop, or made under `vmap` by a matrix product with a batch axis.
     """
     shapes = program.parameter_shapes()
-    # Without its leading axes, too: a loop over stacked layers makes the gradient of one layer. In
-    # any order: the product that makes the gradient of a weight may give its transpose.
-    tails = {_sizes(shape[k:]) for shape in shapes for k in range(len(shape))}
+    # Without its leading axes, too: a loop over stacked layers makes the gradient of one layer.
+    tails = {squeezed(shape[k:]) for shape in shapes for k in range(len(shape))}
     for scope, equation in program.scope.equations():
         for value, axis in _side_by_side(scope, equation):
             shape = value.aval.shape
             size, per_device = program.device_bytes(value)
             # An array that has the shape of a parameter itself is one gradient, not several.
-            if size < limits.large or _sizes(shape) in tails or not program.is_gradient(value):
+            if size < limits.large or squeezed(shape) in tails or not program.is_gradient(value):
                 continue
-            if any(_sizes(total) in tails for total in _sums(value, axis)):
+            if any(
+                squeezed(total.aval.shape) in tails and not _is_multiplied_again(total)
+                for total in _sums(value, axis)
+            ):
                 yield Finding(
                     rule=GRADIENT_PER_MICROBATCH,
                     severity="warning",
@@ -123,13 +127,8 @@ def _side_by_side(scope: Scope, equation: JaxprEqn) -> Iterator[tuple[Value, int
             yield value, axis
 
 
-def _sizes(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The sizes above 1 of a shape, in order of size."""
-    return tuple(sorted(squeezed(shape)))
-
-
-def _sums(value: Value, axis: int) -> Iterator[tuple[int, ...]]:
-    """The shapes of the sums of a value, or of a multiple of it, over this axis alone.
+def _sums(value: Value, axis: int) -> Iterator[Value]:
+    """The sums of a value, or of a multiple of it, over this axis alone.
 
     On the way the value may become a part of a larger array, such as the gradient of one layer of
     that of the stack. An array that is summed over other axes too is not the gradient of a
@@ -150,19 +149,40 @@ def _sums(value: Value, axis: int) -> Iterator[tuple[int, ...]]:
             others = [other for other in equation.params["axes"] if other != axis]
             if any(shape[other] > 1 for other in others):
                 continue
+            result = value.scope.value(equation.outvars[0])
             if axis in equation.params["axes"]:
-                yield shape[:axis] + shape[axis + 1 :]
+                yield result
                 continue
             # Only axes of size 1 were summed; those before the axis move it forward.
-            result = value.scope.value(equation.outvars[0])
             waiting.append((result, axis - sum(other < axis for other in others)))
         waiting += [(same, axis) for same in calls_of(value)]
         # A loop that stacks the value puts the axis of its turns in front.
         waiting += [(whole, axis + 1) for whole in stacks_of(value)]
 
 
+def _is_multiplied_again(total: Value) -> bool:
+    """Whether the backward pass goes on to multiply what was added up.
+
+    It is then the cotangent of an activation, such as that of a key that several heads share, and
+    not yet the gradient of a parameter.
+    """
+    waiting, seen = [total], {total}
+    while waiting:
+        value = waiting.pop()
+        calls = [*value.scope.calls()]
+        for equation in value.scope.readers.get(value.variable, []):
+            if equation.primitive.name in PRODUCTS and is_transposed([equation, *calls]):
+                return True
+            waiting += [value.scope.value(variable) for variable in equation.outvars]
+        waiting = [one for one in [*waiting, *calls_of(value)] if one not in seen]
+        seen.update(waiting)
+    return False
+
+
 def _passed_on(equation: JaxprEqn, value: Value, axis: int) -> Iterator[tuple[Value, int]]:
     """The result that holds an operand, with the place of its axis; nothing if it is cut there."""
+    if not equation.outvars:
+        return  # it prints, or calls back
     name, params = equation.primitive.name, equation.params
     result = value.scope.value(equation.outvars[0])
     before, after = value.aval.shape, getattr(result.aval, "shape", ())

@@ -1,6 +1,7 @@
 """Creates the pipeline that a config describes."""
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -26,29 +27,49 @@ def create_pipeline(
     """Creates a `Pipeline`, or a `CircularPipeline` if the config has more than one repeat.
 
     - `config`: of the whole model. It gives the number of layers, without those that run before
-      the pipeline (`num_dense_layers`), how gradients are sharded, the settings of `pipeline`, and
-      two dtypes: `model.dtype` is that of the activations, in which weights are gathered ahead of
-      their use, and `train.grad_dtype` that in which gradients add up.
+      the pipeline (`num_dense_layers`), the dtype in which gradients add up, how they are sharded,
+      and the settings of `pipeline`.
     - `layers`: makes one layer, or a list for layers of several kinds, as for `CircularPipeline`.
     - `mesh`: the mesh on which parameters are created; None for the mesh of `jax.set_mesh`. Call
       the pipeline under the same mesh.
     - `rngs`, `layout`, `parts`: as for `CircularPipeline`.
+
+    Weights that are gathered ahead of their use are gathered in their own dtype, as nothing says in
+    which one the layers compute. `CircularPipeline(…, weights=WeightOptions(dtype="bfloat16"))`
+    gathers them in fewer bits.
+    """
+    weights = dataclasses.replace(weight_options(config), dtype=None)
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        return pipeline_of(config, layers, weights, rngs=rngs, layout=layout, parts=parts)
+
+
+def pipeline_of(
+    config: Config,
+    layers: MakeLayer | Sequence[MakeLayer],
+    weights: WeightOptions,
+    *,
+    rngs: nnx.Rngs,
+    layout: Layout,
+    parts: LoopParts,
+) -> CircularPipeline:
+    """The pipeline of a config on the ambient mesh; see `create_pipeline`.
+
+    - `weights`: what the loop does with weights.
     """
     kind = Pipeline if config.pipeline.num_repeats == 1 else CircularPipeline
-    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        return kind(
-            config.pipeline,
-            layers,
-            num_layers=config.model.num_pipeline_layers,
-            rngs=rngs,
-            layout=layout,
-            weights=weight_options(config),
-            parts=parts,
-        )
+    return kind(
+        config.pipeline,
+        layers,
+        num_layers=config.model.num_pipeline_layers,
+        rngs=rngs,
+        layout=layout,
+        weights=weights,
+        parts=parts,
+    )
 
 
 def weight_options(config: Config) -> WeightOptions:
-    """The options for the weights of the layers that a config describes."""
+    """The options for the weights of the layers of a model, which compute in `model.dtype`."""
     return WeightOptions(
         dtype=config.model.dtype,
         grad_dtype=config.train.grad_dtype,

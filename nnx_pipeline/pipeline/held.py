@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from nnx_pipeline.config.pipeline import PipelineConfig
 from nnx_pipeline.errors import InputError
@@ -133,27 +133,6 @@ class HeldLayers:
 def gathered_axes(config: PipelineConfig) -> tuple[str, ...]:
     """The mesh axes over which weights are gathered before the ticks that use them."""
     return () if config.fsdp_gather == "use" else ("fsdp",)
-
-
-def check_activations(x: PyTree, config: PipelineConfig, weights: WeightOptions) -> None:
-    """Raises InputError where weights would be gathered in fewer bits than the activations have.
-
-    The layers would then compute with rounded weights, which they do not where weights are gathered
-    at their use, or on a mesh without fsdp.
-
-    - `x`: the activations of the layers.
-    - `config`, `weights`: as of `Runner`.
-    """
-    if weights.dtype is None or not gathered_axes(config):
-        return
-    bits = jnp.finfo(weights.dtype).bits
-    for leaf in jax.tree.leaves(x):
-        if jnp.issubdtype(leaf.dtype, jnp.floating) and jnp.finfo(leaf.dtype).bits > bits:
-            raise InputError(
-                f"the activations are {leaf.dtype}, and pipeline.fsdp_gather={config.fsdp_gather} "
-                f"gathers weights in {weights.dtype}, which WeightOptions.dtype is, or of a Config "
-                f"its model.dtype; set that to {str(leaf.dtype)!r}, or fsdp_gather to 'use'"
-            )
 
 
 def check_state(layers: Any, config: PipelineConfig, layout: Layout, stages: int) -> None:

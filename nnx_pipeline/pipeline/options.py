@@ -61,8 +61,9 @@ class LoopOptions:
 class WeightOptions:
     """In which dtypes a pipeline handles its weights and gradients, and how gradients are sharded.
 
-    - `dtype`: the dtype to which weights are cast before they are gathered ahead of their use,
-      which is that of the activations; None does not cast them.
+    - `dtype`: the dtype to which weights are cast before they are gathered ahead of their use, and
+      in which layers then get them, so that it should be the one in which they compute; None does
+      not cast them.
     - `grad_dtype`: the dtype in which gradients add up in the loop, and in which what has added up
       is summed over devices; None for that of the parameters. The gradients of single visits are
       summed over devices in their own dtype.

@@ -15,12 +15,7 @@ from nnx_pipeline.errors import InputError
 from nnx_pipeline.mesh import ambient_mesh
 from nnx_pipeline.pipeline.batches import Batches
 from nnx_pipeline.pipeline.circular.run import run_pipeline
-from nnx_pipeline.pipeline.held import (
-    HeldLayers,
-    check_activations,
-    check_state,
-    gathered_axes,
-)
+from nnx_pipeline.pipeline.held import HeldLayers, check_state, gathered_axes
 from nnx_pipeline.pipeline.layers import apart, with_keys
 from nnx_pipeline.pipeline.metrics import given_out, over_kinds
 from nnx_pipeline.pipeline.one_f_one_b.run import run_one_f_one_b
@@ -95,7 +90,6 @@ class Runner:
         - `keys`: for dropout, as `ops.dropout.sequence_keys` makes them; None leaves it out.
         """
         check_state(layers, self.config, self.layout, self.num_stages)
-        check_activations(x, self.config, self.weights)
         side, shared = apart(with_keys(side, keys))
         first = jax.tree.leaves(x)[0]
         self.batches.check_inputs(side, math.prod(first.shape[: len(self.batches.axes)]))
@@ -156,8 +150,7 @@ class Runner:
 
         - `rows`: the inputs that it was made from.
 
-        Raises InputError unless it has the axes of the batch that the inputs have, and for a dtype
-        that the weights are not gathered in.
+        Raises InputError unless it has the axes of the batch that the inputs have.
         """
         number = len(self.batches.axes) - 1
         for leaf in jax.tree.leaves(x):
@@ -167,7 +160,6 @@ class Runner:
                     f"`enter` was given a microbatch {[*want[0]]} and returned an array "
                     f"{[*jnp.shape(leaf)]}; its first {number} axes must be those of the microbatch"
                 )
-        check_activations(x, self.config, self.weights)
         if not is_explicit():
             return x
         batch = self.layout.spec(*self.batches.axes[1:])

@@ -53,8 +53,8 @@ class CompileMemory:
         - `mesh`: a JAX mesh of any devices, or a text such as `data=2,fsdp=4`; None for one device.
         - `platform`: what to compile for, such as `tpu:v5p:2x2x2`.
 
-        Raises InputError when these do not fit together; skips the test where the compiler is not
-        installed.
+        Raises InputError when these do not fit together, and MemoryExceeded for a program that the
+        compiler refuses as too large; skips the test where the compiler is not installed.
         """
         __tracebackhide__ = True
         if type(args) is not tuple:
@@ -89,6 +89,8 @@ class CompileMemory:
             # The message says what the test gave wrong; the frames inside this package do not help.
             raise error.with_traceback(None) from error.__cause__
         self._results.descriptions.append(result.description())
+        if result.measurement.memory.temp_bytes is None:  # its notes say so
+            raise MemoryExceeded(result.description())
         return result
 
     def _compare(self, result: CompiledMemory, name: str, tolerance: float | None) -> None:

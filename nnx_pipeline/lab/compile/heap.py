@@ -35,9 +35,9 @@ from nnx_pipeline.ending import cleared_away
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*)$", re.MULTILINE)
 _COLOR = re.compile(r", color (\d+)")
 _ASSIGNMENT = "-buffer-assignment.txt"
-# With these words the TPU compiler refuses what does not fit, when it has placed every buffer.
-_TOO_LARGE = "RESOURCE_EXHAUSTED"
-_SENTENCE = re.compile(r"Ran out of memory.*?exceeds available \w+ \([^)]*\)")
+# With these words the TPU compiler refuses what does not fit, when it has placed every buffer. Of
+# its on-chip memory it says the same with another name, and then a kernel is at fault.
+_TOO_LARGE = re.compile(r"Ran out of memory (on HBM|in memory space hbm).*?(?=\.\s|\.?$)", re.S)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class TooLarge:
     def reason(self) -> str:
         """What the compiler said, in one line."""
         said = " ".join(str(self.error).split())
-        found = _SENTENCE.search(said)
+        found = _TOO_LARGE.search(said)
         return found.group() if found else said
 
 
@@ -89,7 +89,7 @@ def compile_with_dump(
             compiled = lowered.compile(compiler_options={**(compiler_options or {}), **dump})
         except jax.errors.JaxRuntimeError as error:
             hlo, text = _main_module(Path(folder))
-            if _TOO_LARGE not in str(error) or not hlo or not text:
+            if not _TOO_LARGE.search(str(error)) or not hlo or not text:
                 raise
             return TooLarge(hlo, error), text
         return compiled, _main_module(Path(folder))[1]

@@ -32,7 +32,7 @@ def fit_lines(measurement: Measurement, advice: Mapping[str, str] = ADVICE) -> l
 
     - `measurement`: the program.
     - `advice`: for one that does not fit: what makes the buffers of each role smaller, and under
-      `arguments` what makes these smaller.
+      `arguments` what makes these and the outputs smaller.
     """
     if not measurement.exceeds_device_memory:
         return [Text(_sum(measurement), style="bold")]
@@ -49,10 +49,10 @@ def fit_lines(measurement: Measurement, advice: Mapping[str, str] = ADVICE) -> l
         )
         for group, size in zip(largest, sizes, strict=False)
     ]
-    account = measurement.account
-    arguments = account.kept_argument_bytes + account.donated_argument_bytes
     roles = [group[0].role for group in largest]
-    if arguments > measurement.needed_bytes / 2:
+    account, half = measurement.account, measurement.needed_bytes / 2
+    arguments = account.kept_argument_bytes + account.donated_argument_bytes
+    if arguments + account.output_bytes > half:  # most outputs are as large as the arguments
         roles.insert(0, "arguments")
     tried = dict.fromkeys(advice[role] for role in roles if role in advice)
     lines += [Text(f"  to try: {what}") for what in tried]
