@@ -15,10 +15,12 @@ from page_examples import attribution, measurement, outcome
 from nnx_pipeline import files
 from nnx_pipeline.experiments.registry import EXPERIMENTS
 from nnx_pipeline.files import save_figure
+from nnx_pipeline.lab.attribution.account import Assigned
 from nnx_pipeline.lab.attribution.result import ROLES
 from nnx_pipeline.lab.comparison.outcome import Outcome, compare_measurements
 from nnx_pipeline.lab.page import charts, measurement_page, outcomes_page
 from nnx_pipeline.lab.page.style import STYLE
+from nnx_pipeline.lab.page.tables import account_table
 from nnx_pipeline.lab.report.chart import outcomes_chart, program_chart
 from nnx_pipeline.lab.report.colours import role_colour
 
@@ -396,3 +398,23 @@ def test_it_prints(tmp_path: Path) -> None:
     chromium(tmp_path, f"--print-to-pdf={paper}", "--no-pdf-header-footer", page.as_uri())
     assert paper.read_bytes().startswith(b"%PDF")
     assert paper.stat().st_size > 20_000
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_the_sum_is_last_where_one_program_has_a_row_more(which: int) -> None:
+    plain = measurement(attribution())
+    beside = Assigned(
+        argument_bytes=plain.memory.argument_bytes,
+        output_bytes=plain.memory.output_bytes,
+        alias_bytes=plain.memory.alias_bytes,
+        constant_bytes=0,
+        scratch_bytes=3_000_000,
+        on_chip_bytes=None,
+    )
+    results = [plain, plain]
+    results[which] = dataclasses.replace(plain, assigned=beside)
+    shown = str(account_table([("a", "one", results[0]), ("b", "other", results[1])]))
+    order = ("outputs with", "used by temporaries", "heap", "<b>the account")
+    places = [shown.index(words) for words in order]
+    assert places == sorted(places)
+    assert shown.count("<b>the account") == 1

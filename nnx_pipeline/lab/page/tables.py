@@ -142,10 +142,10 @@ def differences_table(caption: str, rows: Sequence[BufferDifference]) -> Markup:
 def account_table(arms: Labelled) -> Markup:
     """What each program holds in device memory; the last row is the sum."""
     known = [account_rows(result) if result else None for _, _, result in arms]
-    labels = dict.fromkeys(label for rows in known if rows for label, _ in rows)
-    total = next(label for label in reversed(labels))
+    # One program may have a row that the other lacks, in the midst of the same rows.
+    *_, total = labels = [label for label, _ in max(filter(None, known), key=len)]
     rows: list[list[Any]] = []
-    for label in [*(label for label in labels if label != total), total]:
+    for label in labels:
         values = [dict(told).get(label, 0) if told else None for told in known]
         cells = [megabytes(value) for value in values]
         if len(values) == 2:
