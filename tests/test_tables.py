@@ -149,7 +149,8 @@ def test_a_verdict_names_its_figure() -> None:
 @pytest.mark.parametrize("width", [80, 140])
 def test_rows_of_the_account_add_up(width: int) -> None:
     made = dataclasses.replace(measurement(attribution()), assigned=ASSIGNED)
-    memory = dataclasses.replace(made.memory, constant_bytes=67_100_000, output_bytes=250_000_000)
+    sizes_of = {"constant_bytes": 67_100_000, "output_bytes": 250_000_000}
+    memory = dataclasses.replace(made.memory, **sizes_of, peak_bytes=400_000_000)
     made = dataclasses.replace(made, memory=memory)
     shown = text(report.measurement_view("a step", made), width)
     assert "…" not in shown
@@ -166,6 +167,11 @@ def test_rows_of_the_account_add_up(width: int) -> None:
     told = " ".join(shown.split())
     assert "peak includes the on-chip memory of a TPU, here up to 33.6 MB" in told
     assert "arguments: 210,000,001 bytes in the buffer assignment, 210,000,000 by the" in told
+    without_peak = dataclasses.replace(memory, peak_bytes=None)
+    shown = text(
+        report.measurement_view("a step", dataclasses.replace(made, memory=without_peak)), width
+    )
+    assert "peak includes" not in shown
 
 
 ASSIGNED = Assigned(
