@@ -477,7 +477,9 @@ def test_shardings_of_its_own_that_a_function_has(kind: str) -> None:
         (jax.jit(double, in_shardings=own), "double has in_shardings that its arguments do not"),
     ):
         measure = functools.partial(lab.measure, function, x, mesh=abstract_mesh)
-        if kind == "concrete" or "in_shardings" in message:
+        # Newer versions of JAX take a constraint over other devices for one over its axes.
+        accepted = function is constrained and jax.__version_info__ >= (0, 11)
+        if (kind == "concrete" and not accepted) or "in_shardings" in message:
             with pytest.raises(InputError, match=message):
                 measure(platform="tpu:v5p:2x2x2")
         else:
