@@ -89,7 +89,7 @@ class CompileMemory:
             # The message says what the test gave wrong; the frames inside this package do not help.
             raise error.with_traceback(None) from error.__cause__
         self._results.descriptions.append(result.description())
-        if result.measurement.memory.temp_bytes is None:  # its notes say so
+        if result.measurement.is_refused:  # a note of the description says so
             raise MemoryExceeded(result.description())
         return result
 

@@ -132,10 +132,15 @@ class Measurement:
         return memory.argument_bytes + memory.output_bytes - memory.alias_bytes + (working or 0)
 
     @property
+    def is_refused(self) -> bool:
+        """Whether the compiler refused the program as too large, when it had placed all buffers."""
+        return self.memory.temp_bytes is None
+
+    @property
     def exceeds_device_memory(self) -> bool | None:
         """Whether the program is too large for a device; None where that is not known."""
-        if self.memory.temp_bytes is None:
-            return True  # the compiler has refused it
+        if self.is_refused:
+            return True
         size = self.device_memory_bytes
         if size is None:
             return None

@@ -17,7 +17,8 @@ from nnx_pipeline.lab.hlo.opcodes import PRODUCTS, is_known, plain
 
 # Library calls that are no product, though two or more of their operands may look like matrices.
 _NO_PRODUCT = re.compile(
-    r"AllocateBuffer|AsyncCollective|ConcatBitcast|MoveTo|Sharding|SPMD|TriangularSolve|__cub\$|blas_|lapack_|"
+    r"AllocateBuffer|AsyncCollective|ConcatBitcast|MoveTo|Sharding|SPMD|TriangularSolve|"
+    r"__cub\$|blas_|lapack_|"
     r"X64Combine|X64Split|annotate_device_placement|cu_threefry2x32|cusolver|xla_ffi_python|xla_python"
 )
 # Kernels written by hand in Pallas, Mosaic or Triton: they may multiply any operand, even by

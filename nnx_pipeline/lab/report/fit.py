@@ -39,17 +39,17 @@ def fit_lines(measurement: Measurement, advice: Mapping[str, str] = ADVICE) -> l
     lines = [Text(_sum(measurement), style="bold red")]
     found = measurement.attribution
     groups = grouped(found.buffers)[:NAMED] if found else []
-    sizes = [sum(one.bytes for one in group) for group in groups]
+    sized = [(group, sum(one.bytes for one in group)) for group in groups]
     least = _WORTH_NAMING * measurement.needed_bytes
-    largest = [group for group, size in zip(groups, sizes, strict=True) if size >= least]
+    largest = [(group, size) for group, size in sized if size >= least]
     lines += [
         Text(
             f"  {megabytes(size)} MB: {group[0].role}, "
             f"{group[0].shape or 'no array'}, {short_source(group[0].source)}"
         )
-        for group, size in zip(largest, sizes, strict=False)
+        for group, size in largest
     ]
-    roles = [group[0].role for group in largest]
+    roles = [group[0].role for group, _ in largest]
     account, half = measurement.account, measurement.needed_bytes / 2
     arguments = account.kept_argument_bytes + account.donated_argument_bytes
     if arguments + account.output_bytes > half:  # most outputs are as large as the arguments

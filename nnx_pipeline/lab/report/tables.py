@@ -345,7 +345,7 @@ def _too_large(measured: Sequence[Measurement]) -> list[Text]:
     text = (
         f"does not fit{TOO_LARGE}: {megabytes(most)} MB of arguments, outputs, constants and heap"
     )
-    refused = any(one.memory.temp_bytes is None for one in large)
+    refused = any(one.is_refused for one in large)
     why = "; the compiler refused it, so that temp, peak and time are not known" if refused else ""
     return [Text(f"{text}, and a device has {megabytes(size)} MB{why}", style="red")]
 
