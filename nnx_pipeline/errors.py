@@ -58,6 +58,16 @@ def kind_of(value: object) -> str:
     return type(value).__name__ if dtype is None else f"{dtype}{[*getattr(value, 'shape', ())]}"
 
 
+def counted(number: int | None, what: str) -> str:
+    """A number of things: `1 repeat`, `2 stages`, `2 branches`.
+
+    - `number`: how many; None where it is not known.
+    - `what`: one of them.
+    """
+    ending = "es" if what.endswith("ch") else "s"
+    return f"{number} {what}{'' if number == 1 else ending}"
+
+
 def one_of(field: str, value: object, choices: Iterable[object]) -> None:
     """Raises InputError unless `value` is among `choices`.
 

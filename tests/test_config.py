@@ -274,7 +274,7 @@ REFUSED = [
         "choose a multiple of 5, such as 5 or 10",
     ),
     bad(on_mesh("context=2"), "context=2 is not supported by attention yet; use context=1"),
-    bad(on_mesh("stage=3"), "model.num_layers=4 does not split into 3 stages × 1 repeats"),
+    bad(on_mesh("stage=3"), "model.num_layers=4 does not split into 3 stages × 1 repeat"),
     bad(
         on_mesh("stage=2", pipeline(num_repeats=3)()),
         "num_layers=4 does not split into 2 stages × 3 repeats; choose a multiple of 6, such as 6",

@@ -154,7 +154,7 @@ def test_what_cannot_be_read_is_refused_by_name(tree, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((PIPELINED, 4, 3, 1), "4 layers do not split into 3 stages × 1 repeats"),
+        ((PIPELINED, 4, 3, 1), "4 layers do not split into 3 stages × 1 repeat"),
         ((PIPELINED, 4, 2, 4), "do not split into 2 stages × 4 repeats"),
         ((SCANNED, 4, 2, 1), "leave them out for maxtext:scanned"),
         (("maxtext:scan", 4), "did you mean 'maxtext:scanned'"),

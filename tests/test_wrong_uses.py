@@ -290,7 +290,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "kinds: no function": (module(kinds=lambda make: [make, 3]), "given as int among them"),
     "kinds: three over two layers": (
         module(kinds=lambda make: [make] * 3),
-        "4 layers do not split into 2 stages × 1 repeats × 3 kinds in turn; choose a multiple of 6",
+        "4 layers do not split into 2 stages × 1 repeat × 3 kinds in turn; choose a multiple of 6",
     ),
     "kinds: unlike metrics": (
         module(
@@ -375,7 +375,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "layers that do not divide": (
         module(layers=5),
-        "5 layers do not split into 2 stages × 1 repeats; choose a multiple of 2, such as 4 or 6, "
+        "5 layers do not split into 2 stages × 1 repeat; choose a multiple of 2, such as 4 or 6, "
         "or set pipeline.pad_layers=true, which pads to 6",
     ),
     "layer: x alone, one per stage": (module(lambda x: x, layers=2), ALONE),

@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from nnx_pipeline.errors import counted
+
 # Otherwise the compilers warn about hardware that is not there; errors are still shown.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -67,8 +69,8 @@ def inspect_command(checkpoint: str, json_path: str | None) -> None:
     kinds = ", ".join(f"{dtype} ({count} leaves)" for dtype, count in dtypes.items())
     dense = f" ({layout.num_dense_layers} of them dense)" if layout.num_dense_layers else ""
     show(
-        f"{layout.format}: {views.counted(layout.num_layers, 'layer')}{dense}, "
-        f"{views.counted(layout.stages, 'stage')}, {views.counted(layout.repeats, 'repeat')}; "
+        f"{layout.format}: {counted(layout.num_layers, 'layer')}{dense}, "
+        f"{counted(layout.stages, 'stage')}, {counted(layout.repeats, 'repeat')}; "
         f"{found.parameter_count:,} parameters in {kinds}; {_others(list(found.other))}",
         json_path=json_path,
     )

@@ -20,14 +20,10 @@ from linen_compat.convert import Plan
 from linen_compat.formats.orbax.inspect import Inspection
 from linen_compat.formats.orbax.layouts import HUGGINGFACE
 from linen_compat.formats.streams import Progress as Passed
+from nnx_pipeline.errors import counted
 from nnx_pipeline.lab.report.columns import Column, Columns, figures
 
 _SHOWN = 40  # lines about single leaves
-
-
-def counted(number: int | None, what: str) -> str:
-    """Such as `1 stage` and `2 stages`."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _last_names(path: str) -> str:

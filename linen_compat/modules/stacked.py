@@ -15,6 +15,7 @@ from jaxtyping import Array, PyTree
 from linen_compat.formats.names import ALL_OF_LAYERS, EARLY
 from linen_compat.modules.parameters import Names, axes_of, in_place, is_boxed, unboxed
 from nnx_pipeline import InputError, Layout
+from nnx_pipeline.errors import counted
 from nnx_pipeline.pipeline.stage.layers import takes_place
 from nnx_pipeline.sharding import place, portable_key
 
@@ -125,8 +126,8 @@ class StageTree:
     def _cure(self) -> str:
         repeats, stages, per_stage = self.stack
         return (
-            f"give the parameters of {stages} stages × {repeats} repeats with {per_stage} layers "
-            "per stage, as the mesh and the config ask for"
+            f"give the parameters of {counted(stages, 'stage')} × {counted(repeats, 'repeat')} "
+            f"with {counted(per_stage, 'layer')} per stage, as the mesh and the config ask for"
         )
 
 

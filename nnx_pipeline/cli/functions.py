@@ -22,7 +22,7 @@ from nnx_pipeline.cli.options import (
 from nnx_pipeline.cli.reports import Outputs, explain_option, report_options, say_words
 from nnx_pipeline.cli.support import Failed, compiler_errors, progress
 from nnx_pipeline.config.config import Config, to_dict
-from nnx_pipeline.errors import InputError
+from nnx_pipeline.errors import InputError, counted
 from nnx_pipeline.files import write_text
 from nnx_pipeline.lab.api import compare, measure
 from nnx_pipeline.lab.compile.functions import arguments_of, find_function, mesh_on
@@ -277,7 +277,7 @@ def lint_command(
     subject = {"mesh": mesh_config.sizes(), **subject}
     emit_json(json_path, findings_json(subject, findings, sizes))
     if findings:
-        raise Failed(f"{len(findings)} finding{'s' if len(findings) > 1 else ''}")
+        raise Failed(counted(len(findings), "finding"))
 
 
 def _lint_model(config: Config, mesh_config: MeshConfig, limits: Limits) -> list[Finding]:

@@ -14,7 +14,7 @@ from nnx_pipeline.cli import completion
 from nnx_pipeline.config.config import Config
 from nnx_pipeline.config.overrides import apply_overrides, parse_overrides
 from nnx_pipeline.config.presets import preset
-from nnx_pipeline.errors import InputError, nearest
+from nnx_pipeline.errors import InputError, counted, nearest
 from nnx_pipeline.lab.compile.platform import GEMMS, Platform
 from nnx_pipeline.lab.compile.settings import TRITON_GEMM, gemm_of, parse_settings
 from nnx_pipeline.mesh import AXES, MeshConfig, make_mesh
@@ -299,7 +299,7 @@ def step_title(model: str | None, config: Config, mesh: MeshConfig) -> str:
     microbatches = pipeline.num_microbatches or mesh.stage
     told = f"batch {train.global_batch} × {train.sequence_length}"
     if mesh.stage > 1:
-        told += f", {microbatches} microbatches"
+        told += f", {counted(microbatches, 'microbatch')}"
         told += f" × {pipeline.num_repeats} repeats" if pipeline.num_repeats > 1 else ""
         told += f", {pipeline.schedule}"
     return f"one training step of {model} on {mesh}: {told}"

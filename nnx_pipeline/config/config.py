@@ -15,6 +15,7 @@ from nnx_pipeline.errors import (
     InputError,
     above_zero,
     at_least,
+    counted,
     divides,
     is_divisor,
     number,
@@ -220,7 +221,7 @@ class Config:
             yield (
                 mesh.stage * repeats,
                 model.num_pipeline_layers,
-                f"{rule}{mesh.stage} stages × {repeats} repeats",
+                f"{rule}{counted(mesh.stage, 'stage')} × {counted(repeats, 'repeat')}",
             )
             kinds = len(model.of_kinds)
             per_stage = self.layers_per_stage(mesh.stage)

@@ -7,7 +7,7 @@ import jax
 
 from nnx_pipeline.config.config import Config
 from nnx_pipeline.config.presets import preset
-from nnx_pipeline.errors import InputError
+from nnx_pipeline.errors import InputError, counted
 from nnx_pipeline.experiments import programs as of_programs
 from nnx_pipeline.experiments.arms import Experiment, Program
 from nnx_pipeline.lab.comparison.numerics import Numerics, Values, compare_values
@@ -71,8 +71,8 @@ def values_of(program: Program, mesh: MeshConfig) -> Values:
 
 def _pipeline(config: Config) -> str:
     count = config.pipeline.num_microbatches
-    words = f"{count} microbatches" if count else "as many microbatches as fill the pipeline"
-    return f"{words} × {config.pipeline.num_repeats} repeats"
+    words = counted(count, "microbatch") if count else "as many microbatches as fill the pipeline"
+    return f"{words} × {counted(config.pipeline.num_repeats, 'repeat')}"
 
 
 def mesh_of_numbers(experiment: Experiment) -> MeshConfig:

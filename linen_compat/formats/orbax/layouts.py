@@ -25,7 +25,7 @@ from linen_compat.formats.names import (
     Names,
 )
 from linen_compat.formats.streams import Mismatch
-from nnx_pipeline.errors import InputError, one_of
+from nnx_pipeline.errors import InputError, counted, one_of
 
 UNSCANNED, SCANNED, PIPELINED = "maxtext:unscanned", "maxtext:scanned", "maxtext:pipelined"
 NNX = "nnx"
@@ -110,9 +110,10 @@ class Layout:
             which = f", {self.num_dense_layers} of them before the pipeline,"
             dense = which if self.num_dense_layers else ""
             raise InputError(
-                f"{self.num_layers} layers{dense} do not split into {self.stages} stages × "
-                f"{self.repeats} repeats; choose --stages and --repeats (or stages, repeats) whose "
-                f"product divides {self.num_pipeline_layers}"
+                f"{self.num_layers} layers{dense} do not split into "
+                f"{counted(self.stages, 'stage')} × {counted(self.repeats, 'repeat')}; choose "
+                "--stages and --repeats (or stages, repeats) whose product divides "
+                f"{self.num_pipeline_layers}"
             )
 
     @property

@@ -4,6 +4,7 @@ Each row has a reason, and was seen in the buffers of programs that are not thos
 `benchmarks/floor.py` (libtpu 0.0.42.1). The figures that follow from no config are constants here.
 """
 
+from nnx_pipeline.errors import counted
 from nnx_pipeline.experiments.bound.moments import (
     ACTIVATION,
     ATTENTION,
@@ -15,7 +16,6 @@ from nnx_pipeline.experiments.bound.moments import (
     MOVED,
     OPTIMIZER,
     TOTALS,
-    number_of,
     term,
 )
 from nnx_pipeline.experiments.bound.sizes import Sizes
@@ -95,7 +95,7 @@ def _inputs_of_a_visit(sizes: Sizes) -> list[Term]:
     """Of several layers written out, 1F1B puts the inputs into its ring when all are computed."""
     if not _written_out(sizes) or sizes.config.pipeline.schedule != "1f1b" or sizes.layers == 1:
         return []
-    formula = f"{number_of(sizes.layers, 'layer')} × tokens × embed × bytes of dtype"
+    formula = f"{counted(sizes.layers, 'layer')} × tokens × embed × bytes of dtype"
     return [term("inputs of one visit", sizes.layers * sizes.stream, ACTIVATION, formula)]
 
 
@@ -108,7 +108,7 @@ def _gradients_of_a_visit(sizes: Sizes) -> list[Term]:
     size = (sizes.gathered_bytes(layers) if sizes.gathers_first else own) // repeats
     what = "as they are gathered" if sizes.gathers_first else "as they are sharded"
     number = 1 if _written_out(sizes) else sizes.layers
-    formula = f"weights of {number_of(number, 'layer')}, {what}, × bytes of dtype"
+    formula = f"weights of {counted(number, 'layer')}, {what}, × bytes of dtype"
     return [term("gradients of one visit", size * number // sizes.layers, TOTALS, formula)]
 
 
@@ -159,7 +159,7 @@ def _no_arrays(sizes: Sizes, rows: list[Term], on_chip: int) -> list[Term]:
     if any(row.role in IN_A_TURN and not _fitting(row, on_chip) for row in rows if row.bytes > 0):
         share = HOLES_BESIDE_LARGE
     tables = TABLES + TABLES_PER_LAYER * out
-    per = f"({TABLES} + {TABLES_PER_LAYER} × {number_of(out, 'layer')} written out)"
+    per = f"({TABLES} + {TABLES_PER_LAYER} × {counted(out, 'layer')} written out)"
     return [
         term("holes", int(share * arrays), "fragmentation", f"{share:.0%} of the arrays"),
         term("tables of tuples", tables * TABLE, "fragmentation", f"{per} × {TABLE} bytes"),

@@ -1,5 +1,6 @@
 """What the heap of a training step must hold at each moment that can be its peak."""
 
+from nnx_pipeline.errors import counted
 from nnx_pipeline.experiments.bound.sizes import FULL_WIDTH, Sizes
 from nnx_pipeline.lab.attribution.floor import Moment, Term
 
@@ -47,12 +48,6 @@ def term(name: str, size: int, role: str, formula: str) -> Term:
     return Term(name=name, bytes=size, formula=formula, role=role)
 
 
-def number_of(count: int, what: str) -> str:
-    """A number of things, such as `2 layers`."""
-    ending = "es" if what.endswith("ch") else "s"
-    return f"{count} {what}{'' if count == 1 else ending}"
-
-
 def _gathered(sizes: Sizes) -> list[Term]:
     """The weights that are gathered once per step."""
     if not sizes.gathers_first:
@@ -75,12 +70,12 @@ def _kernels(sizes: Sizes) -> list[Term]:
 def _saved(sizes: Sizes) -> list[Term]:
     """The inputs of layers that the circular schedule keeps from the forward pass."""
     if not sizes.in_loop:
-        count, per = sizes.layers, number_of(sizes.layers, "layer")
+        count, per = sizes.layers, counted(sizes.layers, "layer")
     else:
         ticks = sizes.schedule.ticks
         count, per = (
             ticks * sizes.layers,
-            f"{ticks} ticks × {number_of(sizes.layers, 'layer')} of a visit",
+            f"{ticks} ticks × {counted(sizes.layers, 'layer')} of a visit",
         )
     formula = f"{per} × tokens × embed × bytes of dtype"
     return [term("saved inputs of layers", count * sizes.stream, SAVED, formula)]
@@ -90,7 +85,7 @@ def _ring(sizes: Sizes) -> list[Term]:
     """What 1F1B keeps of the visits that have no backward visit yet, and what travels."""
     slots = sizes.schedule.ring_slots
     size = slots * sizes.layers * sizes.stream
-    visits = f"{number_of(slots, 'visit')} × {number_of(sizes.layers, 'layer')}"
+    visits = f"{counted(slots, 'visit')} × {counted(sizes.layers, 'layer')}"
     formula = f"{visits} × tokens × embed × bytes of dtype"
     output = "tokens × embed × bytes of dtype"
     return [
@@ -110,7 +105,7 @@ def _arrived(sizes: Sizes) -> list[Term]:
 def _results(sizes: Sizes) -> list[Term]:
     """The outputs of the layers, which the final norm differentiates after the loss."""
     count = sizes.microbatches // sizes.mesh.stage
-    formula = f"{number_of(count, 'microbatch')} × tokens × embed × bytes of dtype"
+    formula = f"{counted(count, 'microbatch')} × tokens × embed × bytes of dtype"
     return [term("outputs of the layers", count * sizes.stream, SAVED, formula)]
 
 
@@ -120,9 +115,7 @@ def _cotangents(sizes: Sizes) -> list[Term]:
         return []
     schedule = sizes.schedule
     count = schedule.stream_slots + schedule.queue_slots
-    formula = (
-        f"{number_of(count, 'microbatch')} (stream and queue) × tokens × embed × bytes of dtype"
-    )
+    formula = f"{counted(count, 'microbatch')} (stream and queue) × tokens × embed × bytes of dtype"
     return [term("cotangents between stages", count * sizes.stream, CARRIED, formula)]
 
 
@@ -209,11 +202,7 @@ def _attention(sizes: Sizes) -> list[Term]:
 
 def _feed_forward(sizes: Sizes) -> list[Term]:
     """Both halves of the hidden units, computed again, which their cotangents replace."""
-    of = (
-        "mlp"
-        if sizes.config.model.num_experts == 1
-        else f"{number_of(sizes.group, 'expert')} × mlp"
-    )
+    of = "mlp" if sizes.config.model.num_experts == 1 else f"{counted(sizes.group, 'expert')} × mlp"
     formula = f"2 (gate and up) × tokens × {of} × bytes of dtype"
     terms = [
         term("hidden units", 2 * sizes.hidden, ACTIVATION, formula),

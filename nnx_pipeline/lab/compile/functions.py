@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_pipeline.errors import InputError, described, nearest
+from nnx_pipeline.errors import InputError, counted, described, nearest
 from nnx_pipeline.mesh import MeshConfig, is_trivial, make_mesh, spec_axes
 from nnx_pipeline.tracing.nnx_state import holds_itself, name_of, without_repeats
 
@@ -216,7 +216,7 @@ def _bind(
         signature.bind(*arguments)
     except TypeError as error:
         lists = any(isinstance(argument, list) for argument in arguments)
-        given = f"{len(arguments)} argument{'' if len(arguments) == 1 else 's'}"
+        given = counted(len(arguments), "argument")
         raise InputError(
             f"{name_of(function)} cannot be called with {given}: {error}; give its arrays in "
             "order (a command takes them from --arg or --inputs) and bind the rest with "

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from nnx_pipeline.errors import counted
 from nnx_pipeline.lab.hlo.branches import Shares
 from nnx_pipeline.lab.hlo.integers import PASSES_ON
 from nnx_pipeline.lab.hlo.loops import Runs, executions
@@ -178,7 +179,7 @@ def branch_notes(module: Module, runs: Runs, shares: Shares) -> tuple[str, ...]:
                 what = " and ".join(held)
                 found[what] = found.get(what, 0) + 1
     return tuple(
-        f"the {what} count every branch of {count} conditional{'s' if count > 1 else ''}"
+        f"the {what} count every branch of {counted(count, 'conditional')}"
         for what, count in found.items()
         if what
     )

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from nnx_pipeline.errors import counted
 from nnx_pipeline.files import ink_on
 from nnx_pipeline.pipeline.schedule import SCHEDULE_NAMES, make_schedule
 from nnx_pipeline.pipeline.timetable.actions import BACKWARD, FORWARD, Actions, actions_of
@@ -57,7 +58,8 @@ def make_both(*, stages: int, microbatches: int, repeats: int) -> "Figure":
     below.set_ylim(bottom=0)
     below.spines[["top", "right"]].set_visible(False)
     below.legend(fontsize=9, frameon=False)
-    title = f"{stages} stages, {microbatches} microbatches, {repeats} repeats"
+    numbers = [(stages, "stage"), (microbatches, "microbatch"), (repeats, "repeat")]
+    title = ", ".join(counted(number, what) for number, what in numbers)
     figure.suptitle(title, fontsize=11, fontweight="bold")
     _legend(figure)
     return figure

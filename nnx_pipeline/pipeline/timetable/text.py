@@ -8,6 +8,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from nnx_pipeline.errors import counted
 from nnx_pipeline.pipeline.schedule import CircularSchedule, Schedule, Visits, Work
 from nnx_pipeline.pipeline.timetable.actions import LETTERS, Actions
 
@@ -43,14 +44,14 @@ def phases(schedule: Schedule) -> list[tuple[str, str, range]]:
 
 def summary(schedule: Schedule) -> str:
     """The numbers of ticks and of bubble ticks, in one line."""
-    given = f"{schedule.stages} stages, {schedule.microbatches} microbatches"
+    stages, repeats = schedule.stages, schedule.repeats
+    given = f"{counted(stages, 'stage')}, {counted(schedule.microbatches, 'microbatch')}"
     if isinstance(schedule, CircularSchedule):
         return (
-            f"{given}, {schedule.repeats} repeats: {schedule.ticks} ticks, "
+            f"{given}, {counted(repeats, 'repeat')}: {counted(schedule.ticks, 'tick')}, "
             f"{schedule.bubble_ticks} of them idle on each stage "
             f"(bubble {schedule.bubble_share:.1%})"
         )
-    stages, repeats = schedule.stages, schedule.repeats
     if repeats == 1:
         kind, kept = "one forward one backward", "microbatches"
         sum_of_ticks = f"{schedule.microbatches} + 2 · {stages - 1}"
