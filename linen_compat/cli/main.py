@@ -6,8 +6,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from nnx_pipeline.errors import counted
-
 # Otherwise the compilers warn about hardware that is not there; errors are still shown.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -24,6 +22,7 @@ from linen_compat.named_config import read_config
 from nnx_pipeline import InputError
 from nnx_pipeline.cli.options import bundled
 from nnx_pipeline.cli.support import Failed, main_of
+from nnx_pipeline.errors import counted
 from nnx_pipeline.lab.report.output import check_writable, emit_json, show
 
 _FORMATS = ", ".join(TARGETS)
