@@ -274,6 +274,11 @@ def user_environment() -> dict[str, str]:
     return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
+# The first line of a process that is to be interrupted: it takes SIGINT as one that a shell starts
+# in the foreground, also where the one that runs the tests ignores it, as behind `nohup … &`.
+INTERRUPTIBLE = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
+
 def in_a_process(*arguments: str) -> Ended:
     """Runs a command as a user does; JAX begins afresh, with as many devices as it is told."""
     command = [sys.executable, "-c", "from nnx_pipeline.cli.main import main; main()", *arguments]

@@ -14,7 +14,7 @@ import command_reference
 import field_reference
 import pytest
 from documents import BLOCKS, PAGES, ROOT, TEXT, WORDS, table
-from helpers import Ended, pytest_in, user_environment
+from helpers import INTERRUPTIBLE, Ended, pytest_in, user_environment
 
 # The blocks of these pages belong together, and run in their order in one folder.
 IN_ORDER = ["docs/checkpoints.md"]
@@ -120,9 +120,8 @@ def cache(tmp_path_factory):
 def first_command(cache: Path, *, interrupted_at: str | None = None) -> Ended:
     """The job of the first command in a process of its own; interrupted where it says that."""
     script = "from nnx_pipeline.console import main; main()"
-    ready = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     process = subprocess.Popen(
-        [sys.executable, "-c", f"{ready}; {script}", *shlex.split(COMMANDS_OF_THE_JOB)[1:]],
+        [sys.executable, "-c", INTERRUPTIBLE + script, *shlex.split(COMMANDS_OF_THE_JOB)[1:]],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from helpers import Run, user_environment
+from helpers import INTERRUPTIBLE, Run, user_environment
 from maxtext_data import checkpoint
 
 from nnx_pipeline import ending
@@ -28,9 +28,8 @@ def started(
 ) -> Iterator[subprocess.Popen]:
     """A process that has SIGINT as a shell gives it, whatever the one that runs the tests has."""
     (folder / "tmp").mkdir()
-    ready = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     process = subprocess.Popen(
-        [sys.executable, "-c", ready + code, *arguments],
+        [sys.executable, "-c", INTERRUPTIBLE + code, *arguments],
         env={**user_environment(), "TMPDIR": str(folder / "tmp")},
         cwd=folder,
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options},

@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from helpers import user_environment
+from helpers import INTERRUPTIBLE, user_environment
 from maxtext_data import assert_same_leaves, checkpoint, read, state_in
 
 from linen_compat import convert
@@ -46,7 +46,7 @@ def names(folder):
 def test_what_a_process_that_ended_leaves_behind_goes_away(tmp_path, sent, code):
     out = tmp_path / "run" / "out"
     process = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(out)],
+        [sys.executable, "-c", INTERRUPTIBLE + WRITER, str(out)],
         env=user_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
