@@ -164,8 +164,9 @@ def test_gradients_of_bfloat16_come_back_as_such(on_tpu: dict[str, Any]) -> None
 def test_the_window_holds_two_repeats_at_most(on_tpu: dict[str, Any]) -> None:
     """What `prefetch` holds beside `use` is at most two repeats' weights and their gradients.
 
-    Arrays count, where most of them are in use. The heap has holes besides, and libtpu's tables of
-    the tuples that loops carry, which take 8.3 MB of it here with libtpu 0.0.50.
+    What counts is the arrays at the peak. The heap also has holes, and tables of the tuples that
+    loops carry: with libtpu 0.0.50 and two repeats, these tables take 8.3 MB. The same compiler has
+    25.2 MB of copies of parameters and moments there, which the older one does not make.
 
     With the number of repeats it grows by the shards of their weights in the dtype of activations,
     which the compiler casts before the loop over repeats, and by less than one whole kernel of the
