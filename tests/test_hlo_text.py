@@ -99,6 +99,29 @@ ENTRY main.1 (a: (f32[2],
     assert (result.op_name, result.source_file, result.source_line) == ("r", "/m.py", 3)
 
 
+def test_an_operand_may_be_an_element_of_a_tuple() -> None:
+    """As libtpu 0.0.50 prints a program that it has not compiled to its end."""
+    state = "(s32[], (f32[2,3]{1,0}, bf16[4]{0}), /*index=2*/f32[8]{0:T(256)S(5)})"
+    lines = (
+        f"  %p = {state} parameter(0)",
+        "  %c = f32[8] fusion(%p#2, /*index=1*/%p#0, %p#2), kind=kLoop, calls=%main",
+        f"  ROOT %r = {state} tuple(%p#0, %p#1, %c)",
+    )
+    found = entry(program(*lines))
+    assert list(found.instructions) == ["p", "p#2", "p#0", "c", "p#1", "r"]
+    shapes = {name: one.shapes for name, one in found.instructions.items() if "#" in name}
+    assert shapes == {
+        "p#2": (hlo.Shape("f32", (8,)),),
+        "p#0": (hlo.Shape("s32", ()),),
+        "p#1": (hlo.Shape("f32", (2, 3)), hlo.Shape("bf16", (4,))),
+    }
+    elements = [one for one in found.instructions.values() if "#" in one.name]
+    assert {(one.opcode, one.operands) for one in elements} == {("get-tuple-element", ("p",))}
+    assert [one.integers("index") for one in elements] == [(2,), (0,), (1,)]
+    assert [one.in_host_memory for one in elements] == [True, False, False]
+    assert found.instructions["c"].operands == ("p#2", "p#0", "p#2")
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_a_random_program_is_read_as_it_was_printed(seed: int) -> None:
     """White space, line breaks and comments stand wherever brackets are open."""
@@ -135,6 +158,9 @@ def test_a_random_program_is_read_as_it_was_printed(seed: int) -> None:
         ("  %x = f32[4] add(%p, %p), a=1, a=2", "line 6 .*'a' has no value, or a second"),
         ("  %x = f32[4] add(%p, %p), {}=1", "line 6 .*names no attribute"),
         ("  %x = f32[4] add(%p, %q)", "line 6 .*x reads or calls 'q', not there"),
+        ("  %x = f32[4] add(%p, %p#0)", "line 6 .*x reads or calls 'p#0', not there"),
+        ("  %t = (f32[4], s32[]) tuple(%p, %p)\n  %x = f32[4] add(%t#0, %t#2)",
+         "line 7 .*x reads or calls 't#2', not there"),
         ("  %x = f32[4] fusion(%p), calls=%f", "line 6 .*x reads or calls 'f', not there"),
         ("  %x = f32[4] fusion(%p)", "line 6 .*the fusion x has no calls"),
         ("  %x = f32[4] while(%p), body=%main", "line 6 .*the while x has no condition"),

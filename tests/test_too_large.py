@@ -59,6 +59,17 @@ def test_it_has_an_account_and_no_figure_that_nobody_knows() -> None:
     assert largest.source.endswith(f"too_large.py:{here}")  # type: ignore[union-attr]
 
 
+def test_its_loops_are_read() -> None:
+    """Newer compilers write a program that they refuse otherwise than one that they compile."""
+    found = lab.measure(too_large.thrice, *too_large.inputs(), platform=V5E)
+    assert found.flops == 3 * refused(V5E).flops  # type: ignore[operator]
+    largest = found.attribution.buffers[0]  # type: ignore[union-attr]
+    assert largest.bytes == SCORES
+    assert largest.source.startswith(too_large.__file__)  # type: ignore[union-attr]
+    (note,) = found.notes
+    assert "the compiler refused the program" in note
+
+
 def test_arguments_that_nothing_reads_are_said() -> None:
     def first(a: jax.Array, unread: jax.Array) -> jax.Array:
         return too_large.whole(a)

@@ -27,6 +27,7 @@ _ROW = re.compile(r"\s*(\d+)\s+(?=[\"{])")
 _COMPUTATION = re.compile(r"(ENTRY\s+)?%?([\w.$-]+)\s*(?=[({])")
 _INSTRUCTION = re.compile(r"(ROOT\s+)?%?([^\s=(){},]+)\s*=\s*")
 _OPCODE = re.compile(r"\s*([\w-]+)\(")
+_ELEMENT = re.compile(r"(.+)#(\d+)")
 _FIELD = re.compile(r"(\w+)=\s*([^\s}]+)")
 _METADATA = re.compile(
     r",?\s*(?<!\w)(?:stack_frame_id=\d+|metadata=\{"
@@ -272,14 +273,16 @@ def _computation(scanner: Scanner, at: int, frames: Frames) -> tuple[bool, Compu
     if not text.startswith("{", at):
         scanner.fail(at, "no beginning of the instructions of a computation")
     instructions: dict[str, Instruction] = {}
+    types: dict[str, str] = {}
     root = ""
     at = scanner.space(at + 1)
     while not text.startswith("}", at):
         if at >= len(text):
             scanner.fail(start, f"computation {header[2]} never ends")
-        is_root, instruction, behind = _instruction(scanner, at, frames)
+        is_root, instruction, types[instruction.name], behind = _instruction(scanner, at, frames)
         if instruction.name in instructions:
             scanner.fail(at, f"a second instruction of the name {instruction.name}")
+        instructions |= _elements(instruction.operands, types, instructions)
         instructions[instruction.name] = instruction
         root = instruction.name if is_root else root
         at = scanner.space(behind)
@@ -291,8 +294,44 @@ def _computation(scanner: Scanner, at: int, frames: Frames) -> tuple[bool, Compu
     return bool(header[1]), found, at
 
 
-def _instruction(scanner: Scanner, start: int, frames: Frames) -> tuple[bool, Instruction, int]:
-    """Whether the instruction at a position is the root, the instruction, and where it ends."""
+def _elements(
+    operands: tuple[str, ...], types: Mapping[str, str], known: Mapping[str, Instruction]
+) -> dict[str, Instruction]:
+    """A get-tuple-element for each operand such as `x#2`, which is element 2 of the tuple x.
+
+    libtpu 0.0.50 writes a program so from before it places the buffers until it has compiled it,
+    and a program that it refuses as too large is known in that form alone.
+
+    - `operands`: names as an instruction has them.
+    - `types`: the printed type of each instruction above it in the computation.
+    - `known`: the instructions above it; their elements are not made again.
+    """
+    made: dict[str, Instruction] = {}
+    for operand in dict.fromkeys(operands):
+        found = _ELEMENT.fullmatch(operand)
+        printed = types.get(found[1], "") if found else ""
+        if found is None or operand in known or not printed.startswith("("):
+            continue  # `_check_calls` says what is not there
+        elements = split_at_commas(printed[1:-1])
+        if (index := int(found[2])) < len(elements):
+            shapes, on_host = shapes_of(elements[index]), _HOST_MEMORY in elements[index]
+            attributes = {"index": found[2]}
+            made[operand] = Instruction(
+                operand,
+                "get-tuple-element",
+                shapes,
+                (found[1],),
+                "",
+                attributes,
+                in_host_memory=on_host,
+            )
+    return made
+
+
+def _instruction(
+    scanner: Scanner, start: int, frames: Frames
+) -> tuple[bool, Instruction, str, int]:
+    """Whether the instruction at a position is the root, itself, its type, and where it ends."""
     text = scanner.text
     named = _INSTRUCTION.match(text, start)
     if named is None:
@@ -313,8 +352,9 @@ def _instruction(scanner: Scanner, start: int, frames: Frames) -> tuple[bool, In
         scanner.fail(start, f"the parameter {named[2]} has no number")
     if opcode[1] == "get-tuple-element" and not attributes["index"].isdecimal():
         scanner.fail(start, f"the index of {named[2]} is no number")
+    printed = text[named.end() : end_of_type]
     try:
-        shapes = shapes_of(text[named.end() : end_of_type])
+        shapes = shapes_of(printed)
     except ValueError:
         scanner.fail(start, f"the instruction {named[2]} has no size that is a number")
     instruction = Instruction(
@@ -325,9 +365,9 @@ def _instruction(scanner: Scanner, start: int, frames: Frames) -> tuple[bool, In
         inside.strip() if takes_literal else "",
         attributes,
         *frames.describe(attributes.get("metadata", "")),
-        _HOST_MEMORY in text[named.end() : end_of_type],
+        _HOST_MEMORY in printed,
     )
-    return bool(named[1]), instruction, end
+    return bool(named[1]), instruction, printed, end
 
 
 def _check_calls(scanner: Scanner, computations: Mapping[str, Computation]) -> None:
