@@ -5,6 +5,7 @@ by hand, and kept.
 """
 
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,11 +73,11 @@ def _default(option: click.Option) -> str:
 
 
 def _listed(text: str) -> str:
-    """A paragraph whose lines click keeps apart, as a list."""
-    lines = [line.strip() for line in text.replace("\b", "").strip().splitlines()]
-    head = [line for line in lines[:1] if line.endswith(":")]
-    items = (re.sub(r"(\S+)  +", r"`\1`: ", line, count=1) for line in lines[len(head) :])
-    return "\n".join([*(f"{line}\n" for line in head), *(f"- {item}" for item in items)])
+    """A heading and names, each with a text below it that is further in, as a list."""
+    head, *lines = textwrap.dedent(text.replace("\b", "")).strip().splitlines()
+    items = re.split(r"^(?=\S)", textwrap.dedent("\n".join(lines)), flags=re.MULTILINE)[1:]
+    parts = (item.partition("\n") for item in items)
+    return "\n".join([f"{head}\n", *(f"- `{name}`: {_cell(what)}" for name, _, what in parts)])
 
 
 def _cell(text: str) -> str:

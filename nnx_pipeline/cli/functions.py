@@ -249,12 +249,21 @@ def lint_command(
 
     \b
     Rules:
-      parameter-in-loop        a parameter is carried or stacked by a loop
-      remat-policy             a policy of jax.checkpoint saves everything, or nothing by mistake
-      hidden-upcast            a large array is cast to float32 to match another operand
-      one-hot                  a one-hot array above --one-hot
-      gradient-per-microbatch  gradients of all microbatches are stored before they are added up
-      trivial-constraint       a sharding constraint that shards no axis
+      parameter-in-loop
+        a parameter is carried or stacked by a loop
+      remat-policy
+        a policy of jax.checkpoint saves everything, or
+        nothing by mistake
+      hidden-upcast
+        a large array is cast to float32 to match another
+        operand
+      one-hot
+        a one-hot array above --one-hot
+      gradient-per-microbatch
+        gradients of all microbatches are stored before
+        they are added up
+      trivial-constraint
+        a sharding constraint that shards no axis
 
     Sizes are per device where the sharding is known without a compiler, else for all devices
     together. The parameters of your own function are the nnx.Params of its first argument, or, if
