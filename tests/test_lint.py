@@ -66,7 +66,7 @@ def test_nothing_is_found_below_the_limit(name: str) -> None:
 def test_every_rule_has_an_example() -> None:
     from nnx_pipeline.cli.functions import lint_command
 
-    named = re.findall(r"^ *([a-z]+(?:-[a-z]+)+) {2,}", lint_command.help, re.MULTILINE)
+    named = re.findall(r"^ *([a-z]+(?:-[a-z]+)+)$", lint_command.help, re.MULTILINE)
     assert {example.rule for example in EXAMPLES.values()} == set(named)
 
 
