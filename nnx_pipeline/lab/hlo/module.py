@@ -299,8 +299,8 @@ def _elements(
 ) -> dict[str, Instruction]:
     """A get-tuple-element for each operand such as `x#2`, which is element 2 of the tuple x.
 
-    libtpu 0.0.50 writes a program so from before it places the buffers until it has compiled it,
-    and a program that it refuses as too large is known in that form alone.
+    libtpu 0.0.50 prints elements in this form while it compiles. Of a program that it refuses as
+    too large there is no other text.
 
     - `operands`: names as an instruction has them.
     - `types`: the printed type of each instruction above it in the computation.
@@ -315,14 +315,13 @@ def _elements(
         elements = split_at_commas(printed[1:-1])
         if (index := int(found[2])) < len(elements):
             shapes, on_host = shapes_of(elements[index]), _HOST_MEMORY in elements[index]
-            attributes = {"index": found[2]}
             made[operand] = Instruction(
-                operand,
-                "get-tuple-element",
-                shapes,
-                (found[1],),
-                "",
-                attributes,
+                name=operand,
+                opcode="get-tuple-element",
+                shapes=shapes,
+                operands=(found[1],),
+                literal="",
+                attributes={"index": found[2]},
                 in_host_memory=on_host,
             )
     return made
