@@ -1,12 +1,14 @@
 """The exception raised for bad input, suggestions for unknown names, and checks of values."""
 
 import difflib
+import importlib
 import math
 import os
 import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 
 class InputError(ValueError):
@@ -46,6 +48,27 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.65)
     return f"did you mean {close[0]!r}?" if close else f"choose one of: {', '.join(known)}"
+
+
+def optional(module: str, extra: str, user: str) -> Any:
+    """The module of a package that only an extra of this one brings, imported where it is used.
+
+    - `module`: its dotted name, such as `matplotlib.figure`.
+    - `extra`: the extra, which the error names.
+    - `user`: what needs the package, as the error begins.
+
+    Raises InputError where it cannot be imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise InputError(f"{user} needs {package} ({error}); {install(extra)}") from error
+
+
+def install(extra: str) -> str:
+    """The command that brings an extra of this package."""
+    return f"pip install 'nnx-pipeline[{extra}]'"
 
 
 def kind_of(value: object) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nnx_pipeline.ending import cleared_away
-from nnx_pipeline.errors import InputError
+from nnx_pipeline.errors import InputError, optional
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -86,12 +86,7 @@ def check_picture(path: str | None, option: str = "--picture") -> None:
         return
     if Path(path).suffix.lower() not in KINDS:
         raise InputError(f"{option} {path}: the name of a picture must end in {' or '.join(KINDS)}")
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise InputError(
-            f"{option} {path} needs matplotlib ({error}); pip install 'nnx-pipeline[report]'"
-        ) from error
+    optional("matplotlib.figure", "report", f"{option} {path}")
 
 
 def save_figure(figure: "Figure", path: str) -> None:

@@ -25,7 +25,7 @@ from nnx_pipeline import (
 )
 from nnx_pipeline.pipeline import CircularPipeline, CircularSchedule, run_pipeline
 from nnx_pipeline.sharding import Layout, with_layout
-from tests.helpers import arrays_by_path, float_rows, mesh_of, small_config
+from tests.helpers import arrays_by_path, assert_close, float_rows, mesh_of, small_config
 
 pytestmark = pytest.mark.jax_alone
 
@@ -202,7 +202,7 @@ def test_nnx_tools_work_on_it() -> None:
     before = model.kernel[...]
     gradients = nnx.grad(lambda model: jnp.sum(model(x_of())[0]))(model)
     optimizer.update(model, gradients)
-    np.testing.assert_allclose(model.kernel[...], before - 0.1 * gradients.kernel[...], rtol=1e-6)
+    assert_close(model.kernel[...], before - 0.1 * gradients.kernel[...], 1e-6)
 
 
 def stacked(count: int) -> nnx.Module:
@@ -271,7 +271,7 @@ def test_a_wrapped_nnx_layer_runs_in_the_pipeline_too() -> None:
             )
         )(placed[0], microbatches)
     once = norm.apply(params, x_of(4))
-    np.testing.assert_allclose(out[:, 0], 2 * norm.apply(params, once), rtol=1e-5)
+    assert_close(out[:, 0], 2 * norm.apply(params, once), 1e-5)
 
 
 PAIRS = {

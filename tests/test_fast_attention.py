@@ -275,7 +275,7 @@ def not_found(name: str) -> None:
         (64, "bfloat16", {"soft_cap": 50.0}, r"attention_soft_cap=50\.0; set that to None"),
         (64, "float32", {}, "float32 is no dtype of it; take bfloat16 or float16, or set"),
         (20, "float16", {}, "head_dim=20 is not a multiple of 8 up to 128; change it, or set"),
-        (64, "float16", {}, r"not installed; pip install 'nvidia-cudnn-cu13>=9\.2', or set"),
+        (64, "float16", {}, r"not installed; pip install 'nnx-pipeline\[cudnn\]', or set"),
     ],
 )
 def test_what_flash_refuses_for_nvidia(

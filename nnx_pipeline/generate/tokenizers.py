@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, Protocol
 
-from nnx_pipeline.errors import InputError
+from nnx_pipeline.errors import InputError, optional
 from nnx_pipeline.train.text import BYTES, END
 
 FILE = "tokenizer.json"
@@ -59,13 +59,7 @@ class FromFile:
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise InputError(
-                f"{path} needs the package tokenizers ({error}); pip install "
-                "'nnx-pipeline[huggingface]', or give the prompt as --tokens"
-            ) from error
+        tokenizers = optional("tokenizers", "huggingface", f"{path} (--tokens does without it)")
         try:
             self._own: Any = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises Exception itself

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from nnx_pipeline.config.model import ModelConfig
-from nnx_pipeline.errors import InputError
+from nnx_pipeline.errors import InputError, install
 from nnx_pipeline.sharding import P, is_explicit, out_sharding
 
 
@@ -67,7 +67,7 @@ def check_package(config: ModelConfig) -> None:
     if config.quantization is not None and importlib.util.find_spec("qwix") is None:
         raise InputError(
             f"model.quantization={config.quantization!r} needs Qwix, which is not installed; "
-            "pip install 'nnx-pipeline[quantization]', or set it to None"
+            f"{install('quantization')}, or set it to None"
         )
 
 

@@ -84,7 +84,7 @@ class CompileMemory:
         try:
             result = CompiledMemory(measured(), self._compare)
         except MissingCompiler as error:
-            pytest.skip(f"{error}, or pip install 'nnx-pipeline[{error.extra}]'")
+            pytest.skip(str(error))
         except InputError as error:
             # The message says what the test gave wrong; the frames inside this package do not help.
             raise error.with_traceback(None) from error.__cause__

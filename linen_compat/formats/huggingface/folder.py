@@ -12,13 +12,13 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from linen_compat.formats import checksums
 from linen_compat.formats.huggingface.config import CONFIG_FILE, read_json
 from linen_compat.formats.orbax.corruption import unreadable
 from linen_compat.formats.streams import ArraySpec, Mismatch
 from nnx_pipeline import InputError
+from nnx_pipeline.errors import optional
 
 ONE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9  # the file size that transformers and its hub consider convenient
@@ -224,10 +224,11 @@ def _place(file: Path, name: str) -> tuple[Path, int, int]:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """An open safetensors file; errors of the library become a Mismatch with its name."""
+    safetensors = optional("safetensors", "huggingface", str(path))
     try:
-        with safe_open(path, framework="np") as file:
+        with safetensors.safe_open(path, framework="np") as file:
             yield file
-    except SafetensorError as error:
+    except safetensors.SafetensorError as error:
         raise Mismatch(f"{path} is damaged or is not a safetensors file: {error}") from error
     except PermissionError as error:
         raise unreadable(str(path), error) from error

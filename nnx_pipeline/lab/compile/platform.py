@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from nnx_pipeline.errors import InputError, nearest
+from nnx_pipeline.errors import InputError, install, nearest
 from nnx_pipeline.lab.compile.settings import (
     TRITON_GEMM,
     Setting,
@@ -54,14 +54,7 @@ _TPU_MEMORY = {
 
 
 class MissingCompiler(InputError):
-    """Raised when the compiler of a platform is not installed.
-
-    - `extra`: the extra of this package that installs it, such as `tpu`.
-    """
-
-    def __init__(self, message: str, extra: str) -> None:
-        super().__init__(message)
-        self.extra = extra
+    """Raised when the compiler of a platform is not installed."""
 
 
 @dataclass(frozen=True)
@@ -233,11 +226,9 @@ def _local_devices() -> Sequence[Any]:
 def _tpu_devices(platform: Platform) -> Sequence[Any]:
     wanted = _required("tpu", "libtpu")
     have = _version("libtpu")
-    cure = f"pip install 'libtpu{wanted}'"
+    cure = install("tpu")
     if not have:
-        raise MissingCompiler(
-            f"platform {platform} needs libtpu, which is not installed; {cure}", "tpu"
-        )
+        raise MissingCompiler(f"platform {platform} needs libtpu, which is not installed; {cure}")
     if not _matches(have, wanted):
         raise InputError(
             f"platform {platform} needs libtpu{wanted} for jax {jax.__version__} and found {have}, "
@@ -251,10 +242,10 @@ def _tpu_devices(platform: Platform) -> Sequence[Any]:
 def _cuda_devices(platform: Platform) -> Sequence[Any]:
     wanted = jax.__version__
     have = _version("jax-cuda13-plugin")
-    cure = f"pip install 'jax-cuda13-plugin=={wanted}' nvidia-cuda-nvcc nvidia-nvvm"
+    cure = install("cuda")
     if not have:
         raise MissingCompiler(
-            f"platform {platform} needs the CUDA plugin, which is not installed; {cure}", "cuda"
+            f"platform {platform} needs the CUDA plugin, which is not installed; {cure}"
         )
     if have != wanted:
         raise InputError(
@@ -262,7 +253,7 @@ def _cuda_devices(platform: Platform) -> Sequence[Any]:
             f"{have}; {cure}"
         )
     if not _version("nvidia-cuda-nvcc"):
-        raise MissingCompiler(f"platform {platform} needs ptxas and libdevice; {cure}", "cuda")
+        raise MissingCompiler(f"platform {platform} needs ptxas and libdevice; {cure}")
     text = _target_config(platform.target)
     return _topology(platform, target_config=text, topology=f"1x1x{platform.topology}")
 

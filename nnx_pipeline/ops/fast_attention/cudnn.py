@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import jax
 from jaxtyping import Array, Float
 
-from nnx_pipeline.errors import InputError
+from nnx_pipeline.errors import InputError, install
 
 DTYPES = ("bfloat16", "float16")
 WIDEST = 128  # head_dim; only Hopper and later have 256, which is not known without the device
@@ -83,7 +83,7 @@ def check(
     elif head_dim % 8 or head_dim > WIDEST:
         reason = f"model.head_dim={head_dim} is not a multiple of 8 up to {WIDEST}; change it"
     elif not _is_installed():
-        reason = "it is not installed; pip install 'nvidia-cudnn-cu13>=9.2'"
+        reason = f"it is not installed; {install('cudnn')}"
     if reason:
         raise InputError(
             f"model.attention='flash' is cuDNN on an NVIDIA GPU: {reason}, or set "
