@@ -168,7 +168,11 @@ def test_the_account_is_drawn_where_the_verdict_is_about_it() -> None:
 
 def test_the_page_has_the_account() -> None:
     made = of_own_functions()
-    text = " ".join(Reader(outcomes_page(TITLE, [made])).text.split())
+    page = outcomes_page(TITLE, [made])
+    text = " ".join(Reader(page).text.split())
+    assert "<span>+210.0</span>" in page, "a donation is no loss, and has no colour"
+    assert '<span class="less">−67.1</span>' in page
+    assert "Same numbers" not in text, "nobody compared them"
     assert "holds by the account" in text
     assert "arguments that are kept 210.0 0.0 −210.0" in text
     assert "arguments that are donated to outputs 0.0 210.0 +210.0" in text

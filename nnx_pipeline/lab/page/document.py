@@ -208,7 +208,9 @@ def _card(outcome: Outcome, other: Outcome | None) -> Markup:
         element("p", outcome.note, class_="note") if outcome.note else None,
         _headline(arms),
         _by_gemm(outcome, other),
-        element("p", f"Same numbers: {same_numbers(outcome)}.", class_="quiet"),
+        element("p", f"Same numbers: {same_numbers(outcome.numerics)}.", class_="quiet")
+        if outcome.numerics
+        else None,
         tables.account_table(arms) if outcome.a or outcome.b else None,
         floors(arms),
         _memory(arms, MOST_ROWS),

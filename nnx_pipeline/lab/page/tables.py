@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from nnx_pipeline.lab.attribution.account import ROWS
 from nnx_pipeline.lab.attribution.result import Buffer, BufferDifference
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.page.charts import Arm, roles_of
@@ -60,15 +61,19 @@ def table(
     )
 
 
-def change(before: float | None, after: float | None) -> Markup | str:
-    """By how many MB the second of two sizes in bytes is larger; a dash if one is missing."""
+def change(before: float | None, after: float | None, *, coloured: bool = True) -> Markup | str:
+    """By how many MB the second of two sizes in bytes is larger; a dash if one is missing.
+
+    - `coloured`: whether more is a loss and less a gain.
+    """
     if before is None or after is None:
         return DASH
     words = f"{(after - before) / 1e6:+,.1f}"
     # A difference that rounds to nothing has neither a sign nor a colour.
     if words.strip("+-0.,") == "":
         return "0.0"
-    return element("span", words.replace("-", "−"), class_="more" if after > before else "less")
+    css = ("more" if after > before else "less") if coloured else None
+    return element("span", words.replace("-", "−"), class_=css)
 
 
 def roles_table(arms: Sequence[Arm]) -> Markup:
@@ -149,7 +154,9 @@ def account_table(arms: Labelled) -> Markup:
         values = [dict(told).get(label, 0) if told else None for told in known]
         cells = [megabytes(value) for value in values]
         if len(values) == 2:
-            cells.append(change(*values))
+            # A donation, and memory that is used twice, save as much in other rows.
+            saves = label == ROWS["donated_argument_bytes"] or label.startswith(" ")
+            cells.append(change(*values, coloured=not saves))
         if label == total:
             rows.append([element("b", part) for part in (label, *cells)])
         elif label.startswith(" "):
@@ -169,7 +176,8 @@ def figures_table(arms: Labelled) -> Markup:
         values = [getattr(r.memory, field) if r else None for r in results]
         rows.append([f"{label}, MB", *map(megabytes, values)])
         if len(values) == 2:
-            rows[-1].append(change(*values))
+            # What is in the memory of the host is not in that of a device.
+            rows[-1].append(change(*values, coloured=not field.startswith("host")))
     flops = [teraflops(r.flops) if r else DASH for r in results]
     rows.append(["matrix products", *flops])
     if any(result and result.time for result in results):

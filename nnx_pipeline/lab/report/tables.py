@@ -211,7 +211,7 @@ def heading(outcome: Outcome) -> str:
     if ratio is not None:
         told += f", b/a {ratio:.3f}"
     if outcome.numerics:
-        told += f"; same numbers: {same_numbers(outcome)}"
+        told += f"; same numbers: {same_numbers(outcome.numerics)}"
     return f"{_name(outcome)}: {told}"
 
 
@@ -359,11 +359,8 @@ def _name(outcome: Outcome) -> str:
     return f"{name} ({claim})" if claim else name
 
 
-def same_numbers(outcome: Outcome) -> str:
-    """Whether the arms compute the same, in a few words; a dash where they were not compared."""
-    numerics = outcome.numerics
-    if numerics is None:
-        return "–"
+def same_numbers(numerics: Numerics) -> str:
+    """Whether the arms compute the same, in a few words."""
     if numerics.bitwise_equal:
         return "to the bit"
     return f"{'' if numerics.within_tolerance else 'NO: '}to {numerics.max_abs_diff:.1e}"
