@@ -472,7 +472,7 @@ def test_a_folder_that_may_not_be_written(
 @pytest.mark.parametrize(
     ("platform", "package", "version", "expected"),
     [
-        ("tpu:v5p:2x2x2", "libtpu", None, "libtpu, which is not installed; pip install 'nnx-pipeline[tpu]'"),
+        ("tpu:v5p:2x2x2", "libtpu", None, "not installed; pip install 'nnx-pipeline[tpu]'"),
         ("tpu:v5p:2x2x2", "libtpu", "0.0.1", "found 0.0.1"),
         ("cuda:h100:8", "jax-cuda13-plugin", None, "pip install 'nnx-pipeline[cuda]'"),
     ],

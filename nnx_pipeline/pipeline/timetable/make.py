@@ -1,9 +1,9 @@
 """Timetables of the field, most of them made by one rule: a rank takes what is most urgent.
 
-A rank prefers a backward visit (or the gradient of an input), which frees what the forward visit
-kept. If none is ready it makes a forward visit, as long as it keeps fewer visits than its limit,
-and otherwise the gradient of some weights. The limits and the placement of the stages make the
-schedule. Only interleaved has a fixed order of its own (`interleaved.py`).
+A rank makes a forward visit while it may, then a backward visit (or the gradient of an input), and
+gradients of weights where it would idle, or once as many wait as there are ranks. The limits and
+the placement of the stages make the schedule. No order with the same limits is shorter, as far as
+an exhaustive search can tell. Only interleaved has a fixed order of its own (`interleaved.py`).
 """
 
 from dataclasses import dataclass
@@ -29,12 +29,14 @@ def make_timetable(name: str, *, ranks: int, microbatches: int, repeats: int = 1
 
     - `name`: one of `TIMETABLES`:
       - `1f1b`: rank r keeps at most ranks - r visits (PipeDream-flush, Narayanan et al., 2021);
-      - `zb-h1`: the same with B split into I and W, and with as many visits kept until W (Zero
-        Bubble, Qi et al., 2023);
+      - `zb-h1`: the same with B split into I and W, and with at most as many visits kept until W
+        as there are ranks: 3 · microbatches + ranks - 1 steps where there are at least as many
+        microbatches as ranks (Zero Bubble, Qi et al., 2023);
       - `interleaved`: 1F1B with `repeats` stages per rank, stage g on rank g mod ranks (Narayanan
         et al., 2021). A rank idles for 2 · (ranks - 1) steps, however many microbatches there are,
         and rank r keeps at most 2 · (ranks - 1 - r) + (repeats - 1) · ranks + 1 visits;
-      - `zb-v`: two stages per rank, the second ones in reverse, B split (Qi et al., 2024).
+      - `zb-v`: two stages per rank, the second ones in reverse, B split, and at most 2 · ranks
+        visits kept: 6 · microbatches + ranks - 1 steps (Qi et al., 2024).
     - `ranks`: how many ranks there are.
     - `microbatches`: their number; for `interleaved` a multiple of the ranks.
     - `repeats`: stages per rank, which only `interleaved` chooses. With 1 it idles like `1f1b` and
@@ -54,30 +56,26 @@ def make_timetable(name: str, *, ranks: int, microbatches: int, repeats: int = 1
         rule = f"{microbatches} microbatches do not split over {ranks} ranks"
         divides(ranks, microbatches, rule=rule)
         return interleaved(ranks, microbatches, repeats)
-    rank = np.arange(ranks)
-    stages, limits = rank[None], np.full(ranks, ranks)
-    if name == "1f1b":
-        limits = ranks - rank
-    elif name == "zb-v":
-        limits = np.full(ranks, 2 * ranks)
+    rank, split = np.arange(ranks), name != "1f1b"
+    if name == "zb-v":
         stages = np.stack([rank, 2 * ranks - 1 - rank])
-    return _Making(stages, limits, microbatches, split=name.startswith("zb")).actions()
+        return _Making(stages, np.full(ranks, 2 * ranks), microbatches, split).actions()
+    return _Making(rank[None], ranks - rank, microbatches, split).actions()
 
 
-_KINDS = 3  # of the rows of a rank: turned back (B or I), F and W
-_NEVER = 1 << 62
+_TURNED, _FORWARD, _WEIGHTS = range(3)  # the turned back visits are B, or I where B is split
 
 
 @dataclass(frozen=True)
 class _Making:
     """A timetable in the making: all ranks at once, one step after the other.
 
-    A rank has a row for being idle, and then one for each kind of action and each of its stages,
-    the chunks. Microbatches pass a row in order, so that a number says which ones wait in it. A
-    cell is a row of a rank, counted as row · ranks + rank.
+    Microbatches go through each kind of action of a stage in order, so that a number says which
+    ones wait for it.
 
     - `stages`: the stage of each chunk of each rank, `[chunks, ranks]`.
-    - `limits`: how many visits each rank may keep, `[ranks]`.
+    - `limits`: how many visits of each rank may wait for their way back, `[ranks]`. With W a rank
+      keeps at most as many visits as it has chunks times ranks.
     - `microbatches`: their number.
     - `split`: whether B is split into I and W.
     """
@@ -89,89 +87,59 @@ class _Making:
 
     def actions(self) -> Actions:
         """The timetable."""
-        (rows, number), rank = self._run(), np.arange(len(self.limits))
-        kinds = (OF_INPUT if self.split else BACKWARD, FORWARD, OF_WEIGHTS)
-        kind = np.array([IDLE, *np.repeat(kinds, len(self.stages))])[rows]
-        stage = np.concatenate([0 * self.stages[:1], *[self.stages] * _KINDS])[rows, rank]
-        tables = (kind, stage, np.where(rows, number, 0))
-        return Actions(*(np.ascontiguousarray(table.T, np.int32) for table in tables))
+        kind, chunk, number = np.stack(self._run(), axis=-1)  # `[ranks, steps]` each
+        names = np.array([OF_INPUT if self.split else BACKWARD, FORWARD, OF_WEIGHTS, IDLE])[kind]
+        stage = self.stages[chunk, np.arange(len(self.limits))[:, None]]
+        tables = (names, np.where(names, stage, 0), np.where(names, number, 0))
+        return Actions(*(np.ascontiguousarray(table, np.int32) for table in tables))
 
-    def _run(self) -> tuple[np.ndarray, np.ndarray]:
-        """The row that each rank takes in each step, and how often it has before.
-
-        `[steps, ranks]` both; as microbatches pass a row in order, the latter is their number.
-        """
+    def _run(self) -> list[np.ndarray]:
+        """Kind, chunk and microbatch of what each rank does, `[3, ranks]` for each step."""
         chunks, ranks = self.stages.shape
-        rank, kept = np.arange(ranks), np.zeros(ranks, int)
-        waiting = np.zeros((1 + _KINDS * chunks, ranks), int)
-        done, (urgency, grows) = np.zeros(waiting.size, int), self._urgency()
-        room, change, (next_visit, weights) = self._room(), self._change(), self._freed()
-        waiting[1 + chunks, self.stages[0] == 0] = self.microbatches
+        rank, latest_first = np.arange(ranks), range(chunks)[::-1]
+        urgent = (_FORWARD, _WEIGHTS, _TURNED, _WEIGHTS)  # weights first where too many wait
+        kinds, of_chunks = np.array([(kind, chunk) for kind in urgent for chunk in latest_first]).T
+        waiting, done = np.zeros((2, 3, chunks, ranks), int)
+        place = self.stages.reshape(-1).argsort()  # of each stage
+        waiting[_FORWARD, self.stages == 0] = self.microbatches
         left = self.stages.size * self.microbatches * (3 if self.split else 2)
-        taken, numbers = [], []
+        steps = []
         while left:
-            may = (waiting > 0) & (kept < room)
-            row = np.where(may, urgency, _NEVER).argmin(axis=0)  # the first row where none may
-            found = int(np.count_nonzero(row))
-            assert found, "a limit that lets no action through"
-            left -= found
-            kept += change[row]
-            cell = row * ranks + rank
-            number = done[cell]
-            taken.append(row)
-            numbers.append(number)
-            done[cell] = number + 1
-            waiting.reshape(-1)[cell] -= 1
+            may = waiting[kinds, of_chunks] > 0
+            may[:chunks] &= self._room(done)
+            may[chunks : 2 * chunks] &= np.subtract(*done[[_TURNED, _WEIGHTS]].sum(axis=1)) >= ranks
+            row = may.argmax(axis=0)  # the first that may, and the first of all where none may
+            acts = may[row, rank]
+            assert acts.any(), "a limit that lets no action through"
+            kind, chunk = kinds[row], of_chunks[row]
+            steps.append(np.stack([np.where(acts, kind, 3), chunk, done[kind, chunk, rank]]))
+            cell = kind[acts], chunk[acts], rank[acts]
+            done[cell] += 1
+            waiting[cell] -= 1
             # What a step gives is there for the next one.
-            waiting.reshape(-1)[next_visit[cell]] += 1
-            if self.split:
-                waiting.reshape(-1)[weights[cell]] += 1
-            if chunks > 1:
-                urgency.reshape(-1)[cell] += grows[row] * ((number + 1) % ranks == 0)
-        return np.stack(taken), np.stack(numbers)
+            kind, stage = self._given(cell[0], self.stages[cell[1:]])
+            waiting.reshape(3, -1)[kind, place[stage]] += 1
+            left -= len(cell[0])
+        return steps
 
-    def _urgency(self) -> tuple[np.ndarray, np.ndarray]:
-        """How urgent the next action of each cell is, the smallest most.
+    def _room(self, done: np.ndarray) -> np.ndarray:
+        """Whether each chunk of a rank, the latest first, may make a forward visit.
 
-        Returns the numbers before the first step, `[rows, ranks]`, and by how much each row's
-        number grows after as many microbatches as there are ranks.
+        Room is left for the visits that the microbatch still makes on the rank before it can turn
+        back, or none could.
         """
         chunks, ranks = self.stages.shape
-        # In a V a rank's later stage goes first: always in forward visits, which so turn back
-        # soonest, and otherwise among as many microbatches as there are ranks.
-        order = np.arange(chunks)[::-1]
-        most = chunks * (self.microbatches // ranks + 1)
-        of_rows = np.array([_NEVER, *(order + most * np.arange(_KINDS)[:, None]).flat])
-        grows = np.repeat([0, chunks, 0, chunks], [1, *[chunks] * _KINDS])
-        return np.repeat(of_rows[:, None], ranks, axis=1), grows
+        turned, forward, weights = done.sum(axis=1)
+        room = self.limits - (forward - turned)
+        if self.split:
+            room = np.minimum(room, chunks * ranks - (forward - weights))
+        return room > np.arange(chunks)[:, None]
 
-    def _room(self) -> np.ndarray:
-        """How many visits a rank may keep before an action, `[rows, ranks]`.
-
-        Before a forward visit room is left for the visits that the microbatch still makes on the
-        rank before it can turn back, or none could.
-        """
-        chunks, ranks = self.stages.shape
-        room = np.full((1 + _KINDS * chunks, ranks), _NEVER)
-        room[1 + chunks : 1 + 2 * chunks] = self.limits - np.arange(chunks)[::-1, None]
-        return room
-
-    def _change(self) -> np.ndarray:
-        """By how much the number of visits kept changes with an action of each row."""
-        turned = 0 if self.split else -1
-        return np.repeat([0, turned, 1, -1], [1, *[len(self.stages)] * _KINDS])
-
-    def _freed(self) -> tuple[np.ndarray, np.ndarray]:
-        """The cells that an action of a cell lets go on: a visit, and the gradient of weights.
-
-        Where there is none it is cell 0, in which waiting means nothing.
-        """
-        cells = np.arange((1 + _KINDS * len(self.stages)) * len(self.limits))
-        of_stages = np.zeros((_KINDS, self.stages.size), int)
-        of_stages[:, self.stages] = cells[len(self.limits) :].reshape(_KINDS, *self.stages.shape)
-        turned, forward, later = of_stages
-        visit, weights = 0 * cells, 0 * cells
-        visit[forward] = [*forward[1:], turned[-1]]
-        visit[turned[1:]] = turned[:-1]
-        weights[turned] = later
-        return visit, weights
+    def _given(self, kind: np.ndarray, stage: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Kinds and stages of the actions that can go on after these, once each."""
+        forward, back, last = kind == _FORWARD, kind == _TURNED, self.stages.size - 1
+        turns = forward & (stage == last)
+        onward, further, weights = forward & ~turns, back & (stage > 0), back & self.split
+        kinds = (_FORWARD, _TURNED, _TURNED, _WEIGHTS)
+        stages = (stage[onward] + 1, stage[turns], stage[further] - 1, stage[weights])
+        return np.repeat(kinds, list(map(len, stages))), np.concatenate(stages)
