@@ -127,7 +127,8 @@ class Decoder:
         self._check_batch(tokens, side)
         _check_array("targets", targets, tokens.shape)
         _check_array("weights", weights, tokens.shape, kind=jnp.floating)
-        self.config.check_objective(ambient_mesh().stage)
+        segments = side.get("segment_ids") is not None
+        self.config.check_objective(ambient_mesh().stage, segments=segments)
         train = self.config.for_batch(*tokens.shape).train
         keys = None
         if key is not None and self.config.model.dropout_rate:

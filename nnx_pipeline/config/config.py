@@ -311,19 +311,24 @@ class Config:
             f"pipeline.batch_split={parts} parts",
         )
 
-    def check_objective(self, stages: int) -> None:
+    def check_objective(self, stages: int, *, segments: bool) -> None:
         """Raises InputError where the loss would depend on the number of stages of the mesh.
 
-        The router's load-balance loss is computed per microbatch (see `PipelineConfig`). Where it
-        has a weight and the mesh has stages, the number of microbatches must therefore be given,
-        and not be derived from `stages`.
+        - `stages`: of the mesh.
+        - `segments`: whether the batch has segment ids, and so may have padding.
+
+        The router's load-balance loss is computed per microbatch (see `PipelineConfig`), and so is
+        its z-loss where microbatches may have different numbers of tokens that are not padding.
+        Where one has a weight and the mesh has stages, the number of microbatches must therefore be
+        given, and not be derived from `stages`.
         """
         default = self.pipeline.microbatches_on(stages)
-        weight = self.train.load_balance_weight
-        if weight > 0 and self.pipeline.num_microbatches is None and default > 1:
+        names = ("load_balance_weight", *["router_z_loss_weight"] * segments)
+        weighed = [name for name in names if getattr(self.train, name) > 0]
+        if weighed and self.pipeline.num_microbatches is None and default > 1:
             raise InputError(
-                "the router's loss, which train.load_balance_weight="
-                f"{weight} adds, depends on the number of microbatches, "
+                f"the router's loss, which train.{weighed[0]}="
+                f"{getattr(self.train, weighed[0])} adds, depends on the number of microbatches, "
                 "and pipeline.num_microbatches=None makes that depend on the mesh (here it is "
                 f"{default}); set pipeline.num_microbatches={default}, on every mesh"
             )
