@@ -95,7 +95,7 @@ def rotated(x: jax.Array, positions: Any, config: ModelConfig) -> jax.Array:
             share = 0 if turns < low else 1 if turns > high else (turns - low) / (high - low)
             speed = share * speed + (1 - share) * speed / config.rope_factor
         speeds.append(speed)
-    angle = positions[:, :, None, None] * np.asarray(speeds, np.float32)
+    angle = positions[:, :, None, None] * np.asarray(speeds, x.dtype)
     if config.rope_interleaved:
         real, imaginary = x[..., 0::2], x[..., 1::2]
     else:
@@ -113,7 +113,7 @@ def attention(x: jax.Array, layer: Layer, side: Side, config: ModelConfig) -> ja
     )
     if config.qk_norm:
         q, k = norm(q, layer["query norm"], config), norm(k, layer["key norm"], config)
-    positions = jnp.asarray(side.positions, jnp.float32)
+    positions = jnp.asarray(side.positions, x.dtype)
     q, k = (rotated(each, positions, config) for each in (q, k))
     group = config.num_heads // config.num_kv_heads
     k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
