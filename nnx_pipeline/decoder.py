@@ -21,7 +21,7 @@ from nnx_pipeline.mesh import ambient_mesh
 from nnx_pipeline.modules import DecoderLayer, Embed, Parts, RMSNorm
 from nnx_pipeline.ops.dropout import sequence_keys
 from nnx_pipeline.ops.head import head_of_table, logits_of
-from nnx_pipeline.ops.loss import LossOptions, Targets, hold_columns
+from nnx_pipeline.ops.loss import LossOptions, Targets, hold_columns, lift_of
 from nnx_pipeline.ops.router import RouterMetrics, loss_weights
 from nnx_pipeline.pipeline.create import pipeline_of, weight_options
 from nnx_pipeline.pipeline.layers import with_keys
@@ -127,7 +127,8 @@ class Decoder:
         self._check_batch(tokens, side)
         _check_array("targets", targets, tokens.shape)
         _check_array("weights", weights, tokens.shape, kind=jnp.floating)
-        self.config.check_objective(ambient_mesh().stage)
+        segments = side.get("segment_ids") is not None
+        self.config.check_objective(ambient_mesh().stage, segments=segments)
         train = self.config.for_batch(*tokens.shape).train
         keys = None
         if key is not None and self.config.model.dropout_rate:
@@ -161,6 +162,14 @@ class Decoder:
         sequences = jax.eval_shape(batches.arrange, tokens).shape[1:]
         shape = (*sequences, self.config.model.embed_dim)
         head, layout = hold_columns(self.ends.head, shape, axes, self.ends.layout)
+        of_metrics: Any = loss_weights(
+            train.load_balance_weight, train.router_z_loss_weight, self.config.model.num_experts
+        )
+        # The loop knows no cotangent yet, and all gradients in it are those of the lifted loss.
+        lift = lift_of(wanted.weights, self.config.model.dtype)
+        if lift is not None:
+            wanted = wanted._replace(weights=wanted.weights * lift)
+            of_metrics = of_metrics * lift
 
         def enter(weights: PyTree, read: tuple[Array, Side]) -> Array:
             return self._enter(weights, read, axes)
@@ -180,10 +189,10 @@ class Decoder:
             ((tokens, self._early_side(side, keys)), wanted),
             side,
             keys=keys,
-            metric_weights=loss_weights(
-                train.load_balance_weight, train.router_z_loss_weight, self.config.model.num_experts
-            ),
+            metric_weights=of_metrics,
         )
+        if lift is not None:
+            loss, entropy = loss / lift, entropy / lift
         return loss, (entropy, RouterMetrics.unpacked(metrics))
 
     def _early_side(self, side: Side, keys: Array | None) -> Side:
@@ -313,7 +322,7 @@ class Mixtral(nnx.Module):
         config.check_weights(ambient_mesh())
         self.config, self.parts = config, parts
         self.cached = False  # whether the layers have caches, which a call writes
-        model = config.model
+        model, layout = config.model, layout.for_vocabulary(config.model.vocab_size)
         self.embedding = Embed(model, rngs=rngs, layout=layout)
         layer = functools.partial(
             _new_layer, layout=layout, parts=parts, remat=POLICIES[config.pipeline.remat]

@@ -91,6 +91,11 @@ def counted(number: int | None, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else ending}"
 
 
+def do_not_split(number: int, what: str) -> str:
+    """`1 layer does not split` or `2 layers do not split`; both arguments are as of `counted`."""
+    return f"{counted(number, what)} {'does' if number == 1 else 'do'} not split"
+
+
 def one_of(field: str, value: object, choices: Iterable[object]) -> None:
     """Raises InputError unless `value` is among `choices`.
 

@@ -7,6 +7,7 @@ written once and runs on one device, on a mesh with explicit axes and on one wit
 import contextlib
 import contextvars
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
@@ -131,6 +132,27 @@ class Layout:
         return dataclasses.replace(
             self, **{name: (*getattr(self, name), *over) for name in weights}
         )
+
+    def for_vocabulary(self, size: int) -> "Layout":
+        """The layout in which a vocabulary of any size fits the ambient mesh.
+
+        - `size`: the number of token ids.
+
+        Table, head and logits are sharded over as many devices as the size splits over, and are
+        whole along mesh axes over which it does not.
+        """
+        sizes = mesh_sizes()
+
+        def devices(axes: MeshAxes) -> int:
+            return math.prod(sizes.get(axis, 1) for axis in axes)
+
+        def fitting(axes: MeshAxes) -> MeshAxes:
+            counts = range(len(axes), -1, -1)
+            some = (some for n in counts for some in itertools.combinations(axes, n))
+            return max((axes for axes in some if size % devices(axes) == 0), key=devices)
+
+        names = ("vocab", "vocab_of_logits")
+        return dataclasses.replace(self, **{name: fitting(getattr(self, name)) for name in names})
 
     def axes(self, name: str) -> MeshAxes:
         """The mesh axes of a logical axis that have more than one device on the ambient mesh.

@@ -95,7 +95,7 @@ def rotated(x: jax.Array, positions: Any, config: ModelConfig) -> jax.Array:
             share = 0 if turns < low else 1 if turns > high else (turns - low) / (high - low)
             speed = share * speed + (1 - share) * speed / config.rope_factor
         speeds.append(speed)
-    angle = positions[:, :, None, None] * np.asarray(speeds, np.float32)
+    angle = positions[:, :, None, None] * np.asarray(speeds, x.dtype)
     if config.rope_interleaved:
         real, imaginary = x[..., 0::2], x[..., 1::2]
     else:
@@ -113,7 +113,7 @@ def attention(x: jax.Array, layer: Layer, side: Side, config: ModelConfig) -> ja
     )
     if config.qk_norm:
         q, k = norm(q, layer["query norm"], config), norm(k, layer["key norm"], config)
-    positions = jnp.asarray(side.positions, jnp.float32)
+    positions = jnp.asarray(side.positions, x.dtype)
     q, k = (rotated(each, positions, config) for each in (q, k))
     group = config.num_heads // config.num_kv_heads
     k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
@@ -138,8 +138,14 @@ class Reported(NamedTuple):
     load: Any
 
 
-def feed_forward(x: jax.Array, layer: Layer, config: ModelConfig) -> tuple[jax.Array, Reported]:
-    """Its output, and what the router reports of all of x as one microbatch (0 without one)."""
+def feed_forward(
+    x: jax.Array, layer: Layer, segments: Any, config: ModelConfig
+) -> tuple[jax.Array, Reported]:
+    """Its output, and what the router reports of all of x as one microbatch (0 without one).
+
+    Tokens of segment 0 are padding: they take no room of an expert, and the router does not report
+    them.
+    """
     if config.num_experts == 1:
         hidden = jax.nn.silu(x @ layer["gate"]) * (x @ layer["up"])
         return hidden @ layer["down"], Reported(*jnp.zeros(4), jnp.zeros(0))
@@ -160,12 +166,16 @@ def feed_forward(x: jax.Array, layer: Layer, config: ModelConfig) -> tuple[jax.A
         config.num_experts,
         dtype=logits.dtype,
     )
+    real = (segments != 0).astype(logits.dtype)
     chosen = jnp.sum(takes, axis=-2)
     among = jnp.sum(score * chosen, axis=-1, keepdims=True)
     weights = score / (among if config.router_normalize else 1.0)
     if config.router_score == "softmax" and not config.router_normalize:
         weights = score / total
-    kept = within_capacity(takes, config) if config.experts == "capacity" else chosen
+    reported = chosen * real[..., None]
+    kept = chosen
+    if config.experts == "capacity":
+        kept = within_capacity(takes * real[..., None, None], config)
     share = config.router_scale * weights * kept
     out = jnp.zeros_like(x)
     for e in range(config.num_experts):
@@ -174,12 +184,14 @@ def feed_forward(x: jax.Array, layer: Layer, config: ModelConfig) -> tuple[jax.A
     if config.num_shared_experts:
         hidden = jax.nn.silu(x @ layer["shared gate"]) * (x @ layer["shared up"])
         out += hidden @ layer["shared down"]
-    often, p = jnp.mean(chosen, axis=(0, 1)), score / total
+    p, count = score / total, jnp.sum(real)
+    often = jnp.sum(reported, axis=(0, 1)) / count
+    mean_p = jnp.sum(p * real[..., None], axis=(0, 1)) / count
     return out, Reported(
-        load_balance=config.num_experts * jnp.sum(often * jnp.mean(p, axis=(0, 1))),
-        z_loss=jnp.mean(jnp.log(jnp.sum(jnp.exp(logits), axis=-1)) ** 2),
-        dropped=1 - jnp.sum(kept) / jnp.sum(chosen),
-        entropy=-jnp.mean(jnp.sum(p * jnp.log(p), axis=-1)),
+        load_balance=config.num_experts * jnp.sum(often * mean_p),
+        z_loss=jnp.sum(real * jnp.log(jnp.sum(jnp.exp(logits), axis=-1)) ** 2) / count,
+        dropped=1 - jnp.sum(kept * real[..., None]) / jnp.sum(reported),
+        entropy=-jnp.sum(real * jnp.sum(p * jnp.log(p), axis=-1)) / count,
         load=often / config.num_experts_per_token,
     )
 
@@ -223,7 +235,8 @@ def hidden(weights: Weights, tokens: Any, side: Side, config: ModelConfig) -> tu
         )
         update = attention(norm(x, layer["first norm"], config), layer, side, own)
         x = x + dropped(update, side.keys, (number, 0), config.dropout_rate)
-        update, router = feed_forward(norm(x, layer["second norm"], config), layer, config)
+        normed = norm(x, layer["second norm"], config)
+        update, router = feed_forward(normed, layer, side.segments, config)
         x = x + dropped(update, side.keys, (number, 1), config.dropout_rate)
         reported.append(router)
     mean = jax.tree.map(lambda *each: sum(each) / config.num_layers, *reported)

@@ -128,7 +128,7 @@ REFUSED = [
     ),
     bad(
         model(router_score="sigmoid", router_groups=2, num_experts_per_token=3),
-        "router_groups=2 leaves 2 experts in each of 1 groups per token",
+        "router_groups=2 leaves 2 experts in each group, and a token chooses from 1 group; a group",
         "num_experts_per_token=3; choose fewer groups, or more per token",
     ),
     bad(
@@ -262,7 +262,7 @@ REFUSED = [
     bad(training(dropout_seed=0.5), "dropout_seed=0.5 is not a whole number"),
     bad(training(dropout_seed=-1), "dropout_seed=-1 is not a whole number from 0"),
     bad(training(dropout_seed=2**32), "dropout_seed=4294967296 is not a whole number from 0"),
-    bad(training(clip_norm=0.0), "clip_norm=0.0 must be above 0"),
+    bad(training(clip_norm=0.0), "clip_norm=0.0 must be above 0; set it to None to clip nothing"),
     bad(training(shard_optimizer_over_data="yes"), "shard_optimizer_over_data='yes' is not known"),
     bad(training(grad_dtype="float16"), "grad_dtype='float16' is not known; did you mean"),
     bad(training(grad_dtype="int8"), "grad_dtype='int8' is not known; choose one of: None, bf"),
@@ -331,7 +331,7 @@ REFUSED = [
         ),
         "train.router_z_loss_weight=0.1 weighs the loss of a router, which model.num_experts=1",
     ),
-    bad(on_mesh("tensor=64"), "model.vocab_size=32 does not split over stage×tensor=64"),
+    bad(on_mesh("tensor=64"), "model.mlp_dim=16 does not split over tensor=64"),
     bad(
         on_mesh("fsdp=2", model(embed_dim=15)()),
         "model.embed_dim=15 does not split over fsdp×expert=2",
@@ -596,6 +596,7 @@ FIELDS = (
     ("train.adam_eps", "1e-6", 1e-6),
     ("train.weight_decay", "0", 0.0),
     ("train.clip_norm", "2", 2.0),
+    ("train.clip_norm", "none", None),
     ("train.loss_chunks", "4", 4),
     ("train.load_balance_weight", "0.01", 0.01),
     ("train.router_z_loss_weight", "1e-3", 1e-3),

@@ -157,6 +157,20 @@ def test_top_k_and_top_p_keep_the_likeliest() -> None:
     assert kept(top_k=2, top_p=0.5) == [[0], [3]]
 
 
+@pytest.mark.parametrize("spread", [0.01, 3.0])
+def test_top_p_of_a_large_vocabulary(spread: float) -> None:
+    """As many as a sum in float64 needs, but for rounding of what is left out; with 1.0 all."""
+    logits = spread * np.random.default_rng(0).normal(size=32_000).astype(np.float32)
+    likely = np.sort(np.exp(logits.astype(np.float64)))[::-1]
+    rest = np.cumsum(likely[::-1])[::-1] / np.sum(likely)  # of each token and all less likely ones
+    for top_p in (0.1, 0.5, 0.9, 0.999, 0.999999, 1.0):
+        sampling = Sampling(temperature=1.0, top_p=top_p)
+        kept = int(np.sum(np.isfinite(restricted(jnp.asarray(logits)[None], sampling))))
+        assert rest[kept - 1] > (1 - top_p) * (1 - 1e-5)
+        assert kept == 32_000 or rest[kept] <= (1 - top_p) * (1 + 1e-5)
+        assert kept == 32_000 or top_p < 1
+
+
 def test_draws_have_the_probabilities_of_the_temperature() -> None:
     logits = jnp.asarray([0.0, 1.0, 2.0, -1.0])
     rows = jnp.broadcast_to(logits, (20_000, 4))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import plain_model
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -213,6 +214,56 @@ def test_logits_equal_nnx(case: Case) -> None:
     assert_same_bits(got, want)
     assert got.dtype == jnp.float32
     assert got.sharding == want.sharding
+
+
+PADDED = [
+    Case(model={"experts": "capacity", "capacity_factor": 0.7}),
+    Case("stage=2,expert=2", "auto", {}, {"experts": "capacity", "capacity_factor": 0.7}),
+    Case("stage=2,fsdp=2", pipeline={"schedule": "1f1b"}, model={"experts": "grouped"}),
+    Case("stage=2,fsdp=2", pipeline=REPEATED, model={"router_score": "sigmoid"}),
+    Case(model={"experts": "grouped"}),
+]
+
+
+@pytest.mark.parametrize("case", PADDED, ids=str)
+def test_padding_counts_in_nothing(case: Case) -> None:
+    """Not in logits, losses, gradients or what routers report; these are those of a plain model."""
+    model, linen, params, batch = placed(case)
+    padding = np.asarray(batch.segment_ids) == 0
+    assert 0.2 < padding.mean() < 0.8
+    config = replace(case.config, "train", router_z_loss_weight=0.1)
+    model.config, linen = config, linen.clone(config=config)
+
+    @jax.jit
+    def evaluate(model: Mixtral, params: Any, batch: Batch) -> Any:
+        sides = side_of(batch)
+        logits = (
+            model(batch.tokens, **sides),
+            linen.apply({"params": params}, batch.tokens, **sides),
+        )
+        return logits, evaluate_nnx(model, batch, None), evaluate_linen(linen, params, batch, None)
+
+    found = []
+    with jax.set_mesh(mesh_of(case.mesh, case.mode)):
+        for token in (None, 3, 17):
+            tokens = batch.tokens if token is None else jnp.where(padding, token, batch.tokens)
+            found.append(evaluate(model, params, dataclasses.replace(batch, tokens=tokens)))
+    (logits, *first), *others = found
+    real = np.asarray(logits[0])[~padding]
+    np.testing.assert_array_equal(np.asarray(logits[1])[~padding], real)
+    for (by_nnx, by_linen), *losses in others:
+        np.testing.assert_array_equal(np.asarray(by_nnx)[~padding], real)
+        np.testing.assert_array_equal(np.asarray(by_linen)[~padding], real)
+        for now, before in zip(losses, first, strict=True):
+            jax.tree.map(np.testing.assert_array_equal, now.loss, before.loss)
+            # Grouped experts add gradients up in another order where padding chooses others.
+            assert_close(now.gradients, before.gradients, 1e-6)
+    plain = jax.tree.map(np.asarray, batch)
+    want, want_gradients = jax.value_and_grad(plain_model.loss, has_aux=True)(
+        plain_model.weights_of(model), plain, config, microbatches=4
+    )
+    assert_close(first[0].loss, want, 1e-5)
+    assert_close(plain_model.weights_of(first[0].gradients), want_gradients, 1e-4)
 
 
 def run_in_a_loop(runner: Runner, layers: Any, x: Any, side: Any, *, keys: None) -> Any:

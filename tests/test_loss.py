@@ -164,6 +164,34 @@ def test_bfloat16(loss: Any) -> None:
     assert_close(gradients, want_gradients, 2e-2)
 
 
+@pytest.mark.parametrize("loss", [chunked_cross_entropy, full_cross_entropy])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_loss_scale_keeps_small_gradients(dtype: str, loss: Any) -> None:
+    """Against float64, with weights as of a small batch and of large ones."""
+    case = Case("", (4, 16), 512, (), ())
+    hidden, kernel, targets, _ = arrays(case)
+    hidden, kernel = (np.asarray(jnp.asarray(each, dtype), np.float64) for each in (hidden, kernel))
+    probability = np.exp(hidden @ kernel)
+    probability /= probability.sum(axis=-1, keepdims=True)
+    d_logits = probability - np.eye(512)[targets]
+    want = d_logits @ kernel.T, np.einsum("bsd,bsv->dv", hidden, d_logits)
+    for tokens in (2.0**6, 2.0**12, 2.0**18):
+        weights = jnp.full(case.shape, 1 / tokens)
+
+        def scaled(hidden: Any, kernel: Any, tokens: Any = tokens, weights: Any = weights) -> Any:
+            wanted = Targets(jnp.asarray(targets), weights)
+            options = LossOptions(2)
+            return tokens * loss(
+                hidden, kernel, wanted, batch_axes=WHOLE, options=options, layout=LAYOUT
+            )
+
+        given = jnp.asarray(hidden, dtype), jnp.asarray(kernel, jnp.float32)
+        found = jax.grad(scaled, (0, 1))(*given)
+        for one, exact in zip(found, want, strict=True):
+            apart = np.linalg.norm(np.asarray(one, np.float64) - exact)
+            assert apart < float(jnp.finfo(dtype).eps) * np.linalg.norm(exact)
+
+
 def test_large_logits_do_not_overflow() -> None:
     hidden = jnp.full((1, 2, EMBED), 1e3)
     kernel = jnp.stack([jnp.full(EMBED, 1.0), jnp.full(EMBED, -1.0)], axis=1)

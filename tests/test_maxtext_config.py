@@ -188,7 +188,7 @@ def test_global_batch(given, batch):
         ({"rope_type": "yarn"}, "rope_type='yarn' is not known; choose one of: default, llama3.1"),
         ({"opt_type": "sgd"}, "opt_type='sgd' is not supported"),
         ({"dropout_rate": 0.1}, "dropout_rate=0.1 with enable_dropout"),
-        ({"gradient_clipping_threshold": 0}, "clip_norm=0.0 .* is gradient_clipping_threshold"),
+        ({"gradient_clipping_threshold": -1}, "clip_norm=-1.0 .* is gradient_clipping_threshold"),
         ({"base_num_decoder_layers": 0}, "num_layers=0 .* num_layers is base_num_decoder_layers"),
         ({"learning_rate": "fast"}, "learning_rate='fast' must be a number, such as 3e-05"),
         ({"max_target_length": None}, "max_target_length=None must be a whole number"),

@@ -53,6 +53,6 @@ def test_a_stage_has_a_multiple_of_the_kinds() -> None:
     config = replace(CONFIG, "model", full_attention_every=3)
     with (
         jax.set_mesh(mesh_of("stage=4,fsdp=2")),
-        pytest.raises(InputError, match="a stage has 2 layers, which do not split by"),
+        pytest.raises(InputError, match="on a stage 2 layers do not split by"),
     ):
         Mixtral(config, rngs=nnx.Rngs(0))

@@ -1,5 +1,6 @@
 """Mixtral on meshes against Mixtral on one device, and that one against plain formulas."""
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -624,6 +625,74 @@ def test_everything_in_half_precision() -> None:
     for leaf in jax.tree.leaves(gradients):
         assert leaf.dtype == jnp.float16
         assert np.all(np.isfinite(leaf))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "vocab", "rows"),
+    [
+        (Case("stage=2,fsdp=2,tensor=2"), 37, ()),
+        (Case("stage=2,fsdp=2", schedule="1f1b"), 37, ()),
+        (Case("stage=4,tensor=2", mode="auto"), 38, ("tensor",)),
+    ],
+    ids=str,
+)
+def test_a_vocabulary_of_any_size(case: Case, vocab: int, rows: tuple[str, ...]) -> None:
+    """Loss, gradients and logits of the true vocabulary, sharded over what it splits over."""
+    config = replace(case.config, "model", vocab_size=vocab)
+    alone = replace(SPARSE, "model", vocab_size=vocab)
+    source = new_model(replace(alone, "pipeline", num_microbatches=None))
+    batch, mesh = packed_batch(config), mesh_of(case.mesh, case.mode)
+    want = evaluate_in_parts(source, jax.tree.map(jnp.asarray, batch))
+    model = model_on_mesh(source, config, mesh)
+    with jax.set_mesh(mesh):
+        assert model.embedding.layout.axes("vocab") == rows
+        found = evaluate(model, jax.device_put(batch, batch_sharding(mesh, model.layout)))
+    assert found[3].shape[-1] == vocab
+    assert_close((found[0], found[1], found[3]), (want[0], want[1], want[3]), 1e-5)
+    assert_close(found[2], want[2], 1e-4)
+    assert_same_placement(found[2], model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["circular", "1f1b"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_small_weights_lose_no_gradients(dtype: str, schedule: str) -> None:
+    """As in large batches, against a plain model in float64, with a loss scale and without."""
+    sizes = {"num_experts": 1, "num_experts_per_token": 1, "num_layers": 2}
+    config = small_config(model=sizes, pipeline={"num_microbatches": 4, "schedule": schedule})
+    source = new_model(replace(config, "pipeline", num_microbatches=None))
+    # Values that both dtypes have, so that only products and sums are rounded.
+    source = jax.tree.map(lambda x: x.astype(jnp.float8_e4m3fn).astype(x.dtype), source)
+    batch = packed_batch(config)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        wide = jax.tree.map(lambda x: x.astype(np.float64), plain_model.weights_of(source))
+        of_one = dataclasses.replace(batch, weights=batch.weights.astype(np.float64))
+        gradient = jax.grad(plain_model.loss, has_aux=True)
+        want = jax.tree.map(np.asarray, gradient(wide, of_one, config, microbatches=1)[0])
+    mesh, count = mesh_of("stage=2,fsdp=2"), float(np.sum(batch.weights))
+    model = model_on_mesh(source, replace(config, "model", dtype=dtype), mesh)
+
+    @jax.jit
+    def of(model: Mixtral, batch: Batch, tokens: Any, scale: Any) -> Any:
+        def loss(model: Mixtral) -> Any:
+            arrays = (batch.tokens, batch.targets, batch.weights / tokens)
+            side = {"positions": batch.positions, "segment_ids": batch.segment_ids}
+            return scale * model.loss(*arrays, **side)[0]
+
+        return jax.grad(loss)(model)
+
+    with jax.set_mesh(mesh):
+        batch = jax.device_put(batch, batch_sharding(mesh, model.layout))
+        for tokens in (2.0**6, 2.0**12, 2.0**18):
+            for scale in (1.0, tokens):
+                if scale == 1.0 and schedule == "circular" and dtype == "float16":
+                    continue  # the layers compute with what the user scales
+                found = plain_model.weights_of(of(model, batch, tokens, scale))
+                for one, exact in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+                    apart = np.asarray(one, np.float64) * (tokens / scale / count) - exact
+                    error = 3 * float(jnp.finfo(dtype).eps)
+                    assert np.linalg.norm(apart) < error * np.linalg.norm(exact)
 
 
 def test_a_model_of_another_mesh_is_refused() -> None:

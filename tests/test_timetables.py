@@ -438,7 +438,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "other microbatches": (lambda: _run(timetable("1f1b", 2, 6)), "the 6 microbatches"),
     "too few functions": (
         lambda: _run(TWO, stages=[mixing]),
-        "has 2 stages, and 1 stage functions are given",
+        "has 2 stages, and was given 1 stage function",
     ),
     "no function": (lambda: _run(TWO, stages=[mixing, 3]), "neither a function nor a list"),
     "unlike metrics": (

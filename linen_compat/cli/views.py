@@ -91,7 +91,7 @@ def conversion(plan: Plan) -> Text:
     left = "; ".join(_named(*item) for item in plan.left_behind.items())
     rest = f"; left behind: {left}" if left else ""
     layers = plan.opened.source.num_layers
-    return _text(f"{plan.destination}: {layers} layers as {what}{rest}")
+    return _text(f"{plan.destination}: {counted(layers, 'layer')} as {what}{rest}")
 
 
 def _named(reason: str, names: tuple[str, ...], shown: int = 5) -> str:

@@ -39,7 +39,7 @@ from linen_compat.maxtext.families import check_maxtext
 from nnx_pipeline import Config, InputError, Mixtral
 from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.config.pipeline import PipelineConfig
-from nnx_pipeline.errors import nearest
+from nnx_pipeline.errors import counted, nearest
 
 LAYERS = "pipeline.layers."
 _SHOWN = 3
@@ -263,12 +263,13 @@ def _compare(
             result.reshaped.append(Difference(leaf.stored, _text(leaf.shape), _text(())))
     layout = _expected_layout(found.layout, *layers)
     if layout is None:  # say so once, then compare the leaves as they are stacked
-        has, what = found.layout, f"{found.layout.num_layers} layers"
+        has, what = found.layout, counted(found.layout.num_layers, "layer")
         dense = f", {has.num_dense_layers} of them dense" if has.num_dense_layers else ""
         wanted = f"{layers[0]}{f', {layers[1]} of them dense' if layers[1] else ''}"
         result.notes.append(
-            f"{_first_layer_leaf(found)}: the checkpoint holds {what}{dense} ({has.repeats} "
-            f"repeats × {has.stages} stages × {has.layers_per_stage}), the model has {wanted}"
+            f"{_first_layer_leaf(found)}: the checkpoint holds {what}{dense} "
+            f"({counted(has.repeats, 'repeat')} × {counted(has.stages, 'stage')} × "
+            f"{has.layers_per_stage}), the model has {wanted}"
         )
         layout = found.layout
     expected = layout.leaves(layer_kinds(arrays), {k: a.shape for k, a in arrays.items()})

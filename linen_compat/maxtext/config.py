@@ -308,7 +308,7 @@ def _train(values: Mapping[str, Any]) -> TrainConfig:
         adam_b2=values["adam_b2"],
         adam_eps=float(values["adam_eps"]),
         weight_decay=values["adam_weight_decay"],
-        clip_norm=values["gradient_clipping_threshold"],
+        clip_norm=values["gradient_clipping_threshold"] or None,  # 0 is for no clipping there
         load_balance_weight=values["load_balance_loss_weight"],
         grad_dtype=values["grad_dtype"],
         shard_optimizer_over_data=values["shard_optimizer_over_data"],

@@ -20,7 +20,7 @@ from linen_compat.modules.parameters import Configured, Kernel, unboxed
 from linen_compat.modules.pipeline import CircularPipeline, Pipeline
 from nnx_pipeline import Config, InputError, Layout
 from nnx_pipeline import decoder as functional
-from nnx_pipeline.errors import one_of
+from nnx_pipeline.errors import counted, one_of
 from nnx_pipeline.mesh import ambient_mesh
 from nnx_pipeline.modules import Parts
 from nnx_pipeline.ops.head import head_of_table
@@ -226,8 +226,8 @@ class Decoder(Configured):
         dense = f" - num_dense_layers={model.num_dense_layers}" if model.num_dense_layers else ""
         if where != "pipelined" and found != layers:  # else the pipeline checks its own
             raise InputError(
-                f"params hold {found} layers and model.num_layers={model.num_layers}{dense}; make "
-                "them equal"
+                f"params hold {counted(found, 'layer')} and "
+                f"model.num_layers={model.num_layers}{dense}; make them equal"
             )
 
     def _where(self) -> str:
@@ -269,8 +269,9 @@ class Transformer(Configured):
     layout: Layout = Layout()
 
     def setup(self) -> None:
-        self.token_embedder = Embed(self.config.model, self.layout)
-        self.decoder = Decoder(self.config, self.layer_layout, self.layout)
+        layout = self.layout.for_vocabulary(self.config.model.vocab_size)
+        self.token_embedder = Embed(self.config.model, layout)
+        self.decoder = Decoder(self.config, self.layer_layout, layout)
 
     def __call__(
         self,

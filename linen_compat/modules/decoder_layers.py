@@ -9,7 +9,7 @@ from linen_compat.modules.norm import RMSNorm
 from linen_compat.modules.parameters import Configured
 from nnx_pipeline import InputError, Layout, ModelConfig
 from nnx_pipeline.ops.residual import add_to_stream
-from nnx_pipeline.ops.router import router_metrics
+from nnx_pipeline.ops.router import not_padding, router_metrics
 from nnx_pipeline.pipeline import MicrobatchMean
 from nnx_pipeline.remat import KEEP_ALL, Remat
 
@@ -53,11 +53,15 @@ class _DecoderLayer(Configured):
             self.pre_self_attention_layer_norm(x), positions=positions, segment_ids=segment_ids
         )
         h = self._add(x, attended, keys, place=0)
-        mixed, metric = self.feed_forward(self.post_self_attention_layer_norm(h))
+        normed = self.post_self_attention_layer_norm(h)
+        mixed, metric = self.feed_forward(normed, not_padding(segment_ids))
         return self._add(h, mixed, keys, place=1), metric
 
-    def feed_forward(self, x: Array) -> tuple[Array, MicrobatchMean | None]:
-        """What follows attention, and what its router reports, or None."""
+    def feed_forward(self, x: Array, real: Array | None) -> tuple[Array, MicrobatchMean | None]:
+        """What follows attention, and what its router reports, or None.
+
+        - `real`: as of `MoeBlock`.
+        """
         raise NotImplementedError
 
     def _add(self, stream: Array, update: Array, keys: Array | None, *, place: int) -> Array:
@@ -74,8 +78,8 @@ class MixtralDecoderLayer(_DecoderLayer):
         super().setup()
         self.MoeBlock_0 = MoeBlock(self.config, self.layout, self.remat)
 
-    def feed_forward(self, x: Array) -> tuple[Array, MicrobatchMean]:
-        return _routed(self.MoeBlock_0, x)
+    def feed_forward(self, x: Array, real: Array | None) -> tuple[Array, MicrobatchMean]:
+        return _routed(self.MoeBlock_0, x, real)
 
 
 class Qwen3MoeDecoderLayer(_DecoderLayer):
@@ -89,8 +93,8 @@ class Qwen3MoeDecoderLayer(_DecoderLayer):
         super().setup()
         self.moe_block = MoeBlock(self.config, self.layout, self.remat)
 
-    def feed_forward(self, x: Array) -> tuple[Array, MicrobatchMean]:
-        return _routed(self.moe_block, x)
+    def feed_forward(self, x: Array, real: Array | None) -> tuple[Array, MicrobatchMean]:
+        return _routed(self.moe_block, x, real)
 
 
 class LlamaDecoderLayer(_DecoderLayer):
@@ -101,7 +105,7 @@ class LlamaDecoderLayer(_DecoderLayer):
         super().setup()
         self.mlp = MlpBlock(self.config, self.layout)
 
-    def feed_forward(self, x: Array) -> tuple[Array, None]:
+    def feed_forward(self, x: Array, real: Array | None) -> tuple[Array, None]:
         return self.mlp(x), None
 
 
@@ -113,7 +117,7 @@ class DeepSeekDenseLayer(_DecoderLayer):
         super().setup()
         self.mlp = MlpBlock(self.config, self.layout)
 
-    def feed_forward(self, x: Array) -> tuple[Array, None]:
+    def feed_forward(self, x: Array, real: Array | None) -> tuple[Array, None]:
         return self.mlp(x), None
 
 
@@ -125,8 +129,8 @@ class DeepSeekMoELayer(_DecoderLayer):
         super().setup()
         self.DeepSeekMoeBlock_0 = DeepSeekMoeBlock(self.config, self.layout, self.remat)
 
-    def feed_forward(self, x: Array) -> tuple[Array, MicrobatchMean]:
-        return _routed(self.DeepSeekMoeBlock_0, x)
+    def feed_forward(self, x: Array, real: Array | None) -> tuple[Array, MicrobatchMean]:
+        return _routed(self.DeepSeekMoeBlock_0, x, real)
 
 
 def layer_class(config: ModelConfig) -> type[_DecoderLayer]:
@@ -141,8 +145,10 @@ def layer_class(config: ModelConfig) -> type[_DecoderLayer]:
     return Qwen3MoeDecoderLayer if config.qk_norm else MixtralDecoderLayer
 
 
-def _routed(experts: MoeBlock | DeepSeekMoeBlock, x: Array) -> tuple[Array, MicrobatchMean]:
-    mixed, usage = experts(x)
+def _routed(
+    experts: MoeBlock | DeepSeekMoeBlock, x: Array, real: Array | None
+) -> tuple[Array, MicrobatchMean]:
+    mixed, usage = experts(x, real)
     return mixed, MicrobatchMean(usage, router_metrics)
 
 

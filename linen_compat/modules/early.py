@@ -19,6 +19,7 @@ from linen_compat.modules.stacked import (
     place_in_nnx,
 )
 from nnx_pipeline import InputError, Layout, ModelConfig
+from nnx_pipeline.errors import counted
 from nnx_pipeline.remat import Remat
 from nnx_pipeline.sharding import place, portable_key
 
@@ -116,7 +117,7 @@ class EarlyTree:
                 has = "are missing" if path not in found else f"have shape {found[path].shape}"
                 raise InputError(
                     f"the parameters {_NAME}/{path} {has} and must have shape {shape}; give those "
-                    f"of {self.model.num_dense_layers} dense layers of this model"
+                    f"of {counted(self.model.num_dense_layers, 'dense layer')} of this model"
                 )
         for path in found:
             if path not in one:

@@ -102,19 +102,20 @@ class MoeBlock(Configured):
         self.wi_1 = parameter(self, "wi_1", of_input, layout)
         self.wo = parameter(self, "wo", of_output, layout)
 
-    def __call__(self, x: Array) -> tuple[Array, Usage]:
+    def __call__(self, x: Array, real: Array | None = None) -> tuple[Array, Usage]:
         """The mixed results of the experts, and the usage of the experts by each sequence.
 
         - `x`: `[batch, seq, embed]`; the result has the same shape.
+        - `real`: bool `[batch, seq]`, False for padding; None if there is none.
         """
         router, bias = self.gate()
         return routed_experts(
             x,
             MoEKernels(router, ExpertKernels(self.wi_0, self.wi_1, self.wo), bias),
+            real,
             routing=Routing.of(self.config),
             layout=self.layout,
-            remat=self.remat,
-            parts=expert_parts(self.config),
+            parts=expert_parts(self.config, self.remat),
         )
 
 
@@ -137,10 +138,10 @@ class DeepSeekMoeBlock(Configured):
             width = config.num_shared_experts * config.mlp_dim
             self.shared_experts = MlpBlock(config, layout, width)
 
-    def __call__(self, x: Array) -> tuple[Array, Usage]:
+    def __call__(self, x: Array, real: Array | None = None) -> tuple[Array, Usage]:
         """The sum of both results, and the usage of the routed experts by each sequence.
 
-        - `x`: `[batch, seq, embed]`; the result has the same shape.
+        - `x`, `real`: as of `MoeBlock`.
         """
-        mixed, usage = self.MoeBlock_0(x)
+        mixed, usage = self.MoeBlock_0(x, real)
         return mixed + self.shared_experts(x) if self.config.num_shared_experts else mixed, usage

@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from linen_compat.overhead.measure import Overhead, Row
+from nnx_pipeline.errors import counted
 from nnx_pipeline.files import save_figure
 from nnx_pipeline.lab.report.columns import Column, Columns
 from nnx_pipeline.lab.report.tables import megabytes
@@ -46,9 +47,9 @@ def overhead_view(result: Overhead) -> RenderableType:
 def _title(result: Overhead) -> str:
     model, train = result.config.model, result.config.train
     return (
-        f"value and gradient of {model.num_layers} layers of {model.embed_dim} units, batch "
-        f"{train.global_batch} × {train.sequence_length}: "
-        f"medians of {result.repetitions} repetitions"
+        f"value and gradient of {counted(model.num_layers, 'layer')} of {model.embed_dim} units, "
+        f"batch {train.global_batch} × {train.sequence_length}: "
+        f"medians of {counted(result.repetitions, 'repetition')}"
     )
 
 

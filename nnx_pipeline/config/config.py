@@ -13,10 +13,10 @@ from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.config.pipeline import PipelineConfig
 from nnx_pipeline.errors import (
     InputError,
-    above_zero,
     at_least,
     counted,
     divides,
+    do_not_split,
     is_divisor,
     number,
     one_of,
@@ -53,8 +53,11 @@ class TrainConfig:
     weight_decay: float = 0.1
     """Decoupled weight decay, applied to every parameter."""
 
-    clip_norm: float = 1.0
-    """The largest global norm of the gradients; larger ones are scaled down to it."""
+    clip_norm: float | None = 1.0
+    """The largest global norm of the gradients; larger ones are scaled down to it.
+
+    None scales none.
+    """
 
     loss_chunks: int = 8
     """Number of pieces into which the cross-entropy cuts the sequence; divides its length.
@@ -114,7 +117,10 @@ class TrainConfig:
         for name in ("adam_b1", "adam_b2"):
             if not 0 <= number(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
-        above_zero(self, "clip_norm")
+        if self.clip_norm is not None and number(self, "clip_norm") <= 0:
+            raise InputError(
+                f"clip_norm={self.clip_norm!r} must be above 0; set it to None to clip nothing"
+            )
         one_of("shard_optimizer_over_data", self.shard_optimizer_over_data, (True, False))
         one_of("grad_dtype", self.grad_dtype, (None, "bfloat16", "float32"))
         divides(
@@ -225,10 +231,8 @@ class Config:
             )
             kinds = len(model.of_kinds)
             per_stage = self.layers_per_stage(mesh.stage)
-            rule = (
-                f"a stage has {per_stage} layers, which do not split by model.full_attention_every="
-            )
-            yield kinds, per_stage, f"{rule}{model.full_attention_every}"
+            rule = f"{do_not_split(per_stage, 'layer')} by model.full_attention_every={kinds}"
+            yield kinds, per_stage, f"on a stage {rule}"
         for name, axes in MODEL_DIVISORS.items():
             divisor, size, spread = mesh.product(*axes), getattr(model, name), "×".join(axes)
             if size is None:
@@ -298,32 +302,38 @@ class Config:
         divides(
             copies * microbatches,
             self.train.global_batch,
-            rule=f"a microbatch of {microbatch} sequences does not split over "
-            f"data={mesh.data} × fsdp={mesh.fsdp} × expert={mesh.expert}, with a batch of "
-            f"{self.train.global_batch} (train.global_batch) in {microbatches} microbatches",
+            rule=f"a microbatch of {counted(microbatch, 'sequence')} does not split over "
+            f"data={mesh.data} × fsdp={mesh.fsdp} × expert={mesh.expert}, with a batch "
+            f"of {self.train.global_batch} (train.global_batch) in "
+            f"{counted(microbatches, 'microbatch')}",
             cure="for the batch, or change pipeline.num_microbatches",
         )
         parts, own = self.pipeline.batch_split, microbatch // copies
         is_divisor(
             parts,
             own,
-            rule=f"the {own} sequences of a microbatch that a device has do not split into "
-            f"pipeline.batch_split={parts} parts",
+            rule=f"a device has {counted(own, 'sequence')} of a microbatch, which "
+            f"pipeline.batch_split={parts} does not divide",
         )
 
-    def check_objective(self, stages: int) -> None:
+    def check_objective(self, stages: int, *, segments: bool) -> None:
         """Raises InputError where the loss would depend on the number of stages of the mesh.
 
-        The router's load-balance loss is computed per microbatch (see `PipelineConfig`). Where it
-        has a weight and the mesh has stages, the number of microbatches must therefore be given,
-        and not be derived from `stages`.
+        - `stages`: of the mesh.
+        - `segments`: whether the batch has segment ids, and so may have padding.
+
+        The router's load-balance loss is computed per microbatch (see `PipelineConfig`), and so is
+        its z-loss where microbatches may have different numbers of tokens that are not padding.
+        Where one has a weight and the mesh has stages, the number of microbatches must therefore be
+        given, and not be derived from `stages`.
         """
         default = self.pipeline.microbatches_on(stages)
-        weight = self.train.load_balance_weight
-        if weight > 0 and self.pipeline.num_microbatches is None and default > 1:
+        names = ("load_balance_weight", *["router_z_loss_weight"] * segments)
+        weighed = [name for name in names if getattr(self.train, name) > 0]
+        if weighed and self.pipeline.num_microbatches is None and default > 1:
             raise InputError(
-                "the router's loss, which train.load_balance_weight="
-                f"{weight} adds, depends on the number of microbatches, "
+                f"the router's loss, which train.{weighed[0]}="
+                f"{getattr(self.train, weighed[0])} adds, depends on the number of microbatches, "
                 "and pipeline.num_microbatches=None makes that depend on the mesh (here it is "
                 f"{default}); set pipeline.num_microbatches={default}, on every mesh"
             )
@@ -333,9 +343,8 @@ class Config:
 _ZERO1 = "of the mesh, as train.shard_optimizer_over_data=True requires (False does not)"
 
 # Sizes of the model and the mesh axes over which arrays of that size are sharded (see
-# `sharding.Layout`).
+# `sharding.Layout`). The vocabulary may have any size, see `Layout.for_vocabulary`.
 MODEL_DIVISORS = {
-    "vocab_size": ("stage", "tensor"),
     "embed_dim": ("fsdp", "expert"),
     "kv_lora_rank": ("fsdp", "expert"),
     "q_lora_rank": ("fsdp", "expert"),

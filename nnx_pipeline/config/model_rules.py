@@ -9,6 +9,7 @@ from nnx_pipeline.errors import (
     InputError,
     above_zero,
     at_least,
+    counted,
     divides,
     is_divisor,
     number,
@@ -230,9 +231,9 @@ def _check_groups(model: Any) -> None:
     size, chosen = model.num_experts // groups, model.num_experts_per_token
     if size < 2 or chosen > some * size:
         raise InputError(
-            f"router_groups={groups} leaves {size} experts in each of "
-            f"{some} groups per token, and a group needs 2, and all of them "
-            f"num_experts_per_token={chosen}; choose fewer groups, or more per token"
+            f"router_groups={groups} leaves {counted(size, 'expert')} in each group, and a token "
+            f"chooses from {counted(some, 'group')}; a group needs 2 experts, and all groups of a "
+            f"token num_experts_per_token={chosen}; choose fewer groups, or more per token"
         )
 
 

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from nnx_pipeline.decoder import Mixtral
-from nnx_pipeline.errors import InputError, whole
+from nnx_pipeline.errors import InputError, counted, whole
 from nnx_pipeline.generate.caches import cached_model, rows_on
 from nnx_pipeline.generate.sampling import Sampling, keys_of, next_tokens
 from nnx_pipeline.mesh import ambient_mesh
@@ -72,9 +72,9 @@ class Request:
         total = self.length + self.new_tokens
         if longest is not None and total > longest:
             raise InputError(
-                f"a prompt of {self.length} tokens and {self.new_tokens} new ones are {total}, and "
-                f"the model was made for {longest} (model.max_position_embeddings); shorten the "
-                "prompt, or ask for fewer new tokens"
+                f"a prompt of {counted(self.length, 'token')} and {self.new_tokens} new ones are "
+                f"{total}, and the model was made for {longest} (model.max_position_embeddings); "
+                "shorten the prompt, or ask for fewer new tokens"
             )
 
 

@@ -104,11 +104,14 @@ def restricted(logits: Array, sampling: Sampling) -> Array:
         last = descending[:, min(sampling.top_k, logits.shape[-1]) - 1, None]
         logits = jnp.where(logits >= last, logits, -jnp.inf)
         descending = jnp.where(descending >= last, descending, -jnp.inf)
-    if sampling.top_p is not None:
-        likely = jax.nn.softmax(descending, axis=-1)
-        before = jnp.cumsum(likely, axis=-1) - likely
-        # A token is needed while those before it have less than `top_p`; the first one always is.
-        needed = (before < sampling.top_p).at[:, 0].set(True)
+    if sampling.top_p is not None and sampling.top_p < 1:  # all together have a probability of 1
+        likely = jnp.exp(descending - descending[:, :1])
+        # Added up from the least likely one, in pairs: one after the other, float32 loses what is
+        # small beside the sum, which for 32,000 equal tokens is 128 of them.
+        rest = jax.lax.associative_scan(jnp.add, likely, axis=1, reverse=True)
+        # A token is needed while it and those after it have more than is left out; the first one
+        # always is.
+        needed = (rest > (1 - sampling.top_p) * rest[:, :1]).at[:, 0].set(True)
         last = jnp.min(jnp.where(needed, descending, jnp.inf), axis=-1, keepdims=True)
         logits = jnp.where(logits >= last, logits, -jnp.inf)
     return logits

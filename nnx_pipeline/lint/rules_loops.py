@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from jax.extend.core import JaxprEqn
 
+from nnx_pipeline.errors import counted
 from nnx_pipeline.lint.facts import (
     FACTORS,
     PRODUCTS,
@@ -204,4 +205,4 @@ def _passed_on(equation: JaxprEqn, value: Value, axis: int) -> Iterator[tuple[Va
 
 def _name(loop: Loop) -> str:
     length = loop.equation.params.get("length")
-    return f"a scan of {length} iterations" if length else "a while loop"
+    return f"a scan of {counted(length, 'iteration')}" if length else "a while loop"

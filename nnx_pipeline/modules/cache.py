@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from nnx_pipeline.config.model import ModelConfig
-from nnx_pipeline.errors import InputError
+from nnx_pipeline.errors import InputError, counted
 from nnx_pipeline.ops.attention import Options, cached_attention, in_slots
 from nnx_pipeline.ops.fast_attention.kernels import Kernel
 from nnx_pipeline.sharding import P
@@ -63,8 +63,8 @@ class KeyValueCache(nnx.Module):
         if positions is None:
             if length > slots:
                 raise InputError(
-                    f"a cache with {slots} slots was given {length} tokens; make it with as many "
-                    "slots as there are tokens, new ones included"
+                    f"a cache with {counted(slots, 'slot')} was given {counted(length, 'token')}; "
+                    "make it with as many slots as there are tokens, new ones included"
                 )
             room = ((0, 0), (0, slots - length), (0, 0), (0, 0))
             self.key[...], self.value[...] = jnp.pad(key, room), jnp.pad(value, room)

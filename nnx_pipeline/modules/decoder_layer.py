@@ -11,7 +11,7 @@ from nnx_pipeline.modules.moe import RoutedMoE
 from nnx_pipeline.modules.norm import RMSNorm
 from nnx_pipeline.modules.parts import Parts
 from nnx_pipeline.ops.residual import add_to_stream
-from nnx_pipeline.ops.router import router_metrics
+from nnx_pipeline.ops.router import not_padding, router_metrics
 from nnx_pipeline.pipeline.metrics import MicrobatchMean
 from nnx_pipeline.remat import KEEP_ALL, Remat
 from nnx_pipeline.sharding import Layout
@@ -73,7 +73,7 @@ class DecoderLayer(nnx.Module):
         h = self._add(x, attended, keys, place=0)
         normed = self.feed_forward_norm(h)
         if isinstance(self.feed_forward, RoutedMoE):
-            mixed, usage = self.feed_forward(normed)
+            mixed, usage = self.feed_forward(normed, not_padding(segment_ids))
             metric = MicrobatchMean(usage, router_metrics)
         else:
             mixed, metric = self.feed_forward(normed), None

@@ -40,8 +40,8 @@ class RoutedMoE(nnx.Module):
         parts: Parts = Parts(),
         remat: Remat = KEEP_ALL,
     ) -> None:
-        self.config, self.layout, self.remat = config, layout, remat
-        self.parts = expert_parts(config, parts.experts)
+        self.config, self.layout = config, layout
+        self.parts = expert_parts(config, remat, parts.experts)
         experts, embed, mlp = config.num_experts, config.embed_dim, config.mlp_dim
         dtype = config.param_dtype
         # The axis of experts is not part of an expert's fan-in.
@@ -72,16 +72,19 @@ class RoutedMoE(nnx.Module):
                 config, rngs=rngs, layout=layout, width=config.num_shared_experts * mlp
             )
 
-    def __call__(self, x: Array) -> tuple[Array, Usage]:
-        """`[batch, seq, embed]` to the same, and the usage of the experts by each sequence."""
+    def __call__(self, x: Array, real: Array | None = None) -> tuple[Array, Usage]:
+        """`[batch, seq, embed]` to the same, and the usage of the experts by each sequence.
+
+        - `real`: bool `[batch, seq]`, False for padding; None if there is none.
+        """
         experts = ExpertKernels(self.gate[...], self.up[...], self.down[...])
         bias = self.router_bias[...] if self.config.router_bias else None
         mixed, usage = routed_experts(
             x,
             MoEKernels(self.router[...], experts, bias),
+            real,
             routing=Routing.of(self.config),
             layout=self.layout,
-            remat=self.remat,
             parts=self.parts,
         )
         return mixed + self.shared(x) if self.config.num_shared_experts else mixed, usage

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-from nnx_pipeline.errors import InputError, kind_of
+from nnx_pipeline.errors import InputError, counted, kind_of
 from nnx_pipeline.sharding import PORTABLE, P, is_explicit, place, portable_key
 
 Keys = UInt32[Array, "batch words"]
@@ -84,8 +84,9 @@ def dropout(
     shape: tuple[int, ...] = getattr(keys, "shape", ())
     if dtype != jnp.uint32 or len(shape) != 2 or shape[0] != x.shape[0]:
         raise InputError(
-            f"the keys of dropout are {kind_of(keys)} for {x.shape[0]} sequences; give the "
-            "argument `keys` of a layer, which its pipeline makes of the key that it is called with"
+            f"the keys of dropout are {kind_of(keys)} for {counted(x.shape[0], 'sequence')}; give "
+            "the argument `keys` of a layer, which its pipeline makes of the key that it is called "
+            "with"
         )
 
     def mask_of(words: Array) -> Array:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from nnx_pipeline.errors import is_divisor
 from nnx_pipeline.mesh import ambient_platform
 from nnx_pipeline.ops.router import combine_weights
-from nnx_pipeline.remat import HIDDEN, Remat, named
+from nnx_pipeline.remat import HIDDEN, KEEP_ALL, Remat, named
 from nnx_pipeline.sharding import (
     Layout,
     P,
@@ -30,15 +30,17 @@ def as_it_is(x: Array) -> Array:
 
 @dataclass(frozen=True)
 class ExpertParts:
-    """Functions of `routed_experts`; the library uses the defaults, and experiments replace them.
+    """How `routed_experts` computes; the functions are those that experiments replace.
 
     - `mix`: another implementation of `DenseExperts`.
+    - `remat`: what to keep of each expert for the backward pass.
     - `hidden`: applied to the experts' hidden units.
     - `enter`: applied to the tokens before the router.
     - `leave`: applied to the output of the experts.
     """
 
     mix: "Mix | None" = None
+    remat: Remat = KEEP_ALL
     hidden: Callable[[Array], Array] = as_it_is
     enter: Callable[[Array], Array] = as_it_is
     leave: Callable[[Array], Array] = as_it_is

@@ -105,6 +105,18 @@ def or_zeros(cotangent: Any) -> Array:
     return place(zeros, cotangent.aval.sharding.spec) if is_explicit() else zeros
 
 
+def scaled(gradient: Array, cotangent: Array, dtype: jax.typing.DTypeLike | None = None) -> Array:
+    """A gradient for a cotangent of 1 times the cotangent of a scalar, rounded once.
+
+    - `gradient`: in any floating dtype.
+    - `cotangent`: a float32 scalar, which may be out of the range of that dtype.
+    - `dtype`: of the result; None for that of the gradient.
+    """
+    wide = gradient.dtype if jnp.finfo(gradient.dtype).bits > 32 else jnp.float32
+    product = gradient.astype(wide) * cotangent.astype(wide)
+    return product.astype(gradient.dtype if dtype is None else dtype)
+
+
 def is_primal(leaf: Any) -> bool:
     """Whether a leaf is an argument as a forward rule with `symbolic_zeros` is given it."""
     return isinstance(leaf, jax.custom_derivatives.CustomVJPPrimal)

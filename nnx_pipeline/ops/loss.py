@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from nnx_pipeline.ops.attention import soft_cap, soft_cap_slope
-from nnx_pipeline.ops.gradients import or_zeros, refuse_perturbed, values_of
+from nnx_pipeline.ops.gradients import or_zeros, refuse_perturbed, scaled, values_of
 from nnx_pipeline.sharding import Layout, P, mesh_sizes, place
 
 
@@ -99,7 +99,9 @@ def chunked_cross_entropy(
 
     If the gradient is asked for, the forward pass computes it along with the loss (which is a
     scalar, so that its gradient is known up to a factor), and no logits are computed twice. The
-    largest array kept is the float32 gradient of this device's columns.
+    largest array kept is the float32 gradient of this device's columns. With hidden states in
+    float16 the weights are lifted for that (`lift_of`), so that gradients which the cotangent
+    brings into the range of float16 are not lost before.
 
     Gradients have the shardings and dtypes of their arguments. Raises InputError when the gradient
     with respect to the weights of the targets is asked for.
@@ -107,6 +109,21 @@ def chunked_cross_entropy(
     plan = make_plan(hidden.shape, kernel.shape[1], batch_axes, options.chunks, layout)
     plan = dataclasses.replace(plan, cap=options.soft_cap)
     return _loss(plan, hidden, kernel, *targets)
+
+
+def lift_of(weights: Float[Array, "*any"], dtype: jax.typing.DTypeLike) -> Float[Array, ""] | None:
+    """The power of two that brings the largest weight to between 1 and 2.
+
+    - `weights`: of targets.
+    - `dtype`: in which gradients are computed.
+
+    None for a dtype with the exponents of float32, which loses no small gradients.
+    """
+    if jnp.finfo(dtype).minexp <= jnp.finfo(jnp.float32).minexp:
+        return None
+    largest = jnp.max(jnp.abs(jax.lax.stop_gradient(weights).astype(jnp.float32)))
+    exponent = jnp.clip(jnp.frexp(largest)[1], -100, 100)
+    return jnp.ldexp(jnp.float32(1), 1 - exponent)
 
 
 def hold_columns(
@@ -233,15 +250,24 @@ def _loss(plan: _Plan, hidden: Array, kernel: Array, targets: Array, weights: Ar
 
 def _loss_forward(
     plan: _Plan, hidden: Any, kernel: Any, targets: Any, weights: Any
-) -> tuple[Array, tuple[Array, Array]]:
-    """The loss, and its gradients with respect to `hidden` and `kernel` for a cotangent of 1."""
+) -> tuple[Array, tuple[Array, Array, Array | None, Array]]:
+    """The loss, and what `_loss_backward` makes of a cotangent.
+
+    These are the gradients with respect to `hidden` and `kernel` for the lifted weights, by what
+    they are lifted, and a scalar in the dtype of the kernel.
+    """
     weights = refuse_perturbed(
         "the loss was asked for the gradient with respect to the weights of its targets, which it "
         "does not give; use jax.lax.stop_gradient on them",
         weights,
     )
     hidden, kernel, targets = values_of((hidden, kernel, targets))
-    kernel_dtype = kernel.dtype
+    kept_dtype, lift = kernel.dtype, lift_of(weights, hidden.dtype)
+    of_dtype = jnp.zeros((), kernel.dtype)
+    if lift is not None:
+        # Most probabilities of a large vocabulary are small beside the largest weight.
+        lift = 64 * lift
+        kept_dtype, weights = jnp.dtype(jnp.float32), weights.astype(jnp.float32) * lift
 
     def local(
         hidden: Array, kernel: Array, targets: Array, weights: Array
@@ -269,7 +295,7 @@ def _loss_forward(
         return (
             _sum(total, plan.tokens),
             hidden_gradient,
-            _reduce_kernel(kernel_gradient, plan).astype(kernel_dtype),
+            _reduce_kernel(kernel_gradient, plan).astype(kept_dtype),
         )
 
     out_specs = (P(), plan.hidden, plan.kernel)
@@ -279,18 +305,19 @@ def _loss_forward(
     # that hides latency puts the reduce-scatter of the kernel's gradient beside that pass, and
     # holds the gradient of all columns unsharded until it ends.
     hidden_gradient, kernel_gradient = jax.lax.optimization_barrier(tuple(gradients))
-    return total, (hidden_gradient, kernel_gradient)
+    total = total if lift is None else total / lift
+    return total, (hidden_gradient, kernel_gradient, lift, of_dtype)
 
 
 def _loss_backward(
-    plan: _Plan, saved: tuple[Array, Array], cotangent: Any
+    plan: _Plan, saved: tuple[Array, Array, Array | None, Array], cotangent: Any
 ) -> tuple[Array, Array, None, None]:
     """Scales the gradients that the forward pass has computed."""
+    hidden_gradient, kernel_gradient, lift, of_dtype = saved
     cotangent = or_zeros(cotangent)
-    hidden_gradient, kernel_gradient = (
-        gradient * cotangent.astype(gradient.dtype) for gradient in saved
-    )
-    return hidden_gradient, kernel_gradient, None, None
+    cotangent = cotangent if lift is None else cotangent / lift
+    of_kernel = scaled(kernel_gradient, cotangent, of_dtype.dtype)
+    return scaled(hidden_gradient, cotangent), of_kernel, None, None
 
 
 _loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)

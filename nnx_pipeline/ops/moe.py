@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.ops.capacity.experts import CapacityExperts
@@ -32,32 +32,37 @@ class MoEKernels(NamedTuple):
     bias: Float[Array, "experts"] | None = None
 
 
-def expert_parts(config: ModelConfig, parts: ExpertParts = ExpertParts()) -> ExpertParts:
-    """The parts with `mix` filled in, unless they have one already.
+def expert_parts(
+    config: ModelConfig, remat: Remat, parts: ExpertParts = ExpertParts()
+) -> ExpertParts:
+    """The parts with `remat`, and with `mix` filled in unless they have one already.
 
     - `config`: says how experts are computed.
+    - `remat`: what to keep of each expert for the backward pass.
     - `parts`: what an experiment replaces; it is not changed.
     """
-    return dataclasses.replace(parts, mix=parts.mix or EXPERTS[config.experts](config))
+    mix = parts.mix or EXPERTS[config.experts](config)
+    return dataclasses.replace(parts, mix=mix, remat=remat)
 
 
 def routed_experts(
     x: Float[Array, "batch seq embed"],
     kernels: MoEKernels,
+    real: Bool[Array, "batch seq"] | None = None,
     *,
     routing: Routing,
     layout: Layout,
-    remat: Remat,
     parts: ExpertParts,
 ) -> tuple[Float[Array, "batch seq embed"], Usage]:
     """Sends each token through the experts that the router chooses, and reports their usage.
 
     - `x`: the tokens, sharded by ("batch", None, None), as the result is.
     - `kernels`: of the router and the experts, as they are stored.
+    - `real`: False for padding, which takes no room of an expert and does not count in the usage;
+      None if there is none.
     - `routing`: how the router chooses experts for each token.
     - `layout`: which mesh axes the logical axes of tokens and kernels are sharded over.
-    - `remat`: what to keep of each expert for the backward pass.
-    - `parts`: functions that an experiment may replace, from `expert_parts`.
+    - `parts`: how experts are computed, from `expert_parts`.
 
     Returns the weighted sum of the experts' outputs and the usage of each sequence. The router
     works in the dtype of `x`.
@@ -68,8 +73,12 @@ def routed_experts(
     )
     spec = out_sharding(layout.spec("batch", None, None))
     logits = jnp.einsum("bsd,de->bse", x, kernel, out_sharding=spec)
-    choice = route(logits, routing, kernels.bias)
-    mix = parts.mix or DenseExperts()
-    mixed = mix(x, choice, kernels.experts, layout=layout, remat=remat, hidden=parts.hidden)
-    usage = expert_usage(logits, choice[1], mixed.dropped, score=routing.score)
+    weights, chosen = route(logits, routing, kernels.bias)
+    mix, remat, hidden = parts.mix or DenseExperts(), parts.remat, parts.hidden
+    if real is not None and isinstance(mix, CapacityExperts):
+        # Other experts compute padding too, as MaxText does: it takes nothing from other tokens.
+        chosen = jnp.where(real[..., None], chosen, logits.shape[-1])
+    choice = weights, chosen
+    mixed = mix(x, choice, kernels.experts, layout=layout, remat=remat, hidden=hidden)
+    usage = expert_usage(logits, chosen, mixed.dropped, score=routing.score, real=real)
     return parts.leave(mixed.output), usage

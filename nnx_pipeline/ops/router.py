@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from nnx_pipeline.config.model import ModelConfig
 
@@ -136,6 +136,11 @@ def combine_weights(
     return jnp.sum(weights[..., None] * chosen, axis=-2)
 
 
+def not_padding(segment_ids: Int[Array, "batch seq"] | None) -> Bool[Array, "batch seq"] | None:
+    """Which tokens are not padding: those of segment 0 are; None without segments."""
+    return None if segment_ids is None else segment_ids != 0
+
+
 class Usage(NamedTuple):
     """How a router used its experts, as means over the tokens of one or several sequences.
 
@@ -143,37 +148,51 @@ class Usage(NamedTuple):
       because a TPU takes more than a microsecond for each array that is averaged on its own, which
       is longer than averaging takes.
     - `share_dropped`: the share of the choices that no expert took; None if all were taken.
+    - `share_real`: the share of the tokens that are not padding; None if there is no padding.
+
+    Padding has zeros in the first two, and its choices are not dropped. The properties are means
+    over the other tokens, and 0 where there are none.
     """
 
     numbers: Float[Array, "*sequences 4 experts"]
     share_dropped: Float[Array, "*sequences"] | None = None
+    share_real: Float[Array, "*sequences"] | None = None
+
+    def _of_real(self, means: Array) -> Array:
+        """Means over the tokens that are not padding, of means over all tokens."""
+        if self.share_real is None:
+            return means
+        share = jnp.maximum(self.share_real, 1e-20)
+        return means / share.reshape(*share.shape, *[1] * (means.ndim - share.ndim))
 
     @property
     def chosen(self) -> Float[Array, "*sequences experts"]:
         """How often each expert was chosen per token; sums to the number of choices."""
-        return self.numbers[..., 0, :]
+        return self._of_real(self.numbers[..., 0, :])
 
     @property
     def probability(self) -> Float[Array, "*sequences experts"]:
         """The mean probability of each expert: its score by the sum of all scores."""
-        return self.numbers[..., 1, :]
+        return self._of_real(self.numbers[..., 1, :])
 
     @property
     def entropy(self) -> Float[Array, "*sequences"]:
         """The mean of -Σ_e p_e · log p_e over the probabilities of a token; it has no gradient."""
-        return jnp.sum(self.numbers[..., 2, :], axis=-1)
+        return self._of_real(jnp.sum(self.numbers[..., 2, :], axis=-1))
 
     @property
     def squared_log_sum(self) -> Float[Array, "*sequences"]:
         """The mean of (log Σ_e exp(logit_e))²."""
-        return jnp.sum(self.numbers[..., 3, :], axis=-1)
+        return self._of_real(jnp.sum(self.numbers[..., 3, :], axis=-1))
 
     @property
     def dropped(self) -> Float[Array, "*sequences"]:
         """The share of the choices that no expert took."""
         # If there are none, 0 is computed from an array that a map over stages maps: in explicit
         # mode JAX joins no array that is mapped with one that is not.
-        return self.numbers[..., 0, 0] * 0 if self.share_dropped is None else self.share_dropped
+        if self.share_dropped is None:
+            return self.numbers[..., 0, 0] * 0
+        return self._of_real(self.share_dropped)
 
 
 def expert_usage(
@@ -182,6 +201,7 @@ def expert_usage(
     dropped: Float[Array, "batch"] | None = None,
     *,
     score: str = "softmax",
+    real: Bool[Array, "batch seq"] | None = None,
 ) -> Usage:
     """The usage of the experts by each sequence, in float32; the router's losses are made of it.
 
@@ -189,6 +209,7 @@ def expert_usage(
     - `experts`: the numbers of the chosen experts, from `route`.
     - `dropped`: the share of the choices that no expert took; None if all are taken.
     - `score`: as of `Routing`.
+    - `real`: False for padding, which does not count; None if there is none.
 
     Its four numbers of a token and an expert are whether the expert was chosen, its probability
     p_e, its part -p_e · log p_e of the entropy, and its part s_e · (log Σ_e exp(logit_e))² of the
@@ -206,7 +227,11 @@ def expert_usage(
         entropy = jax.scipy.special.entr(probability)
     chosen = jnp.sum(jax.nn.one_hot(experts, logits.shape[-1], dtype=jnp.float32), axis=-2)
     each = (chosen, probability, jax.lax.stop_gradient(entropy), softmax * log_sum**2)
-    return Usage(jnp.mean(jnp.stack(each, axis=-2), axis=1), dropped)
+    numbers, share = jnp.stack(each, axis=-2), None
+    if real is not None:
+        numbers = jnp.where(real[..., None, None], numbers, 0)
+        share = jnp.mean(real.astype(jnp.float32), axis=1)
+    return Usage(jnp.mean(numbers, axis=1), dropped, share)
 
 
 def load_balance_loss(usage: Usage) -> Float[Array, "*microbatches"]:
@@ -254,7 +279,10 @@ def router_metrics(usage: Usage) -> Float[Array, "metrics"]:
     - `usage`: of the microbatch.
     """
     first = (load_balance_loss(usage), usage.squared_log_sum, usage.dropped, usage.entropy)
-    return jnp.concatenate([jnp.stack(first), usage.chosen / jnp.sum(usage.chosen)])
+    choices = jnp.sum(usage.chosen)
+    if usage.share_real is not None:  # a microbatch may be padding alone
+        choices = jnp.maximum(choices, 1e-20)
+    return jnp.concatenate([jnp.stack(first), usage.chosen / choices])
 
 
 def loss_weights(load_balance: float, z_loss: float, experts: int) -> np.ndarray:

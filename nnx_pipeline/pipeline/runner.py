@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.config.pipeline import PipelineConfig
-from nnx_pipeline.errors import InputError
+from nnx_pipeline.errors import InputError, counted
 from nnx_pipeline.mesh import ambient_mesh
 from nnx_pipeline.pipeline.batches import Batches
 from nnx_pipeline.pipeline.circular.run import run_pipeline
@@ -181,7 +181,7 @@ class Runner:
         on_mesh = ambient_mesh().stage
         if on_mesh != self.num_stages:
             raise InputError(
-                f"the pipeline was made for {self.num_stages} stages and the mesh has "
+                f"the pipeline was made for {counted(self.num_stages, 'stage')} and the mesh has "
                 f"stage={on_mesh}; make and call it under the same mesh"
             )
         if self.in_microbatches:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from nnx_pipeline.errors import InputError, divides, one_of, whole
+from nnx_pipeline.errors import InputError, counted, divides, do_not_split, one_of, whole
 
 
 class Work(NamedTuple):
@@ -68,8 +68,9 @@ class CircularSchedule:
             raise InputError(f"forwarding delay={self.delay} must be 1 or 2")
         if self.microbatches < self.delay * self.stages:
             raise InputError(
-                f"{self.microbatches} microbatches are too few for {self.stages} stages with a "
-                f"forwarding delay of {self.delay}; choose {self.delay * self.stages} or more"
+                f"microbatches={self.microbatches} is too few for {counted(self.stages, 'stage')} "
+                f"with a forwarding delay of {self.delay}; choose "
+                f"{self.delay * self.stages} or more"
             )
 
     @property
@@ -316,7 +317,7 @@ def _check_counts(schedule: object, *names: str) -> None:
     divides(
         stages,
         microbatches,
-        rule=f"{microbatches} microbatches do not split over {stages} stages",
+        rule=f"{do_not_split(microbatches, 'microbatch')} over {stages} stages",
     )
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nnx_pipeline.errors import InputError, counted, divides
+from nnx_pipeline.errors import InputError, counted, divides, do_not_split
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def make_stack(
         divides(
             visits * kinds,
             layers,
-            rule=f"{layers} layers do not split into {counted(stages, 'stage')} × "
+            rule=f"{do_not_split(layers, 'layer')} into {counted(stages, 'stage')} × "
             f"{counted(repeats, 'repeat')}{in_turn}",
             cure="or set pipeline.pad_layers=true, which pads to "
             f"{visits * (-(-per_stage // kinds) * kinds)}",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nnx_pipeline.errors import InputError
+from nnx_pipeline.errors import InputError, counted
 from nnx_pipeline.pytest_plugin import budgets
 from nnx_pipeline.pytest_plugin.budgets import Budgets, Figures, Key
 from nnx_pipeline.pytest_plugin.session import Results, SessionBudgets
@@ -219,7 +219,7 @@ def _what_changed(old: Budgets, new: Budgets) -> list[str]:
         if old[key] != new[key]
     ]
     same = len(set(old) & set(new)) - len(changed)
-    return [*added, *changed, *removed, f"{same} budgets unchanged"]
+    return [*added, *changed, *removed, f"{counted(same, 'budget')} unchanged"]
 
 
 def _figures(figures: Figures) -> str:

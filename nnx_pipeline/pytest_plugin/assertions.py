@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from numbers import Real
 
-from nnx_pipeline.errors import InputError, nearest
+from nnx_pipeline.errors import InputError, counted, nearest
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.report.memory_tables import grouped, short_operation, short_source
 from nnx_pipeline.lab.report.tables import CPU_WARNING, compiler, megabytes
@@ -238,7 +238,7 @@ def _longest_lines(measurement: Measurement) -> list[str]:
         f"{milliseconds(seconds_of(rows)):>10} ms  {short_source(source)}"
         for source, rows in lines[:TOP]
     ]
-    return [f"longest of {len(lines)} lines of source:", *shown]
+    return [f"longest of {counted(len(lines), 'line')} of source:", *shown]
 
 
 def _largest_buffers(measurement: Measurement) -> list[str]:
@@ -263,4 +263,7 @@ def _largest_buffers(measurement: Measurement) -> list[str]:
         "  ".join(map(str.ljust, row, widths)).rstrip()  # one column below the other
         for row in cells
     ]
-    return [f"largest of {len(attribution.buffers)} buffers at the peak of the heap:", *lines]
+    return [
+        f"largest of {counted(len(attribution.buffers), 'buffer')} at the peak of the heap:",
+        *lines,
+    ]

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from nnx_pipeline.config.config import Config
-from nnx_pipeline.errors import InputError, divides, kind_of
+from nnx_pipeline.errors import InputError, counted, divides, kind_of
 from nnx_pipeline.sharding import Layout
 from nnx_pipeline.train.step import Batch, batch_sharding
 
@@ -99,7 +99,8 @@ def _token_ids(given: Any, shape: tuple[int, int], config: Config, source: str) 
         raise InputError(
             f"the source {source} gave {kind_of(given)} for {shape[0]} rows of {shape[1]} tokens; "
             f"its `sequences` must return an array of integers {[*shape]} (a row has "
-            f"train.sequence_length={shape[1] - 1} tokens, and the target of the last one)"
+            f"{counted(shape[1] - 1, 'token')}, train.sequence_length, and the target of the last "
+            "one)"
         )
     tokens, vocabulary = np.asarray(given), config.model.vocab_size
     for token in (tokens.min(), tokens.max()):

@@ -11,9 +11,13 @@ from nnx_pipeline.config.config import TrainConfig
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Clipping by the global norm, followed by AdamW with weight decay on every parameter."""
+    """Clipping by the global norm, followed by AdamW with weight decay on every parameter.
+
+    The state is the same with and without clipping.
+    """
+    largest = config.clip_norm
     return optax.chain(
-        clip_by_global_norm(config.clip_norm),
+        optax.identity() if largest is None else clip_by_global_norm(largest),
         optax.adamw(
             config.learning_rate,
             b1=config.adam_b1,

@@ -13,6 +13,7 @@ import tensorstore as ts
 from linen_compat.formats import checksums
 from linen_compat.formats.paths import in_folder, with_own_names
 from linen_compat.formats.streams import Mismatch
+from nnx_pipeline.errors import counted
 
 METADATA, MANIFEST, SHARDING = "_METADATA", "manifest.ocdbt", "_sharding"
 _OF_ARRAYS, _OF_PROCESSES = "array_metadatas", "ocdbt."
@@ -189,7 +190,11 @@ def _database(folder: Path, metadata: Metadata) -> str:
 def _arrays(metadata: Metadata) -> str:
     """What messages call the arrays of a checkpoint: one of them, and how many others."""
     example = next((name for name in metadata.leaves if "/" in name), "")
-    return f"{example} and {len(metadata.leaves) - 1} other arrays" if example else "its arrays"
+    return (
+        f"{example} and {counted(len(metadata.leaves) - 1, 'other array')}"
+        if example
+        else "its arrays"
+    )
 
 
 def _path(key: str, file: Path) -> str:

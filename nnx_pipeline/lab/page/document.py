@@ -7,6 +7,7 @@ from itertools import zip_longest
 
 from rich.text import Text
 
+from nnx_pipeline.errors import counted
 from nnx_pipeline.lab.attribution.result import difference
 from nnx_pipeline.lab.comparison.outcome import Outcome
 from nnx_pipeline.lab.compile.measure import Measurement
@@ -143,7 +144,7 @@ def _summary(both: Sequence[tuple[Outcome, Outcome | None]]) -> Markup:
             )
     head = ("experiment", *_VERDICT)
     cells = [(named, *_verdict_and_memory(outcome)) for named, outcome in rows]
-    return tables.table(f"{len(both)} experiments", head, cells, numbers=len(_VERDICT) - 1)
+    return tables.table(counted(len(both), "experiment"), head, cells, numbers=len(_VERDICT) - 1)
 
 
 _VERDICT = ("verdict", "its b / a", *(f"{name}, MB" for name in QUANTITIES), "step, ms")

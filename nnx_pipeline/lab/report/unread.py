@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+from nnx_pipeline.errors import counted
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.hlo.unread import Unread
 
@@ -39,5 +40,7 @@ def _line(items: list[Unread]) -> str:
 
 
 def _called(item: Unread) -> str:
-    times = "an unknown number of times" if item.executed is None else f"{item.executed} times"
+    times = (
+        "an unknown number of times" if item.executed is None else counted(item.executed, "time")
+    )
     return f"{item.name} ({times} per step)"

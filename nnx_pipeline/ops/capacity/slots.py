@@ -19,7 +19,8 @@ class Slots(NamedTuple):
     device has the slots `[experts, batch, capacity]`.
 
     - `choices`: the choice of each slot; seq · chosen in an empty one.
-    - `places`: expert · capacity + slot of each choice; experts · capacity of a dropped one.
+    - `places`: expert · capacity + slot of each choice; experts · capacity of a dropped one, and
+      one more of one that was made for no expert, which is padding.
     """
 
     choices: Int[Array, "batch experts capacity"]
@@ -49,7 +50,8 @@ def capacity_of(length: int, chosen: int, experts: int, factor: float) -> int:
 def assign_slots(experts: Int[Array, "batch seq chosen"], num_experts: int, capacity: int) -> Slots:
     """Gives the choices of each sequence to the slots of their experts, until these are full.
 
-    - `experts`: the number of each chosen expert, the best one of a token first.
+    - `experts`: the number of each chosen expert, the best one of a token first; `num_experts` for
+      padding, which takes no slot.
     - `num_experts`, `capacity`: how many experts there are, and how many slots each has for a
       sequence.
 
@@ -65,8 +67,10 @@ def assign_slots(experts: Int[Array, "batch seq chosen"], num_experts: int, capa
         rows = jnp.minimum(starts[:, None] + slot, len(order.choices) - 1)
         taken = slot < order.sizes[:, None]
         choices = jnp.where(taken, order.choices[rows], len(order.choices))
-        rank = order.places.T - starts[experts]
-        places = jnp.where(rank < capacity, experts * capacity + rank, num_experts * capacity)
+        rank = order.places.T - starts.at[experts].get(mode="clip")
+        none = num_experts * capacity
+        places = jnp.where(rank < capacity, experts * capacity + rank, none)
+        places = jnp.where(experts < num_experts, places, none + 1)
         return choices.astype(jnp.int32), places.astype(jnp.int32)
 
     return Slots(*jax.vmap(one)(experts))

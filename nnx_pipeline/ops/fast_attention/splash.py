@@ -8,7 +8,7 @@ import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jaxtyping import Array, Float
 
-from nnx_pipeline.errors import InputError
+from nnx_pipeline.errors import InputError, counted
 from nnx_pipeline.ops.fast_attention.chunked import tiles_needed
 
 LANES = 128  # a block of keys is a multiple of what a TPU's vector unit reads at a time
@@ -44,8 +44,8 @@ class Splash:
         """
         if length % LANES:
             return (
-                f"a sequence of {length} tokens does not divide into blocks of {LANES}; take a "
-                f"multiple of {LANES}"
+                f"a sequence of {counted(length, 'token')} does not divide into blocks of {LANES}; "
+                f"take a multiple of {LANES}"
             )
         if jax.numpy.dtype(dtype) == jax.numpy.float16:
             return "model.dtype=float16 is no dtype of the kernel; take bfloat16 or float32"

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.errors import InputError, of_type
+from nnx_pipeline.errors import InputError, counted, of_type
 from nnx_pipeline.ops.cast import of_slices
 from nnx_pipeline.pipeline import entry
 from nnx_pipeline.pipeline.circular.accumulate import Accumulate
@@ -168,6 +168,6 @@ def _check_options(schedule: CircularSchedule, options: LoopOptions) -> None:
     if options.shift_by == "pad" and schedule.is_ring:
         raise InputError(
             "shift='pad' sends nothing from the last stage to the first, but with "
-            f"{schedule.microbatches} microbatches the first stage takes its input directly from "
-            "the last; choose more microbatches or 'slice'"
+            f"{counted(schedule.microbatches, 'microbatch')} the first stage takes its input "
+            "directly from the last; choose more microbatches or 'slice'"
         )

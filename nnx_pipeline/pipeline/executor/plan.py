@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from nnx_pipeline.errors import InputError
+from nnx_pipeline.errors import InputError, counted
 from nnx_pipeline.pipeline.executor.slots import share_slots
 from nnx_pipeline.pipeline.timetable.actions import (
     BACKWARD,
@@ -131,8 +131,9 @@ class _Planning:
         self.when, self.rank_of, self.last = actions.when, actions.rank_of, actions.stages - 1
         if len(functions) != actions.stages:
             raise InputError(
-                f"the timetable has {actions.stages} stages, and {len(functions)} stage functions "
-                "are given; give one for each stage, or one for all"
+                f"the timetable has {counted(actions.stages, 'stage')}, and was given "
+                f"{counted(len(functions), 'stage function')}; give one for each stage, "
+                "or one for all"
             )
         self.stages = tuple(
             tuple(np.flatnonzero(self.rank_of == rank).tolist()) for rank in range(actions.ranks)

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from nnx_pipeline.errors import InputError, of_type, one_of
+from nnx_pipeline.errors import InputError, counted, of_type, one_of
 from nnx_pipeline.pipeline import entry
 from nnx_pipeline.pipeline.closed import hoist
 from nnx_pipeline.pipeline.executor.loop import Functions, Loop
@@ -147,7 +147,8 @@ def _check(actions: Actions, weights: Weights, inputs: Inputs, options: LoopOpti
     on_mesh = mesh_sizes().get("stage", 1)
     if on_mesh != ranks:
         raise InputError(
-            f"the timetable has {ranks} ranks and the mesh stage={on_mesh}; make them equal"
+            f"the timetable has {counted(ranks, 'rank')} and the mesh stage={on_mesh}; make them "
+            "equal"
         )
     chunks = actions.stages // ranks
     for leaf in jax.tree.leaves(weights.stages) or [None]:
@@ -161,7 +162,7 @@ def _check(actions: Actions, weights: Weights, inputs: Inputs, options: LoopOpti
         if jax.numpy.shape(leaf)[:1] != (actions.microbatches,):
             raise InputError(
                 f"an input has shape {jax.numpy.shape(leaf)}; its first axis must be the "
-                f"{actions.microbatches} microbatches of the timetable"
+                f"{counted(actions.microbatches, 'microbatch')} of the timetable"
             )
     # Field by field: `bubble_fill`, which is read, may be NaN, and NaN is not equal to itself.
     defaults, how = LoopOptions(), options.accumulate or Accumulation()

@@ -18,6 +18,7 @@ from nnx_pipeline.ops.gradients import (
     no_gradient_to,
     or_zeros,
     refuse_perturbed,
+    scaled,
     values_of,
 )
 from nnx_pipeline.pipeline import entry
@@ -94,6 +95,10 @@ def run_one_f_one_b(
     - `options`: how the loop is run. Gradients always add up in the loop.
 
     As for `run_pipeline`, arrays may be placed elsewhere, and the functions may close over arrays.
+
+    The loop computes gradients for a cotangent of 1, and scales them afterwards, in float32. For
+    float16 it is therefore `leave` that multiplies the loss by a scale, and what is returned is
+    divided by it; `metric_weights` are multiplied too.
 
     Returns the loss, and its two parts, which have no gradient; with a state a pair, of these two
     and of what all visits left of the state. Raises InputError for shapes that do not fit the
@@ -310,7 +315,7 @@ def _run_backward(loop: AnyLoop, saved: Any, cotangents: Any) -> tuple[Held, Inp
             "share of each metric in it, or use the circular schedule"
         )
     d_loss = or_zeros(d_loss)
-    scaled, d_asked = jax.tree.map(lambda leaf: leaf * d_loss.astype(leaf.dtype), gradients)
+    d_weights, d_asked = jax.tree.map(lambda leaf: scaled(leaf, d_loss), gradients)
     d_inputs = no_gradient(inputs)
     if d_asked is not None:
         d_inputs = jax.tree.map(
@@ -319,7 +324,7 @@ def _run_backward(loop: AnyLoop, saved: Any, cotangents: Any) -> tuple[Held, Inp
             d_inputs,
             is_leaf=lambda leaf: leaf is None,
         )
-    return as_cotangents(scaled, weights), d_inputs, no_gradient(layers)
+    return as_cotangents(d_weights, weights), d_inputs, no_gradient(layers)
 
 
 by_loop.defvjp(_run_forward, _run_backward, symbolic_zeros=True)

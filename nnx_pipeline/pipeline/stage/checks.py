@@ -13,7 +13,7 @@ from flax import nnx
 from jax.extend.core import Var
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.errors import InputError
+from nnx_pipeline.errors import InputError, counted
 from nnx_pipeline.pipeline.metrics import of_visit
 from nnx_pipeline.pipeline.schedule import Schedule
 from nnx_pipeline.pipeline.stage.apply import ApplyMoving, ApplyStage, Moving
@@ -42,7 +42,7 @@ def check_arrays(params: PyTree, activations: PyTree, inputs: PyTree, schedule: 
         if jnp.shape(leaf)[:1] != (schedule.microbatches,):
             raise InputError(
                 f"an input has shape {jnp.shape(leaf)}; its first axis must be the "
-                f"{schedule.microbatches} microbatches of the schedule"
+                f"{counted(schedule.microbatches, 'microbatch')} of the schedule"
             )
     for leaf in jax.tree.leaves(activations):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -53,8 +53,8 @@ def check_arrays(params: PyTree, activations: PyTree, inputs: PyTree, schedule: 
     on_mesh = mesh_sizes().get("stage", schedule.stages)
     if on_mesh not in (1, schedule.stages):
         raise InputError(
-            f"the schedule has {schedule.stages} stages and the mesh stage={on_mesh}; make them "
-            "equal"
+            f"the schedule has {counted(schedule.stages, 'stage')} and the mesh stage={on_mesh}; "
+            "make them equal"
         )
 
 

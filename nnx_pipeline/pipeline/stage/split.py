@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.errors import InputError
+from nnx_pipeline.errors import InputError, counted
 from nnx_pipeline.pipeline.metrics import Max, MicrobatchMean, Sum, is_metric
 from nnx_pipeline.sharding import P, is_explicit
 
@@ -62,8 +62,9 @@ class BatchSplit:
         own = leaf.shape[0] // self.devices
         if own % self.parts:
             raise InputError(
-                f"each device has {own} sequences of a call of a layer, which do not split into "
-                f"pipeline.batch_split={self.parts} parts; choose a divisor, or larger microbatches"
+                f"a device has {counted(own, 'sequence')} of a call of a layer, which "
+                f"pipeline.batch_split={self.parts} does not divide; choose a divisor, "
+                "or larger microbatches"
             )
         small, kept = own // self.parts, leaf.ndim - 1
         cut = _reshaped(leaf, (self.devices, self.parts, small), kept)

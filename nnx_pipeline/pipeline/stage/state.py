@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.errors import InputError
+from nnx_pipeline.errors import InputError, counted
 from nnx_pipeline.pipeline.exchange.buffers import where
 from nnx_pipeline.pipeline.schedule import Schedule
 from nnx_pipeline.pipeline.stage.apply import at_repeat, select_repeat
@@ -97,7 +97,7 @@ def hold_state(state: PyTree, schedule: Schedule) -> Kept:
         if jnp.shape(x)[2:3] != (schedule.microbatches,):
             raise InputError(
                 f"a state PerMicrobatch has shape {jnp.shape(x)}; its third axis must be the "
-                f"{schedule.microbatches} microbatches of the schedule"
+                f"{counted(schedule.microbatches, 'microbatch')} of the schedule"
             )
         return jnp.moveaxis(x, 2, 1).reshape(-1, x.shape[1], *x.shape[3:])
 

@@ -5,6 +5,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from nnx_pipeline.errors import counted
 from nnx_pipeline.pipeline.schedule import Schedule
 from nnx_pipeline.pipeline.stack import Stack
 from nnx_pipeline.pipeline.timetable.text import letters, span
@@ -25,14 +26,14 @@ def summary_of_layers(stack: Stack, schedule: Schedule) -> str:
 
     - `stack`, `schedule`: as for `idle_share`.
     """
-    visit = f"{stack.per_stage} layer{'s' * (stack.per_stage > 1)}"
+    visit = counted(stack.per_stage, "layer")
     if not stack.padding:
-        return f"{stack.layers} layers: {visit} per visit of a stage, no padding"
+        return f"{counted(stack.layers, 'layer')}: {visit} per visit of a stage, no padding"
     places = stack.layers + stack.padding
     return (
-        f"{stack.layers} layers: {visit} per visit of a stage; {stack.padding} of {places} places "
-        f"are padding, so that bubble and padding take {idle_share(stack, schedule):.1%} of the "
-        "stages' time"
+        f"{counted(stack.layers, 'layer')}: {visit} per visit of a stage; {stack.padding} of "
+        f"{places} places are padding, so that bubble and padding take "
+        f"{idle_share(stack, schedule):.1%} of the stages' time"
     )
 
 
