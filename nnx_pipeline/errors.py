@@ -1,12 +1,29 @@
-"""The exception raised for bad input, suggestions for unknown names, and checks of values."""
+"""The exception raised for bad input, names in messages, and checks of values."""
 
 import difflib
 import math
 import os
+import re
 import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
+
+# What a terminal acts on, what reorders a line, and what UTF-8 cannot write: control characters,
+# marks and overrides of the direction of text, separators of lines, and lone surrogates.
+_ACTING = re.compile("[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str, keep: str = "") -> str:
+    r"""A text that can be shown: characters on which a terminal acts are written as escapes.
+
+    - `text`: such as the name of a tensor or a file, which others may have chosen.
+    - `keep`: characters that stay as they are, such as a newline.
+
+    >>> printable("norm\x1b[31m")
+    'norm\\x1b[31m'
+    """
+    return _ACTING.sub(lambda at: at[0] if at[0] in keep else repr(at[0])[1:-1], text)
 
 
 class InputError(ValueError):
@@ -15,6 +32,9 @@ class InputError(ValueError):
     The message states the rule, the value and what to change. The command line prints it as one
     line and exits with code 2.
     """
+
+    def __str__(self) -> str:
+        return printable(super().__str__(), keep="\n")
 
 
 def described(error: BaseException, most: int = 300) -> str:

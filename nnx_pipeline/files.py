@@ -1,4 +1,4 @@
-"""Reading and writing files and pictures; an interruption never leaves half a file.
+"""Files, pictures and the standard streams; an interruption never leaves half a file.
 
 Matplotlib is imported only when a picture is asked for.
 """
@@ -7,12 +7,13 @@ import functools
 import io
 import os
 import stat
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nnx_pipeline.ending import cleared_away
-from nnx_pipeline.errors import InputError
+from nnx_pipeline.errors import InputError, printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -76,6 +77,27 @@ def read_text(path: str) -> str:
         raise InputError(f"{path} cannot be read: {why}; name another file") from error
 
 
+def say(text: str, keep: str = "") -> None:
+    """Writes a text as a line to standard error, at once: other threads write there too.
+
+    - `keep`: characters that stay as they are, such as the newlines of a help.
+    """
+    # In one piece, as `print` does not.
+    sys.stderr.write(f"{printable(text, keep)}\n")
+    sys.stderr.flush()
+
+
+def write(text: str) -> None:
+    """Writes a text to standard output, with its newlines and tabs and a newline after it."""
+    print(printable(text, keep="\n\t"))
+
+
+def use_any_encoding() -> None:
+    """From now on characters that standard output's encoding lacks are written as `?`."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
 def check_picture(path: str | None, option: str = "--picture") -> None:
     """Raises InputError if no picture can be written to `path`; to be called before any work.
 
@@ -101,6 +123,7 @@ def save_figure(figure: "Figure", path: str) -> None:
     - `path`: the file; its suffix, `.png` or `.svg`, decides the format.
     """
     import matplotlib
+    from matplotlib.text import Text
 
     kind = Path(path).suffix.lower().removeprefix(".")
     # Text stays text in an SVG, in place of outlines, and the same figure gives the same bytes: no
@@ -108,6 +131,8 @@ def save_figure(figure: "Figure", path: str) -> None:
     options = matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "nnx-pipeline"})
     metadata = {"Date": None} if kind == "svg" else None
     drawn = io.BytesIO()
+    for text in figure.findobj(Text):
+        text.set(text=printable(text.get_text(), keep="\n"), parse_math=False)
     with options:
         figure.savefig(drawn, format=kind, dpi=150, metadata=metadata)
     write_whole(path, drawn.getvalue())

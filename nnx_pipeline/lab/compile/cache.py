@@ -5,13 +5,12 @@ import hashlib
 import json
 import os
 import re
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nnx_pipeline.files import write_text
+from nnx_pipeline.files import say, write_text
 
 FOLDER_VARIABLE = "NNX_PIPELINE_CACHE"
 LONGEST_DAYS, MOST_BYTES = 30, 256 * 2**20
@@ -35,7 +34,7 @@ class Cache:
         folder: Path | None,
         *,
         fresh: bool = False,
-        warn: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
+        warn: Callable[[str], None] = say,
     ) -> None:
         self.folder, self.fresh, self.warn = folder, fresh, warn
         self._pruned = False
