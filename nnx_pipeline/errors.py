@@ -4,6 +4,7 @@ import difflib
 import math
 import os
 import re
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable
@@ -24,6 +25,10 @@ def printable(text: str, keep: str = "") -> str:
     'norm\\x1b[31m'
     """
     return _ACTING.sub(lambda at: at[0] if at[0] in keep else repr(at[0])[1:-1], text)
+
+
+MOST = 2**31 - 1  # of anything that is counted: compilers and indices have 32 bits
+LARGEST = sys.float_info.max
 
 
 class InputError(ValueError):
@@ -68,6 +73,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"choose one of: {', '.join(known)}"
 
 
+def shown(value: object) -> str:
+    """A value in a message as Python writes it; of a huge number, which it may not, the size."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a number of {value.bit_length()} bits"
+    return repr(value)
+
+
 def kind_of(value: object) -> str:
     """What a value is, in a message: dtype and shape of an array, of anything else its type.
 
@@ -101,7 +113,7 @@ def one_of(field: str, value: object, choices: Iterable[object]) -> None:
         cure = nearest(str(value), map(str, choices))
         if len(choices) == 1:
             cure = f"so far {choices[0]!r} is the only choice"
-        raise InputError(f"{field}={value!r} is not known; {cure}")
+        raise InputError(f"{field}={shown(value)} is not known; {cure}")
 
 
 def of_type(name: str, value: object, kind: type) -> None:
@@ -136,7 +148,8 @@ def is_divisor(value: int, whole: int, *, rule: str) -> None:
     - `rule`: the text that says what does not divide; the error adds all values that do.
     """
     if whole % value:
-        fitting = ", ".join(str(one) for one in range(1, whole + 1) if whole % one == 0)
+        small = [one for one in range(1, math.isqrt(whole) + 1) if whole % one == 0]
+        fitting = ", ".join(map(str, sorted({*small, *(whole // one for one in small)})))
         raise InputError(f"{rule}; choose one of: {fitting}")
 
 
@@ -148,8 +161,8 @@ def number(config: object, name: str) -> float:
     """
     # bool is a subclass of int, and True is not meant as a number.
     value = getattr(config, name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InputError(f"{name}={value!r} is not a finite number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
+        raise InputError(f"{name}={shown(value)} is not a finite number")
     return value
 
 
@@ -163,19 +176,26 @@ def at_least(config: object, minimum: float, *names: str) -> None:
     for name in names:
         if number(config, name) < minimum:
             value = getattr(config, name)
-            raise InputError(f"{name}={value!r} is out of range; choose {minimum} or more")
+            raise InputError(f"{name}={shown(value)} is out of range; choose {minimum} or more")
 
 
 def above_zero(config: object, *names: str) -> None:
     """Raises InputError unless all fields `names` of `config` are numbers above 0."""
     for name in names:
         if number(config, name) <= 0:
-            raise InputError(f"{name}={getattr(config, name)!r} must be above 0")
+            raise InputError(f"{name}={shown(getattr(config, name))} must be above 0")
 
 
-def whole(config: object, *names: str) -> None:
-    """Raises InputError unless all fields `names` of `config` are whole numbers of 1 or more."""
+def whole(config: object, *names: str, most: int = MOST) -> None:
+    """Raises InputError unless fields are whole numbers of 1 or more.
+
+    - `config`: the object that has the fields.
+    - `names`: the names of the fields.
+    - `most`: the largest number that is allowed.
+    """
     for name in names:
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{name}={value!r} is not a whole number of 1 or more")
+            raise InputError(f"{name}={shown(value)} is not a whole number of 1 or more")
+        if value > most:
+            raise InputError(f"{name}={shown(value)} is out of range; choose {most} or less")

@@ -6,6 +6,7 @@ Matplotlib is imported only when a picture is asked for.
 import functools
 import io
 import os
+import re
 import stat
 import sys
 import tempfile
@@ -21,6 +22,28 @@ if TYPE_CHECKING:
 KINDS = (".png", ".svg")
 
 
+# Of a file that is read as a whole: of settings and timetables, and of texts to train on.
+MOST_SETTINGS, MOST_TEXT = 2**28, 2**31
+_ADDRESS = re.compile("[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+def local(path: str | os.PathLike[str]) -> Path:
+    """The path of a file or a folder that the user named.
+
+    - `path`: of the file system. One that begins as an address does, such as `gs://`, is never a
+      folder of that name: what was to be in an object store would be on this disk.
+
+    Raises InputError for an address.
+    """
+    named = os.fspath(path)
+    if _ADDRESS.match(named):
+        raise InputError(
+            f"{named} is an address, and only files and folders of this machine are read and "
+            "written; copy what it names, and give the path of the copy"
+        )
+    return Path(named)
+
+
 def write_whole(path: str, content: bytes) -> None:
     """Writes the whole file or nothing; an old file stays until the new one is complete.
 
@@ -29,19 +52,24 @@ def write_whole(path: str, content: bytes) -> None:
     The permissions are those of the old file, or the usual ones of a new file. Raises OSError,
     which names `path` and not a temporary file.
     """
-    target = Path(path).resolve()
+    target = local(path).resolve()
     try:
         if target.exists() and not target.is_file():
             target.write_bytes(content)
         else:
-            _replace(target, content)
+            replace(target, content)
     except OSError as error:
         raise OSError(error.errno, error.strerror, path) from error
 
 
-def _replace(target: Path, content: bytes) -> None:
-    """Writes a temporary file in the same folder and renames it to `target`."""
-    mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~_umask()
+def replace(target: Path, content: bytes) -> None:
+    """Writes a file under another name in the same folder and renames it.
+
+    - `target`: the file; a link, a pipe or anything else of that name is replaced and not written
+      to, but for a folder.
+    """
+    old = target.lstat().st_mode if os.path.lexists(target) else 0
+    mode = stat.S_IMODE(old) if stat.S_ISREG(old) else 0o666 & ~_umask()
     # The temporary name does not contain the target's, which may have the greatest length allowed.
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".nnx-pipeline.")
     undo = functools.partial(Path(temporary).unlink, missing_ok=True)
@@ -68,10 +96,39 @@ def write_text(path: str, text: str) -> None:
     write_whole(path, text.encode())
 
 
-def read_text(path: str) -> str:
-    """The text of a file that the user named; raises InputError where it cannot be read."""
+def read_regular(path: str | os.PathLike[str], most: int = MOST_SETTINGS) -> str:
+    """The text of a file, in UTF-8 with or without a mark at its beginning.
+
+    - `path`: of a regular file: a pipe would be waited for, and a device may have no end.
+    - `most`: bytes that it may have.
+
+    Raises InputError for anything else than a regular file and for one that is too large, OSError,
+    and UnicodeDecodeError.
+    """
+    with open(local(path), encoding="utf-8-sig", opener=_at_once) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise InputError(f"{path} cannot be read: it is not a regular file; name another file")
+        if found.st_size > most:
+            raise InputError(
+                f"{path} cannot be read: it has {found.st_size:,} bytes, more than {most:,}; name "
+                "another file"
+            )
+        return file.read()
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Opens a file; a pipe too, without waiting until somebody writes to it."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def read_text(path: str, most: int = MOST_SETTINGS) -> str:
+    """The text of a file that the user named; raises InputError where it cannot be read.
+
+    - `most`: bytes that it may have.
+    """
     try:
-        return Path(path).read_text("utf-8-sig")
+        return read_regular(path, most)
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
         raise InputError(f"{path} cannot be read: {why}; name another file") from error

@@ -59,7 +59,7 @@ class MeshConfig:
                 raise InputError(f"mesh {text!r} has no axis {name!r}; {nearest(name, AXES)}")
             if name in sizes:
                 raise InputError(f"mesh {text!r} names {name} twice; name each axis once")
-            if not separator or not size.isdecimal():
+            if not separator or not size.isdecimal() or len(size) > 9:
                 raise InputError(f"mesh {text!r}: write {name}=N with a whole number of 1 or more")
             sizes[name] = int(size)
         return cls(**sizes)

@@ -131,7 +131,7 @@ class Drawing:
 def _ids(option: str, text: str) -> tuple[int, ...]:
     """The token ids in a text such as `1,2,3`."""
     parts = [part.strip() for part in text.split(",")] if text.strip() else []
-    if not all(part.isdecimal() for part in parts):
+    if not all(part.isdecimal() and len(part) <= 10 for part in parts):
         raise InputError(
             f"{option} {text!r} is not a list of token ids; write whole numbers with commas "
             "between them, such as 1,2,3"

@@ -25,6 +25,7 @@ from nnx_pipeline.files import say, use_any_encoding
 from nnx_pipeline.lab.report.output import Screen
 
 FAILED, BAD_INPUT = 1, 2
+LONGEST_LINE = 4_000  # characters of an error
 
 
 class Failed(Exception):
@@ -56,6 +57,8 @@ def main_of(group: click.Group, name: str) -> Callable[[], None]:
             _end(f"{name}: {error}", BAD_INPUT)
         except Failed as error:
             _end(f"{name}: {error}", FAILED)
+        except RecursionError:
+            _end(f"{name}: what was given is nested too deeply; give something flatter", BAD_INPUT)
         except (click.Abort, KeyboardInterrupt):
             _end(ending.line(name, ending.INTERRUPTED), ending.INTERRUPTED)
         except OSError as error:
@@ -80,7 +83,10 @@ def _code(error: OSError) -> int:
 
 def _end(message: str, code: int) -> None:
     """Prints the message as one line on standard error and exits with that code."""
-    say(" ".join(message.split()))
+    words = " ".join(message.split())
+    if len(words) > LONGEST_LINE:  # the beginning has the rule, and the end has the cure
+        words = f"{words[: LONGEST_LINE // 2]} … {words[-LONGEST_LINE // 2 :]}"
+    say(words)
     sys.exit(code)
 
 

@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 from nnx_pipeline.errors import InputError, printable
-from nnx_pipeline.files import write, write_text
+from nnx_pipeline.files import local, write, write_text
 
 WIDTH_OF_FILES = 140  # columns, where the output is no terminal
 
@@ -44,6 +44,7 @@ def check_writable(path: str | None, option: str) -> None:
     """
     if path is None or path == "-":
         return
+    local(path)
     # Called only for the OSError of a name that is too long or of links in a circle.
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         os.stat(path)
