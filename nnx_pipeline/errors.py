@@ -4,6 +4,7 @@ import difflib
 import math
 import os
 import re
+import reprlib
 import sys
 import sysconfig
 import traceback
@@ -29,6 +30,8 @@ def printable(text: str, keep: str = "") -> str:
 
 MOST = 2**31 - 1  # of anything that is counted: compilers and indices have 32 bits
 LARGEST = sys.float_info.max
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel, _BRIEF.maxstring, _BRIEF.maxother = 4, 200, 200
 
 
 class InputError(ValueError):
@@ -74,10 +77,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def shown(value: object) -> str:
-    """A value in a message as Python writes it; of a huge number, which it may not, the size."""
+    """A value in a message as Python writes it; of one that is long, deep or huge not all of it.
+
+    >>> shown([[["a"]]])
+    "[[['a']]]"
+    """
     if isinstance(value, int) and value.bit_length() > 256:
-        return f"a number of {value.bit_length()} bits"
-    return repr(value)
+        return f"a number of {value.bit_length()} bits"  # Python refuses to write some of them
+    return _BRIEF.repr(value)
 
 
 def kind_of(value: object) -> str:
@@ -110,7 +117,8 @@ def one_of(field: str, value: object, choices: Iterable[object]) -> None:
     choices = tuple(choices)
     # The types are compared too, because True == 1 and 1.0 == 1.
     if not any(value == choice and type(value) is type(choice) for choice in choices):
-        cure = nearest(str(value), map(str, choices))
+        named = value if isinstance(value, str) else shown(value)
+        cure = nearest(named, map(str, choices))
         if len(choices) == 1:
             cure = f"so far {choices[0]!r} is the only choice"
         raise InputError(f"{field}={shown(value)} is not known; {cure}")

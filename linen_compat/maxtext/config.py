@@ -15,7 +15,7 @@ from nnx_pipeline import Config, InputError, ModelConfig, PipelineConfig, TrainC
 from nnx_pipeline.config.config import SECTIONS
 from nnx_pipeline.config.overrides import known_keys
 from nnx_pipeline.config.presets import PRESETS
-from nnx_pipeline.errors import nearest, one_of
+from nnx_pipeline.errors import nearest, one_of, shown
 from nnx_pipeline.files import local, read_text
 from nnx_pipeline.remat import POLICIES
 
@@ -156,11 +156,11 @@ def _check_keys(given: Mapping[str, Any]) -> None:
             if key == "base_config":
                 cure = "other files are not read; put its keys into this one"
             raise InputError(
-                f"{key}={value!r} is not a MaxText key that this project knows; {cure}"
+                f"{key}={shown(value)} is not a MaxText key that this project knows; {cure}"
             )
         if kind == "fixed" and not keys.is_accepted(key, value):
             raise InputError(
-                f"{key}={value!r} is not supported; this project computes with "
+                f"{key}={shown(value)} is not supported; this project computes with "
                 f"{key}={keys.FIXED[key][0]!r}"
             )
 

@@ -25,7 +25,7 @@ from nnx_pipeline.files import say, use_any_encoding
 from nnx_pipeline.lab.report.output import Screen
 
 FAILED, BAD_INPUT = 1, 2
-LONGEST_LINE = 4_000  # characters of an error
+LONGEST_LINE = 2_000  # characters of an error
 
 
 class Failed(Exception):

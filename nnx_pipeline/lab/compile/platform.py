@@ -114,7 +114,10 @@ class Platform:
                     f"platform {text!r} has no such GPU; choose one of: {', '.join(CUDA_TARGETS)}"
                 )
             if not re.fullmatch(r"[1-9][0-9]{0,5}", topology):
-                raise InputError(f"platform {text!r} needs a number of GPUs; write {example}")
+                raise InputError(
+                    f"platform {text!r} needs a number of GPUs, of six digits at most; write "
+                    f"{example}"
+                )
         elif not re.fullmatch(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,3}){0,3}", topology):
             raise InputError(f"platform {text!r} has no topology like 2x2x2; write {example}")
         return cls(kind, target, topology)
