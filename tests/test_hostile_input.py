@@ -305,6 +305,7 @@ SIZES = [
     ("schedule", "--stages", "4", "--microbatches", "8", "--layers", "300000000"),
     ("schedule", "--stages", "4", "--microbatches", "8", "--repeats", "300000000"),
     ("schedule", "--stages", "4", "--microbatches", DIGITS),
+    ("schedule", "--stages", "2", "--microbatches", "50000", "--both", "x.svg"),
     ("schedule", "--stages", DIGITS[:4000], "--microbatches", DIGITS[:4000]),
     ("lint", *TINY, "--set", "model.num_layers=1000000000"),
     ("lint", *TINY, "--set", f"model.num_layers={DIGITS}"),
