@@ -286,6 +286,22 @@ def test_odd_files(run, bridge, tmp_path: Path, monkeypatch, kind: str) -> None:
         assert "Traceback" not in ended.err
 
 
+def test_a_pipe_in_the_place_of_a_file_of_a_checkpoint(bridge, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    shutil.copytree(checkpoint("unscanned") / "2" / "items", whole)
+    files = [path.relative_to(whole) for path in whole.rglob("*") if path.is_file()]
+    assert len(files) > 5
+    for file in files:
+        damaged = tmp_path / "damaged"
+        shutil.copytree(whole, damaged)
+        (damaged / file).unlink()
+        os.mkfifo(damaged / file)
+        ended = bridge("convert", damaged, tmp_path / "out", "--to", "nnx")
+        assert ended.code == 1, file
+        assert f"{damaged / file} is not a regular file" in ended.err
+        shutil.rmtree(damaged)
+
+
 def test_values_in_messages() -> None:
     """Python itself refuses to write the first, and takes minutes for the second."""
     assert shown(16**5000 - 1) == "a number of 20000 bits"

@@ -3,6 +3,7 @@
 import ast
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +120,7 @@ def check_index(items: Path) -> None:
 
     Raises Mismatch, naming the file, when one of them is damaged or missing.
     """
+    _check_regular(items)
     metadata = read_metadata(items)
     if (items / SHARDING).exists():
         _read_json(items / SHARDING)
@@ -137,6 +139,14 @@ def check_index(items: Path) -> None:
             f"{items / MANIFEST} is missing, without which {_arrays(metadata)} cannot be found; "
             "take an earlier checkpoint, or restore that file"
         )
+
+
+def _check_regular(items: Path) -> None:
+    """Raises Mismatch for a pipe or a device in a checkpoint, which TensorStore would wait for."""
+    for folder, _, names in os.walk(items):
+        for path in (Path(folder) / name for name in names):
+            if path.exists() and not path.is_file():
+                raise Mismatch(f"{path} is not a regular file, the checkpoint is damaged")
 
 
 def check_databases(items: Path) -> None:
