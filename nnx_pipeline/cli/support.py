@@ -169,7 +169,7 @@ def _lines(what: str, total: int, text: str, done: int) -> Callable[..., None]:
     """What `bar` yields where there is no terminal."""
     began = said = time.monotonic()
 
-    def say(text: str) -> None:
+    def tell(text: str) -> None:
         count = _count(done, total, time.monotonic() - began)
         say(f"{what}: {count}, {text}")
 
@@ -178,9 +178,9 @@ def _lines(what: str, total: int, text: str, done: int) -> Callable[..., None]:
         done += by
         if done == total or time.monotonic() - said >= LINE_EVERY:
             said = time.monotonic()
-            say(text)
+            tell(text)
 
-    say(text)
+    tell(text)
     return advance
 
 
