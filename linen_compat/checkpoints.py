@@ -19,6 +19,7 @@ from linen_compat.loading import load
 from linen_compat.named_config import RUN_CONFIG, config_of, read_config
 from linen_compat.train_state import load_train_state, save_train_state
 from nnx_pipeline import Config, InputError
+from nnx_pipeline.files import local, read_regular
 from nnx_pipeline.train import TrainState
 from nnx_pipeline.train.saved import Origin, SavedRun
 
@@ -70,13 +71,13 @@ def saved_run(folder: str | Path) -> SavedRun | None:
 
     Raises InputError where its files cannot be read, and where its newest step is damaged.
     """
-    file = Path(folder) / ORIGIN_FILE
+    file = local(folder) / ORIGIN_FILE
     if not str(folder) or not file.is_file():
         return None
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+        found = yaml.safe_load(read_regular(file))
         origin = Origin(**found)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError, TypeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(
             f"{file} cannot be read ({reason}), so that training cannot go on with the same "

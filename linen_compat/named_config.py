@@ -9,6 +9,7 @@ from linen_compat.formats.orbax.inspect import existing_folder, inspect
 from linen_compat.formats.streams import Mismatch
 from linen_compat.maxtext import config
 from nnx_pipeline import Config, InputError
+from nnx_pipeline.files import local
 
 RUN_CONFIG = "config.yml"  # of a run, beside its steps
 
@@ -24,7 +25,7 @@ def read_config(name: str, checkpoint: str | Path | None = None) -> Config:
 
     Raises InputError when it is none of them, and where there is no checkpoint.
     """
-    file = Path(name)
+    file = local(name)
     if name and file.is_dir():
         file /= CONFIG_FILE
         if not file.is_file():

@@ -1,14 +1,39 @@
-"""The exception raised for bad input, suggestions for unknown names, and checks of values."""
+"""The exception raised for bad input, names in messages, and checks of values."""
 
 import difflib
 import importlib
 import math
 import os
+import re
+import reprlib
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+# What a terminal acts on, what reorders a line, and what UTF-8 cannot write: control characters,
+# marks and overrides of the direction of text, separators of lines, and lone surrogates.
+_ACTING = re.compile("[\0-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str, keep: str = "") -> str:
+    r"""A text that can be shown: characters on which a terminal acts are written as escapes.
+
+    - `text`: such as the name of a tensor or a file, which others may have chosen.
+    - `keep`: characters that stay as they are, such as a newline.
+
+    >>> printable("norm\x1b[31m")
+    'norm\\x1b[31m'
+    """
+    return _ACTING.sub(lambda at: at[0] if at[0] in keep else repr(at[0])[1:-1], text)
+
+
+MOST = 2**31 - 1  # of anything that is counted: compilers and indices have 32 bits
+LARGEST = sys.float_info.max
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel, _BRIEF.maxstring, _BRIEF.maxother = 4, 200, 200
 
 
 class InputError(ValueError):
@@ -17,6 +42,9 @@ class InputError(ValueError):
     The message states the rule, the value and what to change. The command line prints it as one
     line and exits with code 2.
     """
+
+    def __str__(self) -> str:
+        return printable(super().__str__(), keep="\n")
 
 
 def described(error: BaseException, most: int = 300) -> str:
@@ -71,6 +99,17 @@ def install(extra: str) -> str:
     return f"pip install 'nnx-pipeline[{extra}]'"
 
 
+def shown(value: object) -> str:
+    """A value in a message as Python writes it; of one that is long, deep or huge not all of it.
+
+    >>> shown([[["a"]]])
+    "[[['a']]]"
+    """
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a number of {value.bit_length()} bits"  # Python refuses to write some of them
+    return _BRIEF.repr(value)
+
+
 def kind_of(value: object) -> str:
     """What a value is, in a message: dtype and shape of an array, of anything else its type.
 
@@ -106,10 +145,11 @@ def one_of(field: str, value: object, choices: Iterable[object]) -> None:
     choices = tuple(choices)
     # The types are compared too, because True == 1 and 1.0 == 1.
     if not any(value == choice and type(value) is type(choice) for choice in choices):
-        cure = nearest(str(value), map(str, choices))
+        named = value if isinstance(value, str) else shown(value)
+        cure = nearest(named, map(str, choices))
         if len(choices) == 1:
             cure = f"so far {choices[0]!r} is the only choice"
-        raise InputError(f"{field}={value!r} is not known; {cure}")
+        raise InputError(f"{field}={shown(value)} is not known; {cure}")
 
 
 def of_type(name: str, value: object, kind: type) -> None:
@@ -144,7 +184,8 @@ def is_divisor(value: int, whole: int, *, rule: str) -> None:
     - `rule`: the text that says what does not divide; the error adds all values that do.
     """
     if whole % value:
-        fitting = ", ".join(str(one) for one in range(1, whole + 1) if whole % one == 0)
+        small = [one for one in range(1, math.isqrt(whole) + 1) if whole % one == 0]
+        fitting = ", ".join(map(str, sorted({*small, *(whole // one for one in small)})))
         raise InputError(f"{rule}; choose one of: {fitting}")
 
 
@@ -156,8 +197,8 @@ def number(config: object, name: str) -> float:
     """
     # bool is a subclass of int, and True is not meant as a number.
     value = getattr(config, name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InputError(f"{name}={value!r} is not a finite number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
+        raise InputError(f"{name}={shown(value)} is not a finite number")
     return value
 
 
@@ -171,19 +212,26 @@ def at_least(config: object, minimum: float, *names: str) -> None:
     for name in names:
         if number(config, name) < minimum:
             value = getattr(config, name)
-            raise InputError(f"{name}={value!r} is out of range; choose {minimum} or more")
+            raise InputError(f"{name}={shown(value)} is out of range; choose {minimum} or more")
 
 
 def above_zero(config: object, *names: str) -> None:
     """Raises InputError unless all fields `names` of `config` are numbers above 0."""
     for name in names:
         if number(config, name) <= 0:
-            raise InputError(f"{name}={getattr(config, name)!r} must be above 0")
+            raise InputError(f"{name}={shown(getattr(config, name))} must be above 0")
 
 
-def whole(config: object, *names: str) -> None:
-    """Raises InputError unless all fields `names` of `config` are whole numbers of 1 or more."""
+def whole(config: object, *names: str, most: int = MOST) -> None:
+    """Raises InputError unless fields are whole numbers of 1 or more.
+
+    - `config`: the object that has the fields.
+    - `names`: the names of the fields.
+    - `most`: the largest number that is allowed.
+    """
     for name in names:
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{name}={value!r} is not a whole number of 1 or more")
+            raise InputError(f"{name}={shown(value)} is not a whole number of 1 or more")
+        if value > most:
+            raise InputError(f"{name}={shown(value)} is out of range; choose {most} or less")

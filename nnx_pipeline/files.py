@@ -1,4 +1,4 @@
-"""Reading and writing files and pictures; an interruption never leaves half a file.
+"""Files, pictures and the standard streams; an interruption never leaves half a file.
 
 Matplotlib is imported only when a picture is asked for.
 """
@@ -6,18 +6,42 @@ Matplotlib is imported only when a picture is asked for.
 import functools
 import io
 import os
+import re
 import stat
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nnx_pipeline.ending import cleared_away
-from nnx_pipeline.errors import InputError, optional
+from nnx_pipeline.errors import InputError, optional, printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 KINDS = (".png", ".svg")
+
+
+# Of a file that is read as a whole: of settings and timetables, and of texts to train on.
+MOST_SETTINGS, MOST_TEXT = 2**28, 2**31
+_ADDRESS = re.compile("[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+def local(path: str | os.PathLike[str]) -> Path:
+    """The path of a file or a folder that the user named.
+
+    - `path`: of the file system. One that begins as an address does, such as `gs://`, is never a
+      folder of that name: what was to be in an object store would be on this disk.
+
+    Raises InputError for an address.
+    """
+    named = os.fspath(path)
+    if _ADDRESS.match(named):
+        raise InputError(
+            f"{named} is an address, and only files and folders of this machine are read and "
+            "written; copy what it names, and give the path of the copy"
+        )
+    return Path(named)
 
 
 def write_whole(path: str, content: bytes) -> None:
@@ -28,19 +52,24 @@ def write_whole(path: str, content: bytes) -> None:
     The permissions are those of the old file, or the usual ones of a new file. Raises OSError,
     which names `path` and not a temporary file.
     """
-    target = Path(path).resolve()
+    target = local(path).resolve()
     try:
         if target.exists() and not target.is_file():
             target.write_bytes(content)
         else:
-            _replace(target, content)
+            replace(target, content)
     except OSError as error:
         raise OSError(error.errno, error.strerror, path) from error
 
 
-def _replace(target: Path, content: bytes) -> None:
-    """Writes a temporary file in the same folder and renames it to `target`."""
-    mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~_umask()
+def replace(target: Path, content: bytes) -> None:
+    """Writes a file under another name in the same folder and renames it.
+
+    - `target`: the file; a link, a pipe or anything else of that name is replaced and not written
+      to, but for a folder.
+    """
+    old = target.lstat().st_mode if os.path.lexists(target) else 0
+    mode = stat.S_IMODE(old) if stat.S_ISREG(old) else 0o666 & ~_umask()
     # The temporary name does not contain the target's, which may have the greatest length allowed.
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".nnx-pipeline.")
     undo = functools.partial(Path(temporary).unlink, missing_ok=True)
@@ -67,13 +96,63 @@ def write_text(path: str, text: str) -> None:
     write_whole(path, text.encode())
 
 
-def read_text(path: str) -> str:
-    """The text of a file that the user named; raises InputError where it cannot be read."""
+def read_regular(path: str | os.PathLike[str], most: int = MOST_SETTINGS) -> str:
+    """The text of a file, in UTF-8 with or without a mark at its beginning.
+
+    - `path`: of a regular file: a pipe would be waited for, and a device may have no end.
+    - `most`: bytes that it may have.
+
+    Raises InputError for anything else than a regular file and for one that is too large, OSError,
+    and UnicodeDecodeError.
+    """
+    with open(local(path), encoding="utf-8-sig", opener=_at_once) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise InputError(f"{path} cannot be read: it is not a regular file; name another file")
+        if found.st_size > most:
+            raise InputError(
+                f"{path} cannot be read: it has {found.st_size:,} bytes, more than {most:,}; name "
+                "another file"
+            )
+        return file.read()
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Opens a file; a pipe too, without waiting until somebody writes to it."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def read_text(path: str, most: int = MOST_SETTINGS) -> str:
+    """The text of a file that the user named; raises InputError where it cannot be read.
+
+    - `most`: bytes that it may have.
+    """
     try:
-        return Path(path).read_text("utf-8-sig")
+        return read_regular(path, most)
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
         raise InputError(f"{path} cannot be read: {why}; name another file") from error
+
+
+def say(text: str, keep: str = "") -> None:
+    """Writes a text as a line to standard error, at once: other threads write there too.
+
+    - `keep`: characters that stay as they are, such as the newlines of a help.
+    """
+    # In one piece, as `print` does not.
+    sys.stderr.write(f"{printable(text, keep)}\n")
+    sys.stderr.flush()
+
+
+def write(text: str) -> None:
+    """Writes a text to standard output, with its newlines and tabs and a newline after it."""
+    print(printable(text, keep="\n\t"))
+
+
+def use_any_encoding() -> None:
+    """From now on characters that standard output's encoding lacks are written as `?`."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def check_picture(path: str | None, option: str = "--picture") -> None:
@@ -96,6 +175,7 @@ def save_figure(figure: "Figure", path: str) -> None:
     - `path`: the file; its suffix, `.png` or `.svg`, decides the format.
     """
     import matplotlib
+    from matplotlib.text import Text
 
     kind = Path(path).suffix.lower().removeprefix(".")
     # Text stays text in an SVG, in place of outlines, and the same figure gives the same bytes: no
@@ -103,6 +183,8 @@ def save_figure(figure: "Figure", path: str) -> None:
     options = matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "nnx-pipeline"})
     metadata = {"Date": None} if kind == "svg" else None
     drawn = io.BytesIO()
+    for text in figure.findobj(Text):
+        text.set(text=printable(text.get_text(), keep="\n"), parse_math=False)
     with options:
         figure.savefig(drawn, format=kind, dpi=150, metadata=metadata)
     write_whole(path, drawn.getvalue())

@@ -59,8 +59,11 @@ class MeshConfig:
                 raise InputError(f"mesh {text!r} has no axis {name!r}; {nearest(name, AXES)}")
             if name in sizes:
                 raise InputError(f"mesh {text!r} names {name} twice; name each axis once")
-            if not separator or not size.isdecimal():
-                raise InputError(f"mesh {text!r}: write {name}=N with a whole number of 1 or more")
+            if not separator or not size.isdecimal() or len(size) > 9:
+                raise InputError(
+                    f"mesh {text!r}: write {name}=N with a whole number of 1 or more, of nine "
+                    "digits at most"
+                )
             sizes[name] = int(size)
         return cls(**sizes)
 

@@ -356,10 +356,34 @@ def test_the_oldest_go_where_there_is_too_much(
     assert left == ["0", "4", "5"]
 
 
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "pipe", "device"])
+def test_what_is_no_file_in_the_place_of_an_entry_is_replaced(tmp_path: Path, kind: str) -> None:
+    """What a link leads to stays as it is, and nothing is waited for."""
+    folder, victim = tmp_path / "cache", tmp_path / "victim"
+    folder.mkdir()
+    path = folder / f"{KEY}.json"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero" if kind == "device" else victim)
+    if kind == "link":
+        victim.write_text("precious")
+    cache = Cache(folder, warn=pytest.fail)
+    assert cache.get(KEY) is None
+    cache.put(KEY, 3)
+    assert (cache.get(KEY) or pytest.fail("nothing kept"))[0] == 3
+    assert (path.is_symlink(), path.is_file()) == (False, True)
+    left = {"cache", "victim"} if kind == "link" else {"cache"}
+    assert {one.name for one in tmp_path.iterdir()} == left
+    assert kind != "link" or victim.read_text() == "precious"
+
+
 def test_a_file_that_another_process_takes_away(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / f"{'1' * 64}.json").symlink_to(tmp_path / "gone")
+    listed = [*tmp_path.iterdir(), tmp_path / f"{'2' * 64}.json"]
+    monkeypatch.setattr(Path, "iterdir", lambda folder: iter(listed))
     cache = Cache(tmp_path, warn=pytest.fail)
     cache.put(KEY, 1)
     assert cache.get(KEY) is not None

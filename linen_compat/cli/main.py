@@ -159,7 +159,7 @@ def check(
         if first_difference.place is not None:
             problems.append(f"{first_difference.place} differs from MaxText's mathematics")
     result = {**result, "problems": problems, "fits": not problems}
-    emit_json(json_path, views.printable(result))
+    emit_json(json_path, result)
     if problems:
         raise Failed(f"{checkpoint} does not fit {config_name}: {views.first_of(problems)}")
 

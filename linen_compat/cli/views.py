@@ -2,9 +2,8 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -20,8 +19,9 @@ from linen_compat.convert import Plan
 from linen_compat.formats.orbax.inspect import Inspection
 from linen_compat.formats.orbax.layouts import HUGGINGFACE
 from linen_compat.formats.streams import Progress as Passed
-from nnx_pipeline.errors import counted
+from nnx_pipeline.errors import counted, printable
 from nnx_pipeline.lab.report.columns import Column, Columns, figures
+from nnx_pipeline.lab.report.output import Screen
 
 _SHOWN = 40  # lines about single leaves
 
@@ -102,22 +102,8 @@ def _named(reason: str, names: tuple[str, ...], shown: int = 5) -> str:
 
 
 def _text(words: str) -> Text:
-    """Text that is shown as it is, so that brackets in the name of a file are not markup."""
+    """A line, in which no name begins another one."""
     return Text(printable(words))
-
-
-def printable(value: Any) -> Any:
-    """The value with everything replaced that cannot be written as text.
-
-    Names of files may have bytes that are not UTF-8.
-    """
-    if isinstance(value, dict):
-        return {key: printable(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [printable(item) for item in value]
-    if isinstance(value, str):
-        return value.encode(errors="surrogateescape").decode(errors="replace")
-    return value
 
 
 def first_of(problems: list[str], shown: int = 3) -> str:
@@ -134,6 +120,6 @@ def byte_bar(title: str, total: int | None) -> Iterator[Passed]:
     """
     done = FileSizeColumn() if total is None else DownloadColumn()
     columns = (TextColumn(title), BarColumn(), done, TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=Screen(stderr=True)) as bar:
         task = bar.add_task(title, total=total)
         yield lambda name, nbytes: bar.update(task, advance=nbytes)

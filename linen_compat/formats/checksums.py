@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from linen_compat.formats.streams import Mismatch
+from nnx_pipeline.files import read_regular
 
 FILE = "nnx-pipeline-checksums.json"
 _BLOCK_BYTES = 2**20
@@ -59,7 +60,7 @@ def read(folder: Path) -> dict[str, str] | None:
     Raises Mismatch when that file is damaged.
     """
     try:
-        values = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        values = json.loads(read_regular(folder / FILE))
         sums = values["crc32"]
         whole = isinstance(sums, dict) and values["crc32_of_these"] == of_values(sums)
     except FileNotFoundError:

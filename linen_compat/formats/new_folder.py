@@ -13,6 +13,7 @@ from pathlib import Path
 
 from nnx_pipeline import InputError
 from nnx_pipeline.ending import cleared_away
+from nnx_pipeline.files import local
 
 _MARK = ".nnx-pipeline-is-writing"
 _SUFFIX = ".incomplete"
@@ -92,7 +93,7 @@ def _place(destination: str | Path) -> Path:
 
     `..` is resolved as the system does it, after symbolic links. A link in the last place stays.
     """
-    given = Path(destination).absolute()
+    given = local(destination).absolute()
     if given.name in ("", ".."):
         return Path(os.path.realpath(given))
     return Path(os.path.realpath(given.parent)) / given.name

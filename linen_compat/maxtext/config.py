@@ -15,7 +15,8 @@ from nnx_pipeline import Config, InputError, ModelConfig, PipelineConfig, TrainC
 from nnx_pipeline.config.config import SECTIONS
 from nnx_pipeline.config.overrides import known_keys
 from nnx_pipeline.config.presets import PRESETS
-from nnx_pipeline.errors import nearest, one_of
+from nnx_pipeline.errors import nearest, one_of, shown
+from nnx_pipeline.files import local, read_text
 from nnx_pipeline.remat import POLICIES
 
 # MaxText's keys for the sizes of a model, and the fields of `ModelConfig` that they become.
@@ -100,7 +101,7 @@ def read_config(name: str) -> Config:
 
     Raises InputError when it is none of them.
     """
-    if not name or not Path(name).exists():
+    if not name or not local(name).exists():
         if name in PRESETS:
             return preset(name)
         raise InputError(
@@ -115,13 +116,10 @@ def read_config(name: str) -> Config:
 
 def _read_yaml(path: str | Path) -> dict[str, Any]:
     """The keys and values of a YAML file. Raises InputError when it holds none."""
+    text = read_text(str(path))
     try:
-        given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(
-            f"{path} cannot be read ({error.strerror}); give a file of MaxText's keys"
-        ) from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        given = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # too deep, too many digits
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"{path} cannot be read as YAML: {reason}") from error
     if not isinstance(given, dict):
@@ -158,11 +156,11 @@ def _check_keys(given: Mapping[str, Any]) -> None:
             if key == "base_config":
                 cure = "other files are not read; put its keys into this one"
             raise InputError(
-                f"{key}={value!r} is not a MaxText key that this project knows; {cure}"
+                f"{key}={shown(value)} is not a MaxText key that this project knows; {cure}"
             )
         if kind == "fixed" and not keys.is_accepted(key, value):
             raise InputError(
-                f"{key}={value!r} is not supported; this project computes with "
+                f"{key}={shown(value)} is not supported; this project computes with "
                 f"{key}={keys.FIXED[key][0]!r}"
             )
 

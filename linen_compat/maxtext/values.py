@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nnx_pipeline import InputError
+from nnx_pipeline.errors import shown
 
 DEFAULTS: dict[str, Any] = {
     "model_name": "default",
@@ -112,7 +113,7 @@ def number(key: str, value: Any, kind: type) -> Any:
     """
     try:
         found = float(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise wrong_type(key, value, kind) from error
     if not math.isfinite(found) or (kind is int and found != int(found)):
         raise wrong_type(key, value, kind)
@@ -125,4 +126,4 @@ def wrong_type(key: str, value: object, kind: type) -> InputError:
     - `kind`: the type of the default.
     """
     wanted = {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "text")
-    return InputError(f"{key}={value!r} must be {wanted}, such as {DEFAULTS[key]!r}")
+    return InputError(f"{key}={shown(value)} must be {wanted}, such as {DEFAULTS[key]!r}")

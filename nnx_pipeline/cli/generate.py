@@ -19,6 +19,7 @@ from nnx_pipeline.cli.support import bar, compiler_errors, progress
 from nnx_pipeline.config.config import Config, to_dict
 from nnx_pipeline.config.overrides import apply_overrides, parse_overrides
 from nnx_pipeline.errors import InputError
+from nnx_pipeline.files import say, write
 from nnx_pipeline.generate.caches import check_generation
 from nnx_pipeline.generate.loop import Request, generate
 from nnx_pipeline.generate.sampling import Sampling
@@ -130,7 +131,7 @@ class Drawing:
 def _ids(option: str, text: str) -> tuple[int, ...]:
     """The token ids in a text such as `1,2,3`."""
     parts = [part.strip() for part in text.split(",")] if text.strip() else []
-    if not all(part.isdecimal() for part in parts):
+    if not all(part.isdecimal() and len(part) <= 10 for part in parts):
         raise InputError(
             f"{option} {text!r} is not a list of token ids; write whole numbers with commas "
             "between them, such as 1,2,3"
@@ -246,18 +247,18 @@ def generate_command(
     devices = place.devices()
     check_platform(model_config.attention, devices[0].platform)
     for sentence in stored.departures(config, offered):
-        click.echo(sentence, err=True)
+        say(sentence)
     with compiler_errors():
         grid = place.grid(devices, config)
-        with progress() as say:
-            say(f"loading {stored.checkpoint}")
+        with progress() as begin:
+            begin(f"loading {stored.checkpoint}")
             model = offered.load(stored.checkpoint, config, mesh=grid)
         with jax.set_mesh(grid), bar("generating", request.new_tokens, "compiling") as advance:
             made = generate(model, request, progress=lambda: advance("tokens"))
     texts = [tokenizer.decode(tokens) if tokenizer else None for tokens in made]
     if json_path != "-":
         for before, tokens, text in zip(prompts.shown(), made, texts, strict=True):
-            click.echo(",".join(map(str, tokens)) if text is None else f"{before}{text}")
+            write(",".join(map(str, tokens)) if text is None else f"{before}{text}")
     result = {
         "schema": 1,
         "checkpoint": stored.checkpoint,

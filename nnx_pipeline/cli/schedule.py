@@ -29,8 +29,8 @@ from nnx_pipeline.pipeline.timetable.text import (
     timetable,
 )
 
-# stages × ticks of a timetable; this many take seconds, and tens of megabytes of JSON
-MOST_CELLS = 2_000_000
+# stages × ticks of a timetable, and of one drawn by --both; this many take seconds
+MOST_CELLS, MOST_DRAWN = 200_000, 20_000
 
 
 @dataclass(frozen=True)
@@ -143,10 +143,11 @@ def schedule_command(
         repeats=numbers.repeats,
         delay=numbers.delay,
     )
-    if plan.stages * plan.ticks > MOST_CELLS:
+    most = MOST_DRAWN if files.both else MOST_CELLS
+    if plan.stages * plan.ticks > most:
         raise InputError(
             f"a timetable of {plan.stages} stages and {plan.ticks} ticks has more than "
-            f"{MOST_CELLS:,} cells; choose fewer stages, microbatches or repeats"
+            f"{most:,} cells; choose fewer stages, microbatches or repeats"
         )
     check_outputs(json=json_path, picture=files.picture, both=files.both, csv=files.csv)
     check_picture(files.picture)

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 
 import click
-from rich.console import Console
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     Progress,
@@ -22,9 +20,12 @@ from rich.table import Column
 from rich.text import Text
 
 from nnx_pipeline import ending
-from nnx_pipeline.errors import InputError, described
+from nnx_pipeline.errors import InputError, described, printable
+from nnx_pipeline.files import say, use_any_encoding
+from nnx_pipeline.lab.report.output import Screen
 
 FAILED, BAD_INPUT = 1, 2
+LONGEST_LINE = 2_000  # characters of an error
 
 
 class Failed(Exception):
@@ -42,11 +43,12 @@ def main_of(group: click.Group, name: str) -> Callable[[], None]:
     """
 
     def main() -> None:
+        use_any_encoding()
         try:
             with ending.answering(name):
                 code = group.main(prog_name=name, standalone_mode=False)
         except click.exceptions.NoArgsIsHelpError as error:
-            print(error.format_message(), file=sys.stderr)
+            say(error.format_message(), keep="\n")
             sys.exit(BAD_INPUT)
         except click.UsageError as error:
             command = error.ctx.command_path if error.ctx else name
@@ -55,6 +57,8 @@ def main_of(group: click.Group, name: str) -> Callable[[], None]:
             _end(f"{name}: {error}", BAD_INPUT)
         except Failed as error:
             _end(f"{name}: {error}", FAILED)
+        except RecursionError:
+            _end(f"{name}: what was given is nested too deeply; give something flatter", BAD_INPUT)
         except (click.Abort, KeyboardInterrupt):
             _end(ending.line(name, ending.INTERRUPTED), ending.INTERRUPTED)
         except OSError as error:
@@ -79,7 +83,10 @@ def _code(error: OSError) -> int:
 
 def _end(message: str, code: int) -> None:
     """Prints the message as one line on standard error and exits with that code."""
-    print(" ".join(message.split()), file=sys.stderr)
+    words = " ".join(message.split())
+    if len(words) > LONGEST_LINE:  # the beginning has the rule, and the end has the cure
+        words = f"{words[: LONGEST_LINE // 2]} … {words[-LONGEST_LINE // 2 :]}"
+    say(words)
     sys.exit(code)
 
 
@@ -91,7 +98,7 @@ def progress() -> Iterator[Callable[[str], None]]:
     it stands the time since the beginning. What user functions print meanwhile goes to standard
     error too, since standard output may be JSON.
     """
-    console = Console(stderr=True, markup=False, emoji=False)
+    console = Screen(stderr=True)
     began = time.monotonic()
 
     def timed(text: str) -> str:
@@ -99,18 +106,16 @@ def progress() -> Iterator[Callable[[str], None]]:
 
     with contextlib.redirect_stdout(sys.stderr):
         if console.is_terminal:
-            columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+            columns = (
+                SpinnerColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.description}", markup=False),
+            )
             with Progress(*columns, console=console, transient=True) as shown:
                 task = shown.add_task("starting", total=None)
-                yield lambda text: shown.update(task, description=escape(text))
+                yield lambda text: shown.update(task, description=printable(text))
         else:
-            yield lambda text: _write_line(timed(text))
-
-
-def _write_line(text: str) -> None:
-    """Writes a line to standard error at once, as `print` does not: other threads write too."""
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+            yield lambda text: say(timed(text))
 
 
 LINE_EVERY = 10.0  # seconds between lines about the progress, where there is no terminal
@@ -150,7 +155,7 @@ def bar(what: str, total: int, text: str, done: int = 0) -> Iterator[Callable[..
     Where standard error is no terminal, there are lines in place of a bar: the first, the last, and
     one every ten seconds.
     """
-    console = Console(stderr=True)
+    console = Screen(stderr=True)
     if not console.is_terminal:
         yield _lines(what, total, text, done)
         return
@@ -164,18 +169,18 @@ def _lines(what: str, total: int, text: str, done: int) -> Callable[..., None]:
     """What `bar` yields where there is no terminal."""
     began = said = time.monotonic()
 
-    def say(text: str) -> None:
+    def tell(text: str) -> None:
         count = _count(done, total, time.monotonic() - began)
-        _write_line(f"{what}: {count}, {text}")
+        say(f"{what}: {count}, {text}")
 
     def advance(text: str, by: int = 1) -> None:
         nonlocal done, said
         done += by
         if done == total or time.monotonic() - said >= LINE_EVERY:
             said = time.monotonic()
-            say(text)
+            tell(text)
 
-    say(text)
+    tell(text)
     return advance
 
 

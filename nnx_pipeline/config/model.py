@@ -23,6 +23,7 @@ from nnx_pipeline.errors import (
     whole,
 )
 
+MOST_LAYERS = 10_000  # what is done layer by layer then takes seconds
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -353,7 +354,8 @@ class ModelConfig:
         return self.head_dim if self.rope_head_dim is None else self.rope_head_dim
 
     def __post_init__(self) -> None:
-        whole(self, "vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_heads")
+        whole(self, "num_layers", most=MOST_LAYERS)
+        whole(self, "vocab_size", "embed_dim", "mlp_dim", "num_heads")
         whole(self, "num_kv_heads", "head_dim", "num_experts", "num_experts_per_token")
         divides(
             self.num_kv_heads,

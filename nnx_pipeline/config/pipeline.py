@@ -6,6 +6,9 @@ from typing import Literal
 from nnx_pipeline.errors import InputError, one_of, whole
 from nnx_pipeline.remat import LAYER_INPUT, POLICIES
 
+# A schedule is written out in tables of microbatches, and each part of a batch is traced apart.
+MOST_MICROBATCHES, MOST_PARTS = 2**20, 1024
+
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
@@ -127,9 +130,10 @@ class PipelineConfig:
     """
 
     def __post_init__(self) -> None:
-        whole(self, "num_repeats", "batch_split")
+        whole(self, "num_repeats")
+        whole(self, "batch_split", most=MOST_PARTS)
         if self.num_microbatches is not None:
-            whole(self, "num_microbatches")
+            whole(self, "num_microbatches", most=MOST_MICROBATCHES)
         one_of("pad_layers", self.pad_layers, (True, False))
         one_of("schedule", self.schedule, ("circular", "1f1b"))
         one_of("shift", self.shift, ("ppermute", "slice", "pad"))

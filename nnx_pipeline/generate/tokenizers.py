@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nnx_pipeline.errors import InputError, optional
+from nnx_pipeline.files import local, read_regular
 from nnx_pipeline.train.text import BYTES, END
 
 FILE = "tokenizer.json"
@@ -86,7 +87,7 @@ def tokenizer_for(name: str | None, checkpoint: str, vocab_size: int) -> Tokeniz
 
     Raises InputError where there is none, and for one with more tokens than the model.
     """
-    if name is None and (Path(checkpoint) / FILE).is_file():
+    if name is None and (local(checkpoint) / FILE).is_file():
         name = checkpoint
     if name is None and vocab_size != BYTES:
         raise InputError(
@@ -96,7 +97,7 @@ def tokenizer_for(name: str | None, checkpoint: str, vocab_size: int) -> Tokeniz
     if name in (None, "bytes"):
         found: Tokenizer = Bytes()
     else:
-        path = Path(str(name))
+        path = local(str(name))
         path = path / FILE if path.is_dir() else path
         if not path.is_file():
             raise InputError(
@@ -122,8 +123,8 @@ def _end_tokens(folder: Path) -> tuple[int, ...]:
         if not path.is_file():
             continue
         try:
-            values = json.loads(path.read_text("utf-8"))
-        except (OSError, ValueError) as error:
+            values = json.loads(read_regular(path))
+        except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"{path} is not JSON: {error}; restore the file") from error
         if not isinstance(values, dict):
             raise InputError(f"{path} holds no object with named values; restore the file")

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from nnx_pipeline.errors import printable
 from nnx_pipeline.lint.finding import Finding, Limits
 
 _STYLES = {"warning": "bold yellow", "advice": "cyan"}
@@ -37,7 +38,7 @@ def _text(finding: Finding) -> Text:
     text = Text(f"{_short(str(location))}\n", style="bold")
     if location.caller:
         text.append(f"called from {_short(location.caller)}\n", style="dim")
-    text.append(f"{finding.what}\n", style="not bold")
+    text.append(f"{printable(finding.what)}\n", style="not bold")
     text.append(f"→ {finding.cure}", style="not bold green")
     return text
 
@@ -45,7 +46,7 @@ def _text(finding: Finding) -> Text:
 def _short(location: str) -> str:
     """The path relative to the current directory, if the file is inside it."""
     here = f"{Path.cwd()}/"
-    return location.removeprefix(here)
+    return printable(location.removeprefix(here))
 
 
 def findings_json(subject: dict[str, Any], findings: Sequence[Finding], limits: Limits) -> Any:

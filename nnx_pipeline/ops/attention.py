@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from nnx_pipeline.errors import InputError
 from nnx_pipeline.sharding import out_sharding
 
 # The score of a key that a query may not read: far below any real score, and finite in the dtype of
@@ -40,6 +41,7 @@ Mask = Callable[[Span, Span, int | None], Array]
 # and 23.1 and 21.9 GB; `mixtral-small` at 1024 without a pipeline 15.8 and 15.4 ms and 198 and
 # 196 MB.
 WHOLE, BLOCK = 1024, 512
+MOST_BLOCKS = 1024  # each is traced and compiled on its own
 
 
 def allowed(
@@ -113,9 +115,16 @@ def dot_product_attention(
     - `grouped`: sharding of the query as `[batch, seq, kv_heads, heads / kv_heads, head_dim]`.
     - `options`: its `block` is how many queries of a sequence are computed at a time; None for
       `BLOCK` of them in sequences longer than `WHOLE`, and all of them in others.
+
+    Raises InputError for more than `MOST_BLOCKS` blocks.
     """
     length = query.shape[1]
     size = options.block or (length if length <= WHOLE else BLOCK)
+    if length > size * MOST_BLOCKS:
+        raise InputError(
+            f"a sequence of {length} tokens has more than {MOST_BLOCKS} blocks of {size} queries; "
+            "choose a larger model.attention_block, or model.attention=chunked"
+        )
     how = How(options.mask, options.window, size, options.soft_cap)
     query = in_groups(query, key.shape[2], scale=options.scale, grouped=grouped)
     return out_of_groups(_attend(how, query, key, value, segment_ids), grouped)

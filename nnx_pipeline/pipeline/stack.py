@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nnx_pipeline.errors import InputError, counted, divides, do_not_split
+from nnx_pipeline.config.model import MOST_LAYERS
+from nnx_pipeline.errors import InputError, counted, divides, do_not_split, shown
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,16 @@ def make_stack(
     Raises InputError unless the layers split into stages and repeats, and the layers of a stage
     into kinds.
     """
-    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
-        raise InputError(f"num_layers={layers!r} is not a whole number of 1 or more")
     visits = stages * repeats
+    if isinstance(layers, bool) or not isinstance(layers, int) or not 1 <= layers <= MOST_LAYERS:
+        raise InputError(
+            f"num_layers={shown(layers)} is not a whole number from 1 to {MOST_LAYERS}; choose one"
+        )
+    if visits > MOST_LAYERS:
+        raise InputError(
+            f"{counted(stages, 'stage')} × {counted(repeats, 'repeat')} are more than a model has "
+            f"layers at most ({MOST_LAYERS}); choose fewer"
+        )
     per_stage = -(-layers // visits)
     if not pad:
         in_turn = f" × {kinds} kinds in turn" if kinds > 1 else ""

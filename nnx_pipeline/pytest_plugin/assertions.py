@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from numbers import Real
 
-from nnx_pipeline.errors import InputError, counted, nearest
+from nnx_pipeline.errors import InputError, counted, nearest, printable
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.report.memory_tables import grouped, short_operation, short_source
 from nnx_pipeline.lab.report.tables import CPU_WARNING, compiler, megabytes
@@ -20,6 +20,9 @@ Budgeted = Callable[["CompiledMemory", str, float | None], None]
 
 class MemoryExceeded(AssertionError):
     """A program needs more memory or time than it is allowed; the message says what takes most."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__(), keep="\n")
 
 
 @dataclass(frozen=True, repr=False)

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from nnx_pipeline.config.config import Config
 from nnx_pipeline.decoder import Mixtral
 from nnx_pipeline.errors import InputError
-from nnx_pipeline.files import read_text
+from nnx_pipeline.files import MOST_TEXT, read_text
 from nnx_pipeline.sharding import Layout
 from nnx_pipeline.train.data import Placed
 from nnx_pipeline.train.step import Batch, batch_sharding, loss_of
@@ -55,7 +55,7 @@ def read_texts(paths: Sequence[str], config: Config) -> Texts:
         )
     training, held_out = [], []
     for path in paths:
-        document = read_text(path).encode()
+        document = read_text(path, MOST_TEXT).encode()
         if END in document:
             raise InputError(
                 f"{path} contains a byte 0, which is the token that ends a document; remove it"

@@ -23,6 +23,7 @@ from linen_compat.formats.huggingface.rope import KEYS, agreed, fields_of_rope, 
 from nnx_pipeline import Config, InputError, ModelConfig
 from nnx_pipeline.config.model import DTYPES
 from nnx_pipeline.errors import divides, one_of
+from nnx_pipeline.files import local, read_regular
 
 CONFIG_FILE = "config.json"
 _REQUIRED = {
@@ -184,7 +185,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
     Raises InputError when there is no such file, or no JSON object in it.
     """
-    file = Path(path)
+    file = local(path)
     if file.is_dir():
         file = file / CONFIG_FILE
     if not file.is_file():
@@ -195,7 +196,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises InputError, with the file's name, when there is none."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(read_regular(file))
     except PermissionError as error:
         raise InputError(
             f"{file} may not be read by this user; change its permissions, or run this as its owner"

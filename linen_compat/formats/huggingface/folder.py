@@ -19,6 +19,7 @@ from linen_compat.formats.orbax.corruption import unreadable
 from linen_compat.formats.streams import ArraySpec, Mismatch
 from nnx_pipeline import InputError
 from nnx_pipeline.errors import optional
+from nnx_pipeline.files import local
 
 ONE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9  # the file size that transformers and its hub consider convenient
@@ -50,7 +51,7 @@ class TensorFolder:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+        self.folder = local(folder)
         self.specs: dict[str, ArraySpec] = {}
         self._files: dict[str, Path] = {}
         self.sums = checksums.read(self.folder)

@@ -46,6 +46,7 @@ from linen_compat.formats.streams import (
 from nnx_pipeline import Config, InputError
 from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.config.model_rules import OF_ROUTER, ROPE_SCALINGS
+from nnx_pipeline.files import local
 
 # What a model computes depends on these. A `config.json` that contradicts its own tensors is of no
 # use to transformers either.
@@ -66,7 +67,7 @@ def is_huggingface(checkpoint: str | Path) -> bool:
     It must have a `config.json`, and either tensors or nothing of an Orbax checkpoint, as an
     unrelated `config.json` may lie beside an Orbax checkpoint.
     """
-    folder = Path(checkpoint)
+    folder = local(checkpoint)
     return (folder / CONFIG_FILE).is_file() and (holds_tensors(folder) or not is_orbax(folder))
 
 

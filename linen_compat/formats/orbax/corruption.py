@@ -3,6 +3,7 @@
 import ast
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from linen_compat.formats import checksums
 from linen_compat.formats.paths import in_folder, with_own_names
 from linen_compat.formats.streams import Mismatch
 from nnx_pipeline.errors import counted
+from nnx_pipeline.files import read_regular
 
 METADATA, MANIFEST, SHARDING = "_METADATA", "manifest.ocdbt", "_sharding"
 _OF_ARRAYS, _OF_PROCESSES = "array_metadatas", "ocdbt."
@@ -119,6 +121,7 @@ def check_index(items: Path) -> None:
 
     Raises Mismatch, naming the file, when one of them is damaged or missing.
     """
+    _check_regular(items)
     metadata = read_metadata(items)
     if (items / SHARDING).exists():
         _read_json(items / SHARDING)
@@ -137,6 +140,14 @@ def check_index(items: Path) -> None:
             f"{items / MANIFEST} is missing, without which {_arrays(metadata)} cannot be found; "
             "take an earlier checkpoint, or restore that file"
         )
+
+
+def _check_regular(items: Path) -> None:
+    """Raises Mismatch for a pipe or a device in a checkpoint, which TensorStore would wait for."""
+    for folder, _, names in os.walk(items):
+        for path in (Path(folder) / name for name in names):
+            if path.exists() and not path.is_file():
+                raise Mismatch(f"{path} is not a regular file, the checkpoint is damaged")
 
 
 def check_databases(items: Path) -> None:
@@ -216,7 +227,7 @@ def _broken(file: Path, reason: str) -> Mismatch:
 def _read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises Mismatch when the file is missing or damaged."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(read_regular(file))
     except FileNotFoundError as error:
         raise Mismatch(f"{file} is missing, the checkpoint is damaged") from error
     except (OSError, ValueError, RecursionError) as error:

@@ -26,6 +26,7 @@ from linen_compat.formats.orbax.layouts import (
 )
 from linen_compat.formats.streams import MOMENTS, PARAMETERS, SCALARS, Mismatch
 from nnx_pipeline import InputError
+from nnx_pipeline.files import local
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ def optimizer_names(state: Leaves) -> list[str]:
 
 def existing_folder(checkpoint: str | Path) -> Path:
     """The folder of this name; raises InputError where there is none."""
-    folder, cure = Path(checkpoint), "give a run, a step or its items folder"
+    folder, cure = local(checkpoint), "give a run, a step or its items folder"
     if not str(checkpoint):
         raise InputError(f"the checkpoint's name is empty; {cure}")
     if not folder.is_dir():
@@ -209,7 +210,7 @@ def find_items(checkpoint: str | Path) -> Path:
 
 def is_orbax(checkpoint: str | Path) -> bool:
     """Whether a folder is an Orbax run, step or `items` folder, complete or not."""
-    folder = Path(checkpoint)
+    folder = local(checkpoint)
     return any(
         (place / METADATA).is_file() or was_orbax(place) for place in (folder, folder / "items")
     ) or (folder.is_dir() and bool(_steps(folder)))

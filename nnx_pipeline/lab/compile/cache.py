@@ -5,13 +5,12 @@ import hashlib
 import json
 import os
 import re
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nnx_pipeline.files import write_text
+from nnx_pipeline.files import local, read_regular, replace, say
 
 FOLDER_VARIABLE = "NNX_PIPELINE_CACHE"
 LONGEST_DAYS, MOST_BYTES = 30, 256 * 2**20
@@ -35,7 +34,7 @@ class Cache:
         folder: Path | None,
         *,
         fresh: bool = False,
-        warn: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
+        warn: Callable[[str], None] = say,
     ) -> None:
         self.folder, self.fresh, self.warn = folder, fresh, warn
         self._pruned = False
@@ -50,19 +49,19 @@ class Cache:
         ~/.cache/nnx-pipeline. A user without a home folder and these variables has no cache.
         """
         if named := os.environ.get(FOLDER_VARIABLE):
-            return cls(Path(named), fresh=fresh)
+            return cls(local(named), fresh=fresh)
         try:
             caches = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
         except RuntimeError:  # a user without a home
             return cls(None)
-        return cls(Path(caches) / "nnx-pipeline", fresh=fresh)
+        return cls(local(caches) / "nnx-pipeline", fresh=fresh)
 
     def get(self, key: str | None) -> tuple[Any, str] | None:
         """The value stored under `key` and when that was, in ISO format; None if there is none."""
         if self.folder is None or self.fresh or key is None:
             return None
         try:
-            entry = json.loads((self.folder / f"{key}.json").read_text(encoding="utf-8"))
+            entry = json.loads(read_regular(self.folder / f"{key}.json"))
             # A damaged entry, or one that was renamed, counts as missing.
             whole = entry["key"] == key and entry["sha256"] == _hash(entry["value"])
             return (entry["value"], str(entry["measured"])) if whole else None
@@ -81,7 +80,7 @@ class Cache:
         entry = {"key": key, "measured": now, "sha256": _hash(value), "value": value}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_text(str(self.folder / f"{key}.json"), json.dumps(entry))
+            replace(self.folder / f"{key}.json", json.dumps(entry).encode())
             if not self._pruned:
                 self._pruned = True
                 self._prune()
@@ -104,7 +103,7 @@ class Cache:
 def _age_and_size(path: Path) -> tuple[float, int, Path] | None:
     """Time of last change, bytes and path; None if another process has just removed the file."""
     try:
-        found = path.stat()
+        found = path.lstat()
     except FileNotFoundError:
         return None
     return found.st_mtime, found.st_size, path

@@ -31,7 +31,7 @@ _DTYPES = (
     *(jnp.int8, jnp.int16, jnp.int32, jnp.int64, jnp.uint8, jnp.uint16, jnp.uint32, jnp.uint64),
 )
 _ARGUMENT = re.compile(r"(?P<dtype>\w+)\[(?P<axes>[^\]]*)\]")
-_AXIS = re.compile(r"(?P<size>\d+)(@(?P<names>\w+(\+\w+)*))?")
+_AXIS = re.compile(r"(?P<size>\d{1,16})(@(?P<names>\w+(\+\w+)*))?")
 
 
 def find_function(text: str) -> Callable[..., Any]:

@@ -30,6 +30,7 @@ from nnx_pipeline.lab.compile.settings import (
 KINDS = ("cpu", "tpu", "cuda", "local")
 CUDA_TARGETS = ("h100", "h200")
 GEMMS = ("triton", "cublas")
+MOST_CPUS = 4_096  # virtual ones, which JAX makes one after the other
 
 # Without the first, libtpu asks a metadata server that is not there; the next two name a host and a
 # slice so that it does not warn; the last lets several processes compile at the same time.
@@ -105,9 +106,12 @@ class Platform:
                 raise InputError(
                     f"platform {text!r} has no such GPU; choose one of: {', '.join(CUDA_TARGETS)}"
                 )
-            if not re.fullmatch(r"[1-9][0-9]*", topology):
-                raise InputError(f"platform {text!r} needs a number of GPUs; write {example}")
-        elif not re.fullmatch(r"[1-9][0-9]*(x[1-9][0-9]*)*", topology):
+            if not re.fullmatch(r"[1-9][0-9]{0,5}", topology):
+                raise InputError(
+                    f"platform {text!r} needs a number of GPUs, of six digits at most; write "
+                    f"{example}"
+                )
+        elif not re.fullmatch(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,3}){0,3}", topology):
             raise InputError(f"platform {text!r} has no topology like 2x2x2; write {example}")
         return cls(kind, target, topology)
 
@@ -187,6 +191,11 @@ class Platform:
 
 def _use_virtual_cpus(needed: int) -> None:
     """Makes JAX start with that many virtual CPU devices; InputError if it started with fewer."""
+    if needed > MOST_CPUS:
+        raise InputError(
+            f"the mesh needs {needed} virtual CPU devices, of which {MOST_CPUS} are the most; "
+            "choose smaller axes"
+        )
     try:
         jax.config.update("jax_platforms", "cpu")
         if needed > 1:

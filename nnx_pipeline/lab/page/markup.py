@@ -1,7 +1,9 @@
-"""HTML built from nested calls of Python functions, with every text escaped."""
+"""HTML built from nested calls of Python functions, with every text escaped and printable."""
 
 import html
 from typing import Any
+
+from nnx_pipeline.errors import printable
 
 _VOID = {"meta", "link", "rect", "path", "line"}
 
@@ -38,11 +40,11 @@ def _text(part: Any) -> str:
         return part
     if isinstance(part, list | tuple):
         return joined(*part)
-    return html.escape(str(part), quote=False)
+    return html.escape(printable(str(part), keep="\n"), quote=False)
 
 
 def _attribute(name: str, value: Any) -> str:
     if value is None or value is False:
         return ""
     name = name.rstrip("_").replace("_", "-")
-    return f" {name}" if value is True else f' {name}="{html.escape(str(value))}"'
+    return f" {name}" if value is True else f' {name}="{html.escape(printable(str(value)))}"'

@@ -10,6 +10,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from nnx_pipeline.errors import printable
+
 Rows = list[list[str] | None]  # the cells of each row; None is a line between two sections
 SHORTEST_TEXT = 8  # letters of what is folded
 SHORTEST_PROSE = 28  # letters; prose in a narrower column is no longer read with ease
@@ -57,7 +59,7 @@ class Columns:
     def add_row(self, *cells: str) -> None:
         """Adds a row; cells that are not given are empty."""
         missing = len(self.columns) - len(cells)
-        self.rows.append([*cells, *[""] * missing])
+        self.rows.append([*map(printable, cells), *[""] * missing])
 
     def add_section(self) -> None:
         """Draws a line below the last row."""

@@ -4,13 +4,15 @@ import contextlib
 import json
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
-from nnx_pipeline.errors import InputError
-from nnx_pipeline.files import write_text
+from nnx_pipeline.errors import InputError, printable
+from nnx_pipeline.files import local, write, write_text
 
 WIDTH_OF_FILES = 140  # columns, where the output is no terminal
 
@@ -42,6 +44,7 @@ def check_writable(path: str | None, option: str) -> None:
     """
     if path is None or path == "-":
         return
+    local(path)
     # Called only for the OSError of a name that is too long or of links in a circle.
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         os.stat(path)
@@ -54,11 +57,12 @@ def emit_json(path: str | None, value: Any) -> None:
     """Writes a value as JSON to a file, or to standard output for `-`; None writes nothing."""
     if path is None:
         return
-    text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    # In ASCII, so that names keep every character, and no terminal and no encoding has a say.
+    text = json.dumps(_finite(value), indent=2, allow_nan=False)
     if path == "-":
-        print(text, end="")
+        write(text)
     else:
-        write_text(path, text)
+        write_text(path, f"{text}\n")
 
 
 def _finite(value: Any) -> Any:
@@ -70,10 +74,33 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+class Screen(Console):
+    """A console of Rich on which texts stand as they are.
+
+    - `stderr`: whether it is standard error.
+    - `width`: in columns; None for that of the terminal.
+
+    Rich takes words in square brackets for markup, and shapes and messages contain them. It lets
+    control characters pass, and names from files may contain those.
+    """
+
+    def __init__(self, *, stderr: bool = False, width: int | None = None) -> None:
+        super().__init__(stderr=stderr, width=width, markup=False, emoji=False)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """The segments of a renderable, those of text without control characters."""
+        for segment in super().render(renderable, options):
+            if segment.control:  # Rich moves the cursor itself
+                yield segment
+            else:
+                yield segment._replace(text=printable(segment.text, keep="\n"))
+
+
 def show(view: RenderableType, *, json_path: str | None) -> None:
     """Prints to standard output, unless `json_path` is `-` and JSON goes there."""
     if json_path != "-":
         # A terminal has its own width, and COLUMNS sets that of a file or a pipe.
-        width = None if Console().is_terminal or os.environ.get("COLUMNS") else WIDTH_OF_FILES
-        # Rich takes words in square brackets for markup, and shapes and messages contain them.
-        Console(width=width, markup=False, emoji=False).print(view)
+        width = None if Screen().is_terminal or os.environ.get("COLUMNS") else WIDTH_OF_FILES
+        Screen(width=width).print(printable(view) if isinstance(view, str) else view)
