@@ -15,6 +15,7 @@ from linen_compat.formats.names import check_names
 from linen_compat.formats.new_folder import check_free, clear_left_behind, new_folder
 from linen_compat.formats.orbax.inspect import find_items
 from linen_compat.formats.orbax.layouts import NNX
+from linen_compat.formats.yaml_text import load_yaml
 from linen_compat.loading import load
 from linen_compat.named_config import RUN_CONFIG, config_of, read_config
 from linen_compat.train_state import load_train_state, save_train_state
@@ -74,7 +75,7 @@ def saved_run(folder: str | Path) -> SavedRun | None:
     if not str(folder) or not file.is_file():
         return None
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+        found = load_yaml(file.read_text(encoding="utf-8"))
         origin = Origin(**found)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError) as error:
         reason = " ".join(str(error).split())[:200]

@@ -7,6 +7,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 
 class InputError(ValueError):
@@ -46,6 +47,22 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.65)
     return f"did you mean {close[0]!r}?" if close else f"choose one of: {', '.join(known)}"
+
+
+def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, for `json.loads(…, object_pairs_hook=once)`.
+
+    Raises ValueError where a name stands in it twice: JSON alone would take the last value.
+
+    >>> once([("a", 1), ("b", 2)])
+    {'a': 1, 'b': 2}
+    """
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name!r} stands there twice; keep one of the two")
+        found[name] = value
+    return found
 
 
 def kind_of(value: object) -> str:

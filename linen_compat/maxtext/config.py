@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from linen_compat.formats.yaml_text import load_yaml
 from linen_compat.maxtext import deepseek, keys
 from linen_compat.maxtext.families import fields_of_block, keys_of_preset
 from linen_compat.maxtext.values import DEFAULTS, number, typed, wrong_type
@@ -116,7 +117,7 @@ def read_config(name: str) -> Config:
 def _read_yaml(path: str | Path) -> dict[str, Any]:
     """The keys and values of a YAML file. Raises InputError when it holds none."""
     try:
-        given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        given = load_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(
             f"{path} cannot be read ({error.strerror}); give a file of MaxText's keys"

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, Protocol
 
-from nnx_pipeline.errors import InputError
+from nnx_pipeline.errors import InputError, once
 from nnx_pipeline.train.text import BYTES, END
 
 FILE = "tokenizer.json"
@@ -128,7 +128,7 @@ def _end_tokens(folder: Path) -> tuple[int, ...]:
         if not path.is_file():
             continue
         try:
-            values = json.loads(path.read_text("utf-8"))
+            values = json.loads(path.read_text("utf-8"), object_pairs_hook=once)
         except (OSError, ValueError) as error:
             raise InputError(f"{path} is not JSON: {error}; restore the file") from error
         if not isinstance(values, dict):
