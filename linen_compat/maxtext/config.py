@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
-from linen_compat.formats.yaml_text import load_yaml
 from linen_compat.maxtext import deepseek, keys
 from linen_compat.maxtext.families import fields_of_block, keys_of_preset
 from linen_compat.maxtext.values import DEFAULTS, number, typed, wrong_type
+from linen_compat.yaml_text import load_yaml
 from nnx_pipeline import Config, InputError, ModelConfig, PipelineConfig, TrainConfig, preset
 from nnx_pipeline.config.config import SECTIONS
 from nnx_pipeline.config.overrides import known_keys
