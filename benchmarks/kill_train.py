@@ -121,10 +121,10 @@ class Task:
     every: int
 
     def start(self, pipe: Connection) -> Any:
-        """A process that trains, or goes on where the folder has a run."""
+        """A process that trains, or goes on where the folder has a saved step."""
         arguments = [*MODEL, "--steps", str(self.steps), "--save-every", str(self.every)]
         arguments += ["--checkpoint-dir", str(self.folder)]
-        arguments += ["--resume"] if self.folder.exists() else []
+        arguments += ["--resume"] if self.newest() else []
         process = METHOD.Process(target=train, args=(arguments, pipe, self.folder))
         process.start()
         return process
@@ -310,7 +310,7 @@ def kill_again_and_again(
         while True:
             is_last = tally.killed >= kills or time.monotonic() - began > 60 * minutes
             before = task.newest()
-            tally.resumes += task.folder.exists()
+            tally.resumes += before > 0
             ended = watch(task, None if is_last else _moment(draw, whole, steps - before))
             _check(task, whole, ended, before, tally)
             losses |= ended.losses

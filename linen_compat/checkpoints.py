@@ -12,20 +12,31 @@ import yaml
 from jax.sharding import Mesh
 
 from linen_compat.formats.names import check_names
-from linen_compat.formats.new_folder import check_free, clear_left_behind, new_folder
+from linen_compat.formats.new_folder import new_folder
 from linen_compat.formats.orbax.inspect import find_items
 from linen_compat.formats.orbax.layouts import NNX
+from linen_compat.formats.run_files import (
+    ORIGIN,
+    RUN_CONFIG,
+    check_seal,
+    claimed,
+    has_steps,
+    sealed,
+)
+from linen_compat.formats.streams import Mismatch
 from linen_compat.loading import load
-from linen_compat.named_config import RUN_CONFIG, config_of, read_config
+from linen_compat.named_config import config_of, read_config
 from linen_compat.train_state import load_train_state, save_train_state
+from linen_compat.yaml_text import load_yaml
 from nnx_pipeline import Config, InputError
-from nnx_pipeline.files import local, read_regular
+from nnx_pipeline.files import local, read_regular, write_text
 from nnx_pipeline.train import TrainState
 from nnx_pipeline.train.saved import Origin, SavedRun
 
 __all__ = [
-    "check_free",
+    "begin",
     "check_savable",
+    "claimed",
     "config_of",
     "load",
     "load_newest",
@@ -33,8 +44,6 @@ __all__ = [
     "save_step",
     "saved_run",
 ]
-
-ORIGIN_FILE = "training.yml"
 
 logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of metadata it can do without
 
@@ -44,47 +53,68 @@ def check_savable(config: Config) -> None:
     check_names(config.model)
 
 
-def save_step(state: TrainState, folder: str | Path, origin: Origin) -> None:
+def begin(folder: str | Path, config: Config, origin: Origin) -> None:
+    """Writes what a run has beside its steps.
+
+    - `folder`: of the run, which is `claimed`. One that has steps keeps its origin.
+    - `config`, `origin`: of its training.
+    """
+    run = local(folder)
+    write_text(str(run / RUN_CONFIG), sealed(dataclasses.asdict(config)))
+    if not has_steps(run):  # it is locked, and so cannot be replaced as a whole
+        (run / ORIGIN).write_text(sealed(dataclasses.asdict(origin)), encoding="utf-8")
+
+
+def save_step(state: TrainState, folder: str | Path, config: Config, origin: Origin) -> None:
     """Saves a training state, in this project's own format, as a new step of a run.
 
     - `state`: may be sharded over the devices of this process.
-    - `folder`: the folder of the run. With its first step it is made, or filled if it is empty.
-    - `origin`: of the batches; it is kept beside the first step, as is the config.
+    - `folder`: of the run, which `begin` has begun.
+    - `config`, `origin`: as they were given to `begin`.
 
-    A step gets its name, and the run with its first step too, only when it is complete: whenever a
-    process is killed, no step is unfinished. Raises InputError where the step is there already.
+    A step gets its name only when it is complete: whenever a process is killed, no step is
+    unfinished. Raises InputError where the step is there already, and where the run has become that
+    of another config or origin.
     """
-    step = str(int(state.step))
-    if (Path(folder) / ORIGIN_FILE).is_file():
-        with new_folder(Path(folder) / step) as made:
-            save_train_state(state, made / "items", NNX)
-        return
-    with new_folder(folder) as run:
-        save_train_state(state, run / step / "items", NNX)
-        for name, kept in ((RUN_CONFIG, state.model.config), (ORIGIN_FILE, origin)):
-            text = yaml.safe_dump(dataclasses.asdict(kept), sort_keys=False)
-            (run / name).write_text(text, encoding="utf-8")
+    run = Path(folder)
+    if (_config(run), _origin(run)) != (config, origin):
+        raise Mismatch(
+            f"{run} holds another training now: its {RUN_CONFIG} or {ORIGIN} is not what this one "
+            "has written there; choose another folder"
+        )
+    with new_folder(run / str(int(state.step))) as made:
+        save_train_state(state, made / "items", NNX)
 
 
 def saved_run(folder: str | Path) -> SavedRun | None:
-    """The run that `save_step` has saved in a folder; None where there is no such run.
+    """The run that `save_step` has saved in a folder; None where there is no saved step of one.
 
     Raises InputError where its files cannot be read, and where its newest step is damaged.
     """
-    file = local(folder) / ORIGIN_FILE
-    if not str(folder) or not file.is_file():
+    run = local(folder)
+    if not str(folder) or not has_steps(run):
         return None
+    return SavedRun(find_items(run).parent, _config(run), _origin(run))
+
+
+def _config(run: Path) -> Config:
+    """The config of a run."""
+    check_seal(run / RUN_CONFIG)
+    return read_config(str(run / RUN_CONFIG))
+
+
+def _origin(run: Path) -> Origin:
+    """What decides the batches of a run."""
+    file = run / ORIGIN
+    check_seal(file)
     try:
-        found = yaml.safe_load(read_regular(file))
-        origin = Origin(**found)
+        return Origin(**load_yaml(read_regular(file)))
     except (OSError, ValueError, RecursionError, yaml.YAMLError, TypeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(
             f"{file} cannot be read ({reason}), so that training cannot go on with the same "
             "batches; begin another run"
         ) from error
-    newest = find_items(folder).parent
-    return SavedRun(newest, read_config(str(file.with_name(RUN_CONFIG))), origin)
 
 
 def load_newest(run: SavedRun, config: Config, mesh: Mesh) -> TrainState:
@@ -93,8 +123,6 @@ def load_newest(run: SavedRun, config: Config, mesh: Mesh) -> TrainState:
     - `config`: with the model and the optimizer of the run; its pipeline may be another one.
     - `mesh`: need not be the one on which the run was trained.
 
-    What killed processes left unfinished in the run is deleted. Raises InputError where the step is
-    damaged.
+    Raises InputError where the step is damaged.
     """
-    clear_left_behind(run.newest.parent)
     return load_train_state(run.newest, config, mesh=mesh)

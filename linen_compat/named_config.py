@@ -6,12 +6,11 @@ from pathlib import Path
 from linen_compat.formats.huggingface.config import CONFIG_FILE, config_from_huggingface
 from linen_compat.formats.huggingface.stream import is_huggingface, own_config
 from linen_compat.formats.orbax.inspect import existing_folder, inspect
+from linen_compat.formats.run_files import RUN_CONFIG, check_seal
 from linen_compat.formats.streams import Mismatch
 from linen_compat.maxtext import config
 from nnx_pipeline import Config, InputError
 from nnx_pipeline.files import local
-
-RUN_CONFIG = "config.yml"  # of a run, beside its steps
 
 
 def read_config(name: str, checkpoint: str | Path | None = None) -> Config:
@@ -48,7 +47,7 @@ def config_of(checkpoint: str | Path) -> Config | None:
     - `checkpoint`: a Hugging Face folder, whose `config.json` says it, or a run, a step or an items
       folder: a run of `nnx-pipeline train` has a `config.yml`.
 
-    Raises InputError where there is no such folder.
+    Raises InputError where there is no such folder, and Mismatch where that file is damaged.
     """
     folder = existing_folder(checkpoint)
     if is_huggingface(folder):
@@ -56,7 +55,10 @@ def config_of(checkpoint: str | Path) -> Config | None:
     whole = folder.resolve()
     run = whole.parents[1] if whole.name == "items" else whole.parent if _is_step(whole) else whole
     file = run / RUN_CONFIG
-    return read_config(str(file)) if file.is_file() else None
+    if not file.is_file():
+        return None
+    check_seal(file)
+    return read_config(str(file))
 
 
 def _is_step(folder: Path) -> bool:

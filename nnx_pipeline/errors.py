@@ -110,6 +110,22 @@ def shown(value: object) -> str:
     return _BRIEF.repr(value)
 
 
+def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, for `json.loads(…, object_pairs_hook=once)`.
+
+    Raises ValueError where a name stands in it twice: JSON alone would take the last value.
+
+    >>> once([("a", 1), ("b", 2)])
+    {'a': 1, 'b': 2}
+    """
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name!r} stands there twice; keep one of the two")
+        found[name] = value
+    return found
+
+
 def kind_of(value: object) -> str:
     """What a value is, in a message: dtype and shape of an array, of anything else its type.
 

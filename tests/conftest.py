@@ -72,7 +72,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="Leave out the tests marked slow, and of a table run its first case only.",
     )
     parser.addoption(
-        "--draws", type=int, default=2, help="How many cases test_random_options.py draws."
+        "--draws",
+        type=int,
+        default=2,
+        help="How many cases the tests draw that draw some, such as test_random_options.py.",
     )
 
 
@@ -153,6 +156,19 @@ def command(main: Any, name: str, monkeypatch: Any, capsys: Any) -> Any:
         return Ended(exit.value.code or 0, *capsys.readouterr())
 
     return run
+
+
+@pytest.fixture
+def as_nobody() -> Iterator[None]:
+    """Takes the rights of root away from this process for a time."""
+    if os.geteuid():
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
 
 
 @pytest.fixture

@@ -163,19 +163,6 @@ def test_digits_of_other_scripts_are_no_steps(step):
     assert inspect(step.parent).items == step / "items"
 
 
-@pytest.fixture
-def as_nobody():
-    """Takes the rights of root away from this process for a time."""
-    if os.geteuid():
-        yield
-        return
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-
-
 @pytest.mark.parametrize("what", ["13", "13/items", "13/items/_METADATA", "13/items/d", ".", "all"])
 def test_what_may_not_be_read_is_no_damage(step, bridge, request, what):
     shutil.copytree(step, step.parent / "13")

@@ -397,6 +397,7 @@ def test_a_tokenizer_of_a_folder(
         ('{"eos_token_id": "b"}', "has the eos_token_id 'b', and not a token id or a list"),
         ('{"eos_token_id": [3, null]}', r"has the eos_token_id \[3, None\], and not a token id"),
         ('{"eos_token_id": 3', "generation_config.json is not JSON"),
+        ('{"eos_token_id": 3, "eos_token_id": 4}', "'eos_token_id' stands there twice"),
         ("[3]", "generation_config.json holds no object with named values"),
     ):
         (tmp_path / "generation_config.json").write_text(text)

@@ -496,7 +496,11 @@ def test_keys_of_experts_are_unknown_of_a_llama() -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "cannot be read as JSON"), ("[]", "holds list where a JSON object is expected")],
+    [
+        ("{", "cannot be read as JSON"),
+        ('{"a": 1, "a": 2}', "cannot be read as JSON: 'a' stands there twice"),
+        ("[]", "holds list where a JSON object is expected"),
+    ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "config.json").write_text(text)

@@ -241,6 +241,9 @@ def test_every_key_has_one_meaning():
         ("model: 3", "model is not a mapping from fields"),
         ("- 1", "is not a YAML file of keys and values"),
         ("a: [", "cannot be read as YAML"),
+        ("model: {vocab_size: 3, vocab_size: 4}", "key 'vocab_size' stands there twice; .*line 1"),
+        ("train: {}\nmodel: {}\ntrain: {}", "the key 'train' stands there twice; .*line 3"),
+        ("emb_dim: 3\n'emb_dim': 3", "the key 'emb_dim' stands there twice; .*line 2"),
     ],
 )
 def test_own_files_that_cannot_be_used(tmp_path, text, message):

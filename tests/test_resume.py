@@ -1,12 +1,15 @@
 """Training that goes on after a saved step: with the same losses, or not at all."""
 
 import dataclasses
+import random
 import re
 import shlex
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,9 +21,9 @@ from test_interrupt import LONGEST, script, started
 
 import linen_compat
 from linen_compat import checkpoints as offered
-from nnx_pipeline import InputError
+from nnx_pipeline import Config, InputError
 from nnx_pipeline.cli.support import bar
-from nnx_pipeline.train import learnable_batches, make_state
+from nnx_pipeline.train import TrainState, learnable_batches, make_state, train
 from nnx_pipeline.train.saved import Origin
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -83,12 +86,20 @@ def test_the_losses_after_a_resume_are_those_without_a_stop(run: Run, tmp_path: 
 CONFIG = small_config(model={"num_layers": 2})
 
 
+def save(folder: Path, config: Config, *states: TrainState) -> None:
+    """Saves states as steps of a run, as `nnx-pipeline train` does."""
+    with offered.claimed(folder):
+        offered.begin(folder, config, Origin(0, None))
+        for state in states:
+            offered.save_step(state, folder, config, Origin(0, None))
+
+
 def test_a_run_is_loaded_with_its_own_config(tmp_path: Path) -> None:
     """From the run, from a step and from its items, without being told what it is a model of."""
     mesh = mesh_of("fsdp=2")
     with jax.set_mesh(mesh):
         state = make_state(CONFIG, mesh)
-    offered.save_step(state, tmp_path / "run", Origin(0, None))
+    save(tmp_path / "run", CONFIG, state)
     step = Path(str(int(state.step)))
     for place in (".", step, step / "items"):
         loaded = linen_compat.load(tmp_path / "run" / place)
@@ -121,7 +132,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
             lambda leaf, step=step: np.asarray(step, leaf.dtype) if leaf.dtype == "int32" else leaf,
             state,
         )
-        offered.save_step(counted, folder, Origin(seed=0, text=None))
+        save(folder, CONFIG, counted)
     return folder
 
 
@@ -159,7 +170,7 @@ def test_what_is_loaded_is_what_was_saved(saved: Path) -> None:
         ),
         (
             (
-                *("--resume", "--checkpoint-dir", "run", "--set", "train.learning_rate=1"),
+                *("--resume", "--checkpoint-dir", "run", "--set", "train.weight_decay=1"),
                 *("--set", "model.mlp_dim=8"),
             ),
             "has 16 (1 more of its fields differ)",
@@ -171,7 +182,10 @@ def test_what_is_loaded_is_what_was_saved(saved: Path) -> None:
             "from the step before it, remove HERE/damaged/3",
         ),
         (("--resume", "--checkpoint-dir", "unread"), "training.yml cannot be read"),
-        (("--resume", "--checkpoint-dir", "no_step"), "holds no Orbax checkpoint"),
+        (
+            ("--resume", "--checkpoint-dir", "no_step"),
+            "holds no saved step, so that there is nothing",
+        ),
     ],
 )
 def test_what_cannot_be_resumed(
@@ -201,6 +215,102 @@ def test_what_cannot_be_resumed(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize("options", [("--resume",), ()])
+def test_a_folder_that_may_not_be_written(
+    run: Run, saved: Path, tmp_path: Path, request: Any, options: tuple[str, ...]
+) -> None:
+    """Refused before anything is compiled, on each way in: a run, and an empty folder."""
+    folder = tmp_path / "run"
+    shutil.copytree(saved, folder) if options else folder.mkdir()
+    for place in (*folder.rglob("*"), folder):
+        place.chmod(0o555 if place.is_dir() else 0o666)
+    for parent in tmp_path.parents:
+        if parent.name.startswith("pytest-"):
+            parent.chmod(0o755)
+    tmp_path.chmod(0o777)
+    request.getfixturevalue("as_nobody")
+    ended = run("train", *SETTINGS, "--steps", "5", "--checkpoint-dir", folder, *options)
+    assert ended.code == 2, ended.err
+    assert ended.err == (
+        f"nnx-pipeline: {folder} cannot be written: Permission denied; choose another folder, or "
+        "change its permissions\n"
+    )
+
+
+@pytest.mark.slow
+def test_no_flipped_bit_and_no_cut_makes_another_run(saved: Path, tmp_path: Path) -> None:
+    """Each bit of both files beside the steps, and each length: an error, or what was there."""
+    shutil.copytree(saved, tmp_path / "run")
+    want, refused = offered.saved_run(tmp_path / "run"), 0
+    for name in ("config.yml", "training.yml"):
+        file = tmp_path / "run" / name
+        whole = file.read_bytes()
+        flips = (
+            whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :]
+            for at in range(len(whole))
+            for bit in range(8)
+        )
+        for changed in (*flips, *(whole[:length] for length in range(len(whole)))):
+            file.write_bytes(changed)
+            try:
+                assert offered.saved_run(tmp_path / "run") == want, changed
+            except InputError:
+                refused += 1
+        file.write_bytes(whole)
+    assert refused > 10_000
+    assert offered.saved_run(tmp_path / "run") == want
+
+
+def test_a_step_in_the_folder_of_another_number(saved: Path, tmp_path: Path, run: Run) -> None:
+    """It is the newest one by its name alone: neither training nor the model alone takes it."""
+    folder = tmp_path / "run"
+    shutil.copytree(saved, folder)
+    shutil.copytree(folder / "0", folder / "7")
+    message = f"{folder}/7 holds step 0 of a run, and not step 7: it was renamed or copied"
+    with pytest.raises(InputError, match=message):
+        linen_compat.load(folder)
+    ended = run("train", *SETTINGS, "--steps", 9, "--checkpoint-dir", folder, "--resume")
+    assert (ended.code, message in ended.err) == (2, True), ended.err
+    assert f"remove {folder}/7 and use --resume again" in ended.err
+    shutil.rmtree(folder / "7")
+    assert run("train", *SETTINGS, "--steps", 3, "--checkpoint-dir", folder, "--resume").code == 0
+
+
+def test_a_run_that_has_become_another_one_is_not_added_to(saved: Path, tmp_path: Path) -> None:
+    folder, mesh = tmp_path / "run", mesh_of("")
+    shutil.copytree(saved, folder)
+    with jax.set_mesh(mesh), optax_promotion():
+        state = dataclasses.replace(make_state(CONFIG, mesh), step=np.int32(4))
+    other = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, adam_b1=0.5))
+    for config, origin in ((CONFIG, Origin(1, None)), (other, Origin(0, None))):
+        with pytest.raises(InputError, match=f"{folder} holds another training now: its config"):
+            offered.save_step(state, folder, config, origin)
+    assert steps_in(folder) == [0, 3]
+
+
+def test_a_folder_is_one_training_s(saved: Path, tmp_path: Path, run: Run) -> None:
+    """From the first moment on; what a killed process left without a step is free."""
+    folder = tmp_path / "new" / "run"
+    words = ("train", *SETTINGS, "--steps", 3, "--checkpoint-dir", folder)
+    with offered.claimed(folder):
+        offered.begin(folder, CONFIG, Origin(0, None))
+        ended = run(*words)
+        assert (ended.code, ended.err.count("\n")) == (2, 1), ended.err
+        assert f"another process is training in {folder}; wait until it has ended" in ended.err
+        assert sorted(path.name for path in folder.iterdir()) == ["config.yml", "training.yml"]
+    assert list(tmp_path.iterdir()) == []
+    shutil.copytree(saved, folder)
+    with offered.claimed(folder):
+        ended = run(*words, "--resume")
+        assert (ended.code, "another process is training in" in ended.err) == (2, True), ended.err
+    for step in (0, 3):
+        shutil.rmtree(folder / str(step))
+    with offered.claimed(folder):
+        offered.begin(folder, CONFIG, Origin(5, None))
+        shutil.copytree(saved / "3", folder / "3")
+    assert offered.saved_run(folder).origin == Origin(5, None)
+
+
 @pytest.mark.parametrize(
     ("was", "now", "message"),
     [
@@ -216,10 +326,10 @@ def test_the_text_is_the_same(
     found = offered.saved_run(saved)
     run = dataclasses.replace(found, origin=Origin(0, was))
     if message is None:
-        run.check(CONFIG, Origin(0, now), 1)
+        run.to_go_on(CONFIG, Origin(0, now), 1)
         return
     with pytest.raises(InputError, match=message):
-        run.check(CONFIG, Origin(0, now), 1)
+        run.to_go_on(CONFIG, Origin(0, now), 1)
 
 
 def test_batches_go_on_where_they_stopped() -> None:
@@ -244,16 +354,66 @@ def test_progress_without_a_terminal(
     ]
 
 
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(path.name) for path in folder.iterdir() if path.is_dir())
+
+
 @pytest.mark.slow
-def test_a_loss_that_is_not_a_number_is_not_saved(run: Run, tmp_path: Path) -> None:
-    rate = ("--set", "train.learning_rate=1e30", "--set", "train.clip_norm=1e30")
-    to = ("--checkpoint-dir", tmp_path / "run", "--save-every", 1)
-    ended = run("train", *SETTINGS, *rate, "--steps", "5", *to)
-    assert ended.code == 1
-    number = re.search(r"at step (\d) .* is not a number to go on with", ended.err.splitlines()[-1])
-    assert number is not None, ended.err
-    steps = sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir())
-    assert steps == [str(step) for step in range(1, int(number[1]))]
+def test_what_is_not_finite_is_not_saved_and_the_cure_works(run: Run, tmp_path: Path) -> None:
+    """The state after the update, the loss of a text, the gradients: whichever is first."""
+    folder = tmp_path / "run"
+    to = ("--checkpoint-dir", folder, "--save-every", 1)
+    new = ("train", *SETTINGS, *to, "--steps", 4)
+
+    def rate(value: str) -> tuple[str, str]:
+        return ("--set", f"train.learning_rate={value}")
+
+    # Finite weights of 1e30, whose gradients are not: the only saved step has to go.
+    ended = run(*new, *rate("1e30"), "--set", "train.clip_norm=1e30")
+    assert (ended.code, steps_in(folder)) == (1, [1])
+    cure = f"remove {folder}, and begin again with a lower --set train.learning_rate=… (it is 1e+30"
+    assert cure in ended.err.splitlines()[-1]
+    shutil.rmtree(folder)
+    # Weights that are infinite after the first update: nothing is left.
+    ended = run(*new, *rate("3e38"))
+    assert (ended.code, list(tmp_path.iterdir())) == (1, [])
+    line = ended.err.splitlines()[-1]
+    assert "step 1 leaves weights or moments that are not finite" in line
+    assert "begin again with a lower --set train.learning_rate=… (it is 3e+38)" in line
+    # The same after two good steps: they stay, and training goes on from them.
+    assert run(*new, "--steps", 2).code == 0
+    on = (*new, "--resume")
+    ended = run(*on, *rate("3e38"))
+    assert (ended.code, steps_in(folder)) == (1, [1, 2])
+    assert "step 2 is kept: go on after it with --resume and a lower" in ended.err.splitlines()[-1]
+    at = on.index("train.learning_rate=0.0003")
+    ended = run(*on[: at - 1], *on[at + 1 :])  # so that it is the preset's, which nobody asked for
+    said = f"learning_rate=0.003, but the run in {folder} has 0.0003; give the --model and --set"
+    assert (ended.code, said in ended.err) == (2, True), ended.err
+    ended = run(*on, *rate("1e-2"), "--json", "-")
+    assert (ended.code, steps_in(folder)) == (0, [1, 2, 3, 4]), ended.err
+    assert offered.saved_run(folder).config.train.learning_rate == 1e-2
+    # As in Python, where the state of step 2 goes on with that rate.
+    mesh = mesh_of("")
+    config = dataclasses.replace(
+        CONFIG, train=dataclasses.replace(CONFIG.train, learning_rate=1e-2)
+    )
+    with optax_promotion():
+        state = linen_compat.load_train_state(folder / "2", config, mesh=mesh)
+        want = [float(step.metrics.loss) for step in train(config, mesh, steps=4, state=state)]
+    assert ended.json["losses"] == want
+
+
+@pytest.mark.slow
+def test_a_held_out_loss_that_is_not_a_number(run: Run, tmp_path: Path) -> None:
+    """Of finite weights: without the text nothing would show before the next step."""
+    (tmp_path / "text").write_text("".join(map(chr, range(32, 127))) * 20)
+    data = ("--data", tmp_path / "text", "--set", "train.learning_rate=1e30")
+    rest = ("--steps", 1, "--set", "model.dtype=float16", "--set", "train.clip_norm=1e30")
+    ended = run("train", *SMALL, *data, *rest, "--checkpoint-dir", tmp_path / "run")
+    assert (ended.code, ended.out) == (1, ""), ended.err
+    assert "the loss on the held-out text is nan after step 1" in ended.err.splitlines()[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
 @pytest.mark.slow
@@ -319,3 +479,68 @@ def test_training_that_is_killed(tmp_path: Path) -> None:
     assert tally.killed == 3
     assert tally.runs >= 1
     assert tally.losses >= 6
+
+
+def started_in(folder: Path, seed: int, name: str, *more: str) -> Any:
+    """A process that trains in a folder, and says in `name.txt` beside it what it has to say."""
+    words = (*kill_train.MODEL, "--steps", "4", "--save-every", "1", "--seed", str(seed), *more)
+    arguments = [*words, "--checkpoint-dir", str(folder)]
+    here, pipe = kill_train.METHOD.Pipe(duplex=False)
+    target, beside = kill_train.train, folder.with_name(name)
+    process = kill_train.METHOD.Process(target=target, args=(arguments, pipe, beside))
+    process.start()
+    process.told = here  # stays open, as the process writes to it
+    return process
+
+
+@pytest.mark.slow
+def test_two_trainings_in_one_folder(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Interleavings of two trainings with other seeds; of every third the first one is killed.
+
+    20 of them with `--draws 10`.
+
+    Each folder has one training alone, as it is without the other one; that goes on if it was
+    killed, and the other is told so. A killed one that has saved nothing leaves the folder free.
+    """
+    draw, alone, longest = random.Random(0), {}, 0.0
+    for seed in (1, 2):
+        task = kill_train.Task(tmp_path / f"alone{seed}", 4, 1)
+        for _ in range(2):  # what is compiled by the first is read by the second
+            shutil.rmtree(task.folder, ignore_errors=True)
+            began = time.monotonic()
+            process = started_in(task.folder, seed, f"said{seed}")
+            process.join(kill_train.LONGEST)
+            assert process.exitcode == 0, (tmp_path / f"said{seed}.txt").read_text()
+            longest = time.monotonic() - began
+        alone[seed] = task.saved()
+    for number in range(2 * request.config.getoption("--draws")):
+        task = kill_train.Task(tmp_path / f"run{number}", 4, 1)
+        first = started_in(task.folder, 1, "first")
+        time.sleep(draw.uniform(0.0, 1.2 * longest) if number % 2 else draw.uniform(0.0, 0.3))
+        second = started_in(task.folder, 2, "second")
+        if number % 3 == 2:
+            time.sleep(draw.uniform(0.0, longest))
+            first.kill()
+        for process, name in ((first, "first"), (second, "second")):
+            process.join(kill_train.LONGEST)
+            said = (tmp_path / f"{name}.txt").read_text() if process.exitcode > 0 else ""
+            assert process.exitcode in (0, 2, -9), said
+            if process.exitcode == 2:
+                assert re.search("another process is training in|holds a run up to step", said)
+        if first.exitcode != -9:
+            assert {first.exitcode, second.exitcode} == {0, 2}
+        found = offered.saved_run(task.folder)
+        seed = found.origin.seed if found else 2
+        if not found or found.step < 4:
+            more = ("--resume",) if found else ()
+            again = started_in(task.folder, seed, "again", *more)
+            again.join(kill_train.LONGEST)
+            assert again.exitcode == 0, (tmp_path / "again.txt").read_text()
+        saved = task.saved()
+        assert saved.keys() == alone[seed].keys() == {1, 2, 3, 4}
+        for step, leaves in saved.items():
+            for name, leaf in leaves.items():
+                np.testing.assert_array_equal(leaf, alone[seed][step][name], f"{number}: {name}")
+        assert sorted(path.name for path in task.folder.iterdir()) == [
+            *("1", "2", "3", "4", "config.yml", "training.yml")
+        ]

@@ -63,7 +63,7 @@ FOLDERS = {
         ("create",),
     ),
     "linen_compat": (
-        ("arguments", "formats", "maxtext"),
+        ("arguments", "formats", "maxtext", "yaml_text"),
         ("convert", "named_config", "loading", "modules", "reference", "saving"),
         ("bridge", "check", "train_state"),
         ("checkpoints",),

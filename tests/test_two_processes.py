@@ -1,10 +1,15 @@
 """Training in two processes, as on two hosts: the same losses as in one."""
 
+import contextlib
 import json
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from helpers import mesh_of, optax_promotion, user_environment
@@ -36,10 +41,9 @@ import numpy as np
 port, rank, mesh, steps, cases = sys.argv[1:]
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
-jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=int(rank))
-
 from nnx_pipeline import MeshConfig, make_mesh, preset
 from nnx_pipeline.config.overrides import apply_overrides
+from nnx_pipeline.train import several_processes
 from nnx_pipeline.train.data import Rule
 from nnx_pipeline.train.loop import train
 
@@ -50,32 +54,35 @@ def sequences(self, batch, rows, length):
 Rule.sequences = sequences
 
 found = []
-for options, dcn in json.loads(cases):
-    config = apply_overrides(preset("tiny"), options)
-    grid = make_mesh(MeshConfig.parse(mesh), jax.devices(), dcn=MeshConfig.parse(dcn))
-    hosts = {name: set() for name in ("data", "stage")}
-    for at, device in np.ndenumerate(grid.devices):
-        for name, seen in hosts.items():
-            seen.add((at[grid.axis_names.index(name)], device.process_index))
-    across = [name for name, seen in hosts.items() if len(seen) == 2]
-    losses = [float(step.metrics.loss) for step in train(config, grid, steps=int(steps))]
-    assert len(made) == int(steps) * config.train.global_batch // 2, "whole batches on a host"
-    made.clear()
-    found.append([across, losses])
+with several_processes(f"127.0.0.1:{port}", 2, int(rank)):
+    for options, dcn in json.loads(cases):
+        config = apply_overrides(preset("tiny"), options)
+        grid = make_mesh(MeshConfig.parse(mesh), jax.devices(), dcn=MeshConfig.parse(dcn))
+        hosts = {name: set() for name in ("data", "stage")}
+        for at, device in np.ndenumerate(grid.devices):
+            for name, seen in hosts.items():
+                seen.add((at[grid.axis_names.index(name)], device.process_index))
+        across = [name for name, seen in hosts.items() if len(seen) == 2]
+        losses = []
+        for step in train(config, grid, steps=int(steps)):
+            losses.append(float(step.metrics.loss))
+            print("step", len(losses), flush=True)
+        assert len(made) == int(steps) * config.train.global_batch // 2, "whole batches on a host"
+        made.clear()
+        found.append([across, losses])
 print("found", json.dumps(found))
 """
 
 
-@pytest.mark.slow
-def test_two_processes_train_as_one() -> None:
-    """With copies of the model on different hosts, and with its stages."""
-    cases = [(SMALL | {"pipeline.schedule": schedule}, dcn) for schedule, dcn in CASES]
+@contextlib.contextmanager
+def started(cases: list[Any], steps: int) -> Iterator[list[subprocess.Popen]]:
+    """Two processes that train together."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     hosts = [
         subprocess.Popen(
-            [sys.executable, "-c", HOST, str(port), str(rank), MESH, str(STEPS), json.dumps(cases)],
+            [sys.executable, "-c", HOST, str(port), str(rank), MESH, str(steps), json.dumps(cases)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -84,10 +91,35 @@ def test_two_processes_train_as_one() -> None:
         for rank in range(2)
     ]
     try:
-        ended = [host.communicate(timeout=600) for host in hosts]
+        yield hosts
     finally:
         for host in hosts:
             host.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [1, 0])
+def test_a_process_ends_when_the_other_is_killed(killed: int) -> None:
+    """Within a minute, though JAX would wait for it; where rank 0 is lost, JAX may be faster."""
+    with started([(SMALL, "data=2")], 1_000_000) as hosts:
+        for line in hosts[killed].stdout:
+            if line == "step 2\n":
+                break
+        hosts[killed].kill()
+        left = hosts[1 - killed]
+        _, error = left.communicate(timeout=60)
+    assert left.returncode == 1 or (killed, left.returncode) == (0, -signal.SIGABRT), error
+    if killed:
+        (line,) = [line for line in error.splitlines() if not re.match(r"[IWE]\d{4} ", line)]
+        assert line.startswith("process 0 of 2 cannot go on; if another one has ended, it says why")
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one() -> None:
+    """With copies of the model on different hosts, and with its stages."""
+    cases = [(SMALL | {"pipeline.schedule": schedule}, dcn) for schedule, dcn in CASES]
+    with started(cases, STEPS) as hosts:
+        ended = [host.communicate(timeout=600) for host in hosts]
     for out, error in ended:
         assert "found" in out, error[-2000:]
     first, second = (json.loads(out.split("found ", 1)[1]) for out, _ in ended)

@@ -11,6 +11,7 @@ import yaml
 from linen_compat.maxtext import deepseek, keys
 from linen_compat.maxtext.families import fields_of_block, keys_of_preset
 from linen_compat.maxtext.values import DEFAULTS, number, typed, wrong_type
+from linen_compat.yaml_text import load_yaml
 from nnx_pipeline import Config, InputError, ModelConfig, PipelineConfig, TrainConfig, preset
 from nnx_pipeline.config.config import SECTIONS
 from nnx_pipeline.config.overrides import known_keys
@@ -118,7 +119,7 @@ def _read_yaml(path: str | Path) -> dict[str, Any]:
     """The keys and values of a YAML file. Raises InputError when it holds none."""
     text = read_text(str(path))
     try:
-        given = yaml.safe_load(text)
+        given = load_yaml(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:  # too deep, too many digits
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"{path} cannot be read as YAML: {reason}") from error

@@ -5,6 +5,7 @@ and not the other way, so that it declares an entry point of the group `nnx_pipe
 module with the functions of `Checkpoints`.
 """
 
+from contextlib import AbstractContextManager
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Protocol
@@ -44,23 +45,33 @@ class Checkpoints(Protocol):
         """
         ...
 
-    def check_free(self, folder: str | Path) -> None:
-        """Raises InputError unless a run can be saved in this folder."""
+    def claimed(self, run: str | Path) -> AbstractContextManager[None]:
+        """Keeps the folder of a run, or of one to be made, to this process.
+
+        Raises InputError where another process trains in it, and where it cannot be written.
+        """
+        ...
+
+    def begin(self, folder: str | Path, config: Config, origin: Origin) -> None:
+        """Writes what a run has beside its steps, into a folder that is claimed."""
         ...
 
     def check_savable(self, config: Config) -> None:
         """Raises InputError unless the states of a model of this config can be saved."""
         ...
 
-    def save_step(self, state: TrainState, folder: str | Path, origin: Origin) -> None:
+    def save_step(
+        self, state: TrainState, folder: str | Path, config: Config, origin: Origin
+    ) -> None:
         """Saves a training state as a new step of a run, from which `load` can load.
 
-        The first step makes the run. Neither a step nor a run is ever there unfinished.
+        No step is ever there unfinished. Raises InputError where the run has become another one
+        than that which was begun with this config and origin.
         """
         ...
 
     def saved_run(self, folder: str | Path) -> SavedRun | None:
-        """The run in a folder that `save_step` filled, or None; InputError for a damaged one."""
+        """The run in a folder with saved steps, or None; raises InputError for a damaged one."""
         ...
 
     def load_newest(self, run: SavedRun, config: Config, mesh: Mesh) -> TrainState:

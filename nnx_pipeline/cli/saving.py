@@ -1,6 +1,6 @@
 """`--checkpoint-dir`, `--save-every` and `--resume` of `nnx-pipeline train`."""
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +9,10 @@ from jax.sharding import Mesh
 
 from nnx_pipeline import ending
 from nnx_pipeline.cli.checkpoints import Checkpoints, checkpoints
+from nnx_pipeline.cli.support import Failed
 from nnx_pipeline.config.config import Config
 from nnx_pipeline.errors import InputError
-from nnx_pipeline.train.saved import Origin, SavedRun
+from nnx_pipeline.train.saved import RATE, Origin, SavedRun
 from nnx_pipeline.train.step import TrainState
 
 KEPT = "saved steps are kept; the same command with --resume goes on after the newest"
@@ -30,68 +31,84 @@ class Folder:
     every: int | None
     resume: bool
 
-    def opened(self, config: Config, origin: Origin, stages: int) -> "Saver | None":
+    @contextmanager
+    def opened(
+        self, config: Config, origin: Origin, stages: int, asked: Container[str]
+    ) -> Iterator["Saver | None"]:
         """What saves the steps of a training; None where nothing is to be saved.
 
         - `config`: of the training.
         - `origin`: of its batches.
         - `stages`: of the mesh.
+        - `asked`: the fields of the config that the user has set.
 
-        Raises InputError where the model has no names in a checkpoint, where there is nothing to
-        resume or something else, and where a new run would overwrite something.
+        Within the context no other process can train in the folder. Raises InputError where one
+        does, where the folder cannot be written, where the model has no names in a checkpoint,
+        where there is nothing to resume or something else, and where a new run would overwrite
+        something.
         """
         if self.name is None:
             for flag, given in (("--resume", self.resume), ("--save-every", self.every)):
                 if given:
                     raise InputError(f"{flag} needs a folder; give it with --checkpoint-dir DIR")
-            return None
+            yield None
+            return
         offered = checkpoints()
         offered.check_savable(config)
-        found = offered.saved_run(self.name)
-        if self.resume:
+        if self.resume and offered.saved_run(self.name) is None:
+            raise InputError(f"--resume: {self._nothing()}")
+        with offered.claimed(self.name):
+            found = offered.saved_run(self.name)  # no other process changes it from here on
+            if found is not None and not self.resume:
+                raise InputError(
+                    f"{self.name} holds a run up to step {found.step} already; add --resume to go "
+                    "on with it, or choose a new folder"
+                )
             if found is None:
-                raise InputError(f"--resume: {self._nothing()}")
-            found.check(config, origin, stages)
-            return Saver(offered, self.name, self.every, origin, found)
-        if found is not None:
-            raise InputError(
-                f"{self.name} holds a run up to step {found.step} already; add --resume to go on "
-                "with it, or choose a new folder"
-            )
-        offered.check_free(self.name)
-        return Saver(offered, self.name, self.every, origin, None)
+                offered.begin(self.name, config, origin)
+                newest = None
+            else:
+                config, newest = found.to_go_on(config, origin, stages, asked), found.step
+            yield Saver(offered, self.name, self.every, config, origin, found, newest)
 
     def _nothing(self) -> str:
-        """What is wrong with a folder that is to be resumed and holds no run."""
+        """What is wrong with a folder that is to be resumed and holds no saved step of a run."""
         folder = Path(self.name or "")
-        if self.name and folder.is_dir() and any(folder.iterdir()):
+        if (folder / "training.yml").is_file():
+            what = "holds no saved step"
+        elif self.name and folder.is_dir() and any(folder.iterdir()):
             return (
                 f"{folder} is not a run of nnx-pipeline train, which has a training.yml beside its "
                 "steps; give the --checkpoint-dir of one"
             )
-        what = "is empty" if self.name and folder.is_dir() else "does not exist"
+        else:
+            what = "is empty" if self.name and folder.is_dir() else "does not exist"
         return (
             f"{self.name or 'the folder'} {what}, so that there is nothing to resume; leave "
             "--resume out to begin"
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Saver:
     """Saves steps of a training.
 
     - `offered`: reads and writes checkpoints.
     - `folder`: of the run.
     - `every`: steps from one save to the next; None for one save at the end.
+    - `config`: that the run has beside its steps; a resumed one gets it with its first save.
     - `origin`: of the batches.
     - `found`: the run that is resumed; None for a new one.
+    - `newest`: the number of the newest saved step; None before the first one.
     """
 
     offered: Checkpoints
     folder: str
     every: int | None
+    config: Config
     origin: Origin
     found: SavedRun | None
+    newest: int | None
 
     def check_steps(self, steps: int) -> None:
         """Raises InputError where the run is further than the last step, number `steps`."""
@@ -109,18 +126,41 @@ class Saver:
         with _cure(self.found):
             return self.offered.load_newest(self.found, config, mesh)
 
-    def is_due(self, step: int, steps: int) -> bool:
-        """Whether a step is to be saved.
-
-        - `step`: its number.
-        - `steps`: the number of the last one.
-        """
-        return step == steps or (self.every is not None and step % self.every == 0)
+    def is_due(self, step: int) -> bool:
+        """Whether a step, of this number and not the last, is to be saved."""
+        return self.every is not None and step % self.every == 0
 
     def save(self, state: TrainState) -> None:
-        """Saves a step."""
-        self.offered.save_step(state, self.folder, self.origin)
+        """Saves a step; raises Failed where that is not possible."""
+        try:
+            if self.found is not None and self.newest == self.found.step:
+                self.offered.begin(self.folder, self.config, self.origin)
+            self.offered.save_step(state, self.folder, self.config, self.origin)
+        except InputError as error:
+            raise Failed(str(error)) from error
+        self.newest = int(state.step)
         ending.note(KEPT)
+
+
+def way_on(saver: Saver | None, at_fault: int, rate: float) -> str:
+    """How to go on where a training has come to numbers that are not finite.
+
+    - `saver`: None where nothing is saved.
+    - `at_fault`: the number of the step that has left them.
+    - `rate`: the learning rate of the training.
+    """
+    newest = None if saver is None else saver.newest
+    if at_fault == 0:
+        return "no learning rate is to blame, as nothing was trained: choose another model.dtype"
+    lower = f"--set {RATE}=… (it is {rate})"
+    if saver is None or newest is None:
+        return f"begin again with a lower {lower}"
+    folder = Path(saver.folder)
+    if newest < at_fault:
+        return f"step {newest} is kept: go on after it with --resume and a lower {lower}"
+    if any(path.name.isdecimal() and int(path.name) < newest for path in folder.iterdir()):
+        return f"remove {folder / str(newest)}, and go on with --resume and a lower {lower}"
+    return f"remove {folder}, and begin again with a lower {lower}"
 
 
 @contextmanager

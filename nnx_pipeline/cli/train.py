@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import click
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -16,12 +17,13 @@ from nnx_pipeline.cli.options import (
     json_option,
     place_options,
 )
-from nnx_pipeline.cli.saving import Folder, Saver
-from nnx_pipeline.cli.support import Failed, bar, compiler_errors, progress
+from nnx_pipeline.cli.saving import Folder, Saver, way_on
+from nnx_pipeline.cli.support import Failed, bar, compiler_errors
 from nnx_pipeline.config.config import Config, to_dict
+from nnx_pipeline.config.overrides import parse_overrides
 from nnx_pipeline.lab.report.output import check_writable, emit_json, show
 from nnx_pipeline.ops.router import RouterMetrics
-from nnx_pipeline.train.loop import train
+from nnx_pipeline.train.loop import is_finite, train
 from nnx_pipeline.train.saved import Origin
 from nnx_pipeline.train.step import TrainState
 from nnx_pipeline.train.text import Texts, Windows, bigram_entropy, entropy_of, read_texts
@@ -51,13 +53,13 @@ class Trained:
 
     - `first`: how many steps were done before it began.
     - `losses`: of the steps that it did.
-    - `state`: at its end.
+    - `held_out`: the loss on the held-out text at its end; None without a text.
     - `router`: what the routers reported at the last step; None where no step was left to do.
     """
 
     first: int
     losses: list[float]
-    state: TrainState
+    held_out: float | None
     router: RouterMetrics | None
 
     def words(self) -> str:
@@ -120,8 +122,8 @@ class Trained:
     click.option(
         "--resume",
         is_flag=True,
-        help="Go on after the newest step in --checkpoint-dir. The mesh and options of the "
-        "pipeline may be others than before.",
+        help="Go on after the newest step in --checkpoint-dir. The mesh, options of the pipeline "
+        "and --set train.learning_rate may be others than before.",
     ),
 )
 @json_option
@@ -139,18 +141,14 @@ def train_command(
     config.check_mesh(place.mesh_config)
     texts = run.texts(config)
     origin = Origin(run.seed, texts.digest if texts else None)
-    saver = folder.opened(config, origin, place.mesh_config.stage)
-    if saver is not None:
-        saver.check_steps(run.steps)
-    with compiler_errors():
-        grid = place.grid(devices, config)
-        source = Windows(texts.training, run.seed) if texts else None
-        trained = _trained(config, grid, run, source, saver)
-    held_out = None
-    if texts is not None:
-        with progress() as say, compiler_errors():
-            say("computing the loss of the held-out text")
-            held_out = _held_out(trained.state, texts, grid)
+    asked = parse_overrides(chosen.assignments)
+    with folder.opened(config, origin, place.mesh_config.stage, asked) as saver:
+        if saver is not None:
+            saver.check_steps(run.steps)
+        with compiler_errors():
+            grid = place.grid(devices, config)
+            trained = _trained(config, grid, run, texts, saver)
+    held_out = _held_out(trained, texts, config)
     line = f"{chosen.model} on {place.mesh_config}: {trained.words()}"
     show(line, json_path=json_path)
     if held_out is not None:
@@ -174,42 +172,62 @@ def train_command(
 
 
 def _trained(
-    config: Config, grid: Mesh, run: Run, source: Windows | None, saver: Saver | None
+    config: Config, grid: Mesh, run: Run, texts: Texts | None, saver: Saver | None
 ) -> Trained:
     """Trains and saves, with a progress bar on standard error.
 
     Raises Failed at the first step that leaves numbers with which no training can go on, before
     they are saved.
     """
+
+    def require(finite: bool, what: str, at_fault: int) -> None:
+        if not finite:
+            way = way_on(saver, at_fault, config.train.learning_rate)
+            raise Failed(f"{what}, which is nothing to go on with; {way}")
+
+    def checked(state: TrainState) -> float | None:
+        """The loss on the held-out text of a state that is to be kept; None without a text."""
+        number = int(state.step)
+        with jax.set_mesh(grid):
+            finite = bool(is_finite(state))
+        require(finite, f"step {number} leaves weights or moments that are not finite", number)
+        if texts is None:
+            return None
+        loss = entropy_of(state.model, texts.held_out, grid)
+        what = f"the loss on the held-out text is {loss} after step {number}"
+        require(math.isfinite(loss), what, number)
+        return loss
+
     state = saver.first_state(config, grid) if saver else None
     first = 0 if state is None else int(state.step)
     if state is not None and first == run.steps:
-        return Trained(first, [], state, None)
+        return Trained(first, [], checked(state), None)
+    source = Windows(texts.training, run.seed) if texts else None
     steps = train(config, grid, steps=run.steps, seed=run.seed, source=source, state=state)
     losses: list[float] = []
-    router = None
     with bar("training", run.steps, "compiling", first) as advance:
         for number, (state, metrics) in enumerate(steps, first + 1):
-            loss, norm, router = float(metrics.loss), float(metrics.gradient_norm), metrics.router
-            if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise Failed(
-                    f"the loss is {loss} at step {number} and the norm of the gradients {norm}, "
-                    "which is not a number to go on with; lower train.learning_rate"
-                )
+            loss, norm = float(metrics.loss), float(metrics.gradient_norm)
+            what = f"the loss is {loss} at step {number} and the norm of the gradients {norm}"
+            require(math.isfinite(loss) and math.isfinite(norm), what, number - 1)
             losses.append(loss)
             advance(f"loss {loss:.4f}")
-            if saver is not None and saver.is_due(number, run.steps):
-                advance("saving", 0)
-                saver.save(state)
-    assert state is not None, "a new training has at least one step"
-    return Trained(first, losses, state, router)
+            if number == run.steps or (saver is not None and saver.is_due(number)):
+                advance("checking", 0)
+                held_out = checked(state)
+                if saver is not None:
+                    advance("saving", 0)
+                    saver.save(state)
+    return Trained(first, losses, held_out, metrics.router)
 
 
-def _held_out(state: TrainState, texts: Texts, grid: Mesh) -> dict[str, Any]:
-    """The loss of a model on the held-out text, and that of a bigram model, for JSON."""
-    length = state.model.config.train.sequence_length
+def _held_out(trained: Trained, texts: Texts | None, config: Config) -> dict[str, Any] | None:
+    """The loss of the model on the held-out text, and that of a bigram model, for JSON."""
+    if texts is None:
+        return None
+    length = config.train.sequence_length
     return {
-        "loss": entropy_of(state.model, texts.held_out, grid),
+        "loss": trained.held_out,
         "bigram_loss": bigram_entropy(texts.training, texts.held_out, length),
         "bytes": len(texts.held_out),
         "training_bytes": len(texts.training),

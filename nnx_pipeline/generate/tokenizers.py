@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, Protocol
 
-from nnx_pipeline.errors import InputError, optional
+from nnx_pipeline.errors import InputError, once, optional
 from nnx_pipeline.files import local, read_regular
 from nnx_pipeline.train.text import BYTES, END
 
@@ -123,7 +123,7 @@ def _end_tokens(folder: Path) -> tuple[int, ...]:
         if not path.is_file():
             continue
         try:
-            values = json.loads(read_regular(path))
+            values = json.loads(read_regular(path), object_pairs_hook=once)
         except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"{path} is not JSON: {error}; restore the file") from error
         if not isinstance(values, dict):

@@ -7,6 +7,7 @@ of a `Source` for its data, and `train` for the whole. `linen_compat` saves and 
 from nnx_pipeline.train.data import Source, batches, learnable_batches
 from nnx_pipeline.train.loop import Step, train
 from nnx_pipeline.train.optimizer import make_optimizer
+from nnx_pipeline.train.processes import several_processes
 from nnx_pipeline.train.step import (
     Batch,
     Metrics,
@@ -34,5 +35,6 @@ __all__ = [
     "loss_of",
     "make_optimizer",
     "make_state",
+    "several_processes",
     "train",
 ]

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
+from jaxtyping import Array
 
 from nnx_pipeline.config.config import Config
 from nnx_pipeline.train.data import Rule, Source, batches
@@ -20,6 +22,13 @@ class Step(NamedTuple):
 
     state: TrainState
     metrics: Metrics
+
+
+@jax.jit
+def is_finite(state: TrainState) -> Array:
+    """Whether no number of a training state is NaN or infinite; call it under `jax.set_mesh`."""
+    floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats]))
 
 
 def train(

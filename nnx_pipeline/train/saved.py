@@ -1,6 +1,7 @@
 """What a saved run must have in common with the training that goes on with it."""
 
 import dataclasses
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ HOW = {
     "model": ("attention", "attention_block", "embedding", "expert_group"),
     "train": ("loss_chunks", "shard_optimizer_over_data"),
 }
+RATE = "train.learning_rate"  # may become another one, where that is asked for
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class SavedRun:
     """A run that was saved, without its arrays.
 
     - `newest`: the folder of its newest step, whose name is the number of the step.
-    - `config`: with which it was trained first.
+    - `config`: with which it was trained first, but for the learning rate of its last training.
     - `origin`: of its batches.
     """
 
@@ -45,12 +47,17 @@ class SavedRun:
         """How many steps were done when it was saved."""
         return int(self.newest.name)
 
-    def check(self, config: Config, origin: Origin, stages: int) -> None:
-        """Raises InputError unless training can go on with the losses it would have had.
+    def to_go_on(
+        self, config: Config, origin: Origin, stages: int, asked: Container[str] = ()
+    ) -> Config:
+        """The config of the run from now on, if training goes on with the losses it would have had.
 
         - `config`, `origin`: with which it is to go on. The pipeline may be another one, and so may
           fields of `HOW`.
         - `stages`: of the mesh on which it is to go on.
+        - `asked`: the fields that the user has set; if `RATE` is one, it may be another one.
+
+        Raises InputError where the losses would be others.
         """
         run = self.newest.parent
         changed = [
@@ -61,6 +68,7 @@ class SavedRun:
             )
             for field in dataclasses.fields(was)
             if field.name not in HOW[section]
+            and not (f"{section}.{field.name}" == RATE and RATE in asked)
             and getattr(was, field.name) != getattr(now, field.name)
         ]
         if changed:
@@ -68,10 +76,13 @@ class SavedRun:
             more = f" ({len(others)} more of its fields differ)" if others else ""
             raise InputError(
                 f"{key}={now}, but the run in {run} has {was}{more}; give the --model and --set "
-                f"with which it began, which are in {run / 'config.yml'}"
+                f"with which it began, which are in {run / 'config.yml'}; {RATE} alone may become "
+                "another one, by --set"
             )
         self._check_origin(origin)
         self._check_microbatches(config, stages)
+        train = dataclasses.replace(self.config.train, learning_rate=config.train.learning_rate)
+        return dataclasses.replace(self.config, train=train)
 
     def _check_origin(self, origin: Origin) -> None:
         """The batches must be the same."""

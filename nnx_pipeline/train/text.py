@@ -95,6 +95,12 @@ class Windows:
         return np.stack([self.tokens[start : start + length] for start in starts])
 
 
+@jax.jit
+def _entropy(model: Mixtral, batch: Batch) -> jax.Array:
+    """The cross-entropy; jitted here, so that it is compiled once for all saved steps."""
+    return loss_of(model, batch)[1][0]
+
+
 def entropy_of(model: Mixtral, tokens: np.ndarray, mesh: Mesh) -> float:
     """The mean cross-entropy of a model on a text, in nats per token.
 
@@ -106,7 +112,7 @@ def entropy_of(model: Mixtral, tokens: np.ndarray, mesh: Mesh) -> float:
     contexts, targets = in_sequences(tokens, train.sequence_length)
     count, batch = len(contexts), train.global_batch
     placed = Placed((batch, train.sequence_length), batch_sharding(mesh, Layout()))
-    entropy, total = jax.jit(lambda model, batch: loss_of(model, batch)[1][0]), 0.0
+    total = 0.0
     for first in range(0, count, batch):
 
         def rows(array: np.ndarray, first: int = first) -> jax.Array:
@@ -117,7 +123,7 @@ def entropy_of(model: Mixtral, tokens: np.ndarray, mesh: Mesh) -> float:
 
         weights = np.ones(contexts.shape, np.float32)
         with jax.set_mesh(mesh):
-            mean = entropy(
+            mean = _entropy(
                 model, Batch(tokens=rows(contexts), targets=rows(targets), weights=rows(weights))
             )
         total += float(mean) * min(batch, count - first)

@@ -22,7 +22,7 @@ from linen_compat.formats.huggingface.architectures import (
 from linen_compat.formats.huggingface.rope import KEYS, agreed, fields_of_rope, rope_keys
 from nnx_pipeline import Config, InputError, ModelConfig
 from nnx_pipeline.config.model import DTYPES
-from nnx_pipeline.errors import divides, one_of
+from nnx_pipeline.errors import divides, once, one_of
 from nnx_pipeline.files import local, read_regular
 
 CONFIG_FILE = "config.json"
@@ -196,7 +196,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises InputError, with the file's name, when there is none."""
     try:
-        values = json.loads(read_regular(file))
+        values = json.loads(read_regular(file), object_pairs_hook=once)
     except PermissionError as error:
         raise InputError(
             f"{file} may not be read by this user; change its permissions, or run this as its owner"

@@ -14,7 +14,7 @@ import tensorstore as ts
 from linen_compat.formats import checksums
 from linen_compat.formats.paths import in_folder, with_own_names
 from linen_compat.formats.streams import Mismatch
-from nnx_pipeline.errors import counted
+from nnx_pipeline.errors import counted, once
 from nnx_pipeline.files import read_regular
 
 METADATA, MANIFEST, SHARDING = "_METADATA", "manifest.ocdbt", "_sharding"
@@ -227,7 +227,7 @@ def _broken(file: Path, reason: str) -> Mismatch:
 def _read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises Mismatch when the file is missing or damaged."""
     try:
-        values = json.loads(read_regular(file))
+        values = json.loads(read_regular(file), object_pairs_hook=once)
     except FileNotFoundError as error:
         raise Mismatch(f"{file} is missing, the checkpoint is damaged") from error
     except (OSError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, from its metadata alone: no array is read."""
+"""What a checkpoint holds, from its metadata alone: no array is read but the step of a run."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from linen_compat.formats.names import KV_DOWN, QK_NORMS
-from linen_compat.formats.orbax.arrays import array_specs
+from linen_compat.formats.orbax.arrays import StoredArrays, array_specs
 from linen_compat.formats.orbax.corruption import (
     METADATA,
     check_index,
@@ -24,6 +24,7 @@ from linen_compat.formats.orbax.layouts import (
     scale_of_maxtext,
     slashed,
 )
+from linen_compat.formats.run_files import is_run
 from linen_compat.formats.streams import MOMENTS, PARAMETERS, SCALARS, Mismatch
 from nnx_pipeline import InputError
 from nnx_pipeline.files import local
@@ -280,6 +281,7 @@ def inspect(checkpoint: str | Path) -> Inspection:
                 "take a checkpoint that holds only one of them"
             )
         found.setdefault(group, {})[name] = Leaf(spec.shape, str(spec.dtype), stored)
+    _check_step(items, found["scalars"])
     parameters = found[PARAMETERS]
     layout = find_layout({name: leaf.shape for name, leaf in parameters.items()}, items)
     scale = read_metadata(items).attention_scale
@@ -299,6 +301,19 @@ def inspect(checkpoint: str | Path) -> Inspection:
         unknown=found["unknown"],
         attention_scale=None if latent else scale or _scale_of_maxtext(parameters, layout),
     )
+
+
+def _check_step(items: Path, scalars: Leaves) -> None:
+    """Raises Mismatch where a folder of a run does not have the number of the step in it."""
+    folder = items.parent
+    if not (items.name == "items" and is_run(folder.parent) and "step" in scalars):
+        return
+    step = StoredArrays(items).read(scalars["step"].stored)
+    if str(step) != folder.name:
+        raise Mismatch(
+            f"{folder} holds step {step} of a run, and not step {folder.name}: it was renamed or "
+            f"copied; name it {step}, or remove it"
+        )
 
 
 def _is_latent(path: str) -> bool:

@@ -1,0 +1,128 @@
+"""A run of `nnx-pipeline train`: its steps, two files beside them, and who may write there."""
+
+import contextlib
+import fcntl
+import functools
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from linen_compat.formats import checksums
+from linen_compat.formats.new_folder import check_free, clear_left_behind
+from linen_compat.formats.streams import Mismatch
+from nnx_pipeline import InputError
+from nnx_pipeline.ending import cleared_away
+from nnx_pipeline.files import local
+
+RUN_CONFIG, ORIGIN = "config.yml", "training.yml"
+_SEAL = "# crc32 of the lines below: "
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run, with steps or without."""
+    return (folder / ORIGIN).is_file()
+
+
+def has_steps(run: Path) -> bool:
+    """Whether a folder is a run that has something with the name of a step."""
+    return is_run(run) and _steps(run)
+
+
+def _steps(folder: Path) -> bool:
+    return any(re.fullmatch("[0-9]+", name) for name in os.listdir(folder))
+
+
+def sealed(values: dict[str, Any]) -> str:
+    """Values as YAML, with a first line that is a checksum of the others."""
+    text = yaml.safe_dump(values, sort_keys=False)
+    return f"{_SEAL}{checksums.of_bytes(text.encode())}\n{text}"
+
+
+def check_seal(file: Path) -> None:
+    """Raises Mismatch where the first line is a checksum, and not that of the lines below it.
+
+    Whether a file can be read is left to who reads it.
+    """
+    with contextlib.suppress(OSError):
+        first, _, rest = (file.read_bytes() if file.is_file() else b"").partition(b"\n")
+        seal = first.decode(errors="replace")
+        if seal.startswith(_SEAL) and seal != f"{_SEAL}{checksums.of_bytes(rest)}":
+            raise Mismatch(
+                f"{file} does not match the checksum in its first line; restore it from a copy, or "
+                "if it was changed on purpose, remove that line"
+            )
+
+
+@contextlib.contextmanager
+def claimed(run: str | Path) -> Iterator[None]:
+    """Keeps a run to this process: within the context no other one can claim the same folder.
+
+    - `run`: the folder of a run, or one to be made; an empty one is filled.
+
+    Its `ORIGIN` is locked, which ends with the process, however that ends. What killed processes
+    left unfinished in the folder is deleted. If there is no step at the end, the files of the run
+    are deleted, and so are the folders that were made. Raises InputError where another process has
+    claimed it, where no file can be made in it, and where something else is there.
+    """
+    folder = local(run)
+    if not is_run(folder):
+        check_free(run)
+    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    undo = functools.partial(_forget, folder, made)
+    with _locked(folder), cleared_away(undo):
+        try:
+            clear_left_behind(folder)
+            yield
+        finally:
+            undo()
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Makes a folder, and locks its `ORIGIN`."""
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()  # as a step will be made there
+            handle = os.open(folder / ORIGIN, os.O_RDWR | os.O_CREAT, 0o666)
+        except FileNotFoundError:  # another process has just removed the folder that it had made
+            continue
+        except OSError as error:
+            raise InputError(
+                f"{folder} cannot be written: {error.strerror}; choose another folder, or change "
+                "its permissions"
+            ) from error
+        with os.fdopen(handle, "rb"):
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise InputError(
+                    f"another process is training in {folder}; wait until it has ended, or choose "
+                    "another folder"
+                ) from error
+            except OSError as error:
+                raise InputError(
+                    f"{folder} is where files cannot be locked ({error.strerror}), so that two "
+                    "trainings could mix in it; choose a folder on another file system"
+                ) from error
+            same = False
+            with contextlib.suppress(FileNotFoundError):  # who had it locked has removed it since
+                same = os.path.samestat(os.fstat(handle), os.stat(folder / ORIGIN))
+            if same:
+                yield
+                return
+
+
+def _forget(folder: Path, made: list[Path]) -> None:
+    """Deletes the files of a run without steps, and then the given folders if they are empty."""
+    with contextlib.suppress(OSError):
+        if not _steps(folder):
+            for name in (RUN_CONFIG, ORIGIN):
+                (folder / name).unlink(missing_ok=True)
+            for place in made:
+                place.rmdir()
