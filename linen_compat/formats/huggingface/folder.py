@@ -21,7 +21,8 @@ from linen_compat.formats.streams import ArraySpec, Mismatch
 from nnx_pipeline import InputError
 
 ONE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-SHARD_BYTES = 5 * 10**9  # the file size that transformers and its hub consider convenient
+FILES = ("*.safetensors", "*.json")  # what is read of a folder
+SHARD_BYTES = 5 * 10**9  # the size of a file that transformers 4 writes; version 5 writes 50 GB
 
 DTYPES = {
     "F32": np.dtype(np.float32),

@@ -29,7 +29,7 @@ from linen_compat.formats.huggingface.folder import (
 )
 from linen_compat.formats.huggingface.tensors import KNOWN_EXTRA, Index, Tensors, is_fused
 from linen_compat.formats.names import OUTSIDE
-from linen_compat.formats.new_folder import new_folder
+from linen_compat.formats.new_folder import Room, new_folder
 from linen_compat.formats.orbax.inspect import is_orbax
 from linen_compat.formats.streams import (
     PARAMETERS,
@@ -39,6 +39,7 @@ from linen_compat.formats.streams import (
     Source,
     check_ratio,
     copy,
+    nbytes_of,
     ratio_of,
     scale_in_arrays,
     scaled,
@@ -46,6 +47,7 @@ from linen_compat.formats.streams import (
 from nnx_pipeline import Config, InputError
 from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.config.model_rules import OF_ROUTER, ROPE_SCALINGS
+from nnx_pipeline.errors import note
 
 _TABLE, _HEAD = OUTSIDE[0].huggingface, OUTSIDE[-1].huggingface
 _ROWS = 1024  # of two tensors that are compared, held in memory at a time
@@ -120,7 +122,7 @@ def write(
       larger.
     - `allow_nan`: whether to copy values that are NaN or infinite instead of refusing them.
     """
-    with new_folder(folder) as new:
+    with new_folder(folder, Room(nbytes_of(source), compressed=False)) as new:
         destination = HuggingFaceDestination(new, config, source.arrays, shard_bytes=shard_bytes)
         copy(source, destination, allow_nan=allow_nan)
 
@@ -300,6 +302,11 @@ def _compare(folder: str | Path, files: TensorFolder, model: ModelConfig) -> Com
             )
     if model.kv_lora_rank is not None:
         result.notes.extend(_differing_scores(own, model))
+    for file in sorted(Path(folder).glob("adapter_*")):
+        note(
+            f"{file} is an adapter beside the model and is not read; if the model is meant with "
+            "it, merge it into the weights first (merge_and_unload of peft)"
+        )
     tensors = _tensors_of(model, files)
     expected = tensors.specs()
     for name, spec in expected.items():
