@@ -343,6 +343,9 @@ class Zeros:
     def order(self, path: str) -> range:
         return range(self.num_layers)
 
+    def dtype(self, path: str, part: str = "parameters") -> np.dtype:
+        return self.arrays[path].dtype
+
     def name(self, path: str, layer: int | None, part: str = "parameters") -> str:
         return path
 

@@ -84,8 +84,8 @@ def _check_room(room: Room, destination: str | Path, parent: Path) -> None:
     free = blocks * found.f_frsize
     if not found.f_blocks or room.nbytes <= free:
         return
-    needed = f"{destination} takes {'up to ' if room.compressed else ''}{room.nbytes / 1e6:,.1f} MB"
-    lack = f"{needed}, and {parent} has {free / 1e6:,.1f} MB free"
+    needed = f"{destination} takes {'up to ' if room.compressed else ''}{room.nbytes:,} bytes"
+    lack = f"{needed}, and {parent} has {free:,} bytes free"
     if not room.compressed:
         raise InputError(f"{lack}; free some space there, or choose another folder")
     note(f"{lack}; it may be too large even when it is compressed")
