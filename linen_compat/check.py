@@ -13,7 +13,7 @@ import numpy as np
 from linen_compat import reference
 from linen_compat.formats.comparison import Comparison, compare_to_load, model_arrays
 from linen_compat.formats.huggingface import stream as huggingface
-from linen_compat.formats.huggingface.folder import TensorFolder
+from linen_compat.formats.huggingface.folder import FILES, TensorFolder
 from linen_compat.formats.huggingface.stream import is_huggingface
 from linen_compat.formats.huggingface.tensors import KNOWN_EXTRA
 from linen_compat.formats.load_shards import for_mesh
@@ -33,6 +33,7 @@ from linen_compat.formats.streams import (
     no_progress,
     walk,
 )
+from linen_compat.formats.unchanged import Unchanged
 from linen_compat.loading import load
 from nnx_pipeline import Config, InputError, Mixtral
 
@@ -160,24 +161,26 @@ def read_everything(
 
     Raises Mismatch, naming the leaf, when bytes are missing or differ from those that were written,
     a parameter or a moment is NaN or infinite, a second moment is below 0, or training cannot have
-    produced an array (`plausible`).
+    produced an array (`plausible`); and naming the file when one changes meanwhile.
     """
     total, strange = 0, dict[str, str]()
-    for read in _every_array(diagnosis, config):
-        array = read.array
-        if read.part is not None:
-            check_finite(array, read.name, allow_nan=allow_nan)
-            check_sign(array, read.name, read.part)
-            found = suspicion(
-                array,
-                read.part,
-                rows_may_be_zero=read.of_tokens,
-                all_may_be_zero=read.may_be_zero,
-            )
-            if found:
-                strange.setdefault(read.name, found)
-        total += array.nbytes
-        progress(read.name, array.nbytes)
+    patterns = FILES if diagnosis.format == HUGGINGFACE else ()
+    with Unchanged(diagnosis.checkpoint, *patterns):
+        for read in _every_array(diagnosis, config):
+            array = read.array
+            if read.part is not None:
+                check_finite(array, read.name, allow_nan=allow_nan)
+                check_sign(array, read.name, read.part)
+                found = suspicion(
+                    array,
+                    read.part,
+                    rows_may_be_zero=read.of_tokens,
+                    all_may_be_zero=read.may_be_zero,
+                )
+                if found:
+                    strange.setdefault(read.name, found)
+            total += array.nbytes
+            progress(read.name, array.nbytes)
     if diagnosis.format != HUGGINGFACE:
         strange = {**_zeros_as_stored(diagnosis, config), **strange}
     if strange:

@@ -5,13 +5,14 @@ from pathlib import Path
 
 from linen_compat.formats.comparison import compare, compare_with_itself, model_arrays
 from linen_compat.formats.huggingface import stream as huggingface
-from linen_compat.formats.names import OUTSIDE
-from linen_compat.formats.new_folder import check_free, new_folder
-from linen_compat.formats.orbax.inspect import inspect, optimizer_names
+from linen_compat.formats.huggingface.folder import FILES
+from linen_compat.formats.new_folder import Room, check_free, new_folder
+from linen_compat.formats.orbax.inspect import find_items, inspect, optimizer_names
 from linen_compat.formats.orbax.layouts import FORMATS, HUGGINGFACE, NNX, PIPELINED, Layout
 from linen_compat.formats.orbax.stream import OrbaxDestination, OrbaxSource
 from linen_compat.formats.scalars import check_scalars
-from linen_compat.formats.streams import ArraySpec, Mismatch, Progress, Source, copy
+from linen_compat.formats.streams import Mismatch, Progress, Source, copy, nbytes_of
+from linen_compat.formats.unchanged import Unchanged
 from linen_compat.maxtext.families import check_maxtext
 from nnx_pipeline import Config, InputError
 from nnx_pipeline.errors import one_of
@@ -26,6 +27,7 @@ class Opened:
     """A checkpoint opened as a source of a conversion, and what is known of it.
 
     - `source`: reads its arrays, layer by layer.
+    - `files`: its files as they were when it was opened.
     - `layout`: how it stacks its layers; None for Hugging Face.
     - `config`: the config of the model; None where it is not known.
     - `unused`: leaves that this project has no use for.
@@ -34,6 +36,7 @@ class Opened:
     """
 
     source: Source
+    files: Unchanged
     layout: Layout | None
     config: Config | None
     unused: tuple[str, ...] = ()
@@ -57,14 +60,7 @@ class Plan:
     @property
     def nbytes(self) -> int:
         """Bytes to be copied, without the scalars."""
-        source = self.opened.source
-        outside = {names.nnx for names in OUTSIDE}
-        return sum(
-            ArraySpec(spec.shape, source.dtype(path, part)).nbytes
-            * (1 if path in outside else len(source.order(path)))
-            for part in source.parts
-            for path, spec in source.arrays.items()
-        )
+        return nbytes_of(self.opened.source)
 
     @property
     def left_behind(self) -> dict[str, tuple[str, ...]]:
@@ -86,10 +82,13 @@ class Plan:
         - `allow_nan`: keeps NaN and infinite values.
         - `progress`: called with the name and the bytes of each array that has been copied.
 
-        Raises Mismatch, naming the leaf, for bytes that are missing and for NaN.
+        Raises Mismatch, naming the leaf, for bytes that are missing and for NaN, and naming the
+        file when one of the source has changed since the plan was made; and what `new_folder`
+        raises without room.
         """
         source = self.opened.source
-        with new_folder(self.destination) as folder:
+        room = Room(self.nbytes, compressed=self.layout is not None)
+        with new_folder(self.destination, room) as folder, self.opened.files:
             if self.layout is None:
                 config = self.opened.config
                 assert config is not None, "a plan for Hugging Face has a config"
@@ -197,9 +196,11 @@ def open_checkpoint(
     if source_format == HUGGINGFACE or (
         source_format == AUTO and huggingface.is_huggingface(checkpoint)
     ):
+        files = Unchanged(checkpoint, *FILES)
         config = huggingface.config_for(checkpoint, config)
         source = huggingface.HuggingFaceSource(checkpoint, config.model)
-        return Opened(source, None, config)
+        return Opened(source, files, None, config)
+    files = Unchanged(find_items(checkpoint))
     found = whole = inspect(checkpoint)
     if source_format not in (AUTO, found.layout.format):
         raise Mismatch(
@@ -221,6 +222,7 @@ def open_checkpoint(
     check_scalars(given.scalars)
     return Opened(
         given,
+        files,
         found.layout,
         config,
         unused=tuple(leaf.stored for leaf in whole.ignored.values()),

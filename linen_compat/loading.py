@@ -6,10 +6,12 @@ from jax.sharding import Mesh
 
 from linen_compat.arguments import check_to_load
 from linen_compat.formats.comparison import compare_to_load, model_arrays
+from linen_compat.formats.huggingface.folder import FILES
 from linen_compat.formats.huggingface.stream import HuggingFaceSource, config_for, is_huggingface
 from linen_compat.formats.load_shards import load_from
-from linen_compat.formats.orbax.inspect import Inspection, inspect
+from linen_compat.formats.orbax.inspect import Inspection, find_items, inspect
 from linen_compat.formats.orbax.stream import OrbaxSource
+from linen_compat.formats.unchanged import Unchanged
 from linen_compat.named_config import config_of
 from nnx_pipeline import Config, InputError, Mixtral
 
@@ -39,21 +41,27 @@ def load(
     process hold are read. Values are those stored; the dtype becomes `config.model.param_dtype`. No
     parameter is ever left at an initial value.
 
-    Raises InputError for an argument of another type, when the checkpoint cannot be read, when a
-    leaf is missing, unknown or of another shape (`streams.Mismatch`, which names it), or when the
-    `config.json` of a Hugging Face folder is of a model that computes something else.
+    Warns (`nnx_pipeline.errors.Note`) of parameters that are NaN or infinite, of keys of a
+    `config.json` that are unknown and switch nothing on, and of an adapter beside the model.
+
+    Raises InputError for an argument of another type, when the checkpoint cannot be read or changes
+    meanwhile, when a leaf is missing, unknown or of another shape (`streams.Mismatch`, which names
+    it), or when the `config.json` of a Hugging Face folder is of a model that computes something
+    else.
     """
     check_to_load(checkpoint, config, mesh)
     if is_huggingface(checkpoint):
-        config = config_for(checkpoint, config)
-        return load_from(HuggingFaceSource(checkpoint, config.model), config, mesh)
+        with Unchanged(checkpoint, *FILES):
+            config = config_for(checkpoint, config)
+            return load_from(HuggingFaceSource(checkpoint, config.model), config, mesh)
     config = config_of(checkpoint) if config is None else config
     if config is None:
         raise InputError(
             f"{checkpoint} does not hold the config of its model; give one, such as the result of "
             "config_from_maxtext"
         )
-    return load_from(open_source(inspect(checkpoint).parameters_alone, config), config, mesh)
+    with Unchanged(find_items(checkpoint)):
+        return load_from(open_source(inspect(checkpoint).parameters_alone, config), config, mesh)
 
 
 def open_source(found: Inspection, config: Config) -> OrbaxSource:

@@ -7,11 +7,11 @@ import numpy as np
 from linen_compat.arguments import check_folder, check_model
 from linen_compat.formats.huggingface import stream as huggingface
 from linen_compat.formats.model_source import ModelSource
-from linen_compat.formats.new_folder import new_folder
+from linen_compat.formats.new_folder import Room, new_folder
 from linen_compat.formats.orbax.layouts import FORMATS, HUGGINGFACE, NNX, PIPELINED, Layout
 from linen_compat.formats.orbax.stream import OrbaxDestination
 from linen_compat.formats.scalars import LARGEST, check_scalars, is_count
-from linen_compat.formats.streams import PARAMETERS, Source, copy
+from linen_compat.formats.streams import PARAMETERS, Source, copy, nbytes_of
 from linen_compat.maxtext.families import check_maxtext
 from nnx_pipeline import InputError, Mixtral
 from nnx_pipeline.errors import one_of
@@ -45,8 +45,10 @@ def save(
     latent attention nothing changes in any format, as each multiplies scores by what a config says.
 
     Raises InputError when the folder is not empty, when the arrays are spread over several
-    processes, or when MaxText or transformers has no such model. Nothing is left behind when it
-    fails.
+    processes, when MaxText or transformers has no such model, or when a Hugging Face folder takes
+    more bytes than are free there; and OSError, naming `checkpoint`, when the disk is full. Nothing
+    is left behind when it fails. Warns (`nnx_pipeline.errors.Note`) where a checkpoint of another
+    format, which is compressed, may take more bytes than are free.
     """
     check_model(model)
     check_folder("checkpoint", checkpoint)
@@ -100,7 +102,7 @@ def write(source: Source, checkpoint: str | Path, layout: Layout) -> None:
     that a checkpoint can hold. Nothing is left behind when it fails.
     """
     check_scalars(source.scalars)  # so that the checkpoint can be read again
-    with new_folder(checkpoint) as folder:
+    with new_folder(checkpoint, Room(nbytes_of(source), compressed=True)) as folder:
         destination = OrbaxDestination(
             folder, layout, source.arrays, attention_scale=source.attention_scale
         )

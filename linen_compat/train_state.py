@@ -15,6 +15,7 @@ from linen_compat.formats.orbax.inspect import Inspection, inspect
 from linen_compat.formats.orbax.layouts import FORMATS, HUGGINGFACE
 from linen_compat.formats.scalars import check_scalars
 from linen_compat.formats.streams import MOMENTS, PARAMETERS, Mismatch
+from linen_compat.formats.unchanged import Unchanged
 from linen_compat.loading import open_source
 from linen_compat.saving import layout_for, write
 from nnx_pipeline import Config, InputError, MeshConfig, make_mesh
@@ -49,7 +50,7 @@ def load_train_state(
     check_scalars(source.scalars)
     mesh = mesh or mesh_in_use() or _one_device(config)
     config = for_mesh(config, mesh)
-    with jax.set_mesh(mesh):
+    with Unchanged(found.items), jax.set_mesh(mesh):
         state = abstract_state(config, mesh)
         optimizer = state.optimizer
         for moment in MOMENTS:

@@ -9,6 +9,7 @@ import reprlib
 import sys
 import sysconfig
 import traceback
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,15 @@ def described(error: BaseException, most: int = 300) -> str:
         return f"{type(error).__name__}: {first}"
     place = f"{os.path.relpath(own[-1].filename)}:{own[-1].lineno}, in {own[-1].name}"
     return f"{type(error).__name__}: {first} ({place})"
+
+
+class Note(UserWarning):
+    """Something about what the user gave that stops nothing; commands print it as one line."""
+
+
+def note(message: str) -> None:
+    """Warns of something that the user should know, and that stops nothing."""
+    warnings.warn(message, Note, stacklevel=2)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 FOLDER = Path(__file__).parent / "data" / "huggingface"
 # All sizes differ, so that no transposed or exchanged kernel fits by chance.
@@ -175,10 +176,34 @@ def random_tokens(*, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(SIZES["vocab_size"], size=(2, 20))
 
 
+# A folder whose config ties the head to the table, and whose tensors have another head.
+OWN_HEAD = "llama_own_head"
+
+
+def keep_own_head(folder: Path) -> None:
+    """Saves it, with the logits that transformers computes from what it reads there."""
+    from transformers import AutoModelForCausalLM
+
+    random_model("Llama", seed=0, tie_word_embeddings=True, num_hidden_layers=1).save_pretrained(
+        folder
+    )
+    (folder / "generation_config.json").unlink()
+    head = np.random.default_rng(0).normal(size=(24, 16)).astype(np.float32)
+    tensors = {**load_file(folder / "model.safetensors"), "lm_head.weight": head}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    tokens = random_tokens(seed=1)
+    found = logits_of(AutoModelForCausalLM.from_pretrained(folder), tokens)
+    np.savez(folder / "reference.npz", tokens=tokens, logits=found)
+
+
 def main(*names: str) -> None:
     import torch
 
-    for name in names or KEPT:
+    for name in names or (*KEPT, OWN_HEAD):
+        if name == OWN_HEAD:
+            shutil.rmtree(FOLDER / name, ignore_errors=True)
+            keep_own_head(FOLDER / name)
+            continue
         kind, dtype, options = KEPT[name]
         shutil.rmtree(FOLDER / name, ignore_errors=True)
         model = random_model(kind, seed=0, **CHANGES.get(name, {}))

@@ -1,11 +1,14 @@
 """`linen-compat convert`: from any format to any other, and what it refuses."""
 
 import itertools
+import os
 import re
+import shutil
 
 import ml_dtypes
 import numpy as np
 import pytest
+from huggingface_reference import FOLDER
 from maxtext_data import (
     DATA,
     assert_same_leaves,
@@ -16,10 +19,13 @@ from maxtext_data import (
     write,
 )
 
+import linen_compat
 from linen_compat.convert import From, To, plan
+from linen_compat.formats.huggingface.folder import TensorFolder
 from linen_compat.formats.orbax import arrays as stored
 from linen_compat.formats.orbax.stream import OrbaxSource
-from linen_compat.formats.streams import ArraySpec
+from linen_compat.formats.streams import ArraySpec, Mismatch
+from linen_compat.named_config import read_config
 
 CONFIG = str(DATA / "unscanned" / "config.yml")
 TARGETS = {
@@ -39,6 +45,43 @@ WALK = (
     *("maxtext:unscanned", "nnx", "nnx", "maxtext:scanned", "nnx"),
     *("maxtext:pipelined", "nnx", "maxtext:unscanned"),
 )
+
+
+def changing(monkeypatch, file):
+    """The file is written again, with as many bytes, when the third array is read."""
+    count = itertools.count()
+
+    def change(read):
+        def reads(*args, **kwargs):
+            if next(count) == 3:
+                file.write_bytes(file.read_bytes())
+            return read(*args, **kwargs)
+
+        return reads
+
+    for kind in (TensorFolder, OrbaxSource):
+        monkeypatch.setattr(kind, "read", change(kind.read))
+
+
+@pytest.mark.parametrize("form", ["huggingface", "maxtext"])
+@pytest.mark.parametrize("how", ["load", "convert", "check"])
+def test_a_source_that_changes_while_it_is_read(tmp_path, bridge, monkeypatch, form, how):
+    source = shutil.copytree(
+        FOLDER / "mixtral" if form == "huggingface" else checkpoint("unscanned") / "2" / "items",
+        tmp_path / "source",
+    )
+    kept = CONFIG if form == "maxtext" else str(source)
+    config, out = read_config(kept), tmp_path / "out"
+    large = max((path for path in source.rglob("*") if path.is_file()), key=os.path.getsize)
+    changing(monkeypatch, large)
+    said = f"{re.escape(str(large))} changed while it was read; read it again"
+    if how == "load":
+        with pytest.raises(Mismatch, match=said):
+            linen_compat.load(source, config)
+        return
+    last = ["--read"] if how == "check" else [out, "--to", "maxtext:scanned"]
+    ended = bridge(how, source, *last, "--config", kept)
+    assert (ended.code, bool(re.search(said, ended.err)), out.exists()) == (1, True, False)
 
 
 @pytest.mark.slow

@@ -207,7 +207,7 @@ def test_qwen3_at_hugging_face(name: str, tmp_path: Path) -> None:
 
 
 def test_a_head_that_a_tied_model_does_not_read(tmp_path: Path) -> None:
-    """Of a tied model transformers ignores a stored head, and so does this project."""
+    """It is the table once more; another one is in `test_huggingface`."""
     config, leaves, _ = family("qwen3")
     config = replace(config, "model", tied_head_dtype=None)
     source = maxtext_data.write(tmp_path / "source", stored(leaves))

@@ -6,6 +6,7 @@ models are compared directly.
 
 import dataclasses
 import json
+import shutil
 import tracemalloc
 from pathlib import Path
 
@@ -14,12 +15,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_same_placement, mesh_of, missing, replace
-from huggingface_reference import FOLDER, KEPT, LLAMA3_1, logits_of, random_model, random_tokens
+from huggingface_reference import (
+    FOLDER,
+    KEPT,
+    LLAMA3_1,
+    OWN_HEAD,
+    logits_of,
+    random_model,
+    random_tokens,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from linen_compat import load, save
+from linen_compat.check import diagnose
 from linen_compat.convert import From, To, plan
 from linen_compat.formats.comparison import parameter_paths
 from linen_compat.formats.huggingface import stream as huggingface
@@ -28,7 +38,7 @@ from linen_compat.formats.huggingface.stream import HuggingFaceSource
 from linen_compat.formats.model_source import ModelSource
 from linen_compat.formats.orbax.inspect import inspect
 from linen_compat.formats.orbax.layouts import SCANNED, Layout
-from linen_compat.formats.streams import PARAMETERS, ArraySpec, scaled
+from linen_compat.formats.streams import PARAMETERS, ArraySpec, Mismatch, scaled
 from linen_compat.loading import open_source
 from linen_compat.saving import write
 from nnx_pipeline import Config, Mixtral
@@ -77,6 +87,41 @@ def test_logits_are_those_of_transformers(name: str) -> None:
     assert np.std(reference["logits"]) > 0.5
 
 
+def test_another_head_than_the_table_that_the_config_names(tmp_path: Path) -> None:
+    """transformers 5 computes with it, so it is never dropped in silence; both cures give that."""
+    folder = Path(shutil.copytree(FOLDER / OWN_HEAD, tmp_path / "model"))
+    reference = np.load(folder / "reference.npz")
+    config = config_from_huggingface(folder)
+    for attempt in (
+        lambda: load(folder),
+        lambda: load(folder, config),
+        lambda: plan(From(folder), To(tmp_path / "out", SCANNED)),
+    ):
+        with pytest.raises(Mismatch, match=r"lm_head.weight differs .* set tie_word_embeddings to"):
+            attempt()
+    (problem,) = diagnose(folder, config).comparison.problems
+    assert problem.startswith("lm_head.weight differs from model.embed_tokens.weight")
+    untied = load(folder, replace(config, "model", tied_embeddings=False))
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "tie_word_embeddings": False}))
+    for model in (untied, load(folder)):
+        np.testing.assert_allclose(
+            logits(model, reference["tokens"]), reference["logits"], rtol=0, atol=1e-4
+        )
+
+
+@with_transformers
+def test_transformers_computes_with_that_head() -> None:
+    from transformers import AutoModelForCausalLM
+
+    reference = np.load(FOLDER / OWN_HEAD / "reference.npz")
+    theirs = AutoModelForCausalLM.from_pretrained(FOLDER / OWN_HEAD)
+    found = logits_of(theirs, reference["tokens"])
+    np.testing.assert_allclose(found, reference["logits"], rtol=0, atol=1e-4)
+    theirs.lm_head.weight = theirs.model.embed_tokens.weight
+    assert np.abs(logits_of(theirs, reference["tokens"]) - found).max() > 1.0
+
+
 @with_transformers
 @pytest.mark.parametrize(
     ("kind", "changes"),
@@ -116,10 +161,9 @@ def test_transformers_loads_what_is_written(tmp_path: Path, name: str) -> None:
     )
     assert not any(report.values()), report
     assert loaded.dtype == getattr(torch, KEPT[name][1])
-    reference = np.load(FOLDER / name / "reference.npz")
-    np.testing.assert_allclose(
-        logits_of(loaded, reference["tokens"]), reference["logits"], rtol=0, atol=1e-6
-    )
+    own = AutoModelForCausalLM.from_pretrained(FOLDER / name)
+    tokens = np.load(FOLDER / name / "reference.npz")["tokens"]
+    np.testing.assert_array_equal(logits_of(loaded, tokens), logits_of(own, tokens))
 
 
 def test_the_default_config_is_that_of_the_folder() -> None:
@@ -298,6 +342,9 @@ class Zeros:
 
     def order(self, path: str) -> range:
         return range(self.num_layers)
+
+    def dtype(self, path: str, part: str = "parameters") -> np.dtype:
+        return self.arrays[path].dtype
 
     def name(self, path: str, layer: int | None, part: str = "parameters") -> str:
         return path

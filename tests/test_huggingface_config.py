@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from linen_compat import config_from_huggingface, config_to_huggingface
 from linen_compat.named_config import read_config
 from nnx_pipeline import Config, InputError, ModelConfig, TrainConfig
 from nnx_pipeline.config.presets import PRESETS
+from nnx_pipeline.errors import Note
 
 # As published for Mixtral 8x7B and for Llama 2 7B, by versions of transformers before 5.
 MIXTRAL_8X7B = {
@@ -416,7 +418,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"compression_config": {"format": "pack"}}, r"compression_config=.*only None: save the model"),
     (
         {"quant_method": "awq"},
-        r"quant_method='awq' is not a known key .*plain Mixtral\S+ of float weights$",
+        r"quant_method='awq' is not a known key .*plain Mixtral\S+ of float weights, without",
     ),
     ({"model_type": ["mixtral"], "architectures": None}, r"model_type=\['mixtral'\] is not suppor"),
     ({"architectures": [{}]}, r"architectures=\[\{\}\] is not supported"),
@@ -487,6 +489,26 @@ def test_rope_scaling(scaling: dict, fields: dict) -> None:
 def test_refused_by_name_and_value(changes: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
         config_from_huggingface({**MIXTRAL_8X7B, **changes})
+
+
+@pytest.mark.parametrize(
+    ("values", "more"),
+    [
+        # As in Qwen/Qwen3-Coder-30B-A3B-Instruct and in HuggingFaceTB/SmolLM2-135M.
+        (
+            QWEN3_MOE,
+            {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True},
+        ),
+        (LLAMA_2_7B, {"is_llama_config": True, "rope_interleaved": False}),
+        (MIXTRAL_8X7B, {"activation": "gelu", "none": None, "empty": [], "quant_method": None}),
+    ],
+)
+def test_unknown_keys_that_change_nothing(values: dict, more: dict) -> None:
+    said = ", ".join(f"{key}={value!r}" for key, value in more.items())
+    with pytest.warns(Note, match=rf"^config.json: {re.escape(said)}: not read here, and taken"):
+        assert config_from_huggingface({**values, **more}) == config_from_huggingface(values)
+    with pytest.raises(InputError, match=r"other=1 is not a known key of a \S+; remove the key if"):
+        config_from_huggingface({**values, **more, "other": 1})
 
 
 def test_keys_of_experts_are_unknown_of_a_llama() -> None:

@@ -1,12 +1,16 @@
 """MaxText's configurations: mapped, knowingly ignored, or refused by name."""
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import yaml
 from maxtext_data import DATA, KEPT, config_of
 
 import linen_compat
 from linen_compat.maxtext import keys as maxtext_keys
-from linen_compat.maxtext.config import config_from_maxtext, read_config
+from linen_compat.maxtext.config import PRESETS_OF_MAXTEXT, config_from_maxtext, read_config
+from linen_compat.maxtext.values import DEFAULTS
 from nnx_pipeline import InputError, preset
 
 ONE = {"per_device_batch_size": 1}
@@ -32,6 +36,45 @@ def test_kept_files(name):
     )
     text = (DATA / name / "config.yml").read_text(encoding="utf-8")
     assert linen_compat.config_from_maxtext(yaml.safe_load(text)) == config
+
+
+def configs_of_maxtext():
+    """The folder of the configs of an installed MaxText."""
+    found = importlib.util.find_spec("maxtext")
+    if found is None:
+        pytest.skip("maxtext is not installed")
+    return Path(found.submodule_search_locations[0]) / "configs"
+
+
+def test_defaults_and_keys_are_those_of_maxtext():
+    """Its own file of defaults is read, and means the same as no key at all."""
+    base = yaml.safe_load((configs_of_maxtext() / "base.yml").read_text())
+    assert [key for key in base if maxtext_keys.kind(key) is None] == []
+    assert [key for key in maxtext_keys.FIXED if not maxtext_keys.is_accepted(key, base[key])] == []
+    other = {key for key, value in DEFAULTS.items() if base[key] != value}
+    assert other == {"shard_mode", "grad_dtype"}  # this project's own, and another word for it
+    own = {"shard_mode": "explicit"}
+    found = linen_compat.config_from_maxtext({**base, **own})
+    assert found == linen_compat.config_from_maxtext(own)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS_OF_MAXTEXT))
+def test_named_models_are_those_of_maxtext(name):
+    file = configs_of_maxtext() / "models" / f"{name}.yml"
+    if not file.is_file():
+        pytest.skip("maxtext has no such file")
+    given = yaml.safe_load(file.read_text())
+    given |= {"model_name": name, "override_model_config": True}
+    found = linen_compat.config_from_maxtext(given)
+    named = linen_compat.config_from_maxtext({"model_name": name})
+    assert found.model == named.model
+
+
+def test_gradients_in_float32_are_those_of_the_parameters():
+    """MaxText casts those that are in float32 alone, so that this dtype changes nothing."""
+    for given, found in (("float32", None), ("bfloat16", "bfloat16")):
+        values = {"grad_dtype": given, "weight_dtype": "bfloat16"}
+        assert linen_compat.config_from_maxtext(values).train.grad_dtype == found
 
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "mixtral-8x22b", "llama2-7b", "qwen3-8b"])

@@ -7,17 +7,22 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from helpers import INTERRUPTIBLE, user_environment
+from huggingface_reference import FOLDER
 from maxtext_data import assert_same_leaves, checkpoint, read, state_in
+from safetensors.numpy import load_file
 
+import linen_compat
 from linen_compat import convert
 from linen_compat.cli import main as cli
 from linen_compat.convert import From, To, plan
 from linen_compat.formats.new_folder import new_folder
 from nnx_pipeline import InputError
 
+HUGGINGFACE = FOLDER / "mixtral"
 SOURCE = str(checkpoint("unscanned"))
 # A process that says where it writes, and waits there.
 WRITER = """
@@ -163,18 +168,47 @@ def test_a_destination_that_is_taken_is_refused_first(tmp_path):
         pass
 
 
-def test_a_disk_that_is_full_is_one_line_and_leaves_nothing(tmp_path, bridge):
-    """Whatever TensorStore raises for it: a file may have so many bytes and no more."""
+@pytest.mark.parametrize("to", ["nnx", "huggingface"])
+def test_a_disk_that_is_full_is_one_line_and_leaves_nothing(tmp_path, bridge, to):
+    """Whatever TensorStore raises for it, or a plain write, whose error names no file.
+
+    Here a file may have so many bytes and no more.
+    """
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        ended = bridge("convert", SOURCE, tmp_path / "out", "--to", "nnx")
+        ended = bridge("convert", HUGGINGFACE, tmp_path / "out", "--to", to)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert ended.code == 1
-    assert "cannot be written" in ended.err
-    assert "File too large" in ended.err
+    assert f"linen-compat: {tmp_path / 'out'} cannot be written: File too large; free" in ended.err
     assert names(tmp_path) == []
+
+
+def test_room_is_looked_at_before_anything_is_written(tmp_path, bridge, monkeypatch):
+    """Exactly known of a Hugging Face folder; an Orbax checkpoint is compressed, and is begun."""
+    tensors = load_file(HUGGINGFACE / "model.safetensors")
+    needed = sum(tensor.nbytes for tensor in tensors.values())
+
+    def free(blocks):
+        found = SimpleNamespace(f_blocks=9, f_bavail=blocks, f_bfree=blocks, f_frsize=4)
+        monkeypatch.setattr(os, "statvfs", lambda path: found)
+
+    free(needed // 4 - 1)
+    ended = bridge("convert", HUGGINGFACE, tmp_path / "new" / "out", "--to", "huggingface")
+    said = f"takes {needed:,} bytes, and {tmp_path} has {needed - 4:,} bytes free; free some space"
+    assert (ended.code, said in ended.err, names(tmp_path)) == (2, True, [])
+    model = linen_compat.load(HUGGINGFACE)
+    with pytest.raises(InputError, match="bytes free"):
+        linen_compat.save(model, tmp_path / "out", "huggingface")
+    ended = bridge("convert", HUGGINGFACE, tmp_path / "orbax", "--to", "nnx")
+    assert (ended.code, f"note: {tmp_path / 'orbax'} takes up to {needed:,}" in ended.err) == (
+        0,
+        True,
+    )
+    free(needed // 4)
+    linen_compat.save(model, tmp_path / "out", "huggingface")
+    assert names(tmp_path) == ["orbax", "out"]
 
 
 def test_a_name_that_leaves_no_room_for_the_mark_of_what_is_unfinished(tmp_path):

@@ -1,7 +1,9 @@
 """Folders of safetensors that are not what they should be, and files as the library writes them."""
 
 import json
+import math
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,9 @@ from linen_compat.formats.huggingface import stream as huggingface
 from linen_compat.formats.huggingface.config import config_from_huggingface
 from linen_compat.formats.huggingface.folder import NewTensorFolder, TensorFolder
 from linen_compat.formats.huggingface.stream import HuggingFaceDestination, HuggingFaceSource
-from linen_compat.formats.streams import ArraySpec, Mismatch
+from linen_compat.formats.streams import ArraySpec, Mismatch, not_finite
 from nnx_pipeline import InputError
+from nnx_pipeline.errors import Note
 
 QUERY = "model.layers.2.self_attn.q_proj.weight"
 Damage = Callable[[Path], None]
@@ -208,6 +211,47 @@ def test_a_value_that_is_no_number_is_named(model: Path) -> None:
         huggingface.write(source, model.parent / "copy", config, allow_nan=False)
     assert not (model.parent / "copy").exists()
     huggingface.write(source, model.parent / "copy", config, allow_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_load_says_that_a_value_is_no_number(model: Path, dtype: Any, value: float) -> None:
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        for name, tensor in tensors.items():
+            tensors[name] = tensor.astype(dtype)
+        for name in ("lm_head.weight", QUERY):
+            tensors[name][3, 2] = value
+
+    change_json(model / "config.json", lambda values: values.update(dtype=np.dtype(dtype).name))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(model)
+    change_tensors(model, change)
+    said = rf"^({QUERY}|lm_head.weight) and 1 other hold NaN or infinity, as was stored"
+    with pytest.warns(Note, match=said):
+        load(model)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16, np.float64, np.int32])
+def test_how_many_values_are_no_number(dtype: Any) -> None:
+    """As `math.isfinite` says of each, in every order of axes, and of nothing too."""
+    values = np.random.default_rng(0).normal(size=(7, 5, 9)) * 1e3
+    if dtype != np.int32:
+        values[1:3, 2, ::4] = np.nan
+        values[3, :, 1] = [np.inf, -np.inf, 0.0, -0.0, 65504.0]
+    array = values.astype(dtype)
+    for one in (array, array.T, array[:, ::2, 1:], array[0, 0, 0], array[:0]):
+        expected = sum(not math.isfinite(value) for value in one.reshape(-1).tolist())
+        assert not_finite(one) == expected
+
+
+def test_an_adapter_beside_the_model_is_mentioned(model: Path, bridge: Any) -> None:
+    (model / "adapter_config.json").write_text("{}")
+    with pytest.warns(Note, match=r"model/adapter_config.json is an adapter beside .* merge it"):
+        load(model)
+    ended = bridge("check", model, "--config", model)
+    assert ended.code == 0
+    assert f"linen-compat: note: {model / 'adapter_config.json'} is an adapter" in ended.err
 
 
 def test_moments_have_no_place(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -12,8 +12,9 @@ from flax import nnx
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from linen_compat.formats.comparison import LAYERS, nnx_path, stack_axes
-from linen_compat.formats.streams import PARAMETERS, Source, check_finite, check_sign
+from linen_compat.formats.streams import PARAMETERS, Source, check_finite, check_sign, not_finite
 from nnx_pipeline import Config, InputError, MeshConfig, Mixtral
+from nnx_pipeline.errors import counted, note
 from nnx_pipeline.mesh import AXES
 from nnx_pipeline.sharding import variable_shardings
 
@@ -106,13 +107,19 @@ def fill(tree: Tree, shardings: Any, source: SourceOfParts, part: str = PARAMETE
     - `shardings`: the sharding of each array, in the same structure.
     - `source`: reads the arrays; it is closed at the end.
     - `part`: the part of the source that the arrays are read from.
+
+    Warns of parameters that are NaN or infinite.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     places = jax.tree.leaves(shardings)
-    arrays = []
+    arrays, given = [], _Part(source, part)
     for (path, leaf), place in zip(leaves, places, strict=True):
-        arrays.append(_read_array(nnx_path(path), leaf, place, _Part(source, part)))
+        arrays.append(_read_array(nnx_path(path), leaf, place, given))
     source.close()
+    if given.strange:
+        first, others = given.strange[0], len(given.strange) - 1
+        what = f"{first} holds" if not others else f"{first} and {counted(others, 'other')} hold"
+        note(f"{what} NaN or infinity, as was stored; take an earlier checkpoint")
     return jax.tree.unflatten(structure, arrays)
 
 
@@ -122,6 +129,7 @@ class _Part:
 
     source: SourceOfParts
     name: str
+    strange: list[str] = field(default_factory=list)  # arrays that are not finite
 
     def read(self, path: str, layer: int | None, cut: tuple[slice, ...]) -> np.ndarray:
         """A shard of one array, after the checks that its part needs."""
@@ -131,6 +139,8 @@ class _Part:
             check_finite(
                 array, name, cure="load the parameters of this one alone with linen_compat.load"
             )
+        elif name not in self.strange and not_finite(array):
+            self.strange.append(name)
         check_sign(array, name, self.name)
         return array
 

@@ -1,6 +1,7 @@
 """New folders that get their name only when complete, even if others write there meanwhile."""
 
 import contextlib
+import errno
 import fcntl
 import functools
 import glob
@@ -9,32 +10,50 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from nnx_pipeline import InputError
 from nnx_pipeline.ending import cleared_away
+from nnx_pipeline.errors import note
 from nnx_pipeline.files import local
 
 _MARK = ".nnx-pipeline-is-writing"
 _SUFFIX = ".incomplete"
 
 
+@dataclass(frozen=True)
+class Room:
+    """What a new folder needs on its disk.
+
+    - `nbytes`: bytes of the arrays that go into it.
+    - `compressed`: whether it takes fewer than these, by an unknown number.
+    """
+
+    nbytes: int
+    compressed: bool
+
+
 @contextlib.contextmanager
-def new_folder(destination: str | Path) -> Iterator[Path]:
+def new_folder(destination: str | Path, room: Room | None = None) -> Iterator[Path]:
     """A folder to fill, which takes the name `destination` if the context ends without an error.
 
     - `destination`: a new name, or that of an empty folder; parents that are absent are made.
+    - `room`: compared with what is free before anything is written; None where it is not known.
 
     Until then the folder is a sibling of the destination with a name of its own. It contains a
     mark, a file that this process keeps locked. On an error the folder is deleted. One that a
     killed process left behind is deleted by the next attempt at the same destination, as nothing
     locks its mark any more.
 
-    Raises InputError unless the destination is free, and FileExistsError when another writer took
-    the name in the meantime, whose folder stays.
+    Raises InputError unless the destination is free and has the room, and FileExistsError when
+    another writer took the name in the meantime, whose folder stays. An OSError of a full disk
+    names the destination. What may fit when it is compressed is begun, with a note.
     """
     check_free(destination)
     final = _place(destination)
+    if room is not None:
+        _check_room(room, destination, next(one for one in final.parents if one.exists()))
     # Parents to be made here, nearest first: after an error they are removed in this order.
     made = [parent for parent in final.parents if not parent.exists()]
     _clear(final.parent, f"{glob.escape(_short(final))}.*{_SUFFIX}")
@@ -47,9 +66,43 @@ def new_folder(destination: str | Path) -> Iterator[Path]:
                 yield temporary
                 (temporary / _MARK).unlink()  # the complete folder has no mark
                 _rename(temporary, final)
-        except BaseException:
+        except BaseException as error:
             undo()
-            raise
+            full = _full(error)
+            if full is None:
+                raise
+            raise OSError(
+                f"{destination} cannot be written: {full}; free some space there, or choose "
+                "another folder"
+            ) from error
+
+
+def _check_room(room: Room, destination: str | Path, parent: Path) -> None:
+    """Raises InputError, or gives a note, where less is free in the folder than is needed."""
+    found = os.statvfs(parent)
+    # Blocks that are reserved are for the superuser; a file system that counts none cannot say.
+    blocks = found.f_bavail if os.geteuid() else found.f_bfree
+    free = blocks * found.f_frsize
+    if not found.f_blocks or room.nbytes <= free:
+        return
+    needed = f"{destination} takes {'up to ' if room.compressed else ''}{room.nbytes:,} bytes"
+    lack = f"{needed}, and {parent} has {free:,} bytes free"
+    if not room.compressed:
+        raise InputError(f"{lack}; free some space there, or choose another folder")
+    note(f"{lack}; it may be too large even when it is compressed")
+
+
+def _full(error: BaseException) -> str | None:
+    """The system's words for a disk that takes no more, if that is what an error is about.
+
+    TensorStore has them in its text alone.
+    """
+    words = {code: os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
+    if not isinstance(error, OSError):
+        return None
+    if error.errno in words:
+        return words[error.errno]
+    return next((said for said in words.values() if said in str(error)), None)
 
 
 def _remove(folder: Path, parents: list[Path]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import jax.numpy as jnp
 import numpy as np
 
 from linen_compat.formats.names import EARLY, KV_DOWN, OUTSIDE, QK_NORMS
@@ -21,6 +22,7 @@ MOMENTS = ("mu", "nu")
 # Steps as counted by training, by Adam, and by the schedule of the learning rate.
 SCALARS = ("step", "count", "schedule_count")
 QUERY = "attention.query"
+_PLAIN = (np.float32, np.float16, jnp.bfloat16)
 
 
 class Mismatch(InputError):
@@ -191,6 +193,17 @@ def copy(
     destination.commit(source.scalars)
 
 
+def nbytes_of(source: Source) -> int:
+    """Bytes of the arrays of all parts of a source, without the scalars."""
+    outside = {names.nnx for names in OUTSIDE}
+    return sum(
+        ArraySpec(spec.shape, source.dtype(path, part)).nbytes
+        * (1 if path in outside else len(source.order(path)))
+        for part in source.parts
+        for path, spec in source.arrays.items()
+    )
+
+
 def walk(source: Source) -> Iterator[tuple[str, int | None]]:
     """The path and the layer of every array of one part, so that each stored array is read once.
 
@@ -263,13 +276,27 @@ def check_finite(
     - `allow_nan`: whether to accept any value.
     - `cure`: what the message offers besides taking an earlier checkpoint.
     """
-    if allow_nan or np.isfinite(array).all():
-        return
-    wrong = int(array.size - np.isfinite(array).sum())
-    raise Mismatch(
-        f"{name} holds NaN or infinity in {wrong} of {array.size} values; "
-        f"take an earlier checkpoint, or {cure}"
+    if not allow_nan and (wrong := not_finite(array)):
+        raise Mismatch(
+            f"{name} holds NaN or infinity in {wrong} of {array.size} values; "
+            f"take an earlier checkpoint, or {cure}"
+        )
+
+
+def not_finite(array: np.ndarray) -> int:
+    """How many values of an array are NaN or infinite.
+
+    - `array`: of any floating dtype; it is looked at in pieces, with no copy of the whole.
+    """
+    if array.dtype not in _PLAIN:
+        return int(array.size - np.count_nonzero(np.isfinite(array)))
+    # All bits of the exponent are ones then. numpy itself converts each number of 16 bits first.
+    bits = np.dtype(f"u{array.itemsize}")
+    ones = np.array(np.inf, array.dtype).view(bits)
+    pieces = np.nditer(
+        array.view(bits), ["external_loop", "buffered", "zerosize_ok"], order="K", buffersize=2**16
     )
+    return sum(int(np.count_nonzero(piece & ones == ones)) for piece in pieces)
 
 
 def check_sign(array: np.ndarray, name: str, part: str) -> None:

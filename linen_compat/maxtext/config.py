@@ -47,7 +47,7 @@ _RENAMED = {key: field for key, field in _SIZES.items() if key != field} | {
     "rope_linear_scaling_factor": "rope_factor",
 }
 # The presets by MaxText's names; of DeepSeek those that MaxText has.
-_PRESETS = {name: name for name in PRESETS if not name.startswith("deepseek")} | {
+PRESETS_OF_MAXTEXT = {name: name for name in PRESETS if not name.startswith("deepseek")} | {
     name: ours for name, (ours, _) in deepseek.NAMED.items()
 }
 # MaxText's remat policies; those without a counterpart become `full`, which changes no value.
@@ -183,8 +183,8 @@ def _with_sizes(given: dict[str, Any]) -> dict[str, Any]:
         missing = sorted(needed - set(given))
         if missing:
             raise InputError(
-                f"model_name={name!r} is not among {', '.join(_PRESETS)}, so the file must say "
-                f"{', '.join(missing)}"
+                f"model_name={name!r} is not among {', '.join(PRESETS_OF_MAXTEXT)}, so the file "
+                f"must say {', '.join(missing)}"
             )
     if given.get("override_model_config") is True:
         return {**sizes, **given}
@@ -200,9 +200,9 @@ def _with_sizes(given: dict[str, Any]) -> dict[str, Any]:
 
 def _sizes_of(model_name: str) -> dict[str, Any]:
     """MaxText's keys with the sizes of a preset; none for any other name."""
-    if model_name not in _PRESETS:
+    if model_name not in PRESETS_OF_MAXTEXT:
         return {}
-    model = PRESETS[_PRESETS[model_name]].model
+    model = PRESETS[PRESETS_OF_MAXTEXT[model_name]].model
     own = {key: getattr(model, field) for key, field in _SIZES.items()}
     if model.num_experts > 1:
         own["base_moe_mlp_dim"] = model.mlp_dim
@@ -309,7 +309,8 @@ def _train(values: Mapping[str, Any]) -> TrainConfig:
         weight_decay=values["adam_weight_decay"],
         clip_norm=values["gradient_clipping_threshold"] or None,  # 0 is for no clipping there
         load_balance_weight=values["load_balance_loss_weight"],
-        grad_dtype=values["grad_dtype"],
+        # MaxText casts gradients in float32 alone, and so `float32` changes none.
+        grad_dtype=None if values["grad_dtype"] == "float32" else values["grad_dtype"],
         shard_optimizer_over_data=values["shard_optimizer_over_data"],
     )
 

@@ -4,7 +4,9 @@ import contextlib
 import errno
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import click
 from rich.progress import (
@@ -20,7 +22,7 @@ from rich.table import Column
 from rich.text import Text
 
 from nnx_pipeline import ending
-from nnx_pipeline.errors import InputError, described, printable
+from nnx_pipeline.errors import InputError, Note, described, printable
 from nnx_pipeline.files import say, use_any_encoding
 from nnx_pipeline.lab.report.output import Screen
 
@@ -45,7 +47,7 @@ def main_of(group: click.Group, name: str) -> Callable[[], None]:
     def main() -> None:
         use_any_encoding()
         try:
-            with ending.answering(name):
+            with ending.answering(name), _notes(name):
                 code = group.main(prog_name=name, standalone_mode=False)
         except click.exceptions.NoArgsIsHelpError as error:
             say(error.format_message(), keep="\n")
@@ -67,6 +69,22 @@ def main_of(group: click.Group, name: str) -> Callable[[], None]:
         sys.exit(code if isinstance(code, int) else 0)
 
     return main
+
+
+@contextlib.contextmanager
+def _notes(name: str) -> Iterator[None]:
+    """Prints each note as one line on standard error; other warnings stay as they are."""
+    with warnings.catch_warnings():
+        other = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
+            if issubclass(category, Note):
+                say(" ".join(f"{name}: note: {message}".split()))
+            else:
+                other(message, category, *where)
+
+        warnings.showwarning = show  # type: ignore[assignment]  # `where` is four arguments
+        yield
 
 
 # Errors of a file name that the file system refuses, whatever the command wanted to do with it.

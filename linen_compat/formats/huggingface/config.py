@@ -1,7 +1,8 @@
 """Converts `config.json` of Hugging Face's models to this project's config and back.
 
-Every key is mapped, allowed with a single value, or ignored on purpose; all others are refused. A
-key that changes what a model computes is never ignored.
+Every key is mapped, allowed with a single value, or ignored on purpose; all others are refused
+unless their value is false, 0, null or empty. A key that changes what a model computes is never
+ignored.
 """
 
 import json
@@ -22,7 +23,7 @@ from linen_compat.formats.huggingface.architectures import (
 from linen_compat.formats.huggingface.rope import KEYS, agreed, fields_of_rope, rope_keys
 from nnx_pipeline import Config, InputError, ModelConfig
 from nnx_pipeline.config.model import DTYPES
-from nnx_pipeline.errors import divides, once, one_of
+from nnx_pipeline.errors import divides, note, once, one_of
 from nnx_pipeline.files import local, read_regular
 
 CONFIG_FILE = "config.json"
@@ -70,6 +71,8 @@ IGNORED = {
     *("output_router_logits", "router_aux_loss_coef"),
     *("id2label", "label2id", "problem_type", "task_specific_params"),
 }
+# transformers does not read these either, though they sound as if they said what is computed.
+UNREAD = {"is_llama_config", "activation", "use_qk_norm"}
 
 
 def config_from_huggingface(source: str | Path | Mapping[str, Any]) -> Config:
@@ -81,7 +84,8 @@ def config_from_huggingface(source: str | Path | Mapping[str, Any]) -> Config:
     factor of yarn give. `dtype` and `param_dtype` are both the dtype of the weights,
     float32 where none is named. Training and pipeline keep their defaults.
 
-    Raises InputError, with the key and its value, for what is not supported, missing or unknown.
+    Raises InputError, with the key and its value, for what is not supported, missing or unknown,
+    and warns of unknown keys whose value is false, 0, null or empty.
     """
     values = source if isinstance(source, Mapping) else read_config(source)
     architecture = _architecture(values)
@@ -236,20 +240,25 @@ def _renamed(values: Mapping[str, Any], architecture: Architecture) -> dict[str,
 
 
 def _refuse_unknown(values: Mapping[str, Any], architecture: Architecture) -> None:
-    """Raises InputError for a key that is neither mapped nor ignored on purpose."""
+    """Raises InputError for a key that is neither mapped nor ignored on purpose.
+
+    Such a key passes with a note where its value switches nothing on, or where it is in `UNREAD`.
+    """
     name, own = architecture.name, {*architecture.experts, *architecture.only}
     own |= {*deepseek.READ_APART} if architecture.latent else set()
     known = {*_REQUIRED, *_OPTIONAL, *own, *_ONLY, *_READ_APART, *IGNORED}
-    for key, value in values.items():
-        if key not in known:
-            cure = (
-                f"save the model with transformers as a plain {architecture.name} of float weights"
-            )
-            if not _OF_STORED_FORM.search(key):
-                cure += ", or remove the key if the model does not depend on it"
+    unknown = {key: value for key, value in values.items() if key not in known}
+    for key, value in unknown.items():
+        if value and key not in UNREAD:
+            cure = "remove the key if the model does not depend on it"
+            if _OF_STORED_FORM.search(key):  # transformers saves unknown keys too
+                cure = f"save the model as a plain {name} of float weights, without the key"
             raise InputError(
                 f"{CONFIG_FILE}: {key}={value!r} is not a known key of a {name}; {cure}"
             )
+    if unknown:
+        said = ", ".join(f"{key}={value!r}" for key, value in unknown.items())
+        note(f"{CONFIG_FILE}: {said}: not read here, and taken to change nothing in a {name}")
 
 
 def _refuse_values(values: Mapping[str, Any], architecture: Architecture) -> None:

@@ -22,7 +22,8 @@ from nnx_pipeline.errors import optional
 from nnx_pipeline.files import local
 
 ONE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-SHARD_BYTES = 5 * 10**9  # the file size that transformers and its hub consider convenient
+FILES = ("*.safetensors", "*.json")  # what is read of a folder
+SHARD_BYTES = 5 * 10**9  # the size of a file that transformers 4 writes; version 5 writes 50 GB
 
 DTYPES = {
     "F32": np.dtype(np.float32),

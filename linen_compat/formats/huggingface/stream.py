@@ -29,7 +29,7 @@ from linen_compat.formats.huggingface.folder import (
 )
 from linen_compat.formats.huggingface.tensors import KNOWN_EXTRA, Index, Tensors, is_fused
 from linen_compat.formats.names import OUTSIDE
-from linen_compat.formats.new_folder import new_folder
+from linen_compat.formats.new_folder import Room, new_folder
 from linen_compat.formats.orbax.inspect import is_orbax
 from linen_compat.formats.streams import (
     PARAMETERS,
@@ -39,6 +39,7 @@ from linen_compat.formats.streams import (
     Source,
     check_ratio,
     copy,
+    nbytes_of,
     ratio_of,
     scale_in_arrays,
     scaled,
@@ -46,8 +47,11 @@ from linen_compat.formats.streams import (
 from nnx_pipeline import Config, InputError
 from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.config.model_rules import OF_ROUTER, ROPE_SCALINGS
+from nnx_pipeline.errors import note
 from nnx_pipeline.files import local
 
+_TABLE, _HEAD = OUTSIDE[0].huggingface, OUTSIDE[-1].huggingface
+_ROWS = 1024  # of two tensors that are compared, held in memory at a time
 # What a model computes depends on these. A `config.json` that contradicts its own tensors is of no
 # use to transformers either.
 _MUST_AGREE = (
@@ -119,7 +123,7 @@ def write(
       larger.
     - `allow_nan`: whether to copy values that are NaN or infinite instead of refusing them.
     """
-    with new_folder(folder) as new:
+    with new_folder(folder, Room(nbytes_of(source), compressed=False)) as new:
         destination = HuggingFaceDestination(new, config, source.arrays, shard_bytes=shard_bytes)
         copy(source, destination, allow_nan=allow_nan)
 
@@ -127,7 +131,8 @@ def write(
 def compare(folder: str | Path, model: ModelConfig) -> Comparison:
     """Compares the tensors and the config of a folder with what a model needs.
 
-    - `folder`: a Hugging Face checkpoint; no tensor of it is read.
+    - `folder`: a Hugging Face checkpoint; no tensor of it is read, but for a head beside tied
+      embeddings.
     - `model`: the config of the model that is to take its tensors.
     """
     return _compare(folder, TensorFolder(folder), model)
@@ -279,6 +284,15 @@ def _reordered(model: ModelConfig) -> bool:
 def _compare(folder: str | Path, files: TensorFolder, model: ModelConfig) -> Comparison:
     """Compares the tensors and the `config.json` of a folder with what a model needs."""
     own, result = own_config(folder).model, Comparison()
+    if own.tied_embeddings and _has_own_head(files):
+        if model.tied_embeddings:
+            result.notes.append(
+                f"{_HEAD} differs from {_TABLE}, though {CONFIG_FILE} ties them: transformers 5 "
+                "computes with it and transformers 4 does not; set tie_word_embeddings to false "
+                "there to read it, or remove the tensor"
+            )
+        else:  # the config that was given says so
+            own = dataclasses.replace(own, tied_embeddings=False)
     if files.sums is not None:  # this project wrote the folder
         sum_of_config = checksums.of_values(_kept(read_config(folder)))
         checksums.require(Path(folder), files.sums, CONFIG_FILE, sum_of_config)
@@ -289,6 +303,11 @@ def _compare(folder: str | Path, files: TensorFolder, model: ModelConfig) -> Com
             )
     if model.kv_lora_rank is not None:
         result.notes.extend(_differing_scores(own, model))
+    for file in sorted(Path(folder).glob("adapter_*")):
+        note(
+            f"{file} is an adapter beside the model and is not read; if the model is meant with "
+            "it, merge it into the weights first (merge_and_unload of peft)"
+        )
     tensors = _tensors_of(model, files)
     expected = tensors.specs()
     for name, spec in expected.items():
@@ -303,12 +322,24 @@ def _compare(folder: str | Path, files: TensorFolder, model: ModelConfig) -> Com
                 result.recast.append(Difference(name, found.dtype.name, spec.dtype.name))
     for name in files.specs:
         if name not in expected:
-            # Of a tied model transformers ignores a head that is stored all the same.
-            unused = model.tied_embeddings and name == OUTSIDE[-1].huggingface
+            # A head that is not the table once more is noted above.
+            unused = model.tied_embeddings and name == _HEAD
             known = unused or KNOWN_EXTRA.fullmatch(name)
             (result.ignored if known else result.extra).append(name)
     result.notes.extend(_mixed_dtypes(tensors, files))
     return result
+
+
+def _has_own_head(files: TensorFolder) -> bool:
+    """Whether there is a head beside the table of embeddings with other values than that."""
+    table, head = files.specs.get(_TABLE), files.specs.get(_HEAD)
+    if table is None or head is None:
+        return False
+    rows = table.shape[0] if table.shape else 0
+    cuts = ((slice(at, min(at + _ROWS, rows)),) for at in range(0, rows, _ROWS))
+    return table != head or any(
+        files.read(_TABLE, cut).tobytes() != files.read(_HEAD, cut).tobytes() for cut in cuts
+    )
 
 
 def _differing_scores(own: ModelConfig, model: ModelConfig) -> Iterator[str]:

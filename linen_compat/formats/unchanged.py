@@ -1,0 +1,51 @@
+"""Whether the files of a checkpoint stay as they are while it is read."""
+
+import contextlib
+import os
+from pathlib import Path
+from types import TracebackType
+
+from linen_compat.formats.streams import Mismatch
+
+Stamp = tuple[int, int, int]
+
+
+class Unchanged:
+    """A context in which a checkpoint is read; its files are looked at now, and at the end.
+
+    - `folder`: the folder of the checkpoint.
+    - `patterns`: which of its files count, by default all; those that come later do not.
+
+    Raises Mismatch at the end for a file of which size, time of change or inode are others than
+    when this object was made, in place of the errors that reading it has met.
+    """
+
+    def __init__(self, folder: str | Path, *patterns: str) -> None:
+        found = (path for one in patterns or ("**/*",) for path in Path(folder).glob(one))
+        self._stamps = {path: _stamp(path) for path in found if path.is_file()}
+
+    def __enter__(self) -> None:
+        """Reading begins."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None and not isinstance(error, Mismatch | OSError):
+            return
+        for path, stamp in self._stamps.items():
+            if _stamp(path) != stamp:
+                raise Mismatch(
+                    f"{path} changed while it was read; read it again when nothing writes to it, "
+                    "or read a copy"
+                ) from error
+
+
+def _stamp(path: Path) -> Stamp | None:
+    """What a change of a file changes; None where there is none any more."""
+    with contextlib.suppress(OSError):
+        found = os.stat(path)
+        return found.st_size, found.st_mtime_ns, found.st_ino
+    return None
