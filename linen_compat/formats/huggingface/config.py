@@ -241,11 +241,9 @@ def _refuse_unknown(values: Mapping[str, Any], architecture: Architecture) -> No
     known = {*_REQUIRED, *_OPTIONAL, *own, *_ONLY, *_READ_APART, *IGNORED}
     for key, value in values.items():
         if key not in known:
-            cure = (
-                f"save the model with transformers as a plain {architecture.name} of float weights"
-            )
-            if not _OF_STORED_FORM.search(key):
-                cure += ", or remove the key if the model does not depend on it"
+            cure = f"remove the key if the {name} of transformers does not read it"
+            if _OF_STORED_FORM.search(key):
+                cure = f"save the model with transformers as a plain {name} of float weights"
             raise InputError(
                 f"{CONFIG_FILE}: {key}={value!r} is not a known key of a {name}; {cure}"
             )

@@ -4,7 +4,10 @@ import contextlib
 import functools
 import inspect
 import re
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -80,20 +83,40 @@ def explained() -> Iterator[None]:
             raise
         said = " ".join(str(error).partition("\n---")[0].split())  # without JAX's note on frames
         raise InputError(
-            "the model does what JAX cannot type on a mesh with explicit axes, such as a "
-            "convolution that is mapped over stages, or a scan that begins with zeros which are "
-            f"not sharded: {said}; make the mesh with sharding='auto' (on the command line set "
-            f"pipeline.sharding=auto){_OUT_SHARDING if 'out_sharding' in said else ''}"
+            f"{_line_of(error)} does what JAX cannot type on a mesh with explicit axes: {said}; "
+            "make the mesh with sharding='auto' (on the command line set pipeline.sharding=auto)"
+            f"{next((cure for word, cure in _CURES.items() if word in said), '')}"
         ) from error
 
 
+def _line_of(error: Exception) -> str:
+    """The innermost line of the user's own that was running; `the model` where there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
+    return f"{own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else "the model"
+
+
+_INSTALLED = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    str(Path(__file__).parents[2]),
+)
 _FORWARD_MODE = (
     "a pipeline was differentiated in forward mode (jax.jvp or jax.jacfwd), in which derivatives "
     "that are written by hand have no rule; use jax.grad, and for a Hessian-vector product jax.jvp "
     "of jax.grad, or for own layers set pipeline.schedule=circular, pipeline.backward=autodiff and "
     "pipeline.fsdp_gather=use"
 )
-_OUT_SHARDING = ", or give the product in the layer an out_sharding, such as jax.typeof(x).sharding"
+# By a word of what JAX says.
+_CURES = {
+    "gather": (
+        ", or look rows up by table.at[tokens].get(out_sharding=rows) with "
+        "rows = jax.P(*jax.typeof(tokens).sharding.spec, None)"
+    ),
+    "reshape": ", as for a convolution, which is a reshape where it is mapped over stages",
+    "contracting_spec": (
+        ", or give the product in the layer an out_sharding, such as jax.typeof(x).sharding"
+    ),
+}
 _SHARDED = re.compile(r"\w+\[[\d,]*\d@\w")  # such as float32[2@fsdp,4]
 
 
