@@ -159,7 +159,7 @@ def optimizer_names(state: Leaves) -> list[str]:
 
 def existing_folder(checkpoint: str | Path) -> Path:
     """The folder of this name; raises InputError where there is none."""
-    folder, cure = Path(checkpoint), "give a run, a step or its items folder"
+    folder, cure = Path(checkpoint), "give a run, a step or its folder of arrays"
     if not str(checkpoint):
         raise InputError(f"the checkpoint's name is empty; {cure}")
     if not folder.is_dir():
@@ -177,8 +177,9 @@ def find_items(checkpoint: str | Path) -> Path:
 
     Names alone decide which step is the latest; an earlier one is never taken instead.
 
-    Raises InputError when there is no Orbax checkpoint or a step has several folders with arrays,
-    and Mismatch, naming the step or the file, when there is one that was not written to its end, has lost its metadata or cannot be read.
+    Raises InputError when there is no Orbax checkpoint, or a step has several folders with arrays;
+    and Mismatch, naming the step or the file, when there is one that was not written to its end,
+    has lost its metadata or cannot be read.
     """
     folder = existing_folder(checkpoint).absolute()
     steps = _steps(folder)
@@ -195,15 +196,15 @@ def find_items(checkpoint: str | Path) -> Path:
                 f"{candidate / METADATA} is missing: the checkpoint was not finished, or has lost "
                 "that file; take another step"
             )
-    cure = "give a run, a step or its items folder"
+    cure = "give a run, a step or its folder of arrays"
     if (folder / "config.json").is_file():
         cure = (
             "it looks like a Hugging Face folder, which inspect and load_train_state do not read; "
             "linen_compat.load, linen-compat check and linen-compat convert do"
         )
     raise InputError(
-        f"{checkpoint} holds no Orbax checkpoint (no {METADATA} in it, in a folder in it, or in a step); "
-        f"{cure}"
+        f"{checkpoint} holds no Orbax checkpoint (no {METADATA} in it, in a folder in it, or in a "
+        f"step); {cure}"
     )
 
 
