@@ -22,10 +22,10 @@ def load(
     """The model of a config with the parameters of a checkpoint, placed on a mesh.
 
     - `checkpoint`: a checkpoint of MaxText, in any layout, or of this project, given as a run (its
-      latest step is taken), a step or an items folder; it may hold parameters alone, or beside them
-      the state of any optimizer (below `opt_state` or `optimizer`), which is left out. Or a Hugging
-      Face folder. The stages and repeats of the checkpoint need not be those of the mesh and the
-      config.
+      latest step is taken), a step or its folder of arrays; it may hold parameters alone, or beside
+      them the state of any optimizer (below `opt_state` or `optimizer`), which is left out. Or a
+      Hugging Face folder. The stages and repeats of the checkpoint need not be those of the mesh
+      and the config.
     - `config`: the config of the model. None means that of the checkpoint: the `config.json` of a
       Hugging Face folder, or the `config.yml` of a run of `nnx-pipeline train`. With another one
       than that of a Hugging Face folder the query kernels are scaled where its `attention_scale` is

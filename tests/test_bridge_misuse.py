@@ -23,6 +23,11 @@ def native() -> RMSNorm:
     return RMSNorm(CONFIG, rngs=nnx.Rngs(0))
 
 
+class Pair(nnx.Module):
+    def __init__(self) -> None:
+        self.pair = nnx.Param((jnp.ones(2), jnp.ones(3)))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -70,6 +75,15 @@ def native() -> RMSNorm:
             lambda: to_nnx(NORM, X, rngs=0, collect="intermediates"),
             r"collect='intermediates' is a single string; give a tuple, "
             r"collect=\('intermediates',\)",
+        ),
+        (lambda: to_nnx(NORM, X, variables=5), r"variables=5 is not a tree of collections; give"),
+        (
+            lambda: to_nnx(NORM, X, variables={"params": {"scale": None}}),
+            r"params/scale has shape None and RMSNorm needs",
+        ),
+        (
+            lambda: to_linen(Pair),
+            r"Pair.pair holds a tuple and not an array; give each array a variable of its own",
         ),
         (lambda: to_nnx(NORM, X, rngs=0)(X, method="nope"), "RMSNorm has no method 'nope'; "),
     ],

@@ -121,3 +121,137 @@ def test_random_numbers_without_a_stream_are_refused_and_can_be_given_to_a_call(
     out = model(x_of(), train=True, rngs=keys)
     np.testing.assert_array_equal(out, model(x_of(), train=True, rngs=keys))
     assert np.any(out != model(x_of(), train=True, rngs=nnx.Rngs(dropout=4)))
+
+
+ADDED = {"reduce_fn": lambda a, b: a + b, "init_fn": lambda: jnp.float32(0)}
+
+
+class Inner(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
+        self.sow("losses", "one", jnp.float32(1), **ADDED)
+        self.sow("losses", "of_x", jnp.sum(x))
+        return nn.Dense(x.shape[-1])(x), None
+
+
+COMPILED = nn.jit(Inner)
+
+
+class Sowing(nn.Module):
+    """Sows through a transform, beside state in the same collection and a perturbation."""
+
+    kind: str
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.variable("losses", "count", lambda: jnp.zeros(())).value += 1
+        axes, keys = {"params": 0, "losses": 0}, {"params": True}
+        inner = {
+            "plain": Inner,
+            "jit": COMPILED,
+            "remat": nn.remat(Inner),
+            "scan": nn.scan(Inner, variable_axes=axes, split_rngs=keys, length=3),
+            "vmap": nn.vmap(Inner, variable_axes=axes, split_rngs=keys),
+        }[self.kind]
+        return self.perturb("change", inner(name="inner")(x)[0])
+
+
+@pytest.mark.parametrize("kind", ["plain", "jit", "remat", "scan", "vmap"])
+def test_what_is_sown_is_of_one_call_and_the_call_is_traced_once(kind: str) -> None:
+    """Against `apply` of Linen without the collection, which is how Linen begins it anew."""
+    x = x_of()
+    module = Sowing(kind)
+    made = module.init(jax.random.key(0), x)
+    wanted = module.apply({"params": made["params"]}, x, mutable=["losses"])[1]["losses"]["inner"]
+    for given in ({"rngs": jax.random.key(0)}, {"variables": made}):
+        model = to_nnx(module, x, **given)
+        traced = []
+
+        @nnx.jit
+        def call(model: nnx.Module, x: jax.Array, traced: list[int] = traced) -> jax.Array:
+            traced.append(1)
+            return model(x)
+
+        start = float(model.count[...])
+        for turn in range(1, 4):
+            call(model, x)
+            assert model.count[...] == start + turn, "state goes on"
+            np.testing.assert_array_equal(model.inner.one[...], wanted["one"])
+            (of_x,) = model.inner.of_x.get_value()
+            np.testing.assert_allclose(of_x, wanted["of_x"][0], rtol=1e-5, atol=1e-5)
+        assert len(traced) == 1
+        assert isinstance(model.change, nnx.Perturbation), "what a call reads is not sown"
+
+
+def test_given_variables_may_lack_what_is_sown() -> None:
+    variables = Inner().init(jax.random.key(0), x_of())
+    model = to_nnx(Inner(), x_of(), variables={"params": variables["params"]})
+    assert model.one[...] == 0
+    model(x_of())
+    assert model.one[...] == 1
+    with pytest.raises(InputError, match=r"losses/two is not a variable of Inner"):
+        to_nnx(Inner(), x_of(), variables={**variables, "losses": {"two": 1.0}})
+
+
+def test_a_method_that_sows_itself() -> None:
+    def both(module: Inner, x: jax.Array) -> jax.Array:
+        module.sow("losses", "outer", jnp.float32(1), **ADDED)
+        return module(x)
+
+    model = to_nnx(Inner(), x_of(), rngs=0, method=both)
+    for _ in range(2):
+        model(x_of(), method=both)
+        assert model.outer[...] == 1
+
+
+def test_state_of_nnx_within_linen_is_not_taken_for_sown() -> None:
+    """Flax's own wrapper writes its state where the collection is mutable, as `sow` does."""
+    model = to_nnx(nnx.bridge.to_linen(nnx.BatchNorm, 16, momentum=0.5), x_of(), rngs=0)
+    start = np.asarray(model.mean[...])
+    for turn in (1, 2):
+        model(x_of())
+        part = 0.5**turn
+        wanted = part * start + (1 - part) * np.mean(np.asarray(x_of(), np.float64), axis=(0, 1))
+        np.testing.assert_allclose(model.mean[...], wanted, rtol=1e-5, atol=1e-6)
+
+
+class Trained(nn.Module):
+    """Dropout and running statistics, which its argument switches off."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = True) -> jax.Array:
+        x = nn.BatchNorm(use_running_average=not train)(x)
+        return nn.Dropout(0.5, deterministic=not train)(x)
+
+
+class Around(nnx.Module):
+    def __init__(self, linen: nn.Module) -> None:
+        self.inner = to_nnx(linen, x_of(), rngs=nnx.Rngs(params=0, dropout=1))
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+    def __call__(self, x: jax.Array, **options: bool) -> jax.Array:
+        return self.dropout(self.inner(x, **options))
+
+
+def test_eval_is_never_without_effect() -> None:
+    """A call that still draws or changes statistics is refused, and the cures of the error work."""
+    model = Around(Trained())
+    model.eval()
+    before = np.asarray(model.inner.BatchNorm_0.mean[...])
+    with pytest.raises(InputError, match=r"Trained changes .*; call it .*train=False .* train\(\)"):
+        model(x_of())
+    once = model(x_of(), train=False)
+    np.testing.assert_array_equal(once, model(x_of(), train=False))
+    np.testing.assert_array_equal(model.inner.BatchNorm_0.mean[...], before)
+    model.train()
+    assert np.any(model(x_of()) != model(x_of()))
+    assert np.any(model.inner.BatchNorm_0.mean[...] != before)
+
+    drops = Around(nn.Dropout(0.5, deterministic=False))
+    drops.eval()
+    for seen in (drops, nnx.view(Around(drops.inner.linen_module), deterministic=True)):
+        with pytest.raises(InputError, match=r"Dropout draws random numbers after eval\(\)"):
+            seen(x_of())
+    plain = Around(nn.Dense(16))
+    plain.eval()
+    np.testing.assert_array_equal(plain(x_of()), plain.inner(x_of()))

@@ -146,6 +146,17 @@ def test_numerics_are_refused_before_any_work(tmp_path, bridge, llama, monkeypat
     ended = bridge("check", folder, "--config", config, "--read", "--numerics")
     assert (ended.code, ended.out) == (2, "")
     assert "--numerics works on MaxText's formats only" in ended.err
+    assert "convert it to maxtext:unscanned first" in ended.err
+    monkeypatch.undo()
+    cure = ("convert", folder, tmp_path / "out", "--to", "maxtext:unscanned", "--config", config)
+    assert bridge(*cure).code == 0
+    ended = bridge("check", tmp_path / "out", "--config", config, "--numerics")
+    assert "set it to 1.0" in ended.err  # MaxText's query kernels hold the scale
+    values = yaml.safe_load(config.read_text())
+    values["model"]["attention_scale"] = 1.0
+    config.write_text(yaml.safe_dump(values))
+    ended = bridge("check", tmp_path / "out", "--config", config, "--numerics")
+    assert (ended.code, ended.err) == (0, "")
 
 
 def scaled_state(tmp_path, bridge):

@@ -190,6 +190,7 @@ REFUSED = [
     bad(
         model(**{**LLAMA3, "rope_low_frequency": 4.0}, rope_original_length=8),
         "rope_low_frequency=4.0 must be below rope_high_frequency=4.0",
+        "Llama 3.1 has 1.0 and 4.0",
     ),
     bad(model(qk_norm="yes"), "qk_norm='yes' is not known"),
     bad(model(quantization="int4"), "quantization='int4' is not known"),

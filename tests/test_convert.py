@@ -222,6 +222,29 @@ def test_a_checkpoint_that_is_not_consistent_in_itself(tmp_path, bridge, changes
     assert sorted(path.name for path in tmp_path.iterdir()) == ["items"]
 
 
+def test_the_cure_for_layers_of_two_dtypes_works(tmp_path, bridge):
+    half = np.asarray(full_state()[FIRST[0]], np.float16)
+    write(tmp_path / "items", change(full_state(), **{FIRST[0]: half}))
+    ended = bridge("convert", tmp_path, tmp_path / "out", "--to", "maxtext:scanned")
+    assert "use linen_compat.load, which casts to model.param_dtype, and linen_compat" in ended.err
+    config = linen_compat.config_from_maxtext(CONFIG)
+    linen_compat.save(linen_compat.load(tmp_path, config), tmp_path / "out")
+    layers = read(tmp_path / "out")["params/params/decoder/layers/MoeBlock_0/wi_1"]
+    np.testing.assert_array_equal(layers[:, 2], half.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--to", "maxtext:scanned", "--from", "maxtext:unscanned"],
+        ["--to", "maxtext:pipelined", "--stages", "2"],
+        ["--to", "huggingface", "--config", CONFIG],
+    ],
+)
+def test_what_these_errors_ask_for_works(tmp_path, bridge, arguments):
+    assert bridge("convert", checkpoint("unscanned"), tmp_path / "out", *arguments).code == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

@@ -106,12 +106,12 @@ def test_without_metadata_it_is_the_checkpoint_that_does_not_fit(step, bridge, p
 LATEST = {
     "not written to its end": (
         lambda p: (p / "items").mkdir(parents=True),
-        "has no _METADATA in 1",
+        "has no _METADATA in it or in a folder in it",
     ),
     "a link to nothing": (lambda p: p.symlink_to(p.parent / "gone"), "is a broken symlink"),
     "a link to itself": (lambda p: p.symlink_to(p), "is a broken symlink"),
     "a file": (lambda p: p.write_text(""), "is not a folder"),
-    "an empty folder": (lambda p: p.mkdir(), "has no _METADATA in 13/items"),
+    "an empty folder": (lambda p: p.mkdir(), "has no _METADATA in it or in a folder in it"),
     "a link to itself inside": (
         lambda p: (p.mkdir(), (p / "items").symlink_to(p / "items")),
         "cannot be read, the checkpoint is damaged: Too many levels of symbolic links",

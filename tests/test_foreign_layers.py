@@ -326,6 +326,52 @@ def test_a_product_that_does_not_say_where_its_result_is() -> None:
         in_pipeline(SaysNothing, Form("stage=2,tensor=2", {}), float_rows(BATCH, LENGTH, WIDTH))
 
 
+class LooksUp(nnx.Module):
+    """Adds a row of its table for each token."""
+
+    says_where = False
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.rows = nnx.Embed(5, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array, tokens: jax.Array) -> tuple[jax.Array, None]:
+        if not self.says_where:
+            return x + self.rows(tokens), None
+        rows = jax.P(*jax.typeof(tokens).sharding.spec, None)
+        return x + self.rows.embedding[...].at[tokens].get(out_sharding=rows), None
+
+
+class SaysRows(LooksUp):
+    says_where = True
+
+
+def test_a_lookup_that_jax_cannot_type_is_named_by_its_line_and_both_cures_work() -> None:
+    x, tokens = float_rows(BATCH, LENGTH, WIDTH), jnp.arange(BATCH * LENGTH) % 5
+
+    def run(make: type[nnx.Module], sharding: str) -> tuple[jax.Array, jax.Array]:
+        config = PipelineConfig(num_microbatches=2, sharding=sharding)
+        with jax.set_mesh(mesh_of("stage=2,data=2", sharding)):
+            pipeline = CircularPipeline(config, make, num_layers=2, rngs=nnx.Rngs(0))
+            call = jax.jit(lambda pipeline, x, tokens: pipeline(x, tokens=tokens)[0])
+            y = call(pipeline, x, tokens.reshape(BATCH, LENGTH))
+            return jax.device_get((y, pipeline.layers.rows.embedding[...]))
+
+    with pytest.raises(InputError) as refused:
+        run(LooksUp, "explicit")
+    said = str(refused.value)
+    assert "test_foreign_layers.py:" in said.split(" does what JAX cannot type")[0]
+    assert "sharding='auto'" in said
+    assert "table.at[tokens].get(out_sharding=rows)" in said
+    assert "convolution" not in said
+    assert "scan" not in said
+    for make, sharding in ((LooksUp, "auto"), (SaysRows, "explicit")):
+        y, tables = run(make, sharding)
+        wanted = np.asarray(x, np.float64)
+        for table in np.asarray(tables, np.float64).reshape(2, 5, WIDTH):
+            wanted = wanted + table[np.asarray(tokens).reshape(BATCH, LENGTH)]
+        np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("mode", ["explicit", "auto"])
 @pytest.mark.parametrize("factored", [False, True], ids=["adam", "adafactor"])
 def test_an_abstract_pipeline_is_sharded_as_a_real_one(mode: str, factored: bool) -> None:

@@ -511,6 +511,15 @@ def test_unknown_keys_that_change_nothing(values: dict, more: dict) -> None:
         config_from_huggingface({**values, **more, "other": 1})
 
 
+def test_the_cure_for_an_unknown_key_works() -> None:
+    """What transformers saves has the unknown keys of what it loaded, so that is no cure."""
+    values = {**LLAMA_2_7B, "of_another_library": 8}
+    with pytest.raises(InputError, match="key of a LlamaForCausalLM; remove the key if the Llama"):
+        config_from_huggingface(values)
+    del values["of_another_library"]
+    assert config_from_huggingface(values) == config_from_huggingface(LLAMA_2_7B)
+
+
 def test_keys_of_experts_are_unknown_of_a_llama() -> None:
     with pytest.raises(InputError, match="num_local_experts=8 is not a known key"):
         config_from_huggingface({**LLAMA_2_7B, "num_local_experts": 8})

@@ -2,13 +2,18 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 
+import linen_compat
 from linen_compat.cli import main as cli
 from linen_compat.formats.orbax.inspect import inspect
-from nnx_pipeline import InputError
+from nnx_pipeline import InputError, Mixtral
+from tests.helpers import small_config
 
 LAYER = {"self_attention": {"query": {"kernel": (4, 2, 8)}}, "MoeBlock_0": {"wi_0": (2, 4, 6)}}
 
@@ -46,6 +51,55 @@ def save(folder, decoder):
     params = {"decoder": decoder, "token_embedder": embedder}
     tree = {"params": {"params": params}, "step": jnp.zeros((), jnp.int32)}
     ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).save(folder / "3" / "items", tree)
+
+
+def managed(run, **items):
+    """Writes steps 0 and 7 as Orbax's CheckpointManager does: under `default` unless named."""
+    saved = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
+    given = saved["default"] if [*saved] == ["default"] else ocp.args.Composite(**saved)
+    with ocp.CheckpointManager(run) as manager:
+        for step in (0, 7):
+            manager.save(step, args=given)
+
+
+@pytest.mark.parametrize("item", ["default", "state"])
+def test_a_run_of_checkpoint_manager(tmp_path, item):
+    decoder, layers, _, _ = LAYOUTS["scanned"]
+    params = {"decoder": decoder, "token_embedder": {"embedding": jnp.zeros((16, 4))}}
+    managed(tmp_path / "run", **{item: {"params": params}})
+    for given in ("run", "run/7", f"run/7/{item}"):
+        found = inspect(tmp_path / given)
+        assert found.items == tmp_path / "run/7" / item
+        assert found.layout.num_layers == layers
+
+
+def test_a_step_with_several_items_is_not_chosen_from(tmp_path):
+    params = {"decoder": LAYOUTS["scanned"][0], "token_embedder": {"embedding": jnp.zeros((16, 4))}}
+    managed(tmp_path / "run", params={"params": params}, moments={"mu": jnp.zeros(3)})
+    with pytest.raises(InputError, match=r"several .*\(moments, params\); give that of the param"):
+        inspect(tmp_path / "run")
+    assert inspect(tmp_path / "run/7/params").layout.num_layers == 5  # the cure
+    with pytest.raises(InputError, match=r"moments has no parameters .*it holds mu; give"):
+        inspect(tmp_path / "run/7/moments")
+
+
+@pytest.mark.parametrize("below", [None, "model"])
+def test_a_model_that_orbax_alone_wrote_is_taken_by_the_cure(tmp_path, below):
+    config = small_config()
+    model = Mixtral(config, rngs=nnx.Rngs(0))
+    tree = nnx.to_pure_dict(nnx.state(model))
+    managed(tmp_path / "run", default=tree if below is None else {below: tree})
+    with pytest.raises(InputError, match=r"Orbax alone wrote .*nnx.state .*linen_compat.save"):
+        inspect(tmp_path / "run")
+    again = Mixtral(config, rngs=nnx.Rngs(1))
+    like = nnx.to_pure_dict(nnx.state(again))
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        args = ocp.args.StandardRestore(like if below is None else {below: like})
+        found = manager.restore(7, args=args)
+    nnx.update(again, found if below is None else found[below])
+    linen_compat.save(again, tmp_path / "out")
+    loaded = linen_compat.load(tmp_path / "out", config)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(loaded), nnx.state(model))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -146,6 +146,12 @@ def _blueprint(recipe: Recipe, mesh: Any, turn: Any) -> Blueprint:
                 "in an nnx.Variable, so it belongs to no collection; wrap it in one, such as "
                 "nnx.Param"
             )
+        if not hasattr(variable.get_value(), "shape"):
+            raise InputError(
+                f"{recipe.kind.__name__}.{'.'.join(map(str, path))} holds a "
+                f"{type(variable.get_value()).__name__} and not an array; give each array a "
+                "variable of its own, such as nnx.List([nnx.Param(a), nnx.Param(b)])"
+            )
         if isinstance(variable, nnx.RngKey):
             count = (*path[:-1], "count")
             streams.append(Stream(path, count, variable.tag, variable.get_value().shape))

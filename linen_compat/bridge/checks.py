@@ -82,6 +82,15 @@ def check_rngs(rngs: Any) -> None:
     )
 
 
+def check_variables(variables: Any, *, of: str) -> None:
+    """Raises InputError for anything but None and a tree of variables, as `init` returns it."""
+    if variables is not None and not isinstance(variables, Mapping):
+        raise InputError(
+            f"variables={_short(variables)} is not a tree of collections; give what "
+            f"{of}(…).init(key, …) returns"
+        )
+
+
 def check_collect(collect: Iterable[str]) -> tuple[str, ...]:
     """The names of collections as a tuple.
 

@@ -4,6 +4,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax
+import numpy as np
 from flax import linen as nn
 from flax import nnx
 from flax.core import meta
@@ -124,13 +126,18 @@ def unboxed(leaf: Any) -> Any:
     return leaf.unbox() if isinstance(leaf, meta.AxisMetadata) else leaf
 
 
+def shape_of(leaf: Any) -> Any:
+    """The shape of an array, in a metadata box or not; of a pytree, that of each array in it."""
+    return jax.tree.map(np.shape, unboxed(leaf))
+
+
 def check_leaves(
-    given: Mapping[Path, Any], wanted: Mapping[Path, tuple[int, ...]], *, of: str, at: Path = ()
+    given: Mapping[Path, Any], wanted: Mapping[Path, Any], *, of: str, at: Path = ()
 ) -> None:
     """Raises InputError for a leaf that is unknown, missing, or of another shape than needed.
 
     - `given`: arrays, in metadata boxes or not, by paths that begin with the collection.
-    - `wanted`: shapes, by such paths.
+    - `wanted`: shapes, as from `shape_of`, by such paths.
     - `of`: the name of the module, for the message.
     - `at`: the path of the module within the outer one, for the message.
     """
@@ -146,7 +153,7 @@ def check_leaves(
             f"{_nearest(_name(missing[0], at), [_name(path, at) for path in given])}"
         )
     for path, shape in wanted.items():
-        found = tuple(unboxed(given[path]).shape)
+        found = shape_of(given[path])
         if found != shape:
             raise InputError(
                 f"{_name(path, at)} has shape {found} and {of} needs {shape}; "

@@ -1,14 +1,16 @@
 """Wraps Linen modules as NNX modules."""
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import flax
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from flax import nnx
-from flax.core import meta
+from flax.core import DenyList, meta
 from jaxtyping import Array
 
 from linen_compat.bridge.axes import layout_axes
@@ -18,12 +20,33 @@ from linen_compat.bridge.checks import (
     check_method,
     check_module,
     check_rngs,
+    check_variables,
 )
-from linen_compat.bridge.paths import Path, Tree, check_leaves, flatten, nest, nnx_path, unboxed
+from linen_compat.bridge.paths import (
+    Path,
+    Tree,
+    check_leaves,
+    flatten,
+    nest,
+    nnx_path,
+    shape_of,
+    unboxed,
+)
 from linen_compat.bridge.to_linen import INTERMEDIATES, PARAMS
 from nnx_pipeline import InputError
 
-RESERVED = ("layout", "linen_module", "linen_slots", "linen_collections", "linen_streams")
+RESERVED = (
+    "deterministic",
+    "layout",
+    "linen_collections",
+    "linen_module",
+    "linen_slots",
+    "linen_sown",
+    "linen_streams",
+    "use_running_average",
+)
+STATISTICS = "batch_stats"
+_numbers = itertools.count()
 _Slots = tuple[tuple[Path, Path], ...]  # (path in NNX, path in Linen beginning with the collection)
 
 
@@ -58,6 +81,12 @@ def to_nnx(
       `Decoder` and the pipelines, and for such modules inside another one.
     - A variable is of the type of its collection: `nnx.Param`, `nnx.BatchStat` … Each call updates
       the variables that it changes and that are no parameters.
+    - What the module sows into a collection other than `intermediates` is a variable too. It holds
+      what the last call that sowed it sowed, and before the first call what `init` sowed, or zeros
+      beside `variables`, which may lack it. No call gets it.
+    - After `eval()` a call draws from no stream that the result keeps, and changes no
+      `batch_stats`. Linen modules are told by an argument or a field, such as `train=False`: a call
+      that still draws or changes is refused.
     - `nn.LogicallyPartitioned` become `logical_axes` in `Layout`'s names; other metadata boxes are
       kept as `linen_box`.
 
@@ -67,6 +96,7 @@ def to_nnx(
     """
     check_module(module)
     check_rngs(rngs)
+    check_variables(variables, of=type(module).__name__)
     names = check_collect(collect)
     called = type(module).__call__ if method is None else method
     check_arguments(called, example, options, of=type(module).__name__)
@@ -75,24 +105,64 @@ def to_nnx(
     def init(keys: dict[str, Array]) -> Any:
         has_shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(example))
         make = module.lazy_init if has_shapes else module.init
-        return make(keys, *example, method=method, **options)
+        # The number keeps `nn.jit` from a call that it has traced before, in which no one sows.
+        mutable = DenyList((INTERMEDIATES, f"init {next(_numbers)}"))
 
+        def watched(bound: nn.Module, *args: Any, **options: Any) -> Any:
+            note.watch(bound)
+            return called(bound, *args, **options)
+
+        with nn.intercept_methods(note.intercept):
+            return make(keys, *example, method=watched, mutable=mutable, **options)
+
+    note = _Sown()
     # Beside given variables, only the paths, shapes and metadata of new ones are needed.
     made = init(keys) if variables is None else jax.eval_shape(lambda: init(keys))
-    boxes = flatten({name: tree for name, tree in made.items() if name != INTERMEDIATES})
+    boxes = flatten(made)
+    sown = frozenset(path for path in boxes if note.has(path))
     leaves = boxes
     if variables is not None:
-        leaves = flatten(variables)
-        wanted = {path: tuple(unboxed(leaf).shape) for path, leaf in boxes.items()}
-        check_leaves(leaves, wanted, of=type(module).__name__)
+        given = flatten(variables)
+        wanted = {path: shape_of(leaf) for path, leaf in boxes.items() if path not in sown}
+        check_leaves(
+            {path: leaf for path, leaf in given.items() if not note.has(path)},
+            wanted,
+            of=type(module).__name__,
+        )
+        zeros = {path: jax.tree.map(jnp.zeros_like, boxes[path]) for path in sown}
+        leaves = {**given, **zeros}
     slots = tuple((nnx_path(module, path[1:]), path) for path in boxes)
     return LinenAsNNX(
         module,
         slots,
+        sown,
         [_variable(path[0], boxes[path], leaves[path]) for _, path in slots],
         streams,
         names,
     )
+
+
+class _Sown:
+    """Notes where modules sow: `sow` of each module of which a method is called is replaced."""
+
+    def __init__(self) -> None:
+        self._paths: set[Path] = set()
+
+    def has(self, path: Path) -> bool:
+        """Whether a path was sown, or lies in a tree that was."""
+        return any(path[:end] in self._paths for end in range(2, len(path) + 1))
+
+    def intercept(self, call: Any, args: Any, options: Any, context: Any) -> Any:
+        self.watch(context.module)
+        return call(*args, **options)
+
+    def watch(self, module: nn.Module) -> None:
+        def sow(collection: str, name: str, *args: Any, **options: Any) -> bool:
+            self._paths.add((collection, *module.path, name))
+            return type(module).sow(module, collection, name, *args, **options)
+
+        # The module lasts as long as this `init`, and is frozen but for what Linen sets in it.
+        object.__setattr__(module, "sow", sow)
 
 
 class LinenAsNNX(nnx.Module):
@@ -100,22 +170,27 @@ class LinenAsNNX(nnx.Module):
 
     - `module`: the Linen module.
     - `slots`: the path of each variable in NNX, and in Linen.
+    - `sown`: the Linen paths among them that calls write and never read.
     - `variables`: in the order of `slots`.
     - `streams`: the streams that calls draw from, None for none.
     - `collect`: collections that a call may write beside those of the variables.
     """
 
     linen_streams: nnx.Rngs | None = None
+    # `eval()` and `train()` set these two, also where this module is part of another.
+    deterministic: bool | None = None
+    use_running_average: bool | None = None
 
     def __init__(
         self,
         module: nn.Module,
         slots: _Slots,
+        sown: frozenset[Path],
         variables: list[nnx.Variable],
         streams: nnx.Rngs | None,
         collect: tuple[str, ...],
     ) -> None:
-        self.linen_module, self.linen_slots = module, slots
+        self.linen_module, self.linen_slots, self.linen_sown = module, slots, sown
         self.linen_collections = tuple(
             sorted({*collect, *(path[0] for _, path in slots if path[0] != PARAMS)})
         )
@@ -137,41 +212,62 @@ class LinenAsNNX(nnx.Module):
         - `method`: the method to apply, or its name.
 
         Raises InputError when the module draws random numbers from a stream that it was not given,
-        or has no method of that name.
+        changes running statistics after `eval()`, or has no method of that name.
         """
         if isinstance(method, str):
             check_method(self.linen_module, method, of=type(self.linen_module).__name__)
-        keys = _draw(self.linen_streams if rngs is None else rngs)
-        flat = {path: _at(self, at).get_value() for at, path in self.linen_slots}
+        kept = None if self.deterministic else self.linen_streams
+        keys = _draw(kept if rngs is None else rngs)
+        flat = {
+            path: _at(self, at).get_value()
+            for at, path in self.linen_slots
+            if path not in self.linen_sown
+        }
+        mutable = [
+            name
+            for name in self.linen_collections
+            if name != STATISTICS or not self.use_running_average
+        ]
         try:
             out = self.linen_module.apply(
-                nest(flat),
-                *args,
-                rngs=keys,
-                mutable=list(self.linen_collections) or False,
-                method=method,
-                **kwargs,
+                nest(flat), *args, rngs=keys, mutable=mutable or False, method=method, **kwargs
             )
         except flax.errors.InvalidRngError as error:
-            raise InputError(
-                f"{type(self.linen_module).__name__} draws random numbers from a stream that it "
-                f"was not given ({str(error).split(' (http')[0]}); give to_nnx one, such as "
-                "rngs=nnx.Rngs(params=0, dropout=1), in the constructor of a module for to_linen "
-                "nnx.Rngs(params=rngs.params(), dropout=rngs.dropout()), or call the module with "
-                "rngs={'dropout': key}"
-            ) from error
-        if not self.linen_collections:
+            raise self._needs_stream(error) from error
+        except flax.errors.ModifyScopeVariableError as error:
+            if not self.use_running_average:
+                raise
+            raise self._not_told("changes running statistics", error) from error
+        if not mutable:
             return out
         out, updates = out
         self._update(flat, flatten(updates))
         return out
+
+    def _needs_stream(self, error: Exception) -> InputError:
+        if self.deterministic:
+            return self._not_told("draws random numbers", error)
+        return InputError(
+            f"{type(self.linen_module).__name__} draws random numbers from a stream that it "
+            f"was not given ({_first(error)}); give to_nnx one, such as "
+            "rngs=nnx.Rngs(params=0, dropout=1), in the constructor of a module for to_linen "
+            "nnx.Rngs(params=rngs.params(), dropout=rngs.dropout()), or call the module with "
+            "rngs={'dropout': key}"
+        )
+
+    def _not_told(self, does: str, error: Exception) -> InputError:
+        return InputError(
+            f"{type(self.linen_module).__name__} {does} after eval() ({_first(error)}), as a Linen "
+            "module is told by its own arguments and fields; call it with that argument, such as "
+            "train=False or deterministic=True, or go back with train()"
+        )
 
     def _update(self, before: dict[Path, Any], updates: dict[Path, Any]) -> None:
         """Stores what the call wrote in the variables, and new intermediates as attributes."""
         places = {path: at for at, path in self.linen_slots}
         for path, leaf in updates.items():
             if path in places:
-                if leaf is not before[path]:
+                if leaf is not before.get(path):
                     _at(self, places[path]).set_value(unboxed(leaf))
             elif path[0] == INTERMEDIATES:
                 _attach(self, path[1:], _variable(path[0], leaf, leaf))
@@ -181,6 +277,15 @@ class LinenAsNNX(nnx.Module):
                     "in init; give to_nnx example arguments with which init makes it too"
                 )
 
+    def set_view(
+        self, *, deterministic: bool | None = None, use_running_average: bool | None = None
+    ) -> None:
+        """For `nnx.view`, which then does what `eval()` and `train()` do."""
+        if deterministic is not None:
+            self.deterministic = deterministic
+        if use_running_average is not None:
+            self.use_running_average = use_running_average
+
     @property
     def layout(self) -> Any:
         """The layout of the Linen module, if it has one; `sharding.with_layout` replaces it."""
@@ -189,6 +294,11 @@ class LinenAsNNX(nnx.Module):
     @layout.setter
     def layout(self, layout: Any) -> None:
         self.linen_module = self.linen_module.clone(layout=layout)
+
+
+def _first(error: Exception) -> str:
+    """What an error of Flax says, without the address of a page."""
+    return str(error).split(" (http")[0]
 
 
 def _variable(collection: str, box: Any, leaf: Any) -> nnx.Variable:

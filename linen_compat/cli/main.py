@@ -59,7 +59,7 @@ def cli() -> None:
 def inspect_command(checkpoint: str, json_path: str | None) -> None:
     """Show layout, parameter count, dtypes and tree of a MaxText or nnx checkpoint.
 
-    CKPT is a run (its latest step is taken), a step, or an items folder. No array is read.
+    CKPT is a run (its latest step is taken), a step, or its folder of arrays. No array is read.
     """
     check_writable(json_path, "--json")
     found = inspect(checkpoint)

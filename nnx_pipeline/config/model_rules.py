@@ -242,10 +242,10 @@ def check_rope(model: Any) -> None:
     one_of("rope_interleaved", model.rope_interleaved, (True, False))
     one_of("rope_scaling", model.rope_scaling, (None, *ROPE_SCALINGS))
     read = ROPE_SCALINGS.get(model.rope_scaling or "", {})
+    known = "DeepSeek-V3" if model.rope_scaling == "yarn" else "Llama 3.1"
     for name in ROPE_SCALINGS["llama3"]:
         value = getattr(model, name)
         if name in read and value is None:
-            known = "DeepSeek-V3" if model.rope_scaling == "yarn" else "Llama 3.1"
             raise InputError(
                 f"rope_scaling={model.rope_scaling!r} needs {name}, which is not given; "
                 f"{known} has {read[name]}"
@@ -264,5 +264,6 @@ def check_rope(model: Any) -> None:
         if low >= high:
             raise InputError(
                 f"rope_low_frequency={low} must be below rope_high_frequency={high}, as pairs "
-                "between them are slowed down in part; exchange them"
+                f"between them are slowed down in part; {known} has "
+                f"{read['rope_low_frequency']} and {read['rope_high_frequency']}"
             )

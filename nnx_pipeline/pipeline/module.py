@@ -17,7 +17,7 @@ from nnx_pipeline.pipeline.one_f_one_b.state import ModelEnds
 from nnx_pipeline.pipeline.options import WeightOptions
 from nnx_pipeline.pipeline.parts import DEFAULT_PARTS, LoopParts
 from nnx_pipeline.pipeline.runner import make_runner
-from nnx_pipeline.pipeline.stage.checks import explained
+from nnx_pipeline.pipeline.stage.explained import explained
 from nnx_pipeline.pipeline.stage.layers import Side
 from nnx_pipeline.pipeline.stage.state import WithState
 from nnx_pipeline.pipeline.stage.variables import split_state, write_state

@@ -250,7 +250,7 @@ def _refuse_unknown(values: Mapping[str, Any], architecture: Architecture) -> No
     unknown = {key: value for key, value in values.items() if key not in known}
     for key, value in unknown.items():
         if value and key not in UNREAD:
-            cure = "remove the key if the model does not depend on it"
+            cure = f"remove the key if the {name} of transformers does not read it"
             if _OF_STORED_FORM.search(key):  # transformers saves unknown keys too
                 cure = f"save the model as a plain {name} of float weights, without the key"
             raise InputError(

@@ -161,7 +161,7 @@ def optimizer_names(state: Leaves) -> list[str]:
 
 def existing_folder(checkpoint: str | Path) -> Path:
     """The folder of this name; raises InputError where there is none."""
-    folder, cure = local(checkpoint), "give a run, a step or its items folder"
+    folder, cure = local(checkpoint), "give a run, a step or its folder of arrays"
     if not str(checkpoint):
         raise InputError(f"the checkpoint's name is empty; {cure}")
     if not folder.is_dir():
@@ -173,48 +173,68 @@ def existing_folder(checkpoint: str | Path) -> Path:
 def find_items(checkpoint: str | Path) -> Path:
     """The folder that holds the arrays of a checkpoint.
 
-    - `checkpoint`: a run, of which the latest step is taken, one step, or the `items` folder
-      itself.
+    - `checkpoint`: a run, of which the latest step is taken, one step, or the folder with the
+      arrays itself. A step holds them itself, in `items`, or in the only other folder with arrays,
+      such as `default` or `state`.
 
     Names alone decide which step is the latest; an earlier one is never taken instead.
 
-    Raises InputError when there is no Orbax checkpoint, and Mismatch, naming the step or the file,
-    when there is one that was not written to its end, has lost its metadata or cannot be read.
+    Raises InputError when there is no Orbax checkpoint, or a step has several folders with arrays;
+    and Mismatch, naming the step or the file, when there is one that was not written to its end,
+    has lost its metadata or cannot be read.
     """
     folder = existing_folder(checkpoint).absolute()
     steps = _steps(folder)
     if steps:
         return _items_of_latest(steps)
-    for candidate in (folder / "items", folder):
-        try:
-            if _has_metadata(candidate):
-                return candidate
-        except OSError as error:
-            raise unreadable(str(candidate / METADATA), error) from error
-    for candidate in (folder / "items", folder):
+    try:
+        if found := _items_in(folder):
+            return found
+    except OSError as error:
+        raise unreadable(str(folder / METADATA), error) from error
+    for candidate in (folder / "items", *sorted(folder.iterdir()), folder):
         if was_orbax(candidate):
             raise Mismatch(
                 f"{candidate / METADATA} is missing: the checkpoint was not finished, or has lost "
                 "that file; take another step"
             )
-    cure = "give a run, a step or its items folder"
+    cure = "give a run, a step or its folder of arrays"
     if (folder / "config.json").is_file():
         cure = (
             "it looks like a Hugging Face folder, which inspect and load_train_state do not read; "
             "linen_compat.load, linen-compat check and linen-compat convert do"
         )
     raise InputError(
-        f"{checkpoint} holds no Orbax checkpoint (no {METADATA} in it, in items, or in a step); "
-        f"{cure}"
+        f"{checkpoint} holds no Orbax checkpoint (no {METADATA} in it, in a folder in it, or in a "
+        f"step); {cure}"
     )
 
 
 def is_orbax(checkpoint: str | Path) -> bool:
     """Whether a folder is an Orbax run, step or `items` folder, complete or not."""
     folder = local(checkpoint)
-    return any(
-        (place / METADATA).is_file() or was_orbax(place) for place in (folder, folder / "items")
-    ) or (folder.is_dir() and bool(_steps(folder)))
+    return folder.is_dir() and (
+        bool(_steps(folder)) or any(_is_store(place) for place in (folder, *folder.iterdir()))
+    )
+
+
+def _is_store(folder: Path) -> bool:
+    return (folder / METADATA).is_file() or was_orbax(folder)
+
+
+def _items_in(folder: Path) -> Path | None:
+    """The folder with the arrays of a step: `items`, the step itself, or the only other one."""
+    for place in (folder / "items", folder):
+        if _has_metadata(place):
+            return place
+    finished = (child for child in folder.iterdir() if ".orbax-checkpoint-tmp" not in child.name)
+    inside = sorted(child for child in finished if _has_metadata(child))
+    if len(inside) > 1:
+        names = ", ".join(child.name for child in inside)
+        raise InputError(
+            f"{folder} has several folders with arrays ({names}); give that of the parameters"
+        )
+    return inside[0] if inside else None
 
 
 def _steps(run: Path) -> list[Path]:
@@ -240,15 +260,15 @@ def _items_of_latest(steps: list[Path]) -> Path:
         kind = "a broken symlink" if step.is_symlink() and not step.exists() else "not a folder"
         raise Mismatch(f"{step}, the latest step, is {kind}; {give}")
     try:
-        os.listdir(step)  # fails where the step may not be read
-        for candidate in (step / "items", step):
-            if _has_metadata(candidate):
-                return candidate
+        if found := _items_in(step):
+            return found
+        there = sorted(os.listdir(step))
     except OSError as error:
         raise Mismatch(f"{unreadable(f'{step}, the latest step,', error)}; or {give}") from error
+    holds = ", ".join([*there[:4], *(["…"] if len(there) > 4 else [])]) or "nothing"
     raise Mismatch(
-        f"{step}, the latest step, has no {METADATA} in {step.name}/items: it was not finished, "
-        f"or has lost that file; {give}"
+        f"{step}, the latest step, has no {METADATA} in it or in a folder in it (it holds {holds}):"
+        f" it was not finished, or has lost that file; {give}"
     )
 
 
@@ -283,13 +303,16 @@ def inspect(checkpoint: str | Path) -> Inspection:
         found.setdefault(group, {})[name] = Leaf(spec.shape, str(spec.dtype), stored)
     _check_step(items, found["scalars"])
     parameters = found[PARAMETERS]
+    if not parameters:
+        raise _of_another_model(items, [leaf.stored for leaf in found["unknown"].values()])
     layout = find_layout({name: leaf.shape for name, leaf in parameters.items()}, items)
     scale = read_metadata(items).attention_scale
     latent = any(map(_is_latent, parameters))
     if layout.format == NNX and scale is None and not latent:
         raise Mismatch(
-            f"{items / METADATA} does not say the attention_scale that the query kernels are for; "
-            "the checkpoint is damaged: take another one"
+            f"{items / METADATA} does not say the attention_scale that the query kernels are for: "
+            "it is damaged, or Orbax alone wrote it; take another checkpoint, or restore this one "
+            "by Orbax into nnx.state of a model of its config, and save that by linen_compat.save"
         )
     return Inspection(
         items=items,
@@ -314,6 +337,26 @@ def _check_step(items: Path, scalars: Leaves) -> None:
             f"{folder} holds step {step} of a run, and not step {folder.name}: it was renamed or "
             f"copied; name it {step}, or remove it"
         )
+
+
+def _of_another_model(items: Path, stored: list[str]) -> Mismatch:
+    """The error for a tree in which no parameter is found by its name.
+
+    - `stored`: the paths of its leaves.
+    """
+    names = list(dict.fromkeys(name.split("/")[0] for name in stored))
+    holds = ", ".join([*names[:4], *(["…"] if len(names) > 4 else [])]) or "nothing"
+    if any(name.startswith("pipeline/layers/") for name in stored):
+        cure = (
+            "Orbax alone wrote a model of this project: restore it by Orbax into nnx.state of a "
+            "model of its config, and save that by linen_compat.save"
+        )
+    else:
+        cure = "give a checkpoint of MaxText or of linen_compat, or the folder in it that is one"
+    return Mismatch(
+        f"{items} has no parameters of a known model (params, model, decoder): it holds {holds}; "
+        f"{cure}"
+    )
 
 
 def _is_latent(path: str) -> bool:

@@ -194,7 +194,7 @@ class OrbaxDestination:
             raise Mismatch(
                 f"{title(path, layer, part)} is {array.dtype} and another layer of it is "
                 f"{self._files.dtype(leaf)}, but {leaf} can only have one dtype; "
-                "cast one of them first"
+                "use linen_compat.load, which casts to model.param_dtype, and linen_compat.save"
             )
         self._files.write(leaf, slot.index, array)
         self._written.add((part, path, layer))

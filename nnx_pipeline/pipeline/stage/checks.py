@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import inspect
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -56,45 +55,6 @@ def check_arrays(params: PyTree, activations: PyTree, inputs: PyTree, schedule: 
             f"the schedule has {counted(schedule.stages, 'stage')} and the mesh stage={on_mesh}; "
             "make them equal"
         )
-
-
-@contextlib.contextmanager
-def explained() -> Iterator[None]:
-    """Raises InputError with the cure for two errors of JAX.
-
-    They are for an operation that it cannot type on a mesh with explicit axes, and for forward mode
-    through a derivative that is written by hand. Where the call of the pipeline is within a
-    `jax.jit`, JAX differentiates the program when this library has returned, and gives its own
-    error; to its public rules forward mode looks like the first half of reverse mode.
-    """
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:
-        if isinstance(error, TypeError) and "custom_vjp" in str(error):
-            raise InputError(_FORWARD_MODE) from error
-        # JAX does not export the class; other errors name the type of an array that is sharded.
-        names_one = isinstance(error, (TypeError, ValueError)) and _SHARDED.search(str(error))
-        if type(error).__name__ != "ShardingTypeError" and not names_one:
-            raise
-        said = " ".join(str(error).partition("\n---")[0].split())  # without JAX's note on frames
-        raise InputError(
-            "the model does what JAX cannot type on a mesh with explicit axes, such as a "
-            "convolution that is mapped over stages, or a scan that begins with zeros which are "
-            f"not sharded: {said}; make the mesh with sharding='auto' (on the command line set "
-            f"pipeline.sharding=auto){_OUT_SHARDING if 'out_sharding' in said else ''}"
-        ) from error
-
-
-_FORWARD_MODE = (
-    "a pipeline was differentiated in forward mode (jax.jvp or jax.jacfwd), in which derivatives "
-    "that are written by hand have no rule; use jax.grad, and for a Hessian-vector product jax.jvp "
-    "of jax.grad, or for own layers set pipeline.schedule=circular, pipeline.backward=autodiff and "
-    "pipeline.fsdp_gather=use"
-)
-_OUT_SHARDING = ", or give the product in the layer an out_sharding, such as jax.typeof(x).sharding"
-_SHARDED = re.compile(r"\w+\[[\d,]*\d@\w")  # such as float32[2@fsdp,4]
 
 
 def check_stacked(tree: PyTree, what: str, schedule: Schedule) -> None:
