@@ -29,7 +29,7 @@ from nnx_pipeline.lab.compile.functions import (
     parse_argument,
 )
 from nnx_pipeline.lab.compile.heap import compile_with_dump
-from nnx_pipeline.lint import lint
+from nnx_pipeline.lint import Limits, lint
 
 ROWS, SIZE = 64, 32
 X, WEIGHT = (
@@ -135,12 +135,127 @@ def test_what_figures_hold_or_lack_is_said() -> None:
     assert lab.measure(product, X, WEIGHT).notes == ()
 
 
-def test_what_is_bound_to_a_static_argument_need_be_no_array() -> None:
-    named = jax.jit(lambda x, kind: x * len(kind), static_argnames="kind")
-    result = lab.measure(functools.partial(named, kind="text"), X)
-    assert result.memory.argument_bytes == 4 * ROWS * SIZE
+class Held:
+    """No pytree, as a trainer is; its methods are jitted with a static `self`."""
+
+    def __init__(self, turns: int) -> None:
+        self.turns = turns
+
+    def turned(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        for _ in range(self.turns):
+            x = product(x, w)
+        return x
+
+    by_number = functools.partial(jax.jit, static_argnums=0)(turned)
+    by_nnx = functools.partial(nnx.jit, static_argnums=0)(turned)
+
+
+def repeated(x: jax.Array, w: jax.Array, turns: int, kind: str = "tanh") -> jax.Array:
+    assert kind == "tanh"
+    return Held(turns).turned(x, w)
+
+
+by_name = jax.jit(repeated, static_argnames=("turns", "kind"))
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (Held(2).by_number, (X, WEIGHT)),
+        (Held(2).by_nnx, (X, WEIGHT)),
+        (Held.by_number, (Held(2), X, WEIGHT)),
+        (by_name, (X, WEIGHT, 2, "tanh")),
+        (jax.jit(repeated, static_argnums=(2, 3)), (X, WEIGHT, 2, "tanh")),
+        (nnx.jit(repeated, static_argnums=(2, 3)), (X, WEIGHT, 2, "tanh")),
+        (functools.partial(by_name, turns=2, kind="tanh"), (X, WEIGHT)),
+        (functools.partial(repeated, turns=2), (X, WEIGHT)),
+        (jax.jit(functools.partial(repeated, turns=2)), (X, WEIGHT)),
+    ],
+)
+def test_static_arguments_need_be_no_arrays(function: Any, arguments: Any) -> None:
+    result = lab.measure(function, *arguments)
+    assert result.memory.argument_bytes == 4 * (ROWS + SIZE) * SIZE
+    assert result.flops == 2 * 2 * ROWS * SIZE * SIZE
+    assert lint(function, *arguments) == []
+    half = jax.ShapeDtypeStruct((ROWS, SIZE), "bfloat16")
+    mixed = [half if argument is X else argument for argument in arguments]
+    with jax.numpy_dtype_promotion("standard"):
+        (found,) = lint(function, *mixed, limits=Limits(large=1))
+    assert (found.rule, found.bytes) == ("hidden-upcast", 4 * ROWS * SIZE)
+
+
+def test_equinox_takes_what_is_no_array_as_static() -> None:
+    equinox = pytest.importorskip("equinox")
+    jitted = equinox.filter_jit(repeated)
+    assert lab.measure(jitted, X, WEIGHT, 2, "tanh").flops == 2 * 2 * ROWS * SIZE * SIZE
+    assert lint(jitted, X, WEIGHT, 2, "tanh") == []
+
+    class Layer(equinox.Module):
+        w: Any
+
+        @equinox.filter_jit
+        def apply(self, x: Any) -> Any:
+            return product(x, self.w)
+
+    result = lab.measure(Layer(WEIGHT).apply, X)
+    assert result.flops == 2 * ROWS * SIZE * SIZE
+    assert result.config["function"].endswith("Layer.apply")
+
+
+def test_what_a_jit_does_not_take_as_static_is_refused() -> None:
+    wrong = r"repeated is given a str, which its jit does not take as static; name that argument in"
+    with pytest.raises(InputError, match=wrong):
+        lab.measure(jax.jit(repeated, static_argnums=2), X, WEIGHT, 2, "tanh")
+    with pytest.raises(InputError, match="a static argument without a hash, such as a list; give"):
+        lab.measure(by_name, X, WEIGHT, 2, ["tanh"])
     with pytest.raises(InputError, match="an argument holds a str; give arrays"):
-        lab.measure(named, X, "text")
+        lab.measure(repeated, X, WEIGHT, 2, "tanh")
+    with pytest.raises(TypeError, match="dot_general"):
+        lab.measure(by_name, X, X, 2, "tanh")
+
+
+def keyed(x: jax.Array, *, w: jax.Array, bias: Any = None, scale: float = 1.0) -> jax.Array:
+    return product(x, w) * scale + (0.0 if bias is None else bias)
+
+
+def gathered(*arrays: jax.Array, w: jax.Array) -> jax.Array:
+    return product(*arrays, w)
+
+
+@pytest.mark.parametrize("jit", [lambda function: function, jax.jit, nnx.jit])
+@pytest.mark.parametrize("function", [keyed, gathered])
+def test_keyword_only_arguments_are_the_last_ones(function: Any, jit: Any) -> None:
+    result = lab.measure(jit(function), X, WEIGHT)
+    assert result.memory.argument_bytes == 4 * (ROWS + SIZE) * SIZE
+    assert result.config["arguments"] == ["float32[64,32]", "float32[32,32]"]
+    assert lint(jit(function), X, WEIGHT) == []
+    assert not lab.compare(jit(function), product, X, WEIGHT).failed
+    given = () if function is gathered else (X,)
+    with pytest.raises(InputError, match=r"cannot be called with . argument.*missing a required"):
+        lab.measure(jit(function), *given)
+
+
+@pytest.mark.parametrize("jit", [lambda function: function, jax.jit])
+def test_an_array_is_bound_to_a_keyword_that_has_a_default(jit: Any) -> None:
+    bias = jax.ShapeDtypeStruct((SIZE,), "float32")
+    bound = functools.partial(jit(keyed), bias=bias)
+    assert lab.measure(bound, X, WEIGHT).memory.argument_bytes == 4 * (
+        ROWS * SIZE + SIZE * SIZE + SIZE
+    )
+    assert lint(bound, X, WEIGHT) == []
+    with pytest.raises(InputError, match=r"with 3 arguments: too many .* and bind the rest with"):
+        lab.measure(jit(keyed), X, WEIGHT, bias)
+
+
+def test_a_number_on_a_mesh_has_no_sharding() -> None:
+    assert lab.measure(lambda x, by: x * by, X, 2.0, mesh="data=8").notes[0].startswith("no arg")
+
+
+def test_a_partial_has_the_name_of_its_function() -> None:
+    bound = functools.partial(functools.partial(repeated, turns=2), kind="tanh")
+    for function in (bound, jax.jit(bound), jax.vmap(bound), jax.tree_util.Partial(repeated)):
+        assert name_of(function) == f"{__name__}:repeated"
+    assert name_of(Held(2).by_number) == f"{__name__}:Held.turned"
 
 
 def test_a_weak_type_stays_weak() -> None:

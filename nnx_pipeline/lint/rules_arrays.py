@@ -24,8 +24,8 @@ def hidden_upcasts(program: Program, limits: Limits) -> Iterator[Finding]:
 
     - casts that are written in the source;
     - reductions that JAX computes in float32;
-    - an elementwise operation with a float32 array that is as large itself, unless the program makes
-      that from an iota, such as a mask;
+    - an elementwise operation with a float32 array that is as large itself, unless it is made from
+      an iota, as a mask is;
     - one with a statistic of the array, in a function that returns to the smaller dtype, as a layer
       norm does with its mean;
     - the gradient of a cast to the smaller dtype, which is float32 because what was cast is.
