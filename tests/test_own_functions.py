@@ -100,6 +100,99 @@ def test_donation_is_honoured_however_a_function_was_jitted() -> None:
     assert result.memory.argument_bytes == 4 * (SIZE * SIZE + ROWS * SIZE)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "tpu:v5p:2x2x1", "cuda:h100:1"])
+def test_donation_without_effect_is_said(platform: str) -> None:
+    if missing({"tpu": "libtpu", "cuda": "jax_cuda13_plugin"}.get(platform[:3], "jax")):
+        pytest.skip("the compiler is not installed")
+
+    def step(unread: Any, w: jax.Array, b: jax.Array, x: jax.Array) -> Any:
+        return (w + x.T @ x).astype(jnp.bfloat16), b + x[0]
+
+    donating = jax.jit(step, donate_argnums=(0, 1, 2))
+    bias = jax.ShapeDtypeStruct((SIZE,), "float32")
+    result = lab.measure(donating, X, WEIGHT, bias, X, platform=platform)
+    assert 4 * SIZE <= result.memory.alias_bytes < 4 * SIZE**2  # a TPU pads the bias
+    _, note = result.notes
+    assert note.startswith(
+        "donated without effect: 1 argument (float32[32,32]; 4,096 bytes before sharding). A result"
+    )
+    kept = jax.jit(lambda w, x: w + x.T @ x, donate_argnums=0)
+    assert lab.measure(kept, WEIGHT, X, platform=platform).notes == ()
+
+
+def printing(x: jax.Array) -> jax.Array:
+    jax.debug.print("{}", x[0])
+    return x
+
+
+def reading(x: jax.Array) -> jax.Array:
+    return jax.pure_callback(np.asarray, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+def telling(x: jax.Array) -> jax.Array:
+    jax.experimental.io_callback(print, None, x[0], ordered=True)
+    return x
+
+
+def showing(x: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda x, _: (printing(x), jax.debug.callback(print, x)), x, length=2)[0]
+
+
+@pytest.mark.skipif(missing("jax_cuda13_plugin"), reason="the CUDA plugin is not installed")
+@pytest.mark.parametrize(
+    ("function", "callback"),
+    [
+        (printing, "jax.debug.print"),
+        (reading, "jax.pure_callback"),
+        (telling, "jax.experimental.io_callback"),
+        (jax.jit(showing), "jax.debug."),
+    ],
+)
+def test_a_callback_is_refused_for_nvidia_at_its_line(function: Any, callback: str) -> None:
+    assert lint(function, X) == []
+    assert lab.measure(function, X).memory.argument_bytes == 4 * ROWS * SIZE
+    named = rf"{callback}.* at .*test_own_functions.py:\d+ \(in \w+\) calls Python, which JAX"
+    with pytest.raises(InputError, match=named):
+        lab.measure(function, X, platform="cuda:h100:1")
+
+
+@pytest.mark.parametrize("mesh", [None, "data=8"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_pmap_is_named(inside: bool, mesh: str | None) -> None:
+    mapped = jax.pmap(lambda x: x * 2)
+    x = jax.ShapeDtypeStruct((8, 4), "float32")
+    named = r"uses jax.pmap, .*; write it as a jax.shard_map without|\(write a jax.pmap as one\)"
+    with pytest.raises(InputError, match=named):
+        lab.measure((lambda x: mapped(x) + 1) if inside else mapped, x, mesh=mesh)
+
+
+@pytest.mark.skipif(missing("jax_cuda13_plugin"), reason="the CUDA plugin is not installed")
+@pytest.mark.parametrize(
+    ("function", "calls"),
+    [
+        (jnp.linalg.cholesky, "cusolver_potrf_ffi (1 call)"),
+        (jnp.linalg.eigh, "cusolver_syevd_ffi (1 call)"),
+        (lambda w: jnp.linalg.qr(jnp.linalg.qr(w)[0])[0], "cusolver_geqrf_ffi (2 calls)"),
+        (lambda w: jnp.fft.fft(w).real, "fft (1 call)"),
+        (lambda w: jnp.sort(w @ w), ""),
+    ],
+)
+def test_scratch_of_libraries_is_said(function: Any, calls: str) -> None:
+    notes = lab.measure(function, WEIGHT, platform="cuda:h100:1").notes
+    said = [note for note in notes if "scratch that libraries allocate" in note]
+    assert [calls in note for note in said] == ([True] if calls else [])
+
+
+def test_a_size_that_does_not_split_over_the_mesh_has_the_sizes_that_do() -> None:
+    mesh = AbstractMesh((4, 2), ("data", "fsdp"))
+    sharding = NamedSharding(mesh, P(("data", "fsdp")))
+    for make in (jax.ShapeDtypeStruct, types.SimpleNamespace):
+        x = make(shape=(12, 4), dtype=jnp.dtype("float32"), sharding=sharding)
+        message = "an axis of 12 does not split over data=4,fsdp=2 .* 8, such as 8 or 16"
+        with pytest.raises(InputError, match=message):
+            lab.measure(lambda x: x, x, mesh=mesh)
+
+
 def test_donation_that_jax_ignores_is_said() -> None:
     """Inside another program nothing is given up; JSON and the note of compare say so."""
 
@@ -458,7 +551,12 @@ def test_arguments_written_down(text: str, shape: Any, dtype: str, spec: P) -> N
         ("float64[2]", "JAX turns float64 into float32; write float32, or set JAX_ENABLE_X64=1"),
         ("float32[a]", "'a' is not an axis; write 8 or 8@data"),
         ("float32[8@dta]", "the mesh has no axis 'dta'; did you mean 'data'"),
-        ("float32[9@data]", "does not split evenly over the mesh"),
+        (
+            "float32[9@data]",
+            "an axis of 9 does not split over data=4 of the mesh; choose a multiple of 4, such as "
+            "8 or 12",
+        ),
+        ("float32[4,12@data+fsdp]", "of 12 .* data=4,fsdp=2 .* a multiple of 8, such as 8 or 16"),
         ("float32[8@data,8@data]", "names a mesh axis twice"),
         ("float32[8,,4]", "'' is not an axis; write 8 or 8@data"),
         ("float32[8,]", "'' is not an axis; write 8 or 8@data"),

@@ -71,7 +71,7 @@ def _measured(
     with jax.set_mesh(mesh) if mesh is not None else _alone_on(device), traced_afresh():
         with called_with(call), clock("trace", f"tracing {name_of(function)}"):
             traced = trace(call)
-        with lowered_for_other_devices(name_of(function)):
+        with lowered_for_other_devices(name_of(function), traced.program.jaxpr):
             lowered = lower_traced(
                 traced.program,
                 platform,

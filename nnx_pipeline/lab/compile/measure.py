@@ -2,15 +2,19 @@
 
 import dataclasses
 import math
+import os
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
+from nnx_pipeline.errors import InputError, counted
 from nnx_pipeline.lab.attribution.account import Account, Assigned, Memory
 from nnx_pipeline.lab.attribution.floor import Floor
 from nnx_pipeline.lab.attribution.result import Attribution
@@ -24,7 +28,7 @@ from nnx_pipeline.lab.hlo.unread import Unread
 from nnx_pipeline.lab.timing.devices import device_of
 from nnx_pipeline.lab.timing.links import Links
 from nnx_pipeline.lab.timing.result import KEYS, Time
-from nnx_pipeline.tracing.jaxpr import called_from_one_line
+from nnx_pipeline.tracing.jaxpr import called_from_one_line, equations_of, location_of
 
 Progress = Callable[[str], None]
 
@@ -270,7 +274,9 @@ class Lowered:
         temp = analysis.temp_size_in_bytes
         program = read_program(hlo, text, temp, self.one_line, self.links)
         memory = _memory(analysis, heap_bytes(text), program.assigned)
-        return _Read(hlo, program, memory, _cost_analysis(compiled), _dropped_arguments(compiled))
+        notes = [*_dropped_arguments(compiled), *_lost_donations(compiled, hlo)]
+        notes += _scratch_at_run_time(hlo) if self.platform.kind == "cuda" else []
+        return _Read(hlo, program, memory, _cost_analysis(compiled), notes)
 
     def _refused(self, refused: TooLarge, text: str | None) -> _Read:
         """What is known of a program that the compiler refused when it had placed all buffers.
@@ -303,7 +309,11 @@ def lower_traced(
     - `platform`: what to compile for.
     - `clock`: times the phases and reports them.
     - `mesh`, `config`: what the measurement records under these names.
+
+    Raises InputError for a callback to Python in a program for NVIDIA.
     """
+    if platform.kind == "cuda":
+        _refuse_callbacks(traced.jaxpr)
     with clock("lower", "lowering it"):
         program = traced.lower()
     return Lowered(
@@ -325,6 +335,59 @@ def _links(platform: Platform) -> Links | None:
     mesh = jax.sharding.get_mesh()
     devices = platform.devices(1)[:1] if mesh.empty else [*mesh.devices.flat]
     return Links.of(device, platform.topology, devices)
+
+
+_CALLBACKS = {
+    "debug_print": "jax.debug.print",
+    "debug_callback": "jax.debug.callback",
+    "pure_callback": "jax.pure_callback",
+    "io_callback": "jax.experimental.io_callback",
+}
+
+
+def _refuse_callbacks(program: ClosedJaxpr) -> None:
+    """Raises InputError for a callback, which JAX lowers for NVIDIA only where it sees a GPU."""
+    for equation in equations_of(program):
+        if name := _CALLBACKS.get(equation.primitive.name):
+            at = location_of([equation])
+            raise InputError(
+                f"{name} at {os.path.relpath(at.file)}:{at.line} (in {at.function}) calls Python, "
+                "which JAX compiles for NVIDIA only on a machine with such a GPU; leave the call "
+                "out of what is measured, with jnp.zeros in the place of what it returns"
+            )
+
+
+def _lost_donations(compiled: jax.stages.Compiled, hlo: str) -> list[str]:
+    """A note on donated arguments whose memory no result of the compiled program takes."""
+    tree: Any
+    arguments, tree = jax.tree.flatten(compiled.args_info)
+    places = tree.flatten_up_to(compiled.input_shardings)
+    read = [one for one, place in zip(arguments, places, strict=True) if place is not None]
+    aliases = re.search(r"input_output_alias=\{(.*?\)) \}", hlo.partition("\n")[0])
+    # An entry is `{output}: (parameter, {place in it}, kind)`; many parameters become one tuple.
+    entries = re.findall(r": \((\d+), \{(\d*)", aliases[1]) if aliases else []
+    taken = {int(inside or number) for number, inside in entries}
+    lost = [one for at, one in enumerate(read) if one.donated and at not in taken]
+    if not lost:
+        return []
+    size = sum(math.prod(one.shape) * getattr(one.dtype, "itemsize", 0) for one in lost)
+    kinds = dict.fromkeys(f"{one.dtype}[{','.join(map(str, one.shape))}]" for one in lost)
+    more = ", …" if len(kinds) > 3 else ""
+    return [
+        f"donated without effect: {counted(len(lost), 'argument')} ({', '.join([*kinds][:3])}{more}"
+        f"; {size:,} bytes before sharding). A result takes the memory of an argument of its own "
+        "dtype, shape and sharding"
+    ]
+
+
+def _scratch_at_run_time(hlo: str) -> list[str]:
+    """A note on NVIDIA's libraries that allocate device memory when they are called."""
+    found = re.findall(r'custom_call_target="(cu(?:solver|sparse)_\w+)"| (fft)\(', hlo)
+    calls = Counter(target or fft for target, fft in found)
+    if not calls:
+        return []
+    names = ", ".join(f"{name} ({counted(count, 'call')})" for name, count in calls.items())
+    return [f"in no figure is the scratch that libraries allocate while they run: {names}"]
 
 
 def _dropped_arguments(compiled: jax.stages.Compiled) -> list[str]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.errors import InputError
+from nnx_pipeline.errors import is_divisor
 from nnx_pipeline.pipeline.metrics import Max, MicrobatchMean, Sum, is_metric
 from nnx_pipeline.sharding import P, is_explicit
 
@@ -60,11 +60,11 @@ class BatchSplit:
 
     def _parts_of(self, leaf: Array) -> list[Array]:
         own = leaf.shape[0] // self.devices
-        if own % self.parts:
-            raise InputError(
-                f"each device has {own} sequences of a call of a layer, which do not split into "
-                f"pipeline.batch_split={self.parts} parts; choose a divisor, or larger microbatches"
-            )
+        rule = (
+            f"each device has {own} sequences of a call of a layer, which do not split into "
+            f"pipeline.batch_split={self.parts} parts"
+        )
+        is_divisor(self.parts, own, rule=rule)
         small, kept = own // self.parts, leaf.ndim - 1
         cut = _reshaped(leaf, (self.devices, self.parts, small), kept)
         return [_reshaped(cut[:, at], (self.devices * small,), kept) for at in range(self.parts)]
