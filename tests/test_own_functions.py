@@ -796,6 +796,7 @@ def test_lint_json_and_limits() -> None:
         (("--model", "tiny", "--arg", "float32[1]"), "leave them out with --model"),
         (("own_functions:lean", "--set", "model.num_layers=2"), "a function has no config"),
         (("--model", "tiny", "--mesh", "stage=3"), "stage"),
+        (("own_functions:broken", *ARGUMENTS), "did not compile or run: TypeError"),
         (("--model", "tiny", "--large", "-1"), "--large"),
     ],
 )

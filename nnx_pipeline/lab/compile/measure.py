@@ -1,12 +1,10 @@
 """Lowers a traced program, compiles it and measures what it costs."""
 
 import dataclasses
-import math
 import os
 import re
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,13 +12,19 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from nnx_pipeline.errors import InputError, counted
+from nnx_pipeline.errors import InputError
 from nnx_pipeline.lab.attribution.account import Account, Assigned, Memory
 from nnx_pipeline.lab.attribution.floor import Floor
 from nnx_pipeline.lab.attribution.result import Attribution
 from nnx_pipeline.lab.compile.accepted import compile_with_settings
 from nnx_pipeline.lab.compile.figures import Program, read_program
 from nnx_pipeline.lab.compile.heap import TooLarge, heap_bytes
+from nnx_pipeline.lab.compile.notes import (
+    dropped_arguments,
+    in_no_figure,
+    lost_donations,
+    scratch_at_run_time,
+)
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.compile.tables import with_tables
 from nnx_pipeline.lab.hlo.module import fingerprint
@@ -274,8 +278,8 @@ class Lowered:
         temp = analysis.temp_size_in_bytes
         program = read_program(hlo, text, temp, self.one_line, self.links)
         memory = _memory(analysis, heap_bytes(text), program.assigned)
-        notes = [*_dropped_arguments(compiled), *_lost_donations(compiled, hlo)]
-        notes += _scratch_at_run_time(hlo) if self.platform.kind == "cuda" else []
+        notes = [*dropped_arguments(compiled), *lost_donations(compiled, hlo)]
+        notes += scratch_at_run_time(hlo) if self.platform.kind == "cuda" else []
         return _Read(hlo, program, memory, _cost_analysis(compiled), notes)
 
     def _refused(self, refused: TooLarge, text: str | None) -> _Read:
@@ -292,7 +296,7 @@ class Lowered:
             "so that its time, temp, peak and code are not known"
         )
         dropped = len(jax.tree.leaves(self.program.args_info)) - _parameters(refused.hlo)
-        notes = [note, *([_in_no_figure(dropped)] if dropped else [])]
+        notes = [note, *([in_no_figure(dropped)] if dropped else [])]
         return _Read(refused.hlo, program, assigned.memory(heap), {}, notes)
 
 
@@ -355,61 +359,6 @@ def _refuse_callbacks(program: ClosedJaxpr) -> None:
                 "which JAX compiles for NVIDIA only on a machine with such a GPU; leave the call "
                 "out of what is measured, with jnp.zeros in the place of what it returns"
             )
-
-
-def _lost_donations(compiled: jax.stages.Compiled, hlo: str) -> list[str]:
-    """A note on donated arguments whose memory no result of the compiled program takes."""
-    tree: Any
-    arguments, tree = jax.tree.flatten(compiled.args_info)
-    places = tree.flatten_up_to(compiled.input_shardings)
-    read = [one for one, place in zip(arguments, places, strict=True) if place is not None]
-    aliases = re.search(r"input_output_alias=\{(.*?\)) \}", hlo.partition("\n")[0])
-    # An entry is `{output}: (parameter, {place in it}, kind)`; many parameters become one tuple.
-    entries = re.findall(r": \((\d+), \{(\d*)", aliases[1]) if aliases else []
-    taken = {int(inside or number) for number, inside in entries}
-    lost = [one for at, one in enumerate(read) if one.donated and at not in taken]
-    if not lost:
-        return []
-    size = sum(math.prod(one.shape) * getattr(one.dtype, "itemsize", 0) for one in lost)
-    kinds = dict.fromkeys(f"{one.dtype}[{','.join(map(str, one.shape))}]" for one in lost)
-    more = ", …" if len(kinds) > 3 else ""
-    return [
-        f"donated without effect: {counted(len(lost), 'argument')} ({', '.join([*kinds][:3])}{more}"
-        f"; {size:,} bytes before sharding). A result takes the memory of an argument of its own "
-        "dtype, shape and sharding"
-    ]
-
-
-def _scratch_at_run_time(hlo: str) -> list[str]:
-    """A note on NVIDIA's libraries that allocate device memory when they are called."""
-    found = re.findall(r'custom_call_target="(cu(?:solver|sparse)_\w+)"| (fft)\(', hlo)
-    calls = Counter(target or fft for target, fft in found)
-    if not calls:
-        return []
-    names = ", ".join(f"{name} ({counted(count, 'call')})" for name, count in calls.items())
-    return [f"in no figure is the scratch that libraries allocate while they run: {names}"]
-
-
-def _dropped_arguments(compiled: jax.stages.Compiled) -> list[str]:
-    """A note on arguments that nothing reads: JAX drops them, but the caller still holds them."""
-    tree: Any
-    arguments, tree = jax.tree.flatten(compiled.args_info)
-    places = tree.flatten_up_to(compiled.input_shardings)
-    sizes = [
-        math.prod(argument.shape) * getattr(argument.dtype, "itemsize", 0)
-        for argument, place in zip(arguments, places, strict=True)
-        if place is None
-    ]
-    if not sizes:
-        return []
-    held = f"{sum(sizes):,} bytes before sharding, which the caller still holds"
-    return [f"{_in_no_figure(len(sizes))}: {held}"]
-
-
-def _in_no_figure(count: int) -> str:
-    """That arguments were dropped, in words."""
-    which, them = (f"{count} arguments are", "them") if count > 1 else ("1 argument is", "it")
-    return f"{which} in no figure, since the program does not read {them}"
 
 
 def _parameters(hlo: str) -> int:
