@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
@@ -155,6 +156,57 @@ def chosen_in_half(default: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.where(x > 0, x, default.astype(x.dtype)).astype(jnp.float32)
 
 
+def causal(scores: jax.Array) -> jax.Array:
+    places = jnp.arange(SIZE)
+    mask = (places[:, None] < places) * jnp.float32(-1e9)
+    return jax.nn.softmax(scores + mask).astype(scores.dtype)  # here
+
+
+def causal_in_half(scores: jax.Array) -> jax.Array:
+    """A choice by the same comparison, whose numbers have no dtype of their own."""
+    places = jnp.arange(SIZE)
+    return jax.nn.softmax(jnp.where(places[:, None] < places, -1e9, scores))
+
+
+def alibi(scores: jax.Array) -> jax.Array:
+    slopes = 2.0 ** -jnp.arange(len(scores))[:, None, None]
+    distance = jnp.abs(jnp.arange(SIZE)[:, None] - jnp.arange(SIZE))
+    return jax.nn.softmax(scores - slopes * distance).astype(scores.dtype)  # here
+
+
+def alibi_meant(scores: jax.Array) -> jax.Array:
+    slopes = 2.0 ** -jnp.arange(len(scores))[:, None, None]
+    distance = jnp.abs(jnp.arange(SIZE)[:, None] - jnp.arange(SIZE))
+    wide = scores.astype(jnp.float32) - slopes * distance
+    return jax.nn.softmax(wide).astype(scores.dtype)
+
+
+def sinusoids(like: jax.Array) -> jax.Array:
+    half = like.shape[-1] // 2
+    angles = jnp.arange(like.shape[-2])[:, None] * 10000 ** (-jnp.arange(half) / half)
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+
+
+def with_places(x: jax.Array) -> jax.Array:
+    return (x + sinusoids(x)).astype(x.dtype)  # here
+
+
+def with_places_in_half(x: jax.Array) -> jax.Array:
+    return x + sinusoids(x).astype(x.dtype)
+
+
+def scaled_and_back(x: jax.Array) -> jax.Array:
+    return (x * np.float32(0.125)).astype(x.dtype)  # here
+
+
+def centred(x: jax.Array) -> jax.Array:
+    """Statistics in float32, one of them over the entries that an iota chooses."""
+    first = jnp.arange(x.shape[-1]) < 8
+    mean = jnp.mean(x.astype(jnp.float32), axis=-1, keepdims=True)
+    most = jnp.max(x.astype(jnp.float32) * first, axis=-1, keepdims=True)
+    return ((x - mean) / most).astype(x.dtype)
+
+
 def linear(layer: nnx.Linear, x: jax.Array) -> jax.Array:
     return layer(x)  # here
 
@@ -222,7 +274,7 @@ def layer() -> nnx.Linear:
 def examples() -> dict[str, Example]:
     """All of them; what the tests are parametrised by."""
     square, rows = SIZE * SIZE * 4, ROWS * SIZE * 4
-    halves = half(ROWS, SIZE)
+    halves, scores = half(ROWS, SIZE), half(8, SIZE, SIZE)
     stack, repeats = array(TURNS, SIZE, SIZE), array(2, SIZE, SIZE)
     tokens, table = array(2**16, dtype=jnp.int32), array(2**15, 8)
     microbatches = array(TURNS, ROWS, SIZE)
@@ -275,6 +327,13 @@ def examples() -> dict[str, Example]:
         "scale": Example(upcast, "scaled", scaled, scaled_by_half, (array(SIZE), halves), rows),
         "product": Example(upcast, "product", product, product_of_halves, (WEIGHT, halves), rows),
         "choice": Example(upcast, "chosen", chosen, chosen_in_half, (array(SIZE), halves), rows),
+        "causal": Example(upcast, "causal", causal, causal_in_half, (scores,), 8 * square),
+        "as large": Example(upcast, "causal", causal, causal_in_half, (half(SIZE, SIZE),), square),
+        "alibi": Example(upcast, "alibi", alibi, alibi_meant, (scores,), 8 * square),
+        "places": Example(
+            upcast, "with_places", with_places, with_places_in_half, (half(ROWS, SIZE),), rows
+        ),
+        "number": Example(upcast, "scaled_and_back", scaled_and_back, centred, (halves,), rows),
         "linear": Example(upcast, "linear", linear, linear_asked_for, (layer(), halves), rows),
         "one-hot": Example("one-hot", "one_hot", one_hot, looked_up, (table, tokens), 2**33),
         "comparison": Example(

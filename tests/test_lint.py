@@ -165,6 +165,19 @@ def test_no_false_alarm_on_a_linen_model_in_half(layers: int, remat: bool) -> No
     assert [finding for finding in found if not layers or finding.rule == "hidden-upcast"] == []
 
 
+def test_no_false_alarm_where_a_sum_in_float32_begins() -> None:
+    """With a zero that is meant: it says in which dtype what follows is added up."""
+
+    def total(xs: jax.Array) -> jax.Array:
+        total = jnp.zeros(xs.shape[1:], jnp.float32)
+        for x in xs:
+            total = total + x
+        return total
+
+    with jax.numpy_dtype_promotion("standard"):
+        assert lint(total, half(4, 512, SIZE)) == []
+
+
 def test_no_false_alarm_on_attention_as_wide_as_its_sequence() -> None:
     """The cotangent of queries has the shape of their kernel then, but its sum is of a bias."""
     layer = linen.MultiHeadDotProductAttention(4)

@@ -29,7 +29,7 @@ from nnx_pipeline.lab.compile.functions import (
     parse_argument,
 )
 from nnx_pipeline.lab.compile.heap import compile_with_dump
-from nnx_pipeline.lint import lint
+from nnx_pipeline.lint import Limits, lint
 
 ROWS, SIZE = 64, 32
 X, WEIGHT = (
@@ -100,6 +100,99 @@ def test_donation_is_honoured_however_a_function_was_jitted() -> None:
     assert result.memory.argument_bytes == 4 * (SIZE * SIZE + ROWS * SIZE)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "tpu:v5p:2x2x1", "cuda:h100:1"])
+def test_donation_without_effect_is_said(platform: str) -> None:
+    if missing({"tpu": "libtpu", "cuda": "jax_cuda13_plugin"}.get(platform[:3], "jax")):
+        pytest.skip("the compiler is not installed")
+
+    def step(unread: Any, w: jax.Array, b: jax.Array, x: jax.Array) -> Any:
+        return (w + x.T @ x).astype(jnp.bfloat16), b + x[0]
+
+    donating = jax.jit(step, donate_argnums=(0, 1, 2))
+    bias = jax.ShapeDtypeStruct((SIZE,), "float32")
+    result = lab.measure(donating, X, WEIGHT, bias, X, platform=platform)
+    assert 4 * SIZE <= result.memory.alias_bytes < 4 * SIZE**2  # a TPU pads the bias
+    _, note = result.notes
+    assert note.startswith(
+        "donated without effect: 1 argument (float32[32,32]; 4,096 bytes before sharding). A result"
+    )
+    kept = jax.jit(lambda w, x: w + x.T @ x, donate_argnums=0)
+    assert lab.measure(kept, WEIGHT, X, platform=platform).notes == ()
+
+
+def printing(x: jax.Array) -> jax.Array:
+    jax.debug.print("{}", x[0])
+    return x
+
+
+def reading(x: jax.Array) -> jax.Array:
+    return jax.pure_callback(np.asarray, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+def telling(x: jax.Array) -> jax.Array:
+    jax.experimental.io_callback(print, None, x[0], ordered=True)
+    return x
+
+
+def showing(x: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda x, _: (printing(x), jax.debug.callback(print, x)), x, length=2)[0]
+
+
+@pytest.mark.skipif(missing("jax_cuda13_plugin"), reason="the CUDA plugin is not installed")
+@pytest.mark.parametrize(
+    ("function", "callback"),
+    [
+        (printing, "jax.debug.print"),
+        (reading, "jax.pure_callback"),
+        (telling, "jax.experimental.io_callback"),
+        (jax.jit(showing), "jax.debug."),
+    ],
+)
+def test_a_callback_is_refused_for_nvidia_at_its_line(function: Any, callback: str) -> None:
+    assert lint(function, X) == []
+    assert lab.measure(function, X).memory.argument_bytes == 4 * ROWS * SIZE
+    named = rf"{callback}.* at .*test_own_functions.py:\d+ \(in \w+\) calls Python, which JAX"
+    with pytest.raises(InputError, match=named):
+        lab.measure(function, X, platform="cuda:h100:1")
+
+
+@pytest.mark.parametrize("mesh", [None, "data=8"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_pmap_is_named(inside: bool, mesh: str | None) -> None:
+    mapped = jax.pmap(lambda x: x * 2)
+    x = jax.ShapeDtypeStruct((8, 4), "float32")
+    named = r"uses jax.pmap, .*; write it as a jax.shard_map without|\(write a jax.pmap as one\)"
+    with pytest.raises(InputError, match=named):
+        lab.measure((lambda x: mapped(x) + 1) if inside else mapped, x, mesh=mesh)
+
+
+@pytest.mark.skipif(missing("jax_cuda13_plugin"), reason="the CUDA plugin is not installed")
+@pytest.mark.parametrize(
+    ("function", "calls"),
+    [
+        (jnp.linalg.cholesky, "cusolver_potrf_ffi (1 call)"),
+        (jnp.linalg.eigh, "cusolver_syevd_ffi (1 call)"),
+        (lambda w: jnp.linalg.qr(jnp.linalg.qr(w)[0])[0], "cusolver_geqrf_ffi (2 calls)"),
+        (lambda w: jnp.fft.fft(w).real, "fft (1 call)"),
+        (lambda w: jnp.sort(w @ w), ""),
+    ],
+)
+def test_scratch_of_libraries_is_said(function: Any, calls: str) -> None:
+    notes = lab.measure(function, WEIGHT, platform="cuda:h100:1").notes
+    said = [note for note in notes if "scratch that libraries allocate" in note]
+    assert [calls in note for note in said] == ([True] if calls else [])
+
+
+def test_a_size_that_does_not_split_over_the_mesh_has_the_sizes_that_do() -> None:
+    mesh = AbstractMesh((4, 2), ("data", "fsdp"))
+    sharding = NamedSharding(mesh, P(("data", "fsdp")))
+    for make in (jax.ShapeDtypeStruct, types.SimpleNamespace):
+        x = make(shape=(12, 4), dtype=jnp.dtype("float32"), sharding=sharding)
+        message = "an axis of 12 does not split over data=4,fsdp=2 .* 8, such as 8 or 16"
+        with pytest.raises(InputError, match=message):
+            lab.measure(lambda x: x, x, mesh=mesh)
+
+
 def test_donation_that_jax_ignores_is_said() -> None:
     """Inside another program nothing is given up; JSON and the note of compare say so."""
 
@@ -135,12 +228,127 @@ def test_what_figures_hold_or_lack_is_said() -> None:
     assert lab.measure(product, X, WEIGHT).notes == ()
 
 
-def test_what_is_bound_to_a_static_argument_need_be_no_array() -> None:
-    named = jax.jit(lambda x, kind: x * len(kind), static_argnames="kind")
-    result = lab.measure(functools.partial(named, kind="text"), X)
-    assert result.memory.argument_bytes == 4 * ROWS * SIZE
+class Held:
+    """No pytree, as a trainer is; its methods are jitted with a static `self`."""
+
+    def __init__(self, turns: int) -> None:
+        self.turns = turns
+
+    def turned(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        for _ in range(self.turns):
+            x = product(x, w)
+        return x
+
+    by_number = functools.partial(jax.jit, static_argnums=0)(turned)
+    by_nnx = functools.partial(nnx.jit, static_argnums=0)(turned)
+
+
+def repeated(x: jax.Array, w: jax.Array, turns: int, kind: str = "tanh") -> jax.Array:
+    assert kind == "tanh"
+    return Held(turns).turned(x, w)
+
+
+by_name = jax.jit(repeated, static_argnames=("turns", "kind"))
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (Held(2).by_number, (X, WEIGHT)),
+        (Held(2).by_nnx, (X, WEIGHT)),
+        (Held.by_number, (Held(2), X, WEIGHT)),
+        (by_name, (X, WEIGHT, 2, "tanh")),
+        (jax.jit(repeated, static_argnums=(2, 3)), (X, WEIGHT, 2, "tanh")),
+        (nnx.jit(repeated, static_argnums=(2, 3)), (X, WEIGHT, 2, "tanh")),
+        (functools.partial(by_name, turns=2, kind="tanh"), (X, WEIGHT)),
+        (functools.partial(repeated, turns=2), (X, WEIGHT)),
+        (jax.jit(functools.partial(repeated, turns=2)), (X, WEIGHT)),
+    ],
+)
+def test_static_arguments_need_be_no_arrays(function: Any, arguments: Any) -> None:
+    result = lab.measure(function, *arguments)
+    assert result.memory.argument_bytes == 4 * (ROWS + SIZE) * SIZE
+    assert result.flops == 2 * 2 * ROWS * SIZE * SIZE
+    assert lint(function, *arguments) == []
+    half = jax.ShapeDtypeStruct((ROWS, SIZE), "bfloat16")
+    mixed = [half if argument is X else argument for argument in arguments]
+    with jax.numpy_dtype_promotion("standard"):
+        (found,) = lint(function, *mixed, limits=Limits(large=1))
+    assert (found.rule, found.bytes) == ("hidden-upcast", 4 * ROWS * SIZE)
+
+
+def test_equinox_takes_what_is_no_array_as_static() -> None:
+    equinox = pytest.importorskip("equinox")
+    jitted = equinox.filter_jit(repeated)
+    assert lab.measure(jitted, X, WEIGHT, 2, "tanh").flops == 2 * 2 * ROWS * SIZE * SIZE
+    assert lint(jitted, X, WEIGHT, 2, "tanh") == []
+
+    class Layer(equinox.Module):
+        w: Any
+
+        @equinox.filter_jit
+        def apply(self, x: Any) -> Any:
+            return product(x, self.w)
+
+    result = lab.measure(Layer(WEIGHT).apply, X)
+    assert result.flops == 2 * ROWS * SIZE * SIZE
+    assert result.config["function"].endswith("Layer.apply")
+
+
+def test_what_a_jit_does_not_take_as_static_is_refused() -> None:
+    wrong = r"repeated is given a str, which its jit does not take as static; name that argument in"
+    with pytest.raises(InputError, match=wrong):
+        lab.measure(jax.jit(repeated, static_argnums=2), X, WEIGHT, 2, "tanh")
+    with pytest.raises(InputError, match="a static argument without a hash, such as a list; give"):
+        lab.measure(by_name, X, WEIGHT, 2, ["tanh"])
     with pytest.raises(InputError, match="an argument holds a str; give arrays"):
-        lab.measure(named, X, "text")
+        lab.measure(repeated, X, WEIGHT, 2, "tanh")
+    with pytest.raises(TypeError, match="dot_general"):
+        lab.measure(by_name, X, X, 2, "tanh")
+
+
+def keyed(x: jax.Array, *, w: jax.Array, bias: Any = None, scale: float = 1.0) -> jax.Array:
+    return product(x, w) * scale + (0.0 if bias is None else bias)
+
+
+def gathered(*arrays: jax.Array, w: jax.Array) -> jax.Array:
+    return product(*arrays, w)
+
+
+@pytest.mark.parametrize("jit", [lambda function: function, jax.jit, nnx.jit])
+@pytest.mark.parametrize("function", [keyed, gathered])
+def test_keyword_only_arguments_are_the_last_ones(function: Any, jit: Any) -> None:
+    result = lab.measure(jit(function), X, WEIGHT)
+    assert result.memory.argument_bytes == 4 * (ROWS + SIZE) * SIZE
+    assert result.config["arguments"] == ["float32[64,32]", "float32[32,32]"]
+    assert lint(jit(function), X, WEIGHT) == []
+    assert not lab.compare(jit(function), product, X, WEIGHT).failed
+    given = () if function is gathered else (X,)
+    with pytest.raises(InputError, match=r"cannot be called with . argument.*missing a required"):
+        lab.measure(jit(function), *given)
+
+
+@pytest.mark.parametrize("jit", [lambda function: function, jax.jit])
+def test_an_array_is_bound_to_a_keyword_that_has_a_default(jit: Any) -> None:
+    bias = jax.ShapeDtypeStruct((SIZE,), "float32")
+    bound = functools.partial(jit(keyed), bias=bias)
+    assert lab.measure(bound, X, WEIGHT).memory.argument_bytes == 4 * (
+        ROWS * SIZE + SIZE * SIZE + SIZE
+    )
+    assert lint(bound, X, WEIGHT) == []
+    with pytest.raises(InputError, match=r"with 3 arguments: too many .* and bind the rest with"):
+        lab.measure(jit(keyed), X, WEIGHT, bias)
+
+
+def test_a_number_on_a_mesh_has_no_sharding() -> None:
+    assert lab.measure(lambda x, by: x * by, X, 2.0, mesh="data=8").notes[0].startswith("no arg")
+
+
+def test_a_partial_has_the_name_of_its_function() -> None:
+    bound = functools.partial(functools.partial(repeated, turns=2), kind="tanh")
+    for function in (bound, jax.jit(bound), jax.vmap(bound), jax.tree_util.Partial(repeated)):
+        assert name_of(function) == f"{__name__}:repeated"
+    assert name_of(Held(2).by_number) == f"{__name__}:Held.turned"
 
 
 def test_a_weak_type_stays_weak() -> None:
@@ -343,7 +551,12 @@ def test_arguments_written_down(text: str, shape: Any, dtype: str, spec: P) -> N
         ("float64[2]", "JAX turns float64 into float32; write float32, or set JAX_ENABLE_X64=1"),
         ("float32[a]", "'a' is not an axis; write 8 or 8@data"),
         ("float32[8@dta]", "the mesh has no axis 'dta'; did you mean 'data'"),
-        ("float32[9@data]", "does not split evenly over the mesh"),
+        (
+            "float32[9@data]",
+            "an axis of 9 does not split over data=4 of the mesh; choose a multiple of 4, such as "
+            "8 or 12",
+        ),
+        ("float32[4,12@data+fsdp]", "of 12 .* data=4,fsdp=2 .* a multiple of 8, such as 8 or 16"),
         ("float32[8@data,8@data]", "names a mesh axis twice"),
         ("float32[8,,4]", "'' is not an axis; write 8 or 8@data"),
         ("float32[8,]", "'' is not an axis; write 8 or 8@data"),
@@ -583,6 +796,7 @@ def test_lint_json_and_limits() -> None:
         (("--model", "tiny", "--arg", "float32[1]"), "leave them out with --model"),
         (("own_functions:lean", "--set", "model.num_layers=2"), "a function has no config"),
         (("--model", "tiny", "--mesh", "stage=3"), "stage"),
+        (("own_functions:broken", *ARGUMENTS), "did not compile or run: TypeError"),
         (("--model", "tiny", "--large", "-1"), "--large"),
     ],
 )

@@ -267,7 +267,8 @@ def lint_command(
 
     Sizes are per device where the sharding is known without a compiler, else for all devices
     together. The parameters of your own function are the nnx.Params of its first argument, or, if
-    that has no NNX variables, all of its floating-point arrays. Exit 1 when there are findings.
+    that has no NNX variables, all of its floating-point arrays. Exit 1 when there are findings, and
+    2 when the function cannot be traced.
     """
     check_writable(json_path, "--json")
     check_subject(function, inputs, chosen)
@@ -279,7 +280,8 @@ def lint_command(
     else:
         title, subject = f"{function} on {mesh_config}", {"function": function}
         find = functools.partial(_lint_function, function, inputs)
-    with progress() as say, compiler_errors():
+    # 1 means findings, so that a function that cannot be traced ends with 2.
+    with progress() as say, compiler_errors(InputError):
         say("tracing")
         findings = find(mesh_config, sizes)
     show(findings_view(title, findings), json_path=json_path)

@@ -203,8 +203,8 @@ def _lines(what: str, total: int, text: str, done: int) -> Callable[..., None]:
 
 
 @contextlib.contextmanager
-def compiler_errors() -> Iterator[None]:
-    """Turns an exception of tracing, compiling or running into `Failed` with its first line.
+def compiler_errors(kind: type[Exception] = Failed) -> Iterator[None]:
+    """Turns an exception of tracing, compiling or running into `kind` with its first line.
 
     The message ends with the line of the user's source from which the exception came. InputError,
     Failed, the errors of Click, KeyboardInterrupt and OSError pass unchanged. A call of `sys.exit`
@@ -215,6 +215,6 @@ def compiler_errors() -> Iterator[None]:
     except (InputError, Failed, click.ClickException, KeyboardInterrupt, OSError):
         raise
     except SystemExit as error:
-        raise Failed(f"the function exited: sys.exit({error.code!r})") from error
+        raise kind(f"the function exited: sys.exit({error.code!r})") from error
     except Exception as error:
-        raise Failed(f"the program did not compile or run: {described(error)}") from error
+        raise kind(f"the program did not compile or run: {described(error)}") from error

@@ -69,18 +69,21 @@ def _measured(
     given, keywords = abstract(call.given, mesh, device, static=call.static)
     call = dataclasses.replace(call, arguments=given, keywords=keywords)
     with jax.set_mesh(mesh) if mesh is not None else _alone_on(device), traced_afresh():
-        with called_with(function, arguments), clock("trace", f"tracing {name_of(function)}"):
+        with called_with(call), clock("trace", f"tracing {name_of(function)}"):
             traced = trace(call)
-        with lowered_for_other_devices(name_of(function)):
+        with lowered_for_other_devices(name_of(function), traced.program.jaxpr):
             lowered = lower_traced(
                 traced.program,
                 platform,
                 clock,
                 dict(mesh.shape) if mesh is not None else {},
-                {"function": name_of(function), "arguments": _shapes(given)},
+                {"function": name_of(function), "arguments": _shapes((given, keywords))},
             )
         result = lowered.measure()
-    places = [*_host_notes(given, platform), *_whole_notes((given, keywords), mesh)]
+    places = [
+        *_host_notes((given, keywords), platform),
+        *_whole_notes((given, keywords), mesh),
+    ]
     notes = [*traced.notes, *result.notes, *places]
     return dataclasses.replace(result, notes=tuple(notes)), traced
 
@@ -195,7 +198,7 @@ def _different_results(traced: Sequence[Traced]) -> list[str]:
 
 def _whole_notes(arguments: Any, mesh: Mesh | None) -> list[str]:
     """A note where each device holds all arguments whole, which is seldom meant on a mesh."""
-    leaves = jax.tree.leaves(arguments)
+    leaves = [leaf for leaf in jax.tree.leaves(arguments) if hasattr(leaf, "sharding")]
     if mesh is None or mesh.size == 1 or not leaves:
         return []
     if any(any(getattr(leaf.sharding, "spec", ())) for leaf in leaves):

@@ -55,10 +55,11 @@ def lint(
     check_arrays(arguments)
     if mesh is not None:
         check_places(arguments, mesh)
-    chosen = _parameters_of(arguments) if parameters is None else jax.tree.leaves(parameters)
+    call = Call.of(function, arguments)
+    chosen = _parameters_of(call.arguments) if parameters is None else jax.tree.leaves(parameters)
     wanted = {id(leaf) for leaf in chosen}
-    with _under(mesh), traced_afresh(), called_with(function, arguments):
-        traced, leaves = jaxpr_of(Call.of(function, arguments))
+    with _under(mesh), traced_afresh(), called_with(call):
+        traced, leaves = jaxpr_of(call)
     program = Program(
         traced,
         frozenset(number for number, leaf in enumerate(leaves) if id(leaf) in wanted),
@@ -104,11 +105,15 @@ def _merged(same: Sequence[Finding]) -> Finding:
 
 
 def _parameters_of(arguments: tuple[Any, ...]) -> list[Any]:
-    """The `nnx.Param` arrays of the first argument, or its float arrays if it has no variables."""
-    if not arguments:
-        return []
-    first = jax.tree.leaves(arguments[0], is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-    variables = [leaf for leaf in first if isinstance(leaf, nnx.Variable)]
-    if variables:
-        return jax.tree.leaves([leaf for leaf in variables if isinstance(leaf, nnx.Param)])
-    return [leaf for leaf in first if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)]
+    """The `nnx.Param` arrays of the first argument, or its float arrays if it has no variables.
+
+    An argument without arrays, such as a static `self`, is passed over.
+    """
+    for argument in arguments:
+        first = jax.tree.leaves(argument, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+        variables = [leaf for leaf in first if isinstance(leaf, nnx.Variable)]
+        if variables:
+            return jax.tree.leaves([leaf for leaf in variables if isinstance(leaf, nnx.Param)])
+        if arrays := [leaf for leaf in first if hasattr(leaf, "dtype")]:
+            return [leaf for leaf in arrays if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    return []

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import NamedSharding
 
 from nnx_pipeline.lint.facts import FORM, SAME, Program, shape_of, source_of, spreads_nothing
@@ -24,7 +24,8 @@ def hidden_upcasts(program: Program, limits: Limits) -> Iterator[Finding]:
 
     - casts that are written in the source;
     - reductions that JAX computes in float32;
-    - an elementwise operation with a float32 array that is as large itself;
+    - an elementwise operation with a float32 array that is as large itself, unless it is made from
+      an iota, as a mask is;
     - one with a statistic of the array, in a function that returns to the smaller dtype, as a layer
       norm does with its mean;
     - the gradient of a cast to the smaller dtype, which is float32 because what was cast is.
@@ -90,33 +91,52 @@ def _upcasts(
 def _widens(scope: Scope, reader: JaxprEqn, value: Value) -> bool:
     """Whether a reader of a cast array needs it in float32 only because of another operand.
 
-    That is a matrix product, or an elementwise operation with a smaller float32 array other than a
-    statistic of the array.
+    That is a matrix product, or an elementwise operation with a float32 array that is a mask or
+    smaller, other than a statistic of the array.
     """
     if reader.primitive.name == "dot_general":
         return True
-    others = [scope.value(v) for v in reader.invars if v is not value.variable]
-    floats = [source_of(one, _SHAPING) for one in others if _is_float32(one)]
-    smaller = [one for one in floats if one.aval.size < value.aval.size]
-    if reader.primitive.name not in _BINARY or not smaller:
+    if reader.primitive.name not in _BINARY:
         return False
     array = source_of(value, _SHAPING)
-    return not (all(_is_statistic(one, array) for one in smaller) and _comes_back(scope, reader))
+    others = [scope.value(v) for v in reader.invars if v is not value.variable]
+    floats = [source_of(one, _SHAPING) for one in others if _is_float32(one)]
+    if reader.primitive.name in ("add", "sub") and any(_is_zero(one) for one in floats):
+        return False  # a sum in float32 begins here, or a mean that a norm leaves out is taken off
+    made_of = [
+        made
+        for one in floats
+        if "iota" in (made := _made_of(one, array)) or one.aval.size < value.aval.size
+    ]
+    if not made_of:
+        return False
+    statistics = all("array" in made for made in made_of)
+    return not (statistics and _comes_back(scope, reader))
 
 
-def _is_statistic(value: Value, array: Value) -> bool:
-    """Whether a value is computed from this array and literals alone, as its mean is."""
-    waiting, seen = [value], {value}
+def _is_zero(value: Value) -> bool:
+    return isinstance(value.variable, Literal) and not value.variable.val
+
+
+def _made_of(value: Value, array: Value) -> set[str]:
+    """What a value is computed from: the array, as its mean is, an iota, as a mask is, literals.
+
+    Empty if it is computed from anything else.
+    """
+    waiting, seen, found = [value], {value}, set()
     while waiting:
         one = source_of(waiting.pop(), _SHAPING)
         if one == array or not isinstance(one.variable, Var):
+            found.add("array" if one == array else "literal")
             continue
         step = step_back(one)
         if step.way != "made":
-            return False
+            return set()
+        if step.equation.primitive.name == "iota":
+            found.add("iota")
         waiting += [operand for operand in step.values if operand not in seen]
         seen.update(step.values)
-    return True
+    return found
 
 
 def _comes_back(scope: Scope, reader: JaxprEqn) -> bool:

@@ -5,7 +5,7 @@ function reads has changed, such as a flag of a module, a helper or a default ar
 """
 
 import contextlib
-import functools
+import inspect
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from types import MethodType
@@ -47,21 +47,23 @@ def this_turn() -> Any:
 class Call:
     """A function with everything that it is called with.
 
-    A jitted function is taken out of the `functools.partial` or the method around it; the arrays
-    that these bind are then arguments like any others.
+    A jitted function is taken out of the partial or the method around it; the arrays
+    that these bind are then arguments like any others. So is a `jax.ShapeDtypeStruct` that a
+    partial binds by name to a function without jit.
 
     - `function`: the function.
     - `arguments`: the positional arguments, bound ones first.
-    - `keywords`: the keyword arguments that a `functools.partial` binds.
-    - `static`: the `id` of each bound leaf that is not an array.
-    - `bound`: whether anything was bound to the function.
+    - `keywords`: the keyword arguments: what a partial binds, and the last of the arguments where
+      the function takes keyword-only ones that have no default.
+    - `static`: the `id` of each leaf that need not be an array, since a jit may take it as static.
+    - `bound`: how many arguments were bound to the function.
     """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     keywords: dict[str, Any] = field(default_factory=dict)
     static: frozenset[int] = frozenset()
-    bound: bool = False
+    bound: int = 0
 
     @classmethod
     def of(cls, function: Callable[..., Any], arguments: tuple[Any, ...]) -> "Call":
@@ -72,7 +74,7 @@ class Call:
         inner: Any = function
         bound: tuple[Any, ...] = ()
         keywords: dict[str, Any] = {}
-        while isinstance(inner, functools.partial | MethodType):
+        while isinstance(inner, MethodType) or _is_partial(inner):
             if isinstance(inner, MethodType):
                 inner, bound = inner.__func__, (inner.__self__, *bound)
             else:
@@ -84,10 +86,12 @@ class Call:
                 "process; wrap the function in nnx.jit instead, and pass all of its arguments"
             )
         if not _lowers(inner):
-            return cls(function, arguments)
-        leaves = jax.tree.leaves((bound, keywords))
+            inner, bound = function, ()
+            keywords = {name: one for name, one in keywords.items() if _is_abstract(one)}
+        given, named = _by_name(inner, (*bound, *arguments), keywords)
+        leaves = jax.tree.leaves((given, named)) if _lowers(inner) else []
         static = frozenset(id(leaf) for leaf in leaves if not hasattr(leaf, "shape"))
-        return cls(inner, (*bound, *arguments), keywords, static, bool(bound or keywords))
+        return cls(inner, given, named, static, len(bound) + len(keywords))
 
     @property
     def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -131,7 +135,8 @@ def jaxpr_of(call: Call) -> tuple[ClosedJaxpr, list[Any]]:
     The options of the function's jit have no effect on it. Raises InputError as `trace` does.
     """
     jitted = hasattr(call.function, "trace")
-    used = Threaded(vars(call.function)["__wrapped__"] if jitted else call.function)
+    own = vars(call.function)["__wrapped__"] if jitted else call.function
+    used = Threaded(own, static=_lowers(call.function))
     treedef: Any
     leaves, treedef = jax.tree.flatten(used.take(call.given))
 
@@ -167,7 +172,7 @@ def _trace_jitted(call: Call) -> Traced:
 
 def _trace_plain(call: Call) -> Traced:
     """Traces a function without jit, or one that another library jitted, with its donation."""
-    used = Threaded(call.function)
+    used = Threaded(call.function, static=_lowers(call.function))
     arguments, keywords = used.take(call.given)
     numbers: tuple[int, ...] = ()
     notes: tuple[str, ...] | None = None
@@ -192,20 +197,9 @@ def _changes_of(call: Call) -> dict[str, str]:
     inner = getattr(call.function, "__wrapped__", None)
     if inner is None or not state_of(call.given):
         return {}
-    used = Threaded(inner)
-    treedef: Any
-    leaves, treedef = jax.tree.flatten(used.take(call.given))
-    numbers = [number for number, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
-
-    # Only arrays are traced: what is not an array may be a static argument.
-    def of_arrays(arrays: list[Any]) -> None:
-        filled = list(leaves)
-        for number, array in zip(numbers, arrays, strict=True):
-            filled[number] = array
-        arguments, keywords = treedef.unflatten(filled)
-        used(*arguments, **keywords)
-
-    program = jax.make_jaxpr(of_arrays)([leaves[number] for number in numbers])
+    used = Threaded(inner, static=True)
+    arguments, keywords = used.take(call.given)
+    program = jax.make_jaxpr(used)(*arguments, **keywords)
     used.refuse_lost(program)
     if isinstance(call.function, _NNX_JIT):
         return used.changed
@@ -277,6 +271,41 @@ def _ignored_donations(program: ClosedJaxpr, honoured: Collection[int] = ()) -> 
 def _donations(equation: JaxprEqn) -> tuple[bool, ...]:
     """For each operand of an equation, whether it is donated; empty if it is no jitted call."""
     return tuple(equation.params.get("donated_invars", ()))
+
+
+def _by_name(
+    function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments and keywords of a call, with keyword-only arguments under their names.
+
+    Those that have no default are the last of the arguments, in the order of the signature.
+    """
+    try:
+        parameters = [*inspect.signature(function).parameters.values()]
+    except ValueError:
+        return arguments, keywords  # it has no signature that Python knows
+    names = [
+        one.name
+        for one in parameters
+        if one.kind is one.KEYWORD_ONLY and one.default is one.empty and one.name not in keywords
+    ]
+    places = sum(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in parameters)
+    if any(one.kind is one.VAR_POSITIONAL for one in parameters):
+        places = max(places, len(arguments) - len(names))
+    return arguments[:places] + arguments[places + len(names) :], {
+        **keywords,
+        **dict(zip(names, arguments[places:], strict=False)),
+    }
+
+
+def _is_partial(function: Any) -> bool:
+    """Whether a function is a partial of Python, JAX or Equinox, which have the same fields."""
+    return all(hasattr(function, name) for name in ("func", "args", "keywords"))
+
+
+def _is_abstract(tree: Any) -> bool:
+    """Whether a tree has a shape in the place of an array, with which nothing can be computed."""
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
 
 
 def _lowers(function: Any) -> bool:

@@ -26,7 +26,7 @@ TRANSPOSED = "transpose("
 _JAX = tuple(f"{Path(str(package.__file__)).parent}/" for package in (jax, jaxlib))
 _LIBRARIES = tuple(f"{Path(str(package.__file__)).parent}/" for package in (flax, optax))
 _TRACING = (f"{Path(__file__).parent}/",)  # what calls a user's function is no line of the user's
-_NUMPY = f"{_JAX[0]}_src/numpy/"
+_NUMPY, _PMAP = f"{_JAX[0]}_src/numpy/", f"{_JAX[0]}_src/pmap.py"
 # Functions of jax.numpy that ask for a cast.
 _CASTS = {"astype", "asarray", "array"}
 
@@ -86,6 +86,11 @@ def inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
 
 def with_bodies(program: ClosedJaxpr) -> Iterator[JaxprEqn]:
     """The equations that hold jaxprs, at any depth; each jaxpr is visited once."""
+    return (equation for equation in equations_of(program) if any(inner_jaxprs(equation)))
+
+
+def equations_of(program: ClosedJaxpr) -> Iterator[JaxprEqn]:
+    """The equations of a program at any depth; each jaxpr is visited once."""
     pending, seen = [program.jaxpr], set()
     while pending:
         jaxpr = pending.pop()
@@ -93,9 +98,19 @@ def with_bodies(program: ClosedJaxpr) -> Iterator[JaxprEqn]:
             continue
         seen.add(id(jaxpr))
         for equation in jaxpr.eqns:
-            if bodies := list(inner_jaxprs(equation)):
-                pending += bodies
-                yield equation
+            pending += inner_jaxprs(equation)
+            yield equation
+
+
+def is_pmap(function: Any) -> bool:
+    """Whether `jax.pmap` made a function."""
+    return getattr(getattr(function, "__code__", None), "co_filename", "") == _PMAP
+
+
+def calls_pmap(program: ClosedJaxpr) -> bool:
+    """Whether a function that `jax.pmap` made is called in a program."""
+    calls = with_bodies(program)
+    return any(frame.filename == _PMAP for call in calls for frame in _frames(call))
 
 
 def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:

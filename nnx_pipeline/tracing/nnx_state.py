@@ -7,6 +7,7 @@ drops such changes; `nnx.jit` returns them.
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,7 +20,19 @@ from nnx_pipeline.tracing.nnx_copies import changed_copies
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The name `module:function`; that of its type for a function without a name."""
+    """The name `module:function`; that of its type for a function without a name.
+
+    A partial, and what JAX makes of one, has the name of the partial's function.
+    """
+    while True:
+        inner = None
+        if not hasattr(function, "__qualname__"):
+            inner = getattr(function, "func", None)  # a partial of Python, JAX or Equinox
+        elif function.__module__ == "functools":
+            inner = getattr(function, "__wrapped__", None)  # such as a jit of a partial
+        if not callable(inner):
+            break
+        function = inner
     name = getattr(function, "__qualname__", type(function).__name__)
     return f"{getattr(function, '__module__', '')}:{name}"
 
@@ -69,8 +82,20 @@ def without_repeats(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
     return treedef.unflatten(once), restored
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True, eq=False)
+class _Static:
+    """A leaf that JAX does not trace."""
+
+    value: Any
+
+
 class Threaded:
     """A function that returns the NNX state that it changes in place beside its own result.
+
+    - `function`: the function.
+    - `static`: whether what is not an array, such as a number or a text, stays as it is and is not
+      traced.
 
     Call it with what `take` returns. After a call these have dtypes and shapes by path:
 
@@ -79,10 +104,10 @@ class Threaded:
     - `lost`: the state that it changed inside a transformation of JAX and did not return from it.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], *, static: bool) -> None:
         self.__name__ = type(function).__name__
         functools.update_wrapper(self, function, updated=())
-        self.function = function
+        self.function, self._static = function, static
         self.results: dict[str, str] = {}
         self.changed: dict[str, str] = {}
         self.lost: dict[str, str] = {}
@@ -95,10 +120,14 @@ class Threaded:
         """
         once, self._restored = without_repeats(given)
         self._counters = _paths_of(nnx.RngState, given)
+        if self._static:
+            once = jax.tree.map(lambda x: x if hasattr(x, "shape") else _Static(x), once)
         return once
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         given = self._restored((arguments, keywords))
+        if self._static:
+            given = jax.tree.map(_shown, given, is_leaf=lambda x: isinstance(x, _Static))
         before = state_of(given)
         with changed_copies(_variables_of(given)) as copies:
             result, _ = without_repeats(self.function(*given[0], **given[1]))
@@ -169,6 +198,10 @@ class Threaded:
                 f"{name_of(self.function)} changes {', '.join(dropped[:3])} of its arguments in "
                 "place, which jax.jit drops; use nnx.jit, or return the new state"
             )
+
+
+def _shown(leaf: Any) -> Any:
+    return leaf.value if isinstance(leaf, _Static) else leaf
 
 
 def without(kinds: dict[str, str], others: Iterable[str]) -> dict[str, str]:

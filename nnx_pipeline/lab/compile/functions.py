@@ -6,7 +6,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -17,8 +17,11 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_pipeline.errors import InputError, counted, described, nearest
+from nnx_pipeline.errors import InputError, counted, described, divides, nearest
+from nnx_pipeline.lab.compile.own_shardings import PMAP
 from nnx_pipeline.mesh import MeshConfig, is_trivial, make_mesh, spec_axes
+from nnx_pipeline.tracing.calls import Call
+from nnx_pipeline.tracing.jaxpr import is_pmap
 from nnx_pipeline.tracing.nnx_state import holds_itself, name_of, without_repeats
 
 AnyMesh = Mesh | AbstractMesh | MeshConfig | str | None
@@ -134,15 +137,8 @@ def _sharding(
         raise InputError(f"argument {text!r} names a mesh axis twice; name each mesh axis once")
     if mesh is None:
         return None
-    sharding = NamedSharding(mesh, P(*entries))
-    try:
-        sharding.shard_shape(tuple(shape))
-    except ValueError as error:
-        raise InputError(
-            f"argument {text!r} does not split evenly over the mesh {known}; choose multiples of "
-            "the sizes of the mesh axes"
-        ) from error
-    return sharding
+    _check_splits(f"argument {text!r}", shape, entries, known)
+    return NamedSharding(mesh, P(*entries))
 
 
 def arguments_of(
@@ -177,50 +173,61 @@ def arguments_of(
 
 
 @contextlib.contextmanager
-def called_with(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[None]:
-    """A context to call the function in, which raises InputError if the arguments do not fit it.
+def called_with(call: Call) -> Iterator[None]:
+    """A context to trace a call in, which raises InputError if the arguments do not fit it.
 
-    - `function`: what is called inside the context.
-    - `arguments`: its positional arguments; only their number counts.
-
-    It also does so for a `jax.shard_map` with a mesh of its own, which JAX refuses.
+    It also does so for a `jax.pmap`, and for a `jax.shard_map` with a mesh of its own, which JAX
+    refuses.
 
     A wrapper may bind some arguments of what it wraps, as that of `nnx.cached_partial` does. Behind
     a plain function the signature of what it wraps is therefore checked only if the call fails.
     """
-    _bind(function, arguments, follow_wrapped=not isinstance(function, FunctionType))
+    _bind(call, follow_wrapped=not isinstance(call.function, FunctionType))
+    name = name_of(call.function)
     try:
         yield
-    except TypeError:
-        _bind(function, arguments)
-        raise
+    except TypeError as error:
+        _bind(call)
+        leaves = jax.tree.leaves(call.given)
+        others = [x for x in leaves if id(x) in call.static and not isinstance(x, int | float)]
+        if "as an abstract array" not in str(error) or not others:  # the words of JAX
+            raise
+        raise InputError(
+            f"{name} is given a {type(others[0]).__name__}, which its jit does not take as static; "
+            "name that argument in static_argnames, or give an array"
+        ) from error
     except ValueError as error:
+        if is_pmap(call.function):
+            raise InputError(f"{name} uses {PMAP}") from error
+        if "Non-hashable static arguments" in str(error):  # the words of JAX
+            raise InputError(
+                f"{name} is given a static argument without a hash, such as a list; give a tuple "
+                "or another value that never changes"
+            ) from error
         if "mesh passed to shard_map" not in str(error):  # the words of JAX
             raise
         raise InputError(
-            f"{name_of(function)} calls jax.shard_map with a mesh of its own, and is compiled for "
-            "the devices of another one; leave mesh= out of the shard_map, which then takes the "
-            "mesh that mesh= of the measurement, or --mesh, gives"
+            f"{name} calls jax.shard_map with a mesh of its own, and is compiled for the devices "
+            "of another one; leave mesh= out of the shard_map (write a jax.pmap as one), which "
+            "then takes the mesh that mesh= of the measurement, or --mesh, gives"
         ) from error
 
 
-def _bind(
-    function: Callable[..., Any], arguments: tuple[Any, ...], *, follow_wrapped: bool = True
-) -> None:
+def _bind(call: Call, *, follow_wrapped: bool = True) -> None:
     """Raises InputError unless the signature of the function accepts the arguments."""
     try:
-        signature = inspect.signature(function, follow_wrapped=follow_wrapped)
+        signature = inspect.signature(call.function, follow_wrapped=follow_wrapped)
     except ValueError:
         return  # it has no signature that Python knows
     try:
-        signature.bind(*arguments)
+        signature.bind(*call.arguments, **call.keywords)
     except TypeError as error:
-        lists = any(isinstance(argument, list) for argument in arguments)
-        given = counted(len(arguments), "argument")
+        lists = any(isinstance(argument, list) for argument in call.arguments)
+        given = counted(len(call.arguments) + len(call.keywords) - call.bound, "argument")
         raise InputError(
-            f"{name_of(function)} cannot be called with {given}: {error}; give its arrays in "
-            "order (a command takes them from --arg or --inputs) and bind the rest with "
-            "functools.partial"
+            f"{name_of(call.function)} cannot be called with {given}: {error}; give its arrays in "
+            "order, keyword-only ones without a default last (a command takes them from --arg or "
+            "--inputs), and bind the rest with functools.partial"
             + ("; a list is one argument, the arguments themselves are in a tuple" if lists else "")
         ) from error
 
@@ -349,6 +356,7 @@ def _placed(leaf: Any, mesh: Mesh | None, device: Any) -> jax.sharding.Sharding:
             return jax.sharding.SingleDeviceSharding(device)
         mesh = Mesh(np.asarray([device]), ("device",))
     _check_axes(spec, own, dict(mesh.shape))
+    _check_splits("an argument", leaf.shape, spec, dict(mesh.shape))
     placed = NamedSharding(mesh, spec, memory_kind=kind)
     if placed.memory_kind == kind or kind is None:
         return placed
@@ -366,6 +374,7 @@ def check_places(arguments: Any, mesh: Mesh | AbstractMesh) -> None:
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding):
             _check_axes(sharding.spec, dict(sharding.mesh.shape), dict(mesh.shape))
+            _check_splits("an argument", leaf.shape, sharding.spec, dict(mesh.shape))
 
 
 def _check_axes(spec: P, own: Mapping[str, int], sizes: Mapping[str, int]) -> None:
@@ -387,6 +396,21 @@ def _check_axes(spec: P, own: Mapping[str, int], sizes: Mapping[str, int]) -> No
                 f"an argument is sharded over {axis}={own[axis]}, and the mesh has "
                 f"{axis}={sizes[axis]}; give both the same size"
             )
+
+
+def _check_splits(
+    what: str, shape: Sequence[int], entries: Iterable[Any], sizes: Mapping[str, int]
+) -> None:
+    """Raises InputError unless each axis of an array splits evenly over its axes of the mesh.
+
+    - `entries`: the mesh axes of each axis, as in a `PartitionSpec`.
+    - `sizes`: of the axes of the mesh.
+    """
+    for size, entry in zip(shape, entries, strict=False):
+        names = sorted(spec_axes(P(entry)))
+        over = ",".join(f"{name}={sizes[name]}" for name in names)
+        rule = f"{what}: an axis of {size} does not split over {over} of the mesh"
+        divides(math.prod(sizes[name] for name in names), size, rule=rule)
 
 
 def _known_kind(kind: str | None, device: Any) -> str | None:

@@ -1,7 +1,7 @@
 """Lowers a traced program, compiles it and measures what it costs."""
 
 import dataclasses
-import math
+import os
 import re
 import sys
 import time
@@ -10,13 +10,21 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
+from nnx_pipeline.errors import InputError
 from nnx_pipeline.lab.attribution.account import Account, Assigned, Memory
 from nnx_pipeline.lab.attribution.floor import Floor
 from nnx_pipeline.lab.attribution.result import Attribution
 from nnx_pipeline.lab.compile.accepted import compile_with_settings
 from nnx_pipeline.lab.compile.figures import Program, read_program
 from nnx_pipeline.lab.compile.heap import TooLarge, heap_bytes
+from nnx_pipeline.lab.compile.notes import (
+    dropped_arguments,
+    in_no_figure,
+    lost_donations,
+    scratch_at_run_time,
+)
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.compile.tables import with_tables
 from nnx_pipeline.lab.hlo.module import fingerprint
@@ -24,7 +32,7 @@ from nnx_pipeline.lab.hlo.unread import Unread
 from nnx_pipeline.lab.timing.devices import device_of
 from nnx_pipeline.lab.timing.links import Links
 from nnx_pipeline.lab.timing.result import KEYS, Time
-from nnx_pipeline.tracing.jaxpr import called_from_one_line
+from nnx_pipeline.tracing.jaxpr import called_from_one_line, equations_of, location_of
 
 Progress = Callable[[str], None]
 
@@ -270,7 +278,9 @@ class Lowered:
         temp = analysis.temp_size_in_bytes
         program = read_program(hlo, text, temp, self.one_line, self.links)
         memory = _memory(analysis, heap_bytes(text), program.assigned)
-        return _Read(hlo, program, memory, _cost_analysis(compiled), _dropped_arguments(compiled))
+        notes = [*dropped_arguments(compiled), *lost_donations(compiled, hlo)]
+        notes += scratch_at_run_time(hlo) if self.platform.kind == "cuda" else []
+        return _Read(hlo, program, memory, _cost_analysis(compiled), notes)
 
     def _refused(self, refused: TooLarge, text: str | None) -> _Read:
         """What is known of a program that the compiler refused when it had placed all buffers.
@@ -286,7 +296,7 @@ class Lowered:
             "so that its time, temp, peak and code are not known"
         )
         dropped = len(jax.tree.leaves(self.program.args_info)) - _parameters(refused.hlo)
-        notes = [note, *([_in_no_figure(dropped)] if dropped else [])]
+        notes = [note, *([in_no_figure(dropped)] if dropped else [])]
         return _Read(refused.hlo, program, assigned.memory(heap), {}, notes)
 
 
@@ -303,7 +313,11 @@ def lower_traced(
     - `platform`: what to compile for.
     - `clock`: times the phases and reports them.
     - `mesh`, `config`: what the measurement records under these names.
+
+    Raises InputError for a callback to Python in a program for NVIDIA.
     """
+    if platform.kind == "cuda":
+        _refuse_callbacks(traced.jaxpr)
     with clock("lower", "lowering it"):
         program = traced.lower()
     return Lowered(
@@ -327,26 +341,24 @@ def _links(platform: Platform) -> Links | None:
     return Links.of(device, platform.topology, devices)
 
 
-def _dropped_arguments(compiled: jax.stages.Compiled) -> list[str]:
-    """A note on arguments that nothing reads: JAX drops them, but the caller still holds them."""
-    tree: Any
-    arguments, tree = jax.tree.flatten(compiled.args_info)
-    places = tree.flatten_up_to(compiled.input_shardings)
-    sizes = [
-        math.prod(argument.shape) * getattr(argument.dtype, "itemsize", 0)
-        for argument, place in zip(arguments, places, strict=True)
-        if place is None
-    ]
-    if not sizes:
-        return []
-    held = f"{sum(sizes):,} bytes before sharding, which the caller still holds"
-    return [f"{_in_no_figure(len(sizes))}: {held}"]
+_CALLBACKS = {
+    "debug_print": "jax.debug.print",
+    "debug_callback": "jax.debug.callback",
+    "pure_callback": "jax.pure_callback",
+    "io_callback": "jax.experimental.io_callback",
+}
 
 
-def _in_no_figure(count: int) -> str:
-    """That arguments were dropped, in words."""
-    which, them = (f"{count} arguments are", "them") if count > 1 else ("1 argument is", "it")
-    return f"{which} in no figure, since the program does not read {them}"
+def _refuse_callbacks(program: ClosedJaxpr) -> None:
+    """Raises InputError for a callback, which JAX lowers for NVIDIA only where it sees a GPU."""
+    for equation in equations_of(program):
+        if name := _CALLBACKS.get(equation.primitive.name):
+            at = location_of([equation])
+            raise InputError(
+                f"{name} at {os.path.relpath(at.file)}:{at.line} (in {at.function}) calls Python, "
+                "which JAX compiles for NVIDIA only on a machine with such a GPU; leave the call "
+                "out of what is measured, with jnp.zeros in the place of what it returns"
+            )
 
 
 def _parameters(hlo: str) -> int:

@@ -4,7 +4,10 @@ import contextlib
 import re
 from collections.abc import Iterator
 
+from jax.extend.core import ClosedJaxpr
+
 from nnx_pipeline.errors import InputError
+from nnx_pipeline.tracing.jaxpr import calls_pmap
 
 # What JAX says when it lowers a function with shardings of its own, and what these are.
 _ARGUMENTS = (
@@ -26,8 +29,15 @@ _OWN_SHARDINGS = {
 }
 
 
+PMAP = (
+    "jax.pmap, which takes devices of this process, and is compiled for others; write it as a "
+    "jax.shard_map without mesh=, which takes the mesh that mesh= of the measurement, or --mesh, "
+    "gives"
+)
+
+
 @contextlib.contextmanager
-def lowered_for_other_devices(name: str) -> Iterator[None]:
+def lowered_for_other_devices(name: str, program: ClosedJaxpr) -> Iterator[None]:
     """A context to lower a program in, which raises InputError for shardings of its own.
 
     - `name`: of the function that the program was traced from.
@@ -35,6 +45,8 @@ def lowered_for_other_devices(name: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
+        if calls_pmap(program):
+            raise InputError(f"{name} uses {PMAP}") from error
         for words, what in _OWN_SHARDINGS.items():
             if re.search(words, str(error), re.DOTALL):
                 raise InputError(f"{name} has {what}") from error

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.errors import InputError, counted
+from nnx_pipeline.errors import counted, is_divisor
 from nnx_pipeline.pipeline.metrics import Max, MicrobatchMean, Sum, is_metric
 from nnx_pipeline.sharding import P, is_explicit
 
@@ -60,12 +60,11 @@ class BatchSplit:
 
     def _parts_of(self, leaf: Array) -> list[Array]:
         own = leaf.shape[0] // self.devices
-        if own % self.parts:
-            raise InputError(
-                f"a device has {counted(own, 'sequence')} of a call of a layer, which "
-                f"pipeline.batch_split={self.parts} does not divide; choose a divisor, "
-                "or larger microbatches"
-            )
+        rule = (
+            f"a device has {counted(own, 'sequence')} of a call of a layer, which "
+            f"pipeline.batch_split={self.parts} does not divide"
+        )
+        is_divisor(self.parts, own, rule=rule)
         small, kept = own // self.parts, leaf.ndim - 1
         cut = _reshaped(leaf, (self.devices, self.parts, small), kept)
         return [_reshaped(cut[:, at], (self.devices * small,), kept) for at in range(self.parts)]
