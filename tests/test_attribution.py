@@ -349,6 +349,19 @@ def recomputed(x: Array, w: Array) -> Array:
     return jax.grad(lambda w: (layer(w) ** 2).sum())(w) @ w
 
 
+def recomputed_loop(x: Array, w: Array) -> Array:
+    """What an inner loop stacks when the outer one recomputes it, for its own backward pass."""
+
+    @jax.checkpoint
+    def outer(x: Array, _: None) -> tuple[Array, None]:
+        return jax.lax.scan(lambda x, _: (jnp.sin(x @ w), None), x, length=7)[0], None
+
+    def loss(x: Array) -> Array:
+        return jax.lax.scan(outer, x, length=3)[0].sum()
+
+    return jax.grad(loss)(x)
+
+
 def role(function: Callable[..., Array], *arguments: Any, shape: str) -> set[str]:
     found = attribution_of(lab.measure(function, *arguments))
     return {row.role for row in found.buffers if row.shape.endswith(shape)}
@@ -369,6 +382,7 @@ HEAD = jax.ShapeDtypeStruct((SIZE, VOCABULARY), "float32")
         (summed, W, f"f32[{SIZE},{SIZE}]", "gradient accumulator"),
         (running_sum, W, f"f32[{SIZE},{SIZE}]", "scan carry"),
         (recomputed, W, f"f32[{ROWS},{SIZE}]", "activation"),
+        (recomputed_loop, W, f"f32[7,{ROWS},{SIZE}]", "saved residual"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -11,6 +11,7 @@ from nnx_pipeline.lab.attribution.peak import MOST_POINTS, attribute
 from nnx_pipeline.lab.attribution.result import ROLES, Attribution, Buffer, difference
 from nnx_pipeline.lab.hlo import module as hlo
 from nnx_pipeline.lab.hlo.buffers import read_buffers
+from nnx_pipeline.lab.report.memory_tables import both, short_line
 
 TEXT = """BufferAssignment:
 allocation 0: size 64, parameter 0, shape |f32[16]| at ShapeIndex {}, maybe-live-out:
@@ -201,6 +202,24 @@ def test_what_only_moved_is_no_change(moved: dict[str, str]) -> None:
     assert changes(heap(buffer()), heap(buffer(**moved))) == []
     grown = heap(buffer(**moved), buffer(**moved))
     assert changes(heap(buffer()), grown) == [(8, 16, moved.get("source", "/m.py:3"))]
+
+
+def test_a_pair_says_what_it_is_on_each_side() -> None:
+    """Whichever is the larger one, and by whatever the two were paired."""
+    moved = buffer(source="/m.py:30", bytes=12)
+    for a, b in ((buffer(), moved), (moved, buffer())):
+        (row,) = difference(heap(a), heap(b))
+        assert [side.source for side in row.sides] == [a.source, b.source]
+        assert both(row, short_line) == f"{a.source} → {b.source}"
+    kept = buffer(role="saved residual", operation="jit(f)/jvp()/while/body/add", bytes=12)
+    (row,) = difference(heap(buffer()), heap(kept))
+    assert both(row, lambda side: side.role) == "activation → saved residual"
+    assert both(row, short_line) == "/m.py:3"
+
+
+def test_buffers_of_two_roles_on_one_line_are_two_rows() -> None:
+    rows = difference(heap(), heap(buffer(), buffer(role="logits")))
+    assert sorted((row.b_bytes, row.role) for row in rows) == [(8, "activation"), (8, "logits")]
 
 
 def test_the_largest_change_comes_first_whatever_its_sign() -> None:

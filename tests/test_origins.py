@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from nnx_pipeline import lab
@@ -137,12 +138,64 @@ def test_the_line_of_the_only_call() -> None:
 
 def test_frames_are_innermost_first() -> None:
     frames = FLOW.instructions["sum"].frames
-    assert [(number, name) for _, number, name in frames] == [
-        (30, "apply"),
-        (20, "Model.__call__"),
-        (10, "loss"),
-    ]
+    assert [(number, name) for _, number, name in frames] == [(20, "Model.__call__"), (10, "loss")]
     assert FLOW.instructions["own"].frames == (("/home/me/model.py", 10, "loss"),)
+
+
+def convolved(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.sin(x @ w)  # a helper
+
+
+def three_times(x: jax.Array, w: jax.Array) -> jax.Array:
+    x = convolved(x, w)
+    x = convolved(x.T, w)
+    return convolved(x[::-1], w)
+
+
+def test_a_helper_shows_its_caller() -> None:
+    size = jax.ShapeDtypeStruct((512, 512), "float32")
+    module = hlo.parse(lab.measure(three_times, size, size).hlo)
+    flow = Flow(module)
+    origins = Origins(flow)
+    found = [origins.of((name, ())) for name, item in flow.instructions.items() if item.frames]
+    helper = f"{__file__}:{convolved.__code__.co_firstlineno + 1}"
+    first = three_times.__code__.co_firstlineno
+    callers = {origin.caller for origin in found if origin.source == helper}
+    assert callers == {f"{__file__}:{first + turn}" for turn in (1, 2, 3)}
+    assert {origin.caller for origin in found if origin.source != helper} <= {None}
+
+
+def test_a_captured_array_has_no_line_of_the_tool() -> None:
+    """What reads it is the user's."""
+
+    def captured(x: jax.Array) -> jax.Array:
+        return x @ np.ones((512, 512), "float32")
+
+    found = lab.measure(captured, jax.ShapeDtypeStruct((64, 512), "float32")).attribution
+    assert found
+    held = {row.source for row in found.buffers if row.shape == "f32[512,512]"}
+    assert held == {f"{__file__}:{captured.__code__.co_firstlineno + 1}"}
+
+
+@pytest.mark.parametrize(
+    ("user", "line"),
+    [
+        ("/home/me/model.py", "/home/me/model.py:10"),
+        ("/venv/lib/python3.11/site-packages/mine/model.py", "mine/model.py:20"),
+    ],
+)
+def test_a_framework_is_known_by_where_it_is_installed(user: str, line: str) -> None:
+    """A program that is itself an installed package has the lines of that package."""
+    text = TEXT.replace("optax", "equinox").replace("jit_f", "jit_loss")
+    inner = "/venv/lib/python3.11/site-packages/mine/model.py"
+    text = text.replace('3 "/home/me/nnx_pipeline/sharding.py"', f'3 "{user}"')
+    text = text.replace('1 "/home/me/model.py"', f'1 "{inner}"')
+    flow = Flow(
+        hlo.parse(
+            text.replace("file_name_id=1 function_name_id=1", "file_name_id=3 function_name_id=1")
+        )
+    )
+    assert (source_of(flow.instructions["sum"]) or "").endswith(line)
 
 
 def test_frames_of_frameworks_and_helpers_are_passed_over() -> None:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import flax
 import jax
 import jaxlib
-import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from nnx_pipeline.tracing.installed import Frame, home_of, in_program, package_of
 
 # What JAX writes into the name stack of a recomputation, and into that of an equation of a backward
 # pass that is the transpose of one of the forward pass.
@@ -24,8 +24,6 @@ RECOMPUTED = "rematted_computation"
 TRANSPOSED = "transpose("
 
 _JAX = tuple(f"{Path(str(package.__file__)).parent}/" for package in (jax, jaxlib))
-_LIBRARIES = tuple(f"{Path(str(package.__file__)).parent}/" for package in (flax, optax))
-_TRACING = (f"{Path(__file__).parent}/",)  # what calls a user's function is no line of the user's
 _NUMPY, _PMAP = f"{_JAX[0]}_src/numpy/", f"{_JAX[0]}_src/pmap.py"
 # Functions of jax.numpy that ask for a cast.
 _CASTS = {"astype", "asarray", "array"}
@@ -54,20 +52,18 @@ NOWHERE = Location("", 0, "")
 
 
 def location_of(equations: Sequence[Any]) -> Location:
-    """The line of source that made an equation: the innermost one outside JAX, Flax and Optax.
+    """The line of source that made an equation: the innermost one of the program's own code.
 
-    Where there is none, it is the innermost line outside JAX.
+    That is the user's, or where all of the stack is installed the package's (`installed`).
 
     - `equations`: the equation and those around it, innermost first. They are needed because a
       function that JAX itself jits, such as `jax.nn.one_hot`, does not record who calls it; the
       equation of the call does.
     """
-    stacks = [[frame for frame in _frames(e) if not _is_in(frame, _JAX)] for e in equations]
-    for frames in stacks:
-        own = [frame for frame in frames if not _is_in(frame, _LIBRARIES)]
-        if own:
-            return _location(own)
-    return next((_location(frames) for frames in stacks if frames), NOWHERE)
+    stacks = [_outside_jax(equation) for equation in equations]
+    home = home_of(stacks)
+    own = ([one for one in stack if package_of(one[0]) == home] for stack in stacks)
+    return next((_location(frames) for frames in own if frames), NOWHERE)
 
 
 def function_of(equation: Any) -> tuple[str, str]:
@@ -191,8 +187,13 @@ def _is_in(frame: traceback.FrameSummary, folders: tuple[str, ...]) -> bool:
     return frame.filename.startswith(folders)
 
 
-def _location(frames: list[traceback.FrameSummary]) -> Location:
-    *around, frame = frames
-    around = [one for one in around if not _is_in(one, _TRACING)]
-    caller = f"{around[-1].filename}:{around[-1].lineno} ({around[-1].name})" if around else ""
-    return Location(frame.filename, frame.lineno or 0, frame.name, caller)
+def _outside_jax(equation: Any) -> tuple[Frame, ...]:
+    """The frames of the measured program outside JAX, innermost first."""
+    frames = [frame for frame in reversed(_frames(equation)) if not _is_in(frame, _JAX)]
+    return in_program([(frame.filename, frame.lineno or 0, frame.name) for frame in frames])
+
+
+def _location(frames: Sequence[Frame]) -> Location:
+    (file, line, function), *around = frames
+    caller = "{}:{} ({})".format(*around[0]) if around else ""
+    return Location(file, line, function, caller)

@@ -1,11 +1,12 @@
 """Finds the source line and the JAX operation that a value of a compiled program comes from.
 
 The metadata of an instruction names them, with a stack of Python frames. The frame taken is the
-innermost one that belongs neither to a framework nor to a file called `sharding.py`, which by its
-name holds helpers that only place arrays. Many instructions that own memory have no line, or only
-that of the loop around them: copies, bitcasts, tuples, the state of loops, the buffers in which a
-loop stacks its results, fusions, and conversions that a compiler inserts. Their line is searched
-for in this order:
+innermost one of the program's own code (see `tracing.installed`) outside of files called
+`sharding.py`, which by their name hold helpers that only place arrays. Where several stacks lead to
+one line, as with a helper, the caller beside it is the nearest frame in which they differ. Many
+instructions that own memory have no line, or only that of the loop around them: copies, bitcasts,
+tuples, the state of loops, the buffers in which a loop stacks its results, fusions, and conversions
+that a compiler inserts. Their line is searched for in this order:
 
 1. Backwards, along `Flow.sources`: through moves, into the result of a fusion or a call, from a
    loop's state to what its body puts there, from an in-place update to what it writes, from an
@@ -21,16 +22,16 @@ for in this order:
 from __future__ import annotations
 
 import re
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
+from functools import cached_property
 
 from nnx_pipeline.lab.hlo.dataflow import Flow, Value
-from nnx_pipeline.lab.hlo.frames import Frame
 from nnx_pipeline.lab.hlo.module import Instruction
+from nnx_pipeline.tracing.installed import Frame
 
 MOST_STEPS = 4000  # of a search in one direction; after that, the next rule applies
 
-_FRAMEWORKS = re.compile(r"[/\\](site|dist)-packages[/\\](jax|jaxlib|flax|optax|chex)[/\\]")
 _HELPERS = re.compile(r"[/\\]sharding\.py$")
 _JITTED = re.compile(r"(?:^|[/(])jit\(([^()]*)\)")
 # The line of these is that of a whole loop or call, or says nothing about the values they pass on.
@@ -45,42 +46,49 @@ class Origin:
     - `operation`: its op_name, or the name of the program's argument that the value is a copy of;
       "" where neither is known.
     - `source`: the line as `file.py:12`, None where it is not known.
+    - `caller`: the line that called the function of that line, where several lead to it.
     """
 
     instruction: Instruction | None
     operation: str
     source: str | None
+    caller: str | None = None
 
 
 def source_of(instruction: Instruction) -> str | None:
-    """The innermost frame of the user's code in an instruction's metadata, as `file.py:12`."""
-    frame = _frame_of(instruction)
-    return f"{frame[0]}:{frame[1]}" if frame else None
+    """The line of the program's own code in an instruction's metadata, as `file.py:12`."""
+    stack = _stack_of(instruction)
+    return _line(stack[0]) if stack else None
 
 
-def _frame_of(instruction: Instruction) -> Frame | None:
-    """The innermost frame outside frameworks and helpers, else outside frameworks, else any."""
-    named = [frame for frame in instruction.frames if not frame[0].startswith("<")]
-    own = [frame for frame in named if not _FRAMEWORKS.search(frame[0])]
-    asked = [frame for frame in own if not _HELPERS.search(frame[0])]
-    return next(iter(asked or own or named), None)
+def _line(frame: Frame) -> str:
+    return f"{frame[0]}:{frame[1]}"
 
 
-def _is_of_another_call(instruction: Instruction, one_line: frozenset[str]) -> bool:
-    """Whether an instruction's line may be that of another call of a jitted function.
+def _stack_of(instruction: Instruction) -> tuple[Frame, ...]:
+    """The frames of an instruction from that of its line outwards."""
+    frames = instruction.frames
+    helpers = (at for at, frame in enumerate(frames) if not _HELPERS.search(frame[0]))
+    return frames[next(helpers, 0) :]
+
+
+def _inner_jits(instruction: Instruction) -> list[str]:
+    """The names of the jitted functions that an instruction is in, without the whole program."""
+    return _JITTED.findall((instruction.op_name or "").partition("/")[2])
+
+
+def _stack_in_call(instruction: Instruction) -> tuple[Frame, ...]:
+    """The frames from that of its line outwards that are right whatever called the function.
 
     JAX traces a jitted function once for all its calls, which then all carry the frames of the
     first call. That includes functions of JAX itself such as `jnp.where`. Only the frames inside
-    the function are right, or all frames where a single line calls it.
+    the function are right.
     """
-    # The first part of the path is the whole program, which is called once.
-    inner = _JITTED.findall((instruction.op_name or "").partition("/")[2])
-    if not inner or one_line.issuperset(inner):
-        return False
-    names = [frame[2].rpartition(".")[2] for frame in instruction.frames]
-    chosen = _frame_of(instruction)
-    last = len(names) - 1 - names[::-1].index(inner[-1]) if inner[-1] in names else -1
-    return chosen is None or instruction.frames.index(chosen) > last
+    stack, inner = _stack_of(instruction), _inner_jits(instruction)
+    if not inner:
+        return stack
+    names = [frame[2].rpartition(".")[2] for frame in stack]
+    return stack[: len(names) - names[::-1].index(inner[-1])] if inner[-1] in names else ()
 
 
 class Origins:
@@ -110,10 +118,38 @@ class Origins:
         if found is None and here is not None:
             loop = here if here.opcode == "while" else self.flow.loop_of(here.name)
             speaker = next((item for item in (here, loop) if item and source_of(item)), here)
-            return Origin(here, named or speaker.op_name or "", source_of(speaker))
+            operation = named or speaker.op_name or ""
+            return Origin(here, operation, source_of(speaker), self._caller(speaker))
         if found is None:
             return Origin(None, named or "", None)
-        return Origin(found, self._argument_name(value) or found.op_name or "", source_of(found))
+        operation = self._argument_name(value) or found.op_name or ""
+        return Origin(found, operation, source_of(found), self._caller(found))
+
+    def _caller(self, instruction: Instruction) -> str | None:
+        """The nearest frame by which a stack differs from the others that lead to its line."""
+        stack = tuple(dict.fromkeys(_stack_in_call(instruction)))
+        alike = self._stacks[stack[0]] if stack else set()
+        for depth, frame in enumerate(stack):
+            there = [other for other in alike if len(other) > depth]
+            alike = {other for other in there if other[depth] == frame}
+            if len(alike) < len(there):
+                return _line(frame)
+        return None
+
+    @cached_property
+    def _stacks(self) -> dict[Frame, set[tuple[Frame, ...]]]:
+        """Every stack that leads to a line, by the frame of that line; each frame of it once.
+
+        A loop in a loop has the frames around it twice.
+        """
+        found: dict[Frame, set[tuple[Frame, ...]]] = defaultdict(set)
+        known = {}
+        for item in self.flow.instructions.values():
+            known[id(item.frames), tuple(_inner_jits(item)[-1:])] = item
+        for item in known.values():
+            if stack := tuple(dict.fromkeys(_stack_in_call(item))):
+                found[stack[0]].add(stack)
+        return found
 
     def has_own_line(self, instruction: Instruction) -> bool:
         """Whether an instruction has a line of its own, and not that of a loop or another call."""
@@ -122,7 +158,8 @@ class Origins:
             return False
         if (instruction.op_name or "").endswith("/while"):
             return False  # a copy that was made for a loop, under the loop's name
-        if _is_of_another_call(instruction, self.one_line):
+        inner = _inner_jits(instruction)
+        if not self.one_line.issuperset(inner) and not _stack_in_call(instruction):
             return False
         loop = self.flow.loop_of(instruction.name)
         return loop is None or source_of(loop) != source

@@ -144,6 +144,7 @@ def _buffer(placed: Placed, held: int, origin: Origin, role: str) -> Buffer:
         shape=placed.shape,
         operation=origin.operation,
         source=origin.source,
+        caller=origin.caller,
         role=role,
         first=placed.first,
         last=placed.last,

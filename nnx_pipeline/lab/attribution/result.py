@@ -46,6 +46,7 @@ class Buffer:
     - `source`: the line such as "path/file.py:123", None where the compiler gives none.
     - `role`: one of ROLES.
     - `first`, `last`: the positions in the program's schedule between which the value is live.
+    - `caller`: the line that called the function of that line; None unless several do.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Buffer:
     role: str
     first: int
     last: int
+    caller: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,19 +116,35 @@ class Attribution:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BufferDifference:
+class Side:
+    """What the buffers of one of two programs are; the fields are as in `Buffer`."""
+
+    operation: str
+    source: str | None
+    role: str
+    caller: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferDifference(Side):
     """The bytes that two programs hold in buffers that correspond to each other; see `difference`.
 
     - `a_bytes`, `b_bytes`: summed over the buffers of each program, per device.
-    - `shape`, `operation`, `source`, `role`: as in `Buffer`.
+    - `shape`: as in `Buffer`.
+    - `operation`, `source`, `role`, `caller`: of the larger side, at equal size those of b.
+    - `smaller`: those of the other side; None where it holds nothing.
     """
 
     a_bytes: int
     b_bytes: int
     shape: str
-    operation: str
-    source: str | None
-    role: str
+    smaller: Side | None = None
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        """What the buffers of a and of b are; the same where one of them holds nothing."""
+        other = self.smaller or self
+        return (self, other) if self.a_bytes > self.b_bytes else (other, self)
 
     @property
     def change(self) -> int:
@@ -142,9 +160,9 @@ def difference(a: Attribution, b: Attribution) -> tuple[BufferDifference, ...]:
     Buffers are summed by source line, operation (without the name of the jitted function) and
     shape. What only one of the programs has is then paired with what only the other one has: first
     by line and shape (the same line under another path of operations, as with recomputation), then
-    by role, last operation and shape (the same code on another line). A pair has the operation,
-    line and role of its larger side, at equal size those of b. Rows without a change are left out;
-    the changes of the others sum to the difference between the heaps.
+    by role, last operation and shape (the same code on another line). A pair says what it is on
+    each side. Rows without a change are left out; the changes of the others sum to the difference
+    between the heaps.
     """
     rows = _paired(_sums(a, 0) + _sums(b, 1), _exact)
     for alike in (_same_line, _same_work):
@@ -160,8 +178,8 @@ def _sums(attribution: Attribution, side: int) -> list[BufferDifference]:
     """
     groups: dict[Hashable, list[Buffer]] = defaultdict(list)
     for buffer in attribution.buffers:
-        key = (buffer.source, buffer.operation, buffer.shape, buffer.shape == "" and buffer.role)
-        groups[key].append(buffer)
+        line = buffer.source, buffer.caller
+        groups[line, buffer.operation, buffer.shape, buffer.role].append(buffer)
     return [
         BufferDifference(
             a_bytes=0 if side else sum(buffer.bytes for buffer in group),
@@ -169,6 +187,7 @@ def _sums(attribution: Attribution, side: int) -> list[BufferDifference]:
             shape=group[0].shape,
             operation=group[0].operation,
             source=group[0].source,
+            caller=group[0].caller,
             role=group[0].role,
         )
         for group in groups.values()
@@ -176,13 +195,13 @@ def _sums(attribution: Attribution, side: int) -> list[BufferDifference]:
 
 
 def _exact(row: BufferDifference) -> Hashable:
-    """Equal for rows of the same line, operation and shape."""
-    return row.source, _FUNCTION.sub("", row.operation), row.shape, _kind(row)
+    """Equal for rows of the same line, operation, shape and role."""
+    return row.source, row.caller, _FUNCTION.sub("", row.operation), row.shape, row.role
 
 
 def _same_line(row: BufferDifference) -> Hashable:
     """Equal for rows of the same line and shape, by whatever path of operations."""
-    return row.source, row.shape, _kind(row)
+    return row.source, row.caller, row.shape, _kind(row)
 
 
 def _same_work(row: BufferDifference) -> Hashable:
@@ -213,12 +232,6 @@ def _paired(
 
 
 def _joined(a: BufferDifference, b: BufferDifference) -> BufferDifference:
-    larger = a if a.a_bytes > b.b_bytes else b
-    return BufferDifference(
-        a_bytes=a.a_bytes,
-        b_bytes=b.b_bytes,
-        shape=larger.shape,
-        operation=larger.operation,
-        source=larger.source,
-        role=larger.role,
-    )
+    larger, smaller = (a, b) if a.a_bytes > b.b_bytes else (b, a)
+    fields = {field.name: getattr(smaller, field.name) for field in dataclasses.fields(Side)}
+    return dataclasses.replace(larger, a_bytes=a.a_bytes, b_bytes=b.b_bytes, smaller=Side(**fields))

@@ -13,8 +13,8 @@ The rules apply in this order, and the first that matches gives the role.
        part by part: `gradient accumulator`. Where it is written part by part, the loop must be of
        the backward pass (`transpose(` in the operation's path). Where it is added to, nothing else
        in the loop may read it, unlike a layer's input that is added to the layer's output;
-    b. written part by part by a forward loop, and read by an operation of the backward pass:
-       `saved residual`;
+    b. written part by part by a forward loop, and read by an operation of the backward pass, or by
+       a loop that recomputes, and read by one that does not: `saved residual`;
     c. received or summed by a collective in the loop: `collective buffer`;
     d. anything else: `scan carry`.
 4.  The result of a collective, or the operand of an asynchronous one: `gradient` where it is the
@@ -126,12 +126,13 @@ class Roles:
         if not initial:
             return None  # the body passes it on unchanged, so that it is still the initial value
         writer = self._writer(written)
-        backward = self._is_backward(writer) or self._is_backward(loop)
+        again = any(RECOMPUTED in (item.op_name or "") for item in (writer, loop))
+        backward = not again and (self._is_backward(writer) or self._is_backward(loop))
         stacked = writer.opcode == "dynamic-update-slice"
         summed = (stacked and backward) or self._adds_to(writer, state)
         if self._has_backward and summed and self._like_parameter(shape):
             return "gradient accumulator"
-        if stacked and not backward and self._read_backward(state):
+        if stacked and not backward and self._read_backward(state, again=again):
             return "saved residual"
         return "collective buffer" if collective(writer.opcode) else "scan carry"
 
@@ -238,12 +239,17 @@ class Roles:
     def _is_backward(self, instruction: Instruction) -> bool:
         return "transpose(" in (instruction.op_name or "")
 
-    def _read_backward(self, value: Value) -> bool:
-        """Whether an operation of the backward pass reads a value, also after it is passed on."""
+    def _read_backward(self, value: Value, *, again: bool = False) -> bool:
+        """Whether an operation of the backward pass reads a value, also after it is passed on.
+
+        - `again`: whether operations that recompute do not count.
+        """
         pending, seen = [value], {value}
         while pending and len(seen) < _MOST_READERS:
             for reader, passed_on in self.flow.readers(pending.pop()):
-                if self._is_backward(reader) and reader.opcode not in ("parameter", "tuple"):
+                counts = not again or RECOMPUTED not in (reader.op_name or "")
+                passes = ("parameter", "tuple", *(("while",) if again else ()))
+                if counts and self._is_backward(reader) and reader.opcode not in passes:
                     return True
                 following = passed_on or (None if reader.op_name else (reader.name, ()))
                 if following and following not in seen:

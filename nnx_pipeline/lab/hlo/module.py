@@ -17,8 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from nnx_pipeline.lab.hlo.frames import Frame, Frames
+from nnx_pipeline.lab.hlo.frames import Frames
 from nnx_pipeline.lab.hlo.text import COMMENT, Scanner, split_at_commas
+from nnx_pipeline.tracing.installed import Frame
 
 _ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
 _MODULE = re.compile(r"\s*HloModule\s+([^\s,]+)")
@@ -109,7 +110,7 @@ class Instruction:
     - `attributes`: the text of every attribute by its name.
     - `op_name`: the path of JAX operations that it comes from, None if the text has none.
     - `source_file`, `source_line`: those of the innermost Python frame, None if the text has none.
-    - `frames`: all frames that the text has, innermost first: file, line and function.
+    - `frames`: those of the program's own code, innermost first: file, line and function.
     - `in_host_memory`: whether the result, or a part of it, lies in the memory of the host.
     """
 
@@ -255,7 +256,7 @@ def _head(scanner: Scanner) -> tuple[str, Frames, dict[str, str], int]:
         while row := _ROW.match(scanner.text, at):
             at = scanner.quotation_or_group(row.end())
             rows[row[1]] = scanner.text[row.end() : at]
-    return header[1], Frames(tables), attributes, at
+    return header[1], Frames(tables, header[1]), attributes, at
 
 
 def _computation(scanner: Scanner, at: int, frames: Frames) -> tuple[bool, Computation, int]:

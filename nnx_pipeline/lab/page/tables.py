@@ -11,7 +11,7 @@ from nnx_pipeline.lab.page.charts import Arm, roles_of
 from nnx_pipeline.lab.page.markup import Markup, element, joined
 from nnx_pipeline.lab.report.account_table import OTHER_ROWS, account_rows
 from nnx_pipeline.lab.report.colours import role_colour
-from nnx_pipeline.lab.report.memory_tables import short_operation, short_source
+from nnx_pipeline.lab.report.memory_tables import both, short_line, short_operation
 from nnx_pipeline.lab.report.tables import megabytes, teraflops
 from nnx_pipeline.lab.report.time_table import BASES, milliseconds, shares
 
@@ -102,12 +102,11 @@ def swatch(role: str) -> Markup:
     )
 
 
-def what(shape: str, source: str | None, operation: str) -> list[Markup]:
-    """What a buffer is: its shape, the line it comes from, and JAX's operation."""
-    said = short_operation(operation)
+def what(shape: str, line: str, said: str) -> list[Markup]:
+    """What a buffer is: its shape, the line it comes from, and JAX's operation, in short."""
     return [
         element("span", shape or said or "no value", class_="code"),
-        element("span", short_source(source), class_="quiet code") if source else joined(),
+        element("span", line, class_="quiet code") if line != DASH else joined(),
         element("span", said, class_="quiet") if said and shape else joined(),
     ]
 
@@ -120,7 +119,7 @@ def buffers_table(caption: str, groups: Sequence[Sequence[Buffer]]) -> Markup:
         operation = buffer.operation or ("" if buffer.source else buffer.name)
         rows.append(
             (
-                what(buffer.shape, buffer.source, operation),
+                what(buffer.shape, short_line(buffer), short_operation(operation)),
                 (swatch(buffer.role), buffer.role),
                 f"{1 + len(more)}" if more else "",
                 megabytes(size),
@@ -133,8 +132,12 @@ def differences_table(caption: str, rows: Sequence[BufferDifference]) -> Markup:
     """A table of what changed, buffer by buffer, largest change first."""
     cells = [
         (
-            what(row.shape, row.source, row.operation),
-            (swatch(row.role), row.role),
+            what(
+                row.shape,
+                both(row, short_line),
+                both(row, lambda side: short_operation(side.operation)),
+            ),
+            (swatch(row.role), both(row, lambda side: side.role)),
             megabytes(row.a_bytes),
             megabytes(row.b_bytes),
             change(row.a_bytes, row.b_bytes),

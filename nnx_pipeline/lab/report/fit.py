@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from rich.text import Text
 
 from nnx_pipeline.lab.compile.measure import Measurement
-from nnx_pipeline.lab.report.memory_tables import grouped, megabytes, short_source
+from nnx_pipeline.lab.report.memory_tables import grouped, megabytes, short_line
 
 NAMED = 3  # the largest buffers that are named
 _WORTH_NAMING = 0.01  # of what must fit
@@ -45,7 +45,7 @@ def fit_lines(measurement: Measurement, advice: Mapping[str, str] = ADVICE) -> l
     lines += [
         Text(
             f"  {megabytes(size)} MB: {group[0].role}, "
-            f"{group[0].shape or 'no array'}, {short_source(group[0].source)}"
+            f"{group[0].shape or 'no array'}, {short_line(group[0])}"
         )
         for group, size in largest
     ]

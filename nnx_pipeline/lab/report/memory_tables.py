@@ -2,14 +2,14 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from nnx_pipeline.lab.attribution.result import Attribution, Buffer, BufferDifference
+from nnx_pipeline.lab.attribution.result import Attribution, Buffer, BufferDifference, Side
 from nnx_pipeline.lab.report.columns import Column, Columns, figures
 
 TOP = 5  # rows of the table of differences below an A/B comparison
@@ -20,7 +20,7 @@ _WHAT = (
     Column("role"),
     Column("shape", 3),
     Column("operation", 2),
-    Column("source", 1, shorter=lambda source: "/".join(source.split("/")[-2:])),
+    Column("source", 1, shorter=lambda source: re.sub(r"[^ ]+/(?=[^ ]*/)", "", source)),
 )
 
 # Parts of an operation's path (JAX's op_name) that only say that something was called, in a loop or
@@ -73,14 +73,22 @@ def difference_view(title: str, rows: Sequence[BufferDifference], *, top: int = 
             _size(row.a_bytes),
             _size(row.b_bytes),
             _signed(row.change),
-            row.role,
+            both(row, lambda side: side.role),
             row.shape,
-            short_operation(row.operation),
-            short_source(row.source),
+            both(row, lambda side: short_operation(side.operation)),
+            both(row, short_line),
         )
     if rest := rows[top:]:
         table.add_row("", "", _signed(sum(row.change for row in rest)), f"{len(rest)} more")
     return table
+
+
+def both(row: BufferDifference, said: Callable[[Side], str]) -> str:
+    """What a row says of its side a and of b, `a → b`; once where that is the same.
+
+    - `said`: the words for one side.
+    """
+    return " → ".join(dict.fromkeys(map(said, row.sides)))
 
 
 def short_operation(operation: str) -> str:
@@ -121,12 +129,19 @@ def short_source(source: str | None) -> str:
     return f"{Path(*file.parts[-3:])}:{line}"
 
 
+def short_line(what: Buffer | Side) -> str:
+    """The line of a buffer, and behind it that of the caller: `a/m.py:3 from n.py:7`."""
+    caller = f" from {Path(what.caller).name}" if what.caller else ""
+    return short_source(what.source) + caller
+
+
 def grouped(buffers: Sequence[Buffer]) -> list[list[Buffer]]:
     """The buffers in groups that would read the same in a table, largest sum first."""
     groups: dict[tuple[str | None, ...], list[Buffer]] = defaultdict(list)
     for buffer in buffers:
         what = buffer.shape or ("" if buffer.source else buffer.name)
-        groups[buffer.role, what, short_operation(buffer.operation), buffer.source].append(buffer)
+        operation = short_operation(buffer.operation)
+        groups[buffer.role, what, operation, buffer.source, buffer.caller].append(buffer)
     return sorted(groups.values(), key=lambda group: -sum(buffer.bytes for buffer in group))
 
 
@@ -173,7 +188,7 @@ def _what(group: list[Buffer]) -> tuple[str, ...]:
         buffer.role,
         buffer.shape,
         short_operation(buffer.operation) or ("" if buffer.source else buffer.name),
-        short_source(buffer.source),
+        short_line(buffer),
     )
 
 
