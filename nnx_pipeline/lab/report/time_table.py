@@ -11,6 +11,7 @@ from nnx_pipeline.lab.report.columns import Column, Columns, figures
 from nnx_pipeline.lab.report.memory_tables import short_source
 from nnx_pipeline.lab.timing.result import PASSES, Row, Time
 
+_BOUNDED = ("compute_seconds", "step_seconds")
 BASES = {"cycles": "by the compiler's cycles", "roofline": "a roofline: no program reaches it"}
 
 
@@ -24,12 +25,12 @@ def time_table(time: Time | None) -> RenderableType:
     table = Table(title=f"estimated time, {BASES[time.basis]}", title_justify="left")
     table.add_column("", no_wrap=True)
     table.add_column("ms", justify="right", no_wrap=True)
-    table.add_row("compute", milliseconds(time.compute_seconds))
+    table.add_row("compute", estimated(time, "compute_seconds"))
     if time.compute_seconds is None:
         table.add_row("  of this, known", milliseconds(time.known_seconds))
     table.add_row("+ collectives that the compute waits for", milliseconds(time.exposed_seconds))
     table.add_row("+ transfers that the compute waits for", milliseconds(time.memory_wait_seconds))
-    table.add_row("= step", milliseconds(time.step_seconds))
+    table.add_row("= step", estimated(time, "step_seconds"))
     table.add_section()
     table.add_row("all collectives", milliseconds(time.collective_seconds))
     hidden, stopping = time.range_seconds or (None, None)
@@ -82,6 +83,17 @@ def shares(time: Time) -> str:
     parts = [f"{name} {value:.1%}" for name, value in told if value is not None]
     count = "–" if time.launches is None else f"{time.launches:,}"
     return ", ".join([*parts, f"{count} launches"])
+
+
+def estimated(time: Time | None, figure: str) -> str:
+    """A figure of the estimate in milliseconds, with ≥ where it is a lower bound.
+
+    - `time`: the estimate; None for a dash.
+    - `figure`: one of the seconds of a `Time`.
+    """
+    seconds = getattr(time, figure) if time else None
+    is_least = time is not None and time.is_lower_bound and figure in _BOUNDED
+    return "≥ " * (is_least and seconds is not None) + milliseconds(seconds)
 
 
 def milliseconds(seconds: float | None) -> str:
