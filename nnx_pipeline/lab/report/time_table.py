@@ -34,8 +34,8 @@ def time_table(time: Time | None) -> RenderableType:
     table.add_section()
     table.add_row("all collectives", milliseconds(time.collective_seconds))
     hidden, stopping = time.range_seconds or (None, None)
-    table.add_row("step if all of them were hidden", milliseconds(hidden))
-    table.add_row("step if none of them were", milliseconds(stopping))
+    table.add_row("step if all of them were hidden", _bounded(time, hidden))
+    table.add_row("step if none of them were", _bounded(time, stopping))
     if time.host_seconds:
         table.add_row("all transfers to and from the host", milliseconds(time.host_seconds))
     return Group(table, Text(shares(time)))
@@ -80,7 +80,12 @@ def _cells(rows: Sequence[Row]) -> list[str]:
 def shares(time: Time) -> str:
     """What part of the step is useful, and how many instructions are launched, as one line."""
     told = [("MFU", time.mfu), ("HFU", time.hfu), ("bubble", time.bubble_share)]
-    parts = [f"{name} {value:.1%}" for name, value in told if value is not None]
+    most = "≤ " * time.is_lower_bound
+    parts = [
+        f"{name} {'' if name == 'bubble' else most}{value:.1%}"
+        for name, value in told
+        if value is not None
+    ]
     count = "–" if time.launches is None else f"{time.launches:,}"
     return ", ".join([*parts, f"{count} launches"])
 
@@ -91,9 +96,14 @@ def estimated(time: Time | None, figure: str) -> str:
     - `time`: the estimate; None for a dash.
     - `figure`: one of the seconds of a `Time`.
     """
-    seconds = getattr(time, figure) if time else None
-    is_least = time is not None and time.is_lower_bound and figure in _BOUNDED
-    return "≥ " * (is_least and seconds is not None) + milliseconds(seconds)
+    if time is None:
+        return milliseconds(None)
+    seconds = getattr(time, figure)
+    return _bounded(time, seconds) if figure in _BOUNDED else milliseconds(seconds)
+
+
+def _bounded(time: Time, seconds: float | None) -> str:
+    return "≥ " * (time.is_lower_bound and seconds is not None) + milliseconds(seconds)
 
 
 def milliseconds(seconds: float | None) -> str:

@@ -36,7 +36,7 @@ def _line(items: list[Unread]) -> str:
     figures = " and in ".join(FIGURES[figure] for figure in first.figures)
     names = [_called(item) for item in items[:SHOWN] if item.name]
     names += [f"{len(items) - SHOWN} more"] if len(items) > SHOWN else []
-    how = "at least so long" if first.figures == ("time_bound",) else "not"
+    how = "only a lower bound" if first.figures == ("time_bound",) else "not"
     return f"{how} in {figures}: {' '.join([first.what, ', '.join(names)]).strip()}: {first.reason}"
 
 
