@@ -13,11 +13,13 @@ from nnx_pipeline.lab.attribution.result import Buffer
 from nnx_pipeline.lab.comparison.outcome import Outcome, Question, compare_measurements
 from nnx_pipeline.lab.comparison.sweep import Point, Sweep
 from nnx_pipeline.lab.compile.measure import Measurement
+from nnx_pipeline.lab.hlo.unread import Unread
 from nnx_pipeline.lab.report import tables as report
 from nnx_pipeline.lab.report.account_table import TOTAL
 from nnx_pipeline.lab.report.memory_tables import difference_view, memory_view
 from nnx_pipeline.lab.report.sweep_table import COLUMNS, sweep_view
 from nnx_pipeline.lab.report.time_table import lines_table, milliseconds, time_table
+from nnx_pipeline.lab.report.unread import unread_lines
 from nnx_pipeline.lab.timing.result import Row
 
 LONG = "tests.programs_of_somebody:gradients_of_every_microbatch_side_by_side"
@@ -133,6 +135,19 @@ def test_time_that_is_partly_unknown() -> None:
     assert figures["= step"] == figures["step if all of them were hidden"] == "–"
     assert "MFU" not in shown
     assert "– launches" in shown
+
+
+def test_a_lower_bound_is_shown_as_one() -> None:
+    shown = text(time_table(dataclasses.replace(TIME, is_lower_bound=True)))
+    figures = dict(re.findall(r"│ +(.+?) +│ +([≥ \d.,–]+?) │", shown))
+    assert (figures["compute"], figures["= step"]) == ("≥ 35.31", "≥ 46.25")
+    assert figures["step if all of them were hidden"] == "≥ 35.31"
+    assert figures["all collectives"] == "11.40"
+    assert "MFU ≤ 3.0%, HFU ≤ 12.4%, bubble 27.3%" in shown
+    sort = Unread(name="s", what="sort", figures=("time_bound",), executed=2, reason="unknown")
+    found = dataclasses.replace(measurement(attribution()), unread=(sort,))
+    line = "only a lower bound in the estimated time: sort s (2 times per step): unknown"
+    assert unread_lines([found]) == [line]
 
 
 def test_a_verdict_names_its_figure() -> None:

@@ -44,6 +44,15 @@ def test_a_device_has_what_its_compiler_says(topology: str) -> None:
     assert refused(f"tpu:{topology}").needed_bytes / 2**30 == pytest.approx(needed, abs=0.006)
 
 
+def test_both_cores_of_a_v4_are_one_device() -> None:
+    """So are they where programs run: 30.75 GiB, as messages of its users say."""
+    v4 = Platform.parse("tpu:v4:2x2x1")
+    places = [tuple(device.coords) for device in v4.devices(1)]
+    assert sorted(places) == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
+    assert v4.memory_bytes() == 30.75 * 2**30
+    assert "30.75G" in refused(str(v4)).notes[0]
+
+
 def test_it_has_an_account_and_no_figure_that_nobody_knows() -> None:
     found = refused(V5E)
     memory = found.memory

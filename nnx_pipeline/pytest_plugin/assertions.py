@@ -9,7 +9,7 @@ from nnx_pipeline.errors import InputError, counted, nearest, printable
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.report.memory_tables import grouped, short_operation, short_source
 from nnx_pipeline.lab.report.tables import CPU_WARNING, compiler, megabytes
-from nnx_pipeline.lab.report.time_table import milliseconds, rows_by_line, seconds_of
+from nnx_pipeline.lab.report.time_table import estimated, milliseconds, rows_by_line, seconds_of
 from nnx_pipeline.lab.report.unread import unread_lines
 
 TOP = 8  # rows of buffers, or of lines of source, in a message
@@ -224,12 +224,12 @@ def _estimated(measurement: Measurement) -> list[str]:
     if time is None:
         return []
     told = (
-        ("step", time.step_seconds),
-        ("compute", time.compute_seconds),
-        ("waiting for collectives", time.exposed_seconds),
-        ("waiting for transfers", time.memory_wait_seconds),
+        ("step", estimated(time, "step_seconds")),
+        ("compute", estimated(time, "compute_seconds")),
+        ("waiting for collectives", milliseconds(time.exposed_seconds)),
+        ("waiting for transfers", milliseconds(time.memory_wait_seconds)),
     )
-    return ["ms by estimate: " + ", ".join(f"{name} {milliseconds(it)}" for name, it in told)]
+    return ["ms by estimate: " + ", ".join(f"{name} {shown}" for name, shown in told)]
 
 
 def _longest_lines(measurement: Measurement) -> list[str]:

@@ -8,6 +8,7 @@ from nnx_pipeline.experiments.useful import bubble_share, flops_outside_layers, 
 from nnx_pipeline.lab.attribution.floor import Floor, LeastTime, Term
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.timing.devices import Device, device_of
+from nnx_pipeline.lab.timing.precision import Asked, product_rate
 from nnx_pipeline.mesh import MeshConfig
 
 HLO_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
@@ -57,7 +58,8 @@ def _arguments(sizes: Sizes) -> tuple[Term, ...]:
 
 
 def _least_time(config: Config, mesh: MeshConfig, device: Device | None) -> LeastTime | None:
-    rate = device.product_rate(HLO_DTYPES[config.model.dtype]) if device else None
+    dtype = HLO_DTYPES[config.model.dtype]
+    rate = product_rate(device, Asked((dtype, dtype))) if device else None
     # Quantized products may be faster than those of dtype, which gives no bound then.
     if rate is None or config.model.quantization:
         return None

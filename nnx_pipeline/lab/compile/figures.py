@@ -90,7 +90,7 @@ def read_program(
         attribution=attribute(placed, module, temp_bytes, one_line) if placed else None,
         assigned=beside,
         time=estimate.time if estimate else None,
-        unread=(*merged(found), *unreadable),
+        unread=(*merged(found), *(estimate.bounds if estimate else ()), *unreadable),
         notes=branch_notes(module, runs, shares),
     )
 

@@ -42,11 +42,11 @@ _TPU_ENVIRONMENT = {
 }
 
 # The memory of one device in GiB: for a program that is too large the compiler (libtpu 0.0.42.1)
-# says "available HBM (95.74G)". A chip of v2, v3, v4 and tpu7x is two devices there.
+# says "available HBM (95.74G)". A chip of v2, v3 and tpu7x is two devices there.
 _TPU_MEMORY = {
     "v2": 7.48,
     "v3": 15.48,
-    "v4": 15.25,
+    "v4": 30.75,
     "v5e": 15.75,
     "v5p": 95.74,
     "v6e": 31.25,
@@ -245,7 +245,10 @@ def _tpu_devices(platform: Platform) -> Sequence[Any]:
         )
     for name, value in platform.environment.items():
         os.environ.setdefault(name, value)
-    return _topology(platform, topology_name=f"{platform.target}:{platform.topology}")
+    # Where programs run both cores of a v4 are one device; by default the compiler has two.
+    chip = {"chip_config_name": "megacore"} if platform.target == "v4" else {}
+    name = f"{platform.target}:{platform.topology}"
+    return _topology(platform, topology_name=name, **chip)
 
 
 def _cuda_devices(platform: Platform) -> Sequence[Any]:

@@ -19,9 +19,10 @@ class Unread:
     - `name`: of the instruction, "" for a text.
     - `what`: its opcode, or the target of a custom call; for a text, which one it is.
     - `figures`: the figures that leave it out: `flops`, `collectives`, `time`, `buffers` (their
-      roles and source lines) or `account`.
+      roles and source lines) or `account`. `time_bound` alone stands for an instruction that
+      counts in the time with the least that it takes.
     - `executed`: how often it runs per step, None where that is not known.
-    - `reason`: why it is left out.
+    - `reason`: why it is left out, or counts with the least.
     """
 
     name: str

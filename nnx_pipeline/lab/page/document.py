@@ -28,7 +28,7 @@ from nnx_pipeline.lab.report.tables import (
     same_numbers,
     verdict_words,
 )
-from nnx_pipeline.lab.report.time_table import milliseconds
+from nnx_pipeline.lab.report.time_table import estimated
 from nnx_pipeline.lab.report.words import BUFFERS, MEMORY, TIME, VERDICTS
 
 MOST_ROWS = 12  # of buffers; all of them are in the JSON
@@ -180,7 +180,8 @@ def _pair(values: Sequence[int | None]) -> str:
 
 def _pair_of_steps(results: Sequence[Measurement | None]) -> str:
     """The estimated step of each program, a dash where nothing is known of it."""
-    return " → ".join(milliseconds(_step(result)) for result in results)
+    times = [result.time if result else None for result in results]
+    return " → ".join(estimated(time, "step_seconds") for time in times)
 
 
 def _step(result: Measurement | None) -> float | None:

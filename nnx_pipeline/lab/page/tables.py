@@ -13,7 +13,7 @@ from nnx_pipeline.lab.report.account_table import OTHER_ROWS, account_rows
 from nnx_pipeline.lab.report.colours import role_colour
 from nnx_pipeline.lab.report.memory_tables import both, short_line, short_operation
 from nnx_pipeline.lab.report.tables import megabytes, teraflops
-from nnx_pipeline.lab.report.time_table import BASES, milliseconds, shares
+from nnx_pipeline.lab.report.time_table import BASES, estimated, shares
 
 DASH = "–"
 _SMALLEST = 0.05e6  # bytes; anything less is shown as 0.0 MB
@@ -211,8 +211,7 @@ def _time_rows(results: Sequence[Measurement | None]) -> list[list[Any]]:
         ("all transfers to and from the host, ms", "host_seconds"),
     )
     rows: list[list[Any]] = [
-        [label, *(milliseconds(getattr(time, field)) if time else DASH for time in times)]
-        for label, field in fields
+        [label, *(estimated(time, field) for time in times)] for label, field in fields
     ]
     return [*rows, ["useful and launched", *(shares(time) if time else DASH for time in times)]]
 

@@ -8,7 +8,7 @@ from nnx_pipeline.lab.attribution.floor import Floor, Gap, Term, between
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.report.columns import Column, Columns
 from nnx_pipeline.lab.report.memory_tables import megabytes
-from nnx_pipeline.lab.report.time_table import milliseconds
+from nnx_pipeline.lab.report.time_table import estimated, milliseconds
 
 SMALLEST = 50_000  # bytes; a row below it would say 0.0 MB in every column
 _OF_TERMS = (Column(""), Column("MB", is_number=True), Column("formula", 1, is_prose=True))
@@ -52,7 +52,7 @@ def floor_lines(measurement: Measurement) -> list[str]:
         parts += f" + {milliseconds(floor.time.bubble_seconds)} bubble"
         step = time.step_seconds if time else None
         above = f"{step / floor.time.step_seconds:.1f} times the floor of " if step else "floor "
-        told.append(f"step: {milliseconds(step)} ms, {above}{least_ms} ({parts})")
+        told.append(f"step: {estimated(time, 'step_seconds')} ms, {above}{least_ms} ({parts})")
     return told
 
 

@@ -9,7 +9,7 @@ from nnx_pipeline.lab.comparison.sweep import Fit, Point, Sweep
 from nnx_pipeline.lab.report.columns import Column, Columns
 from nnx_pipeline.lab.report.memory_tables import megabytes
 from nnx_pipeline.lab.report.tables import closing_lines
-from nnx_pipeline.lab.report.time_table import milliseconds
+from nnx_pipeline.lab.report.time_table import estimated
 
 BYTES = ("temp_bytes", "heap_bytes", "peak_bytes", "account_bytes")
 # The columns, and the order in which a narrow screen leaves them out.
@@ -72,7 +72,7 @@ def _figures(point: Point) -> list[str]:
     return [
         *(megabytes(getattr(point.result.memory, name)) for name in BYTES),
         UNKNOWN if flops is None else f"{flops / 1e9:,.2f}",
-        *(milliseconds(point.figure(name)) for name in TIMES),
+        *(estimated(point.result.time, name) for name in TIMES),
     ]
 
 

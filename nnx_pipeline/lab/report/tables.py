@@ -20,7 +20,7 @@ from nnx_pipeline.lab.report.memory_tables import difference_view, megabytes
 from nnx_pipeline.lab.report.output import emit_json, show
 from nnx_pipeline.lab.report.sentences import closing_sentences
 from nnx_pipeline.lab.report.settings_lines import arm_lines, left_out_lines, settings_lines
-from nnx_pipeline.lab.report.time_table import milliseconds, time_table
+from nnx_pipeline.lab.report.time_table import estimated, time_table
 from nnx_pipeline.lab.report.unread import unread_lines
 
 CPU_WARNING = (
@@ -193,8 +193,8 @@ class _LeftOut:
 def _figures(result: Measurement | None, timed: bool) -> list[str]:
     """The figures of an arm: its memory, and its estimated step if any arm of the table has one."""
     sizes = [getattr(result.memory, f"{name}_bytes") if result else None for name in COLUMNS]
-    step = result.time.step_seconds if result and result.time else None
-    return [*map(megabytes, sizes), *([milliseconds(step)] if timed else [])]
+    step = estimated(result.time if result else None, "step_seconds")
+    return [*map(megabytes, sizes), *([step] if timed else [])]
 
 
 def _arms(outcome: Outcome) -> list[tuple[str, Measurement | None]]:

@@ -11,6 +11,7 @@ from nnx_pipeline.lab.report.columns import Column, Columns, figures
 from nnx_pipeline.lab.report.memory_tables import short_source
 from nnx_pipeline.lab.timing.result import PASSES, Row, Time
 
+_BOUNDED = ("compute_seconds", "step_seconds")
 BASES = {"cycles": "by the compiler's cycles", "roofline": "a roofline: no program reaches it"}
 
 
@@ -24,17 +25,17 @@ def time_table(time: Time | None) -> RenderableType:
     table = Table(title=f"estimated time, {BASES[time.basis]}", title_justify="left")
     table.add_column("", no_wrap=True)
     table.add_column("ms", justify="right", no_wrap=True)
-    table.add_row("compute", milliseconds(time.compute_seconds))
+    table.add_row("compute", estimated(time, "compute_seconds"))
     if time.compute_seconds is None:
         table.add_row("  of this, known", milliseconds(time.known_seconds))
     table.add_row("+ collectives that the compute waits for", milliseconds(time.exposed_seconds))
     table.add_row("+ transfers that the compute waits for", milliseconds(time.memory_wait_seconds))
-    table.add_row("= step", milliseconds(time.step_seconds))
+    table.add_row("= step", estimated(time, "step_seconds"))
     table.add_section()
     table.add_row("all collectives", milliseconds(time.collective_seconds))
     hidden, stopping = time.range_seconds or (None, None)
-    table.add_row("step if all of them were hidden", milliseconds(hidden))
-    table.add_row("step if none of them were", milliseconds(stopping))
+    table.add_row("step if all of them were hidden", _bounded(time, hidden))
+    table.add_row("step if none of them were", _bounded(time, stopping))
     if time.host_seconds:
         table.add_row("all transfers to and from the host", milliseconds(time.host_seconds))
     return Group(table, Text(shares(time)))
@@ -79,9 +80,30 @@ def _cells(rows: Sequence[Row]) -> list[str]:
 def shares(time: Time) -> str:
     """What part of the step is useful, and how many instructions are launched, as one line."""
     told = [("MFU", time.mfu), ("HFU", time.hfu), ("bubble", time.bubble_share)]
-    parts = [f"{name} {value:.1%}" for name, value in told if value is not None]
+    most = "≤ " * time.is_lower_bound
+    parts = [
+        f"{name} {'' if name == 'bubble' else most}{value:.1%}"
+        for name, value in told
+        if value is not None
+    ]
     count = "–" if time.launches is None else f"{time.launches:,}"
     return ", ".join([*parts, f"{count} launches"])
+
+
+def estimated(time: Time | None, figure: str) -> str:
+    """A figure of the estimate in milliseconds, with ≥ where it is a lower bound.
+
+    - `time`: the estimate; None for a dash.
+    - `figure`: one of the seconds of a `Time`.
+    """
+    if time is None:
+        return milliseconds(None)
+    seconds = getattr(time, figure)
+    return _bounded(time, seconds) if figure in _BOUNDED else milliseconds(seconds)
+
+
+def _bounded(time: Time, seconds: float | None) -> str:
+    return "≥ " * (time.is_lower_bound and seconds is not None) + milliseconds(seconds)
 
 
 def milliseconds(seconds: float | None) -> str:

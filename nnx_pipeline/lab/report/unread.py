@@ -15,6 +15,7 @@ FIGURES = {
     "buffers": "the list of buffers",
     "account": "the account",
     "time": "the estimated time",
+    "time_bound": "the estimated time",
 }
 SHOWN = 3  # instructions that a line names
 
@@ -36,7 +37,8 @@ def _line(items: list[Unread]) -> str:
     figures = " and in ".join(FIGURES[figure] for figure in first.figures)
     names = [_called(item) for item in items[:SHOWN] if item.name]
     names += [f"{len(items) - SHOWN} more"] if len(items) > SHOWN else []
-    return f"not in {figures}: {' '.join([first.what, ', '.join(names)]).strip()}: {first.reason}"
+    how = "only a lower bound" if first.figures == ("time_bound",) else "not"
+    return f"{how} in {figures}: {' '.join([first.what, ', '.join(names)]).strip()}: {first.reason}"
 
 
 def _called(item: Unread) -> str:

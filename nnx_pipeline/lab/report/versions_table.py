@@ -67,7 +67,11 @@ def _figures(rows: Sequence[Row]) -> Columns:
     first = _values(rows[0])
     for row in rows:
         values = _values(row)
-        shown = (show(value) for value, (_, _, show) in zip(values, FIGURES.values(), strict=True))
+        least = "≥ " if (row.get("time") or {}).get("is_lower_bound") else ""
+        shown = (
+            f"{least if group == 'time' and value is not None else ''}{show(value)}"
+            for value, (group, _, show) in zip(values, FIGURES.values(), strict=True)
+        )
         table.add_row(row["version"], *shown)
         if row is not rows[0] and not row["error"]:
             changes = (_change(*pair) for pair in zip(first, values, strict=True))

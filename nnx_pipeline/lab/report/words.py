@@ -22,7 +22,7 @@ MEMORY = {
 TIME = {
     "step": "The estimated time of one step: the compute, and what it waits for. Nothing was run; "
     "on a TPU it is by the compiler's own cycles, and for an NVIDIA GPU a roofline that no real "
-    "program reaches.",
+    "program reaches. ≥ stands before a lower bound.",
     "launches": "How many instructions run in a step, collectives left out.",
     "MFU, HFU": "The part of the step that matrix products would take at the peak rate: those that "
     "the model needs, and all that run.",

@@ -1,7 +1,8 @@
 """How long one instruction takes, and by what that is known.
 
-- `cycles`: the TPU compiler writes into each fusion how many cycles it estimates. The few others
-  that take time, such as a sort, take their bytes at the memory's rate.
+- `cycles`: the TPU compiler writes into most instructions how many cycles it estimates. Of the
+  others, such as a sort, a gather, a scatter and what another core does, only one pass of their
+  bytes at the memory's rate is known, a lower bound (`bounds`).
 - `kernel`: a kernel written by hand carries no estimate, or a sentinel in its place. Its time is
   the longer of two: its operations at `KERNEL_EFFICIENCY` of the peak, and its bytes at the rate
   of the memory. Its operations and bytes are those that it states, see `products.stated_cost`.
@@ -24,6 +25,7 @@ from nnx_pipeline.lab.hlo.opcodes import PRODUCTS, TRANSFERS, is_known, plain
 from nnx_pipeline.lab.hlo.products import flops_of, is_hand_written, stated_cost
 from nnx_pipeline.lab.timing.collectives import called_inside, collectives_in
 from nnx_pipeline.lab.timing.devices import Device
+from nnx_pipeline.lab.timing.precision import asked_of, product_rate
 from nnx_pipeline.lab.timing.schedule import Transfer, Way
 
 Kind = Literal["products", "kernels", "moves", "other"]
@@ -57,10 +59,12 @@ class Cost:
 
     - `seconds`: how long it runs.
     - `kind`: what it mostly does.
+    - `is_bound`: whether it may run longer, because the compiler estimates nothing.
     """
 
     seconds: float
     kind: Kind
+    is_bound: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,17 @@ class Costs:
         if self.device.clock is None:
             return self._roofline(computation, instruction, kind)
         size = _bytes(self.module, computation, instruction)
-        return Cost(size / self.device.memory, kind) if size > SMALL else None
+        return Cost(size / self.device.memory, kind, is_bound=True) if size > SMALL else None
+
+    def is_bound(self, computation: Computation, instruction: Instruction) -> bool:
+        """Whether the compute of another core of a TPU counts with one pass of its bytes.
+
+        - `computation`: the one that holds the instruction.
+        """
+        on_chip = self.transfer(computation, instruction)
+        if on_chip is None or on_chip.way != "on-chip":
+            return False
+        return bool(instruction.called()) and not self._only_moves(instruction)
 
     def transfer(self, computation: Computation, instruction: Instruction) -> Transfer | None:
         """What an instruction moves beside the compute: to or from the host, or within a TPU.
@@ -118,7 +132,19 @@ class Costs:
         is_start = instruction.opcode.endswith("-start") and self.device.clock is not None
         if not is_start or collectives_in(self.module, computation, instruction):
             return None
-        return Transfer("on-chip", _moved(computation, instruction) / self.device.memory)
+        return Transfer("on-chip", self._passed(computation, instruction) / self.device.memory)
+
+    def _passed(self, computation: Computation, start: Instruction) -> int:
+        """Bytes that a start of a TPU moves: of another core's work, those of all that it runs."""
+        if not start.called() or self._only_moves(start):
+            return _moved(computation, start)
+        homes = [self.module.computations[name] for name in start.called()]
+        return sum(
+            _bytes(self.module, home, item)
+            for home in homes
+            for item in home.instructions.values()
+            if item.opcode not in _FREE
+        )
 
     def _host_transfer(self, computation: Computation, instruction: Instruction) -> Transfer | None:
         """The transfer of a copy, slice or update between host and device; None if it is none.
@@ -129,7 +155,7 @@ class Costs:
             return None
         if plain(instruction.opcode) != "fusion":
             return self._crossing(computation, instruction)
-        if not self._inside(instruction) <= _MOVES | _FREE:
+        if not self._only_moves(instruction):
             return None
         fused = self.module.computations[instruction.called()[0]]
         found = [self._crossing(fused, item) for item in fused.instructions.values()]
@@ -167,9 +193,10 @@ class Costs:
             return flops
         if is_hand_written(instruction):
             return flops / self.device.flops["bf16"]
-        (read, *_), *_ = computation.operand_shapes(instruction)
-        rate = self.device.product_rate(read.dtype)
-        return flops / rate if rate else f"a product of {read.dtype}, whose rate is not known"
+        asked = asked_of(computation, instruction)
+        rate = product_rate(self.device, asked)
+        dtypes = " and ".join(dict.fromkeys(asked.dtypes))
+        return flops / rate if rate else f"a product of {dtypes}, whose rate is not known"
 
     def _unknown(self, computation: Computation, instruction: Instruction) -> str:
         """Why nothing can be said of an instruction; "" where something can."""
@@ -203,7 +230,10 @@ class Costs:
         inside = self._inside(instruction)
         if _LIBRARY.match(target) or inside & PRODUCTS:
             return "products"
-        return "moves" if inside <= _MOVES | _FREE else "other"
+        return "moves" if self._only_moves(instruction) else "other"
+
+    def _only_moves(self, instruction: Instruction) -> bool:
+        return self._inside(instruction) <= _MOVES | _FREE
 
     def _inside(self, instruction: Instruction) -> set[str]:
         """The opcodes of an instruction and, if it is a fusion, of all that it fuses."""
@@ -280,8 +310,8 @@ def _bytes(module: Module, computation: Computation, instruction: Instruction) -
     ]
     if instruction.opcode in _SLICES:
         return 2 * instruction.result_bytes
-    if instruction.opcode == "dynamic-update-slice":
-        return 2 * read[1]
+    if (written := _in_place(instruction)) is not None:
+        return 2 * sum(read[place] for place in written)
     is_library = _LIBRARY.match(instruction.attributes.get("custom_call_target", ""))
     made = instruction.shapes[:1] if is_library else instruction.shapes
     return sum(shape.bytes for shape in made) + sum(read)
@@ -295,7 +325,7 @@ def _fused_bytes(fused: Computation) -> int:
             users = fused.users[item.name]
             first = [user for user in users if user.operands[0] == item.name]
             pieces = [user for user in first if user.opcode in _SLICES]
-            written = [user for user in first if user.opcode == "dynamic-update-slice"]
+            written = [user for user in first if _in_place(user) is not None]
             if users and len(pieces) + len(written) == len(users):
                 total += sum(piece.result_bytes for piece in pieces)
             else:
@@ -305,7 +335,18 @@ def _fused_bytes(fused: Computation) -> int:
         [fused.instructions[name] for name in root.operands] if root.opcode == "tuple" else [root]
     )
     for item in made:
-        in_place = item.opcode == "dynamic-update-slice"
-        source = fused.instructions[item.operands[1]] if in_place else item
-        total += source.result_bytes
+        places = _in_place(item) or range(0)
+        if item.opcode == "scatter" and fused.instructions[item.operands[0]].opcode != "parameter":
+            places = range(0)  # what it scatters into is made here, too
+        made_of = [fused.instructions[item.operands[place]] for place in places] or [item]
+        total += sum(source.result_bytes for source in made_of)
     return total
+
+
+def _in_place(instruction: Instruction) -> range | None:
+    """The operands that an instruction writes into its first ones; None if it writes elsewhere."""
+    if instruction.opcode == _UPDATE:
+        return range(1, 2)
+    if instruction.opcode == "scatter":
+        return range(len(instruction.operands) // 2 + 1, len(instruction.operands))
+    return None

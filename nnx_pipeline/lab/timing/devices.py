@@ -11,8 +11,11 @@ All rates are per device, which is a chip (a TPU v5p with both of its cores). So
   publishes 4.7 times the compute of v5e from larger units and a higher clock, and no clock.
 - On-chip memory for arrays, v5p: a core has 64 MiB (JAX documentation, Pallas for TPU), of which
   libtpu keeps 16 for the workspace of single operations (xla_tpu_scoped_vmem_limit_kib).
-- NVIDIA: data sheets of H100 SXM and H200 SXM, dense rates. NVLink is 900 GB/s, PCIe 128 GB/s, half
-  of it each way.
+- TPU, operands of 8 bits or fewer: the rate of `s8` where the compiler takes half of the cycles of
+  `bf16` for them (libtpu 0.0.42.1), as for `f8e5m2` and not for `f8e4m3fn`.
+- NVIDIA: data sheets of H100 SXM and H200 SXM, dense rates. `f32` is without tensor cores. NVLink
+  is 900 GB/s, PCIe 128 GB/s, half of it each way. Integers of 32 bits take half of the lanes of
+  `f32` (CUDA C++ programming guide, throughput of arithmetic, 9.0).
 - The host of a TPU: Google publishes no figure for each kind. The chapter on TPUs of "How to Scale
   Your Model" (2025) gives 16 to 32 GB/s for a chip; the lower one stands here for all.
 """
@@ -29,7 +32,7 @@ TERA, GIGA = 1e12, 1e9
 class Device:
     """One device, above all its speed.
 
-    - `flops`: operations per second of matrix products by HLO dtype.
+    - `flops`: operations per second of matrix products by HLO dtype, and in `tf32`.
     - `memory`: bytes per second of its own memory.
     - `link`: bytes per second of one link in one direction.
     - `dimensions`: of the torus that the links form; 0 for a switch that joins every device with
@@ -53,19 +56,13 @@ class Device:
     launch: float
     on_chip: int | None = None
 
-    def product_rate(self, dtype: str) -> float | None:
-        """Operations per second of a product of operands of an HLO dtype; None if not known.
-
-        A TPU multiplies other floats than `bf16` in passes of `bf16`.
-        """
-        return self.flops.get(dtype, self.flops["bf16"] if self.dimensions else None)
-
 
 _HOPPER = {
     **dict.fromkeys(("bf16", "f16"), 989 * TERA),
     **dict.fromkeys(("s8", "u8", "f8e4m3fn", "f8e5m2"), 1979 * TERA),
-    "f32": 495 * TERA,  # in TF32, which XLA takes unless a product asks for more
-    "f64": 67 * TERA,
+    "tf32": 495 * TERA,
+    **dict.fromkeys(("f32", "f64"), 67 * TERA),
+    **dict.fromkeys(("s32", "u32"), 33.5 * TERA),
 }
 DEVICES = {
     ("tpu", "v5p"): Device(

@@ -59,6 +59,7 @@ class Estimate:
             range_seconds=(max(busy, span.collective), busy + span.collective) if known else None,
             hfu=at_peak / span.total if known and at_peak is not None and span.total else None,
             launches=sum(row.launches for row in self.rows) if whole else None,
+            is_lower_bound=device.clock is None or bool(self.bounds),
             peak_flops=device.flops["bf16"],
             rows=self.rows,
         )
@@ -83,6 +84,22 @@ class Estimate:
     def unread(self) -> tuple[Unread, ...]:
         """The instructions whose time is not known, and which the estimate leaves out."""
         return (*self._unknown_compute, *self._unknown_collectives)
+
+    @cached_property
+    def bounds(self) -> tuple[Unread, ...]:
+        """The instructions of which the estimate has no more than one pass of their bytes."""
+        reason = "the compiler estimates nothing, and one pass of its bytes counts"
+        return tuple(
+            unread(instruction, "time_bound", times, reason)
+            for computation, instruction, times in self._taken()
+            if times and self._is_bound(computation, instruction)
+        )
+
+    def _is_bound(self, computation: Computation, instruction: Instruction) -> bool:
+        cost = self._costs.get((computation.name, instruction.name))
+        if isinstance(cost, Cost):
+            return cost.is_bound
+        return self._cost_model.is_bound(computation, instruction)
 
     @cached_property
     def _unknown_compute(self) -> tuple[Unread, ...]:

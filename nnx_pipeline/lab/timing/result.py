@@ -51,6 +51,8 @@ class Time:
     - `host_seconds`: how long transfers to and from the memory of the host go on, waited for or
       not.
     - `step_seconds`: compute and both waits.
+    - `is_lower_bound`: whether a step takes at least that long: a roofline, or a program with an
+      instruction of which one pass of its bytes counts, because the compiler estimates nothing.
     - `range_seconds`: the step if every collective ran beside the compute, and if none did; None
       where the step is not known.
     - `hfu`: the part of a step that all matrix products would take at the peak rate of their dtype;
@@ -78,6 +80,7 @@ class Time:
     bubble_share: float | None = None
     launches: int | None
     peak_flops: float
+    is_lower_bound: bool = False
     rows: tuple[Row, ...] = ()
 
     def of_model(self, useful_flops: float, bubble_share: float) -> Time:
@@ -93,9 +96,10 @@ class Time:
         """The figures as `--json` writes them, without the rows."""
         told = {key: getattr(self, key) for key in KEYS}
         around = self.range_seconds and list(self.range_seconds)
-        beside = {"basis": self.basis, "known_seconds": self.known_seconds, "range_seconds": around}
+        kind = {"basis": self.basis, "is_lower_bound": self.is_lower_bound}
+        beside = {"known_seconds": self.known_seconds, "range_seconds": around}
         waits = {"memory_wait_seconds": self.memory_wait_seconds, "host_seconds": self.host_seconds}
-        return {**told, **beside, **waits}
+        return {**told, **kind, **beside, **waits}
 
     @classmethod
     def from_cache(cls, value: Mapping[str, Any]) -> Time:
