@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 KINDS = (".png", ".svg")
+TEMPORARY = ".nnx-pipeline."  # begins the name of a file that is not yet complete
 
 
 # Of a file that is read as a whole: of settings and timetables, and of texts to train on.
@@ -71,7 +72,7 @@ def replace(target: Path, content: bytes) -> None:
     old = target.lstat().st_mode if os.path.lexists(target) else 0
     mode = stat.S_IMODE(old) if stat.S_ISREG(old) else 0o666 & ~_umask()
     # The temporary name does not contain the target's, which may have the greatest length allowed.
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=".nnx-pipeline.")
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=TEMPORARY)
     undo = functools.partial(Path(temporary).unlink, missing_ok=True)
     with cleared_away(undo):
         try:

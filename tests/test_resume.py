@@ -312,6 +312,24 @@ def test_a_folder_is_one_training_s(saved: Path, tmp_path: Path, run: Run) -> No
 
 
 @pytest.mark.parametrize(
+    "files",
+    [
+        {"training.yml": "lr: 3", "config.yml": "mine: 1"},
+        {"training.yml": "", "config.yml": "mine: 1"},
+        {"training.yml": "", "notes.txt": ""},
+    ],
+)
+def test_files_of_the_user_are_not_replaced(tmp_path: Path, files: dict[str, str]) -> None:
+    """Though a run has files of these names."""
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    taken = pytest.raises(InputError, match="exists already; choose a new folder or remove it")
+    with taken, offered.claimed(tmp_path):
+        offered.begin(tmp_path, CONFIG, Origin(0, None))
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == files
+
+
+@pytest.mark.parametrize(
     ("was", "now", "message"),
     [
         (None, "a", "--data is given, but .* on generated sequences; leave it out"),

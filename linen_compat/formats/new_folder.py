@@ -19,7 +19,7 @@ from nnx_pipeline.errors import note
 from nnx_pipeline.files import local
 
 _MARK = ".nnx-pipeline-is-writing"
-_SUFFIX = ".incomplete"
+INCOMPLETE = ".incomplete"
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ def new_folder(destination: str | Path, room: Room | None = None) -> Iterator[Pa
         _check_room(room, destination, next(one for one in final.parents if one.exists()))
     # Parents to be made here, nearest first: after an error they are removed in this order.
     made = [parent for parent in final.parents if not parent.exists()]
-    _clear(final.parent, f"{glob.escape(_short(final))}.*{_SUFFIX}")
-    temporary = final.with_name(f"{_short(final)}.{secrets.token_hex(4)}{_SUFFIX}")
+    _clear(final.parent, f"{glob.escape(_short(final))}.*{INCOMPLETE}")
+    temporary = final.with_name(f"{_short(final)}.{secrets.token_hex(4)}{INCOMPLETE}")
     undo = functools.partial(_remove, temporary, made)
     with cleared_away(undo):
         try:
@@ -177,7 +177,7 @@ def _marked(folder: Path) -> Iterator[None]:
 
 def clear_left_behind(parent: str | Path) -> None:
     """Deletes what killed processes left of folders that they were making in this one."""
-    _clear(Path(parent), f"*{_SUFFIX}")
+    _clear(Path(parent), f"*{INCOMPLETE}")
 
 
 def _clear(parent: Path, pattern: str) -> None:
@@ -193,7 +193,7 @@ def _short(final: Path) -> str:
 
     A name has 255 bytes at most. Whole characters are cut off, so that none is split.
     """
-    room = 255 - len(f".{'0' * 8}{_SUFFIX}")
+    room = 255 - len(f".{'0' * 8}{INCOMPLETE}")
     name = final.name
     while len(os.fsencode(name)) > room:
         name = name[:-1]

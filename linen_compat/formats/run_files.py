@@ -13,11 +13,11 @@ from typing import Any
 import yaml
 
 from linen_compat.formats import checksums
-from linen_compat.formats.new_folder import check_free, clear_left_behind
+from linen_compat.formats.new_folder import INCOMPLETE, check_free, clear_left_behind
 from linen_compat.formats.streams import Mismatch
 from nnx_pipeline import InputError
 from nnx_pipeline.ending import cleared_away
-from nnx_pipeline.files import local
+from nnx_pipeline.files import TEMPORARY, local
 
 RUN_CONFIG, ORIGIN = "config.yml", "training.yml"
 _SEAL = "# crc32 of the lines below: "
@@ -35,6 +35,20 @@ def has_steps(run: Path) -> bool:
 
 def _steps(folder: Path) -> bool:
     return any(re.fullmatch("[0-9]+", name) for name in os.listdir(folder))
+
+
+def _has_begun(folder: Path) -> bool:
+    """Whether a folder holds only what is there before the first step, so that nothing is lost."""
+    left = (path for path in folder.iterdir() if not path.name.startswith(TEMPORARY))
+    return all(
+        path.name.endswith(INCOMPLETE) or (path.name in (RUN_CONFIG, ORIGIN) and _is_own(path))
+        for path in left
+    )
+
+
+def _is_own(file: Path) -> bool:
+    """Whether a file is empty or begins with a checksum, as that of no user does."""
+    return file.is_file() and file.read_bytes()[: len(_SEAL)] in (b"", _SEAL.encode())
 
 
 def sealed(values: dict[str, Any]) -> str:
@@ -70,7 +84,7 @@ def claimed(run: str | Path) -> Iterator[None]:
     claimed it, where no file can be made in it, and where something else is there.
     """
     folder = local(run)
-    if not is_run(folder):
+    if not (is_run(folder) and (_steps(folder) or _has_begun(folder))):
         check_free(run)
     made = [place for place in (folder, *folder.parents) if not place.exists()]
     undo = functools.partial(_forget, folder, made)
