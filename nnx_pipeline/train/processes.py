@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import jax
 
 from nnx_pipeline.errors import described
+from nnx_pipeline.files import say
 
 SILENCE = 30  # seconds without a sign of life, after which JAX takes a process for lost
 
@@ -35,10 +36,9 @@ def several_processes(
         yield
     except jax.errors.JaxRuntimeError as error:
         number, count = jax.process_index(), jax.process_count()
-        print(
+        say(
             f"process {number} of {count} cannot go on; if another one has ended, it says why: "
-            f"{described(error)}",
-            file=sys.stderr,
+            f"{described(error)}"
         )
     except Exception:
         traceback.print_exc()
