@@ -217,7 +217,8 @@ def test_the_time_of_a_training_step(platform: str, step: Any) -> None:
 def test_a_training_step_is_read_whole(platform: str, step: Any) -> None:
     """As many instructions and computations as a count of lines finds; line breaks are nothing."""
     result = step(platform)
-    assert result.unread == ()
+    # Only what the compiler gives no time for, such as a sort.
+    assert {figure for one in result.unread for figure in one.figures} <= {"time_bound"}
     assert result.flops == result.known_flops > 0
     module = parse(result.hlo)
     lines = result.hlo.splitlines()

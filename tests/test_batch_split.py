@@ -82,7 +82,7 @@ def test_own_layers_report_the_same() -> None:
 
 def test_what_does_not_split_is_refused() -> None:
     config = replace(CONFIG, "pipeline", num_microbatches=8, batch_split=2)
-    with pytest.raises(InputError, match=r"has 1 sequence of .* batch_split=2 does not divide"):
+    with pytest.raises(InputError, match=r"has 1 sequence of .*\.batch_split=2 does not divide"):
         config.check_mesh(MeshConfig(stage=2, fsdp=2))
     odd = PipelineConfig(num_microbatches=4, batch_split=2)
     pipeline = CircularPipeline(odd, Own, num_layers=2, rngs=nnx.Rngs(0))

@@ -336,7 +336,7 @@ def test_the_batch_is_checked_when_it_is_given():
     tokens = reference("unscanned")["inputs"]
     apply = jax.jit(lambda model, tokens: model(tokens))
     with jax.set_mesh(mesh):
-        with pytest.raises(InputError, match="a microbatch of 1 sequences does not split"):
+        with pytest.raises(InputError, match="a microbatch of 1 sequence does not split"):
             apply(model, tokens[:4])
         logits = np.asarray(apply(model, np.concatenate([tokens[:4], tokens[:4]])))
     np.testing.assert_array_equal(logits[:4], logits[4:])

@@ -378,7 +378,7 @@ def test_a_loss_that_is_not_a_number_fails(run: Run) -> None:
     rate = ("--set", "train.learning_rate=1e30", "--set", "train.clip_norm=1e30")
     ended = run("train", *SMALLEST, *rate, "--steps", "3", "--json", "-")
     assert ended.code == 1
-    assert "lower train.learning_rate" in ended.err.splitlines()[-1]
+    assert "with a lower --set train.learning_rate=" in ended.err.splitlines()[-1]
     assert "Traceback" not in ended.err
 
 

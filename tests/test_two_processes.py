@@ -54,7 +54,7 @@ def sequences(self, batch, rows, length):
 Rule.sequences = sequences
 
 found = []
-with several_processes(f"127.0.0.1:{port}", 2, int(rank)):
+with several_processes(f"127.0.0.1:{port}", processes=2, rank=int(rank)):
     for options, dcn in json.loads(cases):
         config = apply_overrides(preset("tiny"), options)
         grid = make_mesh(MeshConfig.parse(mesh), jax.devices(), dcn=MeshConfig.parse(dcn))
