@@ -405,7 +405,10 @@ REFUSED = [
     bad(lambda: Platform.parse("tpu:v5p:2x2:x2"), "not complete"),
     bad(lambda: Platform.parse("cuda:h100"), "not complete; write for example cuda:h100:8"),
     bad(lambda: Platform.parse("cuda:a100:8"), "has no such GPU; choose one of: h100, h200"),
-    bad(lambda: Platform.parse("cuda:h100:0"), "needs a number of GPUs, of six digits at most; write cuda:h100:8"),
+    bad(
+        lambda: Platform.parse("cuda:h100:0"),
+        "needs a number of GPUs, of six digits at most; write cuda:h100:8",
+    ),
 ]
 
 

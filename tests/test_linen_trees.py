@@ -272,7 +272,7 @@ def test_a_leaf_that_is_missing_added_or_of_another_shape_in_a_pipeline() -> Non
             "fsdp_gather=step .*; choose layer",
         ),
         ("stage=8", None, {}, "4 layers do not split|num_layers=4 does not split"),
-        ("stage=2,data=2", None, {"num_microbatches": 8}, "a microbatch of 1 sequences"),
+        ("stage=2,data=2", None, {"num_microbatches": 8}, "a microbatch of 1 sequence"),
     ],
 )
 def test_layouts_and_configs_that_do_not_fit_the_mesh(
