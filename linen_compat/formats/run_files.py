@@ -84,7 +84,14 @@ def claimed(run: str | Path) -> Iterator[None]:
     claimed it, where no file can be made in it, and where something else is there.
     """
     folder = local(run)
-    if not (is_run(folder) and (_steps(folder) or _has_begun(folder))):
+    try:
+        is_there = is_run(folder) and (_steps(folder) or _has_begun(folder))
+    except PermissionError as error:
+        raise InputError(
+            f"{folder} may not be read by this user; choose another folder, or change its "
+            "permissions"
+        ) from error
+    if not is_there:
         check_free(run)
     made = [place for place in (folder, *folder.parents) if not place.exists()]
     undo = functools.partial(_forget, folder, made)
