@@ -316,7 +316,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: jax.eval_shape(module(kinds=lambda _: Bare)),
         "a layer holds float32[4] in .scale, which is in no variable",
     ),
-    "layers: none": (module(layers=0), "num_layers=0 is not a whole number of 1 or more"),
+    "layers: none": (module(layers=0), "num_layers=0 is not a whole number from 1 to 10000"),
     "layers: a fraction": (module(layers=4.0), "num_layers=4.0 is not a whole number"),
     "config: of the whole model": (
         lambda: CircularPipeline(preset("tiny"), plain, num_layers=4, rngs=nnx.Rngs(0)),
