@@ -726,8 +726,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/pipeline/timetable/make.py",
-        "grows[row] * ((number + 1) % ranks == 0)",
-        "grows[row] * (number % ranks == 0)",
+        "urgent = (_FORWARD, _WEIGHTS, _TURNED, _WEIGHTS)",
+        "urgent = (_FORWARD, _TURNED, _TURNED, _WEIGHTS)",
         "test_timetables",
     ),
     Mutation(
@@ -846,8 +846,8 @@ MUTATIONS = (
     ),
     Mutation(
         "nnx_pipeline/generate/sampling.py",
-        "before < sampling.top_p",
-        "before + likely < sampling.top_p",
+        "rest > (1 - sampling.top_p) * rest[:, :1]",
+        "rest - likely > (1 - sampling.top_p) * rest[:, :1]",
         "test_generate",
     ),
     Mutation(

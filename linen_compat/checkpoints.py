@@ -18,10 +18,10 @@ from linen_compat.formats.orbax.layouts import NNX
 from linen_compat.formats.run_files import (
     ORIGIN,
     RUN_CONFIG,
-    check_seal,
+    check_checksum,
     claimed,
     has_steps,
-    sealed,
+    with_checksum,
 )
 from linen_compat.formats.streams import Mismatch
 from linen_compat.loading import load
@@ -60,9 +60,9 @@ def begin(folder: str | Path, config: Config, origin: Origin) -> None:
     - `config`, `origin`: of its training.
     """
     run = local(folder)
-    write_text(str(run / RUN_CONFIG), sealed(dataclasses.asdict(config)))
+    write_text(str(run / RUN_CONFIG), with_checksum(dataclasses.asdict(config)))
     if not has_steps(run):  # it is locked, and so cannot be replaced as a whole
-        (run / ORIGIN).write_text(sealed(dataclasses.asdict(origin)), encoding="utf-8")
+        (run / ORIGIN).write_text(with_checksum(dataclasses.asdict(origin)), encoding="utf-8")
 
 
 def save_step(state: TrainState, folder: str | Path, config: Config, origin: Origin) -> None:
@@ -99,14 +99,14 @@ def saved_run(folder: str | Path) -> SavedRun | None:
 
 def _config(run: Path) -> Config:
     """The config of a run."""
-    check_seal(run / RUN_CONFIG)
+    check_checksum(run / RUN_CONFIG)
     return read_config(str(run / RUN_CONFIG))
 
 
 def _origin(run: Path) -> Origin:
     """What decides the batches of a run."""
     file = run / ORIGIN
-    check_seal(file)
+    check_checksum(file)
     try:
         return Origin(**load_yaml(read_regular(file)))
     except (OSError, ValueError, RecursionError, yaml.YAMLError, TypeError) as error:

@@ -6,7 +6,7 @@ from pathlib import Path
 from linen_compat.formats.huggingface.config import CONFIG_FILE, config_from_huggingface
 from linen_compat.formats.huggingface.stream import is_huggingface, own_config
 from linen_compat.formats.orbax.inspect import existing_folder, inspect
-from linen_compat.formats.run_files import RUN_CONFIG, check_seal
+from linen_compat.formats.run_files import RUN_CONFIG, check_checksum
 from linen_compat.formats.streams import Mismatch
 from linen_compat.maxtext import config
 from nnx_pipeline import Config, InputError
@@ -57,7 +57,7 @@ def config_of(checkpoint: str | Path) -> Config | None:
     file = run / RUN_CONFIG
     if not file.is_file():
         return None
-    check_seal(file)
+    check_checksum(file)
     return read_config(str(file))
 
 

@@ -20,7 +20,7 @@ from nnx_pipeline.ending import cleared_away
 from nnx_pipeline.files import TEMPORARY, local
 
 RUN_CONFIG, ORIGIN = "config.yml", "training.yml"
-_SEAL = "# crc32 of the lines below: "
+_CHECKSUM = "# crc32 of the lines below: "
 
 
 def is_run(folder: Path) -> bool:
@@ -48,24 +48,24 @@ def _has_begun(folder: Path) -> bool:
 
 def _is_own(file: Path) -> bool:
     """Whether a file is empty or begins with a checksum, as that of no user does."""
-    return file.is_file() and file.read_bytes()[: len(_SEAL)] in (b"", _SEAL.encode())
+    return file.is_file() and file.read_bytes()[: len(_CHECKSUM)] in (b"", _CHECKSUM.encode())
 
 
-def sealed(values: dict[str, Any]) -> str:
+def with_checksum(values: dict[str, Any]) -> str:
     """Values as YAML, with a first line that is a checksum of the others."""
     text = yaml.safe_dump(values, sort_keys=False)
-    return f"{_SEAL}{checksums.of_bytes(text.encode())}\n{text}"
+    return f"{_CHECKSUM}{checksums.of_bytes(text.encode())}\n{text}"
 
 
-def check_seal(file: Path) -> None:
+def check_checksum(file: Path) -> None:
     """Raises Mismatch where the first line is a checksum, and not that of the lines below it.
 
     Whether a file can be read is left to who reads it.
     """
     with contextlib.suppress(OSError):
         first, _, rest = (file.read_bytes() if file.is_file() else b"").partition(b"\n")
-        seal = first.decode(errors="replace")
-        if seal.startswith(_SEAL) and seal != f"{_SEAL}{checksums.of_bytes(rest)}":
+        said = first.decode(errors="replace")
+        if said.startswith(_CHECKSUM) and said != f"{_CHECKSUM}{checksums.of_bytes(rest)}":
             raise Mismatch(
                 f"{file} does not match the checksum in its first line; restore it from a copy, or "
                 "if it was changed on purpose, remove that line"
