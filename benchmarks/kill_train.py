@@ -130,10 +130,11 @@ class Task:
         return process
 
     def newest(self) -> int:
-        """The newest step in the folder, by the names in it; 0 where there is no run."""
+        """The newest step in the folder, by the names in it; 0 where none is saved."""
         if not self.folder.exists():
             return 0
-        return max(int(path.name) for path in self.folder.iterdir() if path.name.isdecimal())
+        steps = [int(path.name) for path in self.folder.iterdir() if path.name.isdecimal()]
+        return max(steps, default=0)  # a folder is taken before it has a step
 
     def unfinished(self) -> set[Path]:
         """Folders that are not complete."""
