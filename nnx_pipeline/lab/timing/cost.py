@@ -137,7 +137,7 @@ class Costs:
 
     @property
     def _least(self) -> Traffic:
-        """What passes through the device's memory at the least: nothing that lies on a TPU's chip."""
+        """What passes through the device's memory at the least: nothing of what is on a chip."""
         if self.device.clock is None:
             return Traffic(self.module)
         return Traffic(self.module, lambda shape: 0 if shape.space else shape.bytes)
