@@ -156,6 +156,36 @@ def test_a_callback_is_refused_for_nvidia_at_its_line(function: Any, callback: s
         lab.measure(function, X, platform="cuda:h100:1")
 
 
+def spectrum(x: jax.Array) -> jax.Array:
+    return jnp.abs(jnp.linalg.eig(x.T @ x)[0])
+
+
+def triangle(x: jax.Array) -> jax.Array:
+    return jax.scipy.linalg.schur(x.T @ x)[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "platform", "compiler", "why"),
+    [
+        (spectrum, "tpu:v5e:2x2", "libtpu", "not lower it for tpu; .* jnp.linalg.eigh where"),
+        (spectrum, "cuda:h100:1", "jax_cuda13_plugin", "asks cuSOLVER .* jnp.linalg.eigh where"),
+        (triangle, "tpu:v5e:2x2", "libtpu", "not lower it for tpu; .* what it returns$"),
+        (triangle, "cuda:h100:1", "jax_cuda13_plugin", "not lower it for cuda; .* it returns$"),
+    ],
+)
+def test_what_jax_does_not_lower_is_named_with_its_line(
+    function: Any, platform: str, compiler: str, why: str
+) -> None:
+    """The errors of JAX name neither the line nor what to do; on a CPU it is measured."""
+    if missing(compiler):
+        pytest.skip(f"{compiler} is not installed")
+    assert lab.measure(function, X).memory.argument_bytes == 4 * ROWS * SIZE
+    primitive = "eig" if function is spectrum else "schur"
+    named = rf"^{primitive} at .*test_own_functions.py:\d+ \(in {function.__name__}\): JAX .*{why}"
+    with pytest.raises(InputError, match=named):
+        lab.measure(function, X, platform=platform)
+
+
 @pytest.mark.parametrize("mesh", [None, "data=8"])
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_pmap_is_named(inside: bool, mesh: str | None) -> None:
