@@ -219,7 +219,8 @@ def product(x):
     assert {source_of(one) for one in entry} - {None} == {f"{file}:3"}
     narrow, row = (jax.ShapeDtypeStruct((1024, n), t) for n, t in ((1024, "bfloat16"), (1, "f4")))
     exec(compile("def add(x, row):\n    return x + row", file, "exec"), made)
-    (finding,) = lint(made["add"], narrow, row)
+    with jax.numpy_dtype_promotion("standard"):
+        (finding,) = lint(made["add"], narrow, row)
     assert str(finding.location) == f"{file}:2 (add)"
 
 

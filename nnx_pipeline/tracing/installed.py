@@ -1,8 +1,8 @@
 """Whose code a Python frame runs: the user's, or that of an installed package.
 
 Code is the user's own unless it lies where packages are installed, is Python's own library or made
-by it, or is the part of this package that traces and measures. Where a program has no such code, as a training
-step of an installed package, its own code is that package's.
+by it, or is the part of this package that traces and measures. Where a program has no such code, as
+a training step of an installed package, its own code is that package's.
 """
 
 import functools

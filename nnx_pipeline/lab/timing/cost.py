@@ -18,10 +18,11 @@ it takes what it moves at the rate of the way to the host (`Costs.transfer`).
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from nnx_pipeline.lab.hlo.module import Computation, Instruction, Module
+from nnx_pipeline.lab.hlo.module import Computation, Instruction, Module, Shape
 from nnx_pipeline.lab.hlo.opcodes import PRODUCTS, TRANSFERS, is_known, plain
 from nnx_pipeline.lab.hlo.products import flops_of, is_hand_written, stated_cost
 from nnx_pipeline.lab.timing.collectives import called_inside, collectives_in
@@ -200,7 +201,7 @@ class Costs:
         if isinstance(flops, str) or not flops:
             return flops
         if is_hand_written(instruction):
-            return flops / self._kernel_peak(computation, instruction)
+            return flops / self._kernel_peak(computation.operand_shapes(instruction))
         asked = asked_of(computation, instruction)
         rate = product_rate(self.device, asked)
         dtypes = " and ".join(dict.fromkeys(asked.dtypes))
@@ -258,14 +259,14 @@ class Costs:
         size = own.get("bytes_accessed") or Traffic(self.module).of(computation, instruction)
         # A roofline holds of every kernel, also of one that is better than most.
         share = KERNEL_EFFICIENCY if self.device.clock else 1.0
-        rate = share * self._kernel_peak(computation, instruction)
+        rate = share * self._kernel_peak(computation.operand_shapes(instruction))
         return Cost(max(own["flops"] / rate, size / self.device.memory), "kernels")
 
-    def _kernel_peak(self, computation: Computation, kernel: Instruction) -> float:
+    def _kernel_peak(self, read: Iterable[Sequence[Shape]]) -> float:
         """The rate of products in `bf16`, or the faster one of what a kernel reads on a GPU."""
-        read = [shape.dtype for shapes in computation.operand_shapes(kernel) for shape in shapes]
-        faster = () if self.device.clock else map(self.device.flops.get, read)
-        return max(self.device.flops["bf16"], *(rate or 0.0 for rate in faster), 0.0)
+        dtypes = {"bf16", *(shape.dtype for shapes in read for shape in shapes)}
+        known = [rate for dtype, rate in self.device.flops.items() if dtype in dtypes]
+        return self.device.flops["bf16"] if self.device.clock else max(known)
 
     def _roofline(
         self, computation: Computation, instruction: Instruction, kind: Kind

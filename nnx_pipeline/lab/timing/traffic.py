@@ -120,8 +120,7 @@ class Traffic:
             into, update = self._updated(inner, root) if root.opcode != "tuple" else (None, [])
             if into is None:
                 return None, []
-            target = fused.instructions[item.operands[int(into.literal)]]
-            found = _argument(fused, target)
+            found = _argument(fused, fused.instructions[item.operands[int(into.literal)]])
             return (found, update) if found else (None, [])
         places = in_place(item)
         if places is None:
