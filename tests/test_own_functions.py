@@ -186,6 +186,30 @@ def test_what_jax_does_not_lower_is_named_with_its_line(
         lab.measure(function, X, platform=platform)
 
 
+@pytest.mark.parametrize("use", [lab.measure, lint])
+def test_what_is_no_array_is_named_by_all(use: Any) -> None:
+    """A function among the arguments, as a layer of Equinox has."""
+    with pytest.raises(InputError, match="an argument holds a function; give arrays"):
+        use(lambda pair: pair[0](pair[1]), (jnp.tanh.__wrapped__, X))
+
+
+@pytest.mark.parametrize(
+    ("function", "use"),
+    [
+        (lambda x: jnp.dot(x, WEIGHT), lab.measure),
+        (lambda x: x + WEIGHT[0], lab.measure),
+        (lambda x: x + WEIGHT[0], lint),
+        (nnx.eval_shape(lambda: nnx.Linear(SIZE, SIZE, rngs=nnx.Rngs(0))), lab.measure),
+        (nnx.eval_shape(lambda: nnx.Linear(SIZE, SIZE, rngs=nnx.Rngs(0))), lint),
+    ],
+)
+def test_a_shape_from_outside_is_named(function: Any, use: Any) -> None:
+    """JAX finds some while it traces, and some when it lowers."""
+    named = r"computes with a jax.ShapeDtypeStruct that is none of its arguments, .*; pass it as"
+    with pytest.raises(InputError, match=named):
+        use(function, X)
+
+
 @pytest.mark.parametrize("mesh", [None, "data=8"])
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_pmap_is_named(inside: bool, mesh: str | None) -> None:
