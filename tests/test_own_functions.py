@@ -416,7 +416,8 @@ def test_a_weak_type_stays_weak() -> None:
 
 
 def fetched(w: jax.Array, x: jax.Array) -> jax.Array:
-    return x @ jax.device_put(w, jax.memory.Space.Device)
+    w, x = jax.device_put((w, x), jax.memory.Space.Device)
+    return x @ w
 
 
 @pytest.mark.parametrize("mesh", ["", "data=8"])
@@ -438,6 +439,9 @@ def test_arguments_in_host_memory_stand_apart(platform: str, compiler: str, mesh
     assert (memory.argument_bytes, memory.host_argument_bytes) == (4 * size**2, 4 * size**2)
     memory = lab.measure(fetched, x, x, mesh=mesh or None, platform=platform).memory
     assert (memory.argument_bytes, memory.host_argument_bytes) == (2 * 4 * size**2, 0)
+    # Nor does it take an argument in the memory of the device to know the device.
+    memory = lab.measure(lambda w: fetched(w, w), w, mesh=mesh or None, platform=platform).memory
+    assert (memory.argument_bytes, memory.host_argument_bytes) == (0, 4 * size**2)
 
 
 def test_kinds_of_memory_that_a_device_lacks() -> None:
