@@ -407,8 +407,10 @@ REFUSED = [
     bad(lambda: Platform.parse("cuda:a100:8"), "has no such GPU; choose one of: h100, h200"),
     bad(
         lambda: Platform.parse("cuda:h100:0"),
-        "needs a number of GPUs, of six digits at most; write cuda:h100:8",
+        "needs a number of GPUs, 65536 at most; write cuda:h100:8",
     ),
+    bad(lambda: Platform.parse("cuda:h100:999999"), "more than 65536 devices; write cuda:h100:8"),
+    bad(lambda: Platform.parse("tpu:v5p:1000x1000"), "more than 65536 devices; write tpu:v5p:"),
 ]
 
 

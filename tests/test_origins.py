@@ -1,5 +1,7 @@
 """Values followed through a program's text to the line that asked for them, and their role."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,8 @@ from nnx_pipeline.lab.attribution.roles import Roles
 from nnx_pipeline.lab.hlo import module as hlo
 from nnx_pipeline.lab.hlo.dataflow import Flow, Value, collective
 from nnx_pipeline.lab.hlo.module import Shape
+from nnx_pipeline.lint import lint
+from nnx_pipeline.tracing.installed import in_program
 from nnx_pipeline.tracing.jaxpr import called_from_one_line
 
 # A loop that stacks sin(w x) in `rows`, hands `kept` on as it is, and sums into `total`.
@@ -196,6 +200,34 @@ def test_a_framework_is_known_by_where_it_is_installed(user: str, line: str) -> 
         )
     )
     assert (source_of(flow.instructions["sum"]) or "").endswith(line)
+
+
+@pytest.mark.parametrize(
+    "file", ["<stdin>", "<string>", "<python-input-0>", "<ipython-input-1-0123abcd>"]
+)
+def test_code_that_is_typed_is_the_users(file: str) -> None:
+    """At a prompt, in a cell and after `python -c` there is no file, and there are lines."""
+    code = """
+def product(x):
+    return x @ x
+"""
+    made: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(code, file, "exec"), made)
+    found = lab.measure(made["product"], jax.ShapeDtypeStruct((256, 256), "float32"))
+    module = hlo.parse(found.hlo)
+    entry = module.computations[module.entry].instructions.values()
+    assert {source_of(one) for one in entry} - {None} == {f"{file}:3"}
+    narrow, row = (jax.ShapeDtypeStruct((1024, n), t) for n, t in ((1024, "bfloat16"), (1, "f4")))
+    exec(compile("def add(x, row):\n    return x + row", file, "exec"), made)
+    with jax.numpy_dtype_promotion("standard"):
+        (finding,) = lint(made["add"], narrow, row)
+    assert str(finding.location) == f"{file}:2 (add)"
+
+
+def test_methods_that_python_makes_are_not_the_users() -> None:
+    user, made = ("/home/u/m.py", 3, "f"), ("<string>", 4, "Layer.__init__")
+    others = [("<frozen runpy>", 88, "_run_code"), ("<__array_function__ internals>", 2, "dot")]
+    assert in_program([made, *others, user]) == (user,)
 
 
 def test_frames_of_frameworks_and_helpers_are_passed_over() -> None:

@@ -156,6 +156,60 @@ def test_a_callback_is_refused_for_nvidia_at_its_line(function: Any, callback: s
         lab.measure(function, X, platform="cuda:h100:1")
 
 
+def spectrum(x: jax.Array) -> jax.Array:
+    return jnp.abs(jnp.linalg.eig(x.T @ x)[0])
+
+
+def triangle(x: jax.Array) -> jax.Array:
+    return jax.scipy.linalg.schur(x.T @ x)[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "platform", "compiler", "why"),
+    [
+        (spectrum, "tpu:v5e:2x2", "libtpu", "not lower it for tpu; .* jnp.linalg.eigh where"),
+        (spectrum, "cuda:h100:1", "jax_cuda13_plugin", "asks cuSOLVER .* jnp.linalg.eigh where"),
+        (triangle, "tpu:v5e:2x2", "libtpu", "not lower it for tpu; .* what it returns$"),
+        (triangle, "cuda:h100:1", "jax_cuda13_plugin", "not lower it for cuda; .* it returns$"),
+    ],
+)
+def test_what_jax_does_not_lower_is_named_with_its_line(
+    function: Any, platform: str, compiler: str, why: str
+) -> None:
+    """The errors of JAX name neither the line nor what to do; on a CPU it is measured."""
+    if missing(compiler):
+        pytest.skip(f"{compiler} is not installed")
+    assert lab.measure(function, X).memory.argument_bytes == 4 * ROWS * SIZE
+    primitive = "eig" if function is spectrum else "schur"
+    named = rf"^{primitive} at .*test_own_functions.py:\d+ \(in {function.__name__}\): JAX .*{why}"
+    with pytest.raises(InputError, match=named):
+        lab.measure(function, X, platform=platform)
+
+
+@pytest.mark.parametrize("use", [lab.measure, lint])
+def test_what_is_no_array_is_named_by_all(use: Any) -> None:
+    """A function among the arguments, as a layer of Equinox has."""
+    with pytest.raises(InputError, match="an argument holds a function; give arrays"):
+        use(lambda pair: pair[0](pair[1]), (jnp.tanh.__wrapped__, X))
+
+
+@pytest.mark.parametrize(
+    ("function", "use"),
+    [
+        (lambda x: jnp.dot(x, WEIGHT), lab.measure),
+        (lambda x: x + WEIGHT[0], lab.measure),
+        (lambda x: x + WEIGHT[0], lint),
+        (nnx.eval_shape(lambda: nnx.Linear(SIZE, SIZE, rngs=nnx.Rngs(0))), lab.measure),
+        (nnx.eval_shape(lambda: nnx.Linear(SIZE, SIZE, rngs=nnx.Rngs(0))), lint),
+    ],
+)
+def test_a_shape_from_outside_is_named(function: Any, use: Any) -> None:
+    """JAX finds some while it traces, and some when it lowers."""
+    named = r"computes with a jax.ShapeDtypeStruct that is none of its arguments, .*; pass it as"
+    with pytest.raises(InputError, match=named):
+        use(function, X)
+
+
 @pytest.mark.parametrize("mesh", [None, "data=8"])
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_pmap_is_named(inside: bool, mesh: str | None) -> None:
@@ -362,7 +416,8 @@ def test_a_weak_type_stays_weak() -> None:
 
 
 def fetched(w: jax.Array, x: jax.Array) -> jax.Array:
-    return x @ jax.device_put(w, jax.memory.Space.Device)
+    w, x = jax.device_put((w, x), jax.memory.Space.Device)
+    return x @ w
 
 
 @pytest.mark.parametrize("mesh", ["", "data=8"])
@@ -384,6 +439,9 @@ def test_arguments_in_host_memory_stand_apart(platform: str, compiler: str, mesh
     assert (memory.argument_bytes, memory.host_argument_bytes) == (4 * size**2, 4 * size**2)
     memory = lab.measure(fetched, x, x, mesh=mesh or None, platform=platform).memory
     assert (memory.argument_bytes, memory.host_argument_bytes) == (2 * 4 * size**2, 0)
+    # Nor does it take an argument in the memory of the device to know the device.
+    memory = lab.measure(lambda w: fetched(w, w), w, mesh=mesh or None, platform=platform).memory
+    assert (memory.argument_bytes, memory.host_argument_bytes) == (0, 4 * size**2)
 
 
 def test_kinds_of_memory_that_a_device_lacks() -> None:

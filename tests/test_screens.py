@@ -21,6 +21,7 @@ from nnx_pipeline.experiments.registry import EXPERIMENTS
 from nnx_pipeline.lab.attribution.result import ROLES
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.compile.platform import Platform
+from nnx_pipeline.lab.page import outcomes_page
 from nnx_pipeline.lab.report import fit, tables, words
 from nnx_pipeline.lab.report.columns import Column, Columns
 from nnx_pipeline.lab.report.sentences import closing_sentences
@@ -188,6 +189,43 @@ def closing_of_small() -> str:
 
     small = dataclasses.replace(found, a=arm(41_000, 2.04e-5), b=arm(38_000, 2.01e-5))
     return closing_sentences([small])[0].plain
+
+
+BOUNDS = {
+    # Which of both steps are lower bounds, and their milliseconds: what follows of both.
+    (True, True, 10, 5): "the lower bound of the step falls from 10.00 ms to 5.00 ms (−50.0%).",
+    (True, False, 10, 5): "the estimated step falls from ≥ 10.00 ms to 5.00 ms (−50.0% or more).",
+    (False, True, 5, 10): "the estimated step rises from 5.00 ms to ≥ 10.00 ms (+100.0% or more).",
+    (True, False, 5, 10): "the estimated step is ≥ 5.00 ms and 10.00 ms, which leaves open which "
+    "is shorter.",
+    (False, True, 10, 5): "the estimated step is 10.00 ms and ≥ 5.00 ms, which leaves open which "
+    "is shorter.",
+}
+
+
+@pytest.mark.parametrize("case", BOUNDS)
+def test_no_more_is_said_than_follows_from_bounds(case: tuple[bool, bool, int, int]) -> None:
+    """A step that is longer than it says may be the longer one after all."""
+    found = outcome("norm-scale")
+    assert found.a
+    times = (
+        dataclasses.replace(TIME, step_seconds=1e-3 * ms, is_lower_bound=least)
+        for least, ms in zip(case[:2], case[2:], strict=True)
+    )
+    one, other = (dataclasses.replace(found.a, time=time) for time in times)
+    told = dataclasses.replace(found, a=one, b=other)
+    first, *rest = (line.plain for line in closing_sentences([told, told]))
+    assert first.endswith(f" and {BOUNDS[case]}")
+    alike = case[0] == case[1]
+    assert [line for line in rest if "saves" in line] == (
+        ["Of these 2 changes norm-scale saves most time, 5.00 ms per step by lower bounds."]
+        if alike
+        else []
+    )
+    page = outcomes_page("bounds", [told])
+    percent = "(−50.0%)" if case[2] > case[3] else "(+100.0%)"
+    assert (f"<small> ms {percent}</small>" in page) == alike
+    assert ("<small> ms</small>" in page) != alike
 
 
 def test_sentences_say_what_a_comparison_has_shown() -> None:

@@ -431,9 +431,15 @@ def test_a_branch_counts_once() -> None:
 }
 """
     )
-    time = estimate(text).time
+    found = estimate(text)
+    time = found.time
     assert (time.compute_seconds, time.launches) == (9, 1)
     assert sum(row.seconds for row in time.rows) == 9
+    assert found.notes == (
+        "the estimated time takes the longest branch of 1 conditional, and less where another runs",
+    )
+    # Of branches that take the same nothing is to be said.
+    assert estimate(text.replace('"9"', '"2"')).notes == estimate(LOOP).notes == ()
 
 
 def test_products_of_one_branch_count() -> None:

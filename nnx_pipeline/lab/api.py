@@ -68,7 +68,7 @@ def _measured(
     call = Call.of(function, arguments)
     given, keywords = abstract(call.given, mesh, device, static=call.static)
     call = dataclasses.replace(call, arguments=given, keywords=keywords)
-    with jax.set_mesh(mesh) if mesh is not None else _alone_on(device), traced_afresh():
+    with jax.set_mesh(mesh) if mesh is not None else _alone_on(device, call.given), traced_afresh():
         with called_with(call), clock("trace", f"tracing {name_of(function)}"):
             traced = trace(call)
         with lowered_for_other_devices(name_of(function), traced.program.jaxpr):
@@ -89,9 +89,18 @@ def _measured(
 
 
 @contextlib.contextmanager
-def _alone_on(device: Any) -> Iterator[None]:
-    """A context without a mesh, in which JAX says what kind of device a program is traced for."""
-    kind = Mesh(np.array([device]), ("device",)).abstract_mesh.abstract_device
+def _alone_on(device: Any, arguments: Any) -> Iterator[None]:
+    """A context without a mesh, in which JAX says what kind of device a program is traced for.
+
+    - `arguments`: where one of them is in memory that the device does not list, as on the topology
+      of a GPU, it is on an abstract mesh, which JAX lowers under a mesh alone.
+    """
+    alone = Mesh(np.array([device]), ("device",))
+    if not device.addressable_memories() and any(map(memory_kind, jax.tree.leaves(arguments))):
+        with jax.set_mesh(alone):
+            yield
+        return
+    kind = alone.abstract_mesh.abstract_device
     with (
         jax.default_device(None),
         jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)),

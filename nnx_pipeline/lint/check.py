@@ -11,7 +11,12 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from nnx_pipeline.config.config import Config
-from nnx_pipeline.lab.compile.functions import called_with, check_arrays, check_places
+from nnx_pipeline.lab.compile.functions import (
+    called_with,
+    check_arrays,
+    check_leaves,
+    check_places,
+)
 from nnx_pipeline.lint.facts import Program
 from nnx_pipeline.lint.finding import Finding, Limits
 from nnx_pipeline.lint.rules_arrays import hidden_upcasts, one_hot_arrays, trivial_constraints
@@ -56,6 +61,7 @@ def lint(
     if mesh is not None:
         check_places(arguments, mesh)
     call = Call.of(function, arguments)
+    check_leaves(call)
     chosen = _parameters_of(call.arguments) if parameters is None else jax.tree.leaves(parameters)
     wanted = {id(leaf) for leaf in chosen}
     with _under(mesh), traced_afresh(), called_with(call):

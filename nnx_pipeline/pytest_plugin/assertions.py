@@ -91,7 +91,9 @@ class CompiledMemory:
         """The estimated time of one step: its compute, and what the compute waits for.
 
         It follows from the compiled program alone and is no measured time. None on a CPU, and where
-        the time of an instruction is not known; `measurement.unread` names that.
+        the time of an instruction is not known; `measurement.unread` names that. For an NVIDIA GPU,
+        and where `measurement.time.is_lower_bound` says so, a step takes at least that long: that
+        it is at most a limit is then necessary, and not enough.
         """
         return self.measurement.time.step_seconds if self.measurement.time else None
 
@@ -144,9 +146,11 @@ class CompiledMemory:
                 too_large[name] = f"{name}: there is no figure here, and the limit is {shown}"
             elif value > limit:
                 share = f" ({value / limit - 1:.1%})" if limit else ""
+                time = self.measurement.time
+                least = "≥ " * bool(name.endswith("_seconds") and time and time.is_lower_bound)
                 too_large[name] = (
-                    f"{name} {_number(value)} is {_number(value - limit)}{share} above its limit "
-                    f"of {shown}"
+                    f"{name} {least}{_number(value)} is {_number(value - limit)}{share} above its "
+                    f"limit of {shown}"
                 )
         if too_large:
             described = self.description(too_large)
@@ -241,7 +245,8 @@ def _longest_lines(measurement: Measurement) -> list[str]:
         f"{milliseconds(seconds_of(rows)):>10} ms  {short_source(source)}"
         for source, rows in lines[:TOP]
     ]
-    return [f"longest of {counted(len(lines), 'line')} of source:", *shown]
+    least = ", at least" * measurement.time.is_lower_bound
+    return [f"longest of {counted(len(lines), 'line')} of source{least}:", *shown]
 
 
 def _largest_buffers(measurement: Measurement) -> list[str]:

@@ -1,8 +1,8 @@
 """Whose code a Python frame runs: the user's, or that of an installed package.
 
-Code is the user's own unless it lies where packages are installed, is Python's own library, or is
-the part of this package that traces and measures. Where a program has no such code, as a training
-step of an installed package, its own code is that package's.
+Code is the user's own unless it lies where packages are installed, is Python's own library or made
+by it, or is the part of this package that traces and measures. Where a program has no such code, as
+a training step of an installed package, its own code is that package's.
 """
 
 import functools
@@ -16,6 +16,8 @@ from pathlib import Path
 Frame = tuple[str, int, str]  # file, line and function
 
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\]+)")
+# Code without a file: typed at a prompt or given by `-c` is the user's, what else is made is not.
+_TYPED = re.compile(r"<(stdin|string|console|(python|ipython)-input)\b[^>]*>")
 _PYTHON = f"{sysconfig.get_path('stdlib')}{os.sep}"
 _TOOL = tuple(f"{Path(__file__).parents[1] / name}{os.sep}" for name in ("lab", "tracing"))
 
@@ -35,7 +37,13 @@ def in_program(stack: Sequence[Frame]) -> tuple[Frame, ...]:
     """
     tool = (at for at, frame in enumerate(stack) if frame[0].startswith(_TOOL))
     inside = stack[: next(tool, len(stack))]
-    return tuple(frame for frame in inside if not frame[0].startswith("<"))
+    return tuple(frame for frame in inside if not frame[0].startswith("<") or _is_typed(frame))
+
+
+def _is_typed(frame: Frame) -> bool:
+    """Whether a frame is of code that a user typed, and not of a method that a dataclass made."""
+    file, _, function = frame
+    return bool(_TYPED.fullmatch(file)) and not function.rpartition(".")[2].startswith("__")
 
 
 def home_of(stacks: Iterable[Sequence[Frame]], function: str = "") -> str:

@@ -91,7 +91,7 @@ def read_program(
         assigned=beside,
         time=estimate.time if estimate else None,
         unread=(*merged(found), *(estimate.bounds if estimate else ()), *unreadable),
-        notes=branch_notes(module, runs, shares),
+        notes=(*branch_notes(module, runs, shares), *(estimate.notes if estimate else ())),
     )
 
 

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_pipeline.errors import InputError, counted, described, divides, nearest
-from nnx_pipeline.lab.compile.own_shardings import PMAP
+from nnx_pipeline.lab.compile.own_shardings import CAPTURED, PMAP
 from nnx_pipeline.mesh import MeshConfig, is_trivial, make_mesh, spec_axes
 from nnx_pipeline.tracing.calls import Call
 from nnx_pipeline.tracing.jaxpr import is_pmap
@@ -188,6 +188,8 @@ def called_with(call: Call) -> Iterator[None]:
         yield
     except TypeError as error:
         _bind(call)
+        if "ShapeDtypeStruct" in str(error):  # of Python or JAX, where an array is needed
+            raise InputError(f"{name} {CAPTURED} ({described(error)})") from error
         leaves = jax.tree.leaves(call.given)
         others = [x for x in leaves if id(x) in call.static and not isinstance(x, int | float)]
         if "as an abstract array" not in str(error) or not others:  # the words of JAX
@@ -329,17 +331,28 @@ def memory_kind(leaf: Any) -> str | None:
 def _abstract_leaf(leaf: Any, mesh: Mesh | None, device: Any) -> Any:
     if isinstance(leaf, bool | int | float | complex):
         return leaf
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype") or isinstance(leaf, jax.Ref):
-        raise InputError(
-            f"an argument holds a {type(leaf).__name__}; give arrays or jax.ShapeDtypeStruct, and "
-            "bind the rest with functools.partial"
-        )
+    _check_array(leaf)
     return jax.ShapeDtypeStruct(
         leaf.shape,
         leaf.dtype,
         sharding=_placed(leaf, mesh, device),
         weak_type=getattr(leaf, "weak_type", False),
     )
+
+
+def check_leaves(call: Call) -> None:
+    """Raises InputError where a call is given what is no array and no number, and not static."""
+    for leaf in jax.tree.leaves(call.given):
+        if id(leaf) not in call.static and not isinstance(leaf, bool | int | float | complex):
+            _check_array(leaf)
+
+
+def _check_array(leaf: Any) -> None:
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype") or isinstance(leaf, jax.Ref):
+        raise InputError(
+            f"an argument holds a {type(leaf).__name__}; give arrays or jax.ShapeDtypeStruct, and "
+            "bind the rest with functools.partial"
+        )
 
 
 def _placed(leaf: Any, mesh: Mesh | None, device: Any) -> jax.sharding.Sharding:

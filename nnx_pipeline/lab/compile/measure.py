@@ -1,7 +1,6 @@
 """Lowers a traced program, compiles it and measures what it costs."""
 
 import dataclasses
-import os
 import re
 import sys
 import time
@@ -10,9 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr
 
-from nnx_pipeline.errors import InputError
 from nnx_pipeline.lab.attribution.account import Account, Assigned, Memory
 from nnx_pipeline.lab.attribution.floor import Floor
 from nnx_pipeline.lab.attribution.result import Attribution
@@ -26,13 +23,14 @@ from nnx_pipeline.lab.compile.notes import (
     scratch_at_run_time,
 )
 from nnx_pipeline.lab.compile.platform import Platform
+from nnx_pipeline.lab.compile.refused import lowered_without_devices
 from nnx_pipeline.lab.compile.tables import with_tables
 from nnx_pipeline.lab.hlo.module import fingerprint
 from nnx_pipeline.lab.hlo.unread import Unread
 from nnx_pipeline.lab.timing.devices import device_of
 from nnx_pipeline.lab.timing.links import Links
 from nnx_pipeline.lab.timing.result import KEYS, Time
-from nnx_pipeline.tracing.jaxpr import called_from_one_line, equations_of, location_of
+from nnx_pipeline.tracing.jaxpr import called_from_one_line
 
 Progress = Callable[[str], None]
 
@@ -314,11 +312,9 @@ def lower_traced(
     - `clock`: times the phases and reports them.
     - `mesh`, `config`: what the measurement records under these names.
 
-    Raises InputError for a callback to Python in a program for NVIDIA.
+    Raises InputError as `lowered_without_devices` does.
     """
-    if platform.kind == "cuda":
-        _refuse_callbacks(traced.jaxpr)
-    with clock("lower", "lowering it"):
+    with lowered_without_devices(traced.jaxpr, platform), clock("lower", "lowering it"):
         program = traced.lower()
     return Lowered(
         program=program,
@@ -339,26 +335,6 @@ def _links(platform: Platform) -> Links | None:
     mesh = jax.sharding.get_mesh()
     devices = platform.devices(1)[:1] if mesh.empty else [*mesh.devices.flat]
     return Links.of(device, platform.topology, devices)
-
-
-_CALLBACKS = {
-    "debug_print": "jax.debug.print",
-    "debug_callback": "jax.debug.callback",
-    "pure_callback": "jax.pure_callback",
-    "io_callback": "jax.experimental.io_callback",
-}
-
-
-def _refuse_callbacks(program: ClosedJaxpr) -> None:
-    """Raises InputError for a callback, which JAX lowers for NVIDIA only where it sees a GPU."""
-    for equation in equations_of(program):
-        if name := _CALLBACKS.get(equation.primitive.name):
-            at = location_of([equation])
-            raise InputError(
-                f"{name} at {os.path.relpath(at.file)}:{at.line} (in {at.function}) calls Python, "
-                "which JAX compiles for NVIDIA only on a machine with such a GPU; leave the call "
-                "out of what is measured, with jnp.zeros in the place of what it returns"
-            )
 
 
 def _parameters(hlo: str) -> int:

@@ -36,14 +36,26 @@ PMAP = (
 )
 
 
+CAPTURED = (
+    "computes with a jax.ShapeDtypeStruct that is none of its arguments, such as one of a module "
+    "around it; pass it as an argument"
+)
+
+
 @contextlib.contextmanager
 def lowered_for_other_devices(name: str, program: ClosedJaxpr) -> Iterator[None]:
     """A context to lower a program in, which raises InputError for shardings of its own.
+
+    It also does so for a constant without a value.
 
     - `name`: of the function that the program was traced from.
     """
     try:
         yield
+    except TypeError as error:
+        if "ShapeDtypeStruct" not in str(error):
+            raise
+        raise InputError(f"{name} {CAPTURED}") from error
     except ValueError as error:
         if calls_pmap(program):
             raise InputError(f"{name} uses {PMAP}") from error

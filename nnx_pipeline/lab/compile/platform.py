@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.resources
 import importlib.util
 import logging
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ KINDS = ("cpu", "tpu", "cuda", "local")
 CUDA_TARGETS = ("h100", "h200")
 GEMMS = ("triton", "cublas")
 MOST_CPUS = 4_096  # virtual ones, which JAX makes one after the other
+MOST_DEVICES = 2**16  # of a topology: seven times the largest slice, and made within seconds
 
 # Without the first, libtpu asks a metadata server that is not there; the next two name a host and a
 # slice so that it does not warn; the last lets several processes compile at the same time.
@@ -108,11 +110,15 @@ class Platform:
                 )
             if not re.fullmatch(r"[1-9][0-9]{0,5}", topology):
                 raise InputError(
-                    f"platform {text!r} needs a number of GPUs, of six digits at most; write "
+                    f"platform {text!r} needs a number of GPUs, {MOST_DEVICES} at most; write "
                     f"{example}"
                 )
         elif not re.fullmatch(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,3}){0,3}", topology):
             raise InputError(f"platform {text!r} has no topology like 2x2x2; write {example}")
+        if math.prod(map(int, topology.split("x"))) > MOST_DEVICES:
+            raise InputError(
+                f"platform {text!r} has more than {MOST_DEVICES} devices; write {example}"
+            )
         return cls(kind, target, topology)
 
     def with_settings(self, settings: tuple[Setting, ...]) -> "Platform":

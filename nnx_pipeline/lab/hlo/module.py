@@ -14,14 +14,14 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from nnx_pipeline.lab.hlo.frames import Frames
 from nnx_pipeline.lab.hlo.text import COMMENT, Scanner, split_at_commas
 from nnx_pipeline.tracing.installed import Frame
 
-_ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
+_ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\](?:\{[^{}]*?S\((\d+)\)[^{}]*\})?")
 _MODULE = re.compile(r"\s*HloModule\s+([^\s,]+)")
 _TABLE = re.compile(r"([A-Za-z]+)[ \t]*(?=\n)")
 _ROW = re.compile(r"\s*(\d+)\s+(?=[\"{])")
@@ -73,10 +73,12 @@ class Shape:
 
     - `dtype`: as HLO spells it, such as `bf16`.
     - `dims`: the sizes; the upper bounds of dynamic ones.
+    - `space`: which memory it lies in; 0 for the main memory, and for most of a TPU's chip 1.
     """
 
     dtype: str
     dims: tuple[int, ...]
+    space: int = field(default=0, compare=False)
 
     @property
     def elements(self) -> int:
@@ -387,8 +389,12 @@ def _check_calls(scanner: Scanner, computations: Mapping[str, Computation]) -> N
 def shapes_of(text: str) -> tuple[Shape, ...]:
     """The arrays of a printed type such as `(f32[2]{0}, /*index=1*/s32[])`, tuples flattened."""
     return tuple(
-        Shape(dtype, tuple(int(size.strip().lstrip("<=")) for size in dims.split(",") if size))
-        for dtype, dims in _ARRAY.findall(COMMENT.sub("", text))
+        Shape(
+            dtype,
+            tuple(int(size.strip().lstrip("<=")) for size in dims.split(",") if size),
+            int(space or 0),
+        )
+        for dtype, dims, space in _ARRAY.findall(COMMENT.sub("", text))
     )
 
 

@@ -28,7 +28,7 @@ from nnx_pipeline.lab.report.tables import (
     same_numbers,
     verdict_words,
 )
-from nnx_pipeline.lab.report.time_table import estimated
+from nnx_pipeline.lab.report.time_table import are_alike, estimated
 from nnx_pipeline.lab.report.words import BUFFERS, MEMORY, TIME, VERDICTS
 
 MOST_ROWS = 12  # of buffers; all of them are in the JSON
@@ -246,7 +246,9 @@ def _headline(arms: tables.Labelled) -> Markup | None:
     results = [result for _, _, result in arms]
     steps = list(map(_step, results))
     if any(steps):
-        shown = element("dd", _pair_of_steps(results), _unit(steps, "ms"))
+        times = [result.time if result else None for result in results]
+        told = steps if are_alike(times[0], times[-1]) else ()  # else no ratio is known
+        shown = element("dd", _pair_of_steps(results), _unit(told, "ms"))
         items.append(element("div", element("dt", "estimated step"), shown))
     return element("dl", items, class_="headline")
 

@@ -51,7 +51,9 @@ def floor_lines(measurement: Measurement) -> list[str]:
         parts = f"{milliseconds(floor.time.compute_seconds)} useful products at the peak"
         parts += f" + {milliseconds(floor.time.bubble_seconds)} bubble"
         step = time.step_seconds if time else None
-        above = f"{step / floor.time.step_seconds:.1f} times the floor of " if step else "floor "
+        above, bound = "floor ", "≥ " * bool(time and time.is_lower_bound)
+        if step:
+            above = f"{bound}{step / floor.time.step_seconds:.1f} times the floor of "
         told.append(f"step: {estimated(time, 'step_seconds')} ms, {above}{least_ms} ({parts})")
     return told
 

@@ -7,7 +7,7 @@ from rich.text import Text
 from nnx_pipeline.lab.comparison.outcome import NO_EFFECT, Outcome
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.report.memory_tables import megabytes
-from nnx_pipeline.lab.report.time_table import milliseconds
+from nnx_pipeline.lab.report.time_table import are_alike, milliseconds
 
 Figure = Callable[[Measurement], float | None]
 
@@ -30,6 +30,8 @@ def closing_sentences(outcomes: Sequence[Outcome]) -> list[Text]:
         best = max(saved, key=lambda index: saved[index])
         if saved[best] > 0 and not _is_small(known[best], figure):
             name = known[best].question.name
+            if figure is _step and _is_bound(known[best]):
+                per += " by lower bounds"
             who = "" if parts and parts[-1].startswith(f"{name} ") else f"{name} saves "
             parts.append(f"{who}most {what}, {show(saved[best])} {per}")
     summary = f"Of these {len(known)} changes " + ", and ".join(parts) + "."
@@ -41,9 +43,29 @@ def _sentence(outcome: Outcome) -> str:
     a, b = outcome.question.labels
     parts = [_change("the account", outcome, _needed, _as_memory)]
     if outcome.a and outcome.b and outcome.a.time and outcome.b.time:
-        parts.append(_change("the estimated step", outcome, _step, _as_time))
+        parts.append(_change_of_step(outcome))
     name = outcome.question.name
     return f"{name}: from {a} to {b} {' and '.join(filter(None, parts))}."
+
+
+def _change_of_step(outcome: Outcome) -> str:
+    """The same of the estimated step, of which one side or both may be lower bounds."""
+    times = [result.time if result else None for result in (outcome.a, outcome.b)]
+    is_bound = [bool(time and time.is_lower_bound) for time in times]
+    before, after = _pair(outcome, _step)
+    if all(is_bound):
+        return _change("the lower bound of the step", outcome, _step, _as_time)
+    if not any(is_bound) or before is None or after is None:
+        return _change("the estimated step", outcome, _step, _as_time)
+    told = [
+        f"{'≥ ' * least}{_as_time(s)}" for s, least in zip((before, after), is_bound, strict=True)
+    ]
+    longer, shorter = (before, after) if is_bound[0] else (after, before)
+    if longer <= shorter:
+        return f"the estimated step is {' and '.join(told)}, which leaves open which is shorter"
+    part = f"{after / before - 1:+.1%}".replace("-", "−") if before else "from nothing"
+    verb = "falls" if is_bound[0] else "rises"
+    return f"the estimated step {verb} from {' to '.join(told)} ({part} or more)"
 
 
 def _change(name: str, outcome: Outcome, figure: Figure, show: Callable[..., str]) -> str:
@@ -62,7 +84,15 @@ def _change(name: str, outcome: Outcome, figure: Figure, show: Callable[..., str
     return f"{name} {verb} from {' to '.join(told)} ({part})"
 
 
+def _is_bound(outcome: Outcome) -> bool:
+    return bool(outcome.b and outcome.b.time and outcome.b.time.is_lower_bound)
+
+
 def _saved(outcome: Outcome, figure: Figure) -> float:
+    """What b saves of a figure; nothing where a bound stands beside what is none."""
+    one, other = (result.time if result else None for result in (outcome.a, outcome.b))
+    if figure is _step and not are_alike(one, other):
+        return 0.0
     before, after = _pair(outcome, figure)
     return 0.0 if before is None or after is None else before - after
 

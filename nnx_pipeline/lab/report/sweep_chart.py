@@ -56,7 +56,12 @@ def sweep_chart(title: str, sweep: Sweep) -> "Figure":
 
 
 def _draw(axes: "Axes", panel: Panel, sweep: Sweep) -> None:
-    axes.set_title(panel.title, loc="left", fontsize=9, fontweight="bold")
+    results = [point.result for _, points in sweep.arms for point in points if point.result]
+    is_bound = panel.figure == "step_seconds" and any(
+        result.time and result.time.is_lower_bound for result in results
+    )
+    title = panel.title + ", lower bounds" * is_bound
+    axes.set_title(title, loc="left", fontsize=9, fontweight="bold")
     axes.set_xlabel(sweep.heading(), fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e2e5ea", linewidth=0.8)

@@ -27,7 +27,7 @@ def time_table(time: Time | None) -> RenderableType:
     table.add_column("ms", justify="right", no_wrap=True)
     table.add_row("compute", estimated(time, "compute_seconds"))
     if time.compute_seconds is None:
-        table.add_row("  of this, known", milliseconds(time.known_seconds))
+        table.add_row("  of this, known", _bounded(time, time.known_seconds))
     table.add_row("+ collectives that the compute waits for", milliseconds(time.exposed_seconds))
     table.add_row("+ transfers that the compute waits for", milliseconds(time.memory_wait_seconds))
     table.add_row("= step", estimated(time, "step_seconds"))
@@ -49,7 +49,8 @@ def lines_table(time: Time, *, top: int) -> Columns:
     """
     passes = [Column(name, at, is_number=True) for at, name in enumerate(PASSES, 2)]
     heads = [*figures("all"), *passes, Column("launches", 5, is_number=True), Column("line")]
-    table = Columns(heads, title="where the estimated compute goes, ms")
+    least = "at least, " * time.is_lower_bound
+    table = Columns(heads, title=f"where the estimated compute goes, {least}ms")
     ordered = rows_by_line(time)
     for source, rows in ordered[:top]:
         table.add_row(*_cells(rows), short_source(source))
@@ -100,6 +101,11 @@ def estimated(time: Time | None, figure: str) -> str:
         return milliseconds(None)
     seconds = getattr(time, figure)
     return _bounded(time, seconds) if figure in _BOUNDED else milliseconds(seconds)
+
+
+def are_alike(one: Time | None, other: Time | None) -> bool:
+    """Whether two estimates are both lower bounds, or neither is: their ratio says something."""
+    return bool(one and other and one.is_lower_bound == other.is_lower_bound)
 
 
 def _bounded(time: Time, seconds: float | None) -> str:

@@ -67,16 +67,27 @@ def _figures(rows: Sequence[Row]) -> Columns:
     first = _values(rows[0])
     for row in rows:
         values = _values(row)
-        least = "≥ " if (row.get("time") or {}).get("is_lower_bound") else ""
+        least = "≥ " * _is_bound(row)
         shown = (
             f"{least if group == 'time' and value is not None else ''}{show(value)}"
             for value, (group, _, show) in zip(values, FIGURES.values(), strict=True)
         )
         table.add_row(row["version"], *shown)
         if row is not rows[0] and not row["error"]:
-            changes = (_change(*pair) for pair in zip(first, values, strict=True))
+            alike = _is_bound(rows[0]) == _is_bound(row)  # else the times say nothing of each other
+            changes = (
+                _change(*pair) if alike or group != "time" else "–"
+                for pair, (group, *_) in zip(
+                    zip(first, values, strict=True), FIGURES.values(), strict=True
+                )
+            )
             table.add_row("", *changes)
     return table
+
+
+def _is_bound(row: Row) -> bool:
+    """Whether the estimated times of a program are lower bounds."""
+    return bool((row.get("time") or {}).get("is_lower_bound"))
 
 
 def _values(row: Row) -> list[float | None]:

@@ -1,11 +1,12 @@
 """How long one instruction takes, and by what that is known.
 
 - `cycles`: the TPU compiler writes into most instructions how many cycles it estimates. Of the
-  others, such as a sort, a gather, a scatter and what another core does, only one pass of their
-  bytes at the memory's rate is known, a lower bound (`bounds`).
+  others, such as a sort, a gather, a scatter and what another core does, only one pass of those
+  of their bytes that are not on the chip is known, at the memory's rate: a lower bound (`bounds`).
 - `kernel`: a kernel written by hand carries no estimate, or a sentinel in its place. Its time is
-  the longer of two: its operations at `KERNEL_EFFICIENCY` of the peak, and its bytes at the rate
-  of the memory. Its operations and bytes are those that it states, see `products.stated_cost`.
+  the longer of two: its operations at `KERNEL_EFFICIENCY` of the peak (in a roofline at the peak),
+  and its bytes at the rate of the memory. Its operations and bytes are those that it states, see
+  `products.stated_cost`.
 - `roofline`: an NVIDIA program has no estimates. There an instruction that is no kernel takes the
   longer of its operations at the peak and its bytes at the memory's rate, which no real program
   reaches.
@@ -17,16 +18,18 @@ it takes what it moves at the rate of the way to the host (`Costs.transfer`).
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from nnx_pipeline.lab.hlo.module import Computation, Instruction, Module
+from nnx_pipeline.lab.hlo.module import Computation, Instruction, Module, Shape
 from nnx_pipeline.lab.hlo.opcodes import PRODUCTS, TRANSFERS, is_known, plain
 from nnx_pipeline.lab.hlo.products import flops_of, is_hand_written, stated_cost
 from nnx_pipeline.lab.timing.collectives import called_inside, collectives_in
 from nnx_pipeline.lab.timing.devices import Device
 from nnx_pipeline.lab.timing.precision import asked_of, product_rate
 from nnx_pipeline.lab.timing.schedule import Transfer, Way
+from nnx_pipeline.lab.timing.traffic import LIBRARY, UPDATE, Traffic
 
 Kind = Literal["products", "kernels", "moves", "other"]
 
@@ -35,16 +38,13 @@ SMALL = 4096  # bytes: what is smaller and has no estimate steers the program an
 NO_ESTIMATE = 2**62  # the sentinels are 2⁶³ − 1 and 2⁶⁴ − 1; no estimate comes near them
 
 _CYCLES = re.compile(r'estimated_cycles"\s*:\s*"?(\d+)')
-_LIBRARY = re.compile(r'"?__(cublas|cudnn|onednn)')
 _MOVES = frozenset(
     {
         *("bitcast", "broadcast", "concatenate", "copy", "dynamic-slice", "dynamic-update-slice"),
         *("iota", "pad", "reshape", "slice", "transpose"),
     }
 )
-_SLICES = ("dynamic-slice", "slice", "gather")
-_UPDATE = "dynamic-update-slice"
-_HOST_MOVES = frozenset({"copy", "dynamic-slice", _UPDATE})
+_HOST_MOVES = frozenset({"copy", "dynamic-slice", UPDATE})
 _FREE = frozenset(
     {
         *("after-all", "bitcast", "conditional", "constant", "get-tuple-element", "opt-barrier"),
@@ -107,8 +107,10 @@ class Costs:
             return None  # its time is that of the links
         if self.device.clock is None:
             return self._roofline(computation, instruction, kind)
-        size = _bytes(self.module, computation, instruction)
-        return Cost(size / self.device.memory, kind, is_bound=True) if size > SMALL else None
+        if Traffic(self.module).of(computation, instruction) <= SMALL:
+            return None
+        least = self._least.of(computation, instruction)
+        return Cost(least / self.device.memory, kind, is_bound=True)
 
     def is_bound(self, computation: Computation, instruction: Instruction) -> bool:
         """Whether the compute of another core of a TPU counts with one pass of its bytes.
@@ -134,13 +136,20 @@ class Costs:
             return None
         return Transfer("on-chip", self._passed(computation, instruction) / self.device.memory)
 
+    @property
+    def _least(self) -> Traffic:
+        """What passes through the device's memory at the least: nothing of what is on a chip."""
+        if self.device.clock is None:
+            return Traffic(self.module)
+        return Traffic(self.module, lambda shape: 0 if shape.space else shape.bytes)
+
     def _passed(self, computation: Computation, start: Instruction) -> int:
         """Bytes that a start of a TPU moves: of another core's work, those of all that it runs."""
         if not start.called() or self._only_moves(start):
             return _moved(computation, start)
         homes = [self.module.computations[name] for name in start.called()]
         return sum(
-            _bytes(self.module, home, item)
+            self._least.of(home, item)
             for home in homes
             for item in home.instructions.values()
             if item.opcode not in _FREE
@@ -167,7 +176,7 @@ class Costs:
         name = plain(instruction.opcode)
         if name not in _HOST_MOVES:
             return None
-        source = computation.instructions[instruction.operands[1 if name == _UPDATE else 0]]
+        source = computation.instructions[instruction.operands[1 if name == UPDATE else 0]]
         to_host = done_of(computation, instruction).in_host_memory
         if source.in_host_memory == to_host:
             return None
@@ -192,7 +201,7 @@ class Costs:
         if isinstance(flops, str) or not flops:
             return flops
         if is_hand_written(instruction):
-            return flops / self.device.flops["bf16"]
+            return flops / self._kernel_peak(computation.operand_shapes(instruction))
         asked = asked_of(computation, instruction)
         rate = product_rate(self.device, asked)
         dtypes = " and ".join(dict.fromkeys(asked.dtypes))
@@ -228,7 +237,7 @@ class Costs:
         if is_hand_written(instruction):
             return "kernels"
         inside = self._inside(instruction)
-        if _LIBRARY.match(target) or inside & PRODUCTS:
+        if LIBRARY.match(target) or inside & PRODUCTS:
             return "products"
         return "moves" if self._only_moves(instruction) else "other"
 
@@ -247,9 +256,17 @@ class Costs:
         own = stated_cost(instruction)
         if "flops" not in own:
             return "a kernel that states no operations"
-        size = own.get("bytes_accessed") or _bytes(self.module, computation, instruction)
-        rate = KERNEL_EFFICIENCY * self.device.flops["bf16"]
+        size = own.get("bytes_accessed") or Traffic(self.module).of(computation, instruction)
+        # A roofline holds of every kernel, also of one that is better than most.
+        share = KERNEL_EFFICIENCY if self.device.clock else 1.0
+        rate = share * self._kernel_peak(computation.operand_shapes(instruction))
         return Cost(max(own["flops"] / rate, size / self.device.memory), "kernels")
+
+    def _kernel_peak(self, read: Iterable[Sequence[Shape]]) -> float:
+        """The rate of products in `bf16`, or the faster one of what a kernel reads on a GPU."""
+        dtypes = {"bf16", *(shape.dtype for shapes in read for shape in shapes)}
+        known = [rate for dtype, rate in self.device.flops.items() if dtype in dtypes]
+        return self.device.flops["bf16"] if self.device.clock else max(known)
 
     def _roofline(
         self, computation: Computation, instruction: Instruction, kind: Kind
@@ -257,11 +274,11 @@ class Costs:
         at_peak = self.at_peak(computation, instruction)
         if isinstance(at_peak, str):
             return at_peak
-        if instruction.opcode == "custom-call" and not _LIBRARY.match(
+        if instruction.opcode == "custom-call" and not LIBRARY.match(
             instruction.attributes["custom_call_target"]
         ):
             return "a library call that says nothing of its time"
-        size = _bytes(self.module, computation, instruction)
+        size = self._least.of(computation, instruction)
         return Cost(max(at_peak, size / self.device.memory), kind)
 
 
@@ -284,7 +301,7 @@ def done_of(computation: Computation, instruction: Instruction) -> Instruction:
 
 def _moved(computation: Computation, instruction: Instruction) -> int:
     """Bytes that a copy, a slice or an update moves, or the result of what else is started."""
-    if plain(instruction.opcode) == _UPDATE:
+    if plain(instruction.opcode) == UPDATE:
         _, update, *_ = computation.operand_shapes(instruction)
         return sum(shape.bytes for shape in update)
     return done_of(computation, instruction).result_bytes
@@ -295,58 +312,3 @@ def _makes_nothing(instruction: Instruction) -> bool:
     return instruction.opcode == "custom-call" and bool(
         re.search(r"Allocate|Sharding|annotate", instruction.attributes["custom_call_target"])
     )
-
-
-def _bytes(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """Bytes of what an instruction reads and makes.
-
-    A slice reads no more than it makes, and an update in place touches what it writes alone. What a
-    library call returns behind its result is its workspace.
-    """
-    if instruction.opcode == "fusion":
-        return _fused_bytes(module.computations[instruction.called()[0]])
-    read = [
-        sum(shape.bytes for shape in found) for found in computation.operand_shapes(instruction)
-    ]
-    if instruction.opcode in _SLICES:
-        return 2 * instruction.result_bytes
-    if (written := _in_place(instruction)) is not None:
-        return 2 * sum(read[place] for place in written)
-    is_library = _LIBRARY.match(instruction.attributes.get("custom_call_target", ""))
-    made = instruction.shapes[:1] if is_library else instruction.shapes
-    return sum(shape.bytes for shape in made) + sum(read)
-
-
-def _fused_bytes(fused: Computation) -> int:
-    """Bytes that a fusion reads and makes: of an argument that is only sliced, the slices."""
-    total = 0
-    for item in fused.instructions.values():
-        if item.opcode == "parameter":
-            users = fused.users[item.name]
-            first = [user for user in users if user.operands[0] == item.name]
-            pieces = [user for user in first if user.opcode in _SLICES]
-            written = [user for user in first if _in_place(user) is not None]
-            if users and len(pieces) + len(written) == len(users):
-                total += sum(piece.result_bytes for piece in pieces)
-            else:
-                total += item.result_bytes
-    root = fused.instructions[fused.root]
-    made = (
-        [fused.instructions[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    )
-    for item in made:
-        places = _in_place(item) or range(0)
-        if item.opcode == "scatter" and fused.instructions[item.operands[0]].opcode != "parameter":
-            places = range(0)  # what it scatters into is made here, too
-        made_of = [fused.instructions[item.operands[place]] for place in places] or [item]
-        total += sum(source.result_bytes for source in made_of)
-    return total
-
-
-def _in_place(instruction: Instruction) -> range | None:
-    """The operands that an instruction writes into its first ones; None if it writes elsewhere."""
-    if instruction.opcode == _UPDATE:
-        return range(1, 2)
-    if instruction.opcode == "scatter":
-        return range(len(instruction.operands) // 2 + 1, len(instruction.operands))
-    return None

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from nnx_pipeline.errors import counted
 from nnx_pipeline.lab.attribution.origins import source_of
 from nnx_pipeline.lab.hlo.branches import Shares, branch_shares
 from nnx_pipeline.lab.hlo.cost import collective_of
@@ -93,6 +94,21 @@ class Estimate:
             unread(instruction, "time_bound", times, reason)
             for computation, instruction, times in self._taken()
             if times and self._is_bound(computation, instruction)
+        )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A sentence on the conditionals of which the longest branch counts, though any may run."""
+        guessed = [
+            instruction
+            for computation, instruction, times in self._taken()
+            if times and self._walk.guessed(computation, instruction)
+        ]
+        if not guessed:
+            return ()
+        which = counted(len(guessed), "conditional")
+        return (
+            f"the estimated time takes the longest branch of {which}, and less where another runs",
         )
 
     def _is_bound(self, computation: Computation, instruction: Instruction) -> bool:

@@ -159,6 +159,18 @@ class Walk:
         """The whole program."""
         return self._span(self.module.entry)
 
+    def guessed(self, computation: Computation, instruction: Instruction) -> bool:
+        """Whether a conditional takes another time where another branch than the longest runs.
+
+        - `computation`: the one that holds the instruction; False for one that is no conditional,
+          or one of which it is known how often each branch runs.
+        """
+        if instruction.opcode != "conditional":
+            return False
+        if self.shares.get((computation.name, instruction.name)) is not None:
+            return False
+        return len({self._span(name).total for name in instruction.called()}) > 1
+
     def runs(self) -> dict[str, int]:
         """How often each computation runs on the way that the walk takes."""
         counts: dict[str, Fraction] = {}
