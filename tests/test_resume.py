@@ -288,6 +288,47 @@ def test_a_run_that_has_become_another_one_is_not_added_to(saved: Path, tmp_path
     assert steps_in(folder) == [0, 3]
 
 
+def test_a_folder_that_is_replaced_while_it_is_claimed(saved: Path, tmp_path: Path) -> None:
+    """By a copy, which another process may claim: this one neither saves nor deletes in it."""
+    folder, mesh = tmp_path / "run", mesh_of("")
+    with jax.set_mesh(mesh), optax_promotion():
+        state = dataclasses.replace(make_state(CONFIG, mesh), step=np.int32(4))
+    words = f"{folder} is not the folder of this training any more"
+    for steps in (True, False):
+        shutil.copytree(saved, folder)
+        if not steps:
+            for step in ("0", "3"):
+                shutil.rmtree(folder / step)
+        with pytest.raises(InputError, match=words), offered.claimed(folder):
+            folder.rename(tmp_path / "old")
+            with pytest.raises(InputError, match=words):  # nothing is there
+                offered.save_step(state, folder, CONFIG, Origin(0, None))
+            shutil.copytree(tmp_path / "old", folder)
+            offered.save_step(state, folder, CONFIG, Origin(0, None))
+        before = {path.name for path in (tmp_path / "old").iterdir()}
+        assert {path.name for path in folder.iterdir()} == before
+        shutil.rmtree(folder)
+        shutil.rmtree(tmp_path / "old")
+
+
+def test_what_a_killed_process_left_is_removed(saved: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved, tmp_path / "run"))
+    before = sorted(folder.iterdir())
+    (folder / "4.0123abcd.incomplete").mkdir()
+    (folder / "4.0123abcd.incomplete" / ".nnx-pipeline-is-writing").touch()
+    (folder / ".nnx-pipeline.k2j4").write_text("half of config.yml")
+    with offered.claimed(folder):
+        assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("text", ["", "a", "seed: 0", "seed: 0\ntext: null\nother: 1"])
+def test_an_origin_of_other_keys(saved: Path, tmp_path: Path, text: str) -> None:
+    folder = shutil.copytree(saved, tmp_path / "run")
+    (folder / "training.yml").write_text(text)
+    with pytest.raises(InputError, match=r"\(it has not the two keys seed and text\)"):
+        offered.saved_run(folder)
+
+
 def test_a_folder_is_one_training_s(saved: Path, tmp_path: Path, run: Run) -> None:
     """From the first moment on; what a killed process left without a step is free."""
     folder = tmp_path / "new" / "run"
