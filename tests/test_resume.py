@@ -299,12 +299,13 @@ def test_a_folder_that_is_replaced_while_it_is_claimed(saved: Path, tmp_path: Pa
         if not steps:
             for step in ("0", "3"):
                 shutil.rmtree(folder / step)
-        with pytest.raises(InputError, match=words), offered.claimed(folder):
+        with offered.claimed(folder):
             folder.rename(tmp_path / "old")
-            with pytest.raises(InputError, match=words):  # nothing is there
-                offered.save_step(state, folder, CONFIG, Origin(0, None))
-            shutil.copytree(tmp_path / "old", folder)
-            offered.save_step(state, folder, CONFIG, Origin(0, None))
+            for there in (False, True):
+                if there:
+                    shutil.copytree(tmp_path / "old", folder)
+                with pytest.raises(InputError, match=words):
+                    offered.save_step(state, folder, CONFIG, Origin(0, None))
         before = {path.name for path in (tmp_path / "old").iterdir()}
         assert {path.name for path in folder.iterdir()} == before
         shutil.rmtree(folder)
@@ -427,12 +428,20 @@ def test_what_is_not_finite_is_not_saved_and_the_cure_works(run: Run, tmp_path: 
     def rate(value: str) -> tuple[str, str]:
         return ("--set", f"train.learning_rate={value}")
 
-    # Finite weights of 1e30, whose gradients are not: the only saved step has to go.
-    ended = run(*new, *rate("1e30"), "--set", "train.clip_norm=1e30")
+    # Weights of 1e5, whose gradients in float16 are not finite: the only saved step has to go.
+    ended = run(*new, *rate("1e5"), "--set", "model.dtype=float16")
     assert (ended.code, steps_in(folder)) == (1, [1])
-    cure = f"remove {folder}, and begin again with a lower --set train.learning_rate=… (it is 1e+30"
+    cure = f"remove {folder}, and begin again with a lower --set train.learning_rate=… (it is 10000"
     assert cure in ended.err.splitlines()[-1]
     shutil.rmtree(folder)
+    # Weights that are finite after the last update, and too large for another one.
+    for value in ("1e8", "1e30"):
+        ended = run(*new, *rate(value), "--steps", 1)
+        assert (ended.code, list(tmp_path.iterdir()), ended.out) == (1, [], "")
+        line = ended.err.splitlines()[-1]
+        assert (
+            f"step 1 leaves weights as large as {1.3 * float(value):.1e}, which is nothing" in line
+        )
     # Weights that are infinite after the first update: nothing is left.
     ended = run(*new, *rate("3e38"))
     assert (ended.code, list(tmp_path.iterdir())) == (1, [])
@@ -464,11 +473,23 @@ def test_what_is_not_finite_is_not_saved_and_the_cure_works(run: Run, tmp_path: 
 
 
 @pytest.mark.slow
+def test_parameters_in_float16(run: Run) -> None:
+    """No learning rate helps, and what the line names does."""
+    words = ("train", *SETTINGS, "--steps", 2, "--set", "model.param_dtype=float16")
+    for rate in ("0.003", "1e-7"):
+        ended = run(*words, "--set", f"train.learning_rate={rate}")
+        assert ended.code == 1
+        assert "begin another run with --set model.param_dtype=float32" in ended.err
+        assert "learning_rate" not in ended.err
+    assert run(*words, "--set", "model.param_dtype=float32").code == 0
+
+
+@pytest.mark.slow
 def test_a_held_out_loss_that_is_not_a_number(run: Run, tmp_path: Path) -> None:
     """Of finite weights: without the text nothing would show before the next step."""
     (tmp_path / "text").write_text("".join(map(chr, range(32, 127))) * 20)
-    data = ("--data", tmp_path / "text", "--set", "train.learning_rate=1e30")
-    rest = ("--steps", 1, "--set", "model.dtype=float16", "--set", "train.clip_norm=1e30")
+    data = ("--data", tmp_path / "text", "--set", "train.learning_rate=1e5")
+    rest = ("--steps", 1, "--set", "model.dtype=float16")
     ended = run("train", *SMALL, *data, *rest, "--checkpoint-dir", tmp_path / "run")
     assert (ended.code, ended.out) == (1, ""), ended.err
     assert "the loss on the held-out text is nan after step 1" in ended.err.splitlines()[-1]
