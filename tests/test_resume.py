@@ -312,6 +312,13 @@ def test_a_folder_that_is_replaced_while_it_is_claimed(saved: Path, tmp_path: Pa
         shutil.rmtree(tmp_path / "old")
 
 
+def test_where_no_folder_can_be_made() -> None:
+    """In a file system that says of each that it is not there: no endless try."""
+    no = pytest.raises(InputError, match="/proc/run cannot be written: No such file or directory")
+    with no, offered.claimed("/proc/run"):
+        pass
+
+
 def test_what_a_killed_process_left_is_removed(saved: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(saved, tmp_path / "run"))
     before = sorted(folder.iterdir())

@@ -21,6 +21,7 @@ from nnx_pipeline.files import TEMPORARY, local
 
 RUN_CONFIG, ORIGIN = "config.yml", "training.yml"
 _CHECKSUM = "# crc32 of the lines below: "
+_TRIES = 100  # to lock a file that other processes remove
 _claimed: dict[Path, os.stat_result] = {}  # the files that this process has locked, by their runs
 
 
@@ -133,14 +134,14 @@ def _is_at(lock: os.stat_result, folder: Path) -> bool:
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[os.stat_result]:
     """Makes a folder, and locks its `ORIGIN`, of which it yields what the system says."""
-    while True:
+    for left in reversed(range(_TRIES)):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()  # as a step will be made there
             handle = os.open(folder / ORIGIN, os.O_RDWR | os.O_CREAT, 0o666)
-        except FileNotFoundError:  # another process has just removed the folder that it had made
-            continue
         except OSError as error:
+            if isinstance(error, FileNotFoundError) and left:
+                continue  # another process has just removed the folder that it had made
             raise InputError(
                 f"{folder} cannot be written: {error.strerror}; choose another folder, or change "
                 "its permissions"
@@ -162,6 +163,10 @@ def _locked(folder: Path) -> Iterator[os.stat_result]:
             if _is_at(lock, folder):  # else who had it locked has removed it since
                 yield lock
                 return
+    raise InputError(
+        f"{folder} is where one file is two to the system, so that it cannot be locked; choose a "
+        "folder on another file system"
+    )
 
 
 def _forget(folder: Path, made: list[Path], lock: os.stat_result) -> None:
