@@ -13,7 +13,7 @@ import numpy as np
 from linen_compat import reference
 from linen_compat.formats.comparison import Comparison, compare_to_load, model_arrays
 from linen_compat.formats.huggingface import stream as huggingface
-from linen_compat.formats.huggingface.folder import FILES, TensorFolder
+from linen_compat.formats.huggingface.folder import TensorFolder, files_of
 from linen_compat.formats.huggingface.stream import is_huggingface
 from linen_compat.formats.huggingface.tensors import KNOWN_EXTRA
 from linen_compat.formats.load_shards import for_mesh
@@ -164,8 +164,8 @@ def read_everything(
     produced an array (`plausible`); and naming the file when one changes meanwhile.
     """
     total, strange = 0, dict[str, str]()
-    patterns = FILES if diagnosis.format == HUGGINGFACE else ()
-    with Unchanged(diagnosis.checkpoint, *patterns):
+    files = files_of(diagnosis.checkpoint) if diagnosis.format == HUGGINGFACE else None
+    with Unchanged(diagnosis.checkpoint, files):
         for read in _every_array(diagnosis, config):
             array = read.array
             if read.part is not None:

@@ -19,6 +19,7 @@ from linen_compat.formats.run_files import (
     ORIGIN,
     RUN_CONFIG,
     check_checksum,
+    check_claim,
     claimed,
     has_steps,
     with_checksum,
@@ -74,9 +75,10 @@ def save_step(state: TrainState, folder: str | Path, config: Config, origin: Ori
 
     A step gets its name only when it is complete: whenever a process is killed, no step is
     unfinished. Raises InputError where the step is there already, and where the run has become that
-    of another config or origin.
+    of another config or origin, or another folder.
     """
     run = Path(folder)
+    check_claim(run)
     if (_config(run), _origin(run)) != (config, origin):
         raise Mismatch(
             f"{run} holds another training now: its {RUN_CONFIG} or {ORIGIN} is not what this one "
@@ -108,8 +110,11 @@ def _origin(run: Path) -> Origin:
     file = run / ORIGIN
     check_checksum(file)
     try:
-        return Origin(**load_yaml(read_regular(file)))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError, TypeError) as error:
+        values = load_yaml(read_regular(file))
+        if not isinstance(values, dict) or not values.keys() == {"seed", "text"}:
+            raise ValueError("it has not the two keys seed and text")
+        return Origin(**values)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(
             f"{file} cannot be read ({reason}), so that training cannot go on with the same "

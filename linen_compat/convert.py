@@ -5,7 +5,7 @@ from pathlib import Path
 
 from linen_compat.formats.comparison import compare, compare_with_itself, model_arrays
 from linen_compat.formats.huggingface import stream as huggingface
-from linen_compat.formats.huggingface.folder import FILES
+from linen_compat.formats.huggingface.folder import files_of
 from linen_compat.formats.new_folder import Room, check_free, new_folder
 from linen_compat.formats.orbax.inspect import find_items, inspect, optimizer_names
 from linen_compat.formats.orbax.layouts import FORMATS, HUGGINGFACE, NNX, PIPELINED, Layout
@@ -196,7 +196,7 @@ def open_checkpoint(
     if source_format == HUGGINGFACE or (
         source_format == AUTO and huggingface.is_huggingface(checkpoint)
     ):
-        files = Unchanged(checkpoint, *FILES)
+        files = Unchanged(checkpoint, files_of(checkpoint))
         config = huggingface.config_for(checkpoint, config)
         source = huggingface.HuggingFaceSource(checkpoint, config.model)
         return Opened(source, files, None, config)

@@ -6,7 +6,7 @@ from jax.sharding import Mesh
 
 from linen_compat.arguments import check_to_load
 from linen_compat.formats.comparison import compare_to_load, model_arrays
-from linen_compat.formats.huggingface.folder import FILES
+from linen_compat.formats.huggingface.folder import files_of
 from linen_compat.formats.huggingface.stream import HuggingFaceSource, config_for, is_huggingface
 from linen_compat.formats.load_shards import load_from
 from linen_compat.formats.orbax.inspect import Inspection, find_items, inspect
@@ -51,7 +51,7 @@ def load(
     """
     check_to_load(checkpoint, config, mesh)
     if is_huggingface(checkpoint):
-        with Unchanged(checkpoint, *FILES):
+        with Unchanged(checkpoint, files_of(checkpoint)):
             config = config_for(checkpoint, config)
             return load_from(HuggingFaceSource(checkpoint, config.model), config, mesh)
     config = config_of(checkpoint) if config is None else config

@@ -40,9 +40,12 @@ def local(path: str | os.PathLike[str]) -> Path:
     if _ADDRESS.match(named):
         raise InputError(
             f"{named} is an address, and only files and folders of this machine are read and "
-            "written; copy what it names, and give the path of the copy"
+            "written; copy what it names, and give the path of the copy, or begin it with ./ where "
+            "a folder here has that name"
         )
-    return Path(named)
+    found = Path(named)
+    # Without its `./` it would be taken for an address where it comes by here again.
+    return found.absolute() if _ADDRESS.match(str(found)) else found
 
 
 def write_whole(path: str, content: bytes) -> None:

@@ -252,6 +252,13 @@ def test_eval_is_never_without_effect() -> None:
     for seen in (drops, nnx.view(Around(drops.inner.linen_module), deterministic=True)):
         with pytest.raises(InputError, match=r"Dropout draws random numbers after eval\(\)"):
             seen(x_of())
+    inside = Around(to_linen(nnx.Dropout, 0.5))
+    assert np.any(inside(x_of()) != inside(x_of()))
+    inside.eval()
+    with pytest.raises(InputError, match=r"draws .* after eval\(\) .*deterministic=True") as caught:
+        inside(x_of())
+    assert "rngs=" not in str(caught.value)
+    np.testing.assert_array_equal(inside(x_of(), deterministic=True), x_of())
     plain = Around(nn.Dense(16))
     plain.eval()
     np.testing.assert_array_equal(plain(x_of()), plain.inner(x_of()))

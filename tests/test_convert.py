@@ -84,6 +84,21 @@ def test_a_source_that_changes_while_it_is_read(tmp_path, bridge, monkeypatch, f
     assert (ended.code, bool(re.search(said, ended.err)), out.exists()) == (1, True, False)
 
 
+@pytest.mark.parametrize(
+    "name", ["trainer_state.json", "tokenizer.json", "adapter_model.safetensors"]
+)
+def test_a_file_beside_the_source_that_is_not_read_may_change(tmp_path, bridge, monkeypatch, name):
+    source = shutil.copytree(FOLDER / "mixtral_sharded", tmp_path / "source")
+    (source / name).write_text("{}")
+    changing(monkeypatch, source / name)
+    ended = bridge("convert", source, tmp_path / "out", "--to", "nnx")
+    assert ended.code == 0, ended.err
+    shard = min(source.glob("model-*.safetensors"))  # and what is read may not
+    changing(monkeypatch, shard)
+    with pytest.raises(Mismatch, match=f"{shard.name} changed while it was read"):
+        linen_compat.load(source)
+
+
 @pytest.mark.slow
 def test_from_every_format_into_every_format_to_the_bit(tmp_path, bridge):
     """Parameters, moments, counts and step, on a walk that comes by every known state again."""

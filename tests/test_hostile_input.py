@@ -25,7 +25,7 @@ from nnx_pipeline import InputError
 from nnx_pipeline.cli import main as nnx_main
 from nnx_pipeline.cli.support import progress
 from nnx_pipeline.errors import is_divisor, printable, shown
-from nnx_pipeline.files import save_figure, say, write_text
+from nnx_pipeline.files import local, save_figure, say, write_text
 from nnx_pipeline.files import write as write_out
 from nnx_pipeline.lab.page import measurement_page
 from nnx_pipeline.lab.report.chart import program_chart
@@ -154,11 +154,12 @@ def test_names_in_a_tree(bridge, tmp_path: Path) -> None:
 
 
 def test_names_of_files_in_an_index(tmp_path: Path) -> None:
-    for name in NAMES:
+    for name in (*NAMES, "", "x" * 256, "é" * 128, "\ud800", "a/b", ".", "..", "~/x"):
         (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {name: name}}))
         with pytest.raises(InputError) as caught:
             TensorFolder(tmp_path)
         assert_tame(str(caught.value))
+        assert f"{tmp_path} is missing" not in str(caught.value)
 
 
 @pytest.mark.parametrize("file", ["x.yml", "config.json"])
@@ -439,6 +440,18 @@ def test_addresses_in_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             with pytest.raises(InputError, match="is an address, and only files and folders"):
                 use(address)
     assert os.listdir() == []
+
+
+def test_a_folder_with_the_name_of_an_address(tmp_path: Path, monkeypatch) -> None:
+    """The cure of the error, and a second look at what it has led to."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"begin it with \./ where a folder here has that name"):
+        local("file.v1:/x")
+    for name in ("./file.v1:/x", "./gs://x"):
+        found = local(name)
+        assert found == local(found) == local(str(found)) == tmp_path / name
+        linen_compat.save(linen_compat.load(LLAMA), name, "huggingface")
+        assert linen_compat.load(name).config.model == linen_compat.load(LLAMA).config.model
 
 
 def test_a_cache_at_an_address(run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -288,6 +288,55 @@ def test_a_run_that_has_become_another_one_is_not_added_to(saved: Path, tmp_path
     assert steps_in(folder) == [0, 3]
 
 
+def test_a_folder_that_is_replaced_while_it_is_claimed(saved: Path, tmp_path: Path) -> None:
+    """By a copy, which another process may claim: this one neither saves nor deletes in it."""
+    folder, mesh = tmp_path / "run", mesh_of("")
+    with jax.set_mesh(mesh), optax_promotion():
+        state = dataclasses.replace(make_state(CONFIG, mesh), step=np.int32(4))
+    words = f"{folder} is not the folder of this training any more"
+    for steps in (True, False):
+        shutil.copytree(saved, folder)
+        if not steps:
+            for step in ("0", "3"):
+                shutil.rmtree(folder / step)
+        with offered.claimed(folder):
+            folder.rename(tmp_path / "old")
+            for there in (False, True):
+                if there:
+                    shutil.copytree(tmp_path / "old", folder)
+                with pytest.raises(InputError, match=words):
+                    offered.save_step(state, folder, CONFIG, Origin(0, None))
+        before = {path.name for path in (tmp_path / "old").iterdir()}
+        assert {path.name for path in folder.iterdir()} == before
+        shutil.rmtree(folder)
+        shutil.rmtree(tmp_path / "old")
+
+
+def test_where_no_folder_can_be_made() -> None:
+    """In a file system that says of each that it is not there: no endless try."""
+    no = pytest.raises(InputError, match="/proc/run cannot be written: No such file or directory")
+    with no, offered.claimed("/proc/run"):
+        pass
+
+
+def test_what_a_killed_process_left_is_removed(saved: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved, tmp_path / "run"))
+    before = sorted(folder.iterdir())
+    (folder / "4.0123abcd.incomplete").mkdir()
+    (folder / "4.0123abcd.incomplete" / ".nnx-pipeline-is-writing").touch()
+    (folder / ".nnx-pipeline.k2j4").write_text("half of config.yml")
+    with offered.claimed(folder):
+        assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("text", ["", "a", "seed: 0", "seed: 0\ntext: null\nother: 1"])
+def test_an_origin_of_other_keys(saved: Path, tmp_path: Path, text: str) -> None:
+    folder = shutil.copytree(saved, tmp_path / "run")
+    (folder / "training.yml").write_text(text)
+    with pytest.raises(InputError, match=r"\(it has not the two keys seed and text\)"):
+        offered.saved_run(folder)
+
+
 def test_a_folder_is_one_training_s(saved: Path, tmp_path: Path, run: Run) -> None:
     """From the first moment on; what a killed process left without a step is free."""
     folder = tmp_path / "new" / "run"
@@ -386,12 +435,20 @@ def test_what_is_not_finite_is_not_saved_and_the_cure_works(run: Run, tmp_path: 
     def rate(value: str) -> tuple[str, str]:
         return ("--set", f"train.learning_rate={value}")
 
-    # Finite weights of 1e30, whose gradients are not: the only saved step has to go.
-    ended = run(*new, *rate("1e30"), "--set", "train.clip_norm=1e30")
+    # Weights of 1e5, whose gradients in float16 are not finite: the only saved step has to go.
+    ended = run(*new, *rate("1e5"), "--set", "model.dtype=float16")
     assert (ended.code, steps_in(folder)) == (1, [1])
-    cure = f"remove {folder}, and begin again with a lower --set train.learning_rate=… (it is 1e+30"
+    cure = f"remove {folder}, and begin again with a lower --set train.learning_rate=… (it is 10000"
     assert cure in ended.err.splitlines()[-1]
     shutil.rmtree(folder)
+    # Weights that are finite after the last update, and too large for another one.
+    for value in ("1e8", "1e30"):
+        ended = run(*new, *rate(value), "--steps", 1)
+        assert (ended.code, list(tmp_path.iterdir()), ended.out) == (1, [], "")
+        line = ended.err.splitlines()[-1]
+        assert (
+            f"step 1 leaves weights as large as {1.3 * float(value):.1e}, which is nothing" in line
+        )
     # Weights that are infinite after the first update: nothing is left.
     ended = run(*new, *rate("3e38"))
     assert (ended.code, list(tmp_path.iterdir())) == (1, [])
@@ -423,11 +480,23 @@ def test_what_is_not_finite_is_not_saved_and_the_cure_works(run: Run, tmp_path: 
 
 
 @pytest.mark.slow
+def test_parameters_in_float16(run: Run) -> None:
+    """No learning rate helps, and what the line names does."""
+    words = ("train", *SETTINGS, "--steps", 2, "--set", "model.param_dtype=float16")
+    for rate in ("0.003", "1e-7"):
+        ended = run(*words, "--set", f"train.learning_rate={rate}")
+        assert ended.code == 1
+        assert "begin another run with --set model.param_dtype=float32" in ended.err
+        assert "learning_rate" not in ended.err
+    assert run(*words, "--set", "model.param_dtype=float32").code == 0
+
+
+@pytest.mark.slow
 def test_a_held_out_loss_that_is_not_a_number(run: Run, tmp_path: Path) -> None:
     """Of finite weights: without the text nothing would show before the next step."""
     (tmp_path / "text").write_text("".join(map(chr, range(32, 127))) * 20)
-    data = ("--data", tmp_path / "text", "--set", "train.learning_rate=1e30")
-    rest = ("--steps", 1, "--set", "model.dtype=float16", "--set", "train.clip_norm=1e30")
+    data = ("--data", tmp_path / "text", "--set", "train.learning_rate=1e5")
+    rest = ("--steps", 1, "--set", "model.dtype=float16")
     ended = run("train", *SMALL, *data, *rest, "--checkpoint-dir", tmp_path / "run")
     assert (ended.code, ended.out) == (1, ""), ended.err
     assert "the loss on the held-out text is nan after step 1" in ended.err.splitlines()[-1]

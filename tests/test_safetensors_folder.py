@@ -246,12 +246,15 @@ def test_how_many_values_are_no_number(dtype: Any) -> None:
 
 
 def test_an_adapter_beside_the_model_is_mentioned(model: Path, bridge: Any) -> None:
-    (model / "adapter_config.json").write_text("{}")
+    """Once, though it has two files."""
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (model / name).write_text("{}")
     with pytest.warns(Note, match=r"model/adapter_config.json is an adapter beside .* merge it"):
         load(model)
     ended = bridge("check", model, "--config", model)
     assert ended.code == 0
     assert f"linen-compat: note: {model / 'adapter_config.json'} is an adapter" in ended.err
+    assert ended.err.count("note:") == 1
 
 
 def test_moments_have_no_place(tmp_path: Path) -> None:

@@ -3,8 +3,12 @@
 Each rule once was true of some version. The values are such that it shows where it no longer is.
 """
 
+import contextlib
+import importlib
 import json
+import re
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,8 @@ from test_huggingface import logits
 from linen_compat import config_from_huggingface, load
 from linen_compat.formats.huggingface.architectures import ARCHITECTURES, LONGEST, Architecture
 from linen_compat.formats.huggingface.config import IGNORED, UNREAD
+from nnx_pipeline import InputError
+from nnx_pipeline.errors import Note
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -226,6 +232,35 @@ def test_saving_keeps_keys_that_are_unknown(tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     model.save_pretrained(tmp_path / "b")
     assert json.loads((tmp_path / "b" / "config.json").read_text())["other_key"] == 3
+
+
+@each_class
+def test_what_is_on_unless_a_config_says_otherwise_is_known(kind: str) -> None:
+    """An unknown key that is false passes, so that none may switch something off."""
+    name = f"transformers.models.{KINDS[kind].model_type}.modeling_{KINDS[kind].model_type}"
+    on = {key for key, value in config_of(kind).to_dict().items() if value is True}
+    for module in (name, "transformers.masking_utils", "transformers.modeling_rope_utils"):
+        source = Path(importlib.import_module(module).__file__).read_text(encoding="utf-8")
+        on |= {*re.findall(r'getattr\((?:self\.)?config, "(\w+)", True\)', source)}
+    own = random_model(kind, seed=2).config.to_dict()
+    for key in on - IGNORED:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Note)
+            with contextlib.suppress(InputError):
+                config_from_huggingface({**own, key: False})
+
+
+@pytest.mark.parametrize("value", [False, None, 0])
+def test_attention_that_is_not_causal(value: object, tmp_path: Path) -> None:
+    """transformers reads the key in its masks alone, and takes null for false."""
+    saved("Llama", tmp_path, num_key_value_heads=4, head_dim=4)
+    before = theirs(tmp_path)
+    change_config(tmp_path, is_causal=value)
+    assert np.max(np.abs(theirs(tmp_path) - before)) > 1e-3
+    with pytest.raises(InputError, match=f"is_causal={value} is not supported, only True"):
+        load(tmp_path)
+    change_config(tmp_path, is_causal=True)
+    assert_same_logits(tmp_path)
 
 
 def test_a_deepseek_predicts_further_tokens_unless_it_says_otherwise() -> None:

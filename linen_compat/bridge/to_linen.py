@@ -24,6 +24,10 @@ from nnx_pipeline import InputError
 INTERMEDIATES, PARAMS = "intermediates", "params"
 
 
+class NoKey(InputError):
+    """A module drew random numbers from a stream of which it was given no key."""
+
+
 def to_linen(
     kind: type[nnx.Module], *args: Any, name: str | None = None, **options: Any
 ) -> "NNXAsLinen":
@@ -157,11 +161,11 @@ class NNXAsLinen(nn.Module):
     def _check_streams(
         self, after: Mapping[Any, nnx.Variable], before: Mapping[Any, Any], without: list[Any]
     ) -> None:
-        """Raises InputError if the call drew from a stream without a key."""
+        """Raises NoKey if the call drew from a stream without a key."""
         for stream in without:
             # Each draw replaces the count by a new array.
             if after[stream.count].get_value() is not before[stream.count]:
-                raise InputError(
+                raise NoKey(
                     f"{self.recipe.kind.__name__} drew random numbers from the stream "
                     f"{stream.name!r} and apply got no key for it; "
                     f"give rngs={{{stream.name!r}: jax.random.key(…)}}"

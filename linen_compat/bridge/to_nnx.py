@@ -32,7 +32,7 @@ from linen_compat.bridge.paths import (
     shape_of,
     unboxed,
 )
-from linen_compat.bridge.to_linen import INTERMEDIATES, PARAMS
+from linen_compat.bridge.to_linen import INTERMEDIATES, PARAMS, NoKey
 from nnx_pipeline import InputError
 
 RESERVED = (
@@ -234,6 +234,10 @@ class LinenAsNNX(nnx.Module):
             )
         except flax.errors.InvalidRngError as error:
             raise self._needs_stream(error) from error
+        except NoKey as error:  # of an NNX module within this one
+            if not self.deterministic:
+                raise
+            raise self._not_told("draws random numbers", error) from error
         except flax.errors.ModifyScopeVariableError as error:
             if not self.use_running_average:
                 raise
@@ -297,8 +301,8 @@ class LinenAsNNX(nnx.Module):
 
 
 def _first(error: Exception) -> str:
-    """What an error of Flax says, without the address of a page."""
-    return str(error).split(" (http")[0]
+    """What an error of Flax or of `to_linen` says, without the address of a page and the cure."""
+    return str(error).split(" (http")[0].split("; give ")[0]
 
 
 def _variable(collection: str, box: Any, leaf: Any) -> nnx.Variable:

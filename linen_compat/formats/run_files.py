@@ -21,6 +21,8 @@ from nnx_pipeline.files import TEMPORARY, local
 
 RUN_CONFIG, ORIGIN = "config.yml", "training.yml"
 _CHECKSUM = "# crc32 of the lines below: "
+_TRIES = 100  # to lock a file that other processes remove
+_claimed: dict[Path, os.stat_result] = {}  # the files that this process has locked, by their runs
 
 
 def is_run(folder: Path) -> bool:
@@ -94,26 +96,52 @@ def claimed(run: str | Path) -> Iterator[None]:
     if not is_there:
         check_free(run)
     made = [place for place in (folder, *folder.parents) if not place.exists()]
-    undo = functools.partial(_forget, folder, made)
-    with _locked(folder), cleared_away(undo):
-        try:
-            clear_left_behind(folder)
-            yield
-        finally:
-            undo()
+    with _locked(folder) as lock:
+        undo = functools.partial(_forget, folder, made, lock)
+        _claimed[folder.absolute()] = lock
+        with cleared_away(undo):
+            try:
+                clear_left_behind(folder)
+                for file in folder.glob(f"{TEMPORARY}*"):
+                    file.unlink()
+                yield
+            finally:
+                del _claimed[folder.absolute()]
+                undo()
+
+
+def check_claim(run: Path) -> None:
+    """Raises Mismatch where another folder has come into the place of a run that is `claimed`.
+
+    - `run`: a folder; nothing is said of one that this process has not claimed.
+    """
+    lock = _claimed.get(run.absolute())
+    if lock is not None and not _is_at(lock, run):
+        raise Mismatch(
+            f"{run} is not the folder of this training any more: it, or its {ORIGIN}, was moved, "
+            "removed or replaced; leave a run as it is while it is trained, and go on after its "
+            "newest step with --resume"
+        )
+
+
+def _is_at(lock: os.stat_result, folder: Path) -> bool:
+    """Whether the file that is locked is the `ORIGIN` of a folder."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return os.path.samestat(lock, os.stat(folder / ORIGIN))
+    return False
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Makes a folder, and locks its `ORIGIN`."""
-    while True:
+def _locked(folder: Path) -> Iterator[os.stat_result]:
+    """Makes a folder, and locks its `ORIGIN`, of which it yields what the system says."""
+    for left in reversed(range(_TRIES)):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()  # as a step will be made there
             handle = os.open(folder / ORIGIN, os.O_RDWR | os.O_CREAT, 0o666)
-        except FileNotFoundError:  # another process has just removed the folder that it had made
-            continue
         except OSError as error:
+            if isinstance(error, FileNotFoundError) and left:
+                continue  # another process has just removed the folder that it had made
             raise InputError(
                 f"{folder} cannot be written: {error.strerror}; choose another folder, or change "
                 "its permissions"
@@ -131,18 +159,23 @@ def _locked(folder: Path) -> Iterator[None]:
                     f"{folder} is where files cannot be locked ({error.strerror}), so that two "
                     "trainings could mix in it; choose a folder on another file system"
                 ) from error
-            same = False
-            with contextlib.suppress(FileNotFoundError):  # who had it locked has removed it since
-                same = os.path.samestat(os.fstat(handle), os.stat(folder / ORIGIN))
-            if same:
-                yield
+            lock = os.fstat(handle)
+            if _is_at(lock, folder):  # else who had it locked has removed it since
+                yield lock
                 return
+    raise InputError(
+        f"{folder} is where one file is two to the system, so that it cannot be locked; choose a "
+        "folder on another file system"
+    )
 
 
-def _forget(folder: Path, made: list[Path]) -> None:
-    """Deletes the files of a run without steps, and then the given folders if they are empty."""
+def _forget(folder: Path, made: list[Path], lock: os.stat_result) -> None:
+    """Deletes the files of a run without steps, and then the given folders if they are empty.
+
+    - `lock`: of the file that is locked. Where it is in another folder, nothing is deleted.
+    """
     with contextlib.suppress(OSError):
-        if not _steps(folder):
+        if _is_at(lock, folder) and not _steps(folder):
             for name in (RUN_CONFIG, ORIGIN):
                 (folder / name).unlink(missing_ok=True)
             for place in made:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
@@ -14,14 +15,14 @@ class Unchanged:
     """A context in which a checkpoint is read; its files are looked at now, and at the end.
 
     - `folder`: the folder of the checkpoint.
-    - `patterns`: which of its files count, by default all; those that come later do not.
+    - `files`: those of it that count, by default all; files that come later do not.
 
     Raises Mismatch at the end for a file of which size, time of change or inode are others than
     when this object was made, in place of the errors that reading it has met.
     """
 
-    def __init__(self, folder: str | Path, *patterns: str) -> None:
-        found = (path for one in patterns or ("**/*",) for path in Path(folder).glob(one))
+    def __init__(self, folder: str | Path, files: Iterable[Path] | None = None) -> None:
+        found = Path(folder).glob("**/*") if files is None else files
         self._stamps = {path: _stamp(path) for path in found if path.is_file()}
 
     def __enter__(self) -> None:

@@ -23,7 +23,7 @@ from nnx_pipeline.config.config import Config, to_dict
 from nnx_pipeline.config.overrides import parse_overrides
 from nnx_pipeline.lab.report.output import check_writable, emit_json, show
 from nnx_pipeline.ops.router import RouterMetrics
-from nnx_pipeline.train.loop import is_finite, train
+from nnx_pipeline.train.loop import MOST_WEIGHT, is_finite, largest_weight, train
 from nnx_pipeline.train.saved import Origin
 from nnx_pipeline.train.step import TrainState
 from nnx_pipeline.train.text import Texts, Windows, bigram_entropy, entropy_of, read_texts
@@ -182,15 +182,17 @@ def _trained(
 
     def require(finite: bool, what: str, at_fault: int) -> None:
         if not finite:
-            way = way_on(saver, at_fault, config.train.learning_rate)
+            way = way_on(saver, at_fault, config)
             raise Failed(f"{what}, which is nothing to go on with; {way}")
 
     def checked(state: TrainState) -> float | None:
         """The loss on the held-out text of a state that is to be kept; None without a text."""
         number = int(state.step)
         with jax.set_mesh(grid):
-            finite = bool(is_finite(state))
+            finite, largest = bool(is_finite(state)), float(largest_weight(state.model))
         require(finite, f"step {number} leaves weights or moments that are not finite", number)
+        what = f"step {number} leaves weights as large as {largest:.1e}"
+        require(largest <= MOST_WEIGHT, what, number)
         if texts is None:
             return None
         loss = entropy_of(state.model, texts.held_out, grid)

@@ -48,10 +48,11 @@ def value_of(config: Config, key: str) -> Any:
 
 def _convert(key: str, text: str, hint: Any) -> object:
     """The value that `text` stands for, by the type hint of its field."""
-    origin = typing.get_origin(hint)
+    origin, or_none = typing.get_origin(hint), ""
     if origin in (types.UnionType, typing.Union):
         if text.lower() == "none":
             return None
+        or_none = " or none"
         hint = next(part for part in typing.get_args(hint) if part is not type(None))
         origin = typing.get_origin(hint)
     if origin is typing.Literal:
@@ -68,7 +69,7 @@ def _convert(key: str, text: str, hint: Any) -> object:
         return hint(text)
     except ValueError:
         kind = "a whole number" if hint is int else "a number"
-        raise InputError(f"{key}={text} needs {kind}") from None
+        raise InputError(f"{key}={text} needs {kind}{or_none}") from None
 
 
 def apply_overrides(config: Config, overrides: Mapping[str, str]) -> Config:

@@ -9,8 +9,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from nnx_pipeline.config.config import Config
+from nnx_pipeline.decoder import Mixtral
 from nnx_pipeline.train.data import Rule, Source, batches
 from nnx_pipeline.train.step import Metrics, TrainState, jit_train_step, make_state
+
+MOST_WEIGHT = 1e6  # the largest magnitude that training gives a weight, unless it has diverged
 
 
 class Step(NamedTuple):
@@ -29,6 +32,13 @@ def is_finite(state: TrainState) -> Array:
     """Whether no number of a training state is NaN or infinite; call it under `jax.set_mesh`."""
     floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats]))
+
+
+@jax.jit
+def largest_weight(model: Mixtral) -> Array:
+    """The largest magnitude of the parameters in float32; call it under `jax.set_mesh`."""
+    leaves = [x for x in jax.tree.leaves(model) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return jnp.max(jnp.stack([jnp.max(jnp.abs(x)).astype(jnp.float32) for x in leaves]))
 
 
 def train(

@@ -43,7 +43,8 @@ _FIXED = {
     "logits_soft_cap": None,
     "full_attention_every": None,
 }
-# The only supported value of each key in any class, and the reason; null counts as that value.
+# The only supported value of each key in any class, and the reason; null counts as that value, but
+# for what transformers then takes for false.
 _ONLY: dict[str, tuple[Any, str]] = {
     "hidden_act": ("silu", "the gated MLP here has no other activation"),
     "attention_bias": (False, "it is not read yet, and attention would have no bias here"),
@@ -52,6 +53,7 @@ _ONLY: dict[str, tuple[Any, str]] = {
     "attention_dropout": (0.0, "attention weights have no dropout here; set it to 0 to go on"),
     "router_jitter_noise": (0.0, "the router adds no noise here; set it to 0 to go on"),
     "is_encoder_decoder": (False, "the model here is a decoder"),
+    "is_causal": (True, "a token reads those before it alone here"),
     "quantization_config": (None, "save the model with plain float weights"),
     "compression_config": (None, "save the model with plain float weights"),
 }
@@ -264,7 +266,7 @@ def _refuse_unknown(values: Mapping[str, Any], architecture: Architecture) -> No
 def _refuse_values(values: Mapping[str, Any], architecture: Architecture) -> None:
     """Raises InputError for keys whose value is not computed here."""
     for key, (only, reason) in _ONLY.items():
-        if values.get(key) not in (only, None):
+        if values.get(key, only) not in ((only,) if only is True else (only, None)):
             raise InputError(
                 f"{CONFIG_FILE}: {key}={values[key]!r} is not supported, only {only!r}: {reason}"
             )

@@ -18,11 +18,11 @@ from linen_compat.formats.huggingface.config import CONFIG_FILE, read_json
 from linen_compat.formats.orbax.corruption import unreadable
 from linen_compat.formats.streams import ArraySpec, Mismatch
 from nnx_pipeline import InputError
-from nnx_pipeline.errors import optional
+from nnx_pipeline.errors import counted, optional, shown
 from nnx_pipeline.files import local
 
 ONE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-FILES = ("*.safetensors", "*.json")  # what is read of a folder
+LONGEST_NAME = 255  # bytes that a file system allows
 SHARD_BYTES = 5 * 10**9  # the size of a file that transformers 4 writes; version 5 writes 50 GB
 
 DTYPES = {
@@ -60,7 +60,7 @@ class TensorFolder:
         if (self.folder / ONE_FILE).is_file():
             self._add(self.folder / ONE_FILE, None)
         elif (self.folder / INDEX_FILE).is_file():
-            for file, names in self._index().items():
+            for file, names in _index(self.folder).items():
                 self._add(file, names)
         else:
             kind = Mismatch if (self.folder / CONFIG_FILE).is_file() else InputError
@@ -82,32 +82,12 @@ class TensorFolder:
         with _opened(self._files[name]) as file:
             return file.get_slice(name)[index] if index else file.get_tensor(name)
 
-    def _index(self) -> dict[Path, list[str]]:
-        """The tensors that each file holds according to the index."""
-        path = self.folder / INDEX_FILE
-        try:
-            places = read_json(path).get("weight_map")
-        except InputError as error:
-            raise Mismatch(str(error)) from error
-        if not isinstance(places, dict) or not places:
-            raise Mismatch(f"{path} has no weight_map, which says where each tensor is")
-        files: dict[Path, list[str]] = {}
-        for name, file in places.items():
-            if not isinstance(file, str) or Path(file).name != file:
-                raise Mismatch(
-                    f"{path} places {name} in {file!r}, which is not the name of a "
-                    "file in that folder"
-                )
-            files.setdefault(self.folder / file, []).append(name)
-        return files
-
     def _add(self, path: Path, expected: list[str] | None) -> None:
         """Notes the tensors of a file, which must be those that the index gives it."""
         if not path.is_file():
             names = expected or [""]
-            raise Mismatch(
-                f"{path} is missing; it holds {names[0]} and {len(names) - 1} other tensors"
-            )
+            others = counted(len(names) - 1, "other tensor")
+            raise Mismatch(f"{path} is missing; it holds {names[0]} and {others}")
         with _opened(path) as file:
             names = list(file.keys())
             for name in expected or ():
@@ -124,6 +104,43 @@ class TensorFolder:
                     )
                 self.specs[name] = ArraySpec(tuple(tensor.get_shape()), DTYPES[code])
                 self._files[name] = path
+
+
+def files_of(folder: str | Path) -> list[Path]:
+    """The files of a folder that are read; whatever else is there may change meanwhile."""
+    place = local(folder)
+    files = [place / name for name in (CONFIG_FILE, checksums.FILE, ONE_FILE)]
+    if not files[-1].is_file():
+        files.append(place / INDEX_FILE)
+        with contextlib.suppress(Mismatch):  # reading says what is wrong with it
+            files.extend(_index(place))
+    return files
+
+
+def _index(folder: Path) -> dict[Path, list[str]]:
+    """The tensors that each file holds according to the index of a folder."""
+    path = folder / INDEX_FILE
+    try:
+        places = read_json(path).get("weight_map")
+    except InputError as error:
+        raise Mismatch(str(error)) from error
+    if not isinstance(places, dict) or not places:
+        raise Mismatch(f"{path} has no weight_map, which says where each tensor is")
+    files: dict[Path, list[str]] = {}
+    for name, file in places.items():
+        if not isinstance(file, str) or not _is_name(file):
+            raise Mismatch(
+                f"{path} places {name} in {shown(file)}, which is not the name of a file in that "
+                "folder"
+            )
+        files.setdefault(folder / file, []).append(name)
+    return files
+
+
+def _is_name(file: str) -> bool:
+    """Whether a text can be the name of a file."""
+    size = len(file.encode(errors="surrogatepass"))
+    return Path(file).name == file and 0 < size <= LONGEST_NAME
 
 
 class NewTensorFolder:

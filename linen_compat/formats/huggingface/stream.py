@@ -303,7 +303,7 @@ def _compare(folder: str | Path, files: TensorFolder, model: ModelConfig) -> Com
             )
     if model.kv_lora_rank is not None:
         result.notes.extend(_differing_scores(own, model))
-    for file in sorted(Path(folder).glob("adapter_*")):
+    for file in sorted(Path(folder).glob("adapter_*"))[:1]:  # one has several files
         note(
             f"{file} is an adapter beside the model and is not read; if the model is meant with "
             "it, merge it into the weights first (merge_and_unload of peft)"
