@@ -404,6 +404,31 @@ def test_what_a_library_works_in() -> None:
     assert {shape for shape, role in roles.items() if role == "other"} <= {"tuple of 2"}
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_partial_sums_of_a_split_product(dtype: str) -> None:
+    """Those of a gradient are a gradient, and those of the forward pass no saved residual."""
+    need("cuda:h100:8")
+    triton = Platform(**(vars(Platform.parse("cuda:h100:1")) | {"gemm": "triton"}))
+
+    def step(w: Array, x: Array) -> tuple[Array, Array]:
+        def loss(w: Array) -> Array:
+            turn = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)
+            return turn[0].astype(jnp.float32).mean()
+
+        return jax.value_and_grad(loss)(w)
+
+    def product(w: Array, x: Array) -> tuple[Array, Array]:
+        return jax.value_and_grad(lambda w: jnp.sin(x.T @ x + w).astype(jnp.float32).sum())(w)
+
+    rows, size = 65536, 128
+    for function, layers, expected in ((step, (4,), "gradient"), (product, (), "activation")):
+        weights = jax.ShapeDtypeStruct((*layers, size, size), dtype)
+        x = jax.ShapeDtypeStruct((rows, size), dtype)
+        found = attribution_of(lab.measure(function, weights, x, platform=triton)).buffers
+        partial = {row.shape: row.role for row in found if row.name.startswith("gemm_fusion")}
+        assert partial[f"f32[{size},{size},{size}]"] == expected
+
+
 @pytest.mark.parametrize("gemm", ["triton", "cublas"])
 def test_products_are_what_was_asked_for(gemm: str) -> None:
     """Whatever the function's own options say, or XLA_FLAGS, which come before those."""

@@ -4,6 +4,8 @@ The rules apply in this order, and the first that matches gives the role.
 
 1.  The table of pointers of a tuple, and a value that the text does not print: `other`. The
     workspace that a cuBLAS or cuDNN call takes besides its result: `library workspace`.
+    Partial sums of a product, which has a dimension that all readers sum over at once: `gradient`,
+    `optimizer update` or `logits` where rule 5 or 6 gives that for the sum, else `activation`.
 2.  A value whose numbers come from an argument of the program through nothing but conversions,
     slices, all-gathers and moves: `gathered weight` where an all-gather is among these, else
     `parameter cast` where a conversion is, else `parameter copy`. An element of a loop's state that
@@ -96,6 +98,8 @@ class Roles:
             return "other"
         if _is_library(instruction) and shape.dtype in ("s8", "u8") and len(shape.dims) == 1:
             return "library workspace"
+        if whole := self._sum_of_parts(value, shape):
+            return self._by_shape(value, whole) or "activation"
         return (
             self._of_argument(value, shape)
             or self._in_loop(value, shape)
@@ -174,6 +178,32 @@ class Roles:
             return "saved residual"
         computed = made_by.opcode not in _NOT_COMPUTED or _is_library(made_by)
         return "activation" if computed else "other"
+
+    def _sum_of_parts(self, value: Value, shape: Shape) -> Shape | None:
+        """The shape of what partial sums of a product add up to; None for any other value.
+
+        A compiler splits a long contraction into products side by side, a batch dimension.
+        """
+        product = self.flow.lineage(value, reshaped=False)[-1]
+        if product.opcode != "dot" or "0" not in _numbers(product, "lhs_batch_dims"):
+            return None
+        pending, summed = [value], False
+        while pending:
+            for reader, passed_on in self.flow.readers(pending.pop()):
+                if self._adds_up(reader):
+                    summed = True
+                elif passed_on and reader.opcode in ("bitcast", "fusion"):
+                    pending.append(passed_on)
+                else:
+                    return None
+        return Shape(shape.dtype, shape.dims[1:]) if summed else None
+
+    def _adds_up(self, reader: Instruction) -> bool:
+        """Whether an instruction is the sum over the first dimension."""
+        if reader.opcode != "reduce" or _numbers(reader, "dimensions") != ["0"]:
+            return False
+        root = self.flow.root(reader.called()[0], ())
+        return root is not None and self.flow.instructions[root[0]].opcode == "add"
 
     def _slot(self, value: Value) -> tuple[Instruction, Value] | None:
         """The loop whose state holds a value, and the element of the state that it is; or None.
@@ -305,6 +335,10 @@ class Roles:
 def _is_library(instruction: Instruction) -> bool:
     target = instruction.attributes.get("custom_call_target", "").strip('"')
     return target.startswith(("__cublas$", "__cudnn$"))
+
+
+def _numbers(instruction: Instruction, attribute: str) -> list[str]:
+    return re.findall(r"\d+", instruction.attributes.get(attribute, ""))
 
 
 def _is_float(shape: Shape) -> bool:
