@@ -41,7 +41,7 @@ class Constraint:
     - `shape`: the sizes of the array.
     - `part`: the sizes of what a device then holds of it.
     - `spec`: what the constraint asks for.
-    - `certain`: whether nothing else in the program reads what operations of this line and name
+    - `certain`: whether only constraints of this line read what operations of that line and name
       make.
     """
 
@@ -63,17 +63,21 @@ def constraints_of(program: ClosedJaxpr) -> tuple[Constraint, ...]:
     search = _Search(program)
     found = list(search.found())
     names = {one.operation for _, one in found}
-    readers: dict[tuple[Location, str], set[Location | None]] = defaultdict(set)
-    known: dict[int, set[Location | None]] = defaultdict(set)
+    readers: dict[tuple[str, int, str], set[tuple[str, int] | None]] = defaultdict(set)
+    known: dict[int, set[tuple[str, int] | None]] = defaultdict(set)
     for made, one in found:
-        known[made].add(one.at if one.certain else None)
-    for equation, around in search.equations:
+        known[made].add((one.at.file, one.at.line) if one.certain else None)
+    for equation, _ in search.equations:
         if equation.primitive.name in names:
-            place = location_of((equation, *around)), equation.primitive.name
+            line = search.line(equation)
+            place = line.file, line.line, equation.primitive.name
             readers[place] |= known.get(id(equation), {None})
-    return tuple(
-        replace(one, certain=readers[one.made, one.operation] == {one.at}) for _, one in found
-    )
+
+    def is_certain(one: Constraint) -> bool:
+        place = one.made.file, one.made.line, one.operation
+        return readers[place] == {(one.at.file, one.at.line)}
+
+    return tuple(replace(one, certain=is_certain(one)) for _, one in found)
 
 
 class _Search:
@@ -113,8 +117,8 @@ class _Search:
     ) -> Iterator[tuple[int, Constraint]]:
         shape = _shape(equation.invars[0])
         constraint = Constraint(
-            at=self._line(equation),
-            made=self._line(equation),
+            at=self.line(equation),
+            made=self.line(equation),
             operation=_CONSTRAINT,
             operands=1,
             shape=shape,
@@ -135,7 +139,7 @@ class _Search:
                 id(maker),
                 replace(
                     constraint,
-                    made=self._line(maker),
+                    made=self.line(maker),
                     operation=name,
                     operands=count,
                     certain=certain,
@@ -156,7 +160,8 @@ class _Search:
             maker = None if isinstance(variable, Literal) else _ends(inner)[0].get(variable)
         return maker, once
 
-    def _line(self, equation: JaxprEqn) -> Location:
+    def line(self, equation: JaxprEqn) -> Location:
+        """The line of an equation of the program."""
         return location_of((equation, *self.around[id(equation)]))
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -20,6 +21,7 @@ from nnx_pipeline.lab.attribution.origins import source_of
 from nnx_pipeline.lab.hlo.dataflow import Flow, collective
 from nnx_pipeline.lab.hlo.module import Instruction, Module, Shape
 from nnx_pipeline.tracing.constraints import Constraint
+from nnx_pipeline.tracing.installed import Frame
 from nnx_pipeline.tracing.jaxpr import Location
 
 _ADDING = (None, "all-reduce", "reduce-scatter")
@@ -40,17 +42,17 @@ def at_constraints(
     if not made:
         return module, ()
     flow = Flow(module)
-    lines: dict[str, Location] = {}
+    lines: dict[str, tuple[Frame, ...]] = {}
     notes: dict[str, None] = {}
     for instruction in flow.instructions.values():
         asked, own = _asked(flow, instruction, made)
         if not asked:
             continue
-        certain = len({one.at for one in asked}) == 1 and all(
+        certain = len({_place(one.at) for one in asked}) == 1 and all(
             one.certain and (own or one.operands == 1) for one in asked
         )
         if certain:
-            lines[instruction.name] = asked[0].at
+            lines[instruction.name] = _frames([one.at for one in asked])
         for shape in instruction.shapes:
             whole = [one for one in asked if _is_whole(shape, one)]
             if whole and not instruction.opcode.endswith("-done"):
@@ -106,6 +108,14 @@ def _note(constraints: Sequence[Constraint], part: Shape, whole: Shape, *, certa
     )
 
 
+def _frames(lines: Sequence[Location]) -> tuple[Frame, ...]:
+    """The line of a constraint as a stack, with the line that called its function if it is one."""
+    at, callers = lines[0], {line.caller for line in lines}
+    around = re.fullmatch(r"(.+):(\d+) \((.+)\)", at.caller) if len(callers) == 1 else None
+    outer = ((around[1], int(around[2]), around[3]),) if around else ()
+    return ((at.file, at.line, at.function), *outer)
+
+
 def _place(location: Location) -> str:
     return f"{os.path.relpath(location.file)}:{location.line}"
 
@@ -114,18 +124,14 @@ def _text(shape: Shape) -> str:
     return f"{shape.dtype}[{','.join(map(str, shape.dims))}]"
 
 
-def _renamed(module: Module, lines: dict[str, Location]) -> Module:
+def _renamed(module: Module, lines: dict[str, tuple[Frame, ...]]) -> Module:
     """The module in which these instructions have these lines."""
     if not lines:
         return module
     computations = {}
     for name, computation in module.computations.items():
         instructions = {
-            key: dataclasses.replace(
-                item, frames=((lines[key].file, lines[key].line, lines[key].function),)
-            )
-            if key in lines
-            else item
+            key: dataclasses.replace(item, frames=lines[key]) if key in lines else item
             for key, item in computation.instructions.items()
         }
         computations[name] = dataclasses.replace(computation, instructions=instructions)
