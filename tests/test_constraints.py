@@ -1,6 +1,7 @@
 """What sharding constraints force: its line, and a note where an array becomes whole."""
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,8 +126,8 @@ def test_an_array_that_a_constraint_makes_whole(
     found, lines, note = measured(function, platform)
     size = f"f32[{SIZE},{SIZE}]"
     assert note.count(size) == 1
-    assert note.startswith(f"{size} made at ")
-    assert f"is whole on every device ({SIZE * SIZE * 4:,} bytes) for the constraint at " in note
+    whole = rf"is whole on every device \({SIZE * SIZE * 4:,} bytes\) for the constraint at "
+    assert re.match(rf"{re.escape(size)}( made at \S+)? {whole}", note)
     assert f"{os.path.relpath(line_of(function))}, which asks for P(None, 'fsdp'): " in note
     assert f"from parts of f32[{SIZE // 4},{SIZE}] the compiler found no other way" in note
     assert line_of(function) in lines
@@ -156,6 +157,9 @@ def test_what_the_program_does_not_tell_is_said(
     function: Callable[..., Any], platform: str
 ) -> None:
     _, lines, note = measured(function, platform)
+    if function is of_a_helper and "which the program does not tell" not in note:
+        assert line_of(function) in lines, "a newer compiler names the constraint before it"
+        return
     assert "or for another operation beside it, which the program does not tell" in note
     assert line_of(function, "made") in lines
     assert line_of(function) not in lines
@@ -164,8 +168,8 @@ def test_what_the_program_does_not_tell_is_said(
 def test_constraints_of_a_traced_program() -> None:
     found = traced(replicated)
     names = [(one.operation, one.operands, one.certain) for one in found]
-    both = [("sharding_constraint", 1, True), ("tanh", 1, True), ("dot_general", 0, True)]
-    assert names == [*both, ("sharding_constraint", 1, True), ("sin", 1, True)]
+    own, before = ("sharding_constraint", 1, True), ("sin", 1, True)
+    assert names == [own, ("tanh", 1, True), ("dot_general", 0, True), own, before, own]
     assert {one.part for one in found[3:]} == {(SIZE, SIZE // 2)}
     assert {f"{one.at.file}:{one.at.line}" for one in found[3:]} == {line_of(replicated)}
     unsure = {one.certain for one in traced(read_twice) if one.operation == "sin"}

@@ -54,11 +54,17 @@ class Constraint:
     spec: str
     certain: bool
 
+    @property
+    def is_own(self) -> bool:
+        """Whether the operation is the constraint itself."""
+        return self.operation == _CONSTRAINT and self.made == self.at
+
 
 def constraints_of(program: ClosedJaxpr) -> tuple[Constraint, ...]:
     """The constraints of a program at any depth, each with the operation that made the array.
 
-    Where that is elementwise, those before it count as well, up to the first that is not.
+    Where that is elementwise, those before it count as well, up to the first that is not or that is
+    a constraint itself.
     """
     search = _Search(program)
     found = list(search.found())
@@ -66,7 +72,8 @@ def constraints_of(program: ClosedJaxpr) -> tuple[Constraint, ...]:
     readers: dict[tuple[str, int, str], set[tuple[str, int] | None]] = defaultdict(set)
     known: dict[int, set[tuple[str, int] | None]] = defaultdict(set)
     for made, one in found:
-        known[made].add((one.at.file, one.at.line) if one.certain else None)
+        if not one.is_own:
+            known[made].add((one.at.file, one.at.line) if one.certain else None)
     for equation, _ in search.equations:
         if equation.primitive.name in names:
             line = search.line(equation)
@@ -75,7 +82,7 @@ def constraints_of(program: ClosedJaxpr) -> tuple[Constraint, ...]:
 
     def is_certain(one: Constraint) -> bool:
         place = one.made.file, one.made.line, one.operation
-        return readers[place] == {(one.at.file, one.at.line)}
+        return one.is_own or readers[place] == {(one.at.file, one.at.line)}
 
     return tuple(replace(one, certain=is_certain(one)) for _, one in found)
 
@@ -128,41 +135,54 @@ class _Search:
         )
         yield id(equation), constraint
         variable, certain = equation.invars[0], True
-        while certain and (call := makers.get(variable)):
-            maker, once = self._inside(call, variable)
-            if maker is None or maker.primitive.name in (*_LOOPS, _CONSTRAINT):
+        while call := makers.get(variable):
+            maker, around = _inside(call, variable)
+            if maker is None or maker.primitive.name in _LOOPS:
                 return
-            certain = once and readers[variable] == 1
+            once = all(self.uses[id(inner)] == 1 for _, inner in around)
+            certain = certain and once and readers[variable] == 1
             name, arrays = maker.primitive.name, _arrays(maker)
-            count = len(arrays) if name in _ELEMENTWISE else 0
             yield (
                 id(maker),
                 replace(
                     constraint,
                     made=self.line(maker),
                     operation=name,
-                    operands=count,
+                    operands=len(arrays) if name in _ELEMENTWISE else 0,
                     certain=certain,
                 ),
             )
-            if maker is not call or count != 1:
+            if name == _CONSTRAINT or name not in _ELEMENTWISE or len(arrays) != 1:
                 return
-            (variable,) = arrays
-
-    def _inside(self, equation: JaxprEqn, variable: Any) -> tuple[JaxprEqn | None, bool]:
-        """The equation that computes a variable inside of calls; whether each is called once."""
-        maker: JaxprEqn | None = equation
-        once = True
-        while maker and maker.primitive.name in _CALLS:
-            inner = next(inner_jaxprs(maker))
-            variable = inner.outvars[list(maker.outvars).index(variable)]
-            once = once and self.uses[id(inner)] == 1
-            maker = None if isinstance(variable, Literal) else _ends(inner)[0].get(variable)
-        return maker, once
+            variable = _outside(arrays[0], around)
 
     def line(self, equation: JaxprEqn) -> Location:
         """The line of an equation of the program."""
         return location_of((equation, *self.around[id(equation)]))
+
+
+def _inside(
+    equation: JaxprEqn, variable: Any
+) -> tuple[JaxprEqn | None, list[tuple[JaxprEqn, Jaxpr]]]:
+    """The equation that computes a variable inside of calls, and these with what they call."""
+    maker: JaxprEqn | None = equation
+    around = []
+    while maker and maker.primitive.name in _CALLS:
+        inner = next(inner_jaxprs(maker))
+        around.append((maker, inner))
+        variable = inner.outvars[list(maker.outvars).index(variable)]
+        maker = None if isinstance(variable, Literal) else _ends(inner)[0].get(variable)
+    return maker, around
+
+
+def _outside(variable: Any, around: list[tuple[JaxprEqn, Jaxpr]]) -> Any:
+    """What the outermost call is given as an operand of a call inside; None for anything else."""
+    for call, inner in reversed(around):
+        places = list(inner.invars)
+        if variable not in places or len(places) != len(call.invars):
+            return None
+        variable = call.invars[places.index(variable)]
+    return None if isinstance(variable, Literal) else variable
 
 
 def _ends(jaxpr: Jaxpr) -> tuple[dict[Any, JaxprEqn], Counter[Any]]:

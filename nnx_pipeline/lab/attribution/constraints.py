@@ -1,11 +1,11 @@
 """Names the collectives that a sharding constraint forces by the line of the constraint.
 
 The partitioner gives such a collective the name and line of the operation that has to give what the
-constraint asks for, and keeps nothing of the constraint. So the traced program tells which
-operations these are, and whether anything else reads what they make (`tracing.constraints`). Where
-the operation is elementwise and has one operand, the collective moves that or the result. Of others
-it must move the result, since they may need their operands elsewhere for themselves. A collective
-that adds is the operation's own.
+constraint asks for, or of the one before, and keeps nothing of the constraint. So the traced
+program tells which operations these are, and whether anything else reads what they make
+(`tracing.constraints`). Where the operation is elementwise and has one operand, the collective
+moves that or the result. Of others it must move the result, since they may need their operands
+elsewhere for themselves. A collective that adds is the operation's own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,13 @@ def at_constraints(
     lines: dict[str, tuple[Frame, ...]] = {}
     notes: dict[str, None] = {}
     for instruction in flow.instructions.values():
-        asked, own = _asked(flow, instruction, made)
+        if collective(instruction.opcode) in _ADDING:
+            continue
+        operation = (instruction.op_name or "").rpartition("/")[2]
+        known = made.get((source_of(instruction) or "", operation), [])
+        maker = _maker(flow, instruction)
+        own = maker.op_name == instruction.op_name
+        asked = [one for one in _asked(known, maker, instruction) if own or one.operands]
         if not asked:
             continue
         certain = len({_place(one.at) for one in asked}) == 1 and all(
@@ -56,25 +62,19 @@ def at_constraints(
         for shape in instruction.shapes:
             whole = [one for one in asked if _is_whole(shape, one)]
             if whole and not instruction.opcode.endswith("-done"):
-                part = flow.instructions[instruction.operands[0]].shapes[0]
-                notes[_note(whole, part, shape, certain=certain)] = None
+                notes[_note(whole, maker.shapes[0], shape, certain=certain)] = None
     return _renamed(module, lines), tuple(notes)
 
 
-def _asked(
-    flow: Flow, instruction: Instruction, made: dict[tuple[str, str], list[Constraint]]
-) -> tuple[list[Constraint], bool]:
-    """The constraints of what a collective moves, and whether that is what its operation made."""
-    if collective(instruction.opcode) in _ADDING:
-        return [], False
-    operation = (instruction.op_name or "").rpartition("/")[2]
-    known = made.get((source_of(instruction) or "", operation), [])
-    if not known:
-        return [], False
-    own = _maker(flow, instruction).op_name == instruction.op_name
-    sizes = [shape.elements for shape in instruction.shapes if shape.elements]
-    fits = [one for one in known if any(math.prod(one.shape) % size == 0 for size in sizes)]
-    return [one for one in fits if own or one.operands], own
+def _asked(known: Iterable[Constraint], maker: Instruction, moved: Instruction) -> list[Constraint]:
+    """The constraints that what a collective moves may be for: its parts are not yet as asked."""
+    sizes = [shape.elements for shape in moved.shapes if shape.elements]
+    return [
+        one
+        for one in known
+        if any(math.prod(one.shape) % size == 0 for size in sizes)
+        and not any(_sizes(shape.dims) == _sizes(one.part) for shape in maker.shapes)
+    ]
 
 
 def _maker(flow: Flow, instruction: Instruction) -> Instruction:
@@ -86,8 +86,11 @@ def _maker(flow: Flow, instruction: Instruction) -> Instruction:
 
 def _is_whole(shape: Shape, constraint: Constraint) -> bool:
     """Whether a shape is that of an array of which a device should hold a part."""
-    sizes = [sorted(size for size in dims if size > 1) for dims in (shape.dims, constraint.shape)]
-    return sizes[0] == sizes[1] and constraint.part != constraint.shape
+    return _sizes(shape.dims) == _sizes(constraint.shape) != _sizes(constraint.part)
+
+
+def _sizes(dims: Sequence[int]) -> list[int]:
+    return [size for size in dims if size > 1]
 
 
 def _note(constraints: Sequence[Constraint], part: Shape, whole: Shape, *, certain: bool) -> str:
