@@ -174,3 +174,14 @@ def test_constraints_of_a_traced_program() -> None:
     assert {f"{one.at.file}:{one.at.line}" for one in found[3:]} == {line_of(replicated)}
     unsure = {one.certain for one in traced(read_twice) if one.operation == "sin"}
     assert unsure == {False}
+
+
+def test_a_size_that_does_not_divide_and_an_open_dimension() -> None:
+    """The largest part, and the whole size."""
+
+    def uneven(x: Array) -> Array:
+        return with_sharding_constraint(jnp.sin(x), P("data", P.UNCONSTRAINED))
+
+    with jax.set_mesh(mesh_of(MESH, "auto")):
+        program = jax.make_jaxpr(uneven)(jax.ShapeDtypeStruct((1023, 7), "float32"))
+    assert {one.part for one in constraints_of(program)} == {(256, 7)}

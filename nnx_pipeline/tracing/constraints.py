@@ -1,5 +1,6 @@
 """The arrays that `jax.lax.with_sharding_constraint` places in a traced program."""
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -129,7 +130,7 @@ class _Search:
             operation=_CONSTRAINT,
             operands=1,
             shape=shape,
-            part=sharding.shard_shape(shape),
+            part=_part(shape, sharding),
             spec=str(sharding.spec).replace("PartitionSpec", "P"),
             certain=True,
         )
@@ -168,7 +169,9 @@ def _inside(
     maker: JaxprEqn | None = equation
     around = []
     while maker and maker.primitive.name in _CALLS:
-        inner = next(inner_jaxprs(maker))
+        inner = next(inner_jaxprs(maker), None)
+        if inner is None:
+            return None, []
         around.append((maker, inner))
         variable = inner.outvars[list(maker.outvars).index(variable)]
         maker = None if isinstance(variable, Literal) else _ends(inner)[0].get(variable)
@@ -202,5 +205,16 @@ def _arrays(equation: JaxprEqn) -> list[Any]:
 
 
 def _shape(variable: Any) -> tuple[int, ...]:
-    shape: tuple[int, ...] = variable.aval.shape
+    shape: tuple[int, ...] = getattr(variable.aval, "shape", ())
     return shape
+
+
+def _part(shape: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
+    """The sizes of what a device holds, rounded up; whole along what is left to the compiler."""
+    sizes = sharding.mesh.shape
+    counts = []
+    for names in sharding.spec:
+        axes = names if isinstance(names, tuple) else (names,)
+        counts.append(math.prod(sizes[name] for name in axes if isinstance(name, str)))
+    whole = [1] * (len(shape) - len(counts))
+    return tuple(-(-size // count) for size, count in zip(shape, counts + whole, strict=True))
