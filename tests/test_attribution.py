@@ -404,6 +404,125 @@ def test_what_a_library_works_in() -> None:
     assert {shape for shape, role in roles.items() if role == "other"} <= {"tuple of 2"}
 
 
+@pytest.mark.parametrize(
+    ("dtype", "activation", "share"), [("float32", jnp.square, 0.79), ("bfloat16", jnp.tanh, 0.88)]
+)
+def test_partial_sums_of_a_split_product(dtype: str, activation: Any, share: float) -> None:
+    """In both passes, whatever sums them: 4 of the 5 parts of this heap, 8 of 9 in bfloat16."""
+    need("cuda:h100:8")
+    rows, narrow, wide = 16, 4096, 16384
+
+    def step(weights: tuple[Array, Array], x: Array) -> tuple[Array, tuple[Array, Array]]:
+        def loss(weights: tuple[Array, Array]) -> Array:
+            y = activation(x @ weights[0]) @ weights[1]
+            return (y.astype(jnp.float32) ** 2).mean()
+
+        return jax.value_and_grad(loss)(weights)
+
+    shapes = (narrow, wide), (wide, narrow), (rows, narrow)
+    up, down, x = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    found = attribution_of(lab.measure(step, (up, down), x, platform="cuda:h100:1"))
+    assert found.by_role()["partial sums"] >= share * found.heap_bytes
+    split = f"f32[4,{rows},{wide}]"
+    both = [row for row in (*found.buffers, *found.in_outputs) if row.shape == split]
+    assert {"transpose(" in row.operation for row in both} == {False, True}
+    assert {row.role for row in both} == {"partial sums"}
+
+
+def test_partial_sums_of_products_of_a_batch() -> None:
+    """Of the gradient of each of two weights; each product by itself is no such part."""
+    need("cuda:h100:8")
+    rows, size, heads = 65536, 256, 2
+
+    def step(weights: Array, x: Array) -> tuple[Array, Array]:
+        def loss(weights: Array) -> Array:
+            return jnp.tanh(jnp.einsum("hrn,hnm->hrm", x, weights)).sum()
+
+        return jax.value_and_grad(loss)(weights)
+
+    shapes = (heads, size, size), (heads, rows, size)
+    given = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+    found = attribution_of(lab.measure(step, *given, platform="cuda:h100:1")).buffers
+    (parts,) = [row.shape for row in found if row.role == "partial sums"]
+    assert re.fullmatch(rf"f32\[\d+,\d+,{size},{size}\]", parts)
+
+
+TURNS, BATCH, WIDTH = (
+    8,
+    1536,
+    2048,
+)  # large enough that nothing of it lies in a TPU's on-chip memory
+
+
+def loss_of(w: Array, x: Array) -> Array:
+    return jnp.tanh(x @ w).var()
+
+
+def clipped(w: Array, xs: Array) -> Array:
+    """The gradient of each microbatch is stacked, and scaled by its own norm."""
+    stacked = jax.lax.map(lambda x: jax.grad(loss_of)(w, x), xs)
+    scales = jnp.minimum(1, 1 / jnp.linalg.norm(stacked, axis=(1, 2)))
+    return w - jnp.einsum("m,mij->ij", scales, stacked)
+
+
+def clipped_layers(w: Array, xs: Array) -> Array:
+    """As before, of layers in a loop."""
+
+    def loss(w: Array, x: Array) -> Array:
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0].var()
+
+    _, stacked = jax.lax.scan(lambda _, x: (None, jax.grad(loss)(w, x)), None, xs)
+    scales = jnp.minimum(1, 1 / jnp.sqrt(jnp.sum(stacked**2, axis=(1, 2, 3))))
+    return w - jnp.einsum("m,mlij->lij", scales, stacked)
+
+
+def in_the_carry(w: Array, xs: Array) -> Array:
+    """The gradients of all microbatches are summed."""
+
+    def turn(total: Array, x: Array) -> tuple[Array, None]:
+        return total + jax.grad(loss_of)(w, x), None
+
+    return w - jax.lax.scan(turn, jnp.zeros_like(w), xs)[0]
+
+
+def of_hidden(w: Array, xs: Array) -> Array:
+    """What is stacked is of the backward pass and of no parameter's shape, and no residual."""
+
+    def turn(_: None, x: Array) -> tuple[None, Array]:
+        return None, jax.grad(lambda h: jnp.tanh(h @ w.T).var())(x @ w)
+
+    return jnp.sin(jax.lax.scan(turn, None, xs)[1]) @ w.T
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu:v5e:2x2", "cuda:h100:1"])
+@pytest.mark.parametrize(
+    ("function", "weight", "held", "expected"),
+    [
+        (clipped, (WIDTH, 2 * WIDTH), (TURNS, WIDTH, 2 * WIDTH), "gradient"),
+        (clipped_layers, (2, WIDTH, WIDTH), (TURNS, 2, WIDTH, WIDTH), "gradient"),
+        (in_the_carry, (WIDTH, 32 * WIDTH), (WIDTH, 32 * WIDTH), "gradient accumulator"),
+        (of_hidden, (WIDTH, 2 * WIDTH), (TURNS, BATCH, 2 * WIDTH), "scan carry"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_gradients_of_microbatches(
+    function: Callable[..., Array],
+    weight: tuple[int, ...],
+    held: tuple[int, ...],
+    expected: str,
+    platform: str,
+) -> None:
+    """One role on every platform, however its compiler wraps the loop."""
+    need({"cpu": "cpu", "tpu:v5e:2x2": "tpu:v5p:2x2x2", "cuda:h100:1": "cuda:h100:8"}[platform])
+    xs = (TURNS, BATCH, WIDTH)
+    given = [jax.ShapeDtypeStruct(shape, "float32") for shape in (weight, xs)]
+    found = attribution_of(lab.measure(function, *given, platform=platform))
+    shape = f"f32[{','.join(map(str, held))}]"
+    rows = [row for row in (*found.buffers, *found.in_outputs) if row.shape == shape]
+    assert expected in {row.role for row in rows}
+    assert not {row.role for row in rows} & ({"saved residual", "scan carry"} - {expected})
+
+
 @pytest.mark.parametrize("gemm", ["triton", "cublas"])
 def test_products_are_what_was_asked_for(gemm: str) -> None:
     """Whatever the function's own options say, or XLA_FLAGS, which come before those."""

@@ -1,5 +1,6 @@
 """Values followed through a program's text to the line that asked for them, and their role."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import nnx_pipeline
 from nnx_pipeline import lab
 from nnx_pipeline.lab.attribution.origins import Origins, source_of
 from nnx_pipeline.lab.attribution.roles import Roles
@@ -18,12 +20,13 @@ from nnx_pipeline.tracing.installed import in_program
 from nnx_pipeline.tracing.jaxpr import called_from_one_line
 
 # A loop that stacks sin(w x) in `rows`, hands `kept` on as it is, and sums into `total`.
+SHARDING = Path(nnx_pipeline.__file__).with_name("sharding.py")
 TEXT = """HloModule jit_f
 
 FileNames
 1 "/home/me/model.py"
 2 "/venv/lib/python3.11/site-packages/optax/update.py"
-3 "/home/me/nnx_pipeline/sharding.py"
+3 "SHARDING"
 
 FunctionNames
 1 "loss"
@@ -88,6 +91,7 @@ metadata={op_name="jit(f)/jvp()/while" stack_frame_id=2}
 metadata={op_name="jit(f)/transpose(jvp())/neg" stack_frame_id=1}
 }
 """
+TEXT = TEXT.replace('"SHARDING"', f'"{SHARDING}"')
 FLOW = Flow(hlo.parse(TEXT))
 ORIGINS = Origins(FLOW)
 
@@ -192,7 +196,7 @@ def test_a_framework_is_known_by_where_it_is_installed(user: str, line: str) -> 
     """A program that is itself an installed package has the lines of that package."""
     text = TEXT.replace("optax", "equinox").replace("jit_f", "jit_loss")
     inner = "/venv/lib/python3.11/site-packages/mine/model.py"
-    text = text.replace('3 "/home/me/nnx_pipeline/sharding.py"', f'3 "{user}"')
+    text = text.replace(f'3 "{SHARDING}"', f'3 "{user}"')
     text = text.replace('1 "/home/me/model.py"', f'1 "{inner}"')
     flow = Flow(
         hlo.parse(
@@ -234,6 +238,9 @@ def test_frames_of_frameworks_and_helpers_are_passed_over() -> None:
     assert source_of(FLOW.instructions["sum"]) == "/home/me/model.py:20"
     assert source_of(FLOW.instructions["gather"]) == "/home/me/model.py:20"
     assert source_of(FLOW.instructions["w"]) is None
+    users = hlo.parse(TEXT.replace(str(SHARDING), "/home/me/sharding.py"))
+    gather = users.computations[users.entry].instructions["gather"]
+    assert source_of(gather) == "/home/me/sharding.py:40", "a file of that name is not ours"
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,12 @@
 """Finds the source line and the JAX operation that a value of a compiled program comes from.
 
 The metadata of an instruction names them, with a stack of Python frames. The frame taken is the
-innermost one of the program's own code (see `tracing.installed`) outside of files called
-`sharding.py`, which by their name hold helpers that only place arrays. Where several stacks lead to
-one line, as with a helper, the caller beside it is the nearest frame in which they differ. Many
-instructions that own memory have no line, or only that of the loop around them: copies, bitcasts,
-tuples, the state of loops, the buffers in which a loop stacks its results, fusions, and conversions
-that a compiler inserts. Their line is searched for in this order:
+innermost one of the program's own code (see `tracing.installed`) outside of this package's
+`sharding.py`, whose helpers only place arrays. Where several stacks lead to one line, as with a
+helper, the caller beside it is the nearest frame in which they differ. Many instructions that own
+memory have no line, or only that of the loop around them: copies, bitcasts, tuples, the state of
+loops, the buffers in which a loop stacks its results, fusions, and conversions that a compiler
+inserts. Their line is searched for in this order:
 
 1. Backwards, along `Flow.sources`: through moves, into the result of a fusion or a call, from a
    loop's state to what its body puts there, from an in-place update to what it writes, from an
@@ -25,6 +25,7 @@ import re
 from collections import defaultdict, deque
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from nnx_pipeline.lab.hlo.dataflow import Flow, Value
 from nnx_pipeline.lab.hlo.module import Instruction
@@ -32,7 +33,7 @@ from nnx_pipeline.tracing.installed import Frame
 
 MOST_STEPS = 4000  # of a search in one direction; after that, the next rule applies
 
-_HELPERS = re.compile(r"[/\\]sharding\.py$")
+_HELPERS = str(Path(__file__).parents[2] / "sharding.py")
 _JITTED = re.compile(r"(?:^|[/(])jit\(([^()]*)\)")
 # The line of these is that of a whole loop or call, or says nothing about the values they pass on.
 _CARRIERS = ("while", "fusion", "call", "conditional", "parameter", "tuple", "get-tuple-element")
@@ -68,7 +69,7 @@ def _line(frame: Frame) -> str:
 def _stack_of(instruction: Instruction) -> tuple[Frame, ...]:
     """The frames of an instruction from that of its line outwards."""
     frames = instruction.frames
-    helpers = (at for at, frame in enumerate(frames) if not _HELPERS.search(frame[0]))
+    helpers = (at for at, frame in enumerate(frames) if frame[0] != _HELPERS)
     return frames[next(helpers, 0) :]
 
 

@@ -24,6 +24,7 @@ ROLES = (
     "gradient",
     "optimizer update",
     "collective buffer",
+    "partial sums",
     "library workspace",
     "constant",
     "other",

@@ -4,6 +4,8 @@ The rules apply in this order, and the first that matches gives the role.
 
 1.  The table of pointers of a tuple, and a value that the text does not print: `other`. The
     workspace that a cuBLAS or cuDNN call takes besides its result: `library workspace`.
+    A product with a batch dimension over which all its readers sum at once: `partial sums`. The
+    NVIDIA compiler splits a long contraction into such products side by side.
 2.  A value whose numbers come from an argument of the program through nothing but conversions,
     slices, all-gathers and moves: `gathered weight` where an all-gather is among these, else
     `parameter cast` where a conversion is, else `parameter copy`. An element of a loop's state that
@@ -13,10 +15,12 @@ The rules apply in this order, and the first that matches gives the role.
        part by part: `gradient accumulator`. Where it is written part by part, the loop must be of
        the backward pass (`transpose(` in the operation's path). Where it is added to, nothing else
        in the loop may read it, unlike a layer's input that is added to the layer's output;
-    b. written part by part by a forward loop, and read by an operation of the backward pass, or by
+    b. written part by part by a loop that is not of the backward pass, each part a `gradient` by
+       rule 5 (of a microbatch, for example): `gradient`;
+    c. written part by part by a forward loop, and read by an operation of the backward pass, or by
        a loop that recomputes, and read by one that does not: `saved residual`;
-    c. received or summed by a collective in the loop: `collective buffer`;
-    d. anything else: `scan carry`.
+    d. received or summed by a collective in the loop: `collective buffer`;
+    e. anything else: `scan carry`.
 4.  The result of a collective, or the operand of an asynchronous one: `gradient` where it is the
     result of a reduce-scatter or all-reduce and of a parameter's shape, else `collective buffer`.
     The result of an all-to-all, also after it is converted or its axes are moved, is a `gradient`
@@ -96,6 +100,8 @@ class Roles:
             return "other"
         if _is_library(instruction) and shape.dtype in ("s8", "u8") and len(shape.dims) == 1:
             return "library workspace"
+        if self._is_summed_at_once(value):
+            return "partial sums"
         return (
             self._of_argument(value, shape)
             or self._in_loop(value, shape)
@@ -132,8 +138,11 @@ class Roles:
         summed = (stacked and backward) or self._adds_to(writer, state)
         if self._has_backward and summed and self._like_parameter(shape):
             return "gradient accumulator"
-        if stacked and not backward and self._read_backward(state, again=again):
-            return "saved residual"
+        if stacked and not backward:
+            if self._has_backward and self._is_gradient((writer.operands[1], ())):
+                return "gradient"
+            if self._read_backward(state, again=again):
+                return "saved residual"
         return "collective buffer" if collective(writer.opcode) else "scan carry"
 
     def _of_collective(self, value: Value, shape: Shape) -> str | None:
@@ -175,6 +184,30 @@ class Roles:
         computed = made_by.opcode not in _NOT_COMPUTED or _is_library(made_by)
         return "activation" if computed else "other"
 
+    def _is_summed_at_once(self, value: Value) -> bool:
+        """Whether a value is a product that all its readers sum over one batch dimension."""
+        product = self.flow.lineage(value, reshaped=False)[-1]
+        # The batch dimensions come first in the result.
+        batch = len(_numbers(product, "lhs_batch_dims")) if product.opcode == "dot" else 0
+        pending, summed = [value], set[str]()
+        while batch and pending:
+            for reader, passed_on in self.flow.readers(pending.pop()):
+                if self._is_sum(reader):
+                    summed |= {",".join(_numbers(reader, "dimensions"))}
+                elif passed_on and reader.opcode == "fusion":
+                    pending.append(passed_on)
+                elif reader.opcode in ("convert", "copy"):
+                    pending.append((reader.name, ()))
+                else:
+                    return False
+        return summed in [{str(place)} for place in range(batch)]
+
+    def _is_sum(self, instruction: Instruction) -> bool:
+        if instruction.opcode != "reduce" or len(instruction.operands) != 2:
+            return False
+        root = self.flow.root(instruction.called()[0], ())
+        return root is not None and self.flow.instructions[root[0]].opcode == "add"
+
     def _slot(self, value: Value) -> tuple[Instruction, Value] | None:
         """The loop whose state holds a value, and the element of the state that it is; or None.
 
@@ -201,6 +234,14 @@ class Roles:
                 if passed_on and reader.opcode in passed
             ]
         return None
+
+    def _is_gradient(self, part: Value) -> bool:
+        """Whether an array that a loop writes is of the backward pass and a parameter's shape."""
+        made_by = self._writer(part)
+        operation = made_by.op_name or self.origins.of(part).operation
+        backward = "transpose(" in operation and RECOMPUTED not in operation
+        (shape,) = self.flow.instructions[part[0]].shapes
+        return backward and self._like_parameter(shape, gathered=False)
 
     def _writer(self, written: Value) -> Instruction:
         """The instruction that computes a value, before any conversions of it."""
@@ -249,6 +290,7 @@ class Roles:
             for reader, passed_on in self.flow.readers(pending.pop()):
                 counts = not again or RECOMPUTED not in (reader.op_name or "")
                 passes = ("parameter", "tuple", *(("while",) if again else ()))
+                counts = counts and not self._fills(reader, passed_on)
                 if counts and self._is_backward(reader) and reader.opcode not in passes:
                     return True
                 following = passed_on or (None if reader.op_name else (reader.name, ()))
@@ -256,6 +298,13 @@ class Roles:
                     seen.add(following)
                     pending.append(following)
         return False
+
+    def _fills(self, fusion: Instruction, passed_on: Value | None) -> bool:
+        """Whether a fusion made a value, or does no more with it than to write a part of it."""
+        if fusion.opcode != "fusion" or passed_on is None:
+            return False
+        inside = [] if passed_on[0] == fusion.name else self.flow.readers(passed_on)
+        return all(one.opcode == "dynamic-update-slice" and into for one, into in inside)
 
     @cached_property
     def _arguments(self) -> dict[str, Instruction]:
@@ -305,6 +354,10 @@ class Roles:
 def _is_library(instruction: Instruction) -> bool:
     target = instruction.attributes.get("custom_call_target", "").strip('"')
     return target.startswith(("__cublas$", "__cudnn$"))
+
+
+def _numbers(instruction: Instruction, attribute: str) -> list[str]:
+    return re.findall(r"\d+", instruction.attributes.get(attribute, ""))
 
 
 def _is_float(shape: Shape) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nnx_pipeline.lab.attribution.account import Assigned, assigned
+from nnx_pipeline.lab.attribution.constraints import at_constraints
 from nnx_pipeline.lab.attribution.peak import attribute
 from nnx_pipeline.lab.attribution.result import Attribution
 from nnx_pipeline.lab.hlo.branches import branch_shares
@@ -22,6 +23,7 @@ from nnx_pipeline.lab.hlo.unread import Unread, merged, unknown_opcodes
 from nnx_pipeline.lab.timing.estimate import Estimate
 from nnx_pipeline.lab.timing.links import Links
 from nnx_pipeline.lab.timing.result import Time
+from nnx_pipeline.tracing.constraints import Constraint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,8 @@ class Program:
     - `assigned`: what lies in device memory outside the heap.
     - `time`: how long a step takes, by estimate.
     - `unread`: why a figure is None, or what it leaves out.
-    - `notes`: what a figure counts beyond what runs, one sentence each.
+    - `notes`: what a figure counts beyond what runs, and arrays that a sharding constraint makes
+      whole on every device, one sentence each.
     """
 
     flops: int | None = None
@@ -54,6 +57,7 @@ def read_program(
     temp_bytes: int | None,
     one_line: frozenset[str] = frozenset(),
     links: Links | None = None,
+    constraints: tuple[Constraint, ...] = (),
 ) -> Program:
     """Reads every figure that the text of a compiled program gives.
 
@@ -61,6 +65,7 @@ def read_program(
     - `buffers`: the buffer assignment as `heap.compile_with_dump` gives it.
     - `temp_bytes`, `one_line`: as for `attribution.peak.attribute`.
     - `links`: the devices that it runs on, for the estimate of its time; None for no estimate.
+    - `constraints`: the sharding constraints of the traced program.
 
     A text that cannot be read gives no figures, and an entry of `unread` names the line. This does
     not raise, because the memory that the compiler itself reports does not depend on the text.
@@ -73,6 +78,7 @@ def read_program(
         nothing = {kind: dict.fromkeys(("ops", "executed", "bytes")) for kind in COLLECTIVES}
         unread = _text("the program", error, "flops", "collectives", "buffers", "time")
         return Program(collectives=nothing, assigned=beside, unread=(unread, *unreadable))
+    module, whole = at_constraints(module, constraints)
     shares = branch_shares(module)
     runs = executions(module, shares)
     products = products_of(module, runs)
@@ -91,7 +97,11 @@ def read_program(
         assigned=beside,
         time=estimate.time if estimate else None,
         unread=(*merged(found), *(estimate.bounds if estimate else ()), *unreadable),
-        notes=(*branch_notes(module, runs, shares), *(estimate.notes if estimate else ())),
+        notes=(
+            *whole,
+            *branch_notes(module, runs, shares),
+            *(estimate.notes if estimate else ()),
+        ),
     )
 
 

@@ -30,6 +30,7 @@ from nnx_pipeline.lab.hlo.unread import Unread
 from nnx_pipeline.lab.timing.devices import device_of
 from nnx_pipeline.lab.timing.links import Links
 from nnx_pipeline.lab.timing.result import KEYS, Time
+from nnx_pipeline.tracing.constraints import Constraint, constraints_of
 from nnx_pipeline.tracing.jaxpr import called_from_one_line
 
 Progress = Callable[[str], None]
@@ -218,12 +219,14 @@ class Lowered:
 
     - `program`: the program.
     - `one_line`: see `called_from_one_line`.
+    - `constraints`: see `constraints_of`.
     - `links`: the devices and their links; None where nothing is known of them.
     - `platform`, `clock`, `mesh`, `config`: as for `lower_traced`.
     """
 
     program: jax.stages.Lowered
     one_line: Any
+    constraints: tuple[Constraint, ...]
     links: Links | None
     platform: Platform
     clock: "Clock"
@@ -274,7 +277,7 @@ class Lowered:
         hlo = with_tables(compiled.as_text() or "", compiled)
         analysis: Any = compiled.memory_analysis()
         temp = analysis.temp_size_in_bytes
-        program = read_program(hlo, text, temp, self.one_line, self.links)
+        program = read_program(hlo, text, temp, self.one_line, self.links, self.constraints)
         memory = _memory(analysis, heap_bytes(text), program.assigned)
         notes = [*dropped_arguments(compiled), *lost_donations(compiled, hlo)]
         notes += scratch_at_run_time(hlo) if self.platform.kind == "cuda" else []
@@ -285,7 +288,7 @@ class Lowered:
 
         It stopped before it counted the cycles, so that there is no estimate of the time.
         """
-        program = read_program(refused.hlo, text, None, self.one_line, links=None)
+        program = read_program(refused.hlo, text, None, self.one_line, None, self.constraints)
         heap, assigned = heap_bytes(text), program.assigned
         if heap is None or assigned is None:
             raise refused.error
@@ -319,6 +322,7 @@ def lower_traced(
     return Lowered(
         program=program,
         one_line=called_from_one_line(traced.jaxpr),
+        constraints=constraints_of(traced.jaxpr),
         links=_links(platform),
         platform=platform,
         clock=clock,

@@ -15,6 +15,7 @@ ROLE_COLOURS = {
     "gradient": "#8e3f6f",
     "optimizer update": "#7a5fd0",
     "collective buffer": "#e69f00",
+    "partial sums": "#a3423c",
     "library workspace": "#2f5d62",
     "constant": "#3d4f9f",
     "kept argument": "#8b6f5a",
