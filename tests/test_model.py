@@ -627,26 +627,38 @@ def test_everything_in_half_precision() -> None:
         assert np.all(np.isfinite(leaf))
 
 
+TIED, GATHER = {"tied_embeddings": True}, {"embedding": "gather"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "vocab", "rows"),
+    ("case", "sizes", "shards"),
     [
-        (Case("stage=2,fsdp=2,tensor=2"), 37, ()),
-        (Case("stage=2,fsdp=2", schedule="1f1b"), 37, ()),
-        (Case("stage=4,tensor=2", mode="auto"), 38, ("tensor",)),
+        (Case("stage=2,fsdp=2,tensor=2"), {"vocab_size": 37}, 8),
+        (Case("stage=2,tensor=2", schedule="1f1b"), {"vocab_size": 37}, 4),
+        (Case("stage=2,fsdp=2", mode="auto", schedule="1f1b"), {"vocab_size": 37}, 4),
+        (Case("stage=2,tensor=2", mode="auto"), {"vocab_size": 65, **TIED, **GATHER}, 4),
+        (Case("stage=4,tensor=2", mode="auto"), {"vocab_size": 38}, 8),
+        (Case("tensor=2"), {"vocab_size": 37, **GATHER}, 2),
+        # The width does not split over both either.
+        (Case("stage=4,tensor=2"), {"vocab_size": 38, "embed_dim": 18}, 2),
+        (Case("stage=2,tensor=2"), {"vocab_size": 37, "embed_dim": 17}, 1),
+        (Case("stage=4,tensor=2"), {"vocab_size": 36, "embed_dim": 18}, 4),
     ],
     ids=str,
 )
-def test_a_vocabulary_of_any_size(case: Case, vocab: int, rows: tuple[str, ...]) -> None:
-    """Loss, gradients and logits of the true vocabulary, sharded over what it splits over."""
-    config = replace(case.config, "model", vocab_size=vocab)
-    alone = replace(SPARSE, "model", vocab_size=vocab)
+def test_a_vocabulary_of_any_size(case: Case, sizes: dict[str, Any], shards: int) -> None:
+    """Loss, gradients and logits of the true vocabulary, and the devices that share its table."""
+    config, vocab = replace(case.config, "model", **sizes), sizes["vocab_size"]
+    alone = replace(SPARSE, "model", **sizes)
     source = new_model(replace(alone, "pipeline", num_microbatches=None))
     batch, mesh = packed_batch(config), mesh_of(case.mesh, case.mode)
     want = evaluate_in_parts(source, jax.tree.map(jnp.asarray, batch))
     model = model_on_mesh(source, config, mesh)
     with jax.set_mesh(mesh):
-        assert model.embedding.layout.axes("vocab") == rows
+        for array in (model.embedding.embedding, *(() if model.head is None else (model.head,))):
+            assert sorted(array.shape) == sorted((vocab, config.model.embed_dim))
+            assert array.addressable_shards[0].data.nbytes * shards == array.nbytes
         found = evaluate(model, jax.device_put(batch, batch_sharding(mesh, model.layout)))
     assert found[3].shape[-1] == vocab
     assert_close((found[0], found[1], found[3]), (want[0], want[1], want[3]), 1e-5)
