@@ -29,6 +29,7 @@ from linen_compat.named_config import config_of, read_config
 from linen_compat.train_state import load_train_state, save_train_state
 from linen_compat.yaml_text import load_yaml
 from nnx_pipeline import Config, InputError
+from nnx_pipeline.errors import unparsed
 from nnx_pipeline.files import local, read_regular, write_text
 from nnx_pipeline.train import TrainState
 from nnx_pipeline.train.saved import Origin, SavedRun
@@ -110,7 +111,7 @@ def _origin(run: Path) -> Origin:
     try:
         return Origin(**load_yaml(read_regular(file)))
     except (OSError, ValueError, RecursionError, yaml.YAMLError, TypeError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = unparsed(error).partition("; ")[0]
         raise InputError(
             f"{file} cannot be read ({reason}), so that training cannot go on with the same "
             "batches; begin another run"

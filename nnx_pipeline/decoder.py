@@ -166,7 +166,7 @@ class Decoder:
             train.load_balance_weight, train.router_z_loss_weight, self.config.model.num_experts
         )
         # The loop knows no cotangent yet, and all gradients in it are those of the lifted loss.
-        lift = lift_of(jnp.asarray(wanted.weights), self.config.model.dtype)
+        lift = lift_of(jnp.asarray(wanted.weights), self.config.model.dtype, summed=True)
         if lift is not None:
             wanted = wanted._replace(weights=wanted.weights * lift)
             of_metrics = of_metrics * lift

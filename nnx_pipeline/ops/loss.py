@@ -124,17 +124,27 @@ def chunked_cross_entropy(
     return _loss(plan, hidden, kernel, *targets)
 
 
-def lift_of(weights: Float[Array, "*any"], dtype: jax.typing.DTypeLike) -> Float[Array, ""] | None:
+MOST_LIFTED = 4096  # sums of gradients over tokens are then in the range of float16
+
+
+def lift_of(
+    weights: Float[Array, "*any"], dtype: jax.typing.DTypeLike, *, summed: bool = False
+) -> Float[Array, ""] | None:
     """The power of two that brings the largest weight to between 1 and 2.
 
     - `weights`: of targets.
     - `dtype`: in which gradients are computed.
+    - `summed`: whether they add up over all tokens in that dtype. Then it is less for weights that
+      would have a sum above 4096 to 8192: such gradients of 2**18 tokens overflow float16.
 
     None for a dtype with the exponents of float32, which loses no small gradients.
     """
     if jnp.finfo(dtype).minexp <= jnp.finfo(jnp.float32).minexp:
         return None
-    largest = jnp.max(jnp.abs(jax.lax.stop_gradient(weights).astype(jnp.float32)))
+    sizes = jnp.abs(jax.lax.stop_gradient(weights).astype(jnp.float32))
+    largest = jnp.max(sizes)
+    if summed:
+        largest = jnp.maximum(largest, jnp.sum(sizes) / MOST_LIFTED)
     exponent = jnp.clip(jnp.frexp(largest)[1], -100, 100)
     return jnp.ldexp(jnp.float32(1), 1 - exponent)
 
@@ -144,7 +154,7 @@ def hold_columns(
     hidden_shape: tuple[int, ...],
     batch_axes: tuple[str, ...],
     layout: Layout,
-) -> tuple[Float[Array, "embed vocab"], Layout]:
+) -> tuple[Float[Array, "embed columns"], Layout]:
     """The kernel as a loop holds it that computes a loss at each turn, and its layout.
 
     - `kernel`, `batch_axes`, `layout`: as for `chunked_cross_entropy`.
