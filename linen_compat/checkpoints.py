@@ -30,6 +30,7 @@ from linen_compat.named_config import config_of, read_config
 from linen_compat.train_state import load_train_state, save_train_state
 from linen_compat.yaml_text import load_yaml
 from nnx_pipeline import Config, InputError
+from nnx_pipeline.errors import unparsed
 from nnx_pipeline.files import local, read_regular, write_text
 from nnx_pipeline.train import TrainState
 from nnx_pipeline.train.saved import Origin, SavedRun
@@ -115,7 +116,7 @@ def _origin(run: Path) -> Origin:
             raise ValueError("it has not the two keys seed and text")
         return Origin(**values)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = unparsed(error).partition("; ")[0]
         raise InputError(
             f"{file} cannot be read ({reason}), so that training cannot go on with the same "
             "batches; begin another run"

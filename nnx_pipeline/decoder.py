@@ -166,7 +166,7 @@ class Decoder:
             train.load_balance_weight, train.router_z_loss_weight, self.config.model.num_experts
         )
         # The loop knows no cotangent yet, and all gradients in it are those of the lifted loss.
-        lift = lift_of(jnp.asarray(wanted.weights), self.config.model.dtype)
+        lift = lift_of(jnp.asarray(wanted.weights), self.config.model.dtype, summed=True)
         if lift is not None:
             wanted = wanted._replace(weights=wanted.weights * lift)
             of_metrics = of_metrics * lift
@@ -225,13 +225,13 @@ class Decoder:
         - `head`: its kernel, and the layout that this is in.
         - `chunks`: the number of pieces of the sequence, of which one has its logits at a time.
         """
-        kernel, layout = head
+        (kernel, layout), model = head, self.config.model
         return self.parts.loss(
             hidden,
             kernel,
             wanted,
             batch_axes=batch_axes,
-            options=LossOptions(chunks, self.config.model.logits_soft_cap),
+            options=LossOptions(chunks, model.logits_soft_cap, model.vocab_size),
             layout=layout,
         )
 
@@ -322,13 +322,13 @@ class Mixtral(nnx.Module):
         config.check_weights(ambient_mesh())
         self.config, self.parts = config, parts
         self.cached = False  # whether the layers have caches, which a call writes
-        model, layout = config.model, layout.for_vocabulary(config.model.vocab_size)
+        model, weights = config.model, weight_options(config)
+        layout = layout.for_vocabulary(model.vocab_size, model.embed_dim, weights.zero1)
         self.embedding = Embed(model, rngs=rngs, layout=layout)
         layer = functools.partial(
             _new_layer, layout=layout, parts=parts, remat=POLICIES[config.pipeline.remat]
         )
         kinds = [functools.partial(layer, kind) for kind in model.of_kinds]
-        weights = weight_options(config)
         self.pipeline = pipeline_of(
             config, kinds, weights, rngs=rngs, layout=layout, parts=parts.loop
         )
@@ -430,7 +430,7 @@ class Mixtral(nnx.Module):
     def _new_head(self, rngs: nnx.Rngs) -> nnx.Param:
         """The kernel of a head that is not tied to the embedding table."""
         model, initializer = self.config.model, nnx.initializers.lecun_normal()
-        shape, axes = (model.embed_dim, model.vocab_size), ("embed", "vocab")
+        shape, axes = (model.embed_dim, model.vocab_size), ("embed_of_vocab", "vocab")
         return parameter(rngs, initializer, shape, model.param_dtype, axes, self.layout)
 
     def _decoder(self, shards: "Mixtral | None" = None) -> Decoder:

@@ -136,6 +136,18 @@ def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def unparsed(error: Exception) -> str:
+    """Why a text of YAML or JSON cannot be read, with the cure, in one line.
+
+    - `error`: which the parser raised.
+    """
+    if isinstance(error, RecursionError):
+        return "its values are nested too deeply; give something flatter"
+    # Python's own cure for a number of thousands of digits is a setting of the interpreter.
+    reason = " ".join(str(error).split())[:200].partition("; use sys.")[0]
+    return reason if "; " in reason else f"{reason}; correct the file"
+
+
 def kind_of(value: object) -> str:
     """What a value is, in a message: dtype and shape of an array, of anything else its type.
 

@@ -45,7 +45,10 @@ class Layout:
     """The token ids: rows of the embedding table, and columns of the head."""
 
     embed: MeshAxes = ("fsdp", "expert")
-    """The residual stream's width in all weights but those of experts and norms."""
+    """The residual stream's width in weights of the layers but those of experts and norms."""
+
+    embed_of_vocab: MeshAxes = ("fsdp", "expert")
+    """The residual stream's width in the embedding table and in the head."""
 
     embed_of_expert: MeshAxes = ("fsdp",)
     """The residual stream's width in a kernel of the experts, which has the axis `expert` too."""
@@ -128,31 +131,39 @@ class Layout:
         - `over`: the additional mesh axes.
         """
         # The new axes come last, so that a device's shard is a slice of what it stores already.
-        weights = ("embed", "embed_of_expert", "latent", "norm")
+        weights = ("embed", "embed_of_vocab", "embed_of_expert", "latent", "norm")
         return dataclasses.replace(
             self, **{name: (*getattr(self, name), *over) for name in weights}
         )
 
-    def for_vocabulary(self, size: int) -> "Layout":
-        """The layout in which a vocabulary of any size fits the ambient mesh.
+    def for_vocabulary(self, size: int, width: int, zero1: MeshAxes = ()) -> "Layout":
+        """The layout in which table and head of any vocabulary fit the ambient mesh.
 
         - `size`: the number of token ids.
+        - `width`: the residual stream's.
+        - `zero1`: the mesh axes that `Layout.zero1` is to add.
 
-        Table, head and logits are sharded over as many devices as the size splits over, and are
-        whole along mesh axes over which it does not.
+        Where the ids do not split over the mesh axes of `vocab`, the width splits over them
+        instead. Where it does not either, one of the two is sharded over as many devices as it
+        splits over, and table and head are whole along the other axes.
         """
         sizes = mesh_sizes()
 
         def devices(axes: MeshAxes) -> int:
             return math.prod(sizes.get(axis, 1) for axis in axes)
 
-        def fitting(axes: MeshAxes) -> MeshAxes:
-            counts = range(len(axes), -1, -1)
-            some = (some for n in counts for some in itertools.combinations(axes, n))
-            return max((axes for axes in some if size % devices(axes) == 0), key=devices)
+        def fitting(length: int, beside: MeshAxes = ()) -> MeshAxes:
+            counts = range(len(self.vocab), -1, -1)
+            some = (some for n in counts for some in itertools.combinations(self.vocab, n))
+            fit = (axes for axes in some if length % devices((*beside, *axes)) == 0)
+            return max(fit, key=devices, default=())
 
-        names = ("vocab", "vocab_of_logits")
-        return dataclasses.replace(self, **{name: fitting(getattr(self, name)) for name in names})
+        rows = fitting(size)
+        columns = fitting(width, (*self.embed_of_vocab, *zero1))
+        if devices(rows) == devices(self.vocab) or devices(rows) > devices(columns):
+            return dataclasses.replace(self, vocab=rows)
+        wide = tuple(dict.fromkeys((*self.embed_of_vocab, *columns)))
+        return dataclasses.replace(self, vocab=(), embed_of_vocab=wide)
 
     def axes(self, name: str) -> MeshAxes:
         """The mesh axes of a logical axis that have more than one device on the ambient mesh.
@@ -329,6 +340,23 @@ def gather_weight(kernel: Array, stored: P, used: P) -> Array:
     # In auto mode the constraint to `stored` applies to the gradient too; without it XLA returns
     # the gradient gathered.
     return place(kernel if is_explicit() else place(kernel, stored), used)
+
+
+def reordered(x: Array, axis: int, found: MeshAxes, wanted: MeshAxes) -> Array:
+    """The array with the shards along one axis, that collectives put together, in another order.
+
+    - `x`: the array, whole along that axis on a device.
+    - `axis`: of the array.
+    - `found`: the mesh axes in whose order the shards are, the most significant one first.
+    - `wanted`: the same mesh axes in the order in which they shall be.
+    """
+    if found == wanted:
+        return x
+    sizes, before = mesh_sizes(), x.shape[:axis]
+    apart = x.reshape(*before, *(sizes[name] for name in found), -1, *x.shape[axis + 1 :])
+    order = [axis + found.index(name) for name in wanted]
+    rest = range(axis + len(found), apart.ndim)
+    return apart.transpose(*range(axis), *order, *rest).reshape(x.shape)
 
 
 def portable_key(key: Array) -> Array:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from linen_compat import logical_axis_rules
 from linen_compat.formats.comparison import model_arrays
 from linen_compat.formats.names import Names, of_model
-from nnx_pipeline import Mixtral
+from nnx_pipeline import Layout, Mixtral
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:
@@ -103,10 +103,10 @@ def as_linen(model: Mixtral, layer_layout: str) -> dict[str, Any]:
     return nested(flat)
 
 
-def put_on(params: Any, abstract: Any, mesh: jax.sharding.Mesh) -> Any:
+def put_on(params: Any, abstract: Any, mesh: jax.sharding.Mesh, layout: Layout = Layout()) -> Any:
     """Unboxed parameters placed as the boxes of `abstract` say by the package's rules."""
     specs = nn.get_partition_spec(abstract)
-    shardings = nn.logical_to_mesh_sharding(specs, mesh, logical_axis_rules(mesh))
+    shardings = nn.logical_to_mesh_sharding(specs, mesh, logical_axis_rules(mesh, layout))
     assert jax.tree.structure(params) == jax.tree.structure(shardings, is_leaf=_is_sharding)
     return jax.tree.map(jax.device_put, jax.tree.map(np.asarray, params), shardings)
 

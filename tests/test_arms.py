@@ -10,7 +10,7 @@ from helpers import mesh_of, optax_promotion, replace, small_config
 
 from linen_compat.cli import main as linen_compat_cli
 from nnx_pipeline import Config, MeshConfig
-from nnx_pipeline.config.presets import count_parameters
+from nnx_pipeline.config.counts import count_parameters
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.experiments import programs as of_programs
 from nnx_pipeline.experiments.arms import Program

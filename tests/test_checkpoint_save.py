@@ -1,11 +1,20 @@
 """Models back out: what Orbax reads from them is what came in, to the bit."""
 
+import itertools
+
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from helpers import arrays_by_path, mesh_of, new_model, replace, small_config
+from helpers import (
+    arrays_by_path,
+    mesh_of,
+    model_on_mesh,
+    new_model,
+    replace,
+    small_config,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from maxtext_data import (
@@ -22,6 +31,7 @@ from maxtext_data import (
 )
 
 import linen_compat
+from linen_compat.convert import From, To, plan
 from linen_compat.formats.orbax import arrays as stored
 from linen_compat.formats.orbax.inspect import inspect
 from linen_compat.formats.orbax.layouts import NNX, PIPELINED, SCANNED, UNSCANNED
@@ -137,6 +147,26 @@ def test_a_dense_model_under_the_names_of_llama(tmp_path):
     back = linen_compat.load(tmp_path / "out", config)
     for path, array in arrays_by_path(model).items():
         np.testing.assert_array_equal(arrays_by_path(back)[path], array)
+
+
+@pytest.mark.parametrize("sharding", ["explicit", "auto"])
+def test_a_vocabulary_that_no_mesh_divides(tmp_path, sharding):
+    """In every format it has its true size, whatever the mesh, and comes back to the bit."""
+    config = dense(vocab_size=65)
+    source = new_model(config)
+    mesh = mesh_of("stage=2,tensor=2", sharding)
+    linen_compat.save(model_on_mesh(source, config, mesh), tmp_path / "0", "huggingface")
+    walk = itertools.pairwise(["huggingface", PIPELINED, "nnx", "huggingface"])
+    for number, (before, after) in enumerate(walk):
+        stack = {} if after == "huggingface" else {"stages": 2, "repeats": 1}
+        one, other = tmp_path / str(number), tmp_path / str(number + 1)
+        plan(From(one, before, config=config), To(other, after, **stack)).run()
+    for folder, form in (("0", "huggingface"), ("1", PIPELINED), ("3", "huggingface")):
+        back = linen_compat.load(tmp_path / folder, config, mesh=mesh_of("tensor=2,fsdp=2"))
+        for path, array in arrays_by_path(source).items():
+            found = arrays_by_path(back)[path]
+            assert found.size == array.size
+            np.testing.assert_array_equal(np.asarray(found).ravel(), np.ravel(array), form)
 
 
 def test_another_attention_scale_goes_into_the_query_kernels_of_maxtext_alone(tmp_path):

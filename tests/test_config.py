@@ -31,8 +31,9 @@ from nnx_pipeline import (
     preset,
 )
 from nnx_pipeline.config.config import SECTIONS, to_dict
+from nnx_pipeline.config.counts import count_parameters
 from nnx_pipeline.config.overrides import apply_overrides, known_keys, parse_overrides
-from nnx_pipeline.config.presets import PRESETS, count_parameters
+from nnx_pipeline.config.presets import PRESETS
 from nnx_pipeline.errors import nearest
 from nnx_pipeline.experiments.registry import choose
 from nnx_pipeline.lab.compile.platform import Platform

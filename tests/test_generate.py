@@ -72,6 +72,8 @@ def full_forward(model: Mixtral, sequences: list[list[int]]) -> np.ndarray:
         ("fsdp=2,tensor=2", DEEPSEEK, {"sharding": "auto"}),
         ("stage=2,fsdp=2", {"experts": "grouped"}, {"num_repeats": 2, "schedule": "1f1b"}),
         ("tensor=2,data=2,expert=2", {}, {"sharding": "auto"}),
+        ("stage=2,tensor=2", {"vocab_size": 33}, {}),
+        ("tensor=2", {"vocab_size": 33, "tied_embeddings": True}, {"sharding": "auto"}),
     ],
     ids=[
         "dense",
@@ -83,6 +85,8 @@ def full_forward(model: Mixtral, sequences: list[list[int]]) -> np.ndarray:
         "deepseek auto",
         "stages",
         "auto",
+        "odd",
+        "odd auto",
     ],
 )
 def test_greedy_is_the_argmax_of_the_full_forward_pass(mesh, model, pipeline) -> None:

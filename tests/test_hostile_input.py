@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -285,6 +286,10 @@ def test_odd_files(run, bridge, tmp_path: Path, monkeypatch, kind: str) -> None:
         assert len(ended.err) < 2500
         assert_tame(ended.err)
         assert "Traceback" not in ended.err
+        assert "recursion" not in ended.err
+        assert "sys.set" not in ended.err
+    if kind in ("nested lists", "nested braces"):
+        assert "nested too deeply; give something flatter" in uses[0].err
 
 
 def test_a_pipe_in_the_place_of_a_file_of_a_checkpoint(bridge, tmp_path: Path) -> None:
@@ -353,6 +358,39 @@ def test_sizes(run, words: tuple[str, ...]) -> None:
     *before, _ = ended.err.splitlines()
     assert before in ([], ["0:00 tracing"])
     assert len(ended.err) < 2500
+
+
+HUGE = [
+    *((f"model.{size}=2000000000",) for size in ("embed_dim", "mlp_dim", "vocab_size", "head_dim")),
+    ("model.num_heads=2000000000", "model.num_kv_heads=2000000000"),
+    ("model.num_experts=2000000000",),
+    ("train.sequence_length=2000000000", "train.loss_chunks=1"),
+    ("train.global_batch=2000000000",),
+    # Each size is allowed, and what they make together is not.
+    ("model.embed_dim=16000000", "model.mlp_dim=16000000"),
+    ("train.global_batch=1000000", "train.sequence_length=1000000"),
+]
+
+
+@pytest.mark.parametrize("sizes", HUGE, ids=" ".join)
+def test_a_model_or_a_batch_that_is_too_large(run, sizes: tuple[str, ...]) -> None:
+    """By every command that takes a config, before it traces, compiles or allocates anything."""
+    settings = [word for size in sizes for word in ("--set", size)]
+    for command in (["train", "--steps", "1"], ["memory"], ["compile"], ["ab", "norm-scale"]):
+        ended = run(*command, *TINY, *settings)
+        assert (ended.code, ended.err.count("\n")) == (2, 1), ended
+        assert re.search(r"(out of range|[0-9,]{14,}.*); choose ", ended.err), ended.err
+
+
+def test_what_the_devices_cannot_hold_is_not_trained(run) -> None:
+    """A size that a cluster holds is for other commands; `measure` has a bound of its own."""
+    for size in ("model.embed_dim=16000000", "model.mlp_dim=16000000"):
+        ended = run("train", "--steps", "1", *TINY, "--set", size)
+        assert (ended.code, ended.err.count("\n")) == (2, 1), ended
+        assert "of the mesh has" in ended.err
+        assert "; choose a smaller model or batch, or a mesh of more devices" in ended.err
+    ended = run("measure", "math:sqrt", "--arg", "float32[2000000000,2000000000]")
+    assert (ended.code, "; give smaller axes" in ended.err) == (2, True)
 
 
 def test_divisors_are_found_without_counting() -> None:

@@ -28,7 +28,7 @@ from linen_helpers import as_linen, assert_same_bits, nested, put_on, stage_of_l
 
 from linen_compat import CircularPipeline, Pipeline, Transformer
 from nnx_pipeline import CircularPipeline as NNXPipeline
-from nnx_pipeline import Config, InputError, Mixtral, PipelineConfig, Sum
+from nnx_pipeline import Config, InputError, Layout, Mixtral, PipelineConfig, Sum
 from nnx_pipeline.ops.dropout import dropout
 from nnx_pipeline.pipeline.metrics import declared, over_layers, values
 from nnx_pipeline.pipeline.runner import Runner
@@ -72,6 +72,7 @@ LLAMA = {"num_experts": 1, "num_experts_per_token": 1}
 BFLOAT16 = {"dtype": "bfloat16"}
 DROPOUT = {"dropout_rate": 0.3}
 REPEATED = {"num_repeats": 2}
+ODD = {"vocab_size": 37, "embedding": "gather"}
 
 SCANNED = [
     Case(pipeline={"remat": "minimal"}, model=DROPOUT, dropout=True),
@@ -82,6 +83,8 @@ PIPELINED = [
     Case("stage=2,fsdp=2", "auto", pipeline=REPEATED, model=BFLOAT16),
     Case("stage=2,fsdp=2", "explicit", {**REPEATED, "schedule": "1f1b"}, DROPOUT, dropout=True),
     Case("fsdp=2", "auto", {"schedule": "1f1b"}, LLAMA, layout="pipelined"),
+    Case("stage=2,tensor=2", "auto", model=ODD),
+    Case("stage=2,tensor=2", pipeline={"schedule": "1f1b"}, model=ODD),
 ]
 
 
@@ -141,7 +144,10 @@ def placed(case: Case) -> tuple[Mixtral, Transformer, Any, Batch]:
     with jax.set_mesh(mesh):
         batch = jax.device_put(packed_batch(config), batch_sharding(mesh, model.layout))
         abstract = jax.eval_shape(linen.init, jax.random.key(0), batch.tokens)["params"]
-    params = put_on(as_linen(jax.tree.map(np.asarray, model), layout_of(case)), abstract, mesh)
+    params = as_linen(jax.tree.map(np.asarray, model), layout_of(case))
+    with jax.set_mesh(mesh):
+        layout = Layout().for_vocabulary(config.model.vocab_size, config.model.embed_dim)
+    params = put_on(params, abstract, mesh, layout)
     return runs_as(model, layout_of(case)), linen, params, batch
 
 

@@ -35,6 +35,12 @@ class Case(NamedTuple):
     cap: float | None = None
     mode: str = "explicit"
     whole_on_stages: bool = False  # every stage has all tokens
+    zero1: bool = False  # the kernel's rows are sharded over data too
+
+    @property
+    def layout(self) -> Layout:
+        over = ("data",) if self.zero1 else ()
+        return LAYOUT.for_vocabulary(self.vocab, EMBED, over).zero1(over)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -47,7 +53,7 @@ TABLE = [
     Case("", (4, 6), 24, (), ()),
     Case("fsdp=8", (8, 2), 64, ("fsdp",), ()),
     Case("fsdp=8", (16, 16), 64, (), ("fsdp",), mode="auto"),
-    Case("fsdp=8", (8, 2), 60, (), ("fsdp",)),  # 60 columns do not split over 8 devices
+    Case("fsdp=8", (8, 2), 60, ("fsdp",), ()),  # 60 columns split over 8 devices with zeros
     Case("stage=4,fsdp=2", (8, 2, 8), 16, (), ("fsdp",), chunks=8),
     Case("stage=4,fsdp=2", (4, 2, 2), 64, ("fsdp",), (), mode="auto"),
     Case("stage=2,tensor=2,fsdp=2", (2, 4, 2), 64, ("fsdp",), (), chunks=1),
@@ -60,6 +66,12 @@ TABLE = [
     Case("tensor=8", (2, 4), 64, (), ()),
     Case("", (4, 6), 24, (), (), cap=1.5),
     Case("fsdp=8", (8, 2), 64, ("fsdp",), (), cap=1.5),
+    # The rows are sharded over what the columns do not split over.
+    Case("stage=4,fsdp=2", (4, 2, 8), 15, ("stage",), ("fsdp",)),
+    Case("stage=4,fsdp=2", (4, 2, 2), 65, ("fsdp", "stage"), (), mode="auto", cap=1.5),
+    Case("stage=4,tensor=2", (4, 2), 61, ("stage", "tensor"), (), whole_on_stages=True),
+    Case("stage=2,tensor=2,fsdp=2", (4, 8), 9, ("stage", "tensor"), ("fsdp",), mode="auto"),
+    Case("stage=2,tensor=2,data=2", (2, 4, 4), 5, ("stage", "tensor"), ("data",), zero1=True),
 ]
 
 
@@ -83,11 +95,12 @@ def by_optax(
 
 
 def placed(case: Case, mesh: jax.sharding.Mesh) -> list[jax.Array]:
+    layout = case.layout
     specs = (
-        LAYOUT.spec(*case.batch_axes, None, None),
-        LAYOUT.spec("embed", "vocab"),
-        LAYOUT.spec(*case.batch_axes, None),
-        LAYOUT.spec(*case.batch_axes, None),
+        layout.spec(*case.batch_axes, None, None),
+        layout.spec("embed_of_vocab", "vocab"),
+        layout.spec(*case.batch_axes, None),
+        layout.spec(*case.batch_axes, None),
     )
     pairs = zip(arrays(case), specs, strict=True)
     return [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in pairs]
@@ -99,7 +112,8 @@ def test_equals_optax(case: Case) -> None:
     want = jax.value_and_grad(by_optax, (0, 1))(*map(jnp.asarray, arrays(case)), case.cap)
     mesh = mesh_of(case.mesh, case.mode)
     with jax.set_mesh(mesh):
-        plan = make_plan((*case.shape, EMBED), case.vocab, case.batch_axes, case.chunks, LAYOUT)
+        layout = case.layout
+        plan = make_plan((*case.shape, EMBED), case.vocab, case.batch_axes, case.chunks, layout)
         assert (plan.turned, plan.gathered) == (case.turned, case.gathered)
 
         def run(hidden: Any, kernel: Any, targets: Any, weights: Any) -> jax.Array:
@@ -109,7 +123,7 @@ def test_equals_optax(case: Case) -> None:
                 Targets(targets, weights),
                 batch_axes=case.batch_axes,
                 options=LossOptions(case.chunks, case.cap),
-                layout=LAYOUT,
+                layout=layout,
             )
 
         arguments = placed(case, mesh)

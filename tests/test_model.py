@@ -627,26 +627,38 @@ def test_everything_in_half_precision() -> None:
         assert np.all(np.isfinite(leaf))
 
 
+TIED, GATHER = {"tied_embeddings": True}, {"embedding": "gather"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "vocab", "rows"),
+    ("case", "sizes", "shards"),
     [
-        (Case("stage=2,fsdp=2,tensor=2"), 37, ()),
-        (Case("stage=2,fsdp=2", schedule="1f1b"), 37, ()),
-        (Case("stage=4,tensor=2", mode="auto"), 38, ("tensor",)),
+        (Case("stage=2,fsdp=2,tensor=2"), {"vocab_size": 37}, 8),
+        (Case("stage=2,tensor=2", schedule="1f1b"), {"vocab_size": 37}, 4),
+        (Case("stage=2,fsdp=2", mode="auto", schedule="1f1b"), {"vocab_size": 37}, 4),
+        (Case("stage=2,tensor=2", mode="auto"), {"vocab_size": 65, **TIED, **GATHER}, 4),
+        (Case("stage=4,tensor=2", mode="auto"), {"vocab_size": 38}, 8),
+        (Case("tensor=2"), {"vocab_size": 37, **GATHER}, 2),
+        # The width does not split over both either.
+        (Case("stage=4,tensor=2"), {"vocab_size": 38, "embed_dim": 18}, 2),
+        (Case("stage=2,tensor=2"), {"vocab_size": 37, "embed_dim": 17}, 1),
+        (Case("stage=4,tensor=2"), {"vocab_size": 36, "embed_dim": 18}, 4),
     ],
     ids=str,
 )
-def test_a_vocabulary_of_any_size(case: Case, vocab: int, rows: tuple[str, ...]) -> None:
-    """Loss, gradients and logits of the true vocabulary, sharded over what it splits over."""
-    config = replace(case.config, "model", vocab_size=vocab)
-    alone = replace(SPARSE, "model", vocab_size=vocab)
+def test_a_vocabulary_of_any_size(case: Case, sizes: dict[str, Any], shards: int) -> None:
+    """Loss, gradients and logits of the true vocabulary, and the devices that share its table."""
+    config, vocab = replace(case.config, "model", **sizes), sizes["vocab_size"]
+    alone = replace(SPARSE, "model", **sizes)
     source = new_model(replace(alone, "pipeline", num_microbatches=None))
     batch, mesh = packed_batch(config), mesh_of(case.mesh, case.mode)
     want = evaluate_in_parts(source, jax.tree.map(jnp.asarray, batch))
     model = model_on_mesh(source, config, mesh)
     with jax.set_mesh(mesh):
-        assert model.embedding.layout.axes("vocab") == rows
+        for array in (model.embedding.embedding, *(() if model.head is None else (model.head,))):
+            assert sorted(array.shape) == sorted((vocab, config.model.embed_dim))
+            assert array.addressable_shards[0].data.nbytes * shards == array.nbytes
         found = evaluate(model, jax.device_put(batch, batch_sharding(mesh, model.layout)))
     assert found[3].shape[-1] == vocab
     assert_close((found[0], found[1], found[3]), (want[0], want[1], want[3]), 1e-5)
@@ -656,9 +668,15 @@ def test_a_vocabulary_of_any_size(case: Case, vocab: int, rows: tuple[str, ...])
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["circular", "1f1b"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_small_weights_lose_no_gradients(dtype: str, schedule: str) -> None:
-    """As in large batches, against a plain model in float64, with a loss scale and without."""
+@pytest.mark.parametrize(
+    ("dtype", "stored"),
+    [("float16", "float32"), ("float16", "float16"), ("bfloat16", "float32")],
+)
+def test_small_weights_lose_no_gradients(dtype: str, stored: str, schedule: str) -> None:
+    """As in large batches, against a plain model in float64, with a loss scale and without.
+
+    1F1B, which computes gradients before it knows the scale, has batches as large as that too.
+    """
     sizes = {"num_experts": 1, "num_experts_per_token": 1, "num_layers": 2}
     config = small_config(model=sizes, pipeline={"num_microbatches": 4, "schedule": schedule})
     source = new_model(replace(config, "pipeline", num_microbatches=None))
@@ -671,7 +689,8 @@ def test_small_weights_lose_no_gradients(dtype: str, schedule: str) -> None:
         gradient = jax.grad(plain_model.loss, has_aux=True)
         want = jax.tree.map(np.asarray, gradient(wide, of_one, config, microbatches=1)[0])
     mesh, count = mesh_of("stage=2,fsdp=2"), float(np.sum(batch.weights))
-    model = model_on_mesh(source, replace(config, "model", dtype=dtype), mesh)
+    model = jax.tree.map(lambda x: x.astype(stored), source)
+    model = model_on_mesh(model, replace(config, "model", dtype=dtype, param_dtype=stored), mesh)
 
     @jax.jit
     def of(model: Mixtral, batch: Batch, tokens: Any, scale: Any) -> Any:
@@ -686,13 +705,23 @@ def test_small_weights_lose_no_gradients(dtype: str, schedule: str) -> None:
         batch = jax.device_put(batch, batch_sharding(mesh, model.layout))
         for tokens in (2.0**6, 2.0**12, 2.0**18):
             for scale in (1.0, tokens):
-                if scale == 1.0 and schedule == "circular" and dtype == "float16":
+                if scale == 1.0 and (schedule, dtype) == ("circular", "float16"):
                     continue  # the layers compute with what the user scales
+                if scale == 1.0 and stored == "float16":
+                    continue  # as small gradients as these have no place in the result itself
                 found = plain_model.weights_of(of(model, batch, tokens, scale))
                 for one, exact in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
                     apart = np.asarray(one, np.float64) * (tokens / scale / count) - exact
                     error = 3 * float(jnp.finfo(dtype).eps)
                     assert np.linalg.norm(apart) < error * np.linalg.norm(exact)
+        for copies in (2**6, 2**12) if schedule == "1f1b" and dtype == "float16" else ():
+            many = jax.tree.map(lambda x, n=copies: np.tile(x, (n, 1)), packed_batch(config))
+            many = jax.device_put(many, batch_sharding(mesh, model.layout))
+            found = plain_model.weights_of(of(model, many, count * copies, 1.0))
+            for one, exact in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+                error = 6 * float(jnp.finfo(dtype).eps)  # sums of many are rounded more often
+                apart = np.asarray(one, np.float64) - exact
+                assert np.linalg.norm(apart) < error * np.linalg.norm(exact)
 
 
 def test_a_model_of_another_mesh_is_refused() -> None:

@@ -16,7 +16,7 @@ from nnx_pipeline import Config, InputError, ModelConfig, PipelineConfig, TrainC
 from nnx_pipeline.config.config import SECTIONS
 from nnx_pipeline.config.overrides import known_keys
 from nnx_pipeline.config.presets import PRESETS
-from nnx_pipeline.errors import nearest, one_of, shown
+from nnx_pipeline.errors import nearest, one_of, shown, unparsed
 from nnx_pipeline.files import local, read_text
 from nnx_pipeline.remat import POLICIES
 
@@ -121,10 +121,9 @@ def _read_yaml(path: str | Path) -> dict[str, Any]:
     try:
         given = load_yaml(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:  # too deep, too many digits
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"{path} cannot be read as YAML: {reason}") from error
+        raise InputError(f"{path} cannot be read as YAML: {unparsed(error)}") from error
     if not isinstance(given, dict):
-        raise InputError(f"{path} is not a YAML file of keys and values")
+        raise InputError(f"{path} is not a YAML file of keys and values; give one")
     return given
 
 

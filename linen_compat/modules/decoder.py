@@ -269,8 +269,9 @@ class Transformer(Configured):
     layout: Layout = Layout()
 
     def setup(self) -> None:
-        layout = self.layout.for_vocabulary(self.config.model.vocab_size)
-        self.token_embedder = Embed(self.config.model, layout)
+        model = self.config.model
+        layout = self.layout.for_vocabulary(model.vocab_size, model.embed_dim)
+        self.token_embedder = Embed(model, layout)
         self.decoder = Decoder(self.config, self.layer_layout, layout)
 
     def __call__(

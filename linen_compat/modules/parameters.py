@@ -20,7 +20,7 @@ Names = tuple[str | None, ...]
 # The logical axes in MaxText's metadata, and what `Layout` calls each; None is not sharded.
 AXES: dict[str, str | None] = {
     "vocab": "vocab",
-    "embed_vocab": "embed",
+    "embed_vocab": "embed_of_vocab",
     "embed": "embed",
     "embed_moe": "embed_of_expert",
     "q_heads": "heads",
@@ -53,7 +53,9 @@ def logical_axis_rules(
     modules expect.
 
     - `mesh`: the mesh that the arrays are placed on.
-    - `layout`: the mesh axes over which each logical axis of this project is sharded.
+    - `layout`: the mesh axes over which each logical axis of this project is sharded. For a
+      vocabulary that does not split over the mesh it is `Layout().for_vocabulary(…)`, made under
+      `jax.set_mesh(mesh)`.
     """
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         spread = {name: layout.axes(axis) if axis else () for name, axis in AXES.items()}

@@ -26,7 +26,8 @@ from nnx_pipeline.cli.schedule import schedule_command
 from nnx_pipeline.cli.support import compiler_errors, main_of, progress
 from nnx_pipeline.cli.train import train_command
 from nnx_pipeline.config.config import to_dict
-from nnx_pipeline.config.presets import PRESETS, count_parameters
+from nnx_pipeline.config.counts import count_parameters
+from nnx_pipeline.config.presets import PRESETS
 from nnx_pipeline.experiments.advice import ADVICE
 from nnx_pipeline.experiments.programs import measure_step
 from nnx_pipeline.files import write_text

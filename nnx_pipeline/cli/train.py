@@ -1,11 +1,14 @@
 """`nnx-pipeline train`: trains a model on generated sequences or on texts."""
 
 import math
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import click
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -20,7 +23,9 @@ from nnx_pipeline.cli.options import (
 from nnx_pipeline.cli.saving import Folder, Saver, way_on
 from nnx_pipeline.cli.support import Failed, bar, compiler_errors
 from nnx_pipeline.config.config import Config, to_dict
+from nnx_pipeline.config.counts import count_parameters
 from nnx_pipeline.config.overrides import parse_overrides
+from nnx_pipeline.errors import InputError, counted
 from nnx_pipeline.lab.report.output import check_writable, emit_json, show
 from nnx_pipeline.ops.router import RouterMetrics
 from nnx_pipeline.train.loop import MOST_WEIGHT, is_finite, largest_weight, train
@@ -139,6 +144,7 @@ def train_command(
     check_writable(json_path, "--json")
     devices = place.devices()
     config.check_mesh(place.mesh_config)
+    _check_memory(config, devices)
     texts = run.texts(config)
     origin = Origin(run.seed, texts.digest if texts else None)
     asked = parse_overrides(chosen.assignments)
@@ -169,6 +175,30 @@ def train_command(
         "checkpoint": folder.name,
     }
     emit_json(json_path, result)
+
+
+def _check_memory(config: Config, devices: Sequence[Any]) -> None:
+    """Raises InputError where the devices together cannot hold what a training step is given.
+
+    These are the weights, the two moments of each, and the batch. Whether the step itself fits
+    besides is not known before it is compiled.
+    """
+    parameters, train = count_parameters(config.model).total, config.train
+    of_model = 3 * parameters * jnp.dtype(config.model.param_dtype).itemsize
+    needed = of_model + 3 * 4 * train.global_batch * train.sequence_length
+    stats = devices[0].memory_stats() or {}
+    memory = stats.get("bytes_limit", 0) * len(devices)
+    if devices[0].platform == "cpu":  # of each process, for all its devices
+        of_host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = of_host * len({device.process_index for device in devices})
+    if memory and needed > memory:
+        raise InputError(
+            f"a model of {parameters:,} parameters with its moments and a batch of "
+            f"{train.global_batch:,} × {train.sequence_length:,} tokens take "
+            f"{needed / 1e9:,.1f} GB or more, and {counted(len(devices), 'device')} of the mesh "
+            f"{'has' if len(devices) == 1 else 'have'} {memory / 1e9:,.1f} GB; choose a smaller "
+            "model or batch, or a mesh of more devices"
+        )
 
 
 def _trained(

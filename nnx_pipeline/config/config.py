@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from nnx_pipeline.config.counts import count_parameters
+from nnx_pipeline.config.limits import MOST_PARAMETERS, MOST_TOKENS
 from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.config.pipeline import PipelineConfig
 from nnx_pipeline.errors import (
@@ -109,6 +111,13 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         whole(self, "global_batch", "sequence_length", "loss_chunks")
+        tokens = self.global_batch * self.sequence_length
+        if tokens > MOST_TOKENS:
+            raise InputError(
+                f"a batch of {self.global_batch:,} sequences (train.global_batch) of "
+                f"{self.sequence_length:,} tokens (train.sequence_length) has {tokens:,} tokens; "
+                f"choose {MOST_TOKENS:,} or less"
+            )
         at_least(self, 0.0, "learning_rate", "adam_eps", "weight_decay", "load_balance_weight")
         at_least(self, 0.0, "router_z_loss_weight")
         seed = self.dropout_seed
@@ -159,6 +168,13 @@ class Config:
     """The batch, the loss and the optimizer."""
 
     def __post_init__(self) -> None:
+        parameters = count_parameters(self.model).total
+        if parameters > MOST_PARAMETERS:
+            raise InputError(
+                f"a model of these sizes has {parameters:,} parameters, more than "
+                f"{MOST_PARAMETERS:,}; choose smaller ones, such as model.embed_dim, "
+                "model.mlp_dim, model.num_heads or model.num_experts"
+            )
         if self.pipeline.num_microbatches is not None:
             self._check_batch(self.pipeline.num_microbatches)
         for name in ("load_balance_weight", "router_z_loss_weight"):

@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from nnx_pipeline.config.limits import MOST_LAYERS, MOST_WIDTH
 from nnx_pipeline.config.model_rules import (
     OF_ROUTER,
     check_dense_layers,
@@ -23,7 +24,6 @@ from nnx_pipeline.errors import (
     whole,
 )
 
-MOST_LAYERS = 10_000  # what is done layer by layer then takes seconds
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -37,9 +37,11 @@ class ModelConfig:
     vocab_size: int
     """Number of token ids: rows of the embedding table and columns of the head.
 
-    Along mesh axes `stage` and `tensor` over which it does not split, each device holds all of
-    both: of 50,257 float32 rows of 4,096 numbers 823 MB each, where an even number has half of it
-    on two stages.
+    Where it does not split over the mesh axes `stage` and `tensor`, the width of table and head
+    splits over them instead: of 50,257 float32 rows of 4,096 numbers a device has 412 MB each on
+    two stages. For logits and the loss the head then gets columns of zeros, which count in nothing
+    and are never stored. Only where `embed_dim` does not split either, a device holds all of both
+    along such an axis (823 MB each).
     """
 
     embed_dim: int
@@ -355,8 +357,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         whole(self, "num_layers", most=MOST_LAYERS)
-        whole(self, "vocab_size", "embed_dim", "mlp_dim", "num_heads")
-        whole(self, "num_kv_heads", "head_dim", "num_experts", "num_experts_per_token")
+        whole(self, "vocab_size", "embed_dim", "mlp_dim", "num_heads", most=MOST_WIDTH)
+        whole(self, "num_kv_heads", "head_dim", "num_experts", most=MOST_WIDTH)
+        whole(self, "num_experts_per_token")
         divides(
             self.num_kv_heads,
             self.num_heads,

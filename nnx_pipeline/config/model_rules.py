@@ -5,6 +5,7 @@
 
 from typing import Any
 
+from nnx_pipeline.config.limits import MOST_WIDTH
 from nnx_pipeline.errors import (
     InputError,
     above_zero,
@@ -64,7 +65,7 @@ def check_latent(model: Any) -> None:
                 f"DeepSeek-V3 has {example}"
             )
     ranks = ("kv_lora_rank",) if model.q_lora_rank is None else ("kv_lora_rank", "q_lora_rank")
-    whole(model, *ranks, *sizes)
+    whole(model, *ranks, *sizes, most=MOST_WIDTH)
     divides(2, model.rope_dim, rule=f"rope_head_dim={model.rope_dim} must be even")
     if model.rope_dim >= model.head_dim:
         raise InputError(
@@ -100,7 +101,7 @@ def check_dense_layers(model: Any) -> None:
         )
     if number == 0:
         return
-    whole(model, "dense_mlp_dim")
+    whole(model, "dense_mlp_dim", most=MOST_WIDTH)
     if model.num_experts == 1:
         raise InputError(
             f"num_dense_layers={number} are dense although other layers have experts, and "

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from nnx_pipeline.config.limits import MOST_MICROBATCHES, MOST_PARTS
 from nnx_pipeline.errors import InputError, one_of, whole
 from nnx_pipeline.remat import LAYER_INPUT, POLICIES
 
 # A schedule is written out in tables of microbatches, and each part of a batch is traced apart.
-MOST_MICROBATCHES, MOST_PARTS = 2**20, 1024
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from nnx_pipeline.ops.attention import Span, allowed, soft_cap
 from nnx_pipeline.ops.experts import ExpertKernels, Mixed, Products
+from nnx_pipeline.ops.head import used_kernel
 from nnx_pipeline.ops.loss import LossOptions, Targets
 from nnx_pipeline.pipeline.stage.apply import ApplyStage, map_stages
 from nnx_pipeline.remat import Remat
@@ -21,7 +22,6 @@ from nnx_pipeline.sharding import (
     AxisName,
     Layout,
     P,
-    gather_weight,
     mesh_sizes,
     out_sharding,
     place,
@@ -213,16 +213,15 @@ def full_cross_entropy(
 
     The arguments are those of `chunked_cross_entropy`; the number of chunks has no effect.
     """
-    kernel = gather_weight(
-        kernel.astype(hidden.dtype),
-        layout.spec("embed", "vocab"),
-        layout.spec(None, "vocab_of_logits"),
-    )
+    known = kernel.shape[1] if options.columns is None else options.columns
+    kernel = used_kernel(kernel.astype(hidden.dtype), layout)
     spec = out_sharding(layout.spec(*batch_axes, None, "vocab_of_logits"))
     logits = jnp.einsum("...d,dv->...v", hidden, kernel, out_sharding=spec).astype(jnp.float32)
     if options.soft_cap is not None:
         logits = soft_cap(logits, options.soft_cap)
     shape = (*[1] * (logits.ndim - 1), logits.shape[-1])
     columns = jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+    if known < logits.shape[-1]:
+        logits = jnp.where(columns < known, logits, -jnp.inf)
     label = jnp.sum(jnp.where(columns == targets.ids[..., None], logits, 0.0), axis=-1)
     return jnp.sum(targets.weights * (jax.nn.logsumexp(logits, axis=-1) - label))

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, Protocol
 
-from nnx_pipeline.errors import InputError, once, optional
+from nnx_pipeline.errors import InputError, once, optional, unparsed
 from nnx_pipeline.files import local, read_regular
 from nnx_pipeline.train.text import BYTES, END
 
@@ -125,7 +125,7 @@ def _end_tokens(folder: Path) -> tuple[int, ...]:
         try:
             values = json.loads(read_regular(path), object_pairs_hook=once)
         except (OSError, ValueError, RecursionError) as error:
-            raise InputError(f"{path} is not JSON: {error}; restore the file") from error
+            raise InputError(f"{path} is not JSON: {unparsed(error)}") from error
         if not isinstance(values, dict):
             raise InputError(f"{path} holds no object with named values; restore the file")
         said = values.get("eos_token_id")

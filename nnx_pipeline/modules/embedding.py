@@ -25,7 +25,7 @@ class Embed(nnx.Module):
             nnx.initializers.normal(stddev=config.embedding_deviation),
             (config.vocab_size, config.embed_dim),
             config.param_dtype,
-            ("vocab", "embed"),
+            ("vocab", "embed_of_vocab"),
             layout,
         )
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from nnx_pipeline.mesh import spec_axes
-from nnx_pipeline.sharding import Layout, P, mesh_sizes, out_sharding
+from nnx_pipeline.sharding import Layout, P, mesh_sizes, out_sharding, place, reordered
 
 ONE_HOT_LIMIT = 2 * 1024**3  # bytes; above it `auto` gathers (seeds S2.7)
 
@@ -49,7 +49,7 @@ def embed(
 ) -> Float[Array, "*batch seq embed"]:
     """The embedding of each token in `dtype`, unscaled.
 
-    - `table`: sharded by ("vocab", "embed").
+    - `table`: sharded by ("vocab", "embed_of_vocab").
     - `tokens`: ids, sharded as `out` without its last axis.
     - `method`: `gather`, `one_hot` or `auto`, see `uses_one_hot`.
     - `dtype`: of the result.
@@ -72,7 +72,7 @@ def embed_gather(
 ) -> Float[Array, "*batch seq embed"]:
     """Looks the tokens up by a gather from the sharded table, which is itself never gathered.
 
-    - `table`: sharded by ("vocab", "embed").
+    - `table`: sharded by ("vocab", "embed_of_vocab").
     - `tokens`: ids, sharded as `out` without its last axis; an id outside the table gives NaN
       rather than a wrong row.
     - `dtype`: of the result.
@@ -97,17 +97,20 @@ def embed_one_hot(
 ) -> Float[Array, "*batch seq embed"]:
     """Looks the tokens up by a product of one-hot rows with the table.
 
-    - `table`: sharded by ("vocab", "embed").
+    - `table`: sharded by ("vocab", "embed_of_vocab").
     - `tokens`: ids, sharded as `out` without its last axis; an id outside the table gives NaN.
     - `dtype`: of the one-hot rows, the product and the result.
     - `out`: sharding of the result.
-    - `layout`: has no effect; it is here because `embed_gather` needs it.
+    - `layout`: which mesh axes shard the table.
 
     It is faster on a systolic array if the vocabulary is small.
     """
-    del layout
+    # Mesh axes that shard the table's width and not the tokens share the work of the product.
+    wide = tuple(axis for axis in layout.axes("embed_of_vocab") if axis not in spec_axes(out))
+    spec = P(*out[: tokens.ndim], wide) if wide else out
     rows = jax.nn.one_hot(tokens, table.shape[0], dtype=dtype)
-    rows = jnp.einsum("...v,vd->...d", rows, table.astype(dtype), out_sharding=out_sharding(out))
+    rows = jnp.einsum("...v,vd->...d", rows, table.astype(dtype), out_sharding=out_sharding(spec))
+    rows = place(place(rows, spec), out) if wide else rows
     return out_of_range_as_nan(rows, tokens, table.shape[0])
 
 
@@ -126,7 +129,7 @@ def _look_up(
     table: Array, tokens: Array, dtype: jax.typing.DTypeLike, out: P, layout: Layout
 ) -> Array:
     """The rows of `tokens` without the check for ids outside the table."""
-    vocab, embed = layout.axes("vocab"), layout.axes("embed")
+    vocab, embed = layout.axes("vocab"), layout.axes("embed_of_vocab")
     spread = spec_axes(out)
     # A mesh axis that shards the table may also shard the tokens. Along such an axis tokens are
     # gathered before the look-up, and afterwards each device takes back the rows of its own tokens.
@@ -140,9 +143,9 @@ def _look_up(
         shared = (*summed_apart, *turned)
         asked = jax.lax.all_gather(own, shared, tiled=True) if shared else own
         # The row of each id within this device's part of the vocabulary, which may not hold it.
-        place = asked - (table.shape[0] * jax.lax.axis_index(vocab) if vocab else 0)
-        here = (place >= 0) & (place < table.shape[0])
-        rows = table.at[jnp.where(here, place, 0)].get(mode="promise_in_bounds").astype(dtype)
+        row = asked - (table.shape[0] * jax.lax.axis_index(vocab) if vocab else 0)
+        here = (row >= 0) & (row < table.shape[0])
+        rows = table.at[jnp.where(here, row, 0)].get(mode="promise_in_bounds").astype(dtype)
         rows = jnp.where(here[:, None], rows, jnp.zeros((), rows.dtype))
         # Exactly one device along the axes of the vocabulary holds a row, so a sum selects it.
         if summed_apart:
@@ -152,15 +155,18 @@ def _look_up(
         # So far each device has only its columns of the rows.
         if turned:
             rows = jax.lax.all_to_all(rows, turned, split_axis=0, concat_axis=1, tiled=True)
-        if whole:
-            rows = jax.lax.all_gather(rows, whole, axis=1, tiled=True)
         return rows.reshape(*tokens.shape, -1)
 
     if not mesh_sizes():
         return local(table, tokens)
-    in_specs = (layout.spec("vocab", "embed"), P(*out[: tokens.ndim]))
-    mapped = jax.shard_map(local, in_specs=in_specs, out_specs=out, axis_names=set(mesh_sizes()))
-    return mapped(table, tokens)
+    in_specs = (layout.spec("vocab", "embed_of_vocab"), P(*out[: tokens.ndim]))
+    parts = P(*out[: tokens.ndim], whole) if whole else out
+    mapped = jax.shard_map(local, in_specs=in_specs, out_specs=parts, axis_names=set(mesh_sizes()))
+    rows = mapped(table, tokens)
+    if not whole:
+        return rows
+    # The parts that devices along `whole` hold are put together last, one after the other.
+    return reordered(place(rows, out), tokens.ndim, (*whole, *turned), embed)
 
 
 def _only(axes: Iterable[str], among: Iterable[str]) -> tuple[str, ...]:

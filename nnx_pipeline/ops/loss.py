@@ -13,7 +13,8 @@ from jaxtyping import Array, Float, Int
 
 from nnx_pipeline.ops.attention import soft_cap, soft_cap_slope
 from nnx_pipeline.ops.gradients import or_zeros, refuse_perturbed, scaled, values_of
-from nnx_pipeline.sharding import Layout, P, mesh_sizes, place
+from nnx_pipeline.ops.head import with_columns
+from nnx_pipeline.sharding import Layout, P, mesh_sizes, place, reordered
 
 
 class Targets(NamedTuple):
@@ -28,10 +29,13 @@ class LossOptions(NamedTuple):
 
     - `chunks`: number of pieces into which the sequence is cut.
     - `soft_cap`: the bound of the logits, see `ops.attention.soft_cap`; None for no bound.
+    - `columns`: the size of the vocabulary, where the kernel may have columns of zeros after those
+      of the vocabulary, which count in nothing; None for a kernel without such columns.
     """
 
     chunks: int
     soft_cap: float | None = None
+    columns: int | None = None
 
 
 class Loss(Protocol):
@@ -56,12 +60,15 @@ class _Plan:
     chunks: int
     batch: P  # spec of targets and weights, and of hidden without its last axis
     kernel: P
-    gathered: tuple[str, ...]  # mesh axes over which rows of the kernel are sharded, then gathered
-    turned: tuple[str, ...]  # the same, but row shards are exchanged for column shards
+    rows: tuple[str, ...]  # mesh axes over which rows of the kernel are sharded
+    gathered: tuple[str, ...]  # those of `rows` over which it is gathered
+    turned: tuple[str, ...]  # the others: row shards are exchanged for column shards
     vocab: tuple[str, ...]  # mesh axes over which columns are sharded while the loss is computed
     shared: tuple[str, ...]  # the axes of `vocab` that also shard the tokens: tokens are gathered
     tokens: tuple[str, ...]  # mesh axes over which the tokens stay sharded
+    padded: int  # columns of the kernel, with those of zeros that let it split over `vocab`
     cap: float | None = None  # the bound of the logits
+    columns: int | None = None  # of the vocabulary, if the kernel has more
 
     @property
     def hidden(self) -> P:
@@ -82,11 +89,12 @@ def chunked_cross_entropy(
 
     - `hidden`: output of the last layer, sharded by `batch_axes`; its sequence and embed axes are
       whole on every device.
-    - `kernel`: of the head, sharded by ("embed", "vocab").
+    - `kernel`: of the head, sharded by ("embed_of_vocab", "vocab").
     - `targets`: token ids and their weights, sharded as `hidden`; an id outside the vocabulary
       costs log Σ exp alone.
     - `batch_axes`: logical axes of `hidden` before its sequence axis.
-    - `options`: the number of chunks of the sequence, and the bound of the logits.
+    - `options`: the number of chunks of the sequence, the bound of the logits, and how many columns
+      of the kernel are the vocabulary.
     - `layout`: which mesh axes the logical axes above are sharded over.
 
     The product is computed in the dtype of `hidden`, everything after it in float32.
@@ -95,7 +103,8 @@ def chunked_cross_entropy(
     of the vocabulary, for the tokens of all devices that hold the other columns: a chunk of
     activations is sent, not the kernel. Where the kernel's rows are sharded too (over fsdp), it is
     either gathered, or its row shards are exchanged for column shards, whichever sends fewer bytes
-    (`_tokens_travel`).
+    (`_tokens_travel`). They are always exchanged over mesh axes that shard its rows because its
+    columns do not split over them (`Layout.for_vocabulary`); for that it gets columns of zeros.
 
     If the gradient is asked for, the forward pass computes it along with the loss (which is a
     scalar, so that its gradient is known up to a factor), and no logits are computed twice. The
@@ -107,21 +116,35 @@ def chunked_cross_entropy(
     with respect to the weights of the targets is asked for.
     """
     plan = make_plan(hidden.shape, kernel.shape[1], batch_axes, options.chunks, layout)
-    plan = dataclasses.replace(plan, cap=options.soft_cap)
+    columns = kernel.shape[1] if options.columns is None else options.columns
+    kernel = with_columns(kernel, plan.padded, layout)
+    plan = dataclasses.replace(
+        plan, cap=options.soft_cap, columns=columns if columns < plan.padded else None
+    )
     return _loss(plan, hidden, kernel, *targets)
 
 
-def lift_of(weights: Float[Array, "*any"], dtype: jax.typing.DTypeLike) -> Float[Array, ""] | None:
+MOST_LIFTED = 4096  # sums of gradients over tokens are then in the range of float16
+
+
+def lift_of(
+    weights: Float[Array, "*any"], dtype: jax.typing.DTypeLike, *, summed: bool = False
+) -> Float[Array, ""] | None:
     """The power of two that brings the largest weight to between 1 and 2.
 
     - `weights`: of targets.
     - `dtype`: in which gradients are computed.
+    - `summed`: whether they add up over all tokens in that dtype. Then it is less for weights that
+      would have a sum above 4096 to 8192: such gradients of 2**18 tokens overflow float16.
 
     None for a dtype with the exponents of float32, which loses no small gradients.
     """
     if jnp.finfo(dtype).minexp <= jnp.finfo(jnp.float32).minexp:
         return None
-    largest = jnp.max(jnp.abs(jax.lax.stop_gradient(weights).astype(jnp.float32)))
+    sizes = jnp.abs(jax.lax.stop_gradient(weights).astype(jnp.float32))
+    largest = jnp.max(sizes)
+    if summed:
+        largest = jnp.maximum(largest, jnp.sum(sizes) / MOST_LIFTED)
     exponent = jnp.clip(jnp.frexp(largest)[1], -100, 100)
     return jnp.ldexp(jnp.float32(1), 1 - exponent)
 
@@ -131,7 +154,7 @@ def hold_columns(
     hidden_shape: tuple[int, ...],
     batch_axes: tuple[str, ...],
     layout: Layout,
-) -> tuple[Float[Array, "embed vocab"], Layout]:
+) -> tuple[Float[Array, "embed columns"], Layout]:
     """The kernel as a loop holds it that computes a loss at each turn, and its layout.
 
     - `kernel`, `batch_axes`, `layout`: as for `chunked_cross_entropy`.
@@ -144,10 +167,11 @@ def hold_columns(
     plan = make_plan(hidden_shape, kernel.shape[1], batch_axes, 1, layout)
     if not plan.turned:
         return kernel, layout
-    spread = dataclasses.replace(layout, vocab=plan.vocab, embed=())
-    # With auto axes the transpose of a constraint is the same one: the first is for the gradient.
-    kernel = place(kernel, layout.spec("embed", "vocab"))
-    return place(kernel, spread.spec("embed", "vocab")), spread
+    spread = dataclasses.replace(layout, vocab=plan.vocab, embed_of_vocab=())
+    # With auto axes the transpose of a constraint is the same one: the first are for the gradient.
+    kernel = place(kernel, plan.kernel)
+    kernel = place(with_columns(kernel, plan.padded, layout), plan.kernel)
+    return place(kernel, spread.spec("embed_of_vocab", "vocab")), spread
 
 
 def make_plan(
@@ -160,23 +184,31 @@ def make_plan(
     """How the devices of the ambient mesh share the work.
 
     - `hidden_shape`: of all hidden states together, `[*batch, seq, embed]`.
-    - `columns`: size of the vocabulary.
+    - `columns`: of the kernel.
     - `batch_axes`: logical axes of the hidden states before their sequence axis.
     - `chunks`: number of pieces into which the sequence is cut.
     - `layout`: which mesh axes the logical axes are sharded over.
     """
     sizes = mesh_sizes()
     spread = {axis for name in batch_axes for axis in layout.axes(name)}
-    stored = layout.axes("vocab")
-    rows = layout.axes("embed")
-    turned = rows if _tokens_travel(hidden_shape, columns, stored, rows, spread) else ()
+    stored, rows = layout.axes("vocab"), layout.axes("embed_of_vocab")
+    # What shards rows in the place of columns is exchanged in any case.
+    instead = tuple(axis for axis in rows if axis not in layout.axes("embed"))
+    others = tuple(axis for axis in rows if axis not in instead)
+    if _tokens_travel(hidden_shape, columns, (*stored, *instead), others, spread):
+        instead = rows
+    splits = columns % math.prod(sizes[axis] for axis in (*stored, *instead)) == 0
+    turned = instead if splits or not stored else ()
     vocab = (*stored, *turned)
+    devices = math.prod(sizes[axis] for axis in vocab)
     return _Plan(
         chunks=chunks,
         batch=P(*layout.spec(*batch_axes), None),
-        kernel=layout.spec("embed", "vocab"),
+        kernel=layout.spec("embed_of_vocab", "vocab"),
+        rows=rows,
         gathered=tuple(axis for axis in rows if axis not in turned),
         turned=turned,
+        padded=-(-columns // devices) * devices,
         vocab=vocab,
         shared=tuple(axis for axis in vocab if axis in spread),
         tokens=tuple(axis for axis in sizes if axis in spread and axis not in vocab),
@@ -193,22 +225,21 @@ def _tokens_travel(
     """Whether sending tokens along the mesh axes `rows` moves fewer bytes than sending the kernel.
 
     - `columns`: size of the vocabulary.
-    - `stored`: mesh axes that shard the kernel's columns where it is stored.
+    - `stored`: mesh axes that shard the kernel's columns in any case.
     - `rows`: mesh axes that shard the kernel's rows.
     - `spread`: mesh axes that shard the tokens.
 
     Counted per row of the kernel, in units of the size of an activation. If tokens are sent, each
     token of the devices that then share the columns arrives and its gradient leaves: 1 + 1. If the
     kernel is sent, each column of this device's part arrives and its gradient leaves: 1 + 2,
-    because the latter is float32. Tokens are sent only if the columns split evenly over `stored`
-    and `rows`.
+    because the latter is float32.
     """
     sizes = mesh_sizes()
 
     def count(axes: Iterable[str]) -> int:
         return math.prod(sizes[axis] for axis in axes)
 
-    if not rows or columns % count((*stored, *rows)):
+    if not rows:
         return False
     apart = count(axis for axis in spread if axis not in (*stored, *rows))
     tokens = math.prod(hidden_shape[:-1]) // apart
@@ -338,14 +369,17 @@ def _chunk_loss(
     logits = (hidden @ kernel).astype(jnp.float32)
     if plan.cap is not None:
         logits = soft_cap(logits, plan.cap)
+    columns, known = _columns(logits, plan), logits
+    if plan.columns is not None:
+        known = jnp.where(columns < plan.columns, logits, -jnp.inf)
     # The largest logit of all devices is subtracted, so that no exponential overflows.
-    largest = jnp.max(logits, axis=-1)
+    largest = jnp.max(known, axis=-1)
     if plan.vocab:
         # It cancels out, so that it has no derivative; `pmax` has none for second derivatives.
         largest = jax.lax.pmax(jax.lax.stop_gradient(largest), plan.vocab)
-    exponential = jnp.exp(logits - largest[:, None])
+    exponential = jnp.exp(known - largest[:, None])
     total = _sum(jnp.sum(exponential, axis=-1), plan.vocab)
-    hit = _hit(targets, logits, plan)
+    hit = (columns == targets[..., None]) & (known > -jnp.inf)
     label = _sum(jnp.sum(jnp.where(hit, logits, 0.0), axis=-1), plan.vocab)
     loss = jnp.sum(weights * (jnp.log(total) + largest - label))
 
@@ -358,12 +392,11 @@ def _chunk_loss(
     return loss, gradient
 
 
-def _hit(targets: Array, logits: Array, plan: _Plan) -> Array:
-    """bool `[tokens, columns]`: where a column of this device is the target of the token."""
+def _columns(logits: Array, plan: _Plan) -> Array:
+    """int32 `[tokens, columns]`: the token id of each column of this device."""
     width = logits.shape[-1]
     offset = width * jax.lax.axis_index(plan.vocab) if plan.vocab else 0
-    columns = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) + offset
-    return columns == targets[..., None]
+    return jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) + offset
 
 
 def _cut(plan: _Plan, hidden: Array, targets: Array, weights: Array) -> tuple[Array, Array, Array]:
@@ -392,7 +425,7 @@ def _spread_columns(kernel: Array, plan: _Plan) -> Array:
         kernel = jax.lax.all_to_all(kernel, plan.turned, split_axis=1, concat_axis=0, tiled=True)
     if plan.gathered:
         kernel = jax.lax.all_gather(kernel, plan.gathered, axis=0, tiled=True)
-    return kernel
+    return reordered(kernel, 0, (*plan.gathered, *plan.turned), plan.rows)
 
 
 def _gather_tokens(x: Array, plan: _Plan) -> Array:
@@ -410,6 +443,7 @@ def _scatter_tokens(x: Array, plan: _Plan) -> Array:
 
 def _reduce_kernel(gradient: Array, plan: _Plan) -> Array:
     """Sums the kernel's gradient over the tokens and brings it to the stored sharding."""
+    gradient = reordered(gradient, 0, plan.rows, (*plan.gathered, *plan.turned))
     scattered = tuple(axis for axis in plan.gathered if axis in plan.tokens)
     gradient = _sum(gradient, tuple(axis for axis in plan.tokens if axis not in scattered))
     if scattered:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nnx_pipeline.config.model import MOST_LAYERS
+from nnx_pipeline.config.limits import MOST_LAYERS
 from nnx_pipeline.errors import InputError, counted, divides, do_not_split, shown
 
 

@@ -23,7 +23,7 @@ from linen_compat.formats.huggingface.architectures import (
 from linen_compat.formats.huggingface.rope import KEYS, agreed, fields_of_rope, rope_keys
 from nnx_pipeline import Config, InputError, ModelConfig
 from nnx_pipeline.config.model import DTYPES
-from nnx_pipeline.errors import divides, note, once, one_of
+from nnx_pipeline.errors import divides, note, once, one_of, unparsed
 from nnx_pipeline.files import local, read_regular
 
 CONFIG_FILE = "config.json"
@@ -208,7 +208,7 @@ def read_json(file: Path) -> dict[str, Any]:
             f"{file} may not be read by this user; change its permissions, or run this as its owner"
         ) from error
     except (ValueError, OSError, RecursionError) as error:  # undecodable text is a ValueError too
-        raise InputError(f"{file} cannot be read as JSON: {error}") from error
+        raise InputError(f"{file} cannot be read as JSON: {unparsed(error)}") from error
     if not isinstance(values, dict):
         raise InputError(f"{file} holds {type(values).__name__} where a JSON object is expected")
     return values

@@ -14,7 +14,7 @@ import tensorstore as ts
 from linen_compat.formats import checksums
 from linen_compat.formats.paths import in_folder, with_own_names
 from linen_compat.formats.streams import Mismatch
-from nnx_pipeline.errors import counted, once
+from nnx_pipeline.errors import counted, once, unparsed
 from nnx_pipeline.files import read_regular
 
 METADATA, MANIFEST, SHARDING = "_METADATA", "manifest.ocdbt", "_sharding"
@@ -189,6 +189,7 @@ def unreadable(what: str, error: Exception) -> Mismatch:
             "change its permissions, or run this as its owner"
         )
     said = getattr(error, "strerror", None) or str(error)  # the system's words, without its number
+    said = unparsed(error) if isinstance(error, RecursionError) else said
     reason = with_own_names(" ".join(said.split("[source locations")[0].split()))
     return Mismatch(f"{what} cannot be read, the checkpoint is damaged: {reason[:300]}")
 

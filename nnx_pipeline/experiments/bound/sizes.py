@@ -24,6 +24,7 @@ from nnx_pipeline.train import Batch, TrainState, abstract_batch, abstract_state
 FULL_WIDTH = 4  # bytes of a float32
 GATHERED = (
     "embed",
+    "embed_of_vocab",
     "embed_of_expert",
     "latent",
 )  # logical axes over which a product needs a weight whole
@@ -178,7 +179,7 @@ class Sizes:
         return Head(
             chunk_tokens=tokens // apart // chunks,
             own_tokens=tokens // spread,
-            columns=model.vocab_size // self.mesh.product(*plan.vocab),
+            columns=plan.padded // self.mesh.product(*plan.vocab),
             is_moved=bool(plan.gathered or plan.turned),
             tokens_move=bool(plan.shared),
         )
