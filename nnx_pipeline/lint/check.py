@@ -13,8 +13,8 @@ from jax.sharding import AbstractMesh, Mesh
 from nnx_pipeline.config.config import Config
 from nnx_pipeline.lab.compile.functions import (
     called_with,
+    check_array,
     check_arrays,
-    check_leaves,
     check_places,
 )
 from nnx_pipeline.lint.facts import Program
@@ -61,7 +61,9 @@ def lint(
     if mesh is not None:
         check_places(arguments, mesh)
     call = Call.of(function, arguments)
-    check_leaves(call)
+    for leaf in jax.tree.leaves(call.given):
+        if id(leaf) not in call.static and not isinstance(leaf, bool | int | float | complex):
+            check_array(leaf)
     chosen = _parameters_of(call.arguments) if parameters is None else jax.tree.leaves(parameters)
     wanted = {id(leaf) for leaf in chosen}
     with _under(mesh), traced_afresh(), called_with(call):

@@ -331,7 +331,7 @@ def memory_kind(leaf: Any) -> str | None:
 def _abstract_leaf(leaf: Any, mesh: Mesh | None, device: Any) -> Any:
     if isinstance(leaf, bool | int | float | complex):
         return leaf
-    _check_array(leaf)
+    check_array(leaf)
     return jax.ShapeDtypeStruct(
         leaf.shape,
         leaf.dtype,
@@ -340,14 +340,8 @@ def _abstract_leaf(leaf: Any, mesh: Mesh | None, device: Any) -> Any:
     )
 
 
-def check_leaves(call: Call) -> None:
-    """Raises InputError where a call is given what is no array and no number, and not static."""
-    for leaf in jax.tree.leaves(call.given):
-        if id(leaf) not in call.static and not isinstance(leaf, bool | int | float | complex):
-            _check_array(leaf)
-
-
-def _check_array(leaf: Any) -> None:
+def check_array(leaf: Any) -> None:
+    """Raises InputError for a leaf of the arguments that is no array, or one that can change."""
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype") or isinstance(leaf, jax.Ref):
         raise InputError(
             f"an argument holds a {type(leaf).__name__}; give arrays or jax.ShapeDtypeStruct, and "
