@@ -24,11 +24,11 @@ from nnx_pipeline.lab.compile.functions import (
     abstract,
     arguments_of,
     find_function,
-    mesh_on,
     name_of,
     parse_argument,
 )
 from nnx_pipeline.lab.compile.heap import compile_with_dump
+from nnx_pipeline.lab.compile.places import mesh_on
 from nnx_pipeline.lint import Limits, lint
 
 ROWS, SIZE = 64, 32

@@ -25,7 +25,8 @@ from nnx_pipeline.config.config import Config, to_dict
 from nnx_pipeline.errors import InputError, counted
 from nnx_pipeline.files import write_text
 from nnx_pipeline.lab.api import compare, measure
-from nnx_pipeline.lab.compile.functions import arguments_of, find_function, mesh_on
+from nnx_pipeline.lab.compile.functions import arguments_of, find_function
+from nnx_pipeline.lab.compile.places import mesh_on
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.report import tables as report
 from nnx_pipeline.lab.report import words

@@ -11,16 +11,10 @@ from jax.sharding import AbstractMesh, Mesh
 
 from nnx_pipeline.errors import InputError, described
 from nnx_pipeline.lab.comparison.outcome import Outcome, Question, compare_measurements
-from nnx_pipeline.lab.compile.functions import (
-    AnyMesh,
-    abstract,
-    called_with,
-    check_arrays,
-    memory_kind,
-    mesh_on,
-)
+from nnx_pipeline.lab.compile.functions import abstract, called_with, check_arrays
 from nnx_pipeline.lab.compile.measure import Clock, Measurement, Progress, lower_traced
 from nnx_pipeline.lab.compile.own_shardings import lowered_for_other_devices
+from nnx_pipeline.lab.compile.places import AnyMesh, memory_kind, mesh_on
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.mesh import MeshConfig
 from nnx_pipeline.tracing.calls import Call, Traced, trace, traced_afresh

@@ -11,12 +11,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from nnx_pipeline.config.config import Config
-from nnx_pipeline.lab.compile.functions import (
-    called_with,
-    check_array,
-    check_arrays,
-    check_places,
-)
+from nnx_pipeline.lab.compile.functions import called_with, check_array, check_arrays
+from nnx_pipeline.lab.compile.places import check_places
 from nnx_pipeline.lint.facts import Program
 from nnx_pipeline.lint.finding import Finding, Limits
 from nnx_pipeline.lint.rules_arrays import hidden_upcasts, one_hot_arrays, trivial_constraints

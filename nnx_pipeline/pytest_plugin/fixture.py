@@ -14,8 +14,8 @@ from nnx_pipeline.config.config import Config
 from nnx_pipeline.errors import InputError
 from nnx_pipeline.experiments.programs import measure_step
 from nnx_pipeline.lab.api import measure
-from nnx_pipeline.lab.compile.functions import AnyMesh
 from nnx_pipeline.lab.compile.measure import Measurement
+from nnx_pipeline.lab.compile.places import AnyMesh
 from nnx_pipeline.lab.compile.platform import MissingCompiler, Platform
 from nnx_pipeline.lab.compile.settings import written
 from nnx_pipeline.mesh import MeshConfig
