@@ -387,7 +387,7 @@ def test_what_the_devices_cannot_hold_is_not_trained(run) -> None:
     for size in ("model.embed_dim=16000000", "model.mlp_dim=16000000"):
         ended = run("train", "--steps", "1", *TINY, "--set", size)
         assert (ended.code, ended.err.count("\n")) == (2, 1), ended
-        assert "of the mesh has" in ended.err
+        assert "of the mesh ha" in ended.err
         assert "; choose a smaller model or batch, or a mesh of more devices" in ended.err
     ended = run("measure", "math:sqrt", "--arg", "float32[2000000000,2000000000]")
     assert (ended.code, "; give smaller axes" in ended.err) == (2, True)
