@@ -481,15 +481,16 @@ def test_what_is_not_finite_is_not_saved_and_the_cure_works(run: Run, tmp_path: 
 
 
 @pytest.mark.slow
-def test_parameters_in_float16(run: Run) -> None:
-    """No learning rate helps, and what the line names does."""
+def test_parameters_in_float16(run: Run, tmp_path: Path) -> None:
+    """No learning rate helps; what the line names does, and so does a number that is not zero."""
+    folder = tmp_path / "run"
     words = ("train", *SETTINGS, "--steps", 2, "--set", "model.param_dtype=float16")
-    for rate in ("0.003", "1e-7"):
-        ended = run(*words, "--set", f"train.learning_rate={rate}")
-        assert ended.code == 1
-        assert "begin another run with --set model.param_dtype=float32" in ended.err
-        assert "learning_rate" not in ended.err
-    assert run(*words, "--set", "model.param_dtype=float32").code == 0
+    ended = run(*words, "--checkpoint-dir", folder)
+    assert (ended.code, folder.exists(), ended.out) == (2, False, "")
+    assert "train.adam_eps=1e-08 is zero in model.param_dtype='float16'" in ended.err
+    assert ended.err.rstrip().endswith("set model.param_dtype=float32")
+    for cure in ("model.param_dtype=float32", "train.adam_eps=1e-4"):
+        assert run(*words, "--set", cure).code == 0
 
 
 @pytest.mark.slow

@@ -142,22 +142,17 @@ class Saver:
         ending.note(KEPT)
 
 
-def way_on(saver: Saver | None, at_fault: int, config: Config) -> str:
+def way_on(saver: Saver | None, at_fault: int, rate: float) -> str:
     """How to go on where a training has come to numbers that are not finite, or too large.
 
     - `saver`: None where nothing is saved.
     - `at_fault`: the number of the step that has left them.
-    - `config`: of the training.
+    - `rate`: the learning rate of the training.
     """
     newest = None if saver is None else saver.newest
     if at_fault == 0:
         return "no learning rate is to blame, as nothing was trained: choose another model.dtype"
-    if config.model.param_dtype == "float16":
-        return (
-            "Adam divides by the square root of second moments, which float16 rounds to 0: begin "
-            "another run with --set model.param_dtype=float32"
-        )
-    lower = f"--set {RATE}=… (it is {config.train.learning_rate})"
+    lower = f"--set {RATE}=… (it is {rate})"
     if saver is None or newest is None:
         return f"begin again with a lower {lower}"
     folder = Path(saver.folder)

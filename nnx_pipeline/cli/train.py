@@ -212,7 +212,7 @@ def _trained(
 
     def require(finite: bool, what: str, at_fault: int) -> None:
         if not finite:
-            way = way_on(saver, at_fault, config)
+            way = way_on(saver, at_fault, config.train.learning_rate)
             raise Failed(f"{what}, which is nothing to go on with; {way}")
 
     def checked(state: TrainState) -> float | None:

@@ -5,11 +5,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
 from nnx_pipeline.config.config import Config
 from nnx_pipeline.decoder import Mixtral
+from nnx_pipeline.errors import InputError
 from nnx_pipeline.train.data import Rule, Source, batches
 from nnx_pipeline.train.step import Metrics, TrainState, jit_train_step, make_state
 
@@ -65,8 +67,14 @@ def train(
     saved and loaded again on the same mesh are those of training without a stop, to the bit. The
     load balance is that of the microbatches, whose number follows from the number of stages if the
     config does not give it. Raises InputError where the loss would then depend on it
-    (`check_objective`).
+    (`check_objective`), and where Adam would divide by zero in the dtype of the parameters.
     """
+    stored, eps = config.model.param_dtype, config.train.adam_eps
+    if not np.asarray(eps, jnp.dtype(stored)):
+        raise InputError(
+            f"train.adam_eps={eps:g} is zero in model.param_dtype={stored!r}, as are second "
+            "moments, so that Adam divides zero by zero; set model.param_dtype=float32"
+        )
     with jax.set_mesh(mesh):
         state = make_state(config, mesh, seed=seed) if state is None else state
         step = jit_train_step(state, mesh)
