@@ -7,8 +7,6 @@ from nnx_pipeline.config.limits import MOST_MICROBATCHES, MOST_PARTS
 from nnx_pipeline.errors import InputError, one_of, whole
 from nnx_pipeline.remat import LAYER_INPUT, POLICIES
 
-# A schedule is written out in tables of microbatches, and each part of a batch is traced apart.
-
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
