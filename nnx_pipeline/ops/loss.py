@@ -370,8 +370,10 @@ def _chunk_loss(
     if plan.cap is not None:
         logits = soft_cap(logits, plan.cap)
     columns, known = _columns(logits, plan), logits
+    hit = columns == targets[..., None]
     if plan.columns is not None:
-        known = jnp.where(columns < plan.columns, logits, -jnp.inf)
+        of_vocabulary = columns < plan.columns
+        known, hit = jnp.where(of_vocabulary, logits, -jnp.inf), hit & of_vocabulary
     # The largest logit of all devices is subtracted, so that no exponential overflows.
     largest = jnp.max(known, axis=-1)
     if plan.vocab:
@@ -379,7 +381,6 @@ def _chunk_loss(
         largest = jax.lax.pmax(jax.lax.stop_gradient(largest), plan.vocab)
     exponential = jnp.exp(known - largest[:, None])
     total = _sum(jnp.sum(exponential, axis=-1), plan.vocab)
-    hit = (columns == targets[..., None]) & (known > -jnp.inf)
     label = _sum(jnp.sum(jnp.where(hit, logits, 0.0), axis=-1), plan.vocab)
     loss = jnp.sum(weights * (jnp.log(total) + largest - label))
 
