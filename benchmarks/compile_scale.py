@@ -15,10 +15,10 @@ from pathlib import Path
 import jax
 
 from nnx_pipeline import Config, MeshConfig, preset
-from nnx_pipeline.experiments.programs import measure_step
-from nnx_pipeline.files import write_text
+from nnx_pipeline.experiments._programs import measure_step
+from nnx_pipeline.lab._files import write_text
+from nnx_pipeline.lab._report.view.figures import megabytes
 from nnx_pipeline.lab.compile.platform import Platform
-from nnx_pipeline.lab.report.tables import megabytes
 
 RESULTS = Path(__file__).parent / "results" / "compile_scale.md"
 POD, SLICE = "tpu:v5p:4x4x4", "tpu:v5p:2x2x2"

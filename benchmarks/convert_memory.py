@@ -44,7 +44,7 @@ def measure(folder: Path, layout: str, layers: int) -> float:
     made = subprocess.run(make, check=True, stdout=subprocess.PIPE)
     largest, total = map(int, made.stdout.split())
     begun = time.monotonic()
-    code = "from linen_compat.cli.main import main; main()"
+    code = "from linen_compat._cli.main import main; main()"
     arguments = ["convert", str(source), str(target), "--to", "maxtext:pipelined"]
     stages = ["--stages", "2", "--repeats", "2"]
     process = subprocess.Popen(

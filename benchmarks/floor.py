@@ -25,13 +25,13 @@ import jax
 
 from nnx_pipeline import Config, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
 from nnx_pipeline.config.config import to_dict
-from nnx_pipeline.errors import InputError
 from nnx_pipeline.experiments import floor
-from nnx_pipeline.experiments.programs import measure_step
-from nnx_pipeline.files import write_text
-from nnx_pipeline.lab.attribution.floor import Floor, between, live_bytes
+from nnx_pipeline.experiments._programs import measure_step
+from nnx_pipeline.lab._files import write_text
+from nnx_pipeline.lab.attribution._floor import Floor, between, live_bytes
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.compile.platform import Platform
+from nnx_pipeline.lab.errors import InputError
 
 RESULTS = Path(__file__).parent / "results" / "floor.json"
 PLATFORM, SEED, COUNT = "tpu:v5p:2x2x2", 30, 30

@@ -30,8 +30,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from nnx_pipeline import DecoderLayer, InputError, ModelConfig, preset
-from nnx_pipeline.experiments.useful import PASSES, flops_per_token
-from nnx_pipeline.lab.timing.devices import device_of
+from nnx_pipeline.experiments._useful import PASSES, flops_per_token
+from nnx_pipeline.lab._timing.devices import device_of
 
 EXPERTS, ATTENTION = ("dense", "grouped", "capacity"), ("dot_product", "chunked", "flash")
 RESULTS = Path(__file__).parent / "results" / "gpu_layer.json"

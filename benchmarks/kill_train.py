@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from nnx_pipeline.files import write_text
+from nnx_pipeline.lab._files import write_text
 
 RESULTS = Path(__file__).parent / "results" / "kill_train.md"
 logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of metadata it can do without
@@ -45,7 +45,7 @@ MODEL = (
     *("--mesh", "stage=2"),
 )
 # Imported once; each process is a fork of the one that has them, before JAX has started.
-PRELOADED = ["nnx_pipeline.cli.main", "linen_compat.checkpoints"]
+PRELOADED = ["nnx_pipeline.train._cli.training", "linen_compat.checkpoints._offered"]
 METHOD = multiprocessing.get_context("forkserver")
 METHOD.set_forkserver_preload(PRELOADED)
 
@@ -59,8 +59,8 @@ def train(arguments: list[str], steps: Connection, folder: Path) -> None:
     """
     import jax
 
-    from nnx_pipeline.cli import main as cli
-    from nnx_pipeline.cli import train as command
+    from nnx_pipeline.lab._cli import main as cli
+    from nnx_pipeline.train._cli import train as command
 
     jax.config.update("jax_platforms", "cpu")
     # Filled by the first two trainings, which nobody kills; else most kills would meet a compile.

@@ -12,7 +12,7 @@ from jax import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_pipeline import lab
-from nnx_pipeline.lab.compile.places import mesh_on
+from nnx_pipeline.lab.compile._places import mesh_on
 
 LAYERS, EMBED, MLP, BATCH, SEQUENCE = 16, 4096, 14336, 8, 4096
 PLATFORM, SETTING = "cuda:h100:8", "xla_gpu_enable_latency_hiding_scheduler=false"

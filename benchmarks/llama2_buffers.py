@@ -16,8 +16,8 @@ from typing import Any
 
 import peer_memory
 
-from nnx_pipeline.files import write_text
-from nnx_pipeline.lab.attribution.result import Buffer
+from nnx_pipeline.lab._files import write_text
+from nnx_pipeline.lab.attribution._result import Buffer
 from nnx_pipeline.lab.compile.measure import Measurement
 
 RESULTS = Path(__file__).parent / "results" / "llama2_buffers.json"

@@ -17,7 +17,7 @@ import jax
 from flax import nnx
 
 from nnx_pipeline import Config, MeshConfig, PipelineConfig, lab, make_mesh, preset
-from nnx_pipeline.experiments.programs import measure_step
+from nnx_pipeline.experiments._programs import measure_step
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.modules import DecoderLayer
 from nnx_pipeline.train.loop import train

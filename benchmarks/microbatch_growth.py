@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from nnx_pipeline import preset
-from nnx_pipeline.config.overrides import apply_overrides
+from nnx_pipeline.config._overrides import apply_overrides
 from nnx_pipeline.experiments import sweep
-from nnx_pipeline.files import write_text
-from nnx_pipeline.lab.report.tables import megabytes
+from nnx_pipeline.lab._files import write_text
+from nnx_pipeline.lab._report.view.figures import megabytes
 
 RESULTS = Path(__file__).parent / "results" / "microbatch_growth"
 PLATFORM, MESH = "tpu:v5p:2x2x2", "stage=4,fsdp=2"

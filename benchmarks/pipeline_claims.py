@@ -26,13 +26,14 @@ from typing import Any
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 from nnx_pipeline import MeshConfig, preset
-from nnx_pipeline.experiments.registry import EXPERIMENTS
-from nnx_pipeline.experiments.run import run_experiments
-from nnx_pipeline.files import write_text
+from nnx_pipeline.experiments._registry import EXPERIMENTS
+from nnx_pipeline.experiments._run import run_experiments
+from nnx_pipeline.lab._files import write_text
+from nnx_pipeline.lab._report.view.figures import megabytes
+from nnx_pipeline.lab._report.view.remarks import CPU_WARNING
 from nnx_pipeline.lab.comparison.outcome import Outcome
-from nnx_pipeline.lab.compile.cache import Cache
+from nnx_pipeline.lab.compile._cache import Cache
 from nnx_pipeline.lab.compile.platform import Platform
-from nnx_pipeline.lab.report.tables import CPU_WARNING, megabytes
 
 RESULTS = Path(__file__).parent / "results" / "pipeline_claims.json"
 H100 = Platform.parse("cuda:h100:8")

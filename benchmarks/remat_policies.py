@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 from nnx_pipeline import MeshConfig, preset
-from nnx_pipeline.experiments.programs import measure_step
-from nnx_pipeline.files import write_text
+from nnx_pipeline.config._remat import POLICIES
+from nnx_pipeline.experiments._programs import measure_step
+from nnx_pipeline.lab._files import write_text
+from nnx_pipeline.lab._report.view.figures import megabytes
 from nnx_pipeline.lab.compile.platform import Platform
-from nnx_pipeline.lab.report.tables import megabytes
-from nnx_pipeline.remat import POLICIES
 
 RESULTS = Path(__file__).parent / "results" / "remat_policies.md"
 PLATFORMS = ("tpu:v5p:2x2x2", "cuda:h100:8")

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nnx_pipeline import Config, MeshConfig, preset
-from nnx_pipeline.config.overrides import apply_overrides
-from nnx_pipeline.experiments.programs import measure_step
-from nnx_pipeline.files import write_text
+from nnx_pipeline.config._overrides import apply_overrides
+from nnx_pipeline.experiments._programs import measure_step
+from nnx_pipeline.lab._files import write_text
+from nnx_pipeline.lab._timing.cost import KERNEL_EFFICIENCY
+from nnx_pipeline.lab._timing.devices import device_of
 from nnx_pipeline.lab.compile.platform import Platform
-from nnx_pipeline.lab.timing.cost import KERNEL_EFFICIENCY
-from nnx_pipeline.lab.timing.devices import device_of
 
 RESULTS = Path(__file__).parent / "results" / "time_estimates.json"
 # Products of scores' size of a flash attention with remat: two forward, the same two recomputed,
@@ -173,8 +173,8 @@ its two experts, sorted and grouped, as there. On v6e MaxText dropped tokens abo
 adds gradients up over two microbatches here, because its whole batch does not fit. Where tokens
 have a capacity, the step here is far above the measured one, and the last row says that this is the
 way in which this project dispatches them: without dropping any the same model takes less. The clock
-of v6e is not published: `nnx_pipeline/lab/timing/devices.py` says what it is taken from. `needs` is
-the account of the program.
+of v6e is not published: `nnx_pipeline/lab/_timing/devices.py` says what it is taken from. `needs`
+is the account of the program.
 """
 HEAD_OTHERS = (
     "| run | mesh | sequences per chip | tokens/s per chip | measured, s | compute | kernels "

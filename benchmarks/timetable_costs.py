@@ -18,27 +18,31 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nnx_pipeline import MeshConfig
-from nnx_pipeline.lab.compile.platform import Platform
-from nnx_pipeline.lab.hlo.cost import collective_counts, products_of
-from nnx_pipeline.lab.hlo.loops import executions
-from nnx_pipeline.lab.hlo.module import Instruction, Module, parse
-from nnx_pipeline.lab.timing.devices import device_of
-from nnx_pipeline.lab.timing.estimate import Estimate
-from nnx_pipeline.lab.timing.links import Links
-from nnx_pipeline.pipeline import make_timetable
-from nnx_pipeline.pipeline.executor.plan import Branch, Plan, make_plan
-from nnx_pipeline.pipeline.schedule import (
-    CircularSchedule,
-    OneForwardOneBackward,
-    Schedule,
-    make_schedule,
+from nnx_pipeline.experiments.timetables import make_timetable
+from nnx_pipeline.experiments.timetables.executor._plan import (
+    Branch,
+    TimetablePlan,
+    make_timetable_plan,
 )
-from nnx_pipeline.pipeline.timetable.actions import (
+from nnx_pipeline.lab._hlo.cost import collective_counts, products_of
+from nnx_pipeline.lab._hlo.loops import executions
+from nnx_pipeline.lab._hlo.module import Instruction, Module, parse
+from nnx_pipeline.lab._timing.devices import device_of
+from nnx_pipeline.lab._timing.estimate import Estimate
+from nnx_pipeline.lab._timing.links import Links
+from nnx_pipeline.lab.compile.platform import Platform
+from nnx_pipeline.pipeline._timetable.actions import (
     BACKWARD,
     OF_INPUT,
     OF_WEIGHTS,
     Actions,
     actions_of,
+)
+from nnx_pipeline.pipeline.schedule import (
+    CircularSchedule,
+    OneForwardOneBackward,
+    Schedule,
+    make_schedule,
 )
 
 MESH, STAGES = "stage=4,fsdp=2", 4
@@ -200,13 +204,13 @@ def lockstep_of(row: Row, microbatches: int) -> Schedule:
 # ---- what ranks do -------------------------------------------------------------------------------
 
 
-def plan_of(row: Row, microbatches: int, actions: Actions | None = None) -> Plan:
+def plan_of(row: Row, microbatches: int, actions: Actions | None = None) -> TimetablePlan:
     """The plan of a timetable, by default that of the row."""
     actions = actions or timetable_of(row.schedule, microbatches)
-    return make_plan(actions, [0] * actions.stages, "own" if row.ends == "own" else "all")
+    return make_timetable_plan(actions, [0] * actions.stages, "own" if row.ends == "own" else "all")
 
 
-def names_of(plan: Plan) -> list[str]:
+def names_of(plan: TimetablePlan) -> list[str]:
     """The names of the branches of a plan, the idle one first."""
 
     def name(branch: Branch) -> str:
@@ -226,7 +230,7 @@ class Step(NamedTuple):
     waiting: float
 
 
-def by_branches(beside: Cost, branches: Mapping[str, Cost], plan: Plan) -> Step:
+def by_branches(beside: Cost, branches: Mapping[str, Cost], plan: TimetablePlan) -> Step:
     """Weighs branches by how often ranks take them; a tick takes as long as its slowest rank.
 
     - `beside`: what the step costs without branches.

@@ -36,14 +36,16 @@ from timetable_costs import (
 )
 
 from nnx_pipeline import Config, MeshConfig, preset
-from nnx_pipeline.config.overrides import apply_overrides
-from nnx_pipeline.experiments.arms import Program
-from nnx_pipeline.experiments.programs import prepare
-from nnx_pipeline.files import write_text
+from nnx_pipeline.config._overrides import apply_overrides
+from nnx_pipeline.experiments._arms import Program
+from nnx_pipeline.experiments._programs import prepare
+from nnx_pipeline.experiments.timetables import run_timetable
+from nnx_pipeline.lab._files import write_text
+from nnx_pipeline.lab._report.view.figures import megabytes
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.compile.platform import Platform
-from nnx_pipeline.lab.report.tables import megabytes
-from nnx_pipeline.pipeline import Accumulation, LoopOptions, run_timetable, runner
+from nnx_pipeline.pipeline import Accumulation, LoopOptions
+from nnx_pipeline.pipeline import _runner as runner
 from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
 
 RESULTS = Path(__file__).parent / "results" / "timetables.json"

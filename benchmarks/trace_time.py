@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 
 from nnx_pipeline import Config, MeshConfig, make_mesh, preset
-from nnx_pipeline.files import write_text
+from nnx_pipeline.lab._files import write_text
 from nnx_pipeline.train import abstract_batch, abstract_state, jit_train_step
 
 ROUNDS = 5

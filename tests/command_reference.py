@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+from helpers import commands_of
 
-from linen_compat.cli.main import cli as linen_compat
-from nnx_pipeline.cli.main import cli as nnx_pipeline
+from linen_compat._cli.main import cli as linen_compat
+from nnx_pipeline.lab._cli.main import cli as nnx_pipeline
 
 PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
 
@@ -23,8 +24,8 @@ def document() -> str:
     about = PAGE.read_text("utf-8").partition("\n## ")[0]
     lines = [about.rstrip() + "\n"]
     for program, group in groups.items():
-        for name in sorted(group.commands):
-            lines += _command(f"{program} {name}", group.commands[name])
+        for name, command in commands_of(group).items():
+            lines += _command(f"{program} {name}", command)
     return "\n".join(lines)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["NNX_PIPELINE_PLATFORM"] = "cpu"
 # pytest-xdist sets it in its workers; what a command prints must not depend on how tests are run.
 os.environ.pop("COLUMNS", None)
 # libtpu: no metadata server, no warnings about a host that is not there, several users at once.
@@ -45,7 +46,7 @@ import pytest
 gc.set_threshold(200_000, 50, 100)
 
 # The entry point of this package says the same where it is installed in its present state.
-pytest_plugins = ["nnx_pipeline.pytest_plugin"]
+pytest_plugins = ["nnx_pipeline.lab.pytest_plugin"]
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -174,7 +175,7 @@ def as_nobody() -> Iterator[None]:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     """Runs `nnx-pipeline`."""
-    from nnx_pipeline.cli import main as cli
+    from nnx_pipeline.lab._cli import main as cli
 
     return command(cli.main, "nnx-pipeline", monkeypatch, capsys)
 
@@ -182,6 +183,6 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.fixture
 def bridge(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     """Runs `linen-compat`."""
-    from linen_compat.cli import main as cli
+    from linen_compat._cli import main as cli
 
     return command(cli.main, "linen-compat", monkeypatch, capsys)

@@ -5,6 +5,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
+# Where the `main` of each script is.
+MODULES = {
+    "nnx-pipeline": "nnx_pipeline.lab._cli.main",
+    "linen-compat": "linen_compat._cli.main",
+}
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text("utf-8")
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_pipeline import Layout
-from nnx_pipeline.ops.experts import ExpertKernels
+from nnx_pipeline.ops._experts import ExpertKernels
 
 EXPERTS, EMBED, MLP = 4, 8, 16
 

@@ -1,5 +1,7 @@
 """What several test files share: small configs, meshes, and comparing trees of arrays."""
 
+import atexit
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -8,11 +10,13 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import click
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -279,11 +283,83 @@ def user_environment() -> dict[str, str]:
 INTERRUPTIBLE = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
 
 
+LONGEST = 60  # seconds until a moment comes, or a process has ended, on a machine that is busy
+
+
+@contextlib.contextmanager
+def started(
+    folder: Path, code: str, *arguments: str, **options: object
+) -> Iterator[subprocess.Popen]:
+    """A process that has SIGINT as a shell gives it, whatever the one that runs the tests has."""
+    (folder / "tmp").mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTIBLE + code, *arguments],
+        env={**user_environment(), "TMPDIR": str(folder / "tmp")},
+        cwd=folder,
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def script(package: str) -> str:
+    """What the console script of that package runs."""
+    folder = {"nnx_pipeline": "nnx_pipeline.lab", "linen_compat": "linen_compat"}[package]
+    return f"from {folder}._cli.console import main; main()"
+
+
 def in_a_process(*arguments: str) -> Ended:
     """Runs a command as a user does; JAX begins afresh, with as many devices as it is told."""
-    command = [sys.executable, "-c", "from nnx_pipeline.cli.main import main; main()", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=user_environment())
-    return Ended(done.returncode, done.stdout, done.stderr)
+    script = "from nnx_pipeline.lab._cli.main import main; main()"
+    return run_fresh(script, *arguments, environment=user_environment())
+
+
+def run_fresh(
+    script: str | Path,
+    *arguments: str,
+    folder: Path = ROOT,
+    environment: Mapping[str, str] = os.environ,
+) -> Ended:
+    """Runs a text or a file of Python as in a process of its own, in a folder.
+
+    The seconds that importing JAX takes are not spent each time: a process that has imported the
+    libraries waits, one for each set of JAX's variables, and the script runs in a fork of it. JAX
+    starts afresh there: it knows no device yet, and has compiled nothing.
+    """
+    of_jax = frozenset(pair for pair in environment.items() if pair[0].startswith("JAX_"))
+    process = _waiting(of_jax)
+    with tempfile.TemporaryDirectory() as place:
+        written = [str(Path(place) / name) for name in ("out", "err")]
+        job = {
+            "text": script.read_text("utf-8") if isinstance(script, Path) else script,
+            "file": str(script) if isinstance(script, Path) else "-c",
+            "arguments": arguments,
+            "folder": str(folder),
+            "environment": dict(environment),
+            "written": written,
+        }
+        process.stdin.write(json.dumps(job) + "\n")
+        process.stdin.flush()
+        code = int(process.stdout.readline())
+        return Ended(code, *(Path(path).read_text("utf-8") for path in written))
+
+
+@functools.cache
+def _waiting(of_jax: frozenset[tuple[str, str]]) -> Any:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    path = os.pathsep.join(filter(None, sys.path))
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import fresh; exec(fresh.wait())"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**kept, **dict(of_jax), "PYTHONPATH": path},
+    )
+    atexit.register(process.stdin.close)  # at which it ends
+    return process
 
 
 def pytest_in(folder: Path, *arguments: str) -> Ended:
@@ -301,6 +377,12 @@ def pytest_in(folder: Path, *arguments: str) -> Ended:
     command = [sys.executable, "-m", "pytest", *without, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
     return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def commands_of(group: click.Group) -> dict[str, click.Command]:
+    """The commands of a program by name, with those that entry points add."""
+    context = click.Context(group)
+    return {name: group.get_command(context, name) for name in group.list_commands(context)}
 
 
 def missing(*modules: str) -> bool:

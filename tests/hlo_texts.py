@@ -5,7 +5,17 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from nnx_pipeline.lab._hlo.cost import products_of
+from nnx_pipeline.lab._hlo.loops import executions
+from nnx_pipeline.lab._hlo.module import Module
+
 SPLASH = (Path(__file__).parent / "data/hlo/splash_attention.txt").read_text(encoding="utf-8")
+
+
+def matmul_flops(module: Module) -> int | None:
+    """Operations of all matrix products per device and step; None where one cannot be counted."""
+    products = products_of(module, executions(module))
+    return None if products.unknown else products.known
 
 
 class Printed(NamedTuple):

@@ -5,13 +5,13 @@ from typing import Any
 
 from nnx_pipeline.config.config import to_dict
 from nnx_pipeline.config.presets import preset
-from nnx_pipeline.experiments.registry import EXPERIMENTS
-from nnx_pipeline.experiments.run import Numerics
+from nnx_pipeline.experiments._registry import EXPERIMENTS
+from nnx_pipeline.experiments._run import Numerics
+from nnx_pipeline.lab._timing.result import Time
+from nnx_pipeline.lab.attribution._result import Attribution, Buffer
 from nnx_pipeline.lab.attribution.account import Memory
-from nnx_pipeline.lab.attribution.result import Attribution, Buffer
 from nnx_pipeline.lab.comparison.outcome import Outcome, compare_measurements
 from nnx_pipeline.lab.compile.measure import Measurement
-from nnx_pipeline.lab.timing.result import Time
 
 COUNT = {"ops": 3, "executed": 12, "bytes": 50_331_648}
 VALUES = (

@@ -1,24 +1,27 @@
 """Wraps NNX classes as Linen modules."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from flax import linen as nn
 from flax import nnx
-from jaxtyping import Array
+from flax.typing import PathParts
+from jaxtyping import Array, PyTree
 
-from linen_compat.arguments import check_configs
-from linen_compat.bridge.blueprint import (
+from linen_compat.bridge._blueprint import (
     Blueprint,
     Recipe,
+    Stream,
     StreamPerName,
     blueprint,
     collection_of,
     takes_rngs,
 )
-from linen_compat.bridge.checks import check_arguments, check_class, check_method
-from linen_compat.bridge.paths import Path, check_leaves, flatten, nest, unboxed
+from linen_compat.bridge._checks import check_arguments, check_class, check_method
+from linen_compat.bridge._paths import Path, Variable, check_leaves, flatten, nest
+from linen_compat.formats._arguments import check_configs
+from linen_compat.modules.parameters import unboxed
 from nnx_pipeline import InputError
 
 INTERMEDIATES, PARAMS = "intermediates", "params"
@@ -29,14 +32,13 @@ class NoKey(InputError):
 
 
 def to_linen(
-    kind: type[nnx.Module], *args: Any, name: str | None = None, **options: Any
+    kind: type[nnx.Module], *args: object, name: str | None = None, **options: object
 ) -> "NNXAsLinen":
     """Wraps an NNX class, with the arguments of its constructor, as a Linen module.
 
-    The module is `kind(*args, **options, rngs=…)`, constructed only here and in `init`. Here the
-    constructor runs on abstract arrays, once for the same class and arguments, however often the
-    wrapper is made (and once more when it is called under another mesh). `apply` puts the module
-    together from its graph.
+    The module is `kind(*args, **options, rngs=…)`. Its constructor runs here and in `init` only.
+    Here it runs on abstract arrays, once for each class, arguments and mesh. `apply` puts the
+    module together from its graph.
 
     - `kind`: the NNX class.
     - `args`, `options`: arguments of its constructor, which can be hashed; `rngs` is not one of
@@ -45,10 +47,10 @@ def to_linen(
 
     What becomes of the parts of the module:
 
-    - Where a norm, an embedding, attention, a feed-forward module or a decoder layer of this
-      project is, in the module or the module itself, its parameters have the names of the
-      corresponding Linen class (`bridge.paths`); the outermost of them decides. The path to it and
-      every other path is that of NNX, so that the tree of `Mixtral` is not that of `Transformer`.
+    - A norm, an embedding, attention, a feed-forward module or a decoder layer of this project gets
+      the parameter names of its Linen class (`bridge.paths`), also inside another module. The
+      outermost of them decides. All other paths are those of NNX: the tree of `Mixtral` does not
+      become the tree of `Transformer`.
     - A variable is in the collection of its type: `nnx.Param` in `params`, `nnx.BatchStat` in
       `batch_stats`. InputError is raised when a call changes a variable whose collection is not
       mutable.
@@ -104,7 +106,7 @@ class NNXAsLinen(nn.Module):
             return self._method(module, nnx_method)(*args, **kwargs)
         plan = blueprint(self.recipe)
         boxes = self._boxes(plan)
-        before: dict[tuple[Any, ...], Any] = {
+        before: dict[PathParts, Array] = {
             slot.nnx: unboxed(boxes[slot.linen]) for slot in plan.slots
         }
         without_key = self._add_streams(plan, before)
@@ -116,17 +118,17 @@ class NNXAsLinen(nn.Module):
             self._put_back(plan, boxes, before, after)
         return out
 
-    def _method(self, module: nnx.Module, name: str) -> Any:
+    def _method(self, module: nnx.Module, name: str) -> Callable[..., Any]:
         check_method(module, name, of=self.recipe.kind.__name__)
-        return getattr(module, name)
+        method: Callable[..., Any] = getattr(module, name)
+        return method
 
     def _store(self, module: nnx.Module, plan: Blueprint) -> None:
-        """Puts the variables of a new module into Linen's collections, in their boxes."""
         state = dict(nnx.to_flat_state(nnx.state(module)))
         self._put({slot.linen: slot.box(state[slot.nnx].get_value()) for slot in plan.slots})
 
-    def _boxes(self, plan: Blueprint) -> dict[Path, Any]:
-        """The variables of this module as Linen holds them, by path and checked."""
+    def _boxes(self, plan: Blueprint) -> dict[Path, PyTree]:
+        """The checked variables of this module by path, in their boxes."""
         given = flatten({k: v for k, v in self.variables.items() if k != INTERMEDIATES})
         check_leaves(given, plan.shapes, of=self.recipe.kind.__name__, at=self.path)
         return given
@@ -142,7 +144,7 @@ class NNXAsLinen(nn.Module):
         typed = jax.numpy.issubdtype(key.dtype, jax.dtypes.prng_key)
         return key if typed else jax.random.wrap_key_data(key)
 
-    def _add_streams(self, plan: Blueprint, values: dict[tuple[Any, ...], Any]) -> list[Any]:
+    def _add_streams(self, plan: Blueprint, values: dict[PathParts, Array]) -> list[Stream]:
         """Adds each stream's key and count to `values`, and returns the streams without a key.
 
         Such a stream gets a placeholder; `_check_streams` refuses calls that have drawn from it.
@@ -159,7 +161,10 @@ class NNXAsLinen(nn.Module):
         return without
 
     def _check_streams(
-        self, after: Mapping[Any, nnx.Variable], before: Mapping[Any, Any], without: list[Any]
+        self,
+        after: Mapping[PathParts, Variable],
+        before: Mapping[PathParts, Array],
+        without: list[Stream],
     ) -> None:
         """Raises NoKey if the call drew from a stream without a key."""
         for stream in without:
@@ -174,13 +179,13 @@ class NNXAsLinen(nn.Module):
     def _put_back(
         self,
         plan: Blueprint,
-        boxes: dict[Path, Any],
-        before: dict[tuple[Any, ...], Any],
-        after: dict[tuple[Any, ...], nnx.Variable],
+        boxes: dict[Path, PyTree],
+        before: dict[PathParts, Array],
+        after: Mapping[PathParts, Variable],
     ) -> None:
         """Writes the variables that the call changed to Linen's collections."""
         linen = {slot.nnx: slot.linen for slot in plan.slots}
-        new: dict[Path, Any] = {}
+        new: dict[Path, PyTree] = {}
         for path, variable in after.items():
             value = variable.get_value()
             if value is before.get(path) or isinstance(variable, nnx.RngState):
@@ -196,7 +201,7 @@ class NNXAsLinen(nn.Module):
         if new:
             self._put(new, boxes)
 
-    def _check_change(self, path: tuple[Any, ...], known: bool, collection: str) -> None:
+    def _check_change(self, path: PathParts, known: bool, collection: str) -> None:
         """Raises InputError unless Linen can store this change of a variable."""
         name = f"{self.recipe.kind.__name__}.{'.'.join(map(str, path))}"
         if not known:
@@ -210,7 +215,7 @@ class NNXAsLinen(nn.Module):
                 f"give apply mutable=[{collection!r}], or call it so that it changes nothing"
             )
 
-    def _put(self, new: dict[Path, Any], beside: Mapping[Path, Any] | None = None) -> None:
+    def _put(self, new: dict[Path, PyTree], beside: Mapping[Path, PyTree] | None = None) -> None:
         """Writes variables to Linen's collections, together with others below the same names.
 
         Linen replaces everything below one name of a collection at a time, so what is there beside

@@ -1,7 +1,9 @@
 """Wraps Linen modules as NNX modules."""
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import flax
@@ -11,29 +13,31 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 from flax.core import DenyList, meta
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
-from linen_compat.bridge.axes import layout_axes
-from linen_compat.bridge.checks import (
+from linen_compat.bridge._axes import layout_axes
+from linen_compat.bridge._checks import (
     check_arguments,
     check_collect,
+    check_collections,
     check_method,
     check_module,
     check_rngs,
-    check_variables,
 )
-from linen_compat.bridge.paths import (
+from linen_compat.bridge._paths import (
+    Flat,
     Path,
     Tree,
+    Variable,
     check_leaves,
     flatten,
     nest,
     nnx_path,
-    shape_of,
-    unboxed,
+    unboxed_shape,
 )
 from linen_compat.bridge.to_linen import INTERMEDIATES, PARAMS, NoKey
-from nnx_pipeline import InputError
+from linen_compat.modules.parameters import unboxed
+from nnx_pipeline import InputError, Layout
 
 RESERVED = (
     "deterministic",
@@ -52,33 +56,33 @@ _Slots = tuple[tuple[Path, Path], ...]  # (path in NNX, path in Linen beginning 
 
 def to_nnx(
     module: nn.Module,
-    *example: Any,
+    *example: PyTree,
     rngs: nnx.Rngs | Array | int | None = None,
     variables: Tree | None = None,
     collect: Iterable[str] = (),
-    method: Callable[..., Any] | None = None,
+    method: Callable[..., object] | None = None,
     **options: Any,
 ) -> "LinenAsNNX":
     """Wraps a Linen module as an NNX module whose variables are made here, once.
 
-    A call of the result is one `module.apply` on plain arrays: nothing is made, renamed or unboxed
-    in it.
+    A call of the result is one `module.apply` on plain arrays. It makes, renames and unboxes
+    nothing.
 
     - `module`: the Linen module.
     - `example`, `options`: arguments of the module, arrays or `jax.ShapeDtypeStruct`, with which
       its variables are made.
-    - `rngs`: a key or a seed for the parameters, or an `nnx.Rngs`. From its other named streams
-      (such as dropout) the result derives the streams that its calls draw from.
-    - `variables`: taken instead of new ones, in the form that `init` returns.
+    - `rngs`: a key or a seed for the parameters, or an `nnx.Rngs`. Its other named streams, such as
+      dropout, become the streams of calls.
+    - `variables`: variables as `init` returns them, in the place of new ones.
     - `collect`: collections, such as intermediates, that a call may write beside those that exist.
     - `method`: the method that makes the variables, by default `__call__`.
 
     What becomes of the parts of the module:
 
-    - Where `module` itself is of a class of this project with a table of names (`bridge.paths`: a
-      norm, an embedding, attention, a feed-forward block, a decoder layer), its parameters have the
-      names of the corresponding NNX class. Every other path is that of Linen: in `Transformer`,
-      `Decoder` and the pipelines, and for such modules inside another one.
+    - A norm, an embedding, attention, a feed-forward block or a decoder layer of this project gets
+      the parameter names of its NNX class (`bridge.paths`), where it is `module` itself. All other
+      paths are those of Linen: in `Transformer`, `Decoder` and the pipelines, and for such modules
+      inside another one.
     - A variable is of the type of its collection: `nnx.Param`, `nnx.BatchStat` … Each call updates
       the variables that it changes and that are no parameters.
     - What the module sows into a collection other than `intermediates` is a variable too. It holds
@@ -96,24 +100,19 @@ def to_nnx(
     """
     check_module(module)
     check_rngs(rngs)
-    check_variables(variables, of=type(module).__name__)
+    check_collections(variables, of=type(module).__name__)
     names = check_collect(collect)
     called = type(module).__call__ if method is None else method
     check_arguments(called, example, options, of=type(module).__name__)
     keys, streams = _keys_and_streams(rngs, needed=variables is None)
 
-    def init(keys: dict[str, Array]) -> Any:
+    def init(keys: dict[str, Array]) -> PyTree:
         has_shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(example))
         make = module.lazy_init if has_shapes else module.init
         # The number keeps `nn.jit` from a call that it has traced before, in which no one sows.
         mutable = DenyList((INTERMEDIATES, f"init {next(_numbers)}"))
-
-        def watched(bound: nn.Module, *args: Any, **options: Any) -> Any:
-            note.watch(bound)
-            return called(bound, *args, **options)
-
-        with nn.intercept_methods(note.intercept):
-            return make(keys, *example, method=watched, mutable=mutable, **options)
+        with note.noting():
+            return make(keys, *example, method=called, mutable=mutable, **options)
 
     note = _Sown()
     # Beside given variables, only the paths, shapes and metadata of new ones are needed.
@@ -123,7 +122,7 @@ def to_nnx(
     leaves = boxes
     if variables is not None:
         given = flatten(variables)
-        wanted = {path: shape_of(leaf) for path, leaf in boxes.items() if path not in sown}
+        wanted = {path: unboxed_shape(leaf) for path, leaf in boxes.items() if path not in sown}
         check_leaves(
             {path: leaf for path, leaf in given.items() if not note.has(path)},
             wanted,
@@ -143,7 +142,9 @@ def to_nnx(
 
 
 class _Sown:
-    """Notes where modules sow: `sow` of each module of which a method is called is replaced."""
+    """Notes where modules sow."""
+
+    _one_at_a_time = threading.RLock()
 
     def __init__(self) -> None:
         self._paths: set[Path] = set()
@@ -152,17 +153,27 @@ class _Sown:
         """Whether a path was sown, or lies in a tree that was."""
         return any(path[:end] in self._paths for end in range(2, len(path) + 1))
 
-    def intercept(self, call: Any, args: Any, options: Any, context: Any) -> Any:
-        self.watch(context.module)
-        return call(*args, **options)
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Notes what this thread sows in the context; others may sow too, or wait to enter.
 
-    def watch(self, module: nn.Module) -> None:
-        def sow(collection: str, name: str, *args: Any, **options: Any) -> bool:
-            self._paths.add((collection, *module.path, name))
-            return type(module).sow(module, collection, name, *args, **options)
+        It replaces `nn.Module.sow`, and not that of each module of which a method is called: a
+        parent may sow for a child before it calls it.
+        """
+        thread = threading.get_ident()
+        with self._one_at_a_time:
+            plain = nn.Module.sow
 
-        # The module lasts as long as this `init`, and is frozen but for what Linen sets in it.
-        object.__setattr__(module, "sow", sow)
+            def sow(module: nn.Module, col: str, name: str, *args: Any, **options: Any) -> bool:
+                if module.scope is not None and threading.get_ident() == thread:
+                    self._paths.add((col, *module.path, name))
+                return plain(module, col, name, *args, **options)
+
+            setattr(nn.Module, "sow", sow)  # noqa: B010  # mypy knows the overloads of the other
+            try:
+                yield
+            finally:
+                setattr(nn.Module, "sow", plain)  # noqa: B010
 
 
 class LinenAsNNX(nnx.Module):
@@ -186,7 +197,7 @@ class LinenAsNNX(nnx.Module):
         module: nn.Module,
         slots: _Slots,
         sown: frozenset[Path],
-        variables: list[nnx.Variable],
+        variables: list[Variable],
         streams: nnx.Rngs | None,
         collect: tuple[str, ...],
     ) -> None:
@@ -266,7 +277,7 @@ class LinenAsNNX(nnx.Module):
             "train=False or deterministic=True, or go back with train()"
         )
 
-    def _update(self, before: dict[Path, Any], updates: dict[Path, Any]) -> None:
+    def _update(self, before: Flat, updates: Flat) -> None:
         """Stores what the call wrote in the variables, and new intermediates as attributes."""
         places = {path: at for at, path in self.linen_slots}
         for path, leaf in updates.items():
@@ -291,22 +302,23 @@ class LinenAsNNX(nnx.Module):
             self.use_running_average = use_running_average
 
     @property
-    def layout(self) -> Any:
+    def layout(self) -> Layout:
         """The layout of the Linen module, if it has one; `sharding.with_layout` replaces it."""
-        return self.linen_module.layout
+        layout: Layout = self.linen_module.layout
+        return layout
 
     @layout.setter
-    def layout(self, layout: Any) -> None:
+    def layout(self, layout: Layout) -> None:
         self.linen_module = self.linen_module.clone(layout=layout)
 
 
 def _first(error: Exception) -> str:
-    """What an error of Flax or of `to_linen` says, without the address of a page and the cure."""
+    """The message of an error, without the address of a page and the cure."""
     return str(error).split(" (http")[0].split("; give ")[0]
 
 
-def _variable(collection: str, box: Any, leaf: Any) -> nnx.Variable:
-    """An NNX variable with the array of `leaf` and the metadata of `box`, often the same object."""
+def _variable(collection: str, box: PyTree, leaf: PyTree) -> Variable:
+    """An NNX variable with the array of `leaf` and the metadata of `box`."""
     kind = nnx.variable_type_from_name(collection, allow_register=True)
     value = unboxed(leaf)
     if not isinstance(box, meta.AxisMetadata):
@@ -316,7 +328,7 @@ def _variable(collection: str, box: Any, leaf: Any) -> nnx.Variable:
     return kind(value, linen_box=box.replace_boxed(None))
 
 
-def _attach(module: "LinenAsNNX", path: Path, variable: nnx.Variable) -> None:
+def _attach(module: "LinenAsNNX", path: Path, variable: Variable) -> None:
     """Sets a variable below a module; it may replace an intermediate of an earlier call."""
     if path[0] in RESERVED:
         raise InputError(
@@ -337,12 +349,12 @@ def _attach(module: "LinenAsNNX", path: Path, variable: nnx.Variable) -> None:
     setattr(node, path[-1], variable)
 
 
-def _at(module: nnx.Module, path: Path) -> nnx.Variable:
-    """The variable at a path below a module."""
-    node: Any = module
+def _at(module: nnx.Module, path: Path) -> Variable:
+    found: PyTree = module
     for name in path:
-        node = getattr(node, name)
-    return node
+        found = getattr(found, name)
+    variable: Variable = found
+    return variable
 
 
 def _keys_and_streams(

@@ -4,21 +4,21 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from linen_compat.maxtext import deepseek, keys
-from linen_compat.maxtext.families import fields_of_block, keys_of_preset
-from linen_compat.maxtext.values import DEFAULTS, number, typed, wrong_type
-from linen_compat.yaml_text import load_yaml
+from linen_compat.maxtext import _deepseek as deepseek
+from linen_compat.maxtext import _keys as keys
+from linen_compat.maxtext._families import fields_of_block, keys_of_preset
+from linen_compat.maxtext._values import DEFAULTS, Fields, Values, as_number, typed, wrong_type
+from linen_compat.maxtext._yaml_text import load_yaml
 from nnx_pipeline import Config, InputError, ModelConfig, PipelineConfig, TrainConfig, preset
+from nnx_pipeline.config._overrides import known_keys
+from nnx_pipeline.config._remat import POLICIES
 from nnx_pipeline.config.config import SECTIONS
-from nnx_pipeline.config.overrides import known_keys
 from nnx_pipeline.config.presets import PRESETS
-from nnx_pipeline.errors import nearest, one_of, shown, unparsed
-from nnx_pipeline.files import local, read_text
-from nnx_pipeline.remat import POLICIES
+from nnx_pipeline.lab._files import local, read_text
+from nnx_pipeline.lab.errors import nearest, one_of, shown, unparsed
 
 # MaxText's keys for the sizes of a model, and the fields of `ModelConfig` that they become.
 _SIZES = {
@@ -48,7 +48,7 @@ _RENAMED = {key: field for key, field in _SIZES.items() if key != field} | {
 }
 # The presets by MaxText's names; of DeepSeek those that MaxText has.
 PRESETS_OF_MAXTEXT = {name: name for name in PRESETS if not name.startswith("deepseek")} | {
-    name: ours for name, (ours, _) in deepseek.NAMED.items()
+    name: named.preset for name, named in deepseek.NAMED.items()
 }
 # MaxText's remat policies; those without a counterpart become `full`, which changes no value.
 _REMAT = (
@@ -58,7 +58,7 @@ _REMAT = (
 )
 
 
-def config_from_maxtext(source: str | Path | Mapping[str, Any]) -> Config:
+def config_from_maxtext(source: str | Path | Values) -> Config:
     """A MaxText configuration as a config of this project.
 
     - `source`: a YAML file or a dictionary.
@@ -90,12 +90,11 @@ def config_from_maxtext(source: str | Path | Mapping[str, Any]) -> Config:
         if values["decoder_block"] == deepseek.BLOCK:
             renamed = {**renamed, "rope_factor": "rope_factor", **deepseek.RENAMED}
         named = [f"{ours} is {key}" for key, ours in renamed.items() if ours in str(error)]
-        raise InputError(
-            f"{error}" + (f" (in MaxText {', '.join(named)})" if named else "")
-        ) from error
+        names = f" (in MaxText {', '.join(named)})" if named else ""
+        raise InputError(f"{error}{names}") from error
 
 
-def read_config(name: str) -> Config:
+def config_from_yaml(name: str) -> Config:
     """The config that the command-line option `--config` names.
 
     - `name`: a MaxText YAML file, a YAML file of this project's sections, or a preset.
@@ -115,7 +114,7 @@ def read_config(name: str) -> Config:
     return config_from_maxtext(given)
 
 
-def _read_yaml(path: str | Path) -> dict[str, Any]:
+def _read_yaml(path: str | Path) -> Fields:
     """The keys and values of a YAML file. Raises InputError when it holds none."""
     text = read_text(str(path))
     try:
@@ -127,8 +126,7 @@ def _read_yaml(path: str | Path) -> dict[str, Any]:
     return given
 
 
-def _own_config(name: str, given: Mapping[str, Any]) -> Config:
-    """The config in a file of this project's own sections."""
+def _own_config(name: str, given: Values) -> Config:
     known = known_keys()
     for section, fields in given.items():
         if not isinstance(fields, Mapping):
@@ -138,20 +136,18 @@ def _own_config(name: str, given: Mapping[str, Any]) -> Config:
             if key not in known:
                 raise InputError(f"{name}: no such config field {key}; {nearest(key, known)}")
     try:
-        made: dict[str, Any] = {
-            section: SECTIONS[section](**fields) for section, fields in given.items()
-        }
+        made: Fields = {section: SECTIONS[section](**fields) for section, fields in given.items()}
     except TypeError as error:  # a field without a default is missing
         raise InputError(f"{name}: {error}") from error
     return Config(**made)
 
 
-def _check_keys(given: Mapping[str, Any]) -> None:
+def _check_keys(given: Values) -> None:
     """Raises InputError for keys that are unknown, and for fixed keys with another value."""
     for key, value in given.items():
         kind = keys.kind(str(key))
         if kind is None:
-            cure = nearest(str(key), keys.known_keys())
+            cure = nearest(str(key), keys.listed_keys())
             cure = cure if cure.startswith("did you mean") else "remove it if it has no effect"
             if key == "base_config":
                 cure = "other files are not read; put its keys into this one"
@@ -165,7 +161,7 @@ def _check_keys(given: Mapping[str, Any]) -> None:
             )
 
 
-def _with_sizes(given: dict[str, Any]) -> dict[str, Any]:
+def _with_sizes(given: Fields) -> Fields:
     """The keys that are given, with the sizes of their `model_name`, if it is one of the presets.
 
     These sizes win over MaxText's defaults, as in MaxText, and here also over a default that the
@@ -197,7 +193,7 @@ def _with_sizes(given: dict[str, Any]) -> dict[str, Any]:
     return {**given, **sizes}
 
 
-def _sizes_of(model_name: str) -> dict[str, Any]:
+def _sizes_of(model_name: str) -> Fields:
     """MaxText's keys with the sizes of a preset; none for any other name."""
     if model_name not in PRESETS_OF_MAXTEXT:
         return {}
@@ -210,8 +206,7 @@ def _sizes_of(model_name: str) -> dict[str, Any]:
     return {**own, **keys_of_preset(model_name, model)}
 
 
-def _model(values: Mapping[str, Any]) -> ModelConfig:
-    """The model's part of the config."""
+def _model(values: Values) -> ModelConfig:
     if values["dropout_rate"] and values["enable_dropout"]:
         raise InputError(
             f"dropout_rate={values['dropout_rate']} with enable_dropout is not supported, as "
@@ -233,8 +228,7 @@ def _model(values: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def _pipeline(values: Mapping[str, Any]) -> PipelineConfig:
-    """The pipeline's part of the config."""
+def _pipeline(values: Values) -> PipelineConfig:
     once, per_repeat = values["pipeline_fsdp_ag_once"], values["pipeline_fsdp_ag_per_repeat"]
     if once and per_repeat:
         raise InputError(
@@ -259,13 +253,10 @@ def _pipeline(values: Mapping[str, Any]) -> PipelineConfig:
     )
 
 
-def _repeats(values: Mapping[str, Any]) -> int | None:
-    """How often a microbatch passes through all stages, or None where there are no stages.
-
-    Where the key is -1 the number is worked out.
-    """
-    layers, inside = values["base_num_decoder_layers"], values["pipeline_parallel_layers"]
-    dense = values["first_num_dense_layers"]
+def _repeats(values: Values) -> int | None:
+    """How often a microbatch passes through all stages; None without stages."""
+    layers: int = values["base_num_decoder_layers"]
+    inside, dense = values["pipeline_parallel_layers"], values["first_num_dense_layers"]
     if inside not in (-1, layers - dense):
         raise InputError(
             f"pipeline_parallel_layers={inside} of base_num_decoder_layers={layers} leaves layers "
@@ -274,7 +265,8 @@ def _repeats(values: Mapping[str, Any]) -> int | None:
     which = f"{layers} - first_num_dense_layers={dense}" if dense else f"{layers}"
     layers -= dense
     parallelisms = [values[f"{net}_pipeline_parallelism"] for net in ("ici", "dcn")]
-    repeats, per_stage = values["num_pipeline_repeats"], values["num_layers_per_pipeline_stage"]
+    repeats: int = values["num_pipeline_repeats"]
+    per_stage: int = values["num_layers_per_pipeline_stage"]
     if -1 in parallelisms:
         if repeats != -1:
             return repeats
@@ -294,8 +286,7 @@ def _repeats(values: Mapping[str, Any]) -> int | None:
     return rounds
 
 
-def _train(values: Mapping[str, Any]) -> TrainConfig:
-    """The training part of the config."""
+def _train(values: Values) -> TrainConfig:
     length = values["max_target_length"]
     return TrainConfig(
         global_batch=_global_batch(values),
@@ -314,16 +305,17 @@ def _train(values: Mapping[str, Any]) -> TrainConfig:
     )
 
 
-def _global_batch(values: Mapping[str, Any]) -> int:
+def _global_batch(values: Values) -> int:
     """The batch of all devices: the batch per device times all parallelisms.
 
     Where a parallelism is -1, which counts as 1, or the product is not whole, the batch is rounded
     up to a multiple of the number of microbatches.
     """
     names = [key for key in values if keys.PARALLELISM.fullmatch(key)]
-    sizes = [number(name, values[name], int) for name in names]
+    sizes = [as_number(name, values[name], int) for name in names]
     batch = values["per_device_batch_size"] * math.prod(size for size in sizes if size != -1)
     if batch == int(batch) and -1 not in sizes:
         return int(batch)
-    microbatches = max(1, values["num_pipeline_microbatches"])
-    return math.ceil(batch / microbatches) * microbatches
+    microbatches: int = max(1, values["num_pipeline_microbatches"])
+    whole: int = math.ceil(batch / microbatches) * microbatches
+    return whole

@@ -1,18 +1,17 @@
 """Grouped-query self-attention with rotary positions, as a Linen module."""
 
-from typing import Any
-
 from flax import linen as nn
 from jaxtyping import Array
 
-from linen_compat.formats.names import check_names
+from linen_compat.formats._names import check_names
 from linen_compat.modules.norm import RMSNorm
 from linen_compat.modules.parameters import Configured, Kernel, Names
 from nnx_pipeline import Layout, ModelConfig
 from nnx_pipeline.modules.attention import kernel_of
-from nnx_pipeline.ops.low_precision import product_of
-from nnx_pipeline.ops.self_attention.grouped_query import Projections, QueryKey, self_attention
-from nnx_pipeline.ops.self_attention.rotary import rotary_of
+from nnx_pipeline.ops._low_precision import product_of
+from nnx_pipeline.ops._self_attention.grouped_query import Projections, QueryKey, self_attention
+from nnx_pipeline.ops._self_attention.initial import query_gain, query_initializer
+from nnx_pipeline.ops._self_attention.rotary import rotary_of
 
 # MaxText draws the kernels of attention from a normal distribution that is not truncated.
 INTO_HEADS = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(1, 2))
@@ -25,9 +24,8 @@ class Attention(Configured):
     - `config`: sizes, dtypes and `attention_scale`.
     - `layout`: the mesh axes over which each logical axis is sharded.
 
-    The query kernel starts smaller by sqrt(head_dim) · attention_scale, so that the scores of a new
-    model have the same spread whatever `attention_scale` is. With 1.0 it starts as in MaxText. With
-    `config.qk_norm` the scale of the query's norm starts smaller by the same factor.
+    A new query kernel is multiplied by `query_gain`, and with `config.qk_norm` so is the scale of
+    the query's norm. With attention_scale 1.0 the kernel starts as in MaxText.
     """
 
     config: ModelConfig
@@ -37,10 +35,6 @@ class Attention(Configured):
         config = self.config
         check_names(config)
         embed, head_dim = config.embed_dim, config.head_dim
-        gain = head_dim**-0.5 / config.attention_scale
-
-        def query_init(*args: Any, **kwargs: Any) -> Array:
-            return INTO_HEADS(*args, **kwargs) * gain
 
         def kernel(
             initializer: nn.initializers.Initializer, shape: tuple[int, ...], names: Names
@@ -49,14 +43,16 @@ class Attention(Configured):
 
         of_query = (embed, config.num_heads, head_dim)
         of_group = (embed, config.num_kv_heads, head_dim)
-        self.query = kernel(query_init, of_query, ("embed", "q_heads", "kv"))
+        self.query = kernel(
+            query_initializer(INTO_HEADS, config), of_query, ("embed", "q_heads", "kv")
+        )
         self.key = kernel(INTO_HEADS, of_group, ("embed", "kv_heads", "kv_head_dim"))
         self.value = kernel(INTO_HEADS, of_group, ("embed", "kv_heads", "kv_head_dim"))
         self.out = kernel(
             OUT_OF_HEADS, (config.num_heads, head_dim, embed), ("heads", "kv", "embed")
         )
         if config.qk_norm:
-            self.query_norm = RMSNorm(config, self.layout, head_dim, gain)
+            self.query_norm = RMSNorm(config, self.layout, head_dim, query_gain(config))
             self.key_norm = RMSNorm(config, self.layout, head_dim)
 
     def __call__(

@@ -2,38 +2,39 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Literal, cast
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
-from linen_compat.formats.names import check_names
+from linen_compat.formats._names import check_names
+from linen_compat.modules._early import EarlyTree
 from linen_compat.modules.decoder_layers import layer_class
-from linen_compat.modules.early import EarlyTree
 from linen_compat.modules.embedding import Embed
 from linen_compat.modules.feed_forward import FAN_IN
 from linen_compat.modules.norm import RMSNorm
 from linen_compat.modules.parameters import Configured, Kernel, unboxed
 from linen_compat.modules.pipeline import CircularPipeline, Pipeline
 from nnx_pipeline import Config, InputError, Layout
-from nnx_pipeline import decoder as functional
-from nnx_pipeline.errors import counted, one_of
-from nnx_pipeline.mesh import ambient_mesh
-from nnx_pipeline.modules import Parts
-from nnx_pipeline.ops.head import head_of_table
-from nnx_pipeline.ops.router import RouterMetrics
+from nnx_pipeline.config._remat import LAYER_INPUT, LAYER_METRICS, POLICIES, named
+from nnx_pipeline.lab.errors import counted, one_of
+from nnx_pipeline.lab.mesh import ambient_mesh
+from nnx_pipeline.modules import decoder as functional
+from nnx_pipeline.ops._head import head_of_table
+from nnx_pipeline.ops._router import RouterMetrics
+from nnx_pipeline.pipeline._runner import Runner, make_runner
+from nnx_pipeline.pipeline._stack import make_stack
 from nnx_pipeline.pipeline.create import weight_options
 from nnx_pipeline.pipeline.layers import with_keys
 from nnx_pipeline.pipeline.metrics import over_layers, values
-from nnx_pipeline.pipeline.runner import Runner, make_runner
-from nnx_pipeline.pipeline.stack import make_stack
-from nnx_pipeline.pipeline.stage.layers import Side, call_layer
-from nnx_pipeline.remat import LAYER_INPUT, LAYER_METRICS, POLICIES, named
+from nnx_pipeline.pipeline.stage.layers import NumberedLayer, Side, call_layer
 
 LayerLayout = Literal["unscanned", "scanned", "pipelined"]
+# (layer, x, number of the layer) to (x, metrics)
+Visit = Callable[[nn.Module, Array, Array], tuple[Array, PyTree]]
 LAYER_LAYOUTS = ("unscanned", "scanned", "pipelined")
 
 
@@ -41,12 +42,12 @@ class Decoder(Configured):
     """Layers, norm and head: the model after the embedding, which is passed to it.
 
     - `config`: the config of the model, the pipeline and the training.
-    - `layer_layout`: where the parameters of the layers are. `unscanned`: each layer in a subtree
-      of its own, `layers_0 …`. `scanned`: one subtree `layers`, where the second axis of every
-      array is that of the layers. `pipelined`: in `pipeline_module` (see `CircularPipeline`), with
-      the stages of the mesh. None: as MaxText by default, pipelined on a mesh with stages, else
-      scanned. Layers of DeepSeek are called `moe_layers` instead, and the dense ones before them
-      are in `dense_layers_0 …`, or scanned in `dense_layers`.
+    - `layer_layout`: where the parameters of the layers are. `unscanned`: one subtree per layer,
+      `layers_0 …`. `scanned`: one subtree `layers`, with the layers along the second axis of every
+      array. `pipelined`: in `pipeline_module` (see `CircularPipeline`), with the stages of the
+      mesh. None is MaxText's default: pipelined on a mesh with stages, else scanned. DeepSeek's
+      layers with experts are called `moe_layers`; its dense layers are in `dense_layers_0 …`, or
+      scanned in `dense_layers`.
     - `layout`: the mesh axes over which each logical axis is sharded.
 
     `init` and `apply` it under the same `jax.set_mesh`, or both without one.
@@ -94,7 +95,7 @@ class Decoder(Configured):
         positions: Array | None = None,
         segment_ids: Array | None = None,
     ) -> Array:
-        """The logits of a batch of tokens; other arguments and result as of `Transformer.__call__`.
+        """The logits of a batch of tokens; see `Transformer.__call__`.
 
         - `embedding`: the module that looks up the tokens.
         """
@@ -126,9 +127,9 @@ class Decoder(Configured):
         if pipelined:
             width = (model.embed_dim,)
             run_loss = functools.partial(self.pipeline_module.loss, width=width)
-        return functional.Decoder(self.config, runner, ends, run_layers, run_loss, Parts())
+        return functional.Decoder(self.config, runner, ends, run_layers, run_loss)
 
-    def _early(self, runner: Runner) -> dict[str, Any]:
+    def _early(self, runner: Runner) -> dict[str, PyTree]:
         """The fields of `Ends` about the layers before the pipeline."""
         if not self.config.model.num_dense_layers:
             return {}
@@ -137,16 +138,17 @@ class Decoder(Configured):
 
     @property
     def _early_tree(self) -> EarlyTree:
-        """The parameters of the layers before the pipeline."""
         remat, apart = POLICIES[self.config.pipeline.remat], self._where() == "unscanned"
         return EarlyTree(self.config.model, self.layout, remat, apart)
 
     @property
     def _group(self) -> str:
-        """What MaxText calls the layers of the pipeline where they are not in one."""
+        """MaxText's name of the pipeline's layers in other layouts."""
         return "layers" if self.config.model.kv_lora_rank is None else "moe_layers"
 
-    def _run_layers(self, x: Array, side: Side, *, keys: Array | None = None) -> tuple[Array, Any]:
+    def _run_layers(
+        self, x: Array, side: Side, *, keys: Array | None = None
+    ) -> tuple[Array, PyTree]:
         """Runs layers that are not in a pipeline, one after the other on the whole batch."""
         batches = self._runner.batches
         side = jax.tree.map(batches.arrange, with_keys(side, keys))
@@ -158,38 +160,43 @@ class Decoder(Configured):
             microbatches=batches.microbatches,
             split=self._runner.split({}),
         )
-        visit = self._visit(lambda layer, x: call((*layer, []), x, side), in_scan=scanned)
+        visit = self._visit(
+            lambda layer, x, number: call(x, NumberedLayer(layer, number, []), side),
+            in_scan=scanned,
+        )
         x, (metrics, *_) = (self._scanned if scanned else self._unscanned)(x, visit)
         return x, values(over_layers(metrics))
 
-    def _scanned(self, x: Array, visit: Any) -> tuple[Array, Any]:
-        scan = nn.scan(
+    def _scanned(self, x: Array, visit: Visit) -> tuple[Array, PyTree]:
+        scan = cast(Callable[..., Visit], nn.scan)
+        scanned = scan(
             visit,
             variable_axes={"params": 1},  # where MaxText's `param_scan_axis` puts the layers
             split_rngs={"params": True},
             metadata_params={nn.PARTITION_NAME: self._group},
         )
         numbers = jnp.arange(self.config.model.num_pipeline_layers, dtype=jnp.int32)
-        return scan(getattr(self, self._group), x, numbers)
+        return scanned(getattr(self, self._group), x, numbers)
 
-    def _unscanned(self, x: Array, visit: Any) -> tuple[Array, Any]:
+    def _unscanned(self, x: Array, visit: Visit) -> tuple[Array, PyTree]:
         usages = []
         for number, layer in enumerate(getattr(self, self._group)):
             x, usage = visit(layer, x, jnp.int32(number))
             usages.append(usage)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *usages)
 
-    def _visit(self, call: Any, *, in_scan: bool) -> Any:
-        """A function of (layer, x, its number) to (x, metrics), with the config's remat."""
+    def _visit(self, call: Visit, *, in_scan: bool) -> Visit:
+        """The call of a layer with the config's remat."""
 
-        def visit(layer: nn.Module, x: Array, number: Array) -> tuple[Array, Any]:
-            return call((layer, number), named(x, LAYER_INPUT))
+        def visit(layer: nn.Module, x: Array, number: Array) -> tuple[Array, PyTree]:
+            return call(layer, named(x, LAYER_INPUT), number)
 
         policy = POLICIES[self.config.pipeline.remat].policy()
         # In the body of a scan there is nothing to merge a recomputation with.
-        kept = visit if policy is None else nn.remat(visit, policy=policy, prevent_cse=not in_scan)
+        remat = cast(Callable[..., Visit], nn.remat)
+        kept = visit if policy is None else remat(visit, policy=policy, prevent_cse=not in_scan)
 
-        def body(layer: nn.Module, x: Array, number: Array) -> tuple[Array, Any]:
+        def body(layer: nn.Module, x: Array, number: Array) -> tuple[Array, PyTree]:
             x, usage = kept(layer, x, number)
             return x, jax.tree.map(lambda leaf: named(leaf, LAYER_METRICS), usage)
 
@@ -197,7 +204,6 @@ class Decoder(Configured):
 
     @property
     def _runner(self) -> Runner:
-        """How batches are laid out on the ambient mesh."""
         runner = make_runner(
             self.config.pipeline,
             num_layers=self.config.model.num_pipeline_layers,
@@ -206,11 +212,8 @@ class Decoder(Configured):
         )
         return dataclasses.replace(runner, at_once=self._where() != "pipelined")
 
-    def _check_parameters(self, params: Mapping[str, Any]) -> None:
-        """Raises InputError when `params` hold the layers in another layout or another number.
-
-        Flax would not report this, or not plainly.
-        """
+    def _check_parameters(self, params: Mapping[str, PyTree]) -> None:
+        """Raises InputError for layers in another layout or number, more plainly than Flax."""
         where, model, group = self._where(), self.config.model, self._group
         layers = model.num_pipeline_layers
         marks = {"pipelined": "pipeline_module", "scanned": group, "unscanned": f"{group}_0"}
@@ -231,7 +234,7 @@ class Decoder(Configured):
             )
 
     def _where(self) -> str:
-        """The layout of the layers; InputError when the mesh or the config needs another."""
+        """The layout of the layers. Raises InputError where mesh or config need another."""
         stages, pipeline = ambient_mesh().stage, self.config.pipeline
         where = self.layer_layout or ("pipelined" if stages > 1 else "scanned")
         one_of("layer_layout", where, LAYER_LAYOUTS)
@@ -303,12 +306,12 @@ class Transformer(Configured):
     ) -> tuple[Array, tuple[Array, RouterMetrics]]:
         """The loss to minimise, and a pair: the cross-entropy in it, and what the routers report.
 
-        Call it as `apply(variables, …, method="loss")`. Arguments and result are those of
+        Call it as `apply(variables, …, method="loss")`. Arguments and result are as in
         `nnx_pipeline.Mixtral.loss`, without `shards`.
 
         - `tokens`, `targets`, `weights`, `positions`, `segment_ids`: `[batch, seq]`.
         - `key`: for dropout, which is left out without one. Flax's own generators (`rngs=`) are not
-          read, so that the masks are those of `nnx_pipeline`.
+          read: the masks are the same as in `nnx_pipeline`.
         """
         side = {"positions": positions, "segment_ids": segment_ids}
         functions = self.decoder.functions(self.token_embedder)

@@ -1,5 +1,8 @@
 """One decoder layer of each kind: of Mixtral, Qwen3-MoE and DeepSeek, and of dense models."""
 
+import functools
+from typing import ClassVar
+
 from jaxtyping import Array
 
 from linen_compat.modules.attention import Attention
@@ -8,10 +11,10 @@ from linen_compat.modules.latent_attention import LatentAttention
 from linen_compat.modules.norm import RMSNorm
 from linen_compat.modules.parameters import Configured
 from nnx_pipeline import InputError, Layout, ModelConfig
-from nnx_pipeline.ops.residual import add_to_stream
-from nnx_pipeline.ops.router import not_padding, router_metrics
+from nnx_pipeline.config._remat import KEEP_ALL, Remat
+from nnx_pipeline.ops._residual import add_to_stream, two_updates
+from nnx_pipeline.ops._router import not_padding, router_metrics
 from nnx_pipeline.pipeline import MicrobatchMean
-from nnx_pipeline.remat import KEEP_ALL, Remat
 
 
 class _DecoderLayer(Configured):
@@ -46,16 +49,21 @@ class _DecoderLayer(Configured):
 
         - `x`: `[batch, seq, embed]`; the result has the same shape.
         - `positions`, `segment_ids`: `[batch, seq]` integers, as of `Attention`.
-        - `keys`: `[batch, words]` for dropout (`nnx_pipeline.ops.dropout`), which is left out
+        - `keys`: `[batch, words]` for dropout (`nnx_pipeline.sharding.dropout`), which is left out
           without them.
         """
-        attended = self.self_attention(
-            self.pre_self_attention_layer_norm(x), positions=positions, segment_ids=segment_ids
-        )
-        h = self._add(x, attended, keys, place=0)
-        normed = self.post_self_attention_layer_norm(h)
-        mixed, metric = self.feed_forward(normed, not_padding(segment_ids))
-        return self._add(h, mixed, keys, place=1), metric
+
+        def attend(x: Array) -> Array:
+            x = self.pre_self_attention_layer_norm(x)
+            return self.self_attention(x, positions=positions, segment_ids=segment_ids)
+
+        def feed_forward(x: Array) -> tuple[Array, MicrobatchMean | None]:
+            x = self.post_self_attention_layer_norm(x)
+            return self.feed_forward(x, not_padding(segment_ids))
+
+        rate, layout = self.config.dropout_rate, self.layout
+        add = functools.partial(add_to_stream, keys=keys, rate=rate, layout=layout)
+        return two_updates(x, attend, feed_forward, add)
 
     def feed_forward(self, x: Array, real: Array | None) -> tuple[Array, MicrobatchMean | None]:
         """What follows attention, and what its router reports, or None.
@@ -64,73 +72,68 @@ class _DecoderLayer(Configured):
         """
         raise NotImplementedError
 
-    def _add(self, stream: Array, update: Array, keys: Array | None, *, place: int) -> Array:
-        rate = self.config.dropout_rate
-        mask = None if keys is None else (keys, place)
-        return add_to_stream(stream, update, mask=mask, rate=rate, layout=self.layout)
 
+class _RoutedLayer(_DecoderLayer):
+    """A decoder layer with routed experts.
 
-class MixtralDecoderLayer(_DecoderLayer):
-    """A decoder layer with routed experts; it is called as `_DecoderLayer`."""
+    - `experts`: the name of their module.
+    - `block`: the class of that module.
+    - `qk_norm`: whether queries and keys are normalised.
+    """
+
+    experts: ClassVar[str]
+    block: ClassVar[type[MoeBlock | DeepSeekMoeBlock]] = MoeBlock
+    qk_norm: ClassVar[bool] = False
 
     def setup(self) -> None:
-        _check_kind(self, qk_norm=False)
+        _check_kind(self, qk_norm=self.qk_norm)
         super().setup()
-        self.MoeBlock_0 = MoeBlock(self.config, self.layout, self.remat)
+        setattr(self, self.experts, self.block(self.config, self.layout, self.remat))
 
     def feed_forward(self, x: Array, real: Array | None) -> tuple[Array, MicrobatchMean]:
-        return _routed(self.MoeBlock_0, x, real)
+        mixed, usage = getattr(self, self.experts)(x, real)
+        return mixed, MicrobatchMean(usage, router_metrics)
 
 
-class Qwen3MoeDecoderLayer(_DecoderLayer):
+class _DenseLayer(_DecoderLayer):
+    """A decoder layer with a dense MLP."""
+
+    def setup(self) -> None:
+        _check_kind(self)
+        super().setup()
+        self.mlp = MlpBlock(self.config, self.layout)
+
+    def feed_forward(self, x: Array, real: Array | None) -> tuple[Array, None]:
+        return self.mlp(x), None
+
+
+class MixtralDecoderLayer(_RoutedLayer):
+    """A decoder layer with routed experts; it is called as `_DecoderLayer`."""
+
+    experts = "MoeBlock_0"
+
+
+class Qwen3MoeDecoderLayer(_RoutedLayer):
     """A decoder layer with routed experts and QK norm; it is called as `_DecoderLayer`.
 
     It differs from Mixtral's with QK norm by the name of its experts alone, `moe_block`.
     """
 
-    def setup(self) -> None:
-        _check_kind(self, qk_norm=True)
-        super().setup()
-        self.moe_block = MoeBlock(self.config, self.layout, self.remat)
-
-    def feed_forward(self, x: Array, real: Array | None) -> tuple[Array, MicrobatchMean]:
-        return _routed(self.moe_block, x, real)
+    experts, qk_norm = "moe_block", True
 
 
-class LlamaDecoderLayer(_DecoderLayer):
+class LlamaDecoderLayer(_DenseLayer):
     """A decoder layer with a dense MLP, with or without QK norm; called as `_DecoderLayer`."""
 
-    def setup(self) -> None:
-        _check_kind(self)
-        super().setup()
-        self.mlp = MlpBlock(self.config, self.layout)
 
-    def feed_forward(self, x: Array, real: Array | None) -> tuple[Array, None]:
-        return self.mlp(x), None
-
-
-class DeepSeekDenseLayer(_DecoderLayer):
+class DeepSeekDenseLayer(_DenseLayer):
     """A decoder layer with latent attention and a dense MLP; called as `_DecoderLayer`."""
 
-    def setup(self) -> None:
-        _check_kind(self)
-        super().setup()
-        self.mlp = MlpBlock(self.config, self.layout)
 
-    def feed_forward(self, x: Array, real: Array | None) -> tuple[Array, None]:
-        return self.mlp(x), None
-
-
-class DeepSeekMoELayer(_DecoderLayer):
+class DeepSeekMoELayer(_RoutedLayer):
     """A decoder layer with latent attention, routed and shared experts; as `_DecoderLayer`."""
 
-    def setup(self) -> None:
-        _check_kind(self, qk_norm=False)
-        super().setup()
-        self.DeepSeekMoeBlock_0 = DeepSeekMoeBlock(self.config, self.layout, self.remat)
-
-    def feed_forward(self, x: Array, real: Array | None) -> tuple[Array, MicrobatchMean]:
-        return _routed(self.DeepSeekMoeBlock_0, x, real)
+    experts, block = "DeepSeekMoeBlock_0", DeepSeekMoeBlock
 
 
 def layer_class(config: ModelConfig) -> type[_DecoderLayer]:
@@ -143,13 +146,6 @@ def layer_class(config: ModelConfig) -> type[_DecoderLayer]:
     if config.num_experts == 1:
         return LlamaDecoderLayer
     return Qwen3MoeDecoderLayer if config.qk_norm else MixtralDecoderLayer
-
-
-def _routed(
-    experts: MoeBlock | DeepSeekMoeBlock, x: Array, real: Array | None
-) -> tuple[Array, MicrobatchMean]:
-    mixed, usage = experts(x, real)
-    return mixed, MicrobatchMean(usage, router_metrics)
 
 
 def _check_kind(layer: _DecoderLayer, *, qk_norm: bool | None = None) -> None:

@@ -1,12 +1,12 @@
 """The token embedding table, as a Linen module."""
 
 from flax import linen as nn
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from linen_compat.modules.parameters import Configured, Weight, parameter
+from linen_compat.modules.parameters import Configured, Weight, boxed_parameter
 from nnx_pipeline import Layout, ModelConfig
-from nnx_pipeline.ops.embedding import embed
-from nnx_pipeline.sharding import P
+from nnx_pipeline.ops._embedding import embed
 
 
 class Embed(Configured):
@@ -27,7 +27,7 @@ class Embed(Configured):
             config.param_dtype,
             ("vocab", "embed_vocab"),
         )
-        self.embedding = parameter(self, "embedding", weight, self.layout)
+        self.embedding = boxed_parameter(self, "embedding", weight, self.layout)
 
     def __call__(self, tokens: Array, *, out: P | None = None) -> Array:
         """The rows of the table for these token ids.

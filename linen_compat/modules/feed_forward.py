@@ -3,15 +3,15 @@
 from flax import linen as nn
 from jaxtyping import Array
 
-from linen_compat.formats.names import check_names
-from linen_compat.modules.parameters import Configured, Kernel, Names, Weight, parameter
+from linen_compat.formats._names import check_names
+from linen_compat.modules.parameters import Configured, Kernel, Names, Weight, boxed_parameter
 from nnx_pipeline import Layout, ModelConfig
-from nnx_pipeline.ops.experts import ExpertKernels
-from nnx_pipeline.ops.low_precision import product_of
-from nnx_pipeline.ops.mlp import gated_mlp
-from nnx_pipeline.ops.moe import MoEKernels, expert_parts, routed_experts
-from nnx_pipeline.ops.router import Routing, Usage
-from nnx_pipeline.remat import KEEP_ALL, Remat
+from nnx_pipeline.config._remat import KEEP_ALL, Remat
+from nnx_pipeline.ops._experts import ExpertKernels
+from nnx_pipeline.ops._low_precision import product_of
+from nnx_pipeline.ops._mlp import gated_mlp
+from nnx_pipeline.ops._moe import MoEKernels, routed_experts
+from nnx_pipeline.ops._router import Usage
 
 FAN_IN = nn.initializers.lecun_normal()
 # MaxText counts the experts as inputs and the rows of a kernel as outputs, so that the variance is
@@ -62,12 +62,12 @@ class Gate(Configured):
         # The kernels of DeepSeek's routers have another name of this axis.
         names: Names = ("embed_moe" if config.kv_lora_rank else "embed", None)
         shape = (config.embed_dim, config.num_experts)
-        self.kernel = parameter(
+        self.kernel = boxed_parameter(
             self, "kernel", Weight(FAN_IN, shape, config.param_dtype, names), layout
         )
         if config.router_bias:
             zeros = Weight(nn.initializers.zeros, shape[1:], "float32", (None,))
-            self.bias = parameter(self, "bias", zeros, layout)
+            self.bias = boxed_parameter(self, "bias", zeros, layout)
 
     def __call__(self) -> tuple[Array, Array | None]:
         """The kernel, `[embed, experts]`, and the bias, `[experts]` or None."""
@@ -98,9 +98,9 @@ class MoeBlock(Configured):
         self.gate = Gate(config, layout)
         of_input = Weight(OF_EXPERTS, (experts, embed, mlp), dtype, into)
         of_output = Weight(OF_EXPERTS, (experts, mlp, embed), dtype, out_of)
-        self.wi_0 = parameter(self, "wi_0", of_input, layout)
-        self.wi_1 = parameter(self, "wi_1", of_input, layout)
-        self.wo = parameter(self, "wo", of_output, layout)
+        self.wi_0 = boxed_parameter(self, "wi_0", of_input, layout)
+        self.wi_1 = boxed_parameter(self, "wi_1", of_input, layout)
+        self.wo = boxed_parameter(self, "wo", of_output, layout)
 
     def __call__(self, x: Array, real: Array | None = None) -> tuple[Array, Usage]:
         """The mixed results of the experts, and the usage of the experts by each sequence.
@@ -113,9 +113,9 @@ class MoeBlock(Configured):
             x,
             MoEKernels(router, ExpertKernels(self.wi_0, self.wi_1, self.wo), bias),
             real,
-            routing=Routing.of(self.config),
+            config=self.config,
             layout=self.layout,
-            parts=expert_parts(self.config, self.remat),
+            remat=self.remat,
         )
 
 

@@ -1,7 +1,6 @@
 """Multi-head latent attention, as DeepSeek has it, as a Linen module."""
 
 import functools
-from typing import Any
 
 from flax import linen as nn
 from jaxtyping import Array
@@ -11,8 +10,9 @@ from linen_compat.modules.norm import RMSNorm
 from linen_compat.modules.parameters import Configured, Kernel
 from nnx_pipeline import Layout, ModelConfig
 from nnx_pipeline.modules.attention import kernel_of
-from nnx_pipeline.ops.self_attention.latent import Latent, LatentProjections, latent_attention
-from nnx_pipeline.ops.self_attention.rotary import rotary_of
+from nnx_pipeline.ops._self_attention.initial import query_initializer
+from nnx_pipeline.ops._self_attention.latent import Latent, LatentProjections, latent_attention
+from nnx_pipeline.ops._self_attention.rotary import rotary_of
 
 _DOWN = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
 
@@ -23,7 +23,7 @@ class LatentAttention(Configured):
     - `config`: sizes, dtypes and `attention_scale`.
     - `layout`: the mesh axes over which each logical axis is sharded.
 
-    As in `Attention`, the query kernel starts smaller by sqrt(head_dim) · attention_scale.
+    A new query kernel is multiplied by `query_gain`.
     """
 
     config: ModelConfig
@@ -35,12 +35,9 @@ class LatentAttention(Configured):
         rank, value_dim = config.kv_lora_rank, config.value_head_dim
         assert rank is not None, "the config has checked it"
         assert value_dim is not None, "the config has checked it"
-        gain = head_dim**-0.5 / config.attention_scale
         kernel = functools.partial(Kernel, dtype=config.param_dtype, layout=self.layout)
 
-        def query_init(*args: Any, **kwargs: Any) -> Array:
-            return INTO_HEADS(*args, **kwargs) * gain
-
+        query_init = query_initializer(INTO_HEADS, config)
         if config.q_lora_rank is None:
             names = ("embed", "q_heads", "kv")
             self.query = kernel(query_init, (embed, heads, head_dim), names=names)

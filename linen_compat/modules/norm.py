@@ -3,9 +3,9 @@
 from flax import linen as nn
 from jaxtyping import Array
 
-from linen_compat.modules.parameters import Configured, Weight, parameter
+from linen_compat.modules.parameters import Configured, Weight, boxed_parameter
 from nnx_pipeline import Layout, ModelConfig
-from nnx_pipeline.ops.norm import rms_norm
+from nnx_pipeline.ops._norm import rms_norm
 
 
 class RMSNorm(Configured):
@@ -27,7 +27,7 @@ class RMSNorm(Configured):
         initial = nn.initializers.constant(self.start - config.norm_scale_offset)
         size = self.width or config.embed_dim
         weight = Weight(initial, (size,), config.param_dtype, ("norm",))
-        self.scale = parameter(self, "scale", weight, self.layout)
+        self.scale = boxed_parameter(self, "scale", weight, self.layout)
 
     def __call__(self, x: Array) -> Array:
         return self.scaled_by(self.scale, x)

@@ -5,15 +5,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.core import meta
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
-from linen_compat.arguments import check_config
+from linen_compat.formats._arguments import check_config
 from nnx_pipeline import InputError, Layout
-from nnx_pipeline.errors import nearest
-from nnx_pipeline.mesh import is_trivial
-from nnx_pipeline.sharding import MeshAxes, initial_value, is_explicit, place
+from nnx_pipeline.lab.errors import nearest
+from nnx_pipeline.lab.mesh import is_trivial
+from nnx_pipeline.sharding.layout import MeshAxes, initial_value, is_explicit, place
 
 Names = tuple[str | None, ...]
 
@@ -48,9 +49,9 @@ def logical_axis_rules(
 ) -> tuple[tuple[str, MeshAxes | None], ...]:
     """The mesh axes of each of MaxText's logical axes, as rules for Flax.
 
-    They are for `nn.logical_to_mesh_sharding` and `nn.logical_to_mesh`. Mesh axes of size 1 are
-    left out, as in `Layout.spec`, so that arrays placed by these rules have the types that the
-    modules expect.
+    The rules are for `nn.logical_to_mesh_sharding` and `nn.logical_to_mesh`. Mesh axes of size 1
+    are left out, as in `Layout.spec`: arrays placed by these rules have the types that the modules
+    expect.
 
     - `mesh`: the mesh that the arrays are placed on.
     - `layout`: the mesh axes over which each logical axis of this project is sharded. For a
@@ -65,7 +66,7 @@ def logical_axis_rules(
 def axes_of(names: Names) -> tuple[str | None, ...]:
     """The names in `Layout` of MaxText's logical axes; None stays None.
 
-    Raises InputError for a name that is not one of MaxText's.
+    Raises InputError for a name that MaxText has not.
     """
     for name in names:
         if name is not None and name not in AXES:
@@ -77,7 +78,7 @@ class Weight(NamedTuple):
     """What a parameter is before it is made.
 
     - `initializer`: gives its first value.
-    - `shape`, `dtype`: those of its array.
+    - `shape`, `dtype`: of the array.
     - `names`: MaxText's logical axes, one for each axis; None for an axis that is not sharded.
     """
 
@@ -87,11 +88,11 @@ class Weight(NamedTuple):
     names: Names
 
 
-def parameter(module: nn.Module, name: str, weight: Weight, layout: Layout) -> Array:
+def boxed_parameter(module: nn.Module, name: str, weight: Weight, layout: Layout) -> Array:
     """A parameter of a Linen module, which `init` makes in its final sharding, in a metadata box.
 
-    An array that is given to `apply` may be boxed or not, and is used in the sharding that it has
-    (see `in_place`): rules that are set by `nn.logical_axis_rules` add no constraint.
+    An array given to `apply` may be boxed or not. It keeps its sharding (see `sharded_by`): rules
+    of `nn.logical_axis_rules` add no constraint.
 
     - `module`: the module that declares it, under the name `name`.
     - `weight`: what it is; its `names` go into the box.
@@ -103,30 +104,35 @@ def parameter(module: nn.Module, name: str, weight: Weight, layout: Layout) -> A
     def make(key: Array) -> nn.LogicallyPartitioned:
         return nn.LogicallyPartitioned(initial_value(key, initializer, shape, dtype, spec), names)
 
-    # Orbax restores arrays of NumPy, which have not all methods of those of JAX.
-    return in_place(jnp.asarray(unboxed(module.param(name, make, unbox=False))), spec)
+    # Orbax restores NumPy arrays, which lack some methods of JAX arrays.
+    return sharded_by(jnp.asarray(unboxed(module.param(name, make, unbox=False))), spec)
 
 
-def in_place(weight: Array, spec: P) -> Array:
-    """Shards a replicated weight by `spec`; any other weight stays in the sharding that it has.
+def sharded_by(weight: Array, spec: P) -> Array:
+    """Shards a replicated weight by `spec`; any other weight keeps its sharding.
 
     - `weight`: a parameter as `apply` got it, or as `init` made it.
-    - `spec`: the sharding that its logical axes give it.
+    - `spec`: the sharding of its logical axes.
 
-    This happens on meshes with explicit axes only, where NumPy arrays arrive replicated: each
-    device then cuts out its shard.
+    Only on meshes with explicit axes do NumPy arrays arrive replicated. Each device then cuts out
+    its shard.
     """
     if is_trivial(spec) or not is_explicit() or not is_trivial(jax.typeof(weight).sharding.spec):
         return weight
     return place(weight, spec)
 
 
-def unboxed(value: Any) -> Array:
-    """The array of a leaf of `params`, boxed or not, without a sharding constraint."""
-    return value.unbox(apply_constraint=False) if is_boxed(value) else value
+def unboxed(leaf: PyTree) -> PyTree:
+    """The array of a variable, in a metadata box or not.
+
+    No sharding constraint is applied: the array is used in the sharding that it has.
+    """
+    if isinstance(leaf, meta.Partitioned):
+        return leaf.unbox(apply_constraint=False)
+    return leaf.unbox() if isinstance(leaf, meta.AxisMetadata) else leaf
 
 
-def is_boxed(leaf: Any) -> bool:
+def is_boxed(leaf: object) -> bool:
     """Whether a leaf of `params` is in a metadata box that names its axes."""
     return isinstance(leaf, nn.LogicallyPartitioned)
 
@@ -160,7 +166,7 @@ class Kernel(nn.Module):
 
     def setup(self) -> None:
         weight = Weight(self.initializer, self.shape, self.dtype, self.names)
-        self.kernel = parameter(self, "kernel", weight, self.layout)
+        self.kernel = boxed_parameter(self, "kernel", weight, self.layout)
 
     def __call__(self) -> Array:
         return self.kernel

@@ -2,23 +2,22 @@
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
+from linen_compat.modules._stacked import Boxed, StackedLayers, StageTree, parameters_of
 from linen_compat.modules.parameters import Configured
-from linen_compat.modules.stacked import StackedLayers, StageTree, parameters_of
 from nnx_pipeline import InputError, Layout, PipelineConfig
-from nnx_pipeline.ops.dropout import sequence_keys
+from nnx_pipeline.pipeline._runner import Runner, make_runner
+from nnx_pipeline.pipeline.contract import ModelEnds
 from nnx_pipeline.pipeline.layers import apart, with_keys
-from nnx_pipeline.pipeline.one_f_one_b.state import ModelEnds
 from nnx_pipeline.pipeline.options import WeightOptions
-from nnx_pipeline.pipeline.runner import Runner, make_runner
 from nnx_pipeline.pipeline.stage.layers import LayerPlace, Side, takes_place
-from nnx_pipeline.sharding import place
+from nnx_pipeline.sharding.layout import place
 
 
 class CircularPipeline(Configured):
@@ -26,17 +25,17 @@ class CircularPipeline(Configured):
 
     - `config`: how the layers run over the stages.
     - `layer`: an unbound Linen module, called as `layer(x, **side)` on `[batch, …]` to
-      `(x, metrics)`, where every metric is wrapped in `nnx_pipeline.Sum`, `Mean` or `Max`, or
-      metrics is None. It may hold `params` only, which may be in boxes of MaxText's logical axes.
-      An attribute `layout` is replaced where weights are gathered ahead of their use. What it sows
-      is lost.
+      `(x, metrics)`. Every metric is wrapped in `nnx_pipeline.Sum`, `Mean` or `Max`, or metrics is
+      None. The layer may hold `params` only; they may be in boxes of MaxText's logical axes. An
+      attribute `layout` is replaced where weights are gathered ahead of their use. Sown values are
+      lost.
     - `num_layers`: the number of layers in the whole model.
     - `layout`: the mesh axes over which each logical axis is sharded.
-    - `weights`: what the loop does with weights, such as the dtype in which gradients add up.
+    - `weights`: dtypes of weights and gradients in the loop, and how gradients are sharded.
 
-    Its parameters are MaxText's `pipeline_module`: see `StageTree` for names and axes, where layer
-    = (repeat · stages + stage) · layers per stage + j. `init` and `apply` it under the same
-    `jax.set_mesh`. Everything else is as in `nnx_pipeline.CircularPipeline`, whose loop it runs.
+    The parameters are MaxText's `pipeline_module`. `StageTree` has names and axes, with layer =
+    (repeat · stages + stage) · layers per stage + j. `init` and `apply` it under the same
+    `jax.set_mesh`. The loop is that of `nnx_pipeline.CircularPipeline`.
     """
 
     config: PipelineConfig
@@ -56,11 +55,9 @@ class CircularPipeline(Configured):
           which are not `key`, `keys` or `place`; None is passed on, and `Shared(value)` as the
           value, whole.
         """
-        batch, batches = x.shape[0], self.runner.batches
-        batches.check(batch)
-        keys = None if key is None else sequence_keys(key, batch)
-        y, metrics = self.run(batches.arrange(x), side, keys=keys)
-        return batches.as_batch(y, batch), metrics
+        x, keys, batch = self.runner.batches.arrange_all(x, key)
+        y, metrics = self.run(x, side, keys=keys)
+        return self.runner.batches.as_batch(y, batch), metrics
 
     def run(self, x: Array, side: Side, *, keys: Array | None = None) -> tuple[Array, PyTree]:
         """As `__call__`, for a batch that is laid out already.
@@ -93,9 +90,10 @@ class CircularPipeline(Configured):
         batch, *row = jax.tree.leaves(inputs[0])[0].shape
         beside = with_keys(side, keys)
         layers = self._layers(batch, (*row, *width), self.weights.dtype, beside)
-        return self.runner.loss(
+        loss: tuple[Array, tuple[Array, PyTree]] = self.runner.loss(
             layers, ends, inputs, side, keys=keys, metric_weights=metric_weights
         )
+        return loss
 
     @property
     def runner(self) -> Runner:
@@ -116,7 +114,9 @@ class CircularPipeline(Configured):
         return runner
 
     @nn.compact
-    def _layers(self, batch: int, row: tuple[int, ...], dtype: Any, side: Side) -> StackedLayers:
+    def _layers(
+        self, batch: int, row: tuple[int, ...], dtype: DTypeLike | None, side: Side
+    ) -> StackedLayers:
         """The stacked layers, which are made now under `init`.
 
         - `batch`: the number of sequences in the whole batch.
@@ -128,11 +128,11 @@ class CircularPipeline(Configured):
         # `init` runs a layer once, on what it gets at a time: a microbatch, or the whole batch.
         microbatch = batch // (runner.batches.microbatches if runner.in_microbatches else 1)
 
-        def zeros(row: tuple[int, ...], dtype: Any) -> Array:
+        def zeros(row: tuple[int, ...], dtype: DTypeLike | None) -> Array:
             spec = self.layout.spec("batch", *[None] * len(row))
             return place(jnp.zeros((microbatch, *row), dtype), spec)
 
-        def make_layer(key: Array) -> Any:
+        def make_layer(key: Array) -> Boxed:
             cut, shared = apart(side)
             example = jax.tree.map(lambda x: zeros(x.shape[1:], x.dtype), cut) | shared
             first = {"place": LayerPlace.of(jnp.int32(0), runner.stack)}

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from nnx_pipeline.config.counts import count_parameters
-from nnx_pipeline.config.limits import MOST_PARAMETERS, MOST_TOKENS
+from nnx_pipeline.config._counts import count_parameters
+from nnx_pipeline.config._limits import MOST_PARAMETERS, MOST_TOKENS
 from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.config.pipeline import PipelineConfig
-from nnx_pipeline.errors import (
+from nnx_pipeline.lab.errors import (
     InputError,
     at_least,
     counted,
@@ -24,7 +24,7 @@ from nnx_pipeline.errors import (
     one_of,
     whole,
 )
-from nnx_pipeline.mesh import MeshConfig
+from nnx_pipeline.lab.mesh import MeshConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class TrainConfig:
     """Weight in the loss of the router's load-balance loss, averaged over layers and microbatches.
 
     Where it is above 0, the number of microbatches is part of the loss: on a mesh with stages
-    `pipeline.num_microbatches` must then be given. The load balance in the metrics is that of the
+    `pipeline.num_microbatches` must then be given. The metrics report the load balance of the
     microbatches, whatever its weight.
     """
 
@@ -90,15 +90,15 @@ class TrainConfig:
     """
 
     grad_dtype: Literal["bfloat16", "float32"] | None = None
-    """Dtype of the gradients that the optimizer gets; None for that of the parameters.
+    """Dtype of the gradients that the optimizer gets; None for the dtype of the parameters.
 
     Where the loop over microbatches adds gradients up itself (`PipelineConfig.accumulates`:
-    `backward=accumulate`, `schedule=1f1b`, or `fsdp_gather` other than `use`), they are also
-    accumulated, and summed over `data`, in this dtype; `fsdp_gather=prefetch` also sums them over
-    `fsdp` in it, where the others sum those of each visit in the dtype of the model (`step` with
-    `shard_optimizer_over_data` over `data` too). Elsewhere they are cast when they are complete,
-    except that `shard_optimizer_over_data` sums those of the layers over `data` in this dtype. The
-    optimizer's moments keep the dtype of the parameters.
+    `backward=accumulate`, `schedule=1f1b`, or `fsdp_gather` other than `use`), gradients are also
+    accumulated, and summed over `data`, in this dtype. `fsdp_gather=prefetch` sums over `fsdp` in
+    this dtype too. The other values sum the gradients of each visit over `fsdp` in the dtype of the
+    model, and `step` with `shard_optimizer_over_data` also over `data`. Elsewhere gradients are
+    cast when they are complete; but `shard_optimizer_over_data` sums the gradients of the layers
+    over `data` in this dtype. The optimizer's moments keep the dtype of the parameters.
     """
 
     shard_optimizer_over_data: bool = False
@@ -186,7 +186,6 @@ class Config:
                 )
 
     def _check_batch(self, microbatches: int) -> None:
-        """Raises InputError unless the global batch splits into that many microbatches."""
         divides(
             microbatches,
             self.train.global_batch,
@@ -274,7 +273,6 @@ class Config:
             )
 
     def _check_groups(self, mesh: MeshConfig) -> None:
-        """Checks that the experts of a device split into groups of the given size."""
         group, own = self.model.expert_group, self.model.num_experts // mesh.expert
         if group is not None:
             rule = f"the {own} experts that a device of expert={mesh.expert} has do not split into "

@@ -4,8 +4,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from nnx_pipeline.config.limits import MOST_LAYERS, MOST_WIDTH
-from nnx_pipeline.config.model_rules import (
+from nnx_pipeline.config._limits import MOST_LAYERS, MOST_WIDTH
+from nnx_pipeline.config._model_rules import (
     OF_ROUTER,
     check_dense_layers,
     check_experts,
@@ -14,7 +14,7 @@ from nnx_pipeline.config.model_rules import (
     check_quantization,
     check_rope,
 )
-from nnx_pipeline.errors import (
+from nnx_pipeline.lab.errors import (
     InputError,
     above_zero,
     at_least,
@@ -72,8 +72,8 @@ class ModelConfig:
     head_dim: int
     """Width of one head; even, because rotary embeddings rotate pairs of values.
 
-    With `kv_lora_rank` it is the width of a query and of a key, of which the last `rope_head_dim`
-    numbers are rotated.
+    With `kv_lora_rank` it is the width of a query and of a key, whose last `rope_head_dim` numbers
+    are rotated.
     """
 
     kv_lora_rank: int | None = None
@@ -124,11 +124,11 @@ class ModelConfig:
     rope_scaling: Literal["linear", "llama3", "yarn"] | None = None
     """How the rotary angles are slowed down for longer sequences; None leaves them as they are.
 
-    `linear` divides all of them by `rope_factor`. `llama3` (Llama 3.1) and `yarn` (DeepSeek) divide
-    those of pairs that turn `rope_low_frequency` times or less in `rope_original_length` tokens,
-    leave those that turn `rope_high_frequency` times or more, and take a mean in between, which is
-    weighted by the number of turns or by the number of the pair, see
-    `ops.self_attention.rotary.timescales`. What `yarn` multiplies the scores by is part of
+    `linear` divides all angles by `rope_factor`. `llama3` (Llama 3.1) and `yarn` (DeepSeek) count
+    the turns of a pair in `rope_original_length` tokens. They divide the angle of a pair with
+    `rope_low_frequency` turns or less, and leave a pair with `rope_high_frequency` turns or more.
+    Between the two they take a mean, weighted by the number of turns or by the number of the pair,
+    see `ops.self_attention.rotary.timescales`. The factor of `yarn` on the scores is part of
     `attention_scale`.
     """
 
@@ -150,8 +150,8 @@ class ModelConfig:
     attention_bias: Literal["qkv", "all"] | None = None
     """Which projections of attention have a bias; None for none of them.
 
-    `qkv` are those of query, key and value (Qwen2), `all` are these and that of the output
-    (GPT-OSS). A bias is added right after the product, before the norm of `qk_norm`.
+    `qkv`: query, key and value have one (Qwen2). `all`: the output has one too (GPT-OSS). A bias is
+    added right after the product, before the norm of `qk_norm`.
     """
 
     attention_soft_cap: float | None = None
@@ -169,8 +169,7 @@ class ModelConfig:
     tied_embeddings: bool = False
     """Whether the embedding table is also the head: logits are hidden states · tableᵀ.
 
-    A new table then begins with a standard deviation of embed_dim^-0.5, and else of 1, that of
-    MaxText.
+    A new table then has a standard deviation of embed_dim^-0.5; without it 1, as in MaxText.
     """
 
     tied_head_dtype: Literal["bfloat16"] | None = None
@@ -210,10 +209,10 @@ class ModelConfig:
     """
 
     sliding_window: int | None = None
-    """How many tokens a query reads: itself and those before it; None for all before it."""
+    """How many tokens a query reads: itself and tokens before it; None for all before it."""
 
     full_attention_every: int | None = None
-    """Every how many layers one reads all tokens before, and not those of the `sliding_window`.
+    """Every how many layers one reads all tokens before it, without the `sliding_window`.
 
     With n it is the layers n - 1, 2n - 1, …, counted from 0 (2 as in GPT-OSS, 6 as in Gemma 3).
     Each stage then has a multiple of n layers, and in the model's `pipeline.layers`, which is a
@@ -232,8 +231,8 @@ class ModelConfig:
     experts: Literal["dense", "grouped", "capacity"] = "dense"
     """How experts are computed, a key of `ops.moe.EXPERTS`.
 
-    `dense` runs all experts on all tokens, `grouped` each on the tokens that are sent to it, of
-    which none is dropped, and `capacity` each on as many of these as `capacity_factor` allows.
+    `dense` runs all experts on all tokens. `grouped` runs each expert on the tokens that are sent
+    to it, and drops none. `capacity` runs each on as many of them as `capacity_factor` allows.
     """
 
     capacity_factor: float | None = None
@@ -249,12 +248,12 @@ class ModelConfig:
     The kernels of so many experts are gathered together. A small group saves memory, and a large
     one time. None takes, of `dense` experts, the smallest group whose products keep a device busy,
     see `ops.experts.group_size`: on a TPU or GPU one expert of Mixtral 8x7B at a time, and all
-    eight of `mixtral-small`. `grouped` experts are then computed all at once, see
-    `ops.grouped.experts.GroupedExperts`, and those of `capacity` always are.
+    eight of `mixtral-small`. None computes `grouped` experts all at once, see
+    `ops.grouped.experts.GroupedExperts`; `capacity` experts always are.
     """
 
     router_score: Literal["softmax", "sigmoid"] = "softmax"
-    """How the router scores experts: a softmax over all of them, or a sigmoid of each.
+    """How the router scores experts: a softmax over all experts, or a sigmoid of each.
 
     See `ops.router.route` for the weights that the chosen experts get.
     """
@@ -289,7 +288,7 @@ class ModelConfig:
     """Groups that the experts of a token are chosen from; at most `router_groups`."""
 
     num_shared_experts: int = 0
-    """Experts that every token goes through, beside those that the router chooses.
+    """Experts that every token goes through, beside the experts that the router chooses.
 
     Together they are a dense MLP with `num_shared_experts · mlp_dim` hidden units, whose output is
     added with weight 1.

@@ -1,11 +1,13 @@
 """The frozen config of the pipeline, which checks its values when it is made."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-from nnx_pipeline.config.limits import MOST_MICROBATCHES, MOST_PARTS
-from nnx_pipeline.errors import InputError, one_of, whole
-from nnx_pipeline.remat import LAYER_INPUT, POLICIES
+from nnx_pipeline.config._limits import MOST_MICROBATCHES, MOST_PARTS
+from nnx_pipeline.config._remat import LAYER_INPUT, POLICIES
+from nnx_pipeline.lab.errors import InputError, one_of, whole
+
+_FsdpGather = Literal["use", "step", "prefetch"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +105,7 @@ class PipelineConfig:
     layers without state, and not for those that run before the pipeline.
     """
 
-    fsdp_gather: Literal["use", "step", "prefetch"] = "use"
+    fsdp_gather: _FsdpGather = "use"
     """When a stage gathers weights that are sharded over fsdp.
 
     - `use`: at each use.
@@ -138,9 +140,9 @@ class PipelineConfig:
         one_of("forwarding_delay", self.forwarding_delay, (1, 2))
         one_of("sharding", self.sharding, ("explicit", "auto"))
         one_of("remat", self.remat, POLICIES)
-        one_of("fsdp_gather", self.fsdp_gather, ("use", "step", "prefetch"))
+        one_of("fsdp_gather", self.fsdp_gather, get_args(_FsdpGather))
         one_of("backward", self.backward, (None, "autodiff", "accumulate"))
-        if self.fsdp_gather != "use" and self.backward == "autodiff":
+        if self.gathers_before_use and self.backward == "autodiff":
             raise InputError(
                 f"pipeline.fsdp_gather={self.fsdp_gather} adds gradients up over ticks, which "
                 "pipeline.backward=autodiff does not; leave backward out or set it to accumulate"
@@ -162,7 +164,7 @@ class PipelineConfig:
                     f"pipeline.{name}={getattr(self, name)} is for the circular schedule; "
                     f"with pipeline.schedule=1f1b leave it at {only}"
                 )
-        if self.num_repeats > 1 and self.fsdp_gather == "prefetch":
+        if self.prefetches:
             raise InputError(
                 "pipeline.fsdp_gather=prefetch holds the weights of two consecutive repeats, but "
                 "with pipeline.schedule=1f1b and pipeline.num_repeats="
@@ -175,7 +177,17 @@ class PipelineConfig:
         """Whether the loop itself adds gradients up, in place of JAX's autodiff."""
         if self.backward is not None:
             return self.backward == "accumulate"
-        return self.schedule == "1f1b" or self.fsdp_gather != "use"
+        return self.schedule == "1f1b" or self.gathers_before_use
+
+    @property
+    def gathers_before_use(self) -> bool:
+        """Whether weights are gathered over fsdp before the ticks that use them."""
+        return self.fsdp_gather != "use"
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether the weights of a repeat are gathered while the repeat before it is in use."""
+        return self.fsdp_gather == "prefetch" and self.num_repeats > 1
 
     def microbatches_on(self, stages: int) -> int:
         """The number of microbatches on a mesh with `stages` stages."""

@@ -1,18 +1,18 @@
 """How memory, work and time grow with a field of the config, or differ between meshes."""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from nnx_pipeline.config._overrides import apply_overrides, known_keys, value_of
 from nnx_pipeline.config.config import Config
-from nnx_pipeline.config.overrides import apply_overrides, known_keys, value_of
-from nnx_pipeline.errors import InputError, nearest
-from nnx_pipeline.experiments.arms import Experiment, Program
-from nnx_pipeline.experiments.measuring import NO_CACHE, Job, measure_programs
+from nnx_pipeline.experiments._arms import Experiment, Program
+from nnx_pipeline.experiments._measuring import NO_CACHE, Job, measure_programs
 from nnx_pipeline.lab.comparison.sweep import Point, Sweep
-from nnx_pipeline.lab.compile.cache import Cache
+from nnx_pipeline.lab.compile._cache import Cache
 from nnx_pipeline.lab.compile.measure import Progress
 from nnx_pipeline.lab.compile.platform import Platform
-from nnx_pipeline.mesh import MeshConfig
+from nnx_pipeline.lab.errors import InputError, nearest
+from nnx_pipeline.lab.mesh import MeshConfig
 
 MESH = "mesh"  # swept like a field of the config
 
@@ -20,7 +20,7 @@ MESH = "mesh"  # swept like a field of the config
 def sweep(
     config: Config,
     mesh: MeshConfig | str,
-    fields: Mapping[str, Sequence[Any]],
+    fields: Mapping[str, Sequence[object]],
     *,
     experiment: Experiment | None = None,
     platform: Platform | str = "cpu",
@@ -76,20 +76,19 @@ def sweep(
     )
 
 
-def _value_in(row: "_Row", field: str) -> Any:
-    """The value that a swept field has in a row."""
+def _value_in(row: "_Row", field: str) -> object:
     return str(row.mesh) if field == MESH else value_of(row.config, field)
 
 
 class _Row(NamedTuple):
     """One value of a sweep, with the config and the mesh that it gives."""
 
-    value: Any
+    value: object
     config: Config
     mesh: MeshConfig
 
 
-def _rows(config: Config, mesh: MeshConfig, fields: Mapping[str, Sequence[Any]]) -> list[_Row]:
+def _rows(config: Config, mesh: MeshConfig, fields: Mapping[str, Sequence[object]]) -> list[_Row]:
     """One row per value; all fields take their values in the same order."""
     if not fields:
         raise InputError("a sweep of no field; give one, as {'pipeline.num_microbatches': [4, 8]}")

@@ -4,20 +4,19 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
-from nnx_pipeline.decoder import Mixtral
-from nnx_pipeline.errors import InputError, counted, whole
-from nnx_pipeline.generate.caches import cached_model, rows_on
+from nnx_pipeline.generate._caches import cached_model, rows_on
 from nnx_pipeline.generate.sampling import Sampling, keys_of, next_tokens
-from nnx_pipeline.mesh import ambient_mesh
-from nnx_pipeline.sharding import P, place, place_by
+from nnx_pipeline.lab.errors import InputError, counted, whole
+from nnx_pipeline.lab.mesh import ambient_mesh
+from nnx_pipeline.modules.decoder import Mixtral
+from nnx_pipeline.sharding.layout import P, place, place_by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,11 +94,11 @@ def _check_ids(name: str, ids: object) -> None:
 def generate(
     model: Mixtral, request: Request, *, progress: Callable[[], None] = lambda: None
 ) -> list[list[int]]:
-    """The new tokens of each prompt, without those of the prompt.
+    """The new tokens of each prompt, without the prompt's own.
 
     - `model`: called under the `jax.set_mesh` that it was made under; it is not changed.
     - `request`: the prompts, and how to go on from them.
-    - `progress`: is called after each token, of which all sequences have one more then.
+    - `progress`: called each time that all sequences have one more token.
 
     The tokens of a prompt depend neither on the other prompts nor, but for rounding, on the mesh.
     Raises InputError as `Request.check` does, and for experts that drop tokens.
@@ -147,7 +146,7 @@ class _Prompts:
 
 
 # The state between two steps: caches, the tokens `[batch]` made last, and their positions.
-_State = tuple[Any, Array, Array]
+_State = tuple[PyTree, Array, Array]
 
 
 def _programs(
@@ -162,11 +161,11 @@ def _programs(
     weights = jax.tree.unflatten(jax.tree.structure(states[1]), jax.tree.leaves(model))
 
     def chosen(logits: Array, positions: Array) -> Array:
-        # Few numbers, of which every device then has all: each chooses the same tokens.
+        # Few numbers, which every device gets whole: then all choose the same tokens.
         logits = place(logits[:, 0], P(None, None))
         return next_tokens(logits, sampling, keys, positions)
 
-    def kept(model: Mixtral) -> Any:
+    def kept(model: Mixtral) -> PyTree:
         # In auto mode the compiler would choose where the caches are, and copy them at every step.
         model.pipeline.layers = place_by(model.pipeline.layers, model.layout)
         if model.early is not None:
@@ -180,16 +179,18 @@ def _programs(
         return kept(cached), chosen(logits, lengths), lengths
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def decode(caches: Any, weights: Any, tokens: Array, positions: Array) -> _State:
+    def decode(caches: PyTree, weights: PyTree, tokens: Array, positions: Array) -> _State:
         cached = nnx.merge(graph, caches, weights)
         logits = cached(tokens[:, None], positions=positions[:, None])
         return kept(cached), chosen(logits, positions + 1), positions + 1
 
     def first() -> _State:
-        return prefill(model, jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths))
+        state: _State = prefill(model, jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths))
+        return state
 
     def further(state: _State) -> _State:
         caches, tokens, positions = state
-        return decode(caches, weights, tokens, positions)
+        new: _State = decode(caches, weights, tokens, positions)
+        return new
 
     return first, further

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from nnx_pipeline.errors import InputError, at_least, number, whole
-from nnx_pipeline.sharding import PORTABLE
+from nnx_pipeline.lab.errors import InputError, at_least, number, whole
+from nnx_pipeline.sharding.layout import PORTABLE
 
-SMALLEST = float(jnp.finfo(jnp.float32).tiny)
+_SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class Sampling:
     temperature: float = 0.0
     """Divides the logits; 0 takes the likeliest token, of equal ones that with the lowest id.
 
-    It is 0 or at least `SMALLEST`: float32 has no smaller number by which logits could be divided.
+    It is 0 or at least `_SMALLEST`: float32 has no smaller number by which logits could be divided.
     """
 
     top_k: int | None = None
@@ -41,9 +41,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         at_least(self, 0.0, "temperature")
-        if 0 < self.temperature < SMALLEST:
+        if 0 < self.temperature < _SMALLEST:
             raise InputError(
-                f"temperature={self.temperature} is below {SMALLEST:.2g}, the smallest float32 "
+                f"temperature={self.temperature} is below {_SMALLEST:.2g}, the smallest float32 "
                 "that divides logits; set it to 0, which takes the likeliest token"
             )
         if self.top_k is not None:

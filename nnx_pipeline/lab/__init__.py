@@ -1,11 +1,18 @@
 """What a program costs: compiled for an accelerator that is not there, and compared.
 
-Nothing here knows a model, a config or a pipeline; `nnx_pipeline.experiments` binds it to those of
-this project.
+Nothing here knows a model, a config or a pipeline. Whoever has presets offers them to the commands
+by the entry points that `presets` describes.
 """
 
-from nnx_pipeline.lab.api import compare, measure
-from nnx_pipeline.lab.comparison.sweep import Sweep
-from nnx_pipeline.lab.compile.platform import Platform
+from typing import TYPE_CHECKING
+
+from nnx_pipeline.lab._lazy import lazy
+
+if TYPE_CHECKING:
+    from nnx_pipeline.lab.api import compare, measure
+    from nnx_pipeline.lab.comparison.sweep import Sweep
+    from nnx_pipeline.lab.compile.platform import Platform
 
 __all__ = ["Platform", "Sweep", "compare", "measure"]
+
+__getattr__, __dir__ = lazy(__name__)

@@ -3,27 +3,35 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from nnx_pipeline.errors import InputError, described
+from nnx_pipeline.lab._tracing.calls import Call, Traced, trace, traced_afresh
+from nnx_pipeline.lab._tracing.nnx_state import name_of, without_repeats
 from nnx_pipeline.lab.comparison.outcome import Outcome, Question, compare_measurements
-from nnx_pipeline.lab.compile.functions import abstract, called_with, check_arrays
+from nnx_pipeline.lab.compile._functions import abstract_arguments, called_with, check_sizes
+from nnx_pipeline.lab.compile._own_shardings import lowered_for_other_devices
+from nnx_pipeline.lab.compile._places import AnyMesh, memory_kind, mesh_on
 from nnx_pipeline.lab.compile.measure import Clock, Measurement, Progress, lower_traced
-from nnx_pipeline.lab.compile.own_shardings import lowered_for_other_devices
-from nnx_pipeline.lab.compile.places import AnyMesh, memory_kind, mesh_on
 from nnx_pipeline.lab.compile.platform import Platform
-from nnx_pipeline.mesh import MeshConfig
-from nnx_pipeline.tracing.calls import Call, Traced, trace, traced_afresh
-from nnx_pipeline.tracing.nnx_state import name_of, without_repeats
+from nnx_pipeline.lab.errors import InputError, described
+from nnx_pipeline.lab.mesh import MeshConfig
+
+
+class _Target(NamedTuple):
+    """What to compile for: the platform, the mesh laid over its devices, and the first device."""
+
+    platform: Platform
+    mesh: Mesh | None
+    device: jax.Device
 
 
 def measure(
-    function: Callable[..., Any],
-    *arguments: Any,
+    function: Callable[..., object],
+    *arguments: object,
     mesh: AnyMesh = None,
     platform: Platform | str = "cpu",
     progress: Progress = lambda text: None,
@@ -45,22 +53,20 @@ def measure(
 
     Raises InputError when these do not fit together, and what the compiler raises.
     """
-    target, grid, device = _place(mesh, platform)
-    return _measured(function, arguments, grid, (target, device), Clock(progress))[0]
+    return _measured(function, arguments, _target(mesh, platform), Clock(progress))[0]
 
 
 def _measured(
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    mesh: Mesh | None,
-    target: tuple[Platform, Any],
+    function: Callable[..., object],
+    arguments: tuple[object, ...],
+    target: _Target,
     clock: Clock,
 ) -> tuple[Measurement, Traced]:
-    """The measurement of one call, and its trace; `target` is the platform and its first device."""
-    platform, device = target
-    check_arrays(arguments)
+    """The measurement of one call, and its trace."""
+    platform, mesh, device = target
+    check_sizes(arguments)
     call = Call.of(function, arguments)
-    given, keywords = abstract(call.given, mesh, device, static=call.static)
+    given, keywords = abstract_arguments(call.given, mesh, device, static=call.static)
     call = dataclasses.replace(call, arguments=given, keywords=keywords)
     with jax.set_mesh(mesh) if mesh is not None else _alone_on(device, call.given), traced_afresh():
         with called_with(call), clock("trace", f"tracing {name_of(function)}"):
@@ -83,7 +89,7 @@ def _measured(
 
 
 @contextlib.contextmanager
-def _alone_on(device: Any, arguments: Any) -> Iterator[None]:
+def _alone_on(device: jax.Device, arguments: object) -> Iterator[None]:
     """A context without a mesh, in which JAX says what kind of device a program is traced for.
 
     - `arguments`: where one of them is in memory that the device does not list, as on the topology
@@ -103,9 +109,9 @@ def _alone_on(device: Any, arguments: Any) -> Iterator[None]:
 
 
 def compare(
-    function_a: Callable[..., Any],
-    function_b: Callable[..., Any],
-    *arguments: Any,
+    function_a: Callable[..., object],
+    function_b: Callable[..., object],
+    *arguments: object,
     mesh: AnyMesh = None,
     platform: Platform | str | tuple[Platform | str, Platform | str] = "cpu",
     labels: tuple[str, str] | None = None,
@@ -132,12 +138,14 @@ def compare(
             f"platform=({', '.join(map(str, targets))}): both functions are compiled for the same "
             "platform; give it once, or twice with different settings"
         )
-    _, grid, device = _place(mesh, targets[0])
+    first = _target(mesh, targets[0])
     results: list[Measurement | str] = []
     traced: list[Traced] = []
     for function, target in zip((function_a, function_b), targets, strict=True):
         try:
-            measured, call = _measured(function, arguments, grid, (target, device), Clock(progress))
+            measured, call = _measured(
+                function, arguments, first._replace(platform=target), Clock(progress)
+            )
             results.append(measured)
             traced.append(call)
         except InputError:
@@ -157,13 +165,12 @@ def compare(
     return dataclasses.replace(outcome, note="; ".join(filter(None, notes)))
 
 
-def _place(mesh: AnyMesh, platform: Platform | str) -> tuple[Platform, Mesh | None, Any]:
-    """The platform, the mesh laid over its devices, and the first of its devices."""
+def _target(mesh: AnyMesh, platform: Platform | str) -> _Target:
     target = _platform(platform)
     needed = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
     size = getattr(needed, "num_devices", None) or getattr(needed, "size", None) or 1
     devices = target.devices(size if target.kind == "cpu" else 1)
-    return target, mesh_on(needed, devices), devices[0]
+    return _Target(target, mesh_on(needed, devices), devices[0])
 
 
 def _platform(platform: Platform | str) -> Platform:
@@ -199,7 +206,7 @@ def _different_results(traced: Sequence[Traced]) -> list[str]:
     return notes
 
 
-def _whole_notes(arguments: Any, mesh: Mesh | None) -> list[str]:
+def _whole_notes(arguments: object, mesh: Mesh | None) -> list[str]:
     """A note where each device holds all arguments whole, which is seldom meant on a mesh."""
     leaves = [leaf for leaf in jax.tree.leaves(arguments) if hasattr(leaf, "sharding")]
     if mesh is None or mesh.size == 1 or not leaves:
@@ -211,7 +218,7 @@ def _whole_notes(arguments: Any, mesh: Mesh | None) -> list[str]:
     ]
 
 
-def _host_notes(arguments: Any, platform: Platform) -> list[str]:
+def _host_notes(arguments: object, platform: Platform) -> list[str]:
     """A note that the CPU compiler counts arguments in host memory as memory of the device."""
     on_host = [leaf for leaf in jax.tree.leaves(arguments) if memory_kind(leaf)]
     if not on_host or platform.kind != "cpu":
@@ -222,8 +229,7 @@ def _host_notes(arguments: Any, platform: Platform) -> list[str]:
     ]
 
 
-def _shapes(arguments: Any) -> list[str]:
-    """Dtype and shape of each array and number among the arguments, in order."""
+def _shapes(arguments: object) -> list[str]:
     return [
         jax.typeof(leaf).str_short(short_dtypes=False)
         for leaf in jax.tree.leaves(without_repeats(arguments)[0])

@@ -7,7 +7,6 @@ from nnx_pipeline.modules.latent_attention import LatentAttention
 from nnx_pipeline.modules.mlp import MLP
 from nnx_pipeline.modules.moe import RoutedMoE
 from nnx_pipeline.modules.norm import RMSNorm
-from nnx_pipeline.modules.parts import Parts
 
 __all__ = [
     "MLP",
@@ -15,7 +14,6 @@ __all__ = [
     "DecoderLayer",
     "Embed",
     "LatentAttention",
-    "Parts",
     "RMSNorm",
     "RoutedMoE",
 ]

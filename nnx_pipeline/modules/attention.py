@@ -3,33 +3,30 @@
 import functools
 
 from flax import nnx
+from jax.nn.initializers import Initializer
 from jaxtyping import Array
 
 from nnx_pipeline.config.model import ModelConfig
-from nnx_pipeline.modules.cache import KeyValueCache
+from nnx_pipeline.modules._cache import KeyValueCache
 from nnx_pipeline.modules.norm import RMSNorm
-from nnx_pipeline.modules.parts import Parts
-from nnx_pipeline.ops.attention import Mask, Options, allowed
-from nnx_pipeline.ops.fast_attention.kernels import KERNELS, Kernel
-from nnx_pipeline.ops.low_precision import product_of
-from nnx_pipeline.ops.self_attention.grouped_query import (
+from nnx_pipeline.ops._attention import Options
+from nnx_pipeline.ops._fast_attention.kernels import KERNELS, Kernel
+from nnx_pipeline.ops._low_precision import product_of
+from nnx_pipeline.ops._self_attention.grouped_query import (
     Biases,
     Projections,
     QueryKey,
     self_attention,
 )
-from nnx_pipeline.ops.self_attention.rotary import rotary_of
-from nnx_pipeline.sharding import Layout, parameter
+from nnx_pipeline.ops._self_attention.initial import query_gain, query_initializer
+from nnx_pipeline.ops._self_attention.rotary import rotary_of
+from nnx_pipeline.sharding.layout import Layout, parameter
 
 
-def options_of(config: ModelConfig, mask: Mask) -> Options:
-    """How a model computes attention.
-
-    - `mask`: which keys a query may read.
-    """
+def options_of(config: ModelConfig) -> Options:
+    """How a model computes attention."""
     return Options(
         scale=config.attention_scale,
-        mask=mask,
         window=config.sliding_window,
         block=config.attention_block,
         soft_cap=config.attention_soft_cap,
@@ -38,17 +35,15 @@ def options_of(config: ModelConfig, mask: Mask) -> Options:
 
 def kernel_of(
     config: ModelConfig,
-    mask: Mask = allowed,
     cache: KeyValueCache | None = None,
     positions: Array | None = None,
 ) -> Kernel:
     """What computes the heads of a model from query, key and value, with the model's options.
 
-    - `mask`: which keys a query may read.
     - `cache`: where keys and values are stored, if they are.
     - `positions`: as of `KeyValueCache.through`.
     """
-    options = options_of(config, mask)
+    options = options_of(config)
     kernel = functools.partial(KERNELS[config.attention], options=options)
     return kernel if cache is None else cache.through(kernel, positions, options)
 
@@ -58,7 +53,6 @@ class Attention(nnx.Module):
 
     - `rngs`: its `params` stream gives the initial values.
     - `layout`: which mesh axes each logical axis is sharded over.
-    - `parts`: functions that an experiment may replace.
 
     The initial values of the query kernel are divided by sqrt(head_dim) · attention_scale, so that
     the scores of a new model have the same variance whatever `attention_scale` is. With
@@ -72,10 +66,8 @@ class Attention(nnx.Module):
         *,
         rngs: nnx.Rngs,
         layout: Layout = Layout(),
-        parts: Parts = Parts(),
     ) -> None:
         self.config, self.layout = config, layout
-        self.mask = parts.mask
         embed, head_dim, heads, groups = (
             config.embed_dim,
             config.head_dim,
@@ -84,23 +76,19 @@ class Attention(nnx.Module):
         )
         into = nnx.initializers.lecun_normal(in_axis=0, out_axis=(1, 2))
         out_of = nnx.initializers.lecun_normal(in_axis=(0, 1), out_axis=2)
-        query_gain = head_dim**-0.5 / config.attention_scale
-
-        def query_init(*args: object, **kwargs: object) -> Array:
-            return into(*args, **kwargs) * query_gain  # type: ignore[arg-type]
 
         def kernel(
-            init: nnx.initializers.Initializer, shape: tuple[int, ...], names: tuple[str, ...]
-        ) -> nnx.Param:
+            init: Initializer, shape: tuple[int, ...], names: tuple[str, ...]
+        ) -> nnx.Param[Array]:
             return parameter(rngs, init, shape, config.param_dtype, names, layout)
 
         of_query, of_group = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim")
-        self.query = kernel(query_init, (embed, heads, head_dim), of_query)
+        self.query = kernel(query_initializer(into, config), (embed, heads, head_dim), of_query)
         self.key = kernel(into, (embed, groups, head_dim), of_group)
         self.value = kernel(into, (embed, groups, head_dim), of_group)
         self.out = kernel(out_of, (heads, head_dim, embed), ("heads", "head_dim", "embed"))
 
-        def bias(shape: tuple[int, ...], *names: str) -> nnx.Param:
+        def bias(shape: tuple[int, ...], *names: str) -> nnx.Param[Array]:
             return kernel(nnx.initializers.zeros, shape, names)
 
         inside, outside = config.attention_bias is not None, config.attention_bias == "all"
@@ -109,9 +97,9 @@ class Attention(nnx.Module):
         self.value_bias = bias((groups, head_dim), "kv_heads", "head_dim") if inside else None
         self.out_bias = bias((embed,), "norm") if outside else None
         norm = functools.partial(
-            RMSNorm, config, rngs=rngs, width=(head_dim, "head_dim"), layout=layout, parts=parts
+            RMSNorm, config, rngs=rngs, width=head_dim, axis="head_dim", layout=layout
         )
-        self.query_norm = norm(start=query_gain) if config.qk_norm else None
+        self.query_norm = norm(start=query_gain(config)) if config.qk_norm else None
         self.key_norm = norm() if config.qk_norm else None
         self.cache: KeyValueCache | None = nnx.data(None)
 
@@ -149,7 +137,7 @@ class Attention(nnx.Module):
             ),
             positions=positions,
             segment_ids=segment_ids,
-            kernel=kernel_of(config, self.mask, self.cache, positions),
+            kernel=kernel_of(config, self.cache, positions),
             query_key=QueryKey(rotary_of(config), self.query_norm, self.key_norm),
             layout=self.layout,
         )

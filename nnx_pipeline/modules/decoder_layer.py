@@ -1,20 +1,21 @@
 """One decoder layer of Mixtral or DeepSeek, or of Llama when there is one expert."""
 
+import functools
+
 from flax import nnx
 from jaxtyping import Array
 
+from nnx_pipeline.config._remat import KEEP_ALL, Remat
 from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.modules.attention import Attention
 from nnx_pipeline.modules.latent_attention import LatentAttention
 from nnx_pipeline.modules.mlp import MLP
 from nnx_pipeline.modules.moe import RoutedMoE
 from nnx_pipeline.modules.norm import RMSNorm
-from nnx_pipeline.modules.parts import Parts
-from nnx_pipeline.ops.residual import add_to_stream
-from nnx_pipeline.ops.router import not_padding, router_metrics
+from nnx_pipeline.ops._residual import add_to_stream, two_updates
+from nnx_pipeline.ops._router import not_padding, router_metrics
 from nnx_pipeline.pipeline.metrics import MicrobatchMean
-from nnx_pipeline.remat import KEEP_ALL, Remat
-from nnx_pipeline.sharding import Layout
+from nnx_pipeline.sharding.layout import Layout
 
 
 class DecoderLayer(nnx.Module):
@@ -22,7 +23,6 @@ class DecoderLayer(nnx.Module):
 
     - `rngs`: its `params` stream gives the initial values.
     - `layout`: which mesh axes each logical axis is sharded over.
-    - `parts`: functions that an experiment may replace.
     - `remat`: what the experts keep for the backward pass.
 
     The feed-forward block is a routed mixture of experts, or a dense MLP if there is one expert.
@@ -34,20 +34,16 @@ class DecoderLayer(nnx.Module):
         *,
         rngs: nnx.Rngs,
         layout: Layout = Layout(),
-        parts: Parts = Parts(),
         remat: Remat = KEEP_ALL,
     ) -> None:
         self.layout, self.dropout_rate = layout, config.dropout_rate
-        self.constrain = parts.constrain
-        self.attention_norm = RMSNorm(config, rngs=rngs, layout=layout, parts=parts)
+        self.attention_norm = RMSNorm(config, rngs=rngs, layout=layout)
         attention = Attention if config.kv_lora_rank is None else LatentAttention
-        self.attention = attention(config, rngs=rngs, layout=layout, parts=parts)
-        self.feed_forward_norm = RMSNorm(config, rngs=rngs, layout=layout, parts=parts)
+        self.attention = attention(config, rngs=rngs, layout=layout)
+        self.feed_forward_norm = RMSNorm(config, rngs=rngs, layout=layout)
         self.feed_forward: MLP | RoutedMoE
         if config.num_experts > 1:
-            self.feed_forward = RoutedMoE(
-                config, rngs=rngs, layout=layout, parts=parts, remat=remat
-            )
+            self.feed_forward = RoutedMoE(config, rngs=rngs, layout=layout, remat=remat)
         else:
             self.feed_forward = MLP(config, rngs=rngs, layout=layout)
 
@@ -67,25 +63,19 @@ class DecoderLayer(nnx.Module):
 
         The metric is None in a layer without a router.
         """
-        attended = self.attention(
-            self.attention_norm(x), positions=positions, segment_ids=segment_ids
-        )
-        h = self._add(x, attended, keys, place=0)
-        normed = self.feed_forward_norm(h)
-        if isinstance(self.feed_forward, RoutedMoE):
-            mixed, usage = self.feed_forward(normed, not_padding(segment_ids))
-            metric = MicrobatchMean(usage, router_metrics)
-        else:
-            mixed, metric = self.feed_forward(normed), None
-        return self._add(h, mixed, keys, place=1), metric
 
-    def _add(self, stream: Array, update: Array, keys: Array | None, *, place: int) -> Array:
-        """stream + dropout(update); `place` gives each of the two updates its own dropout mask."""
-        return add_to_stream(
-            stream,
-            update,
-            mask=None if keys is None else (keys, place),
-            rate=self.dropout_rate,
-            layout=self.layout,
-            constrain=self.constrain,
+        def attend(x: Array) -> Array:
+            x = self.attention_norm(x)
+            return self.attention(x, positions=positions, segment_ids=segment_ids)
+
+        def feed_forward(x: Array) -> tuple[Array, MicrobatchMean | None]:
+            x = self.feed_forward_norm(x)
+            if not isinstance(self.feed_forward, RoutedMoE):
+                return self.feed_forward(x), None
+            mixed, usage = self.feed_forward(x, not_padding(segment_ids))
+            return mixed, MicrobatchMean(usage, router_metrics)
+
+        add = functools.partial(
+            add_to_stream, keys=keys, rate=self.dropout_rate, layout=self.layout
         )
+        return two_updates(x, attend, feed_forward, add)

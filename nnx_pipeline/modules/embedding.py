@@ -4,8 +4,8 @@ from flax import nnx
 from jaxtyping import Array
 
 from nnx_pipeline.config.model import ModelConfig
-from nnx_pipeline.ops.embedding import embed
-from nnx_pipeline.sharding import Layout, P, parameter
+from nnx_pipeline.ops._embedding import embed
+from nnx_pipeline.sharding.layout import Layout, P, parameter
 
 
 class Embed(nnx.Module):

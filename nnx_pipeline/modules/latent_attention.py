@@ -6,13 +6,13 @@ from flax import nnx
 from jaxtyping import Array
 
 from nnx_pipeline.config.model import ModelConfig
+from nnx_pipeline.modules._cache import KeyValueCache
 from nnx_pipeline.modules.attention import kernel_of
-from nnx_pipeline.modules.cache import KeyValueCache
 from nnx_pipeline.modules.norm import RMSNorm
-from nnx_pipeline.modules.parts import Parts
-from nnx_pipeline.ops.self_attention.latent import Latent, LatentProjections, latent_attention
-from nnx_pipeline.ops.self_attention.rotary import rotary_of
-from nnx_pipeline.sharding import Layout, parameter
+from nnx_pipeline.ops._self_attention.initial import query_initializer
+from nnx_pipeline.ops._self_attention.latent import Latent, LatentProjections, latent_attention
+from nnx_pipeline.ops._self_attention.rotary import rotary_of
+from nnx_pipeline.sharding.layout import Layout, parameter
 
 
 class LatentAttention(nnx.Module):
@@ -20,7 +20,6 @@ class LatentAttention(nnx.Module):
 
     - `rngs`: its `params` stream gives the initial values.
     - `layout`: which mesh axes each logical axis is sharded over.
-    - `parts`: functions that an experiment may replace.
 
     As in `Attention`, the initial values of the query kernel are divided by sqrt(head_dim) ·
     attention_scale.
@@ -32,34 +31,30 @@ class LatentAttention(nnx.Module):
         *,
         rngs: nnx.Rngs,
         layout: Layout = Layout(),
-        parts: Parts = Parts(),
     ) -> None:
         assert config.kv_lora_rank is not None, "the config has checked it"
         assert config.value_head_dim is not None, "the config has checked it"
-        self.config, self.layout, self.mask = config, layout, parts.mask
+        self.config, self.layout = config, layout
         self.cache: KeyValueCache | None = nnx.data(None)
         embed, heads, head_dim = config.embed_dim, config.num_heads, config.head_dim
         rank, value_dim = config.kv_lora_rank, config.value_head_dim
         down = nnx.initializers.lecun_normal()
         up = nnx.initializers.lecun_normal(in_axis=0, out_axis=(1, 2))
         back = nnx.initializers.lecun_normal(in_axis=(0, 1), out_axis=2)
-        gain = head_dim**-0.5 / config.attention_scale
         kernel = functools.partial(parameter, rngs, dtype=config.param_dtype, layout=layout)
-        norm = functools.partial(RMSNorm, config, rngs=rngs, layout=layout, parts=parts)
-
-        def query_init(*args: object, **kwargs: object) -> Array:
-            return up(*args, **kwargs) * gain  # type: ignore[arg-type]
+        norm = functools.partial(RMSNorm, config, rngs=rngs, layout=layout)
 
         source, of_query = embed, ("embed", "heads", "head_dim")
         if config.q_lora_rank is not None:
             source, of_query = config.q_lora_rank, ("latent", "heads", "head_dim")
             self.query_down = kernel(down, shape=(embed, source), logical_axes=("embed", None))
-            self.query_norm = norm(width=(source, "norm"))
-        self.query = kernel(query_init, shape=(source, heads, head_dim), logical_axes=of_query)
+            self.query_norm = norm(width=source)
+        initial = query_initializer(up, config)
+        self.query = kernel(initial, shape=(source, heads, head_dim), logical_axes=of_query)
         self.kv_down = kernel(
             down, shape=(embed, rank + config.rope_dim), logical_axes=("embed", None)
         )
-        self.kv_norm = norm(width=(rank, "norm"))
+        self.kv_norm = norm(width=rank)
         self.kv_up = kernel(
             up,
             shape=(rank, heads, head_dim - config.rope_dim + value_dim),
@@ -72,7 +67,7 @@ class LatentAttention(nnx.Module):
     def new_cache(self, *, batch: int, slots: int) -> KeyValueCache:
         """An empty cache for this layer, which reads and writes it once it is its `cache`.
 
-        It holds the keys and values of all heads, not the latent vectors that they are made from.
+        It holds the keys and values of all heads, not the latent vectors behind them.
 
         - `batch`, `slots`: the number of sequences, and of tokens for which there is room.
         """
@@ -97,7 +92,7 @@ class LatentAttention(nnx.Module):
                 down, self.query[...], self.kv_down[...], self.kv_up[...], self.out[...]
             ),
             places=(positions, segment_ids),
-            kernel=kernel_of(config, self.mask, self.cache, positions),
+            kernel=kernel_of(config, self.cache, positions),
             latent=Latent(rotary_of(config), config.rope_dim, query_norm, self.kv_norm),
             layout=self.layout,
         )

@@ -4,9 +4,9 @@ from flax import nnx
 from jaxtyping import Array
 
 from nnx_pipeline.config.model import ModelConfig
-from nnx_pipeline.ops.low_precision import product_of
-from nnx_pipeline.ops.mlp import gated_mlp
-from nnx_pipeline.sharding import Layout, parameter
+from nnx_pipeline.ops._low_precision import product_of
+from nnx_pipeline.ops._mlp import gated_mlp
+from nnx_pipeline.sharding.layout import Layout, parameter
 
 FAN_IN = nnx.initializers.lecun_normal()
 

@@ -3,17 +3,16 @@
 from flax import nnx
 from jaxtyping import Array
 
+from nnx_pipeline.config._remat import KEEP_ALL, Remat
 from nnx_pipeline.config.model import ModelConfig
 from nnx_pipeline.modules.mlp import MLP
-from nnx_pipeline.modules.parts import Parts
-from nnx_pipeline.ops.experts import ExpertKernels
-from nnx_pipeline.ops.moe import MoEKernels, expert_parts, routed_experts
-from nnx_pipeline.ops.router import Routing, Usage
-from nnx_pipeline.remat import KEEP_ALL, Remat
-from nnx_pipeline.sharding import Layout, initial_value, parameter
+from nnx_pipeline.ops._experts import ExpertKernels
+from nnx_pipeline.ops._moe import MoEKernels, routed_experts
+from nnx_pipeline.ops._router import Usage
+from nnx_pipeline.sharding.layout import Layout, initial_value, parameter
 
 
-class SelectionBias(nnx.Param):
+class SelectionBias(nnx.Param[Array]):
     """A bias that takes part in choosing experts alone, so that it has no gradient.
 
     A training step leaves it as it is.
@@ -25,7 +24,6 @@ class RoutedMoE(nnx.Module):
 
     - `rngs`: its `params` stream gives the initial values.
     - `layout`: which mesh axes each logical axis is sharded over.
-    - `parts`: functions that an experiment may replace.
     - `remat`: what to keep of each expert for the backward pass.
 
     The router works in the dtype of its input.
@@ -37,11 +35,9 @@ class RoutedMoE(nnx.Module):
         *,
         rngs: nnx.Rngs,
         layout: Layout = Layout(),
-        parts: Parts = Parts(),
         remat: Remat = KEEP_ALL,
     ) -> None:
-        self.config, self.layout = config, layout
-        self.parts = expert_parts(config, remat, parts.experts)
+        self.config, self.layout, self.remat = config, layout, remat
         experts, embed, mlp = config.num_experts, config.embed_dim, config.mlp_dim
         dtype = config.param_dtype
         # The axis of experts is not part of an expert's fan-in.
@@ -83,8 +79,8 @@ class RoutedMoE(nnx.Module):
             x,
             MoEKernels(self.router[...], experts, bias),
             real,
-            routing=Routing.of(self.config),
+            config=self.config,
             layout=self.layout,
-            parts=self.parts,
+            remat=self.remat,
         )
         return mixed + self.shared(x) if self.config.num_shared_experts else mixed, usage

@@ -4,19 +4,17 @@ from flax import nnx
 from jaxtyping import Array
 
 from nnx_pipeline.config.model import ModelConfig
-from nnx_pipeline.modules.parts import Parts
-from nnx_pipeline.ops.norm import rms_norm
-from nnx_pipeline.sharding import Layout, parameter
+from nnx_pipeline.ops._norm import rms_norm
+from nnx_pipeline.sharding.layout import Layout, parameter
 
 
 class RMSNorm(nnx.Module):
     """Root-mean-square normalisation of the last axis, `[..., width]` to `[..., width]`.
 
-    - `width`: size of that axis, and the name of its logical axis in a scale; None for the residual
-      stream's.
+    - `width`: size of that axis; None for the residual stream's.
+    - `axis`: the logical axis of the scale.
     - `start`: by what a new layer multiplies.
     - `layout`: which mesh axes each logical axis is sharded over.
-    - `parts`: functions that an experiment may replace.
 
     The scale starts at `start` - norm_scale_offset.
     """
@@ -26,16 +24,15 @@ class RMSNorm(nnx.Module):
         config: ModelConfig,
         *,
         rngs: nnx.Rngs,
-        width: tuple[int, str] | None = None,
+        width: int | None = None,
+        axis: str = "norm",
         start: float = 1.0,
         layout: Layout = Layout(),
-        parts: Parts = Parts(),
     ) -> None:
         self.epsilon = config.norm_epsilon
         self.scale_offset = config.norm_scale_offset
-        self.apply_scale = parts.apply_norm_scale
         initial = nnx.initializers.constant(start - self.scale_offset)
-        size, axis = width or (config.embed_dim, "norm")
+        size = config.embed_dim if width is None else width
         self.scale = parameter(rngs, initial, (size,), config.param_dtype, (axis,), layout)
 
     def __call__(self, x: Array) -> Array:
@@ -44,5 +41,4 @@ class RMSNorm(nnx.Module):
             self.scale[...],
             epsilon=self.epsilon,
             scale_offset=self.scale_offset,
-            apply_scale=self.apply_scale,
         )

@@ -11,8 +11,7 @@ from nnx_pipeline.config.config import Config
 from nnx_pipeline.pipeline.layers import MakeLayer
 from nnx_pipeline.pipeline.module import CircularPipeline, Pipeline
 from nnx_pipeline.pipeline.options import WeightOptions
-from nnx_pipeline.pipeline.parts import DEFAULT_PARTS, LoopParts
-from nnx_pipeline.sharding import Layout
+from nnx_pipeline.sharding.layout import Layout
 
 
 def create_pipeline(
@@ -22,7 +21,6 @@ def create_pipeline(
     *,
     rngs: nnx.Rngs,
     layout: Layout = Layout(),
-    parts: LoopParts = DEFAULT_PARTS,
 ) -> CircularPipeline:
     """Creates a `Pipeline`, or a `CircularPipeline` if the config has more than one repeat.
 
@@ -32,7 +30,7 @@ def create_pipeline(
     - `layers`: makes one layer, or a list for layers of several kinds, as for `CircularPipeline`.
     - `mesh`: the mesh on which parameters are created; None for the mesh of `jax.set_mesh`. Call
       the pipeline under the same mesh.
-    - `rngs`, `layout`, `parts`: as for `CircularPipeline`.
+    - `rngs`, `layout`: as for `CircularPipeline`.
 
     Weights that are gathered ahead of their use are gathered in their own dtype, as nothing says in
     which one the layers compute. `CircularPipeline(…, weights=WeightOptions(dtype="bfloat16"))`
@@ -40,7 +38,7 @@ def create_pipeline(
     """
     weights = dataclasses.replace(weight_options(config), dtype=None)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        return pipeline_of(config, layers, weights, rngs=rngs, layout=layout, parts=parts)
+        return pipeline_of(config, layers, weights, rngs=rngs, layout=layout)
 
 
 def pipeline_of(
@@ -50,7 +48,6 @@ def pipeline_of(
     *,
     rngs: nnx.Rngs,
     layout: Layout,
-    parts: LoopParts,
 ) -> CircularPipeline:
     """The pipeline of a config on the ambient mesh; see `create_pipeline`.
 
@@ -64,7 +61,6 @@ def pipeline_of(
         rngs=rngs,
         layout=layout,
         weights=weights,
-        parts=parts,
     )
 
 

@@ -11,21 +11,21 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.errors import InputError, divides
-from nnx_pipeline.pipeline.stack import Stack
-from nnx_pipeline.pipeline.stage.checks import (
+from nnx_pipeline.lab.errors import InputError, divides
+from nnx_pipeline.pipeline._stack import Stack
+from nnx_pipeline.pipeline.stage._checks import (
     call_explained,
     check_apart,
+    check_layer_variables,
     check_same,
-    check_variables,
 )
 from nnx_pipeline.pipeline.stage.variables import is_per_microbatch
-from nnx_pipeline.sharding import AxisName, Layout, mesh_sizes, place, portable_key
+from nnx_pipeline.sharding.layout import AxisName, Layout, mesh_sizes, place, portable_key
 
 MakeLayer = Callable[[nnx.Rngs], nnx.Module]
 
 # The metadata by which Flax shards a variable, which has no axes for repeats, stages and layers.
-SHARDING = ("out_sharding", "sharding", "sharding_names", "sharding_rules", "mesh")
+_FLAX_SHARDING = ("out_sharding", "sharding", "sharding_names", "sharding_rules", "mesh")
 
 
 @jax.tree_util.register_dataclass
@@ -105,7 +105,7 @@ def make_layers(
     return made[0] if stack.kinds == 1 else nnx.List(made)
 
 
-def _repeated(variable: nnx.Variable, microbatches: int) -> nnx.Variable:
+def _repeated(variable: nnx.Variable[Any], microbatches: int) -> nnx.Variable[Any]:
     """A variable `[repeats, stages, layers, …]` with an axis of microbatches after the layers."""
     axes = variable.get_metadata("logical_axes")
     value = jnp.repeat(variable.get_value()[:, :, :, None], microbatches, axis=3)
@@ -134,7 +134,7 @@ def _made(make_layer: MakeLayer, keys: Array, layout: Layout) -> Any:
                 f"the function that makes a layer returned {type(layer).__name__}; it must return "
                 "an nnx.Module with a method __call__(x, …)"
             )
-        check_variables(layer)
+        check_layer_variables(layer)
         return layer
 
     def check_two(key: Array) -> None:
@@ -158,7 +158,7 @@ def _made(make_layer: MakeLayer, keys: Array, layout: Layout) -> Any:
 def with_keys(side: dict[str, Array | None], keys: Array | None) -> dict[str, Array | None]:
     """The side inputs of a layer, with the keys for dropout added as `keys`.
 
-    - `side`: what a layer reads beside the activations, by the names of its arguments.
+    - `side`: what a layer reads besides the activations, by the names of its arguments.
     - `keys`: `[batch, words]`, one row per sequence (`ops.dropout`); None adds nothing.
 
     Raises InputError for a side input with a name that a pipeline reserves.
@@ -189,8 +189,7 @@ def with_keys(side: dict[str, Array | None], keys: Array | None) -> dict[str, Ar
     return side if keys is None else {**side, "keys": keys}
 
 
-def _stacked(variable: nnx.Variable, layout: Layout) -> nnx.Variable:
-    """The variable, its logical axes preceded by those of the stack."""
+def _stacked(variable: nnx.Variable[Any], layout: Layout) -> nnx.Variable[Any]:
     if not isinstance(variable.get_value(), jax.Array):
         raise InputError(
             f"a layer holds a variable of type {type(variable).__name__} with "
@@ -203,7 +202,7 @@ def _stacked(variable: nnx.Variable, layout: Layout) -> nnx.Variable:
     return found
 
 
-def _own_axes(variable: nnx.Variable, number: int) -> tuple[AxisName, ...]:
+def _own_axes(variable: nnx.Variable[Any], number: int) -> tuple[AxisName, ...]:
     """The axes that the metadata of a variable of a layer names; None for one that is whole.
 
     - `number`: how many axes it has in one layer.
@@ -251,11 +250,12 @@ def _check_axes(layer: nnx.Module, layout: Layout) -> None:
             )
 
 
-def _placed(variable: nnx.Variable, axes: tuple[AxisName, ...], layout: Layout) -> nnx.Variable:
-    """The variable with these logical axes, which take the place of Flax's sharding metadata."""
+def _placed(
+    variable: nnx.Variable[Any], axes: tuple[AxisName, ...], layout: Layout
+) -> nnx.Variable[Any]:
     value = place(variable.get_value(), layout.spec(*axes))
     found = type(variable)(value, logical_axes=axes)
     for name, one in variable.get_metadata().items():
-        if name not in found.get_metadata() and name not in SHARDING:
+        if name not in found.get_metadata() and name not in _FLAX_SHARDING:
             found.set_metadata(name, one)
     return found

@@ -1,4 +1,4 @@
-"""Metrics that layers report beside activations, and how a pipeline combines their values.
+"""Metrics that layers report besides activations, and how a pipeline combines their values.
 
 A layer reports one value per visit: for each microbatch, or for the whole batch at once where there
 is no pipeline, and for each copy where the batch is cut into copies (`Layout.copy`). Only the layer
@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.errors import InputError
-from nnx_pipeline.ops.gradients import no_gradient_of
-from nnx_pipeline.pipeline.exchange.buffers import over_stage, stage_axis, where
-from nnx_pipeline.sharding import P, is_explicit, place
+from nnx_pipeline.lab.errors import InputError
+from nnx_pipeline.pipeline._exchange.buffers import over_stage, stage_axis, where
+from nnx_pipeline.sharding._gradients import no_gradient_of
+from nnx_pipeline.sharding.layout import P, is_explicit, place
 
 _register = partial(jax.tree_util.register_dataclass)
 
@@ -91,7 +91,7 @@ def is_metric(leaf: Any) -> bool:
 
 
 def declared(metrics: PyTree, *, microbatches: int = 1) -> PyTree:
-    """Prepares the metrics of one layer call for being combined with those of other calls.
+    """Prepares the metrics of one layer call for being combined with the metrics of other calls.
 
     They come back in float32 or wider, with `stop_gradient` on each `Max`, and with the rows of
     each `MicrobatchMean` averaged per microbatch, `[microbatches, …]`.
@@ -148,7 +148,7 @@ def over_kinds(
 ) -> PyTree:
     """Combines the metrics of layers of several kinds, of which some may be padding.
 
-    A kind without metrics takes no part; those of all others must be alike.
+    A kind without metrics takes no part. The metrics of all other kinds must be alike.
 
     - `found`: the metrics of each kind, as for `over_layers`.
     - `real`: for each kind bool `[layers]`, False where a layer is padding, with an axis of copies
@@ -238,16 +238,16 @@ def values(metrics: PyTree) -> PyTree:
     return jax.tree.map(lambda metric: metric.value, metrics, is_leaf=is_metric)
 
 
-def given_out(metrics: PyTree, beside: PyTree) -> PyTree:
+def given_out(metrics: PyTree, besides: PyTree) -> PyTree:
     """The arrays of the metrics; asking for the gradient of a `Max` raises InputError.
 
     - `metrics`: wrapped metrics.
-    - `beside`: the activations that are returned together with the metrics.
+    - `besides`: the activations that are returned together with the metrics.
     """
 
     def one(metric: Metric) -> Array:
         value: Array = metric.value
-        return no_gradient_of(_MAX_HAS_NONE, value, beside) if isinstance(metric, Max) else value
+        return no_gradient_of(_MAX_HAS_NONE, value, besides) if isinstance(metric, Max) else value
 
     return jax.tree.map(one, metrics, is_leaf=is_metric)
 
@@ -259,9 +259,9 @@ _MAX_HAS_NONE = (
 
 
 def weights_like(weights: PyTree, metrics: PyTree) -> PyTree:
-    """The weight of each metric in the loss, as a tree like that of the metrics.
+    """The weight of each metric in the loss, as a tree like the metrics.
 
-    - `weights`: one number for all metrics, or a tree of numbers like that of the metrics, in which
+    - `weights`: one number for all metrics, or a tree of numbers like the metrics, in which
       None means 0.
     - `metrics`: wrapped metrics.
 
@@ -300,6 +300,20 @@ def objective(loss: Array, metrics: PyTree, weights: PyTree) -> tuple[Array, tup
     return jax.tree.reduce(jnp.add, shares, loss), (loss, values(metrics))
 
 
+def only_counted(weights: PyTree, metrics: PyTree) -> PyTree:
+    """The metrics of a visit, without a gradient where their weight in the loss is 0.
+
+    Where a derivative is infinite, 0 times that would be NaN.
+
+    - `weights`: as for `weights_like`.
+    """
+    return jax.tree.map(
+        lambda weight, metric: metric if counts(weight) else jax.lax.stop_gradient(metric),
+        weights_like(weights, metrics),
+        metrics,
+    )
+
+
 def counts(weight: Any) -> bool:
     """Whether a metric weight may be other than 0: it is traced, or known not to be 0."""
     return isinstance(weight, jax.core.Tracer) or bool(np.any(weight))
@@ -315,11 +329,10 @@ def _checked_weight(weight: Any, metric: Metric) -> Any:
 
 
 def _fold(metrics: PyTree, axis: int) -> PyTree:
-    """Combines the values along one array axis."""
-
     def one(metric: Declared) -> Declared:
         how = _REDUCTIONS.get(type(metric), jnp.mean)
-        return jax.tree.map(lambda leaf: how(leaf, axis=axis), metric)
+        folded: Declared = jax.tree.map(lambda leaf: how(leaf, axis=axis), metric)
+        return folded
 
     return jax.tree.map(one, metrics, is_leaf=is_metric)
 
@@ -359,7 +372,6 @@ def _check_alike(totals: Sequence[PyTree]) -> None:
 
 
 def _finished(metric: Declared) -> Metric:
-    """Turns a `MicrobatchMean` of `[layers, …]` into a `Mean`; others stay as they are."""
     if not isinstance(metric, MicrobatchMean):
         return metric
     values = jax.vmap(jax.vmap(metric.function))(metric.rows)  # [layers, microbatches, …]

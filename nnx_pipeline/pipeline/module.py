@@ -8,20 +8,18 @@ from flax import nnx
 from jaxtyping import Array, PyTree
 
 from nnx_pipeline.config.pipeline import PipelineConfig
-from nnx_pipeline.errors import InputError, of_type
-from nnx_pipeline.ops.dropout import sequence_keys
-from nnx_pipeline.pipeline.batches import Batches, batch_of
-from nnx_pipeline.pipeline.entry import by_names
+from nnx_pipeline.lab.errors import InputError, of_type
+from nnx_pipeline.pipeline._entry import Batches, by_names
+from nnx_pipeline.pipeline._runner import make_runner
+from nnx_pipeline.pipeline.contract import ModelEnds
 from nnx_pipeline.pipeline.layers import MakeLayer, as_kinds, make_layers
-from nnx_pipeline.pipeline.one_f_one_b.state import ModelEnds
 from nnx_pipeline.pipeline.options import WeightOptions
-from nnx_pipeline.pipeline.parts import DEFAULT_PARTS, LoopParts
-from nnx_pipeline.pipeline.runner import make_runner
-from nnx_pipeline.pipeline.stage.explained import explained
+from nnx_pipeline.pipeline.stage._explained import errors_explained
 from nnx_pipeline.pipeline.stage.layers import Side
 from nnx_pipeline.pipeline.stage.state import WithState
 from nnx_pipeline.pipeline.stage.variables import split_state, write_state
-from nnx_pipeline.sharding import Layout
+from nnx_pipeline.sharding.dropout import sequence_keys
+from nnx_pipeline.sharding.layout import Layout
 
 
 class CircularPipeline(nnx.Module):
@@ -67,7 +65,6 @@ class CircularPipeline(nnx.Module):
     - `layout`: the mesh axes that each logical axis is sharded over.
     - `weights`: the dtypes in which weights are gathered and gradients added up, and whether each
       device gets full gradients or a shard of them.
-    - `parts`: pieces of the loop that an experiment exchanges.
 
     With `backward=accumulate`, `fsdp_gather` other than `use` and the 1F1B schedule there is no
     forward mode (`jax.jvp`). Outside of `jax.jit` it raises InputError with the cure; within it JAX
@@ -86,7 +83,6 @@ class CircularPipeline(nnx.Module):
         rngs: nnx.Rngs,
         layout: Layout = Layout(),
         weights: WeightOptions = WeightOptions(),
-        parts: LoopParts = DEFAULT_PARTS,
     ) -> None:
         if not isinstance(config, PipelineConfig):
             raise InputError(
@@ -103,7 +99,6 @@ class CircularPipeline(nnx.Module):
             kinds=len(kinds),
             layout=layout,
             weights=weights,
-            parts=parts,
         )
         self.layers = make_layers(
             kinds,
@@ -120,15 +115,13 @@ class CircularPipeline(nnx.Module):
 
         - `x`: floating `[batch, …]`, or any pytree of such arrays; the result is like it.
         - `key`: a key for dropout, which is left out without one.
-        - `side`: what a layer reads beside x, `[batch, …]` each, by the names of its arguments,
+        - `side`: what a layer reads besides x, `[batch, …]` each, by the names of its arguments,
           which are not `key`, `keys` or `place`; None is passed on as it is, and `Shared(value)` as
           the value, whole.
         """
-        batches, batch = self.batches, batch_of(x)
-        batches.check(batch)
-        keys = None if key is None else sequence_keys(key, batch)
-        y, metrics = self.run(jax.tree.map(batches.arrange, x), side, keys=keys)
-        return jax.tree.map(lambda leaf: batches.as_batch(leaf, batch), y), metrics
+        x, keys, batch = self.batches.arrange_all(x, key)
+        y, metrics = self.run(x, side, keys=keys)
+        return jax.tree.map(lambda leaf: self.batches.as_batch(leaf, batch), y), metrics
 
     def run(self, x: PyTree, side: Side, *, keys: Array | None = None) -> tuple[PyTree, PyTree]:
         """As a call, of activations that are laid out by `batches.arrange`, as the result is.
@@ -137,7 +130,7 @@ class CircularPipeline(nnx.Module):
         - `side`, `keys`: as for `Runner.run`.
         """
         layers = split_state(self.placed_layers, self.batches.microbatches)
-        with explained():
+        with errors_explained():
             y, metrics, *state = self.runner.run(layers, x, side, keys=keys)
         if state:
             write_state(self.layers, *state)
@@ -152,12 +145,12 @@ class CircularPipeline(nnx.Module):
         key: Array | None = None,
         metric_weights: PyTree = None,
     ) -> tuple[Array, tuple[Array, PyTree]]:
-        """The loss of a whole model by 1F1B, and a pair: that of `ends.leave`, and the metrics.
+        """The loss of a whole model by 1F1B, and a pair: the loss of `ends.leave`, and the metrics.
 
         - `ends`: what comes before and after the layers. Both functions work on one microbatch;
           its activations have the axes of `batches.axes` without the first.
         - `inputs`: what `ends.enter` and what `ends.leave` reads, each `[batch, …]`.
-        - `side`: what layers read beside activations, by the names of their arguments, as in a
+        - `side`: what layers read besides activations, by the names of their arguments, as in a
           call; {} for nothing.
         - `key`: a key for dropout, which is left out without one, as in a call.
         - `metric_weights`: the weight of each metric in the loss, one number for all of them or a
@@ -165,15 +158,15 @@ class CircularPipeline(nnx.Module):
         """
         layers = split_state(self.placed_layers, self.batches.microbatches)
         keys = None if key is None else sequence_keys(key, _sequences_of(inputs))
-        with explained():
-            found = self.runner.loss(
+        with errors_explained():
+            total = self.runner.loss(
                 layers, ends, inputs, side, keys=keys, metric_weights=metric_weights
             )
-        if not isinstance(layers, WithState):
-            return found
-        total, state = found
-        write_state(self.layers, state)
-        return total
+        if isinstance(layers, WithState):
+            total, state = total
+            write_state(self.layers, state)
+        loss, parts = total
+        return loss, parts
 
     @property
     def placed_layers(self) -> Any:

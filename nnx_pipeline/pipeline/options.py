@@ -1,31 +1,30 @@
 """Options of the loops over ticks, and of the weights that they use."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from nnx_pipeline.errors import InputError, one_of
-from nnx_pipeline.pipeline.exchange.shift import SHIFTS, ShiftName
-from nnx_pipeline.pipeline.parts import DEFAULT_PARTS, LoopParts
-from nnx_pipeline.pipeline.weights.gathered import AS_STORED, WeightGathering
-from nnx_pipeline.remat import FULL, Remat
-from nnx_pipeline.sharding import Layout
+from nnx_pipeline.config._remat import FULL, Remat
+from nnx_pipeline.lab.errors import InputError, one_of
+from nnx_pipeline.pipeline._exchange.shift import SHIFTS, ShiftName
+from nnx_pipeline.pipeline.gather import FsdpGather
+from nnx_pipeline.sharding.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accumulation:
     """A hand-written backward pass that goes visit by visit with one gradient buffer per parameter.
 
-    - `grad_dtype`: the dtype in which gradients add up, None for that of the parameters. They are
-      returned in the parameters' dtype.
-    - `weights`: how the loop holds the weights. Where it gathers them once for all ticks, the stage
-      function and the microbatches have an axis of copies after the stages.
+    - `grad_dtype`: the dtype in which gradients add up; None for that of the parameters, in which
+      they are returned.
+    - `fsdp_gather`: which weights are gathered before the ticks that use them. If any are, the
+      stage function and the microbatches have an axis of copies after the stages.
     """
 
     grad_dtype: jax.typing.DTypeLike | None = None
-    weights: WeightGathering = AS_STORED
+    fsdp_gather: FsdpGather = field(default_factory=FsdpGather)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +32,13 @@ class LoopOptions:
     """How a loop over ticks is run; except for rounding, no option changes the results.
 
     - `shift_by`: how activations are sent to the next stage.
-    - `remat`: what to keep for the backward pass beside the input of each stage at each tick.
+    - `remat`: what to keep for the backward pass besides the input of each stage at each tick.
     - `saved_in_stage`: names that the checkpoint around a visit keeps in addition to those of
       `remat`, such as the inputs of the layers.
     - `accumulate`: how the loop adds up gradients. With None, JAX differentiates the circular loop
       by transposing its scan, and 1F1B, which always adds up gradients, uses the defaults.
     - `cast_at_use`: as in `WeightOptions`.
-    - `parts`: pieces of the loop that an experiment exchanges.
-    - `bubble_fill`: the value that the buffers hold before anything arrives.
+    - `bubble_fill`: the value of the buffers before anything arrives.
 
     Raises InputError for an unknown `shift_by`.
     """
@@ -50,7 +48,6 @@ class LoopOptions:
     saved_in_stage: tuple[str, ...] = ()
     accumulate: Accumulation | None = None
     cast_at_use: bool = False
-    parts: LoopParts = DEFAULT_PARTS
     bubble_fill: float = 0.0
 
     def __post_init__(self) -> None:
@@ -70,7 +67,7 @@ class WeightOptions:
     - `zero1`: mesh axes along which each device gets only its shard of the gradients, if the
       layers are given as `Zero1Layers`; with () gradients are sharded like the parameters.
     - `cast_at_use`: whether layers keep the compiler from casting weights before the loop, as
-      grouped experts do; see `stage.repeats.hold_to_read`.
+      grouped experts do; see `stage.repeats.split_to_read`.
 
     Raises InputError for dtypes that are not floating, and for axes that do not shard the batch.
     """

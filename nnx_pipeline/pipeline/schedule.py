@@ -7,10 +7,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from nnx_pipeline.errors import InputError, counted, divides, do_not_split, one_of, whole
+from nnx_pipeline.lab.errors import InputError, counted, divides, do_not_split, one_of, whole
 
 
-class Work(NamedTuple):
+class ScheduledVisit(NamedTuple):
     """One visit: a stage applies its layers of `repeat` to `microbatch`."""
 
     microbatch: int
@@ -24,11 +24,11 @@ class Visits(NamedTuple):
     repeat: np.ndarray  # int32
     active: np.ndarray  # bool, False in a bubble
 
-    def at(self, tick: int, stage: int) -> Work | None:
+    def at(self, tick: int, stage: int) -> ScheduledVisit | None:
         """What `stage` does at `tick`; None in a bubble."""
         if not self.active[tick, stage]:
             return None
-        return Work(int(self.microbatch[tick, stage]), int(self.repeat[tick, stage]))
+        return ScheduledVisit(int(self.microbatch[tick, stage]), int(self.repeat[tick, stage]))
 
     def to_json(self) -> list[list[list[int] | None]]:
         """`[microbatch, repeat]` by tick and stage, null in a bubble."""
@@ -155,9 +155,9 @@ class OneForwardOneBackward:
     visit, and outputs and cotangents travel one stage per tick. Backward visits go through the
     repeats from the last to the first.
 
-    A stage keeps what the backward visit needs of the forward visit for
-    2 · (S · (R - repeat) - s) - 1 ticks, counting those of both visits. So the first stage keeps
-    the most, S · (R + 1) - 1 visits, however many microbatches there are; see `slots`.
+    A stage stores the residuals of a forward visit for 2 · (S · (R - repeat) - s) - 1 ticks,
+    counting the ticks of both visits. So the first stage stores the most, those of
+    S · (R + 1) - 1 visits, however many microbatches there are; see `slots`.
 
     The loop takes M · R + S · (R + 1) - 2 ticks. The first S · R - 1 have no backward visits, and
     the last S · R - 1 no forward visits. So in each direction a stage spends the time of
@@ -182,10 +182,10 @@ class OneForwardOneBackward:
     @property
     def ticks(self) -> int:
         """The number of ticks of the loop: its three phases together."""
-        return self.visits + self.turn + self.stages - 1
+        return self.visits + self.warmup + self.stages - 1
 
     @property
-    def turn(self) -> int:
+    def warmup(self) -> int:
         """Ticks from the first forward visit of all to the first backward visit: S · R - 1."""
         return self.stages * self.repeats - 1
 
@@ -204,25 +204,25 @@ class OneForwardOneBackward:
 
     @property
     def ring_slots(self) -> int:
-        """The most visits of which a stage keeps something at the same time."""
+        """The most visits whose residuals a stage stores at the same time."""
         return int(self.slots.max()) + 1
 
     @functools.cached_property
     def slots(self) -> np.ndarray:
-        """The slot of its stage's ring in which each forward visit is kept: int32 `[visits, …]`.
+        """The slot of its stage's ring that stores each forward visit: int32 `[visits, …]`.
 
         A slot is free again in the tick after the backward visit that reads it. All stages take the
-        slots of the first one, which keeps a visit for the longest time. So there are as many as
+        slots of the first one, which stores a visit for the longest time. So there are as many as
         the first stage needs. The S - 1 entries after the last visit are for the bubbles that
-        follow it, whose values are kept for a tick.
+        follow it, whose values are stored for a tick.
         """
         number = np.arange(self.visits + self.stages - 1)
         repeat = number // self.stages % self.repeats
-        kept = np.where(number < self.visits, 2 * self.stages * (self.repeats - repeat) - 1, 1)
+        lasting = np.where(number < self.visits, 2 * self.stages * (self.repeats - repeat) - 1, 1)
         slots: list[int] = []
         free: list[int] = []
         taken: list[tuple[int, int]] = []  # the tick from which it is free again, and the slot
-        for visit, ticks in zip(number.tolist(), kept.tolist(), strict=True):
+        for visit, ticks in zip(number.tolist(), lasting.tolist(), strict=True):
             while taken and taken[0][0] <= visit:
                 heapq.heappush(free, heapq.heappop(taken)[1])
             slots.append(heapq.heappop(free) if free else len(taken))
@@ -232,7 +232,7 @@ class OneForwardOneBackward:
     @property
     def phases(self) -> tuple[range, range, range]:
         """The ticks with forward visits only, with both kinds, and with backward visits only."""
-        first, last = self.turn, self.visits + self.stages - 1
+        first, last = self.warmup, self.visits + self.stages - 1
         return range(first), range(first, last), range(last, self.ticks)
 
     @functools.cached_property
@@ -244,7 +244,7 @@ class OneForwardOneBackward:
     def backward(self) -> Visits:
         """The timetable of the backward visits."""
         # They have the order of forward visits, but count the repeats from the last.
-        done = self._visits(self._ticks - self.turn - np.arange(self.stages)[::-1])
+        done = self._visits(self._ticks - self.warmup - np.arange(self.stages)[::-1])
         return done._replace(repeat=np.where(done.active, self.repeats - 1 - done.repeat, 0))
 
     @property
@@ -257,11 +257,12 @@ class OneForwardOneBackward:
     def read(self) -> np.ndarray:
         """The slot that each backward visit reads: int32 `[ticks, stages]`.
 
-        In a bubble a stage reads the slot of its first visit, which holds valid values by then.
+        In a bubble a stage reads the slot of its first visit, which has valid values by then.
         """
         group, place = np.divmod(self.backward.microbatch, self.stages)
         forwarded = (group * self.repeats + self.backward.repeat) * self.stages + place
-        return self.slots[forwarded]
+        found: np.ndarray = self.slots[forwarded]
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """The same as for the circular schedule, with backward timetable, phases and ring slots.
@@ -303,8 +304,6 @@ def _within(number: np.ndarray, stop: int) -> np.ndarray:
 
 
 def _visits(microbatch: np.ndarray, repeat: np.ndarray, active: np.ndarray) -> Visits:
-    """The visits where `active` says so, and bubbles elsewhere."""
-
     def table(numbers: np.ndarray) -> np.ndarray:
         return np.where(active, numbers, 0).astype(np.int32)
 

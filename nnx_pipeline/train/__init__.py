@@ -4,21 +4,27 @@ What is listed here is public: `make_state` and `jit_train_step` for a loop of y
 of a `Source` for its data, and `train` for the whole. `linen_compat` saves and loads their states.
 """
 
-from nnx_pipeline.train.data import Source, batches, learnable_batches
-from nnx_pipeline.train.loop import Step, train
-from nnx_pipeline.train.optimizer import make_optimizer
-from nnx_pipeline.train.processes import several_processes
-from nnx_pipeline.train.step import (
-    Batch,
-    Metrics,
-    TrainState,
-    abstract_batch,
-    abstract_state,
-    jit_train_step,
-    loss_and_gradients,
-    loss_of,
-    make_state,
-)
+from typing import TYPE_CHECKING
+
+from nnx_pipeline.lab._lazy import lazy
+
+if TYPE_CHECKING:
+    from nnx_pipeline.train.data import Source, batches, learnable_batches
+    from nnx_pipeline.train.lint import lint_step
+    from nnx_pipeline.train.loop import Step, train
+    from nnx_pipeline.train.optimizer import make_optimizer
+    from nnx_pipeline.train.processes import several_processes
+    from nnx_pipeline.train.step import (
+        Batch,
+        Metrics,
+        TrainState,
+        abstract_batch,
+        abstract_state,
+        jit_train_step,
+        loss_and_gradients,
+        loss_of,
+        make_state,
+    )
 
 __all__ = [
     "Batch",
@@ -31,6 +37,7 @@ __all__ = [
     "batches",
     "jit_train_step",
     "learnable_batches",
+    "lint_step",
     "loss_and_gradients",
     "loss_of",
     "make_optimizer",
@@ -38,3 +45,5 @@ __all__ = [
     "several_processes",
     "train",
 ]
+
+__getattr__, __dir__ = lazy(__name__)

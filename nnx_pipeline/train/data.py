@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from nnx_pipeline.config.config import Config
-from nnx_pipeline.errors import InputError, counted, divides, kind_of
-from nnx_pipeline.sharding import Layout
+from nnx_pipeline.lab.errors import InputError, counted, divides, kind_of
+from nnx_pipeline.sharding.layout import Layout
 from nnx_pipeline.train.step import Batch, batch_sharding
 
 FOLLOWS_RULE = 0.9  # the share of tokens that follow the rule; the others are drawn uniformly
@@ -137,7 +137,7 @@ def learnable_batches(
 
 @dataclass(frozen=True)
 class Placed:
-    """Places an array of which each process makes the rows of its own devices.
+    """Places an array; each process makes the rows of its own devices.
 
     - `shape`, `sharding`: of the array, `[rows, columns]`.
     """

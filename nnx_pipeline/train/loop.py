@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from nnx_pipeline.config.config import Config
-from nnx_pipeline.decoder import Mixtral
-from nnx_pipeline.errors import InputError
+from nnx_pipeline.lab.errors import InputError
+from nnx_pipeline.modules.decoder import Mixtral
 from nnx_pipeline.train.data import Rule, Source, batches
 from nnx_pipeline.train.step import Metrics, TrainState, jit_train_step, make_state
 
@@ -21,7 +21,7 @@ MOST_WEIGHT = 1e6  # the largest magnitude that training gives a weight, unless 
 class Step(NamedTuple):
     """What a step leaves.
 
-    - `state`: is donated to the next step, so that it can be read only until that begins.
+    - `state`: donated to the next step; read it before that step begins.
     - `metrics`: what the step reports.
     """
 
@@ -52,13 +52,13 @@ def train(
     source: Source | None = None,
     state: TrainState | None = None,
 ) -> Iterator[Step]:
-    """Trains a model, a new one or one that was saved, and yields what each step leaves.
+    """Trains a new or a saved model, and yields what each step leaves.
 
     - `config`: of the model, the pipeline and the training.
     - `mesh`: the JAX mesh to train on.
     - `steps`: the number of the last step, counted from the beginning of training.
     - `seed`: of the initial values and of generated sequences.
-    - `source`: of the sequences; None for those of a `Rule`, which are generated.
+    - `source`: of the sequences; None for sequences that a `Rule` generates.
     - `state`: after which training goes on, on the mesh; it is donated to the first step. None for
       a new one.
 
@@ -69,12 +69,7 @@ def train(
     config does not give it. Raises InputError where the loss would then depend on it
     (`check_objective`), and where Adam would divide by zero in the dtype of the parameters.
     """
-    stored, eps = config.model.param_dtype, config.train.adam_eps
-    if not np.asarray(eps, jnp.dtype(stored)):
-        raise InputError(
-            f"train.adam_eps={eps:g} is zero in model.param_dtype={stored!r}, as are second "
-            "moments, so that Adam divides zero by zero; set model.param_dtype=float32"
-        )
+    _check_eps(config)
     with jax.set_mesh(mesh):
         state = make_state(config, mesh, seed=seed) if state is None else state
         step = jit_train_step(state, mesh)
@@ -86,3 +81,24 @@ def train(
         with jax.set_mesh(mesh):
             state, metrics = step(state, next(given))
         yield Step(state, metrics)
+
+
+def _check_eps(config: Config) -> None:
+    """Raises InputError where Adam would divide by zero in the dtype of the parameters."""
+    stored, eps = config.model.param_dtype, config.train.adam_eps
+
+    def is_zero(number: float, dtype: str) -> bool:
+        # XLA takes float32 numbers below the smallest normal one for zero.
+        too_small = number < jnp.finfo(jnp.float32).tiny
+        return bool(too_small or not np.asarray(number, jnp.dtype(dtype)))
+
+    if not is_zero(eps, stored):
+        return
+    cure = "model.param_dtype=float32"
+    if is_zero(eps, "float32"):
+        larger = next(number for number in (1e-8, 1e-4) if not is_zero(number, stored))
+        cure = f"train.adam_eps to a larger number, such as {larger:g}"
+    raise InputError(
+        f"train.adam_eps={eps:g} is zero in model.param_dtype={stored!r}, as are second moments, "
+        f"so that Adam divides zero by zero; set {cure}"
+    )

@@ -1,17 +1,26 @@
-"""Training in several processes, of which none waits for one that has ended."""
+"""Training in several processes; none waits for a process that has ended."""
 
 import contextlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
 
 import jax
 
-from nnx_pipeline.errors import described
-from nnx_pipeline.files import say
+from nnx_pipeline.lab._ending import INTERRUPTED
+from nnx_pipeline.lab._files import say
+from nnx_pipeline.lab.errors import described
 
 SILENCE = 30  # seconds without a sign of life, after which JAX takes a process for lost
+# With such a name JAX begins what it says of a computation that failed, which is a ValueError where
+# that fails while it is started.
+_STATUS = re.compile(
+    "(CANCELLED|UNKNOWN|INVALID_ARGUMENT|DEADLINE_EXCEEDED|NOT_FOUND|ALREADY_EXISTS"
+    "|PERMISSION_DENIED|RESOURCE_EXHAUSTED|FAILED_PRECONDITION|ABORTED|OUT_OF_RANGE|UNIMPLEMENTED"
+    "|INTERNAL|UNAVAILABLE|DATA_LOSS|UNAUTHENTICATED): "
+)
 
 
 @contextlib.contextmanager
@@ -27,24 +36,44 @@ def several_processes(
     All three are found by `jax.distributed.initialize` itself where the cluster says them. It is
     called before any other function of JAX that needs devices.
 
-    An exception within the context ends this process at once with exit code 1: with one line where
-    a computation failed, as it does when another process was killed, and else with its traceback.
-    Without that Python would wait for minutes for the others at its end, and they for this one.
+    An exception within the context ends this process at once: with one line and exit code 1 where a
+    computation failed, as it does when another process was killed, with the code of `sys.exit` for
+    that, with 130 for Ctrl-C, and with a traceback and 1 for others. Without that Python would wait
+    for minutes for the others at its end, and they for this one. `atexit` functions are not called.
+
+    A process that computes nothing across processes while another one is lost gets no exception:
+    JAX ends it after 30 seconds, or at once where rank 0 is lost, by SIGABRT with its own messages.
     """
     jax.distributed.initialize(coordinator, processes, rank, heartbeat_timeout_seconds=SILENCE)
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
+        jax.distributed.shutdown()
+    except GeneratorExit:  # a generator that holds the context was closed, which is no error
+        raise
+    except BaseException as error:
+        code = 1
+        try:
+            code = _told(error)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:  # also where what was told is not read any more
+            os._exit(code)
+
+
+def _told(error: BaseException) -> int:
+    """Says why this process ends; returns its exit code."""
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            return (error.code or 0) & 0xFF
+        say(str(error.code))
+        return 1
+    failed = isinstance(error, ValueError) and _STATUS.match(str(error))
+    if failed or isinstance(error, jax.errors.JaxRuntimeError):
         number, count = jax.process_index(), jax.process_count()
         say(
             f"process {number} of {count} cannot go on; if another one has ended, it says why: "
             f"{described(error)}"
         )
-    except Exception:
-        traceback.print_exc()
-    else:
-        jax.distributed.shutdown()
-        return
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+        return 1
+    traceback.print_exception(error)
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1

@@ -3,24 +3,25 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from nnx_pipeline.config.config import Config, TrainConfig
-from nnx_pipeline.decoder import Mixtral
-from nnx_pipeline.errors import InputError
-from nnx_pipeline.mesh import ambient_mesh
+from nnx_pipeline.lab.errors import InputError
+from nnx_pipeline.lab.mesh import ambient_mesh
+from nnx_pipeline.modules.decoder import Mixtral
 from nnx_pipeline.modules.moe import SelectionBias
-from nnx_pipeline.modules.parts import Cast, cast_to_other
-from nnx_pipeline.ops.router import RouterMetrics
-from nnx_pipeline.sharding import Layout, P
+from nnx_pipeline.ops._router import RouterMetrics
+from nnx_pipeline.sharding.layout import Layout, P, Variable, is_variable
 from nnx_pipeline.train.optimizer import global_norm, make_optimizer
+
+_Tree = TypeVar("_Tree", bound=PyTree)
 
 # (config, rngs=…) to a model of that config.
 MakeModel = Callable[..., Mixtral]
@@ -48,7 +49,7 @@ class Batch:
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """Everything that a training step changes; all of it is donated to the step.
+    """Everything that a training step changes, and that is donated to the step.
 
     - `step`: int32 scalar, the number of steps done.
     - `model`: the model with its parameters.
@@ -104,14 +105,12 @@ def loss_and_gradients(
     The gradients are in `train.grad_dtype`, and with `train.shard_optimizer_over_data` sharded over
     `data` too.
     """
-
-    def loss(parameters: Mixtral) -> tuple[Array, tuple[Array, RouterMetrics]]:
-        if model.zero1:
-            return loss_of(model, batch, key, shards=parameters)
-        return loss_of(parameters, batch, key)
-
-    values, gradients = jax.value_and_grad(loss, has_aux=True)(optimized(model))
-    return values, in_dtype(gradients, model.config.train.grad_dtype, model.parts.cast_gradient)
+    if model.zero1:  # with respect to the shards
+        of_shards = functools.partial(loss_of, model, batch, key)
+        values, gradients = jax.value_and_grad(of_shards, has_aux=True)(model.shards())
+    else:
+        values, gradients = jax.value_and_grad(loss_of, has_aux=True)(model, batch, key)
+    return values, in_dtype(gradients, model.config.train.grad_dtype)
 
 
 def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -139,12 +138,13 @@ def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
 def _without_selection_bias(updates: Mixtral) -> Mixtral:
     """The updates with 0 for what is not trained, which weight decay would change."""
 
-    def one(variable: Any) -> Any:
-        if not isinstance(variable, SelectionBias):
-            return variable
-        return variable.replace(jnp.zeros_like(variable.get_value()))
+    def one(leaf: Array | Variable) -> Array | Variable:
+        if not isinstance(leaf, SelectionBias):
+            return leaf
+        return leaf.replace(jnp.zeros_like(leaf.get_value()))
 
-    return jax.tree.map(one, updates, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    without: Mixtral = jax.tree.map(one, updates, is_leaf=is_variable)
+    return without
 
 
 def optimized(model: Mixtral) -> Mixtral:
@@ -152,15 +152,17 @@ def optimized(model: Mixtral) -> Mixtral:
     return model.shards() if model.zero1 else model
 
 
-def in_dtype(tree: Any, dtype: jax.typing.DTypeLike | None, cast: Cast = cast_to_other) -> Any:
-    """The arrays of `tree` in `dtype`.
-
-    - `dtype`: None leaves all arrays as they are.
-    - `cast`: casts one array; the default leaves arrays alone that have the dtype already.
-    """
+def in_dtype(tree: _Tree, dtype: jax.typing.DTypeLike | None) -> _Tree:
+    """The arrays of `tree` in `dtype`; None leaves all arrays as they are."""
     if dtype is None:
         return tree
-    return jax.tree.map(lambda x: cast(x, dtype), tree)
+    cast: _Tree = jax.tree.map(lambda x: cast_to_other(x, dtype), tree)
+    return cast
+
+
+def cast_to_other(x: Array, dtype: jax.typing.DTypeLike) -> Array:
+    """`x` in `dtype`, without a cast if it has that dtype already."""
+    return x if x.dtype == dtype else x.astype(dtype)
 
 
 def make_state(
@@ -175,13 +177,15 @@ def make_state(
     Raises InputError where another mesh is set, or none.
     """
     make = functools.partial(_make_state, functools.partial(make_model, config), config.train, seed)
-    return jax.jit(make, out_shardings=_state_shardings(jax.eval_shape(make), mesh))()
+    shardings = _state_shardings(jax.eval_shape(make), mesh)
+    state: TrainState = jax.jit(make, out_shardings=shardings)()
+    return state
 
 
 def abstract_state(config: Config, mesh: Mesh, *, make_model: MakeModel = Mixtral) -> TrainState:
     """The shapes, dtypes and shardings of a training state, without allocating any array.
 
-    The arguments are those of `make_state`; it too is called under `jax.set_mesh`.
+    The arguments are as for `make_state`; call it under `jax.set_mesh` too.
     """
     make = functools.partial(_make_state, functools.partial(make_model, config), config.train, 0)
     shapes = jax.eval_shape(make)
@@ -217,7 +221,7 @@ def batch_sharding(mesh: Mesh, layout: Layout) -> NamedSharding:
         return NamedSharding(mesh, layout.spec("whole_batch", None))
 
 
-def jit_train_step(state: TrainState, mesh: Mesh) -> Any:
+def jit_train_step(state: TrainState, mesh: Mesh) -> jax.stages.Wrapped:
     """`train_step` jitted for states like `state`, which is donated to it.
 
     - `state`: a real or an abstract state.
@@ -231,7 +235,6 @@ def jit_train_step(state: TrainState, mesh: Mesh) -> Any:
 
 
 def _make_state(make_model: Callable[..., Mixtral], train: TrainConfig, seed: int) -> TrainState:
-    """A new training state, to be jitted or evaluated for its shapes."""
     model = make_model(rngs=nnx.Rngs(seed))
     optimizer = make_optimizer(train).init(optimized(model))
     return TrainState(step=jnp.zeros((), jnp.int32), model=model, optimizer=optimizer)
@@ -259,22 +262,23 @@ def _state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
     )
 
 
-def _shardings(tree: Any, layout: Layout, on_mesh: Callable[[P], NamedSharding]) -> Any:
+def _shardings(tree: _Tree, layout: Layout, on_mesh: Callable[[P], NamedSharding]) -> _Tree:
     """A NamedSharding for every leaf, by the logical axes of its variable; else unsharded."""
 
-    def one(leaf: Any) -> Any:
-        if isinstance(leaf, nnx.Variable):
+    def one(leaf: Array | Variable) -> NamedSharding | Variable:
+        if is_variable(leaf):
             spec = layout.spec(*leaf.get_metadata("logical_axes"))
             return leaf.replace(on_mesh(spec))
         return on_mesh(P())
 
-    return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    shardings: _Tree = jax.tree.map(one, tree, is_leaf=is_variable)
+    return shardings
 
 
-def _with_shardings(shapes: Any, shardings: Any) -> Any:
-    """The abstract arrays of a tree with shardings added."""
-    return jax.tree.map(
+def _with_shardings(shapes: TrainState, shardings: TrainState) -> TrainState:
+    placed: TrainState = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
         shardings,
     )
+    return placed

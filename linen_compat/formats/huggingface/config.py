@@ -9,24 +9,27 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from linen_compat.formats.huggingface import deepseek
-from linen_compat.formats.huggingface.architectures import (
+from linen_compat.formats._checksums import Json
+from linen_compat.formats.huggingface import _deepseek as deepseek
+from linen_compat.formats.huggingface._architectures import (
     ARCHITECTURES,
+    CONFIG_FILE,
     LLAMA,
     LONGEST,
     WINDOW,
+    Allowed,
     Architecture,
+    Keys,
+    Only,
     written_as,
 )
-from linen_compat.formats.huggingface.rope import KEYS, agreed, fields_of_rope, rope_keys
+from linen_compat.formats.huggingface._rope import KEYS, agreed, fields_of_rope, rope_keys
 from nnx_pipeline import Config, InputError, ModelConfig
 from nnx_pipeline.config.model import DTYPES
-from nnx_pipeline.errors import divides, note, once, one_of, unparsed
-from nnx_pipeline.files import local, read_regular
+from nnx_pipeline.lab._files import local, read_regular
+from nnx_pipeline.lab.errors import divides, note, once, one_of, unparsed
 
-CONFIG_FILE = "config.json"
 _REQUIRED = {
     "vocab_size": "vocab_size",
     "hidden_size": "embed_dim",
@@ -43,19 +46,23 @@ _FIXED = {
     "logits_soft_cap": None,
     "full_attention_every": None,
 }
-# The only supported value of each key in any class, and the reason; null counts as that value, but
-# for what transformers then takes for false.
-_ONLY: dict[str, tuple[Any, str]] = {
-    "hidden_act": ("silu", "the gated MLP here has no other activation"),
-    "attention_bias": (False, "it is not read yet, and attention would have no bias here"),
-    "mlp_bias": (False, "the MLP has no bias here"),
-    "partial_rotary_factor": (1.0, "every dimension of a head is rotated here"),
-    "attention_dropout": (0.0, "attention weights have no dropout here; set it to 0 to go on"),
-    "router_jitter_noise": (0.0, "the router adds no noise here; set it to 0 to go on"),
-    "is_encoder_decoder": (False, "the model here is a decoder"),
-    "is_causal": (True, "a token reads those before it alone here"),
-    "quantization_config": (None, "save the model with plain float weights"),
-    "compression_config": (None, "save the model with plain float weights"),
+# Keys of any class that have supported values only. None stands for null.
+_ONLY: Only = {
+    "hidden_act": Allowed(("silu", None), "the gated MLP here has no other activation"),
+    "attention_bias": Allowed((False, None), "it is not read yet, and attention has no bias here"),
+    "mlp_bias": Allowed((False, None), "the MLP has no bias here"),
+    "partial_rotary_factor": Allowed((1.0, None), "every dimension of a head is rotated here"),
+    "attention_dropout": Allowed(
+        (0.0, None), "attention weights have no dropout here; set it to 0 to go on"
+    ),
+    "router_jitter_noise": Allowed(
+        (0.0, None), "the router adds no noise here; set it to 0 to go on"
+    ),
+    "is_encoder_decoder": Allowed((False, None), "the model here is a decoder"),
+    # transformers takes null for false.
+    "is_causal": Allowed((True,), "a token reads those before it alone here"),
+    "quantization_config": Allowed((None,), "save the model with plain float weights"),
+    "compression_config": Allowed((None,), "save the model with plain float weights"),
 }
 _READ_APART = {
     *("architectures", "model_type", "num_key_value_heads", "head_dim", WINDOW, LONGEST),
@@ -77,7 +84,7 @@ IGNORED = {
 UNREAD = {"is_llama_config", "activation", "use_qk_norm"}
 
 
-def config_from_huggingface(source: str | Path | Mapping[str, Any]) -> Config:
+def config_from_huggingface(source: str | Path | Keys) -> Config:
     """The config of a Hugging Face model.
 
     - `source`: the folder of the model, its `config.json`, or the contents of that file.
@@ -89,13 +96,13 @@ def config_from_huggingface(source: str | Path | Mapping[str, Any]) -> Config:
     Raises InputError, with the key and its value, for what is not supported, missing or unknown,
     and warns of unknown keys whose value is false, 0, null or empty.
     """
-    values = source if isinstance(source, Mapping) else read_config(source)
+    values = source if isinstance(source, Mapping) else read_config_json(source)
     architecture = _architecture(values)
     values = _renamed(values, architecture)
     _refuse_unknown(values, architecture)
     _refuse_values(values, architecture)
     absent = architecture.absent
-    fields = {ours: _whole_or_missing(values, key) for key, ours in _REQUIRED.items()}
+    fields: Json = {ours: _whole_or_missing(values, key) for key, ours in _REQUIRED.items()}
     fields |= {ours: values.get(key, absent[key]) for key, ours in _OPTIONAL.items()}
     fields |= {ours: values.get(key, absent[key]) for key, ours in architecture.experts.items()}
     if architecture.is_routed and fields["num_experts"] == 1:
@@ -130,7 +137,7 @@ def config_from_huggingface(source: str | Path | Mapping[str, Any]) -> Config:
     return Config(model=model)
 
 
-def config_to_huggingface(config: Config) -> dict[str, Any]:
+def config_to_huggingface(config: Config) -> Json:
     """The contents of `config.json` for a model: a Mixtral, or with one expert a Llama.
 
     With QK norm it is a Qwen3 instead, with experts or without, and with latent attention a
@@ -158,7 +165,7 @@ def config_to_huggingface(config: Config) -> dict[str, Any]:
             "model without rounding (it is None of a MaxText YAML with dtype: bfloat16)"
         )
     if architecture.latent:
-        deepseek.check(model)
+        deepseek.check_savable_deepseek(model)
     if architecture.heads_divide:
         divides(
             model.num_heads,
@@ -184,7 +191,7 @@ def config_to_huggingface(config: Config) -> dict[str, Any]:
     }
 
 
-def read_config(path: str | Path) -> dict[str, Any]:
+def read_config_json(path: str | Path) -> Json:
     """The contents of `config.json`.
 
     - `path`: the folder of a model, or the file itself.
@@ -199,7 +206,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     return read_json(file)
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> Json:
     """The object in a JSON file. Raises InputError, with the file's name, when there is none."""
     try:
         values = json.loads(read_regular(file), object_pairs_hook=once)
@@ -214,7 +221,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return values
 
 
-def _architecture(values: Mapping[str, Any]) -> Architecture:
+def _architecture(values: Keys) -> Architecture:
     """The class of the model, from `architectures` or else from `model_type`."""
     names, kind = values.get("architectures"), values.get("model_type")
     known = ", ".join(ARCHITECTURES)
@@ -233,15 +240,15 @@ def _architecture(values: Mapping[str, Any]) -> Architecture:
     return ARCHITECTURES[names[0]]
 
 
-def _renamed(values: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
+def _renamed(values: Keys, architecture: Architecture) -> Json:
     """The values with every key under the name that `architecture` gives it."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Json] = {}
     for key, value in values.items():
         found.setdefault(architecture.other_names.get(key, key), {})[key] = value
     return {key: agreed(given, None, CONFIG_FILE) for key, given in found.items()}
 
 
-def _refuse_unknown(values: Mapping[str, Any], architecture: Architecture) -> None:
+def _refuse_unknown(values: Keys, architecture: Architecture) -> None:
     """Raises InputError for a key that is neither mapped nor ignored on purpose.
 
     Such a key passes with a note where its value switches nothing on, or where it is in `UNREAD`.
@@ -263,15 +270,11 @@ def _refuse_unknown(values: Mapping[str, Any], architecture: Architecture) -> No
         note(f"{CONFIG_FILE}: {said}: not read here, and taken to change nothing in a {name}")
 
 
-def _refuse_values(values: Mapping[str, Any], architecture: Architecture) -> None:
+def _refuse_values(values: Keys, architecture: Architecture) -> None:
     """Raises InputError for keys whose value is not computed here."""
-    for key, (only, reason) in _ONLY.items():
-        if values.get(key, only) not in ((only,) if only is True else (only, None)):
-            raise InputError(
-                f"{CONFIG_FILE}: {key}={values[key]!r} is not supported, only {only!r}: {reason}"
-            )
-    for key, (allowed, reason) in architecture.only.items():
-        value = values.get(key, architecture.absent.get(key))
+    for key, (allowed, reason) in {**_ONLY, **architecture.only}.items():
+        absent = architecture.absent.get(key, *allowed[:1])
+        value = values.get(key, absent)
         if allowed and value not in allowed:
             raise InputError(
                 f"{CONFIG_FILE}: {key}={value!r} is not supported, only {allowed[0]!r}: {reason}"
@@ -287,8 +290,8 @@ def _refuse_values(values: Mapping[str, Any], architecture: Architecture) -> Non
         )
 
 
-def _window(values: Mapping[str, Any], architecture: Architecture) -> int | None:
-    """The sliding window; None for one that the longest sequence does not leave.
+def _window(values: Keys, architecture: Architecture) -> int | None:
+    """The sliding window; None where no sequence is longer.
 
     Raises InputError for a window of a class that does not read it.
     """
@@ -296,7 +299,7 @@ def _window(values: Mapping[str, Any], architecture: Architecture) -> int | None
     # Qwen3's window has no effect: it needs use_sliding_window, which is refused.
     if "use_sliding_window" in architecture.only or values.get(WINDOW, absent.get(WINDOW)) is None:
         return None
-    window: int = _whole_or_missing({**absent, **values}, WINDOW)
+    window = _whole_or_missing({**absent, **values}, WINDOW)
     longest = _longest(values, absent)
     if window >= longest:
         return None
@@ -308,13 +311,13 @@ def _window(values: Mapping[str, Any], architecture: Architecture) -> int | None
     return window
 
 
-def _longest(values: Mapping[str, Any], absent: Mapping[str, Any]) -> int:
+def _longest(values: Keys, absent: Keys) -> int:
     """The longest sequence, by default that of transformers."""
     given = values.get(LONGEST)
     return _whole_or_missing({LONGEST: absent[LONGEST] if given is None else given}, LONGEST)
 
 
-def _whole_or_missing(values: Mapping[str, Any], key: str) -> Any:
+def _whole_or_missing(values: Keys, key: str) -> int:
     """The value of a key. Raises InputError unless it is there and a whole number above 0."""
     if values.get(key) is None:
         raise InputError(f"{CONFIG_FILE}: {key} is missing")
@@ -324,10 +327,8 @@ def _whole_or_missing(values: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _head_dim(
-    values: Mapping[str, Any], absent: Mapping[str, Any], embed_dim: int, heads: int
-) -> int:
-    """The size of a head: its own key, transformers' default, or hidden_size / heads."""
+def _head_dim(values: Keys, absent: Keys, embed_dim: int, heads: int) -> int:
+    """The size of a head: from its key, from transformers' default, or hidden_size / heads."""
     own = {"head_dim": values.get("head_dim", absent.get("head_dim"))}
     if own["head_dim"] is not None:
         return _whole_or_missing(own, "head_dim")
@@ -336,9 +337,8 @@ def _head_dim(
     return embed_dim // heads
 
 
-def _dtype(values: Mapping[str, Any]) -> str:
-    """The dtype of the weights, under its older or its newer key."""
+def _dtype(values: Keys) -> str:
     named = {key: values[key] for key in ("torch_dtype", "dtype") if values.get(key) is not None}
     for key, value in named.items():
         one_of(f"{CONFIG_FILE}: {key}", value, DTYPES)
-    return agreed(named, "float32", CONFIG_FILE)
+    return str(agreed(named, "float32", CONFIG_FILE))

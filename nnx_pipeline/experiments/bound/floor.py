@@ -1,15 +1,15 @@
 """The floor of a training step: what any program for it must hold, and how long it must take."""
 
 from nnx_pipeline.config.config import Config
-from nnx_pipeline.experiments.bound.expected import expected
-from nnx_pipeline.experiments.bound.moments import moments
-from nnx_pipeline.experiments.bound.sizes import Sizes, bytes_of, on_mesh
-from nnx_pipeline.experiments.useful import bubble_share, flops_outside_layers, useful_flops
-from nnx_pipeline.lab.attribution.floor import Floor, LeastTime, Term
+from nnx_pipeline.experiments._useful import bubble_share, flops_outside_layers, useful_flops
+from nnx_pipeline.experiments.bound._expected import expected
+from nnx_pipeline.experiments.bound._moments import moments
+from nnx_pipeline.experiments.bound._sizes import Sizes, bytes_of, on_mesh
+from nnx_pipeline.lab._timing.devices import Device, device_of
+from nnx_pipeline.lab._timing.precision import ProductPrecision, product_rate
+from nnx_pipeline.lab.attribution._floor import Floor, LeastTime, Term
 from nnx_pipeline.lab.compile.platform import Platform
-from nnx_pipeline.lab.timing.devices import Device, device_of
-from nnx_pipeline.lab.timing.precision import Asked, product_rate
-from nnx_pipeline.mesh import MeshConfig
+from nnx_pipeline.lab.mesh import MeshConfig
 
 HLO_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
@@ -17,7 +17,7 @@ HLO_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 def floor(config: Config, mesh: MeshConfig | str, platform: Platform | str | None = None) -> Floor:
     """The bytes per device that a training step must hold at its peak, and its least time.
 
-    - `config`: of model, pipeline and training; what of it the floor does not know, it says.
+    - `config`: of model, pipeline and training; the floor lists the options that it ignores.
     - `mesh`: the size of each mesh axis, or a text such as `stage=4,fsdp=2`.
     - `platform`: the device whose peak gives the time, for which the layers choose how many experts
       they compute at a time, and whose compiler's heap is expected. None leaves out the time and
@@ -59,8 +59,8 @@ def _arguments(sizes: Sizes) -> tuple[Term, ...]:
 
 def _least_time(config: Config, mesh: MeshConfig, device: Device | None) -> LeastTime | None:
     dtype = HLO_DTYPES[config.model.dtype]
-    rate = product_rate(device, Asked((dtype, dtype))) if device else None
-    # Quantized products may be faster than those of dtype, which gives no bound then.
+    rate = product_rate(device, ProductPrecision((dtype, dtype))) if device else None
+    # Quantized products may be faster than the peak of `dtype`, which then is no bound.
     if rate is None or config.model.quantization:
         return None
     return LeastTime(
@@ -100,7 +100,7 @@ def _unknown(config: Config, mesh: MeshConfig) -> tuple[str, ...]:
             several and not pipeline.save_decoder_layer_input
         ),
         "two repeats of gathered weights with pipeline.fsdp_gather=prefetch are not counted": (
-            pipeline.fsdp_gather == "prefetch" and pipeline.num_repeats > 1
+            pipeline.prefetches
         ),
         "the buffers of pipeline.forwarding_delay=2 are not counted": (
             pipeline.forwarding_delay != 1

@@ -19,9 +19,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from nnx_pipeline.lab.hlo.buffers import Allocation, BufferText, Placed
+from nnx_pipeline.lab._hlo.buffers import BufferText, BufferValue
 
 ROWS = {
     "kept_argument_bytes": "arguments that are kept",
@@ -31,7 +31,7 @@ ROWS = {
     "heap_bytes": "heap",
 }
 _ON_CHIP = 1  # the memory space of a TPU's vector memory
-HOST = 5  # that of the host, which the compilers count separately
+HOST = 5  # the memory of the host, which the compilers count separately
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,28 +103,20 @@ class Assigned:
     host_output_bytes: int = 0
 
     def memory(self, heap: int) -> Memory:
-        """The memory of a program of which the compiler itself reports nothing.
+        """The memory of a program about which the compiler itself reports nothing.
 
         - `heap`: the bytes of its heap.
         """
+        shared = dataclasses.asdict(self)
+        del shared["scratch_bytes"], shared["on_chip_bytes"]
         return Memory(
-            argument_bytes=self.argument_bytes,
-            output_bytes=self.output_bytes,
-            alias_bytes=self.alias_bytes,
-            temp_bytes=None,
-            heap_bytes=heap,
-            constant_bytes=self.constant_bytes,
-            peak_bytes=None,
-            generated_code_bytes=None,
-            host_temp_bytes=self.host_temp_bytes,
-            host_argument_bytes=self.host_argument_bytes,
-            host_output_bytes=self.host_output_bytes,
+            temp_bytes=None, heap_bytes=heap, peak_bytes=None, generated_code_bytes=None, **shared
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """The rows that add up to `Memory.account_bytes`, and further figures beside them.
+    """The rows that add up to `Memory.account_bytes`, and further figures.
 
     - `kept_argument_bytes`, `donated_argument_bytes`: arguments that no output aliases, and those
       that one does.
@@ -205,7 +197,7 @@ def assigned(buffers: BufferText) -> Assigned:
         output_bytes=sum(part.bytes for part in there if part.is_output),
         alias_bytes=sum(part.bytes for part in there if part.is_argument and part.is_output),
         constant_bytes=sum(part.bytes for part in there if part.is_constant),
-        scratch_bytes=sum(held for *_, held in in_outputs(buffers)),
+        scratch_bytes=sum(temporary.bytes for temporary in in_outputs(buffers)),
         on_chip_bytes=sum(part.bytes for part in on_chip if part.is_temp) if on_chip else None,
         host_temp_bytes=sum(part.bytes for part in on_host if part.is_temp),
         host_argument_bytes=sum(part.bytes for part in on_host if part.is_argument),
@@ -213,8 +205,15 @@ def assigned(buffers: BufferText) -> Assigned:
     )
 
 
-def in_outputs(buffers: BufferText) -> list[tuple[Allocation, Placed, int]]:
-    """Temporaries in the memory of outputs that alias no argument: allocation, value and bytes.
+class InOutput(NamedTuple):
+    """A temporary value in the memory of an output, and the bytes that it alone is counted for."""
+
+    value: BufferValue
+    bytes: int
+
+
+def in_outputs(buffers: BufferText) -> list[InOutput]:
+    """Temporaries in the memory of outputs that alias no argument.
 
     Bytes that several temporaries use one after the other count for the first of them.
     """
@@ -227,9 +226,8 @@ def in_outputs(buffers: BufferText) -> list[tuple[Allocation, Placed, int]]:
         # live range (last < first) is inside a fusion.
         before = [value for value in part.values if value.first <= value.last <= last]
         before.sort(key=lambda value: (value.first, -value.bytes))
-        places = ((value.offset, value.offset + value.bytes) for value in before)
-        held = free_parts(places)
-        found += [(part, *pair) for pair in zip(before, held, strict=True) if pair[1]]
+        sizes = free_parts((value.offset, value.offset + value.bytes) for value in before)
+        found += [InOutput(*pair) for pair in zip(before, sizes, strict=True) if pair[1]]
     return found
 
 
@@ -241,11 +239,11 @@ def free_parts(pieces: Iterable[tuple[int, int]]) -> list[int]:
     taken: list[tuple[int, int]] = []  # what the pieces so far cover; no two of them touch
     sizes = []
     for start, end in pieces:
-        apart = [part for part in taken if part[1] < start or end < part[0]]
-        met = [part for part in taken if part not in apart]
+        separate = [part for part in taken if part[1] < start or end < part[0]]
+        met = [part for part in taken if part not in separate]
         shared = (min(high, end) - max(low, start) for low, high in met)
         sizes.append(end - start - sum(shared))
         low = min([start, *(part[0] for part in met)])
         high = max([end, *(part[1] for part in met)])
-        taken = [*apart, (low, high)]
+        taken = [*separate, (low, high)]
     return sizes

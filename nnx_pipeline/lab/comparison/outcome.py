@@ -4,8 +4,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nnx_pipeline.lab.attribution.result import BufferDifference, difference
-from nnx_pipeline.lab.comparison.numerics import Numerics
+from nnx_pipeline.lab.attribution._result import BufferDifference, difference
+from nnx_pipeline.lab.comparison._numerics import Numerics
 from nnx_pipeline.lab.compile.measure import Measurement
 
 # Figures of a measurement that a verdict may be about.
@@ -80,26 +80,26 @@ class Outcome:
 
     @property
     def buffers(self) -> tuple[BufferDifference, ...] | None:
-        """What the heap of b holds more or less than that of a; None where one is not known."""
+        """How the heap of b differs from the heap of a; None where one is not known."""
         one, other = (result.attribution if result else None for result in (self.a, self.b))
         return difference(one, other) if one and other else None
 
     def bytes_of(self, quantity: Quantity) -> tuple[int | None, int | None]:
-        """One figure of both arms, in bytes; None for an arm of which it is not known."""
+        """One figure of both arms, in bytes; None for an arm whose figure is not known."""
         before, after = (
             result.bytes_of(quantity) if result else None for result in (self.a, self.b)
         )
         return before, after
 
     def ratio(self, quantity: Quantity) -> float | None:
-        """The figure of b divided by that of a; None where one is not known, or that of a is 0."""
+        """Arm b's figure divided by arm a's; None where one is not known, or arm a's is 0."""
         before, after = self.bytes_of(quantity)
         return after / before if before and after is not None else None
 
     def verdict_by(self, quantity: Quantity) -> str:
-        """The verdict by one figure: `holds` where that of arm b is smaller, `opposite` if larger.
+        """The verdict by one figure: `holds` where arm b's is smaller, `opposite` if larger.
 
-        It is `no effect` where the two are equal or differ by less than NO_EFFECT of that of a, and
+        It is `no effect` where they are equal or differ by less than NO_EFFECT of arm a's, and
         `not applicable` where one is not known.
         """
         before, after = self.bytes_of(quantity)
@@ -110,7 +110,7 @@ class Outcome:
         return "holds" if after < before else "opposite"
 
     def to_json(self) -> dict[str, Any]:
-        """One entry of `ab --json`."""
+        """One entry of `compare --json`."""
         buffers = self.buffers
         return {
             "name": self.question.name,
@@ -166,7 +166,7 @@ def compare_measurements(question: Question, a: Measurement | str, b: Measuremen
         if verdict == NOT_APPLICABLE:
             notes.append(f"{NAMES[judged_by]} is not known")
         if judged_by == "trace_host":
-            notes.append(_held_while_tracing(outcome))
+            notes.append(_host_bytes_while_tracing(outcome))
         else:
             notes += _other_verdicts(outcome, verdict)
     notes += _notes_of_arms(outcome)
@@ -174,7 +174,6 @@ def compare_measurements(question: Question, a: Measurement | str, b: Measuremen
 
 
 def _notes_of_arms(outcome: Outcome) -> list[str]:
-    """What is to be known about the figures of each program; of both, where it is the same."""
     labels: dict[str, list[str]] = {}
     for label, result in outcome.arms:
         for note in result.notes if result else ():
@@ -182,10 +181,9 @@ def _notes_of_arms(outcome: Outcome) -> list[str]:
     return [f"{' and '.join(those)}: {note}" for note, those in labels.items()]
 
 
-def _held_while_tracing(outcome: Outcome) -> str:
-    """A sentence with what the host holds for each arm while it traces."""
-    held = outcome.bytes_of("trace_host")
-    shown = " and ".join("–" if size is None else f"{size / 1e6:.1f} MB" for size in held)
+def _host_bytes_while_tracing(outcome: Outcome) -> str:
+    sizes = outcome.bytes_of("trace_host")
+    shown = " and ".join("–" if size is None else f"{size / 1e6:.1f} MB" for size in sizes)
     return f"the verdict is about {NAMES['trace_host']}: {shown}"
 
 
@@ -211,7 +209,6 @@ def _other_verdicts(outcome: Outcome, verdict: str) -> list[str]:
 def _why_no_effect(
     question: Question, verdict: str, one: Measurement, other: Measurement
 ) -> list[str]:
-    """Why two arms hold the same: one program, or two with nearly the same figure."""
     if one.fingerprint == other.fingerprint:
         why = f", as {question.same_program}" if question.same_program else ""
         return [f"both arms compile to the same program{why}"]

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from nnx_pipeline.errors import InputError, nearest
 from nnx_pipeline.lab.compile.measure import Measurement
+from nnx_pipeline.lab.errors import InputError, nearest
 
 FIGURES = (
     "temp_bytes",
@@ -51,7 +51,7 @@ class Point:
     def figure(self, name: str) -> float | None:
         """One of FIGURES, with bytes and FLOPs per device; None where it is not known.
 
-        `step_seconds` is the estimated time of a step, `collective_seconds` that of its
+        `step_seconds` is the estimated time of a step, `collective_seconds` the time of its
         collectives. How long a program takes to compile is no figure, because several are compiled
         at the same time.
         """
@@ -81,7 +81,7 @@ class Sweep:
     field: str
     arms: tuple[tuple[str, tuple[Point, ...]], ...]
     platform: str
-    along: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+    along: tuple[tuple[str, tuple[object, ...]], ...] = ()
 
     def names(self) -> list[str]:
         """What each program is called: the values of all swept fields."""
@@ -138,7 +138,7 @@ class Sweep:
         return line.slope
 
     def to_json(self) -> dict[str, Any]:
-        """What `ab --sweep --json` writes."""
+        """What `compare --sweep --json` writes."""
         arms = []
         for label, points in self.arms:
             fits = {name: self.fit(name, label) for name in FIGURES}
@@ -154,7 +154,7 @@ class Sweep:
         return {**found, "along": along, "arms": arms}
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -173,5 +173,5 @@ def line_through(pairs: list[tuple[float, float]]) -> Fit | None:
     intercept = float(y.mean() - slope * x.mean())
     spread = float(np.sum((y - y.mean()) ** 2))
     left = float(np.sum((y - slope * x - intercept) ** 2))
-    told = len({x for x, _ in pairs}) > 2 and spread > 0  # any two points lie on a line
-    return Fit(slope=slope, intercept=intercept, r_squared=1 - left / spread if told else None)
+    is_known = len({x for x, _ in pairs}) > 2 and spread > 0  # any two points lie on a line
+    return Fit(slope=slope, intercept=intercept, r_squared=1 - left / spread if is_known else None)

@@ -10,35 +10,35 @@ from typing import Any, NamedTuple
 
 import jax
 
+from nnx_pipeline.lab._hlo.module import fingerprint
+from nnx_pipeline.lab._hlo.unread import Unread
+from nnx_pipeline.lab._timing.devices import device_of
+from nnx_pipeline.lab._timing.links import Links
+from nnx_pipeline.lab._timing.result import KEYS, Time
+from nnx_pipeline.lab._tracing.constraints import Constraint, constraints_of
+from nnx_pipeline.lab._tracing.jaxpr import called_from_one_line
+from nnx_pipeline.lab.attribution._floor import Floor
+from nnx_pipeline.lab.attribution._result import Attribution
 from nnx_pipeline.lab.attribution.account import Account, Assigned, Memory
-from nnx_pipeline.lab.attribution.floor import Floor
-from nnx_pipeline.lab.attribution.result import Attribution
-from nnx_pipeline.lab.compile.accepted import compile_with_settings
-from nnx_pipeline.lab.compile.figures import Program, read_program
-from nnx_pipeline.lab.compile.heap import TooLarge, heap_bytes
-from nnx_pipeline.lab.compile.notes import (
+from nnx_pipeline.lab.compile._accepted import compile_with_settings
+from nnx_pipeline.lab.compile._figures import ProgramFigures, read_program
+from nnx_pipeline.lab.compile._heap import TooLarge, heap_bytes
+from nnx_pipeline.lab.compile._notes import (
     dropped_arguments,
     in_no_figure,
     lost_donations,
     scratch_at_run_time,
 )
+from nnx_pipeline.lab.compile._refused import lowered_without_devices
+from nnx_pipeline.lab.compile._tables import with_tables
 from nnx_pipeline.lab.compile.platform import Platform
-from nnx_pipeline.lab.compile.refused import lowered_without_devices
-from nnx_pipeline.lab.compile.tables import with_tables
-from nnx_pipeline.lab.hlo.module import fingerprint
-from nnx_pipeline.lab.hlo.unread import Unread
-from nnx_pipeline.lab.timing.devices import device_of
-from nnx_pipeline.lab.timing.links import Links
-from nnx_pipeline.lab.timing.result import KEYS, Time
-from nnx_pipeline.tracing.constraints import Constraint, constraints_of
-from nnx_pipeline.tracing.jaxpr import called_from_one_line
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """The figures of one compiled program, most of which `compile --json` writes by the same names.
+    """The figures of one compiled program, most of which `measure --json` writes by the same names.
 
     - `platform`: what it was compiled for, as `Platform.parse` reads it.
     - `mesh`: the size of each mesh axis.
@@ -61,11 +61,11 @@ class Measurement:
       compiler also compiles programs that are larger.
     - `gemm`: what NVIDIA's matrix products become, see `Platform`; None on other platforms.
     - `xla`: the settings of the compiler that the user gave, by name.
-    - `xla_left_out`: those of a named set that this compiler does not take.
+    - `xla_left_out`: the settings of a named set that this compiler does not take.
     - `trace_host_bytes`: the most bytes that Python held on the host while the program was traced,
       in experiments that are about this figure.
     - `measured`: when, in ISO format, if the measurement comes from a cache.
-    - `known_flops`: operations of the matrix products of which they are known.
+    - `known_flops`: operations of the matrix products that can be read.
     - `unread`: parts of the program that are missing from the figures that each entry names.
     - `notes`: what was declared and is not in the program, and what a figure counts beyond what
       runs, one sentence each.
@@ -157,17 +157,17 @@ class Measurement:
         return None if self.memory.account_bytes is None else False
 
     def to_json(self) -> dict[str, Any]:
-        """The measurement as `compile --json` writes it."""
+        """The measurement as `measure --json` writes it."""
         fields = dataclasses.asdict(dataclasses.replace(self, hlo="", attribution=None))
         for name in ("hlo", "kept_fingerprint", "attribution", "assigned", "measured", "choices"):
             del fields[name]
-        told: dict[str, Any] = {"memory": self.memory.to_json(), "account": self.account.to_json()}
-        told["time"] = self.time.to_json() if self.time else dict.fromkeys(KEYS)
-        told["floor"] = self.floor.to_json() if self.floor else None
         return {
             "schema": 1,
             **fields,
-            **told,
+            "memory": self.memory.to_json(),
+            "account": self.account.to_json(),
+            "time": self.time.to_json() if self.time else dict.fromkeys(KEYS),
+            "floor": self.floor.to_json() if self.floor else None,
             **self.choices,
             "exceeds_device_memory": self.exceeds_device_memory,
         }
@@ -187,11 +187,11 @@ class Measurement:
 
         Raises KeyError or TypeError for a value that `to_cache` has not written.
         """
-        rows, beside = value["attribution"], value["assigned"]
+        rows, assigned = value["attribution"], value["assigned"]
         changed = {
             "memory": Memory(**value["memory"]),
             "time": None if value["time"] is None else Time.from_cache(value["time"]),
-            "assigned": None if beside is None else Assigned(**beside),
+            "assigned": None if assigned is None else Assigned(**assigned),
             "attribution": None if rows is None else Attribution.from_json(rows),
             "measured": measured,
             "floor": None if value.get("floor") is None else Floor.from_cache(value["floor"]),
@@ -207,7 +207,7 @@ class _Read(NamedTuple):
     """What the results of a compiler say."""
 
     hlo: str
-    program: Program
+    program: ProgramFigures
     memory: Memory
     costs: dict[str, float]
     notes: list[str]
@@ -225,7 +225,7 @@ class Lowered:
     """
 
     program: jax.stages.Lowered
-    one_line: Any
+    one_line: frozenset[str]
     constraints: tuple[Constraint, ...]
     links: Links | None
     platform: Platform
@@ -273,7 +273,6 @@ class Lowered:
         )
 
     def _compiled(self, compiled: jax.stages.Compiled, text: str | None) -> _Read:
-        """What a program and its buffer assignment say."""
         hlo = with_tables(compiled.as_text() or "", compiled)
         analysis: Any = compiled.memory_analysis()
         temp = analysis.temp_size_in_bytes
@@ -342,7 +341,6 @@ def _links(platform: Platform) -> Links | None:
 
 
 def _parameters(hlo: str) -> int:
-    """How many arguments a program reads, by its text."""
     return len(re.findall(r" parameter\(\d+\)", hlo[hlo.index("\nENTRY ") :]))
 
 

@@ -3,7 +3,11 @@
 How a compiler works without devices (JAX 0.10 to 0.12): a topology of `libtpu` or of the CUDA
 plugin gives device objects from which a mesh can be built. Lowering and compiling work for such a
 mesh, running does not.
+
+JAX is imported only where devices are asked for: what names a platform is checked without it.
 """
+
+from __future__ import annotations
 
 import importlib.metadata
 import importlib.resources
@@ -15,18 +19,19 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import jax
-
-from nnx_pipeline.errors import InputError, install, nearest
-from nnx_pipeline.lab.compile.settings import (
+from nnx_pipeline.lab.compile._settings import (
     TRITON_GEMM,
     Setting,
     check_kind,
     gemm_of,
     parse_settings,
 )
+from nnx_pipeline.lab.errors import InputError, counted, install, nearest
+
+if TYPE_CHECKING:
+    import jax
 
 KINDS = ("cpu", "tpu", "cuda", "local")
 CUDA_TARGETS = ("h100", "h200")
@@ -56,6 +61,20 @@ _TPU_MEMORY = {
 }
 
 
+# The slices of a TPU v5p by their number of chips.
+_V5P = {
+    4: "2x2x1",
+    8: "2x2x2",
+    16: "2x2x4",
+    32: "2x4x4",
+    64: "4x4x4",
+    128: "4x4x8",
+    256: "4x8x8",
+    512: "8x8x8",
+    1024: "8x8x16",
+}
+
+
 class MissingCompiler(InputError):
     """Raised when the compiler of a platform is not installed."""
 
@@ -79,7 +98,7 @@ class Platform:
     xla: tuple[Setting, ...] = ()
 
     @classmethod
-    def parse(cls, text: str, *settings: str) -> "Platform":
+    def parse(cls, text: str, *settings: str) -> Platform:
         """Reads a platform from a text such as `cpu`, `local`, `tpu:v5p:2x2x2` or `cuda:h100:8`.
 
         - `text`: the platform.
@@ -90,7 +109,7 @@ class Platform:
         return cls._parsed(text).with_settings(parse_settings(settings))
 
     @classmethod
-    def _parsed(cls, text: str) -> "Platform":
+    def _parsed(cls, text: str) -> Platform:
         kind, *rest = text.split(":")
         if kind not in KINDS:
             cure = "did you mean 'cuda'?" if kind in ("gpu", "nvidia") else nearest(kind, KINDS)
@@ -121,7 +140,7 @@ class Platform:
             )
         return cls(kind, target, topology)
 
-    def with_settings(self, settings: tuple[Setting, ...]) -> "Platform":
+    def with_settings(self, settings: tuple[Setting, ...]) -> Platform:
         """The same platform with these settings of its compiler, which win over its own.
 
         - `settings`: as `parse_settings` gives them.
@@ -138,7 +157,7 @@ class Platform:
     def backend(self) -> str:
         """JAX's name of the platform: `cpu`, `tpu` or `gpu`."""
         if self.kind == "local":
-            return _local_devices()[0].platform
+            return str(_local_devices()[0].platform)
         return "gpu" if self.kind == "cuda" else self.kind
 
     @property
@@ -146,7 +165,7 @@ class Platform:
         """Whether programs can run on it, rather than only be compiled for it."""
         return self.kind in ("cpu", "local")
 
-    def devices(self, needed: int) -> Sequence[Any]:
+    def devices(self, needed: int) -> Sequence[jax.Device]:
         """The devices to compile for.
 
         - `needed`: how many virtual CPU devices the process must have: on `cpu` they are the
@@ -157,6 +176,8 @@ class Platform:
         Raises InputError when the compiler has the wrong version or does not know the topology,
         and MissingCompiler when it is not installed.
         """
+        import jax
+
         if self.kind == "local":
             return _local_devices()
         _use_virtual_cpus(needed)
@@ -195,8 +216,29 @@ class Platform:
         return {**seen, **{name: _version(name) for name in names}}
 
 
+def default_platform(devices: int, *, on_mesh: bool) -> tuple[str, str]:
+    """The platform to compile for where none is named, and why.
+
+    - `devices`: of the mesh.
+    - `on_mesh`: whether the program needs a mesh also on one device; without one it is for one chip
+      of any slice.
+    """
+    why = "as its compiler is installed"
+    if _version("libtpu") and _matches(_version("libtpu"), _required("tpu", "libtpu")):
+        if topology := _V5P.get(devices if on_mesh or devices > 1 else min(_V5P)):
+            return f"tpu:v5p:{topology}", why
+        why = f"as no slice of a TPU v5p has {counted(devices, 'device')}"
+    if _version("jax-cuda13-plugin") == _version("jax") and _version("nvidia-cuda-nvcc"):
+        return f"cuda:h100:{devices}", why
+    if why.startswith("as its"):
+        why = "as no compiler of an accelerator is installed"
+    return "cpu", f"{why}; its figures mislead, so install one: {install('tpu')}"
+
+
 def _use_virtual_cpus(needed: int) -> None:
     """Makes JAX start with that many virtual CPU devices; InputError if it started with fewer."""
+    import jax
+
     if needed > MOST_CPUS:
         raise InputError(
             f"the mesh needs {needed} virtual CPU devices, of which {MOST_CPUS} are the most; "
@@ -217,11 +259,13 @@ def _use_virtual_cpus(needed: int) -> None:
         )
 
 
-def _local_devices() -> Sequence[Any]:
+def _local_devices() -> Sequence[jax.Device]:
     """The devices that JAX sees. A plugin that finds none of its kind is told in one line.
 
     JAX logs such a plugin with a traceback, and libtpu asks for a machine that is not there.
     """
+    import jax
+
     if not any(Path("/dev").glob("accel*")) and not Path("/dev/vfio").exists():
         for name, value in _TPU_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -238,7 +282,7 @@ def _local_devices() -> Sequence[Any]:
         log.removeFilter(without_traceback)
 
 
-def _tpu_devices(platform: Platform) -> Sequence[Any]:
+def _tpu_devices(platform: Platform) -> Sequence[jax.Device]:
     wanted = _required("tpu", "libtpu")
     have = _version("libtpu")
     cure = install("tpu")
@@ -246,7 +290,7 @@ def _tpu_devices(platform: Platform) -> Sequence[Any]:
         raise MissingCompiler(f"platform {platform} needs libtpu, which is not installed; {cure}")
     if not _matches(have, wanted):
         raise InputError(
-            f"platform {platform} needs libtpu{wanted} for jax {jax.__version__} and found {have}, "
+            f"platform {platform} needs libtpu{wanted} for jax {_version('jax')} and found {have}, "
             f"whose programs this JAX cannot read back; {cure}"
         )
     for name, value in platform.environment.items():
@@ -257,8 +301,8 @@ def _tpu_devices(platform: Platform) -> Sequence[Any]:
     return _topology(platform, topology_name=name, **chip)
 
 
-def _cuda_devices(platform: Platform) -> Sequence[Any]:
-    wanted = jax.__version__
+def _cuda_devices(platform: Platform) -> Sequence[jax.Device]:
+    wanted = _version("jax")
     have = _version("jax-cuda13-plugin")
     cure = install("cuda")
     if not have:
@@ -281,7 +325,7 @@ def _target_config(target: str) -> str:
     return (targets / f"{target}.txtpb").read_text()
 
 
-def _topology(platform: Platform, **options: str) -> Sequence[Any]:
+def _topology(platform: Platform, **options: str) -> Sequence[jax.Device]:
     from jax.experimental import topologies
 
     try:

@@ -1,4 +1,4 @@
-"""Runs 1F1B: forward, loss and backward in the same ticks, so that few visits are kept."""
+"""Runs 1F1B: forward, loss and backward in the same ticks, so that few residuals are stored."""
 
 import dataclasses
 import functools
@@ -8,11 +8,39 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
-from nnx_pipeline.errors import InputError, of_type
-from nnx_pipeline.ops.cast import of_slices
-from nnx_pipeline.ops.gradients import (
+from nnx_pipeline.lab.errors import InputError, of_type
+from nnx_pipeline.pipeline import _entry as entry
+from nnx_pipeline.pipeline.contract import Enter, Inputs, Leave, ModelFunctions, Weights
+from nnx_pipeline.pipeline.one_f_one_b._lift import (
+    Lift,
+    Total,
+    checked_lift,
+    computes_in_float16,
+    lifted,
+    lifted_weights,
+    refuse_unlifted,
+    without_lift,
+)
+from nnx_pipeline.pipeline.one_f_one_b._loop import OneForwardOneBackwardLoop
+from nnx_pipeline.pipeline.one_f_one_b._state import LoopWeights
+from nnx_pipeline.pipeline.one_f_one_b._tick import HoistedFunctions, OneForwardOneBackwardTick
+from nnx_pipeline.pipeline.options import Accumulation, LoopOptions
+from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
+from nnx_pipeline.pipeline.stage._checks import (
+    check_shapes,
+    check_stacked,
+    checked,
+    checked_enter,
+    checked_leave,
+)
+from nnx_pipeline.pipeline.stage._closed import hoist
+from nnx_pipeline.pipeline.stage._vjp import as_cotangents, no_gradient
+from nnx_pipeline.pipeline.stage.apply import ApplyStage
+from nnx_pipeline.pipeline.stage.state import hold_state, parted, type_of
+from nnx_pipeline.sharding._cast import of_slices
+from nnx_pipeline.sharding._gradients import (
     asked_of,
     is_symbolic_zero,
     no_gradient_to,
@@ -21,34 +49,6 @@ from nnx_pipeline.ops.gradients import (
     scaled,
     values_of,
 )
-from nnx_pipeline.pipeline import entry
-from nnx_pipeline.pipeline.closed import hoist
-from nnx_pipeline.pipeline.one_f_one_b.loop import Loop
-from nnx_pipeline.pipeline.one_f_one_b.state import (
-    Enter,
-    Held,
-    Inputs,
-    Leave,
-    ModelFunctions,
-    Weights,
-)
-from nnx_pipeline.pipeline.one_f_one_b.tick import Functions, Tick
-from nnx_pipeline.pipeline.options import Accumulation, LoopOptions
-from nnx_pipeline.pipeline.parts import LoopParts
-from nnx_pipeline.pipeline.schedule import OneForwardOneBackward
-from nnx_pipeline.pipeline.stage.apply import ApplyStage
-from nnx_pipeline.pipeline.stage.checks import (
-    check_arrays,
-    check_stacked,
-    checked,
-    checked_enter,
-    checked_leave,
-)
-from nnx_pipeline.pipeline.stage.state import Kept, hold_state, parted, type_of
-from nnx_pipeline.pipeline.stage.vjp import as_cotangents, no_gradient
-
-# the loss, and its two parts: the loss of `leave`, and the metrics
-Total = tuple[Array, tuple[Array, PyTree]]
 
 
 def run_one_f_one_b(
@@ -74,7 +74,7 @@ def run_one_f_one_b(
 
     When gradients are asked for, each stage makes a forward visit of one microbatch and a backward
     visit of another at each tick, and a microbatch starts its backward visits in the tick in which
-    the last stage gives its loss. So a stage keeps the residuals of about stages · (repeats + 1)
+    the last stage gives its loss. So a stage stores the residuals of about stages · (repeats + 1)
     visits at most (`OneForwardOneBackward.ring_slots`), however many microbatches there are, and
     one gradient buffer per parameter. `enter` and `leave` run on all devices.
 
@@ -86,7 +86,7 @@ def run_one_f_one_b(
 
     - `functions`: of what comes before the stages, of all stages, and of what comes after them.
     - `weights`: those of the three functions. Those whose gradient is not asked for, such as the
-      frozen ones beside LoRA, have no gradient buffer. The stages' are `[repeats, stages, …]`, or
+      frozen ones next to LoRA, have no gradient buffer. The stages' are `[repeats, stages, …]`, or
       such parameters `WithState`, as for `run_pipeline`, which the forward visits read and write.
     - `inputs`: those of the three functions, `[microbatches, …]`. Their gradients cost memory only
       where they are asked for, as by an encoder that makes what the layers of a decoder read; each
@@ -96,14 +96,13 @@ def run_one_f_one_b(
 
     As for `run_pipeline`, arrays may be placed elsewhere, and the functions may close over arrays.
 
-    The loop computes gradients for a cotangent of 1, and scales them afterwards, in float32. For
-    float16 it is therefore `leave` that multiplies the loss by a scale, and what is returned is
-    divided by it; `metric_weights` are multiplied too.
+    The loop computes gradients for a cotangent of `functions.lift`, or of 1, and scales them
+    afterwards, in float32. Gradients of functions that compute in float16 need that lift.
 
     Returns the loss, and its two parts, which have no gradient; with a state a pair, of these two
     and of what all visits left of the state. Raises InputError for shapes that do not fit the
-    schedule, for a stage or arrays that `run_pipeline` would refuse, for a weight on a `Max`, and
-    when a gradient of the parts is asked for.
+    schedule, for a stage or arrays that `run_pipeline` would refuse, for a weight on a `Max`, when
+    a gradient of the parts is asked for, and for one in float16 without a lift.
     """
     of_type("the schedule of run_one_f_one_b", schedule, OneForwardOneBackward)
     check_bundles(functions, weights, inputs, options)
@@ -113,30 +112,42 @@ def run_one_f_one_b(
     if options.cast_at_use and schedule.repeats > 1:
         apply_stage = of_slices(apply_stage)
     stages, state = parted(weights.stages)
-    weights = weights._replace(stages=stages)
-    weights, inputs, layers = _at_entry(weights, inputs, state, schedule)
-    metric_weights = jax.tree.map(metric_weight, functions.metric_weights)
+    check_shapes(stages, None, inputs, schedule)
+    check_stacked(state, "the state", schedule)
+    weights = weights._replace(stages=stages).placed()
+    inputs = entry.place_on_every_stage(inputs)
+    layers = hold_state(entry.place_stacked(state), schedule)
+    lift = checked_lift(functions.lift)
+    metric_weights = metric_weights_of(functions, lift)
 
-    def make_loop(*functions: Callable[..., Any]) -> Loop:
-        tick = Tick(
-            Functions(*functions),
+    def make_loop(*functions: Callable[..., Any]) -> OneForwardOneBackwardLoop:
+        tick = OneForwardOneBackwardTick(
+            HoistedFunctions(*functions),
             schedule,
             metric_weights,
             options.shift_by,
-            options.parts.map_stages,
-            dataclasses.replace(how.weights, ahead=False),  # refused above with several repeats
+            how,
         )
-        return Loop(tick, how, options.bubble_fill, options.cast_at_use)
+        return OneForwardOneBackwardLoop(tick, options.bubble_fill, options.cast_at_use)
 
     checkpoint = functools.partial(
         options.remat.checkpoint, also=options.saved_in_stage, in_scan=True
     )
-    own = (
-        checked_enter(enter),
-        checked(apply_stage, has_state=state is not None),
-        checked_leave(leave),
+
+    def call(*looks: Callable[..., Any]) -> None:
+        make_loop(*looks).visit_once(weights, inputs, layers)
+
+    # What the functions close over becomes an input of the loop: JAX does not differentiate a
+    # `custom_vjp` function with respect to arrays that it closes over.
+    stage = checked(apply_stage, has_state=state is not None)
+    ends = checked_enter(enter), lifted(checked_leave(leave), lift)
+    own, captured, traced = hoist((ends[0], stage, ends[1]), call)
+    loop = dataclasses.replace(
+        make_loop(own[0], checkpoint(own[1]), own[2]),
+        unlifted=lift is None and any(map(computes_in_float16, traced)),
     )
-    total, layers = by_loop(*_hoisted(make_loop, checkpoint, own, (weights, inputs, layers)))
+    total, layers = by_loop(loop, LoopWeights.of(weights, *captured), inputs, layers)
+    total = without_lift(total, lift)
     return total if state is None else (total, layers.given_out(schedule.microbatches))
 
 
@@ -163,53 +174,12 @@ def _one_for_all_stages(functions: ModelFunctions) -> tuple[Enter, ApplyStage, L
     return functions.enter, functions.apply_stage, functions.leave
 
 
-def _hoisted(
-    make_loop: Callable[..., Loop],
-    checkpoint: Callable[[Callable[..., Any]], Callable[..., Any]],
-    functions: tuple[Callable[..., Any], ...],
-    given: tuple[Weights, Inputs, PyTree],
-) -> tuple[Loop, Held, Inputs, PyTree]:
-    """The loop, and what it is given: the weights together with what the functions close over.
-
-    - `make_loop`: makes the loop from its three functions.
-    - `checkpoint`: is put around `apply_stage`.
-    - `functions`: `enter`, `apply_stage` and `leave`, with their checks.
-    - `given`: weights, inputs and the state of the layers.
-
-    What the functions close over becomes an input of the loop, because JAX does not differentiate a
-    `custom_vjp` function with respect to arrays that it closes over.
-    """
-    weights, inputs, layers = given
-
-    def call(*looks: Callable[..., Any]) -> None:
-        make_loop(*map(_with_nothing_closed, looks)).visit_once(weights, inputs, layers)
-
-    (enter, apply_stage, leave), (enter_closed, stage_closed, leave_closed) = hoist(functions, call)
-    loop = make_loop(enter, checkpoint(apply_stage), leave)
-    ends = (weights.enter, enter_closed), (weights.leave, leave_closed)
-    return loop, Held(ends[0], weights.stages, ends[1], closed=stage_closed), inputs, layers
+def metric_weights_of(functions: ModelFunctions, lift: Lift) -> PyTree:
+    """The metric weights of a loop whose loss is lifted."""
+    return lifted_weights(jax.tree.map(_metric_weight, functions.metric_weights), lift)
 
 
-def _at_entry(
-    weights: Weights, inputs: Inputs, state: PyTree, schedule: OneForwardOneBackward
-) -> tuple[Weights, Inputs, Kept]:
-    """Moves all to where the loop reads them; raises InputError if their shapes do not fit."""
-    check_arrays(weights.stages, None, inputs, schedule)
-    check_stacked(state, "the state", schedule)
-    placed = Weights(
-        enter=entry.as_arrays(weights.enter),
-        stages=entry.stacked(weights.stages),
-        leave=entry.as_arrays(weights.leave),
-    )
-    return placed, entry.on_every_stage(inputs), hold_state(entry.stacked(state), schedule)
-
-
-def _with_nothing_closed(look: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with an ignored first argument in the place of what it closes over."""
-    return lambda closed, *given: look(*given)
-
-
-def metric_weight(weight: Any) -> Any:
+def _metric_weight(weight: Any) -> Any:
     """A metric weight that may be traced; a gradient with respect to it raises InputError.
 
     Raises InputError unless it is a real number, or an array of them.
@@ -243,23 +213,22 @@ def _check_options(
             f"repeats={schedule.repeats} of the 1F1B schedule the first stage takes its input "
             "directly from the last; use 'ppermute' or 'slice'"
         )
-    if schedule.repeats > 1 and how.weights.ahead:
+    if schedule.repeats > 1 and how.fsdp_gather.prefetch:
         raise InputError(
-            "WeightGathering(ahead=True) holds the weights of two consecutive repeats only, but in "
-            f"the 1F1B schedule with repeats={schedule.repeats} the forward and the backward visit "
-            "of a stage may be in any two repeats; set ahead=False to hold the weights of all"
-        )
-    if options.parts != LoopParts(map_stages=options.parts.map_stages):
-        raise InputError(
-            "parts replace pieces of the circular loop, which the 1F1B schedule does not run; "
-            "leave all of them but map_stages as they are"
+            "FsdpGather(prefetch=True) has the weights of two consecutive repeats only, but in the "
+            f"1F1B schedule with repeats={schedule.repeats} the forward and the backward visit of "
+            "a stage may be in any two repeats; set prefetch=False, which has those of all"
         )
 
 
 class AnyLoop(Protocol):
     """A loop over ticks of forward and backward visits."""
 
-    def run(self, weights: Held, inputs: Inputs, layers: PyTree, *, differentiate: bool) -> Any:
+    unlifted: bool  # whether its functions compute in float16 and it has no lift
+
+    def run(
+        self, weights: LoopWeights, inputs: Inputs, layers: PyTree, *, differentiate: bool
+    ) -> Any:
         """The state after the last tick, with `gradients` and `layers`."""
 
     def total(self, state: Any) -> Total:
@@ -267,28 +236,33 @@ class AnyLoop(Protocol):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def by_loop(loop: AnyLoop, weights: Held, inputs: Inputs, layers: PyTree) -> tuple[Total, PyTree]:
+def by_loop(
+    loop: AnyLoop, weights: LoopWeights, inputs: Inputs, layers: PyTree
+) -> tuple[Total, PyTree]:
     """The loss by a loop that computes its gradients in the same ticks, if they are asked for.
 
     - `loop`: what goes through the ticks.
     - `weights`, `inputs`, `layers`: as for `one_f_one_b.loop.Loop.run`.
 
     Returns the loss with its parts, and the state of the layers. Raises InputError when a gradient
-    of a part is asked for, or by another loop than that of 1F1B one with respect to `inputs`.
+    of a part is asked for, or by another loop than that of 1F1B one with respect to `inputs`, and
+    when one is asked for in float16 without a lift.
     """
     state = loop.run(weights, inputs, layers, differentiate=False)
     return loop.total(state), state.layers
 
 
 def _run_forward(
-    loop: AnyLoop, weights: Held, inputs: Inputs, layers: PyTree
+    loop: AnyLoop, weights: LoopWeights, inputs: Inputs, layers: PyTree
 ) -> tuple[tuple[Total, PyTree], Any]:
-    if isinstance(loop, Loop):
-        asked = asked_of(inputs)
+    if loop.unlifted:
+        refuse_unlifted()
+    if isinstance(loop, OneForwardOneBackwardLoop):
+        needed = asked_of(inputs)
         loop = dataclasses.replace(
             loop,
-            asked=asked if any(jax.tree.leaves(asked)) else None,
-            tick=dataclasses.replace(loop.tick, asked=asked_of(weights)),
+            needed=needed if any(jax.tree.leaves(needed)) else None,
+            tick=dataclasses.replace(loop.tick, needed=asked_of(weights)),
         )
         inputs = values_of(inputs)
     else:
@@ -300,12 +274,14 @@ def _run_forward(
         )
     weights, layers = values_of((weights, layers))
     state = loop.run(weights, inputs, layers, differentiate=True)
-    d_inputs = state.of_inputs if isinstance(loop, Loop) and loop.asked else None
+    d_inputs = (
+        state.of_inputs if isinstance(loop, OneForwardOneBackwardLoop) and loop.needed else None
+    )
     saved = weights, inputs, layers, (state.gradients, d_inputs)
     return (loop.total(state), state.layers), saved
 
 
-def _run_backward(loop: AnyLoop, saved: Any, cotangents: Any) -> tuple[Held, Inputs, PyTree]:
+def _run_backward(loop: AnyLoop, saved: Any, cotangents: Any) -> tuple[LoopWeights, Inputs, PyTree]:
     weights, inputs, layers, gradients = saved
     (d_loss, d_parts), _ = cotangents  # the state of the layers has no gradient
     if not all(map(is_symbolic_zero, jax.tree.leaves(d_parts, is_leaf=is_symbolic_zero))):

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.errors import InputError
+from nnx_pipeline.lab.errors import InputError
 from nnx_pipeline.pipeline.metrics import Max, Mean, Metric, is_metric
-from nnx_pipeline.pipeline.stage.convolutions import without_convolutions
-from nnx_pipeline.sharding import P, manual_axes, mesh_sizes, spec_of
+from nnx_pipeline.pipeline.stage._convolutions import without_convolutions
+from nnx_pipeline.sharding.layout import P, manual_axes, mesh_sizes, spec_of
 
 # (parameters of one stage in one repeat, activations, side inputs) to (activations, metrics); with
 # a state it is the last argument, and the last of three results
@@ -20,8 +20,6 @@ ApplyStage = Callable[..., tuple[Any, ...]]
 Moving = tuple[PyTree, PyTree]
 # the same function as the loops call it
 ApplyMoving = Callable[[PyTree, Moving, PyTree], tuple[Moving, PyTree]]
-# a function of one stage to the same function over a leading axis of stages
-MapStages = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 # What is known of the index of a scatter, so that XLA makes no code for other cases.
@@ -48,7 +46,8 @@ def read_row(index: Array, leaf: Array) -> Array:
     them. Both hold the same memory for `mixtral-small` with 2 repeats (libtpu 0.0.42.1 and XLA for
     H100, experiment `repeat-select`).
     """
-    return jax.lax.dynamic_index_in_dim(leaf, index[0], axis=0)
+    row: Array = jax.lax.dynamic_index_in_dim(leaf, index[0], axis=0)
+    return row
 
 
 def select_repeat(
@@ -151,7 +150,6 @@ def _stage_by_stage(
     leaves: tuple[Array, ...],
     stage_axes: tuple[int, ...],
 ) -> Array:
-    """Calls `one_stage` for one stage after the other, for a mesh without an axis of stages."""
     new = [
         one_stage(
             index[stage : stage + 1],
@@ -202,10 +200,11 @@ def run_sequential(
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 
     def whole(*visits: Metric) -> Array:
-        values = [metric.value for metric in visits]
+        values: list[Array] = [metric.value for metric in visits]
         if isinstance(visits[0], Max):
             return functools.reduce(jnp.maximum, values)
-        return sum(values) / (len(values) if isinstance(visits[0], Mean) else 1)
+        total = functools.reduce(jnp.add, values)
+        return total / (len(values) if isinstance(visits[0], Mean) else 1)
 
     return stacked, jax.tree.map(whole, *totals, is_leaf=is_metric)
 

@@ -1,5 +1,6 @@
 """Applies the layers of one stage, one after the other."""
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,31 +11,38 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.ops.dropout import fold_in
-from nnx_pipeline.pipeline.exchange.buffers import where
-from nnx_pipeline.pipeline.metrics import declared
-from nnx_pipeline.pipeline.stack import Stack
-from nnx_pipeline.pipeline.stage.checks import (
+from nnx_pipeline.config._remat import LAYER_INPUT, LAYER_METRICS, Remat, named
+from nnx_pipeline.pipeline._exchange.buffers import where
+from nnx_pipeline.pipeline._stack import Stack
+from nnx_pipeline.pipeline.metrics import declared, over_kinds
+from nnx_pipeline.pipeline.stage._checks import (
     arrays_of,
     call_explained,
     check_attributes,
+    check_passed_on,
     check_unchanged,
-    passed_on,
     plain_attributes,
 )
-from nnx_pipeline.pipeline.stage.split import BatchSplit
+from nnx_pipeline.pipeline.stage._split import BatchSplit
 from nnx_pipeline.pipeline.stage.state import check_written, without_gradient
-from nnx_pipeline.pipeline.stage.variables import is_state, joined, state_of
-from nnx_pipeline.remat import LAYER_INPUT, LAYER_METRICS, Remat, named
-from nnx_pipeline.sharding import AxisName, Layout, P, gather_weight, is_explicit
+from nnx_pipeline.pipeline.stage.variables import is_state, join_state, state_after, state_of_kinds
+from nnx_pipeline.sharding.dropout import fold_in
+from nnx_pipeline.sharding.layout import (
+    AxisName,
+    Layout,
+    P,
+    gather_weight,
+    is_explicit,
+    with_layout,
+)
 
-Side = dict[str, Any]  # what a layer reads beside x, by the names of its arguments
+Side = dict[str, Any]  # what a layer reads besides x, by the names of its arguments
 ApplyLayer = Callable[[PyTree, Any], tuple[PyTree, PyTree]]
 
 
 AXES_OF_BATCH = Layout().batch  # the mesh axes over which the activations of layers are sharded
 
-# Up to so many layers of a stage are unrolled, and held as arrays of their own.
+# Up to so many layers of a stage are unrolled, each with arrays of its own.
 UNROLLED = 4
 
 
@@ -55,11 +63,11 @@ class LayersInTurn:
 
     @property
     def apart(self) -> bool:
-        """Whether the layers are held apart and unrolled, instead of stacked and scanned.
+        """Whether the layers are separate arrays and unrolled, instead of stacked and scanned.
 
         A tick unrolls a few layers; one alone is read from its stack. A scan would slice the
         weights of each out of the stack, and put its gradient into a stack of the visit, which
-        stands beside the accumulators until the visit is over. Of layers apart each gradient is
+        is stored next to the accumulators until the visit is over. Of layers apart each gradient is
         added as soon as it is complete. The cost is that compile time grows with the number of
         layers. For `mixtral-small` on a TPU v5p (libtpu
         0.0.42.1) with 2 layers per stage, scanned and apart: temp 354 and 258 MB, 23.3 and 20.5 ms
@@ -80,46 +88,39 @@ class LayersInTurn:
         The metrics are a tuple with an entry `[layers of the kind, …]` for each kind.
 
         - `apply`: (x, layer) to (x, metrics).
-        - `layers`: all of them if they are held `apart`, else the stack of each kind, `[layers of
+        - `layers`: all of them if they are `apart`, else the stack of each kind, `[layers of
           the kind, …]`.
         """
 
-        def of_named(apply: ApplyLayer) -> ApplyLayer:
-            return lambda x, layer: apply(
-                jax.tree.map(lambda leaf: named(leaf, LAYER_INPUT), x), layer
-            )
-
-        def body(x: PyTree, layer: Any) -> tuple[PyTree, PyTree]:
-            x, metrics = apply(x, layer)
-            return x, jax.tree.map(lambda leaf: named(leaf, LAYER_METRICS), metrics)
-
-        def one_of_each_kind(x: PyTree, layers: Any) -> tuple[PyTree, PyTree]:
+        def one_of_each_kind(x: PyTree, layers: Any) -> tuple[PyTree, tuple[PyTree, ...]]:
             found = []
             for layer in layers:
-                x, metrics = body(x, layer)
-                found.append(metrics)
+                x, metrics = one(_named(x, LAYER_INPUT) if self.in_ticks else x, layer)
+                found.append(_named(metrics, LAYER_METRICS))
             return x, tuple(found)
 
+        # A checkpoint decides over the names within it: a tick's checkpoint over the inputs of all
+        # its layers, else a layer's over its own.
+        one = apply if self.in_ticks else lambda x, layer: apply(_named(x, LAYER_INPUT), layer)
         if self.in_ticks and self.number == 1:  # it has the checkpoint of the tick
-            apply = of_named(apply)
             x, found = one_of_each_kind(x, jax.tree.map(lambda leaf: leaf[0], layers))
             return x, jax.tree.map(lambda leaf: leaf[None], found)
         # A scan over one layer is no loop to a compiler, which would merge what is computed again.
         in_scan = not self.apart and self.number > 1
-        # A checkpoint decides over the names within it: that of a tick over the inputs of all its
-        # layers, else that of a layer over its own.
-        if self.in_ticks:
-            apply = of_named(self.remat.checkpoint(apply, in_scan=in_scan))
-        else:
-            apply = self.remat.checkpoint(of_named(apply), in_scan=in_scan)
+        one = self.remat.checkpoint(one, in_scan=in_scan)
         if not self.apart:
             return jax.lax.scan(one_of_each_kind, x, layers)
-        found = []
+        each = []
         for layer in layers:
-            x, metrics = body(*gradients_in_turn(x, layer))
-            found.append(metrics)
-        of_kinds = [found[kind :: self.kinds] for kind in range(self.kinds)]
+            x, layer = gradients_in_turn(x, layer)
+            x, metrics = one(_named(x, LAYER_INPUT), layer)
+            each.append(_named(metrics, LAYER_METRICS))
+        of_kinds = [each[kind :: self.kinds] for kind in range(self.kinds)]
         return x, tuple(map(_stacked, of_kinds))
+
+
+def _named(tree: PyTree, name: str) -> PyTree:
+    return jax.tree.map(lambda leaf: named(leaf, name), tree)
 
 
 def _stacked(trees: Sequence[PyTree]) -> PyTree:
@@ -198,7 +199,7 @@ def gathered_for_use(layer: Any) -> Any:
     if not is_explicit() or not isinstance(layer, nnx.Module):
         return layer
 
-    def one(variable: nnx.Variable) -> nnx.Variable:
+    def one(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:
         if not variable.get_metadata().get("gather_at_use"):
             return variable
         spec = jax.typeof(variable.get_value()).sharding.spec
@@ -224,23 +225,36 @@ def _takes(layer: Any, name: str) -> bool:
     return name in inspect.signature(layer).parameters
 
 
+class NumberedLayer(NamedTuple):
+    """One layer, or the stack of some: `[layers, …]` each."""
+
+    layer: Any  # as `split_state` gives it
+    number: Array  # in the model
+    state: list[Array]
+
+
+class LayerResult(NamedTuple):
+    """What a call of a layer gives besides its activations."""
+
+    metrics: PyTree  # as `declared` gives them
+    real: Array | None  # bool, False for padding; None where there is no padding
+    state: list[Array]
+
+
 def call_layer(
-    numbered: tuple[Any, Array, list[Array]],
     x: PyTree,
+    numbered: NumberedLayer,
     side: Side,
     *,
     stack: Stack,
     microbatches: int = 1,
     split: BatchSplit | None = None,
-) -> tuple[PyTree, tuple[PyTree, Array | None, list[Array]]]:
-    """Applies one layer; returns its activations, and its prepared metrics beside two more.
+) -> tuple[PyTree, LayerResult]:
+    """Applies one layer; returns its activations, and what else it gives.
 
-    These are whether it is not padding, a bool scalar or None without padding, and its state.
-
-    - `numbered`: the layer as `split_state` gives it, its number in the model, and its state. The
-      layer's keys for dropout are made from those of the batch and this number, and so is its
-      `place`, if it takes one.
     - `x`: `[batch, …]`, or a pytree of such arrays.
+    - `numbered`: the layer. Its keys for dropout are made from those of the batch and its number,
+      and so is its `place`, if it takes one.
     - `side`: what the layer reads besides x, `[batch, …]` each; `keys` are those for dropout.
     - `stack`: which layer is where.
     - `microbatches`: how many microbatches x holds.
@@ -253,7 +267,10 @@ def call_layer(
     own: dict[str, Any] = {} if keys is None else {"keys": fold_in(keys, number)}
     if takes_place(layer):
         own["place"] = LayerPlace.of(number, stack)
-    layer, everything = gathered_for_use(joined(layer, without_gradient(state))), {**side, **own}
+    layer, everything = (
+        gathered_for_use(join_state(layer, without_gradient(state))),
+        {**side, **own},
+    )
     rule = f"a layer, {type(layer).__name__}, is called with x and {[*everything] or 'no more'}"
     if keys is None and _takes(layer, "keys"):
         rule += " (it gets `keys` where the pipeline is called with a key: key=jax.random.key(0))"
@@ -262,11 +279,87 @@ def call_layer(
         result = layer(x, **everything) if split is None else split(layer, x, **everything)
     check_unchanged(before, layer, lambda layer: layer(x, **everything), is_state)
     check_attributes(attributes, layer)
-    y, metrics = passed_on(result, x, f"a layer, {type(layer).__name__},", "layer")
-    written = without_gradient(state_of(layer, state))
+    y, metrics = check_passed_on(result, x, f"a layer, {type(layer).__name__},", "layer")
+    written = without_gradient(state_after(layer, state))
     check_written(state, written)
     real = None
     if stack.padding:
         real = number < stack.layers
         y, written = where(real, (y, written), (x, state))
-    return y, (declared(metrics, microbatches=microbatches), real, written)
+    return y, LayerResult(declared(metrics, microbatches=microbatches), real, written)
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """The function of a stage: applies its layers to one microbatch, once per copy of the weights.
+
+    - `stack`: which layer is where.
+    - `in_turn`: applies the layers of a stage one after the other.
+    - `layout`: the layout in which they run. With an axis of copies the weights and x have one too.
+    - `split`: as for `call_layer`.
+    - `shared`: the side inputs that have no axis of the batch.
+    - `microbatches`: how many microbatches go through the layers at once.
+    """
+
+    stack: Stack
+    in_turn: LayersInTurn
+    layout: Layout
+    split: BatchSplit | None
+    shared: Side
+    microbatches: int = 1
+
+    def __call__(
+        self, stack: Any, x: PyTree, side: Side, state: list[Array] | None = None
+    ) -> tuple[Any, ...]:
+        """As for `run_pipeline`.
+
+        - `stack`: the layers of the stage, as `StackedLayers.stacked` gives them.
+        - `state`: the state of the layers, `[layers per stage, …]` each.
+        """
+        kinds = self.stack.kinds
+        states = state_of_kinds([layer for layer, _ in stack[:kinds]], state)
+        if self.in_turn.apart:
+            of_layers = [divmod(at, kinds) for at in range(len(stack))]
+            states = [[leaf[at] for leaf in states[kind]] for at, kind in of_layers]
+        layers = tuple(
+            NumberedLayer(with_layout(layer, self.layout), number, state)
+            for (layer, number), state in zip(stack, states, strict=True)
+        )
+        call = functools.partial(call_layer, stack=self.stack, split=self.split)
+        copies = self.layout.axes("copy")
+        if not copies:
+            apply = functools.partial(call, side={**side, **self.shared})
+            x, found = self.in_turn(apply, layers, x)
+            metrics, written = of_all_kinds(found, self.stack)
+            return (x, metrics, *([] if state is None else [written]))
+
+        def one_copy(layers: Any, x: PyTree, side: Side) -> tuple[PyTree, Any]:
+            return self.in_turn(functools.partial(call, side={**side, **self.shared}), layers, x)
+
+        x, found = jax.vmap(one_copy, spmd_axis_name=copies)(layers, x, side)
+        metrics, _ = of_all_kinds(found, self.stack, copies=0)
+        return x, metrics
+
+
+def of_all_kinds(
+    found: Sequence[LayerResult],
+    stack: Stack,
+    *,
+    copies: int | None = None,
+    calls: int | None = None,
+) -> tuple[PyTree, list[Array]]:
+    """The metrics of a call of all layers of a stage, and their state.
+
+    - `found`: what `call_layer` returned besides the activations, for each kind.
+    - `stack`: which layer is where.
+    - `copies`: the position of the axis of copies; None if there is no such axis.
+    - `calls`: into how many calls all layers are divided; None for the visits of a loop.
+    """
+    calls = calls or stack.visits
+    metrics = over_kinds(
+        [result.metrics for result in found],
+        [result.real for result in found],
+        counts=[stack.count(kind) / calls for kind in range(stack.kinds)],
+        copies=copies,
+    )
+    return metrics, [leaf for result in found for leaf in result.state]

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from nnx_pipeline.errors import InputError, counted
-from nnx_pipeline.pipeline.exchange.buffers import where
+from nnx_pipeline.lab.errors import InputError, counted
+from nnx_pipeline.pipeline._exchange.buffers import where
 from nnx_pipeline.pipeline.schedule import Schedule
 from nnx_pipeline.pipeline.stage.apply import at_repeat, select_repeat
 
@@ -58,7 +58,7 @@ class At(NamedTuple):
     active: Array  # bool, False in a bubble
 
 
-class Kept(NamedTuple):
+class LayerStates(NamedTuple):
     """The state of all layers in a loop, `[repeats, stages, …]`; it may have no arrays.
 
     What is `PerMicrobatch` is `[repeats · microbatches, stages, …]` here.
@@ -84,8 +84,8 @@ class Kept(NamedTuple):
         return jax.tree.map(one, self.now, is_leaf=_is_own)
 
 
-def hold_state(state: PyTree, schedule: Schedule) -> Kept:
-    """The state of all layers as the loops hold it.
+def hold_state(state: PyTree, schedule: Schedule) -> LayerStates:
+    """The state of all layers as the loops read and write it.
 
     - `state`: `[repeats, stages, …]`, or `PerMicrobatch`; None for no state.
     - `schedule`: gives the numbers of repeats, stages and microbatches.
@@ -108,10 +108,10 @@ def hold_state(state: PyTree, schedule: Schedule) -> Kept:
         return None if isinstance(leaf, PerMicrobatch) else leaf
 
     now = jax.tree.map(one, state, is_leaf=_is_own)
-    return Kept(now, jax.tree.map(shared, state, is_leaf=_is_own))
+    return LayerStates(now, jax.tree.map(shared, state, is_leaf=_is_own))
 
 
-def take(state: Kept, at: At) -> PyTree:
+def take(state: LayerStates, at: At) -> PyTree:
     """The state that each stage reads, `[stages, …]`.
 
     - `state`: of all layers.
@@ -129,7 +129,7 @@ def take(state: Kept, at: At) -> PyTree:
     return jax.tree.map(one, state.now, state.first, is_leaf=_is_own)
 
 
-def put(state: Kept, at: At, new: PyTree) -> Kept:
+def put(state: LayerStates, at: At, new: PyTree) -> LayerStates:
     """Writes the state of each stage back, except in a bubble.
 
     - `state`, `at`: as for `take`.

@@ -2,8 +2,8 @@
 
 A parameter (`nnx.Param`) has a gradient. State is of the types `STATE`: each visit reads what the
 same layer left a microbatch before, or for a cache what it left of the same microbatch. Every other
-variable is read alone, such as a table or a weight that is not trained; the loops hold it as they
-hold parameters, but it has no gradient.
+variable is read alone, such as a table or a weight that is not trained; the loops treat it as a
+parameter without a gradient.
 """
 
 import itertools
@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from nnx_pipeline.errors import InputError, one_of
-from nnx_pipeline.ops.gradients import no_gradient_to
+from nnx_pipeline.lab.errors import InputError, one_of
 from nnx_pipeline.pipeline.stage.state import PerMicrobatch, WithState
-from nnx_pipeline.sharding import is_explicit, place
+from nnx_pipeline.sharding._gradients import no_gradient_to
+from nnx_pipeline.sharding.layout import is_explicit, place
 
 
 class LayerState(nnx.Variable[Array]):
@@ -45,7 +45,7 @@ def is_per_microbatch(leaf: Any) -> bool:
     return isinstance(leaf, nnx.Cache)
 
 
-def is_averaged(variable: nnx.Variable) -> bool:
+def is_averaged(variable: nnx.Variable[Any]) -> bool:
     """Whether all microbatches read what was before the first, and the mean of theirs is left.
 
     Raises InputError for another value of its metadata `over_microbatches`, and for integers.
@@ -58,15 +58,15 @@ def is_averaged(variable: nnx.Variable) -> bool:
             f"a variable of type {type(variable).__name__} has {OVER_MICROBATCHES}='mean' and "
             f"holds {kind}, which has no mean; leave it at 'last'"
         )
-    return said == "mean"
+    return bool(said == "mean")
 
 
 def split_state(layers: Any, microbatches: int) -> Any:
-    """Layers as the loops hold them: `WithState` where they have state, else the layers alone.
+    """Layers as the loops read them: `WithState` where they have state, else the layers alone.
 
     - `layers`: a module. In the result a variable that is read alone holds the bits of its array as
-      integers, so that a loop makes no gradient for it, and nothing but `joined` can read it. The
-      state is a list of arrays in the order of its variables; that of a cache, and what is averaged
+      integers, so that a loop makes no gradient for it; only `join_state` reads it. The state is
+      a list of arrays in the order of its variables; that of a cache, and what is averaged
       over microbatches, is `PerMicrobatch`, `[repeats, stages, microbatches, layers per stage, …]`.
     - `microbatches`: how many there are.
     """
@@ -79,7 +79,7 @@ def split_state(layers: Any, microbatches: int) -> Any:
             return variable
         return variable.replace(None) if is_state(variable) else _as_bits(variable)
 
-    def value(variable: nnx.Variable) -> Any:
+    def value(variable: nnx.Variable[Any]) -> Any:
         own = variable.get_value()
         if is_per_microbatch(variable):
             return PerMicrobatch(jnp.moveaxis(own, 3, 2))
@@ -88,11 +88,11 @@ def split_state(layers: Any, microbatches: int) -> Any:
         return own
 
     state = [value(variable) for variable in variables if is_state(variable)]
-    held = jax.tree.map(one, layers, is_leaf=_is_variable)
-    return WithState(held, state) if state else held
+    without = jax.tree.map(one, layers, is_leaf=_is_variable)
+    return WithState(without, state) if state else without
 
 
-def joined(layers: Any, state: Sequence[Array | None]) -> Any:
+def join_state(layers: Any, state: Sequence[Array | None]) -> Any:
     """The inverse of `split_state`, for the layers of a stack or for one of them.
 
     - `state`: arrays in the order of the variables; None leaves one empty.
@@ -120,7 +120,7 @@ def state_of_kinds(kinds: Sequence[Any], state: list[Array] | None) -> list[list
     return [list(itertools.islice(values, count)) for count in counts]
 
 
-def state_of(layer: Any, before: list[Array]) -> list[Array]:
+def state_after(layer: Any, before: list[Array]) -> list[Array]:
     """The state that a call left in a layer, placed as it was before.
 
     - `before`: the state that the call was given.
@@ -148,7 +148,7 @@ def write_state(layers: Any, state: list[Any]) -> None:
         variable.set_value(value)
 
 
-def _variables(tree: Any) -> list[nnx.Variable]:
+def _variables(tree: Any) -> list[nnx.Variable[Any]]:
     leaves = jax.tree.leaves(tree, is_leaf=_is_variable)
     return [leaf for leaf in leaves if isinstance(leaf, nnx.Variable)]
 
@@ -157,7 +157,7 @@ def _is_variable(leaf: Any) -> bool:
     return isinstance(leaf, nnx.Variable)
 
 
-def _as_bits(variable: nnx.Variable) -> nnx.Variable:
+def _as_bits(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:
     value = variable.get_value()
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         found = variable.replace(jax.random.key_data(value))
@@ -177,7 +177,7 @@ def _as_bits(variable: nnx.Variable) -> nnx.Variable:
     return found
 
 
-def _from_bits(variable: nnx.Variable) -> nnx.Variable:
+def _from_bits(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:
     stored, value = variable.get_metadata().get(_STORED), variable.get_value()
     if stored is None:
         return variable

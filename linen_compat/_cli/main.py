@@ -1,0 +1,105 @@
+"""The command line `linen-compat`; what its commands do is imported when they run."""
+
+from __future__ import annotations
+
+import os
+
+# Otherwise the compilers warn about hardware that is not there; errors are still shown.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import click
+
+from linen_compat._cli.options import Source, Target, source_options, target_options
+from linen_compat._cli.overhead import overhead
+from nnx_pipeline.lab._cli.support import main_of
+from nnx_pipeline.lab.errors import InputError
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="nnx-pipeline")
+def cli() -> None:
+    """Inspect, check and convert MaxText and Hugging Face checkpoints; measure wrapper cost."""
+
+
+@cli.command(
+    "inspect",
+    short_help="Show the tree of a checkpoint.",
+    epilog="Example: linen-compat inspect runs/mixtral/checkpoints",
+)
+@click.argument("checkpoint", metavar="CKPT")
+@click.option("--json", "json_path", metavar="PATH", help="Write JSON; - is standard output.")
+def inspect_command(checkpoint: str, json_path: str | None) -> None:
+    """Show layout, parameter count, dtypes and tree of a MaxText or nnx checkpoint.
+
+    CKPT is a run (its latest step is taken), a step, or its folder of arrays. No array is read.
+    """
+    from linen_compat._cli.running import run_inspect
+
+    run_inspect(checkpoint, json_path)
+
+
+@cli.command(
+    short_help="Say what a model would take from one.",
+    epilog="Example: linen-compat check runs/mixtral/checkpoints --config mixtral.yml",
+)
+@click.argument("checkpoint", metavar="CKPT")
+@click.option(
+    "--config",
+    "config_name",
+    required=True,
+    metavar="FILE",
+    help="A MaxText YAML, a YAML with model, pipeline and train, a config.json of Hugging Face or "
+    "its folder, or a preset.",
+)
+@click.option("--read", is_flag=True, help="Read every byte too, to find damage and NaN.")
+@click.option(
+    "--numerics", is_flag=True, help="Compare each layer's result with MaxText's mathematics."
+)
+@click.option("--allow-nan", is_flag=True, help="With --read, let NaN and infinity pass.")
+@click.option("--json", "json_path", metavar="PATH", help="Write JSON; - is standard output.")
+def check(
+    checkpoint: str,
+    config_name: str,
+    read: bool,
+    numerics: bool,
+    allow_nan: bool,
+    json_path: str | None,
+) -> None:
+    """Say which leaves a model would take from a checkpoint and which stay randomly initialised.
+
+    Reads only metadata and the step counts, unless --read or --numerics is given. Exit 1 unless
+    everything fits. The state of another optimizer than AdamW is no misfit: what becomes of it is
+    said.
+    """
+    if allow_nan and not read:
+        raise InputError("--allow-nan has no effect without --read; add --read or leave it out")
+    from linen_compat._cli.running import Checks, run_check
+
+    run_check(checkpoint, config_name, Checks(read, numerics, allow_nan), json_path)
+
+
+@cli.command(
+    short_help="Write it in another format.",
+    epilog="Example: linen-compat convert runs/7/items circular --to maxtext:pipelined "
+    "--stages 4 --repeats 2",
+)
+@source_options
+@target_options
+@click.option("--allow-nan", is_flag=True, help="Keep NaN and infinity.")
+def convert(source: Source, target: Target, allow_nan: bool) -> None:
+    """Write a checkpoint in another format or layout, one array at a time.
+
+    DST must be a new name or an empty folder. It is filled under a temporary name, and gets its own
+    name when everything is written. Every byte that is copied is read and checked.
+    """
+    from linen_compat._cli.running import run_convert
+
+    run_convert(source, target, keep_nan=allow_nan)
+
+
+cli.add_command(overhead)
+
+main = main_of(cli, "linen-compat")
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""What is measured: the same layers in six styles, and the three loops that they run in."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, PyTree
+
+from linen_compat.bridge import to_linen, to_nnx
+from linen_compat.modules import LlamaDecoderLayer, MixtralDecoderLayer
+from nnx_pipeline import Config, DecoderLayer, MeshConfig, ModelConfig, make_mesh, run_pipeline
+from nnx_pipeline.pipeline import CircularSchedule
+from nnx_pipeline.sharding.layout import place
+
+NATIVE_NNX, NATIVE_LINEN = "native NNX", "native Linen"
+
+
+@dataclass(frozen=True)
+class Style:
+    """One style in which the layers are written.
+
+    - `name`: the name of the style.
+    - `native`: the name of the arm whose layer this one wraps, with which its figures are compared;
+      of a native style its own.
+    - `is_linen`: whether it makes Linen modules, rather than NNX ones.
+    - `make`: makes a layer from a config and `rngs` (NNX) or a name (Linen).
+    """
+
+    name: str
+    native: str
+    is_linen: bool
+    make: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class LayersProgram:
+    """The computation that is measured, for one arm in one loop.
+
+    - `init`: makes the parameters of all layers.
+    - `loss`: a function of (parameters, x) that gives the mean square of the last layer's result.
+    - `x`: the input of the first layer, as an abstract array.
+    - `place`: adds shardings to a tree of abstract arrays, where the loop runs on a mesh.
+    """
+
+    init: Callable[[], PyTree]
+    loss: Callable[[PyTree, Array], Array]
+    x: jax.ShapeDtypeStruct
+    place: Callable[[PyTree], PyTree]
+
+
+def linen_layer(model: ModelConfig, name: str | None = None) -> nn.Module:
+    """The native Linen layer of a model: Mixtral's, or with one expert Llama's."""
+    return (MixtralDecoderLayer if model.num_experts > 1 else LlamaDecoderLayer)(model, name=name)
+
+
+def _flax_to_nnx(config: Config, rngs: nnx.Rngs) -> nnx.Module:
+    """A layer in Flax's wrapper, without the wrapper's stream of keys.
+
+    In a loop that stream would be state that changes.
+    """
+    with nnx.use_eager_sharding(False):  # which would take logical axes for mesh axes
+        x = jnp.zeros(example(config).shape, example(config).dtype)
+        wrapped: nnx.Module = nnx.bridge.ToNNX(linen_layer(config.model), rngs=rngs).lazy_init(x)
+    vars(wrapped)["to_nnx__rngs"] = None
+    return wrapped
+
+
+ARMS = (
+    Style(NATIVE_NNX, NATIVE_NNX, False, lambda c, rngs: DecoderLayer(c.model, rngs=rngs)),
+    Style(NATIVE_LINEN, NATIVE_LINEN, True, lambda c, name: linen_layer(c.model, name=name)),
+    Style(
+        "NNX as Linen",
+        NATIVE_NNX,
+        True,
+        lambda c, name: to_linen(DecoderLayer, c.model, name=name),
+    ),
+    Style(
+        "Linen as NNX",
+        NATIVE_LINEN,
+        False,
+        lambda c, rngs: to_nnx(linen_layer(c.model), example(c), rngs=rngs),
+    ),
+    Style(
+        "Flax ToLinen",
+        NATIVE_NNX,
+        True,
+        lambda c, name: nnx.bridge.to_linen(DecoderLayer, c.model, name=name),
+    ),
+    Style("Flax ToNNX", NATIVE_LINEN, False, _flax_to_nnx),
+)
+
+
+def example(config: Config, batch: int = 1) -> jax.ShapeDtypeStruct:
+    """Abstract activations `[batch, seq, embed]` in the model's dtype.
+
+    - `config`: gives the dtype, the length of the sequence and the width.
+    - `batch`: the number of sequences.
+    """
+    shape = (batch, config.train.sequence_length, config.model.embed_dim)
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(config.model.dtype))
+
+
+def stages_for(layers: int) -> int:
+    """The stages of the measured pipeline: 4 or 2, whichever divides the layers first, else 0."""
+    return next((stages for stages in (4, 2) if layers % stages == 0), 0)
+
+
+def mesh_for_loop(loop: str, layers: int) -> Mesh | None:
+    """The mesh that a loop runs on: one with stages for the pipeline, None for the other loops."""
+    if loop != "pipeline":
+        return None
+    return make_mesh(MeshConfig(stage=stages_for(layers)), jax.devices("cpu"))
+
+
+def make_program(arm: Style, loop: str, config: Config, mesh: Mesh | None) -> LayersProgram:
+    """The program that runs the layers of an arm in a loop.
+
+    - `arm`: the style of the layers.
+    - `loop`: one of `LOOPS`.
+    - `config`: gives the sizes of a layer, the number of layers and the batch.
+    - `mesh`: as `mesh_for_loop` gives it.
+    """
+    if loop == "pipeline":
+        assert mesh is not None, "a pipeline runs on a mesh with stages"
+        return (_linen_pipeline if arm.is_linen else _nnx_pipeline)(arm, config, mesh)
+    if arm.is_linen:
+        return _linen(_Unrolled if loop == "unrolled" else _Scanned, arm, config)
+    return (_nnx_unrolled if loop == "unrolled" else _nnx_scanned)(arm, config)
+
+
+def _mean_square(x: Array) -> Array:
+    return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+
+def _as_it_is(tree: PyTree) -> PyTree:
+    return tree
+
+
+def _nnx_unrolled(arm: Style, config: Config) -> LayersProgram:
+    def init() -> list[PyTree]:
+        rngs = nnx.Rngs(params=0)
+        return [arm.make(config, rngs) for _ in range(config.model.num_layers)]
+
+    def loss(layers: list[PyTree], x: Array) -> Array:
+        for layer in layers:
+            x, _ = layer(x)
+        return _mean_square(x)
+
+    return LayersProgram(init, loss, example(config, config.train.global_batch), _as_it_is)
+
+
+def _nnx_scanned(arm: Style, config: Config) -> LayersProgram:
+    def init() -> PyTree:
+        keys = jax.random.split(jax.random.key(0), config.model.num_layers)
+        return jax.vmap(lambda key: arm.make(config, nnx.Rngs(params=key)))(keys)
+
+    def loss(stack: PyTree, x: Array) -> Array:
+        return _mean_square(jax.lax.scan(lambda x, layer: layer(x), x, stack)[0])
+
+    return LayersProgram(init, loss, example(config, config.train.global_batch), _as_it_is)
+
+
+class _Unrolled(nn.Module):
+    """Layers one after the other, under MaxText's names."""
+
+    arm: Style
+    config: Config
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        for index in range(self.config.model.num_layers):
+            x, _ = self.arm.make(self.config, f"layers_{index}")(x)
+        return x
+
+
+class _Scanned(nn.Module):
+    """Layers stacked by `nn.scan`, which is told not to trace its body a second time.
+
+    The second trace would look for values that are the same in every layer; here there are none.
+    """
+
+    arm: Style
+    config: Config
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        scan = cast(Callable[..., Callable[..., tuple[Array, None]]], nn.scan)
+        scanned = scan(
+            lambda layer, x, _: layer(x),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=self.config.model.num_layers,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+            check_constancy_invariants=False,
+        )
+        return scanned(self.arm.make(self.config, "layers"), x, None)[0]
+
+
+def _linen(kind: type[_Unrolled] | type[_Scanned], arm: Style, config: Config) -> LayersProgram:
+    module, one = kind(arm, config), example(config)
+    apply = cast(Callable[[PyTree, Array], Array], module.apply)
+
+    def init() -> PyTree:
+        variables = module.init(jax.random.key(0), jnp.zeros(one.shape, one.dtype))
+        return nn.meta.unbox(variables)
+
+    def loss(variables: PyTree, x: Array) -> Array:
+        return _mean_square(apply(variables, x))
+
+    return LayersProgram(init, loss, example(config, config.train.global_batch), _as_it_is)
+
+
+def _nnx_pipeline(arm: Style, config: Config, mesh: Mesh) -> LayersProgram:
+    def init(key: Array) -> PyTree:
+        return arm.make(config, nnx.Rngs(params=key))
+
+    return _pipeline(init, lambda layer, x: layer(x), config, mesh)
+
+
+def _linen_pipeline(arm: Style, config: Config, mesh: Mesh) -> LayersProgram:
+    module = arm.make(config, None)
+    one = example(config)
+
+    def init(key: Array) -> PyTree:
+        return nn.meta.unbox(module.init(key, jnp.zeros(one.shape, one.dtype)))
+
+    return _pipeline(init, module.apply, config, mesh)
+
+
+def _pipeline(
+    init_one: Callable[[Array], PyTree],
+    apply: Callable[[PyTree, Array], tuple[Array, PyTree]],
+    config: Config,
+    mesh: Mesh,
+) -> LayersProgram:
+    """A pipeline with one layer per stage and repeat, and with as many microbatches as stages.
+
+    The parameters are `[repeats, stages, …]`, sharded along `stage`.
+    """
+    stages = mesh.shape["stage"]
+    repeats = config.model.num_layers // stages
+    schedule = CircularSchedule(stages=stages, microbatches=stages, repeats=repeats)
+
+    def init() -> PyTree:
+        keys = jax.random.split(jax.random.key(0), repeats * stages).reshape(repeats, stages)
+        keys = place(keys, P(None, "stage"))
+        return jax.vmap(jax.vmap(init_one, spmd_axis_name="stage"))(keys)
+
+    def stage(stack: PyTree, x: Array, side: None) -> tuple[Array, dict[str, Array]]:
+        return apply(stack, x)[0], {}
+
+    def loss(stack: PyTree, x: Array) -> Array:
+        return _mean_square(run_pipeline(stage, stack, x, schedule=schedule)[0])
+
+    def put(tree: PyTree) -> PyTree:
+        sharding = NamedSharding(mesh, P(None, "stage"))
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
+        )
+
+    whole = example(config, config.train.global_batch)
+    x = jax.ShapeDtypeStruct(
+        (stages, whole.shape[0] // stages, *whole.shape[1:]),
+        whole.dtype,
+        sharding=NamedSharding(mesh, P("stage")),
+    )
+    return LayersProgram(init, loss, x, put)

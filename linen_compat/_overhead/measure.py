@@ -1,0 +1,359 @@
+"""Measures what each style costs before and while a step runs, all styles in one run."""
+
+import contextlib
+import cProfile
+import dataclasses
+import gc
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from linen_compat._overhead import LOOPS
+from linen_compat._overhead.arms import (
+    ARMS,
+    LayersProgram,
+    Style,
+    make_program,
+    mesh_for_loop,
+    stages_for,
+)
+from linen_compat.bridge._blueprint import forget_blueprints
+from linen_compat.formats._checksums import Json
+from nnx_pipeline import Config, InputError
+from nnx_pipeline.config.config import to_dict
+from nnx_pipeline.lab._hlo.module import parse
+from nnx_pipeline.lab.compile.platform import Platform
+from nnx_pipeline.lab.errors import divides, one_of
+
+Progress = Callable[[str], None]
+
+DISPATCHES = 10  # calls of each arm's step, where the arms take turns
+RUN_LIMIT = 4_000_000_000  # bytes of arrays above which no step is run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What one arm needs in one loop; None where it could not be measured.
+
+    - `abstract_init`, `trace`, `lower`, `trace_and_lower`: seconds of processor time, the median of
+      the repetitions.
+    - `compile`: elapsed seconds of one compilation.
+    - `dispatch`: elapsed seconds from the call of a compiled step until it returns, without waiting
+      for its result; the median of `DISPATCHES` calls.
+    - `temp_bytes`: bytes per device, as the compiler reports them.
+    - `hlo_instructions`: the number of instructions in the compiled program.
+    - `host_bytes`: the peak size of Python objects from abstract init to lowering.
+    - `python_calls`: the number of function calls in tracing and lowering. It says the same as
+      their seconds and is not disturbed by what else the machine does.
+    """
+
+    abstract_init: float | None = None
+    trace: float | None = None
+    lower: float | None = None
+    trace_and_lower: float | None = None
+    compile: float | None = None
+    dispatch: float | None = None
+    temp_bytes: int | None = None
+    hlo_instructions: int | None = None
+    host_bytes: int | None = None
+    python_calls: int | None = None
+
+
+FIGURES = tuple(item.name for item in dataclasses.fields(Figures))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverheadRow:
+    """The figures of one arm in one loop.
+
+    - `loop`: one of `LOOPS`.
+    - `arm`: the name of the arm.
+    - `native`: the arm that it is compared with.
+    - `ratios`: each figure divided by the native arm's. A ratio of seconds is the median of
+      the ratios within each repetition, in which other work on the machine affects both arms alike;
+      it need not be the ratio of the medians.
+    - `error`: why there are no figures, None where there are.
+    """
+
+    loop: str
+    arm: str
+    native: str
+    figures: Figures
+    ratios: dict[str, float | None]
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overhead:
+    """The result of a measurement: all rows, and what they were measured with.
+
+    - `config`: the model whose layers were measured, and the batch.
+    - `repetitions`: how often initialisation, tracing and lowering were timed.
+    - `rows`: one for each loop and arm.
+    - `versions`: the versions of Python and of the packages that decide what the compiler does.
+    """
+
+    config: Config
+    repetitions: int
+    rows: tuple[OverheadRow, ...]
+    versions: dict[str, str]
+
+    def to_json(self) -> Json:
+        """The result as plain values: schema 1 of `linen-compat overhead --json`."""
+        return {
+            "schema": 1,
+            "platform": "cpu",
+            "layers": self.config.model.num_layers,
+            "repetitions": self.repetitions,
+            "config": {name: to_dict(self.config)[name] for name in ("model", "train")},
+            "rows": [dataclasses.asdict(row) for row in self.rows],
+            "versions": self.versions,
+        }
+
+
+@dataclass
+class _Samples:
+    """What was measured of one arm.
+
+    - `seconds`: a list of times for each timed figure.
+    - `counts`: the figures that are measured once and are not times.
+    - `step`: runs the compiled step; None if there is none, or its arrays are too large
+      (`RUN_LIMIT`).
+    - `error`: why the arm failed.
+    """
+
+    arm: Style
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    step: Callable[[], PyTree] | None = None
+    error: str | None = None
+
+    def add(self, name: str, seconds: float) -> None:
+        self.seconds.setdefault(name, []).append(seconds)
+
+    def figures(self) -> Figures:
+        """The medians of the times, and the counts; nothing from an arm that failed."""
+        if self.error is not None:
+            return Figures()
+        seconds: Json = {name: median(values) for name, values in self.seconds.items()}
+        return Figures(**seconds, **self.counts)
+
+    @contextlib.contextmanager
+    def catching(self) -> Iterator[None]:
+        """Keeps an exception as the arm's error, so that the others are still measured."""
+        try:
+            yield
+        except Exception as error:  # wrappers, JAX and compilers raise many kinds
+            lines = str(error).strip().splitlines() or [""]
+            self.error = f"{type(error).__name__}: {lines[0][:200]}"
+
+
+def measure_overhead(
+    config: Config,
+    *,
+    repetitions: int = 7,
+    loops: Sequence[str] = LOOPS,
+    arms: Sequence[Style] = ARMS,
+    progress: Progress = lambda text: None,
+) -> Overhead:
+    """Measures value and gradient of all layers of a model in each style and loop, on the CPU.
+
+    In each repetition the arms take turns, every time from empty caches; the next repetition starts
+    one arm later.
+
+    - `config`: only `config.model`, `train.global_batch` and `train.sequence_length` count.
+    - `repetitions`: how often tracing and lowering are timed.
+    - `loops`, `arms`: those to measure.
+    - `progress`: called with a line of text before each step of the measurement.
+
+    Raises InputError when layers or batch do not split over the stages of the pipeline.
+    """
+    check_loops(config, loops)
+    Platform.parse("cpu").devices(stages_for(config.model.num_layers) or 1)
+    rows: list[OverheadRow] = []
+    for loop in loops:
+        rows += _measure_loop(config, loop, arms, repetitions, progress)
+    versions = {**Platform.parse("cpu").versions(), "python": sys.version.split()[0]}
+    return Overhead(config=config, repetitions=repetitions, rows=tuple(rows), versions=versions)
+
+
+def check_loops(config: Config, loops: Sequence[str] = LOOPS) -> None:
+    """Raises InputError unless these loops are known and the layers and the batch fit them.
+
+    - `config`: gives the number of layers and the batch.
+    - `loops`: names from `LOOPS`; only the pipeline has conditions on the config.
+    """
+    for loop in loops:
+        one_of("loop", loop, LOOPS)
+    if "pipeline" not in loops:
+        return
+    layers, stages = config.model.num_layers, stages_for(config.model.num_layers)
+    if not stages:
+        raise InputError(
+            f"{layers} layers do not split over 4 or 2 stages of the pipeline that is measured; "
+            "choose an even number, or measure other loops"
+        )
+    batch = config.train.global_batch
+    divides(
+        stages, batch, rule=f"train.global_batch={batch} does not split into {stages} microbatches"
+    )
+
+
+def _measure_loop(
+    config: Config, loop: str, arms: Sequence[Style], repetitions: int, progress: Progress
+) -> list[OverheadRow]:
+    mesh = mesh_for_loop(loop, config.model.num_layers)
+    samples = [_Samples(arm) for arm in arms]
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+        _warm_up(samples[0], loop, config, mesh)
+        for repetition in range(repetitions):
+            turn = repetition % len(samples)  # so that no arm always comes first
+            for one in (*samples[turn:], *samples[:turn]):
+                progress(f"{loop}: {one.arm.name}, repetition {repetition + 1} of {repetitions}")
+                if one.error is None:
+                    with one.catching():
+                        _measure_once(one, make_program(one.arm, loop, config, mesh))
+        for one in samples:
+            progress(f"{loop}: {one.arm.name}, compiling, host memory and calls")
+            if one.error is None:
+                with one.catching():
+                    program = make_program(one.arm, loop, config, mesh)
+                    _compile(one, program)
+                    _measure_host(one, program)
+                    one.counts["python_calls"] = count_calls(program)
+        progress(f"{loop}: dispatch")
+        for _ in range(DISPATCHES):
+            for one in samples:
+                if one.step is not None and one.error is None:
+                    with one.catching():
+                        _dispatch(one)
+    return _rows(loop, samples)
+
+
+def _warm_up(one: _Samples, loop: str, config: Config, mesh: Mesh | None) -> None:
+    """Lowers once without timing, so that imports at first use do not count for the first arm."""
+    with one.catching():
+        _lowered(make_program(one.arm, loop, config, mesh))
+
+
+def _lowered(
+    program: LayersProgram,
+    note: Callable[[str, float], None] = lambda name, seconds: None,
+    profiled: contextlib.AbstractContextManager[object] = contextlib.nullcontext(),
+) -> tuple[PyTree, jax.stages.Lowered]:
+    """The abstract parameters and the lowered program, made from empty caches.
+
+    - `note`: called with the name of each part and its seconds of processor time.
+    - `profiled`: a context that is entered for tracing and lowering.
+    """
+    jax.clear_caches()
+    forget_blueprints()
+    started = time.process_time()
+    params = program.place(jax.eval_shape(program.init))
+    made = time.process_time()
+    with profiled:
+        traced = jax.jit(jax.value_and_grad(program.loss)).trace(params, program.x)
+        found = time.process_time()
+        lowered = traced.lower()
+        ended = time.process_time()
+    note("abstract_init", made - started)
+    note("trace", found - made)
+    note("lower", ended - found)
+    note("trace_and_lower", ended - made)
+    return params, lowered
+
+
+def _measure_once(one: _Samples, program: LayersProgram) -> None:
+    gc.collect()  # or the garbage of other arms would be collected in this one's time
+    gc.disable()
+    try:
+        _lowered(program, one.add)
+    finally:
+        gc.enable()
+
+
+def _compile(one: _Samples, program: LayersProgram) -> None:
+    params, lowered = _lowered(program)
+    started = time.perf_counter()
+    compiled = lowered.compile()
+    one.add("compile", time.perf_counter() - started)
+    memory = compiled.memory_analysis()
+    assert memory is not None, "the compiler of the CPU says it"
+    one.counts["temp_bytes"] = memory.temp_size_in_bytes
+    module = parse(compiled.as_text() or "")
+    one.counts["hlo_instructions"] = sum(
+        len(computation.instructions) for computation in module.computations.values()
+    )
+    # The gradients take as much as the parameters, which are among the arguments.
+    if 2 * memory.argument_size_in_bytes + memory.temp_size_in_bytes <= RUN_LIMIT:
+        arguments = jax.tree.map(_zeros, (params, program.x))
+        one.step = lambda: compiled(*arguments)
+
+
+def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+
+
+def _measure_host(one: _Samples, program: LayersProgram) -> None:
+    gc.collect()
+    tracemalloc.start()
+    try:
+        _lowered(program)
+        one.counts["host_bytes"] = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def count_calls(program: LayersProgram) -> int:
+    """Counts the calls of Python and built-in functions while a program is traced and lowered."""
+    profile = cProfile.Profile()
+    _lowered(program, profiled=profile)
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+def _dispatch(one: _Samples) -> None:
+    assert one.step is not None, "there is a compiled step"
+    started = time.perf_counter()
+    result = one.step()
+    one.add("dispatch", time.perf_counter() - started)
+    jax.block_until_ready(result)
+
+
+def _rows(loop: str, samples: list[_Samples]) -> list[OverheadRow]:
+    by_name = {one.arm.name: one for one in samples}
+    return [
+        OverheadRow(
+            loop=loop,
+            arm=one.arm.name,
+            native=one.arm.native,
+            figures=one.figures(),
+            ratios=_ratios(one, by_name.get(one.arm.native)),
+            error=one.error,
+        )
+        for one in samples
+    ]
+
+
+def _ratios(own: _Samples, native: _Samples | None) -> dict[str, float | None]:
+    """Each figure over the native one; None where either is missing, or the native one is 0."""
+
+    def ratio(name: str) -> float | None:
+        if native is None or own.error or native.error:
+            return None
+        if name in own.seconds and name in native.seconds:
+            # Within a repetition, what else the machine did slowed both arms alike.
+            pairs = zip(own.seconds[name], native.seconds[name], strict=True)
+            ratios = [mine / base for mine, base in pairs if base]
+            return round(median(ratios), 4) if ratios else None
+        mine, base = own.counts.get(name), native.counts.get(name)
+        return round(mine / base, 4) if mine is not None and base else None
+
+    return {name: ratio(name) for name in FIGURES}

@@ -1,0 +1,221 @@
+"""Finds the graph and the variables of an NNX class once, without making an array."""
+
+import functools
+import inspect
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+
+import jax
+from flax import linen as nn
+from flax import nnx
+from flax.typing import PathParts
+from jaxtyping import Array, PyTree
+
+from linen_compat.bridge._axes import linen_axes
+from linen_compat.bridge._paths import Path, Variable, linen_paths
+from nnx_pipeline import InputError
+from nnx_pipeline.lab._tracing.calls import this_turn
+from nnx_pipeline.modules.moe import SelectionBias
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How an NNX module is constructed: `kind(*args, **dict(options), rngs=…)`.
+
+    - `kind`: the class of the module.
+    - `args`: positional arguments, which can be hashed.
+    - `options`: keyword arguments as pairs of name and value, which can be hashed.
+    """
+
+    kind: type[nnx.Module]
+    args: tuple[object, ...] = ()
+    options: tuple[tuple[str, object], ...] = ()
+
+    def make(self, rngs: nnx.Rngs) -> nnx.Module:
+        """A module with new variables.
+
+        - `rngs`: left out where the class takes none.
+        """
+        options = dict(self.options)
+        if takes_rngs(self.kind):
+            options["rngs"] = rngs
+        return self.kind(*self.args, **options)
+
+
+@dataclass(frozen=True, eq=False)
+class BridgedVariable:
+    """One variable of a module, as NNX and as Linen hold it.
+
+    - `nnx`: its path in the NNX module.
+    - `linen`: its path in Linen, which begins with the collection.
+    - `shape`: the shape of its array.
+    - `box`: puts an array into the variable's Linen metadata box, if it has one.
+    """
+
+    nnx: PathParts
+    linen: Path
+    shape: tuple[int, ...]
+    box: Callable[[Array], PyTree]
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """A stream of random numbers in an NNX module.
+
+    - `key`, `count`: the paths of its key and of its count.
+    - `name`: what Linen calls the stream.
+    - `shape`: the shape of its array of keys, `()` for one key.
+    """
+
+    key: PathParts
+    count: PathParts
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Blueprint:
+    """The graph of an NNX module, its variables and its streams of random numbers.
+
+    - `graph`: what `nnx.merge` needs beside the arrays.
+    - `slots`: the variables, without those of random numbers.
+    - `streams`: the streams of random numbers that the module holds.
+    - `shapes`: the shape of each variable, by its Linen path.
+    """
+
+    graph: nnx.GraphDef[nnx.Module]
+    slots: tuple[BridgedVariable, ...]
+    streams: tuple[Stream, ...]
+    shapes: dict[Path, tuple[int, ...]]
+
+    def build(self, values: Mapping[PathParts, Array]) -> nnx.Module:
+        """The module with these arrays; its constructor does not run.
+
+        - `values`: arrays of all variables and streams, by NNX path.
+        """
+        module: nnx.Module = nnx.merge(self.graph, nnx.from_flat_state(values.items()))
+        return module
+
+
+class StreamPerName(nnx.Rngs):
+    """Random streams for a constructor: each is made when its name is first read.
+
+    The tag of a stream is its name, which is also the name of Linen's stream.
+
+    - `make_key`: gives the key of a stream from its name.
+    """
+
+    def __init__(self, make_key: Callable[[str], Array]) -> None:
+        super().__init__()
+        self._make_key = make_key
+
+    def __getitem__(self, name: str) -> nnx.RngStream:
+        if name not in vars(self):
+            setattr(self, name, nnx.RngStream(self._make_key(name), tag=name))
+        stream: nnx.RngStream = vars(self)[name]
+        return stream
+
+    def __getattr__(self, name: str) -> nnx.RngStream:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self[name]
+
+
+def blueprint(recipe: Recipe) -> Blueprint:
+    """The blueprint of a recipe under the ambient mesh, on which a module's parts may depend.
+
+    The constructor runs on abstract arrays, the first time only. Raises InputError for a module
+    with an array outside of variables.
+    """
+    return _blueprint(recipe, jax.sharding.get_abstract_mesh(), this_turn())
+
+
+@functools.lru_cache(maxsize=4096)
+def _blueprint(recipe: Recipe, mesh: Hashable, turn: Hashable) -> Blueprint:
+    # Both are here as keys of the cache: the result depends on the ambient mesh, and within
+    # `traced_afresh` nothing from an earlier measurement may be used.
+    del mesh, turn
+    module = nnx.eval_shape(lambda: recipe.make(StreamPerName(_any_key)))
+    graph, state = nnx.split(module)
+    renamed = linen_paths(module)
+    slots, streams = [], []
+    variables = dict(nnx.to_flat_state(state))
+    for path, variable in variables.items():
+        if not isinstance(variable, nnx.Variable):
+            raise InputError(
+                f"{recipe.kind.__name__} holds an array at {'.'.join(map(str, path))} that is not "
+                "in an nnx.Variable, so it belongs to no collection; wrap it in one, such as "
+                "nnx.Param"
+            )
+        if not hasattr(variable.get_value(), "shape"):
+            raise InputError(
+                f"{recipe.kind.__name__}.{'.'.join(map(str, path))} holds a "
+                f"{type(variable.get_value()).__name__} and not an array; give each array a "
+                "variable of its own, such as nnx.List([nnx.Param(a), nnx.Param(b)])"
+            )
+        if isinstance(variable, nnx.RngKey):
+            count = (*path[:-1], "count")
+            streams.append(Stream(path, count, variable.tag, variable.get_value().shape))
+        elif not isinstance(variable, nnx.RngState):
+            own = tuple(map(str, path))
+            slots.append(
+                BridgedVariable(
+                    path,
+                    (collection_of(variable), *renamed.get(own, own)),
+                    tuple(variable.get_value().shape),
+                    _boxing(variable, renamed.get(own)),
+                )
+            )
+    shapes = {slot.linen: slot.shape for slot in slots}
+    if len(shapes) < len(slots):
+        raise InputError(
+            f"two variables of {recipe.kind.__name__} get the same path in Linen; rename one"
+        )
+    return Blueprint(graph, tuple(slots), tuple(streams), shapes)
+
+
+def forget_blueprints() -> None:
+    """Clears the cache of blueprints, to measure what it costs to find them."""
+    _blueprint.cache_clear()
+
+
+def collection_of(variable: Variable) -> str:
+    """The Linen collection of a variable, by its type: `params`, `batch_stats`, `cache` …
+
+    In Linen a bias that only chooses experts is one of the `params`, where it gets no gradient.
+    """
+    if isinstance(variable, SelectionBias):
+        return "params"
+    return nnx.variable_name_from_type(type(variable), allow_register=True)
+
+
+def _boxing(variable: Variable, own: Path | None) -> Callable[[Array], PyTree]:
+    """Puts an array into a Linen box with the metadata of this variable."""
+    metadata = variable.get_metadata()
+    if "linen_box" in metadata:
+        boxed: Callable[[Array], PyTree] = metadata["linen_box"].replace_boxed
+        return boxed
+    if metadata.get("logical_axes") is not None:
+        names = tuple(metadata["logical_axes"])
+        axes = linen_axes(own) if own is not None else ()
+        # MaxText's names are known for the layer's own axes, which come last; the names of a stack
+        # of layers before them stay.
+        names = (*names[: len(names) - len(axes)], *axes)
+        return functools.partial(nn.LogicallyPartitioned, names=names)
+    if metadata.get("out_sharding") is not None:
+        return functools.partial(nn.Partitioned, names=tuple(metadata["out_sharding"]))
+    return lambda value: value
+
+
+def _any_key(name: str) -> Array:
+    """A placeholder for constructors on abstract arrays, where no key's value is used."""
+    return jax.random.key(0)
+
+
+@functools.cache
+def takes_rngs(kind: type[nnx.Module]) -> bool:
+    """Whether the constructor of a class takes an argument `rngs`."""
+    if kind.__init__ is object.__init__:
+        return False
+    parameters = inspect.signature(kind.__init__).parameters.values()
+    return any(one.name == "rngs" or one.kind is one.VAR_KEYWORD for one in parameters)

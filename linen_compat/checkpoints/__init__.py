@@ -1,0 +1,1 @@
+"""Models and training states loaded from checkpoints, saved, checked and converted."""

@@ -1,0 +1,317 @@
+"""Checks whether a checkpoint fits a model: by its metadata, its bytes and its results."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from linen_compat.checkpoints import _reference as reference
+from linen_compat.checkpoints.loading import load
+from linen_compat.formats._checksums import Json
+from linen_compat.formats._comparison import Comparison, compare_to_load, model_arrays
+from linen_compat.formats._load_shards import for_mesh
+from linen_compat.formats._names import OUTSIDE, ROUTER_BIAS, TOKENS
+from linen_compat.formats._orbax.arrays import StoredArrays
+from linen_compat.formats._orbax.inspect import Inspection, inspect
+from linen_compat.formats._orbax.layouts import HUGGINGFACE, NNX
+from linen_compat.formats._orbax.stream import OrbaxSource, read_scalars
+from linen_compat.formats._plausible import suspicion, zeros_in_a_row
+from linen_compat.formats._scalars import problem_of
+from linen_compat.formats._streams import (
+    PARAMETERS,
+    Mismatch,
+    Progress,
+    check_finite,
+    check_sign,
+    no_progress,
+    walk,
+)
+from linen_compat.formats._unchanged import Unchanged
+from linen_compat.formats.huggingface import _stream as huggingface
+from linen_compat.formats.huggingface._folder import TensorFolder, files_of
+from linen_compat.formats.huggingface._stream import is_huggingface
+from linen_compat.formats.huggingface._tensors import KNOWN_EXTRA
+from nnx_pipeline import Config, InputError, Mixtral
+
+NUMERICS_TOLERANCE = 1e-4  # as a fraction of the largest value, both sides in float32
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """A checkpoint compared with a config.
+
+    - `checkpoint`: the folder of the arrays; of a checkpoint that cannot be read, the given folder.
+    - `format`: such as `maxtext:scanned` or `huggingface`.
+    - `num_layers`, `stages`, `repeats`: what the checkpoint holds.
+    - `comparison`: which leaves fit the model and which do not.
+    - `optimizer`: a sentence about the optimizer's state, where a reader needs one; else None.
+
+    `format` and the three numbers are None for a checkpoint that cannot be read, or of another
+    model.
+    """
+
+    checkpoint: Path
+    format: str | None
+    num_layers: int | None
+    stages: int | None
+    repeats: int | None
+    comparison: Comparison
+    optimizer: str | None = None
+
+    def to_json(self) -> Json:
+        """The diagnosis and its comparison as one dictionary of plain values, schema 1."""
+        found = self.comparison
+        return {
+            "schema": 1,
+            "checkpoint": str(self.checkpoint),
+            "layout": self.format,
+            "num_layers": self.num_layers,
+            "stages": self.stages,
+            "repeats": self.repeats,
+            "fits": not found.problems,
+            "optimizer": self.optimizer,
+            **dataclasses.asdict(found),
+            "fresh": found.fresh,
+        }
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """The first place where two computations of a model differ, if there is one.
+
+    - `place`: `token_embedder`, a layer with its path, or `logits`; None when no place differs.
+    - `largest`: the largest difference at that place, or at any place when none differs, as a
+      fraction of the largest expected magnitude there.
+    """
+
+    place: str | None
+    largest: float
+
+
+def diagnose(checkpoint: str | Path, config: Config) -> Diagnosis:
+    """Compares a checkpoint's names, shapes, dtypes and optimizer counts with what a model needs.
+
+    Apart from these counts no array is read. The result lists all leaves that do not fit or cannot
+    be read. The state of an optimizer other than AdamW is no misfit: `load` leaves it out.
+
+    - `checkpoint`: a folder of any format.
+    - `config`: the config of the model that is to take the arrays.
+
+    Raises InputError where there is no checkpoint.
+    """
+    try:
+        if is_huggingface(checkpoint):
+            comparison = huggingface.compare_folder(checkpoint, config.model)
+            layers = huggingface.own_config(checkpoint).model.num_layers
+            return Diagnosis(Path(checkpoint), HUGGINGFACE, layers, 1, 1, comparison)
+        found = inspect(checkpoint)
+        layout, judged = found.layout, _judged(found)
+        comparison = compare_to_load(judged, config.model)
+        optimizer = _of_optimizer(found, comparison, config)
+        if not comparison.problems:
+            wrong = problem_of(read_scalars(judged))
+            comparison.notes.extend([wrong] if wrong else [])
+    except Mismatch as error:
+        none = Comparison(notes=[str(error)])
+        return Diagnosis(Path(checkpoint), None, None, None, None, none)
+    numbers = (layout.num_layers, layout.stages, layout.repeats)
+    return Diagnosis(found.items, layout.format, *numbers, comparison, optimizer)
+
+
+def _judged(found: Inspection) -> Inspection:
+    """All of a checkpoint, or its parameters alone beside another optimizer's state."""
+    return found.parameters_alone if found.other_optimizer else found
+
+
+def _of_optimizer(found: Inspection, comparison: Comparison, config: Config) -> str | None:
+    """A sentence about the optimizer's state, where a reader needs one; else None.
+
+    - `comparison`: of the leaves that `_judged` gives.
+    """
+    if other := found.other_optimizer:
+        return (
+            f"{other}: linen_compat.load and convert --parameters-only leave it out, "
+            "linen_compat.load_train_state refuses it"
+        )
+    if not found.optimizer or not comparison.problems:
+        return None
+    alone = compare_to_load(found.parameters_alone, config.model)
+    if alone.problems:
+        return None
+    return "the parameters alone fit: linen_compat.load and convert --parameters-only take them"
+
+
+def read_everything(
+    diagnosis: Diagnosis,
+    config: Config,
+    *,
+    allow_nan: bool = False,
+    progress: Progress = no_progress,
+) -> int:
+    """Reads every byte of a checkpoint that fits, and returns the number of bytes.
+
+    - `diagnosis`: one without problems.
+    - `config`: the config that the diagnosis was made with.
+    - `allow_nan`: accepts NaN and infinite values.
+    - `progress`: called with the name and the bytes of each array that has been read.
+
+    Raises Mismatch, naming the leaf, when bytes are missing or have changed, a parameter or a
+    moment is NaN or infinite, a second moment is below 0, or training cannot have produced an array
+    (`plausible`). Raises Mismatch, naming the file, when a file changes meanwhile.
+    """
+    total, strange = 0, dict[str, str]()
+    files = files_of(diagnosis.checkpoint) if diagnosis.format == HUGGINGFACE else None
+    with Unchanged(diagnosis.checkpoint, files):
+        for read in _every_array(diagnosis, config):
+            array = read.array
+            if read.part is not None:
+                check_finite(array, read.name, allow_nan=allow_nan)
+                check_sign(array, read.name, read.part)
+                found = suspicion(
+                    array,
+                    read.part,
+                    rows_may_be_zero=read.of_tokens,
+                    all_may_be_zero=read.may_be_zero,
+                )
+                if found:
+                    strange.setdefault(read.name, found)
+            total += array.nbytes
+            progress(read.name, array.nbytes)
+    if diagnosis.format != HUGGINGFACE:
+        strange = {**_zeros_as_stored(diagnosis, config), **strange}
+    if strange:
+        shown = [f"{name} {found}" for name, found in strange.items()][:3]
+        more = f"; and {len(strange) - 3} more" if len(strange) > 3 else ""
+        raise Mismatch(
+            f"{'; '.join(shown)}{more}; every byte could be read, but such values suggest a "
+            "damaged file: compare it with another copy, or take an earlier checkpoint"
+        )
+    return total
+
+
+@dataclass(frozen=True)
+class _Read:
+    """An array of a checkpoint, and which values it may have.
+
+    - `part`: its part of the model's state; None for everything else.
+    - `of_tokens`: whether it has an axis for the vocabulary.
+    - `may_be_zero`: whether all values may be zero.
+    """
+
+    name: str
+    array: np.ndarray
+    part: str | None = None
+    of_tokens: bool = False
+    may_be_zero: bool = False
+
+
+def _every_array(diagnosis: Diagnosis, config: Config) -> Iterator[_Read]:
+    """Yields every array of the checkpoint, one at a time."""
+    if diagnosis.format == HUGGINGFACE:
+        # Tensors are read as stored: a lost block of zeros is contiguous there, and scattered in
+        # the arrays of a model.
+        files = TensorFolder(diagnosis.checkpoint)
+        for name in files.specs:
+            part = None if KNOWN_EXTRA.fullmatch(name) else PARAMETERS
+            of_tokens = any(names.huggingface == name for names in TOKENS)
+            is_bias = name.endswith(ROUTER_BIAS.huggingface)
+            yield _Read(name, files.read(name, ()), part, of_tokens, is_bias)
+        return
+    found = _judged(inspect(diagnosis.checkpoint))
+    source = OrbaxSource(found, model_arrays(config.model))
+    stored = StoredArrays(found.items)
+    for leaf in (*found.scalars.values(), *found.ignored.values()):
+        yield _Read(leaf.stored, stored.read(leaf.stored))
+    tokens, natural = {names.nnx for names in TOKENS}, _may_be_zero(config)
+    for part in source.parts:
+        for path, layer in walk(source):
+            name, array = source.name(path, layer, part), source.read(path, layer, part)
+            yield _Read(name, array, part, path in tokens, path in natural)
+    source.check_files()  # after the arrays, whose errors name what is lost
+
+
+def _zeros_as_stored(diagnosis: Diagnosis, config: Config) -> dict[str, str]:
+    """Runs of zeros that cannot be right, by the names of the stored arrays.
+
+    A lost block is contiguous on disk. In memory it may be spread over all layers of a scanned
+    stack, or scattered through an array whose chunks are cut along the last axis.
+    """
+    source = OrbaxSource(inspect(diagnosis.checkpoint), model_arrays(config.model))
+    outside = {names.nnx for names in OUTSIDE}
+    left_out = outside | _may_be_zero(config)
+    stored = {source.name(*place): place for place in walk(source) if place[0] not in left_out}
+    found = {name: zeros_in_a_row(source.in_order(*place)) for name, place in stored.items()}
+    return {name: strange for name, strange in found.items() if strange}
+
+
+def _may_be_zero(config: Config) -> set[str]:
+    """NNX paths of arrays that are zero before training: router biases, scales with an offset."""
+    if not config.model.norm_scale_offset:
+        return {ROUTER_BIAS.nnx}
+    paths = model_arrays(config.model)
+    return {ROUTER_BIAS.nnx, *(path for path in paths if path.endswith("norm.scale"))}
+
+
+def check_comparable(diagnosis: Diagnosis) -> None:
+    """Raises InputError for a checkpoint without the names that `compare_with_maxtext` reads."""
+    if diagnosis.format in (HUGGINGFACE, NNX):
+        raise InputError(
+            f"--numerics works on MaxText's formats only, and {diagnosis.checkpoint} is "
+            f"{diagnosis.format}; convert it to maxtext:unscanned first"
+        )
+
+
+def compare_with_maxtext(
+    checkpoint: str | Path, config: Config, *, seed: int = 0
+) -> FirstDifference:
+    """Compares the loaded model with MaxText's mathematics over the stored names, layer by layer.
+
+    Both compute in float32 on the same random tokens. The whole model is loaded on one device.
+
+    - `checkpoint`: one of MaxText (`check_comparable`).
+    - `config`: the config of the model; both sides compute in float32 whatever its `dtype`.
+    - `seed`: the seed of the tokens.
+    """
+    found = inspect(checkpoint)
+    config = for_mesh(config, None)
+    model = dataclasses.replace(config.model, dtype="float32")
+    config = dataclasses.replace(config, model=model)
+    length = min(32, config.train.sequence_length)
+    tokens = np.random.default_rng(seed).integers(model.vocab_size, size=(2, length))
+    with jax.default_matmul_precision("highest"):
+        states = _states_of(load(checkpoint, config), jnp.asarray(tokens, jnp.int32))
+        return _first_difference(states, found, config, tokens)
+
+
+def _first_difference(
+    states: Iterator[jax.Array], found: Inspection, config: Config, tokens: np.ndarray
+) -> FirstDifference:
+    largest = 0.0
+    expected = reference.hidden_states(found, config.model, tokens)
+    for (place, theirs), ours in zip(expected, states, strict=True):
+        scale = max(float(np.max(np.abs(theirs))), 1e-12)  # all of them may be zero
+        difference = float(np.max(np.abs(np.asarray(ours) - theirs))) / scale
+        if not difference <= NUMERICS_TOLERANCE:  # unlike `>`, this is true of NaN
+            return FirstDifference(place, difference)
+        largest = max(largest, difference)
+    return FirstDifference(None, largest)
+
+
+def _states_of(model: Mixtral, tokens: jax.Array) -> Iterator[jax.Array]:
+    """Yields the output of the embedding, of each layer, and the logits."""
+    x = jax.jit(lambda embedding, tokens: embedding(tokens))(model.embedding, tokens)
+    yield x
+    apply = jax.jit(lambda layer, x: layer(x)[0])
+    for number in range(model.config.model.num_dense_layers):
+        x = apply(jax.tree.map(lambda leaf, at=number: leaf[at], model.dense_layers), x)
+        yield x
+    for number in range(model.config.model.num_pipeline_layers):
+        # Without a mesh there is one repeat and one stage: parameters are [1, 1, layers, …].
+        layer = jax.tree.map(lambda leaf, at=number: leaf[0, 0, at], model.pipeline.layers)
+        x = apply(layer, x)
+        yield x
+    yield jax.jit(lambda model, tokens: model(tokens))(model, tokens)

@@ -1,0 +1,248 @@
+"""Converts a checkpoint from one format to another, one array of one layer at a time."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from linen_compat.formats._comparison import compare_leaves, compare_with_itself, model_arrays
+from linen_compat.formats._new_folder import Room, check_free, new_folder
+from linen_compat.formats._orbax.inspect import find_items, inspect, optimizer_names
+from linen_compat.formats._orbax.layouts import FORMATS, HUGGINGFACE, NNX, PIPELINED, TreeLayout
+from linen_compat.formats._orbax.stream import OrbaxDestination, OrbaxSource
+from linen_compat.formats._scalars import check_scalars
+from linen_compat.formats._streams import (
+    LayerDestination,
+    LayerSource,
+    Mismatch,
+    Progress,
+    copy,
+    nbytes_of,
+)
+from linen_compat.formats._unchanged import Unchanged
+from linen_compat.formats.huggingface import _stream as huggingface
+from linen_compat.formats.huggingface._folder import files_of
+from linen_compat.maxtext._families import check_maxtext
+from nnx_pipeline import Config, InputError
+from nnx_pipeline.lab.errors import one_of
+
+AUTO = "auto"
+TARGETS = (*FORMATS, HUGGINGFACE)
+SOURCES = (*TARGETS, AUTO)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An opened checkpoint, as the source of a conversion.
+
+    - `source`: reads the arrays, layer by layer.
+    - `files`: the files at the time of opening.
+    - `layout`: how the layers are stacked; None for Hugging Face.
+    - `config`: the config of the model; None where it is not known.
+    - `unused`: leaves that this project has no use for.
+    - `optimizer`: parts of the optimizer's state that `source` leaves out.
+    - `step_is_lost`: whether the value of the step cannot be read.
+    """
+
+    source: LayerSource
+    files: Unchanged
+    layout: TreeLayout | None
+    config: Config | None
+    unused: tuple[str, ...] = ()
+    optimizer: tuple[str, ...] = ()
+    step_is_lost: bool = False
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A conversion that has been checked and not begun.
+
+    - `opened`: the checkpoint to read from.
+    - `destination`: the new folder.
+    - `layout`: how the new checkpoint stacks its layers; None for Hugging Face.
+    """
+
+    opened: Opened
+    destination: Path
+    layout: TreeLayout | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to be copied, without the scalars."""
+        return nbytes_of(self.opened.source)
+
+    @property
+    def left_behind(self) -> dict[str, tuple[str, ...]]:
+        """The leaves of the source that are not converted, by the reason."""
+        opened, lost = self.opened, ("step",) if self.opened.step_is_lost else ()
+        unused = {"of which this project makes no use": opened.unused}
+        if self.layout is not None:
+            asked = {"as --parameters-only asks": opened.optimizer}
+            return _without_empty({**asked, "whose chunk is missing": lost, **unused})
+        step = lost or tuple({"step"} & opened.source.scalars.keys())
+        place = {"for which a Hugging Face folder has no place": (*opened.optimizer, *step)}
+        return _without_empty({**place, **unused})
+
+    def run(
+        self, *, allow_nan: bool = False, progress: Progress = lambda name, nbytes: None
+    ) -> None:
+        """Converts the checkpoint; the destination appears when it is complete.
+
+        - `allow_nan`: keeps NaN and infinite values.
+        - `progress`: called with the name and the bytes of each array that has been copied.
+
+        Raises Mismatch, naming the leaf, for missing bytes and for NaN, and naming the file for a
+        file of the source that has changed since the plan was made. Raises what `new_folder` raises
+        without room.
+        """
+        source, layout, config = self.opened.source, self.layout, self.opened.config
+        room = Room(self.nbytes, compressed=layout is not None)
+        with new_folder(self.destination, room) as folder, self.opened.files:
+            target: LayerDestination
+            if layout is None:
+                assert config is not None, "a plan for Hugging Face has a config"
+                target = huggingface.HuggingFaceDestination(folder, config, source.arrays)
+            else:
+                target = OrbaxDestination.like(source, folder, layout)
+            copy(source, target, allow_nan=allow_nan, progress=progress)
+            if isinstance(source, OrbaxSource):
+                source.check_files()  # after the arrays, whose errors name what is lost
+
+
+def _without_empty(left: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    return {reason: names for reason, names in left.items() if names}
+
+
+@dataclass(frozen=True)
+class From:
+    """The checkpoint to convert.
+
+    - `path`: the folder of the checkpoint.
+    - `format`: `maxtext:unscanned`, `maxtext:scanned`, `maxtext:pipelined`, `nnx`, `huggingface`,
+      or `auto` to recognise it.
+    - `config`: what the checkpoint must fit; without one its layers must agree with each other.
+    - `parameters_only`: leaves the optimizer's state behind, which may then be of any optimizer.
+    """
+
+    path: str | Path
+    format: str = AUTO
+    config: Config | None = None
+    parameters_only: bool = False
+
+
+@dataclass(frozen=True)
+class To:
+    """The checkpoint that a conversion writes.
+
+    - `path`: the new folder.
+    - `format`: one of those of `From`, except `auto`. Optimizer state does not go to Hugging Face.
+    - `stages`, `repeats`: for `maxtext:pipelined` and `nnx` only. If both are None, a source in one
+      of these two layouts keeps its own. Otherwise None counts as 1, but `maxtext:pipelined` needs
+      `stages`.
+    """
+
+    path: str | Path
+    format: str
+    stages: int | None = None
+    repeats: int | None = None
+
+
+def plan(source: From, target: To) -> Conversion:
+    """Checks everything about a conversion that can be checked without reading an array.
+
+    - `source`: the checkpoint to read from, and what it must fit.
+    - `target`: the new checkpoint; its folder must not exist yet, or be empty.
+
+    `Conversion.run` then converts. Raises InputError for arguments that cannot be used, and
+    Mismatch for what the checkpoint lacks.
+    """
+    one_of("--from", source.format, SOURCES)
+    one_of("--to", target.format, TARGETS)
+    stack = (target.stages, target.repeats)
+    if target.format not in (PIPELINED, NNX) and stack != (None, None):
+        raise InputError(
+            f"--stages and --repeats are for --to {PIPELINED} and --to {NNX} only; "
+            f"leave them out for --to {target.format}"
+        )
+    check_free(target.path)
+    # A Hugging Face folder has no place for the state of any optimizer.
+    alone = source.parameters_only or target.format == HUGGINGFACE
+    opened = open_checkpoint(source.path, source.format, source.config, parameters_only=alone)
+    if target.format == HUGGINGFACE:
+        if opened.config is None:
+            raise InputError(
+                "--to huggingface needs --config, as config.json states values that an Orbax "
+                "checkpoint does not hold, such as rope_theta and the number of experts per token; "
+                "give the config of the model, which for a run of `nnx-pipeline train` is its "
+                "config.yml"
+            )
+        layout = None
+    else:
+        layout = _target_layout(opened, target)
+        if target.format != NNX and opened.config is not None:
+            check_maxtext(opened.config.model)
+    return Conversion(opened, Path(target.path), layout)
+
+
+def open_checkpoint(
+    checkpoint: str | Path,
+    source_format: str = AUTO,
+    config: Config | None = None,
+    *,
+    parameters_only: bool = False,
+) -> Opened:
+    """Opens a checkpoint of any format as a source, once every leaf is accounted for.
+
+    - `checkpoint`: the folder of the checkpoint.
+    - `source_format`, `config`, `parameters_only`: as `format`, `config` and `parameters_only` of
+      `From`.
+
+    Raises InputError where there is no checkpoint, and Mismatch where it is of another format or a
+    leaf does not fit.
+    """
+    if source_format == HUGGINGFACE or (
+        source_format == AUTO and huggingface.is_huggingface(checkpoint)
+    ):
+        files = Unchanged(checkpoint, files_of(checkpoint))
+        config = huggingface.config_for(checkpoint, config)
+        source = huggingface.HuggingFaceSource(checkpoint, config.model)
+        return Opened(source, files, None, config)
+    files = Unchanged(find_items(checkpoint))
+    found = whole = inspect(checkpoint)
+    if source_format not in (AUTO, found.layout.format):
+        raise Mismatch(
+            f"{found.items} is {found.layout.format}; pass --from {found.layout.format} or auto"
+        )
+    if parameters_only:
+        found = whole.parameters_alone
+    elif whole.other_optimizer:
+        raise Mismatch(
+            f"{found.items} has a state that cannot be converted: {whole.other_optimizer}; "
+            "convert the parameters alone with --parameters-only"
+        )
+    if config is None:
+        comparison, arrays = compare_with_itself(found)
+    else:
+        comparison, arrays = compare_leaves(found, config.model), model_arrays(config.model)
+    comparison.require(found.items)
+    given = OrbaxSource(found, arrays, parameters_only=parameters_only)
+    check_scalars(given.scalars)
+    return Opened(
+        given,
+        files,
+        found.layout,
+        config,
+        unused=tuple(leaf.stored for leaf in whole.ignored.values()),
+        optimizer=tuple(optimizer_names(whole.optimizer)) if parameters_only else (),
+        step_is_lost="step" in found.scalars and "step" not in given.scalars,
+    )
+
+
+def _target_layout(opened: Opened, target: To) -> TreeLayout:
+    layers, own, dense = opened.source.num_layers, opened.layout, opened.source.num_dense_layers
+    stages, repeats = target.stages, target.repeats
+    if (stages, repeats) == (None, None) and own and own.format in (PIPELINED, NNX):
+        stages, repeats = own.stages, own.repeats
+    if target.format == PIPELINED and stages is None:
+        raise InputError(f"--to {PIPELINED} needs --stages, how many stages the pipeline has")
+    if target.format not in (PIPELINED, NNX):
+        return TreeLayout(target.format, layers, num_dense_layers=dense)
+    return TreeLayout(target.format, layers, stages or 1, repeats or 1, dense)

@@ -1,0 +1,75 @@
+"""The config that the command-line option `--config` names, and the one that a checkpoint holds."""
+
+import dataclasses
+from pathlib import Path
+
+from linen_compat.formats._orbax.inspect import existing_folder, inspect
+from linen_compat.formats._run_files import RUN_CONFIG, check_checksum
+from linen_compat.formats._streams import Mismatch
+from linen_compat.formats.huggingface._architectures import CONFIG_FILE
+from linen_compat.formats.huggingface._stream import is_huggingface, own_config
+from linen_compat.formats.huggingface.config import config_from_huggingface
+from linen_compat.maxtext import config
+from nnx_pipeline import Config, InputError
+from nnx_pipeline.lab._files import local
+
+
+def read_config(name: str, checkpoint: str | Path | None = None) -> Config:
+    """The config of a file or a preset.
+
+    - `name`: a Hugging Face folder or its `config.json`, or a name for
+      `maxtext.config.config_from_yaml`.
+    - `checkpoint`: the checkpoint of the model; None for no checkpoint in particular. A
+      `config.json` does not say the attention scale of an Orbax checkpoint, so
+      `model.attention_scale` is taken from the checkpoint.
+
+    Raises InputError when it is none of them, and where there is no checkpoint; and Mismatch for
+    the config of a run that is damaged.
+    """
+    file = local(name)
+    if name and file.is_dir():
+        file /= CONFIG_FILE
+        if not file.is_file():
+            raise InputError(
+                f"{name} is a folder and holds no {CONFIG_FILE}; give the folder of a Hugging Face "
+                "model that holds one, or a file, such as the config.yml of a run"
+            )
+    if file.name != CONFIG_FILE or not file.is_file():
+        check_checksum(file)
+        return config.config_from_yaml(name)
+    read = config_from_huggingface(file)
+    scale = None if checkpoint is None else _scale_of(checkpoint)
+    if scale is None:
+        return read
+    return dataclasses.replace(read, model=dataclasses.replace(read.model, attention_scale=scale))
+
+
+def stored_config(checkpoint: str | Path) -> Config | None:
+    """The config that a checkpoint holds; None where it holds none.
+
+    - `checkpoint`: a Hugging Face folder, whose `config.json` says it, or a run, a step or an items
+      folder: a run of `nnx-pipeline train` has a `config.yml`.
+
+    Raises InputError where there is no such folder, and Mismatch where that file is damaged.
+    """
+    folder = existing_folder(checkpoint)
+    if is_huggingface(folder):
+        return own_config(folder)
+    whole = folder.resolve()
+    run = whole.parents[1] if whole.name == "items" else whole.parent if _is_step(whole) else whole
+    file = run / RUN_CONFIG
+    return read_config(str(file)) if file.is_file() else None
+
+
+def _is_step(folder: Path) -> bool:
+    return folder.name.isdecimal()
+
+
+def _scale_of(checkpoint: str | Path) -> float | None:
+    """The attention scale that an Orbax checkpoint is for; None where it does not say one."""
+    if is_huggingface(checkpoint):
+        return None
+    try:
+        return inspect(checkpoint).attention_scale
+    except Mismatch:
+        return None  # whoever reads the checkpoint says what is wrong with it

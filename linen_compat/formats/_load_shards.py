@@ -1,0 +1,198 @@
+"""Reads arrays of a source straight into a model on a mesh, each device its own shards only."""
+
+import contextlib
+import dataclasses
+import itertools
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+from jaxtyping import PyTree
+
+from linen_compat.formats._comparison import LAYERS, dotted_path, stack_axes
+from linen_compat.formats._streams import (
+    PARAMETERS,
+    LayerSource,
+    check_finite,
+    check_sign,
+    not_finite,
+)
+from nnx_pipeline import Config, InputError, MeshConfig, Mixtral
+from nnx_pipeline.lab.errors import counted, note
+from nnx_pipeline.lab.mesh import AXES
+from nnx_pipeline.sharding.layout import variable_shardings
+
+Tree = TypeVar("Tree")
+
+
+class SourceOfParts(LayerSource, Protocol):
+    """A source that can read a part of an array."""
+
+    def read(
+        self,
+        path: str,
+        layer: int | None,
+        part: str = PARAMETERS,
+        index: tuple[slice, ...] = (),
+    ) -> np.ndarray:
+        """A part of one array of one layer.
+
+        - `path`, `layer`, `part`: as in `LayerSource.read`.
+        - `index`: a slice for each axis of the array; empty for the whole array.
+        """
+        ...
+
+    def close(self) -> None:
+        """Releases what is held between reads."""
+        ...
+
+
+def load_from(source: SourceOfParts, config: Config, mesh: Mesh | None) -> Mixtral:
+    """The model of a config with the parameters of a source.
+
+    - `source`: has been compared with the config, so that every leaf is accounted for.
+    - `config`: its pipeline is adapted to the mesh by `for_mesh`.
+    - `mesh`: where the arrays are placed. None means the mesh of `jax.set_mesh`, and without one
+      the first device.
+    """
+    mesh = mesh or mesh_in_use()
+    config = for_mesh(config, mesh)
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+        model: Mixtral = jax.eval_shape(lambda: Mixtral(config, rngs=nnx.Rngs(0)))
+        return fill(model, _placement(model, mesh), source)
+
+
+def mesh_in_use() -> Mesh | None:
+    """The mesh of `jax.set_mesh`, or None where there is none."""
+    mesh = jax.sharding.get_mesh()
+    return None if mesh.empty else mesh
+
+
+def for_mesh(config: Config, mesh: Mesh | None) -> Config:
+    """The config, with its pipeline adapted so that this mesh can hold the weights.
+
+    - `config`: of the model; only its pipeline changes.
+    - `mesh`: axes that it lacks count as axes of size 1, and None as a mesh without stages.
+
+    `num_repeats` stays as it is where it divides the number of layers that a stage holds or
+    `pad_layers` is set, and otherwise becomes the largest smaller number that does. So the mesh
+    decides how layers are stacked, and never the layout of a checkpoint.
+
+    Raises InputError when the mesh cannot hold the weights, whose sizes the checkpoint determines.
+    """
+    sizes = MeshConfig(**{axis: mesh.shape.get(axis, 1) for axis in AXES} if mesh else {})
+    pipeline = config.pipeline
+    # Layers that do not divide into stages at all are refused below, by the rules of the weights.
+    per_stage = max(1, config.model.num_pipeline_layers // sizes.stage)
+    if not pipeline.pad_layers:
+        fitting = (n for n in range(pipeline.num_repeats, 0, -1) if per_stage % n == 0)
+        pipeline = dataclasses.replace(pipeline, num_repeats=next(fitting))
+    config = dataclasses.replace(config, pipeline=pipeline)
+    for divisor, size, rule in config.weight_rules(sizes):
+        if size % divisor:
+            raise InputError(
+                f"{rule}; choose another mesh, because the checkpoint fixes the sizes of the model"
+            )
+    return config
+
+
+def _placement(model: Mixtral, mesh: Mesh | None) -> PyTree:
+    """The sharding of each array of a model; without a mesh, the first device."""
+    if mesh is not None:
+        return variable_shardings(model, model.layout, mesh)
+    device = SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda _: device, model)
+
+
+def fill(tree: Tree, shardings: PyTree, source: SourceOfParts, part: str = PARAMETERS) -> Tree:
+    """A copy of a tree of abstract arrays, with arrays of a source in their places.
+
+    - `tree`: a model, or a moment of the optimizer in the structure of the model.
+    - `shardings`: the sharding of each array, in the same structure.
+    - `source`: reads the arrays; it is closed at the end.
+    - `part`: the part of the source that the arrays are read from.
+
+    Warns of parameters that are NaN or infinite.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    places = jax.tree.leaves(shardings)
+    arrays, given = [], _Part(source, part)
+    for (path, leaf), place in zip(leaves, places, strict=True):
+        arrays.append(_read_array(dotted_path(path), leaf, place, given))
+    source.close()
+    if given.strange:
+        first, others = given.strange[0], len(given.strange) - 1
+        what = f"{first} holds" if not others else f"{first} and {counted(others, 'other')} hold"
+        note(f"{what} NaN or infinity, as was stored; take an earlier checkpoint")
+    filled: Tree = jax.tree.unflatten(structure, arrays)
+    return filled
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One part of a source, such as its parameters."""
+
+    source: SourceOfParts
+    name: str
+    strange: list[str] = field(default_factory=list)  # arrays that are not finite
+
+    def read(self, path: str, layer: int | None, cut: tuple[slice, ...]) -> np.ndarray:
+        """A shard of one array, after the checks that its part needs."""
+        array = self.source.read(path, layer, self.name, cut)
+        name = self.source.name(path, layer, self.name)
+        if self.name != PARAMETERS:  # training would go on with them, to no useful result
+            check_finite(
+                array, name, cure="load the parameters of this one alone with linen_compat.load"
+            )
+        elif name not in self.strange and not_finite(array):
+            self.strange.append(name)
+        check_sign(array, name, self.name)
+        return array
+
+
+def _read_array(path: str, leaf: jax.ShapeDtypeStruct, place: Sharding, part: _Part) -> jax.Array:
+    """One parameter as a JAX array; each device of this process reads its own shard.
+
+    A parameter of the layers has the shape `[repeats, stages, layers per stage, …]`, or `[layers,
+    …]` before the pipeline. Row-major order of the axes before its own is the order of the layers,
+    whatever the sizes of these axes.
+    """
+    read: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
+
+    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+        cuts = index or ()
+        bounds = [cut.indices(size) for cut, size in zip(cuts, leaf.shape, strict=True)]
+        key = tuple(bound[:2] for bound in bounds)
+        if key not in read:  # devices that hold copies of one shard share it
+            read[key] = _read_shard(path, leaf, [range(*bound) for bound in bounds], part)
+        return read[key]
+
+    return jax.make_array_from_callback(leaf.shape, place, shard, dtype=leaf.dtype)
+
+
+def _read_shard(
+    path: str, leaf: jax.ShapeDtypeStruct, ranges: list[range], part: _Part
+) -> np.ndarray:
+    """The part of a parameter within these ranges of indices, one range per axis."""
+    stack = stack_axes(path)
+    cut = tuple(slice(span.start, span.stop) for span in ranges[stack:])
+    if not stack:
+        return part.read(path, None, cut).astype(leaf.dtype, copy=False)
+    result = np.empty([len(span) for span in ranges], leaf.dtype)
+    flat = result.reshape(-1, *result.shape[stack:])
+    # From the number of each layer in this shard to its place in the flattened stack.
+    places = itertools.product(*ranges[:stack])
+    layers = {int(np.ravel_multi_index(at, leaf.shape[:stack])): i for i, at in enumerate(places)}
+    inner = path.removeprefix(LAYERS)
+    order = part.source.order(inner)
+    for layer in order:  # in which each stored array is read once
+        if layer in layers:
+            flat[layers[layer]] = part.read(inner, layer, cut)
+    # Padding computes what nobody reads, on the numbers of the last layer.
+    padding = [at for layer, at in layers.items() if layer >= len(order)]
+    if padding:
+        flat[padding] = part.read(inner, len(order) - 1, cut)
+    return result

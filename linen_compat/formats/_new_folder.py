@@ -1,0 +1,222 @@
+"""New folders that get their name only when complete, even if others write there meanwhile."""
+
+import contextlib
+import errno
+import fcntl
+import functools
+import glob
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from nnx_pipeline import InputError
+from nnx_pipeline.lab._ending import cleared_away
+from nnx_pipeline.lab._files import local
+from nnx_pipeline.lab.errors import note
+
+_MARK = ".nnx-pipeline-is-writing"
+INCOMPLETE = ".incomplete"
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a new folder needs on its disk.
+
+    - `nbytes`: bytes of the arrays that go into it.
+    - `compressed`: whether it takes fewer than these, by an unknown number.
+    """
+
+    nbytes: int
+    compressed: bool
+
+
+@contextlib.contextmanager
+def new_folder(destination: str | Path, room: Room | None = None) -> Iterator[Path]:
+    """A folder to fill, which takes the name `destination` if the context ends without an error.
+
+    - `destination`: a new name, or that of an empty folder; parents that are absent are made.
+    - `room`: compared with what is free before anything is written; None where it is not known.
+
+    Until then the folder stands beside the destination under another name. It contains a mark, a
+    file that this process keeps locked. On an error the folder is deleted. A folder that a killed
+    process left behind has a mark that nobody locks: the next attempt at the same destination
+    deletes it.
+
+    Raises InputError unless the destination is free and has the room. Raises FileExistsError when
+    another writer took the name in the meantime; that writer's folder stays. An OSError of a full
+    disk names the destination. Where compressed arrays may fit, there is a note alone.
+    """
+    check_free(destination)
+    final = _place(destination)
+    if room is not None:
+        _check_room(room, destination, next(one for one in final.parents if one.exists()))
+    # Parents to be made here, nearest first: after an error they are removed in this order.
+    made = [parent for parent in final.parents if not parent.exists()]
+    _clear(final.parent, f"{glob.escape(_short(final))}.*{INCOMPLETE}")
+    temporary = final.with_name(f"{_short(final)}.{secrets.token_hex(4)}{INCOMPLETE}")
+    undo = functools.partial(_remove, temporary, made)
+    with cleared_away(undo):
+        try:
+            _make(temporary, destination)
+            with _marked(temporary):
+                yield temporary
+                (temporary / _MARK).unlink()  # the complete folder has no mark
+                _rename(temporary, final)
+        except BaseException as error:
+            undo()
+            full = _full(error)
+            if full is None:
+                raise
+            raise OSError(
+                f"{destination} cannot be written: {full}; free some space there, or choose "
+                "another folder"
+            ) from error
+
+
+def _check_room(room: Room, destination: str | Path, parent: Path) -> None:
+    """Compares the free bytes of a disk with what is needed; raises InputError or gives a note."""
+    found = os.statvfs(parent)
+    # Blocks that are reserved are for the superuser; a file system that counts none cannot say.
+    blocks = found.f_bavail if os.geteuid() else found.f_bfree
+    free = blocks * found.f_frsize
+    if not found.f_blocks or room.nbytes <= free:
+        return
+    needed = f"{destination} takes {'up to ' if room.compressed else ''}{room.nbytes:,} bytes"
+    lack = f"{needed}, and {parent} has {free:,} bytes free"
+    if not room.compressed:
+        raise InputError(f"{lack}; free some space there, or choose another folder")
+    note(f"{lack}; it may be too large even when it is compressed")
+
+
+def _full(error: BaseException) -> str | None:
+    """The system's words for a disk that takes no more, if that is what an error is about.
+
+    TensorStore has them in its text alone.
+    """
+    words = {code: os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
+    if not isinstance(error, OSError):
+        return None
+    if error.errno in words:
+        return words[error.errno]
+    return next((said for said in words.values() if said in str(error)), None)
+
+
+def _remove(folder: Path, parents: list[Path]) -> None:
+    """Deletes a folder, and then those of the given parents that are empty."""
+    for _ in range(10):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            break
+        time.sleep(0.05)  # a write already under way has made its folder again
+    for parent in parents:
+        with contextlib.suppress(OSError):  # another writer may use this one
+            parent.rmdir()
+
+
+def check_free(destination: str | Path) -> None:
+    """Raises InputError unless the destination is a new name or an empty folder, and can be made.
+
+    A symbolic link is refused, and so is a place where this user may not write.
+    """
+    if not str(destination):
+        raise InputError("the destination's name is empty; give the name of a new folder")
+    final = _place(destination)
+    above = next((parent for parent in final.parents if os.path.lexists(parent)), final)
+    if not above.is_dir():
+        raise InputError(
+            f"{destination} cannot be made: {above} is not a folder; choose another name"
+        )
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise InputError(
+            f"{destination} cannot be made: this user may not write to {above}; choose "
+            "another folder, or change its permissions"
+        )
+    if final.is_symlink():
+        raise InputError(f"{destination} is a symlink; give a real path")
+    if final.exists() and (not final.is_dir() or any(final.iterdir())):
+        raise InputError(f"{destination} exists already; choose a new folder or remove it")
+
+
+def _place(destination: str | Path) -> Path:
+    """The absolute path that a name leads to; folders on the way need not exist.
+
+    `..` is resolved as the system does it, after symbolic links. A link in the last place stays.
+    """
+    given = local(destination).absolute()
+    if given.name in ("", ".."):
+        return Path(os.path.realpath(given))
+    return Path(os.path.realpath(given.parent)) / given.name
+
+
+def _make(folder: Path, destination: str | Path) -> None:
+    """Makes a folder and its parents; an error names the destination as the user gave it."""
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise InputError(
+            f"{destination} cannot be made: {error.strerror}; choose another folder"
+        ) from error
+
+
+@contextlib.contextmanager
+def _marked(folder: Path) -> Iterator[None]:
+    """Keeps a locked mark in a folder; the system unlocks it when this process ends, killed or not.
+
+    The mark gets its name only once it is locked, so that no other process can find it unlocked.
+    """
+    unnamed = folder / f"{_MARK}.new"
+    with open(unnamed, "wb") as file:
+        _lock(file.fileno())
+        unnamed.rename(folder / _MARK)
+        yield
+
+
+def clear_left_behind(parent: str | Path) -> None:
+    """Deletes what killed processes left of folders that they were making in this one."""
+    _clear(Path(parent), f"*{INCOMPLETE}")
+
+
+def _clear(parent: Path, pattern: str) -> None:
+    """Deletes unfinished folders with such names that nobody is writing to."""
+    for folder in parent.glob(pattern):
+        with contextlib.suppress(OSError), open(folder / _MARK, "r+b") as mark:
+            if _lock(mark.fileno()):  # so the process that wrote here has ended
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _short(final: Path) -> str:
+    """The name of a folder, shortened where that is needed to leave room for what is added to it.
+
+    A name has 255 bytes at most. Whole characters are cut off, so that none is split.
+    """
+    room = 255 - len(f".{'0' * 8}{INCOMPLETE}")
+    name = final.name
+    while len(os.fsencode(name)) > room:
+        name = name[:-1]
+    return name
+
+
+def _lock(file: int) -> bool:
+    """Takes the lock of a file; False when another holds it or files cannot be locked here."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _rename(temporary: Path, final: Path) -> None:
+    """Gives a complete folder its name. Raises FileExistsError when that name was taken."""
+    try:
+        os.rename(temporary, final)
+    except OSError as error:
+        if not os.path.lexists(final):
+            raise
+        raise FileExistsError(
+            f"{final} was written by somebody else in the meantime and is left as it is; "
+            "choose another destination, or remove it and run this again"
+        ) from error

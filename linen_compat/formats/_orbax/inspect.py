@@ -1,0 +1,412 @@
+"""What a checkpoint holds, from its metadata alone: no array is read but the step of a run."""
+
+import dataclasses
+import math
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from linen_compat.formats._names import KV_DOWN, QK_NORMS
+from linen_compat.formats._orbax.arrays import StoredArrays, array_specs
+from linen_compat.formats._orbax.corruption import (
+    METADATA,
+    check_index,
+    read_metadata,
+    unreadable,
+    was_orbax,
+)
+from linen_compat.formats._orbax.layouts import (
+    NNX,
+    SCANNED,
+    TreeLayout,
+    find_layout,
+    scale_of_maxtext,
+    slashed,
+)
+from linen_compat.formats._run_files import is_run
+from linen_compat.formats._streams import MOMENTS, PARAMETERS, SCALARS, ArraySpec, Mismatch
+from nnx_pipeline import InputError
+from nnx_pipeline.lab._files import local
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One stored array, without its values.
+
+    - `shape`: of the whole stored array, with the axes that stack the layers.
+    - `dtype`: the name of its dtype.
+    - `stored`: its path in the checkpoint's tree, keys joined by `/`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    stored: str
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def spec(self) -> ArraySpec:
+        """Shape and dtype."""
+        return ArraySpec(self.shape, np.dtype(jnp.dtype(self.dtype)))
+
+
+Leaves = dict[str, Leaf]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The layout and the leaves of a checkpoint.
+
+    - `items`: the folder that holds the arrays.
+    - `layout`: the format of the checkpoint, and how it stacks its layers.
+    - `parameters`: leaves by their paths below `params/params`, or below `model` in the format
+      `nnx`.
+    - `moments`: leaves by the same paths, for each of `mu` and `nu` that is there.
+    - `scalars`: leaves by the names of `streams.SCALARS`.
+    - `ignored`: leaves of no use, by their whole paths: the state of random number generators, and
+      for `parameters_alone` the state of the optimizer.
+    - `unknown`: all other leaves, by their whole paths.
+    - `attention_scale`: `model.attention_scale` of the saved model; for MaxText from
+      `layouts.scale_of_maxtext`. None with latent attention, where the config says it.
+    """
+
+    items: Path
+    layout: TreeLayout
+    parameters: Leaves
+    moments: dict[str, Leaves]
+    scalars: Leaves
+    ignored: Leaves
+    unknown: Leaves
+    attention_scale: float | None = 1.0
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether the layers have multi-head latent attention."""
+        return any(map(_is_latent, self.parameters))
+
+    @property
+    def parameter_count(self) -> int:
+        """The number of parameters, counting each element of each array."""
+        return sum(leaf.size for leaf in self.parameters.values())
+
+    @property
+    def other(self) -> Leaves:
+        """Every leaf that is not a parameter, by its whole path."""
+        groups = (*self.moments.values(), self.scalars, self.ignored, self.unknown)
+        return {leaf.stored: leaf for group in groups for leaf in group.values()}
+
+    @property
+    def optimizer(self) -> Leaves:
+        """Every leaf of the state of any optimizer, by its whole path."""
+        return {name: leaf for name, leaf in self.other.items() if _OPTIMIZER.match(name)}
+
+    @property
+    def other_optimizer(self) -> str | None:
+        """A sentence about the state of an optimizer other than AdamW; None where there is none.
+
+        A state with both moments and no other leaf counts as AdamW's. If it is not complete, it is
+        damaged.
+        """
+        known = len(self.moments) == len(MOMENTS)
+        if not self.optimizer or (known and not any(map(_OPTIMIZER.match, self.unknown))):
+            return None
+        place = "optimizer" if self.layout.format == NNX else "opt_state/0"
+        return (
+            f"the optimizer's state is {_some(optimizer_names(self.optimizer))}, and only that of "
+            f"optax.adamw is read ({place}/mu, {place}/nu and {place}/count)"
+        )
+
+    @property
+    def parameters_alone(self) -> "Inspection":
+        """The same checkpoint with the optimizer's state among the leaves of no use."""
+        state = self.optimizer
+
+        def rest(leaves: Leaves) -> Leaves:
+            return {name: leaf for name, leaf in leaves.items() if leaf.stored not in state}
+
+        return dataclasses.replace(
+            self,
+            moments={},
+            scalars=rest(self.scalars),
+            ignored={**self.ignored, **state},
+            unknown=rest(self.unknown),
+        )
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts that a `streams.LayerSource` of this checkpoint has."""
+        return (PARAMETERS, *self.moments)
+
+    def part(self, part: str) -> Leaves:
+        """The leaves of one part, such as `PARAMETERS`."""
+        return self.parameters if part == PARAMETERS else self.moments[part]
+
+
+# Where the state of an optimizer is, and the end of a path that names its parameter.
+_OPTIMIZER = re.compile("(?:opt_state|optimizer)/")
+_OF_PARAMETER = re.compile(
+    "/(?:params|model|decoder|token_embedder|embedding|norm|pipeline|dense_layers|head|value)"
+    "(?:/.*)?$"
+)
+
+
+def optimizer_names(state: Leaves) -> list[str]:
+    """The names of the parts of an optimizer's state, such as `opt_state/0/mu`, each once.
+
+    - `state`: its leaves, by their whole paths.
+    """
+    return list(dict.fromkeys(_OF_PARAMETER.sub("", name) for name in state))
+
+
+def existing_folder(checkpoint: str | Path) -> Path:
+    """The folder of this name; raises InputError where there is none."""
+    folder, cure = local(checkpoint), "give a run, a step or its folder of arrays"
+    if not str(checkpoint):
+        raise InputError(f"the checkpoint's name is empty; {cure}")
+    if not folder.is_dir():
+        why = "is a file and not a folder" if folder.exists() else "does not exist"
+        raise InputError(f"{folder} {why}; {cure}")
+    return folder
+
+
+def find_items(checkpoint: str | Path) -> Path:
+    """The folder that holds the arrays of a checkpoint.
+
+    - `checkpoint`: a run, of which the latest step is taken, one step, or the folder of the arrays
+      itself. A step has its arrays in the step folder, in `items`, or in the only other folder with
+      arrays, such as `default` or `state`.
+
+    Names alone decide which step is the latest; an earlier one is never taken instead.
+
+    Raises InputError when there is no Orbax checkpoint, or a step has several folders with arrays;
+    and Mismatch, naming the step or the file, when there is one that was not written to its end,
+    has lost its metadata or cannot be read.
+    """
+    folder = existing_folder(checkpoint).absolute()
+    steps = _steps(folder)
+    if steps:
+        return _items_of_latest(steps)
+    try:
+        if found := _items_in(folder):
+            return found
+    except OSError as error:
+        raise unreadable(str(folder / METADATA), error) from error
+    for candidate in (folder / "items", *sorted(folder.iterdir()), folder):
+        if was_orbax(candidate):
+            raise Mismatch(
+                f"{candidate / METADATA} is missing: the checkpoint was not finished, or has lost "
+                "that file; take another step"
+            )
+    cure = "give a run, a step or its folder of arrays"
+    if (folder / "config.json").is_file():
+        cure = (
+            "it looks like a Hugging Face folder, which inspect and load_train_state do not read; "
+            "linen_compat.load, linen-compat check and linen-compat convert do"
+        )
+    raise InputError(
+        f"{checkpoint} holds no Orbax checkpoint (no {METADATA} in it, in a folder in it, or in a "
+        f"step); {cure}"
+    )
+
+
+def is_orbax(checkpoint: str | Path) -> bool:
+    """Whether a folder is an Orbax run, step or `items` folder, complete or not."""
+    folder = local(checkpoint)
+    return folder.is_dir() and (
+        bool(_steps(folder)) or any(_is_store(place) for place in (folder, *folder.iterdir()))
+    )
+
+
+def _is_store(folder: Path) -> bool:
+    return (folder / METADATA).is_file() or was_orbax(folder)
+
+
+def _items_in(folder: Path) -> Path | None:
+    """The folder with the arrays of a step: `items`, the step itself, or the only other one."""
+    for place in (folder / "items", folder):
+        if _has_metadata(place):
+            return place
+    finished = (child for child in folder.iterdir() if ".orbax-checkpoint-tmp" not in child.name)
+    inside = sorted(child for child in finished if _has_metadata(child))
+    if len(inside) > 1:
+        names = ", ".join(child.name for child in inside)
+        raise InputError(
+            f"{folder} has several folders with arrays ({names}); give that of the parameters"
+        )
+    return inside[0] if inside else None
+
+
+def _steps(run: Path) -> list[Path]:
+    """Everything in a run that is named like a step, in numerical order."""
+    try:
+        steps = [child for child in run.iterdir() if re.fullmatch("[0-9]+", child.name)]
+    except PermissionError as error:
+        raise unreadable(str(run), error) from error
+    return sorted(steps, key=lambda step: int(step.name))
+
+
+def _items_of_latest(steps: list[Path]) -> Path:
+    """The folder with the arrays of the last step; raises Mismatch where it cannot be read."""
+    step, earlier = steps[-1], [other for other in steps if int(other.name) < int(steps[-1].name)]
+    example = f", such as {earlier[-1]}" if earlier else ""
+    give = f"give another step by its name{example}"
+    if len(steps) - len(earlier) > 1:  # such as 7 and 007
+        raise Mismatch(
+            f"{steps[-2]} and {step} are both step {int(step.name)}, the latest step; "
+            "give the folder of one of them"
+        )
+    if not step.is_dir():
+        kind = "a broken symlink" if step.is_symlink() and not step.exists() else "not a folder"
+        raise Mismatch(f"{step}, the latest step, is {kind}; {give}")
+    try:
+        if found := _items_in(step):
+            return found
+        there = sorted(os.listdir(step))
+    except OSError as error:
+        raise Mismatch(f"{unreadable(f'{step}, the latest step,', error)}; or {give}") from error
+    raise Mismatch(
+        f"{step}, the latest step, has no {METADATA} in it or in a folder in it (it holds "
+        f"{_some(there)}): it was not finished, or has lost that file; {give}"
+    )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join([*names[:4], *(["…"] if len(names) > 4 else [])]) or "nothing"
+
+
+def _has_metadata(folder: Path) -> bool:
+    """Whether a folder has the file. Raises OSError where that cannot be seen."""
+    try:
+        os.stat(folder / METADATA)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def inspect(checkpoint: str | Path) -> Inspection:
+    """Reads names, shapes and dtypes of a checkpoint, and works out its layout.
+
+    - `checkpoint`: as for `find_items`.
+
+    Raises InputError when there is no checkpoint, and Mismatch when it cannot be read or has no
+    layout of MaxText's decoder.
+    """
+    items = find_items(checkpoint)
+    check_index(items)  # names what is lost more clearly than opening an array does
+    found: dict[str, Leaves] = {PARAMETERS: {}, "scalars": {}, "ignored": {}, "unknown": {}}
+    for stored, spec in array_specs(items).items():
+        group, name = _group(stored)
+        first = found.get(group, {}).get(name)
+        if first is not None:
+            raise Mismatch(
+                f"{items} holds {name} twice, as {first.stored} and as {stored}; "
+                "take a checkpoint that holds only one of them"
+            )
+        found.setdefault(group, {})[name] = Leaf(spec.shape, str(spec.dtype), stored)
+    _check_step(items, found["scalars"])
+    parameters = found[PARAMETERS]
+    if not parameters:
+        raise _of_another_model(items, [leaf.stored for leaf in found["unknown"].values()])
+    layout = find_layout({name: leaf.shape for name, leaf in parameters.items()}, items)
+    scale = read_metadata(items).attention_scale
+    latent = any(map(_is_latent, parameters))
+    if layout.format == NNX and scale is None and not latent:
+        raise Mismatch(
+            f"{items / METADATA} does not say the attention_scale that the query kernels are for: "
+            "it is damaged, or Orbax alone wrote it; take another checkpoint, or restore this one "
+            "by Orbax into nnx.state of a model of its config, and save that by linen_compat.save"
+        )
+    return Inspection(
+        items=items,
+        layout=layout,
+        parameters=parameters,
+        moments={moment: found[moment] for moment in MOMENTS if moment in found},
+        scalars=found["scalars"],
+        ignored=found["ignored"],
+        unknown=found["unknown"],
+        attention_scale=None if latent else scale or _scale_of_maxtext(parameters, layout),
+    )
+
+
+def _check_step(items: Path, scalars: Leaves) -> None:
+    """Raises Mismatch where the step in a folder of a run is not the folder's number."""
+    folder = items.parent
+    if not (items.name == "items" and is_run(folder.parent) and "step" in scalars):
+        return
+    step = StoredArrays(items).read(scalars["step"].stored)
+    if str(step) != folder.name:
+        raise Mismatch(
+            f"{folder} holds step {step} of a run, and not step {folder.name}: it was renamed or "
+            f"copied; name it {step}, or remove it"
+        )
+
+
+def _of_another_model(items: Path, stored: list[str]) -> Mismatch:
+    """The error for a tree in which no parameter is found by its name.
+
+    - `stored`: the paths of its leaves.
+    """
+    names = list(dict.fromkeys(name.split("/")[0] for name in stored))
+    if any(name.startswith("pipeline/layers/") for name in stored):
+        cure = (
+            "Orbax alone wrote a model of this project: restore it by Orbax into nnx.state of a "
+            "model of its config, and save that by linen_compat.save"
+        )
+    else:
+        cure = "give a checkpoint of MaxText or of linen_compat, or the folder in it that is one"
+    return Mismatch(
+        f"{items} has no parameters of a known model (params, model, decoder): it holds "
+        f"{_some(names)}; {cure}"
+    )
+
+
+def _is_latent(path: str) -> bool:
+    """Whether only latent attention has a parameter of this path."""
+    return path.endswith((KV_DOWN.linen, slashed(KV_DOWN.nnx)))
+
+
+def _scale_of_maxtext(parameters: Leaves, layout: TreeLayout) -> float:
+    """The attention scale of a checkpoint of MaxText with these parameters."""
+    name = QK_NORMS[0].linen
+    shapes = (leaf.shape for path, leaf in parameters.items() if path.endswith(f"/{name}"))
+    shape = next(shapes, None)
+    if not shape:
+        return scale_of_maxtext(None)
+    return scale_of_maxtext(shape[0] if layout.format == SCANNED else shape[-1])
+
+
+# What a leaf is, by its path in the tree; the first pattern that matches decides. Where MaxText's
+# NNX path saves parameters alone, there may be no `params` around them and a `value` at the end.
+_OURS = r"((?:embedding|norm|pipeline/layers|dense_layers)/.+|head)"
+_GROUPS = (
+    ("ignored", r"(nnx_aux/.+)"),
+    ("ignored", r"((?:.+/)?rngs/[^/]+/(?:count|key)(?:/value)?)"),
+    (PARAMETERS, rf"model/{_OURS}"),
+    *((moment, rf"optimizer/{moment}/{_OURS}") for moment in MOMENTS),
+    *((moment, rf"opt_state/0/{moment}/(?:params/)*(.+?)(?:/value)?") for moment in MOMENTS),
+    (PARAMETERS, r"(?:params/)+(.+?)(?:/value)?"),
+    (PARAMETERS, r"((?:token_embedder|decoder)/.+?)(?:/value)?"),
+)
+SCALAR_PATHS = {
+    "maxtext": dict(zip(SCALARS, ("step", "opt_state/0/count", "opt_state/2/count"), strict=True)),
+    "nnx": dict(zip(SCALARS, ("step", "optimizer/count", "optimizer/schedule_count"), strict=True)),
+}
+
+
+def _group(stored: str) -> tuple[str, str]:
+    """The group that a leaf belongs to, and its name in that group."""
+    for paths in SCALAR_PATHS.values():
+        for name, path in paths.items():
+            if stored in (path, f"{path}/value"):
+                return "scalars", name
+    for group, pattern in _GROUPS:
+        if match := re.fullmatch(pattern, stored):
+            return group, match.group(1)
+    return "unknown", stored

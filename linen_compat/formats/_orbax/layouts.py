@@ -1,0 +1,329 @@
+"""Where each layout stores each layer of each parameter: names and indices, no arrays.
+
+Layers are numbered in the order in which a token passes them, from 0 before the pipeline and again
+from 0 in it. One layer of one parameter is one slot: a stored array and an index into it. To
+convert a checkpoint to another layout, the slots of one layout are read and those of the other
+written.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from linen_compat.formats._names import (
+    ATTENTION,
+    EXPERTS,
+    EXPERTS_OF_DEEPSEEK,
+    EXPERTS_OF_QWEN3,
+    LATENT_ATTENTION,
+    MLP,
+    NORMS,
+    PLAIN_QUERY,
+    QK_NORMS,
+    Names,
+    of_model,
+)
+from linen_compat.formats._streams import ArraySpec, Mismatch
+from nnx_pipeline.lab.errors import InputError, counted, one_of
+
+UNSCANNED, SCANNED, PIPELINED = "maxtext:unscanned", "maxtext:scanned", "maxtext:pipelined"
+NNX = "nnx"
+FORMATS = (UNSCANNED, SCANNED, PIPELINED, NNX)
+HUGGINGFACE = "huggingface"  # has one layout, which no `TreeLayout` describes
+SCAN_AXIS = 1  # where MaxText's `param_scan_axis` puts the layers of a scanned stack
+
+_PIPELINE = "decoder/pipeline_module/layers"
+_NNX_LAYERS = "pipeline/layers"
+_NNX_EARLY = "dense_layers"
+# MaxText's groups of layers: most models have `layers`, DeepSeek's the other two.
+_LATER_GROUPS = ("layers", "moe_layers")
+Stacks = Counter[tuple[int, ...]]  # how often each tuple of stacking axes occurs
+# The number of axes of each parameter in one layer; further axes stack layers.
+_RANKS = {
+    **dict.fromkeys((*NORMS, *QK_NORMS), 1),
+    **dict.fromkeys(ATTENTION, 3),
+    **{names: 2 if "gate/kernel" in names.linen else 3 for names in (*EXPERTS, *EXPERTS_OF_QWEN3)},
+    **dict.fromkeys(MLP, 2),
+    **{
+        names: 1 if "norm" in names.linen else 2 if "_a/kernel" in names.linen else 3
+        for names in (*LATENT_ATTENTION, PLAIN_QUERY[0])
+    },
+    **{
+        names: 1 if names.linen.endswith("bias") else 2 if names.linen.endswith("kernel") else 3
+        for names in EXPERTS_OF_DEEPSEEK
+    },
+}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one layer of one parameter is stored.
+
+    - `leaf`: the path of a stored array.
+    - `index`: the index of the layer in that array; empty where it holds nothing else.
+    """
+
+    leaf: str
+    index: tuple[int | slice, ...] = ()
+
+
+@dataclass(frozen=True)
+class TreeLayout:
+    """How a tree of parameters stores its layers.
+
+    - `format`: one of `FORMATS`.
+    - `num_layers`: the number of layers of the model.
+    - `stages`: the number of stages of the pipeline; 1 for unscanned and scanned trees.
+    - `repeats`: how often a microbatch passes through all stages; 1 for unscanned and scanned
+      trees.
+    - `num_dense_layers`: how many of the layers are dense ones before the pipeline.
+
+    Of the layers of the pipeline, layer = (repeat · stages + stage) · layers_per_stage + j.
+    `maxtext:pipelined` has one array per j with leading axes `[repeats, stages]`, or `[stages]`
+    with one repeat; `nnx` has one array with leading axes `[repeats, stages, layers_per_stage]`.
+    The layers before the pipeline are scanned in both: with their axis first in `nnx`, and second
+    in `maxtext:pipelined`.
+
+    Raises InputError for an unknown format, for stages or repeats where the format has none, and
+    when the number of layers does not divide into them.
+    """
+
+    format: str
+    num_layers: int
+    stages: int = 1
+    repeats: int = 1
+    num_dense_layers: int = 0
+
+    def __post_init__(self) -> None:
+        one_of("format", self.format, FORMATS)
+        if min(self.num_layers, self.stages, self.repeats) < 1:
+            raise InputError(
+                f"num_layers={self.num_layers}, stages={self.stages} and repeats={self.repeats} "
+                f"for {self.format}: each of them must be 1 or more"
+            )
+        if self.format in (UNSCANNED, SCANNED) and (self.stages, self.repeats) != (1, 1):
+            raise InputError(
+                f"stages={self.stages} and repeats={self.repeats} are for {PIPELINED} and {NNX}; "
+                f"leave them out for {self.format}"
+            )
+        if self.num_pipeline_layers % (self.stages * self.repeats):
+            which = f", {self.num_dense_layers} of them before the pipeline,"
+            dense = which if self.num_dense_layers else ""
+            raise InputError(
+                f"{self.num_layers} layers{dense} do not split into "
+                f"{counted(self.stages, 'stage')} × {counted(self.repeats, 'repeat')}; choose "
+                "--stages and --repeats (or stages, repeats) whose product divides "
+                f"{self.num_pipeline_layers}"
+            )
+
+    @property
+    def layers_per_stage(self) -> int:
+        """How many consecutive layers a stage applies at each visit."""
+        return self.num_pipeline_layers // (self.stages * self.repeats)
+
+    @property
+    def num_pipeline_layers(self) -> int:
+        """How many layers are stacked by stages and repeats: all but the dense first ones."""
+        return self.num_layers - self.num_dense_layers
+
+    def count(self, names: Names) -> int:
+        """How many layers have a parameter: those before the pipeline, or those in it."""
+        return self.num_dense_layers if names.is_early else self.num_pipeline_layers
+
+    def place(self, layer: int) -> tuple[int, int, int]:
+        """The repeat and the stage of a layer of the pipeline, and its place within the stage."""
+        visit, j = divmod(layer, self.layers_per_stage)
+        return *divmod(visit, self.stages), j
+
+    def slot(self, names: Names, layer: int | None) -> Slot:
+        """Where one layer of a parameter is stored.
+
+        - `names`: the names of the parameter.
+        - `layer`: the number of the layer within its kind, from 0; None outside the layers.
+        """
+        if layer is None:
+            return Slot(slashed(names.nnx) if self.format == NNX else names.linen)
+        if self.format == UNSCANNED:
+            return Slot(f"decoder/{names.group}_{layer}/{names.linen}")
+        if self.format == NNX and names.is_early:
+            return Slot(slashed(names.nnx), (layer,))
+        if self.format == SCANNED or names.is_early:
+            index = (slice(None),) * SCAN_AXIS + (layer,)
+            return Slot(f"decoder/{names.group}/{names.linen}", index)
+        repeat, stage, j = self.place(layer)
+        if self.format == NNX:
+            return Slot(f"{_NNX_LAYERS}/{slashed(names.nnx)}", (repeat, stage, j))
+        inner = f"layers_{j}/" if self.layers_per_stage > 1 else ""
+        at = (repeat, stage) if self.repeats > 1 else (stage,)
+        return Slot(f"{_PIPELINE}/{inner}{names.linen}", at)
+
+    def stacked(self, names: Names, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the stored array of a parameter whose layers have this shape each.
+
+        - `names`: the names of a parameter of the layers.
+        """
+        if self.format == UNSCANNED:
+            return shape
+        if self.format == NNX and names.is_early:
+            return (self.num_dense_layers, *shape)
+        if self.format == SCANNED or names.is_early:
+            return (*shape[:SCAN_AXIS], self.count(names), *shape[SCAN_AXIS:])
+        if self.format == NNX:
+            return (self.repeats, self.stages, self.layers_per_stage, *shape)
+        return ((self.repeats, self.stages) if self.repeats > 1 else (self.stages,)) + shape
+
+    def stacked_axes(self, names: Names) -> range:
+        """The axes of a stored array along which layers are stacked."""
+        if self.format == UNSCANNED:
+            return range(0)
+        if self.format == NNX:
+            return range(1 if names.is_early else 3)
+        if self.format == SCANNED or names.is_early:
+            return range(SCAN_AXIS, SCAN_AXIS + 1)
+        return range(2 if self.repeats > 1 else 1)
+
+    def unstacked(self, names: Names, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that one layer has in a stored array of this shape: undoes `stacked`."""
+        axes = self.stacked_axes(names)
+        return tuple(size for axis, size in enumerate(shape) if axis not in axes)
+
+    def leaves(self, arrays: Mapping[str, ArraySpec]) -> dict[str, ArraySpec]:
+        """Every stored array of a model, by its path.
+
+        - `arrays`: the parameters by NNX path; those of the layers as in one layer. Without a head,
+          the embeddings are tied.
+        """
+        outside, of_layers = of_model(arrays)
+        found = {self.slot(names, None).leaf: arrays[names.nnx] for names in outside}
+        for names in of_layers:
+            one = arrays[names.nnx]
+            whole = ArraySpec(self.stacked(names, one.shape), one.dtype)
+            found |= {self.slot(names, layer).leaf: whole for layer in range(self.count(names))}
+        return found
+
+    def order(self, names: Names) -> Sequence[int]:
+        """All layers that have a parameter, in an order that reads each stored array once."""
+        layers = range(self.count(names))
+        if self.format != PIPELINED or names.is_early:
+            return layers
+        return sorted(layers, key=lambda layer: (self.place(layer)[2], layer))
+
+
+def scale_of_maxtext(head_dim_of_norm: int | None) -> float:
+    """The `model.attention_scale` with which MaxText's models without latent attention compute.
+
+    - `head_dim_of_norm`: the size of a head in a model with QK norm; None for a model without.
+
+    It is 1 where the factor head_dim^-0.5 is part of the query kernel. A norm of the queries would
+    undo that, so models with QK norm multiply by the factor after the norm. With latent attention
+    the config says the factor (`maxtext.deepseek`).
+    """
+    return 1.0 if head_dim_of_norm is None else head_dim_of_norm**-0.5
+
+
+def slashed(nnx_path: str) -> str:
+    """An NNX path with the slashes of a path in a checkpoint's tree."""
+    return nnx_path.replace(".", "/")
+
+
+def find_layout(
+    shapes: Mapping[str, tuple[int, ...]], where: object = "the checkpoint"
+) -> TreeLayout:
+    """The layout of a tree, worked out from the names and shapes of its arrays.
+
+    - `shapes`: the shape of each array by its path below `params/params`, or below `model` for
+      `nnx`.
+    - `where`: what messages call the checkpoint.
+
+    The sizes of the stacking axes that occur most often count, so that one array of another shape
+    than the rest does not change the answer.
+
+    Raises Mismatch when there are no layers of MaxText's decoder, or when they are stacked in a way
+    that cannot be read.
+    """
+    _refuse_what_is_outside(shapes)
+    dense = _dense_layers(shapes)
+    if leading := _leading(shapes, f"{_NNX_LAYERS}/", nnx=True):
+        (repeats, stages, per_stage), _ = leading.most_common(1)[0]
+        return TreeLayout(NNX, repeats * stages * per_stage + dense, stages, repeats, dense)
+    if leading := _leading(shapes, f"{_PIPELINE}/"):
+        return _pipelined(shapes, leading, dense)
+    for group in _LATER_GROUPS:
+        if scanned := _leading(shapes, f"decoder/{group}/", axis=SCAN_AXIS):
+            layers = scanned.most_common(1)[0][0][0]
+            return TreeLayout(SCANNED, layers + dense, num_dense_layers=dense)
+        if apart := _apart(shapes, f"decoder/{group}_"):
+            return TreeLayout(UNSCANNED, apart + dense, num_dense_layers=dense)
+    raise Mismatch(
+        f"{where} has no layers of MaxText's decoder (decoder/layers_0, decoder/layers or "
+        "decoder/pipeline_module/layers); is it a checkpoint of another model?"
+    )
+
+
+def _dense_layers(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    if leading := _leading(shapes, f"{_NNX_EARLY}/", nnx=True):
+        return leading.most_common(1)[0][0][0]
+    if leading := _leading(shapes, f"decoder/{_NNX_EARLY}/", axis=SCAN_AXIS):
+        return leading.most_common(1)[0][0][0]
+    return _apart(shapes, f"decoder/{_NNX_EARLY}_")
+
+
+def _apart(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> int:
+    """How many layers a tree holds in subtrees `<prefix>0`, `<prefix>1` and so on."""
+    numbers = [re.match(rf"{prefix}(\d+)/", name) for name in shapes]
+    return max((int(number.group(1)) + 1 for number in numbers if number), default=0)
+
+
+def _pipelined(shapes: Mapping[str, tuple[int, ...]], leading: Stacks, dense: int) -> TreeLayout:
+    """The layout of a pipelined tree.
+
+    - `leading`: how often each tuple of stacking axes occurs.
+    - `dense`: how many layers are before the pipeline.
+    """
+    axes, _ = leading.most_common(1)[0]
+    if len(axes) > 2:
+        example = next(name for name in shapes if name.startswith(_PIPELINE))
+        raise Mismatch(
+            f"{example} has {len(axes)} axes before those of one layer; "
+            "MaxText's scan_layers_per_stage is not supported: convert it with "
+            "scan_layers_per_stage=false"
+        )
+    per_stage = _apart(shapes, f"{_PIPELINE}/layers_") or 1
+    repeats, stages = axes if len(axes) == 2 else (1, *axes)
+    return TreeLayout(PIPELINED, per_stage * repeats * stages + dense, stages, repeats, dense)
+
+
+def _leading(
+    shapes: Mapping[str, tuple[int, ...]], prefix: str, *, axis: int = 0, nnx: bool = False
+) -> Stacks:
+    """The stacking axes of the arrays below `prefix`, with how often each occurs."""
+    found: Stacks = Counter()
+    for name, shape in shapes.items():
+        if not name.startswith(prefix):
+            continue
+        inner = re.sub(r"^layers_\d+/", "", name.removeprefix(prefix))
+        for names, rank in _RANKS.items():
+            extra = len(shape) - rank
+            if inner == (slashed(names.nnx) if nnx else names.linen) and extra > 0:
+                found[shape[axis : axis + extra]] += 1
+                break
+    return found
+
+
+def _refuse_what_is_outside(shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises Mismatch for layers outside the pipeline, and for scanned layers of a stage."""
+    piped = any(name.startswith(f"{_PIPELINE}/") for name in shapes)
+    for name in shapes:
+        if "layers_outside_pipeline" in name or (
+            piped and re.match(r"decoder/(moe_)?layers(_\d+)?/", name)
+        ):
+            raise Mismatch(
+                f"{name} is a layer outside the pipeline, which is not supported; "
+                "save the checkpoint with pipeline_parallel_layers equal to the number of layers"
+            )
+        if "layers_per_stage/" in name or name.startswith(f"{_PIPELINE}/layers/"):
+            raise Mismatch(
+                f"{name} comes from MaxText's scan_layers_per_stage, which is not supported; "
+                "save the checkpoint with scan_layers_per_stage=false"
+            )

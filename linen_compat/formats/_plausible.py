@@ -1,0 +1,113 @@
+"""Signs of damage in arrays of a trained model of which every byte can be read.
+
+Checkpoints that other programs wrote carry none of this project's checksums, so damage there shows
+in the values alone, if at all. Each rule is far from anything that training produces. Flipped bits
+of exponents and blocks that were overwritten with zeros break a rule; outliers, rows of a
+vocabulary that no token uses, and moments of parameters without a gradient do not.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from linen_compat.formats._streams import MOMENTS, PARAMETERS
+from nnx_pipeline.train.loop import MOST_WEIGHT
+
+TIMES_MIDDLE = 1e4  # the most that a weight may be, in medians of the array
+LARGEST = {
+    PARAMETERS: MOST_WEIGHT,
+    MOMENTS[0]: 1e6,
+    MOMENTS[1]: 1e12,
+}  # a second moment is a square
+LONGEST_RUN = 64  # this many consecutive exact zeros mean a lost block
+_BLOCK = 2**20
+_SAMPLE = 2**16
+
+
+def suspicion(
+    array: np.ndarray, part: str, *, rows_may_be_zero: bool, all_may_be_zero: bool = False
+) -> str | None:
+    """What is implausible about an array, or None when nothing is.
+
+    - `array`: the floating values of one stored array.
+    - `part`: what the array belongs to: `PARAMETERS` or one of `MOMENTS`.
+    - `rows_may_be_zero`: whether one axis of the array is the vocabulary, in which some tokens may
+      be unused.
+    - `all_may_be_zero`: whether an untrained array of this kind is all zeros, as a scale with an
+      offset is.
+
+    `streams.check_finite` looks for NaN and infinity.
+    """
+    strange = _magnitude(array, part)
+    # Moments may be zero: those of a parameter without a gradient are.
+    if strange or part != PARAMETERS or all_may_be_zero:
+        return strange
+    return zeros_in_a_row([_used(array) if rows_may_be_zero else array])
+
+
+def zeros_in_a_row(chunks: Iterable[np.ndarray]) -> str | None:
+    """What is implausible about the zeros of an array, or None when nothing is.
+
+    - `chunks`: the whole array, in pieces that follow the order in which it is stored.
+
+    A lost block is contiguous in that order, but may be spread over several layers.
+    """
+    longest = run = size = 0
+    for block in itertools.chain.from_iterable(map(_blocks, chunks)):
+        size += len(block)
+        places = np.flatnonzero(block)
+        if not len(places):  # all zeros: the run goes on into the next block
+            run += len(block)
+            continue
+        # A run ends at the first value other than 0, or lies between two such values.
+        inside = int(np.max(np.diff(places), initial=1)) - 1
+        longest = max(longest, run + int(places[0]), inside)
+        run = len(block) - 1 - int(places[-1])  # zeros at the end, which may go on
+    longest = max(longest, run)
+    if size and longest == size:
+        return "holds nothing but zeros"
+    if longest >= LONGEST_RUN:
+        return f"holds {longest} zeros in a row, like a block that was lost"
+    return None
+
+
+def _magnitude(array: np.ndarray, part: str) -> str | None:
+    """What is implausible about the largest magnitude of an array, or None when nothing is."""
+    # For weights the median gives a narrower limit; moments may have any spread.
+    limit, why = LARGEST[part], "training does not produce such values"
+    if part == PARAMETERS and (middle := _middle(array)) > 0 and TIMES_MIDDLE * middle < limit:
+        limit, why = TIMES_MIDDLE * middle, f"the median magnitude is {middle:.1e}"
+    largest = max((float(np.max(block, initial=0.0)) for block in _magnitudes(array)), default=0.0)
+    return f"holds a value of magnitude {largest:.1e}, and {why}" if largest > limit else None
+
+
+def _used(array: np.ndarray) -> np.ndarray:
+    """The array without those rows, along any of its axes, that are zero throughout."""
+    for axis in range(array.ndim):
+        others = tuple(other for other in range(array.ndim) if other != axis)
+        used = np.any(array != 0, axis=others)
+        if np.any(used) and not np.all(used):  # an array of zeros alone stays, to be reported
+            array = np.compress(used, array, axis=axis)
+    return array
+
+
+def _middle(array: np.ndarray) -> float:
+    """The median magnitude of the finite values, taken from a sample if the array is large."""
+    sample = array.reshape(-1)[:: max(1, array.size // _SAMPLE)].astype(np.float64)
+    sample = np.abs(sample[np.isfinite(sample)])
+    return float(np.median(sample)) if sample.size else 0.0
+
+
+def _magnitudes(array: np.ndarray) -> Iterator[np.ndarray]:
+    """The magnitudes of the finite values in float64, block by block."""
+    for block in _blocks(array):
+        wide = np.abs(block.astype(np.float64))
+        yield wide[np.isfinite(wide)]
+
+
+def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
+    """The flattened array in pieces of `_BLOCK` values or fewer."""
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, _BLOCK):
+        yield flat[start : start + _BLOCK]

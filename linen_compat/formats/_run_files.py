@@ -1,0 +1,181 @@
+"""A run of `nnx-pipeline train`: its steps, two files beside them, and who may write there."""
+
+import contextlib
+import fcntl
+import functools
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from linen_compat.formats import _checksums as checksums
+from linen_compat.formats._new_folder import INCOMPLETE, check_free, clear_left_behind
+from linen_compat.formats._streams import Mismatch
+from nnx_pipeline import InputError
+from nnx_pipeline.lab._ending import cleared_away
+from nnx_pipeline.lab._files import TEMPORARY, local
+
+RUN_CONFIG, ORIGIN = "config.yml", "training.yml"
+_CHECKSUM = "# crc32 of the lines below: "
+_TRIES = 100  # to lock a file that other processes remove
+_claimed: dict[Path, os.stat_result] = {}  # the files that this process has locked, by their runs
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run, with steps or without."""
+    return (folder / ORIGIN).is_file()
+
+
+def has_steps(run: Path) -> bool:
+    """Whether a folder is a run that has something with the name of a step."""
+    return is_run(run) and _steps(run)
+
+
+def _steps(folder: Path) -> bool:
+    return any(re.fullmatch("[0-9]+", name) for name in os.listdir(folder))
+
+
+def _has_begun(folder: Path) -> bool:
+    """Whether a folder holds nothing but files from before the first step."""
+    left = (path for path in folder.iterdir() if not path.name.startswith(TEMPORARY))
+    return all(
+        path.name.endswith(INCOMPLETE) or (path.name in (RUN_CONFIG, ORIGIN) and _is_own(path))
+        for path in left
+    )
+
+
+def _is_own(file: Path) -> bool:
+    """Whether a file is empty or begins with a checksum: no user wrote it."""
+    return file.is_file() and file.read_bytes()[: len(_CHECKSUM)] in (b"", _CHECKSUM.encode())
+
+
+def with_checksum(values: checksums.Json) -> str:
+    """Values as YAML, with a first line that is a checksum of the others."""
+    text = yaml.safe_dump(values, sort_keys=False)
+    return f"{_CHECKSUM}{checksums.of_bytes(text.encode())}\n{text}"
+
+
+def check_checksum(file: Path) -> None:
+    """Raises Mismatch where the first line is a checksum, and the lines below have another one.
+
+    Whether a file can be read is left to who reads it.
+    """
+    with contextlib.suppress(OSError):
+        first, _, rest = (file.read_bytes() if file.is_file() else b"").partition(b"\n")
+        said = first.decode(errors="replace")
+        if said.startswith(_CHECKSUM) and said != f"{_CHECKSUM}{checksums.of_bytes(rest)}":
+            raise Mismatch(
+                f"{file} does not match the checksum in its first line; restore it from a copy, or "
+                "if it was changed on purpose, remove that line"
+            )
+
+
+@contextlib.contextmanager
+def claimed(run: str | Path) -> Iterator[None]:
+    """Keeps a run to this process: within the context no other one can claim the same folder.
+
+    - `run`: the folder of a run, or one to be made; an empty one is filled.
+
+    `ORIGIN` is locked until the process ends, killed or not. Unfinished folders of killed processes
+    are deleted. If there is no step at the end, the files of the run are deleted, and so are the
+    folders that were made. Raises InputError where another process has claimed the folder, where no
+    file can be made in it, and where it holds other files.
+    """
+    folder = local(run)
+    try:
+        is_there = is_run(folder) and (_steps(folder) or _has_begun(folder))
+    except PermissionError as error:
+        raise InputError(
+            f"{folder} may not be read by this user; choose another folder, or change its "
+            "permissions"
+        ) from error
+    if not is_there:
+        check_free(run)
+    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    with _locked(folder) as lock:
+        undo = functools.partial(_forget, folder, made, lock)
+        _claimed[folder.absolute()] = lock
+        with cleared_away(undo):
+            try:
+                clear_left_behind(folder)
+                for file in folder.glob(f"{TEMPORARY}*"):
+                    file.unlink()
+                yield
+            finally:
+                del _claimed[folder.absolute()]
+                undo()
+
+
+def check_claim(run: Path) -> None:
+    """Raises Mismatch where another folder has replaced a run that is `claimed`.
+
+    - `run`: a folder; nothing is said of one that this process has not claimed.
+    """
+    lock = _claimed.get(run.absolute())
+    if lock is not None and not _is_at(lock, run):
+        raise Mismatch(
+            f"{run} is not the folder of this training any more: it, or its {ORIGIN}, was moved, "
+            "removed or replaced; leave a run as it is while it is trained, and go on after its "
+            "newest step with --resume"
+        )
+
+
+def _is_at(lock: os.stat_result, folder: Path) -> bool:
+    """Whether the file that is locked is the `ORIGIN` of a folder."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return os.path.samestat(lock, os.stat(folder / ORIGIN))
+    return False
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[os.stat_result]:
+    """Makes a folder, locks its `ORIGIN`, and yields the stat of that file."""
+    for left in reversed(range(_TRIES)):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()  # as a step will be made there
+            handle = os.open(folder / ORIGIN, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and left:
+                continue  # another process has just removed the folder that it had made
+            raise InputError(
+                f"{folder} cannot be written: {error.strerror}; choose another folder, or change "
+                "its permissions"
+            ) from error
+        with os.fdopen(handle, "rb"):
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise InputError(
+                    f"another process is training in {folder}; wait until it has ended, or choose "
+                    "another folder"
+                ) from error
+            except OSError as error:
+                raise InputError(
+                    f"{folder} is where files cannot be locked ({error.strerror}), so that two "
+                    "trainings could mix in it; choose a folder on another file system"
+                ) from error
+            lock = os.fstat(handle)
+            if _is_at(lock, folder):  # else who had it locked has removed it since
+                yield lock
+                return
+    raise InputError(
+        f"{folder} is where one file is two to the system, so that it cannot be locked; choose a "
+        "folder on another file system"
+    )
+
+
+def _forget(folder: Path, made: list[Path], lock: os.stat_result) -> None:
+    """Deletes the files of a run without steps, and then the given folders if they are empty.
+
+    - `lock`: of the file that is locked. Where it is in another folder, nothing is deleted.
+    """
+    with contextlib.suppress(OSError):
+        if _is_at(lock, folder) and not _steps(folder):
+            for name in (RUN_CONFIG, ORIGIN):
+                (folder / name).unlink(missing_ok=True)
+            for place in made:
+                place.rmdir()

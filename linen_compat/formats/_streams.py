@@ -1,0 +1,315 @@
+"""How weights pass from one format to another: layer by layer, never a whole model in memory.
+
+A `LayerSource` reads one array of one layer at a time; a `LayerDestination` writes one. An array is
+named by its path in `nnx_pipeline.Mixtral` (`names.Names.nnx`). Layers before the pipeline are
+numbered from 0, and so are layers in the pipeline. Each format implements both classes, and `copy`
+depends on no particular format.
+"""
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax.numpy as jnp
+import numpy as np
+
+from linen_compat.formats._names import EARLY, KV_DOWN, OUTSIDE, QK_NORMS
+from nnx_pipeline import InputError
+
+# The parts of a checkpoint: the parameters, then Adam's first and second moments.
+PARAMETERS = "parameters"
+MOMENTS = ("mu", "nu")
+# Steps as counted by training, by Adam, and by the schedule of the learning rate.
+SCALARS = ("step", "count", "schedule_count")
+QUERY = "attention.query"
+_PLAIN = (np.float32, np.float16, jnp.bfloat16)
+
+
+class Mismatch(InputError):
+    """A checkpoint does not hold what was asked for; the message names the leaf.
+
+    The command line then exits with 1 rather than 2: the argument was fine, but the contents of
+    what it names are not.
+    """
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """Shape and dtype of an array, without its values.
+
+    - `shape`: of the whole array, or for an array of the layers of what one layer holds of it.
+    - `dtype`: the dtype in which it is stored.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+class LayerSource(Protocol):
+    """A checkpoint to read from, one array of one layer at a time.
+
+    - `num_layers`: how many layers the checkpoint has.
+    - `num_dense_layers`: how many of them are dense ones before the pipeline.
+    - `parts`: `(PARAMETERS,)`, followed by `MOMENTS` where the optimizer's state is there.
+    - `attention_scale`: the factor on attention scores for which the query kernels are stored
+      (`model.attention_scale`). None with latent attention, where no format folds the factor into
+      them.
+    - `arrays`: shape and dtype by NNX path: those of one layer, or of the whole model for paths of
+      `names.OUTSIDE`.
+    - `scalars`: those of `SCALARS` that are there, as arrays without axes.
+    """
+
+    num_layers: int
+    num_dense_layers: int
+    parts: tuple[str, ...]
+    attention_scale: float | None
+
+    @property
+    def arrays(self) -> Mapping[str, ArraySpec]: ...
+
+    @property
+    def scalars(self) -> Mapping[str, np.ndarray]: ...
+
+    def order(self, path: str) -> Sequence[int]:
+        """The numbers of the layers, in an order in which each stored array is read once.
+
+        - `path`: the NNX path of a parameter of the layers; only layers that have it count.
+        """
+
+    def dtype(self, path: str, part: str = PARAMETERS) -> np.dtype:
+        """The dtype of the arrays from `read`; moments may have another one than parameters.
+
+        - `path`, `part`: as for `read`.
+        """
+
+    def read(self, path: str, layer: int | None, part: str = PARAMETERS) -> np.ndarray:
+        """One array of one layer.
+
+        - `path`: an NNX path, one of `arrays`.
+        - `layer`: the number of the layer among those that have it; None outside the layers.
+        - `part`: one of `parts`.
+
+        Raises Mismatch, naming the stored array, when bytes are missing.
+        """
+
+    def name(self, path: str, layer: int | None, part: str = PARAMETERS) -> str:
+        """What the checkpoint calls the stored array, for messages.
+
+        - `path`, `layer`, `part`: as for `read`.
+        """
+
+
+class LayerDestination(Protocol):
+    """A checkpoint to write, in a new folder of its own (see `new_folder.new_folder`).
+
+    - `parts`: those that the format has a place for; other parts of a source are left out.
+    - `attention_scale`: the factor on attention scores that the written query kernels must suit;
+      None with latent attention.
+    """
+
+    parts: tuple[str, ...]
+    attention_scale: float | None
+
+    def write(
+        self, path: str, layer: int | None, array: np.ndarray, part: str = PARAMETERS
+    ) -> None:
+        """Stores one array of one layer.
+
+        - `path`, `layer`, `part`: as for `LayerSource.read`; each combination is stored once.
+        - `array`: the values, with the shape that one layer has.
+        """
+
+    def commit(self, scalars: Mapping[str, np.ndarray]) -> None:
+        """Writes what makes the folder a checkpoint; called after the last array.
+
+        - `scalars`: as in `LayerSource`.
+        """
+
+
+Progress = Callable[[str, int], None]  # given the name and the size in bytes of an array
+
+
+def no_progress(name: str, nbytes: int) -> None:
+    """Reports nothing about an array that has been copied."""
+
+
+def copy(
+    source: LayerSource,
+    destination: LayerDestination,
+    *,
+    allow_nan: bool = False,
+    progress: Progress = no_progress,
+) -> None:
+    """Copies every array of `source` to `destination`, then commits the destination.
+
+    - `source`: what is copied; parts that the destination has no place for are left out.
+    - `destination`: receives every array once, and is then committed.
+    - `allow_nan`: whether to copy values that are NaN or infinite instead of refusing them.
+    - `progress`: called with the name and the size in bytes of each array that has been copied.
+
+    Besides what source and destination hold, one array of one layer is in memory. Where their
+    attention scales differ, the query kernels are multiplied (`times_ratio`). Nothing else changes.
+
+    Raises Mismatch, naming the array, when it holds a value that is not finite or a second moment
+    below 0, and InputError when the optimizer's state would have to be scaled too.
+    """
+    ratio = ratio_of(source.attention_scale, destination.attention_scale)
+    parts = [part for part in source.parts if part in destination.parts]
+    if ratio != 1.0 and len(parts) > 1:
+        raise InputError(
+            f"attention_scale changes from {source.attention_scale} to "
+            f"{destination.attention_scale}, so the query kernels are scaled, and Adam's moments "
+            "would no longer fit them; convert the parameters alone with --parameters-only, or "
+            "save the model alone with linen_compat.save"
+        )
+    check_ratio(source.arrays, ratio)
+    for part in parts:
+        for path, layer in walk(source):
+            name = source.name(path, layer, part)
+            array = source.read(path, layer, part)
+            check_finite(array, name, allow_nan=allow_nan)
+            check_sign(array, name, part)
+            if path == QUERY and ratio != 1.0:
+                array = times_ratio(array, ratio)
+            destination.write(path, layer, array, part)
+            progress(name, array.nbytes)
+            del array  # before the next one takes memory
+    destination.commit(source.scalars)
+
+
+def nbytes_of(source: LayerSource) -> int:
+    """Bytes of the arrays of all parts of a source, without the scalars."""
+    outside = {names.nnx for names in OUTSIDE}
+    return sum(
+        ArraySpec(spec.shape, source.dtype(path, part)).nbytes
+        * (1 if path in outside else len(source.order(path)))
+        for part in source.parts
+        for path, spec in source.arrays.items()
+    )
+
+
+def walk(source: LayerSource) -> Iterator[tuple[str, int | None]]:
+    """The path and the layer of every array of one part, so that each stored array is read once.
+
+    The layer is None for paths outside the layers.
+    """
+    outside = {names.nnx for names in OUTSIDE}
+    for path in source.arrays:
+        if path in outside:
+            yield path, None
+        else:
+            for layer in source.order(path):
+                yield path, layer
+
+
+def ratio_of(source: float | None, destination: float | None) -> float:
+    """What the query kernels are multiplied by, for scores that stay the same.
+
+    - `source`, `destination`: the attention scales of the kernels before and after; None where
+      kernels contain no scale, and then stay as they are.
+
+    Scores are scale · query · key.
+    """
+    return 1.0 if source is None or destination is None else source / destination
+
+
+def scale_in_arrays(paths: Container[str], scale: float) -> float | None:
+    """The attention scale that query kernels are for; None with latent attention.
+
+    - `paths`: the NNX paths of the model's parameters.
+    - `scale`: that of the model's config.
+    """
+    return None if KV_DOWN.nnx in paths else scale
+
+
+def check_ratio(paths: Container[str], ratio: float) -> None:
+    """Raises InputError where query kernels cannot be scaled, because queries are normalised.
+
+    - `paths`: the NNX paths of the model's parameters.
+    - `ratio`: the factor that the query kernels would be multiplied by.
+    """
+    if ratio != 1.0 and QK_NORMS[0].nnx in paths:
+        raise InputError(
+            f"the two attention scales differ by a factor of {ratio}, which the query kernels of a "
+            "model with qk_norm cannot hold, as its queries are normalised; set "
+            "model.attention_scale to head_dim^-0.5"
+        )
+
+
+def array_title(path: str, layer: int | None, part: str = PARAMETERS) -> str:
+    """The name of an array in messages, such as `mu of attention.query of layer 3`.
+
+    - `path`, `layer`, `part`: as for `LayerSource.read`.
+    """
+    early, inner = path.startswith(EARLY), path.removeprefix(EARLY)
+    kind = "dense layer" if early else "layer"
+    place = path if layer is None else f"{inner} of {kind} {layer}"
+    return place if part == PARAMETERS else f"{part} of {place}"
+
+
+def check_finite(
+    array: np.ndarray,
+    name: str,
+    *,
+    allow_nan: bool = False,
+    cure: str = "pass --allow-nan to keep them",
+) -> None:
+    """Raises Mismatch when a value is NaN or infinite.
+
+    - `name`: what the message calls the array.
+    - `allow_nan`: whether to accept any value.
+    - `cure`: what the message offers besides taking an earlier checkpoint.
+    """
+    if not allow_nan and (wrong := not_finite(array)):
+        raise Mismatch(
+            f"{name} holds NaN or infinity in {wrong} of {array.size} values; "
+            f"take an earlier checkpoint, or {cure}"
+        )
+
+
+def not_finite(array: np.ndarray) -> int:
+    """How many values of an array are NaN or infinite.
+
+    - `array`: of any floating dtype; it is looked at in pieces, with no copy of the whole.
+    """
+    if array.dtype not in _PLAIN:
+        return int(array.size - np.count_nonzero(np.isfinite(array)))
+    # All bits of the exponent are ones then. numpy itself converts each number of 16 bits first.
+    bits = np.dtype(f"u{array.itemsize}")
+    ones = np.array(np.inf, array.dtype).view(bits)
+    pieces = np.nditer(
+        array.view(bits), ["external_loop", "buffered", "zerosize_ok"], order="K", buffersize=2**16
+    )
+    return sum(int(np.count_nonzero(piece & ones == ones)) for piece in pieces)
+
+
+def check_sign(array: np.ndarray, name: str, part: str) -> None:
+    """Raises Mismatch when a second moment, which is a mean of squares, is below 0.
+
+    - `name`: what the message calls the array.
+    - `part`: the part that the array belongs to; all but second moments pass.
+    """
+    if part == MOMENTS[1] and (wrong := int(np.count_nonzero(array < 0))):
+        raise Mismatch(
+            f"{name} is below 0 in {wrong} of {array.size} values, but a second moment is a mean "
+            "of squares and cannot be negative; take an earlier checkpoint, or only the parameters "
+            "of this one"
+        )
+
+
+def times_ratio(array: np.ndarray, ratio: float) -> np.ndarray:
+    """The product of an array and a number, in the dtype of the array.
+
+    - `array`: a query kernel, of any floating dtype.
+    - `ratio`: the factor, a Python float.
+
+    Scaling by `ratio` and back again changes a value by 1 unit in the last place at most. The
+    product is computed in float64: with a quotient that is rounded to float32 first, the change is
+    up to 2 units (with head_dim 96).
+    """
+    return (array.astype(np.float64) * ratio).astype(array.dtype)

@@ -1,0 +1,363 @@
+"""Hugging Face's models, folders of safetensors, read and written as streams of layers.
+
+Such a folder holds weights and `config.json`. Tokenizers and generation settings are not touched.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from linen_compat.formats import _checksums as checksums
+from linen_compat.formats._comparison import Comparison, model_arrays
+from linen_compat.formats._names import OUTSIDE
+from linen_compat.formats._new_folder import Room, new_folder
+from linen_compat.formats._orbax.inspect import is_orbax
+from linen_compat.formats._streams import (
+    PARAMETERS,
+    QUERY,
+    ArraySpec,
+    LayerSource,
+    Mismatch,
+    check_ratio,
+    copy,
+    nbytes_of,
+    ratio_of,
+    scale_in_arrays,
+    times_ratio,
+)
+from linen_compat.formats.huggingface._architectures import CONFIG_FILE, Keys
+from linen_compat.formats.huggingface._folder import (
+    SHARD_BYTES,
+    NewTensorFolder,
+    TensorFolder,
+    holds_tensors,
+)
+from linen_compat.formats.huggingface._tensors import KNOWN_EXTRA, Index, Tensors, is_fused
+from linen_compat.formats.huggingface.config import (
+    IGNORED,
+    config_from_huggingface,
+    config_to_huggingface,
+    read_config_json,
+)
+from nnx_pipeline import Config, InputError
+from nnx_pipeline.config._model_rules import OF_ROUTER, ROPE_SCALINGS
+from nnx_pipeline.config.model import ModelConfig
+from nnx_pipeline.lab._files import local
+from nnx_pipeline.lab.errors import note
+
+_TABLE, _HEAD = OUTSIDE[0].huggingface, OUTSIDE[-1].huggingface
+_ROWS = 1024  # of two tensors that are compared, held in memory at a time
+# A model computes by these fields. transformers cannot use a `config.json` that contradicts its own
+# tensors either.
+_MUST_AGREE = (
+    *("vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_experts", "num_experts_per_token"),
+    *("num_heads", "num_kv_heads", "head_dim"),
+    *("norm_epsilon", "norm_scale_offset", "qk_norm", "tied_embeddings"),
+    *("rope_theta", "rope_scaling", *ROPE_SCALINGS["llama3"]),
+    *("num_dense_layers", "dense_mlp_dim", *OF_ROUTER, "router_groups_per_token"),
+    *("kv_lora_rank", "q_lora_rank", "rope_head_dim", "value_head_dim"),
+    *("sliding_window", "full_attention_every", "attention_soft_cap", "logits_soft_cap"),
+)
+
+
+def is_huggingface(checkpoint: str | Path) -> bool:
+    """Whether a folder is a Hugging Face model, complete or not.
+
+    It must have a `config.json`, and either tensors or nothing of an Orbax checkpoint, as an
+    unrelated `config.json` may lie beside an Orbax checkpoint.
+    """
+    folder = local(checkpoint)
+    return (folder / CONFIG_FILE).is_file() and (holds_tensors(folder) or not is_orbax(folder))
+
+
+def own_config(folder: str | Path) -> Config:
+    """The config that a folder's own `config.json` describes.
+
+    Raises Mismatch where the model of the folder is not supported or its `config.json` is damaged,
+    and InputError where there is none.
+    """
+    try:
+        return config_from_huggingface(folder)
+    except InputError as error:
+        if (Path(folder) / CONFIG_FILE).is_file():
+            raise Mismatch(f"{folder}: {error}") from error
+        raise
+
+
+def config_for(folder: str | Path, config: Config | None) -> Config:
+    """The config to read a folder with: the one that is given, or else the folder's own.
+
+    - `folder`: a Hugging Face checkpoint, of which only `config.json` is read.
+    - `config`: None for the folder's own. If it leaves `max_position_embeddings` out it gets that
+      of the folder, so that the value is there when the model is saved.
+
+    Raises what `own_config` raises.
+    """
+    own = own_config(folder)
+    if config is None or config.model.max_position_embeddings is not None:
+        return config or own
+    longest = own.model.max_position_embeddings
+    model = dataclasses.replace(config.model, max_position_embeddings=longest)
+    return dataclasses.replace(config, model=model)
+
+
+def write_huggingface(
+    source: LayerSource,
+    folder: str | Path,
+    config: Config,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    allow_nan: bool = True,
+) -> None:
+    """Copies a source to a new folder that `transformers` can load.
+
+    - `source`: the parameters of a model of that config.
+    - `folder`: the folder to make; it must not exist yet, or be empty.
+    - `config`: what `config.json` is written from.
+    - `shard_bytes`: the most bytes that the tensors of one file take, unless a single tensor is
+      larger.
+    - `allow_nan`: whether to copy values that are NaN or infinite instead of refusing them.
+    """
+    with new_folder(folder, Room(nbytes_of(source), compressed=False)) as new:
+        destination = HuggingFaceDestination(new, config, source.arrays, shard_bytes=shard_bytes)
+        copy(source, destination, allow_nan=allow_nan)
+
+
+def compare_folder(folder: str | Path, model: ModelConfig) -> Comparison:
+    """Compares the tensors and the config of a folder with what a model needs.
+
+    - `folder`: a Hugging Face checkpoint; no tensor of it is read, but for a head beside tied
+      embeddings.
+    - `model`: the config of the model that is to take its tensors.
+    """
+    return _compare(folder, TensorFolder(folder), model)
+
+
+class HuggingFaceSource:
+    """A Hugging Face model as a stream of layers, once every tensor is accounted for.
+
+    - `folder`: the folder of the model.
+    - `model`: the config of the model that is to take the parameters; None for that of
+      `config.json`.
+
+    See `streams.LayerSource`. Arrays have the dtypes that are stored. The query kernels are scaled
+    for `model.attention_scale`.
+
+    Raises what `linen_compat.load` raises.
+    """
+
+    parts: tuple[str, ...] = (PARAMETERS,)
+
+    def __init__(self, folder: str | Path, model: ModelConfig | None = None) -> None:
+        own = own_config(folder).model
+        model = model or own
+        self._files = TensorFolder(folder)
+        _compare(folder, self._files, model).require(folder)
+        self.num_layers, self.num_dense_layers = model.num_layers, model.num_dense_layers
+        self.scalars: Mapping[str, np.ndarray] = {}
+        self._tensors = _tensors_of(model, self._files)
+        arrays = self._tensors.arrays
+        self.attention_scale = scale_in_arrays(arrays, model.attention_scale)
+        own_scale = scale_in_arrays(arrays, own.attention_scale)
+        self._ratio = ratio_of(own_scale, self.attention_scale)
+        check_ratio(self._tensors.arrays, self._ratio)
+        self.arrays = {path: self._as_stored(path) for path in self._tensors.arrays}
+
+    def order(self, path: str) -> Sequence[int]:
+        return range(self._tensors.count(path))
+
+    def read(
+        self, path: str, layer: int | None, part: str = PARAMETERS, index: Index = ()
+    ) -> np.ndarray:
+        """An array or a part of it; see `streams.LayerSource.read`.
+
+        - `index`: a slice for each axis of the array; empty for the whole array.
+        """
+        array = self._tensors.join(path, layer, self._files.read, index)
+        return times_ratio(array, self._ratio) if path == QUERY and self._ratio != 1.0 else array
+
+    def dtype(self, path: str, part: str = PARAMETERS) -> np.dtype:
+        return self.arrays[path].dtype
+
+    def name(self, path: str, layer: int | None, part: str = PARAMETERS) -> str:
+        names = self._tensors.names(path, layer)
+        return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
+    def close(self) -> None:
+        """Nothing is held between reads."""
+
+    def _as_stored(self, path: str) -> ArraySpec:
+        names = self._tensors.of_kind(path)
+        return ArraySpec(self._tensors.arrays[path].shape, self._files.specs[names[0]].dtype)
+
+
+class HuggingFaceDestination:
+    """A new folder of safetensors and `config.json`. See `streams.LayerDestination`.
+
+    - `folder`: an empty folder.
+    - `config`: the config of the model that is written.
+    - `arrays`: as in `streams.LayerSource`, with the dtypes to write. If all have one dtype
+      `config.json` names that, and otherwise `param_dtype`.
+    - `shard_bytes`: the most bytes that the tensors of one file take, unless a single tensor is
+      larger.
+
+    Raises InputError when transformers has no such model.
+    """
+
+    parts: tuple[str, ...] = (PARAMETERS,)
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Config,
+        arrays: Mapping[str, ArraySpec],
+        *,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
+        self.folder = folder
+        self.attention_scale = scale_in_arrays(arrays, config.model.head_dim**-0.5)
+        self._values = config_to_huggingface(config)
+        dtypes = {spec.dtype.name for spec in arrays.values()}
+        if len(dtypes) == 1:
+            self._values["torch_dtype"] = dtypes.pop()
+        model = config.model
+        self._tensors = Tensors(
+            arrays, model.num_layers, model.num_dense_layers, interleaved=_reordered(model)
+        )
+        self._files = NewTensorFolder(folder, self._tensors.specs(), shard_bytes)
+
+    def write(
+        self, path: str, layer: int | None, array: np.ndarray, part: str = PARAMETERS
+    ) -> None:
+        if part not in self.parts:
+            raise InputError(f"a Hugging Face folder has no place for {part}; leave it out")
+        names = self._tensors.names(path, layer)
+        for name, tensor in zip(names, self._tensors.split(path, array), strict=True):
+            self._files.write(name, tensor)
+
+    def commit(self, scalars: Mapping[str, np.ndarray]) -> None:
+        """Writes the index, `config.json` and the checksums.
+
+        - `scalars`: left behind, as the format has no place for them.
+        """
+        sums = self._files.finish()
+        text = json.dumps(self._values, indent=2)
+        (self.folder / CONFIG_FILE).write_text(f"{text}\n", encoding="utf-8")
+        sums[CONFIG_FILE] = checksums.of_values(_kept(self._values))
+        checksums.write_checksums(self.folder, sums)
+
+
+def _kept(values: Keys) -> checksums.Json:
+    """The values of `config.json` that the model depends on; all others may be edited."""
+    return {key: value for key, value in values.items() if key not in IGNORED}
+
+
+def _tensors_of(model: ModelConfig, files: TensorFolder) -> Tensors:
+    """The tensors that a model needs; experts are fused where they are in these files."""
+    return Tensors(
+        model_arrays(model),
+        model.num_layers,
+        model.num_dense_layers,
+        fused=is_fused(files.specs),
+        interleaved=_reordered(model),
+    )
+
+
+def _reordered(model: ModelConfig) -> bool:
+    """Whether the rotated numbers of a head are in another order than in transformers.
+
+    Its models rotate halves. With latent attention the config says what they rotate.
+    """
+    return model.rope_interleaved and model.kv_lora_rank is None
+
+
+def _compare(folder: str | Path, files: TensorFolder, model: ModelConfig) -> Comparison:
+    """Compares the tensors and the `config.json` of a folder with what a model needs."""
+    own, result = own_config(folder).model, Comparison()
+    if own.tied_embeddings and _has_own_head(files):
+        if model.tied_embeddings:
+            result.notes.append(
+                f"{_HEAD} differs from {_TABLE}, though {CONFIG_FILE} ties them: transformers 5 "
+                "computes with it and transformers 4 does not; set tie_word_embeddings to false "
+                "there to read it, or remove the tensor"
+            )
+        else:  # the config that was given says so
+            own = dataclasses.replace(own, tied_embeddings=False)
+    if files.sums is not None:  # this project wrote the folder
+        sum_of_config = checksums.of_values(_kept(read_config_json(folder)))
+        checksums.require(Path(folder), files.sums, CONFIG_FILE, sum_of_config)
+    for name in _MUST_AGREE:
+        if getattr(own, name) != getattr(model, name):
+            result.notes.append(
+                f"{CONFIG_FILE} has {name}={getattr(own, name)}, the model {getattr(model, name)}"
+            )
+    if model.kv_lora_rank is not None:
+        result.notes.extend(_differing_scores(own, model))
+    for file in sorted(Path(folder).glob("adapter_*"))[:1]:  # one has several files
+        note(
+            f"{file} is an adapter beside the model and is not read; if the model is meant with "
+            "it, merge it into the weights first (merge_and_unload of peft)"
+        )
+    tensors = _tensors_of(model, files)
+    expected = tensors.specs()
+    for name, spec in expected.items():
+        found = files.specs.get(name)
+        if found is None:
+            result.missing.append(name)
+        else:
+            result.add(name, found, spec.shape, spec.dtype)
+    for name in files.specs:
+        if name not in expected:
+            # A head that is not the table once more is noted above.
+            unused = model.tied_embeddings and name == _HEAD
+            known = unused or KNOWN_EXTRA.fullmatch(name)
+            (result.ignored if known else result.extra).append(name)
+    result.notes.extend(_mixed_dtypes(tensors, files))
+    return result
+
+
+def _has_own_head(files: TensorFolder) -> bool:
+    """Whether the files have a head whose values are not those of the embedding table."""
+    table, head = files.specs.get(_TABLE), files.specs.get(_HEAD)
+    if table is None or head is None:
+        return False
+    rows = table.shape[0] if table.shape else 0
+    cuts = ((slice(at, min(at + _ROWS, rows)),) for at in range(0, rows, _ROWS))
+    return table != head or any(
+        files.read(_TABLE, cut).tobytes() != files.read(_HEAD, cut).tobytes() for cut in cuts
+    )
+
+
+def _differing_scores(own: ModelConfig, model: ModelConfig) -> Iterator[str]:
+    """A line for each difference in what latent attention computes from scores.
+
+    No kernel is scaled or reordered for it.
+    """
+    if own.rope_interleaved != model.rope_interleaved:
+        yield (
+            f"{CONFIG_FILE} has rope_interleaved={own.rope_interleaved}, the model "
+            f"{model.rope_interleaved}"
+        )
+    if not math.isclose(own.attention_scale, model.attention_scale, rel_tol=1e-9):
+        yield (
+            f"{CONFIG_FILE} has attention_scale={own.attention_scale}, the model "
+            f"{model.attention_scale}"
+        )
+
+
+def _mixed_dtypes(tensors: Tensors, files: TensorFolder) -> Iterator[str]:
+    """A line for each array of the model whose tensors have several dtypes."""
+    for path in tensors.arrays:
+        names = [name for name in tensors.of_kind(path) if name in files.specs]
+        dtypes = {name: files.specs[name].dtype for name in names}
+        for name, dtype in dtypes.items():
+            if dtype != dtypes[names[0]]:
+                yield (
+                    f"{name} is {dtype} and {names[0]} is {dtypes[names[0]]}; "
+                    "save the model with one dtype for tensors of one kind"
+                )
+                break

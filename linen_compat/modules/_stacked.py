@@ -1,0 +1,234 @@
+"""The layers of a pipeline: in MaxText's tree, and stacked for the loop of `nnx_pipeline`."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import nnx
+from flax.core import unfreeze
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import Array, PyTree
+
+from linen_compat.formats._names import ALL_OF_LAYERS, EARLY
+from linen_compat.modules.parameters import Names, axes_of, is_boxed, sharded_by, unboxed
+from nnx_pipeline import InputError, Layout
+from nnx_pipeline.lab.errors import counted
+from nnx_pipeline.pipeline.stage.layers import Side, takes_place
+from nnx_pipeline.sharding.layout import place, portable_key
+
+Boxed = dict[str, PyTree]  # parameters, in metadata boxes or not
+MakeLayer = Callable[[Array], Boxed]
+
+
+@dataclass(frozen=True)
+class StageTree:
+    """The tree below MaxText's `pipeline_module/layers`.
+
+    Layer j of each stage is below `layers_{j}`. Where a stage has one layer, its arrays are in the
+    tree itself. Each array has the leading axes `[repeats, stages]`, or `[stages]` with one repeat.
+
+    - `stack`: (repeats, stages, layers per stage).
+    - `layout`: the mesh axes over which each logical axis is sharded.
+    """
+
+    stack: tuple[int, int, int]
+    layout: Layout
+
+    def make(self, key: Array, make_layer: MakeLayer) -> Boxed:
+        """New weights, each made on its own stage, in boxes that also name the stacking axes.
+
+        - `key`: from which each layer gets a key of its own.
+        - `make_layer`: makes the parameters of one layer from its key.
+        """
+        repeats, stages, per_stage = self.stack
+        # Each key is on the stage of its layer, so that the weights are made there.
+        keys = place(
+            jax.random.split(portable_key(key), self.stack), self.layout.spec(None, "stage", None)
+        )
+        stage = "stage" if stages > 1 else None
+        made = [
+            jax.vmap(jax.vmap(make_layer, spmd_axis_name=stage))(keys[:, :, j])
+            for j in range(per_stage)
+        ]
+
+        def named(leaf: PyTree) -> PyTree:
+            # With one repeat, MaxText's arrays have no axis of repeats.
+            value = unboxed(leaf)[0] if repeats == 1 else unboxed(leaf)
+            own = leaf.names if is_boxed(leaf) else (None,) * (value.ndim - len(self.names))
+            names = (*self.names, *own)
+            value = place(value, self.layout.spec(*axes_of(names)))
+            return leaf.replace(value=value, names=names) if is_boxed(leaf) else value
+
+        return self.tree_of([jax.tree.map(named, layer, is_leaf=is_boxed) for layer in made])
+
+    def stacked(self, tree: Boxed, make_layer: MakeLayer, module: nn.Module) -> "StackedLayers":
+        """The tree as one callable module with parameters `[repeats, stages, layers per stage, …]`.
+
+        Where a stage has several layers, stacking copies them.
+
+        - `tree`: the parameters, boxed or not.
+        - `make_layer`: as in `make`; it runs on abstract arrays.
+        - `module`: the Linen layer to call.
+
+        Raises InputError, naming the leaf, when the tree is not what the layers need.
+        """
+        one = leaves_of(jax.eval_shape(make_layer, jax.random.key(0)))
+        repeats, stages, per_stage = self.stack
+        leading = (stages,) if repeats == 1 else (repeats, stages)
+        apart = [""] if per_stage == 1 else [f"layers_{j}/" for j in range(per_stage)]
+        want = {
+            below + path: (*leading, *unboxed(leaf).shape)
+            for below in apart
+            for path, leaf in one.items()
+        }
+        found = unboxed_leaves(tree)
+        cure = (
+            f"give the parameters of {counted(stages, 'stage')} × {counted(repeats, 'repeat')} "
+            f"with {counted(per_stage, 'layer')} per stage, as the mesh and the config ask for"
+        )
+        check_shapes(found, want, cure=cure)
+
+        def stack(path: str) -> Array:
+            # The loop wants an axis of repeats in any case.
+            leaves = [found[below + path] for below in apart]
+            leaves = [leaf[None] if repeats == 1 else leaf for leaf in leaves]
+            return jnp.stack(leaves, axis=2)
+
+        return stacked_layers(module, one, (None, "stage", None), stack, self.layout)
+
+    def tree_of(self, layers: list[Boxed]) -> Boxed:
+        """The tree that holds these layers of a stage."""
+        if len(layers) == 1:
+            return layers[0]
+        return {f"layers_{j}": layer for j, layer in enumerate(layers)}
+
+    @property
+    def names(self) -> Names:
+        """MaxText's names of the stacking axes, which come before a layer's own."""
+        return ("layers",) if self.stack[0] == 1 else ("circular_repeats", "layers")
+
+
+class StackedLayers(nnx.Module):
+    """A Linen layer with stacked parameters, as a callable pytree for the loop of `nnx_pipeline`.
+
+    - `module`: the Linen layer.
+    - `paths`: where each weight belongs in the tree of a layer, with `/` between names.
+    - `weights`: one for each path, `[repeats, stages, layers per stage, …]`, or before the pipeline
+      `[layers, …]`.
+    """
+
+    def __init__(
+        self, module: nn.Module, paths: list[str], weights: list[nnx.Param[Array]]
+    ) -> None:
+        self.module, self.paths, self.weights = module, tuple(paths), nnx.List(weights)
+        self.layout = getattr(module, "layout", None)
+
+    @property
+    def takes_place(self) -> bool:
+        """Whether the Linen layer asks for its place, see `takes_place`."""
+        return takes_place(self.module)
+
+    def __call__(self, x: Array, **side: PyTree) -> tuple[Array, PyTree]:
+        values = [weight[...] for weight in self.weights]
+        params = unflatten_dict(dict(zip(self.paths, values, strict=True)), sep="/")
+        module = self.module
+        if hasattr(module, "layout"):
+            module = module.clone(layout=self.layout)
+        result: tuple[Array, PyTree] = module.apply({"params": params}, x, **side)
+        return result
+
+
+def parameters_of(module: nn.Module, key: Array, x: Array, side: Side) -> Boxed:
+    """The parameters that `module.init` makes for a layer.
+
+    - `module`: the layer, unbound.
+    - `key`: the random key of the parameters.
+    - `x`, `side`: what the layer is called with.
+
+    Raises InputError when it makes variables of other collections.
+    """
+    variables = module.init(key, x, **side)
+    others = [name for name in variables if name != "params"]
+    if others:
+        raise InputError(
+            f"{type(module).__name__} holds the collection {others[0]!r}; in a pipeline a layer "
+            "may hold params only, as its state would be lost between microbatches; for random "
+            "numbers call the pipeline with a key"
+        )
+    params: Boxed = variables["params"]
+    return params
+
+
+def leaves_of(tree: Boxed) -> Boxed:
+    """The leaves of a tree by their paths, with `/` between names."""
+    leaves: Boxed = flatten_dict(unfreeze(tree), sep="/")
+    return leaves
+
+
+def unboxed_leaves(tree: Boxed) -> dict[str, Array]:
+    """The arrays of a tree by their paths, without boxes."""
+    return {path: unboxed(leaf) for path, leaf in leaves_of(tree).items()}
+
+
+def check_shapes(
+    found: Mapping[str, Array], want: Mapping[str, tuple[int, ...]], *, cure: str, below: str = ""
+) -> None:
+    """Raises InputError for a parameter that is missing, unknown or of another shape.
+
+    - `found`: the parameters by their paths.
+    - `want`: the shape of each parameter that the layers have.
+    - `cure`: the end of the message.
+    - `below`: what stands before each path in the message.
+    """
+    for path, shape in want.items():
+        if path not in found:
+            raise InputError(f"params have no {below}{path}, which must be {shape}; {cure}")
+        if found[path].shape != shape:
+            raise InputError(
+                f"{below}{path} has shape {found[path].shape} and must be {shape}; {cure}"
+            )
+    for path in found:
+        if path not in want:
+            raise InputError(f"params have {below}{path}, which no layer reads; {cure}")
+
+
+def stacked_layers(
+    module: nn.Module,
+    one: Boxed,
+    leading: Names,
+    stack: Callable[[str], Array],
+    layout: Layout,
+) -> StackedLayers:
+    """Stacked parameters as one callable module, in the order of the NNX layer.
+
+    - `module`: the Linen layer to call.
+    - `one`: the parameters of one layer, which may be in boxes, by their paths.
+    - `leading`: the logical axes before those of one layer.
+    - `stack`: gives the stacked array of a path.
+    - `layout`: the mesh axes over which each logical axis is sharded.
+    """
+    paths, weights = sorted(one, key=place_in_nnx), []
+    for path in paths:
+        axes = (*leading, *axes_of_box(one[path]))
+        value = sharded_by(stack(path), layout.spec(*axes))
+        weights.append(nnx.Param(value, logical_axes=axes))
+    return StackedLayers(module, paths, weights)
+
+
+def axes_of_box(leaf: PyTree) -> Names:
+    """The names in `Layout` of the axes of a parameter that may be in a box."""
+    return axes_of(leaf.names) if is_boxed(leaf) else (None,) * leaf.ndim
+
+
+def place_in_nnx(path: str) -> tuple[str, ...]:
+    """A sort key: the weights of a decoder layer in the order of the NNX layer.
+
+    Compilers fuse by the order in which a loop carries arrays. In another order the same sums round
+    differently.
+    """
+    return tuple(_NNX_PATHS.get(path, path.replace("/", ".")).split("."))
+
+
+_NNX_PATHS = {names.linen: names.nnx.removeprefix(EARLY) for names in ALL_OF_LAYERS}

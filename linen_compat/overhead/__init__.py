@@ -1,1 +1,0 @@
-"""Measures what each style, native or wrapped, costs to trace, lower, compile and call."""

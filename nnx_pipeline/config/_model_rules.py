@@ -1,0 +1,271 @@
+"""What the fields of a `ModelConfig` must satisfy together, as checks that raise InputError.
+
+`ModelConfig` imports this module, so that the checks take any object with its fields.
+"""
+
+from typing import Any
+
+from nnx_pipeline.config._limits import MOST_WIDTH
+from nnx_pipeline.lab.errors import (
+    InputError,
+    above_zero,
+    at_least,
+    counted,
+    divides,
+    is_divisor,
+    number,
+    one_of,
+    whole,
+)
+
+# The fields that each `rope_scaling` reads, with their values in a model that has it: Llama 3.1
+# (which scales by parts), and DeepSeek-V3.
+ROPE_SCALINGS: dict[str, dict[str, float]] = {
+    "linear": {"rope_factor": 8.0},
+    "llama3": {
+        "rope_factor": 8.0,
+        "rope_original_length": 8192,
+        "rope_low_frequency": 1.0,
+        "rope_high_frequency": 4.0,
+    },
+    "yarn": {
+        "rope_factor": 40.0,
+        "rope_original_length": 4096,
+        "rope_low_frequency": 1.0,
+        "rope_high_frequency": 32.0,
+    },
+}
+Model = Any  # a `ModelConfig`, which imports this module
+# The fields that are about a router, with their defaults.
+OF_ROUTER: dict[str, Any] = {
+    "router_score": "softmax",
+    "router_normalize": True,
+    "router_scale": 1.0,
+    "router_bias": False,
+    "router_bias_in_weights": False,
+    "router_groups": 1,
+    "num_shared_experts": 0,
+}
+
+
+def check_latent(model: Model) -> None:
+    """Raises InputError for sizes that multi-head latent attention lacks or does not read."""
+    sizes = {"rope_head_dim": 64, "value_head_dim": 128}
+    if model.kv_lora_rank is None:
+        for name in ("q_lora_rank", *sizes):
+            if getattr(model, name) is not None:
+                raise InputError(
+                    f"{name}={getattr(model, name)!r} is for multi-head latent attention, and "
+                    "kv_lora_rank=None; leave it out, or set kv_lora_rank"
+                )
+        return
+    for name, example in sizes.items():
+        if getattr(model, name) is None:
+            raise InputError(
+                f"kv_lora_rank={model.kv_lora_rank} needs {name}, which is not given; "
+                f"DeepSeek-V3 has {example}"
+            )
+    ranks = ("kv_lora_rank",) if model.q_lora_rank is None else ("kv_lora_rank", "q_lora_rank")
+    whole(model, *ranks, *sizes, most=MOST_WIDTH)
+    divides(2, model.rope_dim, rule=f"rope_head_dim={model.rope_dim} must be even")
+    if model.rope_dim >= model.head_dim:
+        raise InputError(
+            f"rope_head_dim={model.rope_dim} is a part of head_dim={model.head_dim}, which is "
+            "the width of a whole query; make head_dim larger"
+        )
+    if model.num_kv_heads != model.num_heads:
+        raise InputError(
+            f"with kv_lora_rank each query head has its own key, and num_kv_heads="
+            f"{model.num_kv_heads} differs from num_heads={model.num_heads}; make them equal"
+        )
+    if model.attention_bias is not None:
+        raise InputError(
+            f"attention_bias={model.attention_bias!r} is not for multi-head latent attention, "
+            "whose projections have none; set it to None"
+        )
+    if model.qk_norm:
+        raise InputError(
+            "qk_norm=True normalises query and key heads, and with kv_lora_rank the latent "
+            "vectors are normalised instead; set it to False"
+        )
+
+
+def check_dense_layers(model: Model) -> None:
+    """Raises InputError for dense first layers that contradict the other sizes."""
+    number = model.num_dense_layers
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise InputError(f"num_dense_layers={number!r} is not a whole number of 0 or more")
+    if (number > 0) != (model.dense_mlp_dim is not None):
+        raise InputError(
+            f"num_dense_layers={number} and dense_mlp_dim={model.dense_mlp_dim} go together; "
+            "give both, or neither"
+        )
+    if number == 0:
+        return
+    whole(model, "dense_mlp_dim", most=MOST_WIDTH)
+    if model.num_experts == 1:
+        raise InputError(
+            f"num_dense_layers={number} are dense although other layers have experts, and "
+            "num_experts=1; leave it at 0, or set num_experts to 2 or more"
+        )
+    if number >= model.num_layers:
+        raise InputError(
+            f"num_dense_layers={number} leaves no layer with experts of num_layers="
+            f"{model.num_layers}; choose {model.num_layers - 1} or fewer"
+        )
+
+
+def check_kinds(model: Model) -> None:
+    """Raises InputError for full attention in turn with a window that is not there.
+
+    Dense first layers would shift the turns: the n-th layer of the pipeline is not that of the
+    model.
+    """
+    if model.full_attention_every is None:
+        return
+    whole(model, "full_attention_every")
+    if model.full_attention_every == 1 or model.sliding_window is None:
+        raise InputError(
+            f"full_attention_every={model.full_attention_every} lets layers with a window take "
+            f"turns with one without, and sliding_window={model.sliding_window}; give a window and "
+            "2 or more, or leave it at None"
+        )
+    if model.num_dense_layers > 0:
+        raise InputError(
+            f"full_attention_every={model.full_attention_every} counts the layers of the pipeline "
+            f"alone, and num_dense_layers={model.num_dense_layers} come before these; leave one of "
+            "them out"
+        )
+
+
+def check_quantization(model: Model) -> None:
+    """Raises InputError for a model whose products have no low precision."""
+    one_of("quantization", model.quantization, (None, "int8", "fp8"))
+    if model.quantization is None:
+        return
+    if model.num_experts > 1:
+        raise InputError(
+            f"quantization={model.quantization!r} needs a dense model, and "
+            f"num_experts={model.num_experts}: the products of experts, which have derivatives "
+            "or kernels of their own, have no low precision; leave it at None, or set "
+            "num_experts to 1"
+        )
+    if model.kv_lora_rank is not None:
+        raise InputError(
+            f"quantization={model.quantization!r} is not for multi-head latent attention, whose "
+            "projections have no low precision; leave it at None, or kv_lora_rank"
+        )
+    if model.dtype == "float16":
+        raise InputError(
+            f"quantization={model.quantization!r} is not for dtype='float16', of which small "
+            "scales are rounded to 0; set dtype to 'bfloat16' or 'float32'"
+        )
+
+
+def check_experts(model: Model) -> None:
+    """Raises InputError for experts and a router that contradict each other."""
+    one_of("experts", model.experts, ("dense", "grouped", "capacity"))
+    if model.expert_group is not None:
+        whole(model, "expert_group")
+        rule = f"expert_group={model.expert_group} does not divide num_experts="
+        is_divisor(model.expert_group, model.num_experts, rule=f"{rule}{model.num_experts}")
+        if model.num_experts == 1:
+            raise InputError(
+                f"expert_group={model.expert_group} is how many of several experts are computed at "
+                "a time, and num_experts=1; leave it at None, or set num_experts to 2 or more"
+            )
+        if model.experts == "capacity":
+            raise InputError(
+                f"expert_group={model.expert_group} is how many experts are computed at a time, "
+                "and experts='capacity' computes all of a device at once; leave it at None"
+            )
+    if model.capacity_factor is not None:
+        above_zero(model, "capacity_factor")
+        if model.experts != "capacity":
+            raise InputError(
+                f"capacity_factor={model.capacity_factor} is how much each of "
+                f"experts='capacity' takes, and experts={model.experts!r}; leave it at None"
+            )
+    one_of("router_score", model.router_score, ("softmax", "sigmoid"))
+    one_of("router_normalize", model.router_normalize, (True, False))
+    above_zero(model, "router_scale")
+    one_of("router_bias", model.router_bias, (True, False))
+    one_of("router_bias_in_weights", model.router_bias_in_weights, (True, False))
+    if model.router_bias_in_weights and not model.router_bias:
+        raise InputError(
+            "router_bias_in_weights=True needs a bias, and router_bias=False; set both or none"
+        )
+    shared = model.num_shared_experts
+    if isinstance(shared, bool) or not isinstance(shared, int) or shared < 0:
+        raise InputError(f"num_shared_experts={shared!r} is not a whole number of 0 or more")
+    for name, default in OF_ROUTER.items():
+        if model.num_experts == 1 and getattr(model, name) != default:
+            raise InputError(
+                f"{name}={getattr(model, name)!r} is about a router, which num_experts=1 does "
+                f"not have; leave it at {default!r}, or set num_experts to 2 or more"
+            )
+    _check_groups(model)
+    if model.num_experts == 1 and model.experts != "dense":
+        raise InputError(
+            f"experts={model.experts!r} needs routed experts, and num_experts=1; leave it at "
+            "'dense', or set num_experts to 2 or more"
+        )
+
+
+def _check_groups(model: Model) -> None:
+    """Raises InputError for groups from which the router cannot choose."""
+    whole(model, "router_groups", "router_groups_per_token")
+    groups, some = model.router_groups, model.router_groups_per_token
+    if some > groups:
+        raise InputError(
+            f"router_groups_per_token={some} exceeds router_groups={groups}; choose {groups} "
+            "or fewer"
+        )
+    if groups == 1:
+        return
+    if model.router_score != "sigmoid":
+        raise InputError(
+            f"router_groups={groups} needs router_score='sigmoid', and it is "
+            f"{model.router_score!r}; set one of them to another value"
+        )
+    rule = f"num_experts={model.num_experts} does not split into router_groups={groups}"
+    divides(groups, model.num_experts, rule=rule)
+    size, chosen = model.num_experts // groups, model.num_experts_per_token
+    if size < 2 or chosen > some * size:
+        raise InputError(
+            f"router_groups={groups} leaves {counted(size, 'expert')} in each group, and a token "
+            f"chooses from {counted(some, 'group')}; a group needs 2 experts, and all groups of a "
+            f"token num_experts_per_token={chosen}; choose fewer groups, or more per token"
+        )
+
+
+def check_rope(model: Model) -> None:
+    """Raises InputError unless `rope_scaling` has the fields that it reads, and no others."""
+    one_of("rope_interleaved", model.rope_interleaved, (True, False))
+    one_of("rope_scaling", model.rope_scaling, (None, *ROPE_SCALINGS))
+    read = ROPE_SCALINGS.get(model.rope_scaling or "", {})
+    known = "DeepSeek-V3" if model.rope_scaling == "yarn" else "Llama 3.1"
+    for name in ROPE_SCALINGS["llama3"]:
+        value = getattr(model, name)
+        if name in read and value is None:
+            raise InputError(
+                f"rope_scaling={model.rope_scaling!r} needs {name}, which is not given; "
+                f"{known} has {read[name]}"
+            )
+        if name not in read and value is not None:
+            raise InputError(
+                f"{name}={value!r} has no effect with rope_scaling={model.rope_scaling!r}; "
+                "leave it out, or choose a rope_scaling that reads it"
+            )
+    if "rope_factor" in read:
+        at_least(model, 1.0, "rope_factor")
+    if "rope_original_length" in read:
+        whole(model, "rope_original_length")
+        above_zero(model, "rope_low_frequency", "rope_high_frequency")
+        low, high = number(model, "rope_low_frequency"), number(model, "rope_high_frequency")
+        if low >= high:
+            raise InputError(
+                f"rope_low_frequency={low} must be below rope_high_frequency={high}, as pairs "
+                f"between them are slowed down in part; {known} has "
+                f"{read['rope_low_frequency']} and {read['rope_high_frequency']}"
+            )

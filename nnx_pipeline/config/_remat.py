@@ -1,0 +1,138 @@
+"""Remat policies: what the backward pass keeps, in which memory, and what it recomputes.
+
+JAX is imported where a policy is used: a config needs the names of the policies alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from nnx_pipeline.lab.errors import InputError
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+# Names that the modules give to values (see `named`), for a policy to refer to.
+ITERATION_INPUT = "iteration_input"  # what a stage receives at a tick; kept if it is not offloaded
+LAYER_INPUT = "decoder_layer_input"
+LAYER_METRICS = "layer_metrics"  # a few numbers per layer; always kept
+QUERY_KEY_VALUE = ("query_proj", "key_proj", "value_proj")
+OUT = "out_proj"
+HIDDEN = ("mlp_gate", "mlp_up")
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+Policy = Callable[..., Any]  # of a primitive and its values to what becomes of them
+
+
+@dataclass(frozen=True)
+class Remat:
+    """A remat policy: which named values a checkpoint keeps in addition to its inputs.
+
+    The names are those that the modules give with `named`: the constants of this file.
+
+    - `saved`: names kept in device memory; None keeps every value, named or not.
+    - `offloaded`: names kept in host memory. They are sent there as soon as they are computed, and
+      fetched in the backward pass. A compiler without a separate host memory (CPU) leaves them
+      where they are.
+
+    Raises InputError when the two contradict each other.
+    """
+
+    saved: tuple[str, ...] | None = ()
+    offloaded: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.saved is None and self.offloaded:
+            raise InputError(
+                f"saved=None keeps everything on the device, which contradicts "
+                f"offloaded={self.offloaded}; name what to save"
+            )
+        both = sorted({*(self.saved or ())} & {*self.offloaded})
+        if both:
+            raise InputError(f"saved and offloaded both name {both}; keep each name in one of them")
+
+    def checkpoint(
+        self,
+        function: Callable[_Args, _Result],
+        *,
+        also: tuple[str, ...] = (),
+        in_scan: bool = False,
+    ) -> Callable[_Args, _Result]:
+        """The function, recomputed in the backward pass except for the values that are kept.
+
+        - `function`: what to put a checkpoint around.
+        - `also`: names saved in addition to the policy's own, unless those are offloaded.
+        - `in_scan`: whether the function is the whole body of a scan. XLA then has nothing to merge
+          the recomputation with, so that no barrier against merging (`prevent_cse`) is needed.
+        """
+        import jax
+
+        policy = self.policy(also=also)
+        if policy is None:
+            return function
+        kept: Callable[_Args, _Result] = jax.checkpoint(
+            function, policy=policy, prevent_cse=not in_scan
+        )
+        return kept
+
+    def policy(self, *, also: tuple[str, ...] = ()) -> Policy | None:
+        """The policy that `checkpoint` hands to `jax.checkpoint`; None if everything is kept.
+
+        - `also`: as for `checkpoint`.
+        """
+        import jax
+
+        if self.saved is None:
+            return None
+        policy: Policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[*self.saved, *(n for n in also if n not in self.offloaded)],
+            names_which_can_be_offloaded=list(self.offloaded),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+        return policy
+
+
+# The names are MaxText's. `minimal` keeps the result of every projection that the backward pass
+# reads, so that no projection is computed again. Attention scores are computed again under every
+# policy.
+#
+# XLA can offload a value from a loop only if that loop is not inside another loop of more than one
+# iteration. From a nested loop no value reaches the host: the NVIDIA compiler fails ("Expected
+# instruction to have shape equal to"), and the TPU compiler keeps the value on the device. So under
+# a policy that offloads, the layers of a stage are unrolled instead of scanned, and compile time
+# grows with their number. The experts' hidden units may be computed in a loop over groups of
+# experts; `minimal_offloaded` keeps those on the device. 1F1B keeps its residuals in a ring that
+# its loop carries; both compilers carry such a ring in host memory, too, and move a slot at a time:
+# for `mixtral-small` in 8 microbatches on a TPU v5p, 224 MB of heap and 40 on the host with
+# `qkv_proj_offloaded`, 265 of heap with `save_qkv_proj`. For `tiny` the heap is larger with it,
+# because other arrays leave the on-chip memory.
+#
+# benchmarks/results/remat_policies.md lists the memory that each policy needs at `mixtral-small`:
+# on a TPU v5p `full` 196 MB of heap, `save_qkv_proj` 232, `qkv_proj_offloaded` 201 and 40 on the
+# host, `minimal` 890. `inputs_offloaded` is for models whose inputs of layers are much of the heap:
+# of Llama2-7B on four TPU v5p, 21.9 GB of heap with `full`, and 15.6 and 6.5 on the host with it,
+# for an estimated step that is 4.6 % longer. For `mixtral-small` the heap is larger with it (215).
+POLICIES: dict[str, Remat] = {
+    "full": Remat(),
+    "save_out_proj": Remat((OUT,)),
+    "save_qkv_proj": Remat(QUERY_KEY_VALUE),
+    "save_dot_except_mlp": Remat((*QUERY_KEY_VALUE, OUT)),
+    "minimal": Remat((*QUERY_KEY_VALUE, OUT, *HIDDEN)),
+    "inputs_offloaded": Remat(offloaded=(LAYER_INPUT,)),
+    "qkv_proj_offloaded": Remat(offloaded=QUERY_KEY_VALUE),
+    "minimal_offloaded": Remat(HIDDEN, offloaded=(*QUERY_KEY_VALUE, OUT)),
+    "none": Remat(None),
+}
+FULL, KEEP_ALL = POLICIES["full"], POLICIES["none"]
+
+
+def named(x: Array, name: str) -> Array:
+    """The array with a name by which a policy refers to it."""
+    from jax.ad_checkpoint import checkpoint_name
+
+    result: Array = checkpoint_name(x, name)
+    return result

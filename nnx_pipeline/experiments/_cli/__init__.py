@@ -1,0 +1,1 @@
+"""What `compare` does with presets and experiments."""

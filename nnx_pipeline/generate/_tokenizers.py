@@ -1,0 +1,143 @@
+"""Texts as tokens: their bytes, or what a `tokenizer.json` says."""
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+from nnx_pipeline.lab._files import local, read_regular
+from nnx_pipeline.lab.errors import InputError, once, optional, unparsed
+from nnx_pipeline.train._text import BYTE_VALUES, END
+
+FILE = "tokenizer.json"
+# Where Hugging Face folders say which tokens end a text, the first that says so.
+_ENDS = ("generation_config.json", "config.json")
+
+
+class Tokenizer(Protocol):
+    """Turns texts into tokens and back."""
+
+    vocab_size: int
+    """Token ids are below it."""
+
+    end_tokens: tuple[int, ...]
+    """Tokens that end a text."""
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, and before them the tokens that begin every text."""
+        ...
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of some tokens; end tokens and other special ones are left out."""
+        ...
+
+
+class Bytes:
+    """The bytes of a text in UTF-8, as `nnx-pipeline train --data` reads texts."""
+
+    vocab_size: int = BYTE_VALUES
+    end_tokens: tuple[int, ...] = (END,)
+
+    def encode(self, text: str) -> list[int]:
+        """See `Tokenizer`. Raises InputError for a text with the end token in it."""
+        tokens = list(text.encode("utf-8", "surrogateescape"))
+        if END in tokens:
+            raise InputError("the prompt contains a byte 0, which ends a document; remove it")
+        return tokens
+
+    def decode(self, tokens: list[int]) -> str:
+        """See `Tokenizer`; bytes that are no UTF-8 become U+FFFD, as do tokens that are no byte."""
+        parts = (
+            bytes([token]) if token < BYTE_VALUES else b"\xff" for token in tokens if token != END
+        )
+        return b"".join(parts).decode("utf-8", "replace")
+
+
+class FromFile:
+    """The tokenizer of a `tokenizer.json`, by the package `tokenizers`.
+
+    - `path`: the file. The files beside it name the tokens that end a text.
+
+    Raises InputError without the package, for a file that it cannot read, and for files beside it
+    from which the end tokens cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        tokenizers = optional("tokenizers", "huggingface", f"{path} (--tokens does without it)")
+        try:
+            self._own: Any = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises Exception itself
+            raise InputError(f"{path} is not a tokenizer: {error}; name another file") from error
+        self.vocab_size = self._own.get_vocab_size()
+        self.end_tokens = _end_tokens(path.parent)
+
+    def encode(self, text: str) -> list[int]:
+        """See `Tokenizer`."""
+        return list(self._own.encode(text).ids)
+
+    def decode(self, tokens: list[int]) -> str:
+        """See `Tokenizer`."""
+        return str(self._own.decode(tokens))
+
+
+def tokenizer_for(name: str | None, checkpoint: str, vocab_size: int) -> Tokenizer:
+    """The tokenizer for a model.
+
+    - `name`: `bytes`, or a `tokenizer.json` or the folder of one; None for the `tokenizer.json` of
+      the checkpoint, or where there is none for bytes if the vocabulary is that of bytes.
+    - `checkpoint`: the folder of the model.
+    - `vocab_size`: of the model.
+
+    Raises InputError where there is none, and for one with more tokens than the model.
+    """
+    if name is None and (local(checkpoint) / FILE).is_file():
+        name = checkpoint
+    if name is None and vocab_size != BYTE_VALUES:
+        raise InputError(
+            f"{checkpoint} has no {FILE}, and with model.vocab_size={vocab_size} its tokens are "
+            "not bytes; give --tokenizer FILE, or the prompt as --tokens"
+        )
+    if name in (None, "bytes"):
+        found: Tokenizer = Bytes()
+    else:
+        path = local(str(name))
+        path = path / FILE if path.is_dir() else path
+        if not path.is_file():
+            raise InputError(
+                f"--tokenizer {name} is neither 'bytes' nor a {FILE} nor a folder with one; "
+                "name another file"
+            )
+        found = FromFile(path)
+    if found.vocab_size > vocab_size:
+        raise InputError(
+            f"the tokenizer has {found.vocab_size} tokens and the model {vocab_size} "
+            "(model.vocab_size); give --tokenizer with that of the model, or --tokens"
+        )
+    return found
+
+
+def _end_tokens(folder: Path) -> tuple[int, ...]:
+    """The `eos_token_id` of a Hugging Face folder, which may be several; none where it has none.
+
+    Raises InputError for a file that cannot be read, or that says something else there: without its
+    end token a text would go on after its end.
+    """
+    for path in (folder / name for name in _ENDS):
+        if not path.is_file():
+            continue
+        try:
+            values = json.loads(read_regular(path), object_pairs_hook=once)
+        except (OSError, ValueError, RecursionError) as error:
+            raise InputError(f"{path} is not JSON: {unparsed(error)}") from error
+        if not isinstance(values, dict):
+            raise InputError(f"{path} holds no object with named values; restore the file")
+        said = values.get("eos_token_id")
+        if said is None:
+            continue
+        ids = said if isinstance(said, list) else [said]
+        if any(type(one) is not int for one in ids):
+            raise InputError(
+                f"{path} has the eos_token_id {said!r}, and not a token id or a list of them; "
+                "correct the file"
+            )
+        return tuple(ids)
+    return ()

@@ -1,0 +1,315 @@
+"""The commands of the lab and their options; what they do is imported when they run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import click
+
+from nnx_pipeline.lab._cli import completion
+from nnx_pipeline.lab._cli.options import (
+    COUNT,
+    bundled,
+    check_alone,
+    config_options,
+    is_given,
+    json_option,
+    measuring_options,
+    mesh_option,
+    report_options,
+    target_options,
+    written_options,
+)
+from nnx_pipeline.lab._cli.outputs import Outputs, Written
+from nnx_pipeline.lab._cli.presets import presets
+from nnx_pipeline.lab._cli.subject import (
+    Inputs,
+    OfSubject,
+    inputs_options,
+    is_function,
+    subject_of,
+    subject_options,
+)
+from nnx_pipeline.lab._cli.values import Chosen, Measuring, Target, TwoArms
+from nnx_pipeline.lab.errors import InputError
+from nnx_pipeline.lab.mesh import MeshConfig
+
+if TYPE_CHECKING:
+    from nnx_pipeline.lab.lint import Limits
+
+
+@click.command(
+    "measure",
+    cls=OfSubject,
+    short_help="Compile a program: what it costs.",
+    epilog="Example: nnx-pipeline measure mixtral-small --mesh stage=4,fsdp=2 "
+    "--platform tpu:v5p:2x2x2, or nnx-pipeline measure my_model:train_step "
+    "--inputs my_model:abstract_inputs --mesh data=8",
+)
+@subject_options
+@target_options()
+@click.option(
+    "--across",
+    metavar="jax=V,V,…",
+    help="Compile a preset with each of these versions of JAX and compare, such as "
+    "jax=0.10.2,0.12.0.1. Environments with them are built by pip and kept in the cache folder.",
+)
+@written_options
+def measure_command(
+    name: str | None,
+    inputs: Inputs,
+    chosen: Chosen,
+    target: Target,
+    across: str | None,
+    written: Written,
+) -> None:
+    """Compile one training step of a preset, or a function of your own: memory, time, and whether
+    it fits.
+
+    SUBJECT is a preset, MODULE:FUNCTION or FILE.py:FUNCTION. For NVIDIA it is compiled twice: with
+    matrix products by Triton and by cuBLASLt. The JSON has the second program under `other_gemm`.
+    """
+    subject = subject_of(name, chosen, inputs, target.mesh_config)
+    from nnx_pipeline.lab._report.output import check_outputs
+
+    check_outputs(json=written.json_path, hlo=written.hlo_path)
+    target = target.settled(on_mesh=subject.config is not None)
+    if across is not None:
+        check_alone(
+            "across", "name", "model", "assignments", "mesh", "platform", "gemm", "xla", "json_path"
+        )
+        from nnx_pipeline.lab._cli.across import run_across
+
+        run_across(across, subject, target, written.json_path)
+        return
+    platforms = target.platforms()
+    from nnx_pipeline.lab._cli.measuring import run_measure
+
+    run_measure(subject, target.mesh_config, platforms, written)
+
+
+@click.command(
+    "compare",
+    cls=OfSubject,
+    short_help="Compare two programs: memory and time.",
+    epilog="Example: nnx-pipeline compare mixtral-small loss-chunks, or nnx-pipeline compare "
+    "my_model:step my_model:step_with_remat --inputs my_model:abstract_inputs, or nnx-pipeline "
+    "compare tiny --mesh fsdp=8 --xla-b xla_tpu_scoped_vmem_limit_kib=65536",
+)
+@click.argument(
+    "names", nargs=-1, metavar="[SUBJECT] [OTHER …]", shell_complete=completion.compared
+)
+@inputs_options
+@config_options(required=False, hidden=True)
+@target_options(TwoArms)
+@measuring_options
+@report_options
+def compare_command(
+    names: tuple[str, ...],
+    inputs: Inputs,
+    chosen: Chosen,
+    target: TwoArms,
+    measuring: Measuring,
+    outputs: Outputs,
+) -> None:
+    """Compile two programs that differ in one thing and compare their memory and time.
+
+    SUBJECT is a preset, MODULE:FUNCTION or FILE.py:FUNCTION. OTHER is what it is compared with: a
+    second preset or function of the same arguments, or experiments, each of which changes one
+    thing in a training step; `all` is all of them. With --xla-a and --xla-b the two programs are
+    SUBJECT with other settings of the compiler. A preset without anything else is compared in a
+    short set of experiments, and mixtral-small where no preset is named.
+
+    Experiments run on the mesh stage=4,fsdp=2 unless --mesh names one, and check that both programs
+    compute the same numbers. What an earlier run has measured with the same versions, flags and
+    source is not measured again. With --sweep a training step, or both programs of one experiment,
+    are compiled for each value of a config field; for NVIDIA with Triton's matrix products, unless
+    --gemm chooses cuBLASLt's. Otherwise programs for NVIDIA are compiled with both.
+
+    The verdict on functions, presets and settings is about the account: arguments, outputs not
+    aliased to them, constants and heap; their numbers are not compared. Exit 1 when a program did
+    not compile or an experiment's numbers differ.
+    """
+    outputs.check()
+    if not any(map(is_function, names)):
+        if inputs.inputs or inputs.arguments:
+            raise InputError("--inputs and --arg are for functions; leave them out")
+        presets().compare(names, chosen, target, measuring, outputs)
+        return
+    pair = _two_functions(names, target)
+    target = target.settled(on_mesh=False)
+    pairs = target.pairs()
+    from nnx_pipeline.lab._cli.comparing import run_compare
+
+    run_compare(pair, inputs, target, pairs, outputs)
+
+
+# Options of `compare` that a function has no use for.
+_OF_PRESETS = {
+    "model": "--model",
+    "assignments": "--set",
+    "listed": "--list",
+    "sweeps": "--sweep",
+    "fresh": "--fresh",
+}
+
+
+def _two_functions(names: tuple[str, ...], target: TwoArms) -> tuple[str, str]:
+    """The two functions to compare: one function is compared with itself under other settings."""
+    if strangers := [name for name in names if not is_function(name)]:
+        raise InputError(
+            f"a function is compared with a function of the same arguments, and {strangers[0]} is "
+            "none; write MODULE:FUNCTION"
+        )
+    if len(names) > 2 or (len(names) == 1 and not any(target.options)):
+        raise InputError(
+            f"{', '.join(names)}: give two functions to compare, or one with --xla-a or --xla-b"
+        )
+    for parameter, option in _OF_PRESETS.items():
+        if is_given(parameter):
+            raise InputError(f"{option} needs a preset; leave it out with {names[0]}")
+    return names[0], names[-1]
+
+
+@click.command(
+    "memory",
+    cls=OfSubject,
+    short_help="Say what the memory holds at its peak.",
+    epilog="Example: nnx-pipeline memory mixtral-small --mesh stage=4,fsdp=2 "
+    "--platform tpu:v5p:2x2x2, or nnx-pipeline memory my_model:step --inputs my_model:inputs",
+)
+@subject_options
+@target_options()
+@click.option(
+    "--top",
+    type=COUNT,
+    default=20,
+    show_default=True,
+    metavar="N",
+    help="Rows of the table; all other buffers are summed in one more row.",
+)
+@report_options
+def memory_command(
+    name: str | None,
+    inputs: Inputs,
+    chosen: Chosen,
+    target: Target,
+    top: int,
+    outputs: Outputs,
+) -> None:
+    """Say what the device memory holds at its peak: buffer, bytes, role, line of source.
+
+    The bytes are those of the compiler's own buffer assignment, per device. The account below says
+    what else the program holds there: arguments, outputs and constants. Buffers whose rows would
+    be identical share one row, which says how many they are; the JSON lists every buffer. Below
+    that, the estimated time of a step is listed by line of source and by pass. For
+    NVIDIA the program is compiled twice: with matrix products by Triton and by cuBLASLt. The JSON
+    has the second program under `other_gemm`.
+    """
+    subject = subject_of(name, chosen, inputs, target.mesh_config)
+    outputs.check()
+    platforms = target.settled(on_mesh=subject.config is not None).platforms()
+    from nnx_pipeline.lab._cli.measuring import run_memory
+
+    run_memory(subject, target.mesh_config, platforms, outputs, top)
+
+
+@dataclass(frozen=True)
+class LimitsInMB:
+    """The values of `--large` and `--one-hot`, in MB (10⁶ bytes).
+
+    - `large`: the size below which arrays are not reported.
+    - `one_hot`: the size below which one-hot arrays are not reported.
+    """
+
+    large: float
+    one_hot: float
+
+    def limits(self) -> Limits:
+        """The limits in bytes.
+
+        Raises InputError for a size that is infinite or not a number.
+        """
+        from nnx_pipeline.lab.lint.finding import Limits
+
+        for option, size in (("--large", self.large), ("--one-hot", self.one_hot)):
+            if not math.isfinite(size):
+                raise InputError(
+                    f"{option} {size} is not a valid size in MB; give one such as {option} 10"
+                )
+        return Limits(large=self.large * 1e6, one_hot=self.one_hot * 1e6)
+
+
+@click.command(
+    "lint",
+    cls=OfSubject,
+    short_help="Find memory that is wasted.",
+    epilog="Example: nnx-pipeline lint mixtral-small --mesh stage=4,fsdp=2, or "
+    "nnx-pipeline lint my_model:train_step --inputs my_model:abstract_inputs",
+)
+@subject_options
+@mesh_option()
+@bundled(
+    "limits",
+    LimitsInMB,
+    click.option(
+        "--large",
+        type=click.FloatRange(min=0),
+        default=1.0,
+        show_default=True,
+        metavar="MB",
+        help="Arrays below this size are not reported.",
+    ),
+    click.option(
+        "--one-hot",
+        type=click.FloatRange(min=0),
+        default=256.0,
+        show_default=True,
+        metavar="MB",
+        help="One-hot arrays below this size are not reported.",
+    ),
+)
+@json_option
+def lint_command(
+    name: str | None,
+    inputs: Inputs,
+    chosen: Chosen,
+    mesh: str,
+    limits: LimitsInMB,
+    json_path: str | None,
+) -> None:
+    """Find wasted memory in a training step, or in your own function, without a compiler.
+
+    \b
+    Rules:
+      parameter-in-loop
+        a parameter is carried or stacked by a loop
+      remat-policy
+        a policy of jax.checkpoint saves everything, or
+        nothing by mistake
+      hidden-upcast
+        a large array is cast to float32 to match another
+        operand
+      one-hot
+        a one-hot array above --one-hot
+      gradient-per-microbatch
+        gradients of all microbatches are stored before
+        they are added up
+      trivial-constraint
+        a sharding constraint that shards no axis
+
+    Sizes are per device where the sharding is known without a compiler, else for all devices
+    together. The parameters of your own function are the nnx.Params of its first argument, or, if
+    that has no NNX variables, all of its floating-point arrays. Exit 1 when there are findings, and
+    2 when the function cannot be traced.
+    """
+    sizes, mesh_config = limits.limits(), MeshConfig.parse(mesh)
+    subject = subject_of(name, chosen, inputs, mesh_config)
+    from nnx_pipeline.lab._report.output import check_writable
+
+    check_writable(json_path, "--json")
+    from nnx_pipeline.lab._cli.linting import run_lint
+
+    run_lint(subject, mesh_config, sizes, json_path)

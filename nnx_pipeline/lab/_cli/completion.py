@@ -1,0 +1,51 @@
+"""What a shell completes: presets, experiments, platforms, mesh axes and fields of the config."""
+
+from collections.abc import Callable, Iterable
+
+import click
+from click.shell_completion import CompletionItem
+
+from nnx_pipeline.lab._cli.presets import presets as offered
+from nnx_pipeline.lab.mesh import AXES
+
+Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
+
+# A TPU has many topologies; these are the ones that the documents use.
+PLATFORMS = (
+    "cpu",
+    "local",
+    "tpu:v5p:2x2x2",
+    "tpu:v5e:2x4",
+    "tpu:v6e:2x4",
+    "cuda:h100:8",
+    "cuda:h200:8",
+)
+
+
+def one_of(names: Callable[[], Iterable[str]]) -> Complete:
+    """Completes to the names that begin as the word does."""
+
+    def complete(
+        context: click.Context, parameter: click.Parameter, word: str
+    ) -> list[CompletionItem]:
+        return [CompletionItem(name) for name in names() if name.startswith(word)]
+
+    return complete
+
+
+def _axes(context: click.Context, parameter: click.Parameter, word: str) -> list[CompletionItem]:
+    """The next axis of a mesh, behind those that the word has already."""
+    done, comma, last = word.rpartition(",")
+    used = {part.partition("=")[0] for part in done.split(",")}
+    return [
+        CompletionItem(f"{done}{comma}{axis}=")
+        for axis in AXES
+        if axis.startswith(last) and axis not in used
+    ]
+
+
+presets = one_of(lambda: offered().names())
+compared = one_of(lambda: [*offered().names(), *offered().experiments(), "all"])
+platforms = one_of(lambda: PLATFORMS)
+fields = one_of(lambda: [f"{key}=" for key in offered().fields()])
+axes: Complete = _axes

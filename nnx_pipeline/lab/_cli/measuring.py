@@ -1,0 +1,107 @@
+"""What the commands `measure` and `memory` do."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nnx_pipeline.lab._cli.outputs import Outputs, Written, say_words
+from nnx_pipeline.lab._cli.presets import presets
+from nnx_pipeline.lab._cli.progress import progress
+from nnx_pipeline.lab._cli.subject import Subject
+from nnx_pipeline.lab._cli.support import Failed, compiler_errors
+from nnx_pipeline.lab._files import write_text
+from nnx_pipeline.lab._report import tables as report
+from nnx_pipeline.lab._report.memory_tables import memory_view
+from nnx_pipeline.lab._report.output import emit_json, show
+from nnx_pipeline.lab._report.time_table import lines_table, time_table
+from nnx_pipeline.lab._report.view import words
+from nnx_pipeline.lab._report.view.figures import GEMM_NAMES, compiler
+from nnx_pipeline.lab._report.view.remarks import FIGURES, unread_lines
+from nnx_pipeline.lab.api import measure
+from nnx_pipeline.lab.attribution._result import Attribution
+from nnx_pipeline.lab.compile._functions import find_function
+from nnx_pipeline.lab.compile.measure import Measurement
+from nnx_pipeline.lab.compile.platform import Platform
+from nnx_pipeline.lab.mesh import MeshConfig
+
+
+def measured(
+    subject: Subject, mesh: MeshConfig, platforms: Sequence[Platform]
+) -> list[Measurement]:
+    """The figures of a subject for each platform.
+
+    - `platforms`: they differ in the kind of matrix products alone.
+
+    Raises InputError for what does not fit together, and Failed where it does not compile.
+    """
+    with progress() as say, compiler_errors():
+        if subject.config is not None:
+            step = presets().measure_step
+            return [step(subject.config, mesh, one, progress=say) for one in platforms]
+        grid, given = subject.inputs.on(mesh, platforms[0])
+        own = find_function(subject.name)
+        return [measure(own, *given, mesh=grid, platform=one, progress=say) for one in platforms]
+
+
+def run_measure(
+    subject: Subject, mesh: MeshConfig, platforms: Sequence[Platform], written: Written
+) -> None:
+    """Shows what a subject costs."""
+    results = measured(subject, mesh, platforms)
+    advice: dict[str, Mapping[str, str]] = {}
+    if subject.config is not None:
+        advice = {"advice": presets().ADVICE}
+    title, json_path = subject.title(mesh), written.json_path
+    report.show_measurements(title, results, json_path=json_path, **advice)
+    say_words(written.explain, json_path, words.MEMORY, words.TIME)
+    if written.hlo_path:
+        write_text(written.hlo_path, results[0].hlo)
+
+
+def run_memory(
+    subject: Subject, mesh: MeshConfig, platforms: Sequence[Platform], outputs: Outputs, most: int
+) -> None:
+    """Shows what the memory holds at its peak.
+
+    - `most`: rows of buffers.
+    """
+    results, title = measured(subject, mesh, platforms), subject.title(mesh)
+    found = [_with_buffers(result) for result in results]
+    differ = len({result.memory for result in results}) > 1
+    for result, attribution in zip(results, found, strict=True):
+        # A second program with the same memory is one line rather than the same table again.
+        if result is not results[0] and not differ:
+            show(report.SAME_MEMORY, json_path=outputs.json_path)
+            continue
+        by = f", matrix products by {GEMM_NAMES[result.gemm]}" if result.gemm else ""
+        named = f"{title}, {compiler(result)}{by}"
+        show(memory_view(named, attribution, top=most), json_path=outputs.json_path)
+        show(report.account_view(result), json_path=outputs.json_path)
+        if result.time:
+            show(lines_table(result.time, top=most), json_path=outputs.json_path)
+            show(time_table(result.time), json_path=outputs.json_path)
+    outputs.say_words(words.BUFFERS, words.MEMORY, words.TIME)
+    rows = [
+        {**result.to_json(), "buffers": attribution.to_json(), "time_by_line": _by_line(result)}
+        for result, attribution in zip(results, found, strict=True)
+    ]
+    emit_json(outputs.json_path, report.with_other_gemm(rows))
+    shown = results if differ else results[:1]
+    outputs.write_measurement(title, shown, most)
+
+
+def _by_line(result: Measurement) -> list[dict[str, Any]] | None:
+    """The estimated compute by line, kind and pass; None where there is no estimate."""
+    return None if result.time is None else [dataclasses.asdict(row) for row in result.time.rows]
+
+
+def _with_buffers(result: Measurement) -> Attribution:
+    """The buffers of a program; raises Failed with the reason where they are not known."""
+    if result.attribution is None:
+        if unread := [line for line in unread_lines([result]) if FIGURES["buffers"] in line]:
+            raise Failed(unread[0])
+        raise Failed(
+            f"{result.platform} gave no buffer assignment; a program from JAX's persistent "
+            "compilation cache has none: unset jax_compilation_cache_dir"
+        )
+    return result.attribution

@@ -1,0 +1,230 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from nnx_pipeline.lab._cli import completion
+from nnx_pipeline.lab._cli.outputs import Outputs, Written
+from nnx_pipeline.lab._cli.presets import presets
+from nnx_pipeline.lab._cli.values import Chosen, Measuring, Place, Target
+from nnx_pipeline.lab.errors import MOST, InputError
+from nnx_pipeline.lab.mesh import AXES
+
+Command = Callable[..., Any]
+COUNT = click.IntRange(1, MOST)  # of an option that says how many
+
+
+def bundled(
+    name: str, kind: type[Any], *options: Callable[[Command], Command]
+) -> Callable[[Command], Command]:
+    """A decorator that adds several options to a command and passes them on as one object.
+
+    - `name`: the command's parameter that receives the object.
+    - `kind`: the dataclass of the object, with one field for each option.
+    - `options`: decorators of Click, in the order in which `--help` lists them.
+    """
+
+    def add(command: Command) -> Command:
+        own, inner = getattr(command, "bundled", (command, ()))
+        bundles = ((name, kind), *inner)
+
+        @functools.wraps(command)
+        def with_bundles(**given: Any) -> Any:
+            for name, kind in bundles:
+                fields = {field.name: given.pop(field.name) for field in dataclasses.fields(kind)}
+                given[name] = kind(**fields)
+            return own(**given)
+
+        decorated: Command = with_bundles
+        vars(decorated)["bundled"] = own, bundles
+        # Decorators apply from the bottom up: in reverse, `--help` lists them in the given order.
+        for option in reversed(options):
+            decorated = option(decorated)
+        return decorated
+
+    return add
+
+
+def json_option(command: Command) -> Command:
+    """Adds `--json`, which the command receives as `json_path`."""
+    text = "Write the result as JSON; - is standard output."
+    return click.option("--json", "json_path", metavar="PATH", help=text)(command)
+
+
+explain_option = click.option(
+    "--explain", is_flag=True, help="Say below the tables what their words mean."
+)
+
+report_options = bundled(
+    "outputs",
+    Outputs,
+    click.option(
+        "--html",
+        "html_path",
+        metavar="PATH",
+        help="Write the report as one self-contained HTML page.",
+    ),
+    click.option(
+        "--chart",
+        "chart_path",
+        metavar="PATH",
+        help="Draw memory by role as .png or .svg, for a pull request.",
+    ),
+    json_option,
+    explain_option,
+)
+
+
+written_options = bundled(
+    "written",
+    Written,
+    click.option("--hlo", "hlo_path", metavar="PATH", help="Write the optimized program as text."),
+    json_option,
+    explain_option,
+)
+
+
+def config_options(*, required: bool = True, hidden: bool = False) -> Callable[[Command], Command]:
+    """A decorator that adds `--model` and `--set`, which the command receives as `chosen`.
+
+    - `required`: whether `--model` must be given.
+    - `hidden`: whether `--model` is an old spelling, which `--help` leaves out.
+    """
+    return bundled(
+        "chosen",
+        Chosen,
+        click.option(
+            "--model",
+            metavar="PRESET",
+            help="A preset; `nnx-pipeline models` lists them.",
+            shell_complete=completion.presets,
+            hidden=hidden,
+            required=required,
+        ),
+        click.option(
+            "--set",
+            "assignments",
+            multiple=True,
+            metavar="KEY=VALUE",
+            help="Override a config field, such as model.num_layers=8; may be repeated.",
+            shell_complete=completion.fields,
+        ),
+    )
+
+
+def config_of(chosen: Chosen) -> Any:
+    """The config of a preset with its overrides; raises InputError for an unknown one."""
+    return presets().config_of(str(chosen.model), chosen.assignments)
+
+
+def target_options(kind: type[Target] = Target) -> Callable[[Command], Command]:
+    """A decorator that adds `--mesh`, `--platform`, `--gemm` and `--xla`, received as `target`.
+
+    - `kind`: `TwoArms` for a command that also has `--xla-a` and `--xla-b`.
+    """
+    default = "one device" if kind is Target else "one device for functions, else stage=4,fsdp=2"
+    options = [mesh_option(default), platform_option, gemm_option]
+    if kind is Target:
+        help = (
+            "Set an option of the compiler, such as xla_tpu_scoped_vmem_limit_kib=65536, or a set "
+            "of them that MaxText publishes, such as @host_offload_flags (@ alone lists all); may "
+            "be repeated."
+        )
+        return bundled("target", kind, *options, _xla_option("--xla", help))
+    both = "Set an option of the compiler for both arms, as for `nnx-pipeline measure`."
+    options += [_xla_option("--xla", both)]
+    options += [_xla_option(f"--xla-{arm}", f"The same for arm {arm} alone.") for arm in "ab"]
+    return bundled("target", kind, *options)
+
+
+def _xla_option(name: str, help: str) -> Callable[[Command], Command]:
+    return click.option(name, multiple=True, metavar="NAME=VALUE", help=help)
+
+
+def mesh_option(shown: str = "one device") -> Callable[[Command], Command]:
+    """A decorator that adds `--mesh`; `shown` says what it is where it is not given."""
+    return click.option(
+        "--mesh",
+        default="",
+        show_default=shown,
+        metavar="AXES",
+        help=f"Sizes of the mesh axes {', '.join(AXES)}; those left out are 1.",
+        shell_complete=completion.axes,
+    )
+
+
+_PLATFORM: dict[str, Any] = {"metavar": "PLATFORM", "shell_complete": completion.platforms}
+# Of what measures: the figures of a CPU mislead, and a compiler needs no accelerator.
+platform_option = click.option(
+    "--platform",
+    default="",
+    envvar="NNX_PIPELINE_PLATFORM",
+    show_default="an installed compiler, of a TPU first",
+    help="cpu, local, tpu:v5p:2x2x2, cuda:h100:8 …",
+    **_PLATFORM,
+)
+run_option = click.option(
+    "--platform",
+    default="cpu",
+    show_default=True,
+    help="cpu, or local for the devices that JAX sees.",
+    **_PLATFORM,
+)
+
+place_options = bundled("place", Place, mesh_option(), run_option)
+
+gemm_option = click.option(
+    "--gemm",
+    metavar="triton|cublas|both",
+    help="What computes matrix products on cuda platforms. Programs are compiled without a GPU, "
+    "which would choose by autotuning; so the default is both, and both results are shown where "
+    "they differ.",
+)
+
+
+measuring_options = bundled(
+    "measuring",
+    Measuring,
+    click.option("--list", "listed", is_flag=True, help="List the experiments, and what differs."),
+    click.option(
+        "--sweep",
+        "sweeps",
+        multiple=True,
+        metavar="FIELD=V,V,…",
+        help="Compile for each value of a config field and fit a slope; the field of a further "
+        "--sweep changes in step with the first. mesh=AXES/AXES compiles for each mesh.",
+    ),
+    click.option("--fresh", is_flag=True, help="Do not reuse results of earlier runs."),
+)
+
+
+def is_given(option: str) -> bool:
+    """Whether the command line has the option that fills this parameter."""
+    context = click.get_current_context()
+    return context.get_parameter_source(option) is ParameterSource.COMMANDLINE
+
+
+def check_alone(option: str, *besides: str) -> None:
+    """Raises InputError if the command line has options that would be ignored beside this one.
+
+    - `option`: the name of the parameter that the option fills, such as `list_only`.
+    - `besides`: names of the parameters that may be given with it.
+    """
+    context = click.get_current_context()
+    flags = {one.name: one.opts[0] for one in context.command.params}
+    unread = [
+        flag
+        for name, flag in flags.items()
+        if name and name not in (option, *besides) and is_given(name)
+    ]
+    if unread:
+        raise InputError(
+            f"{flags[option]} cannot be combined with {', '.join(unread)}; leave one of them out"
+        )

@@ -1,0 +1,116 @@
+"""What a command shows on standard error while it works."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Column
+from rich.text import Text
+
+from nnx_pipeline.lab._files import say
+from nnx_pipeline.lab._report.output import Screen
+from nnx_pipeline.lab.errors import printable
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """Yields a function that shows on standard error what the command is doing.
+
+    In a terminal each text replaces the one before it, elsewhere each is a line of its own. Before
+    it stands the time since the beginning. What user functions print meanwhile goes to standard
+    error too, since standard output may be JSON.
+    """
+    console = Screen(stderr=True)
+    began = time.monotonic()
+
+    def timed(text: str) -> str:
+        return f"{_time(time.monotonic() - began)} {text}"
+
+    with contextlib.redirect_stdout(sys.stderr):
+        if console.is_terminal:
+            columns = (
+                SpinnerColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.description}", markup=False),
+            )
+            with Progress(*columns, console=console, transient=True) as shown:
+                task = shown.add_task("starting", total=None)
+                yield lambda text: shown.update(task, description=printable(text))
+        else:
+            yield lambda text: say(timed(text))
+
+
+LINE_EVERY = 10.0  # seconds between lines about the progress, where there is no terminal
+
+
+class _Words(ProgressColumn):
+    """Such as `2 of 5, 0:41, 1:02 left, loss 4.1`; the first time is that since the beginning."""
+
+    def __init__(self) -> None:
+        super().__init__(table_column=Column(no_wrap=True))
+
+    def render(self, task: Task) -> Text:
+        shown = _count(int(task.completed), int(task.total or 0), task.elapsed or 0.0)
+        left = f", {_time(task.time_remaining)} left" if task.time_remaining else ""
+        return Text(f"{shown}{left}, {task.fields['text']}")
+
+
+def _count(done: int, total: int, seconds: float) -> str:
+    return f"{done} of {total}, {_time(seconds)}"
+
+
+def _time(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+@contextlib.contextmanager
+def bar(what: str, total: int, text: str, done: int = 0) -> Iterator[Callable[..., None]]:
+    """Yields a function (text, by=1) that moves a progress bar on standard error.
+
+    - `what`: is being done.
+    - `total`: how many steps there are.
+    - `text`: beside the bar until the first step; the function takes that for the next ones.
+    - `done`: how many steps were done before.
+
+    Where standard error is no terminal, there are lines in place of a bar: the first, the last, and
+    one every ten seconds.
+    """
+    console = Screen(stderr=True)
+    if not console.is_terminal:
+        yield _lines(what, total, text, done)
+        return
+    columns = (TextColumn(what), BarColumn(bar_width=None), _Words())
+    with Progress(*columns, console=console, expand=True) as shown:
+        task = shown.add_task(what, total=total, text=text, completed=done)
+        yield lambda text, by=1: shown.update(task, advance=by, text=text)
+
+
+def _lines(what: str, total: int, text: str, done: int) -> Callable[..., None]:
+    """What `bar` yields where there is no terminal."""
+    began = said = time.monotonic()
+
+    def tell(text: str) -> None:
+        count = _count(done, total, time.monotonic() - began)
+        say(f"{what}: {count}, {text}")
+
+    def advance(text: str, by: int = 1) -> None:
+        nonlocal done, said
+        done += by
+        if done == total or time.monotonic() - said >= LINE_EVERY:
+            said = time.monotonic()
+            tell(text)
+
+    tell(text)
+    return advance

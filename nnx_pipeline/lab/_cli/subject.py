@@ -1,0 +1,157 @@
+"""What a command measures: a preset, or a function with its abstract arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from nnx_pipeline.lab._cli import completion
+from nnx_pipeline.lab._cli.options import bundled, config_options
+from nnx_pipeline.lab._cli.presets import presets
+from nnx_pipeline.lab._cli.values import Chosen
+from nnx_pipeline.lab.errors import InputError, nearest, note
+from nnx_pipeline.lab.mesh import MeshConfig
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from nnx_pipeline.lab.compile.platform import Platform
+
+WHAT = "a preset, MODULE:FUNCTION or FILE.py:FUNCTION"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The values of `--inputs` and `--arg`, the two ways to give a function its abstract arguments.
+
+    - `inputs`: `module:function` of a function that returns the tuple of arguments, or None.
+    - `arguments`: one text for each argument, such as `bfloat16[8@data,128]`.
+    """
+
+    inputs: str | None
+    arguments: tuple[str, ...]
+
+    def on(self, config: MeshConfig, platform: Platform) -> tuple[Mesh | None, tuple[Any, ...]]:
+        """The mesh over the devices of a platform, and the arguments, sharded as they say.
+
+        - `config`: the axes of the mesh.
+        - `platform`: what is compiled for. Where it has no devices, the function of `--inputs` runs
+          on virtual CPU devices, as it may compute arrays.
+
+        Raises InputError as in `arguments_of`.
+        """
+        import jax
+
+        from nnx_pipeline.lab.compile._functions import arguments_of
+        from nnx_pipeline.lab.compile._places import mesh_on
+
+        apart = self.inputs is not None and not platform.is_real
+        needed = config.num_devices if apart or platform.kind == "cpu" else 1
+        mesh = mesh_on(config, platform.devices(needed))
+        place = mesh_on(config, jax.devices("cpu")) if apart else mesh
+        return mesh, arguments_of(self.inputs, self.arguments, place)
+
+
+inputs_options = bundled(
+    "inputs",
+    Inputs,
+    click.option(
+        "--inputs",
+        metavar="MODULE:FUNCTION",
+        help="A function that returns the tuple of abstract arguments, instead of --arg.",
+    ),
+    click.option(
+        "--arg",
+        "arguments",
+        multiple=True,
+        metavar="DTYPE[SHAPE]",
+        help="An argument of the function, such as bfloat16[8@data,128]; may be repeated.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured: one training step of a preset, or one call of a function.
+
+    - `name`: as the command line names it.
+    - `assignments`: overrides of the preset's config, `key=value` each.
+    - `inputs`: the arguments of the function.
+    - `config`: of the preset; None for a function.
+    """
+
+    name: str
+    assignments: tuple[str, ...]
+    inputs: Inputs
+    config: Any
+
+    def words(self) -> list[str]:
+        """A preset as it is written on a command line."""
+        return [self.name, *(word for text in self.assignments for word in ("--set", text))]
+
+    def title(self, mesh: MeshConfig) -> str:
+        """What is measured, for the head of a table."""
+        if self.config is None:
+            return f"{self.name} on {mesh}"
+        return presets().title(self.name, self.config, mesh)
+
+
+def is_function(name: str) -> bool:
+    """Whether the name of a subject is that of a function, and not of a preset."""
+    return ":" in name
+
+
+def subject_of(name: str | None, chosen: Chosen, inputs: Inputs, mesh: MeshConfig) -> Subject:
+    """The subject that the command line names.
+
+    - `name`: a preset, `module:function` or `file.py:function`; None where `--model` names it.
+    - `chosen`: `--model`, and the overrides of `--set`, which need a preset.
+    - `inputs`: allowed with a function alone.
+    - `mesh`: on which the model of a preset must fit.
+
+    Raises InputError unless there is one subject, and for an option that it would ignore.
+    """
+    if (name is None) == (chosen.model is None):
+        found = "nothing is" if name is None else f"{name} and --model {chosen.model} are both"
+        raise InputError(f"give one thing to measure: {WHAT}; {found} given")
+    named = name or str(chosen.model)
+    if name is not None and is_function(name):
+        if chosen.assignments:
+            raise InputError(
+                f"--set {chosen.assignments[0]} needs a preset: a function has no config"
+            )
+        return Subject(name, (), inputs, None)
+    if inputs.inputs or inputs.arguments:
+        raise InputError(f"--inputs and --arg are for a function; leave them out with {named}")
+    offered = presets()
+    known = offered.names()
+    if named not in known:
+        raise InputError(f"{named!r} is not {WHAT}; of the presets {nearest(named, known)}")
+    config = offered.config_of(named, chosen.assignments)
+    offered.check(config, mesh)
+    return Subject(named, chosen.assignments, inputs, config)
+
+
+def subject_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the argument SUBJECT and its options, received as `name`, `inputs` and `chosen`."""
+    argument = click.argument(
+        "name", required=False, metavar="SUBJECT", shell_complete=completion.presets
+    )
+    return argument(inputs_options(config_options(required=False, hidden=True)(command)))
+
+
+class OfSubject(click.Command):
+    """A command that is given what it measures; where an old spelling was used, it says the new."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        result = super().invoke(ctx)
+        model, names = ctx.params["model"], ctx.params.get("names") or ctx.params.get("name") or ()
+        words = [names] if isinstance(names, str) else [*names]
+        if model is not None or ctx.info_name != self.name:
+            old = [ctx.command_path, *words, *(("--model", model) if model else ())]
+            new = ["nnx-pipeline", str(self.name), *filter(None, (model, *words))]
+            note(f"{' '.join(old)} is now written {' '.join(new)}")
+        return result

@@ -1,0 +1,226 @@
+"""Files, pictures and the standard streams; an interruption never leaves half a file.
+
+Matplotlib is imported only when a picture is asked for.
+"""
+
+import functools
+import io
+import os
+import re
+import stat
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nnx_pipeline.lab._ending import cleared_away
+from nnx_pipeline.lab.errors import InputError, optional, printable
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+KINDS = (".png", ".svg")
+TEMPORARY = ".nnx-pipeline."  # begins the name of a file that is not yet complete
+
+
+# Of a file that is read as a whole: of settings and timetables, and of texts to train on.
+MOST_SETTINGS, MOST_TEXT = 2**28, 2**31
+# What begins as an address does, or with the name of a store alone, as `gs:bucket`.
+_STORES = "gs|gcs|s3|s3a|r2|oss|abfss?|adl|azure|az|wasbs?|hdfs|hf|https?|ftp|file|memory"
+_ADDRESS = re.compile(rf"\s*(?:[a-z][a-z0-9+.-]+:/|(?:{_STORES}):)", re.IGNORECASE)
+_waiting: dict[Path, int] = {}  # pipes that are open until their text is written
+
+
+def local(path: str | os.PathLike[str]) -> Path:
+    """The path of a file or a folder that the user named.
+
+    - `path`: of the file system. One that begins as an address does, such as `gs://`, is never a
+      folder of that name: what was to be in an object store would be on this disk.
+
+    Raises InputError for an address.
+    """
+    named = os.fspath(path)
+    if _ADDRESS.match(named):
+        raise InputError(
+            f"{named} is an address, and only files and folders of this machine are read and "
+            "written; copy what it names, and give the path of the copy, or begin it with ./ where "
+            "a folder here has that name"
+        )
+    found = Path(named)
+    # Without its `./` it would be taken for an address where it comes by here again.
+    return found.absolute() if _ADDRESS.match(str(found)) else found
+
+
+def hold_pipe(path: str | os.PathLike[str]) -> None:
+    """Opens a pipe for `write_whole`, so that its reader stays; of other files nothing is done.
+
+    Raises OSError, of ENXIO for a pipe that nobody reads: to write to it would wait for ever.
+    """
+    found = local(path)
+    if found.is_fifo():
+        opened = os.open(found, os.O_WRONLY | os.O_NONBLOCK)
+        if found in _waiting:
+            os.close(_waiting[found])
+        _waiting[found] = opened
+
+
+def write_whole(path: str, content: bytes) -> None:
+    """Writes the whole file or nothing; an old file stays until the new one is complete.
+
+    - `path`: a link is followed; a device or a pipe is written to directly.
+
+    The permissions are those of the old file, or the usual ones of a new file. Raises OSError,
+    which names `path` and not a temporary file.
+    """
+    target = local(path)
+    try:
+        if target.exists() and not target.is_file():
+            hold_pipe(target)
+            with open(_waiting.pop(target, target), "wb") as file:
+                os.set_blocking(file.fileno(), True)
+                file.write(content)
+        else:
+            replace(target.resolve(), content)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from error
+
+
+def replace(target: Path, content: bytes) -> None:
+    """Writes a file under another name in the same folder and renames it.
+
+    - `target`: the file; a link, a pipe or anything else of that name is replaced and not written
+      to, but for a folder.
+    """
+    old = target.lstat().st_mode if os.path.lexists(target) else 0
+    mode = stat.S_IMODE(old) if stat.S_ISREG(old) else 0o666 & ~_umask()
+    # The temporary name does not contain the target's, which may have the greatest length allowed.
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=TEMPORARY)
+    undo = functools.partial(Path(temporary).unlink, missing_ok=True)
+    with cleared_away(undo):
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+            os.chmod(temporary, mode)
+            os.replace(temporary, target)
+        except BaseException:
+            undo()
+            raise
+
+
+def _umask() -> int:
+    """The umask of this process, which can be read only by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def write_text(path: str, text: str) -> None:
+    """Writes text in UTF-8: the whole file or nothing, as `write_whole`."""
+    write_whole(path, text.encode())
+
+
+def read_regular(path: str | os.PathLike[str], most: int = MOST_SETTINGS) -> str:
+    """The text of a file, in UTF-8 with or without a mark at its beginning.
+
+    - `path`: of a regular file: a pipe would be waited for, and a device may have no end.
+    - `most`: bytes that it may have.
+
+    Raises InputError for anything else than a regular file and for one that is too large, OSError,
+    and UnicodeDecodeError.
+    """
+    with open(local(path), encoding="utf-8-sig", opener=_at_once) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise InputError(f"{path} cannot be read: it is not a regular file; name another file")
+        if found.st_size > most:
+            raise InputError(
+                f"{path} cannot be read: it has {found.st_size:,} bytes, more than {most:,}; name "
+                "another file"
+            )
+        return file.read()
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Opens a file; a pipe too, without waiting until somebody writes to it."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def read_text(path: str, most: int = MOST_SETTINGS) -> str:
+    """The text of a file that the user named; raises InputError where it cannot be read.
+
+    - `most`: bytes that it may have.
+    """
+    try:
+        return read_regular(path, most)
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        raise InputError(f"{path} cannot be read: {why}; name another file") from error
+
+
+def say(text: str, keep: str = "") -> None:
+    """Writes a text as a line to standard error, at once: other threads write there too.
+
+    - `keep`: characters that stay as they are, such as the newlines of a help.
+    """
+    # In one piece, as `print` does not.
+    sys.stderr.write(f"{printable(text, keep)}\n")
+    sys.stderr.flush()
+
+
+def write_output(text: str) -> None:
+    """Writes a text to standard output, with its newlines and tabs and a newline after it."""
+    print(printable(text, keep="\n\t"))
+
+
+def use_any_encoding() -> None:
+    """From now on characters that standard output's encoding lacks are written as `?`."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def check_picture(path: str | None, option: str = "--picture") -> None:
+    """Raises InputError if no picture can be written to `path`; to be called before any work.
+
+    - `path`: must end in `.png` or `.svg`, and needs matplotlib; None for no picture.
+    - `option`: the command-line option that the error message names.
+    """
+    if path is None:
+        return
+    if Path(path).suffix.lower() not in KINDS:
+        raise InputError(f"{option} {path}: the name of a picture must end in {' or '.join(KINDS)}")
+    optional("matplotlib.figure", "report", f"{option} {path}")
+
+
+def save_figure(figure: "Figure", path: str) -> None:
+    """Writes a figure as PNG or SVG: the whole file or nothing.
+
+    - `path`: the file; its suffix, `.png` or `.svg`, decides the format.
+    """
+    import matplotlib
+    from matplotlib.text import Text
+
+    kind = Path(path).suffix.lower().removeprefix(".")
+    # Text stays text in an SVG, in place of outlines, and the same figure gives the same bytes: no
+    # random ids, no date.
+    options = matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "nnx-pipeline"})
+    metadata = {"Date": None} if kind == "svg" else None
+    drawn = io.BytesIO()
+    for text in figure.findobj(Text):
+        text.set(text=printable(text.get_text(), keep="\n"), parse_math=False)
+    with options:
+        figure.savefig(drawn, format=kind, dpi=150, metadata=metadata)
+    write_whole(path, drawn.getvalue())
+
+
+def ink_on(colour: str) -> str:
+    """Black or white, whichever has the higher contrast on `colour` by the WCAG formula.
+
+    - `colour`: a background such as `#1f77b4`.
+
+    WCAG are the Web Content Accessibility Guidelines.
+    """
+    channels = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
+    weights = (0.2126, 0.7152, 0.0722)
+    luminance = sum(w * c**2.2 for w, c in zip(weights, channels, strict=True))
+    # At a luminance of sqrt(1.05 · 0.05) - 0.05 = 0.18 both have the same contrast.
+    return "white" if luminance < 0.18 else "black"

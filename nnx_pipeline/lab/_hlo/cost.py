@@ -1,0 +1,240 @@
+"""Counts what a compiled program executes per step: matrix products and collectives.
+
+The compiler does not give these figures: XLA's own cost analysis counts the body of a loop once and
+does not know what library calls compute. Here every count is multiplied by the trip counts of the
+loops around it. All figures are per device and per call of the program (of a train step, one step).
+None means that a figure cannot be determined from the text, for instance because of a loop whose
+end depends on data.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nnx_pipeline.lab._hlo.branches import Shares
+from nnx_pipeline.lab._hlo.integers import PASSES_ON
+from nnx_pipeline.lab._hlo.loops import Runs, executions
+from nnx_pipeline.lab._hlo.module import Computation, Instruction, Module
+from nnx_pipeline.lab._hlo.opcodes import TRANSFERS, is_known, plain
+from nnx_pipeline.lab._hlo.products import flops_of
+from nnx_pipeline.lab._hlo.unread import Unread, unread
+from nnx_pipeline.lab.errors import counted
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+
+# Attributes that only instructions that communicate between devices have.
+_BETWEEN_DEVICES = ("channel_id", "replica_groups", "source_target_pairs")
+
+
+@dataclass(frozen=True)
+class MatrixProducts:
+    """The matrix products of a program, those inside fusions, loops and library calls among them.
+
+    A convolution counts only the kernel positions that read an element rather than padding (the TPU
+    compiler writes every product as a convolution). A product with a vector that the compiler
+    turned into multiply and add is no matrix product any more, and is not counted. A grouped
+    product that the compiler expanded into a dense one counts as the dense one.
+
+    - `known`: floating-point operations per device and step, 2·m·n·k for each product that the text
+      describes.
+    - `unknown`: instructions that may multiply matrices but cannot be counted: a product in a loop
+      of unknown trip count, a library call or convolution whose text does not describe the product,
+      a hand-written kernel, an unknown opcode that reads at least two matrices.
+    """
+
+    known: int
+    unknown: tuple[Unread, ...]
+
+
+def products_of(module: Module, runs: Runs) -> MatrixProducts:
+    """The matrix products of a program, and the instructions that may be some.
+
+    - `runs`: how often each computation runs per step, from `executions(module)`.
+    """
+    total, unknown = 0, []
+    for name, times in runs.items():
+        computation = module.computations[name]
+        for instruction in computation.instructions.values():
+            flops = flops_of(computation, instruction)
+            if isinstance(flops, int) and flops and times is None:
+                flops = "a product that runs an unknown number of times"
+            if isinstance(flops, str):
+                unknown.append(unread(instruction, "flops", times, flops))
+            else:
+                total += flops * (times or 0)  # times is None only where flops is 0
+    return MatrixProducts(total, tuple(unknown))
+
+
+# ---- collectives -----------------------------------------------------------------------------
+
+
+def collective_counts(module: Module, runs: Runs | None = None) -> dict[str, dict[str, int | None]]:
+    """Counts each kind of collective: `ops` in the program, `executed` and `bytes` per step.
+
+    - `runs`: `executions(module)`, if it has been computed already.
+
+    `bytes` are the bytes of the results, per device: the gathered array of an all-gather, the shard
+    that a reduce-scatter leaves. An asynchronous start and its done count once, at the done. An
+    all-reduce and a slice of its result in one fusion of the TPU compiler count as a
+    reduce-scatter; an all-reduce whose result is stored whole and sliced later is an all-reduce.
+    `ragged-all-to-all` counts as all-to-all. `executed` and `bytes` are None where one of the kind
+    is in a loop of unknown trip count. `uncounted_transfers` lists what is left out.
+    """
+    counts: dict[str, dict[str, int | None]] = {
+        kind: {"ops": 0, "executed": 0, "bytes": 0} for kind in COLLECTIVES
+    }
+    for _, times, kind, size in _collectives(module, executions(module) if runs is None else runs):
+        _add(counts[kind], times, size)
+    return counts
+
+
+def uncounted_transfers(module: Module, runs: Runs) -> tuple[Unread, ...]:
+    """Instructions that communicate between devices but are not fully in `collective_counts`.
+
+    - `runs`: how often each computation runs per step, from `executions(module)`.
+    """
+    reason = "a collective that runs an unknown number of times"
+    found = [
+        unread(instruction, "collectives", None, reason)
+        for instruction, times, _, _ in _collectives(module, runs)
+        if times is None
+    ]
+    for name, times in runs.items():
+        for instruction in module.computations[name].instructions.values():
+            if reason := _transfer(instruction):
+                found.append(unread(instruction, "collectives", times, reason))
+    return tuple(found)
+
+
+def _transfer(instruction: Instruction) -> str:
+    """Why an instruction that may communicate between devices is not counted; "" if it does not."""
+    attributes, opcode = instruction.attributes, instruction.opcode
+    if opcode.endswith(("-update", "-done")):
+        return ""  # its start has been looked at
+    if plain(opcode) in TRANSFERS:
+        to_host = attributes.get("is_host_transfer") == "true"
+        return "" if to_host else "a transfer of a kind that is not counted"
+    if not is_known(opcode) and any(key in attributes for key in _BETWEEN_DEVICES):
+        return "an opcode that is not known, between devices"
+    config = attributes.get("backend_config", "") if plain(opcode) == "custom-call" else ""
+    sends = re.search(r"has_communication\W+true|collective_id\W+\d", config)
+    return "a kernel written by hand that sends to other devices" if sends else ""
+
+
+def _collectives(module: Module, runs: Runs) -> Iterator[tuple[Instruction, int | None, str, int]]:
+    """Yields each collective once, how often it runs, its kind and the bytes of its result."""
+    fused = {
+        callee
+        for computation in module.computations.values()
+        for instruction in computation.instructions.values()
+        if plain(instruction.opcode) == "fusion"
+        for callee in instruction.called()
+    }
+    steps_seen: set[tuple[str, str]] = set()
+    for name, times in runs.items():
+        computation = module.computations[name]
+        for instruction in computation.instructions.values():
+            kind, size = collective_of(computation, instruction, in_fusion=name in fused)
+            if kind and not _is_repeated_step(instruction, steps_seen):
+                yield instruction, times, kind, size
+
+
+# ---- conditionals ----------------------------------------------------------------------------
+
+
+def branch_notes(module: Module, runs: Runs, shares: Shares) -> tuple[str, ...]:
+    """Sentences that say which figures count every branch of a conditional, though only one runs.
+
+    `branch_shares` does not know how often each branch of these conditionals runs.
+
+    - `runs`: how often each computation runs per step, from `executions(module)`.
+    - `shares`: `branch_shares(module)`.
+    """
+    found: dict[str, int] = {}
+    for name, times in runs.items():
+        for instruction in module.computations[name].instructions.values() if times != 0 else ():
+            if instruction.opcode == "conditional" and shares.get((name, instruction.name)) is None:
+                # What matters is whether anything inside is counted, not how often it runs.
+                once = dict.fromkeys(_reached(module, instruction), 1)
+                counts = collective_counts(module, once).values()
+                uncounted = (
+                    ["matrix products"]
+                    if products_of(module, once) != MatrixProducts(0, ())
+                    else []
+                )
+                uncounted += ["collectives"] if any(count["ops"] for count in counts) else []
+                what = " and ".join(uncounted)
+                found[what] = found.get(what, 0) + 1
+    return tuple(
+        f"the {what} count every branch of {counted(count, 'conditional')}"
+        for what, count in found.items()
+        if what
+    )
+
+
+def _reached(module: Module, instruction: Instruction) -> set[str]:
+    found: set[str] = set()
+    pending = [*instruction.called()]
+    while pending:
+        name = pending.pop()
+        if name not in found:
+            found.add(name)
+            inside = module.computations[name].instructions.values()
+            pending += [callee for item in inside for callee in item.called()]
+    return found
+
+
+def _add(count: dict[str, int | None], times: int | None, size: int) -> None:
+    """Adds one collective to the count of its kind; what is unknown once stays unknown."""
+    for field, per_run in (("executed", 1), ("bytes", size)):
+        before = count[field]
+        count[field] = None if before is None or times is None else before + times * per_run
+    count["ops"] = (count["ops"] or 0) + 1
+
+
+def collective_of(
+    computation: Computation, instruction: Instruction, *, in_fusion: bool
+) -> tuple[str, int]:
+    """The kind and result bytes of a collective; ("", 0) for a start or any other instruction."""
+    kind = instruction.opcode.removesuffix("-done").removeprefix("ragged-")
+    if kind not in COLLECTIVES:
+        return "", 0
+    if kind == "all-reduce" and in_fusion:
+        pieces = _slices(computation, instruction)
+        if pieces:
+            return "reduce-scatter", sum(piece.result_bytes for piece in pieces)
+    return kind, instruction.result_bytes
+
+
+def _slices(computation: Computation, instruction: Instruction) -> list[Instruction] | None:
+    """The dynamic slices that a computation takes of a result; None if it uses more of it."""
+    users = computation.users[instruction.name]
+    found: list[Instruction] = []
+    for user in users:
+        if user.opcode == "dynamic-slice":
+            found.append(user)
+        elif user.opcode in (*PASSES_ON, "get-tuple-element", "transpose", "convert"):
+            behind = _slices(computation, user)
+            if behind is None:
+                return None
+            found += behind
+        else:
+            return None
+    return found if users else None  # without users the computation returns the whole result
+
+
+def _is_repeated_step(instruction: Instruction, seen: set[tuple[str, str]]) -> bool:
+    """Whether this is another copy of a collective that was counted already.
+
+    The TPU compiler may overlap one collective with other work by splitting it into several fusions
+    (start, steps, done). Each of them holds a copy of it with the same `chain_id` and `channel_id`.
+    """
+    chain = re.search(r'chain_id=\s*"(\d+)"', instruction.attributes.get("frontend_attributes", ""))
+    if chain is None:
+        return False
+    key = (chain.group(1), instruction.attributes.get("channel_id", ""))
+    repeated = key in seen
+    seen.add(key)
+    return repeated

@@ -1,0 +1,342 @@
+"""Follows the values of a compiled program to their sources and readers, across computations.
+
+A value is an instruction and an index into its result, as in the buffer assignment: `while.3{4}` is
+the fifth element of a loop's state. Most instructions that own a large buffer at the peak compute
+nothing themselves: they pass on what another instruction computed. This module knows how each kind
+of instruction passes a value on, so that a buffer can be traced to the line of source that asked
+for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+from nnx_pipeline.lab._hlo.module import Instruction, Module
+
+Index = tuple[int, ...]
+Value = tuple[str, Index]
+
+# They pass their operand on as it is: under another name, in another buffer or within a tuple.
+MOVES = (
+    "bitcast",
+    "copy",
+    "copy-done",
+    "copy-start",
+    "get-tuple-element",
+    "opt-barrier",
+    "tuple",
+)
+# Their result is the numbers of their operand in another dtype, order or shape, or some of them.
+RESHAPES = (
+    "bitcast-convert",
+    "convert",
+    "dynamic-slice",
+    "reshape",
+    "reverse",
+    "slice",
+    "transpose",
+)
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+)
+_STARTS = ("async-start", "call-start", "fusion-start")
+_DONES = ("async-done", "call-done", "fusion-done")
+_CALLS = ("call", "fusion", *_STARTS)
+
+
+def collective(opcode: str) -> str | None:
+    """The name of a collective without `-start` or `-done`; None for any other opcode."""
+    plain = opcode.removesuffix("-start").removesuffix("-done")
+    return plain if plain in COLLECTIVES else None
+
+
+class Flow:
+    """Finds the sources and readers of the values of one module.
+
+    - `instructions`: every instruction of the module by its name.
+    - `home`: for each instruction, the name of the computation that it belongs to.
+    - `callers`: for each computation, the instructions that call it.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+        self.instructions: dict[str, Instruction] = {}
+        self.home: dict[str, str] = {}
+        self.callers: dict[str, list[Instruction]] = {}
+        self._unchanged: dict[Value, bool] = {}
+        for computation in module.computations.values():
+            for instruction in computation.instructions.values():
+                self.instructions[instruction.name] = instruction
+                self.home[instruction.name] = computation.name
+                for called in instruction.called():
+                    self.callers.setdefault(called, []).append(instruction)
+
+    def at(self, value: Value) -> Instruction | None:
+        """The instruction that defines a value; None where the program's text does not print it."""
+        return self.instructions.get(value[0])
+
+    def root(self, computation: str, index: Index) -> Value | None:
+        """The value at an index of a computation's result; None if the computation is unknown.
+
+        - `index`: the path through tuples to the value; () if the result is not a tuple.
+        """
+        found = self.module.computations.get(computation)
+        return (found.root, index) if found else None
+
+    def loop_of(self, name: str) -> Instruction | None:
+        """The innermost while loop in whose body or condition an instruction runs, or None."""
+        computation = self.home.get(name, "")
+        # No chain of calls is longer than the number of computations that are called.
+        for _ in range(len(self.callers) + 1):
+            callers = self.callers.get(computation, [])
+            if not callers:
+                return None
+            if callers[0].opcode == "while":
+                return callers[0]
+            computation = self.home[callers[0].name]
+        return None
+
+    def carry(self, loop: Instruction, index: Index) -> Value | None:
+        """The value that the body of a loop puts at an index of the loop's state.
+
+        - `loop`: a while instruction.
+        - `index`: the path through tuples to the element of the state.
+        """
+        return self.root(loop.called("body")[0], index)
+
+    def sources(self, value: Value) -> list[Value]:
+        """The values that an instruction passes on or computes from, most informative first.
+
+        For a loop's state, the value from the loop's body precedes the initial value. For an
+        in-place update, the values written precede the buffer that they are written into. The
+        operands of all other instructions are sorted by size, largest first.
+        """
+        name, index = value
+        instruction = self.instructions.get(name)
+        if instruction is None:
+            return []
+        opcode = instruction.opcode
+        if opcode == "parameter":
+            return self._arguments(instruction, index)
+        if opcode == "while":
+            return self._states(instruction, index)
+        # Element 1 of a start's result is what the computation returns, element 0 the operands.
+        if opcode in _STARTS and index[:1] != (1,):
+            return self._operands(instruction, index)
+        if opcode in _CALLS or opcode == "conditional":
+            inner = index[1:] if opcode in _STARTS else index
+            found = [self.root(name, inner) for name in instruction.called()]
+            return [item for item in found if item]
+        return self._operands(instruction, index)
+
+    def _operands(self, instruction: Instruction, index: Index) -> list[Value]:
+        opcode, operands = instruction.opcode, instruction.operands
+        if opcode == "get-tuple-element":
+            return [(operands[0], (int(instruction.attributes["index"]), *index))]
+        if opcode == "tuple":
+            return [(operands[index[0]], index[1:])] if index else []
+        if opcode == "copy-start":  # its element 2 is a context, which holds no data
+            return [(operands[0], ())] if index[:1] in ((0,), (1,)) else []
+        if opcode == "copy-done":
+            return [(operands[0], (0,))]
+        if opcode == "dynamic-update-slice":
+            return [(operands[1], ()), (operands[0], ())]
+        if opcode in MOVES:
+            return [(operand, index) for operand in operands[:1]]
+        if opcode in RESHAPES:
+            return [(operand, ()) for operand in operands[:1]]
+        if opcode.endswith("-start") and len(operands) > 1 and len(index) == 2:
+            return [(operands[index[1]], ())]
+        if opcode.endswith("-update"):
+            return [(operand, index) for operand in operands[:1]]
+        if opcode.endswith("-done") and len(operands) == 1:
+            return [(operands[0], (1, *index))]
+        return [(operand, ()) for operand in sorted(operands, key=self._size)]
+
+    def _size(self, name: str) -> int:
+        found = self.instructions.get(name)
+        return -found.result_bytes if found else 0
+
+    def _arguments(self, parameter: Instruction, index: Index) -> list[Value]:
+        """The values that callers pass to a parameter; for a loop, its body's own comes first."""
+        found: list[Value] = []
+        computation = self.home[parameter.name]
+        for caller in self.callers.get(computation, []):
+            if caller.opcode == "while":
+                found += self._states(caller, index)
+            elif caller.opcode in _CALLS and int(parameter.literal) < len(caller.operands):
+                found.append((caller.operands[int(parameter.literal)], index))
+            elif caller.opcode == "conditional":
+                branch = caller.called().index(computation)  # operand 0 chooses the branch
+                found.append((caller.operands[branch + 1], index))
+        return found
+
+    def _states(self, loop: Instruction, index: Index) -> list[Value]:
+        """The sources of an element of a loop's state.
+
+        These are the value that the body puts there, unless it hands the element on unchanged, and
+        then the initial value.
+        """
+        initial, carried = (loop.operands[0], index), self.carry(loop, index)
+        key = (loop.name, index)
+        if key not in self._unchanged:
+            # Provisional during the search below: what comes from itself has no other source.
+            self._unchanged[key] = True
+            self._unchanged[key] = carried is None or self._is_state(carried, loop, index)
+        return [initial] if carried is None or self._unchanged[key] else [carried, initial]
+
+    def _is_state(self, value: Value, loop: Instruction, index: Index) -> bool:
+        """Whether a value in a loop's body is the state with which the iteration began."""
+        body, seen = loop.called("body")[0], set()
+        while value not in seen:
+            seen.add(value)
+            instruction = self.at(value)
+            if instruction is None:
+                return False
+            if instruction.opcode == "parameter" and self.home[value[0]] == body:
+                return value[1] == index
+            if instruction.opcode not in (*MOVES, "while"):
+                return False
+            following = self.sources(value)
+            if not following or (instruction.opcode == "while" and len(following) > 1):
+                return False  # an inner loop with a second source changes the value
+            value = following[0]
+        return True
+
+    @cached_property
+    def _users(self) -> dict[str, list[Instruction]]:
+        found: dict[str, list[Instruction]] = {}
+        for computation in self.module.computations.values():
+            found.update(computation.users)
+        return found
+
+    @cached_property
+    def _parameters(self) -> dict[tuple[str, int], str]:
+        return {
+            (self.home[name], int(instruction.literal)): name
+            for name, instruction in self.instructions.items()
+            if instruction.opcode == "parameter"
+        }
+
+    def readers(self, value: Value) -> Iterator[tuple[Instruction, Value | None]]:
+        """Yields each instruction that reads a value, and the value as it is passed on.
+
+        A tuple, for example, passes a value on as one of its own elements. The second is None where
+        the instruction computes from the value instead. What a loop's body leaves in the state is
+        read by the next iteration and by what follows the loop.
+        """
+        name, index = value
+        if (loop := self.at(value)) and loop.opcode == "while":
+            for parameter in self._turns(loop):
+                yield self.instructions[parameter], (parameter, index)
+        for user in self._users.get(name, []):
+            for passed_on in self._passed_on(user, name, index):
+                yield user, passed_on
+        computation = self.home.get(name, "")
+        if computation and self.module.computations[computation].root == name:
+            for caller in self.callers.get(computation, []):
+                if caller.opcode == "while" and caller.called("body")[0] == computation:
+                    yield caller, (caller.name, index)
+                    for turn in self._turns(caller)[:1]:
+                        yield self.instructions[turn], (turn, index)
+                elif caller.opcode in (*_CALLS, "conditional"):
+                    inside = (1, *index) if caller.opcode in _STARTS else index
+                    yield caller, (caller.name, inside)
+
+    def _passed_on(self, user: Instruction, name: str, index: Index) -> Iterator[Value | None]:
+        """Yields an operand as its user passes it on, or None where the user computes from it."""
+        opcode = user.opcode
+        places = [place for place, operand in enumerate(user.operands) if operand == name]
+        if opcode == "get-tuple-element":
+            number = int(user.attributes["index"])
+            if index[:1] in ((number,), ()):  # () is the table of pointers, of which it reads one
+                yield (user.name, index[1:]) if index else None
+        elif opcode == "tuple":
+            yield from ((user.name, (place, *index)) for place in places)
+        elif opcode == "while":
+            yield user.name, index
+            yield from ((parameter, index) for parameter in self._turns(user))
+        elif opcode in _CALLS and user.called():
+            for place in places:
+                parameter = self._parameters.get((user.called()[0], place))
+                yield (parameter, index) if parameter else None
+        elif opcode == "copy-start":
+            yield user.name, (0,)
+        elif opcode == "copy-done":
+            yield (user.name, ()) if index == (0,) else None
+        elif opcode in _DONES:
+            yield (user.name, index[1:]) if index[:1] == (1,) else None
+        elif opcode in MOVES or opcode.endswith("-update"):
+            yield user.name, index
+        elif opcode == "dynamic-update-slice" and places[0] == 0:
+            yield user.name, ()
+        else:
+            yield None
+
+    def _turns(self, loop: Instruction) -> list[str]:
+        """The parameters of a loop's body and condition, both of which hold the loop's state."""
+        called = (loop.called("body")[0], loop.called("condition")[0])
+        found = [self._parameters.get((computation, 0)) for computation in called]
+        return [name for name in found if name]
+
+    def lineage(self, value: Value, *, reshaped: bool = True) -> list[Instruction]:
+        """The instructions through which the numbers of a value came; the last one made them.
+
+        - `reshaped`: whether to follow conversions, slices, transposes and all-gathers too, besides
+          moves, calls and a loop's state (as in `sources`).
+
+        The list ends at an instruction that computes, at a collective or at an argument of the
+        program. It is never empty for a value that the text prints.
+        """
+        passed: list[Instruction] = []
+        seen: set[Value] = set()
+        following: Value | None = value
+        while following is not None and (instruction := self.at(following)):
+            passed.append(instruction)
+            seen.add(following)
+            followed = (
+                instruction.opcode in (*MOVES, *_CALLS, "parameter", "while", "conditional")
+                or (
+                    reshaped
+                    and (
+                        instruction.opcode in RESHAPES
+                        or collective(instruction.opcode) == "all-gather"
+                    )
+                )
+                or instruction.opcode.endswith("-done")
+            )
+            choices = self.sources(following) if followed else []
+            following = next((choice for choice in choices if choice not in seen), None)
+        return passed
+
+    def holds_state(self, value: Value, state: Value) -> bool:
+        """Whether a value in the body of a loop is, or selects, an element of the loop's state.
+
+        - `value`: a value of an instruction in the body of the loop.
+        - `state`: the element, as a value of the while instruction.
+
+        Selects count because TPU programs do not initialise a sum with zeros: in the first
+        iteration they select zero instead of the state.
+        """
+        pending, seen = [value], set()
+        while pending:
+            here = pending.pop()
+            instruction = self.at(here)
+            if here in seen or instruction is None:
+                continue
+            seen.add(here)
+            if instruction.opcode == "parameter":
+                callers = self.callers.get(self.home[instruction.name], [])
+                if any(caller.name == state[0] for caller in callers) and here[1] == state[1]:
+                    return True
+                pending += [] if any(c.opcode == "while" for c in callers) else self.sources(here)
+            elif instruction.opcode in (*MOVES, *RESHAPES, *_CALLS, "select"):
+                pending += self.sources(here)
+        return False

@@ -1,0 +1,272 @@
+"""The tables of an HTML page."""
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from nnx_pipeline.lab._page.charts import DrawnArm, roles_of
+from nnx_pipeline.lab._page.markup import Content, Markup, element
+from nnx_pipeline.lab._report.view.buffers import BufferRow, difference_row
+from nnx_pipeline.lab._report.view.colours import role_colour
+from nnx_pipeline.lab._report.view.figures import (
+    DASH,
+    OTHER_ROWS,
+    account_rows,
+    basis_of,
+    estimated,
+    megabytes,
+    shares,
+    teraflops,
+)
+from nnx_pipeline.lab.attribution._result import BufferDifference
+from nnx_pipeline.lab.attribution.account import ROWS
+from nnx_pipeline.lab.compile.measure import Measurement
+
+_SMALLEST = 0.05e6  # bytes; anything less is shown as 0.0 MB
+
+
+class LabelledProgram(NamedTuple):
+    """One of the programs of a table.
+
+    - `key`: its letter, `a` or `b`; "" for one on its own.
+    - `result`: its figures; None where it did not compile.
+    """
+
+    key: str
+    label: str
+    result: Measurement | None
+
+
+def table(
+    caption: str | None,
+    head: Sequence[str],
+    rows: Sequence[Sequence[Content]],
+    *,
+    numbers: int,
+    narrow: bool = False,
+) -> Markup:
+    """An HTML table whose first cell of each row is the heading of the row.
+
+    - `caption`: the title above the table; None for none.
+    - `rows`: the cells of each row, as for `element`.
+    - `numbers`: how many columns at the end hold figures.
+    - `narrow`: whether the table fits a phone as it is; any other becomes a list of its rows there.
+    """
+    first = len(head) - numbers
+
+    def kind(index: int) -> str | None:
+        return "number" if index >= first else None
+
+    def cell(index: int, content: Content) -> Markup:
+        if index == 0:
+            return element("th", content, scope="row", class_="wide")
+        css = kind(index) or "wide"
+        return element("td", content, class_=css, data_label=head[index])
+
+    return element(
+        "table",
+        element("caption", caption) if caption else None,
+        element(
+            "thead",
+            element(
+                "tr", [element("th", h, scope="col", class_=kind(i)) for i, h in enumerate(head)]
+            ),
+        ),
+        element("tbody", [element("tr", [cell(i, c) for i, c in enumerate(row)]) for row in rows]),
+        class_=None if narrow else "stacks",
+    )
+
+
+def change(before: float | None, after: float | None, *, coloured: bool = True) -> Markup | str:
+    """By how many MB the second of two sizes in bytes is larger; a dash if one is missing.
+
+    - `coloured`: whether more is a loss and less a gain.
+    """
+    if before is None or after is None:
+        return DASH
+    words = f"{(after - before) / 1e6:+,.1f}"
+    # A difference that rounds to nothing has neither a sign nor a colour.
+    if words.strip("+-0.,") == "":
+        return "0.0"
+    css = ("more" if after > before else "less") if coloured else None
+    return element("span", words.replace("-", "−"), class_=css)
+
+
+def roles_table(arms: Sequence[DrawnArm]) -> Markup:
+    """The legend of the bars, with the MB of each role."""
+    sizes = [arm.attribution.by_role() for arm in arms]
+    rows = []
+    for role in roles_of(arms):
+        if all(of_arm.get(role, 0) < _SMALLEST for of_arm in sizes):
+            continue  # its row would say 0.0 everywhere
+        row = [(swatch(role), role), *(megabytes(of_arm.get(role, 0)) for of_arm in sizes)]
+        if len(arms) == 2:
+            row.append(change(sizes[0].get(role, 0), sizes[1].get(role, 0)))
+        rows.append(row)
+    head = [
+        "role",
+        *("MB" if arm.is_alone else f"{arm.key}, MB" for arm in arms),
+        *["b − a"] * (len(arms) == 2),
+    ]
+    return table(None, head, rows, numbers=len(head) - 1, narrow=True)
+
+
+def swatch(role: str) -> Markup:
+    """A small square in the colour of a role."""
+    return element(
+        "span", class_="swatch", style=f"background:{role_colour(role)}", aria_hidden="true"
+    )
+
+
+def _what(row: BufferRow) -> Content:
+    return [
+        element("span", row.shape or row.operation or "no value", class_="code"),
+        element("span", row.source, class_="quiet code") if row.source != DASH else None,
+        element("span", row.operation, class_="quiet") if row.operation and row.shape else None,
+    ]
+
+
+def buffers_table(caption: str, rows: Sequence[BufferRow]) -> Markup:
+    """A table of the largest buffers at the peak; buffers that read the same share a row."""
+    cells = [
+        (
+            _what(row),
+            (swatch(row.role), row.role),
+            f"{row.count}" if row.count > 1 else "",
+            megabytes(row.bytes),
+        )
+        for row in rows
+    ]
+    return table(caption, ("buffer", "role", "×", "MB"), cells, numbers=2)
+
+
+def differences_table(caption: str, changes: Sequence[BufferDifference]) -> Markup:
+    """A table of what changed, buffer by buffer, largest change first."""
+    cells = [
+        (
+            _what(row),
+            (swatch(of.role), row.role),
+            megabytes(of.a_bytes),
+            megabytes(of.b_bytes),
+            change(of.a_bytes, of.b_bytes),
+        )
+        for of, row in zip(changes, map(difference_row, changes), strict=True)
+    ]
+    return table(caption, ("buffer", "role", "a, MB", "b, MB", "b − a"), cells, numbers=3)
+
+
+def account_table(arms: Sequence[LabelledProgram]) -> Markup:
+    """What each program holds in device memory; the last row is the sum."""
+    known = [account_rows(arm.result) if arm.result else None for arm in arms]
+    # One program may have a row that the other lacks, in the midst of the same rows.
+    *_, total = labels = max((list(rows) for rows in known if rows), key=len)
+    rows: list[list[Content]] = []
+    for label in labels:
+        values = [sizes.get(label, 0) if sizes else None for sizes in known]
+        cells = [megabytes(value) for value in values]
+        if len(values) == 2:
+            # A donation, and memory that is used twice, save as much in other rows.
+            saves = label == ROWS["donated_argument_bytes"] or label.startswith(" ")
+            cells.append(change(*values, coloured=not saves))
+        if label == total:
+            rows.append([element("b", part) for part in (label, *cells)])
+        elif label.startswith(" "):
+            rows.append([element("span", label.strip(), class_="quiet"), *cells])
+        else:
+            rows.append([label, *cells])
+    head = ["device memory, MB", *(arm.key or "MB" for arm in arms)]
+    head += ["b − a"] * (len(arms) == 2)
+    return table(None, head, rows, numbers=len(head) - 1, narrow=True)
+
+
+def figures_table(arms: Sequence[LabelledProgram]) -> Markup:
+    """Everything else that the compiler reports of each arm."""
+    results = [arm.result for arm in arms]
+    rows: list[list[Content]] = []
+    for label, field in OTHER_ROWS.items():
+        values = [getattr(r.memory, field) if r else None for r in results]
+        rows.append([f"{label}, MB", *map(megabytes, values)])
+        if len(values) == 2:
+            # The memory of the host is not the memory of a device.
+            rows[-1].append(change(*values, coloured=not field.startswith("host")))
+    flops = [teraflops(r.flops) if r else DASH for r in results]
+    rows.append(["matrix products", *flops])
+    if any(result and result.time for result in results):
+        rows += _time_rows(results)
+    for name in _collectives(results):
+        said = [_traffic(r, name) for r in results]
+        rows.append([f"{name}, MB of results", *said])
+    for phase in dict.fromkeys(phase for r in results if r for phase in r.seconds):
+        times = [f"{r.seconds[phase]:.2f}" if r and phase in r.seconds else DASH for r in results]
+        rows.append([f"seconds: {phase.replace('_', ' ')}", *times])
+    head = ["per device and step", *(arm.key for arm in arms)]
+    if len(arms) == 2:
+        head.append("b − a")
+        rows = [[*row, ""] if len(row) < len(head) else row for row in rows]
+    return table(None, head, rows, numbers=len(head) - 1)
+
+
+def _time_rows(results: Sequence[Measurement | None]) -> list[list[Content]]:
+    """The estimated time of each arm, and by what it is known."""
+    times = [result.time if result else None for result in results]
+    # The words for two arms differ only in what their branches leave open.
+    known = dict.fromkeys(basis_of(time) for time in times if time)
+    fields = (
+        (f"estimated step, ms ({', or '.join(known)})", "step_seconds"),
+        ("of this compute, ms", "compute_seconds"),
+        ("of this waiting for collectives, ms", "exposed_seconds"),
+        ("of this waiting for transfers of the memory, ms", "memory_wait_seconds"),
+        ("all collectives, ms", "collective_seconds"),
+        ("all transfers to and from the host, ms", "host_seconds"),
+    )
+    rows: list[list[Content]] = [
+        [label, *(estimated(time, field) for time in times)] for label, field in fields
+    ]
+    return [*rows, ["useful and launched", *(shares(time) if time else DASH for time in times)]]
+
+
+def _collectives(results: Sequence[Measurement | None]) -> list[str]:
+    return list(dict.fromkeys(name for r in results if r for name in r.collectives or {}))
+
+
+def _traffic(result: Measurement | None, name: str) -> str:
+    count = (result.collectives or {}).get(name) if result else None
+    return f"{megabytes(count['bytes'])} in {count['executed']}" if count else DASH
+
+
+def config_table(arms: Sequence[LabelledProgram]) -> Markup:
+    """The value of each field of the config, or both values where the arms differ."""
+    known = [_fields(arm.result) for arm in arms if arm.result]
+    keys = dict.fromkeys(key for fields in known for key in fields)
+    rows = []
+    for key in keys:
+        values = dict.fromkeys(_plain(fields.get(key, DASH)) for fields in known)
+        rows.append((element("code", key), element("code", " → ".join(values))))
+    return table(None, ("field", "value"), rows, numbers=0)
+
+
+def changed_fields(a: Measurement, b: Measurement) -> list[tuple[str, str, str]]:
+    """The fields and compiler settings in which the arms differ, each with both values as text."""
+    one, other = _fields(a), _fields(b)
+    return [
+        (key, _plain(one.get(key, DASH)), _plain(other.get(key, DASH)))
+        for key in dict.fromkeys([*one, *other])
+        if one.get(key) != other.get(key)
+    ]
+
+
+def _fields(result: Measurement) -> dict[str, object]:
+    return {**flat(result.config), **result.xla}
+
+
+def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The nested fields of a config in one dict, under dotted names."""
+    found: dict[str, object] = {}
+    for key, value in config.items():
+        inner = flat(value, f"{prefix}{key}.") if isinstance(value, dict) else None
+        found.update(inner if inner is not None else {f"{prefix}{key}": value})
+    return found
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -1,0 +1,123 @@
+"""A table that leaves out whole columns where a screen is too narrow, rather than cut words."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from nnx_pipeline.lab.errors import printable
+
+Rows = list[list[str] | None]  # the cells of each row; None is a line between two sections
+SHORTEST_TEXT = 8  # letters of what is folded
+SHORTEST_PROSE = 28  # letters; prose in a narrower column is no longer read with ease
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a `Columns`.
+
+    - `left_out`: the column with the largest number is left out first; one with 0 always stays.
+    - `is_number`: whether its cells are aligned to the right.
+    - `is_prose`: whether its cells may take several lines, broken between words.
+    - `shorter`: makes a cell shorter. It is tried before the column is left out. A column that
+      always stays is shortened before any column is left out.
+    """
+
+    name: str
+    left_out: int = 0
+    is_number: bool = False
+    is_prose: bool = False
+    shorter: Callable[[str], str] | None = None
+
+
+def figures(*names: str) -> list[Column]:
+    """Columns of numbers that always stay, with these heads."""
+    return [Column(name, is_number=True) for name in names]
+
+
+class Columns:
+    """A table of text that fits any screen.
+
+    - `title`: stands above the table, with a line below it that names the columns that are left
+      out.
+    - `is_bare`: whether it has no frame.
+    """
+
+    def __init__(
+        self, columns: Sequence[Column], *, title: str = "", is_bare: bool = False
+    ) -> None:
+        self.columns, self.title, self.is_bare = list(columns), title, is_bare
+        self.rows: Rows = []
+
+    def add_row(self, *cells: str) -> None:
+        """Adds a row; cells that are not given are empty."""
+        missing = len(self.columns) - len(cells)
+        self.rows.append([*map(printable, cells), *[""] * missing])
+
+    def add_section(self) -> None:
+        """Draws a line below the last row."""
+        self.rows.append(None)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        shown, rows, shortened = list(range(len(self.columns))), self.rows, set[int]()
+        # A table is never measured to be wider than what it may take.
+        wide = options.update(max_width=10_000)
+        is_whole = True
+        while Measurement.get(console, wide, self._table(shown, rows)).minimum > options.max_width:
+            at = self._next(shown, shortened)
+            if at is None:
+                is_whole = False
+                break
+            if self.columns[at].shorter and at not in shortened:
+                rows = self._shortened(rows, at)
+                shortened.add(at)
+            else:
+                shown.remove(at)
+        if self.title:
+            yield Text(self.title, style="italic")
+        yield self._table(shown, rows, is_whole)
+        if missing := [at for at in range(len(self.columns)) if at not in shown]:
+            names = ", ".join(self.columns[at].name for at in missing)
+            yield Text(f"left out at {options.max_width} columns: {names}", style="dim")
+
+    def _next(self, shown: Sequence[int], shortened: Collection[int]) -> int | None:
+        for at in shown:
+            if self.columns[at].shorter and not self.columns[at].left_out and at not in shortened:
+                return at
+        order = [at for at in shown if self.columns[at].left_out]
+        return max(order, key=lambda at: self.columns[at].left_out, default=None)
+
+    def _shortened(self, rows: Rows, at: int) -> Rows:
+        shorter = self.columns[at].shorter
+        assert shorter is not None, "asked for of columns that have a shorter form"
+        return [row and [*row[:at], shorter(row[at]), *row[at + 1 :]] for row in rows]
+
+    def _table(self, shown: Sequence[int], rows: Rows, is_whole: bool = True) -> Table:
+        """These columns; unless `is_whole`, long texts are folded, since nothing else helps."""
+        table = Table(
+            box=box.SIMPLE_HEAD if self.is_bare else box.HEAVY_HEAD,
+            padding=(0, 1, 0, 0) if self.is_bare else (0, 1),
+            pad_edge=not self.is_bare,
+        )
+        for at in shown:
+            column = self.columns[at]
+            cells = [column.name, *(row[at] for row in rows if row is not None)]
+            whole = max(cell_len(line) for cell in cells for line in cell.split("\n"))
+            most = SHORTEST_PROSE if column.is_prose else whole if is_whole else SHORTEST_TEXT
+            table.add_column(
+                column.name,
+                justify="right" if column.is_number else "left",
+                overflow="fold",
+                min_width=whole if column.is_number or whole < most else most,
+            )
+        for row in rows:
+            if row is None:
+                table.add_section()
+            else:
+                table.add_row(*(row[at] for at in shown))
+        return table

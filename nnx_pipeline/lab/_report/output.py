@@ -1,0 +1,107 @@
+"""Writes results: tables to standard output, and JSON to a file or there."""
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from nnx_pipeline.lab._files import hold_pipe, local, write_output, write_text
+from nnx_pipeline.lab.errors import InputError, printable
+
+WIDTH_OF_FILES = 140  # columns, where the output is no terminal
+
+
+def check_outputs(**paths: str | None) -> None:
+    """Raises InputError, before any work is done, unless every output can be written.
+
+    - `paths`: the path of each output by the name of its option. `-`, standard output, is for
+      `json` alone, and no two options may name the same file.
+    """
+    given = {f"--{name}": path for name, path in paths.items() if path is not None}
+    for option, path in given.items():
+        if path == "-" and option != "--json":
+            raise InputError(f"{option} -: only JSON goes to standard output; name a file")
+        check_writable(path, option)
+        same = [o for o, p in given.items() if Path(p).resolve() == Path(path).resolve()]
+        is_device = Path(path).exists() and not Path(path).is_file()
+        if len(same) > 1 and not is_device:
+            raise InputError(f"{' and '.join(same)} both write {path}; name two files")
+
+
+def check_writable(path: str | None, option: str) -> None:
+    """Raises InputError, before any work is done, if `path` cannot be written.
+
+    - `path`: a file; None and `-` can always be written.
+    - `option`: the name of the option, for the message.
+
+    An OSError for a name that is too long, for links that lead in a circle, and for a pipe that
+    nobody reads, is raised as it is.
+    """
+    if path is None or path == "-":
+        return
+    local(path)
+    # Called only for the OSError of a name that is too long or of links in a circle.
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+        os.stat(path)
+    hold_pipe(path)
+    folder, shown = Path(path).absolute().parent, path or repr(path)
+    if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise InputError(f"{option} {shown} cannot be written; choose a file in a writable folder")
+
+
+def emit_json(path: str | None, value: object) -> None:
+    """Writes a value as JSON to a file, or to standard output for `-`; None writes nothing."""
+    if path is None:
+        return
+    # In ASCII, so that names keep every character, and no terminal and no encoding has a say.
+    text = json.dumps(_finite(value), indent=2, allow_nan=False)
+    if path == "-":
+        write_output(text)
+    else:
+        write_text(path, f"{text}\n")
+
+
+def _finite(value: object) -> object:
+    """The value with None for each NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Screen(Console):
+    """A console of Rich on which texts stand as they are.
+
+    - `stderr`: whether it is standard error.
+    - `width`: in columns; None for the width of the terminal.
+
+    Rich takes words in square brackets for markup, and shapes and messages contain them. It lets
+    control characters pass, and names from files may contain those.
+    """
+
+    def __init__(self, *, stderr: bool = False, width: int | None = None) -> None:
+        super().__init__(stderr=stderr, width=width, markup=False, emoji=False)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """The segments of a renderable, those of text without control characters."""
+        for segment in super().render(renderable, options):
+            if segment.control:  # Rich moves the cursor itself
+                yield segment
+            else:
+                yield segment._replace(text=printable(segment.text, keep="\n"))
+
+
+def show(view: RenderableType, *, json_path: str | None) -> None:
+    """Prints to standard output, unless `json_path` is `-` and JSON goes there."""
+    if json_path != "-":
+        # A terminal has its own width, and COLUMNS sets that of a file or a pipe.
+        width = None if Screen().is_terminal or os.environ.get("COLUMNS") else WIDTH_OF_FILES
+        Screen(width=width).print(printable(view) if isinstance(view, str) else view)

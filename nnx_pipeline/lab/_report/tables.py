@@ -1,0 +1,316 @@
+"""Shows results as tables for the terminal, and writes them as JSON."""
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from nnx_pipeline.lab._report.memory_tables import difference_view
+from nnx_pipeline.lab._report.output import emit_json, show
+from nnx_pipeline.lab._report.small_table import small_table, texts
+from nnx_pipeline.lab._report.time_table import time_table
+from nnx_pipeline.lab._report.view.figures import (
+    COLUMNS,
+    DASH,
+    GEMM_NAMES,
+    OTHER_ROWS,
+    account_rows,
+    compiler,
+    differ_by_gemm,
+    estimated,
+    megabytes,
+    same_numbers,
+    teraflops,
+    verdict_words,
+)
+from nnx_pipeline.lab._report.view.fit import ADVICE, fit_remarks
+from nnx_pipeline.lab._report.view.remarks import (
+    TOO_LARGE,
+    arm_lines,
+    blind_spots,
+    closing_remarks,
+    cpu_remarks,
+    gemm_remarks,
+    settings_remarks,
+    unread_lines,
+    warnings,
+)
+from nnx_pipeline.lab._report.view.sentences import closing_sentences
+from nnx_pipeline.lab._report.view.words import PAGE
+from nnx_pipeline.lab.comparison.outcome import Outcome
+from nnx_pipeline.lab.compile.measure import Measurement
+
+SAME_MEMORY = Text(f"matrix products by {GEMM_NAMES['cublas']}: the same memory")
+LEFT_OUT = ("peak MB", "heap MB")  # on a narrow screen, the first one first
+_LABEL = 14  # letters of a label that a figure may take no room from
+_FIGURE = len("account MB")  # width of a column of figures, in letters
+_KEY = "  {}:"  # before the label of an arm
+_KEY_WIDTH = len(_KEY.format("a"))
+
+
+def measurement_view(
+    title: str,
+    measurement: Measurement,
+    *,
+    hint: bool = True,
+    advice: Mapping[str, str] = ADVICE,
+) -> RenderableType:
+    """What one program costs: memory, collectives, matrix products, time, and notes.
+
+    - `hint`: whether to name the option that shows both kinds of matrix product.
+    - `advice`: what to try where it does not fit, see `fit_remarks`.
+    """
+    memory = _account_table(measurement)
+    memory.add_section()
+    for label, field in OTHER_ROWS.items():
+        memory.add_row(label, megabytes(getattr(measurement.memory, field)))
+    lines: list[RenderableType] = [
+        Text(title, style="bold"),
+        Text(f"compiler: {compiler(measurement)}"),
+        *(Text(f"{name}: {choice}") for name, choice in measurement.choices.items()),
+        *texts(settings_remarks([measurement])),
+        memory,
+        _traffic(measurement),
+        Text(f"matrix products: {_products(measurement)}"),
+        time_table(measurement.time),
+        *_floor(measurement),
+        Text("seconds: " + ", ".join(f"{k} {v:.2f}" for k, v in measurement.seconds.items())),
+    ]
+    remarks = [
+        *cpu_remarks([measurement]),
+        *gemm_remarks([measurement], hint=hint),
+        *blind_spots([measurement]),
+        *warnings([*unread_lines([measurement]), *measurement.notes]),
+        *fit_remarks(measurement, advice),
+    ]
+    return Group(*lines, *texts(remarks))
+
+
+def _floor(measurement: Measurement) -> list[RenderableType]:
+    """What a step must hold; any other program has no floor, and needs no tables of it."""
+    if measurement.floor is None:
+        return []
+    from nnx_pipeline.lab._report.floor_table import floor_view
+
+    return floor_view(measurement)
+
+
+def account_view(measurement: Measurement) -> RenderableType:
+    """The account alone, with remarks on its figures."""
+    remarks = [
+        *cpu_remarks([measurement]),
+        *blind_spots([measurement]),
+        *settings_remarks([measurement]),
+        *warnings(measurement.notes),
+        *fit_remarks(measurement),
+    ]
+    return Group(_account_table(measurement), *texts(remarks))
+
+
+def _account_table(measurement: Measurement) -> Table:
+    table = Table(title="memory per device", title_justify="left")
+    table.add_column("", overflow="fold")
+    table.add_column("MB", justify="right", no_wrap=True)
+    *parts, (label, total) = account_rows(measurement).items()
+    for part, size in parts:
+        table.add_row(part, megabytes(size))
+    table.add_section()
+    table.add_row(label, megabytes(total), style="bold")
+    return table
+
+
+def _traffic(measurement: Measurement) -> RenderableType:
+    if measurement.collectives is None:
+        return Text(f"collectives: {DASH}")
+    rows = []
+    for name, count in measurement.collectives.items():
+        times = (DASH if count[key] is None else str(count[key]) for key in ("ops", "executed"))
+        rows.append((name, *times, megabytes(count["bytes"])))
+    heads = ("", "in program", "executed", "result MB")
+    return small_table("collectives per device and step", heads, rows)
+
+
+def outcomes_view(title: str, outcomes: Sequence[Outcome], *, hint: bool = True) -> RenderableType:
+    """One experiment after the other: the verdict, then the figures of both arms."""
+    arms = [arm for outcome in outcomes for arm in _arms(outcome)]
+    letters = max((len(label) for label, _ in arms), default=0)
+    timed = any(result and result.time for _, result in arms)
+    heads = [*(f"{name} MB" for name in COLUMNS), *(["step ms"] if timed else [])]
+    parts: list[RenderableType] = [
+        Text(title, style="italic"),
+        _Rows([("", heads)], letters, heads, keys=""),
+    ]
+    for outcome in outcomes:
+        rows = [(label, _figures(result, timed)) for label, result in _arms(outcome)]
+        settings = [Padding(Text(line), (0, 0, 0, 2)) for line in arm_lines(outcome)]
+        parts += [Text(heading(outcome), style="bold"), *settings, _Rows(rows, letters, heads)]
+    parts.append(_LeftOut(_Rows([], letters, heads)))
+    remarks = warnings(f"{o.question.name}: {o.note}" for o in outcomes if o.note)
+    measured = [m for o in outcomes for m in (o.a, o.b) if m]
+    remarks += closing_remarks(measured, [o.numerics for o in outcomes if o.numerics], hint=hint)
+    changes = [
+        difference_view(
+            f"{outcome.question.name}: what differs at the peak of the heap", outcome.buffers
+        )
+        for outcome in outcomes
+        if outcome.buffers
+    ]
+    return Group(*parts, *changes, *texts([*remarks, *closing_sentences(outcomes)]))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Labels and figures of the arms, aligned in the same columns for all experiments.
+
+    - `rows`: label and figures of each arm.
+    - `letters`: the length of the longest label. A label too long for the room that there is takes
+      several lines, once the figures that a narrow screen leaves out are gone.
+    - `keys`: the letter of each arm; "" for a row of heads.
+    """
+
+    rows: Sequence[tuple[str, Sequence[str]]]
+    letters: int
+    heads: Sequence[str]
+    keys: str = "ab"
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table.grid(padding=(0, 2, 0, 0))
+        shown = self._shown(options.max_width)
+        table.add_column("", width=_KEY_WIDTH)
+        room = self._room(options.max_width, len(shown))
+        table.add_column("", width=max(8, min(self.letters, room)), overflow="fold")
+        for _ in shown:
+            table.add_column(justify="right", no_wrap=True, min_width=_FIGURE)
+        for key, (label, figures) in zip(self.keys or " ", self.rows, strict=False):
+            cells = (figures[at] for at in shown)
+            table.add_row(_KEY.format(key) if self.keys else "", label, *cells)
+        yield table
+
+    def missing(self, width: int) -> list[str]:
+        """The heads of the figures that there is no room for."""
+        shown = self._shown(width)
+        return [head for at, head in enumerate(self.heads) if at not in shown]
+
+    def _shown(self, width: int) -> list[int]:
+        shown = list(range(len(self.heads)))
+        for name in LEFT_OUT:
+            if name in self.heads and self._room(width, len(shown)) < min(self.letters, _LABEL):
+                shown.remove(self.heads.index(name))
+        return shown
+
+    def _room(self, width: int, columns: int) -> int:
+        return width - columns * (_FIGURE + 2) - (_KEY_WIDTH + 2)
+
+
+@dataclass(frozen=True)
+class _LeftOut:
+    """One line that names the figures which `rows` leaves out; nothing where it shows all."""
+
+    rows: _Rows
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if missing := self.rows.missing(options.max_width):
+            names = ", ".join(missing)
+            yield Text(f"left out at {options.max_width} columns: {names}", style="dim")
+
+
+def _figures(result: Measurement | None, timed: bool) -> list[str]:
+    sizes = [getattr(result.memory, f"{name}_bytes") if result else None for name in COLUMNS]
+    step = estimated(result.time if result else None, "step_seconds")
+    return [*map(megabytes, sizes), *([step] if timed else [])]
+
+
+def _arms(outcome: Outcome) -> list[tuple[str, Measurement | None]]:
+    return [
+        (f"{label}{TOO_LARGE if result and result.exceeds_device_memory else ''}", result)
+        for label, result in outcome.arms
+    ]
+
+
+def heading(outcome: Outcome) -> str:
+    """Name and claim, the verdict and its figure, and whether both arms compute the same."""
+    question = outcome.question
+    name = f"{question.name} ({question.claim})" if question.claim else question.name
+    text = f"{name}: {verdict_words(outcome)}"
+    if (ratio := outcome.ratio(question.judged_by)) is not None:
+        text += f", b/a {ratio:.3f}"
+    if outcome.numerics:
+        text += f"; same numbers: {same_numbers(outcome.numerics)}"
+    return text
+
+
+def show_measurements(
+    title: str,
+    results: Sequence[Measurement],
+    *,
+    json_path: str | None,
+    advice: Mapping[str, str] = ADVICE,
+) -> None:
+    """Prints the tables of `compile` and `measure`, and writes their JSON.
+
+    - `results`: the program once, or with Triton's and with cuBLASLt's matrix products.
+    - `json_path`: the file for the JSON; `-` writes it to standard output instead of the tables,
+      and None writes none.
+    """
+    view = functools.partial(measurement_view, title, hint=len(results) == 1, advice=advice)
+    show(view(results[0]), json_path=json_path)
+    for other in results[1:]:
+        differs = other.memory != results[0].memory
+        show(view(other) if differs else SAME_MEMORY, json_path=json_path)
+    emit_json(json_path, with_other_gemm([result.to_json() for result in results]))
+
+
+def with_other_gemm(rows: Sequence[dict[str, object]]) -> dict[str, object]:
+    """The JSON of a program; its field `other_gemm` is the JSON of the variant for cuBLASLt.
+
+    - `rows`: the JSON of the program, and of the variant if there is one.
+    """
+    first, *others = rows
+    return {**first, "other_gemm": others[0]} if others else first
+
+
+def show_outcomes(
+    title: str, found: Sequence[Sequence[Outcome]], platform: str, *, json_path: str | None
+) -> None:
+    """Prints the tables of `ab` and `compare`, and writes their JSON.
+
+    - `found`: the experiments once, or with Triton's and with cuBLASLt's matrix products.
+    - `platform`: what the JSON names as the platform.
+    """
+    result: dict[str, object] = {"schema": 1, "platform": platform}
+    for key, outcomes in zip(("experiments", "experiments_cublas"), found, strict=False):
+        result[key] = [outcome.to_json() for outcome in outcomes]
+    both = len(found) > 1
+    named = f"{title}, matrix products by {GEMM_NAMES['triton']}" if both else title
+    show(outcomes_view(named, found[0], hint=not both), json_path=json_path)
+    if both:
+        pairs = zip(*found, strict=True)
+        differing = [other for one, other in pairs if differ_by_gemm(one, other) or other.failed]
+        named = f"{title}, matrix products by {GEMM_NAMES['cublas']}, where that differs"
+        view = outcomes_view(named, differing, hint=False) if differing else SAME_MEMORY
+        show(view, json_path=json_path)
+    emit_json(json_path, result)
+
+
+def _products(measurement: Measurement) -> str:
+    known = measurement.flops is None and measurement.known_flops is not None
+    part = f", {teraflops(measurement.known_flops)} of them known" if known else ""
+    return f"{teraflops(measurement.flops)} per device and step{part}"
+
+
+def word_list(*groups: Iterable[tuple[str, str]]) -> RenderableType:
+    """Each word with its sentence, one below the other.
+
+    - `groups`: the items of tables of `view.words`.
+    """
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column()
+    for group in groups:
+        for word, sentence in group:
+            table.add_row(word, sentence)
+    return Group(table, Text(PAGE, style="dim"))

@@ -1,0 +1,135 @@
+"""The rows of what the heap holds at its peak, and of how that differs between two programs."""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nnx_pipeline.lab._report.view.figures import DASH
+from nnx_pipeline.lab._timing.result import TimeRow
+from nnx_pipeline.lab.attribution._result import Attribution, Buffer, BufferDifference, Side
+
+SMALLEST = 10_000  # bytes from which a buffer outside the heap is shown
+
+# Parts of an operation's path (JAX's op_name) that only say that something was called, in a loop or
+# under vmap.
+_NO_WORK = re.compile(
+    r"jit\(\w+\)|\w*\(?jvp\(\)\)?|while|body|closed_call|eval_jaxpr|checkpoint|vmap\(\)"
+)
+
+
+@dataclass(frozen=True)
+class BufferRow:
+    """Buffers that read the same, or what corresponds to each other in two programs.
+
+    - `bytes`: per device; for two programs those that b has more than a.
+    - `count`: how many buffers share the row.
+    - `role`, `shape`, `operation`, `source`: what they are, as short texts.
+    """
+
+    bytes: int
+    count: int
+    role: str
+    shape: str
+    operation: str
+    source: str
+
+
+def grouped(buffers: Sequence[Buffer]) -> list[list[Buffer]]:
+    """The buffers in groups that read the same in a table, largest sum first."""
+    groups: dict[tuple[str | None, ...], list[Buffer]] = defaultdict(list)
+    for buffer in buffers:
+        name = buffer.shape or ("" if buffer.source else buffer.name)
+        operation = short_operation(buffer.operation)
+        groups[buffer.role, name, operation, buffer.source, buffer.caller].append(buffer)
+    return sorted(groups.values(), key=lambda group: -sum(buffer.bytes for buffer in group))
+
+
+def buffer_rows(buffers: Sequence[Buffer]) -> list[BufferRow]:
+    """The buffers in rows, those that read the same in one, largest sum first."""
+    return [
+        BufferRow(
+            bytes=sum(buffer.bytes for buffer in group),
+            count=len(group),
+            role=first.role,
+            shape=first.shape,
+            operation=short_operation(first.operation) or ("" if first.source else first.name),
+            source=short_line(first),
+        )
+        for group in grouped(buffers)
+        for first in group[:1]
+    ]
+
+
+def difference_row(change: BufferDifference) -> BufferRow:
+    """A change from a to b; where the two programs differ in a word, `a → b`."""
+
+    def both(text: Callable[[Side], str]) -> str:
+        return " → ".join(dict.fromkeys(map(text, change.sides)))
+
+    return BufferRow(
+        bytes=change.change,
+        count=1,
+        role=both(lambda side: side.role),
+        shape=change.shape,
+        operation=both(lambda side: short_operation(side.operation)),
+        source=both(short_line),
+    )
+
+
+def outside_the_heap(attribution: Attribution) -> dict[str, list[BufferRow]]:
+    """Constants, and temporaries in the memory of outputs, by the title of their table.
+
+    Buffers of less than `SMALLEST` bytes are left out; the JSON has them.
+    """
+    tables = {
+        "Constants, outside the heap": attribution.constants,
+        "Temporaries in the memory of outputs, outside the heap": attribution.in_outputs,
+    }
+    large = {
+        title: [buffer for buffer in buffers if buffer.bytes >= SMALLEST]
+        for title, buffers in tables.items()
+    }
+    return {title: buffer_rows(buffers) for title, buffers in large.items() if buffers}
+
+
+def short_operation(operation: str) -> str:
+    """A short name of an operation, such as `backward, recomputed: exp`.
+
+    - `operation`: JAX's op_name, a path of operations; anything else, such as the name of an
+      argument, is returned as it is.
+    """
+    if not operation.startswith("jit("):
+        return operation
+    # The path is split at the slashes outside brackets.
+    path = re.split(r"/(?![^(]*\))", operation)
+    parts = [part for part in path if not _NO_WORK.fullmatch(part)]
+    backward, forward = "transpose(" in operation, "jvp(" in operation
+    when = ["backward"] if backward else ["forward"] if forward else []
+    if "rematted_computation" in parts:
+        when.append("recomputed")
+    last = parts[-1] if parts and parts[-1] != "rematted_computation" else "loop"
+    if joined := re.fullmatch(r"\((.*?)(:.*)?\)", last):  # one name for several operations: (a/b:c)
+        last = joined[1].rpartition("/")[2]
+    return f"{', '.join(when)}: {last}" if when else last
+
+
+def short_source(source: str | None) -> str:
+    """The last three parts of a file's path from the current directory or the root, and the line.
+
+    - `source`: as in `path/file.py:123`; None gives a dash.
+    """
+    if source is None:
+        return DASH
+    path, _, line = source.rpartition(":")
+    file = Path(path)
+    if file.is_relative_to(Path.cwd()):
+        file = file.relative_to(Path.cwd())
+    return f"{Path(*file.parts[-3:])}:{line}"
+
+
+def short_line(what: Buffer | Side | TimeRow) -> str:
+    """The line of a buffer or of compute, and then of its caller: `a/m.py:3 from n.py:7`."""
+    caller = f" from {Path(what.caller).name}" if what.caller else ""
+    return short_source(what.source) + caller

@@ -1,0 +1,153 @@
+"""How figures read in a report: numbers with their units, and what figures are called."""
+
+from collections.abc import Mapping, Sequence
+
+from nnx_pipeline.lab._timing.result import Time
+from nnx_pipeline.lab.attribution.account import ROWS, Memory
+from nnx_pipeline.lab.comparison._numerics import Numerics
+from nnx_pipeline.lab.comparison.outcome import NAMES, NOT_APPLICABLE, Outcome, Quantity
+from nnx_pipeline.lab.compile.measure import Measurement
+
+DASH = "–"
+GEMM_NAMES = {"triton": "Triton", "cublas": "cuBLASLt"}
+QUANTITIES: tuple[Quantity, ...] = ("temp", "heap", "account")
+COLUMNS = ("temp", "heap", "peak", "account")  # of a table of arms
+TOTAL = "the account: what must fit"
+OTHER_ROWS = {  # figures of `Memory` that are no part of the account
+    "temp": "temp_bytes",
+    "peak": "peak_bytes",
+    "program code": "generated_code_bytes",
+    "host temp": "host_temp_bytes",
+    "host arguments": "host_argument_bytes",
+    "host outputs": "host_output_bytes",
+}
+_BOUNDED = ("compute_seconds", "step_seconds")
+
+
+def megabytes(value: float | None) -> str:
+    """Bytes as MB (10⁶) with one decimal, a dash where there is no figure."""
+    return DASH if value is None else f"{value / 1e6:,.1f}"
+
+
+def signed_megabytes(size: int) -> str:
+    """Bytes as MB, with a minus sign in front of what is below 0."""
+    return f"−{megabytes(-size)}" if size < 0 else megabytes(size)
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Seconds as milliseconds; a dash where there is no figure."""
+    if seconds is None:
+        return DASH
+    value = 1e3 * seconds
+    if 0 < value < 0.01:
+        return f"{value:.1g}" if value >= 1e-4 else f"{value:.0e}"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
+
+
+def teraflops(flops: int | None) -> str:
+    """The operations of a step as a text with their unit; a dash where there is no figure."""
+    return DASH if flops is None else f"{flops / 1e12:,.3f} TFLOP"
+
+
+def relative_change(before: float, after: float) -> str:
+    """By what share a figure grows, such as `−19.2%`."""
+    return f"{after / before - 1:+.1%}".replace("-", "−")
+
+
+def basis_of(time: Time) -> str:
+    """By what a time is known, in words."""
+    if time.basis == "cycles":
+        return "by the compiler's cycles"
+    return (
+        "a roofline of the longest branches"
+        if time.is_open
+        else "a roofline: no program reaches it"
+    )
+
+
+def estimated(time: Time | None, figure: str) -> str:
+    """A figure of the estimate in milliseconds, with ≥ where it is a lower bound.
+
+    - `time`: the estimate; None for a dash.
+    - `figure`: one of the seconds of a `Time`.
+    """
+    if time is None:
+        return DASH
+    seconds: float | None = getattr(time, figure)
+    return bounded(time, seconds) if figure in _BOUNDED else milliseconds(seconds)
+
+
+def bounded(time: Time, seconds: float | None) -> str:
+    """Milliseconds, with ≥ where the estimate is a lower bound."""
+    return "≥ " * (time.is_lower_bound and seconds is not None) + milliseconds(seconds)
+
+
+def are_alike(a: Time | None, b: Time | None) -> bool:
+    """Whether two estimates are both lower bounds or both none, so that their ratio is known."""
+    return bool(a and b and a.is_lower_bound == b.is_lower_bound)
+
+
+def shares(time: Time) -> str:
+    """What part of the step is useful, and how many instructions are launched, as one line."""
+    values = {"MFU": time.mfu, "HFU": time.hfu, "bubble": time.bubble_share}
+    most = "≤ " * time.is_lower_bound
+    parts = [
+        f"{name} {'' if name == 'bubble' else most}{value:.1%}"
+        for name, value in values.items()
+        if value is not None
+    ]
+    count = DASH if time.launches is None else f"{time.launches:,}"
+    return ", ".join([*parts, f"{count} launches"])
+
+
+def compiler(measurement: Measurement) -> str:
+    """The name of the platform, with the versions of the packages that its compiler is from."""
+    versions = ", ".join(f"{name} {value}" for name, value in measurement.versions.items() if value)
+    return f"{measurement.platform} ({versions})"
+
+
+def account_rows(measurement: Measurement) -> dict[str, int | None]:
+    """The bytes of each part of the account by its label, with their sum last.
+
+    A label that starts with spaces is for bytes that are part of the row above it.
+    """
+    account = measurement.account
+    rows: dict[str, int | None] = {}
+    for label, size in account.rows().items():
+        rows[label] = size
+        if label == ROWS["output_bytes"] and account.scratch_bytes:
+            rows["  of these, used by temporaries first"] = account.scratch_bytes
+    return {**rows, TOTAL: account.total_bytes}
+
+
+def verdict_words(outcome: Outcome) -> str:
+    """The verdict with the figure that it is about, such as `holds by temp`."""
+    words = outcome.verdict
+    if words != NOT_APPLICABLE:
+        words += f" by {NAMES[outcome.question.judged_by]}"
+    return f"{words}, failed" if outcome.failed else words
+
+
+def same_numbers(numerics: Numerics) -> str:
+    """Whether the arms compute the same, in a few words."""
+    if numerics.bitwise_equal:
+        return "to the bit"
+    return f"{'' if numerics.within_tolerance else 'NO: '}to {numerics.max_abs_diff:.1e}"
+
+
+def differ_by_gemm(triton: Outcome, cublas: Outcome) -> bool:
+    """Whether the other kind of matrix product changes the memory of an arm, or the verdict."""
+
+    def figures(outcome: Outcome) -> list[Memory | None]:
+        return [m.memory if m else None for m in (outcome.a, outcome.b)]
+
+    return (triton.verdict, figures(triton)) != (cublas.verdict, figures(cublas))
+
+
+def role_totals(programs: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Bytes of each role over all programs, largest first; roles without bytes are left out."""
+    totals: dict[str, int] = {}
+    for sizes in programs:
+        for role, size in sizes.items():
+            totals[role] = totals.get(role, 0) + size
+    return {role: size for role, size in sorted(totals.items(), key=lambda item: -item[1]) if size}

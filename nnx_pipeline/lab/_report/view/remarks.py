@@ -1,0 +1,193 @@
+"""The sentences beside the figures of a report: compiler, settings, notes and warnings."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from nnx_pipeline.lab._hlo.unread import Unread
+from nnx_pipeline.lab._report.view.figures import GEMM_NAMES, compiler, megabytes
+from nnx_pipeline.lab.comparison._numerics import Numerics
+from nnx_pipeline.lab.comparison.outcome import Outcome
+from nnx_pipeline.lab.compile._settings import written
+from nnx_pipeline.lab.compile.measure import Measurement
+from nnx_pipeline.lab.errors import counted
+
+CPU_WARNING = (
+    "CPU figures mislead: remat can raise them, and the peak leaves out the temporaries of a loop. "
+    "Compare on a TPU or NVIDIA platform."
+)
+TOO_LARGE = " ✗"
+FIGURES = {
+    "flops": "the matrix products",
+    "collectives": "the collectives",
+    "buffers": "the list of buffers",
+    "account": "the account",
+    "time": "the estimated time",
+    "time_bound": "the estimated time",
+}
+SHOWN = 3  # instructions that a line names
+Tone = Literal["plain", "strong", "warning", "error", "alarm"]
+
+
+@dataclass(frozen=True)
+class Remark:
+    """A sentence of a report, and how much it should catch the eye."""
+
+    text: str
+    tone: Tone = "plain"
+
+
+def warnings(texts: Iterable[str]) -> list[Remark]:
+    """Each text as a warning."""
+    return [Remark(text, "warning") for text in texts]
+
+
+def settings_remarks(measured: Sequence[Measurement]) -> list[Remark]:
+    """The settings of the compiler, and which of them it does not take."""
+    return [*map(Remark, settings_lines(measured)), *warnings(left_out_lines(measured))]
+
+
+def cpu_remarks(measured: Sequence[Measurement]) -> list[Remark]:
+    """A warning where the first program was compiled for the CPU."""
+    return warnings([CPU_WARNING] if measured and measured[0].is_of_cpu else [])
+
+
+def gemm_remarks(measured: Sequence[Measurement], *, hint: bool) -> list[Remark]:
+    """By which library matrix products are; `hint` names the option that measures both."""
+    kinds = list(dict.fromkeys(one.gemm for one in measured if one.gemm))
+    if not kinds:
+        return []
+    text = f"matrix products by {' and by '.join(GEMM_NAMES[kind] for kind in kinds)}"
+    band = "; --gemm both shows the range" if hint and len(kinds) == 1 else ""
+    either = " or ".join(GEMM_NAMES.values())
+    return [Remark(f"{text}; autotuning on a GPU may pick {either}{band}")]
+
+
+def blind_spots(measured: Sequence[Measurement]) -> list[Remark]:
+    """What a figure counts unexpectedly, and where two reports of the compiler disagree."""
+    peaks = [one for one in measured if one.memory.peak_bytes is not None]
+    on_chip = [one.account.on_chip_bytes for one in peaks if one.account.on_chip_bytes]
+    of_the_peak = (
+        [
+            Remark(
+                "peak includes the on-chip memory of a TPU, here up to "
+                f"{megabytes(max(on_chip))} MB; program code includes the constants"
+            )
+        ]
+        if on_chip
+        else []
+    )
+    return of_the_peak + warnings(dict.fromkeys(n for one in measured for n in one.account.notes))
+
+
+def closing_remarks(
+    measured: Sequence[Measurement], compared: Sequence[Numerics] = (), *, hint: bool = True
+) -> list[Remark]:
+    """The remarks below a table: compiler, blind spots, what does not fit, what is from a cache.
+
+    - `compared`: comparisons of numbers, which may be from a cache too.
+    - `hint`: whether to name the option that shows both kinds of matrix product.
+    """
+    remarks = [Remark(f"compiler: {compiler(measured[0])}")] if measured else []
+    remarks += [*settings_remarks(measured), *cpu_remarks(measured)]
+    remarks += [*gemm_remarks(measured, hint=hint), *blind_spots(measured), *_too_large(measured)]
+    remarks += warnings(unread_lines(measured))
+    remarks += [
+        Remark(f"same numbers: losses and gradients at tiny on CPU devices, {where}")
+        for where in dict.fromkeys(f"{one.mesh}, {one.pipeline}" for one in compared)
+    ]
+    once = {id(one): one.measured for one in measured}  # arms may share a program
+    dates = [*once.values(), *(one.measured for one in compared)]
+    earlier = sorted(filter(None, dates))
+    if earlier:
+        span = earlier[0] if earlier[0] == earlier[-1] else f"{earlier[0]} to {earlier[-1]}"
+        remarks.append(
+            Remark(
+                f"{len(earlier)} of {len(dates)} results are from earlier runs, {span}; "
+                "--fresh measures them again"
+            )
+        )
+    return remarks
+
+
+def _too_large(measured: Sequence[Measurement]) -> list[Remark]:
+    large = [one for one in measured if one.exceeds_device_memory]
+    if not large:
+        return []
+    most, size = max(one.needed_bytes for one in large), large[0].device_memory_bytes
+    text = (
+        f"does not fit{TOO_LARGE}: {megabytes(most)} MB of arguments, outputs, constants and heap"
+    )
+    refused = any(one.is_refused for one in large)
+    why = "; the compiler refused it, so that temp, peak and time are not known" if refused else ""
+    return [Remark(f"{text}, and a device has {megabytes(size)} MB{why}", "error")]
+
+
+def settings_lines(measured: Sequence[Measurement]) -> list[str]:
+    """A line with the settings that all programs have; none if they have none of their own.
+
+    - `measured`: the programs. Where their settings differ, `arm_lines` says which arm has which.
+    """
+    texts = {written(one.xla) for one in measured}
+    return [f"compiler settings: {text}" for text in texts if text and len(texts) == 1]
+
+
+def left_out_lines(measured: Sequence[Measurement]) -> list[str]:
+    """A line for each setting of a set that a compiler does not take."""
+    return list(
+        dict.fromkeys(
+            f"left out, because the compiler for {one.platform} does not take it: {setting}"
+            for one in measured
+            for setting in one.xla_left_out
+        )
+    )
+
+
+def arm_lines(outcome: Outcome) -> list[str]:
+    """A line with the settings of each arm; none where both arms have the same."""
+    measured = [(key, one) for key, (_, one) in zip("ab", outcome.arms, strict=True) if one]
+    if all(one.xla == measured[0][1].xla for _, one in measured):
+        return []
+    return [
+        f"{key}: compiler settings: {written(one.xla) or 'none of your own'}"
+        for key, one in measured
+    ]
+
+
+def headed(title: str, outcomes: Sequence[Outcome]) -> str:
+    """The title of a chart, with the settings of the arms below it.
+
+    - `title`: what was compiled.
+    """
+    measured = [one for outcome in outcomes for one in (outcome.a, outcome.b) if one]
+    arms = dict.fromkeys(line for outcome in outcomes for line in arm_lines(outcome))
+    return "\n".join([title, *arms, *settings_lines(measured)])
+
+
+def unread_lines(measured: Sequence[Measurement]) -> list[str]:
+    """One line for each kind of instruction or text that figures leave out.
+
+    - `measured`: the programs; what several of them leave out is named once.
+    """
+    groups: dict[tuple[tuple[str, ...], str, str], dict[str, Unread]] = defaultdict(dict)
+    for measurement in measured:
+        for item in measurement.unread:
+            groups[item.figures, item.what, item.reason][item.name] = item
+    return [_line(list(items.values())) for items in groups.values()]
+
+
+def _line(items: list[Unread]) -> str:
+    first = items[0]
+    figures = " and in ".join(FIGURES[figure] for figure in first.figures)
+    names = [_called(item) for item in items[:SHOWN] if item.name]
+    names += [f"{len(items) - SHOWN} more"] if len(items) > SHOWN else []
+    how = "only a lower bound" if first.figures == ("time_bound",) else "not"
+    return f"{how} in {figures}: {' '.join([first.what, ', '.join(names)]).strip()}: {first.reason}"
+
+
+def _called(item: Unread) -> str:
+    times = "an unknown number of times"
+    if item.executed is not None:
+        times = counted(item.executed, "time")
+    return f"{item.name} ({times} per step)"

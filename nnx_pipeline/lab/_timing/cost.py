@@ -1,0 +1,317 @@
+"""How long one instruction takes, and by what that is known.
+
+- `cycles`: the TPU compiler writes into most instructions how many cycles it estimates. Of the
+  others, such as a sort, a gather, a scatter and what another core does, only one pass of those
+  of their bytes that are not on the chip is known, at the memory's rate: a lower bound (`bounds`).
+- `kernel`: a kernel written by hand carries no estimate, or a sentinel in its place. Its time is
+  the longer of two: its operations at `KERNEL_EFFICIENCY` of the peak (in a roofline at the peak),
+  and its bytes at the rate of the memory. Its operations and bytes are those that it states, see
+  `products.stated_cost`. The peak follows the precision in its program; where that leaves open how
+  fast it multiplies, its time is a lower bound: its operations at the fastest of the peaks.
+- `roofline`: an NVIDIA program has no estimates. There an instruction that is no kernel takes the
+  longer of its operations at the peak and its bytes at the memory's rate, which no real program
+  reaches.
+
+A copy to or from the memory of the host, or an update or a slice of an array there, is no compute:
+it takes what it moves at the rate of the way to the host (`Costs.transfer`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from nnx_pipeline.lab._hlo.module import Computation, Instruction, Module, Shape
+from nnx_pipeline.lab._hlo.opcodes import PRODUCTS, TRANSFERS, is_known, plain
+from nnx_pipeline.lab._hlo.products import flops_of, is_hand_written, stated_cost
+from nnx_pipeline.lab._timing.collectives import called_inside, collectives_in
+from nnx_pipeline.lab._timing.devices import Device
+from nnx_pipeline.lab._timing.precision import precision_of, precisions_of_kernel, product_rate
+from nnx_pipeline.lab._timing.schedule import Transfer, Way
+from nnx_pipeline.lab._timing.traffic import LIBRARY, UPDATE, Traffic
+
+Kind = Literal["products", "kernels", "moves", "other"]
+
+KERNEL_EFFICIENCY = 0.65  # of the peak: attention kernels reach 50 to 80 % of it on a v5p
+SMALL = 4096  # bytes: what is smaller and has no estimate steers the program and is left out
+NO_ESTIMATE = 2**62  # the sentinels are 2⁶³ − 1 and 2⁶⁴ − 1; no estimate comes near them
+
+ONE_PASS = "the compiler estimates nothing, and one pass of its bytes counts"
+ANY_PRECISION = "the precision of its products is not known, and the fastest counts"
+
+_CYCLES = re.compile(r'estimated_cycles"\s*:\s*"?(\d+)')
+_MOVES = frozenset(
+    {
+        *("bitcast", "broadcast", "concatenate", "copy", "dynamic-slice", "dynamic-update-slice"),
+        *("iota", "pad", "reshape", "slice", "transpose"),
+    }
+)
+_FLOATS = frozenset({"bf16", "f16", "f32"})
+_HOST_MOVES = frozenset({"copy", "dynamic-slice", UPDATE})
+_FREE = frozenset(
+    {
+        *("after-all", "bitcast", "conditional", "constant", "get-tuple-element", "opt-barrier"),
+        *("parameter", "partition-id", "replica-id", "tuple", "while", "call"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one run of an instruction takes.
+
+    - `seconds`: how long it runs.
+    - `kind`: what it mostly does.
+    - `bound`: why it may run longer; "" where nothing says so.
+    """
+
+    seconds: float
+    kind: Kind
+    bound: str = ""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of the instructions of one program on one device.
+
+    - `device`: what it is compiled for.
+    """
+
+    module: Module
+    device: Device
+
+    def of(self, computation: Computation, instruction: Instruction) -> Cost | str | None:
+        """What an instruction takes by itself, without the computations that a loop runs.
+
+        None for an instruction that takes no time of its own, such as a tuple, a collective, or the
+        start of a transfer (`transfer`). Why nothing is known, as text, for one that takes time and
+        says nothing of it.
+        """
+        opcode = instruction.opcode
+        if opcode in _FREE or opcode.endswith(("-update", "-done")) or _makes_nothing(instruction):
+            return None
+        if reason := self._unknown(computation, instruction):
+            return reason
+        if self._host_transfer(computation, instruction) is not None:
+            return None
+        if opcode.endswith("-start"):
+            is_waited_for = self.device.clock or collectives_in(
+                self.module, computation, instruction
+            )
+            return None if is_waited_for else self._started(computation, instruction)
+        kind = self._kind(instruction)
+        if kind == "kernels":
+            return self._of_kernel(computation, instruction)
+        found = _CYCLES.search(instruction.attributes.get("backend_config", ""))
+        if found and self.device.clock and int(found[1]) < NO_ESTIMATE:
+            return Cost(int(found[1]) / self.device.clock, kind)
+        if collectives_in(self.module, computation, instruction):
+            return None  # its time is the time of the links
+        if self.device.clock is None:
+            return self._roofline(computation, instruction, kind)
+        if Traffic(self.module).of(computation, instruction) <= SMALL:
+            return None
+        least = self._least.of(computation, instruction)
+        return Cost(least / self.device.memory, kind, ONE_PASS)
+
+    def bound_beside(self, computation: Computation, instruction: Instruction) -> str:
+        """Why the compute of another core of a TPU may run longer; "" for anything else."""
+        on_chip = self.transfer(computation, instruction)
+        if on_chip is None or on_chip.way != "on-chip":
+            return ""
+        is_compute = instruction.called() and not self._only_moves(instruction)
+        return ONE_PASS if is_compute else ""
+
+    def transfer(self, computation: Computation, instruction: Instruction) -> Transfer | None:
+        """What an instruction moves beside the compute: to or from the host, or within a TPU.
+
+        The start of what another core of a TPU does counts as such a transfer, too.
+        """
+        if to_host := self._host_transfer(computation, instruction):
+            return to_host
+        is_start = instruction.opcode.endswith("-start") and self.device.clock is not None
+        if not is_start or collectives_in(self.module, computation, instruction):
+            return None
+        return Transfer("on-chip", self._passed(computation, instruction) / self.device.memory)
+
+    @property
+    def _least(self) -> Traffic:
+        """What passes through the device's memory at the least: nothing of what is on a chip."""
+        if self.device.clock is None:
+            return Traffic(self.module)
+        return Traffic(self.module, lambda shape: 0 if shape.space else shape.bytes)
+
+    def _passed(self, computation: Computation, start: Instruction) -> int:
+        """Bytes that a start of a TPU moves: of another core's work, those of all that it runs."""
+        if not start.called() or self._only_moves(start):
+            return _moved(computation, start)
+        homes = [self.module.computations[name] for name in start.called()]
+        return sum(
+            self._least.of(home, item)
+            for home in homes
+            for item in home.instructions.values()
+            if item.opcode not in _FREE
+        )
+
+    def _host_transfer(self, computation: Computation, instruction: Instruction) -> Transfer | None:
+        """The transfer of a copy, slice or update between host and device; None if it is none.
+
+        A fusion is one if it moves arrays and does nothing else, one of them to or from the host.
+        """
+        if instruction.opcode.endswith(("-done", "-update")):
+            return None
+        if plain(instruction.opcode) != "fusion":
+            return self._crossing(computation, instruction)
+        if not self._only_moves(instruction):
+            return None
+        fused = self.module.computations[instruction.called()[0]]
+        found = [self._crossing(fused, item) for item in fused.instructions.values()]
+        crossings = [transfer for transfer in found if transfer is not None]
+        return crossings[0] if len(crossings) == 1 else None
+
+    def _crossing(self, computation: Computation, instruction: Instruction) -> Transfer | None:
+        """What an instruction by itself sends to the memory of the host, or brings from it."""
+        name = plain(instruction.opcode)
+        if name not in _HOST_MOVES:
+            return None
+        source = computation.instructions[instruction.operands[1 if name == UPDATE else 0]]
+        to_host = done_of(computation, instruction).in_host_memory
+        if source.in_host_memory == to_host:
+            return None
+        way: Way = "to host" if to_host else "from host"
+        return Transfer(way, _moved(computation, instruction) / self.device.host)
+
+    def at_peak(self, computation: Computation, instruction: Instruction) -> float | str:
+        """Seconds of the products of an instruction and of what is part of it, at the peak rate.
+
+        Why that is not known, as text, where a product or its rate is not.
+        """
+        if inside := called_inside(instruction):
+            homes = [self.module.computations[name] for name in inside]
+            found = [
+                self.at_peak(home, one) for home in homes for one in home.instructions.values()
+            ]
+            unknown = [reason for reason in found if isinstance(reason, str)]
+            return unknown[0] if unknown else sum(map(float, found))
+        flops = flops_of(computation, instruction)
+        if isinstance(flops, str) or not flops:
+            return flops
+        if is_hand_written(instruction):
+            peak, bound = self._kernel_peak(instruction, computation.operand_shapes(instruction))
+            return bound or flops / peak
+        wanted = precision_of(computation, instruction)
+        rate = product_rate(self.device, wanted)
+        dtypes = " and ".join(dict.fromkeys(wanted.dtypes))
+        return flops / rate if rate else f"a product of {dtypes}, whose rate is not known"
+
+    def _unknown(self, computation: Computation, instruction: Instruction) -> str:
+        """Why the time of an instruction is not known; "" where it is known."""
+        if not is_known(instruction.opcode):
+            return "an opcode that is not known"
+        if plain(instruction.opcode) in TRANSFERS:
+            return "a transfer of a kind that is not counted"
+        read = (computation.instructions[name] for name in instruction.operands)
+        on_host = any(one.in_host_memory and one.opcode != "tuple" for one in (instruction, *read))
+        if on_host and self._host_transfer(computation, instruction) is None:
+            return "work in the memory of the host"
+        return ""
+
+    def _started(self, computation: Computation, start: Instruction) -> Cost | str | None:
+        """What a GPU does on another stream, which takes no less time there."""
+        if not start.called():
+            size = 2 * done_of(computation, start).result_bytes  # a copy reads it and writes it
+            return Cost(size / self.device.memory, "moves")
+        homes = [self.module.computations[name] for name in start.called()]
+        found = [self.of(home, item) for home in homes for item in home.instructions.values()]
+        unknown = [reason for reason in found if isinstance(reason, str)]
+        costs = [cost for cost in found if isinstance(cost, Cost)]
+        if unknown or not costs:
+            return unknown[0] if unknown else None
+        return Cost(sum(cost.seconds for cost in costs), costs[0].kind)
+
+    def _kind(self, instruction: Instruction) -> Kind:
+        target = instruction.attributes.get("custom_call_target", "")
+        if is_hand_written(instruction):
+            return "kernels"
+        inside = self._inside(instruction)
+        if LIBRARY.match(target) or inside & PRODUCTS:
+            return "products"
+        return "moves" if self._only_moves(instruction) else "other"
+
+    def _only_moves(self, instruction: Instruction) -> bool:
+        return self._inside(instruction) <= _MOVES | _FREE
+
+    def _inside(self, instruction: Instruction) -> set[str]:
+        names = called_inside(instruction)
+        if not names:
+            return {instruction.opcode}
+        fused = (self.module.computations[name].instructions.values() for name in names)
+        return set().union(*(self._inside(item) for items in fused for item in items))
+
+    def _of_kernel(self, computation: Computation, instruction: Instruction) -> Cost | str:
+        own = stated_cost(instruction)
+        if "flops" not in own:
+            return "a kernel that states no operations"
+        size = own.get("bytes_accessed") or Traffic(self.module).of(computation, instruction)
+        peak, bound = self._kernel_peak(instruction, computation.operand_shapes(instruction))
+        # A lower bound holds of every kernel, also of one that is better than most.
+        rate = peak * (KERNEL_EFFICIENCY if self.device.clock and not bound else 1.0)
+        return Cost(max(own["flops"] / rate, size / self.device.memory), "kernels", bound)
+
+    def _kernel_peak(
+        self, kernel: Instruction, operands: Iterable[Sequence[Shape]]
+    ) -> tuple[float, str]:
+        """The fastest rate at which a kernel may multiply, and why it may be slower, or ""."""
+        read = [one for shapes in operands for one in shapes]
+        if self.device.clock is None:
+            dtypes = {"bf16", *(one.dtype for one in read)}
+            known = [rate for dtype, rate in self.device.flops.items() if dtype in dtypes]
+            is_open = {one.dtype for one in read} & _FLOATS == {"f32"}
+            return max(known), ANY_PRECISION if is_open else ""
+        wanted = precisions_of_kernel(kernel, read)
+        rates = {product_rate(self.device, one) or self.device.flops["bf16"] for one in wanted}
+        return max(rates), ANY_PRECISION if len(rates) > 1 else ""
+
+    def _roofline(
+        self, computation: Computation, instruction: Instruction, kind: Kind
+    ) -> Cost | str:
+        at_peak = self.at_peak(computation, instruction)
+        if isinstance(at_peak, str):
+            return at_peak
+        if instruction.opcode == "custom-call" and not LIBRARY.match(
+            instruction.attributes["custom_call_target"]
+        ):
+            return "a library call that says nothing of its time"
+        size = self._least.of(computation, instruction)
+        return Cost(max(at_peak, size / self.device.memory), kind)
+
+
+def done_of(computation: Computation, instruction: Instruction) -> Instruction:
+    """The done of an asynchronous start; any other instruction as it is."""
+    while instruction.opcode.endswith(("-start", "-update")):
+        following = [
+            user
+            for user in computation.users[instruction.name]
+            if user.opcode.endswith(("-update", "-done"))
+        ]
+        if not following:
+            break
+        instruction = following[0]
+    return instruction
+
+
+def _moved(computation: Computation, instruction: Instruction) -> int:
+    """Bytes that a copy, a slice or an update moves, or the result of what else is started."""
+    if plain(instruction.opcode) == UPDATE:
+        _, update, *_ = computation.operand_shapes(instruction)
+        return sum(shape.bytes for shape in update)
+    return done_of(computation, instruction).result_bytes
+
+
+def _makes_nothing(instruction: Instruction) -> bool:
+    """Whether a custom call only sets memory aside or tells the compiler something."""
+    return instruction.opcode == "custom-call" and bool(
+        re.search(r"Allocate|Sharding|annotate", instruction.attributes["custom_call_target"])
+    )

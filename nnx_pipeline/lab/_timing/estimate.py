@@ -1,0 +1,244 @@
+"""Estimates the time of a compiled program from its text."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from nnx_pipeline.lab._hlo.branches import Shares, branch_shares
+from nnx_pipeline.lab._hlo.cost import collective_of
+from nnx_pipeline.lab._hlo.loops import Runs, loop_trips
+from nnx_pipeline.lab._hlo.module import Computation, Instruction, Module
+from nnx_pipeline.lab._hlo.opcodes import plain
+from nnx_pipeline.lab._hlo.unread import Unread, unread
+from nnx_pipeline.lab._timing.collectives import called_inside, collectives_in, groups_of, pairs_of
+from nnx_pipeline.lab._timing.cost import Cost, Costs, done_of
+from nnx_pipeline.lab._timing.links import Links
+from nnx_pipeline.lab._timing.result import Pass, Time, TimeRow
+from nnx_pipeline.lab._timing.schedule import BusySeconds, ScheduleWalk
+from nnx_pipeline.lab._tracing.jaxpr import RECOMPUTED
+from nnx_pipeline.lab.attribution._origins import Callers, source_of
+from nnx_pipeline.lab.errors import counted
+
+Key = tuple[str, str]  # an instruction: the names of its computation and of itself
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The time of one program on one slice of devices.
+
+    - `runs`: how often each computation runs per step, from `executions(module)`.
+    - `links`: the devices and the links between them.
+    - `shares`: `branch_shares(module)`, if it has been computed already.
+    """
+
+    module: Module
+    runs: Runs
+    links: Links
+    shares: Shares | None = None
+
+    @property
+    def time(self) -> Time:
+        """The estimate; what depends on an instruction of `unread` is None."""
+        span, device = self._walk.step(), self.links.device
+        whole, all_sent = not self._unknown_compute, not self._unknown_collectives
+        known = whole and all_sent
+        busy = span.compute + span.stalled
+        at_peak = self._seconds_at_peak
+        counts_least = device.clock is None or bool(self.bounds)
+        return Time(
+            basis="roofline" if device.clock is None else "cycles",
+            known_seconds=span.compute,
+            compute_seconds=span.compute if whole else None,
+            collective_seconds=span.collective if all_sent else None,
+            exposed_seconds=span.exposed if known else None,
+            memory_wait_seconds=span.stalled if known else None,
+            host_seconds=span.to_host + span.from_host if whole else None,
+            step_seconds=span.total if known else None,
+            range_seconds=(max(busy, span.collective), busy + span.collective) if known else None,
+            hfu=at_peak / span.total if known and at_peak is not None and span.total else None,
+            launches=sum(row.launches for row in self.rows) if whole else None,
+            is_lower_bound=counts_least and not self._guessed,
+            is_open=counts_least and bool(self._guessed),
+            peak_flops=device.flops["bf16"],
+            rows=self.rows,
+        )
+
+    @cached_property
+    def rows(self) -> tuple[TimeRow, ...]:
+        """The compute by line, its caller, kind and pass, the longest first."""
+        found: dict[tuple[str | None, str | None, str, Pass], list[float]]
+        found = defaultdict(lambda: [0.0, 0])
+        callers = Callers(
+            item
+            for home in self.module.computations.values()
+            for item in home.instructions.values()
+        )
+        for computation, instruction, times in self._taken():
+            cost = self._costs.get((computation.name, instruction.name))
+            if isinstance(cost, Cost):
+                line = source_of(instruction), callers.of(instruction)
+                row = found[*line, cost.kind, pass_of(instruction)]
+                row[0] += times * cost.seconds
+                row[1] += times
+        rows = (
+            TimeRow(
+                source=source,
+                caller=caller,
+                kind=kind,
+                pass_name=name,
+                seconds=seconds,
+                launches=int(count),
+            )
+            for (source, caller, kind, name), (seconds, count) in found.items()
+        )
+        return tuple(sorted(rows, key=lambda row: -row.seconds))
+
+    @property
+    def unread(self) -> tuple[Unread, ...]:
+        """The instructions whose time is not known, and which the estimate leaves out."""
+        return (*self._unknown_compute, *self._unknown_collectives)
+
+    @cached_property
+    def bounds(self) -> tuple[Unread, ...]:
+        """The instructions of which the estimate has no more than the least that they take."""
+        return tuple(
+            unread(instruction, "time_bound", times, reason)
+            for computation, instruction, times in self._taken()
+            if times and (reason := self._bound(computation, instruction))
+        )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A sentence on the conditionals whose longest branch counts, though any may run."""
+        if not self._guessed:
+            return ()
+        which = counted(len(self._guessed), "conditional")
+        return (
+            f"the estimated time takes the longest branch of {which}, and less where another runs",
+        )
+
+    @cached_property
+    def _guessed(self) -> list[Instruction]:
+        """The conditionals of which another branch than the longest may run, and take less."""
+        return [
+            instruction
+            for computation, instruction, times in self._taken()
+            if times and self._walk.guessed(computation, instruction)
+        ]
+
+    def _bound(self, computation: Computation, instruction: Instruction) -> str:
+        cost = self._costs.get((computation.name, instruction.name))
+        if isinstance(cost, Cost):
+            return cost.bound
+        return self._cost_model.bound_beside(computation, instruction)
+
+    @cached_property
+    def _unknown_compute(self) -> tuple[Unread, ...]:
+        found = []
+        for computation, instruction, times in self._all():
+            cost = self._costs[computation.name, instruction.name]
+            if isinstance(cost, str):
+                found.append(unread(instruction, "time", times, cost))
+            elif isinstance(cost, Cost) and times is None:
+                reason = "it runs an unknown number of times"
+                found.append(unread(instruction, "time", None, reason))
+        return tuple(found)
+
+    @cached_property
+    def _unknown_collectives(self) -> tuple[Unread, ...]:
+        found = []
+        for computation, instruction, times in self._all():
+            if self._sent[computation.name, instruction.name] is None:
+                reason = "a collective over devices or links that are not known"
+                found.append(unread(instruction, "time", times, reason))
+            elif times is None and collectives_in(self.module, computation, instruction):
+                reason = "a collective that runs an unknown number of times"
+                found.append(unread(instruction, "time", None, reason))
+        return tuple(found)
+
+    @cached_property
+    def _seconds_at_peak(self) -> float | None:
+        total = 0.0
+        for computation, instruction, times in self._taken():
+            found = self._cost_model.at_peak(computation, instruction)
+            if isinstance(found, str):
+                return None
+            total += times * found
+        return total
+
+    def _all(self) -> Iterator[tuple[Computation, Instruction, int | None]]:
+        for name, times in self.runs.items():
+            if name not in self._parts:
+                computation = self.module.computations[name]
+                for instruction in computation.instructions.values():
+                    yield computation, instruction, times
+
+    def _taken(self) -> Iterator[tuple[Computation, Instruction, int]]:
+        """The same, for the branches that the walk takes and loops of a known number of trips."""
+        for name, times in self._walk.runs().items():
+            computation = self.module.computations[name]
+            for instruction in computation.instructions.values():
+                yield computation, instruction, times
+
+    @cached_property
+    def _parts(self) -> frozenset[str]:
+        return frozenset(
+            callee
+            for computation in self.module.computations.values()
+            for instruction in computation.instructions.values()
+            for callee in called_inside(instruction)
+        )
+
+    @cached_property
+    def _walk(self) -> ScheduleWalk:
+        shares = branch_shares(self.module) if self.shares is None else self.shares
+        return ScheduleWalk(self.module, loop_trips(self.module), shares, self._work)
+
+    @cached_property
+    def _cost_model(self) -> Costs:
+        return Costs(self.module, self.links.device)
+
+    @cached_property
+    def _costs(self) -> dict[Key, Cost | str | None]:
+        return {
+            (home.name, item.name): self._cost_model.of(home, item) for home, item, _ in self._all()
+        }
+
+    @cached_property
+    def _sent(self) -> dict[Key, float | None]:
+        return {(home.name, item.name): self._on_links(home, item) for home, item, _ in self._all()}
+
+    def _work(self, computation: Computation, instruction: Instruction) -> BusySeconds:
+        key = computation.name, instruction.name
+        cost = self._costs.get(key)
+        return BusySeconds(
+            cost.seconds if isinstance(cost, Cost) else 0.0,
+            self._sent.get(key) or 0.0,
+            self._cost_model.transfer(computation, instruction),
+        )
+
+    def _on_links(self, computation: Computation, instruction: Instruction) -> float | None:
+        total = 0.0
+        for home, found in collectives_in(self.module, computation, instruction):
+            is_permutation = plain(found.opcode) == "collective-permute"
+            devices = len(self.links.places)
+            joined = pairs_of(found) if is_permutation else groups_of(found, devices)
+            kind, size = collective_of(
+                home, done_of(home, found), in_fusion=home.name in self._parts
+            )
+            seconds = None if joined is None else self.links.seconds(kind, size, joined)
+            if seconds is None:
+                return None
+            total += seconds
+        return total
+
+
+def pass_of(instruction: Instruction) -> Pass:
+    """The pass that an instruction belongs to, by the path of JAX operations that it comes from."""
+    path = instruction.op_name or ""
+    if RECOMPUTED in path:
+        return "recomputed"
+    return "backward" if "transpose(" in path else "forward"

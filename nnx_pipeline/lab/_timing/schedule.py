@@ -1,0 +1,261 @@
+"""Walks a program in the order in which it runs, and overlaps what it lets overlap.
+
+Several things go on at a time: compute, one instruction after the other; the links, one collective
+after the other; and transfers, one after the other between the memory and the on-chip memory, one
+after the other to the memory of the host, and one after the other from it. A collective that is one
+instruction stops the compute until it is over. What is split into a start
+and a done runs beside what stands between the two, and the compute waits at the done for what is
+left. The TPU compiler also spreads a collective over several fusions, which carry the same
+`chain_id`: it starts with the first of them, and the last one waits for its end. A loop takes what
+its body takes times its trips. A conditional takes what its branches take times their shares, and
+where these are not known, what its longest branch takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from nnx_pipeline.lab._hlo.branches import Shares
+from nnx_pipeline.lab._hlo.module import Computation, Instruction, Module
+from nnx_pipeline.lab._timing.collectives import collectives_in
+
+_CHAIN = re.compile(r'chain_id=\s*"(\d+)"')
+
+
+Way = Literal["on-chip", "to host", "from host"]  # what a transfer goes over
+
+
+class Transfer(NamedTuple):
+    """A transfer that a start begins, and that its done waits for."""
+
+    way: Way
+    seconds: float
+
+
+class BusySeconds(NamedTuple):
+    """Seconds for which an instruction keeps the compute and the links busy, and its transfer."""
+
+    compute: float = 0.0
+    links: float = 0.0
+    transfer: Transfer | None = None
+
+
+@dataclass(frozen=True)
+class Duration:
+    """How long a part of a program takes, in seconds.
+
+    - `total`: from its beginning to its end.
+    - `compute`: how long instructions run in it.
+    - `collective`: how long the links are in use.
+    - `exposed`: how long the compute waits for the links.
+    - `stalled`: how long the compute waits for transfers of the memory.
+    - `to_host`, `from_host`: how long transfers to the memory of the host, and from it, go on.
+    """
+
+    total: float = 0.0
+    compute: float = 0.0
+    collective: float = 0.0
+    exposed: float = 0.0
+    stalled: float = 0.0
+    to_host: float = 0.0
+    from_host: float = 0.0
+
+    def times(self, runs: Fraction | int) -> Duration:
+        """The span of so many runs, one after the other."""
+        return Duration(*(float(runs) * part for part in dataclasses.astuple(self)))
+
+
+@dataclass
+class _Clock:
+    """When the compute, the links and the transfers are free, and what was spent until then."""
+
+    now: float = 0.0
+    links_free: float = 0.0
+    free: dict[Way, float] = field(default_factory=dict)  # when the next transfer may begin
+    busy: dict[Way, float] = field(default_factory=lambda: defaultdict(float))
+    compute: float = 0.0
+    collective: float = 0.0
+    exposed: float = 0.0
+    stalled: float = 0.0
+    sent: dict[str, float] = field(default_factory=dict)  # ends of collectives, by their start
+    moved: dict[str, float] = field(default_factory=dict)  # ends of transfers
+
+    def run(self, seconds: float) -> None:
+        self.now += seconds
+        self.compute += seconds
+
+    def send(self, name: str, seconds: float) -> None:
+        self.links_free = max(self.now, self.links_free) + seconds
+        self.collective += seconds
+        self.sent[name] = self.links_free
+
+    def move(self, name: str, transfer: Transfer) -> None:
+        way, seconds = transfer
+        self.free[way] = max(self.now, self.free.get(way, 0.0)) + seconds
+        self.busy[way] += seconds
+        self.moved[name] = self.free[way]
+
+    def wait(self, name: str) -> None:
+        self._expose(self.sent.pop(name, self.now))
+        waited = max(0.0, self.moved.pop(name, self.now) - self.now)
+        self.now += waited
+        self.stalled += waited
+
+    def rename(self, old: str, new: str) -> None:
+        for finishes in (self.sent, self.moved):
+            if old in finishes:
+                finishes[new] = finishes.pop(old)
+
+    def add(self, span: Duration) -> None:
+        """A loop, a branch or a call, in which everything that is started also ends."""
+        if span.collective:
+            self._expose(self.links_free)  # the links carry one collective after the other
+        self.now += span.total
+        self.compute += span.compute
+        self.collective += span.collective
+        self.exposed += span.exposed
+        self.stalled += span.stalled
+        self.busy["to host"] += span.to_host
+        self.busy["from host"] += span.from_host
+
+    def span(self) -> Duration:
+        for name in [*self.sent, *self.moved]:
+            self.wait(name)
+        return Duration(
+            *(self.now, self.compute, self.collective, self.exposed, self.stalled),
+            *(self.busy["to host"], self.busy["from host"]),
+        )
+
+    def _expose(self, end: float) -> None:
+        waited = max(0.0, end - self.now)
+        self.now += waited
+        self.exposed += waited
+
+
+@dataclass(frozen=True)
+class ScheduleWalk:
+    """Walks one program.
+
+    - `trips`: how often the body of each loop runs, from `loop_trips(module)`; a loop of which that
+      is not known is left out.
+    - `shares`: how often each branch of each conditional is taken, from `branch_shares(module)`.
+    - `work`: what an instruction keeps busy by itself.
+    """
+
+    module: Module
+    trips: Mapping[tuple[str, str], int | None]
+    shares: Shares
+    work: Callable[[Computation, Instruction], BusySeconds]
+
+    def step(self) -> Duration:
+        """The whole program."""
+        return self._span(self.module.entry)
+
+    def guessed(self, computation: Computation, instruction: Instruction) -> bool:
+        """Whether a conditional takes another time where another branch than the longest runs.
+
+        - `computation`: the one that holds the instruction; False for one that is no conditional,
+          or one of which it is known how often each branch runs.
+        """
+        if instruction.opcode != "conditional":
+            return False
+        if self.shares.get((computation.name, instruction.name)) is not None:
+            return False
+        return len({self._span(name).total for name in instruction.called()}) > 1
+
+    def runs(self) -> dict[str, int]:
+        """How often each computation runs on the way that the walk takes."""
+        counts: dict[str, Fraction] = {}
+        pending = [(self.module.entry, Fraction(1))]
+        while pending:
+            name, times = pending.pop()
+            counts[name] = counts.get(name, Fraction(0)) + times
+            computation = self.module.computations[name]
+            for instruction in computation.instructions.values():
+                inside = self._inside(computation, instruction)
+                pending += [(callee, times * runs) for callee, runs in inside]
+        return {name: int(times) for name, times in counts.items()}
+
+    def _inside(
+        self, computation: Computation, instruction: Instruction
+    ) -> list[tuple[str, Fraction | int]]:
+        """The computations that run instruction by instruction in one, and how often."""
+        called = instruction.called()
+        if instruction.opcode == "while":
+            trips = self.trips.get((computation.name, instruction.name))
+            if trips is None:
+                return []
+            (condition,), (body,) = instruction.called("condition"), instruction.called("body")
+            return [(condition, trips + 1), (body, trips)]
+        if instruction.opcode == "conditional":
+            shares = self.shares.get((computation.name, instruction.name))
+            if shares is not None:
+                return list(zip(called, shares, strict=True))
+            return [(max(called, key=lambda name: self._span(name).total), 1)]
+        return [(called[0], 1)] if instruction.opcode == "call" else []
+
+    def _span(self, name: str) -> Duration:
+        if name not in self._spans:
+            clock, computation = _Clock(), self.module.computations[name]
+            chains = _chains(self.module, computation)
+            for instruction in computation.instructions.values():
+                self._advance(clock, computation, instruction, chains.get(instruction.name))
+            self._spans[name] = clock.span()
+        return self._spans[name]
+
+    @cached_property
+    def _spans(self) -> dict[str, Duration]:
+        return {}
+
+    def _advance(
+        self,
+        clock: _Clock,
+        computation: Computation,
+        instruction: Instruction,
+        chain: tuple[str, str] | None,
+    ) -> None:
+        opcode, name = instruction.opcode, instruction.name
+        for callee, times in self._inside(computation, instruction):
+            clock.add(self._span(callee).times(times))
+        if opcode.endswith("-done"):
+            clock.wait(instruction.operands[0])
+        elif opcode.endswith("-update"):
+            clock.rename(instruction.operands[0], name)
+        else:
+            compute, links, transfer = self.work(computation, instruction)
+            if transfer is not None:
+                clock.move(name, transfer)
+                if not opcode.endswith("-start"):
+                    clock.wait(name)
+            if chain is None and links:
+                clock.send(name, links)
+                if not opcode.endswith("-start"):
+                    clock.wait(name)
+            elif chain is not None and chain[1] == "first":
+                clock.send(chain[0], links)
+            clock.run(compute)
+            if chain is not None and chain[1] == "last":
+                clock.wait(chain[0])
+
+
+def _chains(module: Module, computation: Computation) -> dict[str, tuple[str, str]]:
+    """The instructions that carry parts of one collective: its chain, and which part each is."""
+    members: dict[str, list[str]] = {}
+    for instruction in computation.instructions.values():
+        for _, found in collectives_in(module, computation, instruction)[:1]:
+            text = found.attributes.get("frontend_attributes", "")
+            if named := _CHAIN.search(text):
+                members.setdefault(named[1], []).append(instruction.name)
+    parts: dict[str, tuple[str, str]] = {}
+    for chain, names in members.items():
+        if len(names) > 1:
+            parts |= dict.fromkeys(names, (chain, "between"))
+            parts[names[0]], parts[names[-1]] = (chain, "first"), (chain, "last")
+    return parts

@@ -1,0 +1,347 @@
+"""Traces calls of user functions, afresh each time, with the donation that they declare.
+
+JAX caches a trace by the identity of the function. It does not notice when something else that the
+function reads has changed, such as a flag of a module, a helper or a default argument.
+"""
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from nnx_pipeline.lab._tracing.jaxpr import raised_in_pmap, with_bodies
+from nnx_pipeline.lab._tracing.nnx_state import (
+    Threaded,
+    arrays_of_state,
+    described_arrays,
+    name_of,
+    without_repeats,
+)
+from nnx_pipeline.lab.errors import InputError
+
+# Its value is part of the keys of JAX's caches, also for jitted functions inside others.
+_TURN = jax.make_user_context(None)
+# Part of Flax's message where a module of an outer trace is used in an inner one.
+_OUTSIDE = "Cannot extract graph node from different trace level"
+
+
+def traced_afresh() -> contextlib.AbstractContextManager[object]:
+    """A context in which JAX reuses no trace from before, and discards none either.
+
+    Within one such context a function is still traced only once.
+    """
+    context: contextlib.AbstractContextManager[object] = _TURN(object())
+    return context
+
+
+def this_turn() -> object:
+    """The current context of `traced_afresh`, to be part of the keys of other caches."""
+    return _TURN.value
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function with everything that it is called with.
+
+    A jitted function is taken out of the partial or the method around it; the arrays
+    that these bind are then arguments like any others. So is a `jax.ShapeDtypeStruct` that a
+    partial binds by name to a function without jit.
+
+    - `arguments`: the positional arguments, bound ones first.
+    - `keywords`: the keyword arguments: what a partial binds, and the last of the arguments where
+      the function takes keyword-only ones that have no default.
+    - `static`: the `id` of each leaf that need not be an array, since a jit may take it as static.
+    - `bound`: how many arguments were bound to the function.
+    """
+
+    function: Callable[..., object]
+    arguments: tuple[object, ...]
+    keywords: dict[str, object] = field(default_factory=dict)
+    static: frozenset[int] = frozenset()
+    bound: int = 0
+
+    @classmethod
+    def of(cls, function: Callable[..., object], arguments: tuple[object, ...]) -> "Call":
+        """The call of a function; whatever is bound to a function without jit stays bound.
+
+        Raises InputError for a function that `nnx.jit_partial` made.
+        """
+        inner: Any = function
+        bound: tuple[object, ...] = ()
+        keywords: dict[str, object] = {}
+        while isinstance(inner, MethodType) or _is_partial(inner):
+            if isinstance(inner, MethodType):
+                inner, bound = inner.__func__, (inner.__self__, *bound)
+            else:
+                keywords = {**inner.keywords, **keywords}
+                inner, bound = inner.func, (*inner.args, *bound)
+        if getattr(inner, "partial_args", ()):
+            raise InputError(
+                f"{name_of(function)} was made by nnx.jit_partial, which keeps arrays of this "
+                "process; wrap the function in nnx.jit instead, and pass all of its arguments"
+            )
+        if not _lowers(inner):
+            inner, bound = function, ()
+            keywords = {name: one for name, one in keywords.items() if _is_abstract(one)}
+        given, named = _by_name(inner, (*bound, *arguments), keywords)
+        leaves = jax.tree.leaves((given, named)) if _lowers(inner) else []
+        static = frozenset(id(leaf) for leaf in leaves if not hasattr(leaf, "shape"))
+        return cls(inner, given, named, static, len(bound) + len(keywords))
+
+    @property
+    def given(self) -> tuple[tuple[object, ...], dict[str, object]]:
+        """The arguments and keywords as one pytree."""
+        return self.arguments, self.keywords
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A traced call.
+
+    - `program`: what JAX traced, ready to be lowered.
+    - `results`: dtype and shape of each array that the function returns, by its path in the result.
+    - `changed`: dtype and shape of each array of NNX state that it changes in place, by its path in
+      the arguments; None for a jitted function to which something is bound, which shifts the paths.
+    - `notes`: one sentence for each thing that the function declares and the program lacks.
+    """
+
+    program: jax.stages.Traced
+    results: dict[str, str]
+    changed: dict[str, str] | None
+    notes: tuple[str, ...]
+
+
+def calls_pmap_inside(call: Call) -> bool:
+    """Whether a call that cannot be traced fails in a function that `jax.pmap` made.
+
+    JAX leaves its own frames out of a traceback, so it is traced once more with them.
+    """
+    before = jax.config.jax_traceback_filtering  # type: ignore[attr-defined]
+    jax.config.update("jax_traceback_filtering", "off")
+    try:
+        with traced_afresh():
+            trace(call)
+    except Exception as error:  # the function of a user may raise anything
+        return raised_in_pmap(error)
+    finally:
+        jax.config.update("jax_traceback_filtering", before)
+    return False
+
+
+def trace(call: Call) -> Traced:
+    """Traces a call with the function's own jit, or with `jax.jit` if it has none.
+
+    A function without jit donates nothing, and NNX state that it changes in place is added to the
+    results of the program.
+
+    Raises InputError if a function made by `jax.jit` drops such changes, and if the function
+    changes state that is not among its arguments.
+    """
+    with _changes_are_of_arguments(call.function):
+        return _trace_jitted(call) if hasattr(call.function, "trace") else _trace_plain(call)
+
+
+def jaxpr_of(call: Call) -> tuple[ClosedJaxpr, list[object]]:
+    """The jaxpr of a call, with the arrays and numbers that are its inputs, in order.
+
+    The options of the function's jit have no effect on it. Raises InputError as `trace` does.
+    """
+    jitted = hasattr(call.function, "trace")
+    own = vars(call.function)["__wrapped__"] if jitted else call.function
+    used = Threaded(own, static=_lowers(call.function))
+    treedef: object
+    leaves, treedef = jax.tree.flatten(used.take(call.given))
+
+    def flat(*arrays: object) -> object:
+        arguments, keywords = treedef.unflatten(arrays)
+        return used(*arguments, **keywords)
+
+    with _changes_are_of_arguments(call.function):
+        program = jax.make_jaxpr(flat)(*leaves)
+    used.refuse_lost(program)
+    if jitted and not _is_nnx_jit(call.function):
+        used.refuse_changes()
+    return program, leaves
+
+
+def _trace_jitted(call: Call) -> Traced:
+    """Traces a function that `jax.jit` or `nnx.jit` made, with the options of that jit."""
+    own: Any = call.function
+    changed = _changes_of(call)
+    traced = own.trace(*call.arguments, **call.keywords)
+    if isinstance(traced, jax.stages.Traced):
+        results = traced.out_info
+    else:
+        traced = traced.traced  # Flax keeps what JAX traced in a wrapper of its own
+        results, _ = without_repeats(own.eval_shape(*call.arguments, **call.keywords))
+    return Traced(
+        traced,
+        described_arrays(results),
+        None if call.bound else changed,
+        _ignored_donations(traced.jaxpr),
+    )
+
+
+def _trace_plain(call: Call) -> Traced:
+    """Traces a function without jit, or one that another library jitted, with its donation."""
+    used = Threaded(call.function, static=_lowers(call.function))
+    arguments, keywords = used.take(call.given)
+    numbers: tuple[int, ...] = ()
+    notes: tuple[str, ...] | None = None
+    if _lowers(call.function):
+        numbers, notes = _donated_arguments(jax.make_jaxpr(used)(*arguments, **keywords), arguments)
+    program = jax.jit(used, donate_argnums=numbers).trace(*arguments, **keywords)
+    used.refuse_lost(program.jaxpr)
+    if notes is None:
+        notes = _ignored_donations(program.jaxpr)
+    return Traced(program, used.results, used.changed, notes)
+
+
+def _changes_of(call: Call) -> dict[str, str]:
+    """Dtypes and shapes, by path, of what a jitted function changes in place in its arguments.
+
+    This must be the first trace in a context of `traced_afresh`, because JAX runs a function that
+    is jitted inside only once there.
+
+    Raises InputError if a transformation of JAX drops such a change: the function's own `jax.jit`,
+    or one inside the function.
+    """
+    inner = getattr(call.function, "__wrapped__", None)
+    if inner is None or not arrays_of_state(call.given):
+        return {}
+    used = Threaded(inner, static=True)
+    arguments, keywords = used.take(call.given)
+    program = jax.make_jaxpr(used)(*arguments, **keywords)
+    used.refuse_lost(program)
+    if _is_nnx_jit(call.function):
+        return used.changed
+    used.refuse_changes()
+    return {}
+
+
+@contextlib.contextmanager
+def _changes_are_of_arguments(function: Callable[..., object]) -> Iterator[None]:
+    """Raises InputError if NNX state is changed inside that is not among the arguments."""
+    try:
+        yield
+    except Exception as error:
+        # For a gradient or an `nnx.jit` of a module from outside, Flax raises a plain ValueError.
+        plain = isinstance(error, ValueError) and _OUTSIDE in str(error)
+        flax_errors = sys.modules.get("flax.errors")
+        if not plain and not (flax_errors and isinstance(error, flax_errors.TraceContextError)):
+            raise
+        raise InputError(
+            f"{name_of(function)} changes NNX state that is not among its arguments, or not among "
+            "those of a transformation inside of it; pass the module as an argument. A module in a "
+            "closure or in nnx.cached_partial is not an argument, nor is one that a partial or a "
+            "method binds to a function without nnx.jit"
+        ) from error
+
+
+def _donated_arguments(
+    program: ClosedJaxpr, arguments: tuple[object, ...]
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Indices of the arguments that are donated as a whole, and notes on donation without effect.
+
+    - `program`: the jaxpr of a function that another library jitted, which passes its arguments on
+      to `jax.jit`.
+    - `arguments`: the positional arguments, the first inputs of the program.
+    """
+    given_up = {
+        id(variable)
+        for equation in program.eqns
+        for variable, donated in zip(equation.invars, _donations(equation), strict=False)
+        if donated
+    }
+    inputs, numbers = list(program.jaxpr.invars), []
+    honoured: set[int] = set()
+    for number, argument in enumerate(arguments):
+        count = len(jax.tree.leaves(argument))
+        # `jax.jit` donates whole arguments, so that all arrays of one must be given up.
+        own, inputs = inputs[:count], inputs[count:]
+        if own and all(id(variable) in given_up for variable in own):
+            numbers.append(number)
+            honoured.update(map(id, own))
+    return tuple(numbers), _ignored_donations(program, honoured)
+
+
+def _ignored_donations(program: ClosedJaxpr, honoured: Collection[int] = ()) -> tuple[str, ...]:
+    """One sentence for each jitted function whose donation has no effect inside the program.
+
+    - `honoured`: the `id` of each variable that the program itself donates.
+    """
+    found: dict[str, None] = {}
+    for equation in with_bodies(program):
+        pairs = zip(equation.invars, _donations(equation), strict=False)
+        if any(donated and id(variable) not in honoured for variable, donated in pairs):
+            found[equation.params["name"]] = None
+    return tuple(
+        f"what {name} donates is not donated here: JAX ignores donation inside of another program; "
+        "measure that function itself, or declare it on the outermost jit"
+        for name in found
+    )
+
+
+def _donations(equation: JaxprEqn) -> tuple[bool, ...]:
+    return tuple(equation.params.get("donated_invars", ()))
+
+
+def _by_name(
+    function: Callable[..., object], arguments: tuple[object, ...], keywords: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """The arguments and keywords of a call, with keyword-only arguments under their names.
+
+    Those that have no default are the last of the arguments, in the order of the signature.
+    """
+    try:
+        parameters = [*inspect.signature(function).parameters.values()]
+    except ValueError:
+        return arguments, keywords  # it has no signature that Python knows
+    names = [
+        one.name
+        for one in parameters
+        if one.kind is one.KEYWORD_ONLY and one.default is one.empty and one.name not in keywords
+    ]
+    places = sum(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in parameters)
+    if any(one.kind is one.VAR_POSITIONAL for one in parameters):
+        places = max(places, len(arguments) - len(names))
+    return arguments[:places] + arguments[places + len(names) :], {
+        **keywords,
+        **dict(zip(names, arguments[places:], strict=False)),
+    }
+
+
+def _is_partial(function: object) -> bool:
+    """Whether a function is a partial of Python, JAX or Equinox, which have the same fields."""
+    return all(hasattr(function, name) for name in ("func", "args", "keywords"))
+
+
+def _is_abstract(tree: object) -> bool:
+    """Whether a tree has a shape in the place of an array, with which nothing can be computed."""
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
+
+
+def _is_nnx_jit(function: object) -> bool:
+    """Whether `nnx.jit` has made a function, which takes that Flax is imported."""
+    return "flax.nnx" in sys.modules and isinstance(function, _nnx_jits())
+
+
+@functools.cache
+def _nnx_jits() -> tuple[type, ...]:
+    """The types of what `nnx.jit` returns."""
+    from flax import nnx
+
+    made = (nnx.jit(lambda: None, graph=True, graph_updates=updates) for updates in (True, False))
+    return tuple(map(type, made))
+
+
+def _lowers(function: object) -> bool:
+    """Whether a function is jitted, by any library: it can be lowered without being called."""
+    return callable(getattr(function, "lower", None))

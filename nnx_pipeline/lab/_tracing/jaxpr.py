@@ -1,0 +1,202 @@
+"""Where in the source an equation of a jaxpr comes from, and the jaxprs inside it.
+
+This is the only file that reads what JAX records about the source of an equation. `JaxprEqn` is
+public (`jax.extend.core`), but what its field `source_info` holds is not documented anywhere; of it
+this file reads `traceback.as_python_traceback()` and `name_stack`.
+"""
+
+import traceback
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jaxlib
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from nnx_pipeline.lab._tracing.installed import Frame, home_of, in_program, package_of
+
+# What JAX writes into the name stack of a recomputation, and into that of an equation of a backward
+# pass that is the transpose of one of the forward pass.
+RECOMPUTED = "rematted_computation"
+TRANSPOSED = "transpose("
+
+_JAX = tuple(f"{Path(str(package.__file__)).parent}/" for package in (jax, jaxlib))
+_NUMPY, _PMAP = f"{_JAX[0]}_src/numpy/", f"{_JAX[0]}_src/pmap.py"
+# Functions of jax.numpy that ask for a cast.
+_CASTS = {"astype", "asarray", "array"}
+
+
+@dataclass(frozen=True, order=True)
+class Location:
+    """A line of source.
+
+    - `file`: the path of the file; empty if the line is not known.
+    - `line`: the number of the line.
+    - `function`: the name of the function that the line is in.
+    - `caller`: the line that called this function, as `file:line (function)`; empty if unknown.
+    """
+
+    file: str
+    line: int
+    function: str
+    caller: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} ({self.function})" if self.file else "unknown"
+
+
+NOWHERE = Location("", 0, "")
+
+
+def location_of(equations: Sequence[JaxprEqn]) -> Location:
+    """The line of source that made an equation: the innermost one of the program's own code.
+
+    That is the user's, or where all of the stack is installed the package's (`installed`).
+
+    - `equations`: the equation and those around it, innermost first. They are needed because a
+      function that JAX itself jits, such as `jax.nn.one_hot`, does not record who calls it; the
+      equation of the call does.
+    """
+    stacks = [_outside_jax(equation) for equation in equations]
+    home = home_of(stacks)
+    own = ([one for one in stack if package_of(one[0]) == home] for stack in stacks)
+    return next((_location(frames) for frames in own if frames), NOWHERE)
+
+
+def function_of(equation: JaxprEqn) -> tuple[str, str]:
+    """File and name of the innermost function outside JAX in which an equation was traced."""
+    own = [frame for frame in _frames(equation) if not _is_in(frame, _JAX)]
+    return (own[-1].filename, own[-1].name) if own else ("", "")
+
+
+def inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
+    """The jaxprs in the parameters of an equation, which it calls, loops over or reduces with."""
+    for parameter in equation.params.values():
+        for one in parameter if isinstance(parameter, tuple | list) else (parameter,):
+            if isinstance(one, Jaxpr | ClosedJaxpr):
+                yield open_jaxpr(one)
+
+
+def with_bodies(program: ClosedJaxpr) -> Iterator[JaxprEqn]:
+    """The equations that hold jaxprs, at any depth; each jaxpr is visited once."""
+    return (equation for equation in equations_of(program) if any(inner_jaxprs(equation)))
+
+
+def equations_of(program: ClosedJaxpr) -> Iterator[JaxprEqn]:
+    """The equations of a program at any depth; each jaxpr is visited once."""
+    pending, seen = [program.jaxpr], set()
+    while pending:
+        jaxpr = pending.pop()
+        if id(jaxpr) in seen:
+            continue
+        seen.add(id(jaxpr))
+        for equation in jaxpr.eqns:
+            pending += inner_jaxprs(equation)
+            yield equation
+
+
+def is_pmap(function: object) -> bool:
+    """Whether `jax.pmap` made a function."""
+    return getattr(getattr(function, "__code__", None), "co_filename", "") == _PMAP
+
+
+def raised_in_pmap(error: BaseException) -> bool:
+    """Whether an exception, with the frames of JAX, came from a function of `jax.pmap`."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code.co_filename == _PMAP for frame, _ in frames)
+
+
+def calls_pmap(program: ClosedJaxpr) -> bool:
+    """Whether a function that `jax.pmap` made is called in a program."""
+    calls = with_bodies(program)
+    return any(frame.filename == _PMAP for call in calls for frame in _frames(call))
+
+
+def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
+    """A jaxpr without its constants."""
+    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+
+
+def called_from_one_line(program: ClosedJaxpr) -> frozenset[str]:
+    """Names of the jitted functions, JAX's own included, that only one line of source calls.
+
+    A function goes to the compiler once for all its calls, with the stack of the first call, so
+    that stack is right only for these functions. Functions of the same name count as one. A call
+    inside one of JAX's own functions counts for the line that calls the latter.
+    """
+    lines: dict[str, set[tuple[str, int]]] = defaultdict(set)
+    pending: list[tuple[Jaxpr, tuple[str, int]]] = [(program.jaxpr, ("", 0))]
+    seen: set[tuple[int, tuple[str, int]]] = set()
+    while pending:
+        jaxpr, around = pending.pop()
+        if (id(jaxpr), around) in seen:
+            continue
+        seen.add((id(jaxpr), around))
+        for equation in jaxpr.eqns:
+            own = location_of([equation])
+            here = (own.file, own.line) if own.file else around
+            if equation.primitive.name in ("jit", "pjit"):
+                lines[equation.params["name"]].add(here)
+            pending += [(inner, here) for inner in inner_jaxprs(equation)]
+    return frozenset(name for name, places in lines.items() if len(places) == 1)
+
+
+def is_promotion(equation: JaxprEqn) -> bool:
+    """Whether a cast was made because dtypes of operands differ, and is not written in the source.
+
+    That is a cast by jax.numpy inside a function other than `astype`, `asarray` and `array`. Flax's
+    `promote_dtype` counts too: a layer without `dtype` takes that of its parameters. Where the
+    stack is lost, as in what a `jax.custom_vjp` was traced to, the answer is no.
+    """
+    frames = _frames(equation)
+    last = max((i for i, frame in enumerate(frames) if not _is_in(frame, _JAX)), default=-1)
+    # The cast of Flax is in a comprehension of `promote_dtype`, which may have a frame of its own.
+    if any(frame.name.startswith("promote_") for frame in frames[max(last - 1, 0) :]):
+        return True
+    inner = [frame for frame in frames[last + 1 :] if _is_in(frame, (_NUMPY,))]
+    return bool(inner) and not any(frame.name in _CASTS for frame in inner)
+
+
+def is_transposed(equations: Sequence[JaxprEqn]) -> bool:
+    """Whether an equation of a backward pass is the transpose of one of the forward pass.
+
+    - `equations`: the equation and those around it, innermost first, since a mark on a loop holds
+      for its body.
+    """
+    for equation in equations:
+        # What a backward pass recomputes is the forward pass again, not a transpose.
+        if is_recomputed(equation):
+            return False
+        if TRANSPOSED in str(equation.source_info.name_stack):
+            return True
+    return False
+
+
+def is_recomputed(equation: JaxprEqn) -> bool:
+    """Whether an equation of a backward pass recomputes a value of the forward pass."""
+    return RECOMPUTED in str(equation.source_info.name_stack)
+
+
+def _frames(equation: JaxprEqn) -> list[traceback.FrameSummary]:
+    noted = equation.source_info.traceback
+    if noted is None:
+        return []
+    stack = traceback.walk_tb(noted.as_python_traceback())
+    return list(traceback.StackSummary.extract(stack, lookup_lines=False))
+
+
+def _is_in(frame: traceback.FrameSummary, folders: tuple[str, ...]) -> bool:
+    return frame.filename.startswith(folders)
+
+
+def _outside_jax(equation: JaxprEqn) -> tuple[Frame, ...]:
+    frames = [frame for frame in reversed(_frames(equation)) if not _is_in(frame, _JAX)]
+    return in_program([(frame.filename, frame.lineno or 0, frame.name) for frame in frames])
+
+
+def _location(frames: Sequence[Frame]) -> Location:
+    (file, line, function), *around = frames
+    caller = "{}:{} ({})".format(*around[0]) if around else ""
+    return Location(file, line, function, caller)

@@ -1,0 +1,309 @@
+"""Adds NNX state that a function changes in place to its results.
+
+`nnx.Optimizer.update` is such a change. `jax.jit` knows only the arrays that a function returns and
+drops such changes; `nnx.jit` returns them.
+
+Flax is not imported here: where a program has not imported it, none of its objects is one of Flax.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import jax
+from jax.extend.core import ClosedJaxpr
+
+from nnx_pipeline.lab._tracing.jaxpr import with_bodies
+from nnx_pipeline.lab.errors import InputError
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+Tree = TypeVar("Tree")
+
+
+def is_nnx(value: object, *kinds: str) -> bool:
+    """Whether a value is of one of these classes of `flax.nnx`, such as `Variable`."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(value, tuple(getattr(nnx, kind) for kind in kinds))
+
+
+def name_of(function: Callable[..., object]) -> str:
+    """The name `module:function`; the type's name for a function without a name.
+
+    A partial, and what JAX makes of one, has the name of the partial's function.
+    """
+    while True:
+        inner = None
+        if not hasattr(function, "__qualname__"):
+            inner = getattr(function, "func", None)  # a partial of Python, JAX or Equinox
+        elif function.__module__ == "functools":
+            inner = getattr(function, "__wrapped__", None)  # such as a jit of a partial
+        if not callable(inner):
+            break
+        function = inner
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return f"{getattr(function, '__module__', '')}:{name}"
+
+
+def holds_itself(tree: object, around: frozenset[int] = frozenset()) -> bool:
+    """Whether a tree has a cycle, such as a module with an attribute that leads back to it.
+
+    To be asked before JAX flattens the tree: that would run into Python's recursion limit, and
+    Python then stays close to the limit, so that later calls fail.
+
+    - `around`: the `id` of everything that holds the tree.
+    """
+    if id(tree) in around:
+        return True
+    # JAX asks first whether the tree itself is a leaf (no), then the same of its children (yes).
+    root = iter([False])
+    inside = jax.tree.leaves(tree, is_leaf=lambda _: next(root, True))
+    # The tree is a leaf, or a module that holds nothing but itself.
+    if len(inside) == 1 and inside[0] is tree:
+        return is_nnx(tree, "Pytree") and any(own is tree for own in vars(tree).values())
+    return any(holds_itself(one, around | {id(tree)}) for one in inside)
+
+
+def without_repeats(tree: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
+    """The tree with each NNX variable only once, and a function that restores the shared ones.
+
+    As a pytree, a module whose embedding is also the weight of its head has that array twice. The
+    function takes a tree of the same structure as the first result, such as its traced form, and
+    returns it with each shared variable in all its places.
+    """
+    treedef: jax.tree_util.PyTreeDef
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_variable)
+    first: dict[int, int] = {}
+    # For each leaf, the index of the leaf to take for it: that of the first place of a variable.
+    places = [
+        first.setdefault(id(leaf), number) if _is_variable(leaf) else number
+        for number, leaf in enumerate(leaves)
+    ]
+    if places == list(range(len(leaves))):
+        return tree, lambda other: other
+
+    def restored(other: Tree) -> Tree:
+        found = treedef.flatten_up_to(other)
+        tree: Tree = treedef.unflatten([found[place] for place in places])
+        return tree
+
+    once = [leaf if places[number] == number else None for number, leaf in enumerate(leaves)]
+    return treedef.unflatten(once), restored
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True, eq=False)
+class _Static:
+    """A leaf that JAX does not trace."""
+
+    value: object
+
+
+class Threaded:
+    """A function that returns its result and the NNX state that it changes in place.
+
+    - `static`: whether what is not an array, such as a number or a text, stays as it is and is not
+      traced.
+
+    Call it with what `take` returns. After a call these have dtypes and shapes by path:
+
+    - `results`: what the function itself returned.
+    - `changed`: the state that it changed in place.
+    - `lost`: the state that it changed inside a transformation of JAX and did not return from it.
+    """
+
+    def __init__(self, function: Callable[..., object], *, static: bool) -> None:
+        self.__name__ = type(function).__name__
+        functools.update_wrapper(self, function, updated=())
+        self.function, self._static = function, static
+        self.results: dict[str, str] = {}
+        self.changed: dict[str, str] = {}
+        self.lost: dict[str, str] = {}
+        self._kinds: dict[str, str] = {}
+
+    def take(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        """The arguments and keywords to call this with, which have each variable only once.
+
+        - `given`: the arguments and keywords of the function itself.
+        """
+        once, self._restored = without_repeats(given)
+        self._counters = _paths_of("RngState", given)
+        if self._static:
+            once = jax.tree.map(lambda x: x if hasattr(x, "shape") else _Static(x), once)
+        return once
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        given = self._restored((arguments, keywords))
+        if self._static:
+            given = jax.tree.map(_shown, given, is_leaf=lambda x: isinstance(x, _Static))
+        before = arrays_of_state(given)
+        with _changed_copies(given) as copies:
+            result, _ = without_repeats(self.function(*given[0], **given[1]))
+        seen = {id(leaf) for leaf in jax.tree.leaves(result)}
+        changed = {}
+        for path, leaf in arrays_of_state(given).items():
+            # An array that is also returned, or is in two places, is one result and not two.
+            if leaf is not before.get(path) and id(leaf) not in seen:
+                changed[path] = leaf
+                seen.add(id(leaf))
+        self.results = described_arrays(result)
+        self.changed = {path: _described(leaf) for path, leaf in changed.items()}
+        # JAX runs a function that is jitted inside only once, so a second call sees no change.
+        self.lost = self.lost or self._lost(copies, before, [result, changed])
+        return (result, changed) if changed else result
+
+    def _lost(
+        self, copies: Iterable[str], before: dict[str, object], given: object
+    ) -> dict[str, str]:
+        """The state whose copies were changed, without what the function may have returned.
+
+        A function may return the state that it changed inside. A new array of the same dtype and
+        shape among its results is taken for the changed state.
+
+        - `copies`: the paths of the variables that had a copy changed.
+        - `before`: the arrays of the arguments by path.
+        - `given`: everything that the function returns, with the state that it changed in place.
+        """
+        old = {id(leaf) for leaf in before.values()}
+        new = [_described(leaf) for leaf in jax.tree.leaves(given) if id(leaf) not in old]
+        places = (place for path in copies for place in before if _is_in(path, place))
+        # Dropped counters of random numbers drop no work, and `changed` is in the results already.
+        quiet = self._counters.union(self.changed)
+        self._kinds = {place: _described(leaf) for place, leaf in before.items()}
+        return without({place: self._kinds[place] for place in places if place not in quiet}, new)
+
+    def refuse_lost(self, program: ClosedJaxpr) -> None:
+        """Raises InputError if a transformation of JAX inside the function drops changed state.
+
+        An array of state is not dropped if an equation that takes all arrays of the modules also
+        returns one of its dtype and shape. What the function does with that later is up to it.
+
+        - `program`: the function as it was traced.
+        """
+        lost = self.lost
+        modules = {place.removesuffix(".value").rpartition(".")[0] for place in lost}
+        whole = {
+            place: kind
+            for place, kind in self._kinds.items()
+            if any(_is_in(module, place) for module in modules)
+        }
+        for equation in with_bodies(program) if lost else ():
+            if not without(whole, [_described(taken.aval) for taken in equation.invars]):
+                lost = without(lost, [_described(made.aval) for made in equation.outvars])
+        if lost:
+            raise InputError(
+                f"{name_of(self.function)} changes {', '.join([*lost][:3])} of its arguments in "
+                "place inside of a transformation such as jax.jit or jax.checkpoint, which drops "
+                "the change; use nnx.jit or nnx.remat there, or return the new state"
+            )
+
+    def refuse_changes(self) -> None:
+        """Raises InputError if the function changed state in place, which its `jax.jit` drops.
+
+        Counters of random numbers are allowed: dropping them drops no work.
+        """
+        dropped = [path for path in self.changed if path not in self._counters]
+        if dropped:
+            raise InputError(
+                f"{name_of(self.function)} changes {', '.join(dropped[:3])} of its arguments in "
+                "place, which jax.jit drops; use nnx.jit, or return the new state"
+            )
+
+
+def _shown(leaf: object) -> object:
+    return leaf.value if isinstance(leaf, _Static) else leaf
+
+
+def without(kinds: dict[str, str], others: Iterable[str]) -> dict[str, str]:
+    """The entries that are left when each of the others has taken away one that is equal to it.
+
+    - `kinds`: dtype and shape by path.
+    - `others`: dtypes and shapes; each takes away at most one entry.
+    """
+    counts = Counter(others)
+    left = {}
+    for path, kind in kinds.items():
+        if counts[kind]:
+            counts[kind] -= 1
+        else:
+            left[path] = kind
+    return left
+
+
+def described_arrays(tree: object) -> dict[str, str]:
+    """The dtype and shape of each array of a tree, such as `float32[8,128]`, by its path."""
+    return {
+        jax.tree_util.keystr(path): _described(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def _described(leaf: Any) -> str:
+    array = leaf if hasattr(leaf, "shape") else jax.typeof(leaf)
+    return f"{array.dtype}[{','.join(map(str, array.shape))}]"
+
+
+def arrays_of_state(given: object) -> dict[str, object]:
+    """The arrays of modules and variables in arguments and keywords, by their paths.
+
+    Variables in an `nnx.State` are left out: code that takes modules apart returns what it keeps.
+
+    - `given`: a tuple of the arguments and the keywords.
+    """
+    nodes = jax.tree_util.tree_leaves_with_path(
+        given, is_leaf=lambda node: is_nnx(node, "Pytree", "Variable", "State")
+    )
+    return {
+        _path((*path, *inside)): leaf
+        for path, node in nodes
+        if is_nnx(node, "Pytree", "Variable")
+        for inside, leaf in jax.tree_util.tree_leaves_with_path(node)
+    }
+
+
+def _changed_copies(given: object) -> contextlib.AbstractContextManager[Iterable[str]]:
+    """A context that gives the paths of variables of which a copy is changed meanwhile."""
+    variables = _variables_of(given)
+    if not variables:
+        return contextlib.nullcontext(())
+    from nnx_pipeline.lab._tracing.nnx_copies import changed_copies
+
+    return changed_copies(variables)
+
+
+def _variables_of(given: object) -> dict[str, nnx.Variable[object]]:
+    nodes = jax.tree_util.tree_leaves_with_path(
+        given, is_leaf=lambda node: is_nnx(node, "Variable", "State")
+    )
+    return {_path(path): node for path, node in nodes if is_nnx(node, "Variable")}
+
+
+def _paths_of(kind: str, given: object) -> set[str]:
+    variables = jax.tree_util.tree_leaves_with_path(given, is_leaf=_is_variable)
+    return {
+        _path((*path, *inside))
+        for path, variable in variables
+        if is_nnx(variable, kind)
+        for inside, _ in jax.tree_util.tree_leaves_with_path(variable)
+    }
+
+
+def _is_in(path: str, place: str) -> bool:
+    """Whether a place is what a path names or is inside it; `[0].w_q` is not inside `[0].w`."""
+    return place.startswith(path) and place[len(path) : len(path) + 1] in ("", ".", "[")
+
+
+def _path(keys: tuple[object, ...]) -> str:
+    """A path as text, without the first key, which tells arguments from keywords."""
+    return jax.tree_util.keystr(keys[1:])
+
+
+def _is_variable(leaf: object) -> bool:
+    return is_nnx(leaf, "Variable")

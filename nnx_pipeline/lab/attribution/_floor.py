@@ -1,0 +1,221 @@
+"""What a step must hold and how long it must take, compared with what its program holds and takes.
+
+A floor knows nothing of models. Whoever makes one says what each of its terms is, by what formula,
+and under which of the roles of `attribution.roles` a compiled program holds it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nnx_pipeline.lab.attribution._result import Attribution
+
+LOST = ("padding", "fragmentation")  # roles of bytes that hold no array
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """One thing that a device holds.
+
+    - `name`: what it is, in a few words.
+    - `bytes`: per device; below 0 for what is elsewhere although other terms count it.
+    - `formula`: how the bytes follow from sizes and dtypes.
+    - `role`: one of `attribution.result.ROLES`, or `argument` for what is no part of the heap.
+    """
+
+    name: str
+    bytes: int
+    formula: str
+    role: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """What the heap holds at one moment of the step.
+
+    - `name`: when that is, such as `backward pass of attention`.
+    - `terms`: what lives together then.
+    """
+
+    name: str
+    terms: tuple[Term, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The sum of the terms."""
+        return sum(term.bytes for term in self.terms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeastTime:
+    """The shortest time of a step: its useful operations at the device's peak, and the bubble.
+
+    - `useful_flops`: operations per device and step that the model needs.
+    - `outside_flops`: those of them that are outside the layers, so that no bubble delays them: all
+      devices share them.
+    - `peak_flops`: operations per second of the device.
+    - `bubble_share`: the part of the time of the layers in which a stage has nothing to do.
+    """
+
+    useful_flops: float
+    outside_flops: float
+    peak_flops: float
+    bubble_share: float
+
+    @property
+    def compute_seconds(self) -> float:
+        """The useful operations at the peak."""
+        return self.useful_flops / self.peak_flops
+
+    @property
+    def bubble_seconds(self) -> float:
+        """What the bubble adds to the layers, of whose time it is a share."""
+        layers = (self.useful_flops - self.outside_flops) / self.peak_flops
+        return layers * self.bubble_share / (1 - self.bubble_share)
+
+    @property
+    def step_seconds(self) -> float:
+        """The useful operations at the peak, and the bubble."""
+        return self.compute_seconds + self.bubble_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Floor:
+    """The bytes that any program for a step must hold at its peak, and the time it must take.
+
+    - `arguments`: what is held from the first operation to the last, outside the heap.
+    - `moments`: what the heap must hold at each of them; () where that is not known.
+    - `expected`: what the heap is expected to hold at each of them, since compilers hold more than
+      they must; () where that is not known.
+    - `time`: the least time; None where nothing is known of the device.
+    - `knows`: what the terms cover, one phrase each.
+    - `unknown`: why the heap is not known, one sentence each; () where it is.
+    """
+
+    arguments: tuple[Term, ...]
+    moments: tuple[Moment, ...]
+    expected: tuple[Moment, ...]
+    time: LeastTime | None
+    knows: tuple[str, ...]
+    unknown: tuple[str, ...]
+
+    @property
+    def peak(self) -> Moment | None:
+        """The moment at which the heap must hold most; None where that is not known."""
+        return max(self.moments, key=lambda moment: moment.bytes, default=None)
+
+    @property
+    def expected_peak(self) -> Moment | None:
+        """The moment at which the heap is expected to hold most; None where that is not known."""
+        return max(self.expected, key=lambda moment: moment.bytes, default=None)
+
+    @property
+    def argument_bytes(self) -> int:
+        """The sum of the arguments."""
+        return sum(term.bytes for term in self.arguments)
+
+    @property
+    def heap_bytes(self) -> int | None:
+        """What the heap must hold at its peak; None where that is not known."""
+        return self.peak.bytes if self.peak else None
+
+    @property
+    def expected_bytes(self) -> int | None:
+        """The heap that a compiler is expected to make; None where that is not known."""
+        return self.expected_peak.bytes if self.expected_peak else None
+
+    @property
+    def account_bytes(self) -> int | None:
+        """Arguments and heap together; None where the heap is not known."""
+        return None if self.heap_bytes is None else self.argument_bytes + self.heap_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """Every term with its formula, and the totals; a total that is not known is None."""
+        time = self.time
+        seconds = ("compute_seconds", "bubble_seconds", "step_seconds")
+        times = {name: getattr(time, name) for name in seconds} if time else {}
+        return {
+            "argument_bytes": self.argument_bytes,
+            "heap_bytes": self.heap_bytes,
+            "account_bytes": self.account_bytes,
+            "expected_bytes": self.expected_bytes,
+            "peak": self.peak.name if self.peak else None,
+            **dataclasses.asdict(self),
+            "time": {**dataclasses.asdict(time), **times} if time else None,
+        }
+
+    @classmethod
+    def from_cache(cls, value: Mapping[str, Any]) -> Floor:
+        """The inverse of `dataclasses.asdict`; raises KeyError or TypeError for anything else."""
+        time = value["time"] and LeastTime(**value["time"])
+        return cls(
+            arguments=_terms(value["arguments"]),
+            moments=_moments(value["moments"]),
+            expected=_moments(value["expected"]),
+            time=time,
+            knows=tuple(value["knows"]),
+            unknown=tuple(value["unknown"]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gap:
+    """What a program holds in one role at its peak, and what it must hold there.
+
+    - `role`: one of `attribution.result.ROLES`.
+    - `terms`: the names of the floor's terms of this role at its own peak.
+    - `bytes`, `least_bytes`: of the program and of the floor.
+    """
+
+    role: str
+    terms: tuple[str, ...]
+    bytes: int
+    least_bytes: int
+
+    @property
+    def excess(self) -> int:
+        """What the program holds more; negative where the two hold it at different moments."""
+        return self.bytes - self.least_bytes
+
+
+def between(floor: Floor, attribution: Attribution) -> tuple[Gap, ...]:
+    """The rows between a floor and a program's heap, role by role, the largest excess first.
+
+    - `floor`: what the heap must hold; a floor that does not know it gives ().
+
+    The excesses sum to what the heap is larger than the floor. A program may hold the same values
+    in another role than the floor expects; two rows then differ by the same bytes.
+    """
+    if floor.peak is None:
+        return ()
+    sizes = attribution.by_role()
+    least = Counter[str]()
+    for term in floor.peak.terms:
+        least[term.role] += term.bytes
+    gaps = [
+        Gap(
+            role=role,
+            terms=tuple(term.name for term in floor.peak.terms if term.role == role),
+            bytes=sizes.get(role, 0),
+            least_bytes=least[role],
+        )
+        for role in {**sizes, **least}
+    ]
+    return tuple(sorted(gaps, key=lambda gap: (-gap.excess, gap.role)))
+
+
+def live_bytes(attribution: Attribution) -> int:
+    """The bytes of arrays in a heap at its peak: without padding and without fragmentation."""
+    return attribution.heap_bytes - sum(attribution.by_role().get(role, 0) for role in LOST)
+
+
+def _moments(rows: Any) -> tuple[Moment, ...]:
+    return tuple(Moment(name=one["name"], terms=_terms(one["terms"])) for one in rows)
+
+
+def _terms(rows: Any) -> tuple[Term, ...]:
+    return tuple(Term(**row) for row in rows)

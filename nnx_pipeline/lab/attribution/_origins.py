@@ -1,0 +1,219 @@
+"""Finds the source line and the JAX operation that a value of a compiled program comes from.
+
+The metadata of an instruction names them, with a stack of Python frames. The frame taken is the
+innermost one of the program's own code (see `tracing.installed`) outside of this package's
+`sharding.py`, whose helpers only place arrays. Where several stacks lead to one line, as with a
+helper, the caller beside it is the nearest frame in which they differ. Many instructions that own
+memory have no line, or only that of the loop around them: copies, bitcasts, tuples, the state of
+loops, the buffers in which a loop stacks its results, fusions, and conversions that a compiler
+inserts. Their line is searched for in this order:
+
+1. Backwards, along `Flow.sources`: through moves, into the result of a fusion or a call, from a
+   loop's state to what its body puts there, from an in-place update to what it writes, from an
+   instruction without a line to its operands, the largest first. The first instruction with a line
+   of its own counts. Two kinds of line are not an instruction's own: that of the loop in which it
+   runs (the slicing and stacking of `lax.scan` carries the line of the scan), and that of the first
+   call of a jitted function such as `jnp.where`, since all calls from other lines carry it too.
+2. Forwards, along `Flow.readers`, nearest first: an array that no line makes, such as a copy of an
+   argument or a buffer not yet written to, takes the line of the first instruction that reads it.
+3. The value's own line, whatever it is, or else that of the loop.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from nnx_pipeline.lab._hlo.dataflow import Flow, Value
+from nnx_pipeline.lab._hlo.module import Instruction
+from nnx_pipeline.lab._tracing.installed import Frame
+
+MOST_STEPS = 4000  # of a search in one direction; after that, the next rule applies
+
+_HELPERS = str(Path(__file__).parents[2] / "sharding" / "layout.py")
+_JITTED = re.compile(r"(?:^|[/(])jit\(([^()]*)\)")
+# The line of these is that of a whole loop or call, or says nothing about the values they pass on.
+_CARRIERS = ("while", "fusion", "call", "conditional", "parameter", "tuple", "get-tuple-element")
+
+
+@dataclass(frozen=True)
+class ValueOrigin:
+    """The instruction, JAX operation and source line that a value comes from.
+
+    - `instruction`: the one whose metadata is taken, None where none was found.
+    - `operation`: its op_name, or the name of the program's argument that the value is a copy of;
+      "" where neither is known.
+    - `source`: the line as `file.py:12`, None where it is not known.
+    - `caller`: the line that called the function of that line, where several lead to it.
+    """
+
+    instruction: Instruction | None
+    operation: str
+    source: str | None
+    caller: str | None = None
+
+
+def source_of(instruction: Instruction) -> str | None:
+    """The line of the program's own code in an instruction's metadata, as `file.py:12`."""
+    stack = _stack_of(instruction)
+    return _line(stack[0]) if stack else None
+
+
+def _line(frame: Frame) -> str:
+    return f"{frame[0]}:{frame[1]}"
+
+
+def _stack_of(instruction: Instruction) -> tuple[Frame, ...]:
+    frames = instruction.frames
+    helpers = (at for at, frame in enumerate(frames) if frame[0] != _HELPERS)
+    return frames[next(helpers, 0) :]
+
+
+def _inner_jits(instruction: Instruction) -> list[str]:
+    return _JITTED.findall((instruction.op_name or "").partition("/")[2])
+
+
+def _stack_in_call(instruction: Instruction) -> tuple[Frame, ...]:
+    """The frames from that of its line outwards that are right whatever called the function.
+
+    JAX traces a jitted function once for all its calls, which then all carry the frames of the
+    first call. That includes functions of JAX itself such as `jnp.where`. Only the frames inside
+    the function are right.
+    """
+    stack, inner = _stack_of(instruction), _inner_jits(instruction)
+    if not inner:
+        return stack
+    names = [frame[2].rpartition(".")[2] for frame in stack]
+    return stack[: len(names) - names[::-1].index(inner[-1])] if inner[-1] in names else ()
+
+
+def _stack_key(instruction: Instruction) -> tuple[int, str]:
+    """What is the same for all instructions of one stack: their frames are one object."""
+    return id(instruction.frames), "".join(_inner_jits(instruction)[-1:])
+
+
+class Callers:
+    """Tells apart the stacks that lead to one line, as with a helper.
+
+    - `instructions`: every instruction of the program.
+    """
+
+    def __init__(self, instructions: Iterable[Instruction]) -> None:
+        # Every stack by the frame of its line; a loop in a loop has the frames around it twice.
+        self._stacks: dict[Frame, set[tuple[Frame, ...]]] = defaultdict(set)
+        self._found: dict[tuple[int, str], str | None] = {}
+        known = {_stack_key(item): item for item in instructions}
+        for item in known.values():
+            if stack := tuple(dict.fromkeys(_stack_in_call(item))):
+                self._stacks[stack[0]].add(stack)
+
+    def of(self, instruction: Instruction) -> str | None:
+        """The nearest frame by which a stack differs from the others that lead to its line."""
+        key = _stack_key(instruction)
+        if key not in self._found:
+            self._found[key] = self._search(tuple(dict.fromkeys(_stack_in_call(instruction))))
+        return self._found[key]
+
+    def _search(self, stack: tuple[Frame, ...]) -> str | None:
+        alike = self._stacks[stack[0]] if stack else set()
+        for depth, frame in enumerate(stack):
+            there = [other for other in alike if len(other) > depth]
+            alike = {other for other in there if other[depth] == frame}
+            if len(alike) < len(there):
+                return _line(frame)
+        return None
+
+
+class Origins:
+    """Finds the origins of the values of one program.
+
+    - `one_line`: the names of jitted functions that a single source line calls, from
+      `tracing.jaxpr.called_from_one_line`.
+    """
+
+    def __init__(self, flow: Flow, one_line: frozenset[str] = frozenset()) -> None:
+        self.flow = flow
+        self.one_line = one_line
+        self._found: dict[Value, ValueOrigin] = {}
+
+    def of(self, value: Value) -> ValueOrigin:
+        """The origin of a value, by the rules at the head of this file."""
+        if value not in self._found:
+            self._found[value] = self._search(value)
+        return self._found[value]
+
+    def _search(self, value: Value) -> ValueOrigin:
+        """Applies the rules at the head of this file in their order."""
+        seen: set[Value] = set()
+        found = self._backward(value, seen) or self._forward(value, seen)
+        here = self.flow.at(value)
+        named = self._argument_name(value) or (here.op_name if here else None)
+        if found is None and here is not None:
+            loop = here if here.opcode == "while" else self.flow.loop_of(here.name)
+            speaker = next((item for item in (here, loop) if item and source_of(item)), here)
+            operation = named or speaker.op_name or ""
+            return ValueOrigin(here, operation, source_of(speaker), self._callers.of(speaker))
+        if found is None:
+            return ValueOrigin(None, named or "", None)
+        operation = self._argument_name(value) or found.op_name or ""
+        return ValueOrigin(found, operation, source_of(found), self._callers.of(found))
+
+    @cached_property
+    def _callers(self) -> Callers:
+        return Callers(self.flow.instructions.values())
+
+    def has_own_line(self, instruction: Instruction) -> bool:
+        """Whether an instruction has a line of its own, and not that of a loop or another call."""
+        source = source_of(instruction)
+        if source is None or instruction.opcode in _CARRIERS:
+            return False
+        if (instruction.op_name or "").endswith("/while"):
+            return False  # a copy that was made for a loop, under the loop's name
+        inner = _inner_jits(instruction)
+        if not self.one_line.issuperset(inner) and not _stack_in_call(instruction):
+            return False
+        loop = self.flow.loop_of(instruction.name)
+        return loop is None or source_of(loop) != source
+
+    def _backward(self, value: Value, seen: set[Value]) -> Instruction | None:
+        """Rule 1, depth first; `seen` are the values that were visited already."""
+        pending = [value]
+        while pending and len(seen) < MOST_STEPS:
+            here = pending.pop()
+            instruction = self.flow.at(here)
+            if here in seen or instruction is None:
+                continue
+            seen.add(here)
+            if self.has_own_line(instruction):
+                return instruction
+            # The most informative source is put last, and so taken next.
+            pending.extend(reversed(self.flow.sources(here)))
+        return None
+
+    def _forward(self, value: Value, seen: set[Value]) -> Instruction | None:
+        """Rule 2, breadth first, so that the nearest reader comes first."""
+        pending, reached = deque([value]), {value}
+        while pending and len(reached) < MOST_STEPS:
+            for reader, passed_on in self.flow.readers(pending.popleft()):
+                if self.has_own_line(reader):
+                    return reader
+                following = passed_on or (reader.name, ())
+                if following in reached:
+                    continue
+                reached.add(following)
+                pending.append(following)
+                # The value passed on may have other sources too, as the state of a loop has.
+                if passed_on and (found := self._backward(passed_on, seen)):
+                    return found
+        return None
+
+    def _argument_name(self, value: Value) -> str | None:
+        lineage = self.flow.lineage(value)
+        if not lineage or lineage[-1].opcode != "parameter":
+            return None
+        is_argument = self.flow.home[lineage[-1].name] == self.flow.module.entry
+        return lineage[-1].op_name if is_argument else None

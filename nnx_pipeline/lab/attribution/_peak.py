@@ -1,0 +1,258 @@
+"""Finds what the heap of a compiled program holds at its peak, from its buffer assignment."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from dataclasses import dataclass
+
+from nnx_pipeline.lab._hlo.buffers import BufferText, BufferValue
+from nnx_pipeline.lab._hlo.dataflow import Flow, Value
+from nnx_pipeline.lab._hlo.module import Module, shapes_of
+from nnx_pipeline.lab.attribution._origins import Origins, ValueOrigin
+from nnx_pipeline.lab.attribution._result import Attribution, Buffer
+from nnx_pipeline.lab.attribution._roles import Roles
+from nnx_pipeline.lab.attribution.account import HOST, free_parts, in_outputs
+
+MOST_POINTS = 2000  # in a timeline
+_SPACES = {
+    1: "on a TPU the on-chip memory",
+    2: "on a TPU semaphores",
+    6: "on a TPU the memory of scalars",
+}
+
+
+def attribute(
+    buffers: BufferText,
+    module: Module,
+    temp_bytes: int | None,
+    one_line: frozenset[str] = frozenset(),
+) -> Attribution:
+    """Finds what the heap of a program holds at its peak, with a source line and role for each row.
+
+    - `temp_bytes`: the compiler's `temp_size_in_bytes`; None if it gave none.
+    - `one_line`: the names of jitted functions that a single source line calls, from
+      `tracing.jaxpr.called_from_one_line`.
+
+    The heap is that of `heap.heap_bytes`. Its peak is the first position in the schedule at which
+    the live values cover the most bytes of it. Bytes that several live values share (as in an
+    in-place update, or the input and output of a loop) count once, for the value that was live
+    first. The bytes that a tiled layout adds to an array are a row of the role `padding`, with the
+    source line of the array. The bytes that no live value covers are `fragmentation`: the size of
+    the heap is the highest byte that it needs at any time, and at the peak it has holes.
+
+    `other` has a row for each other memory space of the device, at its full size, and one for the
+    rest of `temp_bytes`. The rest is negative where `temp_bytes` is less than the sum: what the TPU
+    compiler counts as temp is not the size of its allocations (see `heap`). `constants` and
+    `in_outputs` list what is in device memory besides arguments, results and the heap: constants,
+    and temporaries in the memory of outputs (see `account`).
+    """
+    values = [_Slot(part.number, value) for part in buffers.heap for value in part.values]
+    curve = _live_bytes(values)
+    # The first of the positions with the most bytes.
+    peak = max(curve, key=lambda position: (curve[position], -position), default=0)
+    heap = sum(part.bytes for part in buffers.heap)
+    reader = _Reader(buffers, module, one_line)
+    rows = _rows(values, peak, reader)
+    rows += _holes(values, heap - sum(row.bytes for row in rows), buffers)
+    there = reader.origins.of((buffers.schedule.get(peak, ""), ()))
+    return Attribution(
+        heap_bytes=heap,
+        temp_bytes=temp_bytes,
+        peak_position=peak,
+        buffers=_largest_first(rows),
+        other=_largest_first(_beyond_the_heap(buffers, heap, temp_bytes)),
+        timeline=_timeline(curve, peak),
+        peak_operation=there.operation,
+        peak_source=there.source,
+        positions=len(buffers.schedule),
+        constants=_largest_first(_constants(buffers, reader)),
+        in_outputs=_largest_first([reader.buffer(*temporary) for temporary in in_outputs(buffers)]),
+    )
+
+
+def _constants(buffers: BufferText, reader: _Reader) -> list[Buffer]:
+    parts = [part for part in buffers.allocations if part.is_constant and part.color == 0]
+    return [
+        dataclasses.replace(reader.buffer(part.values[0], part.bytes), role="constant")
+        if part.values
+        else _plain(f"constant of allocation {part.number}", part.bytes, "constant", buffers)
+        for part in parts
+        if part.bytes
+    ]
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A value and the number of the heap's allocation that holds it."""
+
+    allocation: int
+    value: BufferValue
+
+    @property
+    def end(self) -> int:
+        return self.value.offset + self.value.bytes
+
+    def lives_at(self, position: int) -> bool:
+        return self.value.first <= position <= self.value.last
+
+
+class _Reader:
+    """Finds the origin and role of values of the buffer assignment."""
+
+    def __init__(self, buffers: BufferText, module: Module, one_line: frozenset[str]) -> None:
+        self.flow = Flow(module)
+        self.origins = Origins(self.flow, one_line)
+        self.roles = Roles(self.flow, self.origins)
+        self.schedule = buffers.schedule
+        self.position = {name: position for position, name in buffers.schedule.items()}
+
+    def value(self, placed: BufferValue) -> Value:
+        """The value under the name that it has in the program's text.
+
+        The NVIDIA compiler prints an asynchronous collective without the computation that it
+        starts. In the schedule, the instructions of that computation stand just before the start,
+        so that such a value is element 1 of the result of that start.
+        """
+        if placed.name in self.flow.instructions or placed.name not in self.position:
+            return placed.name, placed.index
+        here = self.position[placed.name]
+        for position in range(here + 1, here + 3):
+            name = self.schedule.get(position, "")
+            if name in self.flow.instructions and "-start" in name:
+                return name, (1, *placed.index)
+        return placed.name, placed.index
+
+    def buffer(self, placed: BufferValue, size: int) -> Buffer:
+        """The row for a value that holds a number of bytes of its own."""
+        value = self.value(placed)
+        origin = self.origins.of(value)
+        shape = None if placed.is_table else next(iter(shapes_of(placed.type)), None)
+        return _buffer(placed, size, origin, self.roles.of(value, shape))
+
+
+def _buffer(placed: BufferValue, size: int, origin: ValueOrigin, role: str) -> Buffer:
+    index = ",".join(map(str, placed.index))
+    return Buffer(
+        name=f"{placed.name}{{{index}}}" if placed.index else placed.name,
+        bytes=size,
+        shape=placed.shape,
+        operation=origin.operation,
+        source=origin.source,
+        caller=origin.caller,
+        role=role,
+        first=placed.first,
+        last=placed.last,
+    )
+
+
+def _live_bytes(slots: list[_Slot]) -> dict[int, int]:
+    """The bytes that live values cover, at each position where a value begins or ceases to live."""
+    changes = {slot.value.first for slot in slots} | {slot.value.last + 1 for slot in slots}
+    places = sorted(
+        (slot.allocation, slot.value.offset, slot.end, slot.value.first, slot.value.last)
+        for slot in slots
+    )
+    found = {}
+    for position in sorted(changes):
+        covered, top = 0, (0, 0)
+        for allocation, start, end, first, last in places:
+            # Values come in the order of their offsets: only bytes above the highest end are new.
+            if first <= position <= last and (allocation, end) > top:
+                known = top[1] if allocation == top[0] else 0
+                covered += end - max(start, known)
+                top = (allocation, end)
+        found[position] = covered
+    return found
+
+
+def _covered(slots: list[_Slot]) -> list[tuple[_Slot, int]]:
+    groups: dict[int, list[_Slot]] = defaultdict(list)
+    for slot in slots:
+        groups[slot.allocation].append(slot)
+    sizes = {
+        number: iter(free_parts((slot.value.offset, slot.end) for slot in group))
+        for number, group in groups.items()
+    }
+    return [(slot, next(sizes[slot.allocation])) for slot in slots]
+
+
+def _rows(slots: list[_Slot], peak: int, reader: _Reader) -> list[Buffer]:
+    """Rows for the values that are live at the peak, and for the padding of their layouts."""
+    # Bytes that several values share count for the one that was live first.
+    living = sorted(
+        (slot for slot in slots if slot.lives_at(peak)),
+        key=lambda slot: (slot.value.first, -slot.value.bytes),
+    )
+    rows = []
+    for slot, size in _covered(living):
+        padding = max(0, size - slot.value.array_bytes)
+        if not size:
+            continue
+        row = reader.buffer(slot.value, size - padding)
+        rows.append(row)
+        if padding:
+            rows.append(
+                dataclasses.replace(
+                    row, name=f"padding of {row.name}", bytes=padding, shape="", role="padding"
+                )
+            )
+    return rows
+
+
+def _holes(slots: list[_Slot], free: int, buffers: BufferText) -> list[Buffer]:
+    """Rows for the bytes that no live value covers at the peak.
+
+    - `free`: how many bytes these are in all.
+
+    The tables of pointers of tuples are placed above all arrays, whether they are live or not; on a
+    TPU each takes 16 KiB.
+    """
+    arrays: dict[int, int] = {part.number: 0 for part in buffers.heap}
+    for slot in slots:
+        if not slot.value.is_table:
+            arrays[slot.allocation] = max(arrays[slot.allocation], slot.end)
+    above = sum(part.bytes - arrays[part.number] for part in buffers.heap)
+    above = max(0, min(free, above))
+    named = {"between the buffers": free - above, "tables of tuples, above all arrays": above}
+    return [_plain(name, size, "fragmentation", buffers) for name, size in named.items() if size]
+
+
+def _beyond_the_heap(buffers: BufferText, heap: int, temp: int | None) -> list[Buffer]:
+    """Rows for the bytes by which temp exceeds the heap: other memory spaces, and the rest."""
+    sizes: dict[int, int] = defaultdict(int)
+    for part in buffers.allocations:
+        if part.is_temp and part.color not in (0, HOST):
+            sizes[part.color] += part.bytes
+    role = "other memory space"
+    rows = [_plain(_space(color), size, role, buffers) for color, size in sizes.items() if size]
+    if temp is not None and (rest := temp - heap - sum(sizes.values())):
+        name = "in temp, in no allocation" if rest > 0 else "in an allocation, not in temp"
+        rows.append(_plain(name, rest, "other", buffers))
+    return rows
+
+
+def _space(color: int) -> str:
+    known = f", {_SPACES[color]}" if color in _SPACES else ""
+    return f"memory space {color}{known}"
+
+
+def _plain(name: str, bytes: int, role: str, buffers: BufferText) -> Buffer:
+    last = max(buffers.schedule, default=0)
+    return Buffer(
+        name=name, bytes=bytes, shape="", operation="", source=None, role=role, first=0, last=last
+    )
+
+
+def _largest_first(rows: list[Buffer]) -> tuple[Buffer, ...]:
+    return tuple(sorted(rows, key=lambda row: (-abs(row.bytes), row.first, row.name)))
+
+
+def _timeline(curve: dict[int, int], peak: int) -> tuple[tuple[int, int], ...]:
+    points = list(curve.items())
+    stretch = -(-len(points) // MOST_POINTS)
+    pieces = [points[start : start + stretch] for start in range(0, len(points), stretch or 1)]
+    # The peak itself is kept even where another position of its stretch is as high.
+    return tuple(
+        max(piece, key=lambda point: (point[0] == peak, point[1], -point[0])) for piece in pieces
+    )

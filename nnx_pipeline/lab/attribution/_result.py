@@ -1,0 +1,232 @@
+"""Describes what the device-memory heap holds at its peak, and how that differs in two programs.
+
+`peak.attribute` makes these descriptions from what a compiler wrote.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ROLES = (
+    "activation",
+    "saved residual",
+    "scan carry",
+    "logits",
+    "gathered weight",
+    "parameter cast",
+    "parameter copy",
+    "gradient accumulator",
+    "gradient",
+    "optimizer update",
+    "collective buffer",
+    "partial sums",
+    "library workspace",
+    "constant",
+    "other",
+    "padding",
+    "fragmentation",
+    "other memory space",
+)
+
+_FUNCTION = re.compile(r"^jit\([^)]*\)/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buffer:
+    """One row of what the device-memory heap holds at its peak.
+
+    - `bytes`: per device.
+    - `shape`: such as "f32[8,512,1024]", "" for a row that is no value.
+    - `operation`: the op_name of JAX, "" where there is none.
+    - `source`: the line such as "path/file.py:123", None where the compiler gives none.
+    - `role`: one of ROLES.
+    - `first`, `last`: the positions in the program's schedule between which the value is live.
+    - `caller`: the line that called the function of that line; None unless several do.
+    """
+
+    name: str
+    bytes: int
+    shape: str
+    operation: str
+    source: str | None
+    role: str
+    first: int
+    last: int
+    caller: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attribution:
+    """What a program holds in the heap at its peak, and outside of it; rows are largest first.
+
+    - `heap_bytes`: the size of the device-memory heap, per device.
+    - `temp_bytes`: the compiler's `temp_size_in_bytes`; None if it gave none.
+    - `peak_position`: where the peak is in the schedule.
+    - `buffers`: the rows of the heap at its peak. They sum to `heap_bytes`, with the rows for
+      padding and fragmentation.
+    - `other`: rows for other memory spaces, and for the rest of `temp_bytes`.
+    - `timeline`: pairs of a position in the schedule and the live bytes of the heap there; at most
+      2000, one of which is the peak.
+    - `peak_operation`, `peak_source`: the op_name and source line of what runs at the peak.
+    - `positions`: the number of positions in the schedule.
+    - `constants`: what the program itself holds in device memory, which is not in the heap.
+    - `in_outputs`: temporaries in the memory of outputs, which is not in the heap either; those of
+      any position in the schedule, each byte counted once.
+    """
+
+    heap_bytes: int
+    temp_bytes: int | None
+    peak_position: int
+    buffers: tuple[Buffer, ...]
+    other: tuple[Buffer, ...]
+    timeline: tuple[tuple[int, int], ...]
+    peak_operation: str = ""
+    peak_source: str | None = None
+    positions: int = 0
+    constants: tuple[Buffer, ...] = ()
+    in_outputs: tuple[Buffer, ...] = ()
+
+    def by_role(self) -> dict[str, int]:
+        """The bytes of each role, largest first; they sum to `heap_bytes`."""
+        totals: dict[str, int] = defaultdict(int)
+        for buffer in self.buffers:
+            totals[buffer.role] += buffer.bytes
+        return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field by its name, and the bytes by role."""
+        return {**dataclasses.asdict(self), "by_role": self.by_role()}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Attribution:
+        """Restores what `to_json` wrote.
+
+        Raises KeyError or TypeError for anything that `to_json` has not written.
+        """
+        fields = {name: item for name, item in value.items() if name != "by_role"}
+        for name in ("buffers", "other", "constants", "in_outputs"):
+            fields[name] = tuple(Buffer(**row) for row in fields[name])
+        fields["timeline"] = tuple((position, size) for position, size in fields["timeline"])
+        return cls(**fields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """What the buffers of one of two programs are; the fields are as in `Buffer`."""
+
+    operation: str
+    source: str | None
+    role: str
+    caller: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferDifference(Side):
+    """The bytes that two programs hold in buffers that correspond to each other; see `difference`.
+
+    - `a_bytes`, `b_bytes`: summed over the buffers of each program, per device.
+    - `shape`: as in `Buffer`.
+    - `operation`, `source`, `role`, `caller`: of the larger side, or of b where both are equal.
+    - `smaller`: the other side; None where it holds nothing.
+    """
+
+    a_bytes: int
+    b_bytes: int
+    shape: str
+    smaller: Side | None = None
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        """What the buffers of a and of b are; the same where one of them holds nothing."""
+        other = self.smaller or self
+        return (self, other) if self.a_bytes > self.b_bytes else (other, self)
+
+    @property
+    def change(self) -> int:
+        """The bytes that b holds more than a; negative where it holds less."""
+        return self.b_bytes - self.a_bytes
+
+
+def difference(a: Attribution, b: Attribution) -> tuple[BufferDifference, ...]:
+    """How the heap of b differs from the heap of a at its peak, the largest change first.
+
+    Buffers are summed by source line, operation (without the name of the jitted function) and
+    shape. What only one of the programs has is then paired with what only the other one has: first
+    by line and shape (the same line under another path of operations, as with recomputation), then
+    by role, last operation and shape (the same code on another line). A pair says what it is on
+    each side. Rows without a change are left out; the changes of the others sum to the difference
+    between the heaps.
+    """
+    rows = _paired(_sums(a, 0) + _sums(b, 1), _exact)
+    for alike in (_same_line, _same_work):
+        rows = _paired(rows, alike)
+    changed = [row for row in rows if row.change]
+    return tuple(sorted(changed, key=lambda row: (-abs(row.change), row.operation, row.shape)))
+
+
+def _sums(attribution: Attribution, side: int) -> list[BufferDifference]:
+    """The buffers of one program, summed by line, operation and shape.
+
+    - `side`: 0 for program a, 1 for program b.
+    """
+    groups: dict[Hashable, list[Buffer]] = defaultdict(list)
+    for buffer in attribution.buffers:
+        line = buffer.source, buffer.caller
+        groups[line, buffer.operation, buffer.shape, buffer.role].append(buffer)
+    return [
+        BufferDifference(
+            a_bytes=0 if side else sum(buffer.bytes for buffer in group),
+            b_bytes=sum(buffer.bytes for buffer in group) if side else 0,
+            shape=group[0].shape,
+            operation=group[0].operation,
+            source=group[0].source,
+            caller=group[0].caller,
+            role=group[0].role,
+        )
+        for group in groups.values()
+    ]
+
+
+def _exact(row: BufferDifference) -> Hashable:
+    return row.source, row.caller, _FUNCTION.sub("", row.operation), row.shape, row.role
+
+
+def _same_line(row: BufferDifference) -> Hashable:
+    return row.source, row.caller, row.shape, _kind(row)
+
+
+def _same_work(row: BufferDifference) -> Hashable:
+    return row.role, row.operation.rpartition("/")[2], row.shape
+
+
+def _kind(row: BufferDifference) -> str:
+    """The role of a row that is no value, so that only rows of one role are alike; else ""."""
+    return "" if row.shape else row.role
+
+
+def _paired(
+    rows: list[BufferDifference], alike: Callable[[BufferDifference], Hashable]
+) -> list[BufferDifference]:
+    """Joins rows that one program alone has with rows that are alike in the other, in order."""
+    done = [row for row in rows if row.a_bytes and row.b_bytes]
+    sides: dict[Hashable, tuple[list[BufferDifference], list[BufferDifference]]] = {}
+    for row in rows:
+        if not (row.a_bytes and row.b_bytes):
+            sides.setdefault(alike(row), ([], []))[1 if row.b_bytes else 0].append(row)
+    for ours, theirs in sides.values():
+        for one, other in zip(ours, theirs, strict=False):
+            done.append(_joined(one, other))
+        both = min(len(ours), len(theirs))
+        done += ours[both:] + theirs[both:]
+    return done
+
+
+def _joined(a: BufferDifference, b: BufferDifference) -> BufferDifference:
+    larger, smaller = (a, b) if a.a_bytes > b.b_bytes else (b, a)
+    fields = {field.name: getattr(smaller, field.name) for field in dataclasses.fields(Side)}
+    return dataclasses.replace(larger, a_bytes=a.a_bytes, b_bytes=b.b_bytes, smaller=Side(**fields))

@@ -1,0 +1,335 @@
+"""User functions: found by name, and given abstract arguments."""
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import math
+import re
+import sys
+from collections.abc import Callable, Container, Iterator, Sequence
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from nnx_pipeline.lab._files import local
+from nnx_pipeline.lab._tracing.calls import Call, calls_pmap_inside
+from nnx_pipeline.lab._tracing.jaxpr import is_pmap
+from nnx_pipeline.lab._tracing.nnx_state import Tree, holds_itself, name_of, without_repeats
+from nnx_pipeline.lab.compile._own_shardings import CAPTURED, PMAP
+from nnx_pipeline.lab.compile._places import check_splits, placed_on
+from nnx_pipeline.lab.errors import InputError, counted, described, nearest, shown
+
+# Bytes of an argument: more than any pod has, and less than the largest number compilers count to.
+LARGEST = 2**50
+# What an unknown dtype is compared with.
+_DTYPES = (
+    *(jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64, jnp.bool_),
+    *(jnp.int8, jnp.int16, jnp.int32, jnp.int64, jnp.uint8, jnp.uint16, jnp.uint32, jnp.uint64),
+)
+MOST_AXES = 64  # more than any program has; JAX takes minutes over thousands
+_ARGUMENT = re.compile(r"(?P<dtype>\w+)\[(?P<axes>[^\]]*)\]")
+_AXIS = re.compile(r"(?P<size>\d{1,16})(@(?P<names>\w+(\+\w+)*))?")
+
+
+def find_function(text: str) -> Callable[..., object]:
+    """Imports the function that `package.module:function` or `folder/file.py:function` names.
+
+    Modules are also looked for in the current directory, as `python -m` does, and those that a file
+    imports beside it, as `python file.py` does.
+
+    Raises InputError when there is no such module, file or function.
+    """
+    module_name, colon, name = text.rpartition(":")
+    if not colon or not module_name or not name:
+        raise InputError(f"{text!r} names no function; write module:function")
+    is_file = module_name.endswith(".py")
+    if "/" in module_name and not is_file:
+        raise InputError(f"{text!r} names no module; write {module_name}.py:{name} for a file")
+    if is_file and not local(module_name).is_file():
+        raise InputError(f"{text!r}: there is no file {module_name}; name one, or a module")
+    here = str(local(module_name).resolve().parent if is_file else Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        imported = _of_file(local(module_name)) if is_file else importlib.import_module(module_name)
+        found: Any = imported
+    except (Exception, SystemExit) as error:  # a module may raise anything
+        raise InputError(
+            f"{text!r}: the module cannot be imported ({described(error)}); modules are looked for "
+            "in the current folder and where Python finds them"
+        ) from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            known = [known for known in vars(found) if not known.startswith("_")]
+            raise InputError(f"{text!r}: there is no {part!r}; {nearest(part, known)}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise InputError(
+            f"{text!r} has the type {type(found).__name__}, which cannot be called; name a function"
+        )
+    function: Callable[..., object] = found
+    return function
+
+
+def _of_file(path: Path) -> ModuleType:
+    """The module of a file, which is run once, whatever a module of that name may be elsewhere."""
+    file = str(path.resolve())
+    for known in [*sys.modules.values()]:
+        if getattr(known, "__file__", None) == file:
+            return known
+    name = path.stem if path.stem not in sys.modules else file.removesuffix(".py")
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"Python cannot import {path}")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def parse_argument(text: str, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
+    """The abstract array that a text such as `bfloat16[8@data,128]` describes.
+
+    - `text`: dtype and axis sizes; `@` names the mesh axis that an axis is sharded over, or several
+      of them joined by `+`.
+    - `mesh`: the mesh whose axes the text may name; None for an array without a sharding.
+
+    Raises InputError for an unknown dtype or mesh axis, or a size that does not split evenly.
+    """
+    match = _ARGUMENT.fullmatch(text.replace(" ", ""))
+    if not match:
+        raise InputError(
+            f"argument {text!r} is not an array; write for example bfloat16[8@data,128]"
+        )
+    try:
+        dtype = jnp.dtype(match["dtype"])
+    except TypeError as error:
+        known = [kind.__name__ for kind in _DTYPES]
+        raise InputError(
+            f"argument {text!r}: there is no dtype {match['dtype']!r}; "
+            f"{nearest(match['dtype'], known)}"
+        ) from error
+    if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool)):
+        raise InputError(f"argument {text!r}: JAX has no arrays of {dtype}; write a numeric dtype")
+    _check_width(f"argument {text!r}", dtype)
+    shape, entries = [], []
+    parts = match["axes"].split(",") if match["axes"] else []
+    if len(parts) > MOST_AXES:
+        raise InputError(
+            f"argument {shown(text)} has {len(parts):,} axes, more than {MOST_AXES}; give fewer"
+        )
+    for part in parts:
+        axis = _AXIS.fullmatch(part)
+        if not axis:
+            raise InputError(f"argument {text!r}: {part!r} is not an axis; write 8 or 8@data")
+        shape.append(int(axis["size"]))
+        entries.append(tuple(axis["names"].split("+")) if axis["names"] else None)
+    if math.prod(shape) * dtype.itemsize > LARGEST:
+        raise InputError(f"argument {text!r} is larger than {LARGEST:,} bytes; give smaller axes")
+    return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=_sharding(text, shape, entries, mesh))
+
+
+def _check_width(what: str, dtype: Any) -> None:
+    if jnp.issubdtype(dtype, jnp.number) and (
+        (used := jax.dtypes.canonicalize_dtype(dtype)) != dtype
+    ):
+        raise InputError(
+            f"{what}: JAX turns {dtype} into {used}; write {used}, or set JAX_ENABLE_X64=1"
+        )
+
+
+def _sharding(
+    text: str, shape: list[int], entries: list[tuple[str, ...] | None], mesh: Mesh | None
+) -> NamedSharding | None:
+    """The sharding that the text of an argument asks for; None without a mesh."""
+    names = [name for entry in entries for name in entry or ()]
+    known = dict(mesh.shape) if mesh is not None else {}
+    for name in names:
+        if name not in known:
+            raise InputError(
+                f"argument {text!r}: the mesh has no axis {name!r}; {nearest(name, known)}"
+            )
+    if len(set(names)) < len(names):
+        raise InputError(f"argument {text!r} names a mesh axis twice; name each mesh axis once")
+    if mesh is None:
+        return None
+    check_splits(f"argument {text!r}", shape, entries, known)
+    return NamedSharding(mesh, P(*entries))
+
+
+def arguments_of(
+    inputs: str | None, arguments: Sequence[str], mesh: Mesh | None
+) -> tuple[object, ...]:
+    """The abstract arguments of a call, made by a function or each written as a text.
+
+    - `inputs`: `module:function` of a function without arguments that returns a tuple of pytrees of
+      arrays or `jax.ShapeDtypeStruct`; it is called under the mesh. None to use `arguments`.
+    - `arguments`: one text per argument, as for `parse_argument`.
+    - `mesh`: the mesh that the arguments are sharded over; None for one device.
+
+    Raises InputError if both ways are used, and what `find_function`, `parse_argument` and
+    `check_sizes` raise.
+    """
+    if inputs is None:
+        written = tuple(parse_argument(text, mesh) for text in arguments)
+        check_sizes(written)
+        return written
+    if arguments:
+        raise InputError("--inputs and --arg both give the arguments; keep one of them")
+    make = find_function(inputs)
+    with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
+        made = make()
+    if made is None:
+        raise InputError(
+            f"{inputs!r} returned None; return the tuple of the arguments, () where there are none"
+        )
+    given = made if isinstance(made, tuple) else (made,)
+    check_sizes(given)
+    return given
+
+
+@contextlib.contextmanager
+def called_with(call: Call) -> Iterator[None]:
+    """A context to trace a call in, which raises InputError if the arguments do not fit it.
+
+    It also does so for a `jax.pmap`, and for a `jax.shard_map` with a mesh of its own, which JAX
+    refuses.
+
+    A wrapper may bind some arguments of what it wraps, as that of `nnx.cached_partial` does. Behind
+    a plain function the signature of what it wraps is therefore checked only if the call fails.
+    """
+    _bind(call, follow_wrapped=not isinstance(call.function, FunctionType))
+    name = name_of(call.function)
+    try:
+        yield
+    except TypeError as error:
+        _bind(call)
+        if "ShapeDtypeStruct" in str(error):  # of Python or JAX, where an array is needed
+            raise InputError(f"{name} {CAPTURED} ({described(error)})") from error
+        leaves = jax.tree.leaves(call.given)
+        others = [x for x in leaves if id(x) in call.static and not isinstance(x, int | float)]
+        if "as an abstract array" not in str(error) or not others:  # the words of JAX
+            raise
+        raise InputError(
+            f"{name} is given a {type(others[0]).__name__}, which its jit does not take as static; "
+            "name that argument in static_argnames, or give an array"
+        ) from error
+    except ValueError as error:
+        inside = "axis to squeeze out" in str(error)  # the words of JAX, there and elsewhere
+        if is_pmap(call.function) or (inside and calls_pmap_inside(call)):
+            raise InputError(f"{name} uses {PMAP}") from error
+        if "Non-hashable static arguments" in str(error):  # the words of JAX
+            raise InputError(
+                f"{name} is given a static argument without a hash, such as a list; give a tuple "
+                "or another value that never changes"
+            ) from error
+        if "mesh passed to shard_map" not in str(error):  # the words of JAX
+            raise
+        raise InputError(
+            f"{name} calls jax.shard_map with a mesh of its own, and is compiled for the devices "
+            "of another one; leave mesh= out of the shard_map (write a jax.pmap as one), which "
+            "then takes the mesh that mesh= of the measurement, or --mesh, gives"
+        ) from error
+
+
+def _bind(call: Call, *, follow_wrapped: bool = True) -> None:
+    """Raises InputError unless the signature of the function accepts the arguments."""
+    try:
+        signature = inspect.signature(call.function, follow_wrapped=follow_wrapped)
+    except ValueError:
+        return  # it has no signature that Python knows
+    try:
+        signature.bind(*call.arguments, **call.keywords)
+    except TypeError as error:
+        lists = any(isinstance(argument, list) for argument in call.arguments)
+        given = counted(len(call.arguments) + len(call.keywords) - call.bound, "argument")
+        raise InputError(
+            f"{name_of(call.function)} cannot be called with {given}: {error}; give its arrays in "
+            "order, keyword-only ones without a default last (a command takes them from --arg or "
+            "--inputs), and bind the rest with functools.partial"
+            + ("; a list is one argument, the arguments themselves are in a tuple" if lists else "")
+        ) from error
+
+
+def check_sizes(arguments: object) -> None:
+    """Checks that arguments are of sizes and dtypes that can be compiled.
+
+    - `arguments`: pytrees of arrays or `jax.ShapeDtypeStruct`; other leaves are passed over.
+
+    Raises InputError where one argument or all together have more than `LARGEST` bytes, for a
+    `jax.ShapeDtypeStruct` whose dtype JAX would replace by one of half the width, and for a module
+    that contains itself.
+    """
+    if holds_itself(arguments):
+        raise InputError(
+            "an argument is a module that contains itself, which JAX cannot flatten; leave out "
+            "the attribute that leads back to it"
+        )
+    total = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            continue
+        size = math.prod(leaf.shape) * getattr(leaf.dtype, "itemsize", 0)
+        total += size
+        place = f"argument {jax.tree_util.keystr(path)}"
+        # JAX narrows an array with values in the same way when the program runs, so it is let pass.
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            _check_width(place, leaf.dtype)
+        for what, held in ((place, size), ("all arguments together", total)):
+            if held > LARGEST:
+                raise InputError(
+                    f"{what}: {held:,} bytes are more than {LARGEST:,}; give smaller axes"
+                )
+
+
+def abstract_arguments(
+    arguments: Tree, mesh: Mesh | None, device: jax.Device, *, static: Container[int] = ()
+) -> Tree:
+    """The arguments as shapes without values, placed on a mesh or on one device.
+
+    - `arguments`: pytrees of arrays, `jax.ShapeDtypeStruct` and Python numbers, which stay as they
+      are. Variables that NNX modules share stay shared.
+    - `mesh`: the mesh that replaces the one in each leaf's sharding; None for one device.
+    - `device`: where leaves are without a mesh, and whose kinds of memory are checked.
+    - `static`: `id` of each leaf that need not be an array and stays as it is.
+
+    Raises InputError for any other leaf that is not an array, for a sharding over axes that the
+    mesh lacks, and for a kind of memory that the device lacks.
+    """
+
+    def changed(leaf: object) -> object:
+        return leaf if id(leaf) in static else _abstract_leaf(leaf, mesh, device)
+
+    # A shared variable is made abstract once, or it would come out as several variables.
+    once, restored = without_repeats(arguments)
+    return restored(jax.tree.map(changed, once))
+
+
+def _abstract_leaf(leaf: Any, mesh: Mesh | None, device: jax.Device) -> Any:
+    if isinstance(leaf, bool | int | float | complex):
+        return leaf
+    check_array(leaf)
+    return jax.ShapeDtypeStruct(
+        leaf.shape,
+        leaf.dtype,
+        sharding=placed_on(leaf, mesh, device),
+        weak_type=getattr(leaf, "weak_type", False),
+    )
+
+
+def check_array(leaf: object) -> None:
+    """Raises InputError for a leaf of the arguments that is no array, or one that can change."""
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype") or isinstance(leaf, jax.Ref):
+        raise InputError(
+            f"an argument holds a {type(leaf).__name__}; give arrays or jax.ShapeDtypeStruct, and "
+            "bind the rest with functools.partial"
+        )

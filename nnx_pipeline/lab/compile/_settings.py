@@ -1,0 +1,139 @@
+"""Settings of a compiler, one by one as `NAME=VALUE` or as a named set of libtpu's flags."""
+
+import functools
+import importlib.resources
+import re
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from nnx_pipeline.lab.errors import InputError, nearest
+
+# The setting that `--gemm` stands for.
+TRITON_GEMM = "xla_gpu_enable_triton_gemm"
+_EXAMPLE = "xla_tpu_scoped_vmem_limit_kib=65536"
+_BOOLEANS = {"true": True, "false": False}
+# The compilers of the other platforms accept some of these names and do nothing with them.
+_KINDS = {"xla_tpu_": "tpu", "xla_gpu_": "cuda", "xla_cpu_": "cpu"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting of a compiler.
+
+    - `name`: its name, such as `xla_tpu_scoped_vmem_limit_kib`.
+    - `value`: True or False, or any other value as text, which every compiler reads as the number
+      or text that it needs. For truth values some take nothing but a bool.
+    - `of_set`: the set that it is from, "" where the user gave it.
+    """
+
+    name: str
+    value: bool | str
+    of_set: str = ""
+
+    def __str__(self) -> str:
+        return written({self.name: self.value})
+
+
+def written(settings: dict[str, bool | str]) -> str:
+    """Settings as a user writes them, separated by commas."""
+    texts = ((n, str(v).lower() if isinstance(v, bool) else v) for n, v in settings.items())
+    return ", ".join(f"{name}={value}" for name, value in texts)
+
+
+@functools.cache
+def flag_sets() -> dict[str, list[str]]:
+    """The settings of each named set; the file says where they are from."""
+    file = importlib.resources.files("nnx_pipeline.lab.compile") / "flag_sets.toml"
+    return tomllib.loads(file.read_text(encoding="utf-8"))
+
+
+def parse_settings(*layers: Sequence[str]) -> tuple[Setting, ...]:
+    """The settings that texts such as `xla_tpu_use_x=true` or `@host_offload_flags` give.
+
+    - `layers`: the texts of all arms, then those of one arm, whose settings win.
+
+    A setting that is given itself wins over one of a set in the same layer. The result is in the
+    order of the names, so that the same settings are the same value.
+
+    Raises InputError for a text of another form, for an unknown set, and for a setting that one
+    layer gives two values.
+    """
+    found: dict[str, Setting] = {}
+    for texts in layers:
+        sets = [one for text in texts if text.startswith("@") for one in _of_set(text)]
+        own = [_parsed(text) for text in texts if not text.startswith("@")]
+        for part in (sets, own):
+            found |= _each_once(part)
+    return tuple(found[name] for name in sorted(found))
+
+
+def check_kind(settings: Iterable[Setting], kind: str, platform: str) -> None:
+    """Raises InputError for a setting that is for another kind of platform, or that the lab needs.
+
+    - `settings`: what the user set.
+    - `kind`: of the platform, as `Platform.kind`; for `local` nothing is known.
+    - `platform`: its whole name, for the message.
+    """
+    for one in settings:
+        if one.name.startswith("xla_dump"):
+            raise InputError(
+                f"compiler setting {one}: the lab sets the dump itself, because it reads the "
+                "buffers from it; leave it out, and use --hlo for the text of the program"
+            )
+        meant = "tpu" if one.of_set else _KINDS.get(one.name[: len("xla_tpu_")], kind)
+        if kind not in (meant, "local"):
+            what = one.of_set or one
+            raise InputError(
+                f"compiler setting {what} is for {meant} platforms and would do nothing for "
+                f"{platform}; leave it out"
+            )
+
+
+def gemm_of(settings: Iterable[Setting]) -> str | None:
+    """The kind of matrix products that the settings ask for, as `Platform.gemm`; None if none."""
+    for one in settings:
+        if one.name == TRITON_GEMM:
+            if not isinstance(one.value, bool):
+                raise InputError(f"compiler setting {one} is not a bool; write true or false")
+            return "triton" if one.value else "cublas"
+    return None
+
+
+def _of_set(text: str) -> list[Setting]:
+    """The settings of a set by its name after the `@`, in either case and with `-` or `_`."""
+    name = text[1:].lower().replace("-", "_")
+    if name not in flag_sets():
+        cure = nearest(name, (f"@{known}" for known in flag_sets())) if name else _all_sets()
+        raise InputError(f"there is no set of compiler settings {text!r}; {cure}")
+    return [
+        Setting(one.name, one.value, of_set=f"@{name}") for one in map(_parsed, flag_sets()[name])
+    ]
+
+
+def _all_sets() -> str:
+    return f"choose one of: {', '.join(f'@{name}' for name in flag_sets())}"
+
+
+def _parsed(text: str) -> Setting:
+    """One setting; dashes before the name, as in LIBTPU_INIT_ARGS, are dropped."""
+    name, separator, value = text.strip().lstrip("-").partition("=")
+    if not separator or not re.fullmatch(r"\w+", name):
+        raise InputError(
+            f"compiler setting {text!r} is not of the form NAME=VALUE or @SET; write for example "
+            f"{_EXAMPLE}"
+        )
+    return Setting(name, _BOOLEANS.get(value.lower(), value))
+
+
+def _each_once(settings: Iterable[Setting]) -> dict[str, Setting]:
+    """The settings by name; raises InputError if a name has two values."""
+    found: dict[str, Setting] = {}
+    for one in settings:
+        other = found.setdefault(one.name, one)
+        if other.value != one.value:
+            both = [f"{each}{f' of {each.of_set}' if each.of_set else ''}" for each in (other, one)]
+            raise InputError(
+                f"compiler setting {one.name} has two values, {' and '.join(both)}; give one"
+            )
+    return found

@@ -1,0 +1,99 @@
+"""Writes out the tables of integers in the text of a compiled program.
+
+The text of a program has `{...}` in the place of every constant of more than ten entries. Those of
+which a loop reads one entry in each trip choose branches (see `lab.hlo.branches`), so that without
+them nothing would tell how often each branch runs. The program in its binary form has them.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+from nnx_pipeline.lab._hlo.branches import MOST_TRIPS
+
+_LEFT_OUT = re.compile(
+    r"^(\s*(?:ROOT )?%?([\w.$-]+) = (?:pred|[su](?:8|16|32|64))\[(\d+)\]\S* constant\()\{\.\.\.\}",
+    re.MULTILINE,
+)
+# The fields of a literal that hold integers: their number and type, and how bytes are to be read.
+_INTEGERS: dict[str, tuple[int, str, str]] = {
+    "preds": (2, "BOOL", ""),
+    "u8s": (3, "BYTES", "u1"),
+    "s32s": (4, "INT32", ""),
+    "s64s": (5, "INT64", ""),
+    "u32s": (6, "UINT32", ""),
+    "u64s": (7, "UINT64", ""),
+    "s8s": (15, "BYTES", "i1"),
+    "u16s": (16, "BYTES", "<u2"),
+    "s16s": (17, "BYTES", "<i2"),
+}
+# The parts of XLA's `hlo.proto` and `xla_data.proto` that are read: for each message its fields,
+# with their number and the message, or the type of the values, that they hold.
+_MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
+    "Module": {"computations": (3, "Computation")},
+    "Computation": {"instructions": (2, "Instruction")},
+    "Instruction": {"name": (1, "STRING"), "literal": (8, "Literal")},
+    "Literal": {name: (number, type_name) for name, (number, type_name, _) in _INTEGERS.items()},
+}
+
+
+def with_tables(text: str, compiled: jax.stages.Compiled) -> str:
+    """The text of a program with its tables of integers, where it has branches to choose.
+
+    - `text`: `compiled.as_text()`.
+
+    A table has one axis, and no more entries than the trips that `branch_shares` goes through. The
+    text stays as it is where the runtime does not give the program in its binary form.
+    """
+    executable: Any = compiled.runtime_executable()
+    wanted = {one[2] for one in _LEFT_OUT.finditer(text) if int(one[3]) <= MOST_TRIPS}
+    if " conditional(" not in text or not wanted or executable is None:
+        return text
+    tables: dict[str, str] = {}
+    try:
+        modules = executable.hlo_modules()
+    except jax.errors.JaxRuntimeError:
+        return text  # a runtime without them; a note then says how branches are counted
+    for module in modules:
+        tables |= _tables(module.as_serialized_hlo_module_proto(), wanted)
+    return _LEFT_OUT.sub(lambda found: found[1] + tables.get(found[2], "{...}"), text)
+
+
+def _tables(module: bytes, wanted: Collection[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for computation in _module_type().FromString(module).computations:
+        for instruction in computation.instructions:
+            for kind, (_, _, read_as) in _INTEGERS.items() if instruction.name in wanted else ():
+                entries = getattr(instruction.literal, kind)
+                if entries:
+                    numbers = np.frombuffer(entries, read_as) if read_as else entries
+                    found[instruction.name] = f"{{{', '.join(str(int(one)) for one in numbers)}}}"
+    return found
+
+
+@functools.cache
+def _module_type() -> Any:
+    """The message of a whole module with the fields of `_MESSAGES`; protobuf skips all others."""
+    kinds = descriptor_pb2.FieldDescriptorProto
+    package = "nnx_pipeline.hlo"
+    file = descriptor_pb2.FileDescriptorProto(name=f"{package}.proto", package=package)
+    for message, fields in _MESSAGES.items():
+        described = file.message_type.add(name=message)
+        for name, (number, type_name) in fields.items():
+            single = type_name in ("STRING", "BYTES") or name == "literal"
+            label = kinds.LABEL_OPTIONAL if single else kinds.LABEL_REPEATED
+            field = described.field.add(name=name, number=number, label=label)
+            if type_name in _MESSAGES:
+                field.type, field.type_name = kinds.TYPE_MESSAGE, f".{package}.{type_name}"
+            else:
+                field.type = kinds.Type.Value(f"TYPE_{type_name}")
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{package}.Module"))

@@ -1,0 +1,64 @@
+"""Findings as a table for the terminal and as JSON."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from nnx_pipeline.lab.errors import printable
+from nnx_pipeline.lab.lint.finding import Finding, Limits
+
+_STYLES = {"warning": "bold yellow", "advice": "cyan"}
+
+
+def findings_view(title: str, findings: Sequence[Finding]) -> RenderableType:
+    """A table with one row per finding: where it is, what it is and what to do about it."""
+    if not findings:
+        return Text(f"{title}: no findings")
+    table = Table(title=title, title_justify="left", show_lines=True)
+    table.add_column("rule", no_wrap=True)
+    table.add_column("MB", justify="right", no_wrap=True)
+    table.add_column("of", no_wrap=True)
+    table.add_column("where and what", overflow="fold")
+    for finding in findings:
+        rule = Text(finding.rule, style=_STYLES[finding.severity])
+        rule.append(f"\n{finding.severity}", style="dim")
+        if finding.times > 1:
+            rule.append(f"\n{finding.times} times", style="dim")
+        of = "one device" if finding.per_device else "all devices"
+        table.add_row(rule, f"{finding.bytes / 1e6:,.1f}", of, _text(finding))
+    return Group(table)
+
+
+def _text(finding: Finding) -> Text:
+    location = finding.location
+    text = Text(f"{_short(str(location))}\n", style="bold")
+    if location.caller:
+        text.append(f"called from {_short(location.caller)}\n", style="dim")
+    text.append(f"{printable(finding.what)}\n", style="not bold")
+    text.append(f"→ {finding.cure}", style="not bold green")
+    return text
+
+
+def _short(location: str) -> str:
+    here = f"{Path.cwd()}/"
+    return printable(location.removeprefix(here))
+
+
+def findings_json(
+    subject: dict[str, object], findings: Sequence[Finding], limits: Limits
+) -> dict[str, object]:
+    """The JSON that `lint --json` writes.
+
+    - `subject`: entries that say what was linted, such as its mesh and config.
+    - `findings`: in the order in which they are written.
+    - `limits`: the sizes below which arrays were not reported.
+    """
+    return {
+        "schema": 1,
+        **subject,
+        "limits": {"large_bytes": limits.large, "one_hot_bytes": limits.one_hot},
+        "findings": [finding.to_json() for finding in findings],
+    }

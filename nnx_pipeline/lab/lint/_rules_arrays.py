@@ -1,0 +1,278 @@
+"""Rules about single arrays: hidden upcasts, one-hot arrays and trivial sharding constraints."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Literal, Var
+from jax.sharding import NamedSharding
+
+from nnx_pipeline.lab._tracing.jaxpr import function_of, is_promotion, is_recomputed, is_transposed
+from nnx_pipeline.lab.lint._facts import (
+    FORM,
+    SAME,
+    LintedProgram,
+    array_text,
+    made_from,
+    spreads_nothing,
+)
+from nnx_pipeline.lab.lint._walk import JaxprScope, Value, calls_of, step_back
+from nnx_pipeline.lab.lint.finding import Finding, Limits
+
+HIDDEN_UPCAST, ONE_HOT, TRIVIAL = "hidden-upcast", "one-hot", "trivial-constraint"
+_BINARY = {"add", "sub", "mul", "div", "max", "min", "pow", "atan2", "rem", "select_n", "nextafter"}
+_SHAPING = SAME | FORM
+
+
+def hidden_upcasts(program: LintedProgram, limits: Limits) -> Iterator[Finding]:
+    """Finds arrays of 8 or 16 bits that become float32 because another operand is float32.
+
+    Not reported are:
+
+    - casts that are written in the source;
+    - reductions that JAX computes in float32;
+    - an elementwise operation with a float32 array that is as large itself, unless it is made from
+      an iota, as a mask is;
+    - one with a statistic of the array, in a function that returns to the smaller dtype, as a layer
+      norm does with its mean;
+    - the gradient of a cast to the smaller dtype, which is float32 because what was cast is.
+
+    A matrix product that JAX makes in a backward pass is the transpose of one in the forward pass,
+    which has the same line and is checked there. One in a backward pass that is written by hand has
+    no such counterpart at its line, so it is checked itself.
+    """
+    looked_at = [
+        (scope, equation, is_transposed([equation, *scope.calls()]))
+        for scope, equation in program.scope.equations()
+        if equation.primitive.name in ("convert_element_type", "dot_general")
+    ]
+    forward = {
+        (equation.primitive.name, scope.locate(equation))
+        for scope, equation, backward in looked_at
+        if not backward
+    }
+    for scope, equation, backward in looked_at:
+        made_by_jax = backward and (equation.primitive.name, scope.locate(equation)) in forward
+        for value, size, per_device in _upcasts(program, scope, equation, made_by_jax):
+            if size >= limits.large:
+                yield Finding(
+                    rule=HIDDEN_UPCAST,
+                    severity="warning",
+                    location=scope.locate(equation),
+                    bytes=size,
+                    per_device=per_device,
+                    what=f"{array_text(value)} becomes float32, as the other operand is; so does "
+                    "what is computed from it",
+                    cure="cast the other operand to the smaller dtype, or write .astype(float32) "
+                    "where float32 is meant; jax_numpy_dtype_promotion='strict' makes it an error",
+                )
+
+
+def _upcasts(
+    program: LintedProgram, scope: JaxprScope, equation: JaxprEqn, transposed: bool
+) -> Iterator[tuple[Value, int, bool]]:
+    """The value that a cast or a matrix product widens, with its size as float32.
+
+    - `transposed`: whether JAX derived the equation from one of the forward pass.
+
+    The size is in bytes, and may be the size on one device.
+    """
+    name = equation.primitive.name
+    operands = [scope.value(variable) for variable in equation.invars]
+    if name == "convert_element_type":
+        result = scope.value(equation.outvars[0])
+        # A cast to more bits in a backward pass is the transpose of a cast to fewer bits.
+        meant = transposed or not is_promotion(equation)
+        if _is_small(operands[0]) and _is_float32(result) and not meant:
+            readers = scope.readers.get(equation.outvars[0], [])
+            if any(_widens(scope, reader, result) for reader in readers):
+                yield operands[0], *program.device_bytes(result)
+    elif name == "dot_general" and _is_float32(scope.value(equation.outvars[0])) and not transposed:
+        # With two small operands float32 is the dtype that the product was asked to add up in.
+        small = [one for one in operands if _is_small(one)]
+        if len(small) == 1:
+            size, per_device = program.device_bytes(small[0])
+            yield small[0], size * 4 // small[0].aval.dtype.itemsize, per_device
+
+
+def _widens(scope: JaxprScope, reader: JaxprEqn, value: Value) -> bool:
+    """Whether a reader of a cast array needs it in float32 only because of another operand.
+
+    That is a matrix product, or an elementwise operation with a float32 array that is a mask or
+    smaller, other than a statistic of the array.
+    """
+    if reader.primitive.name == "dot_general":
+        return True
+    if reader.primitive.name not in _BINARY:
+        return False
+    array = made_from(value, _SHAPING)
+    others = [scope.value(v) for v in reader.invars if v is not value.variable]
+    floats = [made_from(one, _SHAPING) for one in others if _is_float32(one)]
+    if reader.primitive.name in ("add", "sub") and any(_is_zero(one) for one in floats):
+        return False  # a sum in float32 begins here, or a mean that a norm leaves out is taken off
+    made_of = [
+        made
+        for one in floats
+        if "iota" in (made := _made_of(one, array)) or one.aval.size < value.aval.size
+    ]
+    if not made_of:
+        return False
+    statistics = all("array" in made for made in made_of)
+    return not (statistics and _comes_back(scope, reader))
+
+
+def _is_zero(value: Value) -> bool:
+    return isinstance(value.variable, Literal) and not value.variable.val
+
+
+def _made_of(value: Value, array: Value) -> set[str]:
+    """What a value is computed from: the array, as its mean is, an iota, as a mask is, literals.
+
+    Empty if it is computed from anything else.
+    """
+    waiting, seen, found = [value], {value}, set()
+    while waiting:
+        one = made_from(waiting.pop(), _SHAPING)
+        if one == array or not isinstance(one.variable, Var):
+            found.add("array" if one == array else "literal")
+            continue
+        step = step_back(one)
+        if step.way != "made":
+            return set()
+        if step.equation.primitive.name == "iota":
+            found.add("iota")
+        waiting += [operand for operand in step.values if operand not in seen]
+        seen.update(step.values)
+    return found
+
+
+def _comes_back(scope: JaxprScope, reader: JaxprEqn) -> bool:
+    """Whether the function that makes the float32 array returns to a smaller dtype.
+
+    A recomputation of a backward pass need not have the cast back. It is taken to return, since the
+    forward pass has the whole function and is checked itself. A cast in the backward pass is the
+    gradient of what was widened, and no return of the forward pass.
+    """
+    if is_recomputed(reader):
+        return True
+    calls = [*scope.calls()]
+    in_backward = is_transposed([reader, *calls])
+    function, waiting, seen = function_of(reader), list(reader.outvars), set(reader.outvars)
+    while waiting:
+        for equation in scope.readers.get(waiting.pop(), []):
+            if not equation.outvars:
+                continue  # it prints, or calls back
+            result = scope.value(equation.outvars[0])
+            if is_transposed([equation, *calls]) and not in_backward:
+                continue
+            if equation.primitive.name == "convert_element_type" and _is_small(result):
+                # Only a cast in the function itself counts, not one in what uses its result.
+                if function_of(equation) == function:
+                    return True
+            elif _is_float32(result) and equation.outvars[0] not in seen:
+                seen.add(equation.outvars[0])
+                waiting.append(equation.outvars[0])
+    return False
+
+
+def one_hot_arrays(program: LintedProgram, limits: Limits) -> Iterator[Finding]:
+    """Finds one-hot arrays above a limit: an iota compared with indices, and cast to numbers."""
+    for scope, equation in program.scope.equations():
+        if equation.primitive.name != "convert_element_type":
+            continue
+        value = scope.value(equation.outvars[0])
+        size, per_device = program.device_bytes(value)
+        if size >= limits.one_hot and _is_one_hot(scope.value(equation.invars[0])):
+            yield Finding(
+                rule=ONE_HOT,
+                severity="warning",
+                location=scope.locate(equation),
+                bytes=size,
+                per_device=per_device,
+                what=f"{array_text(value)} is one-hot",
+                cure="read the rows by their index (table[ids], jnp.take_along_axis), or work on a "
+                "part of the ids at a time",
+            )
+
+
+def _is_one_hot(value: Value) -> bool:
+    step = step_back(made_from(value, _SHAPING))
+    if step.way != "made" or step.equation.primitive.name != "eq":
+        return False
+    # Two iotas make an identity matrix, which is no lookup.
+    return sorted(_primitive(made_from(one, _SHAPING)) == "iota" for one in step.values) == [
+        False,
+        True,
+    ]
+
+
+def trivial_constraints(program: LintedProgram, limits: Limits) -> Iterator[Finding]:
+    """Finds sharding constraints that shard no axis, unless they gather an array.
+
+    One before or after a constraint that does shard an axis is half of a gather, and is intended.
+    """
+    if program.devices == 1:
+        return
+    for scope, equation in program.scope.equations():
+        if equation.primitive.name != "sharding_constraint":
+            continue
+        sharding = equation.params["sharding"]
+        if not isinstance(sharding, NamedSharding) or not spreads_nothing(sharding.spec):
+            continue
+        before, after = (scope.value(v) for v in (equation.invars[0], equation.outvars[0]))
+        size, per_device = program.device_bytes(before)
+        if size >= limits.large and not _gathers(program, before, after):
+            yield Finding(
+                rule=TRIVIAL,
+                severity="advice",
+                location=scope.locate(equation),
+                bytes=size,
+                per_device=per_device,
+                what=f"the constraint on {array_text(before)} shards no axis: {sharding.spec}",
+                cure="leave it out when every axis of the spec is None, or name the mesh axes; as "
+                "it is, it stays in the program, holds the array whole on each device, and may be "
+                "carried through a loop",
+            )
+
+
+def _gathers(program: LintedProgram, before: Value, after: Value) -> bool:
+    """Whether a value is sharded before a trivial constraint, or is constrained to be after it."""
+    known = program.sharding_of(before)
+    if known is not None and not spreads_nothing(known.spec):
+        return True
+    return any(not spreads_nothing(sharding.spec) for sharding in _constrained_next(after))
+
+
+def _constrained_next(value: Value) -> Iterator[NamedSharding]:
+    """The sharding constraints on a value or on casts of it, also inside and outside of calls."""
+    seen, waiting = set(), [value]
+    while waiting:
+        one = waiting.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        scope, variable = one.scope, one.variable
+        for reader in scope.readers.get(variable, []):
+            if reader.primitive.name == "sharding_constraint":
+                if isinstance(reader.params["sharding"], NamedSharding):
+                    yield reader.params["sharding"]
+            elif reader.primitive.name in SAME:
+                waiting += [scope.value(result) for result in reader.outvars]
+        waiting += calls_of(one)
+
+
+def _primitive(value: Value) -> str:
+    step = step_back(value)
+    return step.equation.primitive.name if step.way == "made" else ""
+
+
+def _is_small(value: Value) -> bool:
+    return _is_float(value) and value.aval.dtype.itemsize < 4
+
+
+def _is_float32(value: Value) -> bool:
+    return _is_float(value) and value.aval.dtype.itemsize == 4
+
+
+def _is_float(value: Any) -> bool:
+    return hasattr(value.aval, "dtype") and jnp.issubdtype(value.aval.dtype, jnp.floating)

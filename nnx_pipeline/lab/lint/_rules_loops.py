@@ -1,0 +1,210 @@
+"""Rules about loops: parameters carried or stacked, and gradients kept for each microbatch."""
+
+import math
+from collections.abc import Iterator
+
+from jax.extend.core import JaxprEqn
+
+from nnx_pipeline.lab._tracing.jaxpr import is_transposed
+from nnx_pipeline.lab.errors import counted
+from nnx_pipeline.lab.lint._facts import (
+    FACTORS,
+    PRODUCTS,
+    SAME,
+    SUMS,
+    LintedProgram,
+    array_text,
+    made_from,
+    squeezed,
+)
+from nnx_pipeline.lab.lint._walk import JaxprLoop, JaxprScope, Value, as_loop, calls_of, stacks_of
+from nnx_pipeline.lab.lint.finding import Finding, Limits
+
+PARAMETER_IN_LOOP, GRADIENT_PER_MICROBATCH = "parameter-in-loop", "gradient-per-microbatch"
+
+
+def parameters_in_loops(program: LintedProgram, limits: Limits) -> Iterator[Finding]:
+    """Finds parameters that a loop carries without changing them, or stacks once per iteration.
+
+    JAX itself takes a carried array out of the loop if the body returns the very same array; after
+    a cast, a sharding constraint or a barrier it cannot.
+    """
+    for scope, equation in program.scope.equations():
+        loop = as_loop(scope, equation)
+        if loop is None:
+            continue
+        for before, begin, end in loop.carried:
+            if made_from(end, SAME) == begin and program.is_parameter(before):
+                yield from _carried(program, limits, loop, before)
+        for whole, entry in loop.stacked:
+            if program.is_parameter(entry):
+                yield from _stacked(program, limits, loop, whole, entry)
+
+
+def _carried(
+    program: LintedProgram, limits: Limits, loop: JaxprLoop, value: Value
+) -> Iterator[Finding]:
+    """The finding for a parameter that a loop carries, if it is large enough."""
+    size, per_device = program.device_bytes(value)
+    if size >= limits.large:
+        yield Finding(
+            rule=PARAMETER_IN_LOOP,
+            severity="warning",
+            location=loop.scope.locate(loop.equation),
+            bytes=size,
+            per_device=per_device,
+            what=f"{array_text(value)}, a parameter, is carried by {_name(loop)} that does not "
+            "change it",
+            cure="close over it, or pass it in outside the carry; as a carry its gradient is one, "
+            "too, and the backward pass may keep it once per iteration",
+        )
+
+
+def _stacked(
+    program: LintedProgram, limits: Limits, loop: JaxprLoop, whole: Value, entry: Value
+) -> Iterator[Finding]:
+    """The finding for a parameter that a loop stacks, if the whole stack is large enough."""
+    size, per_device = program.device_bytes(whole)
+    if size >= limits.large:
+        # The line in the body that makes the entry says more than the line of the loop.
+        made, _ = entry.scope.made.get(entry.variable, (None, 0))
+        place = entry.scope.locate(made) if made else loop.scope.locate(loop.equation)
+        yield Finding(
+            rule=PARAMETER_IN_LOOP,
+            severity="warning",
+            location=place,
+            bytes=size,
+            per_device=per_device,
+            what=f"{array_text(entry)}, a parameter or a part of one, is kept once per "
+            f"iteration of {_name(loop)}",
+            cure="do not return it from the body; if the backward pass keeps it, index and cast "
+            "the weight inside the jax.checkpoint of the body",
+        )
+
+
+def gradients_per_microbatch(program: LintedProgram, limits: Limits) -> Iterator[Finding]:
+    """Finds gradients of a parameter that are stored per microbatch until they are summed.
+
+    They are stacked by a loop, or made under `vmap` by a matrix product with a batch axis.
+    """
+    shapes = program.parameter_shapes()
+    # Without its leading axes, too: a loop over stacked layers makes the gradient of one layer.
+    tails = {squeezed(shape[k:]) for shape in shapes for k in range(len(shape))}
+    for scope, equation in program.scope.equations():
+        for value, axis in _side_by_side(scope, equation):
+            shape = value.aval.shape
+            size, per_device = program.device_bytes(value)
+            # An array that has the shape of a parameter itself is one gradient, not several.
+            if size < limits.large or squeezed(shape) in tails or not program.is_gradient(value):
+                continue
+            if any(
+                squeezed(total.aval.shape) in tails and not _is_multiplied_again(total)
+                for total in _sums(value, axis)
+            ):
+                yield Finding(
+                    rule=GRADIENT_PER_MICROBATCH,
+                    severity="warning",
+                    location=scope.locate(equation),
+                    bytes=size,
+                    per_device=per_device,
+                    what=f"{array_text(value)} holds {shape[axis]} gradients of a parameter side "
+                    "by side until they are added up",
+                    cure="add them up as they come, in the carry of a jax.lax.scan over the "
+                    "microbatches, or take the gradient of the sum of the losses",
+                )
+
+
+def _side_by_side(scope: JaxprScope, equation: JaxprEqn) -> Iterator[tuple[Value, int]]:
+    """Arrays that an equation makes of independent entries, with the axis along which they lie."""
+    loop = as_loop(scope, equation)
+    if loop is not None:
+        candidates = [(whole, 0) for whole, _ in loop.stacked]
+    elif equation.primitive.name == "dot_general":
+        _, (batch, _) = equation.params["dimension_numbers"]
+        # The batch axes of a product are the first axes of its result.
+        candidates = [(scope.value(equation.outvars[0]), axis) for axis in range(len(batch))]
+    else:
+        return
+    for value, axis in candidates:
+        if value.aval.shape[axis] > 1:
+            yield value, axis
+
+
+def _sums(value: Value, axis: int) -> Iterator[Value]:
+    """The sums of a value, or of a multiple of it, over this axis alone.
+
+    On the way the value may become a part of a larger array, such as the gradient of one layer of
+    that of the stack. An array that is summed over other axes too is not the gradient of a
+    parameter, though it may have the shape of one.
+    """
+    seen, waiting = set(), [(value, axis)]
+    while waiting:
+        one = waiting.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        value, axis = one
+        shape = value.aval.shape
+        for equation in value.scope.readers.get(value.variable, []):
+            if equation.primitive.name != "reduce_sum":
+                waiting += _passed_on(equation, value, axis)
+                continue
+            others = [other for other in equation.params["axes"] if other != axis]
+            if any(shape[other] > 1 for other in others):
+                continue
+            result = value.scope.value(equation.outvars[0])
+            if axis in equation.params["axes"]:
+                yield result
+                continue
+            # Only axes of size 1 were summed; those before the axis move it forward.
+            waiting.append((result, axis - sum(other < axis for other in others)))
+        waiting += [(same, axis) for same in calls_of(value)]
+        # A loop that stacks the value puts the axis of its iterations in front.
+        waiting += [(whole, axis + 1) for whole in stacks_of(value)]
+
+
+def _is_multiplied_again(total: Value) -> bool:
+    """Whether the backward pass goes on to multiply what was added up.
+
+    It is then the cotangent of an activation, such as that of a key that several heads share, and
+    not yet the gradient of a parameter.
+    """
+    waiting, seen = [total], {total}
+    while waiting:
+        value = waiting.pop()
+        calls = [*value.scope.calls()]
+        for equation in value.scope.readers.get(value.variable, []):
+            if equation.primitive.name in PRODUCTS and is_transposed([equation, *calls]):
+                return True
+            waiting += [value.scope.value(variable) for variable in equation.outvars]
+        waiting = [one for one in [*waiting, *calls_of(value)] if one not in seen]
+        seen.update(waiting)
+    return False
+
+
+def _passed_on(equation: JaxprEqn, value: Value, axis: int) -> Iterator[tuple[Value, int]]:
+    """The result that holds an operand, with the place of its axis; nothing if it is cut there."""
+    if not equation.outvars:
+        return  # it prints, or calls back
+    name, params = equation.primitive.name, equation.params
+    result = value.scope.value(equation.outvars[0])
+    before, after = value.aval.shape, getattr(result.aval, "shape", ())
+    if name == "transpose":
+        yield result, params["permutation"].index(axis)
+    elif name == "broadcast_in_dim":
+        place = params["broadcast_dimensions"][axis]
+        if after[place] == before[axis]:
+            yield result, place
+    elif name in ("reshape", "squeeze"):
+        ahead = math.prod(before[:axis])
+        for place, size in enumerate(after):
+            if size == before[axis] and math.prod(after[:place]) == ahead:
+                yield result, place
+                return
+    elif name in SAME | SUMS | FACTORS and after[axis : axis + 1] == before[axis : axis + 1]:
+        yield result, axis
+
+
+def _name(loop: JaxprLoop) -> str:
+    length = loop.equation.params.get("length")
+    return f"a scan of {counted(length, 'iteration')}" if length else "a while loop"

@@ -1,0 +1,332 @@
+"""A jaxpr as a graph that tells where each value comes from, through calls and loops."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+
+from nnx_pipeline.lab._tracing.jaxpr import Location, inner_jaxprs, location_of, open_jaxpr
+
+# Primitives that call a jaxpr with their operands and return its results. Others that hold a jaxpr,
+# such as a scatter with its sum or a kernel, use it in another way.
+_CALLS = {
+    *("jit", "pjit", "call", "core_call", "closed_call", "shard_map", "cond"),
+    *("checkpoint", "remat", "remat2", "custom_jvp_call", "custom_vjp_call"),
+}
+_LOOPS = ("scan", "while")
+
+Way = Literal["argument", "same", "slice", "stack", "carry", "made", "constant", "unknown"]
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """A variable or literal of a jaxpr at one place where that jaxpr is called.
+
+    - `scope`: the jaxpr at that place.
+    - `variable`: a `Var` or a literal of the jaxpr.
+    """
+
+    scope: "JaxprScope"
+    variable: Any
+
+    @property
+    def aval(self) -> Any:
+        return self.variable.aval
+
+    def __eq__(self, other: object) -> bool:  # by identity: a literal has no hash
+        return isinstance(other, Value) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def _identity(self) -> tuple[int, int]:
+        return id(self.scope), id(self.variable)
+
+
+class Derivation(NamedTuple):
+    """How a value was made, one step back.
+
+    - `way`: one of the names below.
+    - `values`: the values that it comes from.
+    - `equation`: the equation that made it, or the loop that carries it.
+    - `number`: its index among the arguments, the results or the carries.
+
+    The ways are:
+
+    - `argument`: the value is the argument `number` of the program.
+    - `same`: it is one of `values`; there are several for a condition, one from each branch, and
+      for a carry after its loop, which is the initial one if there was no iteration.
+    - `slice`: it is one entry along the first axis of the only one of `values`.
+    - `stack`: a loop made it, with one entry per iteration; `values` is that entry in the body.
+    - `carry`: a loop carries it; `values` are its values before the loop and after each iteration.
+    - `made`: it is the result `number` of `equation`, which has the operands `values`.
+    - `constant`: a literal, or an array that was captured when the program was traced.
+    - `unknown`: an input of a jaxpr that is called in a way that is not understood.
+    """
+
+    way: Way
+    values: tuple[Value, ...] = ()
+    equation: Any = None
+    number: int = 0
+
+
+@dataclass(eq=False)
+class JaxprScope:
+    """A jaxpr at one place where it is called.
+
+    - `jaxpr`: the jaxpr itself; the same one may be called at several places.
+    - `parent`: the scope of the equation that calls it; None for the program itself.
+    - `equation`: the equation that calls it; None for the program itself.
+    - `inlets`: how the inputs get their values; an input that is missing here is unknown.
+    """
+
+    jaxpr: Jaxpr
+    parent: "JaxprScope | None" = None
+    equation: JaxprEqn | None = None
+    inlets: dict[Var, Derivation] = field(default_factory=dict)
+
+    @functools.cached_property
+    def inner(self) -> dict[int, list["JaxprScope"]]:
+        """The scopes that each equation calls, by the `id` of the equation."""
+        return {id(e): _called(self, e) for e in self.jaxpr.eqns if _calls(e)}
+
+    @functools.cached_property
+    def readers(self) -> dict[Var, list[JaxprEqn]]:
+        """The equations that read each variable."""
+        found: dict[Var, list[JaxprEqn]] = {}
+        for equation in self.jaxpr.eqns:
+            for variable in dict.fromkeys(v for v in equation.invars if isinstance(v, Var)):
+                found.setdefault(variable, []).append(equation)
+        return found
+
+    @functools.cached_property
+    def made(self) -> dict[Var, tuple[JaxprEqn, int]]:
+        """The equation that makes each variable, and the index of the variable in its results."""
+        return {
+            variable: (equation, index)
+            for equation in self.jaxpr.eqns
+            for index, variable in enumerate(equation.outvars)
+        }
+
+    def scopes(self) -> Iterator["JaxprScope"]:
+        """This scope and all scopes inside it."""
+        yield self
+        for scopes in self.inner.values():
+            for scope in scopes:
+                yield from scope.scopes()
+
+    def equations(self) -> Iterator[tuple["JaxprScope", JaxprEqn]]:
+        """Every equation of this scope and of the scopes inside it, each with its scope."""
+        for scope in self.scopes():
+            for equation in scope.jaxpr.eqns:
+                yield scope, equation
+
+    def value(self, variable: object) -> Value:
+        """A variable or literal of the jaxpr as a value of this scope."""
+        return Value(self, variable)
+
+    def calls(self) -> Iterator[JaxprEqn]:
+        """The equations that call this scope, innermost first."""
+        scope = self
+        while scope.parent is not None and scope.equation is not None:
+            yield scope.equation
+            scope = scope.parent
+
+    def locate(self, equation: JaxprEqn) -> Location:
+        """The source line of an equation, or of a call around it; see `location_of`."""
+        return location_of([equation, *self.calls()])
+
+
+def step_back(value: Value) -> Derivation:
+    """Where a value comes from, one step back."""
+    scope, variable = value.scope, value.variable
+    if not isinstance(variable, Var):
+        return Derivation("constant")
+    if variable in scope.inlets:
+        return scope.inlets[variable]
+    if variable not in scope.made:
+        return Derivation("constant" if variable in scope.jaxpr.constvars else "unknown")
+    equation, index = scope.made[variable]
+    # The result of a call or loop is followed into the jaxpr that computes it.
+    for linked in _results(scope, equation, index):
+        return linked
+    operands = tuple(scope.value(operand) for operand in equation.invars)
+    return Derivation("made", operands, equation, index)
+
+
+def calls_of(value: Value) -> Iterator[Value]:
+    """The same value inside the jaxprs that take it, and outside the call that returns it."""
+    scope, variable = value.scope, value.variable
+    for equation in scope.readers.get(variable, []):
+        for called in scope.inner.get(id(equation), []):
+            for inlet, step in called.inlets.items():
+                if step.way == "same" and value in step.values:
+                    yield called.value(inlet)
+    around = scope.equation
+    if scope.parent is not None and around is not None and around.primitive.name in _CALLS:
+        for inside, outside in zip(scope.jaxpr.outvars, around.outvars, strict=False):
+            if inside is variable:
+                yield scope.parent.value(outside)
+
+
+def stacks_of(value: Value) -> Iterator[Value]:
+    """The arrays in which a loop stacks this value of its body, one entry per iteration."""
+    scope = value.scope
+    loop = as_loop(scope.parent, scope.equation) if scope.parent and scope.equation else None
+    if loop is not None and loop.body is scope:
+        yield from (whole for whole, entry in loop.stacked if entry == value)
+
+
+def program_scope(program: ClosedJaxpr) -> JaxprScope:
+    """The scope of a whole program, whose inputs are the arguments."""
+    jaxpr = program.jaxpr
+    arguments = {
+        variable: Derivation("argument", number=i) for i, variable in enumerate(jaxpr.invars)
+    }
+    return JaxprScope(jaxpr, inlets=arguments)
+
+
+@dataclass(frozen=True)
+class JaxprLoop:
+    """A `scan` or `while` equation, with its inputs and results told apart.
+
+    The inputs of the body are constants, then carries, then slices.
+
+    - `body`: the scope of one iteration.
+    - `consts`: how many inputs of the body are the same at every iteration.
+    - `carry`: how many inputs of the body go from iteration to iteration.
+    """
+
+    scope: JaxprScope
+    equation: JaxprEqn
+    body: JaxprScope
+    consts: int
+    carry: int
+
+    @property
+    def carried(self) -> list[tuple[Value, Value, Value]]:
+        """Each carried value: before the loop, at the start of an iteration, and at its end."""
+        # Counted from the back: a `while` has the constants of its condition in front, too.
+        before = self.equation.invars[len(self.equation.invars) - self.slices - self.carry :]
+        begin = self.body.jaxpr.invars[self.consts : self.consts + self.carry]
+        end = self.body.jaxpr.outvars[: self.carry]
+        return [
+            (self.scope.value(a), self.body.value(b), self.body.value(c))
+            for a, b, c in zip(before[: self.carry], begin, end, strict=True)
+        ]
+
+    @property
+    def slices(self) -> int:
+        """How many inputs of the body are slices, one entry of an array per iteration."""
+        return len(self.body.jaxpr.invars) - self.consts - self.carry
+
+    @property
+    def stacked(self) -> list[tuple[Value, Value]]:
+        """Each result with one entry per iteration: the whole array, and the entry in the body."""
+        whole, entry = self.equation.outvars[self.carry :], self.body.jaxpr.outvars[self.carry :]
+        return [
+            (self.scope.value(a), self.body.value(b)) for a, b in zip(whole, entry, strict=True)
+        ]
+
+
+def as_loop(scope: JaxprScope, equation: JaxprEqn) -> JaxprLoop | None:
+    """The equation as a loop; None if it is not a loop.
+
+    For a `scan` the shapes tell its inputs and results apart, in every version of JAX: an array
+    that is stacked or sliced has one axis more outside the body than in it. Constants come first
+    and slices last.
+    """
+    name, bodies = equation.primitive.name, scope.inner.get(id(equation), [])
+    if name == "scan" and bodies:
+        body = bodies[0].jaxpr
+        carry = _same_rank(equation.outvars, body.outvars)
+        # Inputs of the same rank inside and outside are the constants and the carries.
+        return JaxprLoop(
+            scope, equation, bodies[0], _same_rank(equation.invars, body.invars) - carry, carry
+        )
+    if name == "while" and len(bodies) == 2:
+        carry = len(equation.outvars)
+        return JaxprLoop(scope, equation, bodies[1], len(bodies[1].jaxpr.invars) - carry, carry)
+    return None
+
+
+def _same_rank(outside: list[Any], inside: list[Any]) -> int:
+    return sum(
+        a.aval.ndim == b.aval.ndim if hasattr(a.aval, "ndim") else True
+        for a, b in zip(outside, inside, strict=True)
+    )
+
+
+def _calls(equation: JaxprEqn) -> bool:
+    return equation.primitive.name in _CALLS or equation.primitive.name in _LOOPS
+
+
+def _called(scope: JaxprScope, equation: JaxprEqn) -> list[JaxprScope]:
+    """The scopes that an equation calls, with their inputs linked to its operands."""
+    jaxprs = list(inner_jaxprs(equation))
+    name, operands = equation.primitive.name, [scope.value(v) for v in equation.invars]
+    if name == "while":
+        jaxprs = [open_jaxpr(equation.params[key]) for key in ("cond_jaxpr", "body_jaxpr")]
+    if name == "cond":
+        operands = operands[1:]  # the first one chooses the branch
+    scopes = [JaxprScope(jaxpr, scope, equation) for jaxpr in jaxprs]
+    if name == "while":
+        condition, body = scopes
+        # The operands are the constants of the condition, those of the body, and the carry.
+        carry = len(equation.outvars)
+        fixed = condition.jaxpr.invars[: len(condition.jaxpr.invars) - carry]
+        read = zip(fixed, operands, strict=False)
+        condition.inlets.update(
+            {variable: Derivation("same", (value,)) for variable, value in read}
+        )
+        inputs = len(body.jaxpr.invars)
+        body.inlets.update(_loop_inlets(body, operands[-inputs:], inputs - carry, carry))
+        return scopes
+    for one in scopes:
+        one.inlets.update(_inlets(one, equation, operands))
+    return scopes
+
+
+def _inlets(one: JaxprScope, equation: JaxprEqn, operands: list[Value]) -> dict[Var, Derivation]:
+    name, inputs, results = equation.primitive.name, one.jaxpr.invars, one.jaxpr.outvars
+    if name == "scan":
+        carry = _same_rank(equation.outvars, results)
+        consts = _same_rank(equation.invars, inputs) - carry
+        return _loop_inlets(one, operands, consts, carry)
+    # A call whose inputs are not its operands one by one leaves them unknown.
+    if len(inputs) == len(operands):
+        return {v: Derivation("same", (o,)) for v, o in zip(inputs, operands, strict=True)}
+    return {}
+
+
+def _loop_inlets(
+    one: JaxprScope, operands: list[Value], consts: int, carry: int
+) -> dict[Var, Derivation]:
+    """How the inputs of a loop's body get their values, in the order constants, carries, slices."""
+    found: dict[Var, Derivation] = {}
+    for index, (variable, operand) in enumerate(zip(one.jaxpr.invars, operands, strict=True)):
+        if index < consts:
+            found[variable] = Derivation("same", (operand,))
+        elif index < consts + carry:
+            after = one.value(one.jaxpr.outvars[index - consts])
+            found[variable] = Derivation("carry", (operand, after), one.equation, index - consts)
+        else:
+            found[variable] = Derivation("slice", (operand,))
+    return found
+
+
+def _results(scope: JaxprScope, equation: JaxprEqn, index: int) -> Iterator[Derivation]:
+    """The step from a result of a call or loop into the jaxpr that computes it, if any."""
+    scopes = scope.inner.get(id(equation), [])
+    loop = as_loop(scope, equation)
+    if loop is not None:
+        inside = loop.body.value(loop.body.jaxpr.outvars[index])
+        if index < loop.carry:
+            # Without a single iteration the result is the initial carry.
+            yield Derivation("same", (loop.carried[index][0], inside))
+        else:
+            yield Derivation("stack", (inside,))
+    elif scopes and all(len(s.jaxpr.outvars) == len(equation.outvars) for s in scopes):
+        yield Derivation("same", tuple(s.value(s.jaxpr.outvars[index]) for s in scopes))

@@ -1,0 +1,106 @@
+"""Traces a function and applies the rules to its jaxpr; nothing is computed or compiled."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from nnx_pipeline.lab._tracing.calls import Call, jaxpr_of, traced_afresh
+from nnx_pipeline.lab._tracing.nnx_state import is_nnx
+from nnx_pipeline.lab.compile._functions import called_with, check_array, check_sizes
+from nnx_pipeline.lab.compile._places import check_places
+from nnx_pipeline.lab.lint._facts import LintedProgram
+from nnx_pipeline.lab.lint._rules_arrays import hidden_upcasts, one_hot_arrays, trivial_constraints
+from nnx_pipeline.lab.lint._rules_loops import gradients_per_microbatch, parameters_in_loops
+from nnx_pipeline.lab.lint._rules_remat import remat_policies
+from nnx_pipeline.lab.lint.finding import Finding, Limits
+
+Rule = Callable[[LintedProgram, Limits], Iterator[Finding]]
+
+RULES: tuple[Rule, ...] = (
+    parameters_in_loops,
+    remat_policies,
+    hidden_upcasts,
+    one_hot_arrays,
+    gradients_per_microbatch,
+    trivial_constraints,
+)
+
+
+def lint(
+    function: Callable[..., object],
+    *arguments: object,
+    mesh: Mesh | AbstractMesh | None = None,
+    parameters: object = None,
+    limits: Limits = Limits(),
+) -> list[Finding]:
+    """Finds what costs memory without need in a function, largest first.
+
+    - `function`: jitted or not, see `lab.measure`. It is traced afresh. To have the backward pass
+      checked, give a function that contains it, such as a training step.
+    - `arguments`: pytrees of arrays or of `jax.ShapeDtypeStruct`, with a sharding where it matters.
+    - `mesh`: the mesh under which the function is traced, which needs no devices.
+    - `parameters`: the part of the arguments, as the same objects, whose arrays are the parameters.
+      Without it they are the `nnx.Param`s of the first argument, or, if that has no variables, its
+      floating-point arrays.
+    - `limits`: the sizes in bytes below which nothing is reported.
+
+    Raises InputError for arguments that are no arrays, or not sharded over this mesh.
+    """
+    check_sizes(arguments)
+    if mesh is not None:
+        check_places(arguments, mesh)
+    call = Call.of(function, arguments)
+    for leaf in jax.tree.leaves(call.given):
+        if id(leaf) not in call.static and not isinstance(leaf, bool | int | float | complex):
+            check_array(leaf)
+    chosen = _parameters_of(call.arguments) if parameters is None else jax.tree.leaves(parameters)
+    wanted = {id(leaf) for leaf in chosen}
+    with _under(mesh), traced_afresh(), called_with(call):
+        traced, leaves = jaxpr_of(call)
+    program = LintedProgram(
+        traced,
+        frozenset(number for number, leaf in enumerate(leaves) if id(leaf) in wanted),
+        [getattr(leaf, "sharding", None) for leaf in leaves],
+        mesh.size if mesh is not None else 1,
+    )
+    return check_program(program, limits)
+
+
+def _under(mesh: Mesh | AbstractMesh | None) -> contextlib.AbstractContextManager[object]:
+    if isinstance(mesh, AbstractMesh):
+        return jax.sharding.use_abstract_mesh(mesh)
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def check_program(program: LintedProgram, limits: Limits) -> list[Finding]:
+    """The findings of all rules, largest first; of one rule and line only that with most bytes."""
+    found: dict[object, list[Finding]] = {}
+    for rule in RULES:
+        for finding in rule(program, limits):
+            found.setdefault((finding.rule, finding.location), []).append(finding)
+    merged = [_merged(same) for same in found.values()]
+    return sorted(merged, key=lambda finding: (-finding.bytes, finding.rule, finding.location))
+
+
+def _merged(same: Sequence[Finding]) -> Finding:
+    largest = max(same, key=lambda finding: finding.bytes)
+    return dataclasses.replace(largest, times=len(same))
+
+
+def _parameters_of(arguments: tuple[object, ...]) -> list[object]:
+    """The `nnx.Param` arrays of the first argument, or its float arrays if it has no variables.
+
+    An argument without arrays, such as a static `self`, is passed over.
+    """
+    for argument in arguments:
+        first = jax.tree.leaves(argument, is_leaf=lambda leaf: is_nnx(leaf, "Variable"))
+        variables = [leaf for leaf in first if is_nnx(leaf, "Variable")]
+        if variables:
+            return jax.tree.leaves([leaf for leaf in variables if is_nnx(leaf, "Param")])
+        if arrays := [leaf for leaf in first if hasattr(leaf, "dtype")]:
+            return [leaf for leaf in arrays if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    return []

@@ -1,0 +1,253 @@
+"""The device mesh: its axis sizes as a config, and the JAX mesh made from them.
+
+JAX is imported by the functions that need it: configs and the command line, which know the axes
+alone, do without.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from nnx_pipeline.lab.errors import InputError, divides, nearest, one_of
+
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh
+    from jax.sharding import PartitionSpec as P
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """How many devices each mesh axis has; an axis that is left out has one.
+
+    Raises InputError for a size that is not a whole number of 1 or more.
+    """
+
+    data: int = 1
+    """Copies of the model, each with its own part of the batch."""
+
+    stage: int = 1
+    """Pipeline stages, between which the layers are split."""
+
+    fsdp: int = 1
+    """Splits parameters and batch; weights are gathered where they are used."""
+
+    tensor: int = 1
+    """Splits attention heads, hidden units and the vocabulary."""
+
+    expert: int = 1
+    """Splits the experts; outside the expert layers it splits the batch."""
+
+    context: int = 1
+    """Splits the sequence. Attention does not support it yet, so models need `context=1`."""
+
+    def __post_init__(self) -> None:
+        for name, size in self.sizes().items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise InputError(f"mesh axis {name}={size!r} is not a whole number of 1 or more")
+
+    @classmethod
+    def parse(cls, text: str) -> MeshConfig:
+        """Reads text such as `stage=4,fsdp=2`; empty text means one device.
+
+        Raises InputError for an unknown axis, for an axis named twice, and for a size that
+        is not a whole number of 1 or more.
+        """
+        sizes: dict[str, int] = {}
+        for part in (piece.strip() for piece in text.split(",") if text.strip()):
+            name, separator, size = part.partition("=")
+            if name not in AXES:
+                raise InputError(f"mesh {text!r} has no axis {name!r}; {nearest(name, AXES)}")
+            if name in sizes:
+                raise InputError(f"mesh {text!r} names {name} twice; name each axis once")
+            if not separator or not size.isdecimal() or len(size) > 9:
+                raise InputError(
+                    f"mesh {text!r}: write {name}=N with a whole number of 1 or more, of nine "
+                    "digits at most"
+                )
+            sizes[name] = int(size)
+        return cls(**sizes)
+
+    def sizes(self) -> dict[str, int]:
+        """Every axis with its size, in the order of the mesh axes."""
+        return dataclasses.asdict(self)
+
+    def product(self, *axes: str) -> int:
+        """The product of the sizes of these axes."""
+        return math.prod(getattr(self, axis) for axis in axes)
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices the mesh needs."""
+        return math.prod(self.sizes().values())
+
+    def __str__(self) -> str:
+        shown = [f"{name}={size}" for name, size in self.sizes().items() if size > 1]
+        return ",".join(shown) or "one device"
+
+
+AXES = tuple(axis.name for axis in dataclasses.fields(MeshConfig))
+
+
+def make_mesh(
+    config: MeshConfig,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    sharding: Literal["explicit", "auto"] = "explicit",
+    dcn: MeshConfig | None = None,
+) -> Mesh:
+    """Makes a JAX mesh with all six axes.
+
+    The axes with the most communication, which are the inner ones, get the shortest links. On a TPU
+    whose chips fill a box, `mesh_utils.create_device_mesh` lays the axes along its links; elsewhere
+    inner axes are close in the order of the devices.
+
+    - `config`: the size of each axis.
+    - `devices`: what the mesh is made of; None for all devices that JAX sees. In a box of a TPU
+      their order does not matter.
+    - `sharding`: the type of all axes, explicit or auto.
+    - `dcn`: how each axis is divided over the network between the slices of a TPU, or between hosts
+      where all devices are in one slice or none; the rest of an axis stays inside of a slice. None
+      makes no difference between networks. `data` and `stage` send the least.
+
+    Raises InputError unless the axes need exactly these devices; of CPU devices some may be left
+    over, without `dcn`.
+    """
+    import jax
+    from jax.sharding import AxisType, Mesh
+
+    one_of("sharding", sharding, ("explicit", "auto"))
+    devices = list(jax.devices() if devices is None else devices)
+    if dcn is not None and not isinstance(dcn, MeshConfig):
+        raise InputError(f"dcn={dcn!r} is no MeshConfig; write MeshConfig(data=2)")
+    if len(devices) < config.num_devices or (
+        len(devices) > config.num_devices and not _spare(devices)
+    ):
+        raise InputError(
+            f"mesh {config} needs {config.num_devices} devices and there are {len(devices)}; "
+            "make the product of its axes equal to the number of devices"
+            f"{_virtual(config, devices)}"
+        )
+    if len({*devices}) < len(devices):
+        raise InputError("the devices of a mesh name one device twice; name each once")
+    kind = AxisType.Explicit if sharding == "explicit" else AxisType.Auto
+    if dcn is None:
+        grid = _along_links(devices[: config.num_devices], [*config.sizes().values()])
+    else:
+        grid = _over_slices(config, devices, dcn)
+    return Mesh(grid, AXES, axis_types=(kind,) * len(AXES))
+
+
+def _over_slices(config: MeshConfig, devices: Sequence[jax.Device], dcn: MeshConfig) -> np.ndarray:
+    """The devices by mesh axis, with the parts of each axis that `dcn` says in different slices."""
+    import numpy as np
+
+    numbers: list[int] = [getattr(device, "slice_index", 0) for device in devices]
+    if len({*numbers}) == 1:
+        numbers = [device.process_index for device in devices]
+    slices: dict[int, list[jax.Device]] = {}
+    for number, device in zip(numbers, devices, strict=True):
+        slices.setdefault(number, []).append(device)
+    inside = []
+    for axis, size in config.sizes().items():
+        rule = f"mesh axis {axis}={size} does not divide into dcn {axis}={getattr(dcn, axis)} parts"
+        divides(getattr(dcn, axis), size, rule=rule)
+        inside.append(size // getattr(dcn, axis))
+    sizes = sorted({len(one) for one in slices.values()})
+    if len(slices) != dcn.num_devices or sizes != [math.prod(inside)]:
+        raise InputError(
+            f"dcn {dcn} needs {dcn.num_devices} slices of {math.prod(inside)} devices, and there "
+            f"are {len(slices)} of {' or '.join(map(str, sizes))}; make the product of its axes "
+            "equal to the number of slices, or of hosts where there is one slice"
+        )
+    outside = tuple(dcn.sizes().values())
+    grid = np.array([_along_links(slices[number], inside) for number in sorted(slices)])
+    grid = grid.reshape(*outside, *inside)
+    # From (parts of every axis, then rests of every axis) to (part, rest) of each axis in turn.
+    order = [at + shift for at in range(len(outside)) for shift in (0, len(outside))]
+    return grid.transpose(order).reshape(tuple(config.sizes().values()))
+
+
+def _along_links(devices: Sequence[jax.Device], sizes: Sequence[int]) -> np.ndarray:
+    """The devices of one slice by mesh axis, on a TPU along the links between its chips.
+
+    - `sizes`: of each mesh axis, the one with the most communication last.
+    """
+    import numpy as np
+    from jax.experimental.mesh_utils import create_device_mesh
+
+    if not _fill_a_box(devices):
+        return np.array(devices).reshape(sizes)
+    return create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+
+
+def _fill_a_box(devices: Sequence[jax.Device]) -> bool:
+    """Whether devices are chips of a TPU whose coordinates begin at 0, and none is left out.
+
+    A GPU has an attribute `coords` too, and no `core_on_chip`.
+    """
+    import numpy as np
+
+    if not all(hasattr(one, "coords") and hasattr(one, "core_on_chip") for one in devices):
+        return False
+    places = np.array([(*device.coords, device.core_on_chip) for device in devices])
+    return len(devices) == math.prod(int(most) + 1 for most in places.max(axis=0))
+
+
+def _spare(devices: Sequence[jax.Device]) -> bool:
+    """Whether a mesh may leave some devices unused: virtual CPU devices cost nothing."""
+    return all(device.platform == "cpu" for device in devices)
+
+
+def _virtual(config: MeshConfig, devices: Sequence[jax.Device]) -> str:
+    """How there would be enough devices, for the end of a message; "" for a TPU or a GPU."""
+    if not _spare(devices):
+        return ""
+    return (
+        f", or begin with virtual ones: jax_num_cpu_devices={config.num_devices} before JAX runs "
+        f"anything, or JAX_NUM_CPU_DEVICES={config.num_devices} in the environment"
+    )
+
+
+def ambient_mesh() -> MeshConfig:
+    """The axis sizes of the mesh that `jax.set_mesh` has set; one device if there is none.
+
+    Raises InputError for a mesh with axes of other names.
+    """
+    import jax
+
+    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    for name in sizes:
+        if name not in AXES:
+            raise InputError(f"mesh axis {name!r} is not known; {nearest(name, AXES)}")
+    return MeshConfig(**sizes)
+
+
+def ambient_platform() -> str:
+    """The platform that a program is traced for: `cpu`, `tpu` or `gpu`, as JAX names them.
+
+    The ambient mesh decides. Without a mesh the lab sets an abstract mesh without axes, which says
+    what it compiles for. Otherwise it is JAX's default.
+    """
+    import jax
+
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.platform if device else jax.default_backend()
+
+
+def is_trivial(spec: P) -> bool:
+    """Whether a partition spec shards no axis."""
+    return all(entry is None or entry == () for entry in spec)
+
+
+def spec_axes(spec: P) -> set[str]:
+    """The mesh axes that a partition spec uses."""
+    axes: set[str] = set()
+    for entry in spec:
+        axes.update((entry,) if isinstance(entry, str) else entry or ())
+    return axes

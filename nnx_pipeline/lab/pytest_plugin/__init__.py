@@ -1,0 +1,225 @@
+"""A pytest plugin with the fixture `compile_memory`, and budgets in `memory-budgets.toml`.
+
+pytest imports this file before any conftest.py, in every project of an environment in which this
+package is installed. It must therefore import fast, and must not import JAX, whose flags a conftest
+may still set; the fixture imports JAX when a test asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from nnx_pipeline.lab.errors import InputError, counted
+from nnx_pipeline.lab.pytest_plugin import _budgets as budgets
+from nnx_pipeline.lab.pytest_plugin._budgets import Budgets, Figures, Key
+from nnx_pipeline.lab.pytest_plugin._session import Results, SessionBudgets
+
+if TYPE_CHECKING:
+    from nnx_pipeline.lab.pytest_plugin.fixture import CompileMemory
+
+UPDATE = "--update-memory-budgets"
+TOLERANCE = "memory_budget_tolerance"
+RESULTS = pytest.StashKey[Results]()
+SESSION = pytest.StashKey[SessionBudgets]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("compile memory")
+    group.addoption(
+        UPDATE,
+        action="store_true",
+        help=f"Write the figures of passing tests to {budgets.FILE} instead of comparing them.",
+    )
+    parser.addini(
+        TOLERANCE,
+        "The share by which a memory budget may be exceeded, such as 0.01 for 1 %.",
+        default=str(budgets.TOLERANCE),
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.rootpath / budgets.FILE
+    try:
+        config.stash[SESSION] = SessionBudgets(
+            path=path,
+            budgets=budgets.read_budgets(path),
+            update=config.getoption(UPDATE),
+            tolerance=_share(config.getini(TOLERANCE)),
+            selected=_names_single_tests(config),
+        )
+    except InputError as error:
+        raise pytest.UsageError(str(error)) from error
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1
+    if not 0 <= share < 1:
+        raise InputError(
+            f"{TOLERANCE} = {text!r} is not a number from 0 to below 1; write 0.01 for 1 %"
+        )
+    return share
+
+
+def _names_single_tests(config: pytest.Config) -> bool:
+    """Whether the command line selects single tests; `--lf` leaves out the others silently."""
+    return any("::" in arg for arg in config.args) or bool(config.getoption("lf", False))
+
+
+@pytest.fixture
+def compile_memory(request: pytest.FixtureRequest) -> CompileMemory:
+    """Compiles a function for a platform and returns what it needs; nothing is computed.
+
+    Call `compile_memory(fn, args, mesh=…, platform=…)` with a tuple of abstract arguments, or
+    `compile_memory.step(config, mesh, platform)` for a training step of nnx_pipeline. The result
+    has figures (`temp_bytes`, `heap_bytes`, `peak_bytes`, `step_seconds`, `flops`, `collectives`,
+    …) and the methods `assert_at_most(temp_bytes=…)` and `within_budget()`. The test is skipped
+    where the compiler of the platform is not installed.
+    """
+    from nnx_pipeline.lab.pytest_plugin.fixture import CompileMemory
+
+    results = request.node.stash.setdefault(RESULTS, Results())
+    return CompileMemory(id_of_test(request.node), request.config.stash[SESSION], results)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Adds the figures to a failed report, and what the test measured to every report.
+
+    With xdist, reports travel from the workers to the process that collects them.
+    """
+    report = yield
+    results = item.stash.get(RESULTS, Results())
+    # The message of MemoryExceeded has the figures already. The class is compared by name, because
+    # importing it would import JAX.
+    shown = call.excinfo is not None and type(call.excinfo.value).__name__ == "MemoryExceeded"
+    if report.failed and not shown:
+        report.sections += [("compile memory", text) for text in results.descriptions]
+    measured = results if report.when == "call" else Results()
+    # xdist sends the attributes of a report too, if they are lists, dicts, strings and numbers.
+    vars(report)["memory_budgets"] = {
+        "test": id_of_test(item),
+        "asked": [[list(key), dict(figures)] for key, figures in measured.requested.items()],
+        "hints": measured.hints,
+        "selected": item.config.stash[SESSION].selected,
+    }
+    return report
+
+
+def id_of_test(item: pytest.Item) -> str:
+    """The id of a test without the group that `--dist=loadgroup` of xdist appends to it."""
+    marker = item.get_closest_marker("xdist_group")
+    if marker is None:
+        return item.nodeid
+    group = marker.args[0] if marker.args else marker.kwargs.get("name", "default")
+    return item.nodeid.removesuffix(f"@{group}")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.config.stash[SESSION].collected += 1
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Notes whether tests were left out.
+
+    A conftest may remove some without a call of `pytest_deselected`, so the tests are counted.
+    """
+    mine = session.config.stash[SESSION]
+    mine.selected |= len(session.items) < mine.collected
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    if items:
+        items[0].config.stash[SESSION].selected = True
+
+
+class Collector:
+    """Collects what the reports say was measured, and writes the budget file at the end.
+
+    Only the process that writes the file has one; workers of xdist do not.
+
+    - `session`: the budgets of the test run.
+    """
+
+    def __init__(self, session: SessionBudgets) -> None:
+        self.session = session
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        measured: dict[str, Any] | None = getattr(report, "memory_budgets", None)
+        if measured is None:  # the report of xdist for a test in which a worker crashed
+            self.session.seen.add(report.nodeid)
+            return
+        self.session.seen.add(measured["test"])
+        self.session.selected |= measured["selected"]
+        self.session.hints += measured["hints"]
+        if report.when == "call" and report.passed:
+            requested = {Key(*key): figures for key, figures in measured["asked"]}
+            self.session.passed[measured["test"]] = requested
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        mine = self.session
+        if not mine.update:
+            return
+        # Only a run that came to its end, with status 0 or 1 (tests failed), shows what is gone.
+        stopped = session.shouldstop or session.shouldfail
+        whole = not mine.selected and not stopped and exitstatus in (0, 1)
+        try:
+            old = budgets.read_budgets(mine.path)
+            new = budgets.updated(old, mine.passed, lambda test: _gone(test, mine, whole))
+            if new != old:
+                budgets.write_budgets(mine.path, new)
+        except (OSError, InputError) as error:
+            pytest.exit(f"{mine.path} was not written: {error}", returncode=1)
+        mine.summary = _what_changed(old, new)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        lines = [*self.session.summary, *sorted(self.session.hints)]
+        if lines:
+            terminalreporter.section(budgets.FILE)
+            for line in lines:
+                terminalreporter.line(line)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):
+        session.config.pluginmanager.register(Collector(session.config.stash[SESSION]))
+
+
+def _gone(test: str, session: SessionBudgets, whole: bool) -> bool:
+    """Whether a test no longer exists: its file is missing, or ran completely without this test.
+
+    - `test`: the id of the test.
+    - `session`: the budgets of the test run.
+    - `whole`: whether every test of each file that ran was run.
+    """
+    file = test.partition("::")[0]
+    if not (session.path.parent / file).exists():
+        return True
+    ran = any(seen.partition("::")[0] == file for seen in session.seen)
+    return whole and ran and test not in session.seen
+
+
+def _what_changed(old: Budgets, new: Budgets) -> list[str]:
+    added = [f"new: {key}" for key in sorted(set(new) - set(old))]
+    removed = [f"removed: {key} ({key.compiler})" for key in sorted(set(old) - set(new))]
+    changed = [
+        f"changed: {key}: {_figures(old[key])} -> {_figures(new[key])}"
+        for key in sorted(set(old) & set(new))
+        if old[key] != new[key]
+    ]
+    same = len(set(old) & set(new)) - len(changed)
+    return [*added, *changed, *removed, f"{counted(same, 'budget')} unchanged"]
+
+
+def _figures(figures: Figures) -> str:
+    """The figures of a budget in one line, such as `heap 1,024, temp 2,048`."""
+    return ", ".join(budgets.in_words(name, value) for name, value in sorted(figures.items()))

@@ -1,0 +1,281 @@
+"""Budgets of tests: the file that holds them, and which figures exceed them.
+
+`memory-budgets.toml` holds one `[[budget]]` per test, name within the test, platform and compiler
+version: bytes per device, and the estimated seconds of a step. `pytest --update-memory-budgets`
+writes the whole file, sorted, and does not keep what people added by hand, such as comments. A
+figure that an entry lacks is not checked.
+
+Nothing here imports JAX: pytest reads the file before any conftest can set JAX's flags.
+"""
+
+import json
+import math
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from platform import machine
+from typing import Any, NamedTuple
+
+from nnx_pipeline.lab._files import write_text
+from nnx_pipeline.lab.errors import InputError
+
+FILE = "memory-budgets.toml"
+BYTES = ("temp_bytes", "heap_bytes", "peak_bytes", "account_bytes")
+# The whole step and not its compute alone: else a collective that nothing hides any more would cost
+# nothing. It is computed from the compiled program, so that the same program always takes the same.
+SECONDS = ("step_seconds",)
+FIGURES = (*BYTES, *SECONDS)
+TOLERANCE = 0.01  # the share by which a budget may be exceeded
+_DIGITS = 9  # of seconds behind the point: nanoseconds
+
+_HEAD = """\
+# Budgets of tests, per device: bytes as a compiler of this version gave them, and the seconds of a
+# step as estimated from the program that it made.
+# Written by `pytest --update-memory-budgets`; comments are not kept.
+"""
+_PACKAGES = {"cpu": ("jaxlib",), "tpu": ("jaxlib", "libtpu"), "cuda": ("jaxlib", "jax-cuda13-pjrt")}
+
+Figures = Mapping[str, float]  # bytes are whole numbers
+
+
+class Key(NamedTuple):
+    """What a budget is for.
+
+    - `name`: tells several budgets of one test apart; empty for the only one.
+    - `platform`: what is compiled for, such as `tpu:v5p:2x2x2`.
+    - `compiler`: the packages and versions that `compiler_of` gives.
+    """
+
+    test: str
+    name: str
+    platform: str
+    compiler: str
+
+    def __str__(self) -> str:
+        return f"{self.test}{f' ({self.name})' if self.name else ''} on {self.platform}"
+
+
+Budgets = dict[Key, Figures]
+
+
+class Change(NamedTuple):
+    """A figure that differs from its budget.
+
+    - `figure`: its name, such as `heap_bytes`.
+    - `budget`: what the budget allows, in bytes or seconds.
+    - `measured`: the figure in the same unit; None where it is not known of this program.
+    """
+
+    figure: str
+    budget: float
+    measured: float | None
+
+    def __str__(self) -> str:
+        name, unit, number = _wording(self.figure, max(self.budget, self.measured or 0))
+        if self.measured is None:
+            given = (
+                "the compiler gives no figure" if self.figure in BYTES else "there is no estimate"
+            )
+            return f"{name} has a budget of {number(self.budget)} {unit} and {given}"
+        difference = self.measured - self.budget
+        share = f" ({difference / self.budget:+.1%})" if self.budget else ""
+        side = "above" if difference > 0 else "below"
+        return (
+            f"{name} {number(self.measured)} {unit} is {number(abs(difference))}{share} {side} "
+            f"its budget of {number(self.budget)}"
+        )
+
+
+def in_words(figure: str, value: float) -> str:
+    """A figure with its name, and with its unit where that is not bytes: `estimated step 1.250 ms`.
+
+    - `figure`: one of FIGURES.
+    """
+    name, unit, number = _wording(figure, value)
+    return f"{name} {number(value)}" if figure in BYTES else f"{name} {number(value)} {unit}"
+
+
+def _wording(figure: str, largest: float) -> tuple[str, str, Callable[[float], str]]:
+    """The name and the unit of a figure, and how to write a number of it.
+
+    - `largest`: the largest number to write, which decides between ms and µs.
+    """
+    if figure in BYTES:
+        return figure.removesuffix("_bytes"), "bytes", lambda value: f"{value:,}"
+    unit, size = ("ms", 1e-3) if largest >= 1e-3 else ("µs", 1e-6)
+    return "estimated step", unit, lambda value: f"{value / size:,.3f}"
+
+
+def compiler_of(platform: str, versions: Mapping[str, str | None]) -> str:
+    """The versions that decide how much memory a program needs.
+
+    An example is `jaxlib 0.10.2, libtpu 0.0.42.1`. For `cpu` the machine type comes after them.
+
+    - `platform`: what is compiled for, such as `tpu:v5p:2x2x2`.
+    - `versions`: the version of each package by its name.
+
+    Raises InputError for the platform `local`, whose devices differ between machines.
+    """
+    packages = _PACKAGES.get(platform.partition(":")[0])
+    if packages is None:
+        raise InputError(
+            f"platform={platform!r} cannot have a budget: devices differ between machines; choose "
+            "cpu, or a compiler such as tpu:v5p:2x2x2 or cuda:h100:8"
+        )
+    parts = [f"{name} {versions[name]}" for name in packages]
+    # XLA compiles different programs for the CPUs of a laptop and for those of a server.
+    return ", ".join([*parts, machine()] if platform == "cpu" else parts)
+
+
+def figures_of(result: object) -> dict[str, float | None]:
+    """Each figure of FIGURES by its name, as the file holds it; None where it is not known."""
+    figures = {name: getattr(result, name) for name in FIGURES}
+    for name in SECONDS:
+        if figures[name] is not None:
+            figures[name] = round(figures[name], _DIGITS)
+    return figures
+
+
+def above(measured: Mapping[str, float | None], budget: Figures, tolerance: float) -> list[Change]:
+    """The figures that exceed their budget by more than the tolerance, or are missing.
+
+    - `measured`: each figure by its name, None where it is not known.
+    - `budget`: the figures to compare with; those that it lacks are not checked.
+    - `tolerance`: a share of the budget, such as 0.01.
+    """
+    changes = [Change(name, allowed, measured.get(name)) for name, allowed in budget.items()]
+    return [
+        change
+        for change in changes
+        if change.measured is None or change.measured > change.budget * (1 + tolerance)
+    ]
+
+
+def below(measured: Mapping[str, float | None], budget: Figures, tolerance: float) -> list[Change]:
+    """The figures below their budget by more than the tolerance.
+
+    - `measured`: each figure by its name, None where it is not known.
+    - `budget`: the figures to compare with; those that it lacks are not checked.
+    - `tolerance`: a share of the budget, such as 0.01.
+    """
+    changes = [Change(name, allowed, measured.get(name)) for name, allowed in budget.items()]
+    return [
+        change
+        for change in changes
+        if change.measured is not None and change.measured < change.budget * (1 - tolerance)
+    ]
+
+
+def read_budgets(path: Path) -> Budgets:
+    """Reads the budgets of a file; there are none if the file does not exist.
+
+    Raises InputError for a file that cannot be read or holds anything but valid budgets.
+    """
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}; {_CURE}") from error
+    budgets: Budgets = {}
+    entries = content.pop("budget", [])
+    if content or not isinstance(entries, list):
+        names = ", ".join(content) or "budget"
+        raise InputError(f"{path} holds [[budget]] entries only and has {names!r}; {_CURE}")
+    for number, entry in enumerate(entries, start=1):
+        key, figures = _entry(path, number, entry)
+        if key in budgets:
+            raise InputError(f"{path}: budget {number} is a second one for {key}; {_CURE}")
+        budgets[key] = figures
+    return budgets
+
+
+_CURE = "correct it, or delete it and run `pytest --update-memory-budgets`"
+
+
+def _entry(path: Path, number: int, entry: object) -> tuple[Key, Figures]:
+    """One entry of the file, number `number`; raises InputError if it is not valid."""
+    where = f"{path}: budget {number}"
+    if not isinstance(entry, dict):
+        raise InputError(f"{where} is {entry!r} and not a table; {_CURE}")
+    missing = sorted({"test", "platform", "compiler"} - set(entry))
+    if missing:
+        raise InputError(f"{where} has no {missing[0]!r}; {_CURE}")
+    texts = {name: entry.get(name, "") for name in Key._fields}
+    wrong = [f"{name} = {value!r}" for name, value in texts.items() if not isinstance(value, str)]
+    figures = {name: value for name, value in entry.items() if name not in Key._fields}
+    wrong += [f"{name} = {it!r}" for name, it in figures.items() if not _is_figure(name, it)]
+    if wrong:
+        raise InputError(
+            f"{where} has {wrong[0]}; strings are {', '.join(Key._fields)}, whole numbers of bytes "
+            f"are {', '.join(BYTES)}, and a number of seconds is {', '.join(SECONDS)}; {_CURE}"
+        )
+    return Key(**texts), figures
+
+
+def _is_figure(name: str, value: Any) -> bool:
+    whole = isinstance(value, int) and not isinstance(value, bool)  # `true` is no number
+    if name in BYTES:
+        return whole and value >= 0
+    # TOML has `nan` and `inf`.
+    number = whole or (isinstance(value, float) and math.isfinite(value))
+    return name in SECONDS and number and value >= 0
+
+
+def to_toml(budgets: Mapping[Key, Figures]) -> str:
+    """The content of the file, sorted by key so that the same budgets give the same text."""
+    return "\n".join([_HEAD, *(_table(key, budgets[key]) for key in sorted(budgets))])
+
+
+def _table(key: Key, figures: Figures) -> str:
+    # A JSON string is a TOML string, too, once the one control character is escaped that JSON
+    # lets pass.
+    texts = {
+        name: json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        for name, value in zip(Key._fields, key, strict=True)
+        if value
+    }
+    numbers = {name: f"{figures[name]:_}" for name in BYTES if name in figures}
+    # Written out: `1.2e-05` is harder to compare with its neighbour in a diff.
+    numbers |= {name: f"{figures[name]:.{_DIGITS}f}" for name in SECONDS if name in figures}
+    return "\n".join(["[[budget]]", *(f"{k} = {v}" for k, v in {**texts, **numbers}.items()), ""])
+
+
+def write_budgets(path: Path, budgets: Mapping[Key, Figures]) -> None:
+    """Writes the whole file or, where that raises an OSError, leaves it as it was."""
+    write_text(str(path), to_toml(budgets))
+
+
+def updated(
+    old: Mapping[Key, Figures],
+    passed: Mapping[str, Mapping[Key, Figures]],
+    gone: Callable[[str], bool],
+) -> Budgets:
+    """The budgets after a test run that updates them.
+
+    Budgets for other compiler versions are kept.
+
+    - `old`: the budgets before the run.
+    - `passed`: for each test that passed, the figures of the budgets that it asked for. Its old
+      entries with a name and platform that it did not ask for are removed.
+    - `gone`: whether a test, given its id, no longer exists; its entries are removed.
+    """
+    requested = {test: {(key.name, key.platform) for key in keys} for test, keys in passed.items()}
+    merged = {
+        key: figures
+        for key, figures in old.items()
+        if not gone(key.test)
+        and (key.test not in requested or (key.name, key.platform) in requested[key.test])
+    }
+    for keys in passed.values():
+        merged.update(keys)
+    return merged
+
+
+def same_elsewhere(budgets: Iterable[Key], key: Key) -> list[str]:
+    """The other compilers for which the file has this budget of the same test and platform.
+
+    - `budgets`: the keys of all budgets in the file.
+    - `key`: the budget that was looked for.
+    """
+    return sorted(other.compiler for other in budgets if other[:3] == key[:3] and other != key)

@@ -1,0 +1,132 @@
+"""The object that the fixture `compile_memory` returns.
+
+This module imports JAX, so it is imported only when a test uses the fixture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+from nnx_pipeline.lab._cli.presets import presets
+from nnx_pipeline.lab.api import measure
+from nnx_pipeline.lab.compile._places import AnyMesh
+from nnx_pipeline.lab.compile._settings import written
+from nnx_pipeline.lab.compile.measure import Measurement
+from nnx_pipeline.lab.compile.platform import MissingCompiler, Platform
+from nnx_pipeline.lab.errors import InputError
+from nnx_pipeline.lab.mesh import MeshConfig
+from nnx_pipeline.lab.pytest_plugin import _budgets as budgets
+from nnx_pipeline.lab.pytest_plugin._budgets import Key
+from nnx_pipeline.lab.pytest_plugin.assertions import CompiledMemory, MemoryExceeded
+
+if TYPE_CHECKING:
+    from nnx_pipeline.lab.pytest_plugin._session import Results, SessionBudgets
+
+
+class CompileMemory:
+    """Compiles functions and training steps in a test; see the fixture `compile_memory`.
+
+    - `test`: the id of the test.
+    - `session`: the budgets of the test run.
+    - `results`: where measurements of the test are noted for its report.
+    """
+
+    def __init__(self, test: str, session: SessionBudgets, results: Results) -> None:
+        self._test, self._session, self._results = test, session, results
+
+    def __call__(
+        self,
+        function: Callable[..., object],
+        args: tuple[object, ...] = (),
+        *,
+        mesh: AnyMesh = None,
+        platform: Platform | str = "cpu",
+    ) -> CompiledMemory:
+        """Compiles a function as `lab.measure` does, and returns figures with assertions on them.
+
+        - `function`: the function, jitted or not.
+        - `args`: a tuple of pytrees of arrays or `jax.ShapeDtypeStruct`.
+        - `mesh`: a JAX mesh of any devices, or a text such as `data=2,fsdp=4`; None for one device.
+        - `platform`: what to compile for, such as `tpu:v5p:2x2x2`.
+
+        Raises InputError when these do not fit together, and MemoryExceeded for a program that the
+        compiler refuses as too large; skips the test where the compiler is not installed.
+        """
+        __tracebackhide__ = True
+        if type(args) is not tuple:
+            raise InputError(
+                f"args= is a {type(args).__name__}; give a tuple of the arguments, such as (x,)"
+            )
+        return self._measured(lambda: measure(function, *args, mesh=mesh, platform=platform))
+
+    def step(
+        self, config: object, mesh: MeshConfig | str, platform: Platform | str = "cpu"
+    ) -> CompiledMemory:
+        """Compiles one training step of a model with a config: forward, backward and optimizer.
+
+        - `config`: an `nnx_pipeline.Config`: the model, the pipeline and the training.
+        - `mesh`: sizes of the mesh axes, also as text such as `stage=4,fsdp=2`.
+        - `platform`: what to compile for, such as `tpu:v5p:2x2x2`.
+
+        Raises and skips as a call of this object does.
+        """
+        __tracebackhide__ = True
+        grid = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
+        target = Platform.parse(platform) if isinstance(platform, str) else platform
+        return self._measured(lambda: presets().measure_step(config, grid, target))
+
+    def _measured(self, measured: Callable[[], Measurement]) -> CompiledMemory:
+        __tracebackhide__ = True
+        try:
+            result = CompiledMemory(measured(), self._compare)
+        except MissingCompiler as error:
+            pytest.skip(str(error))
+        except InputError as error:
+            # The message says what the test gave wrong; the frames inside this package do not help.
+            raise error.with_traceback(None) from error.__cause__
+        self._results.descriptions.append(result.description())
+        if result.measurement.is_refused:  # a note of the description says so
+            raise MemoryExceeded(result.description())
+        return result
+
+    def _compare(self, result: CompiledMemory, name: str, tolerance: float | None) -> None:
+        """Compares the figures with the budget of the test; see `CompiledMemory.within_budget`."""
+        __tracebackhide__ = True
+        measurement, session = result.measurement, self._session
+        compiler = budgets.compiler_of(measurement.platform, measurement.versions)
+        # With other settings a program has other figures, and so a budget of its own.
+        settings = f" with {written(measurement.xla)}" if measurement.xla else ""
+        key = Key(self._test, name, f"{measurement.platform}{settings}", compiler)
+        figures = budgets.figures_of(result)
+        given = {figure: value for figure, value in figures.items() if value is not None}
+        # To ask twice with the same figures is no contradiction.
+        if self._results.requested.setdefault(key, given) != given:
+            raise InputError(f"{key} has two different budgets; name each by within_budget(name)")
+        if session.update:
+            return
+        budget = session.budgets.get(key)
+        if budget is None:
+            _not_recorded(key, budgets.same_elsewhere(session.budgets, key))
+            return
+        share = session.tolerance if tolerance is None else tolerance
+        exceeded = budgets.above(figures, budget, share)
+        if exceeded:
+            cure = f"If that is intended: pytest --update-memory-budgets '{self._test}'"
+            described = result.description([change.figure for change in exceeded])
+            raise MemoryExceeded("\n".join([*map(str, exceeded), "", described, "", cure]))
+        self._results.hints += [
+            f"{key}: {change}; pytest --update-memory-budgets lowers it"
+            for change in budgets.below(figures, budget, share)
+        ]
+
+
+def _not_recorded(key: Key, others: list[str]) -> None:
+    __tracebackhide__ = True
+    cure = f"record one: pytest --update-memory-budgets '{key.test}'"
+    if others:
+        recorded = "; ".join(others)
+        pytest.skip(f"{key} has a budget for {recorded}, and this is {key.compiler}; {cure}")
+    pytest.fail(f"{key} has no budget in {budgets.FILE}; {cure}", pytrace=False)

@@ -1,0 +1,80 @@
+"""What attention keeps of the tokens that a model has read, so that it can go on from there."""
+
+import functools
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from nnx_pipeline.config.model import ModelConfig
+from nnx_pipeline.lab.errors import InputError, counted
+from nnx_pipeline.ops._attention import Options, cached_attention, in_slots
+from nnx_pipeline.ops._fast_attention.kernels import Kernel
+from nnx_pipeline.sharding.layout import P
+
+
+class KeyValueCache(nnx.Module):
+    """The keys and values of one attention layer: of the token at position p in slot p.
+
+    - `config`: gives the key-value heads and the dtype.
+    - `batch`: the number of sequences.
+    - `slots`: the number of tokens of a sequence for which there is room.
+
+    Nothing says how far a sequence has come, because no token reads the slot of a later one. So the
+    sequences of a batch may have different lengths: what padding leaves behind the end of a shorter
+    one is overwritten by the tokens that come to stand there, before they or later ones read it.
+    """
+
+    def __init__(self, config: ModelConfig, *, batch: int, slots: int) -> None:
+        heads = (batch, slots, config.num_kv_heads)
+        axes = ("batch", None, "kv_heads", None)
+        key = jnp.zeros((*heads, config.head_dim), config.dtype)
+        value = jnp.zeros((*heads, config.value_head_dim or config.head_dim), config.dtype)
+        self.key = nnx.Cache(key, logical_axes=axes)
+        self.value = nnx.Cache(value, logical_axes=axes)
+
+    def through(self, kernel: Kernel, positions: Array | None, options: Options) -> Kernel:
+        """A kernel in the place of another that stores keys and values too, and reads stored ones.
+
+        - `kernel`: computes the first tokens of the sequences, among which nothing stored is read.
+        - `positions`: `[batch, 1]`, of one new token of each sequence; None for the first tokens.
+        - `options`: how a new token attends to what is stored.
+
+        Raises InputError when the kernel is called with segment ids, or with more tokens than
+        there are positions or slots for.
+        """
+        return functools.partial(self._attend, kernel, options, positions)
+
+    def _attend(
+        self,
+        kernel: Kernel,
+        options: Options,
+        positions: Array | None,
+        *heads: Array,
+        grouped: P,
+    ) -> Array:
+        query, key, value, segment_ids = heads
+        if segment_ids is not None:
+            raise InputError(
+                "a model with a cache was called with segment ids, and a cache holds one document "
+                "of each sequence; leave segment_ids out"
+            )
+        length, slots = query.shape[1], self.key.shape[1]
+        if positions is None:
+            if length > slots:
+                raise InputError(
+                    f"a cache with {counted(slots, 'slot')} was given {counted(length, 'token')}; "
+                    "make it with as many slots as there are tokens, new ones included"
+                )
+            room = ((0, 0), (0, slots - length), (0, 0), (0, 0))
+            self.key[...], self.value[...] = jnp.pad(key, room), jnp.pad(value, room)
+            return kernel(query, key, value, None, grouped=grouped)
+        if length != 1:
+            raise InputError(
+                f"a model with a cache was called with positions of {length} tokens per sequence; "
+                "give one token of each with its position, or the first ones without positions"
+            )
+        self.key[...] = in_slots(self.key[...], key, positions)
+        self.value[...] = in_slots(self.value[...], value, positions)
+        stored = self.key[...], self.value[...]
+        return cached_attention(query, *stored, positions, grouped=grouped, options=options)

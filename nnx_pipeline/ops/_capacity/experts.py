@@ -1,0 +1,219 @@
+"""A mixture of experts in which each expert takes a limited number of choices."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from nnx_pipeline.config._remat import Remat
+from nnx_pipeline.ops._by_choice import CloseResiduals, OnDevices, OpenResiduals
+from nnx_pipeline.ops._capacity.slots import (
+    Slots,
+    assign_slots,
+    capacity_of,
+    from_slots,
+    of_choices,
+    of_slots,
+    to_slots,
+)
+from nnx_pipeline.ops._experts import Choice, ExpertKernels, Mixed, Tokens
+from nnx_pipeline.sharding.layout import Layout, P
+
+
+@dataclass(frozen=True)
+class CapacityExperts:
+    """Σ over the choices that are kept of weight · (silu(x · gate_e) · (x · up_e)) · down_e.
+
+    Of each sequence an expert takes at most `capacity_of` choices, by the order of `assign_slots`.
+    A choice after these is dropped: it adds nothing, and the weights of the token's other choices
+    stay as they are. The limit is one per sequence, so that the choices that are dropped depend on
+    the sequence alone: not on the mesh, the schedule or the number of microbatches.
+
+    All shapes are fixed. A device copies the tokens of its sequences to the slots `[experts,
+    sequences, capacity, embed]`, and the products of the experts are one batched product.
+
+    Where experts are sharded over the mesh axis `expert`, each device sends every slot to the
+    device that has its expert, and gets the result back: an all-to-all each. Per layer and
+    microbatch a device has
+
+        slots = experts · capacity · sequences of a microbatch on the device
+
+    and its all-to-alls give, in bytes of the dtype of the tokens,
+
+        forward:    slots · (2 · embed + 1)    tokens, results; weights
+        backward:   slots · (2 · embed + 1)    cotangents of tokens, of results, of weights
+        recomputed: slots · (embed + 1)        tokens and weights, where remat keeps no slots
+
+    Results are never recomputed: the weights multiply the hidden units, so that no gradient needs
+    them. Beside the mesh axis `tensor` each device sends the same slots, and partial results.
+
+    - `factor`: how much more than an even share an expert takes.
+    """
+
+    factor: float
+
+    def __call__(
+        self, x: Tokens, choice: Choice, kernels: ExpertKernels, *, layout: Layout, remat: Remat
+    ) -> Mixed:
+        """Sends the choices that are kept through their experts; arguments as for `DenseExperts`.
+
+        Raises InputError for a layout in which devices that share the experts, or the width of a
+        kernel, have the same tokens.
+        """
+        del remat  # what a layer keeps of the hidden units is decided by their names
+        weights, experts = choice
+        number = kernels.gate.shape[0]
+        _, length, chosen = experts.shape
+        capacity = capacity_of(length, chosen, number, self.factor)
+        on = _OnDevice.of("capacity", number, layout, capacity=capacity)
+        slots = on.assign(experts)
+        # Cast here, kernels have gradients in the dtype of the model; adding them up casts to the
+        # dtype of the parameters.
+        kernels = ExpertKernels(*(kernel.astype(x.dtype) for kernel in kernels))
+        return Mixed(on.mix(x, slots, weights, kernels), slots.dropped)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OnDevice(OnDevices):
+    """What a device computes for its own experts, and what it exchanges with others.
+
+    Rows of the experts of a device are `[devices, experts of a device, rows, …]`; the rows are the
+    slots of all devices that share the experts.
+
+    - `capacity`: how many choices of a sequence an expert takes.
+    """
+
+    capacity: int
+
+    @property
+    def rows(self) -> P:
+        """The sharding of `[devices, own, rows, embed]`."""
+        return P(self.batch or None, None, None, None)
+
+    @property
+    def hidden(self) -> P:
+        """The sharding of hidden units, `[devices, own, rows, mlp]`."""
+        return P(self.batch or None, None, None, self.mlp or None)
+
+    def assign(self, experts: Int[Array, "batch seq chosen"]) -> Slots:
+        """The slots of the choices of all sequences."""
+
+        def local(experts: Array) -> tuple[Array, ...]:
+            return tuple(assign_slots(experts, self.experts, self.capacity))
+
+        return Slots(*self.per_device(local, [self.tokens], [self.tokens] * 2)(experts))
+
+    def to_owners(self, rows: Array) -> Array:
+        """`[experts, batch, capacity, …]` of own tokens to `[own, rows, …]` of own experts."""
+        if self.owners:
+            rows = jax.lax.all_to_all(rows, self.owners, split_axis=0, concat_axis=1, tiled=True)
+        return rows.reshape(rows.shape[0], -1, *rows.shape[3:])
+
+    def from_owners(self, rows: Array) -> Array:
+        """The inverse of `to_owners`."""
+        rows = rows.reshape(rows.shape[0], -1, self.capacity, *rows.shape[2:])
+        if self.owners:
+            rows = jax.lax.all_to_all(rows, self.owners, split_axis=1, concat_axis=0, tiled=True)
+        return rows
+
+    def to_tokens(self, rows: Array, slots: Slots, dtype: jax.typing.DTypeLike) -> Array:
+        """The sum of each token's rows, over the parts of the hidden units too.
+
+        - `rows`: `[own, rows, embed]`, this device's part.
+        - `dtype`: of the result; it is summed in float32.
+        """
+        return self.over_parts(from_slots(self.from_owners(rows), slots)).astype(dtype)
+
+    def open(
+        self, x: Array, places: Slots, gate: Array, up: Array
+    ) -> tuple[tuple[Array, Array], OpenResiduals]:
+        rows = self._sent(x, places)
+
+        def local(rows: Array, *kernels: Array) -> tuple[Array, ...]:
+            return tuple(_product(rows[0], self.gathered(kernel, 1))[None] for kernel in kernels)
+
+        specs = [self.rows, self.into, self.into]
+        opened, raised = self.per_device(local, specs, [self.hidden] * 2)(rows, gate, up)
+        return (opened, raised), (rows, places, gate, up)
+
+    def open_back(
+        self, residuals: OpenResiduals, cotangents: tuple[Array, Array]
+    ) -> tuple[Array, Array, Array]:
+        rows, slots, gate, up = residuals
+
+        def local(*args: Array) -> tuple[Array, ...]:
+            slots, rows, *kernels = Slots(*args[:2]), args[2][0], *args[3:5]
+            d_kernels, total = [], jnp.zeros((), rows.dtype)
+            for kernel, d_row in zip(kernels, args[5:], strict=True):
+                total = total + _product(d_row[0], self.gathered(kernel, 1), transposed=True)
+                d_kernels.append(self.summed(_outer(rows, d_row[0]), 1))
+            return self.to_tokens(total, slots, rows.dtype), *d_kernels
+
+        tokens, into = self.tokens, self.into
+        specs = [tokens, tokens, self.rows, into, into, self.hidden, self.hidden]
+        d_x, d_gate, d_up = self.per_device(local, specs, [tokens, into, into])(
+            *slots, rows, gate, up, *cotangents
+        )
+        return d_x, d_gate, d_up
+
+    def close(
+        self, hidden: Array, weights: Array, places: Slots, down: Array
+    ) -> tuple[Array, CloseResiduals]:
+        share = self._shares(weights, places)
+
+        def local(hidden: Array, share: Array, down: Array, *slots: Array) -> tuple[Array, ...]:
+            rows = _product(hidden[0] * share[0], self.gathered(down, 2))
+            return (self.to_tokens(rows, Slots(*slots), hidden.dtype),)
+
+        specs = [self.hidden, self.rows, self.down, self.tokens, self.tokens]
+        (mixed,) = self.per_device(local, specs, [self.tokens])(hidden, share, down, *places)
+        return mixed, (hidden, share, places, down)
+
+    def close_back(self, residuals: CloseResiduals, cotangent: Array) -> tuple[Array, Array, Array]:
+        hidden, share, slots, down = residuals
+
+        def local(cotangent: Array, *args: Array) -> tuple[Array, ...]:
+            slots, hidden, share, down = Slots(*args[:2]), args[2][0], args[3][0], args[4]
+            d_rows = self.to_owners(to_slots(cotangent, slots))
+            d_weighed = _product(d_rows, self.gathered(down, 2), transposed=True)
+            d_down = self.summed(_outer(hidden * share, d_rows), 2)
+            d_share = self.over_parts(jnp.sum((d_weighed * hidden).astype(jnp.float32), axis=-1))
+            d_weights = of_choices(self.from_owners(d_share.astype(cotangent.dtype)), slots)
+            return (d_weighed * share)[None], d_weights, d_down
+
+        specs = [*[self.tokens] * 3, self.hidden, self.rows, self.down]
+        outs = [self.hidden, self.tokens, self.down]
+        d_hidden, d_weights, d_down = self.per_device(local, specs, outs)(
+            cotangent, *slots, hidden, share, down
+        )
+        return d_hidden, d_weights, d_down
+
+    def _sent(self, x: Array, slots: Slots) -> Array:
+        """The tokens of all slots, where their experts are: `[devices, own, rows, embed]`."""
+
+        def local(x: Array, *slots: Array) -> tuple[Array, ...]:
+            return (self.to_owners(to_slots(x, Slots(*slots)))[None],)
+
+        (rows,) = self.per_device(local, [self.tokens] * 3, [self.rows])(x, *slots)
+        return rows
+
+    def _shares(self, weights: Array, slots: Slots) -> Array:
+        """The weights of the choices of all slots, where their experts are.
+
+        They are `[devices, own, rows, 1]`, and 0 in empty slots.
+        """
+
+        def local(weights: Array, *slots: Array) -> tuple[Array, ...]:
+            return (self.to_owners(of_slots(weights, Slots(*slots)))[None, ..., None],)
+
+        (share,) = self.per_device(local, [self.tokens] * 3, [self.rows])(weights, *slots)
+        return share
+
+
+def _product(rows: Array, kernels: Array, *, transposed: bool = False) -> Array:
+    return jnp.einsum("erd,efd->erf" if transposed else "erd,edf->erf", rows, kernels)
+
+
+def _outer(left: Array, right: Array) -> Array:
+    return jnp.einsum("erd,erf->edf", left, right)

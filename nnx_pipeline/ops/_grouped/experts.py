@@ -1,0 +1,296 @@
+"""A mixture of experts in which each token is computed by the experts that were chosen for it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from nnx_pipeline.config._remat import Remat
+from nnx_pipeline.lab.errors import is_divisor
+from nnx_pipeline.ops._by_choice import CloseResiduals, OnDevices, OpenResiduals
+from nnx_pipeline.ops._experts import Choice, ExpertKernels, Mixed, Tokens
+from nnx_pipeline.ops._grouped.order import (
+    Order,
+    Some,
+    from_rows,
+    of_rows,
+    sort_by_expert,
+    to_rows,
+    weights_of_choices,
+)
+from nnx_pipeline.ops._grouped.products import GroupedProducts, products_for
+from nnx_pipeline.sharding._cast import cast_at_use
+from nnx_pipeline.sharding.layout import Layout, P
+
+
+@dataclass(frozen=True)
+class GroupedExperts:
+    """Σ over the chosen experts of weight · (silu(x · gate_e) · (x · up_e)) · down_e.
+
+    Each device sorts the choices of its tokens by expert, and multiplies the rows of each expert by
+    that expert's kernels. No token is dropped, and none is computed by an expert that was not
+    chosen for it. So the work is the active parameters', but for rows that fill up a tile.
+    There are as many rows as choices, however these are spread over the experts.
+
+    Where experts are sharded over the mesh axis `expert`, each device along it computes its own
+    experts for the tokens of all, which it gathers; the results are scattered back. That sends each
+    token once to each device, as an exchange that must not drop any has to be ready for. The rows
+    are then of all these tokens, and so is the memory; kernels skip rows of other devices.
+
+    How many rows are multiplied is known when the program runs. Estimates from the program take
+    each expert to have as many as the others.
+
+    - `group`: for how many experts of a device kernels are gathered, and multiplied, at a time; it
+      divides their number. None takes all of them.
+    - `tiles`: the numbers of `products_for`.
+
+    A scan runs over the groups. A small group saves memory, because the kernels of one group are
+    gathered at a time, and the gradients of one are whole at a time. It takes time: gathers wait
+    for the group before, and JAX's kernels work out anew which rows are whose. For Mixtral 8x7B on
+    64 TPU v5p (libtpu 0.0.42.1) groups of 8, 4, 2 and 1 take 13.5, 11.8, 11.3 and 11.3 GB of temp,
+    and by estimate 2.71, 3.15, 3.19 and 3.41 s.
+    """
+
+    group: int | None = None
+    tiles: tuple[int, ...] | None = None
+
+    def __call__(
+        self, x: Tokens, choice: Choice, kernels: ExpertKernels, *, layout: Layout, remat: Remat
+    ) -> Mixed:
+        """Sends all tokens through their experts; arguments as for `DenseExperts`.
+
+        Raises InputError for a layout in which devices that share the experts, or the width of a
+        kernel, have the same tokens, and for a group that does not divide a device's experts.
+        """
+        del remat  # what a layer keeps of the hidden units is decided by their names
+        weights, experts = choice
+        tokens = x.shape[0] * x.shape[1] // layout.size("batch_beside_experts")
+        rows, (every, *_) = tokens * experts.shape[-1], kernels.gate.shape
+        own = every // layout.size("expert")
+        group = self.group or own
+        rule = f"model.expert_group={group} does not divide the {own} experts of a device"
+        is_divisor(group, own, rule=rule)
+        products = products_for(rows, self.tiles, share=every // group)
+        grouped = _OnDevice.of("grouped", every, layout, products=products, group=group)
+        order = grouped.sort(experts)
+        # Cast here, kernels have gradients in the dtype of the model; adding them up casts to the
+        # dtype of the parameters.
+        kernels = ExpertKernels(*(cast_at_use(kernel, x.dtype) for kernel in kernels))
+        return Mixed(grouped.mix(x, order, weights, kernels))
+
+
+class _Groups(NamedTuple):
+    """Some experts of a device, and what has been computed for those before them.
+
+    - `products`: how groups of rows are multiplied.
+    - `sizes`: how many rows each expert of the device has.
+    - `some`: which experts these are; None for all of the device.
+    - `results`: rows of all experts, to which these add theirs; None for all of the device.
+    """
+
+    products: GroupedProducts
+    sizes: Array
+    some: Some | None = None
+    results: list[Array] | None = None
+
+    def product(
+        self, place: int, rows: Array, kernels: Array, *, transposed: bool = False
+    ) -> Array:
+        """The rows times their kernels, see `GroupedProducts.product`.
+
+        - `place`: which of the results these rows belong to.
+        """
+        into = None
+        if self.some is not None and self.results is not None:
+            into = jnp.int32(self.some.first), self.results[place]
+        return self.products.product(rows, kernels, self.sizes, into, transposed=transposed)
+
+    def outer(self, left: Array, right: Array) -> Array:
+        """The gradients of the kernels, see `GroupedProducts.outer`."""
+        return self.products.outer(left, right, self.sizes, self.some)
+
+
+_OfGroup = tuple[list[Array], tuple[Array, ...]]  # results of rows, and gradients of kernels or ()
+OfSome = Callable[..., _OfGroup]  # (the group, its kernels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OnDevice(OnDevices):
+    """What a device computes for its own tokens, and what it exchanges with others.
+
+    Arrays of rows are `[devices, rows, …]`: each device has its own rows.
+
+    - `products`: how groups of rows are multiplied.
+    - `group`: for how many of a device's experts kernels are gathered at a time.
+    """
+
+    products: GroupedProducts
+    group: int
+
+    @property
+    def rows(self) -> P:
+        """The sharding of hidden units, `[devices, rows, mlp]`."""
+        return P(self.batch or None, None, self.mlp or None)
+
+    @property
+    def orders(self) -> tuple[P, P, P]:
+        """The sharding of the arrays of an `Order`, which have an axis of devices."""
+        batch = self.batch or None
+        return P(batch, None), P(batch, None, None), P(batch, None)
+
+    def sort(self, experts: Int[Array, "batch seq chosen"]) -> Order:
+        """The order of the choices on each device; its arrays have an axis of devices."""
+
+        def local(experts: Array) -> tuple[Array, ...]:
+            mine = jax.lax.axis_index(self.owners) if self.owners else 0
+            order = sort_by_expert(
+                _flat(self.from_owners(experts)),
+                first=mine * self.own,
+                own=self.own,
+                tile=self.products.multiple,
+            )
+            return tuple(leaf[None] for leaf in order)
+
+        return Order(*self.per_device(local, [self.tokens], self.orders)(experts))
+
+    def in_turn(self, some: OfSome, order: Order, kernels: tuple[Array, ...]) -> _OfGroup:
+        """The results of one group of experts after the other, and the gradients of their kernels.
+
+        - `some`: what is done for a group, see `OfSome`.
+        - `order`: of the rows of this device.
+        - `kernels`: of this device's experts, `[experts, …]` each.
+
+        Returns for all experts what `some` returns for a group.
+        """
+        steps = self.own // self.group
+        if steps == 1:  # there is nothing to add to
+            return some(_Groups(self.products, order.sizes), *kernels)
+
+        def step(results: list[Array], now: tuple[Array, tuple[Array, ...]]) -> _OfGroup:
+            number, own = now
+            groups = Some(number * self.group, self.group)
+            return some(_Groups(self.products, order.sizes, groups, results), *own)
+
+        split = tuple(kernel.reshape(steps, -1, *kernel.shape[1:]) for kernel in kernels)
+        first = [kernel[0] for kernel in split]
+        made, _ = jax.eval_shape(partial(some, _Groups(self.products, order.sizes)), *first)
+        start = [jnp.zeros(one.shape, one.dtype) for one in made]
+        now = (jnp.arange(steps, dtype=jnp.int32), split)
+        results, gradients = jax.lax.scan(step, start, now)
+        return results, tuple(one.reshape(-1, *one.shape[2:]) for one in gradients)
+
+    def from_owners(self, x: Array) -> Array:
+        """What all devices that share the experts have, `[batch, …]`: an all-gather."""
+        return jax.lax.all_gather(x, self.owners, axis=0, tiled=True) if self.owners else x
+
+    def to_owners(self, y: Array, like: Array) -> Array:
+        """Adds up parts of a result and leaves each device its own tokens: a reduce-scatter.
+
+        - `y`: float32 `[tokens, …]`, this device's part.
+        - `like`: gives batch and sequence of the tokens of this device, and the dtype of the sum.
+        """
+        y = self.over_parts(y).reshape(-1, like.shape[1], y.shape[-1])
+        if self.owners:
+            y = jax.lax.psum_scatter(y, self.owners, scatter_dimension=0, tiled=True)
+        return y.astype(like.dtype)
+
+    def open(
+        self, x: Array, places: Order, gate: Array, up: Array
+    ) -> tuple[tuple[Array, Array], OpenResiduals]:
+        def local(x: Array, *rest: Array) -> tuple[Array, ...]:
+            order, kernels = _mine(rest[:3]), rest[3:]
+            rows = to_rows(_flat(self.from_owners(x)), order)
+
+            def some(groups: _Groups, *kernels: Array) -> _OfGroup:
+                whole = (self.gathered(kernel, 1) for kernel in kernels)
+                return [groups.product(place, rows, one) for place, one in enumerate(whole)], ()
+
+            return tuple(rows[None] for rows in self.in_turn(some, order, kernels)[0])
+
+        specs = [self.tokens, *self.orders, self.into, self.into]
+        opened, raised = self.per_device(local, specs, [self.rows] * 2)(x, *places, gate, up)
+        return (opened, raised), (x, places, gate, up)
+
+    def open_back(
+        self, residuals: OpenResiduals, cotangents: tuple[Array, Array]
+    ) -> tuple[Array, Array, Array]:
+        x, order, gate, up = residuals
+
+        def local(x: Array, *rest: Array) -> tuple[Array, ...]:
+            order, kernels, d_rows = _mine(rest[:3]), rest[3:5], [each[0] for each in rest[5:]]
+            rows = to_rows(_flat(self.from_owners(x)), order)
+
+            def some(groups: _Groups, *kernels: Array) -> _OfGroup:
+                parts, d_kernels = [], []
+                for place, (kernel, d_row) in enumerate(zip(kernels, d_rows, strict=True)):
+                    whole = self.gathered(kernel, 1)
+                    parts.append(groups.product(place, d_row, whole, transposed=True))
+                    d_kernels.append(self.summed(groups.outer(rows, d_row), 1))
+                return parts, tuple(d_kernels)
+
+            (of_gate, of_up), d_kernels = self.in_turn(some, order, kernels)
+            return self.to_owners(from_rows(of_gate + of_up, order), x), *d_kernels
+
+        into, rows = self.into, self.rows
+        specs = [self.tokens, *self.orders, into, into, rows, rows]
+        d_x, d_gate, d_up = self.per_device(local, specs, [self.tokens, into, into])(
+            x, *order, gate, up, *cotangents
+        )
+        return d_x, d_gate, d_up
+
+    def close(
+        self, hidden: Array, weights: Array, places: Order, down: Array
+    ) -> tuple[Array, CloseResiduals]:
+        def local(hidden: Array, weights: Array, *rest: Array) -> tuple[Array, ...]:
+            order, down = _mine(rest[:3]), rest[3]
+            share = of_rows(_flat(self.from_owners(weights)), order)
+            weighed = hidden[0] * share[:, None]
+
+            def some(groups: _Groups, down: Array) -> _OfGroup:
+                return [groups.product(0, weighed, self.gathered(down, 2))], ()
+
+            (rows,), _ = self.in_turn(some, order, (down,))
+            return (self.to_owners(from_rows(rows, order), weights),)
+
+        specs = [self.rows, self.tokens, *self.orders, self.down]
+        (mixed,) = self.per_device(local, specs, [self.tokens])(hidden, weights, *places, down)
+        return mixed, (hidden, weights, places, down)
+
+    def close_back(self, residuals: CloseResiduals, cotangent: Array) -> tuple[Array, Array, Array]:
+        hidden, weights, order, down = residuals
+
+        def local(hidden: Array, weights: Array, *rest: Array) -> tuple[Array, ...]:
+            order, down, cotangent = _mine(rest[:3]), rest[3], rest[4]
+            hidden, share = hidden[0], of_rows(_flat(self.from_owners(weights)), order)
+            d_rows = to_rows(_flat(self.from_owners(cotangent)), order)
+            weighed = hidden * share[:, None]
+
+            def some(groups: _Groups, down: Array) -> _OfGroup:
+                part = groups.product(0, d_rows, self.gathered(down, 2), transposed=True)
+                return [part], (self.summed(groups.outer(weighed, d_rows), 2),)
+
+            (d_weighed,), (d_down,) = self.in_turn(some, order, (down,))
+            d_share = jnp.sum((d_weighed * hidden).astype(jnp.float32), axis=1)
+            d_weights = self.to_owners(weights_of_choices(d_share, order), weights)
+            d_hidden = d_weighed * share[:, None]
+            return d_hidden[None], d_weights, d_down
+
+        specs = [self.rows, self.tokens, *self.orders, self.down, self.tokens]
+        outs = [self.rows, self.tokens, self.down]
+        d_hidden, d_weights, d_down = self.per_device(local, specs, outs)(
+            hidden, weights, *order, down, cotangent
+        )
+        return d_hidden, d_weights, d_down
+
+
+def _flat(x: Array) -> Array:
+    """`[batch, seq, …]` to `[tokens, …]`."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _mine(order: tuple[Array, ...]) -> Order:
+    return Order(*(leaf[0] for leaf in order))

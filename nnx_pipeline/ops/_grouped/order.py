@@ -1,0 +1,133 @@
+"""Tokens sorted by expert, and back; all arrays here are what one device holds."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+class Order(NamedTuple):
+    """Where each choice of a token lies when all choices are sorted by their expert.
+
+    A choice is a token and one of the experts that the router has chosen for it; choice c belongs
+    to token c // chosen. The rows of an expert are consecutive, and the first expert comes first.
+    Rows after the last expert may be anything: choices of experts on other devices, and rows that
+    fill up a tile.
+
+    - `choices`: the choice of each row.
+    - `places`: the row of each choice.
+    - `sizes`: how many rows each expert of this device has.
+    """
+
+    choices: Int[Array, "rows"]
+    places: Int[Array, "tokens chosen"]
+    sizes: Int[Array, "experts"]
+
+    @property
+    def used(self) -> Int[Array, ""]:
+        """The number of rows that experts of this device have."""
+        return jnp.sum(self.sizes)
+
+    @property
+    def tokens(self) -> Int[Array, "rows"]:
+        """The token of each row."""
+        return self.choices // self.places.shape[1]
+
+
+def sort_by_expert(
+    experts: Int[Array, "tokens chosen"], *, first: Int[Array, ""] | int, own: int, tile: int
+) -> Order:
+    """Sorts the choices of all tokens by their expert, and the choices of an expert by token.
+
+    - `experts`: the number of each chosen expert.
+    - `first`, `own`: this device has `own` experts, from number `first` on.
+    - `tile`: the number of rows is a multiple of `tile`.
+    """
+    flat = experts.reshape(-1) - first
+    flat = jnp.where((flat >= 0) & (flat < own), flat, own)  # experts of other devices come last
+    choices = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    places = jnp.argsort(choices).astype(jnp.int32).reshape(experts.shape)
+    # Ends of the groups by search: a count by scatter takes a TPU longer.
+    ends = jnp.searchsorted(flat[choices], jnp.arange(own), side="right").astype(jnp.int32)
+    choices = jnp.pad(choices, (0, -len(choices) % tile))
+    return Order(choices, places, jnp.diff(ends, prepend=0))
+
+
+def to_rows(x: Float[Array, "tokens *rest"], order: Order) -> Float[Array, "rows *rest"]:
+    """The token of each row; rows that belong to no expert of this device get any."""
+    return x.at[order.tokens].get(mode="promise_in_bounds")
+
+
+def from_rows(rows: Float[Array, "rows embed"], order: Order) -> Float[Array, "tokens embed"]:
+    """The sum of the rows of each token, in float32; the transpose of `to_rows`.
+
+    - `rows`: rows that belong to no expert of this device may hold anything, even NaN.
+    """
+    total = jnp.zeros((order.places.shape[0], rows.shape[1]), jnp.float32)
+    for places in order.places.T:  # few; one array for all choices would be larger than x
+        own = rows.at[places].get(mode="promise_in_bounds").astype(jnp.float32)
+        total = total + jnp.where((places < order.used)[:, None], own, 0)
+    return total
+
+
+def weights_of_choices(values: Float[Array, "rows"], order: Order) -> Float[Array, "tokens chosen"]:
+    """The value of each choice's row, 0 where its expert is on another device."""
+    own = values.at[order.places].get(mode="promise_in_bounds")
+    return jnp.where(order.places < order.used, own, 0)
+
+
+def of_rows(values: Float[Array, "tokens chosen"], order: Order) -> Float[Array, "rows"]:
+    """The value of each row's choice."""
+    return values.reshape(-1).at[order.choices].get(mode="promise_in_bounds")
+
+
+class Some(NamedTuple):
+    """Consecutive groups of rows.
+
+    - `first`: the number of the first group.
+    - `number`: how many groups.
+    """
+
+    first: Int[Array, ""] | int
+    number: int
+
+    def bounds(self, sizes: Int[Array, "groups"]) -> tuple[Int[Array, "some"], Int[Array, "some"]]:
+        """The first row of each of these groups, and the row after its last.
+
+        - `sizes`: how many rows each of all groups has, one group behind the other.
+        """
+        ends = jnp.cumsum(sizes)
+        starts, ends = (
+            jax.lax.dynamic_slice_in_dim(each, self.first, self.number)
+            for each in (ends - sizes, ends)
+        )
+        return starts, ends
+
+
+def visits(
+    some: Some, sizes: Int[Array, "groups"], rows: int, tile: int
+) -> tuple[Int[Array, "visits"], Int[Array, "visits"], Int[Array, "visits 2"]]:
+    """Cuts rows into tiles, and says which of some groups computes which tile.
+
+    - `some`: the groups that compute.
+    - `sizes`: how many rows each of all groups has, one group behind the other.
+    - `rows`: the number of all rows, a multiple of `tile`.
+    - `tile`: the rows of a tile.
+
+    Each group visits the tiles that hold its rows. Returns for each visit its group, counted from
+    the first of these groups, its tile, and the range of the group's rows. There are as many visits
+    as may be needed (rows / tile + groups - 1); a visit that is not needed has an empty range.
+    """
+    groups = some.number
+    starts, ends = some.bounds(sizes)
+    sizes = ends - starts
+    first = starts // tile
+    count = jnp.where(sizes > 0, -(-ends // tile) - first, 0)
+    stop = jnp.cumsum(count)
+    visit = jnp.arange(rows // tile + groups - 1)
+    group = jnp.minimum(jnp.searchsorted(stop, visit, side="right"), groups - 1)
+    needed = visit < stop[-1]
+    at = jnp.where(needed, first[group] + visit - (stop - count)[group], 0)
+    bounds = jnp.stack([starts[group], jnp.where(needed, ends[group], starts[group])], axis=1)
+    return group.astype(jnp.int32), at.astype(jnp.int32), bounds.astype(jnp.int32)

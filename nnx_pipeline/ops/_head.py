@@ -1,0 +1,85 @@
+"""The head of the model, from the last hidden states to logits."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from nnx_pipeline.config.model import ModelConfig
+from nnx_pipeline.ops._attention import soft_cap
+from nnx_pipeline.sharding.layout import Layout, gather_weight, out_sharding, place
+
+
+def logits_of(
+    hidden: Float[Array, "batch seq embed"],
+    kernel: Float[Array, "embed vocab"],
+    *,
+    cap: float | None,
+    layout: Layout,
+) -> Float[Array, "batch seq vocab"]:
+    """The logits hidden · kernel, computed in the dtype of `hidden` and cast to float32.
+
+    - `hidden`: the output of the final norm.
+    - `kernel`: sharded by ("embed_of_vocab", "vocab").
+    - `cap`: the bound of the logits, see `ops.attention.soft_cap`; None for no bound.
+    - `layout`: which mesh axes the logical axes of kernel and result are sharded over.
+
+    The result is sharded by the logical axes `whole_batch` and `vocab_of_logits`, but for a
+    vocabulary that does not split over the latter: its logits are computed with columns of zeros
+    added to the kernel, then gathered, and these columns left out.
+    """
+    columns, kernel = kernel.shape[1], used_kernel(kernel.astype(hidden.dtype), layout)
+    spec = layout.spec("whole_batch", None, "vocab_of_logits")
+    logits = jnp.einsum("bsd,dv->bsv", hidden, kernel, out_sharding=out_sharding(spec))
+    if logits.shape[-1] > columns:
+        logits = place(logits, layout.spec("whole_batch", None, None))[..., :columns]
+    logits = logits.astype(jnp.float32)
+    return logits if cap is None else soft_cap(logits, cap)
+
+
+def used_kernel(kernel: Float[Array, "embed vocab"], layout: Layout) -> Float[Array, "embed any"]:
+    """The head's kernel as a product for logits reads it, which may have columns of zeros added.
+
+    - `kernel`: sharded by ("embed_of_vocab", "vocab").
+    - `layout`: which mesh axes the logical axes are sharded over.
+
+    All its rows are on each device, and columns are sharded by `vocab_of_logits`.
+    """
+    devices = layout.size("vocab_of_logits")
+    padded = with_columns(kernel, -(-kernel.shape[1] // devices) * devices, layout)
+    stored = layout.spec("embed_of_vocab", "vocab" if padded is kernel else None)
+    return gather_weight(padded, stored, layout.spec(None, "vocab_of_logits"))
+
+
+def with_columns(
+    kernel: Float[Array, "embed vocab"], columns: int, layout: Layout
+) -> Float[Array, "embed columns"]:
+    """The head's kernel with columns of zeros after its own, whole along them on each device.
+
+    - `kernel`: sharded by ("embed_of_vocab", "vocab").
+    - `columns`: how many the result has. A kernel that has them already is returned as it is.
+    - `layout`: which mesh axes the logical axes are sharded over.
+    """
+    more = columns - kernel.shape[1]
+    if not more:
+        return kernel
+    return jnp.pad(place(kernel, layout.spec("embed_of_vocab", None)), ((0, 0), (0, more)))
+
+
+def head_of_table(
+    table: Float[Array, "vocab embed"], config: ModelConfig
+) -> Float[Array, "embed vocab"]:
+    """The kernel of a head that is tied to the embedding table, in the dtype of the table.
+
+    - `table`: sharded by ("vocab", "embed_of_vocab"), and the kernel by ("embed_of_vocab",
+      "vocab").
+    - `config`: with `tied_head_dtype="bfloat16"` the kernel's values are rounded to bfloat16.
+
+    The gradient of the table is the kernel's, without rounding.
+    """
+    if config.tied_head_dtype is None:
+        return table.T
+    kept = jnp.finfo(config.tied_head_dtype)
+    # Unlike two casts, which a compiler may leave out, this always rounds.
+    rounded = jax.lax.reduce_precision(jax.lax.stop_gradient(table), kept.nexp, kept.nmant)
+    # The difference is exact, so that the sum is the rounded value.
+    return (table + (rounded - jax.lax.stop_gradient(table))).T

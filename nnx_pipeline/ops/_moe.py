@@ -1,0 +1,73 @@
+"""The routed mixture of experts of Mixtral (Jiang et al., 2024)."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from nnx_pipeline.config._remat import Remat
+from nnx_pipeline.config.model import ModelConfig
+from nnx_pipeline.ops._capacity.experts import CapacityExperts
+from nnx_pipeline.ops._experts import DenseExperts, ExpertKernels, Mix
+from nnx_pipeline.ops._grouped.experts import GroupedExperts
+from nnx_pipeline.ops._router import Routing, Usage, expert_usage, route
+from nnx_pipeline.sharding.layout import Layout, gather_weight, out_sharding
+
+# What an expert takes over what it gets when all get the same, where the config does not say it.
+CAPACITY_FACTOR = 1.25
+EXPERTS: dict[str, Callable[[ModelConfig], Mix]] = {
+    "dense": lambda config: DenseExperts(config.expert_group),
+    "grouped": lambda config: GroupedExperts(config.expert_group),
+    "capacity": lambda config: CapacityExperts(config.capacity_factor or CAPACITY_FACTOR),
+}
+
+
+class MoEKernels(NamedTuple):
+    """The kernels of router and experts, in the sharding and dtype in which they are stored."""
+
+    router: Float[Array, "embed experts"]
+    experts: ExpertKernels
+    bias: Float[Array, "experts"] | None = None
+
+
+def mix_of(config: ModelConfig) -> Mix:
+    """What sends the tokens of a model through its experts."""
+    return EXPERTS[config.experts](config)
+
+
+def routed_experts(
+    x: Float[Array, "batch seq embed"],
+    kernels: MoEKernels,
+    real: Bool[Array, "batch seq"] | None = None,
+    *,
+    config: ModelConfig,
+    layout: Layout,
+    remat: Remat,
+) -> tuple[Float[Array, "batch seq embed"], Usage]:
+    """Sends each token through the experts that the router chooses, and reports their usage.
+
+    - `x`: the tokens, sharded by ("batch", None, None), as the result is.
+    - `kernels`: of the router and the experts, as they are stored.
+    - `real`: False for padding, which takes no room of an expert and does not count in the usage;
+      None if there is none.
+    - `config`: how the router chooses experts for each token, and how these are computed.
+    - `layout`: which mesh axes the logical axes of tokens and kernels are sharded over.
+    - `remat`: what to keep of each expert for the backward pass.
+
+    Returns the weighted sum of the experts' outputs and the usage of each sequence. The router
+    works in the dtype of `x`.
+    """
+    routing, mix = Routing.of(config), mix_of(config)
+    kernel = gather_weight(
+        kernels.router.astype(x.dtype), layout.spec("embed", None), layout.spec(None, None)
+    )
+    spec = out_sharding(layout.spec("batch", None, None))
+    logits = jnp.einsum("bsd,de->bse", x, kernel, out_sharding=spec)
+    weights, chosen = route(logits, routing, kernels.bias)
+    if real is not None and isinstance(mix, CapacityExperts):
+        # Other experts compute padding too, as MaxText does: it takes nothing from other tokens.
+        chosen = jnp.where(real[..., None], chosen, logits.shape[-1])
+    mixed = mix(x, (weights, chosen), kernels.experts, layout=layout, remat=remat)
+    usage = expert_usage(logits, chosen, mixed.dropped, score=routing.score, real=real)
+    return mixed.output, usage

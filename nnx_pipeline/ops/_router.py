@@ -1,0 +1,294 @@
+"""The router: which experts each token goes to, with which weights, and how evenly."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from nnx_pipeline.config.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How experts are chosen, and what weights they get.
+
+    - `chosen`: how many experts are chosen for each token.
+    - `score`: `softmax` over all experts, or `sigmoid` of each expert alone.
+    - `normalize`: whether the weights of the chosen experts are divided by their sum.
+    - `scale`: multiplies the weights.
+    - `groups`: into how many groups of consecutive experts these are divided.
+    - `groups_per_token`: from how many of the groups the experts of a token are chosen.
+    - `weighs_bias`: whether the weights contain the bias of the chosen experts too.
+    """
+
+    chosen: int
+    score: str = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    groups_per_token: int = 1
+    weighs_bias: bool = False
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> "Routing":
+        """The routing of a model."""
+        return cls(
+            config.num_experts_per_token,
+            config.router_score,
+            config.router_normalize,
+            config.router_scale,
+            config.router_groups,
+            config.router_groups_per_token,
+            config.router_bias_in_weights,
+        )
+
+
+def route(
+    logits: Float[Array, "*batch experts"],
+    routing: Routing,
+    bias: Float[Array, "experts"] | None = None,
+) -> tuple[Float[Array, "*batch chosen"], Int[Array, "*batch chosen"]]:
+    """The weights of the experts chosen for each token, and their numbers, the best one first.
+
+    - `logits`: the router's output for every expert.
+    - `routing`: how experts are chosen, and what weights they get.
+    - `bias`: added to the scores by which experts are chosen; it has no gradient, unless
+      `routing.weighs_bias`: then the weights are made of the same sums.
+
+    A token goes to the experts with its largest scores, after the bias and within its best groups,
+    see `choose_experts`. Weights are computed in float32 and cast back to the dtype of the logits:
+
+        softmax, normalized:  the softmax of the chosen logits (Mixtral), which is the softmax of
+                              all logits divided by the sum over the chosen ones (Qwen3-MoE with
+                              `norm_topk_prob`)
+        softmax:              the softmax of all logits (Qwen3-MoE without it)
+        sigmoid:              the sigmoid of each logit, divided by the sum over the chosen ones
+                              if normalized (DeepSeek-V3)
+    """
+    if bias is None and routing.groups == 1:  # the largest scores are those of the largest logits
+        top, experts = jax.lax.top_k(logits, routing.chosen)
+        top = top.astype(jnp.float32)
+    else:
+        wide = logits.astype(jnp.float32)
+        sigmoid = routing.score == "sigmoid"
+        scores = jax.nn.sigmoid(wide) if sigmoid else jax.nn.softmax(wide, axis=-1)
+        experts = choose_experts(jax.lax.stop_gradient(scores), routing, bias)
+        takes = jax.nn.one_hot(experts, logits.shape[-1], dtype=jnp.float32)
+        kept = scores + bias if bias is not None and routing.weighs_bias else wide
+        top = jnp.sum(takes * kept[..., None, :], axis=-1)
+    if routing.weighs_bias:
+        weights = _shares(top) if routing.normalize else top
+    elif routing.score == "sigmoid":
+        weights = jax.nn.sigmoid(top)
+        if routing.normalize:
+            weights = _shares(weights)
+    elif routing.normalize:
+        weights = jax.nn.softmax(top, axis=-1)
+    else:
+        every = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1, keepdims=True)
+        weights = jnp.exp(top - every)
+    if routing.scale != 1.0:
+        weights = weights * routing.scale
+    return weights.astype(logits.dtype), experts
+
+
+def _shares(weights: Float[Array, "*batch chosen"]) -> Float[Array, "*batch chosen"]:
+    """The weights divided by their sum, which may underflow to 0 where every sigmoid does."""
+    return weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+
+
+def choose_experts(
+    scores: Float[Array, "*batch experts"],
+    routing: Routing,
+    bias: Float[Array, "experts"] | None,
+) -> Int[Array, "*batch chosen"]:
+    """The experts with the largest scores, the best one first, as DeepSeek-V3 chooses them.
+
+    - `scores`: of every expert.
+    - `routing`: how many experts are chosen, and from how many groups.
+    - `bias`: added to the scores.
+
+    The best groups of a token are those in which the two largest scores have the largest sum.
+    """
+    if bias is not None:
+        scores = scores + jax.lax.stop_gradient(bias)
+    if routing.groups > 1:
+        grouped = scores.reshape(*scores.shape[:-1], routing.groups, -1)
+        best_two = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
+        best = jax.lax.top_k(best_two, routing.groups_per_token)[1]
+        among = jnp.sum(jax.nn.one_hot(best, routing.groups, dtype=jnp.int32), axis=-2) > 0
+        scores = jnp.where(among[..., None], grouped, -jnp.inf).reshape(scores.shape)
+    return jax.lax.top_k(scores, routing.chosen)[1]
+
+
+def combine_weights(
+    weights: Float[Array, "*batch chosen"], experts: Int[Array, "*batch chosen"], num_experts: int
+) -> Float[Array, "*batch experts"]:
+    """The weight of every expert for every token, 0 where it was not chosen.
+
+    - `weights`, `experts`: of the chosen experts, from `route`.
+    - `num_experts`: how many experts there are, the last axis of the result.
+    """
+    chosen = jax.nn.one_hot(experts, num_experts, dtype=weights.dtype)
+    return jnp.sum(weights[..., None] * chosen, axis=-2)
+
+
+def not_padding(segment_ids: Int[Array, "batch seq"] | None) -> Bool[Array, "batch seq"] | None:
+    """Which tokens are no padding, which is segment 0; None without segments."""
+    return None if segment_ids is None else segment_ids != 0
+
+
+class Usage(NamedTuple):
+    """How a router used its experts, as means over the tokens of one or several sequences.
+
+    - `numbers`: the means of four numbers per expert, see `expert_usage`. They are one array,
+      because a TPU takes more than a microsecond for each array that is averaged on its own, which
+      is longer than averaging takes.
+    - `share_dropped`: the share of the choices that no expert took; None if all were taken.
+    - `share_real`: the share of the tokens that are not padding; None if there is no padding.
+
+    Padding has zeros in the first two, and its choices are not dropped. The properties are means
+    over the other tokens, and 0 where there are none.
+    """
+
+    numbers: Float[Array, "*sequences 4 experts"]
+    share_dropped: Float[Array, "*sequences"] | None = None
+    share_real: Float[Array, "*sequences"] | None = None
+
+    def _of_real(self, means: Array) -> Array:
+        """Means over the tokens that are not padding, of means over all tokens."""
+        if self.share_real is None:
+            return means
+        share = jnp.maximum(self.share_real, 1e-20)
+        return means / share.reshape(*share.shape, *[1] * (means.ndim - share.ndim))
+
+    @property
+    def chosen(self) -> Float[Array, "*sequences experts"]:
+        """How often each expert was chosen per token; sums to the number of choices."""
+        return self._of_real(self.numbers[..., 0, :])
+
+    @property
+    def probability(self) -> Float[Array, "*sequences experts"]:
+        """The mean probability of each expert: its score by the sum of all scores."""
+        return self._of_real(self.numbers[..., 1, :])
+
+    @property
+    def entropy(self) -> Float[Array, "*sequences"]:
+        """The mean of -Σ_e p_e · log p_e over the probabilities of a token; it has no gradient."""
+        return self._of_real(jnp.sum(self.numbers[..., 2, :], axis=-1))
+
+    @property
+    def squared_log_sum(self) -> Float[Array, "*sequences"]:
+        """The mean of (log Σ_e exp(logit_e))²."""
+        return self._of_real(jnp.sum(self.numbers[..., 3, :], axis=-1))
+
+    @property
+    def dropped(self) -> Float[Array, "*sequences"]:
+        """The share of the choices that no expert took."""
+        # If there are none, 0 is computed from an array that a map over stages maps: in explicit
+        # mode JAX joins no array that is mapped with one that is not.
+        if self.share_dropped is None:
+            return self.numbers[..., 0, 0] * 0
+        return self._of_real(self.share_dropped)
+
+
+def expert_usage(
+    logits: Float[Array, "batch seq experts"],
+    experts: Int[Array, "batch seq chosen"],
+    dropped: Float[Array, "batch"] | None = None,
+    *,
+    score: str = "softmax",
+    real: Bool[Array, "batch seq"] | None = None,
+) -> Usage:
+    """The usage of the experts by each sequence, in float32; the router's losses are made of it.
+
+    - `logits`: the router's output for every expert, in any floating dtype.
+    - `experts`: the numbers of the chosen experts, from `route`.
+    - `dropped`: the share of the choices that no expert took; None if all are taken.
+    - `score`: as of `Routing`.
+    - `real`: False for padding, which does not count; None if there is none.
+
+    Its four numbers of a token and an expert are whether the expert was chosen, its probability
+    p_e, its part -p_e · log p_e of the entropy, and its part s_e · (log Σ_e exp(logit_e))² of the
+    squared log-sum, where s is the softmax, whose sum is 1. The mean over the sequences of a
+    microbatch is the usage of that microbatch.
+    """
+    logits = logits.astype(jnp.float32)
+    largest = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    log_sum = largest + jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1, keepdims=True))
+    softmax = probability = jnp.exp(logits - log_sum)
+    entropy = softmax * (log_sum - logits)
+    if score == "sigmoid":
+        scores = jax.nn.sigmoid(logits)
+        probability = scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
+        entropy = jax.scipy.special.entr(probability)
+    chosen = jnp.sum(jax.nn.one_hot(experts, logits.shape[-1], dtype=jnp.float32), axis=-2)
+    each = (chosen, probability, jax.lax.stop_gradient(entropy), softmax * log_sum**2)
+    numbers, share = jnp.stack(each, axis=-2), None
+    if real is not None:
+        numbers = jnp.where(real[..., None, None], numbers, 0)
+        share = jnp.mean(real.astype(jnp.float32), axis=1)
+    return Usage(jnp.mean(numbers, axis=1), dropped, share)
+
+
+def load_balance_loss(usage: Usage) -> Float[Array, "*microbatches"]:
+    """experts · Σ_e (choices of e per token) · (mean probability of e).
+
+    - `usage`: of one or several microbatches.
+
+    This is the auxiliary loss of Switch Transformer (Fedus et al., 2021, equation 4), extended to k
+    choices per token. It is k when the experts are used evenly, and usually more when they are not.
+    """
+    num_experts = usage.chosen.shape[-1]
+    return num_experts * jnp.sum(usage.chosen * usage.probability, axis=-1)
+
+
+class RouterMetrics(NamedTuple):
+    """What routers report, as float32 means over layers and microbatches; 0 without a router.
+
+    - `load_balance`: `load_balance_loss` of each microbatch; it depends on their number.
+    - `z_loss`: the mean over tokens of (log Σ_e exp(logit_e))² (ST-MoE, Zoph et al., 2022).
+    - `dropped`: the share of the choices that no expert took.
+    - `entropy`: of the router's distribution over the experts, in nats; log(experts) at most.
+    - `load`: the share of the choices that each expert got, dropped ones included, `[experts]`;
+      empty without a router.
+    """
+
+    load_balance: Float[Array, ""]
+    z_loss: Float[Array, ""]
+    dropped: Float[Array, ""]
+    entropy: Float[Array, ""]
+    load: Float[Array, "experts"]
+
+    @classmethod
+    def unpacked(cls, metrics: Float[Array, "numbers"] | None) -> "RouterMetrics":
+        """The metrics that a pipeline returns as one array, see `router_metrics`.
+
+        - `metrics`: None if the layers have no router.
+        """
+        metrics = jnp.zeros(4, jnp.float32) if metrics is None else metrics
+        return cls(metrics[0], metrics[1], metrics[2], metrics[3], metrics[4:])
+
+
+def router_metrics(usage: Usage) -> Float[Array, "metrics"]:
+    """The `RouterMetrics` of one microbatch in one layer, as one array.
+
+    - `usage`: of the microbatch.
+    """
+    first = (load_balance_loss(usage), usage.squared_log_sum, usage.dropped, usage.entropy)
+    choices = jnp.sum(usage.chosen)
+    if usage.share_real is not None:  # a microbatch may be padding alone
+        choices = jnp.maximum(choices, 1e-20)
+    return jnp.concatenate([jnp.stack(first), usage.chosen / choices])
+
+
+def loss_weights(load_balance: float, z_loss: float, experts: int) -> np.ndarray:
+    """The weight of each number of `router_metrics` in the loss, float32.
+
+    - `load_balance`, `z_loss`: the weights of these two; all others have 0.
+    - `experts`: how many experts a router has.
+    """
+    return np.array([load_balance, z_loss, *[0.0] * (2 + experts)], np.float32)

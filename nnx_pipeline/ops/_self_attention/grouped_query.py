@@ -1,0 +1,117 @@
+"""Grouped-query self-attention with rotary embeddings, including all four projections."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from nnx_pipeline.config._remat import OUT, QUERY_KEY_VALUE, named
+from nnx_pipeline.ops._fast_attention.kernels import Kernel
+from nnx_pipeline.ops._low_precision import Product, full_product
+from nnx_pipeline.sharding.layout import Layout, gather_weight
+
+
+class QueryKey(NamedTuple):
+    """What query and key go through between their projections and their scores.
+
+    - `rotate`: (heads `[batch, seq, heads, head_dim]`, positions) to heads: the rotary embedding.
+    - `query_norm`, `key_norm`: normalise each head before that; None leaves them as they are.
+    """
+
+    rotate: Callable[[Array, Array], Array]
+    query_norm: Callable[[Array], Array] | None = None
+    key_norm: Callable[[Array], Array] | None = None
+
+
+class Biases(NamedTuple):
+    """What is added to the result of each projection, as it is stored; None adds nothing.
+
+    - `out`: GPT-OSS has one, and Qwen2 none.
+    """
+
+    query: Float[Array, "heads head_dim"] | None = None
+    key: Float[Array, "kv_heads head_dim"] | None = None
+    value: Float[Array, "kv_heads head_dim"] | None = None
+    out: Float[Array, "embed"] | None = None
+
+
+class Projections(NamedTuple):
+    """The projections of one attention layer.
+
+    - `query`, `key`, `value`, `out`: the kernels as they are stored, in sharding and dtype.
+    - `biases`: what is added to the results.
+    - `product`: multiplies activations and kernels, see `low_precision.product_of`.
+    """
+
+    query: Float[Array, "embed heads head_dim"]
+    key: Float[Array, "embed kv_heads head_dim"]
+    value: Float[Array, "embed kv_heads head_dim"]
+    out: Float[Array, "heads head_dim embed"]
+    biases: Biases = Biases()
+    product: Product = full_product
+
+
+def self_attention(
+    x: Float[Array, "batch seq embed"],
+    kernels: Projections,
+    *,
+    positions: Int[Array, "#batch seq"] | None,
+    segment_ids: Int[Array, "batch seq"] | None,
+    kernel: Kernel,
+    query_key: QueryKey,
+    layout: Layout,
+) -> Float[Array, "batch seq embed"]:
+    """Self-attention in the dtype of `x`, to which kernels and biases are cast.
+
+    - `x`: the normalised residual stream, sharded by ("batch", None, None), as the result is.
+    - `kernels`: of the projections, with their biases.
+    - `positions`: for the rotary embedding; None counts from 0.
+    - `segment_ids`: which segment each token belongs to; None for one segment per row.
+    - `kernel`: what computes the heads from query, key and value; one of
+      `fast_attention.kernels.KERNELS`, with its options.
+    - `query_key`: the rotary embedding, and the norms before it where there are any.
+    - `layout`: which mesh axes the logical axes of activations and kernels are sharded over.
+
+    The results of the projections have, for remat policies, the names `remat.QUERY_KEY_VALUE` and
+    `remat.OUT`.
+    """
+    if positions is None:
+        positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
+    query = _project(x, "query", kernels, layout)
+    key = _project(x, "key", kernels, layout)
+    query = query_key.query_norm(query) if query_key.query_norm else query
+    key = query_key.key_norm(key) if query_key.key_norm else key
+    query, key = query_key.rotate(query, positions), query_key.rotate(key, positions)
+    value = _project(x, "value", kernels, layout)
+    query, key, value = map(named, (query, key, value), QUERY_KEY_VALUE)
+
+    grouped = layout.spec("batch", None, "kv_heads", None, None)
+    mixed = kernel(query, key, value, segment_ids, grouped=grouped)
+    out_kernel = gather_weight(
+        kernels.out.astype(x.dtype),
+        layout.spec("heads", None, "embed"),
+        layout.spec("heads", None, None),
+    )
+    out = layout.spec("batch", None, None)
+    result = kernels.product("bshk,hkd->bsd", mixed, out_kernel, out)
+    return named(_biased(result, kernels.biases.out), OUT)
+
+
+def _project(x: Array, name: str, kernels: Projections, layout: Layout) -> Array:
+    """`[batch, seq, embed]` to `[batch, seq, heads, head_dim]`, with the kernel gathered.
+
+    - `name`: of a projection, `query`, `key` or `value`.
+    """
+    kernel: Array = getattr(kernels, name)
+    heads = "heads" if name == "query" else "kv_heads"
+    gathered = gather_weight(
+        kernel.astype(x.dtype), layout.spec("embed", heads, None), layout.spec(None, heads, None)
+    )
+    out = layout.spec("batch", None, heads, None)
+    result = kernels.product("bsd,dhk->bshk", x, gathered, out)
+    return _biased(result, getattr(kernels.biases, name))
+
+
+def _biased(x: Array, bias: Array | None) -> Array:
+    return x if bias is None else x + bias.astype(x.dtype)

@@ -1,0 +1,130 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024, section 2.1), with all its projections."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from nnx_pipeline.config._remat import OUT, QUERY_KEY_VALUE, named
+from nnx_pipeline.ops._fast_attention.kernels import Kernel
+from nnx_pipeline.sharding.layout import Layout, gather_weight, out_sharding
+
+
+class LatentProjections(NamedTuple):
+    """The kernels of one layer, in the sharding and dtype in which they are stored.
+
+    - `query_down`: from the stream to the latent vector of queries; None if there is none.
+    - `query`: to the query heads, from that latent vector, or from the stream.
+    - `kv_down`: from the stream to the latent vector of keys and values, and beside it the one
+      rotated key that all heads read.
+    - `kv_up`: from that latent vector to what of each key is not rotated, and beside it its value.
+    - `out`: from the value heads to the stream.
+    """
+
+    query_down: Float[Array, "embed q_rank"] | None
+    query: Float[Array, "from heads head_dim"]
+    kv_down: Float[Array, "embed kv_rank_and_rope"]
+    kv_up: Float[Array, "kv_rank heads key_and_value"]
+    out: Float[Array, "heads value_dim embed"]
+
+
+class Latent(NamedTuple):
+    """What the heads go through between their projections and their scores.
+
+    - `rotate`: (heads `[batch, seq, heads, rope_dim]`, positions) to heads: the rotary embedding.
+    - `rope_dim`: how many numbers of a query or key are rotated, the last ones.
+    - `query_norm`, `kv_norm`: normalise the latent vectors; None where there is no latent query.
+    """
+
+    rotate: Callable[[Array, Array], Array]
+    rope_dim: int
+    query_norm: Callable[[Array], Array] | None
+    kv_norm: Callable[[Array], Array]
+
+
+def latent_attention(
+    x: Float[Array, "batch seq embed"],
+    kernels: LatentProjections,
+    *,
+    places: tuple[Int[Array, "#batch seq"] | None, Int[Array, "batch seq"] | None],
+    kernel: Kernel,
+    latent: Latent,
+    layout: Layout,
+) -> Float[Array, "batch seq embed"]:
+    """Self-attention whose keys and values are made from one narrow vector per token.
+
+    - `x`: the normalised residual stream, sharded by ("batch", None, None), as the result is.
+    - `kernels`: of the projections, as they are stored; they are cast to the dtype of `x`.
+    - `places`: the positions of the tokens, for the rotary embedding, and their segment ids; None
+      counts positions from 0, and is one segment per row.
+    - `kernel`: what computes the heads from query, key and value; one of
+      `fast_attention.kernels.KERNELS`, with its options.
+    - `latent`: the rotary embedding, and the norms of the latent vectors.
+    - `layout`: which mesh axes the logical axes of activations and kernels are sharded over.
+
+    With c = kv_norm(x · kv_down), head h has the key [c · kv_up_h, rotated part], of which the
+    rotated part is the same in all heads, and the value c · kv_up'_h. For a remat policy, the
+    results have the names `remat.QUERY_KEY_VALUE` and `remat.OUT`.
+    """
+    positions, segment_ids = places
+    if positions is None:
+        positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
+    query = _query(x, kernels, latent, positions, layout)
+    key, value = _key_and_value(x, kernels, latent, positions, layout)
+    query, key, value = map(named, (query, key, value), QUERY_KEY_VALUE)
+
+    grouped = layout.spec("batch", None, "kv_heads", None, None)
+    mixed = kernel(query, key, value, segment_ids, grouped=grouped)
+    out = _used(kernels.out, x, layout, ("heads", None, "embed"))
+    spec = out_sharding(layout.spec("batch", None, None))
+    return named(jnp.einsum("bshk,hkd->bsd", mixed, out, out_sharding=spec), OUT)
+
+
+def _query(
+    x: Array, kernels: LatentProjections, latent: Latent, positions: Array, layout: Layout
+) -> Float[Array, "batch seq heads head_dim"]:
+    """The query heads, the last numbers of each rotated."""
+    first = "embed"
+    if kernels.query_down is not None:
+        assert latent.query_norm is not None, "a latent query is normalised"
+        x, first = latent.query_norm(_down(x, kernels.query_down, layout)), "latent"
+    query = _up(x, kernels.query, layout, first)
+    plain = query.shape[-1] - latent.rope_dim
+    turned = latent.rotate(query[..., plain:], positions)
+    return jnp.concatenate([query[..., :plain], turned], axis=-1)
+
+
+def _key_and_value(
+    x: Array, kernels: LatentProjections, latent: Latent, positions: Array, layout: Layout
+) -> tuple[Float[Array, "batch seq heads head_dim"], Float[Array, "batch seq heads value_dim"]]:
+    """The key heads, whose last numbers are rotated and the same in all heads, and the values."""
+    narrow = _down(x, kernels.kv_down, layout)
+    rank = kernels.kv_up.shape[0]
+    turned = latent.rotate(narrow[..., None, rank:], positions)
+    both = _up(latent.kv_norm(narrow[..., :rank]), kernels.kv_up, layout, "latent")
+    plain = kernels.query.shape[-1] - latent.rope_dim
+    spec = out_sharding(layout.spec("batch", None, "heads", None))
+    shape = (*both.shape[:-1], latent.rope_dim)
+    turned = jnp.broadcast_to(turned, shape, out_sharding=spec)
+    return jnp.concatenate([both[..., :plain], turned], axis=-1), both[..., plain:]
+
+
+def _down(x: Array, kernel: Array, layout: Layout) -> Array:
+    """`[batch, seq, embed]` to `[batch, seq, latent]`."""
+    spec = out_sharding(layout.spec("batch", None, None))
+    used = _used(kernel, x, layout, ("embed", None))
+    return jnp.einsum("bsd,dr->bsr", x, used, out_sharding=spec)
+
+
+def _up(x: Array, kernel: Array, layout: Layout, first: str) -> Array:
+    """`[batch, seq, first]` to `[batch, seq, heads, head_dim]`."""
+    spec = out_sharding(layout.spec("batch", None, "heads", None))
+    used = _used(kernel, x, layout, (first, "heads", None))
+    return jnp.einsum("bsr,rhk->bshk", x, used, out_sharding=spec)
+
+
+def _used(kernel: Array, x: Array, layout: Layout, names: tuple[str | None, ...]) -> Array:
+    """A kernel in the dtype of `x`, gathered over the axes of the stream and of latent vectors."""
+    whole = (None if name in ("embed", "latent") else name for name in names)
+    return gather_weight(kernel.astype(x.dtype), layout.spec(*names), layout.spec(*whole))

@@ -1,0 +1,260 @@
+"""Cuts batches into microbatches, and moves the arrays that a user gives to where loops read them.
+
+In explicit mode the sharding of an array is part of its type, and the loops are written for one
+sharding of the axes that they cut. In auto mode the compiler moves what is placed elsewhere. An
+array that is already in place is passed on unchanged.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType
+from jaxtyping import Array, PyTree
+
+from nnx_pipeline.lab.errors import InputError, divides
+from nnx_pipeline.pipeline._exchange.buffers import stage_axis
+from nnx_pipeline.sharding.dropout import sequence_keys
+from nnx_pipeline.sharding.layout import Layout, P, is_explicit, mesh_sizes, place
+
+Entry = str | tuple[str, ...] | None
+
+
+def place_stacked(tree: PyTree) -> PyTree:
+    """Moves parameters `[repeats, stages, …]`: only the second axis is sharded over `stage`.
+
+    The first axis is not sharded; the axes after the second keep their sharding over other mesh
+    axes.
+    """
+    return _each(tree, "a parameter", lambda spec: [None, stage_axis(), *_off_stages(spec[2:])])
+
+
+def place_microbatches(tree: PyTree) -> PyTree:
+    """Moves activations `[microbatches, …]`: only the first axis is sharded over `stage`."""
+    return _each(tree, "a microbatch", lambda spec: [stage_axis(), *_off_stages(spec[1:])])
+
+
+def place_on_every_stage(tree: PyTree) -> PyTree:
+    """Moves inputs `[microbatches, …]` so that every stage holds all microbatches."""
+    return _each(tree, "an input", lambda spec: [None, *_off_stages(spec[1:])])
+
+
+def as_arrays(tree: PyTree, what: str = "a weight") -> PyTree:
+    """Moves arrays, such as weights that the user's functions read, onto the mesh as they are.
+
+    They keep their sharding.
+
+    - `what`: what to call one of them in an error.
+    """
+    return _each(tree, what, lambda spec: spec)
+
+
+def by_names(tree: Any, layout: Layout) -> Any:
+    """The module with every variable moved to the placement of its logical axes.
+
+    - `tree`: a module whose variables all have `logical_axes` in their metadata.
+    - `layout`: the mesh axes that each logical axis is sharded over.
+
+    Raises InputError for a variable without them, which the pipeline has not made.
+    """
+
+    def one(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:
+        axes = variable.get_metadata().get("logical_axes")
+        if axes is None:
+            raise InputError(
+                f"the layers of a pipeline hold a {type(variable).__name__} of shape "
+                f"{list(jnp.shape(variable.get_value()))} that the pipeline did not make; set the "
+                "value of its own variable, [repeats, stages, layers per stage, …], by set_value"
+            )
+        spec = layout.spec(*axes)
+        old = variable.get_value()
+        new = _moved(old, "a parameter", lambda _: [*spec])
+        return variable if new is old else variable.replace(new)
+
+    return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+
+@dataclass(frozen=True)
+class Batches:
+    """How a global batch is cut into pieces, for arrays `[batch, …]` of any kind.
+
+    - `layout`: how activations are sharded, with an axis of copies where the layers run in copies
+      (`Layout.copy`).
+    - `microbatches`: how many microbatches the batch has.
+    - `one_by_one`: whether the microbatches go through the layers one by one. If they go through
+      together, there is no axis of microbatches, and each copy has its part of every microbatch.
+    """
+
+    layout: Layout
+    microbatches: int
+    one_by_one: bool
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The logical axes that replace the batch axis in what the pipeline takes and returns."""
+        copy = ("copy",) if self.layout.axes("copy") else ()
+        if self.one_by_one:
+            return ("microbatch", *copy, "batch")
+        return ("copy", "batch") if copy else ("whole_batch",)
+
+    def check_inputs(self, tree: PyTree, batch: int) -> None:
+        """Raises InputError unless every array of the tree is `[batch, …]`."""
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            shape = jnp.shape(leaf) if isinstance(leaf, (jax.Array, np.ndarray)) else None
+            if shape is None or shape[:1] != (batch,):
+                found = f"{type(leaf).__name__}" if shape is None else f"an array {list(shape)}"
+                raise InputError(
+                    f"the input {jax.tree_util.keystr(path)} of a pipeline is {found}; it must be "
+                    f"an array whose first axis is the batch of {batch}, or Shared(…) if all "
+                    "sequences read the same"
+                )
+
+    def check(self, batch: int) -> None:
+        """Raises InputError unless a batch of `batch` sequences can be cut in this way."""
+        if not batch:
+            raise InputError("the batch of a pipeline has no sequences; give one or more")
+        rule = f"a batch of {batch} does not split into {self.microbatches} microbatches"
+        divides(self.microbatches, batch, rule=rule)
+        parts = self.layout.size("copy") * self.layout.size("batch")
+        if self.one_by_one:
+            microbatch = batch // self.microbatches
+            rule = f"a microbatch of {microbatch} does not split over {parts} devices of the mesh"
+            divides(parts, microbatch, rule=rule)
+
+    def arrange_all(self, x: PyTree, key: Array | None) -> tuple[PyTree, Array | None, int]:
+        """Every array of a batch arranged, a dropout key per sequence, and how many they are.
+
+        - `x`: floating `[batch, …]`, or any pytree of such arrays.
+        - `key`: None for no dropout.
+        """
+        batch = batch_of(x)
+        self.check(batch)
+        keys = None if key is None else sequence_keys(key, batch)
+        return jax.tree.map(self.arrange, x), keys, batch
+
+    def arrange(self, x: Array) -> Array:
+        """Cuts `[batch, …]` into the axes of `axes`; microbatches are sharded over the stages."""
+        x = as_arrays(x, "an input")
+        rest = [None] * (x.ndim - 1)
+        if self.one_by_one:
+            x = self._cut(x)
+        elif self.layout.axes("copy"):
+            # Each copy gets its part of every microbatch, as when these go through one by one.
+            copies = self.layout.size("copy")
+            own = (copies, x.shape[0] // copies, *x.shape[1:])
+            x = jnp.swapaxes(self._cut(x), 0, 1).reshape(own)
+        return place(x, self.layout.spec(*self.axes, *rest))
+
+    def on_every_stage(self, x: Array) -> Array:
+        """Cuts `[batch, …]` into `[microbatches, …]`; every stage holds all microbatches.
+
+        After the axis of microbatches come the axes of `axes`, from the second on.
+        """
+        rest = [None] * (x.ndim - 1)
+        return place(self._cut(x), self.layout.spec(None, *self.axes[1:], *rest))
+
+    def as_batch(self, x: Array, batch: int) -> Array:
+        """The inverse of `arrange`: back to `[batch, …]`, laid out as `whole_batch`.
+
+        - `x`: with the axes of `axes` in the place of the batch.
+        - `batch`: the number of sequences.
+        """
+        # A reshape that merges axes can keep the sharding of the first of them only.
+        if self.one_by_one:
+            x = place(x, self.layout.spec("microbatch", *[None] * (x.ndim - 1)))
+            x = x.reshape(batch, *x.shape[len(self.axes) :])
+        elif self.layout.axes("copy"):
+            x = place(x, self.layout.spec(*[None] * x.ndim))
+            own = x.shape[1] // self.microbatches
+            x = x.reshape(self.layout.size("copy"), self.microbatches, own, *x.shape[2:])
+            x = jnp.swapaxes(x, 0, 1).reshape(batch, *x.shape[3:])
+        return place(x, self.layout.spec("whole_batch", *[None] * (x.ndim - 1)))
+
+    def _cut(self, x: Array) -> Array:
+        """`[batch, …]` to `[microbatches, …]`, with an axis of copies next if there are copies."""
+        x = place(as_arrays(x, "an input"), self.layout.spec(*[None] * x.ndim))
+        copies = (self.layout.size("copy"),) if self.layout.axes("copy") else ()
+        own = x.shape[0] // math.prod((self.microbatches, *copies))
+        return x.reshape(self.microbatches, *copies, own, *x.shape[1:])
+
+
+def batch_of(x: PyTree) -> int:
+    """The size of the batch of activations; raises InputError unless all are floating `[batch, …]`.
+
+    - `x`: an array or any pytree of arrays.
+    """
+    leaves = jax.tree.leaves(x, is_leaf=lambda leaf: leaf is None)
+    for leaf in leaves or [x]:
+        kind = getattr(leaf, "dtype", None)
+        if kind is None or not jnp.issubdtype(kind, jnp.floating) or not leaf.shape:
+            found = type(leaf).__name__ if kind is None else f"{kind}{list(leaf.shape)}"
+            raise InputError(
+                f"the activations of a pipeline hold {found}; they must be floating-point arrays "
+                "[batch, …]; pass other arrays as side inputs, which every layer reads"
+            )
+    sizes = sorted({leaf.shape[0] for leaf in leaves})
+    if len(sizes) > 1:
+        raise InputError(
+            f"the activations of a pipeline have the first axes {sizes}; that of each must be the "
+            "batch"
+        )
+    return int(sizes[0])
+
+
+def _off_stages(spec: list[Entry]) -> list[Entry]:
+    return [_without_stage(entry) for entry in spec]
+
+
+def _without_stage(entry: Entry) -> Entry:
+    if isinstance(entry, tuple):
+        return tuple(name for name in entry if name != "stage")
+    return None if entry == "stage" else entry
+
+
+def _each(tree: PyTree, what: str, wanted: Callable[[list[Entry]], list[Entry]]) -> PyTree:
+    return jax.tree.map(lambda leaf: _moved(leaf, what, wanted), tree)
+
+
+def _moved(leaf: Any, what: str, wanted: Callable[[list[Entry]], list[Entry]]) -> Array:
+    """Moves an array from its spec to `wanted(spec)`; raises InputError where that fails."""
+    try:
+        x = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+    except TypeError as error:
+        raise InputError(
+            f"{what} of the pipeline is of type {type(leaf).__name__}; give an array of numbers"
+        ) from error
+    sharding, mesh = jax.typeof(x).sharding, jax.sharding.get_abstract_mesh()
+    elsewhere = _is_elsewhere(x)
+    of_another_kind = bool(mesh_sizes()) and AxisType.Explicit in sharding.mesh.axis_types
+    if not is_explicit() and not elsewhere and not of_another_kind:
+        return x
+    spec = P(*wanted([*sharding.spec]))
+    if spec == sharding.spec and sharding.mesh == mesh and not elsewhere:
+        return x
+    try:
+        if not is_explicit():
+            raise ValueError("an array of explicit axes has no place in a mesh of auto axes")
+        return place(x, spec)
+    except ValueError as error:
+        where = "on other devices" if elsewhere else "from a mesh of another kind"
+        raise InputError(
+            f"{what} of the pipeline, {x.dtype}{list(x.shape)}, cannot be sharded by {spec} over "
+            f"the mesh: it is {where}, {getattr(x, 'sharding', sharding)}; make it under the mesh "
+            "of jax.set_mesh, or pass it as a numpy array"
+        ) from error
+
+
+def _is_elsewhere(x: Array) -> bool:
+    """Whether an array was put on devices outside of the mesh; unknown under jit."""
+    if isinstance(x, jax.core.Tracer) or not x.committed or not mesh_sizes():
+        return False
+    try:
+        devices = jax.sharding.get_mesh().devices
+    except ValueError:  # JAX gives no devices while it traces
+        return False
+    return x.sharding.device_set != {*devices.flat}

@@ -1,0 +1,163 @@
+"""Buffers that every stage holds from tick to tick, read and written at one slot per tick.
+
+Every array begins with the axis of stages, which is sharded over the mesh axis `stage`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from nnx_pipeline.pipeline._exchange.shift import ShiftName, shift
+from nnx_pipeline.pipeline.schedule import CircularSchedule
+from nnx_pipeline.sharding.layout import P, hold, is_explicit, mesh_sizes, place
+
+
+def mark_stage(stage: int, stages: int) -> Array:
+    """A mask bool `[stages]` that is True at one stage."""
+    return over_stage(jnp.asarray(np.arange(stages) == stage))
+
+
+def stage_axis() -> str | None:
+    """The mesh axis `stage`; None if the ambient mesh has fewer than two stages."""
+    return "stage" if mesh_sizes().get("stage", 1) > 1 else None
+
+
+def over_stage(x: Array) -> Array:
+    """Shards the first axis over `stage`, and leaves the sharding of the others unchanged."""
+    if stage_axis() is None:
+        return x
+    if is_explicit():
+        return hold(x, P("stage", *jax.typeof(x).sharding.spec[1:]))
+    return hold(x, P("stage", *[P.UNCONSTRAINED] * (x.ndim - 1)))
+
+
+def rows(leaf: Array, microbatch: Array) -> Array:
+    """Row `microbatch[s]` for each stage s: `[microbatches, …]` to `[stages, …]`.
+
+    - `leaf`: `[microbatches, …]`, not sharded along its first axis.
+    - `microbatch`: int32 `[stages]`.
+    """
+    spec = P(stage_axis(), *jax.typeof(leaf).sharding.spec[1:]) if is_explicit() else None
+    return leaf.at[microbatch].get(mode="promise_in_bounds", out_sharding=spec)
+
+
+def slot(tree: PyTree, index: Array) -> PyTree:
+    """Reads the same slot on every stage: `[stages, slots, …]` to `[stages, …]`.
+
+    - `tree`: buffers, each `[stages, slots, …]`.
+    - `index`: an integer scalar, the number of the slot.
+    """
+    return jax.tree.map(
+        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, axis=1, keepdims=False), tree
+    )
+
+
+def to_stages(tree: PyTree, stages: int) -> PyTree:
+    """Adds an axis of stages to arrays that every stage holds; nothing is sent.
+
+    - `tree`: arrays that are not sharded over the mesh axis `stage`.
+    - `stages`: the length of the new first axis, which is sharded over `stage`.
+    """
+
+    def one(leaf: Array) -> Array:
+        spec = P(stage_axis(), *jax.typeof(leaf).sharding.spec) if is_explicit() else None
+        shape, axes = (stages, *leaf.shape), tuple(range(1, leaf.ndim + 1))
+        return over_stage(jax.lax.broadcast_in_dim(leaf, shape, axes, out_sharding=spec))
+
+    return jax.tree.map(one, tree)
+
+
+def from_stage(tree: PyTree, stage: int) -> PyTree:
+    """The entry of one stage, sent to all stages: `[stages, …]` to `[…]`.
+
+    - `tree`: arrays whose first axis is sharded over the mesh axis `stage`.
+    - `stage`: the number of the stage.
+    """
+    # A masked sum: the other stages add zeros, so that an all-reduce brings the entry to all.
+    stages = jax.tree.leaves(tree)[0].shape[0]
+    tree = where(mark_stage(stage, stages), tree, jax.tree.map(jnp.zeros_like, tree))
+    return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), tree)
+
+
+def empty_ring(like: jax.ShapeDtypeStruct, slots: int | None, fill: float) -> Array:
+    """An empty buffer for arrays that are `[stages, …]`.
+
+    - `like`: shape, dtype and sharding of such an array.
+    - `slots`: how many of them the buffer holds, which is then `[stages, slots, …]`; None for one
+      without an axis of slots.
+    - `fill`: the value of every entry; a buffer of integers is filled with 0.
+    """
+    between = () if slots is None else (slots,)
+    shape = (like.shape[0], *between, *like.shape[1:])
+    value = fill if jnp.issubdtype(like.dtype, jnp.inexact) else 0
+    full = jnp.full(shape, value, like.dtype)
+    if is_explicit() and like.sharding is not None:
+        rest = P(*like.sharding.spec)[1:]
+        full = place(full, P(None, *[None] * len(between), *rest))
+    return over_stage(full)
+
+
+def empty_host_ring(like: jax.ShapeDtypeStruct, slots: int, fill: float) -> Array:
+    """An empty buffer in host memory, as `empty_ring` makes one on the device.
+
+    - `like`, `slots`, `fill`: as for `empty_ring`.
+    """
+    # Slot by slot: of a buffer that is sent as a whole, the device would hold a copy first.
+    one = empty_ring(like, None, fill)
+    send = functools.partial(jax.device_put, device=jax.memory.Space.Host)
+    _, ring = jax.lax.scan(lambda one, _: (one, send(one)), one, None, length=slots)
+    return jnp.swapaxes(ring, 0, 1)
+
+
+def push(
+    tree: PyTree, column: PyTree, new: PyTree, index: Array, last: Array, how: ShiftName
+) -> PyTree:
+    """Moves the entries of one slot to the previous stage, and puts a new entry on the last stage.
+
+    - `tree`: the buffer, `[stages, slots, …]`.
+    - `column`: what the slot holds, `[stages, …]`.
+    - `new`: `[stages, …]`; the last stage's entry of it is put on the last stage.
+    - `index`: the number of the slot.
+    - `last`: bool `[stages]`, True at the last stage.
+    - `how`: how arrays are sent, as for `shift`.
+    """
+
+    def one(leaf: Array, column: Array, new: Array) -> Array:
+        moved = where(last, new, shift(column, by=-1, how=how))
+        written: Array = jax.lax.dynamic_update_index_in_dim(leaf, moved, index, axis=1)
+        return written
+
+    return jax.tree.map(one, tree, column, new)
+
+
+def where(condition: Array, one: PyTree, other: PyTree) -> PyTree:
+    """Selects between two trees, as `jnp.where` does on every leaf.
+
+    - `condition`: a bool scalar, or bool `[stages]` for leaves that are `[stages, …]`.
+    - `one`: what is taken where the condition is True.
+    - `other`: what is taken where it is False; the same tree with the same shapes.
+    """
+
+    def pick(a: Array, b: Array) -> Array:
+        return jnp.where(
+            condition.reshape(condition.shape + (1,) * (a.ndim - condition.ndim)), a, b
+        )
+
+    return jax.tree.map(pick, one, other)
+
+
+def split(leaf: Array, schedule: CircularSchedule) -> Array:
+    """Reshapes `[microbatches, …]` to `[stages, slots, …]`.
+
+    - `leaf`: an array of the stream, sharded over `stage` along its first axis.
+    - `schedule`: gives the number of stages and of the slots of each stage.
+    """
+    return leaf.reshape(schedule.stages, schedule.stream_slots, *leaf.shape[1:])
+
+
+def merge(leaf: Array) -> Array:
+    """Reshapes `[stages, slots, …]` to `[microbatches, …]`."""
+    return leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])

@@ -1,0 +1,301 @@
+"""Runs stacked layers, in a pipeline or one after the other, for both NNX and Linen."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from nnx_pipeline.config._remat import LAYER_INPUT, LAYER_METRICS, POLICIES
+from nnx_pipeline.config.pipeline import PipelineConfig
+from nnx_pipeline.lab.errors import InputError, counted
+from nnx_pipeline.lab.mesh import ambient_mesh
+from nnx_pipeline.pipeline._entry import Batches
+from nnx_pipeline.pipeline._stack import Stack, make_stack
+from nnx_pipeline.pipeline._stacked import StackedLayers, check_layer_state
+from nnx_pipeline.pipeline.circular.run import run_pipeline
+from nnx_pipeline.pipeline.contract import Inputs, ModelEnds, ModelFunctions, Weights, check_loss
+from nnx_pipeline.pipeline.gather import gathered_axes
+from nnx_pipeline.pipeline.layers import apart, with_keys
+from nnx_pipeline.pipeline.one_f_one_b.run import run_one_f_one_b
+from nnx_pipeline.pipeline.options import Accumulation, LoopOptions, WeightOptions
+from nnx_pipeline.pipeline.schedule import (
+    CircularSchedule,
+    OneForwardOneBackward,
+    Schedule,
+    make_schedule,
+)
+from nnx_pipeline.pipeline.stage._split import BatchSplit
+from nnx_pipeline.pipeline.stage._whole_batch import run_whole_batch
+from nnx_pipeline.pipeline.stage.layers import LayersInTurn, Side, StageLayers
+from nnx_pipeline.pipeline.stage.state import WithState, parted
+from nnx_pipeline.sharding.layout import Layout, P, is_explicit, place
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs the layers of a pipeline without owning them; `make_runner` makes one.
+
+    The layers that its methods take are one callable pytree of variables `[repeats, stages, layers
+    per stage, …]` with `logical_axes`, as `make_layers` makes it. With ZeRO-1 it is `Zero1Layers`,
+    which holds the layers as they are stored and the shards that the gradient is computed for.
+
+    If there are several kinds of layers it is a list of such pytrees, one for each kind.
+
+    - `config`: how the layers run over the stages.
+    - `stack`: which layer is where.
+    - `layout`: how activations are sharded, with an axis of copies where the layers run in copies.
+    - `weights`: as for `CircularPipeline`; mesh axes that do not shard the batch, or have size 1
+      on the ambient mesh, have been removed from its `zero1`.
+    - `at_once`: whether all microbatches go through the layers at once even where there are
+      several, which the caller then does, on a mesh without stages.
+    """
+
+    config: PipelineConfig
+    stack: Stack
+    layout: Layout
+    weights: WeightOptions
+    at_once: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the layers were made for."""
+        return self.stack.stages
+
+    def run(
+        self, layers: Any, x: PyTree, side: Side, *, keys: Array | None = None
+    ) -> tuple[Any, ...]:
+        """Applies all layers to activations; returns the result and the metrics of all layers.
+
+        - `layers`: the stacked layers, as `split_state` gives them. What the layers leave of their
+          state, if they have any, is returned last.
+        - `x`: activations laid out by `batches.arrange`, an array or any pytree of arrays; the
+          result has the same layout.
+        - `side`: what a layer reads besides x, `[batch, …]` each, by the names of its arguments.
+        - `keys`: for dropout, as `ops.dropout.sequence_keys` makes them; None leaves it out.
+        """
+        check_layer_state(layers, self.config, self.layout, self.num_stages)
+        side, shared = apart(with_keys(side, keys))
+        first = jax.tree.leaves(x)[0]
+        self.batches.check_inputs(side, math.prod(first.shape[: len(self.batches.axes)]))
+        if not self.in_microbatches:
+            side = jax.tree.map(self.batches.arrange, side)
+            params, state = parted(layers)
+            kinds = self._stacked_layers.kinds(params, self.layout)
+            copies_of = self._stacked_layers.copies_of_one
+            return run_whole_batch(
+                kinds, x, side, state, stage=self._stage(shared), copies_of=copies_of
+            )
+        return run_pipeline(
+            self._stage(shared),
+            self._stacked(layers),
+            x,
+            jax.tree.map(self.batches.on_every_stage, side),
+            schedule=self.schedule("circular"),
+            options=self._options(layers),
+        )
+
+    def loss(
+        self,
+        layers: Any,
+        ends: ModelEnds,
+        inputs: tuple[PyTree, PyTree],
+        side: Side,
+        *,
+        keys: Array | None = None,
+        metric_weights: PyTree = None,
+    ) -> Any:
+        """The loss of the whole model by 1F1B, and its two parts; see `run_one_f_one_b`.
+
+        - `layers`: the stacked layers.
+        - `ends`: what comes before and after the layers. Both functions work on one microbatch;
+          its activations have the axes of `batches.axes` without the first.
+        - `inputs`: what `ends.enter` and what `ends.leave` reads, each `[batch, …]`.
+        - `side`, `keys`: as in `run`.
+        - `metric_weights`: the weight of each metric of a layer in the loss.
+        """
+        check_layer_state(layers, self.config, self.layout, self.num_stages)
+        side, shared = apart(with_keys(side, keys))
+        check_loss(ends, inputs, self.config.schedule)
+        arrays = (inputs[0], side, inputs[1])
+        for leaf in jax.tree.leaves(inputs[0])[:1]:
+            batch = (*jnp.shape(leaf), 0)[0]
+            self.batches.check_inputs(arrays, batch)
+            self.batches.check(batch)
+        return run_one_f_one_b(
+            ModelFunctions(
+                lambda weights, rows: self._as_activations(ends.enter(weights, rows), rows),
+                self._stage(shared),
+                ends.leave,
+                metric_weights,
+                ends.lift,
+            ),
+            Weights(ends.enter_weights, self._stacked(layers), ends.leave_weights),
+            Inputs(*jax.tree.map(self.batches.on_every_stage, arrays)),
+            schedule=self.schedule("1f1b"),
+            options=self._options(layers),
+        )
+
+    def _as_activations(self, x: PyTree, rows: PyTree) -> PyTree:
+        """What `enter` made, with the batch sharded as in the outputs of the layers.
+
+        - `rows`: the inputs that it was made from.
+
+        Raises InputError unless it has the axes of the batch that the inputs have.
+        """
+        number = len(self.batches.axes) - 1
+        for leaf in jax.tree.leaves(x):
+            want = [jnp.shape(row)[:number] for row in jax.tree.leaves(rows)[:1]]
+            if want and jnp.shape(leaf)[:number] != want[0]:
+                raise InputError(
+                    f"`enter` was given a microbatch {[*want[0]]} and returned an array "
+                    f"{[*jnp.shape(leaf)]}; its first {number} axes must be those of the microbatch"
+                )
+        if not is_explicit():
+            return x
+        batch = self.layout.spec(*self.batches.axes[1:])
+
+        def one(leaf: Array) -> Array:
+            spec = jax.typeof(leaf).sharding.spec
+            wanted = P(*batch, *spec[len(batch) :])
+            return leaf if spec == wanted else place(leaf, wanted)
+
+        return jax.tree.map(one, x)
+
+    @property
+    def batches(self) -> Batches:
+        """How a batch is cut and laid out on the ambient mesh.
+
+        Raises InputError on a mesh with another number of stages, and when the number of
+        microbatches does not fit the stages.
+        """
+        on_mesh = ambient_mesh().stage
+        if on_mesh != self.num_stages:
+            raise InputError(
+                f"the pipeline was made for {counted(self.num_stages, 'stage')} and the mesh has "
+                f"stage={on_mesh}; make and call it under the same mesh"
+            )
+        if self.in_microbatches:
+            self.schedule(self.config.schedule)  # refuses numbers that do not fit
+        return Batches(
+            self.layout,
+            microbatches=self.config.microbatches_on(self.num_stages),
+            one_by_one=self.in_microbatches,
+        )
+
+    @property
+    def in_microbatches(self) -> bool:
+        """Whether the batch goes through the layers microbatch by microbatch."""
+        return not self.at_once and self.config.loops_on(self.num_stages)
+
+    @overload
+    def schedule(self, name: Literal["circular"]) -> CircularSchedule: ...
+
+    @overload
+    def schedule(self, name: Literal["1f1b"]) -> OneForwardOneBackward: ...
+
+    def schedule(self, name: str) -> Schedule:
+        """The schedule called `name`; raises InputError when its numbers do not fit together."""
+        return make_schedule(
+            name,
+            stages=self.num_stages,
+            microbatches=self.config.microbatches_on(self.num_stages),
+            repeats=self.stack.repeats,
+            delay=self.config.forwarding_delay,
+        )
+
+    def split(self, shared: Side) -> BatchSplit | None:
+        """How the layers cut the batch of a call into parts.
+
+        - `shared`: what they read besides that has no axis of the batch.
+        """
+        if self.config.batch_split == 1:
+            return None
+        devices = self.layout.size("batch")
+        return BatchSplit(self.config.batch_split, devices, frozenset({"place", *shared}))
+
+    def _stacked(self, layers: Any) -> Any:
+        layers, state = parted(layers)
+        stacked = self._stacked_layers.stacked(layers)
+        return stacked if state is None else WithState(stacked, state)
+
+    def _stage(self, shared: Side) -> StageLayers:
+        layout = self.layout.gathered(gathered_axes(self.config))
+        microbatches = 1 if self.in_microbatches else self.batches.microbatches
+        return StageLayers(
+            self.stack, self._in_turn, layout, self.split(shared), shared, microbatches
+        )
+
+    @property
+    def _in_turn(self) -> LayersInTurn:
+        remat = POLICIES[self.config.remat]
+        stack = self.stack
+        return LayersInTurn(stack.per_stage, stack.kinds, remat, self.in_microbatches)
+
+    @property
+    def _stacked_layers(self) -> StackedLayers:
+        apart = self._in_turn.apart
+        return StackedLayers(self.config, self.stack, self.layout, self.weights, apart)
+
+    def _options(self, layers: Any) -> LoopOptions:
+        # One layer's input is the stage's input, which is saved anyway.
+        inputs = self.stack.per_stage > 1 and self.config.save_decoder_layer_input
+        accumulate = None
+        if self.config.accumulates:
+            accumulate = Accumulation(
+                grad_dtype=self.weights.grad_dtype,
+                fsdp_gather=self._stacked_layers.fsdp_gather(layers),
+            )
+        return LoopOptions(
+            shift_by=self.config.shift,
+            remat=POLICIES[self.config.remat],
+            saved_in_stage=(LAYER_METRICS, LAYER_INPUT) if inputs else (LAYER_METRICS,),
+            accumulate=accumulate,
+            cast_at_use=self.weights.cast_at_use,
+        )
+
+
+def make_runner(
+    config: PipelineConfig,
+    *,
+    num_layers: int,
+    kinds: int = 1,
+    layout: Layout = Layout(),
+    weights: WeightOptions = WeightOptions(),
+) -> Runner:
+    """Makes the runner for the ambient mesh.
+
+    - `config`: how the layers run over the stages.
+    - `num_layers`: the number of layers of the whole model.
+    - `kinds`: how many kinds of layers take turns.
+    - `layout`: the mesh axes that each logical axis is sharded over.
+    - `weights`: as for `CircularPipeline`.
+
+    Raises InputError when the layers do not divide into stages, repeats and kinds. The number of
+    microbatches is not checked here but when a batch comes, so that a model can be created on a
+    mesh that its number of microbatches does not fit.
+    """
+    stack = make_stack(
+        num_layers,
+        stages=ambient_mesh().stage,
+        repeats=config.num_repeats,
+        kinds=kinds,
+        pad=config.pad_layers,
+    )
+    on_mesh = layout.axes("batch")
+    zero1 = tuple(axis for axis in on_mesh if axis in weights.zero1)
+    copies = {*zero1}
+    # Where the loop adds up gradients, each device has a copy of the weights and adds up the
+    # gradients of its own sequences. They are summed over devices after the ticks, or after each
+    # visit over the axes that `fsdp_gather=step` gathers over.
+    if config.accumulates:
+        copies |= {"data", *gathered_axes(config)}
+    return Runner(
+        config,
+        stack,
+        layout.in_copies(tuple(axis for axis in on_mesh if axis in copies)),
+        dataclasses.replace(weights, zero1=zero1),
+    )

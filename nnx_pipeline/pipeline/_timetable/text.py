@@ -1,0 +1,240 @@
+"""Draws the timetable of a schedule as text."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from nnx_pipeline.lab.errors import counted
+from nnx_pipeline.pipeline._timetable.actions import LETTERS, Actions
+from nnx_pipeline.pipeline.schedule import CircularSchedule, Schedule, ScheduledVisit, Visits
+
+
+class Lane(NamedTuple):
+    """One kind of work, such as forward visits; drawings give it one row within each stage."""
+
+    name: str
+    sign: str
+    ticks: range  # the ticks that have such work at all; elsewhere no stage counts as idle
+    visits: Visits
+
+
+def lanes(schedule: Schedule) -> tuple[Lane, ...]:
+    """The kinds of work that a stage does at a tick, from top to bottom."""
+    if isinstance(schedule, CircularSchedule):
+        return (Lane("work", "", range(schedule.ticks), schedule.visits),)
+    before, both, after = schedule.phases
+    return (
+        Lane("forward", "F", range(before.start, both.stop), schedule.forward),
+        Lane("backward", "B", range(both.start, after.stop), schedule.backward),
+    )
+
+
+def phases(schedule: Schedule) -> list[tuple[str, str, range]]:
+    """Name, sign and ticks of each phase with at least one tick; only 1F1B has phases."""
+    if isinstance(schedule, CircularSchedule):
+        return []
+    names = (("forward only", "F"), ("both", "FB"), ("backward only", "B"))
+    parts = zip(names, schedule.phases, strict=True)
+    return [(name, sign, ticks) for (name, sign), ticks in parts if ticks]
+
+
+def summary(schedule: Schedule) -> str:
+    """The numbers of ticks and of bubble ticks, in one line."""
+    stages, repeats = schedule.stages, schedule.repeats
+    given = f"{counted(stages, 'stage')}, {counted(schedule.microbatches, 'microbatch')}"
+    if isinstance(schedule, CircularSchedule):
+        return (
+            f"{given}, {counted(repeats, 'repeat')}: {counted(schedule.ticks, 'tick')}, "
+            f"{schedule.bubble_ticks} of them idle on each stage "
+            f"(bubble {schedule.bubble_share:.1%})"
+        )
+    if repeats == 1:
+        kind, kept = "one forward one backward", "microbatches"
+        sum_of_ticks = f"{schedule.microbatches} + 2 · {stages - 1}"
+    else:
+        kind, kept = f"{repeats} repeats, interleaved one forward one backward", "visits"
+        sum_of_ticks = f"{schedule.microbatches} · {repeats} + {stages} · {repeats + 1} - 2"
+    return (
+        f"{given}, {kind}: {schedule.ticks} ticks = {sum_of_ticks} "
+        f"(bubble {schedule.bubble_share:.1%}), ring slots per stage: {schedule.ring_slots} "
+        f"({kept} kept at most)"
+    )
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """A table to print with one column per tick; if there is no room, the first and last ticks.
+
+    - `schedule`: what is drawn.
+    - `most`: how many ticks are shown at most.
+    """
+
+    schedule: Schedule
+    most: int
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        stage = len("stage ")
+        borders = 2 * max(0, len(phases(self.schedule)) - 1)
+        room = (options.max_width - stage - borders) // (self._cell_width() + 1)
+        # If ticks are left out, one column is needed for the dots in their place.
+        most = self.schedule.ticks if self.schedule.ticks <= room else max(2, room - 1)
+        yield self._table(min(most, self.most))
+
+    def _cell_width(self) -> int:
+        highest = ScheduledVisit(self.schedule.microbatches - 1, self.schedule.repeats - 1)
+        cells = (_label(self.schedule, lane, highest) for lane in lanes(self.schedule))
+        return max(len(str(self.schedule.ticks)), *(len(cell) for cell in cells))
+
+    def _table(self, most: int) -> Table:
+        table = Table(show_edge=False, pad_edge=False, box=None, padding=(0, 1, 0, 0))
+        table.add_column("stage", no_wrap=True)
+        columns = list(_with_borders(_shown(self.schedule.ticks, most), self.schedule))
+        for column in columns:
+            table.add_column(str(column), justify="right", no_wrap=True)
+        parts = phases(self.schedule)
+        if parts:
+            table.add_row("phase", *(_phase_of(column, parts) for column in columns))
+        for stage in range(self.schedule.stages):
+            for index, lane in enumerate(lanes(self.schedule)):
+                cells = [_cell(self.schedule, lane, column, stage) for column in columns]
+                table.add_row("" if index else str(stage), *cells)
+        return table
+
+
+def timetable(schedule: Schedule, *, most: int = 64) -> Timetable:
+    """A timetable to print, with a row per stage and a column per tick.
+
+    A cell has the number of the microbatch, and its repeat as a colour and a letter a, b, c …: `3b`
+    is microbatch 3 in its second repeat. With 1F1B a stage has two rows, such as `F3` above `B1`. A
+    dot is a bubble.
+
+    - `schedule`: what is drawn.
+    - `most`: how many ticks are shown at most, half of them from the start and half from the end;
+      fewer are shown if the console is too narrow.
+    """
+    return Timetable(schedule, most)
+
+
+def legend(schedule: Schedule) -> str:
+    """How to read the timetable, in one line."""
+    highest = min(3, schedule.microbatches - 1)
+    if isinstance(schedule, CircularSchedule):
+        if schedule.repeats > 1:
+            return f"{highest}b: microbatch {highest} in its second repeat; ·: bubble"
+        return f"{highest}: microbatch {highest}; ·: bubble"
+    lower, letter, second = min(1, highest), "", ""
+    if schedule.repeats > 1:
+        letter, second = "b", " in its second repeat"
+    marked = ", ".join(f"{sign} {name} ({span(ticks)})" for name, sign, ticks in phases(schedule))
+    return (
+        f"F{highest}{letter}: microbatch {highest} forward{second}; "
+        f"B{lower}{letter}: microbatch {lower} backward{second}; ·: bubble; phases: {marked}"
+    )
+
+
+def summary_of_actions(actions: Actions) -> str:
+    """The numbers of a timetable that was read from a file, in one line."""
+    kept = ", ".join(map(str, actions.kept))
+    return (
+        f"{actions.ranks} ranks, {actions.stages} stages, {actions.microbatches} microbatches: "
+        f"{actions.steps} steps ({actions.idle_share:.1%} idle); each rank keeps at most {kept} "
+        "visits"
+    )
+
+
+@dataclass(frozen=True)
+class ActionsTable:
+    """A table to print with a row per rank; if there is no room, the first and last steps.
+
+    - `actions`: what is drawn.
+    """
+
+    actions: Actions
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        # All stages have all microbatches, and so the longest numbers meet in a cell.
+        longest = f"{self.actions.stages - 1}F{self.actions.microbatches - 1}"
+        width = max(len(str(self.actions.steps)), len(longest))
+        room = (options.max_width - len("rank ")) // (width + 1)
+        most = self.actions.steps if self.actions.steps <= room else max(2, room - 1)
+        columns = _shown(self.actions.steps, most)
+        table = Table(show_edge=False, pad_edge=False, box=None, padding=(0, 1, 0, 0))
+        table.add_column("rank", no_wrap=True)
+        for column in columns:
+            table.add_column(str(column), justify="right", no_wrap=True)
+        for rank in range(self.actions.ranks):
+            table.add_row(str(rank), *(self._cell(rank, column) for column in columns))
+        yield table
+
+    def _cell(self, rank: int, column: int | str) -> Text:
+        if isinstance(column, str):
+            return Text(column, style="dim")
+        cell = self.actions.cell(rank, column)
+        if not cell:
+            return Text("·", style="dim")
+        letter = LETTERS[self.actions.kind[rank, column]]
+        return Text(cell, style=_LANE_COLOURS.get(letter, "magenta"))
+
+
+_BORDER, _LEFT_OUT = "│", "…"
+
+
+def _shown(ticks: int, most: int) -> list[int | str]:
+    if ticks <= most:
+        return list(range(ticks))
+    half = most // 2
+    return [*range(half), _LEFT_OUT, *range(ticks - half, ticks)]
+
+
+def _with_borders(columns: list[int | str], schedule: Schedule) -> Iterator[int | str]:
+    """The columns, with a border before the first tick of every phase but the first."""
+    starts = [ticks.start for _, _, ticks in phases(schedule)][1:]
+    for column in columns:
+        if column in starts:
+            yield _BORDER
+        yield column
+
+
+def _phase_of(column: int | str, parts: list[tuple[str, str, range]]) -> Text:
+    if isinstance(column, str):
+        return Text(column, style="dim")
+    return Text(next(sign for _, sign, ticks in parts if column in ticks), style="dim")
+
+
+_COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
+_LANE_COLOURS = {"F": "cyan", "B": "yellow"}
+
+
+def _cell(schedule: Schedule, lane: Lane, column: int | str, stage: int) -> Text:
+    if isinstance(column, str):
+        return Text(column, style="dim")
+    if column not in lane.ticks:
+        return Text("")
+    work = lane.visits.at(column, stage)
+    if work is None:
+        return Text("·", style="dim")
+    colour = _LANE_COLOURS.get(lane.sign) or _COLOURS[work.repeat % len(_COLOURS)]
+    return Text(_label(schedule, lane, work), style=colour)
+
+
+def _label(schedule: Schedule, lane: Lane, work: ScheduledVisit) -> str:
+    return f"{lane.sign}{work.microbatch}{letters(work.repeat) if schedule.repeats > 1 else ''}"
+
+
+def letters(number: int) -> str:
+    """The letters of a repeat, counted from 0: a … z, aa, ab …"""
+    text = ""
+    number += 1
+    while number:
+        number, letter = divmod(number - 1, 26)
+        text = chr(ord("a") + letter) + text
+    return text
+
+
+def span(numbers: range) -> str:
+    """The first and the last number, written as in 0–7."""
+    return f"{numbers[0]}–{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])

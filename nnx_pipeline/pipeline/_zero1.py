@@ -1,0 +1,196 @@
+"""ZeRO-1: weights stay whole along `data`, and each device gets only a shard of the gradients.
+
+Where the loop gathers weights before it uses them, it gathers the shards of ZeRO-1 (`of`): to it
+they are weights that are sharded over one more mesh axis. Elsewhere each device reads the whole
+weights that it stores (`copies`), and the shards get the gradient.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, PyTree
+
+from nnx_pipeline.sharding._gradients import or_zeros, refuse_perturbed, values_of
+from nnx_pipeline.sharding.layout import Layout, P, place
+
+
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclass(frozen=True)
+class Zero1Layers:
+    """Stacked layers whose gradient is sharded by ZeRO-1, to be used in the place of the layers.
+
+    - `whole`: the layers as they are stored; they have no gradient.
+    - `shards`: the same layers, laid out by `Layout.zero1`; the gradient is with respect to these.
+    """
+
+    whole: Any
+    shards: Any
+
+
+@dataclass(frozen=True)
+class GradientShards:
+    """Which shard of the gradient each device gets, for weights that are replicated along `over`.
+
+    - `stored`: the partition spec of each stored array, in tree order.
+    - `sharded`: the spec of each array when it is also sharded over `over`. If it equals the stored
+      spec, because the array has no axis to shard, the gradient is summed by an all-reduce.
+    - `over`: the mesh axes along which gradients are summed and sharded.
+    - `axis`: the position of the axis of copies.
+    - `dtype`: the dtype in which gradients are summed, None for their own.
+
+    The layers get weights with an axis of copies over these mesh axes, one copy per device, so that
+    each device's gradient is its own until it is summed. The gradient is taken with respect to a
+    second argument, which holds the same weights with every array also sharded over `over`; so one
+    reduce-scatter makes it. With respect to the whole weights it would be an all-reduce with twice
+    the traffic, and XLA keeps that even if only a part of the result is read afterwards.
+    """
+
+    stored: tuple[P, ...]
+    sharded: tuple[P, ...]
+    over: tuple[str, ...]
+    axis: int
+    dtype: jax.typing.DTypeLike | None = None
+
+    def copies(self, layers: Any) -> PyTree:
+        """The values of the layers, with one copy per device along the mesh axes.
+
+        - `layers`: `Zero1Layers`, whose shards get the gradient, or plain layers, which get it
+          themselves by an all-reduce.
+
+        Raises InputError when the gradient with respect to `Zero1Layers.whole` is asked for.
+        """
+        if isinstance(layers, Zero1Layers):
+            leaves, tree = jax.tree.flatten(layers.whole)
+            return jax.tree.unflatten(tree, _copy(self, jax.tree.leaves(layers.shards), leaves))
+        leaves, tree = jax.tree.flatten(layers)
+        stored = dataclasses.replace(self, sharded=self.stored)
+        return jax.tree.unflatten(tree, _copy(stored, leaves, jax.lax.stop_gradient(leaves)))
+
+    def of(self, layers: Any) -> PyTree:
+        """The layers as shards, for a loop that gathers them.
+
+        - `layers`: `Zero1Layers`, whose shards are taken, or plain layers, which are sharded here.
+
+        Raises InputError when the gradient with respect to `Zero1Layers.whole` is asked for.
+        """
+        if isinstance(layers, Zero1Layers):
+            leaves, tree = jax.tree.flatten(layers.shards)
+            return jax.tree.unflatten(tree, _take(leaves, jax.tree.leaves(layers.whole)))
+        leaves, tree = jax.tree.flatten(layers)
+        return jax.tree.unflatten(tree, map(place, leaves, self.sharded))
+
+    @property
+    def copy_specs(self) -> tuple[P, ...]:
+        """The partition spec of each array of copies."""
+        at = self.axis
+        return tuple(P(*spec[:at], self.over, *spec[at:]) for spec in self.stored)
+
+    def shard(self, gradient: Array, stored: P, sharded: P) -> Array:
+        """This device's shard of the sum of all copies' gradients, to be called in a `shard_map`.
+
+        - `gradient`: the gradient of this device's copy.
+        - `stored`, `sharded`: the specs of the array.
+        """
+        dtype = gradient.dtype
+        gradient = jnp.squeeze(gradient, self.axis).astype(self.dtype or dtype)
+        spread = [axis for axis, entry in enumerate(sharded) if entry != stored[axis]]
+        if spread:
+            gradient = jax.lax.psum_scatter(
+                gradient, self.over, scatter_dimension=spread[0], tiled=True
+            )
+        else:
+            gradient = jax.lax.psum(gradient, self.over)
+        return gradient.astype(dtype)
+
+
+def gradient_shards(
+    layers: PyTree,
+    layout: Layout,
+    over: tuple[str, ...],
+    *,
+    skip: int,
+    axis: int,
+    dtype: jax.typing.DTypeLike | None,
+) -> GradientShards:
+    """The shards of the gradient of stacked layers.
+
+    - `layers`: a module whose variables all have `logical_axes` in their metadata.
+    - `layout`: the mesh axes that each logical axis is sharded over.
+    - `skip`: how many of the first axes of the stack the arrays do not have.
+    - `over`, `axis`, `dtype`: as for `GradientShards`.
+    """
+    variables = jax.tree.leaves(layers, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    names = [variable.get_metadata("logical_axes")[skip:] for variable in variables]
+    spread = layout.zero1(over)
+    return GradientShards(
+        stored=tuple(layout.spec(*axes) for axes in names),
+        sharded=tuple(spread.spec(*axes) for axes in names),
+        over=over,
+        axis=axis,
+        dtype=dtype,
+    )
+
+
+_BOTH = (
+    "the gradient was asked for with respect to both the parameters and their shards, and goes to "
+    "the shards; use jax.lax.stop_gradient on the parameters, or leave `shards` out"
+)
+
+
+@jax.custom_vjp
+def _take(shards: list[Array], whole: list[Array]) -> list[Array]:
+    del whole  # only to refuse its gradient, which would be zero
+    return shards
+
+
+def _take_forward(shards: list[Any], whole: list[Any]) -> tuple[list[Array], None]:
+    refuse_perturbed(_BOTH, whole)
+    return values_of(shards), None
+
+
+def _take_backward(_: None, gradients: list[Any]) -> tuple[list[Array], None]:
+    return [or_zeros(gradient) for gradient in gradients], None
+
+
+_take.defvjp(_take_forward, _take_backward, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _copy(to: GradientShards, shards: list[Array], whole: list[Array]) -> list[Array]:
+    del shards  # only their gradient is of interest
+
+    def local(*leaves: Array) -> list[Array]:
+        return [jnp.expand_dims(leaf, to.axis) for leaf in leaves]
+
+    return _on_each_device(local, to.stored, to.copy_specs)(*whole)
+
+
+def _copy_forward(
+    to: GradientShards, shards: list[Any], whole: list[Any]
+) -> tuple[list[Array], None]:
+    whole = refuse_perturbed(_BOTH, whole)
+    return _copy(to, values_of(shards), whole), None
+
+
+def _copy_backward(to: GradientShards, _: None, gradients: list[Any]) -> tuple[list[Array], None]:
+    gradients = [or_zeros(gradient) for gradient in gradients]
+
+    def local(*leaves: Array) -> list[Array]:
+        return list(map(to.shard, leaves, to.stored, to.sharded))
+
+    return _on_each_device(local, to.copy_specs, to.sharded)(*gradients), None
+
+
+_copy.defvjp(_copy_forward, _copy_backward, symbolic_zeros=True)
+
+
+def _on_each_device(
+    function: Callable[..., list[Array]], in_specs: tuple[P, ...], out_specs: tuple[P, ...]
+) -> Callable[..., list[Array]]:
+    return jax.shard_map(function, in_specs=in_specs, out_specs=list(out_specs), check_vma=False)

@@ -1,0 +1,150 @@
+"""The circular loop with a hand-written derivative, which adds up gradients tick by tick.
+
+The forward pass saves, for each tick, what the `jax.checkpoint` around the visits saves: the input
+of each stage, and the values whose names the remat policy saves. The backward pass walks the ticks
+from the last to the first, differentiates one visit of all stages at a time, and adds the gradient
+of each stage's weights in place to the repeat that they belong to. So there is one gradient buffer
+per parameter, and nothing else of the size of all parameters.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from nnx_pipeline.pipeline import visit
+from nnx_pipeline.pipeline._exchange.buffers import slot
+from nnx_pipeline.pipeline.circular._backward import (
+    Others,
+    TwoWayTick,
+    WholeLoop,
+)
+from nnx_pipeline.pipeline.circular._prefetch import PrefetchLoop
+from nnx_pipeline.pipeline.circular._tick import CircularLoop
+from nnx_pipeline.pipeline.options import Accumulation
+from nnx_pipeline.pipeline.stage import _repeats as repeats
+from nnx_pipeline.pipeline.stage import apply as stages
+from nnx_pipeline.pipeline.stage._closed import hoist
+from nnx_pipeline.pipeline.stage._vjp import as_cotangents, no_gradient
+from nnx_pipeline.pipeline.stage.apply import ApplyMoving, Moving
+from nnx_pipeline.pipeline.stage.state import take
+from nnx_pipeline.pipeline.visit import Reads, Visit
+from nnx_pipeline.sharding._gradients import asked_of, is_symbolic_zero, or_zeros, values_of
+
+
+@dataclass(frozen=True)
+class Accumulate:
+    """All ticks, differentiated one by one by a hand-written rule.
+
+    - `loop`: what every tick does.
+    - `checkpoint`: is put around the visit of all stages, and decides which residuals are saved.
+    - `how`: the dtype in which gradients add up, and which weights are gathered before.
+    """
+
+    loop: CircularLoop
+    checkpoint: Callable[[Callable[..., Any]], Callable[..., Any]]
+    how: Accumulation
+
+    def __call__(
+        self, apply_stage: ApplyMoving, params: PyTree, moving: Moving, side: PyTree
+    ) -> tuple[Moving, PyTree]:
+        """Stream and state after the last tick, and the metrics of all.
+
+        - `apply_stage`: as `checked` makes it.
+        - `params`: `[repeats, stages, …]`.
+        - `moving`: the stream of microbatches, `[stages, slots, …]`, and the state of the layers,
+          `[repeats, stages, …]`.
+        - `side`: the side inputs, `[microbatches, …]`.
+        """
+
+        def call(look: Callable[..., Any]) -> None:
+            _visit_once(self._tick(look), params, moving, side)
+
+        # What the stage function closes over becomes an input of the loop: JAX does not
+        # differentiate a `custom_vjp` function with respect to arrays that it closes over.
+        (apply,), (captured,), _ = hoist((apply_stage,), call)
+        tick = self._tick(apply)
+        prefetches = tick.visit.fsdp_gather.prefetch
+        ticks: AllTicks = PrefetchLoop(tick) if prefetches else WholeLoop(tick)
+        return _run(ticks, params, moving, Others(side, captured))
+
+    def _tick(self, apply_stage: Callable[..., tuple[PyTree, PyTree]]) -> TwoWayTick:
+        """The tick for a stage function that takes what it closes over as its first argument."""
+
+        def apply(reads: Reads, x: Moving) -> tuple[Moving, PyTree]:
+            mapped = stages.map_stages(functools.partial(apply_stage, reads.captured))
+            found: tuple[Moving, PyTree] = mapped(reads.weights, x, reads.side)
+            return found
+
+        gather = self.how.fsdp_gather.of_repeats(self.loop.schedule.repeats)
+        own = Visit(self.checkpoint(apply), False, self.how.grad_dtype, gather)
+        return TwoWayTick(self.loop, own)
+
+
+def _visit_once(tick: TwoWayTick, params: PyTree, moving: Moving, side: PyTree) -> None:
+    """Calls the visit with the types that it gets in the ticks; nothing is computed."""
+
+    def once(params: PyTree, moving: Moving, side: PyTree) -> tuple[Moving, PyTree]:
+        gathered = tick.visit.fsdp_gather.gather(params)
+        split = repeats.split_to_read(gathered, cast_at_use=tick.loop.cast_at_use)
+        now = jax.tree.map(lambda leaf: leaf[0], tick.loop.plan)
+        reads = Others(side, []).at(lambda now: visit.weights_of(split, now.repeat), now)
+        stream, state = moving
+        x = slot(stream, jnp.int32(0)), take(state, tick.loop.visits_at(now))
+        return tick.visit.apply(reads, x)
+
+    jax.eval_shape(once, params, moving, side)
+
+
+AllTicks = WholeLoop | PrefetchLoop
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Needed:
+    """Of which arrays of parameters and `Others` the gradient is asked for, in tree order."""
+
+    leaves: tuple[bool, ...]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(ticks: AllTicks, params: PyTree, moving: Moving, others: Others) -> tuple[Moving, PyTree]:
+    (end, state), metrics, _ = ticks.forward(params, moving, others, keep=False)
+    return (end.stream, state), metrics
+
+
+def _run_forward(
+    ticks: AllTicks, params: Any, moving: Any, others: Any
+) -> tuple[tuple[Moving, PyTree], Any]:
+    needed = _Needed(tuple(jax.tree.leaves(asked_of((params, others)))))
+    params, moving, others = values_of((params, moving, others))
+    (end, state), metrics, saved = ticks.forward(params, moving, others, keep=True)
+    return ((end.stream, state), metrics), (params, moving[1], others, saved, needed)
+
+
+def _run_backward(
+    ticks: AllTicks, saved: Any, cotangents: tuple[tuple[PyTree, PyTree], PyTree]
+) -> tuple[PyTree, tuple[PyTree, PyTree], Others]:
+    params, state, others, saved, needed = saved
+    (d_stream, _), d_metrics = cotangents  # the state has no gradient
+    d_stream = jax.tree.map(or_zeros, d_stream, is_leaf=is_symbolic_zero)
+    # A metric whose gradient is not asked for has the cotangent None instead of zeros: where its
+    # derivative is infinite, 0 times that would be NaN.
+    d_metrics = jax.tree.map(
+        lambda leaf: None if is_symbolic_zero(leaf) else leaf, d_metrics, is_leaf=is_symbolic_zero
+    )
+    needed = jax.tree.unflatten(jax.tree.structure((params, others)), needed.leaves)
+    ticks = dataclasses.replace(ticks, tick=ticks.tick.of_needed(needed))
+    last = ticks.tick.no_cotangents(d_stream, others)
+    d_params, first = ticks.backward(params, others, (saved, d_metrics), last)
+    d_others = as_cotangents(first.others, others)
+    d_moving = first.carry.stream, no_gradient(state)
+    return as_cotangents(d_params, params), d_moving, d_others
+
+
+_run.defvjp(_run_forward, _run_backward, symbolic_zeros=True)

@@ -1,0 +1,209 @@
+"""One tick of the circular loop, forward and backward, and the loop with all repeats' weights."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from nnx_pipeline.pipeline import visit
+from nnx_pipeline.pipeline.circular import _tick
+from nnx_pipeline.pipeline.circular._plan import CircularPlan
+from nnx_pipeline.pipeline.circular._tick import CircularCarry, CircularLoop
+from nnx_pipeline.pipeline.stage import _repeats as repeats
+from nnx_pipeline.pipeline.stage._vjp import add, argument_of, only, zero_gradients
+from nnx_pipeline.pipeline.stage.apply import Moving
+from nnx_pipeline.pipeline.visit import Reads, Visit
+
+WeightsAt = Callable[[CircularPlan], PyTree]  # the weights of each stage at a tick, [stages, …]
+
+
+class Others(NamedTuple):
+    """What the visits of all ticks read besides weights, activations and state."""
+
+    side: PyTree  # [microbatches, …]; each stage reads the row of its microbatch
+    captured: list[Array]  # what the stage function closes over, whole on every stage
+
+    def at(self, weights_at: WeightsAt, now: CircularPlan) -> Reads:
+        """Everything that the visits of one tick read, with the weights of that tick."""
+        return Reads(weights_at(now), visit.side_of(self.side, now.microbatch), self.captured)
+
+
+class Cotangents(NamedTuple):
+    """The cotangents that pass from tick to tick, besides the gradients of the weights."""
+
+    carry: CircularCarry
+    others: Others  # None for integers
+
+
+@dataclass(frozen=True)
+class TwoWayTick:
+    """One tick forward, and the same tick backward from what the forward pass saved.
+
+    - `loop`: what every tick does.
+    - `visit`: makes the visits of all stages, within a `jax.checkpoint` of its own.
+    - `needed`: whether the gradient of each array of `Others` is asked for; None in the forward
+      pass, which does not read it.
+    """
+
+    loop: CircularLoop
+    visit: Visit
+    needed: Others | None = None
+
+    def of_needed(self, needed: tuple[PyTree, Others]) -> "TwoWayTick":
+        """The tick for the backward pass.
+
+        - `needed`: whether the gradient of each parameter, and of each other array, is asked for.
+        """
+        own = dataclasses.replace(self.visit, needed=needed[0])
+        return dataclasses.replace(self, visit=own, needed=needed[1])
+
+    def forward(
+        self,
+        weights_at: WeightsAt,
+        others: Others,
+        keep: bool,
+        before: tuple[CircularCarry, PyTree],
+        now: CircularPlan,
+    ) -> tuple[tuple[CircularCarry, PyTree], tuple[PyTree, PyTree]]:
+        """Makes one tick.
+
+        - `weights_at`: gives the weights of each stage at the tick.
+        - `others`: what the visits read besides.
+        - `keep`: whether to return residuals, or None in their place.
+        - `before`: the carry before the tick, and the state of all layers.
+        - `now`: the tick's row of the timetable.
+
+        Returns both as they are after the tick, and a pair: residuals and metrics of the visits.
+        """
+
+        def make(now: CircularPlan, x: Moving) -> tuple[Moving, tuple[PyTree, PyTree]]:
+            (y, metrics), residuals = self.visit.run(others.at(weights_at, now), x, keep=keep)
+            return y, (residuals, metrics)
+
+        return self.loop.tick(make)(before, now)
+
+    def backward(
+        self,
+        weights_at: WeightsAt,
+        others: Others,
+        after: Cotangents,
+        now: CircularPlan,
+        at: tuple[PyTree, PyTree],
+    ) -> tuple[Cotangents, PyTree]:
+        """The cotangents before a tick, and the gradient of the weights that it used.
+
+        - `weights_at`, `others`, `now`: as for `forward`.
+        - `after`: the cotangents after the tick.
+        - `at`: the residuals of the tick, and the cotangents of its metrics; None for a metric
+          whose gradient is not asked for.
+        """
+        residuals, d_metrics = at
+        # A tick is linear except for the visit, so transposing the rest needs only shapes.
+        carry = jax.eval_shape(lambda carry: carry, after.carry)
+        how = self.loop.schedule, self.loop.shift_by, now
+        select = functools.partial(_tick.stage_inputs, *how)
+        pass_on = functools.partial(_tick.stage_outputs, *how)
+        reads = others.at(weights_at, now)
+        mid, _ = jax.eval_shape(select, carry)
+        (y, written), _ = jax.eval_shape(self.visit.apply, reads, argument_of(residuals))
+        # The three steps of the tick in reverse: outputs, visit, inputs.
+        d_mid, d_y = jax.linear_transpose(pass_on, mid, y)(after.carry)
+        d_reads, d_x = self.visit.back(residuals, reads, d_y, d_metrics, state=written)
+        (before,) = jax.linear_transpose(select, carry)((d_mid, d_x))
+        d_weights = self.visit.only(d_reads.weights)
+        d_rows, d_closed = only(self.needed, Others(*d_reads[1:]))
+        d_others = Others(_to_microbatches(others.side, d_rows, now), d_closed)
+        return Cotangents(before, add(after.others, d_others)), d_weights
+
+    def no_cotangents(self, d_stream: PyTree, others: Others) -> Cotangents:
+        """The cotangents after the last tick: those of the stream, and zeros for everything else.
+
+        - `d_stream`: the cotangents of the stream after the last tick.
+        - `others`: what the visits read, for its shapes.
+        """
+        # Called only for the structure and the shapes of the carry, which then becomes zeros.
+        empty = dataclasses.replace(self.loop, bubble_fill=0.0).start(d_stream)
+        carry = jax.tree.map(jnp.zeros_like, empty)
+        d_closed = zero_gradients(others.captured, others.captured, self.visit.grad_dtype)
+        d_others = Others(zero_gradients(others.side, others.side), d_closed)
+        return Cotangents(carry._replace(stream=d_stream), only(self.needed, d_others))
+
+
+@dataclass(frozen=True)
+class WholeLoop:
+    """All ticks as one scan, with the weights of all repeats: as stored, or gathered before it."""
+
+    tick: TwoWayTick
+
+    def forward(
+        self, params: PyTree, moving: Moving, others: Others, *, keep: bool
+    ) -> tuple[tuple[CircularCarry, PyTree], PyTree, Any]:
+        """Makes all ticks, from the first to the last.
+
+        - `params`: the weights as they are stored, `[repeats, stages, …]`.
+        - `moving`: the microbatches, `[stages, slots, …]`, and the state of the layers.
+        - `others`: what the visits read besides.
+        - `keep`: whether to save what `backward` needs of each tick.
+
+        Returns carry and state after the last tick, the metrics of every tick, and what is saved:
+        the gathered weights, and the residuals of every tick.
+        """
+        loop, (stream, state) = self.tick.loop, moving
+        gathered = self.tick.visit.fsdp_gather.gather(params)
+        split = repeats.split_to_read(gathered, cast_at_use=loop.cast_at_use)
+        step = functools.partial(self.tick.forward, _reading(split), others, keep)
+        start = loop.start(stream), state
+        end, (residuals, metrics) = _tick.walk_ticks(loop.schedule, step, start, loop.plan)
+        return end, metrics, (split, residuals)
+
+    def backward(
+        self, params: PyTree, others: Others, saved: tuple[Any, PyTree], last: Cotangents
+    ) -> tuple[PyTree, Cotangents]:
+        """Differentiates all ticks, from the last to the first.
+
+        - `params`, `others`: as for `forward`.
+        - `saved`: what `forward` saved, and the cotangents of the metrics of every tick.
+        - `last`: the cotangents after the last tick.
+
+        Returns the gradient of `params`, and the cotangents before the first tick.
+        """
+        (split, residuals), d_metrics = saved
+        loop, visit = self.tick.loop, self.tick.visit
+
+        def step(
+            totals: tuple[PyTree, Cotangents], at: tuple[CircularPlan, tuple[PyTree, PyTree]]
+        ) -> tuple[tuple[PyTree, Cotangents], None]:
+            d_params, after = totals
+            before, d_weights = self.tick.backward(_reading(split), others, after, *at)
+            d_weights = visit.fsdp_gather.of_visit(d_weights, params)
+            return (visit.add(d_params, d_weights, at[0].repeat), before), None
+
+        rows = (loop.plan, (residuals, d_metrics))
+        start = (visit.zeros(params), last)
+        (d_params, first), _ = _tick.walk_ticks(loop.schedule, step, start, rows, reverse=True)
+        return visit.total(d_params, params), first
+
+
+def _reading(split: PyTree) -> WeightsAt:
+    return lambda now: visit.weights_of(split, now.repeat)
+
+
+def _to_microbatches(side: PyTree, d_rows: PyTree, now: CircularPlan) -> PyTree:
+    """Cotangents of the rows that the stages read, added up to those of `[microbatches, …]`.
+
+    - `d_rows`: None in the place of integers, and of what has no gradient asked for.
+    """
+    wanted = jax.tree.map(
+        lambda d_row, leaf: None if d_row is None else leaf,
+        d_rows,
+        side,
+        is_leaf=lambda leaf: leaf is None,
+    )
+    read = functools.partial(visit.side_of, microbatch=now.microbatch)
+    (d_side,) = jax.linear_transpose(read, wanted)(d_rows)
+    return d_side

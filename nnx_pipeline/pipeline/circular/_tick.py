@@ -1,0 +1,245 @@
+"""One tick of the circular loop, and the walk over all ticks.
+
+With one repeat this is the plain pipeline. Every array of a tick begins with the axis of stages, so
+one line below is the work of all stages at once:
+
+    for now in plan:                             one row of the timetable per tick
+        mid, x = stage_inputs(now, carry)        select what each stage works on
+        y, visited = visit(now, x)               apply the layers of every stage
+        carry = stage_outputs(now, mid, y)       pass y on to the next stage, or out of the pipeline
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from nnx_pipeline.config._remat import ITERATION_INPUT, named
+from nnx_pipeline.pipeline import visit
+from nnx_pipeline.pipeline._exchange.buffers import mark_stage, over_stage, push, slot, where
+from nnx_pipeline.pipeline._exchange.shift import ShiftName, shift
+from nnx_pipeline.pipeline.circular._plan import CircularPlan, circular_plan
+from nnx_pipeline.pipeline.schedule import CircularSchedule
+from nnx_pipeline.pipeline.stage import _repeats as repeats
+from nnx_pipeline.pipeline.stage import apply as stages
+from nnx_pipeline.pipeline.stage.apply import ApplyMoving, Moving
+from nnx_pipeline.pipeline.stage.state import At, put, take
+
+# (now, input of every stage) to (output of every stage, whatever else the visit gives)
+MakeVisits = Callable[[CircularPlan, Moving], tuple[Moving, PyTree]]
+# ((carry, state of all layers), now) to (the next pair, whatever else the tick gives)
+Before = tuple["CircularCarry", PyTree]
+CircularTick = Callable[[Before, CircularPlan], tuple[Before, Any]]
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class CircularCarry(NamedTuple):
+    """What passes from tick to tick; every leaf begins with the axis of stages."""
+
+    stream: PyTree  # [stages, stream slots, …]: inputs not yet taken, then outputs
+    queue: PyTree  # [stages, queue slots, …]: microbatches between two repeats, or None
+    outputs: tuple[PyTree, ...]  # [stages, …]: of every stage, one tick ago, two ticks ago …
+    arrived: PyTree  # [stages, …]: what was sent a tick ago, with a delay of 2; else None
+
+
+class MidTick(NamedTuple):
+    """The carry within a tick: what `stage_inputs` leaves for `stage_outputs`."""
+
+    stream: PyTree
+    leaving: PyTree  # [stages, …]: the slot of the stream that moves one stage on
+    queue: PyTree
+    outputs: tuple[PyTree, ...]
+    sent: PyTree  # [stages, …]: what arrives at the next tick, with a delay of 2; else None
+
+
+def stage_inputs(
+    schedule: CircularSchedule, shift_by: ShiftName, now: CircularPlan, carry: CircularCarry
+) -> tuple[MidTick, PyTree]:
+    """Selects the input of every stage at a tick; linear in the carry.
+
+    - `shift_by`: how activations are sent to the next stage.
+    - `now`: the tick's row of the timetable.
+    - `carry`: the carry before the tick.
+    """
+    first, last = mark_stage(0, schedule.stages), mark_stage(schedule.stages - 1, schedule.stages)
+    waiting = slot(carry.stream, now.stream_slot)
+    # Each stage sends its last output to the next stage, and the last stage to the first.
+    sent = jax.tree.map(lambda leaf: shift(leaf, by=1, how=shift_by), carry.outputs[0])
+    # With a delay of 2 what is sent now is read a tick later, so that the transfer overlaps with
+    # the visit of this tick.
+    arrived = sent if schedule.delay == 1 else carry.arrived
+    # What the last stage sends to the first waits in the queue until all microbatches have entered.
+    # The queue takes the last stage's output of `delay` ticks ago, the oldest that the carry has,
+    # which nothing needs after that.
+    queue, returning = carry.queue, arrived
+    if queue is not None:
+        returning = slot(queue, now.queue_slot)
+        queue = push(queue, returning, carry.outputs[-1], now.queue_slot, last, shift_by)
+    entering = where(now.from_stream, waiting, returning)
+    x = where(first, entering, arrived)
+    # In a bubble a stage works on a microbatch that it happens to store, and the result is
+    # discarded. So no stage function gets values, such as zeros, at which its derivative may be
+    # undefined.
+    x = where(over_stage(now.active), x, waiting)
+    mid = MidTick(
+        stream=carry.stream,
+        leaving=waiting,
+        queue=queue,
+        outputs=carry.outputs[:-1],
+        sent=None if schedule.delay == 1 else sent,
+    )
+    return mid, x
+
+
+def stage_outputs(
+    schedule: CircularSchedule,
+    shift_by: ShiftName,
+    now: CircularPlan,
+    mid: MidTick,
+    outputs: PyTree,
+) -> CircularCarry:
+    """Passes on the outputs of the stages, into the carry of the next tick; linear in both inputs.
+
+    - `shift_by`, `now`: as for `stage_inputs`.
+    - `mid`: what `stage_inputs` left.
+    - `outputs`: of every stage, `[stages, …]`.
+    """
+    last = mark_stage(schedule.stages - 1, schedule.stages)
+    # The slot that was read moves one stage towards stage 0, so that each microbatch is there when
+    # stage 0 takes it. The last stage's entry of the slot is then free and takes its output.
+    # After the last tick the stream holds the outputs of the last repeat.
+    return CircularCarry(
+        stream=push(mid.stream, mid.leaving, outputs, now.stream_slot, last, shift_by),
+        queue=mid.queue,
+        outputs=(outputs, *mid.outputs),
+        arrived=mid.sent,
+    )
+
+
+IN_SCAN = True
+"""Whether a tick is the body of a scan, where XLA has nothing to merge a recomputation with.
+
+Where it is not, remat has no effect unless it keeps XLA from merging the recomputation with the
+forward pass.
+"""
+
+
+def walk_ticks(
+    schedule: CircularSchedule,
+    tick: Callable[[Any, Any], tuple[Any, Any]],
+    carry: Any,
+    rows: Any,
+    *,
+    reverse: bool = False,
+) -> tuple[Any, Any]:
+    """Calls `tick` for one tick after the other, as `jax.lax.scan` does.
+
+    - `tick`: (carry, row) to (the next carry, what to collect).
+    - `carry`: before the first call.
+    - `rows`: arrays with one row per tick.
+    - `reverse`: whether to go from the last tick to the first, as a backward pass does.
+    """
+    return jax.lax.scan(tick, carry, rows, length=schedule.ticks, reverse=reverse)
+
+
+@dataclass(frozen=True)
+class CircularLoop:
+    """The loop over the ticks of one schedule.
+
+    - `schedule`: which stage works on what at each tick.
+    - `shift_by`: how outputs are sent to the next stage.
+    - `bubble_fill`: the value of the buffers before anything arrives; results do not depend on it.
+    - `cast_at_use`: as in `WeightOptions`.
+    """
+
+    schedule: CircularSchedule
+    shift_by: ShiftName
+    bubble_fill: float
+    cast_at_use: bool = False
+
+    @property
+    def plan(self) -> CircularPlan:
+        """The timetable, one row per tick."""
+        return circular_plan(self.schedule)
+
+    def start(self, stream: PyTree) -> CircularCarry:
+        """The carry before the first tick.
+
+        - `stream`: the microbatches, `[stages, slots, …]`.
+        """
+
+        def empty(leaf: Array) -> Array:
+            return jnp.full_like(leaf, self.bubble_fill)
+
+        previous = jax.tree.map(lambda leaf: empty(leaf[:, 0]), stream)
+        slots, queue = self.schedule.queue_slots, None
+        if slots:
+            queue = jax.tree.map(lambda leaf: empty(leaf[:, :slots]), stream)
+        return CircularCarry(
+            stream=stream,
+            queue=queue,
+            outputs=(previous,) * self.schedule.delay,
+            arrived=None if self.schedule.delay == 1 else previous,
+        )
+
+    def tick(self, make: MakeVisits, *, linear: Wrap = lambda function: function) -> CircularTick:
+        """Makes one tick, from carry and state to the next ones and the visit's other results.
+
+        - `make`: applies the layers of every stage.
+        - `linear`: is put around the steps before and after the visit, which are linear in the
+          carry: with `jax.checkpoint`, JAX saves only the timetable's row of them.
+        """
+        how = self.schedule, self.shift_by
+        enter = linear(functools.partial(stage_inputs, *how))
+        pass_on = linear(functools.partial(stage_outputs, *how))
+
+        def tick(before: Before, now: CircularPlan) -> tuple[Before, PyTree]:
+            carry, state = before
+            at = self.visits_at(now)
+            mid, x = enter(now, carry)
+            (y, written), visited = make(now, (name_input(x), take(state, at)))
+            return (pass_on(now, mid, y), put(state, at, written)), visited
+
+        return tick
+
+    def visits_at(self, now: CircularPlan) -> At:
+        """Which visits a tick makes."""
+        microbatches = self.schedule.microbatches
+        return visit.visits_at(now.repeat, now.microbatch, now.active, microbatches)
+
+
+def name_input(x: PyTree) -> PyTree:
+    """Names the input of the stages `ITERATION_INPUT`; every remat policy keeps it."""
+    return jax.tree.map(lambda leaf: named(leaf, ITERATION_INPUT), x)
+
+
+def autodiff_tick(
+    loop: CircularLoop, checkpoint: Wrap, apply_stage: ApplyMoving, params: PyTree, side: PyTree
+) -> CircularTick:
+    """A tick that JAX differentiates.
+
+    The weights of a visit are selected inside its checkpoint, or every tick would keep them. The
+    rest of a tick is linear. Its checkpoints keep the conditions of each `where` as they are,
+    while JAX alone would keep them broadcast to the shape of the activations.
+
+    - `loop`: what every tick does.
+    - `checkpoint`: is put around the visit of all stages.
+    - `apply_stage`: as `checked` makes it.
+    - `params`: `[repeats, stages, …]`.
+    - `side`: the side inputs, `[microbatches, …]`.
+    """
+    apply = stages.map_stages(apply_stage)
+
+    @checkpoint
+    def select_and_visit(split: PyTree, now: CircularPlan, x: Moving) -> tuple[Moving, PyTree]:
+        weights = visit.weights_of(split, now.repeat)
+        found: tuple[Moving, PyTree] = apply(weights, x, visit.side_of(side, now.microbatch))
+        return found
+
+    split = repeats.split_to_read(params, cast_at_use=loop.cast_at_use)
+    make = functools.partial(select_and_visit, split)
+    return loop.tick(make, linear=functools.partial(jax.checkpoint, prevent_cse=not IN_SCAN))

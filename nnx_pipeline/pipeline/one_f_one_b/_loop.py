@@ -1,0 +1,202 @@
+"""The loop over the ticks of 1F1B: one scan each for filling, steady state and draining."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from nnx_pipeline.pipeline._exchange.buffers import (
+    empty_host_ring,
+    empty_ring,
+    from_stage,
+    to_stages,
+)
+from nnx_pipeline.pipeline.contract import Inputs, Weights
+from nnx_pipeline.pipeline.metrics import identity, is_metric, objective, over_all_stages
+from nnx_pipeline.pipeline.one_f_one_b._plan import PhasePlan, one_f_one_b_plan
+from nnx_pipeline.pipeline.one_f_one_b._state import NOTHING, LoopState, LoopWeights
+from nnx_pipeline.pipeline.one_f_one_b._tick import OneForwardOneBackwardTick, Phase, row_of
+from nnx_pipeline.pipeline.stage._repeats import split_to_read
+from nnx_pipeline.pipeline.stage._vjp import only, zero_gradients
+from nnx_pipeline.pipeline.stage.state import take
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _OnHost:
+    """Which arrays are in host memory: of this `jax.eval_shape` tells nothing by itself."""
+
+    marks: tuple[bool, ...]
+
+
+def _on_host(tree: PyTree) -> _OnHost:
+    spaces = (jax.typeof(leaf).memory_space for leaf in jax.tree.leaves(tree))
+    return _OnHost(tuple(space == jax.memory.Space.Host for space in spaces))
+
+
+@dataclass(frozen=True)
+class OneForwardOneBackwardLoop:
+    """All ticks of a 1F1B schedule.
+
+    - `tick`: what every tick does.
+    - `bubble_fill`: what the buffers hold before anything arrives; results do not depend on it.
+    - `cast_at_use`: as in `WeightOptions`.
+    - `needed`: whether the gradient of each input of the microbatches is asked for; None for none.
+    - `unlifted`: whether its functions compute in float16 and it has no lift.
+    """
+
+    tick: OneForwardOneBackwardTick
+    bubble_fill: float
+    cast_at_use: bool = False
+    needed: Inputs | None = None
+    unlifted: bool = False
+
+    def run(
+        self, weights: LoopWeights, inputs: Inputs, layers: PyTree, *, differentiate: bool
+    ) -> LoopState:
+        """Goes through all ticks; returns the state after the last one.
+
+        - `weights`: the weights as they are stored, and what the functions close over.
+        - `inputs`: what the microbatches bring along.
+        - `layers`: the state of the layers, `[repeats, stages, …]`, or no arrays.
+        - `differentiate`: whether to compute gradients; without them there is no backward visit.
+        """
+        schedule = self.tick.schedule
+        filling, steady, draining = schedule.phases
+        phases = [
+            Phase(filling, forward=True, leave=False, backward=False),
+            Phase(steady, forward=True, leave=True, backward=differentiate),
+            Phase(draining, forward=False, leave=False, backward=True),
+        ]
+        plan = one_f_one_b_plan(schedule)
+        stored, visit = weights, self.tick.visit
+        weights = weights._replace(stages=self._readable(stored.stages))
+        state, residual_tree = self._start(weights, inputs, (layers, plan), keep=differentiate)
+        if differentiate:
+            others = stored._replace(stages=None)
+            gradients = zero_gradients(others, others, visit.grad_dtype)
+            if self.tick.needed is not None:
+                gradients = only(self.tick.needed._replace(stages=None), gradients)
+            # What the stage function closes over is the same on every stage, but its gradient is
+            # not: each stage adds up its own, and these are summed over stages once, at the end.
+            each = to_stages(gradients.captured, schedule.stages)
+            gradients = gradients._replace(stages=visit.zeros(stored.stages), captured=each)
+            state = state._replace(
+                gradients=gradients,
+                d_inputs=state.outputs,
+                of_inputs=self._no_gradients_yet(inputs),
+            )
+        # Without gradients nothing drains: the last phase has backward visits only.
+        for phase in phases if differentiate else phases[:2]:
+            if phase.ticks:
+                state = self._scan(phase, weights, inputs, residual_tree, state, plan)
+        if state.gradients is None:
+            return state
+        scattered = visit.total(state.gradients.stages, stored.stages)
+        d_closed = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), state.gradients.captured)
+        gradients = state.gradients._replace(stages=scattered, captured=d_closed)
+        d_side = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), state.of_inputs.side)
+        of_inputs = state.of_inputs._replace(side=d_side)
+        return state._replace(gradients=gradients, of_inputs=of_inputs)
+
+    def _readable(self, stored: PyTree) -> PyTree:
+        gathered = self.tick.visit.fsdp_gather.gather(stored)
+        return split_to_read(gathered, cast_at_use=self.cast_at_use)
+
+    def _no_gradients_yet(self, inputs: Inputs) -> Inputs:
+        if self.needed is None:
+            return NOTHING
+        zeros: Inputs = jax.tree.map(
+            lambda needed, leaf: jnp.zeros_like(leaf) if needed else None, self.needed, inputs
+        )
+        # Each stage adds up what its layers read, and these are summed over stages at the end.
+        return zeros._replace(side=to_stages(zeros.side, self.tick.schedule.stages))
+
+    def _scan(
+        self,
+        phase: Phase,
+        weights: LoopWeights,
+        inputs: Inputs,
+        residual_tree: Any,
+        state: LoopState,
+        plan: PhasePlan,
+    ) -> LoopState:
+        now = jax.tree.map(lambda leaf: leaf[phase.ticks.start : phase.ticks.stop], plan)
+        tick = functools.partial(self.tick, weights, inputs, phase, residual_tree)
+        state, _ = jax.lax.scan(lambda state, now: (tick(state, now), None), state, now)
+        return state
+
+    def visit_once(self, weights: Weights, inputs: Inputs, layers: PyTree) -> None:
+        """Calls each function with the types that it gets in the ticks; nothing is computed."""
+        tick = self.tick
+
+        def call(weights: Weights, inputs: Inputs, layers: PyTree) -> Array:
+            stages = self._readable(weights.stages)
+            all_weights = LoopWeights.of(weights._replace(stages=stages))
+            now = jax.tree.map(lambda leaf: leaf[0], one_f_one_b_plan(tick.schedule))
+            x = tick.entering(all_weights, inputs, now)
+            moving = x, take(layers, tick.visits_at(now))
+            ((y, _), _), _ = tick.visit.run(
+                tick.reads(all_weights, inputs, now), moving, keep=False
+            )
+            row = row_of(inputs.leave, now.leaving)
+            return tick.leaving(all_weights.leave, from_stage(y, tick.schedule.stages - 1), row)
+
+        jax.eval_shape(call, weights, inputs, layers)
+
+    def total(self, state: LoopState) -> tuple[Array, tuple[Array, PyTree]]:
+        """The loss to minimise, and its two parts: the loss of `leave`, and the metrics.
+
+        - `state`: after the last tick.
+        """
+        metrics = over_all_stages(state.metrics, self.tick.visits)
+        return objective(state.loss, metrics, self.tick.metric_weights)
+
+    def _start(
+        self,
+        weights: LoopWeights,
+        inputs: Inputs,
+        given: tuple[PyTree, PhasePlan],
+        *,
+        keep: bool,
+    ) -> tuple[LoopState, Any]:
+        """The state before the first tick, and the tree structure of what a visit keeps.
+
+        - `given`: the state of the layers, and the timetable.
+        """
+
+        def first_visit(
+            weights: LoopWeights, inputs: Inputs, given: tuple[PyTree, PhasePlan]
+        ) -> Any:
+            layers, plan = given
+            now = jax.tree.map(lambda leaf: leaf[0], plan)
+            x = self.tick.entering(weights, inputs, now)
+            moving = x, take(layers, self.tick.visits_at(now))
+            reads = self.tick.reads(weights, inputs, now)
+            (_, metrics), residuals = self.tick.visit.run(reads, moving, keep=keep)
+            return x, metrics, residuals, _on_host(residuals)
+
+        x, metrics, residuals, on_host = jax.eval_shape(first_visit, weights, inputs, given)
+        residuals, tree = jax.tree.flatten(residuals)
+        nothing = jax.tree.map(lambda leaf: empty_ring(leaf, None, self.bubble_fill), x)
+        slots = self.tick.schedule.ring_slots
+        return LoopState(
+            outputs=nothing,
+            d_inputs=None,
+            ring=[
+                (empty_host_ring if host else empty_ring)(leaf, slots, self.bubble_fill)
+                for leaf, host in zip(residuals, on_host.marks, strict=True)
+            ],
+            gradients=None,
+            loss=jnp.zeros((), jnp.float32),
+            metrics=jax.tree.map(
+                lambda metric: type(metric)(empty_ring(metric.value, None, identity(metric))),
+                metrics,
+                is_leaf=is_metric,
+            ),
+            layers=given[0],
+            of_inputs=NOTHING,
+        ), tree

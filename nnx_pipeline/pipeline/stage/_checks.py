@@ -1,0 +1,397 @@
+"""Checks of a pipeline's arrays and stage function, made while the pipeline is traced."""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.extend.core import Var
+from jaxtyping import Array, PyTree
+
+from nnx_pipeline.lab.errors import InputError, counted
+from nnx_pipeline.pipeline.metrics import of_visit
+from nnx_pipeline.pipeline.schedule import Schedule
+from nnx_pipeline.pipeline.stage.apply import ApplyMoving, ApplyStage, Moving
+from nnx_pipeline.pipeline.stage.state import (
+    alike,
+    check_written,
+    type_of,
+    types_of,
+    without_gradient,
+)
+from nnx_pipeline.sharding.layout import mesh_sizes
+
+
+def check_shapes(params: PyTree, activations: PyTree, inputs: PyTree, schedule: Schedule) -> None:
+    """Raises InputError unless arrays and mesh have the sizes that the schedule needs.
+
+    - `params`: must be `[repeats, stages, …]`, at least one array.
+    - `activations`: must be floating `[microbatches, …]`; None if another function makes them.
+    - `inputs`: must be `[microbatches, …]`.
+    - `schedule`: gives the numbers of repeats, stages and microbatches.
+    """
+    check_stacked(params, "parameter", schedule)
+    if not jax.tree.leaves(params):
+        raise InputError("the stages have no parameters; give params with at least one array")
+    for leaf in jax.tree.leaves((activations, inputs)):
+        if jnp.shape(leaf)[:1] != (schedule.microbatches,):
+            raise InputError(
+                f"an input has shape {jnp.shape(leaf)}; its first axis must be the "
+                f"{counted(schedule.microbatches, 'microbatch')} of the schedule"
+            )
+    for leaf in jax.tree.leaves(activations):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise InputError(
+                f"the activations hold {type_of(leaf)}, and activations must be floating-point; "
+                "pass other arrays as side inputs, which every stage reads"
+            )
+    on_mesh = mesh_sizes().get("stage", schedule.stages)
+    if on_mesh not in (1, schedule.stages):
+        raise InputError(
+            f"the schedule has {counted(schedule.stages, 'stage')} and the mesh stage={on_mesh}; "
+            "make them equal"
+        )
+
+
+def check_stacked(tree: PyTree, what: str, schedule: Schedule) -> None:
+    """Raises InputError unless arrays begin with the repeats and stages of a schedule.
+
+    - `what`: what to call them in the error.
+    """
+    want = (schedule.repeats, schedule.stages)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if jnp.shape(leaf)[:2] != want:
+            name = f"{what} {jax.tree_util.keystr(path)}".strip()
+            raise InputError(
+                f"{name} has shape {jnp.shape(leaf)}; its first axes must be (repeats, stages) = "
+                f"{want}, as the schedule says"
+            )
+
+
+def checked(apply_stage: ApplyStage, *, has_state: bool = False) -> ApplyMoving:
+    """The stage function as the loops call it, with checks of what a pipeline cannot support.
+
+    Those raise InputError for activations of another shape or dtype than the stage was given, for
+    metrics that do not say how they combine (see `metrics`), for a change of its parameters, which
+    would be lost after the visit, and for a state of another type than it was given. It returns
+    metrics as `Sum`, `Mean` and `Max` only, in float32 or wider.
+
+    - `has_state`: whether the stage function is also given a state, and returns it last.
+    """
+
+    @functools.wraps(apply_stage)
+    def apply(params: PyTree, moving: Moving, side: PyTree) -> tuple[Moving, PyTree]:
+        x, state = moving[0], without_gradient(moving[1])
+        given = (x, side, state) if has_state else (x, side)
+        before, rule = arrays_of(params), f"the function of a stage is called with {1 + len(given)}"
+        with call_explained(apply_stage, (params, *given), {}, f"{rule} arguments"):
+            result = apply_stage(params, *given)
+        check_unchanged(before, params, lambda params: apply_stage(params, *given))
+        if has_state:
+            result, written = _with_state(result)
+            check_written(state, written)
+            state = without_gradient(written)
+        returned, metrics = check_passed_on(result, x, "the function of a stage", "stage")
+        return (returned, state), of_visit(metrics)
+
+    return apply
+
+
+def _with_state(result: Any) -> tuple[tuple[PyTree, PyTree], PyTree]:
+    if not isinstance(result, (tuple, list)) or len(result) != 3:
+        found = f"{len(result)} values" if isinstance(result, (tuple, list)) else _words(result)
+        raise InputError(
+            f"the function of a stage with a state returned {found}; it must return activations, "
+            "metrics and the state, such as (x, None, state)"
+        )
+    x, metrics, state = result
+    return (x, metrics), state
+
+
+def check_passed_on(result: Any, x: PyTree, who: str, following: str) -> tuple[PyTree, PyTree]:
+    """What a stage or a layer returned, as activations that may be passed on, and metrics.
+
+    - `result`: what it returned.
+    - `x`: the activations that it was given.
+    - `who`: what to call it in an error.
+    - `following`: what gets the activations next.
+
+    Raises InputError unless it is a pair, with activations of the same shapes and dtypes.
+    """
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        found = f"{len(result)} values" if isinstance(result, (tuple, list)) else _words(result)
+        raise InputError(
+            f"{who} returned {found}; it must return a pair, activations and metrics, such as "
+            "(x, None)"
+        )
+    returned, metrics = result
+    if not alike(x, returned):
+        raise InputError(
+            f"{who} was given activations {types_of(x)} and returned {types_of(returned)}; both "
+            f"must be the same, as the next {following} gets them"
+        )
+    return returned, metrics
+
+
+def checked_enter(enter: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """The function with an InputError unless it returns floating arrays."""
+
+    @functools.wraps(enter)
+    def apply(*given: Any) -> PyTree:
+        x = enter(*given)
+        for leaf in jax.tree.leaves(x) or [None]:
+            if not _is_floating(leaf):
+                raise InputError(
+                    f"`enter` returned {_words(leaf)}; it must return the activations of a "
+                    "microbatch, floating-point arrays"
+                )
+        return x
+
+    return apply
+
+
+def checked_leave(leave: Callable[..., Array]) -> Callable[..., Array]:
+    """The function with an InputError unless it returns one float32 number.
+
+    The losses of the microbatches add up in float32; one in bfloat16 would have lost digits before.
+    """
+
+    @functools.wraps(leave)
+    def apply(*given: Any) -> Array:
+        loss = leave(*given)
+        if not _is_floating(loss) or jnp.shape(loss) or loss.dtype != jnp.float32:
+            found = jax.tree.map(_words, loss) if loss is not None else loss
+            raise InputError(
+                f"`leave` returned {found}; it must return the loss of a microbatch and nothing "
+                "else, a float32 scalar (cast before taking the mean, as by x.astype('float32')); "
+                "other values can be metrics of a layer"
+            )
+        return loss
+
+    return apply
+
+
+def check_unchanged(
+    before: dict[str, Any],
+    tree: PyTree,
+    function: Callable[..., Any],
+    but: Callable[[Any], bool] | None = None,
+) -> None:
+    """Raises InputError if a function replaced, added or removed an array of a tree.
+
+    - `before`: the arrays before the call, as `arrays_of` gives them.
+    - `tree`: what the function was called with.
+    - `function`: is called with such a tree.
+    - `but`: what of the tree it may change, as for `arrays_of`.
+
+    It detects statistics in variables that are no state, and values that a module sows. Flax's
+    `nnx.jit` and `nnx.remat` replace every array of a module by what their program gives out. The
+    function is then traced once more, to see whether that is what went in.
+    """
+    after = arrays_of(tree, but)
+    changed = [name for name, leaf in after.items() if before.get(name) is not leaf]
+    changed += [name for name in before if name not in after]
+    if changed and (before.keys() != after.keys() or not _is_passed_on(function, tree, but)):
+        raise InputError(
+            f"a stage changed {changed[0]} of its parameters, and in a pipeline that would be lost "
+            "between microbatches; a layer of a pipeline module may keep what it writes in a "
+            "variable of state (nnx.BatchStat, nnx.Cache, nnx.RngCount or LayerState), a function "
+            "WithState; or return it as a metric"
+        )
+
+
+def _is_passed_on(
+    function: Callable[[PyTree], Any], tree: PyTree, but: Callable[[Any], bool] | None
+) -> bool:
+    """Whether the arrays that a tree has after a call are those that it had before."""
+    fixed = arrays_of(tree, but).keys()
+    named = jax.tree_util.tree_leaves_with_path(tree)
+    structure = jax.tree.structure(tree)
+
+    def again(leaves: list[Any]) -> list[Any]:
+        copy = jax.tree.unflatten(structure, leaves)
+        function(copy)
+        return [*arrays_of(copy, but).values()]
+
+    jaxpr = jax.make_jaxpr(again)([leaf for _, leaf in named]).jaxpr
+    went_in = [
+        var
+        for (path, _), var in zip(named, jaxpr.invars, strict=True)
+        if jax.tree_util.keystr(path) in fixed
+    ]
+    return [_origin(jaxpr, var) for var in jaxpr.outvars] == went_in
+
+
+def _origin(jaxpr: Any, var: Any) -> Any:
+    """The input of a jaxpr that a variable is, perhaps through calls; None for any other value."""
+    if not isinstance(var, Var):
+        return None
+    if var in jaxpr.invars:
+        return var
+    (made,) = [equation for equation in jaxpr.eqns if var in equation.outvars] or [None]
+    inner = getattr(made, "params", {}).get("jaxpr")
+    if inner is None or made.primitive.name not in ("jit", "pjit", "checkpoint", "remat2"):
+        return None
+    inner = getattr(inner, "jaxpr", inner)
+    origin = _origin(inner, inner.outvars[made.outvars.index(var)])
+    return None if origin is None else _origin(jaxpr, made.invars[inner.invars.index(origin)])
+
+
+_IN_A_VARIABLE = "hold it in an nnx.Param, or in an nnx.Variable if it is not trained"
+
+
+def check_apart(layer: nnx.Module, another: nnx.Module) -> None:
+    """Raises InputError if two layers hold the same variable, which would become one for each."""
+    others = {id(leaf) for _, leaf in _variables(another)}
+    for path, leaf in _variables(layer):
+        if id(leaf) in others:
+            raise InputError(
+                f"all layers hold one and the same variable, {jax.tree_util.keystr(path)}, which a "
+                "pipeline would turn into one for each layer; make it inside of the layer, or give "
+                "its value to the layers as a side input, Shared(…)"
+            )
+
+
+def check_same(layer: nnx.Module, another: nnx.Module) -> None:
+    """Raises InputError if a function made two layers that differ in more than their values.
+
+    It is called once for all layers of a kind, so that all would be like the first one.
+    """
+    one, other = _described(layer), _described(another)
+    for name in {**one, **other}:
+        if one.get(name) != other.get(name):
+            raise InputError(
+                f"the function that makes a layer gave one with {name}={one.get(name, 'nothing')} "
+                f"and then one with {other.get(name, 'nothing')}, but all layers are made by one "
+                "call; give a list with a function for each kind of layer, or let the layer's call "
+                "take `place`"
+            )
+
+
+def _described(layer: nnx.Module) -> dict[str, str]:
+    types = {jax.tree_util.keystr(path): _words(leaf) for path, leaf in _variables(layer)}
+    return types | plain_attributes(layer)
+
+
+def check_attributes(before: dict[str, str], layer: Any) -> None:
+    """Raises InputError if a call changed a plain attribute of a layer, which would be lost.
+
+    - `before`: what `plain_attributes` gave before the call.
+    """
+    for name, value in plain_attributes(layer).items():
+        if before.get(name) != value:
+            raise InputError(
+                f"a call of a layer set {name} to {value}, and JAX traces one call for all layers "
+                "and microbatches; keep what changes in a variable of state, such as a LayerState"
+            )
+
+
+def plain_attributes(layer: Any) -> dict[str, str]:
+    """The attributes of a layer, and of the modules in it, that are numbers, texts or None."""
+    if not isinstance(layer, nnx.Module):
+        return {}
+    return {
+        ".".join(["", *map(str, path), name]): repr(value)
+        for path, module in nnx.iter_modules(layer)
+        for name, value in vars(module).items()
+        if value is None or isinstance(value, bool | int | float | str)
+    }
+
+
+def check_layer_variables(layer: nnx.Module) -> None:
+    """Raises InputError if a layer holds one variable in two places, or an array in none.
+
+    In a pipeline the two places would become two variables, each with a gradient of its own.
+    """
+    for path, module in nnx.iter_modules(layer):
+        for attribute, value in vars(module).items():
+            # While JAX traces, Flax does not take such an array as a part of the tree.
+            if isinstance(value, jax.Array):
+                parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+                name = f"{''.join(parts)}.{attribute}"
+                raise InputError(
+                    f"a layer holds {_words(value)} in {name}, which is in no variable; "
+                    f"{_IN_A_VARIABLE}"
+                )
+    places: dict[int, str] = {}
+    for path, leaf in _variables(layer):
+        name = jax.tree_util.keystr(path)
+        if not isinstance(leaf, nnx.Variable):
+            raise InputError(
+                f"a layer holds {_words(leaf)} in {name}, which is in no variable; {_IN_A_VARIABLE}"
+            )
+        first = places.setdefault(id(leaf), name)
+        if first != name:
+            raise InputError(
+                f"a layer has one variable in two places, {first} and {name}, which a pipeline "
+                "would turn into two variables with separate gradients; keep it in one place and "
+                "use that twice"
+            )
+
+
+@contextlib.contextmanager
+def call_explained(
+    function: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any], rule: str
+) -> Iterator[None]:
+    """Raises InputError if a call failed because the function does not take its arguments.
+
+    - `given`, `named`: the arguments, of which the names and the number count.
+    - `rule`: says what is called with what.
+    """
+    try:
+        yield
+    except TypeError as error:
+        while isinstance(function, functools.partial):
+            given, named = (*function.args, *given), {**function.keywords, **named}
+            function = function.func
+        if not callable(function):
+            found = type(function).__name__
+            raise InputError(f"{rule}, and is of type {found}; give a function") from error
+        signature = _signature(function)
+        try:
+            signature.bind(*given, **named)
+        except TypeError as why:
+            raise InputError(
+                f"{rule}, and its arguments are {signature}: {why}; make them agree"
+            ) from error
+        raise
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    if not isinstance(function, type):
+        return inspect.signature(function)
+    # That of a class of Flax is of its metaclass, which takes anything.
+    found = inspect.signature(function.__init__)  # type: ignore[misc]
+    return found.replace(parameters=[*found.parameters.values()][1:])
+
+
+def _variables(layer: nnx.Module) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_leaves_with_path(
+        layer, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
+    )
+
+
+def arrays_of(tree: PyTree, but: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+    """The leaves of a tree by their paths.
+
+    - `but`: whether to leave out what is in a node of the tree, such as a variable of state.
+    """
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=but)
+    nodes = [(path, leaf) for path, leaf in found if but is None or not but(leaf)]
+    return {
+        jax.tree_util.keystr(at + path): leaf
+        for at, node in nodes
+        for path, leaf in jax.tree_util.tree_leaves_with_path(node)
+    }
+
+
+def _is_floating(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jnp.floating))
+
+
+def _words(leaf: Any) -> str:
+    return type_of(leaf) if hasattr(leaf, "dtype") else type(leaf).__name__

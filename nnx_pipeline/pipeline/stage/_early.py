@@ -1,0 +1,159 @@
+"""Layers that run before a pipeline, on all of its devices, such as dense ones before experts."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from nnx_pipeline.config._remat import Remat
+from nnx_pipeline.pipeline._stack import Stack
+from nnx_pipeline.pipeline.stage.layers import LayersInTurn, NumberedLayer, Side, call_layer
+from nnx_pipeline.pipeline.stage.variables import is_state, join_state
+from nnx_pipeline.sharding.layout import Layout, P, mesh_sizes, out_sharding, place, portable_key
+
+
+@dataclass(frozen=True)
+class EarlyLayers:
+    """Runs layers before those of a pipeline, on all devices at once.
+
+    Before the pipeline a batch is spread over the stages, each of which has some of its
+    microbatches. These layers work on it where it lies, on one microbatch of each stage at a time,
+    with weights that every stage has. What 1F1B puts into its loop is one microbatch, for which all
+    stages compute the same.
+
+    - `number`: how many there are.
+    - `first`: the number by which the first one makes its dropout keys; no layer of the pipeline
+      has this number or a later one.
+    - `layout`: how activations and weights are sharded, without copies.
+    - `copied`: how the activations of the pipeline are sharded, with its axis of copies if any.
+    - `remat`: what is saved of each layer for the backward pass.
+    """
+
+    number: int
+    first: int
+    layout: Layout
+    copied: Layout
+    remat: Remat
+
+    def make(self, layer: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> Any:
+        """One module with all layers, in which each variable is `[layers, …]`.
+
+        - `layer`: makes one layer from random streams; its variables have logical axes.
+        - `rngs`: its `params` stream gives each layer a key of its own.
+        """
+        keys = jax.random.split(portable_key(rngs.params()), self.number)
+        made = jax.vmap(lambda key: layer(nnx.Rngs(params=key)))(keys)
+
+        def stacked(variable: nnx.Variable[Any]) -> nnx.Variable[Any]:
+            axes = (None, *variable.get_metadata("logical_axes"))
+            found = variable.replace(place(variable.get_value(), self.layout.spec(*axes)))
+            found.set_metadata("logical_axes", axes)
+            return found
+
+        return jax.tree.map(stacked, made, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+    def __call__(self, layers: Any, x: Array, side: Side, axes: tuple[str, ...]) -> Array:
+        """All layers, one after the other, applied to a batch or to one microbatch.
+
+        - `layers`: a callable pytree of variables `[layers, …]`, as from `make`.
+        - `x`: activations, whose first axes are `axes`; the result is like it.
+        - `side`: what a layer reads besides x, with the same first axes; dropout keys as `keys`.
+        - `axes`: the logical axes in the place of the batch, as of `Batches.axes`, or without the
+          first those of one microbatch.
+
+        Layers with caches, `[layers, batch, …]` or `[layers, microbatches, batch, …]`, find there
+        what the call before left, and leave what the next one reads.
+        """
+        plain = tuple(axis for axis in axes if axis != "copy")
+        caches = _caches(layers)
+
+        def together(leaf: Array) -> Array:
+            """Merges the axes of copies and of the batch; the result is sharded as both were."""
+            if plain == axes:
+                return leaf
+            at = axes.index("copy")
+            shape = (*leaf.shape[:at], leaf.shape[at] * leaf.shape[at + 1], *leaf.shape[at + 2 :])
+            return _reshaped(leaf, shape, self._spec(self.layout, plain, len(shape)))
+
+        run = self._on_stages if plain[0] == "microbatch" else self._on_batch
+        before: list[Any] = [cache.get_value() for cache in caches]
+        without = join_state(layers, [None for _ in before]) if caches else layers
+        x_of_devices, side = jax.tree.map(together, (x, side))
+        y, after = run(without, x_of_devices, side, before)
+        for cache, value in zip(caches, after, strict=True):
+            cache.set_value(value)
+        return y if plain == axes else _reshaped(y, x.shape, self._spec(self.copied, axes, x.ndim))
+
+    def _on_batch(
+        self, layers: Any, x: Array, side: Side, caches: list[Array]
+    ) -> tuple[Array, list[Array]]:
+        """All layers applied to `[batch, …]`, and what they leave in their caches.
+
+        - `caches`: `[layers, batch, …]` each.
+        """
+        stack = Stack(1, 1, self.number, self.number)
+        in_turn = LayersInTurn(self.number, 1, self.remat, in_ticks=False)
+
+        def one(x: Array, numbered: Any) -> tuple[Array, list[Array]]:
+            y, result = call_layer(x, numbered, side, stack=stack)
+            return y, result.state
+
+        numbers = jnp.arange(self.first, self.first + self.number, dtype=jnp.int32)
+        y, (written,) = in_turn(one, (NumberedLayer(layers, numbers, caches),), x)
+        return y, written
+
+    def _on_stages(
+        self, layers: Any, x: Array, side: Side, caches: list[Array]
+    ) -> tuple[Array, list[Array]]:
+        """All layers applied to `[microbatches, batch, …]`, of which each stage has its own.
+
+        - `caches`: `[layers, microbatches, batch, …]` each, with a microbatch for each stage.
+        """
+        stages = self.layout.size("microbatch")
+        name = "stage" if stages > 1 else None
+        if caches:
+            apply = functools.partial(self._on_batch, layers)
+            with_caches = jax.vmap(apply, in_axes=(0, 0, 1), out_axes=(0, 1), spmd_axis_name=name)
+            return with_caches(x, side, caches)
+
+        def one_of_each(x: Array, side: Side) -> Array:
+            return self._on_batch(layers, x, side, [])[0]
+
+        mapped = jax.vmap(one_of_each, spmd_axis_name=name)
+
+        def of_stages(leaf: Array) -> Array:
+            """`[microbatches, …]` as `[microbatches of a stage, stages, …]`."""
+            shape = (stages, leaf.shape[0] // stages, *leaf.shape[1:])
+            axes = ("microbatch", None, "batch")
+            cut = _reshaped(leaf, shape, self._spec(self.layout, axes, len(shape)))
+            return jnp.swapaxes(cut, 0, 1)
+
+        given = jax.tree.map(of_stages, (x, side))
+        _, y = jax.lax.scan(lambda _, one: (None, mapped(*one)), None, given)
+        y = jnp.swapaxes(y, 0, 1)
+        spec = self._spec(self.layout, ("microbatch", "batch"), x.ndim)
+        return _reshaped(y, x.shape, spec), []
+
+    @staticmethod
+    def _spec(layout: Layout, axes: tuple[str | None, ...], number: int) -> P:
+        return layout.spec(*axes, *[None] * (number - len(axes)))
+
+
+def _caches(layers: Any) -> list[nnx.Variable[Any]]:
+    leaves = jax.tree.leaves(layers, is_leaf=is_state)
+    return [leaf for leaf in leaves if is_state(leaf)]
+
+
+def _reshaped(x: Array, shape: tuple[int, ...], spec: P) -> Array:
+    """A reshape after which each device has the numbers that it had before.
+
+    - `spec`: the sharding of the result. In explicit mode no type says this of a reshape that
+      merges or splits sharded axes, so that it has to be given.
+    """
+    y = jax.lax.reshape(x, shape, out_sharding=out_sharding(spec))
+    return place(y, spec) if mesh_sizes() else y

@@ -1,0 +1,180 @@
+"""The forward and the backward pass of a visit as two functions, with residuals as arrays.
+
+So a loop can store the residuals in a buffer of its own, or pass them to another loop.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from nnx_pipeline.sharding.layout import is_explicit, place
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _ResupplyArg:
+    """A placeholder for an argument that the backward pass gets again, so that it is not saved."""
+
+    index: int
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Types:
+    """Shapes, dtypes and shardings of the leaves of an argument that is not saved."""
+
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+    tree: Any
+
+
+def forward_keeping(function: Callable[..., Any], again: PyTree, x: PyTree) -> tuple[Any, PyTree]:
+    """The result of `function(again, x)`, and the residuals of its derivative.
+
+    - `function`: its own `jax.checkpoint` decides what the residuals are; without one they are
+      everything that the derivative reads.
+    - `again`: arguments that `backward_from` is given again, so that they are not saved.
+    - `x`: the other argument, which is saved if the derivative reads it.
+
+    The residuals are a pytree of arrays, to be stored and given to `backward_from`, which may run
+    in another loop.
+    """
+    out, linear = jax.linearize(function, again, x)
+    # A residual that is an array of `again` itself is found by its identity.
+    places = {id(leaf): index for index, leaf in enumerate(jax.tree.leaves(again))}
+
+    def store(leaf: Array) -> Array | _ResupplyArg:
+        return _ResupplyArg(places[id(leaf)]) if id(leaf) in places else leaf
+
+    types, tree = jax.tree.flatten(jax.eval_shape(lambda x: x, x))
+    return out, (jax.tree.map(store, linear), _Types(tuple(types), tree))
+
+
+def backward_from(residuals: PyTree, again: PyTree, cotangents: PyTree) -> tuple[PyTree, PyTree]:
+    """The cotangents of `again` and of `x` of a call of `forward_keeping`; None for integers.
+
+    - `residuals`: the residuals that the call returned.
+    - `again`: the same arguments as in the call.
+    - `cotangents`: of the result of the call; None for a leaf whose gradient is not asked for. The
+      derivative then leaves this leaf out: with zeros instead, an infinite derivative would give
+      0 times infinity, which is NaN.
+    """
+    leaves = jax.tree.leaves(again)
+
+    def restore(leaf: Array | _ResupplyArg) -> Array:
+        return leaves[leaf.index] if isinstance(leaf, _ResupplyArg) else leaf
+
+    linear, _ = residuals
+    linear = jax.tree.map(restore, linear, is_leaf=lambda leaf: isinstance(leaf, _ResupplyArg))
+    primals, tree = jax.tree.flatten((again, argument_of(residuals)))
+    floats = [index for index, leaf in enumerate(primals) if is_float(leaf)]
+    needed = _with_nones(cotangents)
+
+    # Linear in the floating arguments alone, and only the results whose gradient is asked for:
+    # integers have tangents of dtype float0, which `linear_transpose` does not accept.
+    def tangents_asked(*d_floats: Array) -> list[Array]:
+        tangents = [np.zeros(leaf.shape, jax.dtypes.float0) for leaf in primals]
+        for index, tangent in zip(floats, d_floats, strict=True):
+            tangents[index] = tangent  # type: ignore[call-overload]
+        d_outs = _with_nones(linear(*jax.tree.unflatten(tree, tangents)))
+        return [leaf for leaf, d_out in zip(d_outs, needed, strict=True) if d_out is not None]
+
+    back = jax.linear_transpose(tangents_asked, *(primals[index] for index in floats))
+    found: list[Array | None] = [None] * len(primals)
+    d_floats = back([d_out for d_out in needed if d_out is not None])
+    for index, cotangent in zip(floats, d_floats, strict=True):
+        found[index] = cotangent
+    d_again, d_x = jax.tree.unflatten(tree, found)
+    return d_again, d_x
+
+
+def argument_of(residuals: PyTree) -> PyTree:
+    """The types of the argument `x` of the call of `forward_keeping` that saved these residuals."""
+    _, x = residuals
+    return jax.tree.unflatten(x.tree, x.leaves)
+
+
+def none_for_integers(cotangents: PyTree) -> PyTree:
+    """The cotangents with None in the place of float0 arrays, which stand for integers."""
+
+    def one(leaf: Any) -> Array | None:
+        return None if leaf.dtype == jax.dtypes.float0 else leaf
+
+    return jax.tree.map(one, cotangents)
+
+
+def _with_nones(tree: PyTree) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None)
+
+
+def is_float(leaf: Any) -> bool:
+    """Whether an array is of a dtype that has a gradient: floating or complex."""
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def zero_gradients(tree: PyTree, like: PyTree, dtype: jax.typing.DTypeLike | None = None) -> PyTree:
+    """Gradient accumulators of zeros, shaped and sharded like the arrays of `tree`.
+
+    - `tree`: any pytree of arrays; an array of integers gets None.
+    - `like`: the same tree of arrays, for the dtypes of the accumulators.
+    - `dtype`: a dtype for all accumulators in the place of those of `like`.
+    """
+
+    def one(leaf: Array, like: Array) -> Array | None:
+        return jnp.zeros_like(leaf, dtype=dtype or like.dtype) if is_float(leaf) else None
+
+    return jax.tree.map(one, tree, like)
+
+
+def add(totals: PyTree, gradients: PyTree) -> PyTree:
+    """Adds gradients to accumulators, in the dtype of the accumulators.
+
+    - `totals`: the accumulators, from `zero_gradients`; None in the place of integers, and of what
+      has no gradient asked for, of which the gradient is dropped.
+    - `gradients`: the same tree with the same shapes, in any floating dtypes.
+    """
+
+    def one(total: Array | None, gradient: Any) -> Array | None:
+        return None if total is None else total + gradient.astype(total.dtype)
+
+    return jax.tree.map(one, totals, gradients, is_leaf=lambda leaf: leaf is None)
+
+
+def only(needed: PyTree, totals: PyTree) -> PyTree:
+    """The accumulators of what has a gradient asked for, and None for everything else.
+
+    - `needed`: bool in the place of each array.
+    - `totals`: a tree of arrays, and perhaps None, of the same structure.
+    """
+    return jax.tree.map(lambda yes, total: total if yes else None, needed, totals)
+
+
+def as_cotangents(gradients: PyTree, primals: PyTree) -> PyTree:
+    """Gradients as `jax.custom_vjp` requires them: in the primal's dtype, float0 for integers.
+
+    - `gradients`: arrays of any floating dtype, and None in the place of integers, and of arrays
+      whose gradient is not asked for, which get zeros that JAX drops.
+    - `primals`: the arguments that these are the gradients of.
+    """
+
+    def one(primal: Array, gradient: Array | None) -> Array | np.ndarray:
+        return _none_of(primal) if gradient is None else gradient.astype(primal.dtype)
+
+    return jax.tree.map(one, primals, gradients)
+
+
+def no_gradient(primals: PyTree) -> PyTree:
+    """The cotangents of arrays that have no gradient, as `jax.custom_vjp` requires them."""
+    return jax.tree.map(_none_of, primals)
+
+
+def _none_of(primal: Array) -> Array | np.ndarray:
+    if not is_float(primal):
+        return np.zeros(primal.shape, jax.dtypes.float0)
+    # A jitted function may close over the primal, and `zeros_like` would forget its sharding.
+    zeros = jnp.zeros(primal.shape, primal.dtype)
+    return place(zeros, jax.typeof(primal).sharding.spec) if is_explicit() else zeros

@@ -1,0 +1,137 @@
+"""The visits of all stages at a tick, forward and backward, as both loops make them.
+
+keep    outputs and metrics of a forward visit, and the residuals of its derivative
+back    the cotangents of all that the visit read, from its residuals
+add     the gradient of the weights, in place, to the repeat that each stage was at
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import Array, PyTree
+
+from nnx_pipeline.pipeline._exchange.buffers import over_stage, rows
+from nnx_pipeline.pipeline.gather import FsdpGather
+from nnx_pipeline.pipeline.stage import _repeats as repeats
+from nnx_pipeline.pipeline.stage import apply as stages
+from nnx_pipeline.pipeline.stage._vjp import backward_from, forward_keeping, only
+from nnx_pipeline.pipeline.stage.apply import Moving
+from nnx_pipeline.pipeline.stage.state import At
+
+
+class Reads(NamedTuple):
+    """What the visits of a tick read besides activations and state."""
+
+    weights: PyTree  # of each stage in its repeat, [stages, …]
+    side: PyTree  # of each stage's microbatch, [stages, …]
+    captured: list[Array]  # what the stage function closes over, whole on every stage
+
+
+@dataclass(frozen=True)
+class Visit:
+    """The visits of all stages at one tick.
+
+    - `apply`: (`Reads`, moving) to (moving, metrics), where moving is activations and the state of
+      the layers. It is for one stage if `by_stage`, else for all stages.
+    - `by_stage`: whether each stage has residuals of its own, `[stages, …]`.
+    - `grad_dtype`: the dtype of the gradient accumulators; None for the dtype of the parameters.
+    - `fsdp_gather`: which weights are gathered before the loop.
+    - `needed`: whether the gradient of each parameter is asked for; None for all of them.
+    """
+
+    apply: Callable[[Reads, Moving], tuple[Moving, PyTree]]
+    by_stage: bool
+    grad_dtype: jax.typing.DTypeLike | None
+    fsdp_gather: FsdpGather
+    needed: PyTree = None
+
+    def run(self, reads: Reads, x: Moving, *, keep: bool) -> tuple[tuple[Moving, PyTree], PyTree]:
+        """Outputs and metrics, `[stages, …]`, and the residuals of the derivative.
+
+        - `x`: the input of every stage and the state of its layers, `[stages, …]`.
+        - `keep`: whether to return residuals, or None in their place.
+        """
+        if not self.by_stage:
+            done, residuals = forward_keeping(self.apply, reads, x)
+            return done, residuals if keep else None
+
+        def one(own: tuple[PyTree, PyTree], x: Moving, _: None) -> Any:
+            all_reads = Reads(*own, reads.captured)
+            if keep:
+                return forward_keeping(self.apply, all_reads, x)
+            return self.apply(all_reads, x), None
+
+        done, residuals = stages.map_stages(one)(reads[:2], x, None)
+        return done, residuals
+
+    def back(
+        self, residuals: PyTree, reads: Reads, d_y: PyTree, d_metrics: PyTree, *, state: PyTree
+    ) -> tuple[Reads, PyTree]:
+        """The cotangents of what the visits read, and of their input; None for integers.
+
+        If `by_stage`, each stage has cotangents of its own for what the stage function closes over.
+
+        - `residuals`: the residuals.
+        - `d_y`, `d_metrics`: the cotangents of outputs and metrics.
+        - `state`: a tree like the state of a visit, which has no gradient.
+        """
+        given = (d_y, jax.tree.map(lambda _: None, state)), d_metrics
+        if not self.by_stage:
+            d_reads, (d_x, _) = backward_from(residuals, reads, given)
+            return d_reads, d_x
+
+        def one(residuals: PyTree, own: tuple[PyTree, PyTree], given: Any) -> Any:
+            return backward_from(residuals, Reads(*own, reads.captured), given)
+
+        d_reads, (d_x, _) = stages.map_stages(one)(residuals, reads[:2], given)
+        return d_reads, d_x
+
+    def zeros(self, params: PyTree) -> PyTree:
+        """The accumulators of the gradients, as `add` takes them.
+
+        - `params`: the weights as they are stored, `[repeats, stages, …]`.
+        """
+        return repeats.split_repeats(self.only(self.fsdp_gather.zeros(params, self.grad_dtype)))
+
+    def add(self, totals: PyTree, d_weights: PyTree, repeat: Array) -> PyTree:
+        """Adds the gradients of one visit of each stage.
+
+        - `totals`: the accumulators.
+        - `d_weights`: the gradients, `[stages, …]`, from `FsdpGather.of_visit`.
+        - `repeat`: int32 `[stages]`, the repeat that each stage was at.
+        """
+        return repeats.add_at_repeat(totals, d_weights, over_stage(repeat))
+
+    def total(self, totals: PyTree, params: PyTree) -> PyTree:
+        """The gradients of the weights as they are stored, after the last `add`."""
+        return self.fsdp_gather.scatter_gradients(repeats.join_repeats(totals), params)
+
+    def only(self, gradients: PyTree) -> PyTree:
+        """The gradients that are asked for, and None for the others."""
+        return gradients if self.needed is None else only(self.needed, gradients)
+
+
+def weights_of(split: PyTree, repeat: Array) -> PyTree:
+    """The parameters of each stage for the repeat that it is at, `[stages, …]`.
+
+    - `split`: all parameters, as `split_to_read` returns them.
+    - `repeat`: int32 `[stages]`.
+    """
+    return repeats.select(split, over_stage(repeat))
+
+
+def side_of(side: PyTree, microbatch: Array) -> PyTree:
+    """The side inputs of the microbatch that each stage works on, `[stages, …]`.
+
+    - `side`: `[microbatches, …]`.
+    - `microbatch`: int32 `[stages]`.
+    """
+    return jax.tree.map(lambda leaf: rows(leaf, over_stage(microbatch)), side)
+
+
+def visits_at(repeat: Array, microbatch: Array, active: Array, microbatches: int) -> At:
+    """Which visits a tick makes, from rows `[stages]` of a timetable."""
+    row = repeat * microbatches + microbatch
+    return At(over_stage(repeat), over_stage(row), over_stage(active))

@@ -1,1 +1,0 @@
-"""How weights are held during the loop: as stored, gathered, or with sharded gradients (ZeRO-1)."""

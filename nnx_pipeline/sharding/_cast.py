@@ -1,0 +1,47 @@
+"""Casts of weights that a compiler must not move in front of a loop."""
+
+import contextvars
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+_SLICES: contextvars.ContextVar[bool] = contextvars.ContextVar("slices", default=False)
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+def of_slices(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """The function, whose weights are slices of larger arrays that a loop reads one by one.
+
+    - `function`: of arrays; what it calls may ask for `cast_at_use`.
+    """
+
+    @functools.wraps(function)
+    def call(*args: _Args.args, **options: _Args.kwargs) -> _Result:
+        token = _SLICES.set(True)
+        try:
+            return function(*args, **options)
+        finally:
+            _SLICES.reset(token)
+
+    return call
+
+
+def cast_at_use(kernel: Array, dtype: jax.typing.DTypeLike) -> Array:
+    """The kernel in a dtype; inside `of_slices` a bfloat16 copy is made where it is read.
+
+    - `kernel`: as it is stored.
+
+    If all that reads a float32 array takes it in bfloat16, the TPU compiler casts the whole array
+    where it comes from: all repeats before the first tick, and the copy lives through the step. An
+    array that is rounded first is not moved so. The values are the same, and the rounding is part
+    of the cast. In float16 it would flush what is subnormal, and is left out. Where the weights are
+    no slices, as with one repeat, the compiler would keep them in float32 beside that copy.
+    """
+    if _SLICES.get() and (kernel.dtype, jnp.dtype(dtype)) == (jnp.float32, jnp.bfloat16):
+        kernel = jax.lax.reduce_precision(kernel, exponent_bits=8, mantissa_bits=7)
+    return kernel.astype(dtype)

@@ -1,0 +1,96 @@
+"""Checkpoints for the commands: another package offers them, by an entry point.
+
+This package reads and writes no checkpoint itself. `linen_compat`, which does, knows this package,
+and not the other way, so that it declares an entry point of the group `nnx_pipeline.checkpoints`: a
+module with the functions of `Checkpoints`.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from nnx_pipeline.config.config import Config
+from nnx_pipeline.lab.errors import InputError
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from nnx_pipeline.modules.decoder import Mixtral
+    from nnx_pipeline.train._saved import Origin, SavedRun
+    from nnx_pipeline.train.step import TrainState
+
+GROUP = "nnx_pipeline.checkpoints"
+
+
+class Checkpoints(Protocol):
+    """What the module behind the entry point has."""
+
+    def read_config(self, name: str, checkpoint: str | Path) -> Config:
+        """The config of a file or a preset, for the model of a checkpoint.
+
+        Raises InputError for a name that is neither.
+        """
+        ...
+
+    def stored_config(self, checkpoint: str | Path) -> Config | None:
+        """The config that a checkpoint holds; None where it holds none.
+
+        Raises InputError where there is no such folder.
+        """
+        ...
+
+    def load(self, checkpoint: str | Path, config: Config, *, mesh: Mesh) -> Mixtral:
+        """The model with all parameters of the checkpoint, placed on the mesh.
+
+        Raises InputError where they do not fit.
+        """
+        ...
+
+    def claimed(self, run: str | Path) -> AbstractContextManager[None]:
+        """Keeps the folder of a run, or of one to be made, to this process.
+
+        Raises InputError where another process trains in it, and where it cannot be written.
+        """
+        ...
+
+    def begin(self, folder: str | Path, config: Config, origin: Origin) -> None:
+        """Writes what a run has beside its steps, into a folder that is claimed."""
+        ...
+
+    def check_savable(self, config: Config) -> None:
+        """Raises InputError unless the states of a model of this config can be saved."""
+        ...
+
+    def save_step(
+        self, state: TrainState, folder: str | Path, config: Config, origin: Origin
+    ) -> None:
+        """Saves a training state as a new step of a run, from which `load` can load.
+
+        No step is ever there unfinished. Raises InputError where the run has become another one
+        than that which was begun with this config and origin.
+        """
+        ...
+
+    def saved_run(self, folder: str | Path) -> SavedRun | None:
+        """The run in a folder with saved steps, or None; raises InputError for a damaged one."""
+        ...
+
+    def load_newest(self, run: SavedRun, config: Config, mesh: Mesh) -> TrainState:
+        """The state of the newest step, on a mesh; raises InputError for a damaged one."""
+        ...
+
+
+def checkpoints() -> Checkpoints:
+    """What the installed package offers; raises InputError unless there is exactly one."""
+    found = {entry.value: entry for entry in entry_points(group=GROUP)}
+    if len(found) != 1:
+        raise InputError(
+            f"{', '.join(found) or 'no installed package'} offers checkpoints (the entry points "
+            f"{GROUP}), and exactly one must; install nnx-pipeline again, and only one such package"
+        )
+    (entry,) = found.values()
+    offered: Checkpoints = entry.load()
+    return offered

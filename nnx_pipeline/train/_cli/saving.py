@@ -1,0 +1,179 @@
+"""`--checkpoint-dir`, `--save-every` and `--resume` of `nnx-pipeline train`."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nnx_pipeline.config.config import Config
+from nnx_pipeline.lab import _ending as ending
+from nnx_pipeline.lab._cli.support import Failed
+from nnx_pipeline.lab.errors import InputError
+from nnx_pipeline.train._cli.checkpoints import Checkpoints, checkpoints
+from nnx_pipeline.train._saved import RATE, Origin, SavedRun
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from nnx_pipeline.train.step import TrainState
+
+KEPT = "saved steps are kept; the same command with --resume goes on after the newest"
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The values of `--checkpoint-dir`, `--save-every` and `--resume`.
+
+    - `name`: the folder of the run; None for no saving.
+    - `every`: steps from one save to the next; None for one save at the end.
+    - `resume`: whether training goes on after the newest step in the folder.
+    """
+
+    name: str | None
+    every: int | None
+    resume: bool
+
+    @contextmanager
+    def opened(
+        self, config: Config, origin: Origin, stages: int, asked: Container[str]
+    ) -> Iterator[Saver | None]:
+        """What saves the steps of a training; None where nothing is to be saved.
+
+        - `config`: of the training.
+        - `origin`: of its batches.
+        - `stages`: of the mesh.
+        - `asked`: the fields of the config that the user has set.
+
+        Within the context no other process can train in the folder. Raises InputError where one
+        does, where the folder cannot be written, where the model has no names in a checkpoint,
+        where there is nothing to resume or something else, and where a new run would overwrite
+        something.
+        """
+        if self.name is None:
+            for flag, given in (("--resume", self.resume), ("--save-every", self.every)):
+                if given:
+                    raise InputError(f"{flag} needs a folder; give it with --checkpoint-dir DIR")
+            yield None
+            return
+        offered = checkpoints()
+        offered.check_savable(config)
+        if self.resume and offered.saved_run(self.name) is None:
+            raise InputError(f"--resume: {self._nothing()}")
+        with offered.claimed(self.name):
+            found = offered.saved_run(self.name)  # no other process changes it from here on
+            if found is not None and not self.resume:
+                raise InputError(
+                    f"{self.name} holds a run up to step {found.step} already; add --resume to go "
+                    "on with it, or choose a new folder"
+                )
+            if found is None:
+                offered.begin(self.name, config, origin)
+                newest = None
+            else:
+                config, newest = found.to_go_on(config, origin, stages, asked), found.step
+            yield Saver(offered, self.name, self.every, config, origin, found, newest)
+
+    def _nothing(self) -> str:
+        """What is wrong with a folder that is to be resumed and holds no saved step of a run."""
+        folder = Path(self.name or "")
+        if (folder / "training.yml").is_file():
+            what = "holds no saved step"
+        elif self.name and folder.is_dir() and any(folder.iterdir()):
+            return (
+                f"{folder} is not a run of nnx-pipeline train, which has a training.yml beside its "
+                "steps; give the --checkpoint-dir of one"
+            )
+        else:
+            what = "is empty" if self.name and folder.is_dir() else "does not exist"
+        return (
+            f"{self.name or 'the folder'} {what}, so that there is nothing to resume; leave "
+            "--resume out to begin"
+        )
+
+
+@dataclass
+class Saver:
+    """Saves steps of a training.
+
+    - `offered`: reads and writes checkpoints.
+    - `folder`: of the run.
+    - `every`: steps from one save to the next; None for one save at the end.
+    - `config`: that the run has beside its steps; a resumed one gets it with its first save.
+    - `origin`: of the batches.
+    - `found`: the run that is resumed; None for a new one.
+    - `newest`: the number of the newest saved step; None before the first one.
+    """
+
+    offered: Checkpoints
+    folder: str
+    every: int | None
+    config: Config
+    origin: Origin
+    found: SavedRun | None
+    newest: int | None
+
+    def check_steps(self, steps: int) -> None:
+        """Raises InputError where the run is further than the last step, number `steps`."""
+        if self.found is not None and self.found.step > steps:
+            raise InputError(
+                f"--steps {steps} counts from the beginning, and {self.folder} is at step "
+                f"{self.found.step}; give --steps {self.found.step} or more"
+            )
+
+    def first_state(self, config: Config, mesh: Mesh) -> TrainState | None:
+        """The state after which training goes on; None at the beginning."""
+        if self.found is None:
+            return None
+        ending.add_note(KEPT)
+        with _cure(self.found):
+            return self.offered.load_newest(self.found, config, mesh)
+
+    def is_due(self, step: int) -> bool:
+        """Whether a step, of this number and not the last, is to be saved."""
+        return self.every is not None and step % self.every == 0
+
+    def save(self, state: TrainState) -> None:
+        """Saves a step; raises Failed where that is not possible."""
+        try:
+            if self.found is not None and self.newest == self.found.step:
+                self.offered.begin(self.folder, self.config, self.origin)
+            self.offered.save_step(state, self.folder, self.config, self.origin)
+        except InputError as error:
+            raise Failed(str(error)) from error
+        self.newest = int(state.step)
+        ending.add_note(KEPT)
+
+
+def way_on(saver: Saver | None, at_fault: int, rate: float) -> str:
+    """How to go on where a training has come to numbers that are not finite, or too large.
+
+    - `saver`: None where nothing is saved.
+    - `at_fault`: the number of the step that has left them.
+    - `rate`: the learning rate of the training.
+    """
+    newest = None if saver is None else saver.newest
+    if at_fault == 0:
+        return "no learning rate is to blame, as nothing was trained: choose another model.dtype"
+    lower = f"--set {RATE}=… (it is {rate})"
+    if saver is None or newest is None:
+        return f"begin again with a lower {lower}"
+    folder = Path(saver.folder)
+    if newest < at_fault:
+        return f"step {newest} is kept: go on after it with --resume and a lower {lower}"
+    if any(path.name.isdecimal() and int(path.name) < newest for path in folder.iterdir()):
+        return f"remove {folder / str(newest)}, and go on with --resume and a lower {lower}"
+    return f"remove {folder}, and begin again with a lower {lower}"
+
+
+@contextmanager
+def _cure(run: SavedRun) -> Iterator[None]:
+    """Adds to an error about the newest step how to go on without it."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(
+            f"{error}; to go on from the step before it, remove {run.newest} and use --resume again"
+        ) from error

@@ -1,0 +1,74 @@
+"""The command `train` and its options; what it does is imported when it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from nnx_pipeline.lab._cli.options import (
+    COUNT,
+    bundled,
+    config_of,
+    config_options,
+    json_option,
+    place_options,
+)
+from nnx_pipeline.lab._cli.values import Chosen, Place
+from nnx_pipeline.train._cli.options import Run, run_options
+from nnx_pipeline.train._cli.saving import Folder
+
+
+@click.command(
+    "train",
+    short_help="Train a model, and go on after a stop.",
+    epilog="Example: nnx-pipeline train --model tiny --set model.vocab_size=256 --steps 300 "
+    "--data README.md --checkpoint-dir run --save-every 100",
+)
+@config_options()
+@place_options
+@run_options
+@bundled(
+    "folder",
+    Folder,
+    click.option(
+        "--checkpoint-dir",
+        "name",
+        metavar="DIR",
+        help="Save the model, the optimizer's state, the step and the config in this new folder.",
+    ),
+    click.option(
+        "--save-every",
+        "every",
+        type=COUNT,
+        metavar="N",
+        help="Save every N steps, and not at the end alone.",
+    ),
+    click.option(
+        "--resume",
+        is_flag=True,
+        help="Go on after the newest step in --checkpoint-dir. The mesh, options of the pipeline "
+        "and --set train.learning_rate may be others than before.",
+    ),
+)
+@json_option
+def train_command(
+    chosen: Chosen, place: Place, run: Run, folder: Folder, json_path: str | None
+) -> None:
+    """Train a model on generated sequences that follow a rule it can learn, or on texts.
+
+    Of a text the loss on the held-out part is given, beside that of a bigram model, which knows of
+    each byte how often every other one follows it.
+    """
+    config = config_of(chosen)
+    config.check_mesh(place.mesh_config)
+    from nnx_pipeline.config.config import to_dict
+    from nnx_pipeline.lab._report.output import check_writable
+    from nnx_pipeline.train._cli import training
+
+    check_writable(json_path, "--json")
+    trained = training.train_and_save(config, chosen, place, run, folder)
+    mesh = place.mesh_config
+    about: dict[str, Any] = {"mesh": mesh.sizes(), "config": to_dict(config)}
+    about |= {"steps": run.steps, "checkpoint": folder.name}
+    training.report(trained, f"{chosen.model} on {mesh}", about, json_path)

@@ -1,0 +1,117 @@
+"""What a saved run must have in common with the training that goes on with it."""
+
+import dataclasses
+from collections.abc import Container
+from dataclasses import dataclass
+from pathlib import Path
+
+from nnx_pipeline.config.config import Config
+from nnx_pipeline.lab.errors import InputError
+
+# Fields that say how something is computed and not what: they change numbers by rounding only.
+# The same holds for `pipeline`, but for the number of microbatches, see `_check_microbatches`.
+HOW = {
+    "model": ("attention", "attention_block", "embedding", "expert_group"),
+    "train": ("loss_chunks", "shard_optimizer_over_data"),
+}
+RATE = "train.learning_rate"  # may become another one, where that is asked for
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What decides the batches of a training, beside its config.
+
+    - `seed`: of the initial values, and of the sequences or of where in the text they begin.
+    - `text`: `Texts.digest` of the text; None for generated sequences.
+    """
+
+    seed: int
+    text: str | None
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A run that was saved, without its arrays.
+
+    - `newest`: the folder of its newest step, whose name is the number of the step.
+    - `config`: with which it was trained first, but for the learning rate of its last training.
+    - `origin`: of its batches.
+    """
+
+    newest: Path
+    config: Config
+    origin: Origin
+
+    @property
+    def step(self) -> int:
+        """How many steps were done when it was saved."""
+        return int(self.newest.name)
+
+    def to_go_on(
+        self, config: Config, origin: Origin, stages: int, asked: Container[str] = ()
+    ) -> Config:
+        """The config of the run from now on, if training goes on with the losses it would have had.
+
+        - `config`, `origin`: with which it is to go on. The pipeline may be another one, and so may
+          fields of `HOW`.
+        - `stages`: of the mesh on which it is to go on.
+        - `asked`: the fields that the user has set; if `RATE` is one, it may be another one.
+
+        Raises InputError where the losses would be others.
+        """
+        run = self.newest.parent
+        changed = [
+            (f"{section}.{field.name}", getattr(was, field.name), getattr(now, field.name))
+            for section, was, now in (
+                ("model", self.config.model, config.model),
+                ("train", self.config.train, config.train),
+            )
+            for field in dataclasses.fields(was)
+            if field.name not in HOW[section]
+            and not (f"{section}.{field.name}" == RATE and RATE in asked)
+            and getattr(was, field.name) != getattr(now, field.name)
+        ]
+        if changed:
+            (key, was, now), *others = changed
+            more = f" ({len(others)} more of its fields differ)" if others else ""
+            raise InputError(
+                f"{key}={now}, but the run in {run} has {was}{more}; give the --model and --set "
+                f"with which it began, which are in {run / 'config.yml'}; {RATE} alone may become "
+                "another one, by --set"
+            )
+        self._check_origin(origin)
+        self._check_microbatches(config, stages)
+        train = dataclasses.replace(self.config.train, learning_rate=config.train.learning_rate)
+        return dataclasses.replace(self.config, train=train)
+
+    def _check_origin(self, origin: Origin) -> None:
+        """The batches must be the same."""
+        run, before = self.newest.parent, self.origin
+        if origin.seed != before.seed:
+            raise InputError(
+                f"--seed {origin.seed}, but the run in {run} began with {before.seed}, and its "
+                f"batches depend on it; give --seed {before.seed}"
+            )
+        if before.text is None and origin.text is not None:
+            raise InputError(
+                f"--data is given, but the run in {run} was trained on generated sequences; leave "
+                "it out"
+            )
+        if origin.text != before.text:
+            given = "is another text than that" if origin.text else "is missing: there is a text"
+            raise InputError(
+                f"--data {given} on which the run in {run} was trained; give the same files in the "
+                "same order"
+            )
+
+    def _check_microbatches(self, config: Config, stages: int) -> None:
+        """Where the load balance has a weight, the number of microbatches is part of the loss."""
+        # Without a given number it was 1: `Config.check_objective` lets no other default pass.
+        was = self.config.pipeline.num_microbatches or 1
+        now = config.pipeline.microbatches_on(stages)
+        if config.train.load_balance_weight > 0 and was != now:
+            raise InputError(
+                f"pipeline.num_microbatches={now}, but the run in {self.newest.parent} has {was}, "
+                "and train.load_balance_weight makes the loss depend on it; --set "
+                f"pipeline.num_microbatches={was}"
+            )

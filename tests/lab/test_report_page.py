@@ -1,0 +1,424 @@
+"""The page and the picture of a report: whole, escaped, and of one piece in a real browser."""
+
+import dataclasses
+import html.parser
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from page_examples import attribution, measurement, outcome
+
+from nnx_pipeline.experiments._registry import EXPERIMENTS
+from nnx_pipeline.lab import _files as files
+from nnx_pipeline.lab._files import save_figure
+from nnx_pipeline.lab._page import charts, measurement_page, outcomes_page
+from nnx_pipeline.lab._page.style import STYLE
+from nnx_pipeline.lab._page.tables import LabelledProgram, account_table
+from nnx_pipeline.lab._report.chart import outcomes_chart, program_chart
+from nnx_pipeline.lab._report.view.colours import role_colour
+from nnx_pipeline.lab.attribution._result import ROLES
+from nnx_pipeline.lab.attribution.account import Assigned
+from nnx_pipeline.lab.comparison.outcome import Outcome, compare_measurements
+
+TITLE = "tiny <on> stage=4"
+GEMM_FACTORS = (("triton", 1.0), ("cublas", 2.0))
+VOID = {"meta", "link", "rect", "path", "line"}
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-sync",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--enable-logging=stderr",
+]
+# Widths that a page in a phone must not exceed, written where `--dump-dom` shows it.
+PROBE = """<script>addEventListener("load", () => {
+  const frame = document.querySelector("iframe").contentDocument.documentElement;
+  document.title = `${frame.scrollWidth} of ${frame.clientWidth}`;
+});</script>"""
+
+
+class Reader(html.parser.HTMLParser):
+    """Checks that elements are closed in order; collects the text and the attributes."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+        self.attributes: list[tuple[str, str | None]] = []
+        self.feed(page)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] != ["style"]:
+            self.text += f" {data}"
+
+
+def examples() -> list[Outcome]:
+    """With and without a buffer assignment, and with an arm that failed."""
+    experiment = EXPERIMENTS["stage-shift"]
+    bare = compare_measurements(
+        experiment.question, measurement(None), measurement(None, platform="cpu")
+    )
+    failed = compare_measurements(
+        experiment.question, measurement(attribution()), "the <compiler> gave up"
+    )
+    return [outcome(note="a <script>alert(1)</script> in a note"), bare, failed]
+
+
+def test_every_figure_is_there_and_every_text_escaped() -> None:
+    page = outcomes_page(TITLE, examples(), command="nnx-pipeline ab 'a<b'")
+    reader = Reader(page)
+    assert "<script" not in page
+    assert "<compiler>" not in page
+    assert "a <script>alert(1)</script> in a note" in reader.text
+    for text in (TITLE, "the <compiler> gave up", "not applicable, failed", "holds", "MB", "–"):
+        assert text in reader.text, text
+    shown = attribution()
+    for buffer in shown.buffers[:3]:
+        assert f"{buffer.bytes / 1e6:,.1f}" in reader.text
+        assert buffer.shape in reader.text
+    assert (
+        f"{shown.heap_bytes / 1e6:,.1f} → {attribution(0.6).heap_bytes / 1e6:,.1f}" in reader.text
+    )
+    assert "pipeline.shift: ppermute → slice" in reader.text
+    assert "gave no buffer assignment" in reader.text
+    assert "CPU figures mislead" not in reader.text  # it is said of the first compiler
+    assert "2,346" in reader.text or "2.346" in reader.text
+
+
+def test_a_page_of_one_program() -> None:
+    text = Reader(measurement_page(TITLE, measurement(attribution(), platform="cpu"))).text
+    assert "Largest buffers of the heap, 6 of 6 rows" in text
+    assert "CPU figures mislead" in text
+
+
+def by_cublas(**figures: Any) -> Outcome:
+    """The outcome of the examples with figures of its own."""
+    made = outcome()
+    assert made.a
+    memory = dataclasses.replace(made.a.memory, **figures)
+    return dataclasses.replace(made, a=dataclasses.replace(made.a, memory=memory, gemm="cublas"))
+
+
+def texts_of(figure: Any) -> list[str]:
+    axes = figure.axes[0]
+    return [axes.get_xlabel(), *(text.get_text() for text in axes.texts)]
+
+
+def test_a_heading_never_contradicts_its_bars() -> None:
+    """It names the figure of the verdict, and where the bars show another one, what that says."""
+    made = by_cublas(temp_bytes=1_000_000)  # the heap shrinks, temp grows
+    made = dataclasses.replace(made, verdict=made.verdict_by("temp"))
+    label, first, *_ = texts_of(outcomes_chart(TITLE, [made]))
+    assert label.startswith("heap of device memory at its peak")
+    told = next(text for text in (first, *_) if text.startswith("stage-shift"))
+    after = made.b.memory.temp_bytes / 1e6
+    assert told == (
+        f"stage-shift: opposite by temp, 1.0 → {after:,.1f} MB; the bars are the heap: holds"
+    )
+    page = " ".join(Reader(outcomes_page(TITLE, [made])).text.split())
+    assert "stage-shift opposite by temp" in page
+    assert "The heap of device memory at its peak, by role" in page
+
+
+def of_own_functions() -> Outcome:
+    """Arm b gives up the state that arm a keeps, and holds more in its heap."""
+    one, other = measurement(attribution()), measurement(attribution(1.2))
+    memory = dataclasses.replace(one.memory, alias_bytes=0, constant_bytes=67_108_864)
+    kept = dataclasses.replace(one, memory=memory)
+    experiment = dataclasses.replace(EXPERIMENTS["stage-shift"], judged_by="account")
+    return compare_measurements(
+        experiment.question, kept, dataclasses.replace(other, hlo="ENTRY %b")
+    )
+
+
+def test_the_account_is_drawn_where_the_verdict_is_about_it() -> None:
+    made = of_own_functions()
+    figure = outcomes_chart(TITLE, [made])
+    label, *texts = texts_of(figure)
+    assert label.startswith("device memory of the account")
+    before, after = (f"{size / 1e6:,.1f}" for size in made.bytes_of("account"))
+    told = f"stage-shift: holds by the account, {before} → {after} MB"
+    assert told in texts
+    assert {f" {before}", f" {after}"} <= set(texts), "the lengths of the bars"
+    words = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert {"kept argument", "donated argument", "output", "constant"} <= set(words)
+
+
+def test_the_page_has_the_account() -> None:
+    made = of_own_functions()
+    page = outcomes_page(TITLE, [made])
+    text = " ".join(Reader(page).text.split())
+    assert "<span>+210.0</span>" in page, "a donation is no loss, and has no colour"
+    assert '<span class="less">−67.1</span>' in page
+    assert "Same numbers" not in text, "nobody compared them"
+    assert "holds by the account" in text
+    assert "arguments that are kept 210.0 0.0 −210.0" in text
+    assert "arguments that are donated to outputs 0.0 210.0 +210.0" in text
+    assert "constants 67.1 0.0 −67.1" in text
+    before, after = made.bytes_of("account")
+    sizes = f"{before / 1e6:,.1f} {after / 1e6:,.1f} −{(before - after) / 1e6:,.1f}"
+    assert f"the account: what must fit {sizes}" in text
+    assert f"account {before / 1e6:,.1f} → {after / 1e6:,.1f} MB" in text, "in the headline"
+
+
+def test_both_kinds_of_products() -> None:
+    other = dataclasses.replace(by_cublas(temp_bytes=987_600_000), note="its own note")
+    text = " ".join(Reader(outcomes_page(TITLE, [outcome()], [other])).text.split())
+    assert "cuBLASLt: its own note" in text
+    row = r"cuBLASLt holds by temp [\d.]+ 987\.6 → [\d.]+ "
+    assert len(re.findall(row, text)) == 1
+    assert "Triton holds by temp" in text
+    text = " ".join(Reader(outcomes_page(TITLE, [outcome()] * 2, [other] * 2)).text.split())
+    assert len(re.findall(row, text)) == 4, "in the summary too"
+    text = Reader(outcomes_page(TITLE, [outcome()], [by_cublas()])).text
+    assert "With cuBLASLt’s matrix products instead of Triton’s: the same memory." in text
+
+
+def test_one_program_by_both_kinds() -> None:
+    kinds = [dataclasses.replace(measurement(attribution(f)), gemm=g) for g, f in GEMM_FACTORS]
+    text = " ".join(Reader(measurement_page(TITLE, *kinds)).text.split())
+    assert "a Triton" in text
+    assert "b cuBLASLt" in text
+    before, after = (attribution(factor).heap_bytes for _, factor in GEMM_FACTORS)
+    assert f"heap {before / 1e6:,.1f} → {after / 1e6:,.1f} MB" in text
+    figure = program_chart(TITLE, *kinds)
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert labels == ["Triton", "cuBLASLt"]
+
+
+def test_a_chart_has_bars_where_the_kinds_differ() -> None:
+    found = [outcome(), outcome("norm-scale")]
+    figure = outcomes_chart(TITLE, found, [by_cublas(), by_cublas(temp_bytes=1)])
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert [label.endswith(", cuBLASLt") for label in labels] == [False] * 4 + [True] * 2
+
+
+def test_bars_and_line_are_to_scale() -> None:
+    one = charts.DrawnArm("a", "whole", attribution())
+    other = charts.DrawnArm("b", "less", attribution(0.6))
+    sizes = {arm.key: arm.attribution.heap_bytes for arm in (one, other)}
+    bars = charts.role_bars([one, other]).split('class="bar"')[1:]
+    for key, bar in zip("ab", bars, strict=True):
+        widths = [float(text) for text in re.findall(r'<rect [^>]*width="([\d.]+)"', bar)]
+        assert sum(widths) == pytest.approx(1000 * sizes[key] / sizes["a"], abs=0.05)
+        first = max(attribution(1.0 if key == "a" else 0.6).by_role().values())
+        assert max(widths) == pytest.approx(1000 * first / sizes["a"], abs=0.05)
+    drawing = charts.timeline([one])
+    (path,) = re.findall(r' d="([^"]+)"', drawing)
+    heights = [float(text) for text in re.findall(r"[V ]([\d.]+)", path)]
+    axis = charts.axis_from_zero(sizes["a"] / 1e6)
+    assert max(heights) == 300
+    assert min(heights) == pytest.approx(300 * (1 - sizes["a"] / 1e6 / axis.high), abs=0.1)
+
+
+def test_the_line_is_over_the_whole_schedule() -> None:
+    """The position of the peak is the one that `memory` prints, wherever the first value begins."""
+    whole = attribution()
+    late = dataclasses.replace(whole, positions=1200, timeline=whole.timeline[100:])
+    drawing = charts.timeline([charts.DrawnArm("a", "late", late)])
+    assert "position 300 of 1200 in the schedule" in drawing
+    assert "left:25.00%" in drawing
+    (path,) = re.findall(r' d="([^"]+)"', drawing)
+    assert path.startswith("M0.0 300.0H83.3V")
+    assert re.search(r"H1000\.0V[\d.]+$", path)
+
+
+def test_the_change_has_its_sign() -> None:
+    text = Reader(outcomes_page(TITLE, [outcome()])).text
+    before, after = (attribution(factor).heap_bytes for factor in (1.0, 0.6))
+    assert f"({after / before - 1:+.1%})".replace("-", "−") in text
+
+
+def test_a_program_on_its_own_has_no_letter() -> None:
+    page = measurement_page(TITLE, measurement(attribution()))
+    text = Reader(page).text
+    assert "this program peaks at" in text
+    assert "b (this program)" not in text
+    assert "letter b" not in page.partition("</style>")[2]
+
+
+def test_a_program_that_holds_nothing() -> None:
+    nothing = dataclasses.replace(attribution(), heap_bytes=0, buffers=(), timeline=())
+    text = Reader(measurement_page(TITLE, measurement(nothing))).text
+    assert "Largest buffers of the heap, 0 of 0 rows" in text
+
+
+def test_a_figure_that_is_not_given_is_a_dash() -> None:
+    text = " ".join(Reader(measurement_page(TITLE, measurement(None))).text.split())
+    assert "heap – MB" in text
+    assert "peak – MB" in text
+    assert "program code, MB –" in text
+
+
+def test_nothing_is_fetched() -> None:
+    page = outcomes_page(TITLE, examples())
+    assert not re.findall(r"(?:https?:)?//[\w.]", page.replace("<!DOCTYPE html>", ""))
+    links = [value for name, value in Reader(page).attributes if name in ("href", "src")]
+    assert links
+    assert all(re.match(r"#|data:,$", value or "") for value in links)
+    assert "@import" not in STYLE
+    assert "url(" not in STYLE
+
+
+def test_every_role_has_a_colour_of_its_own() -> None:
+    colours = [role_colour(role) for role in ROLES]
+    assert len(set(colours)) == len(colours)
+
+
+@pytest.mark.parametrize("name", ["chart.png", "chart.svg"])
+def test_a_chart(tmp_path: Path, name: str) -> None:
+    save_figure(outcomes_chart(TITLE, examples()), str(tmp_path / name))
+    start = (tmp_path / name).read_bytes()[:300]
+    assert start.startswith(b"\x89PNG") if name.endswith("png") else b"<svg" in start
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--html", "-"), "--html -: only JSON goes to standard output; name a file"),
+        (
+            ("--html", "no/such/folder/x.html"),
+            "--html no/such/folder/x.html cannot be written; choose a file in a writable folder",
+        ),
+        (("--chart", "x.gif"), "--chart x.gif"),
+        (("--html", "x.html", "--json", "./x.html"), "--html and --json both write x.html"),
+        (("--list",), "--list cannot be combined with names"),
+    ],
+)
+def test_files_that_cannot_be_made(run: Any, arguments: tuple[str, ...], message: str) -> None:
+    ended = run("ab", "norm-scale", *arguments)
+    assert ended.code == 2
+    assert message in ended.err
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_the_old_page(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "page.html"
+    page.write_text("the old one")
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "replace", full)
+    command = ("memory", "--model", "tiny", "--set", "model.num_layers=1", "--html", str(page))
+    ended = run(*command)
+    assert ended.code == 1
+    assert "No space left on device" in ended.err
+    assert "Traceback" not in ended.err
+    assert page.read_text() == "the old one"
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_one_file_under_two_names(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    names = tmp_path / "x.svg", tmp_path / "folder" / ".." / "x.svg"
+    ended = run("ab", "norm-scale", "--html", names[0], "--chart", names[1])
+    assert ended.code == 2
+    assert f"--html and --chart both write {names[0]}; name two files" in ended.err
+
+
+def test_an_error_names_the_file(tmp_path: Path) -> None:
+    folder = tmp_path / "page.html"
+    with pytest.raises(OSError, match=re.escape(f"'{folder / 'below'}'")):
+        files.write_whole(str(folder / "below"), b"x")
+    if Path("/dev/full").exists():
+        with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+            files.write_whole("/dev/full", b"x")
+
+
+def test_a_name_of_any_length_that_can_be_written(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 255)
+    files.write_whole(str(path), b"x")
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_rights_stay_as_they_were(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.touch()
+    old.chmod(0o600)
+    before = os.umask(0o027)
+    try:
+        for path in (old, new):
+            files.write_whole(str(path), b"x")
+    finally:
+        os.umask(before)
+    assert [path.stat().st_mode & 0o777 for path in (old, new)] == [0o600, 0o640]
+
+
+def chromium(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a headless Chromium with a profile of its own; it must end within a minute."""
+    if CHROMIUM is None:
+        pytest.skip("Chromium is not installed (Debian: chromium)")
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+
+
+def test_a_browser_has_nothing_to_complain_of(tmp_path: Path) -> None:
+    page, picture = tmp_path / "page.html", tmp_path / "page.png"
+    page.write_text(outcomes_page(TITLE, examples()))
+    ended = chromium(tmp_path, f"--screenshot={picture}", "--window-size=1000,2000", page.as_uri())
+    assert "CONSOLE" not in ended.stderr
+    assert picture.stat().st_size > 20_000
+
+
+def test_it_is_no_wider_than_a_phone(tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(outcomes_page(TITLE, examples()))
+    frame = '<iframe src="page.html" style="width:360px;height:800px;border:0"></iframe>'
+    (tmp_path / "phone.html").write_text(f"<!DOCTYPE html><title>none</title>{frame}{PROBE}")
+    address = (tmp_path / "phone.html").as_uri()
+    found = chromium(tmp_path, "--allow-file-access-from-files", "--dump-dom", address).stdout
+    (title,) = re.findall("<title>(.*?)</title>", found)
+    wide, screen = map(int, title.split(" of "))
+    assert 300 < wide <= screen <= 360
+
+
+def test_it_prints(tmp_path: Path) -> None:
+    page, paper = tmp_path / "page.html", tmp_path / "page.pdf"
+    page.write_text(outcomes_page(TITLE, examples()))
+    chromium(tmp_path, f"--print-to-pdf={paper}", "--no-pdf-header-footer", page.as_uri())
+    assert paper.read_bytes().startswith(b"%PDF")
+    assert paper.stat().st_size > 20_000
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_the_sum_is_last_where_one_program_has_a_row_more(which: int) -> None:
+    plain = measurement(attribution())
+    beside = Assigned(
+        argument_bytes=plain.memory.argument_bytes,
+        output_bytes=plain.memory.output_bytes,
+        alias_bytes=plain.memory.alias_bytes,
+        constant_bytes=0,
+        scratch_bytes=3_000_000,
+        on_chip_bytes=None,
+    )
+    results = [plain, plain]
+    results[which] = dataclasses.replace(plain, assigned=beside)
+    shown = str(account_table(list(map(LabelledProgram, "ab", ("one", "other"), results))))
+    order = ("outputs with", "used by temporaries", "heap", "<b>the account")
+    places = [shown.index(words) for words in order]
+    assert places == sorted(places)
+    assert shown.count("<b>the account") == 1
