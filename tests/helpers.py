@@ -268,13 +268,12 @@ def assert_account_adds_up(result: Measurement) -> None:
     assert (kept.account, kept.memory) == (account, memory)
 
 
+OF_JAX = ("JAX_", "XLA_", "TPU_")  # beginnings of variables
+
+
 def user_environment() -> dict[str, str]:
     """The environment of a process in which JAX begins afresh."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("JAX_", "XLA_", "TPU_"))
-    }
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(OF_JAX)}
     return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
@@ -329,8 +328,9 @@ def run_fresh(
     libraries waits, one for each set of JAX's variables, and the script runs in a fork of it. JAX
     starts afresh there: it knows no device yet, and has compiled nothing.
     """
-    of_jax = frozenset(pair for pair in environment.items() if pair[0].startswith("JAX_"))
-    process = _waiting(of_jax)
+    process = _waiting(
+        frozenset(pair for pair in environment.items() if pair[0].startswith(OF_JAX))
+    )
     with tempfile.TemporaryDirectory() as place:
         written = [str(Path(place) / name) for name in ("out", "err")]
         job = {
@@ -349,14 +349,12 @@ def run_fresh(
 
 @functools.cache
 def _waiting(of_jax: frozenset[tuple[str, str]]) -> Any:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
-    path = os.pathsep.join(filter(None, sys.path))
     process = subprocess.Popen(
         [sys.executable, "-c", "import fresh; exec(fresh.wait())"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**kept, **dict(of_jax), "PYTHONPATH": path},
+        env={**user_environment(), **dict(of_jax)},
     )
     atexit.register(process.stdin.close)  # at which it ends
     return process
