@@ -75,7 +75,7 @@ class Runner:
         - `x`: activations laid out by `batches.arrange`, an array or any pytree of arrays; the
           result has the same layout.
         - `side`: what a layer reads besides x, `[batch, …]` each, by the names of its arguments.
-        - `keys`: for dropout, as `ops.dropout.sequence_keys` makes them; None leaves it out.
+        - `keys`: for dropout, as `sharding.dropout.sequence_keys` makes them; None leaves it out.
         """
         check_layer_state(layers, self.config, self.layout, self.num_stages)
         side, shared = apart(with_keys(side, keys))

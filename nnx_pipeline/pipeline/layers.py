@@ -159,7 +159,7 @@ def with_keys(side: dict[str, Array | None], keys: Array | None) -> dict[str, Ar
     """The side inputs of a layer, with the keys for dropout added as `keys`.
 
     - `side`: what a layer reads besides the activations, by the names of its arguments.
-    - `keys`: `[batch, words]`, one row per sequence (`ops.dropout`); None adds nothing.
+    - `keys`: `[batch, words]`, one row per sequence (`sharding.dropout`); None adds nothing.
 
     Raises InputError for a side input with a name that a pipeline reserves.
     """

@@ -229,7 +229,7 @@ from pathlib import Path
 import jax, numpy
 from page_examples import attribution, measurement
 from nnx_pipeline import MeshConfig, preset
-from nnx_pipeline.experiments import numerics
+from nnx_pipeline.experiments import _numerics as numerics
 from nnx_pipeline.experiments._registry import EXPERIMENTS
 from nnx_pipeline.lab.compile.platform import Platform
 
