@@ -59,7 +59,7 @@ class DecoderLayer(nnx.Module):
 
         - `x`: `[batch, seq, embed]`; the output has the same shape.
         - `positions`, `segment_ids`: as in `Attention`.
-        - `keys`: `[batch, words]`, a dropout key per sequence (`sharding.dropout`); None for no dropout.
+        - `keys`: `[batch, words]`, see `sharding.dropout`; None for no dropout.
 
         The metric is None in a layer without a router.
         """
