@@ -9,7 +9,7 @@ from nnx_pipeline.config._overrides import apply_overrides, known_keys, parse_ov
 from nnx_pipeline.config.config import Config, to_dict
 from nnx_pipeline.config.presets import PRESETS, preset
 from nnx_pipeline.experiments._advice import ADVICE
-from nnx_pipeline.experiments._names import NAMES
+from nnx_pipeline.experiments._claim_table import CLAIM_TABLE
 from nnx_pipeline.lab._lazy import lazy
 from nnx_pipeline.lab.errors import counted
 from nnx_pipeline.lab.mesh import MeshConfig, make_mesh
@@ -65,7 +65,7 @@ def check(config: Config, axes: MeshConfig) -> None:
 
 
 def experiments() -> list[str]:
-    return list(NAMES)
+    return list(CLAIM_TABLE)
 
 
 def compare(
