@@ -60,7 +60,7 @@ def train(arguments: list[str], steps: Connection, folder: Path) -> None:
     import jax
 
     from nnx_pipeline.lab._cli import main as cli
-    from nnx_pipeline.train._cli import train as command
+    from nnx_pipeline.train._cli import training as command
 
     jax.config.update("jax_platforms", "cpu")
     # Filled by the first two trainings, which nobody kills; else most kills would meet a compile.

@@ -16,7 +16,18 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from helpers import ROOT, Run, arrays_by_path, assert_close, mesh_of, optax_promotion, small_config
+from helpers import (
+    LONGEST,
+    ROOT,
+    Run,
+    arrays_by_path,
+    assert_close,
+    mesh_of,
+    optax_promotion,
+    script,
+    small_config,
+    started,
+)
 from maxtext_data import read
 
 import linen_compat
