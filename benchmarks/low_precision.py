@@ -151,7 +151,7 @@ def pipelined(config: Config, device: str) -> dict[str, Any]:
 def losses(kind: str | None) -> list[float]:
     """The cross-entropy of every step of a small model that learns a rule, on the CPU."""
     config, mesh = dense("tiny", kind), make_mesh(MeshConfig(), jax.devices("cpu"))
-    return [float(metrics.loss) for metrics in train(config, mesh, steps=STEPS, seed=SEED)]
+    return [float(step.metrics.loss) for step in train(config, mesh, steps=STEPS, seed=SEED)]
 
 
 def table(results: dict[str, Any], what: str) -> list[str]:
