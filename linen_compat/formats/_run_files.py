@@ -16,7 +16,7 @@ from linen_compat.formats._new_folder import INCOMPLETE, check_free, clear_left_
 from linen_compat.formats._streams import Mismatch
 from nnx_pipeline import InputError
 from nnx_pipeline.lab._ending import cleared_away
-from nnx_pipeline.lab._files import TEMPORARY, local
+from nnx_pipeline.lab._files import MOST_SETTINGS, TEMPORARY, local
 
 RUN_CONFIG, ORIGIN = "config.yml", "training.yml"
 _CHECKSUM = "# crc32 of the lines below: "
@@ -49,7 +49,10 @@ def _has_begun(folder: Path) -> bool:
 
 def _is_own(file: Path) -> bool:
     """Whether a file is empty or begins with a checksum: no user wrote it."""
-    return file.is_file() and file.read_bytes()[: len(_CHECKSUM)] in (b"", _CHECKSUM.encode())
+    if not file.is_file():
+        return False
+    with file.open("rb") as opened:
+        return opened.read(len(_CHECKSUM)) in (b"", _CHECKSUM.encode())
 
 
 def with_checksum(values: checksums.Json) -> str:
@@ -63,14 +66,15 @@ def check_checksum(file: Path) -> None:
 
     Whether a file can be read is left to who reads it.
     """
-    with contextlib.suppress(OSError):
-        first, _, rest = (file.read_bytes() if file.is_file() else b"").partition(b"\n")
-        said = first.decode(errors="replace")
-        if said.startswith(_CHECKSUM) and said != f"{_CHECKSUM}{checksums.of_bytes(rest)}":
-            raise Mismatch(
-                f"{file} does not match the checksum in its first line; restore it from a copy, or "
-                "if it was changed on purpose, remove that line"
-            )
+    if not (file.is_file() and file.stat().st_size <= MOST_SETTINGS and os.access(file, os.R_OK)):
+        return
+    first, _, rest = file.read_bytes().partition(b"\n")
+    said = first.decode(errors="replace")
+    if said.startswith(_CHECKSUM) and said != f"{_CHECKSUM}{checksums.of_bytes(rest)}":
+        raise Mismatch(
+            f"{file} does not match the checksum in its first line; restore it from a copy, or if "
+            "it was changed on purpose, remove that line"
+        )
 
 
 @contextlib.contextmanager

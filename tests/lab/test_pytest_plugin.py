@@ -289,7 +289,8 @@ def test_another_compiler_version_skips(project: Project, file: Path) -> None:
 def test_a_missing_compiler_skips(
     project: Project, monkeypatch: pytest.MonkeyPatch, package: str, platform: str, extra: str
 ) -> None:
-    there = {"libtpu": "", "jax-cuda13-plugin": jax.__version__, "nvidia-cuda-nvcc": "1"}
+    same = jax.__version__
+    there = {"jax": same, "libtpu": "", "jax-cuda13-plugin": same, "nvidia-cuda-nvcc": "1"}
     monkeypatch.setattr(platforms, "_version", lambda name: {**there, package: ""}.get(name, ""))
     step = STEP.format("lean").replace("model.W)", f"model.W), platform={platform!r}")
     result = project("-rs", test_step=step)
