@@ -1,8 +1,6 @@
-"""Finds how often each branch of a conditional is taken.
-
-What chooses the branch often depends on nothing but the trips of the loops around it, as where a
-scan reads a table of flags, or a loop counts. It is then evaluated each time.
-"""
+"""Finds how often each branch of a conditional is taken. What chooses the branch often depends on
+the trips of the loops around it alone, as where a scan reads a table of flags, or a loop counts. It
+is then evaluated each time."""
 
 from __future__ import annotations
 
@@ -24,9 +22,9 @@ MOST_TRIPS = 10_000  # that are gone through one by one; more would take seconds
 def branch_shares(module: Module) -> Shares:
     """How often each branch is taken, of all the times that its conditional is reached.
 
-    It is known where the choice can be evaluated each time: from the trips of the loops around it,
-    from constants, tables of one axis and arithmetic on integers. It is None where it depends on
-    data or on the device, and for more than 10,000 times.
+    It is known where the choice follows each time from the trips of the loops around it, from
+    constants, tables of one axis and arithmetic on integers. It is None where it depends on data or
+    on the device, and for more than 10,000 times.
     """
     found: dict[tuple[str, str], tuple[Fraction, ...] | None] = {}
 
@@ -48,8 +46,9 @@ def branch_shares(module: Module) -> Shares:
     def visit(scope: Scope, times: list[Scope]) -> None:
         """Visits a computation.
 
-        - `scope`: it with what is the same each time that it runs.
-        - `times`: it with all that is known, each time that it runs; empty if that is not known.
+        - `scope`: the computation with what is the same each time that it runs.
+        - `times`: the computation with all that is known, each time that it runs; empty if not
+          known.
         """
         if scope.computation.name not in with_conditionals:
             return
@@ -102,7 +101,7 @@ def _taken(instruction: Instruction, times: list[Scope]) -> list[int] | None:
 
 
 def _branch(instruction: Instruction, choice: int, branches: int) -> int:
-    """The place of the branch that is taken: HLO takes the last one for a choice out of range."""
+    # HLO takes the last branch for a choice out of range.
     if "true_computation" in instruction.attributes:
         return 0 if choice else 1
     return choice if 0 <= choice < branches else branches - 1

@@ -1,6 +1,6 @@
 """Reads the compiler's buffer assignment: where each value lies in memory, and when it is live.
 
-The text (see `lab.compile.heap.compile_with_dump`) has the same format on TPU, NVIDIA and CPU:
+The text (see `compile_with_dump`) has the same format on TPU, NVIDIA and CPU:
 
     allocation 403: size 273236160, preallocated-temp:
      value: <4771 wide.param.19{15} (phi) @1> (size=4194304,offset=33554432): bf16[2,512]{1,0}
@@ -10,8 +10,8 @@ The text (see `lab.compile.heap.compile_with_dump`) has the same format on TPU, 
       BufferLiveRange:
         lt.180{}:420-421
 
-The instruction sequence lists the whole program in one order, with the instructions of loop bodies
-among the others. A live range is a pair of positions in that sequence, both inclusive.
+The instruction sequence lists the whole program in one order, loop bodies included. A live range is
+a pair of positions in that sequence, both inclusive.
 """
 
 from __future__ import annotations
@@ -39,24 +39,15 @@ Index = tuple[int, ...]
 
 @dataclass(frozen=True)
 class BufferValue:
-    """One value in an allocation.
+    """One value in an allocation."""
 
-    - `name`: the instruction that defines the value.
-    - `index`: which element of its result the value is; empty for the result itself.
-    - `bytes`: its size, with the padding of a tiled layout.
-    - `offset`: where it begins in the allocation, in bytes.
-    - `type`: its HLO type with the layout, such as `bf16[2,512]{1,0}`.
-    - `first`, `last`: the positions in the schedule between which it is live, both inclusive;
-      last < first where the text gives no live range.
-    """
-
-    name: str
-    index: Index
-    bytes: int
-    offset: int
-    type: str
-    first: int
-    last: int
+    name: str  # of the instruction that defines it
+    index: Index  # which element of its result; empty for the result itself
+    bytes: int  # with the padding of a tiled layout
+    offset: int  # in the allocation, in bytes
+    type: str  # with its layout, such as `bf16[2,512]{1,0}`
+    first: int  # the positions in the schedule between which it is live, both inclusive
+    last: int  # below `first` where the text gives no live range
 
     @property
     def is_table(self) -> bool:
@@ -79,23 +70,13 @@ class BufferValue:
 
 @dataclass(frozen=True)
 class Allocation:
-    """A block of one memory space, and the values that the compiler places in it.
-
-    - `number`: its number in the text.
-    - `bytes`: its size.
-    - `color`: the memory space: 0 is device memory; on a TPU, 1 is the on-chip memory.
-    - `is_temp`: whether it is a heap, which holds temporaries.
-    - `is_argument`, `is_output`: whether it holds an argument or an output of the program; both are
-      true for an argument that an output aliases.
-    - `is_constant`: whether it holds a constant.
-    - `values`: what is placed in it, each with its offset and size; values whose lives do not
-      overlap may share bytes.
-    """
+    """A block of one memory space. Values in it whose lives do not overlap may share bytes. An
+    argument that an output aliases is both argument and output."""
 
     number: int
     bytes: int
-    color: int
-    is_temp: bool
+    color: int  # 0: device memory; on a TPU 1: on-chip memory
+    is_temp: bool  # a heap, which holds temporaries
     is_argument: bool
     is_output: bool
     is_constant: bool
@@ -104,27 +85,20 @@ class Allocation:
 
 @dataclass(frozen=True)
 class BufferText:
-    """A parsed buffer assignment.
-
-    - `allocations`: all blocks of memory of the program, in all memory spaces.
-    - `schedule`: the names of the instructions by position, in the order in which they run.
-    """
+    """A parsed buffer assignment."""
 
     allocations: tuple[Allocation, ...]
-    schedule: Mapping[int, str]
+    schedule: Mapping[int, str]  # the names of the instructions by position
 
     @property
     def heap(self) -> tuple[Allocation, ...]:
-        """The temporaries in device memory: the allocations that `heap.heap_bytes` counts."""
+        """The temporaries in device memory: the allocations that `heap_bytes` counts."""
         return tuple(part for part in self.allocations if part.is_temp and part.color == 0)
 
 
 def read_buffers(text: str) -> BufferText:
-    """Parses the buffer assignment that a compiler wrote.
-
-    Raises ValueError for a text without allocations, and for a line of an allocation, of the
-    instruction sequence or of the live ranges that cannot be parsed.
-    """
+    """Parses the buffer assignment that a compiler wrote. Raises ValueError for a text without
+    allocations, and for a line that cannot be parsed."""
     lines = text.splitlines()
     _check_lines(lines)
     schedule: dict[int, str] = {}
@@ -141,7 +115,6 @@ def read_buffers(text: str) -> BufferText:
 
 
 def has_allocations(text: str) -> bool:
-    """Whether a text lists any allocation."""
     return re.search(r"^allocation ", text, re.MULTILINE) is not None
 
 

@@ -1,10 +1,9 @@
 """Counts what a compiled program executes per step: matrix products and collectives.
 
-The compiler does not give these figures: XLA's own cost analysis counts the body of a loop once and
-does not know what library calls compute. Here every count is multiplied by the trip counts of the
-loops around it. All figures are per device and per call of the program (of a train step, one step).
-None means that a figure cannot be determined from the text, for instance because of a loop whose
-end depends on data.
+XLA's own cost analysis counts the body of a loop once and does not know what library calls compute.
+Here every count is multiplied by the trip counts of the loops around it (`Runs`). All figures are
+per device and per step; None is what the text does not tell, as for a loop whose end depends on
+data.
 """
 
 from __future__ import annotations
@@ -30,29 +29,18 @@ _BETWEEN_DEVICES = ("channel_id", "replica_groups", "source_target_pairs")
 
 @dataclass(frozen=True)
 class MatrixProducts:
-    """The matrix products of a program, those inside fusions, loops and library calls among them.
+    """The matrix products of a program, also inside fusions, loops and library calls.
 
-    A convolution counts only the kernel positions that read an element rather than padding (the TPU
-    compiler writes every product as a convolution). A product with a vector that the compiler
-    turned into multiply and add is no matrix product any more, and is not counted. A grouped
-    product that the compiler expanded into a dense one counts as the dense one.
-
-    - `known`: floating-point operations per device and step, 2·m·n·k for each product that the text
-      describes.
-    - `unknown`: instructions that may multiply matrices but cannot be counted: a product in a loop
-      of unknown trip count, a library call or convolution whose text does not describe the product,
-      a hand-written kernel, an unknown opcode that reads at least two matrices.
+    A convolution, as which the TPU compiler writes every product, counts only kernel positions that
+    read an element rather than padding. A product with a vector that became multiply and add is not
+    counted. A grouped product that the compiler expanded into a dense one counts as the dense one.
     """
 
-    known: int
-    unknown: tuple[Unread, ...]
+    known: int  # 2·m·n·k for each product that the text describes
+    unknown: tuple[Unread, ...]  # instructions that may be products that cannot be counted
 
 
 def products_of(module: Module, runs: Runs) -> MatrixProducts:
-    """The matrix products of a program, and the instructions that may be some.
-
-    - `runs`: how often each computation runs per step, from `executions(module)`.
-    """
     total, unknown = 0, []
     for name, times in runs.items():
         computation = module.computations[name]
@@ -73,14 +61,12 @@ def products_of(module: Module, runs: Runs) -> MatrixProducts:
 def collective_counts(module: Module, runs: Runs | None = None) -> dict[str, dict[str, int | None]]:
     """Counts each kind of collective: `ops` in the program, `executed` and `bytes` per step.
 
-    - `runs`: `executions(module)`, if it has been computed already.
-
-    `bytes` are the bytes of the results, per device: the gathered array of an all-gather, the shard
+    `bytes` are those of the results, per device: the gathered array of an all-gather, the shard
     that a reduce-scatter leaves. An asynchronous start and its done count once, at the done. An
     all-reduce and a slice of its result in one fusion of the TPU compiler count as a
-    reduce-scatter; an all-reduce whose result is stored whole and sliced later is an all-reduce.
-    `ragged-all-to-all` counts as all-to-all. `executed` and `bytes` are None where one of the kind
-    is in a loop of unknown trip count. `uncounted_transfers` lists what is left out.
+    reduce-scatter; an all-reduce whose result is stored whole and sliced later does not. `executed`
+    and `bytes` are None where one of the kind is in a loop of unknown trip count.
+    `uncounted_transfers` lists what is left out.
     """
     counts: dict[str, dict[str, int | None]] = {
         kind: {"ops": 0, "executed": 0, "bytes": 0} for kind in COLLECTIVES
@@ -91,10 +77,7 @@ def collective_counts(module: Module, runs: Runs | None = None) -> dict[str, dic
 
 
 def uncounted_transfers(module: Module, runs: Runs) -> tuple[Unread, ...]:
-    """Instructions that communicate between devices but are not fully in `collective_counts`.
-
-    - `runs`: how often each computation runs per step, from `executions(module)`.
-    """
+    """Instructions between devices that are not fully in `collective_counts`."""
     reason = "a collective that runs an unknown number of times"
     found = [
         unread(instruction, "collectives", None, reason)
@@ -145,13 +128,8 @@ def _collectives(module: Module, runs: Runs) -> Iterator[tuple[Instruction, int 
 
 
 def branch_notes(module: Module, runs: Runs, shares: Shares) -> tuple[str, ...]:
-    """Sentences that say which figures count every branch of a conditional, though only one runs.
-
-    `branch_shares` does not know how often each branch of these conditionals runs.
-
-    - `runs`: how often each computation runs per step, from `executions(module)`.
-    - `shares`: `branch_shares(module)`.
-    """
+    """Sentences that say which figures count every branch of a conditional whose shares are not
+    known."""
     found: dict[str, int] = {}
     for name, times in runs.items():
         for instruction in module.computations[name].instructions.values() if times != 0 else ():
@@ -187,7 +165,7 @@ def _reached(module: Module, instruction: Instruction) -> set[str]:
 
 
 def _add(count: dict[str, int | None], times: int | None, size: int) -> None:
-    """Adds one collective to the count of its kind; what is unknown once stays unknown."""
+    # What is unknown once stays unknown.
     for field, per_run in (("executed", 1), ("bytes", size)):
         before = count[field]
         count[field] = None if before is None or times is None else before + times * per_run
@@ -226,11 +204,9 @@ def _slices(computation: Computation, instruction: Instruction) -> list[Instruct
 
 
 def _is_repeated_step(instruction: Instruction, seen: set[tuple[str, str]]) -> bool:
-    """Whether this is another copy of a collective that was counted already.
-
-    The TPU compiler may overlap one collective with other work by splitting it into several fusions
-    (start, steps, done). Each of them holds a copy of it with the same `chain_id` and `channel_id`.
-    """
+    """Whether this is another copy of a collective that was counted already. The TPU compiler may
+    split one into several fusions (start, steps, done), each with a copy of the same `chain_id` and
+    `channel_id`."""
     chain = re.search(r'chain_id=\s*"(\d+)"', instruction.attributes.get("frontend_attributes", ""))
     if chain is None:
         return False

@@ -1,10 +1,8 @@
 """Follows the values of a compiled program to their sources and readers, across computations.
 
-A value is an instruction and an index into its result, as in the buffer assignment: `while.3{4}` is
-the fifth element of a loop's state. Most instructions that own a large buffer at the peak compute
-nothing themselves: they pass on what another instruction computed. This module knows how each kind
-of instruction passes a value on, so that a buffer can be traced to the line of source that asked
-for it.
+A value is an instruction and an index into its result: `while.3{4}` is the fifth element of a
+loop's state. Most instructions that own a large buffer compute nothing, but pass on what another
+one computed. This module knows how each kind passes a value on.
 """
 
 from __future__ import annotations
@@ -58,12 +56,7 @@ def collective(opcode: str) -> str | None:
 
 
 class Flow:
-    """Finds the sources and readers of the values of one module.
-
-    - `instructions`: every instruction of the module by its name.
-    - `home`: for each instruction, the name of the computation that it belongs to.
-    - `callers`: for each computation, the instructions that call it.
-    """
+    """Finds the sources and readers of the values of one module."""
 
     def __init__(self, module: Module) -> None:
         self.module = module
@@ -83,10 +76,7 @@ class Flow:
         return self.instructions.get(value[0])
 
     def root(self, computation: str, index: Index) -> Value | None:
-        """The value at an index of a computation's result; None if the computation is unknown.
-
-        - `index`: the path through tuples to the value; () if the result is not a tuple.
-        """
+        """The value at an index of a computation's result; None if the computation is unknown."""
         found = self.module.computations.get(computation)
         return (found.root, index) if found else None
 
@@ -104,20 +94,13 @@ class Flow:
         return None
 
     def carry(self, loop: Instruction, index: Index) -> Value | None:
-        """The value that the body of a loop puts at an index of the loop's state.
-
-        - `loop`: a while instruction.
-        - `index`: the path through tuples to the element of the state.
-        """
+        """The value that the body of a loop puts at an index of the loop's state."""
         return self.root(loop.called("body")[0], index)
 
     def sources(self, value: Value) -> list[Value]:
-        """The values that an instruction passes on or computes from, most informative first.
-
-        For a loop's state, the value from the loop's body precedes the initial value. For an
-        in-place update, the values written precede the buffer that they are written into. The
-        operands of all other instructions are sorted by size, largest first.
-        """
+        """The values that an instruction passes on or computes from, most informative first: the
+        value from a loop's body before the initial one, the values that an update writes before the
+        buffer that it writes into, and larger operands before smaller ones."""
         name, index = value
         instruction = self.instructions.get(name)
         if instruction is None:
@@ -165,7 +148,7 @@ class Flow:
         return -found.result_bytes if found else 0
 
     def _arguments(self, parameter: Instruction, index: Index) -> list[Value]:
-        """The values that callers pass to a parameter; for a loop, its body's own comes first."""
+        # Of a loop, the body's own result comes first.
         found: list[Value] = []
         computation = self.home[parameter.name]
         for caller in self.callers.get(computation, []):
@@ -179,11 +162,8 @@ class Flow:
         return found
 
     def _states(self, loop: Instruction, index: Index) -> list[Value]:
-        """The sources of an element of a loop's state.
-
-        These are the value that the body puts there, unless it hands the element on unchanged, and
-        then the initial value.
-        """
+        """The sources of an element of a loop's state: the value that the body puts there, unless
+        it hands the element on unchanged, and then the initial value."""
         initial, carried = (loop.operands[0], index), self.carry(loop, index)
         key = (loop.name, index)
         if key not in self._unchanged:
@@ -226,12 +206,9 @@ class Flow:
         }
 
     def readers(self, value: Value) -> Iterator[tuple[Instruction, Value | None]]:
-        """Yields each instruction that reads a value, and the value as it is passed on.
-
-        A tuple, for example, passes a value on as one of its own elements. The second is None where
-        the instruction computes from the value instead. What a loop's body leaves in the state is
-        read by the next iteration and by what follows the loop.
-        """
+        """Yields each instruction that reads a value, and the value as it is passed on, such as an
+        element of a tuple; None where it computes from the value. What a loop's body leaves in the
+        state is read by the next iteration and by what follows the loop."""
         name, index = value
         if (loop := self.at(value)) and loop.opcode == "while":
             for parameter in self._turns(loop):
@@ -251,7 +228,6 @@ class Flow:
                     yield caller, (caller.name, inside)
 
     def _passed_on(self, user: Instruction, name: str, index: Index) -> Iterator[Value | None]:
-        """Yields an operand as its user passes it on, or None where the user computes from it."""
         opcode = user.opcode
         places = [place for place, operand in enumerate(user.operands) if operand == name]
         if opcode == "get-tuple-element":
@@ -287,13 +263,11 @@ class Flow:
         return [name for name in found if name]
 
     def lineage(self, value: Value, *, reshaped: bool = True) -> list[Instruction]:
-        """The instructions through which the numbers of a value came; the last one made them.
+        """The instructions through which the numbers of a value came, up to one that computes, a
+        collective or an argument of the program. It is never empty for a value that the text
+        prints.
 
-        - `reshaped`: whether to follow conversions, slices, transposes and all-gathers too, besides
-          moves, calls and a loop's state (as in `sources`).
-
-        The list ends at an instruction that computes, at a collective or at an argument of the
-        program. It is never empty for a value that the text prints.
+        - `reshaped`: whether to follow conversions, slices, transposes and all-gathers too.
         """
         passed: list[Instruction] = []
         seen: set[Value] = set()
@@ -317,14 +291,8 @@ class Flow:
         return passed
 
     def holds_state(self, value: Value, state: Value) -> bool:
-        """Whether a value in the body of a loop is, or selects, an element of the loop's state.
-
-        - `value`: a value of an instruction in the body of the loop.
-        - `state`: the element, as a value of the while instruction.
-
-        Selects count because TPU programs do not initialise a sum with zeros: in the first
-        iteration they select zero instead of the state.
-        """
+        """Whether a value in the body of a loop is, or selects, an element of the loop's state. In
+        TPU programs the first iteration of a sum selects zero instead of the state."""
         pending, seen = [value], set()
         while pending:
             here = pending.pop()

@@ -1,8 +1,5 @@
-"""Finds the Python frames that an HLO instruction comes from, by its metadata and frame tables.
-
-The tables stand at the head of the text and have numbered rows: names of files, names of functions,
-places in them, and frames, each with the number of the frame that called it.
-"""
+"""Finds the Python frames that an HLO instruction comes from, by its metadata and the tables at the
+head of the text: file names, function names, places in them, and frames with their callers."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ _FIELD = re.compile(r'(\w+)=\s*("[^"\\]*(?:\\.[^"\\]*)*"|[^\s}]+)', re.DOTALL)
 class Frames:
     """The stacks of Python frames of one program.
 
-    - `tables`: the rows of each table by the title of the table, as text by row number.
+    - `tables`: the rows of each table by its title, as text by row number.
     - `program`: the name of the module: `jit_` and the name of the function.
     """
 
@@ -34,10 +31,8 @@ class Frames:
         self, metadata: str
     ) -> tuple[str | None, str | None, int | None, tuple[Frame, ...]]:
         """The op_name, file, line and frames of metadata as in `{op_name="..." stack_frame_id=6}`.
-
-        Only frames of the program's own code count (`_tracing.installed`), the innermost one first.
-        File and line are from the innermost one.
-        """
+        Only frames of the program's own code count (`_tracing.installed`), the innermost one
+        first."""
         fields = dict(_FIELD.findall(metadata))
         file, line = _unquoted(fields.get("source_file")), fields.get("source_line")
         stack: tuple[Frame, ...] = ((file, int(line), ""),) if file and line else ()

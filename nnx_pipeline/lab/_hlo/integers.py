@@ -1,5 +1,4 @@
-"""Evaluates the integers of a compiled program that steer it: those that loops count, and those
-that choose a branch."""
+"""Evaluates the integers that steer a program: what loops count, and what chooses a branch."""
 
 from __future__ import annotations
 
@@ -50,11 +49,7 @@ PASSES_ON = ("copy", "bitcast", "reshape", "copy-start", "copy-done", "opt-barri
 
 @dataclass(frozen=True)
 class Scope:
-    """A computation together with its arguments, as far as these are known integers.
-
-    - `computation`: the one whose instructions are evaluated.
-    - `read`: gives the arguments of the computation.
-    """
+    """A computation together with its arguments, as far as these are known integers."""
 
     module: Module
     computation: Computation
@@ -62,11 +57,7 @@ class Scope:
     _known: dict[tuple[str, int | None], Value | None] = field(default_factory=dict, repr=False)
 
     def value(self, name: str, element: int | None = None) -> Value | None:
-        """The value of an instruction, or of one element of a tuple; None if it is not known.
-
-        - `name`: of an instruction of this computation.
-        - `element`: which element of its result to evaluate, None for a result that is no tuple.
-        """
+        """The value of an instruction, or of one element of a tuple; None if it is not known."""
         key = name, element
         if key not in self._known:
             self._known[key] = self._evaluated(self.computation.instructions[name], element)
@@ -113,20 +104,15 @@ class Scope:
         return self.called(instruction, instruction.called()[0]).root(element)
 
     def integer(self, name: str) -> int | None:
-        """The value of an instruction if it is one integer, else None."""
         value = self.value(name)
         return value if isinstance(value, int) else None
 
     def root(self, element: int | None = None) -> Value | None:
-        """The result of the computation, or one element of it; None if it is not known."""
         return self.value(self.computation.root, element)
 
     def called(self, instruction: Instruction, name: str, first: int = 0) -> Scope:
-        """The scope of a computation that an instruction of this one runs.
-
-        - `name`: of the computation that is run.
-        - `first`: the operand that becomes parameter 0.
-        """
+        """The scope of a computation that an instruction runs; operand `first` becomes its
+        parameter 0."""
 
         def read(number: int, element: int | None) -> Value | None:
             return self.value(instruction.operands[first + number], element)
@@ -134,16 +120,13 @@ class Scope:
         return self.of(name, read)
 
     def of(self, name: str, read: Reader) -> Scope:
-        """The scope of another computation of the program, with the arguments that `read` gives."""
         return Scope(self.module, self.module.computations[name], read)
 
 
 def passes_on(computation: Computation, instruction: Instruction) -> bool:
-    """Whether the result of an instruction has the values of its operand, in their order.
-
-    A bitcast reads the same bytes in another way, so that it may be a transpose or turn unsigned
-    integers into signed ones. It passes on arrays of one type with a single axis longer than 1.
-    """
+    """Whether the result of an instruction has the values of its operand, in their order. A bitcast
+    reads the same bytes in another way, so that it may be a transpose or turn unsigned integers
+    into signed ones. It passes on arrays of one type with a single axis longer than 1."""
     if instruction.opcode not in PASSES_ON:
         return False
     if instruction.opcode != "bitcast":
@@ -190,11 +173,8 @@ def _calculated(instruction: Instruction, operands: list[Value]) -> Value | None
 def _by_entry(
     opcode: str, direction: str | None, shape: Shape, operands: tuple[Value, ...]
 ) -> Value | None:
-    """What an instruction computes of the entries at each place; None if one is not known.
-
-    - `direction`: how a comparison compares.
-    - `operands`: arrays of the result's size, or scalars, which count at each place.
-    """
+    """What an instruction computes of the entries at each place; None if one is not known. Operands
+    are arrays of the result's size, or scalars."""
     if any(isinstance(one, tuple) and len(one) != shape.elements for one in operands):
         return None
     columns = [one if isinstance(one, tuple) else (one,) * shape.elements for one in operands]
@@ -257,7 +237,7 @@ def _of(entries: tuple[int, ...]) -> Value:
 
 
 def _divided(opcode: str, value: int, by: int) -> int | None:
-    """The quotient, which HLO rounds towards zero, or what then remains."""
+    # HLO rounds towards zero.
     if not by:
         return None
     quotient = abs(value) // abs(by) * (1 if (value < 0) == (by < 0) else -1)

@@ -1,8 +1,4 @@
-"""Finds how often each computation of a compiled program runs per step.
-
-That follows from the trip counts of the loops, and from what chooses the branches of conditionals
-where it can be evaluated in every trip.
-"""
+"""Finds how often each computation of a compiled program runs per step."""
 
 from __future__ import annotations
 
@@ -20,15 +16,13 @@ Runs = Mapping[str, int | None]
 
 
 def executions(module: Module, shares: Shares | None = None) -> dict[str, int | None]:
-    """How often each computation runs per step: the trip counts multiplied down the call graph.
+    """How often each computation runs per step: trip counts and shares multiplied down the call
+    graph.
 
-    - `shares`: `branch_shares(module)`, if it has been computed already.
-
-    If `branch_shares` knows nothing of a conditional, every branch counts once each time, as
-    if all of them were taken. Computations that are applied element by element (the sum in a
-    reduce, the order in a sort) and those that nothing calls are left out. The count is None where
-    the trip count of a loop around the computation cannot be found, or where a library call or an
-    unknown opcode calls it.
+    Every branch of a conditional without known shares counts each time. Computations that are
+    applied element by element (the sum in a reduce) and those that nothing calls are left out. The
+    count is None where the trip count of a loop around the computation cannot be found, or where a
+    library call or an unknown opcode calls it.
     """
     counts: dict[str, Fraction | None] = {}
     known = branch_shares(module) if shares is None else shares
@@ -46,12 +40,8 @@ def executions(module: Module, shares: Shares | None = None) -> dict[str, int | 
 
 
 def loop_trips(module: Module) -> dict[tuple[str, str], int | None]:
-    """How often the body of each loop runs each time that the loop is reached.
-
-    The result has an entry for each while instruction that runs, by the names of its computation
-    and of itself. None stands for a trip count that cannot be found, and for one that is not the
-    same each time.
-    """
+    """How often the body of each loop runs each time that the loop is reached, by the names of its
+    computation and of itself; None if that cannot be found, or is not the same each time."""
     found: dict[tuple[str, str], int | None] = {}
 
     def visit(scope: Scope) -> None:

@@ -1,10 +1,8 @@
 """Parses the optimized HLO text of a compiled program (`compiled.as_text()`).
 
-A module consists of computations, and a computation of instructions in the order in which they run.
-Only what the figures in `lab.hlo.cost` and a memory report need is parsed; every other attribute is
-kept as the text that was printed. The TPU, NVIDIA and CPU compilers print the same language;
-`lab.hlo.text` finds where its parts end. Text that cannot be parsed raises ValueError with the
-line.
+A module consists of computations, and these of instructions in the order in which they run. What no
+figure needs is kept as text. All compilers print the same language; `Scanner` finds where its parts
+end. Text that cannot be parsed raises ValueError with the line.
 """
 
 from __future__ import annotations
@@ -69,20 +67,14 @@ _NOT_CALLED = ("control-predecessors", "select", "scatter")
 
 @dataclass(frozen=True)
 class Shape:
-    """The dtype and dimensions of one array.
+    """The dtype and dimensions of one array."""
 
-    - `dtype`: as HLO spells it, such as `bf16`.
-    - `dims`: the sizes; the upper bounds of dynamic ones.
-    - `space`: which memory it lies in; 0 for the main memory, and for most of a TPU's chip 1.
-    """
-
-    dtype: str
-    dims: tuple[int, ...]
-    space: int = field(default=0, compare=False)
+    dtype: str  # as HLO spells it, such as `bf16`
+    dims: tuple[int, ...]  # upper bounds of dynamic sizes
+    space: int = field(default=0, compare=False)  # of memory; on a TPU 1 is the chip
 
     @property
     def elements(self) -> int:
-        """The number of elements of the array."""
         return math.prod(self.dims)
 
     @property
@@ -101,36 +93,22 @@ class Shape:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction of a computation.
-
-    - `name`: its name in the text, without the percent sign.
-    - `opcode`: what it computes, such as `dot` or `all-gather-start`.
-    - `shapes`: the arrays of the result, tuples flattened in order.
-    - `operands`: names of instructions of the same computation.
-    - `literal`: the text between the parentheses of a constant, parameter or iota, which have no
-      operands.
-    - `attributes`: the text of every attribute by its name.
-    - `op_name`: the path of JAX operations that it comes from, None if the text has none.
-    - `source_file`, `source_line`: of the innermost Python frame, None if the text has none.
-    - `frames`: the frames of the program's own code, innermost first: file, line and function.
-    - `in_host_memory`: whether the result, or a part of it, lies in the memory of the host.
-    """
+    """One instruction of a computation; what the text does not print is None."""
 
     name: str
     opcode: str
-    shapes: tuple[Shape, ...]
-    operands: tuple[str, ...]
-    literal: str
+    shapes: tuple[Shape, ...]  # of the result, tuples flattened in order
+    operands: tuple[str, ...]  # names of instructions of the same computation
+    literal: str  # text in the parentheses of a constant, parameter or iota
     attributes: Mapping[str, str]
-    op_name: str | None = None
-    source_file: str | None = None
+    op_name: str | None = None  # the path of JAX operations that it comes from
+    source_file: str | None = None  # of the innermost Python frame, as the line
     source_line: int | None = None
-    frames: tuple[Frame, ...] = ()
-    in_host_memory: bool = False
+    frames: tuple[Frame, ...] = ()  # of the program's own code, innermost first
+    in_host_memory: bool = False  # whether any part of the result is
 
     @property
     def result_bytes(self) -> int:
-        """Bytes of the result per device, summed over the elements of a tuple."""
         return sum(shape.bytes for shape in self.shapes)
 
     @property
@@ -162,15 +140,11 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Computation:
-    """A function of the module.
-
-    - `instructions`: by name, in the order in which they run.
-    - `root`: the name of the instruction whose result the computation returns.
-    """
+    """A function of the module."""
 
     name: str
-    instructions: Mapping[str, Instruction]
-    root: str
+    instructions: Mapping[str, Instruction]  # by name, in the order in which they run
+    root: str  # the instruction whose result it returns
 
     def operand_shapes(self, instruction: Instruction) -> list[tuple[Shape, ...]]:
         """The arrays of each operand of an instruction, tuples flattened."""
@@ -188,24 +162,14 @@ class Computation:
 
 @dataclass(frozen=True)
 class Module:
-    """A compiled program.
-
-    - `name`: the name that the compiler gives the module.
-    - `computations`: by name.
-    - `entry`: the name of the computation that the program starts with.
-    """
-
     name: str
     computations: Mapping[str, Computation]
     entry: str
 
 
 def parse(text: str) -> Module:
-    """Parses the module that a compiler printed.
-
-    Raises ValueError for text without an ENTRY computation, which is not an HLO module, and for
-    anything that cannot be parsed, with the line.
-    """
+    """Parses the module that a compiler printed. Raises ValueError, with the line, for what is no
+    HLO."""
     scanner = Scanner(text)
     name, frames, _, at = _head(scanner)
     computations: dict[str, Computation] = {}
@@ -229,11 +193,8 @@ def _no_module(text: str) -> str:
 
 
 def fingerprint(text: str) -> str:
-    """A hash that is equal for programs that differ only in their places in the source.
-
-    It covers the computations and which arguments the program may put its results into. It leaves
-    out the metadata of instructions and the tables of frames before the computations.
-    """
+    """A hash that is equal for programs that differ only in their places in the source. It covers
+    the computations and which arguments the program may put its results into."""
     donated = {}
     try:
         *_, attributes, at = _head(Scanner(text))
@@ -299,14 +260,10 @@ def _computation(scanner: Scanner, at: int, frames: Frames) -> tuple[bool, Compu
 def _elements(
     operands: tuple[str, ...], types: Mapping[str, str], known: Mapping[str, Instruction]
 ) -> dict[str, Instruction]:
-    """A get-tuple-element for each operand such as `x#2`, which is element 2 of the tuple x.
+    """A get-tuple-element for each operand such as `x#2`, which is element 2 of the tuple x. libtpu
+    0.0.50 prints this form while it compiles: of a program that it refuses there is no other text.
 
-    libtpu 0.0.50 prints elements in this form while it compiles. Of a program that it refuses as
-    too large there is no other text.
-
-    - `operands`: names as an instruction has them.
     - `types`: the printed type of each instruction above it in the computation.
-    - `known`: the instructions above it; their elements are not made again.
     """
     made: dict[str, Instruction] = {}
     for operand in dict.fromkeys(operands):

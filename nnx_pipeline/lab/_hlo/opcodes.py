@@ -39,5 +39,4 @@ def plain(opcode: str) -> str:
 
 
 def is_known(opcode: str) -> bool:
-    """Whether the modules of `lab.hlo` know what an instruction of this opcode does."""
     return plain(opcode) in _KNOWN

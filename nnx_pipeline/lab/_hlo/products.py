@@ -1,9 +1,6 @@
-"""Counts the floating-point operations of one instruction: 2·m·n·k of a matrix product.
-
-A product is a dot, a convolution (the TPU compiler writes every product as one) or a library call
-whose attributes describe what it multiplies. A kernel written by hand counts with the operations
-that it states.
-"""
+"""Counts the floating-point operations of one instruction: 2·m·n·k of a matrix product. A product
+is a dot, a convolution (the TPU compiler writes every product as one), a library call whose
+attributes say what it multiplies, or a kernel written by hand, by what it states."""
 
 from __future__ import annotations
 
@@ -42,10 +39,7 @@ _CUDNN_ATTENTION = {"__cudnn$fmhaSoftmax": 2, "__cudnn$fmhaSoftmaxBackward": 5}
 
 
 def flops_of(computation: Computation, instruction: Instruction) -> int | str:
-    """Floating-point operations of one instruction, or the reason as text why they are not known.
-
-    The result is 0 for an instruction that multiplies no matrices.
-    """
+    """Operations of one instruction, 0 if it multiplies no matrices, or why they are not known."""
     if not is_known(instruction.opcode):
         matrices = _matrices(computation, instruction)
         return "an opcode that is not known, and two matrices" if matrices >= 2 else 0
@@ -80,7 +74,7 @@ def _product_flops(lhs: Shape, result: Shape, contracting: tuple[int, ...]) -> i
 
 
 def _per_pair(result: Shape) -> int:
-    """Operations to multiply two numbers and to add the product: four times those for complex."""
+    # A complex product and sum take four times the operations.
     return 8 if result.dtype in ("c64", "c128") else 2
 
 
@@ -88,9 +82,7 @@ def _convolution_flops(
     lhs: Shape, kernel: Shape, result: Shape, instruction: Instruction
 ) -> int | str:
     """2 · batch · output features · features read per output · kernel positions on real elements.
-
-    The sizes of the result and the kernel already account for feature and batch groups.
-    """
+    The sizes of the result and the kernel already account for feature and batch groups."""
     text = instruction.attributes.get("dim_labels", "")
     labels = re.fullmatch(r"(\w+)_(\w+)->(\w+)", text)
     if labels is None:
@@ -132,9 +124,9 @@ class _Window(NamedTuple):
 def _real_positions(lhs: int, kernel: int, result: int, window: _Window) -> int:
     """Counts the pairs (output, kernel position) of one dimension that read an element.
 
-    The others read padding or a gap. At kernel position `k`, output `o` reads position
-    `o·stride + k·rhs_dilate - pad_low` of the input, whose elements are `lhs_dilate` apart.
-    (Reversing the kernel does not change the count.)
+    At kernel position `k`, output `o` reads position `o·stride + k·rhs_dilate - pad_low` of the
+    input, whose elements are `lhs_dilate` apart; others are padding or gaps. (Reversing the kernel
+    does not change the count.)
     """
     stride, pad_low, lhs_dilate, rhs_dilate = window
     count = 0
@@ -182,10 +174,8 @@ def _library_flops(computation: Computation, call: Instruction) -> int | str:
 
 
 def is_hand_written(instruction: Instruction) -> bool:
-    """Whether an instruction is a kernel written by hand, in Pallas, Mosaic or Triton.
-
-    The TPU compiler's own kernel that counts the rows of a grouped product is none.
-    """
+    """Whether an instruction is a kernel written by hand, in Pallas, Mosaic or Triton. The TPU
+    compiler's own kernel that counts the rows of a grouped product is none."""
     if (instruction.op_name or "").endswith("ragged-dot-metadata"):
         return False
     return bool(_HAND_WRITTEN.search(instruction.attributes.get("custom_call_target", "")))
@@ -194,12 +184,9 @@ def is_hand_written(instruction: Instruction) -> bool:
 def stated_cost(kernel: Instruction) -> dict[str, int]:
     """What a kernel written by hand says of its own cost: `flops` and `bytes_accessed`, if it does.
 
-    On a TPU that is its `cost_estimate`, as JAX writes it into the program. The NVIDIA compiler
-    gets no estimate; there a kernel states the same two names in its `metadata`.
-
-    Its caller may know better, such as how many of the rows it will read, or state what a kernel
-    does not: `set_xla_metadata(NAME="flops=1 bytes_accessed=2")` around the call is about the
-    kernels whose name begins with NAME, and counts in place of what these say.
+    On a TPU that is its `cost_estimate`, for NVIDIA the same two names in its `metadata`. Its
+    caller may know better: `set_xla_metadata(NAME="flops=1 bytes_accessed=2")` around the call
+    counts in place of these, for kernels whose name begins with NAME.
     """
     for name, *digits in _SAID_OF_IT.findall(kernel.attributes.get("frontend_attributes", "")):
         if kernel.name.startswith(name):
@@ -224,12 +211,11 @@ def _cublas_flops(lhs: Shape, call: Instruction) -> int | None:
 
 
 def _cudnn_attention_flops(read: list[Shape], call: Instruction, products: int) -> int | None:
-    """Operations of cuDNN's attention, for the pairs of a query and a key that it may read.
+    """Operations of cuDNN's attention, for the pairs of a query and a key that it may read; None
+    for a mask other than none, or a causal one of one sequence, with a window or without.
 
     - `read`: queries and keys, `[batch, sequence, heads, head_dim]`.
     - `products`: how many matrix products of all scores the call makes.
-
-    None for a mask other than a causal one, with a window or without, of one sequence, or none.
     """
     config = call.attributes.get("backend_config", "")
     mask = re.search(r"mask_type\W+(\w+)", config)
@@ -249,10 +235,8 @@ def _cudnn_attention_flops(read: list[Shape], call: Instruction, products: int) 
 
 
 def _tpu_ragged_dot_flops(operands: list[Shape], call: Instruction) -> int | None:
-    """Operations of the TPU compiler's grouped product: [m, k] by [groups, k, n] gives [m, n].
-
-    The gradient of its weights is [m, k] by [m, n], which gives [groups, k, n].
-    """
+    """Operations of the TPU compiler's grouped product: [m, k] by [groups, k, n] gives [m, n]. The
+    gradient of its weights is [m, k] by [m, n], which gives [groups, k, n]."""
     lhs, rhs = operands[-2:]
     result = call.shapes[0]
     if (len(lhs.dims), len(rhs.dims), len(result.dims)) not in ((2, 3, 2), (2, 2, 3)):

@@ -1,9 +1,8 @@
 """Finds the parts of HLO text: where brackets close, where an instruction and its attributes end.
 
-Brackets, quotations and comments decide where a part ends, not lines alone: an attribute may hold
-the JSON of a kernel over several lines, and a quotation may hold brackets. A bracket, quotation or
-comment that is never closed, or a bracket closed by one of another kind, raises ValueError with the
-line.
+Lines do not decide that alone: an attribute may hold the JSON of a kernel over several lines, and a
+quotation may hold brackets. What is never closed, or closed by another kind, raises ValueError with
+the line.
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ class Scanner:
         self.text = text
 
     def fail(self, at: int, what: str) -> NoReturn:
-        """Raises ValueError for what cannot be parsed at a position.
-
-        - `what`: what is wrong there.
-        """
+        """Raises ValueError for what cannot be parsed at a position."""
         line = self.text.count("\n", 0, at) + 1
         start = self.text.rfind("\n", 0, at) + 1
         excerpt = self.text[max(start, at - 60) : at + 60].partition("\n\n")[0].strip()
@@ -89,11 +85,9 @@ class Scanner:
         return found.end()
 
     def attributes(self, at: int) -> tuple[dict[str, str], int]:
-        """The `key=value` pairs from a position on, each after a comma, and where they end.
-
-        They end at the closing brace of what is around them, or at the end of a line unless that is
-        within brackets or directly after a comma or an equals sign.
-        """
+        """The `key=value` pairs from a position on, each after a comma, and where they end: at the
+        closing brace around them, or at the end of a line that is not within brackets or directly
+        after a comma or an equals sign."""
         pieces, end = self._pieces(at)
         (behind, first), *rest = pieces
         if COMMENT.sub("", first).strip():

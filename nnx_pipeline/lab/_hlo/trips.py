@@ -1,8 +1,4 @@
-"""Finds how often the body of a loop runs, and the integers of its state in each trip.
-
-Where a compiler does not write a trip count down, the integers on which the end of a loop depends
-are evaluated from the text.
-"""
+"""Finds how often the body of a loop runs, and the integers of its state in each trip."""
 
 from __future__ import annotations
 
@@ -22,10 +18,7 @@ def loop_of(scope: Scope, instruction: Instruction) -> tuple[Scope, Scope]:
 
 
 def in_all_trips(part: Scope, body: Scope) -> Scope:
-    """The condition or the body with what has one value in all trips: what no trip changes.
-
-    - `part`: the condition or the body, with the initial state.
-    """
+    """The condition or the body with what has one value in all trips: what no trip changes."""
 
     def unchanged(number: int, element: int | None) -> Value | None:
         same = element is not None and is_unchanged(body.computation, element)
@@ -35,11 +28,8 @@ def in_all_trips(part: Scope, body: Scope) -> Scope:
 
 
 def trips_one_by_one(body: Scope, trips: int) -> list[Scope]:
-    """The body in each of its trips, with the state before that trip.
-
-    An element of the state is evaluated when it is asked for: the integers that steer a program are
-    few among the arrays of a state. To be asked for in the order of the trips.
-    """
+    """The body in each of its trips, with the state before that trip; to be read in that order. An
+    element of the state is evaluated when it is read: few steer the program."""
     scopes: list[Scope] = []
 
     def at(trip: int) -> Scope:
@@ -56,11 +46,9 @@ def trips_one_by_one(body: Scope, trips: int) -> list[Scope]:
 
 
 def trip_count(scope: Scope, instruction: Instruction) -> int | None:
-    """How often the body of a while loop runs; None if that cannot be found.
-
-    The NVIDIA and CPU compilers write it down. The TPU compiler does not: for its programs, the
-    integers that the condition depends on are evaluated trip by trip until the condition is false.
-    """
+    """How often the body of a while loop runs; None if that cannot be found. The NVIDIA and CPU
+    compilers write it down. For TPU programs the integers that the condition depends on are
+    evaluated trip by trip until the condition is false."""
     known = re.search(
         r"known_trip_count\W+n\W+(\d+)", instruction.attributes.get("backend_config", "")
     )
@@ -92,10 +80,8 @@ def _counted(condition: Scope, body: Scope) -> int | None:
 
 
 def _counters(condition: Scope, body: Scope) -> set[int | None]:
-    """The elements of a loop's state on which its condition depends, in this trip or a later one.
-
-    A state that is no tuple counts as the element None.
-    """
+    """The elements of a loop's state on which its condition depends, in this trip or a later one. A
+    state that is no tuple counts as the element None."""
     found: set[int | None] = set()
 
     def note(number: int, element: int | None) -> int:

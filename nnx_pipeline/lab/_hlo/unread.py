@@ -14,34 +14,21 @@ from nnx_pipeline.lab._hlo.opcodes import is_known
 
 @dataclass(frozen=True, kw_only=True)
 class Unread:
-    """An instruction, or a whole text, that figures leave out.
+    """An instruction, or a whole text, that figures leave out."""
 
-    - `name`: of the instruction, "" for a text.
-    - `what`: its opcode, or the target of a custom call; for a text, which one it is.
-    - `figures`: the figures that leave it out: `flops`, `collectives`, `time`, `buffers` (their
-      roles and source lines) or `account`. `time_bound` alone stands for an instruction that
-      counts in the time with the least that it takes.
-    - `executed`: how often it runs per step, None where that is not known.
-    - `reason`: why it is left out, or counts with the least.
-    """
-
-    name: str
-    what: str
+    name: str  # of the instruction, "" for a text
+    what: str  # its opcode, or the target of a custom call; or which text
     figures: tuple[str, ...]
-    executed: int | None
+    executed: int | None  # per step, None where that is not known
     reason: str
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Unread:
-        """Restores what `dataclasses.asdict` made."""
         return cls(**{**value, "figures": tuple(value["figures"])})
 
 
 def unread(instruction: Instruction, figure: str, executed: int | None, reason: str) -> Unread:
-    """The entry for an instruction that one figure leaves out.
-
-    - `figure`, `executed`, `reason`: see `Unread`.
-    """
+    """The entry for an instruction that one figure leaves out."""
     target = instruction.attributes.get("custom_call_target", "").strip('"')
     return Unread(
         name=instruction.name,
@@ -53,12 +40,8 @@ def unread(instruction: Instruction, figure: str, executed: int | None, reason: 
 
 
 def unknown_opcodes(module: Module, runs: Runs) -> tuple[Unread, ...]:
-    """Instructions with an unknown opcode, through which no buffer's line and role can be traced.
-
-    - `runs`: how often each computation runs per step, from `executions(module)`.
-
-    Those in computations that `runs` leaves out are included.
-    """
+    """Instructions with an unknown opcode, through which no buffer's line and role can be traced,
+    also in computations that `runs` leaves out."""
     return tuple(
         unread(instruction, "buffers", runs.get(name), "an opcode that is not known")
         for name, computation in module.computations.items()

@@ -1,8 +1,6 @@
 """Finds collectives in a program, and which devices each joins: groups, or pairs of a permutation.
-
 The three spellings of groups are `{{0,1},{2,3}}`, the iota `[2,4]<=[4,2]T(1,0)` and the axes of a
-mesh, `mesh['a'=2,'b'=4] {'b'}`, with an order of the devices beside it if they are not in order.
-"""
+mesh, `mesh['a'=2,'b'=4] {'b'}`, with an order of the devices beside it if they are not in order."""
 
 from __future__ import annotations
 
@@ -50,22 +48,15 @@ def _inside(
 
 def called_inside(instruction: Instruction) -> tuple[str, ...]:
     """The computations that are part of an instruction, or that it starts and runs beside others.
-
-    Those of a loop, a branch or a call run instruction by instruction instead.
-    """
+    Those of a loop, a branch or a call run instruction by instruction instead."""
     opcode = instruction.opcode
     is_whole = plain(opcode) in ("fusion", "async") or opcode.endswith("-start")
     return instruction.called() if is_whole else ()
 
 
 def groups_of(instruction: Instruction, devices: int) -> Groups | None:
-    """The groups of devices that a collective joins; None where the text is not understood.
-
-    - `instruction`: a collective; a permutation has pairs instead, see `pairs_of`.
-    - `devices`: the number of devices of the program; without groups, all of them are joined.
-
-    A device is a number in the order of the program's mesh.
-    """
+    """The groups of devices that a collective joins, as numbers in the order of the program's mesh;
+    all of them where none are named, None where the text is not understood."""
     text = instruction.attributes.get("replica_groups", "{}").strip()
     if text == "{}":
         return (tuple(range(devices)),)

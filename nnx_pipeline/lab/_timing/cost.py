@@ -1,13 +1,12 @@
 """How long one instruction takes, and by what that is known.
 
 - `cycles`: the TPU compiler writes into most instructions how many cycles it estimates. Of the
-  others, such as a sort, a gather, a scatter and what another core does, only one pass of those
-  of their bytes that are not on the chip is known, at the memory's rate: a lower bound (`bounds`).
-- `kernel`: a kernel written by hand carries no estimate, or a sentinel in its place. Its time is
-  the longer of two: its operations at `KERNEL_EFFICIENCY` of the peak (in a roofline at the peak),
-  and its bytes at the rate of the memory. Its operations and bytes are those that it states, see
-  `products.stated_cost`. The peak follows the precision in its program; where that leaves open how
-  fast it multiplies, its time is a lower bound: its operations at the fastest of the peaks.
+  others, such as a sort, a gather and what another core does, only one pass of those of their bytes
+  that are not on the chip is known, at the memory's rate: a lower bound (`bounds`).
+- `kernel`: a kernel written by hand takes the longer of two: its operations at `KERNEL_EFFICIENCY`
+  of the peak (in a roofline at the peak), and its bytes at the rate of the memory, both as it
+  states them (`stated_cost`). The peak follows the precision in its program; where that leaves open
+  how fast it multiplies, its time is a lower bound: its operations at the fastest of the peaks.
 - `roofline`: an NVIDIA program has no estimates. There an instruction that is no kernel takes the
   longer of its operations at the peak and its bytes at the memory's rate, which no real program
   reaches.
@@ -60,35 +59,24 @@ _FREE = frozenset(
 
 @dataclass(frozen=True)
 class Cost:
-    """What one run of an instruction takes.
-
-    - `seconds`: how long it runs.
-    - `kind`: what it mostly does.
-    - `bound`: why it may run longer; "" where nothing says so.
-    """
+    """What one run of an instruction takes."""
 
     seconds: float
     kind: Kind
-    bound: str = ""
+    bound: str = ""  # why it may run longer; "" where nothing says so
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of the instructions of one program on one device.
-
-    - `device`: what it is compiled for.
-    """
+    """The costs of the instructions of one program on one device."""
 
     module: Module
     device: Device
 
     def of(self, computation: Computation, instruction: Instruction) -> Cost | str | None:
-        """What an instruction takes by itself, without the computations that a loop runs.
-
-        None for an instruction that takes no time of its own, such as a tuple, a collective, or the
-        start of a transfer (`transfer`). Why nothing is known, as text, for one that takes time and
-        says nothing of it.
-        """
+        """What an instruction takes by itself, without the computations that a loop runs. A text
+        says why nothing is known. None is for an instruction that takes no time of its own, such as
+        a tuple, a collective, or the start of a transfer (`transfer`)."""
         opcode = instruction.opcode
         if opcode in _FREE or opcode.endswith(("-update", "-done")) or _makes_nothing(instruction):
             return None
@@ -125,10 +113,8 @@ class Costs:
         return ONE_PASS if is_compute else ""
 
     def transfer(self, computation: Computation, instruction: Instruction) -> Transfer | None:
-        """What an instruction moves beside the compute: to or from the host, or within a TPU.
-
-        The start of what another core of a TPU does counts as such a transfer, too.
-        """
+        """What an instruction moves beside the compute: to or from the host, or within a TPU. The
+        start of what another core of a TPU does counts as such a transfer, too."""
         if to_host := self._host_transfer(computation, instruction):
             return to_host
         is_start = instruction.opcode.endswith("-start") and self.device.clock is not None
@@ -156,10 +142,8 @@ class Costs:
         )
 
     def _host_transfer(self, computation: Computation, instruction: Instruction) -> Transfer | None:
-        """The transfer of a copy, slice or update between host and device; None if it is none.
-
-        A fusion is one if it moves arrays and does nothing else, one of them to or from the host.
-        """
+        """The transfer of a copy, slice or update between host and device; None if it is none. A
+        fusion is one if it moves arrays and does nothing else, one of them to or from the host."""
         if instruction.opcode.endswith(("-done", "-update")):
             return None
         if plain(instruction.opcode) != "fusion":
@@ -184,10 +168,8 @@ class Costs:
         return Transfer(way, _moved(computation, instruction) / self.device.host)
 
     def at_peak(self, computation: Computation, instruction: Instruction) -> float | str:
-        """Seconds of the products of an instruction and of what is part of it, at the peak rate.
-
-        Why that is not known, as text, where a product or its rate is not.
-        """
+        """Seconds of the products of an instruction and of what is part of it, at the peak rate; a
+        text says why that is not known."""
         if inside := called_inside(instruction):
             homes = [self.module.computations[name] for name in inside]
             found = [

@@ -30,31 +30,18 @@ TERA, GIGA = 1e12, 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One device, above all its speed.
+    """One device, above all its speed; rates are per second."""
 
-    - `flops`: operations per second of matrix products by HLO dtype, and in `tf32`.
-    - `memory`: bytes per second of its own memory.
-    - `link`: bytes per second of one link in one direction.
-    - `dimensions`: of the torus that the links form; 0 for a switch that joins every device with
-      every other, on which `link` is what one device sends.
-    - `closes_at`: a dimension of the torus whose size is a multiple of this is closed to a ring.
-    - `island`: how many devices in a row a switch joins; between two islands nothing is known.
-    - `clock`: cycles per second in which the compiler estimates; None where it estimates nothing.
-    - `host`: bytes per second between its memory and that of the host, in one direction.
-    - `launch`: seconds that a collective takes for each device that it passes, besides sending.
-    - `on_chip`: bytes of on-chip memory that a compiler gives to arrays; None if not known.
-    """
-
-    flops: Mapping[str, float] = field(hash=False)
-    memory: float
-    link: float
-    dimensions: int
-    closes_at: int = 1
-    island: int | None = None
-    clock: float | None
-    host: float
-    launch: float
-    on_chip: int | None = None
+    flops: Mapping[str, float] = field(hash=False)  # of products, by HLO dtype and in `tf32`
+    memory: float  # bytes
+    link: float  # bytes of one link in one direction; of a switch, what one device sends
+    dimensions: int  # of the torus that the links form; 0 for a switch
+    closes_at: int = 1  # a dimension of a multiple of this size is a ring
+    island: int | None = None  # how many devices a switch joins; nothing is known beyond
+    clock: float | None  # cycles; None where the compiler estimates nothing
+    host: float  # bytes to or from the memory of the host
+    launch: float  # seconds of a collective for each device that it passes
+    on_chip: int | None = None  # bytes that a compiler gives to arrays
 
 
 _HOPPER = {
@@ -120,8 +107,5 @@ DEVICES = {
 
 
 def device_of(kind: str, target: str) -> Device | None:
-    """The figures of a device; None where none are known, as of a CPU.
-
-    - `kind`, `target`: as a `Platform` has them, such as `tpu` and `v5p`.
-    """
+    """The figures of a device; None where none are known, as of a CPU."""
     return DEVICES.get((kind, target))

@@ -27,12 +27,7 @@ Key = tuple[str, str]  # an instruction: the names of its computation and of its
 
 @dataclass(frozen=True)
 class Estimate:
-    """The time of one program on one slice of devices.
-
-    - `runs`: how often each computation runs per step, from `executions(module)`.
-    - `links`: the devices and the links between them.
-    - `shares`: `branch_shares(module)`, if it has been computed already.
-    """
+    """The time of one program on one slice of devices."""
 
     module: Module
     runs: Runs
@@ -112,7 +107,6 @@ class Estimate:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A sentence on the conditionals whose longest branch counts, though any may run."""
         if not self._guessed:
             return ()
         which = counted(len(self._guessed), "conditional")
@@ -237,7 +231,6 @@ class Estimate:
 
 
 def pass_of(instruction: Instruction) -> Pass:
-    """The pass that an instruction belongs to, by the path of JAX operations that it comes from."""
     path = instruction.op_name or ""
     if RECOMPUTED in path:
         return "recomputed"

@@ -11,8 +11,7 @@ at the bandwidth of the links that the group has to itself (Chan et al., "Collec
 theory, practice, and experience", 2007). Of an all-to-all half of the data crosses the middle of
 each dimension: n / 8 of a device's data go over every link of a closed line of n devices, n / 4
 over the middle link of a line with ends, and the slowest dimension decides. A permutation takes as
-long as its busiest link: each pair is routed along one dimension after the other, the shorter way
-round.
+long as its busiest link: each pair is routed along one dimension after the other, the shorter way.
 """
 
 from __future__ import annotations
@@ -33,25 +32,16 @@ Place = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Links:
-    """The links of one slice of devices.
-
-    - `device`: what one link carries, and the number of dimensions of the torus.
-    - `shape`: the sizes of the slice; of a switch, the number of devices alone.
-    - `places`: the coordinates of each device, in the order of the program's mesh.
-    """
+    """The links of one slice of devices."""
 
     device: Device
-    shape: Place
-    places: tuple[Place, ...]
+    shape: Place  # the sizes of the slice; of a switch, the number of devices
+    places: tuple[Place, ...]  # coordinates of each device, in the order of the mesh
 
     @classmethod
     def of(cls, device: Device, topology: str, devices: Sequence[jax.Device]) -> Links:
-        """The links between the devices of a program.
-
-        - `device`: what one of them can do.
-        - `topology`: the shape of a TPU slice, such as `2x2x2`, or the number of GPUs.
-        - `devices`: the devices of JAX, in the order of the program's mesh.
-        """
+        """The links between devices of JAX in the order of the program's mesh; `topology` is the
+        shape of a TPU slice, such as `2x2x2`, or the number of GPUs."""
         shape = tuple(map(int, topology.split("x")))
         if not device.dimensions:
             return cls(device, shape, tuple((number,) for number in range(len(devices))))
@@ -60,7 +50,6 @@ class Links:
     def seconds(self, kind: str, size: int, groups: Groups) -> float | None:
         """How long a collective takes; None where nothing is known of the links that it needs.
 
-        - `kind`: one of `hlo.cost.COLLECTIVES`.
         - `size`: bytes of its result on one device.
         - `groups`: from `groups_of`; the pairs of a `collective-permute`.
         """
@@ -133,13 +122,8 @@ class Links:
 
 @dataclass(frozen=True)
 class _Line:
-    """The part of a group that lies along one dimension.
+    """The part of a group that lies along one dimension."""
 
-    - `members`: how many different coordinates it has there.
-    - `stride`: the distance of two neighbours, and so the number of groups that share a link.
-    - `ways`: 2 where the line is closed, 1 where it has ends.
-    """
-
-    members: int
-    stride: int
-    ways: int
+    members: int  # how many different coordinates it has there
+    stride: int  # between two neighbours, and so the number of groups that share a link
+    ways: int  # 2 where the line is closed, 1 where it has ends

@@ -28,18 +28,12 @@ _LEVELS = {"bf16": "default", "fp32": "highest"}
 
 
 class ProductPrecision(NamedTuple):
-    """What a program asks of a product.
+    """What a program asks of a product."""
 
-    - `dtypes`: of both operands, as HLO spells them.
-    - `precisions`: of both operands, each one of `PRECISIONS`.
-    - `algorithm`: such as `dot_bf16_bf16_f32_x3`; "" for none.
-    - `in_library`: whether cuBLAS or cuDNN computes it.
-    """
-
-    dtypes: tuple[str, str]
-    precisions: tuple[str, str] = ("default", "default")
-    algorithm: str = ""
-    in_library: bool = False
+    dtypes: tuple[str, str]  # of both operands, as HLO spells them
+    precisions: tuple[str, str] = ("default", "default")  # of both, of `PRECISIONS`
+    algorithm: str = ""  # such as `dot_bf16_bf16_f32_x3`
+    in_library: bool = False  # cuBLAS or cuDNN
 
 
 def precision_of(computation: Computation, product: Instruction) -> ProductPrecision:
@@ -54,10 +48,7 @@ def precision_of(computation: Computation, product: Instruction) -> ProductPreci
 
 
 def product_rate(device: Device, wanted: ProductPrecision) -> float | None:
-    """Operations per second of a product, passes counted; None if its rate is not known.
-
-    - `wanted`: the precision that the program asks for.
-    """
+    """Operations per second of a product, passes counted; None if its rate is not known."""
     if fixed := _ALGORITHM.fullmatch(wanted.algorithm):
         return _rate(device, fixed[1], int(fixed[2] or 1))
     if device.dimensions:
@@ -75,13 +66,9 @@ def product_rate(device: Device, wanted: ProductPrecision) -> float | None:
 def precisions_of_kernel(
     kernel: Instruction, read: Sequence[Shape]
 ) -> tuple[ProductPrecision, ...]:
-    """What the products of a kernel written by hand for a TPU may ask; one where that is known.
-
-    - `read`: the arrays that it reads.
-
-    Where its program is in MLIR's binary form, its precisions can be read, the dtypes of its
-    products cannot, and are those of the kernel's operands.
-    """
+    """What the products of a kernel written by hand for a TPU may ask; one where that is known. Of
+    MLIR in binary form the precisions can be read, the dtypes are those of the arrays that it
+    reads."""
     found = _BODY.search(kernel.attributes.get("backend_config", ""))
     try:
         body = base64.b64decode(found[1] if found else "").decode("utf-8", "replace")

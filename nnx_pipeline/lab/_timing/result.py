@@ -20,18 +20,11 @@ KEYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class TimeRow:
-    """The compute of one source line in one pass.
+    """The compute of one source line in one pass, per device and step."""
 
-    - `source`: the line as `file.py:12`, None where it is not known.
-    - `caller`: the line that called the function of that line; None unless several do.
-    - `kind`: what the instructions mostly do, one of `cost.Kind`.
-    - `pass_name`: which pass they belong to, one of `PASSES`.
-    - `seconds`, `launches`: per device and step.
-    """
-
-    source: str | None
-    caller: str | None = None
-    kind: str
+    source: str | None  # as `file.py:12`
+    caller: str | None = None  # the line that called that function; None unless several do
+    kind: str  # what the instructions mostly do, a `cost.Kind`
     pass_name: Pass
     seconds: float
     launches: int
@@ -43,32 +36,22 @@ class Time:
 
     - `basis`: `cycles` for the TPU compiler's own estimate of each instruction; `roofline` where
       the compiler gives none, and each instruction takes the longer of its operations at the peak
-      and its bytes at the memory's rate. A roofline is a lower bound.
+      and its bytes at the memory's rate, which is a lower bound.
     - `known_seconds`: the sum over the instructions whose time is known, but collectives.
     - `compute_seconds`: the same where that is all of them, else None, as `step_seconds` then is.
     - `collective_seconds`: the sum over all collectives, from their bytes and the links.
-    - `exposed_seconds`: how long the compute waits for collectives.
-    - `memory_wait_seconds`: how long it waits for transfers between the memory and the chip, and
-      between the memory and that of the host.
-    - `host_seconds`: how long transfers to and from the memory of the host go on, waited for or
-      not.
+    - `exposed_seconds`, `memory_wait_seconds`: how long the compute waits for collectives, and for
+      transfers between memory and chip, or memory and host.
+    - `host_seconds`: how long transfers to and from the host go on, waited for or not.
     - `step_seconds`: compute and both waits.
+    - `range_seconds`: the step if every collective ran beside the compute, and if none did.
+    - `hfu`: the part of a step that all matrix products would take at the peak rate of their dtype.
+    - `mfu`: the same of the operations that the model needs, of `peak_flops` in bfloat16.
+    - `bubble_share`: the part of the compute of a pipeline's ticks that is discarded.
+    - `launches`: how many instructions with a time run, collectives left out.
     - `is_lower_bound`: whether a step takes at least that long: a roofline, or a program with an
-      instruction that counts with the least that it takes. Not where the longest branch of a
-      conditional counts, though another one may run.
-    - `is_open`: whether a step may take longer than that, and shorter as well: what would be a
-      lower bound, but that the longest branch counts.
-    - `range_seconds`: the step if every collective ran beside the compute, and if none did; None
-      where the step is not known.
-    - `hfu`: the part of a step that all matrix products would take at the peak rate of their dtype;
-      None where not all products are known.
-    - `mfu`: the same of the operations that the model needs, None where nobody said how many.
-    - `bubble_share`: the part of the compute of a pipeline's ticks that is discarded; None where
-      nobody said that there is a pipeline.
-    - `launches`: how many instructions with a time run, collectives left out; None where not all
-      are known.
-    - `peak_flops`: operations per second of products in bfloat16, of which `mfu` is a share.
-    - `rows`: the compute by line, its caller, kind and pass, the longest first.
+      instruction that counts with the least that it takes.
+    - `is_open`: the same, but the longest branch of a conditional counts: it may take less, too.
     """
 
     basis: Basis
@@ -90,11 +73,8 @@ class Time:
     rows: tuple[TimeRow, ...] = ()
 
     def of_model(self, useful_flops: float, bubble_share: float) -> Time:
-        """The same with what only the model's own step knows.
-
-        - `useful_flops`: operations per device and step that the model needs, none of them twice.
-        - `bubble_share`: the part of the ticks' compute that is discarded.
-        """
+        """The same with the operations per device and step that the model needs, none of them
+        twice."""
         mfu = useful_flops / (self.step_seconds * self.peak_flops) if self.step_seconds else None
         return dataclasses.replace(self, mfu=mfu, bubble_share=bubble_share)
 
@@ -109,7 +89,6 @@ class Time:
 
     @classmethod
     def from_cache(cls, value: Mapping[str, Any]) -> Time:
-        """The inverse of `dataclasses.asdict`."""
         rows = tuple(TimeRow(**row) for row in value["rows"])
         around = value["range_seconds"] and tuple(value["range_seconds"])
         return cls(**{**value, "rows": rows, "range_seconds": around})

@@ -1,14 +1,12 @@
 """Walks a program in the order in which it runs, and overlaps what it lets overlap.
 
-Several things go on at a time: compute, one instruction after the other; the links, one collective
-after the other; and transfers, one after the other between the memory and the on-chip memory, one
-after the other to the memory of the host, and one after the other from it. A collective that is one
-instruction stops the compute until it is over. What is split into a start
-and a done runs beside what stands between the two, and the compute waits at the done for what is
-left. The TPU compiler also spreads a collective over several fusions, which carry the same
-`chain_id`: it starts with the first of them, and the last one waits for its end. A loop takes what
-its body takes times its trips. A conditional takes what its branches take times their shares, and
-where these are not known, what its longest branch takes.
+Several things go on at a time, each one after the other: compute; collectives on the links; and
+transfers between memory and chip, to the host and from it. A collective that is one instruction
+stops the compute until it is over. What is split into a start and a done runs beside what stands
+between the two, and the compute waits at the done for what is left. The TPU compiler also spreads a
+collective over several fusions of one `chain_id`: it starts with the first, and the last waits for
+its end. A loop takes what its body takes times its trips. A conditional takes what its branches
+take times their shares, and where these are not known, what its longest branch takes.
 """
 
 from __future__ import annotations
@@ -49,21 +47,13 @@ class BusySeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class Duration:
-    """How long a part of a program takes, in seconds.
+    """How long a part of a program takes, in seconds."""
 
-    - `total`: from its beginning to its end.
-    - `compute`: how long instructions run in it.
-    - `collective`: how long the links are in use.
-    - `exposed`: how long the compute waits for the links.
-    - `stalled`: how long the compute waits for transfers of the memory.
-    - `to_host`, `from_host`: how long transfers to the memory of the host, and from it, go on.
-    """
-
-    total: float = 0.0
-    compute: float = 0.0
-    collective: float = 0.0
-    exposed: float = 0.0
-    stalled: float = 0.0
+    total: float = 0.0  # from its beginning to its end
+    compute: float = 0.0  # in which instructions run
+    collective: float = 0.0  # in which the links are in use
+    exposed: float = 0.0  # in which the compute waits for the links
+    stalled: float = 0.0  # in which it waits for transfers of the memory
     to_host: float = 0.0
     from_host: float = 0.0
 
@@ -141,29 +131,18 @@ class _Clock:
 
 @dataclass(frozen=True)
 class ScheduleWalk:
-    """Walks one program.
-
-    - `trips`: how often the body of each loop runs, from `loop_trips(module)`; a loop of which that
-      is not known is left out.
-    - `shares`: how often each branch of each conditional is taken, from `branch_shares(module)`.
-    - `work`: what an instruction keeps busy by itself.
-    """
+    """Walks one program."""
 
     module: Module
-    trips: Mapping[tuple[str, str], int | None]
+    trips: Mapping[tuple[str, str], int | None]  # from `loop_trips`; unknown loops are left out
     shares: Shares
-    work: Callable[[Computation, Instruction], BusySeconds]
+    work: Callable[[Computation, Instruction], BusySeconds]  # of an instruction itself
 
     def step(self) -> Duration:
-        """The whole program."""
         return self._span(self.module.entry)
 
     def guessed(self, computation: Computation, instruction: Instruction) -> bool:
-        """Whether a conditional takes another time where another branch than the longest runs.
-
-        - `computation`: the one that holds the instruction; False for one that is no conditional,
-          or one of which it is known how often each branch runs.
-        """
+        """Whether a conditional takes another time where another branch than the longest runs."""
         if instruction.opcode != "conditional":
             return False
         if self.shares.get((computation.name, instruction.name)) is not None:

@@ -27,19 +27,14 @@ Counted = Callable[[Shape], int]  # the bytes of an array that count
 
 @dataclass(frozen=True)
 class Traffic:
-    """The bytes of the instructions of one program.
-
-    - `counted`: the bytes of an array that count, such as none of what lies on the chip.
-    """
+    """The bytes of the instructions of one program."""
 
     module: Module
-    counted: Counted = lambda shape: shape.bytes
+    counted: Counted = lambda shape: shape.bytes  # such as nothing of what lies on the chip
 
     def of(self, computation: Computation, instruction: Instruction) -> int:
-        """Bytes of what an instruction reads and makes.
-
-        What a library call returns behind its result is its workspace.
-        """
+        """Bytes that an instruction reads and makes, without the workspace behind a library's
+        result."""
         if plain(instruction.opcode) == "fusion":
             return self._of_fusion(self.module.computations[instruction.called()[0]])
         read = [list(found) for found in computation.operand_shapes(instruction)]
@@ -68,9 +63,7 @@ class Traffic:
 
     def _read(self, fused: Computation, item: Instruction, *, stored: bool = True) -> Fraction:
         """The share of a value that its readers in a fusion take; 1 or more for all of it.
-
-        - `stored`: whether it is an argument, and not made of one.
-        """
+        `stored`: whether it is an argument, and not made of one."""
         size = item.result_bytes
         if not size:
             return Fraction(0)
@@ -104,10 +97,8 @@ class Traffic:
     def _updated(
         self, fused: Computation, item: Instruction
     ) -> tuple[Instruction | None, list[Shape]]:
-        """The argument of a fusion that a value is an update of, and what is put there.
-
-        Both are empty for what is no update, or one of an array that the fusion makes.
-        """
+        """The argument of a fusion that a value is an update of, and what is put there; nothing for
+        what is no update, or one of an array that the fusion makes."""
         if item.opcode in _AS_IT_IS:
             return self._updated(fused, fused.instructions[item.operands[0]])
         if item.opcode == "fusion":

@@ -1,8 +1,4 @@
-"""Traces calls of user functions, afresh each time, with the donation that they declare.
-
-JAX caches a trace by the identity of the function. It does not notice when something else that the
-function reads has changed, such as a flag of a module, a helper or a default argument.
-"""
+"""Traces calls of user functions, afresh each time, with the donation that they declare."""
 
 import contextlib
 import functools
@@ -33,10 +29,9 @@ _OUTSIDE = "Cannot extract graph node from different trace level"
 
 
 def traced_afresh() -> contextlib.AbstractContextManager[object]:
-    """A context in which JAX reuses no trace from before, and discards none either.
-
-    Within one such context a function is still traced only once.
-    """
+    """A context in which JAX reuses no trace from before, and traces each function once. JAX caches
+    a trace by the identity of the function, and does not notice when a flag, a helper or a default
+    argument that the function reads has changed."""
     context: contextlib.AbstractContextManager[object] = _TURN(object())
     return context
 
@@ -48,31 +43,19 @@ def this_turn() -> object:
 
 @dataclass(frozen=True)
 class Call:
-    """A function with everything that it is called with.
-
-    A jitted function is taken out of the partial or the method around it; the arrays
-    that these bind are then arguments like any others. So is a `jax.ShapeDtypeStruct` that a
-    partial binds by name to a function without jit.
-
-    - `arguments`: the positional arguments, bound ones first.
-    - `keywords`: the keyword arguments: what a partial binds, and the last of the arguments where
-      the function takes keyword-only ones that have no default.
-    - `static`: the `id` of each leaf that need not be an array, since a jit may take it as static.
-    - `bound`: how many arguments were bound to the function.
-    """
+    """A function with everything that it is called with. A jitted function is taken out of the
+    partial or method around it, and the arrays that these bind are arguments like any others. So is
+    a `jax.ShapeDtypeStruct` that a partial binds by name to a function without jit."""
 
     function: Callable[..., object]
-    arguments: tuple[object, ...]
+    arguments: tuple[object, ...]  # bound ones first
     keywords: dict[str, object] = field(default_factory=dict)
-    static: frozenset[int] = frozenset()
-    bound: int = 0
+    static: frozenset[int] = frozenset()  # the `id` of leaves that a jit may take as static
+    bound: int = 0  # how many arguments were bound to the function
 
     @classmethod
     def of(cls, function: Callable[..., object], arguments: tuple[object, ...]) -> "Call":
-        """The call of a function; whatever is bound to a function without jit stays bound.
-
-        Raises InputError for a function that `nnx.jit_partial` made.
-        """
+        """The call of a function. Raises InputError for a function that `nnx.jit_partial` made."""
         inner: Any = function
         bound: tuple[object, ...] = ()
         keywords: dict[str, object] = {}
@@ -97,32 +80,21 @@ class Call:
 
     @property
     def given(self) -> tuple[tuple[object, ...], dict[str, object]]:
-        """The arguments and keywords as one pytree."""
         return self.arguments, self.keywords
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A traced call.
-
-    - `program`: what JAX traced, ready to be lowered.
-    - `results`: dtype and shape of each array that the function returns, by its path in the result.
-    - `changed`: dtype and shape of each array of NNX state that it changes in place, by its path in
-      the arguments; None for a jitted function to which something is bound, which shifts the paths.
-    - `notes`: one sentence for each thing that the function declares and the program lacks.
-    """
+    """A traced call, with what it returns and changes: dtypes and shapes by path."""
 
     program: jax.stages.Traced
     results: dict[str, str]
-    changed: dict[str, str] | None
-    notes: tuple[str, ...]
+    changed: dict[str, str] | None  # NNX state; None where bound arguments shift the paths
+    notes: tuple[str, ...]  # on what the function declares and the program lacks
 
 
 def calls_pmap_inside(call: Call) -> bool:
-    """Whether a call that cannot be traced fails in a function that `jax.pmap` made.
-
-    JAX leaves its own frames out of a traceback, so it is traced once more with them.
-    """
+    """Whether a call that cannot be traced fails in a function that `jax.pmap` made."""
     before = jax.config.jax_traceback_filtering  # type: ignore[attr-defined]
     jax.config.update("jax_traceback_filtering", "off")
     try:
@@ -136,23 +108,16 @@ def calls_pmap_inside(call: Call) -> bool:
 
 
 def trace(call: Call) -> Traced:
-    """Traces a call with the function's own jit, or with `jax.jit` if it has none.
-
-    A function without jit donates nothing, and NNX state that it changes in place is added to the
-    results of the program.
-
-    Raises InputError if a function made by `jax.jit` drops such changes, and if the function
-    changes state that is not among its arguments.
-    """
+    """Traces a call with the function's own jit, or with `jax.jit` if it has none. A function
+    without jit donates nothing. NNX state that it changes in place is added to the results. Raises
+    InputError if a `jax.jit` drops such changes, and for changes of state that is no argument."""
     with _changes_are_of_arguments(call.function):
         return _trace_jitted(call) if hasattr(call.function, "trace") else _trace_plain(call)
 
 
 def jaxpr_of(call: Call) -> tuple[ClosedJaxpr, list[object]]:
-    """The jaxpr of a call, with the arrays and numbers that are its inputs, in order.
-
-    The options of the function's jit have no effect on it. Raises InputError as `trace` does.
-    """
+    """The jaxpr of a call and its inputs in order; the options of the function's jit have no
+    effect. Raises InputError as `trace` does."""
     jitted = hasattr(call.function, "trace")
     own = vars(call.function)["__wrapped__"] if jitted else call.function
     used = Threaded(own, static=_lowers(call.function))
@@ -172,7 +137,6 @@ def jaxpr_of(call: Call) -> tuple[ClosedJaxpr, list[object]]:
 
 
 def _trace_jitted(call: Call) -> Traced:
-    """Traces a function that `jax.jit` or `nnx.jit` made, with the options of that jit."""
     own: Any = call.function
     changed = _changes_of(call)
     traced = own.trace(*call.arguments, **call.keywords)
@@ -190,7 +154,7 @@ def _trace_jitted(call: Call) -> Traced:
 
 
 def _trace_plain(call: Call) -> Traced:
-    """Traces a function without jit, or one that another library jitted, with its donation."""
+    # A function that another library jitted goes here too.
     used = Threaded(call.function, static=_lowers(call.function))
     arguments, keywords = used.take(call.given)
     numbers: tuple[int, ...] = ()
@@ -205,14 +169,9 @@ def _trace_plain(call: Call) -> Traced:
 
 
 def _changes_of(call: Call) -> dict[str, str]:
-    """Dtypes and shapes, by path, of what a jitted function changes in place in its arguments.
-
-    This must be the first trace in a context of `traced_afresh`, because JAX runs a function that
-    is jitted inside only once there.
-
-    Raises InputError if a transformation of JAX drops such a change: the function's own `jax.jit`,
-    or one inside the function.
-    """
+    """What a jitted function changes in place in its arguments: dtypes and shapes by path. This
+    must be the first trace in a context of `traced_afresh`, because JAX runs a function that is
+    jitted inside only once there. Raises InputError if a transformation of JAX drops a change."""
     inner = getattr(call.function, "__wrapped__", None)
     if inner is None or not arrays_of_state(call.given):
         return {}
@@ -248,12 +207,8 @@ def _changes_are_of_arguments(function: Callable[..., object]) -> Iterator[None]
 def _donated_arguments(
     program: ClosedJaxpr, arguments: tuple[object, ...]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Indices of the arguments that are donated as a whole, and notes on donation without effect.
-
-    - `program`: the jaxpr of a function that another library jitted, which passes its arguments on
-      to `jax.jit`.
-    - `arguments`: the positional arguments, the first inputs of the program.
-    """
+    """Which arguments a function that another library jitted donates as a whole, and notes on
+    others."""
     given_up = {
         id(variable)
         for equation in program.eqns
@@ -273,7 +228,7 @@ def _donated_arguments(
 
 
 def _ignored_donations(program: ClosedJaxpr, honoured: Collection[int] = ()) -> tuple[str, ...]:
-    """One sentence for each jitted function whose donation has no effect inside the program.
+    """A sentence for each jitted function whose donation has no effect inside the program.
 
     - `honoured`: the `id` of each variable that the program itself donates.
     """
@@ -296,10 +251,7 @@ def _donations(equation: JaxprEqn) -> tuple[bool, ...]:
 def _by_name(
     function: Callable[..., object], arguments: tuple[object, ...], keywords: dict[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]]:
-    """The arguments and keywords of a call, with keyword-only arguments under their names.
-
-    Those that have no default are the last of the arguments, in the order of the signature.
-    """
+    """Moves the last arguments under the names of keyword-only parameters without a default."""
     try:
         parameters = [*inspect.signature(function).parameters.values()]
     except ValueError:
@@ -319,23 +271,21 @@ def _by_name(
 
 
 def _is_partial(function: object) -> bool:
-    """Whether a function is a partial of Python, JAX or Equinox, which have the same fields."""
+    # Partials of Python, JAX and Equinox have the same fields.
     return all(hasattr(function, name) for name in ("func", "args", "keywords"))
 
 
 def _is_abstract(tree: object) -> bool:
-    """Whether a tree has a shape in the place of an array, with which nothing can be computed."""
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
 
 
 def _is_nnx_jit(function: object) -> bool:
-    """Whether `nnx.jit` has made a function, which takes that Flax is imported."""
+    # Where `nnx.jit` has made the function, Flax is imported.
     return "flax.nnx" in sys.modules and isinstance(function, _nnx_jits())
 
 
 @functools.cache
 def _nnx_jits() -> tuple[type, ...]:
-    """The types of what `nnx.jit` returns."""
     from flax import nnx
 
     made = (nnx.jit(lambda: None, graph=True, graph_updates=updates) for updates in (True, False))

@@ -33,25 +33,16 @@ _ELEMENTWISE = (
 
 @dataclass(frozen=True)
 class Constraint:
-    """One constraint, and one of the operations that have to give what it asks for.
-
-    - `operation`: the name of the operation, with which the names of its instructions end.
-    - `operands`: the arrays among its operands, which have the sharding of its result; 0 for an
-      operation that is not elementwise.
-    - `part`: the sizes of what a device then holds of it.
-    - `spec`: what the constraint asks for.
-    - `certain`: whether only constraints of this line read what operations of that line and name
-      make.
-    """
+    """One constraint, and one of the operations that have to give what it asks for."""
 
     at: Location
     made: Location
-    operation: str
-    operands: int
+    operation: str  # with it the names of its instructions end
+    operands: int  # arrays among them, sharded as the result; 0 if not elementwise
     shape: tuple[int, ...]
-    part: tuple[int, ...]
+    part: tuple[int, ...]  # the sizes of what a device then holds
     spec: str
-    certain: bool
+    certain: bool  # whether only constraints of this line read what `operation` makes
 
     @property
     def is_own(self) -> bool:
@@ -60,11 +51,9 @@ class Constraint:
 
 
 def constraints_of(program: ClosedJaxpr) -> tuple[Constraint, ...]:
-    """The constraints of a program at any depth, each with the operation that made the array.
-
-    Where that is elementwise, those before it count as well, up to the first that is not or that is
-    a constraint itself.
-    """
+    """The constraints of a program at any depth, each with the operation that made the array. Where
+    that is elementwise, those before it count too, up to the first that is not elementwise or is a
+    constraint itself."""
     search = _Search(program)
     found = list(search.found())
     names = {one.operation for _, one in found}
@@ -160,14 +149,13 @@ class _Search:
             variable = outside
 
     def line(self, equation: JaxprEqn) -> Location:
-        """The line of an equation of the program."""
         return location_of((equation, *self.around[id(equation)]))
 
 
 def _inside(
     equation: JaxprEqn, variable: Atom
 ) -> tuple[JaxprEqn | None, list[tuple[JaxprEqn, Jaxpr]]]:
-    """The equation that computes a variable inside of calls, and these with what they call."""
+    """The equation that computes a variable inside calls, and these calls with their jaxprs."""
     maker: JaxprEqn | None = equation
     around = []
     while maker and maker.primitive.name in _CALLS:
@@ -184,7 +172,7 @@ def _inside(
 
 
 def _outside(variable: Atom, around: list[tuple[JaxprEqn, Jaxpr]]) -> Atom | None:
-    """What the outermost call is given as an operand of a call inside; None for anything else."""
+    """The operand of the outermost call that a variable inside is; None for anything else."""
     for call, inner in reversed(around):
         places = list(inner.invars)
         if variable not in places or len(places) != len(call.invars):
@@ -204,7 +192,6 @@ def _makers_and_readers(jaxpr: Jaxpr) -> tuple[dict[Atom, JaxprEqn], Counter[Ato
 
 
 def _arrays(equation: JaxprEqn) -> list[Atom]:
-    """The operands that are not single numbers."""
     return [one for one in equation.invars if not isinstance(one, Literal) and _shape(one)]
 
 

@@ -1,9 +1,6 @@
-"""Whose code a Python frame runs: the user's or an installed package's.
-
-Code is the user's own unless it lies where packages are installed, is Python's own library or made
-by it, or is the part of this package that traces and measures. Where a program has no such code, as
-a training step of an installed package, its own code is that package's.
-"""
+"""Whose code a Python frame runs: the user's or an installed package's. The user's is what lies
+outside the folders of packages, of Python's library and of this tool. Where a program has no such
+code, as a step of an installed package, its own code is that package's."""
 
 import functools
 import os
@@ -24,24 +21,21 @@ _TOOL = f"{Path(__file__).parents[1]}{os.sep}"
 
 @functools.cache
 def package_of(file: str) -> str:
-    """The installed package that a file belongs to, `python` for its library; "" for neither."""
+    """The installed package of a file, `python` for its library; "" for neither."""
     if installed := _INSTALLED.search(file):
         return installed[1]
     return "python" if file.startswith(_PYTHON) else ""
 
 
 def in_program(stack: Sequence[Frame]) -> tuple[Frame, ...]:
-    """The frames of a stack, innermost first, that the measured function called.
-
-    - `stack`: innermost frame first; what called the tool that measures comes last.
-    """
+    """The frames of a stack, innermost first, that the measured function called."""
     tool = (at for at, frame in enumerate(stack) if frame[0].startswith(_TOOL))
     inside = stack[: next(tool, len(stack))]
     return tuple(frame for frame in inside if not frame[0].startswith("<") or _is_typed(frame))
 
 
 def _is_typed(frame: Frame) -> bool:
-    """Whether a frame is of code that a user typed, and not of a method that a dataclass made."""
+    # A method that a dataclass made has such a file too.
     file, _, function = frame
     return bool(_TYPED.fullmatch(file)) and not function.rpartition(".")[2].startswith("__")
 
@@ -49,7 +43,6 @@ def _is_typed(frame: Frame) -> bool:
 def home_of(stacks: Iterable[Sequence[Frame]], function: str = "") -> str:
     """The package whose code a program is; "" where some of its code is the user's.
 
-    - `stacks`: the frames of its operations, each as `in_program` gives them.
     - `function`: the name of the measured function, which a framework may have called.
     """
     roots: Counter[str] = Counter()

@@ -1,9 +1,6 @@
-"""Where in the source an equation of a jaxpr comes from, and the jaxprs inside it.
-
-This is the only file that reads what JAX records about the source of an equation. `JaxprEqn` is
-public (`jax.extend.core`), but what its field `source_info` holds is not documented anywhere; of it
-this file reads `traceback.as_python_traceback()` and `name_stack`.
-"""
+"""Where in the source an equation of a jaxpr comes from, and the jaxprs inside it. `source_info` of
+a `JaxprEqn` is not documented. This file alone reads it: `traceback.as_python_traceback()` and
+`name_stack`."""
 
 import traceback
 from collections import defaultdict
@@ -30,18 +27,12 @@ _CASTS = {"astype", "asarray", "array"}
 
 @dataclass(frozen=True, order=True)
 class Location:
-    """A line of source.
+    """A line of source."""
 
-    - `file`: the path of the file; empty if the line is not known.
-    - `line`: the number of the line.
-    - `function`: the name of the function that the line is in.
-    - `caller`: the line that called this function, as `file:line (function)`; empty if unknown.
-    """
-
-    file: str
+    file: str  # empty if the line is not known
     line: int
     function: str
-    caller: str = ""
+    caller: str = ""  # `file:line (function)`; empty if not known
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line} ({self.function})" if self.file else "unknown"
@@ -51,13 +42,10 @@ NOWHERE = Location("", 0, "")
 
 
 def location_of(equations: Sequence[JaxprEqn]) -> Location:
-    """The line of source that made an equation: the innermost one of the program's own code.
+    """The innermost line of the program's own code (`installed`) that made an equation.
 
-    That is the user's, or where all of the stack is installed the package's (`installed`).
-
-    - `equations`: the equation and those around it, innermost first. They are needed because a
-      function that JAX itself jits, such as `jax.nn.one_hot`, does not record who calls it; the
-      equation of the call does.
+    - `equations`: the equation and those around it, innermost first. A function that JAX itself
+      jits, such as `jax.nn.one_hot`, does not record who calls it; the equation of the call does.
     """
     stacks = [_outside_jax(equation) for equation in equations]
     home = home_of(stacks)
@@ -72,7 +60,7 @@ def function_of(equation: JaxprEqn) -> tuple[str, str]:
 
 
 def inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
-    """The jaxprs in the parameters of an equation, which it calls, loops over or reduces with."""
+    """The jaxprs that an equation calls, loops over or reduces with."""
     for parameter in equation.params.values():
         for one in parameter if isinstance(parameter, tuple | list) else (parameter,):
             if isinstance(one, Jaxpr | ClosedJaxpr):
@@ -98,7 +86,6 @@ def equations_of(program: ClosedJaxpr) -> Iterator[JaxprEqn]:
 
 
 def is_pmap(function: object) -> bool:
-    """Whether `jax.pmap` made a function."""
     return getattr(getattr(function, "__code__", None), "co_filename", "") == _PMAP
 
 
@@ -109,22 +96,20 @@ def raised_in_pmap(error: BaseException) -> bool:
 
 
 def calls_pmap(program: ClosedJaxpr) -> bool:
-    """Whether a function that `jax.pmap` made is called in a program."""
     calls = with_bodies(program)
     return any(frame.filename == _PMAP for call in calls for frame in _frames(call))
 
 
 def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
-    """A jaxpr without its constants."""
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
 def called_from_one_line(program: ClosedJaxpr) -> frozenset[str]:
     """Names of the jitted functions, JAX's own included, that only one line of source calls.
 
-    A function goes to the compiler once for all its calls, with the stack of the first call, so
-    that stack is right only for these functions. Functions of the same name count as one. A call
-    inside one of JAX's own functions counts for the line that calls the latter.
+    The compiler gets a function once for all its calls, with the stack of the first call, which is
+    right only for these functions. Functions of the same name count as one. A call inside one of
+    JAX's own functions counts for the line that calls the latter.
     """
     lines: dict[str, set[tuple[str, int]]] = defaultdict(set)
     pending: list[tuple[Jaxpr, tuple[str, int]]] = [(program.jaxpr, ("", 0))]
@@ -144,12 +129,9 @@ def called_from_one_line(program: ClosedJaxpr) -> frozenset[str]:
 
 
 def is_promotion(equation: JaxprEqn) -> bool:
-    """Whether a cast was made because dtypes of operands differ, and is not written in the source.
-
-    That is a cast by jax.numpy inside a function other than `astype`, `asarray` and `array`. Flax's
-    `promote_dtype` counts too: a layer without `dtype` takes that of its parameters. Where the
-    stack is lost, as in what a `jax.custom_vjp` was traced to, the answer is no.
-    """
+    """Whether a cast was made because dtypes differ, and is not written in the source. That is a
+    cast by jax.numpy inside a function other than `astype`, `asarray` and `array`, or by Flax's
+    `promote_dtype`. Where the stack is lost, as in a `jax.custom_vjp`, the answer is no."""
     frames = _frames(equation)
     last = max((i for i, frame in enumerate(frames) if not _is_in(frame, _JAX)), default=-1)
     # The cast of Flax is in a comprehension of `promote_dtype`, which may have a frame of its own.
@@ -162,8 +144,8 @@ def is_promotion(equation: JaxprEqn) -> bool:
 def is_transposed(equations: Sequence[JaxprEqn]) -> bool:
     """Whether an equation of a backward pass is the transpose of one of the forward pass.
 
-    - `equations`: the equation and those around it, innermost first, since a mark on a loop holds
-      for its body.
+    - `equations`: the equation and those around it, innermost first: a loop's mark holds for its
+      body.
     """
     for equation in equations:
         # What a backward pass recomputes is the forward pass again, not a transpose.
@@ -175,7 +157,6 @@ def is_transposed(equations: Sequence[JaxprEqn]) -> bool:
 
 
 def is_recomputed(equation: JaxprEqn) -> bool:
-    """Whether an equation of a backward pass recomputes a value of the forward pass."""
     return RECOMPUTED in str(equation.source_info.name_stack)
 
 

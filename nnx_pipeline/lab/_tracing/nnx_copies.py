@@ -1,9 +1,6 @@
-"""Finds changes of NNX modules that a transformation of JAX inside a function drops.
-
-`jax.jit`, `jax.checkpoint` and other transformations of JAX pass copies of the modules to the
-function inside. They discard the copies after its call, with everything that it changed in place.
-The transformations of NNX write such changes back.
-"""
+"""Finds changes of NNX modules that a transformation of JAX inside a function drops. `jax.jit`,
+`jax.checkpoint` and others pass copies of modules to the function inside, and discard them with all
+that it changed in place. The transformations of NNX write such changes back."""
 
 import contextlib
 import threading
@@ -20,12 +17,7 @@ _FLAG = "eager_sharding"
 
 
 class _Watch:
-    """What is found during one call of a function.
-
-    - `found`: the paths of variables that had a copy changed, as keys in the order of the changes.
-    - `own`: the variables that are not copies, by their `id`. Holding them here keeps them alive,
-      so that no other object gets the same `id`.
-    """
+    """What is found during one call of a function."""
 
     def __init__(self) -> None:
         self.found: dict[str, None] = {}
@@ -46,16 +38,11 @@ class _Watch:
 
 
 class _Mark(int):
-    """The value of `_FLAG` on a marked variable and its copies.
-
-    It equals the plain value, so that trees and graph definitions that were equal remain so.
-
-    - `variable`: the variable that the copies are of.
-    - `watch`: the watch that placed the mark.
-    """
+    """The value of `_FLAG` on a marked variable and its copies. It equals the plain value, so that
+    trees and graph definitions that were equal remain so."""
 
     path: str
-    variable: nnx.Variable[object]
+    variable: nnx.Variable[object]  # that the copies are of
     watch: _Watch
 
 
@@ -66,14 +53,9 @@ _watches = 0  # in all threads; the methods are replaced while there are any
 
 @contextlib.contextmanager
 def changed_copies(variables: Mapping[str, nnx.Variable[object]]) -> Iterator[dict[str, None]]:
-    """Yields the paths of variables whose copies are changed meanwhile, in a deeper trace.
-
-    The paths are the keys of a dict that fills while the context lasts. What `nnx.merge` and
-    `nnx.clone` make is no such copy: code that takes modules apart decides itself what it keeps.
-    The replacement of an attribute of a module by another variable is not noticed.
-
-    - `variables`: variables made in the current trace, by path.
-    """
+    """Yields a dict that fills with the paths of variables whose copies change in a deeper trace.
+    What `nnx.merge` and `nnx.clone` make is no such copy: code that takes modules apart decides
+    itself what it keeps. The replacement of an attribute by another variable is not noticed."""
     watch = _Watch()
     for path, variable in variables.items():
         watch.mark(variable, path)
@@ -96,7 +78,6 @@ _METHODS = {name: vars(nnx.Variable)[name] for name in ("__setattr__", "from_met
 
 
 def _set(self: Any, name: str, value: Any) -> None:
-    """`nnx.Variable.__setattr__`, which also tells the watch of a new value."""
     before = self.get_raw_value()
     _METHODS["__setattr__"](self, name, value)
     watch = _WATCH.get()
@@ -105,7 +86,6 @@ def _set(self: Any, name: str, value: Any) -> None:
 
 
 def _from_metadata(cls: object, value: object, attributes: dict[str, object]) -> object:
-    """`nnx.Variable.from_metadata`, with a mark only on a variable that NNX itself writes back."""
     mark = attributes.get(_FLAG)
     if not isinstance(mark, _Mark):
         return _METHODS["from_metadata"].__func__(cls, value, attributes)
@@ -122,10 +102,7 @@ _REPLACED = {"__setattr__": _set, "from_metadata": classmethod(_from_metadata)}
 
 
 def _replace_methods(change: int) -> None:
-    """Replaces the methods for the first watch of all threads, and restores them after the last.
-
-    - `change`: 1 for a watch that begins, -1 for one that ends.
-    """
+    """Replaces the methods for the first watch of all threads, and restores them after the last."""
     global _watches
     with _LOCK:
         _watches += change

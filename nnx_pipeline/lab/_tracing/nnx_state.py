@@ -1,10 +1,6 @@
-"""Adds NNX state that a function changes in place to its results.
-
-`nnx.Optimizer.update` is such a change. `jax.jit` knows only the arrays that a function returns and
-drops such changes; `nnx.jit` returns them.
-
-Flax is not imported here: where a program has not imported it, none of its objects is one of Flax.
-"""
+"""Adds NNX state that a function changes in place, as `nnx.Optimizer.update` does, to its results.
+Flax is not imported here: where a program has not imported it, none of its objects is one of
+Flax."""
 
 from __future__ import annotations
 
@@ -35,10 +31,7 @@ def is_nnx(value: object, *kinds: str) -> bool:
 
 
 def name_of(function: Callable[..., object]) -> str:
-    """The name `module:function`; the type's name for a function without a name.
-
-    A partial, and what JAX makes of one, has the name of the partial's function.
-    """
+    """The name `module:function`, of a partial that of its function; else the name of the type."""
     while True:
         inner = None
         if not hasattr(function, "__qualname__"):
@@ -53,13 +46,9 @@ def name_of(function: Callable[..., object]) -> str:
 
 
 def holds_itself(tree: object, around: frozenset[int] = frozenset()) -> bool:
-    """Whether a tree has a cycle, such as a module with an attribute that leads back to it.
-
-    To be asked before JAX flattens the tree: that would run into Python's recursion limit, and
-    Python then stays close to the limit, so that later calls fail.
-
-    - `around`: the `id` of everything that holds the tree.
-    """
+    """Whether a tree has a cycle, such as a module with an attribute that leads back to it. To be
+    asked before JAX flattens the tree: that would run into Python's recursion limit, and Python
+    then stays close to the limit, so that later calls fail."""
     if id(tree) in around:
         return True
     # JAX asks first whether the tree itself is a leaf (no), then the same of its children (yes).
@@ -72,12 +61,9 @@ def holds_itself(tree: object, around: frozenset[int] = frozenset()) -> bool:
 
 
 def without_repeats(tree: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
-    """The tree with each NNX variable only once, and a function that restores the shared ones.
-
-    As a pytree, a module whose embedding is also the weight of its head has that array twice. The
-    function takes a tree of the same structure as the first result, such as its traced form, and
-    returns it with each shared variable in all its places.
-    """
+    """The tree with each NNX variable only once, and a function that restores the shared ones. A
+    module whose embedding is also the weight of its head has that array twice. The function takes a
+    tree of the same structure as the first result, such as its traced form."""
     treedef: jax.tree_util.PyTreeDef
     leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_variable)
     first: dict[int, int] = {}
@@ -107,17 +93,8 @@ class _Static:
 
 
 class Threaded:
-    """A function that returns its result and the NNX state that it changes in place.
-
-    - `static`: whether what is not an array, such as a number or a text, stays as it is and is not
-      traced.
-
-    Call it with what `take` returns. After a call these have dtypes and shapes by path:
-
-    - `results`: what the function itself returned.
-    - `changed`: the state that it changed in place.
-    - `lost`: the state that it changed inside a transformation of JAX and did not return from it.
-    """
+    """A function that returns its result and the NNX state that it changes in place. Call it with
+    what `take` returns. With `static`, what is no array is not traced."""
 
     def __init__(self, function: Callable[..., object], *, static: bool) -> None:
         self.__name__ = type(function).__name__
@@ -129,10 +106,7 @@ class Threaded:
         self._kinds: dict[str, str] = {}
 
     def take(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        """The arguments and keywords to call this with, which have each variable only once.
-
-        - `given`: the arguments and keywords of the function itself.
-        """
+        """The arguments and keywords to call this with, which have each variable only once."""
         once, self._restored = without_repeats(given)
         self._counters = _paths_of("RngState", given)
         if self._static:
@@ -162,15 +136,8 @@ class Threaded:
     def _lost(
         self, copies: Iterable[str], before: dict[str, object], given: object
     ) -> dict[str, str]:
-        """The state whose copies were changed, without what the function may have returned.
-
-        A function may return the state that it changed inside. A new array of the same dtype and
-        shape among its results is taken for the changed state.
-
-        - `copies`: the paths of the variables that had a copy changed.
-        - `before`: the arrays of the arguments by path.
-        - `given`: everything that the function returns, with the state that it changed in place.
-        """
+        """The state whose copies were changed, without what the function may have returned. A new
+        array of the same dtype and shape among its results is taken for the changed state."""
         old = {id(leaf) for leaf in before.values()}
         new = [_described(leaf) for leaf in jax.tree.leaves(given) if id(leaf) not in old]
         places = (place for path in copies for place in before if _is_in(path, place))
@@ -180,13 +147,9 @@ class Threaded:
         return without({place: self._kinds[place] for place in places if place not in quiet}, new)
 
     def refuse_lost(self, program: ClosedJaxpr) -> None:
-        """Raises InputError if a transformation of JAX inside the function drops changed state.
-
-        An array of state is not dropped if an equation that takes all arrays of the modules also
-        returns one of its dtype and shape. What the function does with that later is up to it.
-
-        - `program`: the function as it was traced.
-        """
+        """Raises InputError if a transformation of JAX inside the function drops changed state. An
+        array of state is not dropped if an equation that takes all arrays of the modules also
+        returns one of its dtype and shape. What the function does with that later is up to it."""
         lost = self.lost
         modules = {place.removesuffix(".value").rpartition(".")[0] for place in lost}
         whole = {
@@ -205,10 +168,7 @@ class Threaded:
             )
 
     def refuse_changes(self) -> None:
-        """Raises InputError if the function changed state in place, which its `jax.jit` drops.
-
-        Counters of random numbers are allowed: dropping them drops no work.
-        """
+        """Raises InputError if the function changed state in place, which its `jax.jit` drops."""
         dropped = [path for path in self.changed if path not in self._counters]
         if dropped:
             raise InputError(
@@ -222,11 +182,8 @@ def _shown(leaf: object) -> object:
 
 
 def without(kinds: dict[str, str], others: Iterable[str]) -> dict[str, str]:
-    """The entries that are left when each of the others has taken away one that is equal to it.
-
-    - `kinds`: dtype and shape by path.
-    - `others`: dtypes and shapes; each takes away at most one entry.
-    """
+    """The entries of `kinds` that are left when each of the others has taken away one equal to
+    it."""
     counts = Counter(others)
     left = {}
     for path, kind in kinds.items():
@@ -251,12 +208,9 @@ def _described(leaf: Any) -> str:
 
 
 def arrays_of_state(given: object) -> dict[str, object]:
-    """The arrays of modules and variables in arguments and keywords, by their paths.
-
-    Variables in an `nnx.State` are left out: code that takes modules apart returns what it keeps.
-
-    - `given`: a tuple of the arguments and the keywords.
-    """
+    """The arrays of modules and variables in a tuple of arguments and keywords, by their paths.
+    Variables in an `nnx.State` are left out: code that takes modules apart returns what it
+    keeps."""
     nodes = jax.tree_util.tree_leaves_with_path(
         given, is_leaf=lambda node: is_nnx(node, "Pytree", "Variable", "State")
     )
@@ -301,7 +255,7 @@ def _is_in(path: str, place: str) -> bool:
 
 
 def _path(keys: tuple[object, ...]) -> str:
-    """A path as text, without the first key, which tells arguments from keywords."""
+    # The first key tells arguments from keywords.
     return jax.tree_util.keystr(keys[1:])
 
 

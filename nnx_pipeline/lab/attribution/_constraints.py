@@ -1,11 +1,11 @@
 """Names the collectives that a sharding constraint forces by the line of the constraint.
 
 The partitioner gives such a collective the name and line of the operation that has to give what the
-constraint asks for, or of the one before, and keeps nothing of the constraint. So the traced
-program tells which operations these are, and whether anything else reads what they make
-(`tracing.constraints`). Where the operation is elementwise and has one operand, the collective
-moves that or the result. Of others it must move the result, since they may need their operands
-elsewhere for themselves. A collective that adds is the operation's own.
+constraint asks for, or of the one before. So the traced program tells which operations these are,
+and whether anything else reads what they make (`_tracing.constraints`). Where the operation is
+elementwise and has one operand, the collective moves that or the result. Of others it must move the
+result, since they may need their operands elsewhere for themselves. A collective that adds is the
+operation's own.
 """
 
 from __future__ import annotations
@@ -30,10 +30,7 @@ _ADDING = (None, "all-reduce", "reduce-scatter")
 def at_constraints(
     module: Module, constraints: Iterable[Constraint]
 ) -> tuple[Module, tuple[str, ...]]:
-    """The module with the lines of constraints, and a note for each array that one makes whole.
-
-    - `constraints`: those of the traced program.
-    """
+    """The module with the lines of constraints, and a note for each array that one makes whole."""
     made: dict[tuple[str, str], list[Constraint]] = defaultdict(list)
     for constraint in constraints:
         place = f"{constraint.made.file}:{constraint.made.line}"
@@ -94,7 +91,6 @@ def _sizes(dims: Sequence[int]) -> list[int]:
 
 
 def _note(constraints: Sequence[Constraint], part: Shape, whole: Shape, *, certain: bool) -> str:
-    """A sentence on an array that is whole on every device."""
     places = " or ".join(
         dict.fromkeys(f"{_place(one.at)}, which asks for {one.spec}" for one in constraints)
     )
@@ -127,7 +123,6 @@ def _text(shape: Shape) -> str:
 
 
 def _renamed(module: Module, lines: dict[str, tuple[Frame, ...]]) -> Module:
-    """The module in which these instructions have these lines."""
     if not lines:
         return module
     computations = {}

@@ -1,8 +1,5 @@
 """What a step must hold and how long it must take, compared with what its program holds and takes.
-
-A floor knows nothing of models. Whoever makes one says what each of its terms is, by what formula,
-and under which of the roles of `attribution.roles` a compiled program holds it.
-"""
+A floor knows nothing of models: who makes one says the formula and the role of each term."""
 
 from __future__ import annotations
 
@@ -19,89 +16,59 @@ LOST = ("padding", "fragmentation")  # roles of bytes that hold no array
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """One thing that a device holds.
-
-    - `name`: what it is, in a few words.
-    - `bytes`: per device; below 0 for what is elsewhere although other terms count it.
-    - `formula`: how the bytes follow from sizes and dtypes.
-    - `role`: one of `attribution.result.ROLES`, or `argument` for what is no part of the heap.
-    """
+    """One thing that a device holds."""
 
     name: str
-    bytes: int
-    formula: str
-    role: str
+    bytes: int  # per device; below 0 for what is elsewhere although other terms count it
+    formula: str  # how the bytes follow from sizes and dtypes
+    role: str  # one of `ROLES`, or `argument` for what is no part of the heap
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """What the heap holds at one moment of the step.
-
-    - `name`: when that is, such as `backward pass of attention`.
-    - `terms`: what lives together then.
-    """
+    """What the heap holds at one moment of the step, such as `backward pass of attention`."""
 
     name: str
     terms: tuple[Term, ...]
 
     @property
     def bytes(self) -> int:
-        """The sum of the terms."""
         return sum(term.bytes for term in self.terms)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeastTime:
-    """The shortest time of a step: its useful operations at the device's peak, and the bubble.
+    """The shortest time of a step: its useful operations at the device's peak, and the bubble."""
 
-    - `useful_flops`: operations per device and step that the model needs.
-    - `outside_flops`: those of them that are outside the layers, so that no bubble delays them: all
-      devices share them.
-    - `peak_flops`: operations per second of the device.
-    - `bubble_share`: the part of the time of the layers in which a stage has nothing to do.
-    """
-
-    useful_flops: float
-    outside_flops: float
-    peak_flops: float
-    bubble_share: float
+    useful_flops: float  # that the model needs, per device and step
+    outside_flops: float  # of them outside the layers, where no bubble delays them
+    peak_flops: float  # per second
+    bubble_share: float  # of the time of the layers, in which a stage has nothing to do
 
     @property
     def compute_seconds(self) -> float:
-        """The useful operations at the peak."""
         return self.useful_flops / self.peak_flops
 
     @property
     def bubble_seconds(self) -> float:
-        """What the bubble adds to the layers, of whose time it is a share."""
         layers = (self.useful_flops - self.outside_flops) / self.peak_flops
         return layers * self.bubble_share / (1 - self.bubble_share)
 
     @property
     def step_seconds(self) -> float:
-        """The useful operations at the peak, and the bubble."""
         return self.compute_seconds + self.bubble_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Floor:
-    """The bytes that any program for a step must hold at its peak, and the time it must take.
+    """The bytes that any program for a step must hold at its peak, and the time it must take."""
 
-    - `arguments`: what is held from the first operation to the last, outside the heap.
-    - `moments`: what the heap must hold at each of them; () where that is not known.
-    - `expected`: what the heap is expected to hold at each of them, since compilers hold more than
-      they must; () where that is not known.
-    - `time`: the least time; None where nothing is known of the device.
-    - `knows`: what the terms cover, one phrase each.
-    - `unknown`: why the heap is not known, one sentence each; () where it is.
-    """
-
-    arguments: tuple[Term, ...]
-    moments: tuple[Moment, ...]
-    expected: tuple[Moment, ...]
-    time: LeastTime | None
-    knows: tuple[str, ...]
-    unknown: tuple[str, ...]
+    arguments: tuple[Term, ...]  # held from the first operation to the last, outside the heap
+    moments: tuple[Moment, ...]  # what the heap must hold at each; () where that is not known
+    expected: tuple[Moment, ...]  # the same of compilers, which hold more than they must
+    time: LeastTime | None  # None where nothing is known of the device
+    knows: tuple[str, ...]  # what the terms cover, one phrase each
+    unknown: tuple[str, ...]  # why the heap is not known, one sentence each
 
     @property
     def peak(self) -> Moment | None:
@@ -110,22 +77,18 @@ class Floor:
 
     @property
     def expected_peak(self) -> Moment | None:
-        """The moment at which the heap is expected to hold most; None where that is not known."""
         return max(self.expected, key=lambda moment: moment.bytes, default=None)
 
     @property
     def argument_bytes(self) -> int:
-        """The sum of the arguments."""
         return sum(term.bytes for term in self.arguments)
 
     @property
     def heap_bytes(self) -> int | None:
-        """What the heap must hold at its peak; None where that is not known."""
         return self.peak.bytes if self.peak else None
 
     @property
     def expected_bytes(self) -> int | None:
-        """The heap that a compiler is expected to make; None where that is not known."""
         return self.expected_peak.bytes if self.expected_peak else None
 
     @property
@@ -134,7 +97,6 @@ class Floor:
         return None if self.heap_bytes is None else self.argument_bytes + self.heap_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """Every term with its formula, and the totals; a total that is not known is None."""
         time = self.time
         seconds = ("compute_seconds", "bubble_seconds", "step_seconds")
         times = {name: getattr(time, name) for name in seconds} if time else {}
@@ -164,15 +126,10 @@ class Floor:
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """What a program holds in one role at its peak, and what it must hold there.
-
-    - `role`: one of `attribution.result.ROLES`.
-    - `terms`: the names of the floor's terms of this role at its own peak.
-    - `bytes`, `least_bytes`: of the program and of the floor.
-    """
+    """What a program holds in one role at its peak, and what it must hold there."""
 
     role: str
-    terms: tuple[str, ...]
+    terms: tuple[str, ...]  # names of the floor's terms of this role at its own peak
     bytes: int
     least_bytes: int
 
@@ -183,13 +140,9 @@ class Gap:
 
 
 def between(floor: Floor, attribution: Attribution) -> tuple[Gap, ...]:
-    """The rows between a floor and a program's heap, role by role, the largest excess first.
-
-    - `floor`: what the heap must hold; a floor that does not know it gives ().
-
-    The excesses sum to what the heap is larger than the floor. A program may hold the same values
-    in another role than the floor expects; two rows then differ by the same bytes.
-    """
+    """The rows between a floor and a program's heap, role by role, the largest excess first. The
+    excesses sum to what the heap is larger than the floor. A program may hold the same values in
+    another role than the floor expects; two rows then differ by the same bytes."""
     if floor.peak is None:
         return ()
     sizes = attribution.by_role()

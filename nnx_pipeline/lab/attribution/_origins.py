@@ -1,21 +1,20 @@
 """Finds the source line and the JAX operation that a value of a compiled program comes from.
 
-The metadata of an instruction names them, with a stack of Python frames. The frame taken is the
-innermost one of the program's own code (see `tracing.installed`) outside of this package's
-`sharding.py`, whose helpers only place arrays. Where several stacks lead to one line, as with a
-helper, the caller beside it is the nearest frame in which they differ. Many instructions that own
-memory have no line, or only that of the loop around them: copies, bitcasts, tuples, the state of
-loops, the buffers in which a loop stacks its results, fusions, and conversions that a compiler
-inserts. Their line is searched for in this order:
+The frame taken from an instruction's stack is the innermost one of the program's own code
+(`_tracing.installed`) outside of `sharding/layout.py`, whose helpers only place arrays. Where
+several stacks lead to one line, as with a helper, the caller beside it is the nearest frame in
+which they differ. Many instructions that own memory have no line, or only that of the loop around
+them: copies, tuples, the state of loops, fusions, conversions that a compiler inserts. Their line
+is searched for in this order:
 
-1. Backwards, along `Flow.sources`: through moves, into the result of a fusion or a call, from a
-   loop's state to what its body puts there, from an in-place update to what it writes, from an
-   instruction without a line to its operands, the largest first. The first instruction with a line
-   of its own counts. Two kinds of line are not an instruction's own: that of the loop in which it
-   runs (the slicing and stacking of `lax.scan` carries the line of the scan), and that of the first
-   call of a jitted function such as `jnp.where`, since all calls from other lines carry it too.
+1. Backwards, along `Flow.sources`, to the first instruction with a line of its own. Two kinds of
+line are not an instruction's own: that of the loop in which it runs (the slicing and stacking of
+`lax.scan` carries the line of the scan), and that of the first call of a jitted function such as
+`jnp.where`, since all calls from other lines carry it too.
+
 2. Forwards, along `Flow.readers`, nearest first: an array that no line makes, such as a copy of an
-   argument or a buffer not yet written to, takes the line of the first instruction that reads it.
+argument or a buffer not yet written to, takes the line of the first instruction that reads it.
+
 3. The value's own line, whatever it is, or else that of the loop.
 """
 
@@ -42,19 +41,12 @@ _CARRIERS = ("while", "fusion", "call", "conditional", "parameter", "tuple", "ge
 
 @dataclass(frozen=True)
 class ValueOrigin:
-    """The instruction, JAX operation and source line that a value comes from.
+    """The instruction, JAX operation and source line that a value comes from."""
 
-    - `instruction`: the one whose metadata is taken, None where none was found.
-    - `operation`: its op_name, or the name of the program's argument that the value is a copy of;
-      "" where neither is known.
-    - `source`: the line as `file.py:12`, None where it is not known.
-    - `caller`: the line that called the function of that line, where several lead to it.
-    """
-
-    instruction: Instruction | None
-    operation: str
-    source: str | None
-    caller: str | None = None
+    instruction: Instruction | None  # the one whose metadata is taken
+    operation: str  # its op_name, or the copied argument's name; "" for neither
+    source: str | None  # as `file.py:12`
+    caller: str | None = None  # of the function of that line, where several lead to it
 
 
 def source_of(instruction: Instruction) -> str | None:
@@ -78,12 +70,9 @@ def _inner_jits(instruction: Instruction) -> list[str]:
 
 
 def _stack_in_call(instruction: Instruction) -> tuple[Frame, ...]:
-    """The frames from that of its line outwards that are right whatever called the function.
-
-    JAX traces a jitted function once for all its calls, which then all carry the frames of the
-    first call. That includes functions of JAX itself such as `jnp.where`. Only the frames inside
-    the function are right.
-    """
+    """The frames from that of its line outwards that are right whatever called the function. JAX
+    traces a jitted function, its own included, once for all its calls, which then all carry the
+    frames of the first call: only the frames inside the function are right."""
     stack, inner = _stack_of(instruction), _inner_jits(instruction)
     if not inner:
         return stack
@@ -92,15 +81,12 @@ def _stack_in_call(instruction: Instruction) -> tuple[Frame, ...]:
 
 
 def _stack_key(instruction: Instruction) -> tuple[int, str]:
-    """What is the same for all instructions of one stack: their frames are one object."""
+    # The frames of all instructions of one stack are one object.
     return id(instruction.frames), "".join(_inner_jits(instruction)[-1:])
 
 
 class Callers:
-    """Tells apart the stacks that lead to one line, as with a helper.
-
-    - `instructions`: every instruction of the program.
-    """
+    """Tells apart the stacks that lead to one line, as with a helper."""
 
     def __init__(self, instructions: Iterable[Instruction]) -> None:
         # Every stack by the frame of its line; a loop in a loop has the frames around it twice.
@@ -131,8 +117,7 @@ class Callers:
 class Origins:
     """Finds the origins of the values of one program.
 
-    - `one_line`: the names of jitted functions that a single source line calls, from
-      `tracing.jaxpr.called_from_one_line`.
+    - `one_line`: names of jitted functions that one source line calls (`called_from_one_line`).
     """
 
     def __init__(self, flow: Flow, one_line: frozenset[str] = frozenset()) -> None:
@@ -141,13 +126,11 @@ class Origins:
         self._found: dict[Value, ValueOrigin] = {}
 
     def of(self, value: Value) -> ValueOrigin:
-        """The origin of a value, by the rules at the head of this file."""
         if value not in self._found:
             self._found[value] = self._search(value)
         return self._found[value]
 
     def _search(self, value: Value) -> ValueOrigin:
-        """Applies the rules at the head of this file in their order."""
         seen: set[Value] = set()
         found = self._backward(value, seen) or self._forward(value, seen)
         here = self.flow.at(value)

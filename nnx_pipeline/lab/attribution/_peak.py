@@ -31,21 +31,17 @@ def attribute(
     """Finds what the heap of a program holds at its peak, with a source line and role for each row.
 
     - `temp_bytes`: the compiler's `temp_size_in_bytes`; None if it gave none.
-    - `one_line`: the names of jitted functions that a single source line calls, from
-      `tracing.jaxpr.called_from_one_line`.
+    - `one_line`: as for `Origins`.
 
-    The heap is that of `heap.heap_bytes`. Its peak is the first position in the schedule at which
-    the live values cover the most bytes of it. Bytes that several live values share (as in an
-    in-place update, or the input and output of a loop) count once, for the value that was live
-    first. The bytes that a tiled layout adds to an array are a row of the role `padding`, with the
-    source line of the array. The bytes that no live value covers are `fragmentation`: the size of
-    the heap is the highest byte that it needs at any time, and at the peak it has holes.
+    The peak is the first position in the schedule at which the live values cover the most bytes of
+    the heap. Bytes that several live values share (as in an in-place update) count once, for the
+    value that was live first. The bytes that a tiled layout adds are a row of the role `padding`.
+    The bytes that no live value covers are `fragmentation`: the heap is as large as the highest
+    byte that it needs at any time.
 
     `other` has a row for each other memory space of the device, at its full size, and one for the
-    rest of `temp_bytes`. The rest is negative where `temp_bytes` is less than the sum: what the TPU
-    compiler counts as temp is not the size of its allocations (see `heap`). `constants` and
-    `in_outputs` list what is in device memory besides arguments, results and the heap: constants,
-    and temporaries in the memory of outputs (see `account`).
+    rest of `temp_bytes`, which is negative where temp is less than the sum (see `_heap`).
+    `constants` and `in_outputs` are in device memory too, but not in the heap (see `account`).
     """
     values = [_Slot(part.number, value) for part in buffers.heap for value in part.values]
     curve = _live_bytes(values)
@@ -108,12 +104,9 @@ class _Reader:
         self.position = {name: position for position, name in buffers.schedule.items()}
 
     def value(self, placed: BufferValue) -> Value:
-        """The value under the name that it has in the program's text.
-
-        The NVIDIA compiler prints an asynchronous collective without the computation that it
-        starts. In the schedule, the instructions of that computation stand just before the start,
-        so that such a value is element 1 of the result of that start.
-        """
+        """The value under the name that it has in the program's text. The NVIDIA compiler prints an
+        asynchronous collective without the computation that it starts. In the schedule its
+        instructions stand just before the start, and are element 1 of its result."""
         if placed.name in self.flow.instructions or placed.name not in self.position:
             return placed.name, placed.index
         here = self.position[placed.name]
@@ -201,13 +194,8 @@ def _rows(slots: list[_Slot], peak: int, reader: _Reader) -> list[Buffer]:
 
 
 def _holes(slots: list[_Slot], free: int, buffers: BufferText) -> list[Buffer]:
-    """Rows for the bytes that no live value covers at the peak.
-
-    - `free`: how many bytes these are in all.
-
-    The tables of pointers of tuples are placed above all arrays, whether they are live or not; on a
-    TPU each takes 16 KiB.
-    """
+    """Rows for the bytes that no live value covers at the peak, `free` in all. The tables of
+    pointers of tuples are above all arrays, live or not; on a TPU each takes 16 KiB."""
     arrays: dict[int, int] = {part.number: 0 for part in buffers.heap}
     for slot in slots:
         if not slot.value.is_table:

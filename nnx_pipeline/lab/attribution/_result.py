@@ -1,7 +1,4 @@
-"""Describes what the device-memory heap holds at its peak, and how that differs in two programs.
-
-`peak.attribute` makes these descriptions from what a compiler wrote.
-"""
+"""Describes what the device-memory heap holds at its peak, and how that differs in two programs."""
 
 from __future__ import annotations
 
@@ -38,58 +35,34 @@ _FUNCTION = re.compile(r"^jit\([^)]*\)/")
 
 @dataclass(frozen=True, kw_only=True)
 class Buffer:
-    """One row of what the device-memory heap holds at its peak.
-
-    - `bytes`: per device.
-    - `shape`: such as "f32[8,512,1024]", "" for a row that is no value.
-    - `operation`: the op_name of JAX, "" where there is none.
-    - `source`: the line such as "path/file.py:123", None where the compiler gives none.
-    - `role`: one of ROLES.
-    - `first`, `last`: the positions in the program's schedule between which the value is live.
-    - `caller`: the line that called the function of that line; None unless several do.
-    """
+    """One row of what the device-memory heap holds at its peak, in bytes per device."""
 
     name: str
     bytes: int
-    shape: str
-    operation: str
-    source: str | None
-    role: str
-    first: int
+    shape: str  # such as "f32[8,512,1024]", "" for a row that is no value
+    operation: str  # the op_name of JAX, "" where there is none
+    source: str | None  # such as "path/file.py:123", None where there is none
+    role: str  # one of ROLES
+    first: int  # the positions in the schedule between which the value is live
     last: int
-    caller: str | None = None
+    caller: str | None = None  # of the function of that line; None unless there are several
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attribution:
-    """What a program holds in the heap at its peak, and outside of it; rows are largest first.
-
-    - `heap_bytes`: the size of the device-memory heap, per device.
-    - `temp_bytes`: the compiler's `temp_size_in_bytes`; None if it gave none.
-    - `peak_position`: where the peak is in the schedule.
-    - `buffers`: the rows of the heap at its peak. They sum to `heap_bytes`, with the rows for
-      padding and fragmentation.
-    - `other`: rows for other memory spaces, and for the rest of `temp_bytes`.
-    - `timeline`: pairs of a position in the schedule and the live bytes of the heap there; at most
-      2000, one of which is the peak.
-    - `peak_operation`, `peak_source`: the op_name and source line of what runs at the peak.
-    - `positions`: the number of positions in the schedule.
-    - `constants`: what the program itself holds in device memory, which is not in the heap.
-    - `in_outputs`: temporaries in the memory of outputs, which is not in the heap either; those of
-      any position in the schedule, each byte counted once.
-    """
+    """What a program holds in the heap at its peak, and outside of it; rows are largest first."""
 
     heap_bytes: int
-    temp_bytes: int | None
-    peak_position: int
-    buffers: tuple[Buffer, ...]
-    other: tuple[Buffer, ...]
-    timeline: tuple[tuple[int, int], ...]
-    peak_operation: str = ""
+    temp_bytes: int | None  # the compiler's `temp_size_in_bytes`
+    peak_position: int  # in the schedule
+    buffers: tuple[Buffer, ...]  # they sum to `heap_bytes`, padding and fragmentation included
+    other: tuple[Buffer, ...]  # other memory spaces, and the rest of `temp_bytes`
+    timeline: tuple[tuple[int, int], ...]  # position and live bytes; at most 2000
+    peak_operation: str = ""  # the op_name of what runs at the peak
     peak_source: str | None = None
-    positions: int = 0
-    constants: tuple[Buffer, ...] = ()
-    in_outputs: tuple[Buffer, ...] = ()
+    positions: int = 0  # how many the schedule has
+    constants: tuple[Buffer, ...] = ()  # of the program itself, not in the heap
+    in_outputs: tuple[Buffer, ...] = ()  # temporaries in the memory of outputs, each byte once
 
     def by_role(self) -> dict[str, int]:
         """The bytes of each role, largest first; they sum to `heap_bytes`."""
@@ -99,15 +72,11 @@ class Attribution:
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
     def to_json(self) -> dict[str, Any]:
-        """Every field by its name, and the bytes by role."""
         return {**dataclasses.asdict(self), "by_role": self.by_role()}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Attribution:
-        """Restores what `to_json` wrote.
-
-        Raises KeyError or TypeError for anything that `to_json` has not written.
-        """
+        """The inverse of `to_json`; raises KeyError or TypeError for anything else."""
         fields = {name: item for name, item in value.items() if name != "by_role"}
         for name in ("buffers", "other", "constants", "in_outputs"):
             fields[name] = tuple(Buffer(**row) for row in fields[name])
@@ -127,18 +96,13 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferDifference(Side):
-    """The bytes that two programs hold in buffers that correspond to each other; see `difference`.
+    """The bytes that two programs hold in buffers that correspond to each other (`difference`).
+    What they are is said of the larger side, or of b where both are equal."""
 
-    - `a_bytes`, `b_bytes`: summed over the buffers of each program, per device.
-    - `shape`: as in `Buffer`.
-    - `operation`, `source`, `role`, `caller`: of the larger side, or of b where both are equal.
-    - `smaller`: the other side; None where it holds nothing.
-    """
-
-    a_bytes: int
+    a_bytes: int  # summed over the buffers of a, per device
     b_bytes: int
     shape: str
-    smaller: Side | None = None
+    smaller: Side | None = None  # the other side; None where it holds nothing
 
     @property
     def sides(self) -> tuple[Side, Side]:
@@ -158,9 +122,8 @@ def difference(a: Attribution, b: Attribution) -> tuple[BufferDifference, ...]:
     Buffers are summed by source line, operation (without the name of the jitted function) and
     shape. What only one of the programs has is then paired with what only the other one has: first
     by line and shape (the same line under another path of operations, as with recomputation), then
-    by role, last operation and shape (the same code on another line). A pair says what it is on
-    each side. Rows without a change are left out; the changes of the others sum to the difference
-    between the heaps.
+    by role, last operation and shape (the same code on another line). Rows without a change are
+    left out; the changes of the others sum to the difference between the heaps.
     """
     rows = _paired(_sums(a, 0) + _sums(b, 1), _exact)
     for alike in (_same_line, _same_work):
@@ -170,10 +133,6 @@ def difference(a: Attribution, b: Attribution) -> tuple[BufferDifference, ...]:
 
 
 def _sums(attribution: Attribution, side: int) -> list[BufferDifference]:
-    """The buffers of one program, summed by line, operation and shape.
-
-    - `side`: 0 for program a, 1 for program b.
-    """
     groups: dict[Hashable, list[Buffer]] = defaultdict(list)
     for buffer in attribution.buffers:
         line = buffer.source, buffer.caller

@@ -90,11 +90,8 @@ class Roles:
         self.origins = origins
 
     def of(self, value: Value, shape: Shape | None) -> str:
-        """The role of a value, one of `result.ROLES`.
-
-        - `value`: an instruction of the program and an index into its result.
-        - `shape`: of the value, None for the table of pointers of a tuple.
-        """
+        """The role of a value, one of `ROLES`; `shape` is None for the table of pointers of a
+        tuple."""
         instruction = self.flow.at(value)
         if instruction is None or shape is None:
             return "other"
@@ -111,7 +108,7 @@ class Roles:
         )
 
     def _of_argument(self, value: Value, shape: Shape) -> str | None:
-        """The role by rule 2, None where that does not apply."""
+        """Rule 2; None where it does not apply."""
         lineage = self.flow.lineage(value)
         made_by = lineage[-1]
         if made_by.name not in self._arguments:
@@ -123,7 +120,7 @@ class Roles:
         return "parameter copy" if same else "parameter cast"
 
     def _in_loop(self, value: Value, shape: Shape) -> str | None:
-        """The role by rule 3, None where that does not apply."""
+        """Rule 3."""
         slot = self._slot(value)
         if slot is None:
             return None
@@ -146,7 +143,7 @@ class Roles:
         return "collective buffer" if collective(writer.opcode) else "scan carry"
 
     def _of_collective(self, value: Value, shape: Shape) -> str | None:
-        """The role by rule 4, None where that does not apply."""
+        """Rule 4."""
         # A weight's gradient by column shards becomes one by row shards: the shape tells the end
         # of this exchange, where the pass does not, if a loss computes its gradient when called.
         exchanged = collective(self.flow.lineage(value)[-1].opcode) == "all-to-all"
@@ -164,7 +161,7 @@ class Roles:
         return "gradient" if summed and self._like_parameter(shape) else "collective buffer"
 
     def _by_shape(self, value: Value, shape: Shape) -> str | None:
-        """The role by rule 5 or 6, None where neither applies."""
+        """Rules 5 and 6."""
         operation = self.origins.of(value).operation
         if self._like_parameter(shape, gathered=False):
             if "transpose(" in operation and RECOMPUTED not in operation:
@@ -175,7 +172,7 @@ class Roles:
         return "logits" if has_vocabulary else None
 
     def _by_pass(self, value: Value) -> str:
-        """The role by rules 7 to 9."""
+        """Rules 7 to 9."""
         made_by = self.flow.lineage(value)[-1]
         operation = self.origins.of(value).operation
         forward = "jvp(" in operation and "transpose(" not in operation
@@ -209,10 +206,8 @@ class Roles:
         return root is not None and self.flow.instructions[root[0]].opcode == "add"
 
     def _slot(self, value: Value) -> tuple[Instruction, Value] | None:
-        """The loop whose state holds a value, and the element of the state that it is; or None.
-
-        A buffer that is not yet written to also belongs to the loop for which it is copied.
-        """
+        """The loop whose state holds a value, and the element of the state that it is; or None. A
+        buffer that is not yet written to also belongs to the loop for which it is copied."""
         made = self.flow.instructions[value[0]]
         is_empty = made.opcode in ("broadcast", "custom-call") and len(made.operands) < 2
         passed = ("tuple", "while", "bitcast", "parameter", *(_COPIES if is_empty else ()))
@@ -257,7 +252,6 @@ class Roles:
         return added and self._is_only_added_to(state)
 
     def _is_only_added_to(self, state: Value) -> bool:
-        """Whether only additions read an element of a loop's state in the loop's body."""
         loop, index = self.flow.instructions[state[0]], state[1]
         body = self.flow.module.computations[loop.called("body")[0]]
         pending = [
@@ -280,10 +274,8 @@ class Roles:
         return "transpose(" in (instruction.op_name or "")
 
     def _read_backward(self, value: Value, *, again: bool = False) -> bool:
-        """Whether an operation of the backward pass reads a value, also after it is passed on.
-
-        - `again`: whether operations that recompute do not count.
-        """
+        """Whether an operation of the backward pass reads a value, also after it is passed on. With
+        `again`, operations that recompute do not count."""
         pending, seen = [value], {value}
         while pending and len(seen) < _MOST_READERS:
             for reader, passed_on in self.flow.readers(pending.pop()):

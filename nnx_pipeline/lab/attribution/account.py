@@ -6,8 +6,8 @@ What the figures of each compiler include, measured on small programs of which e
 * The argument, output and alias bytes of `memory_analysis()` equal the allocations of the buffer
   assignment to the byte. The table of pointers of several outputs counts as an output.
 * A captured array is an allocation of its own, `constant`, with every compiler. The bytes of
-  arguments, outputs, temp and heap do not include it. The peak includes it, and on a TPU so do the
-  bytes of the generated code. The TPU compiler may keep it in bfloat16, at half the bytes. With
+  arguments, outputs, temp and heap do not include it. The peak does, and on a TPU so do the bytes
+  of the generated code. The TPU compiler may keep it in bfloat16, at half the bytes. With
   `JAX_USE_SIMPLIFIED_JAXPR_CONSTANTS` JAX makes it an argument, and it counts as one.
 * Temporaries may use the memory of an output before the output is written. They belong to no heap
   and need no memory of their own.
@@ -47,7 +47,7 @@ class Memory:
     - `peak_bytes`: includes the constants, and on a TPU the on-chip memory.
     - `generated_code_bytes`: on a TPU, includes the constants.
     - `host_temp_bytes`, `host_argument_bytes`, `host_output_bytes`: in the memory of the host, and
-      included in no other figure.
+      in no other figure.
     """
 
     argument_bytes: int
@@ -64,10 +64,8 @@ class Memory:
 
     @property
     def account_bytes(self) -> int | None:
-        """What must fit: arguments, outputs that alias no argument, constants and heap.
-
-        None where the constants or the heap are not known.
-        """
+        """What must fit: arguments, outputs that alias no argument, constants and heap; None where
+        the constants or the heap are not known."""
         if self.constant_bytes is None or self.heap_bytes is None:
             return None
         own = self.argument_bytes + self.output_bytes - self.alias_bytes
@@ -80,33 +78,20 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Assigned:
-    """What the buffer assignment places outside the heap, in bytes per device.
+    """What the buffer assignment places outside the heap, in bytes per device."""
 
-    - `argument_bytes`, `output_bytes`: allocations in device memory; both include `alias_bytes`.
-    - `alias_bytes`: allocations that hold an argument and an output.
-    - `constant_bytes`: allocations of constants in device memory.
-    - `scratch_bytes`: bytes of outputs that alias no argument, in which temporaries lie before the
-      result is written.
-    - `on_chip_bytes`: temporaries in the on-chip memory of a TPU; None where the text has no such
-      memory.
-    - `host_temp_bytes`, `host_argument_bytes`, `host_output_bytes`: in the memory of the host.
-    """
-
-    argument_bytes: int
+    argument_bytes: int  # as the next, includes `alias_bytes`
     output_bytes: int
     alias_bytes: int
     constant_bytes: int
-    scratch_bytes: int
-    on_chip_bytes: int | None
+    scratch_bytes: int  # of outputs, in which temporaries lie before the result
+    on_chip_bytes: int | None  # temporaries; None where there is no such memory
     host_temp_bytes: int = 0
     host_argument_bytes: int = 0
     host_output_bytes: int = 0
 
     def memory(self, heap: int) -> Memory:
-        """The memory of a program about which the compiler itself reports nothing.
-
-        - `heap`: the bytes of its heap.
-        """
+        """The memory of a program about which the compiler itself reports nothing."""
         shared = dataclasses.asdict(self)
         del shared["scratch_bytes"], shared["on_chip_bytes"]
         return Memory(
@@ -116,35 +101,20 @@ class Assigned:
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """The rows that add up to `Memory.account_bytes`, and further figures.
+    """The rows that add up to `Memory.account_bytes`, and further figures."""
 
-    - `kept_argument_bytes`, `donated_argument_bytes`: arguments that no output aliases, and those
-      that one does.
-    - `output_bytes`: outputs that alias no argument.
-    - `constant_bytes`, `heap_bytes`: as in `Memory`.
-    - `total_bytes`: the sum of the rows, None where one of them is not known.
-    - `scratch_bytes`: see `Assigned`; these bytes are part of the outputs.
-    - `on_chip_bytes`: see `Assigned`; these bytes are in no row.
-    - `notes`: sentences that say where the buffer assignment and the compiler's analysis differ.
-    """
-
-    kept_argument_bytes: int
+    kept_argument_bytes: int  # that no output aliases
     donated_argument_bytes: int
-    output_bytes: int
+    output_bytes: int  # that alias no argument
     constant_bytes: int | None
     heap_bytes: int | None
-    total_bytes: int | None
-    scratch_bytes: int | None
-    on_chip_bytes: int | None
-    notes: tuple[str, ...]
+    total_bytes: int | None  # None where a row is not known
+    scratch_bytes: int | None  # part of the outputs
+    on_chip_bytes: int | None  # in no row
+    notes: tuple[str, ...]  # where the buffer assignment and the compiler's analysis differ
 
     @classmethod
     def of(cls, memory: Memory, buffers: Assigned | None) -> Account:
-        """The account of a program.
-
-        - `memory`: what the compiler reports.
-        - `buffers`: what its buffer assignment says, None where there is none.
-        """
         return cls(
             kept_argument_bytes=memory.argument_bytes - memory.alias_bytes,
             donated_argument_bytes=memory.alias_bytes,
@@ -162,7 +132,6 @@ class Account:
         return {words: getattr(self, name) for name, words in ROWS.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """The rows by field name, their sum, and the other figures."""
         return {
             "rows": {name: getattr(self, name) for name in ROWS},
             "account_bytes": self.total_bytes,
@@ -173,7 +142,6 @@ class Account:
 
 
 def _differences(memory: Memory, buffers: Assigned) -> Iterator[str]:
-    """Yields a sentence for each figure that the buffer assignment and the analysis disagree on."""
     for words, name in (
         ("arguments", "argument_bytes"),
         ("outputs", "output_bytes"),
@@ -188,7 +156,6 @@ def _differences(memory: Memory, buffers: Assigned) -> Iterator[str]:
 
 
 def assigned(buffers: BufferText) -> Assigned:
-    """Adds up the allocations of a buffer assignment."""
     there = [part for part in buffers.allocations if part.color == 0]
     on_chip = [part for part in buffers.allocations if part.color == _ON_CHIP]
     on_host = [part for part in buffers.allocations if part.color == HOST]
@@ -213,10 +180,8 @@ class InOutput(NamedTuple):
 
 
 def in_outputs(buffers: BufferText) -> list[InOutput]:
-    """Temporaries in the memory of outputs that alias no argument.
-
-    Bytes that several temporaries use one after the other count for the first of them.
-    """
+    """Temporaries in the memory of outputs that alias no argument. Bytes that several temporaries
+    use one after the other count for the first of them."""
     last = max(buffers.schedule, default=-1)
     found = []
     for part in buffers.allocations:
@@ -232,10 +197,8 @@ def in_outputs(buffers: BufferText) -> list[InOutput]:
 
 
 def free_parts(pieces: Iterable[tuple[int, int]]) -> list[int]:
-    """For each piece, the number of its bytes that no earlier piece covers.
-
-    - `pieces`: start and end of each, in bytes; the end is exclusive.
-    """
+    """For each piece (start and exclusive end), the number of its bytes that no earlier one
+    covers."""
     taken: list[tuple[int, int]] = []  # what the pieces so far cover; no two of them touch
     sizes = []
     for start, end in pieces:

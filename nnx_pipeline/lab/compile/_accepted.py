@@ -29,8 +29,6 @@ class Accepted(NamedTuple):
 def compile_with_settings(lowered: jax.stages.Lowered, platform: Platform) -> Accepted:
     """Compiles a program with the settings of a platform.
 
-    - `platform`: what to compile for, with which settings.
-
     A setting of a named set that this compiler does not take is left out, because sets are made for
     other versions and other generations of TPUs. Raises InputError for one that the user gave, and
     what the compiler raises for other reasons.
@@ -56,10 +54,8 @@ def compile_with_settings(lowered: jax.stages.Lowered, platform: Platform) -> Ac
 
 
 def _refused(message: str, platform: Platform) -> tuple[str, str]:
-    """The name of the setting that an error of a compiler is about, and what is wrong with it.
-
-    The name is "" where the error is about something else.
-    """
+    """The name of the setting that an error of a compiler is about, and what is wrong with it; the
+    name is "" where the error is about something else."""
     if found := _UNKNOWN.search(message):
         why = f"the compiler for {platform} does not know it; correct the name or leave it out"
         return found["name"], why

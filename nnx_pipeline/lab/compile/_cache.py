@@ -19,14 +19,13 @@ _OURS = re.compile(r"[0-9a-f]{64}\.json|\.nnx-pipeline\..*")
 
 
 class Cache:
-    """A folder with one JSON file per result; a file that cannot be read counts as missing.
+    """A folder with one JSON file per result; a file that cannot be read counts as missing. The
+    first write removes entries that are older than 30 days, and then the oldest ones beyond 256
+    MiB.
 
     - `folder`: made when the first result is written; None keeps nothing.
     - `fresh`: whether to ignore the results that are there, and let `put` replace them.
     - `warn`: called once with a message if the folder cannot be written, which is no error.
-
-    The first write removes entries that are older than 30 days, and then the oldest ones until no
-    more than 256 MiB are left.
     """
 
     def __init__(
@@ -41,13 +40,9 @@ class Cache:
 
     @classmethod
     def of_user(cls, *, fresh: bool = False) -> "Cache":
-        """The cache that the command line uses.
-
-        - `fresh`: as for the class.
-
-        Its folder is $NNX_PIPELINE_CACHE, else $XDG_CACHE_HOME/nnx-pipeline, else
-        ~/.cache/nnx-pipeline. A user without a home folder and these variables has no cache.
-        """
+        """The cache that the command line uses: $NNX_PIPELINE_CACHE, else
+        $XDG_CACHE_HOME/nnx-pipeline, else ~/.cache/nnx-pipeline. A user without a home folder and
+        these variables has no cache."""
         if named := os.environ.get(FOLDER_VARIABLE):
             return cls(local(named), fresh=fresh)
         try:
@@ -69,11 +64,7 @@ class Cache:
             return None
 
     def put(self, key: str | None, value: object) -> None:
-        """Stores a value in the cache's folder; if that fails, warns once and stores no more.
-
-        - `key`: the name to find it by, from `_cache_key.entry_key`; nothing is stored under None.
-        - `value`: anything that JSON can hold.
-        """
+        """Stores a value that JSON can hold; if that fails, warns once and stores no more."""
         if self.folder is None or key is None:
             return
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -45,18 +45,13 @@ class Unnamed(Exception):
 
 
 def entry_key(platform: Platform, *values: object) -> str | None:
-    """A hash of the values and of everything else that decides what a compiler makes of them.
+    """A hash of the values (see `key_text`) and of all else that decides what a compiler makes of
+    them.
 
-    - `platform`: what is compiled for, with which settings; its kind decides which packages and
-      flags count.
-    - `values`: what identifies the result, such as a mesh and a program; of the types that
-      `key_text` takes.
-
-    The hash also covers the versions of the platform's packages and of Python, the source and the
-    folder of this package, and the flags in environment variables, in the files that these name,
-    in `jax.config` and in `flax.config`. On `cpu` it covers the features of this CPU too, because
-    the CPU compiler queries them. What `Platform.devices` sets counts as set from the start, so
-    that the key is the same before and after that call.
+    That is the versions of the platform's packages and of Python, the source and the folder of this
+    package, and the flags in environment variables, in the files that these name, in `jax.config`
+    and in `flax.config`; on `cpu` the features of this CPU too, which its compiler queries. What
+    `Platform.devices` sets counts as set from the start.
 
     Returns None where a value has no text of its own, and on `local`, whose driver is not known.
     """
@@ -77,13 +72,8 @@ def entry_key(platform: Platform, *values: object) -> str | None:
 
 def key_text(value: object) -> str:
     """The value as text: a dataclass by its type and fields, a function by its module and name.
-
-    - `value`: None, a bool, int, float or str, a tuple of values, an instance of a dataclass of
-      this package, or a function or class of this package.
-
-    Raises Unnamed for a function that is not found under its name in this package, because no hash
-    covers its source, and for values of other types.
-    """
+    Raises Unnamed for what no hash covers: a function or class that is not found under its name in
+    this package, and a value of another type."""
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
     if isinstance(value, tuple):
@@ -98,7 +88,6 @@ def key_text(value: object) -> str:
 
 
 def _found(value: Callable[..., object]) -> str:
-    """Module and name of a function or class of this package; raises Unnamed for any other."""
     module, name = getattr(value, "__module__", ""), getattr(value, "__qualname__", "")
     ours = f"{module}.".startswith(f"{PACKAGE}.")
     if ours and getattr(importlib.import_module(module), name, None) is value:
@@ -151,10 +140,8 @@ def _flags(platform: Platform) -> tuple[str, ...]:
 
 def _contents(name: str, text: str) -> Iterator[str]:
     """The path and state of each file that a variable names, and of those that these name in turn.
-
-    XLA takes the whole of XLA_FLAGS as the name of a file of flags unless it begins with `-`;
-    otherwise a file is the value of a flag, such as `--flagfile=path`.
-    """
+    XLA takes the whole of XLA_FLAGS as a file of flags unless it begins with `-`; otherwise a file
+    is the value of a flag, such as `--flagfile=path`."""
     is_path = name == "TPU_LIBRARY_PATH" or (name.endswith("_FLAGS") and text.lstrip()[:1] != "-")
     waiting, seen = [text] if is_path else _values(text), set()
     while waiting:

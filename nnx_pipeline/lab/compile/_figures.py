@@ -28,26 +28,16 @@ from nnx_pipeline.lab.attribution.account import Assigned, assigned
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramFigures:
-    """Figures of one program, per device and step; None where the text does not give them.
-
-    - `flops`: floating-point operations of all matrix products.
-    - `known_flops`: those of the products that can be read; equal to `flops` unless that is None.
-    - `collectives`: `ops`, `executed` and `bytes` of each kind, see `collective_counts`.
-    - `assigned`: what lies in device memory outside the heap.
-    - `time`: how long a step takes, by estimate.
-    - `unread`: why a figure is None, or what it leaves out.
-    - `notes`: what a figure counts beyond what runs, and arrays that a sharding constraint makes
-      whole on every device, one sentence each.
-    """
+    """Figures of one program, per device and step; None where the text does not give them."""
 
     flops: int | None = None
-    known_flops: int | None = None
+    known_flops: int | None = None  # of the products that can be read
     collectives: dict[str, dict[str, int | None]]
     attribution: Attribution | None = None
     assigned: Assigned | None = None
     time: Time | None = None
-    unread: tuple[Unread, ...] = ()
-    notes: tuple[str, ...] = ()
+    unread: tuple[Unread, ...] = ()  # why a figure is None, or what it leaves out
+    notes: tuple[str, ...] = ()  # on what counts beyond what runs, and on constraints
 
 
 def read_program(
@@ -60,11 +50,8 @@ def read_program(
 ) -> ProgramFigures:
     """Reads every figure that the text of a compiled program gives.
 
-    - `text`: `compiled.as_text()`, or the text of a `TooLarge`.
-    - `buffers`: the buffer assignment as `heap.compile_with_dump` gives it.
-    - `temp_bytes`, `one_line`: as for `attribution.peak.attribute`.
+    - `buffers`, `temp_bytes`: the buffer assignment of `compile_with_dump`; `temp_size_in_bytes`.
     - `links`: the devices that it runs on, for the estimate of its time; None for no estimate.
-    - `constraints`: the sharding constraints of the traced program.
 
     A text that cannot be read gives no figures, and an entry of `unread` names the line. This does
     not raise, because the memory that the compiler itself reports does not depend on the text.

@@ -38,13 +38,9 @@ _AXIS = re.compile(r"(?P<size>\d{1,16})(@(?P<names>\w+(\+\w+)*))?")
 
 
 def find_function(text: str) -> Callable[..., object]:
-    """Imports the function that `package.module:function` or `folder/file.py:function` names.
-
-    Modules are also looked for in the current directory, as `python -m` does, and those that a file
-    imports beside it, as `python file.py` does.
-
-    Raises InputError when there is no such module, file or function.
-    """
+    """Imports the function that `package.module:function` or `folder/file.py:function` names;
+    raises InputError where there is none. Modules are also looked for in the current directory, as
+    `python -m` does, and those that a file imports beside it, as `python file.py` does."""
     module_name, colon, name = text.rpartition(":")
     if not colon or not module_name or not name:
         raise InputError(f"{text!r} names no function; write module:function")
@@ -97,14 +93,9 @@ def _of_file(path: Path) -> ModuleType:
 
 
 def parse_argument(text: str, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
-    """The abstract array that a text such as `bfloat16[8@data,128]` describes.
-
-    - `text`: dtype and axis sizes; `@` names the mesh axis that an axis is sharded over, or several
-      of them joined by `+`.
-    - `mesh`: the mesh whose axes the text may name; None for an array without a sharding.
-
-    Raises InputError for an unknown dtype or mesh axis, or a size that does not split evenly.
-    """
+    """The abstract array that a text such as `bfloat16[8@data,128]` describes: `@` names the mesh
+    axis that an axis is sharded over, or several of them joined by `+`. Raises InputError for an
+    unknown dtype or mesh axis, or a size that does not split evenly."""
     match = _ARGUMENT.fullmatch(text.replace(" ", ""))
     if not match:
         raise InputError(
@@ -150,7 +141,6 @@ def _check_width(what: str, dtype: Any) -> None:
 def _sharding(
     text: str, shape: list[int], entries: list[tuple[str, ...] | None], mesh: Mesh | None
 ) -> NamedSharding | None:
-    """The sharding that the text of an argument asks for; None without a mesh."""
     names = [name for entry in entries for name in entry or ()]
     known = dict(mesh.shape) if mesh is not None else {}
     for name in names:
@@ -171,13 +161,11 @@ def arguments_of(
 ) -> tuple[object, ...]:
     """The abstract arguments of a call, made by a function or each written as a text.
 
-    - `inputs`: `module:function` of a function without arguments that returns a tuple of pytrees of
-      arrays or `jax.ShapeDtypeStruct`; it is called under the mesh. None to use `arguments`.
+    - `inputs`: `module:function` that takes nothing and returns a tuple of pytrees of arrays or
+      `jax.ShapeDtypeStruct`, called under the mesh; None to use `arguments`.
     - `arguments`: one text per argument, as for `parse_argument`.
-    - `mesh`: the mesh that the arguments are sharded over; None for one device.
 
-    Raises InputError if both ways are used, and what `find_function`, `parse_argument` and
-    `check_sizes` raise.
+    Raises InputError if both ways are used, and for arguments that cannot be.
     """
     if inputs is None:
         written = tuple(parse_argument(text, mesh) for text in arguments)
@@ -199,14 +187,8 @@ def arguments_of(
 
 @contextlib.contextmanager
 def called_with(call: Call) -> Iterator[None]:
-    """A context to trace a call in, which raises InputError if the arguments do not fit it.
-
-    It also does so for a `jax.pmap`, and for a `jax.shard_map` with a mesh of its own, which JAX
-    refuses.
-
-    A wrapper may bind some arguments of what it wraps, as that of `nnx.cached_partial` does. Behind
-    a plain function the signature of what it wraps is therefore checked only if the call fails.
-    """
+    """A context to trace a call in, which raises InputError if the arguments do not fit it, for a
+    `jax.pmap`, and for a `jax.shard_map` with a mesh of its own, which JAX refuses."""
     _bind(call, follow_wrapped=not isinstance(call.function, FunctionType))
     name = name_of(call.function)
     try:
@@ -261,14 +243,9 @@ def _bind(call: Call, *, follow_wrapped: bool = True) -> None:
 
 
 def check_sizes(arguments: object) -> None:
-    """Checks that arguments are of sizes and dtypes that can be compiled.
-
-    - `arguments`: pytrees of arrays or `jax.ShapeDtypeStruct`; other leaves are passed over.
-
-    Raises InputError where one argument or all together have more than `LARGEST` bytes, for a
-    `jax.ShapeDtypeStruct` whose dtype JAX would replace by one of half the width, and for a module
-    that contains itself.
-    """
+    """Raises InputError for pytrees of more than `LARGEST` bytes, for a `jax.ShapeDtypeStruct`
+    whose dtype JAX would replace by one of half the width, and for a module that contains
+    itself."""
     if holds_itself(arguments):
         raise InputError(
             "an argument is a module that contains itself, which JAX cannot flatten; leave out "
@@ -299,11 +276,10 @@ def abstract_arguments(
     - `arguments`: pytrees of arrays, `jax.ShapeDtypeStruct` and Python numbers, which stay as they
       are. Variables that NNX modules share stay shared.
     - `mesh`: the mesh that replaces the one in each leaf's sharding; None for one device.
-    - `device`: where leaves are without a mesh, and whose kinds of memory are checked.
     - `static`: `id` of each leaf that need not be an array and stays as it is.
 
-    Raises InputError for any other leaf that is not an array, for a sharding over axes that the
-    mesh lacks, and for a kind of memory that the device lacks.
+    Raises InputError for any other leaf that is no array, for a sharding over axes that the mesh
+    lacks, and for a kind of memory that the device lacks.
     """
 
     def changed(leaf: object) -> object:

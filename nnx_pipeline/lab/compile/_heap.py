@@ -10,8 +10,7 @@ compiler (products, scans and their gradients, every collective, fsdp layers):
 * TPU (v5p), JAX 0.10.2 with libtpu 0.0.42.1: they differ in nearly every program, in both
   directions. temp was 0 where the heap had up to 49 184 bytes, and 1.0 to 3.0 times the heap
   elsewhere (84 867 040 against 67 600 384 bytes for a gradient of four fsdp layers). Whether a
-  program fits is decided by the heap and the other parts of the account (see
-  `attribution.account`), not by temp.
+  program fits is decided by the account (`attribution.account`), not by temp.
 * JAX 0.12.0 (libtpu 0.0.50.1; 52 of the programs on TPU, 51 on CPU): the same holds on both.
 """
 
@@ -42,12 +41,9 @@ _TOO_LARGE = re.compile(r"Ran out of memory (on HBM|in memory space hbm).*?(?=\.
 
 @dataclass(frozen=True)
 class TooLarge:
-    """A program that its compiler refused because it does not fit on a device.
+    """A program that its compiler refused because it does not fit on a device."""
 
-    - `hlo`: the program as it would have been, as text.
-    """
-
-    hlo: str
+    hlo: str  # the program as it would have been
     error: jax.errors.JaxRuntimeError
 
     @property
@@ -64,18 +60,14 @@ def compile_with_dump(
 ) -> tuple[jax.stages.Compiled | TooLarge, str | None]:
     """Compiles a program and returns it with its buffer assignment, None if none was written.
 
-    - `compiler_options`: options for `lowered.compile`; options of the dump are added.
-
-    The buffer assignment is the text of two documents of the compiler, one after the other.
-    `BufferAssignment:` holds every allocation (size, colour, kind) and the values in it (name,
-    colour, size, offset, shape). `HloLiveRange` holds the order of the instructions and the first
-    and last of them between which each value lives. The colour is the memory space: 0 is device
-    memory, and on a TPU 1 is the on-chip memory.
+    That is the text of two documents of the compiler. `BufferAssignment:` holds every allocation
+    (size, colour, kind) and the values in it (name, colour, size, offset, shape). `HloLiveRange`
+    holds the order of the instructions and the first and last of them between which each value
+    lives. The colour is the memory space: 0 is device memory, and on a TPU 1 is the on-chip memory.
 
     The TPU compiler raises an error for a program that does not fit, and writes this text first.
-    Then the result is a `TooLarge`. Every other error is raised.
-
-    JAX's persistent compilation cache is bypassed, because a program from there has no such text.
+    Then the result is a `TooLarge`. Every other error is raised. JAX's persistent compilation cache
+    is bypassed, because a program from there has no such text.
     """
     with (
         tempfile.TemporaryDirectory(prefix="xla-dump-") as folder,
@@ -94,11 +86,9 @@ def compile_with_dump(
 
 
 class _PersistentCache:
-    """JAX's persistent compilation cache, off as long as any thread needs it off.
-
-    The option is one for the whole process. A thread that restored what it had found would leave
-    the cache off for good, if another one had switched it off before.
-    """
+    """JAX's persistent compilation cache, off as long as any thread needs it off. The option is one
+    for the whole process: a thread that restored what it had found would leave the cache off for
+    good, if another one had switched it off before."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -106,7 +96,6 @@ class _PersistentCache:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Keeps the cache off for as long as the context lasts."""
         self._change(1)
         try:
             yield
@@ -127,10 +116,8 @@ _PERSISTENT_CACHE = _PersistentCache()
 
 
 def _main_module(folder: Path) -> tuple[str | None, str | None]:
-    """The largest program in the dump: its own text, and its buffer assignment and live ranges.
-
-    A compiler may also compile small helper programs, such as those for constants that it folds.
-    """
+    """The largest program in the dump: its own text, and its buffer assignment and live ranges. The
+    compiler also compiles helper programs, such as those for constants that it folds."""
     assignments = sorted(folder.glob(f"*{_ASSIGNMENT}"), key=lambda path: path.stat().st_size)
     if not assignments:
         return None, None
@@ -145,14 +132,8 @@ def _main_module(folder: Path) -> tuple[str | None, str | None]:
 
 
 def heap_bytes(buffer_assignment: str | None) -> int | None:
-    """Bytes per device of the heap: device memory for neither arguments, results nor constants.
-
-    - `buffer_assignment`: the text that `compile_with_dump` returns.
-
-    The heap is every allocation `preallocated-temp` of colour 0; on-chip memory, semaphores and
-    host memory have other colours. A program that needs no heap has 0. None means that the text
-    holds no allocations.
-    """
+    """Bytes per device of the heap: every allocation `preallocated-temp` of colour 0 in the text
+    that `compile_with_dump` returns. None means that the text holds no allocations."""
     allocations = _ALLOCATION.findall(buffer_assignment or "")
     if not allocations:
         return None
@@ -164,6 +145,6 @@ def heap_bytes(buffer_assignment: str | None) -> int | None:
 
 
 def _color(description: str) -> int:
-    """Memory space of an allocation; the compiler does not print colour 0."""
+    # The compiler does not print colour 0.
     color = _COLOR.search(description)
     return int(color.group(1)) if color else 0

@@ -26,7 +26,6 @@ def dropped_arguments(compiled: jax.stages.Compiled) -> list[str]:
 
 
 def in_no_figure(count: int) -> str:
-    """That arguments were dropped, in words."""
     which, them = (f"{count} arguments are", "them") if count > 1 else ("1 argument is", "it")
     return f"{which} in no figure, since the program does not read {them}"
 

@@ -44,12 +44,8 @@ CAPTURED = (
 
 @contextlib.contextmanager
 def lowered_for_other_devices(name: str, program: ClosedJaxpr) -> Iterator[None]:
-    """A context to lower a program in, which raises InputError for shardings of its own.
-
-    It also does so for a constant without a value.
-
-    - `name`: of the function that the program was traced from.
-    """
+    """A context to lower a program in, which raises InputError for shardings of its own, and for a
+    constant without a value."""
     try:
         yield
     except TypeError as error:

@@ -20,7 +20,6 @@ def mesh_on(mesh: AnyMesh, devices: Sequence[jax.Device]) -> Mesh | None:
 
     - `mesh`: a JAX mesh, of which only the axes count, or a text or a `MeshConfig`, which gives a
       mesh with the axes of this project in auto mode.
-    - `devices`: the devices to lay it over, in order.
 
     Raises InputError for what is no mesh, and when there are not enough devices.
     """
@@ -81,10 +80,7 @@ def placed_on(leaf: Any, mesh: Mesh | None, device: jax.Device) -> jax.sharding.
 
 
 def check_places(arguments: object, mesh: Mesh | AbstractMesh) -> None:
-    """Raises InputError unless arrays are sharded over axes of a mesh, of the same sizes.
-
-    - `arguments`: a pytree of arrays or of `jax.ShapeDtypeStruct`.
-    """
+    """Raises InputError unless arrays are sharded over axes of a mesh, of the same sizes."""
     for leaf in jax.tree.leaves(arguments):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding):
@@ -93,11 +89,8 @@ def check_places(arguments: object, mesh: Mesh | AbstractMesh) -> None:
 
 
 def _check_axes(spec: P, own: Mapping[str, int], sizes: Mapping[str, int]) -> None:
-    """Raises InputError unless the axes of a spec have the sizes on a mesh that they are for.
-
-    - `own`: the axes of the mesh that the spec is for.
-    - `sizes`: the axes of the mesh that it goes to.
-    """
+    """Raises InputError unless the axes of a spec have the sizes on a mesh (`sizes`) that they are
+    for."""
     for axis in sorted(spec_axes(spec)):
         if axis not in sizes:
             raise InputError(
@@ -116,11 +109,7 @@ def _check_axes(spec: P, own: Mapping[str, int], sizes: Mapping[str, int]) -> No
 def check_splits(
     what: str, shape: Sequence[int], entries: Iterable[object], sizes: Mapping[str, int]
 ) -> None:
-    """Raises InputError unless each axis of an array splits evenly over its axes of the mesh.
-
-    - `entries`: the mesh axes of each axis, as in a `PartitionSpec`.
-    - `sizes`: of the axes of the mesh.
-    """
+    """Raises InputError unless each axis of an array splits evenly over its axes of the mesh."""
     for size, entry in zip(shape, entries, strict=False):
         names = sorted(spec_axes(P(entry)))
         over = ",".join(f"{name}={sizes[name]}" for name in names)

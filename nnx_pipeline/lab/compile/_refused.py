@@ -24,12 +24,9 @@ _HERMITIAN = ", or take jnp.linalg.eigh where the matrix is Hermitian"
 
 @contextlib.contextmanager
 def lowered_without_devices(program: ClosedJaxpr, platform: Platform) -> Iterator[None]:
-    """A context to lower a program in, which raises InputError for what JAX cannot lower there.
-
-    That is a callback to Python in a program for NVIDIA, which JAX lowers only where it sees a GPU;
-    `eig`, for which it asks cuSOLVER on such a GPU; and a primitive that it does not lower for the
-    platform at all.
-    """
+    """A context to lower a program in, which raises InputError for what JAX cannot lower there: a
+    callback to Python in a program for NVIDIA, `eig` there, for which it asks cuSOLVER on such a
+    GPU, and a primitive that it does not lower for the platform at all."""
     if platform.kind == "cuda":
         for equation in equations_of(program):
             if name := _CALLBACKS.get(equation.primitive.name):
@@ -57,10 +54,7 @@ def _line(program: ClosedJaxpr, primitive: str) -> str:
 
 
 def _path(program: Jaxpr, primitive: str) -> list[JaxprEqn]:
-    """The first equation of a primitive and those around it, innermost first; [] for none.
-
-    A function that JAX jits itself does not record who calls it; the equation of the call does.
-    """
+    """The first equation of a primitive and those around it, innermost first; [] for none."""
     for equation in program.eqns:
         if equation.primitive.name == primitive:
             return [equation]

@@ -19,17 +19,11 @@ _KINDS = {"xla_tpu_": "tpu", "xla_gpu_": "cuda", "xla_cpu_": "cpu"}
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of a compiler.
+    """One setting of a compiler."""
 
-    - `name`: its name, such as `xla_tpu_scoped_vmem_limit_kib`.
-    - `value`: True or False, or any other value as text, which every compiler reads as the number
-      or text that it needs. For truth values some take nothing but a bool.
-    - `of_set`: the set that it is from, "" where the user gave it.
-    """
-
-    name: str
-    value: bool | str
-    of_set: str = ""
+    name: str  # such as `xla_tpu_scoped_vmem_limit_kib`
+    value: bool | str  # some take nothing but a bool for truth values; numbers are texts
+    of_set: str = ""  # the set that it is from, "" where the user gave it
 
     def __str__(self) -> str:
         return written({self.name: self.value})
@@ -49,12 +43,10 @@ def flag_sets() -> dict[str, list[str]]:
 
 
 def parse_settings(*layers: Sequence[str]) -> tuple[Setting, ...]:
-    """The settings that texts such as `xla_tpu_use_x=true` or `@host_offload_flags` give.
+    """The settings that texts such as `xla_tpu_use_x=true` or `@host_offload_flags` give, by name.
 
-    - `layers`: the texts of all arms, then those of one arm, whose settings win.
-
-    A setting that is given itself wins over one of a set in the same layer. The result is in the
-    order of the names, so that the same settings are the same value.
+    - `layers`: the texts of all arms, then those of one arm, whose settings win. Within a layer a
+      setting that is given itself wins over one of a set.
 
     Raises InputError for a text of another form, for an unknown set, and for a setting that one
     layer gives two values.
@@ -69,12 +61,8 @@ def parse_settings(*layers: Sequence[str]) -> tuple[Setting, ...]:
 
 
 def check_kind(settings: Iterable[Setting], kind: str, platform: str) -> None:
-    """Raises InputError for a setting that is for another kind of platform, or that the lab needs.
-
-    - `settings`: what the user set.
-    - `kind`: of the platform, as `Platform.kind`; for `local` nothing is known.
-    - `platform`: its whole name, for the message.
-    """
+    """Raises InputError for a setting that is for another kind of platform, or that the lab needs;
+    of the kind `local` nothing is known."""
     for one in settings:
         if one.name.startswith("xla_dump"):
             raise InputError(

@@ -1,9 +1,6 @@
-"""Writes out the tables of integers in the text of a compiled program.
-
-The text of a program has `{...}` in the place of every constant of more than ten entries. Those of
-which a loop reads one entry in each trip choose branches (see `lab.hlo.branches`), so that without
-them nothing would tell how often each branch runs. The program in its binary form has them.
-"""
+"""Writes out the tables of integers in the text of a compiled program. The text has `{...}` in the
+place of every constant of more than ten entries. Tables of which a loop reads one entry in each
+trip choose branches (`_hlo.branches`). The program in its binary form has them."""
 
 from __future__ import annotations
 
@@ -45,13 +42,9 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
 
 
 def with_tables(text: str, compiled: jax.stages.Compiled) -> str:
-    """The text of a program with its tables of integers, where it has branches to choose.
-
-    - `text`: `compiled.as_text()`.
-
-    A table has one axis, and no more entries than the trips that `branch_shares` goes through. The
-    text stays as it is where the runtime does not give the program in its binary form.
-    """
+    """The text of a program with its tables of integers, where it has branches to choose. A table
+    has one axis, and no more entries than `MOST_TRIPS`. The text stays as it is where the runtime
+    does not give the program in its binary form."""
     executable: Any = compiled.runtime_executable()
     wanted = {one[2] for one in _LEFT_OUT.finditer(text) if int(one[3]) <= MOST_TRIPS}
     if " conditional(" not in text or not wanted or executable is None:

@@ -45,14 +45,15 @@ class Measurement:
     - `config`: what was compiled: the config, or the function and the shapes of its arguments.
     - `memory`: bytes per device, as the compiler reports them.
     - `flops`: floating-point operations of all matrix products, per device and step; None if they
-      are not known of every product.
+      are not known of every product. `known_flops`: those of the products that can be read.
     - `xla_flops`, `bytes_accessed`: from XLA's own cost analysis; None where there is none.
-    - `collectives`: `ops`, `executed` and `bytes` of each kind, see `hlo.cost.collective_counts`.
+    - `collectives`: `ops`, `executed` and `bytes` (of the results, per device) of each kind, per
+      step.
     - `seconds`: how long each phase took, such as `trace`, `lower` and `compile`.
-    - `versions`: the version of each package that decides what the compiler does; for the platform
-      `local` also the kind of `device`.
-    - `hlo`: the compiled program as text; empty for a measurement from a cache.
-    - `kept_fingerprint`: the fingerprint of the program, which a cache keeps instead of `hlo`.
+    - `versions`: of each package that decides what the compiler does; for `local` also the kind of
+      `device`.
+    - `hlo`: the compiled program as text; empty for a measurement from a cache, which keeps its
+      `kept_fingerprint` instead.
     - `attribution`: what the heap holds at its peak; None where the compiler wrote no buffer
       assignment.
     - `assigned`: what lies in device memory outside the heap; None in the same case.
@@ -60,12 +61,11 @@ class Measurement:
     - `device_memory_bytes`: the memory of one device; None where that is not known. The NVIDIA
       compiler also compiles programs that are larger.
     - `gemm`: what NVIDIA's matrix products become, see `Platform`; None on other platforms.
-    - `xla`: the settings of the compiler that the user gave, by name.
-    - `xla_left_out`: the settings of a named set that this compiler does not take.
+    - `xla`, `xla_left_out`: the settings of the compiler that the user gave, by name; those of a
+      named set that this compiler does not take.
     - `trace_host_bytes`: the most bytes that Python held on the host while the program was traced,
       in experiments that are about this figure.
     - `measured`: when, in ISO format, if the measurement comes from a cache.
-    - `known_flops`: operations of the matrix products that can be read.
     - `unread`: parts of the program that are missing from the figures that each entry names.
     - `notes`: what was declared and is not in the program, and what a figure counts beyond what
       runs, one sentence each.
@@ -129,9 +129,7 @@ class Measurement:
     @property
     def needed_bytes(self) -> int:
         """Bytes per device that must fit: the account, or the best that is known in its place.
-
-        Without a buffer assignment temp stands for the heap, and constants are not counted.
-        """
+        Without a buffer assignment temp stands for the heap, and constants are not counted."""
         memory = self.memory
         if memory.account_bytes is not None:
             return memory.account_bytes
@@ -180,13 +178,8 @@ class Measurement:
 
     @classmethod
     def from_cache(cls, value: Mapping[str, Any], measured: str | None) -> "Measurement":
-        """The inverse of `to_cache`.
-
-        - `value`: what `to_cache` returned.
-        - `measured`: when that was stored, in ISO format.
-
-        Raises KeyError or TypeError for a value that `to_cache` has not written.
-        """
+        """The inverse of `to_cache`; `measured` is when that was stored, in ISO format. Raises
+        KeyError or TypeError for a value that `to_cache` has not written."""
         rows, assigned = value["attribution"], value["assigned"]
         changed = {
             "memory": Memory(**value["memory"]),
@@ -215,30 +208,21 @@ class _Read(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Lowered:
-    """A lowered program, which any thread can compile and measure.
-
-    - `program`: the program.
-    - `one_line`: see `called_from_one_line`.
-    - `constraints`: see `constraints_of`.
-    - `links`: the devices and their links; None where nothing is known of them.
-    - `platform`, `clock`, `mesh`, `config`: as for `lower_traced`.
-    """
+    """A lowered program, which any thread can compile and measure."""
 
     program: jax.stages.Lowered
-    one_line: frozenset[str]
+    one_line: frozenset[str]  # `called_from_one_line`
     constraints: tuple[Constraint, ...]
-    links: Links | None
+    links: Links | None  # None where nothing is known of the devices
     platform: Platform
     clock: "Clock"
     mesh: dict[str, int]
     config: dict[str, Any]
 
     def measure(self) -> Measurement:
-        """Compiles the program and measures it.
-
-        A program that the TPU compiler refuses as too large has the figures that do not need the
-        rest of its work. Raises what the compiler raises for every other reason.
-        """
+        """Compiles the program and measures it. A program that the TPU compiler refuses as too
+        large has the figures that do not need the rest of its work. Raises what the compiler raises
+        for every other reason."""
         platform, clock = self.platform, self.clock
         with clock("compile", f"compiling for {platform}"):
             compiled, text, applied, left_out = compile_with_settings(self.program, platform)
@@ -283,10 +267,8 @@ class Lowered:
         return _Read(hlo, program, memory, _cost_analysis(compiled), notes)
 
     def _refused(self, refused: TooLarge, text: str | None) -> _Read:
-        """What is known of a program that the compiler refused when it had placed all buffers.
-
-        It stopped before it counted the cycles, so that there is no estimate of the time.
-        """
+        """What is known of a program that the compiler refused when it had placed all buffers. It
+        stopped before it counted the cycles, so that there is no estimate of the time."""
         program = read_program(refused.hlo, text, None, self.one_line, None, self.constraints)
         heap, assigned = heap_bytes(text), program.assigned
         if heap is None or assigned is None:
@@ -307,15 +289,8 @@ def lower_traced(
     mesh: dict[str, int],
     config: dict[str, Any],
 ) -> Lowered:
-    """Lowers a traced program; to be called under its mesh.
-
-    - `traced`: the program, as `jax.jit(...).trace` gives it.
-    - `platform`: what to compile for.
-    - `clock`: times the phases and reports them.
-    - `mesh`, `config`: what the measurement records under these names.
-
-    Raises InputError as `lowered_without_devices` does.
-    """
+    """Lowers a traced program; to be called under its mesh. `mesh` and `config` are what the
+    measurement records. Raises InputError as `lowered_without_devices` does."""
     with lowered_without_devices(traced.jaxpr, platform), clock("lower", "lowering it"):
         program = traced.lower()
     return Lowered(
@@ -362,7 +337,7 @@ def _memory(analysis: Any, heap: int | None, buffers: Assigned | None) -> Memory
 
 
 def _cost_analysis(compiled: Any) -> dict[str, float]:
-    """The figures of XLA's own cost analysis; the deviceless NVIDIA compiler has none."""
+    # The deviceless NVIDIA compiler has none.
     costs = compiled.cost_analysis()
     if isinstance(costs, list):
         costs = costs[0] if costs else None
@@ -375,12 +350,8 @@ def _versions(platform: Platform) -> dict[str, str | None]:
 
 
 class Clock:
-    """Times named phases, used as `with clock("lower", "lowering it"):`.
-
-    - `progress`: called with the second text when a phase begins.
-
-    `seconds` holds the duration of each phase by its name.
-    """
+    """Times named phases, used as `with clock("lower", "lowering it"):`; `progress` is called with
+    the second text. `seconds` holds the duration of each phase by its name."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress

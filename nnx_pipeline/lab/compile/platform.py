@@ -1,10 +1,8 @@
 """Platforms to compile for: real devices, virtual CPU devices, or a compiler without devices.
 
 How a compiler works without devices (JAX 0.10 to 0.12): a topology of `libtpu` or of the CUDA
-plugin gives device objects from which a mesh can be built. Lowering and compiling work for such a
-mesh, running does not.
-
-JAX is imported only where devices are asked for: what names a platform is checked without it.
+plugin gives device objects from which a mesh can be built. Programs for it can be lowered and
+compiled, not run. JAX is imported only where devices are asked for.
 """
 
 from __future__ import annotations
@@ -101,10 +99,9 @@ class Platform:
     def parse(cls, text: str, *settings: str) -> Platform:
         """Reads a platform from a text such as `cpu`, `local`, `tpu:v5p:2x2x2` or `cuda:h100:8`.
 
-        - `text`: the platform.
-        - `settings`: settings of its compiler, `NAME=VALUE` or `@SET` each, see `parse_settings`.
+        - `settings`: settings of its compiler, `NAME=VALUE` or `@SET` each.
 
-        Raises InputError for any other text, and as `with_settings` does.
+        Raises InputError for any other text, and for a setting that would do nothing there.
         """
         return cls._parsed(text).with_settings(parse_settings(settings))
 
@@ -141,12 +138,9 @@ class Platform:
         return cls(kind, target, topology)
 
     def with_settings(self, settings: tuple[Setting, ...]) -> Platform:
-        """The same platform with these settings of its compiler, which win over its own.
-
-        - `settings`: as `parse_settings` gives them.
-
-        Raises InputError for a setting that would do nothing on this platform.
-        """
+        """The same platform with these settings of its compiler, as `parse_settings` gives them,
+        which win over its own. Raises InputError for a setting that would do nothing on this
+        platform."""
         check_kind(settings, self.kind, str(self))
         return replace(self, xla=settings, gemm=gemm_of(settings) or self.gemm)
 
@@ -171,10 +165,9 @@ class Platform:
         - `needed`: how many virtual CPU devices the process must have: on `cpu` they are the
           result, and with a compiler without devices they are there for other work.
 
-        Sets process-wide JAX options, so it must be called before anything runs on a device.
-
-        Raises InputError when the compiler has the wrong version or does not know the topology,
-        and MissingCompiler when it is not installed.
+        Sets process-wide JAX options, so it must be called before anything runs on a device. Raises
+        InputError when the compiler has the wrong version or does not know the topology, and
+        MissingCompiler when it is not installed.
         """
         import jax
 
@@ -205,10 +198,8 @@ class Platform:
         return None if size is None else int(size * 2**30)
 
     def versions(self) -> dict[str, str]:
-        """The versions of the packages that decide what the compiler does; "" if not installed.
-
-        Of the devices that JAX sees it also has the kind, as the entry `device`.
-        """
+        """The versions of the packages that decide what the compiler does, "" if not installed; of
+        the devices that JAX sees also the kind, as the entry `device`."""
         seen = {"device": _local_devices()[0].device_kind} if self.kind == "local" else {}
         names = ["jax", "jaxlib", "flax"]
         of_cuda = ["jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-cudnn-cu13"]
@@ -217,12 +208,8 @@ class Platform:
 
 
 def default_platform(devices: int, *, on_mesh: bool) -> tuple[str, str]:
-    """The platform to compile for where none is named, and why.
-
-    - `devices`: of the mesh.
-    - `on_mesh`: whether the program needs a mesh also on one device; without one it is for one chip
-      of any slice.
-    """
+    """The platform to compile for where none is named, and why. Without a mesh (`on_mesh`) a
+    program on one device is for one chip of any slice."""
     why = "as its compiler is installed"
     if _version("libtpu") and _matches(_version("libtpu"), _required("tpu", "libtpu")):
         if topology := _V5P.get(devices if on_mesh or devices > 1 else min(_V5P)):
@@ -260,10 +247,8 @@ def _use_virtual_cpus(needed: int) -> None:
 
 
 def _local_devices() -> Sequence[jax.Device]:
-    """The devices that JAX sees. A plugin that finds none of its kind is told in one line.
-
-    JAX logs such a plugin with a traceback, and libtpu asks for a machine that is not there.
-    """
+    """The devices that JAX sees. JAX logs a plugin that finds none of its kind with a traceback,
+    which is left out here, and libtpu asks for a machine that is not there."""
     import jax
 
     if not any(Path("/dev").glob("accel*")) and not Path("/dev/vfio").exists():
