@@ -341,7 +341,7 @@ MUTATIONS = (
         "test_compiler_settings",
     ),
     Mutation(
-        "nnx_pipeline/lab/compile/_accepted.py",
+        "nnx_pipeline/lab/compile/_compiler.py",
         "if not setting.of_set:",
         "if False:",
         "test_compiler_settings",
@@ -455,13 +455,13 @@ MUTATIONS = (
         "test_hlo",
     ),
     Mutation(
-        "nnx_pipeline/lab/_hlo/branches.py",
+        "nnx_pipeline/lab/_hlo/loops.py",
         "        if choice is None:\n            return None\n",
         "        if choice is None:\n            continue\n",
         "test_branches",
     ),
     Mutation(
-        "nnx_pipeline/lab/_hlo/branches.py",
+        "nnx_pipeline/lab/_hlo/loops.py",
         "found[key] = shares if found.get(key, shares) == shares else None",
         "found[key] = shares",
         "test_branches",

@@ -13,7 +13,7 @@ from nnx_pipeline.lab._tracing.calls import Call, Traced, trace, traced_afresh
 from nnx_pipeline.lab._tracing.nnx_state import name_of, without_repeats
 from nnx_pipeline.lab.comparison.outcome import Outcome, Question, compare_measurements
 from nnx_pipeline.lab.compile._functions import abstract_arguments, called_with, check_sizes
-from nnx_pipeline.lab.compile._own_shardings import lowered_for_other_devices
+from nnx_pipeline.lab.compile._lowering import lowered_for_other_devices
 from nnx_pipeline.lab.compile._places import AnyMesh, memory_kind, mesh_on
 from nnx_pipeline.lab.compile.measure import Clock, Measurement, Progress, lower_traced
 from nnx_pipeline.lab.compile.platform import Platform

@@ -600,14 +600,14 @@ def test_bad_input_ends_with_2(run: Run, words: tuple[str, ...], message: str) -
 
 def test_without_a_buffer_assignment(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a program from JAX's compilation cache."""
-    from nnx_pipeline.lab.compile import _accepted as accepted
+    from nnx_pipeline.lab.compile import _compiler as compiler
 
-    plain = accepted.compile_with_dump
+    plain = compiler.compile_with_dump
 
     def without(lowered: Any, *_: Any) -> tuple[Any, None]:
         return plain(lowered)[0], None
 
-    monkeypatch.setattr(accepted, "compile_with_dump", without)
+    monkeypatch.setattr(compiler, "compile_with_dump", without)
     words = ("own_functions:tall", "--arg", "float32[1024]", "--arg", "bfloat16[512,1024]")
     ended = run("memory", *words)
     assert ended.code == 1

@@ -16,8 +16,7 @@ from nnx_pipeline.config._overrides import apply_overrides
 from nnx_pipeline.experiments._arms import Program
 from nnx_pipeline.experiments._programs import prepare
 from nnx_pipeline.lab import api as lab
-from nnx_pipeline.lab._hlo.branches import branch_shares
-from nnx_pipeline.lab._hlo.loops import executions
+from nnx_pipeline.lab._hlo.loops import branch_shares, executions
 from nnx_pipeline.lab._hlo.module import parse
 from nnx_pipeline.lab.compile._tables import with_tables
 from nnx_pipeline.lab.compile.measure import Measurement

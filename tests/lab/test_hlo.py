@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 from nnx_pipeline.lab._hlo import cost as hlo_cost
 from nnx_pipeline.lab._hlo import loops as hlo_loops
 from nnx_pipeline.lab._hlo import module as hlo
-from nnx_pipeline.lab._hlo.branches import branch_shares
-from nnx_pipeline.lab.compile import _heap as heap
+from nnx_pipeline.lab._hlo.loops import branch_shares
+from nnx_pipeline.lab.compile import _compiler as heap
 
 # ---- snippets --------------------------------------------------------------------------------
 

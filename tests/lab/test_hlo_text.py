@@ -8,8 +8,8 @@ from hlo_texts import SPLASH, Printer, matmul_flops, with_line_breaks
 from nnx_pipeline.lab._hlo import cost as hlo_cost
 from nnx_pipeline.lab._hlo import loops as hlo_loops
 from nnx_pipeline.lab._hlo import module as hlo
+from nnx_pipeline.lab._hlo.cost import Unread, unknown_opcodes
 from nnx_pipeline.lab._hlo.dataflow import Flow
-from nnx_pipeline.lab._hlo.unread import Unread, unknown_opcodes
 from nnx_pipeline.lab.attribution._origins import Origins
 from nnx_pipeline.lab.attribution._roles import Roles
 from nnx_pipeline.lab.compile._figures import read_program

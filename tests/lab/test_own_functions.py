@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_pipeline import InputError, MeshConfig, lab
+from nnx_pipeline.lab.compile._compiler import compile_with_dump
 from nnx_pipeline.lab.compile._functions import (
     abstract_arguments,
     arguments_of,
@@ -29,7 +30,6 @@ from nnx_pipeline.lab.compile._functions import (
     name_of,
     parse_argument,
 )
-from nnx_pipeline.lab.compile._heap import compile_with_dump
 from nnx_pipeline.lab.compile._places import mesh_on
 from nnx_pipeline.lab.lint import Limits, lint
 

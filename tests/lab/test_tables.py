@@ -8,7 +8,7 @@ import pytest
 from page_examples import TIME, attribution, measurement, outcome
 from rich.console import Console, RenderableType
 
-from nnx_pipeline.lab._hlo.unread import Unread
+from nnx_pipeline.lab._hlo.cost import Unread
 from nnx_pipeline.lab._report import tables as report
 from nnx_pipeline.lab._report.memory_tables import difference_view, memory_view
 from nnx_pipeline.lab._report.sweep_table import COLUMNS, sweep_view

@@ -17,11 +17,10 @@ from nnx_pipeline.experiments._useful import bubble_share, flops_per_token, usef
 from nnx_pipeline.lab._hlo.loops import executions
 from nnx_pipeline.lab._hlo.module import Instruction, parse
 from nnx_pipeline.lab._report.time_table import basis_of, estimated
-from nnx_pipeline.lab._timing.collectives import groups_of, pairs_of
 from nnx_pipeline.lab._timing.cost import KERNEL_EFFICIENCY
 from nnx_pipeline.lab._timing.devices import DEVICES, Device, device_of
 from nnx_pipeline.lab._timing.estimate import Estimate
-from nnx_pipeline.lab._timing.links import Links
+from nnx_pipeline.lab._timing.links import Links, groups_of, pairs_of
 from nnx_pipeline.lab._timing.precision import ProductPrecision, product_rate
 from nnx_pipeline.lab._timing.result import KEYS, Time
 from nnx_pipeline.lab.compile.measure import Measurement

@@ -14,7 +14,7 @@ import too_large
 from helpers import Run, missing
 
 from nnx_pipeline import lab
-from nnx_pipeline.lab.compile._heap import compile_with_dump
+from nnx_pipeline.lab.compile._compiler import compile_with_dump
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.compile.platform import Platform
 from nnx_pipeline.lab.pytest_plugin.assertions import MemoryExceeded

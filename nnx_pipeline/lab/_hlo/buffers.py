@@ -14,8 +14,6 @@ The instruction sequence lists the whole program in one order, loop bodies inclu
 a pair of positions in that sequence, both inclusive.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ loop's state. Most instructions that own a large buffer compute nothing, but pas
 one computed. This module knows how each kind passes a value on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cached_property
 

@@ -5,8 +5,6 @@ figure needs is kept as text. All compilers print the same language; `Scanner` f
 end. Text that cannot be parsed raises ValueError with the line.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import math
@@ -15,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from nnx_pipeline.lab._hlo.frames import Frames
-from nnx_pipeline.lab._hlo.text import COMMENT, Scanner, split_at_commas
+from nnx_pipeline.lab._hlo.text import COMMENT, Frames, Scanner, split_at_commas
 from nnx_pipeline.lab._tracing.installed import Frame
 
 _ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\](?:\{[^{}]*?S\((\d+)\)[^{}]*\})?")

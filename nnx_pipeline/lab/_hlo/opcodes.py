@@ -1,7 +1,5 @@
 """The opcodes of HLO that the modules of `lab.hlo` know, grouped by what they do."""
 
-from __future__ import annotations
-
 # They run the computation that they call once.
 RUNS = frozenset({"async", "call", "fusion"})
 # They apply a computation to each element, or to two at a time: it holds nothing that is counted.

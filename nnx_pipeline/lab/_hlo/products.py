@@ -2,8 +2,6 @@
 is a dot, a convolution (the TPU compiler writes every product as one), a library call whose
 attributes say what it multiplies, or a kernel written by hand, by what it states."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -15,8 +15,6 @@ A copy to or from the memory of the host, or an update or a slice of an array th
 it takes what it moves at the rate of the way to the host (`Costs.transfer`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,8 +23,8 @@ from typing import Literal
 from nnx_pipeline.lab._hlo.module import Computation, Instruction, Module, Shape
 from nnx_pipeline.lab._hlo.opcodes import PRODUCTS, TRANSFERS, is_known, plain
 from nnx_pipeline.lab._hlo.products import flops_of, is_hand_written, stated_cost
-from nnx_pipeline.lab._timing.collectives import called_inside, collectives_in
 from nnx_pipeline.lab._timing.devices import Device
+from nnx_pipeline.lab._timing.links import called_inside, collectives_in
 from nnx_pipeline.lab._timing.precision import precision_of, precisions_of_kernel, product_rate
 from nnx_pipeline.lab._timing.schedule import Transfer, Way
 from nnx_pipeline.lab._timing.traffic import LIBRARY, UPDATE, Traffic

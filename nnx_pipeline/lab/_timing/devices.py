@@ -20,8 +20,6 @@ All rates are per device, which is a chip (a TPU v5p with both of its cores). So
   Your Model" (2025) gives 16 to 32 GB/s for a chip; the lower one stands here for all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

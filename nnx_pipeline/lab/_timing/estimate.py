@@ -1,21 +1,16 @@
 """Estimates the time of a compiled program from its text."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from nnx_pipeline.lab._hlo.branches import Shares, branch_shares
-from nnx_pipeline.lab._hlo.cost import collective_of
-from nnx_pipeline.lab._hlo.loops import Runs, loop_trips
+from nnx_pipeline.lab._hlo.cost import Unread, collective_of, unread
+from nnx_pipeline.lab._hlo.loops import Runs, Shares, branch_shares, loop_trips
 from nnx_pipeline.lab._hlo.module import Computation, Instruction, Module
 from nnx_pipeline.lab._hlo.opcodes import plain
-from nnx_pipeline.lab._hlo.unread import Unread, unread
-from nnx_pipeline.lab._timing.collectives import called_inside, collectives_in, groups_of, pairs_of
 from nnx_pipeline.lab._timing.cost import Cost, Costs, done_of
-from nnx_pipeline.lab._timing.links import Links
+from nnx_pipeline.lab._timing.links import Links, called_inside, collectives_in, groups_of, pairs_of
 from nnx_pipeline.lab._timing.result import Pass, Time, TimeRow
 from nnx_pipeline.lab._timing.schedule import BusySeconds, ScheduleWalk
 from nnx_pipeline.lab._tracing.jaxpr import RECOMPUTED

@@ -1,7 +1,5 @@
 """How fast a device multiplies, by what a program asks of a product."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import re

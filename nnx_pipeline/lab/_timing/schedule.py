@@ -20,9 +20,9 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from nnx_pipeline.lab._hlo.branches import Shares
+from nnx_pipeline.lab._hlo.loops import Shares
 from nnx_pipeline.lab._hlo.module import Computation, Instruction, Module
-from nnx_pipeline.lab._timing.collectives import collectives_in
+from nnx_pipeline.lab._timing.links import collectives_in
 
 _CHAIN = re.compile(r'chain_id=\s*"(\d+)"')
 

@@ -5,8 +5,6 @@ reads its table once where it makes more than the table has, and a scatter write
 fusion this holds of what lies between an argument and a slice of it, too, and of fusions in it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

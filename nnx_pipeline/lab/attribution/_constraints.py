@@ -8,8 +8,6 @@ result, since they may need their operands elsewhere for themselves. A collectiv
 operation's own.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

@@ -18,8 +18,6 @@ argument or a buffer not yet written to, takes the line of the first instruction
 3. The value's own line, whatever it is, or else that of the loop.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict, deque
 from collections.abc import Iterable

@@ -40,7 +40,7 @@ def attribute(
     byte that it needs at any time.
 
     `other` has a row for each other memory space of the device, at its full size, and one for the
-    rest of `temp_bytes`, which is negative where temp is less than the sum (see `_heap`).
+    rest of `temp_bytes`, which is negative where temp is less than the sum (see `_compiler`).
     `constants` and `in_outputs` are in device memory too, but not in the heap (see `account`).
     """
     values = [_Slot(part.number, value) for part in buffers.heap for value in part.values]

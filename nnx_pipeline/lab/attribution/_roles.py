@@ -42,8 +42,6 @@ largest (a part along stacked dimensions). In rules 3 and 4, one of the sizes ma
 of the argument's (a dimension that is gathered).
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from functools import cached_property

@@ -21,7 +21,7 @@ from nnx_pipeline.lab._files import local
 from nnx_pipeline.lab._tracing.calls import Call, calls_pmap_inside
 from nnx_pipeline.lab._tracing.jaxpr import is_pmap
 from nnx_pipeline.lab._tracing.nnx_state import Tree, holds_itself, name_of, without_repeats
-from nnx_pipeline.lab.compile._own_shardings import CAPTURED, PMAP
+from nnx_pipeline.lab.compile._lowering import CAPTURED, PMAP
 from nnx_pipeline.lab.compile._places import check_splits, placed_on
 from nnx_pipeline.lab.errors import InputError, counted, described, nearest, shown
 

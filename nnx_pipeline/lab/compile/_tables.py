@@ -1,8 +1,6 @@
 """Writes out the tables of integers in the text of a compiled program. The text has `{...}` in the
 place of every constant of more than ten entries. Tables of which a loop reads one entry in each
-trip choose branches (`_hlo.branches`). The program in its binary form has them."""
-
-from __future__ import annotations
+trip choose branches (`_hlo.loops`). The program in its binary form has them."""
 
 import functools
 import re
@@ -13,7 +11,7 @@ import jax
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from nnx_pipeline.lab._hlo.branches import MOST_TRIPS
+from nnx_pipeline.lab._hlo.loops import MOST_TRIPS
 
 _LEFT_OUT = re.compile(
     r"^(\s*(?:ROOT )?%?([\w.$-]+) = (?:pred|[su](?:8|16|32|64))\[(\d+)\]\S* constant\()\{\.\.\.\}",

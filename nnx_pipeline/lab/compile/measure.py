@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from nnx_pipeline.lab._hlo.cost import Unread
 from nnx_pipeline.lab._hlo.module import fingerprint
-from nnx_pipeline.lab._hlo.unread import Unread
 from nnx_pipeline.lab._timing.devices import device_of
 from nnx_pipeline.lab._timing.links import Links
 from nnx_pipeline.lab._timing.result import KEYS, Time
@@ -20,16 +20,16 @@ from nnx_pipeline.lab._tracing.jaxpr import called_from_one_line
 from nnx_pipeline.lab.attribution._floor import Floor
 from nnx_pipeline.lab.attribution._result import Attribution
 from nnx_pipeline.lab.attribution.account import Account, Assigned, Memory
-from nnx_pipeline.lab.compile._accepted import compile_with_settings
-from nnx_pipeline.lab.compile._figures import ProgramFigures, read_program
-from nnx_pipeline.lab.compile._heap import TooLarge, heap_bytes
-from nnx_pipeline.lab.compile._notes import (
+from nnx_pipeline.lab.compile._compiler import TooLarge, compile_with_settings, heap_bytes
+from nnx_pipeline.lab.compile._figures import (
+    ProgramFigures,
     dropped_arguments,
     in_no_figure,
     lost_donations,
+    read_program,
     scratch_at_run_time,
 )
-from nnx_pipeline.lab.compile._refused import lowered_without_devices
+from nnx_pipeline.lab.compile._lowering import lowered_without_devices
 from nnx_pipeline.lab.compile._tables import with_tables
 from nnx_pipeline.lab.compile.platform import Platform
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from nnx_pipeline.lab._hlo.unread import Unread
+from nnx_pipeline.lab._hlo.cost import Unread
 from nnx_pipeline.lab._report.view.figures import GEMM_NAMES, compiler, megabytes
 from nnx_pipeline.lab.comparison._numerics import Numerics
 from nnx_pipeline.lab.comparison.outcome import Outcome
