@@ -83,12 +83,12 @@ metadata={op_name="out" stack_frame_id=1}
     call = only(module, "d")
     assert call.operands == ("p", "c")
     assert call.shapes == (hlo.Shape("f32", (8,)),)
-    assert (call.op_name, call.source_file, call.source_line) == ('jit(f)/"quoted", (', "a.py", 7)
+    assert (call.op_name, *call.frames[0][:2]) == ('jit(f)/"quoted", (', "a.py", 7)
     assert call.attributes["backend_config"] == '{"a":{"b":"}, c=("},"n":["1"]}'
     root = only(module, "t")
     assert root.shapes == (hlo.Shape("bf16", (2, 3)), hlo.Shape("s32", ()))
     assert root.result_bytes == 16
-    assert (root.source_file, root.source_line) == ("/src/model {a}.py", 12)
+    assert root.frames[0][:2] == ("/src/model {a}.py", 12)
 
 
 def test_operands_may_carry_types_or_no_percent_sign() -> None:
@@ -754,8 +754,7 @@ def test_compiled_metadata_names_this_file(devices: np.ndarray) -> None:
     instructions = [i for c in module.computations.values() for i in c.instructions.values()]
     product = next(i for i in instructions if i.opcode in ("dot", "convolution"))
     assert "dot_general" in (product.op_name or "")
-    assert product.source_file == __file__
-    assert product.source_line is not None
+    assert product.frames[0][0] == __file__
 
 
 def test_heap_of_compiled_programs(platform: str, devices: np.ndarray) -> None:

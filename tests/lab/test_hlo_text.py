@@ -96,7 +96,7 @@ ENTRY main.1 (a: (f32[2],
     assert found.instructions["a"].shapes == (hlo.Shape("f32", (2,)), hlo.Shape("s32", ()))
     result = found.instructions["r"]
     assert result.operands == ("a", "a")
-    assert (result.op_name, result.source_file, result.source_line) == ("r", "/m.py", 3)
+    assert (result.op_name, *result.frames[0][:2]) == ("r", "/m.py", 3)
 
 
 def test_an_operand_may_be_an_element_of_a_tuple() -> None:

@@ -6,8 +6,6 @@ per device and per step; None is what the text does not tell, as for a loop whos
 data.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nnx_pipeline.lab._hlo.integers import PASSES_ON
-from nnx_pipeline.lab._hlo.loops import Runs, Shares, executions
+from nnx_pipeline.lab._hlo.loops import Runs, Shares, executions, running
 from nnx_pipeline.lab._hlo.module import Computation, Instruction, Module
 from nnx_pipeline.lab._hlo.opcodes import TRANSFERS, is_known, plain
 from nnx_pipeline.lab._hlo.products import flops_of
@@ -23,8 +21,33 @@ from nnx_pipeline.lab.errors import counted
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
+CHAIN = re.compile(r'chain_id=\s*"(\d+)"')  # of the parts of one collective
 # Attributes that only instructions that communicate between devices have.
 _BETWEEN_DEVICES = ("channel_id", "replica_groups", "source_target_pairs")
+
+
+@dataclass(frozen=True)
+class Unread:
+    """An instruction, or a whole text, that figures leave out."""
+
+    name: str  # of the instruction, "" for a text
+    what: str  # its opcode, or the target of a custom call; or which text
+    # Of `flops`, `collectives`, `time`, `buffers` (roles and source lines), `account`; `time_bound`
+    # alone is an instruction that counts in the time with the least that it takes.
+    figures: tuple[str, ...]
+    executed: int | None  # per step, None where that is not known
+    reason: str
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Unread":
+        return cls(**{**value, "figures": tuple(value["figures"])})
+
+
+def unread(instruction: Instruction, figure: str, executed: int | None, reason: str) -> "Unread":
+    """The entry for an instruction that one figure leaves out."""
+    target = instruction.attributes.get("custom_call_target", "").strip('"')
+    what = target or instruction.opcode
+    return Unread(instruction.name, what, (figure,), executed, reason)
 
 
 @dataclass(frozen=True)
@@ -42,20 +65,15 @@ class MatrixProducts:
 
 def products_of(module: Module, runs: Runs) -> MatrixProducts:
     total, unknown = 0, []
-    for name, times in runs.items():
-        computation = module.computations[name]
-        for instruction in computation.instructions.values():
-            flops = flops_of(computation, instruction)
-            if isinstance(flops, int) and flops and times is None:
-                flops = "a product that runs an unknown number of times"
-            if isinstance(flops, str):
-                unknown.append(unread(instruction, "flops", times, flops))
-            else:
-                total += flops * (times or 0)  # times is None only where flops is 0
+    for computation, instruction, times in running(module, runs):
+        flops = flops_of(computation, instruction)
+        if isinstance(flops, int) and flops and times is None:
+            flops = "a product that runs an unknown number of times"
+        if isinstance(flops, str):
+            unknown.append(unread(instruction, "flops", times, flops))
+        else:
+            total += flops * (times or 0)  # times is None only where flops is 0
     return MatrixProducts(total, tuple(unknown))
-
-
-# ---- collectives -----------------------------------------------------------------------------
 
 
 def collective_counts(module: Module, runs: Runs | None = None) -> dict[str, dict[str, int | None]]:
@@ -72,7 +90,11 @@ def collective_counts(module: Module, runs: Runs | None = None) -> dict[str, dic
         kind: {"ops": 0, "executed": 0, "bytes": 0} for kind in COLLECTIVES
     }
     for _, times, kind, size in _collectives(module, executions(module) if runs is None else runs):
-        _add(counts[kind], times, size)
+        count = counts[kind]
+        count["ops"] = (count["ops"] or 0) + 1
+        for field, per_run in (("executed", 1), ("bytes", size)):
+            before = count[field]  # what is unknown once stays unknown
+            count[field] = None if before is None or times is None else before + times * per_run
     return counts
 
 
@@ -84,10 +106,9 @@ def uncounted_transfers(module: Module, runs: Runs) -> tuple[Unread, ...]:
         for instruction, times, _, _ in _collectives(module, runs)
         if times is None
     ]
-    for name, times in runs.items():
-        for instruction in module.computations[name].instructions.values():
-            if reason := _transfer(instruction):
-                found.append(unread(instruction, "collectives", times, reason))
+    for _, instruction, times in running(module, runs):
+        if reason := _transfer(instruction):
+            found.append(unread(instruction, "collectives", times, reason))
     return tuple(found)
 
 
@@ -110,41 +131,32 @@ def _collectives(module: Module, runs: Runs) -> Iterator[tuple[Instruction, int 
     """Yields each collective once, how often it runs, its kind and the bytes of its result."""
     fused = {
         callee
-        for computation in module.computations.values()
-        for instruction in computation.instructions.values()
+        for _, instruction in module.instructions()
         if plain(instruction.opcode) == "fusion"
         for callee in instruction.called()
     }
     steps_seen: set[tuple[str, str]] = set()
-    for name, times in runs.items():
-        computation = module.computations[name]
-        for instruction in computation.instructions.values():
-            kind, size = collective_of(computation, instruction, in_fusion=name in fused)
-            if kind and not _is_repeated_step(instruction, steps_seen):
-                yield instruction, times, kind, size
-
-
-# ---- conditionals ----------------------------------------------------------------------------
+    for computation, instruction, times in running(module, runs):
+        kind, size = collective_of(computation, instruction, in_fusion=computation.name in fused)
+        if kind and not _is_repeated_step(instruction, steps_seen):
+            yield instruction, times, kind, size
 
 
 def branch_notes(module: Module, runs: Runs, shares: Shares) -> tuple[str, ...]:
-    """Sentences that say which figures count every branch of a conditional whose shares are not
-    known."""
+    """Sentences on the figures that count every branch of a conditional of unknown shares."""
     found: dict[str, int] = {}
-    for name, times in runs.items():
-        for instruction in module.computations[name].instructions.values() if times != 0 else ():
-            if instruction.opcode == "conditional" and shares.get((name, instruction.name)) is None:
-                # What matters is whether anything inside is counted, not how often it runs.
-                once = dict.fromkeys(_reached(module, instruction), 1)
-                counts = collective_counts(module, once).values()
-                uncounted = (
-                    ["matrix products"]
-                    if products_of(module, once) != MatrixProducts(0, ())
-                    else []
-                )
-                uncounted += ["collectives"] if any(count["ops"] for count in counts) else []
-                what = " and ".join(uncounted)
-                found[what] = found.get(what, 0) + 1
+    for computation, instruction, times in running(module, runs):
+        key = computation.name, instruction.name
+        if instruction.opcode != "conditional" or times == 0 or shares.get(key) is not None:
+            continue
+        # What matters is whether anything inside is counted, not how often it runs.
+        once = dict.fromkeys(_reached(module, instruction), 1)
+        counts = collective_counts(module, once).values()
+        has_products = products_of(module, once) != MatrixProducts(0, ())
+        uncounted = ["matrix products"] if has_products else []
+        uncounted += ["collectives"] if any(count["ops"] for count in counts) else []
+        what = " and ".join(uncounted)
+        found[what] = found.get(what, 0) + 1
     return tuple(
         f"the {what} count every branch of {counted(count, 'conditional')}"
         for what, count in found.items()
@@ -162,14 +174,6 @@ def _reached(module: Module, instruction: Instruction) -> set[str]:
             inside = module.computations[name].instructions.values()
             pending += [callee for item in inside for callee in item.called()]
     return found
-
-
-def _add(count: dict[str, int | None], times: int | None, size: int) -> None:
-    # What is unknown once stays unknown.
-    for field, per_run in (("executed", 1), ("bytes", size)):
-        before = count[field]
-        count[field] = None if before is None or times is None else before + times * per_run
-    count["ops"] = (count["ops"] or 0) + 1
 
 
 def collective_of(
@@ -207,49 +211,21 @@ def _is_repeated_step(instruction: Instruction, seen: set[tuple[str, str]]) -> b
     """Whether this is another copy of a collective that was counted already. The TPU compiler may
     split one into several fusions (start, steps, done), each with a copy of the same `chain_id` and
     `channel_id`."""
-    chain = re.search(r'chain_id=\s*"(\d+)"', instruction.attributes.get("frontend_attributes", ""))
+    chain = CHAIN.search(instruction.attributes.get("frontend_attributes", ""))
     if chain is None:
         return False
-    key = (chain.group(1), instruction.attributes.get("channel_id", ""))
+    key = (chain[1], instruction.attributes.get("channel_id", ""))
     repeated = key in seen
     seen.add(key)
     return repeated
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unread:
-    """An instruction, or a whole text, that figures leave out."""
-
-    name: str  # of the instruction, "" for a text
-    what: str  # its opcode, or the target of a custom call; or which text
-    figures: tuple[str, ...]
-    executed: int | None  # per step, None where that is not known
-    reason: str
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Unread:
-        return cls(**{**value, "figures": tuple(value["figures"])})
-
-
-def unread(instruction: Instruction, figure: str, executed: int | None, reason: str) -> Unread:
-    """The entry for an instruction that one figure leaves out."""
-    target = instruction.attributes.get("custom_call_target", "").strip('"')
-    return Unread(
-        name=instruction.name,
-        what=target or instruction.opcode,
-        figures=(figure,),
-        executed=executed,
-        reason=reason,
-    )
 
 
 def unknown_opcodes(module: Module, runs: Runs) -> tuple[Unread, ...]:
     """Instructions with an unknown opcode, through which no buffer's line and role can be traced,
     also in computations that `runs` leaves out."""
     return tuple(
-        unread(instruction, "buffers", runs.get(name), "an opcode that is not known")
-        for name, computation in module.computations.items()
-        for instruction in computation.instructions.values()
+        unread(instruction, "buffers", runs.get(home.name), "an opcode that is not known")
+        for home, instruction in module.instructions()
         if not is_known(instruction.opcode)
     )
 

@@ -1,7 +1,5 @@
 """Evaluates the integers that steer a program: what loops count, and what chooses a branch."""
 
-from __future__ import annotations
-
 import functools
 import operator
 import re
@@ -110,7 +108,7 @@ class Scope:
     def root(self, element: int | None = None) -> Value | None:
         return self.value(self.computation.root, element)
 
-    def called(self, instruction: Instruction, name: str, first: int = 0) -> Scope:
+    def called(self, instruction: Instruction, name: str, first: int = 0) -> "Scope":
         """The scope of a computation that an instruction runs; operand `first` becomes its
         parameter 0."""
 
@@ -119,7 +117,7 @@ class Scope:
 
         return self.of(name, read)
 
-    def of(self, name: str, read: Reader) -> Scope:
+    def of(self, name: str, read: Reader) -> "Scope":
         return Scope(self.module, self.module.computations[name], read)
 
 

@@ -8,10 +8,13 @@ the loops around it alone, as where a scan reads a table of flags: it is then ev
 import re
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
+from typing import TypeVar
 
 from nnx_pipeline.lab._hlo.integers import Scope, Value, is_unchanged
-from nnx_pipeline.lab._hlo.module import Instruction, Module
+from nnx_pipeline.lab._hlo.module import Computation, Instruction, Module
 from nnx_pipeline.lab._hlo.opcodes import APPLIES, RUNS, plain
+
+T = TypeVar("T", int, int | None)
 
 # How often each computation runs per step, None where that is not known.
 Runs = Mapping[str, int | None]
@@ -43,6 +46,14 @@ def executions(module: Module, shares: Shares | None = None) -> dict[str, int | 
 
     visit(Scope(module, module.computations[module.entry], _nothing), Fraction(1))
     return {name: None if times is None else int(times) for name, times in counts.items()}
+
+
+def running(module: Module, runs: Mapping[str, T]) -> Iterator[tuple[Computation, Instruction, T]]:
+    """Every instruction of `runs`, with what holds it and how often that runs."""
+    for name, times in runs.items():
+        computation = module.computations[name]
+        for instruction in computation.instructions.values():
+            yield computation, instruction, times
 
 
 def loop_trips(module: Module) -> dict[tuple[str, str], int | None]:

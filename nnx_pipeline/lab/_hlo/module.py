@@ -9,7 +9,7 @@ import functools
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -99,8 +99,6 @@ class Instruction:
     literal: str  # text in the parentheses of a constant, parameter or iota
     attributes: Mapping[str, str]
     op_name: str | None = None  # the path of JAX operations that it comes from
-    source_file: str | None = None  # of the innermost Python frame, as the line
-    source_line: int | None = None
     frames: tuple[Frame, ...] = ()  # of the program's own code, innermost first
     in_host_memory: bool = False  # whether any part of the result is
 
@@ -163,6 +161,12 @@ class Module:
     computations: Mapping[str, Computation]
     entry: str
 
+    def instructions(self) -> Iterator[tuple[Computation, Instruction]]:
+        """Every instruction, with the computation that holds it."""
+        for computation in self.computations.values():
+            for instruction in computation.instructions.values():
+                yield computation, instruction
+
 
 def parse(text: str) -> Module:
     """Parses the module that a compiler printed. Raises ValueError, with the line, for what is no
@@ -180,8 +184,9 @@ def parse(text: str) -> Module:
         entry = computation.name if is_entry else entry
     if not entry:
         raise ValueError(_no_module(text))
-    _check_calls(scanner, computations)
-    return Module(name, computations, entry)
+    module = Module(name, computations, entry)
+    _check_calls(scanner, module)
+    return module
 
 
 def _no_module(text: str) -> str:
@@ -325,16 +330,14 @@ def _instruction(
     return bool(named[1]), instruction, printed, end
 
 
-def _check_calls(scanner: Scanner, computations: Mapping[str, Computation]) -> None:
-    for computation in computations.values():
-        for item in computation.instructions.values():
-            unknown = [name for name in item.operands if name not in computation.instructions]
-            unknown += [name for name in item.called() if name not in computations]
-            if unknown:
-                at = re.search(rf"[\s%]{re.escape(item.name)}\s*=", scanner.text)
-                scanner.fail(
-                    at.end() if at else 0, f"{item.name} reads or calls {unknown[0]!r}, not there"
-                )
+def _check_calls(scanner: Scanner, module: Module) -> None:
+    for computation, item in module.instructions():
+        unknown = [name for name in item.operands if name not in computation.instructions]
+        unknown += [name for name in item.called() if name not in module.computations]
+        if unknown:
+            at = re.search(rf"[\s%]{re.escape(item.name)}\s*=", scanner.text)
+            what = f"{item.name} reads or calls {unknown[0]!r}, not there"
+            scanner.fail(at.end() if at else 0, what)
 
 
 @functools.lru_cache(maxsize=4096)

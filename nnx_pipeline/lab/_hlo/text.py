@@ -1,4 +1,5 @@
-"""Finds the parts of HLO text: where brackets close, where an instruction and its attributes end.
+"""Finds the parts of HLO text: where brackets close, where an instruction and its attributes end,
+and the Python frames of an instruction.
 
 Lines do not decide that alone: an attribute may hold the JSON of a kernel over several lines, and a
 quotation may hold brackets. What is never closed, or closed by another kind, raises ValueError with
@@ -173,21 +174,16 @@ class Frames:
         whole = (self._frames(number) for number in numbers if number not in callers)
         self._home = home_of(map(in_program, whole), program.removeprefix("jit_"))
 
-    def describe(
-        self, metadata: str
-    ) -> tuple[str | None, str | None, int | None, tuple[Frame, ...]]:
-        """The op_name, file, line and frames of metadata as in `{op_name="..." stack_frame_id=6}`.
-        Only frames of the program's own code count (`_tracing.installed`), the innermost one
-        first."""
+    def describe(self, metadata: str) -> tuple[str | None, tuple[Frame, ...]]:
+        """The op_name and frames of metadata as in `{op_name="..." stack_frame_id=6}`. Only frames
+        of the program's own code count (`_tracing.installed`), the innermost one first."""
         fields = dict(_FIELD.findall(metadata))
         file, line = _unquoted(fields.get("source_file")), fields.get("source_line")
         stack: tuple[Frame, ...] = ((file, int(line), ""),) if file and line else ()
         number = fields.get("stack_frame_id", "0")
         if number not in self._own:
             self._own[number] = self._of_program(self._frames(number))
-        own = self._own[number] or self._of_program(stack)
-        file_and_line = own[0][:2] if own else (None, None)
-        return _unquoted(fields.get("op_name")), *file_and_line, own
+        return _unquoted(fields.get("op_name")), self._own[number] or self._of_program(stack)
 
     def _of_program(self, stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
         return tuple(one for one in in_program(stack) if package_of(one[0]) == self._home)

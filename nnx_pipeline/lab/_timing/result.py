@@ -1,7 +1,5 @@
 """The estimated time of a program, and its form in JSON and in the cache."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -72,7 +70,7 @@ class Time:
     is_open: bool = False
     rows: tuple[TimeRow, ...] = ()
 
-    def of_model(self, useful_flops: float, bubble_share: float) -> Time:
+    def of_model(self, useful_flops: float, bubble_share: float) -> "Time":
         """The same with the operations per device and step that the model needs, none of them
         twice."""
         mfu = useful_flops / (self.step_seconds * self.peak_flops) if self.step_seconds else None
@@ -88,7 +86,7 @@ class Time:
         return {**figures, **kind, **bounds, **waits}
 
     @classmethod
-    def from_cache(cls, value: Mapping[str, Any]) -> Time:
+    def from_cache(cls, value: Mapping[str, Any]) -> "Time":
         rows = tuple(TimeRow(**row) for row in value["rows"])
         around = value["range_seconds"] and tuple(value["range_seconds"])
         return cls(**{**value, "rows": rows, "range_seconds": around})

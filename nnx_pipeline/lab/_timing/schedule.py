@@ -9,8 +9,6 @@ its end. A loop takes what its body takes times its trips. A conditional takes w
 take times their shares, and where these are not known, what its longest branch takes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections import defaultdict
@@ -57,7 +55,7 @@ class Duration:
     to_host: float = 0.0
     from_host: float = 0.0
 
-    def times(self, runs: Fraction | int) -> Duration:
+    def times(self, runs: Fraction | int) -> "Duration":
         """The span of so many runs, one after the other."""
         return Duration(*(float(runs) * part for part in dataclasses.astuple(self)))
 

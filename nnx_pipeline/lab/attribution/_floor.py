@@ -1,8 +1,6 @@
 """What a step must hold and how long it must take, compared with what its program holds and takes.
 A floor knows nothing of models: who makes one says the formula and the role of each term."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping
@@ -111,7 +109,7 @@ class Floor:
         }
 
     @classmethod
-    def from_cache(cls, value: Mapping[str, Any]) -> Floor:
+    def from_cache(cls, value: Mapping[str, Any]) -> "Floor":
         """The inverse of `dataclasses.asdict`; raises KeyError or TypeError for anything else."""
         time = value["time"] and LeastTime(**value["time"])
         return cls(

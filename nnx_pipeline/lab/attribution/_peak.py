@@ -1,7 +1,5 @@
 """Finds what the heap of a compiled program holds at its peak, from its buffer assignment."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import defaultdict
 from dataclasses import dataclass
@@ -67,7 +65,7 @@ def attribute(
     )
 
 
-def _constants(buffers: BufferText, reader: _Reader) -> list[Buffer]:
+def _constants(buffers: BufferText, reader: "_Reader") -> list[Buffer]:
     parts = [part for part in buffers.allocations if part.is_constant and part.color == 0]
     return [
         dataclasses.replace(reader.buffer(part.values[0], part.bytes), role="constant")

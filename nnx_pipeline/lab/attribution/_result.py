@@ -1,7 +1,5 @@
 """Describes what the device-memory heap holds at its peak, and how that differs in two programs."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections import defaultdict
@@ -75,7 +73,7 @@ class Attribution:
         return {**dataclasses.asdict(self), "by_role": self.by_role()}
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Attribution:
+    def from_json(cls, value: Mapping[str, Any]) -> "Attribution":
         """The inverse of `to_json`; raises KeyError or TypeError for anything else."""
         fields = {name: item for name, item in value.items() if name != "by_role"}
         for name in ("buffers", "other", "constants", "in_outputs"):

@@ -14,8 +14,6 @@ What the figures of each compiler include, measured on small programs of which e
 * The peak of a TPU includes its on-chip memory, which an account never does.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -114,7 +112,7 @@ class Account:
     notes: tuple[str, ...]  # where the buffer assignment and the compiler's analysis differ
 
     @classmethod
-    def of(cls, memory: Memory, buffers: Assigned | None) -> Account:
+    def of(cls, memory: Memory, buffers: Assigned | None) -> "Account":
         return cls(
             kept_argument_bytes=memory.argument_bytes - memory.alias_bytes,
             donated_argument_bytes=memory.alias_bytes,
