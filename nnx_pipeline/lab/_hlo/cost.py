@@ -45,8 +45,7 @@ class Unread:
 
 def unread(instruction: Instruction, figure: str, executed: int | None, reason: str) -> "Unread":
     """The entry for an instruction that one figure leaves out."""
-    target = instruction.attributes.get("custom_call_target", "").strip('"')
-    what = target or instruction.opcode
+    what = instruction.target or instruction.opcode
     return Unread(instruction.name, what, (figure,), executed, reason)
 
 
@@ -122,7 +121,7 @@ def _transfer(instruction: Instruction) -> str:
         return "" if to_host else "a transfer of a kind that is not counted"
     if not is_known(opcode) and any(key in attributes for key in _BETWEEN_DEVICES):
         return "an opcode that is not known, between devices"
-    config = attributes.get("backend_config", "") if plain(opcode) == "custom-call" else ""
+    config = instruction.config if plain(opcode) == "custom-call" else ""
     sends = re.search(r"has_communication\W+true|collective_id\W+\d", config)
     return "a kernel written by hand that sends to other devices" if sends else ""
 

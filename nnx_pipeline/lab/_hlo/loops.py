@@ -246,8 +246,7 @@ def trip_count(scope: Scope, instruction: Instruction) -> int | None:
     """How often the body of a while loop runs; None if that cannot be found. The NVIDIA and CPU
     compilers write it down. For TPU programs the integers that the condition depends on are
     evaluated trip by trip until the condition is false."""
-    config = instruction.attributes.get("backend_config", "")
-    if known := re.search(r"known_trip_count\W+n\W+(\d+)", config):
+    if known := re.search(r"known_trip_count\W+n\W+(\d+)", instruction.config):
         return int(known[1])
     try:
         return _counted(*loop_of(scope, instruction))

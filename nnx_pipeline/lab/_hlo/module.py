@@ -9,7 +9,7 @@ import functools
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -107,6 +107,16 @@ class Instruction:
         return sum(shape.bytes for shape in self.shapes)
 
     @property
+    def config(self) -> str:
+        """What the compiler itself writes of the instruction; "" for nothing."""
+        return self.attributes.get("backend_config", "")
+
+    @property
+    def target(self) -> str:
+        """What a custom call calls; "" for any other instruction."""
+        return self.attributes.get("custom_call_target", "").strip('"')
+
+    @property
     def window(self) -> Mapping[str, str]:
         """The fields of `window={size=3x3 stride=2x2}` by name; empty without that attribute."""
         return dict(_FIELD.findall(self.attributes.get("window", "")))
@@ -161,9 +171,12 @@ class Module:
     computations: Mapping[str, Computation]
     entry: str
 
-    def instructions(self) -> Iterator[tuple[Computation, Instruction]]:
-        """Every instruction, with the computation that holds it."""
-        for computation in self.computations.values():
+    def instructions(
+        self, computations: Iterable[str] | None = None
+    ) -> Iterator[tuple[Computation, Instruction]]:
+        """The instructions of these computations, or of all, each with what holds it."""
+        for name in self.computations if computations is None else computations:
+            computation = self.computations[name]
             for instruction in computation.instructions.values():
                 yield computation, instruction
 

@@ -147,13 +147,13 @@ def _real_positions(lhs: int, kernel: int, result: int, window: _Window) -> int:
 
 def _library_flops(computation: Computation, call: Instruction) -> int | str:
     """Operations of a library call, 0 if it is no product, or why they are not known."""
-    target = call.attributes["custom_call_target"].strip('"')
+    target = call.target
     operands = [shapes[0] for shapes in computation.operand_shapes(call) if shapes]
     flops: int | str | None = None
     if target.startswith("__cublas$"):
         flops = _cublas_flops(operands[0], call)
     elif target == "__onednn$matmul":
-        transposed = re.search(r"transpose_a\W+true", call.attributes.get("backend_config", ""))
+        transposed = re.search(r"transpose_a\W+true", call.config)
         contracting = len(operands[0].dims) - (2 if transposed else 1)
         flops = _product_flops(operands[0], call.shapes[0], (contracting,))
     elif target in _CUDNN_CONVOLUTIONS:
@@ -176,7 +176,7 @@ def is_hand_written(instruction: Instruction) -> bool:
     compiler's own kernel that counts the rows of a grouped product is none."""
     if (instruction.op_name or "").endswith("ragged-dot-metadata"):
         return False
-    return bool(_HAND_WRITTEN.search(instruction.attributes.get("custom_call_target", "")))
+    return bool(_HAND_WRITTEN.search(instruction.target))
 
 
 def stated_cost(kernel: Instruction) -> dict[str, int]:
@@ -189,8 +189,7 @@ def stated_cost(kernel: Instruction) -> dict[str, int]:
     for name, *digits in _SAID_OF_IT.findall(kernel.attributes.get("frontend_attributes", "")):
         if kernel.name.startswith(name):
             return dict(zip(("flops", "bytes_accessed"), map(int, digits), strict=True))
-    config = kernel.attributes.get("backend_config", "")
-    return {name: int(digits) for name, digits in _OWN_COST.findall(config)}
+    return {name: int(digits) for name, digits in _OWN_COST.findall(kernel.config)}
 
 
 def _matrices(computation: Computation, instruction: Instruction) -> int:
@@ -200,11 +199,10 @@ def _matrices(computation: Computation, instruction: Instruction) -> int:
 
 def _cublas_flops(lhs: Shape, call: Instruction) -> int | None:
     """Operations of a cuBLAS call; None for a ragged one or without contracting dimensions."""
-    config = call.attributes.get("backend_config", "")
-    contracting = re.search(r"lhs_contracting_dimensions\W+\[([^\]]*)\]", config)
-    if contracting is None or "ragged" in config:
+    contracting = re.search(r"lhs_contracting_dimensions\W+\[([^\]]*)\]", call.config)
+    if contracting is None or "ragged" in call.config:
         return None
-    dims = tuple(int(digits) for digits in re.findall(r"\d+", contracting.group(1)))
+    dims = tuple(int(digits) for digits in re.findall(r"\d+", contracting[1]))
     return _product_flops(lhs, call.shapes[0], dims)
 
 
@@ -215,9 +213,8 @@ def _cudnn_attention_flops(read: list[Shape], call: Instruction, products: int) 
     - `read`: queries and keys, `[batch, sequence, heads, head_dim]`.
     - `products`: how many matrix products of all scores the call makes.
     """
-    config = call.attributes.get("backend_config", "")
-    mask = re.search(r"mask_type\W+(\w+)", config)
-    window = re.search(r"sliding_window_length\W+(\d+)", config)
+    mask = re.search(r"mask_type\W+(\w+)", call.config)
+    window = re.search(r"sliding_window_length\W+(\d+)", call.config)
     if mask is None or any(len(shape.dims) != 4 for shape in read):
         return None
     batch, queries, heads, head_dim = read[0].dims

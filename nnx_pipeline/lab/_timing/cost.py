@@ -15,19 +15,19 @@ A copy to or from the memory of the host, or an update or a slice of an array th
 it takes what it moves at the rate of the way to the host (`Costs.transfer`).
 """
 
+import itertools
 import re
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from nnx_pipeline.lab._hlo.module import Computation, Instruction, Module, Shape
+from nnx_pipeline.lab._hlo.module import Computation, Instruction, Module
 from nnx_pipeline.lab._hlo.opcodes import PRODUCTS, TRANSFERS, is_known, plain
 from nnx_pipeline.lab._hlo.products import flops_of, is_hand_written, stated_cost
 from nnx_pipeline.lab._timing.devices import Device
 from nnx_pipeline.lab._timing.links import called_inside, collectives_in
 from nnx_pipeline.lab._timing.precision import precision_of, precisions_of_kernel, product_rate
 from nnx_pipeline.lab._timing.schedule import Transfer, Way
-from nnx_pipeline.lab._timing.traffic import LIBRARY, UPDATE, Traffic
+from nnx_pipeline.lab._timing.traffic import LIBRARIES, UPDATE, Traffic
 
 Kind = Literal["products", "kernels", "moves", "other"]
 
@@ -83,14 +83,13 @@ class Costs:
         if self._host_transfer(computation, instruction) is not None:
             return None
         if opcode.endswith("-start"):
-            is_waited_for = self.device.clock or collectives_in(
-                self.module, computation, instruction
-            )
-            return None if is_waited_for else self._started(computation, instruction)
+            if self.device.clock or collectives_in(self.module, computation, instruction):
+                return None
+            return self._started(computation, instruction)
         kind = self._kind(instruction)
         if kind == "kernels":
             return self._of_kernel(computation, instruction)
-        found = _CYCLES.search(instruction.attributes.get("backend_config", ""))
+        found = _CYCLES.search(instruction.config)
         if found and self.device.clock and int(found[1]) < NO_ESTIMATE:
             return Cost(int(found[1]) / self.device.clock, kind)
         if collectives_in(self.module, computation, instruction):
@@ -131,13 +130,8 @@ class Costs:
         """Bytes that a start of a TPU moves: of another core's work, those of all that it runs."""
         if not start.called() or self._only_moves(start):
             return _moved(computation, start)
-        homes = [self.module.computations[name] for name in start.called()]
-        return sum(
-            self._least.of(home, item)
-            for home in homes
-            for item in home.instructions.values()
-            if item.opcode not in _FREE
-        )
+        inside = self.module.instructions(start.called())
+        return sum(self._least.of(home, item) for home, item in inside if item.opcode not in _FREE)
 
     def _host_transfer(self, computation: Computation, instruction: Instruction) -> Transfer | None:
         """The transfer of a copy, slice or update between host and device; None if it is none. A
@@ -148,9 +142,8 @@ class Costs:
             return self._crossing(computation, instruction)
         if not self._only_moves(instruction):
             return None
-        fused = self.module.computations[instruction.called()[0]]
-        found = [self._crossing(fused, item) for item in fused.instructions.values()]
-        crossings = [transfer for transfer in found if transfer is not None]
+        fused = self.module.instructions(instruction.called()[:1])
+        crossings = list(filter(None, itertools.starmap(self._crossing, fused)))
         return crossings[0] if len(crossings) == 1 else None
 
     def _crossing(self, computation: Computation, instruction: Instruction) -> Transfer | None:
@@ -169,17 +162,14 @@ class Costs:
         """Seconds of the products of an instruction and of what is part of it, at the peak rate; a
         text says why that is not known."""
         if inside := called_inside(instruction):
-            homes = [self.module.computations[name] for name in inside]
-            found = [
-                self.at_peak(home, one) for home in homes for one in home.instructions.values()
-            ]
+            found = list(itertools.starmap(self.at_peak, self.module.instructions(inside)))
             unknown = [reason for reason in found if isinstance(reason, str)]
             return unknown[0] if unknown else sum(map(float, found))
         flops = flops_of(computation, instruction)
         if isinstance(flops, str) or not flops:
             return flops
         if is_hand_written(instruction):
-            peak, bound = self._kernel_peak(instruction, computation.operand_shapes(instruction))
+            peak, bound = self._kernel_peak(computation, instruction)
             return bound or flops / peak
         wanted = precision_of(computation, instruction)
         rate = product_rate(self.device, wanted)
@@ -203,8 +193,7 @@ class Costs:
         if not start.called():
             size = 2 * done_of(computation, start).result_bytes  # a copy reads it and writes it
             return Cost(size / self.device.memory, "moves")
-        homes = [self.module.computations[name] for name in start.called()]
-        found = [self.of(home, item) for home in homes for item in home.instructions.values()]
+        found = list(itertools.starmap(self.of, self.module.instructions(start.called())))
         unknown = [reason for reason in found if isinstance(reason, str)]
         costs = [cost for cost in found if isinstance(cost, Cost)]
         if unknown or not costs:
@@ -212,11 +201,9 @@ class Costs:
         return Cost(sum(cost.seconds for cost in costs), costs[0].kind)
 
     def _kind(self, instruction: Instruction) -> Kind:
-        target = instruction.attributes.get("custom_call_target", "")
         if is_hand_written(instruction):
             return "kernels"
-        inside = self._inside(instruction)
-        if LIBRARY.match(target) or inside & PRODUCTS:
+        if instruction.target.startswith(LIBRARIES) or self._inside(instruction) & PRODUCTS:
             return "products"
         return "moves" if self._only_moves(instruction) else "other"
 
@@ -227,24 +214,21 @@ class Costs:
         names = called_inside(instruction)
         if not names:
             return {instruction.opcode}
-        fused = (self.module.computations[name].instructions.values() for name in names)
-        return set().union(*(self._inside(item) for items in fused for item in items))
+        return set().union(*(self._inside(item) for _, item in self.module.instructions(names)))
 
     def _of_kernel(self, computation: Computation, instruction: Instruction) -> Cost | str:
         own = stated_cost(instruction)
         if "flops" not in own:
             return "a kernel that states no operations"
         size = own.get("bytes_accessed") or Traffic(self.module).of(computation, instruction)
-        peak, bound = self._kernel_peak(instruction, computation.operand_shapes(instruction))
+        peak, bound = self._kernel_peak(computation, instruction)
         # A lower bound holds of every kernel, also of one that is better than most.
         rate = peak * (KERNEL_EFFICIENCY if self.device.clock and not bound else 1.0)
         return Cost(max(own["flops"] / rate, size / self.device.memory), "kernels", bound)
 
-    def _kernel_peak(
-        self, kernel: Instruction, operands: Iterable[Sequence[Shape]]
-    ) -> tuple[float, str]:
+    def _kernel_peak(self, computation: Computation, kernel: Instruction) -> tuple[float, str]:
         """The fastest rate at which a kernel may multiply, and why it may be slower, or ""."""
-        read = [one for shapes in operands for one in shapes]
+        read = [one for shapes in computation.operand_shapes(kernel) for one in shapes]
         if self.device.clock is None:
             dtypes = {"bf16", *(one.dtype for one in read)}
             known = [rate for dtype, rate in self.device.flops.items() if dtype in dtypes]
@@ -260,9 +244,7 @@ class Costs:
         at_peak = self.at_peak(computation, instruction)
         if isinstance(at_peak, str):
             return at_peak
-        if instruction.opcode == "custom-call" and not LIBRARY.match(
-            instruction.attributes["custom_call_target"]
-        ):
+        if instruction.target and not instruction.target.startswith(LIBRARIES):
             return "a library call that says nothing of its time"
         size = self._least.of(computation, instruction)
         return Cost(max(at_peak, size / self.device.memory), kind)
@@ -271,14 +253,11 @@ class Costs:
 def done_of(computation: Computation, instruction: Instruction) -> Instruction:
     """The done of an asynchronous start; any other instruction as it is."""
     while instruction.opcode.endswith(("-start", "-update")):
-        following = [
-            user
-            for user in computation.users[instruction.name]
-            if user.opcode.endswith(("-update", "-done"))
-        ]
-        if not following:
+        users = computation.users[instruction.name]
+        following = (user for user in users if user.opcode.endswith(("-update", "-done")))
+        if (found := next(following, None)) is None:
             break
-        instruction = following[0]
+        instruction = found
     return instruction
 
 
@@ -292,6 +271,5 @@ def _moved(computation: Computation, instruction: Instruction) -> int:
 
 def _makes_nothing(instruction: Instruction) -> bool:
     """Whether a custom call only sets memory aside or tells the compiler something."""
-    return instruction.opcode == "custom-call" and bool(
-        re.search(r"Allocate|Sharding|annotate", instruction.attributes["custom_call_target"])
-    )
+    is_call = instruction.opcode == "custom-call"
+    return is_call and re.search(r"Allocate|Sharding|annotate", instruction.target) is not None

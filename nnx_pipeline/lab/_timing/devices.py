@@ -21,7 +21,7 @@ All rates are per device, which is a chip (a TPU v5p with both of its cores). So
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 TERA, GIGA = 1e12, 1e9
 
@@ -49,6 +49,16 @@ _HOPPER = {
     **dict.fromkeys(("f32", "f64"), 67 * TERA),
     **dict.fromkeys(("s32", "u32"), 33.5 * TERA),
 }
+_H100 = Device(
+    flops=_HOPPER,
+    memory=3350 * GIGA,
+    link=450 * GIGA,
+    dimensions=0,
+    island=8,
+    clock=None,
+    host=64 * GIGA,
+    launch=5e-6,
+)
 DEVICES = {
     ("tpu", "v5p"): Device(
         flops={"bf16": 459 * TERA, "s8": 918 * TERA},
@@ -81,26 +91,8 @@ DEVICES = {
         host=16 * GIGA,
         launch=1e-6,
     ),
-    ("cuda", "h100"): Device(
-        flops=_HOPPER,
-        memory=3350 * GIGA,
-        link=450 * GIGA,
-        dimensions=0,
-        island=8,
-        clock=None,
-        host=64 * GIGA,
-        launch=5e-6,
-    ),
-    ("cuda", "h200"): Device(
-        flops=_HOPPER,
-        memory=4800 * GIGA,
-        link=450 * GIGA,
-        dimensions=0,
-        island=8,
-        clock=None,
-        host=64 * GIGA,
-        launch=5e-6,
-    ),
+    ("cuda", "h100"): _H100,
+    ("cuda", "h200"): replace(_H100, memory=4800 * GIGA),
 }
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from nnx_pipeline.lab._hlo.cost import Unread, collective_of, unread
-from nnx_pipeline.lab._hlo.loops import Runs, Shares, branch_shares, loop_trips
+from nnx_pipeline.lab._hlo.loops import Runs, Shares, branch_shares, loop_trips, running
 from nnx_pipeline.lab._hlo.module import Computation, Instruction, Module
 from nnx_pipeline.lab._hlo.opcodes import plain
 from nnx_pipeline.lab._timing.cost import Cost, Costs, done_of
@@ -61,11 +61,7 @@ class Estimate:
         """The compute by line, its caller, kind and pass, the longest first."""
         found: dict[tuple[str | None, str | None, str, Pass], list[float]]
         found = defaultdict(lambda: [0.0, 0])
-        callers = Callers(
-            item
-            for home in self.module.computations.values()
-            for item in home.instructions.values()
-        )
+        callers = Callers(item for _, item in self.module.instructions())
         for computation, instruction, times in self._taken():
             cost = self._costs.get((computation.name, instruction.name))
             if isinstance(cost, Cost):
@@ -74,15 +70,8 @@ class Estimate:
                 row[0] += times * cost.seconds
                 row[1] += times
         rows = (
-            TimeRow(
-                source=source,
-                caller=caller,
-                kind=kind,
-                pass_name=name,
-                seconds=seconds,
-                launches=int(count),
-            )
-            for (source, caller, kind, name), (seconds, count) in found.items()
+            TimeRow(*key, seconds=seconds, launches=int(count))
+            for key, (seconds, count) in found.items()
         )
         return tuple(sorted(rows, key=lambda row: -row.seconds))
 
@@ -104,19 +93,18 @@ class Estimate:
     def notes(self) -> tuple[str, ...]:
         if not self._guessed:
             return ()
-        which = counted(len(self._guessed), "conditional")
+        which = counted(self._guessed, "conditional")
         return (
             f"the estimated time takes the longest branch of {which}, and less where another runs",
         )
 
     @cached_property
-    def _guessed(self) -> list[Instruction]:
-        """The conditionals of which another branch than the longest may run, and take less."""
-        return [
-            instruction
+    def _guessed(self) -> int:
+        """How many conditionals may run another branch than the longest, which takes less."""
+        return sum(
+            bool(times) and self._walk.guessed(computation, instruction)
             for computation, instruction, times in self._taken()
-            if times and self._walk.guessed(computation, instruction)
-        ]
+        )
 
     def _bound(self, computation: Computation, instruction: Instruction) -> str:
         cost = self._costs.get((computation.name, instruction.name))
@@ -159,27 +147,17 @@ class Estimate:
         return total
 
     def _all(self) -> Iterator[tuple[Computation, Instruction, int | None]]:
-        for name, times in self.runs.items():
-            if name not in self._parts:
-                computation = self.module.computations[name]
-                for instruction in computation.instructions.values():
-                    yield computation, instruction, times
+        every = running(self.module, self.runs)
+        return (one for one in every if one[0].name not in self._parts)
 
     def _taken(self) -> Iterator[tuple[Computation, Instruction, int]]:
         """The same, for the branches that the walk takes and loops of a known number of trips."""
-        for name, times in self._walk.runs().items():
-            computation = self.module.computations[name]
-            for instruction in computation.instructions.values():
-                yield computation, instruction, times
+        return running(self.module, self._walk.runs())
 
     @cached_property
     def _parts(self) -> frozenset[str]:
-        return frozenset(
-            callee
-            for computation in self.module.computations.values()
-            for instruction in computation.instructions.values()
-            for callee in called_inside(instruction)
-        )
+        every = self.module.instructions()
+        return frozenset(part for _, instruction in every for part in called_inside(instruction))
 
     @cached_property
     def _walk(self) -> ScheduleWalk:
@@ -215,9 +193,8 @@ class Estimate:
             is_permutation = plain(found.opcode) == "collective-permute"
             devices = len(self.links.places)
             joined = pairs_of(found) if is_permutation else groups_of(found, devices)
-            kind, size = collective_of(
-                home, done_of(home, found), in_fusion=home.name in self._parts
-            )
+            done, in_fusion = done_of(home, found), home.name in self._parts
+            kind, size = collective_of(home, done, in_fusion=in_fusion)
             seconds = None if joined is None else self.links.seconds(kind, size, joined)
             if seconds is None:
                 return None

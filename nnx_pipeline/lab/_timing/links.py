@@ -59,10 +59,8 @@ def _inside(
     module: Module, computation: Computation, instruction: Instruction
 ) -> Iterator[tuple[Computation, Instruction]]:
     yield computation, instruction
-    for name in called_inside(instruction):
-        fused = module.computations[name]
-        for item in fused.instructions.values():
-            yield from _inside(module, fused, item)
+    for home, item in module.instructions(called_inside(instruction)):
+        yield from _inside(module, home, item)
 
 
 def called_inside(instruction: Instruction) -> tuple[str, ...]:
@@ -181,12 +179,7 @@ class Links:
         if kind == "all-to-all" and self.device.dimensions:
             crossed = max(line.members * line.stride / (4 * line.ways) for line in lines)
             return crossed * size / link + latency
-        received = {
-            "all-gather": share,
-            "reduce-scatter": members - 1,
-            "all-reduce": 2 * share,
-            "all-to-all": share,
-        }[kind]
+        received = {"reduce-scatter": members - 1, "all-reduce": 2 * share}.get(kind, share)
         rate = link * sum(line.ways / line.stride for line in lines)
         return received * size / rate + latency * (2 if kind == "all-reduce" else 1)
 

@@ -37,7 +37,7 @@ class ProductPrecision(NamedTuple):
 def precision_of(computation: Computation, product: Instruction) -> ProductPrecision:
     """What the text of a product says."""
     lhs, rhs, *_ = (shapes[0].dtype for shapes in computation.operand_shapes(product))
-    said = dict(_ASKED.findall(product.attributes.get("backend_config", "")))
+    said = dict(_ASKED.findall(product.config))
     attributes = {**said, **product.attributes}
     levels = re.findall(r"\w+", attributes.get("operand_precision", "").lower()) or ["default"]
     algorithm = attributes.get("algorithm", "").strip('"').lower().removeprefix("alg_")
@@ -67,7 +67,7 @@ def precisions_of_kernel(
     """What the products of a kernel written by hand for a TPU may ask; one where that is known. Of
     MLIR in binary form the precisions can be read, the dtypes are those of the arrays that it
     reads."""
-    found = _BODY.search(kernel.attributes.get("backend_config", ""))
+    found = _BODY.search(kernel.config)
     try:
         body = base64.b64decode(found[1] if found else "").decode("utf-8", "replace")
     except binascii.Error:

@@ -16,12 +16,12 @@ KEYS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TimeRow:
     """The compute of one source line in one pass, per device and step."""
 
     source: str | None  # as `file.py:12`
-    caller: str | None = None  # the line that called that function; None unless several do
+    caller: str | None  # the line that called that function; None unless several do
     kind: str  # what the instructions mostly do, a `cost.Kind`
     pass_name: Pass
     seconds: float
@@ -78,12 +78,10 @@ class Time:
 
     def to_json(self) -> dict[str, Any]:
         """The figures as `--json` writes them, without the rows."""
-        figures = {key: getattr(self, key) for key in KEYS}
+        more = ("basis", "is_lower_bound", "known_seconds", "range_seconds")
+        names = (*KEYS, *more, "memory_wait_seconds", "host_seconds")
         around = self.range_seconds and list(self.range_seconds)
-        kind = {"basis": self.basis, "is_lower_bound": self.is_lower_bound}
-        bounds = {"known_seconds": self.known_seconds, "range_seconds": around}
-        waits = {"memory_wait_seconds": self.memory_wait_seconds, "host_seconds": self.host_seconds}
-        return {**figures, **kind, **bounds, **waits}
+        return {**{name: getattr(self, name) for name in names}, "range_seconds": around}
 
     @classmethod
     def from_cache(cls, value: Mapping[str, Any]) -> "Time":

@@ -10,20 +10,15 @@ take times their shares, and where these are not known, what its longest branch 
 """
 
 import dataclasses
-import re
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cached_property
 from typing import Literal, NamedTuple
 
+from nnx_pipeline.lab._hlo.cost import CHAIN
 from nnx_pipeline.lab._hlo.loops import Shares
 from nnx_pipeline.lab._hlo.module import Computation, Instruction, Module
 from nnx_pipeline.lab._timing.links import collectives_in
-
-_CHAIN = re.compile(r'chain_id=\s*"(\d+)"')
-
 
 Way = Literal["on-chip", "to host", "from host"]  # what a transfer goes over
 
@@ -43,7 +38,7 @@ class BusySeconds(NamedTuple):
     transfer: Transfer | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Duration:
     """How long a part of a program takes, in seconds."""
 
@@ -61,39 +56,34 @@ class Duration:
 
 
 @dataclass
-class _Clock:
-    """When the compute, the links and the transfers are free, and what was spent until then."""
+class _Clock(Duration):
+    """What was spent until now (`total`), and when the links and the transfers are free."""
 
-    now: float = 0.0
     links_free: float = 0.0
     free: dict[Way, float] = field(default_factory=dict)  # when the next transfer may begin
-    busy: dict[Way, float] = field(default_factory=lambda: defaultdict(float))
-    compute: float = 0.0
-    collective: float = 0.0
-    exposed: float = 0.0
-    stalled: float = 0.0
     sent: dict[str, float] = field(default_factory=dict)  # ends of collectives, by their start
     moved: dict[str, float] = field(default_factory=dict)  # ends of transfers
 
     def run(self, seconds: float) -> None:
-        self.now += seconds
+        self.total += seconds
         self.compute += seconds
 
     def send(self, name: str, seconds: float) -> None:
-        self.links_free = max(self.now, self.links_free) + seconds
+        self.links_free = max(self.total, self.links_free) + seconds
         self.collective += seconds
         self.sent[name] = self.links_free
 
     def move(self, name: str, transfer: Transfer) -> None:
         way, seconds = transfer
-        self.free[way] = max(self.now, self.free.get(way, 0.0)) + seconds
-        self.busy[way] += seconds
+        self.free[way] = max(self.total, self.free.get(way, 0.0)) + seconds
+        self.to_host += seconds * (way == "to host")
+        self.from_host += seconds * (way == "from host")
         self.moved[name] = self.free[way]
 
     def wait(self, name: str) -> None:
-        self._expose(self.sent.pop(name, self.now))
-        waited = max(0.0, self.moved.pop(name, self.now) - self.now)
-        self.now += waited
+        self._expose(self.sent.pop(name, self.total))
+        waited = max(0.0, self.moved.pop(name, self.total) - self.total)
+        self.total += waited
         self.stalled += waited
 
     def rename(self, old: str, new: str) -> None:
@@ -105,25 +95,17 @@ class _Clock:
         """A loop, a branch or a call, in which everything that is started also ends."""
         if span.collective:
             self._expose(self.links_free)  # the links carry one collective after the other
-        self.now += span.total
-        self.compute += span.compute
-        self.collective += span.collective
-        self.exposed += span.exposed
-        self.stalled += span.stalled
-        self.busy["to host"] += span.to_host
-        self.busy["from host"] += span.from_host
+        for name, seconds in dataclasses.asdict(span).items():
+            setattr(self, name, getattr(self, name) + seconds)
 
     def span(self) -> Duration:
         for name in [*self.sent, *self.moved]:
             self.wait(name)
-        return Duration(
-            *(self.now, self.compute, self.collective, self.exposed, self.stalled),
-            *(self.busy["to host"], self.busy["from host"]),
-        )
+        return Duration(*(getattr(self, part.name) for part in dataclasses.fields(Duration)))
 
     def _expose(self, end: float) -> None:
-        waited = max(0.0, end - self.now)
-        self.now += waited
+        waited = max(0.0, end - self.total)
+        self.total += waited
         self.exposed += waited
 
 
@@ -135,6 +117,7 @@ class ScheduleWalk:
     trips: Mapping[tuple[str, str], int | None]  # from `loop_trips`; unknown loops are left out
     shares: Shares
     work: Callable[[Computation, Instruction], BusySeconds]  # of an instruction itself
+    _spans: dict[str, Duration] = field(default_factory=dict, repr=False)
 
     def step(self) -> Duration:
         return self._span(self.module.entry)
@@ -187,10 +170,6 @@ class ScheduleWalk:
             self._spans[name] = clock.span()
         return self._spans[name]
 
-    @cached_property
-    def _spans(self) -> dict[str, Duration]:
-        return {}
-
     def _advance(
         self,
         clock: _Clock,
@@ -228,7 +207,7 @@ def _chains(module: Module, computation: Computation) -> dict[str, tuple[str, st
     for instruction in computation.instructions.values():
         for _, found in collectives_in(module, computation, instruction)[:1]:
             text = found.attributes.get("frontend_attributes", "")
-            if named := _CHAIN.search(text):
+            if named := CHAIN.search(text):
                 members.setdefault(named[1], []).append(instruction.name)
     parts: dict[str, tuple[str, str]] = {}
     for chain, names in members.items():

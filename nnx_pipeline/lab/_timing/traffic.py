@@ -5,7 +5,6 @@ reads its table once where it makes more than the table has, and a scatter write
 fusion this holds of what lies between an argument and a slice of it, too, and of fusions in it.
 """
 
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -13,7 +12,7 @@ from fractions import Fraction
 from nnx_pipeline.lab._hlo.module import Computation, Instruction, Module, Shape
 from nnx_pipeline.lab._hlo.opcodes import plain
 
-LIBRARY = re.compile(r'"?__(cublas|cudnn|onednn)')
+LIBRARIES = ("__cublas", "__cudnn", "__onednn")  # how the names of their calls begin
 SLICES = ("dynamic-slice", "slice", "gather")
 UPDATE = "dynamic-update-slice"
 # What makes of each element one element: of what is sliced behind it no more is read.
@@ -41,7 +40,7 @@ class Traffic:
         if (written := updated_in_place(instruction)) is not None:
             updates = [shape for place in written for shape in read[place]]
             return self._all(updates) + self._part(read[0], updates)
-        is_library = LIBRARY.match(instruction.attributes.get("custom_call_target", ""))
+        is_library = instruction.target.startswith(LIBRARIES)
         made = instruction.shapes[:1] if is_library else instruction.shapes
         return self._all(made) + sum(map(self._all, read))
 

@@ -341,8 +341,7 @@ class Roles:
 
 
 def _is_library(instruction: Instruction) -> bool:
-    target = instruction.attributes.get("custom_call_target", "").strip('"')
-    return target.startswith(("__cublas$", "__cudnn$"))
+    return instruction.target.startswith(("__cublas$", "__cudnn$"))
 
 
 def _numbers(instruction: Instruction, attribute: str) -> list[str]:
