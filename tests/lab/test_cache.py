@@ -27,7 +27,7 @@ from nnx_pipeline.experiments._registry import EXPERIMENTS
 from nnx_pipeline.experiments._replaced import Replaced
 from nnx_pipeline.lab.attribution._result import Attribution
 from nnx_pipeline.lab.compile import _cache_key as cache_key
-from nnx_pipeline.lab.compile._cache import LONGEST_DAYS, Cache
+from nnx_pipeline.lab.compile._cache import LONGEST_DAYS, Cache, restored
 from nnx_pipeline.lab.compile._cache_key import entry_key
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.lab.compile.platform import Platform
@@ -420,7 +420,7 @@ def test_a_measurement_survives_json() -> None:
     assert kept == expected
     assert kept.fingerprint == whole.fingerprint
     rows = attribution()
-    assert Attribution.from_json(json.loads(json.dumps(rows.to_json()))) == rows
+    assert restored(Attribution, json.loads(json.dumps(dataclasses.asdict(rows)))) == rows
     without = json.loads(json.dumps(measurement(None).to_cache()))
     assert Measurement.from_cache(without, None).attribution is None
 

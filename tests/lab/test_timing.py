@@ -23,6 +23,7 @@ from nnx_pipeline.lab._timing.estimate import Estimate
 from nnx_pipeline.lab._timing.links import Links, groups_of, pairs_of
 from nnx_pipeline.lab._timing.precision import ProductPrecision, product_rate
 from nnx_pipeline.lab._timing.result import KEYS, Time
+from nnx_pipeline.lab.compile._cache import restored
 from nnx_pipeline.lab.compile.measure import Measurement
 from nnx_pipeline.train import loss_of
 
@@ -1095,7 +1096,7 @@ SAMPLE = Time(
 def test_time_is_kept_and_told() -> None:
     time = SAMPLE.of_model(useful_flops=50.0, bubble_share=0.25)
     assert (time.mfu, time.bubble_share) == (50 / (2 * 100), 0.25)
-    assert Time.from_cache(json.loads(json.dumps(dataclasses.asdict(time)))) == time
+    assert restored(Time, json.loads(json.dumps(dataclasses.asdict(time)))) == time
     told = time.to_json()
     assert tuple(told)[: len(KEYS)] == KEYS
     assert (told["basis"], told["range_seconds"]) == ("cycles", [2.0, 3.0])

@@ -48,6 +48,10 @@ class BufferValue:
     last: int  # below `first` where the text gives no live range
 
     @property
+    def end(self) -> int:
+        return self.offset + self.bytes
+
+    @property
     def is_table(self) -> bool:
         """Whether the value is the table of pointers of a tuple rather than an array."""
         return self.type.startswith("(")
@@ -147,9 +151,8 @@ def _allocations(
             name, index = found[1], (found[2] or "{}")[1:-1]
             first, last = ranges.get((name, index), _NEVER)
             path = tuple(map(int, filter(None, index.split(","))))
-            values.append(
-                BufferValue(name, path, int(found[4]), int(found[5]), found[6], first, last)
-            )
+            size, offset = int(found[4]), int(found[5])
+            values.append(BufferValue(name, path, size, offset, found[6], first, last))
 
 
 def _allocation(head: re.Match[str], values: list[BufferValue]) -> Allocation:

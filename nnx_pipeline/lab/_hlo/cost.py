@@ -8,9 +8,8 @@ data.
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from nnx_pipeline.lab._hlo.integers import PASSES_ON
 from nnx_pipeline.lab._hlo.loops import Runs, Shares, executions, running
@@ -37,10 +36,6 @@ class Unread:
     figures: tuple[str, ...]
     executed: int | None  # per step, None where that is not known
     reason: str
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Unread":
-        return cls(**{**value, "figures": tuple(value["figures"])})
 
 
 def unread(instruction: Instruction, figure: str, executed: int | None, reason: str) -> "Unread":

@@ -14,33 +14,15 @@ Index = tuple[int, ...]
 Value = tuple[str, Index]
 
 # They pass their operand on as it is: under another name, in another buffer or within a tuple.
-MOVES = (
-    "bitcast",
-    "copy",
-    "copy-done",
-    "copy-start",
-    "get-tuple-element",
-    "opt-barrier",
-    "tuple",
-)
+MOVES = ("bitcast", "copy", "copy-done", "copy-start", "get-tuple-element", "opt-barrier", "tuple")
 # Their result is the numbers of their operand in another dtype, order or shape, or some of them.
 RESHAPES = (
-    "bitcast-convert",
-    "convert",
-    "dynamic-slice",
-    "reshape",
-    "reverse",
-    "slice",
-    "transpose",
+    *("bitcast-convert", "convert", "dynamic-slice", "reshape"),
+    *("reverse", "slice", "transpose"),
 )
 COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "all-to-all",
-    "collective-broadcast",
-    "collective-permute",
-    "ragged-all-to-all",
-    "reduce-scatter",
+    *("all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute"),
+    *("ragged-all-to-all", "reduce-scatter"),
 )
 _STARTS = ("async-start", "call-start", "fusion-start")
 _DONES = ("async-done", "call-done", "fusion-done")
@@ -62,12 +44,11 @@ class Flow:
         self.home: dict[str, str] = {}
         self.callers: dict[str, list[Instruction]] = {}
         self._unchanged: dict[Value, bool] = {}
-        for computation in module.computations.values():
-            for instruction in computation.instructions.values():
-                self.instructions[instruction.name] = instruction
-                self.home[instruction.name] = computation.name
-                for called in instruction.called():
-                    self.callers.setdefault(called, []).append(instruction)
+        for computation, instruction in module.instructions():
+            self.instructions[instruction.name] = instruction
+            self.home[instruction.name] = computation.name
+            for called in instruction.called():
+                self.callers.setdefault(called, []).append(instruction)
 
     def at(self, value: Value) -> Instruction | None:
         """The instruction that defines a value; None where the program's text does not print it."""

@@ -1,7 +1,6 @@
 """The estimated time of a program, and its form in JSON and in the cache."""
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -82,9 +81,3 @@ class Time:
         names = (*KEYS, *more, "memory_wait_seconds", "host_seconds")
         around = self.range_seconds and list(self.range_seconds)
         return {**{name: getattr(self, name) for name in names}, "range_seconds": around}
-
-    @classmethod
-    def from_cache(cls, value: Mapping[str, Any]) -> "Time":
-        rows = tuple(TimeRow(**row) for row in value["rows"])
-        around = value["range_seconds"] and tuple(value["range_seconds"])
-        return cls(**{**value, "rows": rows, "range_seconds": around})

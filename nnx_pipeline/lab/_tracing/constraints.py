@@ -14,13 +14,8 @@ Atom = Var | Literal  # what an equation reads
 
 _CONSTRAINT = "sharding_constraint"
 _CALLS = (
-    "checkpoint",
-    "closed_call",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "jit",
-    "pjit",
-    "remat2",
+    *("checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call"),
+    *("jit", "pjit", "remat2"),
 )
 _LOOPS = ("cond", "scan", "shard_map", "while")
 # The arrays among the operands of these have the sharding of the result.

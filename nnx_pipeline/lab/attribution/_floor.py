@@ -3,7 +3,6 @@ A floor knows nothing of models: who makes one says the formula and the role of 
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,19 +107,6 @@ class Floor:
             "time": {**dataclasses.asdict(time), **times} if time else None,
         }
 
-    @classmethod
-    def from_cache(cls, value: Mapping[str, Any]) -> "Floor":
-        """The inverse of `dataclasses.asdict`; raises KeyError or TypeError for anything else."""
-        time = value["time"] and LeastTime(**value["time"])
-        return cls(
-            arguments=_terms(value["arguments"]),
-            moments=_moments(value["moments"]),
-            expected=_moments(value["expected"]),
-            time=time,
-            knows=tuple(value["knows"]),
-            unknown=tuple(value["unknown"]),
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
@@ -162,11 +148,3 @@ def between(floor: Floor, attribution: Attribution) -> tuple[Gap, ...]:
 def live_bytes(attribution: Attribution) -> int:
     """The bytes of arrays in a heap at its peak: without padding and without fragmentation."""
     return attribution.heap_bytes - sum(attribution.by_role().get(role, 0) for role in LOST)
-
-
-def _moments(rows: Any) -> tuple[Moment, ...]:
-    return tuple(Moment(name=one["name"], terms=_terms(one["terms"])) for one in rows)
-
-
-def _terms(rows: Any) -> tuple[Term, ...]:
-    return tuple(Term(**row) for row in rows)

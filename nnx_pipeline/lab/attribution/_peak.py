@@ -1,22 +1,22 @@
 """Finds what the heap of a compiled program holds at its peak, from its buffer assignment."""
 
-import dataclasses
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import NamedTuple
 
 from nnx_pipeline.lab._hlo.buffers import BufferText, BufferValue
 from nnx_pipeline.lab._hlo.dataflow import Flow, Value
 from nnx_pipeline.lab._hlo.module import Module, shapes_of
-from nnx_pipeline.lab.attribution._origins import Origins, ValueOrigin
+from nnx_pipeline.lab.attribution._origins import Origins
 from nnx_pipeline.lab.attribution._result import Attribution, Buffer
 from nnx_pipeline.lab.attribution._roles import Roles
 from nnx_pipeline.lab.attribution.account import HOST, free_parts, in_outputs
 
 MOST_POINTS = 2000  # in a timeline
 _SPACES = {
-    1: "on a TPU the on-chip memory",
-    2: "on a TPU semaphores",
-    6: "on a TPU the memory of scalars",
+    1: ", on a TPU the on-chip memory",
+    2: ", on a TPU semaphores",
+    6: ", on a TPU the memory of scalars",
 }
 
 
@@ -68,7 +68,7 @@ def attribute(
 def _constants(buffers: BufferText, reader: "_Reader") -> list[Buffer]:
     parts = [part for part in buffers.allocations if part.is_constant and part.color == 0]
     return [
-        dataclasses.replace(reader.buffer(part.values[0], part.bytes), role="constant")
+        replace(reader.buffer(part.values[0], part.bytes), role="constant")
         if part.values
         else _plain(f"constant of allocation {part.number}", part.bytes, "constant", buffers)
         for part in parts
@@ -76,19 +76,11 @@ def _constants(buffers: BufferText, reader: "_Reader") -> list[Buffer]:
     ]
 
 
-@dataclass(frozen=True)
-class _Slot:
+class _Slot(NamedTuple):
     """A value and the number of the heap's allocation that holds it."""
 
     allocation: int
     value: BufferValue
-
-    @property
-    def end(self) -> int:
-        return self.value.offset + self.value.bytes
-
-    def lives_at(self, position: int) -> bool:
-        return self.value.first <= position <= self.value.last
 
 
 class _Reader:
@@ -119,30 +111,26 @@ class _Reader:
         value = self.value(placed)
         origin = self.origins.of(value)
         shape = None if placed.is_table else next(iter(shapes_of(placed.type)), None)
-        return _buffer(placed, size, origin, self.roles.of(value, shape))
-
-
-def _buffer(placed: BufferValue, size: int, origin: ValueOrigin, role: str) -> Buffer:
-    index = ",".join(map(str, placed.index))
-    return Buffer(
-        name=f"{placed.name}{{{index}}}" if placed.index else placed.name,
-        bytes=size,
-        shape=placed.shape,
-        operation=origin.operation,
-        source=origin.source,
-        caller=origin.caller,
-        role=role,
-        first=placed.first,
-        last=placed.last,
-    )
+        index = ",".join(map(str, placed.index))
+        return Buffer(
+            name=f"{placed.name}{{{index}}}" if placed.index else placed.name,
+            bytes=size,
+            shape=placed.shape,
+            operation=origin.operation,
+            source=origin.source,
+            caller=origin.caller,
+            role=self.roles.of(value, shape),
+            first=placed.first,
+            last=placed.last,
+        )
 
 
 def _live_bytes(slots: list[_Slot]) -> dict[int, int]:
     """The bytes that live values cover, at each position where a value begins or ceases to live."""
     changes = {slot.value.first for slot in slots} | {slot.value.last + 1 for slot in slots}
     places = sorted(
-        (slot.allocation, slot.value.offset, slot.end, slot.value.first, slot.value.last)
-        for slot in slots
+        (allocation, value.offset, value.end, value.first, value.last)
+        for allocation, value in slots
     )
     found = {}
     for position in sorted(changes):
@@ -157,37 +145,30 @@ def _live_bytes(slots: list[_Slot]) -> dict[int, int]:
     return found
 
 
-def _covered(slots: list[_Slot]) -> list[tuple[_Slot, int]]:
-    groups: dict[int, list[_Slot]] = defaultdict(list)
-    for slot in slots:
-        groups[slot.allocation].append(slot)
-    sizes = {
-        number: iter(free_parts((slot.value.offset, slot.end) for slot in group))
-        for number, group in groups.items()
-    }
-    return [(slot, next(sizes[slot.allocation])) for slot in slots]
+def _covered(slots: list[_Slot]) -> list[tuple[BufferValue, int]]:
+    """The values, each with the number of its bytes that no earlier one covers."""
+    pieces: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for allocation, value in slots:
+        pieces[allocation].append((value.offset, value.end))
+    sizes = {allocation: iter(free_parts(inside)) for allocation, inside in pieces.items()}
+    return [(value, next(sizes[allocation])) for allocation, value in slots]
 
 
 def _rows(slots: list[_Slot], peak: int, reader: _Reader) -> list[Buffer]:
     """Rows for the values that are live at the peak, and for the padding of their layouts."""
     # Bytes that several values share count for the one that was live first.
-    living = sorted(
-        (slot for slot in slots if slot.lives_at(peak)),
-        key=lambda slot: (slot.value.first, -slot.value.bytes),
-    )
+    living = [slot for slot in slots if slot.value.first <= peak <= slot.value.last]
+    living.sort(key=lambda slot: (slot.value.first, -slot.value.bytes))
     rows = []
-    for slot, size in _covered(living):
-        padding = max(0, size - slot.value.array_bytes)
+    for value, size in _covered(living):
+        padding = max(0, size - value.array_bytes)
         if not size:
             continue
-        row = reader.buffer(slot.value, size - padding)
+        row = reader.buffer(value, size - padding)
         rows.append(row)
         if padding:
-            rows.append(
-                dataclasses.replace(
-                    row, name=f"padding of {row.name}", bytes=padding, shape="", role="padding"
-                )
-            )
+            name = f"padding of {row.name}"
+            rows.append(replace(row, name=name, bytes=padding, shape="", role="padding"))
     return rows
 
 
@@ -197,7 +178,7 @@ def _holes(slots: list[_Slot], free: int, buffers: BufferText) -> list[Buffer]:
     arrays: dict[int, int] = {part.number: 0 for part in buffers.heap}
     for slot in slots:
         if not slot.value.is_table:
-            arrays[slot.allocation] = max(arrays[slot.allocation], slot.end)
+            arrays[slot.allocation] = max(arrays[slot.allocation], slot.value.end)
     above = sum(part.bytes - arrays[part.number] for part in buffers.heap)
     above = max(0, min(free, above))
     named = {"between the buffers": free - above, "tables of tuples, above all arrays": above}
@@ -210,17 +191,15 @@ def _beyond_the_heap(buffers: BufferText, heap: int, temp: int | None) -> list[B
     for part in buffers.allocations:
         if part.is_temp and part.color not in (0, HOST):
             sizes[part.color] += part.bytes
-    role = "other memory space"
-    rows = [_plain(_space(color), size, role, buffers) for color, size in sizes.items() if size]
+    rows = [
+        _plain(f"memory space {color}{_SPACES.get(color, '')}", size, "other memory space", buffers)
+        for color, size in sizes.items()
+        if size
+    ]
     if temp is not None and (rest := temp - heap - sum(sizes.values())):
         name = "in temp, in no allocation" if rest > 0 else "in an allocation, not in temp"
         rows.append(_plain(name, rest, "other", buffers))
     return rows
-
-
-def _space(color: int) -> str:
-    known = f", {_SPACES[color]}" if color in _SPACES else ""
-    return f"memory space {color}{known}"
 
 
 def _plain(name: str, bytes: int, role: str, buffers: BufferText) -> Buffer:

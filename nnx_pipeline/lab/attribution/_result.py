@@ -3,29 +3,15 @@
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 ROLES = (
-    "activation",
-    "saved residual",
-    "scan carry",
-    "logits",
-    "gathered weight",
-    "parameter cast",
-    "parameter copy",
-    "gradient accumulator",
-    "gradient",
-    "optimizer update",
-    "collective buffer",
-    "partial sums",
-    "library workspace",
-    "constant",
-    "other",
-    "padding",
-    "fragmentation",
-    "other memory space",
+    *("activation", "saved residual", "scan carry", "logits", "gathered weight", "parameter cast"),
+    *("parameter copy", "gradient accumulator", "gradient", "optimizer update"),
+    *("collective buffer", "partial sums", "library workspace", "constant", "other", "padding"),
+    *("fragmentation", "other memory space"),
 )
 
 _FUNCTION = re.compile(r"^jit\([^)]*\)/")
@@ -72,15 +58,6 @@ class Attribution:
     def to_json(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "by_role": self.by_role()}
 
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Attribution":
-        """The inverse of `to_json`; raises KeyError or TypeError for anything else."""
-        fields = {name: item for name, item in value.items() if name != "by_role"}
-        for name in ("buffers", "other", "constants", "in_outputs"):
-            fields[name] = tuple(Buffer(**row) for row in fields[name])
-        fields["timeline"] = tuple((position, size) for position, size in fields["timeline"])
-        return cls(**fields)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
@@ -123,29 +100,23 @@ def difference(a: Attribution, b: Attribution) -> tuple[BufferDifference, ...]:
     by role, last operation and shape (the same code on another line). Rows without a change are
     left out; the changes of the others sum to the difference between the heaps.
     """
-    rows = _paired(_sums(a, 0) + _sums(b, 1), _exact)
+    rows = _paired(_sums(a, of_b=False) + _sums(b, of_b=True), _exact)
     for alike in (_same_line, _same_work):
         rows = _paired(rows, alike)
     changed = [row for row in rows if row.change]
     return tuple(sorted(changed, key=lambda row: (-abs(row.change), row.operation, row.shape)))
 
 
-def _sums(attribution: Attribution, side: int) -> list[BufferDifference]:
-    groups: dict[Hashable, list[Buffer]] = defaultdict(list)
-    for buffer in attribution.buffers:
-        line = buffer.source, buffer.caller
-        groups[line, buffer.operation, buffer.shape, buffer.role].append(buffer)
+def _sums(attribution: Attribution, *, of_b: bool) -> list[BufferDifference]:
+    sums: dict[tuple[Side, str], int] = defaultdict(int)
+    for one in attribution.buffers:
+        side = Side(operation=one.operation, source=one.source, role=one.role, caller=one.caller)
+        sums[side, one.shape] += one.bytes
     return [
         BufferDifference(
-            a_bytes=0 if side else sum(buffer.bytes for buffer in group),
-            b_bytes=sum(buffer.bytes for buffer in group) if side else 0,
-            shape=group[0].shape,
-            operation=group[0].operation,
-            source=group[0].source,
-            caller=group[0].caller,
-            role=group[0].role,
+            a_bytes=0 if of_b else size, b_bytes=size if of_b else 0, shape=shape, **vars(side)
         )
-        for group in groups.values()
+        for (side, shape), size in sums.items()
     ]
 
 
@@ -154,16 +125,12 @@ def _exact(row: BufferDifference) -> Hashable:
 
 
 def _same_line(row: BufferDifference) -> Hashable:
-    return row.source, row.caller, row.shape, _kind(row)
+    # Of rows that are no value only those of one role are alike.
+    return row.source, row.caller, row.shape, "" if row.shape else row.role
 
 
 def _same_work(row: BufferDifference) -> Hashable:
     return row.role, row.operation.rpartition("/")[2], row.shape
-
-
-def _kind(row: BufferDifference) -> str:
-    """The role of a row that is no value, so that only rows of one role are alike; else ""."""
-    return "" if row.shape else row.role
 
 
 def _paired(

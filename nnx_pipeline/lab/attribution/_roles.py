@@ -52,29 +52,12 @@ from nnx_pipeline.lab._tracing.jaxpr import RECOMPUTED
 from nnx_pipeline.lab.attribution._origins import Origins
 
 _VOCABULARY = {
-    "embed",
-    "embedder",
-    "embedding",
-    "head",
-    "lm_head",
-    "logits",
-    "logits_dense",
-    "token_embedder",
-    "vocab",
-    "wte",
+    *("embed", "embedder", "embedding", "head", "lm_head", "logits", "logits_dense"),
+    *("token_embedder", "vocab", "wte"),
 }
 _NOT_COMPUTED = (
-    "after-all",
-    "constant",
-    "custom-call",
-    "infeed",
-    "iota",
-    "parameter",
-    "partition-id",
-    "replica-id",
-    "rng",
-    "rng-bit-generator",
-    "tuple",
+    *("after-all", "constant", "custom-call", "infeed", "iota", "parameter", "partition-id"),
+    *("replica-id", "rng", "rng-bit-generator", "tuple"),
 )
 _COPIES = ("copy", "copy-start", "copy-done")
 _MOST_READERS = 400  # values that a search for a reader in the backward pass visits at most

@@ -189,7 +189,7 @@ def in_outputs(buffers: BufferText) -> list[InOutput]:
         # live range (last < first) is inside a fusion.
         before = [value for value in part.values if value.first <= value.last <= last]
         before.sort(key=lambda value: (value.first, -value.bytes))
-        sizes = free_parts((value.offset, value.offset + value.bytes) for value in before)
+        sizes = free_parts((value.offset, value.end) for value in before)
         found += [InOutput(*pair) for pair in zip(before, sizes, strict=True) if pair[1]]
     return found
 

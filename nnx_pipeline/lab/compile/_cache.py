@@ -1,11 +1,16 @@
 """A disk cache of results, keyed by their inputs, so that a second run compiles nothing."""
 
+import dataclasses
 import datetime
+import functools
 import hashlib
+import itertools
 import json
 import os
 import re
 import time
+import types
+import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,6 +93,24 @@ class Cache:
             if written < oldest or total > MOST_BYTES:
                 path.unlink(missing_ok=True)
                 total -= size
+
+
+def restored(kind: Any, value: Any) -> Any:
+    """A value of a dataclass, from what `dataclasses.asdict` and JSON made of it. Raises KeyError
+    or TypeError for anything else."""
+    parts = typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        hints = _hints(kind)
+        return kind(**{name: restored(hints[name], item) for name, item in {**value}.items()})
+    if typing.get_origin(kind) is tuple:
+        kinds = itertools.repeat(parts[0]) if parts[-1] is ... else parts
+        return tuple(map(restored, kinds, value))
+    if typing.get_origin(kind) is types.UnionType and value is not None:
+        return restored(parts[0], value)  # what may be absent is written `X | None`
+    return value
+
+
+_hints = functools.cache(typing.get_type_hints)
 
 
 def _age_and_size(path: Path) -> tuple[float, int, Path] | None:

@@ -20,6 +20,7 @@ from nnx_pipeline.lab._tracing.jaxpr import called_from_one_line
 from nnx_pipeline.lab.attribution._floor import Floor
 from nnx_pipeline.lab.attribution._result import Attribution
 from nnx_pipeline.lab.attribution.account import Account, Assigned, Memory
+from nnx_pipeline.lab.compile._cache import restored
 from nnx_pipeline.lab.compile._compiler import TooLarge, compile_with_settings, heap_bytes
 from nnx_pipeline.lab.compile._figures import (
     ProgramFigures,
@@ -172,28 +173,15 @@ class Measurement:
 
     def to_cache(self) -> dict[str, Any]:
         """Every field but the text of the program, as values that JSON can hold."""
-        fields = dataclasses.asdict(dataclasses.replace(self, hlo="", attribution=None))
-        attribution = self.attribution.to_json() if self.attribution else None
-        return {**fields, "attribution": attribution, "kept_fingerprint": self.fingerprint}
+        kept = dataclasses.replace(self, hlo="", kept_fingerprint=self.fingerprint)
+        return dataclasses.asdict(kept)
 
     @classmethod
     def from_cache(cls, value: Mapping[str, Any], measured: str | None) -> "Measurement":
         """The inverse of `to_cache`; `measured` is when that was stored, in ISO format. Raises
         KeyError or TypeError for a value that `to_cache` has not written."""
-        rows, assigned = value["attribution"], value["assigned"]
-        changed = {
-            "memory": Memory(**value["memory"]),
-            "time": None if value["time"] is None else Time.from_cache(value["time"]),
-            "assigned": None if assigned is None else Assigned(**assigned),
-            "attribution": None if rows is None else Attribution.from_json(rows),
-            "measured": measured,
-            "floor": None if value.get("floor") is None else Floor.from_cache(value["floor"]),
-            "unread": tuple(map(Unread.from_json, value["unread"])),
-            "notes": tuple(value.get("notes", ())),
-            "xla_left_out": tuple(value["xla_left_out"]),
-            "hlo": "",
-        }
-        return cls(**{**value, **changed})
+        found: Measurement = restored(cls, {**value, "measured": measured, "hlo": ""})
+        return found
 
 
 class _Read(NamedTuple):
